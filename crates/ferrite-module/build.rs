@@ -1,6 +1,6 @@
-//! One word to the linker: the library is never unloaded. An engine closes a module that it has
-//! refused, and a thread of ours, or what a thread left to be done at its end, must not find its
-//! code gone.
+//! Marks the library as never unloaded. An engine calls `dlclose` on a module that failed to load.
+//! The module's threads and their thread-exit destructors may still run after that, and need their
+//! code to stay mapped.
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");

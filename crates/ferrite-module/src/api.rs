@@ -1,8 +1,8 @@
-//! The engine's module API: safe calls of the functions in `table.rs`.
+//! Safe wrappers of the engine's module API, whose functions are in `table.rs`.
 //!
-//! Handles ([`Context`], [`Info`]) live as long as the callback that they were given to. Everything
-//! but [`log`] is for the engine's main thread; the handles cannot leave it, since pointers are not
-//! [`Send`].
+//! Handles ([`Context`], [`Info`]) are valid until the callback that received them returns. Every
+//! function except [`log`] is for the engine's main thread. Handles cannot leave that thread, since
+//! pointers are not [`Send`].
 #![expect(
     unsafe_code,
     reason = "calls by function pointers, with pointers that the engine gave us"
@@ -31,12 +31,13 @@ pub(crate) const ERR: c_int = 1;
 const API_VERSION: c_int = 1;
 
 pub(crate) mod flag {
-    //! Numbers of the API.
+    //! Constants of the module API.
     pub(crate) const CONFIG_IMMUTABLE: u32 = 1 << 0;
     pub(crate) const CONFIG_MEMORY: u32 = 1 << 7;
-    /// A full synchronisation may be loaded beside the old data: we keep nothing of either.
+    /// Allows the engine to load a full synchronisation while it serves the old data. The module
+    /// keeps no data of its own.
     pub(crate) const HANDLE_REPL_ASYNC_LOAD: i32 = 1 << 2;
-    /// Slots may move as a whole (Valkey 9). Without it our presence would forbid it.
+    /// Allows atomic slot migration (Valkey 9), which a module without this flag prevents.
     pub(crate) const HANDLE_ATOMIC_SLOT_MIGRATION: i32 = 1 << 5;
     pub(crate) const EVENT_CLIENT: u64 = 4;
     pub(crate) const EVENT_CLIENT_CONNECTED: u64 = 0;
@@ -49,48 +50,49 @@ pub(crate) mod flag {
     pub(crate) const READABLE: i32 = 1;
 }
 
-/// Of this process for ever: an engine's functions do not move, also if the module is loaded a
+/// The functions of the engine that this process is. They stay the same if the module is loaded a
 /// second time.
 static API: OnceLock<Api> = OnceLock::new();
 
-/// The table, from the moment it was found on. Whoever has a handle has it.
+/// Returns the engine's functions. Every caller has a handle, and handles exist only after
+/// [`Context::find_api`] has succeeded.
 fn api() -> &'static Api {
-    API.get().expect("found at load, before any handle was made")
+    API.get().expect("the API was found at load")
 }
 
-/// A line in the engine's log, from any thread. Nothing if there is no engine (tests).
+/// Writes to the engine's log, from any thread. Does nothing without an engine (in unit tests).
 pub(crate) fn log(level: &CStr, text: &str) {
     let Some(api) = API.get() else { return };
-    // The engine cuts lines at 1,024 bytes, and knows no line ends.
+    // The engine truncates messages at 1,024 bytes and does not split lines.
     for line in text.lines() {
         let line = c_string(&format!("ferrite: {line}"));
-        // SAFETY: the format takes one string, which is there. No context: those of a load that is
-        // refused are gone by the time that a thread speaks; the engine allows it for this call
-        // alone.
+        // SAFETY: the format takes one string, which is valid. The context is null, which the
+        // engine allows for this function only: the context of a failed load may be gone when a
+        // thread logs.
         unsafe { (api.log)(ptr::null_mut(), level.as_ptr(), c"%s".as_ptr(), line.as_ptr()) };
     }
 }
 
-/// For C: without what it would take for the end.
+/// Returns a C string, with zero bytes replaced by `?`.
 fn c_string(text: &str) -> CString {
     CString::new(text.replace('\0', "?")).unwrap_or_default()
 }
 
-/// From now on the engine's loop calls this when the descriptor is readable, on the main thread.
-/// Whether the engine takes it.
-pub(crate) fn listen_to(descriptor: RawFd, call: FdFn) -> bool {
-    // SAFETY: the function stays; it is given no pointer of ours. A descriptor that is closed is
-    // told of no more.
+/// Makes the engine's event loop call a function, on the main thread, while the descriptor is
+/// readable. Returns whether the engine accepted the descriptor.
+pub(crate) fn watch_readable(descriptor: RawFd, call: FdFn) -> bool {
+    // SAFETY: the function is never unloaded and gets no pointer of ours. The kernel does not
+    // report a descriptor that was closed.
     unsafe { (api().event_loop_add)(descriptor, flag::READABLE, call, ptr::null_mut()) == OK }
 }
 
-/// No longer.
-pub(crate) fn ignore(descriptor: RawFd) {
-    // SAFETY: one that is not listened to is no harm.
+/// Makes the engine's event loop stop watching a descriptor.
+pub(crate) fn unwatch(descriptor: RawFd) {
+    // SAFETY: the engine ignores a descriptor that it does not watch.
     unsafe { (api().event_loop_del)(descriptor, flag::READABLE) };
 }
 
-/// What an engine is.
+/// The kind and version of an engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Server {
     pub(crate) is_valkey: bool,
@@ -98,27 +100,31 @@ pub(crate) struct Server {
     pub(crate) version: u32,
 }
 
-/// A context that the engine gave to a callback, for as long as that lasts.
+/// A context that the engine passed to a callback, valid until that returns.
 #[derive(Clone, Copy)]
 pub(crate) struct Context<'a>(ptr::NonNull<RawContext>, PhantomData<&'a ()>);
 
 impl<'a> Context<'a> {
+    /// Wraps a context; `None` if it is null.
+    ///
     /// # Safety
-    /// The engine gave it to a callback that runs on its main thread and outlives `'a`; it is not
-    /// null.
+    /// The engine passed `raw` to a callback that runs on its main thread and outlives `'a`, or
+    /// `raw` is null.
     pub(crate) unsafe fn new(raw: *mut RawContext) -> Option<Self> {
         ptr::NonNull::new(raw).map(|raw| Self(raw, PhantomData))
     }
 
-    /// Finds the functions of the API: the first thing to do. The names of those that are missing
-    /// otherwise.
+    /// Finds the functions of the API. Must be called before any other function.
+    ///
+    /// # Errors
+    /// The names of the functions that the engine does not have.
     pub(crate) fn find_api(self) -> Result<(), Vec<&'static str>> {
-        // SAFETY: a context begins with this function, which is the engine's.
+        // SAFETY: every context begins with this function of the engine.
         let found = unsafe { Api::find(self.0.as_ref().get_api) };
         found.map(|api| drop(API.set(api)))
     }
 
-    /// The log without the table: to say what is missing in it.
+    /// Writes to the engine's log when the other functions of the API were not found.
     pub(crate) fn log_without_api(self, text: &str) {
         type Log = unsafe extern "C" fn(*mut RawContext, *const c_char, *const c_char, ...);
         // SAFETY: as in `find_api`; the type is that of the function in the table.
@@ -137,10 +143,9 @@ impl<'a> Context<'a> {
         self.0.as_ptr()
     }
 
-    /// Takes the module's name; false if another has it.
+    /// Sets the module's name. Returns false if another module has it.
     pub(crate) fn set_name(self, name: &CStr, version: i32) -> bool {
-        // SAFETY: a name that ends with a zero, which the engine copies; the context is the
-        // engine's.
+        // SAFETY: the name ends with a zero and the engine copies it; the context is the engine's.
         unsafe {
             if (api().is_module_name_busy)(name.as_ptr()) != 0 {
                 return false;
@@ -151,7 +156,8 @@ impl<'a> Context<'a> {
     }
 
     pub(crate) fn server(self) -> Server {
-        // SAFETY: as in `find_api`; only Valkey knows this name. The other call takes nothing.
+        // SAFETY: as in `find_api`; only Valkey has a function of this name. The other function
+        // takes no arguments.
         let (is_valkey, version) = unsafe {
             let known = find(self.0.as_ref().get_api, "ValkeyModule_GetServerVersion\0");
             (known.is_some(), (api().get_server_version)())
@@ -164,12 +170,15 @@ impl<'a> Context<'a> {
         unsafe { (api().set_module_options)(self.raw(), options) };
     }
 
-    /// One of the engine's own settings; `None` if it has none of this name, or does not say.
+    /// Returns one of the engine's own settings; `None` if the engine has no such setting or
+    /// refuses CONFIG GET.
     pub(crate) fn config(self, name: &CStr) -> Option<String> {
         let api = api();
-        // E: Valkey 9.1 crashes when it refuses a call (CONFIG is renamed, say) that does not take
-        // errors as replies. SAFETY: two strings for the two in the format. The reply, and what is
-        // looked at of it, is used before it is freed.
+        // `E` returns errors as replies. Without it Valkey 9.1 crashes when it refuses a call, for
+        // example because CONFIG is renamed.
+        //
+        // SAFETY: there are two strings for the two `c` in the format. The reply and its elements
+        // are not used after the reply is freed.
         unsafe {
             let reply = (api.call)(
                 self.raw(),
@@ -181,7 +190,7 @@ impl<'a> Context<'a> {
             if reply.is_null() {
                 return None;
             }
-            // Null if the reply is no array, or has no second element.
+            // Null if the reply is not an array, or has no second element.
             let value = (api.call_reply_array_element)(reply, 1);
             let mut text = None;
             if !value.is_null() {
@@ -197,16 +206,18 @@ impl<'a> Context<'a> {
         }
     }
 
-    /// A command that is nothing but its subcommands.
+    /// Creates a command that only has subcommands. Returns false if the engine refuses.
     pub(crate) fn create_container(self, name: &CStr, flags: &CStr) -> bool {
-        // SAFETY: strings that the engine copies; a command without a function has subcommands.
+        // SAFETY: the engine copies the strings. A command without a function is allowed if it has
+        // subcommands.
         let made = unsafe {
             (api().create_command)(self.raw(), name.as_ptr(), None, flags.as_ptr(), 0, 0, 0)
         };
         made == OK
     }
 
-    /// With its ACL categories, where the engine has such for modules.
+    /// Creates a subcommand, with ACL categories if the engine has these for commands of modules.
+    /// Returns false if the engine refuses.
     pub(crate) fn create_subcommand(
         self,
         of: &CStr,
@@ -216,7 +227,7 @@ impl<'a> Context<'a> {
         call: CommandFn,
     ) -> bool {
         let full = c_string(&format!("{}|{}", of.to_string_lossy(), name.to_string_lossy()));
-        // SAFETY: as above; the function stays, since the library is never unloaded.
+        // SAFETY: as above; the function remains valid, since the library is never unloaded.
         unsafe {
             let parent = (api().get_command)(self.raw(), of.as_ptr());
             if parent.is_null()
@@ -241,14 +252,16 @@ impl<'a> Context<'a> {
     }
 
     pub(crate) fn register_info(self, call: InfoFn) -> bool {
-        // SAFETY: the function stays.
+        // SAFETY: the function remains valid, since the library is never unloaded.
         unsafe { (api().register_info_func)(self.raw(), call) == OK }
     }
 
-    /// From now on, or (`None`) no longer. Not before the load can only succeed: a refused one
-    /// leaves subscriptions behind.
+    /// Subscribes to a server event, or unsubscribes (`None`). Returns false if the engine refuses.
+    /// To be called only when the load can no longer fail, since the engine keeps the subscriptions
+    /// of a failed load.
     pub(crate) fn subscribe(self, id: u64, call: Option<EventFn>) -> bool {
-        // SAFETY: the function stays. Version 1 of each event is all that we take.
+        // SAFETY: the function remains valid, since the library is never unloaded. It reads only
+        // version 1 of each event.
         unsafe {
             (api().subscribe_to_server_event)(self.raw(), RawEvent { id, version: 1 }, call) == OK
         }
@@ -264,8 +277,8 @@ impl<'a> Context<'a> {
         index: usize,
     ) -> bool {
         let private = ptr::without_provenance_mut(index);
-        // SAFETY: strings that the engine copies; functions that stay; a number instead of a
-        // pointer to what is private.
+        // SAFETY: the engine copies the strings, and the functions remain valid. `private` is an
+        // index that is never dereferenced.
         let made = unsafe {
             (api().register_numeric_config)(
                 self.raw(),
@@ -294,7 +307,7 @@ impl<'a> Context<'a> {
     ) -> bool {
         let names: Vec<_> = choices.iter().map(|choice| choice.as_ptr()).collect();
         let numbers: Vec<_> = (0..).take(names.len()).collect::<Vec<c_int>>();
-        let count = numbers.len() as c_int; // a handful
+        let count = numbers.len() as c_int; // small
         let private = ptr::without_provenance_mut(index);
         // SAFETY: as above; both lists have `count` entries, and the engine copies them.
         let made = unsafe {
@@ -341,23 +354,24 @@ impl<'a> Context<'a> {
         made == OK
     }
 
-    /// Sets all that was registered, from the configuration file or by default; false if a value
-    /// was refused.
+    /// Sets all registered settings, from the configuration file or to their defaults. Returns
+    /// false if a value was refused.
     pub(crate) fn load_configs(self) -> bool {
         // SAFETY: the context is the engine's.
         unsafe { (api().load_configs)(self.raw()) == OK }
     }
 
-    /// The client of this command has written, as replicas and the AOF see it: a PING.
+    /// Replicates a PING to replicas and the AOF as a write of the client that runs this command.
     pub(crate) fn replicate_ping(self) {
-        // SAFETY: the context is that of a command; the format takes nothing more.
+        // SAFETY: the context is that of a command; the format takes no further arguments.
         unsafe { (api().replicate)(self.raw(), c"PING".as_ptr(), c"".as_ptr()) };
     }
 
+    /// Replies to the command that runs.
     pub(crate) fn reply(self, reply: &Reply) {
         let api = api();
         // SAFETY: the context is that of a command; strings end with a zero or come with their
-        // length, and are copied.
+        // length, and the engine copies them.
         unsafe {
             match reply {
                 Reply::Error(text) => (api.reply_with_error)(self.raw(), c_string(text).as_ptr()),
@@ -401,7 +415,7 @@ impl<'a> Context<'a> {
     }
 }
 
-/// What a command answers.
+/// A reply to a command.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Reply {
     Error(String),
@@ -419,20 +433,22 @@ pub(crate) enum Value {
     Text(String),
 }
 
-/// What INFO is written to.
+/// The output of INFO.
 pub(crate) struct Info<'a>(ptr::NonNull<RawInfo>, PhantomData<&'a ()>);
 
 impl Info<'_> {
+    /// Wraps the output; `None` if it is null.
+    ///
     /// # Safety
-    /// The engine gave it to its info callback, which outlives this; it is not null.
+    /// The engine passed `raw` to its INFO callback, which outlives the result, or `raw` is null.
     pub(crate) unsafe fn new(raw: *mut RawInfo) -> Option<Self> {
         ptr::NonNull::new(raw).map(|raw| Self(raw, PhantomData))
     }
 
-    /// The engine puts our name before the section's and before each field's, and drops sections
-    /// that nobody asked for.
+    /// Writes a section. The engine prefixes its name and those of its fields with the module's
+    /// name. It skips sections that were not requested.
     pub(crate) fn section(&self, name: &CStr, fields: &[(String, Value)]) {
-        // SAFETY: strings that the engine copies.
+        // SAFETY: the engine copies the strings.
         unsafe {
             if (api().info_add_section)(self.0.as_ptr(), name.as_ptr()) != OK {
                 return;
@@ -454,16 +470,16 @@ impl Info<'_> {
     }
 }
 
-/// What a string of the engine's says; empty if there is none.
+/// Returns the text of one of the engine's strings; empty if `raw` is null.
 ///
 /// # Safety
-/// The engine gave it to a callback that still runs.
+/// `raw` is null, or the engine passed it to a callback that still runs.
 pub(crate) unsafe fn text_of(raw: *const RawString) -> String {
     if raw.is_null() {
         return String::new();
     }
     let mut len = 0;
-    // SAFETY: the caller's promise; the bytes are there as long as the string is.
+    // SAFETY: the caller guarantees a valid string, and the bytes live as long as it does.
     let bytes = unsafe {
         let bytes = (api().string_ptr_len)(raw, &raw mut len);
         std::slice::from_raw_parts(bytes.cast::<u8>(), len)
@@ -471,15 +487,17 @@ pub(crate) unsafe fn text_of(raw: *const RawString) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-/// A string of the engine's, which is whoever's it is given to.
+/// Creates a string of the engine, which the caller must free or pass on.
 pub(crate) fn new_string(text: &str) -> *mut RawString {
-    // SAFETY: the bytes are copied. Without a context the string is nobody's but the caller's.
+    // SAFETY: the engine copies the bytes. Without a context only the caller owns the string.
     unsafe { (api().create_string)(ptr::null_mut(), text.as_ptr().cast(), text.len()) }
 }
 
+/// Frees a string.
+///
 /// # Safety
-/// Made by [`new_string`], and nobody uses it any more.
+/// The caller owns `raw`, which the engine created, and nobody uses it any more.
 pub(crate) unsafe fn free_string(raw: *mut RawString) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees that the string is owned and no longer used.
     unsafe { (api().free_string)(ptr::null_mut(), raw) };
 }

@@ -1,39 +1,41 @@
-//! Commands that run by a call within the engine's own loop, instead of over a connection to its
-//! socket.
+//! The call path: commands that run in-process, in the engine's event loop, instead of over the
+//! proxy connection.
 //!
-//! `RedisModule_Call` skips what the engine checks before it runs a client's command. Here is what
-//! stands for that, so that a call never does what the same command on a connection would not:
+//! `RedisModule_Call` skips checks that the engine makes before it runs a client's command. The
+//! call path makes up for each of them, so that a call never does what the same command on a
+//! connection would not:
 //!
-//! | the engine checks | here |
+//! | the engine checks | the call path |
 //! |---|---|
 //! | loading, a script that runs, paused clients | [`Calls::begin`] gives no batch |
-//! | NOAUTH, the user's rights | no batch unless the engine says that the client is still there and still this user; each call is held to the user's rights |
+//! | NOAUTH | no batch unless the engine says that the client still exists and has the same user |
+//! | the user's rights | each call checks them |
 //! | READONLY, MASTERDOWN, redirects of a cluster | no batch on replicas and in clusters |
-//! | MISCONF, NOREPLICAS, memory | each call; memory is freed by eviction on the proxy path alone |
-//! | unknown commands, arity | each call |
-//! | `timeout` | no batch: the session's own connection would be silent |
-//! | what needs a client | [`Router`] |
+//! | MISCONF, NOREPLICAS, memory | each call checks; only the proxy path evicts keys |
+//! | unknown commands, arity | each call checks |
+//! | `timeout` | no batch: the proxy connection would be idle and be closed |
+//! | commands that need a client | [`Router`] excludes them |
 //!
-//! A GET of a long value is read by its key instead ([`Keys`]), with the same checks and a copy
-//! less.
+//! A GET of a long value takes the key path ([`Keys`]) instead, with the same checks and fewer
+//! copies.
 //!
-//! What a call refuses has not run, and goes over the proxy connection: there the engine gives its
-//! own answer, or frees memory, or redirects.
+//! A command that a call refuses has not run. It goes over the proxy connection, where the engine
+//! gives its own reply, frees memory, or redirects.
 
 use std::time::Duration;
 
 use ferrite_proto::resp::{Value, Words};
 use ferrite_session::{Access, Callable, ClientLimits, CommandKind, ProxyClient as _, Replies};
 
-use crate::api::calls::{Acting, CallContext, Outcome, Text, state};
+use crate::api::calls::{CallContext, EngineString, Outcome, UserCalls, state};
 use crate::api::clients::{client_flag, client_info};
 use crate::api::{Context, Server};
 use crate::clients::{ClientRecord, DEFAULT_USER};
 use crate::keys::Keys;
 use crate::router::Router;
 
-/// While the engine is at any of these, nothing is called. The last two are states that calls could
-/// serve in part; their checks are many, and the proxy path has them all.
+/// States of the engine in which nothing is called. Calls could work in part on replicas and in
+/// clusters, but would need many more checks there, which the proxy path makes anyway.
 const NOT_NOW: i32 = state::SCRIPT
     | state::MULTI
     | state::LOADING
@@ -42,50 +44,53 @@ const NOT_NOW: i32 = state::SCRIPT
     | state::REPLICA
     | state::CLUSTER;
 
-/// The first Redis that sends what a call wrote to AOF and replicas at once.
+/// Redis 7.2, the first version that propagates the writes of a call to AOF and replicas with the
+/// call.
 const PROPAGATES: u32 = 0x0007_0200;
 
-/// How many of those who have been denied something are kept in mind.
+/// The most users in [`Calls::denied_users`].
 const DENIED_MAX: usize = 64;
 
-/// The engine, to be called on its main thread, from its loop.
+/// Calls of the engine, on its main thread and from its event loop.
 pub(crate) struct Calls {
     context: CallContext,
     router: Router,
     keys: Keys,
-    /// Who spoke last: most batches are of one user.
-    user: Option<(Box<[u8]>, Text)>,
-    /// Users who have been denied something. A call that is denied goes into ACL LOG, and the proxy
-    /// path's denial does once more: who is here is asked for before, at some cost, so that it
-    /// happens to each of them once.
-    denied: Vec<Box<[u8]>>,
-    /// Whether the engine shows that a client has authenticated.
+    /// The user of the last batch, cached because most batches have the same user.
+    user: Option<(Box<[u8]>, EngineString)>,
+    /// Users who have been denied a command. A denied call adds an entry to ACL LOG, and the proxy
+    /// path then adds a second one. For these users the rights are checked before the call, at some
+    /// cost, so that each user gets a double entry only once.
+    denied_users: Vec<Box<[u8]>>,
+    /// The engine shows whether a client has authenticated.
     shows_authenticated: bool,
     client_limits: ClientLimits,
-    /// Redis 7.0: the key of the event that ends a batch. See [`CallContext::propagate`].
-    batch_key: Option<Text>,
+    /// On Redis 7.0, the key of the event that ends a batch. See [`CallContext::propagate`].
+    batch_key: Option<EngineString>,
     has_aof: bool,
     syncs_always: bool,
-    /// The engine tells of its loop's turns, for which replies wait.
-    hears_turns: bool,
-    /// The engine hangs up on who is silent for long (`timeout`). Connections of sessions whose
-    /// commands are called would be.
-    ends_the_silent: bool,
+    /// The engine reports the iterations of its event loop, which replies may have to wait for.
+    is_subscribed_to_loop: bool,
+    /// The engine closes idle connections (`timeout`). Proxy connections are idle while commands
+    /// are called.
+    has_idle_timeout: bool,
 }
 
 impl Calls {
-    /// An error if this engine cannot be called: all goes over the proxy connection then.
+    /// Prepares calls.
+    ///
+    /// # Errors
+    /// This engine cannot be called, and all commands must be proxied.
     pub(crate) fn new(context: Context<'_>) -> Result<Self, String> {
         let server = context.server();
-        let (ends_the_silent, syncs_always) = (ends_the_silent(context), syncs_always(context));
+        let (has_idle_timeout, syncs_always) = (has_idle_timeout(context), syncs_always(context));
         let client_limits = client_limits(context);
-        let context = CallContext::new(context).ok_or(
-            "the engine cannot hold a call to a user's rights (Redis 7.0.6 is the first that can)",
-        )?;
+        let context = CallContext::new(context)
+            .ok_or("the engine cannot check a user's rights in calls; use Redis 7.0.6 or later")?;
         let router = Router::new(|names| context.ask(c"COMMAND", names))?;
         let keys = Keys::new(server).ok_or("no memory")?;
         let batch_key = if server.version < PROPAGATES {
-            Some(Text::new("ferrite").ok_or("no memory")?)
+            Some(EngineString::new("ferrite").ok_or("no memory")?)
         } else {
             None
         };
@@ -95,35 +100,35 @@ impl Calls {
             router,
             keys,
             user: None,
-            denied: Vec::new(),
+            denied_users: Vec::new(),
             shows_authenticated: shows_authenticated(server),
             client_limits,
             batch_key,
             has_aof,
             syncs_always,
-            hears_turns: false,
-            ends_the_silent,
+            is_subscribed_to_loop: false,
+            has_idle_timeout,
         })
     }
 
-    /// Looks up the command that a client has typed, by its name and first argument.
+    /// Looks up the command that a client has sent, by its name and first argument.
     pub(crate) fn look_up(&mut self, name: &[u8], first_arg: Option<&[u8]>) -> CommandKind {
         let Self { router, context, .. } = self;
         router.look_up(name, first_arg, |name| {
-            // Nothing is called while a script runs or data are loaded.
+            // Nothing may be called while a script runs or data is loaded.
             let is_busy = context.state() & (state::SCRIPT | state::LOADING) != 0;
             if is_busy { None } else { context.ask(c"COMMAND", &[b"INFO", name]) }
         })
     }
 
-    /// How many commands and subcommands may be.
+    /// Returns how many commands and subcommands may be called.
     pub(crate) fn callable_commands(&self) -> usize {
         self.router.len()
     }
 
-    /// Asks the engine what a client is now.
+    /// Asks the engine for the current state of a client.
     pub(crate) fn refresh(&mut self, client: &ClientRecord) -> Access {
-        const HELD: u64 = client_flag::PUBSUB
+        const PROXY_ONLY: u64 = client_flag::PUBSUB
             | client_flag::BLOCKED
             | client_flag::TRACKING
             | client_flag::MULTI
@@ -138,7 +143,8 @@ impl Calls {
         };
         let mut state = client.state();
         if *user != *state.user {
-            // A name that was not proven before proves nothing now: the user may have been deleted.
+            // If the client had another user before, `default` proves nothing: that user may have
+            // been deleted.
             state.is_default_proven &= state.user.is_empty();
             state.user = user;
         }
@@ -154,21 +160,21 @@ impl Calls {
         } else {
             state.is_default_proven
         };
-        if info.flags & HELD == 0 && is_authenticated && state.is_identified {
+        if info.flags & PROXY_ONLY == 0 && is_authenticated && state.is_identified {
             return Access::InProcess;
         }
         let in_transaction = info.flags & client_flag::MULTI != 0;
         Access::Proxy { in_transaction, is_authenticated }
     }
 
-    /// Returns whether only a command that needs a login can tell whether the client has one, and
-    /// the client may run it.
+    /// Returns whether FERRITE ATTEST, which needs a login, is the only way to find out if the
+    /// client has authenticated, and the client may run it.
     pub(crate) fn needs_attestation(&mut self, client: &ClientRecord) -> bool {
         let (is_default, is_proven) = {
             let state = client.state();
             (*state.user == *DEFAULT_USER, state.is_default_proven)
         };
-        // An engine that lets everybody in would run it for everybody.
+        // An engine whose default user needs no password would run ATTEST for everybody.
         if client.id().is_none()
             || self.shows_authenticated
             || !is_default
@@ -178,71 +184,74 @@ impl Calls {
             return false;
         }
         let words: [&[u8]; 3] = [b"FERRITE", b"ATTEST", b""];
-        let acting = Text::of(DEFAULT_USER)
-            .and_then(|user| Some(self.context.act_as(&user)?.may(words.into_iter())));
-        acting.unwrap_or(false)
+        let is_allowed = EngineString::of(DEFAULT_USER)
+            .and_then(|user| Some(self.context.act_as(&user)?.may_call(words.into_iter())));
+        is_allowed.unwrap_or(false)
     }
 
-    /// Begins a batch of calls for a client, if all that the engine would check of its next command
-    /// allows calls now. [`NoBatch::Closed`]: everything is proxied for now.
+    /// Begins a batch of calls for a client.
+    ///
+    /// # Errors
+    /// [`NoBatch`] says why the client's commands cannot be called now.
     pub(crate) fn begin(&mut self, client: &ClientRecord) -> Result<Batch<'_>, NoBatch> {
         let Some(id) = client.id().filter(|_| !client.is_gone()) else {
             return Err(NoBatch::Stale);
         };
-        let speaker = client.state();
-        // The engine may have freed the client, or have deleted its user, since it was last asked.
-        let is_same = self.context.with_user_name(id, |name| *name == *speaker.user);
-        if is_same != Some(true) || !speaker.is_identified {
+        let client_state = client.state();
+        // The engine may have freed the client or deleted its user since the last refresh.
+        let is_same = self.context.with_user_name(id, |name| *name == *client_state.user);
+        if is_same != Some(true) || !client_state.is_identified {
             return Err(NoBatch::Stale);
         }
         let state = self.context.state();
         self.has_aof = state & state::AOF != 0;
         if state & NOT_NOW != 0
-            || self.ends_the_silent
+            || self.has_idle_timeout
             || self.context.is_paused()
-            || !self.context.select(i32::from(speaker.db))
+            || !self.context.select(i32::from(client_state.db))
         {
             return Err(NoBatch::Closed);
         }
-        if self.user.as_ref().is_none_or(|(known, _)| **known != *speaker.user) {
-            let name = Text::of(&speaker.user).ok_or(NoBatch::Closed)?;
-            self.user = Some((speaker.user.clone(), name));
+        if self.user.as_ref().is_none_or(|(known, _)| **known != *client_state.user) {
+            let name = EngineString::of(&client_state.user).ok_or(NoBatch::Closed)?;
+            self.user = Some((client_state.user.clone(), name));
         }
         let (name, user) = self.user.as_ref().ok_or(NoBatch::Closed)?;
-        let acting = self.context.act_as(user).ok_or(NoBatch::Closed)?;
-        let is_wary = self.denied.contains(name);
+        let user_calls = self.context.act_as(user).ok_or(NoBatch::Closed)?;
+        let checks_rights_first = self.denied_users.contains(name);
         Ok(Batch {
-            acting,
+            user_calls,
             name,
-            denied: &mut self.denied,
-            is_wary,
+            denied_users: &mut self.denied_users,
+            checks_rights_first,
             keys: &mut self.keys,
             batch_key: self.batch_key.as_ref(),
-            resp3: speaker.resp3,
-            leaves: false,
+            resp3: client_state.resp3,
+            must_propagate: false,
             wrote: false,
         })
     }
 
-    /// Whether replies of a batch may leave only after the loop's next turn. The AOF is written,
-    /// and with `appendfsync always` synchronised, when a turn ends: before, an answer to a write
-    /// could be one to a write that is lost, and with `always` one to a read could tell of such a
-    /// write. As of the last batch.
+    /// Returns whether the replies of the last batch must wait for the event loop's next iteration.
+    ///
+    /// The engine writes the AOF at the end of an iteration, and synchronises it then with
+    /// `appendfsync always`. A reply sent earlier could confirm a write that is still lost. With
+    /// `always`, even the reply to a read could show such a write.
     pub(crate) fn replies_wait(&mut self, wrote: bool) -> bool {
         let wait = self.has_aof && (wrote || self.syncs_always);
-        if wait && !std::mem::replace(&mut self.hears_turns, true) {
-            self.context.context().into_iter().for_each(crate::entry::listen_to_turns);
+        if wait && !std::mem::replace(&mut self.is_subscribed_to_loop, true) {
+            self.context.context().into_iter().for_each(crate::entry::subscribe_to_loop_iterations);
         }
         wait
     }
 
-    /// Returns whether a client that connects now is the user `default` without a password. `None`:
-    /// the engine does not tell (ACL is renamed, say).
+    /// Returns whether a client that connects now is the user `default` without a password. `None`
+    /// if the engine does not say, for example because ACL is renamed.
     pub(crate) fn default_user_is_open(&self) -> Option<bool> {
         self.context.ask(c"ACL", &[b"GETUSER", b"default"]).as_deref().map(is_open)
     }
 
-    /// Returns how many clients the engine has, if it tells.
+    /// Returns how many clients the engine has; `None` if that is unknown.
     pub(crate) fn connected_clients(&self) -> Option<u64> {
         let info = self.context.ask(c"INFO", &[b"clients"])?;
         let field = info
@@ -251,39 +260,40 @@ impl Calls {
         std::str::from_utf8(field).ok()?.trim_end().parse().ok()
     }
 
-    /// The engine's settings have changed.
+    /// Reads the engine's settings again after they have changed.
     pub(crate) fn follow_engine(&mut self, context: Context<'_>) {
-        self.ends_the_silent = ends_the_silent(context);
+        self.has_idle_timeout = has_idle_timeout(context);
         self.syncs_always = syncs_always(context);
         self.client_limits = client_limits(context);
     }
 
-    /// Shows the name of a client's user.
+    /// Returns the name of a client's user.
     pub(crate) fn user_of(&self, id: u64) -> Option<String> {
         self.context.with_user_name(id, |name| String::from_utf8_lossy(name).into_owned())
     }
 
-    /// Returns the engine's limits for what clients make it keep.
+    /// Returns the engine's limits for the memory that clients use.
     pub(crate) fn client_limits(&self) -> ClientLimits {
         self.client_limits
     }
 }
 
-/// Why there is no batch.
+/// Why a batch cannot begin.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum NoBatch {
-    /// The engine allows no calls at the moment.
+    /// Nothing can be called at the moment; commands must be proxied.
     Closed,
-    /// The client is not what it was when the engine was last asked.
+    /// The client has changed since the last [`Calls::refresh`].
     Stale,
 }
 
-/// Valkey 9.1 is the first.
+/// Returns whether the engine shows if a client has authenticated. Valkey 9.1 is the first.
 fn shows_authenticated(server: Server) -> bool {
     server.is_valkey && server.version >= 0x0009_0100
 }
 
-/// What an engine does not tell is limited most: to the default of pub/sub clients.
+/// Reads the engine's limits for the memory that clients use. Limits that the engine does not
+/// report are set to strict values, the default of pub/sub clients.
 fn client_limits(context: Context<'_>) -> ClientLimits {
     const UNKNOWN: ClientLimits = ClientLimits {
         hard_bytes: 32 << 20,
@@ -305,7 +315,7 @@ fn client_limits(context: Context<'_>) -> ClientLimits {
     ClientLimits { all_clients_bytes: all, query_bytes, silent_time, ..output.unwrap_or(UNKNOWN) }
 }
 
-/// From `normal HARD SOFT SECONDS slave … pubsub …`, as the engine tells it.
+/// Parses `normal HARD SOFT SECONDS slave … pubsub …`, as CONFIG GET returns it.
 fn output_limits(text: &str) -> Option<ClientLimits> {
     let mut words = text.split_ascii_whitespace().skip_while(|word| *word != "normal").skip(1);
     let mut number = || words.next()?.parse::<u64>().ok();
@@ -318,7 +328,7 @@ fn output_limits(text: &str) -> Option<ClientLimits> {
     })
 }
 
-/// A number of bytes, or a part of `maxmemory`.
+/// Parses a number of bytes, or a percentage of `maxmemory`.
 fn memory_or_percent(text: &str, maxmemory: usize) -> usize {
     match text.strip_suffix('%') {
         Some(percent) => percent.parse().map_or(0, |percent: usize| maxmemory / 100 * percent),
@@ -326,16 +336,16 @@ fn memory_or_percent(text: &str, maxmemory: usize) -> usize {
     }
 }
 
-fn ends_the_silent(context: Context<'_>) -> bool {
+fn has_idle_timeout(context: Context<'_>) -> bool {
     context.config(c"timeout").is_some_and(|seconds| seconds != "0")
 }
 
-/// An engine that does not say is taken for one that does.
+/// Returns whether `appendfsync` is `always`. If the engine does not say, it is assumed to be.
 fn syncs_always(context: Context<'_>) -> bool {
     context.config(c"appendfsync").is_none_or(|when| when == "always")
 }
 
-/// Whether a reply to ACL GETUSER is of a user who needs no password.
+/// Returns whether a reply to ACL GETUSER shows a user who needs no password.
 fn is_open(reply: &[u8]) -> bool {
     let Ok(Value::Array(fields)) = Value::parse(reply) else { return false };
     let Some([Value::Bulk(b"flags"), Value::Array(flags)]) = fields.first_chunk() else {
@@ -349,61 +359,65 @@ fn is_open(reply: &[u8]) -> bool {
     has(b"on") && has(b"nopass")
 }
 
-/// Calls of one speaker, within one callback of the engine's.
+/// Calls on behalf of one client, within one callback from the engine.
 pub(crate) struct Batch<'a> {
-    acting: Acting<'a>,
-    /// Whose it is.
+    user_calls: UserCalls<'a>,
+    /// The name of the client's user.
     name: &'a [u8],
-    denied: &'a mut Vec<Box<[u8]>>,
-    /// He is among those.
-    is_wary: bool,
+    denied_users: &'a mut Vec<Box<[u8]>>,
+    /// The user has been denied a command before, so each call checks the user's rights first.
+    checks_rights_first: bool,
     keys: &'a mut Keys,
-    batch_key: Option<&'a Text>,
+    batch_key: Option<&'a EngineString>,
     resp3: bool,
-    /// A call may have left something for AOF and replicas. Reads do: they delete keys whose time
-    /// is over.
-    leaves: bool,
+    /// A call may have left something to propagate to AOF and replicas. Even reads do, since they
+    /// delete expired keys.
+    must_propagate: bool,
     wrote: bool,
 }
 
 impl Batch<'_> {
-    /// Runs a command and appends its reply to `out`. False: it was refused before execution,
-    /// nothing was appended, and it must go over the proxy connection, which gives the exact native
-    /// answer.
+    /// Runs a command and appends its reply to `out`. Returns false if the command was refused
+    /// before it ran. Then nothing was appended, and the command must be proxied, so that the
+    /// client gets the engine's own reply.
     pub(crate) fn call(&mut self, callable: Callable, words: Words<'_>, out: &mut Replies) -> bool {
-        // The engine must not be asked for a user's right to a command that has too few words:
-        // Redis 7.0 looks for keys beyond them, and dies.
-        if !callable.takes(words.len()) || (self.is_wary && !self.acting.may(words.iter())) {
+        // The arity is checked first: when Redis 7.0 checks the rights to a command with too few
+        // words, it reads keys beyond them and crashes.
+        if !callable.takes(words.len())
+            || (self.checks_rights_first && !self.user_calls.may_call(words.iter()))
+        {
             return false;
         }
         let Callable { writes, reads_string, .. } = callable;
         let key = if reads_string && words.len() == 2 { words.get(1) } else { None };
         if let Some(key) = key
-            && let Some(is_there) = self.keys.read(&mut self.acting, key, self.resp3, out)
+            && let Some(exists) = self.keys.read(&mut self.user_calls, key, self.resp3, out)
         {
-            self.leaves |= !is_there;
+            self.must_propagate |= !exists;
             return true;
         }
         let out = out.bytes();
         let before = out.len();
-        let outcome = self.acting.call(words, self.resp3, out);
-        let answer = &out[before..];
-        self.leaves |= key.is_none() || !is_value(answer);
+        let outcome = self.user_calls.call(words, self.resp3, out);
+        let reply = &out[before..];
+        self.must_propagate |= key.is_none() || !is_value(reply);
         if let Some(key) = key {
-            self.keys.learn(key, answer.len());
+            self.keys.learn(key, reply.len());
         }
         match outcome {
             Outcome::Done => self.wrote |= writes,
-            Outcome::Denied if !self.is_wary && self.denied.len() < DENIED_MAX => {
-                self.is_wary = true;
-                self.denied.push(self.name.into());
+            Outcome::Denied
+                if !self.checks_rights_first && self.denied_users.len() < DENIED_MAX =>
+            {
+                self.checks_rights_first = true;
+                self.denied_users.push(self.name.into());
             }
             Outcome::Denied | Outcome::Refused => {}
         }
         outcome == Outcome::Done
     }
 
-    /// Whether a call may have written.
+    /// Returns whether a call may have written.
     pub(crate) fn wrote(&self) -> bool {
         self.wrote
     }
@@ -411,15 +425,15 @@ impl Batch<'_> {
 
 impl Drop for Batch<'_> {
     fn drop(&mut self) {
-        if let Some(key) = self.batch_key.filter(|_| self.leaves) {
-            self.acting.propagate(key);
+        if let Some(key) = self.batch_key.filter(|_| self.must_propagate) {
+            self.user_calls.propagate(key);
         }
     }
 }
 
-/// Whether an answer to GET is a string: its key was there.
-fn is_value(answer: &[u8]) -> bool {
-    answer.starts_with(b"$") && !answer.starts_with(b"$-")
+/// Returns whether a reply to GET is a string, which means that the key exists.
+fn is_value(reply: &[u8]) -> bool {
+    reply.starts_with(b"$") && !reply.starts_with(b"$-")
 }
 
 #[cfg(test)]
@@ -443,9 +457,9 @@ mod tests {
         assert_eq!(memory_or_percent("0", 5000), 0);
     }
 
-    /// As Redis 7.0 and Valkey 9.1 write it.
+    /// With replies in the form of Redis 7.0 and Valkey 9.1.
     #[test]
-    fn a_user_without_a_password_is_open() {
+    fn recognises_a_user_without_a_password() {
         let reply = |flags: &[&str]| {
             let flags = flags.iter().fold(format!("*{}\r\n", flags.len()), |list, flag| {
                 format!("{list}${}\r\n{flag}\r\n", flag.len())

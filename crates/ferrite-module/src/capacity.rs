@@ -1,9 +1,10 @@
-//! Whether the engine had a place (`maxclients`) for a client when the client came.
+//! Whether the engine had reached `maxclients` when a client connected.
 //!
-//! The engine decides when it accepts a connection. A session's proxy connection is made some turns
-//! of the loop later, when the client has spoken: a place that became free meanwhile would go to a
-//! client that the engine's own port refuses, and not to one that came before it. So the engine's
-//! events tell when it was full. Everything here is on the engine's main thread.
+//! The engine's own port rejects a client at the moment it accepts the connection. A session opens
+//! its proxy connection some iterations of the event loop later, after the client's first bytes. If
+//! another client left in between, the session would get in although the engine's own port would
+//! have rejected it. So this file tracks, by the engine's events, when the engine was full.
+//! Everything here runs on the engine's main thread.
 
 use std::cell::Cell;
 use std::time::Instant;
@@ -11,20 +12,20 @@ use std::time::Instant;
 use crate::api::Context;
 use crate::event_loop;
 
-/// The engine's clients and their limit, and when it last had no place.
+/// The number of the engine's clients, their limit, and when the engine was last full.
 #[derive(Debug, Clone, Copy)]
 struct Capacity {
     clients: u64,
-    /// Zero: not known.
+    /// Zero if unknown.
     max: u64,
-    full: Option<Full>,
+    full: Option<FullPeriod>,
 }
 
-/// A time without a place.
+/// A period in which the engine was full.
 #[derive(Debug, Clone, Copy)]
-struct Full {
+struct FullPeriod {
     since: Instant,
-    /// `None`: there is still none.
+    /// `None` if the engine is still full.
     until: Option<Instant>,
 }
 
@@ -37,18 +38,19 @@ impl Capacity {
         (self.clients, self.max) = (clients, max);
         let is_full = max > 0 && clients >= max;
         match &mut self.full {
-            Some(full @ Full { until: None, .. }) if !is_full => full.until = Some(now),
-            Some(Full { until: None, .. }) => {}
-            _ if is_full => self.full = Some(Full { since: now, until: None }),
+            Some(full @ FullPeriod { until: None, .. }) if !is_full => full.until = Some(now),
+            Some(FullPeriod { until: None, .. }) => {}
+            _ if is_full => self.full = Some(FullPeriod { since: now, until: None }),
             _ => {}
         }
     }
 
-    /// Whether there was no place when a client was accepted, or at some time since it spoke.
-    fn was_full(&self, accepted: Instant, heard: Instant) -> bool {
-        self.full.is_some_and(|Full { since, until }| {
+    /// Returns whether the engine was full when a client was accepted, or at any time since its
+    /// first bytes arrived.
+    fn was_full(&self, accepted: Instant, first_bytes: Instant) -> bool {
+        self.full.is_some_and(|FullPeriod { since, until }| {
             let is_before_end = |at| until.is_none_or(|until| at <= until);
-            since <= accepted && is_before_end(accepted) || is_before_end(heard)
+            since <= accepted && is_before_end(accepted) || is_before_end(first_bytes)
         })
     }
 }
@@ -60,13 +62,13 @@ fn change(act: impl FnOnce(Capacity) -> (u64, u64)) {
     CAPACITY.set(capacity);
 }
 
-/// Reads the limit and the number of clients.
+/// Reads the engine's limit and its number of clients.
 pub(crate) fn follow(context: Context<'_>) {
     let max = context.config(c"maxclients").and_then(|text| text.parse().ok()).unwrap_or(0);
     change(|capacity| (event_loop::connected_clients().unwrap_or(capacity.clients), max));
 }
 
-/// The engine's `maxclients`; zero if it is not known.
+/// Returns the engine's `maxclients`; zero if unknown.
 pub(crate) fn max_clients() -> u64 {
     CAPACITY.get().max
 }
@@ -76,19 +78,19 @@ pub(crate) fn on_connected() {
 }
 
 pub(crate) fn on_disconnected() {
-    // The engine tells of the end of a link to a primary, but not of its beginning.
+    // Saturating: the engine reports the disconnect of a link to a primary, but not its connect.
     change(|Capacity { clients, max, .. }| (clients.saturating_sub(1), max));
 }
 
-/// Returns whether the engine would have refused a client that was accepted and heard at these
-/// times.
-pub(crate) fn was_full(accepted: Instant, heard: Instant) -> bool {
+/// Returns whether the engine's own port would have rejected a client that was accepted and sent
+/// its first bytes at these times.
+pub(crate) fn was_full(accepted: Instant, first_bytes: Instant) -> bool {
     if CAPACITY.get().full.is_some_and(|full| full.until.is_none())
         && let Some(clients) = event_loop::connected_clients()
     {
-        change(|Capacity { max, .. }| (clients, max)); // its own number is right
+        change(|Capacity { max, .. }| (clients, max)); // the engine's own count is exact
     }
-    CAPACITY.get().was_full(accepted, heard)
+    CAPACITY.get().was_full(accepted, first_bytes)
 }
 
 #[cfg(test)]
@@ -98,19 +100,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn knows_who_came_while_there_was_no_place() {
-        let begun = Instant::now();
-        let at = |millis| begun + Duration::from_millis(millis);
+    fn rejects_clients_that_came_while_the_engine_was_full() {
+        let start = Instant::now();
+        let at = |millis| start + Duration::from_millis(millis);
         let mut capacity = Capacity { clients: 0, max: 2, full: None };
         assert!(!capacity.was_full(at(0), at(0)));
         capacity.set(2, 2, at(10));
-        assert!(capacity.was_full(at(11), at(12)), "it is full");
+        assert!(capacity.was_full(at(11), at(12)), "still full");
         capacity.set(1, 2, at(20));
-        assert!(capacity.was_full(at(11), at(30)), "accepted while it was");
-        assert!(capacity.was_full(at(9), at(19)), "had spoken before there was a place");
-        assert!(!capacity.was_full(at(9), at(21)), "was silent meanwhile");
+        assert!(capacity.was_full(at(11), at(30)), "accepted while full");
+        assert!(capacity.was_full(at(9), at(19)), "sent its first bytes while full");
+        assert!(!capacity.was_full(at(9), at(21)), "was silent while full");
         assert!(!capacity.was_full(at(21), at(21)), "came later");
         capacity.set(5, 0, at(40));
-        assert!(!capacity.was_full(at(40), at(40)), "no limit is known");
+        assert!(!capacity.was_full(at(40), at(40)), "the limit is unknown");
     }
 }

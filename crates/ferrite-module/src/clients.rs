@@ -1,23 +1,24 @@
-//! The engine's clients behind sessions: each session's proxy connection, by the engine's own
-//! client id.
+//! The engine's view of each session's proxy connection, which is one of the engine's clients and
+//! has a client id.
 //!
 //! ```text
-//!   session opens its proxy connection and sends FERRITE BIND token
-//!     └─► the engine runs it as a command of that client ──► its client id is noted: identified
-//!   commands are proxied ──► the engine is asked by that id: user, database, transaction, tracking
-//!   the engine frees the client (KILL, DELUSER, timeout, …) ──► its event ends the session's calls
+//!   the session opens its proxy connection and sends FERRITE BIND token
+//!     └─► the engine runs that as a command of its client ──► the module notes the client id
+//!   commands were proxied ──► the module asks the engine, by that id, for the client's user,
+//!                             database, transaction and tracking
+//!   the engine frees the client (KILL, DELUSER, timeout) ──► its event ends the session's calls
 //! ```
 //!
-//! What is kept here is what the engine said when it was last asked. Two things are kept because no
-//! engine, or not every engine, can be asked about them:
+//! [`ClientState`] holds what the engine reported last. Two of its fields cannot be read from the
+//! engine at any time, or not from every engine:
 //!
-//! - The protocol version. The engine shows it to a command of the client only, so FERRITE BIND
+//! - The protocol version. The engine shows it only to a command of the client, so FERRITE BIND
 //!   notes it.
-//! - Whether a client of the user `default` has authenticated (before Valkey 9.1). A name other
-//!   than `default` is proof of a login; `default` is also the name of clients that never
-//!   authenticated, and of those whose user was just deleted. It counts as proven if the engine let
-//!   everybody in when the client connected, or has run FERRITE ATTEST for it, which it does not
-//!   for clients that have not authenticated.
+//! - Whether a client of the user `default` has authenticated (before Valkey 9.1). Any other user
+//!   name is proof of a login. But clients that never authenticated, and clients whose user was
+//!   just deleted, also have the user `default`. For these, one of the following is proof: the
+//!   default user needed no password when the client connected, or the engine has run FERRITE
+//!   ATTEST, which it refuses before a login.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -34,39 +35,41 @@ use crate::api::Context;
 use crate::api::clients::{client_flag, client_info, set_client_name};
 use crate::event_loop;
 
-/// What the engine takes clients without a login for.
+/// The user of clients that have not logged in.
 pub(crate) const DEFAULT_USER: &[u8] = b"default";
 
 /// A session's proxy connection.
 pub(crate) struct ClientRecord {
     token: String,
     peer: Option<SocketAddr>,
-    /// The engine's id of it; zero before it is known. The engine never uses an id twice.
+    /// The engine's client id; zero until it is known. The engine never reuses an id.
     id: AtomicU64,
     is_gone: AtomicBool,
     gone: Arc<Notify>,
     state: Mutex<ClientState>,
 }
 
-/// What the engine said about a client when it was last asked.
+/// The state of a client when the engine was last asked.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct ClientState {
     pub(crate) user: Box<[u8]>,
     pub(crate) db: u16,
     pub(crate) resp3: bool,
-    /// The engine has run FERRITE BIND or ATTEST since a command that may change the identity.
+    /// The engine has run FERRITE BIND or ATTEST since the last command that may have changed the
+    /// client's identity.
     pub(crate) is_identified: bool,
-    /// A client of the user `default` has authenticated, or needed not to.
+    /// The client, of the user `default`, has authenticated or did not need to.
     pub(crate) is_default_proven: bool,
-    /// Whether to look if the engine lets everybody in: after the connect, and after RESET.
+    /// After a connect or RESET: the next refresh must check whether the default user needs a
+    /// password.
     pub(crate) is_new: bool,
-    /// The client's name in the engine does not show where it is.
+    /// The client's name in the engine does not show the address of the session's peer.
     is_unnamed: bool,
-    /// Calls have written what the engine has not marked on the connection.
+    /// Calls have written, and FERRITE MARK has not run since.
     is_mark_due: bool,
 }
 
-/// All of them, for the engine's events and commands.
+/// All records, for the engine's events and commands.
 #[derive(Default)]
 struct Registry {
     by_token: HashMap<String, Weak<ClientRecord>>,
@@ -78,15 +81,16 @@ fn registry() -> MutexGuard<'static, Registry> {
     lock(REGISTRY.get_or_init(Mutex::default))
 }
 
-/// Nothing here panics while it has a lock, and what is kept is valid after each step.
+/// Locks a mutex. Poisoning is ignored: nothing here panics while it holds a lock, and the data is
+/// valid after each step.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl ClientRecord {
-    /// Makes the record of a session whose proxy connection is still to identify itself.
+    /// Creates the record of a session whose proxy connection has not identified itself yet.
     pub(crate) fn new(peer: Option<SocketAddr>, gone: Arc<Notify>) -> Arc<Self> {
-        // Without random bits there is no record that anybody could claim: the session is refused.
+        // Without random bits the record has no token, and the session cannot identify itself.
         let token = token().unwrap_or_default();
         let state =
             Mutex::new(ClientState { is_new: true, is_unnamed: true, ..ClientState::default() });
@@ -103,7 +107,7 @@ impl ClientRecord {
     }
 }
 
-/// 128 random bits.
+/// Returns a token of 128 random bits, in hexadecimal.
 fn token() -> Result<String, ferrite_fabric::Error> {
     Ok(format!("{:016x}{:016x}", random()?, random()?))
 }
@@ -125,7 +129,7 @@ impl ProxyClient for ClientRecord {
     }
 
     fn probe_login(&self) -> &'static [u8] {
-        // No session has an empty token: it proves nothing where it runs.
+        // No session has an empty token, so this identifies nobody where it runs.
         b"*3\r\n$7\r\nFERRITE\r\n$6\r\nATTEST\r\n$0\r\n\r\n"
     }
 
@@ -172,11 +176,12 @@ impl ProxyClient for ClientRecord {
     }
 }
 
-/// FERRITE BIND and ATTEST: the client that runs the command is the proxy connection of the session
-/// that has this token. Returns false if there is no such session, or it has another connection.
+/// Runs FERRITE BIND or ATTEST: notes that the client that runs the command is the proxy connection
+/// of the session with this token. Returns false if there is no such session, or it has another
+/// connection.
 pub(crate) fn identify(context: Context<'_>, token: &str, is_attested: bool) -> bool {
     let id = context.client_id();
-    // Not under the lock for longer: a record that is dropped takes it.
+    // The lock is released at once, since dropping a record takes it.
     let record = registry().by_token.get(token).and_then(Weak::upgrade);
     let Some(record) = record else { return false };
     let known = record.id.load(Ordering::Relaxed);
@@ -189,7 +194,7 @@ pub(crate) fn identify(context: Context<'_>, token: &str, is_attested: bool) -> 
     if std::mem::take(&mut state.is_unnamed)
         && let Some(peer) = record.peer
     {
-        // CLIENT LIST and ACL LOG show where the client really is, until it gives itself a name.
+        // CLIENT LIST and ACL LOG show the peer's address until the client sets a name of its own.
         set_client_name(id, &format!("ferrite:{peer}"));
     }
     state.is_identified = true;
@@ -198,10 +203,12 @@ pub(crate) fn identify(context: Context<'_>, token: &str, is_attested: bool) -> 
     true
 }
 
-/// FERRITE MARK: what calls of this client's session have written is replicated before this, as far
-/// as WAIT on the connection is concerned. Returns false if the client is no session's proxy
-/// connection, or its session has written nothing: clients can send the command, too, without any
-/// right to write.
+/// Runs FERRITE MARK, which makes WAIT on the proxy connection cover the writes that the session's
+/// calls made before.
+///
+/// Returns false if the client is not the proxy connection of a session, or if its session has
+/// written nothing since the last MARK. Clients can send the command too, even without any right to
+/// write.
 pub(crate) fn mark(context: Context<'_>) -> bool {
     let record = registry().by_id.get(&context.client_id()).and_then(Weak::upgrade);
     record.is_some_and(|record| {
@@ -213,7 +220,7 @@ pub(crate) fn mark(context: Context<'_>) -> bool {
     })
 }
 
-/// The engine has freed this client, or is about to.
+/// Notes that the engine has freed a client, or is about to.
 pub(crate) fn on_disconnected(id: u64) {
     let record = registry().by_id.remove(&id).and_then(|record| record.upgrade());
     if let Some(record) = record {
@@ -227,7 +234,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_session_has_a_token_of_its_own() {
+    fn each_session_has_its_own_token() {
         let [one, other] = [(); 2].map(|()| ClientRecord::new(None, Arc::default()));
         let is_token =
             |token: &str| token.len() == 32 && token.bytes().all(|byte| byte.is_ascii_hexdigit());

@@ -1,4 +1,4 @@
-//! The command FERRITE: its subcommands as functions from words to a reply.
+//! The command FERRITE: each subcommand is a function from its arguments to a reply.
 
 use std::ffi::CStr;
 use std::fmt::Write as _;
@@ -10,40 +10,44 @@ use crate::event_loop;
 use crate::info;
 use crate::module::{Module, Service, command_paths};
 
-/// A subcommand: its name, the engine's flags for it, and what it does with the words after its
-/// name.
+/// A subcommand of FERRITE.
 pub(crate) struct Subcommand {
     pub(crate) name: &'static CStr,
+    /// The engine's command flags.
     pub(crate) flags: &'static CStr,
+    /// The ACL categories.
     pub(crate) categories: &'static CStr,
-    /// The engine's own command that tells or does the like: the caller needs the right to it, too.
-    /// Empty: nothing more is needed.
+    /// The engine's own command that reports or does the same. The caller needs the permission to
+    /// run it. Empty if no further permission is needed.
     pub(crate) needs: &'static [&'static str],
+    /// Runs the subcommand with the words after its name.
     pub(crate) run: fn(&mut Module, &[String]) -> Reply,
 }
 
 const ADMIN: &CStr = c"admin deny-script allow-loading allow-stale";
-/// Before a login, and whatever the client's rights are: the command is about the connection
-/// itself. Its argument is a secret.
+/// Flags of BIND, which runs before a login and whatever the client's rights are, since it concerns
+/// only the connection. Its argument is a secret, so it is neither monitored nor in the slow log.
 const BIND: &CStr =
     c"no-auth deny-script allow-loading allow-stale allow-busy no-monitor no-slowlog fast";
-/// As BIND, but not before a login: that the engine runs it is proof of one.
+/// Flags of ATTEST: those of BIND, but only after a login. If the engine runs it, the client has
+/// authenticated.
 const ATTEST: &CStr =
     c"deny-script allow-loading allow-stale allow-busy no-monitor no-slowlog fast";
-/// Whatever the client's rights are: without it WAIT would count older writes only.
+/// Flags of MARK, which runs whatever the client's rights are. Without it WAIT would count only
+/// older writes.
 const MARK: &CStr = c"no-auth write deny-script fast";
-/// For those who may administer.
+/// The ACL categories of commands for administrators.
 const ADMINS: &CStr = c"admin dangerous";
 
-/// All of them.
+/// All subcommands.
 pub(crate) const SUBCOMMANDS: [Subcommand; 8] = [
     admin(c"clients", &["CLIENT", "LIST"], clients),
     admin(c"kill", &["CLIENT", "KILL", "ID", "0"], kill),
     admin(c"stats", &["INFO"], stats),
     admin(c"doctor", &["INFO"], doctor),
-    own(c"bind", BIND),
-    own(c"attest", ATTEST),
-    own(c"mark", MARK),
+    internal(c"bind", BIND),
+    internal(c"attest", ATTEST),
+    internal(c"mark", MARK),
     Subcommand {
         name: c"help",
         flags: c"deny-script allow-loading allow-stale",
@@ -53,9 +57,9 @@ pub(crate) const SUBCOMMANDS: [Subcommand; 8] = [
     },
 ];
 
-/// Of sessions themselves, on their proxy connections.
-const fn own(name: &'static CStr, flags: &'static CStr) -> Subcommand {
-    Subcommand { name, flags, categories: c"fast", needs: &[], run: internal }
+/// Returns a subcommand that sessions run on their proxy connections.
+const fn internal(name: &'static CStr, flags: &'static CStr) -> Subcommand {
+    Subcommand { name, flags, categories: c"fast", needs: &[], run: run_internal }
 }
 
 const fn admin(
@@ -69,21 +73,21 @@ const fn admin(
 const HELP: [&str; 13] = [
     "FERRITE <subcommand> [<arg> ...]. Subcommands are:",
     "CLIENTS",
-    "    List the sessions of the module, one per line: client, transport, age, memory and bytes.",
+    "    List the module's sessions, one per line: client, transport, age, memory and bytes.",
     "KILL <id>",
-    "    End the session with this id (the field id of FERRITE CLIENTS).",
+    "    End the session with this id (the field id in FERRITE CLIENTS).",
     "STATS",
     "    Return all fields of INFO ferrite as names and values.",
     "DOCTOR",
     "    Report what works, what does not, and what to do about it.",
     "BIND <token>, ATTEST <token>, MARK",
-    "    Internal. Sessions run them on their connections to the engine.",
+    "    Internal. Only the module's sessions run these, on their connections to the engine.",
     "HELP",
     "    Print this help.",
 ];
 
-/// See `entry.rs`, which has answered by now.
-fn internal(_: &mut Module, _: &[String]) -> Reply {
+/// Never runs: `entry.rs` answers internal commands.
+fn run_internal(_: &mut Module, _: &[String]) -> Reply {
     failed()
 }
 
@@ -105,7 +109,7 @@ fn clients(module: &mut Module, words: &[String]) -> Reply {
     }
 }
 
-/// As CLIENT LIST has it.
+/// Formats a session in the way of CLIENT LIST.
 fn line(session: &SessionInfo) -> String {
     let address = |address: Option<std::net::SocketAddr>| {
         address.map_or("?".into(), |address| address.to_string())
@@ -137,12 +141,12 @@ fn kill(module: &mut Module, words: &[String]) -> Reply {
     let [id] = words else { return Reply::WrongArity };
     let Ok(id) = id.parse() else {
         return Reply::Error(
-            "ERR invalid session id: expected a number; FERRITE CLIENTS lists the ids".into(),
+            "ERR invalid session id: expected a number; see FERRITE CLIENTS".into(),
         );
     };
     match &module.service {
         Service::On(transport) if transport.gateway.kill(id) => Reply::Simple("OK".into()),
-        _ => Reply::Error(format!("ERR no session has the id {id}; FERRITE CLIENTS lists the ids")),
+        _ => Reply::Error(format!("ERR no session has the id {id}; see FERRITE CLIENTS")),
     }
 }
 
@@ -160,34 +164,39 @@ fn doctor(module: &mut Module, words: &[String]) -> Reply {
         return Reply::WrongArity;
     }
     let mut report = String::new();
-    let mut say = |good: bool, what: &str| {
-        let _ = writeln!(report, "[{}] {what}", if good { " ok " } else { "warn" });
+    let mut say = |is_ok: bool, what: &str| {
+        let _ = writeln!(report, "[{}] {what}", if is_ok { " ok " } else { "warn" });
     };
     match &mut module.service {
         Service::Off(why) => say(false, &format!("no listener: {why}")),
         Service::On(transport) => {
-            let begun = transport.begun.clone();
+            let listener = transport.listener.clone();
             let config = transport.gateway.config();
-            match &begun.absence {
+            match &listener.absence {
                 _ if !transport.is_alive() => {
-                    say(false, "the transport has ended: the engine's log says why");
+                    say(false, "the transport thread has ended; see the engine's log");
                 }
                 Some(why) => {
-                    say(false, &format!("{}: TCP only, no RDMA: {why}", begun.places(true)))
+                    say(false, &format!("{}: TCP only, no RDMA: {why}", listener.all_addresses()))
                 }
                 None => say(
                     true,
-                    &format!("{}: RDMA on {}", begun.places(false), begun.devices.join(", ")),
+                    &format!(
+                        "{}: RDMA on {}",
+                        listener.rdma_addresses(),
+                        listener.devices.join(", ")
+                    ),
                 ),
             }
-            for unused in begun.unserved.iter().chain(&begun.unused) {
+            for unused in listener.unserved.iter().chain(&listener.unused) {
                 say(false, unused);
             }
             say(true, &command_paths(&config.engine));
             if !config.protected_mode {
                 say(
                     false,
-                    "protected mode is off: if the engine has no password, every client that reaches the port has full access",
+                    "protected mode is off: if the engine has no password, every client that can \
+                     reach the port has full access",
                 );
             }
             let gateway = transport.gateway.stats();
@@ -198,50 +207,51 @@ fn doctor(module: &mut Module, words: &[String]) -> Reply {
             let failures = gateway.engine_failures;
             say(failures == 0, &format!("engine connection failures: {failures}"));
             let stats = transport.stats();
-            let (pinned, most) = (stats.memory.registered_bytes, stats.memory.registered_max_bytes);
+            let (pinned, limit) =
+                (stats.memory.registered_bytes, stats.memory.registered_max_bytes);
             say(
-                pinned <= most,
+                pinned <= limit,
                 &format!(
-                    "pinned memory: {pinned} bytes of {most} at most{}; {} of them are windows that clients write to",
-                    if pinned > most { ", above the limit" } else { "" },
+                    "pinned memory: {pinned} bytes, limit {limit}{}; {} bytes are windows that \
+                     clients write to",
+                    if pinned > limit { " (exceeded)" } else { "" },
                     stats.memory.exposed_bytes
                 ),
             );
             let exhausted =
                 stats.memory.failures.send_exhausted + stats.memory.failures.receive_exhausted;
+            say(exhausted == 0, &format!("failed allocations of RDMA memory: {exhausted}"));
+            let unisolated = stats.devices_without_windows;
             say(
-                exhausted == 0,
-                &format!("allocations that failed for lack of RDMA memory: {exhausted}"),
-            );
-            let apart = stats.devices_without_windows;
-            say(
-                apart == 0,
+                unisolated == 0,
                 &format!(
-                    "devices without memory windows of type 2 (rdma-shared-windows): {apart}; clients refused there: {}, \
-                     served with a shared window: {}",
+                    "devices without memory windows of type 2: {unisolated} (see \
+                     rdma-shared-windows); clients rejected there: {}, served with a shared \
+                     window: {}",
                     stats.refused_without_windows, stats.shared_windows
                 ),
             );
-            let reached = stats.remote_access_errors;
+            let violations = stats.remote_access_errors;
             say(
-                reached == 0,
+                violations == 0,
                 &format!(
-                    "connections closed because the peer accessed memory that is not its own: {reached}"
+                    "connections closed because the peer accessed memory that is not its own: \
+                     {violations}"
                 ),
             );
             let lost = stats.devices_lost.saturating_sub(stats.devices_back);
-            say(lost == 0, &format!("devices lost and not back: {lost}"));
-            let falls: u64 = stats.fallbacks.iter().map(|(_, count)| count).sum();
+            say(lost == 0, &format!("devices lost and not yet back: {lost}"));
+            let fallbacks: u64 = stats.fallbacks.iter().map(|(_, count)| count).sum();
             say(
-                falls == 0,
-                &format!("links that use TCP although RDMA was wanted, since the start: {falls}"),
+                fallbacks == 0,
+                &format!("links that fell back from RDMA to TCP since the start: {fallbacks}"),
             );
         }
     }
     Reply::Text(report)
 }
 
-/// A reply to a caller without the right to what `subcommand` does.
+/// Returns the reply to a caller who lacks the permission that `subcommand` needs.
 pub(crate) fn denied(subcommand: &Subcommand) -> Reply {
     let needed: Vec<_> = subcommand.needs.iter().take(2).copied().collect();
     Reply::Error(format!(
@@ -251,9 +261,9 @@ pub(crate) fn denied(subcommand: &Subcommand) -> Reply {
     ))
 }
 
-/// A reply to a subcommand that failed within.
+/// Returns the reply to a subcommand that failed because of a bug, or while the module was busy.
 pub(crate) fn failed() -> Reply {
-    Reply::Error("ERR Ferrite failed: the engine's log says how".into())
+    Reply::Error("ERR internal error in the ferrite module; see the engine's log".into())
 }
 
 #[cfg(test)]

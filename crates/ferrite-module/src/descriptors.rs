@@ -1,27 +1,29 @@
-//! Descriptors of sessions have numbers above those that the engine needs.
+//! Keeps the file descriptors of sessions above the numbers that the engine needs.
 //!
-//! The engine's loop has a table by descriptor, of `maxclients` and a few more. A client whose
-//! descriptor is beyond it is accepted and never heard. The kernel gives the lowest number that is
-//! free: connections of the module's port, which need not even log in, would take those of the
-//! engine's own clients, files and replicas.
+//! The engine's event loop has a table indexed by descriptor, with `maxclients` and a few more
+//! entries. It accepts a client whose descriptor is beyond the table, but never reads from it. The
+//! kernel always assigns the lowest free number. So connections to the module's port, even ones
+//! that never log in, could use up the numbers that the engine needs for its own clients, files and
+//! replicas.
 
 use ferrite_fabric::descriptors;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// What the engine's loop has beyond `maxclients` (`CONFIG_FDSET_INCR`).
-const ENGINE_OWN: u64 = 128;
-/// The engine's default, where it does not tell.
-const ENGINE_CLIENTS: u64 = 10_000;
-/// A session's connection, and its connection to the engine.
-const SESSION: u64 = 2;
-/// Connections that are no sessions yet.
-const AT_THE_DOOR: u64 = 2048;
+/// Entries of the engine's table beyond `maxclients` (`CONFIG_FDSET_INCR`).
+const ENGINE_RESERVE: u64 = 128;
+/// The engine's default `maxclients`, used if the engine does not report its own.
+const DEFAULT_ENGINE_CLIENTS: u64 = 10_000;
+/// Descriptors per session: its client connection and its proxy connection.
+const PER_SESSION: u64 = 2;
+/// Connections that are not yet sessions.
+const PENDING_CONNECTIONS: u64 = 2048;
 
-/// Follows the engine's `maxclients` (zero: not known) and our own `max-clients`. Raises the limit
-/// of the process as far as that may be.
+/// Applies the engine's `maxclients` (zero if unknown) and the module's `max-clients`. Raises the
+/// process's limit of open files as far as its hard limit allows.
 pub(crate) fn follow(engine_clients: u64, sessions: usize) {
-    let engine = ENGINE_OWN + if engine_clients > 0 { engine_clients } else { ENGINE_CLIENTS };
-    let wanted = engine + SESSION * sessions as u64 + AT_THE_DOOR;
+    let clients = if engine_clients > 0 { engine_clients } else { DEFAULT_ENGINE_CLIENTS };
+    let engine = ENGINE_RESERVE + clients;
+    let wanted = engine + PER_SESSION * sessions as u64 + PENDING_CONNECTIONS;
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     let limit = match (current, maximum) {
         (Some(current), maximum) if current < wanted => {
@@ -34,7 +36,8 @@ pub(crate) fn follow(engine_clients: u64, sessions: usize) {
     descriptors::set_first(i32::try_from(first(engine, limit)).unwrap_or(i32::MAX));
 }
 
-/// Where there are too few for both, each has a half.
+/// Returns the lowest descriptor of sessions. If the limit is too low for both, the engine and the
+/// sessions get half each.
 fn first(engine: u64, limit: u64) -> u64 {
     engine.min(limit / 2)
 }
@@ -44,7 +47,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_engine_has_what_it_needs_or_a_half() {
+    fn the_engine_gets_what_it_needs_or_half() {
         assert_eq!(first(10_128, 65_536), 10_128);
         assert_eq!(first(10_128, 10_032), 5016);
         assert_eq!(first(10_128, u64::MAX), 10_128);

@@ -1,7 +1,7 @@
-//! What the engine calls. Every function here is behind [`guard`]: no panic leaves it.
+//! The callbacks that the engine calls. Each one runs in [`guard`], so that no panic leaves it.
 //!
-//! The order in `load` matters. A module that is refused is freed by the engine, but for its
-//! subscriptions to events: those come last, when nothing can fail any more.
+//! The order in `load` matters. If a load fails, the engine frees the module but keeps its event
+//! subscriptions. Therefore the module subscribes last, when nothing can fail any more.
 #![expect(unsafe_code, reason = "functions that C calls, and the pointers that it gives them")]
 
 use std::ffi::{c_char, c_int, c_longlong, c_void};
@@ -22,27 +22,27 @@ use crate::module::{Module, replace_module, with_module};
 use crate::options::{Kind, Options, SETTINGS, SettingValue};
 
 const NAME: &std::ffi::CStr = c"ferrite";
-/// For MODULE LIST: a number, as it is there for modules.
+/// The module's version as MODULE LIST shows it.
 const VERSION: i32 = 1;
-/// The first that has CONFIG for modules and subcommands.
+/// Redis 7.0, the first engine with subcommands and CONFIG settings of modules.
 const OLDEST: u32 = 0x0007_0000;
 const VALKEY_9: u32 = 0x0009_0000;
 
-/// Runs what a callback does. A panic is logged, and this is the answer then.
+/// Runs the body of a callback. If it panics, logs that and returns `otherwise`.
 fn guard<T>(what: &str, otherwise: T, act: impl FnOnce() -> T) -> T {
     catch_unwind(AssertUnwindSafe(act)).unwrap_or_else(|panic| {
-        let words = panic.downcast_ref::<String>().map(String::as_str);
-        let words = words.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("no words");
-        // Not by `tracing`: it may be what panicked.
-        let _ = catch_unwind(|| api::log(c"warning", &format!("a bug: panic in {what}: {words}")));
+        let text = panic.downcast_ref::<String>().map(String::as_str);
+        let text = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("no message");
+        // `tracing` itself may have panicked, so this logs directly.
+        let _ = catch_unwind(|| api::log(c"warning", &format!("a bug: panic in {what}: {text}")));
         otherwise
     })
 }
 
-/// The engine loads the module.
+/// Loads the module.
 ///
 /// # Safety
-/// Called by an engine that has the module API, with its context and arguments.
+/// The caller is an engine that has the module API, and passes its context and arguments.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn RedisModule_OnLoad(
     raw: *mut RawContext,
@@ -50,16 +50,17 @@ unsafe extern "C" fn RedisModule_OnLoad(
     argc: c_int,
 ) -> c_int {
     guard("OnLoad", ERR, || {
-        // SAFETY: the engine's context, for the length of this call, on its main thread.
+        // SAFETY: the engine's context is valid until this callback, on its main thread, returns.
         let Some(context) = (unsafe { Context::new(raw) }) else { return ERR };
         if let Err(missing) = context.find_api() {
             context.log_without_api(&format!(
-                "ferrite: this engine's module API lacks {}: Redis 7.0 or Valkey 7.2 is the oldest that will do",
+                "ferrite: not loaded: this engine's module API lacks {}; use Redis 7.0, \
+                 Valkey 7.2 or later",
                 missing.join(", ")
             ));
             return ERR;
         }
-        // SAFETY: the arguments are the engine's, for the length of this call.
+        // SAFETY: the engine's arguments are valid until this callback returns.
         let arguments = unsafe { words(argv, argc) };
         match load(context, &arguments) {
             Ok(()) => OK,
@@ -71,43 +72,45 @@ unsafe extern "C" fn RedisModule_OnLoad(
     })
 }
 
-/// Never: sessions live in this process, and their threads and memory cannot be taken back safely.
+/// Refuses to unload the module: the threads and the memory of its sessions cannot be reclaimed
+/// safely.
 #[unsafe(no_mangle)]
 extern "C" fn RedisModule_OnUnload(_: *mut RawContext) -> c_int {
     guard("OnUnload", ERR, || {
-        api::log(c"warning", "the module cannot be unloaded: restart the engine without it");
+        api::log(c"warning", "the module cannot be unloaded; restart the engine without it");
         ERR
     })
 }
 
 fn load(context: Context<'_>, arguments: &[String]) -> Result<(), String> {
     if !context.set_name(NAME, VERSION) {
-        return Err("a module of this name is loaded already".into());
+        return Err("another module named ferrite is already loaded".into());
     }
     log::install();
     let server = context.server();
     if server.version < OLDEST {
         return Err(format!(
-            "engine version {:#08x} is too old: Redis 7.0 or Valkey 7.2 will do",
+            "engine version {:#08x} is too old; use Redis 7.0, Valkey 7.2 or later",
             server.version
         ));
     }
     let options = Options::from_arguments(arguments)?;
     replace_module(Some(Module::new(options.clone())));
-    let begun = begin(context, &options);
-    if begun.is_err() {
-        replace_module(None); // not before: another of this name would lose its own
+    let started = start(context, &options);
+    if started.is_err() {
+        // Only here: a second load fails earlier and must not remove the module that runs.
+        replace_module(None);
     }
-    begun
+    started
 }
 
-fn begin(context: Context<'_>, options: &Options) -> Result<(), String> {
+fn start(context: Context<'_>, options: &Options) -> Result<(), String> {
     register_settings(context, options)?;
-    // Sets every one of them, by the callbacks below.
+    // This calls the setter of every setting.
     if !context.load_configs() {
-        return Err(
-            "a ferrite.* setting in the configuration was refused; the engine's line above names it".into()
-        );
+        return Err("the engine's configuration has an invalid ferrite.* setting; \
+                    the log line above names it"
+            .into());
     }
     register_commands(context)?;
     let server = context.server();
@@ -120,9 +123,9 @@ fn begin(context: Context<'_>, options: &Options) -> Result<(), String> {
             },
     );
     if !context.register_info(on_info) {
-        return Err("the engine takes no INFO section".into());
+        return Err("the engine refused to register the module's INFO sections".into());
     }
-    with_module(|module| module.begin(context)).unwrap_or(Ok(()))?;
+    with_module(|module| module.start(context)).unwrap_or(Ok(()))?;
     for event in
         [flag::EVENT_CLIENT, flag::EVENT_SHUTDOWN, flag::EVENT_CONFIG, flag::EVENT_CRON_LOOP]
     {
@@ -133,14 +136,15 @@ fn begin(context: Context<'_>, options: &Options) -> Result<(), String> {
 
 fn subscribe(context: Context<'_>, event: u64) {
     if !context.subscribe(event, Some(on_event)) {
-        // All engines that got this far have them. Without, the listener still works.
-        tracing::warn!("the engine does not tell of its event {event}");
+        // All engines that can load the module have these events. The listener works without them.
+        tracing::warn!("the engine refused the subscription to server event {event}");
     }
 }
 
-/// From now on [`event_loop::turned`] hears of the loop's turns. Not earlier than somebody waits
-/// for one: it costs each turn as much as a small command.
-pub(crate) fn listen_to_turns(context: Context<'_>) {
+/// Makes the engine call [`event_loop::on_loop_iteration`] in every iteration of its event loop.
+/// That costs as much as a small command each time, so this is called only when a reply first has
+/// to wait for an iteration.
+pub(crate) fn subscribe_to_loop_iterations(context: Context<'_>) {
     subscribe(context, flag::EVENT_LOOP);
 }
 
@@ -176,40 +180,48 @@ fn register_settings(context: Context<'_>, options: &Options) -> Result<(), Stri
             (Kind::Text(_), SettingValue::Number(_)) => false,
         };
         if !registered {
-            return Err(format!("the engine takes no setting {}", setting.name.to_string_lossy()));
+            return Err(format!(
+                "the engine refused to register the setting {}",
+                setting.name.to_string_lossy()
+            ));
         }
     }
     Ok(())
 }
 
 fn register_commands(context: Context<'_>) -> Result<(), String> {
-    let made = context.create_container(NAME, c"admin deny-script allow-loading allow-stale")
+    let registered = context.create_container(NAME, c"admin deny-script allow-loading allow-stale")
         && SUBCOMMANDS.iter().all(|Subcommand { name, flags, categories, .. }| {
             context.create_subcommand(NAME, name, flags, categories, on_command)
         });
-    if made { Ok(()) } else { Err("the engine takes no command FERRITE".into()) }
+    match registered {
+        true => Ok(()),
+        false => Err("the engine refused to register the command FERRITE".into()),
+    }
 }
 
+/// Copies the words of a command, or the module's arguments.
+///
 /// # Safety
-/// `argv` has `argc` strings of the engine's.
+/// `argv` is null or points to `argc` valid strings of the engine.
 unsafe fn words(argv: *mut *mut RawString, argc: c_int) -> Vec<String> {
     let count = usize::try_from(argc).unwrap_or(0);
     if argv.is_null() {
         return Vec::new();
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees that `argv` has `argc` strings.
     (0..count).map(|index| unsafe { api::text_of(*argv.add(index)) }).collect()
 }
 
-/// FERRITE, whatever the subcommand.
+/// Runs FERRITE with any of its subcommands.
 unsafe extern "C" fn on_command(
     raw: *mut RawContext,
     argv: *mut *mut RawString,
     argc: c_int,
 ) -> c_int {
     guard("a command", ERR, || {
-        // SAFETY: the engine's context and arguments, for the length of this call, on its main
-        // thread.
+        // SAFETY: the engine's context and arguments are valid until this callback, on its main
+        // thread, returns.
         let (context, words) = unsafe { (Context::new(raw), words(argv, argc)) };
         let (Some(context), [_, name, words @ ..]) = (context, words.as_slice()) else {
             return ERR;
@@ -221,7 +233,8 @@ unsafe extern "C" fn on_command(
             context.reply(&reply);
             return OK;
         }
-        // Whatever happens, there is an answer: a client that gets none loses count.
+        // There is always a reply: a client that gets none would match later replies to the wrong
+        // commands.
         let reply = guard("a command", None, || {
             let found = found?;
             if !found.needs.is_empty() && !context.caller_may(found.needs) {
@@ -234,8 +247,8 @@ unsafe extern "C" fn on_command(
     })
 }
 
-/// The commands that sessions send over their proxy connections. They are about the client that
-/// runs them, and answer anybody else with an error.
+/// Runs the commands that sessions send over their proxy connections. They concern the client that
+/// runs them, and return an error to any other client. Returns `None` for other commands.
 fn internal_command(context: Context<'_>, name: &str, words: &[String]) -> Option<Reply> {
     let is = |other| name.eq_ignore_ascii_case(other);
     let is_done = match words {
@@ -251,10 +264,10 @@ fn internal_command(context: Context<'_>, name: &str, words: &[String]) -> Optio
     })
 }
 
-/// INFO.
+/// Adds the module's sections to INFO.
 unsafe extern "C" fn on_info(raw: *mut RawInfo, for_crash_report: c_int) {
     guard("INFO", (), || {
-        // SAFETY: the engine's, for the length of this call.
+        // SAFETY: the engine gave it to this callback, and it is valid until the callback returns.
         let Some(out) = (unsafe { Info::new(raw) }) else { return };
         let in_crash = for_crash_report != 0;
         let Some(sections) = with_module(|module| info::sections(module, in_crash)) else { return };
@@ -263,7 +276,8 @@ unsafe extern "C" fn on_info(raw: *mut RawInfo, for_crash_report: c_int) {
     });
 }
 
-/// A client's end, shutdown, CONFIG SET of anybody's settings, and the engine's heartbeat.
+/// Handles the engine's events: connects and disconnects of clients, shutdown, changed settings,
+/// the timer, and iterations of the event loop.
 unsafe extern "C" fn on_event(
     raw: *mut RawContext,
     event: RawEvent,
@@ -285,52 +299,52 @@ unsafe extern "C" fn on_event(
             }
             return;
         }
-        // SAFETY: the engine's context, for the length of this call, on its main thread.
+        // SAFETY: the engine's context is valid until this callback, on its main thread, returns.
         let Some(context) = (unsafe { Context::new(raw) }) else { return };
         if event.id == flag::EVENT_LOOP {
             if subevent == flag::EVENT_LOOP_AFTER_SLEEP {
-                event_loop::turned();
+                event_loop::on_loop_iteration();
             }
             return;
         }
         with_module(|module| match event.id {
-            flag::EVENT_SHUTDOWN => module.end(),
-            flag::EVENT_CRON_LOOP => module.beat(context),
+            flag::EVENT_SHUTDOWN => module.shut_down(),
+            flag::EVENT_CRON_LOOP => module.on_cron(context),
             flag::EVENT_CONFIG => module.follow_engine(context),
             _ => {}
         });
     });
 }
 
-/// A descriptor of ours is readable.
+/// Runs a slice when one of the module's descriptors is readable.
 unsafe extern "C" fn on_readable(descriptor: c_int, _: *mut c_void, _: c_int) {
-    guard("the loop", (), || event_loop::turn(descriptor));
+    guard("the event loop", (), || event_loop::run_slice(descriptor));
 }
 
-/// The loop turns when one of these is readable.
-pub(crate) fn listen_to(descriptors: &[RawFd]) -> Result<(), String> {
-    match descriptors.iter().all(|descriptor| api::listen_to(*descriptor, on_readable)) {
+/// Makes the engine's event loop watch these descriptors.
+pub(crate) fn watch_descriptors(descriptors: &[RawFd]) -> Result<(), String> {
+    match descriptors.iter().all(|descriptor| api::watch_readable(*descriptor, on_readable)) {
         true => Ok(()),
-        false => Err("the engine's loop takes no descriptors of ours".into()),
+        false => Err("the engine's event loop refused the module's descriptors".into()),
     }
 }
 
-/// The value of the setting that `private` numbers.
+/// Returns the value of the setting whose index is `private`.
 fn get(private: *mut c_void) -> Option<SettingValue> {
     let index = private.addr();
     with_module(|module| (index < SETTINGS.len()).then(|| module.options.get(index).clone()))?
 }
 
-/// Sets it, or tells the engine why not.
+/// Changes the setting whose index is `private`. On failure, gives the engine the reason.
 fn set(private: *mut c_void, value: SettingValue, why_not: *mut *mut RawString) -> c_int {
     let index = private.addr();
     let set =
         if index < SETTINGS.len() { with_module(|module| module.set(index, value)) } else { None };
-    match set.unwrap_or_else(|| Err("not now".into())) {
+    match set.unwrap_or_else(|| Err("the module is busy; try again".into())) {
         Ok(()) => OK,
         Err(text) => {
             if !why_not.is_null() {
-                // SAFETY: the engine's place for a string, which it frees.
+                // SAFETY: the engine passes a valid place for a string, and frees the string.
                 unsafe { *why_not = api::new_string(&text) };
             }
             ERR
@@ -370,8 +384,9 @@ unsafe extern "C" fn set_choice(
     guard("CONFIG SET", ERR, || set(private, SettingValue::Number(value.into()), why_not))
 }
 
-/// The strings that CONFIG GET was last answered with, by setting: they are ours to keep until the
-/// next answer. Addresses of [`RawString`]s that [`api::new_string`] made.
+/// The last string that CONFIG GET returned for each setting. The module owns each string and must
+/// keep it until the next CONFIG GET of that setting. The entries are addresses of [`RawString`]s
+/// that [`api::new_string`] made.
 static ANSWERS: Mutex<[usize; SETTINGS.len()]> = Mutex::new([0; SETTINGS.len()]);
 
 unsafe extern "C" fn get_text(_: *const c_char, private: *mut c_void) -> *mut RawString {
@@ -383,10 +398,11 @@ unsafe extern "C" fn get_text(_: *const c_char, private: *mut c_void) -> *mut Ra
         let answer = api::new_string(&text);
         let mut answers = ANSWERS.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let kept = &mut answers[private.addr().min(SETTINGS.len() - 1)];
-        let before = std::mem::replace(kept, answer.expose_provenance());
-        if before != 0 {
-            // SAFETY: made here, given to nobody who keeps it, and no longer in the list.
-            unsafe { api::free_string(std::ptr::with_exposed_provenance_mut(before)) };
+        let previous = std::mem::replace(kept, answer.expose_provenance());
+        if previous != 0 {
+            // SAFETY: the string was made here, the engine does not keep it, and it is no longer
+            // in the list.
+            unsafe { api::free_string(std::ptr::with_exposed_provenance_mut(previous)) };
         }
         answer
     })
@@ -399,7 +415,7 @@ unsafe extern "C" fn set_text(
     why_not: *mut *mut RawString,
 ) -> c_int {
     guard("CONFIG SET", ERR, || {
-        // SAFETY: the engine's string, for the length of this call.
+        // SAFETY: the engine's string is valid until this callback returns.
         let text = unsafe { api::text_of(value) };
         set(private, SettingValue::Text(text), why_not)
     })
@@ -411,15 +427,15 @@ mod tests {
 
     #[test]
     fn no_panic_leaves_a_callback() {
-        assert_eq!(guard("a test", ERR, || panic!("out of {}", "words")), ERR);
+        assert_eq!(guard("a test", ERR, || panic!("on {}", "purpose")), ERR);
         assert_eq!(guard("a test", ERR, || OK), OK);
     }
 
-    /// Without an engine behind them: as after a load that was refused.
+    /// As after a load that failed: there is neither a module nor an engine.
     #[test]
-    fn callbacks_without_a_module_answer() {
+    fn callbacks_return_without_a_module() {
         let nothing = std::ptr::null_mut();
-        // SAFETY: none of them uses a pointer that is null.
+        // SAFETY: none of these callbacks dereferences a null pointer.
         unsafe {
             assert_eq!(RedisModule_OnLoad(std::ptr::null_mut(), std::ptr::null_mut(), 0), ERR);
             assert_eq!(on_command(std::ptr::null_mut(), std::ptr::null_mut(), 0), ERR);

@@ -1,11 +1,11 @@
-//! Sessions on the engine's main thread: its event loop drives the fabric by one descriptor, runs
-//! sessions, and makes their calls.
+//! Sessions on the engine's main thread. The engine's event loop drives the fabric through one
+//! descriptor, runs the sessions, and makes their calls.
 //!
 //! ```text
-//!   the loop: fabric or bell is readable ──► turn ──► completions ──► sessions ──► calls, replies ─┐
-//!                                              ▲                                                   │ while there is more,
-//!                                              └───────────────────────────────────────────────────┘ up to a limit
-//!   after the loop has slept ──► turned: replies to what was written may leave
+//!   fabric or eventfd readable ──► run_slice ──► completions ──► sessions ──► calls, replies ─┐
+//!                                                     ▲                                       │
+//!                                                     └── until idle, or `slice-us` is over ──┘
+//!   the loop has slept ──► on_loop_iteration: replies to writes may be sent
 //! ```
 
 use std::cell::{Cell, RefCell};
@@ -33,34 +33,35 @@ use crate::clients::ClientRecord;
 use crate::tasks::{TaskQueue, Tasks};
 
 thread_local! {
-    // Only the engine's main thread ever has one. Two, since calls are made while the first is in
-    // use.
+    // Only the engine's main thread ever sets these. There are two because calls are made while
+    // `EVENT_LOOP` is borrowed.
     static EVENT_LOOP: RefCell<Option<EventLoop>> = const { RefCell::new(None) };
     static CALLS: RefCell<Option<Calls>> = const { RefCell::new(None) };
-    /// After this the engine's other clients have their turn (`slice-us`). What sessions do takes
-    /// very different time: a command, a MiB of values, and on Soft-RoCE all that a card would do.
-    static TURN: Cell<Duration> = const { Cell::new(Duration::ZERO) };
-    /// When this turn began, from the module's begin.
+    /// How long a slice may last before the engine serves its other clients (`slice-us`). It is a
+    /// time because the cost of a session's work varies widely: from one command to a MiB of
+    /// values, and on Soft-RoCE all the work that hardware would do.
+    static SLICE: Cell<Duration> = const { Cell::new(Duration::ZERO) };
+    /// Seconds between the start of the event loop and the start of this slice.
     static SECONDS: Cell<u64> = const { Cell::new(0) };
-    /// When this turn is over.
-    static END: Cell<Option<Instant>> = const { Cell::new(None) };
-    /// Something went over a client's own connection in this turn, or was written that others may
+    /// When this slice is over.
+    static SLICE_END: Cell<Option<Instant>> = const { Cell::new(None) };
+    /// Ends this slice: a command was proxied in it, or a call wrote data that blocked clients may
     /// wait for.
-    static HAS_BRIDGED: Cell<bool> = const { Cell::new(false) };
-    /// A turn was broken off: the next is that of [`EventLoop::main_descriptor`], which lets so
-    /// many pass.
-    static HELD: Cell<Option<u8>> = const { Cell::new(None) };
+    static MUST_YIELD: Cell<bool> = const { Cell::new(false) };
+    /// Set after a slice that was cut short. Then only [`EventLoop::main_descriptor`] starts the
+    /// next slice, after this many of its events were skipped.
+    static SKIPS_LEFT: Cell<Option<u8>> = const { Cell::new(None) };
 }
 
-/// What runs on the main thread.
+/// The sessions on the main thread, and what they need to run.
 struct EventLoop {
     tasks: Tasks,
-    /// `None`: our own thread drives it (`poller-thread yes`).
+    /// `None` if the thread `ferrite` drives it (`poller-thread yes`).
     fabric: Option<Fabric>,
     queue: Arc<TaskQueue>,
-    /// Whose sockets and timers sessions use.
+    /// The runtime whose sockets and timers the sessions use.
     runtime: Handle,
-    begun: Instant,
+    started: Instant,
 }
 
 impl EventLoop {
@@ -69,61 +70,62 @@ impl EventLoop {
         [self.queue.as_fd().as_raw_fd()].into_iter().chain(fabric).collect()
     }
 
-    /// The one that is readable after a turn was broken off.
+    /// Returns the descriptor that is readable after a slice was cut short.
     fn main_descriptor(&self) -> RawFd {
         self.fabric.as_ref().map_or(self.queue.as_fd(), AsFd::as_fd).as_raw_fd()
     }
 }
 
-/// From now on, on this thread; these descriptors are to be listened to.
-pub(crate) fn begin(queue: Arc<TaskQueue>, fabric: Option<Fabric>, runtime: Handle) -> Vec<RawFd> {
+/// Starts to run sessions on this thread. Returns the descriptors that the engine's event loop must
+/// watch.
+pub(crate) fn start(queue: Arc<TaskQueue>, fabric: Option<Fabric>, runtime: Handle) -> Vec<RawFd> {
     let tasks = Tasks::new(Arc::clone(&queue));
-    let event_loop = EventLoop { tasks, fabric, queue, runtime, begun: Instant::now() };
+    let event_loop = EventLoop { tasks, fabric, queue, runtime, started: Instant::now() };
     let descriptors = event_loop.descriptors();
-    HELD.set(None);
-    // The loop runs the first turn: this may be inside an event of the engine's, where no call is
-    // made.
-    event_loop.queue.ring();
+    SKIPS_LEFT.set(None);
+    // The event loop runs the first slice: this function may run inside one of the engine's event
+    // callbacks, where no call can be made.
+    event_loop.queue.signal();
     EVENT_LOOP.set(Some(event_loop));
     descriptors
 }
 
-/// Nothing runs any more. What sessions had open is closed.
-pub(crate) fn end() {
+/// Drops all sessions, which closes their connections.
+pub(crate) fn stop() {
     if let Some(event_loop) = EVENT_LOOP.take() {
-        event_loop.descriptors().into_iter().for_each(api::ignore);
+        event_loop.descriptors().into_iter().for_each(api::unwatch);
         let _entered = event_loop.runtime.enter(); // sessions that are dropped may have timers
         drop(event_loop.tasks);
     }
 }
 
-/// A descriptor is readable. Nothing happens in a turn within another: a call may have brought the
-/// engine to look at its descriptors.
-pub(crate) fn turn(descriptor: RawFd) {
+/// Runs a slice after `descriptor` became readable. Does nothing inside another slice: a call may
+/// make the engine process its descriptors.
+pub(crate) fn run_slice(descriptor: RawFd) {
     EVENT_LOOP.with(|event_loop| {
         let Ok(mut event_loop) = event_loop.try_borrow_mut() else { return };
         let Some(event_loop) = &mut *event_loop else { return };
-        // Descriptors that are passed over stay readable, and are told of again.
-        match HELD.get() {
+        // A descriptor that is skipped stays readable, and the event loop reports it again.
+        match SKIPS_LEFT.get() {
             Some(_) if descriptor != event_loop.main_descriptor() => return,
-            Some(passes @ 1..) => return HELD.set(Some(passes - 1)),
-            _ => HELD.set(None),
+            Some(skips @ 1..) => return SKIPS_LEFT.set(Some(skips - 1)),
+            _ => SKIPS_LEFT.set(None),
         }
         let EventLoop { tasks, fabric, queue, runtime, .. } = event_loop;
         let _entered = runtime.enter();
-        tasks.begin();
+        tasks.begin_pass();
         if descriptor == queue.as_fd().as_raw_fd() {
-            queue.silence();
+            queue.clear_signal();
         }
         let now = Instant::now();
-        END.set(Some(now + TURN.get()));
-        SECONDS.set(now.saturating_duration_since(event_loop.begun).as_secs());
-        HAS_BRIDGED.set(false);
+        SLICE_END.set(Some(now + SLICE.get()));
+        SECONDS.set(now.saturating_duration_since(event_loop.started).as_secs());
+        MUST_YIELD.set(false);
         let mut run = || match has_time() {
             true => ControlFlow::Continue(tasks.run(has_time)),
             false => ControlFlow::Break(()),
         };
-        let is_broken_off = match fabric {
+        let is_cut_short = match fabric {
             Some(fabric) => fabric.progress_with(run).is_break(),
             None => loop {
                 match run() {
@@ -132,50 +134,51 @@ pub(crate) fn turn(descriptor: RawFd) {
                 }
             },
         };
-        if !is_broken_off {
-            return tasks.rest();
+        if !is_cut_short {
+            return tasks.finish_pass();
         }
-        // The loop tells of both descriptors one after the other: that would be two turns before
-        // others have theirs. And it may tell of ours before the sockets that were written to.
-        HELD.set(Some(HAS_BRIDGED.get().into()));
+        // The event loop reports our two descriptors one after the other, which would be two slices
+        // before other clients are served. It may also report ours before the sockets that proxied
+        // commands were written to.
+        SKIPS_LEFT.set(Some(MUST_YIELD.get().into()));
         if fabric.is_none() {
-            queue.ring(); // otherwise the fabric's is readable
+            queue.signal(); // with a fabric, the fabric's descriptor is readable
         }
     });
 }
 
-/// How long a turn lasts from now on.
-pub(crate) fn set_turn(turn: Duration) {
-    TURN.set(turn);
+/// Sets how long a slice may last.
+pub(crate) fn set_slice(slice: Duration) {
+    SLICE.set(slice);
 }
 
-/// Whether this turn goes on.
+/// Returns whether this slice may continue.
 fn has_time() -> bool {
-    !HAS_BRIDGED.get() && END.get().is_some_and(|end| Instant::now() < end)
+    !MUST_YIELD.get() && SLICE_END.get().is_some_and(|end| Instant::now() < end)
 }
 
-/// The loop has been around.
-pub(crate) fn turned() {
+/// Tells sessions that the event loop has completed an iteration.
+pub(crate) fn on_loop_iteration() {
     EVENT_LOOP.with(|event_loop| {
         if let Ok(event_loop) = event_loop.try_borrow()
             && let Some(event_loop) = &*event_loop
         {
-            event_loop.queue.turned();
+            event_loop.queue.on_loop_iteration();
         }
     });
 }
 
-/// Calls can be made from now on, or not.
-pub(crate) fn allow_calls(calls: Option<Calls>) {
+/// Enables the call path, or disables it (`None`).
+pub(crate) fn set_calls(calls: Option<Calls>) {
     CALLS.set(calls);
 }
 
-/// How many commands may be called, if any may.
+/// Returns how many commands may be called; `None` if the call path is disabled.
 pub(crate) fn callable_commands() -> Option<usize> {
     CALLS.with(|calls| Some(calls.try_borrow().ok()?.as_ref()?.callable_commands()))
 }
 
-/// The engine's settings have changed.
+/// Reads the engine's settings again after they have changed.
 pub(crate) fn follow_engine(context: Context<'_>) {
     CALLS.with(|calls| {
         if let Ok(mut calls) = calls.try_borrow_mut()
@@ -186,19 +189,20 @@ pub(crate) fn follow_engine(context: Context<'_>) {
     });
 }
 
-/// Asks the engine what a client is now.
+/// Asks the engine for the current state of a client.
 pub(crate) fn refresh(client: &ClientRecord) -> Access {
-    // Without calls nothing is known, and everything is proxied.
+    // Without the call path the state is unknown, and everything is proxied.
     let unknown = Access::Proxy { in_transaction: false, is_authenticated: false };
     with_calls(|calls| calls.refresh(client)).unwrap_or(unknown)
 }
 
-/// Returns whether FERRITE ATTEST can tell more of a client than FERRITE BIND.
+/// Returns whether FERRITE ATTEST is needed to find out if a client has authenticated.
 pub(crate) fn needs_attestation(client: &ClientRecord) -> bool {
     with_calls(|calls| calls.needs_attestation(client)).unwrap_or(false)
 }
 
-/// Calls these commands in order as a client, and adds their replies, until one cannot be called.
+/// Calls commands in order on behalf of a client and appends their replies. Stops at the first one
+/// that cannot be called.
 pub(crate) fn call(client: &ClientRecord, commands: Commands<'_>, replies: &mut Replies) -> Called {
     let none = |is_stale| Called { is_closed: true, is_stale, ..Called::default() };
     let called = with_calls(|calls| {
@@ -216,9 +220,10 @@ pub(crate) fn call(client: &ClientRecord, commands: Commands<'_>, replies: &mut 
             has_unblocked = callable.unblocks;
         }
         if has_unblocked {
-            // The engine serves clients that wait for the key before its loop sleeps. Until then no
-            // other command may run, or it could take what they are due.
-            HAS_BRIDGED.set(true);
+            // The engine serves clients that are blocked on the key before its event loop sleeps.
+            // No other command may run until then, since it could take the element that they wait
+            // for.
+            MUST_YIELD.set(true);
         }
         called.wrote = batch.wrote();
         drop(batch);
@@ -233,7 +238,7 @@ pub(crate) fn user_of(id: u64) -> Option<String> {
     with_calls(|calls| calls.user_of(id))?
 }
 
-/// Returns how many clients the engine has, if it tells.
+/// Returns how many clients the engine has; `None` if that is unknown.
 pub(crate) fn connected_clients() -> Option<u64> {
     with_calls(|calls| calls.connected_clients())?
 }
@@ -242,7 +247,7 @@ fn with_calls<R>(act: impl FnOnce(&mut Calls) -> R) -> Option<R> {
     CALLS.with(|calls| calls.try_borrow_mut().ok()?.as_mut().map(act))
 }
 
-/// The engine, as sessions see it.
+/// The engine that this process is, as sessions use it.
 pub(crate) struct EngineHandle(pub(crate) Arc<TaskQueue>);
 
 impl InProcessEngine for EngineHandle {
@@ -254,8 +259,8 @@ impl InProcessEngine for EngineHandle {
         with_calls(|calls| calls.default_user_is_open())?
     }
 
-    fn was_full(&self, accepted: std::time::Instant, heard: std::time::Instant) -> bool {
-        capacity::was_full(accepted, heard)
+    fn was_full(&self, accepted: std::time::Instant, first_bytes: std::time::Instant) -> bool {
+        capacity::was_full(accepted, first_bytes)
     }
 
     fn new_client(&self, peer: Option<SocketAddr>, gone: Arc<Notify>) -> Arc<dyn ProxyClient> {
@@ -263,13 +268,12 @@ impl InProcessEngine for EngineHandle {
     }
 
     fn look_up(&self, name: &[u8], first: Option<&[u8]>) -> CommandKind {
-        // Without calls all commands are proxied, and none is known.
+        // Without the call path nothing is known about commands, so the session is pinned to proxy.
         let unknown = CommandKind::Session(SessionCommand::PinsToProxy);
         with_calls(|calls| calls.look_up(name, first)).unwrap_or(unknown)
     }
 
-    /// `INFO rdma` is about the session's own side here: the engine knows the section by a longer
-    /// name.
+    /// Replaces `INFO rdma` by `INFO ferrite_rdma`, which is the engine's name for that section.
     fn instead(&self, mut words: Args<'_>) -> Option<&'static [u8]> {
         let is = |word: Option<&[u8]>, name: &[u8]| {
             word.is_some_and(|word| word.eq_ignore_ascii_case(name))
@@ -288,7 +292,7 @@ impl InProcessEngine for EngineHandle {
     }
 
     fn on_proxied(&self) {
-        HAS_BRIDGED.set(true);
+        MUST_YIELD.set(true);
     }
 
     fn settled(&self) -> SessionFuture {

@@ -1,4 +1,5 @@
-//! INFO: the sections `ferrite` and `ferrite_rdma`. The engine puts `ferrite_` before every name.
+//! INFO: the sections `ferrite` and `ferrite_rdma`. The engine adds the prefix `ferrite_` to every
+//! field's name.
 
 use ferrite_fabric::{FabricStats, Status};
 use ferrite_session::{SessionInfo, SessionTransport};
@@ -8,13 +9,14 @@ use crate::module::{Module, Service};
 
 pub(crate) type Fields = Vec<(String, Value)>;
 
-/// What INFO says: each section's name after ours, and its fields.
+/// The fields of both sections.
 pub(crate) struct Sections {
     pub(crate) general: Fields,
     pub(crate) rdma: Fields,
 }
 
-/// In a crash nothing is asked for that takes a lock: whoever has it may be what has crashed.
+/// Returns the module's INFO sections. In a crash report it leaves out everything that needs a
+/// lock, since the crashed thread may hold it.
 pub(crate) fn sections(module: &mut Module, in_crash: bool) -> Sections {
     let (mut general, mut rdma) = (Vec::new(), Vec::new());
     text(&mut general, "version", env!("CARGO_PKG_VERSION"));
@@ -26,19 +28,19 @@ pub(crate) fn sections(module: &mut Module, in_crash: bool) -> Sections {
             text(&mut general, "reason", one_line(why));
         }
         Service::On(transport) => {
-            let begun = &transport.begun;
-            let status = match (transport.is_alive(), &begun.absence) {
+            let listener = &transport.listener;
+            let status = match (transport.is_alive(), &listener.absence) {
                 (false, _) => "ended",
                 (true, Some(_)) => "tcp-only",
                 (true, None) => "listening",
             };
             text(&mut general, "status", status);
-            if let Some(absence) = &begun.absence {
+            if let Some(absence) = &listener.absence {
                 text(&mut general, "reason", one_line(absence));
             }
-            let addresses = begun.addresses.iter().map(|(address, _)| address.to_string());
+            let addresses = listener.addresses.iter().map(|(address, _)| address.to_string());
             text(&mut general, "address", addresses.collect::<Vec<_>>().join(","));
-            text(&mut general, "devices", begun.devices.join(","));
+            text(&mut general, "devices", listener.devices.join(","));
             if !in_crash {
                 text(&mut general, "engine", transport.gateway.config().engine.to_string());
                 let sessions = transport.gateway.sessions();
@@ -87,7 +89,8 @@ fn fabric(out: &mut Fields, stats: &FabricStats, sessions: &[SessionInfo]) {
     let over_rdma = |session: &&SessionInfo| {
         matches!(session.transport, SessionTransport::FerriteRdma | SessionTransport::ValkeyRdma)
     };
-    // What is flushed was under way when something else failed, or when a link was closed.
+    // Flushed requests are not counted as errors: they were pending when another one failed, or
+    // when a link was closed.
     let failed = |wanted: &dyn Fn(Status) -> bool| {
         stats.errors.iter().filter(|(status, _)| wanted(*status)).map(|(_, count)| count).sum()
     };
@@ -138,7 +141,7 @@ fn fabric(out: &mut Fields, stats: &FabricStats, sessions: &[SessionInfo]) {
     }
 }
 
-/// For the name of a field.
+/// Makes a text usable in the name of a field.
 fn word(text: &str) -> String {
     text.chars()
         .map(|c| if c.is_ascii_alphanumeric() { c.to_ascii_lowercase() } else { '_' })

@@ -2,34 +2,38 @@
 //! process.
 //!
 //! ```text
-//!   engine's main thread                                    the thread `ferrite`
-//!   entry ── OnLoad, CONFIG, INFO, FERRITE, events          transport: the fabric's engine, the gateway of ferrite-session
-//!     │ every callback behind catch_unwind                    │ clients over RDMA (or TCP, where RDMA is preferred)
-//!     ▼                                                       ▼
-//!   module ── what it is told ──── asks, never waits long ──► sessions, each with a connection of its own
-//!                                                             to the engine's Unix or TCP socket (the proxy path)
-//!   event_loop ── unless `call-path no`: the engine's loop drives the fabric and runs sessions, which call what they can
+//!   engine's main thread                              thread `ferrite`
+//!   entry: OnLoad, CONFIG, INFO, FERRITE, events      transport: the fabric and the gateway
+//!     │ every callback runs in catch_unwind             │ clients over RDMA or TCP
+//!     ▼                                                 ▼
+//!   module ──── requests over a channel ────────────► sessions, each with its own proxy connection
+//!                                                     to the engine's Unix or TCP socket
+//!   event_loop (unless `call-path no`): the engine's event loop drives the fabric and runs the
+//!   sessions, which call the engine in-process where they can
 //! ```
 //!
-//! | file | what it is |
+//! | file | contents |
 //! |---|---|
-//! | `api.rs` | the module API as a table of functions, found at load; `unsafe` |
-//! | `entry.rs` | what the engine calls; `unsafe` |
+//! | `api.rs` | safe wrappers of the module API's functions, found at load; `unsafe` |
+//! | `entry.rs` | the callbacks that the engine calls; `unsafe` |
 //! | `options.rs` | arguments and CONFIG: one table of names, defaults and limits |
-//! | `target.rs` | which of the engine's own sockets the proxy path takes |
-//! | `transport.rs` | the thread |
-//! | `event_loop.rs` `tasks.rs` | sessions on the engine's main thread: a turn of its loop, and the futures that it runs |
-//! | `calls.rs` `router.rs` `keys.rs` | commands that run by a call instead of over the proxy connection, which those are, and reads by key |
-//! | `capacity.rs` | whether the engine had a place for a client when it came |
-//! | `clients.rs` | sessions' proxy connections as clients of the engine: what it says about them |
-//! | `module.rs` | what there is between load and the engine's end |
-//! | `info.rs` `command.rs` | INFO and FERRITE as values |
-//! | `log.rs` | what the library warns of, in the engine's log |
+//! | `listen.rs` | the addresses that the module listens on |
+//! | `target.rs` | which of the engine's own sockets the proxy path connects to |
+//! | `transport.rs` | the thread `ferrite` |
+//! | `event_loop.rs` `tasks.rs` | sessions on the engine's main thread: slices and futures |
+//! | `calls.rs` | the call path: commands that run in-process, not over the proxy connection |
+//! | `router.rs` `keys.rs` | which commands may be called; the key path, which reads long strings |
+//! | `capacity.rs` | whether the engine had reached `maxclients` when a client connected |
+//! | `descriptors.rs` | keeps sessions' file descriptors above the numbers that the engine needs |
+//! | `clients.rs` | the engine's view of each session's proxy connection |
+//! | `module.rs` | the module's state between load and the engine's shutdown |
+//! | `info.rs` `command.rs` | the contents of INFO and the subcommands of FERRITE |
+//! | `log.rs` | writes the library's messages to the engine's log |
 //!
-//! The thread never takes the engine's lock, and the engine's thread waits for ours only for a few
-//! milliseconds (INFO), at load and at the end. A crash here is a crash of somebody's database: no
-//! panic leaves a callback, and what a peer says gets to the API only as arguments of calls that
-//! are allowed and guarded.
+//! The thread `ferrite` never takes the engine's lock. The engine's main thread waits for it only
+//! at load, at shutdown, and for a few milliseconds in INFO. A crash here crashes somebody's
+//! database. Therefore no panic leaves a callback, and data from a peer reaches the module API only
+//! as arguments of calls that were checked first.
 
 mod api;
 mod calls;

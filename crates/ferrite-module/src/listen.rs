@@ -1,5 +1,5 @@
-//! Where clients come in: at the addresses that were named, else at those that the engine itself
-//! listens on, and nowhere if the engine serves nobody without TLS.
+//! The addresses to listen on: those that `rdma-bind` names, otherwise those that the engine itself
+//! listens on. There are none if the engine requires TLS and clear text was not allowed.
 
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs as _};
 
@@ -12,56 +12,63 @@ use crate::target::Sockets;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Address {
     pub(crate) at: SocketAddr,
-    /// The host may be without it.
+    /// It is no error if this host does not have the address (a `-` in the engine's `bind`).
     pub(crate) may_be_absent: bool,
-    /// By whom loads the module, and not by the engine's `bind`.
+    /// The address is from `rdma-bind`, not from the engine's `bind`.
     pub(crate) is_named: bool,
 }
 
 impl Address {
-    /// A loopback address is for this host alone, and RDMA comes from others.
+    /// Returns the RDMA policy for this address. Loopback addresses never accept RDMA, since it
+    /// comes from other hosts.
     pub(crate) fn rdma(&self, policy: Rdma) -> Rdma {
         if self.at.ip().is_loopback() { Rdma::Forbid } else { policy }
     }
 }
 
-/// Where to listen by what the engine said when it was last asked.
+/// The addresses that the engine's current configuration asks for.
 #[derive(Debug)]
-pub(crate) struct Wanted {
-    said: Sockets,
+pub(crate) struct WantedAddresses {
+    sockets: Sockets,
     addresses: Result<Vec<Address>, String>,
 }
 
-impl Wanted {
-    pub(crate) fn new(said: Sockets, addresses: Vec<Address>) -> Self {
-        Self { said, addresses: Ok(addresses) }
+impl WantedAddresses {
+    pub(crate) fn new(sockets: Sockets, addresses: Vec<Address>) -> Self {
+        Self { sockets, addresses: Ok(addresses) }
     }
 
-    /// The engine says this now: the addresses, if they are others than before. They are looked for
-    /// only if it says something else: names in them are looked up, for as long as the system
-    /// takes.
+    /// Updates the addresses to the engine's current configuration. Returns them if they have
+    /// changed.
+    ///
+    /// `find` is called only if the configuration has changed, since it resolves host names, which
+    /// can take long.
     pub(crate) fn follow(
         &mut self,
-        says: &Sockets,
+        sockets: &Sockets,
         find: impl FnOnce(&Sockets) -> Result<Vec<Address>, String>,
     ) -> Option<&Result<Vec<Address>, String>> {
-        if *says == self.said {
+        if *sockets == self.sockets {
             return None;
         }
-        self.said.clone_from(says);
-        let before = std::mem::replace(&mut self.addresses, find(says));
+        self.sockets.clone_from(sockets);
+        let before = std::mem::replace(&mut self.addresses, find(sockets));
         (before != self.addresses).then_some(&self.addresses)
     }
 }
 
-/// The addresses, or why there are none and what to do.
+/// Returns the addresses to listen on.
+///
+/// # Errors
+/// There are none. The text says why and what to do.
 pub(crate) fn addresses(options: &Options, sockets: &Sockets) -> Result<Vec<Address>, String> {
     let is_off = |port: &Option<String>| port.as_deref() == Some("0");
     let has_tls = sockets.tls_port.as_deref().is_some_and(|port| port != "0");
     if is_off(&sockets.port) && has_tls && !options.allow_clear_text() {
         return Err(
-            "the engine serves TLS alone, and neither RDMA nor this module's TCP is encrypted or asks for a certificate; to allow \
-             clients without TLS, load the module with allow-clear-text yes and set unixsocket /PATH in the engine's configuration"
+            "the engine serves TLS only, but the module's RDMA and TCP are not encrypted and do \
+             not ask for a certificate; to allow clients without TLS, load the module with \
+             allow-clear-text yes and set unixsocket /PATH in the engine's configuration"
                 .into(),
         );
     }
@@ -76,21 +83,21 @@ pub(crate) fn addresses(options: &Options, sockets: &Sockets) -> Result<Vec<Addr
     }
     let (Some(engine_port), Some(bind)) = (&sockets.port, &sockets.bind) else {
         return Err(
-            "the engine does not say where it listens (is CONFIG renamed?): load the module with rdma-bind ADDRESS and engine unix:/PATH or engine HOST:PORT"
+            "the engine does not say where it listens (is CONFIG renamed?); load the module with \
+             rdma-bind ADDRESS and engine unix:/PATH or engine HOST:PORT"
                 .into(),
         );
     };
     if engine_port == "0" && !has_tls || bind.trim().is_empty() {
         return Err(
-            "the engine listens at no address, so the module does not either: load the module with rdma-bind ADDRESS"
-                .into(),
+            "the engine listens on no address; load the module with rdma-bind ADDRESS".into()
         );
     }
     let mut found: Vec<Address> = Vec::new();
     for word in bind.split_whitespace() {
         let (word, may_be_absent) =
             word.strip_prefix('-').map_or((word, false), |word| (word, true));
-        for mut at in places(word, may_be_absent)? {
+        for mut at in resolve(word, may_be_absent)? {
             at.set_port(port);
             if !found.iter().any(|address| address.at == at) {
                 found.push(Address { at, may_be_absent, is_named: false });
@@ -100,9 +107,9 @@ pub(crate) fn addresses(options: &Options, sockets: &Sockets) -> Result<Vec<Addr
     Ok(found)
 }
 
-/// What a word of the engine's `bind` means, without a port. A link-local address names its
+/// Resolves a word of the engine's `bind` to addresses with port 0. A link-local address names its
 /// interface (`fe80::1%eth0`).
-fn places(word: &str, may_be_absent: bool) -> Result<Vec<SocketAddr>, String> {
+fn resolve(word: &str, may_be_absent: bool) -> Result<Vec<SocketAddr>, String> {
     match word {
         "*" => return Ok(vec![(Ipv4Addr::UNSPECIFIED, 0).into()]),
         "::*" => return Ok(vec![(Ipv6Addr::UNSPECIFIED, 0).into()]),
@@ -112,7 +119,8 @@ fn places(word: &str, may_be_absent: bool) -> Result<Vec<SocketAddr>, String> {
         Ok(found) => Ok(found.collect()),
         Err(_) if may_be_absent => Ok(Vec::new()),
         Err(error) => Err(format!(
-            "the engine's bind address {word:?}: {error}; load the module with rdma-bind ADDRESS"
+            "cannot resolve the engine's bind address {word:?}: {error}; load the module with \
+             rdma-bind ADDRESS"
         )),
     }
 }
@@ -123,7 +131,7 @@ mod tests {
 
     fn options(words: &str) -> Options {
         let words: Vec<_> = words.split_whitespace().map(|word| word.replace('+', " ")).collect();
-        Options::from_arguments(&words).expect("right")
+        Options::from_arguments(&words).expect("valid arguments")
     }
 
     fn at(arguments: &str, port: &str, tls_port: &str, bind: &str) -> Result<Vec<String>, String> {
@@ -139,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn follows_the_engine() {
+    fn uses_the_engines_bind_addresses_by_default() {
         for (bind, expected) in [
             ("* -::*", &["0.0.0.0:6380", "-[::]:6380"][..]),
             ("127.0.0.1 -::1", &["127.0.0.1:6380", "-[::1]:6380"]),
@@ -153,36 +161,39 @@ mod tests {
     }
 
     #[test]
-    fn names_are_looked_up_when_the_engine_says_something_else() {
-        let says = |bind: &str| Sockets { bind: Some(bind.to_owned()), ..Sockets::default() };
+    fn resolves_names_only_when_the_configuration_changes() {
+        let bound_to = |bind: &str| Sockets { bind: Some(bind.to_owned()), ..Sockets::default() };
         let at = |ip: &str| Address {
             at: SocketAddr::new(ip.parse().expect("an address"), 1),
             may_be_absent: false,
             is_named: false,
         };
-        let mut wanted = Wanted::new(says("one"), vec![at("10.0.0.1")]);
-        assert!(wanted.follow(&says("one"), |_| panic!("looked up again")).is_none());
+        let mut wanted = WantedAddresses::new(bound_to("one"), vec![at("10.0.0.1")]);
+        assert!(wanted.follow(&bound_to("one"), |_| panic!("resolved again")).is_none());
         assert!(
-            wanted.follow(&says("uno"), |_| Ok(vec![at("10.0.0.1")])).is_none(),
-            "another name of it"
+            wanted.follow(&bound_to("uno"), |_| Ok(vec![at("10.0.0.1")])).is_none(),
+            "another name of the same address"
         );
-        assert_eq!(wanted.follow(&says("two"), |_| Err("none".into())), Some(&Err("none".into())));
-        assert!(wanted.follow(&says("two"), |_| panic!("looked up again")).is_none());
+        assert_eq!(
+            wanted.follow(&bound_to("two"), |_| Err("none".into())),
+            Some(&Err("none".into()))
+        );
+        assert!(wanted.follow(&bound_to("two"), |_| panic!("resolved again")).is_none());
     }
 
     #[test]
-    fn goes_where_it_is_told() {
-        let told = at("rdma-bind 10.0.0.5,::1", "6379", "0", "127.0.0.1").expect("addresses");
-        assert_eq!(told, ["10.0.0.5:6380", "[::1]:6380"]);
-        let mute = addresses(&options("rdma-bind 10.0.0.5"), &Sockets::default());
-        assert_eq!(mute.expect("CONFIG is renamed").len(), 1);
+    fn rdma_bind_overrides_the_engines_addresses() {
+        let named = at("rdma-bind 10.0.0.5,::1", "6379", "0", "127.0.0.1").expect("addresses");
+        assert_eq!(named, ["10.0.0.5:6380", "[::1]:6380"]);
+        let without_config = addresses(&options("rdma-bind 10.0.0.5"), &Sockets::default());
+        assert_eq!(without_config.expect("an address, although CONFIG is renamed").len(), 1);
     }
 
     #[test]
-    fn nowhere_is_told_with_a_remedy() {
+    fn an_error_without_addresses_has_a_remedy() {
         for (port, tls, bind) in [("0", "0", "*"), ("6379", "0", "")] {
-            let why = at("", port, tls, bind).expect_err("nowhere");
-            assert!(why.contains("at no address") && why.contains("rdma-bind"), "{why}");
+            let why = at("", port, tls, bind).expect_err("no addresses");
+            assert!(why.contains("on no address") && why.contains("rdma-bind"), "{why}");
         }
         let why = addresses(&options(""), &Sockets::default()).expect_err("CONFIG is renamed");
         assert!(
@@ -192,20 +203,20 @@ mod tests {
     }
 
     #[test]
-    fn refuses_clear_text_beside_tls_alone() {
+    fn refuses_clear_text_if_the_engine_serves_tls_only() {
         for arguments in ["", "rdma-bind 10.0.0.5", "rdma require"] {
-            let why = at(arguments, "0", "6379", "*").expect_err("TLS alone");
-            assert!(why.contains("TLS alone") && why.contains("allow-clear-text yes"), "{why}");
+            let why = at(arguments, "0", "6379", "*").expect_err("TLS only");
+            assert!(why.contains("TLS only") && why.contains("allow-clear-text yes"), "{why}");
         }
         assert_eq!(
             at("allow-clear-text yes", "0", "6379", "10.0.0.5").expect("allowed"),
             ["10.0.0.5:6380"]
         );
-        at("", "6379", "6390", "*").expect("it has a port without TLS of its own");
+        at("", "6379", "6390", "*").expect("the engine also has a port without TLS");
     }
 
     #[test]
-    fn loopback_takes_no_rdma() {
+    fn loopback_addresses_never_accept_rdma() {
         let address = |ip: &str| Address {
             at: SocketAddr::new(ip.parse().expect("an address"), 1),
             may_be_absent: false,

@@ -1,4 +1,4 @@
-//! What the library says, in the engine's log.
+//! Writes the library's `tracing` events to the engine's log.
 
 use std::io;
 
@@ -7,17 +7,17 @@ use tracing_subscriber::fmt::MakeWriter;
 
 use crate::api;
 
-/// From now on. A second load finds it done.
+/// Installs the subscriber. A second load finds it installed and changes nothing.
 pub(crate) fn install() {
-    let done = tracing_subscriber::fmt()
+    let result = tracing_subscriber::fmt()
         .with_writer(Lines)
         .with_ansi(false)
         .with_max_level(Level::INFO)
-        .without_time() // the engine's log has its own, and levels
+        .without_time() // the engine's log adds its own time and level
         .with_level(false)
         .with_target(false)
         .try_init();
-    drop(done);
+    drop(result);
 }
 
 struct Lines;
@@ -29,12 +29,12 @@ impl<'a> MakeWriter<'a> for Lines {
         Line { level: Level::INFO, text: Vec::new() }
     }
 
-    fn make_writer_for(&'a self, about: &Metadata<'_>) -> Line {
-        Line { level: *about.level(), text: Vec::new() }
+    fn make_writer_for(&'a self, metadata: &Metadata<'_>) -> Line {
+        Line { level: *metadata.level(), text: Vec::new() }
     }
 }
 
-/// Logged when it is whole.
+/// A line that is written to the log when it is dropped.
 struct Line {
     level: Level,
     text: Vec<u8>,

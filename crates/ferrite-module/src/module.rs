@@ -1,4 +1,4 @@
-//! What there is of the module between its load and the engine's end. Everything here runs on the
+//! The module's state between its load and the engine's shutdown. Everything here runs on the
 //! engine's main thread.
 
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
@@ -18,9 +18,9 @@ use crate::target::{Sockets, target};
 use crate::tasks::TaskQueue;
 use crate::transport::Transport;
 
-/// Why there is no listener, or the listener.
+/// The listener, or why there is none.
 pub(crate) enum Service {
-    /// Not yet, or no longer.
+    /// There is no listener, for this reason.
     Off(String),
     On(Box<Transport>),
 }
@@ -29,24 +29,26 @@ pub(crate) enum Service {
 pub(crate) struct Module {
     pub(crate) options: Options,
     pub(crate) service: Service,
-    /// The engine wants to end.
-    is_ending: bool,
+    /// The engine has begun to shut down. It may still abort the shutdown.
+    is_shutting_down: bool,
 }
 
-/// One per process, as there is one engine. Only the engine's main thread is ever at it.
+/// The module; one per process, as there is one engine. Only the engine's main thread uses it.
 static MODULE: Mutex<Option<Module>> = Mutex::new(None);
 
-/// Does something with the module. `None` if there is none, or if a callback of ours is at it
-/// already: the engine may call one from within another (a crash report in one that crashed, say),
-/// and waiting there would be for ever.
+/// Runs `act` with the module.
+///
+/// Returns `None` if there is no module, or if another callback of the module is using it. The
+/// engine may call one callback from within another, for example for a crash report, and waiting
+/// for the lock would then deadlock.
 pub(crate) fn with_module<R>(act: impl FnOnce(&mut Module) -> R) -> Option<R> {
     lock()?.as_mut().map(act)
 }
 
-/// There is another module now, or none.
+/// Sets the module, or removes it.
 pub(crate) fn replace_module(module: Option<Module>) {
-    if let Some(mut place) = lock() {
-        *place = module;
+    if let Some(mut current) = lock() {
+        *current = module;
     }
 }
 
@@ -60,29 +62,33 @@ fn lock() -> Option<MutexGuard<'static, Option<Module>>> {
 
 impl Module {
     pub(crate) fn new(options: Options) -> Self {
-        Self { options, service: Service::Off("not begun yet".into()), is_ending: false }
+        let service = Service::Off("not started yet".into());
+        Self { options, service, is_shutting_down: false }
     }
 
-    /// Begins to listen. An error only where RDMA is required: otherwise the engine goes on
-    /// without, and says why.
-    pub(crate) fn begin(&mut self, context: Context<'_>) -> Result<(), String> {
-        let begun = self.places(context).and_then(|places| {
+    /// Starts the listener.
+    ///
+    /// # Errors
+    /// The listener cannot start, and RDMA is required. If RDMA is preferred, the reason is logged
+    /// and the engine runs without a listener.
+    pub(crate) fn start(&mut self, context: Context<'_>) -> Result<(), String> {
+        let started = self.endpoints(context).and_then(|endpoints| {
             let protected = is_protected(context);
-            let queue = if self.options.call_path() { call_path(context) } else { None };
+            let queue = if self.options.call_path() { enable_call_path(context) } else { None };
             capacity::follow(context);
             descriptors::follow(capacity::max_clients(), self.options.max_clients());
             let (transport, (fabric, runtime)) =
-                Transport::begin(&self.options, places, protected, queue.clone())?;
-            event_loop::set_turn(self.options.turn());
+                Transport::start(&self.options, endpoints, protected, queue.clone())?;
+            event_loop::set_slice(self.options.slice());
             if let Some(queue) = queue {
                 let fabric = (!self.options.poller_thread()).then_some(fabric);
-                entry::listen_to(&event_loop::begin(queue, fabric, runtime))?;
+                entry::watch_descriptors(&event_loop::start(queue, fabric, runtime))?;
             }
             Ok(transport)
         });
-        match begun {
+        match started {
             Ok(transport) => {
-                say_listening(&transport);
+                log_listening(&transport);
                 self.service = Service::On(Box::new(transport));
                 Ok(())
             }
@@ -95,14 +101,14 @@ impl Module {
         }
     }
 
-    /// The engine's socket that sessions use, what the engine says of its sockets, and where
-    /// clients come in.
-    fn places(
+    /// Returns the engine's socket that sessions connect to, the engine's own socket settings, and
+    /// the addresses to listen on.
+    fn endpoints(
         &self,
         context: Context<'_>,
     ) -> Result<(EngineAddress, Sockets, Vec<Address>), String> {
         let sockets = sockets(context);
-        // First whether to listen at all: what else the engine lacks matters only then.
+        // Addresses first: an unusable engine socket matters only if the module listens at all.
         let addresses = listen::addresses(&self.options, &sockets)?;
         Ok((self.target(&sockets)?, sockets, addresses))
     }
@@ -114,8 +120,8 @@ impl Module {
         }
     }
 
-    /// The engine's settings have changed: those of its sockets and of protected mode are ours too.
-    /// What has begun goes on.
+    /// Adapts to changed settings of the engine: its sockets, `maxclients` and protected mode.
+    /// Listeners keep their addresses until the engine restarts.
     pub(crate) fn follow_engine(&mut self, context: Context<'_>) {
         event_loop::follow_engine(context);
         capacity::follow(context);
@@ -123,15 +129,16 @@ impl Module {
         let sockets = sockets(context);
         let target = self.target(&sockets);
         let Service::On(transport) = &mut self.service else { return };
-        let places = transport.begun.places(true);
+        let current = transport.listener.all_addresses();
         match transport.wanted.follow(&sockets, |sockets| listen::addresses(&self.options, sockets))
         {
             None => {}
             Some(Ok(_)) => tracing::warn!(
-                "the engine's addresses have changed; the module keeps listening on {places} until the engine restarts"
+                "the engine's addresses have changed, but the module keeps listening on {current}; \
+                 restart the engine to apply the change"
             ),
             Some(Err(why)) => tracing::warn!(
-                "the module keeps listening on {places} until the engine restarts, although {why}"
+                "the module keeps listening on {current} until the engine restarts, although {why}"
             ),
         }
         let protected_mode = is_protected(context);
@@ -141,7 +148,7 @@ impl Module {
                 Ok(target) => config.engine = target,
                 Err(why) => {
                     tracing::warn!(
-                        "sessions keep using the engine's socket {}: {why}",
+                        "sessions keep connecting to the engine at {}, although {why}",
                         config.engine
                     );
                 }
@@ -149,53 +156,54 @@ impl Module {
         });
     }
 
-    /// One of our own settings has changed.
+    /// Changes one of the module's own settings.
     pub(crate) fn set(&mut self, index: usize, value: SettingValue) -> Result<(), String> {
         self.options.set(index, value)?;
         if let Service::On(transport) = &self.service {
             transport.reconfigure(&self.options);
-            event_loop::set_turn(self.options.turn());
+            event_loop::set_slice(self.options.slice());
             descriptors::follow(capacity::max_clients(), self.options.max_clients());
         }
         Ok(())
     }
 
-    /// The engine exits. Its final save is over, so a write made now would be lost: no more calls
-    /// are made, and only the replies that were made before are delivered.
-    pub(crate) fn end(&mut self) {
-        event_loop::allow_calls(None);
-        let was = std::mem::replace(&mut self.service, Service::Off("the engine is ending".into()));
-        if let Service::On(transport) = was {
-            self.is_ending = true;
-            if !transport.end() {
+    /// Stops the listener because the engine exits. The engine's final save is over, so a write
+    /// made now would be lost. Therefore no more calls are made, and only existing replies are
+    /// delivered.
+    pub(crate) fn shut_down(&mut self) {
+        event_loop::set_calls(None);
+        let off = Service::Off("the engine is shutting down".into());
+        if let Service::On(transport) = std::mem::replace(&mut self.service, off) {
+            self.is_shutting_down = true;
+            if !transport.stop() {
                 tracing::warn!("sessions did not stop in time");
             }
         }
     }
 
-    /// The engine's heart beats. If it wanted to end and goes on (it could not save, say), so do
-    /// we.
-    pub(crate) fn beat(&mut self, context: Context<'_>) {
-        if std::mem::take(&mut self.is_ending)
-            && let Err(why) = self.begin(context)
+    /// Handles the engine's timer event. If the engine has aborted a shutdown, for example because
+    /// it could not save, this starts the listener again.
+    pub(crate) fn on_cron(&mut self, context: Context<'_>) {
+        if std::mem::take(&mut self.is_shutting_down)
+            && let Err(why) = self.start(context)
         {
             tracing::error!(
-                "the engine did not shut down, and the RDMA listener could not be started again: {why}"
+                "the engine aborted its shutdown, but the RDMA listener cannot restart: {why}"
             );
             self.service = Service::Off(why);
         }
     }
 }
 
-/// Calls can be made from now on. Where they cannot, all goes over the proxy connection, as
-/// without.
-fn call_path(context: Context<'_>) -> Option<Arc<TaskQueue>> {
-    let begun = Calls::new(context).and_then(|calls| {
-        let queue = TaskQueue::new().map_err(|error| format!("no eventfd: {error}"))?;
-        event_loop::allow_calls(Some(calls));
+/// Enables the call path. If that fails, the reason is logged and all commands are proxied.
+fn enable_call_path(context: Context<'_>) -> Option<Arc<TaskQueue>> {
+    let enabled = Calls::new(context).and_then(|calls| {
+        let queue =
+            TaskQueue::new().map_err(|error| format!("cannot create an eventfd: {error}"))?;
+        event_loop::set_calls(Some(calls));
         Ok(queue)
     });
-    begun
+    enabled
         .inspect_err(|why| tracing::warn!("call path disabled, all commands are proxied: {why}"))
         .ok()
 }
@@ -209,31 +217,34 @@ fn sockets(context: Context<'_>) -> Sockets {
     }
 }
 
-/// Whether clients of other hosts must have a password. An engine that does not say is taken for
-/// one that is protected.
+/// Returns whether the engine is in protected mode, where clients of other hosts need a password.
+/// If the engine does not say, it is assumed to be.
 fn is_protected(context: Context<'_>) -> bool {
     context.config(c"protected-mode").is_none_or(|value| value != "no")
 }
 
-fn say_listening(transport: &Transport) {
-    let begun = &transport.begun;
+fn log_listening(transport: &Transport) {
+    let listener = &transport.listener;
     let command_paths = command_paths(&transport.gateway.config().engine);
-    let places = begun.places(true);
-    match &begun.absence {
-        Some(why) => tracing::warn!("listening on {places}, TCP only: {why}; {command_paths}"),
+    match &listener.absence {
+        Some(why) => {
+            let all = listener.all_addresses();
+            tracing::warn!("listening on {all}, TCP only: {why}; {command_paths}");
+        }
         None => {
-            let (rdma, devices) = (begun.places(false), begun.devices.join(", "));
-            match begun.tcp_places().as_str() {
+            let (rdma, devices) = (listener.rdma_addresses(), listener.devices.join(", "));
+            match listener.tcp_only_addresses().as_str() {
                 "" => tracing::info!("listening on {rdma} over RDMA ({devices}); {command_paths}"),
                 tcp => tracing::info!(
-                    "listening on {rdma} over RDMA ({devices}), on {tcp} over TCP only; {command_paths}"
+                    "listening on {rdma} over RDMA ({devices}), on {tcp} over TCP only; \
+                     {command_paths}"
                 ),
             }
         }
     }
 }
 
-/// Who answers, in words.
+/// Describes which commands run in-process and which are proxied.
 pub(crate) fn command_paths(engine: &EngineAddress) -> String {
     match event_loop::callable_commands() {
         Some(count) => {

@@ -1,10 +1,11 @@
-//! The module's settings: one table of names, defaults and limits for arguments of `loadmodule` and
-//! for CONFIG.
+//! The module's settings: one table of names, defaults and limits, for the arguments of
+//! `loadmodule` and for CONFIG.
 //!
-//! `loadmodule ferrite.so rdma-port 6380 max-clients 500` gives the defaults under which the engine
-//! registers `ferrite.rdma-port` and the rest; a line `ferrite.rdma-port 6381` in its configuration
-//! file says otherwise. So CONFIG REWRITE, which leaves defaults out and keeps the arguments,
-//! writes what is true.
+//! The arguments in `loadmodule ferrite.so rdma-port 6380 max-clients 500` become the defaults with
+//! which the module registers `ferrite.rdma-port` and the other settings. A line
+//! `ferrite.rdma-port 6381` in the engine's configuration file overrides such a default. CONFIG
+//! REWRITE keeps the arguments and omits settings that have their defaults, so the file that it
+//! writes gives the same settings again.
 
 use std::ffi::CStr;
 use std::net::IpAddr;
@@ -13,14 +14,14 @@ use std::time::Duration;
 use ferrite_fabric::Rdma;
 use ferrite_session::EngineAddress;
 
-/// What kind of value a setting has.
+/// The type of a setting's value.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Kind {
-    /// From, to. Sizes may have the engine's units (`64kb`).
+    /// A number from `range[0]` to `range[1]`. A size may have the engine's units (`64kb`).
     Number { range: [i64; 2], is_size: bool },
-    /// One of these, known by its index.
+    /// One of these words. Its value is the word's index.
     Choice(&'static [&'static CStr]),
-    /// Something that this function accepts, or says what would be.
+    /// A text that this function accepts. The function's error describes what it accepts.
     Text(fn(&str) -> Result<(), String>),
 }
 
@@ -30,7 +31,7 @@ pub(crate) struct Setting {
     pub(crate) name: &'static CStr,
     pub(crate) kind: Kind,
     pub(crate) default: Default,
-    /// CONFIG SET may change it, for those who come from then on.
+    /// CONFIG SET may change it.
     pub(crate) is_mutable: bool,
 }
 
@@ -40,14 +41,14 @@ pub(crate) enum Default {
     Text(&'static str),
 }
 
-/// What a setting is set to; of a choice, its index.
+/// The value of a setting. A choice is stored as its index.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum SettingValue {
     Number(i64),
     Text(String),
 }
 
-// Places in `SETTINGS`.
+// Indexes into `SETTINGS`.
 const RDMA_PORT: usize = 0;
 const RDMA_BIND: usize = 1;
 const RDMA_DEVICE: usize = 2;
@@ -57,20 +58,21 @@ const RX_SIZE_MAX: usize = 5;
 const MAX_CLIENTS: usize = 6;
 const BUSY_POLL_US: usize = 7;
 const ENGINE: usize = 8;
-const CALL_LANE: usize = 9;
+const CALL_PATH: usize = 9;
 const POLLER_THREAD: usize = 10;
-const TURN_US: usize = 11;
+const SLICE_US: usize = 11;
 const RDMA_SHARED_WINDOWS: usize = 12;
 const ALLOW_CLEAR_TEXT: usize = 13;
 
-/// The fabric's limit of links, with room for those that are told that there are too many.
+/// The largest `max-clients`. It is below the fabric's limit of links, so that the gateway can
+/// still tell further clients why it rejects them.
 const CLIENTS_MAX: i64 = 16_000;
 const WINDOW: [i64; 2] = [4 << 10, 2 << 20];
 const POLICIES: [&CStr; 2] = [c"prefer", c"require"];
 const NO_YES: [&CStr; 2] = [c"no", c"yes"];
 const YES_NO: [&CStr; 2] = [c"yes", c"no"];
 
-/// All of them. docs/book/src/operations/settings.md says what each is for.
+/// All settings. docs/book/src/operations/settings.md describes them.
 pub(crate) const SETTINGS: [Setting; 14] = [
     number(c"rdma-port", 6380, [1, 65_535], false, false),
     text(c"rdma-bind", "auto", addresses),
@@ -103,7 +105,7 @@ const fn number(
     }
 }
 
-/// The first of them, unless said otherwise.
+/// Returns a setting whose default is the first choice.
 const fn choice(name: &'static CStr, choices: &'static [&'static CStr]) -> Setting {
     Setting { name, kind: Kind::Choice(choices), default: Default::Number(0), is_mutable: false }
 }
@@ -117,10 +119,11 @@ const fn text(
 }
 
 fn addresses(text: &str) -> Result<(), String> {
-    let is_right = text == "auto"
+    let is_valid = text == "auto"
         || words(text).count() > 0 && words(text).all(|word| word.parse::<IpAddr>().is_ok());
-    let right = "auto (where the engine listens), or IP addresses of this host separated by commas, or 0.0.0.0 or :: for all";
-    if is_right { Ok(()) } else { Err(right.into()) }
+    let expected = "auto (where the engine listens), or IP addresses of this host separated by \
+                    commas, or 0.0.0.0 or :: for all";
+    if is_valid { Ok(()) } else { Err(expected.into()) }
 }
 
 fn words(text: &str) -> impl Iterator<Item = &str> {
@@ -134,7 +137,7 @@ fn engine(text: &str) -> Result<(), String> {
     text.parse::<EngineAddress>().map(drop).map_err(|_| "auto, unix:/PATH or HOST:PORT".into())
 }
 
-/// What all settings are set to.
+/// The values of all settings.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Options([SettingValue; SETTINGS.len()]);
 
@@ -148,7 +151,10 @@ impl std::default::Default for Options {
 }
 
 impl Options {
-    /// From `key value` pairs. What is wrong names the argument, and says what would be right.
+    /// Parses `key value` pairs.
+    ///
+    /// # Errors
+    /// The text names the wrong argument and says what was expected.
     pub(crate) fn from_arguments(arguments: &[String]) -> Result<Self, String> {
         let mut options = Self::default();
         for pair in arguments.chunks(2) {
@@ -167,7 +173,7 @@ impl Options {
                 return Err(format!("argument {name} has no value: expected {}", allowed(index)));
             };
             let set = parse(index, value).and_then(|value| options.set(index, value).ok());
-            set.ok_or_else(|| wrong(index, value))?;
+            set.ok_or_else(|| invalid_value(index, value))?;
         }
         Ok(options)
     }
@@ -176,7 +182,10 @@ impl Options {
         &self.0[index]
     }
 
-    /// Sets one, if it is within its limits.
+    /// Changes a setting.
+    ///
+    /// # Errors
+    /// The value is outside of the setting's limits.
     pub(crate) fn set(&mut self, index: usize, value: SettingValue) -> Result<(), String> {
         let fits = match (&SETTINGS[index].kind, &value) {
             (Kind::Number { range: [min, max], .. }, SettingValue::Number(number)) => {
@@ -190,8 +199,8 @@ impl Options {
         };
         if !fits {
             return Err(match value {
-                SettingValue::Number(number) => wrong(index, &number.to_string()),
-                SettingValue::Text(text) => wrong(index, &text),
+                SettingValue::Number(number) => invalid_value(index, &number.to_string()),
+                SettingValue::Text(text) => invalid_value(index, &text),
             });
         }
         self.0[index] = value;
@@ -201,7 +210,7 @@ impl Options {
     fn number(&self, index: usize) -> i64 {
         match self.get(index) {
             SettingValue::Number(number) => *number,
-            SettingValue::Text(_) => 0, // `set` lets none in
+            SettingValue::Text(_) => 0, // `set` prevents this
         }
     }
 
@@ -212,7 +221,7 @@ impl Options {
         }
     }
 
-    /// The addresses where clients come in; `None` if they are those of the engine.
+    /// Returns the addresses to listen on; `None` if they are the engine's.
     pub(crate) fn bind(&self) -> Option<impl Iterator<Item = IpAddr>> {
         let text = self.text(RDMA_BIND);
         (text != "auto").then(|| words(text).filter_map(|word| word.parse().ok()))
@@ -222,12 +231,12 @@ impl Options {
         u16::try_from(self.number(RDMA_PORT)).unwrap_or(0)
     }
 
-    /// Whether clients may come in without TLS where the engine serves nobody without.
+    /// Returns whether clients may connect without TLS although the engine requires TLS.
     pub(crate) fn allow_clear_text(&self) -> bool {
         self.number(ALLOW_CLEAR_TEXT) == 1 // of NO_YES
     }
 
-    /// The devices to use; all if there are none.
+    /// Returns the names of the devices to use. If there are none, all devices may be used.
     pub(crate) fn devices(&self) -> impl Iterator<Item = &str> {
         words(self.text(RDMA_DEVICE))
     }
@@ -236,7 +245,7 @@ impl Options {
         if self.number(RDMA) == 0 { Rdma::Prefer } else { Rdma::Require }
     }
 
-    /// The first window of a client, and the largest.
+    /// Returns the initial and the largest size of a client's window, in bytes.
     pub(crate) fn windows(&self) -> (u32, u32) {
         let [first, largest] =
             [RX_SIZE, RX_SIZE_MAX].map(|index| u32::try_from(self.number(index)).unwrap_or(0));
@@ -251,28 +260,29 @@ impl Options {
         u32::try_from(self.number(BUSY_POLL_US)).unwrap_or(0)
     }
 
-    /// Whether sessions run on the engine's main thread, and commands are called there.
+    /// Returns whether sessions run on the engine's main thread and call commands there.
     pub(crate) fn call_path(&self) -> bool {
-        self.number(CALL_LANE) == 0 // of YES_NO
+        self.number(CALL_PATH) == 0 // of YES_NO
     }
 
-    /// Whether a thread of ours drives the devices of such sessions, and not the main thread.
+    /// Returns whether the thread `ferrite` drives the devices of such sessions instead of the main
+    /// thread.
     pub(crate) fn poller_thread(&self) -> bool {
         self.number(POLLER_THREAD) == 1 // of NO_YES
     }
 
-    /// Whether clients of Valkey Over RDMA are served by devices that cannot keep their memory
-    /// apart.
+    /// Returns whether clients of Valkey Over RDMA are also served by devices that cannot isolate
+    /// the memory of one client from another.
     pub(crate) fn shared_windows(&self) -> bool {
         self.number(RDMA_SHARED_WINDOWS) == 1 // of NO_YES
     }
 
-    /// How long sessions may keep the engine's loop from its other clients.
-    pub(crate) fn turn(&self) -> Duration {
-        Duration::from_micros(u64::try_from(self.number(TURN_US)).unwrap_or(0))
+    /// Returns how long sessions may run before the engine's event loop serves its other clients.
+    pub(crate) fn slice(&self) -> Duration {
+        Duration::from_micros(u64::try_from(self.number(SLICE_US)).unwrap_or(0))
     }
 
-    /// The engine's socket, if it was named.
+    /// Returns the engine's socket; `None` if it is to be found automatically.
     pub(crate) fn engine(&self) -> Option<EngineAddress> {
         self.text(ENGINE).parse().ok()
     }
@@ -283,7 +293,7 @@ fn names() -> String {
     names.join(", ")
 }
 
-/// What a setting may be, in words.
+/// Describes the values that a setting may have.
 fn allowed(index: usize) -> String {
     match &SETTINGS[index].kind {
         Kind::Number { range: [min, max], is_size: true } => {
@@ -296,15 +306,15 @@ fn allowed(index: usize) -> String {
             let choices: Vec<_> = choices.iter().map(|choice| choice.to_string_lossy()).collect();
             choices.join(" or ")
         }
-        Kind::Text(check) => check("\0").err().unwrap_or_else(|| "a text".into()),
+        Kind::Text(check) => check("\0").err().unwrap_or_else(|| "text".into()),
     }
 }
 
-fn wrong(index: usize, value: &str) -> String {
+fn invalid_value(index: usize, value: &str) -> String {
     format!("{} {value:?}: expected {}", SETTINGS[index].name.to_string_lossy(), allowed(index))
 }
 
-/// A value as it is typed as an argument.
+/// Parses the value of an argument of `loadmodule`.
 fn parse(index: usize, text: &str) -> Option<SettingValue> {
     Some(match &SETTINGS[index].kind {
         Kind::Number { is_size: true, .. } => SettingValue::Number(size(text)?),
@@ -319,7 +329,7 @@ fn parse(index: usize, text: &str) -> Option<SettingValue> {
     })
 }
 
-/// With the engine's units: `k` is 1,000 bytes, `kb` is 1,024.
+/// Parses a size with the engine's units: `k` is 1,000 bytes, `kb` is 1,024.
 fn size(text: &str) -> Option<i64> {
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let unit = match text[digits.len()..].to_ascii_lowercase().as_str() {
@@ -349,7 +359,7 @@ mod tests {
 
     #[test]
     fn defaults() {
-        let options = options("").expect("nothing is wrong with nothing");
+        let options = options("").expect("valid arguments");
         assert!(options.bind().is_none() && options.port() == 6380 && !options.allow_clear_text());
         assert_eq!((options.rdma(), options.engine()), (Rdma::Prefer, None));
         assert_eq!(options.windows(), (64 << 10, 2 << 20));
@@ -364,7 +374,7 @@ mod tests {
         let mut options = Options::default();
         for index in 0..SETTINGS.len() {
             let value = options.get(index).clone();
-            options.set(index, value).expect("a default");
+            options.set(index, value).expect("a valid default");
         }
     }
 
@@ -374,21 +384,21 @@ mod tests {
             "rdma-port 7000 RDMA-BIND ::1 rdma Require rx-size 1mb rx-size-max 64kb --max-clients 5 \
              ferrite.rdma-device rxe1,rxe2 engine unix:/run/x.sock",
         )
-        .expect("all right");
-        let bind: Vec<_> = given.bind().expect("named").map(|ip| ip.to_string()).collect();
+        .expect("valid arguments");
+        let bind: Vec<_> = given.bind().expect("addresses").map(|ip| ip.to_string()).collect();
         assert_eq!((bind, given.port()), (vec!["::1".to_owned()], 7000));
         assert_eq!(given.rdma(), Rdma::Require);
-        assert_eq!(given.windows(), (1 << 20, 1 << 20), "no less than the first");
+        assert_eq!(given.windows(), (1 << 20, 1 << 20), "the largest is at least the initial");
         assert_eq!(given.max_clients(), 5);
         assert_eq!(given.devices().collect::<Vec<_>>(), ["rxe1", "rxe2"]);
         assert_eq!(given.engine(), Some(EngineAddress::Unix("/run/x.sock".into())));
     }
 
     #[test]
-    fn what_is_wrong_is_named() {
+    fn errors_name_the_argument_and_the_expected_value() {
         let wrong = |arguments, words: &[&str]| {
-            let said = options(arguments).expect_err(arguments);
-            assert!(words.iter().all(|word| said.contains(word)), "{said}");
+            let error = options(arguments).expect_err(arguments);
+            assert!(words.iter().all(|word| error.contains(word)), "{error}");
         };
         wrong("rdma-prot 1", &["\"rdma-prot\"", "rdma-port", "max-clients"]);
         wrong("rdma-port", &["rdma-port has no value", "from 1 to 65535"]);

@@ -1,16 +1,21 @@
-//! What the commands are that clients type, as the engine says: which may be called, and which
-//! change their connection.
+//! Classifies the commands that clients send, by the engine's own command table: which ones may be
+//! called in-process, and which ones change the state of their connection.
 //!
-//! A client types a name; `rename-command` decides which command that is. So the engine is asked
-//! about each name (COMMAND INFO), and the answer names the command's identity, its flags and
-//! categories.
+//! `rename-command` can give any name to any command. So the router asks the engine about each name
+//! (COMMAND INFO). The reply has the command's original name, its flags and its ACL categories.
 //!
-//! A command that is called has no client. So these are the ones whose answer depends on the data,
-//! the arguments and the user's rights alone: they are in a category of data, a script may run
-//! them, they do not block, and they are not dangerous (that category has FLUSHALL, KEYS, MIGRATE,
-//! SORT, …: slow, or rare). Modules' commands may do anything with their client and are not among
-//! them. Names that were unknown at load (renamed commands, modules loaded later) are asked for
-//! when a client first types them.
+//! A command that is called in-process has no client connection. So only commands whose reply
+//! depends on nothing but the data, the arguments and the user's rights may be called:
+//!
+//! - They are in an ACL category of a data type.
+//! - Scripts may run them.
+//! - They do not block.
+//! - They are not in the category @dangerous, whose commands are slow or rare (FLUSHALL, KEYS,
+//!   MIGRATE, SORT and others).
+//! - They are not commands of modules, which may do anything with their client.
+//!
+//! Names that were unknown at load, for example of modules that were loaded later, are looked up
+//! when a client first sends them.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
@@ -19,12 +24,13 @@ use ferrite_proto::SessionCommand;
 use ferrite_proto::resp::Value;
 use ferrite_session::{Callable, CommandKind};
 
-/// The longest name, that of a subcommand apart.
+/// The longest name of a command, without its subcommand.
 pub(crate) const NAME_MAX: usize = 32;
-/// Names that are asked for at once.
-const ASKED_MAX: usize = 31;
+/// The most names in one COMMAND INFO.
+const NAMES_PER_QUERY: usize = 31;
 
-const DATA: [&[u8]; 10] = [
+/// The ACL categories of data types.
+const DATA_CATEGORIES: [&[u8]; 10] = [
     b"@keyspace",
     b"@string",
     b"@hash",
@@ -36,62 +42,68 @@ const DATA: [&[u8]; 10] = [
     b"@hyperloglog",
     b"@geo",
 ];
-/// In no such category, and as free of the client.
-const ALSO: [&[u8]; 4] = [b"PING", b"ECHO", b"TIME", b"PUBLISH"];
-const NEVER: [&[u8]; 5] = [b"noscript", b"blocking", b"admin", b"no_auth", b"module"];
-/// What they find expired goes to replicas and the append-only file key by key, and would go as one
-/// transaction.
-const TOUCH_ALL: [&[u8]; 2] = [b"SCAN", b"RANDOMKEY"];
-const WAITED_FOR: [&[u8]; 4] = [b"@list", b"@sortedset", b"@stream", b"@geo"];
-const GIVE_NAMES: [&[u8]; 6] = [b"RENAME", b"RENAMENX", b"COPY", b"MOVE", b"RESTORE", b"SORT"];
+/// Commands in no such category that do not depend on their client either.
+const ALSO_CALLABLE: [&[u8]; 4] = [b"PING", b"ECHO", b"TIME", b"PUBLISH"];
+/// Flags of commands that are never called.
+const NEVER_FLAGS: [&[u8]; 5] = [b"noscript", b"blocking", b"admin", b"no_auth", b"module"];
+/// Commands that may delete any expired key. The engine replicates these deletions key by key;
+/// during a call it would replicate them as one transaction.
+const EXPIRE_ANY_KEY: [&[u8]; 2] = [b"SCAN", b"RANDOMKEY"];
+/// The ACL categories of data types that clients can be blocked on.
+const BLOCKING_CATEGORIES: [&[u8]; 4] = [b"@list", b"@sortedset", b"@stream", b"@geo"];
+/// Commands that may create a key of any type.
+const CREATE_ANY_TYPE: [&[u8]; 6] = [b"RENAME", b"RENAMENX", b"COPY", b"MOVE", b"RESTORE", b"SORT"];
 const DANGEROUS: &[u8] = b"@dangerous";
-const WRITES: [&[u8]; 2] = [b"write", b"may_replicate"];
+const WRITE_FLAGS: [&[u8]; 2] = [b"write", b"may_replicate"];
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Rule {
     Is(CommandKind),
-    /// By its subcommand, which is in the table as `NAME|SUB` under this identity.
+    /// Depends on the subcommand. The table has it as `NAME|SUB`, with this original name.
     BySubcommand(Box<[u8]>),
 }
 
-/// What commands are, by the names that clients type, in capitals. Subcommands are under the
-/// identity of their command.
+/// The kinds of commands by the names that clients send, in upper case. Subcommands are stored
+/// under the original name of their command.
 #[derive(Debug, Default)]
 pub(crate) struct Router {
     rules: HashMap<Box<[u8]>, Rule, BuildHasherDefault<NameHasher>>,
 }
 
 impl Router {
-    /// Asks the engine by `COMMAND` and `COMMAND INFO`. The whole table has the original names of
-    /// commands, so each is asked for by name: what is renamed or disabled is not known by that
-    /// name.
+    /// Reads the engine's command table. `ask` runs COMMAND with these arguments.
+    ///
+    /// COMMAND returns the original names. Each of them is then looked up by COMMAND INFO, which
+    /// does not know a name whose command was renamed or disabled.
+    ///
+    /// # Errors
+    /// The engine does not give a usable table.
     pub(crate) fn new(ask: impl Fn(&[&[u8]]) -> Option<Vec<u8>>) -> Result<Self, String> {
-        let table = ask(&[]).ok_or("it does not tell its commands (is COMMAND renamed?)")?;
+        let table = ask(&[]).ok_or("the engine refused COMMAND (is it renamed?)")?;
         let Ok(Value::Array(commands)) = Value::parse(&table) else {
-            return Err("its COMMAND table is no list".into());
+            return Err("the engine's reply to COMMAND is not an array".into());
         };
         let mut router = Self::default();
         let names: Vec<_> =
-            commands.iter().filter_map(|command| text(words(Some(command)).first()?)).collect();
-        for names in names.chunks(ASKED_MAX) {
-            let question: Vec<_> =
-                [&b"INFO"[..]].into_iter().chain(names.iter().copied()).collect();
-            let reply = ask(&question).ok_or("it does not tell about its commands")?;
+            commands.iter().filter_map(|command| text(elements(Some(command)).first()?)).collect();
+        for names in names.chunks(NAMES_PER_QUERY) {
+            let query: Vec<_> = [&b"INFO"[..]].into_iter().chain(names.iter().copied()).collect();
+            let reply = ask(&query).ok_or("the engine refused COMMAND INFO")?;
             let Ok(Value::Array(entries)) = Value::parse(&reply) else {
-                return Err("its answer to COMMAND INFO is no list".into());
+                return Err("the engine's reply to COMMAND INFO is not an array".into());
             };
             for (name, entry) in names.iter().zip(&entries) {
                 router.learn(name, entry);
             }
         }
         if router.len() == 0 {
-            return Err("its COMMAND table has nothing that may be called".into());
+            return Err("the engine's command table has no command that may be called".into());
         }
         Ok(router)
     }
 
-    /// Looks up a command by the name that a client has typed, and by its first argument. A name
-    /// that is not known is asked for by `ask`, with `COMMAND INFO`.
+    /// Looks up a command by the name that a client has sent, and by its first argument. `ask` runs
+    /// COMMAND INFO for a name that is not known yet.
     pub(crate) fn look_up(
         &mut self,
         name: &[u8],
@@ -99,7 +111,7 @@ impl Router {
         ask: impl FnOnce(&[u8]) -> Option<Vec<u8>>,
     ) -> CommandKind {
         let mut folded = [0; NAME_MAX];
-        // Without an answer it could be anything, and so it can if it is too long to be kept.
+        // Without a reply, or with a name that is too long for the table, it may be any command.
         let unknown = CommandKind::Session(SessionCommand::PinsToProxy);
         let Some(end) = fold(name, &mut folded) else { return unknown };
         if !self.rules.contains_key(&folded[..end]) {
@@ -112,14 +124,14 @@ impl Router {
         match self.rules.get(&folded[..end]) {
             Some(Rule::Is(kind)) => *kind,
             Some(Rule::BySubcommand(identity)) => self.subcommand(identity, first_arg),
-            None => CommandKind::Plain, // the engine does not know it
+            None => CommandKind::Plain, // the engine has no such command
         }
     }
 
     fn subcommand(&self, identity: &[u8], first_arg: Option<&[u8]>) -> CommandKind {
         let mut folded = [0; 2 * NAME_MAX + 1];
-        let Some(place) = folded.get_mut(..identity.len()) else { return CommandKind::Plain };
-        place.copy_from_slice(identity);
+        let Some(prefix) = folded.get_mut(..identity.len()) else { return CommandKind::Plain };
+        prefix.copy_from_slice(identity);
         folded[identity.len()] = b'|';
         let from = identity.len() + 1;
         let end =
@@ -130,31 +142,31 @@ impl Router {
         }
     }
 
-    /// How many commands and subcommands may be called.
+    /// Returns how many commands and subcommands may be called.
     pub(crate) fn len(&self) -> usize {
         let is_callable = |rule: &&Rule| matches!(rule, Rule::Is(CommandKind::Callable(_)));
         self.rules.values().filter(is_callable).count()
     }
 
-    /// Learns what the engine says about the command of this name, as a client types it.
+    /// Adds the engine's entry for the command that clients know by the name `typed`.
     fn learn(&mut self, typed: &[u8], entry: &Value<'_>) {
-        let fields = words(Some(entry));
+        let fields = elements(Some(entry));
         let Some(identity) = fields.first().and_then(text) else { return };
         let (typed, identity) = (typed.to_ascii_uppercase(), identity.to_ascii_uppercase());
         if typed.len().max(identity.len()) > 2 * NAME_MAX {
             return;
         }
-        let subcommands = words(fields.get(9));
+        let subcommands = elements(fields.get(9));
         if !subcommands.is_empty() {
             for subcommand in subcommands {
-                if let Some(name) = words(Some(subcommand)).first().and_then(text) {
+                if let Some(name) = elements(Some(subcommand)).first().and_then(text) {
                     self.learn(name, subcommand);
                 }
             }
             self.rules.insert(typed.into(), Rule::BySubcommand(identity.into()));
             return;
         }
-        let (flags, categories) = (words(fields.get(2)), words(fields.get(6)));
+        let (flags, categories) = (elements(fields.get(2)), elements(fields.get(6)));
         let arity = match fields.get(1) {
             Some(Value::Integer(arity)) => *arity,
             _ => return,
@@ -171,6 +183,7 @@ impl Router {
     }
 }
 
+/// Returns whether a list has one of these words.
 fn has(list: &[Value<'_>], wanted: &[&[u8]]) -> bool {
     list.iter().filter_map(text).any(|it| wanted.contains(&it))
 }
@@ -180,7 +193,7 @@ fn session_command(
     flags: &[Value<'_>],
     categories: &[Value<'_>],
 ) -> Option<SessionCommand> {
-    // A module's command may give its client another user.
+    // A module's command may change the user of its client.
     let is_module = has(flags, &[b"module"]);
     SessionCommand::of(identity, has(categories, &[b"@connection"]))
         .or(is_module.then_some(SessionCommand::ChangesState))
@@ -192,20 +205,23 @@ fn callable(
     flags: &[Value<'_>],
     categories: &[Value<'_>],
 ) -> Option<Callable> {
-    let is_data = has(categories, &DATA) || ALSO.contains(&name);
-    let never = has(flags, &NEVER) || has(categories, &[DANGEROUS]) || TOUCH_ALL.contains(&name);
-    let may = is_data && !never;
+    let is_data = has(categories, &DATA_CATEGORIES) || ALSO_CALLABLE.contains(&name);
+    let is_excluded =
+        has(flags, &NEVER_FLAGS) || has(categories, &[DANGEROUS]) || EXPIRE_ANY_KEY.contains(&name);
+    let is_callable = is_data && !is_excluded;
     let arity = i32::try_from(arity).ok()?;
     let is_subcommand = name.contains(&b'|');
-    let writes = has(flags, &WRITES);
-    // Clients wait for lists, sorted sets and streams, which these write or give another name.
-    let unblocks = writes && (has(categories, &WAITED_FOR) || GIVE_NAMES.contains(&name));
-    may.then(|| Callable { arity, is_subcommand, writes, unblocks, reads_string: name == b"GET" })
+    let writes = has(flags, &WRITE_FLAGS);
+    // These may create a list, a sorted set or a stream that a client is blocked on.
+    let unblocks =
+        writes && (has(categories, &BLOCKING_CATEGORIES) || CREATE_ANY_TYPE.contains(&name));
+    let reads_string = name == b"GET";
+    is_callable.then_some(Callable { arity, is_subcommand, writes, unblocks, reads_string })
 }
 
-fn words<'a, 'b>(list: Option<&'b Value<'a>>) -> &'b [Value<'a>] {
+fn elements<'a, 'b>(list: Option<&'b Value<'a>>) -> &'b [Value<'a>] {
     match list {
-        Some(Value::Array(words) | Value::Set(words)) => words,
+        Some(Value::Array(elements) | Value::Set(elements)) => elements,
         _ => &[],
     }
 }
@@ -217,8 +233,8 @@ fn text<'a>(value: &Value<'a>) -> Option<&'a [u8]> {
     }
 }
 
-/// In capitals, without what divides a name from its subcommand: its length. `None` if it cannot be
-/// a name.
+/// Writes a name in upper case and returns its length. Returns `None` if it cannot be a name: it is
+/// too long, or has a zero byte or `|`, which separates a subcommand.
 fn fold(name: &[u8], into: &mut [u8]) -> Option<usize> {
     for (to, from) in into.get_mut(..name.len())?.iter_mut().zip(name) {
         if matches!(from, b'|' | 0) {
@@ -229,7 +245,8 @@ fn fold(name: &[u8], into: &mut [u8]) -> Option<usize> {
     Some(name.len())
 }
 
-/// FNV-1a. Names come from anybody, but what they are compared with comes from the engine.
+/// FNV-1a. Clients can choose the names that are looked up, but only names that the engine knows
+/// are in the table, so a hash without a secret is safe.
 struct NameHasher(u64);
 
 impl Default for NameHasher {
@@ -249,7 +266,7 @@ impl Hasher for NameHasher {
         }
     }
 
-    /// Of the slice: two names of one hash and other lengths are told apart by comparison.
+    /// Ignores the length of the slice. Names with equal hashes are compared anyway.
     fn write_usize(&mut self, _: usize) {}
 }
 
@@ -257,7 +274,7 @@ impl Hasher for NameHasher {
 mod tests {
     use super::*;
 
-    /// A row of the table as Redis 7.0 writes it; `subcommands` are such rows.
+    /// Returns a row of the command table as Redis 7.0 sends it; `subcommands` are such rows.
     fn row(name: &str, flags: &[&str], categories: &[&str], subcommands: &[String]) -> String {
         let list = |words: &[&str]| {
             words
@@ -275,8 +292,8 @@ mod tests {
         )
     }
 
-    /// An engine with these commands; of those in `renamed`, the first name is disabled and the
-    /// second is what clients type.
+    /// An engine with these commands. In each pair of `renamed`, the first name is disabled and the
+    /// second replaces it.
     struct Engine {
         rows: Vec<(String, String)>,
         renamed: Vec<(&'static str, &'static str)>,
@@ -393,7 +410,7 @@ mod tests {
             ("READONLY", None, SessionCommand::PinsToProxy),
             ("subscribe", Some("c"), SessionCommand::PinsToProxy),
             ("client", Some("reply"), SessionCommand::PinsToProxy),
-            // They may be what a command was renamed to.
+            // A command may have been renamed to one of these.
             ("OBJECT|ENCODING", None, SessionCommand::PinsToProxy),
             ("GET\0", None, SessionCommand::PinsToProxy),
             (long.as_str(), None, SessionCommand::PinsToProxy),
@@ -403,7 +420,7 @@ mod tests {
         }
     }
 
-    /// S2: a command is what the engine says it is, not what it is called.
+    /// A command's kind depends on its original name, not on the name that clients send.
     #[test]
     fn knows_renamed_commands_by_their_identity() {
         let renamed = [
@@ -427,25 +444,25 @@ mod tests {
             assert_eq!(
                 look_up(gone, Some("REPLY")),
                 CommandKind::Plain,
-                "{gone}: unknown to the engine"
+                "{gone} is unknown to the engine"
             );
         }
     }
 
     #[test]
-    fn pins_names_that_the_engine_does_not_tell_about() {
+    fn pins_unknown_names_without_a_reply() {
         let (_, mut router) = engine(&[]);
         let pins = CommandKind::Session(SessionCommand::PinsToProxy);
         assert_eq!(router.look_up(b"xget", None, |_| None), pins);
         assert_eq!(router.look_up(b"xget", None, |_| Some(b"-ERR no\r\n".to_vec())), pins);
         assert!(
             matches!(router.look_up(b"get", None, |_| None), CommandKind::Callable(_)),
-            "known"
+            "a known name"
         );
     }
 
     #[test]
-    fn a_table_that_is_none_is_refused() {
+    fn refuses_an_invalid_table() {
         for reply in ["", "+OK\r\n", "*0\r\n", "*1\r\n$3\r\nget\r\n", "*1\r\n*1\r\n:1\r\n"] {
             Router::new(|_| Some(reply.as_bytes().to_vec())).expect_err(reply);
         }

@@ -1,9 +1,9 @@
-//! Which of the engine's own sockets the proxy path takes: the Unix socket if it has one, else its
-//! TCP port, by an address that it listens on.
+//! Which of the engine's own sockets the proxy path connects to: the Unix socket if the engine has
+//! one, otherwise its TCP port at an address that it listens on.
 
 use ferrite_session::EngineAddress;
 
-/// What the engine says of its sockets, as `CONFIG GET` gives it; `None` where it does not say.
+/// The engine's socket settings as `CONFIG GET` returns them; `None` where it returns none.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Sockets {
     pub(crate) unixsocket: Option<String>,
@@ -12,17 +12,20 @@ pub(crate) struct Sockets {
     pub(crate) bind: Option<String>,
 }
 
-/// The socket to take, or why there is none and what to do.
+/// Returns the socket to connect to.
+///
+/// # Errors
+/// There is none. The text says why and what to do.
 pub(crate) fn target(sockets: &Sockets) -> Result<EngineAddress, String> {
     let Some(port) = &sockets.port else {
         return Err(
-            "the engine does not say where it listens (is CONFIG renamed?): load the module with \
-                    engine unix:/PATH or engine HOST:PORT"
+            "the engine does not say where it listens (is CONFIG renamed?); load the module with \
+             engine unix:/PATH or engine HOST:PORT"
                 .into(),
         );
     };
     if let Some(path) = sockets.unixsocket.as_deref().filter(|path| !path.is_empty()) {
-        // A relative one is relative to the engine's `dir`, which is where this process is.
+        // A relative path is relative to the engine's `dir`, its working directory.
         return std::path::absolute(path)
             .map(EngineAddress::Unix)
             .map_err(|error| format!("the engine's unixsocket {path:?}: {error}"));
@@ -31,16 +34,16 @@ pub(crate) fn target(sockets: &Sockets) -> Result<EngineAddress, String> {
         let tls = sockets.tls_port.as_deref().is_some_and(|port| port != "0");
         let has = if tls { "only a TLS port" } else { "no port at all" };
         return Err(format!(
-            "the engine has {has}, and sessions need a plain socket of the engine: set unixsocket /PATH in its configuration \
-             (a Unix socket is open to this host alone)"
+            "the engine has {has}, and sessions need a socket of the engine without TLS; set \
+             unixsocket /PATH in its configuration (only this host can reach a Unix socket)"
         ));
     }
     Ok(EngineAddress::Tcp(format!("{}:{port}", host(sockets.bind.as_deref().unwrap_or_default()))))
 }
 
-/// An address to call it by, of those that it is bound to.
+/// Returns an address at which this host can reach an engine with this `bind`.
 fn host(bind: &str) -> String {
-    // A minus says that the address may be absent.
+    // A minus means that the address may be absent.
     let addresses: Vec<_> =
         bind.split_whitespace().map(|address| address.trim_start_matches('-')).collect();
     let has = |wanted: &[&str]| addresses.iter().any(|address| wanted.contains(address));
@@ -71,15 +74,15 @@ mod tests {
     }
 
     #[test]
-    fn a_unix_socket_is_first() {
+    fn prefers_a_unix_socket() {
         let found = target(&sockets("/run/redis.sock", "6379", None, "*"));
         assert_eq!(found, Ok(EngineAddress::Unix("/run/redis.sock".into())));
-        let here = std::env::current_dir().expect("somewhere").join("redis.sock");
+        let here = std::env::current_dir().expect("a working directory").join("redis.sock");
         assert_eq!(target(&sockets("redis.sock", "6379", None, "")), Ok(EngineAddress::Unix(here)));
     }
 
     #[test]
-    fn else_a_port_at_an_address_that_it_has() {
+    fn otherwise_uses_the_port_at_a_bind_address() {
         for (bind, host) in [
             ("", "127.0.0.1"),
             ("* -::*", "127.0.0.1"),
@@ -94,8 +97,8 @@ mod tests {
     }
 
     #[test]
-    fn none_is_told_with_a_remedy() {
-        let tls = target(&sockets("", "0", Some("6379"), "")).expect_err("TLS alone");
+    fn an_error_without_a_socket_has_a_remedy() {
+        let tls = target(&sockets("", "0", Some("6379"), "")).expect_err("TLS only");
         assert!(tls.contains("only a TLS port") && tls.contains("unixsocket"), "{tls}");
         let none = target(&sockets("", "0", Some("0"), "")).expect_err("none");
         assert!(none.contains("no port at all"), "{none}");

@@ -1,5 +1,5 @@
-//! Futures on the engine's main thread. Its event loop runs them: whoever wakes one from elsewhere
-//! rings a event_fd that the loop listens to.
+//! Futures that the engine's event loop runs on the engine's main thread. A waker on another thread
+//! signals an eventfd that the event loop watches.
 
 use std::collections::VecDeque;
 use std::io;
@@ -12,102 +12,103 @@ use std::task::{Context, Poll, Wake, Waker};
 use ferrite_session::SessionFuture;
 use rustix::event::{EventfdFlags, eventfd};
 
-/// What other threads have of it.
+/// The part that all threads share: new and woken futures, and the eventfd.
 pub(crate) struct TaskQueue {
     queue: Mutex<Queue>,
-    /// Whether the loop will look at the queue by itself before it sleeps.
+    /// Whether the event loop will check the queue before it sleeps, without a signal.
     is_awake: AtomicBool,
     event_fd: OwnedFd,
-    /// How often the loop has been around, as [`TaskQueue::turned`] was told.
-    turns: AtomicU64,
-    /// How often it has looked at the queue.
-    looks: AtomicU64,
+    /// Iterations of the event loop that [`TaskQueue::on_loop_iteration`] has counted.
+    iterations: AtomicU64,
+    /// How often the event loop has run the queue.
+    passes: AtomicU64,
 }
 
 #[derive(Default)]
 struct Queue {
     new: Vec<SessionFuture>,
     ready: VecDeque<usize>,
-    /// Who waits for the loop to come around.
-    settling: Vec<Waker>,
+    /// Tasks that wait for the next iteration of the event loop.
+    settle_waiters: Vec<Waker>,
     is_closed: bool,
 }
 
 impl TaskQueue {
     pub(crate) fn new() -> io::Result<Arc<Self>> {
         let event_fd = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?;
-        let (queue, turns, looks) = (Mutex::default(), AtomicU64::new(0), AtomicU64::new(0));
-        Ok(Arc::new(Self { queue, is_awake: AtomicBool::new(false), event_fd, turns, looks }))
+        let (queue, iterations, passes) = (Mutex::default(), AtomicU64::new(0), AtomicU64::new(0));
+        Ok(Arc::new(Self { queue, is_awake: AtomicBool::new(false), event_fd, iterations, passes }))
     }
 
     fn queue(&self) -> MutexGuard<'_, Queue> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A future to be run to its end. If nobody runs any more, it is dropped.
+    /// Adds a future, which runs to completion. It is dropped if [`Tasks`] is gone.
     pub(crate) fn spawn(&self, future: SessionFuture) {
         let mut queue = self.queue();
         if !queue.is_closed {
             queue.new.push(future);
             drop(queue);
-            self.call();
+            self.notify();
         }
     }
 
-    /// There is something in the queue.
-    fn call(&self) {
+    /// Wakes the event loop after something was queued.
+    fn notify(&self) {
         if !self.is_awake.swap(true, Ordering::SeqCst) {
-            self.ring();
+            self.signal();
         }
     }
 
-    /// The loop does not sleep before it has looked here.
-    pub(crate) fn ring(&self) {
-        // full: it is readable already
+    /// Makes the eventfd readable, so that the event loop runs the queue before it sleeps.
+    pub(crate) fn signal(&self) {
+        // This fails only if the counter is full, and then the eventfd is readable already.
         let _ = rustix::io::write(&self.event_fd, &1_u64.to_ne_bytes());
     }
 
-    pub(crate) fn silence(&self) {
+    /// Makes the eventfd unreadable again.
+    pub(crate) fn clear_signal(&self) {
         let _ = rustix::io::read(&self.event_fd, &mut [0; 8]);
     }
 
-    /// A number that changes when the loop looks here.
-    pub(crate) fn looks(&self) -> u64 {
-        self.looks.load(Ordering::Relaxed)
+    /// Returns how often the event loop has run the queue.
+    pub(crate) fn pass_count(&self) -> u64 {
+        self.passes.load(Ordering::Relaxed)
     }
 
-    /// The loop has been around: what was done before is written, as far as the engine writes at
-    /// all.
-    pub(crate) fn turned(&self) {
-        self.turns.fetch_add(1, Ordering::SeqCst);
-        let settling = std::mem::take(&mut self.queue().settling);
-        settling.into_iter().for_each(Waker::wake);
+    /// Wakes the tasks that wait for an iteration of the event loop. Writes made before it are in
+    /// the AOF now, if the engine has one.
+    pub(crate) fn on_loop_iteration(&self) {
+        self.iterations.fetch_add(1, Ordering::SeqCst);
+        let settle_waiters = std::mem::take(&mut self.queue().settle_waiters);
+        settle_waiters.into_iter().for_each(Waker::wake);
     }
 
-    /// Ready when the loop has been around.
+    /// Waits for the next iteration of the event loop.
     pub(crate) fn settled(self: Arc<Self>) -> SessionFuture {
-        let since = self.turns.load(Ordering::SeqCst);
+        let since = self.iterations.load(Ordering::SeqCst);
         Box::pin(std::future::poll_fn(move |cx| {
             let mut queue = self.queue();
-            if self.turns.load(Ordering::SeqCst) > since {
+            if self.iterations.load(Ordering::SeqCst) > since {
                 return Poll::Ready(());
             }
-            queue.settling.push(cx.waker().clone());
+            queue.settle_waiters.push(cx.waker().clone());
             drop(queue);
-            self.ring();
+            self.signal();
             Poll::Pending
         }))
     }
 }
 
 impl AsFd for TaskQueue {
-    /// Readable when [`Tasks::run`] is to be called.
+    /// Returns the eventfd, which is readable when [`Tasks::run`] must be called.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.event_fd.as_fd()
     }
 }
 
-/// The futures, for the thread that runs them.
+/// The futures and their slots; owned by the thread that runs them.
 pub(crate) struct Tasks {
     queue: Arc<TaskQueue>,
     slots: Vec<Option<Slot>>,
@@ -119,7 +120,8 @@ struct Slot {
     wake: Arc<TaskWaker>,
 }
 
-/// Wakes the future of a slot, or the one that has the slot by then: that finds nothing new.
+/// Wakes the future in a slot. A late call may wake the slot's next future instead, which is then
+/// polled once for nothing.
 struct TaskWaker {
     slot: usize,
     is_queued: AtomicBool,
@@ -134,7 +136,7 @@ impl Wake for TaskWaker {
     fn wake_by_ref(self: &Arc<Self>) {
         if !self.is_queued.swap(true, Ordering::SeqCst) {
             self.queue.queue().ready.push_back(self.slot);
-            self.queue.call();
+            self.queue.notify();
         }
     }
 }
@@ -144,13 +146,14 @@ impl Tasks {
         Self { queue, slots: Vec::new(), free: Vec::new() }
     }
 
-    /// From here on the queue is looked at without a event_fd, until [`Tasks::rest`].
-    pub(crate) fn begin(&self) {
-        self.queue.looks.fetch_add(1, Ordering::Relaxed);
+    /// Begins a pass. Until [`Tasks::finish_pass`] wakers need not signal the eventfd.
+    pub(crate) fn begin_pass(&self) {
+        self.queue.passes.fetch_add(1, Ordering::Relaxed);
         self.queue.is_awake.store(true, Ordering::SeqCst);
     }
 
-    /// Polls those that were woken before, while there is time; whether there were any.
+    /// Polls the futures that were new or woken when this was called, while there is time. Returns
+    /// whether it polled any.
     pub(crate) fn run(&mut self, has_time: impl Fn() -> bool) -> bool {
         let mut ran = false;
         let mut round = {
@@ -193,7 +196,7 @@ impl Tasks {
             future.as_mut().poll(&mut Context::from_waker(&waker))
         }));
         if polled.is_err() {
-            tracing::error!("a bug: a session has panicked, and ends; the others go on");
+            tracing::error!("a bug: a session panicked and was ended; other sessions continue");
         }
         if !matches!(polled, Ok(Poll::Pending)) {
             let ended = self.slots[slot].take();
@@ -202,14 +205,15 @@ impl Tasks {
         }
     }
 
-    /// The loop may sleep, or is told not to.
-    pub(crate) fn rest(&self) {
+    /// Ends a pass. Signals the eventfd if there is more to run, so that the event loop does not
+    /// sleep.
+    pub(crate) fn finish_pass(&self) {
         self.queue.is_awake.store(false, Ordering::SeqCst);
         let queue = self.queue.queue();
         let is_idle = queue.ready.is_empty() && queue.new.is_empty();
         drop(queue);
         if !is_idle {
-            self.queue.call();
+            self.queue.notify();
         }
     }
 }
@@ -221,7 +225,7 @@ impl Drop for Tasks {
         let left = std::mem::take(&mut *queue);
         queue.is_closed = true;
         drop(queue);
-        drop(left); // sessions end, and may wake others meanwhile
+        drop(left); // without the lock, since sessions may wake others when they are dropped
     }
 }
 
@@ -239,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn woken_from_elsewhere_the_bell_rings_once() {
+    fn waking_from_another_thread_signals_the_eventfd() {
         let queue = TaskQueue::new().expect("eventfd");
         let mut tasks = Tasks::new(Arc::clone(&queue));
         let polls = Arc::new(AtomicUsize::new(0));
@@ -257,42 +261,42 @@ mod tests {
         });
         assert!(is_readable(&queue));
         for poll in 1..=3 {
-            queue.silence();
-            tasks.begin();
+            queue.clear_signal();
+            tasks.begin_pass();
             assert!(tasks.run(|| true));
-            assert!(!tasks.run(|| true), "nothing more");
-            tasks.rest();
+            assert!(!tasks.run(|| true), "nothing was woken");
+            tasks.finish_pass();
             assert_eq!(polls.load(Ordering::SeqCst), poll);
             assert!(!is_readable(&queue));
             let woken = waker.lock().expect("not poisoned").clone().expect("polled");
             std::thread::spawn(move || woken.wake()).join().expect("woken");
             assert!(is_readable(&queue));
         }
-        assert_eq!(tasks.free.len(), 1, "it has ended");
+        assert_eq!(tasks.free.len(), 1, "the future did not complete");
     }
 
     #[test]
-    fn a_panic_ends_one_and_the_end_of_a_turn_stops_all() {
+    fn a_panic_ends_one_task_and_the_end_of_a_slice_stops_all() {
         let queue = TaskQueue::new().expect("eventfd");
         let mut tasks = Tasks::new(Arc::clone(&queue));
         queue.spawn(Box::pin(async { panic!("on purpose") }));
         for _ in 0..4 {
             queue.spawn(Box::pin(std::future::poll_fn(|cx| {
                 cx.waker().wake_by_ref();
-                Poll::Pending // for ever
+                Poll::Pending // never completes
             })));
         }
         let left = Cell::new(7_usize);
-        tasks.begin();
+        tasks.begin_pass();
         while tasks.run(|| left.replace(left.get().saturating_sub(1)) > 0) {}
         assert_eq!(left.get(), 0);
-        queue.silence();
-        tasks.rest();
-        assert!(is_readable(&queue), "there is more to do");
+        queue.clear_signal();
+        tasks.finish_pass();
+        assert!(is_readable(&queue), "there are woken tasks");
     }
 
     #[test]
-    fn settled_when_the_loop_has_been_around() {
+    fn settles_after_an_iteration_of_the_event_loop() {
         let queue = TaskQueue::new().expect("eventfd");
         let mut tasks = Tasks::new(Arc::clone(&queue));
         let done = Arc::new(AtomicBool::new(false));
@@ -303,13 +307,13 @@ mod tests {
                 done.store(true, Ordering::SeqCst);
             })
         });
-        tasks.begin();
+        tasks.begin_pass();
         while tasks.run(|| true) {}
-        tasks.rest();
-        assert!(is_readable(&queue), "the loop must not sleep");
+        tasks.finish_pass();
+        assert!(is_readable(&queue), "the event loop must not sleep");
         assert!(!done.load(Ordering::SeqCst));
-        queue.turned();
-        tasks.begin();
+        queue.on_loop_iteration();
+        tasks.begin_pass();
         while tasks.run(|| true) {}
         assert!(done.load(Ordering::SeqCst));
     }

@@ -1,9 +1,9 @@
-//! The thread `ferrite`: the gateway, and the fabric's engine unless the main thread drives that,
-//! under a runtime of its own.
+//! The thread `ferrite`, which runs the gateway in its own tokio runtime. It also drives the fabric
+//! unless the engine's main thread does.
 //!
-//! It never calls the engine's API (but for its log) and so never waits for the engine's lock. The
-//! engine's main thread talks to it by a channel; the only answer that it ever waits for, and not
-//! long, is the counters.
+//! The thread calls only one function of the module API, the log, and so never waits for the
+//! engine's lock. The engine's main thread sends it requests over a channel. While the listener
+//! runs, the main thread waits only for the counters, and at most 5 ms.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -21,184 +21,216 @@ use tokio::time::{sleep, timeout};
 
 use crate::api::fork;
 use crate::event_loop::{self, EngineHandle};
-use crate::listen::{Address, Wanted};
+use crate::listen::{Address, WantedAddresses};
 use crate::options::Options;
 use crate::target::Sockets;
 use crate::tasks::TaskQueue;
 
-/// Opening devices and registering memory: some hundred milliseconds on a slow host.
-const BEGIN: Duration = Duration::from_secs(30);
-/// The engine's thread is a database's: it waits this long for counters, and shows the last ones
-/// otherwise.
-const PATIENCE: Duration = Duration::from_millis(5);
-/// Sessions that finish what is under way when the engine ends: it answers nothing more.
-const DRAIN: Duration = Duration::from_secs(1);
-/// All that the end may take. The process goes then, and the kernel tells peers.
-const END: Duration = Duration::from_secs(3);
-/// A main thread that has driven nothing for so long is busy with something else: peers must not
-/// take it for dead.
-const ABSENT: Duration = Duration::from_millis(500);
-/// Links beyond this are refused by the fabric; those before, and beyond `max-clients`, are told
-/// why.
+/// How long the thread may take to open devices and register memory. A slow host needs some hundred
+/// milliseconds.
+const START_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long the engine's main thread waits for counters, since the database serves nobody
+/// meanwhile. After that it uses the previous counters.
+const STATS_TIMEOUT: Duration = Duration::from_millis(5);
+/// How long sessions may take to deliver their replies at shutdown, and peers to be notified after
+/// that. The engine runs no more commands by then.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
+/// How long the whole shutdown may take. After that the process exits, and the kernel closes the
+/// connections.
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(3);
+/// If the main thread has not driven the fabric for this long, it is busy, and the thread `ferrite`
+/// takes over. Otherwise peers would take this process for dead.
+const BUSY_AFTER: Duration = Duration::from_millis(500);
+/// The fabric refuses links beyond this number. It is above the largest `max-clients`, so that the
+/// gateway can tell clients beyond `max-clients` why it rejects them.
 const LINKS_MAX: usize = 16_384;
 
-/// What the engine's thread asks for.
-enum Ask {
+const NO_RDMA_ON_LOOPBACK: &str = "loopback addresses take no RDMA; to do: bind the engine, or \
+    the module (rdma-bind), to an address of an RDMA device";
+
+/// A request from the engine's main thread.
+enum Request {
     Stats(SyncSender<FabricStats>),
     BusyPoll(u32),
-    End,
+    Stop,
 }
 
-/// A listener at work.
+/// A running listener.
 pub(crate) struct Transport {
     pub(crate) gateway: Gateway,
-    pub(crate) begun: Begun,
-    asks: UnboundedSender<Ask>,
-    ended: Receiver<Ended>,
+    pub(crate) listener: ListenerInfo,
+    requests: UnboundedSender<Request>,
+    progress: Receiver<Progress>,
     thread: Option<JoinHandle<()>>,
     last_stats: Box<FabricStats>,
-    /// The answer that is still to come.
-    asked: Option<Receiver<FabricStats>>,
-    /// Where it was told to listen, or to be when it was last asked.
-    pub(crate) wanted: Wanted,
+    /// The reply to a request for counters that did not arrive in time.
+    pending_stats: Option<Receiver<FabricStats>>,
+    /// The addresses that the engine's configuration asks for. They may have changed since the
+    /// listener started.
+    pub(crate) wanted: WantedAddresses,
 }
 
-/// How far the thread's end has come.
-enum Ended {
-    /// There are no sessions any more.
-    Served,
-    All,
+/// How far the shutdown of the thread has come.
+enum Progress {
+    /// All sessions have ended.
+    SessionsEnded,
+    ThreadEnded,
 }
 
-/// What the main thread needs to drive the fabric and to run sessions.
-type ForMain = (Fabric, Handle);
+/// The handles with which the main thread drives the fabric and runs sessions.
+type MainThreadHandles = (Fabric, Handle);
 
-/// How it began.
+/// What the listener serves, as determined at its start.
 #[derive(Debug, Clone)]
-pub(crate) struct Begun {
-    /// Where clients come in, and whether over RDMA too.
+pub(crate) struct ListenerInfo {
+    /// The listening addresses, each with whether it accepts RDMA.
     pub(crate) addresses: Vec<(SocketAddr, bool)>,
     /// RDMA devices.
     pub(crate) devices: Vec<String>,
     /// Devices that cannot be used, and why.
     pub(crate) unused: Vec<String>,
-    /// Addresses of the engine's that are not served, and why.
+    /// The engine's addresses that are not served, and why.
     pub(crate) unserved: Vec<String>,
-    /// Why there is no RDMA, if there is none, and what to do.
+    /// Why there is no RDMA and what to do about it; `None` if there is RDMA.
     pub(crate) absence: Option<String>,
 }
 
-impl Begun {
-    /// Where clients come in, in words: over RDMA, or at all.
-    pub(crate) fn places(&self, all: bool) -> String {
-        let wanted = self.addresses.iter().filter(|(_, has_rdma)| all || *has_rdma);
-        wanted.map(|(address, _)| address.to_string()).collect::<Vec<_>>().join(", ")
+impl ListenerInfo {
+    /// Returns all addresses, separated by commas.
+    pub(crate) fn all_addresses(&self) -> String {
+        self.list(|_| true)
     }
 
-    /// Where clients come in over TCP only, in words.
-    pub(crate) fn tcp_places(&self) -> String {
-        let wanted = self.addresses.iter().filter(|(_, has_rdma)| !has_rdma);
+    /// Returns the addresses that accept RDMA, separated by commas.
+    pub(crate) fn rdma_addresses(&self) -> String {
+        self.list(|has_rdma| has_rdma)
+    }
+
+    /// Returns the addresses that accept TCP only, separated by commas.
+    pub(crate) fn tcp_only_addresses(&self) -> String {
+        self.list(|has_rdma| !has_rdma)
+    }
+
+    fn list(&self, is_wanted: impl Fn(bool) -> bool) -> String {
+        let wanted = self.addresses.iter().filter(|(_, has_rdma)| is_wanted(*has_rdma));
         wanted.map(|(address, _)| address.to_string()).collect::<Vec<_>>().join(", ")
     }
 }
 
 impl Transport {
-    /// Begins to listen, or says why not. Where RDMA is required, its absence is a reason; where it
-    /// is preferred, TCP alone will do.
-    pub(crate) fn begin(
+    /// Starts the thread and listens.
+    ///
+    /// # Errors
+    /// Nothing listens; the text says why. If RDMA is required, missing RDMA is an error. If it is
+    /// preferred, the listener then accepts TCP only.
+    pub(crate) fn start(
         options: &Options,
         (target, sockets, addresses): (EngineAddress, Sockets, Vec<Address>),
         protected_mode: bool,
         queue: Option<Arc<TaskQueue>>,
-    ) -> Result<(Self, ForMain), String> {
-        let (begun, beginning) = sync_channel(1);
-        let (ending, ended) = sync_channel(2);
-        let (asks, asked) = unbounded_channel();
+    ) -> Result<(Self, MainThreadHandles), String> {
+        let (started, starting) = sync_channel(1);
+        let (report, progress) = sync_channel(2);
+        let (requests, received) = unbounded_channel();
         let settings = (options.clone(), gateway_config(options, target, protected_mode));
-        let wanted = Wanted::new(sockets, addresses.clone());
+        let wanted = WantedAddresses::new(sockets, addresses.clone());
         let thread = std::thread::Builder::new().name("ferrite".into()).spawn(move || {
             let (options, config) = settings;
             let ran = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-                run((&options, &addresses), config, queue, (&begun, &ending), asked);
+                run((&options, &addresses), config, queue, (&started, &report), received);
             }));
             if ran.is_err() {
                 tracing::error!(
-                    "the transport thread has panicked: RDMA sessions have ended, the engine goes on without"
+                    "a bug: the transport thread panicked; its sessions have ended, and the \
+                     module accepts no clients until the engine restarts"
                 );
             }
-            let _ = ending.send(Ended::All);
+            let _ = report.send(Progress::ThreadEnded);
         });
-        let thread = thread.map_err(|error| format!("no thread: {error}"))?;
-        match beginning.recv_timeout(BEGIN) {
-            Ok(Ok((gateway, begun, for_main))) => {
-                let (thread, last_stats) = (Some(thread), Box::new(for_main.0.stats()));
+        let thread = thread.map_err(|error| format!("cannot start a thread: {error}"))?;
+        match starting.recv_timeout(START_TIMEOUT) {
+            Ok(Ok((gateway, listener, for_main_thread))) => {
+                let (thread, last_stats) = (Some(thread), Box::new(for_main_thread.0.stats()));
                 Ok((
-                    Self { gateway, begun, asks, ended, thread, last_stats, asked: None, wanted },
-                    for_main,
+                    Self {
+                        gateway,
+                        listener,
+                        requests,
+                        progress,
+                        thread,
+                        last_stats,
+                        pending_stats: None,
+                        wanted,
+                    },
+                    for_main_thread,
                 ))
             }
             Ok(Err(why)) => {
-                let _ = thread.join(); // it has said its last word
+                let _ = thread.join(); // it returns after an error
                 Err(why)
             }
-            // It ends when it finds that nobody listens to it.
-            Err(_) => Err(format!("the devices were not ready after {} s", BEGIN.as_secs())),
+            // The thread ends by itself when it cannot send its result.
+            Err(_) => {
+                Err(format!("the RDMA devices were not ready within {} s", START_TIMEOUT.as_secs()))
+            }
         }
     }
 
-    /// Whether the thread still runs.
+    /// Returns whether the thread still runs.
     pub(crate) fn is_alive(&self) -> bool {
         self.thread.as_ref().is_some_and(|thread| !thread.is_finished())
     }
 
-    /// What the fabric counts: now, or when it was last asked if the thread is busy or has ended.
+    /// Returns the fabric's counters. If the thread is busy or has ended, these are the last ones
+    /// that it sent.
     pub(crate) fn stats(&mut self) -> &FabricStats {
-        if let Some(Ok(late)) = self.asked.as_ref().map(Receiver::try_recv) {
+        if let Some(Ok(late)) = self.pending_stats.as_ref().map(Receiver::try_recv) {
             *self.last_stats = late;
-            self.asked = None;
+            self.pending_stats = None;
         }
-        let answered = self.asked.take().unwrap_or_else(|| {
-            let (answer, answered) = sync_channel(1);
-            let _ = self.asks.send(Ask::Stats(answer));
-            answered
+        let reply = self.pending_stats.take().unwrap_or_else(|| {
+            let (answer, reply) = sync_channel(1);
+            let _ = self.requests.send(Request::Stats(answer));
+            reply
         });
-        match answered.recv_timeout(PATIENCE) {
+        match reply.recv_timeout(STATS_TIMEOUT) {
             Ok(stats) => *self.last_stats = stats,
-            Err(RecvTimeoutError::Timeout) => self.asked = Some(answered), // for the next time
+            Err(RecvTimeoutError::Timeout) => self.pending_stats = Some(reply), // read next time
             Err(RecvTimeoutError::Disconnected) => {}
         }
         &self.last_stats
     }
 
-    /// CONFIG SET: for those who come from now on.
+    /// Applies settings that CONFIG SET has changed. Windows and the limit of clients apply to
+    /// clients that connect from now on.
     pub(crate) fn reconfigure(&self, options: &Options) {
-        let _ = self.asks.send(Ask::BusyPoll(options.busy_poll_us()));
+        let _ = self.requests.send(Request::BusyPoll(options.busy_poll_us()));
         self.gateway.reconfigure(|config| {
             config.max_clients = options.max_clients();
             config.valkey = valkey_config(options);
         });
     }
 
-    /// Ends sessions and the thread; whether that was done in time. A thread that is not ready is
-    /// left alone.
-    pub(crate) fn end(mut self) -> bool {
-        const TURN: Duration = Duration::from_millis(1);
-        let _ = self.asks.send(Ask::End);
-        // The engine has written and synchronised its AOF before it told us: replies that waited
-        // for that may leave.
-        event_loop::turned();
-        let until = Instant::now() + END;
+    /// Ends the sessions and the thread. Returns whether both ended in time; if not, the thread is
+    /// left running.
+    pub(crate) fn stop(mut self) -> bool {
+        const POLL_INTERVAL: Duration = Duration::from_millis(1);
+        let _ = self.requests.send(Request::Stop);
+        // The engine wrote and synchronised its AOF before this event, so replies that waited for
+        // that can be sent.
+        event_loop::on_loop_iteration();
+        let until = Instant::now() + SHUTDOWN_TIMEOUT;
         let in_time = loop {
-            event_loop::turn(-1); // sessions that are this thread's have to end as well
-            match self.ended.recv_timeout(TURN) {
-                Ok(Ended::Served) => event_loop::end(),
-                Ok(Ended::All) => break true,
+            event_loop::run_slice(-1); // sessions on this thread must end as well
+            match self.progress.recv_timeout(POLL_INTERVAL) {
+                Ok(Progress::SessionsEnded) => event_loop::stop(),
+                Ok(Progress::ThreadEnded) => break true,
                 Err(RecvTimeoutError::Disconnected) => break false,
                 Err(RecvTimeoutError::Timeout) if Instant::now() > until => break false,
                 Err(RecvTimeoutError::Timeout) => {}
             }
         };
-        event_loop::end();
+        event_loop::stop();
         if let Some(thread) = self.thread.take().filter(|_| in_time) {
             let _ = thread.join();
         }
@@ -210,7 +242,7 @@ fn gateway_config(options: &Options, engine: EngineAddress, protected_mode: bool
     GatewayConfig {
         max_clients: options.max_clients(),
         protected_mode,
-        drain_timeout: DRAIN,
+        drain_timeout: DRAIN_TIMEOUT,
         engine_stays: false,
         valkey: valkey_config(options),
         name: "Ferrite module",
@@ -224,20 +256,21 @@ fn valkey_config(options: &Options) -> ValkeyConfig {
     ValkeyConfig { window_bytes, window_max_bytes, ..ValkeyConfig::default() }
 }
 
-type Beginning = SyncSender<Result<(Gateway, Begun, ForMain), String>>;
+/// Where the thread sends the result of its start.
+type StartResult = SyncSender<Result<(Gateway, ListenerInfo, MainThreadHandles), String>>;
 
-/// The thread.
+/// Runs the thread `ferrite`.
 fn run(
     (options, addresses): (&Options, &[Address]),
     config: GatewayConfig,
     queue: Option<Arc<TaskQueue>>,
-    (beginning, ending): (&Beginning, &SyncSender<Ended>),
-    asked: UnboundedReceiver<Ask>,
+    (started, report): (&StartResult, &SyncSender<Progress>),
+    requests: UnboundedReceiver<Request>,
 ) {
     let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
         Ok(runtime) => runtime,
         Err(error) => {
-            let _ = beginning.send(Err(format!("no runtime: {error}")));
+            let _ = started.send(Err(format!("cannot create a tokio runtime: {error}")));
             return;
         }
     };
@@ -245,7 +278,7 @@ fn run(
         let (fabric, listeners, unserved) = match listen(options, addresses) {
             Ok(listening) => listening,
             Err(why) => {
-                let _ = beginning.send(Err(why));
+                let _ = started.send(Err(why));
                 return;
             }
         };
@@ -254,12 +287,15 @@ fn run(
             Some(queue) => {
                 let driver = match options.poller_thread() {
                     true => tokio::spawn(fabric.drive()),
-                    false => tokio::spawn(stand_in(fabric.clone(), Arc::clone(&queue))),
+                    false => tokio::spawn(drive_while_main_thread_is_busy(
+                        fabric.clone(),
+                        Arc::clone(&queue),
+                    )),
                 };
                 (driver, Gateway::inside(config, Arc::new(EngineHandle(queue))))
             }
         };
-        let begun = Begun {
+        let info = ListenerInfo {
             addresses: listeners
                 .iter()
                 .map(|(listener, has_rdma)| (listener.local_addr(), *has_rdma))
@@ -268,16 +304,15 @@ fn run(
             unused: fabric
                 .unused_devices()
                 .iter()
-                .map(|(name, error)| format!("RDMA device {name} is not used: {}", told(error)))
+                .map(|(name, error)| {
+                    format!("RDMA device {name} is not used: {}", with_remedy(error))
+                })
                 .collect(),
             absence: absence(&fabric, &listeners),
             unserved,
         };
-        if beginning
-            .send(Ok((gateway.clone(), begun, (fabric.clone(), Handle::current()))))
-            .is_err()
-        {
-            return; // it took too long
+        if started.send(Ok((gateway.clone(), info, (fabric.clone(), Handle::current())))).is_err() {
+            return; // the main thread no longer waits
         }
         let (stop, stopped) = watch::channel(false);
         let mut serving = JoinSet::new();
@@ -287,53 +322,61 @@ fn run(
                 let at = listener.local_addr();
                 let end = async { drop(stopped.wait_for(|stop| *stop).await) };
                 if let Err(error) = gateway.serve(listener, end).await {
-                    tracing::error!("clients are no longer taken at {at}: {}", told(&error));
+                    tracing::error!(
+                        "the listener at {at} failed and accepts no more clients: {}",
+                        with_remedy(&error)
+                    );
                 }
             });
         }
         let all_ended = async { while serving.join_next().await.is_some() {} };
         tokio::select! {
-            () = answer(&fabric, asked) => {}
+            () = serve_requests(&fabric, requests) => {}
             () = all_ended => {} // every listener has failed
         }
         let _ = stop.send(true);
         while serving.join_next().await.is_some() {}
-        let _ = ending.send(Ended::Served);
-        // Until peers have heard.
-        driver.abort(); // a main thread that drives has stopped by now
+        let _ = report.send(Progress::SessionsEnded);
+        // If the main thread drove the fabric, it has stopped by now. Drive it here until peers
+        // have been notified.
+        driver.abort();
         let driver = tokio::spawn(fabric.drive());
         drop(fabric);
-        let _ = timeout(DRAIN, driver).await;
+        let _ = timeout(DRAIN_TIMEOUT, driver).await;
     });
 }
 
-/// Drives the fabric while the main thread does not: it may be at something long, and peers want to
-/// hear that we live.
-async fn stand_in(fabric: Fabric, queue: Arc<TaskQueue>) -> std::io::Result<()> {
-    let mut seen = queue.looks();
+/// Drives the fabric while the main thread is busy with something long, so that peers still get
+/// keepalives.
+async fn drive_while_main_thread_is_busy(
+    fabric: Fabric,
+    queue: Arc<TaskQueue>,
+) -> std::io::Result<()> {
+    let mut seen = queue.pass_count();
     loop {
-        sleep(ABSENT).await;
-        if std::mem::replace(&mut seen, queue.looks()) == seen {
+        sleep(BUSY_AFTER).await;
+        if std::mem::replace(&mut seen, queue.pass_count()) == seen {
             fabric.poll();
         }
     }
 }
 
-/// Until the engine's thread asks for the end, or is gone.
-async fn answer(fabric: &Fabric, mut asked: UnboundedReceiver<Ask>) {
-    while let Some(ask) = asked.recv().await {
-        match ask {
-            Ask::Stats(answer) => drop(answer.try_send(fabric.stats())),
-            Ask::BusyPoll(busy_poll_us) => fabric.set_busy_poll_us(busy_poll_us),
-            Ask::End => return,
+/// Serves requests of the engine's main thread until it asks to stop, or is gone.
+async fn serve_requests(fabric: &Fabric, mut requests: UnboundedReceiver<Request>) {
+    while let Some(request) = requests.recv().await {
+        match request {
+            Request::Stats(answer) => drop(answer.try_send(fabric.stats())),
+            Request::BusyPoll(busy_poll_us) => fabric.set_busy_poll_us(busy_poll_us),
+            Request::Stop => return,
         }
     }
 }
 
-/// Listeners, each with whether it takes RDMA.
+/// Listeners, each with whether it accepts RDMA.
 type Listeners = Vec<(Listener, bool)>;
 
-/// What listens, and why addresses of the engine's do not.
+/// Listens on the addresses. Also returns, for each of the engine's addresses that cannot be
+/// served, why not.
 fn listen(
     options: &Options,
     addresses: &[Address],
@@ -341,30 +384,29 @@ fn listen(
     let requires = options.rdma() == Rdma::Require;
     let is_loopback = addresses.iter().all(|address| address.at.ip().is_loopback());
     if requires && is_loopback {
-        return Err("rdma require, and loopback addresses take no RDMA; to do: bind the engine, or the module by rdma-bind, to \
-                    an address of an RDMA device"
-            .into());
+        return Err(format!("rdma is set to require, but {NO_RDMA_ON_LOOPBACK}"));
     }
     let config = Config {
         busy_poll_us: options.busy_poll_us(),
         max_connections: LINKS_MAX,
         shared_windows: options.shared_windows(),
-        // Loopback takes no RDMA: then no device is opened.
+        // If all addresses are loopback addresses, no device needs to be opened.
         rdma: if is_loopback { Rdma::Forbid } else { options.rdma() },
         ..server_config()
     };
-    // Without names: only the devices that clients of these addresses come in on.
+    // If no devices are named, only those that have one of these addresses are opened.
     let served = addresses.iter().map(|address| address.at.ip()).filter(|ip| !ip.is_loopback());
     let builder =
         options.devices().fold(served.fold(Fabric::system(), Builder::serving), Builder::device);
-    // The engine's main thread drives it, and is not to wait for the kernel.
-    let fabric = builder.config(config).command_threads().build().map_err(|error| told(&error))?;
+    // The engine's main thread drives the fabric and must not wait for the kernel.
+    let fabric =
+        builder.config(config).command_threads().build().map_err(|error| with_remedy(&error))?;
     let (mut listeners, mut unserved, mut why_not) = (Vec::new(), Vec::new(), None);
     for address in addresses {
         let (at, rdma) = (address.at, address.rdma(options.rdma()));
         if requires && rdma == Rdma::Forbid {
             let why =
-                format!("{at} is not served: rdma require, and a loopback address takes no RDMA");
+                format!("{at} is not served: rdma is set to require, and loopback has no RDMA");
             tracing::info!("{why}");
             why_not.get_or_insert(why);
             continue;
@@ -379,8 +421,8 @@ fn listen(
             Err(_) if address.may_be_absent => {}
             Err(error) => {
                 let over = if requires { " over RDMA" } else { "" };
-                let why = format!("cannot listen on {at}{over}: {}", told(&error));
-                // Of the engine's own addresses, one that fails is no reason to serve none.
+                let why = format!("cannot listen on {at}{over}: {}", with_remedy(&error));
+                // If one of the engine's own addresses fails, the others are still served.
                 if address.is_named {
                     return Err(why);
                 }
@@ -391,7 +433,11 @@ fn listen(
     fork::close_in_children(listeners.iter().flat_map(|(listener, _)| listener.descriptors()));
     if listeners.is_empty() {
         let first = unserved.into_iter().next().or(why_not);
-        return Err(first.unwrap_or_else(|| "none of the engine's addresses is here".into()));
+        return Err(first.unwrap_or_else(|| {
+            "this host has none of the engine's bind addresses; load the module with rdma-bind \
+             ADDRESS"
+                .into()
+        }));
     }
     unserved
         .iter()
@@ -399,25 +445,21 @@ fn listen(
     Ok((fabric, listeners, unserved))
 }
 
-/// Why there is no RDMA anywhere, if there is none.
+/// Returns why no listener accepts RDMA; `None` if one does.
 fn absence(fabric: &Fabric, listeners: &Listeners) -> Option<String> {
     if listeners.iter().any(|(_, has_rdma)| *has_rdma) {
         return None;
     }
     if listeners.iter().all(|(listener, _)| listener.local_addr().ip().is_loopback()) {
-        return Some(
-            "loopback addresses take no RDMA; to do: bind the engine, or the module by rdma-bind, to an address \
-             of an RDMA device"
-                .into(),
-        );
+        return Some(NO_RDMA_ON_LOOPBACK.into());
     }
     let why =
         fabric.absence().or_else(|| listeners.iter().find_map(|(listener, _)| listener.absence()));
-    why.map(told)
+    why.map(with_remedy)
 }
 
-/// An error with its remedy.
-fn told(error: &ferrite_fabric::Error) -> String {
+/// Returns the text of an error together with its remedy.
+fn with_remedy(error: &ferrite_fabric::Error) -> String {
     match error.remedy() {
         Some(remedy) => format!("{error}; to do: {remedy}"),
         None => error.to_string(),

@@ -1,9 +1,9 @@
-//! Attacks that a review reproduced, each named after its finding. The same attack on the engine's
-//! own port is the reference: there, all of them fail. No RDMA is needed: sessions over TCP take
-//! the same path.
+//! Attacks that were once possible, with the number of the review's finding (S1 and so on). They
+//! all fail at the engine's own port, and so they must at the module's. The tests need no RDMA,
+//! since sessions over TCP take the same path.
 
-mod scene;
-mod talk;
+mod client;
+mod server;
 
 use std::io::{ErrorKind, Read as _, Write as _};
 use std::net::TcpStream;
@@ -11,8 +11,8 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use scene::Server;
-use talk::{Peer, engines, start};
+use client::{Client, engines, start};
+use server::Server;
 
 const SECRET: &str = "the-secret-value";
 
@@ -21,16 +21,17 @@ fn on_each(options: &[&str], attack: impl Fn(&mut Server)) {
     for program in engines() {
         let mut server = start(&program, options);
         attack(&mut server);
-        server.assert_well();
+        server.assert_healthy();
     }
 }
 
-/// A client that sends one command for ever and reads what comes; whether it has been hung up on.
-fn flood(mut peer: Peer, command: &[&str], is_over: &AtomicBool) {
+/// Sends one command again and again and reads the replies, until the server closes the connection.
+/// Then sets `is_over`.
+fn flood(mut client: Client, command: &[&str], is_over: &AtomicBool) {
     let batch = vec![command.to_vec(); 100];
-    while peer.try_send(&batch) {
+    while client.try_send(&batch) {
         for _ in 0..batch.len() {
-            if peer.next().is_none() {
+            if client.next().is_none() {
                 is_over.store(true, Ordering::SeqCst);
                 return;
             }
@@ -39,31 +40,31 @@ fn flood(mut peer: Peer, command: &[&str], is_over: &AtomicBool) {
     is_over.store(true, Ordering::SeqCst);
 }
 
-/// Floods the engine with INCR while `act` runs; then the client must be hung up on, and from then
-/// on the counter stands still.
-fn is_cut_off(server: &Server, peer: Peer, act: impl FnOnce(&mut Peer)) {
-    let mut admin = Peer::native(server);
+/// Floods the engine with INCR while `act` runs. Asserts that no command of the flood runs after
+/// `act`, and that the flooding client is disconnected.
+fn assert_disconnected_by(server: &Server, client: Client, act: impl FnOnce(&mut Client)) {
+    let mut admin = Client::native(server);
     let is_over = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        scope.spawn(|| flood(peer, &["INCR", "counter"], &is_over));
-        server.until("commands of the flood", || admin.ask(&["EXISTS", "counter"]) == ":1");
+        scope.spawn(|| flood(client, &["INCR", "counter"], &is_over));
+        server.wait_until("the flood has begun", || admin.ask(&["EXISTS", "counter"]) == ":1");
         act(&mut admin);
         let counter = admin.ask(&["GET", "counter"]);
         assert_eq!(
             admin.ask(&["GET", "counter"]),
             counter,
-            "no command runs after the answer to the admin"
+            "a command of the flood ran after the reply to the admin"
         );
-        server.until("the client is hung up on", || is_over.load(Ordering::SeqCst));
+        server.wait_until("the client is disconnected", || is_over.load(Ordering::SeqCst));
     });
 }
 
-/// S1: a command whose name comes late has many replies; a surplus one was taken for the answer to
-/// a login.
+/// S1: a command with many replies whose name arrives late. The module took one of its surplus
+/// replies for the reply to a login.
 #[test]
 fn surplus_replies_are_no_login() {
     on_each(&["--protected-mode", "no"], |server| {
-        let mut admin = Peer::native(server);
+        let mut admin = Client::native(server);
         admin.ok(&["ACL", "SETUSER", "admin", "on", ">right", "~*", "&*", "+@all"]);
         admin.ok(&["AUTH", "admin", "right"]);
         admin.ok(&["SET", "secret", SECRET]);
@@ -78,126 +79,126 @@ fn surplus_replies_are_no_login() {
             "+@all",
             "-@dangerous",
         ]);
-        let mut peer = Peer::called_at(&address(&mut admin));
+        let mut client = Client::at(&address(&mut admin));
         let channels: Vec<_> = (0..60_000).map(|number| format!("c{number}")).collect();
-        peer.write(format!("*{}\r\n", channels.len() + 1).as_bytes());
-        std::thread::sleep(Duration::from_millis(100)); // the header comes alone
+        client.write(format!("*{}\r\n", channels.len() + 1).as_bytes());
+        std::thread::sleep(Duration::from_millis(100)); // so that the header arrives alone
         let words = channels.iter().map(|name| format!("${}\r\n{name}\r\n", name.len()));
-        peer.write(format!("$11\r\nUNSUBSCRIBE\r\n{}", words.collect::<String>()).as_bytes());
-        peer.send(&[
+        client.write(format!("$11\r\nUNSUBSCRIBE\r\n{}", words.collect::<String>()).as_bytes());
+        client.send(&[
             vec!["HELLO", "2", "AUTH", "admin", "wrong"],
             vec!["GET", "secret"],
             vec!["SET", "owned", "1"],
             vec!["ECHO", "the-end"],
         ]);
-        // Valkey 8.0 itself gives no answer to a login that fails behind others.
-        let said = String::from_utf8_lossy(&peer.until(b"the-end\r\n")).into_owned();
-        let last: Vec<_> = said.lines().rev().take(6).collect();
+        // Valkey 8.0 sends no reply to a failed login after other commands in a pipeline.
+        let replies = String::from_utf8_lossy(&client.read_until(b"the-end\r\n")).into_owned();
+        let last: Vec<_> = replies.lines().rev().take(6).collect();
         assert_eq!(last.iter().filter(|line| line.starts_with("-NOPERM")).count(), 2, "{last:?}");
-        assert!(!said.contains(SECRET), "{last:?}");
+        assert!(!replies.contains(SECRET), "{last:?}");
         assert_eq!(admin.ask(&["EXISTS", "owned"]), ":0");
     });
 }
 
-/// As the engine tells its own client: the module's port, when `default` may not ask.
-fn address(admin: &mut Peer) -> String {
+/// Returns the address of the module's port. `admin` must be allowed to run INFO.
+fn address(admin: &mut Client) -> String {
     admin.info("address")
 }
 
-/// S2: with SUBSCRIBE renamed, three small commands made a surplus reply.
+/// S2: with SUBSCRIBE renamed, three small commands caused a surplus reply.
 #[test]
 fn a_renamed_subscribe_is_a_subscribe() {
     on_each(&["--rename-command", "SUBSCRIBE", "sub2"], |server| {
-        let mut admin = Peer::native(server);
+        let mut admin = Client::native(server);
         admin.ok(&["ACL", "SETUSER", "admin", "on", ">right", "~*", "+@all"]);
         admin.ok(&["ACL", "SETUSER", "low", "on", ">p", "~low", "&*", "+subscribe", "+hello"]);
         admin.ok(&["SET", "secret", SECRET]);
-        let mut peer = Peer::called(server);
-        peer.ok(&["AUTH", "low", "p"]);
-        peer.send(&[
+        let mut client = Client::of_module(server);
+        client.ok(&["AUTH", "low", "p"]);
+        client.send(&[
             vec!["sub2", "a", "b"],
             vec!["HELLO", "2", "AUTH", "admin", "wrong"],
             vec!["GET", "secret"],
         ]);
-        let said = peer.replies(4).concat();
-        assert!(!String::from_utf8_lossy(&said).contains(SECRET));
+        let replies = client.replies(4).concat();
+        assert!(!String::from_utf8_lossy(&replies).contains(SECRET));
     });
 }
 
-/// S2: with SELECT renamed, writes went to the database before.
+/// S2: with SELECT renamed, writes went to the previous database.
 #[test]
 fn a_renamed_select_selects() {
     on_each(&["--rename-command", "SELECT", "sel"], |server| {
-        let mut peer = Peer::called(server);
-        peer.ok(&["sel", "5"]);
-        peer.ok(&["SET", "k", "in 5"]);
-        let mut admin = Peer::native(server);
+        let mut client = Client::of_module(server);
+        client.ok(&["sel", "5"]);
+        client.ok(&["SET", "k", "in 5"]);
+        let mut admin = Client::native(server);
         assert_eq!(admin.ask(&["EXISTS", "k"]), ":0");
         admin.ok(&["sel", "5"]);
         assert_eq!(admin.ask(&["EXISTS", "k"]), ":1");
     });
 }
 
-/// S2: with MULTI renamed, queued commands ran at once.
+/// S2: with MULTI renamed, commands ran at once instead of being queued.
 #[test]
 fn a_renamed_multi_queues() {
     on_each(
         &["--rename-command", "MULTI", "xmulti", "--rename-command", "EXEC", "xexec"],
         |server| {
-            let (mut peer, mut admin) = (Peer::called(server), Peer::native(server));
-            peer.ok(&["xmulti"]);
-            assert_eq!(peer.ask(&["SET", "k", "queued"]), "+QUEUED");
+            let (mut client, mut admin) = (Client::of_module(server), Client::native(server));
+            client.ok(&["xmulti"]);
+            assert_eq!(client.ask(&["SET", "k", "queued"]), "+QUEUED");
             assert_eq!(admin.ask(&["EXISTS", "k"]), ":0");
-            assert_eq!(peer.ask(&["xexec"]), "*1\r\n+OK");
-            assert_eq!(peer.ask(&["EXISTS", "k"]), ":1");
+            assert_eq!(client.ask(&["xexec"]), "*1\r\n+OK");
+            assert_eq!(client.ask(&["EXISTS", "k"]), ":1");
         },
     );
 }
 
-/// S2: with AUTH renamed, calls kept the rights of the user before.
+/// S2: with AUTH renamed, calls kept the rights of the previous user.
 #[test]
 fn a_renamed_auth_changes_the_user() {
     on_each(&["--rename-command", "AUTH", "xauth"], |server| {
-        let (mut peer, mut admin) = (Peer::called(server), Peer::native(server));
+        let (mut client, mut admin) = (Client::of_module(server), Client::native(server));
         admin.ok(&["ACL", "SETUSER", "low", "on", ">p", "~low:*", "+get"]);
         admin.ok(&["SET", "k", "v"]);
-        peer.ok(&["xauth", "low", "p"]);
-        assert!(peer.ask(&["GET", "k"]).starts_with("-NOPERM"));
-        assert_eq!(peer.ask(&["GET", "low:k"]), "$-1");
+        client.ok(&["xauth", "low", "p"]);
+        assert!(client.ask(&["GET", "k"]).starts_with("-NOPERM"));
+        assert_eq!(client.ask(&["GET", "low:k"]), "$-1");
     });
 }
 
-/// S2: with CLIENT renamed, REPLY SKIP made the session wait for ever.
+/// S2: with CLIENT renamed, REPLY SKIP made the session wait forever.
 #[test]
 fn a_renamed_client_reply_skips() {
     on_each(&["--rename-command", "CLIENT", "xclient"], |server| {
-        let mut peer = Peer::called(server);
-        peer.send(&[vec!["xclient", "REPLY", "SKIP"], vec!["SET", "k", "v"], vec!["GET", "k"]]);
-        assert_eq!(peer.next().as_deref(), Some(&b"$1\r\nv\r\n"[..]));
+        let mut client = Client::of_module(server);
+        client.send(&[vec!["xclient", "REPLY", "SKIP"], vec!["SET", "k", "v"], vec!["GET", "k"]]);
+        assert_eq!(client.next().as_deref(), Some(&b"$1\r\nv\r\n"[..]));
     });
 }
 
-/// S3: CLIENT KILL did not stop a client that keeps sending.
+/// S3: CLIENT KILL did not stop a client that kept sending.
 #[test]
 fn client_kill_stops_a_client_that_keeps_sending() {
     on_each(&[], |server| {
-        let mut peer = Peer::called(server);
-        let id = peer.ask(&["CLIENT", "ID"]);
-        is_cut_off(server, peer, |admin| {
+        let mut client = Client::of_module(server);
+        let id = client.ask(&["CLIENT", "ID"]);
+        assert_disconnected_by(server, client, |admin| {
             assert_eq!(admin.ask(&["CLIENT", "KILL", "ID", &id[1..]]), ":1");
         });
     });
 }
 
-/// S3: a session of a deleted user went on as the new user of that name.
+/// S3: the session of a deleted user continued as a new user of the same name.
 #[test]
 fn a_deleted_users_session_ends() {
     on_each(&[], |server| {
-        let mut peer = Peer::called(server);
-        let mut admin = Peer::native(server);
+        let mut client = Client::of_module(server);
+        let mut admin = Client::native(server);
         admin.ok(&["ACL", "SETUSER", "bob", "on", ">old", "~*", "+@all"]);
-        peer.ok(&["AUTH", "bob", "old"]);
-        is_cut_off(server, peer, |admin| {
+        client.ok(&["AUTH", "bob", "old"]);
+        assert_disconnected_by(server, client, |admin| {
             admin.send(&[
                 vec!["MULTI"],
                 vec!["ACL", "DELUSER", "bob"],
@@ -209,450 +210,463 @@ fn a_deleted_users_session_ends() {
     });
 }
 
-/// S3: a client beyond maxclients ran commands before it was refused.
+/// S3: a client beyond maxclients ran commands before it was rejected.
 #[test]
 fn rejects_clients_beyond_maxclients_before_their_first_command() {
     for program in engines() {
         let mut server = start(&program, &["--maxclients", "10"]);
         let address = server.info("address");
-        let mut held: Vec<_> = (0..10).map(|_| Peer::native(&server)).collect();
-        held.iter_mut().for_each(|peer| assert_eq!(peer.ask(&["PING"]), "+PONG"));
-        let mut late = Peer::called_at(&address);
+        let mut held: Vec<_> = (0..10).map(|_| Client::native(&server)).collect();
+        held.iter_mut().for_each(|client| assert_eq!(client.ask(&["PING"]), "+PONG"));
+        let mut late = Client::at(&address);
         late.send(&[vec!["SET", "over1", "1"], vec!["SET", "over2", "1"]]);
         assert_eq!(late.next().as_deref(), Some(&b"-ERR max number of clients reached\r\n"[..]));
         assert_eq!(late.next(), None);
         assert_eq!(held[0].ask(&["DBSIZE"]), ":0");
         drop(held);
-        server.until("there is room again", || server.connection().is_ok());
-        server.assert_well();
+        server.wait_until("room for a client", || server.connection().is_ok());
+        server.assert_healthy();
     }
 }
 
-/// A client that comes while there is no place is refused, as at the engine's own port, also if
-/// there is one by the time that its session begins.
+/// The module rejects a client that connects while the engine is full, as the engine's own port
+/// does, even if there is room again when the session begins.
 #[test]
 fn rejects_clients_that_came_while_the_engine_was_full() {
     for program in engines() {
         let mut server = start(&program, &["--maxclients", "10"]);
         let address = server.info("address");
-        let mut held: Vec<_> = (0..10).map(|_| Peer::native(&server)).collect();
-        held.iter_mut().for_each(|peer| assert_eq!(peer.ask(&["PING"]), "+PONG"));
-        let mut late = Peer::called_at(&address);
-        // The engine's loop has come around then, and the module has taken the connection.
+        let mut held: Vec<_> = (0..10).map(|_| Client::native(&server)).collect();
+        held.iter_mut().for_each(|client| assert_eq!(client.ask(&["PING"]), "+PONG"));
+        let mut late = Client::at(&address);
+        // After these the engine's event loop has run, and the module has accepted the connection.
         (0..20).for_each(|_| assert_eq!(held[0].ask(&["PING"]), "+PONG"));
         drop(held.pop());
-        server.until("there is a place", || {
+        server.wait_until("room for a client", || {
             held[0].ask(&["INFO", "clients"]).contains("connected_clients:9\r\n")
         });
         late.send(&[vec!["SET", "over", "1"]]);
         assert_eq!(late.next().as_deref(), Some(&b"-ERR max number of clients reached\r\n"[..]));
         assert_eq!(late.next(), None);
-        let mut next = Peer::called_at(&address);
+        let mut next = Client::at(&address);
         next.ok(&["SET", "next", "1"]);
         assert_eq!(held[0].ask(&["DBSIZE"]), ":1");
         drop(held);
-        server.assert_well();
+        server.assert_healthy();
     }
 }
 
-/// The memory that the engine's process has, in MiB.
+/// Returns the resident memory of the engine's process in MiB.
 fn rss_mib(server: &Server) -> usize {
-    let status =
-        std::fs::read_to_string(format!("/proc/{}/status", server.pid())).expect("it runs");
+    let status = std::fs::read_to_string(format!("/proc/{}/status", server.pid()))
+        .expect("a running engine");
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("a size");
     line.split_whitespace().next().and_then(|kib| kib.parse::<usize>().ok()).expect("a number")
         >> 10
 }
 
-/// S4: a client without a password that reads nothing made the module keep all that it sent.
+/// S4: a client that had not authenticated and read nothing made the module store all its commands.
 #[test]
 fn a_client_that_never_authenticates_is_not_read_without_end() {
     on_each(&["--requirepass", "x"], |server| {
-        let mut admin = Peer::native(server);
+        let mut admin = Client::native(server);
         admin.ok(&["AUTH", "x"]);
-        let mut peer = Peer::called_at(&address(&mut admin));
+        let mut client = Client::at(&address(&mut admin));
         let before = rss_mib(server);
         let batch = b"*1\r\n$4\r\nPING\r\n".repeat(4096);
         let mut sent = 0;
-        while sent < 64 << 20 && peer.write_within(&batch, Duration::from_millis(500)) {
+        while sent < 64 << 20 && client.write_within(&batch, Duration::from_millis(500)) {
             sent += batch.len();
         }
-        assert!(sent < 32 << 20, "{sent} bytes were taken");
+        assert!(sent < 32 << 20, "the module read {sent} bytes");
         let grown = rss_mib(server).saturating_sub(before);
-        assert!(grown <= 8, "{grown} MiB are held");
+        assert!(grown <= 8, "{grown} MiB more memory");
     });
 }
 
-/// S5: replies that a client does not read were kept beyond client-output-buffer-limit.
+/// S5: the module stored unread replies beyond client-output-buffer-limit.
 #[test]
 fn a_client_over_the_output_limit_is_disconnected() {
     on_each(&["--client-output-buffer-limit", "normal 1mb 1mb 1"], |server| {
-        let mut admin = Peer::native(server);
+        let mut admin = Client::native(server);
         let values = vec!["x".repeat(1000); 4000];
         let words: Vec<_> =
             ["RPUSH", "l"].into_iter().chain(values.iter().map(String::as_str)).collect();
         admin.ask(&words);
         let before = rss_mib(server);
-        let mut peer = Peer::called(server);
-        peer.send(&vec![vec!["LRANGE", "l", "0", "-1"]; 60]);
-        server.until("the session has ended", || server.count("sessions") == 0);
+        let mut client = Client::of_module(server);
+        client.send(&vec![vec!["LRANGE", "l", "0", "-1"]; 60]);
+        server.wait_until("the end of the session", || server.count("sessions") == 0);
         let grown = rss_mib(server).saturating_sub(before);
-        assert!(grown <= 32, "{grown} MiB are held");
+        assert!(grown <= 32, "{grown} MiB more memory");
         assert_eq!(admin.ask(&["PING"]), "+PONG");
     });
 }
 
-/// A client over the soft limit has its time, and no more.
+/// A client that stays above the soft limit is disconnected when its time is over.
 #[test]
 fn a_client_over_the_soft_limit_is_disconnected_in_time() {
     on_each(&["--client-output-buffer-limit", "normal 0 1mb 1"], |server| {
-        let mut peer = Peer::called(server);
-        peer.ok(&["SET", "k", &"x".repeat(1 << 20)]);
-        peer.send(&vec![vec!["GETRANGE", "k", "0", "-1"]; 20]);
-        server.until("the session has ended", || server.count("sessions") == 0);
+        let mut client = Client::of_module(server);
+        client.ok(&["SET", "k", &"x".repeat(1 << 20)]);
+        client.send(&vec![vec!["GETRANGE", "k", "0", "-1"]; 20]);
+        server.wait_until("the end of the session", || server.count("sessions") == 0);
     });
 }
 
-/// Replies of all sessions together are limited by maxmemory-clients; who holds most goes first,
-/// once.
+/// The replies of all sessions together are limited by maxmemory-clients. Beyond it, the sessions
+/// with the most unread replies are ended, each counted once.
 #[test]
-fn the_largest_holder_goes_beyond_maxmemory_clients() {
+fn evicts_the_largest_sessions_beyond_maxmemory_clients() {
     on_each(&["--maxmemory-clients", "8mb"], |server| {
-        let mut small = Peer::called(server);
+        let mut small = Client::of_module(server);
         small.ok(&["SET", "k", &"x".repeat(1 << 20)]);
-        // Each of them holds too much by itself, whatever its socket takes.
-        let mut large: Vec<_> = (0..4).map(|_| Peer::called(server)).collect();
-        large.iter_mut().for_each(|peer| peer.send(&vec![vec!["GETRANGE", "k", "0", "-1"]; 60]));
-        server.until("all but one have ended", || server.count("sessions") == 1);
+        // Each of them exceeds the limit by itself, whatever its socket buffers hold.
+        let mut large: Vec<_> = (0..4).map(|_| Client::of_module(server)).collect();
+        large
+            .iter_mut()
+            .for_each(|client| client.send(&vec![vec!["GETRANGE", "k", "0", "-1"]; 60]));
+        server.wait_until("only one session is left", || server.count("sessions") == 1);
         assert_eq!(server.count("sessions_evicted"), 4);
         assert_eq!(small.ask(&["PING"]), "+PONG");
     });
 }
 
-/// A client that sends a long pipeline before it reads works as at the engine's own port.
+/// A client may send a long pipeline before it reads, as at the engine's own port.
 #[test]
 fn a_client_may_send_all_before_it_reads() {
     on_each(&[], |server| {
-        let mut peer = Peer::called(server);
-        peer.ok(&["SET", "k", &"x".repeat(10_000)]);
+        let mut client = Client::of_module(server);
+        client.ok(&["SET", "k", &"x".repeat(10_000)]);
         let count = 10_000;
-        peer.send(&vec![vec!["GETRANGE", "k", "0", "-1"]; count]);
-        assert!(peer.replies(count).iter().all(|reply| reply.len() == 10_010));
+        client.send(&vec![vec!["GETRANGE", "k", "0", "-1"]; count]);
+        assert!(client.replies(count).iter().all(|reply| reply.len() == 10_010));
     });
 }
 
-/// S11: without the right to FERRITE MARK, WAIT spoke of older writes.
+/// S11: for users without the right to FERRITE MARK, WAIT counted only older writes.
 #[test]
-fn wait_tells_the_truth_whatever_the_users_rights() {
+fn wait_is_correct_whatever_the_users_rights() {
     for program in engines() {
-        let mut primary = start(&program, &["--port", &scene::free_port()]);
+        let mut primary = start(&program, &["--port", &server::free_port()]);
         let port: Vec<String> = primary.ask(&["CONFIG", "GET", "port"]);
         let replica = start(&program, &["--replicaof", "127.0.0.1", &port[1]]);
-        let mut admin = Peer::native(&primary);
-        primary.until("a replica", || admin.ask(&["INFO", "replication"]).contains("state=online"));
+        let mut admin = Client::native(&primary);
+        primary.wait_until("an online replica", || {
+            admin.ask(&["INFO", "replication"]).contains("state=online")
+        });
         admin.ok(&["ACL", "SETUSER", "w", "on", ">w", "~*", "+set", "+wait", "+auth"]);
-        let mut peer = Peer::called(&primary);
-        peer.ok(&["AUTH", "w", "w"]);
-        peer.ok(&["SET", "k", "v"]);
-        assert_eq!(peer.ask(&["WAIT", "1", "20000"]), ":1");
+        let mut client = Client::of_module(&primary);
+        client.ok(&["AUTH", "w", "w"]);
+        client.ok(&["SET", "k", "v"]);
+        assert_eq!(client.ask(&["WAIT", "1", "20000"]), ":1");
         replica.signal("STOP");
-        peer.ok(&["SET", "k", "v"]);
-        assert_eq!(peer.ask(&["WAIT", "1", "300"]), ":0");
+        client.ok(&["SET", "k", "v"]);
+        assert_eq!(client.ask(&["WAIT", "1", "300"]), ":0");
         replica.signal("CONT");
-        assert_eq!(peer.ask(&["WAIT", "1", "20000"]), ":1");
-        primary.assert_well();
+        assert_eq!(client.ask(&["WAIT", "1", "20000"]), ":1");
+        primary.assert_healthy();
     }
 }
 
-/// What becomes of a WAIT for one replica when a client has written, has done something, and no
-/// replica can have heard of the write.
-fn wait_after(program: &Path, act: impl Fn(&mut Peer, &mut Peer)) -> Option<String> {
+/// Returns the reply to WAIT after a client has written and `act` has run, while the replica is
+/// stopped and cannot have the write. `None` if the client was disconnected.
+fn wait_after(program: &Path, act: impl Fn(&mut Client, &mut Client)) -> Option<String> {
     let mut primary =
-        start(program, &["--port", &scene::free_port(), "--repl-diskless-sync-delay", "0"]);
+        start(program, &["--port", &server::free_port(), "--repl-diskless-sync-delay", "0"]);
     let port: Vec<String> = primary.ask(&["CONFIG", "GET", "port"]);
     let replica = start(program, &["--replicaof", "127.0.0.1", &port[1]]);
-    let (mut admin, mut peer) = (Peer::native(&primary), Peer::called(&primary));
-    primary.until("a replica", || admin.ask(&["INFO", "replication"]).contains("state=online"));
-    peer.ok(&["SET", "k", "older"]);
-    assert_eq!(peer.ask(&["WAIT", "1", "20000"]), ":1");
+    let (mut admin, mut client) = (Client::native(&primary), Client::of_module(&primary));
+    primary
+        .wait_until("a replica", || admin.ask(&["INFO", "replication"]).contains("state=online"));
+    client.ok(&["SET", "k", "older"]);
+    assert_eq!(client.ask(&["WAIT", "1", "20000"]), ":1");
     replica.signal("STOP");
-    peer.ok(&["SET", "k", "newer"]);
-    act(&mut peer, &mut admin);
-    // A client that was hung up on was not lied to.
-    let sent = peer.try_send(&[vec!["WAIT", "1", "300"]]);
-    let answer = if sent { peer.next() } else { None };
+    client.ok(&["SET", "k", "newer"]);
+    act(&mut client, &mut admin);
+    // To disconnect the client is correct too: then it gets no wrong reply.
+    let sent = client.try_send(&[vec!["WAIT", "1", "300"]]);
+    let reply = if sent { client.next() } else { None };
     replica.signal("CONT");
-    primary.assert_well();
-    answer.map(|answer| String::from_utf8_lossy(&answer).trim_end().to_owned())
+    primary.assert_healthy();
+    reply.map(|reply| String::from_utf8_lossy(&reply).trim_end().to_owned())
 }
 
-/// Writes that were called are marked before the session is pinned, or there is no session.
+/// Before a session is pinned to proxy, its called writes are marked; otherwise it is ended.
 #[test]
-fn wait_tells_the_truth_after_replies_and_commands_without_a_clear_end() {
+fn wait_is_correct_after_replies_and_commands_that_cannot_be_framed() {
     for program in engines() {
-        let after_script = wait_after(&program, |peer, _| {
+        let after_script = wait_after(&program, |client, _| {
             let deep = "local t = {} for i = 1, 40 do t = {t} end return t";
-            peer.send(&[vec!["EVAL", deep, "0"]]);
-            peer.until(b"*1\r\n*0\r\n");
+            client.send(&[vec!["EVAL", deep, "0"]]);
+            client.read_until(b"*1\r\n*0\r\n");
         });
         assert_eq!(after_script.as_deref(), Some(":0"), "{program:?}");
-        let after_wrong_end = wait_after(&program, |peer, _| {
+        let after_wrong_end = wait_after(&program, |client, _| {
             let value = "x".repeat(400_000);
-            // Engines before Valkey 9 take any two bytes for the end of a word.
-            peer.write(format!("*2\r\n$4\r\nECHO\r\n$400000\r\n{value}zz").as_bytes());
-            let _ = peer.next();
+            // Engines before Valkey 9 accept any two bytes as the end of a word.
+            client.write(format!("*2\r\n$4\r\nECHO\r\n$400000\r\n{value}zz").as_bytes());
+            let _ = client.next();
         });
-        assert!(after_wrong_end.is_none_or(|answer| answer == ":0"), "{program:?}");
+        assert!(after_wrong_end.is_none_or(|reply| reply == ":0"), "{program:?}");
     }
 }
 
-/// The same where the engine refuses the mark.
+/// As the test before, but the engine refuses FERRITE MARK.
 #[test]
-fn wait_tells_the_truth_where_its_mark_is_refused() {
+fn wait_is_correct_if_the_mark_is_refused() {
     let refuse_writes =
-        |admin: &mut Peer| admin.ok(&["CONFIG", "SET", "min-replicas-to-write", "2"]);
+        |admin: &mut Client| admin.ok(&["CONFIG", "SET", "min-replicas-to-write", "2"]);
     for program in engines() {
-        let after_pin = wait_after(&program, |peer, admin| {
+        let after_pin = wait_after(&program, |client, admin| {
             refuse_writes(admin);
-            peer.write(b"PING\r\n");
-            let _ = peer.next();
+            client.write(b"PING\r\n");
+            let _ = client.next();
         });
-        assert!(after_pin.is_none_or(|answer| answer == ":0"), "{program:?}");
-        let in_transaction = wait_after(&program, |peer, admin| {
+        assert!(after_pin.is_none_or(|reply| reply == ":0"), "{program:?}");
+        let in_transaction = wait_after(&program, |client, admin| {
             refuse_writes(admin);
-            peer.ok(&["MULTI"]);
-            // The WAIT that is queued here would be answered in EXEC.
-            let sent = peer.try_send(&[vec!["WAIT", "1", "0"], vec!["EXEC"]]);
-            let said =
-                [peer.next(), peer.next()].into_iter().flatten().flatten().collect::<Vec<_>>();
-            assert!(!sent || !String::from_utf8_lossy(&said).contains(":1"), "{program:?}");
+            client.ok(&["MULTI"]);
+            // The reply to EXEC would have the reply to this queued WAIT.
+            let sent = client.try_send(&[vec!["WAIT", "1", "0"], vec!["EXEC"]]);
+            let replies =
+                [client.next(), client.next()].into_iter().flatten().flatten().collect::<Vec<_>>();
+            assert!(!sent || !String::from_utf8_lossy(&replies).contains(":1"), "{program:?}");
         });
         assert!(
-            in_transaction.is_none_or(|answer| answer == ":0" || answer.starts_with('-')),
+            in_transaction.is_none_or(|reply| reply == ":0" || reply.starts_with('-')),
             "{program:?}"
         );
     }
 }
 
-/// S11: where the write that WAIT needs is refused, so is WAIT.
+/// S11: WAIT fails if the engine refuses the FERRITE MARK that it needs.
 #[test]
-fn wait_fails_where_its_mark_is_refused() {
+fn wait_fails_if_its_mark_is_refused() {
     on_each(&[], |server| {
-        let (mut peer, mut admin) = (Peer::called(server), Peer::native(server));
-        peer.ok(&["SET", "k", "v"]);
+        let (mut client, mut admin) = (Client::of_module(server), Client::native(server));
+        client.ok(&["SET", "k", "v"]);
         admin.ok(&["CONFIG", "SET", "min-replicas-to-write", "1"]);
-        assert!(peer.ask(&["WAIT", "1", "100"]).starts_with("-NOREPLICAS"));
+        assert!(client.ask(&["WAIT", "1", "100"]).starts_with("-NOREPLICAS"));
         admin.ok(&["CONFIG", "SET", "min-replicas-to-write", "0"]);
-        assert_eq!(peer.ask(&["WAIT", "1", "100"]), ":0");
+        assert_eq!(client.ask(&["WAIT", "1", "100"]), ":0");
     });
 }
 
-/// S14: an error after its login part left HELLO's user in the engine, and another in the module.
+/// S14: after a HELLO that logged in and then failed, the engine and the module had different
+/// users for the client.
 #[test]
-fn a_hello_that_fails_after_its_login_has_the_engines_user() {
+fn a_hello_that_fails_after_its_login_changes_the_user() {
     on_each(&[], |server| {
-        let (mut peer, mut native) = (Peer::called(server), Peer::native(server));
+        let (mut client, mut native) = (Client::of_module(server), Client::native(server));
         native.ok(&["ACL", "SETUSER", "low", "on", ">p", "~low:*", "+get", "+acl|whoami"]);
         native.ok(&["SET", "k", "v"]);
-        for client in [&mut peer, &mut native] {
-            let said = client.ask(&["HELLO", "3", "AUTH", "low", "p", "BAD"]);
-            assert!(said.starts_with("-ERR"), "{said}");
+        for either in [&mut client, &mut native] {
+            let reply = either.ask(&["HELLO", "3", "AUTH", "low", "p", "BAD"]);
+            assert!(reply.starts_with("-ERR"), "{reply}");
         }
-        let who = native.ask(&["ACL", "WHOAMI"]);
-        assert_eq!(peer.ask(&["ACL", "WHOAMI"]), who);
-        assert_eq!(peer.ask(&["GET", "k"]), native.ask(&["GET", "k"]));
+        let user = native.ask(&["ACL", "WHOAMI"]);
+        assert_eq!(client.ask(&["ACL", "WHOAMI"]), user);
+        assert_eq!(client.ask(&["GET", "k"]), native.ask(&["GET", "k"]));
     });
 }
 
-/// Commands run in-process for who has logged in, and for nobody before.
+/// Commands run in-process only after the client has logged in.
 #[test]
 fn calls_begin_with_the_login() {
     on_each(&["--requirepass", "x"], |server| {
-        let mut admin = Peer::native(server);
+        let mut admin = Client::native(server);
         admin.ok(&["AUTH", "x"]);
-        let mut peer = Peer::called_at(&address(&mut admin));
+        let mut client = Client::at(&address(&mut admin));
         let mut called = || {
             let info = admin.ask(&["INFO", "ferrite"]);
             let line = info.lines().find_map(|line| line.strip_prefix("ferrite_commands_called:"));
             line.and_then(|number| number.trim_end().parse::<u64>().ok()).expect("a number")
         };
-        assert!(peer.ask(&["GET", "k"]).starts_with("-NOAUTH"));
-        assert!(peer.ask(&["AUTH", "wrong"]).starts_with("-WRONGPASS"));
-        assert!(peer.ask(&["GET", "k"]).starts_with("-NOAUTH"));
+        assert!(client.ask(&["GET", "k"]).starts_with("-NOAUTH"));
+        assert!(client.ask(&["AUTH", "wrong"]).starts_with("-WRONGPASS"));
+        assert!(client.ask(&["GET", "k"]).starts_with("-NOAUTH"));
         assert_eq!(called(), 0);
-        peer.ok(&["AUTH", "x"]);
-        assert_eq!(peer.ask(&["GET", "k"]), "$-1");
-        assert_eq!(called(), 1, "the user `default`, with its password");
-        assert_eq!(peer.ask(&["RESET"]), "+RESET");
-        assert!(peer.ask(&["GET", "k"]).starts_with("-NOAUTH"));
+        client.ok(&["AUTH", "x"]);
+        assert_eq!(client.ask(&["GET", "k"]), "$-1");
+        assert_eq!(called(), 1, "after a login as the user `default`");
+        assert_eq!(client.ask(&["RESET"]), "+RESET");
+        assert!(client.ask(&["GET", "k"]).starts_with("-NOAUTH"));
         assert_eq!(called(), 1);
-        peer.ask(&["HELLO", "3", "AUTH", "default", "x"]);
-        assert_eq!(peer.ask(&["GET", "k"]), "_", "in RESP3");
+        client.ask(&["HELLO", "3", "AUTH", "default", "x"]);
+        assert_eq!(client.ask(&["GET", "k"]), "_", "in RESP3");
         assert_eq!(called(), 2);
     });
 }
 
-/// The commands that sessions run for themselves do nothing for anybody else.
+/// The internal commands of sessions do nothing for other clients.
 #[test]
 fn internal_commands_refuse_others() {
     on_each(&[], |server| {
-        for peer in [&mut Peer::native(server), &mut Peer::called(server)] {
+        for client in [&mut Client::native(server), &mut Client::of_module(server)] {
             for words in [&["FERRITE", "BIND", "0123"][..], &["FERRITE", "ATTEST", ""]] {
-                assert!(peer.ask(words).starts_with("-ERR only sessions"), "{words:?}");
+                assert!(client.ask(words).starts_with("-ERR only sessions"), "{words:?}");
             }
         }
-        assert!(Peer::native(server).ask(&["FERRITE", "MARK"]).starts_with("-ERR only sessions"));
-        assert!(Peer::native(server).ask(&["FERRITE", "BIND"]).starts_with("-ERR wrong number"));
+        assert!(Client::native(server).ask(&["FERRITE", "MARK"]).starts_with("-ERR only sessions"));
+        assert!(Client::native(server).ask(&["FERRITE", "BIND"]).starts_with("-ERR wrong number"));
     });
 }
 
-/// S13: a session leads to the engine's client and back.
+/// S13: FERRITE CLIENTS shows the engine's client of a session, and ACL LOG the session's address.
 #[test]
-fn sessions_show_the_engines_client() {
+fn sessions_can_be_matched_with_the_engines_clients() {
     on_each(&[], |server| {
-        let (mut peer, mut admin) = (Peer::called(server), Peer::native(server));
+        let (mut client, mut admin) = (Client::of_module(server), Client::native(server));
         admin.ok(&["ACL", "SETUSER", "low", "on", ">p", "~low:*", "+get", "+client|id"]);
-        peer.ok(&["AUTH", "low", "p"]);
-        let id = peer.ask(&["CLIENT", "ID"])[1..].to_owned();
+        client.ok(&["AUTH", "low", "p"]);
+        let id = client.ask(&["CLIENT", "ID"])[1..].to_owned();
         let line = admin.ask(&["FERRITE", "CLIENTS"]);
         assert!(line.contains(&format!(" client-id={id} user=low addr=127.0.0.1:")), "{line}");
-        assert!(peer.ask(&["GET", "k"]).starts_with("-NOPERM"));
+        assert!(client.ask(&["GET", "k"]).starts_with("-NOPERM"));
         let log = admin.ask(&["ACL", "LOG"]);
-        assert!(log.contains("name=ferrite:127.0.0.1:"), "the source is in ACL LOG: {log}");
+        assert!(log.contains("name=ferrite:127.0.0.1:"), "no address in ACL LOG: {log}");
     });
 }
 
-/// An engine whose ACL command is renamed does not tell whether it asks for a password: sessions
-/// work, on the proxy path.
+/// If ACL is renamed, the module cannot find out whether the engine needs a password. Sessions then
+/// use the proxy path.
 #[test]
-fn sessions_work_where_acl_is_renamed() {
+fn sessions_work_if_acl_is_renamed() {
     on_each(&["--rename-command", "ACL", "xacl"], |server| {
-        let mut peer = Peer::called(server);
-        peer.ok(&["SET", "k", "v"]);
-        assert_eq!(peer.ask(&["xacl", "WHOAMI"]), "$7\r\ndefault");
-        assert_eq!(peer.ask(&["GET", "k"]), "$1\r\nv");
+        let mut client = Client::of_module(server);
+        client.ok(&["SET", "k", "v"]);
+        assert_eq!(client.ask(&["xacl", "WHOAMI"]), "$7\r\ndefault");
+        assert_eq!(client.ask(&["GET", "k"]), "$1\r\nv");
     });
 }
 
-/// The engine refuses a client that has not logged in by the head of a large command.
+/// Before a login, the engine rejects a large command as soon as it has read its header.
 #[test]
-fn heads_of_large_commands_are_refused_before_a_login() {
+fn large_commands_are_rejected_before_a_login() {
     on_each(&["--requirepass", "x"], |server| {
-        let mut admin = Peer::native(server);
+        let mut admin = Client::native(server);
         admin.ok(&["AUTH", "x"]);
         let address = address(&mut admin);
         for head in ["*1001\r\n", "*2\r\n$4\r\nECHO\r\n$100000\r\n"] {
-            let (mut peer, mut native) = (Peer::called_at(&address), Peer::native(server));
-            peer.write(head.as_bytes());
+            let (mut client, mut native) = (Client::at(&address), Client::native(server));
+            client.write(head.as_bytes());
             native.write(head.as_bytes());
-            let refusal = peer.next();
+            let refusal = client.next();
             assert_eq!(refusal, native.next(), "{head:?}");
             assert!(
                 refusal.is_some_and(|it| it.starts_with(b"-ERR Protocol error: unauthenticated"))
             );
-            assert_eq!(peer.next(), None);
+            assert_eq!(client.next(), None);
         }
     });
 }
 
-/// A client can send FERRITE MARK itself. It writes to the append-only file and to replicas, so it
-/// does nothing unless its session has written before.
+/// A client can send FERRITE MARK itself. Since that writes to the append-only file and to
+/// replicas, it fails unless the session has written before.
 #[test]
-fn marks_are_for_sessions_that_have_written() {
+fn mark_fails_unless_the_session_has_written() {
     on_each(&["--requirepass", "x"], |server| {
-        let mut admin = Peer::native(server);
+        let mut admin = Client::native(server);
         admin.ok(&["AUTH", "x"]);
-        let mut peer = Peer::called_at(&address(&mut admin));
-        assert!(peer.ask(&["FERRITE", "MARK"]).starts_with("-ERR only sessions"), "before a login");
-        peer.ok(&["AUTH", "x"]);
+        let mut client = Client::at(&address(&mut admin));
         assert!(
-            peer.ask(&["FERRITE", "MARK"]).starts_with("-ERR only sessions"),
-            "nothing was written"
+            client.ask(&["FERRITE", "MARK"]).starts_with("-ERR only sessions"),
+            "before a login"
         );
-        peer.ok(&["SET", "k", "v"]);
-        peer.ok(&["FERRITE", "MARK"]);
-        assert!(peer.ask(&["FERRITE", "MARK"]).starts_with("-ERR only sessions"), "once");
+        client.ok(&["AUTH", "x"]);
+        assert!(
+            client.ask(&["FERRITE", "MARK"]).starts_with("-ERR only sessions"),
+            "before a write"
+        );
+        client.ok(&["SET", "k", "v"]);
+        client.ok(&["FERRITE", "MARK"]);
+        assert!(
+            client.ask(&["FERRITE", "MARK"]).starts_with("-ERR only sessions"),
+            "a second time"
+        );
     });
 }
 
-/// A slow reader costs what it has not read, not what it ever was sent.
+/// A slow reader uses memory only for the replies that it has not read yet.
 #[test]
-fn replies_that_were_read_take_no_memory() {
+fn replies_that_were_read_use_no_memory() {
     on_each(&[], |server| {
-        let mut peer = Peer::called(server);
-        peer.ok(&["SET", "k", &"x".repeat(1 << 20)]);
+        let mut client = Client::of_module(server);
+        client.ok(&["SET", "k", &"x".repeat(1 << 20)]);
         let get = ["GETRANGE", "k", "0", "-1"];
-        // Some are always unread.
-        peer.send(&vec![get.to_vec(); 20]);
-        peer.next().expect("a reply");
+        // From now on some replies are always unread.
+        client.send(&vec![get.to_vec(); 20]);
+        client.next().expect("a reply");
         let before = rss_mib(server);
         for _ in 0..100 {
-            peer.send(&[get.to_vec()]);
-            assert_eq!(peer.next().map(|reply| reply.len()), Some((1 << 20) + 12));
+            client.send(&[get.to_vec()]);
+            assert_eq!(client.next().map(|reply| reply.len()), Some((1 << 20) + 12));
         }
         let grown = rss_mib(server).saturating_sub(before);
-        assert!(grown < 60, "{grown} MiB more after 100 MiB were read");
+        assert!(grown < 60, "{grown} MiB more memory after 100 MiB were read");
     });
 }
 
-/// S2: a name of any length may be what a command was renamed to.
+/// S2: a command can be renamed to a name of any length.
 #[test]
-fn a_long_new_name_is_no_plain_command() {
+fn a_renamed_reset_with_a_long_name_resets() {
     let name = "reset-0123456789abcdef0123456789abcdef0123456789";
     on_each(&["--requirepass", "x", "--rename-command", "RESET", name], |server| {
-        let mut admin = Peer::native(server);
+        let mut admin = Client::native(server);
         admin.ok(&["AUTH", "x"]);
-        let mut peer = Peer::called_at(&address(&mut admin));
-        peer.ok(&["AUTH", "x"]);
-        peer.ok(&["SET", "k", "v"]);
-        assert_eq!(peer.ask(&[name]), "+RESET");
-        assert!(peer.ask(&["GET", "k"]).starts_with("-NOAUTH"));
+        let mut client = Client::at(&address(&mut admin));
+        client.ok(&["AUTH", "x"]);
+        client.ok(&["SET", "k", "v"]);
+        assert_eq!(client.ask(&[name]), "+RESET");
+        assert!(client.ask(&["GET", "k"]).starts_with("-NOAUTH"));
     });
 }
 
 fn open_files(server: &Server) -> usize {
-    std::fs::read_dir(format!("/proc/{}/fd", server.pid())).expect("it runs").count()
+    std::fs::read_dir(format!("/proc/{}/fd", server.pid())).expect("a running engine").count()
 }
 
-/// Connections that say nothing took the numbers of descriptors that the engine's loop has a place
-/// for: it accepted clients at its own port, never heard them, and kept them when they had gone.
+/// Silent connections used up the descriptor numbers that the engine's event loop can handle. The
+/// engine then accepted clients at its own port but never read from them, and kept them open after
+/// they had gone.
 #[test]
 fn silent_connections_take_no_descriptors_of_the_engines() {
     on_each(&["--maxclients", "40"], |server| {
         let address = server.info("address");
         let silent: Vec<_> =
-            (0..400).map(|_| TcpStream::connect(&address).expect("it listens")).collect();
-        server.until("they are accepted", || open_files(server) > silent.len());
-        assert_eq!(Peer::native(server).ask(&["PING"]), "+PONG");
-        assert_eq!(Peer::called(server).ask(&["PING"]), "+PONG");
-        // Nor do those that speak, all at a time.
+            (0..400).map(|_| TcpStream::connect(&address).expect("a connection")).collect();
+        server.wait_until("all are accepted", || open_files(server) > silent.len());
+        assert_eq!(Client::native(server).ask(&["PING"]), "+PONG");
+        assert_eq!(Client::of_module(server).ask(&["PING"]), "+PONG");
+        // Now all of them send a command at once.
         for mut client in &silent {
-            client.write_all(b"*1\r\n$4\r\nPING\r\n").expect("it is there");
+            client.write_all(b"*1\r\n$4\r\nPING\r\n").expect("to send");
         }
         for mut client in &silent {
-            client.set_read_timeout(Some(scene::PATIENCE)).expect("a time limit");
-            // It is answered or refused, and hears of it unless it was reset.
-            let heard = client.read(&mut [0; 64]);
-            assert!(!heard.is_err_and(|error| error.kind() == ErrorKind::WouldBlock));
+            client.set_read_timeout(Some(server::TIMEOUT)).expect("a read timeout");
+            // Each gets a reply or a rejection, or is reset.
+            let received = client.read(&mut [0; 64]);
+            assert!(!received.is_err_and(|error| error.kind() == ErrorKind::WouldBlock));
         }
         drop(silent);
-        server.until("all are closed", || open_files(server) < 100);
+        server.wait_until("all are closed", || open_files(server) < 100);
     });
 }
 
-/// A client that has lost its power had its session for ever.
+/// The session of a client that lost its power stayed forever. TCP keepalive ends it.
 #[test]
-fn clients_that_vanish_are_looked_for() {
+fn clients_that_vanish_are_detected_by_keepalive() {
     on_each(&[], |server| {
         let address = server.info("address");
-        let mut peer = Peer::called_at(&address);
-        assert_eq!(peer.ask(&["PING"]), "+PONG");
+        let mut client = Client::at(&address);
+        assert_eq!(client.ask(&["PING"]), "+PONG");
         let port =
             address.rsplit(':').next().and_then(|port| port.parse::<u16>().ok()).expect("a port");
         let local = format!(":{port:04X}");
-        let sockets = std::fs::read_to_string("/proc/net/tcp").expect("Linux has it");
-        // Where it is, where its peer is, its state (1: established), its queues, and its timer (2:
-        // keepalive).
+        let sockets = std::fs::read_to_string("/proc/net/tcp").expect("the kernel's TCP sockets");
+        // The columns: local address, remote address, state (1: established), queues, and timer
+        // (2: keepalive).
         let timers: Vec<_> = sockets
             .lines()
             .map(|line| line.split_ascii_whitespace().collect::<Vec<_>>())
@@ -666,11 +680,11 @@ fn clients_that_vanish_are_looked_for() {
     });
 }
 
-/// The engine's `timeout` is for who has never said anything, too.
+/// The engine's `timeout` also applies to clients that have never sent anything.
 #[test]
-fn silent_clients_are_hung_up_on_after_the_engines_timeout() {
+fn silent_clients_are_disconnected_after_the_engines_timeout() {
     on_each(&["--timeout", "1"], |server| {
-        let mut silent = Peer::called(server);
+        let mut silent = Client::of_module(server);
         assert_eq!(silent.next(), None);
     });
 }

@@ -1,16 +1,16 @@
-//! Commands that are called answer as they do on a connection: every reply is held against the
-//! engine's own socket. When they must not be called is `host_calls_guards`'.
+//! Called commands give the same replies as on a connection: every reply is compared with that of
+//! the engine's own socket. `host_calls_guards` tests when commands must not be called.
 
-mod scene;
-mod talk;
+mod client;
+mod server;
 
 use std::time::Duration;
 
-use talk::{Pair, Peer, calls, commands, engines, start, words};
+use client::{Client, Pair, calls, commands, engines, start, words};
 
-/// KEYS asks for one: the order of several changes while the engine's table grows.
+/// The pattern of KEYS matches only one key, since the order of several keys can differ.
 #[test]
-fn data_commands_answer_the_same() {
+fn data_commands_give_equal_replies() {
     const LINES: &str = "SET s 1|GET s|INCRBY s 41|APPEND s x|INCR s|STRLEN s|GETRANGE s 0 1|SETEX t 100 v|GETEX t PERSIST|TTL t\
         |MSET a 1 b 2|MGET a b c s|GETDEL a|SETNX b 3|SET b 4 XX GET|GETSET b 5|LCS b s|SETRANGE s 5 y|SETBIT bits 7 1|BITCOUNT bits\
         |BITFIELD bits GET u4 0|BITOP NOT bits2 bits|LPUSH l 1 2 3|RPUSH l a|LRANGE l 0 -1|LPOP l 2|LINSERT l BEFORE a z|LLEN l|LMOVE l l2 LEFT RIGHT\
@@ -25,71 +25,73 @@ fn data_commands_answer_the_same() {
     for program in engines() {
         let server = start(&program, &[]);
         for protocol in ["2", "3"] {
-            let mut pair = Pair::apart(&server);
-            pair.called.raw(&["HELLO", protocol]); // its reply has a number of its own
+            let mut pair = Pair::in_two_databases(&server);
+            // The replies differ in the client id.
+            pair.module.raw(&["HELLO", protocol]);
             pair.native.raw(&["HELLO", protocol]);
             let called = calls(&server, || {
                 for line in LINES.split('|') {
                     pair.same(&words(line));
                 }
             });
-            assert!(called > 90, "{called} of {} were called", LINES.split('|').count());
+            assert!(called > 90, "only {called} of {} were called", LINES.split('|').count());
         }
     }
 }
 
-/// As clients of many languages do in a pipeline: all is said before the first answer is read.
-/// Neither direction's buffers hold it.
+/// Many client libraries send a whole pipeline before they read the first reply. Here neither the
+/// commands nor the replies fit into the socket buffers.
 #[test]
-fn a_client_may_read_last() {
+fn a_client_may_send_a_whole_pipeline_before_it_reads() {
     const COUNT: usize = 2500;
     for program in engines() {
         let server = start(&program, &[]);
-        let mut peer = Peer::called(&server);
+        let mut client = Client::of_module(&server);
         let value = "v".repeat(10_000);
         let pair = [vec!["SET", "k", &value], vec!["GET", "k"]];
         let called = calls(&server, || {
-            peer.send(&vec![pair; COUNT].concat());
-            let answer = [b"$10000\r\n", value.as_bytes(), b"\r\n"].concat();
+            client.send(&vec![pair; COUNT].concat());
+            let expected = [b"$10000\r\n", value.as_bytes(), b"\r\n"].concat();
             for _ in 0..COUNT {
-                assert_eq!(peer.next().as_deref(), Some(&b"+OK\r\n"[..]));
-                assert!(peer.next().is_some_and(|reply| reply == answer));
+                assert_eq!(client.next().as_deref(), Some(&b"+OK\r\n"[..]));
+                assert!(client.next().is_some_and(|reply| reply == expected));
             }
         });
         assert_eq!(called, 2 * COUNT as u64);
     }
 }
 
-/// In the middle of a pipeline, in a transaction, and with the rights of who asks.
+/// `INFO rdma` returns the module's section: in a pipeline, in a transaction, and only to users
+/// with the right to INFO.
 #[test]
-fn info_rdma_is_the_modules() {
+fn info_rdma_returns_the_modules_section() {
     for program in engines() {
         let server = start(&program, &[]);
-        let mut peer = Peer::called(&server);
+        let mut client = Client::of_module(&server);
         let is_ours =
             |reply: &[u8]| reply.windows(26).any(|piece| piece == b"ferrite_rdma_connections:0");
-        peer.send(&["SET k v", "info RDMA", "INCR n", "INFO rdma clients", "PING"].map(words));
-        assert_eq!(peer.next().as_deref(), Some(&b"+OK\r\n"[..]));
-        let info = peer.next().expect("a reply");
+        client.send(&["SET k v", "info RDMA", "INCR n", "INFO rdma clients", "PING"].map(words));
+        assert_eq!(client.next().as_deref(), Some(&b"+OK\r\n"[..]));
+        let info = client.next().expect("a reply");
         assert!(is_ours(&info), "{}", info.escape_ascii());
-        assert_eq!(peer.next().as_deref(), Some(&b":1\r\n"[..]));
-        assert!(!is_ours(&peer.next().expect("a reply")), "that is the engine's to answer");
-        assert_eq!(peer.next().as_deref(), Some(&b"+PONG\r\n"[..]));
-        peer.send(&["MULTI", "INFO rdma", "EXEC"].map(words));
-        let replies = [(); 3].map(|()| peer.next().expect("a reply"));
+        assert_eq!(client.next().as_deref(), Some(&b":1\r\n"[..]));
+        assert!(!is_ours(&client.next().expect("a reply")), "this INFO is the engine's own");
+        assert_eq!(client.next().as_deref(), Some(&b"+PONG\r\n"[..]));
+        client.send(&["MULTI", "INFO rdma", "EXEC"].map(words));
+        let replies = [(); 3].map(|()| client.next().expect("a reply"));
         assert_eq!(replies[1], b"+QUEUED\r\n");
         assert!(is_ours(&replies[2]), "{}", replies[2].escape_ascii());
         server.ask::<String>(&["ACL", "SETUSER", "bob", "on", "nopass", "+@all", "-info", "~*"]);
-        peer.send(&["AUTH bob x", "INFO rdma"].map(words));
-        assert_eq!(peer.next().as_deref(), Some(&b"+OK\r\n"[..]));
-        assert!(peer.next().expect("a reply").starts_with(b"-NOPERM"));
+        client.send(&["AUTH bob x", "INFO rdma"].map(words));
+        assert_eq!(client.next().as_deref(), Some(&b"+OK\r\n"[..]));
+        assert!(client.next().expect("a reply").starts_with(b"-NOPERM"));
     }
 }
 
-/// Any of the engine's commands with any few arguments, and the same keys with the same bytes in
-/// them at the end.
+/// Random commands of the engine with random arguments give equal replies. In the end both
+/// databases have the same keys with the same types and encodings.
 #[test]
-fn whatever_is_asked_answers_the_same() {
+fn random_commands_give_equal_replies() {
     const KEYS: [&str; 8] = ["k0", "k1", "k2", "k3", "k4", "k5", "k6", "k7"];
     const ARGS: [&str; 48] = [
         "1",
@@ -142,9 +144,9 @@ fn whatever_is_asked_answers_the_same() {
         "a long one, which \
         is more than forty-four bytes and so encoded otherwise",
     ];
-    // Their answers have a time, a chance, or a state of the engine's in them; or they end more
-    // than a command.
-    const OTHERS: &str = " SPOP SRANDMEMBER HRANDFIELD ZRANDMEMBER RANDOMKEY TIME CLUSTERSCAN INFO ROLE LASTSAVE LOLWUT DUMP XINFO \
+    // Not tested here: their replies depend on time, chance or the engine's state, or they change
+    // the connection or the whole engine.
+    const EXCLUDED: &str = " SPOP SRANDMEMBER HRANDFIELD ZRANDMEMBER RANDOMKEY TIME CLUSTERSCAN INFO ROLE LASTSAVE LOLWUT DUMP XINFO \
         MEMORY CLIENT CONFIG ACL DEBUG MODULE FERRITE FUNCTION SCRIPT SLOWLOG LATENCY COMMANDLOG COMMAND CLUSTER PUBSUB AUTH HELLO SELECT \
         SWAPDB FLUSHALL MOVE SHUTDOWN SAVE BGSAVE BGREWRITEAOF FAILOVER REPLICAOF SLAVEOF REPLCONF SYNC PSYNC MIGRATE RESET QUIT MONITOR \
         SUBSCRIBE PSUBSCRIBE SSUBSCRIBE UNSUBSCRIBE PUNSUBSCRIBE SUNSUBSCRIBE MULTI EXEC DISCARD WATCH WAIT WAITAOF PFSELFTEST PFDEBUG \
@@ -152,15 +154,15 @@ fn whatever_is_asked_answers_the_same() {
         READONLY READWRITE ASKING RESTORE-ASKING XADD XAUTOCLAIM XCLAIM OBJECT EXPIRETIME PEXPIRETIME PTTL TTL KEYS ";
     for program in engines() {
         let mut server = start(&program, &[]);
-        let mut pair = Pair::apart(&server);
+        let mut pair = Pair::in_two_databases(&server);
         let mut names = commands(&mut pair.native);
-        names.retain(|name| !OTHERS.contains(&format!(" {} ", name[0])));
-        let mut chance = 7u64;
+        names.retain(|name| !EXCLUDED.contains(&format!(" {} ", name[0])));
+        let mut state = 7u64; // of a linear congruential generator
         let mut pick = |count: usize| {
-            chance = chance
+            state = state
                 .wrapping_mul(6_364_136_223_846_793_005)
                 .wrapping_add(1_442_695_040_888_963_407);
-            usize::try_from(chance >> 33).expect("31 bits") % count
+            usize::try_from(state >> 33).expect("31 bits") % count
         };
         let called = calls(&server, || {
             for _ in 0..4000 {
@@ -172,14 +174,14 @@ fn whatever_is_asked_answers_the_same() {
                         if is_key { KEYS[pick(KEYS.len())] } else { ARGS[pick(ARGS.len())] }.into(),
                     );
                 }
-                // Sets and hashes give their elements in any order.
+                // Sets and hashes return their elements in any order.
                 let sorted = |reply: Vec<u8>| {
                     let mut lines: Vec<_> =
                         reply.split(|byte| *byte == b'\n').map(<[u8]>::to_vec).collect();
                     lines.sort();
                     lines
                 };
-                let (called, native) = (pair.called.raw(&command), pair.native.raw(&command));
+                let (called, native) = (pair.module.raw(&command), pair.native.raw(&command));
                 if called != native {
                     assert_eq!(
                         sorted(called.clone()),
@@ -189,18 +191,19 @@ fn whatever_is_asked_answers_the_same() {
                 }
             }
         });
-        assert!(called > 1000, "{called} were called");
+        assert!(called > 1000, "only {called} were called");
         for key in KEYS {
             pair.same(&["TYPE", key]);
             pair.same(&["OBJECT", "ENCODING", key]);
         }
-        server.assert_well();
+        server.assert_healthy();
     }
 }
 
-/// What crashes an engine, or lies, if it is called: these are answered as ever, by a connection.
+/// Some commands crash an engine or give wrong replies if they are called without a client. They go
+/// over the proxy connection.
 #[test]
-fn what_needs_a_client_has_one() {
+fn commands_that_need_a_client_are_proxied() {
     for program in engines() {
         let mut server = start(&program, &["--appendonly", "yes"]);
         let mut pair = Pair::new(&server);
@@ -210,7 +213,7 @@ fn what_needs_a_client_has_one() {
                 "BLPOP none 0.01",
                 "BZPOPMIN none 0.01",
                 "XREAD BLOCK 10 STREAMS none 0-0",
-                "CLIENT SETNAME me", // before, the name tells where the client is
+                "CLIENT SETNAME me", // the module had set a name with the client's address
                 "CLIENT GETNAME",
                 "MULTI",
                 "SET m 1",
@@ -235,103 +238,110 @@ fn what_needs_a_client_has_one() {
             }
         });
         assert_eq!(called, 0);
-        // They take over the connection.
+        // These commands take over the connection.
         for line in ["SYNC", "PSYNC ? -1", "MONITOR", "SUBSCRIBE ch", "CLIENT TRACKING ON BCAST"] {
-            let mut peer = Peer::called(&server);
-            peer.send(&[words(line)]);
-            peer.within(Duration::from_secs(1)).ok();
+            let mut client = Client::of_module(&server);
+            client.send(&[words(line)]);
+            client.next_within(Duration::from_secs(1)).ok();
         }
-        server.assert_well();
+        server.assert_healthy();
     }
 }
 
-/// Who waits, watches or keeps copies hears of what is called.
+/// Clients that are blocked, watch keys, track keys or subscribe are notified of called commands.
 #[test]
-fn other_clients_hear_of_it() {
+fn called_writes_notify_other_clients() {
     for program in engines() {
         let mut server =
             start(&program, &["--appendonly", "yes", "--notify-keyspace-events", "KA"]);
-        let mut caller = Peer::called(&server);
-        let [mut waits, mut watches, mut keeps, mut listens] =
-            [(); 4].map(|()| Peer::native(&server));
+        let mut caller = Client::of_module(&server);
+        let [mut blocked, mut watching, mut tracking, mut subscribed] =
+            [(); 4].map(|()| Client::native(&server));
         caller.ok(&["SET", "key", "1"]);
-        waits.send(&[vec!["BLPOP", "list", "10"]]);
-        watches.ok(&["WATCH", "key"]);
-        watches.ok(&["MULTI"]);
-        watches.ask(&["GET", "key"]);
-        keeps.raw(&["HELLO", "3"]);
-        keeps.ok(&["CLIENT", "TRACKING", "ON"]);
-        keeps.raw(&["GET", "key"]);
-        listens.raw(&["SUBSCRIBE", "ch", "__keyspace@0__:key"]);
-        listens.next();
-        server.until("it waits", || caller.ask(&["INFO", "clients"]).contains("blocked_clients:1"));
+        blocked.send(&[vec!["BLPOP", "list", "10"]]);
+        watching.ok(&["WATCH", "key"]);
+        watching.ok(&["MULTI"]);
+        watching.ask(&["GET", "key"]);
+        tracking.raw(&["HELLO", "3"]);
+        tracking.ok(&["CLIENT", "TRACKING", "ON"]);
+        tracking.raw(&["GET", "key"]);
+        subscribed.raw(&["SUBSCRIBE", "ch", "__keyspace@0__:key"]);
+        subscribed.next();
+        server.wait_until("a blocked client", || {
+            caller.ask(&["INFO", "clients"]).contains("blocked_clients:1")
+        });
         caller.send(&[
             vec!["LPUSH", "list", "x"],
             vec!["SET", "key", "2"],
             vec!["PUBLISH", "ch", "m"],
         ]);
         assert_eq!(caller.replies(3), [b":1\r\n".to_vec(), b"+OK\r\n".into(), b":1\r\n".into()]);
-        assert_eq!(waits.next().expect("an element"), b"*2\r\n$4\r\nlist\r\n$1\r\nx\r\n");
-        assert_eq!(watches.ask(&["EXEC"]), "*-1");
+        assert_eq!(blocked.next().expect("an element"), b"*2\r\n$4\r\nlist\r\n$1\r\nx\r\n");
+        assert_eq!(watching.ask(&["EXEC"]), "*-1");
         assert_eq!(
-            keeps.next().expect("a word"),
+            tracking.next().expect("an invalidation"),
             b">2\r\n$10\r\ninvalidate\r\n*1\r\n$3\r\nkey\r\n"
         );
-        let heard = [listens.next(), listens.next()]
+        let messages = [subscribed.next(), subscribed.next()]
             .map(|reply| String::from_utf8_lossy(&reply.expect("a message")).into_owned());
-        assert!(heard[0].contains("\r\nset\r\n") && heard[1].contains("\r\nm\r\n"), "{heard:?}");
-        server.assert_well();
+        assert!(
+            messages[0].contains("\r\nset\r\n") && messages[1].contains("\r\nm\r\n"),
+            "{messages:?}"
+        );
+        server.assert_healthy();
     }
 }
 
-/// Every command that there is, with too few words, too many, and some that fit.
+/// Sends every command of the engine with too few, too many and some fitting arguments.
 #[test]
-fn no_command_ends_the_engine() {
-    // They do what their names say.
-    const NOT: &str = " SHUTDOWN DEBUG FAILOVER MIGRATE MONITOR QUIT REPLICAOF SLAVEOF ";
+fn no_command_crashes_the_engine() {
+    const EXCLUDED: &str = " SHUTDOWN DEBUG FAILOVER MIGRATE MONITOR QUIT REPLICAOF SLAVEOF ";
     for program in engines() {
         let mut server = start(&program, &["--appendonly", "yes"]);
-        let mut names = commands(&mut Peer::native(&server));
+        let mut names = commands(&mut Client::native(&server));
         names.retain(|name| {
-            !NOT.contains(&format!(" {} ", name[0])) && name != &["CLIENT", "PAUSE"]
+            !EXCLUDED.contains(&format!(" {} ", name[0])) && name != &["CLIENT", "PAUSE"]
         });
         assert!(names.len() > 300, "{}", names.len());
         let address = server.info("address");
-        let mut peer = Peer::called_at(&address);
+        let mut client = Client::at(&address);
         for name in &names {
             for more in ["", " key", " key 1", " key 0 1", " key value 1 2", " 1 key 0-0 + - 5"] {
                 let line = format!("{}{more}", name.join(" "));
-                peer.send(&[words(&line)]);
-                // What makes another of the session is not read; what waits is left.
-                let takes_over =
+                client.send(&[words(&line)]);
+                // After a command that changes the connection, or that blocks, the next command is
+                // sent on a new connection.
+                let changes_connection =
                     ["SUBSCRIBE", "SYNC", "REPLY", "TRACKING", "RESET", "MULTI", "WATCH", "KILL"];
-                let is_taken = takes_over.iter().any(|word| line.contains(word));
-                if is_taken {
+                let is_changed = changes_connection.iter().any(|word| line.contains(word));
+                if is_changed {
                     std::thread::sleep(Duration::from_millis(20));
                 }
-                if is_taken || !matches!(peer.within(Duration::from_millis(200)), Ok(Some(_))) {
-                    peer = Peer::called_at(&address);
+                if is_changed
+                    || !matches!(client.next_within(Duration::from_millis(200)), Ok(Some(_)))
+                {
+                    client = Client::at(&address);
                 }
             }
         }
         let mut after = Pair::new(&server);
         assert_eq!(after.same(&["PING"]), "+PONG");
-        // How many exactly depends on which answers were not waited for.
+        // The exact number depends on which replies the test did not wait for.
         let called = server.count("commands_called");
         assert!(called > 100, "{called}");
-        server.assert_well();
+        server.assert_healthy();
     }
 }
 
 #[test]
-fn scripts_and_functions_meet_calls() {
+fn scripts_and_functions_mix_with_calls() {
     const LIBRARY: &str = "#!lua name=lib\nredis.register_function('bump', function(keys) return redis.call('incr', keys[1]) end)";
     for program in engines() {
         let mut server = start(&program, &[]);
-        let mut pair = Pair::apart(&server);
-        assert_eq!(pair.called.ask(&["FUNCTION", "LOAD", LIBRARY]), "$3\r\nlib");
+        let mut pair = Pair::in_two_databases(&server);
+        assert_eq!(pair.module.ask(&["FUNCTION", "LOAD", LIBRARY]), "$3\r\nlib");
         let sha =
-            pair.called.ask(&["SCRIPT", "LOAD", "return redis.call('append',KEYS[1],ARGV[1])"]);
+            pair.module.ask(&["SCRIPT", "LOAD", "return redis.call('append',KEYS[1],ARGV[1])"]);
         let sha = sha.lines().nth(1).expect("a hash").to_string();
         pair.same(&["SET", "key", "41"]);
         for _ in 0..3 {
@@ -343,13 +353,13 @@ fn scripts_and_functions_meet_calls() {
             pair.same(&["INCR", "key"]);
         }
         assert_eq!(pair.same(&["GET", "key"]), "$2\r\n47");
-        server.assert_well();
+        server.assert_healthy();
     }
 }
 
 #[test]
-fn runs_keep_their_order() {
-    let mut run: Vec<Vec<String>> = Vec::new();
+fn pipelines_keep_their_order() {
+    let mut pipeline: Vec<Vec<String>> = Vec::new();
     for number in 0..400 {
         let key = format!("key{}", number % 7);
         let line = match number % 10 {
@@ -363,23 +373,23 @@ fn runs_keep_their_order() {
             8 => "LRANGE list 0 -1".into(),
             _ => format!("NOSUCH {number}"),
         };
-        run.push(line.split(' ').map(Into::into).collect());
+        pipeline.push(line.split(' ').map(Into::into).collect());
     }
     for program in engines() {
         let mut server = start(&program, &[]);
-        let mut pair = Pair::apart(&server);
-        pair.called.send(&run);
-        pair.native.send(&run);
-        assert_eq!(pair.called.replies(run.len()), pair.native.replies(run.len()));
-        server.assert_well();
+        let mut pair = Pair::in_two_databases(&server);
+        pair.module.send(&pipeline);
+        pair.native.send(&pipeline);
+        assert_eq!(pair.module.replies(pipeline.len()), pair.native.replies(pipeline.len()));
+        server.assert_healthy();
     }
 }
 
 #[test]
-fn databases_are_told_apart() {
+fn calls_use_the_selected_database() {
     for program in engines() {
         let mut server = start(&program, &[]);
-        let (mut caller, mut native) = (Peer::called(&server), Peer::native(&server));
+        let (mut caller, mut native) = (Client::of_module(&server), Client::native(&server));
         let called = calls(&server, || {
             for line in [
                 "SET key zero",
@@ -406,15 +416,15 @@ fn databases_are_told_apart() {
         }
         native.ok(&["SWAPDB", "0", "3"]);
         assert_eq!(caller.ask(&["GET", "key"]), "$5\r\nagain");
-        server.assert_well();
+        server.assert_healthy();
     }
 }
 
 #[test]
-fn a_scan_finds_all() {
+fn a_scan_finds_all_keys() {
     for program in engines() {
         let mut server = start(&program, &[]);
-        let mut caller = Peer::called(&server);
+        let mut caller = Client::of_module(&server);
         caller.send(
             &(0..500)
                 .map(|number| vec!["SET".into(), format!("key{number}"), "v".into()])
@@ -435,18 +445,18 @@ fn a_scan_finds_all() {
             }
         }
         assert_eq!(found.len(), 500);
-        server.assert_well();
+        server.assert_healthy();
     }
 }
 
-/// What is longer than a window, either way.
+/// Commands and replies that are larger than a window.
 #[test]
-fn large_values_come_whole() {
+fn large_values_arrive_whole() {
     let large = "0123456789abcdef".repeat(1 << 18); // 4 MiB
     for program in engines() {
         let mut server = start(&program, &[]);
         let mut pair = Pair::new(&server);
-        pair.called.ok(&["SET", "large", &large]);
+        pair.module.ok(&["SET", "large", &large]);
         assert_eq!(pair.same(&["STRLEN", "large"]), format!(":{}", large.len()));
         assert!(pair.same(&["GET", "large"]).ends_with(&large));
         let many: Vec<_> = ["RPUSH", "many"]
@@ -454,53 +464,53 @@ fn large_values_come_whole() {
             .map(String::from)
             .chain((0..30).map(|n| format!("{n}{}", &large[..9000])))
             .collect();
-        assert_eq!(pair.called.ask(&many), ":30");
+        assert_eq!(pair.module.ask(&many), ":30");
         pair.same(&["LRANGE", "many", "0", "-1"]);
-        // More arguments than a call takes.
+        // More arguments than a call can have.
         let more: Vec<_> = ["RPUSH", "more"]
             .into_iter()
             .map(String::from)
             .chain((0..5000).map(|n| n.to_string()))
             .collect();
-        assert_eq!(pair.called.ask(&more), ":5000");
+        assert_eq!(pair.module.ask(&more), ":5000");
         pair.same(&["LRANGE", "more", "0", "-1"]);
-        server.assert_well();
+        server.assert_healthy();
     }
 }
 
-/// A number in a section of INFO; 0 if it is not there.
-fn statistic(peer: &mut Peer, section: &str, name: &str) -> u64 {
-    let all = peer.ask(&["INFO", section]);
+/// Returns a number in a section of INFO; 0 if it is missing.
+fn statistic(client: &mut Client, section: &str, name: &str) -> u64 {
+    let all = client.ask(&["INFO", section]);
     let value = all.lines().find_map(|line| line.strip_prefix(name));
     value.map_or(0, |value| value.split(',').next().unwrap_or_default().parse().expect("a number"))
 }
 
-/// Read by its key, a value is the same, and so is what the engine counts; only that it is no
-/// command.
+/// The key path returns the same values as GET, and the engine counts the same keyspace hits and
+/// misses. It is only not counted as a command.
 #[test]
-fn long_values_are_read_by_their_keys() {
+fn long_values_take_the_key_path() {
     for program in engines() {
         let mut server = start(&program, &["--appendonly", "yes"]);
         let mut pair = Pair::new(&server);
         pair.native.ok(&["DEBUG", "SET-ACTIVE-EXPIRE", "0"]);
         pair.native.ok(&["CONFIG", "SET", "maxmemory-policy", "allkeys-lfu"]);
         for protocol in ["2", "3"] {
-            for peer in [&mut pair.called, &mut pair.native] {
-                peer.raw(&["HELLO", protocol]);
+            for client in [&mut pair.module, &mut pair.native] {
+                client.raw(&["HELLO", protocol]);
             }
             pair.native.ok(&["CONFIG", "RESETSTAT"]);
             for length in [300, 1024, 100_000] {
                 let value = "v".repeat(length);
-                pair.called.ok(&["SET", "key", &value]);
+                pair.module.ok(&["SET", "key", &value]);
                 for _ in 0..20 {
-                    assert_eq!(pair.called.ask(&["GET", "key"]), format!("${length}\r\n{value}"));
+                    assert_eq!(pair.module.ask(&["GET", "key"]), format!("${length}\r\n{value}"));
                 }
             }
             let mut count = |section, name| statistic(&mut pair.native, section, name);
             assert_eq!(
                 count("commandstats", "cmdstat_get:calls="),
                 1,
-                "once, to learn that it is long"
+                "only the first GET is a call"
             );
             assert_eq!(
                 (count("stats", "keyspace_hits:"), count("stats", "keyspace_misses:")),
@@ -511,14 +521,14 @@ fn long_values_are_read_by_their_keys() {
                 touched.trim_start_matches(':').parse::<u64>().expect("a number") > 5,
                 "{touched}"
             );
-            // The same name for something else.
-            pair.called.ok(&["SET", "key", "short"]);
+            // The key gets a value of another kind.
+            pair.module.ok(&["SET", "key", "short"]);
             pair.same(&["GET", "key"]);
             pair.same(&["OBJECT", "ENCODING", "key"]);
             for change in
                 ["SET key 12345", "DEL key", "RPUSH key element", "DEL key", "SET key last PX 1"]
             {
-                // So that it is looked at.
+                // A long value first, so that the next GET tries the key path.
                 let long = "v".repeat(1000);
                 pair.native.ask(&["DEL", "key"]);
                 pair.native.ok(&["SET", "key", &long]);
@@ -528,7 +538,7 @@ fn long_values_are_read_by_their_keys() {
                 std::thread::sleep(Duration::from_millis(5));
                 let (encoding, answer) = (
                     pair.native.ask(&["OBJECT", "ENCODING", "key"]),
-                    pair.called.ask(&["GET", "key"]),
+                    pair.module.ask(&["GET", "key"]),
                 );
                 assert_eq!(answer, pair.native.ask(&["GET", "key"]), "{change}");
                 if !change.ends_with("PX 1") {
@@ -541,15 +551,15 @@ fn long_values_are_read_by_their_keys() {
                 pair.native.ask(&["DEL", "key"]);
             }
         }
-        // Not for who may not.
+        // A user without the right to the key gets an error.
         let long = "v".repeat(1000);
         pair.native.ok(&["SET", "key", &long]);
-        pair.called.ask(&["GET", "key"]);
+        pair.module.ask(&["GET", "key"]);
         pair.native.ok(&words("ACL SETUSER bob on nopass ~b* +get +auth"));
         let mut bob = Pair::new(&server);
         bob.same(&["AUTH", "bob", "any"]);
         assert!(bob.same(&["GET", "key"]).starts_with("-NOPERM"));
-        std::thread::sleep(Duration::from_millis(200)); // a few turns of the loop
-        server.assert_well();
+        std::thread::sleep(Duration::from_millis(200)); // a few iterations of the event loop
+        server.assert_healthy();
     }
 }

@@ -1,121 +1,122 @@
-//! What a called write promises: whatever was answered is in the AOF and reaches replicas, once,
-//! and WAIT tells the truth.
+//! The durability of called writes: an acknowledged write is in the AOF and reaches replicas
+//! exactly once, and WAIT is correct.
 
-mod scene;
-mod talk;
+mod client;
+mod server;
 
 use std::path::Path;
 use std::sync::Mutex;
 use std::time::Duration;
 
-use scene::{Server, Start, free_port};
-use talk::{Peer, engines, start};
+use client::{Client, engines, start};
+use server::{Server, Start, free_port};
 
-/// An engine that can be started again, with an AOF.
+/// Starts an engine with an AOF that can be restarted.
 fn start_with_aof(program: &Path, fsync: &str) -> Server {
     let arguments = ["rdma-port", &free_port(), "rdma-bind", "127.0.0.1", "call-path", "yes"];
     let fsync = format!("appendfsync {fsync}");
     let options = ["port 0", "save \"\"", "appendonly yes", "enable-debug-command yes", &fsync];
-    Server::start_by_file(&Start { program, arguments: &arguments, options: &options })
+    Server::start_from_file(&Start { program, arguments: &arguments, options: &options })
 }
 
-/// After SIGKILL, by its file.
-fn start_again(server: &mut Server, program: &Path) {
+/// Restarts an engine after SIGKILL.
+fn restart(server: &mut Server, program: &Path) {
     server.wait();
-    server.start_again(program);
-    server.until("loaded", || Peer::native(server).ask(&["PING"]) == "+PONG");
+    server.restart(program);
+    server.wait_until("loaded", || Client::native(server).ask(&["PING"]) == "+PONG");
 }
 
-/// Clients that write until the engine is killed: what they were told counts, and nothing counts
+/// Clients write until the engine is killed. No acknowledged write is lost, and none is applied
 /// twice.
 #[test]
-fn what_was_answered_survives_a_kill() {
+fn acknowledged_writes_survive_a_kill() {
     const AT_A_TIME: usize = 8;
     for program in engines() {
-        // Not `everysec`: while the disk is at a synchronisation the engine keeps what it would
-        // write, for two seconds at most, and answers all the same, over TCP as well.
+        // Not `everysec`: during a synchronisation the engine delays its writes to the AOF by up to
+        // two seconds but still sends replies, over TCP as well.
         for fsync in ["always", "no"] {
             let mut server = start_with_aof(&program, fsync);
             for _ in 0..3 {
                 let address = server.info("address");
                 let before: Vec<i64> = (0..4).map(|writer| counter(&server, writer)).collect();
-                let told: Mutex<[i64; 4]> = Mutex::default();
+                let acknowledged: Mutex<[i64; 4]> = Mutex::default();
                 std::thread::scope(|scope| {
                     for writer in 0..4 {
-                        let (address, told) = (&address, &told);
+                        let (address, acknowledged) = (&address, &acknowledged);
                         scope.spawn(move || {
-                            let mut peer = Peer::called_at(address);
+                            let mut client = Client::at(address);
                             let key = format!("counter{writer}");
-                            while peer.try_send(&vec![vec!["INCR", &key]; AT_A_TIME]) {
+                            while client.try_send(&vec![vec!["INCR", &key]; AT_A_TIME]) {
                                 for _ in 0..AT_A_TIME {
-                                    if peer.next().is_none() {
+                                    if client.next().is_none() {
                                         return;
                                     }
-                                    told.lock().expect("no panic")[writer] += 1;
+                                    acknowledged.lock().expect("no panic")[writer] += 1;
                                 }
                             }
                         });
                     }
-                    server.until("each is told something", || {
-                        !told.lock().expect("no panic").contains(&0)
+                    server.wait_until("an acknowledgement for each writer", || {
+                        !acknowledged.lock().expect("no panic").contains(&0)
                     });
                     std::thread::sleep(Duration::from_millis(300));
                     server.signal("KILL");
                 });
-                start_again(&mut server, &program);
-                for (writer, told) in told.into_inner().expect("no panic").into_iter().enumerate() {
-                    let counted = counter(&server, writer) - before[writer];
-                    let most = told + i64::try_from(AT_A_TIME).expect("8");
+                restart(&mut server, &program);
+                let acknowledged = acknowledged.into_inner().expect("no panic");
+                for (writer, acknowledged) in acknowledged.into_iter().enumerate() {
+                    let kept = counter(&server, writer) - before[writer];
+                    let most = acknowledged + i64::try_from(AT_A_TIME).expect("8");
                     assert!(
-                        told > 0 && (told..=most).contains(&counted),
-                        "{told} told, {counted} counted, {fsync}"
+                        acknowledged > 0 && (acknowledged..=most).contains(&kept),
+                        "{acknowledged} acknowledged, {kept} kept, appendfsync {fsync}"
                     );
                 }
             }
-            server.assert_well();
+            server.assert_healthy();
         }
     }
 }
 
 fn counter(server: &Server, writer: usize) -> i64 {
-    let answer = Peer::native(server).ask(&["INCRBY", &format!("counter{writer}"), "0"]);
-    answer.trim_start_matches(':').parse().expect("a number")
+    let reply = Client::native(server).ask(&["INCRBY", &format!("counter{writer}"), "0"]);
+    reply.trim_start_matches(':').parse().expect("a number")
 }
 
-/// The engine writes the AOF when a turn of its loop ends. An answer in the turn itself could be
-/// one to a write that is lost.
+/// The engine writes the AOF at the end of an iteration of its event loop. A reply within the
+/// iteration could acknowledge a write that is lost.
 #[test]
-fn an_answer_waits_for_the_aof() {
+fn replies_wait_for_the_aof() {
     for program in engines() {
         for fsync in ["always", "no"] {
             let mut server = start_with_aof(&program, fsync);
-            let mut caller = Peer::called(&server);
-            let [mut first, mut last] = [(); 2].map(|()| Peer::native(&server));
+            let mut caller = Client::of_module(&server);
+            let [mut first, mut last] = [(); 2].map(|()| Client::native(&server));
             caller.ok(&["SET", "key", "before"]);
-            // A turn that has the write and, after it, something long.
+            // One iteration has the write and then a long command.
             first.send(&[vec!["DEBUG", "SLEEP", "0.6"]]);
             std::thread::sleep(Duration::from_millis(200));
             caller.send(&[vec!["SET", "key", "after"]]);
             std::thread::sleep(Duration::from_millis(100));
             last.send(&[vec!["DEBUG", "SLEEP", "1"]]);
-            assert_eq!(caller.next().expect("an answer"), b"+OK\r\n");
+            assert_eq!(caller.next().expect("a reply"), b"+OK\r\n");
             server.signal("KILL");
-            start_again(&mut server, &program);
-            assert_eq!(Peer::native(&server).ask(&["GET", "key"]), "$5\r\nafter", "{fsync}");
+            restart(&mut server, &program);
+            assert_eq!(Client::native(&server).ask(&["GET", "key"]), "$5\r\nafter", "{fsync}");
         }
     }
 }
 
-/// With `appendfsync always`, nobody ever sees what can still be lost: not by reading what another
-/// has just written, either.
+/// With `appendfsync always`, no client sees data that can still be lost, not even by reading what
+/// another client has just written.
 #[test]
-fn what_was_read_is_safe_too() {
+fn replies_to_reads_wait_for_the_aof() {
     for program in engines() {
         let mut server = start_with_aof(&program, "always");
-        let mut caller = Peer::called(&server);
-        let [mut first, mut writer, mut last] = [(); 3].map(|()| Peer::native(&server));
+        let mut caller = Client::of_module(&server);
+        let [mut first, mut writer, mut last] = [(); 3].map(|()| Client::native(&server));
         caller.ok(&["SET", "key", "before"]);
-        // A turn that has a write, a read of it and, after them, something long.
+        // One iteration has a write, a read of the same key, and then a long command.
         first.send(&[vec!["DEBUG", "SLEEP", "0.6"]]);
         std::thread::sleep(Duration::from_millis(200));
         writer.send(&[vec!["SET", "key", "after!"]]);
@@ -123,25 +124,25 @@ fn what_was_read_is_safe_too() {
         caller.send(&[vec!["GET", "key"]]);
         std::thread::sleep(Duration::from_millis(100));
         last.send(&[vec!["DEBUG", "SLEEP", "1"]]);
-        let read = caller.next().expect("an answer");
+        let read = caller.next().expect("a reply");
         server.signal("KILL");
         assert_eq!(read, b"$6\r\nafter!\r\n");
-        start_again(&mut server, &program);
-        assert_eq!(Peer::native(&server).raw(&["GET", "key"]), read);
+        restart(&mut server, &program);
+        assert_eq!(Client::native(&server).raw(&["GET", "key"]), read);
     }
 }
 
-/// A replica has all of it, and WAIT of a session speaks of its called writes.
+/// A replica gets all called writes, and WAIT of a session covers them.
 #[test]
-fn replicas_have_it_and_wait_is_true() {
+fn replicas_get_called_writes_and_wait_covers_them() {
     for program in engines() {
         let port = free_port();
         let mut primary = start(&program, &["--port", &port, "--repl-diskless-sync-delay", "0"]);
         let mut replica = start(&program, &["--appendonly", "yes"]);
-        let mut caller = Peer::called(&primary);
+        let mut caller = Client::of_module(&primary);
         caller.ok(&["SET", "key", "0"]);
-        Peer::native(&replica).ok(&["REPLICAOF", "127.0.0.1", &port]);
-        primary.until("a replica", || caller.ask(&["WAIT", "1", "100"]) == ":1");
+        Client::native(&replica).ok(&["REPLICAOF", "127.0.0.1", &port]);
+        primary.wait_until("an online replica", || caller.ask(&["WAIT", "1", "100"]) == ":1");
         for number in 0..200 {
             caller.send(&[
                 vec!["SET".into(), "key".into(), number.to_string()],
@@ -152,20 +153,20 @@ fn replicas_have_it_and_wait_is_true() {
             caller.replies(4);
         }
         assert_eq!(caller.ask(&["WAIT", "1", "10000"]), ":1");
-        let seen = |server: &Server| Peer::native(server).ask(&["LRANGE", "list", "0", "-1"]);
+        let seen = |server: &Server| Client::native(server).ask(&["LRANGE", "list", "0", "-1"]);
         assert_eq!(seen(&primary), seen(&replica));
-        // One that does not take it.
+        // While the replica is stopped.
         replica.signal("STOP");
         caller.ok(&["SET", "key", "unseen"]);
         assert_eq!(caller.ask(&["WAIT", "1", "200"]), ":0");
         replica.signal("CONT");
         assert_eq!(caller.ask(&["WAIT", "1", "10000"]), ":1");
-        assert_eq!(Peer::native(&replica).ask(&["GET", "key"]), "$6\r\nunseen");
-        // Its own sessions read and may not write; what the primary says ends keys.
-        let mut reader = Peer::called(&replica);
+        assert_eq!(Client::native(&replica).ask(&["GET", "key"]), "$6\r\nunseen");
+        // The replica's own sessions may read but not write.
+        let mut reader = Client::of_module(&replica);
         assert_eq!(reader.ask(&["GET", "key"]), "$6\r\nunseen");
         assert!(reader.ask(&["SET", "key", "mine"]).starts_with("-READONLY"));
-        primary.assert_well();
-        replica.assert_well();
+        primary.assert_healthy();
+        replica.assert_healthy();
     }
 }

@@ -1,17 +1,18 @@
-//! Commands are not called when the engine would not run them, or would otherwise: on states of the
-//! engine, on users' rights, and on what has crashed engines that were called without care. Every
-//! reply is held against the engine's own socket.
+//! Commands are not called when the engine would refuse them or treat them differently. This tests
+//! states of the engine, users' rights, and calls that have crashed engines. Every reply is
+//! compared with that of the engine's own socket.
 
-mod scene;
-mod talk;
+mod client;
+mod server;
 
 use std::time::{Duration, Instant};
 
-use talk::{Pair, Peer, calls, engines, start, words};
+use client::{Client, Pair, calls, engines, start, words};
 
-/// Redis 7.0 dies of each, if nothing is done about what calls leave to be propagated.
+/// Redis 7.0 crashes in each of these cases if the module does not propagate the deletions that
+/// calls make.
 #[test]
-fn keys_end_in_time_with_the_aof_on() {
+fn keys_expire_with_the_aof_enabled() {
     for program in engines() {
         let mut server = start(&program, &["--appendonly", "yes"]);
         let mut pair = Pair::new(&server);
@@ -19,69 +20,73 @@ fn keys_end_in_time_with_the_aof_on() {
         let called = calls(&server, || {
             let names: Vec<_> = (0..50).map(|number| format!("short{number}")).collect();
             for name in &names {
-                pair.called.ok(&["SET", name, "value", "PX", "1"]);
+                pair.module.ok(&["SET", name, "value", "PX", "1"]);
             }
             std::thread::sleep(Duration::from_millis(20));
-            pair.called.send(&names.iter().map(|name| vec!["GET", name]).collect::<Vec<_>>());
-            assert!(pair.called.replies(50).iter().all(|reply| reply == b"$-1\r\n"));
+            pair.module.send(&names.iter().map(|name| vec!["GET", name]).collect::<Vec<_>>());
+            assert!(pair.module.replies(50).iter().all(|reply| reply == b"$-1\r\n"));
             assert_eq!(pair.same(&["DBSIZE"]), ":0");
-            // Reads that end keys in turns of the loop in which the engine looks for such itself.
+            // Reads that delete expired keys while the engine's active expiry does the same.
             pair.native.ok(&["DEBUG", "SET-ACTIVE-EXPIRE", "1"]);
             pair.native.ok(&["CONFIG", "SET", "hz", "500"]);
             for _ in 0..40 {
                 for name in &names {
-                    pair.called.ok(&["SET", name, "value", "PX", "2"]);
+                    pair.module.ok(&["SET", name, "value", "PX", "2"]);
                 }
                 for name in &names {
-                    pair.called.ask(&["GET", name]);
+                    pair.module.ask(&["GET", name]);
                 }
             }
         });
         assert!(called > 4000, "{called}");
-        std::thread::sleep(Duration::from_millis(200)); // a few turns of the loop
-        server.assert_well();
+        std::thread::sleep(Duration::from_millis(200)); // a few iterations of the event loop
+        server.assert_healthy();
     }
 }
 
-/// A called write while clients are paused would reach replicas, and the engine dies of it.
+/// While clients are paused, a called write must not reach replicas, and would crash the engine.
 #[test]
 fn paused_clients_wait() {
     for program in engines() {
         let mut server = start(&program, &["--appendonly", "yes"]);
         for (mode, read_waits) in [("WRITE", false), ("ALL", true)] {
             let mut pair = Pair::new(&server);
-            pair.called.ok(&["SET", "key", "before"]);
+            pair.module.ok(&["SET", "key", "before"]);
             pair.native.ok(&["CLIENT", "PAUSE", "600", mode]);
-            let begun = Instant::now();
-            pair.called.send(&[vec!["GET", "key"]]);
-            let read = pair.called.within(Duration::from_millis(200));
+            let started = Instant::now();
+            pair.module.send(&[vec!["GET", "key"]]);
+            let read = pair.module.next_within(Duration::from_millis(200));
             assert_eq!(read.is_err(), read_waits, "{mode}: {read:?}");
-            pair.called.send(&[vec!["SET", "key", "after"]]);
+            pair.module.send(&[vec!["SET", "key", "after"]]);
             assert!(
-                pair.called.replies(if read_waits { 2 } else { 1 }).ends_with(&[b"+OK\r\n".into()])
+                pair.module.replies(if read_waits { 2 } else { 1 }).ends_with(&[b"+OK\r\n".into()])
             );
-            assert!(begun.elapsed() >= Duration::from_millis(500), "{mode}: {:?}", begun.elapsed());
-            server.until("unpaused", || pair.native.ask(&["PING"]) == "+PONG");
+            assert!(
+                started.elapsed() >= Duration::from_millis(500),
+                "{mode}: {:?}",
+                started.elapsed()
+            );
+            server.wait_until("the end of the pause", || pair.native.ask(&["PING"]) == "+PONG");
         }
-        server.assert_well();
+        server.assert_healthy();
     }
 }
 
-/// A called write would land inside of the script.
+/// A write called while a script runs would take effect in the middle of the script.
 #[test]
-fn a_script_is_not_disturbed() {
+fn nothing_is_called_while_a_script_runs() {
     const LONG: &str = "redis.call('set','key','script') local i=0 while i<200000000 do i=i+1 end return redis.call('get','key')";
     for program in engines() {
         let mut server = start(&program, &["--busy-reply-threshold", "50"]);
-        let (mut pair, mut script) = (Pair::new(&server), Peer::native(&server));
-        pair.called.ok(&["SET", "key", "before"]);
+        let (mut pair, mut script) = (Pair::new(&server), Client::native(&server));
+        pair.module.ok(&["SET", "key", "before"]);
         script.send(&[vec!["EVAL", LONG, "0"]]);
-        server.until("busy", || pair.native.ask(&["GET", "key"]).starts_with("-BUSY"));
-        let told = pair.called.ask(&["SET", "key", "injected"]);
-        assert!(told.starts_with("-BUSY"), "{told}");
-        assert_eq!(script.next().expect("an end"), b"$6\r\nscript\r\n");
+        server.wait_until("busy", || pair.native.ask(&["GET", "key"]).starts_with("-BUSY"));
+        let reply = pair.module.ask(&["SET", "key", "injected"]);
+        assert!(reply.starts_with("-BUSY"), "{reply}");
+        assert_eq!(script.next().expect("the script's result"), b"$6\r\nscript\r\n");
         assert_eq!(pair.same(&["GET", "key"]), "$6\r\nscript");
-        server.assert_well();
+        server.assert_healthy();
     }
 }
 
@@ -89,35 +94,35 @@ fn a_script_is_not_disturbed() {
 fn nothing_is_called_while_data_is_loaded() {
     for program in engines() {
         let mut server = start(&program, &[]);
-        let (mut pair, mut loader) = (Pair::new(&server), Peer::native(&server));
+        let (mut pair, mut loader) = (Pair::new(&server), Client::native(&server));
         pair.native.ok(&["DEBUG", "POPULATE", "2000", "key", "1000"]);
-        pair.called.ok(&["SET", "key", "before"]);
+        pair.module.ok(&["SET", "key", "before"]);
         pair.native.ok(&["CONFIG", "SET", "key-load-delay", "1000"]);
         pair.native.ok(&["CONFIG", "SET", "loading-process-events-interval-bytes", "1024"]);
         loader.send(&[vec!["DEBUG", "RELOAD"]]);
-        server.until("loading", || pair.native.ask(&["GET", "key"]).starts_with("-LOADING"));
+        server.wait_until("loading", || pair.native.ask(&["GET", "key"]).starts_with("-LOADING"));
         for line in ["GET key", "SET key during", "PING"] {
             pair.same(&words(line));
         }
         pair.native.ok(&["CONFIG", "SET", "key-load-delay", "0"]);
-        assert_eq!(loader.next().expect("an end"), b"+OK\r\n");
+        assert_eq!(loader.next().expect("the end of the load"), b"+OK\r\n");
         assert_eq!(pair.same(&["GET", "key"]), "$6\r\nbefore");
-        server.assert_well();
+        server.assert_healthy();
     }
 }
 
 #[test]
-fn memory_is_the_engines_to_refuse_and_to_free() {
+fn maxmemory_applies_to_calls() {
     let value = "v".repeat(4000);
     for program in engines() {
         let mut server = start(&program, &[]);
         let mut pair = Pair::new(&server);
-        pair.called.ok(&["SET", "key", "value"]);
-        // None left, and none to be had.
+        pair.module.ok(&["SET", "key", "value"]);
+        // No memory is left, and no key may be evicted.
         pair.native.ok(&["CONFIG", "SET", "maxmemory", "100kb"]);
         assert!(pair.same(&["SET", "other", "value"]).starts_with("-OOM"));
         assert_eq!(pair.same(&["GET", "key"]), "$5\r\nvalue");
-        // None left, but what nobody asks for may go. Calls do not make it go.
+        // No memory is left, but keys may be evicted. Calls do not evict; the proxy path does.
         let used = pair.native.ask(&["INFO", "memory"]);
         let used =
             used.lines().find_map(|line| line.strip_prefix("used_memory:")).expect("a field");
@@ -125,23 +130,23 @@ fn memory_is_the_engines_to_refuse_and_to_free() {
         pair.native.ok(&["CONFIG", "SET", "maxmemory-policy", "allkeys-lru"]);
         pair.native.ok(&["CONFIG", "SET", "maxmemory", &limit.to_string()]);
         for number in 0..4000 {
-            pair.called.ok(&["SET", &format!("key{number}"), &value]);
+            pair.module.ok(&["SET", &format!("key{number}"), &value]);
         }
         let left = pair.native.ask(&["DBSIZE"]);
         assert!(left.trim_start_matches(':').parse::<u64>().expect("a number") < 2000, "{left}");
-        server.assert_well();
+        server.assert_healthy();
     }
 }
 
 #[test]
-fn a_user_has_his_rights_and_no_others() {
+fn calls_respect_the_users_rights() {
     for program in engines() {
         let mut server = start(&program, &[]);
         let mut pair = Pair::new(&server);
         let rules =
             "ACL SETUSER bob on >secret ~b* &b* +get +set +mget +publish +ping +auth +acl|whoami";
         pair.native.ok(&words(rules));
-        let (mut bob, mut admin) = (Pair::new(&server), Peer::native(&server));
+        let (mut bob, mut admin) = (Pair::new(&server), Client::native(&server));
         bob.same(&["AUTH", "bob", "wrong"]);
         assert_eq!(bob.same(&["AUTH", "bob", "secret"]), "+OK");
         let called = calls(&server, || {
@@ -153,43 +158,43 @@ fn a_user_has_his_rights_and_no_others() {
         for line in
             ["GET a", "SET a 1", "MGET b a", "DEL b", "PUBLISH a m", "FLUSHALL", "ACL WHOAMI"]
         {
-            let told = bob.same(&words(line));
-            assert!(told.starts_with("-NOPERM") || line.starts_with("ACL"), "{line}: {told}");
+            let reply = bob.same(&words(line));
+            assert!(reply.starts_with("-NOPERM") || line.starts_with("ACL"), "{line}: {reply}");
         }
-        // One word in the log for each denial, after the first.
+        // After the first denial, each further one adds exactly one entry to ACL LOG.
         admin.ok(&["ACL", "LOG", "RESET"]);
-        bob.called.ask(&["GET", "a"]);
-        bob.called.ask(&["DEL", "b"]);
+        bob.module.ask(&["GET", "a"]);
+        bob.module.ask(&["DEL", "b"]);
         let log = admin.ask(&["ACL", "LOG"]);
         assert_eq!(
             (log.matches("toplevel").count(), log.matches("\nmodule\r").count()),
             (2, 0),
             "{log}"
         );
-        // What he may not any more, or has come to, counts at once.
+        // Changed rights apply at once.
         admin.ok(&words("ACL SETUSER bob -get +del"));
         assert!(bob.same(&["GET", "b"]).starts_with("-NOPERM"));
-        assert_eq!(bob.called.ask(&["DEL", "b"]), ":1");
-        // A user who is off goes on, as ever; one who is gone does not.
+        assert_eq!(bob.module.ask(&["DEL", "b"]), ":1");
+        // The session of a disabled user continues, as at the engine's own port. That of a deleted
+        // user ends.
         admin.ok(&words("ACL SETUSER bob off"));
         assert_eq!(bob.same(&["SET", "b", "1"]), "+OK");
         assert_eq!(admin.ask(&["ACL", "DELUSER", "bob"]), ":1");
-        bob.called.send(&[vec!["SET", "b", "2"]]);
-        assert_eq!(bob.called.next(), None, "a session of nobody's");
+        bob.module.send(&[vec!["SET", "b", "2"]]);
+        assert_eq!(bob.module.next(), None, "the session of a deleted user goes on");
         assert_eq!(admin.ask(&["GET", "b"]), "$1\r\n1");
-        server.assert_well();
+        server.assert_healthy();
     }
 }
 
-/// Valkey 9.1 has rights to databases. They are looked at where a command runs, be it by a call or
-/// by a key.
+/// Valkey 9.1 has rights to databases. The call path and the key path check them.
 #[test]
-fn a_database_may_be_forbidden() {
+fn calls_respect_the_rights_to_databases() {
     for program in engines() {
         let mut server = start(&program, &[]);
-        let mut admin = Peer::native(&server);
+        let mut admin = Client::native(&server);
         if admin.ask(&words("ACL SETUSER bob on nopass ~* +@all alldbs")).starts_with('-') {
-            continue; // an engine that has none
+            continue; // this engine has no such rights
         }
         let mut bob = Pair::new(&server);
         bob.same(&["AUTH", "bob", "any"]);
@@ -199,7 +204,7 @@ fn a_database_may_be_forbidden() {
             bob.same(&["SELECT", db]);
             bob.same(&["SET", "key", &long]);
             bob.same(&["GET", "key"]);
-            bob.same(&["GET", "key"]); // by its key
+            bob.same(&["GET", "key"]); // on the key path
             admin.ok(&["ACL", "SETUSER", "bob", "resetdbs", rule]);
             for line in ["GET key", "SET other 1", "GET key"] {
                 assert_eq!(
@@ -209,44 +214,44 @@ fn a_database_may_be_forbidden() {
                 );
             }
         }
-        server.assert_well();
+        server.assert_healthy();
     }
 }
 
 #[test]
-fn who_has_no_password_has_no_answer() {
+fn clients_without_a_login_are_refused() {
     for program in engines() {
         let mut server = start(&program, &[]);
-        let (address, mut admin) = (server.info("address"), Peer::native(&server));
-        let mut early = Peer::called_at(&address);
+        let (address, mut admin) = (server.info("address"), Client::native(&server));
+        let mut early = Client::at(&address);
         early.ok(&["SET", "key", "early"]);
         admin.ok(&["CONFIG", "SET", "requirepass", "secret"]);
-        let mut pair = Pair { called: Peer::called_at(&address), native: Peer::native(&server) };
+        let mut pair = Pair { module: Client::at(&address), native: Client::native(&server) };
         for line in ["GET key", "SET key 1", "PING", "AUTH wrong", "GET key"] {
             assert!(pair.same(&words(line)).starts_with('-'), "{line}");
         }
         pair.same(&["AUTH", "secret"]);
         assert_eq!(pair.same(&["GET", "key"]), "$5\r\nearly");
-        // Who was in before stays in, as ever.
+        // A client from before the password was set keeps its access, as at the engine's own port.
         assert_eq!(early.ask(&["GET", "key"]), "$5\r\nearly");
         admin.ok(&["CONFIG", "SET", "requirepass", ""]);
         assert_eq!(server.count("commands_called"), 3);
-        server.assert_well();
+        server.assert_healthy();
     }
 }
 
 #[test]
-fn writes_are_refused_as_ever() {
+fn writes_are_refused_as_at_the_engines_own_port() {
     for program in engines() {
         let mut server = start(&program, &[]);
         let mut pair = Pair::new(&server);
-        pair.called.ok(&["SET", "key", "value"]);
+        pair.module.ok(&["SET", "key", "value"]);
         pair.native.ok(&["CONFIG", "SET", "min-replicas-to-write", "1"]);
         assert!(pair.same(&["SET", "key", "other"]).starts_with("-NOREPLICAS"));
         pair.native.ok(&["CONFIG", "SET", "min-replicas-to-write", "0"]);
-        // A replica whose primary does not answer. It deletes no keys whose time is over, and hides
-        // them: Redis 7.0 not from calls.
-        pair.called.ok(&["SET", "short", "value", "PX", "300"]);
+        // A replica whose primary is unreachable. It does not delete expired keys but hides them.
+        // Redis 7.0 does not hide them from calls.
+        pair.module.ok(&["SET", "short", "value", "PX", "300"]);
         pair.native.ok(&["REPLICAOF", "127.0.0.1", "1"]);
         std::thread::sleep(Duration::from_millis(400));
         assert_eq!(pair.same(&["GET", "short"]), "$-1");
@@ -256,26 +261,26 @@ fn writes_are_refused_as_ever() {
         assert!(pair.same(&["GET", "key"]).starts_with("-MASTERDOWN"));
         pair.native.ok(&["REPLICAOF", "NO", "ONE"]);
         assert_eq!(pair.same(&["SET", "key", "other"]), "+OK");
-        server.assert_well();
+        server.assert_healthy();
     }
 }
 
 #[test]
-fn a_cluster_redirects() {
+fn commands_are_redirected_in_a_cluster() {
     for program in engines() {
-        let port = scene::free_port();
+        let port = server::free_port();
         let mut server = start(
             &program,
-            &["--cluster-enabled", "yes", "--port", &port, "--cluster-port", &scene::free_port()],
+            &["--cluster-enabled", "yes", "--port", &port, "--cluster-port", &server::free_port()],
         );
         let mut pair = Pair::new(&server);
         assert!(pair.same(&["GET", "key"]).starts_with("-CLUSTERDOWN"));
         pair.native.ok(&["CLUSTER", "ADDSLOTSRANGE", "0", "16383"]);
-        server.until("a cluster", || pair.native.ask(&["GET", "key"]) == "$-1");
+        server.wait_until("a working cluster", || pair.native.ask(&["GET", "key"]) == "$-1");
         for line in ["SET key 1", "GET key", "MGET key other", "MSET key 1 other 2", "SELECT 1"] {
             pair.same(&words(line));
         }
-        server.assert_well();
+        server.assert_healthy();
     }
 }
 
@@ -293,13 +298,13 @@ fn proxies_everything_if_the_engine_lists_no_commands() {
             pair.same(&words(line));
         }
         assert_eq!(server.count("commands_called"), 0);
-        server.assert_well();
+        server.assert_healthy();
     }
 }
 
-/// A command that goes by another name is unknown by its own, as ever.
+/// A renamed command is unknown by its original name, as at the engine's own port.
 #[test]
-fn a_renamed_command_is_another() {
+fn a_renamed_command_is_unknown_by_its_original_name() {
     for program in engines() {
         let mut server = start(&program, &["--rename-command", "GET", "FETCH"]);
         let mut pair = Pair::new(&server);
@@ -308,34 +313,35 @@ fn a_renamed_command_is_another() {
         for line in ["GET key", "FETCH key", "GET key", "FETCH key"] {
             assert_eq!(pair.same(&words(line)).starts_with('-'), line.starts_with("GET"), "{line}");
         }
-        server.assert_well();
+        server.assert_healthy();
     }
 }
 
-/// The engine reads nothing of a client that it is about to hang up on.
+/// The engine runs no command of a client that it is about to disconnect.
 #[test]
-fn nothing_is_executed_after_the_end() {
+fn nothing_is_executed_after_quit_or_kill() {
     for program in engines() {
         let mut server = start(&program, &[]);
-        let mut native = Peer::native(&server);
+        let mut native = Client::native(&server);
         for (at, end) in ["QUIT", "CLIENT KILL TYPE normal SKIPME no"].into_iter().enumerate() {
             let at = at.to_string();
-            let mut peer = Peer::called(&server);
-            peer.send(&[words(&format!("SET before {at}")), words(end), words("SET after 1")]);
-            assert_eq!(peer.next().as_deref(), Some(&b"+OK\r\n"[..]), "{end}");
-            assert!(peer.next().is_some_and(|reply| reply[0] != b'-'), "{end}");
-            assert_eq!(peer.next(), None, "{end}");
-            native = if at == "1" { Peer::native(&server) } else { native }; // it was killed, too
+            let mut client = Client::of_module(&server);
+            client.send(&[words(&format!("SET before {at}")), words(end), words("SET after 1")]);
+            assert_eq!(client.next().as_deref(), Some(&b"+OK\r\n"[..]), "{end}");
+            assert!(client.next().is_some_and(|reply| reply[0] != b'-'), "{end}");
+            assert_eq!(client.next(), None, "{end}");
+            // KILL has disconnected this client too.
+            native = if at == "1" { Client::native(&server) } else { native };
             assert_eq!(native.ask(&["GET", "before"]), format!("$1\r\n{at}"), "{end}");
             assert_eq!(native.ask(&["EXISTS", "after"]), ":0", "{end}");
         }
-        server.assert_well();
+        server.assert_healthy();
     }
 }
 
-/// What the module sends for itself must not get into a transaction of the client's.
+/// The module's internal commands must not become part of a client's transaction.
 #[test]
-fn transactions_after_calls_have_their_own_commands_alone() {
+fn transactions_contain_no_internal_commands() {
     const QUEUED: [&str; 5] =
         ["SELECT 1", "WAIT 0 0", "CLIENT NO-EVICT off", "HELLO 9", "SUBSCRIBE channel"];
     for program in engines() {
@@ -348,38 +354,44 @@ fn transactions_after_calls_have_their_own_commands_alone() {
                 pair.same(&words(line));
             }
         }
-        server.assert_well();
+        server.assert_healthy();
     }
 }
 
-/// Scripts can make the engine say what is no reply, or nest one deeper than anybody reads: the
-/// client's to make sense of.
+/// A script can make the engine send an invalid reply, or one that is nested too deeply to parse.
+/// The session passes these bytes on to the client.
 #[test]
-fn what_is_no_reply_is_passed_on() {
+fn invalid_replies_are_passed_on() {
     let deep =
         "local all = {} local it = all for i = 1, 100 do it[1] = {} it = it[1] end return all";
     let wrong = "redis.setresp(3) return {big_number = 'no number'}";
     for program in engines() {
         let mut server = start(&program, &[]);
-        // a session that has written itself ends, so that WAIT cannot lie
-        Peer::native(&server).ok(&["SET", "k", "v"]);
+        // Not by the session itself: one that has written would be ended, so that WAIT is never
+        // wrong.
+        Client::native(&server).ok(&["SET", "k", "v"]);
         for script in [deep, wrong] {
             let mut pair = Pair::new(&server);
-            for peer in [&mut pair.called, &mut pair.native] {
-                peer.raw(&["HELLO", "3"]);
+            for client in [&mut pair.module, &mut pair.native] {
+                client.raw(&["HELLO", "3"]);
             }
-            let both = [&mut pair.called, &mut pair.native].map(|peer| {
+            let both = [&mut pair.module, &mut pair.native].map(|client| {
                 let eval = vec!["EVAL", script, "0"];
-                peer.send(&[vec!["GET", "k"], eval, vec!["GET", "k"], vec!["ECHO", "that is all"]]);
-                peer.until(b"that is all\r\n")
+                client.send(&[
+                    vec!["GET", "k"],
+                    eval,
+                    vec!["GET", "k"],
+                    vec!["ECHO", "that is all"],
+                ]);
+                client.read_until(b"that is all\r\n")
             });
             assert_eq!(
                 both[0].escape_ascii().to_string(),
                 both[1].escape_ascii().to_string(),
                 "{script}"
             );
-            assert_eq!(pair.called.ask(&["GET", "k"]), "$1\r\nv", "{script}");
+            assert_eq!(pair.module.ask(&["GET", "k"]), "$1\r\nv", "{script}");
         }
-        server.assert_well();
+        server.assert_healthy();
     }
 }

@@ -1,23 +1,24 @@
-//! Where the module listens: where the engine does, unless it is told otherwise, and not in clear
-//! text beside TLS alone; and who may keep others out there.
+//! The addresses that the module listens on. They are the engine's unless `rdma-bind` names others.
+//! There is no clear-text listener if the engine serves only TLS. Silent connections do not block
+//! other clients.
 
-mod scene;
+mod server;
 
 use std::io::{Read as _, Write as _};
 use std::net::{TcpStream, ToSocketAddrs as _};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use scene::{Server, Start, engines, free_port};
+use server::{Server, Start, engines, free_port};
 
-/// Whether somebody answers PING there. `None` if nobody listens.
+/// Returns whether a server replies to PING at this address; `None` if nothing listens there.
 fn ping(ip: &str, port: &str) -> Option<bool> {
     let at = (ip, port.parse().ok()?).to_socket_addrs().ok()?.next()?;
     let mut socket = TcpStream::connect_timeout(&at, Duration::from_secs(5)).ok()?;
     socket.set_read_timeout(Some(Duration::from_secs(10))).ok()?;
     socket.write_all(b"PING\r\n").ok()?;
-    let mut answer = [0; 7];
-    Some(socket.read_exact(&mut answer).is_ok() && answer == *b"+PONG\r\n")
+    let mut reply = [0; 7];
+    Some(socket.read_exact(&mut reply).is_ok() && reply == *b"+PONG\r\n")
 }
 
 fn start(program: &Path, arguments: &[&str], options: &[&str]) -> Server {
@@ -31,15 +32,15 @@ fn listens_where_the_engine_listens() {
         let arguments = ["rdma-port", &own];
         let server = start(&program, &arguments, &["--port", &tcp, "--bind", "127.0.0.1 -::1"]);
         assert_eq!(ping("127.0.0.1", &own), Some(true));
-        assert_eq!(ping("127.0.0.2", &own), None, "the engine is not there either");
+        assert_eq!(ping("127.0.0.2", &own), None, "the engine does not listen there either");
         let address = server.info("address");
         assert!(address.starts_with(&format!("127.0.0.1:{own}")), "{address}");
         assert_eq!(server.info("status"), "tcp-only");
-        server.until_logged(", TCP only: ");
+        server.wait_for_log(", TCP only: ");
         let log = server.log();
-        let said = log.matches(", TCP only: ").count() + log.matches("takes TCP only").count();
-        assert_eq!(said, 1, "once, and not for each address: {log}");
-        // Several, and all.
+        let lines = log.matches(", TCP only: ").count() + log.matches("takes TCP only").count();
+        assert_eq!(lines, 1, "one line for all addresses: {log}");
+        // With two addresses, then with all.
         drop(server);
         let server =
             start(&program, &arguments, &["--port", &tcp, "--bind", "127.0.0.2 127.0.0.3"]);
@@ -58,25 +59,26 @@ fn listens_where_the_engine_listens() {
         if std::net::TcpListener::bind("[::1]:0").is_ok() {
             assert_eq!(ping("::1", &own), Some(true), "{}", server.info("address"));
         }
-        server.assert_well();
+        server.assert_healthy();
     }
 }
 
-/// An engine that is killed while it saves leaves a child behind, which does not keep the port.
+/// An engine that is killed while it saves leaves a child process behind. The child must not keep
+/// the module's port open.
 #[test]
-fn listens_again_beside_a_child_that_still_saves() {
+fn a_restarted_engine_listens_while_the_old_child_still_saves() {
     for program in engines() {
         let own = free_port();
         let arguments = ["rdma-port", &own, "rdma-bind", "127.0.0.1"];
-        let begin =
+        let start =
             Start { program: &program, arguments: &arguments, options: &["port 0", "save \"\""] };
-        let mut server = Server::start_by_file(&begin);
+        let mut server = Server::start_from_file(&start);
         server.ask::<String>(&["SET", "k", "v"]);
-        // a minute for a key
+        // The save takes a minute per key.
         server.ask::<String>(&["CONFIG", "SET", "rdb-key-save-delay", "60000000"]);
         server.ask::<String>(&["BGSAVE"]);
         let started = "Background saving started by pid ";
-        server.until_logged(started);
+        server.wait_for_log(started);
         let log = server.log();
         let child = log
             .split(started)
@@ -85,19 +87,19 @@ fn listens_again_beside_a_child_that_still_saves() {
             .expect("a number");
         server.signal("KILL");
         server.wait();
-        server.start_again(&program);
+        server.restart(&program);
         let is_saving = Path::new("/proc").join(child).exists();
-        let answers = ping("127.0.0.1", &own);
+        let reply = ping("127.0.0.1", &own);
         let _ = std::process::Command::new("kill").args(["-s", "KILL", child]).status();
         assert!(is_saving, "{}", server.log());
-        assert_eq!(answers, Some(true), "{}", server.log());
+        assert_eq!(reply, Some(true), "{}", server.log());
     }
 }
 
-/// One address of the engine's that cannot be had does not keep clients from the others. Those that
-/// are of one link alone are named with its interface.
+/// If the module cannot listen on one of the engine's addresses, it still serves the others.
+/// Link-local addresses are shown with their interface.
 #[test]
-fn serves_the_addresses_that_can_be_had() {
+fn serves_the_other_addresses_if_one_is_in_use() {
     for program in engines() {
         let [tcp, own] = [free_port(), free_port()];
         let _taken = std::net::TcpListener::bind(format!("127.0.0.2:{own}")).expect("a free port");
@@ -106,7 +108,7 @@ fn serves_the_addresses_that_can_be_had() {
             start(&program, &["rdma-port", &own], &["--port", &tcp, "--bind", bind.trim_end()]);
         assert_eq!([1, 3].map(|last| ping(&format!("127.0.0.{last}"), &own)), [Some(true); 2]);
         let why = format!("cannot listen on 127.0.0.2:{own}: ");
-        server.until_logged(&why);
+        server.wait_for_log(&why);
         assert_eq!(server.log().matches(&why).count(), 1);
         let report = server.ask::<String>(&["FERRITE", "DOCTOR"]);
         assert!(report.contains(&format!("[warn] {why}")), "{report}");
@@ -117,14 +119,14 @@ fn serves_the_addresses_that_can_be_had() {
                 "{}",
                 server.info("address")
             );
-            // To protected mode such a client is one of another host.
-            assert!(ping(&address, &own).is_some(), "nobody listens at {address}");
+            // Protected mode treats this client as one of another host and rejects it.
+            assert!(ping(&address, &own).is_some(), "nothing listens at {address}");
         }
-        server.assert_well();
+        server.assert_healthy();
     }
 }
 
-/// An address of one link, if the host has one, with the link: `fe80::1%eth0`.
+/// Returns a link-local address of this host with its interface (`fe80::1%eth0`), if there is one.
 fn link_local() -> Option<String> {
     const SCOPE: &str = "20";
     let all = std::fs::read_to_string("/proc/net/if_inet6").ok()?;
@@ -136,19 +138,19 @@ fn link_local() -> Option<String> {
     })
 }
 
-/// Who has no address but a Unix socket has not said where others may come in.
+/// If the engine has only a Unix socket, the module does not listen.
 #[test]
-fn an_engine_without_addresses_gets_none() {
+fn does_not_listen_if_the_engine_has_no_address() {
     for program in engines() {
         let own = free_port();
         let mut server = start(&program, &["rdma-port", &own], &["--port", "0"]);
-        server.until_logged("the engine listens at no address");
+        server.wait_for_log("the engine listens on no address");
         assert_eq!((server.info("status"), ping("127.0.0.1", &own)), ("off".into(), None));
-        server.assert_well();
+        server.assert_healthy();
     }
 }
 
-/// As redis-server reads it.
+/// Encodes a certificate or key as PEM, which the engine reads.
 fn pem(label: &str, der: &[u8]) -> String {
     const DIGITS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
     let mut text = format!("-----BEGIN {label}-----");
@@ -166,7 +168,8 @@ fn pem(label: &str, der: &[u8]) -> String {
     format!("{text}\n-----END {label}-----\n")
 }
 
-/// Mutual TLS may be the only login: nobody comes in beside it unless that is said by name.
+/// Mutual TLS may be the engine's only authentication. So the module accepts no clear text beside
+/// it without `allow-clear-text yes`.
 #[test]
 fn refuses_clear_text_beside_tls_alone() {
     let made = rcgen::generate_simple_self_signed(["127.0.0.1".to_owned()]).expect("a certificate");
@@ -174,8 +177,8 @@ fn refuses_clear_text_beside_tls_alone() {
     let [cert, key] = ["cert", "key"].map(|end| format!("{}.{end}", files.display()));
     std::fs::write(&cert, pem("CERTIFICATE", made.cert.der())).expect("a file");
     std::fs::write(&key, pem("PRIVATE KEY", &made.signing_key.serialize_der())).expect("a file");
-    // Debian's has TLS, which not every engine is built with.
-    let program = Path::new(scene::REDIS);
+    // Debian's Redis has TLS; not every engine is built with it.
+    let program = Path::new(server::REDIS);
     let (tls, own) = (free_port(), free_port());
     let options = [
         &["--port", "0", "--tls-port", &tls, "--bind", "127.0.0.1", "--protected-mode", "no"][..],
@@ -184,15 +187,15 @@ fn refuses_clear_text_beside_tls_alone() {
     .concat();
     for arguments in [&["rdma-port", &own][..], &["rdma-port", &own, "rdma-bind", "127.0.0.1"]] {
         let mut server = start(program, arguments, &options);
-        server.until_logged("no RDMA listener: the engine serves TLS alone");
+        server.wait_for_log("no RDMA listener: the engine serves TLS only");
         assert_eq!((server.info("status"), ping("127.0.0.1", &own)), ("off".into(), None));
-        server.assert_well();
+        server.assert_healthy();
     }
-    // Also for one without a Unix socket: nobody opens one and hears of the policy only then.
+    // An engine without a Unix socket gets the same error, not one about the missing socket.
     for more in [&[][..], &["--unixsocket", ""]] {
         let options = [&options[..], more].concat();
         let required = Start { program, arguments: &["rdma", "require"], options: &options };
-        let (status, log) = Server::refused(&required);
+        let (status, log) = Server::run_until_exit(&required);
         assert!(!status.success() && log.contains("allow-clear-text yes"), "{log}");
     }
     let server = start(program, &["rdma-port", &own, "allow-clear-text", "yes"], &options);
@@ -203,8 +206,8 @@ fn refuses_clear_text_beside_tls_alone() {
     }
 }
 
-/// Silent connections are no handshakes: a client beside hundreds of them, of its own address, is
-/// served at once.
+/// Silent connections do not count as handshakes. A client is served at once although its address
+/// has hundreds of them.
 #[test]
 fn silent_connections_keep_nobody_out() {
     for program in engines() {
@@ -212,20 +215,20 @@ fn silent_connections_keep_nobody_out() {
         let mut server =
             start(&program, &["rdma-port", &own, "rdma-bind", "127.0.0.1"], &["--port", "0"]);
         let connect =
-            || TcpStream::connect(("127.0.0.1", own.parse().expect("a port"))).expect("it listens");
+            || TcpStream::connect(("127.0.0.1", own.parse().expect("a port"))).expect("to connect");
         let held: Vec<_> = (0..400).map(|_| connect()).collect();
-        let begun = Instant::now();
+        let started = Instant::now();
         for _ in 0..5 {
             assert_eq!(ping("127.0.0.1", &own), Some(true));
         }
-        assert!(begun.elapsed() < Duration::from_secs(4), "{:?}", begun.elapsed());
-        // A client of a pool that has been silent is served like any other.
+        assert!(started.elapsed() < Duration::from_secs(4), "{:?}", started.elapsed());
+        // A connection that was silent so far, as in a client's pool, is served like any other.
         for mut silent in held.into_iter().step_by(100) {
             silent.set_read_timeout(Some(Duration::from_secs(10))).expect("a timeout");
-            silent.write_all(b"PING\r\n").expect("said");
-            let mut answer = [0; 7];
-            silent.read_exact(&mut answer).expect("an answer");
+            silent.write_all(b"PING\r\n").expect("to send");
+            let mut reply = [0; 7];
+            silent.read_exact(&mut reply).expect("a reply");
         }
-        server.assert_well();
+        server.assert_healthy();
     }
 }

@@ -1,19 +1,19 @@
-//! The module in real engines on a host without RDMA: Debian's Redis, Valkey where the lab has
-//! built it, and those that are named.
+//! The module in real engines on a host without RDMA: Debian's Redis, Valkey if the lab has built
+//! it, and those in FERRITE_ENGINES.
 //!
-//! That it loads, says why there is no RDMA, refuses where RDMA is required, and leaves everything
-//! else as it was. What it does over RDMA is `lab_module`'s.
-#![expect(clippy::print_stderr, reason = "what is left out is said")]
+//! It loads, says why there is no RDMA, refuses to load if RDMA is required, and leaves everything
+//! else as it was. `lab_module` tests it over RDMA.
+#![expect(clippy::print_stderr, reason = "tells which tests are left out")]
 
-mod scene;
+mod server;
 
 use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
 use std::path::Path;
 
-use scene::{PATIENCE, REDIS, Server, Start, engines, free_port, valkey};
+use server::{REDIS, Server, Start, TIMEOUT, engines, free_port, valkey};
 
-/// With a port for RDMA clients of its own.
+/// Starts an engine whose module has its own port on 127.0.0.1.
 fn start(program: &Path, more: &[&str], options: &[&str]) -> Server {
     let port = free_port();
     let arguments = [&["rdma-port", &port, "rdma-bind", "127.0.0.1"], more].concat();
@@ -21,33 +21,34 @@ fn start(program: &Path, more: &[&str], options: &[&str]) -> Server {
     Server::start(&Start { program, arguments: &arguments, options: &options })
 }
 
-fn refused(program: &Path, arguments: &[&str], options: &[&str]) -> String {
+/// Starts an engine that must refuse to load the module, and returns its log.
+fn log_of_failed_load(program: &Path, arguments: &[&str], options: &[&str]) -> String {
     let options = [&["--port", "0"], options].concat();
-    let (status, log) = Server::refused(&Start { program, arguments, options: &options });
+    let (status, log) = Server::run_until_exit(&Start { program, arguments, options: &options });
     assert!(!status.success(), "{log}");
     assert!(!log.contains("BUG REPORT") && !log.contains("panic"), "{log}");
     log
 }
 
-/// A command over TCP at the module's port.
+/// Runs a command over TCP at the module's port.
 fn over_tcp(server: &Server, words: &[&str]) -> redis::RedisResult<redis::Value> {
     let client = redis::Client::open(format!("redis://{}", server.info("address")))?;
     redis::cmd(words[0]).arg(&words[1..]).query(&mut client.get_connection()?)
 }
 
-/// A client over TCP at the module's port, without any help.
-fn call(server: &Server) -> TcpStream {
-    let socket = TcpStream::connect(server.info("address")).expect("it listens");
-    socket.set_read_timeout(Some(PATIENCE)).expect("a time limit");
+/// Connects a plain TCP socket to the module's port.
+fn connect(server: &Server) -> TcpStream {
+    let socket = TcpStream::connect(server.info("address")).expect("a connection to the module");
+    socket.set_read_timeout(Some(TIMEOUT)).expect("a read timeout");
     socket
 }
 
-/// What somebody hears who is turned away.
-fn last_words(mut socket: TcpStream) -> String {
-    let mut words = String::new();
+/// Returns everything that a rejected client receives.
+fn rejection(mut socket: TcpStream) -> String {
+    let mut text = String::new();
     let _ = socket.write_all(b"PING\r\n");
-    let _ = socket.read_to_string(&mut words); // the end may come as a reset
-    words
+    let _ = socket.read_to_string(&mut text); // the connection may be reset at the end
+    text
 }
 
 #[test]
@@ -64,15 +65,15 @@ fn loads_and_says_why_there_is_no_rdma() {
         assert!(doctor.contains("[warn]") && doctor.contains("to do: "), "{doctor}");
         let modules: String = format!("{:?}", server.ask::<redis::Value>(&["MODULE", "LIST"]));
         assert!(modules.contains("ferrite"), "{modules}");
-        server.assert_well();
+        server.assert_healthy();
         assert!(server.shut_down("NOSAVE").success());
     }
 }
 
-/// A client may say all that it has to say and end its side: everything is run and answered,
-/// whatever the path.
+/// A client may send all its commands and then shut down its side of the connection. All commands
+/// run and get replies, on the call path and on the proxy path.
 #[test]
-fn clients_that_end_their_side_are_answered_to_the_end() {
+fn half_closed_clients_get_all_replies() {
     for program in engines() {
         let mut server = start(&program, &[], &[]);
         for command in [
@@ -81,31 +82,32 @@ fn clients_that_end_their_side_are_answered_to_the_end() {
         ] {
             for count in [1, 10, 3000] {
                 let () = server.ask(&["SET", "n", "0"]);
-                let mut client = call(&server);
-                client.write_all(command.repeat(count).as_bytes()).expect("it hears");
-                client.shutdown(std::net::Shutdown::Write).expect("an end");
+                let mut client = connect(&server);
+                client.write_all(command.repeat(count).as_bytes()).expect("to send");
+                client.shutdown(std::net::Shutdown::Write).expect("to shut down");
                 let mut replies = String::new();
                 client.read_to_string(&mut replies).expect("replies and the end");
                 assert!(replies.ends_with(&format!(":{count}\r\n")), "{command:?}: {replies:?}");
                 assert_eq!(server.ask::<usize>(&["GET", "n"]), count, "{command:?}");
             }
         }
-        // More than the sockets hold: the end is seen while replies still wait for the client.
+        // The replies are larger than the socket buffers: the module sees the end while replies
+        // still wait for the client.
         let () = server.ask(&["SET", "large", &"x".repeat(1 << 20)]);
-        let mut client = call(&server);
+        let mut client = connect(&server);
         client
             .write_all("*2\r\n$3\r\nGET\r\n$5\r\nlarge\r\n".repeat(32).as_bytes())
-            .expect("it hears");
-        client.shutdown(std::net::Shutdown::Write).expect("an end");
+            .expect("to send");
+        client.shutdown(std::net::Shutdown::Write).expect("to shut down");
         let mut replies = Vec::new();
         while client.read_to_end(&mut replies).expect("replies and the end") > 0 {}
         assert_eq!(replies.len(), 32 * ((1 << 20) + "$1048576\r\n\r\n".len()));
-        server.assert_well();
+        server.assert_healthy();
     }
 }
 
 #[test]
-fn serves_tcp_as_before_and_at_its_own_port() {
+fn serves_tcp_at_the_engines_socket_and_at_its_own_port() {
     for program in engines() {
         let mut server = start(&program, &[], &[]);
         let () = server.ask(&["SET", "key", "value"]);
@@ -115,42 +117,42 @@ fn serves_tcp_as_before_and_at_its_own_port() {
         let redis::Value::BulkString(listed) = listed else { panic!("{listed:?}") };
         let listed = String::from_utf8_lossy(&listed);
         assert!(listed.contains("transport=tcp") && listed.contains(" path="), "{listed}");
-        server.until("sessions end", || server.count("sessions") == 0);
+        server.wait_until("the end of all sessions", || server.count("sessions") == 0);
         assert_eq!((server.count("begun_tcp"), server.count("engine_failures")), (2, 0));
         assert!(server.count("input_bytes") > 0 && server.count("output_bytes") > 0);
-        server.assert_well();
+        server.assert_healthy();
     }
 }
 
 #[test]
-fn refuses_where_rdma_is_required() {
+fn refuses_to_load_if_rdma_is_required() {
     for program in engines() {
         let port = free_port();
         let arguments = ["rdma", "require", "rdma-bind", "0.0.0.0", "rdma-port", &port];
-        let log = refused(&program, &arguments, &[]);
+        let log = log_of_failed_load(&program, &arguments, &[]);
         assert!(log.contains("ferrite: not loaded: ") && log.contains("to do: "), "{log}");
     }
 }
 
-/// A second one is refused, and the first goes on.
+/// A second load fails, and the first module keeps working.
 #[test]
 fn loads_once() {
     for program in engines() {
         let mut server = start(&program, &[], &[]);
-        let module = scene::module();
+        let module = server::module();
         let again = server.refusal(&["MODULE", "LOAD", module.to_str().expect("UTF-8")]);
         assert!(again.to_lowercase().contains("error loading"), "{again}");
-        assert!(server.log().contains("of this name is loaded already"), "{}", server.log());
+        assert!(server.log().contains("is already loaded"), "{}", server.log());
         assert_eq!(server.ask::<String>(&["PING"]), "PONG");
         assert_eq!(server.info("status"), "tcp-only");
-        server.assert_well();
+        server.assert_healthy();
     }
 }
 
 #[test]
-fn wrong_arguments_are_named() {
+fn errors_name_the_wrong_argument() {
     for program in engines() {
-        for (arguments, said) in [
+        for (arguments, error) in [
             (
                 &["rdma-prot", "1"][..],
                 "unknown argument \"rdma-prot\"; the arguments are rdma-port",
@@ -165,14 +167,14 @@ fn wrong_arguments_are_named() {
             (&["rx-size", "8mb"], "rx-size \"8mb\": expected a size from 4096 to 2097152 bytes"),
             (&["engine", "nowhere"], "engine \"nowhere\": expected auto, unix:/PATH or HOST:PORT"),
         ] {
-            let log = refused(&program, arguments, &[]);
-            assert!(log.contains(&format!("ferrite: not loaded: {said}")), "{arguments:?}: {log}");
+            let log = log_of_failed_load(&program, arguments, &[]);
+            assert!(log.contains(&format!("ferrite: not loaded: {error}")), "{arguments:?}: {log}");
         }
     }
 }
 
 #[test]
-fn config_gets_sets_and_is_read_from_the_file() {
+fn config_works_for_the_modules_settings() {
     for program in engines() {
         let mut server = start(
             &program,
@@ -191,7 +193,7 @@ fn config_gets_sets_and_is_read_from_the_file() {
             ("prefer", "auto")
         );
         assert_eq!(get("ferrite.rdma-bind"), "127.0.0.1");
-        assert_eq!(get("ferrite.rdma-bind"), "127.0.0.1", "and again");
+        assert_eq!(get("ferrite.rdma-bind"), "127.0.0.1", "the second time");
         for (name, value) in [
             ("max-clients", "1"),
             ("rx-size", "65536"),
@@ -208,25 +210,25 @@ fn config_gets_sets_and_is_read_from_the_file() {
             ("engine", "auto"),
             ("rdma-device", "x"),
         ] {
-            let said = server.refusal(&["CONFIG", "SET", &format!("ferrite.{name}"), value]);
-            assert!(said.contains("immutable"), "{said}");
+            let error = server.refusal(&["CONFIG", "SET", &format!("ferrite.{name}"), value]);
+            assert!(error.contains("immutable"), "{error}");
         }
         for (name, value) in [("max-clients", "0"), ("rx-size", "1"), ("busy-poll-us", "-1")] {
-            let said = server.refusal(&["CONFIG", "SET", &format!("ferrite.{name}"), value]);
-            assert!(said.contains("must be between"), "{said}");
+            let error = server.refusal(&["CONFIG", "SET", &format!("ferrite.{name}"), value]);
+            assert!(error.contains("must be between"), "{error}");
         }
-        // The new limit holds.
-        let mut first = call(&server);
-        first.write_all(b"PING\r\n").expect("it hears");
-        server.until("one is taken", || server.count("sessions") == 1);
-        assert_eq!(last_words(call(&server)), "-ERR max number of clients reached\r\n");
-        server.until("refusal is counted", || server.count("refused") == 1);
-        server.assert_well();
+        // The new limit of clients applies.
+        let mut first = connect(&server);
+        first.write_all(b"PING\r\n").expect("to send");
+        server.wait_until("a session", || server.count("sessions") == 1);
+        assert_eq!(rejection(connect(&server)), "-ERR max number of clients reached\r\n");
+        server.wait_until("the rejection is counted", || server.count("refused") == 1);
+        server.assert_healthy();
     }
 }
 
 #[test]
-fn commands_answer() {
+fn ferrite_commands_reply() {
     for program in engines() {
         let mut server = start(&program, &[], &["--enable-debug-command", "no"]);
         let help: Vec<String> = server.ask(&["FERRITE", "HELP"]);
@@ -239,7 +241,7 @@ fn commands_answer() {
                 && stats.contains_key("rdma_fallbacks_no_device"),
             "{stats:?}"
         );
-        for (words, said) in [
+        for (words, error) in [
             (&["FERRITE", "KILL", "1"][..], "no session has the id 1"),
             (&["FERRITE", "KILL", "one"], "invalid session id"),
             (&["FERRITE", "KILL"], "wrong number of arguments"),
@@ -248,10 +250,10 @@ fn commands_answer() {
             (&["FERRITE"], "wrong number of arguments"),
             (&["MODULE", "UNLOAD", "ferrite"], "unload"),
         ] {
-            let answer = server.refusal(words);
-            assert!(answer.to_lowercase().contains(said), "{words:?}: {answer}");
+            let reply = server.refusal(words);
+            assert!(reply.to_lowercase().contains(error), "{words:?}: {reply}");
         }
-        // INFO has our sections by name and with `everything`, and not unasked.
+        // INFO has the module's sections only by name and with `everything`.
         assert!(!server.ask::<String>(&["INFO"]).contains("ferrite_status"));
         assert!(server.ask::<String>(&["INFO", "everything"]).contains("ferrite_status"));
         let rdma: String = server.ask(&["INFO", "ferrite_rdma"]);
@@ -259,7 +261,7 @@ fn commands_answer() {
             rdma.contains("ferrite_rdma_connections:0") && !rdma.contains("ferrite_status"),
             "{rdma}"
         );
-        // By name in every engine; by category where modules have them, which Redis 7.0 does not.
+        // ACL rules by name work in every engine; those by category not in Redis 7.0.
         let has_categories = program != Path::new(REDIS);
         for (rule, may) in
             [("-ferrite|stats", false), ("-@admin", !has_categories), ("-@scripting", true)]
@@ -275,11 +277,11 @@ fn commands_answer() {
             let answer = redis::cmd("FERRITE").arg("STATS").query::<redis::Value>(&mut connection);
             assert_eq!(answer.is_ok(), may, "{rule}: {answer:?}");
         }
-        server.assert_well();
+        server.assert_healthy();
     }
 }
 
-/// Logs in as a user with these rights, and runs a command.
+/// Logs in as a user with these rights and runs a command.
 fn as_limited_user(
     server: &Server,
     rules: &[&str],
@@ -293,8 +295,8 @@ fn as_limited_user(
     redis::cmd(words[0]).arg(&words[1..]).query(&mut connection)
 }
 
-/// Redis 7.0 has no categories for commands of modules: the right to the engine's own command
-/// decides.
+/// Redis 7.0 has no ACL categories for commands of modules, so the right to the corresponding
+/// command of the engine decides.
 #[test]
 fn admin_commands_need_the_right_to_the_engines_own() {
     for program in engines() {
@@ -319,62 +321,62 @@ fn admin_commands_need_the_right_to_the_engines_own() {
             let is_denied = answer.as_ref().is_err_and(|error| error.code() == Some("NOPERM"));
             assert_eq!(is_denied, !may, "{rules:?} {words:?} on {}: {answer:?}", program.display());
         }
-        // A user who is not limited.
+        // A user with all rights.
         assert!(server.refusal(&["FERRITE", "KILL", "1"]).contains("no session has the id 1"));
-        server.assert_well();
+        server.assert_healthy();
     }
 }
 
-/// The child of a save has none of our threads, and holds our sockets: sessions end all the same,
-/// and at once.
+/// The child process of BGSAVE has copies of the sockets but none of the module's threads. Sessions
+/// still end at once when their clients close.
 #[test]
-fn saves_in_the_background() {
+fn sessions_end_during_a_background_save() {
     for program in engines() {
         let mut server = start(&program, &[], &["--rdb-key-save-delay", "20000"]);
         let script = "for i = 1, 100 do redis.call('SET', 'key' .. i, i) end";
         let _: redis::Value = server.ask(&["EVAL", script, "0"]);
         let open = |server: &Server| {
-            let mut socket = call(server);
-            socket.write_all(b"BLPOP list 0\r\n").expect("it hears");
-            server.until("it waits", || {
+            let mut socket = connect(server);
+            socket.write_all(b"BLPOP list 0\r\n").expect("to send");
+            server.wait_until("a blocked client", || {
                 server.ask::<String>(&["INFO", "clients"]).contains("blocked_clients:1")
             });
             socket
         };
         let waiting = open(&server);
         let _: redis::Value = server.ask(&["BGSAVE"]);
-        server.until("it saves", || {
+        server.wait_until("a save in progress", || {
             server.ask::<String>(&["INFO", "persistence"]).contains("rdb_bgsave_in_progress:1")
         });
         drop(waiting);
-        server.until("it waits no longer", || {
+        server.wait_until("no blocked client", || {
             server.ask::<String>(&["INFO", "clients"]).contains("blocked_clients:0")
         });
         assert!(
             server.ask::<String>(&["INFO", "persistence"]).contains("rdb_bgsave_in_progress:1"),
-            "the child is there"
+            "the save ended too early"
         );
-        server.until("sessions end", || server.count("sessions") == 0);
-        server.until("it has saved", || {
+        server.wait_until("the end of all sessions", || server.count("sessions") == 0);
+        server.wait_until("the end of the save", || {
             server.ask::<String>(&["INFO", "persistence"]).contains("rdb_bgsave_in_progress:0")
         });
         assert!(
             server.ask::<String>(&["INFO", "persistence"]).contains("rdb_last_bgsave_status:ok")
         );
-        server.assert_well();
+        server.assert_healthy();
     }
 }
 
 #[test]
-fn ends_with_the_engine_in_good_order() {
+fn closes_sessions_when_the_engine_shuts_down() {
     for program in engines() {
         for how in ["NOSAVE", "TERM"] {
             let mut server = start(&program, &[], &[]);
-            let mut client = call(&server);
-            client.write_all(b"PING\r\n").expect("it hears");
+            let mut client = connect(&server);
+            client.write_all(b"PING\r\n").expect("to send");
             let mut pong = [0; 7];
-            client.read_exact(&mut pong).expect("it answers");
-            let begun = std::time::Instant::now();
+            client.read_exact(&mut pong).expect("a reply");
+            let started = std::time::Instant::now();
             let status = if how == "TERM" {
                 server.signal("TERM");
                 server.wait()
@@ -382,37 +384,37 @@ fn ends_with_the_engine_in_good_order() {
                 server.shut_down(how)
             };
             assert!(status.success(), "{how}: {status}, {}", server.log());
-            assert!(begun.elapsed().as_secs() < 5, "{how} took {:?}", begun.elapsed());
+            assert!(started.elapsed().as_secs() < 5, "{how} took {:?}", started.elapsed());
             let mut rest = Vec::new();
-            client.read_to_end(&mut rest).expect("an end, not a failure");
+            client.read_to_end(&mut rest).expect("an orderly close");
             let log = server.log();
-            assert!(!log.contains("not at their end in time") && !log.contains("panic"), "{log}");
+            assert!(!log.contains("did not stop in time") && !log.contains("panic"), "{log}");
         }
     }
 }
 
-/// The engine could not save, and did not end: our listener is there again.
+/// The engine cannot save and aborts its shutdown: the listener starts again.
 #[test]
-fn goes_on_with_an_engine_that_does_not_end() {
+fn listens_again_after_an_aborted_shutdown() {
     for program in engines() {
         let mut server = start(&program, &[], &["--enable-protected-configs", "yes"]);
         let () = server.ask(&["SET", "key", "value"]);
         let blocked = server.directory().join("blocked");
         std::fs::create_dir(&blocked).expect("a directory where the file should be");
         let () = server.ask(&["CONFIG", "SET", "dbfilename", "blocked"]);
-        let said = server.refusal(&["SHUTDOWN", "SAVE"]);
-        assert!(said.contains("Errors trying to SHUTDOWN"), "{said}");
-        server.until("it listens again", || server.info("status") == "tcp-only");
+        let error = server.refusal(&["SHUTDOWN", "SAVE"]);
+        assert!(error.contains("Errors trying to SHUTDOWN"), "{error}");
+        server.wait_until("a new listener", || server.info("status") == "tcp-only");
         over_tcp(&server, &["PING"]).expect("PING");
-        server.assert_well();
+        server.assert_healthy();
         assert!(server.shut_down("NOSAVE").success());
     }
 }
 
-/// Protected mode is the engine's, and changes with it. 127.0.0.1 is always let in, so that is all
-/// that can be seen here.
+/// The proxy path prefers the engine's Unix socket. A socket that the argument `engine` names is
+/// used even if the engine no longer listens there.
 #[test]
-fn proxy_connections_follow_the_engines_sockets() {
+fn proxy_connections_use_the_engines_socket() {
     for program in engines() {
         let (first, second) = (free_port(), free_port());
         let arguments = ["rdma-port", &free_port(), "rdma-bind", "127.0.0.1"];
@@ -421,9 +423,8 @@ fn proxy_connections_follow_the_engines_sockets() {
             arguments: &arguments,
             options: &["--port", &first, "--bind", "127.0.0.1"],
         });
-        assert!(server.info("engine").starts_with("unix:/"), "a Unix socket is first");
+        assert!(server.info("engine").starts_with("unix:/"), "the Unix socket is preferred");
         drop(server);
-        // `unixsocket` comes before these options, and the last one counts.
         let named = format!("127.0.0.1:{first}");
         server = Server::start(&Start {
             program: &program,
@@ -433,85 +434,84 @@ fn proxy_connections_follow_the_engines_sockets() {
         assert_eq!(server.info("engine"), named);
         over_tcp(&server, &["PING"]).expect("PING");
         let () = server.ask(&["CONFIG", "SET", "port", &second]);
-        assert_eq!(server.info("engine"), named, "it was named");
-        let said = last_words(call(&server));
-        assert_eq!(said, "-ERR Ferrite module: cannot connect to the engine\r\n");
+        assert_eq!(server.info("engine"), named, "a named socket does not change");
+        let reply = rejection(connect(&server));
+        assert_eq!(reply, "-ERR Ferrite module: cannot connect to the engine\r\n");
         assert_eq!(server.count("engine_failures"), 1);
-        server.assert_well();
+        server.assert_healthy();
     }
 }
 
-/// Without a Unix socket it is the engine's TCP port, at an address that it has; when that changes,
-/// so does the proxy path.
+/// Without a Unix socket, the proxy path uses the engine's TCP port and follows its changes.
 #[test]
-fn without_a_unix_socket_the_port_will_do() {
+fn proxy_connections_follow_the_engines_tcp_port() {
     for program in engines() {
         let (first, second, own) = (free_port(), free_port(), free_port());
-        let mut server = Server::begin(&Start {
+        let mut server = Server::spawn(&Start {
             program: &program,
             arguments: &["rdma-port", &own, "rdma-bind", "127.0.0.1"],
             options: &["--unixsocket", "", "--port", &first, "--bind", "127.0.0.1"],
         });
-        server.until_logged("accept connections");
+        server.wait_for_log("accept connections");
         let ask = |words: &[&str]| -> String {
             let client =
                 redis::Client::open(format!("redis://127.0.0.1:{own}")).expect("an address");
-            let mut connection = client.get_connection().expect("it listens");
-            redis::cmd(words[0]).arg(&words[1..]).query(&mut connection).expect("an answer")
+            let mut connection = client.get_connection().expect("a connection");
+            redis::cmd(words[0]).arg(&words[1..]).query(&mut connection).expect("a reply")
         };
         assert!(ask(&["INFO", "ferrite"]).contains(&format!("ferrite_engine:127.0.0.1:{first}\r")));
         assert_eq!(ask(&["CONFIG", "SET", "port", &second]), "OK");
         assert!(
             ask(&["INFO", "ferrite"]).contains(&format!("ferrite_engine:127.0.0.1:{second}\r"))
         );
-        server.assert_well();
+        server.assert_healthy();
     }
 }
 
-/// An engine that cannot be asked where it listens: it goes on, and says what to do; told by name,
-/// it is well.
+/// If CONFIG is disabled, the module does not know where the engine listens. The engine then runs
+/// without a listener and logs what to do. With named addresses the module works.
 #[test]
-fn an_engine_without_config_is_told_by_name() {
+fn works_without_config_if_addresses_are_named() {
     for program in engines() {
         let socket =
             std::env::temp_dir().join(format!("ferrite-named-{}.sock", std::process::id()));
         let socket = socket.to_str().expect("UTF-8");
-        let mute = ["--rename-command", "CONFIG", "", "--unixsocket", socket];
-        let mut server = Server::begin(&Start {
+        let no_config = ["--rename-command", "CONFIG", "", "--unixsocket", socket];
+        let mut server = Server::spawn(&Start {
             program: &program,
             arguments: &[],
-            options: &[&["--port", "0"], &mute[..]].concat(),
+            options: &[&["--port", "0"], &no_config[..]].concat(),
         });
-        server.until_logged("no RDMA listener: the engine does not say where it listens");
-        server.until_logged("engine unix:/PATH");
-        server.assert_well();
+        server.wait_for_log("no RDMA listener: the engine does not say where it listens");
+        server.wait_for_log("engine unix:/PATH");
+        server.assert_healthy();
         drop(server);
         let (port, named) = (free_port(), format!("unix:{socket}"));
         let arguments = ["rdma-port", &port, "rdma-bind", "127.0.0.1", "engine", &named];
-        let mut server = Server::begin(&Start {
+        let mut server = Server::spawn(&Start {
             program: &program,
             arguments: &arguments,
-            options: &[&["--port", "0"], &mute[..]].concat(),
+            options: &[&["--port", "0"], &no_config[..]].concat(),
         });
-        server.until_logged("accept connections");
+        server.wait_for_log("accept connections");
         let client = redis::Client::open(format!("redis://127.0.0.1:{port}")).expect("an address");
         let () = redis::cmd("PING")
-            .query(&mut client.get_connection().expect("it listens"))
+            .query(&mut client.get_connection().expect("a connection"))
             .expect("PING");
-        server.assert_well();
+        server.assert_healthy();
         drop(server);
         let _ = std::fs::remove_file(socket);
     }
 }
 
-/// CONFIG REWRITE keeps the arguments, and writes what was set since: the file starts the same
-/// again.
+/// CONFIG REWRITE keeps the arguments and writes the settings that were changed. An engine that
+/// starts from this file has the same settings.
 #[test]
-fn config_is_rewritten() {
+fn config_rewrite_keeps_the_modules_settings() {
     for program in engines() {
         let port = free_port();
         let arguments = ["rdma-port", &port, "rdma-bind", "127.0.0.1", "max-clients", "7"];
-        let mut server = Server::start_by_file(&Start {
+        let mut server = Server::start_from_file(&Start {
             program: &program,
             arguments: &arguments,
             options: &["port 0"],
@@ -523,9 +523,9 @@ fn config_is_rewritten() {
             file.contains("max-clients 7") && file.contains("ferrite.busy-poll-us 5"),
             "{file}"
         );
-        assert!(!file.contains("ferrite.max-clients"), "it is an argument: {file}");
+        assert!(!file.contains("ferrite.max-clients"), "this is an argument already: {file}");
         assert!(server.shut_down("NOSAVE").success());
-        server.start_again(&program);
+        server.restart(&program);
         let get = |name: &str| {
             server.ask::<Vec<String>>(&["CONFIG", "GET", name]).pop().unwrap_or_default()
         };
@@ -534,11 +534,12 @@ fn config_is_rewritten() {
             ("5", "7")
         );
         assert_eq!(get("ferrite.rdma-port"), port);
-        server.assert_well();
+        server.assert_healthy();
     }
 }
 
-/// With a port of its own for clients of TCP, as replicas and other nodes are.
+/// Starts an engine that also has a TCP port for replicas and other cluster nodes. Returns that
+/// port too.
 fn node(program: &Path, options: &[&str]) -> (Server, String) {
     let (port, own) = (free_port(), free_port());
     let options = [&["--port", &port, "--bind", "127.0.0.1"], options].concat();
@@ -550,9 +551,9 @@ fn node(program: &Path, options: &[&str]) -> (Server, String) {
     (server, port)
 }
 
-/// Our presence forbids nothing: a replica loads beside its old data.
+/// The module does not prevent a replica from serving its old data while it loads the new.
 #[test]
-fn replicas_load_beside_their_data() {
+fn replicas_load_asynchronously() {
     for program in engines() {
         let (mut primary, port) = node(&program, &["--repl-diskless-sync-delay", "0"]);
         let (mut replica, _) = node(&program, &["--repl-diskless-load", "swapdb"]);
@@ -560,27 +561,28 @@ fn replicas_load_beside_their_data() {
         let _: redis::Value = primary.ask(&["EVAL", script, "0"]);
         let () = replica.ask(&["SET", "old", "data"]);
         let () = replica.ask(&["REPLICAOF", "127.0.0.1", &port]);
-        replica.until("it has the data", || replica.ask::<i64>(&["DBSIZE"]) == 1000);
-        let asked = over_tcp(&primary, &["SET", "key", "by the module's port"]).expect("SET");
-        assert_eq!(asked, redis::Value::Okay);
-        replica
-            .until("it has the write", || replica.ask::<Option<String>>(&["GET", "key"]).is_some());
-        let refused =
+        replica.wait_until("the data", || replica.ask::<i64>(&["DBSIZE"]) == 1000);
+        let reply = over_tcp(&primary, &["SET", "key", "by the module's port"]).expect("SET");
+        assert_eq!(reply, redis::Value::Okay);
+        replica.wait_until("the replicated write", || {
+            replica.ask::<Option<String>>(&["GET", "key"]).is_some()
+        });
+        let error =
             over_tcp(&replica, &["SET", "key", "value"]).expect_err("a replica").to_string();
         assert!(
-            refused.to_lowercase().contains("readonly") || refused.contains("read only"),
-            "{refused}"
+            error.to_lowercase().contains("readonly") || error.contains("read only"),
+            "{error}"
         );
-        primary.assert_well();
-        replica.assert_well();
+        primary.assert_healthy();
+        replica.assert_healthy();
     }
 }
 
-/// Nor slots that move as a whole, where the engine has that (Valkey 9).
+/// The module does not prevent atomic slot migration (Valkey 9).
 #[test]
-fn slots_move_as_a_whole() {
+fn slots_migrate_atomically() {
     let Some(program) = valkey() else {
-        eprintln!("left out: Valkey is not built here (lab/lab setup valkey)");
+        eprintln!("skipped: Valkey is not built (run lab/lab setup valkey)");
         return;
     };
     let (bus, other_bus) = (free_port(), free_port());
@@ -589,21 +591,23 @@ fn slots_move_as_a_whole() {
         node(&program, &["--cluster-enabled", "yes", "--cluster-port", &other_bus]);
     let () = source.ask(&["CLUSTER", "ADDSLOTSRANGE", "0", "16383"]);
     let () = source.ask(&["CLUSTER", "MEET", "127.0.0.1", &port, &other_bus]);
-    let whole = |server: &Server| {
+    let knows_both = |server: &Server| {
         server.ask::<String>(&["CLUSTER", "INFO"]).contains("cluster_known_nodes:2")
     };
     let ok =
         |server: &Server| server.ask::<String>(&["CLUSTER", "INFO"]).contains("cluster_state:ok");
-    source.until("they know each other", || whole(&source) && whole(&target) && ok(&source));
+    source.wait_until("a cluster of two nodes", || {
+        knows_both(&source) && knows_both(&target) && ok(&source)
+    });
     let () = source.ask(&["SET", "key", "value"]);
     let id: String = target.ask(&["CLUSTER", "MYID"]);
-    target.until("it knows the slots", || ok(&target));
+    target.wait_until("the cluster state ok", || ok(&target));
     let () = source.ask(&["CLUSTER", "MIGRATESLOTS", "SLOTSRANGE", "0", "16383", "NODE", &id]);
-    target.until("it has the slot", || {
+    target.wait_until("the migrated slot", || {
         target.try_ask::<String>(&["GET", "key"]).is_ok_and(|value| value == "value")
     });
-    let moved = over_tcp(&source, &["GET", "key"]).expect_err("it moved");
+    let moved = over_tcp(&source, &["GET", "key"]).expect_err("a redirect");
     assert_eq!(moved.code(), Some("MOVED"));
-    source.assert_well();
-    target.assert_well();
+    source.assert_healthy();
+    target.assert_healthy();
 }

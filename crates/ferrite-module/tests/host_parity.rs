@@ -1,20 +1,20 @@
-//! Every command through the module as at the engine's own port, on a host without RDMA: over TCP
-//! at the module's port. Debian's Redis, Valkey where the lab has built it, and those that are
-//! named (FERRITE_ENGINES). With other arguments of the module: `FERRITE_MODULE_ARGS`.
-#![expect(clippy::print_stderr, reason = "what was compared is said")]
+//! Every command gives the same reply through the module as at the engine's own port, on a host
+//! without RDMA: over TCP at the module's port. The engines are Debian's Redis, Valkey if the lab
+//! has built it, and those in FERRITE_ENGINES. `FERRITE_MODULE_ARGS` adds arguments of the module.
+#![expect(clippy::print_stderr, reason = "reports what was compared")]
 
 mod parity;
-mod scene;
+mod server;
 
 use std::net::TcpStream;
 use std::path::Path;
 
-use parity::wire::Transport;
+use parity::connection::Transport;
 use parity::{Amount, Pace, Way, states};
 
 fn dial(port: &str) -> Box<dyn Transport> {
-    let socket = TcpStream::connect(format!("127.0.0.1:{port}")).expect("it listens");
-    socket.set_nodelay(true).expect("a socket");
+    let socket = TcpStream::connect(format!("127.0.0.1:{port}")).expect("a connection");
+    socket.set_nodelay(true).expect("TCP_NODELAY");
     Box::new(socket)
 }
 
@@ -22,7 +22,7 @@ fn each(state: impl Fn(&Way<'_>, &Path)) {
     let amount = Amount { good: 8, spoiled: 16 };
     let way =
         Way { arguments: &["rdma-bind", "127.0.0.1"], dial: &dial, pace: Pace::OneByOne, amount };
-    scene::engines().iter().for_each(|program| state(&way, program));
+    server::engines().iter().for_each(|program| state(&way, program));
 }
 
 macro_rules! states {
@@ -34,4 +34,7 @@ macro_rules! states {
     )*};
 }
 
-states! { alone alone_in_pipelines by_hand cluster replica replica_alone loading busy out_of_memory restricted paused }
+states! {
+    standalone_resp2 pipelined_resp3 hand_written_scripts cluster replica replica_without_primary
+    loading busy out_of_memory restricted paused
+}

@@ -1,6 +1,6 @@
-//! Stateful differential fuzzing: whole sessions of several clients at two equal engines, at one
-//! over its own port, at the other through the module. Replies, ends of connections, decisions of
-//! the ACL and the final dataset must be equal.
+//! Stateful differential fuzzing: runs whole sessions of several clients at two equal engines, at
+//! one over its own port, at the other through the module. Replies, closed connections, decisions
+//! of the ACL and the final dataset must be equal.
 //!
 //! ```text
 //!                                     ┌─► engine A, its own port ──┐
@@ -8,32 +8,32 @@
 //!                                     └─► engine B, the module's ──┘
 //! ```
 //!
-//! | file | what |
+//! | file | contents |
 //! |---|---|
-//! | `generate.rs` `commands.rs` `vocabulary.rs` | a session of a seed |
+//! | `generate.rs` `commands.rs` `vocabulary.rs` | generates a session from a seed |
 //! | `session.rs` | sessions as data |
-//! | `run.rs` `side.rs` `quiet.rs` `flood.rs` `waiting.rs` | both engines, step by step |
-//! | `compare.rs` `differences.rs` | what must be equal, and what may differ |
-//! | `hunt.rs` | many seeds; a finding is made shorter |
+//! | `run.rs` `side.rs` `idle.rs` `flood.rs` `waiting.rs` | runs a session at both engines |
+//! | `compare.rs` `differences.rs` | compares replies; lists what may differ |
+//! | `hunt.rs` | runs many seeds and shortens a failing session |
 //!
-//! By itself it runs a few fixed seeds. `cargo xtask fuzz session-diff` runs new ones by the test
-//! `hunt`, whose options are variables: `FERRITE_DIFF_SEED`, `_SECONDS`, `_ENGINE`, `_CALL_LANE`,
-//! `_KEEP_GOING`, `_SHOW`, `_FOLDER`.
-#![expect(clippy::print_stderr, reason = "findings are printed")]
+//! By default it runs a few fixed seeds. `cargo xtask fuzz session-diff` runs new seeds with the
+//! test `hunt`, whose options are environment variables: `FERRITE_DIFF_SEED`, `_SECONDS`,
+//! `_ENGINE`, `_CALL_LANE` (the setting `call-path`), `_KEEP_GOING`, `_SHOW` and `_FOLDER`.
+#![expect(clippy::print_stderr, reason = "prints findings")]
 
+#[allow(dead_code, reason = "the parity tests use the rest")]
+#[path = "parity/connection.rs"]
+mod connection;
 #[path = "../../ferrite-fabric/tests/links/random.rs"]
 mod random;
-mod scene;
+mod server;
 mod session_diff;
-#[allow(dead_code, reason = "the parity tests use the rest")]
-#[path = "parity/wire.rs"]
-mod wire;
 
 use std::time::Duration;
 
-use session_diff::hunt::{Hunt, Score};
+use session_diff::hunt::{Hunt, Summary};
 
-/// Seeds that are run in every build.
+/// The seeds that every run of the tests uses.
 const FIXED_SEEDS: std::ops::RangeInclusive<u64> = 1..=12;
 
 fn variable(name: &str) -> Option<String> {
@@ -41,21 +41,23 @@ fn variable(name: &str) -> Option<String> {
 }
 
 fn number(name: &str) -> Option<u64> {
-    variable(name)
-        .map(|value| value.parse().unwrap_or_else(|_| panic!("FERRITE_DIFF_{name}: a number")))
+    variable(name).map(|value| {
+        value.parse().unwrap_or_else(|_| panic!("FERRITE_DIFF_{name}: expected a number"))
+    })
 }
 
-fn judge(hunt: &Hunt) {
-    let Score { sessions, steps, once, findings } = hunt.run();
+fn assert_no_findings(hunt: &Hunt) {
+    let Summary { sessions, steps, unreproduced, findings } = hunt.run();
     eprintln!(
-        "{sessions} sessions, {steps} steps, {once} differences seen once, findings: {findings:?}"
+        "{sessions} sessions, {steps} steps, {unreproduced} differences seen only once, findings: \
+         {findings:?}"
     );
     assert!(findings.is_empty(), "seeds with differences: {findings:?}");
 }
 
 fn fixed(call_path: &str) -> Hunt {
     Hunt {
-        program: scene::REDIS.into(),
+        program: server::REDIS.into(),
         call_path: Some(call_path.into()),
         seeds: FIXED_SEEDS,
         time: None,
@@ -67,12 +69,12 @@ fn fixed(call_path: &str) -> Hunt {
 
 #[test]
 fn proxied_sessions_agree_with_the_engines_own_port() {
-    judge(&fixed("no"));
+    assert_no_findings(&fixed("no"));
 }
 
 #[test]
 fn in_process_sessions_agree_with_the_engines_own_port() {
-    judge(&fixed("yes"));
+    assert_no_findings(&fixed("yes"));
 }
 
 #[test]
@@ -80,8 +82,8 @@ fn in_process_sessions_agree_with_the_engines_own_port() {
 fn hunt() {
     let seed = number("SEED").expect("FERRITE_DIFF_SEED");
     let seconds = number("SECONDS");
-    judge(&Hunt {
-        program: variable("ENGINE").map_or_else(|| scene::REDIS.into(), Into::into),
+    assert_no_findings(&Hunt {
+        program: variable("ENGINE").map_or_else(|| server::REDIS.into(), Into::into),
         call_path: variable("CALL_LANE"),
         seeds: seed..=if seconds.is_some() { u64::MAX } else { seed },
         time: seconds.map(Duration::from_secs),

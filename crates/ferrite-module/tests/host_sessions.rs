@@ -1,146 +1,149 @@
-//! Sessions end, wait and fail as the engine's own clients do: cases in which they once did not.
+//! Sessions must end, wait and fail like the engine's own clients. These are cases in which they
+//! once did not.
 
-mod scene;
-mod talk;
+mod client;
+mod server;
 
 use std::time::{Duration, Instant};
 
-use scene::Server;
-use talk::{Peer, engines, start};
+use client::{Client, engines, start};
+use server::Server;
 
 /// Runs a case on each engine.
 fn on_each(options: &[&str], case: impl Fn(&mut Server)) {
     for program in engines() {
         let mut server = start(&program, options);
         case(&mut server);
-        server.assert_well();
+        server.assert_healthy();
     }
 }
 
-/// The same where clients need the password `x`, with one who has given it.
-fn on_each_with_password(case: impl Fn(&mut Server, Peer)) {
+/// Runs a case on each engine with the password `x`, and passes a client that has logged in.
+fn on_each_with_password(case: impl Fn(&mut Server, Client)) {
     on_each(&["--requirepass", "x"], |server| {
-        let mut admin = Peer::native(server);
+        let mut admin = Client::native(server);
         admin.ok(&["AUTH", "x"]);
         case(server, admin);
     });
 }
 
-/// S11: a session that goes over to the proxy path inside a transaction.
+/// S11: WAIT after a session was pinned to proxy inside a transaction.
 #[test]
-fn wait_tells_the_truth_to_sessions_pinned_inside_a_transaction() {
+fn wait_is_correct_after_a_pin_inside_a_transaction() {
     for program in engines() {
-        let mut primary = start(&program, &["--port", &scene::free_port()]);
+        let mut primary = start(&program, &["--port", &server::free_port()]);
         let port: Vec<String> = primary.ask(&["CONFIG", "GET", "port"]);
         let replica = start(&program, &["--replicaof", "127.0.0.1", &port[1]]);
-        let mut admin = Peer::native(&primary);
-        primary.until("a replica", || admin.ask(&["INFO", "replication"]).contains("state=online"));
-        let mut peer = Peer::called(&primary);
-        peer.ok(&["SET", "k", "v"]);
-        assert_eq!(peer.ask(&["WAIT", "1", "20000"]), ":1");
+        let mut admin = Client::native(&primary);
+        primary.wait_until("a replica", || {
+            admin.ask(&["INFO", "replication"]).contains("state=online")
+        });
+        let mut client = Client::of_module(&primary);
+        client.ok(&["SET", "k", "v"]);
+        assert_eq!(client.ask(&["WAIT", "1", "20000"]), ":1");
         replica.signal("STOP");
-        peer.ok(&["SET", "k", "v"]);
-        peer.ok(&["MULTI"]);
-        assert_eq!(peer.ask(&["WAIT", "1", "300"]), "+QUEUED");
-        assert_eq!(peer.ask(&["CLIENT", "NO-EVICT", "on"]), "+QUEUED", "which pins the session");
-        assert_eq!(peer.ask(&["EXEC"]), "*2\r\n:0\r\n+OK", "{}", program.display());
-        assert_eq!(peer.ask(&["WAIT", "1", "300"]), ":0", "{}", program.display());
+        client.ok(&["SET", "k", "v"]);
+        client.ok(&["MULTI"]);
+        assert_eq!(client.ask(&["WAIT", "1", "300"]), "+QUEUED");
+        assert_eq!(client.ask(&["CLIENT", "NO-EVICT", "on"]), "+QUEUED", "this pins the session");
+        assert_eq!(client.ask(&["EXEC"]), "*2\r\n:0\r\n+OK", "{}", program.display());
+        assert_eq!(client.ask(&["WAIT", "1", "300"]), ":0", "{}", program.display());
         replica.signal("CONT");
-        assert_eq!(peer.ask(&["WAIT", "1", "20000"]), ":1");
-        primary.assert_well();
+        assert_eq!(client.ask(&["WAIT", "1", "20000"]), ":1");
+        primary.assert_healthy();
     }
 }
 
-/// A login that fails inside a transaction. Valkey 8.0 gives no answer to it: the next answer
-/// stands there.
+/// Valkey 8.0 sends no reply to a login that fails inside a transaction. The session must not wait
+/// for one.
 #[test]
-fn a_login_that_fails_in_a_transaction_leaves_no_session_waiting() {
+fn a_failed_login_in_a_transaction_does_not_block_the_session() {
     on_each(&[], |server| {
         for login in [&["AUTH", "nobody", "wrong"][..], &["HELLO", "2", "AUTH", "nobody", "wrong"]]
         {
-            let said = [Peer::called(server), Peer::native(server)].map(|mut peer| {
-                peer.send(&[vec!["MULTI"], login.to_vec(), vec!["GET", "k"], vec!["EXEC"]]);
-                peer.until(b"$-1\r\n");
-                peer.send(&[vec!["ECHO", "the-end"]]);
-                String::from_utf8_lossy(&peer.until(b"the-end\r\n")).into_owned()
+            let replies = [Client::of_module(server), Client::native(server)].map(|mut client| {
+                client.send(&[vec!["MULTI"], login.to_vec(), vec!["GET", "k"], vec!["EXEC"]]);
+                client.read_until(b"$-1\r\n");
+                client.send(&[vec!["ECHO", "the-end"]]);
+                String::from_utf8_lossy(&client.read_until(b"the-end\r\n")).into_owned()
             });
-            assert_eq!(said[0], said[1], "{login:?}");
+            assert_eq!(replies[0], replies[1], "{login:?}");
         }
     });
 }
 
-/// A session is over when the engine has hung up, whether its client closes or not.
+/// A session ends when the engine closes its client, whether the session's client closes or not.
 #[test]
 fn sessions_end_with_the_engines_client() {
     on_each(&[], |server| {
-        let mut quits = Peer::called(server);
-        quits.ok(&["QUIT"]);
-        let mut subscribes = Peer::called(server);
-        subscribes.send(&[vec!["SUBSCRIBE", "c"]]);
-        subscribes.next().expect("subscribed");
+        let mut quitting = Client::of_module(server);
+        quitting.ok(&["QUIT"]);
+        let mut subscriber = Client::of_module(server);
+        subscriber.send(&[vec!["SUBSCRIBE", "c"]]);
+        subscriber.next().expect("a reply");
         server.ask::<i64>(&["CLIENT", "KILL", "TYPE", "pubsub"]);
-        server.until("both sessions have ended", || server.count("sessions") == 0);
-        assert_eq!((quits.next(), subscribes.next()), (None, None));
+        server.wait_until("both sessions have ended", || server.count("sessions") == 0);
+        assert_eq!((quitting.next(), subscriber.next()), (None, None));
     });
 }
 
-/// CLIENT KILL ends a session also while its client leaves replies unread: one that goes over to
-/// the proxy path, and one that is there.
+/// CLIENT KILL ends a session even if its client does not read its replies. This tests a session
+/// that is about to be pinned to proxy, and one that is pinned.
 #[test]
 fn client_kill_ends_sessions_with_unread_replies() {
     on_each(&[], |server| {
-        let mut admin = Peer::native(server);
+        let mut admin = Client::native(server);
         admin.ok(&["SET", "k", &"x".repeat(1 << 20)]);
         let many = vec![vec!["GETRANGE", "k", "0", "-1"]; 60];
         let pin = vec![vec!["CLIENT", "NO-EVICT", "on"]];
         let called = server.count("commands_called");
-        let mut pinning = Peer::called(server);
+        let mut pinning = Client::of_module(server);
         let id = pinning.ask(&["CLIENT", "ID"])[1..].to_owned();
         pinning.send(&[many.clone(), pin.clone()].concat());
-        server.until("its calls are made", || server.count("commands_called") == called + 60);
-        let mut pinned = Peer::called(server);
+        server.wait_until("60 calls", || server.count("commands_called") == called + 60);
+        let mut pinned = Client::of_module(server);
         pinned.send(&[vec![vec!["CLIENT", "ID"]], pin, many].concat());
         let other =
             String::from_utf8_lossy(&pinned.next().expect("an id"))[1..].trim_end().to_owned();
-        pinned.next().expect("pinned");
+        pinned.next().expect("the reply to NO-EVICT");
         for id in [id, other] {
             assert_eq!(admin.ask(&["CLIENT", "KILL", "ID", &id]), ":1");
         }
-        server.until("both sessions have ended", || server.count("sessions") == 0);
+        server.wait_until("both sessions have ended", || server.count("sessions") == 0);
     });
 }
 
-/// A client that closes while it waits takes nothing, however much it has sent behind the command;
-/// and one that sends more than the engine takes is disconnected.
+/// A blocked client that closes its connection takes no element, however much it has sent after the
+/// blocking command. A client that sends more than client-query-buffer-limit is disconnected.
 #[test]
-fn a_client_that_closes_behind_a_long_pipeline_takes_nothing() {
+fn a_blocked_client_that_closes_takes_no_element() {
     let blocked = |server: &Server, count: u32| {
         let wanted = format!("blocked_clients:{count}");
-        server.until(&wanted, || server.ask::<String>(&["INFO", "clients"]).contains(&wanted));
+        server.wait_until(&wanted, || server.ask::<String>(&["INFO", "clients"]).contains(&wanted));
     };
     on_each(&["--client-query-buffer-limit", "4mb"], |server| {
         let set = vec!["SET".to_owned(), "k".to_owned(), "x".repeat(1 << 16)];
         let pop = vec![["BLPOP", "l", "0"].map(String::from).to_vec()];
-        let mut peer = Peer::called(server);
-        peer.send(&[pop.clone(), vec![set.clone(); 16]].concat());
+        let mut client = Client::of_module(server);
+        client.send(&[pop.clone(), vec![set.clone(); 16]].concat());
         blocked(server, 1);
-        drop(peer);
+        drop(client);
         blocked(server, 0);
-        let mut admin = Peer::native(server);
+        let mut admin = Client::native(server);
         assert_eq!(admin.ask(&["RPUSH", "l", "job"]), ":1");
         assert_eq!(admin.ask(&["LPOP", "l"]), "$3\r\njob");
-        let mut peer = Peer::called(server);
-        peer.send(&pop);
+        let mut client = Client::of_module(server);
+        client.send(&pop);
         blocked(server, 1);
-        while peer.try_send(std::slice::from_ref(&set)) {}
+        while client.try_send(std::slice::from_ref(&set)) {}
         blocked(server, 0);
     });
 }
 
-/// Valkey 9.1 refuses a bulk string that does not end as it should, other engines take it: so do
-/// sessions.
+/// Valkey 9.1 rejects a bulk string without CRLF at its end; other engines accept it. Sessions do
+/// the same as their engine.
 #[test]
-fn sloppy_commands_are_taken_as_the_engine_takes_them() {
+fn malformed_commands_get_the_engines_reply() {
     on_each(&[], |server| {
         let long = format!("*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$1000000\r\n{}zz", "x".repeat(1_000_000));
         for bytes in [
@@ -150,44 +153,44 @@ fn sloppy_commands_are_taken_as_the_engine_takes_them() {
             "*2\r\n$4\rxECHO\r\n$1\r\nk\r\n",
             &long,
         ] {
-            let (mut peer, mut native) = (Peer::called(server), Peer::native(server));
-            for client in [&mut peer, &mut native] {
-                client.write(bytes.as_bytes());
+            let (mut client, mut native) = (Client::of_module(server), Client::native(server));
+            for either in [&mut client, &mut native] {
+                either.write(bytes.as_bytes());
             }
-            let said = native.next();
-            assert_eq!(peer.next(), said, "{}", &bytes[..24]);
-            if said.is_some_and(|said| said.starts_with(b"-ERR Protocol error")) {
-                assert_eq!(peer.next(), None);
+            let reply = native.next();
+            assert_eq!(client.next(), reply, "{}", &bytes[..24]);
+            if reply.is_some_and(|reply| reply.starts_with(b"-ERR Protocol error")) {
+                assert_eq!(client.next(), None);
                 continue;
             }
-            for client in [&mut peer, &mut native] {
-                assert_eq!(client.ask(&["ECHO", "next"]), "$4\r\nnext");
+            for either in [&mut client, &mut native] {
+                assert_eq!(either.ask(&["ECHO", "next"]), "$4\r\nnext");
             }
         }
-        let mut native = Peer::native(server);
+        let mut native = Client::native(server);
         native.write(b"*2\r\n$4\r\nECHOxx$1\r\nk\r\n");
-        if native.next().is_some_and(|said| said.starts_with(b"-ERR Protocol error")) {
-            let mut peer = Peer::called(server);
-            peer.write(b"*2\r\n$4\r\nECHOxx");
-            let said = peer.next().expect("a refusal before the rest has come");
-            assert!(said.starts_with(b"-ERR Protocol error"));
+        if native.next().is_some_and(|reply| reply.starts_with(b"-ERR Protocol error")) {
+            let mut client = Client::of_module(server);
+            client.write(b"*2\r\n$4\r\nECHOxx");
+            let reply = client.next().expect("an error before the rest of the command");
+            assert!(reply.starts_with(b"-ERR Protocol error"));
         }
     });
 }
 
-/// A client whose commands are called is not idle.
+/// A client whose commands are called in-process is not idle for the engine.
 #[test]
-fn calls_are_activity_of_the_client() {
+fn calls_reset_the_idle_time_of_the_client() {
     on_each(&[], |server| {
-        let (mut peer, mut admin) = (Peer::called(server), Peer::native(server));
-        let id = peer.ask(&["CLIENT", "ID"])[1..].to_owned();
-        let begun = Instant::now();
-        while begun.elapsed() < Duration::from_secs(4) {
-            peer.ask(&["GET", "k"]);
+        let (mut client, mut admin) = (Client::of_module(server), Client::native(server));
+        let id = client.ask(&["CLIENT", "ID"])[1..].to_owned();
+        let started = Instant::now();
+        while started.elapsed() < Duration::from_secs(4) {
+            client.ask(&["GET", "k"]);
             std::thread::sleep(Duration::from_millis(50));
         }
         let last = Instant::now();
-        peer.ask(&["GET", "k"]);
+        client.ask(&["GET", "k"]);
         let line = admin.ask(&["CLIENT", "LIST", "ID", &id]);
         let since = last.elapsed().as_secs();
         let idle =
@@ -197,36 +200,35 @@ fn calls_are_activity_of_the_client() {
     });
 }
 
-/// A client that waits for a list gets what is pushed, also if the pipeline that pushes goes on to
-/// take it.
+/// A client that is blocked on a list gets the pushed element, even if the next command of the
+/// pushing pipeline would pop it.
 #[test]
-fn clients_that_wait_are_served_before_the_next_command() {
+fn blocked_clients_are_served_before_the_next_command() {
     on_each(&[], |server| {
-        let (mut waiting, mut peer) = (Peer::native(server), Peer::called(server));
+        let (mut waiting, mut client) = (Client::native(server), Client::of_module(server));
         for round in 0..20 {
             waiting.send(&[vec!["BLPOP", "l", "0"]]);
             let blocked =
                 || server.ask::<String>(&["INFO", "clients"]).contains("blocked_clients:1");
-            server.until("it waits", blocked);
-            peer.send(&[vec!["RPUSH", "l", "job"], vec!["LPOP", "l"], vec!["LLEN", "l"]]);
-            let replies = peer.replies(3);
+            server.wait_until("a blocked client", blocked);
+            client.send(&[vec!["RPUSH", "l", "job"], vec!["LPOP", "l"], vec!["LLEN", "l"]]);
+            let replies = client.replies(3);
             assert_eq!(replies.concat(), b":1\r\n$-1\r\n:0\r\n", "round {round}");
             assert_eq!(waiting.next().as_deref(), Some(&b"*2\r\n$1\r\nl\r\n$3\r\njob\r\n"[..]));
         }
     });
 }
 
-/// Whatever pins a session does not before a login: the engine refuses it, and a client that was
-/// pinned would no longer wait for its turn.
+/// Commands that pin a session to proxy do not pin it before a login. The engine refuses them, and
+/// a pinned client would no longer be limited like other clients without a login.
 #[test]
 fn nothing_pins_a_session_before_a_login() {
     on_each_with_password(|server, mut admin| {
-        let (mut peer, mut native) =
-            (Peer::called_at(&admin.info("address")), Peer::native(server));
+        let (mut client, mut native) = (Client::at(&admin.info("address")), Client::native(server));
         let long = format!("*1\r\n$9000\r\n{}\r\n", "x".repeat(9000));
         for bytes in [
             "GET k\r\n",
-            "\x0b \t\x0c\r\nGET k\r\n", // the first line is empty for an engine
+            "\x0b \t\x0c\r\nGET k\r\n", // engines treat the first line as empty
             "\"SUB\\x53CRIBE\" a b c\r\n",
             "*2\r\n$9\r\nSUBSCRIBE\r\n$1\r\na\r\n",
             "*3\r\n$6\r\nCLIENT\r\n$5\r\nREPLY\r\n$3\r\nOFF\r\n",
@@ -235,51 +237,51 @@ fn nothing_pins_a_session_before_a_login() {
             "HELLO 2\r\n",
             &long,
         ] {
-            let [said, expected] = [&mut peer, &mut native].map(|client| {
+            let [replies, expected] = [&mut client, &mut native].map(|client| {
                 client.write(bytes.as_bytes());
-                client.replies(1 + usize::from(bytes.starts_with("CLIENT"))) // which is two lines
+                client.replies(1 + usize::from(bytes.starts_with("CLIENT"))) // this is two lines
             });
-            assert_eq!(said, expected, "{}", &bytes[..7]);
+            assert_eq!(replies, expected, "{}", &bytes[..7]);
         }
         assert_eq!(admin.info("sessions_pinned"), "0");
-        peer.write(b"AUTH x\r\n");
-        assert_eq!(peer.next().as_deref(), Some(&b"+OK\r\n"[..]));
+        client.write(b"AUTH x\r\n");
+        assert_eq!(client.next().as_deref(), Some(&b"+OK\r\n"[..]));
         let before = admin.info("commands_called");
-        peer.ok(&["SET", "k", "v"]);
-        assert_ne!(admin.info("commands_called"), before, "it is called after a login by hand");
-        peer.write(b"GET k\r\n");
-        assert_eq!(peer.next().as_deref(), Some(&b"$1\r\nv\r\n"[..]));
+        client.ok(&["SET", "k", "v"]);
+        assert_ne!(admin.info("commands_called"), before, "no call after an inline AUTH");
+        client.write(b"GET k\r\n");
+        assert_eq!(client.next().as_deref(), Some(&b"$1\r\nv\r\n"[..]));
         assert_eq!(admin.info("sessions_pinned"), "1");
-        let mut peer = Peer::called_at(&admin.info("address"));
-        peer.ok(&["QUIT"]);
-        assert_eq!(peer.next(), None);
+        let mut client = Client::at(&admin.info("address"));
+        client.ok(&["QUIT"]);
+        assert_eq!(client.next(), None);
     });
 }
 
-/// A client that may do everything without a login is pinned by what pins.
+/// When the engine no longer needs a password, commands such as SUBSCRIBE pin a client that has not
+/// logged in.
 #[test]
-fn clients_that_need_no_login_subscribe() {
+fn clients_that_need_no_login_can_subscribe() {
     on_each_with_password(|_, mut admin| {
-        let mut peer = Peer::called_at(&admin.info("address"));
-        assert!(peer.ask(&["GET", "k"]).starts_with("-NOAUTH"));
+        let mut client = Client::at(&admin.info("address"));
+        assert!(client.ask(&["GET", "k"]).starts_with("-NOAUTH"));
         admin.ok(&["CONFIG", "SET", "requirepass", ""]);
-        peer.send(&[vec!["SUBSCRIBE", "a", "b"], vec!["PING"]]);
+        client.send(&[vec!["SUBSCRIBE", "a", "b"], vec!["PING"]]);
         for _ in ["a", "b"] {
-            assert!(peer.next().is_some_and(|said| said.starts_with(b"*3\r\n$9\r\nsubscribe")));
+            assert!(client.next().is_some_and(|reply| reply.starts_with(b"*3\r\n$9\r\nsubscribe")));
         }
-        assert_eq!(peer.next().as_deref(), Some(&b"*2\r\n$4\r\npong\r\n$0\r\n\r\n"[..]));
+        assert_eq!(client.next().as_deref(), Some(&b"*2\r\n$4\r\npong\r\n$0\r\n\r\n"[..]));
         assert_eq!(admin.ask(&["PUBLISH", "a", "hello"]), ":1");
-        assert!(peer.next().is_some_and(|said| said.ends_with(b"hello\r\n")));
+        assert!(client.next().is_some_and(|reply| reply.ends_with(b"hello\r\n")));
     });
 }
 
-/// Before a login: Valkey 8.0 gives no answer to a login that fails behind answers that are not
-/// written yet, so none of the session's own may be there.
+/// Valkey 8.0 sends no reply to a failed login while earlier replies are still in its buffer. So
+/// before a login the session must not have commands of its own in front of the client's.
 #[test]
-fn failed_logins_before_a_login_are_answered() {
+fn failed_logins_get_a_reply_before_a_login() {
     on_each_with_password(|server, mut admin| {
-        let (mut peer, mut native) =
-            (Peer::called_at(&admin.info("address")), Peer::native(server));
+        let (mut client, mut native) = (Client::at(&admin.info("address")), Client::native(server));
         let long = format!("*2\r\n$4\r\nAUTH\r\n$9000\r\n{}\r\n", "y".repeat(9000));
         for bytes in [
             "AUTH wrong\r\n",
@@ -288,20 +290,20 @@ fn failed_logins_before_a_login_are_answered() {
             &long,
             "PING\r\n",
         ] {
-            let [said, expected] = [&mut peer, &mut native].map(|client| {
+            let [replies, expected] = [&mut client, &mut native].map(|client| {
                 client.write(bytes.as_bytes());
                 client.replies(1)
             });
-            assert_eq!(said, expected, "{}", &bytes[..4]);
+            assert_eq!(replies, expected, "{}", &bytes[..4]);
         }
         assert_eq!(admin.info("sessions_pinned"), "0");
-        peer.write(b"\"\\x41UTH\" wrong\r\n");
-        assert!(peer.next().is_some_and(|said| said.starts_with(b"-WRONGPASS")));
+        client.write(b"\"\\x41UTH\" wrong\r\n");
+        assert!(client.next().is_some_and(|reply| reply.starts_with(b"-WRONGPASS")));
     });
 }
 
-/// Nothing that a client leaves behind keeps its session: lines that have no answer, lines that
-/// have no end, half commands, and commands that the engine has not run yet.
+/// A session ends with its client, whatever the client sent last: lines without a reply, unfinished
+/// lines, half a command, or commands that the engine has not run yet.
 #[test]
 fn sessions_before_a_login_end_with_their_clients() {
     on_each_with_password(|server, mut admin| {
@@ -315,50 +317,52 @@ fn sessions_before_a_login_end_with_their_clients() {
             "CLIENT REPLY OFF\r\n",
         ] {
             for _ in 0..5 {
-                Peer::called_at(&address).write(bytes.as_bytes());
+                Client::at(&address).write(bytes.as_bytes());
             }
-            server.until(bytes, || admin.info("sessions") == "0");
+            server.wait_until(bytes, || admin.info("sessions") == "0");
         }
     });
 }
 
-/// What a client asked for that had gone before the engine took it is not run, as at the engine's
-/// own port.
+/// Commands of a client that disconnects before the engine reads them do not run, as at the
+/// engine's own port.
 #[test]
-fn clients_that_go_during_a_pause_leave_nothing() {
+fn commands_of_clients_that_disconnect_during_a_pause_do_not_run() {
     on_each(&[], |server| {
-        let mut admin = Peer::native(server);
+        let mut admin = Client::native(server);
         let address = admin.info("address");
-        // INFO would wait as well: sessions are watched by the descriptors of their connections.
-        let open =
-            || std::fs::read_dir(format!("/proc/{}/fd", server.pid())).expect("it runs").count();
+        // INFO would wait for the pause too, so this counts the descriptors of the connections.
+        let open = || {
+            let descriptors = std::fs::read_dir(format!("/proc/{}/fd", server.pid()));
+            descriptors.expect("a running engine").count()
+        };
         let before = open();
         admin.ok(&["CLIENT", "PAUSE", "10000", "ALL"]);
-        let mut clients: Vec<_> = (0..5).map(|_| Peer::called_at(&address)).collect();
+        let mut clients: Vec<_> = (0..5).map(|_| Client::at(&address)).collect();
         clients.iter_mut().for_each(|client| client.send(&[vec!["INCR", "n"]]));
-        server.until("sessions with proxy connections", || open() >= before + 10);
+        server.wait_until("sessions with proxy connections", || open() >= before + 10);
         drop(clients);
-        server.until("no session", || open() <= before);
+        server.wait_until("no session", || open() <= before);
         assert_eq!(admin.ask(&["GET", "n"]), "$-1");
     });
 }
 
-/// A client that has written logs in as `default`, which shows no login on Redis 7.0, and is then
-/// pinned.
+/// A client that has written logs in as `default`, which Redis 7.0 does not show as a login. Then
+/// it is pinned to proxy, and the session continues.
 #[test]
-fn sessions_that_have_written_outlive_another_login() {
+fn sessions_that_have_written_survive_another_login() {
     on_each(&[], |server| {
-        let mut admin = Peer::native(server);
+        let mut admin = Client::native(server);
         admin.ok(&["ACL", "SETUSER", "writer", "on", ">w", "~*", "&*", "+@all"]);
         let address = admin.info("address");
         for pins in ["*2\r\n$9\r\nSUBSCRIBE\r\n$1\r\na\r\n", "PING\r\n"] {
-            let mut peer = Peer::called_at(&address);
-            peer.ok(&["AUTH", "writer", "w"]);
-            peer.ok(&["SET", "k", "v"]);
-            peer.ok(&["AUTH", "default", "any"]);
-            for _ in ["pinned", "and served"] {
-                peer.write(pins.as_bytes());
-                assert!(peer.next().is_some(), "{pins:?}");
+            let mut client = Client::at(&address);
+            client.ok(&["AUTH", "writer", "w"]);
+            client.ok(&["SET", "k", "v"]);
+            client.ok(&["AUTH", "default", "any"]);
+            for _ in ["the command that pins", "one after it"] {
+                client.write(pins.as_bytes());
+                assert!(client.next().is_some(), "{pins:?}");
             }
         }
     });

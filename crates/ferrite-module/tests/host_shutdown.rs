@@ -1,34 +1,36 @@
-//! No acknowledged write is lost when an engine shuts down or hands over, over TCP.
-//! `FERRITE_SHUTDOWNS=50` for as many rounds of each.
+//! No acknowledged write is lost when an engine shuts down or fails over; over TCP.
+//! `FERRITE_SHUTDOWNS=50` runs 50 rounds of each test.
 
-mod scene;
+mod client;
+mod server;
 mod shutdown;
-mod talk;
 
-use scene::{Server, free_port};
-use shutdown::{Increment, Way, failover_keeps_what_was_acknowledged, keeps_what_was_acknowledged};
-use talk::{Peer, engines};
+use client::{Client, engines};
+use server::{Server, free_port};
+use shutdown::{
+    Increment, Way, failover_keeps_acknowledged_writes, shutdown_keeps_acknowledged_writes,
+};
 
 fn connect(server: &Server) -> Increment {
-    let mut peer = Peer::called_at(&server.info("address"));
+    let mut client = Client::at(&server.info("address"));
     Box::new(move |key| {
-        peer.try_send(&[vec!["INCR", key]])
-            && peer.next().is_some_and(|reply| reply.starts_with(b":"))
+        client.try_send(&[vec!["INCR", key]])
+            && client.next().is_some_and(|reply| reply.starts_with(b":"))
     })
 }
 
-fn keeps(way: Way) {
+fn test_shutdown(way: Way) {
     for program in engines() {
         let arguments = ["rdma-port", &free_port(), "rdma-bind", "127.0.0.1", "call-path", "yes"];
-        keeps_what_was_acknowledged(&program, &arguments, way, &connect);
+        shutdown_keeps_acknowledged_writes(&program, &arguments, way, &connect);
     }
 }
 
-fn fails_over() {
+fn test_failover() {
     for program in engines() {
         let ports = [free_port(), free_port()];
         let arguments = ports.each_ref().map(|port| ["rdma-port", port, "rdma-bind", "127.0.0.1"]);
-        failover_keeps_what_was_acknowledged(&program, [&arguments[0], &arguments[1]], &connect);
+        failover_keeps_acknowledged_writes(&program, [&arguments[0], &arguments[1]], &connect);
     }
 }
 

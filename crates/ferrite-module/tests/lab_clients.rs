@@ -1,9 +1,9 @@
-//! What clients of Valkey Over RDMA cost an engine with the module while they are silent, in the
-//! lab's guest: 200 by default, `cargo xtask lab-test lab_clients --memory 6G --timeout 1500
-//! --runner "env FERRITE_CLIENTS=5000" -- --no-capture` for more.
-#![expect(clippy::print_stderr, reason = "its figures")]
+//! How much pinned memory silent clients of Valkey Over RDMA cost an engine with the module, in the
+//! lab's guest. There are 200 clients by default; for more: `cargo xtask lab-test lab_clients
+//! --memory 6G --timeout 1500 --runner "env FERRITE_CLIENTS=5000" -- --no-capture`.
+#![expect(clippy::print_stderr, reason = "prints the figures")]
 
-mod scene;
+mod server;
 
 use std::path::Path;
 use std::sync::Arc;
@@ -12,54 +12,55 @@ use std::time::{Duration, Instant};
 use ferrite_fabric::{Config, ConnectOptions, Fabric, Rdma};
 use ferrite_proto::Role;
 use ferrite_session::{ValkeyConfig, ValkeyStream, client_config};
-use scene::{REDIS, Server, Start};
+use server::{REDIS, Server, Start};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::sync::{Semaphore, mpsc, watch};
 use tokio::task::JoinSet;
 
 const HOST: &str = "10.0.0.1";
 const PORT: &str = "6390";
-/// That connect, or ask, at the same time: thousands at once are more than Soft-RoCE acknowledges
-/// in half a second, and those that it does not are given up.
+/// How many clients connect or send a command at the same time. Soft-RoCE cannot acknowledge
+/// thousands within half a second, and unacknowledged connections are given up.
 const AT_A_TIME: usize = 16;
-/// A window of 64 KiB, and what else may be pinned for a client.
+/// The most pinned memory per client: a window of 64 KiB, and a little more.
 const PINNED_MAX: u64 = 80 << 10;
 
 fn clients() -> usize {
     std::env::var("FERRITE_CLIENTS").ok().map_or(200, |count| count.parse().expect("a number"))
 }
 
-/// A client that speaks when it has come and when it is told to, and answers keepalives in between.
+/// A client that sends a command after the connect and another at the end, and only answers
+/// keepalives in between.
 async fn client(
     fabric: Fabric,
-    come: mpsc::UnboundedSender<()>,
-    mut told: watch::Receiver<bool>,
-    turns: Arc<Semaphore>,
+    connected: mpsc::UnboundedSender<()>,
+    mut ending: watch::Receiver<bool>,
+    permits: Arc<Semaphore>,
 ) {
     let options = ConnectOptions::new().local("10.0.0.2:0".parse().expect("an address"));
-    let peer = format!("{HOST}:{PORT}").parse().expect("an address");
-    let raw = fabric.connect_raw(peer, &options).await.expect("a connection");
+    let server = format!("{HOST}:{PORT}").parse().expect("an address");
+    let raw = fabric.connect_raw(server, &options).await.expect("a connection");
     let mut stream =
         ValkeyStream::new(raw, Role::Client, &ValkeyConfig::default()).expect("a window");
     ask(&mut stream).await;
-    come.send(()).expect("somebody counts");
+    connected.send(()).expect("a receiver");
     tokio::select! {
-        read = stream.read_u8() => panic!("a client that was silent: {read:?}"),
-        _ = told.wait_for(|told| *told) => {}
+        read = stream.read_u8() => panic!("unexpected bytes or end: {read:?}"),
+        _ = ending.wait_for(|ending| *ending) => {}
     }
-    let _turn = turns.acquire().await.expect("turns");
+    let _permit = permits.acquire().await.expect("a permit");
     ask(&mut stream).await;
 }
 
 async fn ask(stream: &mut ValkeyStream) {
     stream.write_all(b"*1\r\n$4\r\nPING\r\n").await.expect("a command");
-    let mut answer = [0; 7];
-    stream.read_exact(&mut answer).await.expect("an answer");
-    assert_eq!(&answer, b"+PONG\r\n");
+    let mut reply = [0; 7];
+    stream.read_exact(&mut reply).await.expect("a reply");
+    assert_eq!(&reply, b"+PONG\r\n");
 }
 
 #[test]
-fn a_silent_client_costs_its_window() {
+fn a_silent_client_pins_little_more_than_its_window() {
     let count = clients();
     let arguments =
         ["rdma-bind", HOST, "rdma-port", PORT, "rdma", "require", "rdma-device", "rxe1"];
@@ -78,45 +79,46 @@ fn a_silent_client_costs_its_window() {
         let fabric = Fabric::system().rdma(Rdma::Require).device("rxe2").config(config).build();
         let fabric = fabric.expect("a fabric");
         let driver = tokio::spawn(fabric.drive());
-        let (begun, mut clients) = (Instant::now(), JoinSet::new());
-        let ((come, mut coming), (tell, told)) = (mpsc::unbounded_channel(), watch::channel(false));
-        let turns = Arc::new(Semaphore::new(AT_A_TIME));
-        for came in 0..count {
-            while clients.len() < count.min(came + AT_A_TIME) {
+        let (started, mut clients) = (Instant::now(), JoinSet::new());
+        let (connected, mut connections) = mpsc::unbounded_channel();
+        let (end, ending) = watch::channel(false);
+        let permits = Arc::new(Semaphore::new(AT_A_TIME));
+        for number in 0..count {
+            while clients.len() < count.min(number + AT_A_TIME) {
                 clients.spawn(client(
                     fabric.clone(),
-                    come.clone(),
-                    told.clone(),
-                    Arc::clone(&turns),
+                    connected.clone(),
+                    ending.clone(),
+                    Arc::clone(&permits),
                 ));
             }
             tokio::select! {
-                come = coming.recv() => come.expect("a client"),
+                connection = connections.recv() => connection.expect("a client"),
                 Some(ended) = clients.join_next() => {
                     let info: String = server.ask(&["INFO", "ferrite"]);
-                    panic!("after {came} clients: {ended:?}\n{info}\n{}", server.log());
+                    panic!("after {number} clients: {ended:?}\n{info}\n{}", server.log());
                 }
             }
-            if (came + 1) % 500 == 0 {
-                eprintln!("{} clients after {:.0?}", came + 1, begun.elapsed());
+            if (number + 1) % 500 == 0 {
+                eprintln!("{} clients after {:.0?}", number + 1, started.elapsed());
             }
         }
         let pinned = server.count("rdma_memory_registered_bytes").saturating_sub(before);
         let each = pinned / count as u64;
         let windows = server.count("rdma_memory_windows_bytes") / count as u64;
-        eprintln!("{count} clients: {each} bytes pinned for each, {windows} of it its window");
+        eprintln!("{count} clients: {each} pinned bytes per client, {windows} of them its window");
         assert_eq!(server.count("sessions_rdma_valkey"), count as u64);
         assert!(each <= PINNED_MAX && windows >= 64 << 10, "{each}, {windows}");
-        tell.send(true).expect("they listen");
+        end.send(true).expect("running clients");
         while let Some(ended) = clients.join_next().await {
-            ended.expect("it lived");
+            ended.expect("no panic of a client");
         }
         drop(fabric);
         let ended = tokio::time::timeout(Duration::from_secs(120), driver).await;
-        ended.expect("a fabric that ends").expect("no panic").expect("it drove");
+        ended.expect("the fabric stops in time").expect("no panic").expect("no fabric error");
     });
-    server.assert_well();
-    server.until("sessions end", || server.count("sessions") == 0);
+    server.assert_healthy();
+    server.wait_until("the end of all sessions", || server.count("sessions") == 0);
     assert_eq!(server.count("rdma_memory_windows_bytes"), 0);
     assert_eq!(ferrite_verbs::leaked_objects(), 0);
 }

@@ -1,16 +1,16 @@
-//! The attack of `host_memory` in the lab's guest, where memory for what arrives is pinned, beside
-//! clients of Valkey Over RDMA that send commands without a password and read nothing (`cargo xtask
-//! lab-test lab_memory`).
+//! The attack of `host_memory` in the lab's guest, where receive memory is pinned (`cargo xtask
+//! lab-test lab_memory`). In addition, clients of Valkey Over RDMA send commands without a password
+//! and read nothing.
 #![expect(clippy::print_stderr, reason = "the figures are for people to judge")]
 
 #[path = "memory/attack.rs"]
 mod attack;
+mod client;
 #[path = "memory/honest.rs"]
 mod honest;
 #[path = "memory/run.rs"]
 mod run;
-mod scene;
-mod talk;
+mod server;
 
 use std::path::Path;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use ferrite_fabric::{Config, ConnectOptions, Fabric, Rdma};
 use ferrite_proto::Role;
 use ferrite_session::{ValkeyConfig, ValkeyStream, client_config};
 use run::PASSWORD;
-use scene::{REDIS, Server, Start};
+use server::{REDIS, Server, Start};
 use tokio::io::AsyncWriteExt as _;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
@@ -29,17 +29,17 @@ const HOST: &str = "10.0.0.1";
 const PORT: &str = "6390";
 const CLIENTS: usize = 50;
 
-/// Sends commands as long as they are taken, and never reads.
-async fn flood(fabric: Fabric, begun: Arc<AtomicUsize>) {
+/// Sends commands as long as the server accepts them, and never reads.
+async fn flood(fabric: Fabric, connected: Arc<AtomicUsize>) {
     let options = ConnectOptions::new().local("10.0.0.2:0".parse().expect("an address"));
     let target = format!("{HOST}:{PORT}").parse().expect("an address");
     let raw = fabric.connect_raw(target, &options).await.expect("a connection");
     let mut stream =
         ValkeyStream::open(raw, Role::Client, &ValkeyConfig::default()).await.expect("a window");
     let commands = b"*1\r\n$4\r\nPING\r\n".repeat(1000);
-    begun.fetch_add(1, Ordering::Relaxed);
+    connected.fetch_add(1, Ordering::Relaxed);
     while stream.write_all(&commands).await.is_ok() {}
-    std::future::pending::<()>().await; // it keeps the connection
+    std::future::pending::<()>().await; // keeps the connection open
 }
 
 #[test]
@@ -52,8 +52,8 @@ fn clients_without_a_password_pin_little_memory() {
         options: &options,
     });
     let (stop, mut stopped) = watch::channel(false);
-    let begun = Arc::new(AtomicUsize::new(0));
-    let counted = Arc::clone(&begun);
+    let connected = Arc::new(AtomicUsize::new(0));
+    let counter = Arc::clone(&connected);
     let flooding = std::thread::spawn(move || {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
         runtime.expect("a runtime").block_on(async {
@@ -62,24 +62,24 @@ fn clients_without_a_password_pin_little_memory() {
             let fabric = fabric.expect("a fabric");
             let driver = tokio::spawn(fabric.drive());
             let mut clients: JoinSet<()> =
-                (0..CLIENTS).map(|_| flood(fabric.clone(), Arc::clone(&counted))).collect();
+                (0..CLIENTS).map(|_| flood(fabric.clone(), Arc::clone(&counter))).collect();
             tokio::select! {
                 _ = stopped.wait_for(|stopped| *stopped) => {}
                 Some(ended) = clients.join_next() => panic!("{ended:?}"),
             }
             clients.shutdown().await;
             drop(fabric);
-            let ended = tokio::time::timeout(scene::PATIENCE, driver).await;
-            ended.expect("a fabric that ends").expect("no panic").expect("it drove");
+            let ended = tokio::time::timeout(server::TIMEOUT, driver).await;
+            ended.expect("the fabric stops in time").expect("no panic").expect("no fabric error");
         });
     });
-    server.until("clients over RDMA", || {
-        assert!(!flooding.is_finished(), "they are refused: {}", server.log());
-        begun.load(Ordering::Relaxed) == CLIENTS
+    server.wait_until("clients over RDMA", || {
+        assert!(!flooding.is_finished(), "the clients were rejected: {}", server.log());
+        connected.load(Ordering::Relaxed) == CLIENTS
     });
     run::attack(&mut server, run::plan());
     let _ = stop.send(true);
     flooding.join().expect("no panic");
-    server.assert_well();
+    server.assert_healthy();
     assert_eq!(ferrite_verbs::leaked_objects(), 0);
 }

@@ -1,9 +1,9 @@
 //! The module in a real engine with RDMA, in the lab's guest (`cargo xtask lab-test module`):
-//! Debian's Redis on 10.0.0.1 (rxe1), clients from 10.0.0.2 (rxe2). Each test asserts what carried
-//! it, by INFO.
-#![expect(clippy::print_stderr, reason = "progress of the longer ones")]
+//! Debian's Redis on 10.0.0.1 (rxe1), clients on 10.0.0.2 (rxe2). Each test checks by INFO that its
+//! sessions used RDMA.
+#![expect(clippy::print_stderr, reason = "shows the progress of longer tests")]
 
-mod scene;
+mod server;
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -16,7 +16,7 @@ use redis::aio::MultiplexedConnection;
 use redis::{
     AsyncCommands as _, AsyncConnectionConfig, ProtocolVersion, RedisConnectionInfo, Value,
 };
-use scene::{REDIS, Server, Start};
+use server::{REDIS, Server, Start};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
 const HOST: &str = "10.0.0.1";
@@ -31,8 +31,8 @@ fn start(more: &[&str], options: &[&str]) -> Server {
     Server::start(&Start { program: Path::new(REDIS), arguments: &arguments, options: &options })
 }
 
-/// Runs what clients on the other host do, which must end in time; nothing may be left of their
-/// engine.
+/// Runs a test's clients on the other host's device. They must finish in time and leave no verbs
+/// objects behind.
 fn run(test: impl AsyncFnOnce(&Connector)) {
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
@@ -46,8 +46,8 @@ fn run(test: impl AsyncFnOnce(&Connector)) {
         drop(fabric);
         tokio::time::timeout(LONG, test(&connector)).await.expect("in time");
         drop(connector);
-        let ended = tokio::time::timeout(scene::PATIENCE, driver).await;
-        ended.expect("a fabric that ends").expect("no panic").expect("it drove");
+        let ended = tokio::time::timeout(server::TIMEOUT, driver).await;
+        ended.expect("the fabric stops in time").expect("no panic").expect("no fabric error");
     });
     assert_eq!(ferrite_verbs::leaked_objects(), 0);
 }
@@ -56,7 +56,7 @@ fn address() -> SocketAddr {
     format!("{HOST}:{PORT}").parse().expect("an address")
 }
 
-/// A session over RDMA, or the test fails.
+/// Opens a session, which must be over RDMA.
 async fn session(connector: &Connector) -> Session {
     let session = connector.connect(address()).await.expect("a session");
     assert_eq!(session.transport(), SessionTransport::FerriteRdma);
@@ -78,9 +78,9 @@ async fn connection(connector: &Connector) -> MultiplexedConnection {
     try_connection(connector, RedisConnectionInfo::default()).await.expect("a connection")
 }
 
-/// Everything went over RDMA: as many sessions as these, and no TCP.
+/// Asserts that there were this many sessions, all over RDMA and without errors.
 fn assert_over_rdma(server: &mut Server, sessions: u64) {
-    server.assert_well();
+    server.assert_healthy();
     assert_eq!(
         server.count("begun_ferrite"),
         sessions,
@@ -98,11 +98,11 @@ fn assert_over_rdma(server: &mut Server, sessions: u64) {
         assert_eq!(server.count(nothing), 0, "{nothing}");
     }
     assert!(server.count("rdma_recv_ops") > 0);
-    server.until("sessions end", || server.count("sessions") == 0);
+    server.wait_until("the end of all sessions", || server.count("sessions") == 0);
 }
 
 #[test]
-fn listens_and_says_so() {
+fn listens_over_rdma_and_reports_it() {
     let mut server = start(&[], &[]);
     assert_eq!(server.info("status"), "listening");
     assert_eq!(
@@ -143,7 +143,7 @@ fn listens_and_says_so() {
 }
 
 #[test]
-fn commands_pipelines_and_resp3() {
+fn serves_commands_pipelines_and_resp3() {
     let mut server = start(&[], &[]);
     run(async |connector| {
         let info = RedisConnectionInfo::default().set_protocol(ProtocolVersion::RESP3).set_db(3);
@@ -176,7 +176,7 @@ fn commands_pipelines_and_resp3() {
 }
 
 #[test]
-fn values_up_to_16_mib() {
+fn serves_values_up_to_16_mib() {
     let mut server = start(&[], &[]);
     run(async |connector| {
         let mut connection = connection(connector).await;
@@ -186,7 +186,7 @@ fn values_up_to_16_mib() {
             let read: Vec<u8> = connection.get("value").await.expect("GET");
             assert!(
                 read == value,
-                "a value of {size} bytes came back as another of {}",
+                "a value of {size} bytes differs; {} bytes were read back",
                 read.len()
             );
             eprintln!("{size} B");
@@ -201,7 +201,7 @@ fn values_up_to_16_mib() {
 }
 
 #[test]
-fn transactions_and_watch() {
+fn serves_transactions_and_watch() {
     let mut server = start(&[], &[]);
     run(async |connector| {
         let mut connection = connection(connector).await;
@@ -217,81 +217,83 @@ fn transactions_and_watch() {
         let _: i64 = server.ask(&["INCR", "n"]);
         let outcome: Value =
             redis::pipe().atomic().incr("n", 100).query_async(&mut connection).await.expect("EXEC");
-        assert_eq!(outcome, Value::Nil, "what is watched has changed");
+        assert_eq!(outcome, Value::Nil, "the watched key has changed");
         let n: i64 = connection.get("n").await.expect("GET");
         assert_eq!(n, 12);
     });
     assert_over_rdma(&mut server, 1);
 }
 
-/// A line protocol by hand: what comes unasked has no place in a multiplexed connection.
+/// A session with raw protocol access, since a multiplexed connection cannot handle messages
+/// without a request.
 struct Raw(Session);
 
 impl Raw {
-    async fn say(&mut self, line: &str) {
-        self.0.write_all(format!("{line}\r\n").as_bytes()).await.expect("it hears");
-        self.0.flush().await.expect("it hears");
+    /// Sends an inline command.
+    async fn send_inline(&mut self, line: &str) {
+        self.0.write_all(format!("{line}\r\n").as_bytes()).await.expect("to write");
+        self.0.flush().await.expect("to flush");
     }
 
-    /// As clients write it, in words.
-    async fn ask(&mut self, line: &str) {
+    /// Sends a command as an array of words, as client libraries do.
+    async fn send(&mut self, line: &str) {
         let (words, mut bytes): (Vec<_>, _) = (line.split(' ').collect(), Vec::new());
         encode_command(words, &mut bytes);
-        self.0.write_all(&bytes).await.expect("it hears");
-        self.0.flush().await.expect("it hears");
+        self.0.write_all(&bytes).await.expect("to write");
+        self.0.flush().await.expect("to flush");
     }
 
-    /// Until this has come.
-    async fn hear(&mut self, end: &str) -> String {
-        let mut heard = String::new();
-        while !heard.ends_with(end) {
-            heard.push(self.0.read_u8().await.expect("it speaks").into());
+    /// Reads until the received text ends with `end`.
+    async fn read_until(&mut self, end: &str) -> String {
+        let mut received = String::new();
+        while !received.ends_with(end) {
+            received.push(self.0.read_u8().await.expect("a byte").into());
         }
-        heard
+        received
     }
 }
 
 #[test]
-fn publish_and_subscribe() {
+fn serves_publish_and_subscribe() {
     let mut server = start(&[], &[]);
     run(async |connector| {
         let mut subscriber = Raw(session(connector).await);
-        subscriber.say("SUBSCRIBE news").await;
-        subscriber.hear(":1\r\n").await;
+        subscriber.send_inline("SUBSCRIBE news").await;
+        subscriber.read_until(":1\r\n").await;
         let mut publisher = connection(connector).await;
         for number in 0..200 {
             let message = format!("message {number:04}");
-            let heard_by: i64 = publisher.publish("news", &message).await.expect("PUBLISH");
-            assert_eq!(heard_by, 1);
-            let heard = subscriber.hear(&format!("{message}\r\n")).await;
-            assert!(heard.starts_with("*3\r\n$7\r\nmessage\r\n"), "{heard}");
+            let receivers: i64 = publisher.publish("news", &message).await.expect("PUBLISH");
+            assert_eq!(receivers, 1);
+            let received = subscriber.read_until(&format!("{message}\r\n")).await;
+            assert!(received.starts_with("*3\r\n$7\r\nmessage\r\n"), "{received}");
         }
     });
     assert_over_rdma(&mut server, 2);
 }
 
 #[test]
-fn blocking_pops_and_monitor() {
+fn serves_blocking_pops_and_monitor() {
     let mut server = start(&[], &[]);
     run(async |connector| {
         let mut monitor = Raw(session(connector).await);
-        monitor.say("MONITOR").await;
-        monitor.hear("+OK\r\n").await;
+        monitor.send_inline("MONITOR").await;
+        monitor.read_until("+OK\r\n").await;
         let mut waiting = Raw(session(connector).await);
-        waiting.say("BLPOP list 60").await;
-        monitor.hear("\"BLPOP\" \"list\" \"60\"\r\n").await;
+        waiting.send_inline("BLPOP list 60").await;
+        monitor.read_until("\"BLPOP\" \"list\" \"60\"\r\n").await;
         let mut connection = connection(connector).await;
         let () = connection.rpush("list", "late").await.expect("RPUSH");
-        assert_eq!(waiting.hear("late\r\n").await, "*2\r\n$4\r\nlist\r\n$4\r\nlate\r\n");
-        monitor.hear("\"RPUSH\" \"list\" \"late\"\r\n").await;
-        waiting.say("BLPOP list 0.1").await;
-        assert_eq!(waiting.hear("-1\r\n").await, "*-1\r\n");
+        assert_eq!(waiting.read_until("late\r\n").await, "*2\r\n$4\r\nlist\r\n$4\r\nlate\r\n");
+        monitor.read_until("\"RPUSH\" \"list\" \"late\"\r\n").await;
+        waiting.send_inline("BLPOP list 0.1").await;
+        assert_eq!(waiting.read_until("-1\r\n").await, "*-1\r\n");
     });
     assert_over_rdma(&mut server, 3);
 }
 
-/// What one client sends over its own connection a call of another does not overtake, as if both
-/// were the engine's own clients.
+/// A call of one client does not overtake a proxied command that another client sent before, as if
+/// both were the engine's own clients.
 #[test]
 fn clients_keep_their_order() {
     let mut server = start(&["call-path", "yes"], &[]);
@@ -300,28 +302,28 @@ fn clients_keep_their_order() {
             (Raw(session(connector).await), Raw(session(connector).await));
         let mut overtaken = 0;
         for _ in 0..300 {
-            second.ask("RPUSH list one").await;
-            assert_eq!(second.hear("\r\n").await, ":1\r\n");
-            first.ask("BLPOP list 0").await;
-            second.ask("LLEN list").await;
-            overtaken += i32::from(second.hear("\r\n").await != ":0\r\n");
-            first.hear("one\r\n").await;
+            second.send("RPUSH list one").await;
+            assert_eq!(second.read_until("\r\n").await, ":1\r\n");
+            first.send("BLPOP list 0").await;
+            second.send("LLEN list").await;
+            overtaken += i32::from(second.read_until("\r\n").await != ":0\r\n");
+            first.read_until("one\r\n").await;
         }
         eprintln!("overtaken: {overtaken} of 300");
-        // Soft-RoCE works on queue pairs side by side: now and then the second message is the first
-        // to come.
-        assert!(overtaken <= 30, "without care it is most of them");
+        // Soft-RoCE processes queue pairs in parallel, so now and then the second message arrives
+        // first. If the module did not keep the order, most of the rounds would be affected.
+        assert!(overtaken <= 30, "overtaken: {overtaken} of 300");
     });
     assert!(server.count("commands_called") >= 600);
     assert_over_rdma(&mut server, 2);
 }
 
-/// A client that hangs up while it waits takes nothing with it.
+/// A blocked client that disconnects takes no element with it.
 #[test]
-fn a_client_that_goes_loses_nothing() {
+fn a_blocked_client_that_disconnects_takes_no_element() {
     let mut server = start(&[], &[]);
     let blocked = |count: usize| {
-        server.until("clients that wait", || {
+        server.wait_until("blocked clients", || {
             server
                 .ask::<String>(&["INFO", "clients"])
                 .contains(&format!("blocked_clients:{count}\r"))
@@ -329,7 +331,7 @@ fn a_client_that_goes_loses_nothing() {
     };
     run(async |connector| {
         let mut waiting = Raw(session(connector).await);
-        waiting.say("BLPOP list 60").await;
+        waiting.send_inline("BLPOP list 60").await;
         blocked(1);
         drop(waiting);
         blocked(0);
@@ -340,7 +342,7 @@ fn a_client_that_goes_loses_nothing() {
 }
 
 #[test]
-fn passwords_and_acls_are_the_engines() {
+fn the_engines_passwords_and_acls_apply() {
     let mut server = start(&[], &["--requirepass", "secret"]);
     let mut own = server_connection(&server, "secret");
     let () = redis::cmd("ACL")
@@ -348,16 +350,16 @@ fn passwords_and_acls_are_the_engines() {
         .query(&mut own)
         .expect("ACL");
     run(async |connector| {
-        let mut nobody = Raw(session(connector).await);
-        nobody.say("GET a").await;
-        assert_eq!(nobody.hear("\r\n").await, "-NOAUTH Authentication required.\r\n");
+        let mut anonymous = Raw(session(connector).await);
+        anonymous.send_inline("GET a").await;
+        assert_eq!(anonymous.read_until("\r\n").await, "-NOAUTH Authentication required.\r\n");
         let wrong = RedisConnectionInfo::default().set_password("wrong");
         assert!(try_connection(connector, wrong).await.is_err());
         let right = RedisConnectionInfo::default().set_password("secret");
-        let mut admin = try_connection(connector, right).await.expect("the password is right");
+        let mut admin = try_connection(connector, right).await.expect("a login");
         let () = admin.set("public:a", 1).await.expect("SET");
         let reader = RedisConnectionInfo::default().set_username("reader").set_password("pw");
-        let mut reader = try_connection(connector, reader).await.expect("a user");
+        let mut reader = try_connection(connector, reader).await.expect("a login");
         assert_eq!(reader.get::<_, i64>("public:a").await.expect("GET"), 1);
         for refused in [reader.get::<_, Value>("private").await, reader.set("public:a", 2).await] {
             assert_eq!(refused.expect_err("not allowed").code(), Some("NOPERM"));
@@ -368,7 +370,7 @@ fn passwords_and_acls_are_the_engines() {
         info.contains("ferrite_begun_ferrite:4") && info.contains("ferrite_begun_tcp:0"),
         "{info}"
     );
-    server.assert_well();
+    server.assert_healthy();
 }
 
 fn server_connection(server: &Server, password: &str) -> redis::Connection {
@@ -377,29 +379,29 @@ fn server_connection(server: &Server, password: &str) -> redis::Connection {
     own
 }
 
-/// The engine is in protected mode and has no password: clients of other hosts are turned away, in
-/// words, until that changes.
+/// While the engine is in protected mode and has no password, clients of other hosts are rejected
+/// with a reason.
 #[test]
-fn protected_mode_is_the_engines() {
+fn the_engines_protected_mode_applies() {
     let mut server = start(&[], &["--protected-mode", "yes"]);
     run(async |connector| {
-        let mut refused = session(connector).await;
-        let mut words = String::new();
-        let _ = refused.read_to_string(&mut words).await;
-        assert!(words.starts_with("-DENIED The Ferrite module is in protected mode"), "{words}");
+        let mut rejected = session(connector).await;
+        let mut reply = String::new();
+        let _ = rejected.read_to_string(&mut reply).await;
+        assert!(reply.starts_with("-DENIED The Ferrite module is in protected mode"), "{reply}");
         assert_eq!(server.count("refused"), 1);
         let () = server.ask(&["CONFIG", "SET", "protected-mode", "no"]);
-        let mut taken = connection(connector).await;
-        let () = redis::cmd("PING").query_async(&mut taken).await.expect("PING");
+        let mut accepted = connection(connector).await;
+        let () = redis::cmd("PING").query_async(&mut accepted).await.expect("PING");
         let () = server.ask(&["CONFIG", "SET", "protected-mode", "yes"]);
-        let () = redis::cmd("PING").query_async(&mut taken).await.expect("who is in stays");
+        let () = redis::cmd("PING").query_async(&mut accepted).await.expect("an open session");
     });
     assert_eq!(server.count("begun_ferrite"), 2);
-    server.assert_well();
+    server.assert_healthy();
 }
 
 #[test]
-fn fifty_connections() {
+fn serves_fifty_connections() {
     let mut server = start(&[], &[]);
     run(async |connector| {
         let mut connections = Vec::new();
@@ -427,34 +429,34 @@ fn kill_ends_one_session() {
     let mut server = start(&["max-clients", "2"], &[]);
     run(async |connector| {
         let mut first = Raw(session(connector).await);
-        first.say("PING").await;
-        first.hear("+PONG\r\n").await;
+        first.send_inline("PING").await;
+        first.read_until("+PONG\r\n").await;
         let mut second = Raw(session(connector).await);
-        second.say("PING").await;
-        second.hear("+PONG\r\n").await;
+        second.send_inline("PING").await;
+        second.read_until("+PONG\r\n").await;
         let mut third = session(connector).await;
-        let mut words = String::new();
-        let _ = third.read_to_string(&mut words).await;
-        assert_eq!(words, "-ERR max number of clients reached\r\n");
+        let mut reply = String::new();
+        let _ = third.read_to_string(&mut reply).await;
+        assert_eq!(reply, "-ERR max number of clients reached\r\n");
         let () = server.ask(&["FERRITE", "KILL", "1"]);
-        assert_eq!(first.0.read(&mut [0; 16]).await.expect("an end in good order"), 0);
-        server.until("it is gone", || server.count("sessions") == 1);
-        second.say("PING").await;
-        second.hear("+PONG\r\n").await;
+        assert_eq!(first.0.read(&mut [0; 16]).await.expect("an orderly close"), 0);
+        server.wait_until("only one session is left", || server.count("sessions") == 1);
+        second.send_inline("PING").await;
+        second.read_until("+PONG\r\n").await;
         let mut fourth = Raw(session(connector).await);
-        fourth.say("PING").await;
-        fourth.hear("+PONG\r\n").await;
+        fourth.send_inline("PING").await;
+        fourth.read_until("+PONG\r\n").await;
     });
     assert_eq!(
         (server.count("killed"), server.count("refused"), server.count("begun_ferrite")),
         (1, 1, 4)
     );
-    server.assert_well();
+    server.assert_healthy();
 }
 
-/// A child of the engine's saves meanwhile: registered memory stays where the device knows it.
+/// The engine forks a child to save. Registered memory must stay where the device knows it.
 #[test]
-fn saves_in_the_background_during_traffic() {
+fn background_saves_do_not_corrupt_values() {
     let mut server = start(&[], &["--rdb-key-save-delay", "1000"]);
     run(async |connector| {
         let mut connection = connection(connector).await;
@@ -467,7 +469,7 @@ fn saves_in_the_background_during_traffic() {
                 let read: Vec<u8> = connection.get(&key).await.expect("GET");
                 assert!(read == value, "round {round}, {number}");
             }
-            server.until("it has saved", || {
+            server.wait_until("the end of the save", || {
                 server.ask::<String>(&["INFO", "persistence"]).contains("rdb_bgsave_in_progress:0")
             });
         }
@@ -477,7 +479,7 @@ fn saves_in_the_background_during_traffic() {
     assert_over_rdma(&mut server, 1);
 }
 
-/// The engine ends in time and in good order, and clients hear of it.
+/// The engine shuts down in time, and clients notice it.
 #[test]
 fn shuts_down_during_traffic() {
     for how in ["NOSAVE", "TERM"] {
@@ -495,30 +497,30 @@ fn shuts_down_during_traffic() {
                 }));
             }
             let mut waiting = Raw(session(connector).await);
-            waiting.say("BLPOP list 0").await;
-            server.until("traffic", || server.ask::<i64>(&["INCRBY", "counter", "0"]) > 100);
+            waiting.send_inline("BLPOP list 0").await;
+            server.wait_until("traffic", || server.ask::<i64>(&["INCRBY", "counter", "0"]) > 100);
             assert_eq!(server.count("rdma_connections"), 9);
-            let begun = std::time::Instant::now();
+            let started = std::time::Instant::now();
             let status = if how == "TERM" {
                 server.signal("TERM");
                 server.wait()
             } else {
                 server.shut_down(how)
             };
-            eprintln!("{how}: {:?}", begun.elapsed());
+            eprintln!("{how}: {:?}", started.elapsed());
             assert!(status.success(), "{how}: {status}; {}", server.log());
-            assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
+            assert!(started.elapsed() < Duration::from_secs(10), "{:?}", started.elapsed());
             for task in tasks {
-                let done = tokio::time::timeout(scene::PATIENCE, task)
+                let done = tokio::time::timeout(server::TIMEOUT, task)
                     .await
-                    .expect("it hears of the end")
+                    .expect("the client notices the shutdown")
                     .expect("no panic");
                 assert!(done > 0);
             }
             let mut rest = Vec::new();
             let ended =
-                tokio::time::timeout(scene::PATIENCE, waiting.0.read_to_end(&mut rest)).await;
-            let _ = ended.expect("it hears of the end");
+                tokio::time::timeout(server::TIMEOUT, waiting.0.read_to_end(&mut rest)).await;
+            let _ = ended.expect("the client notices the shutdown");
         });
         let log = server.log();
         assert!(!log.contains("panic") && !log.contains("BUG REPORT"), "{log}");

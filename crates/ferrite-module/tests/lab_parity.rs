@@ -1,11 +1,11 @@
-//! Every command over RDMA as at the engine's own TCP port, in the lab's guest (`cargo xtask
-//! lab-test parity`): engines on 10.0.0.1 (rxe1), clients from 10.0.0.2 (rxe2). The cases and
-//! states are those of `host_parity`. Debian's Redis alone and few cases, unless FERRITE_ENGINES
-//! names others or (empty) asks for all there are.
-#![expect(clippy::print_stderr, reason = "what was compared is said")]
+//! Every command gives the same reply over RDMA as at the engine's own TCP port, in the lab's guest
+//! (`cargo xtask lab-test parity`). Engines are on 10.0.0.1 (rxe1), clients on 10.0.0.2 (rxe2). The
+//! cases and states are those of `host_parity`. Only Debian's Redis and few cases are tested unless
+//! FERRITE_ENGINES is set: it names other engines, or is empty for all that are available.
+#![expect(clippy::print_stderr, reason = "reports what was compared")]
 
 mod parity;
-mod scene;
+mod server;
 
 use std::io;
 use std::path::Path;
@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use ferrite_fabric::{Config, Fabric, Rdma};
 use ferrite_session::{Connector, Session, SessionTransport};
-use parity::wire::Transport;
+use parity::connection::Transport;
 use parity::{Amount, Pace, Way, states};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::runtime::{Builder, Runtime};
@@ -41,7 +41,8 @@ impl Transport for OverRdma {
 }
 
 fn each(state: impl Fn(&Way<'_>, &Path)) {
-    // One thread, which drives while it waits: a hop from thread to thread is dear in the guest.
+    // One thread, which also drives the fabric while it waits: switching threads is slow in the
+    // guest.
     let runtime = Rc::new(Builder::new_current_thread().enable_all().build().expect("a runtime"));
     let inside = runtime.enter();
     let config = Config { busy_poll_us: 0, ..Config::default() };
@@ -63,17 +64,17 @@ fn each(state: impl Fn(&Way<'_>, &Path)) {
         Box::new(OverRdma { runtime: Rc::clone(&runtime), session })
     };
     let arguments = ["rdma-bind", "10.0.0.1", "rdma", "require", "rdma-device", "rxe1"];
-    // What differs from `host_parity` is the transport: a few cases of each command do, unless
-    // somebody asks for more.
+    // Only the transport differs from `host_parity`, so a few cases of each command are enough by
+    // default.
     let (engines, amount) = match std::env::var_os("FERRITE_ENGINES") {
-        Some(_) => (scene::engines(), Amount { good: 4, spoiled: 6 }),
-        None => (vec![scene::REDIS.into()], Amount { good: 1, spoiled: 1 }),
+        Some(_) => (server::engines(), Amount { good: 4, spoiled: 6 }),
+        None => (vec![server::REDIS.into()], Amount { good: 1, spoiled: 1 }),
     };
     let way = Way { arguments: &arguments, dial: &dial, pace: Pace::Pipelined, amount };
     engines.iter().for_each(|program| state(&way, program));
     drop(connector);
-    let ended = runtime.block_on(async { timeout(scene::PATIENCE, driver).await });
-    ended.expect("a fabric that ends").expect("no panic").expect("it drove");
+    let ended = runtime.block_on(async { timeout(server::TIMEOUT, driver).await });
+    ended.expect("the fabric stops in time").expect("no panic").expect("no fabric error");
     drop(inside);
     assert_eq!(ferrite_verbs::leaked_objects(), 0);
 }
@@ -87,4 +88,7 @@ macro_rules! states {
     )*};
 }
 
-states! { alone alone_in_pipelines by_hand cluster replica replica_alone loading busy out_of_memory restricted paused }
+states! {
+    standalone_resp2 pipelined_resp3 hand_written_scripts cluster replica replica_without_primary
+    loading busy out_of_memory restricted paused
+}

@@ -1,8 +1,7 @@
-//! No acknowledged write is lost when an engine shuts down or hands over, over RDMA.
-//! `FERRITE_SHUTDOWNS=50` for as many rounds of each (`cargo xtask lab-test lab_shutdown --runner
-//! "env FERRITE_SHUTDOWNS=50"`).
+//! No acknowledged write is lost when an engine shuts down or fails over; over RDMA. For 50 rounds
+//! of each test: `cargo xtask lab-test lab_shutdown --runner "env FERRITE_SHUTDOWNS=50"`.
 
-mod scene;
+mod server;
 mod shutdown;
 
 use std::path::Path;
@@ -10,8 +9,10 @@ use std::path::Path;
 use ferrite_fabric::{Config, Fabric, Rdma};
 use ferrite_proto::resp::{Limits, ReplyFramer, encode_command};
 use ferrite_session::{Connector, Session, SessionTransport};
-use scene::{REDIS, Server};
-use shutdown::{Increment, Way, failover_keeps_what_was_acknowledged, keeps_what_was_acknowledged};
+use server::{REDIS, Server};
+use shutdown::{
+    Increment, Way, failover_keeps_acknowledged_writes, shutdown_keeps_acknowledged_writes,
+};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::runtime::Runtime;
 
@@ -20,7 +21,7 @@ const FIRST: [&str; 8] =
 const SECOND: [&str; 8] =
     ["rdma-bind", "10.0.0.1", "rdma-port", "6391", "rdma", "require", "rdma-device", "rxe1"];
 
-/// A client on the other host.
+/// Connects a client from the address of the other host.
 fn connect(server: &Server) -> Increment {
     let address = server.info("address").parse().expect("an address");
     let runtime =
@@ -46,25 +47,25 @@ fn increment(runtime: &Runtime, session: &mut Session, key: &str) -> bool {
         if session.write_all(&bytes).await.is_err() {
             return false;
         }
-        let mut heard = Vec::new();
+        let mut received = Vec::new();
         loop {
-            let framed = ReplyFramer::new(Limits::default()).feed(&heard).expect("a reply");
+            let framed = ReplyFramer::new(Limits::default()).feed(&received).expect("a reply");
             if framed.complete {
-                return heard.starts_with(b":");
+                return received.starts_with(b":");
             }
-            if !session.read_buf(&mut heard).await.is_ok_and(|count| count > 0) {
+            if !session.read_buf(&mut received).await.is_ok_and(|count| count > 0) {
                 return false;
             }
         }
     })
 }
 
-fn keeps(way: Way) {
-    keeps_what_was_acknowledged(Path::new(REDIS), &FIRST, way, &connect);
+fn test_shutdown(way: Way) {
+    shutdown_keeps_acknowledged_writes(Path::new(REDIS), &FIRST, way, &connect);
 }
 
-fn fails_over() {
-    failover_keeps_what_was_acknowledged(Path::new(REDIS), [&FIRST, &SECOND], &connect);
+fn test_failover() {
+    failover_keeps_acknowledged_writes(Path::new(REDIS), [&FIRST, &SECOND], &connect);
 }
 
 shutdown::shutdown_tests!();

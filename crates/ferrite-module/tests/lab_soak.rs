@@ -1,34 +1,38 @@
-//! Mixed load on an engine with the module and on its replica, in the lab's guest, and one trouble
-//! after another: half a minute by default, `cargo xtask lab-test lab_soak --timeout 4000 --runner
-//! "env FERRITE_SOAK=3600" -- --no-capture` for an hour. FERRITE_SEED chooses the order again.
+//! Mixed load on an engine with the module and on its replica, with one fault after another, in the
+//! lab's guest. The test takes half a minute by default. For an hour: `cargo xtask lab-test
+//! lab_soak --timeout 4000 --runner "env FERRITE_SOAK=3600" -- --no-capture`. FERRITE_SEED repeats
+//! the order of an earlier run.
 //!
 //! ```text
-//!   10.0.0.1 (rxe1)   engine 0 ◄── replication, either way ──► engine 1    each with the module
-//!   10.0.0.2 (rxe2)   clients: Ferrite peers, Valkey Over RDMA, TCP        each with keys of its own and a model of them
-//!   10.0.0.64 and on  peers that break rules (rxe2)                        they are refused after a while, and nobody else is
+//!   10.0.0.1 (rxe1)     engine 0 ◄── replication, either way ──► engine 1, each with the module
+//!   10.0.0.2 (rxe2)     clients: Ferrite peers, Valkey Over RDMA, TCP; each has its own keys and
+//!                       a model of them
+//!   10.0.0.64 and up    peers that violate the protocol (rxe2); they are rejected after a while,
+//!                       and nobody else is
 //! ```
 //!
-//! | file | what |
+//! | file | contents |
 //! |---|---|
-//! | `model.rs` | commands, and what must be answered |
-//! | `client.rs` `connection.rs` | who sends them, compares, and settles what a cut left open |
-//! | `trouble.rs` `fuzz.rs` | what goes wrong meanwhile |
-//! | `watch.rs` | what the engines hold over time |
-#![expect(clippy::print_stderr, reason = "its figures")]
+//! | `model.rs` | commands and their expected replies |
+//! | `client.rs` `connection.rs` | clients, which compare replies with the model |
+//! | `faults.rs` `fuzz.rs` | the faults |
+//! | `watch.rs` | the engines' resources over time |
+//! | `world.rs` | the state that all of these share |
+#![expect(clippy::print_stderr, reason = "prints the figures")]
 
 #[path = "soak/client.rs"]
 mod client;
 #[path = "soak/connection.rs"]
 mod connection;
+#[path = "soak/faults.rs"]
+mod faults;
 #[path = "soak/fuzz.rs"]
 mod fuzz;
 #[path = "soak/model.rs"]
 mod model;
 #[path = "../../ferrite-fabric/tests/links/random.rs"]
 mod random;
-mod scene;
-#[path = "soak/trouble.rs"]
-mod trouble;
+mod server;
 #[path = "soak/watch.rs"]
 mod watch;
 #[path = "soak/world.rs"]
@@ -41,11 +45,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use client::{Client, Way};
+use faults::{Faults, Wires};
 use ferrite_fabric::{Config, Fabric, Rdma};
 use ferrite_session::{Connector, client_config};
-use scene::{REDIS, Server, Start};
+use server::{REDIS, Server, Start};
 use tokio::task::JoinSet;
-use trouble::{Troubles, Wires};
 use watch::Watch;
 use world::World;
 
@@ -63,8 +67,8 @@ const CLIENTS: &[Way] = &[
     Way::Tcp,
     Way::Tcp,
 ];
-/// Between looks at what the engines hold.
-const LOOK: Duration = Duration::from_secs(2);
+/// The interval between two samples of the engines' resources.
+const SAMPLE_INTERVAL: Duration = Duration::from_secs(2);
 
 fn number(name: &str) -> Option<u64> {
     std::env::var(name).ok().map(|value| value.parse().expect("a number"))
@@ -95,11 +99,11 @@ fn address(port: &str) -> SocketAddr {
     format!("{HOST}:{port}").parse().expect("an address")
 }
 
-/// The two engines, the second a replica of the first.
+/// Starts two engines, the second as a replica of the first.
 fn engines() -> [Server; 2] {
     let servers = [start(0), start(1)];
     let () = servers[1].ask(&["REPLICAOF", "127.0.0.1", TCP_PORTS[0]]);
-    servers[0].until("a replica", || {
+    servers[0].wait_until("an online replica", || {
         servers[0].ask::<String>(&["INFO", "replication"]).contains("state=online")
     });
     servers
@@ -117,11 +121,11 @@ fn world(servers: &[Server; 2], fabric: &Fabric) -> World {
         local,
         fabric: fabric.clone(),
         connector: Connector::new(fabric).rdma(Rdma::Require).local(local),
-        yielding: Connector::new(fabric).rdma(Rdma::Prefer).local(local),
+        falling_back: Connector::new(fabric).rdma(Rdma::Prefer).local(local),
         interrupts: CLIENTS.iter().map(|_| AtomicBool::new(false)).collect(),
         over: AtomicBool::new(false),
         cut: std::sync::Mutex::default(),
-        trouble: std::sync::Mutex::default(),
+        fault: std::sync::Mutex::default(),
         commands: AtomicU64::new(0),
         checked: AtomicU64::new(0),
         settled: AtomicU64::new(0),
@@ -130,25 +134,25 @@ fn world(servers: &[Server; 2], fabric: &Fabric) -> World {
         unconnected: AtomicU64::new(0),
         failures: std::sync::Mutex::default(),
         hostile_rounds: AtomicU64::new(0),
-        turned_away: AtomicU64::new(0),
+        rejected: AtomicU64::new(0),
         longest_ms: AtomicU64::new(0),
     }
 }
 
 #[test]
-fn an_engine_lives_through_everything() {
+fn engines_survive_all_faults() {
     let seconds = number("FERRITE_SOAK").unwrap_or(25);
     let seed = number("FERRITE_SEED").unwrap_or_else(|| u64::from(std::process::id()) | 1 << 20);
     eprintln!("FERRITE_SEED={seed} FERRITE_SOAK={seconds}");
     let (_wires, _addresses) = (Wires::new(), fuzz::Addresses::new());
     let mut servers = engines();
-    let before = [watch::held(&servers[0]), watch::held(&servers[1])];
+    let before = [watch::resources(&servers[0]), watch::resources(&servers[1])];
     eprintln!("before: {before:?}");
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
     let mut watch = Watch::default();
     runtime.expect("a runtime").block_on(async {
-        // Clients hear soon of an engine that a cut has taken from them.
+        // Short times, so that clients soon notice an engine that a cut has separated from them.
         let (keepalive, peer_timeout) = (Duration::from_secs(1), Duration::from_secs(2));
         let config = Config { busy_poll_us: 0, keepalive, peer_timeout, ..client_config() };
         let fabric = Fabric::system()
@@ -160,53 +164,53 @@ fn an_engine_lives_through_everything() {
         let driver = tokio::spawn(fabric.drive());
         let world = Arc::new(world(&servers, &fabric));
         drop(fabric);
-        let troubles = tokio::spawn(Troubles::new(Arc::clone(&world), seed).go_on());
+        let faults = tokio::spawn(Faults::new(Arc::clone(&world), seed).run());
         let mut clients = JoinSet::new();
         for (number, way) in CLIENTS.iter().enumerate() {
-            clients.spawn(Client::new(number, *way, seed).live(Arc::clone(&world)));
+            clients.spawn(Client::new(number, *way, seed).run(Arc::clone(&world)));
         }
-        attend(&world, &mut servers, &mut watch, &mut clients, &troubles, seconds).await;
+        monitor(&world, &mut servers, &mut watch, &mut clients, &faults, seconds).await;
         world.over.store(true, Ordering::Relaxed);
-        let troubles = troubles.await.expect("no panic");
+        let faults = faults.await.expect("no panic");
         while let Some(ended) = clients.join_next().await {
             ended.expect("no panic");
         }
-        eprintln!("troubles: {:?}", troubles.done);
-        let [rounds, turned_away] = [&world.hostile_rounds, &world.turned_away]
-            .map(|counter| counter.load(Ordering::Relaxed));
-        eprintln!("peers that break rules: {turned_away} turned away in {rounds} rounds");
-        // Of six of an address some reach for memory that is not theirs; a few rounds may have
-        // none.
-        assert!(rounds < 10 || turned_away > 0, "whoever breaks rules repeatedly is refused");
-        drop(troubles);
+        eprintln!("faults: {:?}", faults.done);
+        let [rounds, rejected] =
+            [&world.hostile_rounds, &world.rejected].map(|counter| counter.load(Ordering::Relaxed));
+        eprintln!("peers that violate the protocol: {rejected} rejected in {rounds} rounds");
+        // Of the six peers of an address, some access memory that is not theirs. In a few rounds
+        // there may be none.
+        assert!(rounds < 10 || rejected > 0, "no peer was rejected for repeated violations");
+        drop(faults);
         drop(world);
-        let ended = tokio::time::timeout(scene::PATIENCE, driver).await;
-        ended.expect("a fabric that ends").expect("no panic").expect("it drove");
+        let ended = tokio::time::timeout(server::TIMEOUT, driver).await;
+        ended.expect("the fabric stops in time").expect("no panic").expect("no fabric error");
     });
     for server in &mut servers {
-        server.assert_well();
+        server.assert_healthy();
         let () = server.ask(&["CONFIG", "SET", "appendonly", "no"]);
         let called = server.count("commands_called");
         eprintln!("called: {called}, proxied: {}", server.count("commands_proxied"));
         let [errors, refused] = ["remote_access_errors", "refused_after_access_errors"]
             .map(|field| server.count(&format!("rdma_{field}")));
-        eprintln!("remote access errors: {errors}, refused because of them: {refused}");
+        eprintln!("remote access errors: {errors}, peers refused because of them: {refused}");
         assert!(called > 0);
     }
-    watch::until_as_before(&servers, &before, Duration::from_secs(60));
+    watch::wait_until_as_before(&servers, &before, Duration::from_secs(60));
     watch.assert_flat();
     for server in &mut servers {
-        server.assert_well();
+        server.assert_healthy();
         assert!(server.shut_down("NOSAVE").success());
     }
     assert_eq!(ferrite_verbs::leaked_objects(), 0);
 }
 
-/// A process of its own, until it is killed.
+/// Runs clients in a separate process until it is killed.
 #[test]
-#[ignore = "started by the other"]
+#[ignore = "the soak test starts it"]
 fn clients_to_be_killed() {
-    let Ok(address) = std::env::var(trouble::PROCESS) else { return };
+    let Ok(address) = std::env::var(faults::PROCESS) else { return };
     let address = address.parse().expect("an address");
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     runtime.expect("a runtime").block_on(async {
@@ -214,25 +218,26 @@ fn clients_to_be_killed() {
         tokio::spawn(fabric.drive());
         let mut clients = JoinSet::new();
         for _ in 0..4 {
-            clients.spawn(fuzz::ask_until_killed(fabric.clone(), address));
+            clients.spawn(fuzz::send_until_killed(fabric.clone(), address));
         }
         let _ = tokio::time::timeout(Duration::from_secs(20), clients.join_all()).await;
     });
 }
 
-/// Watches for so long, or until somebody has failed.
-async fn attend(
+/// Monitors the test for this many seconds, or until a client fails.
+async fn monitor(
     world: &World,
     servers: &mut [Server; 2],
     watch: &mut Watch,
     clients: &mut JoinSet<()>,
-    troubles: &tokio::task::JoinHandle<Troubles>,
+    faults: &tokio::task::JoinHandle<Faults>,
     seconds: u64,
 ) {
-    let (begun, every) = (Instant::now(), Duration::from_secs(if seconds > 300 { 60 } else { 5 }));
-    let mut told = Instant::now();
-    while begun.elapsed() < Duration::from_secs(seconds) && !troubles.is_finished() {
-        tokio::time::sleep(LOOK).await;
+    let started = Instant::now();
+    let report_interval = Duration::from_secs(if seconds > 300 { 60 } else { 5 });
+    let mut reported = Instant::now();
+    while started.elapsed() < Duration::from_secs(seconds) && !faults.is_finished() {
+        tokio::time::sleep(SAMPLE_INTERVAL).await;
         if let Some(ended) = clients.try_join_next() {
             ended.unwrap_or_else(|failed| {
                 let logs = [servers[0].log(), servers[1].log()].map(|log| tail(&log));
@@ -240,12 +245,12 @@ async fn attend(
             });
         }
         let now = tokio::task::block_in_place(|| {
-            servers.iter_mut().for_each(Server::assert_well);
-            watch.look(servers)
+            servers.iter_mut().for_each(Server::assert_healthy);
+            watch.sample(servers)
         });
-        if told.elapsed() > every {
-            told = Instant::now();
-            tell(world, begun.elapsed(), &now);
+        if reported.elapsed() > report_interval {
+            reported = Instant::now();
+            report(world, started.elapsed(), &now);
         }
     }
 }
@@ -255,12 +260,14 @@ fn tail(log: &str) -> String {
     lines[lines.len().saturating_sub(20)..].join("\n")
 }
 
-fn tell(world: &World, elapsed: Duration, held: &[watch::Held; 2]) {
+fn report(world: &World, elapsed: Duration, held: &[watch::Resources; 2]) {
     let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-    let each = |field: fn(&watch::Held) -> u64| format!("{}+{}", field(&held[0]), field(&held[1]));
+    let each =
+        |field: fn(&watch::Resources) -> u64| format!("{}+{}", field(&held[0]), field(&held[1]));
     eprintln!(
-        "{:5.0?} s: {} commands, {} replies right, {} cuts settled, {} connections (+{} tries), {} refused, {} flushes; \
-         sessions {}, fds {}, QPs {}, pinned {} KiB, windows {} KiB, RSS {} MiB; given up within {} ms; {}",
+        "{:5.0?} s: {} commands, {} correct replies, {} lost connections resolved, {} connections \
+         (+{} failed attempts), {} refused, {} flushes; sessions {}, fds {}, QPs {}, pinned {} \
+         KiB, windows {} KiB, RSS {} MiB; connections given up within {} ms; {}",
         elapsed.as_secs(),
         count(&world.commands),
         count(&world.checked),

@@ -1,16 +1,20 @@
-//! How long clients can keep the engine's main thread away from its loop (`cargo xtask lab-test
-//! stall`): Debian's Redis with the module on 10.0.0.1 (rxe1), clients from 10.0.0.2 (rxe2).
+//! How long clients can stall the engine's event loop (`cargo xtask lab-test stall`): Debian's
+//! Redis with the module on 10.0.0.1 (rxe1), clients on 10.0.0.2 (rxe2).
 //!
-//! The measure is a PING every 10 ms on the engine's own TCP port, which has nothing to do with the
-//! module: whatever keeps the main thread from its loop delays the answer. Rounds with and without
-//! the attack alternate, under the same honest load over RDMA. The main thread and whoever asks go
-//! before all others (`chrt`): in the lab attackers and the kernel that plays their cards use the
-//! same CPUs, and a thread that waits for a CPU is not away because of us. `FERRITE_STALL_STRICT=1`
-//! holds the difference to 10 ms, which needs a quiet machine and a release build of the module
-//! (`FERRITE_MODULE`); without it only stalls that no scheduler causes fail the test.
-#![expect(clippy::print_stderr, reason = "the figures are for people to judge")]
+//! The test sends a PING every 10 ms to the engine's own TCP port, which does not involve the
+//! module. Whatever keeps the main thread from its event loop delays the reply. Rounds with and
+//! without the attack alternate, under the same honest load over RDMA.
+//!
+//! The main thread and the thread that sends PING have real-time priority (`chrt`). In the lab, the
+//! attackers and the kernel's emulated devices use the same CPUs as the engine, and waiting for a
+//! CPU must not count as a stall.
+//!
+//! `FERRITE_STALL_STRICT=1` limits the difference to 10 ms. That needs an idle machine and a
+//! release build of the module (`FERRITE_MODULE`). Without it, only stalls that no scheduler can
+//! cause fail the test.
+#![expect(clippy::print_stderr, reason = "prints figures for people to judge")]
 
-mod scene;
+mod server;
 
 use std::io::{Read as _, Write as _};
 use std::net::SocketAddr;
@@ -28,26 +32,28 @@ use ferrite_fabric::wire::{
 use ferrite_fabric::{Config, ConnectOptions, Fabric, Rdma};
 use ferrite_proto::Role;
 use ferrite_session::{ValkeyConfig, ValkeyStream, client_config};
-use scene::{REDIS, Server, Start, free_port};
+use server::{REDIS, Server, Start, free_port};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpSocket, TcpStream};
 
 const HOST: &str = "10.0.0.1";
 const CLIENT: &str = "10.0.0.2";
-/// Nobody has it: looking for it takes the kernel a second.
+/// An address that no host has. The kernel needs a second to find that out.
 const SILENT: &str = "10.0.0.250";
 const PORT: &str = "6390";
+/// The interval between two PINGs.
 const TICK: Duration = Duration::from_millis(10);
-/// What the attack may add to the longest stall: on a quiet machine, and on any.
-/// An answer that takes so long is worth a look at what the main thread does.
+/// If a reply takes this long, the test prints what the main thread is doing.
 const LATE: Duration = Duration::from_millis(100);
+/// How much the attack may add to the longest stall, on an idle machine.
 const STRICT: Duration = Duration::from_millis(10);
+/// How much the attack may add to the longest stall, on any machine.
 const LENIENT: Duration = Duration::from_millis(500);
 
 fn start() -> (Server, SocketAddr) {
     let port = free_port();
     let arguments = ["rdma-bind", HOST, "rdma-port", PORT, "rdma", "prefer", "rdma-device", "rxe1"];
-    // With it the main thread drives the devices.
+    // On the call path the main thread drives the devices.
     let arguments = [&arguments[..], &["call-path", "yes"]].concat();
     let options = ["--port", &port, "--bind", "127.0.0.1", "--protected-mode", "no"];
     let server = Server::start(&Start {
@@ -55,7 +61,7 @@ fn start() -> (Server, SocketAddr) {
         arguments: &arguments,
         options: &options,
     });
-    go_first(&server.pid().to_string());
+    prioritise(&server.pid().to_string());
     (server, format!("127.0.0.1:{port}").parse().expect("an address"))
 }
 
@@ -63,28 +69,28 @@ fn target() -> SocketAddr {
     format!("{HOST}:{PORT}").parse().expect("an address")
 }
 
-/// A thread goes before all others from now on; threads that it starts do not.
-fn go_first(thread: &str) {
+/// Gives a thread real-time priority, but not the threads that it starts.
+fn prioritise(thread: &str) {
     let set =
         Command::new("chrt").args(["--reset-on-fork", "--fifo", "--pid", "10", thread]).status();
-    assert!(set.expect("chrt of util-linux").success(), "thread {thread} does not go first");
+    assert!(set.expect("chrt of util-linux").success(), "cannot prioritise thread {thread}");
 }
 
-/// The number of the thread that asks.
+/// Returns the id of the calling thread.
 fn own_thread() -> String {
     let path = std::fs::read_link("/proc/thread-self").expect("a thread");
     path.file_name().expect("a number").to_string_lossy().into_owned()
 }
 
-/// Whether there is something to read within this time.
+/// Returns whether the socket becomes readable within this time.
 fn is_readable(socket: &std::net::TcpStream, within: Duration) -> bool {
     socket.set_read_timeout(Some(within)).expect("a timeout");
     let peeked = socket.peek(&mut [0]).is_ok_and(|bytes| bytes > 0);
-    socket.set_read_timeout(Some(scene::PATIENCE)).expect("a timeout");
+    socket.set_read_timeout(Some(server::TIMEOUT)).expect("a timeout");
     peeked
 }
 
-/// What the kernel says of a thread: its state, and where in the kernel it waits.
+/// Describes the main thread of a process: its state, and where in the kernel it waits.
 fn where_is(process: u32) -> String {
     let read = |name: &str| {
         let text = std::fs::read_to_string(format!("/proc/{process}/task/{process}/{name}"));
@@ -101,7 +107,7 @@ fn where_is(process: u32) -> String {
     )
 }
 
-/// Asks the engine every 10 ms, and keeps how long the longest answer took.
+/// Sends PING to the engine every 10 ms and measures the longest time to a reply.
 struct Ticker {
     stop: Arc<AtomicBool>,
     thread: JoinHandle<(Duration, usize)>,
@@ -112,23 +118,22 @@ impl Ticker {
         let stop = Arc::new(AtomicBool::new(false));
         let stopped = Arc::clone(&stop);
         let thread = std::thread::spawn(move || {
-            go_first(&own_thread());
+            prioritise(&own_thread());
             let mut socket = std::net::TcpStream::connect(engine).expect("the engine's port");
             socket.set_nodelay(true).expect("an option");
-            socket.set_read_timeout(Some(scene::PATIENCE)).expect("a timeout");
+            socket.set_read_timeout(Some(server::TIMEOUT)).expect("a timeout");
             let (mut longest, mut ticks) = (Duration::ZERO, 0);
             while !stopped.load(Ordering::Relaxed) {
-                let asked = Instant::now();
-                socket.write_all(b"PING\r\n").expect("a command");
-                // An answer that is late says where the main thread is, for whoever reads a
-                // failure.
+                let sent = Instant::now();
+                socket.write_all(b"PING\r\n").expect("to write");
+                // For a late reply, print where the main thread is. That helps to find the cause.
                 if !is_readable(&socket, LATE) {
-                    eprintln!("no answer in {LATE:?}; the main thread: {}", where_is(main_thread));
+                    eprintln!("no reply in {LATE:?}; the main thread: {}", where_is(main_thread));
                 }
-                socket.read_exact(&mut [0; 7]).expect("an answer");
-                longest = longest.max(asked.elapsed());
+                socket.read_exact(&mut [0; 7]).expect("a reply");
+                longest = longest.max(sent.elapsed());
                 ticks += 1;
-                std::thread::sleep(TICK.saturating_sub(asked.elapsed()));
+                std::thread::sleep(TICK.saturating_sub(sent.elapsed()));
             }
             (longest, ticks)
         });
@@ -138,12 +143,12 @@ impl Ticker {
     fn stop(self) -> Duration {
         self.stop.store(true, Ordering::Relaxed);
         let (longest, ticks) = self.thread.join().expect("no panic");
-        assert!(ticks > 10, "{ticks} answers");
+        assert!(ticks > 10, "only {ticks} replies");
         longest
     }
 }
 
-/// A TCP client of the module's port that has said hello.
+/// Connects to the module's port over TCP and completes the handshake.
 async fn greeted(session: u64) -> TcpStream {
     let socket = TcpSocket::new_v4().expect("a socket");
     socket.bind(format!("{CLIENT}:0").parse().expect("an address")).expect("to bind");
@@ -175,8 +180,8 @@ fn tcp_frame(kind: TcpFrameKind, len: u32) -> TcpFrame {
     TcpFrame { kind, imm: 0, len, op: 0, grant: 0, offset: 0 }
 }
 
-/// The kind of the next TCP frame.
-async fn heard(client: &mut TcpStream) -> Option<TcpFrameKind> {
+/// Reads a TCP frame and returns its kind; `None` if the link has ended.
+async fn next_frame(client: &mut TcpStream) -> Option<TcpFrameKind> {
     let mut bytes = [0; ferrite_fabric::wire::TCP_FRAME_HEADER_BYTES];
     client.read_exact(&mut bytes).await.ok()?;
     let tcp_frame = TcpFrame::decode(&bytes)?;
@@ -194,8 +199,8 @@ fn run<R>(test: impl AsyncFnOnce(Fabric) -> R) -> R {
         let fabric = fabric.command_threads().build().expect("a fabric");
         let driver = tokio::spawn(fabric.drive());
         let result = test(fabric).await;
-        let ended = tokio::time::timeout(scene::PATIENCE, driver).await;
-        ended.expect("a fabric that ends").expect("no panic").expect("it drove");
+        let ended = tokio::time::timeout(server::TIMEOUT, driver).await;
+        ended.expect("the fabric stops in time").expect("no panic").expect("no fabric error");
         result
     })
 }
@@ -206,10 +211,10 @@ async fn valkey(fabric: &Fabric) -> ValkeyStream {
     ValkeyStream::open(raw, Role::Client, &ValkeyConfig::default()).await.expect("a window")
 }
 
-/// The attack that stopped the engine for a second per offer: 72 bytes from a client that has not
-/// authenticated, naming an address that does not answer.
+/// An attack that once stopped the engine for a second per offer: a client that has not
+/// authenticated sends 72 bytes with an address that does not exist.
 #[test]
-fn offers_of_a_silent_address_stop_nobody() {
+fn offers_of_an_unreachable_address_do_not_stall_the_engine() {
     const OFFERS: u64 = 8;
     let (mut server, engine) = start();
     let ticker = Ticker::start(engine, server.pid());
@@ -217,30 +222,32 @@ fn offers_of_a_silent_address_stop_nobody() {
         for number in 0..OFFERS {
             let mut client = greeted(9 + number).await;
             client.write_all(&offer(SILENT)).await.expect("to write");
-            assert_eq!(heard(&mut client).await, Some(TcpFrameKind::Withdraw), "it is declined");
+            let reply = next_frame(&mut client).await;
+            assert_eq!(reply, Some(TcpFrameKind::Withdraw), "the offer is declined");
         }
-        // All at once, as the attack had it: the second breaks the rules.
+        // All at once, as in the attack. Only one offer at a time is allowed, so the second ends
+        // the link.
         let mut client = greeted(99).await;
         client.write_all(&offer(SILENT).repeat(8)).await.expect("to write");
-        while heard(&mut client).await.is_some() {}
+        while next_frame(&mut client).await.is_some() {}
     });
     let longest = ticker.stop();
-    eprintln!("{OFFERS} offers of a silent address: longest PING {longest:.1?}");
-    assert!(longest < LENIENT, "the engine was away for {longest:?}");
+    eprintln!("{OFFERS} offers of an unreachable address: longest PING {longest:.1?}");
+    assert!(longest < LENIENT, "the engine stalled for {longest:?}");
     assert!(server.count("rdma_offers_refused") >= OFFERS);
-    server.assert_well();
+    server.assert_healthy();
 }
 
-/// How much of each there is in a round. Four rounds are a thousand connects, a thousand offers and
-/// two hundred growths.
+/// The size of a round. Four rounds have 1,000 connects, 1,000 offers and 200 window growths.
 const CONNECTS: usize = 250;
 const OFFERS: usize = 250;
-const GROWING: usize = 25; // two steps each
-/// Between two of a kind: the attack is to be many, not to take all CPU that a guest without a
-/// device has.
+const GROWING: usize = 25; // two growths each
+/// The pause between two operations of a kind. There should be many operations, but they should not
+/// use up the CPUs of a guest that has to emulate its devices.
 const PACE: Duration = Duration::from_millis(20);
 
-/// Four with `FERRITE_STALL_STRICT=1`; else one, for a suite that everybody waits for.
+/// Returns the number of rounds: four with `FERRITE_STALL_STRICT=1`; otherwise one, to keep the
+/// suite short.
 fn rounds() -> usize {
     if is_strict() { 4 } else { 1 }
 }
@@ -254,7 +261,7 @@ async fn connects(fabric: Fabric) {
         let options =
             ConnectOptions::new().local(format!("{CLIENT}:0").parse().expect("an address"));
         let connecting = fabric.connect_raw(target(), &options);
-        // Half are given up at once, the others hang up when they are there.
+        // Half are given up at once. The others disconnect as soon as they are connected.
         if number % 2 == 0 {
             drop(connecting);
         } else {
@@ -270,7 +277,7 @@ async fn offers() {
         let mut client = greeted(1000 + number as u64).await;
         for address in [SILENT, CLIENT] {
             client.write_all(&offer(address)).await.expect("to write");
-            match heard(&mut client).await.expect("an answer") {
+            match next_frame(&mut client).await.expect("a frame") {
                 TcpFrameKind::Withdraw => {}
                 _ => client
                     .write_all(&tcp_frame(TcpFrameKind::Withdraw, 0).encode())
@@ -284,7 +291,8 @@ async fn offers() {
 }
 
 async fn growths(fabric: Fabric) {
-    // Fills 64 KiB, 512 KiB and 2 MiB, some of them more than once while the next is made ready.
+    // This fills windows of 64 KiB, 512 KiB and 2 MiB, some more than once while the next one is
+    // prepared.
     let value = vec![b'x'; 4 << 20];
     for _ in 0..GROWING {
         let mut stream = valkey(&fabric).await;
@@ -292,18 +300,18 @@ async fn growths(fabric: Fabric) {
         stream.write_all(head.as_bytes()).await.expect("to write");
         stream.write_all(&value).await.expect("to write");
         stream.write_all(b"\r\n").await.expect("to write");
-        stream.read_exact(&mut [0; 5]).await.expect("an answer");
+        stream.read_exact(&mut [0; 5]).await.expect("a reply");
         tokio::time::sleep(PACE).await;
     }
 }
 
-/// A few clients that ask and are answered, with and without the attack.
+/// Runs an honest client, with and without the attack. Returns the number of its commands.
 async fn honest(fabric: Fabric, stop: Arc<AtomicBool>) -> u64 {
     let mut stream = valkey(&fabric).await;
     let mut done = 0;
     while !stop.load(Ordering::Relaxed) {
         stream.write_all(b"*3\r\n$3\r\nSET\r\n$1\r\na\r\n$1\r\nb\r\n").await.expect("to write");
-        stream.read_exact(&mut [0; 5]).await.expect("an answer");
+        stream.read_exact(&mut [0; 5]).await.expect("a reply");
         done += 1;
         tokio::time::sleep(Duration::from_millis(2)).await;
     }
@@ -321,21 +329,22 @@ fn connects_offers_and_growing_windows_do_not_stall_the_engine() {
         let (mut calm, mut attacked) = (Vec::new(), Vec::new());
         for round in 1..=rounds() {
             let ticker = Ticker::start(address, pid);
-            let begun = Instant::now();
+            let started = Instant::now();
             tokio::join!(connects(fabric.clone()), offers(), growths(fabric.clone()));
-            let lasted = begun.elapsed();
+            let lasted = started.elapsed();
             attacked.push(tokio::task::spawn_blocking(|| ticker.stop()).await.expect("no panic"));
             let ticker = Ticker::start(address, pid);
             tokio::time::sleep(lasted).await;
             calm.push(tokio::task::spawn_blocking(|| ticker.stop()).await.expect("no panic"));
             let longest = (attacked[round - 1], calm[round - 1]);
             eprintln!(
-                "round {round}: {lasted:.1?} of attack; longest PING, attacked and calm: {longest:.1?}"
+                "round {round}: {lasted:.1?} of attack; longest PING with and without it: \
+                 {longest:.1?}"
             );
         }
         stop.store(true, Ordering::Relaxed);
         for client in load {
-            assert!(client.await.expect("no panic") > 0, "honest clients were served");
+            assert!(client.await.expect("no panic") > 0, "an honest client was not served");
         }
         (calm, attacked)
     });
@@ -346,14 +355,15 @@ fn connects_offers_and_growing_windows_do_not_stall_the_engine() {
     assert!(server.count("rdma_offers_refused") >= (rounds() * OFFERS / 2) as u64);
     let more = median(attacked).saturating_sub(median(calm));
     eprintln!(
-        "{} connects, {} offers, {} growths: the median of the longest stalls is {more:.1?} longer than without",
+        "{} connects, {} offers, {} growths: the median of the longest stalls is {more:.1?} longer \
+         than without the attack",
         rounds() * CONNECTS,
         rounds() * OFFERS,
         rounds() * GROWING * 2
     );
     assert!(
         more <= if is_strict() { STRICT } else { LENIENT },
-        "the engine was away for {more:?} longer"
+        "the engine stalled for {more:?} longer"
     );
-    server.assert_well();
+    server.assert_healthy();
 }

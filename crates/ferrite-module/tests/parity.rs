@@ -1,47 +1,49 @@
-//! The same commands at two equal engines: at one over its own TCP port, at the other through the
-//! module. Every reply must be the same, to the byte where two engines can be.
+//! Sends the same commands to two equal engines: to one over its own TCP port, to the other through
+//! the module. The replies must be equal, byte for byte unless two engines can never agree.
 //!
 //! ```text
 //!   spec: COMMAND, COMMAND DOCS ─► generate: argument lists ─┐
-//!   scripts: by hand ────────────────────────────────────────┼─► Bench ─┬─► engine A, its own port ──┬─► differences
-//!   keys: every type, made anew before each command ─────────┘          └─► engine B, the module's ──┘
-//!                                                 states: standalone, cluster, replica, loading …
+//!   scripts: written by hand ────────────────────────────────┼─► Comparison
+//!   keys: every type, created before each command ───────────┘      │
+//!                                                                   ├─► engine A, own port ──────┐
+//!   states: standalone, cluster, replica, loading, …                └─► engine B, module's port ─┤
+//!                                                                                 differences ◄──┘
 //! ```
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 
+pub(crate) mod connection;
 mod differences;
 mod generate;
 mod keys;
 mod scripts;
 mod spec;
 pub(crate) mod states;
-pub(crate) mod wire;
 
 use std::net::TcpStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use self::connection::{Connection, Response, Transport, encode};
 use self::differences::{Rule, is_generated, rule, same};
 pub(crate) use self::generate::Amount;
 use self::generate::Words;
 use self::keys::Tags;
 use self::scripts::{Expect, Script, Sent};
 use self::spec::Spec;
-use self::wire::{Heard, Transport, Wire, encode};
-use crate::scene::{Server, Start, free_port};
+use crate::server::{Server, Start, free_port};
 
-/// As long as an answer may take.
+/// The most that a reply may take.
 const LONG: Duration = Duration::from_secs(20);
-/// What has not been said by then will not be said.
+/// After this time without a reply, none is expected any more.
 const SHORT: Duration = Duration::from_millis(300);
 
 /// How the module is reached.
 pub(crate) struct Way<'a> {
-    /// Arguments of the module, beside the port.
+    /// Arguments of the module, apart from the port.
     pub(crate) arguments: &'a [&'a str],
-    /// A client at this port of the module.
+    /// Connects a client to this port of the module.
     pub(crate) dial: &'a dyn Fn(&str) -> Box<dyn Transport>,
-    /// Where the state does not say: round trips are dear in the lab.
+    /// The pace of states that do not set one. Round trips are slow in the lab.
     pub(crate) pace: Pace,
     pub(crate) amount: Amount,
 }
@@ -54,8 +56,8 @@ pub(crate) struct Node {
 }
 
 impl Node {
-    /// Which may not answer yet.
-    fn begin(program: &Path, way: &Way<'_>, options: &[&str]) -> Self {
+    /// Starts an engine and waits until its port is open. It may not serve commands yet.
+    fn spawn(program: &Path, way: &Way<'_>, options: &[&str]) -> Self {
         let (port, module_port) = (free_port(), free_port());
         let arguments = [way.arguments, &["rdma-port", &module_port]].concat();
         let own = [
@@ -68,8 +70,8 @@ impl Node {
             "--enable-debug-command",
             "yes",
         ];
-        // Strings of at most 1 MiB, and nothing about times.
-        let quiet = [
+        // Strings of at most 1 MiB, and no statistics of times.
+        let comparable = [
             "--proto-max-bulk-len",
             "1mb",
             "--slowlog-log-slower-than",
@@ -77,11 +79,12 @@ impl Node {
             "--latency-tracking",
             "no",
         ];
-        let options = [&own[..], &quiet, options].concat();
-        let server = Server::begin(&Start { program, arguments: &arguments, options: &options });
+        let options = [&own[..], &comparable, options].concat();
+        let server = Server::spawn(&Start { program, arguments: &arguments, options: &options });
         let node = Self { server, port, module_port };
-        node.server
-            .until("it listens", || TcpStream::connect(("127.0.0.1", node.number())).is_ok());
+        node.server.wait_until("an open port", || {
+            TcpStream::connect(("127.0.0.1", node.number())).is_ok()
+        });
         node
     }
 
@@ -89,30 +92,31 @@ impl Node {
         self.port.parse().expect("a port")
     }
 
-    /// A client at the engine's own port.
-    fn wire(&self) -> Wire {
+    /// Connects a client to the engine's own port.
+    fn connection(&self) -> Connection {
         let socket = TcpStream::connect(("127.0.0.1", self.number()));
         let socket = socket.unwrap_or_else(|error| panic!("{error}; {}", tail(&self.server)));
-        socket.set_nodelay(true).expect("a socket");
-        Wire::new(Box::new(socket))
+        socket.set_nodelay(true).expect("TCP_NODELAY");
+        Connection::new(Box::new(socket))
     }
 
-    /// What it answers at its own port.
+    /// Runs a command at the engine's own port.
     fn ask(&self, line: &str) -> Vec<u8> {
-        ask(&mut self.wire(), line)
+        ask(&mut self.connection(), line)
     }
 
-    fn until(&self, what: &str, line: &str, part: &str) {
-        self.server.until(what, || String::from_utf8_lossy(&self.ask(line)).contains(part));
+    /// Waits until the reply to a command contains `part`.
+    fn wait_until(&self, what: &str, line: &str, part: &str) {
+        self.server.wait_until(what, || String::from_utf8_lossy(&self.ask(line)).contains(part));
     }
 }
 
-fn ask(wire: &mut Wire, line: &str) -> Vec<u8> {
+fn ask(connection: &mut Connection, line: &str) -> Vec<u8> {
     let mut bytes = Vec::new();
     encode(&words(line), &mut bytes);
-    wire.send(&bytes);
-    match wire.hear(LONG) {
-        Heard::Reply(reply) => reply,
+    connection.send(&bytes);
+    match connection.receive(LONG) {
+        Response::Reply(reply) => reply,
         other => panic!("{line}: {other:?}"),
     }
 }
@@ -121,7 +125,7 @@ fn words(line: &str) -> Words {
     line.split(' ').map(|word| word.as_bytes().to_vec()).collect()
 }
 
-/// The last of an engine's log.
+/// Returns the end of an engine's log, or the part around a crash.
 fn tail(server: &Server) -> String {
     let log = server.log();
     let lines: Vec<_> = log.lines().collect();
@@ -130,12 +134,12 @@ fn tail(server: &Server) -> String {
     lines[from..lines.len().min(from + 80)].join("\n")
 }
 
-/// The engines there are: those of the other tests.
+/// Returns the name and version of an engine.
 pub(crate) fn name(program: &Path) -> String {
     let version = std::process::Command::new(program)
         .arg("--version")
         .output()
-        .expect("the engine is there")
+        .expect("the engine's version")
         .stdout;
     let version = String::from_utf8_lossy(&version).into_owned();
     let number = version
@@ -150,33 +154,33 @@ pub(crate) fn name(program: &Path) -> String {
 /// How the cases of a command are sent.
 #[derive(Clone, Copy, PartialEq)]
 pub(crate) enum Pace {
-    /// Each after the answer to the one before.
+    /// Each after the reply to the previous one.
     OneByOne,
-    /// All at once, but for commands that wait.
+    /// All at once, except for commands that block.
     Pipelined,
 }
 
-/// Two engines in one state, and what was found.
-pub(crate) struct Bench<'a> {
+/// Two engines in one state, and the differences that were found.
+pub(crate) struct Comparison<'a> {
     way: &'a Way<'a>,
     label: String,
     nodes: [Node; 2],
-    /// What each new connection says first.
+    /// The first commands of each new connection.
     greeting: Vec<Words>,
     pace: Pace,
     amount: Amount,
     tags: Tags,
-    /// Before and after keys are made; without it they are not.
+    /// Commands to run before and after the keys are created. `None` if there are no keys.
     remake: Option<[&'a [&'a str]; 2]>,
-    admins: [Wire; 2],
+    admins: [Connection; 2],
     commands: usize,
     cases: usize,
     differences: Vec<String>,
 }
 
-impl<'a> Bench<'a> {
+impl<'a> Comparison<'a> {
     fn new(way: &'a Way<'a>, label: String, nodes: [Node; 2]) -> Self {
-        let admins = [nodes[0].wire(), nodes[1].wire()];
+        let admins = [nodes[0].connection(), nodes[1].connection()];
         Self {
             way,
             label,
@@ -193,23 +197,30 @@ impl<'a> Bench<'a> {
         }
     }
 
-    /// A client each, greeted.
-    fn open(&mut self) -> [Wire; 2] {
-        let mut wires =
-            [self.nodes[0].wire(), Wire::new((self.way.dial)(&self.nodes[1].module_port))];
+    /// Connects a client to each engine and sends the greeting.
+    fn open(&mut self) -> [Connection; 2] {
+        let mut connections = [
+            self.nodes[0].connection(),
+            Connection::new((self.way.dial)(&self.nodes[1].module_port)),
+        ];
         for words in self.greeting.clone() {
-            let heard = self.both(&mut wires, &words, LONG);
-            self.judge(&words, Rule::Type, &heard);
+            let responses = self.both(&mut connections, &words, LONG);
+            self.check(&words, Rule::Type, &responses);
         }
-        wires
+        connections
     }
 
-    fn both(&self, wires: &mut [Wire; 2], words: &Words, limit: Duration) -> [Heard; 2] {
-        send(wires, words);
-        hear(wires, limit)
+    fn both(
+        &self,
+        connections: &mut [Connection; 2],
+        words: &Words,
+        limit: Duration,
+    ) -> [Response; 2] {
+        send(connections, words);
+        receive(connections, limit)
     }
 
-    /// To both engines at their own ports: an order that must succeed.
+    /// Runs a command, which must succeed, at the own ports of both engines.
     fn order(&mut self, line: &str) {
         for (node, admin) in self.nodes.iter().zip(&mut self.admins) {
             let reply = ask(admin, line);
@@ -218,51 +229,55 @@ impl<'a> Bench<'a> {
         }
     }
 
-    /// How many clients wait at each.
-    fn waiting(&mut self) -> [u64; 2] {
+    /// Returns how many clients are blocked at each engine.
+    fn blocked_clients(&mut self) -> [u64; 2] {
         self.admins.each_mut().map(|admin| {
             let info = ask(admin, "INFO clients");
             let info = String::from_utf8_lossy(&info);
             let count = info.lines().find_map(|line| line.strip_prefix("blocked_clients:"));
-            count.and_then(|count| count.parse().ok()).expect("INFO has it")
+            count.and_then(|count| count.parse().ok()).expect("a number in INFO")
         })
     }
 
-    /// If one more than `before` waits at the engine that was asked directly, then at the other,
-    /// too: for a second at most, what never comes is found later.
-    fn until_both_wait(&mut self, before: [u64; 2]) {
-        // the engine may see this question before what was sent before it, but not the next
-        self.waiting();
-        let begun = Instant::now();
+    /// If more clients than `before` are blocked at the engine with the direct connection, waits
+    /// until that holds for the other engine too. It waits for a second at most; a real difference
+    /// is found later.
+    fn wait_until_both_block(&mut self, before: [u64; 2]) {
+        // An engine may read this query before a command that was sent earlier, but not the next
+        // query.
+        self.blocked_clients();
+        let started = Instant::now();
         loop {
-            let [direct, other] = self.waiting();
-            if direct <= before[0] || other > before[1] || begun.elapsed() > Duration::from_secs(1)
+            let [direct, other] = self.blocked_clients();
+            if direct <= before[0]
+                || other > before[1]
+                || started.elapsed() > Duration::from_secs(1)
             {
                 return;
             }
         }
     }
 
-    /// All keys anew, if the state has any.
+    /// Creates all keys again, if the state has any.
     fn make_keys(&mut self) {
         let Some([before, after]) = self.remake else { return };
         let mut all: Vec<Words> = before.iter().map(|line| words(line)).collect();
         all.push(words("FLUSHALL"));
-        all.extend(keys::making(self.tags));
+        all.extend(keys::commands(self.tags));
         all.extend(after.iter().map(|line| words(line)));
         let mut bytes = Vec::new();
         all.iter().for_each(|words| encode(words, &mut bytes));
         self.admins.iter_mut().for_each(|admin| admin.send(&bytes));
         for words in &all {
             for (node, admin) in self.nodes.iter().zip(&mut self.admins) {
-                let heard = admin.hear(LONG);
-                let well = matches!(&heard, Heard::Reply(reply) if reply[0] != b'-');
-                assert!(well, "{}: {heard:?}; {}", show(words), tail(&node.server));
+                let response = admin.receive(LONG);
+                let is_ok = matches!(&response, Response::Reply(reply) if reply[0] != b'-');
+                assert!(is_ok, "{}: {response:?}; {}", show(words), tail(&node.server));
             }
         }
     }
 
-    /// All commands of the engine, those that are generated.
+    /// Compares all commands of the engine that are generated.
     fn all_commands(&mut self, in_cluster: bool) {
         let specs = self.specs();
         for spec in specs.iter().filter(|spec| is_generated(spec, in_cluster)) {
@@ -271,51 +286,53 @@ impl<'a> Bench<'a> {
     }
 
     fn specs(&self) -> Vec<Spec> {
-        spec::commands(&mut self.nodes[0].wire())
+        spec::commands(&mut self.nodes[0].connection())
     }
 
+    /// Compares all cases of one command.
     fn command(&mut self, spec: &Spec) {
         let cases = generate::cases(spec, self.tags, self.amount);
         self.commands += 1;
         self.make_keys();
         let rule = rule(spec);
-        let mut wires = self.open();
+        let mut connections = self.open();
         let waits = spec.waits();
         let limit = if waits { SHORT } else { LONG };
         if self.pace == Pace::OneByOne || waits {
             for words in &cases {
-                let heard = self.both(&mut wires, words, limit);
-                self.judge(words, rule, &heard);
-                if !matches!(heard, [Heard::Reply(_), Heard::Reply(_)]) {
+                let responses = self.both(&mut connections, words, limit);
+                self.check(words, rule, &responses);
+                if !matches!(responses, [Response::Reply(_), Response::Reply(_)]) {
                     assert!(
-                        waits || heard[0] == Heard::End,
-                        "{}: {} {heard:?}",
+                        waits || responses[0] == Response::Closed,
+                        "{}: {} {responses:?}",
                         self.label,
                         show(words)
                     );
-                    wires = self.open();
+                    connections = self.open();
                 }
             }
         } else {
             let mut bytes = Vec::new();
             cases.iter().for_each(|words| encode(words, &mut bytes));
-            wires.iter_mut().for_each(|wire| wire.send(&bytes));
+            connections.iter_mut().for_each(|connection| connection.send(&bytes));
             for words in &cases {
-                let heard = hear(&mut wires, limit);
-                self.judge(words, rule, &heard);
+                let responses = receive(&mut connections, limit);
+                self.check(words, rule, &responses);
             }
         }
         self.assert_alive(&spec.name);
     }
 
+    /// Compares a script.
     fn script(&mut self, script: &Script) {
-        // the script before may have killed all clients
-        self.admins = self.nodes.each_ref().map(Node::wire);
+        // The previous script may have killed all clients.
+        self.admins = self.nodes.each_ref().map(Node::connection);
         self.make_keys();
         let mut first = self.open();
         let mut second = self.open();
         for (text, line) in script.lines() {
-            let wires = if line.second { &mut second } else { &mut first };
+            let connections = if line.second { &mut second } else { &mut first };
             let bytes = match &line.sent {
                 Some(Sent::Words(words)) => {
                     let mut bytes = Vec::new();
@@ -325,57 +342,60 @@ impl<'a> Bench<'a> {
                 Some(Sent::Raw(bytes)) => bytes.clone(),
                 None => Vec::new(),
             };
-            wires.iter_mut().for_each(|wire| wire.send(&bytes));
+            connections.iter_mut().for_each(|connection| connection.send(&bytes));
             let rule = if line.by_type { Rule::Type } else { Rule::Exact };
-            let said = words(&format!("{}: {text}", script.name));
+            let title = words(&format!("{}: {text}", script.name));
             match line.expect {
                 Expect::Replies(count) => (0..count).for_each(|_| {
-                    let heard = hear(wires, LONG);
+                    let responses = receive(connections, LONG);
                     assert_ne!(
-                        heard,
-                        [Heard::Silence, Heard::Silence],
+                        responses,
+                        [Response::Timeout, Response::Timeout],
                         "{}: {}",
                         self.label,
-                        show(&said)
+                        show(&title)
                     );
-                    self.judge(&said, rule, &heard);
+                    self.check(&title, rule, &responses);
                 }),
                 Expect::End => {
-                    let heard = wires.each_mut().map(|wire| wire.hear_the_end(LONG));
+                    let responses = connections
+                        .each_mut()
+                        .map(|connection| connection.receive_until_close(LONG));
                     assert_ne!(
-                        heard,
-                        [Heard::Silence, Heard::Silence],
+                        responses,
+                        [Response::Timeout, Response::Timeout],
                         "{}: {}",
                         self.label,
-                        show(&said)
+                        show(&title)
                     );
-                    self.judge(&said, rule, &heard);
+                    self.check(&title, rule, &responses);
                 }
                 Expect::Quiet => {
-                    let heard = hear(wires, SHORT);
-                    let quiet = heard == [Heard::Silence, Heard::Silence];
-                    assert!(quiet, "{}: {text}: {heard:?}", self.label);
+                    let responses = receive(connections, SHORT);
+                    let quiet = responses == [Response::Timeout, Response::Timeout];
+                    assert!(quiet, "{}: {text}: {responses:?}", self.label);
                 }
             }
         }
         self.assert_alive(script.name);
     }
 
-    fn judge(&mut self, words: &Words, rule: Rule, heard: &[Heard; 2]) {
+    /// Compares two responses and notes a difference.
+    fn check(&mut self, words: &Words, rule: Rule, responses: &[Response; 2]) {
         self.cases += 1;
-        let equal = match heard {
-            [Heard::Reply(one), Heard::Reply(other)] => same(rule, one, other),
+        let equal = match responses {
+            [Response::Reply(one), Response::Reply(other)] => same(rule, one, other),
             [one, other] => one == other,
         };
         if !equal {
-            let [tcp, module] = heard;
+            let [tcp, module] = responses;
             self.differences
                 .push(format!("{}\n    TCP    {tcp:?}\n    module {module:?}", show(words)));
         }
         assert!(self.differences.len() < 30, "too many differences: {}", self.report());
     }
 
-    /// No engine has ended or crashed.
+    /// Asserts that no engine has exited or crashed.
     fn assert_alive(&mut self, after: &str) {
         for node in &mut self.nodes {
             let ended = node.server.has_ended();
@@ -385,7 +405,7 @@ impl<'a> Bench<'a> {
                 .any(|sign| log.contains(sign));
             assert!(
                 !ended && !bad,
-                "{}: an engine died of {after}:\n{}",
+                "{}: an engine died after {after}:\n{}",
                 self.label,
                 tail(&node.server)
             );
@@ -401,32 +421,32 @@ impl<'a> Bench<'a> {
         )
     }
 
-    /// Says what was compared; whatever was different is a failure.
-    fn end(&self) {
+    /// Prints what was compared. Panics if there were differences.
+    fn finish(&self) {
         assert!(self.differences.is_empty(), "{}", self.report());
         assert!(self.cases > 0, "{}: nothing was compared", self.label);
         eprintln!("{}: {} commands, {} replies compared", self.label, self.commands, self.cases);
     }
 }
 
-fn send(wires: &mut [Wire; 2], words: &Words) {
+fn send(connections: &mut [Connection; 2], words: &Words) {
     let mut bytes = Vec::new();
     encode(words, &mut bytes);
-    wires.iter_mut().for_each(|wire| wire.send(&bytes));
+    connections.iter_mut().for_each(|connection| connection.send(&bytes));
 }
 
-/// What both say. Where only one is silent the other has shown that there is something to hear: an
-/// engine that is late on a busy machine is not a difference, one that never answers is.
-fn hear(wires: &mut [Wire; 2], limit: Duration) -> [Heard; 2] {
-    let mut heard = wires.each_mut().map(|wire| wire.hear(limit));
-    if heard.contains(&Heard::Silence) && heard[0] != heard[1] {
-        for (wire, heard) in
-            wires.iter_mut().zip(&mut heard).filter(|(_, heard)| **heard == Heard::Silence)
-        {
-            *heard = wire.hear(LONG);
+/// Receives a response from both. If only one of them is silent, it gets more time: an engine that
+/// is late on a busy machine is not a difference, but one that never replies is.
+fn receive(connections: &mut [Connection; 2], limit: Duration) -> [Response; 2] {
+    let mut responses = connections.each_mut().map(|connection| connection.receive(limit));
+    if responses.contains(&Response::Timeout) && responses[0] != responses[1] {
+        for (connection, response) in connections.iter_mut().zip(&mut responses) {
+            if *response == Response::Timeout {
+                *response = connection.receive(LONG);
+            }
         }
     }
-    heard
+    responses
 }
 
 fn show(words: &Words) -> String {

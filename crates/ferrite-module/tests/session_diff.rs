@@ -6,7 +6,7 @@ mod differences;
 mod flood;
 mod generate;
 pub(crate) mod hunt;
-mod quiet;
+mod idle;
 mod run;
 mod session;
 mod side;

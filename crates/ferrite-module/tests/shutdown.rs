@@ -1,20 +1,19 @@
-//! Engines that shut down or hand over under load: what was acknowledged before is there
-//! afterwards.
+//! Engines that shut down or fail over under load must keep all acknowledged writes.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicI64, Ordering};
 
-use crate::scene::{Server, Start, free_port};
+use crate::server::{Server, Start, free_port};
 
 /// Adds one to the counter of this key; false if that was not acknowledged.
 pub(crate) type Increment = Box<dyn FnMut(&str) -> bool + Send>;
 
-/// How an engine ends.
+/// How an engine is shut down.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Way {
-    /// SIGTERM, saved as RDB.
+    /// SIGTERM, with an RDB save.
     Signal,
-    /// SHUTDOWN, saved as RDB.
+    /// SHUTDOWN, with an RDB save.
     Command,
     /// SHUTDOWN NOSAVE, with an append-only file.
     NosaveWithAof,
@@ -22,7 +21,7 @@ pub(crate) enum Way {
 
 const WRITERS: usize = 3;
 
-/// As often as FERRITE_SHUTDOWNS says.
+/// Returns the number of rounds: FERRITE_SHUTDOWNS, or 2.
 pub(crate) fn rounds() -> usize {
     std::env::var("FERRITE_SHUTDOWNS").ok().and_then(|rounds| rounds.parse().ok()).unwrap_or(2)
 }
@@ -35,9 +34,9 @@ fn counter(server: &Server, writer: usize) -> i64 {
     server.ask::<Option<i64>>(&["GET", &key(writer)]).unwrap_or(0)
 }
 
-/// Writes to the engine until none of the writers is acknowledged any more, and lets `act` end it
-/// meanwhile: how many increments of each were acknowledged.
-fn write_until_the_end(
+/// Writes to the engine until no writer gets acknowledgements any more. `act` shuts the engine down
+/// meanwhile. Returns how many increments of each writer were acknowledged.
+fn write_until_shutdown(
     server: &mut Server,
     connect: &dyn Fn(&Server) -> Increment,
     act: impl FnOnce(&mut Server),
@@ -52,14 +51,14 @@ fn write_until_the_end(
                 }
             });
         }
-        let has_begun = || acknowledged.iter().all(|count| count.load(Ordering::SeqCst) > 50);
-        server.until("writes of all", has_begun);
+        let all_write = || acknowledged.iter().all(|count| count.load(Ordering::SeqCst) > 50);
+        server.wait_until("writes of all writers", all_write);
         act(server);
     });
     acknowledged.into_iter().map(AtomicI64::into_inner).collect()
 }
 
-/// Of what was acknowledged nothing is lost; one more of each writer may have been under way.
+/// Asserts that no acknowledged write is lost. One more write per writer may have been in flight.
 fn assert_kept(server: &Server, before: &[i64], acknowledged: &[i64], what: &str) {
     for (writer, (before, acknowledged)) in before.iter().zip(acknowledged).enumerate() {
         let kept = counter(server, writer) - before;
@@ -70,8 +69,9 @@ fn assert_kept(server: &Server, before: &[i64], acknowledged: &[i64], what: &str
     }
 }
 
-/// Shuts an engine down under load and starts it again, as often as asked.
-pub(crate) fn keeps_what_was_acknowledged(
+/// Shuts an engine down under load and restarts it, for [`rounds`] rounds. Checks that it keeps all
+/// acknowledged writes.
+pub(crate) fn shutdown_keeps_acknowledged_writes(
     program: &Path,
     arguments: &[&str],
     way: Way,
@@ -82,10 +82,10 @@ pub(crate) fn keeps_what_was_acknowledged(
         Way::NosaveWithAof => "save \"\"\nappendonly yes\nappendfsync everysec",
     };
     let options = ["port 0", "protected-mode no", durable];
-    let mut server = Server::start_by_file(&Start { program, arguments, options: &options });
+    let mut server = Server::start_from_file(&Start { program, arguments, options: &options });
     for round in 0..rounds() {
         let before: Vec<_> = (0..WRITERS).map(|writer| counter(&server, writer)).collect();
-        let acknowledged = write_until_the_end(&mut server, connect, |server| {
+        let acknowledged = write_until_shutdown(&mut server, connect, |server| {
             match way {
                 Way::Signal => server.signal("TERM"),
                 Way::Command => drop(server.try_ask::<redis::Value>(&["SHUTDOWN"])),
@@ -93,16 +93,17 @@ pub(crate) fn keeps_what_was_acknowledged(
             }
             server.wait();
         });
-        server.start_again(program);
-        server.until("loaded", || server.try_ask::<String>(&["PING"]).is_ok());
+        server.restart(program);
+        server.wait_until("loaded", || server.try_ask::<String>(&["PING"]).is_ok());
         let what = format!("{way:?}, round {round} on {}", program.display());
         assert_kept(&server, &before, &acknowledged, &what);
     }
-    server.assert_well();
+    server.assert_healthy();
 }
 
-/// Hands over between two engines under load, as often as asked.
-pub(crate) fn failover_keeps_what_was_acknowledged(
+/// Fails over between two engines under load, for [`rounds`] rounds. Checks that the new primary
+/// has all acknowledged writes.
+pub(crate) fn failover_keeps_acknowledged_writes(
     program: &Path,
     arguments: [&[&str]; 2],
     connect: &dyn Fn(&Server) -> Increment,
@@ -116,48 +117,48 @@ pub(crate) fn failover_keeps_what_was_acknowledged(
         if index == 1 {
             options.push(&replicaof);
         }
-        Server::start_by_file(&Start { program, arguments: arguments[index], options: &options })
+        Server::start_from_file(&Start { program, arguments: arguments[index], options: &options })
     };
     let (mut primary, mut replica) = (start(0), start(1));
     for round in 0..rounds() {
         let info = |server: &Server| server.ask::<String>(&["INFO", "replication"]);
-        primary.until("the replica is there", || info(&primary).contains("state=online"));
+        primary.wait_until("an online replica", || info(&primary).contains("state=online"));
         let before: Vec<_> = (0..WRITERS).map(|writer| counter(&primary, writer)).collect();
-        let acknowledged = write_until_the_end(&mut primary, connect, |primary| {
-            let begun: String = primary.ask(&["FAILOVER"]);
-            assert_eq!(begun, "OK");
+        let acknowledged = write_until_shutdown(&mut primary, connect, |primary| {
+            let reply: String = primary.ask(&["FAILOVER"]);
+            assert_eq!(reply, "OK");
         });
-        replica.until("the other is the primary", || info(&replica).contains("role:master"));
+        replica.wait_until("the new primary", || info(&replica).contains("role:master"));
         let what = format!("failover, round {round} on {}", program.display());
         assert_kept(&replica, &before, &acknowledged, &what);
         std::mem::swap(&mut primary, &mut replica);
     }
-    primary.assert_well();
-    replica.assert_well();
+    primary.assert_healthy();
+    replica.assert_healthy();
 }
 
-/// The tests of both. Whoever asks for them has `keeps`, which shuts an engine down in a [`Way`],
-/// and `fails_over`.
+/// Defines the tests. The caller must have `test_shutdown`, which shuts an engine down in a
+/// [`Way`], and `test_failover`.
 macro_rules! shutdown_tests {
     () => {
         #[test]
         fn sigterm_loses_no_acknowledged_write() {
-            keeps(Way::Signal);
+            test_shutdown(Way::Signal);
         }
 
         #[test]
         fn shutdown_loses_no_acknowledged_write() {
-            keeps(Way::Command);
+            test_shutdown(Way::Command);
         }
 
         #[test]
         fn shutdown_nosave_with_aof_loses_no_acknowledged_write() {
-            keeps(Way::NosaveWithAof);
+            test_shutdown(Way::NosaveWithAof);
         }
 
         #[test]
         fn failover_loses_no_acknowledged_write() {
-            fails_over();
+            test_failover();
         }
     };
 }

@@ -1,12 +1,15 @@
-//! Commands run by the engine on our behalf, outside of any command: the part of the module API
-//! that crashes the engine if it is used as it looks.
+//! `RedisModule_Call` outside of any command. The obvious use of this part of the module API
+//! crashes engines, hence these rules:
 //!
-//! - The context is a detached one. With any other, Redis 7.0 dies when it refuses a call by the
-//!   user's rights.
-//! - `E` always: Valkey 9.1 dies when it refuses a call without.
-//! - `!` always: without, Redis 7.0 drops the writes of the whole batch from AOF and replicas.
-//! - After a batch on Redis 7.0: [`CallContext::propagate`], or it dies before it sleeps.
-//! - Which commands may be called, and when, is for `crate::calls` to know.
+//! - Always use a detached context. With any other, Redis 7.0 crashes when it refuses a call for
+//!   lack of rights.
+//! - Always pass `E`. Without it Valkey 9.1 crashes when it refuses a call.
+//! - Always pass `!` for a user's calls. Without it Redis 7.0 propagates no write of the batch to
+//!   AOF and replicas.
+//! - On Redis 7.0, call [`CallContext::propagate`] after a batch. Otherwise it crashes before its
+//!   event loop sleeps.
+//!
+//! `crate::calls` decides which commands may be called, and when.
 #![expect(
     unsafe_code,
     reason = "calls by function pointers, with pointers that the engine gave us"
@@ -22,27 +25,31 @@ use super::table::{RawContext, RawReply, RawString, RawUser};
 use super::{Context, OK, api};
 use crate::router::NAME_MAX;
 
-/// The most arguments of a call after the command's name. Lists of strings, the API's way for more,
-/// change how the engine encodes values.
+/// The most arguments of a call after the command's name. The API could take more as a vector of
+/// strings, but that changes how the engine encodes values.
 const ARGS_MAX: usize = 32;
 
-/// `b` is an argument by address and length. A call with fewer takes the end of it.
+/// The format of a user's call. Each `b` is an argument, passed as an address and a length. A call
+/// with fewer arguments uses the end of the string. The flags:
 ///
-/// `!` to AOF and replicas, `E` refusals are replies, `M` none that takes memory when there is
-/// none, `S` only what scripts may call and only when they may write, `C` within the user's rights,
-/// `3` RESP3.
+/// - `!`: propagate to AOF and replicas.
+/// - `E`: return a refusal as a reply.
+/// - `M`: refuse commands that use memory if there is none.
+/// - `S`: allow only what scripts may call, and writes only when scripts may write.
+/// - `C`: check the user's rights.
+/// - `3`: reply in RESP3.
 const AS_USER: &CStr = c"bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb!EMSC";
 const AS_USER_RESP3: &CStr = c"bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb!EMSC3";
-/// By the module itself, which may everything.
+/// The format of the module's own calls, which are not subject to any user's rights.
 const AS_MODULE: &CStr = c"bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbE";
 
-/// Of `errno`, on Linux.
+/// A value of `errno` on Linux.
 const EACCES: c_int = 13;
 
-/// A class of keyspace events that no engine and, so we hope, no other module has.
+/// A class of keyspace events that no engine has, and presumably no other module.
 const OUR_EVENTS: c_int = 1 << 30;
 
-/// What the engine is at; numbers of the API.
+/// Flags of the engine's state; constants of the module API.
 pub(crate) mod state {
     pub(crate) const SCRIPT: i32 = 1 << 0;
     pub(crate) const MULTI: i32 = 1 << 1;
@@ -55,23 +62,24 @@ pub(crate) mod state {
 }
 
 unsafe extern "C" {
-    /// Of the C library: where this thread's `errno` is.
+    /// Returns the address of this thread's `errno`. From the C library.
     safe fn __errno_location() -> *mut c_int;
 }
 
-/// A context of our own, for the engine's main thread. It is not freed: there is one per load, and
-/// at the end of the process, when it could be, the engine's own things go.
+/// A detached context, for calls on the engine's main thread. It is never freed: there is one per
+/// load, and at process exit the engine's own structures may already be gone.
 pub(crate) struct CallContext {
     raw: NonNull<RawContext>,
-    /// Whether [`Self::propagate`] has its subscriber.
+    /// Whether [`Self::propagate`] has subscribed to its event.
     is_subscribed: bool,
 }
 
 impl CallContext {
-    /// `None` if this engine cannot hold a call to a user's rights, or gives no context.
+    /// Creates a context. Returns `None` if this engine cannot check a user's rights in calls, or
+    /// gives no context.
     pub(crate) fn new(context: Context<'_>) -> Option<Self> {
         api().set_context_user?;
-        // SAFETY: the context is the engine's, and has a module: ours.
+        // SAFETY: the context is the engine's and belongs to this module.
         let raw = unsafe { (api().detached_context)(context.raw()) };
         NonNull::new(raw).map(|raw| Self { raw, is_subscribed: false })
     }
@@ -80,48 +88,48 @@ impl CallContext {
         self.raw.as_ptr()
     }
 
-    /// For what the module asks for itself.
+    /// Returns the context for other functions of the API.
     pub(crate) fn context(&self) -> Option<Context<'_>> {
-        // SAFETY: it is there as long as this is, and used on the engine's main thread alone, as
-        // this is.
+        // SAFETY: the context is never freed, and this type is used only on the engine's main
+        // thread.
         unsafe { Context::new(self.raw.as_ptr()) }
     }
 
-    /// What the engine is at: see [`state`].
+    /// Returns the engine's state as flags of [`state`].
     pub(crate) fn state(&self) -> i32 {
-        // SAFETY: the context is there as long as this is.
+        // SAFETY: the context is never freed.
         unsafe { (api().context_flags)(self.raw.as_ptr()) }
     }
 
-    /// Whether clients are paused: a write now would be one that replicas must not get, and the
-    /// engine dies of it.
+    /// Returns whether clients are paused. A write now must not reach replicas, and would crash the
+    /// engine.
     pub(crate) fn is_paused(&self) -> bool {
-        // SAFETY: it takes nothing.
+        // SAFETY: the function takes no arguments.
         unsafe { (api().avoid_replica_traffic)() != 0 }
     }
 
-    /// For the calls to come; false if there is no such database.
+    /// Selects the database of the following calls. Returns false if there is no such database.
     pub(crate) fn select(&self, db: i32) -> bool {
-        // SAFETY: the context is there as long as this is.
+        // SAFETY: the context is never freed.
         unsafe { (api().select_db)(self.raw.as_ptr(), db) == OK }
     }
 
-    /// Calls as this user, who is looked for now: one that was kept may be deleted by the next
-    /// command. `None`: there is none.
-    pub(crate) fn act_as(&mut self, name: &Text) -> Option<Acting<'_>> {
+    /// Begins calls as this user. Returns `None` if there is no such user. The user is looked up
+    /// each time, since any command may delete it.
+    pub(crate) fn act_as(&mut self, name: &EngineString) -> Option<UserCalls<'_>> {
         let set_user = api().set_context_user?;
-        // SAFETY: the string is there, and only read. The user is freed by `Acting`, after the
-        // context has forgotten it.
+        // SAFETY: the engine only reads the string, which is valid. `UserCalls` frees the user
+        // after it has removed it from the context.
         let user = unsafe {
             let user = NonNull::new((api().user_from_name)(name.0.as_ptr()))?;
             set_user(self.raw.as_ptr(), user.as_ptr());
             user
         };
-        Some(Acting { context: self, user })
+        Some(UserCalls { context: self, user })
     }
 
-    /// A reply to a command of the module's own, as it would be on a connection. `None` if it was
-    /// refused.
+    /// Runs a command as the module itself and returns its reply in RESP2. Returns `None` if the
+    /// engine refused the command.
     pub(crate) fn ask(&self, name: &CStr, args: &[&[u8]]) -> Option<Vec<u8>> {
         let (name, mut reply) = (name.to_bytes(), Vec::new());
         let outcome =
@@ -129,17 +137,19 @@ impl CallContext {
         (outcome == Outcome::Done).then_some(reply)
     }
 
-    /// Sends what the calls of a batch wrote to the AOF and to replicas. Redis 7.0 does it where a
-    /// context of its own ends, and calls from a file's event have none; an event does it, whose
-    /// only subscriber is us. Later engines do it with each call.
-    pub(crate) fn propagate(&mut self, key: &Text) {
+    /// Propagates the writes of a batch to the AOF and to replicas, on Redis 7.0.
+    ///
+    /// Redis 7.0 propagates when a context of its own ends, and calls from the event loop have no
+    /// such context. A keyspace event has one. So this sends an event, to which only this module
+    /// subscribes. Later engines propagate with each call.
+    pub(crate) fn propagate(&mut self, key: &EngineString) {
         let raw = self.raw.as_ptr();
-        // SAFETY: the context is there as long as this is; the function stays; strings are only
-        // read. Subscribed not earlier than here, since a module that is refused at load leaves its
-        // subscriptions behind.
+        // SAFETY: the context is never freed; the function remains valid; the engine only reads
+        // the strings. The subscription is made only here because a module that fails to load
+        // leaves its subscriptions behind.
         unsafe {
             if !self.is_subscribed {
-                (api().subscribe_to_keyspace_events)(raw, OUR_EVENTS, on_nothing);
+                (api().subscribe_to_keyspace_events)(raw, OUR_EVENTS, ignore_event);
                 self.is_subscribed = true;
             }
             (api().notify_keyspace_event)(raw, OUR_EVENTS, c"batch".as_ptr(), key.0.as_ptr());
@@ -154,18 +164,19 @@ impl CallContext {
         arg: impl Fn(usize) -> Option<&'a [u8]>,
         out: &mut Vec<u8>,
     ) -> Outcome {
-        // The name as it came: the slow log and MONITOR show it. At least one zero stays behind it.
+        // The name is passed as the client sent it, since the slow log and MONITOR show it. At
+        // least one zero byte follows it.
         let mut terminated = [0; NAME_MAX + 1];
-        let (Some(place), Some(skipped)) =
+        let (Some(buffer), Some(skipped)) =
             (terminated[..NAME_MAX].get_mut(..name.len()), ARGS_MAX.checked_sub(count))
         else {
             return Outcome::Refused;
         };
-        place.copy_from_slice(name);
+        buffer.copy_from_slice(name);
         let errno = __errno_location();
         // SAFETY: `errno` is this thread's. The name ends with a zero. The format has as many `b`
-        // as there are arguments, of which each is there until the call is over. The reply is used
-        // before it is freed, and is as long as the engine says.
+        // as there are arguments, each of which is valid until the call returns. The reply is used
+        // only before it is freed, and has the length that the engine returns.
         unsafe {
             *errno = 0;
             let reply = self.raw_call(terminated.as_ptr().cast(), &format[skipped..], count, arg);
@@ -177,8 +188,9 @@ impl CallContext {
             let bytes = (api().call_reply_proto)(reply, &raw mut len);
             let bytes: &[u8] =
                 if bytes.is_null() { &[] } else { std::slice::from_raw_parts(bytes.cast(), len) };
-            // Refused before it ran: that leaves a number in `errno`. A command that ran may leave
-            // one too, but not by rule, and one that ran and failed has changed nothing.
+            // The engine sets `errno` if it refuses a command before it runs. A command that ran
+            // may by chance also leave an `errno`. If it returned an error, it has changed nothing,
+            // so running it again is safe.
             let is_refused = bytes.is_empty() || (errno != 0 && bytes[0] == b'-');
             if !is_refused {
                 out.extend_from_slice(bytes);
@@ -192,6 +204,8 @@ impl CallContext {
         }
     }
 
+    /// Calls the engine with up to [`ARGS_MAX`] arguments.
+    ///
     /// # Safety
     /// `name` ends with a zero, and `format` has `count` times `b`.
     unsafe fn raw_call<'a>(
@@ -203,11 +217,11 @@ impl CallContext {
     ) -> *mut RawReply {
         let at =
             |index: usize| arg(index).map_or((ptr::null(), 0), |arg| (arg.as_ptr(), arg.len()));
-        // Arguments beyond the format's are not looked at, so that a few lengths do for all.
+        // The engine ignores arguments beyond those in the format, so a few argument counts are
+        // enough.
         macro_rules! call {
             ($($index:literal)*) => {
-                // SAFETY: a pair for each `b`, and maybe more. The context is there as long as this
-                // is.
+                // SAFETY: there is a pair for each `b`, and maybe more. The context is never freed.
                 unsafe {
                     (api().call)(self.raw.as_ptr(), name, format.as_ptr() $(, at($index).0, at($index).1)*)
                 }
@@ -227,24 +241,24 @@ impl CallContext {
     }
 }
 
-/// Whether a call ran.
+/// The outcome of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Outcome {
-    /// It did, and its reply, which may be an error, was appended.
+    /// The command ran, and its reply, which may be an error, was appended.
     Done,
-    /// It did not, and nothing was appended.
+    /// The command did not run, and nothing was appended.
     Refused,
-    /// The same, since the user may not.
+    /// As [`Outcome::Refused`], because the user lacks the right.
     Denied,
 }
 
-/// Calls as a user. Within one callback: the user may be deleted in the next.
-pub(crate) struct Acting<'a> {
+/// Calls as a user, within one callback. The user may be deleted before the next callback.
+pub(crate) struct UserCalls<'a> {
     context: &'a mut CallContext,
     pub(super) user: NonNull<RawUser>,
 }
 
-impl Acting<'_> {
+impl UserCalls<'_> {
     pub(super) fn raw_context(&self) -> *mut RawContext {
         self.context.raw.as_ptr()
     }
@@ -255,26 +269,26 @@ impl Acting<'_> {
         self.context.call(name, format, args.len(), |index| args.get(index), out)
     }
 
-    /// Whether the user may call this. A call would say so too, and leave a word of it in ACL LOG.
-    pub(crate) fn may<'w>(&self, words: impl Iterator<Item = &'w [u8]>) -> bool {
-        let Some(words) = words.map(Text::of).collect::<Option<Vec<_>>>() else {
+    /// Returns whether the user may run this command. Unlike a call, this adds nothing to ACL LOG.
+    pub(crate) fn may_call<'w>(&self, words: impl Iterator<Item = &'w [u8]>) -> bool {
+        let Some(words) = words.map(EngineString::of).collect::<Option<Vec<_>>>() else {
             return false;
         };
-        let mut raw: Vec<_> = words.iter().map(Text::as_ptr).collect();
-        let count = raw.len() as c_int; // a few
-        // SAFETY: the user is there as long as this is, and the strings until the end of this.
+        let mut raw: Vec<_> = words.iter().map(EngineString::as_ptr).collect();
+        let count = raw.len() as c_int; // small
+        // SAFETY: the user is valid until `self` is dropped, and the strings until this returns.
         unsafe { (api().may_call)(self.user.as_ptr(), raw.as_mut_ptr(), count) == OK }
     }
 
-    pub(crate) fn propagate(&mut self, key: &Text) {
+    pub(crate) fn propagate(&mut self, key: &EngineString) {
         self.context.propagate(key);
     }
 }
 
-impl Drop for Acting<'_> {
+impl Drop for UserCalls<'_> {
     fn drop(&mut self) {
-        // SAFETY: the context is there; it forgets the user before that is freed. Only our handle
-        // of the user is: he is the engine's.
+        // SAFETY: the context is never freed, and the user is removed from it before it is freed.
+        // This frees only the module's handle; the user itself belongs to the engine.
         unsafe {
             if let Some(set_user) = api().set_context_user {
                 set_user(self.context.raw.as_ptr(), ptr::null());
@@ -284,25 +298,25 @@ impl Drop for Acting<'_> {
     }
 }
 
-/// A string of the engine's that is ours.
-pub(crate) struct Text(NonNull<RawString>, PhantomData<*mut ()>);
+/// A string of the engine that the module owns.
+pub(crate) struct EngineString(NonNull<RawString>, PhantomData<*mut ()>);
 
-impl Text {
+impl EngineString {
     pub(crate) fn new(text: &str) -> Option<Self> {
         Self::of(text.as_bytes())
     }
 
     pub(crate) fn of(bytes: &[u8]) -> Option<Self> {
-        // SAFETY: the bytes are copied. Without a context the string is nobody's but ours.
+        // SAFETY: the engine copies the bytes. Without a context only the module owns the string.
         let raw =
             unsafe { (api().create_string)(ptr::null_mut(), bytes.as_ptr().cast(), bytes.len()) };
         NonNull::new(raw).map(|raw| Self(raw, PhantomData))
     }
 
-    /// Takes a string that the engine made; `None` if it is null.
+    /// Takes ownership of a string that the engine created; `None` if it is null.
     ///
     /// # Safety
-    /// The string is the caller's to free, and is used by nobody else.
+    /// The caller owns the string, and nobody else uses it.
     pub(super) unsafe fn from_raw(raw: *mut RawString) -> Option<Self> {
         NonNull::new(raw).map(|raw| Self(raw, PhantomData))
     }
@@ -312,15 +326,15 @@ impl Text {
     }
 }
 
-impl Drop for Text {
+impl Drop for EngineString {
     fn drop(&mut self) {
-        // SAFETY: made by `new_string`, and nobody uses it any more.
+        // SAFETY: the engine created the string, the module owns it, and nobody uses it any more.
         unsafe { super::free_string(self.0.as_ptr()) };
     }
 }
 
-/// That there is somebody is all that [`CallContext::propagate`] needs.
-unsafe extern "C" fn on_nothing(
+/// Does nothing. [`CallContext::propagate`] only needs its event to have a subscriber.
+unsafe extern "C" fn ignore_event(
     _: *mut RawContext,
     _: c_int,
     _: *const c_char,

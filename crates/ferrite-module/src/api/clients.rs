@@ -1,20 +1,20 @@
-//! What the engine tells about its clients, by their ids. On the engine's main thread only.
+//! Queries about the engine's clients by their ids. For the engine's main thread only.
 #![expect(
     unsafe_code,
     reason = "calls by function pointers, with pointers that the engine gave us"
 )]
 
-use super::calls::{CallContext, Text};
+use super::calls::{CallContext, EngineString};
 use super::table::RawClientInfo;
 use super::{Context, OK, api, free_string};
 
-/// Bits of [`ClientInfo::flags`]; numbers of the API.
+/// Bits of [`ClientInfo::flags`]; constants of the module API.
 pub(crate) mod client_flag {
     pub(crate) const PUBSUB: u64 = 1 << 1;
     pub(crate) const BLOCKED: u64 = 1 << 2;
     pub(crate) const TRACKING: u64 = 1 << 3;
     pub(crate) const MULTI: u64 = 1 << 5;
-    // From Valkey 9.1 on. Other engines leave these bits zero.
+    // Since Valkey 9.1. Other engines leave these bits zero.
     pub(crate) const READONLY: u64 = 1 << 6;
     pub(crate) const MONITOR: u64 = 1 << 9;
     pub(crate) const AUTHENTICATED: u64 = 1 << 11;
@@ -25,32 +25,34 @@ pub(crate) mod client_flag {
 pub(crate) struct ClientInfo {
     /// See [`client_flag`].
     pub(crate) flags: u64,
-    /// The database that it has selected.
+    /// The database that the client has selected.
     pub(crate) db: u16,
 }
 
-/// Returns the state of a client; `None` if the engine has none of this id.
+/// Returns the state of a client; `None` if the engine has no client with this id.
 pub(crate) fn client_info(id: u64) -> Option<ClientInfo> {
     let mut info = RawClientInfo::new();
-    // SAFETY: the structure is of the version that it says, and is only written to.
+    // SAFETY: the structure has the version that its field says. The engine only writes to it.
     let found = unsafe { (api().client_info)(&raw mut info, id) };
     (found == OK).then_some(ClientInfo { flags: info.flags, db: info.db })
 }
 
-/// Gives a client a name, as CLIENT SETNAME does. Characters that names cannot have are replaced.
+/// Sets a client's name, as CLIENT SETNAME does. Characters that names cannot have are replaced.
 pub(crate) fn set_client_name(id: u64, name: &str) {
     let name: String = name.chars().map(|c| if c.is_ascii_graphic() { c } else { '_' }).collect();
-    if let Some(name) = Text::new(&name) {
-        // SAFETY: the string is there, and only read. An id of no client is no harm.
+    if let Some(name) = EngineString::new(&name) {
+        // SAFETY: the string is valid, and the engine only reads it. The engine ignores an unknown
+        // id.
         unsafe { (api().set_client_name)(id, name.as_ptr()) };
     }
 }
 
 impl CallContext {
-    /// Shows the name of a client's user; `None` if there is no such client, or it has no user.
+    /// Calls `look` with the name of a client's user. Returns `None` if there is no such client, or
+    /// it has no user.
     pub(crate) fn with_user_name<R>(&self, id: u64, look: impl FnOnce(&[u8]) -> R) -> Option<R> {
-        // SAFETY: the context is there as long as this is. The string is ours: it is looked at,
-        // then freed.
+        // SAFETY: the context is never freed. The module owns the string, and frees it after its
+        // last use.
         unsafe {
             let name = (api().client_user_name)(self.raw(), id);
             if name.is_null() {
@@ -72,7 +74,7 @@ impl Context<'_> {
         unsafe { (api().client_id)(self.raw()) }
     }
 
-    /// Returns whether the client that runs the command is answered in RESP3.
+    /// Returns whether the client that runs the command gets replies in RESP3.
     pub(crate) fn is_resp3(self) -> bool {
         const RESP3: i32 = 1 << 22;
         // SAFETY: the context is that of a command.
@@ -80,12 +82,12 @@ impl Context<'_> {
     }
 }
 
-/// Reads the client's id from the data of a client's event.
+/// Returns the client's id from the data of a client event; `None` if `data` is null.
 ///
 /// # Safety
 /// `data` is what the engine passed with an event of that kind.
 pub(crate) unsafe fn client_of_event(data: *const std::ffi::c_void) -> Option<u64> {
-    // SAFETY: the caller's promise; the structure begins with version, flags and id in every
-    // version.
+    // SAFETY: the caller guarantees that this is the data of a client event. Every version of the
+    // structure begins with version, flags and id.
     unsafe { data.cast::<RawClientInfo>().as_ref().map(|info| info.id) }
 }

@@ -1,7 +1,7 @@
-//! What a forked child of the engine (BGSAVE, say) must not keep: the listener's descriptors.
+//! Closes the listener's descriptors in forked children of the engine, such as that of BGSAVE.
 //!
-//! A child that outlives its engine would hold the port, and the engine that is started again could
-//! not listen. The engine closes its own listeners in its children, too.
+//! A child that outlives its engine would keep the port open, and a restarted engine could not
+//! listen on it. The engine also closes its own listeners in its children.
 #![expect(unsafe_code, reason = "a handler that the C library calls in a forked child")]
 
 use std::mem::MaybeUninit;
@@ -9,19 +9,20 @@ use std::os::fd::RawFd;
 use std::sync::Once;
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 
-/// A descriptor, and the file that it was: its number may belong to another file by now.
+/// A descriptor with the file that it belonged to when it was registered. Its number may have been
+/// reused for another file since.
 struct Slot {
     descriptor: AtomicI32,
     device: AtomicU64,
     inode: AtomicU64,
 }
 
-/// More than addresses to listen on.
+/// More slots than there are listening descriptors.
 static SLOTS: [Slot; 64] = [const {
     Slot { descriptor: AtomicI32::new(-1), device: AtomicU64::new(0), inode: AtomicU64::new(0) }
 }; 64];
 
-/// From now on forked children close these, and none that were named before.
+/// Makes forked children close these descriptors, instead of those of an earlier call.
 pub(crate) fn close_in_children(descriptors: impl IntoIterator<Item = RawFd>) {
     static ONCE: Once = Once::new();
     let mut descriptors = descriptors.into_iter();
@@ -35,17 +36,18 @@ pub(crate) fn close_in_children(descriptors: impl IntoIterator<Item = RawFd>) {
             slot.descriptor.store(descriptor, Ordering::SeqCst);
         }
     }
-    // SAFETY: the handler is there as long as this library is, which takes its handlers along when
-    // it is unloaded.
+    // SAFETY: the handler exists as long as this library. If the library were unloaded, the C
+    // library would remove its handlers.
     ONCE.call_once(|| unsafe {
         libc::pthread_atfork(None, None, Some(in_child));
     });
 }
 
-/// Which file a descriptor is. Only system calls: it runs in forked children, too.
+/// Returns the device and inode of a descriptor's file. It makes only system calls, since it also
+/// runs in forked children.
 fn file_of(descriptor: RawFd) -> Option<(u64, u64)> {
     let mut status = MaybeUninit::<libc::stat>::uninit();
-    // SAFETY: the structure has its size, and is complete if the call says so.
+    // SAFETY: the structure has the right size, and is initialised if the call succeeds.
     unsafe {
         (libc::fstat(descriptor, status.as_mut_ptr()) == 0).then(|| {
             let status = status.assume_init();
@@ -59,7 +61,7 @@ unsafe extern "C" fn in_child() {
         let descriptor = descriptor.load(Ordering::SeqCst);
         let file = (device.load(Ordering::SeqCst), inode.load(Ordering::SeqCst));
         if descriptor >= 0 && file_of(descriptor) == Some(file) {
-            // SAFETY: the child does nothing with it; the parent has its own.
+            // SAFETY: nothing in the child uses the descriptor, and the parent has its own.
             unsafe { libc::close(descriptor) };
         }
     }

@@ -1,9 +1,9 @@
-//! Values read where they lie.
+//! Reads of string values in the engine's own memory.
 //!
-//! - Only strings that are not encoded: to be given any other, the engine would encode it anew, for
-//!   good.
-//! - A key whose time is over is not deleted where the engine can be told so. Redis 7.0 cannot:
-//!   there the deletion is propagated with the batch
+//! - Only strings that are not encoded can be read. To give access to any other, the engine would
+//!   convert it permanently.
+//! - An expired key is not deleted if the engine supports that. Redis 7.0 does not; there the
+//!   deletion is propagated with the batch
 //!   ([`CallContext::propagate`](super::calls::CallContext::propagate)).
 #![expect(
     unsafe_code,
@@ -13,45 +13,45 @@
 use std::ffi::c_int;
 use std::ptr::NonNull;
 
-use super::calls::{Acting, Text};
+use super::calls::{EngineString, UserCalls};
 use super::table::{Api, RawKey};
 use super::{OK, api};
 
 const READ: c_int = 1 << 0;
-/// Leave a key whose time is over to others.
+/// Do not delete an expired key.
 const NOEXPIRE: c_int = 1 << 19;
 const STRING: c_int = 1;
 
-/// What there is of a key.
+/// The result of a read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Found {
-    /// A string of at least that length.
+    /// A string of at least the requested length.
     Long,
-    /// Nothing.
+    /// The key does not exist.
     Nothing,
-    /// Something else, or nothing that this user may see: to be called for.
+    /// The value is of another kind, or the user may not read it. GET must be called.
     Other,
 }
 
-impl Acting<'_> {
-    /// Gives the string of at least `min` bytes that a key has to `take`, if the user may `command`
-    /// it.
+impl UserCalls<'_> {
+    /// Passes the value of a key to `take` if it is a string of at least `min` bytes and the user
+    /// may run `command` on the key.
     ///
-    /// The engine counts this as a read that found the key or missed it, as GET does.
+    /// The engine counts this as a keyspace hit or miss, as it does for GET.
     pub(crate) fn read_string(
         &mut self,
-        command: &Text,
+        command: &EngineString,
         key: &[u8],
         min: usize,
         take: impl FnOnce(&[u8]),
     ) -> Found {
-        let Some(key) = Text::of(key) else { return Found::Other };
+        let Some(key) = EngineString::of(key) else { return Found::Other };
         let api = api();
         let mut words = [command.as_ptr(), key.as_ptr()];
-        // SAFETY: it takes nothing.
+        // SAFETY: the function takes no arguments.
         let how = READ | api.open_key_modes.map_or(0, |modes| NOEXPIRE & unsafe { modes() });
-        // SAFETY: the user is there as long as this is, the strings until the end of this, and so
-        // is the context; all are only read. The key is closed before the strings go.
+        // SAFETY: the user and the context are valid until `self` is dropped, and the strings until
+        // this returns. The engine only reads them. The key is closed before the strings are freed.
         let open = unsafe {
             if (api.may_call)(self.user.as_ptr(), words.as_mut_ptr(), 2) != OK {
                 return Found::Other;
@@ -60,23 +60,23 @@ impl Acting<'_> {
             else {
                 return Found::Nothing;
             };
-            Open { key: open, api }
+            OpenKey { key: open, api }
         };
         open.read(min, take)
     }
 }
 
-/// A key that is closed at the end.
-struct Open {
+/// An open key, which is closed when it is dropped.
+struct OpenKey {
     key: NonNull<RawKey>,
     api: &'static Api,
 }
 
-impl Open {
+impl OpenKey {
     fn read(&self, min: usize, take: impl FnOnce(&[u8])) -> Found {
         let (key, api) = (self.key.as_ptr(), self.api);
-        // SAFETY: the key is open. Its value stays where it is until the engine runs something
-        // else, which it does not while `take` looks at it: that has no way to call.
+        // SAFETY: the key is open. Its value does not move until the engine runs something else.
+        // That cannot happen while `take` reads it, since `take` has no way to call the engine.
         unsafe {
             if (api.key_type)(key) != STRING || (api.value_length)(key) < min {
                 return Found::Other;
@@ -92,9 +92,9 @@ impl Open {
     }
 }
 
-impl Drop for Open {
+impl Drop for OpenKey {
     fn drop(&mut self) {
-        // SAFETY: opened by us, and no longer used.
+        // SAFETY: this module opened the key and no longer uses it.
         unsafe { (self.api.close_key)(self.key.as_ptr()) };
     }
 }

@@ -1,8 +1,8 @@
-//! The functions of the module API with their types, as the API's header has them, and how they are
-//! found: by name, once, at load.
+//! The functions of the module API, with their types from the API's header. They are found by name,
+//! once, at load.
 //!
-//! The names are those of Redis, which Valkey answers to as well. Whatever is required is in Redis
-//! 7.0 and everything after it.
+//! The names are those of Redis, which Valkey supports as well. All required functions exist in
+//! Redis 7.0 and later.
 #![expect(unsafe_code, reason = "pointers that the engine says are functions of these types")]
 
 use std::ffi::{c_char, c_int, c_long, c_longlong, c_uint, c_ulonglong, c_void};
@@ -31,7 +31,7 @@ opaque! {
     RawKey;
 }
 
-/// By convention, the first word of a context is the function that finds all others.
+/// A context. By convention, its first word is the function that finds all others.
 #[repr(C)]
 pub(crate) struct RawContext {
     pub(super) get_api: GetApi,
@@ -39,7 +39,7 @@ pub(crate) struct RawContext {
 
 pub(super) type GetApi = unsafe extern "C" fn(*const c_char, *mut *mut c_void) -> c_int;
 
-/// By value, as the API passes it.
+/// An event, which the API passes by value.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(crate) struct RawEvent {
@@ -47,8 +47,8 @@ pub(crate) struct RawEvent {
     pub(crate) version: u64,
 }
 
-/// What the engine tells of a client, in the first version of the structure, which all engines
-/// fill.
+/// The engine's description of a client, in the first version of the structure, which all engines
+/// support.
 #[repr(C)]
 pub(crate) struct RawClientInfo {
     pub(super) version: u64,
@@ -81,7 +81,7 @@ pub(crate) type SetChoice =
 pub(crate) type GetText = unsafe extern "C" fn(*const c_char, *mut c_void) -> *mut RawString;
 pub(crate) type SetText =
     unsafe extern "C" fn(*const c_char, *mut RawString, *mut c_void, *mut *mut RawString) -> c_int;
-/// `applyfn`, which we do not use: a null pointer.
+/// The argument `applyfn`, which is not used: always a null pointer.
 pub(super) type NoApply = *const c_void;
 
 macro_rules! table {
@@ -89,19 +89,22 @@ macro_rules! table {
         required { $($field:ident = $name:literal: $kind:ty;)+ }
         optional { $($maybe:ident = $maybe_name:literal: $maybe_kind:ty;)+ }
     ) => {
-        /// The functions that we use.
+        /// The functions that the module uses.
         pub(crate) struct Api { $(pub(super) $field: $kind,)+ $(pub(super) $maybe: Option<$maybe_kind>,)+ }
 
         impl Api {
-            /// All functions, or the names of those that this engine does not have.
+            /// Finds all functions.
+            ///
+            /// # Errors
+            /// The names of the required functions that this engine does not have.
             ///
             /// # Safety
-            /// `get_api` is the engine's.
+            /// `get_api` is the engine's function.
             pub(super) unsafe fn find(get_api: GetApi) -> Result<Self, Vec<&'static str>> {
                 let mut missing = Vec::new();
                 $(
-                    // SAFETY: the caller's promise. The engine writes a function of this name, or
-                    // nothing.
+                    // SAFETY: the caller guarantees that `get_api` is the engine's. The name ends
+                    // with a zero.
                     let $field = unsafe { find(get_api, concat!("RedisModule_", $name, "\0")) };
                     if $field.is_none() {
                         missing.push(concat!("RedisModule_", $name));
@@ -112,9 +115,9 @@ macro_rules! table {
                 }
                 Ok(Self { $(
                     $field: {
-                        let found = $field.unwrap_or(ptr::null_mut()); // there: none is missing
-                        // SAFETY: the API's header gives the function of this name this type, in
-                        // every version of it.
+                        let found = $field.unwrap_or(ptr::null_mut()); // never null here
+                        // SAFETY: the function of this name has this type in every version of the
+                        // API's header, and the pointer is not null, since none is missing.
                         unsafe { std::mem::transmute::<*mut c_void, $kind>(found) }
                     },
                 )+ $(
@@ -193,19 +196,21 @@ table! { required {
     notify_keyspace_event = "NotifyKeyspaceEvent":
         unsafe extern "C" fn(*mut RawContext, c_int, *const c_char, *mut RawString) -> c_int;
 } optional {
-    // From 7.2 on: what `open_key` can be told.
+    // Since 7.2: the modes that `open_key` supports.
     open_key_modes = "GetOpenKeyModesAll": unsafe extern "C" fn() -> c_int;
-    // From 7.0.6 on. Before, a call is not held to a user's rights.
+    // Since 7.0.6. Before, calls cannot check a user's rights.
     set_context_user = "SetContextUser": unsafe extern "C" fn(*mut RawContext, *const RawUser);
-    // From 7.2 on. Before, commands of modules are in no category but @all.
+    // Since 7.2. Before, commands of modules are in no category except @all.
     set_command_acl_categories = "SetCommandACLCategories": unsafe extern "C" fn(*mut RawCommand, *const c_char) -> c_int;
 } }
 
+/// Finds a function of the API by its name.
+///
 /// # Safety
-/// `get_api` is the engine's, and `name` ends with a zero.
+/// `get_api` is the engine's function, and `name` ends with a zero.
 pub(super) unsafe fn find(get_api: GetApi, name: &str) -> Option<*mut c_void> {
     let mut found = ptr::null_mut();
-    // SAFETY: the caller's promise; the engine reads the name and writes one pointer.
+    // SAFETY: the caller guarantees both. The engine reads the name and writes one pointer.
     let answer = unsafe { get_api(name.as_ptr().cast(), &raw mut found) };
     (answer == OK && !found.is_null()).then_some(found)
 }

@@ -1,4 +1,4 @@
-//! Clients without a password that cost as much memory as they can, over TCP.
+//! Clients without a password that use as much memory as they can, over TCP.
 
 #[path = "../../../ferrite-fabric/tests/links/hello.rs"]
 mod hello;
@@ -20,34 +20,35 @@ use tokio::task::JoinSet;
 
 use hello::HELLO;
 
-/// How much of each there is.
+/// The size of an attack.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Size {
-    /// Clients that send commands and read no reply, and the bytes that each tries to send.
+    /// Clients that send commands and read no reply.
     pub(crate) clients: usize,
+    /// The bytes that each of these clients tries to send.
     pub(crate) client_bytes: u64,
-    /// Links that begin a message and do not end it.
+    /// Links that begin a message and never finish it.
     pub(crate) links: usize,
-    /// `Resume` frames that nothing has asked for.
+    /// Unsolicited `Resume` frames.
     pub(crate) resumes: usize,
 }
 
-/// Frames sent on one link. The first ends it, so the others find out what a link that has ended
+/// `Resume` frames sent on one link. The first ends the link, so the others show what a dead link
 /// costs.
 const RESUMES_PER_LINK: usize = 1000;
-/// Links for `Resume` frames at a time.
+/// Concurrent links for `Resume` frames.
 const RESUMING: usize = 8;
-/// What the kernel keeps for one attacker: it is not what is measured, and a thousand of them would
-/// fill it.
+/// The kernel's send buffer of one attacker. It is small because it is not what the test measures,
+/// and a thousand larger ones would use up the kernel's memory for sockets.
 const SEND_BUFFER: u32 = 64 << 10;
 
 /// What the attackers have done so far.
 #[derive(Debug, Default)]
 pub(crate) struct Progress {
-    /// Clients that are connected, or were until the other side hung up.
+    /// Clients that have connected at least once.
     pub(crate) clients: AtomicUsize,
     pub(crate) client_bytes: AtomicU64,
-    /// Links that have sent as much of a message as their window takes.
+    /// Links that have sent as much of a message as their window allows.
     pub(crate) links: AtomicUsize,
     pub(crate) resumes: AtomicUsize,
 }
@@ -75,7 +76,7 @@ impl Attack {
         let progress = Arc::new(Progress::default());
         let shared = Arc::clone(&progress);
         let thread = std::thread::spawn(move || {
-            // In the field attackers have CPUs of their own: here they take what others leave.
+            // In reality attackers have their own CPUs, so here they run at the lowest priority.
             let _ = rustix::process::setpriority_process(None, 19);
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
             runtime.expect("a runtime").block_on(run(target, size, shared, stopped));
@@ -83,15 +84,15 @@ impl Attack {
         Self { size, progress, stop, thread }
     }
 
-    /// Whether every attacker has begun, and all `Resume` frames are sent.
+    /// Returns whether every attacker is at work and all `Resume` frames are sent.
     pub(crate) fn is_complete(&self) -> bool {
         self.progress.covers(&self.size)
     }
 
-    /// Ends all connections.
+    /// Closes all connections.
     pub(crate) fn stop(self) -> Arc<Progress> {
         let _ = self.stop.send(true);
-        self.thread.join().expect("the attackers do not panic");
+        self.thread.join().expect("no panic of an attacker");
         self.progress
     }
 }
@@ -124,7 +125,7 @@ async fn run(
     while attackers.join_next().await.is_some() {}
 }
 
-/// Does it, and keeps what it holds until the attack stops.
+/// Runs `act` until the attack stops. If `act` completes earlier, waits for the end.
 async fn until(mut stopped: watch::Receiver<bool>, act: impl Future<Output = ()>) {
     tokio::select! {
         () = act => {}
@@ -133,8 +134,7 @@ async fn until(mut stopped: watch::Receiver<bool>, act: impl Future<Output = ()>
     let _ = stopped.wait_for(|stopped| *stopped).await;
 }
 
-/// A connection from one of 250 addresses: limits for each source alone do not hold the attack
-/// back.
+/// Connects from one of 250 addresses, so that limits per source address do not stop the attack.
 async fn connect(target: SocketAddr, number: usize) -> io::Result<TcpStream> {
     loop {
         let socket = TcpSocket::new_v4()?;
@@ -149,8 +149,8 @@ async fn connect(target: SocketAddr, number: usize) -> io::Result<TcpStream> {
     }
 }
 
-/// Sends commands as long as the other side takes them, and never reads. Half of the clients send
-/// many small commands, half send few long ones.
+/// Sends commands as long as the server accepts them, and never reads. Half of the clients send
+/// many small commands, the others a few long ones.
 async fn send_commands(target: SocketAddr, number: usize, most: u64, progress: Arc<Progress>) {
     let commands = match number % 2 {
         0 => b"*1\r\n$4\r\nPING\r\n".repeat(4096),
@@ -166,7 +166,7 @@ async fn send_commands(target: SocketAddr, number: usize, most: u64, progress: A
             progress.clients.fetch_add(1, Ordering::Relaxed);
         }
         let mut at = 0;
-        // It comes back if the other side hangs up.
+        // The client reconnects if the server closes the connection.
         while sent < most
             && let Ok(count) = socket.write(&commands[at..]).await
         {
@@ -178,7 +178,7 @@ async fn send_commands(target: SocketAddr, number: usize, most: u64, progress: A
     }
 }
 
-/// A link over TCP, and what the other side said of itself.
+/// Opens a link over TCP. Also returns the server's hello.
 async fn greet(target: SocketAddr, number: usize) -> io::Result<(TcpStream, Hello)> {
     let mut socket = connect(target, number).await?;
     let hello = Hello { features: Features::MOVE, session: 1 + number as u64, ..HELLO };
@@ -190,8 +190,8 @@ async fn greet(target: SocketAddr, number: usize) -> io::Result<(TcpStream, Hell
     Ok((socket, theirs.hello))
 }
 
-/// Sends the frames of one message up to the window, and never the last. It comes back when the
-/// link ends, since it answers nothing.
+/// Sends the frames of one message up to the window, but never the last one. It reconnects when the
+/// server ends the link because it sends no keepalives.
 async fn begin_messages(target: SocketAddr, number: usize, progress: Arc<Progress>) {
     let mut is_counted = false;
     loop {
@@ -201,14 +201,14 @@ async fn begin_messages(target: SocketAddr, number: usize, progress: Arc<Progres
             if !std::mem::replace(&mut is_counted, true) {
                 progress.links.fetch_add(1, Ordering::Relaxed);
             }
-            let mut heard = [0; 1024];
-            while socket.read(&mut heard).await.is_ok_and(|count| count > 0) {}
+            let mut ignored = [0; 1024];
+            while socket.read(&mut ignored).await.is_ok_and(|count| count > 0) {}
         }
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
 }
 
-/// As much of a message as the other side takes.
+/// Returns the frames of an unfinished message, as many as the server's window allows.
 fn unfinished(theirs: &Hello) -> Vec<u8> {
     let len = theirs.segment_bytes;
     let frames = theirs.max_message_bytes.saturating_sub(1) / u64::from(len);
@@ -222,6 +222,6 @@ async fn send_resumes(target: SocketAddr, number: usize) {
     let Ok((mut socket, _)) = greet(target, number).await else { return };
     let resume =
         TcpFrame { kind: TcpFrameKind::Resume, imm: 0, len: 0, op: 0, grant: 0, offset: 0 };
-    // The other side hangs up at the first of them.
+    // The server closes the link at the first of them.
     let _ = socket.write_all(&resume.encode().repeat(RESUMES_PER_LINK)).await;
 }

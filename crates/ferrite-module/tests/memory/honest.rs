@@ -1,19 +1,19 @@
-//! Clients that ask, read and measure, with and without an attack.
+//! Well-behaved clients, which measure their latency with and without an attack.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::talk::Peer;
+use crate::client::Client;
 
 const CLIENTS: usize = 4;
-/// Between two requests of a client.
+/// The pause between two requests of a client.
 const PACE: Duration = Duration::from_millis(1);
-/// The value of `phase` that ends them.
+/// The value of `phase` that stops the clients.
 const STOP: usize = usize::MAX;
 
-/// How long requests took.
+/// The latencies of requests.
 #[derive(Default)]
 pub(crate) struct Latencies(Vec<Duration>);
 
@@ -28,7 +28,7 @@ impl Latencies {
     }
 }
 
-/// Honest clients at work.
+/// Running honest clients.
 pub(crate) struct Honest {
     phase: Arc<AtomicUsize>,
     threads: Vec<JoinHandle<[Latencies; 2]>>,
@@ -38,18 +38,18 @@ impl Honest {
     pub(crate) fn start(address: &str, password: &str) -> Self {
         let phase = Arc::new(AtomicUsize::new(0));
         let threads = (0..CLIENTS).map(|number| {
-            let mut peer = Peer::called_at(address);
-            peer.ok(&["AUTH", password]);
+            let mut client = Client::at(address);
+            client.ok(&["AUTH", password]);
             let phase = Arc::clone(&phase);
             std::thread::spawn(move || {
                 let key = format!("honest:{number}");
                 let mut latencies = <[Latencies; 2]>::default();
                 loop {
-                    let (begun, current) = (Instant::now(), phase.load(Ordering::Relaxed));
+                    let (started, current) = (Instant::now(), phase.load(Ordering::Relaxed));
                     let Some(latencies) = latencies.get_mut(current) else { break };
-                    peer.ok(&["SET", &key, "value"]);
-                    assert_eq!(peer.ask(&["GET", &key]), "$5\r\nvalue");
-                    latencies.0.push(begun.elapsed());
+                    client.ok(&["SET", &key, "value"]);
+                    assert_eq!(client.ask(&["GET", &key]), "$5\r\nvalue");
+                    latencies.0.push(started.elapsed());
                     std::thread::sleep(PACE);
                 }
                 latencies
@@ -58,16 +58,17 @@ impl Honest {
         Self { threads: threads.collect(), phase }
     }
 
-    pub(crate) fn is_attacked(&self, is_attacked: bool) {
+    /// Sets whether the next requests are measured as those under attack.
+    pub(crate) fn set_attacked(&self, is_attacked: bool) {
         self.phase.store(usize::from(is_attacked), Ordering::Relaxed);
     }
 
-    /// Stops them: how long requests took without and with the attack.
+    /// Stops the clients. Returns the latencies without and with the attack.
     pub(crate) fn stop(self) -> [Latencies; 2] {
         self.phase.store(STOP, Ordering::Relaxed);
         let mut all = <[Latencies; 2]>::default();
         for thread in self.threads {
-            let one = thread.join().expect("honest clients are served");
+            let one = thread.join().expect("no panic of an honest client");
             all.iter_mut().zip(one).for_each(|(all, one)| all.0.extend(one.0));
         }
         all

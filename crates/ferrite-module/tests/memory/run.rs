@@ -1,36 +1,36 @@
-//! An attack on an engine's memory, in rounds, and what must hold during and after it.
+//! An attack on an engine's memory in several rounds, with checks during and after it.
 
 use std::time::{Duration, Instant};
 
 use crate::attack::{Attack, Size};
+use crate::client::Client;
 use crate::honest::Honest;
-use crate::scene::{PATIENCE, Server};
-use crate::talk::Peer;
+use crate::server::{Server, TIMEOUT};
 
 /// The engine's password.
 pub(crate) const PASSWORD: &str = "x";
 
 const MIB: u64 = 1 << 20;
-/// What may be left of the memory: allocators keep some. The one of the C library keeps most, as it
-/// does for the engine's own clients; there the next attack must find it again.
+/// How much memory may remain after the attack, since allocators keep some. The C library's
+/// allocator keeps most of it, as it does for the engine's own clients. There the test only checks
+/// that the next attack reuses it.
 const LEFT_OVER: u64 = 16 * MIB;
-/// How long it may take to return.
-const RETURNS: Duration = Duration::from_secs(60);
-/// Log lines in each minute that has begun.
+/// How long it may take until the memory is freed.
+const FREE_TIMEOUT: Duration = Duration::from_secs(60);
+/// The most log lines per started minute.
 const LINES_PER_MINUTE: usize = 10;
-/// How many times as long the slowest hundredth of honest requests may take.
+/// By which factor the p99 of honest requests may rise.
 const SLOWDOWN: u32 = 2;
 
-/// What the test runs.
+/// The parameters of a test.
 pub(crate) struct Plan {
     size: Size,
     rounds: usize,
-    /// How much more memory the process may have during the attack.
+    /// How much the process's memory may grow during the attack.
     growth: u64,
-    /// How long the attack goes on when it is complete, and how long honest clients are alone
-    /// before.
+    /// How long a complete attack lasts, and how long honest clients run alone before it.
     holds: Duration,
-    /// Whether honest clients are measured.
+    /// Whether the latency of honest clients is checked.
     is_timed: bool,
 }
 
@@ -49,30 +49,30 @@ const FULL: Plan = Plan {
     is_timed: true,
 };
 
-/// The small plan, or with `FERRITE_MEMORY=full` the other.
+/// Returns the small plan, or the full one with `FERRITE_MEMORY=full`.
 pub(crate) fn plan() -> &'static Plan {
     if std::env::var("FERRITE_MEMORY").is_ok_and(|size| size == "full") { &FULL } else { &SMALL }
 }
 
-/// Where the module listens, as the engine tells one who is logged in.
-fn address(admin: &mut Peer) -> String {
+/// Returns the address of the module's port. `admin` must have logged in.
+fn address(admin: &mut Client) -> String {
     let info = admin.ask(&["INFO", "ferrite"]);
     let address = info.lines().find_map(|line| line.strip_prefix("ferrite_address:"));
-    address.expect("it listens").trim_end().to_owned()
+    address.expect("an address").trim_end().to_owned()
 }
 
-/// What the engine's process holds.
+/// The memory and sessions of the engine's process.
 #[derive(Clone, Copy, Debug, Default)]
 struct Held {
     rss: u64,
     pinned: u64,
     sessions: u64,
     sessions_bytes: u64,
-    /// Sessions that were begun, since the start.
-    begun: u64,
+    /// The number of sessions since the start.
+    all_sessions: u64,
 }
 
-fn held(server: &Server, admin: &mut Peer) -> Held {
+fn held(server: &Server, admin: &mut Client) -> Held {
     let info = admin.ask(&["INFO", "ferrite"]);
     let field = |name: &str| -> u64 {
         let line = info.lines().find_map(|line| line.strip_prefix("ferrite_")?.strip_prefix(name));
@@ -83,35 +83,37 @@ fn held(server: &Server, admin: &mut Peer) -> Held {
         pinned: field("rdma_memory_registered_bytes"),
         sessions: field("sessions"),
         sessions_bytes: field("sessions_held_bytes"),
-        begun: field("begun_tcp") + field("begun_ferrite"),
+        all_sessions: field("begun_tcp") + field("begun_ferrite"),
     }
 }
 
 fn rss(pid: u32) -> u64 {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("the engine runs");
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("a running engine");
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("a size");
     line.split_whitespace().next().and_then(|kib| kib.parse::<u64>().ok()).expect("a number") << 10
 }
 
-/// Attacks an engine with that password, whose module listens on one address, and judges it.
+/// Attacks an engine that has the password [`PASSWORD`], and checks its memory and its log. The
+/// module must listen on one address.
 pub(crate) fn attack(server: &mut Server, plan: &Plan) {
-    let mut admin = Peer::native(server);
+    let mut admin = Client::native(server);
     admin.ok(&["AUTH", PASSWORD]);
     let address = address(&mut admin);
     let keeps_pages = admin.ask(&["INFO", "memory"]).contains("mem_allocator:libc");
     let honest = Honest::start(&address, PASSWORD);
-    std::thread::sleep(plan.holds); // as long as under attack: what it needs for them it has then
+    // As long as under attack, so that the engine has allocated what the honest clients need.
+    std::thread::sleep(plan.holds);
     let before = held(server, &mut admin);
-    let (lines, begun) = (server.log().lines().count(), Instant::now());
+    let (lines, started) = (server.log().lines().count(), Instant::now());
     let mut most = before;
     for round in 1..=plan.rounds {
-        honest.is_attacked(true);
+        honest.set_attacked(true);
         let attack = Attack::start(address.parse().expect("an address"), plan.size);
         let mut complete = None;
         while complete.is_none_or(|since: Instant| since.elapsed() < plan.holds) {
             let now = held(server, &mut admin);
             (most.rss, most.pinned) = (most.rss.max(now.rss), most.pinned.max(now.pinned));
-            assert!(begun.elapsed() < 20 * PATIENCE, "{:?}: {}", attack.stop(), server.log());
+            assert!(started.elapsed() < 20 * TIMEOUT, "{:?}: {}", attack.stop(), server.log());
             if complete.is_none() && attack.is_complete() {
                 complete = Some(Instant::now());
             }
@@ -120,19 +122,23 @@ pub(crate) fn attack(server: &mut Server, plan: &Plan) {
         let sessions = held(server, &mut admin).sessions;
         let progress = attack.stop();
         let ended = Instant::now();
-        honest.is_attacked(false);
+        honest.set_attacked(false);
         let mut now = held(server, &mut admin);
         while now.sessions > before.sessions
             || now.sessions_bytes > before.sessions_bytes + MIB
             || now.pinned > before.pinned + LEFT_OVER
             || (now.rss > before.rss + LEFT_OVER && !keeps_pages)
         {
-            assert!(ended.elapsed() < RETURNS, "it does not return: {before:?}, then {now:?}");
+            assert!(
+                ended.elapsed() < FREE_TIMEOUT,
+                "the memory is not freed: {before:?} before, {now:?} now"
+            );
             std::thread::sleep(Duration::from_millis(50));
             now = held(server, &mut admin);
         }
         eprintln!(
-            "round {round}: {sessions} sessions at the end, {progress:?}; RSS {} MiB, at most {}, back at {} after {:.1?}",
+            "round {round}: {sessions} sessions at the end, {progress:?}; RSS {} MiB before, at \
+             most {} MiB, {} MiB {:.1?} after the attack",
             before.rss / MIB,
             most.rss / MIB,
             now.rss / MIB,
@@ -141,31 +147,33 @@ pub(crate) fn attack(server: &mut Server, plan: &Plan) {
         std::thread::sleep(if plan.is_timed { plan.holds } else { Duration::ZERO });
     }
     let log = server.log();
-    let said: Vec<_> = log.lines().skip(lines).collect();
-    let minutes = begun.elapsed().as_secs() as usize / 60 + 1;
+    let new_lines = log.lines().skip(lines).count();
+    let minutes = started.elapsed().as_secs() as usize / 60 + 1;
     assert!(
-        said.len() <= LINES_PER_MINUTE * minutes,
-        "{} lines in {minutes} minutes: {log}",
-        said.len()
+        new_lines <= LINES_PER_MINUTE * minutes,
+        "{new_lines} log lines in {minutes} minutes: {log}"
     );
-    assert!(most.rss <= before.rss + plan.growth, "RSS: {before:?}, then {most:?}");
-    assert!(most.pinned <= before.pinned + plan.growth, "pinned: {before:?}, then {most:?}");
+    assert!(most.rss <= before.rss + plan.growth, "RSS: {before:?} before, {most:?} at most");
+    assert!(
+        most.pinned <= before.pinned + plan.growth,
+        "pinned memory: {before:?} before, {most:?} at most"
+    );
     let expected = plan.rounds * (plan.size.clients + plan.size.links);
     let now = held(server, &mut admin);
     assert!(
-        now.begun >= before.begun + expected as u64,
-        "all attackers got in: {before:?}, then {now:?}"
+        now.all_sessions >= before.all_sessions + expected as u64,
+        "not all attackers got a session: {before:?} before, {now:?} now"
     );
     let [mut calm, mut attacked] = honest.stop();
     let [usual, slowest] = [&mut calm, &mut attacked].map(|all| all.percentile(99));
     eprintln!(
-        "{} log lines; p99 of SET and GET {usual:.2?} ({} requests), under attack {slowest:.2?} ({})",
-        said.len(),
+        "{new_lines} log lines; p99 of SET and GET {usual:.2?} ({} requests), under attack \
+         {slowest:.2?} ({} requests)",
         calm.count(),
         attacked.count()
     );
     if plan.is_timed {
-        assert!(slowest <= usual * SLOWDOWN, "p99: {usual:?}, under attack {slowest:?}");
+        assert!(slowest <= usual * SLOWDOWN, "p99: {usual:?}, but {slowest:?} under attack");
     }
-    server.assert_well();
+    server.assert_healthy();
 }

@@ -1,35 +1,36 @@
-//! What cannot be equal between two engines, whatever carries the commands, and what is not
-//! generated. Each with its reason.
+//! The replies that cannot be equal between two engines, and the commands that are not generated,
+//! each with its reason.
 
 use ferrite_proto::resp::Value;
 
 use super::spec::Spec;
 
-/// How much of a reply must be equal. Errors must be so in any case.
+/// How much of two replies must be equal. Errors must always be equal.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Rule {
     /// Every byte.
     Exact,
     /// The elements, in any order.
     Unordered,
-    /// Whole numbers up to this difference, and everything else.
+    /// Everything, except that whole numbers may differ by this much.
     Near(i64),
     /// The type.
     Type,
-    /// No name at the one, and at the other the name that tells where the client is.
+    /// Null at the engine's own port, and a name with the client's address through the module.
     SourceName,
 }
 
-/// Beside those whose output the engine itself calls nondeterministic (the tips of COMMAND).
+/// Rules for commands, besides those whose output the engine itself calls nondeterministic (in the
+/// tips of COMMAND).
 const RULES: &[(&str, Rule, &str)] = &[
     ("acl|genpass", Rule::Type, "random"),
     ("acl|log", Rule::Type, "ages and addresses of clients"),
     (
         "client|getname",
         Rule::SourceName,
-        "a session's client is named by its address until it names itself",
+        "the module names a client by its address until the client sets a name",
     ),
-    ("client|id", Rule::Type, "numbers of connections: the proxy path has connections of its own"),
+    ("client|id", Rule::Type, "client ids: the proxy path has its own connections"),
     ("client|trackinginfo", Rule::Unordered, "a set"),
     ("cluster|links", Rule::Type, "times and buffers of links"),
     ("cluster|myshardid", Rule::Type, "random"),
@@ -41,7 +42,7 @@ const RULES: &[(&str, Rule, &str)] = &[
     ("cluster|info", Rule::Type, "messages sent"),
     ("config|get", Rule::Type, "own ports and directories; by name in the scripts"),
     ("expiretime", Rule::Near(3), "set by the clock"),
-    ("hello", Rule::Type, "the number of the connection"),
+    ("hello", Rule::Type, "the client id"),
     ("hexpiretime", Rule::Near(3), "set by the clock"),
     ("hpexpiretime", Rule::Near(3000), "set by the clock"),
     ("hpttl", Rule::Near(3000), "set by the clock"),
@@ -51,72 +52,72 @@ const RULES: &[(&str, Rule, &str)] = &[
     ("latency|histogram", Rule::Type, "times"),
     ("lastsave", Rule::Near(30), "the clock"),
     ("lolwut", Rule::Type, "random"),
-    ("memory|doctor", Rule::Type, "figures of memory"),
-    ("memory|malloc-stats", Rule::Type, "figures of memory"),
-    ("memory|stats", Rule::Type, "figures of memory"),
-    ("memory|usage", Rule::Near(4096), "tables grow as the hash seed has it"),
-    ("module|list", Rule::Type, "the port as an argument of the module"),
+    ("memory|doctor", Rule::Type, "sizes of memory"),
+    ("memory|malloc-stats", Rule::Type, "sizes of memory"),
+    ("memory|stats", Rule::Type, "sizes of memory"),
+    ("memory|usage", Rule::Near(4096), "the size of tables depends on the hash seed"),
+    ("module|list", Rule::Type, "the port in the module's arguments"),
     ("object|idletime", Rule::Near(3), "the clock"),
     ("pexpiretime", Rule::Near(3000), "set by the clock"),
     ("pttl", Rule::Near(3000), "set by the clock"),
     ("role", Rule::Type, "the port of the primary"),
-    ("sort", Rule::Unordered, "BY nosort has the order of the hash seed"),
-    ("sort_ro", Rule::Unordered, "BY nosort has the order of the hash seed"),
+    ("sort", Rule::Unordered, "the order of BY nosort depends on the hash seed"),
+    ("sort_ro", Rule::Unordered, "the order of BY nosort depends on the hash seed"),
     ("time", Rule::Type, "the clock"),
     ("ttl", Rule::Near(3), "set by the clock"),
     ("xinfo|stream", Rule::Type, "FULL has times"),
 ];
 
-/// Not generated but written by hand, or left out.
+/// Commands that are not generated, because they are in the scripts or not tested.
 const NOT_GENERATED: &[(&str, &str)] = &[
-    ("acl|deluser", "could take away the test's own users: in the scripts"),
-    ("acl|load", "could take away the test's own users: in the scripts"),
+    ("acl|deluser", "could delete the test's own users: in the scripts"),
+    ("acl|load", "could delete the test's own users: in the scripts"),
     ("acl|save", "no file: in the scripts"),
-    ("acl|setuser", "could take away the test's own users: in the scripts"),
+    ("acl|setuser", "could change the test's own users: in the scripts"),
     ("auth", "changes the connection: in the scripts"),
-    ("bgrewriteaof", "a child that ends when it ends: in the scripts"),
-    ("bgsave", "a child that ends when it ends: in the scripts"),
+    ("bgrewriteaof", "a child process that takes any time: in the scripts"),
+    ("bgsave", "a child process that takes any time: in the scripts"),
     ("client|kill", "ends connections: in the scripts"),
-    ("client|pause", "a state of its own"),
-    ("client|reply", "answers that do not come: in the scripts"),
-    ("client|tracking", "answers unasked: in the scripts"),
+    ("client|pause", "a separate state"),
+    ("client|reply", "suppresses replies: in the scripts"),
+    ("client|tracking", "messages without a request: in the scripts"),
     ("config|rewrite", "no file: in the scripts"),
     ("config|set", "could change the engine under test: in the scripts"),
     ("debug", "can kill the engine: in the scripts"),
     ("discard", "changes the connection: in the scripts"),
     ("exec", "changes the connection: in the scripts"),
     ("failover", "changes the engine: in the scripts"),
-    ("ferrite", "ours, and about the sessions themselves"),
+    ("ferrite", "the module's own, about its sessions"),
     ("function|kill", "in the scripts"),
     ("hello", "changes the connection: in the scripts"),
     ("migrate", "connects to other hosts: in the scripts"),
     ("module|load", "in the scripts"),
     ("module|loadex", "in the scripts"),
     ("module|unload", "in the scripts"),
-    ("monitor", "answers unasked: in the scripts"),
+    ("monitor", "messages without a request: in the scripts"),
     ("multi", "changes the connection: in the scripts"),
-    ("pfselftest", "seconds of work, no arguments: in the scripts"),
-    ("psubscribe", "several answers: in the scripts"),
-    ("psync", "makes the connection a replica's: in the scripts"),
-    ("punsubscribe", "several answers: in the scripts"),
+    ("pfselftest", "takes seconds, no arguments: in the scripts"),
+    ("psubscribe", "several replies: in the scripts"),
+    ("psync", "makes the client a replica: in the scripts"),
+    ("punsubscribe", "several replies: in the scripts"),
     ("quit", "ends the connection: in the scripts"),
-    ("replconf", "makes the connection a replica's: in the scripts"),
+    ("replconf", "makes the client a replica: in the scripts"),
     ("replicaof", "changes the engine: in the scripts"),
     ("reset", "changes the connection: in the scripts"),
-    ("save", "seconds of work: in the scripts"),
-    ("script|debug", "forks a session of its own: in the scripts"),
-    ("script|kill", "a state of its own"),
+    ("save", "takes seconds: in the scripts"),
+    ("script|debug", "forks a debugging session: in the scripts"),
+    ("script|kill", "a separate state"),
     ("shutdown", "ends the engine: in the scripts"),
     ("slaveof", "changes the engine: in the scripts"),
-    ("ssubscribe", "several answers: in the scripts"),
-    ("subscribe", "several answers: in the scripts"),
-    ("sunsubscribe", "several answers: in the scripts"),
-    ("sync", "makes the connection a replica's: in the scripts"),
-    ("unsubscribe", "several answers: in the scripts"),
+    ("ssubscribe", "several replies: in the scripts"),
+    ("subscribe", "several replies: in the scripts"),
+    ("sunsubscribe", "several replies: in the scripts"),
+    ("sync", "makes the client a replica: in the scripts"),
+    ("unsubscribe", "several replies: in the scripts"),
 ];
 
-/// In a cluster these change it, and with it all that comes after; outside of one they are
-/// generated like others.
+/// Subcommands of CLUSTER that are not generated in a cluster, since they would change it for all
+/// later cases. Outside of a cluster they are generated.
 const CHANGE_THE_CLUSTER: &[&str] = &[
     "addslots",
     "addslotsrange",
@@ -144,12 +145,13 @@ pub(crate) fn is_generated(spec: &Spec, in_cluster: bool) -> bool {
     !(in_cluster && changes) && why_not_generated(spec).is_none()
 }
 
-/// The reason, if it is not generated; that of a command is that of its subcommands.
+/// Returns why a command is not generated; `None` if it is. A reason for a command also applies to
+/// its subcommands.
 pub(crate) fn why_not_generated(spec: &Spec) -> Option<&'static str> {
-    let of = |wanted: &str| {
+    let reason = |wanted: &str| {
         NOT_GENERATED.iter().find(|(name, _)| *name == wanted).map(|(_, reason)| *reason)
     };
-    of(&spec.name).or_else(|| of(spec.name.split('|').next()?))
+    reason(&spec.name).or_else(|| reason(spec.name.split('|').next()?))
 }
 
 pub(crate) fn rule(spec: &Spec) -> Rule {
@@ -161,6 +163,7 @@ pub(crate) fn rule(spec: &Spec) -> Rule {
     }
 }
 
+/// Returns whether two replies are equal as far as the rule requires.
 pub(crate) fn same(rule: Rule, one: &[u8], other: &[u8]) -> bool {
     if one == other {
         return true;
@@ -203,7 +206,7 @@ fn sorted(value: &Value<'_>) -> Vec<u8> {
 
 fn near(one: &Value<'_>, other: &Value<'_>, difference: i64) -> bool {
     match (one, other) {
-        // Negative ones are answers of their own: no key, no end.
+        // Negative numbers have special meanings, such as no key or no expiry.
         (Value::Integer(one), Value::Integer(other)) => {
             one == other
                 || (*one >= 0 && *other >= 0 && one.abs_diff(*other) <= difference.unsigned_abs())

@@ -1,10 +1,10 @@
-//! Argument lists for a command, from what the engine says of its arguments: good ones, and good
-//! ones spoiled. The same each run.
+//! Argument lists for a command, made from the engine's description of its arguments: valid ones,
+//! and valid ones with a mistake. They are the same in each run.
 
 use super::keys::{self, Tags};
 use super::spec::{Argument, Spec};
 
-/// How many of each kind, for one command.
+/// How many argument lists to make for one command.
 #[derive(Clone, Copy)]
 pub(crate) struct Amount {
     pub(crate) good: usize,
@@ -13,8 +13,8 @@ pub(crate) struct Amount {
 
 pub(crate) type Words = Vec<Vec<u8>>;
 
-/// Small positive numbers are not here: as a time they would end while the test runs. Nor
-/// -2147483648: as a count it makes an answer of so many elements.
+/// Extreme values. There are no small positive numbers, which as a time could expire while the test
+/// runs. There is no -2147483648, which as a count would give a reply of that many elements.
 const EDGES: &[&[u8]] = &[
     b"",
     b"0",
@@ -45,7 +45,7 @@ const EDGES: &[&[u8]] = &[
     b"\0\xff\r\n\x80",
     b"\xf0\x9f\xa6\x80",
 ];
-/// For arguments that say how long to wait: none of them waits long.
+/// Extreme values for the arguments of blocking commands. None of them blocks for long.
 const WAITS: &[&[u8]] = &[b"-1", b"abc", b"", b"nan", b"1e400", b"9223372036854775808", b"-0.5"];
 const VALUES: &[&[u8]] = &[
     b"a",
@@ -75,16 +75,17 @@ const SCRIPTS: &[&str] = &[
     "#!lua flags=no-writes\nreturn redis.call('SET', KEYS[1] or 'k', 1)",
 ];
 
-/// All argument lists of a command, its name included.
+/// Returns all cases of a command: its name with different arguments.
 pub(crate) fn cases(spec: &Spec, tags: Tags, amount: Amount) -> Vec<Words> {
-    let mut making = Making { spec, tags, random: Random::seeded(&spec.name), count: None };
+    let random = Random::seeded(&spec.name);
+    let mut generator = Generator { spec, tags, random, count: None };
     let mut cases = vec![spec.words()];
     for _ in 0..amount.good {
-        cases.push(making.good());
+        cases.push(generator.good());
     }
     for _ in 0..amount.spoiled {
-        let good = making.good();
-        cases.push(making.spoiled(good));
+        let good = generator.good();
+        cases.push(generator.spoiled(good));
     }
     let many = std::iter::repeat_n(b"x".to_vec(), 20);
     cases.push(spec.words().into_iter().chain(many).collect());
@@ -94,15 +95,16 @@ pub(crate) fn cases(spec: &Spec, tags: Tags, amount: Amount) -> Vec<Words> {
     cases
 }
 
-struct Making<'a> {
+struct Generator<'a> {
     spec: &'a Spec,
     tags: Tags,
     random: Random,
-    /// The number of keys that was announced.
+    /// The value of the last argument `numkeys`.
     count: Option<usize>,
 }
 
-impl Making<'_> {
+impl Generator<'_> {
+    /// Returns a valid case.
     fn good(&mut self) -> Words {
         self.count = None;
         let mut words = self.spec.words();
@@ -150,9 +152,9 @@ impl Making<'_> {
 
     fn key(&mut self) -> Vec<u8> {
         let all = keys::all();
-        let right = keys::of_group(&self.spec.group);
+        let matching = keys::of_group(&self.spec.group);
         let name = match self.random.below(10) {
-            0..6 => right[self.random.below(right.len())],
+            0..6 => matching[self.random.below(matching.len())],
             _ => all[self.random.below(all.len())],
         };
         let tag = match self.random.below(12) {
@@ -204,7 +206,7 @@ impl Making<'_> {
         }
     }
 
-    /// One word too few, one too many, or a wrong one.
+    /// Removes, adds, swaps or replaces a word.
     fn spoiled(&mut self, mut words: Words) -> Words {
         let fixed = self.spec.words().len();
         let random = &mut self.random;
@@ -260,7 +262,7 @@ impl Random {
         self.below(count) == 0
     }
 
-    /// Commands and options are the same in any case.
+    /// Changes the case of some letters, which commands and options ignore.
     fn change_case(&mut self, word: &mut [u8]) {
         match self.below(3) {
             0 => word.make_ascii_uppercase(),

@@ -1,14 +1,14 @@
-//! The keys that commands find: every type in every encoding that a few commands can make, with and
-//! without an end, on both engines alike.
+//! The keys that commands work on: every type, in every encoding that a few commands can create,
+//! with and without an expiry. Both engines have the same keys.
 
-/// How keys are called, so that in a cluster they have slots of three kinds.
+/// Prefixes of keys, which in a cluster give them slots of three kinds.
 #[derive(Clone, Copy)]
 pub(crate) struct Tags {
-    /// Before almost all keys.
+    /// The prefix of almost all keys.
     pub(crate) main: &'static str,
-    /// Before some: another slot of the same node.
+    /// The prefix of some keys: another slot of the same node.
     pub(crate) other: &'static str,
-    /// Before a few, which are never made: a slot of another node.
+    /// The prefix of a few keys, which are never created: a slot of another node.
     pub(crate) foreign: &'static str,
 }
 
@@ -24,7 +24,7 @@ const SORTED_SETS: &[&str] = &["zset:small", "zset:big", "zset:same"];
 const HASHES: &[&str] = &["hash:small", "hash:big"];
 const OTHERS: &[&str] = &["missing", "expired"];
 
-/// Keys that commands of this group are for.
+/// Returns the keys that commands of this group are for.
 pub(crate) fn of_group(group: &str) -> &'static [&'static str] {
     match group {
         "string" | "bitmap" => STRINGS,
@@ -48,14 +48,14 @@ pub(crate) fn of_group(group: &str) -> &'static [&'static str] {
     }
 }
 
-/// Any key.
+/// Returns all keys.
 pub(crate) fn all() -> Vec<&'static str> {
     let single: &[&str] = &["stream:a", "geo:a", "hll:a", "hll:b"];
     [STRINGS, LISTS, SETS, SORTED_SETS, HASHES, single, OTHERS].concat()
 }
 
-/// The commands that make them, in database 0, which is empty.
-pub(crate) fn making(tags: Tags) -> Vec<Vec<Vec<u8>>> {
+/// Returns the commands that create the keys in database 0, which is empty.
+pub(crate) fn commands(tags: Tags) -> Vec<Vec<Vec<u8>>> {
     let mut lines: Vec<String> = [
         "SET str:raw a_string_that_is_longer_than_what_fits_into_an_object_of_44_bytes",
         "SET str:short hello",

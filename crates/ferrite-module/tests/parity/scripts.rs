@@ -1,30 +1,34 @@
-//! Cases by hand: what changes the connection or the engine, answers unasked or not at all, and
-//! what is no command.
+//! Cases written by hand: commands that change the connection or the engine, that have no reply or
+//! cause messages without a request, and input that is not a command.
 //!
-//! They stand in `scripts.txt`, each under its name. A line is a command, its words as redis-cli
-//! takes them; `raw` sends bytes as they are. Before it may stand `2:` (on a second connection),
-//! and in brackets what is heard after it: a number of replies (1 if nothing is said), `end`
-//! (everything up to the hang-up), `quiet` (nothing). `~` within: their types alone. Without a
-//! command something is heard that was caused before.
+//! They are in `scripts.txt`, each after a line with its name. A line is a command with its words
+//! as redis-cli takes them; `raw` sends bytes. Two things may stand before the command:
+//!
+//! - `2:`: the line is for a second connection.
+//! - Brackets with what is received after it: a number of replies (1 by default), `end` (everything
+//!   until the connection is closed) or `quiet` (nothing). With `~` only the types of the replies
+//!   are compared.
+//!
+//! A line without a command receives messages that an earlier line has caused.
 
 pub(crate) struct Script {
     pub(crate) name: &'static str,
     lines: Vec<&'static str>,
 }
 
-/// The scripts, in their order.
+/// Returns the scripts in the order of the file.
 pub(crate) fn scripts() -> Vec<Script> {
     let mut scripts: Vec<Script> = Vec::new();
     for line in include_str!("scripts.txt").lines().filter(|line| !line.is_empty()) {
         match (line.strip_prefix("# "), scripts.last_mut()) {
             (Some(name), _) => scripts.push(Script { name, lines: Vec::new() }),
-            (None, script) => script.expect("a name first").lines.push(line),
+            (None, script) => script.expect("a name before the lines").lines.push(line),
         }
     }
     scripts
 }
 
-/// What a line says.
+/// A parsed line.
 pub(crate) struct Line {
     pub(crate) second: bool,
     pub(crate) expect: Expect,
@@ -49,7 +53,7 @@ impl Script {
         self.lines.iter().map(|line| (*line, parse(line)))
     }
 
-    /// Whether it sends this command.
+    /// Returns whether the script sends this command.
     pub(crate) fn mentions(&self, name: &str) -> bool {
         let wanted = name.replace('|', " ");
         self.lines().any(|(_, line)| match line.sent {
@@ -72,9 +76,9 @@ fn parse(line: &str) -> Line {
         None => (false, line),
     };
     let (mut expect, mut by_type) = (Expect::Replies(1), false);
-    if let Some((said, after)) = rest.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
-        by_type = said.starts_with('~');
-        expect = match said.trim_start_matches('~') {
+    if let Some((wanted, after)) = rest.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
+        by_type = wanted.starts_with('~');
+        expect = match wanted.trim_start_matches('~') {
             "end" => Expect::End,
             "quiet" => Expect::Quiet,
             count => Expect::Replies(count.parse().expect("a number of replies")),
@@ -90,7 +94,8 @@ fn parse(line: &str) -> Line {
     Line { second, expect, by_type, sent }
 }
 
-/// Words, in quotes or not, with `\r`, `\n`, `\t`, `\"`, `\\` and `\x00`.
+/// Splits a line into words, which may be in quotes and have the escapes `\r`, `\n`, `\t`, `\"`,
+/// `\\` and `\x00`.
 fn split(line: &str) -> Vec<Vec<u8>> {
     let (mut words, mut word, mut quoted) = (Vec::new(), None::<Vec<u8>>, false);
     let mut bytes = line.bytes();
@@ -111,7 +116,7 @@ fn split(line: &str) -> Vec<Vec<u8>> {
                             [bytes.next(), bytes.next()].map(|digit| digit.map_or('0', char::from));
                         u8::from_str_radix(&String::from_iter(digits), 16).expect("two digits")
                     }
-                    other => other.expect("something behind a backslash"),
+                    other => other.expect("a character after the backslash"),
                 };
                 word.get_or_insert_default().push(escaped);
             }

@@ -1,14 +1,14 @@
-//! What the live engine says of its commands: COMMAND DOCS for their arguments, COMMAND for their
-//! nature.
+//! The engine's own description of its commands: arguments from COMMAND DOCS, flags and tips from
+//! COMMAND.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 use ferrite_proto::resp::Value;
 
-use super::wire::{Heard, Wire, encode};
+use super::connection::{Connection, Response, encode};
 
-/// An argument, or several.
+/// An argument, or a group of arguments.
 #[derive(Debug, Default, Clone)]
 pub(crate) struct Argument {
     pub(crate) name: String,
@@ -28,7 +28,7 @@ pub(crate) struct Spec {
     pub(crate) arguments: Vec<Argument>,
     pub(crate) flags: Vec<String>,
     pub(crate) tips: Vec<String>,
-    /// It has subcommands.
+    /// The command has subcommands.
     pub(crate) container: bool,
 }
 
@@ -41,51 +41,52 @@ impl Spec {
         self.tips.iter().any(|has| has == tip)
     }
 
-    /// Answers may be late by intention. WAIT does not say so of itself.
+    /// Returns whether the command may block. WAIT does not have the flag `blocking`.
     pub(crate) fn waits(&self) -> bool {
         self.is("blocking") || self.name.starts_with("wait")
     }
 
-    /// What is typed for it.
+    /// Returns the words of the command's name.
     pub(crate) fn words(&self) -> Vec<Vec<u8>> {
         self.name.split('|').map(|word| word.as_bytes().to_vec()).collect()
     }
 }
 
-/// All commands of the engine, in the order of their names.
-pub(crate) fn commands(wire: &mut Wire) -> Vec<Spec> {
+/// Returns all commands of the engine, ordered by name.
+pub(crate) fn commands(connection: &mut Connection) -> Vec<Spec> {
     let mut found = BTreeMap::new();
-    nature(wire, &["COMMAND"], &mut found);
-    let docs = ask(wire, &["COMMAND", "DOCS"]);
-    let Ok(Value::Array(docs)) = Value::parse(&docs) else { panic!("COMMAND DOCS is a list") };
+    read_table(connection, &["COMMAND"], &mut found);
+    let docs = ask(connection, &["COMMAND", "DOCS"]);
+    let Ok(Value::Array(docs)) = Value::parse(&docs) else { panic!("COMMAND DOCS is no array") };
     for [name, entry] in docs.as_chunks().0 {
         document(&text(name), entry, &mut found);
     }
     found.into_values().collect()
 }
 
-fn ask(wire: &mut Wire, words: &[&str]) -> Vec<u8> {
+fn ask(connection: &mut Connection, words: &[&str]) -> Vec<u8> {
     let mut bytes = Vec::new();
     encode(&words.iter().map(|word| word.as_bytes().to_vec()).collect::<Vec<_>>(), &mut bytes);
-    wire.send(&bytes);
-    match wire.hear(Duration::from_secs(30)) {
-        Heard::Reply(reply) => reply,
+    connection.send(&bytes);
+    match connection.receive(Duration::from_secs(30)) {
+        Response::Reply(reply) => reply,
         other => panic!("{words:?}: {other:?}"),
     }
 }
 
-fn nature(wire: &mut Wire, words: &[&str], found: &mut BTreeMap<String, Spec>) {
-    let reply = ask(wire, words);
-    let Ok(Value::Array(entries)) = Value::parse(&reply) else { panic!("COMMAND is a list") };
-    entries.iter().for_each(|entry| entry_of_nature(entry, found));
+fn read_table(connection: &mut Connection, words: &[&str], found: &mut BTreeMap<String, Spec>) {
+    let reply = ask(connection, words);
+    let Ok(Value::Array(entries)) = Value::parse(&reply) else { panic!("COMMAND is no array") };
+    entries.iter().for_each(|entry| read_entry(entry, found));
 }
 
-/// name, arity, flags, first, last, step, categories, tips, key specifications, subcommands
-fn entry_of_nature(entry: &Value<'_>, found: &mut BTreeMap<String, Spec>) {
+/// Reads an entry of COMMAND: name, arity, flags, first key, last key, step, ACL categories, tips,
+/// key specifications, subcommands.
+fn read_entry(entry: &Value<'_>, found: &mut BTreeMap<String, Spec>) {
     let fields = list(entry);
     let name = text(&fields[0]);
     let subcommands = fields.get(9).map(list).unwrap_or_default();
-    subcommands.iter().for_each(|entry| entry_of_nature(entry, found));
+    subcommands.iter().for_each(|entry| read_entry(entry, found));
     let spec = found.entry(name.clone()).or_default();
     spec.flags = list(&fields[2]).iter().map(text).collect();
     spec.tips = fields.get(7).map(list).unwrap_or_default().iter().map(text).collect();
@@ -93,6 +94,7 @@ fn entry_of_nature(entry: &Value<'_>, found: &mut BTreeMap<String, Spec>) {
     spec.name = name;
 }
 
+/// Reads an entry of COMMAND DOCS.
 fn document(name: &str, entry: &Value<'_>, found: &mut BTreeMap<String, Spec>) {
     for [field, value] in list(entry).as_chunks().0 {
         match text(field).as_str() {
@@ -102,12 +104,10 @@ fn document(name: &str, entry: &Value<'_>, found: &mut BTreeMap<String, Spec>) {
                 }
             }
             "arguments" => {
-                let spec = found.get_mut(name).expect("what is documented is there");
+                let spec = found.get_mut(name).expect("a known command");
                 spec.arguments = list(value).iter().map(argument).collect();
             }
-            "group" => {
-                found.get_mut(name).expect("what is documented is there").group = text(value)
-            }
+            "group" => found.get_mut(name).expect("a known command").group = text(value),
             _ => {}
         }
     }
@@ -144,6 +144,6 @@ fn list<'a, 'v>(value: &'v Value<'a>) -> &'v [Value<'a>] {
 fn text(value: &Value<'_>) -> String {
     match value {
         Value::Bulk(text) | Value::Simple(text) => String::from_utf8_lossy(text).to_lowercase(),
-        other => panic!("a word: {other:?}"),
+        other => panic!("not a string: {other:?}"),
     }
 }

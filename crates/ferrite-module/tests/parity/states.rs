@@ -1,100 +1,106 @@
-//! The states in which engines are compared: each is a function that brings two engines into it,
-//! compares, and says how much.
+//! The states in which engines are compared. Each is a function that brings two engines into the
+//! state, compares them, and prints how much it has compared.
 
 use std::path::Path;
 use std::time::Duration;
 
+use super::connection::{Connection, Response, encode};
 use super::differences::{Rule, is_generated, rule, why_not_generated};
 use super::generate::{self, Amount};
 use super::keys;
 use super::scripts::scripts;
-use super::wire::{Heard, Wire, encode};
-use super::{Bench, LONG, Node, Pace, SHORT, Way, name, send, words};
+use super::{Comparison, LONG, Node, Pace, SHORT, Way, name, send, words};
 
-/// Where most commands are refused, or all in the same way, fewer cases say as much.
+/// For states in which most commands are refused, or all in the same way: a few cases are enough.
 const FEW: Amount = Amount { good: 3, spoiled: 3 };
 const HELLO_3: &str = "HELLO 3";
-/// Expired keys stay until somebody looks, at both alike.
-const NO_CLEANING: &str = "DEBUG SET-ACTIVE-EXPIRE 0";
+/// Makes both engines delete expired keys only on access, so that they have the same keys.
+const NO_ACTIVE_EXPIRE: &str = "DEBUG SET-ACTIVE-EXPIRE 0";
 
-fn pair<'a>(way: &'a Way<'a>, program: &Path, state: &str, options: &[&str]) -> Bench<'a> {
-    let nodes = [(); 2].map(|()| Node::begin(program, way, options));
+fn pair<'a>(way: &'a Way<'a>, program: &Path, state: &str, options: &[&str]) -> Comparison<'a> {
+    let nodes = [(); 2].map(|()| Node::spawn(program, way, options));
     for node in &nodes {
-        node.until("it answers", "PING", "");
+        node.wait_until("a reply to PING", "PING", "");
     }
-    Bench::new(way, format!("{}, {state}", name(program)), nodes)
+    Comparison::new(way, format!("{}, {state}", name(program)), nodes)
 }
 
-fn standalone<'a>(way: &'a Way<'a>, program: &Path, state: &str, options: &[&str]) -> Bench<'a> {
-    let mut bench = pair(way, program, state, options);
-    bench.order(NO_CLEANING);
-    bench.remake = Some([&[], &[]]);
-    bench
+fn standalone<'a>(
+    way: &'a Way<'a>,
+    program: &Path,
+    state: &str,
+    options: &[&str],
+) -> Comparison<'a> {
+    let mut comparison = pair(way, program, state, options);
+    comparison.order(NO_ACTIVE_EXPIRE);
+    comparison.remake = Some([&[], &[]]);
+    comparison
 }
 
-/// RESP2, one by one.
-pub(crate) fn alone(way: &Way<'_>, program: &Path) {
-    let mut bench = standalone(way, program, "standalone, RESP2", &[]);
-    bench.pace = Pace::OneByOne;
-    bench.all_commands(false);
-    bench.end();
+/// A standalone engine, RESP2, one command at a time.
+pub(crate) fn standalone_resp2(way: &Way<'_>, program: &Path) {
+    let mut comparison = standalone(way, program, "standalone, RESP2", &[]);
+    comparison.pace = Pace::OneByOne;
+    comparison.all_commands(false);
+    comparison.finish();
 }
 
-/// RESP3, in pipelines.
-pub(crate) fn alone_in_pipelines(way: &Way<'_>, program: &Path) {
-    let mut bench = standalone(way, program, "standalone, RESP3 in pipelines", &[]);
-    bench.greeting = vec![words(HELLO_3)];
-    bench.pace = Pace::Pipelined;
-    bench.all_commands(false);
-    bench.end();
+/// A standalone engine, RESP3, in pipelines.
+pub(crate) fn pipelined_resp3(way: &Way<'_>, program: &Path) {
+    let mut comparison = standalone(way, program, "standalone, RESP3 in pipelines", &[]);
+    comparison.greeting = vec![words(HELLO_3)];
+    comparison.pace = Pace::Pipelined;
+    comparison.all_commands(false);
+    comparison.finish();
 }
 
-/// By hand, in both protocols; at the end both engines are told to end.
-pub(crate) fn by_hand(way: &Way<'_>, program: &Path) {
+/// The scripts, in both protocols. The last one shuts both engines down.
+pub(crate) fn hand_written_scripts(way: &Way<'_>, program: &Path) {
     let scripts = scripts();
     let (last, rest) = scripts.split_last().expect("scripts");
     for greeting in [None, Some(HELLO_3)] {
         let state = if greeting.is_some() { "scripts, RESP3" } else { "scripts, RESP2" };
-        let mut bench = standalone(way, program, state, &[]);
-        for spec in bench.specs() {
+        let mut comparison = standalone(way, program, state, &[]);
+        for spec in comparison.specs() {
             let Some(reason) = why_not_generated(&spec) else { continue };
             let covered = scripts.iter().any(|script| script.mentions(&spec.name));
             assert!(covered || !reason.contains("in the scripts"), "{} is in no script", spec.name);
-            bench.commands += 1;
+            comparison.commands += 1;
         }
-        bench.greeting = greeting.map(words).into_iter().collect();
+        comparison.greeting = greeting.map(words).into_iter().collect();
         for script in rest {
-            bench.script(script);
+            comparison.script(script);
         }
-        let mut wires = bench.open();
+        let mut connections = comparison.open();
         let (_, line) = last.lines().next().expect("a line");
         let Some(super::scripts::Sent::Words(shutdown)) = line.sent else { panic!("a command") };
-        send(&mut wires, &shutdown);
-        let heard = wires.each_mut().map(|wire| wire.hear_the_end(LONG));
-        bench.judge(&shutdown, Rule::Exact, &heard);
-        for node in &mut bench.nodes {
+        send(&mut connections, &shutdown);
+        let responses =
+            connections.each_mut().map(|connection| connection.receive_until_close(LONG));
+        comparison.check(&shutdown, Rule::Exact, &responses);
+        for node in &mut comparison.nodes {
             assert!(node.server.wait().success(), "{}", node.server.log());
         }
-        bench.end();
+        comparison.finish();
     }
 }
 
-/// Slots of its own, slots of another node that is away, and one that is on its way there.
+/// A cluster node with its own slots, slots of another node that is unreachable, and a slot that is
+/// migrating to that node.
 pub(crate) fn cluster(way: &Way<'_>, program: &Path) {
     const OWN: &str = "1111111111111111111111111111111111111111";
     const OTHER: &str = "2222222222222222222222222222222222222222";
     let directory = std::env::temp_dir().join(format!("ferrite-parity-{}", std::process::id()));
     std::fs::create_dir_all(&directory).expect("a directory");
-    // Valkey 9.1 fails an assertion in SPUBLISH if it is not told of shards; Redis 7.0 does not
-    // know them.
+    // Without shard ids Valkey 9.1 fails an assertion in SPUBLISH. Redis 7.0 does not know them.
     let shard = |id: &str| {
         if name(program).starts_with("Valkey") { format!(",,shard-id={id}") } else { String::new() }
     };
     let (own_shard, other_shard) = (shard(OWN), shard(OTHER));
     let nodes = [0, 1].map(|number| {
-        let bus = crate::scene::free_port();
+        let bus = crate::server::free_port();
         let file = directory.join(format!("nodes-{number}.conf"));
-        // The engine puts its own address in at the start.
+        // The engine replaces its own address when it starts.
         let known = format!(
             "{OWN} 127.0.0.1:7@17{own_shard} myself,master - 0 0 1 connected 0-8191\n\
              {OTHER} 127.0.0.1:9@19{other_shard} master - 0 0 2 connected 8192-16383\n\
@@ -111,65 +117,65 @@ pub(crate) fn cluster(way: &Way<'_>, program: &Path) {
             file,
             "--cluster-require-full-coverage",
             "no",
-            // The other node is away all the time; when that is found out, the cluster is down.
+            // The other node never responds. When the engine notices that, the cluster is down.
             "--cluster-node-timeout",
             "3600000",
         ];
-        Node::begin(program, way, &options)
+        Node::spawn(program, way, &options)
     });
     for node in &nodes {
-        node.until("the cluster is well", "CLUSTER INFO", "cluster_state:ok");
+        node.wait_until("the cluster state ok", "CLUSTER INFO", "cluster_state:ok");
     }
-    let mut bench = Bench::new(way, format!("{}, cluster", name(program)), nodes);
-    bench.order(NO_CLEANING);
-    bench.tags = keys::SLOTS;
-    bench.remake = Some([
+    let mut comparison = Comparison::new(way, format!("{}, cluster", name(program)), nodes);
+    comparison.order(NO_ACTIVE_EXPIRE);
+    comparison.tags = keys::SLOTS;
+    comparison.remake = Some([
         &["CLUSTER SETSLOT 7365 STABLE"],
         &["CLUSTER SETSLOT 7365 MIGRATING 2222222222222222222222222222222222222222"],
     ]);
-    bench.all_commands(true);
-    bench.end();
-    drop(bench);
+    comparison.all_commands(true);
+    comparison.finish();
+    drop(comparison);
     let _ = std::fs::remove_dir_all(&directory);
 }
 
-/// A replica that is in step: writes are refused.
+/// A synchronised replica, which refuses writes.
 pub(crate) fn replica(way: &Way<'_>, program: &Path) {
     let primaries =
-        [(); 2].map(|()| Node::begin(program, way, &["--repl-diskless-sync-delay", "0"]));
+        [(); 2].map(|()| Node::spawn(program, way, &["--repl-diskless-sync-delay", "0"]));
     let nodes = [0, 1].map(|number| {
         let primary: &Node = &primaries[number];
-        let mut wire = primary.wire();
+        let mut connection = primary.connection();
         let mut bytes = Vec::new();
-        let all: Vec<_> = [vec![words(NO_CLEANING)], keys::making(keys::PLAIN)].concat();
+        let all: Vec<_> = [vec![words(NO_ACTIVE_EXPIRE)], keys::commands(keys::PLAIN)].concat();
         all.iter().for_each(|words| encode(words, &mut bytes));
-        wire.send(&bytes);
+        connection.send(&bytes);
         for _ in &all {
-            assert!(matches!(wire.hear(LONG), Heard::Reply(_)));
+            assert!(matches!(connection.receive(LONG), Response::Reply(_)));
         }
-        let node = Node::begin(program, way, &["--replicaof", "127.0.0.1", &primary.port]);
-        node.until("it is in step", "INFO replication", "master_link_status:up");
+        let node = Node::spawn(program, way, &["--replicaof", "127.0.0.1", &primary.port]);
+        node.wait_until("a synchronised replica", "INFO replication", "master_link_status:up");
         node
     });
-    let mut bench = Bench::new(way, format!("{}, replica", name(program)), nodes);
-    bench.order(NO_CLEANING);
-    bench.all_commands(false);
-    bench.end();
+    let mut comparison = Comparison::new(way, format!("{}, replica", name(program)), nodes);
+    comparison.order(NO_ACTIVE_EXPIRE);
+    comparison.all_commands(false);
+    comparison.finish();
 }
 
-/// A replica without its primary, which does not serve what it has.
-pub(crate) fn replica_alone(way: &Way<'_>, program: &Path) {
+/// A replica without its primary, which does not serve its stale data.
+pub(crate) fn replica_without_primary(way: &Way<'_>, program: &Path) {
     let options = ["--replicaof", "127.0.0.1", "1", "--replica-serve-stale-data", "no"];
-    let mut bench = pair(way, program, "replica without its primary", &options);
-    bench.amount = FEW;
-    bench.all_commands(false);
-    bench.end();
+    let mut comparison = pair(way, program, "replica without its primary", &options);
+    comparison.amount = FEW;
+    comparison.all_commands(false);
+    comparison.finish();
 }
 
-/// An engine that reads its file, slowly.
+/// An engine that is slowly loading its data.
 pub(crate) fn loading(way: &Way<'_>, program: &Path) {
-    let source = Node::begin(program, way, &["--rdbcompression", "no"]);
-    source.until("it answers", "PING", "PONG");
+    let source = Node::spawn(program, way, &["--rdbcompression", "no"]);
+    source.wait_until("a reply to PING", "PING", "PONG");
     source.ask("DEBUG POPULATE 20000 key 1000");
     assert_eq!(source.ask("SAVE"), b"+OK\r\n");
     let directory = source.server.directory().to_str().expect("UTF-8");
@@ -181,143 +187,143 @@ pub(crate) fn loading(way: &Way<'_>, program: &Path) {
         "--loading-process-events-interval-bytes",
         "1024",
     ];
-    let mut bench = pair(way, program, "loading", &options);
-    bench.amount = FEW;
-    bench.pace = Pace::Pipelined;
-    bench.all_commands(false);
-    for node in &bench.nodes {
+    let mut comparison = pair(way, program, "loading", &options);
+    comparison.amount = FEW;
+    comparison.pace = Pace::Pipelined;
+    comparison.all_commands(false);
+    for node in &comparison.nodes {
         let info = node.ask("INFO persistence");
-        assert!(
-            String::from_utf8_lossy(&info).contains("loading:1"),
-            "it has ended loading too early"
-        );
+        assert!(String::from_utf8_lossy(&info).contains("loading:1"), "the load ended too early");
     }
-    bench.end();
+    comparison.finish();
 }
 
-/// A script that does not end.
+/// An engine that runs an endless script.
 pub(crate) fn busy(way: &Way<'_>, program: &Path) {
-    let mut bench = pair(way, program, "busy with a script", &["--lua-time-limit", "20"]);
-    let specs = bench.specs();
-    let mut endless = bench.nodes.each_ref().map(Node::wire);
+    let mut comparison = pair(way, program, "busy with a script", &["--lua-time-limit", "20"]);
+    let specs = comparison.specs();
+    let mut scripts = comparison.nodes.each_ref().map(Node::connection);
     send(
-        &mut endless,
+        &mut scripts,
         &["EVAL", "while true do end", "0"].map(|word| word.as_bytes().to_vec()).to_vec(),
     );
-    bench.nodes.iter().for_each(|node| node.until("it is busy", "PING", "-BUSY"));
-    bench.amount = FEW;
-    bench.pace = Pace::Pipelined;
+    comparison.nodes.iter().for_each(|node| node.wait_until("a busy engine", "PING", "-BUSY"));
+    comparison.amount = FEW;
+    comparison.pace = Pace::Pipelined;
     for spec in specs.iter().filter(|spec| is_generated(spec, false)) {
-        bench.command(spec);
+        comparison.command(spec);
     }
-    bench.order("SCRIPT KILL");
-    for wire in &mut endless {
+    comparison.order("SCRIPT KILL");
+    for connection in &mut scripts {
         assert!(
-            matches!(wire.hear(LONG), Heard::Reply(reply) if reply[0] == b'-'),
-            "it was killed"
+            matches!(connection.receive(LONG), Response::Reply(reply) if reply[0] == b'-'),
+            "the script was not killed"
         );
     }
-    bench.end();
+    comparison.finish();
 }
 
-/// No memory left: new data is refused, or all keys have gone.
+/// An engine without free memory: it refuses new data, or has evicted all keys.
 pub(crate) fn out_of_memory(way: &Way<'_>, program: &Path) {
     for policy in ["noeviction", "allkeys-lru"] {
         let options = ["--maxmemory-policy", policy, "--maxmemory-eviction-tenacity", "100"];
-        let mut bench = standalone(way, program, &format!("out of memory, {policy}"), &options);
+        let mut comparison =
+            standalone(way, program, &format!("out of memory, {policy}"), &options);
         let full: &[&str] = if policy == "noeviction" {
             &["CONFIG SET maxmemory 1"]
         } else {
-            // All that can go has gone before the first case.
+            // All keys are gone before the first case.
             &["CONFIG SET maxmemory 1", "FLUSHALL"]
         };
-        bench.remake = Some([&["CONFIG SET maxmemory 0"], full]);
-        bench.all_commands(false);
-        bench.end();
+        comparison.remake = Some([&["CONFIG SET maxmemory 0"], full]);
+        comparison.all_commands(false);
+        comparison.finish();
     }
 }
 
-/// A user who may do little, and clients of whom the password is wanted.
+/// A user with few rights, and clients that have not given the password.
 pub(crate) fn restricted(way: &Way<'_>, program: &Path) {
-    let mut bench = standalone(way, program, "a user who may do little", &[]);
-    bench.order(
+    let mut comparison = standalone(way, program, "a user with few rights", &[]);
+    comparison.order(
         "ACL SETUSER limited on >secret ~str:* ~missing %R~list:* %W~hash:* &one* +@read +@write -@set -@dangerous +client|id \
          +config|get -hgetall +eval +select|1",
     );
-    bench.greeting = vec![words("AUTH limited secret")];
-    bench.all_commands(false);
-    bench.end();
-    drop(bench);
-    let mut bench = standalone(way, program, "without a password", &[]);
-    bench.pace = Pace::OneByOne; // a long argument ends the connection
-    bench.order("CONFIG SET requirepass secret");
-    let mut known = bench.nodes.each_ref().map(Node::wire);
-    known.iter_mut().for_each(|wire| assert_eq!(super::ask(wire, "AUTH secret"), b"+OK\r\n"));
-    let specs = super::spec::commands(&mut known[0]);
-    bench.amount = FEW;
+    comparison.greeting = vec![words("AUTH limited secret")];
+    comparison.all_commands(false);
+    comparison.finish();
+    drop(comparison);
+    let mut comparison = standalone(way, program, "clients without a login", &[]);
+    comparison.pace = Pace::OneByOne; // a long argument closes the connection
+    comparison.order("CONFIG SET requirepass secret");
+    let mut logged_in = comparison.nodes.each_ref().map(Node::connection);
+    logged_in
+        .iter_mut()
+        .for_each(|connection| assert_eq!(super::ask(connection, "AUTH secret"), b"+OK\r\n"));
+    let specs = super::spec::commands(&mut logged_in[0]);
+    comparison.amount = FEW;
     for spec in specs.iter().filter(|spec| is_generated(spec, false)) {
-        bench.command(spec);
+        comparison.command(spec);
     }
-    bench.end();
+    comparison.finish();
 }
 
-/// Clients are paused: who is answered all the same, and what the others hear when it is over.
+/// Paused clients: which commands still get replies, and the replies of the others after the pause.
 pub(crate) fn paused(way: &Way<'_>, program: &Path) {
     const AT_ONCE: usize = 128;
     for (kind, order) in [("all", "CLIENT PAUSE 4000 ALL"), ("writes", "CLIENT PAUSE 600000 WRITE")]
     {
-        let mut bench = standalone(way, program, &format!("paused, {kind}"), &[]);
-        let specs = bench.specs();
+        let mut comparison = standalone(way, program, &format!("paused, {kind}"), &[]);
+        let specs = comparison.specs();
         let specs: Vec<_> = specs
             .iter()
             .filter(|spec| is_generated(spec, false) && spec.name != "client|unpause")
             .collect();
         for batch in specs.chunks(AT_ONCE) {
-            bench.make_keys();
-            let mut wires: Vec<[Wire; 2]> = batch.iter().map(|_| bench.open()).collect();
-            // So that the module's sessions are clients of the engine's before the pause, as the
-            // others are.
-            wires
+            comparison.make_keys();
+            let mut connections: Vec<[Connection; 2]> =
+                batch.iter().map(|_| comparison.open()).collect();
+            // So that all sessions have their proxy connections before the pause begins.
+            connections
                 .iter_mut()
                 .flatten()
-                .for_each(|wire| assert_eq!(super::ask(wire, "PING"), b"+PONG\r\n"));
+                .for_each(|connection| assert_eq!(super::ask(connection, "PING"), b"+PONG\r\n"));
             let amount = Amount { good: 1, spoiled: 0 };
             let cases: Vec<_> = batch
                 .iter()
-                .map(|spec| generate::cases(spec, bench.tags, amount)[1].clone())
+                .map(|spec| generate::cases(spec, comparison.tags, amount)[1].clone())
                 .collect();
-            bench.order(order);
-            for (wires, words) in wires.iter_mut().zip(&cases) {
-                // So that those who wait stand in the same line at both. An engine that pauses all
-                // cannot be asked.
+            comparison.order(order);
+            for (connections, words) in connections.iter_mut().zip(&cases) {
+                // So that commands wait in the same order at both engines. An engine that pauses
+                // all clients cannot be asked how many wait.
                 if kind == "all" {
-                    send(wires, words);
+                    send(connections, words);
                     std::thread::sleep(Duration::from_millis(5));
                 } else {
-                    let before = bench.waiting();
-                    send(wires, words);
-                    bench.until_both_wait(before);
+                    let before = comparison.blocked_clients();
+                    send(connections, words);
+                    comparison.wait_until_both_block(before);
                 }
             }
             std::thread::sleep(Duration::from_millis(100));
-            let heard: Vec<_> = wires
+            let responses: Vec<_> = connections
                 .iter_mut()
-                .map(|wires| super::hear(wires, Duration::from_millis(1)))
+                .map(|connections| super::receive(connections, Duration::from_millis(1)))
                 .collect();
-            // Nothing ends a pause of all but time: who asks is answered then.
-            bench.order(if kind == "all" { "PING" } else { "CLIENT UNPAUSE" });
-            for (((spec, words), wires), heard) in
-                batch.iter().zip(&cases).zip(&mut wires).zip(heard)
+            // A pause of all clients ends only by time, and PING gets its reply then.
+            comparison.order(if kind == "all" { "PING" } else { "CLIENT UNPAUSE" });
+            for (((spec, words), connections), responses) in
+                batch.iter().zip(&cases).zip(&mut connections).zip(responses)
             {
-                bench.commands += 1;
-                bench.judge(words, rule(spec), &heard);
-                if heard == [Heard::Silence, Heard::Silence] {
-                    let late = super::hear(wires, if spec.waits() { SHORT } else { LONG });
-                    bench.judge(words, rule(spec), &late);
+                comparison.commands += 1;
+                comparison.check(words, rule(spec), &responses);
+                if responses == [Response::Timeout, Response::Timeout] {
+                    let late = super::receive(connections, if spec.waits() { SHORT } else { LONG });
+                    comparison.check(words, rule(spec), &late);
                 }
             }
-            bench.assert_alive(&batch[0].name);
+            comparison.assert_alive(&batch[0].name);
         }
-        bench.end();
+        comparison.finish();
     }
 }

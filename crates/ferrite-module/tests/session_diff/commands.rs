@@ -1,13 +1,13 @@
-//! The commands that sessions are made of.
+//! Generates the commands of sessions.
 //!
-//! Data commands are those whose replies depend on nothing but the data: no random choice, no order
-//! of a hash table, no clock. So replies can be compared to the byte.
+//! The replies of data commands depend only on the data: not on a random choice, the order of a
+//! hash table or the clock. So the replies can be compared byte for byte.
 
 use super::session::{Setup, Word};
 use super::vocabulary::{ACL, CLIENT, COLLECTIONS, CONFIG, STRINGS, TRACKING};
 use crate::random::Random;
 
-/// What a command is about. A session prefers some kinds and leaves out others.
+/// The kind of a command. A session prefers some kinds and omits others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
     Strings,
@@ -38,7 +38,7 @@ pub(crate) enum Kind {
     Unknown,
 }
 
-/// Each kind with how often it is chosen by itself.
+/// Each kind with its weight.
 pub(crate) const KINDS: &[(Kind, u64)] = &[
     (Kind::Strings, 12),
     (Kind::Collections, 8),
@@ -74,7 +74,7 @@ const KEYS: &[&str] = &[
 const CHANNELS: &[&str] = &["ch1", "ch2", "news", "low:ch"];
 pub(crate) const PASSWORDS: &[(&str, &str)] =
     &[("admin", "right"), ("low", "p"), ("reader", "r"), ("default", "pw"), ("nobody", "x")];
-/// EngineHandle the sizes at which the module treats values differently.
+/// Sizes around those at which the module treats values differently.
 const SIZES: &[usize] = &[
     0,
     1,
@@ -96,36 +96,37 @@ const SIZES: &[usize] = &[
     (1 << 20) + 1,
 ];
 
-/// A choice of one.
+/// Returns a random element.
 pub(crate) fn pick<T: Copy>(random: &mut Random, from: &[T]) -> T {
     from[random.below(from.len() as u64) as usize]
 }
 
+/// Returns true with this probability.
 pub(crate) fn chance(random: &mut Random, percent: u64) -> bool {
     random.below(100) < percent
 }
 
-/// A command, and how long it may take.
-pub(crate) struct Made {
+/// A generated command, and how long it may take.
+pub(crate) struct Command {
     pub(crate) words: Vec<Word>,
     pub(crate) wait_ms: u64,
-    /// It may wait for another client without end.
+    /// The command may block until another client writes.
     pub(crate) may_block: bool,
 }
 
-pub(crate) struct Maker<'a> {
+pub(crate) struct CommandGenerator<'a> {
     pub(crate) random: &'a mut Random,
     pub(crate) setup: &'a Setup,
 }
 
-impl Maker<'_> {
+impl CommandGenerator<'_> {
     fn pick<T: Copy>(&mut self, from: &[T]) -> T {
         pick(self.random, from)
     }
 
-    /// A line of words, of which some are chosen: `K` a key, `C` a channel, `N` a number, `V` a
-    /// value, `#` the number of a client.
-    fn line(&mut self, line: &str) -> Made {
+    /// Generates a command from a line of words with placeholders: `K` is a key, `C` a channel, `N`
+    /// a number, `V` a value, `#` the id of a client.
+    fn line(&mut self, line: &str) -> Command {
         let mut words = Vec::new();
         for word in line.split(' ') {
             words.push(match word {
@@ -145,14 +146,14 @@ impl Maker<'_> {
                 self.setup.typed(std::str::from_utf8(name).unwrap_or_default()).as_bytes().to_vec();
             *name = self.cased(typed);
         }
-        Made { words, wait_ms: 0, may_block: false }
+        Command { words, wait_ms: 0, may_block: false }
     }
 
     fn bytes(&mut self, from: &[&str]) -> Word {
         Word::Bytes(self.pick(from).as_bytes().to_vec())
     }
 
-    /// Names are the same in any case.
+    /// Changes the case of some letters, which engines ignore in names of commands.
     fn cased(&mut self, name: Vec<u8>) -> Vec<u8> {
         match self.random.below(10) {
             0 => name.to_ascii_lowercase(),
@@ -165,12 +166,12 @@ impl Maker<'_> {
         }
     }
 
-    fn one_of(&mut self, lines: &[&str]) -> Made {
+    fn one_of(&mut self, lines: &[&str]) -> Command {
         let line = self.pick(lines);
         self.line(line)
     }
 
-    pub(crate) fn make(&mut self, kind: Kind) -> Made {
+    pub(crate) fn generate(&mut self, kind: Kind) -> Command {
         match kind {
             Kind::Strings => self.one_of(STRINGS),
             Kind::Collections => self.one_of(COLLECTIONS),
@@ -263,11 +264,11 @@ impl Maker<'_> {
         }
     }
 
-    fn keys(&mut self) -> Made {
+    fn keys(&mut self) -> Command {
         if chance(self.random, 10) {
-            let mut made = self.line("SET K V PX 5");
-            made.wait_ms = 30;
-            return made;
+            let mut command = self.line("SET K V PX 5");
+            command.wait_ms = 30;
+            return command;
         }
         self.one_of(&[
             "DEL K",
@@ -292,9 +293,9 @@ impl Maker<'_> {
         ])
     }
 
-    fn large(&mut self) -> Made {
+    fn large(&mut self) -> Command {
         let size = self.pick(SIZES);
-        let mut made = self.one_of(&[
+        let mut command = self.one_of(&[
             "SET K",
             "SET K",
             "APPEND K",
@@ -315,8 +316,8 @@ impl Maker<'_> {
             ]);
         }
         let fill = b'a' + self.random.below(26) as u8;
-        made.words.push(Word::Bytes(vec![fill; size]));
-        made
+        command.words.push(Word::Bytes(vec![fill; size]));
+        command
     }
 
     fn credentials(&mut self) -> (&'static str, &'static str) {
@@ -324,7 +325,7 @@ impl Maker<'_> {
         (user, if chance(self.random, 45) { "wrong" } else { password })
     }
 
-    fn auth(&mut self) -> Made {
+    fn auth(&mut self) -> Command {
         let (user, password) = self.credentials();
         match self.random.below(10) {
             0 => self.line(&format!("AUTH {password}")),
@@ -333,7 +334,7 @@ impl Maker<'_> {
         }
     }
 
-    fn hello(&mut self) -> Made {
+    fn hello(&mut self) -> Command {
         let protocol = self.pick(&["2", "3", "2", "3", "3", "4", "x"]);
         let (user, password) = self.credentials();
         match self.random.below(10) {
@@ -346,23 +347,23 @@ impl Maker<'_> {
         }
     }
 
-    /// Short ones, which are over before another client speaks: in which order the commands of
-    /// several clients run when a pause ends is not defined.
-    fn pause(&mut self) -> Made {
-        let mut made = self.one_of(&[
+    /// Generates short pauses, which are over before another client sends. When a pause ends, the
+    /// order of the commands of several clients is not defined.
+    fn pause(&mut self) -> Command {
+        let mut command = self.one_of(&[
             "CLIENT PAUSE 30 ALL",
             "CLIENT PAUSE 30 ALL",
             "CLIENT PAUSE 30 WRITE",
             "CLIENT UNPAUSE",
             "CLIENT PAUSE x",
         ]);
-        if made.words.get(2) == Some(&Word::Bytes(b"30".to_vec())) {
-            made.wait_ms = 60;
+        if command.words.get(2) == Some(&Word::Bytes(b"30".to_vec())) {
+            command.wait_ms = 60;
         }
-        made
+        command
     }
 
-    fn script(&mut self) -> Made {
+    fn script(&mut self) -> Command {
         let script = self.pick(&[
             "return redis.call('GET', KEYS[1])",
             "return redis.call('INCR', KEYS[1])",
@@ -377,13 +378,13 @@ impl Maker<'_> {
             "return redis.call('NOSUCH')",
             "syntax error",
         ]);
-        let mut made = self.one_of(&["EVAL", "EVAL", "EVAL_RO"]);
-        made.words.push(Word::Bytes(script.into()));
-        made.words.extend(self.line("1 K V").words);
-        made
+        let mut command = self.one_of(&["EVAL", "EVAL", "EVAL_RO"]);
+        command.words.push(Word::Bytes(script.into()));
+        command.words.extend(self.line("1 K V").words);
+        command
     }
 
-    fn blocking(&mut self) -> Made {
+    fn blocking(&mut self) -> Command {
         let (line, wait_ms) = self.pick(&[
             ("BLPOP list 0", 0),
             ("BLPOP list K 0", 0),
@@ -398,13 +399,18 @@ impl Maker<'_> {
             ("WAIT 1 20", 60),
             ("BLPOP list x", 0),
         ]);
-        Made { wait_ms, may_block: line.ends_with(" 0") || line.ends_with(" $"), ..self.line(line) }
+        Command {
+            wait_ms,
+            may_block: line.ends_with(" 0") || line.ends_with(" $"),
+            ..self.line(line)
+        }
     }
 
-    /// A command with many words, up to more than the engine or the module keeps in one piece.
-    fn many(&mut self) -> Made {
+    /// Generates a command with many words: up to more than the engine or the module buffers as a
+    /// whole.
+    fn many(&mut self) -> Command {
         let count = self.pick(&[10, 1000, 1025, 5000, 44_000, 60_000, 60_000]);
-        let mut made = self.one_of(&[
+        let mut command = self.one_of(&[
             "UNSUBSCRIBE",
             "UNSUBSCRIBE",
             "UNSUBSCRIBE",
@@ -417,7 +423,9 @@ impl Maker<'_> {
             "MGET",
             "ECHO",
         ]);
-        made.words.extend((0..count).map(|number| Word::Bytes(format!("c{number}").into_bytes())));
-        made
+        command
+            .words
+            .extend((0..count).map(|number| Word::Bytes(format!("c{number}").into_bytes())));
+        command
     }
 }

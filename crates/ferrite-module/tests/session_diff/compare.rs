@@ -1,4 +1,4 @@
-//! Whether two clients have heard the same.
+//! Compares what two clients have received.
 
 use ferrite_proto::resp::{Limits, Progress, ReplyFramer};
 
@@ -7,12 +7,12 @@ use super::differences::{
     put_in_order,
 };
 
-/// Where the whole replies in these bytes end.
+/// Splits bytes into complete replies.
 pub(crate) fn replies(bytes: &[u8]) -> Vec<&[u8]> {
     let mut found = Vec::new();
     let mut rest = bytes;
     loop {
-        // One for each: what is incomplete is looked at anew when more of it is there.
+        // A new framer for each reply: an incomplete one is parsed again when more has arrived.
         match ReplyFramer::new(Limits { inline_bytes: 1 << 20, ..Limits::default() }).feed(rest) {
             Ok(Progress { consumed, complete: true }) if consumed > 0 => {
                 let (reply, after) = rest.split_at(consumed);
@@ -20,7 +20,7 @@ pub(crate) fn replies(bytes: &[u8]) -> Vec<&[u8]> {
                 rest = after;
             }
             Ok(_) => return found,
-            // No reply at all: shown as it is, and never equal to one.
+            // This is not a reply: it is shown as it is and never equal to one.
             Err(_) => {
                 found.push(rest);
                 return found;
@@ -29,35 +29,39 @@ pub(crate) fn replies(bytes: &[u8]) -> Vec<&[u8]> {
     }
 }
 
-/// What engines of this version do wrong, and what they leave open for a client.
+/// The differences that are tolerated: because of bugs of the engine, or because they are not
+/// defined for a client.
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Faults {
+pub(crate) struct Tolerance {
     /// A failed AUTH may have no reply.
     pub(crate) omits_wrongpass: bool,
-    /// How the client may hear of changed keys.
+    /// How the client may be notified of changed keys.
     pub(crate) broadcasts: Broadcasts,
 }
 
-impl Faults {
-    /// Those of the engine that tells this version.
+impl Tolerance {
+    /// Returns the tolerance for bugs of the engine with this version.
     pub(crate) fn of(version: &str) -> Self {
         Self { omits_wrongpass: !version.contains("v=7.0."), ..Self::default() }
     }
 }
 
-/// Takes what both sides have whole. `false`: they differ, or one has not heard all of it yet.
-pub(crate) fn take_equal(faults: Faults, one: &mut Vec<u8>, other: &mut Vec<u8>) -> bool {
+/// Removes the complete replies of both if they are equal. Returns false if they differ, or if one
+/// client has not received everything yet.
+pub(crate) fn take_equal(tolerance: Tolerance, one: &mut Vec<u8>, other: &mut Vec<u8>) -> bool {
     let [whole, other_whole] = [&*one, &*other].map(|bytes| replies(bytes));
     let ends = [&whole, &other_whole].map(|all| all.iter().map(|reply| reply.len()).sum::<usize>());
     let tails = [one.len() - ends[0], other.len() - ends[1]];
     if one != other {
-        let Faults { omits_wrongpass, broadcasts } = faults;
+        let Tolerance { omits_wrongpass, broadcasts } = tolerance;
         let is_open =
             |reply: &[u8]| (omits_wrongpass && may_be_missing(reply)) || broadcasts.covers(reply);
         let sure = |replies: &[&[u8]]| {
-            parted(&replies.iter().filter(|reply| !is_open(reply)).copied().collect::<Vec<_>>())
+            split_pushes(
+                &replies.iter().filter(|reply| !is_open(reply)).copied().collect::<Vec<_>>(),
+            )
         };
-        let are_equal = are_same(&parted(&whole), &parted(&other_whole))
+        let are_equal = are_same(&split_pushes(&whole), &split_pushes(&other_whole))
             || (are_same(&sure(&whole), &sure(&other_whole))
                 && broadcasts.are_same(&whole, &other_whole));
         if !are_equal || (tails[0] == 0) != (tails[1] == 0) {
@@ -76,8 +80,8 @@ fn are_same(one: &[Vec<Vec<u8>>; 2], other: &[Vec<Vec<u8>>; 2]) -> bool {
     })
 }
 
-/// Replies and pushes, each in their order, without what may differ.
-fn parted(replies: &[&[u8]]) -> [Vec<Vec<u8>>; 2] {
+/// Returns the replies and the pushes, each in their order and without the parts that may differ.
+fn split_pushes(replies: &[&[u8]]) -> [Vec<Vec<u8>>; 2] {
     let replies = replies.iter().filter(|reply| !is_monitor_line(reply));
     let (mut pushes, answers): (Vec<&[u8]>, Vec<&[u8]>) = replies.partition(|reply| is_push(reply));
     pushes.retain(|push| !is_about_a_flood(push));
@@ -90,7 +94,7 @@ fn all_normalised(replies: &[&[u8]]) -> Vec<Vec<u8>> {
     all
 }
 
-/// The first replies that differ, with their place.
+/// Describes the first replies that differ, with their position.
 pub(crate) fn first_difference(one: &[u8], other: &[u8]) -> String {
     let show = |reply: Option<&&[u8]>| {
         reply.map_or("nothing".into(), |reply| {
@@ -119,11 +123,15 @@ mod tests {
     use super::*;
 
     fn equal(one: &str, other: &str) -> bool {
-        take_equal(Faults::default(), &mut one.as_bytes().to_vec(), &mut other.as_bytes().to_vec())
+        take_equal(
+            Tolerance::default(),
+            &mut one.as_bytes().to_vec(),
+            &mut other.as_bytes().to_vec(),
+        )
     }
 
     #[test]
-    fn numbers_of_clients_may_differ_and_nothing_else_of_hello() {
+    fn only_client_ids_may_differ_in_hello() {
         let hello = |id, proto| {
             format!(
                 "*6\r\n$6\r\nserver\r\n$5\r\nredis\r\n$5\r\nproto\r\n:{proto}\r\n$2\r\nid\r\n:{id}\r\n"
@@ -150,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn pushes_may_come_before_or_after_a_reply_but_not_in_another_order() {
+    fn pushes_may_arrive_before_or_after_a_reply_but_only_in_order() {
         let [one, two] =
             ["1", "2"].map(|text| format!(">3\r\n$7\r\nmessage\r\n$1\r\nc\r\n$1\r\n{text}\r\n"));
         assert!(equal(&format!("+OK\r\n{one}{two}"), &format!("{one}+OK\r\n{two}")));
@@ -159,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn addresses_in_client_info_may_differ_and_the_user_may_not() {
+    fn addresses_may_differ_in_client_info_but_not_the_user() {
         let info = |addr, user| {
             let line = format!("id=3 addr={addr} flags=N user={user} resp=2");
             format!("${}\r\n{line}\r\n", line.len())
@@ -174,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn channels_are_left_in_any_order_but_the_same_ones() {
+    fn the_same_channels_may_be_left_in_any_order() {
         let left = |names: [&str; 2]| {
             let one = |(name, rest): (&str, usize)| {
                 format!("*3\r\n$11\r\nunsubscribe\r\n${}\r\n{name}\r\n:{rest}\r\n", name.len())
@@ -186,49 +194,52 @@ mod tests {
     }
 
     #[test]
-    fn lines_of_monitor_are_not_compared_and_other_statuses_are() {
+    fn monitor_lines_are_not_compared_but_other_statuses_are() {
         let line = "+1700000000.123456 [0 127.0.0.1:5] \"GET\" \"k\"\r\n";
         assert!(equal(&format!("{line}+OK\r\n"), "+OK\r\n"));
         assert!(!equal("+OK\r\n+OK\r\n", "+OK\r\n"));
     }
 
     #[test]
-    fn a_failed_login_may_have_no_reply_where_engines_forget_it() {
+    fn a_failed_login_may_have_no_reply_on_engines_with_the_bug() {
         let (one, other) = ("+OK\r\n-WRONGPASS no\r\n:1\r\n", "+OK\r\n:1\r\n");
-        let faults = Faults::of("Valkey server v=8.0.1 sha=0");
-        assert!(take_equal(faults, &mut one.into(), &mut other.into()));
-        assert!(!take_equal(faults, &mut one.into(), &mut "+OK\r\n+OK\r\n:1\r\n".into()));
-        let faults = Faults::of("Redis server v=7.0.15 sha=0");
-        assert!(!take_equal(faults, &mut one.into(), &mut other.into()));
+        let tolerance = Tolerance::of("Valkey server v=8.0.1 sha=0");
+        assert!(take_equal(tolerance, &mut one.into(), &mut other.into()));
+        assert!(!take_equal(tolerance, &mut one.into(), &mut "+OK\r\n+OK\r\n:1\r\n".into()));
+        let tolerance = Tolerance::of("Redis server v=7.0.15 sha=0");
+        assert!(!take_equal(tolerance, &mut one.into(), &mut other.into()));
     }
 
     #[test]
-    fn broadcasts_tell_the_same_keys_in_any_number_of_messages() {
-        let told = |keys: &[&str]| {
+    fn broadcasts_have_the_same_keys_in_any_number_of_messages() {
+        let invalidate = |keys: &[&str]| {
             let keys: Vec<_> =
                 keys.iter().map(|key| format!("${}\r\n{key}\r\n", key.len())).collect();
             format!(">2\r\n$10\r\ninvalidate\r\n*{}\r\n{}", keys.len(), keys.concat())
         };
         let equal = |broadcasts, one: &str, other: &str| {
-            let faults = Faults { broadcasts, ..Faults::default() };
-            take_equal(faults, &mut one.into(), &mut other.into())
+            let tolerance = Tolerance { broadcasts, ..Tolerance::default() };
+            take_equal(tolerance, &mut one.into(), &mut other.into())
         };
-        let (once, twice) = (told(&["a", "b"]) + ":1\r\n", told(&["a"]) + ":1\r\n" + &told(&["b"]));
+        let (once, twice) = (
+            invalidate(&["a", "b"]) + ":1\r\n",
+            invalidate(&["a"]) + ":1\r\n" + &invalidate(&["b"]),
+        );
         assert!(equal(Broadcasts::Gathered, &once, &twice));
         assert!(!equal(Broadcasts::None, &once, &twice));
-        assert!(!equal(Broadcasts::Gathered, &once, &(told(&["a"]) + ":1\r\n")));
+        assert!(!equal(Broadcasts::Gathered, &once, &(invalidate(&["a"]) + ":1\r\n")));
         assert!(
-            !equal(Broadcasts::Gathered, &once, &(told(&["a", "b"]) + ":2\r\n")),
-            "other replies"
+            !equal(Broadcasts::Gathered, &once, &(invalidate(&["a", "b"]) + ":2\r\n")),
+            "a differing reply"
         );
         assert!(equal(Broadcasts::MayBeMissing, &once, ":1\r\n"));
-        assert!(!equal(Broadcasts::MayBeMissing, &once, &(told(&["c"]) + ":1\r\n")));
+        assert!(!equal(Broadcasts::MayBeMissing, &once, &(invalidate(&["c"]) + ":1\r\n")));
         let flush = ">2\r\n$10\r\ninvalidate\r\n_\r\n";
         assert!(!equal(Broadcasts::MayBeMissing, &format!("{flush}:1\r\n"), ":1\r\n"));
     }
 
     #[test]
-    fn pushes_within_an_array_do_not_hide_what_may_differ() {
+    fn allowed_differences_are_found_next_to_pushes_in_an_array() {
         let reply = |id| {
             let hello = format!("%2\r\n$5\r\nproto\r\n:3\r\n$2\r\nid\r\n:{id}\r\n");
             format!("*2\r\n{hello}>3\r\n$11\r\nunsubscribe\r\n$1\r\na\r\n:0\r\n")
@@ -237,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn the_module_may_name_a_connection_and_nobody_else() {
+    fn only_the_module_may_name_a_connection() {
         assert!(equal("$-1\r\n", "$13\r\nferrite:1.1:5\r\n"));
         assert!(!equal("$-1\r\n", "$1\r\nx\r\n"));
         assert!(!equal("$13\r\nferrite:1.1:5\r\n", "$-1\r\n"));
@@ -247,9 +258,9 @@ mod tests {
     }
 
     #[test]
-    fn half_a_reply_stays() {
+    fn incomplete_replies_are_kept() {
         let (mut one, mut other) = (b"+OK\r\n$5\r\nhe".to_vec(), b"+OK\r\n$5\r\nhel".to_vec());
-        assert!(take_equal(Faults::default(), &mut one, &mut other));
+        assert!(take_equal(Tolerance::default(), &mut one, &mut other));
         assert_eq!((&one[..], &other[..]), (&b"$5\r\nhe"[..], &b"$5\r\nhel"[..]));
     }
 }

@@ -1,5 +1,5 @@
-//! What may differ between a client at the engine's own port and one at the module's port, and why.
-//! Everything that is not listed here must be equal.
+//! The differences that are allowed between a client at the engine's own port and one at the
+//! module's port, with their reasons. Everything else must be equal.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,23 +10,23 @@ use super::session::Setup;
 
 /// Values in a HELLO reply, by the word before them.
 const HELLO: &[(&str, &str)] = &[
-    ("id", "two engines number their clients differently"),
+    ("id", "two engines give their clients different ids"),
     ("rdma-port", "an argument of the module, in the list of modules"),
     ("engine", "an argument of the module, in the list of modules"),
 ];
 
-/// The word before HELLO's list of modules, which has the order of a hash table with a random seed.
-/// Valkey 9.1 has a module of its own beside ours.
+/// The word before HELLO's list of modules, whose order is that of a hash table with a random seed.
+/// Valkey 9.1 has a second module, its own.
 const MODULES: &[u8] = b"modules";
 
-/// A reply that may be missing, on engines that have this fault: `addAuthErrReply` of Redis 7.2 and
-/// Valkey 7.2 to 9 says nothing while the client has replies that were not written yet. Whether it
-/// has depends on how the input was cut into reads.
+/// A reply that may be missing on engines with this bug: `addAuthErrReply` of Redis 7.2 and Valkey
+/// 7.2 to 9 sends nothing while the client has unwritten replies. Whether it has any depends on how
+/// the input was split into reads.
 const MAY_BE_MISSING: &[u8] = b"-WRONGPASS ";
 
 /// Fields of a line of CLIENT INFO and CLIENT LIST.
 const CLIENT_INFO: &[(&str, &str)] = &[
-    ("id", "two engines number their clients differently"),
+    ("id", "two engines give their clients different ids"),
     ("addr", "the engine sees the proxy connection, not the client (the book's Limits)"),
     ("laddr", "the engine sees the proxy connection, not the client (the book's Limits)"),
     ("fd", "a descriptor of the process"),
@@ -44,14 +44,14 @@ const CLIENT_INFO: &[(&str, &str)] = &[
     ("tot-mem", "the sum of the memory fields"),
     ("events", "how fast the reader is"),
     ("cmd", "in-process commands are not commands of the proxy connection"),
-    ("redir", "the number of another client"),
+    ("redir", "the id of another client"),
     ("tot-net-in", "in-process commands do not pass the proxy connection"),
     ("tot-net-out", "in-process commands do not pass the proxy connection"),
     ("tot-cmds", "in-process commands do not pass the proxy connection"),
 ];
 
-/// What the name of a proxy connection begins with until the client chooses one: the module names
-/// it after the client's address, so that CLIENT LIST and ACL LOG lead back to it (S13).
+/// The prefix of a proxy connection's name until the client sets one. The module names it after the
+/// client's address, so that CLIENT LIST and ACL LOG show where the client is (S13).
 const PROXY_NAME: &str = "ferrite:";
 
 /// A flag of a CLIENT INFO line: the proxy connection is a Unix socket.
@@ -60,18 +60,18 @@ const UNIX_SOCKET_FLAG: char = 'U';
 /// Fields of an entry of ACL LOG.
 const ACL_LOG: &[(&str, &str)] = &[
     ("age-seconds", "the clock"),
-    ("client-info", "a CLIENT INFO line with addresses and numbers"),
-    ("entry-id", "a number of the engine's own"),
+    ("client-info", "a CLIENT INFO line with addresses and ids"),
+    ("entry-id", "numbered by each engine"),
     ("timestamp-created", "the clock"),
     ("timestamp-last-updated", "the clock"),
 ];
 
-/// An ACL LOG context that only the module's side may have: the engine logs the first denial of an
-/// in-process command a second time, in the context of the module (the book's Limits).
+/// An ACL LOG context that only the module's side may have. The first denial of an in-process
+/// command is logged twice, once in the context of the module (the book's Limits).
 const ACL_LOG_MODULE_CONTEXT: &[u8] = b"module";
 
-/// Replies and pushes whose order among themselves is that of a hash table with a random seed, by
-/// their kind; the field of each that gives the order.
+/// Replies and pushes whose order is that of a hash table with a random seed. Each entry has the
+/// kind, the index of the field that determines the order, and the reason.
 const ANY_ORDER: &[(&str, usize, &str)] = &[
     (
         "unsubscribe",
@@ -99,8 +99,8 @@ fn is_listed(table: &[(&str, &str)], name: &[u8]) -> bool {
     table.iter().any(|(listed, _)| listed.as_bytes() == name)
 }
 
-/// Writes a reply without what may differ. It goes by words, not by nesting: engines put pushes
-/// into arrays, and leave elements out of the array of EXEC.
+/// Returns a reply without the parts that may differ. It works on single words, not on nested
+/// values, since engines put pushes into arrays and omit elements from the array of EXEC.
 pub(crate) fn normalised(reply: &[u8]) -> Vec<u8> {
     let mut out = Vec::new();
     let mut before: [&[u8]; 3] = [b""; 3];
@@ -121,7 +121,7 @@ pub(crate) fn normalised(reply: &[u8]) -> Vec<u8> {
         }
         rest = after;
         if is_monitor_line(head) {
-            continue; // engines put them into the array of EXEC
+            continue; // engines put lines of MONITOR into the array of EXEC
         }
         if before[2] == MODULES
             && let Some((list, after)) = in_order(head, rest)
@@ -135,7 +135,7 @@ pub(crate) fn normalised(reply: &[u8]) -> Vec<u8> {
             b"id" => before[0] == b"proto",
             name => is_listed(HELLO, name),
         };
-        // RESP3 has a word on the format before such a text.
+        // In RESP3 such a text has its format as a prefix.
         let plain = payload.map(|text| text.strip_prefix(b"txt:").unwrap_or(text));
         match plain {
             Some(text) if text.starts_with(b"id=") => {
@@ -152,7 +152,7 @@ pub(crate) fn normalised(reply: &[u8]) -> Vec<u8> {
     out
 }
 
-/// The whole push messages at the beginning, and what comes after.
+/// Returns the whole push messages at the beginning, and the bytes after them.
 fn leading_pushes(mut rest: &[u8]) -> (Vec<&[u8]>, &[u8]) {
     let mut pushes = Vec::new();
     while rest.starts_with(b">")
@@ -166,7 +166,8 @@ fn leading_pushes(mut rest: &[u8]) -> (Vec<&[u8]>, &[u8]) {
     (pushes, rest)
 }
 
-/// The elements behind the head of a list, normalised and in order, and what comes after.
+/// Returns the elements after the header of an array, normalised and sorted, and the bytes after
+/// the array.
 fn in_order<'a>(head: &[u8], mut rest: &'a [u8]) -> Option<(Vec<u8>, &'a [u8])> {
     let count =
         head.strip_prefix(b"*").and_then(|digits| std::str::from_utf8(digits).ok()?.parse().ok());
@@ -182,7 +183,7 @@ fn in_order<'a>(head: &[u8], mut rest: &'a [u8]) -> Option<(Vec<u8>, &'a [u8])> 
     count.map(|_| ([head, b"\n"].concat().into_iter().chain(elements.concat()).collect(), rest))
 }
 
-/// A line, the string that belongs to it if it is the head of one, and what comes after.
+/// A line, the string that follows it if it is the header of one, and the remaining bytes.
 type Split<'a> = (&'a [u8], Option<&'a [u8]>, &'a [u8]);
 
 /// Splits off the first word.
@@ -201,8 +202,8 @@ fn word(bytes: &[u8]) -> Option<Split<'_>> {
     }
 }
 
-/// Whether these normalised replies say the same: no name at the engine, and the module's at the
-/// module. EXEC's array may have one among other elements.
+/// Returns whether two normalised replies are equal. Where the engine has no client name, the
+/// module may have the name that it set, also within the array of EXEC.
 pub(crate) fn is_same(engine: &[u8], module: &[u8]) -> bool {
     let [lines, mut others] = [engine, module].map(|reply| reply.split(|byte| *byte == b'\n'));
     let mut is_next = |line: &[u8]| {
@@ -215,7 +216,7 @@ pub(crate) fn is_same(engine: &[u8], module: &[u8]) -> bool {
     engine == module || (lines.into_iter().all(&mut is_next) && others.next().is_none())
 }
 
-/// Whether this reply may be missing on engines with that fault.
+/// Returns whether this reply may be missing on engines with the bug of [`MAY_BE_MISSING`].
 pub(crate) fn may_be_missing(reply: &[u8]) -> bool {
     reply.starts_with(MAY_BE_MISSING)
 }
@@ -248,7 +249,7 @@ fn client_info(text: &[u8]) -> String {
     lines.join("\n")
 }
 
-/// Gives neighbours of the same kind, whose order is not defined, one order.
+/// Sorts adjacent replies of the same kind if their order is not defined.
 pub(crate) fn put_in_order(replies: &mut [Vec<u8>], originals: &[&[u8]]) {
     let fields: Vec<_> = originals.iter().map(|reply| order_field(reply)).collect();
     let mut from = 0;
@@ -276,8 +277,8 @@ pub(crate) fn put_in_order(replies: &mut [Vec<u8>], originals: &[&[u8]]) {
     }
 }
 
-/// The place of a reply's kind in the list, and the field that is in any order, as it is
-/// normalised.
+/// Returns the index of a reply's kind in [`ANY_ORDER`], and the normalised field that determines
+/// its order.
 fn order_field(reply: &[u8]) -> Option<(usize, Vec<u8>)> {
     let (Value::Push(values) | Value::Array(values)) = Value::parse(reply).ok()? else {
         return None;
@@ -288,15 +289,15 @@ fn order_field(reply: &[u8]) -> Option<(usize, Vec<u8>)> {
     Some((place, [format!("${}\n", name.len()).as_bytes(), name, b"\n"].concat()))
 }
 
-/// Whether this tells of a key that a flooding client incremented: how often depends on the clock.
+/// Returns whether this push is about a key that a flooding client increments. How many such pushes
+/// there are depends on the clock.
 pub(crate) fn is_about_a_flood(push: &[u8]) -> bool {
     let prefix = super::flood::KEYS.as_bytes();
     push.windows(prefix.len()).any(|part| part == prefix)
 }
 
-/// Whether this is one of the lines that MONITOR shows. They are not compared: on the module's side
-/// there are commands of the proxy connection itself, and none for what ran in-process
-/// (the book's Limits).
+/// Returns whether this is a line of MONITOR. These are not compared: on the module's side, MONITOR
+/// also shows the module's own commands and does not show in-process commands (the book's Limits).
 pub(crate) fn is_monitor_line(reply: &[u8]) -> bool {
     let Some(line) = reply.strip_prefix(b"+") else { return false };
     let digits = line.iter().take_while(|byte| byte.is_ascii_digit()).count();
@@ -305,10 +306,12 @@ pub(crate) fn is_monitor_line(reply: &[u8]) -> bool {
         && line.get(digits + 7..digits + 9) == Some(b" [")
 }
 
-/// Whether the engine's log tells of a client that was disconnected for hardly any replies that
-/// wait. Engines with the fix of CVE-2025-21605 do so to clients without a login from 1 KiB on, and
-/// a reply whose length is not known before takes 16 KiB at once; a RESET in the same read takes
-/// the login away while it waits.
+/// Returns whether the engine's log shows a client that was disconnected although it had few unread
+/// replies.
+///
+/// Engines with the fix of CVE-2025-21605 limit clients without a login to 1 KiB of unread replies.
+/// A reply of unknown length uses 16 KiB at once. A RESET in the same read removes the login while
+/// replies are still unwritten.
 pub(crate) fn is_cut_off_early(log: &str) -> bool {
     const EARLY: u64 = 64 << 10;
     let cut_off = log.lines().filter(|line| line.contains("overcoming of output buffer limits"));
@@ -317,17 +320,17 @@ pub(crate) fn is_cut_off_early(log: &str) -> bool {
     waiting.any(|bytes| bytes < EARLY)
 }
 
-/// Whether the last thing that was said is the refusal of a large command before a login. Valkey
-/// 9.1 looks at the heads of all commands that it has read before it runs the first of them: one
-/// that comes with the RESET before it is still taken.
-pub(crate) fn is_refused_by_its_head(heard: &[u8]) -> bool {
-    let refusal = b"-ERR Protocol error: unauthenticated ";
-    super::compare::replies(heard).last().is_some_and(|reply| reply.starts_with(refusal))
+/// Returns whether the last reply rejects a large command because the client has no login. Valkey
+/// 9.1 parses the headers of all commands in one read before it runs the first of them. So it still
+/// accepts such a command if it arrives in the same read as the RESET before it.
+pub(crate) fn ends_with_rejected_header(received: &[u8]) -> bool {
+    let rejection = b"-ERR Protocol error: unauthenticated ";
+    super::compare::replies(received).last().is_some_and(|reply| reply.starts_with(rejection))
 }
 
-/// Whether a line of this CLIENT LIST is of a client that is hung up on after its next reply. There
-/// is none if it has sent QUIT while replies are off, or the next was to be skipped: engines hang
-/// up then only if an earlier reply was not written yet.
+/// Returns whether this CLIENT LIST has a client that will be disconnected after its next reply. If
+/// the client has sent QUIT while replies are off or skipped, there is no such reply. Engines then
+/// disconnect it only if an earlier reply is still unwritten.
 pub(crate) fn has_silent_quit(client_list: &[u8]) -> bool {
     let list = String::from_utf8_lossy(client_list);
     list.split_whitespace()
@@ -335,9 +338,10 @@ pub(crate) fn has_silent_quit(client_list: &[u8]) -> bool {
         .any(|flags| flags.contains('c'))
 }
 
-/// Whether a client that has ended its side heard less on one side for that reason alone. An engine
-/// that has written 64 KiB at once goes on in its next event-loop iteration, where it reads the end
-/// first, and hangs up. So does the one behind the module at the connection of a pinned session.
+/// Returns whether a client that has shut down its side received less from one engine only because
+/// of that. After writing 64 KiB, an engine continues in the next iteration of its event loop,
+/// where it first reads the end and disconnects the client. The engine behind the module does the
+/// same to the proxy connection of a pinned session.
 pub(crate) fn is_cut_off_at_the_end(one: &[u8], other: &[u8]) -> bool {
     const AT_ONCE: usize = 64 << 10; // NET_MAX_WRITES_PER_EVENT
     if one.len().min(other.len()) < AT_ONCE {
@@ -363,8 +367,8 @@ fn without_order(reply: &[u8]) -> Vec<u8> {
     }
 }
 
-/// Whether this is said unasked. Its place among the replies of a client is not defined: another
-/// client's command causes it.
+/// Returns whether this is a message that another client's command has caused. Its position among
+/// the replies of a client is not defined.
 pub(crate) fn is_push(reply: &[u8]) -> bool {
     let kinds: [&[u8]; 4] = [b"message", b"pmessage", b"smessage", b"invalidate"];
     match Value::parse(reply) {
@@ -375,45 +379,49 @@ pub(crate) fn is_push(reply: &[u8]) -> bool {
     }
 }
 
-/// How invalidations of CLIENT TRACKING BCAST may reach a client. Engines gather the keys until an
-/// event-loop iteration ends (`trackingBroadcastInvalidationMessages` in `beforeSleep`), and send
-/// them by the protocol and the tracking that the client has then. What that is depends on how the
-/// input was cut into reads, at the engine's own port too.
+/// How invalidations of CLIENT TRACKING BCAST may reach a client.
+///
+/// Engines collect the keys until the end of an event-loop iteration
+/// (`trackingBroadcastInvalidationMessages` in `beforeSleep`). Then they send them according to the
+/// client's protocol and tracking at that time. Which these are depends on how the input was split
+/// into reads, also at the engine's own port.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(crate) enum Broadcasts {
-    /// The client has not asked for them.
+    /// The client has not requested them.
     #[default]
     None,
-    /// The same keys may be told in one message or in several.
+    /// The same keys may be in one message or in several.
     Gathered,
-    /// The client has just changed its protocol or its tracking: one side may not be told of keys
-    /// before that. RESP2 has no pushes.
+    /// The client has just changed its protocol or its tracking. One engine may not have sent the
+    /// earlier keys, since RESP2 has no pushes.
     MayBeMissing,
 }
 
 impl Broadcasts {
-    /// Those of a client that has said this, of which everything up to `compared` is done.
-    pub(crate) fn of(setup: &Setup, said: &[u8], compared: usize) -> Self {
-        let is_said = |word: &str, from: usize| {
-            said[from..].windows(word.len()).any(|part| part.eq_ignore_ascii_case(word.as_bytes()))
+    /// Determines them for a client that has sent these bytes, of which the first `compared` have
+    /// had their replies compared.
+    pub(crate) fn of(setup: &Setup, sent: &[u8], compared: usize) -> Self {
+        let has_sent = |word: &str, from: usize| {
+            sent[from..].windows(word.len()).any(|part| part.eq_ignore_ascii_case(word.as_bytes()))
         };
         let changes = ["HELLO", "RESET", "TRACKING"].map(|name| setup.typed(name));
-        // One that ends in what is not done yet.
+        // A word that ends in the bytes after `compared`.
         let is_new =
-            |word: &str| is_said(word, compared.saturating_sub(word.len().saturating_sub(1)));
-        match is_said("BCAST", 0) {
+            |word: &str| has_sent(word, compared.saturating_sub(word.len().saturating_sub(1)));
+        match has_sent("BCAST", 0) {
             false => Self::None,
             true if changes.iter().any(|word| is_new(word)) => Self::MayBeMissing,
             true => Self::Gathered,
         }
     }
 
-    /// Whether this is compared by [`Self::are_same`], and not in its place among the pushes.
+    /// Returns whether [`Self::are_same`] compares this reply. If so, its position among the pushes
+    /// is not compared.
     pub(crate) fn covers(self, reply: &[u8]) -> bool {
         self != Self::None && !invalidated(reply).is_empty()
     }
 
-    /// Whether these replies tell of the same keys.
+    /// Returns whether these replies invalidate the same keys.
     pub(crate) fn are_same(self, one: &[&[u8]], other: &[&[u8]]) -> bool {
         let [one, other] = [one, other].map(|replies| {
             let keys = replies.iter().flat_map(|reply| invalidated(reply));
@@ -427,7 +435,7 @@ impl Broadcasts {
     }
 }
 
-/// The keys of a push that names keys; FLUSHALL's names none, and is not gathered.
+/// Returns the keys of an invalidation. That of FLUSHALL has no keys and is not collected.
 fn invalidated(reply: &[u8]) -> Vec<Vec<u8>> {
     let Ok(Value::Push(values)) = Value::parse(reply) else { return Vec::new() };
     match &values[..] {
@@ -441,11 +449,11 @@ fn invalidated(reply: &[u8]) -> Vec<Vec<u8>> {
     }
 }
 
-/// The entries of ACL LOG in any order, without what may differ.
+/// Returns the entries of ACL LOG, sorted and without the parts that may differ.
 pub(crate) fn acl_log(reply: &[u8], is_module_side: bool) -> Vec<String> {
     let Ok(Value::Array(entries)) = Value::parse(reply) else { return vec![excerpt_of(reply)] };
-    // The engine merges a denial with an equal one among the last ten entries: where the module's
-    // own entries stand between them they are two. So counts are added up.
+    // The engine merges equal denials only among the last ten entries. Entries of the module
+    // between them can prevent that, so the counts of equal entries are added up here.
     let mut counts: BTreeMap<String, u64> = BTreeMap::new();
     for entry in &entries {
         let pairs: Vec<(&[u8], String)> = match entry {
@@ -486,14 +494,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_is_cut_off_early_had_few_replies_waiting() {
+    fn recognises_disconnects_with_few_unread_replies() {
         let line = |omem| {
             format!(
                 "# Client id=6 omem={omem} tot-mem=1 scheduled to be closed ASAP for overcoming of output buffer limits.\n"
             )
         };
         assert!(is_cut_off_early(&line(20_560)));
-        assert!(!is_cut_off_early(&line(2_000_000)), "that is the limit of the configuration");
+        assert!(!is_cut_off_early(&line(2_000_000)), "the configured limit");
         assert!(!is_cut_off_early("# Client id=6 omem=20560 closed\n"));
     }
 
@@ -516,12 +524,12 @@ mod tests {
     }
 
     #[test]
-    fn long_answers_may_be_cut_off_at_the_end() {
+    fn long_replies_may_be_cut_off_after_a_half_close() {
         let all = vec![b'a'; 100 << 10];
         assert!(is_cut_off_at_the_end(&all[..64 << 10], &all));
         assert!(is_cut_off_at_the_end(&all, &all[..64 << 10]));
-        assert!(!is_cut_off_at_the_end(&all[..1000], &all), "that is written at once");
-        assert!(!is_cut_off_at_the_end(&all, &all[..1000]), "that is written at once");
+        assert!(!is_cut_off_at_the_end(&all[..1000], &all), "1,000 bytes are written at once");
+        assert!(!is_cut_off_at_the_end(&all, &all[..1000]), "1,000 bytes are written at once");
         assert!(!is_cut_off_at_the_end(&vec![b'b'; 64 << 10], &all));
         let left = |first: u32| -> Vec<u8> {
             let reply = |at| {
@@ -540,29 +548,29 @@ mod tests {
     }
 
     #[test]
-    fn a_head_is_refused_last() {
-        let refusal = b"-ERR Protocol error: unauthenticated bulk length\r\n";
-        assert!(is_refused_by_its_head(&[b"+RESET\r\n", &refusal[..]].concat()));
-        assert!(!is_refused_by_its_head(&[&refusal[..], b"+OK\r\n"].concat()));
-        assert!(!is_refused_by_its_head(b"-NOAUTH Authentication required.\r\n"));
+    fn recognises_a_rejected_header_as_the_last_reply() {
+        let rejection = b"-ERR Protocol error: unauthenticated bulk length\r\n";
+        assert!(ends_with_rejected_header(&[b"+RESET\r\n", &rejection[..]].concat()));
+        assert!(!ends_with_rejected_header(&[&rejection[..], b"+OK\r\n"].concat()));
+        assert!(!ends_with_rejected_header(b"-NOAUTH Authentication required.\r\n"));
     }
 
     #[test]
-    fn broadcasts_may_be_missing_only_while_the_client_changes_how_it_is_told() {
+    fn broadcasts_may_be_missing_only_while_the_client_changes_protocol_or_tracking() {
         let setup = Setup { renames: vec![("HELLO", "hi")], ..Setup::default() };
-        let asks = b"CLIENT TRACKING ON BCAST\r\n";
-        let of = |more: &[u8]| Broadcasts::of(&setup, &[asks, more].concat(), asks.len());
+        let request = b"CLIENT TRACKING ON BCAST\r\n";
+        let of = |more: &[u8]| Broadcasts::of(&setup, &[request, more].concat(), request.len());
         assert_eq!(of(b"SET k v\r\n"), Broadcasts::Gathered);
         assert_eq!(of(b"SET k v\r\nHi 3\r\n"), Broadcasts::MayBeMissing);
         assert_eq!(of(b"SET k v\r\nCLIENT TRACKING OFF\r\n"), Broadcasts::MayBeMissing);
-        let cut = [asks, &b"SET k v\r\nRES"[..], b"ET\r\n"].concat();
+        let cut = [request, &b"SET k v\r\nRES"[..], b"ET\r\n"].concat();
         assert_eq!(Broadcasts::of(&setup, &cut, cut.len() - 4), Broadcasts::MayBeMissing);
-        assert_eq!(Broadcasts::of(&setup, &cut, cut.len()), Broadcasts::Gathered, "that is done");
+        assert_eq!(Broadcasts::of(&setup, &cut, cut.len()), Broadcasts::Gathered, "RESET is over");
         assert_eq!(Broadcasts::of(&setup, b"HI 3\r\nCLIENT TRACKING ON\r\n", 0), Broadcasts::None);
     }
 
     #[test]
-    fn a_silent_quit_is_known_by_its_flag() {
+    fn recognises_a_silent_quit_by_its_flag() {
         assert!(has_silent_quit(b"$40\r\nid=3 flags=Uc db=0\nid=4 flags=N db=0\n\r\n"));
         assert!(!has_silent_quit(b"$40\r\nid=3 name=c flags=N cmd=client\n\r\n"));
     }

@@ -1,5 +1,5 @@
-//! A client that sends without a pause while it is killed. Once whoever stops it has the reply, and
-//! the engine has served one more request, the client must not have run another command.
+//! A client that is stopped while it sends without a pause. When the command that stops it has its
+//! reply, and the engine has served one more request, no further command of the client may run.
 
 use std::fmt;
 use std::io::{Read as _, Write as _};
@@ -11,23 +11,23 @@ use ferrite_proto::resp::Value;
 
 use super::session::{Stop, excerpt};
 use super::side::{LONG, Side, ask, dial};
-use crate::wire::{Wire, encode};
+use crate::connection::{Connection, encode};
 
-/// What the keys that floods increment begin with.
+/// The prefix of the keys that floods increment.
 pub(crate) const KEYS: &str = "flood:";
-/// How long a client that was stopped is watched.
-const WATCHED: Duration = Duration::from_millis(40);
-/// Until the end of a connection must have been seen.
-const END: Duration = Duration::from_secs(1);
-/// Increments before the client is stopped: it is in full flow.
-const ENOUGH: i64 = 500;
+/// How long a stopped client is watched.
+const WATCH_TIME: Duration = Duration::from_millis(40);
+/// How long it may take until the client sees the end of its connection.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
+/// The number of increments after which the client is stopped.
+const FULL_FLOW: i64 = 500;
 
-/// What came of it.
+/// The outcome of a flood.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Outcome {
-    /// Replies that do not depend on the time: to the login, and to the order to stop.
+    /// The replies that do not depend on the time: to the login and to the command that stops it.
     replies: Vec<String>,
-    /// Commands that ran after it was stopped.
+    /// The number of commands that ran after it was stopped.
     pub(crate) went_on: i64,
     has_ended: bool,
 }
@@ -45,7 +45,7 @@ pub(crate) fn run(side: &mut Side, key: &str, stop: Stop, by_observer: bool) -> 
     side.observe("ACL SETUSER flood reset on >flood ~flood* &* +@all");
     let mut outcome = Outcome { replies: Vec::new(), went_on: 0, has_ended: true };
     let Some(socket) = dial(&side.client_port) else { return outcome };
-    let mut flooder = Wire::new(Box::new(socket.try_clone().expect("a socket")));
+    let mut flooder = Connection::new(Box::new(socket.try_clone().expect("a socket")));
     let login = ask(&mut flooder, &side.words("AUTH flood flood")).unwrap_or_default();
     let id = ask(&mut flooder, &side.words("CLIENT ID")).unwrap_or_default();
     outcome.replies.push(excerpt(&login, 200));
@@ -68,16 +68,16 @@ pub(crate) fn run(side: &mut Side, key: &str, stop: Stop, by_observer: bool) -> 
             let mut piece = [0; 64 << 10];
             while matches!(socket.read(&mut piece), Ok(count) if count > 0) {}
         });
-        let begun = Instant::now();
-        while count(side, key) < ENOUGH && begun.elapsed() < LONG && !reader.is_finished() {}
-        let reply = end_it(side, id, stop, by_observer);
-        // A command that is disabled stops nobody.
+        let started = Instant::now();
+        while count(side, key) < FULL_FLOW && started.elapsed() < LONG && !reader.is_finished() {}
+        let reply = stop_flood(side, id, stop, by_observer);
+        // If the command is disabled, it stops nobody.
         if !reply.starts_with('-') {
             let before = count(side, key);
-            std::thread::sleep(WATCHED);
+            std::thread::sleep(WATCH_TIME);
             outcome.went_on = count(side, key) - before;
-            let begun = Instant::now();
-            while !reader.is_finished() && begun.elapsed() < END {
+            let started = Instant::now();
+            while !reader.is_finished() && started.elapsed() < CLOSE_TIMEOUT {
                 std::thread::sleep(Duration::from_millis(1));
             }
             outcome.has_ended = reader.is_finished();
@@ -98,8 +98,8 @@ fn count(side: &mut Side, key: &str) -> i64 {
     }
 }
 
-/// Stops the client, and returns the reply.
-fn end_it(side: &mut Side, id: i64, stop: Stop, by_observer: bool) -> String {
+/// Stops the client and returns the reply.
+fn stop_flood(side: &mut Side, id: i64, stop: Stop, by_observer: bool) -> String {
     let kill_id = format!("CLIENT KILL ID {id}");
     let lines: &[&str] = match stop {
         Stop::KillId => &[&kill_id],

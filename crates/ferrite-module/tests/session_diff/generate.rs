@@ -1,18 +1,18 @@
-//! Makes a session of a seed.
+//! Generates a session from a seed.
 //!
 //! ```text
 //!   seed ─► setup: renamed commands, users, number of clients
-//!        ─► theme: kinds of commands that this session prefers, and those that it leaves out
+//!        ─► theme: the kinds of commands that this session prefers or omits
 //!        ─► bursts of one to six commands for one client ─► pieces ─► order among the clients
 //! ```
 
 use std::collections::VecDeque;
 
-use super::commands::{KINDS, Kind, Made, Maker, chance, pick};
+use super::commands::{Command, CommandGenerator, KINDS, Kind, chance, pick};
 use super::session::{Action, Part, Session, Setup, Step, Stop, Word, encode, push};
 use crate::random::Random;
 
-/// Commands that may have another name, and names for them.
+/// Commands that may be renamed, with their new names.
 const RENAMES: &[(&str, &str)] = &[
     ("SUBSCRIBE", "sub2"),
     ("UNSUBSCRIBE", "unsub2"),
@@ -37,7 +37,7 @@ const RENAMES: &[(&str, &str)] = &[
     ("CONFIG", "conf"),
     ("COMMAND", "commands"),
 ];
-/// Those that may be disabled: neither the observer nor the login of a flood needs them.
+/// Commands that may be disabled: neither the observer nor a flooding client needs them.
 const DISABLED: &[&str] = &[
     "SUBSCRIBE",
     "MULTI",
@@ -52,10 +52,10 @@ const DISABLED: &[&str] = &[
     "COMMAND",
 ];
 
-/// Bytes of a command that is worth sending in two pieces.
+/// The length from which on a command is often sent in two pieces.
 const LONG_COMMAND: usize = 4000;
 
-/// What is sent right behind a command with many words.
+/// The kinds of commands that follow a command with many words.
 const AFTER_MANY: &[Kind] = &[
     Kind::Hello,
     Kind::Hello,
@@ -69,7 +69,7 @@ const AFTER_MANY: &[Kind] = &[
     Kind::Strings,
 ];
 
-/// What `default` may do.
+/// Definitions of the user `default`.
 const DEFAULT_USERS: &[&str] = &[
     "user default on nopass ~* &* +@all",
     "user default on nopass ~* &* +@all",
@@ -89,19 +89,19 @@ struct Generator {
     setup: Setup,
     weights: Vec<(Kind, u64)>,
     bursts: usize,
-    /// Pieces that each client has yet to send.
+    /// The pieces that each client still has to send.
     queues: Vec<VecDeque<Step>>,
-    /// Clients that may be waiting in the engine: what they send next runs at a time of its own.
+    /// Clients that may be blocked in the engine: it is not known when their next commands run.
     may_be_blocked: Vec<bool>,
-    /// Whether clients are killed while they send: it takes time, so not in every session.
+    /// Whether clients are killed while they send. That takes time, so not every session has it.
     has_floods: bool,
 }
 
-/// The session of this seed.
+/// Returns the session of this seed.
 pub(crate) fn session(seed: u64) -> Session {
     let mut random = Random::new(seed);
     for _ in 0..4 {
-        random.below(2); // small seeds have similar beginnings
+        random.below(2); // the first numbers are similar for small seeds
     }
     let setup = setup(&mut random);
     let weights = theme(&mut random);
@@ -138,7 +138,8 @@ fn setup(random: &mut Random) -> Setup {
     Setup { renames, users, clients: 2 + random.below(4) as usize }
 }
 
-/// Some kinds are left out and some come often: all of them in each session would rarely meet.
+/// Omits some kinds and prefers others. If every session had all kinds, two given kinds would
+/// rarely occur together.
 fn theme(random: &mut Random) -> Vec<(Kind, u64)> {
     let factor = |random: &mut Random| pick(random, &[0, 1, 1, 1, 5]);
     KINDS.iter().map(|(kind, weight)| (*kind, weight * factor(random))).collect()
@@ -149,13 +150,13 @@ impl Generator {
         let mut steps = Vec::new();
         let clients = self.queues.len();
         for client in 0..clients {
-            self.greet(client);
+            self.log_in(client);
             steps.extend(self.queues[client].drain(..));
         }
         let bursts = self.bursts + 10 + self.random.below(25) as usize;
         let mut client = 0;
         while self.bursts < bursts || self.queues.iter().any(|queue| !queue.is_empty()) {
-            // A client often goes on where it stopped; its pieces are rarely parted by others.
+            // A client often continues where it stopped, so other clients rarely send in between.
             if self.queues[client].is_empty() || chance(&mut self.random, 25) {
                 client = self.random.below(clients as u64) as usize;
             }
@@ -175,9 +176,9 @@ impl Generator {
         self.queues[client].push_back(Step { client, action, burst: self.bursts });
     }
 
-    /// Client 0 is mostly an administrator; the others are whoever they are. Most tell their
-    /// number.
-    fn greet(&mut self, client: usize) {
+    /// Logs a client in: client 0 mostly as an administrator, the others as any user or not at all.
+    /// Most clients then ask for their id.
+    fn log_in(&mut self, client: usize) {
         let login = match client {
             0 if chance(&mut self.random, 80) => Some(("admin", "right")),
             0 => None,
@@ -196,11 +197,11 @@ impl Generator {
         }
     }
 
-    fn write(&mut self, client: usize, commands: &[Vec<Word>], tells_id: bool) {
+    fn write(&mut self, client: usize, commands: &[Vec<Word>], returns_id: bool) {
         self.bursts += 1;
         let mut parts = Vec::new();
         commands.iter().for_each(|words| encode(words, &mut parts));
-        self.queue(client, Action::Write { parts, settle: true, wait_ms: 0, tells_id });
+        self.queue(client, Action::Write { parts, settle: true, wait_ms: 0, returns_id });
     }
 
     fn burst(&mut self, client: usize) {
@@ -209,7 +210,7 @@ impl Generator {
             0..4 => {
                 self.queue(client, Action::Reconnect);
                 self.may_be_blocked[client] = false;
-                self.greet(client);
+                self.log_in(client);
             }
             4..8 if client > 0 && self.has_floods => {
                 let stops = [Stop::KillId, Stop::KillUser, Stop::DeleteUser, Stop::RecreateUser];
@@ -222,7 +223,7 @@ impl Generator {
             8..10 => self.garbage(client),
             10..13 => self.inline(client),
             13..20 => self.transaction(client),
-            20..24 => self.last_words(client),
+            20..24 => self.half_close(client),
             _ => self.commands(client),
         }
     }
@@ -243,8 +244,8 @@ impl Generator {
         let count = pick(&mut self.random, &[1, 1, 1, 2, 3, 4, 6]);
         let mut kinds: Vec<_> = (0..count).map(|_| self.kind()).collect();
         if let Some(at) = kinds.iter().position(|kind| *kind == Kind::Many) {
-            // One is enough. Whoever counts its replies wrong misreads those of the commands after
-            // it.
+            // One is enough. A module that miscounts its replies would misread those of the
+            // commands after it.
             kinds.truncate(at + 1);
             kinds.drain(..if chance(&mut self.random, 70) { at } else { 0 });
             for _ in 0..=self.random.below(3) {
@@ -259,39 +260,42 @@ impl Generator {
             if kind == Kind::Many || chance(&mut self.random, 20) {
                 focus = raw_len(&parts).unwrap_or(focus);
             }
-            let made = self.make(client, kind);
-            encode(&made.words, &mut parts);
-            wait_ms = made.wait_ms;
+            let command = self.generate(client, kind);
+            encode(&command.words, &mut parts);
+            wait_ms = command.wait_ms;
             if wait_ms > 0 {
                 if kind == Kind::Pause {
-                    // It waits for the end of the pause. All of it in one piece: what another
-                    // client sends between two pieces would find the pause, or not, and if that
-                    // client then ends its side, the engine drops what waits.
-                    encode(&self.make(client, Kind::Strings).words, &mut parts);
+                    // The next command waits for the end of the pause. Both are sent in one piece:
+                    // whether commands that another client sends between two pieces are paused is
+                    // not defined, and if that client then shuts down its side, the engine drops
+                    // its paused commands.
+                    encode(&self.generate(client, Kind::Strings).words, &mut parts);
                     self.queue(
                         client,
-                        Action::Write { parts, settle: true, wait_ms, tells_id: false },
+                        Action::Write { parts, settle: true, wait_ms, returns_id: false },
                     );
                     return;
                 }
-                break; // what comes after depends on the clock until that time is over
+                break; // until that time is over, later replies would depend on the clock
             }
         }
-        self.deliver(client, parts, wait_ms, focus);
+        self.send_in_pieces(client, parts, wait_ms, focus);
     }
 
-    /// A command that the client can send now.
-    fn make(&mut self, client: usize, kind: Kind) -> Made {
-        let made = Maker { random: &mut self.random, setup: &self.setup }.make(kind);
-        // What waits behind another command is served at a time that is not known here.
-        if made.wait_ms > 0 && self.may_be_blocked[client] {
-            return Maker { random: &mut self.random, setup: &self.setup }.make(Kind::Strings);
+    /// Generates a command that the client can send now.
+    fn generate(&mut self, client: usize, kind: Kind) -> Command {
+        let command =
+            CommandGenerator { random: &mut self.random, setup: &self.setup }.generate(kind);
+        // It is not known when a command after a blocked one runs.
+        if command.wait_ms > 0 && self.may_be_blocked[client] {
+            return CommandGenerator { random: &mut self.random, setup: &self.setup }
+                .generate(Kind::Strings);
         }
-        self.may_be_blocked[client] |= made.may_block;
-        made
+        self.may_be_blocked[client] |= command.may_block;
+        command
     }
 
-    /// A whole transaction, so that there are some that succeed.
+    /// Generates a whole transaction, so that some transactions succeed.
     fn transaction(&mut self, client: usize) {
         let mut commands = vec![vec![word(self.setup.typed("MULTI"))]];
         let mut wait_ms = 0;
@@ -300,9 +304,9 @@ impl Generator {
                 Kind::Many | Kind::Blocking | Kind::Pause | Kind::Quit => Kind::Strings,
                 kind => kind,
             };
-            let made = self.make(client, kind);
-            wait_ms = made.wait_ms;
-            commands.push(made.words);
+            let command = self.generate(client, kind);
+            wait_ms = command.wait_ms;
+            commands.push(command.words);
             if wait_ms > 0 {
                 break;
             }
@@ -311,12 +315,12 @@ impl Generator {
         commands.push(vec![word(self.setup.typed(end))]);
         let mut parts = Vec::new();
         commands.iter().for_each(|words| encode(words, &mut parts));
-        self.deliver(client, parts, wait_ms, 0);
+        self.send_in_pieces(client, parts, wait_ms, 0);
     }
 
-    /// The client ends its side of the connection behind what it sends, mostly at once: all of it
-    /// is answered, but for a command that is cut off.
-    fn last_words(&mut self, client: usize) {
+    /// Generates commands after which the client shuts down its side of the connection, mostly at
+    /// once. All commands get replies, except one that is cut off.
+    fn half_close(&mut self, client: usize) {
         match self.random.below(5) {
             0 => self.inline(client),
             1 => self.transaction(client),
@@ -327,7 +331,8 @@ impl Generator {
             if chance(&mut self.random, 20) { 1 + self.random.below(20) as usize } else { 0 };
         let last = self.queues[client].back_mut().map(|step| &mut step.action);
         let Some(Action::Write { parts, settle, wait_ms: 0, .. }) = last else {
-            // engines give up what waits for the clock when they see the end, which is a race
+            // When an engine sees the end, it drops commands that wait for the clock. That is a
+            // race.
             return;
         };
         *settle = rests;
@@ -337,25 +342,26 @@ impl Generator {
         self.queue(client, Action::EndWriting);
         self.queue(client, Action::Reconnect);
         self.may_be_blocked[client] = false;
-        self.greet(client);
+        self.log_in(client);
     }
 
-    /// Commands typed as lines.
+    /// Generates inline commands.
     fn inline(&mut self, client: usize) {
         let mut parts = Vec::new();
         for _ in 0..=self.random.below(2) {
             let kind = self.kind();
-            let made = Maker { random: &mut self.random, setup: &self.setup }.make(kind);
+            let command =
+                CommandGenerator { random: &mut self.random, setup: &self.setup }.generate(kind);
             let plain = |word: &Word| match word {
                 Word::Bytes(bytes) => {
                     bytes.iter().all(u8::is_ascii_alphanumeric) && bytes.len() < 100
                 }
                 Word::Id(_) => false,
             };
-            if made.words.len() > 50
-                || made.wait_ms > 0
-                || made.may_block
-                || !made.words.iter().all(plain)
+            if command.words.len() > 50
+                || command.wait_ms > 0
+                || command.may_block
+                || !command.words.iter().all(plain)
             {
                 push(
                     &mut parts,
@@ -366,7 +372,7 @@ impl Generator {
                 );
                 continue;
             }
-            for word in &made.words {
+            for word in &command.words {
                 if let Word::Bytes(bytes) = word {
                     push(&mut parts, bytes);
                     push(&mut parts, b" ");
@@ -374,10 +380,10 @@ impl Generator {
             }
             push(&mut parts, pick(&mut self.random, &[&b"\r\n"[..], b"\n"]));
         }
-        self.deliver(client, parts, 0, 0);
+        self.send_in_pieces(client, parts, 0, 0);
     }
 
-    /// What is no command, nearly one, or nothing.
+    /// Generates input that is not a command, is almost one, or is empty.
     fn garbage(&mut self, client: usize) {
         let bytes = pick(
             &mut self.random,
@@ -402,21 +408,22 @@ impl Generator {
         push(&mut parts, bytes);
         if chance(&mut self.random, 50) {
             let kind = self.kind();
-            let made = Maker { random: &mut self.random, setup: &self.setup }.make(kind);
-            if made.wait_ms == 0 && !made.may_block {
-                encode(&made.words, &mut parts);
+            let command =
+                CommandGenerator { random: &mut self.random, setup: &self.setup }.generate(kind);
+            if command.wait_ms == 0 && !command.may_block {
+                encode(&command.words, &mut parts);
             }
         }
-        self.deliver(client, parts, 0, 0);
+        self.send_in_pieces(client, parts, 0, 0);
         if chance(&mut self.random, 60) {
             self.queue(client, Action::Reconnect);
         }
     }
 
-    /// In one piece or in several, with or without a rest between them.
-    /// Cuts in a command's head are those of the command at `focus`.
-    fn deliver(&mut self, client: usize, parts: Vec<Part>, wait_ms: u64, focus: usize) {
-        // A command with many words is often sent head first.
+    /// Sends bytes in one or more pieces, with or without waiting in between. If a header is split,
+    /// it is that of the command at `focus`.
+    fn send_in_pieces(&mut self, client: usize, parts: Vec<Part>, wait_ms: u64, focus: usize) {
+        // The header of a command with many words is often sent first.
         let is_long =
             parts.iter().any(|part| matches!(part, Part::Raw(bytes) if bytes.len() > LONG_COMMAND));
         let rests = chance(&mut self.random, if is_long { 90 } else { 70 });
@@ -429,11 +436,11 @@ impl Generator {
             let is_last = pieces.peek().is_none();
             let wait_ms = if is_last { wait_ms } else { 0 };
             let settle = is_last || rests;
-            self.queue(client, Action::Write { parts, settle, wait_ms, tells_id: false });
+            self.queue(client, Action::Write { parts, settle, wait_ms, returns_id: false });
         }
     }
 
-    /// Behind `*N`, behind `$N` of the name, behind the name, or all of them.
+    /// Returns positions after `*N`, after `$N` of the name, after the name, or all of them.
     fn head_cuts(&mut self, parts: &[Part], focus: usize) -> Vec<usize> {
         let Some(Part::Raw(first)) = parts.first() else { return Vec::new() };
         let ends = first.iter().enumerate().skip(focus).filter(|(_, byte)| **byte == b'\n');
@@ -446,7 +453,7 @@ impl Generator {
         }
     }
 
-    /// Where the first part, which is raw, is cut.
+    /// Returns where to split the first part, which is raw.
     fn cuts(&mut self, parts: &[Part], rests: bool, focus: usize) -> Vec<usize> {
         let Some(Part::Raw(first)) = parts.first() else { return Vec::new() };
         let len = first.len() as u64;
@@ -462,14 +469,14 @@ impl Generator {
                 cuts.dedup();
                 cuts
             }
-            // Before the last line end, and within it.
+            // Before the last line end and within it.
             12 => vec![first.len().saturating_sub(2), first.len().saturating_sub(1)],
             _ => Vec::new(),
         }
     }
 }
 
-/// How long the bytes are, as long as there is no number of a client in them.
+/// Returns the length of the bytes; `None` if they contain the id of a client.
 fn raw_len(parts: &[Part]) -> Option<usize> {
     match parts {
         [] => Some(0),
@@ -478,7 +485,7 @@ fn raw_len(parts: &[Part]) -> Option<usize> {
     }
 }
 
-/// The pieces; numbers of clients are never cut.
+/// Splits the parts at these positions. Client ids are never split.
 fn cut(parts: Vec<Part>, cuts: &[usize]) -> Vec<Vec<Part>> {
     let mut parts = parts.into_iter();
     let Some(Part::Raw(mut first)) = parts.next() else { return Vec::new() };
@@ -515,7 +522,7 @@ mod tests {
     }
 
     #[test]
-    fn clients_follow_each_other_only_after_a_rest() {
+    fn clients_alternate_only_after_the_engines_are_idle() {
         for seed in 0..10 {
             let steps = session(seed).steps;
             for pair in steps.windows(2) {
@@ -527,7 +534,7 @@ mod tests {
     }
 
     #[test]
-    fn clients_end_their_side_before_they_come_back() {
+    fn half_closed_clients_reconnect_next() {
         let all: Vec<_> = (0..20).map(|seed| session(seed).steps).collect();
         let mut ends = 0;
         for steps in &all {
@@ -543,7 +550,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pause_is_over_before_another_client_speaks() {
+    fn a_pause_is_over_before_another_client_sends() {
         let mut pauses = 0;
         for seed in 0..100 {
             for step in session(seed).steps {
@@ -559,7 +566,7 @@ mod tests {
     }
 
     #[test]
-    fn pieces_are_the_whole() {
+    fn pieces_add_up_to_the_whole() {
         let whole =
             vec![Part::Raw(b"*2\r\n$4\r\nPING".to_vec()), Part::Id(1), Part::Raw(b"x".to_vec())];
         let pieces = cut(whole.clone(), &[4, 8]);

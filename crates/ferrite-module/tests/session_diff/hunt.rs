@@ -1,4 +1,4 @@
-//! Runs sessions of many seeds, and makes the first that fails as short as it can.
+//! Runs sessions of many seeds, and shortens those that fail.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -8,20 +8,20 @@ use super::run::{Finding, Pair};
 use super::session::{Session, Step};
 use super::side::Engine;
 
-/// How long a session is made shorter.
+/// How long shortening a session may take.
 const SHORTENING: Duration = Duration::from_secs(90);
-/// A difference that does not come again in as many runs is reported as such.
+/// How often a difference is tried to be reproduced.
 const TRIES: usize = 3;
 
-/// What a hunt is told.
+/// The options of a hunt.
 pub(crate) struct Hunt {
     pub(crate) program: PathBuf,
-    /// The module's argument of that name; without it the module's own default.
+    /// The module's argument `call-path`; `None` for the module's default.
     pub(crate) call_path: Option<String>,
     pub(crate) seeds: std::ops::RangeInclusive<u64>,
-    /// No new session begins after that.
+    /// No new session starts after this time.
     pub(crate) time: Option<Duration>,
-    /// Go on after a finding.
+    /// Continue after a finding.
     pub(crate) keep_going: bool,
     /// Print each session.
     pub(crate) show: bool,
@@ -29,45 +29,45 @@ pub(crate) struct Hunt {
     pub(crate) folder: Option<PathBuf>,
 }
 
-/// What a hunt came to.
+/// The result of a hunt.
 #[derive(Default)]
-pub(crate) struct Score {
+pub(crate) struct Summary {
     pub(crate) sessions: usize,
     pub(crate) steps: usize,
-    /// Differences that did not come again.
-    pub(crate) once: usize,
-    /// Seeds that differ again and again.
+    /// Differences that could not be reproduced.
+    pub(crate) unreproduced: usize,
+    /// Seeds with reproducible differences.
     pub(crate) findings: Vec<u64>,
 }
 
 impl Hunt {
-    pub(crate) fn run(&self) -> Score {
-        let begun = Instant::now();
-        let mut score = Score::default();
+    pub(crate) fn run(&self) -> Summary {
+        let started = Instant::now();
+        let mut summary = Summary::default();
         let mut seeds = self.seeds.clone();
-        let mut next = seeds.next().map(|seed| self.begin(seed));
+        let mut next = seeds.next().map(|seed| self.start(seed));
         while let Some((session, mut pair)) = next.take() {
             // The next engines start while this session runs.
-            let is_time_over = self.time.is_some_and(|time| begun.elapsed() > time);
-            next = if is_time_over { None } else { seeds.next().map(|seed| self.begin(seed)) };
-            score.sessions += 1;
-            score.steps += session.steps.len();
+            let is_time_over = self.time.is_some_and(|time| started.elapsed() > time);
+            next = if is_time_over { None } else { seeds.next().map(|seed| self.start(seed)) };
+            summary.sessions += 1;
+            summary.steps += session.steps.len();
             let Err(finding) = pair.run(&session) else { continue };
             drop(pair);
-            let after = begun.elapsed();
+            let after = started.elapsed();
             if self.report(&session, &finding, after) {
-                score.findings.push(session.seed);
+                summary.findings.push(session.seed);
                 if !self.keep_going {
                     break;
                 }
             } else {
-                score.once += 1;
+                summary.unreproduced += 1;
             }
         }
-        score
+        summary
     }
 
-    fn begin(&self, seed: u64) -> (Session, Pair) {
+    fn start(&self, seed: u64) -> (Session, Pair) {
         let session = generate::session(seed);
         if self.show {
             eprintln!("seed {seed}: {}", session.setup);
@@ -77,15 +77,15 @@ impl Hunt {
         (session, pair)
     }
 
-    /// Whether it is a finding: a difference that comes again.
+    /// Reports a difference. Returns whether it is a finding, which means that it is reproducible.
     fn report(&self, session: &Session, finding: &Finding, after: Duration) -> bool {
         let seed = session.seed;
-        let again = (0..TRIES).find_map(|_| self.again(session, finding));
-        let Some(again) = again else {
-            let what = format!("{:?} once, and not again in {TRIES} runs", finding.kind);
+        let reproduced = (0..TRIES).find_map(|_| self.reproduce(session, finding));
+        let Some(reproduced) = reproduced else {
+            let what = format!("{:?} once, not reproduced in {TRIES} runs", finding.kind);
             eprintln!("seed {seed}: {what}: {}\n{}", finding.what, last_lines(finding, 12));
             let whole = finding.transcript.join("\n");
-            self.keep(seed, &format!("seed {seed}: {what}\n\n{whole}\n\n{}\n", finding.what));
+            self.save(seed, &format!("seed {seed}: {what}\n\n{whole}\n\n{}\n", finding.what));
             return false;
         };
         eprintln!(
@@ -97,9 +97,9 @@ impl Hunt {
             finding.what
         );
         let (session, finding) = if self.keep_going && self.folder.is_none() {
-            (session.clone(), again)
+            (session.clone(), reproduced)
         } else {
-            self.shorten(session, again)
+            self.shorten(session, reproduced)
         };
         let text = |transcript: String| {
             format!(
@@ -112,11 +112,11 @@ impl Hunt {
             )
         };
         eprintln!("\n{}", text(last_lines(&finding, 60)));
-        self.keep(seed, &text(finding.transcript.join("\n")));
+        self.save(seed, &text(finding.transcript.join("\n")));
         true
     }
 
-    fn keep(&self, seed: u64, text: &str) {
+    fn save(&self, seed: u64, text: &str) {
         let Some(folder) = &self.folder else { return };
         let file = folder.join(format!("session-diff-{seed}.txt"));
         if let Err(error) =
@@ -127,27 +127,27 @@ impl Hunt {
     }
 
     fn pair(&self, session: &Session) -> Pair {
-        Pair::begin(
+        Pair::start(
             &Engine { program: self.program.clone(), call_path: self.call_path.clone() },
             session,
         )
     }
 
-    /// The same kind of finding in new engines.
-    fn again(&self, session: &Session, finding: &Finding) -> Option<Finding> {
+    /// Runs a session in new engines. Returns the finding if it is of the same kind.
+    fn reproduce(&self, session: &Session, finding: &Finding) -> Option<Finding> {
         let found = self.pair(session).run(session).err()?;
         (found.kind == finding.kind).then_some(found)
     }
 
-    /// Drops bursts as long as the difference stays, many at once and then one by one.
+    /// Drops bursts as long as the difference remains, first many at once, then one by one.
     fn shorten(&self, session: &Session, mut finding: Finding) -> (Session, Finding) {
-        let begun = Instant::now();
+        let started = Instant::now();
         let mut session = session.with_steps(session.steps[..finding.steps].to_vec());
         let mut at_once = bursts(&session.steps).len().div_ceil(2);
         while at_once > 0 {
             let mut from = 0;
             while from < bursts(&session.steps).len() {
-                if begun.elapsed() > SHORTENING {
+                if started.elapsed() > SHORTENING {
                     return (session, finding);
                 }
                 let all = bursts(&session.steps);
@@ -159,7 +159,7 @@ impl Hunt {
                     .cloned()
                     .collect();
                 let shorter = session.with_steps(kept);
-                match self.again(&shorter, &finding) {
+                match self.reproduce(&shorter, &finding) {
                     Some(found) => {
                         session = shorter.with_steps(shorter.steps[..found.steps].to_vec());
                         finding = found;

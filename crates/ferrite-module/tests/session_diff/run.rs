@@ -4,31 +4,32 @@ use std::time::{Duration, Instant};
 
 use ferrite_proto::resp::Value;
 
-use super::compare::{Faults, first_difference, replies, take_equal};
+use super::compare::{Tolerance, first_difference, replies, take_equal};
 use super::differences::{
-    Broadcasts, acl_log, has_silent_quit, is_cut_off_at_the_end, is_cut_off_early,
-    is_refused_by_its_head,
+    Broadcasts, acl_log, ends_with_rejected_header, has_silent_quit, is_cut_off_at_the_end,
+    is_cut_off_early,
 };
 use super::flood;
 use super::session::{Action, Part, Session, Setup, Step, excerpt};
 use super::side::{Engine, LONG, Side};
-use super::waiting::{Said, Wait, is_waiting, one_by_one};
+use super::waiting::{SentInput, Wait, is_waiting, one_by_one};
 
-/// Before what differs counts as a difference: an engine's timer may be late on a busy machine.
-const PATIENCE: Duration = Duration::from_millis(1500);
+/// How long the engines may differ before that counts as a difference. A timer of an engine may be
+/// late on a busy machine.
+const TIMEOUT: Duration = Duration::from_millis(1500);
 
-/// What is not the same.
+/// The kind of a difference.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Kind {
     Replies,
     /// One client is still connected, the other is not.
     ConnectionEnd,
-    /// A client that was stopped went on.
+    /// Commands of a stopped client ran, or the outcomes differ.
     Flood,
     AclLog,
     Dataset,
     EngineDied,
-    /// An engine does not come to rest.
+    /// An engine does not become idle.
     Busy,
 }
 
@@ -38,29 +39,29 @@ pub(crate) struct Finding {
     /// The number of steps that were run.
     pub(crate) steps: usize,
     pub(crate) what: String,
-    /// What was said and heard up to there.
+    /// Everything that was sent and received up to there.
     pub(crate) transcript: Vec<String>,
 }
 
-/// Engine 0 is asked at its own port, engine 1 through the module.
+/// Two engines. The clients of engine 0 use its own port, those of engine 1 the module's.
 pub(crate) struct Pair {
     sides: [Side; 2],
-    faults: Faults,
+    tolerance: Tolerance,
     setup: Setup,
-    said: Vec<Said>,
+    sent: Vec<SentInput>,
 }
 
 impl Pair {
-    /// Starts both, and does not wait for them.
-    pub(crate) fn begin(engine: &Engine, session: &Session) -> Self {
-        let sides = [false, true].map(|is_module| Side::begin(engine, &session.setup, is_module));
-        let said = vec![Said::default(); session.setup.clients];
-        Self { sides, faults: Faults::default(), setup: session.setup.clone(), said }
+    /// Starts both engines without waiting for them.
+    pub(crate) fn start(engine: &Engine, session: &Session) -> Self {
+        let sides = [false, true].map(|is_module| Side::spawn(engine, &session.setup, is_module));
+        let sent = vec![SentInput::default(); session.setup.clients];
+        Self { sides, tolerance: Tolerance::default(), setup: session.setup.clone(), sent }
     }
 
     pub(crate) fn run(&mut self, session: &Session) -> Result<(), Finding> {
         self.sides.iter_mut().for_each(Side::await_listeners);
-        self.faults = Faults::of(&self.sides[0].version());
+        self.tolerance = Tolerance::of(&self.sides[0].version());
         let mut transcript = Vec::new();
         for (at, step) in session.steps.iter().enumerate() {
             transcript.push(format!("{at:3} {step}"));
@@ -77,19 +78,20 @@ impl Pair {
         transcript: &mut Vec<String>,
     ) -> Result<(), (Kind, String)> {
         match &step.action {
-            Action::Write { parts, settle, wait_ms, tells_id } => {
+            Action::Write { parts, settle, wait_ms, returns_id } => {
                 let others_wait = self.others_wait_with_more(step.client);
                 let pieces = if others_wait { one_by_one(parts) } else { vec![parts.clone()] };
                 for piece in &pieces {
-                    if others_wait && self.said[step.client].wait != Wait::No {
-                        transcript
-                            .push("      the rest is not sent: two would wait with more".into());
+                    if others_wait && self.sent[step.client].wait != Wait::No {
+                        transcript.push(
+                            "      the rest is not sent: two clients would be blocked".into(),
+                        );
                         break;
                     }
                     self.send(step.client, piece);
                     if others_wait || *settle {
                         self.settle()?;
-                        self.look_who_waits();
+                        self.update_waits();
                     }
                 }
                 if !settle {
@@ -98,9 +100,9 @@ impl Pair {
                 if *wait_ms > 0 {
                     std::thread::sleep(Duration::from_millis(*wait_ms));
                     self.settle()?;
-                    self.look_who_waits();
+                    self.update_waits();
                 }
-                if *tells_id {
+                if *returns_id {
                     self.learn_id(step.client);
                 }
             }
@@ -112,7 +114,7 @@ impl Pair {
                 self.settle()?;
             }
             Action::Reconnect => {
-                self.said[step.client] = Said::default();
+                self.sent[step.client] = SentInput::default();
                 self.sides.iter_mut().for_each(|side| side.reconnect(step.client));
                 self.settle()?;
             }
@@ -128,7 +130,7 @@ impl Pair {
                     let what = format!("engine: {}\n    module: {}", outcomes[0], outcomes[1]);
                     return Err((Kind::Flood, what));
                 }
-                // A client that nobody could stop has its last commands served first.
+                // If the flood could not be stopped, its last commands are served first.
                 self.settle()?;
                 self.sides.iter_mut().for_each(|side| drop(side.observe(&format!("DEL {key}"))));
                 self.settle()?;
@@ -138,41 +140,43 @@ impl Pair {
     }
 
     fn send(&mut self, client: usize, parts: &[Part]) {
-        self.said[client].push(&self.setup, parts);
+        self.sent[client].push(&self.setup, parts);
         for side in &mut self.sides {
             side.send(client, parts);
             side.exchange();
         }
     }
 
-    /// Whether the order in which another client's commands run is open while this one sends many.
+    /// Returns whether another client is blocked with more commands. Then the order of its commands
+    /// and those of this client is not defined.
     fn others_wait_with_more(&self, client: usize) -> bool {
-        let mut all = self.said.iter().enumerate();
-        all.any(|(other, said)| other != client && said.wait == Wait::WithMore)
+        let mut all = self.sent.iter().enumerate();
+        all.any(|(other, sent)| other != client && sent.wait == Wait::WithMore)
     }
 
-    /// Asks the engine at its own port, which knows the clients by their addresses.
-    fn look_who_waits(&mut self) {
-        if self.said.iter().all(|said| !said.may_wait) {
+    /// Updates which clients are blocked. It asks the engine at its own port, which knows the
+    /// clients by their addresses.
+    fn update_waits(&mut self) {
+        if self.sent.iter().all(|sent| !sent.may_wait) {
             return;
         }
         let list = self.sides[0].observe("CLIENT LIST");
-        for (said, client) in self.said.iter_mut().zip(&self.sides[0].clients) {
+        for (sent, client) in self.sent.iter_mut().zip(&self.sides[0].clients) {
             let is_waiting = client.address().is_some_and(|address| is_waiting(&list, &address));
-            said.rest(&self.setup, is_waiting);
+            sent.update_wait(&self.setup, is_waiting);
         }
     }
 
-    /// Until both engines have done all there is to do, and the clients have it.
+    /// Waits until both engines are idle and the clients have received everything.
     fn settle(&mut self) -> Result<(), (Kind, String)> {
-        let begun = Instant::now();
-        while begun.elapsed() < LONG {
+        let started = Instant::now();
+        while started.elapsed() < LONG {
             if self.exchange() {
                 continue;
             }
-            let before = self.sides.each_ref().map(|side| side.process.look());
+            let before = self.sides.each_ref().map(|side| side.process.snapshot());
             if before.iter().all(Option::is_some) && !self.exchange() {
-                let after = self.sides.each_ref().map(|side| side.process.look());
+                let after = self.sides.each_ref().map(|side| side.process.snapshot());
                 if before == after && !self.exchange() {
                     return Ok(());
                 }
@@ -181,9 +185,9 @@ impl Pair {
             std::thread::sleep(Duration::from_micros(100));
         }
         let names = ["the engine", "the engine with the module"];
-        let looks = self.sides.each_ref().map(|side| side.process.look());
-        let busy = names.iter().zip(&looks).filter(|(_, look)| look.is_none());
-        Err((Kind::Busy, format!("not at rest after {LONG:?}: {:?}", busy.collect::<Vec<_>>())))
+        let snapshots = self.sides.each_ref().map(|side| side.process.snapshot());
+        let busy = names.iter().zip(&snapshots).filter(|(_, snapshot)| snapshot.is_none());
+        Err((Kind::Busy, format!("not idle after {LONG:?}: {:?}", busy.collect::<Vec<_>>())))
     }
 
     fn exchange(&mut self) -> bool {
@@ -202,10 +206,10 @@ impl Pair {
         Ok(())
     }
 
-    /// Takes the numbers that both engines have told this client, if both have.
+    /// Notes the ids that both engines have returned to this client, if both have.
     fn learn_id(&mut self, client: usize) {
         let ids =
-            self.sides.each_ref().map(|side| match &replies(&side.clients[client].heard)[..] {
+            self.sides.each_ref().map(|side| match &replies(&side.clients[client].received)[..] {
                 [reply] => match Value::parse(reply) {
                     Ok(Value::Integer(id)) => Some(id),
                     _ => None,
@@ -215,23 +219,23 @@ impl Pair {
         if let [Some(one), Some(other)] = ids {
             for (side, id) in self.sides.iter_mut().zip([one, other]) {
                 side.clients[client].id = Some(id);
-                side.clients[client].heard.clear();
+                side.clients[client].received.clear();
             }
         }
     }
 
     fn compare(&mut self, transcript: &mut Vec<String>) -> Result<(), (Kind, String)> {
-        let begun = Instant::now();
+        let started = Instant::now();
         let mut is_shown = false;
         loop {
             if !std::mem::replace(&mut is_shown, true) {
                 self.show(transcript);
             }
             let Err(difference) = self.take_all_equal() else {
-                self.said.iter_mut().for_each(|said| said.compared = said.bytes.len());
+                self.sent.iter_mut().for_each(|sent| sent.compared = sent.bytes.len());
                 return Ok(());
             };
-            if begun.elapsed() > PATIENCE {
+            if started.elapsed() > TIMEOUT {
                 return Err(difference);
             }
             std::thread::sleep(Duration::from_millis(2));
@@ -242,7 +246,7 @@ impl Pair {
 
     fn take_all_equal(&mut self) -> Result<(), (Kind, String)> {
         while let Err((client, difference)) = self.first_unequal() {
-            if !self.is_engines_mood(client) {
+            if !self.may_engines_disagree(client) {
                 return Err(difference);
             }
             self.sides.iter_mut().for_each(|side| side.clients[client].close());
@@ -254,16 +258,17 @@ impl Pair {
         let [engine, module] = &mut self.sides;
         for (number, (one, other)) in engine.clients.iter_mut().zip(&mut module.clients).enumerate()
         {
-            let mut are_equal = |faults| take_equal(faults, &mut one.heard, &mut other.heard);
-            let Said { bytes, compared, .. } = &self.said[number];
+            let mut are_equal =
+                |tolerance| take_equal(tolerance, &mut one.received, &mut other.received);
+            let SentInput { bytes, compared, .. } = &self.sent[number];
             let broadcasts = || Broadcasts::of(&self.setup, bytes, *compared);
-            if !are_equal(self.faults)
-                && !are_equal(Faults { broadcasts: broadcasts(), ..self.faults })
+            if !are_equal(self.tolerance)
+                && !are_equal(Tolerance { broadcasts: broadcasts(), ..self.tolerance })
             {
-                let difference = first_difference(&one.heard, &other.heard);
+                let difference = first_difference(&one.received, &other.received);
                 let ends = [(one, "engine"), (other, "module")].map(|(client, name)| {
                     if client.is_closed {
-                        format!("\n    {name} has hung up")
+                        format!("\n    {name} closed the connection")
                     } else {
                         String::new()
                     }
@@ -274,25 +279,28 @@ impl Pair {
                 ));
             }
             if one.is_closed != other.is_closed {
-                let says = |closed| if closed { "has hung up" } else { "has not hung up" };
-                let (engine, module) = (says(one.is_closed), says(other.is_closed));
-                let what = format!("client {number}: the engine {engine}, the module {module}");
+                let state = |closed| if closed { "closed" } else { "open" };
+                let (engine, module) = (state(one.is_closed), state(other.is_closed));
+                let what = format!(
+                    "client {number}: the connection to the engine is {engine}, that to the \
+                     module is {module}"
+                );
                 return Err((number, (Kind::ConnectionEnd, what)));
             }
         }
         Ok(())
     }
 
-    /// Whether one engine has hung up on this client, or will, and the other has not, for a reason
-    /// that depends on how its input was cut into reads.
-    fn is_engines_mood(&mut self, client: usize) -> bool {
-        if self.sides.iter().any(|side| is_refused_by_its_head(&side.clients[client].heard)) {
+    /// Returns whether one engine has disconnected this client, or will, and the other has not, for
+    /// a reason that depends on how the input was split into reads.
+    fn may_engines_disagree(&mut self, client: usize) -> bool {
+        if self.sides.iter().any(|side| ends_with_rejected_header(&side.clients[client].received)) {
             return true;
         }
         let [engine, module] = &mut self.sides;
         let [one, other] = [&engine.clients[client], &module.clients[client]];
         if one.has_ended_writing && one.is_closed && other.is_closed {
-            return is_cut_off_at_the_end(&one.heard, &other.heard);
+            return is_cut_off_at_the_end(&one.received, &other.received);
         }
         match (engine.clients[client].is_closed, module.clients[client].is_closed) {
             (true, false) => {
@@ -307,19 +315,21 @@ impl Pair {
     fn show(&self, transcript: &mut Vec<String>) {
         let [engine, module] = &self.sides;
         for (number, (one, other)) in engine.clients.iter().zip(&module.clients).enumerate() {
-            let [left, right] = [one, other].map(|client| excerpt(&client.heard, 300));
-            if one.heard == other.heard {
+            let [left, right] = [one, other].map(|client| excerpt(&client.received, 300));
+            if one.received == other.received {
                 if !left.is_empty() {
-                    transcript.push(format!("      client {number} hears \"{left}\""));
+                    transcript.push(format!("      client {number} receives \"{left}\""));
                 }
             } else {
-                transcript.push(format!("      client {number} hears at the engine \"{left}\""));
-                transcript.push(format!("      client {number} hears at the module \"{right}\""));
+                transcript
+                    .push(format!("      client {number} receives from the engine \"{left}\""));
+                transcript
+                    .push(format!("      client {number} receives from the module \"{right}\""));
             }
         }
     }
 
-    /// When all steps are done: the decisions of the ACL, and the data.
+    /// Compares the decisions of the ACL and the data after all steps.
     fn end(&mut self) -> Result<(), (Kind, String)> {
         self.sides.iter_mut().for_each(Side::relax);
         self.settle()?;

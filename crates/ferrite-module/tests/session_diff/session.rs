@@ -1,23 +1,23 @@
 //! A session as data: how the two engines are started, and what the clients do, step by step. It
-//! holds no connection and no clock, so that a seed always gives the same session and the minimiser
-//! can drop parts of it.
+//! has no connection and no clock. So a seed always gives the same session, and a failing session
+//! can be shortened.
 
 use std::fmt;
 
-/// A word of a command. The number of a client differs between the engines and is filled in when
-/// the step is sent.
+/// A word of a command. Client ids differ between the engines and are filled in when the step is
+/// sent.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Word {
     Bytes(Vec<u8>),
-    /// The engine's number of this client.
+    /// The engine's id of this client.
     Id(usize),
 }
 
-/// Bytes to send, apart from the numbers of clients.
+/// A part of the bytes to send.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Part {
     Raw(Vec<u8>),
-    /// A whole bulk string with the engine's number of this client.
+    /// A whole bulk string with the engine's id of this client.
     Id(usize),
 }
 
@@ -36,34 +36,35 @@ pub(crate) enum Action {
     /// A client sends bytes.
     Write {
         parts: Vec<Part>,
-        /// Wait until both engines are at rest before the next step.
+        /// Wait until both engines are idle before the next step.
         settle: bool,
-        /// Time that a command of this write may take, such as a blocking pop that times out.
+        /// The time that a command of this write may take, such as a blocking pop that times out.
         wait_ms: u64,
-        /// The reply is the client's own number.
-        tells_id: bool,
+        /// The reply is the client's own id.
+        returns_id: bool,
     },
-    /// The client ends its side of the connection, and goes on to read.
+    /// The client shuts down its side of the connection and continues to read.
     EndWriting,
-    /// The client hangs up, wherever it is in a command, and comes back.
+    /// The client disconnects, possibly in the middle of a command, and reconnects.
     Reconnect,
-    /// The client, as user `flood`, sends increments without a pause while it is stopped.
+    /// The client, as the user `flood`, sends increments without a pause until it is stopped.
     Flood { stop: Stop, by_observer: bool },
 }
 
-/// What one client does at one moment.
+/// One action of one client.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Step {
     pub(crate) client: usize,
     pub(crate) action: Action,
-    /// Steps with the same number are pieces of one write; the minimiser drops them together.
+    /// Steps with the same number are pieces of one write. When a session is shortened, they are
+    /// dropped together.
     pub(crate) burst: usize,
 }
 
 /// How both engines are started.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Setup {
-    /// Original names and the names that they have instead; an empty one disables the command.
+    /// Original and new names of renamed commands. An empty new name disables the command.
     pub(crate) renames: Vec<(&'static str, &'static str)>,
     /// Lines of the ACL file.
     pub(crate) users: Vec<String>,
@@ -71,10 +72,10 @@ pub(crate) struct Setup {
 }
 
 impl Setup {
-    /// The name by which clients call this command.
+    /// Returns the name that clients send for this command.
     pub(crate) fn typed<'a>(&'a self, name: &'a str) -> &'a str {
         match self.renames.iter().find(|(original, _)| *original == name) {
-            // Disabled: the old name, which the engine does not know any more.
+            // A disabled command has its original name, which the engine does not know any more.
             Some((_, "")) | None => name,
             Some((_, typed)) => typed,
         }
@@ -89,27 +90,28 @@ pub(crate) struct Session {
 }
 
 impl Session {
-    /// The same with other steps, and with rest between steps of different clients: the order of
-    /// two clients is defined only if the first has been served before the second speaks.
+    /// Returns the same session with other steps. Between steps of different clients it waits until
+    /// the engines are idle: the order of two clients is defined only if the first has been served
+    /// before the second sends.
     pub(crate) fn with_steps(&self, mut steps: Vec<Step>) -> Self {
         for at in 0..steps.len() {
             let client = steps[at].client;
-            let goes_on = steps.get(at + 1).is_some_and(|next| {
-                let goes_on = matches!(
+            let continues = steps.get(at + 1).is_some_and(|next| {
+                let is_more = matches!(
                     next.action,
-                    Action::Write { tells_id: false, .. } | Action::EndWriting
+                    Action::Write { returns_id: false, .. } | Action::EndWriting
                 );
-                next.client == client && goes_on
+                next.client == client && is_more
             });
-            if let Action::Write { settle, tells_id, .. } = &mut steps[at].action {
-                *settle |= !goes_on || *tells_id;
+            if let Action::Write { settle, returns_id, .. } = &mut steps[at].action {
+                *settle |= !continues || *returns_id;
             }
         }
         Self { seed: self.seed, setup: self.setup.clone(), steps }
     }
 }
 
-/// Adds a command in the form that clients send.
+/// Appends a command as clients send it.
 pub(crate) fn encode(words: &[Word], into: &mut Vec<Part>) {
     push(into, format!("*{}\r\n", words.len()).as_bytes());
     for word in words {
@@ -124,7 +126,7 @@ pub(crate) fn encode(words: &[Word], into: &mut Vec<Part>) {
     }
 }
 
-/// Adds raw bytes.
+/// Appends raw bytes.
 pub(crate) fn push(into: &mut Vec<Part>, bytes: &[u8]) {
     match into.last_mut() {
         Some(Part::Raw(last)) => last.extend_from_slice(bytes),
@@ -132,7 +134,7 @@ pub(crate) fn push(into: &mut Vec<Part>, bytes: &[u8]) {
     }
 }
 
-/// The beginning and the end of bytes, as text.
+/// Returns the beginning and the end of bytes as text.
 pub(crate) fn excerpt(bytes: &[u8], most: usize) -> String {
     if bytes.len() <= most {
         return bytes.escape_ascii().to_string();
@@ -146,7 +148,7 @@ impl fmt::Display for Step {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "client {} ", self.client)?;
         match &self.action {
-            Action::EndWriting => f.write_str("ends its side"),
+            Action::EndWriting => f.write_str("shuts down its side"),
             Action::Reconnect => f.write_str("reconnects"),
             Action::Flood { stop, by_observer } => {
                 let by = if *by_observer { "an observer" } else { "client 0" };
@@ -162,9 +164,9 @@ impl fmt::Display for Step {
                 }
                 f.write_str("\"")?;
                 if *wait_ms > 0 {
-                    write!(f, ", {wait_ms} ms pass")?;
+                    write!(f, ", waits {wait_ms} ms")?;
                 }
-                if *settle { Ok(()) } else { f.write_str(", goes on at once") }
+                if *settle { Ok(()) } else { f.write_str(", continues at once") }
             }
         }
     }

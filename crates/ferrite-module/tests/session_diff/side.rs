@@ -1,4 +1,4 @@
-//! One of the two engines, its clients, and an observer who asks the engine itself.
+//! One of the two engines, its clients, and an observer that is connected to the engine's own port.
 
 use std::collections::BTreeMap;
 use std::io::{ErrorKind, Read as _, Write as _};
@@ -9,21 +9,22 @@ use std::time::{Duration, Instant};
 
 use ferrite_proto::resp::Value;
 
-use super::quiet::Process;
+use super::idle::Process;
 use super::session::{Part, Setup, excerpt};
-use crate::scene::{Server, Start, free_port};
-use crate::wire::{Heard, Wire, encode};
+use crate::connection::{Connection, Response, encode};
+use crate::server::{Server, Start, free_port};
 
 pub(crate) const LONG: Duration = Duration::from_secs(20);
 /// Databases of each engine.
 const DATABASES: usize = 4;
-/// The observer's user, whom no generated command touches.
+/// The observer's user, which no generated command changes.
 const OBSERVER: &str = "user observer on >observer ~* &* +@all";
 
-/// The same for both engines, each in a folder of its own: errors of ACL LOAD name it.
+/// The name is the same for both engines, since errors of ACL LOAD contain it. Each engine has its
+/// own folder.
 const ACL_FILE: &str = "users.acl";
 
-/// Which engine is started, and how the module in it.
+/// The engine to start, and the module's setting.
 #[derive(Clone)]
 pub(crate) struct Engine {
     pub(crate) program: PathBuf,
@@ -34,20 +35,20 @@ pub(crate) struct Engine {
 #[derive(Default)]
 pub(crate) struct Client {
     socket: Option<TcpStream>,
-    /// What the socket has not taken yet.
+    /// Bytes that the socket has not accepted yet.
     unsent: Vec<u8>,
-    /// Whether its side ends behind that.
+    /// Whether the client shuts down its side after these bytes.
     ends: bool,
     pub(crate) has_ended_writing: bool,
-    /// What was heard and not compared yet.
-    pub(crate) heard: Vec<u8>,
+    /// Bytes that were received and not compared yet.
+    pub(crate) received: Vec<u8>,
     pub(crate) is_closed: bool,
-    /// The engine's number of it, once it was told.
+    /// The engine's id of the client, once it is known.
     pub(crate) id: Option<i64>,
 }
 
 impl Client {
-    /// Sends and receives what is possible without waiting; whether it was anything.
+    /// Sends and receives as much as possible without blocking. Returns whether that was anything.
     fn exchange(&mut self) -> bool {
         let Some(socket) = &mut self.socket else { return false };
         let mut any = false;
@@ -58,11 +59,11 @@ impl Client {
                     any = count > 0;
                 }
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {}
-                Err(_) => self.unsent.clear(), // the end shows when it is read
+                Err(_) => self.unsent.clear(), // the read below finds the closed connection
             }
         }
         if self.unsent.is_empty() && std::mem::take(&mut self.ends) {
-            let _ = socket.shutdown(Shutdown::Write); // the end of the whole shows when it is read
+            let _ = socket.shutdown(Shutdown::Write); // the read below finds a closed connection
             self.has_ended_writing = true;
             any = true;
         }
@@ -71,7 +72,7 @@ impl Client {
             match socket.read(&mut piece) {
                 Ok(0) => break,
                 Ok(count) => {
-                    self.heard.extend_from_slice(&piece[..count]);
+                    self.received.extend_from_slice(&piece[..count]);
                     any = true;
                     continue;
                 }
@@ -84,12 +85,12 @@ impl Client {
         true
     }
 
-    /// Its address, as the engine at its own port shows it.
+    /// Returns the client's address, as the engine at its own port shows it.
     pub(crate) fn address(&self) -> Option<String> {
         Some(self.socket.as_ref()?.local_addr().ok()?.to_string())
     }
 
-    /// What it has heard is of no interest, and it is gone.
+    /// Disconnects the client and discards what it has received.
     pub(crate) fn close(&mut self) {
         *self = Self { is_closed: true, ..Self::default() };
     }
@@ -102,16 +103,16 @@ pub(crate) struct Side {
     engine: Engine,
     setup: Setup,
     port: String,
-    /// Where its clients connect: the engine's own port, or the module's.
+    /// The port that the clients connect to: the engine's own, or the module's.
     pub(crate) client_port: String,
-    observer: Option<Wire>,
-    /// Where the engine works, and has its ACL file.
+    observer: Option<Connection>,
+    /// The engine's working directory, with its ACL file.
     folder: PathBuf,
 }
 
 impl Side {
-    /// Starts an engine with the module. It may not answer yet.
-    pub(crate) fn begin(engine: &Engine, setup: &Setup, through_module: bool) -> Self {
+    /// Starts an engine with the module, without waiting for it.
+    pub(crate) fn spawn(engine: &Engine, setup: &Setup, through_module: bool) -> Self {
         let (port, module_port) = (free_port(), free_port());
         let folder = std::env::temp_dir().join(format!("ferrite-session-diff-{port}"));
         let users = [&[OBSERVER.to_owned()][..], &setup.users].concat().join("\n") + "\n";
@@ -119,7 +120,7 @@ impl Side {
         std::fs::write(folder.join(ACL_FILE), users).expect("a file");
         let mut options: Vec<&str> =
             vec!["--port", &port, "--bind", "127.0.0.1", "--protected-mode", "no"];
-        // Timeouts are looked at every 10 ms.
+        // The engine checks timeouts every 10 ms.
         options.extend(["--hz", "100", "--databases", "4", "--proto-max-bulk-len", "4mb"]);
         options.extend(["--acllog-max-len", "10000", "--slowlog-log-slower-than", "-1"]);
         options.extend(["--dir", folder.to_str().expect("UTF-8"), "--aclfile", ACL_FILE]);
@@ -129,12 +130,13 @@ impl Side {
         let own = format!("127.0.0.1:{port}");
         let mut arguments = vec!["rdma-port", &module_port, "rdma-bind", "127.0.0.1"];
         if setup.typed("CONFIG") != "CONFIG" {
-            arguments.extend(["engine", &own]); // the module cannot ask where the engine listens
+            // The module cannot find out where the engine listens.
+            arguments.extend(["engine", &own]);
         }
         if let Some(value) = &engine.call_path {
             arguments.extend(["call-path", value]);
         }
-        let server = Server::begin(&Start {
+        let server = Server::spawn(&Start {
             program: &engine.program,
             arguments: &arguments,
             options: &options,
@@ -152,15 +154,15 @@ impl Side {
         }
     }
 
-    /// Waits until both ports are its own. If somebody else took one of them first, it starts
-    /// again.
+    /// Waits until the engine listens on both ports. If another process took one of them first, it
+    /// starts the engine again with other ports.
     pub(crate) fn await_listeners(&mut self) {
         for _ in 0..10 {
             let mut is_up = false;
             let mut has_ended = false;
             let (server, port) = (&mut self.server, &self.port);
-            let begun = Instant::now();
-            while !is_up && !has_ended && begun.elapsed() < LONG {
+            let started = Instant::now();
+            while !is_up && !has_ended && started.elapsed() < LONG {
                 is_up = dial(port).is_some();
                 has_ended = server.has_ended();
                 std::thread::sleep(Duration::from_millis(5));
@@ -170,7 +172,7 @@ impl Side {
                 return;
             }
             let through_module = self.client_port != self.port;
-            *self = Self::begin(&self.engine.clone(), &self.setup.clone(), through_module);
+            *self = Self::spawn(&self.engine.clone(), &self.setup.clone(), through_module);
         }
         panic!("the engine does not listen: {}", self.server.log());
     }
@@ -180,8 +182,8 @@ impl Side {
         if !String::from_utf8_lossy(&self.observe("INFO server")).contains(&own) {
             return false;
         }
-        let begun = Instant::now();
-        while begun.elapsed() < LONG {
+        let started = Instant::now();
+        while started.elapsed() < LONG {
             let info = self.observe("INFO ferrite");
             let info = String::from_utf8_lossy(&info);
             let status = info.lines().find_map(|line| line.strip_prefix("ferrite_status:"));
@@ -194,57 +196,58 @@ impl Side {
         false
     }
 
-    /// What `--version` of the engine says.
+    /// Returns the output of the engine's `--version`.
     pub(crate) fn version(&self) -> String {
         let output = Command::new(&self.engine.program)
             .arg("--version")
             .output()
-            .expect("the engine is there");
+            .expect("the engine's version");
         String::from_utf8_lossy(&output.stdout).into_owned()
     }
 
-    /// The client hangs up, and comes back with the next bytes that it sends. The module connects
-    /// to the engine when it has seen the first bytes, which tell what the peer speaks: whether
-    /// `default` needs a password is decided then, and at the engine's own port when the client
-    /// connects.
+    /// Disconnects a client. It reconnects when it next sends.
+    ///
+    /// The module connects to the engine only after the client's first bytes, which show the
+    /// protocol. So it is decided then whether `default` needs a password. At the engine's own port
+    /// that is decided when the client connects. Therefore clients connect and send at once.
     pub(crate) fn reconnect(&mut self, client: usize) {
         self.clients[client] = Client::default();
     }
 
-    /// The client sends nothing more. It comes back when it reconnects.
+    /// Shuts down a client's side of the connection. The client can send again after a reconnect.
     pub(crate) fn end_writing(&mut self, client: usize) {
         let client = &mut self.clients[client];
         client.ends = client.socket.is_some();
-        client.is_closed |= client.socket.is_none(); // it has not come yet
+        client.is_closed |= client.socket.is_none(); // not connected yet
     }
 
-    /// A connection at the clients' port, logged in as the observer.
-    pub(crate) fn admin(&self) -> Option<Wire> {
-        let wire = Wire::new(Box::new(dial(&self.client_port)?));
-        Some(self.logged_in(wire, "observer"))
+    /// Connects to the clients' port and logs in as the observer.
+    pub(crate) fn admin(&self) -> Option<Connection> {
+        let connection = Connection::new(Box::new(dial(&self.client_port)?));
+        Some(self.logged_in(connection, "observer"))
     }
 
-    fn logged_in(&self, mut wire: Wire, user: &str) -> Wire {
+    fn logged_in(&self, mut connection: Connection, user: &str) -> Connection {
         let words = [self.setup.typed("AUTH"), user, user].map(|word| word.as_bytes().to_vec());
-        ask(&mut wire, &words);
-        wire
+        ask(&mut connection, &words);
+        connection
     }
 
-    /// The words of a command, with the name that the engine has for it.
+    /// Splits a command into words, and replaces its name by the one that the engine knows.
     pub(crate) fn words(&self, line: &str) -> Vec<Vec<u8>> {
         let mut words: Vec<_> = line.split(' ').collect();
         words[0] = self.setup.typed(words[0]);
         words.iter().map(|word| word.as_bytes().to_vec()).collect()
     }
 
-    /// Queues bytes of a client; numbers of clients are those of this engine.
+    /// Queues bytes of a client, with the client ids of this engine.
     pub(crate) fn send(&mut self, client: usize, parts: &[Part]) {
         let mut bytes = Vec::new();
         for part in parts {
             match part {
                 Part::Raw(raw) => bytes.extend_from_slice(raw),
                 Part::Id(of) => {
-                    // Nobody has this number.
+                    // No client has the default id.
                     let id = self.clients[*of].id.unwrap_or(99_999_999).to_string();
                     bytes.extend_from_slice(format!("${}\r\n{id}\r\n", id.len()).as_bytes());
                 }
@@ -262,12 +265,12 @@ impl Side {
         }
     }
 
-    /// Sends and receives what is possible without waiting; whether it was anything.
+    /// Sends and receives as much as possible without blocking. Returns whether that was anything.
     pub(crate) fn exchange(&mut self) -> bool {
         self.clients.iter_mut().fold(false, |any, client| client.exchange() | any)
     }
 
-    /// What the engine tells the observer, who comes back if a client has killed it.
+    /// Runs a command as the observer, which reconnects if a client has killed it.
     pub(crate) fn observe(&mut self, line: &str) -> Vec<u8> {
         let words = self.words(line);
         self.observe_words(&words)
@@ -277,23 +280,25 @@ impl Side {
         for _ in 0..3 {
             if self.observer.is_none() {
                 let Some(socket) = dial(&self.port) else { continue };
-                self.observer = Some(self.logged_in(Wire::new(Box::new(socket)), "observer"));
+                self.observer = Some(self.logged_in(Connection::new(Box::new(socket)), "observer"));
             }
-            if let Some(reply) = self.observer.as_mut().and_then(|wire| ask(wire, words)) {
+            if let Some(reply) =
+                self.observer.as_mut().and_then(|connection| ask(connection, words))
+            {
                 return reply;
             }
             self.observer = None;
         }
-        b"-the engine does not answer the observer\r\n".to_vec()
+        b"-the engine does not reply to the observer\r\n".to_vec()
     }
 
-    /// Undoes what would keep commands from running.
+    /// Ends a pause and removes the memory limit, so that all commands can run.
     pub(crate) fn relax(&mut self) {
         self.observe("CLIENT UNPAUSE");
         self.observe("CONFIG SET maxmemory 0");
     }
 
-    /// Every key of every database with its value.
+    /// Returns every key of every database with its value.
     pub(crate) fn dataset(&mut self) -> BTreeMap<String, String> {
         let mut all = BTreeMap::new();
         for database in 0..DATABASES {
@@ -346,18 +351,18 @@ pub(crate) fn dial(port: &str) -> Option<TcpStream> {
     Some(socket)
 }
 
-/// The reply to one command; `None` at the end of the connection, or if there is none in time.
-pub(crate) fn ask(wire: &mut Wire, words: &[Vec<u8>]) -> Option<Vec<u8>> {
+/// Runs a command; `None` if the connection is closed or there is no reply in time.
+pub(crate) fn ask(connection: &mut Connection, words: &[Vec<u8>]) -> Option<Vec<u8>> {
     let mut bytes = Vec::new();
     encode(words, &mut bytes);
-    wire.send(&bytes);
-    match wire.hear(LONG) {
-        Heard::Reply(reply) => Some(reply),
-        Heard::Silence | Heard::End => None,
+    connection.send(&bytes);
+    match connection.receive(LONG) {
+        Response::Reply(reply) => Some(reply),
+        Response::Timeout | Response::Closed => None,
     }
 }
 
-/// The strings of a list, in order.
+/// Returns the strings of an array, sorted.
 fn strings(reply: &[u8]) -> Vec<Vec<u8>> {
     let mut found: Vec<Vec<u8>> = match Value::parse(reply) {
         Ok(Value::Array(values) | Value::Set(values)) => {
@@ -373,7 +378,7 @@ fn strings(reply: &[u8]) -> Vec<Vec<u8>> {
     found
 }
 
-/// A list whose elements, or pairs of elements, are in order.
+/// Sorts the elements of an array in groups of `at_once`.
 fn sorted(reply: &[u8], at_once: usize) -> Vec<u8> {
     let Ok(Value::Array(values)) = Value::parse(reply) else { return reply.to_vec() };
     let mut parts: Vec<Vec<u8>> = Vec::new();
@@ -386,7 +391,7 @@ fn sorted(reply: &[u8], at_once: usize) -> Vec<u8> {
     parts.concat()
 }
 
-/// Tells long values apart in a short text.
+/// Returns a hash by which long values can be told apart.
 fn fnv(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
         (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3)

@@ -1,4 +1,4 @@
-//! Lines of commands, with places for what is chosen (see `Maker::line`). A line that stands twice
+//! Lines of commands with placeholders (see `CommandGenerator::line`). A line that is listed twice
 //! is chosen twice as often.
 
 pub(super) const STRINGS: &[&str] = &[

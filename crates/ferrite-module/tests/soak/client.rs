@@ -1,6 +1,7 @@
-//! A client that works on its own keys and holds every reply against its model of them. Connections
-//! end in the middle of it: what was not answered may have happened or not, up to some command, and
-//! reading back tells up to which.
+//! A client that works on its own keys and compares every reply with its model of them.
+//!
+//! Connections are lost in the middle of commands. Then the engine may have run the commands
+//! without a reply up to any one of them. The client reads its keys back to find out up to which.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -15,31 +16,33 @@ use ferrite_session::{ValkeyConfig, ValkeyStream};
 use tokio::net::TcpStream;
 use tokio::time::{sleep, timeout};
 
-use crate::connection::{Both, Connection};
+use crate::connection::{ByteStream, Connection};
 use crate::model::{self, Model, Value, Words, is_refusal, keys_of};
 use crate::random::Random;
 use crate::world::World;
 
-/// That any of them may take, whatever goes on: a failover's pause and a link's end included.
-const PATIENCE: Duration = Duration::from_secs(90);
-/// A client of Valkey Over RDMA is not told that the other side is gone if the wire was cut at that
-/// time.
+/// The most that any step may take, whatever happens: including the pause of a failover and the
+/// timeout of a link.
+const TIMEOUT: Duration = Duration::from_secs(90);
+/// How long to wait before checking for a lost peer. A client of Valkey Over RDMA does not notice
+/// that its peer closed the connection while the wire was cut.
 const SILENCE: Duration = Duration::from_secs(4);
 
+/// How a client connects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Way {
-    /// Between Ferrite peers, over RDMA or not at all.
+    /// As a Ferrite peer, over RDMA only.
     Ferrite,
-    /// The same, over TCP where RDMA does not work at the moment.
+    /// As a Ferrite peer, over TCP if RDMA does not work at the moment.
     FerriteOrTcp,
     Valkey,
-    /// The engine's own port.
+    /// To the engine's own port.
     Tcp,
 }
 
-/// A transaction that was begun: what is queued, and whether something was refused.
+/// An open transaction: its queued commands, and whether one of them was refused.
 #[derive(Clone, Default)]
-struct Begun {
+struct Transaction {
     queued: Vec<Words>,
     is_refused: bool,
 }
@@ -50,7 +53,7 @@ pub(crate) struct Client {
     random: Random,
     model: Model,
     connection: Option<Connection>,
-    /// Which of the engines it is connected to.
+    /// The index of the engine that it is connected to.
     engine: usize,
     connections: u64,
     flushed: u64,
@@ -63,30 +66,32 @@ impl Client {
         Self { number, way, random, model, connection, engine: 0, connections: 0, flushed: 0 }
     }
 
-    /// Works until the end, and reads everything back then.
-    pub(crate) async fn live(mut self, world: Arc<World>) {
+    /// Works until the test is over, then reads all keys back.
+    pub(crate) async fn run(mut self, world: Arc<World>) {
         while !world.is_over() {
             let _flow = world.flow.read().await;
-            self.hear_of_flushes(&world);
+            self.notice_flushes(&world);
             self.work(&world).await;
         }
-        // Troubles may go on for a moment: a flush among them.
+        // The last fault may still be in progress, and it may be FLUSHALL.
         let _flow = world.flow.read().await;
-        self.hear_of_flushes(&world);
+        self.notice_flushes(&world);
         let all = model::all_keys(self.number);
         let found = self.read_back(&world, &all).await;
-        let differs = differences(&self.model, &found);
-        assert!(differs.is_empty(), "{self} at the end: {differs}");
+        let differing = differences(&self.model, &found);
+        assert!(differing.is_empty(), "{self} at the end: {differing}");
         world.checked.fetch_add(all.len() as u64, Ordering::Relaxed);
     }
 
-    fn hear_of_flushes(&mut self, world: &World) {
+    /// Clears the model if FLUSHALL has run.
+    fn notice_flushes(&mut self, world: &World) {
         let flushed = world.flushes.load(Ordering::Relaxed);
         if std::mem::replace(&mut self.flushed, flushed) != flushed {
             self.model.clear();
         }
     }
 
+    /// Sends a batch of commands and checks their replies.
     async fn work(&mut self, world: &World) {
         let commands = self.plan();
         self.connect(world).await;
@@ -97,7 +102,8 @@ impl Client {
             self.settle(world, &commands, None).await;
             return;
         }
-        let talked = self.within_reason(world, connection.talk(&commands, &mut replies)).await;
+        let outcome =
+            self.unless_peer_is_lost(world, connection.exchange(&commands, &mut replies)).await;
         world.commands.fetch_add(replies.len() as u64, Ordering::Relaxed);
         let mut transaction = None;
         let mut is_refused = false;
@@ -106,7 +112,7 @@ impl Client {
             if let Err(expected) = self.check(words, reply, &mut transaction) {
                 let before: Vec<_> = commands[..=at].iter().map(brief_words).collect();
                 panic!(
-                    "{self}, after {before:?}: heard {}, not {}; {}",
+                    "{self}, after {before:?}: the reply is {}, expected {}; {}",
                     brief(reply),
                     brief(&expected),
                     world.state()
@@ -114,10 +120,10 @@ impl Client {
             }
             world.checked.fetch_add(1, Ordering::Relaxed);
         }
-        match talked {
+        match outcome {
             Some(Ok(())) if !is_refused => self.connection = Some(connection),
             Some(Ok(())) => {
-                // Another engine is the primary, or will be.
+                // The other engine is the primary, or will be.
                 world.refusals.fetch_add(1, Ordering::Relaxed);
                 drop(connection);
                 sleep(Duration::from_millis(20)).await;
@@ -130,39 +136,44 @@ impl Client {
         }
     }
 
-    /// What comes of it; nothing, if the other side was lost without a word.
-    async fn within_reason<T>(&self, world: &World, what: impl Future<Output = T>) -> Option<T> {
-        let begun = Instant::now();
+    /// Waits for `what`. Returns `None` if a client of Valkey Over RDMA has lost its peer without
+    /// notice, because the wire was cut.
+    async fn unless_peer_is_lost<T>(
+        &self,
+        world: &World,
+        what: impl Future<Output = T>,
+    ) -> Option<T> {
+        let started = Instant::now();
         tokio::pin!(what);
         loop {
             if let Ok(done) = timeout(SILENCE, &mut what).await {
                 return Some(done);
             }
-            if self.way == Way::Valkey && world.was_cut_since(begun) {
+            if self.way == Way::Valkey && world.was_cut_since(started) {
                 return None;
             }
-            if begun.elapsed() > PATIENCE {
-                let known = self.what_the_engine_knows(world).await;
-                panic!("{self}: no reply; {}; {known}", world.state());
+            if started.elapsed() > TIMEOUT {
+                let engine = self.engine_state(world).await;
+                panic!("{self}: no reply; {}; {engine}", world.state());
             }
         }
     }
 
-    /// Whether it still has a session of ours.
-    async fn what_the_engine_knows(&self, world: &World) -> String {
-        let mut known = String::new();
-        for question in [&["FERRITE", "CLIENTS"][..], &["CLIENT", "LIST"], &["INFO", "ferrite"]] {
+    /// Returns what the engine reports about its sessions and clients.
+    async fn engine_state(&self, world: &World) -> String {
+        let mut state = String::new();
+        for words in [&["FERRITE", "CLIENTS"][..], &["CLIENT", "LIST"], &["INFO", "ferrite"]] {
             let asking = async {
-                Connection::to_socket(&world.sockets[self.engine]).await?.ask(question).await
+                Connection::to_socket(&world.sockets[self.engine]).await?.ask(words).await
             };
-            if let Ok(Ok(answer)) = timeout(PATIENCE, asking).await {
-                known += &format!("\n{question:?}: {}", String::from_utf8_lossy(&answer));
+            if let Ok(Ok(reply)) = timeout(TIMEOUT, asking).await {
+                state += &format!("\n{words:?}: {}", String::from_utf8_lossy(&reply));
             }
         }
-        known
+        state
     }
 
-    /// Commands that are sent together.
+    /// Returns commands that are sent together.
     fn plan(&mut self) -> Vec<Words> {
         let count = match self.random.below(10) {
             0..5 => 1,
@@ -180,16 +191,19 @@ impl Client {
         commands
     }
 
-    /// Holds a reply against the model; what it should have been, if it differs.
+    /// Compares a reply with the model.
+    ///
+    /// # Errors
+    /// The expected reply, if the reply differs.
     fn check(
         &mut self,
         words: &Words,
         reply: &[u8],
-        begun: &mut Option<Begun>,
+        transaction: &mut Option<Transaction>,
     ) -> Result<(), Vec<u8>> {
         let must = |expected: Vec<u8>| if reply == expected { Ok(()) } else { Err(expected) };
-        match (words[0].as_slice(), begun.take()) {
-            (b"MULTI", _) if reply == b"+OK\r\n" => *begun = Some(Begun::default()),
+        match (words[0].as_slice(), transaction.take()) {
+            (b"MULTI", _) if reply == b"+OK\r\n" => *transaction = Some(Transaction::default()),
             (b"MULTI", _) => {
                 return if is_refusal(reply) { Ok(()) } else { Err(b"+OK\r\n".to_vec()) };
             }
@@ -205,7 +219,7 @@ impl Client {
             (_, Some(mut all)) => {
                 all.is_refused |= is_refusal(reply);
                 all.queued.push(words.clone());
-                *begun = Some(all);
+                *transaction = Some(all);
                 if !is_refusal(reply) {
                     return must(b"+QUEUED\r\n".to_vec());
                 }
@@ -216,16 +230,16 @@ impl Client {
         Ok(())
     }
 
-    /// Its connection has ended, and of these commands some may have happened: the first few, in
-    /// order.
-    async fn settle(&mut self, world: &World, rest: &[Words], begun: Option<Begun>) {
+    /// Finds out which of the commands `rest` the engine has run before the connection was lost. It
+    /// may have run any number of them, in order.
+    async fn settle(&mut self, world: &World, rest: &[Words], transaction: Option<Transaction>) {
         world.settled.fetch_add(1, Ordering::Relaxed);
-        let mut queued = begun.map(|begun| begun.queued);
+        let mut queued = transaction.map(|transaction| transaction.queued);
         let touched: BTreeSet<_> =
             queued.iter().flatten().chain(rest).flat_map(keys_of).cloned().collect();
         let mut states = vec![self.model.part(&touched)];
         for words in rest {
-            let mut next = states.last().expect("one").clone();
+            let mut next = states.last().expect("at least one state").clone();
             match (words[0].as_slice(), &mut queued) {
                 (b"MULTI", _) => queued = Some(Vec::new()),
                 (b"EXEC", _) => {
@@ -240,23 +254,25 @@ impl Client {
             }
             states.push(next);
         }
-        self.until_forgotten(world).await;
+        self.wait_until_disconnected(world).await;
         let found = self.read_back(world, &touched).await;
         let Some(state) = states.iter().find(|state| differences(state, &found).is_empty()) else {
             let each: Vec<_> = states.iter().map(|state| differences(state, &found)).collect();
             let rest: Vec<_> = rest.iter().map(brief_words).collect();
             panic!(
-                "{self}: after a cut in {rest:?} there is what no part of it leaves: {each:?}; {}",
+                "{self}: the connection was lost in {rest:?}, and the keys match no prefix of it: \
+                 {each:?}; {}",
                 world.state()
             );
         };
         self.model.settle(&touched, state);
     }
 
-    /// What the engine had of the last connection it may still be working on, until that is gone.
-    async fn until_forgotten(&self, world: &World) {
+    /// Waits until the engine has closed the last connection. Before, it may still run commands of
+    /// that connection.
+    async fn wait_until_disconnected(&self, world: &World) {
         let name = format!("name={} ", self.name());
-        let begun = Instant::now();
+        let started = Instant::now();
         loop {
             let listed = async {
                 Connection::to_socket(&world.sockets[self.engine])
@@ -264,35 +280,36 @@ impl Client {
                     .ask(&["CLIENT", "LIST"])
                     .await
             };
-            match timeout(PATIENCE, listed).await {
+            match timeout(TIMEOUT, listed).await {
                 Ok(Ok(list)) if !contains(&list, name.as_bytes()) => break,
                 _ => {}
             }
             assert!(
-                begun.elapsed() < PATIENCE,
-                "{self}: its connection is never given up; {}",
+                started.elapsed() < TIMEOUT,
+                "{self}: the engine does not give up the connection; {}",
                 world.state()
             );
             sleep(Duration::from_millis(10)).await;
         }
-        world.longest_ms.fetch_max(begun.elapsed().as_millis() as u64, Ordering::Relaxed);
+        world.longest_ms.fetch_max(started.elapsed().as_millis() as u64, Ordering::Relaxed);
     }
 
-    /// What the engine has under these keys.
+    /// Reads these keys from the engine.
     async fn read_back(
         &mut self,
         world: &World,
         keys: &BTreeSet<Vec<u8>>,
     ) -> Vec<(Vec<u8>, Option<Value>)> {
         let commands: Vec<_> = keys.iter().map(|key| model::read_back(key)).collect();
-        let begun = Instant::now();
+        let started = Instant::now();
         loop {
-            assert!(begun.elapsed() < PATIENCE, "{self}: cannot read back; {}", world.state());
+            assert!(started.elapsed() < TIMEOUT, "{self}: cannot read back; {}", world.state());
             self.connect(world).await;
             let Some(mut connection) = self.connection.take() else { continue };
             let mut replies = Vec::new();
-            let talked = self.within_reason(world, connection.talk(&commands, &mut replies)).await;
-            if matches!(talked, Some(Ok(()))) && !replies.iter().any(|reply| is_refusal(reply)) {
+            let outcome =
+                self.unless_peer_is_lost(world, connection.exchange(&commands, &mut replies)).await;
+            if matches!(outcome, Some(Ok(()))) && !replies.iter().any(|reply| is_refusal(reply)) {
                 self.connection = Some(connection);
                 let values = replies.iter().map(|reply| value(reply));
                 return keys.iter().cloned().zip(values).collect();
@@ -304,19 +321,19 @@ impl Client {
         format!("client{}-{}", self.number, self.connections)
     }
 
-    /// To whoever is the primary, until that works.
+    /// Connects to the primary. Tries again until that works.
     async fn connect(&mut self, world: &World) {
-        let begun = Instant::now();
+        let started = Instant::now();
         while self.connection.is_none() {
             self.engine = world.primary.load(Ordering::Relaxed);
             self.connections += 1;
             let opening = async {
                 let mut connection = Connection::new(self.open(world).await?);
-                let answer = connection.ask(&["CLIENT", "SETNAME", &self.name()]).await?;
-                if answer == b"+OK\r\n" {
+                let reply = connection.ask(&["CLIENT", "SETNAME", &self.name()]).await?;
+                if reply == b"+OK\r\n" {
                     Ok(connection)
                 } else {
-                    Err(io::Error::other(brief(&answer)))
+                    Err(io::Error::other(brief(&reply)))
                 }
             };
             match timeout(SILENCE, opening).await {
@@ -328,18 +345,22 @@ impl Client {
                     world.unconnected.fetch_add(1, Ordering::Relaxed);
                     let failure = format!("{self}: {:?}", failed.map(Result::err));
                     world.failures.lock().expect("no panic").insert(self.way, failure);
-                    assert!(begun.elapsed() < PATIENCE, "{self} cannot connect; {}", world.state());
+                    assert!(
+                        started.elapsed() < TIMEOUT,
+                        "{self} cannot connect; {}",
+                        world.state()
+                    );
                     sleep(Duration::from_millis(50)).await;
                 }
             }
         }
     }
 
-    async fn open(&self, world: &World) -> io::Result<Box<dyn Both>> {
+    async fn open(&self, world: &World) -> io::Result<Box<dyn ByteStream>> {
         let address = world.rdma[self.engine];
         Ok(match self.way {
             Way::Ferrite => Box::new(world.connector.connect(address).await?),
-            Way::FerriteOrTcp => Box::new(world.yielding.connect(address).await?),
+            Way::FerriteOrTcp => Box::new(world.falling_back.connect(address).await?),
             Way::Valkey => {
                 let options = ConnectOptions::new().local(world.local);
                 let raw = world.fabric.connect_raw(address, &options).await?;
@@ -360,7 +381,7 @@ impl std::fmt::Display for Client {
     }
 }
 
-/// A reply to a command of [`model::read_back`].
+/// Returns the value in a reply to a command of [`model::read_back`].
 fn value(reply: &[u8]) -> Option<Value> {
     let text = |value: &Reply<'_>| match value {
         Reply::Bulk(text) => text.to_vec(),
@@ -375,9 +396,9 @@ fn value(reply: &[u8]) -> Option<Value> {
     }
 }
 
-/// Where the model and the engine differ. A hash was read as a list of fields and values.
+/// Describes where the model and the engine differ. Hashes were read as lists of fields and values.
 fn differences(model: &Model, found: &[(Vec<u8>, Option<Value>)]) -> String {
-    let mut told = String::new();
+    let mut text = String::new();
     for (key, found) in found {
         let found = match (model.get(key), found) {
             (Some(Value::Hash(_)), Some(Value::List(flat))) => {
@@ -391,10 +412,10 @@ fn differences(model: &Model, found: &[(Vec<u8>, Option<Value>)]) -> String {
         if model.get(key) != found.as_ref() {
             let [wanted, found] = [model.get(key), found.as_ref()]
                 .map(|value| brief(format!("{value:?}").as_bytes()));
-            told += &format!("{}: {found} is there, not {wanted}; ", brief(key));
+            text += &format!("{}: found {found}, expected {wanted}; ", brief(key));
         }
     }
-    told
+    text
 }
 
 pub(crate) fn contains(text: &[u8], part: &[u8]) -> bool {

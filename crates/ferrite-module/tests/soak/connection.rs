@@ -1,4 +1,4 @@
-//! Commands and their replies over whatever carries bytes.
+//! Commands and their replies over any byte stream.
 
 use std::io;
 use std::path::Path;
@@ -12,28 +12,30 @@ use tokio::time::timeout;
 use crate::model::Words;
 use crate::random::Random;
 
-pub(crate) trait Both: AsyncRead + AsyncWrite + Unpin + Send + Sync {}
-impl<T: AsyncRead + AsyncWrite + Unpin + Send + Sync> Both for T {}
+/// A stream that can be read and written.
+pub(crate) trait ByteStream: AsyncRead + AsyncWrite + Unpin + Send + Sync {}
+impl<T: AsyncRead + AsyncWrite + Unpin + Send + Sync> ByteStream for T {}
 
-/// A connection, and what has come of the reply that is under way.
+/// A connection, with the part of the current reply that has arrived.
 pub(crate) struct Connection {
-    stream: Box<dyn Both>,
-    heard: Vec<u8>,
+    stream: Box<dyn ByteStream>,
+    received: Vec<u8>,
     framer: ReplyFramer,
     framed: usize,
 }
 
 impl Connection {
-    pub(crate) fn new(stream: Box<dyn Both>) -> Self {
-        Self { stream, heard: Vec::new(), framer: ReplyFramer::new(Limits::default()), framed: 0 }
+    pub(crate) fn new(stream: Box<dyn ByteStream>) -> Self {
+        let framer = ReplyFramer::new(Limits::default());
+        Self { stream, received: Vec::new(), framer, framed: 0 }
     }
 
     pub(crate) async fn to_socket(path: &Path) -> io::Result<Self> {
         Ok(Self::new(Box::new(UnixStream::connect(path).await?)))
     }
 
-    /// Says all of it, and hears a reply for each; those that came stay in `replies` if it fails.
-    pub(crate) async fn talk(
+    /// Sends commands and reads their replies. If it fails, `replies` has those that arrived.
+    pub(crate) async fn exchange(
         &mut self,
         commands: &[Words],
         replies: &mut Vec<Vec<u8>>,
@@ -45,48 +47,48 @@ impl Connection {
         let (reader, mut writer) = tokio::io::split(&mut self.stream);
         let mut reader = Replies {
             reader,
-            heard: &mut self.heard,
+            received: &mut self.received,
             framer: &mut self.framer,
             framed: &mut self.framed,
         };
-        let saying = async {
+        let sending = async {
             writer.write_all(&bytes).await?;
             writer.flush().await
         };
-        let hearing = async {
+        let receiving = async {
             while replies.len() < commands.len() {
                 replies.push(reader.next().await?);
             }
             Ok(())
         };
-        tokio::try_join!(saying, hearing).map(|_| ())
+        tokio::try_join!(sending, receiving).map(|_| ())
     }
 
     pub(crate) async fn ask(&mut self, words: &[&str]) -> io::Result<Vec<u8>> {
         let words = words.iter().map(|word| word.as_bytes().to_vec()).collect();
         let mut replies = Vec::new();
-        self.talk(&[words], &mut replies).await?;
+        self.exchange(&[words], &mut replies).await?;
         Ok(replies.remove(0))
     }
 
-    /// A part of what could be said, and then nothing more.
+    /// Sends a random part of the commands, and closes the connection.
     pub(crate) async fn break_off(mut self, commands: &[Words], random: &mut Random) {
         let mut bytes = Vec::new();
         commands
             .iter()
             .for_each(|words| encode_command(words.iter().map(Vec::as_slice), &mut bytes));
         bytes.truncate(random.below(bytes.len() as u64 + 1) as usize);
-        let said = async {
+        let sending = async {
             self.stream.write_all(&bytes).await?;
             self.stream.flush().await
         };
-        let _ = timeout(Duration::from_millis(random.below(20)), said).await;
+        let _ = timeout(Duration::from_millis(random.below(20)), sending).await;
     }
 }
 
 struct Replies<'a, R> {
     reader: R,
-    heard: &'a mut Vec<u8>,
+    received: &'a mut Vec<u8>,
     framer: &'a mut ReplyFramer,
     framed: &'a mut usize,
 }
@@ -95,14 +97,14 @@ impl<R: AsyncRead + Unpin> Replies<'_, R> {
     async fn next(&mut self) -> io::Result<Vec<u8>> {
         loop {
             let progress =
-                self.framer.feed(&self.heard[*self.framed..]).map_err(io::Error::other)?;
+                self.framer.feed(&self.received[*self.framed..]).map_err(io::Error::other)?;
             *self.framed += progress.consumed;
             if progress.complete {
-                let rest = self.heard.split_off(*self.framed);
+                let rest = self.received.split_off(*self.framed);
                 *self.framed = 0;
-                return Ok(std::mem::replace(self.heard, rest));
+                return Ok(std::mem::replace(self.received, rest));
             }
-            if self.reader.read_buf(self.heard).await? == 0 {
+            if self.reader.read_buf(self.received).await? == 0 {
                 return Err(io::ErrorKind::UnexpectedEof.into());
             }
         }

@@ -1,8 +1,8 @@
-//! Peers that do not keep to the rules: whatever they do, they lose their own connection and nobody
-//! else notices.
+//! Peers that violate the protocol. They may lose their own connection, but must not affect anybody
+//! else.
 //!
-//! Engines turn a source away that reaches for memory repeatedly, so those that do have addresses
-//! of their own, each of which is used for a round of them.
+//! Engines reject a source address after repeated accesses to memory that is not its own. So these
+//! peers have their own addresses, one for each round.
 
 use std::net::SocketAddr;
 use std::process::Command;
@@ -18,24 +18,26 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
-use crate::connection::Both;
+use crate::connection::ByteStream;
 use crate::random::Random;
 use crate::world::World;
 
-/// For each of them. The wire may be bad, and clients may be turned away: then nothing comes of it.
+/// The timeout of one attempt. The wire may be bad, and clients may be rejected; then the attempt
+/// is abandoned.
 const LIMIT: Duration = Duration::from_secs(5);
+/// How many peers there are in a round.
 const AT_A_TIME: usize = 6;
 
-/// Where they come from: 10.0.0.64 and on.
+/// The source addresses are 10.0.0.64 and up.
 const FIRST_ADDRESS: u64 = 64;
 const ADDRESSES: u64 = 64;
 
-/// These addresses of the clients' device, which has them until this is dropped.
+/// Adds these addresses to the clients' device, and removes them when it is dropped.
 pub(crate) struct Addresses(());
 
 impl Addresses {
     pub(crate) fn new() -> Self {
-        let added = Self(()); // so that those that were added are removed if one is not
+        let added = Self(()); // removes the addresses if adding one of them fails
         assert!((0..ADDRESSES).all(|number| change("replace", number)), "ip addr replace");
         added
     }
@@ -57,7 +59,7 @@ fn change(verb: &str, number: u64) -> bool {
         .is_ok_and(|status| status.success())
 }
 
-/// The next of them.
+/// Returns the next source address.
 fn next_address(world: &World) -> SocketAddr {
     let number = world.hostile_rounds.fetch_add(1, Ordering::Relaxed) % ADDRESSES;
     format!("10.0.0.{}:0", FIRST_ADDRESS + number).parse().expect("an address")
@@ -73,21 +75,21 @@ async fn raw(world: &World, engine: usize, local: SocketAddr) -> Option<RawConne
         timeout(LIMIT, world.fabric.connect_raw(world.rdma[engine], &options)).await.ok()?;
     let is_refused = connected.as_ref().is_err_and(|error| error.kind() == ErrorKind::Refused);
     if is_refused && local != world.local {
-        world.turned_away.fetch_add(1, Ordering::Relaxed);
+        world.rejected.fetch_add(1, Ordering::Relaxed);
     }
     connected.ok()
 }
 
-/// Random messages, and writes of all kinds to where they may and may not go.
-pub(crate) async fn break_rules(world: &World, random: &mut Random) {
+/// Sends random messages, and writes to memory that the peer may and may not access.
+pub(crate) async fn violate_protocol(world: &World, random: &mut Random) {
     let (engine, local) = (random.below(2) as usize, next_address(world));
     for _ in 0..AT_A_TIME {
         let Some(raw) = raw(world, engine, local).await else { continue };
         let offered = async {
             loop {
                 match raw.arrival().await.ok()? {
-                    Arrival::Message(said) => {
-                        if let Ok(Message::RegisterXferMemory(window)) = Message::decode(&said) {
+                    Arrival::Message(message) => {
+                        if let Ok(Message::RegisterXferMemory(window)) = Message::decode(&message) {
                             return Some(window);
                         }
                     }
@@ -97,10 +99,10 @@ pub(crate) async fn break_rules(world: &World, random: &mut Random) {
         };
         let Ok(Some(window)) = timeout(LIMIT, offered).await else { continue };
         for _ in 0..1 + random.below(30) {
-            misdeed(&raw, window, random);
+            violate(&raw, window, random);
         }
         if random.below(2) == 0 {
-            // Until the other side has had enough, or is not impressed.
+            // Wait until the server closes the connection, or for 300 ms.
             let _ =
                 timeout(Duration::from_millis(300), async { while raw.arrival().await.is_ok() {} })
                     .await;
@@ -108,7 +110,7 @@ pub(crate) async fn break_rules(world: &World, random: &mut Random) {
     }
 }
 
-fn misdeed(raw: &RawConnection, window: Registration, random: &mut Random) {
+fn violate(raw: &RawConnection, window: Registration, random: &mut Random) {
     let buf = |bytes: &[u8]| -> Option<Buf> {
         let mut buf = raw.pool().take_uncharged(bytes.len().max(1), Purpose::Send).ok()?;
         buf.fill(0);
@@ -135,31 +137,31 @@ fn misdeed(raw: &RawConnection, window: Registration, random: &mut Random) {
             let offset =
                 if random.below(3) == 0 { random.below(u64::from(window.length) * 2) } else { 0 };
             let key = if random.below(8) == 0 { window.rkey ^ 0x100 } else { window.rkey };
-            let told =
+            let announced =
                 if random.below(4) == 0 { random.below(1 << 32) } else { bytes.len() as u64 };
-            let _ = raw.write(buf, window.addr.wrapping_add(offset), key, told as u32);
+            let _ = raw.write(buf, window.addr.wrapping_add(offset), key, announced as u32);
         }
     }
 }
 
-/// What is no command, or nearly one, over everything that carries commands.
-pub(crate) async fn talk_nonsense(world: &World, random: &mut Random) {
+/// Sends invalid and almost valid commands over every transport.
+pub(crate) async fn send_invalid(world: &World, random: &mut Random) {
     for _ in 0..AT_A_TIME {
         let engine = random.below(2) as usize;
         let way = random.below(4);
         let Some(mut stream) = open(world, engine, way).await else { continue };
         for _ in 0..1 + random.below(8) {
-            let bytes = nonsense(random);
-            let said = async {
+            let bytes = invalid_commands(random);
+            let sending = async {
                 stream.write_all(&bytes).await?;
                 stream.flush().await
             };
-            if !matches!(timeout(LIMIT, said).await, Ok(Ok(()))) {
+            if !matches!(timeout(LIMIT, sending).await, Ok(Ok(()))) {
                 break;
             }
-            let mut heard = [0; 4096];
+            let mut replies = [0; 4096];
             if let Ok(Ok(0) | Err(_)) =
-                timeout(Duration::from_millis(20), stream.read(&mut heard)).await
+                timeout(Duration::from_millis(20), stream.read(&mut replies)).await
             {
                 break;
             }
@@ -167,7 +169,7 @@ pub(crate) async fn talk_nonsense(world: &World, random: &mut Random) {
     }
 }
 
-async fn open(world: &World, engine: usize, way: u64) -> Option<Box<dyn Both>> {
+async fn open(world: &World, engine: usize, way: u64) -> Option<Box<dyn ByteStream>> {
     let address = world.rdma[engine];
     Some(match way {
         0 => Box::new(timeout(LIMIT, world.connector.connect(address)).await.ok()?.ok()?),
@@ -175,13 +177,13 @@ async fn open(world: &World, engine: usize, way: u64) -> Option<Box<dyn Both>> {
             let raw = raw(world, engine, world.local).await?;
             Box::new(ValkeyStream::new(raw, Role::Client, &ValkeyConfig::default()).ok()?)
         }
-        // The module's port over TCP, where a peer's greeting is expected as well.
+        // The module's port over TCP, which also accepts handshakes of Ferrite peers.
         2 => Box::new(timeout(LIMIT, TcpStream::connect(address)).await.ok()?.ok()?),
         _ => Box::new(timeout(LIMIT, TcpStream::connect(world.tcp[engine])).await.ok()?.ok()?),
     })
 }
 
-fn nonsense(random: &mut Random) -> Vec<u8> {
+fn invalid_commands(random: &mut Random) -> Vec<u8> {
     let mut bytes = Vec::new();
     match random.below(5) {
         0 => return noise(random, 3000),
@@ -217,7 +219,7 @@ fn nonsense(random: &mut Random) -> Vec<u8> {
         let words = commands[random.below(commands.len() as u64) as usize];
         encode_command(words.iter().map(|word| word.as_bytes()), &mut bytes);
     }
-    // Some bytes of it are others.
+    // Change some bytes.
     for _ in 0..random.below(4) {
         if !bytes.is_empty() {
             let at = random.below(bytes.len() as u64) as usize;
@@ -227,8 +229,8 @@ fn nonsense(random: &mut Random) -> Vec<u8> {
     bytes
 }
 
-/// Commands, and never an end.
-pub(crate) async fn ask_until_killed(fabric: Fabric, address: SocketAddr) {
+/// Sends commands until the process is killed.
+pub(crate) async fn send_until_killed(fabric: Fabric, address: SocketAddr) {
     let local = "10.0.0.2:0".parse().expect("an address");
     let Ok(mut session) = Connector::new(&fabric).local(local).connect(address).await else {
         return;
@@ -240,8 +242,8 @@ pub(crate) async fn ask_until_killed(fabric: Fabric, address: SocketAddr) {
     {
         encode_command(words.iter().map(|word| word.as_bytes()), &mut bytes);
     }
-    let mut heard = vec![0; 64 << 10];
+    let mut replies = vec![0; 64 << 10];
     while session.write_all(&bytes).await.is_ok() && session.flush().await.is_ok() {
-        let _ = session.read(&mut heard).await;
+        let _ = session.read(&mut replies).await;
     }
 }

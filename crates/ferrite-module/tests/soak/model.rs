@@ -1,5 +1,5 @@
-//! What a client's own keys must hold: a small engine of a few commands, whose replies are held
-//! against the real one's.
+//! The expected contents of a client's own keys: a model of a few commands, whose replies are
+//! compared with those of the real engine.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -12,7 +12,7 @@ const COUNTERS: u64 = 6;
 const LISTS: u64 = 4;
 const HASHES: u64 = 4;
 const FIELDS: u64 = 12;
-/// Lists are cut back to this.
+/// LTRIM shortens lists to this length.
 const LIST_MAX: usize = 32;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -22,7 +22,7 @@ pub(crate) enum Value {
     Hash(BTreeMap<Vec<u8>, Vec<u8>>),
 }
 
-/// The keys of one client. Nobody else has them.
+/// The keys of one client, which no other client uses.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Model {
     keys: BTreeMap<Vec<u8>, Value>,
@@ -50,8 +50,8 @@ fn array(items: impl ExactSizeIterator<Item = Vec<u8>>) -> Vec<u8> {
     reply
 }
 
-/// What replies that are no success begin with while an engine changes its part, or turns clients
-/// away.
+/// Returns whether a reply is an error that an engine sends while it changes its role, loads, or
+/// rejects clients.
 pub(crate) fn is_refusal(reply: &[u8]) -> bool {
     ["-READONLY", "-LOADING", "-MASTERDOWN", "-UNBLOCKED", "-EXECABORT", "-DENIED"]
         .iter()
@@ -59,7 +59,7 @@ pub(crate) fn is_refusal(reply: &[u8]) -> bool {
 }
 
 impl Model {
-    /// Does it; the engine's reply to it.
+    /// Applies a command and returns the expected reply.
     pub(crate) fn apply(&mut self, words: &Words) -> Vec<u8> {
         let name = String::from_utf8_lossy(&words[0]).into_owned();
         match (name.as_str(), &words[1..]) {
@@ -108,11 +108,12 @@ impl Model {
             "STRLEN" => number(text.map_or(0, |text| text.len())),
             "GETRANGE" => {
                 let text = text.map_or(&[][..], |text| text);
-                let [from, to] = [0, 1].map(|at| parse(&rest[at]).expect("our own") as usize);
+                let [from, to] =
+                    [0, 1].map(|at| parse(&rest[at]).expect("a number that we sent") as usize);
                 bulk(text.get(from..text.len().min(to + 1)).unwrap_or_default())
             }
             "INCRBY" => {
-                let add = parse(&rest[0]).expect("our own");
+                let add = parse(&rest[0]).expect("a number that we sent");
                 let Some(sum) =
                     text.map_or(Some(0), |text| parse(text)).and_then(|now| now.checked_add(add))
                 else {
@@ -126,7 +127,8 @@ impl Model {
                 if name == "APPEND" {
                     new.extend_from_slice(&rest[0]);
                 } else {
-                    let (at, piece) = (parse(&rest[0]).expect("our own") as usize, &rest[1]);
+                    let (at, piece) =
+                        (parse(&rest[0]).expect("a number that we sent") as usize, &rest[1]);
                     new.resize(new.len().max(at + piece.len()), 0);
                     new[at..at + piece.len()].copy_from_slice(piece);
                 }
@@ -182,9 +184,9 @@ impl Model {
             "HLEN" => number(hash.len()),
             _ => {
                 let now = hash.get(&rest[0]).map_or(Some(0), |value| parse(value));
-                let Some(sum) =
-                    now.and_then(|now| now.checked_add(parse(&rest[1]).expect("our own")))
-                else {
+                let Some(sum) = now.and_then(|now| {
+                    now.checked_add(parse(&rest[1]).expect("a number that we sent"))
+                }) else {
                     return b"-ERR hash value is not an integer\r\n".to_vec();
                 };
                 hash.insert(rest[0].clone(), sum.to_string().into_bytes());
@@ -195,7 +197,7 @@ impl Model {
         reply
     }
 
-    /// A list or a hash without anything in it is no key.
+    /// Stores a value. An empty list or hash removes the key.
     fn put(&mut self, key: &[u8], value: Value) {
         let is_empty = match &value {
             Value::List(list) => list.is_empty(),
@@ -213,13 +215,13 @@ impl Model {
         self.keys.get(key)
     }
 
-    /// These keys of it.
+    /// Returns a model of only these keys.
     pub(crate) fn part(&self, keys: &BTreeSet<Vec<u8>>) -> Self {
-        let of_them = |key: &Vec<u8>| Some((key.clone(), self.keys.get(key)?.clone()));
-        Self { keys: keys.iter().filter_map(of_them).collect() }
+        let entry = |key: &Vec<u8>| Some((key.clone(), self.keys.get(key)?.clone()));
+        Self { keys: keys.iter().filter_map(entry).collect() }
     }
 
-    /// Puts these keys in the place of what it has of them.
+    /// Replaces these keys by those of `part`.
     pub(crate) fn settle(&mut self, keys: &BTreeSet<Vec<u8>>, part: &Self) {
         self.keys.retain(|key, _| !keys.contains(key));
         self.keys.extend(part.keys.iter().map(|(key, value)| (key.clone(), value.clone())));
@@ -230,14 +232,14 @@ impl Model {
     }
 }
 
-/// As the engine reads numbers: no sign but a minus, nothing before or after.
+/// Parses a number as the engine does: no plus sign, no leading zeros, nothing before or after.
 fn parse(text: &[u8]) -> Option<i64> {
     let text = std::str::from_utf8(text).ok()?;
     let value: i64 = text.parse().ok()?;
     (value.to_string() == text).then_some(value)
 }
 
-/// Every key that a client may have.
+/// Returns every key that a client may have.
 pub(crate) fn all_keys(client: usize) -> BTreeSet<Vec<u8>> {
     let of = |kind: char, count: u64| (0..count).map(move |at| key(client, kind, at));
     of('s', STRINGS).chain(of('c', COUNTERS)).chain(of('l', LISTS)).chain(of('h', HASHES)).collect()
@@ -247,12 +249,12 @@ fn key(client: usize, kind: char, at: u64) -> Vec<u8> {
     format!("client{client}:{kind}{at}").into_bytes()
 }
 
-/// The keys that a command names.
+/// Returns the keys that a command names.
 pub(crate) fn keys_of(words: &Words) -> impl Iterator<Item = &Vec<u8>> {
     words.iter().skip(1).filter(|word| word.starts_with(b"client"))
 }
 
-/// The command that reads a key back, by the kind of which it is.
+/// Returns the command that reads a key of this kind back.
 pub(crate) fn read_back(key: &[u8]) -> Words {
     let kind = key.iter().position(|byte| *byte == b':').map_or(b's', |colon| key[colon + 1]);
     match kind {
@@ -262,7 +264,7 @@ pub(crate) fn read_back(key: &[u8]) -> Words {
     }
 }
 
-/// Bytes of any kind, mostly few.
+/// Returns arbitrary bytes, mostly few.
 fn bytes(random: &mut Random) -> Vec<u8> {
     let most = match random.below(100) {
         0..70 => 64,
@@ -274,7 +276,7 @@ fn bytes(random: &mut Random) -> Vec<u8> {
     (0..length).map(|at| (first.wrapping_add(at).wrapping_mul(0x9e37_79b9) >> 13) as u8).collect()
 }
 
-/// A command on a client's own keys.
+/// Returns a random command on a client's own keys.
 pub(crate) fn command(random: &mut Random, client: usize) -> Words {
     let string = |random: &mut Random| key(client, 's', random.below(STRINGS));
     let counter = |random: &mut Random| key(client, 'c', random.below(COUNTERS));
@@ -318,7 +320,7 @@ pub(crate) fn command(random: &mut Random, client: usize) -> Words {
         }
         25 => ("HGET", vec![hash(random), field(random)]),
         26 => ("HINCRBY", vec![hash(random), b"n".to_vec(), small(random)]),
-        // the wrong type, at times
+        // sometimes for a key of the wrong type
         27 => (["HLEN", "LLEN", "STRLEN"][random.below(3) as usize], vec![any(random)]),
         28 => ("MGET", vec![string(random), counter(random), list(random)]),
         _ => match random.below(3) {

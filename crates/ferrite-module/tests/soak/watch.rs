@@ -1,13 +1,13 @@
-//! What the engines hold, over time: it must come to rest.
+//! The engines' resources over time, which must stop growing.
 
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use crate::scene::Server;
+use crate::server::Server;
 
-/// What one engine holds.
+/// The resources that one engine uses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Held {
+pub(crate) struct Resources {
     pub(crate) descriptors: u64,
     pub(crate) queue_pairs: u64,
     pub(crate) pinned_bytes: u64,
@@ -17,12 +17,13 @@ pub(crate) struct Held {
     pub(crate) rss_bytes: u64,
 }
 
-pub(crate) fn held(server: &Server) -> Held {
+pub(crate) fn resources(server: &Server) -> Resources {
     let pid = server.pid();
-    // Before it is asked, and after it was asked something else: that is a descriptor, too.
+    // Descriptors are counted while no connection of this test is open: an earlier one may still
+    // be closing, and INFO below opens another.
     std::thread::sleep(Duration::from_millis(50));
     let descriptors =
-        std::fs::read_dir(format!("/proc/{pid}/fd")).expect("it lives").count() as u64;
+        std::fs::read_dir(format!("/proc/{pid}/fd")).expect("a running engine").count() as u64;
     let info: String = server.ask(&["INFO", "ferrite"]);
     let field = |name: &str| {
         let found = info
@@ -30,7 +31,7 @@ pub(crate) fn held(server: &Server) -> Held {
             .find_map(|line| line.strip_prefix("ferrite_")?.strip_prefix(name)?.strip_prefix(':'));
         found.and_then(|value| value.trim_end().parse().ok()).unwrap_or_default()
     };
-    Held {
+    Resources {
         descriptors,
         queue_pairs: queue_pairs(pid),
         pinned_bytes: field("rdma_memory_registered_bytes"),
@@ -41,10 +42,12 @@ pub(crate) fn held(server: &Server) -> Held {
     }
 }
 
-/// Those of all its threads: the kernel names the one that made each.
+/// Counts the queue pairs of all threads of a process. The kernel reports the thread that created
+/// each.
 fn queue_pairs(pid: u32) -> u64 {
     let listed = Command::new("rdma").args(["resource", "show", "qp"]).output().expect("rdma");
-    let threads = std::fs::read_dir(format!("/proc/{pid}/task")).expect("it lives").flatten();
+    let threads =
+        std::fs::read_dir(format!("/proc/{pid}/task")).expect("a running engine").flatten();
     let marks: Vec<_> =
         threads.map(|thread| format!(" pid {} ", thread.file_name().to_string_lossy())).collect();
     let is_of = |line: &&str| marks.iter().any(|mark| line.contains(mark));
@@ -52,36 +55,38 @@ fn queue_pairs(pid: u32) -> u64 {
 }
 
 fn rss_bytes(pid: u32) -> u64 {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("it lives");
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("a running engine");
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("a line");
     line.split_whitespace().next().and_then(|kib| kib.parse::<u64>().ok()).expect("a number") << 10
 }
 
-/// What clients' keys happen to hold, and the allocator to keep.
+/// How much the RSS may vary because of the clients' keys and the allocator.
 const RSS_SLACK: u64 = 8 << 20;
 
-type Field = fn(&[Held; 2]) -> u64;
+type Field = fn(&[Resources; 2]) -> u64;
 
 /// Samples of both engines.
 #[derive(Default)]
 pub(crate) struct Watch {
-    samples: Vec<[Held; 2]>,
+    samples: Vec<[Resources; 2]>,
 }
 
 impl Watch {
-    pub(crate) fn look(&mut self, servers: &[Server; 2]) -> [Held; 2] {
-        let now = [held(&servers[0]), held(&servers[1])];
+    pub(crate) fn sample(&mut self, servers: &[Server; 2]) -> [Resources; 2] {
+        let now = [resources(&servers[0]), resources(&servers[1])];
         self.samples.push(now);
         now
     }
 
-    /// The last third of the time must look like the one before it; the first is for warming up.
+    /// Asserts that the last third of the samples is no higher than the middle third. The first
+    /// third is for warming up.
     pub(crate) fn assert_flat(&self) {
         let third = self.samples.len() / 3;
         if third < 5 {
             return; // too short to tell
         }
-        // Sessions are where the primary is, and that changes: what belongs to them is summed up.
+        // Sessions are at the primary, which changes. So the resources of sessions are summed over
+        // both engines.
         let fields: [(&str, Field, u64); 6] = [
             ("descriptors", |[a, b]| a.descriptors + b.descriptors, 8),
             ("queue pairs", |[a, b]| a.queue_pairs + b.queue_pairs, 8),
@@ -99,16 +104,20 @@ impl Watch {
             };
             let (middle, last) = (median(third), median(2 * third));
             eprintln!("{name}: {middle} in the middle third, {last} in the last");
-            assert!(last <= middle + middle / 10 + slack, "{name}: {middle}, then {last}");
+            assert!(last <= middle + middle / 10 + slack, "{name} grew from {middle} to {last}");
         }
     }
 }
 
-/// Until the engines hold no more than before.
-pub(crate) fn until_as_before(servers: &[Server; 2], before: &[Held; 2], limit: Duration) {
-    let begun = Instant::now();
+/// Waits until the engines use no more resources than before.
+pub(crate) fn wait_until_as_before(
+    servers: &[Server; 2],
+    before: &[Resources; 2],
+    limit: Duration,
+) {
+    let started = Instant::now();
     loop {
-        let now = [held(&servers[0]), held(&servers[1])];
+        let now = [resources(&servers[0]), resources(&servers[1])];
         let back = now.iter().zip(before).all(|(now, before)| {
             now.descriptors <= before.descriptors
                 && now.queue_pairs <= before.queue_pairs
@@ -117,10 +126,10 @@ pub(crate) fn until_as_before(servers: &[Server; 2], before: &[Held; 2], limit: 
                 && now.sessions == 0
         });
         if back {
-            eprintln!("as before after {:.1?}", begun.elapsed());
+            eprintln!("resources are as before after {:.1?}", started.elapsed());
             return;
         }
-        assert!(begun.elapsed() < limit, "left over: {now:?}; before: {before:?}");
+        assert!(started.elapsed() < limit, "resources were not freed: {now:?}; before: {before:?}");
         std::thread::sleep(Duration::from_millis(200));
     }
 }

@@ -1,4 +1,4 @@
-//! What clients, troubles and whoever watches have in common.
+//! The state that clients, faults and the monitor share.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -13,42 +13,44 @@ use ferrite_session::Connector;
 use crate::client::Way;
 
 pub(crate) struct World {
-    /// Read by whoever works on keys; written to empty them.
+    /// Clients hold a read lock while they use keys; FLUSHALL holds the write lock.
     pub(crate) flow: tokio::sync::RwLock<()>,
-    /// How often everything was emptied.
+    /// How often FLUSHALL has run.
     pub(crate) flushes: AtomicU64,
-    /// Which of the two engines takes writes.
+    /// The index of the engine that accepts writes.
     pub(crate) primary: AtomicUsize,
-    /// By engine.
+    /// The Unix sockets of the engines.
     pub(crate) sockets: [PathBuf; 2],
     pub(crate) rdma: [SocketAddr; 2],
     pub(crate) tcp: [SocketAddr; 2],
-    /// The clients' side.
+    /// The clients' local address.
     pub(crate) local: SocketAddr,
     pub(crate) fabric: Fabric,
     pub(crate) connector: Connector,
-    /// That goes over TCP if need be.
-    pub(crate) yielding: Connector,
-    /// By client: its next connection ends in the middle.
+    /// A connector that falls back to TCP.
+    pub(crate) falling_back: Connector,
+    /// For each client, whether its current connection is to be broken off.
     pub(crate) interrupts: Vec<AtomicBool>,
     pub(crate) over: AtomicBool,
-    /// When the wire was last mended, and what was done last.
+    /// When the wire was last restored.
     pub(crate) cut: Mutex<Option<Instant>>,
-    pub(crate) trouble: Mutex<String>,
+    /// The current fault, or the last one.
+    pub(crate) fault: Mutex<String>,
     pub(crate) commands: AtomicU64,
     pub(crate) checked: AtomicU64,
-    /// Connections that ended in the middle.
+    /// Connections that were lost in the middle of commands.
     pub(crate) settled: AtomicU64,
     pub(crate) refusals: AtomicU64,
     pub(crate) connected: AtomicU64,
+    /// Failed attempts to connect.
     pub(crate) unconnected: AtomicU64,
-    /// Why the last of them failed, by way.
+    /// The last failure to connect, by transport.
     pub(crate) failures: Mutex<BTreeMap<Way, String>>,
-    /// How often peers came that break rules, and how many of them were refused because of those
-    /// before.
+    /// How many rounds of peers that violate the protocol there were.
     pub(crate) hostile_rounds: AtomicU64,
-    pub(crate) turned_away: AtomicU64,
-    /// The longest that an engine took to give up a connection.
+    /// How many of these peers were rejected because of earlier violations.
+    pub(crate) rejected: AtomicU64,
+    /// The longest time that an engine took to give up a connection.
     pub(crate) longest_ms: AtomicU64,
 }
 
@@ -57,13 +59,13 @@ impl World {
         self.over.load(Ordering::Relaxed)
     }
 
-    pub(crate) fn was_cut_since(&self, begun: Instant) -> bool {
-        self.cut.lock().expect("no panic").is_some_and(|mended| mended >= begun)
+    pub(crate) fn was_cut_since(&self, start: Instant) -> bool {
+        self.cut.lock().expect("no panic").is_some_and(|restored| restored >= start)
     }
 
-    /// For who looks at a failure.
+    /// Describes the current fault and the last failures, for messages about a failed test.
     pub(crate) fn state(&self) -> String {
         let failures = self.failures.lock().expect("no panic");
-        format!("during: {}; last failures: {failures:?}", self.trouble.lock().expect("no panic"))
+        format!("during: {}; last failures: {failures:?}", self.fault.lock().expect("no panic"))
     }
 }

@@ -1,5 +1,5 @@
-//! Clients of an engine that see replies as they came, byte for byte: one at the module's port,
-//! whose commands are called, and one at the engine's own socket.
+//! Clients that return replies byte for byte: one at the module's port, whose commands are called
+//! in-process, and one at the engine's own socket.
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 
 use std::io::{ErrorKind, Read, Write};
@@ -10,18 +10,18 @@ use std::time::Duration;
 
 use ferrite_proto::resp::{Limits, ReplyFramer, Value, encode_command};
 
-use crate::scene::{PATIENCE, REDIS, Server, Start, free_port, valkey};
+use crate::server::{REDIS, Server, Start, TIMEOUT, free_port, valkey};
 
-/// The engines there are, and those named in FERRITE_ENGINES (paths of servers, separated by
+/// Returns the available engines, and those in FERRITE_ENGINES (paths of servers, separated by
 /// colons).
 pub(crate) fn engines() -> Vec<PathBuf> {
     let named = std::env::var_os("FERRITE_ENGINES").unwrap_or_default();
-    // "" has one
+    // An empty variable is split into one empty path.
     let named = std::env::split_paths(&named).filter(|path| !path.as_os_str().is_empty());
     [Some(REDIS.into()), valkey()].into_iter().flatten().chain(named).collect()
 }
 
-/// An engine whose sessions call, with more options of its own.
+/// Starts an engine with the call path enabled, and with these options of its own.
 pub(crate) fn start(program: &Path, options: &[&str]) -> Server {
     let port = free_port();
     let arguments = ["rdma-port", &port, "rdma-bind", "127.0.0.1", "call-path", "yes"];
@@ -54,43 +54,44 @@ impl Socket for UnixStream {
     }
 }
 
-/// A client.
-pub(crate) struct Peer {
+/// A client of an engine.
+pub(crate) struct Client {
     socket: Box<dyn Socket>,
-    heard: Vec<u8>,
+    received: Vec<u8>,
 }
 
-impl Peer {
-    /// At the module's port.
-    pub(crate) fn called(server: &Server) -> Self {
-        Self::called_at(&server.info("address"))
+impl Client {
+    /// Connects to the module's port.
+    pub(crate) fn of_module(server: &Server) -> Self {
+        Self::at(&server.info("address"))
     }
 
-    pub(crate) fn called_at(address: &str) -> Self {
-        let socket = TcpStream::connect(address).expect("it listens");
-        socket.set_nodelay(true).expect("no delay");
+    /// Connects to the module's port at this address.
+    pub(crate) fn at(address: &str) -> Self {
+        let socket = TcpStream::connect(address).expect("a connection to the module");
+        socket.set_nodelay(true).expect("TCP_NODELAY");
         Self::new(Box::new(socket))
     }
 
-    /// At the engine's own socket.
+    /// Connects to the engine's own socket.
     pub(crate) fn native(server: &Server) -> Self {
-        let socket =
-            UnixStream::connect(server.directory().join("engine.sock")).expect("it listens");
+        let path = server.directory().join("engine.sock");
+        let socket = UnixStream::connect(path).expect("a connection to the engine");
         Self::new(Box::new(socket))
     }
 
     fn new(socket: Box<dyn Socket>) -> Self {
-        socket.limit(PATIENCE);
-        socket.limit_writes(PATIENCE);
-        Self { socket, heard: Vec::new() }
+        socket.limit(TIMEOUT);
+        socket.limit_writes(TIMEOUT);
+        Self { socket, received: Vec::new() }
     }
 
-    /// Commands in one piece, without waiting.
+    /// Sends commands in one piece, without waiting for replies.
     pub(crate) fn send<W: AsRef<[u8]>>(&mut self, commands: &[Vec<W>]) {
-        assert!(self.try_send(commands), "the other side has hung up");
+        assert!(self.try_send(commands), "the server closed the connection");
     }
 
-    /// The same; false if the other side has hung up.
+    /// Sends commands. Returns false if the server has closed the connection.
     pub(crate) fn try_send<W: AsRef<[u8]>>(&mut self, commands: &[Vec<W>]) -> bool {
         let mut bytes = Vec::new();
         for words in commands {
@@ -99,36 +100,39 @@ impl Peer {
         self.socket.write_all(&bytes).is_ok()
     }
 
-    /// These bytes, as they are.
+    /// Sends bytes.
     pub(crate) fn write(&mut self, bytes: &[u8]) {
-        self.socket.write_all(bytes).expect("the other side is there");
+        self.socket.write_all(bytes).expect("the server reads");
     }
 
-    /// The same in this time; false if the other side does not take them all.
+    /// Sends bytes. Returns false if the server does not read them all within this time.
     pub(crate) fn write_within(&mut self, bytes: &[u8], time: Duration) -> bool {
         self.socket.limit_writes(time);
         self.socket.write_all(bytes).is_ok()
     }
 
-    /// The next reply, as it came; `None` if the other side has hung up.
+    /// Reads the next reply; `None` if the server has closed the connection.
     pub(crate) fn next(&mut self) -> Option<Vec<u8>> {
-        self.within(PATIENCE).expect("a reply in time")
+        self.next_within(TIMEOUT).expect("a reply in time")
     }
 
-    /// The same, or an error if there is none in this time, or what came is none: SYNC sends line
-    /// ends while it is at work.
-    pub(crate) fn within(&mut self, time: Duration) -> Result<Option<Vec<u8>>, ()> {
+    /// Reads the next reply, as [`Client::next`] does.
+    ///
+    /// # Errors
+    /// No reply arrives in time, or the bytes are not a reply: SYNC sends newlines while it works.
+    pub(crate) fn next_within(&mut self, time: Duration) -> Result<Option<Vec<u8>>, ()> {
         self.socket.limit(time);
         let mut piece = vec![0; 64 << 10];
         loop {
-            let progress = ReplyFramer::new(Limits::default()).feed(&self.heard).map_err(|_| ())?;
+            let progress =
+                ReplyFramer::new(Limits::default()).feed(&self.received).map_err(|_| ())?;
             if progress.complete {
-                let rest = self.heard.split_off(progress.consumed);
-                return Ok(Some(std::mem::replace(&mut self.heard, rest)));
+                let rest = self.received.split_off(progress.consumed);
+                return Ok(Some(std::mem::replace(&mut self.received, rest)));
             }
             match self.socket.read(&mut piece) {
                 Ok(0) => return Ok(None),
-                Ok(count) => self.heard.extend_from_slice(&piece[..count]),
+                Ok(count) => self.received.extend_from_slice(&piece[..count]),
                 Err(error)
                     if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) =>
                 {
@@ -139,35 +143,34 @@ impl Peer {
         }
     }
 
-    /// Everything up to these bytes, whatever it is.
-    pub(crate) fn until(&mut self, end: &[u8]) -> Vec<u8> {
+    /// Reads until the received bytes end with `end`, and returns all of them.
+    pub(crate) fn read_until(&mut self, end: &[u8]) -> Vec<u8> {
         let mut piece = vec![0; 64 << 10];
-        while !self.heard.ends_with(end) {
-            let count = self.socket.read(&mut piece).expect("more in time");
-            assert!(count > 0, "the other side has hung up");
-            self.heard.extend_from_slice(&piece[..count]);
+        while !self.received.ends_with(end) {
+            let count = self.socket.read(&mut piece).expect("more bytes in time");
+            assert!(count > 0, "the server closed the connection");
+            self.received.extend_from_slice(&piece[..count]);
         }
-        std::mem::take(&mut self.heard)
+        std::mem::take(&mut self.received)
     }
 
     pub(crate) fn replies(&mut self, count: usize) -> Vec<Vec<u8>> {
         (0..count).map(|_| self.next().expect("a reply")).collect()
     }
 
-    /// A command's reply, as it came.
+    /// Runs a command and returns its reply.
     pub(crate) fn raw<W: AsRef<[u8]>>(&mut self, words: &[W]) -> Vec<u8> {
         let words: Vec<_> = words.iter().map(AsRef::as_ref).collect();
         self.send(&[words]);
         self.next().expect("a reply")
     }
 
-    /// The same as text, to look at.
+    /// Runs a command and returns its reply as text.
     pub(crate) fn ask<W: AsRef<[u8]>>(&mut self, words: &[W]) -> String {
         String::from_utf8_lossy(&self.raw(words)).trim_end().into()
     }
 
-    /// One that must be answered with OK.
-    /// What INFO tells of the module.
+    /// Returns a field of INFO ferrite, by its name without the prefix.
     pub(crate) fn info(&mut self, field: &str) -> String {
         let info = self.ask(&["INFO", "ferrite"]);
         let line = info
@@ -176,55 +179,56 @@ impl Peer {
         line.unwrap_or_else(|| panic!("no {field} in {info}")).trim_end().into()
     }
 
+    /// Runs a command whose reply must be OK.
     pub(crate) fn ok<W: AsRef<[u8]> + std::fmt::Debug>(&mut self, words: &[W]) {
         assert_eq!(self.ask(words), "+OK", "{words:?}");
     }
 }
 
-/// The two at one engine.
+/// Two clients of one engine: one through the module, one at the engine's own socket.
 pub(crate) struct Pair {
-    pub(crate) called: Peer,
-    pub(crate) native: Peer,
+    pub(crate) module: Client,
+    pub(crate) native: Client,
 }
 
 impl Pair {
     pub(crate) fn new(server: &Server) -> Self {
-        Self { called: Peer::called(server), native: Peer::native(server) }
+        Self { module: Client::of_module(server), native: Client::native(server) }
     }
 
-    /// Both say it and hear the same: what they heard, as text.
+    /// Runs a command with both clients, asserts that the replies are equal, and returns the reply
+    /// as text.
     pub(crate) fn same<W: AsRef<[u8]> + std::fmt::Debug>(&mut self, words: &[W]) -> String {
-        let called = self.called.ask(words);
-        assert_eq!(called, self.native.ask(words), "{words:?}");
-        called
+        let reply = self.module.ask(words);
+        assert_eq!(reply, self.native.ask(words), "{words:?}");
+        reply
     }
 
-    /// Each in a database of its own, with nothing in it, so that what one writes does not change
-    /// what the other hears.
-    pub(crate) fn apart(server: &Server) -> Self {
+    /// Connects both, each to its own empty database, so that the writes of one do not change the
+    /// replies of the other.
+    pub(crate) fn in_two_databases(server: &Server) -> Self {
         let mut pair = Self::new(server);
-        pair.called.ok(&["SELECT", "1"]);
+        pair.module.ok(&["SELECT", "1"]);
         pair.native.ok(&["SELECT", "2"]);
         pair.same(&["FLUSHDB"]);
         pair
     }
 }
 
-/// Every command that the engine says may be called by a script, does not block, and is not
-/// dangerous: its words, subcommand included.
-pub(crate) fn commands(native: &mut Peer) -> Vec<Vec<String>> {
+/// Returns the names of all of the engine's commands, each split into command and subcommand.
+pub(crate) fn commands(native: &mut Client) -> Vec<Vec<String>> {
     let table = native.raw(&["COMMAND"]);
-    let Ok(Value::Array(rows)) = Value::parse(&table) else { panic!("a table") };
+    let Ok(Value::Array(rows)) = Value::parse(&table) else { panic!("not an array") };
     let mut found = Vec::new();
-    rows.iter().for_each(|row| gather(row, &mut found));
+    rows.iter().for_each(|row| collect_names(row, &mut found));
     found
 }
 
-fn gather(row: &Value<'_>, found: &mut Vec<Vec<String>>) {
+fn collect_names(row: &Value<'_>, found: &mut Vec<Vec<String>>) {
     let Value::Array(fields) = row else { return };
     match fields.get(9) {
         Some(Value::Array(subcommands)) if !subcommands.is_empty() => {
-            subcommands.iter().for_each(|row| gather(row, found));
+            subcommands.iter().for_each(|row| collect_names(row, found));
         }
         _ => {
             let Some(Value::Bulk(name)) = fields.first() else { return };
@@ -234,14 +238,14 @@ fn gather(row: &Value<'_>, found: &mut Vec<Vec<String>>) {
     }
 }
 
-/// How many commands were called while this ran.
+/// Returns how many commands were called in-process while `act` ran.
 pub(crate) fn calls(server: &Server, act: impl FnOnce()) -> u64 {
     let before = server.count("commands_called");
     act();
     server.count("commands_called") - before
 }
 
-/// A line of words.
+/// Splits a line into words.
 pub(crate) fn words(line: &str) -> Vec<&str> {
     line.split(' ').collect()
 }

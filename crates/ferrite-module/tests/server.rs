@@ -1,4 +1,4 @@
-//! An engine with the module in it, and its own Unix socket to ask it by.
+//! Starts an engine with the module, and sends it commands over its own Unix socket.
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 
 use std::path::{Path, PathBuf};
@@ -8,23 +8,24 @@ use std::time::{Duration, Instant};
 
 use redis::{FromRedisValue, RedisResult};
 
-pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Debian's, which CI installs.
+/// Debian's Redis, which CI installs.
 pub(crate) const REDIS: &str = "redis-server";
 
-/// The module that was built with this test: it lies beside it. `FERRITE_MODULE` names another one.
+/// Returns the path of the module: the one that was built with this test, or the one that
+/// `FERRITE_MODULE` names.
 pub(crate) fn module() -> PathBuf {
     if let Some(named) = std::env::var_os("FERRITE_MODULE") {
         return named.into();
     }
-    let test = std::env::current_exe().expect("a test has a file");
+    let test = std::env::current_exe().expect("the path of this test");
     let module = test.with_file_name("libferrite_module.so");
     assert!(module.exists(), "{} is not built", module.display());
     module
 }
 
-/// Valkey's server of the lab's cache, if it is there.
+/// Returns the path of the Valkey server in the lab's cache; `None` if it is not built.
 pub(crate) fn valkey() -> Option<PathBuf> {
     let cache = std::env::var_os("FERRITE_LAB_CACHE").map(PathBuf::from).or_else(|| {
         let home = std::env::var_os("XDG_CACHE_HOME")
@@ -35,25 +36,26 @@ pub(crate) fn valkey() -> Option<PathBuf> {
     cache.map(|cache| cache.join("valkey/valkey-server")).filter(|server| server.exists())
 }
 
-/// The engines there are, and those named in FERRITE_ENGINES (paths of servers, separated by
+/// Returns the available engines, and those in FERRITE_ENGINES (paths of servers, separated by
 /// colons).
-#[expect(clippy::print_stderr, reason = "what is left out is said")]
+#[expect(clippy::print_stderr, reason = "tells which engines are left out")]
 pub(crate) fn engines() -> Vec<PathBuf> {
     let valkey = valkey();
     let named = std::env::var_os("FERRITE_ENGINES").unwrap_or_default();
-    // "" has one
+    // An empty variable is split into one empty path.
     let named = std::env::split_paths(&named).filter(|path| !path.as_os_str().is_empty());
     let engines: Vec<_> = [Some(REDIS.into()), valkey].into_iter().flatten().chain(named).collect();
     if engines.len() == 1 {
         eprintln!(
-            "Redis alone: Valkey is not built here (lab/lab setup valkey), and FERRITE_ENGINES names none"
+            "testing Redis only: Valkey is not built (run lab/lab setup valkey), and \
+             FERRITE_ENGINES names no engine"
         );
     }
     engines
 }
 
-/// A port that nobody has at the moment, and that no outgoing connection of another test takes
-/// before the engine does: below those that the kernel gives to them.
+/// Returns a port that is free at the moment. It is below the kernel's range of ephemeral ports, so
+/// that no outgoing connection of another test takes it before the engine does.
 pub(crate) fn free_port() -> String {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
     loop {
@@ -65,7 +67,7 @@ pub(crate) fn free_port() -> String {
     }
 }
 
-/// A directory of an engine's own.
+/// Creates a directory for one engine.
 fn directory() -> PathBuf {
     static NUMBER: AtomicUsize = AtomicUsize::new(0);
     let number = NUMBER.fetch_add(1, Ordering::Relaxed);
@@ -75,17 +77,17 @@ fn directory() -> PathBuf {
     directory
 }
 
-/// Arguments of `loadmodule` for every engine of a test, to try all tests with others:
-/// `FERRITE_MODULE_ARGS=call-path=no`.
+/// Returns additional arguments of `loadmodule` for every engine, to run all tests with other
+/// settings: `FERRITE_MODULE_ARGS=call-path=no`.
 fn more_arguments() -> Vec<String> {
     let given = std::env::var("FERRITE_MODULE_ARGS").unwrap_or_default();
     given.split([' ', '=']).filter(|word| !word.is_empty()).map(Into::into).collect()
 }
 
-fn by_file(program: &Path, directory: &Path) -> Child {
+fn spawn_from_file(program: &Path, directory: &Path) -> Child {
     let mut command = Command::new(program);
     command.arg(directory.join("engine.conf")).stdin(Stdio::null()).stdout(Stdio::null());
-    command.spawn().expect("the engine starts: apt-get install redis-server")
+    command.spawn().expect("cannot start the engine; run apt-get install redis-server")
 }
 
 /// How an engine is started.
@@ -93,26 +95,27 @@ pub(crate) struct Start<'a> {
     pub(crate) program: &'a Path,
     /// Arguments of `loadmodule`.
     pub(crate) arguments: &'a [&'a str],
-    /// The engine's own, as on its command line.
+    /// The engine's own options, as on its command line.
     pub(crate) options: &'a [&'a str],
 }
 
-/// An engine, killed at the end.
+/// An engine, which is killed when it is dropped.
 pub(crate) struct Server {
     process: Child,
     directory: PathBuf,
 }
 
 impl Server {
-    /// One that must come up.
+    /// Starts an engine and waits until it accepts connections.
     pub(crate) fn start(start: &Start<'_>) -> Self {
-        let mut server = Self::begin(start);
-        server.until_it_answers();
+        let mut server = Self::spawn(start);
+        server.wait_until_it_answers();
         server
     }
 
-    /// The same by a configuration file, `options` being lines of it.
-    pub(crate) fn start_by_file(start: &Start<'_>) -> Self {
+    /// Starts an engine from a configuration file with the lines `options`, and waits until it
+    /// accepts connections.
+    pub(crate) fn start_from_file(start: &Start<'_>) -> Self {
         let directory = directory();
         let lines = [
             &format!("dir {}", directory.display()),
@@ -128,38 +131,38 @@ impl Server {
         ];
         std::fs::write(directory.join("engine.conf"), lines.map(String::as_str).join("\n"))
             .expect("a file");
-        let process = by_file(start.program, &directory);
+        let process = spawn_from_file(start.program, &directory);
         let mut server = Self { process, directory };
-        server.until_it_answers();
+        server.wait_until_it_answers();
         server
     }
 
-    /// One that has ended, by the file that it had.
-    pub(crate) fn start_again(&mut self, program: &Path) {
-        self.process = by_file(program, &self.directory);
-        self.until_it_answers();
+    /// Starts an engine that has exited again, from the same configuration file.
+    pub(crate) fn restart(&mut self, program: &Path) {
+        self.process = spawn_from_file(program, &self.directory);
+        self.wait_until_it_answers();
     }
 
-    fn until_it_answers(&mut self) {
+    fn wait_until_it_answers(&mut self) {
         let server = self;
-        let begun = Instant::now();
+        let started = Instant::now();
         while server.connection().is_err() {
-            let ended = server.process.try_wait().expect("it is ours");
-            assert!(ended.is_none(), "it has ended: {}", server.log());
-            assert!(begun.elapsed() < PATIENCE, "it does not listen: {}", server.log());
+            let exited = server.process.try_wait().expect("a child process");
+            assert!(exited.is_none(), "the engine has exited: {}", server.log());
+            assert!(started.elapsed() < TIMEOUT, "the engine does not listen: {}", server.log());
             std::thread::sleep(Duration::from_millis(20));
         }
     }
 
-    /// One that must not: how it ended, and its log.
-    pub(crate) fn refused(start: &Start<'_>) -> (ExitStatus, String) {
-        let mut server = Self::begin(start);
+    /// Starts an engine that must exit by itself. Returns its exit status and its log.
+    pub(crate) fn run_until_exit(start: &Start<'_>) -> (ExitStatus, String) {
+        let mut server = Self::spawn(start);
         let status = server.wait();
         (status, server.log())
     }
 
-    /// One of which nothing is known yet.
-    pub(crate) fn begin(start: &Start<'_>) -> Self {
+    /// Starts an engine without waiting for it.
+    pub(crate) fn spawn(start: &Start<'_>) -> Self {
         let directory = directory();
         let process = Command::new(start.program)
             .args(["--save", "", "--appendonly", "no", "--enable-module-command", "local", "--dir"])
@@ -176,7 +179,7 @@ impl Server {
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .spawn()
-            .expect("the engine starts: apt-get install redis-server");
+            .expect("cannot start the engine; run apt-get install redis-server");
         Self { process, directory }
     }
 
@@ -192,66 +195,68 @@ impl Server {
         std::fs::read_to_string(self.directory.join("log")).unwrap_or_default()
     }
 
-    /// Until the log has these words.
-    pub(crate) fn until_logged(&self, words: &str) {
-        self.until(words, || self.log().contains(words));
+    /// Waits until the log contains this text.
+    pub(crate) fn wait_for_log(&self, words: &str) {
+        self.wait_until(words, || self.log().contains(words));
     }
 
-    pub(crate) fn until(&self, what: &str, mut done: impl FnMut() -> bool) {
-        let begun = Instant::now();
+    /// Waits until a condition holds. `what` describes it.
+    pub(crate) fn wait_until(&self, what: &str, mut done: impl FnMut() -> bool) {
+        let started = Instant::now();
         while !done() {
-            assert!(begun.elapsed() < PATIENCE, "{what}: not in time; {}", self.log());
+            assert!(started.elapsed() < TIMEOUT, "timeout waiting for: {what}; {}", self.log());
             std::thread::sleep(Duration::from_millis(10));
         }
     }
 
-    /// A connection to the engine's own socket.
+    /// Opens a connection to the engine's own socket.
     pub(crate) fn connection(&self) -> RedisResult<redis::Connection> {
         redis::Client::open(format!("unix://{}", self.directory.join("engine.sock").display()))?
             .get_connection()
     }
 
-    /// The engine's answer at its own socket.
+    /// Runs a command over the engine's own socket.
     pub(crate) fn try_ask<T: FromRedisValue>(&self, words: &[&str]) -> RedisResult<T> {
         let mut connection = self.connection()?;
-        connection.set_read_timeout(Some(PATIENCE))?;
+        connection.set_read_timeout(Some(TIMEOUT))?;
         redis::cmd(words[0]).arg(&words[1..]).query(&mut connection)
     }
 
-    /// The same, which must be one.
+    /// Runs a command over the engine's own socket. Panics if that fails.
     pub(crate) fn ask<T: FromRedisValue>(&self, words: &[&str]) -> T {
         self.try_ask(words).unwrap_or_else(|error| panic!("{words:?}: {error}; {}", self.log()))
     }
 
-    /// What the engine says when it refuses.
+    /// Runs a command that the engine must refuse, and returns the error.
     pub(crate) fn refusal(&self, words: &[&str]) -> String {
         match self.try_ask::<redis::Value>(words) {
-            Ok(answer) => panic!("{words:?}: {answer:?}"),
+            Ok(reply) => panic!("{words:?} was not refused: {reply:?}"),
             Err(error) => error.to_string(),
         }
     }
 
-    /// A field of INFO ferrite, without the prefix.
+    /// Returns a field of INFO ferrite, by its name without the prefix.
     pub(crate) fn info(&self, field: &str) -> String {
         let wanted = format!("ferrite_{field}:");
-        // Where the transport's thread is slow, INFO has what was counted when it was asked before.
+        // While the transport thread is busy, INFO shows the previous counters. So this asks twice.
         let _: String = self.ask(&["INFO", "ferrite"]);
-        let begun = Instant::now();
+        let started = Instant::now();
         loop {
             std::thread::sleep(Duration::from_millis(100));
             let all: String = self.ask(&["INFO", "ferrite"]);
             if let Some(found) = all.lines().find_map(|line| line.strip_prefix(&wanted)) {
                 return found.trim_end().into();
             }
-            assert!(begun.elapsed() < PATIENCE, "no {wanted} in {all}");
+            assert!(started.elapsed() < TIMEOUT, "no {wanted} in {all}");
         }
     }
 
+    /// Returns a number in INFO ferrite.
     pub(crate) fn count(&self, field: &str) -> u64 {
         self.info(field).parse().expect("a number")
     }
 
-    /// Asks it to end: how it did.
+    /// Runs SHUTDOWN and returns the exit status.
     pub(crate) fn shut_down(&mut self, how: &str) -> ExitStatus {
         let _ = self.try_ask::<redis::Value>(&["SHUTDOWN", how]);
         self.wait()
@@ -260,29 +265,30 @@ impl Server {
     pub(crate) fn signal(&self, name: &str) {
         let id = self.process.id().to_string();
         let sent = Command::new("kill").args(["-s", name, &id]).status().expect("kill");
-        assert!(sent.success(), "SIG{name} to {id}");
+        assert!(sent.success(), "cannot send SIG{name} to {id}");
     }
 
+    /// Waits until the engine exits.
     pub(crate) fn wait(&mut self) -> ExitStatus {
-        let begun = Instant::now();
+        let started = Instant::now();
         loop {
-            if let Some(status) = self.process.try_wait().expect("it is ours") {
+            if let Some(status) = self.process.try_wait().expect("a child process") {
                 return status;
             }
-            assert!(begun.elapsed() < PATIENCE, "it does not end: {}", self.log());
+            assert!(started.elapsed() < TIMEOUT, "the engine does not exit: {}", self.log());
             std::thread::sleep(Duration::from_millis(5));
         }
     }
 
     pub(crate) fn has_ended(&mut self) -> bool {
-        self.process.try_wait().expect("it is ours").is_some()
+        self.process.try_wait().expect("a child process").is_some()
     }
 
-    /// The log has no sign of a crash, and the process is there.
-    pub(crate) fn assert_well(&mut self) {
-        let ended = self.process.try_wait().expect("it is ours");
+    /// Asserts that the engine runs and that its log has no sign of a crash.
+    pub(crate) fn assert_healthy(&mut self) {
+        let exited = self.process.try_wait().expect("a child process");
         let log = self.log();
-        assert!(ended.is_none(), "it has ended: {log}");
+        assert!(exited.is_none(), "the engine has exited: {log}");
         for sign in ["BUG REPORT", "a bug: panic", "crashed by signal", "ASSERTION FAILED"] {
             assert!(!log.contains(sign), "{log}");
         }

@@ -1,4 +1,4 @@
-//! What happens to engines and clients, one thing at a time.
+//! The faults that happen to engines and clients, one at a time.
 
 use std::process::{Command, Stdio};
 use std::sync::Arc;
@@ -12,11 +12,11 @@ use crate::fuzz;
 use crate::random::Random;
 use crate::world::World;
 
-/// Where clients of a process of their own go to.
+/// The variable with the address that clients in a separate process connect to.
 pub(crate) const PROCESS: &str = "FERRITE_SOAK_PROCESS";
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
-const TROUBLES: &[&str] = &[
+const FAULTS: &[&str] = &[
     "clients dropped",
     "clients vanish",
     "clients killed",
@@ -28,11 +28,11 @@ const TROUBLES: &[&str] = &[
     "BGREWRITEAOF",
     "FLUSHALL",
     "FAILOVER",
-    "peers that break rules",
-    "peers that talk nonsense",
+    "protocol violations",
+    "invalid commands",
 ];
 
-/// Settings, and what they are set to.
+/// Settings and the values that they are set to.
 const SETTINGS: &[(&str, &[&str])] = &[
     ("ferrite.rx-size", &["4kb", "16kb", "64kb", "2mb"]),
     ("ferrite.rx-size-max", &["64kb", "2mb"]),
@@ -51,9 +51,9 @@ const SETTINGS: &[(&str, &[&str])] = &[
     ("latency-tracking", &["yes", "no"]),
 ];
 
-/// The ports to both hosts, as they were when it is dropped. Not the hosts' own interfaces: to put
-/// a queueing discipline in the place of another there makes sends fail for a moment, and Soft-RoCE
-/// ends a queue pair for good when a send fails.
+/// Adds a queueing discipline to the switch ports of both hosts, and removes it when it is dropped.
+/// The hosts' own interfaces cannot be used: replacing a queueing discipline there makes sends fail
+/// for a moment, and Soft-RoCE ends a queue pair when a send fails.
 pub(crate) struct Wires(());
 
 const PORTS: [&str; 2] = ["p1", "p2"];
@@ -61,7 +61,7 @@ const PORTS: [&str; 2] = ["p1", "p2"];
 impl Wires {
     pub(crate) fn new() -> Self {
         let wires = Self(());
-        assert!(tc("add", "delay 0"), "tc");
+        assert!(tc("add", "delay 0"), "tc failed");
         wires
     }
 }
@@ -82,39 +82,40 @@ fn tc(verb: &str, netem: &str) -> bool {
     })
 }
 
-pub(crate) struct Troubles {
+pub(crate) struct Faults {
     world: Arc<World>,
     random: Random,
-    /// What is still to come of this round; each has its turn in every one.
+    /// The faults that remain in this round. Every round has each fault once.
     round: Vec<&'static str>,
     pub(crate) done: Vec<(&'static str, u64)>,
-    begun: Instant,
-    /// Every one as it comes: FERRITE_SOAK_TROUBLES.
-    is_told: bool,
+    started: Instant,
+    /// Print every fault: FERRITE_SOAK_TROUBLES is set.
+    is_verbose: bool,
 }
 
-impl Troubles {
+impl Faults {
     pub(crate) fn new(world: Arc<World>, seed: u64) -> Self {
-        let done = TROUBLES.iter().map(|what| (*what, 0)).collect();
-        let is_told = std::env::var_os("FERRITE_SOAK_TROUBLES").is_some();
+        let done = FAULTS.iter().map(|what| (*what, 0)).collect();
+        let is_verbose = std::env::var_os("FERRITE_SOAK_TROUBLES").is_some();
         Self {
             world,
             random: Random::new(seed),
             round: Vec::new(),
             done,
-            begun: Instant::now(),
-            is_told,
+            started: Instant::now(),
+            is_verbose,
         }
     }
 
-    pub(crate) async fn go_on(mut self) -> Self {
+    /// Causes one fault after another until the test is over.
+    pub(crate) async fn run(mut self) -> Self {
         while !self.world.is_over() {
             if self.round.is_empty() {
-                self.round = TROUBLES.to_vec();
+                self.round = FAULTS.to_vec();
             }
             let what = self.round.remove(self.random.below(self.round.len() as u64) as usize);
             self.note(what.into());
-            self.one(what).await;
+            self.cause(what).await;
             self.done
                 .iter_mut()
                 .filter(|(name, _)| *name == what)
@@ -126,30 +127,30 @@ impl Troubles {
     }
 
     fn note(&self, what: String) {
-        if self.is_told {
-            eprintln!("{:.1?}: {what}", self.begun.elapsed());
+        if self.is_verbose {
+            eprintln!("{:.1?}: {what}", self.started.elapsed());
         }
-        *self.world.trouble.lock().expect("no panic") = what;
+        *self.world.fault.lock().expect("no panic") = what;
     }
 
-    async fn one(&mut self, what: &str) {
+    async fn cause(&mut self, what: &str) {
         match what {
             "clients dropped" => self.drop_clients(),
             "clients vanish" => self.vanish().await,
             "clients killed" => self.kill_processes().await,
             "FERRITE KILL" => self.kill().await,
             "wire cut" => self.cut().await,
-            "wire bad" => self.spoil().await,
+            "wire bad" => self.degrade().await,
             "CONFIG SET" => self.configure().await,
             "FLUSHALL" => self.flush().await,
             "FAILOVER" => self.fail_over().await,
-            "peers that break rules" => fuzz::break_rules(&self.world, &mut self.random).await,
-            "peers that talk nonsense" => fuzz::talk_nonsense(&self.world, &mut self.random).await,
+            "protocol violations" => fuzz::violate_protocol(&self.world, &mut self.random).await,
+            "invalid commands" => fuzz::send_invalid(&self.world, &mut self.random).await,
             save => {
-                // The engine may be at one of the other kind.
+                // An error is allowed: a save of the other kind may be in progress.
                 let engine = self.random_engine();
-                let answer = self.ask(engine, &[save]).await;
-                assert!(answer.starts_with(['+', '-']), "{save}: {answer}");
+                let reply = self.ask(engine, &[save]).await;
+                assert!(reply.starts_with(['+', '-']), "{save}: {reply}");
             }
         }
     }
@@ -162,14 +163,14 @@ impl Troubles {
         self.world.primary.load(Ordering::Relaxed)
     }
 
-    /// An engine's answer at its own socket.
+    /// Runs a command over an engine's own socket.
     async fn ask(&self, engine: usize, words: &[&str]) -> String {
         let asking =
             async { Connection::to_socket(&self.world.sockets[engine]).await?.ask(words).await };
-        let answer = tokio::time::timeout(PATIENCE, asking).await;
-        let answer = answer.unwrap_or_else(|_| panic!("{words:?}: no answer of engine {engine}"));
-        let answer = answer.unwrap_or_else(|error| panic!("{words:?}: engine {engine}: {error}"));
-        String::from_utf8_lossy(&answer).into_owned()
+        let reply = tokio::time::timeout(TIMEOUT, asking).await;
+        let reply = reply.unwrap_or_else(|_| panic!("{words:?}: no reply of engine {engine}"));
+        let reply = reply.unwrap_or_else(|error| panic!("{words:?}: engine {engine}: {error}"));
+        String::from_utf8_lossy(&reply).into_owned()
     }
 
     fn drop_clients(&mut self) {
@@ -178,48 +179,50 @@ impl Troubles {
         }
     }
 
-    /// Processes full of clients end without a word of theirs.
+    /// Kills processes with several clients each, which cannot close their connections then.
     async fn kill_processes(&mut self) {
-        let own = std::env::current_exe().expect("a test has a file");
+        let own = std::env::current_exe().expect("the path of this test");
         let spawn = |_| {
             let mut command = Command::new(&own);
             command.args(["--exact", "clients_to_be_killed", "--ignored", "--nocapture"]);
             command.stdout(Stdio::null()).env(PROCESS, self.world.rdma[self.primary()].to_string());
-            command.spawn().expect("this program")
+            command.spawn().expect("a child process")
         };
         let mut processes: Vec<_> = (0..2).map(spawn).collect();
         sleep(Duration::from_millis(300 + self.random.below(1500))).await;
         for process in &mut processes {
-            process.kill().expect("it is ours");
-            process.wait().expect("it is ours");
+            process.kill().expect("a running child process");
+            process.wait().expect("an exit status");
         }
     }
 
-    /// Clients go while nothing of theirs can be heard.
+    /// Lets clients disconnect while the wire is cut.
     async fn vanish(&mut self) {
-        assert!(tc("change", "loss 100%"), "tc");
+        assert!(tc("change", "loss 100%"), "tc failed");
         self.drop_clients();
         sleep(Duration::from_millis(500 + self.random.below(2000))).await;
-        self.mend();
+        self.restore_wire();
     }
 
+    /// Cuts the wire for a while.
     async fn cut(&mut self) {
-        assert!(tc("change", "loss 100%"), "tc");
+        assert!(tc("change", "loss 100%"), "tc failed");
         sleep(Duration::from_millis(50 + self.random.below(3000))).await;
-        self.mend();
+        self.restore_wire();
     }
 
-    fn mend(&self) {
-        assert!(tc("change", "delay 0"), "tc");
+    fn restore_wire(&self) {
+        assert!(tc("change", "delay 0"), "tc failed");
         *self.world.cut.lock().expect("no panic") = Some(Instant::now());
     }
 
-    async fn spoil(&mut self) {
+    /// Makes the wire unreliable for a second.
+    async fn degrade(&mut self) {
         let kinds =
             ["loss 5%", "delay 2ms 1ms", "duplicate 5%", "corrupt 2%", "delay 1ms reorder 25%"];
-        assert!(tc("change", kinds[self.random.below(kinds.len() as u64) as usize]), "tc");
+        assert!(tc("change", kinds[self.random.below(kinds.len() as u64) as usize]), "tc failed");
         sleep(Duration::from_millis(1000)).await;
-        self.mend();
+        self.restore_wire();
     }
 
     async fn kill(&mut self) {
@@ -240,30 +243,30 @@ impl Troubles {
             let value = values[self.random.below(values.len() as u64) as usize];
             self.note(format!("CONFIG SET {name} {value}"));
             let engine = self.random_engine();
-            let answer = self.ask(engine, &["CONFIG", "SET", name, value]).await;
-            assert!(answer == "+OK\r\n", "{name} {value}: {answer}");
+            let reply = self.ask(engine, &["CONFIG", "SET", name, value]).await;
+            assert!(reply == "+OK\r\n", "{name} {value}: {reply}");
         }
     }
 
-    /// While nobody works, so that what is empty then is known.
+    /// Runs FLUSHALL while no client works, so that the clients' models stay correct.
     async fn flush(&mut self) {
         let how = ["SYNC", "ASYNC"][self.random.below(2) as usize];
-        let _nobody = self.world.flow.write().await;
-        let answer = self.ask(self.primary(), &["FLUSHALL", how]).await;
-        assert_eq!(answer, "+OK\r\n");
+        let _exclusive = self.world.flow.write().await;
+        let reply = self.ask(self.primary(), &["FLUSHALL", how]).await;
+        assert_eq!(reply, "+OK\r\n");
         self.world.flushes.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// The replica takes over, with all that was acknowledged: the primary waits for it.
+    /// Fails over to the replica, which then has all acknowledged writes: the primary waits for it.
     async fn fail_over(&mut self) {
         let (from, to) = (self.primary(), 1 - self.primary());
-        let begun = Instant::now();
-        let mut answer;
+        let started = Instant::now();
+        let mut reply;
         loop {
             let port = self.world.tcp[to].port().to_string();
-            // Clients wait meanwhile, until the replica has everything; it may be at its first
-            // copy.
-            answer =
+            // Clients wait until the replica has everything. It may still be at its first
+            // synchronisation.
+            reply =
                 self.ask(from, &["FAILOVER", "TO", "127.0.0.1", &port, "TIMEOUT", "10000"]).await;
             while self.ask(from, &["INFO", "replication"]).await.contains("failover-in-progress") {
                 sleep(Duration::from_millis(5)).await;
@@ -271,7 +274,7 @@ impl Troubles {
             if self.ask(to, &["ROLE"]).await.contains("master") {
                 break;
             }
-            assert!(begun.elapsed() < PATIENCE, "no failover: {answer}");
+            assert!(started.elapsed() < TIMEOUT, "no failover: {reply}");
             sleep(Duration::from_millis(100)).await;
         }
         self.world.primary.store(to, Ordering::Relaxed);

@@ -1,14 +1,13 @@
-//! Whether a process is at rest, asked of the kernel.
+//! Finds out from the kernel whether a process is idle.
 //!
-//! Bytes that a process has not read yet make the thread that waits for them runnable, at the
-//! moment when they are sent over loopback. So a process has nothing left to do if all of its
-//! threads sleep, and if none of them has run between two looks. No time limit decides, and no
-//! marker command changes what the clients say.
+//! When bytes are sent over loopback, the thread that waits for them becomes runnable at once. So a
+//! process is idle if all of its threads sleep and none of them has run between two snapshots. This
+//! needs neither a time limit nor a marker command among those of the clients.
 
 use std::path::PathBuf;
 
-/// The threads of a process, all asleep, and how often each has run.
-pub(crate) type Look = Vec<(u64, u64)>;
+/// The threads of a sleeping process, and how often each has run.
+pub(crate) type Snapshot = Vec<(u64, u64)>;
 
 pub(crate) struct Process {
     tasks: PathBuf,
@@ -19,14 +18,14 @@ impl Process {
         Self { tasks: format!("/proc/{pid}/task").into() }
     }
 
-    /// `None` while a thread runs or is about to.
-    pub(crate) fn look(&self) -> Option<Look> {
+    /// Takes a snapshot; `None` while a thread runs or is about to.
+    pub(crate) fn snapshot(&self) -> Option<Snapshot> {
         let mut threads = Vec::new();
         for task in std::fs::read_dir(&self.tasks).ok()? {
             let task = task.ok()?;
             let number = task.file_name().to_str()?.parse().ok()?;
             let stat = std::fs::read_to_string(task.path().join("stat")).ok()?;
-            // The name before it is in parentheses and may have any characters.
+            // The name before the state is in parentheses and may have any characters.
             let state = stat.rsplit_once(") ")?.1.chars().next()?;
             if !matches!(state, 'S' | 'I') {
                 return None;
