@@ -367,7 +367,8 @@ pub(crate) async fn tls(verbs: &Verbs) {
     let foreign_peer = builder(verbs, at).rdma(Rdma::Forbid).tls(certified().1, name()).build();
     let error = foreign_peer.connect().await.expect_err("nobody it trusts").to_string();
     assert!(
-        error.contains("TLS with 127.0.0.1") && error.contains("invalid peer certificate"),
+        error.contains("TLS handshake with 127.0.0.1")
+            && error.contains("invalid peer certificate"),
         "{error}"
     );
 
