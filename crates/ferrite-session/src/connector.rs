@@ -10,9 +10,9 @@
 //! ```
 //!
 //! Over TCP, a session is plain RESP, which engines and gateways both understand. If the caller has
-//! configured TLS, it is RESP within TLS. RDMA is then not used, because it is not encrypted, unless
-//! the caller allows that explicitly. If RDMA was preferred, this counts as a fallback, with its
-//! cause.
+//! configured TLS, it is RESP within TLS. RDMA is then not used, because it is not encrypted,
+//! unless the caller allows that explicitly. If RDMA was preferred, this counts as a fallback, with
+//! its cause.
 
 use std::fmt;
 use std::io::{self, IoSlice};

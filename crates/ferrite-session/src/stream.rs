@@ -38,8 +38,8 @@ const LINGER: Duration = Duration::from_millis(500);
 
 /// How long a client receives nothing before it probes whether the peer's queue pair still exists.
 /// The probe may come after up to twice this time. Servers of Valkey Over RDMA send a keepalive
-/// every 3 s. Without the probe, a client would wait forever for a server that has crashed, or whose
-/// disconnect message was lost (the connection manager sends it once).
+/// every 3 s. Without the probe, a client would wait forever for a server that has crashed, or
+/// whose disconnect message was lost (the connection manager sends it once).
 const PROBE_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Returns the time of tokio's clock, which tests can pause and advance.
@@ -264,7 +264,8 @@ impl ValkeyStream {
         count
     }
 
-    /// Copies as much of `bytes` as can be sent now into one write, and returns the number of bytes.
+    /// Copies as much of `bytes` as can be sent now into one write, and returns the number of
+    /// bytes.
     fn write_some(
         &mut self,
         cx: &mut Context<'_>,
