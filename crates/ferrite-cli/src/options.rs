@@ -125,7 +125,7 @@ pub(crate) struct Options {
         help_heading = "Commands"
     )]
     repeat: i64,
-    /// Seconds between runs, lines of --stat and SCAN calls; duration of --latency
+    /// Seconds between runs, lines of --stat or SCAN calls; duration of --latency
     #[arg(short = 'i', value_name = "SECONDS", value_parser = seconds, help_heading = "Commands")]
     interval: Option<Duration>,
     /// Exit with code 1 if a reply is an error

@@ -67,7 +67,7 @@ pub(crate) struct Scan {
     pub(crate) count: Option<u64>,
 }
 
-/// What the program does.
+/// The mode in which the program runs.
 #[derive(Debug)]
 pub(crate) enum Mode {
     /// Commands from the terminal or from stdin.

@@ -120,7 +120,7 @@ impl Pool {
 
     /// Returns the connection with the fewest commands in flight, and counts one more there.
     async fn next(&self) -> RedisResult<(Connection, InFlight<'_>)> {
-        // Two tasks may choose the same connection at once. That only affects the balance.
+        // Two tasks may choose the same connection at once, which only affects the balance.
         let in_flight = |slot: &&Slot| slot.in_flight.load(Ordering::Relaxed);
         let slot = self.0.slots.iter().min_by_key(in_flight).expect("a pool has at least one slot");
         slot.in_flight.fetch_add(1, Ordering::Relaxed);

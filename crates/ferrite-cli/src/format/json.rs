@@ -64,7 +64,8 @@ pub(super) fn write(reply: &Value<'_>, strings: Strings, out: &mut Vec<u8>) {
     }
 }
 
-/// Appends a key. JSON keys must be strings, so another value becomes a string of its JSON.
+/// Appends a key. JSON keys must be strings, so a key of another type becomes a string that
+/// contains its JSON.
 fn write_key(key: &Value<'_>, strings: Strings, out: &mut Vec<u8>) {
     let mut text = Vec::new();
     write(key, strings, &mut text);

@@ -17,7 +17,7 @@ pub(super) const READ_MAX: usize = 64 << 10;
 /// The longest word that can be the name of a command or subcommand.
 const NAME_MAX: usize = 64;
 
-/// What is known about a command that has arrived in part.
+/// The name of a command that has arrived in part, if it is known yet.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum PartialCommand<'a> {
     /// Its name has not arrived, or not the first argument, which may name a subcommand.
@@ -49,7 +49,7 @@ fn word<'a>(args: &mut Args<'a>) -> Word<'a> {
 pub(super) struct FoundCommand {
     /// Its range in the buffer.
     pub(super) range: Range<usize>,
-    /// The indexes of its words in [`Input::words`]. Empty if it is not in the plain form.
+    /// The indexes of its words in the `words` of the input. Empty if it is not in the plain form.
     words: Range<usize>,
 }
 
@@ -189,7 +189,7 @@ impl Input {
         self.framer.is_inside() && Command::framed(self.pending()).is_some_and(many)
     }
 
-    /// Returns what is known about the command that has arrived in part.
+    /// Returns the name of the command that has arrived in part, if it is known yet.
     pub(super) fn partial_command(&self) -> PartialCommand<'_> {
         let Some(command) = Command::framed(self.pending()) else { return PartialCommand::Unknown };
         if command.inline().is_some() {

@@ -36,7 +36,8 @@ impl Default for BeforeAuthQueue {
     }
 }
 
-/// Awaits an event, and holds the permit for at most [`BEFORE_AUTH_PERMIT_TIME`] of it.
+/// Awaits an event. Releases the permit, if there is one, after [`BEFORE_AUTH_PERMIT_TIME`] at the
+/// latest.
 pub(super) async fn run_with_permit<T>(
     permit: Option<SemaphorePermit<'_>>,
     event: impl Future<Output = T>,

@@ -102,7 +102,7 @@ impl<C: Client> InProcessSession<'_, C> {
     ///
     /// A login is not rejected, but it has one reply as well. If an administrator gives the client
     /// access between the probe and the command, the reply of a command that changes the session
-    /// can be misread. That affects only this client.
+    /// can be misread. Only this client is affected.
     async fn proxy_refused(&mut self) -> io::Result<Option<ExchangeOutcome>> {
         match self.is_refused().await? {
             Ok(true) => {}
