@@ -239,21 +239,29 @@ impl Gateway {
                         self.counters.ferrite_sessions.fetch_add(1, Ordering::Relaxed);
                         let ends = (link.peer_addr(), link.local_addr());
                         let transport = ClientTransport::Ferrite(link.clone());
-                        self.spawn(&mut sessions, self.clone().session(Stream::new(link), ends, transport, signal.clone()));
+                        let session = self.clone().session(
+                            Stream::new(link),
+                            ends,
+                            transport,
+                            signal.clone(),
+                        );
+                        self.spawn(&mut sessions, session);
                     }
                     Err(error) => break Err(error),
                 },
                 request = foreign_peers.next() => match request {
                     Ok(request) => {
                         let connecting = foreign_peers.accept(request);
-                        self.spawn(&mut sessions, self.clone().valkey_session(connecting, signal.clone()));
+                        let session = self.clone().valkey_session(connecting, signal.clone());
+                        self.spawn(&mut sessions, session);
                     }
                     Err(error) => break Err(error),
                 },
                 foreign_peer = foreign_tcp_peers.next() => match foreign_peer {
                     Ok(foreign_peer) => {
                         self.counters.tcp_sessions.fetch_add(1, Ordering::Relaxed);
-                        self.spawn(&mut sessions, self.clone().tcp_session(foreign_peer, signal.clone()));
+                        let session = self.clone().tcp_session(foreign_peer, signal.clone());
+                        self.spawn(&mut sessions, session);
                     }
                     Err(error) => break Err(error),
                 },
@@ -392,7 +400,12 @@ impl Gateway {
                 let outcome = tokio::select! {
                     biased; // a session that must end runs no further command
                     () = wait_for_end(&open, shutdown.clone()) => Ok(ServeOutcome::Closed),
-                    outcome = in_process::serve((&mut client, &first), proxy, engine, (&open, &self.counters.paths)) => outcome,
+                    outcome = in_process::serve(
+                        (&mut client, &first),
+                        proxy,
+                        engine,
+                        (&open, &self.counters.paths),
+                    ) => outcome,
                 };
                 open.entry.is_called.store(false, Ordering::Relaxed);
                 match outcome {
@@ -449,7 +462,11 @@ impl Gateway {
                 self.counters.engine_failures.fetch_add(1, Ordering::Relaxed);
                 static LINES: LogLimit = LogLimit::new();
                 if let Some(others) = LINES.pass() {
-                    tracing::warn!(engine = %address, %error, "cannot connect to the engine{others}");
+                    tracing::warn!(
+                        engine = %address,
+                        %error,
+                        "cannot connect to the engine{others}"
+                    );
                 }
                 // The client may not have logged in, so it does not learn the engine's address or
                 // the system's error.
