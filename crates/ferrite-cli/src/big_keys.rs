@@ -1,7 +1,7 @@
-//! `--bigkeys` and `--memkeys`: the largest key of each type, and averages.
+//! `--bigkeys` and `--memkeys`: find the largest key of each type, and averages.
 //!
-//! SCAN, then TYPE of all keys it gave in one go, then their sizes in one go. A key that went
-//! meanwhile is passed over.
+//! For the keys of each SCAN call, the types are requested in one pipeline, then the sizes in
+//! another. Keys that were deleted in the meantime are skipped.
 
 use std::fmt::Write as _;
 use std::io::IsTerminal as _;
@@ -16,17 +16,17 @@ use crate::scan::Cursor;
 use crate::server::Server;
 use crate::settings::Scan;
 
-/// What a key's size is.
+/// How the size of a key is measured.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Measure {
-    /// Its elements, or bytes of a string.
+    /// By the number of its elements, or the bytes of a string.
     Elements,
-    /// Its memory, by so many samples.
+    /// By its memory, with this number of samples.
     Memory(Option<u64>),
 }
 
-/// A type: its name, the command that tells the size, and the size's unit.
-const KNOWN: [(&str, &str, &str); 6] = [
+/// Built-in types: the name, the command that returns the size, and the unit of the size.
+const BUILT_IN_TYPES: [(&str, &str, &str); 6] = [
     ("string", "STRLEN", "bytes"),
     ("list", "LLEN", "items"),
     ("set", "SCARD", "members"),
@@ -35,11 +35,11 @@ const KNOWN: [(&str, &str, &str); 6] = [
     ("stream", "XLEN", "entries"),
 ];
 
-/// What was found of a type.
+/// The statistics of a type.
 #[derive(Debug)]
-struct Kind {
+struct TypeStats {
     name: String,
-    /// None for types of modules.
+    /// `None` for types of modules.
     size_command: Option<&'static str>,
     unit: &'static str,
     count: u64,
@@ -47,26 +47,26 @@ struct Kind {
     biggest: Option<(Vec<u8>, u64)>,
 }
 
-/// What was found.
-struct Found {
+/// The statistics of all keys.
+struct KeyStats {
     measure: Measure,
-    kinds: Vec<Kind>,
+    kinds: Vec<TypeStats>,
     keys: u64,
     key_bytes: u64,
 }
 
-/// Looks at all keys, or at as many as the one who waits has patience for.
+/// Measures all keys, or as many as possible until the user interrupts.
 pub(crate) async fn run(server: &mut Server, scan: &Scan, measure: Measure) -> anyhow::Result<()> {
-    let frame = server.ask(&["DBSIZE"]).await?;
+    let frame = server.request(&["DBSIZE"]).await?;
     let Value::Integer(all) = frame.value()? else { bail!("Couldn't determine DBSIZE") };
-    let mut found = Found::new(measure);
-    let tells_progress = std::io::stderr().is_terminal();
+    let mut found = KeyStats::new(measure);
+    let shows_progress = std::io::stderr().is_terminal();
     let mut cursor = Cursor::new(scan);
     let mut interrupted = std::pin::pin!(tokio::signal::ctrl_c());
     let mut is_complete = true;
     for step in 1_u64.. {
         let more = tokio::select! {
-            more = found.step(server, &mut cursor, all, tells_progress) => more?,
+            more = found.step(server, &mut cursor, all, shows_progress) => more?,
             _ = &mut interrupted => {
                 is_complete = false;
                 false
@@ -88,19 +88,19 @@ pub(crate) async fn run(server: &mut Server, scan: &Scan, measure: Measure) -> a
     output::write(&text)
 }
 
-impl Found {
+impl KeyStats {
     fn new(measure: Measure) -> Self {
-        let kind = |(name, command, unit): (&str, _, _)| Kind::new(name, Some(command), unit);
-        Self { measure, kinds: KNOWN.map(kind).into(), keys: 0, key_bytes: 0 }
+        let kind = |(name, command, unit): (&str, _, _)| TypeStats::new(name, Some(command), unit);
+        Self { measure, kinds: BUILT_IN_TYPES.map(kind).into(), keys: 0, key_bytes: 0 }
     }
 
-    /// Some keys more. Whether there may be others.
+    /// Measures the keys of one SCAN call. Returns whether there may be more.
     async fn step(
         &mut self,
         server: &mut Server,
         cursor: &mut Cursor<'_>,
         all: i64,
-        tells_progress: bool,
+        shows_progress: bool,
     ) -> anyhow::Result<bool> {
         let (keys, has_more) = cursor.step(server).await?;
         let done = percent(self.keys, all);
@@ -112,46 +112,50 @@ impl Found {
             if let Some(text) = error_of(&reply) {
                 bail!("TYPE returned an error: {}", String::from_utf8_lossy(text));
             }
-            let Value::Simple(name) = reply else { bail!("the reply to TYPE is no status") };
+            let Value::Simple(name) = reply else {
+                bail!("invalid reply to TYPE: expected a status");
+            };
             if name != b"none" {
                 measured.push((key, self.kind(&String::from_utf8_lossy(name))));
             }
         }
         let mut bytes = Vec::new();
-        let mut asked = Vec::new();
+        let mut requested = Vec::new();
         for (key, kind) in &measured {
-            let is_asked = self.ask_size(key, *kind, &mut bytes);
-            asked.push(is_asked);
+            let is_requested = self.encode_size_request(key, *kind, &mut bytes);
+            requested.push(is_requested);
         }
-        let mut sizes = replies(server, &bytes, asked.iter().filter(|is_asked| **is_asked).count())
-            .await?
-            .into_iter();
-        for ((key, kind), is_asked) in measured.into_iter().zip(asked) {
+        let mut sizes =
+            replies(server, &bytes, requested.iter().filter(|is_requested| **is_requested).count())
+                .await?
+                .into_iter();
+        for ((key, kind), is_requested) in measured.into_iter().zip(requested) {
             let mut size = 0;
-            if is_asked {
-                let frame = sizes.next().context("a size is missing")?;
+            if is_requested {
+                let frame = sizes.next().context("the reply with a size is missing")?;
                 match frame.value()? {
                     Value::Integer(number) => size = u64::try_from(number).unwrap_or(0),
-                    _ => output::tell(format_args!(
-                        "Warning: the size of {} cannot be had (its type may have changed)",
+                    _ => output::write_stderr(format_args!(
+                        "Warning: cannot get the size of {} (its type may have changed)",
                         quoted(key)
                     )),
                 }
             }
-            self.add(key, kind, size, if tells_progress { Some(done) } else { None });
+            self.add(key, kind, size, if shows_progress { Some(done) } else { None });
         }
         Ok(has_more)
     }
 
-    /// The place of a type; one that a module has made is new.
+    /// Returns the index of a type. Adds the type if it is new, that is, of a module.
     fn kind(&mut self, name: &str) -> usize {
         self.kinds.iter().position(|kind| kind.name == name).unwrap_or_else(|| {
-            self.kinds.push(Kind::new(name, None, "?"));
+            self.kinds.push(TypeStats::new(name, None, "?"));
             self.kinds.len() - 1
         })
     }
 
-    fn ask_size(&self, key: &[u8], kind: usize, bytes: &mut Vec<u8>) -> bool {
+    /// Appends the command that requests the size of a key. Returns false if there is none.
+    fn encode_size_request(&self, key: &[u8], kind: usize, bytes: &mut Vec<u8>) -> bool {
         match (self.measure, self.kinds[kind].size_command) {
             (Measure::Memory(None), _) => encode_command([b"MEMORY", &b"USAGE"[..], key], bytes),
             (Measure::Memory(Some(samples)), _) => {
@@ -176,7 +180,7 @@ impl Found {
         kind.total += size;
         if size > kind.biggest.as_ref().map_or(0, |(_, size)| *size) {
             if let Some(done) = done {
-                output::tell(format_args!(
+                output::write_stderr(format_args!(
                     "[{done:05.2}%] Biggest {:<6} found so far '{}' with {size} {unit}",
                     kind.name,
                     quoted(key)
@@ -185,11 +189,11 @@ impl Found {
             kind.biggest = Some((key.to_vec(), size));
         }
         if let Some(done) = done.filter(|_| self.keys.is_multiple_of(1_000_000)) {
-            output::tell(format_args!("[{done:05.2}%] Sampled {} keys so far", self.keys));
+            output::write_stderr(format_args!("[{done:05.2}%] Sampled {} keys so far", self.keys));
         }
     }
 
-    /// For people, as redis-cli has it.
+    /// Returns the summary for people, in redis-cli's format.
     fn summary(&self, is_complete: bool, all: i64) -> Vec<u8> {
         let mut text = "\n-------- summary -------\n\n".to_owned();
         if !is_complete {
@@ -215,7 +219,7 @@ impl Found {
         }
         text.push('\n');
         for kind in &self.kinds {
-            let Kind { name, count, total, .. } = kind;
+            let TypeStats { name, count, total, .. } = kind;
             let share = 100.0 * ratio(*count, self.keys);
             let average = ratio(*total, *count);
             let unit = kind.unit(self.measure);
@@ -227,7 +231,7 @@ impl Found {
         text.into_bytes()
     }
 
-    /// For scripts.
+    /// Returns the summary for scripts.
     fn value(&self) -> Value<'_> {
         let types = self
             .kinds
@@ -241,7 +245,7 @@ impl Found {
     }
 }
 
-impl Kind {
+impl TypeStats {
     fn new(name: &str, size_command: Option<&'static str>, unit: &'static str) -> Self {
         Self { name: name.to_owned(), size_command, unit, count: 0, total: 0, biggest: None }
     }

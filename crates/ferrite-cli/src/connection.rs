@@ -1,4 +1,4 @@
-//! One connection: commands out, whole replies in.
+//! A connection to a server: sends commands and receives complete replies.
 
 use std::io;
 
@@ -7,11 +7,11 @@ use tokio::io::{
     AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, ReadHalf, WriteHalf,
 };
 
-/// Anything that carries bytes both ways.
+/// A byte stream in both directions.
 pub(crate) trait Duplex: AsyncRead + AsyncWrite + Unpin + Send {}
 impl<S: AsyncRead + AsyncWrite + Unpin + Send> Duplex for S {}
 
-/// Room for what is read at a time.
+/// The size of a read.
 const READ_BYTES: usize = 64 << 10;
 
 /// A connection to a server.
@@ -20,33 +20,32 @@ pub(crate) struct Connection {
     writer: WriteHalf<Box<dyn Duplex>>,
 }
 
-/// The half that replies come from.
+/// The receiving half of a connection.
 pub(crate) struct Replies {
     reader: ReadHalf<Box<dyn Duplex>>,
     framer: ReplyFramer,
-    /// What was read and belongs to no reply that was given out. `framed` bytes of it have been
-    /// looked at.
+    /// Bytes that were read and not returned yet. The framer has seen the first `framed` of them.
     bytes: Vec<u8>,
     framed: usize,
 }
 
-/// A whole reply, or something that the server said unasked.
+/// A complete reply or push message.
 pub(crate) struct Frame(Vec<u8>);
 
 impl Frame {
-    /// A look into it.
+    /// Parses the frame.
     pub(crate) fn value(&self) -> io::Result<Value<'_>> {
-        Value::parse(&self.0).map_err(not_resp)
+        Value::parse(&self.0).map_err(invalid_reply)
     }
 
-    /// Whether nobody asked for it.
+    /// Returns whether it is a push message, that is, not a reply to a command.
     pub(crate) fn is_push(&self) -> bool {
         self.0.first() == Some(&b'>')
     }
 }
 
 impl Connection {
-    /// `reply_bytes` is the most of one reply, 0 for no limit.
+    /// Creates a connection over a stream. `reply_bytes` is the largest reply, 0 for no limit.
     pub(crate) fn new(stream: Box<dyn Duplex>, reply_bytes: u64) -> Self {
         let (reader, writer) = tokio::io::split(stream);
         let framer = ReplyFramer::new(limits(reply_bytes));
@@ -60,29 +59,29 @@ impl Connection {
         self.send_bytes(&bytes).await
     }
 
-    /// Sends what is a number of commands already.
+    /// Sends encoded commands.
     pub(crate) async fn send_bytes(&mut self, bytes: &[u8]) -> io::Result<()> {
-        self.writer.write_all(bytes).await.map_err(in_words)?;
-        self.writer.flush().await.map_err(in_words)
+        self.writer.write_all(bytes).await.map_err(describe)?;
+        self.writer.flush().await.map_err(describe)
     }
 
-    /// The next reply or push. Nothing is lost if this is given up while it waits.
+    /// Receives the next reply or push message. Cancelling this loses no data.
     pub(crate) async fn frame(&mut self) -> io::Result<Frame> {
         self.replies.frame().await
     }
 
-    /// The two directions apart.
+    /// Splits the connection into its two directions.
     pub(crate) fn split(self) -> (Replies, WriteHalf<Box<dyn Duplex>>) {
         (self.replies, self.writer)
     }
 }
 
 impl Replies {
-    /// The next reply or push. Nothing is lost if this is given up while it waits.
+    /// Receives the next reply or push message. Cancelling this loses no data.
     pub(crate) async fn frame(&mut self) -> io::Result<Frame> {
         loop {
             let fresh = self.bytes.get(self.framed..).unwrap_or_default();
-            let Progress { consumed, complete } = self.framer.feed(fresh).map_err(not_resp)?;
+            let Progress { consumed, complete } = self.framer.feed(fresh).map_err(invalid_reply)?;
             self.framed += consumed;
             if complete {
                 let rest = self.bytes.split_off(self.framed);
@@ -90,7 +89,7 @@ impl Replies {
                 return Ok(Frame(std::mem::replace(&mut self.bytes, rest)));
             }
             self.bytes.reserve(READ_BYTES);
-            if self.reader.read_buf(&mut self.bytes).await.map_err(in_words)? == 0 {
+            if self.reader.read_buf(&mut self.bytes).await.map_err(describe)? == 0 {
                 return Err(closed());
             }
         }
@@ -101,8 +100,8 @@ fn closed() -> io::Error {
     io::Error::new(io::ErrorKind::UnexpectedEof, "Server closed the connection")
 }
 
-/// The same words whether reading or writing finds out that the server hung up.
-fn in_words(error: io::Error) -> io::Error {
+/// Gives a disconnect the same message, whether reading or writing notices it.
+fn describe(error: io::Error) -> io::Error {
     match error.kind() {
         io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset if error.get_ref().is_none() => {
             closed()
@@ -111,7 +110,7 @@ fn in_words(error: io::Error) -> io::Error {
     }
 }
 
-/// A value takes about as much memory as this before a byte of it is counted.
+/// About how much memory a value takes in addition to its own bytes.
 const VALUE_BYTES: u64 = 64;
 
 fn limits(reply_bytes: u64) -> Limits {
@@ -125,10 +124,10 @@ fn limits(reply_bytes: u64) -> Limits {
     }
 }
 
-fn not_resp(error: ReplyError) -> io::Error {
+fn invalid_reply(error: ReplyError) -> io::Error {
     if matches!(error, ReplyError::TooLarge { .. } | ReplyError::TooMany { .. }) {
-        let what = format!("{error}; --max-reply-bytes changes the limit");
-        return io::Error::new(io::ErrorKind::InvalidData, what);
+        let message = format!("{error}; change the limit with --max-reply-bytes");
+        return io::Error::new(io::ErrorKind::InvalidData, message);
     }
-    io::Error::new(io::ErrorKind::InvalidData, format!("the server speaks no RESP: {error}"))
+    io::Error::new(io::ErrorKind::InvalidData, format!("the server does not speak RESP: {error}"))
 }

@@ -1,4 +1,4 @@
-//! Ways to a server: RDMA, TCP or a Unix socket, and words for the one that was taken.
+//! Connects to a server over RDMA, TCP or a Unix socket, and describes the transport.
 
 use std::cell::OnceCell;
 use std::fmt::Write as _;
@@ -14,56 +14,57 @@ use tokio::net::UnixStream;
 use crate::connection::Connection;
 use crate::settings::{Address, Settings};
 
-/// How long RDMA is tried when nobody asked for it. A host that does not know RDMA may never
-/// answer, and who did not ask should not wait for that long.
-const UNASKED_PATIENCE: Duration = Duration::from_secs(1);
+/// The time limit of RDMA without `--rdma` on the command line. A host without RDMA may never
+/// answer, and users who did not ask for RDMA should not wait long for it.
+const DEFAULT_RDMA_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Opens connections.
 pub(crate) struct Dialer {
-    /// Made when a way needs one: a Unix socket does not.
+    /// Built when it is first needed. A Unix socket needs none.
     fabric: OnceCell<Fabric>,
     rdma: Rdma,
-    rdma_patience: Duration,
-    patience: Duration,
+    rdma_timeout: Duration,
+    tcp_timeout: Duration,
     local: Option<SocketAddr>,
     max_reply_bytes: u64,
-    waits_for_people: bool,
+    is_interactive: bool,
 }
 
-/// What carries a connection.
+/// The transport of a connection.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct TransportInfo {
-    /// For people.
-    pub(crate) words: String,
-    /// RDMA was preferred, and it is TCP.
+    /// The transport in words, for people.
+    pub(crate) description: String,
+    /// Whether the connection uses TCP although RDMA was preferred.
     pub(crate) is_fallback: bool,
-    /// What to say if it is, and others could listen: not for a server on this host.
+    /// The warning about such a fallback. `None` for a server on this host, because nobody can
+    /// listen there.
     pub(crate) warning: Option<String>,
 }
 
 impl TransportInfo {
-    fn as_wished(words: String) -> Self {
-        Self { words, is_fallback: false, warning: None }
+    fn without_fallback(description: String) -> Self {
+        Self { description, is_fallback: false, warning: None }
     }
 }
 
 impl Dialer {
-    /// Whoever waits for people has no time for the fabric: then a thread drives it, else the
-    /// runtime that dials.
-    pub(crate) fn new(settings: &Settings, waits_for_people: bool) -> Self {
-        let asked = settings.is_rdma_asked_for;
+    /// Creates a dialer. A program that waits for people at a prompt cannot drive the fabric, so a
+    /// thread drives it then. Otherwise the runtime that dials does.
+    pub(crate) fn new(settings: &Settings, is_interactive: bool) -> Self {
+        let is_explicit = settings.is_rdma_explicit;
         Self {
             fabric: OnceCell::new(),
             rdma: settings.rdma,
-            rdma_patience: if asked {
+            rdma_timeout: if is_explicit {
                 settings.timeout
             } else {
-                settings.timeout.min(UNASKED_PATIENCE)
+                settings.timeout.min(DEFAULT_RDMA_TIMEOUT)
             },
-            patience: settings.timeout,
+            tcp_timeout: settings.timeout,
             local: settings.local,
             max_reply_bytes: settings.max_reply_bytes,
-            waits_for_people,
+            is_interactive,
         }
     }
 
@@ -72,10 +73,10 @@ impl Dialer {
             return Ok(fabric);
         }
         let built = Fabric::system().config(client_config()).rdma(self.rdma).build();
-        let fabric = built.context("RDMA is required (--rdma) and cannot be used on this host")?;
+        let fabric = built.context("RDMA is required (--rdma), but this host cannot use it")?;
         if self.rdma != Rdma::Forbid && fabric.absence().is_none() {
-            if self.waits_for_people {
-                fabric.spawn_thread().context("cannot start a thread for RDMA")?;
+            if self.is_interactive {
+                fabric.spawn_thread().context("cannot start the thread for RDMA")?;
             } else {
                 tokio::spawn(fabric.drive());
             }
@@ -83,7 +84,7 @@ impl Dialer {
         Ok(self.fabric.get_or_init(|| fabric))
     }
 
-    /// Opens a connection.
+    /// Opens a connection to a server.
     pub(crate) async fn dial(
         &self,
         address: &Address,
@@ -100,16 +101,16 @@ impl Dialer {
         path: &std::path::Path,
     ) -> anyhow::Result<(Connection, TransportInfo)> {
         let stream = UnixStream::connect(path).await.map_err(without_number)?;
-        let transport_info = TransportInfo::as_wished("over a Unix socket".into());
+        let transport_info = TransportInfo::without_fallback("over a Unix socket".into());
         Ok((Connection::new(Box::new(stream), self.max_reply_bytes), transport_info))
     }
 
-    /// Tries the addresses of a name one after the other.
+    /// Tries all addresses of a host in turn.
     async fn dial_net(&self, host: &str, port: u16) -> anyhow::Result<(Connection, TransportInfo)> {
         let fabric = self.fabric()?;
         let found = tokio::net::lookup_host((host, port)).await;
         let mut addresses: Vec<_> = found.map_err(|error| anyhow!("{host}: {error}"))?.collect();
-        // RoCE networks are IPv4 more often than not, and a name may have both.
+        // A name may have addresses of both kinds, and most RoCE networks use IPv4.
         addresses.sort_by_key(SocketAddr::is_ipv6);
         let mut last = anyhow!("{host} has no address");
         for address in addresses {
@@ -131,30 +132,32 @@ impl Dialer {
         fabric: &Fabric,
         address: SocketAddr,
     ) -> anyhow::Result<(Session, TransportInfo)> {
-        // Two ways with a time of their own each, so not one connector with the policy.
+        // RDMA and TCP have separate time limits, so one connector with the policy is not enough.
         let mut why_not_rdma = None;
         if self.rdma != Rdma::Forbid {
             match self.over_rdma(fabric, address).await {
                 Ok(session) => {
-                    let transport_info = TransportInfo::as_wished(rdma_words(&session));
+                    let transport_info = TransportInfo::without_fallback(describe_rdma(&session));
                     return Ok((session, transport_info));
                 }
                 Err(error) if self.rdma == Rdma::Require => return Err(error.context("over RDMA")),
                 Err(error) => why_not_rdma = Some(error),
             }
         }
-        let connector = Connector::new(fabric).rdma(Rdma::Forbid).timeout(self.patience);
+        let connector = Connector::new(fabric).rdma(Rdma::Forbid).timeout(self.tcp_timeout);
         match (connector.connect(address).await.map_err(without_number), why_not_rdma) {
-            (Ok(session), None) => Ok((session, TransportInfo::as_wished("over TCP".into()))),
+            (Ok(session), None) => {
+                Ok((session, TransportInfo::without_fallback("over TCP".into())))
+            }
             (Ok(session), Some(why)) => {
                 let why = with_remedy(&why);
-                let words = format!("over TCP: RDMA is unavailable: {why}");
+                let description = format!("over TCP: RDMA is unavailable: {why}");
                 let warning = (!address.ip().is_loopback()).then(|| {
                     format!("warning: RDMA is unavailable ({why}); using TCP without encryption")
                 });
-                Ok((session, TransportInfo { words, is_fallback: true, warning }))
+                Ok((session, TransportInfo { description, is_fallback: true, warning }))
             }
-            // A host without RDMA has only one way, and its failure is all there is to say.
+            // On a host without RDMA only TCP was tried, so only its error is reported.
             (Err(tcp), why) => match why.filter(|_| fabric.absence().is_none()) {
                 Some(why) => Err(anyhow!("TCP: {tcp}; RDMA (tried first): {}", with_remedy(&why))),
                 None => Err(tcp.into()),
@@ -166,7 +169,7 @@ impl Dialer {
         if let Some(absence) = fabric.absence() {
             return Err(absence.clone().into());
         }
-        let connector = Connector::new(fabric).rdma(Rdma::Require).timeout(self.rdma_patience);
+        let connector = Connector::new(fabric).rdma(Rdma::Require).timeout(self.rdma_timeout);
         let connector = match self.local {
             Some(local) => connector.local(local),
             None => connector,
@@ -178,7 +181,7 @@ impl Dialer {
     }
 }
 
-fn rdma_words(session: &Session) -> String {
+fn describe_rdma(session: &Session) -> String {
     let device = session.device().map_or(String::new(), |device| format!(", device {device}"));
     let peer = match session.transport() {
         SessionTransport::FerriteRdma => "to a Ferrite module or gateway",
@@ -188,7 +191,7 @@ fn rdma_words(session: &Session) -> String {
     format!("over RDMA{device}, {peer}")
 }
 
-/// An error from the outermost cause to the innermost, and what to do about it where that is known.
+/// Returns an error with all its causes, and the fix if one is known.
 pub(crate) fn with_remedy(error: &anyhow::Error) -> String {
     let mut text = String::new();
     for cause in error.chain().map(ToString::to_string) {
@@ -206,7 +209,7 @@ pub(crate) fn with_remedy(error: &anyhow::Error) -> String {
     text
 }
 
-/// `Connection refused`, as others say it, and not `(os error 111)` too.
+/// Removes the error number: `Connection refused` instead of `Connection refused (os error 111)`.
 fn without_number(error: io::Error) -> io::Error {
     let text = error.to_string();
     match text.split_once(" (os error ") {

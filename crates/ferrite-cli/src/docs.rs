@@ -1,5 +1,5 @@
-//! What the server says of its commands (`COMMAND DOCS`, Redis 7 and Valkey), for help, completion
-//! and hints. An older server knows only their names (`COMMAND`); then there are no hints.
+//! The server's documentation of its commands (`COMMAND DOCS`, Redis 7 and Valkey), for help,
+//! completion and hints. An older server returns only names (`COMMAND`), so there are no hints.
 
 use std::fmt::Write as _;
 
@@ -7,9 +7,9 @@ use ferrite_proto::resp::Value;
 
 use crate::server::Server;
 use crate::split;
-use crate::terminal::shown_text;
+use crate::terminal::escape_text;
 
-/// All commands, by name.
+/// All commands, sorted by name.
 #[derive(Debug, Default)]
 pub(crate) struct Docs {
     commands: Vec<Command>,
@@ -18,16 +18,16 @@ pub(crate) struct Docs {
 /// A command, or a subcommand.
 #[derive(Debug, Default)]
 struct Command {
-    /// In capitals: `CONFIG GET`.
+    /// The name in upper case, such as `CONFIG GET`.
     name: String,
-    /// `key value [NX|XX] [GET]`.
+    /// The parameters, such as `key value [NX|XX] [GET]`.
     parameters: String,
     summary: String,
     since: String,
     group: String,
 }
 
-/// For whoever asks for help with nothing.
+/// The output of `help` without a command. The first lines are redis-cli's.
 const HELP: &str = "\
 To get help about commands type:
       \"help @<group>\" to get a list of commands in <group>
@@ -35,20 +35,20 @@ To get help about commands type:
       \"help <tab>\" to get a list of possible help topics
       \"quit\" to exit
 
-For this connection and this prompt:
-      \":transport\" says whether RDMA, TCP or a Unix socket carries it, and why
-      \":set hints\" and \":set nohints\" show and hide hints
-      \"connect <host> <port>\" goes to another server
+Commands of the prompt itself:
+      \":transport\" to show the transport (RDMA, TCP or Unix socket) and why it is used
+      \":set hints\" and \":set nohints\" to show and hide hints
+      \"connect <host> <port>\" to connect to another server
 ";
 
 impl Docs {
-    /// Asks the server. If it says nothing, there is nothing.
+    /// Requests the documentation from the server. It is empty if the server returns none.
     pub(crate) async fn fetch(server: &mut Server) -> Self {
         for (words, read) in [
-            (&["COMMAND", "DOCS"][..], Self::of_docs as fn(&Value<'_>) -> Option<Self>),
-            (&["COMMAND"], Self::of_names),
+            (&["COMMAND", "DOCS"][..], Self::from_docs as fn(&Value<'_>) -> Option<Self>),
+            (&["COMMAND"], Self::from_names),
         ] {
-            let Ok(frame) = server.ask(words).await else { return Self::default() };
+            let Ok(frame) = server.request(words).await else { return Self::default() };
             if let Some(docs) = frame.value().ok().as_ref().and_then(read) {
                 return docs;
             }
@@ -60,8 +60,8 @@ impl Docs {
         self.commands.is_empty()
     }
 
-    /// A map of names to what is known.
-    fn of_docs(reply: &Value<'_>) -> Option<Self> {
+    /// Parses the reply to `COMMAND DOCS`: a map from names to documentation.
+    fn from_docs(reply: &Value<'_>) -> Option<Self> {
         let mut commands = Vec::new();
         for (name, about) in pairs(reply)? {
             add_command(&text(name)?.to_uppercase(), about, &mut commands);
@@ -69,8 +69,8 @@ impl Docs {
         Some(Self::sorted(commands))
     }
 
-    /// Lists that begin with a name.
-    fn of_names(reply: &Value<'_>) -> Option<Self> {
+    /// Parses the reply to `COMMAND`: lists that begin with a name.
+    fn from_names(reply: &Value<'_>) -> Option<Self> {
         let Value::Array(entries) = reply else { return None };
         let named = entries.iter().filter_map(|entry| match entry {
             Value::Array(facts) => text(facts.first()?),
@@ -86,15 +86,15 @@ impl Docs {
         Self { commands }
     }
 
-    /// What a line could become, from `start` on.
+    /// Returns the possible completions of a line, and the position from which they replace it.
     pub(crate) fn completions(&self, line: &str) -> (usize, Vec<String>) {
         let is_help = line.get(..5).is_some_and(|word| word.eq_ignore_ascii_case("help "));
         let start = if is_help { line.len() - line[5..].trim_start().len() } else { 0 };
-        let begun = line.get(start..).unwrap_or_default().to_uppercase();
+        let prefix = line.get(start..).unwrap_or_default().to_uppercase();
         let mut found: Vec<_> = self
             .commands
             .iter()
-            .filter(|command| command.name.starts_with(&begun))
+            .filter(|command| command.name.starts_with(&prefix))
             .map(|command| command.name.clone())
             .collect();
         if is_help {
@@ -105,13 +105,13 @@ impl Docs {
             found.extend(
                 groups
                     .into_iter()
-                    .filter(|group| group.len() > 1 && group.to_uppercase().starts_with(&begun)),
+                    .filter(|group| group.len() > 1 && group.to_uppercase().starts_with(&prefix)),
             );
         }
         (start, found)
     }
 
-    /// The parameters that were not typed yet.
+    /// Returns the parameters that were not typed yet.
     pub(crate) fn hint(&self, line: &str) -> Option<String> {
         let typed = split::split(line.as_bytes()).ok()?;
         let typed: Vec<_> =
@@ -128,7 +128,7 @@ impl Docs {
             .max_by_key(|command| command.name.split(' ').count())?;
         let arguments = typed.len() - command.name.split(' ').count();
         let mut rest = command.parameters.as_str();
-        // As redis-cli: what is optional is shown to the end.
+        // As in redis-cli, optional parameters stay until the end.
         for _ in 0..arguments {
             if rest.starts_with('[') {
                 break;
@@ -139,7 +139,7 @@ impl Docs {
         (!rest.is_empty()).then(|| format!("{blank}{rest}"))
     }
 
-    /// About a command, with all its subcommands, or about an `@group`.
+    /// Returns the help about a command with all its subcommands, or about an `@group`.
     pub(crate) fn help(&self, words: &[Vec<u8>], colors: bool) -> String {
         let words: Vec<_> =
             words.iter().map(|word| String::from_utf8_lossy(word).to_uppercase()).collect();
@@ -160,7 +160,7 @@ impl Docs {
         }
         if out.is_empty() {
             let why = if self.is_empty() {
-                "the server says nothing about its commands"
+                "the server has returned no help about its commands"
             } else {
                 "no such command or group"
             };
@@ -187,15 +187,15 @@ impl Command {
     }
 }
 
-/// A command and its subcommands, which are called `config|get`.
+/// Adds a command and its subcommands, whose names have the form `config|get`.
 fn add_command(name: &str, about: &Value<'_>, commands: &mut Vec<Command>) {
     let mut command = Command { name: name.replace('|', " "), ..Command::default() };
     for (key, fact) in pairs(about).unwrap_or_default() {
-        let said = || text(fact).unwrap_or_default();
+        let fact_text = || text(fact).unwrap_or_default();
         match text(key).as_deref() {
-            Some("summary") => command.summary = said(),
-            Some("since") => command.since = said(),
-            Some("group") => command.group = said(),
+            Some("summary") => command.summary = fact_text(),
+            Some("since") => command.since = fact_text(),
+            Some("group") => command.group = fact_text(),
             Some("arguments") => command.parameters = arguments(fact, " "),
             Some("subcommands") => {
                 for (name, about) in pairs(fact).unwrap_or_default() {
@@ -213,18 +213,20 @@ fn arguments(list: &Value<'_>, separator: &str) -> String {
     list.iter().map(argument).collect::<Vec<_>>().join(separator)
 }
 
-/// `[TOKEN name [name ...]]`, as the manual writes it.
+/// Formats an argument as `[TOKEN name [name ...]]`, like the Redis manual.
 fn argument(about: &Value<'_>) -> String {
     let (mut name, mut kind, mut token, mut parts) =
         (String::new(), String::new(), String::new(), None);
     let (mut is_optional, mut is_multiple, mut repeats_token) = (false, false, false);
     for (key, fact) in pairs(about).unwrap_or_default() {
-        let said = || text(fact).unwrap_or_default();
+        let fact_text = || text(fact).unwrap_or_default();
         match text(key).as_deref() {
-            Some("name") if name.is_empty() => name = said(),
-            Some("display_text") => name = said(),
-            Some("type") => kind = said(),
-            Some("token") => token = if said().is_empty() { "\"\"".into() } else { said() },
+            Some("name") if name.is_empty() => name = fact_text(),
+            Some("display_text") => name = fact_text(),
+            Some("type") => kind = fact_text(),
+            Some("token") => {
+                token = if fact_text().is_empty() { "\"\"".into() } else { fact_text() };
+            }
             Some("arguments") => parts = Some(fact),
             Some("flags") => {
                 let (Value::Array(flags) | Value::Set(flags)) = fact else { continue };
@@ -252,7 +254,7 @@ fn argument(about: &Value<'_>) -> String {
     if is_optional { format!("[{shown}]") } else { shown }
 }
 
-/// The pairs of a map, which is a list in RESP2.
+/// Returns the pairs of a map, which is a flat list in RESP2.
 fn pairs<'a, 'b>(value: &'a Value<'b>) -> Option<Vec<(&'a Value<'b>, &'a Value<'b>)>> {
     match value {
         Value::Map(pairs) => Some(pairs.iter().map(|(key, value)| (key, value)).collect()),
@@ -266,8 +268,9 @@ fn pairs<'a, 'b>(value: &'a Value<'b>) -> Option<Vec<(&'a Value<'b>, &'a Value<'
 fn text(value: &Value<'_>) -> Option<String> {
     match value {
         Value::Bulk(text) | Value::Simple(text) | Value::Verbatim { text, .. } => {
-            // Hints and help go to the terminal with escape sequences of ours.
-            Some(shown_text(&String::from_utf8_lossy(text)).replace(['\n', '\r', '\t'], " "))
+            // Escaped here, because hints and help contain our own escape sequences and are not
+            // escaped again.
+            Some(escape_text(&String::from_utf8_lossy(text)).replace(['\n', '\r', '\t'], " "))
         }
         _ => None,
     }
@@ -277,7 +280,7 @@ fn text(value: &Value<'_>) -> Option<String> {
 mod tests {
     use super::*;
 
-    /// Of SET, and of CONFIG with one subcommand.
+    /// Returns the documentation of SET, and of CONFIG with one subcommand.
     fn docs() -> Docs {
         let s = Value::Simple;
         let b = |text: &'static str| Value::Bulk(text.as_bytes());
@@ -308,7 +311,7 @@ mod tests {
             ),
         ]);
         let get = argument(vec![("name", b("parameter")), ("type", b("string"))]);
-        // As RESP2 has it.
+        // A map in RESP2 is a flat list.
         let config = Value::Array(vec![
             b("subcommands"),
             Value::Array(vec![
@@ -316,11 +319,12 @@ mod tests {
                 Value::Map(vec![(b("arguments"), Value::Array(vec![get]))]),
             ]),
         ]);
-        Docs::of_docs(&Value::Array(vec![b("set"), set, b("config"), config])).expect("docs")
+        Docs::from_docs(&Value::Array(vec![b("set"), set, b("config"), config]))
+            .expect("valid reply")
     }
 
     #[test]
-    fn hints_are_what_is_left_to_type() {
+    fn hints_at_parameters_that_are_not_typed_yet() {
         let docs = docs();
         assert_eq!(docs.hint("set").as_deref(), Some(" key value [value ...] [NX|XX]"));
         assert_eq!(docs.hint("SET k ").as_deref(), Some("value [value ...] [NX|XX]"));
@@ -332,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn completion() {
+    fn completes_commands_and_groups() {
         let docs = docs();
         assert_eq!(docs.completions("co"), (0, vec!["CONFIG".into(), "CONFIG GET".into()]));
         assert_eq!(docs.completions("help s"), (5, vec!["SET".into()]));
@@ -341,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn help() {
+    fn describes_commands_and_groups() {
         let docs = docs();
         let about = docs.help(&[b"set".to_vec()], false);
         assert_eq!(
@@ -355,9 +359,9 @@ mod tests {
     }
 
     #[test]
-    fn names_alone() {
+    fn completes_names_without_docs() {
         let reply = Value::Array(vec![Value::Array(vec![Value::Bulk(b"get"), Value::Integer(2)])]);
-        let docs = Docs::of_names(&reply).expect("names");
+        let docs = Docs::from_names(&reply).expect("valid reply");
         assert_eq!(docs.completions("g"), (0, vec!["GET".into()]));
         assert_eq!(docs.hint("GET "), None);
     }

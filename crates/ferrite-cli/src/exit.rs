@@ -1,18 +1,18 @@
-//! How it ends badly: a line on stderr and an exit code.
+//! Reports a failure: a line on stderr and an exit code.
 
 use std::process::ExitCode;
 
 use ferrite_fabric::ErrorKind;
 
 use crate::dial::with_remedy;
-use crate::output::{self, NobodyReads};
-use crate::pipe::Errors;
+use crate::output::{self, OutputClosed};
+use crate::pipe::ErrorReplies;
 
-/// RDMA is required and not to be had on this host (EX_UNAVAILABLE of sysexits.h): as the `ferrite`
-/// command has it.
+/// The exit code if RDMA is required and this host cannot use it (EX_UNAVAILABLE of sysexits.h).
+/// The `ferrite` command uses the same code.
 const UNAVAILABLE: u8 = 69;
 
-/// A reply that is an error, where that is a failure (`-e`).
+/// An error reply that ends the program (`-e`).
 #[derive(Debug)]
 pub(crate) struct ErrorReply(pub(crate) String);
 
@@ -24,11 +24,11 @@ impl std::fmt::Display for ErrorReply {
 
 impl std::error::Error for ErrorReply {}
 
-/// Says what went wrong.
+/// Prints an error, unless that is done already or pointless, and returns the exit code.
 pub(crate) fn report(error: &anyhow::Error) -> ExitCode {
-    let is_told = error.is::<NobodyReads>() || error.is::<Errors>();
-    if !is_told {
-        output::tell(line(error));
+    let is_reported = error.is::<OutputClosed>() || error.is::<ErrorReplies>();
+    if !is_reported {
+        output::write_stderr(line(error));
     }
     let fabric = error.chain().find_map(|cause| cause.downcast_ref::<ferrite_fabric::Error>());
     match fabric.map(ferrite_fabric::Error::kind) {
@@ -37,7 +37,7 @@ pub(crate) fn report(error: &anyhow::Error) -> ExitCode {
     }
 }
 
-/// As redis-cli words it: a failure of the connection is an `Error:`.
+/// Returns the line for an error. As in redis-cli, a connection error begins with `Error:`.
 pub(crate) fn line(error: &anyhow::Error) -> String {
     match error.chain().next().and_then(|cause| cause.downcast_ref::<std::io::Error>()) {
         Some(error) => format!("Error: {error}"),

@@ -1,11 +1,11 @@
-//! Replies as text: byte for byte what redis-cli prints, but for what `--json` must not be (below).
+//! Formats replies: byte for byte as redis-cli does, except with `--json`.
 //!
-//! | file | for |
+//! | file | format |
 //! |---|---|
-//! | `human.rs` | people at a terminal: types, quotes and numbers of elements |
-//! | `raw.rs` | pipes: the bytes themselves |
+//! | `human.rs` | for people at a terminal: with types, quotes and element numbers |
+//! | `raw.rs` | for pipes: the bytes of the reply |
 //! | `csv.rs` | `--csv` |
-//! | `json.rs` | `--json`, `--quoted-json`: always one line of valid JSON, also for errors and where redis-cli prints none |
+//! | `json.rs` | `--json`, `--quoted-json`: always one line of valid JSON, unlike redis-cli |
 
 use ferrite_proto::resp::Value;
 
@@ -17,28 +17,28 @@ mod raw;
 
 pub(crate) use quote::quote;
 
-/// How replies are printed.
+/// The style in which replies are printed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Style {
-    /// For people.
+    /// Formatted for people.
     Human,
-    /// The bytes.
+    /// The bytes of the reply.
     Raw,
-    /// Comma-separated.
+    /// Comma-separated values.
     Csv,
-    /// JSON; bytes that are no text become U+0080 to U+00FF.
+    /// JSON. Bytes that are not UTF-8 become U+0080 to U+00FF.
     Json,
-    /// JSON whose strings are quoted as people see them: no byte is lost.
+    /// JSON whose strings are escaped as for people, so that no byte is lost.
     QuotedJson,
 }
 
-/// A style and its separators.
+/// A style and its delimiters.
 #[derive(Debug, Clone)]
 pub(crate) struct Format {
     pub(crate) style: Style,
-    /// Between the elements of a raw reply.
+    /// The delimiter between the elements of a raw reply.
     pub(crate) element_delimiter: Vec<u8>,
-    /// After a raw reply.
+    /// The delimiter after a raw reply.
     pub(crate) reply_delimiter: Vec<u8>,
 }
 
@@ -47,7 +47,7 @@ impl Format {
         Self { style, element_delimiter: b"\n".to_vec(), reply_delimiter: b"\n".to_vec() }
     }
 
-    /// One reply. Replies that are `text`, such as that of INFO, are not quoted.
+    /// Formats a reply. Replies that are `text`, such as INFO's, are not quoted.
     pub(crate) fn reply(&self, reply: &Value<'_>, text: bool) -> Vec<u8> {
         let mut out = Vec::new();
         match self.style {
@@ -59,7 +59,7 @@ impl Format {
             }
             Style::Human => {
                 human::write(reply, &mut out);
-                return out; // which ends its lines itself
+                return out; // its lines already end with a newline
             }
             Style::Raw => {
                 raw::write(reply, &self.element_delimiter, &mut out);
@@ -72,15 +72,16 @@ impl Format {
         out
     }
 
-    /// What is wrong with a line that no server saw: on stdout, as redis-cli does it.
-    pub(crate) fn complaint(&self, text: &str) -> Vec<u8> {
+    /// Formats an error in a line that was not sent to the server. It goes to stdout, as in
+    /// redis-cli.
+    pub(crate) fn usage_error(&self, text: &str) -> Vec<u8> {
         match self.style {
             Style::Json | Style::QuotedJson => self.reply(&Value::Error(text.as_bytes()), false),
             _ => format!("{text}\n").into_bytes(),
         }
     }
 
-    /// What the server said unasked.
+    /// Formats a push message.
     pub(crate) fn push(&self, push: &Value<'_>) -> Vec<u8> {
         match (self.style, human::invalidation(push)) {
             (Style::Human, Some(line)) => line,
@@ -89,17 +90,17 @@ impl Format {
     }
 }
 
-/// The value itself: what is said about it aside.
-fn raw<'a, 'b>(value: &'b Value<'a>) -> &'b Value<'a> {
+/// Returns the value without its attributes.
+fn without_attributes<'a, 'b>(value: &'b Value<'a>) -> &'b Value<'a> {
     match value {
         Value::Attributed { value, .. } => value,
         value => value,
     }
 }
 
-/// Whether a reply is an error.
+/// Returns the text of an error reply, or `None` if the reply is not an error.
 pub(crate) fn error_of<'a>(reply: &Value<'a>) -> Option<&'a [u8]> {
-    match raw(reply) {
+    match without_attributes(reply) {
         Value::Error(text) | Value::BlobError(text) => Some(text),
         _ => None,
     }

@@ -1,4 +1,4 @@
-//! A command, its reply on stdout, and the commands that have no end to their replies.
+//! Runs a command and prints its replies, also of commands whose replies have no end.
 
 use std::io;
 
@@ -11,57 +11,62 @@ use crate::format::{Style, error_of};
 use crate::output;
 use crate::server::{ConnectError, Server};
 
-/// Who gives the commands.
+/// Where commands come from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Giver {
-    /// The command line: one command, and any failure is the end.
+pub(crate) enum CommandSource {
+    /// The command line: one command, and any failure ends the program.
     CommandLine,
-    /// The terminal, or a file of commands: a failure is told, and the next command may do better.
+    /// The terminal or stdin: a failure is reported, and the next command runs.
     Lines,
 }
 
-/// How replies to a command come.
+/// The replies that a command has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Course {
-    /// One.
+enum ReplyMode {
+    /// One reply.
     Once,
-    /// For as long as somebody reads them.
+    /// Replies until the connection ends.
     Stream { is_pubsub: bool },
-    /// None, if it goes as wished: the server ends.
+    /// None on success, because the server exits.
     Shutdown,
 }
 
-/// Runs a command `repeat` times, for ever if that is negative. An error is one of the
-/// connection's, or, where that is the end, a reply that is one (`-e`).
+/// Runs a command `repeat` times, forever if that is negative.
+///
+/// # Errors
+/// Returns an error if the connection fails. With `-e` on the command line, also if a reply is an
+/// error.
 pub(crate) async fn run(
     server: &mut Server,
     words: &[Vec<u8>],
     repeat: i64,
-    giver: Giver,
+    source: CommandSource,
 ) -> anyhow::Result<()> {
     if !server.is_connected() {
-        tell_refusal(server.connect().await)?;
+        report_refusal(server.connect().await)?;
     }
-    let course = course(words)?;
+    let reply_mode = reply_mode(words)?;
     let is_text = is_text(words);
     let mut left = repeat;
     while left != 0 {
         left = if left < 0 { left } else { left - 1 };
-        if let Some(refusal) = server.refusal_of_silence(words).await? {
-            show(server, words, &refusal, is_text, giver).await?;
+        if let Some(refusal) = server.check_client_reply(words).await? {
+            print_reply(server, words, &refusal, is_text, source).await?;
         } else {
             let is_replied_to = server.send(words).await?;
-            match course {
-                Course::Stream { is_pubsub } => return stream(server, is_pubsub).await,
-                Course::Shutdown => match once(server, words, is_text, giver).await {
-                    Err(error) if is_end(&error) => {
+            match reply_mode {
+                ReplyMode::Stream { is_pubsub } => return print_stream(server, is_pubsub).await,
+                ReplyMode::Shutdown => match receive_reply(server, words, is_text, source).await {
+                    Err(error) if is_disconnect(&error) => {
                         server.disconnect();
                         return Ok(());
                     }
                     other => other?,
                 },
-                Course::Once if is_replied_to => once(server, words, is_text, giver).await?,
-                Course::Once => {}
+                ReplyMode::Once if is_replied_to => {
+                    receive_reply(server, words, is_text, source).await?;
+                }
+                ReplyMode::Once => {}
             }
         }
         if let Some(interval) = server.settings.interval.filter(|_| left != 0) {
@@ -71,31 +76,32 @@ pub(crate) async fn run(
     Ok(())
 }
 
-/// A server that does not let us in says so, and goes on to say it to each command.
-pub(crate) fn tell_refusal(connected: Result<(), ConnectError>) -> anyhow::Result<()> {
+/// Reports a rejected login, but does not fail because of it: the server rejects each command with
+/// its own error.
+pub(crate) fn report_refusal(connected: Result<(), ConnectError>) -> anyhow::Result<()> {
     match connected {
         Ok(()) => Ok(()),
         Err(ConnectError::Refused(text)) => {
-            output::tell(text);
+            output::write_stderr(text);
             Ok(())
         }
         Err(ConnectError::Unreachable(error)) => Err(error),
     }
 }
 
-async fn once(
+async fn receive_reply(
     server: &mut Server,
     words: &[Vec<u8>],
     is_text: bool,
-    giver: Giver,
+    source: CommandSource,
 ) -> anyhow::Result<()> {
     loop {
         let mut frame = server.connection()?.frame().await?;
         if !frame.is_push() {
-            if is_info_rdma(words) && is_nothing(&frame.value()?) {
+            if is_info_rdma(words) && is_empty_text(&frame.value()?) {
                 frame = info_rdma(server).await?;
             }
-            return show(server, words, &frame, is_text, giver).await;
+            return print_reply(server, words, &frame, is_text, source).await;
         }
         if server.settings.shows_pushes {
             output::write(&server.settings.format.push(&frame.value()?))?;
@@ -103,15 +109,17 @@ async fn once(
     }
 }
 
-/// What an engine without a section `rdma` of its own knows of RDMA: the module's, at whichever
-/// port, or nothing.
+/// Returns the module's section of INFO, for an engine that has no section `rdma` of its own. It is
+/// empty, and a note is printed, if the module is not loaded.
 async fn info_rdma(server: &mut Server) -> anyhow::Result<Frame> {
-    let frame = server.ask(&["INFO", "ferrite_rdma"]).await?;
-    if is_nothing(&frame.value()?) {
-        let transport_info =
-            server.transport_info().map_or("", |transport_info| transport_info.words.as_str());
-        output::tell(format_args!(
-            "The engine knows nothing of RDMA: it has no Ferrite module (loadmodule ferrite.so). This connection: {transport_info}"
+    let frame = server.request(&["INFO", "ferrite_rdma"]).await?;
+    if is_empty_text(&frame.value()?) {
+        let transport_info = server
+            .transport_info()
+            .map_or("", |transport_info| transport_info.description.as_str());
+        output::write_stderr(format_args!(
+            "INFO has no section rdma: the engine has no Ferrite module (loadmodule ferrite.so); \
+             this connection: {transport_info}"
         ));
     }
     Ok(frame)
@@ -121,37 +129,38 @@ fn is_info_rdma(words: &[Vec<u8>]) -> bool {
     matches!(words, [info, rdma] if info.eq_ignore_ascii_case(b"info") && rdma.eq_ignore_ascii_case(b"rdma"))
 }
 
-/// An empty text, in either protocol.
-fn is_nothing(reply: &Value<'_>) -> bool {
+/// Returns whether a reply is an empty string, in either protocol.
+fn is_empty_text(reply: &Value<'_>) -> bool {
     matches!(reply, Value::Bulk(b"") | Value::Verbatim { text: b"", .. })
 }
 
-async fn show(
+async fn print_reply(
     server: &mut Server,
     words: &[Vec<u8>],
     frame: &Frame,
     is_text: bool,
-    giver: Giver,
+    source: CommandSource,
 ) -> anyhow::Result<()> {
     let reply = frame.value()?;
     if let Some(text) = error_of(&reply)
         && server.settings.fails_on_error
-        && giver == Giver::CommandLine
+        && source == CommandSource::CommandLine
     {
         bail!(ErrorReply(String::from_utf8_lossy(text).into_owned()));
     }
     output::write(&server.settings.format.reply(&reply, is_text))?;
-    tell_refusal(server.note(words, &reply).await)
+    report_refusal(server.track_state(words, &reply).await)
 }
 
-/// Messages, or what other clients ask for: until the connection ends, or somebody has had enough.
-async fn stream(server: &mut Server, is_pubsub: bool) -> anyhow::Result<()> {
+/// Prints messages, or the commands of other clients (MONITOR), until the connection ends or the
+/// user interrupts.
+async fn print_stream(server: &mut Server, is_pubsub: bool) -> anyhow::Result<()> {
     let style = server.settings.format.style;
     if is_pubsub && style != Style::Raw {
         let line = "Reading messages... (press Ctrl-C to quit)";
-        // No line of JSON.
+        // Not on stdout with JSON, since the line is not JSON.
         if output::is_json(style) {
-            output::tell(line);
+            output::write_stderr(line);
         } else {
             output::write(format!("{line}\n").as_bytes())?;
         }
@@ -166,7 +175,7 @@ async fn stream(server: &mut Server, is_pubsub: bool) -> anyhow::Result<()> {
     }
 }
 
-fn is_end(error: &anyhow::Error) -> bool {
+fn is_disconnect(error: &anyhow::Error) -> bool {
     let kind = error.downcast_ref::<io::Error>().map(io::Error::kind);
     matches!(
         kind,
@@ -178,20 +187,21 @@ fn is_end(error: &anyhow::Error) -> bool {
     )
 }
 
-fn course(words: &[Vec<u8>]) -> anyhow::Result<Course> {
+fn reply_mode(words: &[Vec<u8>]) -> anyhow::Result<ReplyMode> {
     let name = words.first().map(|word| word.to_ascii_lowercase()).unwrap_or_default();
     Ok(match name.as_slice() {
-        b"monitor" => Course::Stream { is_pubsub: false },
-        b"subscribe" | b"psubscribe" | b"ssubscribe" => Course::Stream { is_pubsub: true },
-        b"shutdown" => Course::Shutdown,
+        b"monitor" => ReplyMode::Stream { is_pubsub: false },
+        b"subscribe" | b"psubscribe" | b"ssubscribe" => ReplyMode::Stream { is_pubsub: true },
+        b"shutdown" => ReplyMode::Shutdown,
         b"sync" | b"psync" => bail!(
-            "SYNC and PSYNC make the connection that of a replica, which this is not: redis-cli --replica shows what one gets"
+            "SYNC and PSYNC are not supported, since ferrite-cli cannot act as a replica; use \
+             redis-cli --replica"
         ),
-        _ => Course::Once,
+        _ => ReplyMode::Once,
     })
 }
 
-/// Replies that are text for people, whatever their type.
+/// Returns whether the reply to a command is text for people, which is printed without quotes.
 fn is_text(words: &[Vec<u8>]) -> bool {
     let lower: Vec<_> = words.iter().take(2).map(|word| word.to_ascii_lowercase()).collect();
     let word = |at: usize| lower.get(at).map(Vec::as_slice).unwrap_or_default();

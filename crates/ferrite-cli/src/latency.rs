@@ -1,4 +1,4 @@
-//! `--latency` and `--latency-history`: round trips of PING.
+//! `--latency` and `--latency-history`: measure round trips of PING.
 
 use std::time::{Duration, Instant};
 
@@ -6,13 +6,13 @@ use crate::format::Style;
 use crate::output;
 use crate::server::Server;
 
-/// Between two samples.
+/// The time between two samples.
 const PAUSE: Duration = Duration::from_millis(10);
 const HISTORY_INTERVAL: Duration = Duration::from_secs(15);
-/// How long it takes where nobody can interrupt it by looking.
+/// How long `--latency` measures if its output is not for people.
 const UNATTENDED_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Round trips so far.
+/// Statistics of the round trips so far.
 #[derive(Debug, Default)]
 struct Samples {
     count: u32,
@@ -33,7 +33,7 @@ impl Samples {
         self.sum / self.count.max(1)
     }
 
-    /// Whole milliseconds and their mean, as redis-cli has them; scripts get microseconds too.
+    /// Formats the statistics in milliseconds, as redis-cli does. JSON has microseconds as well.
     fn line(&self, style: Style) -> String {
         let Self { count, min, max, .. } = self;
         let (min_ms, max_ms, mean_ms) =
@@ -55,8 +55,8 @@ impl Samples {
     }
 }
 
-/// For people: a line that changes, until interrupted. Else one line at the end of an interval;
-/// with history, one for each.
+/// Measures the latency. For people, it updates one line until interrupted. Otherwise it prints one
+/// line at the end of the interval; with `history`, one for each interval.
 pub(crate) async fn run(server: &mut Server, history: bool) -> anyhow::Result<()> {
     let style = server.settings.format.style;
     let default = if history { HISTORY_INTERVAL } else { UNATTENDED_INTERVAL };
@@ -64,9 +64,9 @@ pub(crate) async fn run(server: &mut Server, history: bool) -> anyhow::Result<()
     let mut begun = Instant::now();
     let mut samples = Samples::default();
     loop {
-        let asked = Instant::now();
-        server.ask_persistently(&["PING"]).await?;
-        samples.add(asked.elapsed());
+        let sent = Instant::now();
+        server.request_with_reconnects(&["PING"]).await?;
+        samples.add(sent.elapsed());
         if style == Style::Human {
             output::write_own(format!("\x1b[0G\x1b[2K{}", samples.line(style)).as_bytes())?;
         }
@@ -92,7 +92,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lines() {
+    fn formats_statistics() {
         let mut samples = Samples::default();
         [1500, 2500].iter().for_each(|time| samples.add(Duration::from_micros(*time)));
         assert_eq!(samples.line(Style::Human), "min: 1, max: 2, avg: 2.00 (2 samples)");

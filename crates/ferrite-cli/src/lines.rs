@@ -1,4 +1,4 @@
-//! Commands from stdin, one a line: a failure is told, and the next line may do better.
+//! Runs commands from stdin, one per line. After a failure, it continues with the next line.
 
 use std::io::BufRead as _;
 use std::time::{Duration, Instant};
@@ -8,60 +8,59 @@ use tokio::runtime::Runtime;
 
 use crate::docs::Docs;
 use crate::format::Style;
-use crate::issue::{self, Giver};
+use crate::issue::{self, CommandSource};
 use crate::server::Server;
 use crate::{exit, output, split};
 
-/// Who waited so long is told how long.
-const LONG: Duration = Duration::from_millis(500);
+/// From this duration on, the time that a command took is printed.
+const SLOW_COMMAND: Duration = Duration::from_millis(500);
 
-/// What a line asks for.
+/// A parsed line.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Line {
-    /// Nothing.
     Empty,
     /// `quit` or `exit`.
     Exit,
-    /// `:set …` and the like, for us.
-    Own(Vec<Vec<u8>>),
-    /// Another server.
+    /// A command of the prompt itself: `:set …` and the like.
+    PromptCommand(Vec<Vec<u8>>),
+    /// `connect HOST PORT`.
     Connect(String, u16),
     Clear,
     Help(Vec<Vec<u8>>),
-    /// A command, so many times.
+    /// A command, and how often to run it.
     Command(i64, Vec<Vec<u8>>),
-    /// It makes no sense, and why.
-    Wrong(&'static str),
+    /// An invalid line, and why.
+    Invalid(&'static str),
 }
 
 impl Line {
     pub(crate) fn parse(line: &[u8]) -> Self {
-        let Ok(mut words) = split::split(line) else { return Self::Wrong("Invalid argument(s)") };
+        let Ok(mut words) = split::split(line) else { return Self::Invalid("Invalid argument(s)") };
         let Some(first) = words.first() else { return Self::Empty };
         let name = first.to_ascii_lowercase();
         match (name.as_slice(), words.len()) {
             (b"quit" | b"exit", _) => Self::Exit,
-            ([b':', ..], _) => Self::Own(words),
+            ([b':', ..], _) => Self::PromptCommand(words),
             (b"clear", 1) => Self::Clear,
             (b"help" | b"?", _) => Self::Help(words.split_off(1)),
             (b"connect", 3) => {
                 let text = |at: usize| String::from_utf8_lossy(&words[at]).into_owned();
                 match text(2).parse() {
                     Ok(port) => Self::Connect(text(1), port),
-                    Err(_) => Self::Wrong("connect HOST PORT: that is not a port"),
+                    Err(_) => Self::Invalid("connect HOST PORT: expected a port number"),
                 }
             }
             (_, 1) => Self::Command(1, words),
             _ => match number(&name) {
                 Some(Some(repeat)) if repeat > 0 => Self::Command(repeat, words.split_off(1)),
-                Some(_) => Self::Wrong("Invalid redis-cli repeat command option value."),
+                Some(_) => Self::Invalid("Invalid redis-cli repeat command option value."),
                 None => Self::Command(1, words),
             },
         }
     }
 }
 
-/// A whole number; `Some(None)` if it is one and too large.
+/// Parses a whole number. Returns `Some(None)` if it is too large.
 fn number(word: &[u8]) -> Option<Option<i64>> {
     let text = std::str::from_utf8(word).ok()?;
     let digits = text.strip_prefix(['-', '+']).unwrap_or(text);
@@ -69,20 +68,24 @@ fn number(word: &[u8]) -> Option<Option<i64>> {
     is_number.then(|| text.parse().ok())
 }
 
-/// Until the end of stdin.
+/// Runs all commands until the end of stdin.
 pub(crate) fn run(runtime: &Runtime, server: &mut Server) -> anyhow::Result<()> {
     connect(runtime, server);
     crate::report_transport(server);
     for line in std::io::stdin().lock().split(b'\n') {
-        match Line::parse(&line.context("reading stdin")?) {
+        match Line::parse(&line.context("cannot read stdin")?) {
             Line::Empty | Line::Clear => {}
             Line::Exit => break,
-            Line::Wrong(why) => output::write(&server.settings.format.complaint(why))?,
-            Line::Own(words) => {
-                output::tell(format_args!("{}: only at the prompt", words.concat().escape_ascii()));
+            Line::Invalid(why) => output::write(&server.settings.format.usage_error(why))?,
+            Line::PromptCommand(words) => {
+                let name = words.concat();
+                output::write_stderr(format_args!(
+                    "{}: works only at the prompt",
+                    name.escape_ascii()
+                ));
             }
             Line::Connect(host, port) => {
-                server.go_to(host, port);
+                server.switch_to(host, port);
                 connect(runtime, server);
             }
             Line::Help(words) => {
@@ -96,28 +99,31 @@ pub(crate) fn run(runtime: &Runtime, server: &mut Server) -> anyhow::Result<()> 
 }
 
 fn connect(runtime: &Runtime, server: &mut Server) {
-    if let Err(error) = runtime.block_on(async { issue::tell_refusal(server.connect().await) }) {
-        output::tell(exit::line(&error)); // each command tries again
+    if let Err(error) = runtime.block_on(async { issue::report_refusal(server.connect().await) }) {
+        output::write_stderr(exit::line(&error)); // each command tries to connect again
     }
 }
 
-/// A command, and what it took if that was long. A failure of the connection is told, and only
-/// stdout's is one of ours.
+/// Runs a command, and prints the time that it took if that was long. Reports a failure of the
+/// connection.
+///
+/// # Errors
+/// Returns an error if stdout is closed.
 pub(crate) async fn command(
     server: &mut Server,
     words: &[Vec<u8>],
     repeat: i64,
 ) -> anyhow::Result<()> {
     let begun = Instant::now();
-    if let Err(error) = issue::run(server, words, repeat, Giver::Lines).await {
-        if error.is::<output::NobodyReads>() {
+    if let Err(error) = issue::run(server, words, repeat, CommandSource::Lines).await {
+        if error.is::<output::OutputClosed>() {
             return Err(error);
         }
-        output::tell(exit::line(&error));
+        output::write_stderr(exit::line(&error));
         server.disconnect();
     }
     let took = begun.elapsed();
-    if took >= LONG && server.settings.format.style == Style::Human {
+    if took >= SLOW_COMMAND && server.settings.format.style == Style::Human {
         output::write(format!("({:.2}s)\n", took.as_secs_f64()).as_bytes())?;
     }
     Ok(())
@@ -132,30 +138,30 @@ mod tests {
     }
 
     #[test]
-    fn what_lines_ask_for() {
-        for (line, asked) in [
+    fn parses_lines() {
+        for (line, expected) in [
             ("", Line::Empty),
             ("GET a", Line::Command(1, words("GET a"))),
             ("5 INCR a", Line::Command(5, words("INCR a"))),
             ("5", Line::Command(1, words("5"))),
             ("5x INCR", Line::Command(1, words("5x INCR"))),
-            ("0 PING", Line::Wrong("Invalid redis-cli repeat command option value.")),
+            ("0 PING", Line::Invalid("Invalid redis-cli repeat command option value.")),
             (
                 "99999999999999999999 PING",
-                Line::Wrong("Invalid redis-cli repeat command option value."),
+                Line::Invalid("Invalid redis-cli repeat command option value."),
             ),
-            ("GET 'a", Line::Wrong("Invalid argument(s)")),
+            ("GET 'a", Line::Invalid("Invalid argument(s)")),
             ("Quit", Line::Exit),
             ("exit now", Line::Exit),
             ("clear", Line::Clear),
-            (":set hints", Line::Own(words(":set hints"))),
+            (":set hints", Line::PromptCommand(words(":set hints"))),
             ("help get", Line::Help(words("get"))),
             ("?", Line::Help(vec![])),
             ("connect host 7000", Line::Connect("host".into(), 7000)),
-            ("connect host x", Line::Wrong("connect HOST PORT: that is not a port")),
+            ("connect host x", Line::Invalid("connect HOST PORT: expected a port number")),
             ("connect", Line::Command(1, words("connect"))),
         ] {
-            assert_eq!(Line::parse(line.as_bytes()), asked, "{line}");
+            assert_eq!(Line::parse(line.as_bytes()), expected, "{line}");
         }
     }
 }

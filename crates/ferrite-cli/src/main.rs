@@ -1,11 +1,12 @@
-//! `ferrite-cli`: what redis-cli does, over RDMA where there is some.
+//! `ferrite-cli`: redis-cli's features, over RDMA where available.
 //!
 //! ```text
-//!   options ─► Settings, Mode            what was typed, checked once
-//!   dial    ─► Connection, TransportInfo       RDMA, TCP or a Unix socket, and words for it
-//!   server     a connection that comes back; database, transaction, and what is replied to
-//!   issue      a command and its replies ─► format ─► stdout
-//!   prompt     people: history, completion, hints · lines: commands from a file
+//!   options ─► Settings, Mode              the command line, checked once
+//!   dial    ─► Connection, TransportInfo   connects over RDMA, TCP or a Unix socket
+//!   server     reconnects; tracks the database, the transaction and CLIENT REPLY
+//!   issue      runs a command ─► format ─► stdout
+//!   prompt     commands from a terminal: history, completion, hints
+//!   lines      commands from stdin, one per line
 //!   pipe · latency · stat · scan · big_keys: the other modes, one file each
 //! ```
 #![forbid(unsafe_code)]
@@ -18,8 +19,8 @@ use clap::Parser as _;
 use crate::big_keys::Measure;
 use crate::dial::Dialer;
 use crate::docs::Docs;
-use crate::issue::Giver;
-use crate::options::{Asked, Options};
+use crate::issue::CommandSource;
+use crate::options::{Action, Options};
 use crate::server::Server;
 use crate::settings::{Mode, Settings};
 
@@ -46,18 +47,15 @@ mod terminal;
 mod uri;
 
 fn main() -> ExitCode {
-    // `-h` alone is what people type who want help, also where it means the host.
-    let is_cry_for_help = std::env::args_os().skip(1).eq(["-h"]);
-    let options = if is_cry_for_help {
-        Options::parse_from(["ferrite-cli", "--help"])
-    } else {
-        Options::parse()
-    };
-    let outcome = options.check().and_then(|asked| match asked {
-        Asked::Version => {
+    // People who want help type `-h` alone, although it is the option for the host.
+    let is_only_h = std::env::args_os().skip(1).eq(["-h"]);
+    let options =
+        if is_only_h { Options::parse_from(["ferrite-cli", "--help"]) } else { Options::parse() };
+    let outcome = options.into_action().and_then(|action| match action {
+        Action::Version => {
             output::write(format!("ferrite-cli {}\n", env!("CARGO_PKG_VERSION")).as_bytes())
         }
-        Asked::Run(settings, mode) => run(*settings, mode),
+        Action::Run(settings, mode) => run(*settings, mode),
     });
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
@@ -66,26 +64,26 @@ fn main() -> ExitCode {
 }
 
 fn run(settings: Settings, mode: Mode) -> anyhow::Result<()> {
-    // One thread: one command at a time.
+    // One thread is enough for one command at a time.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let dialer = Dialer::new(&settings, matches!(mode, Mode::Prompt));
     let mut server = Server::new(settings, dialer);
     let outcome = match mode {
         Mode::Prompt if std::io::stdin().is_terminal() => prompt::run(&runtime, &mut server),
         Mode::Prompt => lines::run(&runtime, &mut server),
-        mode => runtime.block_on(unattended(&mut server, mode)),
+        mode => runtime.block_on(run_unattended(&mut server, mode)),
     };
-    let outcome = outcome.and_then(|()| runtime.block_on(server.settle()));
-    // Somebody may still wait for stdin, which would never end.
+    let outcome = outcome.and_then(|()| runtime.block_on(server.confirm_unanswered()));
+    // A task may still be blocked reading stdin: do not wait for it.
     runtime.shutdown_background();
     outcome
 }
 
-/// Everything that needs nobody at a terminal.
-async fn unattended(server: &mut Server, mode: Mode) -> anyhow::Result<()> {
+/// Runs all modes that need no terminal.
+async fn run_unattended(server: &mut Server, mode: Mode) -> anyhow::Result<()> {
     let connected = server.connect().await;
     if let Mode::Command(words) = mode {
-        issue::tell_refusal(connected)?;
+        issue::report_refusal(connected)?;
         report_transport(server);
         if matches!(words[0].to_ascii_lowercase().as_slice(), b"help" | b"?") {
             return output::write_own(
@@ -96,12 +94,12 @@ async fn unattended(server: &mut Server, mode: Mode) -> anyhow::Result<()> {
             );
         }
         let repeat = server.settings.repeat;
-        return issue::run(server, &words, repeat, Giver::CommandLine).await;
+        return issue::run(server, &words, repeat, CommandSource::CommandLine).await;
     }
     connected?;
     report_transport(server);
     match mode {
-        Mode::Pipe { patience } => pipe::run(server, patience).await,
+        Mode::Pipe { reply_timeout } => pipe::run(server, reply_timeout).await,
         Mode::Latency { history } => latency::run(server, history).await,
         Mode::Stat => stat::run(server).await,
         Mode::Scan(scan) => scan::run(server, &scan).await,
@@ -109,15 +107,15 @@ async fn unattended(server: &mut Server, mode: Mode) -> anyhow::Result<()> {
         Mode::MemoryKeys(scan, samples) => {
             big_keys::run(server, &scan, Measure::Memory(samples)).await
         }
-        Mode::Prompt | Mode::Command(_) => Ok(()), // above
+        Mode::Prompt | Mode::Command(_) => Ok(()), // handled elsewhere
     }
 }
 
-/// What carries the connection, on stderr: if that was asked for, or if RDMA was and it became TCP.
+/// Prints the transport of the connection on stderr with `--verbose`, and if `--rdma` was given and
+/// the connection has fallen back to TCP.
 fn report_transport(server: &Server) {
     let Some(transport_info) = server.transport_info() else { return };
-    if server.settings.verbose || (transport_info.is_fallback && server.settings.is_rdma_asked_for)
-    {
-        output::tell(&transport_info.words);
+    if server.settings.verbose || (transport_info.is_fallback && server.settings.is_rdma_explicit) {
+        output::write_stderr(&transport_info.description);
     }
 }

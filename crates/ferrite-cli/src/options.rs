@@ -1,5 +1,5 @@
-//! The command line: redis-cli's words, and those for RDMA. What is typed becomes [`Settings`] and
-//! a [`Mode`] here, checked once.
+//! The command line: redis-cli's options, and options for RDMA. They are checked once, and become
+//! [`Settings`] and a [`Mode`].
 
 use std::ffi::OsString;
 use std::io::{IsTerminal as _, Read as _};
@@ -16,11 +16,11 @@ use crate::format::{Format, Style};
 use crate::settings::{Address, Mode, Protocol, Scan, Settings};
 use crate::{output, split, uri};
 
-/// The command line of Redis and Valkey, over RDMA where there is some
+/// Command line client for Redis and Valkey, over RDMA where available
 ///
-/// What redis-cli does, with its options and its output: commands as arguments, from stdin or at a
-/// prompt with history, completion and hints. Servers are reached over RDMA (a Ferrite gateway, or
-/// Valkey's own listener), TCP or a Unix socket.
+/// Has redis-cli's options and output. Runs commands from its arguments, from stdin, or at a prompt
+/// with history, completion and hints. Connects over RDMA (to a Ferrite module or gateway, or to
+/// Valkey's own listener), over TCP or to a Unix socket.
 #[derive(Parser)]
 #[command(
     name = "ferrite-cli",
@@ -31,92 +31,92 @@ use crate::{output, split, uri};
     after_help = HELP
 )]
 pub(crate) struct Options {
-    /// A command and its arguments; without one, commands come from the prompt or from stdin
+    /// Command and its arguments; without one, commands are read from the prompt or from stdin
     #[arg(value_name = "COMMAND", trailing_var_arg = true, hide = true)]
     command: Vec<OsString>,
 
-    /// The server's name or address
+    /// Server host name or address
     #[arg(short = 'h', value_name = "HOST", default_value = "127.0.0.1", help_heading = "Server")]
     host: String,
-    /// Its port
+    /// Server port
     #[arg(short = 'p', value_name = "PORT", default_value_t = 6379, help_heading = "Server")]
     port: u16,
-    /// Its Unix socket instead
+    /// Unix socket of the server, instead of host and port
     #[arg(short = 's', value_name = "PATH", conflicts_with_all = ["rdma", "local"], help_heading = "Server")]
     socket: Option<PathBuf>,
     // No doc comment: rustdoc would take the brackets for links.
     #[arg(short = 'u', value_name = "URI", help = URI_HELP, help_heading = "Server")]
     uri: Option<uri::Uri>,
-    /// A password; better in the environment variable REDISCLI_AUTH, where others do not see it
+    /// Password; safer in the environment variable REDISCLI_AUTH, where other users cannot see it
     #[arg(short = 'a', long = "pass", value_name = "PASSWORD", help_heading = "Server")]
     password: Option<String>,
-    /// Whose password it is
+    /// User to log in as, with the password
     #[arg(long, value_name = "USER", help_heading = "Server")]
     user: Option<String>,
-    /// Do not warn of a password that others may see
+    /// Do not warn about a password on the command line
     #[arg(long, help_heading = "Server")]
     no_auth_warning: bool,
-    /// The database
+    /// Database number [default: 0]
     #[arg(short = 'n', value_name = "NUMBER", help_heading = "Server")]
     database: Option<u32>,
-    /// Speak RESP2
+    /// Use RESP2 (default, except with --json and --quoted-json)
     #[arg(short = '2', conflicts_with = "resp3", help_heading = "Server")]
     resp2: bool,
-    /// Speak RESP3
+    /// Use RESP3
     #[arg(short = '3', help_heading = "Server")]
     resp3: bool,
-    /// How long connecting may take on each way: over RDMA, then over TCP
+    /// Time limit for connecting, in seconds: for RDMA, then again for TCP
     #[arg(short = 't', value_name = "SECONDS", value_parser = seconds, default_value = "5", help_heading = "Server")]
     timeout: Duration,
 
-    /// Whether RDMA may, must or must not carry it: prefer, require or forbid [default: prefer]
+    /// Whether to use RDMA: prefer, require or forbid [default: prefer]
     #[arg(long, value_name = "POLICY", help_heading = "RDMA")]
     rdma: Option<Rdma>,
-    /// Connect from this local address, and so over its device
+    /// Local address to connect from, which selects the RDMA device
     #[arg(long, value_name = "ADDRESS", help_heading = "RDMA")]
     local: Option<IpAddr>,
-    /// Say on stderr what carries the connection; at the prompt that is always said
+    /// Print the transport of the connection on stderr (always done at the prompt)
     #[arg(long, help_heading = "RDMA")]
     verbose: bool,
 
-    /// Replies as they are: the default where stdout is no terminal
+    /// Print replies as raw bytes (default if stdout is not a terminal)
     #[arg(long, overrides_with_all = ["no_raw", "csv", "json", "quoted_json"], help_heading = "Output")]
     raw: bool,
-    /// Replies for people: the default at a terminal
+    /// Print replies formatted for people (default at a terminal)
     #[arg(long, overrides_with_all = ["raw", "csv", "json", "quoted_json"], help_heading = "Output")]
     no_raw: bool,
-    /// Replies as comma-separated values
+    /// Print replies as comma-separated values
     #[arg(long, overrides_with_all = ["raw", "no_raw", "json", "quoted_json"], help_heading = "Output")]
     csv: bool,
-    /// Each reply as a line of JSON, an error as {"error": …}; RESP3 unless -2
+    /// Print each reply as one line of JSON, an error as {"error": …}; uses RESP3 unless -2
     #[arg(long, overrides_with_all = ["raw", "no_raw", "csv", "quoted_json"], help_heading = "Output")]
     json: bool,
-    /// The same, with strings quoted as for people: for values that are not text
+    /// Like --json, but escape strings as --no-raw does, for values that are not text
     #[arg(long, overrides_with_all = ["raw", "no_raw", "csv", "json"], help_heading = "Output")]
     quoted_json: bool,
-    /// Between the elements of a raw reply [default: a line end]
+    /// Delimiter between the elements of a raw reply [default: newline]
     #[arg(short = 'd', value_name = "TEXT", allow_hyphen_values = true, help_heading = "Output")]
     element_delimiter: Option<OsString>,
-    /// After a raw reply [default: a line end]
+    /// Delimiter after a raw reply [default: newline]
     #[arg(short = 'D', value_name = "TEXT", allow_hyphen_values = true, help_heading = "Output")]
     reply_delimiter: Option<OsString>,
-    /// Print what a RESP3 server says unasked: the default at a terminal
+    /// Print push messages of RESP3 [default: yes at a terminal, else no]
     #[arg(long, value_name = "YES_OR_NO", value_enum, help_heading = "Output")]
     show_pushes: Option<YesNo>,
-    /// A larger reply, or one of more values than a 64th of this, is an error; 0 for no limit
+    /// Fail on replies with more than BYTES bytes or BYTES/64 values; 0 for no limit
     #[arg(long, value_name = "BYTES", default_value_t = 1 << 30, help_heading = "Output")]
     max_reply_bytes: u64,
 
-    /// The last argument comes from stdin
+    /// Read the last argument from stdin
     #[arg(short = 'x', conflicts_with = "stdin_tag", help_heading = "Commands")]
     stdin_last: bool,
-    /// The argument that reads TAG comes from stdin
+    /// Replace the argument TAG with the contents of stdin
     #[arg(short = 'X', value_name = "TAG", help_heading = "Commands")]
     stdin_tag: Option<OsString>,
-    /// Arguments are quoted as at the prompt
+    /// Interpret quotes and escapes in arguments, as at the prompt
     #[arg(long, help_heading = "Commands")]
     quoted_input: bool,
-    /// Run it so many times; for ever if negative
+    /// Run the command COUNT times; forever if negative
     #[arg(
         short = 'r',
         value_name = "COUNT",
@@ -125,20 +125,20 @@ pub(crate) struct Options {
         help_heading = "Commands"
     )]
     repeat: i64,
-    /// Between two runs, samples of --latency and --stat, or scans
+    /// Seconds between runs, lines of --stat or SCAN calls; duration of --latency
     #[arg(short = 'i', value_name = "SECONDS", value_parser = seconds, help_heading = "Commands")]
     interval: Option<Duration>,
-    /// A reply that is an error ends it with exit code 1
+    /// Exit with code 1 if a reply is an error
     #[arg(short = 'e', help_heading = "Commands")]
     fail_on_error: bool,
-    /// Run a Lua script: the arguments are its keys, a lone comma, and what it gets besides
+    /// Run a Lua script; the arguments are its keys, a single comma, and its other arguments
     #[arg(long, value_name = "FILE", help_heading = "Commands")]
     eval: Option<PathBuf>,
 
-    /// Send stdin as it is (commands in RESP, or one a line) and count the replies
+    /// Send stdin to the server (commands in RESP, or one per line) and count the replies
     #[arg(long, group = "mode", help_heading = "Modes")]
     pipe: bool,
-    /// With --pipe: give up after so long without a reply, 0 for never
+    /// With --pipe: give up after this time without a reply; 0 for no limit
     #[arg(
         long,
         value_name = "SECONDS",
@@ -147,70 +147,79 @@ pub(crate) struct Options {
         help_heading = "Modes"
     )]
     pipe_timeout: u64,
-    /// Print server statistics every second (-i)
+    /// Print server statistics every second (-i changes the interval)
     #[arg(long, group = "mode", help_heading = "Modes")]
     stat: bool,
-    /// Round trips of PING in milliseconds, until interrupted; for a second (-i) where stdout is no
-    /// terminal
+    /// Measure the latency of PING in milliseconds: until interrupted, or for one second (-i) if
+    /// stdout is not a terminal
     #[arg(long, group = "mode", help_heading = "Modes")]
     latency: bool,
-    /// The same, begun anew every 15 seconds (-i)
+    /// Like --latency, but start anew every 15 seconds (-i)
     #[arg(long, group = "mode", help_heading = "Modes")]
     latency_history: bool,
-    /// All keys, one a line
+    /// List all keys, one per line
     #[arg(long, group = "mode", help_heading = "Modes")]
     scan: bool,
-    /// The largest key of each type, by its elements
+    /// Find the largest key of each type, by number of elements
     #[arg(long, group = "mode", help_heading = "Modes")]
     bigkeys: bool,
-    /// The largest key of each type, by its memory
+    /// Find the largest key of each type, by memory
     #[arg(long, group = "mode", help_heading = "Modes")]
     memkeys: bool,
-    /// With --memkeys: look at so many elements of a key, 0 for all
+    /// With --memkeys: number of elements to sample in a key; 0 for all
     #[arg(long, value_name = "COUNT", requires = "memkeys", help_heading = "Modes")]
     memkeys_samples: Option<u64>,
-    /// With --scan, --bigkeys and --memkeys: keys that match
+    /// With --scan, --bigkeys and --memkeys: only keys that match PATTERN
     #[arg(long, value_name = "PATTERN", allow_hyphen_values = true, help_heading = "Modes")]
     pattern: Option<OsString>,
-    /// The same: keys that the server looks at per call
+    /// With --scan, --bigkeys and --memkeys: keys per SCAN call
     #[arg(long, value_name = "COUNT", help_heading = "Modes")]
     count: Option<u64>,
 
-    /// This text
+    /// Print this help
     #[arg(long, action = ArgAction::HelpShort, help_heading = "Other")]
     help: Option<bool>,
-    /// The version
+    /// Print the version
     #[arg(short = 'v', long, help_heading = "Other")]
     version: bool,
 }
 
-const URI_HELP: &str = "All of it in one: redis://[[USER:]PASSWORD@]HOST[:PORT][/DATABASE]";
+const URI_HELP: &str = "Server as a URI: redis://[[USER:]PASSWORD@]HOST[:PORT][/DATABASE]";
 
 const HELP: &str = "\
 Examples:
-  ferrite-cli -h 10.0.0.1 -p 6380                          a prompt
-  ferrite-cli -h 10.0.0.1 -p 6380 --rdma require GET key   RDMA, or an error that says why not
-  ferrite-cli --json HGETALL key | jq .field               an object
-  ferrite-cli --pipe < commands                            many commands at once
-  ferrite-cli SET key \"$(date)\"; ferrite-cli -x SET file < file
+  ferrite-cli -h 10.0.0.1 -p 6380                          open a prompt
+  ferrite-cli -h 10.0.0.1 -p 6380 --rdma require GET key   use RDMA, or fail with the reason
+  ferrite-cli --json HGETALL key | jq .field               print a hash as a JSON object
+  ferrite-cli --pipe < commands                            send many commands at once
+  ferrite-cli -x SET key < file                            store a file
 
-Where RDMA is preferred and unavailable, TCP carries the connection, without encryption. The
-prompt says so on stderr, with the reason. Without a prompt, a line on stderr says so if stderr is
-a terminal or a password is sent, but not for a server on this host; with --rdma prefer or
---verbose it always does. Scripts that must not send a password over TCP use --rdma require.
+If RDMA is preferred but unavailable, ferrite-cli uses TCP, which is not encrypted, and reports the
+reason on stderr:
+  - always at the prompt, with --rdma prefer and with --verbose
+  - otherwise if stderr is a terminal or a password is sent, except for servers on this host
+Use --rdma require in scripts that must not send a password over TCP.
 
-On a terminal, control characters that a server sends are shown as \\x1b. Files and pipes get the
-bytes as they are.
+On a terminal, control characters from the server are printed as \\x1b. Files and pipes get the
+original bytes.
 
-JSON is valid whatever the reply: an error is {\"error\": text}, inf and nan are strings, and
-bytes that are no UTF-8 become U+0080 to U+00FF (--quoted-json loses nothing).
+JSON output is always valid: an error is {\"error\": text}, inf and nan are strings, and bytes that
+are not UTF-8 become U+0080 to U+00FF (--quoted-json loses no information).
 
-At the prompt: TAB completes; help COMMAND; :transport says what carries the connection; :set
-nohints; connect HOST PORT; 5 INCR key runs it five times; Ctrl-C ends what waits; exit. History is
-in ~/.ferritecli_history, or where FERRITECLI_HISTFILE says; commands with passwords are not kept.
+At the prompt:
+  TAB                      complete a command
+  help COMMAND             describe a command
+  :transport               show the transport of the connection
+  :set nohints             hide hints (:set hints shows them)
+  connect HOST PORT        connect to another server
+  5 INCR key               run a command five times
+  Ctrl-C                   cancel a blocked command
+  exit                     leave
+The history is stored in ~/.ferritecli_history, or in the file named by FERRITECLI_HISTFILE, without
+commands that contain passwords.
 
-Exit codes: 0 success, also if a reply is an error (but for -e); 1 failure; 2 wrong usage; 69 RDMA
-is required, and this host has none that is usable.";
+Exit codes: 0 success, even if a reply is an error (see -e); 1 failure; 2 wrong usage; 69 RDMA is
+required, but this host has no usable RDMA.";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum YesNo {
@@ -221,28 +230,27 @@ enum YesNo {
 }
 
 fn seconds(text: &str) -> Result<Duration, String> {
-    let wrong = || "a number of seconds, such as 0.5".to_owned();
-    let seconds: f64 = text.parse().map_err(|_| wrong())?;
-    Duration::try_from_secs_f64(seconds).map_err(|_| wrong())
+    let invalid = || "expected a number of seconds, such as 0.5".to_owned();
+    let seconds: f64 = text.parse().map_err(|_| invalid())?;
+    Duration::try_from_secs_f64(seconds).map_err(|_| invalid())
 }
 
-/// What was asked for.
-pub(crate) enum Asked {
-    /// The version.
+/// The action that the command line asks for.
+pub(crate) enum Action {
     Version,
-    /// To do something.
     Run(Box<Settings>, Mode),
 }
 
 impl Options {
-    /// What the words mean together. Reads stdin and files where they say so.
-    pub(crate) fn check(self) -> anyhow::Result<Asked> {
+    /// Checks the options, and returns the action that they ask for. Reads stdin and the script
+    /// file if the options say so.
+    pub(crate) fn into_action(self) -> anyhow::Result<Action> {
         if self.version {
-            return Ok(Asked::Version);
+            return Ok(Action::Version);
         }
         let settings = self.settings();
         let mode = self.mode()?;
-        Ok(Asked::Run(Box::new(settings), mode))
+        Ok(Action::Run(Box::new(settings), mode))
     }
 
     fn settings(&self) -> Settings {
@@ -250,7 +258,7 @@ impl Options {
         let uri = self.uri.clone().unwrap_or_default();
         let typed = self.password.clone().or(uri.password);
         if typed.is_some() && !self.no_auth_warning {
-            output::tell(
+            output::write_stderr(
                 "Warning: Using a password with '-a' or '-u' option on the command line interface may not be safe.",
             );
         }
@@ -282,7 +290,7 @@ impl Options {
             },
             timeout: self.timeout,
             rdma: self.rdma.unwrap_or_default(),
-            is_rdma_asked_for: self.rdma.is_some(),
+            is_rdma_explicit: self.rdma.is_some(),
             local: self.local.map(|ip| SocketAddr::new(ip, 0)),
             verbose: self.verbose,
             format,
@@ -295,7 +303,7 @@ impl Options {
     }
 
     fn style(&self, is_terminal: bool) -> Style {
-        let asked = [
+        let styles = [
             (self.raw, Style::Raw),
             (self.no_raw, Style::Human),
             (self.csv, Style::Csv),
@@ -303,14 +311,14 @@ impl Options {
             (self.quoted_json, Style::QuotedJson),
         ];
         let otherwise = if is_terminal { Style::Human } else { Style::Raw };
-        asked.into_iter().find(|(asked, _)| *asked).map_or(otherwise, |(_, style)| style)
+        styles.into_iter().find(|(is_chosen, _)| *is_chosen).map_or(otherwise, |(_, style)| style)
     }
 
     fn mode(self) -> anyhow::Result<Mode> {
         let scan = Scan { pattern: self.pattern.map(OsString::into_vec), count: self.count };
         if self.pipe {
-            let patience = Some(self.pipe_timeout).filter(|seconds| *seconds > 0);
-            return Ok(Mode::Pipe { patience: patience.map(Duration::from_secs) });
+            let reply_timeout = Some(self.pipe_timeout).filter(|seconds| *seconds > 0);
+            return Ok(Mode::Pipe { reply_timeout: reply_timeout.map(Duration::from_secs) });
         }
         if self.latency || self.latency_history {
             return Ok(Mode::Latency { history: self.latency_history });
@@ -331,13 +339,13 @@ impl Options {
         if self.quoted_input {
             let plain: Result<_, _> = words.iter().map(|word| split::unquote(word)).collect();
             words =
-                plain.map_err(|_| anyhow!("--quoted-input: a word is not one quoted string"))?;
+                plain.map_err(|_| anyhow!("--quoted-input: each argument must be one string"))?;
         }
         if let Some(file) = self.eval {
             words = eval(&file, words)?;
         }
         if words.is_empty() {
-            ensure!(!self.stdin_last && self.stdin_tag.is_none(), "-x and -X need a command");
+            ensure!(!self.stdin_last && self.stdin_tag.is_none(), "-x and -X require a command");
             return Ok(Mode::Prompt);
         }
         if self.stdin_last {
@@ -346,7 +354,7 @@ impl Options {
             let tag = tag.into_vec();
             let tagged = words.iter_mut().find(|word| **word == tag);
             *tagged.with_context(|| {
-                format!("-X: no argument reads {}", String::from_utf8_lossy(&tag))
+                format!("-X: no argument is {}", String::from_utf8_lossy(&tag))
             })? = stdin()?;
         }
         Ok(Mode::Command(words))
@@ -355,11 +363,11 @@ impl Options {
 
 fn stdin() -> anyhow::Result<Vec<u8>> {
     let mut bytes = Vec::new();
-    std::io::stdin().lock().read_to_end(&mut bytes).context("reading stdin")?;
+    std::io::stdin().lock().read_to_end(&mut bytes).context("cannot read stdin")?;
     Ok(bytes)
 }
 
-/// `EVAL SCRIPT NUMBER KEY… ARGUMENT…` of `KEY… , ARGUMENT…`.
+/// Turns `KEY… , ARGUMENT…` into `EVAL SCRIPT NUMBER KEY… ARGUMENT…`.
 fn eval(file: &PathBuf, words: Vec<Vec<u8>>) -> anyhow::Result<Vec<Vec<u8>>> {
     let script = std::fs::read(file)
         .with_context(|| format!("cannot read the script {}", file.display()))?;
@@ -378,22 +386,25 @@ mod tests {
 
     fn run(words: &[&str]) -> (Box<Settings>, Mode) {
         let options = Options::try_parse_from([&["ferrite-cli"], words].concat());
-        match options.unwrap_or_else(|error| panic!("{error}")).check().expect("they fit together")
+        match options
+            .unwrap_or_else(|error| panic!("{error}"))
+            .into_action()
+            .expect("valid options")
         {
-            Asked::Run(settings, mode) => (settings, mode),
-            Asked::Version => panic!("{words:?}"),
+            Action::Run(settings, mode) => (settings, mode),
+            Action::Version => panic!("{words:?}"),
         }
     }
 
     fn command(words: &[&str]) -> Vec<Vec<u8>> {
         match run(words).1 {
             Mode::Command(words) => words,
-            _ => panic!("{words:?} is a command"),
+            _ => panic!("{words:?} is not a command"),
         }
     }
 
     #[test]
-    fn what_follows_the_command_is_its_own() {
+    fn passes_options_after_the_command_to_it() {
         assert_eq!(command(&["-n", "3", "SET", "-h", "--raw"]), [b"SET", &b"-h"[..], b"--raw"]);
         assert_eq!(command(&["GET", ""]), [&b"GET"[..], b""]);
         assert_eq!(command(&["INCRBY", "k", "-1"]), [&b"INCRBY"[..], b"k", b"-1"]);
@@ -402,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_style_wins() {
+    fn uses_the_last_style() {
         assert_eq!(run(&["--csv", "--no-raw"]).0.format.style, Style::Human);
         let (settings, _) = run(&["--raw", "--json"]);
         assert_eq!(
@@ -413,7 +424,7 @@ mod tests {
     }
 
     #[test]
-    fn a_uri_is_all_in_one() {
+    fn takes_server_and_login_from_a_uri() {
         let (settings, mode) = run(&["--no-auth-warning", "-u", "redis://me:p%20w@there:7000/4"]);
         assert!(matches!(mode, Mode::Prompt));
         assert_eq!(settings.server, Address::Net { host: "there".into(), port: 7000 });
@@ -425,12 +436,12 @@ mod tests {
     }
 
     #[test]
-    fn quoted_words() {
+    fn unquotes_arguments() {
         assert_eq!(command(&["--quoted-input", "SET", r#""\x00""#]), [b"SET", &b"\0"[..]]);
     }
 
     #[test]
-    fn the_help_is_well_formed() {
+    fn defines_valid_options() {
         use clap::CommandFactory as _;
         Options::command().debug_assert();
     }

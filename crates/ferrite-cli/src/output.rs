@@ -1,7 +1,7 @@
-//! Stdout, which may be a pipe that nobody reads any more, and stderr.
+//! Writes to stdout, which may be a closed pipe, and to stderr.
 //!
-//! Nothing else writes to them. What goes to a terminal is made harmless here (`terminal.rs`),
-//! since most of it comes from a server; what goes elsewhere are the bytes.
+//! No other module writes to them. Most of the output comes from a server, so output to a terminal
+//! is escaped here (`terminal.rs`). Files and pipes get the original bytes.
 
 use std::borrow::Cow;
 use std::fmt::Display;
@@ -10,43 +10,45 @@ use std::io::{self, IsTerminal as _, Write as _};
 use crate::format::Style;
 use crate::terminal;
 
-/// Whoever read stdout has gone: nothing more can be said there, and nothing needs to be.
+/// The error if the reader of stdout has closed the pipe. It ends the program without a message.
 #[derive(Debug)]
-pub(crate) struct NobodyReads;
+pub(crate) struct OutputClosed;
 
-impl std::fmt::Display for NobodyReads {
+impl std::fmt::Display for OutputClosed {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("nobody reads the output")
+        f.write_str("stdout is a closed pipe")
     }
 }
 
-impl std::error::Error for NobodyReads {}
+impl std::error::Error for OutputClosed {}
 
-/// Writes now: who reads may wait for it.
+/// Writes bytes to stdout and flushes it, since the reader may wait for them. Escapes control
+/// characters on a terminal.
 pub(crate) fn write(bytes: &[u8]) -> anyhow::Result<()> {
     write_own(&if io::stdout().is_terminal() {
-        terminal::shown(bytes)
+        terminal::escape(bytes)
     } else {
         Cow::Borrowed(bytes)
     })
 }
 
-/// The same for what has escape sequences of ours, and nothing of a server's that was not made
-/// harmless.
+/// Writes bytes to stdout and flushes it, without escaping. The bytes may contain our own escape
+/// sequences; text from a server must be escaped before.
 pub(crate) fn write_own(bytes: &[u8]) -> anyhow::Result<()> {
     let mut stdout = io::stdout().lock();
     stdout.write_all(bytes).and_then(|()| stdout.flush()).map_err(|error| match error.kind() {
-        io::ErrorKind::BrokenPipe => NobodyReads.into(),
-        _ => anyhow::Error::from(error).context("writing to stdout"),
+        io::ErrorKind::BrokenPipe => OutputClosed.into(),
+        _ => anyhow::Error::from(error).context("cannot write to stdout"),
     })
 }
 
-/// A line on stderr.
-pub(crate) fn tell(line: impl Display) {
+/// Writes a line to stderr.
+pub(crate) fn write_stderr(line: impl Display) {
     let line = format!("{line}\n");
     let is_terminal = io::stderr().is_terminal();
-    let bytes = if is_terminal { terminal::shown(line.as_bytes()) } else { line.as_bytes().into() };
-    let _ = io::stderr().lock().write_all(&bytes); // nobody is left to hear of it
+    let bytes =
+        if is_terminal { terminal::escape(line.as_bytes()) } else { line.as_bytes().into() };
+    let _ = io::stderr().lock().write_all(&bytes); // there is no place to report this error
 }
 
 pub(crate) fn is_json(style: Style) -> bool {

@@ -1,7 +1,7 @@
-//! `--pipe`: stdin to the server as it is, as fast as it takes it, and its replies counted.
+//! `--pipe`: sends stdin to the server as fast as possible, and counts the replies.
 //!
-//! How many replies there should be nobody knows, for nobody looks into what is sent. So the last
-//! command is an ECHO of ours, of something that nobody else says.
+//! The commands are not parsed, so the number of replies is unknown. Therefore the last command is
+//! an ECHO of a unique text: its reply is the last one.
 
 use std::cell::Cell;
 use std::hash::{BuildHasher as _, Hasher as _};
@@ -20,20 +20,26 @@ use crate::server::Server;
 
 const READ_BYTES: usize = 64 << 10;
 
-/// What came of it.
+/// The numbers of replies.
 #[derive(Debug, Default)]
 struct Count {
     errors: u64,
     replies: u64,
 }
 
-/// Sends stdin; an error if a reply was one.
-pub(crate) async fn run(server: &mut Server, patience: Option<Duration>) -> anyhow::Result<()> {
+/// Sends stdin and prints the numbers of replies.
+///
+/// # ErrorReplies
+/// Returns [`ErrorReplies`] if a reply was an error.
+pub(crate) async fn run(
+    server: &mut Server,
+    reply_timeout: Option<Duration>,
+) -> anyhow::Result<()> {
     let (mut replies, mut writer) = server.take_connection()?.split();
     let is_json = output::is_json(server.settings.format.style);
     #[expect(
         clippy::disallowed_types,
-        reason = "it must differ from other replies, and is no secret"
+        reason = "the text must differ from other replies, but is not secret"
     )]
     let mark =
         format!("{:020x}", std::collections::hash_map::RandomState::new().build_hasher().finish());
@@ -49,15 +55,15 @@ pub(crate) async fn run(server: &mut Server, patience: Option<Duration>) -> anyh
             let sent = writer.write_all(bytes.get(..count).unwrap_or_default()).await;
             sent.context("Error writing to the server")?;
         }
-        // The line end puts an end to what was cut off; the server passes over empty lines.
+        // The line end terminates an unfinished last line. The server ignores empty lines.
         let mut last = b"\r\n".to_vec();
         encode_command(["ECHO", &mark], &mut last);
         is_all_sent.set(true);
         writer.write_all(&last).await.context("Error writing to the server")?;
         writer.flush().await.context("Error writing to the server")?;
-        tell(is_json, "All data transferred. Waiting for the last reply...\n")
+        print_progress(is_json, "All data transferred. Waiting for the last reply...\n")
     };
-    let counting = count(&mut replies, mark.as_bytes(), &is_all_sent, patience, is_json);
+    let counting = count(&mut replies, mark.as_bytes(), &is_all_sent, reply_timeout, is_json);
     let ((), count) = tokio::try_join!(sending, counting)?;
     let Count { errors, replies } = count;
     let line = match is_json {
@@ -66,39 +72,39 @@ pub(crate) async fn run(server: &mut Server, patience: Option<Duration>) -> anyh
     };
     output::write(line.as_bytes())?;
     if errors > 0 {
-        bail!(Errors);
+        bail!(ErrorReplies);
     }
     Ok(())
 }
 
-/// Some replies were errors, which has been told.
+/// The error if some replies were errors. They have been printed already.
 #[derive(Debug)]
-pub(crate) struct Errors;
+pub(crate) struct ErrorReplies;
 
-impl std::fmt::Display for Errors {
+impl std::fmt::Display for ErrorReplies {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("some replies were errors")
     }
 }
 
-impl std::error::Error for Errors {}
+impl std::error::Error for ErrorReplies {}
 
 async fn count(
     replies: &mut Replies,
     mark: &[u8],
     is_all_sent: &Cell<bool>,
-    patience: Option<Duration>,
+    reply_timeout: Option<Duration>,
     is_json: bool,
 ) -> anyhow::Result<Count> {
     let mut count = Count::default();
     loop {
-        let frame = match timeout(patience.unwrap_or(Duration::MAX), replies.frame()).await {
+        let frame = match timeout(reply_timeout.unwrap_or(Duration::MAX), replies.frame()).await {
             Ok(frame) => frame.context("Error reading replies from server")?,
-            // Whoever feeds us may take any time for it.
+            // The time limit applies only after the end of stdin.
             Err(_) if !is_all_sent.get() => continue,
             Err(_) => {
-                let seconds = patience.unwrap_or_default().as_secs();
-                output::tell(format_args!("No replies for {seconds} seconds: exiting."));
+                let seconds = reply_timeout.unwrap_or_default().as_secs();
+                output::write_stderr(format_args!("No replies for {seconds} seconds: exiting."));
                 count.errors += 1;
                 return Ok(count);
             }
@@ -108,21 +114,21 @@ async fn count(
         }
         let reply = frame.value().map_err(io::Error::other)?;
         if is_all_sent.get() && reply == Value::Bulk(mark) {
-            tell(is_json, "Last reply received from server.\n")?;
+            print_progress(is_json, "Last reply received from server.\n")?;
             return Ok(count);
         }
         count.replies += 1;
         if let Some(text) = error_of(&reply) {
-            output::tell(String::from_utf8_lossy(text));
+            output::write_stderr(String::from_utf8_lossy(text));
             count.errors += 1;
         }
     }
 }
 
-/// How far it is: no line of JSON.
-fn tell(is_json: bool, line: &str) -> anyhow::Result<()> {
+/// Prints a progress message: on stdout, as redis-cli does, but with JSON on stderr.
+fn print_progress(is_json: bool, line: &str) -> anyhow::Result<()> {
     if is_json {
-        output::tell(line.trim_end());
+        output::write_stderr(line.trim_end());
         return Ok(());
     }
     output::write(line.as_bytes())

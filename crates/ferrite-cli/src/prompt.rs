@@ -1,4 +1,4 @@
-//! The prompt: line editing, history, completion and hints for people.
+//! The prompt: line editing, history, completion and hints.
 
 use std::cell::Cell;
 use std::io::IsTerminal as _;
@@ -21,16 +21,16 @@ mod secret;
 
 use assistant::Assistant;
 
-/// Lines that are kept.
+/// The largest number of lines in the history.
 const HISTORY_LINES: usize = 1000;
 
-/// Until the end.
+/// Reads and runs commands until the user leaves.
 pub(crate) fn run(runtime: &Runtime, server: &mut Server) -> anyhow::Result<()> {
     let mut prompt = Prompt::new()?;
-    server.reports_transport = true; // below
+    server.reports_transport = true; // the prompt does it
     prompt.connect(runtime, server);
     loop {
-        prompt.learn(runtime, server);
+        prompt.load_docs(runtime, server);
         let line = match prompt.editor.readline(&server.prompt()) {
             Ok(line) => line,
             Err(ReadlineError::Eof | ReadlineError::Interrupted) => return Ok(()),
@@ -42,8 +42,8 @@ pub(crate) fn run(runtime: &Runtime, server: &mut Server) -> anyhow::Result<()> 
             Line::Empty => {}
             Line::Exit => return Ok(()),
             Line::Clear => prompt.editor.clear_screen().context("cannot clear the screen")?,
-            Line::Wrong(why) => output::write(&server.settings.format.complaint(why))?,
-            Line::Own(words) => prompt.own(&words, server)?,
+            Line::Invalid(why) => output::write(&server.settings.format.usage_error(why))?,
+            Line::PromptCommand(words) => prompt.run_prompt_command(&words, server)?,
             Line::Help(words) => {
                 let colors = std::io::stdout().is_terminal();
                 let help =
@@ -51,7 +51,7 @@ pub(crate) fn run(runtime: &Runtime, server: &mut Server) -> anyhow::Result<()> 
                 output::write_own(help.unwrap_or_default().as_bytes())?;
             }
             Line::Connect(host, port) => {
-                server.go_to(host, port);
+                server.switch_to(host, port);
                 prompt.connect(runtime, server);
             }
             Line::Command(repeat, words) => {
@@ -62,12 +62,11 @@ pub(crate) fn run(runtime: &Runtime, server: &mut Server) -> anyhow::Result<()> 
                     }
                 })?;
                 if interrupted {
-                    // What was asked may still be answered, on a connection that nobody listens to
-                    // any more.
+                    // The reply may still come, so the old connection cannot be used any more.
                     output::write(b"\n")?;
                     prompt.connect(runtime, server);
                 } else {
-                    prompt.report_transport(server); // if it is another one than before
+                    prompt.report_transport(server); // the command may have reconnected
                 }
             }
         }
@@ -77,47 +76,48 @@ pub(crate) fn run(runtime: &Runtime, server: &mut Server) -> anyhow::Result<()> 
 struct Prompt {
     editor: Editor<Assistant, FileHistory>,
     history: Option<PathBuf>,
-    /// What was told of the connection last.
-    told: String,
+    /// The transport that was reported last.
+    reported: String,
 }
 
 impl Prompt {
     fn new() -> anyhow::Result<Self> {
         let config = Config::builder()
             .completion_type(CompletionType::Circular)
-            .auto_add_history(false) // not what is secret
+            .auto_add_history(false) // commands with passwords are left out
             .max_history_size(HISTORY_LINES)
-            .context("the history")?
+            .context("cannot configure the history")?
             .build();
-        let mut editor = Editor::with_config(config).context("the terminal cannot be used")?;
+        let mut editor = Editor::with_config(config).context("cannot use the terminal")?;
         editor.set_helper(Some(Assistant { docs: Docs::default(), shows_hints: Cell::new(true) }));
         let history = history_file();
         if let Some(file) = &history {
-            let _ = editor.load_history(file); // there is none the first time
+            let _ = editor.load_history(file); // the first time, the file does not exist
         }
-        Ok(Self { editor, history, told: String::new() })
+        Ok(Self { editor, history, reported: String::new() })
     }
 
     fn connect(&mut self, runtime: &Runtime, server: &mut Server) {
-        if let Err(error) = runtime.block_on(async { issue::tell_refusal(server.connect().await) })
+        if let Err(error) =
+            runtime.block_on(async { issue::report_refusal(server.connect().await) })
         {
-            output::tell(exit::line(&error)); // each command tries again
+            output::write_stderr(exit::line(&error)); // each command tries to connect again
         }
         self.report_transport(server);
     }
 
-    /// People are always told what carries their connection, and when that changes.
+    /// Reports the transport of the connection if it is not the one that was reported last.
     fn report_transport(&mut self, server: &Server) {
         if let Some(transport_info) = server.transport_info()
-            && transport_info.words != self.told
+            && transport_info.description != self.reported
         {
-            output::tell(&transport_info.words);
-            self.told.clone_from(&transport_info.words);
+            output::write_stderr(&transport_info.description);
+            self.reported.clone_from(&transport_info.description);
         }
     }
 
-    /// What commands there are; a server that wants a password first says so later.
-    fn learn(&mut self, runtime: &Runtime, server: &mut Server) {
+    /// Loads the list of commands, once. Tries again later if the server requires a login first.
+    fn load_docs(&mut self, runtime: &Runtime, server: &mut Server) {
         if let Some(assistant) = self.editor.helper_mut()
             && assistant.docs.is_empty()
             && server.is_connected()
@@ -127,24 +127,25 @@ impl Prompt {
         }
     }
 
+    /// Adds a line to the history, unless it may contain a password.
     fn remember(&mut self, line: &str, parsed: &Line) {
-        let is_worth_it = match parsed {
+        let is_kept = match parsed {
             Line::Empty => false,
             Line::Command(_, words) => !secret::is_secret(words),
-            // Unbalanced quotes may be a mistake in a password.
-            Line::Wrong(_) => !line.trim_start().to_ascii_lowercase().starts_with("auth"),
+            // A line with unbalanced quotes may contain a mistyped password.
+            Line::Invalid(_) => !line.trim_start().to_ascii_lowercase().starts_with("auth"),
             _ => true,
         };
-        if is_worth_it
+        if is_kept
             && self.editor.add_history_entry(line).is_ok_and(|is_new| is_new)
             && let Some(file) = &self.history
         {
-            let _ = self.editor.append_history(file); // nothing that one should be stopped by
+            let _ = self.editor.append_history(file); // the prompt works without a history file
         }
     }
 
-    /// `:set hints`, `:transport`.
-    fn own(&self, words: &[Vec<u8>], server: &Server) -> anyhow::Result<()> {
+    /// Runs a command of the prompt itself, such as `:transport`.
+    fn run_prompt_command(&self, words: &[Vec<u8>], server: &Server) -> anyhow::Result<()> {
         let lower: Vec<_> =
             words.iter().map(|word| String::from_utf8_lossy(word).to_lowercase()).collect();
         let words: Vec<_> = lower.iter().map(String::as_str).collect();
@@ -159,13 +160,14 @@ impl Prompt {
             [":transport"] => {
                 let words = server
                     .transport_info()
-                    .map_or("not connected", |transport_info| &transport_info.words);
+                    .map_or("not connected", |transport_info| &transport_info.description);
                 output::write(format!("{words}\n").as_bytes())?;
             }
             _ => {
                 let name = words.join(" ");
-                let line =
-                    format!("{name}: unknown; there are :transport, :set hints and :set nohints\n");
+                let line = format!(
+                    "{name}: unknown command; use :transport, :set hints or :set nohints\n"
+                );
                 output::write(line.as_bytes())?;
             }
         }
@@ -173,7 +175,8 @@ impl Prompt {
     }
 }
 
-/// `FERRITECLI_HISTFILE`, or a file in the home directory; none if that is `/dev/null`.
+/// Returns the history file: `FERRITECLI_HISTFILE`, or a file in the home directory. Returns `None`
+/// if that is `/dev/null` or empty.
 fn history_file() -> Option<PathBuf> {
     let home = || std::env::var_os("HOME").filter(|home| !home.is_empty());
     let file = match std::env::var_os("FERRITECLI_HISTFILE") {

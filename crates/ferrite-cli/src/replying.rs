@@ -1,20 +1,22 @@
-//! CLIENT REPLY: which commands the server replies to, so that nobody waits for what does not come.
-//! redis-cli waits, for ever.
+//! Tracks CLIENT REPLY: which commands the server replies to, so that ferrite-cli does not wait for
+//! a reply that never comes. redis-cli waits forever.
 
-/// What the server was told last.
+/// The state that the server is in after the last CLIENT REPLY.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum Replying {
+    /// The server replies to all commands.
     #[default]
     On,
-    /// Not to the next command.
+    /// The server does not reply to the next command.
     SkipNext,
+    /// The server does not reply to any command.
     Off,
 }
 
 impl Replying {
-    /// Whether a command is replied to, and what holds after it.
+    /// Returns whether the server replies to a command, and the state after it.
     pub(crate) fn after<A: AsRef<[u8]>>(self, words: &[A]) -> (bool, Self) {
-        match (self, asked_for(words)) {
+        match (self, requested_state(words)) {
             (_, Some(Self::On)) => (true, Self::On),
             (Self::Off, Some(_)) | (_, Some(Self::Off)) => (false, Self::Off),
             (_, Some(Self::SkipNext)) => (false, Self::SkipNext),
@@ -28,15 +30,15 @@ impl Replying {
     }
 }
 
-/// What a CLIENT REPLY asks for that makes sense.
-fn asked_for<A: AsRef<[u8]>>(words: &[A]) -> Option<Replying> {
+/// Returns the state that a command asks for, if it is a valid CLIENT REPLY.
+fn requested_state<A: AsRef<[u8]>>(words: &[A]) -> Option<Replying> {
     let [client, reply, mode] = words else { return None };
     let is = |word: &A, name: &str| word.as_ref().eq_ignore_ascii_case(name.as_bytes());
     if !is(client, "client") || !is(reply, "reply") {
         return None;
     }
     let modes = [("on", Replying::On), ("skip", Replying::SkipNext), ("off", Replying::Off)];
-    modes.into_iter().find(|(name, _)| is(mode, name)).map(|(_, asked)| asked)
+    modes.into_iter().find(|(name, _)| is(mode, name)).map(|(_, state)| state)
 }
 
 #[cfg(test)]
@@ -44,7 +46,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_replied_to() {
+    fn knows_which_commands_get_a_reply() {
         let mut replying = Replying::default();
         for (command, is_replied_to) in [
             ("PING", true),
@@ -70,8 +72,8 @@ mod tests {
             ("PING", true),
         ] {
             let words: Vec<_> = command.split(' ').collect();
-            let (is, after) = replying.after(&words);
-            assert_eq!(is, is_replied_to, "{command} when {replying:?}");
+            let (expects_reply, after) = replying.after(&words);
+            assert_eq!(expects_reply, is_replied_to, "{command} in state {replying:?}");
             replying = after;
         }
     }

@@ -1,4 +1,4 @@
-//! `--scan`: all keys. And one step of a scan, for who looks at keys in other ways.
+//! `--scan`: lists all keys. Also has the cursor that other modes scan with.
 
 use anyhow::{Context as _, bail, ensure};
 use ferrite_proto::resp::Value;
@@ -8,7 +8,7 @@ use crate::output;
 use crate::server::Server;
 use crate::settings::Scan;
 
-/// Where a scan is.
+/// The position of a scan.
 pub(crate) struct Cursor<'a> {
     scan: &'a Scan,
     at: Vec<u8>,
@@ -19,7 +19,7 @@ impl<'a> Cursor<'a> {
         Self { scan, at: b"0".to_vec() }
     }
 
-    /// Some keys, maybe none, and whether there may be more.
+    /// Returns the next keys, possibly none, and whether there may be more.
     pub(crate) async fn step(
         &mut self,
         server: &mut Server,
@@ -31,30 +31,33 @@ impl<'a> Cursor<'a> {
         if let Some(count) = self.scan.count {
             words.extend([b"COUNT".to_vec(), count.to_string().into_bytes()]);
         }
-        let frame = server.ask(&words).await?;
+        let frame = server.request(&words).await?;
         let reply = frame.value()?;
         if let Some(text) = error_of(&reply) {
             bail!("SCAN error: {}", String::from_utf8_lossy(text));
         }
-        let Value::Array(parts) = &reply else { bail!("the reply to SCAN is no array") };
+        let Value::Array(parts) = &reply else {
+            bail!("invalid reply to SCAN: expected an array");
+        };
         let [Value::Bulk(at), Value::Array(keys)] = parts.as_slice() else {
-            bail!("the reply to SCAN is no cursor and keys");
+            bail!("invalid reply to SCAN: expected a cursor and keys");
         };
         let keys = keys.iter().map(|key| match key {
             Value::Bulk(key) => Some(key.to_vec()),
             _ => None,
         });
-        let keys = keys.collect::<Option<Vec<_>>>().context("a key of SCAN is no string")?;
-        ensure!(!at.is_empty(), "the cursor of SCAN is empty");
+        let keys = keys.collect::<Option<Vec<_>>>();
+        let keys = keys.context("invalid reply to SCAN: expected keys as strings")?;
+        ensure!(!at.is_empty(), "invalid reply to SCAN: empty cursor");
         self.at = at.to_vec();
         Ok((keys, self.at != b"0"))
     }
 }
 
-/// All keys on stdout.
+/// Prints all keys.
 pub(crate) async fn run(server: &mut Server, scan: &Scan) -> anyhow::Result<()> {
     let mut format = server.settings.format.clone();
-    // As redis-cli: quoted for people alone.
+    // As in redis-cli, CSV does not quote keys here.
     if format.style == Style::Csv {
         format.style = Style::Raw;
     }

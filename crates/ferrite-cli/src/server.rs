@@ -1,4 +1,5 @@
-//! The server as one who types sees it: a connection that comes back, a database, a transaction.
+//! The server as the user sees it: a connection that is opened again when it is lost, a database,
+//! and a transaction.
 
 use std::io::{self, IsTerminal as _};
 use std::time::Duration;
@@ -13,8 +14,8 @@ use crate::output;
 use crate::replying::Replying;
 use crate::settings::{Address, Protocol, Settings};
 
-/// Replied to in any case.
-const REPLY: [&str; 3] = ["CLIENT", "REPLY", "ON"];
+/// A command that the server replies to in any state.
+const REPLY_ON: [&str; 3] = ["CLIENT", "REPLY", "ON"];
 
 const RECONNECT_PAUSE: Duration = Duration::from_secs(1);
 
@@ -24,25 +25,26 @@ pub(crate) struct Server {
     dialer: Dialer,
     connection: Option<Connection>,
     transport_info: Option<TransportInfo>,
-    /// Where the connection is.
+    /// The database of the connection.
     database: u32,
-    /// Where it should be, also when it comes back.
+    /// The database that is selected after a reconnect.
     wanted_database: u32,
-    /// The database before MULTI, while there is a transaction.
+    /// During a transaction, the database before MULTI.
     transaction: Option<u32>,
     replying: Replying,
-    /// Nothing has come since the last command that is not replied to.
+    /// Whether the last command has no reply, so that it is unknown whether the server has run it.
     is_unanswered: bool,
-    /// Whoever runs it says what carries the connection: no warning is needed, or no other one.
+    /// Whether the transport is reported elsewhere, or the warning was already printed. Then no
+    /// warning is needed.
     pub(crate) reports_transport: bool,
 }
 
-/// Why there is no connection, or none as wished.
+/// Why connecting has failed.
 #[derive(Debug)]
 pub(crate) enum ConnectError {
-    /// There is none.
+    /// There is no connection.
     Unreachable(anyhow::Error),
-    /// There is one, but the server does not let us in, or not where we want to be.
+    /// There is a connection, but the server has rejected AUTH, SELECT or HELLO.
     Refused(String),
 }
 
@@ -58,7 +60,7 @@ impl From<ConnectError> for anyhow::Error {
 impl Server {
     pub(crate) fn new(settings: Settings, dialer: Dialer) -> Self {
         let wanted_database = settings.database;
-        let reports_transport = settings.verbose || settings.is_rdma_asked_for;
+        let reports_transport = settings.verbose || settings.is_rdma_explicit;
         Self {
             settings,
             dialer,
@@ -73,44 +75,47 @@ impl Server {
         }
     }
 
-    /// Opens a connection, in the place of the one there is: AUTH, SELECT, HELLO.
+    /// Opens a new connection in place of the current one, and sends AUTH, SELECT and HELLO as
+    /// needed.
     pub(crate) async fn connect(&mut self) -> Result<(), ConnectError> {
         self.disconnect();
         let dialed = self.dialer.dial(&self.settings.server).await;
         let (connection, transport_info) = dialed.map_err(ConnectError::Unreachable)?;
         (self.connection, self.transport_info) = (Some(connection), Some(transport_info));
-        // Before the password is sent.
+        // The warning must come before the password is sent.
         if self.settings.password.is_some() || io::stderr().is_terminal() {
             self.warn_of_clear_text();
         }
-        self.greet().await
+        self.initialize().await
     }
 
-    /// Says once that TCP carries what RDMA should have, where others could listen.
+    /// Warns once if the connection has fallen back to TCP, and others could listen.
     fn warn_of_clear_text(&mut self) {
         let warning =
             self.transport_info.as_ref().and_then(|transport_info| transport_info.warning.as_ref());
         if let Some(warning) = warning.filter(|_| !self.reports_transport) {
-            output::tell(warning);
+            output::write_stderr(warning);
             self.reports_transport = true;
         }
     }
 
-    async fn greet(&mut self) -> Result<(), ConnectError> {
+    async fn initialize(&mut self) -> Result<(), ConnectError> {
         if let Some(password) = self.settings.password.clone() {
             let mut words = vec!["AUTH".to_owned()];
             words.extend(self.settings.user.clone());
             words.push(password);
-            self.expect("AUTH", &words).await?;
+            self.expect_success("AUTH", &words).await?;
         }
         self.select().await?;
         match self.settings.protocol {
             Protocol::Resp2 => {}
-            Protocol::Resp3 => self.expect("HELLO 3", &["HELLO".into(), "3".into()]).await?,
-            // As redis-cli: a server that knows none is told of, and will do.
+            Protocol::Resp3 => {
+                self.expect_success("HELLO 3", &["HELLO".into(), "3".into()]).await?;
+            }
+            // As in redis-cli, a server without RESP3 is reported, and RESP2 is used.
             Protocol::Resp3IfKnown => {
-                match self.expect("HELLO 3", &["HELLO".into(), "3".into()]).await {
-                    Err(ConnectError::Refused(text)) => output::tell(text),
+                match self.expect_success("HELLO 3", &["HELLO".into(), "3".into()]).await {
+                    Err(ConnectError::Refused(text)) => output::write_stderr(text),
                     other => other?,
                 }
             }
@@ -118,18 +123,18 @@ impl Server {
         Ok(())
     }
 
-    /// To the database where we want to be.
+    /// Selects the wanted database, if it is not selected already.
     pub(crate) async fn select(&mut self) -> Result<(), ConnectError> {
         if self.database != self.wanted_database {
             let number = self.wanted_database.to_string();
-            self.expect(&format!("SELECT {number}"), &["SELECT".into(), number]).await?;
+            self.expect_success(&format!("SELECT {number}"), &["SELECT".into(), number]).await?;
             self.database = self.wanted_database;
         }
         Ok(())
     }
 
-    async fn expect(&mut self, name: &str, words: &[String]) -> Result<(), ConnectError> {
-        let reply = self.ask(words).await.map_err(ConnectError::Unreachable)?;
+    async fn expect_success(&mut self, name: &str, words: &[String]) -> Result<(), ConnectError> {
+        let reply = self.request(words).await.map_err(ConnectError::Unreachable)?;
         let value = reply.value().map_err(|error| ConnectError::Unreachable(error.into()))?;
         match error_of(&value) {
             Some(text) => Err(ConnectError::Refused(format!(
@@ -140,10 +145,10 @@ impl Server {
         }
     }
 
-    /// One command and its reply; what is said unasked meanwhile is passed over.
-    pub(crate) async fn ask<A: AsRef<[u8]>>(&mut self, words: &[A]) -> anyhow::Result<Frame> {
+    /// Sends a command and returns its reply. Push messages in the meantime are dropped.
+    pub(crate) async fn request<A: AsRef<[u8]>>(&mut self, words: &[A]) -> anyhow::Result<Frame> {
         let (is_replied_to, after) = self.replying.after(words);
-        ensure!(is_replied_to, "no replies: CLIENT REPLY ON brings them back");
+        ensure!(is_replied_to, "the server sends no replies; run CLIENT REPLY ON");
         let connection = self.connection.as_mut().context("not connected")?;
         connection.send(words).await?;
         self.replying = after;
@@ -155,15 +160,18 @@ impl Server {
         }
     }
 
-    /// The same, and a connection that is lost is opened again for as long as it takes: for who
-    /// watches a server.
-    pub(crate) async fn ask_persistently(&mut self, words: &[&str]) -> anyhow::Result<Frame> {
+    /// Sends a command and returns its reply. If the connection is lost, this reconnects for as
+    /// long as it takes.
+    pub(crate) async fn request_with_reconnects(
+        &mut self,
+        words: &[&str],
+    ) -> anyhow::Result<Frame> {
         loop {
-            let lost = match self.ask(words).await {
+            let lost = match self.request(words).await {
                 Ok(frame) => return Ok(frame),
                 Err(error) => error,
             };
-            output::tell(format_args!("{lost:#}. Reconnecting..."));
+            output::write_stderr(format_args!("{lost:#}. Reconnecting..."));
             while let Err(error) = self.connect().await {
                 match error {
                     ConnectError::Unreachable(_) => tokio::time::sleep(RECONNECT_PAUSE).await,
@@ -173,14 +181,14 @@ impl Server {
         }
     }
 
-    /// Sends a command: whether it is replied to.
+    /// Sends a command. Returns whether the server will reply to it.
     pub(crate) async fn send(&mut self, words: &[Vec<u8>]) -> io::Result<bool> {
         if has_password(words) {
             self.warn_of_clear_text();
         }
         self.connection()?.send(words).await?;
         if self.is_in_transaction() {
-            return Ok(true); // queued
+            return Ok(true); // the reply is QUEUED
         }
         let (is_replied_to, after) = self.replying.after(words);
         self.replying = after;
@@ -188,10 +196,13 @@ impl Server {
         Ok(is_replied_to)
     }
 
-    /// A server that does not know or does not allow CLIENT REPLY would reply to one that asks for
-    /// no reply, and the next command would be taken to be replied to by that. So it is asked to
-    /// reply first, which is always replied to: with this, if it refuses.
-    pub(crate) async fn refusal_of_silence(
+    /// Checks that the server accepts CLIENT REPLY, before a command that turns replies off.
+    /// Returns the error reply if it does not.
+    ///
+    /// A server that does not know or does not allow CLIENT REPLY would send an error, although no
+    /// reply is expected. That error would be taken for the reply to the next command. So CLIENT
+    /// REPLY ON is sent first, which always has a reply.
+    pub(crate) async fn check_client_reply(
         &mut self,
         words: &[Vec<u8>],
     ) -> anyhow::Result<Option<Frame>> {
@@ -199,22 +210,22 @@ impl Server {
         if self.replying != Replying::On || is_replied_to || self.is_in_transaction() {
             return Ok(None);
         }
-        let frame = self.ask(&REPLY).await?;
+        let frame = self.request(&REPLY_ON).await?;
         let is_refused = error_of(&frame.value()?).is_some();
         Ok(is_refused.then_some(frame))
     }
 
-    /// At the end: what was not replied to is carried out, as far as the server is concerned,
-    /// before the connection goes.
-    pub(crate) async fn settle(&mut self) -> anyhow::Result<()> {
+    /// Waits until the server has run commands that have no reply. To be called before the program
+    /// closes the connection.
+    pub(crate) async fn confirm_unanswered(&mut self) -> anyhow::Result<()> {
         if !self.is_unanswered || !self.is_connected() {
             return Ok(());
         }
-        let patience = self.settings.timeout;
-        match tokio::time::timeout(patience, self.ask(&REPLY)).await {
-            Ok(reply) => reply.map(drop).context("after commands without reply"),
+        let limit = self.settings.timeout;
+        match tokio::time::timeout(limit, self.request(&REPLY_ON)).await {
+            Ok(reply) => reply.map(drop).context("cannot confirm that the last commands have run"),
             Err(_) => {
-                bail!("whether the server took the last commands, it does not say in {patience:?}")
+                bail!("the server did not confirm the last commands within {limit:?}")
             }
         }
     }
@@ -225,7 +236,7 @@ impl Server {
             .ok_or_else(|| io::Error::new(io::ErrorKind::NotConnected, "not connected"))
     }
 
-    /// The connection, for who wants it alone.
+    /// Takes the connection out of the server. The server is disconnected then.
     pub(crate) fn take_connection(&mut self) -> io::Result<Connection> {
         self.connection
             .take()
@@ -240,7 +251,7 @@ impl Server {
         self.transaction.is_some()
     }
 
-    /// What carries the connection.
+    /// Returns the transport of the connection.
     pub(crate) fn transport_info(&self) -> Option<&TransportInfo> {
         self.transport_info.as_ref()
     }
@@ -254,13 +265,13 @@ impl Server {
         self.is_unanswered = false;
     }
 
-    /// Another server from now on.
-    pub(crate) fn go_to(&mut self, host: String, port: u16) {
+    /// Disconnects, and uses another server from now on.
+    pub(crate) fn switch_to(&mut self, host: String, port: u16) {
         self.disconnect();
         self.settings.server = Address::Net { host, port };
     }
 
-    /// `127.0.0.1:6379[3](TX)> `.
+    /// Returns the prompt, for example `127.0.0.1:6379[3](TX)> `.
     pub(crate) fn prompt(&self) -> String {
         if !self.is_connected() {
             return "not connected> ".into();
@@ -275,8 +286,8 @@ impl Server {
         format!("{place}{database}{transaction}> ")
     }
 
-    /// What a command that was replied to has changed.
-    pub(crate) async fn note(
+    /// Updates the database and the transaction after the reply to a command.
+    pub(crate) async fn track_state(
         &mut self,
         words: &[Vec<u8>],
         reply: &Value<'_>,
@@ -287,7 +298,7 @@ impl Server {
             (b"select", [_, number]) if !failed => {
                 let number =
                     std::str::from_utf8(number).ok().and_then(|number| number.parse().ok());
-                self.be_in(number.unwrap_or(self.database));
+                self.set_database(number.unwrap_or(self.database));
             }
             (b"auth", [_, _] | [_, _, _]) => return self.select().await,
             (b"multi", [_]) if !failed => self.transaction = Some(self.database),
@@ -295,17 +306,17 @@ impl Server {
                 if let Some(before) = self.transaction.take()
                     && (failed || *reply == Value::Null)
                 {
-                    self.be_in(before);
+                    self.set_database(before);
                 }
             }
             (b"discard", [_]) if !failed => {
                 if let Some(before) = self.transaction.take() {
-                    self.be_in(before);
+                    self.set_database(before);
                 }
             }
             (b"reset", [_]) if !failed => {
                 self.transaction = None;
-                self.be_in(0);
+                self.set_database(0);
                 self.settings.protocol = Protocol::Resp2;
             }
             _ => {}
@@ -313,12 +324,13 @@ impl Server {
         Ok(())
     }
 
-    fn be_in(&mut self, database: u32) {
+    fn set_database(&mut self, database: u32) {
         (self.database, self.wanted_database) = (database, database);
     }
 }
 
-/// Whether a command logs in.
+/// Returns whether a command may be a login, which contains a password: AUTH, or HELLO with
+/// options.
 fn has_password(words: &[Vec<u8>]) -> bool {
     let is = |at: usize, word: &str| {
         words.get(at).is_some_and(|typed| typed.eq_ignore_ascii_case(word.as_bytes()))

@@ -1,4 +1,4 @@
-//! What the command line came to.
+//! The settings and the mode that the command line results in.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -9,7 +9,7 @@ use ferrite_fabric::Rdma;
 
 use crate::format::Format;
 
-/// Where a server listens.
+/// The address of a server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Address {
     Unix(PathBuf),
@@ -26,16 +26,16 @@ impl fmt::Display for Address {
     }
 }
 
-/// What is spoken.
+/// The protocol version.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Protocol {
     Resp2,
     Resp3,
-    /// For `--json`: a server that knows only RESP2 will do.
+    /// RESP3, or RESP2 if the server does not support it. For `--json`.
     Resp3IfKnown,
 }
 
-/// What holds for every mode.
+/// The settings that all modes use.
 #[derive(Debug, Clone)]
 pub(crate) struct Settings {
     pub(crate) server: Address,
@@ -43,39 +43,39 @@ pub(crate) struct Settings {
     pub(crate) password: Option<String>,
     pub(crate) database: u32,
     pub(crate) protocol: Protocol,
-    /// For connecting, on each way.
+    /// The time limit for connecting, for RDMA and TCP each.
     pub(crate) timeout: Duration,
     pub(crate) rdma: Rdma,
-    /// Somebody typed the policy: then a way that is not RDMA is told.
-    pub(crate) is_rdma_asked_for: bool,
+    /// Whether `--rdma` was on the command line. Then a fallback to TCP is always reported.
+    pub(crate) is_rdma_explicit: bool,
     pub(crate) local: Option<SocketAddr>,
     pub(crate) verbose: bool,
     pub(crate) format: Format,
     pub(crate) shows_pushes: bool,
-    /// Negative: for ever.
+    /// How often the command runs; forever if negative.
     pub(crate) repeat: i64,
     pub(crate) interval: Option<Duration>,
     pub(crate) fails_on_error: bool,
-    /// 0: no limit.
+    /// The largest reply; 0 for no limit.
     pub(crate) max_reply_bytes: u64,
 }
 
-/// Which keys a scan is about.
+/// The options of a scan.
 #[derive(Debug, Clone)]
 pub(crate) struct Scan {
     pub(crate) pattern: Option<Vec<u8>>,
     pub(crate) count: Option<u64>,
 }
 
-/// What there is to do.
+/// The mode in which the program runs.
 #[derive(Debug)]
 pub(crate) enum Mode {
     /// Commands from the terminal or from stdin.
     Prompt,
     Command(Vec<Vec<u8>>),
     Pipe {
-        /// After the end of stdin, without a reply.
-        patience: Option<Duration>,
+        /// How long to wait for the next reply after the end of stdin.
+        reply_timeout: Option<Duration>,
     },
     Latency {
         history: bool,
@@ -83,6 +83,6 @@ pub(crate) enum Mode {
     Stat,
     Scan(Scan),
     BigKeys(Scan),
-    /// With the number of elements to look at.
+    /// With the number of elements to sample in a key.
     MemoryKeys(Scan, Option<u64>),
 }

@@ -1,14 +1,14 @@
-//! Lines as people type them, cut into arguments: blanks separate, quotes hold together.
+//! Splits lines that people type into arguments. White space separates arguments, except in quotes.
 //!
-//! In double quotes `\n \r \t \b \a` and `\xff` are one byte each, and any other byte after a
-//! backslash is itself; in single quotes only `\'` is special. A closing quote ends the argument:
-//! something must separate it from the next.
+//! In double quotes, `\n \r \t \b \a` and `\xff` stand for one byte each, and any other byte after
+//! a backslash stands for itself. In single quotes only `\'` is special. A closing quote ends the
+//! argument, so white space must follow it.
 
-/// Quotes that do not end, or that do not end an argument.
+/// The error for a quote that is not closed, or that is not followed by white space.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Unbalanced;
 
-/// The arguments of a line.
+/// Splits a line into its arguments.
 pub(crate) fn split(line: &[u8]) -> Result<Vec<Vec<u8>>, Unbalanced> {
     let mut arguments = Vec::new();
     let mut rest = line;
@@ -24,7 +24,7 @@ pub(crate) fn split(line: &[u8]) -> Result<Vec<Vec<u8>>, Unbalanced> {
     }
 }
 
-/// Exactly one argument, quoted or not: what `--quoted-input` takes.
+/// Parses exactly one argument, quoted or not, for `--quoted-input`.
 pub(crate) fn unquote(text: &[u8]) -> Result<Vec<u8>, Unbalanced> {
     let mut arguments = split(text)?;
     match (arguments.pop(), arguments.is_empty()) {
@@ -33,14 +33,14 @@ pub(crate) fn unquote(text: &[u8]) -> Result<Vec<u8>, Unbalanced> {
     }
 }
 
-/// The first argument, and what is behind it.
+/// Returns the first argument and the rest of the line.
 fn next(line: &[u8]) -> Result<(Vec<u8>, &[u8]), Unbalanced> {
     let mut argument = Vec::new();
     let mut rest = line;
     while let Some((byte, behind)) = rest.split_first() {
         match byte {
-            // A vertical tab or a form feed separates arguments only where one could begin:
-            // redis-cli has it so.
+            // As in redis-cli, a vertical tab or a form feed does not end an argument, although it
+            // is skipped between arguments.
             b' ' | b'\n' | b'\r' | b'\t' => break,
             b'"' => return double_quoted(argument, behind),
             b'\'' => return single_quoted(argument, behind),
@@ -56,7 +56,7 @@ fn double_quoted(mut argument: Vec<u8>, mut rest: &[u8]) -> Result<(Vec<u8>, &[u
         let (byte, behind) = rest.split_first().ok_or(Unbalanced)?;
         rest = behind;
         match byte {
-            b'"' => return closed(argument, rest),
+            b'"' => return end_quoted(argument, rest),
             b'\\' => {
                 if let [b'x', high, low, behind @ ..] = rest
                     && let (Some(high), Some(low)) = (hex(*high), hex(*low))
@@ -91,20 +91,21 @@ fn single_quoted(mut argument: Vec<u8>, mut rest: &[u8]) -> Result<(Vec<u8>, &[u
         let (byte, behind) = rest.split_first().ok_or(Unbalanced)?;
         rest = behind;
         match byte {
-            b'\'' => return closed(argument, rest),
+            b'\'' => return end_quoted(argument, rest),
             byte => argument.push(*byte),
         }
     }
 }
 
-fn closed(argument: Vec<u8>, rest: &[u8]) -> Result<(Vec<u8>, &[u8]), Unbalanced> {
+/// Ends an argument after its closing quote, which white space must follow.
+fn end_quoted(argument: Vec<u8>, rest: &[u8]) -> Result<(Vec<u8>, &[u8]), Unbalanced> {
     match rest.first() {
         Some(byte) if !is_space(*byte) => Err(Unbalanced),
         _ => Ok((argument, rest)),
     }
 }
 
-/// As C has it: a vertical tab too, which Rust leaves out.
+/// Returns whether a byte is white space for C's `isspace`, which includes the vertical tab.
 fn is_space(byte: u8) -> bool {
     byte.is_ascii_whitespace() || byte == 0x0b
 }
@@ -118,18 +119,18 @@ mod tests {
     use super::*;
 
     fn parts(line: &str) -> Vec<Vec<u8>> {
-        split(line.as_bytes()).expect("balanced")
+        split(line.as_bytes()).expect("balanced quotes")
     }
 
     #[test]
-    fn blanks_separate() {
+    fn splits_at_white_space() {
         assert_eq!(parts("  SET  a\tb \r\n"), [b"SET", &b"a"[..], b"b"]);
         assert_eq!(parts(""), [b""; 0]);
         assert_eq!(parts("   "), [b""; 0]);
     }
 
     #[test]
-    fn double_quotes_know_escapes() {
+    fn interprets_escapes_in_double_quotes() {
         assert_eq!(
             parts(r#""a b" "\x00\xFF\n\r\t\b\a\\\"\q""#),
             [&b"a b"[..], b"\x00\xff\n\r\t\x08\x07\\\"q"]
@@ -139,12 +140,12 @@ mod tests {
     }
 
     #[test]
-    fn single_quotes_know_one() {
+    fn interprets_one_escape_in_single_quotes() {
         assert_eq!(parts(r"'a\n\'b' c"), [&br"a\n'b"[..], b"c"]);
     }
 
     #[test]
-    fn quotes_may_begin_inside_a_word_but_end_it() {
+    fn allows_quotes_to_begin_inside_a_word_but_not_to_end_there() {
         assert_eq!(parts(r#"pre"fix ed""#), [b"prefix ed"]);
         for wrong in [r#""a"b"#, r#"'a'b"#, r#""a"#, "'a", r#""a\"#, r#""a\""#] {
             assert_eq!(split(wrong.as_bytes()), Err(Unbalanced), "{wrong}");
@@ -152,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn one_argument_and_no_more() {
+    fn unquotes_exactly_one_argument() {
         assert_eq!(unquote(br#""\x01""#), Ok(vec![1]));
         assert_eq!(unquote(b"a b"), Err(Unbalanced));
         assert_eq!(unquote(b""), Err(Unbalanced));

@@ -1,4 +1,4 @@
-//! `--stat`: what the server does, a line at a time.
+//! `--stat`: prints server statistics at intervals.
 
 use std::fmt::Write as _;
 use std::time::Duration;
@@ -10,14 +10,14 @@ use crate::format::error_of;
 use crate::output;
 use crate::server::Server;
 
-const HEAD: &str = "\
+const HEADER: &str = "\
 ------- data ------ --------------------- load -------------------- - child -
 keys       mem      clients blocked requests            connections          
 ";
-/// Lines below a head, before it comes again.
-const LINES: u32 = 20;
+/// The number of lines after which the header is repeated.
+const LINES_PER_HEADER: u32 = 20;
 
-/// What a line has, of INFO.
+/// The values of a line, from INFO.
 #[derive(Debug, PartialEq, Eq)]
 struct Sample {
     keys: i64,
@@ -30,14 +30,14 @@ struct Sample {
 }
 
 impl Sample {
-    fn of(info: &str) -> Self {
+    fn from_info(info: &str) -> Self {
         let field = |name: &str| {
             let values = info.lines().filter_map(|line| line.split_once(':'));
             let value =
                 values.filter(|(field, _)| *field == name).map(|(_, value)| value.trim()).next();
             value.and_then(|value| value.parse().ok()).unwrap_or(0)
         };
-        // db0:keys=2,expires=0,avg_ttl=0
+        // For example: db0:keys=2,expires=0,avg_ttl=0
         let keys = info.lines().filter_map(|line| line.strip_prefix("db")?.split_once(":keys="));
         let keys = keys.filter_map(|(_, rest)| rest.split(',').next()?.parse::<i64>().ok());
         let is_on = |name| field(name) != 0;
@@ -62,9 +62,10 @@ impl Sample {
         }
     }
 
-    /// `more` requests than in the line before.
-    fn line(&self, more: i64) -> String {
-        let requests = format!("{} (+{more})", self.requests);
+    /// Formats a line as redis-cli does. `new_requests` is the number of requests since the last
+    /// line.
+    fn line(&self, new_requests: i64) -> String {
+        let requests = format!("{} (+{new_requests})", self.requests);
         format!(
             "{:<11}{:<8} {:<8}{:<8}{requests:<19} {:<12}{}\n",
             self.keys,
@@ -76,11 +77,11 @@ impl Sample {
         )
     }
 
-    fn json(&self, more: i64) -> String {
+    fn json(&self, new_requests: i64) -> String {
         let Self { keys, memory_bytes, clients, blocked, requests, connections, child } = self;
         format!(
             "{{\"keys\":{keys},\"used_memory\":{memory_bytes},\"clients\":{clients},\"blocked\":{blocked},\
-             \"requests\":{requests},\"new_requests\":{more},\"connections\":{connections},\"child\":\"{child}\"}}\n"
+             \"requests\":{requests},\"new_requests\":{new_requests},\"connections\":{connections},\"child\":\"{child}\"}}\n"
         )
     }
 }
@@ -99,28 +100,28 @@ fn bytes(count: i64) -> String {
     text
 }
 
-/// Until interrupted.
+/// Prints statistics until interrupted.
 pub(crate) async fn run(server: &mut Server) -> anyhow::Result<()> {
     let is_json = output::is_json(server.settings.format.style);
     let interval = server.settings.interval.unwrap_or(Duration::from_secs(1));
     let mut before = None;
     for number in 0_u32.. {
-        let frame = server.ask_persistently(&["INFO"]).await?;
+        let frame = server.request_with_reconnects(&["INFO"]).await?;
         let reply = frame.value()?;
         if let Some(text) = error_of(&reply) {
             bail!("ERROR: {}", String::from_utf8_lossy(text));
         }
         let (Value::Bulk(text) | Value::Verbatim { text, .. }) = reply else {
-            bail!("the reply to INFO is no text");
+            bail!("invalid reply to INFO: expected a string");
         };
-        let sample = Sample::of(&String::from_utf8_lossy(text));
-        let more = sample.requests - before.unwrap_or(sample.requests);
+        let sample = Sample::from_info(&String::from_utf8_lossy(text));
+        let new_requests = sample.requests - before.unwrap_or(sample.requests);
         before = Some(sample.requests);
         if is_json {
-            output::write(sample.json(more).as_bytes())?;
+            output::write(sample.json(new_requests).as_bytes())?;
         } else {
-            let head = if number.is_multiple_of(LINES) { HEAD } else { "" };
-            output::write(format!("{head}{}", sample.line(more)).as_bytes())?;
+            let header = if number.is_multiple_of(LINES_PER_HEADER) { HEADER } else { "" };
+            output::write(format!("{header}{}", sample.line(new_requests)).as_bytes())?;
         }
         tokio::time::sleep(interval).await;
     }
@@ -132,11 +133,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_line_is_as_wide_as_its_head() {
+    fn aligns_lines_with_the_header() {
         let info = "used_memory:1572864\r\nused_memory_human:1.5M\r\nconnected_clients:12\r\nblocked_clients:1\r\n\
             total_commands_processed:1000\r\ntotal_connections_received:77\r\nrdb_bgsave_in_progress:1\r\n\
             aof_rewrite_in_progress:0\r\nloading:0\r\ndb0:keys=40,expires=1\r\ndb3:keys=2,expires=0\r\n";
-        let line = Sample::of(info).line(10);
+        let line = Sample::from_info(info).line(10);
         assert_eq!(
             line,
             "42         1.50M    12      1       1000 (+10)          77          SAVE\n"
@@ -144,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes() {
+    fn formats_sizes() {
         assert_eq!([0, 1023, 1024, 3 << 30].map(bytes), ["0B", "1023B", "1.00K", "3.00G"]);
     }
 }

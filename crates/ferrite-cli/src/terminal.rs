@@ -1,16 +1,16 @@
-//! Text that others wrote, on a terminal: a server's replies, errors and names must not move the
-//! cursor, change the title, or type for the user.
+//! Makes text from a server safe for a terminal: it must not move the cursor, change the title, or
+//! type for the user.
 //!
-//! Control characters are written as people can read them, and so is what looks like text and
-//! reorders it. Line ends and tabs stay, and every other character of UTF-8. Files and pipes get
-//! the bytes as they are: see `output.rs`.
+//! Control characters are replaced by readable escapes, and so are characters that change the order
+//! of the text. Line ends, tabs and all other UTF-8 characters stay. Files and pipes get the
+//! original bytes (see `output.rs`).
 
 use std::borrow::Cow;
 use std::fmt::Write as _;
 
-/// The bytes as a terminal may have them.
-pub(crate) fn shown(bytes: &[u8]) -> Cow<'_, [u8]> {
-    // The usual case costs one look.
+/// Returns the bytes in a form that is safe for a terminal.
+pub(crate) fn escape(bytes: &[u8]) -> Cow<'_, [u8]> {
+    // The usual case: nothing to escape.
     if bytes.iter().all(|byte| matches!(byte, b' '..=b'~' | b'\n' | b'\t')) {
         return Cow::Borrowed(bytes);
     }
@@ -19,7 +19,7 @@ pub(crate) fn shown(bytes: &[u8]) -> Cow<'_, [u8]> {
         let mut chars = chunk.valid().chars().peekable();
         while let Some(char) = chars.next() {
             match char {
-                // As text of servers has it: alone it would go back to the begin of the line.
+                // Part of a line end. Alone it would move the cursor to the start of the line.
                 '\r' if chars.peek() == Some(&'\n') => out.push(char),
                 '\n' | '\t' => out.push(char),
                 '\r' => out.push_str("\\r"),
@@ -31,7 +31,7 @@ pub(crate) fn shown(bytes: &[u8]) -> Cow<'_, [u8]> {
                 other => out.push(other),
             }
         }
-        // No UTF-8: a terminal may take one of these for the begin of a sequence.
+        // Not UTF-8: a terminal may take such a byte for the start of an escape sequence.
         for byte in chunk.invalid() {
             push(&mut out, format_args!("\\x{byte:02x}"));
         }
@@ -39,13 +39,13 @@ pub(crate) fn shown(bytes: &[u8]) -> Cow<'_, [u8]> {
     Cow::Owned(out.into_bytes())
 }
 
-/// The same for text.
-pub(crate) fn shown_text(text: &str) -> String {
-    String::from_utf8_lossy(&shown(text.as_bytes())).into_owned()
+/// Returns the text in a form that is safe for a terminal.
+pub(crate) fn escape_text(text: &str) -> String {
+    String::from_utf8_lossy(&escape(text.as_bytes())).into_owned()
 }
 
 fn push(out: &mut String, what: std::fmt::Arguments<'_>) {
-    let _ = out.write_fmt(what); // a string takes everything
+    let _ = out.write_fmt(what); // writing to a string never fails
 }
 
 #[cfg(test)]
@@ -53,7 +53,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn control_characters_are_written_out() {
+    fn escapes_control_characters() {
         for (bytes, text) in [
             (&b"\x1b]0;title\x07OK"[..], "\\x1b]0;title\\x07OK"),
             (b"a\x08b\x7f\0", "a\\x08b\\x7f\\x00"),
@@ -62,14 +62,14 @@ mod tests {
             ("\u{9b}2J".as_bytes(), "\\u009b2J"),
             ("user\u{202e}nimda".as_bytes(), "user\\u202enimda"),
         ] {
-            assert_eq!(String::from_utf8_lossy(&shown(bytes)), text);
+            assert_eq!(String::from_utf8_lossy(&escape(bytes)), text);
         }
     }
 
     #[test]
-    fn text_stays_as_it_is() {
+    fn leaves_ordinary_text_unchanged() {
         for text in ["OK\n", "# Server\r\nredis_version:7\r\n", "\tgrüße 日本 🚀\n", ""] {
-            assert_eq!(shown(text.as_bytes()), text.as_bytes());
+            assert_eq!(escape(text.as_bytes()), text.as_bytes());
         }
     }
 }

@@ -1,8 +1,8 @@
-//! `redis://[[USER:]PASSWORD@]HOST[:PORT][/DATABASE]`.
+//! Parses server URIs: `redis://[[USER:]PASSWORD@]HOST[:PORT][/DATABASE]`.
 
 use std::str::FromStr;
 
-/// The parts that were there.
+/// The parts of a URI. Those that it does not have are `None`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Uri {
     pub(crate) user: Option<String>,
@@ -30,8 +30,8 @@ impl FromStr for Uri {
         };
         let mut uri = Self::default();
         let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
-        let (credentials, place) = match authority.rsplit_once('@') {
-            Some((credentials, place)) => (Some(credentials), place),
+        let (credentials, host_port) = match authority.rsplit_once('@') {
+            Some((credentials, host_port)) => (Some(credentials), host_port),
             None => (None, authority),
         };
         if let Some(credentials) = credentials {
@@ -39,13 +39,13 @@ impl FromStr for Uri {
                 Some((user, password)) => (Some(user), password),
                 None => (None, credentials),
             };
-            // redis://:password@host is written by many, and means no user.
-            uri.user = user.filter(|user| !user.is_empty()).map(decoded).transpose()?;
-            uri.password = Some(decoded(password)?);
+            // The common form redis://:password@host means no user.
+            uri.user = user.filter(|user| !user.is_empty()).map(percent_decode).transpose()?;
+            uri.password = Some(percent_decode(password)?);
         }
-        let (host, port) = match place.rsplit_once(':') {
+        let (host, port) = match host_port.rsplit_once(':') {
             Some((host, port)) if !port.contains(']') => (host, Some(port)),
-            _ => (place, None),
+            _ => (host_port, None),
         };
         uri.port = port
             .map(|port| port.parse().map_err(|_| format!("{port:?} is not a port")))
@@ -53,16 +53,15 @@ impl FromStr for Uri {
         let host = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
         uri.host = Some(host).filter(|host| !host.is_empty()).map(str::to_owned);
         if !path.is_empty() {
-            uri.database = Some(
-                path.parse().map_err(|_| format!("{path:?} is not the number of a database"))?,
-            );
+            uri.database =
+                Some(path.parse().map_err(|_| format!("{path:?} is not a database number"))?);
         }
         Ok(uri)
     }
 }
 
-/// Without `%20` and the like.
-fn decoded(text: &str) -> Result<String, String> {
+/// Decodes `%20` and the like.
+fn percent_decode(text: &str) -> Result<String, String> {
     let mut bytes = Vec::new();
     let mut rest = text.as_bytes();
     while let Some((byte, behind)) = rest.split_first() {
@@ -73,7 +72,7 @@ fn decoded(text: &str) -> Result<String, String> {
         }
         let digits = behind.get(..2).and_then(|digits| std::str::from_utf8(digits).ok());
         let value = digits.and_then(|digits| u8::from_str_radix(digits, 16).ok());
-        bytes.push(value.ok_or("a % is not followed by two hexadecimal digits")?);
+        bytes.push(value.ok_or("expected two hexadecimal digits after %")?);
         rest = behind.get(2..).unwrap_or_default();
     }
     String::from_utf8(bytes).map_err(|_| "the user or the password is not UTF-8".into())
@@ -88,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn parts() {
+    fn parses_all_parts() {
         let all = parsed("redis://me:se%3acret@host.example:7000/2");
         assert_eq!((all.user.as_deref(), all.password.as_deref()), (Some("me"), Some("se:cret")));
         assert_eq!(
@@ -104,14 +103,14 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_explained() {
+    fn explains_what_is_wrong() {
         for (text, why) in [
             ("http://host", "expected redis://"),
             ("host", "expected redis://"),
             ("rediss://host", "TLS is not supported"),
             ("redis://host:port", "\"port\" is not a port"),
-            ("redis://host/db", "\"db\" is not the number"),
-            ("redis://%4@host", "a % is not followed"),
+            ("redis://host/db", "\"db\" is not a database number"),
+            ("redis://%4@host", "expected two hexadecimal digits"),
         ] {
             let error = text.parse::<Uri>().expect_err(text);
             assert!(error.starts_with(why), "{text}: {error}");

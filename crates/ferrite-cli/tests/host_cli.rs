@@ -1,5 +1,5 @@
-//! The program against a real `redis-server` on this host, RDMA or not: ways to a server, modes,
-//! ends, and the prompt.
+//! Tests of ferrite-cli with a real `redis-server` on this host, with or without RDMA: connecting,
+//! modes, exit codes and the prompt.
 
 #[path = "compare/redis.rs"]
 mod redis;
@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use redis::Redis;
 
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 fn cli(words: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite-cli"));
@@ -19,18 +19,18 @@ fn cli(words: &[&str]) -> Command {
     command
 }
 
-fn at(redis: &Redis, words: &[&str]) -> Output {
-    let socket = redis.socket.to_str().expect("a path");
-    cli(&[&["-s", socket], words].concat()).output().expect("it starts")
+fn run(redis: &Redis, words: &[&str]) -> Output {
+    let socket = redis.socket.to_str().expect("UTF-8 path");
+    cli(&[&["-s", socket], words].concat()).output().expect("start ferrite-cli")
 }
 
-fn fed(redis: &Redis, words: &[&str], input: &[u8]) -> Output {
-    let socket = redis.socket.to_str().expect("a path");
+fn run_with_stdin(redis: &Redis, words: &[&str], input: &[u8]) -> Output {
+    let socket = redis.socket.to_str().expect("UTF-8 path");
     let mut command = cli(&[&["-s", socket], words].concat());
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    let mut child = command.spawn().expect("it starts");
-    child.stdin.take().expect("piped").write_all(input).expect("it reads");
-    child.wait_with_output().expect("it ends")
+    let mut child = command.spawn().expect("start ferrite-cli");
+    child.stdin.take().expect("piped stdin").write_all(input).expect("write stdin");
+    child.wait_with_output().expect("wait for ferrite-cli")
 }
 
 fn stdout(output: &Output) -> String {
@@ -41,27 +41,29 @@ fn stderr(output: &Output) -> String {
     String::from_utf8(output.stderr.clone()).expect("UTF-8")
 }
 
-/// A server with a port of this host's.
-fn with_port(name: &str) -> (Redis, String) {
+/// Starts a server with a TCP port, and returns both.
+fn start_with_port(name: &str) -> (Redis, String) {
     let free = std::net::TcpListener::bind("127.0.0.1:0").and_then(|bound| bound.local_addr());
-    let port = free.expect("a free port").port().to_string();
+    let port = free.expect("find a free port").port().to_string();
     let redis = Redis::start_with(name, &["--bind", "127.0.0.1", "--port", &port]);
     (redis, port)
 }
 
 #[test]
-fn over_tcp_and_told_why() {
-    let (_redis, port) = with_port("tcp");
-    // Nobody asked about RDMA: nothing is said, whatever this host has.
-    let quiet = cli(&["-h", "localhost", "-p", &port, "PING"]).output().expect("it starts");
+fn reports_why_it_uses_tcp() {
+    let (_redis, port) = start_with_port("tcp");
+    // Without --rdma nothing is reported for a server on this host, with or without RDMA.
+    let quiet = cli(&["-h", "localhost", "-p", &port, "PING"]).output().expect("start ferrite-cli");
     assert_eq!((stdout(&quiet).as_str(), stderr(&quiet).as_str()), ("PONG\n", ""));
-    let forbidden =
-        cli(&["-p", &port, "--rdma", "forbid", "--verbose", "PING"]).output().expect("it starts");
+    let forbidden = cli(&["-p", &port, "--rdma", "forbid", "--verbose", "PING"])
+        .output()
+        .expect("start ferrite-cli");
     assert_eq!(
         (stdout(&forbidden).as_str(), stderr(&forbidden).as_str()),
         ("PONG\n", "over TCP\n")
     );
-    let preferred = cli(&["-p", &port, "--rdma", "prefer", "PING"]).output().expect("it starts");
+    let preferred =
+        cli(&["-p", &port, "--rdma", "prefer", "PING"]).output().expect("start ferrite-cli");
     assert_eq!(stdout(&preferred), "PONG\n");
     assert!(
         stderr(&preferred).starts_with("over TCP: RDMA is unavailable: "),
@@ -69,37 +71,37 @@ fn over_tcp_and_told_why() {
         stderr(&preferred)
     );
     let uri = format!("redis://127.0.0.1:{port}/5");
-    let by_uri =
-        cli(&["-u", &uri, "--rdma", "forbid", "CLIENT", "INFO"]).output().expect("it starts");
+    let by_uri = cli(&["-u", &uri, "--rdma", "forbid", "CLIENT", "INFO"])
+        .output()
+        .expect("start ferrite-cli");
     assert!(stdout(&by_uri).contains(" db=5 "), "{}", stdout(&by_uri));
 }
 
-/// An engine that has no such section and no module is not taken for one without clients.
+/// INFO rdma is empty if the module is not loaded. The output must not look like that of an engine
+/// without RDMA clients.
 #[test]
-fn info_rdma_of_an_engine_without_the_module() {
-    let (_redis, port) = with_port("info");
+fn explains_an_empty_info_rdma() {
+    let (_redis, port) = start_with_port("info");
     for protocol in ["-2", "-3"] {
-        let asked = cli(&["-p", &port, "--rdma", "forbid", protocol, "INFO", "rdma"])
-            .output()
-            .expect("it starts");
-        let said = (stdout(&asked), stderr(&asked));
-        assert!(
-            said.0.trim().is_empty() && said.1.ends_with("This connection: over TCP\n"),
-            "{said:?}"
-        );
-        assert!(said.1.contains("loadmodule ferrite.so"), "{said:?}");
+        let output = cli(&["-p", &port, "--rdma", "forbid", protocol, "INFO", "rdma"]).output();
+        let output = output.expect("start ferrite-cli");
+        assert_eq!(stdout(&output).trim(), "");
+        let explanation = stderr(&output);
+        assert!(explanation.contains("loadmodule ferrite.so"), "{explanation}");
+        assert!(explanation.ends_with("this connection: over TCP\n"), "{explanation}");
     }
-    let other = cli(&["-p", &port, "INFO", "nothing"]).output().expect("it starts");
+    let other = cli(&["-p", &port, "INFO", "nothing"]).output().expect("start ferrite-cli");
     assert_eq!((stdout(&other).trim(), stderr(&other).as_str()), ("", ""));
 }
 
 #[test]
-fn required_and_not_to_be_had() {
+fn fails_if_rdma_is_required_and_unavailable() {
     let has_device =
         Path::new("/sys/class/infiniband").read_dir().is_ok_and(|mut found| found.next().is_some());
-    let (_redis, port) = with_port("required");
-    let required =
-        cli(&["-p", &port, "--rdma", "require", "-t", "1", "PING"]).output().expect("it starts");
+    let (_redis, port) = start_with_port("required");
+    let required = cli(&["-p", &port, "--rdma", "require", "-t", "1", "PING"])
+        .output()
+        .expect("start ferrite-cli");
     assert_eq!(
         required.status.code(),
         Some(if has_device { 1 } else { 69 }),
@@ -111,62 +113,75 @@ fn required_and_not_to_be_had() {
 }
 
 #[test]
-fn nobody_there() {
-    let refused = cli(&["-p", "1", "--rdma", "forbid", "PING"]).output().expect("it starts");
+fn reports_connection_errors_and_wrong_usage() {
+    let refused =
+        cli(&["-p", "1", "--rdma", "forbid", "PING"]).output().expect("start ferrite-cli");
     assert_eq!(refused.status.code(), Some(1));
     assert_eq!(stderr(&refused), "Could not connect to Redis at 127.0.0.1:1: Connection refused\n");
-    let missing = cli(&["-s", "/nonexistent/socket", "PING"]).output().expect("it starts");
-    let said = "Could not connect to Redis at /nonexistent/socket: No such file or directory\n";
-    assert_eq!(stderr(&missing), said);
+    let missing = cli(&["-s", "/nonexistent/socket", "PING"]).output().expect("start ferrite-cli");
+    let expected = "Could not connect to Redis at /nonexistent/socket: No such file or directory\n";
+    assert_eq!(stderr(&missing), expected);
     for wrong in
         [&["--no-such-option"][..], &["-2", "-3"], &["--scan", "--stat"], &["-u", "rediss://host"]]
     {
-        assert_eq!(cli(wrong).output().expect("it starts").status.code(), Some(2), "{wrong:?}");
+        assert_eq!(
+            cli(wrong).output().expect("start ferrite-cli").status.code(),
+            Some(2),
+            "{wrong:?}"
+        );
     }
-    assert!(stdout(&cli(&["-h"]).output().expect("it starts")).contains("Exit codes:"));
-    assert!(stdout(&cli(&["-v"]).output().expect("it starts")).starts_with("ferrite-cli 0."));
+    assert!(stdout(&cli(&["-h"]).output().expect("start ferrite-cli")).contains("Exit codes:"));
+    assert!(
+        stdout(&cli(&["-v"]).output().expect("start ferrite-cli")).starts_with("ferrite-cli 0.")
+    );
 }
 
 #[test]
-fn passwords() {
+fn logs_in_with_a_password() {
     let redis = Redis::start_with("passwords", &["--requirepass", "secret"]);
-    assert!(stdout(&at(&redis, &["PING"])).starts_with("NOAUTH"));
-    let typed = at(&redis, &["-a", "secret", "PING"]);
+    assert!(stdout(&run(&redis, &["PING"])).starts_with("NOAUTH"));
+    let typed = run(&redis, &["-a", "secret", "PING"]);
     assert_eq!(stdout(&typed), "PONG\n");
     assert!(stderr(&typed).starts_with("Warning: Using a password"), "{}", stderr(&typed));
-    let quiet = at(&redis, &["--user", "default", "--pass", "secret", "--no-auth-warning", "PING"]);
+    let quiet =
+        run(&redis, &["--user", "default", "--pass", "secret", "--no-auth-warning", "PING"]);
     assert_eq!((stdout(&quiet).as_str(), stderr(&quiet).as_str()), ("PONG\n", ""));
-    let wrong = at(&redis, &["-a", "wrong", "--no-auth-warning", "PING"]);
+    let wrong = run(&redis, &["-a", "wrong", "--no-auth-warning", "PING"]);
     assert!(stderr(&wrong).starts_with("AUTH failed: WRONGPASS"), "{}", stderr(&wrong));
-    let socket = redis.socket.to_str().expect("a path");
-    let of_environment =
-        cli(&["-s", socket, "PING"]).env("REDISCLI_AUTH", "secret").output().expect("it starts");
-    assert_eq!(stdout(&of_environment), "PONG\n");
+    let socket = redis.socket.to_str().expect("UTF-8 path");
+    let from_environment = cli(&["-s", socket, "PING"])
+        .env("REDISCLI_AUTH", "secret")
+        .output()
+        .expect("start ferrite-cli");
+    assert_eq!(stdout(&from_environment), "PONG\n");
 }
 
 #[test]
-fn arguments_from_elsewhere() {
+fn reads_arguments_from_stdin_and_files() {
     let redis = Redis::start("arguments");
-    assert_eq!(stdout(&fed(&redis, &["-x", "SET", "k"], b"bin\0ary\n")), "OK\n");
-    assert_eq!(at(&redis, &["GET", "k"]).stdout, b"bin\0ary\n\n");
-    assert_eq!(stdout(&fed(&redis, &["-X", "TAG", "SET", "TAG", "v"], b"from stdin")), "OK\n");
-    assert_eq!(stdout(&at(&redis, &["GET", "from stdin"])), "v\n");
-    assert_eq!(fed(&redis, &["-X", "TAG", "GET", "k"], b"").status.code(), Some(1));
-    assert_eq!(stdout(&at(&redis, &["--quoted-input", "STRLEN", r#""\x6b""#])), "8\n");
-    assert_eq!(stdout(&at(&redis, &["-r", "3", "-i", "0.01", "INCR", "n"])), "1\n2\n3\n");
-    let failed = at(&redis, &["-e", "INCR", "k"]);
+    assert_eq!(stdout(&run_with_stdin(&redis, &["-x", "SET", "k"], b"bin\0ary\n")), "OK\n");
+    assert_eq!(run(&redis, &["GET", "k"]).stdout, b"bin\0ary\n\n");
+    assert_eq!(
+        stdout(&run_with_stdin(&redis, &["-X", "TAG", "SET", "TAG", "v"], b"from stdin")),
+        "OK\n"
+    );
+    assert_eq!(stdout(&run(&redis, &["GET", "from stdin"])), "v\n");
+    assert_eq!(run_with_stdin(&redis, &["-X", "TAG", "GET", "k"], b"").status.code(), Some(1));
+    assert_eq!(stdout(&run(&redis, &["--quoted-input", "STRLEN", r#""\x6b""#])), "8\n");
+    assert_eq!(stdout(&run(&redis, &["-r", "3", "-i", "0.01", "INCR", "n"])), "1\n2\n3\n");
+    let failed = run(&redis, &["-e", "INCR", "k"]);
     assert_eq!((failed.status.code(), stdout(&failed).as_str()), (Some(1), ""));
     assert_eq!(stderr(&failed), "ERR value is not an integer or out of range\n");
-    assert_eq!(stdout(&at(&redis, &["-d", ";", "-D", "|", "MGET", "n", "missing"])), "3;|");
+    assert_eq!(stdout(&run(&redis, &["-d", ";", "-D", "|", "MGET", "n", "missing"])), "3;|");
     let script = std::env::temp_dir().join(format!("ferrite-cli-{}.lua", std::process::id()));
-    std::fs::write(&script, "return {KEYS[1], ARGV[1], #KEYS}").expect("a file");
-    let evaluated = at(&redis, &["--eval", script.to_str().expect("a path"), "k1", ",", "a1"]);
+    std::fs::write(&script, "return {KEYS[1], ARGV[1], #KEYS}").expect("write the script");
+    let evaluated = run(&redis, &["--eval", script.to_str().expect("UTF-8 path"), "k1", ",", "a1"]);
     let _ = std::fs::remove_file(&script);
     assert_eq!(stdout(&evaluated), "k1\na1\n1\n");
 }
 
 #[test]
-fn pipe() {
+fn pipes_commands_and_counts_replies() {
     let redis = Redis::start("pipe");
     let mut input = Vec::new();
     for key in 0..50_000 {
@@ -178,32 +193,32 @@ fn pipe() {
             .bytes(),
         );
     }
-    let all = fed(&redis, &["--pipe"], &input);
-    let said =
+    let all = run_with_stdin(&redis, &["--pipe"], &input);
+    let progress =
         "All data transferred. Waiting for the last reply...\nLast reply received from server.\n";
-    assert_eq!(stdout(&all), format!("{said}errors: 0, replies: 50000\n"));
-    assert_eq!(stdout(&at(&redis, &["DBSIZE"])), "50000\n");
-    let some = fed(&redis, &["--pipe"], b"INCR key:1\r\nSET a 1\r\nINCR a\r\nGET a");
+    assert_eq!(stdout(&all), format!("{progress}errors: 0, replies: 50000\n"));
+    assert_eq!(stdout(&run(&redis, &["DBSIZE"])), "50000\n");
+    let some = run_with_stdin(&redis, &["--pipe"], b"INCR key:1\r\nSET a 1\r\nINCR a\r\nGET a");
     assert!(stdout(&some).ends_with("errors: 1, replies: 4\n"), "{}", stdout(&some));
     assert_eq!((some.status.code(), stderr(&some).lines().count()), (Some(1), 1));
     assert_eq!(
-        stdout(&fed(&redis, &["--pipe", "--json"], b"PING\n")),
+        stdout(&run_with_stdin(&redis, &["--pipe", "--json"], b"PING\n")),
         "{\"errors\":0,\"replies\":1}\n"
     );
 }
 
 #[test]
-fn looking_at_keys() {
+fn scans_keys_and_finds_the_largest() {
     let redis = Redis::start("keys");
     let commands =
         b"MSET a 1 b 22 \"c d\" 333\nRPUSH list 1 2 3 4\nHSET hash f v\nXADD stream 1-1 f v\n";
-    assert!(fed(&redis, &[], commands).status.success());
-    let scanned = stdout(&at(&redis, &["--scan", "--count", "2"]));
+    assert!(run_with_stdin(&redis, &[], commands).status.success());
+    let scanned = stdout(&run(&redis, &["--scan", "--count", "2"]));
     let mut keys: Vec<_> = scanned.lines().collect();
     keys.sort_unstable();
     assert_eq!(keys, ["a", "b", "c d", "hash", "list", "stream"]);
-    assert_eq!(stdout(&at(&redis, &["--scan", "--no-raw", "--pattern", "c*"])), "\"c d\"\n");
-    let summary = stdout(&at(&redis, &["--bigkeys"]));
+    assert_eq!(stdout(&run(&redis, &["--scan", "--no-raw", "--pattern", "c*"])), "\"c d\"\n");
+    let summary = stdout(&run(&redis, &["--bigkeys"]));
     for line in [
         "Sampled 6 keys in the keyspace!",
         "Biggest string found '\"c d\"' has 3 bytes",
@@ -214,7 +229,7 @@ fn looking_at_keys() {
         assert!(summary.lines().any(|found| found == line), "{line}: {summary}");
     }
     let object: serde_json::Value =
-        serde_json::from_slice(&at(&redis, &["--memkeys", "--json"]).stdout).expect("JSON");
+        serde_json::from_slice(&run(&redis, &["--memkeys", "--json"]).stdout).expect("JSON");
     assert_eq!(
         (&object["keys"], &object["types"]["list"]["biggest"]["key"]),
         (&6.into(), &"list".into())
@@ -222,10 +237,10 @@ fn looking_at_keys() {
 }
 
 #[test]
-fn watching() {
+fn measures_latency_and_prints_statistics() {
     let redis = Redis::start("watching");
     let object: serde_json::Value =
-        serde_json::from_slice(&at(&redis, &["--latency", "--json", "-i", "0.1"]).stdout)
+        serde_json::from_slice(&run(&redis, &["--latency", "--json", "-i", "0.1"]).stdout)
             .expect("JSON");
     assert!(object["count"].as_u64().is_some_and(|count| count > 1), "{object}");
     assert!(object["max_us"].as_u64() >= object["min_us"].as_u64(), "{object}");
@@ -237,45 +252,52 @@ fn watching() {
 }
 
 #[test]
-fn messages_in_both_protocols() {
+fn prints_messages_in_both_protocols() {
     let redis = Redis::start("messages");
     for words in [&["-2", "--csv", "SUBSCRIBE", "ch"][..], &["-3", "--csv", "SUBSCRIBE", "ch"]] {
         let mut subscriber = Streaming::start(&redis, words);
         assert_eq!(subscriber.line(), "Reading messages... (press Ctrl-C to quit)\n");
         assert_eq!(subscriber.line(), "\"subscribe\",\"ch\",1\n");
-        assert_eq!(stdout(&at(&redis, &["PUBLISH", "ch", "hello"])), "1\n");
+        assert_eq!(stdout(&run(&redis, &["PUBLISH", "ch", "hello"])), "1\n");
         assert_eq!(subscriber.line(), "\"message\",\"ch\",\"hello\"\n");
     }
     let mut monitor = Streaming::start(&redis, &["MONITOR"]);
     assert_eq!(monitor.line(), "OK\n");
-    at(&redis, &["GET", "watched"]);
+    run(&redis, &["GET", "watched"]);
     assert!(monitor.line().ends_with("\"GET\" \"watched\"\n"));
 }
 
 #[test]
-fn invalidations_are_pushes() {
+fn prints_invalidations_if_asked_to() {
     let redis = Redis::start("pushes");
     let commands = b"CLIENT TRACKING ON\nGET a\nSET a 1\nGET a\n";
-    let shown = stdout(&fed(&redis, &["-3", "--no-raw", "--show-pushes", "yes"], commands));
+    let shown =
+        stdout(&run_with_stdin(&redis, &["-3", "--no-raw", "--show-pushes", "yes"], commands));
     assert_eq!(shown, "OK\n(nil)\nOK\n-> invalidate: 'a'\n\"1\"\n");
     redis.empty();
-    assert_eq!(stdout(&fed(&redis, &["-3", "--no-raw"], commands)), "OK\n(nil)\nOK\n\"1\"\n");
+    assert_eq!(
+        stdout(&run_with_stdin(&redis, &["-3", "--no-raw"], commands)),
+        "OK\n(nil)\nOK\n\"1\"\n"
+    );
 }
 
 #[test]
-fn a_lost_connection_comes_back() {
+fn reconnects_after_a_lost_connection() {
     let redis = Redis::start("lost");
-    let output =
-        fed(&redis, &["-n", "2"], b"SET k v\nCLIENT KILL TYPE normal SKIPME no\nGET k\nGET k\n");
-    // The reply to the killer may still come, or not.
+    let output = run_with_stdin(
+        &redis,
+        &["-n", "2"],
+        b"SET k v\nCLIENT KILL TYPE normal SKIPME no\nGET k\nGET k\n",
+    );
+    // The reply to CLIENT KILL may arrive or not.
     assert!(stdout(&output).ends_with("v\n"), "{}", stdout(&output));
     assert_eq!(stderr(&output), "Error: Server closed the connection\n");
 }
 
-/// What is not replied to is not waited for (redis-cli waits, for ever), and is carried out before
-/// the end.
+/// ferrite-cli does not wait for replies that the server does not send (redis-cli waits forever).
+/// It does wait until the server has run the commands before it exits.
 #[test]
-fn client_reply() {
+fn follows_client_reply() {
     let redis = Redis::start("reply");
     let lines = b"SET a 1\nCLIENT REPLY OFF\nSET a 2\nGET a\nNOSUCH\nCLIENT REPLY ON\nGET a\n\
         client reply skip\nSET a 3\nGET a\n";
@@ -285,41 +307,44 @@ fn client_reply() {
         (&["-3", "--no-raw"], "OK\nOK\n\"2\"\n\"3\"\n"),
         (&["--json"], "\"OK\"\n\"OK\"\n\"2\"\n\"3\"\n"),
     ] {
-        let output = fed(&redis, style, lines);
+        let output = run_with_stdin(&redis, style, lines);
         assert_eq!((stdout(&output).as_str(), stderr(&output).as_str()), (shown, ""), "{style:?}");
         assert_eq!(output.status.code(), Some(0));
     }
     let large = format!("CLIENT REPLY OFF\nSET a {}\n", "x".repeat(3_000_000));
-    assert_eq!(stdout(&fed(&redis, &[], large.as_bytes())), "");
-    assert_eq!(stdout(&at(&redis, &["STRLEN", "a"])), "3000000\n");
-    assert_eq!(stdout(&fed(&redis, &[], b"CLIENT REPLY SKIP\nSET a 4\n")), "");
-    assert_eq!(stdout(&at(&redis, &["GET", "a"])), "4\n");
+    assert_eq!(stdout(&run_with_stdin(&redis, &[], large.as_bytes())), "");
+    assert_eq!(stdout(&run(&redis, &["STRLEN", "a"])), "3000000\n");
+    assert_eq!(stdout(&run_with_stdin(&redis, &[], b"CLIENT REPLY SKIP\nSET a 4\n")), "");
+    assert_eq!(stdout(&run(&redis, &["GET", "a"])), "4\n");
     for mode in ["OFF", "SKIP"] {
-        let output = at(&redis, &["-r", "2", "CLIENT", "REPLY", mode]);
+        let output = run(&redis, &["-r", "2", "CLIENT", "REPLY", mode]);
         assert_eq!((stdout(&output).as_str(), output.status.code()), ("", Some(0)), "{mode}");
     }
-    let help = fed(&redis, &[], b"CLIENT REPLY OFF\nhelp get\nCLIENT REPLY ON\n");
-    assert_eq!(stdout(&help), "the server says nothing about its commands\nOK\n");
-    let queued = fed(&redis, &[], b"MULTI\nCLIENT REPLY OFF\nDISCARD\nGET a\n");
+    let help = run_with_stdin(&redis, &[], b"CLIENT REPLY OFF\nhelp get\nCLIENT REPLY ON\n");
+    assert_eq!(stdout(&help), "the server has returned no help about its commands\nOK\n");
+    let queued = run_with_stdin(&redis, &[], b"MULTI\nCLIENT REPLY OFF\nDISCARD\nGET a\n");
     assert_eq!(stdout(&queued), "OK\nQUEUED\nOK\n4\n");
-    let left_open = fed(&redis, &["-t", "0.2"], b"CLIENT REPLY OFF\nMULTI\nSET a 5\n");
+    let left_open = run_with_stdin(&redis, &["-t", "0.2"], b"CLIENT REPLY OFF\nMULTI\nSET a 5\n");
     assert_eq!(left_open.status.code(), Some(1));
     assert!(
-        stderr(&left_open).contains("whether the server took the last commands"),
+        stderr(&left_open).contains("the server did not confirm the last commands"),
         "{left_open:?}"
     );
 
-    at(&redis, &["ACL", "SETUSER", "mute", "on", ">secret", "~*", "+@all", "-client"]);
-    let refused =
-        fed(&redis, &["--user", "mute", "--pass", "secret"], b"CLIENT REPLY OFF\nGET a\n");
-    let said = stdout(&refused);
-    assert!(said.starts_with("NOPERM ") && said.ends_with("\n4\n"), "{said}");
+    run(&redis, &["ACL", "SETUSER", "mute", "on", ">secret", "~*", "+@all", "-client"]);
+    let refused = run_with_stdin(
+        &redis,
+        &["--user", "mute", "--pass", "secret"],
+        b"CLIENT REPLY OFF\nGET a\n",
+    );
+    let replies = stdout(&refused);
+    assert!(replies.starts_with("NOPERM ") && replies.ends_with("\n4\n"), "{replies}");
 }
 
 #[test]
-fn the_prompt() {
+fn runs_an_interactive_prompt() {
     if Command::new("script").arg("--version").output().is_err() {
-        return; // util-linux has it: there is a terminal to be had where it is
+        return; // without script (util-linux) there is no terminal for the test
     }
     let redis = Redis::start("prompt");
     let history = std::env::temp_dir().join(format!("ferrite-cli-history-{}", std::process::id()));
@@ -331,8 +356,8 @@ fn the_prompt() {
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .spawn()
-        .expect("script starts");
-    let mut keys = child.stdin.take().expect("piped");
+        .expect("start script");
+    let mut keys = child.stdin.take().expect("piped stdin");
     let mut screen = Screen::new(child);
     screen.expect("over a Unix socket");
     for (typed, shown) in [
@@ -354,7 +379,7 @@ fn the_prompt() {
         ("2 INCR n\r", "(integer) 2"),
         ("exit\r", ""),
     ] {
-        keys.write_all(typed.as_bytes()).expect("it reads");
+        keys.write_all(typed.as_bytes()).expect("type keys");
         if shown == BLOCKED {
             wait_for_blocked(&redis);
         } else {
@@ -362,40 +387,40 @@ fn the_prompt() {
         }
     }
     screen.end();
-    let kept = std::fs::read_to_string(&history).expect("a history");
+    let kept = std::fs::read_to_string(&history).expect("read the history file");
     let _ = std::fs::remove_file(&history);
     assert!(kept.contains("SET k v\n") && kept.contains("CONFIG get hz\n"), "{kept}");
     assert!(!kept.contains("AUTH"), "{kept}");
 }
 
-/// Nothing is shown, but the server knows.
+/// In place of a text on the screen: waits until the server reports a blocked client.
 const BLOCKED: &str = "BLOCKED";
 
 fn wait_for_blocked(redis: &Redis) {
     let begun = Instant::now();
-    while !stdout(&at(redis, &["INFO", "clients"])).contains("blocked_clients:1") {
-        assert!(begun.elapsed() < PATIENCE, "it does not ask");
+    while !stdout(&run(redis, &["INFO", "clients"])).contains("blocked_clients:1") {
+        assert!(begun.elapsed() < TIMEOUT, "no client is blocked");
         std::thread::sleep(Duration::from_millis(10));
     }
 }
 
-/// A program that goes on until it is killed.
+/// A program that runs until it is killed.
 struct Streaming(Child, BufReader<std::process::ChildStdout>);
 
 impl Streaming {
     fn start(redis: &Redis, words: &[&str]) -> Self {
-        let socket = redis.socket.to_str().expect("a path");
+        let socket = redis.socket.to_str().expect("UTF-8 path");
         let mut child = cli(&[&["-s", socket], words].concat())
             .stdout(Stdio::piped())
             .spawn()
-            .expect("it starts");
-        let stdout = BufReader::new(child.stdout.take().expect("piped"));
+            .expect("start ferrite-cli");
+        let stdout = BufReader::new(child.stdout.take().expect("piped stdout"));
         Self(child, stdout)
     }
 
     fn line(&mut self) -> String {
         let mut line = String::new();
-        self.1.read_line(&mut line).expect("a line");
+        self.1.read_line(&mut line).expect("read a line");
         line
     }
 }
@@ -407,7 +432,7 @@ impl Drop for Streaming {
     }
 }
 
-/// What a terminal shows, from where it was last looked at.
+/// The output of a terminal after the last expected text.
 struct Screen {
     child: Child,
     shown: std::sync::mpsc::Receiver<Vec<u8>>,
@@ -416,7 +441,7 @@ struct Screen {
 
 impl Screen {
     fn new(mut child: Child) -> Self {
-        let mut stdout = child.stdout.take().expect("piped");
+        let mut stdout = child.stdout.take().expect("piped stdout");
         let (sender, shown) = std::sync::mpsc::channel();
         std::thread::spawn(move || {
             let mut bytes = [0; 4096];
@@ -436,7 +461,7 @@ impl Screen {
                 self.text.drain(..at + wanted.len());
                 return;
             }
-            let left = PATIENCE.saturating_sub(begun.elapsed());
+            let left = TIMEOUT.saturating_sub(begun.elapsed());
             match self.shown.recv_timeout(left) {
                 Ok(bytes) => self.text += &String::from_utf8_lossy(&bytes),
                 Err(error) => panic!("{wanted:?}: {error}: {:?}", self.text),
@@ -446,8 +471,8 @@ impl Screen {
 
     fn end(mut self) {
         let begun = Instant::now();
-        while self.child.try_wait().expect("a child").is_none() {
-            assert!(begun.elapsed() < PATIENCE, "it does not end: {:?}", self.text);
+        while self.child.try_wait().expect("check the child").is_none() {
+            assert!(begun.elapsed() < TIMEOUT, "ferrite-cli did not exit: {:?}", self.text);
             std::thread::sleep(Duration::from_millis(10));
         }
     }

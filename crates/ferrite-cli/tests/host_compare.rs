@@ -1,7 +1,7 @@
-//! ferrite-cli against redis-cli: the same commands, to the same `redis-server`, in every style.
-//! What differs is listed in `compare/commands.txt`, with the reason; what is listed and does not
-//! differ is a failure too.
-#![expect(clippy::print_stdout, reason = "the counts are what is asked for")]
+//! Compares ferrite-cli with redis-cli: both run the same commands on the same `redis-server`, in
+//! every style. Intended differences are listed in `compare/commands.txt`, with the reason. A
+//! listed difference that does not occur is a failure as well.
+#![expect(clippy::print_stdout, reason = "prints the numbers of equal and different cases")]
 
 #[path = "compare/harness.rs"]
 mod harness;
@@ -25,9 +25,9 @@ const RAW3: Style = ("raw3", &["-3", "--raw"]);
 const CSV3: Style = ("csv3", &["-3", "--csv"]);
 const QUOTED_JSON: Style = ("quoted-json", &["--quoted-json"]);
 
-/// Commands line by line on stdin, on one connection.
+/// All commands run on one connection, as lines on stdin.
 #[test]
-fn as_lines() {
+fn prints_what_redis_cli_prints_for_lines() {
     let redis = Redis::start("lines");
     let cases = cases();
     let mut wrong = String::new();
@@ -42,34 +42,35 @@ fn as_lines() {
     assert!(wrong.is_empty(), "{wrong}");
 }
 
-/// Each command a process.
+/// Each command runs in a process of its own.
 #[test]
-fn as_arguments() {
+fn prints_what_redis_cli_prints_for_arguments() {
     let redis = Redis::start("shots");
     let cases = cases();
     let mut wrong = String::new();
     for style in [RAW, HUMAN, JSON, HUMAN3] {
-        let shots =
+        let cases =
             cases.iter().filter(|case| arguments(case).is_some() && !case.is_left_out(style.0));
-        let shots: Vec<_> = shots.collect();
-        let all = |program: Program| {
+        let cases: Vec<_> = cases.collect();
+        let run_all = |program: Program| {
             redis.empty();
-            shots.iter().map(|case| shot(&program, style, case)).collect::<Vec<_>>()
+            cases.iter().map(|case| run_process(&program, style, case)).collect::<Vec<_>>()
         };
-        let (theirs, ours) = (all(Program::theirs(&redis)), all(Program::ours(&redis)));
-        wrong += &judge(style.0, "arguments", &shots, &theirs, &ours);
+        let (theirs, ours) = (run_all(Program::theirs(&redis)), run_all(Program::ours(&redis)));
+        wrong += &judge(style.0, "arguments", &cases, &theirs, &ours);
     }
     assert!(wrong.is_empty(), "{wrong}");
 }
 
-/// Whatever is replied, each line is JSON; so is what redis-cli does not survive.
+/// Every line is valid JSON, whatever the reply, also where redis-cli exits.
 #[test]
-fn json_is_json() {
+fn prints_valid_json() {
     let redis = Redis::start("json");
     let cases = cases();
     for (_, words) in [JSON, QUOTED_JSON, ("json2", &["-2", "--json"])] {
         redis.empty();
-        let output = Program::ours(&redis).fed(words, lines(&cases.iter().collect::<Vec<_>>(), ""));
+        let output = Program::ours(&redis)
+            .run_with_stdin(words, lines(&cases.iter().collect::<Vec<_>>(), ""));
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         let mut count = 0;
         for line in output.stdout.split(|byte| *byte == b'\n').filter(|line| !line.is_empty()) {
@@ -77,12 +78,12 @@ fn json_is_json() {
             assert!(parsed.is_ok(), "{words:?}: {}", line.escape_ascii());
             count += 1;
         }
-        // Those that are repeated, and those that are several.
+        // More lines than cases, since some cases have several commands or repeat one.
         assert!(count > cases.len(), "{count}");
     }
 }
 
-/// The arguments of a case that is one command which a process can be given.
+/// Returns the arguments of a case, if it is one command that can be given to a process.
 fn arguments(case: &Case) -> Option<Vec<Vec<u8>>> {
     let [command] = case.commands.as_slice() else { return None };
     let words = split::split(command.as_bytes()).ok()?;
@@ -91,11 +92,11 @@ fn arguments(case: &Case) -> Option<Vec<Vec<u8>>> {
     (!is_for_the_prompt && !has_zero).then_some(words)
 }
 
-/// What a process prints that is given such a case, and how it ends.
-fn shot(program: &Program, style: Style, case: &Case) -> String {
+/// Runs such a case as a process, and returns what it prints and its exit code.
+fn run_process(program: &Program, style: Style, case: &Case) -> String {
     let arguments = arguments(case).expect("one command");
     let arguments = arguments.iter().map(|word| OsStr::from_bytes(word));
-    let output =
-        program.start(style.1).args(arguments).stdin(Stdio::null()).output().expect("it starts");
+    let output = program.start(style.1).args(arguments).stdin(Stdio::null()).output();
+    let output = output.expect("start the program");
     format!("{}{}{:?}", escaped(&output.stdout), escaped(&output.stderr), output.status.code())
 }

@@ -1,5 +1,5 @@
-//! A server that means harm: what it says reaches the terminal harmless, and its replies have an
-//! end. And a network that others listen to: a password is not sent in clear text without a word.
+//! Tests with a hostile server: its escape sequences do not reach the terminal, and its replies are
+//! limited. Also tests that ferrite-cli warns before it sends a password in clear text.
 
 #[path = "compare/redis.rs"]
 mod redis;
@@ -12,7 +12,8 @@ use redis::Redis;
 
 const CLI: &str = env!("CARGO_BIN_EXE_ferrite-cli");
 
-/// A server that answers each command, whatever it is, with the next of these bytes; its port.
+/// Starts a server that answers each command, whatever it is, with the next of these replies.
+/// Returns its port.
 fn server(replies: &[&[u8]]) -> String {
     let replies: Vec<_> = replies.iter().map(|reply| reply.to_vec()).collect();
     serve(move |mut client| {
@@ -20,31 +21,31 @@ fn server(replies: &[&[u8]]) -> String {
             if !matches!(client.read(&mut [0; 4096]), Ok(1..)) {
                 return;
             }
-            client.write_all(reply).expect("it listens");
+            client.write_all(reply).expect("write the reply");
         }
-        let _ = client.read(&mut [0; 4096]); // until it has gone
+        let _ = client.read(&mut [0; 4096]); // until the client has disconnected
     })
 }
 
 fn serve(act: impl FnOnce(TcpStream) + Send + 'static) -> String {
-    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
-    let port = listener.local_addr().expect("bound").port();
-    std::thread::spawn(move || act(listener.accept().expect("a client").0));
+    let listener = TcpListener::bind("127.0.0.1:0").expect("bind");
+    let port = listener.local_addr().expect("bound address").port();
+    std::thread::spawn(move || act(listener.accept().expect("accept").0));
     port.to_string()
 }
 
 fn cli(port: &str, words: &[&str]) -> Output {
     let mut command = Command::new(CLI);
     command.args(["-p", port, "--rdma", "forbid"]).args(words).stdin(Stdio::null());
-    command.env_remove("REDISCLI_AUTH").output().expect("it starts")
+    command.env_remove("REDISCLI_AUTH").output().expect("start ferrite-cli")
 }
 
-/// What a terminal gets, stdout and stderr alike.
+/// Returns what a terminal gets, from stdout and stderr together.
 fn on_terminal(port: &str, words: &[&str]) -> Vec<u8> {
     let line = format!("{CLI} -p {port} --rdma forbid {}", words.join(" "));
     let mut command = Command::new("script");
     command.args(["-qefc", &line, "/dev/null"]).stdin(Stdio::null()).env_remove("REDISCLI_AUTH");
-    command.output().expect("util-linux has script").stdout
+    command.output().expect("start script, which is part of util-linux").stdout
 }
 
 fn has(bytes: &[u8], part: &[u8]) -> bool {
@@ -52,7 +53,7 @@ fn has(bytes: &[u8], part: &[u8]) -> bool {
 }
 
 #[test]
-fn escape_sequences_do_not_reach_a_terminal() {
+fn escapes_control_characters_on_a_terminal() {
     let key: &[u8] = b"*2\r\n$1\r\n0\r\n*1\r\n$5\r\n\x1b[2Jk\r\n";
     let cases: [(&[&str], &[&[u8]]); 12] = [
         (&["PING"], &[b"+\x1b]0;owned\x07OK\r\n"]),
@@ -78,20 +79,20 @@ fn escape_sequences_do_not_reach_a_terminal() {
 }
 
 #[test]
-fn hints_and_help_of_a_server_are_harmless() {
+fn escapes_control_characters_in_help() {
     let docs = b"*2\r\n$4\r\nping\r\n*2\r\n$7\r\nsummary\r\n$9\r\n\x1b]0;owned\r\n";
     let shown = on_terminal(&server(&[docs]), &["help", "ping"]);
     assert!(has(&shown, b"\\x1b]0;owned") && !has(&shown, b"\x1b]0;"), "{}", shown.escape_ascii());
 }
 
 #[test]
-fn pipes_get_the_bytes() {
+fn writes_original_bytes_to_a_pipe() {
     let output = cli(&server(&[b"+\x1b[1mOK\x9b\r\n"]), &["PING"]);
     assert_eq!(output.stdout, b"\x1b[1mOK\x9b\n");
 }
 
 #[test]
-fn replies_without_end_have_one() {
+fn limits_endless_replies() {
     for (head, each, limit) in [
         (&b"*?\r\n"[..], &b":1\r\n"[..], "15625 values"),
         (b"*2000000000\r\n", b"*1\r\n:1\r\n", "15625 values"),
@@ -105,14 +106,14 @@ fn replies_without_end_have_one() {
             while client.write_all(&many).is_ok() {}
         });
         let output = cli(&port, &["--max-reply-bytes", "1000000", "PING"]);
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert_eq!(output.status.code(), Some(1), "{said}");
-        assert!(said.contains(limit) && said.contains("--max-reply-bytes"), "{said}");
+        let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(1), "{stderr}");
+        assert!(stderr.contains(limit) && stderr.contains("--max-reply-bytes"), "{stderr}");
     }
 }
 
-/// An address of this host that is not loopback, so that others could listen in principle. Nothing
-/// is sent.
+/// Returns an address of this host that is not loopback, so that others could listen in principle.
+/// Connecting the UDP socket sends nothing.
 fn address() -> Option<IpAddr> {
     let socket = UdpSocket::bind("0.0.0.0:0").ok()?;
     socket.connect("192.0.2.1:9").ok()?;
@@ -124,10 +125,10 @@ fn address() -> Option<IpAddr> {
 }
 
 #[test]
-fn warns_before_a_password_goes_out_in_clear_text() {
-    let Some(ip) = address().map(|ip| ip.to_string()) else { return }; // it has loopback alone
-    let free =
-        TcpListener::bind((ip.as_str(), 0)).and_then(|bound| bound.local_addr()).expect("a port");
+fn warns_before_sending_a_password_in_clear_text() {
+    let Some(ip) = address().map(|ip| ip.to_string()) else { return }; // only loopback exists
+    let free = TcpListener::bind((ip.as_str(), 0)).and_then(|bound| bound.local_addr());
+    let free = free.expect("find a free port");
     let port = free.port().to_string();
     let _redis = Redis::start_with(
         "clear",
@@ -137,13 +138,13 @@ fn warns_before_a_password_goes_out_in_clear_text() {
         let mut command = Command::new(CLI);
         command.args(["-h", host, "-p", &port]).args(words).env_remove("REDISCLI_AUTH");
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        let mut child = command.spawn().expect("it starts");
-        child.stdin.take().expect("piped").write_all(input.as_bytes()).expect("it reads");
-        let output = child.wait_with_output().expect("it ends");
+        let mut child = command.spawn().expect("start ferrite-cli");
+        child.stdin.take().expect("piped stdin").write_all(input.as_bytes()).expect("write stdin");
+        let output = child.wait_with_output().expect("wait for ferrite-cli");
         String::from_utf8_lossy(&output.stderr).into_owned()
     };
-    let warns = |said: &str| {
-        let lines: Vec<_> = said.lines().filter(|line| line.starts_with("warning: ")).collect();
+    let has_warning = |stderr: &str| {
+        let lines: Vec<_> = stderr.lines().filter(|line| line.starts_with("warning: ")).collect();
         match lines.as_slice() {
             [] => false,
             [line] => {
@@ -152,15 +153,19 @@ fn warns_before_a_password_goes_out_in_clear_text() {
                 assert!(line.starts_with(begin) && line.ends_with(end), "{line}");
                 true
             }
-            _ => panic!("more than once: {said}"),
+            _ => panic!("more than one warning: {stderr}"),
         }
     };
-    assert!(warns(&run(&ip, &["-a", "pw", "PING"], "")));
-    assert!(warns(&run(&ip, &["AUTH", "pw"], "")));
-    assert!(warns(&run(&ip, &[], "AUTH pw\nAUTH pw\nHELLO 3 AUTH default pw\n")));
-    assert!(!warns(&run(&ip, &["PING"], "")), "no password is sent");
-    assert!(!warns(&run("127.0.0.1", &["-a", "pw", "PING"], "")), "nobody else can listen");
-    assert!(!warns(&run(&ip, &["-a", "pw", "--rdma", "forbid", "PING"], "")), "TCP was asked for");
-    let told = run(&ip, &["-a", "pw", "--rdma", "prefer", "PING"], "");
-    assert!(!warns(&told) && told.contains("over TCP: "), "it is told already: {told}");
+    assert!(has_warning(&run(&ip, &["-a", "pw", "PING"], "")));
+    assert!(has_warning(&run(&ip, &["AUTH", "pw"], "")));
+    assert!(has_warning(&run(&ip, &[], "AUTH pw\nAUTH pw\nHELLO 3 AUTH default pw\n")));
+    assert!(!has_warning(&run(&ip, &["PING"], "")), "no password is sent");
+    assert!(!has_warning(&run("127.0.0.1", &["-a", "pw", "PING"], "")), "nobody else can listen");
+    let forbidden = run(&ip, &["-a", "pw", "--rdma", "forbid", "PING"], "");
+    assert!(!has_warning(&forbidden), "TCP was asked for: {forbidden}");
+    let preferred = run(&ip, &["-a", "pw", "--rdma", "prefer", "PING"], "");
+    assert!(
+        !has_warning(&preferred) && preferred.contains("over TCP: "),
+        "the fallback is reported instead: {preferred}"
+    );
 }

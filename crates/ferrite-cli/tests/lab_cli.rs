@@ -1,6 +1,6 @@
-//! The program over RDMA, in the lab's guest (`cargo xtask lab-test ferrite-cli::`): through a
-//! gateway on 10.0.0.1 (rxe1), called from 10.0.0.2 (rxe2), with a real `redis-server` behind it.
-#![expect(clippy::print_stdout, reason = "the counts are what is asked for")]
+//! Tests of ferrite-cli over RDMA, in the lab's guest (`cargo xtask lab-test ferrite-cli::`). It
+//! connects from 10.0.0.2 (rxe2) to a gateway on 10.0.0.1 (rxe1) with a real `redis-server`.
+#![expect(clippy::print_stdout, reason = "prints the numbers of equal and different cases")]
 
 #[path = "compare/harness.rs"]
 mod harness;
@@ -21,10 +21,10 @@ use tokio::runtime::Runtime;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// A gateway in this process, before a server.
-struct Scene {
+/// A gateway in this process, with a server behind it.
+struct TestServer {
     redis: Redis,
     runtime: Runtime,
     port: String,
@@ -32,87 +32,89 @@ struct Scene {
     serving: JoinHandle<()>,
 }
 
-impl Scene {
+impl TestServer {
     fn start(name: &str) -> Self {
         let redis = Redis::start(name);
         let runtime =
             tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
-        let runtime = runtime.expect("a runtime");
+        let runtime = runtime.expect("build the runtime");
         let entered = runtime.enter();
-        let verbs = Verbs::system().expect("rdma-core");
-        let fabric =
-            Fabric::builder(&verbs).device("rxe1").rdma(Rdma::Require).build().expect("a fabric");
+        let verbs = Verbs::system().expect("load rdma-core");
+        let fabric = Fabric::builder(&verbs).device("rxe1").rdma(Rdma::Require).build();
+        let fabric = fabric.expect("build the fabric");
         tokio::spawn(fabric.drive());
         let options = ListenOptions::new().accept_foreign_peers();
-        let at = "10.0.0.1:0".parse().expect("an address");
-        let listener = fabric.listen_with(at, &options).expect("it listens");
+        let address = "10.0.0.1:0".parse().expect("valid address");
+        let listener = fabric.listen_with(address, &options).expect("listen");
         let port = listener.local_addr().port().to_string();
-        let address = EngineAddress::Unix(redis.socket.clone());
+        let engine = EngineAddress::Unix(redis.socket.clone());
         let gateway =
-            Gateway::new(GatewayConfig { protected_mode: false, ..GatewayConfig::new(address) });
+            Gateway::new(GatewayConfig { protected_mode: false, ..GatewayConfig::new(engine) });
         let (end, ended) = oneshot::channel();
         let serving = tokio::spawn(async move {
-            gateway.serve(listener, async { drop(ended.await) }).await.expect("it served");
+            let served = gateway.serve(listener, async { drop(ended.await) }).await;
+            served.expect("gateway ends without an error");
         });
         drop(entered);
         Self { redis, runtime, port, end, serving }
     }
 
-    /// ferrite-cli over RDMA, or not at all.
+    /// Returns ferrite-cli with options that require RDMA.
     fn over_rdma(&self) -> Program {
-        let reach =
+        let options =
             ["-h", "10.0.0.1", "-p", &self.port, "--local", "10.0.0.2", "--rdma", "require"];
-        Program { reach: reach.map(str::to_owned).into(), ..Program::ours(&self.redis) }
+        let connect_options = options.map(str::to_owned).into();
+        Program { connect_options, ..Program::ours(&self.redis) }
     }
 
     fn end(self) {
         let _ = self.end.send(());
         let ended =
-            self.runtime.block_on(async { tokio::time::timeout(PATIENCE, self.serving).await });
-        ended.expect("in time").expect("no panic");
+            self.runtime.block_on(async { tokio::time::timeout(TIMEOUT, self.serving).await });
+        ended.expect("gateway ends in time").expect("gateway does not panic");
     }
 }
 
-/// The table of commands over RDMA, against redis-cli at the server's own socket.
+/// ferrite-cli over RDMA prints the same as redis-cli at the server's Unix socket.
 #[test]
 fn compare() {
-    let scene = Scene::start("compare");
+    let server = TestServer::start("compare");
     let cases = cases();
     let mut wrong = String::new();
     for style in [RAW, HUMAN, JSON, HUMAN3] {
         let cases: Vec<_> = cases.iter().filter(|case| !case.is_left_out(style.0)).collect();
-        scene.redis.empty();
-        let theirs = Program::theirs(&scene.redis).outputs(style, &cases);
-        scene.redis.empty();
-        let ours = scene.over_rdma().outputs(style, &cases);
+        server.redis.empty();
+        let theirs = Program::theirs(&server.redis).outputs(style, &cases);
+        server.redis.empty();
+        let ours = server.over_rdma().outputs(style, &cases);
         wrong += &judge(style.0, "RDMA", &cases, &theirs, &ours);
     }
     assert!(wrong.is_empty(), "{wrong}");
-    scene.end();
+    server.end();
 }
 
-/// It says what carries it; large values both ways, and many commands at once.
+/// The transport is reported, and large values and many commands at once go through.
 #[test]
-fn modes() {
-    let scene = Scene::start("modes");
-    let program = scene.over_rdma();
+fn runs_all_modes_over_rdma() {
+    let server = TestServer::start("modes");
+    let program = server.over_rdma();
     let run = |words: &[&str], input: &[u8]| {
-        let output = program.fed(words, input.to_vec());
-        let said = String::from_utf8(output.stderr).expect("UTF-8");
-        assert!(output.status.success(), "{words:?}: {said}");
-        (output.stdout, said)
+        let output = program.run_with_stdin(words, input.to_vec());
+        let stderr = String::from_utf8(output.stderr).expect("UTF-8");
+        assert!(output.status.success(), "{words:?}: {stderr}");
+        (output.stdout, stderr)
     };
-    let (pong, said) = run(&["--verbose", "PING"], b"");
+    let (pong, stderr) = run(&["--verbose", "PING"], b"");
     assert_eq!(pong, b"PONG\n");
-    assert_eq!(said, "over RDMA, device rxe2, to a Ferrite module or gateway\n");
+    assert_eq!(stderr, "over RDMA, device rxe2, to a Ferrite module or gateway\n");
     let large: Vec<u8> = (0..3_000_000_u32).map(|at| (at % 251) as u8).collect();
     assert_eq!(run(&["-x", "SET", "large"], &large).0, b"OK\n");
-    let (came, said) = run(&["GET", "large"], b"");
-    assert!(came.strip_suffix(b"\n") == Some(&large), "{} bytes", came.len());
-    assert_eq!(said, "", "nobody asked");
+    let (received, stderr) = run(&["GET", "large"], b"");
+    assert!(received.strip_suffix(b"\n") == Some(&large), "{} bytes", received.len());
+    assert_eq!(stderr, "", "the transport is not reported without --verbose");
     let quiet = [&b"CLIENT REPLY OFF\nSET quiet "[..], &vec![b'q'; 3_000_000], b"\n"].concat();
     assert_eq!(run(&[], &quiet).0, b"", "no reply");
-    assert_eq!(run(&["STRLEN", "quiet"], b"").0, b"3000000\n", "it is carried out before the end");
+    assert_eq!(run(&["STRLEN", "quiet"], b"").0, b"3000000\n", "SET has run before the exit");
     let many: String = (0..20_000).map(|key| format!("SET key:{key} {key}\r\n")).collect();
     let (counted, _) = run(&["--pipe"], many.as_bytes());
     assert!(counted.ends_with(b"errors: 0, replies: 20000\n"), "{}", counted.escape_ascii());
@@ -120,37 +122,39 @@ fn modes() {
     assert_eq!(scanned.split(|byte| *byte == b'\n').count(), 20_003);
     let (latency, _) = run(&["--latency", "--json", "-i", "0.2"], b"");
     assert!(latency.starts_with(b"{\"min\": "), "{}", latency.escape_ascii());
-    scene.end();
+    server.end();
 }
 
-/// A server without RDMA: required, that is an error; preferred, TCP carries it and the reason is
-/// told.
+/// If the server has no RDMA, connecting fails where RDMA is required. Where it is preferred,
+/// ferrite-cli uses TCP and reports the reason.
 #[test]
-fn falls_back() {
+fn falls_back_to_tcp() {
     let free = std::net::TcpListener::bind("10.0.0.1:0").and_then(|bound| bound.local_addr());
-    let port = free.expect("a free port").port().to_string();
+    let port = free.expect("find a free port").port().to_string();
     let redis = Redis::start_with(
         "falls",
         &["--bind", "10.0.0.1", "--protected-mode", "no", "--port", &port],
     );
     let run = |more: &[&str]| {
-        let reach = ["-h", "10.0.0.1", "-p", &port, "--local", "10.0.0.2", "-t", "2"];
-        let program = Program { reach: reach.map(str::to_owned).into(), ..Program::ours(&redis) };
-        let output = program.fed(&[more, &["PING"]].concat(), Vec::new());
-        let said = String::from_utf8(output.stderr).expect("UTF-8");
-        (output.status.code(), String::from_utf8(output.stdout).expect("UTF-8"), said)
+        let options = ["-h", "10.0.0.1", "-p", &port, "--local", "10.0.0.2", "-t", "2"];
+        let connect_options = options.map(str::to_owned).into();
+        let program = Program { connect_options, ..Program::ours(&redis) };
+        let output = program.run_with_stdin(&[more, &["PING"]].concat(), Vec::new());
+        let stderr = String::from_utf8(output.stderr).expect("UTF-8");
+        (output.status.code(), String::from_utf8(output.stdout).expect("UTF-8"), stderr)
     };
-    let (code, _, said) = run(&["--rdma", "require"]);
-    assert_eq!(code, Some(1), "{said}");
+    let (code, _, stderr) = run(&["--rdma", "require"]);
+    assert_eq!(code, Some(1), "{stderr}");
     assert!(
-        said.starts_with("Could not connect to Redis at 10.0.0.1:") && said.contains("over RDMA"),
-        "{said}"
+        stderr.starts_with("Could not connect to Redis at 10.0.0.1:")
+            && stderr.contains("over RDMA"),
+        "{stderr}"
     );
-    let (code, pong, said) = run(&["--rdma", "prefer"]);
-    assert_eq!((code, pong.as_str()), (Some(0), "PONG\n"), "{said}");
+    let (code, pong, stderr) = run(&["--rdma", "prefer"]);
+    assert_eq!((code, pong.as_str()), (Some(0), "PONG\n"), "{stderr}");
     assert!(
-        said.starts_with("over TCP: RDMA is unavailable: ") && said.lines().count() == 1,
-        "{said}"
+        stderr.starts_with("over TCP: RDMA is unavailable: ") && stderr.lines().count() == 1,
+        "{stderr}"
     );
     assert_eq!(run(&[]), (Some(0), "PONG\n".into(), String::new()));
 }

@@ -1,4 +1,4 @@
-//! Where connections come from.
+//! The client: opens connections to a server.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -25,7 +25,8 @@ use crate::pool::Pool;
 /// let client = Client::open("10.0.0.1:6380".parse()?)?;
 /// let mut connection = client.connect().await?;
 /// let () = connection.set("greeting", "hello").await?;
-/// println!("{} over {}", connection.get::<_, String>("greeting").await?, connection.transport_info().transport);
+/// let greeting: String = connection.get("greeting").await?;
+/// println!("{greeting} over {}", connection.transport_info().transport);
 /// # Ok(()) }
 /// ```
 #[derive(Clone)]
@@ -40,17 +41,17 @@ struct Settings {
     reconnect: Reconnect,
 }
 
-/// How a connection that is lost is opened again.
+/// How a lost connection is opened again.
 #[derive(Debug, Clone, Copy)]
 struct Reconnect {
-    /// Tries in a row, after which a command fails.
+    /// The number of attempts in a row, after which a command fails.
     tries: u32,
-    /// Before the second; twice as long before each further one.
+    /// The time before the second attempt. It doubles before each further one.
     wait: Duration,
     wait_max: Duration,
 }
 
-/// Settings of a [`Client`].
+/// Builds a [`Client`].
 #[must_use]
 pub struct ClientBuilder {
     connector: Connector,
@@ -61,19 +62,22 @@ pub struct ClientBuilder {
 }
 
 impl Client {
-    /// With a fabric of its own, which the calling tokio runtime drives: RDMA where there is some,
-    /// else TCP.
+    /// Creates a client with a fabric of its own, which the calling tokio runtime drives. It uses
+    /// RDMA where available, else TCP.
     ///
     /// # Errors
-    /// The fabric cannot be made.
+    /// Returns an error if the fabric cannot be built.
+    ///
+    /// # Panics
+    /// Panics if there is no tokio runtime.
     pub fn open(server: SocketAddr) -> Result<Self, Error> {
         let fabric = Fabric::system().config(client_config()).build()?;
         tokio::spawn(fabric.drive());
         Ok(Self::builder(&fabric, server).build())
     }
 
-    /// On a fabric that somebody drives. One made for this has [`client_config`]: large values are
-    /// faster by it.
+    /// Returns a builder for a client on an existing fabric, which the caller must drive. A fabric
+    /// that is built for this should use [`client_config`], which makes large values faster.
     pub fn builder(fabric: &Fabric, server: SocketAddr) -> ClientBuilder {
         ClientBuilder {
             connector: Connector::new(fabric),
@@ -88,36 +92,36 @@ impl Client {
         }
     }
 
-    /// Opens a connection. Its clones share it: their commands are under way together.
+    /// Opens a connection. Its clones share it, and can use it at the same time.
     ///
     /// # Errors
-    /// The server is not to be had, or does not let us in.
+    /// Returns an error if the server cannot be reached, or rejects the login.
     pub async fn connect(&self) -> RedisResult<Connection> {
         let (connection, transport_info) = self.dial().await?;
         Ok(Connection::new(self.clone(), connection, transport_info))
     }
 
-    /// A pool of up to `size` connections (at least one), each of which is opened when it is first
+    /// Creates a pool of up to `size` connections (at least one). Each is opened when it is first
     /// needed.
     #[must_use]
     pub fn pool(&self, size: usize) -> Pool {
         Pool::new(self, size)
     }
 
-    /// As [`Client::connect`], as often as a lost connection would be tried.
-    pub(crate) async fn connect_patiently(&self) -> RedisResult<Connection> {
-        let (connection, transport_info) = self.dial_patiently().await?;
+    /// Like [`Client::connect`], but retries as often as for a lost connection.
+    pub(crate) async fn connect_with_retries(&self) -> RedisResult<Connection> {
+        let (connection, transport_info) = self.dial_with_retries().await?;
         Ok(Connection::new(self.clone(), connection, transport_info))
     }
 
-    pub(crate) async fn dial_patiently(
+    pub(crate) async fn dial_with_retries(
         &self,
     ) -> RedisResult<(MultiplexedConnection, TransportInfo)> {
         let Reconnect { tries, mut wait, wait_max } = self.0.reconnect;
         let mut tried = 1;
         loop {
             match self.dial().await {
-                Err(error) if tried < tries && is_of_the_connection(&error) => tried += 1,
+                Err(error) if tried < tries && is_connection_error(&error) => tried += 1,
                 done => return done,
             }
             sleep(wait).await;
@@ -133,8 +137,8 @@ impl Client {
             device: session.device(),
             fallback: session.fallback().cloned(),
         };
-        let made = MultiplexedConnection::new_with_config(info, session, config.clone()).await;
-        let (connection, driver) = made?;
+        let connected = MultiplexedConnection::new_with_config(info, session, config.clone()).await;
+        let (connection, driver) = connected?;
         tokio::spawn(driver);
         Ok((connection, transport_info))
     }
@@ -150,69 +154,72 @@ impl Client {
     }
 }
 
-/// Whether an error is the connection's rather than an answer.
-pub(crate) fn is_of_the_connection(error: &RedisError) -> bool {
+/// Returns whether an error means that the connection failed. Other errors are replies of the
+/// server.
+pub(crate) fn is_connection_error(error: &RedisError) -> bool {
     error.is_io_error() || error.is_connection_dropped() || error.is_unrecoverable_error()
 }
 
 impl ClientBuilder {
-    /// Whether RDMA may, must or must not carry connections.
+    /// Sets whether connections may, must or must not use RDMA.
     pub fn rdma(mut self, rdma: Rdma) -> Self {
         self.connector = self.connector.rdma(rdma);
         self
     }
 
-    /// The local address for RDMA, which chooses the device.
+    /// Sets the local address for RDMA, which selects the device.
     pub fn local(mut self, local: SocketAddr) -> Self {
         self.connector = self.connector.local(local);
         self
     }
 
-    /// How long opening may take on each way.
+    /// Sets the time limit for connecting, separately for RDMA and for TCP.
     pub fn connect_timeout(mut self, timeout: Duration) -> Self {
         self.connector = self.connector.timeout(timeout);
         self
     }
 
-    /// TLS on TCP (`rediss`), with a server whose certificate is for this name. RDMA encrypts
-    /// nothing: with this it is not tried where it is preferred
-    /// ([`TransportInfo::fallback`](crate::TransportInfo::fallback) says so) and connecting fails
-    /// where it is required, unless [`ClientBuilder::plain_rdma_beside_tls`] allows it.
+    /// Enables TLS over TCP (`rediss`), with a server whose certificate is valid for this name.
     ///
-    /// `rustls` is [`ferrite_fabric::rustls`]; its cryptography is the caller's choice (its feature
+    /// RDMA is not encrypted. If RDMA is preferred, it is not tried, and
+    /// [`TransportInfo::fallback`](crate::TransportInfo::fallback) reports that. If RDMA is
+    /// required, connecting fails. [`ClientBuilder::plain_rdma_beside_tls`] allows RDMA in both
+    /// cases.
+    ///
+    /// `rustls` is [`ferrite_fabric::rustls`]. The caller chooses its cryptography (its feature
     /// `ring` or `aws-lc-rs`).
     pub fn tls(mut self, config: Arc<ClientConfig>, name: ServerName<'static>) -> Self {
         self.connector = self.connector.tls(config, name);
         self
     }
 
-    /// Allows RDMA, which is not encrypted, although TLS is set for TCP: for networks that only
-    /// friends can listen to.
+    /// Allows RDMA, which is not encrypted, although TLS is configured for TCP. Meant for networks
+    /// where nobody untrusted can listen.
     pub fn plain_rdma_beside_tls(mut self) -> Self {
         self.connector = self.connector.plain_rdma_beside_tls();
         self
     }
 
-    /// User, password, database, RESP2 or RESP3.
+    /// Sets the user, the password, the database, and RESP2 or RESP3.
     pub fn info(mut self, info: RedisConnectionInfo) -> Self {
         self.info = info;
         self
     }
 
-    /// redis-rs's own settings: how long an answer may take, who gets pushes.
+    /// Sets redis-rs's own options, such as the response timeout and the receiver of push messages.
     pub fn config(mut self, config: AsyncConnectionConfig) -> Self {
         self.config = config;
         self
     }
 
-    /// Tries to open a lost connection before a command fails, and the time before the second; it
-    /// doubles up to 2 s. 6 and 50 ms.
+    /// Sets how often a lost connection is tried before a command fails, and the time before the
+    /// second attempt (default 6 and 50 ms). The time doubles with each attempt, up to 2 s.
     pub fn reconnect(mut self, tries: u32, wait: Duration) -> Self {
         (self.reconnect.tries, self.reconnect.wait) = (tries, wait);
         self
     }
 
-    /// The client.
+    /// Builds the client.
     #[must_use]
     pub fn build(self) -> Client {
         let Self { connector, server, info, config, reconnect } = self;

@@ -1,8 +1,8 @@
-//! A connection that outlives the one below it.
+//! A connection that reconnects when the underlying one is lost.
 //!
-//! A command that was under way when the connection broke fails: it may have been carried out, and
-//! only the caller knows whether it may be said twice. The next one finds a new connection, or
-//! waits for it.
+//! A command fails if the connection breaks before its reply. It may have been executed, and only
+//! the caller knows whether it may be sent twice. The next command opens a new connection, or waits
+//! until another task has opened it.
 
 use std::fmt;
 use std::sync::{Arc, PoisonError, RwLock};
@@ -13,36 +13,36 @@ use redis::aio::{ConnectionLike, MultiplexedConnection};
 use redis::{Cmd, Pipeline, RedisFuture, RedisResult, Value};
 use tokio::sync::Mutex;
 
-use crate::client::{Client, is_of_the_connection};
+use crate::client::{Client, is_connection_error};
 
-/// What carries a connection.
+/// Describes the transport of a connection.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct TransportInfo {
     /// RDMA to a Ferrite peer or a Valkey server, or TCP, with TLS or without.
     pub transport: SessionTransport,
-    /// The device, on RDMA.
+    /// The RDMA device, if the connection uses RDMA.
     pub device: Option<String>,
-    /// Why it is on TCP, if RDMA was preferred.
+    /// Why the connection uses TCP although RDMA was preferred.
     pub fallback: Option<Fallback>,
 }
 
-/// A connection to a server, for any number of tasks at a time: a `redis::aio::ConnectionLike`.
-/// Clones share it.
+/// A connection to a server: a `redis::aio::ConnectionLike` that any number of tasks can use at the
+/// same time. Clones share it.
 #[derive(Clone)]
 pub struct Connection(Arc<Shared>);
 
 struct Shared {
     client: Client,
     current: RwLock<Current>,
-    /// Held by who opens the next.
+    /// Held by the task that opens the next connection.
     opening: Mutex<()>,
 }
 
 struct Current {
     connection: MultiplexedConnection,
     transport_info: TransportInfo,
-    /// Of how many.
+    /// The number of connections that were lost before this one.
     number: u64,
     is_lost: bool,
 }
@@ -58,27 +58,28 @@ impl Connection {
         Self(Arc::new(Shared { client, current, opening: Mutex::default() }))
     }
 
-    /// What carries it now.
+    /// Returns the transport that the connection uses now.
     #[must_use]
     pub fn transport_info(&self) -> TransportInfo {
         self.current(|current| current.transport_info.clone())
     }
 
-    /// How often it was opened again.
+    /// Returns how often the connection was opened again.
     #[must_use]
     pub fn reconnects(&self) -> u64 {
         self.current(|current| current.number)
     }
 
-    fn current<R>(&self, look: impl FnOnce(&Current) -> R) -> R {
-        look(&self.0.current.read().unwrap_or_else(PoisonError::into_inner))
+    fn current<R>(&self, read: impl FnOnce(&Current) -> R) -> R {
+        read(&self.0.current.read().unwrap_or_else(PoisonError::into_inner))
     }
 
     fn change(&self, change: impl FnOnce(&mut Current)) {
         change(&mut self.0.current.write().unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// A connection that is not known to be lost, and its number.
+    /// Returns a connection that is not known to be lost, and its number. Opens a new one if
+    /// necessary.
     async fn usable(&self) -> RedisResult<(MultiplexedConnection, u64)> {
         let usable =
             || self.current(|now| (!now.is_lost).then(|| (now.connection.clone(), now.number)));
@@ -87,9 +88,9 @@ impl Connection {
         }
         let _opening = self.0.opening.lock().await;
         if let Some(usable) = usable() {
-            return Ok(usable); // somebody else has opened it meanwhile
+            return Ok(usable); // another task has opened it in the meantime
         }
-        let (connection, transport_info) = self.0.client.dial_patiently().await?;
+        let (connection, transport_info) = self.0.client.dial_with_retries().await?;
         self.change(|now| {
             let number = now.number + 1;
             *now =
@@ -98,10 +99,10 @@ impl Connection {
         Ok((connection, self.reconnects()))
     }
 
-    /// Notes that a connection is lost, if that is what an answer says.
-    fn judge<T>(&self, number: u64, answer: &RedisResult<T>) {
-        if let Err(error) = answer
-            && is_of_the_connection(error)
+    /// Marks the connection as lost if the result is a connection error. A timeout is not one.
+    fn check_lost<T>(&self, number: u64, result: &RedisResult<T>) {
+        if let Err(error) = result
+            && is_connection_error(error)
             && !error.is_timeout()
         {
             self.change(|now| now.is_lost |= now.number == number);
@@ -113,9 +114,9 @@ impl ConnectionLike for Connection {
     fn req_packed_command<'a>(&'a mut self, cmd: &'a Cmd) -> RedisFuture<'a, Value> {
         Box::pin(async move {
             let (mut connection, number) = self.usable().await?;
-            let answer = connection.req_packed_command(cmd).await;
-            self.judge(number, &answer);
-            answer
+            let result = connection.req_packed_command(cmd).await;
+            self.check_lost(number, &result);
+            result
         })
     }
 
@@ -127,9 +128,9 @@ impl ConnectionLike for Connection {
     ) -> RedisFuture<'a, Vec<Value>> {
         Box::pin(async move {
             let (mut connection, number) = self.usable().await?;
-            let answer = connection.req_packed_commands(pipeline, offset, count).await;
-            self.judge(number, &answer);
-            answer
+            let result = connection.req_packed_commands(pipeline, offset, count).await;
+            self.check_lost(number, &result);
+            result
         })
     }
 

@@ -1,10 +1,12 @@
 //! redis-rs over RDMA.
 //!
-//! Not another command interface: [`Connection`] is a `redis::aio::ConnectionLike`, so that
-//! redis-rs's typed commands (`AsyncCommands`), pipelines and scripts work on it. What is added is
-//! below them: the server is reached over RDMA (a Ferrite gateway, or Valkey's own listener) or
-//! over TCP, as the policy says, and never silently; and a connection that is lost is opened again.
-//! [`Client::connect`] gives one connection, [`Client::pool`] several.
+//! [`Connection`] is a `redis::aio::ConnectionLike`, so redis-rs's typed commands
+//! (`AsyncCommands`), pipelines and scripts work on it. Below them, this crate adds:
+//! - the transport: RDMA to a Ferrite gateway or to Valkey's own listener, or TCP. The caller sets
+//!   the policy, and each connection reports a fallback to TCP with its cause,
+//! - automatic reconnects.
+//!
+//! [`Client::connect`] opens one connection, [`Client::pool`] several.
 #![forbid(unsafe_code)]
 
 mod client;

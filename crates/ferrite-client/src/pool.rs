@@ -1,13 +1,13 @@
-//! Several connections to one server.
+//! A pool of connections to one server.
 //!
-//! One connection has any number of commands under way, so one is enough for most programs. More of
-//! them help where values are large, because answers come in the order of their commands: a small
-//! one waits for a large one before it. And a command that waits inside the server (BLPOP) makes
-//! wait whatever was said after it on the same connection.
+//! A single connection can have any number of commands in flight, so it is enough for most
+//! programs. Several connections help with large values: replies come in the order of their
+//! commands, so a small reply waits for a large one before it. A command that blocks in the server
+//! (BLPOP) delays all later commands on the same connection.
 //!
 //! ```text
-//!   Pool ── commands ──► the shared connection with the fewest under way ──┐
-//!     └── dedicated() ─► one that nobody else has; comes back when dropped ┴─► the server
+//!   Pool ── commands ──► the shared connection with the fewest in flight ──┐
+//!     └── dedicated() ─► an exclusive connection, returned when dropped ───┴─► the server
 //! ```
 
 use std::fmt;
@@ -21,14 +21,16 @@ use tokio::sync::{OnceCell, OwnedSemaphorePermit, Semaphore};
 use crate::client::Client;
 use crate::connection::{Connection, TransportInfo};
 
-/// Connections that share the work: a `redis::aio::ConnectionLike`, for any number of tasks at a
-/// time. Clones are the same pool.
+/// A pool of connections: a `redis::aio::ConnectionLike` that any number of tasks can use at the
+/// same time. Clones share the pool.
 ///
-/// A command goes to the connection with the fewest commands under way; a further one is opened
-/// when all have some. Commands that are under way together have no order among them. Those that
-/// change the connection itself (SELECT, WATCH, SUBSCRIBE) or wait in the server (BLPOP) have no
-/// place here: the next on that connection would feel it. [`Pool::dedicated`] is for them. A
-/// pipeline goes to one connection as a whole.
+/// - A command goes to the connection with the fewest commands in flight. If all have some, a
+///   further connection is opened.
+/// - Commands that are in flight at the same time may run in any order.
+/// - A pipeline goes to one connection as a whole.
+/// - Use [`Pool::dedicated`] for commands that change the connection itself (SELECT, WATCH,
+///   SUBSCRIBE) or block in the server (BLPOP). On a shared connection they would affect the
+///   commands of other tasks.
 ///
 /// ```no_run
 /// # async fn show() -> Result<(), Box<dyn std::error::Error>> {
@@ -47,26 +49,26 @@ pub struct Pool(Arc<Shared>);
 struct Shared {
     client: Client,
     slots: Box<[Slot]>,
-    /// As `client`, without a limit for how long an answer may take.
-    waiting_client: Client,
-    /// Dedicated connections that nobody has now.
+    /// The same client without a response timeout.
+    blocking_client: Client,
+    /// Dedicated connections that are not in use.
     idle: Mutex<Vec<Connection>>,
-    /// One for each dedicated connection that somebody may have.
+    /// One permit for each dedicated connection that may be in use.
     permits: Arc<Semaphore>,
 }
 
 #[derive(Default)]
 struct Slot {
     connection: OnceCell<Connection>,
-    under_way: AtomicUsize,
+    in_flight: AtomicUsize,
 }
 
-/// A command under way. It may be given up at any time, hence a guard.
-struct UnderWay<'a>(&'a Slot);
+/// Counts a command in flight. It is a guard because a command can be cancelled at any time.
+struct InFlight<'a>(&'a Slot);
 
-impl Drop for UnderWay<'_> {
+impl Drop for InFlight<'_> {
     fn drop(&mut self) {
-        self.0.under_way.fetch_sub(1, Ordering::Relaxed);
+        self.0.in_flight.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -76,32 +78,32 @@ impl Pool {
         Self(Arc::new(Shared {
             client: client.clone(),
             slots: (0..size).map(|_| Slot::default()).collect(),
-            waiting_client: client.without_response_timeout(),
+            blocking_client: client.without_response_timeout(),
             idle: Mutex::default(),
             permits: Arc::new(Semaphore::new(size)),
         }))
     }
 
-    /// A connection that nobody else has, until it is dropped: for commands that wait inside the
-    /// server (BLPOP, XREAD BLOCK, WAIT), and for those that change the connection. An answer may
-    /// take as long as it likes, whatever the client's settings say.
+    /// Returns a connection for exclusive use until it is dropped. Use it for commands that block
+    /// in the server (BLPOP, XREAD BLOCK, WAIT), and for those that change the connection. It has
+    /// no response timeout, whatever the client's settings are.
     ///
-    /// These are apart from the shared ones, and there are at most as many: who wants one more
-    /// waits until one is dropped.
+    /// Dedicated connections exist in addition to the shared ones, and there are at most as many.
+    /// If all are in use, this waits until one is dropped.
     ///
     /// # Errors
-    /// The server is not to be had, or does not let us in.
+    /// Returns an error if the server cannot be reached, or rejects the login.
     pub async fn dedicated(&self) -> RedisResult<Dedicated> {
-        let permit = Arc::clone(&self.0.permits).acquire_owned().await.map_err(closed)?;
+        let permit = Arc::clone(&self.0.permits).acquire_owned().await.map_err(to_redis_error)?;
         let idle = self.idle(Vec::pop);
         let connection = match idle {
             Some(connection) => connection,
-            None => self.0.waiting_client.connect_patiently().await?,
+            None => self.0.blocking_client.connect_with_retries().await?,
         };
         Ok(Dedicated { connection, is_busy: false, pool: self.clone(), _permit: permit })
     }
 
-    /// What carries the shared connections that have been opened so far.
+    /// Returns the transports of the shared connections that have been opened so far.
     #[must_use]
     pub fn transports(&self) -> Vec<TransportInfo> {
         self.0
@@ -116,20 +118,20 @@ impl Pool {
         change(&mut self.0.idle.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// The connection with the fewest commands under way, with one more.
-    async fn next(&self) -> RedisResult<(Connection, UnderWay<'_>)> {
-        // Two tasks at once may choose the same: a matter of balance, not of correctness.
-        let under_way = |slot: &&Slot| slot.under_way.load(Ordering::Relaxed);
-        let slot = self.0.slots.iter().min_by_key(under_way).expect("a pool has a slot");
-        slot.under_way.fetch_add(1, Ordering::Relaxed);
-        let guard = UnderWay(slot);
+    /// Returns the connection with the fewest commands in flight, and counts one more there.
+    async fn next(&self) -> RedisResult<(Connection, InFlight<'_>)> {
+        // Two tasks may choose the same connection at once, which only affects the balance.
+        let in_flight = |slot: &&Slot| slot.in_flight.load(Ordering::Relaxed);
+        let slot = self.0.slots.iter().min_by_key(in_flight).expect("a pool has at least one slot");
+        slot.in_flight.fetch_add(1, Ordering::Relaxed);
+        let guard = InFlight(slot);
         let connection =
-            slot.connection.get_or_try_init(|| self.0.client.connect_patiently()).await?;
+            slot.connection.get_or_try_init(|| self.0.client.connect_with_retries()).await?;
         Ok((connection.clone(), guard))
     }
 }
 
-fn closed(error: impl std::error::Error + Send + Sync + 'static) -> RedisError {
+fn to_redis_error(error: impl std::error::Error + Send + Sync + 'static) -> RedisError {
     std::io::Error::other(error).into()
 }
 
@@ -168,35 +170,35 @@ impl fmt::Debug for Pool {
     }
 }
 
-/// A connection of a [`Pool`] that nobody else has: a `redis::aio::ConnectionLike`.
+/// A connection of a [`Pool`] for exclusive use: a `redis::aio::ConnectionLike`.
 ///
-/// Dropped, it goes back to the pool as it is: who has said WATCH or SELECT takes it back, or says
-/// [`Dedicated::discard`]. One whose last command was given up is closed instead, because the
-/// server may still be at it.
+/// When it is dropped, it returns to the pool in its current state. So undo WATCH and SELECT
+/// before, or call [`Dedicated::discard`]. If its last command was cancelled, the connection is
+/// closed instead, because the server may still be running the command.
 pub struct Dedicated {
     connection: Connection,
-    /// A command is under way, or was given up.
+    /// Whether a command is in flight, or was cancelled.
     is_busy: bool,
     pool: Pool,
-    // given back after the connection: fields are dropped after `drop`
+    // Released after the connection has returned to the pool: fields are dropped after `drop`.
     _permit: OwnedSemaphorePermit,
 }
 
 impl Dedicated {
-    /// What carries it now.
+    /// Returns the transport that the connection uses now.
     #[must_use]
     pub fn transport_info(&self) -> TransportInfo {
         self.connection.transport_info()
     }
 
-    /// Closes it: the pool opens another when it needs one.
+    /// Closes the connection. The pool opens another one when it needs one.
     pub fn discard(mut self) {
         self.is_busy = true;
     }
 
-    /// Notes whether an answer was the last that is to come.
-    fn settle<T>(&mut self, answer: &RedisResult<T>) {
-        self.is_busy = matches!(answer, Err(error) if error.is_timeout());
+    /// Notes that the command is done. After a timeout it is not: its reply may still come.
+    fn settle<T>(&mut self, result: &RedisResult<T>) {
+        self.is_busy = matches!(result, Err(error) if error.is_timeout());
     }
 }
 
@@ -213,9 +215,9 @@ impl ConnectionLike for Dedicated {
     fn req_packed_command<'a>(&'a mut self, cmd: &'a Cmd) -> RedisFuture<'a, Value> {
         Box::pin(async move {
             self.is_busy = true;
-            let answer = self.connection.req_packed_command(cmd).await;
-            self.settle(&answer);
-            answer
+            let result = self.connection.req_packed_command(cmd).await;
+            self.settle(&result);
+            result
         })
     }
 
@@ -227,9 +229,9 @@ impl ConnectionLike for Dedicated {
     ) -> RedisFuture<'a, Vec<Value>> {
         Box::pin(async move {
             self.is_busy = true;
-            let answer = self.connection.req_packed_commands(pipeline, offset, count).await;
-            self.settle(&answer);
-            answer
+            let result = self.connection.req_packed_commands(pipeline, offset, count).await;
+            self.settle(&result);
+            result
         })
     }
 

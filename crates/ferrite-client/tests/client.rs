@@ -1,5 +1,5 @@
-//! The client against a gateway with a real `redis-server` behind it: `fake_client` anywhere,
-//! `lab_client` in the lab.
+//! Tests of the client against a gateway with a real `redis-server` behind it: `fake_client` runs
+//! anywhere, `lab_client` in the lab.
 
 #[path = "../../ferrite-session/tests/redis_server.rs"]
 mod redis_server;
@@ -19,82 +19,85 @@ use redis_server::Redis;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 pub(crate) const HOSTS: [&str; 2] = ["10.0.0.1", "10.0.0.2"];
 
-/// Runs a test, which must end in time.
+/// Runs a test, which must end within [`TIMEOUT`].
 pub(crate) fn run(verbs: &Verbs, test: impl AsyncFnOnce(&Verbs)) {
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
-    let runtime = runtime.expect("a runtime");
-    runtime.block_on(async { tokio::time::timeout(PATIENCE, test(verbs)).await.expect("in time") });
+    let runtime = runtime.expect("build the runtime");
+    runtime.block_on(async {
+        tokio::time::timeout(TIMEOUT, test(verbs)).await.expect("the test ends in time");
+    });
     let begun = Instant::now();
     while runtime.metrics().num_alive_tasks() > 0 {
-        assert!(begun.elapsed() < PATIENCE, "fabrics that do not end");
+        assert!(begun.elapsed() < TIMEOUT, "fabric drivers did not end within {TIMEOUT:?}");
         std::thread::sleep(Duration::from_millis(2));
     }
 }
 
 fn fabric(verbs: &Verbs, host: usize) -> Fabric {
     let builder = Fabric::builder(verbs).rdma(Rdma::Require).config(Config::default());
-    let fabric = builder.device(["rxe1", "rxe2"][host]).build().expect("a fabric");
+    let fabric = builder.device(["rxe1", "rxe2"][host]).build().expect("build the fabric");
     tokio::spawn(fabric.drive());
     fabric
 }
 
 fn any_port(host: usize) -> SocketAddr {
-    SocketAddr::new(HOSTS[host].parse().expect("an address"), 0)
+    SocketAddr::new(HOSTS[host].parse().expect("valid address"), 0)
 }
 
 /// A gateway on the first host.
-struct Served {
-    at: SocketAddr,
+struct TestServer {
+    address: SocketAddr,
     gateway: Gateway,
     end: oneshot::Sender<()>,
     serving: JoinHandle<()>,
 }
 
-impl Served {
+impl TestServer {
     fn start(verbs: &Verbs, redis: &Redis) -> Self {
         let listener = fabric(verbs, 0)
             .listen_with(any_port(0), &ListenOptions::new().accept_foreign_peers())
             .expect("listen");
-        let at = listener.local_addr();
-        let address = EngineAddress::Unix(redis.socket.clone());
+        let address = listener.local_addr();
+        let engine = EngineAddress::Unix(redis.socket.clone());
         let gateway =
-            Gateway::new(GatewayConfig { protected_mode: false, ..GatewayConfig::new(address) });
+            Gateway::new(GatewayConfig { protected_mode: false, ..GatewayConfig::new(engine) });
         let (end, ended) = oneshot::channel();
-        let serves = gateway.clone();
+        let running = gateway.clone();
         let serving = tokio::spawn(async move {
-            serves.serve(listener, async { drop(ended.await) }).await.expect("it served");
+            let served = running.serve(listener, async { drop(ended.await) }).await;
+            served.expect("gateway ends without an error");
         });
-        Self { at, gateway, end, serving }
+        Self { address, gateway, end, serving }
     }
 
-    /// Sessions that were ever begun.
+    /// Returns the number of sessions that Ferrite peers have opened so far.
     fn sessions(&self) -> u64 {
         self.gateway.stats().ferrite_sessions
     }
 
     async fn end(self) {
         let _ = self.end.send(());
-        self.serving.await.expect("no panic");
+        self.serving.await.expect("gateway does not panic");
     }
 }
 
-fn builder(verbs: &Verbs, at: SocketAddr) -> ClientBuilder {
+fn builder(verbs: &Verbs, server: SocketAddr) -> ClientBuilder {
     let config = AsyncConnectionConfig::new().set_response_timeout(Some(Duration::from_secs(30)));
-    Client::builder(&fabric(verbs, 1), at).local(any_port(1)).config(config)
+    Client::builder(&fabric(verbs, 1), server).local(any_port(1)).config(config)
 }
 
-/// Typed commands, pipelines, RESP3, several tasks on one connection.
-pub(crate) async fn commands(verbs: &Verbs) {
+/// Typed commands, a pipeline, RESP3, and several tasks on one connection.
+pub(crate) async fn runs_commands(verbs: &Verbs) {
     let redis = Redis::start("client", &[]).await;
-    let served = Served::start(verbs, &redis);
+    let server = TestServer::start(verbs, &redis);
     let info = RedisConnectionInfo::default().set_protocol(ProtocolVersion::RESP3).set_db(3);
-    let client = builder(verbs, served.at).info(info).build();
-    let mut connection = client.connect().await.expect("a connection");
+    let client = builder(verbs, server.address).info(info).build();
+    let mut connection = client.connect().await.expect("connect");
     assert_eq!(connection.transport_info().transport, SessionTransport::FerriteRdma);
     assert!(
         connection.transport_info().device.is_some()
@@ -109,7 +112,7 @@ pub(crate) async fn commands(verbs: &Verbs) {
         tokio::spawn(async move { connection.incr::<_, _, i64>("counter", 1).await })
     });
     for adding in adding.collect::<Vec<_>>() {
-        adding.await.expect("no panic").expect("INCR");
+        adding.await.expect("task does not panic").expect("INCR");
     }
     let (counter, name): (i64, String) = redis::pipe()
         .get("counter")
@@ -117,52 +120,53 @@ pub(crate) async fn commands(verbs: &Verbs) {
         .arg("INFO")
         .query_async(&mut connection)
         .await
-        .expect("a pipeline");
+        .expect("run the pipeline");
     assert_eq!(counter, 50);
     assert!(name.contains("db=3") && name.contains("resp=3"), "{name}");
     drop(connection);
-    served.end().await;
+    server.end().await;
 }
 
-/// The engine goes and comes back: one command fails, the next is answered.
-pub(crate) async fn reconnects(verbs: &Verbs) {
+/// While the engine is down, commands fail. When it is back, the connection works again.
+pub(crate) async fn reconnects_after_an_engine_restart(verbs: &Verbs) {
     let redis = Redis::start("reconnects", &[]).await;
-    let served = Served::start(verbs, &redis);
-    let mut connection = builder(verbs, served.at).build().connect().await.expect("a connection");
+    let server = TestServer::start(verbs, &redis);
+    let mut connection = builder(verbs, server.address).build().connect().await.expect("connect");
     let () = connection.set("a", 1).await.expect("SET");
     drop(redis);
     let begun = Instant::now();
     while connection.get::<_, Option<i64>>("a").await.is_ok() {
-        assert!(begun.elapsed() < PATIENCE, "it never notices");
+        assert!(begun.elapsed() < TIMEOUT, "commands succeed although the engine is down");
     }
     let redis = Redis::start("reconnects", &[]).await;
     let begun = Instant::now();
-    let answer = loop {
+    let value = loop {
         match connection.get::<_, Option<i64>>("a").await {
-            Ok(answer) => break answer,
-            Err(error) => assert!(begun.elapsed() < PATIENCE, "{error}"),
+            Ok(value) => break value,
+            Err(error) => assert!(begun.elapsed() < TIMEOUT, "{error}"),
         }
     };
-    assert_eq!(answer, None, "another engine");
+    assert_eq!(value, None, "the new engine is empty");
     assert!(connection.reconnects() >= 1);
     drop((connection, redis));
-    served.end().await;
+    server.end().await;
 }
 
-/// No RDMA to the server: required, that is an error that says so; preferred, TCP and why.
-pub(crate) async fn falls_back(verbs: &Verbs) {
+/// If the server has no RDMA, connecting fails where RDMA is required. Where it is preferred, the
+/// client uses TCP and reports the cause.
+pub(crate) async fn falls_back_to_tcp(verbs: &Verbs) {
     let free = std::net::TcpListener::bind("127.0.0.1:0").and_then(|bound| bound.local_addr());
-    let at = free.expect("a free port");
+    let at = free.expect("find a free port");
     let redis =
         Redis::start("falls", &["--bind", "127.0.0.1", "--port", &at.port().to_string()]).await;
     let fabric = fabric(verbs, 1);
     let client = Client::builder(&fabric, at).connect_timeout(Duration::from_secs(1));
     let error = client.rdma(Rdma::Require).reconnect(1, Duration::ZERO).build().connect().await;
-    let error = error.expect_err("no RDMA there");
+    let error = error.expect_err("the server has no RDMA");
     assert!(error.is_io_error(), "{error}");
     let client =
         Client::builder(&fabric, at).connect_timeout(Duration::from_secs(1)).rdma(Rdma::Prefer);
-    let mut connection = client.build().connect().await.expect("over TCP");
+    let mut connection = client.build().connect().await.expect("connect over TCP");
     let transport_info = connection.transport_info();
     assert_eq!(transport_info.transport, SessionTransport::Tcp);
     assert!(transport_info.fallback.is_some());
@@ -170,140 +174,144 @@ pub(crate) async fn falls_back(verbs: &Verbs) {
     drop((connection, redis));
 }
 
-/// A pool opens what it needs and no more than it may; one command that waits in the server does
-/// not hold up the others.
-pub(crate) async fn pool_shares(verbs: &Verbs) {
+/// A pool opens connections only when it needs them, and no more than its size. A command that
+/// blocks in the server does not delay the others.
+pub(crate) async fn pool_opens_connections_on_demand(verbs: &Verbs) {
     let redis = Redis::start("pool", &[]).await;
-    let served = Served::start(verbs, &redis);
-    let mut pool = builder(verbs, served.at).build().pool(3);
-    assert_eq!((served.sessions(), pool.transports().len()), (0, 0), "before it is needed");
+    let server = TestServer::start(verbs, &redis);
+    let mut pool = builder(verbs, server.address).build().pool(3);
+    assert_eq!((server.sessions(), pool.transports().len()), (0, 0), "before the first command");
     for expected in 1..=10 {
         assert_eq!(pool.incr::<_, _, i64>("counter", 1).await.expect("INCR"), expected);
     }
-    assert_eq!(served.sessions(), 1, "one at a time needs one");
+    assert_eq!(server.sessions(), 1, "one command at a time needs one connection");
     let mut blocked = pool.clone();
     let blocked =
         tokio::spawn(async move { blocked.blpop::<_, (String, i64)>("list", 25.0).await });
-    while connections_that_wait(&mut pool).await == 0 {}
+    while blocked_clients(&mut pool).await == 0 {}
     for expected in 11..=20 {
         assert_eq!(pool.incr::<_, _, i64>("counter", 1).await.expect("INCR"), expected);
     }
     assert!(!blocked.is_finished());
     let () = pool.rpush("list", 7).await.expect("RPUSH");
-    assert_eq!(blocked.await.expect("no panic").expect("BLPOP"), ("list".to_owned(), 7));
-    assert_eq!(served.sessions(), 2, "one that waits, one for the others");
+    assert_eq!(blocked.await.expect("task does not panic").expect("BLPOP"), ("list".to_owned(), 7));
+    assert_eq!(server.sessions(), 2, "one connection was blocked, one served the others");
     let adding = (0..100).map(|_| {
         let mut pool = pool.clone();
         tokio::spawn(async move { pool.incr::<_, _, i64>("counter", 1).await })
     });
     for adding in adding.collect::<Vec<_>>() {
-        adding.await.expect("no panic").expect("INCR");
+        adding.await.expect("task does not panic").expect("INCR");
     }
     assert_eq!(pool.get::<_, i64>("counter").await.expect("GET"), 120);
     let open = pool.transports().len();
-    assert!((2..=3).contains(&open) && served.sessions() == open as u64, "{open} connections");
+    assert!((2..=3).contains(&open) && server.sessions() == open as u64, "{open} connections");
     assert!(
         pool.transports()
             .iter()
             .all(|transport_info| transport_info.transport == SessionTransport::FerriteRdma)
     );
     drop(pool);
-    served.end().await;
+    server.end().await;
 }
 
-/// How many clients of the engine are in a command that waits.
-async fn connections_that_wait(pool: &mut Pool) -> u64 {
-    let all: String = redis::cmd("INFO").arg("clients").query_async(pool).await.expect("INFO");
-    let line = all.lines().find_map(|line| line.strip_prefix("blocked_clients:")).expect("a count");
-    line.trim().parse().expect("a number")
+/// Returns how many clients of the engine are blocked in a command.
+async fn blocked_clients(pool: &mut Pool) -> u64 {
+    let info: String = redis::cmd("INFO").arg("clients").query_async(pool).await.expect("INFO");
+    let count = info.lines().find_map(|line| line.strip_prefix("blocked_clients:"));
+    count.expect("INFO has blocked_clients").trim().parse().expect("a number")
 }
 
-/// A dedicated connection is its holder's alone, comes back, and does not when its command was
-/// given up.
-pub(crate) async fn pool_dedicates(verbs: &Verbs) {
+/// A dedicated connection is exclusive. It returns to the pool when it is dropped, unless its last
+/// command was cancelled.
+pub(crate) async fn pool_gives_out_dedicated_connections(verbs: &Verbs) {
     let redis = Redis::start("dedicated", &[]).await;
-    let served = Served::start(verbs, &redis);
-    // No answer may take that long, but for dedicated ones.
+    let server = TestServer::start(verbs, &redis);
+    // The response timeout does not apply to dedicated connections.
     let config = AsyncConnectionConfig::new().set_response_timeout(Some(Duration::from_secs(5)));
-    let mut pool = builder(verbs, served.at).config(config).build().pool(1);
-    let mut dedicated = pool.dedicated().await.expect("a connection");
-    let waits = tokio::spawn(async move {
-        let answer = dedicated.blpop::<_, (String, i64)>("list", 0.0).await;
-        (answer, dedicated)
+    let mut pool = builder(verbs, server.address).config(config).build().pool(1);
+    let mut dedicated = pool.dedicated().await.expect("a dedicated connection");
+    let blocked = tokio::spawn(async move {
+        let popped = dedicated.blpop::<_, (String, i64)>("list", 0.0).await;
+        (popped, dedicated)
     });
-    while connections_that_wait(&mut pool).await == 0 {}
+    while blocked_clients(&mut pool).await == 0 {}
     tokio::time::timeout(Duration::from_millis(50), pool.dedicated())
         .await
-        .expect_err("there is one");
+        .expect_err("the only dedicated connection is in use");
     tokio::time::sleep(Duration::from_secs(6)).await;
     let () = pool.rpush("list", 7).await.expect("RPUSH");
-    let (answer, dedicated) = waits.await.expect("no panic");
-    assert_eq!(answer.expect("BLPOP"), ("list".to_owned(), 7));
+    let (popped, dedicated) = blocked.await.expect("task does not panic");
+    assert_eq!(popped.expect("BLPOP"), ("list".to_owned(), 7));
     drop(dedicated);
-    assert_eq!(served.sessions(), 2);
+    assert_eq!(server.sessions(), 2);
 
-    let mut dedicated = pool.dedicated().await.expect("the same");
-    let given_up = dedicated.blpop::<_, (String, i64)>("list", 0.0);
-    tokio::time::timeout(Duration::from_millis(200), given_up).await.expect_err("nothing there");
-    assert_eq!(served.sessions(), 2, "it came back");
+    let mut dedicated = pool.dedicated().await.expect("the same connection");
+    let cancelled = dedicated.blpop::<_, (String, i64)>("list", 0.0);
+    tokio::time::timeout(Duration::from_millis(200), cancelled)
+        .await
+        .expect_err("the list is empty");
+    assert_eq!(server.sessions(), 2, "the connection has returned to the pool");
     drop(dedicated);
     let begun = Instant::now();
-    while connections_that_wait(&mut pool).await > 0 {
-        assert!(begun.elapsed() < PATIENCE, "the command that was given up is still there");
+    while blocked_clients(&mut pool).await > 0 {
+        assert!(begun.elapsed() < TIMEOUT, "the cancelled command is still blocked");
     }
-    let mut dedicated = pool.dedicated().await.expect("another");
+    let mut dedicated = pool.dedicated().await.expect("a new connection");
     let () = redis::cmd("PING").query_async(&mut dedicated).await.expect("PING");
-    assert_eq!(served.sessions(), 3, "it was closed");
+    assert_eq!(server.sessions(), 3, "the connection of the cancelled command was closed");
     dedicated.discard();
     let () = redis::cmd("PING")
-        .query_async(&mut pool.dedicated().await.expect("another"))
+        .query_async(&mut pool.dedicated().await.expect("a new connection"))
         .await
         .expect("PING");
-    assert_eq!(served.sessions(), 4, "it was discarded");
+    assert_eq!(server.sessions(), 4, "the connection was discarded");
     drop(pool);
-    served.end().await;
+    server.end().await;
 }
 
-/// Connections of a pool that the engine ends are opened again.
+/// The pool opens connections again that the engine has closed.
 pub(crate) async fn pool_reconnects(verbs: &Verbs) {
     let redis = Redis::start("pool-lost", &[]).await;
-    let served = Served::start(verbs, &redis);
-    let mut pool = builder(verbs, served.at).build().pool(2);
+    let server = TestServer::start(verbs, &redis);
+    let mut pool = builder(verbs, server.address).build().pool(2);
     let mut blocked = pool.clone();
     let blocked =
         tokio::spawn(async move { blocked.blpop::<_, (String, i64)>("list", 25.0).await });
-    while connections_that_wait(&mut pool).await == 0 {}
-    assert_eq!(served.sessions(), 2);
+    while blocked_clients(&mut pool).await == 0 {}
+    assert_eq!(server.sessions(), 2);
     let kill = redis::cmd("CLIENT").arg(&["KILL", "TYPE", "normal", "SKIPME", "no"]).clone();
-    let _ = kill.query_async::<i64>(&mut pool).await; // it may hear the answer, or not
-    blocked.await.expect("no panic").expect_err("killed");
+    let _ = kill.query_async::<i64>(&mut pool).await; // kills itself, so the reply may be lost
+    blocked.await.expect("task does not panic").expect_err("the client was killed");
     let begun = Instant::now();
-    while served.sessions() < 4 {
+    while server.sessions() < 4 {
         let (mut one, mut other) = (pool.clone(), pool.clone());
         let _ = tokio::join!(
             one.incr::<_, _, i64>("counter", 1),
             other.incr::<_, _, i64>("counter", 1)
         );
-        assert!(begun.elapsed() < PATIENCE, "{} sessions", served.sessions());
+        assert!(begun.elapsed() < TIMEOUT, "{} sessions", server.sessions());
     }
     for _ in 0..10 {
         let _: i64 = pool.incr("counter", 1).await.expect("INCR");
     }
-    assert_eq!((served.sessions(), pool.transports().len()), (4, 2));
+    assert_eq!((server.sessions(), pool.transports().len()), (4, 2));
     drop(pool);
-    served.end().await;
+    server.end().await;
 }
 
-/// A certificate for this host, and who trusts it.
-fn certified() -> (rcgen::CertifiedKey<rcgen::KeyPair>, Arc<ClientConfig>) {
-    let made = rcgen::generate_simple_self_signed(["127.0.0.1".to_owned()]).expect("a certificate");
+/// Returns a certificate for this host, and the settings of a client that trusts it.
+fn create_certificate() -> (rcgen::CertifiedKey<rcgen::KeyPair>, Arc<ClientConfig>) {
+    let certified = rcgen::generate_simple_self_signed(["127.0.0.1".to_owned()]);
+    let certified = certified.expect("create a certificate");
     let mut roots = RootCertStore::empty();
-    roots.add(made.cert.der().clone()).expect("a root");
+    roots.add(certified.cert.der().clone()).expect("add the root certificate");
     let config = ClientConfig::builder().with_root_certificates(roots).with_no_client_auth();
-    (made, Arc::new(config))
+    (certified, Arc::new(config))
 }
 
-/// As redis-server reads it. rcgen's own needs a second version of a crate that is here already.
+/// Encodes a certificate or key as PEM, which redis-server reads. rcgen's own PEM support would
+/// need a second version of a crate that is already used here.
 fn pem(label: &str, der: &[u8]) -> String {
     const DIGITS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
     let mut text = format!("-----BEGIN {label}-----");
@@ -321,29 +329,30 @@ fn pem(label: &str, der: &[u8]) -> String {
     format!("{text}\n-----END {label}-----\n")
 }
 
-/// TLS on TCP: with who is trusted, and with nobody else; RDMA beside it only if that is said.
-pub(crate) async fn tls(verbs: &Verbs) {
-    let (made, config) = certified();
+/// With TLS over TCP, the client connects only to a server that it trusts. It uses RDMA only if the
+/// caller allows that explicitly.
+pub(crate) async fn connects_over_tls(verbs: &Verbs) {
+    let (certified, config) = create_certificate();
     let files = std::env::temp_dir().join(format!("ferrite-client-tls-{}", std::process::id()));
     let [cert, key] = ["cert", "key"].map(|end| format!("{}.{end}", files.display()));
-    std::fs::write(&cert, pem("CERTIFICATE", made.cert.der())).expect("a file");
-    std::fs::write(&key, pem("PRIVATE KEY", &made.signing_key.serialize_der())).expect("a file");
+    std::fs::write(&cert, pem("CERTIFICATE", certified.cert.der())).expect("write the file");
+    std::fs::write(&key, pem("PRIVATE KEY", &certified.signing_key.serialize_der()))
+        .expect("write the file");
     let free = std::net::TcpListener::bind("127.0.0.1:0").and_then(|bound| bound.local_addr());
-    let at = free.expect("a free port");
+    let at = free.expect("find a free port");
     let port = at.port().to_string();
-    let listens = ["--bind", "127.0.0.1", "--tls-port", &port, "--tls-auth-clients", "no"];
-    let shows = ["--tls-cert-file", &cert, "--tls-key-file", &key];
-    let redis = Redis::start("tls", &[&listens[..], &shows[..]].concat()).await;
-    let name = || "127.0.0.1".try_into().expect("a name");
+    let listen = ["--bind", "127.0.0.1", "--tls-port", &port, "--tls-auth-clients", "no"];
+    let certificate = ["--tls-cert-file", &cert, "--tls-key-file", &key];
+    let redis = Redis::start("tls", &[&listen[..], &certificate[..]].concat()).await;
+    let name = || "127.0.0.1".try_into().expect("valid server name");
 
     let fabric = fabric(verbs, 1);
-    let patient = AsyncConnectionConfig::new().set_response_timeout(Some(Duration::from_secs(30)));
-    let client = Client::builder(&fabric, at).config(patient).tls(Arc::clone(&config), name());
-    let mut connection = client.rdma(Rdma::Prefer).build().connect().await.expect("a connection");
+    let slow = AsyncConnectionConfig::new().set_response_timeout(Some(Duration::from_secs(30)));
+    let client = Client::builder(&fabric, at).config(slow).tls(Arc::clone(&config), name());
+    let mut connection = client.rdma(Rdma::Prefer).build().connect().await.expect("connect");
     let transport_info = connection.transport_info();
     assert_eq!(transport_info.transport, SessionTransport::Tls);
-    let fallback =
-        transport_info.fallback.expect("RDMA was preferred, and it is said why it is not");
+    let fallback = transport_info.fallback.expect("a fallback, because RDMA was preferred");
     assert_eq!(fallback.cause, FallbackCause::Encryption);
     assert!(
         fallback.to_string().contains("to do: allow RDMA beside TLS (plain_rdma_beside_tls)"),
@@ -355,34 +364,36 @@ pub(crate) async fn tls(verbs: &Verbs) {
     assert!(fabric.stats().fallbacks.contains(&(FallbackCause::Encryption, 1)));
     let forbidden =
         Client::builder(&fabric, at).rdma(Rdma::Forbid).tls(Arc::clone(&config), name());
-    let forbidden = forbidden.build().connect().await.expect("a connection");
+    let forbidden = forbidden.build().connect().await.expect("connect");
     assert!(
         forbidden.transport_info().fallback.is_none() && counted(&fabric) == 1,
-        "as it was wanted"
+        "TCP is no fallback where RDMA is forbidden"
     );
     let value = vec![7; 3 << 20];
     let () = connection.set("a", &value).await.expect("SET");
-    assert!(connection.get::<_, Vec<u8>>("a").await.expect("GET") == value, "another value");
+    assert!(connection.get::<_, Vec<u8>>("a").await.expect("GET") == value, "GET after SET");
 
-    let foreign_peer = builder(verbs, at).rdma(Rdma::Forbid).tls(certified().1, name()).build();
-    let error = foreign_peer.connect().await.expect_err("nobody it trusts").to_string();
+    let other_root = create_certificate().1;
+    let distrusting = builder(verbs, at).rdma(Rdma::Forbid).tls(other_root, name()).build();
+    let error = distrusting.connect().await.expect_err("the server is not trusted").to_string();
     assert!(
-        error.contains("TLS with 127.0.0.1") && error.contains("invalid peer certificate"),
+        error.contains("TLS handshake with 127.0.0.1")
+            && error.contains("invalid peer certificate"),
         "{error}"
     );
 
-    let served = Served::start(verbs, &redis);
+    let server = TestServer::start(verbs, &redis);
     let required =
-        || builder(verbs, served.at).rdma(Rdma::Require).tls(Arc::clone(&config), name());
-    let error = required().build().connect().await.expect_err("a contradiction").to_string();
+        || builder(verbs, server.address).rdma(Rdma::Require).tls(Arc::clone(&config), name());
+    let error = required().build().connect().await.expect_err("TLS and required RDMA").to_string();
     assert!(error.contains("RDMA is not encrypted"), "{error}");
-    let beside = required().plain_rdma_beside_tls().build().connect().await.expect("allowed");
-    assert_eq!(beside.transport_info().transport, SessionTransport::FerriteRdma);
-    assert!(beside.transport_info().fallback.is_none());
-    drop((connection, forbidden, beside));
-    served.end().await;
+    let plain = required().plain_rdma_beside_tls().build().connect().await.expect("connect");
+    assert_eq!(plain.transport_info().transport, SessionTransport::FerriteRdma);
+    assert!(plain.transport_info().fallback.is_none());
+    drop((connection, forbidden, plain));
+    server.end().await;
     for file in [cert, key] {
-        std::fs::remove_file(file).expect("removed");
+        std::fs::remove_file(file).expect("remove the file");
     }
 }
 
@@ -390,28 +401,28 @@ pub(crate) async fn tls(verbs: &Verbs) {
 macro_rules! run_suite {
     ($run:path) => {
         #[test]
-        fn commands() {
-            $run(crate::client::commands);
+        fn runs_commands() {
+            $run(crate::client::runs_commands);
         }
         #[test]
-        fn reconnects() {
-            $run(crate::client::reconnects);
+        fn reconnects_after_an_engine_restart() {
+            $run(crate::client::reconnects_after_an_engine_restart);
         }
         #[test]
-        fn falls_back() {
-            $run(crate::client::falls_back);
+        fn falls_back_to_tcp() {
+            $run(crate::client::falls_back_to_tcp);
         }
         #[test]
-        fn tls() {
-            $run(crate::client::tls);
+        fn connects_over_tls() {
+            $run(crate::client::connects_over_tls);
         }
         #[test]
-        fn pool_shares() {
-            $run(crate::client::pool_shares);
+        fn pool_opens_connections_on_demand() {
+            $run(crate::client::pool_opens_connections_on_demand);
         }
         #[test]
-        fn pool_dedicates() {
-            $run(crate::client::pool_dedicates);
+        fn pool_gives_out_dedicated_connections() {
+            $run(crate::client::pool_gives_out_dedicated_connections);
         }
         #[test]
         fn pool_reconnects() {

@@ -1,12 +1,12 @@
-//! gRPC over RDMA: tonic on both ends, over a connector of ours.
+//! gRPC over RDMA: tonic on both ends, with a connector for Ferrite's streams.
 //!
-//! The service is written by hand where `protoc` would write it, so that none is needed to build
-//! this.
+//! The service code that `protoc` would generate is written by hand, so that the build does not
+//! need `protoc`.
 //!
 //! ```text
 //! lab/lab run -n 2 -- target/debug/examples/grpc 10.0.0.1 10.0.0.2
 //! ```
-#![expect(clippy::print_stdout, reason = "an example")]
+#![expect(clippy::print_stdout, reason = "examples print their results")]
 
 use std::convert::Infallible;
 use std::future::{Ready, ready};
@@ -52,47 +52,47 @@ fn main() -> anyhow::Result<()> {
         let listener = hosts.listen()?;
         let server = listener.local_addr();
         let incoming = stream::unfold(listener, async |listener| {
-            let accepted = listener.accept().await.map(|(stream, _)| Carried(stream));
+            let accepted = listener.accept().await.map(|(stream, _)| ServerStream(stream));
             Some((accepted, listener))
         });
         let serving = tokio::spawn(Server::builder().serve_with_incoming(Echo, incoming.boxed()));
-        let to_server = ToServer { connector: hosts.connector(), server };
+        let connector = ServerConnector { connector: hosts.connector(), server };
         let channel = Endpoint::from_shared(format!("http://{server}"))?
-            .connect_with_connector(to_server)
+            .connect_with_connector(connector)
             .await?;
-        ask(channel).await?;
+        call_methods(channel).await?;
         serving.abort();
         Ok(LARGE as u64)
     })
 }
 
-async fn ask(channel: Channel) -> anyhow::Result<()> {
+async fn call_methods(channel: Channel) -> anyhow::Result<()> {
     let mut grpc = tonic::client::Grpc::new(channel);
     for text in ["hello".to_owned(), "x".repeat(LARGE)] {
         grpc.ready().await?;
         let (path, codec) = (PathAndQuery::from_static(SHOUT), ProstCodec::<Text, Text>::default());
-        let answer = grpc.unary(Request::new(Text { text: text.clone() }), path, codec).await?;
-        ensure!(answer.into_inner().text == text.to_uppercase(), "another answer");
+        let reply = grpc.unary(Request::new(Text { text: text.clone() }), path, codec).await?;
+        ensure!(reply.into_inner().text == text.to_uppercase(), "unexpected reply");
     }
     println!("unary: 2 calls, one of 1 MiB");
 
     grpc.ready().await?;
-    let said = stream::iter(0..1000).map(|number| Text { text: format!("line {number}") });
+    let messages = stream::iter(0..1000).map(|number| Text { text: format!("line {number}") });
     let (path, codec) = (PathAndQuery::from_static(CHAT), ProstCodec::<Text, Text>::default());
-    let mut answers = grpc.streaming(Request::new(said), path, codec).await?.into_inner();
+    let mut replies = grpc.streaming(Request::new(messages), path, codec).await?.into_inner();
     let mut count = 0;
-    while let Some(answer) = answers.message().await? {
-        ensure!(answer.text == format!("LINE {count}"), "another answer: {answer:?}");
+    while let Some(reply) = replies.message().await? {
+        ensure!(reply.text == format!("LINE {count}"), "unexpected reply: {reply:?}");
         count += 1;
     }
-    ensure!(count == 1000, "{count} answers");
-    println!("streaming: {count} messages there and back");
+    ensure!(count == 1000, "expected 1000 replies, received {count}");
+    println!("streaming: {count} messages in each direction");
     Ok(())
 }
 
 // ---- the service --------------------------------------------------------------------------
 
-/// What a generated server would be.
+/// The service, in place of generated code.
 #[derive(Clone)]
 struct Echo;
 
@@ -136,21 +136,21 @@ impl StreamingService<Text> for Chat {
     type Future = Ready<Result<Response<Self::ResponseStream>, Status>>;
 
     fn call(&mut self, request: Request<Streaming<Text>>) -> Self::Future {
-        let answers = request.into_inner().map(|said| said.map(|text| text.shouted()));
-        ready(Ok(Response::new(answers.boxed())))
+        let replies = request.into_inner().map(|message| message.map(|text| text.shouted()));
+        ready(Ok(Response::new(replies.boxed())))
     }
 }
 
 // ---- tonic's transport over ours ----------------------------------------------------------
 
-/// Connects where tonic wants a connection.
+/// Opens the connections that tonic asks for.
 #[derive(Clone)]
-struct ToServer {
+struct ServerConnector {
     connector: Connector,
     server: SocketAddr,
 }
 
-impl Service<Uri> for ToServer {
+impl Service<Uri> for ServerConnector {
     type Response = TokioIo<Stream>;
     type Error = io::Error;
     type Future = Pin<Box<dyn Future<Output = io::Result<TokioIo<Stream>>> + Send>>;
@@ -165,10 +165,10 @@ impl Service<Uri> for ToServer {
     }
 }
 
-/// A stream that can tell tonic who is at the other end.
-struct Carried(Stream);
+/// A stream that tells tonic the peer's address.
+struct ServerStream(Stream);
 
-impl Connected for Carried {
+impl Connected for ServerStream {
     type ConnectInfo = Option<SocketAddr>;
 
     fn connect_info(&self) -> Option<SocketAddr> {
@@ -176,7 +176,7 @@ impl Connected for Carried {
     }
 }
 
-impl AsyncRead for Carried {
+impl AsyncRead for ServerStream {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -186,7 +186,7 @@ impl AsyncRead for Carried {
     }
 }
 
-impl AsyncWrite for Carried {
+impl AsyncWrite for ServerStream {
     fn poll_write(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,

@@ -1,9 +1,9 @@
-//! HTTP/1 and HTTP/2 over RDMA: hyper on both ends, told nothing of it.
+//! HTTP/1 and HTTP/2 over RDMA: unmodified hyper on both ends.
 //!
 //! ```text
 //! lab/lab run -n 2 -- target/debug/examples/http 10.0.0.1 10.0.0.2
 //! ```
-#![expect(clippy::print_stdout, reason = "an example")]
+#![expect(clippy::print_stdout, reason = "examples print their results")]
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -33,7 +33,7 @@ fn main() -> anyhow::Result<()> {
             let listener = hosts.listen()?;
             let server = listener.local_addr();
             let serving = tokio::spawn(serve(listener, version));
-            ask(&hosts.connector(), server, version).await?;
+            send_requests(&hosts.connector(), server, version).await?;
             println!("HTTP, {version:?}: 11 requests, two bodies of 4 MiB");
             serving.abort();
         }
@@ -41,7 +41,7 @@ fn main() -> anyhow::Result<()> {
     })
 }
 
-/// Serves every stream that comes.
+/// Accepts and serves streams.
 async fn serve(listener: StreamListener, version: Version) -> std::io::Result<()> {
     loop {
         let (stream, _) = listener.accept().await?;
@@ -62,27 +62,31 @@ async fn serve(listener: StreamListener, version: Version) -> std::io::Result<()
     }
 }
 
-/// A greeting, or the body that came.
+/// Answers with a greeting, or with the body of the request.
 async fn answer(
     request: Request<Incoming>,
 ) -> Result<Response<BoxBody<Bytes, hyper::Error>>, Infallible> {
     Ok(Response::new(match request.uri().path() {
-        "/echo" => request.into_body().boxed(), // piece by piece, as it comes
+        "/echo" => request.into_body().boxed(), // sent back piece by piece, as it arrives
         path => {
             Full::new(Bytes::from(format!("hello {path}"))).map_err(|never| match never {}).boxed()
         }
     }))
 }
 
-type Sent = Full<Bytes>;
+type RequestBody = Full<Bytes>;
 
-/// The two versions have handles of their own.
+/// hyper's handle for requests, of either version.
 enum Sender {
-    One(hyper::client::conn::http1::SendRequest<Sent>),
-    Two(hyper::client::conn::http2::SendRequest<Sent>),
+    One(hyper::client::conn::http1::SendRequest<RequestBody>),
+    Two(hyper::client::conn::http2::SendRequest<RequestBody>),
 }
 
-async fn ask(connector: &Connector, server: SocketAddr, version: Version) -> anyhow::Result<()> {
+async fn send_requests(
+    connector: &Connector,
+    server: SocketAddr,
+    version: Version,
+) -> anyhow::Result<()> {
     let io = TokioIo::new(connector.connect(server).await?);
     let mut sender = match version {
         Version::One => {
@@ -98,12 +102,12 @@ async fn ask(connector: &Connector, server: SocketAddr, version: Version) -> any
         }
     };
     for name in 0..10 {
-        let answer = send(&mut sender, server, &format!("/{name}"), Bytes::new()).await?;
-        ensure!(answer == format!("hello /{name}"), "another answer: {answer:?}");
+        let greeting = send(&mut sender, server, &format!("/{name}"), Bytes::new()).await?;
+        ensure!(greeting == format!("hello /{name}"), "unexpected answer: {greeting:?}");
     }
     let body = Bytes::from(pattern(BODY));
     let echo = send(&mut sender, server, "/echo", body.clone()).await?;
-    ensure!(echo == body, "another body of {} bytes", echo.len());
+    ensure!(echo == body, "the echo of {} bytes differs from the body", echo.len());
     Ok(())
 }
 
@@ -130,7 +134,7 @@ async fn send(
     let bytes = response.into_body().collect().await?.to_bytes();
     ensure!(
         expected.is_none_or(|expected| expected == bytes.len() as u64),
-        "a body that ends too early"
+        "the body is shorter or longer than announced"
     );
     Ok(bytes)
 }

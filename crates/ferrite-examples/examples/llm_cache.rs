@@ -1,10 +1,11 @@
-//! A cache of large values, as a server of language models keeps for prompts it has seen: blobs of
-//! 1 to 64 MiB, written, read back and compared.
+//! A cache of large values, such as a language model server keeps for prompts that it has seen.
+//! Writes blobs of 1 to 64 MiB, reads them back and compares them.
 //!
 //! ```text
-//! cargo run --release --example llm_cache -- SERVER [LOCAL]      # 10.0.0.1:6380; the local IP address chooses the device
+//! # SERVER, for example, 10.0.0.1:6380; LOCAL is the local IP address, which selects the device
+//! cargo run --release --example llm_cache -- SERVER [LOCAL]
 //! ```
-#![expect(clippy::print_stdout, reason = "an example")]
+#![expect(clippy::print_stdout, reason = "examples print their results")]
 
 use std::time::{Duration, Instant};
 
@@ -17,7 +18,7 @@ const MIB: usize = 1 << 20;
 
 #[tokio::main]
 async fn main() -> anyhow::Result<()> {
-    let config = patient_config(); // 64 MiB may take longer than redis-rs waits by itself
+    let config = patient_config(); // 64 MiB may take longer than redis-rs waits by default
     let mut connection = client_by_arguments()?.config(config).build().connect().await?;
     let transport_info = connection.transport_info();
     println!(
@@ -25,7 +26,7 @@ async fn main() -> anyhow::Result<()> {
         transport_info.transport,
         transport_info.device.as_deref().unwrap_or("none")
     );
-    // What nobody asks for any more goes by itself.
+    // Blobs that are not used any more expire.
     let options = SetOptions::default().with_expiration(SetExpiry::EX(600));
     for mib in [1, 4, 16, 64] {
         let (key, blob) = (format!("llm:prefix:{mib}"), pattern(mib * MIB));
@@ -35,9 +36,9 @@ async fn main() -> anyhow::Result<()> {
         let begun = Instant::now();
         let found: Vec<u8> = connection.get(&key).await?;
         let got = begun.elapsed();
-        ensure!(found == blob, "{key}: another blob, of {} bytes", found.len());
+        ensure!(found == blob, "{key}: read {} bytes that differ from the blob", found.len());
         let (put, got) = (rate(mib, put), rate(mib, got));
-        println!("{mib:>2} MiB: put at {put:.0} MiB/s, got at {got:.0} MiB/s, the same bytes");
+        println!("{mib:>2} MiB: set at {put:.0} MiB/s, get at {got:.0} MiB/s, verified");
         let () = connection.del(&key).await?;
     }
     Ok(())

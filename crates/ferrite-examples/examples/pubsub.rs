@@ -1,10 +1,11 @@
-//! Publish and subscribe: RESP3 sends what is published between the answers, so a subscriber is an
-//! ordinary connection.
+//! Publish and subscribe. With RESP3, published messages arrive between replies, so a subscriber
+//! can use an ordinary connection.
 //!
 //! ```text
-//! cargo run --example pubsub -- SERVER [LOCAL]                   # 10.0.0.1:6380; the local IP address chooses the device
+//! # SERVER, for example, 10.0.0.1:6380; LOCAL is the local IP address, which selects the device
+//! cargo run --example pubsub -- SERVER [LOCAL]
 //! ```
-#![expect(clippy::print_stdout, reason = "an example")]
+#![expect(clippy::print_stdout, reason = "examples print their results")]
 
 use std::time::Duration;
 
@@ -33,28 +34,29 @@ async fn main() -> anyhow::Result<()> {
     let mut publisher = client.connect().await?;
     let publishing = tokio::spawn(async move {
         for number in 0..MESSAGES {
-            let heard_by: u64 = publisher.publish(CHANNEL, format!("message {number}")).await?;
-            ensure!(heard_by == 1, "{heard_by} subscribers");
+            let receivers: u64 = publisher.publish(CHANNEL, format!("message {number}")).await?;
+            ensure!(receivers == 1, "expected one subscriber, found {receivers}");
         }
-        // whose end would be told as the subscriber's is: they have one sender of pushes
+        // Both connections share one sender of pushes. If the publisher were dropped here, its
+        // disconnection would look like the subscriber's.
         Ok(publisher)
     });
 
     let mut received = 0;
     while received < MESSAGES {
         let push =
-            timeout(Duration::from_secs(30), pushed.recv()).await?.context("no more pushes")?;
+            timeout(Duration::from_secs(30), pushed.recv()).await?.context("no more messages")?;
         match push.kind {
             PushKind::Message => {
                 let [_channel, payload] =
-                    <[_; 2]>::try_from(push.data).ok().context("channel and payload")?;
+                    <[_; 2]>::try_from(push.data).ok().context("expected channel and payload")?;
                 let payload: String = from_redis_value(payload)?;
                 ensure!(payload == format!("message {received}"), "out of order: {payload}");
                 received += 1;
             }
-            // A connection that is opened again has no subscriptions: a program that stays
-            // subscribes anew.
-            PushKind::Disconnection => anyhow::bail!("lost the server"),
+            // A reconnect does not restore subscriptions: a long-running program must subscribe
+            // again.
+            PushKind::Disconnection => anyhow::bail!("lost the connection to the server"),
             _ => {}
         }
     }

@@ -1,10 +1,10 @@
-//! redis-rs over RDMA to a real `redis-server`, which knows only sockets: a relay of ten lines
-//! stands before it.
+//! redis-rs over RDMA to a real `redis-server`, which supports only sockets. A relay of ten lines
+//! connects the two.
 //!
 //! ```text
 //! lab/lab run -n 2 -- target/debug/examples/redis 10.0.0.1 10.0.0.2
 //! ```
-#![expect(clippy::print_stdout, reason = "an example")]
+#![expect(clippy::print_stdout, reason = "examples print their results")]
 
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
@@ -27,15 +27,14 @@ fn main() -> anyhow::Result<()> {
         let server = listener.local_addr();
         let relaying = tokio::spawn(relay(listener, redis.socket.clone()));
         let stream = hosts.connector().connect(server).await?;
-        // Half a second is what it gives a server by itself: too little for one in an emulated
-        // guest.
+        // redis-rs waits for half a second by default: too short for a server in an emulated guest.
         let config =
             AsyncConnectionConfig::new().set_response_timeout(Some(Duration::from_secs(30)));
         let info = RedisConnectionInfo::default();
         let (connection, driver) =
             MultiplexedConnection::new_with_config(&info, stream, config).await?;
         tokio::spawn(driver);
-        ask(connection).await?;
+        run_commands(connection).await?;
         relaying.abort();
         Ok(VALUE as u64)
     })
@@ -50,16 +49,16 @@ async fn relay(listener: StreamListener, socket: PathBuf) -> std::io::Result<()>
     }
 }
 
-async fn ask(mut connection: MultiplexedConnection) -> anyhow::Result<()> {
+async fn run_commands(mut connection: MultiplexedConnection) -> anyhow::Result<()> {
     let pong: String = redis::cmd("PING").query_async(&mut connection).await?;
-    ensure!(pong == "PONG", "another answer: {pong}");
+    ensure!(pong == "PONG", "unexpected reply: {pong}");
 
     let value = pattern(VALUE);
     let () = connection.set("large", &value).await?;
     let read: Vec<u8> = connection.get("large").await?;
-    ensure!(read == value, "another value of {} bytes", read.len());
+    ensure!(read == value, "read {} bytes that differ from the value", read.len());
 
-    // Clones share the connection: their commands are under way together.
+    // Clones share the connection, and can use it at the same time.
     let adding = (0..100).map(|_| {
         let mut connection = connection.clone();
         tokio::spawn(async move { connection.incr::<_, _, i64>("counter", 1).await })
@@ -77,11 +76,11 @@ async fn ask(mut connection: MultiplexedConnection) -> anyhow::Result<()> {
     pipeline.cmd("DBSIZE");
     let (keys,): (u64,) = pipeline.query_async(&mut connection).await?;
     ensure!(keys == 1002, "{keys} keys");
-    println!("redis: a value of 1 MiB there and back, 100 commands at once, a pipeline of 1,001");
+    println!("redis: a value of 1 MiB set and read, 100 commands at once, a pipeline of 1,001");
     Ok(())
 }
 
-/// A server of our own, without a port and without files; killed at the end.
+/// A server on a Unix socket, without a TCP port and without persistence. It is killed on drop.
 struct Redis {
     process: Child,
     socket: PathBuf,
@@ -96,7 +95,7 @@ impl Redis {
             .arg(&socket)
             .stdout(Stdio::null())
             .spawn()
-            .context("cannot start redis-server: apt-get install redis-server")?;
+            .context("cannot start redis-server (apt-get install redis-server)")?;
         let redis = Self { process, socket };
         for _ in 0..500 {
             if UnixStream::connect(&redis.socket).await.is_ok() {
@@ -104,7 +103,7 @@ impl Redis {
             }
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
-        anyhow::bail!("redis-server does not listen")
+        anyhow::bail!("redis-server did not listen within 10 s")
     }
 }
 

@@ -1,11 +1,12 @@
-//! A web server, by axum, that counts the views of its pages in the engine: every handler has a
-//! clone of one pool.
+//! A web server with axum that counts page views in the engine. All handlers share one pool.
 //!
 //! ```text
-//! cargo run --example web -- SERVER [LOCAL]                      # 10.0.0.1:6380; the local IP address chooses the device
-//! curl http://127.0.0.1:PORT/any/page                            # at the address that it prints
+//! # SERVER, for example, 10.0.0.1:6380; LOCAL is the local IP address, which selects the device
+//! cargo run --example web -- SERVER [LOCAL]
+//! # PORT is in the address that the example prints
+//! curl http://127.0.0.1:PORT/any/page
 //! ```
-#![expect(clippy::print_stdout, reason = "an example")]
+#![expect(clippy::print_stdout, reason = "examples print their results")]
 
 use axum::Router;
 use axum::extract::{Path, State};
@@ -36,7 +37,7 @@ async fn page(
     Ok(format!("{page}: {views} views, counted over {}\n", transport_info.unwrap_or_default()))
 }
 
-#[expect(clippy::needless_pass_by_value, reason = "as map_err hands it over")]
+#[expect(clippy::needless_pass_by_value, reason = "map_err passes the error by value")]
 fn unavailable(error: RedisError) -> (StatusCode, String) {
-    (StatusCode::SERVICE_UNAVAILABLE, format!("the counter is not to be had: {error}\n"))
+    (StatusCode::SERVICE_UNAVAILABLE, format!("cannot count the view: {error}\n"))
 }

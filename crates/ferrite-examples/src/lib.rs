@@ -1,11 +1,11 @@
-//! What the examples share: two hosts in one process, and what their links carried; a client of the
-//! server in the arguments.
+//! Code that the examples share: two hosts in one process with statistics of their links, and a
+//! client for the server in the arguments.
 //!
-//! Each example of streams is client and server at once, so that one command shows it: a fabric for
-//! each end, on the device that has the end's address. All bytes between the two go through the
-//! devices.
+//! Each example of streams runs client and server in one process, so that a single command starts
+//! it. Each end has a fabric, on the device with the end's address. All bytes between the two ends
+//! go through the devices.
 #![forbid(unsafe_code)]
-#![expect(clippy::print_stdout, reason = "examples talk to people")]
+#![expect(clippy::print_stdout, reason = "examples print their results")]
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -17,7 +17,7 @@ use ferrite_client::{Client, ClientBuilder, client_config};
 use ferrite_fabric::{ConnectOptions, Fabric, Stream, StreamListener};
 use ferrite_verbs::Verbs;
 
-/// A host that serves and one that asks.
+/// The fabrics and addresses of a server and a client.
 #[derive(Debug)]
 pub struct Hosts {
     server: Fabric,
@@ -26,18 +26,19 @@ pub struct Hosts {
     client_ip: IpAddr,
 }
 
-/// Runs an example under tokio. Its arguments are the server's address and the client's. It returns
-/// how many bytes must have gone each way, which is held against what the links counted.
+/// Runs an example on a tokio runtime. The program's arguments are the addresses of the server and
+/// the client. The example returns how many bytes it has sent in each direction. This function
+/// checks that the links have carried at least as many.
 ///
 /// # Errors
-/// Those of the example, and of a host without RDMA.
+/// Returns the example's error, or an error if the host has no RDMA.
 pub fn run(example: impl AsyncFnOnce(&Hosts) -> anyhow::Result<u64>) -> anyhow::Result<()> {
     let mut addresses = std::env::args().skip(1).map(|text| text.parse::<IpAddr>());
     let mut next = || {
         addresses
             .next()
-            .context("say the server's IP address and the client's")?
-            .context("an IP address")
+            .context("usage: EXAMPLE SERVER_IP CLIENT_IP")?
+            .context("expected an IP address")
     };
     let (server_ip, client_ip) = (next()?, next()?);
     let verbs = Verbs::system()?;
@@ -57,28 +58,28 @@ pub fn run(example: impl AsyncFnOnce(&Hosts) -> anyhow::Result<u64>) -> anyhow::
         let least = totals.send_bytes.min(totals.recv_bytes);
         ensure!(
             least >= payload,
-            "the links carried {least} bytes of {payload}: the rest went another way"
+            "the links carried {least} of {payload} bytes; the rest did not go over RDMA"
         );
         Ok(())
     })
 }
 
 impl Hosts {
-    /// Listens on the server, on a port that the system picks.
+    /// Listens on the server, on a port that the system chooses.
     ///
     /// # Errors
-    /// If the address is on no device.
+    /// Returns an error if no device has the address.
     pub fn listen(&self) -> io::Result<StreamListener> {
         StreamListener::bind(&self.server, SocketAddr::new(self.server_ip, 0))
     }
 
-    /// A way to connect from the client, for those who connect later.
+    /// Returns a connector that connects from the client.
     #[must_use]
     pub fn connector(&self) -> Connector {
         Connector { fabric: self.client.clone(), local: SocketAddr::new(self.client_ip, 0) }
     }
 
-    /// Waits until all links are gone: only then everything that was sent is counted.
+    /// Waits until all links have ended, because only then all bytes are counted.
     async fn settle(&self) -> anyhow::Result<()> {
         for _ in 0..1000 {
             if self.client.stats().links + self.server.stats().links == 0 {
@@ -86,7 +87,7 @@ impl Hosts {
             }
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
-        anyhow::bail!("links that nobody has do not end")
+        anyhow::bail!("links did not end within 10 s")
     }
 
     fn print(&self) {
@@ -108,39 +109,39 @@ pub struct Connector {
 }
 
 impl Connector {
-    /// A stream to the server.
+    /// Opens a stream to the server.
     ///
     /// # Errors
-    /// Those of [`Stream::connect`].
+    /// Returns the errors of [`Stream::connect`].
     pub async fn connect(&self, peer: SocketAddr) -> io::Result<Stream> {
         Stream::connect_with(&self.fabric, peer, &ConnectOptions::new().local(self.local)).await
     }
 }
 
-/// A client of the server that the first argument names, from the IP address in the second if there
-/// is one. The calling tokio runtime drives its fabric.
+/// Returns a builder for a client of the server in the program's first argument. The second
+/// argument, if there is one, is the local IP address. The calling tokio runtime drives the fabric.
 ///
 /// # Errors
-/// Arguments that are none; a fabric that cannot be made.
+/// Returns an error if the arguments are invalid, or if the fabric cannot be built.
 pub fn client_by_arguments() -> anyhow::Result<ClientBuilder> {
     let mut arguments = std::env::args().skip(1);
-    let server = arguments.next().context("say the server's address: 10.0.0.1:6380")?;
+    let server = arguments.next().context("usage: EXAMPLE SERVER_IP:PORT [LOCAL_IP]")?;
     let fabric = Fabric::system().config(client_config()).build()?;
     tokio::spawn(fabric.drive());
     let builder =
-        Client::builder(&fabric, server.parse().context("the server's IP address and port")?);
+        Client::builder(&fabric, server.parse().context("SERVER: expected IP address and port")?);
     let Some(local) = arguments.next() else { return Ok(builder) };
-    Ok(builder.local(SocketAddr::new(local.parse().context("the local IP address")?, 0)))
+    Ok(builder.local(SocketAddr::new(local.parse().context("LOCAL: expected an IP address")?, 0)))
 }
 
-/// redis-rs's settings, with 60 s for an answer instead of half a second: an emulated guest is
-/// slow.
+/// Returns redis-rs's settings with a response timeout of 60 s instead of half a second, because an
+/// emulated guest is slow.
 #[must_use]
 pub fn patient_config() -> AsyncConnectionConfig {
     AsyncConnectionConfig::new().set_response_timeout(Some(Duration::from_secs(60)))
 }
 
-/// Bytes of which no two neighbours are alike.
+/// Returns bytes of which neighbours differ.
 #[must_use]
 pub fn pattern(len: usize) -> Vec<u8> {
     (0..len as u64).map(|at| at.wrapping_mul(0x9e37_79b9_7f4a_7c15).to_be_bytes()[0]).collect()

@@ -1,6 +1,6 @@
-//! The examples of ferrite-client as a reader would run them: `tcp_examples` anywhere,
+//! Runs the examples of ferrite-client as a reader would: `tcp_examples` anywhere,
 //! `lab_client_examples` in the lab.
-#![expect(clippy::print_stdout, reason = "what they said is worth a look: `-- --no-capture`")]
+#![expect(clippy::print_stdout, reason = "shows the examples' output with `-- --no-capture`")]
 
 #[path = "../../ferrite-session/tests/redis_server.rs"]
 pub(crate) mod redis_server;
@@ -10,43 +10,44 @@ use std::net::TcpStream;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 
-/// An example that runs; ended with the test. Cargo puts examples beside the tests.
-struct Running(Child);
+/// A running example, which is stopped on drop. Cargo puts examples next to the tests.
+struct RunningExample(Child);
 
-impl Running {
+impl RunningExample {
     fn start(name: &str, arguments: &[String]) -> Self {
-        let test = std::env::current_exe().expect("the test's own path");
+        let test = std::env::current_exe().expect("path of the test");
         let built: PathBuf = test
             .parent()
             .and_then(|deps| deps.parent())
-            .expect("target")
+            .expect("target directory")
             .join("examples")
             .join(name);
-        // `timeout` ends with what it runs, and ends that when it is ended itself.
+        // `timeout` exits with the example, and stops it when it is stopped itself.
         let child = Command::new("timeout")
             .arg("120")
             .arg(built)
             .args(arguments)
             .stdout(Stdio::piped())
             .spawn();
-        Self(child.expect("it runs"))
+        Self(child.expect("start the example"))
     }
 
-    /// What it says until it ends well.
-    fn said(mut self) -> String {
-        let mut said = String::new();
-        self.0.stdout.take().expect("piped").read_to_string(&mut said).expect("text");
-        println!("{said}");
-        let status = self.0.wait().expect("its end");
-        assert!(status.success(), "{status}: {said}");
-        said
+    /// Waits until the example has succeeded, and returns its output.
+    fn output(mut self) -> String {
+        let mut output = String::new();
+        let mut stdout = self.0.stdout.take().expect("piped stdout");
+        stdout.read_to_string(&mut output).expect("read the output");
+        println!("{output}");
+        let status = self.0.wait().expect("wait for the example");
+        assert!(status.success(), "{status}: {output}");
+        output
     }
 }
 
-impl Drop for Running {
+impl Drop for RunningExample {
     fn drop(&mut self) {
         if let Ok(None) = self.0.try_wait() {
-            // Not by `Child::kill`, which `timeout` could not pass on.
+            // Not with `Child::kill`: `timeout` cannot pass SIGKILL on to the example.
             let _ = Command::new("kill").arg(self.0.id().to_string()).status();
             let _ = self.0.wait();
         }
@@ -54,37 +55,37 @@ impl Drop for Running {
 }
 
 pub(crate) fn llm_cache(arguments: &[String], transport: &str) {
-    let said = Running::start("llm_cache", arguments).said();
-    assert!(said.starts_with(&format!("over {transport}")), "{said}");
-    assert_eq!(said.matches("the same bytes").count(), 4, "{said}");
+    let output = RunningExample::start("llm_cache", arguments).output();
+    assert!(output.starts_with(&format!("over {transport}")), "{output}");
+    assert_eq!(output.matches("verified").count(), 4, "{output}");
 }
 
 pub(crate) fn pubsub(arguments: &[String], transport: &str) {
-    let said = Running::start("pubsub", arguments).said();
-    assert_eq!(said, format!("over {transport}\n100 messages on news, in order\n"));
+    let output = RunningExample::start("pubsub", arguments).output();
+    assert_eq!(output, format!("over {transport}\n100 messages on news, in order\n"));
 }
 
 pub(crate) fn web(arguments: &[String], transport: &str) {
-    let mut web = Running::start("web", arguments);
+    let mut web = RunningExample::start("web", arguments);
     let mut line = String::new();
-    BufReader::new(web.0.stdout.as_mut().expect("piped"))
+    BufReader::new(web.0.stdout.as_mut().expect("piped stdout"))
         .read_line(&mut line)
-        .expect("its address");
-    let at = line
+        .expect("read the address");
+    let address = line
         .trim()
         .strip_prefix("http://")
         .and_then(|rest| rest.strip_suffix('/'))
         .expect("an address");
     for views in 1..=3 {
-        let mut page = TcpStream::connect(at).expect("it listens");
+        let mut page = TcpStream::connect(address).expect("connect");
         page.write_all(b"GET /a/page HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n")
-            .expect("asked");
-        let mut answer = String::new();
-        page.read_to_string(&mut answer).expect("an answer");
+            .expect("send the request");
+        let mut response = String::new();
+        page.read_to_string(&mut response).expect("read the response");
         let expected = format!("a/page: {views} views, counted over {transport}\n");
         assert!(
-            answer.starts_with("HTTP/1.1 200 OK\r\n") && answer.ends_with(&expected),
-            "{answer}"
+            response.starts_with("HTTP/1.1 200 OK\r\n") && response.ends_with(&expected),
+            "{response}"
         );
     }
 }

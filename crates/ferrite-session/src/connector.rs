@@ -1,17 +1,18 @@
-//! The calling side of a session: finds out what the server speaks, and falls back to TCP as the
-//! policy says.
+//! The client side of a session: detects what the server speaks, and falls back to TCP if the
+//! policy allows it.
 //!
 //! ```text
-//!   prefer, require:  RDMA with our hello ─┬─► a Ferrite peer answers: a link
-//!                                          ├─► it stands, and nobody says hello: Valkey's protocol
-//!                                          └─► it fails ─┬─ prefer: TCP, and why
+//!   prefer, require:  RDMA with our hello ─┬─► the server sends a hello: a Ferrite link
+//!                                          ├─► it accepts, but sends no hello: Valkey Over RDMA
+//!                                          └─► it fails ─┬─ prefer: TCP, with the cause
 //!                                                        └─ require: the error
 //!   forbid:           TCP
 //! ```
 //!
-//! Over TCP it is plain RESP: whoever listens there, an engine or a gateway, understands that. Or
-//! RESP within TLS, if the caller says so: then RDMA, which encrypts nothing, is out unless the
-//! caller says that too; where it was preferred, that is a fallback like others, with its cause.
+//! Over TCP, a session is plain RESP, which engines and gateways both understand. If the caller has
+//! configured TLS, it is RESP within TLS. RDMA is then not used, because it is not encrypted,
+//! unless the caller allows that explicitly. If RDMA was preferred, this counts as a fallback, with
+//! its cause.
 
 use std::fmt;
 use std::io::{self, IoSlice};
@@ -33,10 +34,11 @@ use tokio_rustls::client::TlsStream;
 
 use crate::stream::{ValkeyConfig, ValkeyStream};
 
-/// How RDMA is had all the same.
-const ALLOW_CLEAR_TEXT: &str = "allow RDMA beside TLS (plain_rdma_beside_tls) on a network that only friends can listen to, or forbid RDMA";
+/// The fix that the error names if RDMA is not tried because TLS is configured.
+const ALLOW_CLEAR_TEXT: &str = "allow RDMA beside TLS (plain_rdma_beside_tls) on a network \
+                                where nobody untrusted can listen, or forbid RDMA";
 
-/// What carries a session.
+/// The transport of a session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum SessionTransport {
@@ -61,7 +63,7 @@ impl fmt::Display for SessionTransport {
     }
 }
 
-/// Opens sessions.
+/// Opens sessions to servers.
 ///
 /// ```no_run
 /// # async fn show() -> Result<(), Box<dyn std::error::Error>> {
@@ -82,11 +84,11 @@ pub struct Connector {
     timeout: Duration,
     valkey: ValkeyConfig,
     tls: Option<(TlsConnector, ServerName<'static>)>,
-    may_be_plain_on_rdma: bool,
+    allows_plain_rdma: bool,
 }
 
 impl Connector {
-    /// RDMA as the fabric's settings say, within its `connection_timeout`.
+    /// Creates a connector with the RDMA policy and the `connection_timeout` of the fabric.
     #[must_use]
     pub fn new(fabric: &Fabric) -> Self {
         Self {
@@ -96,67 +98,73 @@ impl Connector {
             timeout: fabric.config().connection_timeout,
             valkey: ValkeyConfig::default(),
             tls: None,
-            may_be_plain_on_rdma: false,
+            allows_plain_rdma: false,
         }
     }
 
-    /// Whether RDMA may, must or must not carry it.
+    /// Sets whether sessions may, must or must not use RDMA.
     #[must_use]
     pub fn rdma(mut self, rdma: Rdma) -> Self {
         self.rdma = rdma;
         self
     }
 
-    /// The local address for RDMA, which chooses the device.
+    /// Sets the local address for RDMA, which selects the device.
     #[must_use]
     pub fn local(mut self, local: SocketAddr) -> Self {
         self.local = Some(local);
         self
     }
 
-    /// How long each way may take.
+    /// Sets the time limit of each attempt: one over RDMA, and one over TCP.
     #[must_use]
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
         self
     }
 
-    /// For servers of Valkey's protocol. Valkey's own has been tested with windows of 1 MiB; ours
-    /// are as large as this says.
+    /// Sets the configuration for servers that speak Valkey Over RDMA. Valkey's own server has been
+    /// tested with windows of 1 MiB; this configuration sets the size of ours.
     #[must_use]
     pub fn valkey(mut self, config: ValkeyConfig) -> Self {
         self.valkey = config;
         self
     }
 
-    /// TLS, with a server whose certificate is for this name. It is on TCP alone: RDMA encrypts
-    /// nothing, so it is not tried where it is preferred ([`Session::fallback`] says so) and an
-    /// error where it is required, unless [`Connector::plain_rdma_beside_tls`] allows it. Which
-    /// cryptography is used is the caller's choice (`rustls` with the feature `ring` or
-    /// `aws-lc-rs`).
+    /// Enables TLS over TCP, with a server whose certificate is valid for this name.
+    ///
+    /// RDMA is not encrypted. If RDMA is preferred, it is not tried, and [`Session::fallback`]
+    /// reports that. If RDMA is required, connecting is an error.
+    /// [`Connector::plain_rdma_beside_tls`] allows RDMA in both cases.
+    ///
+    /// The caller chooses the cryptography (`rustls` with the feature `ring` or `aws-lc-rs`).
     #[must_use]
     pub fn tls(mut self, config: Arc<ClientConfig>, name: ServerName<'static>) -> Self {
         self.tls = Some((config.into(), name));
         self
     }
 
-    /// Allows RDMA, which is not encrypted, although TLS is set for TCP: for networks that only
-    /// friends can listen to.
+    /// Allows RDMA, which is not encrypted, although TLS is configured for TCP. Meant for networks
+    /// where nobody untrusted can listen.
     #[must_use]
     pub fn plain_rdma_beside_tls(mut self) -> Self {
-        self.may_be_plain_on_rdma = true;
+        self.allows_plain_rdma = true;
         self
     }
 
     /// Opens a session.
     ///
     /// # Errors
-    /// How RDMA failed, if it was required (a [`ferrite_fabric::Error`] is inside); else how TCP or
-    /// TLS did, and RDMA before it. RDMA is required and TLS is set.
+    /// Returns an error if
+    /// - RDMA is required and fails (a [`ferrite_fabric::Error`] is inside),
+    /// - TCP or TLS fails; the message also says how RDMA failed if it was tried first,
+    /// - RDMA is required and TLS is configured, without [`Connector::plain_rdma_beside_tls`].
     pub async fn connect(&self, server: SocketAddr) -> io::Result<Session> {
-        let must_be_tls = self.tls.is_some() && !self.may_be_plain_on_rdma;
+        let must_be_tls = self.tls.is_some() && !self.allows_plain_rdma;
         if must_be_tls && self.rdma == Rdma::Require {
-            let contradiction = "TLS is set and RDMA is required, but RDMA is not encrypted: prefer or forbid RDMA, or allow it beside TLS";
+            let contradiction = "TLS is configured and RDMA is required, but RDMA is not \
+                                 encrypted; prefer or forbid RDMA, or allow it beside TLS \
+                                 (plain_rdma_beside_tls)";
             return Err(io::Error::new(io::ErrorKind::InvalidInput, contradiction));
         }
         if self.rdma == Rdma::Forbid {
@@ -185,39 +193,40 @@ impl Connector {
         }
     }
 
-    async fn over_rdma(&self, server: SocketAddr) -> Result<Kind, Error> {
+    async fn over_rdma(&self, server: SocketAddr) -> Result<SessionStream, Error> {
         let mut options = ConnectOptions::new().timeout(self.timeout);
         if let Some(local) = self.local {
             options = options.local(local);
         }
         Ok(match self.fabric.connect_either(server, &options).await? {
-            Met::Link(link) => Kind::Ferrite(Stream::new(link)),
+            Met::Link(link) => SessionStream::Ferrite(Stream::new(link)),
             Met::RawConnection(raw) => {
-                Kind::Valkey(Box::new(ValkeyStream::open(raw, Role::Client, &self.valkey).await?))
+                let stream = ValkeyStream::open(raw, Role::Client, &self.valkey).await?;
+                SessionStream::Valkey(Box::new(stream))
             }
         })
     }
 
-    async fn over_tcp(&self, server: SocketAddr) -> io::Result<Kind> {
+    async fn over_tcp(&self, server: SocketAddr) -> io::Result<SessionStream> {
         let connecting = async {
             let tcp = TcpStream::connect(server).await?;
             tcp.set_nodelay(true)?;
-            let Some((tls, name)) = &self.tls else { return Ok(Kind::Tcp(tcp)) };
-            let shaken = tls.connect(name.clone(), tcp).await;
-            let shaken = shaken.map_err(|error| {
+            let Some((tls, name)) = &self.tls else { return Ok(SessionStream::Tcp(tcp)) };
+            let handshake = tls.connect(name.clone(), tcp).await;
+            let handshake = handshake.map_err(|error| {
                 io::Error::new(
                     error.kind(),
-                    format!("TLS with {server} as {}: {error}", name.to_str()),
+                    format!("TLS handshake with {server} as {}: {error}", name.to_str()),
                 )
             });
-            Ok(Kind::Tls(Box::new(shaken?)))
+            Ok(SessionStream::Tls(Box::new(handshake?)))
         };
-        let late = || io::Error::new(io::ErrorKind::TimedOut, "no answer in time");
-        timeout(self.timeout, connecting).await.unwrap_or_else(|_| Err(late()))
+        let timed_out = || io::Error::new(io::ErrorKind::TimedOut, "connection timed out");
+        timeout(self.timeout, connecting).await.unwrap_or_else(|_| Err(timed_out()))
     }
 }
 
-enum Kind {
+enum SessionStream {
     Ferrite(Stream),
     Valkey(Box<ValkeyStream>),
     Tcp(TcpStream),
@@ -226,46 +235,46 @@ enum Kind {
 
 /// A connection to a server that speaks RESP: [`AsyncRead`] and [`AsyncWrite`].
 pub struct Session {
-    stream: Kind,
+    stream: SessionStream,
     fallback: Option<Fallback>,
 }
 
 impl Session {
-    /// What carries it.
+    /// Returns the transport of the session.
     #[must_use]
     pub fn transport(&self) -> SessionTransport {
         match &self.stream {
-            Kind::Ferrite(_) => SessionTransport::FerriteRdma,
-            Kind::Valkey(_) => SessionTransport::ValkeyRdma,
-            Kind::Tcp(_) => SessionTransport::Tcp,
-            Kind::Tls(_) => SessionTransport::Tls,
+            SessionStream::Ferrite(_) => SessionTransport::FerriteRdma,
+            SessionStream::Valkey(_) => SessionTransport::ValkeyRdma,
+            SessionStream::Tcp(_) => SessionTransport::Tcp,
+            SessionStream::Tls(_) => SessionTransport::Tls,
         }
     }
 
-    /// Why it is on TCP, if RDMA was preferred.
+    /// Returns why the session uses TCP although RDMA was preferred.
     #[must_use]
     pub fn fallback(&self) -> Option<&Fallback> {
         self.fallback.as_ref()
     }
 
-    /// The device that carries it, on RDMA.
+    /// Returns the RDMA device, if the session uses RDMA.
     #[must_use]
     pub fn device(&self) -> Option<String> {
         match &self.stream {
-            Kind::Ferrite(stream) => stream.link().device(),
-            Kind::Valkey(stream) => stream.raw().device(),
-            Kind::Tcp(_) | Kind::Tls(_) => None,
+            SessionStream::Ferrite(stream) => stream.link().device(),
+            SessionStream::Valkey(stream) => stream.raw().device(),
+            SessionStream::Tcp(_) | SessionStream::Tls(_) => None,
         }
     }
 }
 
-macro_rules! of_each {
+macro_rules! with_stream {
     ($self:ident, $stream:ident => $call:expr) => {
         match &mut $self.get_mut().stream {
-            Kind::Ferrite($stream) => $call,
-            Kind::Valkey($stream) => $call,
-            Kind::Tcp($stream) => $call,
-            Kind::Tls($stream) => $call,
+            SessionStream::Ferrite($stream) => $call,
+            SessionStream::Valkey($stream) => $call,
+            SessionStream::Tcp($stream) => $call,
+            SessionStream::Tls($stream) => $call,
         }
     };
 }
@@ -276,7 +285,7 @@ impl AsyncRead for Session {
         cx: &mut Context<'_>,
         out: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        of_each!(self, stream => Pin::new(stream).poll_read(cx, out))
+        with_stream!(self, stream => Pin::new(stream).poll_read(cx, out))
     }
 }
 
@@ -286,7 +295,7 @@ impl AsyncWrite for Session {
         cx: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
-        of_each!(self, stream => Pin::new(stream).poll_write(cx, bytes))
+        with_stream!(self, stream => Pin::new(stream).poll_write(cx, bytes))
     }
 
     fn poll_write_vectored(
@@ -294,7 +303,7 @@ impl AsyncWrite for Session {
         cx: &mut Context<'_>,
         bytes: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        of_each!(self, stream => Pin::new(stream).poll_write_vectored(cx, bytes))
+        with_stream!(self, stream => Pin::new(stream).poll_write_vectored(cx, bytes))
     }
 
     fn is_write_vectored(&self) -> bool {
@@ -302,11 +311,11 @@ impl AsyncWrite for Session {
     }
 
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        of_each!(self, stream => Pin::new(stream).poll_flush(cx))
+        with_stream!(self, stream => Pin::new(stream).poll_flush(cx))
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        of_each!(self, stream => Pin::new(stream).poll_shutdown(cx))
+        with_stream!(self, stream => Pin::new(stream).poll_shutdown(cx))
     }
 }
 

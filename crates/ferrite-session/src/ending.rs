@@ -1,4 +1,4 @@
-//! When a session is to end although neither its client nor its engine has hung up.
+//! Decides when a session must end although neither its client nor its engine has disconnected.
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -7,46 +7,47 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep};
 
 use crate::pump::Moved;
-use crate::sessions::{Entry, Open};
+use crate::sessions::{Entry, OpenSession};
 
-/// How long a client whose connection the engine has closed may take nothing of what was said
-/// before.
-const STALLED: Duration = Duration::from_secs(2);
-/// A session that has moved nothing for this long has nothing under way.
-const QUIET: Duration = Duration::from_millis(100);
-/// The same for a session whose client has sent a part of a command: the rest may be on its way,
-/// but it is no work of the engine's.
-const QUIET_PARTIAL: Duration = Duration::from_secs(1);
+/// How long a client may read nothing after the engine has closed its connection. Replies that were
+/// made before the close are still delivered to a client that keeps reading.
+const STALL_TIMEOUT: Duration = Duration::from_secs(2);
+/// A session that has moved no bytes for this long has nothing in flight.
+const QUIET_TIME: Duration = Duration::from_millis(100);
+/// The quiet time of a session whose client has sent only a part of a command. The rest may still
+/// arrive, but the engine is not working on it yet.
+const QUIET_TIME_PARTIAL: Duration = Duration::from_secs(1);
 
-/// How sessions hear of the gateway's end.
+/// Tells sessions that the gateway shuts down.
 #[derive(Clone)]
-pub(crate) struct Ending {
-    pub(crate) ended: watch::Receiver<bool>,
+pub(crate) struct Shutdown {
+    /// Becomes true when the gateway shuts down.
+    pub(crate) signal: watch::Receiver<bool>,
     pub(crate) engine_stays: bool,
 }
 
-/// Ready when a session is to end: somebody wants it to, or the gateway ends and nothing is under
-/// way.
-pub(crate) async fn over(open: &Open, ending: Ending) {
+/// Waits until a session must end: it was killed, the engine has freed its client, or the gateway
+/// shuts down and nothing is in flight.
+pub(crate) async fn wait_for_end(open: &OpenSession, shutdown: Shutdown) {
     tokio::select! {
-        () = quiet(&open.entry.moved, ending) => {}
-        () = ended(&open.entry) => {}
+        () = wait_for_quiet_shutdown(&open.entry.moved, shutdown) => {}
+        () = wait_for_kill(&open.entry) => {}
     }
 }
 
-/// Ready when somebody wants a session to end, or when the engine has freed its client and the
-/// client takes no more of what was said before.
-async fn ended(entry: &Entry) {
+/// Waits until the session is killed. Also returns when the engine has freed the session's client
+/// and the client reads no more of the replies that were made before.
+async fn wait_for_kill(entry: &Entry) {
     while !entry.is_killed.load(Ordering::Relaxed) {
         if entry.is_gone() {
-            return stalled(&entry.moved, STALLED).await;
+            return wait_for_stall(&entry.moved, STALL_TIMEOUT).await;
         }
         entry.ended.notified().await;
     }
 }
 
-/// Ready when nothing has gone to the client for this long.
-async fn stalled(moved: &Moved, time: Duration) {
+/// Waits until no byte has gone to the client for this long.
+async fn wait_for_stall(moved: &Moved, time: Duration) {
     let mut last = None;
     loop {
         let (_, to_client) = moved.both();
@@ -57,18 +58,18 @@ async fn stalled(moved: &Moved, time: Duration) {
     }
 }
 
-/// Ready when the gateway ends and nothing has moved for a moment; if the engine goes on, it must
-/// have had the last word.
-async fn quiet(moved: &Moved, mut ending: Ending) {
-    let _ = ending.ended.wait_for(|ended| *ended).await; // a gateway that is gone has ended
+/// Waits until the gateway shuts down and the session has been quiet for a moment. If the engine
+/// keeps running, this also waits for its reply to a command that was sent to it.
+async fn wait_for_quiet_shutdown(moved: &Moved, mut shutdown: Shutdown) {
+    let _ = shutdown.signal.wait_for(|ended| *ended).await; // a dropped gateway has shut down, too
     let (mut last, mut since) = (moved.total(), Instant::now());
     loop {
-        let is_partial = ending.engine_stays && moved.is_partial.load(Ordering::Relaxed);
-        let is_quiet = since.elapsed() >= if is_partial { QUIET_PARTIAL } else { QUIET };
-        if is_quiet && !(ending.engine_stays && moved.is_asking.load(Ordering::Relaxed)) {
+        let is_partial = shutdown.engine_stays && moved.is_partial.load(Ordering::Relaxed);
+        let is_quiet = since.elapsed() >= if is_partial { QUIET_TIME_PARTIAL } else { QUIET_TIME };
+        if is_quiet && !(shutdown.engine_stays && moved.is_asking.load(Ordering::Relaxed)) {
             return;
         }
-        sleep(QUIET / 5).await;
+        sleep(QUIET_TIME / 5).await;
         let now = moved.total();
         if now != last {
             (last, since) = (now, Instant::now());

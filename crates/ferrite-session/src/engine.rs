@@ -1,4 +1,4 @@
-//! The engine's own socket: any server that speaks RESP, on a Unix or TCP socket.
+//! Connections to the engine: any server that speaks RESP on a Unix or TCP socket.
 
 use std::fmt;
 use std::io;
@@ -19,12 +19,12 @@ use tokio::net::{TcpSocket, TcpStream, UnixStream, lookup_host};
 
 use crate::in_process::InProcessEngine;
 
-/// Where an engine listens: `unix:/run/redis.sock`, a path, or `host:port`.
+/// The address where an engine listens: `unix:/run/redis.sock`, an absolute path, or `host:port`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum EngineAddress {
-    /// A Unix socket.
+    /// The path of a Unix socket.
     Unix(PathBuf),
-    /// Host and port.
+    /// A TCP address as `host:port`.
     Tcp(String),
 }
 
@@ -36,7 +36,7 @@ impl FromStr for EngineAddress {
             text.strip_prefix("unix:").or_else(|| text.starts_with('/').then_some(text))
         {
             return if path.is_empty() {
-                Err("unix: needs a path".into())
+                Err("unix: expected a path after the colon".into())
             } else {
                 Ok(Self::Unix(path.into()))
             };
@@ -48,7 +48,7 @@ impl FromStr for EngineAddress {
             {
                 Ok(Self::Tcp(address.into()))
             }
-            _ => Err(format!("{text}: neither a path nor host:port")),
+            _ => Err(format!("{text}: expected an absolute path, unix:PATH or HOST:PORT")),
         }
     }
 }
@@ -62,20 +62,20 @@ impl fmt::Display for EngineAddress {
     }
 }
 
-/// A connection to an engine. Dropping it ends it, also if a forked child (an engine's that saves)
-/// holds its descriptor still.
+/// A connection to an engine. Dropping it ends the connection, even if a forked child of the
+/// process (an engine that saves in the background) still has the descriptor open.
 #[derive(Debug)]
 pub enum EngineSocket {
-    /// Over a Unix socket.
+    /// A connection over a Unix socket.
     Unix(UnixStream),
-    /// Over TCP.
+    /// A connection over TCP.
     Tcp(TcpStream),
 }
 
 impl Drop for EngineSocket {
     fn drop(&mut self) {
-        // Closing would not: the child's copy keeps the connection, and a client that waits in
-        // BLPOP would take an element that nobody hears of.
+        // Closing is not enough: the child's copy would keep the connection open, and a client that
+        // is blocked in BLPOP would pop an element that nobody receives.
         let _ = match self {
             Self::Unix(socket) => shutdown(socket, Shutdown::Both),
             Self::Tcp(socket) => shutdown(socket, Shutdown::Both),
@@ -84,15 +84,16 @@ impl Drop for EngineSocket {
 }
 
 impl EngineSocket {
-    /// Connects.
+    /// Connects to an engine.
     ///
     /// # Errors
-    /// What the system says.
+    /// Returns the system's error if the name cannot be resolved or the connection fails. If a name
+    /// has several addresses, this is the error of the last one.
     pub async fn connect(address: &EngineAddress) -> io::Result<Self> {
         match address {
             EngineAddress::Unix(path) => {
                 let socket = open(AddressFamily::UNIX)?;
-                connect(&socket, &SocketAddrUnix::new(path)?)?; // done, or refused
+                connect(&socket, &SocketAddrUnix::new(path)?)?; // never in progress on Unix sockets
                 UnixStream::from_std(socket.into()).map(Self::Unix)
             }
             EngineAddress::Tcp(address) => {
@@ -114,10 +115,11 @@ impl EngineSocket {
         }
     }
 
-    /// Whether the engine answers who has not said a password. To be asked first on a connection.
+    /// Returns whether the engine accepts commands without a password. Must be the first command on
+    /// the connection.
     ///
     /// # Errors
-    /// The connection fails, or what is there speaks no RESP.
+    /// Returns an error if the connection fails, or if the server does not speak RESP.
     pub async fn is_open_to_all(&mut self) -> io::Result<bool> {
         self.write_all(b"PING\r\n").await?;
         let mut answer = Vec::new();
@@ -125,7 +127,7 @@ impl EngineSocket {
             if answer.len() >= 512 {
                 return Err(io::Error::new(
                     io::ErrorKind::InvalidData,
-                    "the answer to PING has no end",
+                    "invalid reply to PING: no end of line within 512 bytes",
                 ));
             }
             answer.push(self.read_u8().await?);
@@ -133,19 +135,19 @@ impl EngineSocket {
         match answer[0] {
             b'+' => Ok(true),
             b'-' => Ok(!answer.starts_with(b"-NOAUTH")),
-            _ => Err(io::Error::new(io::ErrorKind::InvalidData, "the answer to PING is not RESP")),
+            _ => Err(io::Error::new(io::ErrorKind::InvalidData, "invalid reply to PING: not RESP")),
         }
     }
 }
 
-/// A socket whose descriptor is none of those that the engine around us needs, also while it
-/// connects.
+/// Opens a socket. Its descriptor is moved out of the range that the surrounding engine needs for
+/// its own clients, before the socket connects.
 fn open(family: AddressFamily) -> io::Result<OwnedFd> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     lift(socket_with(family, SocketType::STREAM, flags, None)?)
 }
 
-macro_rules! both {
+macro_rules! with_socket {
     ($self:ident, $socket:ident => $call:expr) => {
         match $self.get_mut() {
             EngineSocket::Unix($socket) => $call,
@@ -160,7 +162,7 @@ impl AsyncRead for EngineSocket {
         cx: &mut Context<'_>,
         out: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        both!(self, socket => Pin::new(socket).poll_read(cx, out))
+        with_socket!(self, socket => Pin::new(socket).poll_read(cx, out))
     }
 }
 
@@ -170,23 +172,23 @@ impl AsyncWrite for EngineSocket {
         cx: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
-        both!(self, socket => Pin::new(socket).poll_write(cx, bytes))
+        with_socket!(self, socket => Pin::new(socket).poll_write(cx, bytes))
     }
 
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        both!(self, socket => Pin::new(socket).poll_flush(cx))
+        with_socket!(self, socket => Pin::new(socket).poll_flush(cx))
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        both!(self, socket => Pin::new(socket).poll_shutdown(cx))
+        with_socket!(self, socket => Pin::new(socket).poll_shutdown(cx))
     }
 }
 
-/// An empty command, which engines do not answer.
+/// An empty command, to which engines send no reply.
 pub(crate) const EMPTY_LINE: &[u8] = b"\n";
 
-/// A session's own connection to the engine's socket. An engine that the session runs inside of
-/// hears of what is sent there.
+/// A session's own connection to the engine's socket. If the session runs inside the engine, writes
+/// to the connection are reported to it ([`InProcessEngine::on_proxied`]).
 pub(crate) struct ProxyConnection {
     socket: EngineSocket,
     engine: Option<Arc<dyn InProcessEngine>>,
@@ -216,7 +218,7 @@ impl AsyncWrite for ProxyConnection {
     ) -> Poll<io::Result<usize>> {
         let Self { socket, engine } = self.get_mut();
         let written = Pin::new(socket).poll_write(cx, bytes);
-        // An empty line runs nothing.
+        // An empty line runs no command, so it is not reported.
         if let (Poll::Ready(Ok(1..)), Some(engine)) = (&written, engine)
             && bytes != EMPTY_LINE
         {
@@ -239,7 +241,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn addresses() {
+    fn parses_addresses() {
         let unix = EngineAddress::Unix("/run/redis.sock".into());
         assert_eq!("unix:/run/redis.sock".parse(), Ok(unix.clone()));
         assert_eq!("/run/redis.sock".parse(), Ok(unix.clone()));

@@ -1,5 +1,5 @@
-//! Clients of every kind in front, an engine behind: each session has a connection of its own to
-//! the engine's socket.
+//! The server side of sessions: accepts all kinds of clients, and connects each session to the
+//! engine's socket.
 //!
 //! ```text
 //!   Ferrite peer (RDMA, or TCP) ──► Stream ───────┐
@@ -7,8 +7,8 @@
 //!   any client (TCP) ─────────────────────────────┘
 //! ```
 //!
-//! A gateway that is inside the engine ([`Gateway::inside`]) runs sessions where the engine says,
-//! and asks it first (`in_process.rs`).
+//! A gateway inside the engine ([`Gateway::inside`]) runs its sessions on the engine's threads, and
+//! runs commands in-process where it can (`in_process.rs`).
 
 use std::future::Future;
 use std::io;
@@ -26,55 +26,58 @@ use tokio::sync::{oneshot, watch};
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
-use crate::ending::{Ending, over};
+use crate::ending::{Shutdown, wait_for_end};
 use crate::engine::{EngineAddress, EngineSocket, ProxyConnection};
-use crate::in_process::{self, Client, CommandPaths, InProcessEngine, Left};
+use crate::in_process::{self, Client, CommandPaths, InProcessEngine, ServeOutcome};
 use crate::pump::{BUFFER, pump_after};
-use crate::sessions::{ClientTransport, Open, SessionInfo, Sessions};
+use crate::sessions::{ClientTransport, OpenSession, SessionInfo, Sessions};
 use crate::stream::{ValkeyConfig, ValkeyStream};
 
-/// As the engine says it.
-const FULL: &str = "-ERR max number of clients reached\r\n";
-/// How long a client that is refused may take to hear why.
-const LAST_WORDS: Duration = Duration::from_secs(1);
-/// A client over TCP that was silent for so long is looked for.
-const KEEPALIVE: Duration = Duration::from_secs(300);
-/// So many clients of Valkey's protocol are told every 3 s that we live. Those that come then are
-/// told half as often, and beyond twice as many a third: a server of thousands would do little
-/// else. It is less than a client of ours waits before it asks.
-const OFTEN_TOLD: usize = 1000;
-/// The buffers of a pinned session, each way: its client may not have authenticated.
+/// The error that engines send beyond `maxclients`, word for word.
+const MAX_CLIENTS_ERROR: &str = "-ERR max number of clients reached\r\n";
+/// How long a client may take to read the last bytes before its connection is closed.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
+/// The idle time after which the kernel probes a TCP client.
+const TCP_KEEPALIVE: Duration = Duration::from_secs(300);
+/// The number of sessions after which keepalives to clients of Valkey Over RDMA become rarer.
+/// Clients get one every 3 s at first, every 6 s beyond this number and every 9 s beyond twice this
+/// number. A server with thousands of clients would do little else otherwise. Even the longest
+/// interval is shorter than the 10 s after which our own client probes a silent server.
+const SESSIONS_PER_KEEPALIVE_STEP: usize = 1000;
+/// The buffer of a pinned session, for each direction. It is small because the client may not have
+/// authenticated.
 const PINNED_BUFFER: usize = 28 << 10;
 
-/// How a [`Gateway`] behaves.
+/// The settings of a [`Gateway`].
 #[derive(Debug, Clone)]
 pub struct GatewayConfig {
-    /// The engine behind it.
+    /// The address of the engine.
     pub engine: EngineAddress,
-    /// How long connecting to it may take. 5 s.
+    /// How long connecting to the engine may take (default 5 s).
     pub engine_timeout: Duration,
-    /// Sessions at a time; more are told so. 10,000.
+    /// The maximum number of sessions; further clients are rejected (default 10,000).
     pub max_clients: usize,
-    /// Refuse clients of other hosts while the engine asks for no password: behind the gateway they
-    /// would look as if they came from this host, which the engine's own protected mode lets pass.
-    /// On.
+    /// Whether to reject clients from other hosts while the engine requires no password (default
+    /// true). To the engine, all clients of the gateway seem to come from this host, so its own
+    /// protected mode would accept them.
     pub protected_mode: bool,
-    /// How long sessions may take to finish what is under way when the gateway ends. 5 s.
+    /// How long sessions may take to finish pending commands when the gateway shuts down (default
+    /// 5 s).
     pub drain_timeout: Duration,
-    /// The engine goes on when the gateway ends, so that it is worth waiting for its answers. On;
-    /// not where both end together.
+    /// Whether the engine keeps running when the gateway shuts down, so that waiting for its
+    /// replies makes sense (default true). False if both shut down together.
     pub engine_stays: bool,
-    /// For clients of Valkey's protocol.
+    /// The settings for clients of Valkey Over RDMA.
     pub valkey: ValkeyConfig,
-    /// Who speaks when a client is turned away. `Ferrite gateway`.
+    /// The name of the sender in errors to rejected clients (default `Ferrite gateway`).
     pub name: &'static str,
-    /// What to do to let clients of other hosts pass without a password, as protected mode says it.
-    /// For `ferrite gateway`.
+    /// The advice in protected mode's error: how to allow clients from other hosts without a
+    /// password. The default is for `ferrite gateway`.
     pub open_up: &'static str,
 }
 
 impl GatewayConfig {
-    /// In front of this engine.
+    /// Returns the default settings for a gateway in front of this engine.
     #[must_use]
     pub fn new(engine: EngineAddress) -> Self {
         Self {
@@ -101,40 +104,41 @@ struct Counters {
     paths: CommandPaths,
 }
 
-/// What a gateway has done.
+/// The counters of a gateway.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct GatewayStats {
-    /// Sessions now.
+    /// Sessions that are open now.
     pub sessions: usize,
-    /// Sessions that were begun by clients of Valkey's protocol.
+    /// Clients that have connected with Valkey Over RDMA.
     pub valkey_sessions: u64,
-    /// Sessions that were begun by Ferrite peers.
+    /// Ferrite peers that have connected.
     pub ferrite_sessions: u64,
-    /// Sessions that were begun by other clients, over TCP.
+    /// Other clients that have connected, over TCP.
     pub tcp_sessions: u64,
-    /// Clients that were turned away, with a reason.
+    /// Clients that were rejected.
     pub refused: u64,
-    /// Clients for whom the engine was not to be had.
+    /// Clients that got no session because connecting to the engine failed.
     pub engine_failures: u64,
     /// Sessions that were asked to end ([`Gateway::kill`]).
     pub killed: u64,
-    /// Bytes to the engine.
+    /// Bytes sent to the engine.
     pub to_engine_bytes: u64,
-    /// Bytes to clients.
+    /// Bytes sent to clients.
     pub to_client_bytes: u64,
-    /// Commands that the engine around us answered by a call.
+    /// Commands that were called in-process.
     pub called: u64,
-    /// Commands of such sessions that went over a connection of theirs.
+    /// Commands of in-process sessions that went over their proxy connections.
     pub proxied: u64,
-    /// Sessions that went over to a connection of theirs for good.
+    /// Sessions that were pinned to the proxy path.
     pub stayed: u64,
-    /// Sessions that were ended because all together held more than the engine's
+    /// Sessions that were ended because all sessions together held more memory than the engine's
     /// `maxmemory-clients`.
     pub evicted: u64,
 }
 
-/// Serves clients by an engine that knows nothing of RDMA. Clones are the same gateway.
+/// Serves clients over RDMA and TCP with an engine that need not support RDMA. Clones share one
+/// gateway.
 #[derive(Clone)]
 pub struct Gateway {
     config: Arc<RwLock<Arc<GatewayConfig>>>,
@@ -144,32 +148,32 @@ pub struct Gateway {
 }
 
 impl Gateway {
-    /// A gateway that does nothing yet.
+    /// Creates a gateway in front of an engine. [`Gateway::serve`] starts it.
     #[must_use]
     pub fn new(config: GatewayConfig) -> Self {
         let config = Arc::new(RwLock::new(Arc::new(config)));
         Self { config, counters: Arc::default(), sessions: Arc::default(), inside: None }
     }
 
-    /// A gateway inside the engine, which answers what it can without a socket.
+    /// Creates a gateway inside the engine. It runs commands in-process where it can.
     #[must_use]
     pub fn inside(config: GatewayConfig, engine: Arc<dyn InProcessEngine>) -> Self {
         Self { inside: Some(engine), ..Self::new(config) }
     }
 
-    /// How it behaves now.
+    /// Returns the current settings.
     #[must_use]
     pub fn config(&self) -> Arc<GatewayConfig> {
         Arc::clone(&self.config.read().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Changes how it behaves towards those who come from now on.
+    /// Changes the settings for clients that connect from now on.
     pub fn reconfigure(&self, change: impl FnOnce(&mut GatewayConfig)) {
         let mut config = self.config.write().unwrap_or_else(PoisonError::into_inner);
         change(Arc::make_mut(&mut config));
     }
 
-    /// What it has done so far.
+    /// Returns the counters of the gateway.
     #[must_use]
     pub fn stats(&self) -> GatewayStats {
         let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
@@ -199,29 +203,30 @@ impl Gateway {
         }
     }
 
-    /// The sessions that are open, the oldest first.
+    /// Returns the open sessions, the oldest first.
     #[must_use]
     pub fn sessions(&self) -> Vec<SessionInfo> {
         self.sessions.all()
     }
 
-    /// Asks a session to end, by its number ([`SessionInfo::id`]); whether there is one.
+    /// Asks a session to end, by its number ([`SessionInfo::id`]). Returns false if there is no
+    /// such session.
     #[expect(clippy::must_use_candidate, reason = "called for its effect")]
     pub fn kill(&self, id: u64) -> bool {
         self.sessions.kill(id)
     }
 
-    /// Takes clients until `end` is ready; then lets sessions finish what is under way. Somebody
-    /// must drive the listener's engine meanwhile.
+    /// Accepts clients until `end` is ready, then lets sessions finish pending commands. The caller
+    /// must drive the listener's fabric in the meantime.
     ///
     /// # Errors
-    /// The listener fails.
+    /// Returns an error if the listener fails.
     pub async fn serve(
         &self,
         mut listener: Listener,
         end: impl Future<Output = ()>,
     ) -> Result<(), Error> {
-        let (ending, ended) = watch::channel(false);
+        let (shutdown, signal) = watch::channel(false);
         let mut sessions = JoinSet::new();
         let (foreign_peers, foreign_tcp_peers) =
             (listener.foreign_peers(), listener.foreign_tcp_peers());
@@ -234,21 +239,29 @@ impl Gateway {
                         self.counters.ferrite_sessions.fetch_add(1, Ordering::Relaxed);
                         let ends = (link.peer_addr(), link.local_addr());
                         let transport = ClientTransport::Ferrite(link.clone());
-                        self.spawn(&mut sessions, self.clone().session(Stream::new(link), ends, transport, ended.clone()));
+                        let session = self.clone().session(
+                            Stream::new(link),
+                            ends,
+                            transport,
+                            signal.clone(),
+                        );
+                        self.spawn(&mut sessions, session);
                     }
                     Err(error) => break Err(error),
                 },
                 request = foreign_peers.next() => match request {
                     Ok(request) => {
                         let connecting = foreign_peers.accept(request);
-                        self.spawn(&mut sessions, self.clone().valkey_session(connecting, ended.clone()));
+                        let session = self.clone().valkey_session(connecting, signal.clone());
+                        self.spawn(&mut sessions, session);
                     }
                     Err(error) => break Err(error),
                 },
                 foreign_peer = foreign_tcp_peers.next() => match foreign_peer {
                     Ok(foreign_peer) => {
                         self.counters.tcp_sessions.fetch_add(1, Ordering::Relaxed);
-                        self.spawn(&mut sessions, self.clone().tcp_session(foreign_peer, ended.clone()));
+                        let session = self.clone().tcp_session(foreign_peer, signal.clone());
+                        self.spawn(&mut sessions, session);
                     }
                     Err(error) => break Err(error),
                 },
@@ -256,13 +269,14 @@ impl Gateway {
             }
         };
         drop((foreign_peers, foreign_tcp_peers, listener));
-        let _ = ending.send(true);
+        let _ = shutdown.send(true);
         let drained = async { while sessions.join_next().await.is_some() {} };
-        let _ = timeout(self.config().drain_timeout, drained).await; // those that are left end here
+        // Dropping `sessions` aborts those that have not finished in time.
+        let _ = timeout(self.config().drain_timeout, drained).await;
         served
     }
 
-    /// Where sessions run: here, or where the engine around us says.
+    /// Runs a session: as a task of this runtime, or where the surrounding engine runs it.
     fn spawn(
         &self,
         sessions: &mut JoinSet<()>,
@@ -278,18 +292,19 @@ impl Gateway {
             drop(end);
         }));
         sessions.spawn(async {
-            let _ = ended.await; // it never says more than that
+            let _ = ended.await; // nothing is ever sent: dropping the sender is the signal
         });
     }
 
-    /// For the next client.
+    /// Returns the settings for the next client of Valkey Over RDMA.
     fn valkey_config(&self) -> ValkeyConfig {
         let mut config = self.config().valkey.clone();
-        config.proto.keepalive_interval *= (1 + self.sessions.count() / OFTEN_TOLD).min(3) as u32;
+        let step = (1 + self.sessions.count() / SESSIONS_PER_KEEPALIVE_STEP).min(3);
+        config.proto.keepalive_interval *= step as u32;
         config
     }
 
-    async fn valkey_session(self, connecting: ConnectingRaw, ended: watch::Receiver<bool>) {
+    async fn valkey_session(self, connecting: ConnectingRaw, signal: watch::Receiver<bool>) {
         let config = self.valkey_config();
         let stream = async {
             let raw = connecting.await?;
@@ -300,31 +315,32 @@ impl Gateway {
         match stream.await {
             Ok((stream, ends, transport)) => {
                 self.counters.valkey_sessions.fetch_add(1, Ordering::Relaxed);
-                self.session(stream, ends, transport, ended).await;
+                self.session(stream, ends, transport, signal).await;
             }
             Err(error) => {
                 self.counters.refused.fetch_add(1, Ordering::Relaxed);
                 static LINES: LogLimit = LogLimit::new();
                 if let Some(others) = LINES.pass() {
-                    tracing::warn!(%error, "a client could not be taken{others}");
+                    tracing::warn!(%error, "cannot accept a client{others}");
                 }
             }
         }
     }
 
-    async fn tcp_session(self, foreign_peer: ForeignTcpPeer, ended: watch::Receiver<bool>) {
+    async fn tcp_session(self, foreign_peer: ForeignTcpPeer, signal: watch::Receiver<bool>) {
         let ForeignTcpPeer { socket, heard, peer, accepted, handed_over, .. } = foreign_peer;
         let local = socket.local_addr().ok();
-        let _ = keep_alive(&socket); // else it is as if there was none
+        let _ = enable_keepalive(&socket); // the session also works without keepalive
         let Ok(socket) = TcpStream::from_std(socket) else { return };
-        let socket = EngineSocket::Tcp(socket); // a client's, but it ends alike
+        // Not an engine's socket, but it must be shut down in the same way when it is dropped.
+        let socket = EngineSocket::Tcp(socket);
         let (reader, writer) = tokio::io::split(socket);
         let mut client = tokio::io::join(io::Cursor::new(heard).chain(reader), writer);
         if self.inside.as_ref().is_some_and(|inside| inside.was_full(accepted, handed_over)) {
             self.counters.refused.fetch_add(1, Ordering::Relaxed);
-            return refuse(&mut client, FULL).await;
+            return refuse(&mut client, MAX_CLIENTS_ERROR).await;
         }
-        self.session(client, (Some(peer), local), ClientTransport::Tcp, ended).await;
+        self.session(client, (Some(peer), local), ClientTransport::Tcp, signal).await;
     }
 
     async fn session<C>(
@@ -332,41 +348,47 @@ impl Gateway {
         mut client: C,
         (peer, local): (Option<SocketAddr>, Option<SocketAddr>),
         transport: ClientTransport,
-        ended: watch::Receiver<bool>,
+        signal: watch::Receiver<bool>,
     ) where
         C: Client + 'static,
     {
         let config = self.config();
         let is_guarded = config.protected_mode && !is_local(peer, local, transport.is_rdma());
         let (open, before) = self.sessions.begin(peer, local, transport);
-        let ending = Ending { ended, engine_stays: config.engine_stays };
+        let shutdown = Shutdown { signal, engine_stays: config.engine_stays };
         let mut first = Vec::new();
-        let begun = if before >= config.max_clients {
+        let connected = if before >= config.max_clients {
             self.counters.refused.fetch_add(1, Ordering::Relaxed);
-            Err(FULL.to_owned())
+            Err(MAX_CLIENTS_ERROR.to_owned())
         } else if let Some(is_open) =
             self.inside.as_ref().and_then(|inside| inside.is_open_to_all())
         {
-            // A silent client is no client of the engine's yet: it takes no place there, and its
-            // time is limited here.
+            // The session connects to the engine only after the client's first bytes. So a silent
+            // client does not count towards `maxclients`, and its `timeout` is enforced here.
             let limits =
                 self.inside.as_ref().map(|inside| inside.client_limits()).unwrap_or_default();
             match is_open && is_guarded {
-                true => Err(self.denied(&config)),
+                true => Err(self.protected_mode_error(&config)),
                 false
-                    if first_bytes(&mut client, &mut first, &open, &ending, limits.silent_time)
-                        .await =>
+                    if read_first_bytes(
+                        &mut client,
+                        &mut first,
+                        &open,
+                        &shutdown,
+                        limits.silent_time,
+                    )
+                    .await =>
                 {
-                    self.engine_for(&config, false).await
+                    self.connect_engine(&config, false).await
                 }
                 false => return,
             }
         } else {
-            self.engine_for(&config, is_guarded).await
+            self.connect_engine(&config, is_guarded).await
         };
-        match (begun, &self.inside) {
+        match (connected, &self.inside) {
             (Ok(proxy), None) => {
-                pass_through(client, proxy, Vec::new(), BUFFER, open, ending).await
+                pass_through(client, proxy, Vec::new(), BUFFER, open, shutdown).await
             }
             (Ok(proxy), Some(inside)) => {
                 open.entry.is_called.store(true, Ordering::Relaxed);
@@ -375,21 +397,26 @@ impl Gateway {
                     .record
                     .get_or_init(|| inside.new_client(peer, Arc::clone(&open.entry.ended)));
                 let engine = (&**inside, &**record);
-                let left = tokio::select! {
-                    biased; // a session that is to end does nothing more
-                    () = over(&open, ending.clone()) => Ok(Left::Nothing),
-                    left = in_process::serve((&mut client, &first), proxy, engine, (&open, &self.counters.paths)) => left,
+                let outcome = tokio::select! {
+                    biased; // a session that must end runs no further command
+                    () = wait_for_end(&open, shutdown.clone()) => Ok(ServeOutcome::Closed),
+                    outcome = in_process::serve(
+                        (&mut client, &first),
+                        proxy,
+                        engine,
+                        (&open, &self.counters.paths),
+                    ) => outcome,
                 };
                 open.entry.is_called.store(false, Ordering::Relaxed);
-                match left {
-                    // In the runtime's own thread, which has the time for it.
-                    Ok(Left::Pinned { proxy, unsent }) => {
+                match outcome {
+                    // Runs on the runtime's own thread, to save the engine's time.
+                    Ok(ServeOutcome::Pinned { proxy, unsent }) => {
                         let passing =
-                            pass_through(client, proxy, unsent, PINNED_BUFFER, open, ending);
+                            pass_through(client, proxy, unsent, PINNED_BUFFER, open, shutdown);
                         let _ = tokio::spawn(passing).await;
                     }
-                    Ok(Left::Nothing) | Err(_) => {
-                        let _ = timeout(LAST_WORDS, client.shutdown()).await;
+                    Ok(ServeOutcome::Closed) | Err(_) => {
+                        let _ = timeout(CLOSE_TIMEOUT, client.shutdown()).await;
                     }
                 }
             }
@@ -397,20 +424,21 @@ impl Gateway {
         }
     }
 
-    /// What protected mode tells a client.
-    fn denied(&self, config: &GatewayConfig) -> String {
+    /// Counts a rejected client, and returns the error that protected mode sends to it.
+    fn protected_mode_error(&self, config: &GatewayConfig) -> String {
         let GatewayConfig { name, open_up, .. } = config;
         self.counters.refused.fetch_add(1, Ordering::Relaxed);
         format!(
-            "-DENIED The {name} is in protected mode, because the engine behind it asks for no password. Set one \
-             in the engine (requirepass, or an ACL), or {open_up} to allow access without one.\r\n"
+            "-DENIED The {name} is in protected mode, because the engine behind it requires no \
+             password. Set one in the engine (requirepass, or an ACL), or {open_up} to allow \
+             access without one.\r\n"
         )
     }
 
-    /// A connection to the engine for a client, or what the client is told. Behind the gateway
-    /// every client looks local to the engine, so a guarded one is refused where the engine asks
-    /// for no password.
-    async fn engine_for(
+    /// Connects a client to the engine, or returns the error to send to the client. To the engine,
+    /// every client of the gateway seems local, so a guarded client is rejected if the engine
+    /// requires no password.
+    async fn connect_engine(
         &self,
         config: &GatewayConfig,
         is_guarded: bool,
@@ -421,20 +449,27 @@ impl Gateway {
             let is_denied = is_guarded && engine.is_open_to_all().await?;
             Ok::<_, io::Error>((engine, is_denied))
         };
-        let late = || io::Error::new(io::ErrorKind::TimedOut, "it does not answer");
+        let timed_out = || {
+            let message = format!("no answer within {:?}", config.engine_timeout);
+            io::Error::new(io::ErrorKind::TimedOut, message)
+        };
         let connected =
-            timeout(config.engine_timeout, connected).await.unwrap_or_else(|_| Err(late()));
+            timeout(config.engine_timeout, connected).await.unwrap_or_else(|_| Err(timed_out()));
         match connected {
             Ok((engine, false)) => Ok(ProxyConnection::new(engine, self.inside.clone())),
-            Ok((_, true)) => Err(self.denied(config)),
+            Ok((_, true)) => Err(self.protected_mode_error(config)),
             Err(error) => {
                 self.counters.engine_failures.fetch_add(1, Ordering::Relaxed);
                 static LINES: LogLimit = LogLimit::new();
                 if let Some(others) = LINES.pass() {
-                    tracing::warn!(engine = %address, %error, "cannot connect to the engine{others}");
+                    tracing::warn!(
+                        engine = %address,
+                        %error,
+                        "cannot connect to the engine{others}"
+                    );
                 }
-                // Whoever has not logged in is not told where the engine is, nor what the system
-                // says.
+                // The client may not have logged in, so it does not learn the engine's address or
+                // the system's error.
                 let why = match error.kind() {
                     io::ErrorKind::TimedOut => "the engine did not answer in time",
                     _ => "cannot connect to the engine",
@@ -445,69 +480,69 @@ impl Gateway {
     }
 }
 
-/// Has the kernel look whether a client is still there: one that left without a word would have its
-/// session for ever. As engines do it by default (`tcp-keepalive 300`).
-fn keep_alive(socket: &std::net::TcpStream) -> rustix::io::Result<()> {
-    sockopt::set_tcp_keepidle(socket, KEEPALIVE)?;
-    sockopt::set_tcp_keepintvl(socket, KEEPALIVE / 3)?;
+/// Enables TCP keepalive, as engines do by default (`tcp-keepalive 300`). Without it, a client that
+/// vanishes without closing would keep its session forever.
+fn enable_keepalive(socket: &std::net::TcpStream) -> rustix::io::Result<()> {
+    sockopt::set_tcp_keepidle(socket, TCP_KEEPALIVE)?;
+    sockopt::set_tcp_keepintvl(socket, TCP_KEEPALIVE / 3)?;
     sockopt::set_tcp_keepcnt(socket, 3)?;
     sockopt::set_socket_keepalive(socket, true)
 }
 
-/// Tells a client why it has no session.
+/// Sends a client the reason for its rejection, and closes the connection.
 async fn refuse<C: AsyncWrite + Unpin>(client: &mut C, why: &str) {
-    let said = async {
+    let closing = async {
         client.write_all(why.as_bytes()).await?;
         client.shutdown().await
     };
-    let _ = timeout(LAST_WORDS, said).await;
+    let _ = timeout(CLOSE_TIMEOUT, closing).await;
 }
 
-/// Waits for the first bytes of a client; false if it ends before, says nothing for this time
-/// (unless that is zero), or the session is over.
-async fn first_bytes<C: Client>(
+/// Waits for the first bytes of a client. Returns false if the client disconnects first, sends
+/// nothing for `silent_time` (zero means no limit), or the session must end.
+async fn read_first_bytes<C: Client>(
     client: &mut C,
     first: &mut Vec<u8>,
-    open: &Open,
-    ending: &Ending,
+    open: &OpenSession,
+    shutdown: &Shutdown,
     silent_time: Duration,
 ) -> bool {
     tokio::select! {
         read = client.read_buf(first) => return read.is_ok_and(|count| count > 0),
-        () = over(open, ending.clone()) => {}
+        () = wait_for_end(open, shutdown.clone()) => {}
         () = sleep(silent_time), if !silent_time.is_zero() => {}
     }
-    let _ = timeout(LAST_WORDS, client.shutdown()).await;
+    let _ = timeout(CLOSE_TIMEOUT, client.shutdown()).await;
     false
 }
 
-/// Whether a client is on this host, for protected mode. Over RDMA its address is what the
-/// connection manager was told by the client itself: nobody is local there. Over TCP the kernel has
-/// had an answer from that address.
+/// Returns whether a client is on this host, for protected mode. Over TCP, the handshake has proven
+/// the client's address to the kernel. Over RDMA, the client itself has told the connection manager
+/// its address, so no such client counts as local.
 fn is_local(peer: Option<SocketAddr>, local: Option<SocketAddr>, is_rdma: bool) -> bool {
     let (peer, local) =
         (peer.map(|peer| peer.ip().to_canonical()), local.map(|local| local.ip().to_canonical()));
     !is_rdma && peer.is_some_and(|peer| peer.is_loopback() || Some(peer) == local)
 }
 
-/// A client and its connection to the engine, which gets these bytes first, until one of them ends
-/// or the session is over.
+/// Copies bytes between a client and its connection to the engine, until one of them ends or the
+/// session must end. The engine gets the bytes in `unsent` first.
 async fn pass_through<C>(
     mut client: C,
     mut engine: ProxyConnection,
     unsent: Vec<u8>,
     buffer_bytes: usize,
-    open: Open,
-    ending: Ending,
+    open: OpenSession,
+    shutdown: Shutdown,
 ) where
     C: AsyncRead + AsyncWrite + Unpin,
 {
     let moved = &open.entry.moved;
     tokio::select! {
-        // a client that breaks off is no event
+        // An error is ignored: clients that disconnect are not worth a log line.
         _ = pump_after(&unsent, &mut client, &mut engine, moved, buffer_bytes) => {}
-        () = over(&open, ending) => {
-            let _ = timeout(LAST_WORDS, client.shutdown()).await;
+        () = wait_for_end(&open, shutdown) => {
+            let _ = timeout(CLOSE_TIMEOUT, client.shutdown()).await;
         }
     }
 }
@@ -517,16 +552,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_the_kernels_word_makes_a_client_local() {
-        let at = |address: &str| Some(address.parse::<SocketAddr>().expect("an address"));
+    fn trusts_only_tcp_addresses_to_be_local() {
+        let at = |address: &str| Some(address.parse::<SocketAddr>().expect("valid address"));
         let here = at("10.0.0.1:6380");
         for peer in
             ["127.0.0.1:9", "[::1]:9", "10.0.0.1:9", "[::ffff:127.0.0.1]:9", "[::ffff:10.0.0.1]:9"]
         {
             assert!(is_local(at(peer), here, false), "{peer}");
-            assert!(!is_local(at(peer), here, true), "{peer} is what the client says");
+            assert!(!is_local(at(peer), here, true), "{peer} is claimed by the client itself");
         }
         assert!(!is_local(at("10.0.0.2:9"), here, false));
-        assert!(!is_local(None, None, false) && !is_local(None, here, false), "when in doubt, no");
+        assert!(!is_local(None, None, false) && !is_local(None, here, false), "unknown address");
     }
 }

@@ -6,17 +6,16 @@
 //!                 │                                                 ├─► replies ──► client
 //!                 └────► proxy connection ──► replies, as they come ┘
 //!                              │
-//!   engine ◄── asked by the connection's client id: user, database, transaction, life
+//!   engine ◄── asked by client id: user, database, transaction, whether the client still exists
 //! ```
 //!
-//! Commands are taken in runs: as many as may be called, or as many as must be proxied. After each
-//! proxied run the engine is asked what the client is now ([`ProxyClient::refresh`]); the session
-//! infers nothing from replies. It counts them for one purpose only: to keep replies in the order
-//! of commands.
+//! Commands are taken in runs: consecutive commands that are all called, or all proxied. After each
+//! proxied run, the session asks the engine for the client's state ([`ProxyClient::refresh`]). It
+//! infers nothing from replies; it counts them only to keep replies in the order of their commands.
 //!
-//! What a client can make a session keep is bounded. Before authentication no input is read while
-//! replies are unread. Afterwards replies are kept as the engine keeps them for its own clients, up
-//! to `client-output-buffer-limit` and `maxmemory-clients`.
+//! The memory that a client can make a session hold is bounded. Before authentication, no input is
+//! read while too many replies are unread. Afterwards, replies are kept up to the engine's own
+//! limits, `client-output-buffer-limit` and `maxmemory-clients`.
 
 mod commands;
 mod engine;
@@ -41,73 +40,73 @@ use tokio::time::timeout;
 
 use crate::engine::{EMPTY_LINE, ProxyConnection};
 use crate::pump::Moved;
-use crate::sessions::Open;
+use crate::sessions::OpenSession;
 pub use commands::{Callable, Commands};
-use commands::{Due, place_of};
+use commands::{RunCommand, range_of};
 pub use engine::{
     Access, Called, ClientLimits, CommandKind, InProcessEngine, ProxyClient, SessionFuture,
 };
-use exchange::{Awaited, Event, Met, next_event};
-use input::{Found, Input, READ_MAX};
+use exchange::{Event, ExchangeOutcome, ExpectedReplies, next_event};
+use input::{FoundCommand, Input, READ_MAX};
 use limits::{BEFORE_AUTH, BeforeAuthQueue, OutputGuard};
 use proxying::LargeCommand;
 pub(crate) use replies::Client;
 pub use replies::Replies;
 
-/// How commands of in-process sessions went.
+/// Counts on which path the commands of in-process sessions went.
 #[derive(Debug, Default)]
 pub(crate) struct CommandPaths {
     pub(crate) called: AtomicU64,
     pub(crate) proxied: AtomicU64,
-    /// Sessions that are on the proxy path for good.
+    /// Sessions that were pinned to the proxy path.
     pub(crate) pinned: AtomicU64,
     pub(crate) before_auth: BeforeAuthQueue,
 }
 
-/// What is left when a session has no more to do here.
-pub(crate) enum Left {
-    /// The client has gone, or the engine has hung up.
-    Nothing,
-    /// Everything goes over the proxy connection from here on, these bytes first.
+/// How the in-process part of a session has ended.
+pub(crate) enum ServeOutcome {
+    /// The client has disconnected, or the engine has.
+    Closed,
+    /// The session is pinned to the proxy path. The bytes in `unsent` must be sent first.
     Pinned { proxy: ProxyConnection, unsent: Vec<u8> },
 }
 
-/// Commands in one go: then others have their turn.
+/// The largest number of commands in a run. After that many, other sessions run first.
 const RUN_MAX: usize = 64;
-/// The same before authentication: engines hang up on a client without a password, and log it, when
-/// more than 1 KiB of its replies waits. An unknown command's can be 300 bytes long.
-const RUN_BEFORE_AUTH: usize = 3;
-/// Replies that are kept before they leave.
+/// The same before authentication. Engines disconnect a client without a password, and log it, when
+/// more than 1 KiB of its replies are unread. The reply to an unknown command can have 300 bytes.
+const RUN_MAX_BEFORE_AUTH: usize = 3;
+/// The bytes of replies that are gathered before they are sent.
 const REPLIES_MAX: usize = 64 << 10;
-/// Reads in a row that keep them.
-const KEPT_MAX: u8 = 32;
-/// The longest reply to a command of the session's own that is looked at.
+/// The number of consecutive reads after which gathered replies are sent in any case.
+const READS_PER_SEND: u8 = 32;
+/// How many bytes of a reply to the session's own command are kept.
 const OWN_REPLY_MAX: usize = 512;
-/// How deep replies may be nested: deeper than scripts can make them.
+/// How deep replies may be nested. Scripts cannot nest them deeper than this.
 const DEPTH_MAX: u32 = 1 << 16;
-/// How long the engine's last words are waited for after it has freed the client.
-const LAST_WORDS: Duration = Duration::from_secs(1);
+/// How long to wait for the engine's last replies after it has freed the client.
+const LAST_REPLIES_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Where the commands of a run go.
+/// The path of the commands of a run.
 enum Route {
     Call,
-    /// The last of them means this for the session.
+    /// Proxied. The last command may have this effect on the session.
     Proxy(Option<SessionCommand>),
-    /// It is one, and this is proxied in its place.
+    /// The run is a single command, and these bytes are proxied in its place.
     Instead(&'static [u8]),
 }
 
-/// Serves a client, which has sent these bytes first, until it goes, or until all of its commands
-/// must be proxied for good.
+/// Serves a client until it disconnects, or until the session is pinned to the proxy path. `first`
+/// are the bytes that the client has already sent.
 ///
 /// # Errors
-/// The client or the engine breaks off, or the client is over a limit of the engine's.
+/// Returns an error if a connection fails, or if the client exceeds a limit of the engine.
 pub(crate) async fn serve<C>(
     (client, first): (&mut C, &[u8]),
     proxy: ProxyConnection,
     (engine, record): (&dyn InProcessEngine, &dyn ProxyClient),
-    (open, paths): (&Open, &CommandPaths),
-) -> io::Result<Left>
+    (open, paths): (&OpenSession, &CommandPaths),
+) -> io::Result<ServeOutcome>
 where
     C: Client,
 {
@@ -127,18 +126,18 @@ where
         open,
         paths,
         access: Access::Proxy { in_transaction: false, is_authenticated: false },
-        identity_due: false,
-        input: Input::with(first),
-        heard: Vec::new(),
+        must_identify: false,
+        input: Input::from_bytes(first),
+        engine_bytes: Vec::new(),
         counter: ReplyFramer::new(unlimited),
         is_push: None,
         own_reply: Vec::new(),
         replies: Replies::default(),
         output: OutputGuard::default(),
-        kept: 0,
+        reads_since_send: 0,
         must_settle: false,
-        wrote: false,
-        shown_at: engine.seconds(),
+        has_unmarked_writes: false,
+        active_at: engine.seconds(),
     };
     session.run().await
 }
@@ -149,51 +148,56 @@ struct InProcessSession<'a, C> {
     proxy_writes: WriteHalf<ProxyConnection>,
     engine: &'a dyn InProcessEngine,
     record: &'a dyn ProxyClient,
-    open: &'a Open,
+    open: &'a OpenSession,
     paths: &'a CommandPaths,
-    /// What the engine said last.
+    /// The access that the engine has reported last.
     access: Access,
-    /// A command was proxied after which the client has to be identified again.
-    identity_due: bool,
+    /// Whether the client must be identified again, because a proxied command may have changed its
+    /// identity.
+    must_identify: bool,
     input: Input,
-    /// Of the engine's, not looked at yet.
-    heard: Vec<u8>,
+    /// Bytes from the engine that are not processed yet.
+    engine_bytes: Vec<u8>,
     counter: ReplyFramer,
-    /// Whether the reply that has begun is a push message.
+    /// Whether the reply that has begun is a push message. `None` if no reply has begun.
     is_push: Option<bool>,
-    /// The last reply to a command of the session's own.
+    /// The last reply to a command of the session itself.
     own_reply: Vec<u8>,
-    /// For the client.
+    /// Replies to the client.
     replies: Replies,
     output: OutputGuard,
-    /// How often the client was read from since they left.
-    kept: u8,
+    /// How often the client's input was read since replies were last sent.
+    reads_since_send: u8,
     must_settle: bool,
-    /// Calls have written since the engine last marked it on the proxy connection.
-    wrote: bool,
+    /// Whether calls have written data since the last mark for WAIT on the proxy connection
+    /// ([`ProxyClient::mark_writes`]).
+    has_unmarked_writes: bool,
     /// When the engine last noted that the client is active ([`InProcessEngine::seconds`]).
-    shown_at: u64,
+    active_at: u64,
 }
 
 impl<C: Client> InProcessSession<'_, C> {
-    async fn run(mut self) -> io::Result<Left> {
+    async fn run(mut self) -> io::Result<ServeOutcome> {
         if !self.identify().await? {
-            // The engine did not take the connection (too many clients, say), and says why.
+            // The engine did not accept the connection (too many clients, for example). Its reply
+            // says why.
             let refusal = std::mem::take(&mut self.own_reply);
             self.replies.bytes().extend_from_slice(&refusal);
             self.write_replies().await?;
-            return Ok(Left::Nothing);
+            return Ok(ServeOutcome::Closed);
         }
         let mut run = Vec::new();
         loop {
-            let met = match self.take_run(&mut run) {
+            let outcome = match self.take_run(&mut run) {
                 Some(Route::Call) => self.call(&run).await?,
                 Some(Route::Proxy(Some(SessionCommand::PinsToProxy))) => {
-                    let Some(met) = self.proxy_if_refused().await? else { return self.pin().await };
-                    met
+                    let Some(outcome) = self.proxy_if_refused().await? else {
+                        return self.pin().await;
+                    };
+                    outcome
                 }
                 Some(Route::Proxy(Some(SessionCommand::AsksForWrites))) => {
-                    self.ask_for_writes(&run).await?
+                    self.proxy_wait(&run).await?
                 }
                 Some(Route::Proxy(command)) => self.proxy(&run, command).await?,
                 Some(Route::Instead(other)) => self.proxy_instead(&run, other).await?,
@@ -201,56 +205,59 @@ impl<C: Client> InProcessSession<'_, C> {
                     Some(LargeCommand::Pins) => return self.pin().await,
                     Some(command) => {
                         let may_be_refused = matches!(command, LargeCommand::MayBeRefused);
-                        let Some(met) = self.stream(may_be_refused).await? else {
+                        let Some(outcome) = self.stream(may_be_refused).await? else {
                             return self.pin().await;
                         };
-                        met
+                        outcome
                     }
                     None if self.wait_for_input().await? => continue,
-                    None => return Ok(Left::Nothing),
+                    None => return Ok(ServeOutcome::Closed),
                 },
             };
-            match met {
-                Met::Answered if self.access == Access::Gone => return self.last_words().await,
-                Met::Answered => {}
-                Met::Over => return Ok(Left::Nothing),
-                Met::Unclear { unsent } => return self.leave(unsent).await,
+            match outcome {
+                ExchangeOutcome::Answered if self.access == Access::Gone => {
+                    return self.deliver_last_replies().await;
+                }
+                ExchangeOutcome::Answered => {}
+                ExchangeOutcome::Disconnected => return Ok(ServeOutcome::Closed),
+                ExchangeOutcome::OutOfSync { unsent } => return self.hand_over(unsent).await,
             }
             self.pause_if_due(run.len() == RUN_MAX).await;
         }
     }
 
-    /// Has the proxy connection identify itself to the engine, and asks what the client is. Returns
-    /// false if the engine did not take the connection.
+    /// Identifies the proxy connection to the engine, and asks for the client's state. Returns
+    /// false if the engine did not accept the connection.
     async fn identify(&mut self) -> io::Result<bool> {
-        self.exchange(self.record.identify(), Awaited::own(), false).await?;
+        self.exchange(self.record.identify(), ExpectedReplies::own(), false).await?;
         self.access = self.record.refresh();
         Ok(self.record.id().is_some())
     }
 
-    /// Takes commands that go the same way. A proxied run ends with the first command that changes
-    /// the session: where the next one goes depends on it. `None`: there is no whole command.
-    fn take_run(&mut self, run: &mut Vec<Due>) -> Option<Route> {
+    /// Takes consecutive commands that go on the same path. A proxied run ends with the first
+    /// command that changes the session, because the path of the next one depends on it. Returns
+    /// `None` if there is no complete command.
+    fn take_run(&mut self, run: &mut Vec<RunCommand>) -> Option<Route> {
         run.clear();
-        self.input.forget();
+        self.input.forget_found();
         let mut route = None;
-        let most = if self.access.is_authenticated() { RUN_MAX } else { RUN_BEFORE_AUTH };
+        let most = if self.access.is_authenticated() { RUN_MAX } else { RUN_MAX_BEFORE_AUTH };
         while run.len() < most {
             let found = match self.input.peek() {
                 Ok(Some(found)) => found,
                 Ok(None) => break,
-                // What is no command is the engine's to speak of.
+                // Not a valid command: the engine replies with its own error.
                 Err(_) => return route.or(Some(Route::Proxy(Some(SessionCommand::PinsToProxy)))),
             };
             let Some(kind) = self.look_up(&found, run.last()) else {
-                self.input.take(&found); // nothing is answered with nothing
+                self.input.take(&found); // an empty command has no reply
                 continue;
             };
             let (callable, command) = match kind {
                 CommandKind::Callable(callable) if self.may_call(&found) => (Some(callable), None),
                 CommandKind::Callable(_) | CommandKind::Plain => (None, None),
-                // Valkey 8.0 leaves a login that fails out of EXEC's reply, whose end cannot be
-                // told then.
+                // Valkey 8.0 leaves a failed login out of EXEC's reply, so that the end of the
+                // reply cannot be found.
                 CommandKind::Session(SessionCommand::ChangesIdentity) if self.in_transaction() => {
                     (None, Some(SessionCommand::PinsToProxy))
                 }
@@ -259,8 +266,8 @@ impl<C: Client> InProcessSession<'_, C> {
             let starts_apart = match (&route, callable) {
                 (None, _) => false,
                 (Some(Route::Call), None) | (Some(Route::Proxy(_)), Some(_)) => true,
-                // Valkey 8.0 gives no answer to a login that fails behind answers that are not
-                // written yet.
+                // Valkey 8.0 sends no reply to a failed login while earlier replies are still
+                // unsent.
                 _ => matches!(
                     command,
                     Some(
@@ -280,17 +287,17 @@ impl<C: Client> InProcessSession<'_, C> {
             {
                 if route.is_none() {
                     self.input.take(&found);
-                    run.push(Due { found, callable });
+                    run.push(RunCommand { found, callable });
                     route = Some(Route::Instead(other));
                 }
                 break;
             }
             if command == Some(SessionCommand::PinsToProxy) {
-                // it stays in the input, which is proxied as it is
+                // The command stays in the input, which is proxied unchanged.
                 return Some(Route::Proxy(command));
             }
             self.input.take(&found);
-            run.push(Due { found, callable });
+            run.push(RunCommand { found, callable });
             route = Some(if callable.is_some() { Route::Call } else { Route::Proxy(command) });
             if command.is_some() {
                 break;
@@ -299,10 +306,11 @@ impl<C: Client> InProcessSession<'_, C> {
         route
     }
 
-    /// Looks up a command. Many are like the one before. `None`: it is empty.
-    fn look_up(&self, found: &Found, before: Option<&Due>) -> Option<CommandKind> {
+    /// Looks up a command. The result is reused if the command has the same name as the one before.
+    /// Returns `None` if the command is empty.
+    fn look_up(&self, found: &FoundCommand, before: Option<&RunCommand>) -> Option<CommandKind> {
         if let Some(name) = self.input.name(found) {
-            if let Some(Due { found, callable: Some(callable) }) = before
+            if let Some(RunCommand { found, callable: Some(callable) }) = before
                 && !callable.is_subcommand
                 && self.input.name(found) == Some(name)
             {
@@ -318,13 +326,13 @@ impl<C: Client> InProcessSession<'_, C> {
         Some(self.engine.look_up(args.next()?, args.next()))
     }
 
-    fn may_call(&self, found: &Found) -> bool {
+    fn may_call(&self, found: &FoundCommand) -> bool {
         self.access == Access::InProcess && found.is_plain()
     }
 
-    async fn call(&mut self, mut run: &[Due]) -> io::Result<Met> {
-        self.look_for_memory();
-        if self.shown_at != self.engine.seconds() {
+    async fn call(&mut self, mut run: &[RunCommand]) -> io::Result<ExchangeOutcome> {
+        self.refresh_memory();
+        if self.active_at != self.engine.seconds() {
             self.show_activity().await;
         }
         while !run.is_empty() {
@@ -333,12 +341,12 @@ impl<C: Client> InProcessSession<'_, C> {
             self.paths.called.fetch_add(called.done as u64, Ordering::Relaxed);
             let (done, rest) = run.split_at(called.done.min(run.len()));
             self.count_input(done);
-            self.wrote |= called.wrote;
+            self.has_unmarked_writes |= called.wrote;
             self.must_settle |= called.must_settle;
             if called.is_stale {
                 self.access = self.record.refresh();
                 if self.access == Access::Gone {
-                    return Ok(Met::Answered);
+                    return Ok(ExchangeOutcome::Answered);
                 }
             }
             if called.is_full {
@@ -347,18 +355,20 @@ impl<C: Client> InProcessSession<'_, C> {
                 run = rest;
                 continue;
             }
-            // The engine answers what was not called, in its own words.
+            // Commands that were not called are proxied, so that the engine itself replies.
             let is_closed = called.is_closed || self.access != Access::InProcess;
             let (refused, later) =
                 rest.split_at(if is_closed { rest.len() } else { rest.len().min(1) });
             if !refused.is_empty() {
                 match self.proxy(refused, None).await? {
-                    Met::Answered if self.access == Access::Gone => return Ok(Met::Answered),
-                    Met::Answered => {}
-                    Met::Over => return Ok(Met::Over),
-                    Met::Unclear { mut unsent } => {
-                        unsent.extend_from_slice(&self.input.bytes()[place_of(later)]);
-                        return Ok(Met::Unclear { unsent });
+                    ExchangeOutcome::Answered if self.access == Access::Gone => {
+                        return Ok(ExchangeOutcome::Answered);
+                    }
+                    ExchangeOutcome::Answered => {}
+                    ExchangeOutcome::Disconnected => return Ok(ExchangeOutcome::Disconnected),
+                    ExchangeOutcome::OutOfSync { mut unsent } => {
+                        unsent.extend_from_slice(&self.input.bytes()[range_of(later)]);
+                        return Ok(ExchangeOutcome::OutOfSync { unsent });
                     }
                 }
             }
@@ -367,24 +377,24 @@ impl<C: Client> InProcessSession<'_, C> {
             }
             run = later;
         }
-        Ok(Met::Answered)
+        Ok(ExchangeOutcome::Answered)
     }
 
-    /// Has the engine note that the client is active: by calls alone it would be idle for CLIENT
-    /// LIST, CLIENT KILL and a `timeout` that is set later.
+    /// Makes the engine note that the client is active, by an empty line. Calls alone would leave
+    /// it idle for CLIENT LIST, CLIENT KILL and a `timeout` that is set later.
     #[cold]
     async fn show_activity(&mut self) {
-        self.shown_at = self.engine.seconds();
+        self.active_at = self.engine.seconds();
         let writes = &mut self.proxy_writes;
-        // A connection that takes nothing has other things to be noted, or has ended, which is seen
-        // elsewhere.
+        // A failure does not matter here. If the connection accepts nothing, it has other bytes
+        // that show activity, or it has ended, which is detected elsewhere.
         std::future::poll_fn(|cx| {
             Poll::Ready(Pin::new(&mut *writes).poll_write(cx, EMPTY_LINE).is_ready())
         })
         .await;
     }
 
-    /// Lets others have their turn, at the end of this one at the latest.
+    /// Yields to other sessions if `is_due`, or if the event-loop slice is used up.
     async fn pause_if_due(&self, is_due: bool) {
         if is_due || !self.engine.has_time() {
             yield_now().await;
@@ -395,14 +405,14 @@ impl<C: Client> InProcessSession<'_, C> {
         &self.open.entry.moved
     }
 
-    fn count_input(&self, run: &[Due]) {
-        self.moved().to_engine.fetch_add(place_of(run).len() as u64, Ordering::Relaxed);
+    fn count_input(&self, run: &[RunCommand]) {
+        self.moved().to_engine.fetch_add(range_of(run).len() as u64, Ordering::Relaxed);
     }
 
-    /// Returns whether the client has sent something. Replies leave meanwhile, and the engine may
-    /// speak, or hang up.
+    /// Waits for input from the client. Returns false if the client or the engine has disconnected.
+    /// In the meantime replies are sent, and messages from the engine are forwarded.
     async fn wait_for_input(&mut self) -> io::Result<bool> {
-        if self.read_on().await {
+        if self.try_read_more().await {
             return Ok(true);
         }
         self.settle().await;
@@ -414,7 +424,7 @@ impl<C: Client> InProcessSession<'_, C> {
             self.note_held()?;
             let is_authenticated = self.access.is_authenticated();
             let may_read = !client_ended && (is_authenticated || self.replies.len() < BEFORE_AUTH);
-            self.heard.reserve(OWN_REPLY_MAX);
+            self.engine_bytes.reserve(OWN_REPLY_MAX);
             let mut room = ReadBuf::new(self.input.room(if is_authenticated {
                 READ_MAX
             } else {
@@ -423,88 +433,94 @@ impl<C: Client> InProcessSession<'_, C> {
             let event = next_event(
                 (&mut *self.client, &mut self.replies),
                 (&mut self.proxy_writes, &[]),
-                Some((&mut self.proxy_reads, &mut self.heard)),
+                Some((&mut self.proxy_reads, &mut self.engine_bytes)),
                 may_read.then_some(&mut room),
                 false,
             );
             let event = self.output.watch(event).await?;
             let count = room.filled().len();
             match event {
-                Event::Read if count == 0 => client_ended = true, // it may still read replies
-                Event::Read => {
-                    self.input.read(count);
+                // A client that has closed its side may still read replies.
+                Event::ReadFromClient if count == 0 => client_ended = true,
+                Event::ReadFromClient => {
+                    self.input.advance(count);
                     return Ok(true);
                 }
-                Event::Heard(0) => return Ok(false),
-                Event::Heard(_) => self.hear(&mut Awaited::replies(0))?,
-                Event::Replied(count) => self.on_replied(count).await?,
-                Event::Sent(_) => {}
+                Event::ReadFromEngine(0) => return Ok(false),
+                Event::ReadFromEngine(_) => {
+                    self.process_replies(&mut ExpectedReplies::of_client(0))?;
+                }
+                Event::SentToClient(count) => self.on_sent_to_client(count).await?,
+                Event::SentToEngine(_) => {}
             }
         }
     }
 
-    /// In a pipeline of large values, replies wait for what has come with their commands: each by
-    /// itself would cost a write, and the client a wakeup. Returns whether more was read, without
-    /// waiting; the end is seen when they have left.
-    async fn read_on(&mut self) -> bool {
-        let is_due = self.kept == KEPT_MAX || !self.access.is_authenticated();
-        if self.input.ahead().is_empty() || self.replies.is_empty() || is_due {
+    /// Reads more input if some has arrived, without waiting, and returns whether it has read any.
+    ///
+    /// In a pipeline of large values, replies wait until the commands that have already arrived are
+    /// read. Sending each reply alone would cost a write here and a wakeup of the client. The end
+    /// of the input is noticed later, when the replies have been sent.
+    async fn try_read_more(&mut self) -> bool {
+        let is_due = self.reads_since_send == READS_PER_SEND || !self.access.is_authenticated();
+        if self.input.pending().is_empty() || self.replies.is_empty() || is_due {
             return false;
         }
-        self.kept += 1;
+        self.reads_since_send += 1;
         let (client, mut room) = (&mut *self.client, ReadBuf::new(self.input.room(READ_MAX)));
         std::future::poll_fn(|cx| {
             Poll::Ready(Pin::new(&mut *client).poll_read(cx, &mut room).is_ready())
         })
         .await;
         let count = room.filled().len();
-        self.input.read(count);
+        self.input.advance(count);
         count > 0
     }
 
-    /// Proxies everything from here on.
-    async fn pin(mut self) -> io::Result<Left> {
-        drop(self.wait_for_turn().await?); // from here on it waits for the client
-        if !self.marks_before_pin().await? {
-            return Ok(Left::Nothing);
+    /// Pins the session to the proxy path.
+    async fn pin(mut self) -> io::Result<ServeOutcome> {
+        drop(self.acquire_permit().await?); // from here on the session waits for its client
+        if !self.mark_before_pin().await? {
+            return Ok(ServeOutcome::Closed);
         }
-        self.leave(Vec::new()).await
+        self.hand_over(Vec::new()).await
     }
 
-    /// Proxies everything from here on, these bytes first. A session whose writes are not marked
-    /// ends instead: nobody looks for WAIT from here on, and it would speak of older writes.
-    async fn leave(mut self, mut unsent: Vec<u8>) -> io::Result<Left> {
+    /// Hands the proxy connection over to the pump, with the bytes to send first. A session with
+    /// unmarked writes is closed instead: the pump does not notice WAIT, whose reply would cover
+    /// only older writes.
+    async fn hand_over(mut self, mut unsent: Vec<u8>) -> io::Result<ServeOutcome> {
         self.write_replies().await?;
-        if self.wrote {
+        if self.has_unmarked_writes {
             self.warn_of_unmarked_writes();
-            return Ok(Left::Nothing);
+            return Ok(ServeOutcome::Closed);
         }
         self.paths.pinned.fetch_add(1, Ordering::Relaxed);
         self.open.entry.held.set(0);
-        unsent.extend_from_slice(self.input.ahead());
-        Ok(Left::Pinned { proxy: self.proxy_reads.unsplit(self.proxy_writes), unsent })
+        unsent.extend_from_slice(self.input.pending());
+        Ok(ServeOutcome::Pinned { proxy: self.proxy_reads.unsplit(self.proxy_writes), unsent })
     }
 
-    /// The engine has freed the client: what it said before still arrives, and nothing is called
-    /// any more.
-    async fn last_words(mut self) -> io::Result<Left> {
+    /// Delivers the replies that the engine has sent before it freed the client. No command is
+    /// called any more.
+    async fn deliver_last_replies(mut self) -> io::Result<ServeOutcome> {
         self.own_reply.clear();
-        let (reads, heard) = (&mut self.proxy_reads, &mut self.heard);
-        let said = async {
+        let (reads, received) = (&mut self.proxy_reads, &mut self.engine_bytes);
+        let reading = async {
             while reads
-                .read_buf(heard)
+                .read_buf(received)
                 .await
-                .is_ok_and(|count| count > 0 && heard.len() < REPLIES_MAX)
+                .is_ok_and(|count| count > 0 && received.len() < REPLIES_MAX)
             {}
         };
-        let _ = timeout(LAST_WORDS, said).await;
-        self.replies.bytes().append(&mut self.heard);
-        let _ = timeout(LAST_WORDS, self.write_replies()).await;
-        Ok(Left::Nothing)
+        let _ = timeout(LAST_REPLIES_TIMEOUT, reading).await;
+        self.replies.bytes().append(&mut self.engine_bytes);
+        let _ = timeout(LAST_REPLIES_TIMEOUT, self.write_replies()).await;
+        Ok(ServeOutcome::Closed)
     }
 }
 
-/// Lets others have their turn.
+/// Yields to other sessions once.
 async fn yield_now() {
     let mut has_yielded = false;
     std::future::poll_fn(|cx| {

@@ -1,12 +1,12 @@
-//! Valkey Over RDMA between the fabric and those who use it.
+//! Sessions between clients and an engine (Redis or Valkey), over RDMA or TCP.
 //!
 //! ```text
-//!   ValkeyStream   one connection as bytes: ferrite-proto decides, ferrite-fabric carries
-//!   pump           bytes between a client and the engine's own socket, both ways, in order
-//!   Connector      the calling side: Ferrite peer, Valkey server or TCP, as the policy says
-//!   Gateway        takes clients of every kind and gives each a connection to the engine
-//!   in_process     a session inside the engine: calls where possible, the engine's own socket for the rest
-//!   frames         how large the pieces are that links carry values in
+//!   ValkeyStream   a Valkey Over RDMA connection as a byte stream
+//!   pump           copies bytes between a client and the engine's socket, in both directions
+//!   Connector      the client side: connects to a Ferrite peer, a Valkey server, or over TCP
+//!   Gateway        the server side: accepts all kinds of clients and connects each to the engine
+//!   in_process     sessions inside the engine: calls commands in-process, proxies the others
+//!   frames         fabric settings for sessions, above all the frame size
 //! ```
 #![forbid(unsafe_code)]
 

@@ -1,9 +1,10 @@
-//! Bytes between a client and its connection to the engine, both ways, in order, until one of them
-//! ends.
+//! Copies bytes between a client and its connection to the engine, in both directions and in order,
+//! until one of them ends.
 //!
-//! Nothing is changed: every command works because the engine sees a client of its own. Only where
-//! commands end is looked at, for the end of the gateway. What a slow reader costs is one buffer
-//! each way and what its window holds; the engine's output limits do the rest.
+//! The bytes are not changed, so every command works: the engine sees an ordinary client. The pump
+//! only finds out where commands end, so that a gateway can shut down between two of them. A slow
+//! reader costs one buffer for each direction and the contents of its window; beyond that, the
+//! engine's own output limits apply.
 
 use std::future::{Future as _, poll_fn};
 use std::io;
@@ -14,30 +15,30 @@ use std::task::{Context, Poll};
 use ferrite_proto::resp::{CommandFramer, Limits};
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _, BufReader, ReadBuf, copy_buf};
 
-/// As much as one write to a peer takes.
+/// The size of one write to a peer.
 pub(crate) const BUFFER: usize = 64 << 10;
 
-/// How many bytes have gone each way.
+/// Counts the bytes of a session in each direction.
 #[derive(Debug, Default)]
 pub struct Moved {
-    /// From the client.
+    /// Bytes from the client to the engine.
     pub to_engine: AtomicU64,
-    /// To the client.
+    /// Bytes from the engine to the client.
     pub to_client: AtomicU64,
-    /// A whole command went to the engine by [`pump`], and nothing has come back since.
+    /// Whether [`pump`] has sent a complete command to the engine, and no byte has come back since.
     pub is_asking: AtomicBool,
-    /// The last command that went to the engine by [`pump`] is not whole yet.
+    /// Whether the last command that [`pump`] has sent to the engine is still incomplete.
     pub is_partial: AtomicBool,
 }
 
 impl Moved {
-    /// To the engine, and to the client.
+    /// Returns the bytes to the engine and the bytes to the client.
     #[must_use]
     pub fn both(&self) -> (u64, u64) {
         (self.to_engine.load(Ordering::Relaxed), self.to_client.load(Ordering::Relaxed))
     }
 
-    /// Of both ways together.
+    /// Returns the bytes of both directions together.
     #[must_use]
     pub fn total(&self) -> u64 {
         let (to_engine, to_client) = self.both();
@@ -45,13 +46,14 @@ impl Moved {
     }
 }
 
-/// Moves bytes until the engine has ended, which it does when the client has.
+/// Copies bytes until the engine closes its connection, which it also does when the client closes.
 ///
-/// An engine that hangs up on a client which still sends (a protocol error, a client killed) has
-/// said why: that is delivered first, and what the client sends meanwhile is dropped.
+/// The engine may disconnect a client that is still sending (after a protocol error, or CLIENT
+/// KILL). Then the engine's last reply is delivered first, and bytes that the client sends in the
+/// meantime are dropped.
 ///
 /// # Errors
-/// The first failure of either side.
+/// Returns the first error of either side.
 pub async fn pump<C, E>(client: &mut C, engine: &mut E, moved: &Moved) -> io::Result<()>
 where
     C: AsyncRead + AsyncWrite + Unpin,
@@ -60,7 +62,8 @@ where
     pump_after(&[], client, engine, moved, BUFFER).await
 }
 
-/// The same, for an engine that gets these bytes of the client's first, by buffers of this size.
+/// Like [`pump`], but sends the bytes in `first` to the engine before all others, and uses buffers
+/// of `buffer_bytes`.
 pub(crate) async fn pump_after<C, E>(
     first: &[u8],
     client: &mut C,
@@ -74,49 +77,48 @@ where
 {
     let limits = Limits { bulk_bytes: u64::MAX, multibulk_args: u64::MAX, ..Limits::default() };
     let mut engine =
-        Counted { engine, moved, framer: CommandFramer::new(limits), has_ended: false };
+        CountedEngine { engine, moved, framer: CommandFramer::new(limits), has_ended: false };
     engine.write_all(first).await?;
     let ((from_client, mut to_client), (from_engine, mut to_engine)) =
         (tokio::io::split(client), tokio::io::split(engine));
     let mut from_client = BufReader::with_capacity(buffer_bytes, from_client);
     let mut from_engine = BufReader::with_capacity(buffer_bytes, from_engine);
-    let mut asking = std::pin::pin!(async {
+    let mut forward_commands = std::pin::pin!(async {
         copy_buf(&mut from_client, &mut to_engine).await?;
         to_engine.shutdown().await
     });
-    let mut answering = std::pin::pin!(async {
+    let mut forward_replies = std::pin::pin!(async {
         copy_buf(&mut from_engine, &mut to_client).await?;
         to_client.shutdown().await
     });
     tokio::select! {
-        // For the engine the client is gone then: nothing that it could still send would be heard.
-        // What has come is read and dropped all the same: a socket that is closed with unread bytes
-        // resets the connection, and the client may lose the engine's last words.
-        answered = &mut answering => {
-            poll_fn(|cx| Poll::Ready(asking.as_mut().poll(cx).is_ready())).await;
-            answered
+        // The engine has closed, so it would ignore any further command. Bytes that have already
+        // arrived from the client are still read and dropped: closing a socket with unread bytes
+        // resets the connection, and the client could lose the engine's last reply.
+        replies_done = &mut forward_replies => {
+            poll_fn(|cx| Poll::Ready(forward_commands.as_mut().poll(cx).is_ready())).await;
+            replies_done
         }
-        asked = &mut asking => {
-            asked?;
-            answering.await
+        commands_done = &mut forward_commands => {
+            commands_done?;
+            forward_replies.await
         }
     }
 }
 
-/// The engine's side, counted.
-struct Counted<'a, E> {
+/// A connection to the engine that counts its bytes in [`Moved`].
+struct CountedEngine<'a, E> {
     engine: &'a mut E,
     moved: &'a Moved,
-    /// Where the client's commands end: by that alone it is known whether the engine owes an
-    /// answer.
+    /// Finds where the client's commands end. Only a complete command makes the engine owe a reply.
     framer: CommandFramer,
-    /// There is nothing more to be read from it.
+    /// Whether the engine's side has reached its end or failed, so nothing more can be read.
     has_ended: bool,
 }
 
-impl<E> Counted<'_, E> {
-    /// These bytes have gone to the engine.
-    fn note(&mut self, mut bytes: &[u8]) {
+impl<E> CountedEngine<'_, E> {
+    /// Updates `is_asking` and `is_partial` after these bytes have gone to the engine.
+    fn track_commands(&mut self, mut bytes: &[u8]) {
         let mut is_whole = false;
         while !bytes.is_empty() {
             match self.framer.feed(bytes) {
@@ -124,7 +126,7 @@ impl<E> Counted<'_, E> {
                     is_whole |= progress.complete;
                     bytes = bytes.get(progress.consumed..).unwrap_or_default();
                 }
-                // No command, and the engine says so.
+                // Not a valid command: the engine replies with an error.
                 Err(_) => {
                     is_whole = true;
                     break;
@@ -138,7 +140,7 @@ impl<E> Counted<'_, E> {
     }
 }
 
-impl<E: AsyncRead + Unpin> AsyncRead for Counted<'_, E> {
+impl<E: AsyncRead + Unpin> AsyncRead for CountedEngine<'_, E> {
     fn poll_read(
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -157,7 +159,7 @@ impl<E: AsyncRead + Unpin> AsyncRead for Counted<'_, E> {
     }
 }
 
-impl<E: AsyncWrite + Unpin> AsyncWrite for Counted<'_, E> {
+impl<E: AsyncWrite + Unpin> AsyncWrite for CountedEngine<'_, E> {
     fn poll_write(
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,
@@ -168,10 +170,11 @@ impl<E: AsyncWrite + Unpin> AsyncWrite for Counted<'_, E> {
         match polled {
             Poll::Ready(Ok(count)) => {
                 this.moved.to_engine.fetch_add(count as u64, Ordering::Relaxed);
-                this.note(&bytes[..count]);
+                this.track_commands(&bytes[..count]);
                 Poll::Ready(Ok(count))
             }
-            Poll::Ready(Err(error)) if has_hung_up(&error) && !this.has_ended => {
+            // The engine's last reply has not been read to its end yet: drop what cannot be sent.
+            Poll::Ready(Err(error)) if is_disconnect(&error) && !this.has_ended => {
                 Poll::Ready(Ok(bytes.len()))
             }
             other => other,
@@ -187,7 +190,8 @@ impl<E: AsyncWrite + Unpin> AsyncWrite for Counted<'_, E> {
     }
 }
 
-pub(crate) fn has_hung_up(error: &io::Error) -> bool {
+/// Returns whether an error means that the other side has closed the connection.
+pub(crate) fn is_disconnect(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset)
 }
 
@@ -198,27 +202,27 @@ mod tests {
 
     use super::*;
 
-    /// The engine has answered and hung up while the client sends on: the answer arrives, then the
-    /// end, whichever of the two is seen first.
+    /// The engine replies and disconnects while the client is still sending. The client receives
+    /// the reply, then the end of the stream. The pump may see the two events in either order.
     #[tokio::test]
-    async fn last_words_arrive() {
+    async fn delivers_the_last_reply_of_an_engine_that_disconnects() {
         for _ in 0..50 {
-            hang_up_on_a_client_that_sends().await;
+            disconnect_a_sending_client().await;
         }
     }
 
-    async fn hang_up_on_a_client_that_sends() {
-        let (mut client, mut outside) = UnixStream::pair().expect("sockets");
-        let (mut engine, mut inside) = UnixStream::pair().expect("sockets");
-        engine.write_all(b"-ERR why\r\n").await.expect("it hears");
+    async fn disconnect_a_sending_client() {
+        let (mut client, mut outside) = UnixStream::pair().expect("create a socket pair");
+        let (mut engine, mut inside) = UnixStream::pair().expect("create a socket pair");
+        engine.write_all(b"-ERR why\r\n").await.expect("write the reply");
         drop(engine);
-        client.write_all(&[0; 1000]).await.expect("it hears");
+        client.write_all(&[0; 1000]).await.expect("write to the gateway");
         let pumping =
             tokio::spawn(async move { pump(&mut outside, &mut inside, &Moved::default()).await });
-        let mut heard = String::new();
-        client.read_to_string(&mut heard).await.expect("an end");
-        assert_eq!(heard, "-ERR why\r\n");
-        // Whether the client closes or not.
-        pumping.await.expect("no panic").expect("over");
+        let mut received = String::new();
+        client.read_to_string(&mut received).await.expect("read until the end of the stream");
+        assert_eq!(received, "-ERR why\r\n");
+        // The pump ends although the client has not closed its side.
+        pumping.await.expect("pump does not panic").expect("pump ends without an error");
     }
 }

@@ -1,6 +1,6 @@
-//! The sessions that a gateway has at the moment: to be listed, and to be ended by number.
+//! The list of a gateway's open sessions, which can be listed and killed by number.
 //!
-//! Any thread may ask. What is locked is the list, for as long as it takes to copy it.
+//! Any thread may use it. Its lock is held only while the list is read or changed.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -15,37 +15,37 @@ use crate::connector::SessionTransport;
 use crate::in_process::ProxyClient;
 use crate::pump::Moved;
 
-/// A session that is open.
+/// Describes an open session.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct SessionInfo {
-    /// Its number, which no other session of the gateway ever has.
+    /// The session's number. The gateway never uses it for another session.
     pub id: u64,
-    /// Where the client is.
+    /// The client's address.
     pub peer: Option<SocketAddr>,
-    /// Where it came in.
+    /// The local address that the client has connected to.
     pub local: Option<SocketAddr>,
-    /// What carries it at this moment.
+    /// The transport that the session uses at the moment.
     pub transport: SessionTransport,
-    /// The RDMA device that does, if one does.
+    /// The RDMA device, if the session uses RDMA.
     pub device: Option<String>,
-    /// Whether the engine around the gateway answers it by calls, as far as it can.
+    /// Whether the engine runs the session's commands in-process where it can.
     pub is_called: bool,
-    /// The engine's id of its proxy connection, where the gateway runs inside the engine.
+    /// The client id of the session's proxy connection, if the gateway runs inside the engine.
     pub client_id: Option<u64>,
-    /// The memory that it holds for commands and replies under way, apart from its window.
+    /// The memory that the session holds for pending commands and replies, without its window.
     pub held_bytes: usize,
-    /// Since when.
+    /// The time since the session began.
     pub age: Duration,
-    /// Bytes to the engine so far.
+    /// Bytes sent to the engine so far.
     pub to_engine_bytes: u64,
-    /// Bytes to the client so far.
+    /// Bytes sent to the client so far.
     pub to_client_bytes: u64,
 }
 
-/// What a client came over.
+/// The transport that a client connected over.
 pub(crate) enum ClientTransport {
-    /// A link, which may change from RDMA to TCP and back.
+    /// A link, which may migrate from RDMA to TCP and back.
     Ferrite(Link),
     /// Valkey Over RDMA, on this device.
     Valkey(Option<String>),
@@ -53,8 +53,8 @@ pub(crate) enum ClientTransport {
 }
 
 impl ClientTransport {
-    /// Whether RDMA carries it, or has: then its addresses may be those that the peer has told the
-    /// connection manager.
+    /// Returns whether the client uses RDMA, or has used it before. Its addresses may then be what
+    /// the peer itself has told the connection manager, so they prove nothing.
     pub(crate) fn is_rdma(&self) -> bool {
         match self {
             Self::Ferrite(link) => {
@@ -66,7 +66,8 @@ impl ClientTransport {
         }
     }
 
-    fn now(&self) -> (SessionTransport, Option<String>) {
+    /// Returns the transport in use at the moment, and the RDMA device if there is one.
+    fn current(&self) -> (SessionTransport, Option<String>) {
         match self {
             Self::Ferrite(link) => match link.transport() {
                 Transport::Rdma => (SessionTransport::FerriteRdma, link.device()),
@@ -79,7 +80,7 @@ impl ClientTransport {
     }
 }
 
-/// What is known of an open session.
+/// The state of an open session.
 pub(crate) struct Entry {
     id: u64,
     pub(crate) peer: Option<SocketAddr>,
@@ -88,12 +89,12 @@ pub(crate) struct Entry {
     begun: Instant,
     pub(crate) moved: Moved,
     pub(crate) is_called: AtomicBool,
-    /// The engine's record of its proxy connection.
+    /// The engine's record of the session's proxy connection.
     pub(crate) record: OnceLock<Arc<dyn ProxyClient>>,
-    pub(crate) held: Held,
-    /// Somebody wants it to end.
+    pub(crate) held: HeldBytes,
+    /// Whether the session was asked to end.
     pub(crate) is_killed: AtomicBool,
-    /// That has changed, or the engine has freed its client.
+    /// Notified when `is_killed` is set, and when the engine has freed the session's client.
     pub(crate) ended: Arc<Notify>,
 }
 
@@ -103,22 +104,22 @@ impl Entry {
         self.ended.notify_one();
     }
 
-    /// Whether the engine has freed its client.
+    /// Returns whether the engine has freed the session's client.
     pub(crate) fn is_gone(&self) -> bool {
         self.record.get().is_some_and(|record| record.is_gone())
     }
 }
 
-/// What a session holds, as a part of what all hold.
-pub(crate) struct Held {
+/// The memory that a session holds, and the total of all sessions, of which it is a part.
+pub(crate) struct HeldBytes {
     bytes: AtomicUsize,
     all: Arc<AtomicUsize>,
-    /// The session was told to end because of it, and is counted no longer.
+    /// Whether the session was asked to end because of its memory. It is not counted any more.
     is_evicted: AtomicBool,
 }
 
-impl Held {
-    /// Counts so many bytes from now on, unless the session was evicted.
+impl HeldBytes {
+    /// Sets the number of bytes that the session holds, unless it was evicted.
     pub(crate) fn set(&self, bytes: usize) {
         if !self.is_evicted() {
             self.count(bytes);
@@ -128,12 +129,13 @@ impl Held {
     fn count(&self, bytes: usize) {
         let before = self.bytes.swap(bytes, Ordering::Relaxed);
         if bytes != before {
-            // Wraps around for a session that holds less than before.
+            // If the session holds less than before, the difference wraps around and so does the
+            // addition.
             self.all.fetch_add(bytes.wrapping_sub(before), Ordering::Relaxed);
         }
     }
 
-    /// What all sessions hold.
+    /// Returns the bytes that all sessions hold together.
     pub(crate) fn total(&self) -> usize {
         self.all.load(Ordering::Relaxed)
     }
@@ -142,7 +144,7 @@ impl Held {
         self.bytes.load(Ordering::Relaxed)
     }
 
-    /// Counts the session no longer; false if it was evicted before.
+    /// Stops counting the session. Returns false if it was evicted before.
     fn evict(&self) -> bool {
         let is_first = !self.is_evicted.swap(true, Ordering::Relaxed);
         self.count(0);
@@ -154,39 +156,39 @@ impl Held {
     }
 }
 
-impl Drop for Held {
+impl Drop for HeldBytes {
     fn drop(&mut self) {
         self.count(0);
     }
 }
 
 #[derive(Default)]
-struct List {
+struct SessionList {
     open: BTreeMap<u64, Arc<Entry>>,
     last_id: u64,
-    /// Bytes of sessions that have ended: to the engine, to clients.
+    /// Bytes that ended sessions have sent to the engine and to their clients.
     ended: (u64, u64),
 }
 
-/// All of a gateway's.
+/// All sessions of a gateway.
 #[derive(Default)]
 pub(crate) struct Sessions {
-    list: Mutex<List>,
+    list: Mutex<SessionList>,
     pub(crate) killed: AtomicU64,
-    /// Sessions that were ended because all together held too much.
+    /// Sessions that were ended because all sessions together held too much memory.
     pub(crate) evicted: AtomicU64,
     held: Arc<AtomicUsize>,
 }
 
 impl Sessions {
-    /// A session begins, and ends when what this returns is dropped. The second is how many there
-    /// were before.
+    /// Adds a session, and returns it with the number of sessions that were open before. The
+    /// session ends when the returned value is dropped.
     pub(crate) fn begin(
         self: &Arc<Self>,
         peer: Option<SocketAddr>,
         local: Option<SocketAddr>,
         transport: ClientTransport,
-    ) -> (Open, usize) {
+    ) -> (OpenSession, usize) {
         let mut list = self.list();
         list.last_id += 1;
         let (id, before) = (list.last_id, list.open.len());
@@ -194,7 +196,7 @@ impl Sessions {
         let (is_called, is_killed, record) =
             (AtomicBool::new(false), AtomicBool::new(false), OnceLock::new());
         let (bytes, is_evicted) = (AtomicUsize::new(0), AtomicBool::new(false));
-        let held = Held { bytes, all: Arc::clone(&self.held), is_evicted };
+        let held = HeldBytes { bytes, all: Arc::clone(&self.held), is_evicted };
         let entry = Entry {
             id,
             peer,
@@ -211,14 +213,14 @@ impl Sessions {
         let entry = Arc::new(entry);
         list.open.insert(id, Arc::clone(&entry));
         drop(list);
-        (Open { sessions: Arc::clone(self), entry }, before)
+        (OpenSession { sessions: Arc::clone(self), entry }, before)
     }
 
     pub(crate) fn count(&self) -> usize {
         self.list().open.len()
     }
 
-    /// Bytes of all that there ever were: to the engine, to clients.
+    /// Returns the bytes that all sessions, open and ended, have sent to the engine and to clients.
     pub(crate) fn moved(&self) -> (u64, u64) {
         let list = self.list();
         let add = |(to_engine, to_client), entry: &Arc<Entry>| {
@@ -228,11 +230,11 @@ impl Sessions {
         list.open.values().fold(list.ended, add)
     }
 
-    /// The oldest first.
+    /// Returns all open sessions, the oldest first.
     pub(crate) fn all(&self) -> Vec<SessionInfo> {
         let entries: Vec<_> = self.list().open.values().cloned().collect();
         let info = |entry: &Arc<Entry>| {
-            let (transport, device) = entry.transport.now();
+            let (transport, device) = entry.transport.current();
             let (to_engine_bytes, to_client_bytes) = entry.moved.both();
             SessionInfo {
                 id: entry.id,
@@ -251,7 +253,7 @@ impl Sessions {
         entries.iter().map(info).collect()
     }
 
-    /// Asks a session to end; whether there is one of this number.
+    /// Asks a session to end. Returns false if there is no session with this number.
     pub(crate) fn kill(&self, id: u64) -> bool {
         let entry = self.list().open.get(&id).cloned();
         entry.is_some_and(|entry| {
@@ -261,19 +263,20 @@ impl Sessions {
         })
     }
 
-    fn list(&self) -> MutexGuard<'_, List> {
+    fn list(&self) -> MutexGuard<'_, SessionList> {
         self.list.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// A session for as long as it is open.
-pub(crate) struct Open {
+/// A session that stays in the list until this is dropped.
+pub(crate) struct OpenSession {
     sessions: Arc<Sessions>,
     pub(crate) entry: Arc<Entry>,
 }
 
-impl Open {
-    /// Asks the session that holds most to end, as the engine does beyond `maxmemory-clients`.
+impl OpenSession {
+    /// Asks the session that holds the most memory to end, as the engine does with its clients
+    /// beyond `maxmemory-clients`.
     pub(crate) fn evict_largest(&self) {
         let largest =
             self.sessions.list().open.values().max_by_key(|entry| entry.held.bytes()).cloned();
@@ -284,14 +287,14 @@ impl Open {
             tracing::warn!(
                 session = entry.id,
                 held_bytes,
-                "client disconnected: sessions hold more than maxmemory-clients"
+                "client disconnected: sessions hold more memory than maxmemory-clients"
             );
             entry.kill();
         }
     }
 }
 
-impl Drop for Open {
+impl Drop for OpenSession {
     fn drop(&mut self) {
         let mut list = self.sessions.list();
         list.open.remove(&self.entry.id);
@@ -305,9 +308,10 @@ impl Drop for Open {
 mod tests {
     use super::*;
 
-    /// An evicted session may run on for a moment: nobody goes in its place meanwhile.
+    /// An evicted session may run for a moment longer. No other session is evicted for it in the
+    /// meantime.
     #[test]
-    fn evicts_the_largest_once_and_counts_it_no_longer() {
+    fn evicts_the_largest_session_once_and_stops_counting_it() {
         let sessions = Arc::<Sessions>::default();
         let [(small, _), (large, _)] =
             [(); 2].map(|()| sessions.begin(None, None, ClientTransport::Tcp));

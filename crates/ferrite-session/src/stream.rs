@@ -1,11 +1,12 @@
-//! A Valkey Over RDMA connection as bytes.
+//! A Valkey Over RDMA connection as a byte stream.
 //!
-//! The protocol's decisions are [`ferrite_proto::Endpoint`]'s, memory and queues are the fabric's.
-//! What is here: completions to the one, requests to the other, and a copy each way. Reading copies
-//! out of a window that the peer may write at any time, so that nothing is looked at in place.
+//! [`ferrite_proto::Endpoint`] makes the protocol's decisions; the fabric owns memory and queues.
+//! This module passes completions to the endpoint and work requests to the fabric, and copies the
+//! data. The peer may write to its window at any time, so bytes are copied out of the window before
+//! they are looked at.
 //!
-//! There is no half-close in this protocol: shutting down delivers what was written and hangs up. A
-//! server lets its client do so first, for a moment.
+//! The protocol has no half-close: a shutdown delivers what was written, then disconnects. A server
+//! first gives its client a moment to disconnect by itself.
 
 mod window;
 
@@ -25,45 +26,47 @@ use tokio::time::Sleep;
 
 use window::Window;
 
-/// The most that goes in one write: a block of the pool.
+/// The largest write: a block of the pool.
 const WRITE_MAX: usize = 64 << 10;
-/// Between looks for memory while the pool has none.
-const STARVED: Duration = Duration::from_millis(5);
+/// The time between attempts to get memory from an exhausted pool.
+const MEMORY_RETRY: Duration = Duration::from_millis(5);
 
-/// How long a client may take to hang up by itself. Valkey's clients forget what they have not read
-/// yet when they hear of the end: without this, valkey-cli missed 22 of 100 refusals and 3 of 60
-/// answers to QUIT and CLIENT KILL.
+/// How long a server waits for its client to disconnect by itself. Valkey's clients drop unread
+/// data when they see the disconnect. Without this wait, valkey-cli missed 22 of 100 rejections and
+/// 3 of 60 replies to QUIT and CLIENT KILL.
 const LINGER: Duration = Duration::from_millis(500);
 
-/// A client that has heard nothing for so long, and at most for twice as long, asks the peer's
-/// device whether the queue pair is still there. Servers of Valkey's protocol send a keepalive
-/// every 3 s. One that died without a word, or whose farewell was lost (CM sends it once), would be
-/// waited for without end.
-const SILENCE: Duration = Duration::from_secs(10);
+/// How long a client receives nothing before it probes whether the peer's queue pair still exists.
+/// The probe may come after up to twice this time. Servers of Valkey Over RDMA send a keepalive
+/// every 3 s. Without the probe, a client would wait forever for a server that has crashed, or
+/// whose disconnect message was lost (the connection manager sends it once).
+const PROBE_INTERVAL: Duration = Duration::from_secs(10);
 
-/// By tokio's clock, which a test may stop and move.
+/// Returns the time of tokio's clock, which tests can pause and advance.
 fn now() -> Instant {
     tokio::time::Instant::now().into_std()
 }
 
-/// How a [`ValkeyStream`] behaves.
+/// The settings of a [`ValkeyStream`].
 #[derive(Debug, Clone)]
 pub struct ValkeyConfig {
-    /// The memory that the peer writes to at first, pinned for as long as the connection lasts.
-    /// Valkey's own is 1 MiB. 64 KiB, 512 KiB and 2 MiB waste nothing of the pool's blocks. 64 KiB.
+    /// The initial size of the window, the memory that the peer writes to (default 64 KiB). It
+    /// stays pinned for as long as the connection lasts. 64 KiB, 512 KiB and 2 MiB waste no memory
+    /// of the pool's blocks. Valkey's own windows have 1 MiB.
     pub window_bytes: u32,
-    /// What a client gets that writes much at a time; less if there are many, who share half of the
-    /// memory for receives. Servers only: towards a Valkey server the first window stays. 2 MiB.
+    /// The largest window, for clients that write much data at once (default 2 MiB). With many such
+    /// clients it is smaller, because they share half of the receive memory. Only servers use this:
+    /// towards a Valkey server the window keeps its initial size.
     pub window_max_bytes: u32,
-    /// Times and limits of the protocol.
+    /// Timeouts and limits of the protocol.
     pub proto: ferrite_proto::Config,
 }
 
 impl Default for ValkeyConfig {
     fn default() -> Self {
-        // A few writes under way keep the wire busy; more would be small ones that had better been
-        // one. The queue pair of the fabric repeats to a peer without receives, so that silence is
-        // no reason to stop.
+        // A few writes in flight keep the wire busy. More of them would be small writes that are
+        // better merged into one. The fabric's queue pairs retry forever if the peer has no
+        // receives posted, so there is no need to limit the number of unseen writes.
         let proto = ferrite_proto::Config {
             max_writes_in_flight: 8,
             max_unseen: None,
@@ -78,47 +81,48 @@ pub struct ValkeyStream {
     raw: RawConnection,
     window: Window,
     endpoint: Endpoint,
-    /// What the endpoint knows to be done.
+    /// The completions that the endpoint already knows of.
     done: Done,
-    quiet: Quiet,
+    unsignaled: UnsignaledWrites,
     role: Role,
     clock: Pin<Box<Sleep>>,
-    /// When a client that has heard nothing until then asks whether anybody is there.
-    ask_at: Option<Instant>,
-    has_heard: bool,
-    /// Since it was shut down.
+    /// When a client that has received nothing until then probes the peer.
+    probe_at: Option<Instant>,
+    has_received: bool,
+    /// Runs from the shutdown until the server disconnects.
     linger: Option<Pin<Box<Sleep>>>,
-    /// Why nothing comes any more.
-    over: Option<Error>,
+    /// Why the connection has ended.
+    failure: Option<Error>,
 }
 
 impl ValkeyStream {
-    /// Over a connection that stands. Registers the window on this thread: [`ValkeyStream::open`]
-    /// does not.
+    /// Creates a stream over an established connection. Registers the window on this thread, unlike
+    /// [`ValkeyStream::open`].
     ///
     /// # Errors
-    /// There is no memory for the window, or it cannot be registered.
+    /// Returns an error if there is no memory for the window, or if it cannot be registered.
     pub fn new(raw: RawConnection, role: Role, config: &ValkeyConfig) -> Result<Self, Error> {
         let mut buf = raw.pool().take_uncharged(config.window_bytes as usize, Purpose::Receive)?;
-        buf.fill(0); // what the last user left is not for the peer
+        buf.fill(0); // the peer must not see data of the last user
         let memory = raw.expose(buf).map_err(|(_, error)| Error::from(error))?;
-        Self::over(raw, memory, role, config)
+        Self::with_memory(raw, memory, role, config)
     }
 
-    /// The same, with the window registered where the engine has that done.
+    /// Creates a stream over an established connection. The window is registered on the fabric's
+    /// threads for that, if it has any.
     ///
     /// # Errors
-    /// As [`ValkeyStream::new`].
+    /// Returns the same errors as [`ValkeyStream::new`].
     pub async fn open(
         raw: RawConnection,
         role: Role,
         config: &ValkeyConfig,
     ) -> Result<Self, Error> {
         let memory = raw.prepare(config.window_bytes as usize).await?;
-        Self::over(raw, memory, role, config)
+        Self::with_memory(raw, memory, role, config)
     }
 
-    fn over(
+    fn with_memory(
         raw: RawConnection,
         memory: Exposed,
         role: Role,
@@ -130,82 +134,81 @@ impl ValkeyStream {
                 Error::from(ferrite_fabric::mem::PoolError::Misuse(error.to_string()))
             })?;
         let clock = Box::pin(tokio::time::sleep(Duration::ZERO));
-        let (done, quiet) = (Done::default(), Quiet::new(config.proto.max_writes_in_flight));
-        let ask_at = (role == Role::Client).then(|| now() + SILENCE);
-        let (has_heard, linger, over) = (false, None, None);
+        let unsignaled = UnsignaledWrites::new(config.proto.max_writes_in_flight);
+        let probe_at = (role == Role::Client).then(|| now() + PROBE_INTERVAL);
         let mut stream = Self {
             raw,
             window,
             endpoint,
-            done,
-            quiet,
+            done: Done::default(),
+            unsignaled,
             role,
             clock,
-            ask_at,
-            has_heard,
-            linger,
-            over,
+            probe_at,
+            has_received: false,
+            linger: None,
+            failure: None,
         };
-        stream.endpoint.handle_established(now()).expect("nothing has come yet");
+        stream.endpoint.handle_established(now()).expect("a new endpoint is not established yet");
         stream.send_messages();
         Ok(stream)
     }
 
-    /// The connection below.
+    /// Returns the underlying connection.
     #[must_use]
     pub fn raw(&self) -> &RawConnection {
         &self.raw
     }
 
-    /// What the protocol counted.
+    /// Returns the counters of the protocol.
     #[must_use]
     pub fn stats(&self) -> ferrite_proto::Stats {
         self.endpoint.stats()
     }
 
-    /// The peer's address.
+    /// Returns the peer's address.
     #[must_use]
     pub fn peer_addr(&self) -> Option<SocketAddr> {
         self.raw.peer_addr()
     }
 
-    /// Takes what has happened; afterwards `cx` is woken when there is more.
+    /// Processes everything that has happened. Afterwards `cx` is woken by the next event.
     fn drive(&mut self, cx: &mut Context<'_>) {
-        self.count_done(cx);
-        while self.over.is_none() {
+        self.handle_completions(cx);
+        while self.failure.is_none() {
             let arrival = self.raw.poll_arrival(cx.waker());
-            self.has_heard |= arrival.is_ready();
-            let taken = match arrival {
+            self.has_received |= arrival.is_ready();
+            let handled = match arrival {
                 Poll::Ready(Ok(Arrival::Message(message))) => {
                     self.endpoint.handle_message(&message)
                 }
                 Poll::Ready(Ok(Arrival::Written { notices, sum, bytes })) => {
                     self.window.on_written(notices);
-                    let fits = |count| u32::try_from(count).unwrap_or(u32::MAX);
-                    self.endpoint.handle_immediate(fits(sum), fits(bytes))
+                    let saturate = |count| u32::try_from(count).unwrap_or(u32::MAX);
+                    self.endpoint.handle_immediate(saturate(sum), saturate(bytes))
                 }
                 Poll::Ready(Err(error)) => {
-                    self.over = Some(error);
+                    self.failure = Some(error);
                     break;
                 }
                 Poll::Pending => break,
             };
-            self.judge(taken);
+            self.abort_on_violation(handled);
         }
-        self.look_at_clock(cx);
+        self.handle_timeouts(cx);
         self.send_messages();
     }
 
-    fn count_done(&mut self, cx: &Context<'_>) {
+    fn handle_completions(&mut self, cx: &Context<'_>) {
         let done = self.raw.done(Some(cx.waker()));
         (self.done.messages..done.messages).for_each(|_| self.endpoint.handle_message_sent());
-        self.endpoint.handle_writes_sent((done.writes - self.done.writes) as u32); // a few
+        self.endpoint.handle_writes_sent((done.writes - self.done.writes) as u32); // never many
         self.done = done;
     }
 
-    fn look_at_clock(&mut self, cx: &mut Context<'_>) {
-        while self.over.is_none()
-            && let Some(due) = self.endpoint.poll_timeout().into_iter().chain(self.ask_at).min()
+    fn handle_timeouts(&mut self, cx: &mut Context<'_>) {
+        while self.failure.is_none()
+            && let Some(due) = self.endpoint.poll_timeout().into_iter().chain(self.probe_at).min()
         {
             if self.clock.deadline().into_std() != due {
                 self.clock.as_mut().reset(due.into());
@@ -213,39 +216,39 @@ impl ValkeyStream {
             if self.clock.as_mut().poll(cx).is_pending() {
                 return;
             }
-            let looked = self.endpoint.handle_timeout(now());
-            self.judge(looked);
-            self.ask_if_silent();
+            let handled = self.endpoint.handle_timeout(now());
+            self.abort_on_violation(handled);
+            self.probe_if_silent();
         }
     }
 
-    fn ask_if_silent(&mut self) {
-        if self.ask_at.is_some_and(|due| due <= now()) {
-            if !std::mem::take(&mut self.has_heard) {
+    fn probe_if_silent(&mut self) {
+        if self.probe_at.is_some_and(|due| due <= now()) {
+            if !std::mem::take(&mut self.has_received) {
                 self.raw.probe();
             }
-            self.ask_at = Some(now() + SILENCE);
+            self.probe_at = Some(now() + PROBE_INTERVAL);
         }
     }
 
     fn send_messages(&mut self) {
         while let Some(message) = self.endpoint.poll_message() {
             if let Err(error) = self.raw.send_message(&message) {
-                self.over.get_or_insert(error);
+                self.failure.get_or_insert(error);
                 return;
             }
         }
     }
 
-    /// A peer that broke a rule is hung up on.
-    fn judge(&mut self, result: Result<(), ProtocolError>) {
-        if let Err(broken) = result {
-            self.raw.abort(&format!("the peer broke the protocol: {broken}"));
-            self.over = self.raw.failure();
+    /// Aborts the connection if the peer has violated the protocol.
+    fn abort_on_violation(&mut self, result: Result<(), ProtocolError>) {
+        if let Err(violation) = result {
+            self.raw.abort(&format!("the peer broke the protocol: {violation}"));
+            self.failure = self.raw.failure();
         }
     }
 
-    /// Copies out what the peer has written, as much as fits; how much.
+    /// Copies out as much of the peer's data as fits, and returns the number of bytes.
     fn copy_out(&mut self, out: &mut ReadBuf<'_>) -> usize {
         let readable = self.endpoint.readable();
         let count = readable.len().min(out.remaining());
@@ -253,7 +256,7 @@ impl ValkeyStream {
             self.window.read(readable.start, out.initialize_unfilled_to(count));
             out.advance(count);
             self.endpoint.consume(count as u32);
-            if self.endpoint.is_to_announce() && self.window.renew(&self.raw) {
+            if self.endpoint.is_to_announce() && self.window.resize(&self.raw) {
                 self.endpoint.replace_memory(self.window.registration());
             }
             self.send_messages();
@@ -261,14 +264,15 @@ impl ValkeyStream {
         count
     }
 
-    /// Copies `bytes` into one write, as many as may go now; how many.
+    /// Copies as much of `bytes` as can be sent now into one write, and returns the number of
+    /// bytes.
     fn write_some(
         &mut self,
         cx: &mut Context<'_>,
         bytes: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         let total: usize = bytes.iter().map(|part| part.len()).sum();
-        let count = ready!(self.poll_room(cx, total))?;
+        let count = ready!(self.poll_writable(cx, total))?;
         if count == 0 {
             return Poll::Ready(Ok(0));
         }
@@ -291,13 +295,13 @@ impl ValkeyStream {
         Poll::Ready(self.post(buf.freeze(), &plan))
     }
 
-    /// Writes some of `buf` from where it lies; how much. As [`AsyncWrite::poll_write`], without a
-    /// copy.
+    /// Writes a part of `buf` without copying it, and returns the number of bytes. Otherwise like
+    /// [`AsyncWrite::poll_write`].
     ///
     /// # Errors
-    /// How the connection failed.
+    /// Returns an error if the connection has failed.
     pub fn poll_write_buf(&mut self, cx: &mut Context<'_>, buf: &Buf) -> Poll<io::Result<usize>> {
-        let count = ready!(self.poll_room(cx, buf.len()))?;
+        let count = ready!(self.poll_writable(cx, buf.len()))?;
         if count == 0 {
             return Poll::Ready(Ok(0));
         }
@@ -305,23 +309,24 @@ impl ValkeyStream {
         Poll::Ready(self.post(buf.slice(..plan.len as usize), &plan))
     }
 
-    /// How many of so many bytes may go now; some, unless there are none.
-    fn poll_room(&mut self, cx: &mut Context<'_>, total: usize) -> Poll<io::Result<usize>> {
+    /// Returns how many of `total` bytes can be sent now. It is zero only if `total` is zero:
+    /// otherwise this waits until at least one byte can be sent.
+    fn poll_writable(&mut self, cx: &mut Context<'_>, total: usize) -> Poll<io::Result<usize>> {
         if total == 0 {
             return Poll::Ready(Ok(0));
         }
         self.drive(cx);
-        if let Some(over) = &self.over {
-            return Poll::Ready(Err(io::Error::new(io::ErrorKind::BrokenPipe, over.clone())));
+        if let Some(error) = &self.failure {
+            return Poll::Ready(Err(io::Error::new(io::ErrorKind::BrokenPipe, error.clone())));
         }
         match total.min(self.endpoint.writable() as usize).min(WRITE_MAX) {
-            0 => Poll::Pending, // until the peer has read, or a write is done
+            0 => Poll::Pending, // until the peer has read data, or a write completes
             count => Poll::Ready(Ok(count)),
         }
     }
 
     fn post(&mut self, buf: Buf, plan: &Write) -> io::Result<usize> {
-        let written = match self.quiet.next(plan.len) {
+        let written = match self.unsignaled.may_be_next(plan.len) {
             true => self.raw.write_quietly(buf, plan.remote_addr, plan.rkey, plan.immediate),
             false => self.raw.write(buf, plan.remote_addr, plan.rkey, plan.immediate),
         };
@@ -329,16 +334,17 @@ impl ValkeyStream {
             Ok(()) => Ok(plan.len as usize),
             Err(error) => {
                 let failed = io::Error::new(io::ErrorKind::BrokenPipe, error.clone());
-                self.over.get_or_insert(error);
+                self.failure.get_or_insert(error);
                 Err(failed)
             }
         }
     }
 
-    /// Nobody tells when the pool has memory again.
+    /// Waits a moment before the next attempt. The pool does not notify anyone when it has memory
+    /// again.
     #[cold]
     fn wait_for_memory(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<usize>> {
-        self.clock.as_mut().reset((now() + STARVED).into());
+        self.clock.as_mut().reset((now() + MEMORY_RETRY).into());
         if self.clock.as_mut().poll(cx).is_ready() {
             cx.waker().wake_by_ref();
         }
@@ -346,31 +352,31 @@ impl ValkeyStream {
     }
 }
 
-/// Writes whose completion nobody was asked for: an interrupt for each answer is half of what a
-/// small one costs. Those that do not go inline keep their memory until the next that reports,
-/// which is a keepalive if nothing else.
-struct Quiet {
+/// Decides which writes are unsignaled, that is, posted without a completion of their own. A
+/// completion's interrupt is half of the cost of a small reply. Unsignaled writes that are not
+/// inline keep their memory until the next signaled request completes, at the latest a keepalive.
+struct UnsignaledWrites {
     writes: u32,
     bytes: u32,
-    /// Half of the writes that may be under way: one that reports is always among those.
+    /// Half of the writes that may be in flight, so that one of these is always signaled.
     writes_max: u32,
 }
 
-impl Quiet {
+impl UnsignaledWrites {
     const BYTES_MAX: u32 = WRITE_MAX as u32;
 
     fn new(in_flight_max: u32) -> Self {
         Self { writes: 0, bytes: 0, writes_max: in_flight_max / 2 }
     }
 
-    /// Whether the next write, of `bytes`, may be quiet.
-    fn next(&mut self, bytes: u32) -> bool {
+    /// Counts the next write, of `bytes`, and returns whether it may be unsignaled.
+    fn may_be_next(&mut self, bytes: u32) -> bool {
         (self.writes, self.bytes) = (self.writes + 1, self.bytes.saturating_add(bytes));
-        let quiet = self.writes < self.writes_max && self.bytes < Self::BYTES_MAX;
-        if !quiet {
+        let is_unsignaled = self.writes < self.writes_max && self.bytes < Self::BYTES_MAX;
+        if !is_unsignaled {
             (self.writes, self.bytes) = (0, 0);
         }
-        quiet
+        is_unsignaled
     }
 }
 
@@ -388,7 +394,7 @@ impl AsyncRead for ValkeyStream {
         if this.copy_out(out) > 0 {
             return Poll::Ready(Ok(()));
         }
-        match &this.over {
+        match &this.failure {
             None => Poll::Pending,
             Some(error) if error.kind() == ErrorKind::Closed => Poll::Ready(Ok(())),
             Some(error) => {
@@ -419,7 +425,7 @@ impl AsyncWrite for ValkeyStream {
         true
     }
 
-    /// What was written is on its way already.
+    /// Does nothing: every write is posted at once.
     fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
         Poll::Ready(Ok(()))
     }
@@ -428,7 +434,7 @@ impl AsyncWrite for ValkeyStream {
         let this = self.get_mut();
         if this.role == Role::Server {
             this.drive(cx);
-            if this.over.is_none() {
+            if this.failure.is_none() {
                 let linger =
                     this.linger.get_or_insert_with(|| Box::pin(tokio::time::sleep(LINGER)));
                 if linger.as_mut().poll(cx).is_pending() {
@@ -436,7 +442,7 @@ impl AsyncWrite for ValkeyStream {
                 }
             }
         }
-        drop(this.raw.close()); // it goes on by itself
+        drop(this.raw.close()); // closing continues in the background
         Poll::Ready(Ok(()))
     }
 }

@@ -1,5 +1,5 @@
-//! The fuzz targets' checks over their committed corpora (`fuzz/corpus`): what a fuzzer once found
-//! fails here, without one.
+//! Runs the fuzz targets' checks over their committed corpora (`fuzz/corpus`), without a fuzzer. An
+//! input that once failed under the fuzzer fails here if the bug comes back.
 
 #[path = "../../../fuzz/src/session/checks.rs"]
 pub mod checks;

@@ -1,38 +1,40 @@
-//! The suite of sessions on Soft-RoCE devices in the lab's guest (`cargo xtask lab-test sessions`).
+//! Runs the session suite on Soft-RoCE devices in the lab's guest (`cargo xtask lab-test
+//! sessions`).
 
-#[path = "lab_sessions/beside.rs"]
-mod beside;
+#[path = "lab_sessions/attack_cost.rs"]
+mod attack_cost;
 mod sessions;
 
 use std::process::Command;
 
 use ferrite_verbs::Verbs;
-use sessions::{Scene, run_suite};
+use sessions::{Harness, run_suite};
 
 fn is_emulated() -> bool {
     std::env::var("FERRITE_LAB_KERNEL").is_ok_and(|kernel| kernel != "uml")
 }
 
-/// Runs a test on the guest's two hosts; nothing may be left of it.
-fn run(test: impl AsyncFnOnce(Scene)) {
-    sessions::run(Verbs::system().expect("rdma-core"), if is_emulated() { 20 } else { 2 }, test);
+/// Runs a test on the guest's two hosts, and checks that it leaves no objects behind.
+fn run(test: impl AsyncFnOnce(Harness)) {
+    let verbs = Verbs::system().expect("load rdma-core");
+    sessions::run(verbs, if is_emulated() { 20 } else { 2 }, test);
     assert_eq!(ferrite_verbs::leaked_objects(), 0);
 }
 
 run_suite!(crate::run);
 
 #[test]
-fn gone_without_a_word() {
-    struct Mend;
-    impl Drop for Mend {
+fn detects_a_server_that_vanished() {
+    struct RepairNetwork;
+    impl Drop for RepairNetwork {
         fn drop(&mut self) {
             tc("del dev p2 root");
         }
     }
-    let verbs = Verbs::system().expect("rdma-core");
-    sessions::idle::gone_without_a_word(verbs, || {
+    let verbs = Verbs::system().expect("load rdma-core");
+    sessions::idle::detects_a_server_that_vanished(verbs, || {
         tc("add dev p2 root netem loss 100%");
-        Mend
+        RepairNetwork
     });
     assert_eq!(ferrite_verbs::leaked_objects(), 0);
 }
@@ -42,27 +44,27 @@ fn tc(qdisc: &str) {
     assert!(status.is_ok_and(|status| status.success()), "tc qdisc {qdisc}");
 }
 
-/// What each costs other clients, which is a matter of time. Where every instruction is emulated,
-/// that says nothing.
+/// Measures what each attack costs other clients. Where every instruction is emulated, times mean
+/// nothing, so the tests do nothing there.
 mod others_beside {
     macro_rules! tests {
         ($($test:ident),*) => { $(
             #[test]
             fn $test() {
                 if !crate::is_emulated() {
-                    crate::run(crate::beside::$test);
+                    crate::run(crate::attack_cost::$test);
                 }
             }
         )* };
     }
     tests!(
-        broken_rules,
+        protocol_violations,
         tiny_writes,
         empty_writes,
-        messages,
-        half_open,
+        keepalive_flood,
+        clients_without_a_window,
         slow_readers,
         never_polling,
-        stopping_half_way
+        unfinished_connects
     );
 }

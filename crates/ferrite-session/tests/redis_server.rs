@@ -1,4 +1,4 @@
-//! A real `redis-server` for a test.
+//! Starts a real `redis-server` for a test.
 
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 
 use tokio::net::UnixStream;
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const START_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A server of our own, without a port and without files; killed at the end.
+/// A server on a Unix socket, without a TCP port and without persistence. It is killed on drop.
 pub(crate) struct Redis {
     process: Child,
     pub(crate) socket: PathBuf,
@@ -24,11 +24,14 @@ impl Redis {
             .args(more)
             .stdout(Stdio::null())
             .spawn()
-            .expect("redis-server starts: apt-get install redis-server");
+            .expect("start redis-server (apt-get install redis-server)");
         let redis = Self { process, socket };
         let begun = Instant::now();
         while UnixStream::connect(&redis.socket).await.is_err() {
-            assert!(begun.elapsed() < PATIENCE, "redis-server does not listen");
+            assert!(
+                begun.elapsed() < START_TIMEOUT,
+                "redis-server did not listen within {START_TIMEOUT:?}"
+            );
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
         redis

@@ -1,10 +1,10 @@
-//! One reply, one line of comma-separated values; what is nested is written flat.
+//! Formats a reply as one line of comma-separated values. Nested values are flattened.
 
 use ferrite_proto::resp::Value;
 
 use super::quote;
 
-/// Appends a reply, without a line end.
+/// Appends a reply, without a newline.
 pub(super) fn write(reply: &Value<'_>, out: &mut Vec<u8>) {
     match reply {
         Value::Error(text) | Value::BlobError(text) => {

@@ -1,23 +1,23 @@
-//! For people at a terminal.
+//! Formats a reply for people at a terminal.
 //!
 //! ```text
 //!   1) "a"                   1# "field" => "value"            1~ (integer) 1
 //!   2) 1) (integer) 1        2# "list" =>                     2~ (nil)
-//!      2) (double) 0.5          1) "nested values begin
-//!                               2) where their number ends"
+//!      2) (double) 0.5          1) "nested values are"
+//!                               2) "indented"
 //! ```
 
 use ferrite_proto::resp::Value;
 
-use super::{quote, raw};
+use super::{quote, without_attributes};
 
-/// Appends a reply; each of its lines is ended.
+/// Appends a reply. Each of its lines ends with a newline.
 pub(super) fn write(reply: &Value<'_>, out: &mut Vec<u8>) {
     write_indented(reply, 0, out);
 }
 
-/// Lines after the first begin with `indent` blanks: where the first begins is the caller's
-/// business.
+/// Appends a reply. Lines after the first begin with `indent` spaces. The caller has indented the
+/// first line.
 fn write_indented(reply: &Value<'_>, indent: usize, out: &mut Vec<u8>) {
     match reply {
         Value::Error(text) | Value::BlobError(text) => line(b"(error) ", text, out),
@@ -41,7 +41,7 @@ fn write_indented(reply: &Value<'_>, indent: usize, out: &mut Vec<u8>) {
     }
 }
 
-/// `-> invalidate: 'key'`, if that is what a push says.
+/// Formats an invalidation push message as `-> invalidate: 'key'`. Returns `None` for others.
 pub(super) fn invalidation(push: &Value<'_>) -> Option<Vec<u8>> {
     let Value::Push(values) = push else { return None };
     let [Value::Bulk(b"invalidate"), Value::Array(keys)] = values.as_slice() else { return None };
@@ -97,7 +97,7 @@ fn map(
     for (at, (key, value)) in pairs.iter().enumerate() {
         number(at, width, sign, indent, out);
         write_indented(key, inner, out);
-        out.pop(); // the line goes on
+        out.pop(); // the value follows on the same line
         out.extend_from_slice(b" => ");
         if has_lines(value) {
             out.push(b'\n');
@@ -118,9 +118,9 @@ fn digits(number: usize) -> usize {
     number.to_string().len()
 }
 
-/// Whether a value takes more than one line.
+/// Returns whether a value takes more than one line.
 fn has_lines(value: &Value<'_>) -> bool {
-    match raw(value) {
+    match without_attributes(value) {
         Value::Array(values) | Value::Set(values) | Value::Push(values) => {
             match values.as_slice() {
                 [] => false,

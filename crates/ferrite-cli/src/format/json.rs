@@ -1,9 +1,9 @@
-//! JSON, which redis-cli's is not always. Here every reply is one line that any parser takes:
+//! Formats a reply as one line of valid JSON, which redis-cli's output is not always:
 //!
 //! - an error is `{"error":"ERR …"}`, not `error:"ERR …"`;
-//! - `inf`, `-inf` and `nan` are strings: JSON has no such numbers;
-//! - bytes that are no UTF-8 become the characters U+0080 to U+00FF (`--quoted-json` loses
-//!   nothing);
+//! - `inf`, `-inf` and `nan` are strings, since JSON has no such numbers;
+//! - bytes that are not UTF-8 become the characters U+0080 to U+00FF (`--quoted-json` loses no
+//!   byte);
 //! - replies that are text, such as INFO's, are strings like any other.
 
 use ferrite_proto::resp::Value;
@@ -13,13 +13,13 @@ use super::quote;
 /// How strings are written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Strings {
-    /// As text.
+    /// As plain text.
     Text,
-    /// As people see them at the terminal, escapes included.
+    /// With the escapes that people see at the terminal.
     Quoted,
 }
 
-/// Appends a reply, without a line end.
+/// Appends a reply, without a newline.
 pub(super) fn write(reply: &Value<'_>, strings: Strings, out: &mut Vec<u8>) {
     match reply {
         Value::Error(text) | Value::BlobError(text) => {
@@ -64,7 +64,8 @@ pub(super) fn write(reply: &Value<'_>, strings: Strings, out: &mut Vec<u8>) {
     }
 }
 
-/// A key must be a string; one that is none becomes the string of its JSON.
+/// Appends a key. JSON keys must be strings, so a key of another type becomes a string that
+/// contains its JSON.
 fn write_key(key: &Value<'_>, strings: Strings, out: &mut Vec<u8>) {
     let mut text = Vec::new();
     write(key, strings, &mut text);
@@ -75,7 +76,7 @@ fn write_key(key: &Value<'_>, strings: Strings, out: &mut Vec<u8>) {
     }
 }
 
-/// Whether JSON has a number that is written so: as RFC 8259, section 6, with any number of digits.
+/// Returns whether a text is a valid JSON number (RFC 8259, section 6), with any number of digits.
 fn is_number(text: &[u8]) -> bool {
     let digits = |text: &[u8]| !text.is_empty() && text.iter().all(u8::is_ascii_digit);
     let text = text.strip_prefix(b"-").unwrap_or(text);
@@ -100,8 +101,8 @@ fn string(bytes: &[u8], strings: Strings, out: &mut Vec<u8>) {
         Strings::Quoted => {
             let mut quoted = Vec::new();
             quote(bytes, &mut quoted);
-            // Redis-cli doubles the backslashes and leaves the quotes: `"` in a string comes out as
-            // `\\"`, which ends it.
+            // redis-cli doubles the backslashes but not the quotes: it prints `"` in a string as
+            // `\\"`, which ends the JSON string too early.
             let inner = quoted.get(1..quoted.len().saturating_sub(1)).unwrap_or_default();
             text(inner, out);
         }

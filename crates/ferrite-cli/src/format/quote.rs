@@ -1,6 +1,6 @@
-//! Bytes in double quotes, as people can type them again.
+//! Quotes bytes so that people can type them again.
 
-/// Appends `bytes` in quotes; what is not printable ASCII becomes `\n` or `\xff`.
+/// Appends `bytes` in double quotes. Bytes that are not printable ASCII become `\n` or `\xff`.
 pub(crate) fn quote(bytes: &[u8], out: &mut Vec<u8>) {
     out.push(b'"');
     for byte in bytes {

@@ -1,12 +1,12 @@
-//! The bytes themselves.
+//! Formats a reply as its bytes.
 
 use ferrite_proto::resp::Value;
 
-/// Appends a reply, elements apart by `delimiter`.
+/// Appends a reply, with `delimiter` between its elements.
 pub(super) fn write(reply: &Value<'_>, delimiter: &[u8], out: &mut Vec<u8>) {
     match reply {
         Value::Null => {}
-        // The line end is redis-cli's: an error is a line of its own, also among others.
+        // As in redis-cli, an error ends with a newline, also inside an array.
         Value::Error(text) | Value::BlobError(text) => {
             out.extend_from_slice(text);
             out.push(b'\n');

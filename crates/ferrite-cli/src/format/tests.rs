@@ -1,15 +1,15 @@
-//! Every type in every style.
+//! Tests of every type in every style.
 
 use super::*;
 
 fn shown(style: Style, bytes: &[u8]) -> String {
-    let reply = Value::parse(bytes).expect("a reply");
-    String::from_utf8(Format::new(style).reply(&reply, false)).expect("text")
+    let reply = Value::parse(bytes).expect("valid reply");
+    String::from_utf8(Format::new(style).reply(&reply, false)).expect("UTF-8")
 }
 
-/// One reply, and what it is for people, raw, as CSV and as JSON.
+/// Each case is a reply, and its format for people, raw, as CSV and as JSON.
 #[test]
-fn every_type() {
+fn formats_every_type() {
     for (bytes, human, raw, csv, json) in [
         (&b"+OK\r\n"[..], "OK\n", "OK\n", "\"OK\"\n", "\"OK\"\n"),
         (
@@ -64,7 +64,7 @@ fn every_type() {
 }
 
 #[test]
-fn numbers_of_elements_stand_right() {
+fn aligns_element_numbers() {
     let mut bytes = b"*10\r\n*2\r\n:1\r\n:2\r\n".to_vec();
     (0..9).for_each(|_| bytes.extend(b"_\r\n"));
     let human = shown(Style::Human, &bytes);
@@ -73,19 +73,19 @@ fn numbers_of_elements_stand_right() {
 }
 
 #[test]
-fn separators_are_a_choice_of_raw_replies() {
+fn uses_the_delimiters_of_raw_replies() {
     let format = Format {
         element_delimiter: b";".to_vec(),
         reply_delimiter: b"--".to_vec(),
         ..Format::new(Style::Raw)
     };
-    let reply = Value::parse(b"*2\r\n:1\r\n:2\r\n").expect("a reply");
+    let reply = Value::parse(b"*2\r\n:1\r\n:2\r\n").expect("valid reply");
     assert_eq!(format.reply(&reply, false), b"1;2--");
     assert_eq!(format.reply(&reply, true), b"1;2");
 }
 
 #[test]
-fn bytes_that_are_no_text() {
+fn escapes_bytes_that_are_not_text() {
     let bytes = b"$5\r\n\xff\xc3\xa9\x01\"\r\n";
     assert_eq!(shown(Style::Json, bytes), "\"\u{ff}é\\u0001\\\"\"\n");
     assert_eq!(shown(Style::QuotedJson, bytes), "\"\\\\xff\\\\xc3\\\\xa9\\\\x01\\\\\\\"\"\n");
@@ -93,9 +93,9 @@ fn bytes_that_are_no_text() {
 }
 
 #[test]
-fn invalidations_are_one_line() {
+fn formats_invalidations_as_one_line() {
     let push = b">2\r\n$10\r\ninvalidate\r\n*2\r\n$1\r\na\r\n$1\r\nb\r\n";
-    let push = Value::parse(push).expect("a push");
+    let push = Value::parse(push).expect("valid push message");
     assert_eq!(Format::new(Style::Human).push(&push), b"-> invalidate: 'a', 'b'\n");
     assert_eq!(Format::new(Style::Csv).push(&push), b"\"invalidate\",\"a\",\"b\"\n");
 }

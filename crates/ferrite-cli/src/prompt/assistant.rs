@@ -1,4 +1,4 @@
-//! Who whispers while a line is typed.
+//! Completion and hints while a line is typed.
 
 use std::borrow::Cow;
 use std::cell::Cell;
@@ -16,7 +16,7 @@ pub(super) struct Assistant {
     pub(super) shows_hints: Cell<bool>,
 }
 
-/// Only shown: nobody wants `key [value ...]` typed for them.
+/// A hint such as `key [value ...]`. It is only displayed, and never inserted into the line.
 pub(super) struct Hint(String);
 
 impl rustyline::hint::Hint for Hint {

@@ -1,6 +1,6 @@
-//! Commands with passwords in them, which no file should keep.
+//! Detects commands that contain passwords, which must not be stored in the history.
 
-/// Whether a command has, or may have, a password in it.
+/// Returns whether a command contains, or may contain, a password.
 pub(super) fn is_secret(words: &[Vec<u8>]) -> bool {
     let lower: Vec<_> = words.iter().map(|word| word.to_ascii_lowercase()).collect();
     let words: Vec<_> = lower.iter().map(Vec::as_slice).collect();
@@ -27,7 +27,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn passwords_are_kept_out() {
+    fn detects_commands_with_passwords() {
         for (line, secret) in [
             ("AUTH p", true),
             ("auth user p", true),

@@ -1,5 +1,4 @@
-//! Both programs, given the same commands: what each printed, case by case, and what is wrong with
-//! it.
+//! Runs redis-cli and ferrite-cli with the same commands, and compares their output case by case.
 
 use std::io::Write as _;
 use std::process::{Command, Output, Stdio};
@@ -7,7 +6,7 @@ use std::process::{Command, Output, Stdio};
 use super::redis::Redis;
 use super::table::Case;
 
-/// A style, and how it is asked for.
+/// The name of a style, and its options.
 pub(crate) type Style = (&'static str, &'static [&'static str]);
 
 pub(crate) const RAW: Style = ("raw", &["--raw"]);
@@ -15,46 +14,49 @@ pub(crate) const HUMAN: Style = ("human", &["--no-raw"]);
 pub(crate) const JSON: Style = ("json", &["--json"]);
 pub(crate) const HUMAN3: Style = ("human3", &["-3", "--no-raw"]);
 
-/// Between the outputs of two cases.
+/// Printed between the outputs of two cases.
 const MARK: &str = "=-=mark=-=";
 
-/// A program, and the options by which it reaches the server.
+/// A program, and the options with which it connects to the server.
 pub(crate) struct Program {
     pub(crate) path: &'static str,
-    pub(crate) reach: Vec<String>,
+    pub(crate) connect_options: Vec<String>,
 }
 
 impl Program {
-    /// redis-cli, at the server's own socket.
+    /// Returns redis-cli, connected to the server's Unix socket.
     pub(crate) fn theirs(redis: &Redis) -> Self {
-        Self { path: "redis-cli", reach: vec!["-s".into(), redis.socket.display().to_string()] }
+        let connect_options = vec!["-s".into(), redis.socket.display().to_string()];
+        Self { path: "redis-cli", connect_options }
     }
 
-    /// ferrite-cli, at the server's own socket.
+    /// Returns ferrite-cli, connected to the server's Unix socket.
     pub(crate) fn ours(redis: &Redis) -> Self {
         Self { path: env!("CARGO_BIN_EXE_ferrite-cli"), ..Self::theirs(redis) }
     }
 
     pub(crate) fn start(&self, words: &[&str]) -> Command {
         let mut command = Command::new(self.path);
-        command.args(&self.reach).args(words).env_remove("REDISCLI_AUTH");
+        command.args(&self.connect_options).args(words).env_remove("REDISCLI_AUTH");
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
         command
     }
 
-    /// What it does with `input` on stdin.
-    pub(crate) fn fed(&self, words: &[&str], input: Vec<u8>) -> Output {
-        let mut child = self.start(words).stdin(Stdio::piped()).spawn().expect("it starts");
-        let mut stdin = child.stdin.take().expect("piped");
+    /// Runs the program with `input` on stdin.
+    pub(crate) fn run_with_stdin(&self, words: &[&str], input: Vec<u8>) -> Output {
+        let child = self.start(words).stdin(Stdio::piped()).spawn();
+        let mut child = child.expect("start the program");
+        let mut stdin = child.stdin.take().expect("piped stdin");
         let writing = std::thread::spawn(move || stdin.write_all(&input));
-        let output = child.wait_with_output().expect("it ends");
-        let _ = writing.join().expect("no panic"); // who ends early does not read all
+        let output = child.wait_with_output().expect("wait for the program");
+        // Writing fails if the program exits before it has read everything.
+        let _ = writing.join().expect("writer does not panic");
         output
     }
 
-    /// What each case printed, all of them line by line on one connection.
+    /// Runs all cases as lines on one connection, and returns what each case printed.
     pub(crate) fn outputs(&self, style: Style, cases: &[&Case]) -> Vec<String> {
-        let output = self.fed(style.1, lines(cases, &format!("ECHO {MARK}\n")));
+        let output = self.run_with_stdin(style.1, lines(cases, &format!("ECHO {MARK}\n")));
         assert!(
             output.status.success(),
             "{}: {}",
@@ -63,24 +65,25 @@ impl Program {
         );
         let printed = escaped(&output.stdout);
         let mut parts: Vec<_> = printed.split(MARK).map(str::to_owned).collect();
-        parts.pop(); // behind the last mark
-        assert_eq!(parts.len(), cases.len(), "{}: a mark is lost", self.path);
+        parts.pop(); // what follows the last mark
+        assert_eq!(parts.len(), cases.len(), "{}: a mark is missing", self.path);
         parts
     }
 }
 
-/// The commands of cases, with something behind each case.
-pub(crate) fn lines(cases: &[&Case], behind: &str) -> Vec<u8> {
+/// Returns the commands of cases as lines, with `separator` after each case.
+pub(crate) fn lines(cases: &[&Case], separator: &str) -> Vec<u8> {
     let mut input = String::new();
     for case in cases {
         case.commands.iter().for_each(|command| input += &format!("{command}\n"));
-        input += behind;
+        input += separator;
     }
     input.into_bytes()
 }
 
-/// Bytes that are no printable ASCII are told apart, and marks stay marks. How long a command took
-/// is printed from half a second on, which on a busy machine can be any, and is left out.
+/// Escapes bytes that are not printable ASCII, so that they can be compared; marks stay. Leaves out
+/// the lines with the duration of a command: commands that take half a second or more print it,
+/// which can be any command on a busy machine.
 pub(crate) fn escaped(bytes: &[u8]) -> String {
     let escape = |byte: &u8| match byte {
         b'\n' => "\n".to_owned(),
@@ -90,13 +93,13 @@ pub(crate) fn escaped(bytes: &[u8]) -> String {
     printed.split_inclusive('\n').filter(|line| !is_time(line.trim_end())).collect()
 }
 
-/// `(0.51s)`
+/// Returns whether a line is a duration, such as `(0.51s)`.
 fn is_time(line: &str) -> bool {
     let seconds = line.strip_prefix('(').and_then(|rest| rest.strip_suffix("s)"));
     seconds.is_some_and(|seconds| seconds.contains('.') && seconds.parse::<f64>().is_ok())
 }
 
-/// What is wrong; how many were right is printed.
+/// Compares the outputs, prints how many are the same, and returns a description of what is wrong.
 pub(crate) fn judge(
     style: &str,
     way: &str,
@@ -111,7 +114,8 @@ pub(crate) fn judge(
             (true, None) => same += 1,
             (false, Some(_)) => different += 1,
             (true, Some(reason)) => {
-                wrong += &format!("{:?}: does not differ, though {reason}\n", case.commands);
+                wrong +=
+                    &format!("{:?}: does not differ, although listed: {reason}\n", case.commands);
             }
             (false, None) => {
                 wrong += &format!(
@@ -122,7 +126,7 @@ pub(crate) fn judge(
         }
     }
     println!("{way:>9} {style:>11}: {same} cases the same, {different} differ as listed");
-    assert!(cases.len() >= 300, "too few");
+    assert!(cases.len() >= 300, "only {} cases", cases.len());
     if !wrong.is_empty() {
         wrong.insert_str(0, &format!("=== {style}, as {way}\n"));
     }

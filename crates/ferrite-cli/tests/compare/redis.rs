@@ -1,14 +1,14 @@
-//! A real `redis-server` for a test.
-#![allow(dead_code, reason = "each test binary uses a part of it")]
+//! Starts a real `redis-server` for a test.
+#![allow(dead_code, reason = "each test binary uses only a part")]
 
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const START_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A server of our own, without a port and without files; killed at the end.
+/// A server on a Unix socket, without a TCP port and without persistence. It is killed on drop.
 pub(crate) struct Redis {
     process: Child,
     pub(crate) socket: PathBuf,
@@ -40,17 +40,20 @@ impl Redis {
             .args(more)
             .stdout(Stdio::null())
             .spawn()
-            .expect("redis-server starts: apt-get install redis-server");
+            .expect("start redis-server (apt-get install redis-server)");
         let redis = Self { process, socket };
         let begun = Instant::now();
         while UnixStream::connect(&redis.socket).is_err() {
-            assert!(begun.elapsed() < PATIENCE, "redis-server does not listen");
+            assert!(
+                begun.elapsed() < START_TIMEOUT,
+                "redis-server did not listen within {START_TIMEOUT:?}"
+            );
             std::thread::sleep(Duration::from_millis(20));
         }
         redis
     }
 
-    /// As if it had just been started.
+    /// Resets the server to its initial state.
     pub(crate) fn empty(&self) {
         for words in [
             &["FLUSHALL"][..],
@@ -64,7 +67,7 @@ impl Redis {
                 .args(words)
                 .stdout(Stdio::null())
                 .status();
-            assert!(status.expect("redis-cli starts").success());
+            assert!(status.expect("start redis-cli").success());
         }
     }
 }

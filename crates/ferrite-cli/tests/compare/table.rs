@@ -1,16 +1,16 @@
-//! The table of commands: `commands.txt`.
+//! Parses the table of commands, `commands.txt`.
 
-/// Some commands whose output is looked at together.
+/// Commands whose output is compared together.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Case {
     pub(crate) commands: Vec<String>,
-    /// Styles in which the output differs as intended, and why.
+    /// Styles in which the output differs on purpose, and why.
     pub(crate) differs: Vec<Exception>,
-    /// Styles in which it is left out, and why.
+    /// Styles in which the case is left out, and why.
     pub(crate) left_out: Vec<Exception>,
 }
 
-/// Styles, and what is special about them.
+/// Styles for which a case is an exception, and why.
 #[derive(Debug, Clone)]
 pub(crate) struct Exception {
     pub(crate) styles: Vec<String>,
@@ -18,7 +18,7 @@ pub(crate) struct Exception {
 }
 
 impl Case {
-    /// Why the output may differ in a style.
+    /// Returns why the output differs in a style, if it may.
     pub(crate) fn difference(&self, style: &str) -> Option<&str> {
         reason(&self.differs, style)
     }
@@ -34,7 +34,7 @@ fn reason<'a>(exceptions: &'a [Exception], style: &str) -> Option<&'a str> {
     found.map(|exception| exception.reason.as_str())
 }
 
-/// All cases, in order.
+/// Returns all cases, in order.
 pub(crate) fn cases() -> Vec<Case> {
     let mut cases: Vec<Case> = Vec::new();
     let mut next = Case::default();
@@ -44,7 +44,7 @@ pub(crate) fn cases() -> Vec<Case> {
         } else if let Some(text) = line.strip_prefix("? ") {
             next.left_out.push(exception(text));
         } else if let Some(command) = line.strip_prefix("+ ") {
-            cases.last_mut().expect("a case to go on with").commands.push(command.to_owned());
+            cases.last_mut().expect("a case to continue").commands.push(command.to_owned());
         } else if !line.is_empty() && !line.starts_with('#') {
             next.commands.push(line.to_owned());
             cases.push(std::mem::take(&mut next));

@@ -1,28 +1,29 @@
-//! Commands on their way to be called, with what was found out about them when they were looked at.
+//! Commands that are about to be called, with the properties that were found when they were looked
+//! up.
 
 use std::ops::Range;
 
 use ferrite_proto::resp::Words;
 
-use super::input::{Found, Input};
+use super::input::{FoundCommand, Input};
 
-/// What there is to know of a command that may be called.
+/// The properties of a command that may be called in-process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Callable {
-    /// So many words, its name included, or (negative) no fewer.
+    /// The number of words, its name included. If negative, the smallest number of words.
     pub arity: i32,
-    /// It may write, or be sent to replicas otherwise.
+    /// Whether it may write data, or be sent to replicas for another reason.
     pub writes: bool,
-    /// It is one of several that have its name, by its first argument.
+    /// Whether it is one of several commands with the same name, selected by the first argument.
     pub is_subcommand: bool,
-    /// It may make a key ready for which another client waits (BLPOP and the like).
+    /// Whether it may fill a key that another client is blocked on (BLPOP and the like).
     pub unblocks: bool,
-    /// It is GET: with one argument, a key whose value it answers.
+    /// Whether it is GET, which has one argument, a key, and returns its value.
     pub reads_string: bool,
 }
 
 impl Callable {
-    /// Whether it may have so many words, its name included.
+    /// Returns whether the command may have this number of words, its name included.
     #[must_use]
     #[inline]
     pub fn takes(self, words: usize) -> bool {
@@ -33,29 +34,29 @@ impl Callable {
 
 /// A command of a run.
 #[derive(Debug, Clone)]
-pub(super) struct Due {
-    pub(super) found: Found,
-    /// If it is to be called.
+pub(super) struct RunCommand {
+    pub(super) found: FoundCommand,
+    /// Its properties, if it is to be called.
     pub(super) callable: Option<Callable>,
 }
 
-/// Where these commands lie, one behind the other.
-pub(super) fn place_of(run: &[Due]) -> Range<usize> {
+/// Returns the range of these consecutive commands in the input.
+pub(super) fn range_of(run: &[RunCommand]) -> Range<usize> {
     match (run.first(), run.last()) {
-        (Some(first), Some(last)) => first.found.place.start..last.found.place.end,
+        (Some(first), Some(last)) => first.found.range.start..last.found.range.end,
         _ => 0..0,
     }
 }
 
-/// Commands to be called, in order.
+/// Commands to call, in order.
 #[derive(Clone, Copy)]
 pub struct Commands<'a> {
     pub(super) input: &'a Input,
-    pub(super) run: &'a [Due],
+    pub(super) run: &'a [RunCommand],
 }
 
 impl<'a> Commands<'a> {
-    /// What is known of each, and its words.
+    /// Returns the properties and the words of each command.
     #[inline]
     pub fn iter(self) -> impl Iterator<Item = (Callable, Words<'a>)> {
         self.run.iter().map_while(move |due| Some((due.callable?, self.input.words(&due.found))))

@@ -1,4 +1,4 @@
-//! What a client has sent and nobody has answered yet.
+//! The input of a client: commands that have arrived and are not handled yet.
 
 use std::ops::Range;
 
@@ -7,30 +7,31 @@ use ferrite_proto::resp::{
     Args, Command, CommandError, CommandFramer, Limits, Words, plain_command,
 };
 
-/// Commands beyond this go on to the engine while they come, instead of waiting here for their end.
-const LARGE: u64 = 256 << 10;
-/// What is read at once, at first and at most.
-const READ: usize = 1 << 10;
+/// Commands beyond this size are streamed to the engine while they arrive, instead of being
+/// gathered here.
+const LARGE_COMMAND: u64 = 256 << 10;
+/// The size of the first read, and the largest size of a read.
+const READ_MIN: usize = 1 << 10;
 pub(super) const READ_MAX: usize = 64 << 10;
 
-/// The longest word that can be a command's or a subcommand's name.
+/// The longest word that can be the name of a command or subcommand.
 const NAME_MAX: usize = 64;
 
-/// What is known of a command that has begun and not ended.
+/// The name of a command that has arrived in part, if it is known yet.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Begun<'a> {
-    /// Its name, or the first argument that may be a part of it, has not arrived.
+pub(super) enum PartialCommand<'a> {
+    /// Its name has not arrived, or not the first argument, which may name a subcommand.
     Unknown,
-    /// A line typed by hand, or a command whose name is too long to be looked up.
+    /// An inline command, or a command whose name is too long to be looked up.
     Nameless,
-    /// Its name, and its first argument unless that is too long to be a subcommand.
+    /// Its name, and its first argument unless that is too long to name a subcommand.
     Named { name: &'a [u8], first: Option<&'a [u8]> },
 }
 
-/// A word of a command that has begun.
+/// A word of a command that has arrived in part.
 enum Word<'a> {
     Missing,
-    Is(&'a [u8]),
+    Present(&'a [u8]),
     TooLong,
 }
 
@@ -38,23 +39,23 @@ fn word<'a>(args: &mut Args<'a>) -> Word<'a> {
     let announced = args.announced();
     match (args.next(), announced) {
         (_, Some(length)) if length > NAME_MAX => Word::TooLong,
-        (Some(word), _) => Word::Is(word),
+        (Some(word), _) => Word::Present(word),
         (None, _) => Word::Missing,
     }
 }
 
-/// A whole command.
+/// A complete command in the input.
 #[derive(Debug, Clone)]
-pub(super) struct Found {
-    /// Where it lies.
-    pub(super) place: Range<usize>,
-    /// Which of the words are its own; none if it is not in the plain form.
+pub(super) struct FoundCommand {
+    /// Its range in the buffer.
+    pub(super) range: Range<usize>,
+    /// The indexes of its words in the `words` of the input. Empty if it is not in the plain form.
     words: Range<usize>,
     /// Where the first of them lies.
     name: Range<usize>,
 }
 
-impl Found {
+impl FoundCommand {
     /// Whether it is in the plain form, and its words are known.
     #[inline]
     pub(super) fn is_plain(&self) -> bool {
@@ -63,28 +64,29 @@ impl Found {
 }
 
 pub(super) struct Input {
-    /// With room behind what came: zeros, or what was there before. To be read into it must have
-    /// been written once.
+    /// The input, followed by room for the next read. The room holds zeros or old bytes, because
+    /// memory must be initialized before it is read into.
     buffer: Vec<u8>,
-    /// Up to here it came.
+    /// The end of the input in the buffer.
     filled: usize,
-    /// Up to here commands were taken.
+    /// The end of the commands that were taken.
     taken: usize,
-    /// Up to here the framer has looked. It is further than that if a command has begun and not
-    /// ended.
+    /// The end of the bytes that the framer has seen. It is beyond `taken` if a command has arrived
+    /// in part.
     framed: usize,
     framer: CommandFramer,
-    /// Where the words of commands are that were found since places were last forgotten.
+    /// The ranges of the words of all commands that were found since the last
+    /// [`Input::forget_found`].
     words: Vec<Range<usize>>,
-    /// How much the next read asks for.
-    read: usize,
+    /// The size of the next read.
+    read_size: usize,
 }
 
 impl Default for Input {
     fn default() -> Self {
-        // The engine's limits are its own: what is too large goes there, and is refused there in
-        // its words. So does what ends in another way than it should, for the engine to take or to
-        // refuse.
+        // The engine enforces its own limits: a command that is too large is proxied, and the
+        // engine rejects it with its own error. Commands with wrong line ends are proxied as well,
+        // and the engine accepts or rejects them.
         let limits = Limits {
             bulk_bytes: u64::MAX >> 1,
             multibulk_args: i32::MAX as u64,
@@ -98,174 +100,180 @@ impl Default for Input {
             framed: 0,
             framer: CommandFramer::new(limits),
             words: Vec::new(),
-            read: READ,
+            read_size: READ_MIN,
         }
     }
 }
 
 impl Input {
-    /// With what a client has sent before.
-    pub(super) fn with(first: &[u8]) -> Self {
+    /// Creates an input that begins with these bytes of the client.
+    pub(super) fn from_bytes(first: &[u8]) -> Self {
         let mut input = Self::default();
         input.append(first);
         input
     }
 
-    /// The next whole command, if there is one.
+    /// Finds the next complete command, but does not take it.
     #[inline]
-    pub(super) fn peek(&mut self) -> Result<Option<Found>, CommandError> {
+    pub(super) fn peek(&mut self) -> Result<Option<FoundCommand>, CommandError> {
         let first = self.words.len();
-        let end = if self.framer.is_inside() { None } else { self.plain() };
+        let end = if self.framer.is_inside() { None } else { self.find_plain() };
         let end = match end {
             Some(end) => Some(end),
-            None => self.frame()?,
+            None => self.find_framed()?,
         };
         let name = self.words.get(first).cloned().unwrap_or_default();
-        Ok(end.map(|end| Found { place: self.taken..end, words: first..self.words.len(), name }))
+        let words = first..self.words.len();
+        Ok(end.map(|end| FoundCommand { range: self.taken..end, words, name }))
     }
 
-    /// Where the command in plain form ends that lies whole at `taken`.
-    fn plain(&mut self) -> Option<usize> {
+    /// Returns the end of the complete command in plain form at `taken`, if there is one.
+    fn find_plain(&mut self) -> Option<usize> {
         plain_command(&self.buffer[..self.filled], self.taken, &mut self.words)
     }
 
-    /// The same of any command, piece by piece.
+    /// Returns the end of the complete command in any form. Continues where the last attempt ended.
     #[cold]
-    fn frame(&mut self) -> Result<Option<usize>, CommandError> {
+    fn find_framed(&mut self) -> Result<Option<usize>, CommandError> {
         let progress = self.framer.feed(&self.buffer[self.framed..self.filled])?;
         self.framed += progress.consumed;
         if !progress.complete {
             return Ok(None);
         }
         let end = std::mem::replace(&mut self.framed, self.taken);
-        self.plain();
+        self.find_plain();
         Ok(Some(end))
     }
 
-    /// The command that [`Input::peek`] has shown is taken.
-    pub(super) fn take(&mut self, found: &Found) {
-        (self.taken, self.framed) = (found.place.end, found.place.end);
+    /// Takes the command that [`Input::peek`] has found.
+    pub(super) fn take(&mut self, found: &FoundCommand) {
+        (self.taken, self.framed) = (found.range.end, found.range.end);
     }
 
-    /// The words of a command; none if it is not in the plain form.
+    /// Returns the words of a command. There are none if it is not in the plain form.
     #[inline]
-    pub(super) fn words(&self, found: &Found) -> Words<'_> {
+    pub(super) fn words(&self, found: &FoundCommand) -> Words<'_> {
         Words::new(&self.buffer, self.words.get(found.words.clone()).unwrap_or_default())
     }
 
-    /// Its name, if it is in the plain form.
+    /// Returns the name of a command, if it is in the plain form.
     #[inline]
-    pub(super) fn name(&self, found: &Found) -> Option<&[u8]> {
+    pub(super) fn name(&self, found: &FoundCommand) -> Option<&[u8]> {
         if found.is_plain() { self.buffer.get(found.name.clone()) } else { None }
     }
 
-    pub(super) fn command(&self, found: &Found) -> Option<Command<'_>> {
-        Command::framed(self.buffer.get(found.place.clone())?)
+    pub(super) fn command(&self, found: &FoundCommand) -> Option<Command<'_>> {
+        Command::framed(self.buffer.get(found.range.clone())?)
     }
 
-    /// What was found before is no longer asked for.
-    pub(super) fn forget(&mut self) {
+    /// Forgets the commands that were found before. Their ranges become invalid.
+    pub(super) fn forget_found(&mut self) {
         self.words.clear();
-        // A client that sends on while its commands are proxied never leaves the buffer empty. No
-        // more is moved than is given up.
+        // A client that keeps sending while its commands are proxied never leaves the buffer empty,
+        // so it is compacted here. Never more bytes are moved than are freed.
         if self.taken >= BEFORE_AUTH && self.taken >= self.filled - self.taken {
-            self.move_up();
+            self.compact();
         }
     }
 
-    /// All of it, for places in it.
+    /// Returns the whole buffer, which the ranges of commands refer to.
     pub(super) fn bytes(&self) -> &[u8] {
         &self.buffer[..self.filled]
     }
 
-    /// What came and was not taken.
-    pub(super) fn ahead(&self) -> &[u8] {
+    /// Returns the bytes that have arrived and were not taken.
+    pub(super) fn pending(&self) -> &[u8] {
         &self.buffer[self.taken..self.filled]
     }
 
-    /// Returns whether a large command has begun. Before authentication a small one is large.
+    /// Returns whether a large command has arrived in part. Before authentication the limit is much
+    /// lower.
     pub(super) fn is_large(&self, is_authenticated: bool) -> bool {
-        let large = if is_authenticated { LARGE } else { BEFORE_AUTH as u64 };
+        let large = if is_authenticated { LARGE_COMMAND } else { BEFORE_AUTH as u64 };
         self.framer.is_inside()
             && self.framer.frame_bytes().saturating_add(self.framer.wanted()) > large
     }
 
-    /// Returns whether a command has begun that has more arguments than engines take before a
-    /// login.
+    /// Returns whether a command has arrived in part that has more arguments than engines accept
+    /// before a login.
     pub(super) fn has_many_args(&self) -> bool {
         const BEFORE_AUTH_ARGS: usize = 10;
         let many = |command: Command<'_>| command.args().len() > BEFORE_AUTH_ARGS;
-        self.framer.is_inside() && Command::framed(self.ahead()).is_some_and(many)
+        self.framer.is_inside() && Command::framed(self.pending()).is_some_and(many)
     }
 
-    /// What is known of the command that has begun.
-    pub(super) fn begun(&self) -> Begun<'_> {
-        let Some(command) = Command::framed(self.ahead()) else { return Begun::Unknown };
+    /// Returns the name of the command that has arrived in part, if it is known yet.
+    pub(super) fn partial_command(&self) -> PartialCommand<'_> {
+        let Some(command) = Command::framed(self.pending()) else { return PartialCommand::Unknown };
         if command.inline().is_some() {
-            return Begun::Nameless;
+            return PartialCommand::Nameless;
         }
         let mut args = command.args();
         let expected = args.len();
         match (word(&mut args), if expected > 1 { word(&mut args) } else { Word::TooLong }) {
-            (Word::Missing, _) | (_, Word::Missing) => Begun::Unknown,
-            (Word::TooLong, _) => Begun::Nameless,
-            (Word::Is(name), Word::TooLong) => Begun::Named { name, first: None },
-            (Word::Is(name), Word::Is(first)) => Begun::Named { name, first: Some(first) },
+            (Word::Missing, _) | (_, Word::Missing) => PartialCommand::Unknown,
+            (Word::TooLong, _) => PartialCommand::Nameless,
+            (Word::Present(name), Word::TooLong) => PartialCommand::Named { name, first: None },
+            (Word::Present(name), Word::Present(first)) => {
+                PartialCommand::Named { name, first: Some(first) }
+            }
         }
     }
 
-    /// Returns the memory that it takes.
+    /// Returns the memory that the input holds.
     pub(super) fn held_bytes(&self) -> usize {
         self.buffer.capacity()
     }
 
-    /// What there is of the command that has begun, to go on its way; and whether that is all of
-    /// it. Nothing else may have a place in the input. An error if it is no command: where it ends
-    /// is for the engine to say.
+    /// Moves the arrived part of the next command to `out`, and returns whether the command is
+    /// complete. No other command of the input may be in use.
+    ///
+    /// # Errors
+    /// Returns an error if it is not a valid command. Only the engine can tell where it ends.
     pub(super) fn stream(&mut self, out: &mut Vec<u8>) -> Result<bool, CommandError> {
         let (end, is_whole) = match self.peek()? {
-            Some(found) => (found.place.end, true),
+            Some(found) => (found.range.end, true),
             None => (self.framed, false),
         };
         out.clear();
         out.extend_from_slice(&self.buffer[self.taken..end]);
         (self.taken, self.framed) = (end, end);
-        self.forget();
-        self.move_up();
+        self.forget_found();
+        self.compact();
         Ok(is_whole)
     }
 
-    /// Room for what comes next, at most so much. Places are no longer valid.
+    /// Returns room for the next read, at most `max` bytes. Ranges of commands become invalid.
     pub(super) fn room(&mut self, max: usize) -> &mut [u8] {
-        self.move_up();
-        if self.buffer.len() > 2 * LARGE as usize && self.filled < READ_MAX {
-            self.buffer.truncate(self.filled); // what a client sent far ahead is over
-            self.buffer.shrink_to(self.filled + self.read);
+        self.compact();
+        if self.buffer.len() > 2 * LARGE_COMMAND as usize && self.filled < READ_MAX {
+            self.buffer.truncate(self.filled); // grown by a client that had sent far ahead
+            self.buffer.shrink_to(self.filled + self.read_size);
         }
-        let end = self.filled + self.read.min(max);
+        let end = self.filled + self.read_size.min(max);
         if self.buffer.len() < end {
             self.buffer.resize(end, 0);
         }
         &mut self.buffer[self.filled..end]
     }
 
-    /// So much was read into the room: who sends much is read from in larger pieces.
-    pub(super) fn read(&mut self, count: usize) {
+    /// Adds `count` bytes that were read into the room. Reads become larger if they fill the room.
+    pub(super) fn advance(&mut self, count: usize) {
         self.filled += count;
-        if count >= self.read {
-            self.read = (self.read * 4).min(READ_MAX);
+        if count >= self.read_size {
+            self.read_size = (self.read_size * 4).min(READ_MAX);
         }
     }
 
-    /// More, while places are in use.
+    /// Appends bytes. Ranges of commands stay valid.
     pub(super) fn append(&mut self, bytes: &[u8]) {
         self.buffer.truncate(self.filled);
         self.buffer.extend_from_slice(bytes);
         self.filled = self.buffer.len();
     }
 
-    /// What was not taken to the beginning.
-    fn move_up(&mut self) {
+    /// Moves the bytes that were not taken to the beginning of the buffer.
+    fn compact(&mut self) {
         if self.taken > 0 {
             self.buffer.copy_within(self.taken..self.filled, 0);
             self.filled -= self.taken;
@@ -279,43 +287,46 @@ impl Input {
 mod tests {
     use super::*;
 
-    fn peeked(input: &mut Input) -> Option<Vec<u8>> {
-        let found = input.peek().expect("no error")?;
-        Some(input.bytes()[found.place].to_vec())
+    fn peek_bytes(input: &mut Input) -> Option<Vec<u8>> {
+        let found = input.peek().expect("valid command")?;
+        Some(input.bytes()[found.range].to_vec())
     }
 
     #[test]
-    fn commands_are_found_whatever_the_pieces() {
+    fn finds_commands_however_they_are_split() {
         let all = b"*1\r\n$4\r\nPING\r\n*2\r\n$3\r\nGET\r\n$1\r\nk\r\n\r\nPING\r\n";
         for piece in 1..all.len() {
             let (mut input, mut found) = (Input::default(), Vec::new());
             for bytes in all.chunks(piece) {
                 input.room(READ_MAX)[..bytes.len()].copy_from_slice(bytes);
-                input.read(bytes.len());
-                while let Some(command) = peeked(&mut input) {
-                    let again = input.peek().expect("no error").expect("still there");
-                    assert_eq!(input.bytes()[again.place.clone()], command);
-                    let words: Vec<_> = input.words(&again).iter().collect();
-                    let args: Vec<_> = input.command(&again).expect("framed").args().collect();
+                input.advance(bytes.len());
+                while let Some(command) = peek_bytes(&mut input) {
+                    let same = input.peek().expect("valid command").expect("complete command");
+                    assert_eq!(input.bytes()[same.range.clone()], command);
+                    let words: Vec<_> = input.words(&same).iter().collect();
+                    let args: Vec<_> = input.command(&same).expect("framed").args().collect();
                     assert_eq!(words, args);
                     found.push(command);
-                    input.take(&again);
+                    input.take(&same);
                 }
             }
             assert_eq!(found.concat(), all);
             assert_eq!(found.len(), 4);
-            assert!(input.ahead().is_empty());
+            assert!(input.pending().is_empty());
         }
     }
 
     #[test]
-    fn a_large_command_streams_to_its_end() {
+    fn streams_a_large_command_until_its_end() {
         let mut input = Input::default();
         input.append(b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$1000000\r\n");
         input.append(&[b'x'; 1000]);
-        assert_eq!(peeked(&mut input), None);
+        assert_eq!(peek_bytes(&mut input), None);
         assert!(input.is_large(true));
-        assert_eq!(input.begun(), Begun::Named { name: b"SET", first: Some(b"k") });
+        assert_eq!(
+            input.partial_command(),
+            PartialCommand::Named { name: b"SET", first: Some(b"k") }
+        );
         let (mut out, mut total) = (Vec::new(), 0);
         assert_eq!(input.stream(&mut out), Ok(false));
         total += out.len();
@@ -326,46 +337,46 @@ mod tests {
         assert_eq!(input.stream(&mut out), Ok(true));
         total += out.len();
         assert_eq!(total, b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$1000000\r\n\r\n".len() + 1_000_000);
-        assert_eq!((input.ahead(), input.is_large(true)), (&b"*1\r\n"[..], false));
+        assert_eq!((input.pending(), input.is_large(true)), (&b"*1\r\n"[..], false));
     }
 
-    /// What was taken is given up, though there is always something ahead.
+    /// The memory of taken commands is reused, although there are always bytes that are not taken.
     #[test]
-    fn stays_small_while_a_client_sends_on() {
+    fn stays_small_while_a_client_keeps_sending() {
         let command = [&b"*2\r\n$4\r\nECHO\r\n$1000\r\n"[..], &[b'x'; 1000], b"\r\n"].concat();
         let mut input = Input::default();
         input.append(&command[..500]);
         for _ in 0..1000 {
-            input.forget();
+            input.forget_found();
             input.append(&command[500..]);
             input.append(&command[..500]);
-            let found = input.peek().expect("no error").expect("a command");
-            assert_eq!(input.bytes()[found.place.clone()], command);
+            let found = input.peek().expect("valid command").expect("complete command");
+            assert_eq!(input.bytes()[found.range.clone()], command);
             input.take(&found);
         }
         assert!(input.held_bytes() <= 4 * BEFORE_AUTH, "{} bytes", input.held_bytes());
     }
 
-    /// S1: a command is not classified before its name has arrived.
+    /// A command is not classified before its name has arrived.
     #[test]
-    fn knows_a_large_command_by_its_name_only() {
+    fn classifies_a_large_command_only_by_its_name() {
         let mut input = Input::default();
         for (piece, expected) in [
-            (&b"*60001\r\n"[..], Begun::Unknown),
-            (b"$11\r\nUNSUB", Begun::Unknown),
-            (b"SCRIBE\r\n", Begun::Unknown),
-            (b"$2\r\nc1\r\n", Begun::Named { name: b"UNSUBSCRIBE", first: Some(b"c1") }),
+            (&b"*60001\r\n"[..], PartialCommand::Unknown),
+            (b"$11\r\nUNSUB", PartialCommand::Unknown),
+            (b"SCRIBE\r\n", PartialCommand::Unknown),
+            (b"$2\r\nc1\r\n", PartialCommand::Named { name: b"UNSUBSCRIBE", first: Some(b"c1") }),
         ] {
             input.append(piece);
-            assert_eq!(peeked(&mut input), None);
+            assert_eq!(peek_bytes(&mut input), None);
             assert!(input.is_large(true));
-            assert_eq!(input.begun(), expected);
+            assert_eq!(input.partial_command(), expected);
         }
         let mut input = Input::default();
         input.append(b"*2\r\n$100000\r\n");
-        assert_eq!(input.begun(), Begun::Nameless);
+        assert_eq!(input.partial_command(), PartialCommand::Nameless);
         let mut input = Input::default();
         input.append(b"*3\r\n$4\r\nECHO\r\n$1000000\r\nx");
-        assert_eq!(input.begun(), Begun::Named { name: b"ECHO", first: None });
+        assert_eq!(input.partial_command(), PartialCommand::Named { name: b"ECHO", first: None });
     }
 }

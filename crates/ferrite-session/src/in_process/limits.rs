@@ -1,7 +1,7 @@
-//! What a client can make a session keep.
+//! Limits for the memory that a client can make a session hold.
 //!
 //! The engine limits its own clients by `client-output-buffer-limit` and `maxmemory-clients`.
-//! Replies that were made in-process are not in the engine's buffers, so the same limits are
+//! Replies that are created in-process are not in the engine's buffers, so the same limits are
 //! applied here.
 
 use std::future::Future;
@@ -13,36 +13,38 @@ use tokio::time::{Instant, timeout, timeout_at};
 
 use super::{Client, ClientLimits, InProcessSession, REPLIES_MAX};
 
-/// Before authentication: unread replies, commands that have not ended, and input that is read
-/// ahead, each. Together with what the session itself needs it stays below 64 KiB.
+/// The limit, in bytes, before authentication: for unread replies, for incomplete commands, and for
+/// input that is read ahead, each. Together with the session's own memory this stays below 64 KiB.
 pub(super) const BEFORE_AUTH: usize = 8 << 10;
 
-/// Sessions before authentication that use the engine at a time. Each has a few commands there,
-/// then the next has its turn.
-const BEFORE_AUTH_AT_A_TIME: usize = 2;
-/// How long a session keeps the others waiting. Engines refuse a client without a password at once;
-/// but where it cannot be told whether a client has one, it may run a command that blocks.
-const BEFORE_AUTH_TIME: Duration = Duration::from_millis(20);
+/// How many unauthenticated sessions may use the engine at a time. Each runs a few commands, then
+/// the next session follows.
+const BEFORE_AUTH_SESSIONS: usize = 2;
+/// How long a session keeps its permit at most. Engines reject a client without a password at once.
+/// But if it is unknown whether the client is authenticated, it may run a command that blocks.
+const BEFORE_AUTH_PERMIT_TIME: Duration = Duration::from_millis(20);
 
-/// Who may use the engine before authentication, in the order in which they ask. However many
-/// clients without a password send commands, the others wait for few of them.
+/// The queue of unauthenticated sessions that want to use the engine, in the order of their
+/// requests. However many clients without a password send commands, other clients wait for only a
+/// few of them.
 #[derive(Debug)]
 pub(crate) struct BeforeAuthQueue(Semaphore);
 
 impl Default for BeforeAuthQueue {
     fn default() -> Self {
-        Self(Semaphore::new(BEFORE_AUTH_AT_A_TIME))
+        Self(Semaphore::new(BEFORE_AUTH_SESSIONS))
     }
 }
 
-/// Awaits an event that was waited for in that queue, if it was.
-pub(super) async fn within_turn<T>(
+/// Awaits an event. Releases the permit, if there is one, after [`BEFORE_AUTH_PERMIT_TIME`] at the
+/// latest.
+pub(super) async fn run_with_permit<T>(
     permit: Option<SemaphorePermit<'_>>,
     event: impl Future<Output = T>,
 ) -> T {
     let mut event = std::pin::pin!(event);
     if permit.is_some()
-        && let Ok(done) = timeout(BEFORE_AUTH_TIME, &mut event).await
+        && let Ok(done) = timeout(BEFORE_AUTH_PERMIT_TIME, &mut event).await
     {
         return done;
     }
@@ -50,7 +52,7 @@ pub(super) async fn within_turn<T>(
     event.await
 }
 
-/// Watches how much a client leaves unread, and for how long.
+/// Watches how many bytes a client leaves unread, and for how long.
 #[derive(Default)]
 pub(super) struct OutputGuard {
     over_soft_since: Option<Instant>,
@@ -58,10 +60,13 @@ pub(super) struct OutputGuard {
 }
 
 impl OutputGuard {
-    /// Notes how much is unread now.
+    /// Notes how many bytes are unread now.
+    ///
+    /// # Errors
+    /// Returns an error if the client is over the hard limit, or over the soft limit for too long.
     fn note(&mut self, unread: usize, limits: &ClientLimits) -> io::Result<()> {
         if limits.hard_bytes > 0 && unread > limits.hard_bytes {
-            return Err(over("hard", unread));
+            return Err(limit_exceeded("hard", unread));
         }
         if limits.soft_bytes == 0 || unread <= limits.soft_bytes {
             self.over_soft_since = None;
@@ -69,7 +74,11 @@ impl OutputGuard {
         }
         self.soft_time = limits.soft_time;
         let since = *self.over_soft_since.get_or_insert_with(Instant::now);
-        if since.elapsed() >= limits.soft_time { Err(over("soft", unread)) } else { Ok(()) }
+        if since.elapsed() >= limits.soft_time {
+            Err(limit_exceeded("soft", unread))
+        } else {
+            Ok(())
+        }
     }
 
     /// Waits for an event, at most until the client has been over the soft limit for too long.
@@ -81,21 +90,22 @@ impl OutputGuard {
             None => event.await,
             Some(since) => timeout_at(since + self.soft_time, event)
                 .await
-                .unwrap_or_else(|_| Err(over("soft", 0))),
+                .unwrap_or_else(|_| Err(limit_exceeded("soft", 0))),
         }
     }
 }
 
-fn over(which: &str, unread: usize) -> io::Error {
+fn limit_exceeded(which: &str, unread: usize) -> io::Error {
     io::Error::other(format!(
-        "client is over the {which} limit of client-output-buffer-limit: {unread} bytes are unread"
+        "client is over the {which} client-output-buffer-limit with {unread} unread bytes"
     ))
 }
 
 impl<'a, C: Client> InProcessSession<'a, C> {
-    /// Waits until this session may use the engine: before authentication, the client must have
-    /// read most replies, and then others go first. Nobody who has the permit waits for a client.
-    pub(super) async fn wait_for_turn(&mut self) -> io::Result<Option<SemaphorePermit<'a>>> {
+    /// Waits until this session may use the engine. An authenticated session needs no permit.
+    /// Before authentication, the client must first read most of its replies, so that no session
+    /// waits for its client while it holds a permit.
+    pub(super) async fn acquire_permit(&mut self) -> io::Result<Option<SemaphorePermit<'a>>> {
         if self.access.is_authenticated() {
             return Ok(None);
         }
@@ -103,7 +113,7 @@ impl<'a, C: Client> InProcessSession<'a, C> {
         Ok(self.paths.before_auth.0.acquire().await.ok()) // it is never closed
     }
 
-    /// Holds replies that were just made to the engine's limits.
+    /// Checks the unsent replies against the engine's limits.
     pub(super) fn check_output(&mut self) -> io::Result<()> {
         if self.replies.len() < REPLIES_MAX {
             self.output.over_soft_since = None;
@@ -115,8 +125,11 @@ impl<'a, C: Client> InProcessSession<'a, C> {
         })
     }
 
-    /// Returns how much may be read ahead of a client that waits in the engine, when so much was
-    /// not enough to see its end: the engine reads on meanwhile, too.
+    /// Returns the next, larger limit for reading ahead while the client is blocked in the engine.
+    /// Only by reading on can the client's disconnect be noticed; the engine does the same.
+    ///
+    /// # Errors
+    /// Returns an error if the client is over `client-query-buffer-limit`.
     pub(super) fn read_further_ahead(&self, ahead_max: usize) -> io::Result<usize> {
         let limit = self.engine.client_limits().query_bytes;
         if limit > 0 && ahead_max >= limit {
@@ -128,13 +141,16 @@ impl<'a, C: Client> InProcessSession<'a, C> {
         Ok(if limit > 0 { more.min(limit) } else { more })
     }
 
-    /// Records what this session holds, and lets the largest go if all together hold too much.
+    /// Records the memory that this session holds, and evicts the largest session if all together
+    /// hold too much.
     ///
     /// # Errors
-    /// The session itself was chosen: it is over.
+    /// Returns an error if this session was evicted.
     pub(super) fn note_held(&self) -> io::Result<()> {
         let held = &self.open.entry.held;
-        held.set(self.input.held_bytes() + self.replies.held_bytes() + self.heard.capacity());
+        held.set(
+            self.input.held_bytes() + self.replies.held_bytes() + self.engine_bytes.capacity(),
+        );
         if held.total() > REPLIES_MAX {
             let limit = self.engine.client_limits().all_clients_bytes;
             if limit > 0 && held.total() > limit {
@@ -159,16 +175,16 @@ mod tests {
         let mut guard = OutputGuard::default();
         assert!(guard.note(1000, &limits(1000, 0)).is_ok());
         assert!(guard.note(1001, &limits(1000, 0)).is_err());
-        assert!(guard.note(usize::MAX, &limits(0, 0)).is_ok(), "no limit");
+        assert!(guard.note(usize::MAX, &limits(0, 0)).is_ok(), "zero means no limit");
     }
 
     #[tokio::test(start_paused = true)]
-    async fn disconnects_who_stays_over_the_soft_limit() {
+    async fn disconnects_clients_that_stay_over_the_soft_limit() {
         let mut guard = OutputGuard::default();
         let forever = std::future::pending::<io::Result<()>>;
-        guard.note(1001, &limits(0, 1000)).expect("not for long yet");
-        guard.note(999, &limits(0, 1000)).expect("below again");
-        guard.note(1001, &limits(0, 1000)).expect("not for long yet");
+        guard.note(1001, &limits(0, 1000)).expect("over the limit, but not for long");
+        guard.note(999, &limits(0, 1000)).expect("below the limit again");
+        guard.note(1001, &limits(0, 1000)).expect("over the limit, but not for long");
         assert!(guard.watch(std::future::ready(Ok(()))).await.is_ok());
         assert!(guard.watch(forever()).await.is_err());
         assert!(guard.note(1001, &limits(0, 1000)).is_err());

@@ -1,223 +1,246 @@
-//! Commands that go over the proxy connection, and what the session sends there for itself.
+//! Sends the client's commands, and those of the session itself, over the proxy connection.
 
 use std::io;
 use std::sync::atomic::Ordering;
 
 use ferrite_proto::SessionCommand;
 
-use super::commands::{Due, place_of};
+use super::commands::{RunCommand, range_of};
 use super::engine::{Access, CommandKind};
-use super::exchange::{Awaited, Met};
-use super::input::Begun;
-use super::limits::within_turn;
+use super::exchange::{ExchangeOutcome, ExpectedReplies};
+use super::input::PartialCommand;
+use super::limits::run_with_permit;
 use super::{Client, InProcessSession};
 
-/// How an engine answers a client that has to log in first.
-const NO_LOGIN: &[u8] = b"-NOAUTH";
+/// The beginning of an engine's reply to a client that must log in first.
+const NOAUTH: &[u8] = b"-NOAUTH";
 
-/// What is done with a command that is proxied as it comes.
+/// How a large command is handled, which is proxied while it arrives.
 pub(super) enum LargeCommand {
-    /// It has one reply.
+    /// It is proxied and has one reply.
     HasOneReply,
-    /// It has one if the engine refuses it; else the session is pinned.
+    /// It is proxied and has one reply if the engine rejects it. Otherwise it pins the session.
     MayBeRefused,
-    /// The session is pinned.
+    /// It pins the session.
     Pins,
 }
 
 impl<C: Client> InProcessSession<'_, C> {
-    pub(super) fn count_proxied(&self, run: &[Due]) {
+    pub(super) fn count_proxied(&self, run: &[RunCommand]) {
         self.paths.proxied.fetch_add(run.len() as u64, Ordering::Relaxed);
         self.count_input(run);
     }
 
-    /// Proxies commands that lie one behind the other, and asks the engine what the client is then.
+    /// Proxies consecutive commands, then asks the engine for the client's state.
     pub(super) async fn proxy(
         &mut self,
-        run: &[Due],
+        run: &[RunCommand],
         command: Option<SessionCommand>,
-    ) -> io::Result<Met> {
-        let permit = self.wait_for_turn().await?;
+    ) -> io::Result<ExchangeOutcome> {
+        let permit = self.acquire_permit().await?;
         if let Some(command @ (SessionCommand::ChangesIdentity | SessionCommand::Resets)) = command
         {
             self.record.identity_changes(command);
-            self.identity_due = true;
+            self.must_identify = true;
         }
-        // In the transaction no mark can be made, and WAIT may follow in it, or on the proxy path.
+        // Writes cannot be marked inside a transaction, and WAIT may follow inside it, or after the
+        // session was pinned.
         let marks = command == Some(SessionCommand::BeginsTransaction) && self.is_mark_due();
         let mut bytes = if marks { self.record.mark_writes().to_vec() } else { Vec::new() };
-        bytes.extend_from_slice(&self.input.bytes()[place_of(run)]);
+        bytes.extend_from_slice(&self.input.bytes()[range_of(run)]);
         self.count_proxied(run);
-        let awaited = Awaited::replies(run.len()).after_own(marks);
-        let met = within_turn(permit, self.exchange_and_ask(bytes, awaited, false)).await?;
-        self.wrote &= !(marks && self.record.is_marked());
-        Ok(met)
+        let expected = ExpectedReplies::of_client(run.len()).after_own(marks);
+        let outcome =
+            run_with_permit(permit, self.exchange_and_refresh(bytes, expected, false)).await?;
+        self.has_unmarked_writes &= !(marks && self.record.is_marked());
+        Ok(outcome)
     }
 
-    /// Proxies this in the place of a command.
-    pub(super) async fn proxy_instead(&mut self, run: &[Due], other: &[u8]) -> io::Result<Met> {
-        let permit = self.wait_for_turn().await?;
+    /// Proxies the bytes in `other` in place of a command.
+    pub(super) async fn proxy_instead(
+        &mut self,
+        run: &[RunCommand],
+        other: &[u8],
+    ) -> io::Result<ExchangeOutcome> {
+        let permit = self.acquire_permit().await?;
         self.count_proxied(run);
-        within_turn(permit, self.exchange(other.to_vec(), Awaited::replies(1), false)).await
+        run_with_permit(permit, self.exchange(other.to_vec(), ExpectedReplies::of_client(1), false))
+            .await
     }
 
-    /// Sends this, hears what is awaited, and asks the engine what the client is then.
-    async fn exchange_and_ask(
+    /// Sends bytes, receives the expected replies, then asks the engine for the client's state.
+    async fn exchange_and_refresh(
         &mut self,
         bytes: Vec<u8>,
-        awaited: Awaited,
+        expected: ExpectedReplies,
         is_streaming: bool,
-    ) -> io::Result<Met> {
-        let met = self.exchange(bytes, awaited, is_streaming).await?;
-        if met == Met::Answered { self.ask_engine().await } else { Ok(met) }
+    ) -> io::Result<ExchangeOutcome> {
+        let outcome = self.exchange(bytes, expected, is_streaming).await?;
+        if outcome == ExchangeOutcome::Answered { self.refresh_access().await } else { Ok(outcome) }
     }
 
-    /// Returns whether the client has not shown a login, so that the engine may refuse what would
-    /// pin the session. Were such a session pinned, one line would spare a client without a
-    /// password the queue in which it waits for its turn.
+    /// Returns whether the engine may reject a command that would pin the session, because the
+    /// client has not logged in. Such a session must not be pinned: a client without a password
+    /// could leave the queue for such clients ([`BeforeAuthQueue`]) with a single command.
+    ///
+    /// [`BeforeAuthQueue`]: super::limits::BeforeAuthQueue
     pub(super) fn may_be_refused(&self) -> bool {
         !self.access.is_authenticated() && !self.in_transaction()
     }
 
-    /// Proxies the command that pins the session, if the engine refuses it; `None` if it does not.
-    pub(super) async fn proxy_if_refused(&mut self) -> io::Result<Option<Met>> {
+    /// Proxies the command that would pin the session if the engine rejects it. Returns `None` if
+    /// the engine does not reject it.
+    pub(super) async fn proxy_if_refused(&mut self) -> io::Result<Option<ExchangeOutcome>> {
         if !self.may_be_refused() || !self.has_refusable() {
             return Ok(None);
         }
-        let permit = self.wait_for_turn().await?;
-        within_turn(permit, self.proxy_refused()).await
+        let permit = self.acquire_permit().await?;
+        run_with_permit(permit, self.proxy_refused()).await
     }
 
-    /// The same, in its turn. One that logs in is not refused, and has one reply as well. Were the
-    /// client let in between the probe and the command, the reply of one that changes the session
-    /// would be misread: nobody's but its own, and by an administrator's act alone.
-    async fn proxy_refused(&mut self) -> io::Result<Option<Met>> {
+    /// Does the work of [`Self::proxy_if_refused`] while it holds the permit.
+    ///
+    /// A login is not rejected, but it has one reply as well. If an administrator gives the client
+    /// access between the probe and the command, the reply of a command that changes the session
+    /// can be misread. Only this client is affected.
+    async fn proxy_refused(&mut self) -> io::Result<Option<ExchangeOutcome>> {
         match self.is_refused().await? {
             Ok(true) => {}
             Ok(false) => return Ok(None),
-            Err(met) => return Ok(Some(met)),
+            Err(outcome) => return Ok(Some(outcome)),
         }
         let Ok(Some(found)) = self.input.peek() else { return Ok(None) };
         self.input.take(&found);
-        let run = [Due { found, callable: None }];
+        let run = [RunCommand { found, callable: None }];
         self.expect_login();
-        let bytes = self.input.bytes()[place_of(&run)].to_vec();
+        let bytes = self.input.bytes()[range_of(&run)].to_vec();
         self.count_proxied(&run);
-        self.exchange_and_ask(bytes, Awaited::replies(1), false).await.map(Some)
+        self.exchange_and_refresh(bytes, ExpectedReplies::of_client(1), false).await.map(Some)
     }
 
-    /// Returns whether the next command is whole, and one whose end the engine sees as well.
+    /// Returns whether the next command is complete, and ends for the engine where it ends for us.
     fn has_refusable(&mut self) -> bool {
         let Ok(Some(found)) = self.input.peek() else { return false };
         let line = self.input.command(&found).and_then(|command| command.inline());
-        // For the engine the line ends with its first NUL, and goes on for ever.
+        // The engine does not look beyond the first NUL of a line, so it never sees the line's end.
         line.is_none_or(|line| !line.contains(&0))
     }
 
-    /// Asks whether the engine refuses all commands of the client but a login.
-    async fn is_refused(&mut self) -> io::Result<Result<bool, Met>> {
+    /// Asks whether the engine rejects all commands of the client except a login. The inner error
+    /// is the outcome of an exchange that got no reply.
+    async fn is_refused(&mut self) -> io::Result<Result<bool, ExchangeOutcome>> {
         let probe = self.record.probe_login().to_vec();
-        let met = self.exchange(probe, Awaited::own(), false).await?;
-        Ok(if met == Met::Answered { Ok(self.own_reply.starts_with(NO_LOGIN)) } else { Err(met) })
+        let outcome = self.exchange(probe, ExpectedReplies::own(), false).await?;
+        Ok(if outcome == ExchangeOutcome::Answered {
+            Ok(self.own_reply.starts_with(NOAUTH))
+        } else {
+            Err(outcome)
+        })
     }
 
-    /// What a line typed by hand is, `None` if it is empty. It is read by the engine's rules.
+    /// Returns the kind of an inline command, or `None` if the line is empty. An inline command
+    /// pins the session, because only the engine parses it.
     pub(super) fn look_up_line(line: &[u8]) -> Option<CommandKind> {
-        const VERTICAL_TAB: u8 = 0x0b; // a space for C, and so for the engine
+        const VERTICAL_TAB: u8 = 0x0b; // white space for C's isspace, which the engine uses
         let is_empty = line.iter().all(|byte| byte.is_ascii_whitespace() || *byte == VERTICAL_TAB);
         (!is_empty).then_some(CommandKind::Session(SessionCommand::PinsToProxy))
     }
 
-    /// Marks writes before the session is pinned, for a WAIT that the client may send there.
-    /// Returns false if the engine has hung up.
-    pub(super) async fn marks_before_pin(&mut self) -> io::Result<bool> {
-        Ok(!self.is_mark_due() || self.mark_writes().await? == Met::Answered)
+    /// Marks writes before the session is pinned, for a WAIT that the client may send later.
+    /// Returns false if the engine did not reply.
+    pub(super) async fn mark_before_pin(&mut self) -> io::Result<bool> {
+        Ok(!self.is_mark_due() || self.mark_writes().await? == ExchangeOutcome::Answered)
     }
 
-    /// A command that may be a login is proxied: a line that is typed by hand is not read here.
+    /// Notes that the proxied command may be a login. Inline commands are not parsed here, so any
+    /// of them may be one.
     fn expect_login(&mut self) {
         self.record.identity_changes(SessionCommand::ChangesIdentity);
-        self.identity_due = true;
+        self.must_identify = true;
     }
 
-    /// Asks the engine what the client is, after commands were proxied.
-    async fn ask_engine(&mut self) -> io::Result<Met> {
+    /// Asks the engine for the client's state after commands were proxied.
+    async fn refresh_access(&mut self) -> io::Result<ExchangeOutcome> {
         self.access = self.record.refresh();
-        // In a transaction the command would be queued as one of the client's own.
+        // In a transaction the engine would queue the command as one of the client's own.
         let can_ask = matches!(self.access, Access::Proxy { in_transaction: false, .. });
-        if can_ask && std::mem::take(&mut self.identity_due) {
-            let met = self.exchange(self.record.identify(), Awaited::own(), false).await?;
-            if met != Met::Answered {
-                return Ok(met);
+        if can_ask && std::mem::take(&mut self.must_identify) {
+            let outcome =
+                self.exchange(self.record.identify(), ExpectedReplies::own(), false).await?;
+            if outcome != ExchangeOutcome::Answered {
+                return Ok(outcome);
             }
             self.access = self.record.refresh();
         }
-        Ok(Met::Answered)
+        Ok(ExchangeOutcome::Answered)
     }
 
-    /// Proxies WAIT. What was called is marked on the proxy connection first; if the engine refuses
-    /// that, the refusal is the answer, since WAIT would speak of older writes.
-    pub(super) async fn ask_for_writes(&mut self, run: &[Due]) -> io::Result<Met> {
-        if self.wrote && self.in_transaction() {
-            // The engine refused the mark before the transaction, and an error now would not abort
-            // it.
+    /// Proxies WAIT, after it has marked the writes of called commands on the proxy connection. If
+    /// the engine rejects the mark, its error is the reply, because WAIT would cover only older
+    /// writes.
+    pub(super) async fn proxy_wait(&mut self, run: &[RunCommand]) -> io::Result<ExchangeOutcome> {
+        if self.has_unmarked_writes && self.in_transaction() {
+            // The engine rejected the mark before the transaction, and an error in place of this
+            // command would not abort the transaction. So the client is disconnected.
             self.write_replies().await?;
             self.warn_of_unmarked_writes();
-            return Ok(Met::Over);
+            return Ok(ExchangeOutcome::Disconnected);
         }
         if self.is_mark_due() {
             match self.mark_writes().await? {
-                Met::Answered if self.record.is_marked() => {}
-                Met::Answered => {
+                ExchangeOutcome::Answered if self.record.is_marked() => {}
+                ExchangeOutcome::Answered => {
                     self.count_proxied(run);
                     let refusal = std::mem::take(&mut self.own_reply);
                     self.replies.bytes().extend_from_slice(&refusal);
-                    return Ok(Met::Answered);
+                    return Ok(ExchangeOutcome::Answered);
                 }
-                met => return Ok(met),
+                outcome => return Ok(outcome),
             }
         }
         self.proxy(run, Some(SessionCommand::AsksForWrites)).await
     }
 
-    /// Returns whether calls have written what is to be marked, and it can be: in a transaction the
-    /// mark would be one of its commands, with a reply in EXEC's.
+    /// Returns whether there are writes to mark and they can be marked. In a transaction they
+    /// cannot: the mark would become one of its commands, with a reply inside EXEC's.
     pub(super) fn is_mark_due(&self) -> bool {
-        self.wrote && !self.in_transaction()
+        self.has_unmarked_writes && !self.in_transaction()
     }
 
     pub(super) fn in_transaction(&self) -> bool {
         matches!(self.access, Access::Proxy { in_transaction: true, .. })
     }
 
-    pub(super) async fn mark_writes(&mut self) -> io::Result<Met> {
-        let met = self.exchange(self.record.mark_writes().to_vec(), Awaited::own(), false).await?;
-        self.wrote &= !self.record.is_marked();
-        Ok(met)
+    pub(super) async fn mark_writes(&mut self) -> io::Result<ExchangeOutcome> {
+        let outcome = self
+            .exchange(self.record.mark_writes().to_vec(), ExpectedReplies::own(), false)
+            .await?;
+        self.has_unmarked_writes &= !self.record.is_marked();
+        Ok(outcome)
     }
 
     pub(super) fn warn_of_unmarked_writes(&self) {
         tracing::warn!(
             client = self.record.id(),
-            "client disconnected: its writes cannot be marked for WAIT"
+            "client disconnected: cannot mark its writes for WAIT"
         );
     }
 
-    /// Returns how the large command that has begun is proxied. `None`: none has begun, or its name
-    /// has not arrived.
+    /// Returns how to handle the large command that has arrived in part. Returns `None` if there is
+    /// none, or if its name has not arrived.
     pub(super) fn large_command(&mut self) -> Option<LargeCommand> {
         if !self.access.is_authenticated() && self.input.has_many_args() {
-            // the engine hangs up by its head, before the rest has come
+            // The engine disconnects the client when it sees the number of arguments.
             return Some(LargeCommand::Pins);
         }
         if !self.input.is_large(self.access.is_authenticated()) {
             return None;
         }
-        let pins = match self.input.begun() {
-            Begun::Unknown => return None,
-            Begun::Nameless => true,
-            // Commands that change a session are short.
-            Begun::Named { name, first } => {
+        let pins = match self.input.partial_command() {
+            PartialCommand::Unknown => return None,
+            PartialCommand::Nameless => true,
+            // Commands that change the session are short in practice. A long one pins it.
+            PartialCommand::Named { name, first } => {
                 matches!(self.engine.look_up(name, first), CommandKind::Session(_))
             }
         };
@@ -228,18 +251,21 @@ impl<C: Client> InProcessSession<'_, C> {
         })
     }
 
-    /// Proxies the command that has begun as it comes; `None` if it pins the session, since the
-    /// engine does not refuse it.
-    pub(super) async fn stream(&mut self, may_be_refused: bool) -> io::Result<Option<Met>> {
-        drop(self.wait_for_turn().await?); // from here on it waits for the client
+    /// Proxies the large command while it arrives. Returns `None` if it must pin the session
+    /// because the engine does not reject it.
+    pub(super) async fn stream(
+        &mut self,
+        may_be_refused: bool,
+    ) -> io::Result<Option<ExchangeOutcome>> {
+        drop(self.acquire_permit().await?); // from here on the session waits for its client
         if may_be_refused {
             match self.is_refused().await? {
                 Ok(true) => self.expect_login(),
                 Ok(false) => return Ok(None),
-                Err(met) => return Ok(Some(met)),
+                Err(outcome) => return Ok(Some(outcome)),
             }
         }
         self.paths.proxied.fetch_add(1, Ordering::Relaxed);
-        self.exchange_and_ask(Vec::new(), Awaited::replies(1), true).await.map(Some)
+        self.exchange_and_refresh(Vec::new(), ExpectedReplies::of_client(1), true).await.map(Some)
     }
 }

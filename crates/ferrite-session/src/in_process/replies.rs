@@ -1,7 +1,7 @@
-//! Replies on their way to the client.
+//! Replies that are to be sent to the client.
 //!
-//! Small ones are gathered as bytes, which are copied once more into the device's memory when they
-//! leave. A long value is put there at once, and leaves from where it lies.
+//! Small replies are gathered in a buffer, which is copied into the device's memory when they are
+//! sent. A long value is copied into the device's memory at once, and is sent from there.
 
 use std::collections::VecDeque;
 use std::io;
@@ -17,24 +17,24 @@ use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _};
 use super::{InProcessSession, REPLIES_MAX};
 use crate::stream::ValkeyStream;
 
-/// From this length on a value has blocks of its own. Shorter ones leave together with others.
-const LONG: usize = 32 << 10;
-/// A block of the pool, and a write.
+/// From this length on, a value is put into blocks of its own. Shorter values share a buffer.
+const LONG_VALUE: usize = 32 << 10;
+/// The size of a block, and of a write.
 const BLOCK: usize = 64 << 10;
-/// So much lies in blocks at most, as much as is ever under way to one client: memory of the device
-/// is for all of them.
+/// The most bytes that one client's replies hold in blocks. More are never in flight to one client,
+/// and all clients share the device's memory.
 const BLOCKS_MAX: usize = 1 << 20;
-/// What is left of a value behind its last block goes with the next reply instead.
-const CRUMB: usize = 1 << 10;
+/// The smallest block. A shorter end of a value is sent together with the next reply.
+const BLOCK_MIN: usize = 1 << 10;
 
 /// A client's stream.
 pub(crate) trait Client: AsyncRead + AsyncWrite + Unpin + Send {
-    /// Memory from which [`Client::poll_write_buf`] needs no copy, if there is such.
+    /// Returns the memory from which [`Client::poll_write_buf`] sends without a copy, if any.
     fn memory(&self) -> Option<&Pool> {
         None
     }
 
-    /// Writes some of it; how much.
+    /// Writes a part of `buf`, and returns the number of bytes.
     fn poll_write_buf(&mut self, cx: &mut Context<'_>, buf: &Buf) -> Poll<io::Result<usize>> {
         Pin::new(self).poll_write(cx, buf)
     }
@@ -60,50 +60,52 @@ impl Client for Stream {
     }
 }
 
-/// Somebody over TCP who does not know of us.
+/// A client over TCP that speaks plain RESP.
 impl<R: AsyncRead + Unpin + Send, W: AsyncWrite + Unpin + Send> Client for tokio::io::Join<R, W> {}
 
-/// Replies, in order.
+/// The unsent replies of a session, in order.
 #[derive(Default)]
 pub struct Replies {
     bytes: Vec<u8>,
-    /// So many of them have left.
+    /// How many of the bytes were sent.
     sent: usize,
-    /// Long values, each behind so many of the bytes.
+    /// Blocks of long values, each with its position in `bytes`: it is sent before the byte there.
     blocks: VecDeque<(usize, Buf)>,
     block_bytes: usize,
     memory: Option<Pool>,
 }
 
 impl Replies {
-    /// Long values have their place in this memory, if there is such.
+    /// Creates an empty queue, which puts long values into this memory.
     #[must_use]
     pub fn with_memory(memory: Option<Pool>) -> Self {
         Self { memory, ..Self::default() }
     }
 
-    /// To append to.
+    /// Returns the buffer, to append replies to it.
     pub fn bytes(&mut self) -> &mut Vec<u8> {
         &mut self.bytes
     }
 
-    /// Appends a string.
+    /// Appends a bulk string.
     pub fn push_string(&mut self, value: &[u8]) {
         let head = Head::new(b'$', value.len());
         let mut parts = [&head[..], value, b"\r\n"];
-        if value.len() >= LONG {
+        if value.len() >= LONG_VALUE {
             self.push_blocks(&mut parts);
         }
         self.bytes.reserve(parts.iter().map(|part| part.len()).sum());
         parts.into_iter().for_each(|part| self.bytes.extend_from_slice(part));
     }
 
-    /// Takes from the parts what has its place in blocks.
+    /// Copies as much of the parts as possible into blocks, and removes it from the parts.
     fn push_blocks(&mut self, parts: &mut [&[u8]]) {
-        let Some(pool) = self.memory.as_ref().filter(|pool| has_plenty(pool)) else { return };
+        let Some(pool) = self.memory.as_ref().filter(|pool| has_room_for_blocks(pool)) else {
+            return;
+        };
         loop {
             let len = parts.iter().map(|part| part.len()).sum::<usize>().min(BLOCK);
-            if len < CRUMB || self.block_bytes + len > BLOCKS_MAX {
+            if len < BLOCK_MIN || self.block_bytes + len > BLOCKS_MAX {
                 return;
             }
             let Ok(mut block) = pool.take_uncharged(len, Purpose::Send) else { return };
@@ -119,24 +121,24 @@ impl Replies {
         }
     }
 
-    /// Bytes of them that have not left.
+    /// Returns the number of unsent bytes.
     #[must_use]
     pub fn len(&self) -> usize {
         self.bytes.len() - self.sent + self.block_bytes
     }
 
-    /// Returns whether they are so many that they should leave before more are made.
+    /// Returns whether there are so many bytes that they should be sent before more are added.
     #[must_use]
     pub fn is_full(&self) -> bool {
         self.len() >= REPLIES_MAX
     }
 
-    /// Returns the memory that they take.
+    /// Returns the memory that the replies hold.
     pub(super) fn held_bytes(&self) -> usize {
         self.bytes.capacity() + self.block_bytes
     }
 
-    /// Whether there are none.
+    /// Returns whether everything was sent.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
@@ -165,7 +167,7 @@ impl Replies {
         Poll::Ready(Ok(count))
     }
 
-    /// Frees what a slow reader has taken, before the buffer is empty: it may never be.
+    /// Frees the memory of sent bytes. With a slow reader, the buffer may never become empty.
     fn compact(&mut self) {
         if self.sent < REPLIES_MAX || self.sent < self.bytes.len() / 2 {
             return;
@@ -178,7 +180,7 @@ impl Replies {
         }
     }
 
-    /// All have left. A large reply's room is not kept.
+    /// Clears the buffer after everything was sent. Frees it if it is large.
     fn clear(&mut self) {
         if self.bytes.capacity() > 2 * REPLIES_MAX {
             self.bytes = Vec::new();
@@ -188,22 +190,22 @@ impl Replies {
     }
 }
 
-/// Half of the memory for sends is for what is copied when it leaves, whoever reads long values and
-/// takes his time.
-fn has_plenty(pool: &Pool) -> bool {
+/// Returns whether at most half of the send memory is in use. The other half is reserved for small
+/// replies, so that slow readers of long values cannot use up everything.
+fn has_room_for_blocks(pool: &Pool) -> bool {
     pool.in_use_bytes(Purpose::Send) <= pool.max_bytes(Purpose::Send) / 2
 }
 
 impl<C: Client> InProcessSession<'_, C> {
-    /// Waits until what replies speak of is as safe as the engine makes it.
+    /// Waits until the writes that the replies confirm are durable, if the engine requires that.
     pub(super) async fn settle(&mut self) {
-        self.kept = 0;
+        self.reads_since_send = 0;
         if std::mem::take(&mut self.must_settle) {
             self.engine.settled().await;
         }
     }
 
-    /// Lets replies leave as far as the client takes them now, and holds the rest to the engine's
+    /// Sends as many replies as the client accepts now, and checks the rest against the engine's
     /// limits.
     pub(super) async fn send_replies(&mut self) -> io::Result<()> {
         self.settle().await;
@@ -213,7 +215,7 @@ impl<C: Client> InProcessSession<'_, C> {
                 std::future::poll_fn(|cx| Poll::Ready(replies.poll_write(client, cx))).await;
             match polled {
                 Poll::Ready(Ok(0)) => return Err(io::ErrorKind::WriteZero.into()),
-                Poll::Ready(written) => self.on_replied(written?).await?,
+                Poll::Ready(written) => self.on_sent_to_client(written?).await?,
                 Poll::Pending => break,
             }
         }
@@ -221,12 +223,12 @@ impl<C: Client> InProcessSession<'_, C> {
         self.check_output()
     }
 
-    /// Lets all replies leave, however long the client takes.
+    /// Sends all replies, however long the client takes.
     pub(super) async fn write_replies(&mut self) -> io::Result<()> {
         self.write_replies_below(1).await
     }
 
-    /// The same until fewer than so many bytes are left.
+    /// Sends replies until fewer than this number of bytes are left.
     pub(super) async fn write_replies_below(&mut self, bytes: usize) -> io::Result<()> {
         self.settle().await;
         while self.replies.len() >= bytes {
@@ -234,14 +236,14 @@ impl<C: Client> InProcessSession<'_, C> {
             let written = std::future::poll_fn(|cx| replies.poll_write(client, cx));
             match self.output.watch(written).await? {
                 0 => return Err(io::ErrorKind::WriteZero.into()),
-                count => self.on_replied(count).await?,
+                count => self.on_sent_to_client(count).await?,
             }
         }
         Ok(())
     }
 
-    /// So many bytes have left.
-    pub(super) async fn on_replied(&mut self, count: usize) -> io::Result<()> {
+    /// Counts bytes that were sent to the client, and flushes its stream when all are sent.
+    pub(super) async fn on_sent_to_client(&mut self, count: usize) -> io::Result<()> {
         self.moved().to_client.fetch_add(count as u64, Ordering::Relaxed);
         if !self.replies.is_empty() {
             self.pause_if_due(false).await;
@@ -252,8 +254,9 @@ impl<C: Client> InProcessSession<'_, C> {
         self.client.flush().await
     }
 
-    /// Where long replies may lie: the client's link may have moved to another device, or to TCP.
-    pub(super) fn look_for_memory(&mut self) {
+    /// Updates the memory for long values. The client's link may have migrated to another device,
+    /// or to TCP.
+    pub(super) fn refresh_memory(&mut self) {
         self.replies.memory = self.client.memory().cloned();
     }
 }

@@ -1,4 +1,4 @@
-//! When replies leave, and from where.
+//! Tests of when replies are sent, and from which memory.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -15,15 +15,15 @@ use super::*;
 use crate::engine::EngineSocket;
 use crate::sessions::{ClientTransport, Sessions};
 
-/// What came of it lies ready in pieces, then nothing more comes. What is written to it is noted.
-struct Pieces<'a> {
+/// A client that sends the given pieces and then nothing more. Records all writes to it.
+struct ScriptedClient<'a> {
     pieces: VecDeque<&'a [u8]>,
     written: Vec<Vec<u8>>,
-    /// Of each write, at most.
+    /// The most bytes that it accepts in a write.
     takes: usize,
 }
 
-impl AsyncRead for Pieces<'_> {
+impl AsyncRead for ScriptedClient<'_> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         _: &mut Context<'_>,
@@ -39,7 +39,7 @@ impl AsyncRead for Pieces<'_> {
     }
 }
 
-impl AsyncWrite for Pieces<'_> {
+impl AsyncWrite for ScriptedClient<'_> {
     fn poll_write(
         mut self: Pin<&mut Self>,
         _: &mut Context<'_>,
@@ -59,18 +59,18 @@ impl AsyncWrite for Pieces<'_> {
     }
 }
 
-impl Client for Pieces<'_> {}
+impl Client for ScriptedClient<'_> {}
 
-/// An engine that calls everything, and a client that it knows from the start.
+/// An engine that calls every command, and its client, which is identified from the start.
 #[derive(Default)]
-struct Willing {
-    /// Others wait for their turn, always.
-    is_pressed: bool,
+struct CallingEngine {
+    /// Whether the event-loop slice is always used up.
+    is_out_of_time: bool,
     /// The hard limit for unread replies.
     output_max: usize,
 }
 
-impl InProcessEngine for Willing {
+impl InProcessEngine for CallingEngine {
     fn spawn(&self, _: SessionFuture) {}
 
     fn is_open_to_all(&self) -> Option<bool> {
@@ -96,7 +96,7 @@ impl InProcessEngine for Willing {
     }
 
     fn has_time(&self) -> bool {
-        !self.is_pressed
+        !self.is_out_of_time
     }
 
     fn settled(&self) -> SessionFuture {
@@ -108,7 +108,7 @@ impl InProcessEngine for Willing {
     }
 }
 
-impl ProxyClient for Willing {
+impl ProxyClient for CallingEngine {
     fn identify(&self) -> Vec<u8> {
         b"PING\r\n".to_vec()
     }
@@ -150,19 +150,22 @@ impl ProxyClient for Willing {
     }
 }
 
-/// How many replies left in each write, until the session waits.
-fn replies_to(input: &[u8]) -> Vec<usize> {
-    polled(&Willing::default(), input).0
+/// Runs a session until it waits, and returns how many replies were sent in each write.
+fn replies_per_write(input: &[u8]) -> Vec<usize> {
+    run_session(&CallingEngine::default(), input).0
 }
 
-/// The same, and how many commands had been called after each poll.
-fn polled(inside: &Willing, input: &[u8]) -> (Vec<usize>, Vec<u64>) {
+/// Runs a session until it waits. Returns how many replies were sent in each write, and how many
+/// commands had been called after each poll.
+fn run_session(inside: &CallingEngine, input: &[u8]) -> (Vec<usize>, Vec<u64>) {
     let runtime =
-        tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+        tokio::runtime::Builder::new_current_thread().enable_all().build().expect("build runtime");
     runtime.block_on(async {
-        let (ours, mut engine) = UnixStream::pair().expect("a pair");
-        engine.write_all(b"+PONG\r\n").await.expect("it is there"); // the client is identified
-        let mut client = Pieces { pieces: [input].into(), written: Vec::new(), takes: usize::MAX };
+        let (ours, mut engine) = UnixStream::pair().expect("create a socket pair");
+        // The reply to the session's `identify`.
+        engine.write_all(b"+PONG\r\n").await.expect("write the reply");
+        let mut client =
+            ScriptedClient { pieces: [input].into(), written: Vec::new(), takes: usize::MAX };
         let (sessions, paths) = (Arc::<Sessions>::default(), CommandPaths::default());
         let (open, _) = sessions.begin(None, None, ClientTransport::Tcp);
         let (proxy, mut called) =
@@ -170,12 +173,12 @@ fn polled(inside: &Willing, input: &[u8]) -> (Vec<usize>, Vec<u64>) {
         {
             let mut session =
                 std::pin::pin!(serve((&mut client, &[]), proxy, (inside, inside), (&open, &paths)));
-            // It yields now and then, and then it waits for ever.
+            // The session yields from time to time, and finally waits forever.
             for _ in 0..1000 {
                 let poll = std::future::poll_fn(|cx| Poll::Ready(session.as_mut().poll(cx))).await;
-                assert!(poll.is_pending(), "the client is still there");
-                tokio::task::yield_now().await; // the runtime looks at the socket
-                // Nothing is called before the client is identified.
+                assert!(poll.is_pending(), "the client is still connected");
+                tokio::task::yield_now().await; // lets the runtime poll the socket
+                // No command is called before the client is identified.
                 let so_far = paths.called.load(Ordering::Relaxed);
                 if so_far > 0 {
                     called.push(so_far);
@@ -192,41 +195,42 @@ fn sets(count: usize, value_bytes: usize) -> Vec<u8> {
     bytes
 }
 
-/// One write of replies for a pipeline that has come, not one for each value that fills the buffer
-/// it is read into.
+/// A pipeline that has arrived gets its replies in one write, although each value fills the buffer
+/// that input is read into.
 #[test]
-fn replies_to_large_values_leave_together() {
-    assert_eq!(replies_to(&sets(16, 64 << 10)), [16]);
+fn sends_replies_to_large_values_together() {
+    assert_eq!(replies_per_write(&sets(16, 64 << 10)), [16]);
 }
 
-/// What has begun and does not come holds nothing back.
+/// A command that stays incomplete does not delay the replies to the commands before it.
 #[test]
-fn replies_do_not_wait_for_what_is_not_there() {
+fn sends_replies_without_waiting_for_an_incomplete_command() {
     let input = sets(3, 64 << 10);
-    assert_eq!(replies_to(&input[..input.len() - 1]), [2]);
+    assert_eq!(replies_per_write(&input[..input.len() - 1]), [2]);
     let input = sets(3, 10);
-    assert_eq!(replies_to(&input[..input.len() - 1]), [2]);
+    assert_eq!(replies_per_write(&input[..input.len() - 1]), [2]);
 }
 
-/// However much comes.
 #[test]
-fn replies_leave_in_time() {
-    let replies = replies_to(&sets(200, 64 << 10));
+fn sends_replies_regularly_during_a_long_pipeline() {
+    let replies = replies_per_write(&sets(200, 64 << 10));
     assert_eq!(replies.iter().sum::<usize>(), 200);
-    assert!(replies.iter().all(|count| *count <= 1 + usize::from(KEPT_MAX)), "{replies:?}");
+    assert!(replies.iter().all(|count| *count <= 1 + usize::from(READS_PER_SEND)), "{replies:?}");
 }
 
-/// One step at a time while others wait, and nothing is lost by it.
+/// The session makes one step at a time while the event-loop slice is used up, and loses nothing.
 #[test]
-fn a_session_stops_when_its_time_is_over() {
-    let (replies, called) =
-        polled(&Willing { is_pressed: true, ..Willing::default() }, &sets(16, 64 << 10));
+fn yields_when_the_slice_is_used_up() {
+    let (replies, called) = run_session(
+        &CallingEngine { is_out_of_time: true, ..CallingEngine::default() },
+        &sets(16, 64 << 10),
+    );
     assert_eq!((replies, &called[..3], called.last()), (vec![16], &[1, 2, 3][..], Some(&16)));
 }
 
-/// Values of these lengths, a short reply behind each, to a client that takes so much of them at
-/// once.
-fn comes_whole(memory: Option<&Pool>, lengths: &[usize], takes: usize) -> Pieces<'static> {
+/// Sends values of these lengths, each followed by a short reply, to a client that accepts `takes`
+/// bytes in a write. Checks that all bytes arrive.
+fn send_values(memory: Option<&Pool>, lengths: &[usize], takes: usize) -> ScriptedClient<'static> {
     let (mut replies, mut known) = (Replies::with_memory(memory.cloned()), Vec::new());
     for (length, first) in lengths.iter().zip(0u8..) {
         let value: Vec<u8> = (0..*length).map(|at| first.wrapping_add((at % 251) as u8)).collect();
@@ -236,7 +240,7 @@ fn comes_whole(memory: Option<&Pool>, lengths: &[usize], takes: usize) -> Pieces
         known.extend_from_slice(b"+OK\r\n");
     }
     assert_eq!(replies.len(), known.len());
-    let mut client = Pieces { pieces: VecDeque::new(), written: Vec::new(), takes };
+    let mut client = ScriptedClient { pieces: VecDeque::new(), written: Vec::new(), takes };
     while !replies.is_empty() {
         let polled =
             replies.poll_write(&mut client, &mut Context::from_waker(std::task::Waker::noop()));
@@ -250,34 +254,36 @@ const LENGTHS: [usize; 8] = [0, 9, 10, 1 << 10, 32 << 10, 64 << 10, 100_000, 3 <
 
 fn pool() -> Pool {
     let world = World::new();
-    world.add_device(DeviceSpec::new("fake1", "127.0.0.1".parse().expect("an address")));
-    let domain = world.verbs().device("fake1").and_then(|device| device.open()).expect("a device");
-    let domain = domain.allocate_protection_domain().expect("a domain");
+    world.add_device(DeviceSpec::new("fake1", "127.0.0.1".parse().expect("valid address")));
+    let domain =
+        world.verbs().device("fake1").and_then(|device| device.open()).expect("open the device");
+    let domain = domain.allocate_protection_domain().expect("allocate a protection domain");
     Pool::builder(&[domain])
         .memory_pool_max(8 << 20)
         .receive_reserve(2 << 20)
         .build()
-        .expect("a pool")
+        .expect("build the pool")
 }
 
 #[test]
-fn values_come_whole_wherever_they_lie() {
+fn sends_values_completely_with_and_without_blocks() {
     let pool = pool();
     for takes in [1000, 64 << 10, usize::MAX] {
-        comes_whole(None, &LENGTHS, takes);
-        comes_whole(Some(&pool), &LENGTHS, takes);
+        send_values(None, &LENGTHS, takes);
+        send_values(Some(&pool), &LENGTHS, takes);
         assert_eq!(pool.stats().send.in_use_bytes, 0);
     }
-    let client = comes_whole(Some(&pool), &[64 << 10], usize::MAX);
-    assert_eq!(client.written[0].len(), 64 << 10, "a block of its own");
+    let client = send_values(Some(&pool), &[64 << 10], usize::MAX);
+    assert_eq!(client.written[0].len(), 64 << 10, "a long value has a block of its own");
 }
 
-/// Those who are slow to take long values leave memory for others.
+/// Clients that read long values slowly leave memory for other clients.
 #[test]
-fn long_values_take_half_of_the_memory() {
+fn limits_the_send_memory_of_long_values() {
     let pool = pool();
-    let others: Vec<_> =
-        (0..50).map(|_| pool.take_uncharged(64 << 10, Purpose::Send).expect("memory")).collect();
+    let others: Vec<_> = (0..50)
+        .map(|_| pool.take_uncharged(64 << 10, Purpose::Send).expect("take memory from the pool"))
+        .collect();
     let before = pool.stats().send.in_use_bytes;
     let mut replies = Replies::with_memory(Some(pool.clone()));
     replies.push_string(&[b'v'; 64 << 10]);
@@ -286,5 +292,5 @@ fn long_values_take_half_of_the_memory() {
     for _ in 0..100 {
         replies.push_string(&[b'v'; 64 << 10]);
     }
-    assert_eq!(pool.stats().send.in_use_bytes, 1 << 20, "no more for one client");
+    assert_eq!(pool.stats().send.in_use_bytes, 1 << 20, "the limit for one client");
 }

@@ -1,14 +1,15 @@
-//! The memory that the peer writes to: small at first, large for who writes much at a time.
+//! The memory that the peer writes to: small at first, larger for clients that write much at once.
 //!
-//! Whoever fills a window waits for the next to be announced, a round trip. For requests of a
-//! hundred bytes that is seldom, and thousands of connections cost little; a value of megabytes
-//! would wait at every turn. So a client that has filled its window by a few writes is given a
-//! large one, as large as there is memory for, and a small one again when its writes are small: at
-//! the next announcement, the only moment when nobody writes.
+//! A peer that has filled its window waits one round trip until the next one is announced. With
+//! requests of a hundred bytes that is rare, and small windows keep thousands of connections cheap.
+//! A value of several megabytes would wait again and again.
 //!
-//! Other memory is registered elsewhere if the engine has threads for that
-//! (`RawConnection::prepare`). Until it is ready the window stays what it is, and goes on at an
-//! announcement after that.
+//! So a client that fills its window in one or two writes gets a larger one, as far as memory
+//! allows. It gets a small one again when its writes become small. The window changes only at an
+//! announcement, because the peer does not write then.
+//!
+//! If the fabric has threads for registering memory (`RawConnection::prepare`), the new memory is
+//! registered there. Until it is ready, the old window is announced again.
 
 use ferrite_fabric::mem::{Exposed, Purpose, SizeClass};
 use ferrite_fabric::{Preparing, RawConnection};
@@ -16,41 +17,40 @@ use ferrite_proto::{Registration, Role};
 
 use super::ValkeyConfig;
 
-/// Who fills a window by so many writes, or fewer, gets a larger one. For others it would not be
-/// worth what each step costs: memory is registered and cleared, which takes as long as many
-/// requests.
-const FEW: u64 = 2;
-/// Bytes of a write, on average, below which a window need not be larger than at first.
-const SMALL: u64 = 512;
+/// A client that fills its window in at most this many writes gets a larger one. For other clients
+/// growing is not worth its cost: registering and clearing memory takes as long as many requests.
+const FEW_WRITES: u64 = 2;
+/// The average size of a write below which a window shrinks to its initial size.
+const SMALL_WRITE_BYTES: u64 = 512;
 
-/// A window may become at most this part of the memory that is left for large ones, so that many
-/// clients come to have the same; it stays what it is until it is twice that part.
+/// A window may grow to 1/16 of the memory that is left for large windows, so that many clients end
+/// up with equal shares. It keeps its size as long as that is at most 1/8.
 const SHARE: u64 = 16;
 
 pub(super) struct Window {
     memory: Exposed,
     bytes: u32,
-    /// What it becomes, and how large that is.
+    /// The memory that replaces it as soon as it is registered, and its size.
     next: Option<(Preparing, u32)>,
-    /// Writes since it was announced.
+    /// The number of writes since the last announcement.
     notices: u64,
-    /// What it may be.
+    /// The smallest and the largest size.
     small_bytes: u32,
     large_bytes: u32,
 }
 
 impl Window {
-    /// Of memory that was made ready for it: [`ValkeyConfig::window_bytes`] of it.
+    /// Creates a window in registered memory of [`ValkeyConfig::window_bytes`].
     pub(super) fn new(memory: Exposed, role: Role, config: &ValkeyConfig) -> Self {
         let small_bytes = config.window_bytes;
         let large_bytes = match role {
             Role::Server => config.window_max_bytes.max(small_bytes),
-            Role::Client => small_bytes, // a Valkey server dies of another length
+            Role::Client => small_bytes, // a Valkey server crashes if the length changes
         };
         Self { memory, bytes: small_bytes, next: None, notices: 0, small_bytes, large_bytes }
     }
 
-    /// What the peer is told.
+    /// Returns the registration to announce to the peer.
     pub(super) fn registration(&self) -> Registration {
         let remote = self.memory.remote();
         Registration { addr: remote.addr, length: self.bytes, rkey: remote.rkey }
@@ -60,24 +60,24 @@ impl Window {
         self.notices += notices;
     }
 
-    /// Copies out what the peer wrote at `from`.
+    /// Copies out what the peer has written at offset `from`.
     pub(super) fn read(&self, from: u32, out: &mut [u8]) {
         self.memory.read(from as usize, out);
     }
 
-    /// It is full and everything was taken: makes it what it should be from now on, and says
-    /// whether that is other memory.
-    pub(super) fn renew(&mut self, raw: &RawConnection) -> bool {
+    /// Resizes the window if necessary, and returns whether it is in other memory now. To be called
+    /// when the window is full and everything was read from it.
+    pub(super) fn resize(&mut self, raw: &RawConnection) -> bool {
         let writes = std::mem::take(&mut self.notices).max(1);
         if self.next.is_some() {
             return self.take_next();
         }
-        let bytes = if writes <= FEW {
-            self.fitting(self.step_up(), raw)
-        } else if u64::from(self.bytes) / writes < SMALL {
+        let bytes = if writes <= FEW_WRITES {
+            self.affordable_bytes(self.next_larger(), raw)
+        } else if u64::from(self.bytes) / writes < SMALL_WRITE_BYTES {
             self.small_bytes
         } else {
-            self.fitting(self.bytes, raw)
+            self.affordable_bytes(self.bytes, raw)
         };
         if bytes == self.bytes {
             return false;
@@ -86,7 +86,7 @@ impl Window {
         self.take_next()
     }
 
-    /// Goes on with the memory that is made ready for it, if it is; else it stays as it is.
+    /// Switches to the next memory if it is ready, and returns whether it has done so.
     fn take_next(&mut self) -> bool {
         let Some((preparing, bytes)) = &mut self.next else { return false };
         let (Some(prepared), bytes) = (preparing.try_take(), *bytes) else { return false };
@@ -96,19 +96,21 @@ impl Window {
         true
     }
 
-    /// One step at a time: what the first of many clients take is theirs until they have filled it.
-    fn step_up(&self) -> u32 {
+    /// Returns the next larger size. Windows grow by one size class at a time, because a client
+    /// keeps its window until it has filled it, and the first clients must not take everything.
+    fn next_larger(&self) -> u32 {
         class_bytes()
             .find(|&bytes| bytes > self.bytes)
             .map_or(self.large_bytes, |it| it.min(self.large_bytes))
     }
 
-    /// What there is memory for, of what is wanted: that, or the block of a smaller class.
-    fn fitting(&self, wanted: u32, raw: &RawConnection) -> u32 {
+    /// Returns the wanted size if there is memory for it, else the largest smaller size class for
+    /// which there is.
+    fn affordable_bytes(&self, wanted: u32, raw: &RawConnection) -> u32 {
         let (used, max) =
             (raw.pool().in_use_bytes(Purpose::Receive), raw.pool().max_bytes(Purpose::Receive));
         let others = used.saturating_sub(block_bytes(self.bytes));
-        // Half is for messages and small windows, whoever sends large values.
+        // Half of the memory is reserved for messages and small windows.
         let left = (max / 2).saturating_sub(others);
         let smaller =
             class_bytes().rev().filter(|&bytes| self.small_bytes < bytes && bytes < wanted);
@@ -123,7 +125,7 @@ impl Window {
     }
 }
 
-/// What a window takes of the pool.
+/// Returns how much of the pool's memory a window takes.
 fn block_bytes(window: u32) -> u64 {
     SizeClass::holding(window as usize).map_or(window.into(), |class| class.bytes() as u64)
 }

@@ -1,4 +1,4 @@
-//! Clients before a real engine.
+//! Tests of clients that use a real engine through a gateway.
 
 use std::time::Duration;
 
@@ -15,55 +15,61 @@ use tokio::net::UnixStream;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
-use super::{Redis, Scene, any_port, pattern};
+use super::{Harness, Redis, any_port, pattern};
 
-/// A gateway on the first host, and an engine of the fabric on the second for its clients.
-pub(crate) struct Served {
+/// A gateway on the first host, and a fabric on the second host for its clients.
+pub(crate) struct TestServer {
     pub(crate) gateway: Gateway,
-    pub(crate) at: std::net::SocketAddr,
-    server: Fabric,
+    pub(crate) address: std::net::SocketAddr,
+    fabric: Fabric,
     pub(crate) client: Fabric,
     end: oneshot::Sender<()>,
     serving: JoinHandle<Result<(), ferrite_fabric::Error>>,
 }
 
-impl Served {
-    pub(crate) fn start(scene: &Scene, config: GatewayConfig) -> Self {
-        let server = scene.fabric(0);
-        Self::of(scene.listen(&server), [server, scene.fabric(1)], config)
+impl TestServer {
+    pub(crate) fn start(harness: &Harness, config: GatewayConfig) -> Self {
+        let fabric = harness.fabric(0);
+        Self::serve(harness.listen(&fabric), [fabric, harness.fabric(1)], config)
     }
 
-    /// With other settings of the listening side.
-    pub(crate) fn start_with(scene: &Scene, config: GatewayConfig, engine: Config) -> Self {
-        let server = scene.fabric_with(0, engine);
-        Self::of(scene.listen(&server), [server, scene.fabric(1)], config)
+    /// Starts a gateway with other fabric settings.
+    pub(crate) fn start_with(
+        harness: &Harness,
+        config: GatewayConfig,
+        fabric_config: Config,
+    ) -> Self {
+        let fabric = harness.fabric_with(0, fabric_config);
+        Self::serve(harness.listen(&fabric), [fabric, harness.fabric(1)], config)
     }
 
     pub(crate) fn remote_access_errors(&self) -> u64 {
-        self.server.stats().remote_access_errors
+        self.fabric.stats().remote_access_errors
     }
 
-    fn of(listener: Listener, [server, client]: [Fabric; 2], config: GatewayConfig) -> Self {
-        let at = listener.local_addr();
+    fn serve(listener: Listener, [fabric, client]: [Fabric; 2], config: GatewayConfig) -> Self {
+        let address = listener.local_addr();
         let gateway = Gateway::new(config);
         let (end, ended) = oneshot::channel();
         let serving = tokio::spawn({
             let gateway = gateway.clone();
             async move { gateway.serve(listener, async { drop(ended.await) }).await }
         });
-        Self { gateway, at, server, client, end, serving }
+        Self { gateway, address, fabric, client, end, serving }
     }
 
-    pub(crate) async fn call(&self, scene: &Scene) -> ValkeyStream {
-        scene.call(&self.client, self.at, &ValkeyConfig::default()).await
+    pub(crate) async fn connect(&self, harness: &Harness) -> ValkeyStream {
+        harness.connect(&self.client, self.address, &ValkeyConfig::default()).await
     }
 
-    /// Links of the gateway's host and blocks of its memory that are in use, to send and to
-    /// receive. Receives that wait for messages do not count, since their number changes while some
-    /// are replaced; those that failed links took along are known, and come back when no link is
-    /// left that could have them.
+    /// Returns the number of links of the gateway's host, and the numbers of its send and receive
+    /// blocks in use.
+    ///
+    /// Posted receives do not count, since their number changes while some are replaced. Receives
+    /// that failed links have taken with them (`receives_overdue`) do not count either: they come
+    /// back when no link is left that could own them.
     pub(crate) fn holds(&self) -> (u64, u64, u64) {
-        let stats = self.server.stats();
+        let stats = self.fabric.stats();
         let [send, receive] = [stats.memory.send, stats.memory.receive]
             .map(|heap| heap.in_use_blocks.iter().sum::<u64>());
         (stats.links, send, receive.saturating_sub(stats.receives_overdue + stats.receives_posted))
@@ -71,11 +77,12 @@ impl Served {
 
     pub(crate) async fn end(self) {
         let _ = self.end.send(());
-        self.serving.await.expect("no panic").expect("it served");
+        self.serving.await.expect("gateway does not panic").expect("gateway ends without an error");
     }
 }
 
-pub(crate) fn open(redis: &Redis) -> GatewayConfig {
+/// Returns the settings of a gateway without protected mode.
+pub(crate) fn unprotected(redis: &Redis) -> GatewayConfig {
     GatewayConfig {
         protected_mode: false,
         ..GatewayConfig::new(EngineAddress::Unix(redis.socket.clone()))
@@ -86,20 +93,20 @@ pub(crate) async fn connection<S>(stream: S) -> MultiplexedConnection
 where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
-    // Half a second is what it gives a server by itself: too little for one in an emulated guest.
+    // redis-rs waits for half a second by default: too short for a server in an emulated guest.
     let config = AsyncConnectionConfig::new().set_response_timeout(Some(Duration::from_secs(30)));
     let info = RedisConnectionInfo::default();
-    let made = MultiplexedConnection::new_with_config(&info, stream, config).await;
-    let (connection, driver) = made.expect("a connection");
+    let connected = MultiplexedConnection::new_with_config(&info, stream, config).await;
+    let (connection, driver) = connected.expect("connect");
     tokio::spawn(driver);
     connection
 }
 
-/// redis-rs over Valkey's protocol: commands, a pipeline, a transaction.
-pub(crate) async fn commands(scene: Scene) {
+/// redis-rs over Valkey Over RDMA: a command, a pipeline, a transaction.
+pub(crate) async fn runs_commands(harness: Harness) {
     let redis = Redis::start("commands", &[]).await;
-    let served = Served::start(&scene, open(&redis));
-    let mut connection = connection(served.call(&scene).await).await;
+    let server = TestServer::start(&harness, unprotected(&redis));
+    let mut connection = connection(server.connect(&harness).await).await;
     let pong: String = redis::cmd("PING").query_async(&mut connection).await.expect("PING");
     assert_eq!(pong, "PONG");
     let mut pipeline = redis::pipe();
@@ -107,7 +114,7 @@ pub(crate) async fn commands(scene: Scene) {
         pipeline.set(format!("key {number}"), number).ignore();
     });
     pipeline.cmd("DBSIZE");
-    let (keys,): (u64,) = pipeline.query_async(&mut connection).await.expect("a pipeline");
+    let (keys,): (u64,) = pipeline.query_async(&mut connection).await.expect("run the pipeline");
     assert_eq!(keys, 1000);
     let (a, b): (i64, i64) = redis::pipe()
         .atomic()
@@ -118,31 +125,31 @@ pub(crate) async fn commands(scene: Scene) {
         .expect("MULTI");
     assert_eq!((a, b), (1, 11));
     drop(connection);
-    served.end().await;
+    server.end().await;
 }
 
-/// Values much larger than any window.
-pub(crate) async fn large_values(scene: Scene) {
+/// The largest values are much larger than any window.
+pub(crate) async fn carries_large_values(harness: Harness) {
     let redis = Redis::start("large", &[]).await;
-    let served = Served::start(&scene, open(&redis));
-    let mut connection = connection(served.call(&scene).await).await;
-    for size in [0, 1, 1000, 65_535, 65_536, 65_537, (8 << 20) / scene.slower] {
+    let server = TestServer::start(&harness, unprotected(&redis));
+    let mut connection = connection(server.connect(&harness).await).await;
+    for size in [0, 1, 1000, 65_535, 65_536, 65_537, (8 << 20) / harness.slowdown] {
         let value = pattern(size, size);
         let () = connection.set("value", &value).await.expect("SET");
         let read: Vec<u8> = connection.get("value").await.expect("GET");
-        assert!(read == value, "a value of {size} bytes came back as another of {}", read.len());
+        assert!(read == value, "GET returned {} bytes, different from {size} set", read.len());
     }
     drop(connection);
-    served.end().await;
+    server.end().await;
 }
 
-/// Each has a connection to the engine, and all of them end.
-pub(crate) async fn many_clients(scene: Scene) {
+/// Each client has its own session, and all sessions end with their clients.
+pub(crate) async fn serves_many_clients(harness: Harness) {
     let redis = Redis::start("many", &[]).await;
-    let served = Served::start(&scene, open(&redis));
+    let server = TestServer::start(&harness, unprotected(&redis));
     let mut connections = Vec::new();
-    for _ in 0..100 / scene.slower.min(4) {
-        connections.push(connection(served.call(&scene).await).await);
+    for _ in 0..100 / harness.slowdown.min(4) {
+        connections.push(connection(server.connect(&harness).await).await);
     }
     let count = connections.len();
     let adding = connections.iter().cloned().map(|mut connection| {
@@ -153,254 +160,262 @@ pub(crate) async fn many_clients(scene: Scene) {
         })
     });
     for adding in adding.collect::<Vec<_>>() {
-        adding.await.expect("no panic");
+        adding.await.expect("client does not panic");
     }
     let total: usize = connections[0].get("counter").await.expect("GET");
     assert_eq!(total, 20 * count);
-    assert_eq!(served.gateway.stats().sessions, count);
+    assert_eq!(server.gateway.stats().sessions, count);
     drop(connections);
-    while served.gateway.stats().sessions > 0 {
+    while server.gateway.stats().sessions > 0 {
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
-    assert_eq!(served.gateway.stats().valkey_sessions, count as u64);
-    served.end().await;
+    assert_eq!(server.gateway.stats().valkey_sessions, count as u64);
+    server.end().await;
 }
 
-/// Ferrite peers come in by the same door, as links.
-pub(crate) async fn ferrite_peers(scene: Scene) {
+/// Ferrite peers connect to the same address, as links.
+pub(crate) async fn serves_ferrite_peers(harness: Harness) {
     let redis = Redis::start("peers", &[]).await;
-    let served = Served::start(&scene, open(&redis));
+    let server = TestServer::start(&harness, unprotected(&redis));
     let options = ConnectOptions::new().local(any_port(1));
-    let link = served.client.connect_with(served.at, &options).await.expect("a link");
+    let link = server.client.connect_with(server.address, &options).await.expect("connect");
     let mut connection = connection(Stream::new(link)).await;
     let value = pattern(1, 1 << 20);
     let () = connection.set("value", &value).await.expect("SET");
     let read: Vec<u8> = connection.get("value").await.expect("GET");
     assert!(read == value);
-    assert_eq!(served.gateway.stats().ferrite_sessions, 1);
+    assert_eq!(server.gateway.stats().ferrite_sessions, 1);
     drop(connection);
-    served.end().await;
+    server.end().await;
 }
 
-/// So do clients that know nothing of us, over TCP: at once, or after a silence.
-pub(crate) async fn tcp_clients(scene: Scene) {
+/// Plain RESP clients connect to the same address over TCP. They may stay silent before their first
+/// command.
+pub(crate) async fn serves_tcp_clients(harness: Harness) {
     let redis = Redis::start("tcp", &[]).await;
     let config = Config { connection_timeout: Duration::from_millis(300), ..Config::default() };
-    let fabric = Fabric::system().rdma(Rdma::Forbid).config(config).build().expect("a fabric");
+    let fabric = Fabric::system().rdma(Rdma::Forbid).config(config).build();
+    let fabric = fabric.expect("build the fabric");
     tokio::spawn(fabric.drive());
     let options = ListenOptions::new().accept_foreign_peers();
-    let listener =
-        fabric.listen_with("127.0.0.1:0".parse().expect("an address"), &options).expect("listen");
-    let served = Served::of(listener, [fabric, scene.fabric(1)], open(&redis));
-    let tcp = tokio::net::TcpStream::connect(served.at).await.expect("connected");
+    let address = "127.0.0.1:0".parse().expect("valid address");
+    let listener = fabric.listen_with(address, &options).expect("listen");
+    let server = TestServer::serve(listener, [fabric, harness.fabric(1)], unprotected(&redis));
+    let tcp = tokio::net::TcpStream::connect(server.address).await.expect("connect");
     let mut connection = connection(tcp).await;
     let value = pattern(9, 1 << 20);
     let () = connection.set("value", &value).await.expect("SET");
     let read: Vec<u8> = connection.get("value").await.expect("GET");
     assert!(read == value);
 
-    let mut silent = tokio::net::TcpStream::connect(served.at).await.expect("connected");
+    let mut silent = tokio::net::TcpStream::connect(server.address).await.expect("connect");
     tokio::time::sleep(Duration::from_millis(600)).await;
-    silent.write_all(b"PING\r\n").await.expect("to write");
-    let mut said = [0; 7];
-    silent.read_exact(&mut said).await.expect("an answer");
-    assert_eq!(&said, b"+PONG\r\n");
-    assert_eq!(served.gateway.stats().tcp_sessions, 2);
+    silent.write_all(b"PING\r\n").await.expect("write");
+    let mut reply = [0; 7];
+    silent.read_exact(&mut reply).await.expect("read the reply");
+    assert_eq!(&reply, b"+PONG\r\n");
+    assert_eq!(server.gateway.stats().tcp_sessions, 2);
     drop((connection, silent));
-    served.end().await;
+    server.end().await;
 }
 
-/// The calling side finds out what it talks to.
-pub(crate) async fn sessions_find_their_way(scene: Scene) {
+/// The connector detects a Ferrite gateway and a Valkey server, and falls back to TCP.
+pub(crate) async fn detects_the_servers_protocol(harness: Harness) {
     let redis = Redis::start("ways", &[]).await;
-    let served = Served::start(&scene, open(&redis));
-    let connector = Connector::new(&served.client).local(any_port(1));
-    let session = connector.connect(served.at).await.expect("a session");
+    let server = TestServer::start(&harness, unprotected(&redis));
+    let connector = Connector::new(&server.client).local(any_port(1));
+    let session = connector.connect(server.address).await.expect("connect");
     assert_eq!(session.transport(), SessionTransport::FerriteRdma);
     assert!(session.device().is_some() && session.fallback().is_none());
     let mut ferrite = connection(session).await;
-    let () = ferrite.set("way", "found").await.expect("SET");
+    let () = ferrite.set("key", "value").await.expect("SET");
 
-    // A server of Valkey's protocol says no hello, and takes who does.
+    // A server of Valkey Over RDMA accepts clients that send a hello, but sends none itself.
     let options = ListenOptions::new().foreign_peers_only();
-    let valkey = scene.fabric(0).listen_with(any_port(0), &options).expect("listen");
+    let valkey = harness.fabric(0).listen_with(any_port(0), &options).expect("listen");
     let at = valkey.local_addr();
     let serving = tokio::spawn(serve_as_valkey(valkey, redis.socket.clone()));
     for _ in 0..2 {
-        let session = connector.connect(at).await.expect("a session");
+        let session = connector.connect(at).await.expect("connect");
         assert_eq!(session.transport(), SessionTransport::ValkeyRdma);
-        let way: String = connection(session).await.get("way").await.expect("GET");
-        assert_eq!(way, "found");
+        let value: String = connection(session).await.get("key").await.expect("GET");
+        assert_eq!(value, "value");
     }
     serving.abort();
 
-    // Nobody listens there on RDMA; on TCP somebody does.
-    let tcp = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port");
-    let at = tcp.local_addr().expect("bound");
+    // At this address there is a TCP listener, but no RDMA listener.
+    let tcp = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("bind");
+    let at = tcp.local_addr().expect("bound address");
     let preferring =
-        Connector::new(&served.client).rdma(Rdma::Prefer).timeout(Duration::from_secs(1));
+        Connector::new(&server.client).rdma(Rdma::Prefer).timeout(Duration::from_secs(1));
     let (session, accepted) = tokio::join!(preferring.connect(at), tcp.accept());
-    let (session, _accepted) = (session.expect("a session"), accepted.expect("a client"));
+    let (session, _accepted) = (session.expect("connect"), accepted.expect("accept"));
     assert_eq!(session.transport(), SessionTransport::Tcp);
-    let fallback = session.fallback().expect("it is said why");
+    let fallback = session.fallback().expect("fallback with its cause");
     assert!(fallback.to_string().contains("over TCP instead of RDMA"), "{fallback}");
-    let counted: u64 = served.client.stats().fallbacks.iter().map(|(_, count)| count).sum();
+    let counted: u64 = server.client.stats().fallbacks.iter().map(|(_, count)| count).sum();
     assert_eq!(counted, 1);
     let requiring = preferring.clone().rdma(Rdma::Require).connect(at).await;
-    requiring.expect_err("RDMA was required");
+    requiring.expect_err("RDMA is required and unavailable");
     drop((tcp, session));
-    let nowhere = preferring.connect(at).await.expect_err("nobody listens any more");
-    assert!(nowhere.to_string().contains("RDMA (tried first)"), "{nowhere}");
+    let error = preferring.connect(at).await.expect_err("no listener is left");
+    assert!(error.to_string().contains("RDMA (tried first)"), "{error}");
     drop(ferrite);
-    served.end().await;
+    server.end().await;
 }
 
-/// Takes everybody as a client of Valkey's protocol, hello or not: as Valkey's own listener does.
+/// Serves every client by Valkey Over RDMA, with or without a hello, as Valkey's own listener does.
 async fn serve_as_valkey(listener: Listener, socket: std::path::PathBuf) {
     let foreign_peers = listener.foreign_peers();
     loop {
-        let request = foreign_peers.next().await.expect("a client");
-        let raw = foreign_peers.accept(request).await.expect("it stays");
-        let mut client =
-            ValkeyStream::new(raw, Role::Server, &ValkeyConfig::default()).expect("a window");
-        let mut engine =
-            EngineSocket::connect(&EngineAddress::Unix(socket.clone())).await.expect("a fabric");
+        let request = foreign_peers.next().await.expect("a connection request");
+        let raw = foreign_peers.accept(request).await.expect("accept");
+        let stream = ValkeyStream::new(raw, Role::Server, &ValkeyConfig::default());
+        let mut client = stream.expect("register a window");
+        let engine = EngineSocket::connect(&EngineAddress::Unix(socket.clone())).await;
+        let mut engine = engine.expect("connect to the engine");
         tokio::spawn(async move { pump(&mut client, &mut engine, &Moved::default()).await });
     }
 }
 
-/// What a client reads before the connection ends.
-async fn last_words(mut stream: ValkeyStream) -> String {
-    let mut said = String::new();
-    stream.read_to_string(&mut said).await.expect("words, then the end");
-    said
+/// Returns everything that a client can read before the connection ends.
+async fn read_until_end(mut stream: ValkeyStream) -> String {
+    let mut received = String::new();
+    stream.read_to_string(&mut received).await.expect("read until the end of the stream");
+    received
 }
 
-/// Clients that are turned away hear why.
-pub(crate) async fn refusals(scene: Scene) {
+/// The gateway rejects clients in protected mode and beyond `max_clients`.
+pub(crate) async fn tells_rejected_clients_why(harness: Harness) {
     let redis = Redis::start("refusals", &[]).await;
-    let served = Served::start(&scene, GatewayConfig { protected_mode: true, ..open(&redis) });
-    let said = last_words(served.call(&scene).await).await;
-    assert!(said.starts_with("-DENIED") && said.ends_with("\r\n"), "{said}");
-    served.end().await;
+    let server =
+        TestServer::start(&harness, GatewayConfig { protected_mode: true, ..unprotected(&redis) });
+    let error = read_until_end(server.connect(&harness).await).await;
+    assert!(error.starts_with("-DENIED") && error.ends_with("\r\n"), "{error}");
+    server.end().await;
 
     let with_password = Redis::start("password", &["--requirepass", "secret"]).await;
-    let served =
-        Served::start(&scene, GatewayConfig { protected_mode: true, ..open(&with_password) });
-    let mut stream = served.call(&scene).await;
-    stream.write_all(b"GET a\r\nAUTH secret\r\nPING\r\n").await.expect("to write");
+    let server = TestServer::start(
+        &harness,
+        GatewayConfig { protected_mode: true, ..unprotected(&with_password) },
+    );
+    let mut stream = server.connect(&harness).await;
+    stream.write_all(b"GET a\r\nAUTH secret\r\nPING\r\n").await.expect("write");
     let expected = b"-NOAUTH Authentication required.\r\n+OK\r\n+PONG\r\n";
-    let mut said = vec![0; expected.len()];
-    stream.read_exact(&mut said).await.expect("an answer");
-    assert_eq!(said, expected);
+    let mut reply = vec![0; expected.len()];
+    stream.read_exact(&mut reply).await.expect("read the reply");
+    assert_eq!(reply, expected);
     drop(stream);
-    served.end().await;
+    server.end().await;
 
-    let served = Served::start(&scene, GatewayConfig { max_clients: 1, ..open(&redis) });
-    let mut first = served.call(&scene).await;
-    first.write_all(b"PING\r\n").await.expect("to write");
-    first.read_exact(&mut [0; 7]).await.expect("an answer");
+    let server =
+        TestServer::start(&harness, GatewayConfig { max_clients: 1, ..unprotected(&redis) });
+    let mut first = server.connect(&harness).await;
+    first.write_all(b"PING\r\n").await.expect("write");
+    first.read_exact(&mut [0; 7]).await.expect("read the reply");
     assert_eq!(
-        last_words(served.call(&scene).await).await,
+        read_until_end(server.connect(&harness).await).await,
         "-ERR max number of clients reached\r\n"
     );
-    assert_eq!(served.gateway.stats().refused, 1);
+    assert_eq!(server.gateway.stats().refused, 1);
     drop(first);
-    served.end().await;
+    server.end().await;
 }
 
-/// The engine goes: its clients are told by the end, new ones in words, and when it is back all is
-/// well.
-pub(crate) async fn engine_restarts(scene: Scene) {
+/// While the engine is down, the gateway disconnects its clients and sends new ones an error. When
+/// the engine is back, it serves clients again.
+pub(crate) async fn survives_an_engine_restart(harness: Harness) {
     let redis = Redis::start("restarts", &[]).await;
-    let served = Served::start(&scene, open(&redis));
-    let mut stream = served.call(&scene).await;
-    stream.write_all(b"PING\r\n").await.expect("to write");
-    stream.read_exact(&mut [0; 7]).await.expect("an answer");
+    let server = TestServer::start(&harness, unprotected(&redis));
+    let mut stream = server.connect(&harness).await;
+    stream.write_all(b"PING\r\n").await.expect("write");
+    stream.read_exact(&mut [0; 7]).await.expect("read the reply");
     drop(redis);
-    assert_eq!(last_words(stream).await, "");
-    let said = last_words(served.call(&scene).await).await;
-    // Without its address and the system's error: this client has not logged in.
-    assert_eq!(said, "-ERR Ferrite gateway: cannot connect to the engine\r\n");
-    assert_eq!(served.gateway.stats().engine_failures, 1);
+    assert_eq!(read_until_end(stream).await, "");
+    let error = read_until_end(server.connect(&harness).await).await;
+    // The client has not logged in, so it does not learn the engine's address or the system's
+    // error.
+    assert_eq!(error, "-ERR Ferrite gateway: cannot connect to the engine\r\n");
+    assert_eq!(server.gateway.stats().engine_failures, 1);
 
     let redis = Redis::start("restarts", &[]).await;
-    let mut stream = served.call(&scene).await;
-    stream.write_all(b"PING\r\n").await.expect("to write");
-    let mut said = [0; 7];
-    stream.read_exact(&mut said).await.expect("an answer");
-    assert_eq!(&said, b"+PONG\r\n");
+    let mut stream = server.connect(&harness).await;
+    stream.write_all(b"PING\r\n").await.expect("write");
+    let mut reply = [0; 7];
+    stream.read_exact(&mut reply).await.expect("read the reply");
+    assert_eq!(&reply, b"+PONG\r\n");
     drop((stream, redis));
-    served.end().await;
+    server.end().await;
 }
 
-/// A part of a command is no work of the engine's: its client does not hold the gateway's end for
-/// the whole drain time, and one whose command is under way is waited for beside it.
-pub(crate) async fn half_a_command_does_not_hold_the_end(scene: Scene) {
+/// The gateway shuts down without waiting the whole drain timeout for a client that has sent half a
+/// command. It does wait for another client whose complete command is running in the engine.
+pub(crate) async fn does_not_wait_for_half_a_command(harness: Harness) {
     let redis = Redis::start("half", &[]).await;
     let drain_timeout = Duration::from_secs(40);
-    let served = Served::start(&scene, GatewayConfig { drain_timeout, ..open(&redis) });
-    let mut half = served.call(&scene).await;
-    half.write_all(b"PING\r\n").await.expect("to write");
-    half.read_exact(&mut [0; 7]).await.expect("an answer");
-    let mut waiting = served.call(&scene).await;
+    let server =
+        TestServer::start(&harness, GatewayConfig { drain_timeout, ..unprotected(&redis) });
+    let mut half = server.connect(&harness).await;
+    half.write_all(b"PING\r\n").await.expect("write");
+    half.read_exact(&mut [0; 7]).await.expect("read the reply");
+    let mut blocked = server.connect(&harness).await;
     let sent = [&b"*2\r\n$4\r\nPING\r\n"[..], b"BLPOP nothing 3\r\n*1\r\n"];
-    half.write_all(sent[0]).await.expect("to write");
-    waiting.write_all(sent[1]).await.expect("to write");
+    half.write_all(sent[0]).await.expect("write");
+    blocked.write_all(sent[1]).await.expect("write");
     let bytes = "PING\r\n".len() + sent.concat().len();
-    while served.gateway.stats().to_engine_bytes < bytes as u64 {
+    while server.gateway.stats().to_engine_bytes < bytes as u64 {
         tokio::time::sleep(Duration::from_millis(2)).await;
     }
-    while !said_of(&redis, "INFO clients").await.contains("blocked_clients:1") {}
-    let Served { end, serving, .. } = served;
+    while !query_engine(&redis, "INFO clients").await.contains("blocked_clients:1") {}
+    let TestServer { end, serving, .. } = server;
     let begun = std::time::Instant::now();
     let _ = end.send(());
-    assert_eq!(last_words(half).await, "");
-    let mut said = [0; 5];
-    waiting.read_exact(&mut said).await.expect("an answer, although half a command follows");
-    assert_eq!(&said, b"*-1\r\n");
-    assert_eq!(last_words(waiting).await, "");
-    serving.await.expect("no panic").expect("it served");
+    assert_eq!(read_until_end(half).await, "");
+    let mut reply = [0; 5];
+    blocked.read_exact(&mut reply).await.expect("a reply, although half a command follows");
+    assert_eq!(&reply, b"*-1\r\n");
+    assert_eq!(read_until_end(blocked).await, "");
+    serving.await.expect("gateway does not panic").expect("gateway ends without an error");
     assert!(begun.elapsed() < drain_timeout / 2, "{:?}", begun.elapsed());
 }
 
-/// What the engine answers at its own socket.
-async fn said_of(redis: &Redis, command: &str) -> String {
-    let mut stream = UnixStream::connect(&redis.socket).await.expect("it listens");
-    stream.write_all(format!("{command}\r\nQUIT\r\n").as_bytes()).await.expect("it hears");
-    let mut said = String::new();
-    stream.read_to_string(&mut said).await.expect("it answers");
-    said
+/// Runs a command at the engine's own socket, and returns the reply.
+async fn query_engine(redis: &Redis, command: &str) -> String {
+    let mut stream = UnixStream::connect(&redis.socket).await.expect("connect to the engine");
+    stream.write_all(format!("{command}\r\nQUIT\r\n").as_bytes()).await.expect("send the command");
+    let mut reply = String::new();
+    stream.read_to_string(&mut reply).await.expect("read the reply");
+    reply
 }
 
-/// The gateway ends: what is under way is answered first, however slow client and engine are, then
-/// clients see the end.
-pub(crate) async fn drains(scene: Scene) {
+/// When the gateway shuts down, pending commands get their replies first, however slow client and
+/// engine are. Then clients see the end of the connection.
+pub(crate) async fn finishes_pending_commands_before_it_ends(harness: Harness) {
     let redis = Redis::start("drains", &[]).await;
-    let served = Served::start(&scene, open(&redis));
-    let mut idle = served.call(&scene).await;
-    let mut busy = served.call(&scene).await;
-    let mut waiting = served.call(&scene).await;
-    let value = pattern(0, (4 << 20) / scene.slower);
+    let server = TestServer::start(&harness, unprotected(&redis));
+    let mut idle = server.connect(&harness).await;
+    let mut busy = server.connect(&harness).await;
+    let mut blocked = server.connect(&harness).await;
+    let value = pattern(0, (4 << 20) / harness.slowdown);
     busy.write_all(format!("*3\r\n$3\r\nSET\r\n$1\r\nv\r\n${}\r\n", value.len()).as_bytes())
         .await
         .expect("SET");
-    idle.write_all(b"PING\r\n").await.expect("to write");
-    idle.read_exact(&mut [0; 7]).await.expect("an answer");
-    waiting.write_all(b"BLPOP nothing 1\r\n").await.expect("to write");
-    while !said_of(&redis, "INFO clients").await.contains("blocked_clients:1") {}
-    let Served { end, serving, .. } = served;
+    idle.write_all(b"PING\r\n").await.expect("write");
+    idle.read_exact(&mut [0; 7]).await.expect("read the reply");
+    blocked.write_all(b"BLPOP nothing 1\r\n").await.expect("write");
+    while !query_engine(&redis, "INFO clients").await.contains("blocked_clients:1") {}
+    let TestServer { end, serving, .. } = server;
     let _ = end.send(());
     tokio::time::sleep(Duration::from_millis(300)).await;
-    busy.write_all(&value).await.expect("the rest");
-    busy.write_all(b"\r\n").await.expect("the rest");
-    let mut said = [0; 5];
-    busy.read_exact(&mut said).await.expect("an answer");
-    assert_eq!(&said, b"+OK\r\n");
-    waiting.read_exact(&mut said).await.expect("an answer");
-    assert_eq!(&said, b"*-1\r\n");
-    assert_eq!(last_words(idle).await, "");
-    assert_eq!(last_words(busy).await, "");
-    assert_eq!(last_words(waiting).await, "");
-    serving.await.expect("no panic").expect("it served");
+    busy.write_all(&value).await.expect("write the rest of the command");
+    busy.write_all(b"\r\n").await.expect("write the rest of the command");
+    let mut reply = [0; 5];
+    busy.read_exact(&mut reply).await.expect("read the reply");
+    assert_eq!(&reply, b"+OK\r\n");
+    blocked.read_exact(&mut reply).await.expect("read the reply");
+    assert_eq!(&reply, b"*-1\r\n");
+    assert_eq!(read_until_end(idle).await, "");
+    assert_eq!(read_until_end(busy).await, "");
+    assert_eq!(read_until_end(blocked).await, "");
+    serving.await.expect("gateway does not panic").expect("gateway ends without an error");
 }

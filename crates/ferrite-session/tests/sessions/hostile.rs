@@ -1,4 +1,5 @@
-//! Clients that break the protocol: each loses its own connection, and nobody else notices.
+//! Tests of clients that violate the protocol. Each loses its own connection, without an effect on
+//! other clients.
 
 use std::time::Duration;
 
@@ -9,25 +10,25 @@ use ferrite_session::GatewayConfig;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::time::timeout;
 
-use super::gateway::{Served, open};
-use super::{Redis, Scene, any_port};
+use super::gateway::{TestServer, unprotected};
+use super::{Harness, Redis, any_port};
 
-/// A peer that knows the protocol and does not keep it.
-pub(crate) struct Hostile {
+/// A client that can violate the protocol.
+pub(crate) struct HostileClient {
     pub(crate) raw: RawConnection,
-    /// Where the server wants bytes.
+    /// The server's window for this client.
     pub(crate) window: Registration,
 }
 
-impl Hostile {
+impl HostileClient {
     pub(crate) async fn connect(client: &Fabric, server: std::net::SocketAddr) -> Self {
         let options = ConnectOptions::new().local(any_port(1));
-        let raw = client.connect_raw(server, &options).await.expect("connected");
+        let raw = client.connect_raw(server, &options).await.expect("connect");
         let window = loop {
-            let Arrival::Message(said) = raw.arrival().await.expect("a message") else {
-                panic!("written to")
+            let Arrival::Message(message) = raw.arrival().await.expect("receive a message") else {
+                panic!("the server wrote to a client that has announced no window")
             };
-            if let Ok(Message::RegisterXferMemory(window)) = Message::decode(&said) {
+            if let Ok(Message::RegisterXferMemory(window)) = Message::decode(&message) {
                 break window;
             }
         };
@@ -35,13 +36,14 @@ impl Hostile {
     }
 
     pub(crate) fn buf(&self, bytes: &[u8]) -> Buf {
-        let mut buf = self.raw.pool().take_uncharged(bytes.len(), Purpose::Send).expect("memory");
+        let buf = self.raw.pool().take_uncharged(bytes.len(), Purpose::Send);
+        let mut buf = buf.expect("take memory from the pool");
         buf.copy_from_slice(bytes);
         buf.freeze()
     }
 
     pub(crate) fn write(&self, offset: u64, bytes: &[u8], imm: u32) {
-        // It may have lost its connection by now.
+        // An error is ignored: the server may have disconnected this client already.
         let _ = self.raw.write(self.buf(bytes), self.window.addr + offset, self.window.rkey, imm);
     }
 
@@ -50,37 +52,40 @@ impl Hostile {
         let _ = self.raw.send_message(&message.encode());
     }
 
-    /// Waits until the server has hung up.
-    pub(crate) async fn wait_for_the_end(self, what: &str) {
-        let over = async { while self.raw.arrival().await.is_ok() {} };
-        timeout(Duration::from_secs(20), over)
+    /// Waits until the server has disconnected this client.
+    pub(crate) async fn wait_for_disconnect(self, what: &str) {
+        let disconnected = async { while self.raw.arrival().await.is_ok() {} };
+        timeout(Duration::from_secs(20), disconnected)
             .await
             .unwrap_or_else(|_| panic!("{what}: still connected"));
     }
 }
 
-pub(crate) type Misdeed = fn(&Hostile);
+pub(crate) type Violation = fn(&HostileClient);
 
-/// Each way of breaking the rules.
-pub(crate) const MISDEEDS: &[(&str, Misdeed)] = &[
+/// The name of the violation after which the server need not disconnect the client.
+pub(crate) const FEATURE_FLOOD: &str = "endless feature requests";
+
+/// All violations of the protocol.
+pub(crate) const VIOLATIONS: &[(&str, Violation)] = &[
     ("a message of 33 bytes", |it| drop(it.raw.send_message(&[0; MESSAGE_BYTES + 1]))),
     ("a message of one byte", |it| drop(it.raw.send_message(&[2]))),
     ("an unknown opcode", |it| drop(it.raw.send_message(&[0xee; MESSAGE_BYTES]))),
-    ("more bytes than the window has", |it| it.write(0, b"x", it.window.length + 1)),
-    ("all bytes that there could be", |it| it.write(0, b"x", u32::MAX)),
-    ("more bytes than it says", |it| it.write(0, b"xxxxxxxx", 1)),
-    ("a write beside the window", |it| it.write(u64::from(it.window.length), b"x", 1)),
-    ("a write with another key", |it| {
+    ("an announced length beyond the window", |it| it.write(0, b"x", it.window.length + 1)),
+    ("the largest announced length", |it| it.write(0, b"x", u32::MAX)),
+    ("more bytes than announced", |it| it.write(0, b"xxxxxxxx", 1)),
+    ("a write outside the window", |it| it.write(u64::from(it.window.length), b"x", 1)),
+    ("a write with a wrong key", |it| {
         drop(it.raw.write(it.buf(b"x"), it.window.addr, it.window.rkey ^ 0x100, 1));
     }),
-    ("a window of no bytes", |it| it.register(0x1000, 0, 1)),
+    ("an empty window", |it| it.register(0x1000, 0, 1)),
     ("a window of four gigabytes", |it| it.register(0x1000, u32::MAX, 1)),
     ("a window past the end of memory", |it| it.register(u64::MAX - 5, 1 << 20, 1)),
-    ("a window that nobody has", |it| {
+    ("a window that does not exist", |it| {
         it.register(0x1000, 1 << 20, 0x1234);
-        it.write(0, b"PING\r\n", 6); // so that there is something to say
+        it.write(0, b"PING\r\n", 6); // makes the server write its reply to the window
     }),
-    ("questions without end", |it| {
+    (FEATURE_FLOOD, |it| {
         (0..500).for_each(|_| drop(it.raw.send_message(&[0; MESSAGE_BYTES]))); // GetServerFeature
     }),
     ("another window before the first is full", |it| {
@@ -90,78 +95,81 @@ pub(crate) const MISDEEDS: &[(&str, Misdeed)] = &[
     }),
 ];
 
-pub(crate) async fn rules_are_broken(scene: Scene) {
+pub(crate) async fn disconnects_clients_that_violate_the_protocol(harness: Harness) {
     let redis = Redis::start("hostile", &[]).await;
-    let served = Served::start(&scene, open(&redis));
-    let mut bystander = served.call(&scene).await;
-    bystander.write_all(b"PING\r\n").await.expect("to write");
-    bystander.read_exact(&mut [0; 7]).await.expect("an answer");
-    let before = served.holds();
-    for (what, misdeed) in MISDEEDS {
-        let hostile = Hostile::connect(&served.client, served.at).await;
-        misdeed(&hostile);
-        if *what == "questions without end" {
-            drop(hostile); // it may be answered for as long as it takes the answers
+    let server = TestServer::start(&harness, unprotected(&redis));
+    let mut bystander = server.connect(&harness).await;
+    bystander.write_all(b"PING\r\n").await.expect("write");
+    bystander.read_exact(&mut [0; 7]).await.expect("read the reply");
+    let before = server.holds();
+    for (what, violate) in VIOLATIONS {
+        let hostile = HostileClient::connect(&server.client, server.address).await;
+        violate(&hostile);
+        if *what == FEATURE_FLOOD {
+            drop(hostile); // the server may answer for as long as the client takes the answers
         } else {
-            hostile.wait_for_the_end(what).await;
+            hostile.wait_for_disconnect(what).await;
         }
-        bystander.write_all(b"PING\r\n").await.expect("to write");
-        let mut said = [0; 7];
-        bystander.read_exact(&mut said).await.expect("an answer");
-        assert_eq!(&said, b"+PONG\r\n", "beside {what}");
+        bystander.write_all(b"PING\r\n").await.expect("write");
+        let mut reply = [0; 7];
+        bystander.read_exact(&mut reply).await.expect("read the reply");
+        assert_eq!(&reply, b"+PONG\r\n", "bystander after {what}");
     }
-    while served.gateway.stats().sessions > 1 || served.holds() != before {
-        // or nothing comes of this test in time
+    while server.gateway.stats().sessions > 1 || server.holds() != before {
+        // If this never ends, the test fails by its time limit.
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     drop(bystander);
-    served.end().await;
+    server.end().await;
 }
 
-/// Thousands of tiny writes, byte by byte: slow, and right.
-pub(crate) async fn tiny_writes(scene: Scene) {
+/// Thousands of writes of one byte each are slow, but correct.
+pub(crate) async fn accepts_tiny_writes(harness: Harness) {
     let redis = Redis::start("tiny", &[]).await;
-    let served = Served::start(&scene, open(&redis));
-    let hostile = Hostile::connect(&served.client, served.at).await;
-    let mut memory = hostile.raw.pool().take_uncharged(64 << 10, Purpose::Receive).expect("memory");
+    let server = TestServer::start(&harness, unprotected(&redis));
+    let hostile = HostileClient::connect(&server.client, server.address).await;
+    let memory = hostile.raw.pool().take_uncharged(64 << 10, Purpose::Receive);
+    let mut memory = memory.expect("take memory from the pool");
     memory.fill(0);
-    let exposed = hostile.raw.expose(memory).map_err(|(_, error)| error).expect("exposed");
+    let exposed = hostile.raw.expose(memory).map_err(|(_, error)| error).expect("expose memory");
     let remote = exposed.remote();
     hostile.register(remote.addr, 64 << 10, remote.rkey);
-    let commands = b"PING\r\n".repeat(2000 / scene.slower.min(10));
+    let commands = b"PING\r\n".repeat(2000 / harness.slowdown.min(10));
     for (at, byte) in commands.iter().enumerate() {
         hostile.write(at as u64, &[*byte], 1);
     }
-    let mut told = 0;
-    while told < commands.len() as u64 / 6 * 7 {
-        match hostile.raw.arrival().await.expect("answers") {
-            Arrival::Written { sum, .. } => told += sum,
+    let mut received = 0;
+    while received < commands.len() as u64 / 6 * 7 {
+        match hostile.raw.arrival().await.expect("receive replies") {
+            Arrival::Written { sum, .. } => received += sum,
             Arrival::Message(_) => {} // a keepalive
         }
     }
-    let mut said = vec![0; told as usize];
-    exposed.read(0, &mut said);
-    assert!(said == b"+PONG\r\n".repeat(commands.len() / 6));
+    let mut replies = vec![0; received as usize];
+    exposed.read(0, &mut replies);
+    assert!(replies == b"+PONG\r\n".repeat(commands.len() / 6));
     drop((hostile, exposed));
-    served.end().await;
+    server.end().await;
 }
 
-/// Clients that connect, and never say where their memory is: a refusal cannot reach them, and they
-/// are hung up on.
-pub(crate) async fn half_open(scene: Scene) {
+/// Clients that connect but never announce a window cannot receive an error. Beyond `max_clients`
+/// the server disconnects them.
+pub(crate) async fn disconnects_clients_without_a_window(harness: Harness) {
     let redis = Redis::start("half", &[]).await;
-    let served = Served::start(&scene, GatewayConfig { max_clients: 5, ..open(&redis) });
+    let server =
+        TestServer::start(&harness, GatewayConfig { max_clients: 5, ..unprotected(&redis) });
     let mut silent = Vec::new();
     for _ in 0..5 {
-        silent.push(Hostile::connect(&served.client, served.at).await);
+        silent.push(HostileClient::connect(&server.client, server.address).await);
     }
-    while served.gateway.stats().sessions < 5 {
+    while server.gateway.stats().sessions < 5 {
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
-    Hostile::connect(&served.client, served.at).await.wait_for_the_end("one too many").await;
+    let rejected = HostileClient::connect(&server.client, server.address).await;
+    rejected.wait_for_disconnect("a client beyond max_clients").await;
     drop(silent);
-    while served.gateway.stats().sessions > 0 {
+    while server.gateway.stats().sessions > 0 {
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
-    served.end().await;
+    server.end().await;
 }
