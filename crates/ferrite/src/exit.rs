@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use ferrite_verbs::{Absence, CompletionError, ErrorKind};
 use serde::Serialize;
 
-use crate::pingpong::Ending;
+use crate::pingpong::ConnectionLost;
 use crate::server;
 
 /// RDMA is unavailable on this host (EX_UNAVAILABLE of sysexits.h). Scripts may use TCP instead.
@@ -30,7 +30,7 @@ pub(crate) fn report(error: &anyhow::Error, json: bool) -> ExitCode {
             Err(error) => eprintln!("ferrite: {error}"),
         }
     }
-    let server_code = error.downcast_ref::<server::Ending>().map(server::Ending::code);
+    let server_code = error.downcast_ref::<server::ServerError>().map(server::ServerError::code);
     ExitCode::from(server_code.unwrap_or(if failure.missing.is_some() {
         UNAVAILABLE
     } else {
@@ -57,14 +57,14 @@ impl Failure {
         let absence = error.chain().find_map(|cause| cause.downcast_ref::<Absence>());
         let absence = absence.or_else(|| verbs.and_then(ferrite_verbs::Error::absence));
         let fabric = error.chain().find_map(|cause| cause.downcast_ref::<ferrite_fabric::Error>());
-        let server = error.downcast_ref::<server::Ending>();
-        let ending = error.chain().find_map(|cause| cause.downcast_ref::<Ending>());
+        let server = error.downcast_ref::<server::ServerError>();
+        let lost = error.chain().find_map(|cause| cause.downcast_ref::<ConnectionLost>());
         Self {
-            kind: match (absence, verbs, fabric, ending) {
+            kind: match (absence, verbs, fabric, lost) {
                 (Some(_), ..) => "absent",
                 (_, Some(verbs), ..) => kind_name(verbs.kind()),
                 (_, _, Some(fabric), _) => fabric_kind_name(fabric.kind()),
-                (.., Some(ending)) => ending.kind_name(),
+                (.., Some(lost)) => lost.kind_name(),
                 _ if let Some(server) = server => server.kind_name(),
                 _ if error.downcast_ref::<CompletionError>().is_some() => "completion_error",
                 _ => "failure",

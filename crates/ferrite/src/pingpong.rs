@@ -28,7 +28,7 @@ mod server;
 mod watch;
 mod wire;
 
-pub(crate) use watch::Ending;
+pub(crate) use watch::ConnectionLost;
 
 /// Where the server listens unless it is told otherwise.
 const DEFAULT_PORT: u16 = 7471;

@@ -20,7 +20,7 @@ const QUIET: Duration = Duration::from_secs(2);
 
 /// Why a connection ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Ending {
+pub(crate) enum ConnectionLost {
     /// The peer hung up or died.
     PeerLeft(Rounds),
     /// Nothing moved for so long.
@@ -49,7 +49,7 @@ impl fmt::Display for Rounds {
     }
 }
 
-impl Ending {
+impl ConnectionLost {
     /// For scripts.
     pub(crate) fn kind_name(&self) -> &'static str {
         match self {
@@ -61,7 +61,7 @@ impl Ending {
     }
 }
 
-impl fmt::Display for Ending {
+impl fmt::Display for ConnectionLost {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::PeerLeft(rounds) => write!(
@@ -80,7 +80,7 @@ impl fmt::Display for Ending {
     }
 }
 
-impl std::error::Error for Ending {}
+impl std::error::Error for ConnectionLost {}
 
 /// What the loop and its watcher share.
 pub(super) struct Watch {
@@ -89,7 +89,7 @@ pub(super) struct Watch {
     show_progress: bool,
     done: AtomicU64,
     finished: AtomicBool,
-    ending: OnceLock<Ending>,
+    ending: OnceLock<ConnectionLost>,
     /// Wakes those who wait for the ending.
     ended: (Mutex<()>, Condvar),
 }
@@ -139,18 +139,18 @@ impl Watch {
     }
 
     /// Whether the connection ended; for loops that no completion can wake.
-    pub(super) fn check(&self) -> Result<(), Ending> {
+    pub(super) fn check(&self) -> Result<(), ConnectionLost> {
         self.ending.get().map_or(Ok(()), |ending| Err(ending.clone()))
     }
 
     /// Waits for the peer to leave; `false` if it has not within `patience`. Another ending is an
     /// error.
-    pub(super) fn peer_leaves_within(&self, patience: Duration) -> Result<bool, Ending> {
+    pub(super) fn peer_leaves_within(&self, patience: Duration) -> Result<bool, ConnectionLost> {
         let (mutex, ended) = &self.ended;
         let guard = mutex.lock().unwrap_or_else(PoisonError::into_inner);
         let _guard = ended.wait_timeout_while(guard, patience, |()| self.ending.get().is_none());
         match self.ending.get() {
-            Some(Ending::PeerLeft(_)) => Ok(true),
+            Some(ConnectionLost::PeerLeft(_)) => Ok(true),
             Some(other) => Err(other.clone()),
             None => Ok(false),
         }
@@ -163,23 +163,23 @@ impl Watch {
             match id.channel().wait_event(TICK) {
                 Ok(Some(event)) if event.id == id.key() => match event.kind {
                     CmEventKind::DISCONNECTED => {
-                        break Ending::PeerLeft(self.rounds());
+                        break ConnectionLost::PeerLeft(self.rounds());
                     }
-                    CmEventKind::DEVICE_REMOVAL => break Ending::DeviceGone,
+                    CmEventKind::DEVICE_REMOVAL => break ConnectionLost::DeviceGone,
                     _ => {}
                 },
                 // The listener shares the channel: another client is refused by being dropped.
                 Ok(_) => {}
-                Err(error) => break Ending::Manager(error.to_string()),
+                Err(error) => break ConnectionLost::Manager(error.to_string()),
             }
             if self.finished.load(Ordering::Relaxed) {
-                break Ending::PeerLeft(self.rounds());
+                break ConnectionLost::PeerLeft(self.rounds());
             }
             let now = Instant::now();
             if seen.0 != self.done() {
                 seen = (self.done(), now);
             } else if now - seen.1 >= self.timeout {
-                break Ending::Stuck(self.timeout, self.rounds());
+                break ConnectionLost::Stuck(self.timeout, self.rounds());
             }
             if self.show_progress && now - started > QUIET {
                 eprint!("\r{} of {} rounds ", self.done(), self.total);
