@@ -49,7 +49,7 @@ pub(crate) struct Options {
     /// Seconds for each target [default: 10]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     seconds: Option<u32>,
-    /// Number of inputs for each target, the same each time, instead of a time
+    /// Number of inputs for each target, instead of a time; they are the same in each run
     #[arg(long, conflicts_with = "seconds", value_parser = clap::value_parser!(u32).range(1..))]
     runs: Option<u32>,
     #[command(flatten)]

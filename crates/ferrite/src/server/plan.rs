@@ -104,9 +104,9 @@ fn lines(config: &Config, socket: &Path, module: Option<&Path>) -> Vec<Line> {
         add(name, rest.clone());
     }
     if let Some(module) = module {
-        let words =
+        let arguments =
             [quoted(&module.to_string_lossy())].into_iter().chain(module_arguments(config, socket));
-        add("loadmodule", words.collect::<Vec<_>>().join(" "));
+        add("loadmodule", arguments.collect::<Vec<_>>().join(" "));
     }
     lines
 }
@@ -114,15 +114,15 @@ fn lines(config: &Config, socket: &Path, module: Option<&Path>) -> Vec<Line> {
 fn module_arguments(config: &Config, socket: &Path) -> Vec<String> {
     // Without rdma-bind the module listens where the engine does.
     let bind = config.rdma_listen.map(|ip| ("rdma-bind", ip.to_string()));
-    let mut words: Vec<_> = bind.into_iter().collect();
-    words.extend([
+    let mut arguments: Vec<_> = bind.into_iter().collect();
+    arguments.extend([
         ("rdma-port", config.rdma_port.to_string()),
         ("rdma", config.rdma().to_string()),
         // The module asks CONFIG for it otherwise, which fails if CONFIG is renamed.
         ("engine", quoted(&format!("unix:{}", socket.display()))),
     ]);
     if !config.rdma_devices.is_empty() {
-        words.push(("rdma-device", config.rdma_devices.join(",")));
+        arguments.push(("rdma-device", config.rdma_devices.join(",")));
     }
     let numbers = [
         ("max-clients", config.max_connections),
@@ -131,7 +131,7 @@ fn module_arguments(config: &Config, socket: &Path) -> Vec<String> {
         ("rx-size", config.rx_size),
         ("rx-size-max", config.rx_size_max),
     ];
-    words
+    arguments
         .extend(numbers.into_iter().filter_map(|(name, number)| Some((name, number?.to_string()))));
     let switches = [
         ("call-path", config.call_path),
@@ -141,10 +141,10 @@ fn module_arguments(config: &Config, socket: &Path) -> Vec<String> {
     ];
     for (name, is_on) in switches {
         if let Some(is_on) = is_on {
-            words.push((name, if is_on { "yes" } else { "no" }.into()));
+            arguments.push((name, if is_on { "yes" } else { "no" }.into()));
         }
     }
-    words.into_iter().flat_map(|(name, value)| [name.to_owned(), value]).collect()
+    arguments.into_iter().flat_map(|(name, value)| [name.to_owned(), value]).collect()
 }
 
 /// Quotes a word for the engine's configuration.

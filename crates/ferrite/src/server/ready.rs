@@ -96,10 +96,10 @@ async fn query(socket: &Path, password: Option<&str>) -> io::Result<Answer> {
 
 /// Runs a command. Returns a one-line reply with its type character, and a bulk string without its
 /// header.
-async fn command(engine: &mut BufReader<UnixStream>, words: &[&str]) -> io::Result<String> {
-    let mut request = format!("*{}\r\n", words.len());
-    for word in words {
-        request += &format!("${}\r\n{word}\r\n", word.len());
+async fn command(engine: &mut BufReader<UnixStream>, arguments: &[&str]) -> io::Result<String> {
+    let mut request = format!("*{}\r\n", arguments.len());
+    for argument in arguments {
+        request += &format!("${}\r\n{argument}\r\n", argument.len());
     }
     engine.write_all(request.as_bytes()).await?;
     let mut line = String::new();

@@ -204,10 +204,10 @@ pub(crate) fn until(what: &str, mut done: impl FnMut() -> bool, log: impl Fn() -
 
 /// Runs a command. Returns a bulk string without its header, or a one-line reply with its type
 /// character.
-pub(crate) fn ask(mut engine: impl std::io::Read + std::io::Write, words: &[&str]) -> String {
-    let mut request = format!("*{}\r\n", words.len());
-    for word in words {
-        request += &format!("${}\r\n{word}\r\n", word.len());
+pub(crate) fn ask(mut engine: impl std::io::Read + std::io::Write, arguments: &[&str]) -> String {
+    let mut request = format!("*{}\r\n", arguments.len());
+    for argument in arguments {
+        request += &format!("${}\r\n{argument}\r\n", argument.len());
     }
     engine.write_all(request.as_bytes()).expect("it listens");
     let mut engine = BufReader::new(engine);

@@ -43,7 +43,7 @@ pub(super) struct Figures {
 #[derive(Debug, Clone, Default, Serialize)]
 pub(super) struct Failures {
     pub(super) count: usize,
-    /// The message of the first.
+    /// The message of the first failure.
     pub(super) example: String,
 }
 

@@ -176,7 +176,7 @@ impl Dialer {
             return Ok(Self::Unix(path.clone()));
         }
         let server = options.server.context("no server given")?;
-        // Receives for replies on all connections at once.
+        // Enough receives for replies on all connections at once.
         let recv_queue_depth = options.connections.saturating_mul(4).clamp(64, 512);
         let config =
             Config { busy_poll_us: options.busy_poll_us, recv_queue_depth, ..client_config() };

@@ -63,7 +63,7 @@ pub(super) fn svg(title: &str, subtitle: &str, lines: &[Line]) -> String {
         escaped(title),
         escaped(subtitle)
     );
-    for step in 0..=whole(nines) {
+    for step in 0..=round_to_u32(nines) {
         let at = x(f64::from(step));
         let _ = writeln!(
             out,
@@ -73,7 +73,7 @@ pub(super) fn svg(title: &str, subtitle: &str, lines: &[Line]) -> String {
             percentile(step)
         );
     }
-    for step in 0..=whole(high - low) {
+    for step in 0..=round_to_u32(high - low) {
         let decade = low + f64::from(step);
         let at = y(decade);
         let _ = writeln!(
@@ -118,7 +118,7 @@ pub(super) fn svg(title: &str, subtitle: &str, lines: &[Line]) -> String {
     clippy::cast_sign_loss,
     reason = "small and not negative"
 )]
-fn whole(count: f64) -> u32 {
+fn round_to_u32(count: f64) -> u32 {
     count.round() as u32
 }
 

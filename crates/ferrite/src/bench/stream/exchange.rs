@@ -126,20 +126,20 @@ mod tests {
 
     #[test]
     fn both_sides_run_the_same_test() {
-        let (mut there, mut here) = tokio::io::duplex(64);
+        let (mut client_end, mut server_end) = tokio::io::duplex(64);
         let test = Test { size_bytes: 100, rounds: 7, transfers: 3, busy_poll_us: 0 };
-        let asking = async move {
-            let measured = run_client(&mut there, &test).await?;
+        let client = async move {
+            let measured = run_client(&mut client_end, &test).await?;
             anyhow::Ok(measured.rounds.ticks.len())
         };
-        let answering = async move {
-            let asked = next_test(&mut here).await?.context("a test")?;
-            run_server(&mut here, &asked).await?;
-            ensure!(next_test(&mut here).await?.is_none(), "the client has left");
-            anyhow::Ok(asked)
+        let server = async move {
+            let received = next_test(&mut server_end).await?.context("a test")?;
+            run_server(&mut server_end, &received).await?;
+            ensure!(next_test(&mut server_end).await?.is_none(), "the client has left");
+            anyhow::Ok(received)
         };
-        let (measured, asked) = run(async { futures_util::join!(asking, answering) });
-        assert_eq!((measured.expect("a client"), asked.expect("a server")), (6, test));
+        let (measured, received) = run(async { futures_util::join!(client, server) });
+        assert_eq!((measured.expect("a client"), received.expect("a server")), (6, test));
     }
 
     #[test]
@@ -147,11 +147,11 @@ mod tests {
         for wrong in
             ["hello\n", "{}\n", r#"{"size_bytes":0,"rounds":1,"transfers":1,"busy_poll_us":0}"#]
         {
-            let (mut there, mut here) = tokio::io::duplex(4096);
+            let (mut client_end, mut server_end) = tokio::io::duplex(4096);
             let result = run(async {
-                there.write_all(wrong.as_bytes()).await?;
-                there.write_all(b"\n").await?;
-                next_test(&mut here).await
+                client_end.write_all(wrong.as_bytes()).await?;
+                client_end.write_all(b"\n").await?;
+                next_test(&mut server_end).await
             });
             assert!(result.is_err(), "{wrong}");
         }
