@@ -1,23 +1,23 @@
 # shellcheck shell=bash disable=SC2034     # versions are for the scripts
-# What .ci/run and .ci/long install: a machine that has only Debian 12 and rustup will do.
+# Installs what .ci/run and .ci/long need, on a machine that has only Debian 12 and rustup.
 
-# Tools that take minutes to build live outside the checkout, like the lab's kernels.
+# Tools that take minutes to build are kept outside the checkout, like the lab's kernels.
 CACHE=${XDG_CACHE_HOME:-$HOME/.cache}/ferrite-ci
-BUILT_MIB=20000    # of build output; beyond that our own crates' part is removed
+BUILT_MIB=20000    # limit of the build output; beyond it, the workspace's own crates are removed
 NEXTEST=0.9.143
 DENY=0.20.2
 GUNGRAUN=0.20.0
 export PATH=$CACHE/bin:$PATH
 
-# Build output is kept for the next checkout, which then need not build the dependencies.
-# Not in the home directory: tests run programs as other users.
+# Keeps the build output for the next checkout, so that it need not build the dependencies again.
+# It is not in the home directory, because tests run programs as other users.
 use_built() {
   local built=/var/cache/ferrite-ci/target
   [ -n "${CI:-}" ] && [ ! -e target ] && [ ! -L target ] && mkdir -p $built 2>/dev/null || return 0
   ln -s $built target
 }
 
-trim_built() {     # before it fills the disk; dependencies stay
+trim_built() {     # removes build output before it fills the disk; dependencies stay
   [ -L target ] && [ "$(du -sm target/ | cut -f1)" -gt $BUILT_MIB ] || return 0
   cargo clean --workspace
   cargo clean --workspace --release
@@ -39,12 +39,12 @@ install_compiler() {
   rustc --version
 }
 
-install_tool() {   # install_tool CRATE VERSION COMMAND…: unless COMMAND --version says that it is there
+install_tool() {   # install_tool CRATE VERSION COMMAND…: unless COMMAND --version prints VERSION
   local said root=$PWD
   said=$("${@:3}" --version 2>/dev/null | head -1 || true)
   if [[ "$said " != "$1 $2 "* ]]; then
-    # From another directory, so that no setting of ours applies.  What was built of it stays until
-    # it is whole: the next run goes on from there.  Not optimised: these tools wait for others.
+    # From another directory, so that no setting of this project applies.  A partial build is kept,
+    # so that the next run can continue it.  Not optimised: these tools mostly wait.
     (cd / && RUSTUP_TOOLCHAIN=$(cd "$root" && channel) CARGO_PROFILE_DEV_DEBUG=0 \
       cargo install --quiet --locked --debug --root "$CACHE" --target-dir "$CACHE/build" --version "$2" "$1")
     rm -rf "$CACHE/build"

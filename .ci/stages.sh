@@ -1,9 +1,9 @@
 # shellcheck shell=bash
-# Runs the stages of .ci/run and .ci/long, which source this file; .ci/selftest tests it.
+# Runs the stages of .ci/run and .ci/long, which source this file.  .ci/selftest tests it.
 #
-# A stage is a function of the script.  It runs in a process of its own, with a time limit, and has
-# passed only if it returned 0 and nothing in its output says that a part of it was left out.
-# There is no third result: a stage that was skipped or cut short has not passed.
+# A stage is a function of the script.  It runs in a process of its own, with a time limit.  It has
+# passed only if it returned 0 and its output does not say that a part was left out.  There is no
+# third result: a stage that was skipped or cut short has not passed.
 
 SCRIPT=$(readlink -f "$0")
 LEFT_OUT='SKIPPED|UNFINISHED|LEFT OUT|NOT RUN'   # words that no passed stage may print
@@ -11,15 +11,15 @@ CANNOT_RUN=77                                    # a stage's exit code when some
 HARD_LIMIT=${HARD_LIMIT:-5400}                   # seconds for all stages
 KILL_AFTER=${KILL_AFTER:-30}                     # seconds that a stage has to end after its limit
 
-# What a caller has set must not change which tests run, how often, or what they test.  Where the lab
-# keeps its kernels, and how it runs them, is the machine's.
+# The caller's variables must not change which tests run, how often, or what they test.  Those of
+# the lab, such as the place of its kernels, belong to the machine and are kept.
 for name in "${!FERRITE_@}" "${!NEXTEST_@}"; do [[ $name == FERRITE_LAB_* ]] || unset "$name"; done
 unset name
 export CARGO_INCREMENTAL=0 CARGO_NET_RETRY=5 CARGO_TERM_COLOR=never
 
 # ---- for stages ----------------------------------------------------------------------------
 
-cannot_run() {     # cannot_run WHY: ends the stage
+cannot_run() {     # cannot_run WHY: stops the stage
   echo "NOT RUN: $*"
   exit $CANNOT_RUN
 }
@@ -28,15 +28,15 @@ as_root() { if [ "$(id -u)" = 0 ]; then "$@"; else sudo "$@"; fi; }
 
 # ---- for the scripts -----------------------------------------------------------------------
 
-# The script calls this once its functions are defined, with its own arguments: called again with
-# `--stage NAME`, it is the process of one stage.
+# The script calls this with its own arguments, after it has defined its functions.  If it was
+# started with `--stage NAME`, it is the process of one stage.
 stage_process() {
   [ "${1:-}" = --stage ] || return 0
   "$2"
   exit
 }
 
-# begin_stages NAME:LIMIT… -- [WANTED…]: sets WANTED to the stages to run, in their order.
+# begin_stages NAME:LIMIT… -- [WANTED…]: sets WANTED to the stages to run, in the order of NAMEs.
 begin_stages() {
   local known=() entry name
   declare -gA LIMIT=() RESULT=() DETAIL=() WALL=() CPU=()
@@ -67,7 +67,7 @@ run_stage() {      # run_stage NAME: returns 0 only if the stage passed
   printf '\n=== %s\n' "$name"
   exec 3> >(exec tee "$log")
   tee=$!
-  # In the background, so that a signal to us is handled at once.
+  # In the background, so that this script handles a signal at once.
   timeout -k "$KILL_AFTER" "$limit" "$BASH" "$SCRIPT" --stage "$name" </dev/null >&3 2>&1 3>&- & CHILD=$!
   exec 3>&-
   wait "$CHILD" || rc=$?
@@ -80,8 +80,8 @@ run_stage() {      # run_stage NAME: returns 0 only if the stage passed
   [ "${RESULT[$name]}" = passed ]
 }
 
-# Ends what a stage left running, such as a guest whose stage was killed.  TERM comes first, so that
-# the lab can end its guest.
+# Stops processes that a stage left running, such as a guest whose stage was killed.  TERM comes
+# first, so that the lab can stop its guest.
 end_group() {      # end_group LEADER
   local tenths
   kill -TERM -- "-$1" 2>/dev/null || return 0
@@ -107,7 +107,7 @@ judge() {          # judge NAME RC LIMIT LOG: sets RESULT, DETAIL and the counts
   esac
 }
 
-# Adds what nextest and libtest say at their ends.
+# Adds the counts of the last lines of nextest and libtest.
 count() {          # count NAME LOG
   local passed failed flaky
   read -r passed failed flaky < <(sed -nE \
@@ -131,12 +131,12 @@ cpu_seconds() {    # fields 16 and 17 of the file; the name before them may have
   sed 's/^.*) //' /proc/$$/stat | awk -v ticks="$(getconf CLK_TCK)" '{print int(($14 + $15) / ticks)}'
 }
 
-in_background() {  # in_background LIMIT COMMAND…: what no stage needs yet
+in_background() {  # in_background LIMIT COMMAND…: for work that no stage needs yet
   local limit=$1; shift
   nice -n 10 timeout -k 10 "$limit" "$@" >"$LOGS/background.log" 2>&1 </dev/null & BACKGROUND=$!
 }
 
-finish() {         # whatever happened: the table, and nothing left behind
+finish() {         # at every exit: prints the table and stops all children
   local rc=$? name ran=0 others=''
   trap '' INT TERM HUP
   [ -z "$CHILD" ] || kill "$CHILD" 2>/dev/null || true
@@ -144,12 +144,12 @@ finish() {         # whatever happened: the table, and nothing left behind
   printf '\n%-14s %8s %8s  %s\n' stage seconds CPU result
   for name in "${WANTED[@]}"; do
     case ${RESULT[$name]:-not run} in 'not run'*) ;; *) ran=$((ran + 1));; esac
-    # Even a script that forgot to look at run_stage's answer does not pass.
+    # The script fails even if it ignored the result of run_stage.
     [ "${RESULT[$name]:-}" = passed ] || [ $rc -ne 0 ] || rc=1
     printf '%-14s %8s %8s  %s\n' "$name" "${WALL[$name]:--}" "${CPU[$name]:--}" "${RESULT[$name]:-not run}"
   done
   for name in "${ALL[@]}"; do [[ " ${WANTED[*]} " == *" $name "* ]] || others+=" $name"; done
-  [ -z "$others" ] || printf '\nnot run, because not asked for:%s\n' "$others"
+  [ -z "$others" ] || printf '\nnot selected:%s\n' "$others"
   [ $((PASSED + FAILED)) -eq 0 ] || printf '\n%d passed, %d failed, %d flaky\n' "$PASSED" "$FAILED" "$FLAKY"
   [ "$FLAKY" -eq 0 ] || grep -hE '^ +FLAKY ' "$LOGS"/*.log | sort -u || true
   if [ $rc -eq 0 ]; then rm -rf "$LOGS"; else echo "logs: $LOGS"; fi

@@ -1,9 +1,11 @@
-"""What the benches share: runs in pairs inside one boot of the lab, and a verdict over their ratios.
+"""Code of all benchmarks: runs in pairs inside one boot of the lab, and a verdict on their ratios.
 
-A bench is one program that plays two parts. On the host it builds, boots the guest with itself as the command
-(`--guest FILE`), and judges what that wrote to FILE. In the guest it runs the rivals alternately.
+A benchmark is one program with two parts. On the host it builds, boots the guest with itself as the
+command (`--guest FILE`), and judges the figures that the guest wrote to FILE. In the guest it runs
+the two rivals alternately.
 
-Runs during which the host was starved are repeated: on a virtual machine, others' load shows as time that is stolen.
+A run during which the host was starved is repeated. On a virtual machine, the load of others shows
+as stolen time.
 """
 import argparse
 import ctypes
@@ -19,11 +21,12 @@ import time
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 FERRITE = os.path.join(ROOT, "target/release/ferrite")
 MODULE = os.path.join(ROOT, "target/release/libferrite_module.so")
-NOISY = 1.5  # quartiles further apart than this: the median says nothing, so nothing has passed
+NOISY = 1.5  # if the quartiles differ by more than this factor, the median means nothing: no pass
 ATTEMPTS = 5
-HOST = os.path.join(ROOT, "target/bench/host")  # CPU seconds that its hypervisor kept from the host, and those it has worked: the guest reads them
-STARVED = 0.1  # of both CPUs: a run that had so much less is repeated
-PATIENCE_S = 1200  # for that, in all; then runs count as they come
+# The host writes its stolen and its used CPU seconds to this file, and the guest reads them.
+HOST = os.path.join(ROOT, "target/bench/host")
+STARVED = 0.1  # a run is repeated if more than this share of the host's CPU time was stolen
+REPEAT_BUDGET_S = 1200  # for all repetitions; then starved runs count too
 DISCLAIMER = "Soft-RoCE: ratios only; the microseconds and MiB/s say nothing about hardware"
 
 
@@ -31,7 +34,7 @@ DISCLAIMER = "Soft-RoCE: ratios only; the microseconds and MiB/s say nothing abo
 
 
 def tsc_reader():
-    """A function that reads the time stamp counter: rdtsc; shl rdx, 32; or rax, rdx; ret."""
+    """Returns a function that reads the time stamp counter (rdtsc; shl rdx, 32; or rax, rdx; ret)."""
     page = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
     page.write(bytes.fromhex("0f3148c1e2204809d0c3"))
     at = ctypes.addressof(ctypes.c_char.from_buffer(page))
@@ -39,7 +42,7 @@ def tsc_reader():
 
 
 class Cycles:
-    """What a cycle of the time stamp counter is worth, by the guest's clock over the whole run."""
+    """The rate of the time stamp counter, by the guest's clock over the whole run."""
 
     def __init__(self):
         self.read, self.page = tsc_reader()
@@ -51,7 +54,7 @@ class Cycles:
 
 
 def kernel_work():
-    """What the whole guest has done so far: context switches, and calls from one CPU to another."""
+    """Returns the guest's counts so far: context switches, and calls from one CPU to another."""
     with open("/proc/stat", encoding="ascii") as file:
         switches = next(int(line.split()[1]) for line in file if line.startswith("ctxt "))
     with open("/proc/interrupts", encoding="ascii") as file:
@@ -63,14 +66,14 @@ def kernel_work():
 class Guest:
     """Runs of a server and a client, each on a CPU of its own."""
 
-    def __init__(self, limit_s=20, port=20000, patience_s=PATIENCE_S, attempts=ATTEMPTS):
+    def __init__(self, limit_s=20, port=20000, repeat_budget_s=REPEAT_BUDGET_S, attempts=ATTEMPTS):
         self.limit_s = limit_s
         self.port = port
-        self.patience_s = patience_s
+        self.repeat_budget_s = repeat_budget_s
         self.attempts = attempts
-        self.runs, self.starved = 0, 0  # that count, and how many of them were starved
+        self.runs, self.starved = 0, 0  # runs that count, and how many of them were starved
         self.repeated = []
-        self.work = {}  # what the guest did during the last run
+        self.work = {}  # the guest's counts during the last run
 
     def pair(self, server, client, listening):
         """Starts the server, waits until it listens, runs the client; returns its output."""
@@ -90,7 +93,7 @@ class Guest:
             server.communicate()
 
     def ferrite(self, command, server, client, host="10.0.0.1"):
-        """A pair of ours between the two devices; returns the client's JSON."""
+        """Runs a pair of Ferrite's programs between the two devices; returns the client's JSON."""
         address = f"{host}:{self.port}"
         output = self.pair([FERRITE] + command + ["--listen", address] + server,
                            [FERRITE] + command + [address, "--json"] + client,
@@ -98,7 +101,7 @@ class Guest:
         return json.loads(output)
 
     def perftest(self, words, size):
-        """A pair of perftest's between the two devices; returns the row of its table for `size`."""
+        """Runs a pair of perftest between the two devices; returns its row for `size`."""
         common = ["-x", "1", "-F", "-s", str(size), "-p", str(self.port)]
         output = self.pair(words + ["-d", "rxe1"] + common, words + ["-d", "rxe2"] + common + ["127.0.0.1"],
                            lambda process: self.wait_for_tcp())
@@ -115,27 +118,28 @@ class Guest:
         raise TimeoutError("perftest does not listen")
 
     def attempt(self, name, run, *arguments):
-        """Runs it on a new port; again if it fails or takes too long, which is counted, or if the host was starved meanwhile."""
+        """Runs `run` on a new port. Repeats it if it fails or takes too long, which is counted, or
+        if the host was starved meanwhile."""
         while True:
-            self.wait_for_calm()
-            begun, stolen = time.monotonic(), host_s()[0]
+            self.wait_for_quiet_host()
+            started, stolen = time.monotonic(), host_s()[0]
             result = self.attempt_once(name, run, *arguments)
-            took = time.monotonic() - begun
+            took = time.monotonic() - started
             starved = host_s()[0] - stolen > STARVED * took * os.cpu_count()
-            if starved and self.patience_s > 0:
-                self.patience_s -= took
+            if starved and self.repeat_budget_s > 0:
+                self.repeat_budget_s -= took
                 continue
             self.runs, self.starved = self.runs + 1, self.starved + starved
             return result
 
-    def wait_for_calm(self):
-        """Until nothing is taken from an idle guest, if there is patience left."""
-        while self.patience_s > 0:
+    def wait_for_quiet_host(self):
+        """Waits until no time is stolen from an idle guest, within the budget for repetitions."""
+        while self.repeat_budget_s > 0:
             stolen = host_s()[0]
             time.sleep(1)
             if host_s()[0] - stolen <= STARVED:
                 return
-            self.patience_s -= 1
+            self.repeat_budget_s -= 1
 
     def attempt_once(self, name, run, *arguments):
         for attempt in range(self.attempts):
@@ -143,8 +147,8 @@ class Guest:
             try:
                 return run(*arguments)
             except (subprocess.SubprocessError, OSError, ValueError, IndexError, KeyError) as error:
-                said = getattr(error, "stderr", None) or ""
-                self.repeated.append([name, run.__name__, str(error), str(said)[-500:]])
+                stderr = getattr(error, "stderr", None) or ""
+                self.repeated.append([name, run.__name__, str(error), str(stderr)[-500:]])
                 if attempt + 1 == self.attempts:
                     raise
         raise AssertionError("not reached")
@@ -156,26 +160,27 @@ class Guest:
 
 
 def host_s():
-    """CPU seconds that were taken from the host so far, as far as it is told, and those that it has worked."""
+    """Returns the CPU seconds that were stolen from the host so far, and those that it has used."""
     for _ in range(10):
         try:
             with open(HOST, encoding="ascii") as file:
                 stolen, worked = file.read().split()
             return float(stolen), float(worked)
-        except (OSError, ValueError):  # it is being written
+        except (OSError, ValueError):  # the host is writing it
             time.sleep(0.01)
     return 0.0, 0.0
 
 
-class Work:
-    """CPU time of the host for each command of a server: client, server and the kernel that plays the cards. Where the guest is
-    all that the host does, and both CPUs are busy, throughput is its inverse; and time that was stolen is not in it."""
+class CpuPerCommand:
+    """The host's CPU time for each command of a server: client, server, and the kernel that
+    emulates the devices. If the host runs nothing but the guest and both CPUs are busy, throughput
+    is its inverse. It does not include stolen time."""
 
     def __init__(self, commands):
         self.commands = commands
         self.before = host_s()[1], commands()
 
-    def us_each(self):
+    def us_per_command(self):
         return (host_s()[1] - self.before[0]) * 1e6 / (self.commands() - self.before[1])
 
 
@@ -183,11 +188,11 @@ class Work:
 
 
 def parser(text, rounds):
-    made = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--rounds", type=int, default=rounds, help="alternating rounds (at least 9 for a verdict)")
-    made.add_argument("--kernel", default="uml", help="the lab's kernel")
-    made.add_argument("--guest", metavar="FILE", help=argparse.SUPPRESS)
-    return made
+    options = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--rounds", type=int, default=rounds, help="alternating rounds (at least 9 for a verdict)")
+    options.add_argument("--kernel", default="uml", help="the lab's kernel")
+    options.add_argument("--guest", metavar="FILE", help=argparse.SUPPRESS)
+    return options
 
 
 def build(package="ferrite"):
@@ -195,22 +200,23 @@ def build(package="ferrite"):
 
 
 def raw_file(name):
-    """Where the figures of this run go."""
+    """Returns the file for the figures of this run."""
     out = os.path.join(ROOT, "target/bench")
     os.makedirs(out, exist_ok=True)
     return os.path.join(out, f"{name}-{time.strftime('%Y%m%d-%H%M%S')}.json")
 
 
-def hurry():
-    """Before whatever else the host does."""
+def raise_priority():
+    """Gives the guest priority over other programs of the host."""
     try:
         os.nice(-10)
     except PermissionError:
-        print("not root: other load on this host will show in the spread", file=sys.stderr)
+        print("not root: other load on this host will increase the spread", file=sys.stderr)
 
 
-def tell_guest(ended):
-    """Writes what /proc/stat says of time stolen and used where the guest, which has a /proc/stat of its own, finds it."""
+def publish_host_times(ended):
+    """Writes the host's stolen and used time from /proc/stat to a file for the guest, which has a
+    /proc/stat of its own."""
     while not ended.wait(0.1):
         with open("/proc/stat", encoding="ascii") as file:
             user, nice, system, _, _, irq, softirq, stolen = (int(word) / os.sysconf("SC_CLK_TCK") for word in file.readline().split()[1:9])
@@ -219,22 +225,24 @@ def tell_guest(ended):
 
 
 def boot(script, words, kernel, limit_s=1800, memory=None, more=(), package="ferrite"):
-    """Builds the package, and runs `script` in the guest with `words`; returns what it measured, and in which file that is."""
+    """Builds the package and runs `script` in the guest with the arguments `words`; returns the
+    figures and the path of their file."""
     build(package)
     raw = raw_file(os.path.basename(script))
-    hurry()
+    raise_priority()
     lab = [os.path.join(ROOT, "lab/lab"), "run", "-k", kernel, "-c", "2", "-n", "2", "-t", str(limit_s),
            "-w", os.path.dirname(raw)]
     lab += (["-m", memory] if memory else []) + list(more)
     ended = threading.Event()
-    threading.Thread(target=tell_guest, args=[ended], daemon=True).start()
+    threading.Thread(target=publish_host_times, args=[ended], daemon=True).start()
     try:
         subprocess.run(lab + ["--", os.path.abspath(script), "--guest", raw] + words, cwd=ROOT, check=True)
     finally:
         ended.set()
     with open(raw, encoding="utf-8") as file:
         result = json.load(file)
-    print(f"the host was starved during {result['starved']} of {result['runs']} runs: more than {STARVED:.0%} of its CPUs taken", file=sys.stderr)
+    print(f"the host was starved during {result['starved']} of {result['runs']} runs "
+          f"(more than {STARVED:.0%} of its CPU time was stolen)", file=sys.stderr)
     return result, os.path.relpath(raw, ROOT)
 
 
@@ -243,14 +251,15 @@ def median(samples, field):
 
 
 def best(samples, most):
-    """Best run to best run: what is left of the ratio when other load on the host is not. For orientation."""
+    """Formats the ratio of the best runs, for orientation: other load affects these least."""
     pick = min if most else max
     ours, theirs = (pick(sample[who] for sample in samples) for who in ("ours", "theirs"))
     return f", best to best {ours / theirs:.2f}"
 
 
 def judge(name, ratios, bar, most, more=""):
-    """Prints the line of one measure; whether it passed. `most`: the bar is the most that passes, not the least."""
+    """Prints the line of one measure; returns whether it passed. With `most`, the bar is a maximum,
+    otherwise a minimum."""
     ratios = sorted(ratios)
     value = statistics.median(ratios)
     middle = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
@@ -261,10 +270,11 @@ def judge(name, ratios, bar, most, more=""):
     return verdict == "pass"
 
 
-def tell_work(of, ours, theirs):
-    """Prints the line of what commands cost, of which there is no bar."""
+def print_cpu(of, ours, theirs):
+    """Prints the line of the CPU time per command, which has no bar."""
     value = statistics.median(a / b for a, b in zip(ours, theirs))
-    print(f"cpu-{of} {value:.3f} - (SET and GET, of client, server and kernel: {statistics.median(ours):.0f} µs, Valkey {statistics.median(theirs):.0f} µs)")
+    print(f"cpu-{of} {value:.3f} - (SET and GET; client, server and kernel: "
+          f"{statistics.median(ours):.0f} µs, Valkey {statistics.median(theirs):.0f} µs)")
 
 
 def finish(passed, raw, disclaimer=DISCLAIMER):

@@ -1,4 +1,4 @@
-"""Valkey's own programs in the lab, for the benches that measure against them."""
+"""Valkey's own programs in the lab, for the benchmarks that compare with them."""
 import os
 import re
 import socket
@@ -12,40 +12,42 @@ HOST = "10.0.0.1"
 
 
 def build():
-    """Where `lab/lab setup valkey` left them."""
+    """Builds them with `lab/lab setup valkey`; returns their directory."""
     lab = os.path.join(ratio.ROOT, "lab/lab")
     subprocess.run([lab, "setup", "valkey"], check=True)
     return subprocess.run([lab, "path", "valkey"], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def inside(host, words):
+def in_netns(host, words):
     return ["ip", "netns", "exec", host] + words
 
 
 def rdma_port(port):
-    """The module's, beside the engine's own."""
+    """Returns the module's port for an engine with the TCP port `port`."""
     return port + 10000
 
 
 class Server:
-    """Valkey's server: with its own RDMA listener (`valkey`), behind the `gateway`, with the `module` in it, over `tcp` alone, or with
-    the module and TCP `beside` each other. `more` is for the gateway or the module. `programs` is where Valkey's are; the `engine` may
-    be another, and run `under` another program."""
+    """Valkey's server of one kind: with its own RDMA listener (`valkey`), behind the `gateway`,
+    with the `module`, over `tcp` only, or with the module and TCP (`both`).
 
-    def __init__(self, programs, kind, port, more=(), engine=None, under=(), patience_s=5):
+    `more` are arguments for the gateway or the module. `programs` is the directory of Valkey's
+    programs. The `engine` may be another program, and run `under` yet another."""
+
+    def __init__(self, programs, kind, port, more=(), engine=None, under=(), startup_timeout_s=5):
         self.kind = kind
         self.directory = tempfile.mkdtemp()
         self.socket = os.path.join(self.directory, "engine.sock")
         engine = engine or os.path.join(programs, "valkey-server")
-        words = [*under, engine, "--port", str(port) if kind in ("tcp", "beside") else "0", "--save", "", "--appendonly", "no",
+        words = [*under, engine, "--port", str(port) if kind in ("tcp", "both") else "0", "--save", "", "--appendonly", "no",
                  "--protected-mode", "no", "--unixsocket", self.socket, "--dir", self.directory]
         words += ["--rdma-bind", HOST, "--rdma-port", str(port)] if kind == "valkey" else []
-        words += ["--bind", HOST] if kind in ("tcp", "beside") else []
-        if kind in ("module", "beside"):
+        words += ["--bind", HOST] if kind in ("tcp", "both") else []
+        if kind in ("module", "both"):
             at = port if kind == "module" else rdma_port(port)
             words += ["--loadmodule", ratio.MODULE, "rdma", "require", "rdma-bind", HOST, "rdma-port", str(at), *more]
         self.processes = [self.start(words)]
-        for _ in range(patience_s * 100):
+        for _ in range(startup_timeout_s * 100):
             if os.path.exists(self.socket):
                 break
             time.sleep(0.01)
@@ -53,16 +55,16 @@ class Server:
             gateway = [ratio.FERRITE, "gateway", "--listen", f"{HOST}:{port}", "--engine", f"unix:{self.socket}",
                        "--protected-mode", "no", "--rdma", "require", "--json", *more]
             self.processes.append(self.start(gateway, stdout=subprocess.PIPE))
-            self.processes[-1].stdout.readline()  # it listens
+            self.processes[-1].stdout.readline()  # the line "listening"
         else:
             time.sleep(0.3)
 
     def pid(self):
-        """The engine's: `ip netns exec` becomes it."""
+        """Returns the engine's process id; `ip netns exec` executes it."""
         return self.processes[0].pid
 
     def ask(self, *words):
-        """The engine's answer, a string, at its own socket."""
+        """Returns the engine's reply, a string, from its own socket."""
         with socket.socket(socket.AF_UNIX) as client:
             client.settimeout(60)
             client.connect(self.socket)
@@ -71,26 +73,27 @@ class Server:
             return answer.read(int(answer.readline()[1:])).decode()
 
     def info(self, section):
-        """What it says of itself; nothing while it does not answer."""
+        """Returns a section of INFO; empty while the engine does not answer."""
         try:
             return self.ask("INFO", section)
         except (OSError, ValueError):
             return ""
 
     def number(self, section, field):
-        """A number of that; 0 if there is none."""
+        """Returns a number of a section of INFO; 0 if it is missing."""
         found = re.search(rf"^{field}[:=](\d+)", self.info(section), re.MULTILINE)
         return int(found[1]) if found else 0
 
     def commands(self):
-        """How many it has answered. Of those that the module has called the engine does not count all."""
+        """Returns the number of commands so far. The engine does not count all in-process commands
+        of the module."""
         if self.kind == "module":
             return sum(self.number("ferrite", f"ferrite_commands_{path}") for path in ("called", "proxied"))
         return self.number("stats", "total_commands_processed")
 
     @staticmethod
     def start(words, stdout=subprocess.DEVNULL):
-        return subprocess.Popen(inside("h1", words), stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.DEVNULL)
+        return subprocess.Popen(in_netns("h1", words), stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.DEVNULL)
 
     def __enter__(self):
         return self

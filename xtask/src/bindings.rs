@@ -1,9 +1,9 @@
 //! `cargo xtask bindings`: generates `ferrite-verbs/src/sys` from the rdma-core headers.
 //!
-//! Maintainers run it when the oldest supported rdma-core changes; everyone else builds from the
-//! checked-in result, without headers or clang. Types come from bindgen unchanged. Functions are
-//! turned into a table that is filled by dlopen, because we never link: a declaration in the
-//! bindings would be a symbol the loader must find.
+//! Maintainers run it when the oldest supported rdma-core changes. Everyone else builds from the
+//! committed result, without headers or clang. Types come from bindgen unchanged. Functions become
+//! a table that is filled by dlopen, because Ferrite never links rdma-core: the loader would have
+//! to find every function declared in the bindings.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -15,7 +15,7 @@ use anyhow::{Context, Result, bail, ensure};
 const DIR: &str = "crates/ferrite-verbs/src/sys";
 
 /// One struct of function pointers per library. Optional functions may be missing in the oldest
-/// rdma-core we serve (44, Debian 12) or in a provider; the callers have a path without them.
+/// supported rdma-core (44, Debian 12) or in a provider; callers work without them.
 const TABLES: &[TableSpec] = &[
     TableSpec {
         name: "IbvFunctions",
@@ -99,7 +99,7 @@ struct TableSpec {
     optional: &'static [&'static str],
 }
 
-/// Runs bindgen (from the path, or `$BINDGEN`) and writes `bindings.rs` and `functions.rs`.
+/// Runs bindgen (from PATH, or `$BINDGEN`) and writes `bindings.rs` and `functions.rs`.
 pub(crate) fn run(root: &Path) -> Result<()> {
     let generated = bindgen(root)?;
     let (types, functions) = split_functions(&generated)?;
@@ -138,7 +138,10 @@ fn bindgen(root: &Path) -> Result<String> {
         command.args(["--allowlist-type", name]);
     }
     let out = command.output().with_context(|| {
-        format!("cannot run {program}: cargo install bindgen-cli; apt-get install libclang-dev libibverbs-dev librdmacm-dev")
+        format!(
+            "cannot run {program}: cargo install bindgen-cli; \
+             apt-get install libclang-dev libibverbs-dev librdmacm-dev"
+        )
     })?;
     ensure!(out.status.success(), "bindgen: {}", String::from_utf8_lossy(&out.stderr));
     Ok(String::from_utf8(out.stdout)?)
@@ -150,7 +153,8 @@ fn headers_version() -> Result<String> {
     Ok(String::from_utf8(out.stdout)?.trim().to_owned())
 }
 
-/// Separates the `unsafe extern "C"` blocks from the rest; returns signature by function name.
+/// Separates the `unsafe extern "C"` blocks from the rest. Returns the rest, and the signatures by
+/// function name.
 fn split_functions(generated: &str) -> Result<(String, BTreeMap<String, String>)> {
     let (mut types, mut functions) = (String::new(), BTreeMap::new());
     let mut lines = generated.lines();

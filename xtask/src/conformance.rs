@@ -1,9 +1,9 @@
-//! `cargo xtask conformance`: the one suite of links over every transport, and how many tests each
-//! has passed.
+//! `cargo xtask conformance`: runs the suite of link tests over every transport, and prints how
+//! many tests each has passed.
 //!
-//! The fake provider, TCP and TLS run here, RDMA in the lab's guest. Tests about RDMA itself are
-//! counted apart: they are left out over TCP. What a target has beyond the suite (faults that only
-//! the fake knows) is run, and not counted.
+//! The fake provider, TCP and TLS run on this machine, RDMA in the lab's guest. Tests of RDMA
+//! itself are counted separately, because TCP does not run them. Tests that only one target has,
+//! such as faults of the fake provider, run but are not counted.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead as _, BufReader};
@@ -12,7 +12,7 @@ use std::process::{Command, ExitCode};
 
 use anyhow::{Context as _, ensure};
 
-/// What a transport is called, and its target.
+/// Name and test target of each transport.
 const TRANSPORTS: [(&str, &str); 4] = [
     ("fake provider", "fake_links"),
     ("RDMA (Soft-RoCE)", "lab_links"),
@@ -47,35 +47,39 @@ pub(crate) fn run(root: &Path) -> anyhow::Result<ExitCode> {
     Ok(if passed { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// Runs cargo, shows what it says, and counts the results by target.
-fn count(root: &Path, words: &[&str], counts: &mut BTreeMap<String, Counts>) -> anyhow::Result<()> {
+/// Runs cargo, prints its output, and counts the results by target.
+fn count(
+    root: &Path,
+    arguments: &[&str],
+    counts: &mut BTreeMap<String, Counts>,
+) -> anyhow::Result<()> {
     let (reader, writer) = std::io::pipe()?;
     let mut cargo = Command::new("cargo");
     cargo
-        .args(words)
+        .args(arguments)
         .current_dir(root)
         .env("NEXTEST_STATUS_LEVEL", "pass")
         .env("CARGO_TERM_COLOR", "never");
     let mut running =
         cargo.stdout(writer.try_clone()?).stderr(writer).spawn().context("cannot start cargo")?;
-    drop(cargo); // its end of the pipe
+    drop(cargo); // closes its side of the pipe
     let mut any = false;
     for line in BufReader::new(reader).lines() {
         let line = line?;
         println!("{line}");
         if let Some((target, kind, passed)) = result_of(&line) {
             any = true;
-            let of = counts.entry(target.to_owned()).or_default();
+            let count = counts.entry(target.to_owned()).or_default();
             match (kind, passed) {
-                (_, false) => of.failed += 1,
-                (Kind::Suite, true) => of.suite += 1,
-                (Kind::RdmaOnly, true) => of.rdma_only += 1,
+                (_, false) => count.failed += 1,
+                (Kind::Suite, true) => count.suite += 1,
+                (Kind::RdmaOnly, true) => count.rdma_only += 1,
                 (Kind::Other, true) => {}
             }
         }
     }
     running.wait()?;
-    ensure!(any, "no test has run");
+    ensure!(any, "no tests ran");
     Ok(())
 }
 
@@ -86,10 +90,10 @@ enum Kind {
     Other,
 }
 
-/// Reads `PASS [   0.010s] (1/5) ferrite-fabric::tcp_links life::dropping_closes`.
+/// Parses a line such as `PASS [   0.010s] (1/5) ferrite-fabric::tcp_links life::dropping_closes`.
 fn result_of(line: &str) -> Option<(&str, Kind, bool)> {
     let line = line.trim_start();
-    // A second try that passes is a pass; what is said again at the end is no result.
+    // A pass at the second try is a pass. A failed first try is no result, nor is FLAKY at the end.
     let passed = line.starts_with("PASS [") || line.starts_with("TRY 2 PASS [");
     let failed = line.starts_with("FAIL [")
         || line.starts_with("TIMEOUT [")
@@ -110,21 +114,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn results_are_told_apart() {
-        let of = |line| result_of(line);
+    fn parses_results_of_all_kinds() {
         let line = "        PASS [   0.010s] (1/5) ferrite-fabric::tcp_links life::dropping_closes";
-        assert_eq!(of(line), Some(("tcp_links", Kind::Suite, true)));
+        assert_eq!(result_of(line), Some(("tcp_links", Kind::Suite, true)));
         let line =
             "  TRY 2 PASS [   0.010s] ( 1/5) ferrite-fabric::lab_links rdma::raw::writes_beside";
-        assert_eq!(of(line), Some(("lab_links", Kind::RdmaOnly, true)));
+        assert_eq!(result_of(line), Some(("lab_links", Kind::RdmaOnly, true)));
         let line = "        FAIL [   0.010s] (1/5) ferrite-fabric::fake_links faults::cq_error";
-        assert_eq!(of(line), Some(("fake_links", Kind::Other, false)));
+        assert_eq!(result_of(line), Some(("fake_links", Kind::Other, false)));
         for other in [
             "  TRY 1 FAIL [ 1s] (1/5) ferrite-fabric::lab_links life::x",
             "     Summary [ 1s] 5 tests run",
             "",
         ] {
-            assert_eq!(of(other), None, "{other}");
+            assert_eq!(result_of(other), None, "{other}");
         }
     }
 }

@@ -1,17 +1,16 @@
-//! `cargo xtask fuzz [TARGET] [--seconds N | --runs N]`: any bytes into every decoder of what peers
-//! send. With `--runs` the inputs are the same each time, so that a gate fails for what a change
-//! has changed. The target `session-diff` is another kind of fuzzing, and runs only if it is named:
-//! `session_diff.rs`.
+//! `cargo xtask fuzz [TARGET] [--seconds N | --runs N]`: fuzzes every decoder of data from peers.
 //!
-//! Builds the targets of `fuzz/` with the pinned compiler and libFuzzer, and runs them one by one:
-//! neither a nightly compiler nor cargo-fuzz is needed. What has to be told to LLVM for that is
-//! what cargo-fuzz tells it when no sanitizer is wanted: our decoders have no `unsafe`, so there is
-//! nothing for one to find.
+//! With `--runs` the inputs are the same each time, so that CI fails only because of a change. The
+//! target `session-diff` is another kind of fuzzing and runs only on request: `session_diff.rs`.
+//!
+//! Builds the targets of `fuzz/` with the pinned compiler and libFuzzer, and runs them one by one.
+//! It needs neither a nightly compiler nor cargo-fuzz. The LLVM flags are those of cargo-fuzz
+//! without a sanitizer: the decoders have no `unsafe`, so a sanitizer would find nothing.
 //!
 //! ```text
-//!   fuzz/corpus/TARGET           committed: where every run starts, and what `cargo test` replays
-//!   target/fuzz/corpus/TARGET    what earlier runs here found interesting
-//!   fuzz/artifacts/TARGET        findings: tried first by the next run, until they are fixed or removed
+//!   fuzz/corpus/TARGET           committed: every run starts from it, and `cargo test` replays it
+//!   target/fuzz/corpus/TARGET    inputs that earlier runs on this machine found interesting
+//!   fuzz/artifacts/TARGET        findings: the next run tries them first, until they are removed
 //! ```
 
 mod session_diff;
@@ -24,7 +23,7 @@ use anyhow::{Context as _, bail, ensure};
 use clap::Args;
 use serde_json::Value;
 
-/// Counters at every edge, and the operands of comparisons, by which the fuzzer finds magic
+/// Instruments every edge, and the operands of comparisons, from which the fuzzer learns magic
 /// numbers.
 const INSTRUMENTED: &[&str] = &[
     "--cfg=fuzzing",
@@ -37,7 +36,7 @@ const INSTRUMENTED: &[&str] = &[
 
 /// An input that takes longer is a finding.
 const INPUT_TIMEOUT_S: u32 = 10;
-/// So is one that takes more memory.
+/// An input that needs more memory is a finding.
 const MEMORY_MB: u32 = 1024;
 
 /// How long each target runs by default.
@@ -45,13 +44,12 @@ const SECONDS: u32 = 10;
 
 #[derive(Args)]
 pub(crate) struct Options {
-    /// Run this target alone; `session-diff` compares sessions at an engine and through the module.
+    /// Run only this target; `session-diff` compares sessions with an engine and through the module
     target: Option<String>,
-    /// How long each target runs [default: 10]
+    /// Seconds for each target [default: 10]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     seconds: Option<u32>,
-    /// Try this many inputs of each target, the same each time, instead of as many as the time
-    /// allows
+    /// Number of inputs for each target, instead of a time; they are the same in each run
     #[arg(long, conflicts_with = "seconds", value_parser = clap::value_parser!(u32).range(1..))]
     runs: Option<u32>,
     #[command(flatten)]
@@ -75,16 +73,16 @@ pub(crate) fn run(root: &Path, options: &Options) -> anyhow::Result<ExitCode> {
     if options.target.as_deref() == Some(session_diff::NAME) {
         return session_diff::run(root, &options.session_diff, options.seconds);
     }
-    ensure!(!options.session_diff.any(), "this option is for the target {}", session_diff::NAME);
+    ensure!(!options.session_diff.any(), "this option requires the target {}", session_diff::NAME);
     let metadata = cargo(root).args(["metadata", "--no-deps", "--format-version", "1"]).output()?;
-    ensure!(metadata.status.success(), "fuzz/Cargo.toml cannot be read");
+    ensure!(metadata.status.success(), "cannot read fuzz/Cargo.toml");
     let mut targets = targets(&serde_json::from_slice(&metadata.stdout)?)?;
     if let Some(wanted) = &options.target {
         let known = targets.join(", ");
         let name = session_diff::NAME;
         ensure!(
             targets.contains(wanted),
-            "there is no target {wanted}; there are: {known}, {name}"
+            "unknown target {wanted}; expected one of: {known}, {name}"
         );
         targets = vec![wanted.clone()];
     }
@@ -96,25 +94,25 @@ pub(crate) fn run(root: &Path, options: &Options) -> anyhow::Result<ExitCode> {
     for target in &targets {
         let program = root.join("target/fuzz").join(&host).join("release").join(target);
         let output = fuzz(root, &program, target, options.extent())?;
-        let said = String::from_utf8_lossy(&output.stderr);
-        let outcome = outcome(output.status.success(), &said);
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        let outcome = outcome(output.status.success(), &stderr);
         println!("{target:width$}  {}", line(root, &outcome));
-        if outcome.result != Ending::Clean {
+        if outcome.result != FuzzResult::Clean {
             all_clean = false;
-            eprintln!("{}", end_of(&said));
+            eprintln!("{}", failure_excerpt(&stderr));
         }
     }
     Ok(if all_clean { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// Cargo in the fuzz targets' own workspace.
+/// Returns cargo for the workspace of the fuzz targets.
 fn cargo(root: &Path) -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.current_dir(root.join("fuzz")).stderr(Stdio::inherit());
     command
 }
 
-/// The binaries of the fuzz crate.
+/// Returns the names of the fuzz crate's binaries.
 fn targets(metadata: &Value) -> anyhow::Result<Vec<String>> {
     let targets =
         metadata["packages"][0]["targets"].as_array().context("the fuzz crate has no targets")?;
@@ -123,13 +121,14 @@ fn targets(metadata: &Value) -> anyhow::Result<Vec<String>> {
     Ok(names.map(Into::into).collect())
 }
 
-/// Flags for a named target do not apply to build scripts, which could not be linked with them.
+/// Returns the host's target triple. With `--target`, cargo does not apply the flags to build
+/// scripts, which could not be linked with them.
 fn host() -> anyhow::Result<String> {
     let rustc = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
     let version = Command::new(rustc).arg("-vV").output().context("cannot start rustc")?;
     let version = String::from_utf8(version.stdout)?;
     let host = version.lines().find_map(|line| line.strip_prefix("host: "));
-    Ok(host.context("rustc does not say for which host it is")?.into())
+    Ok(host.context("rustc -vV does not print its host")?.into())
 }
 
 fn build(root: &Path, host: &str, target: Option<&str>) -> anyhow::Result<()> {
@@ -138,12 +137,12 @@ fn build(root: &Path, host: &str, target: Option<&str>) -> anyhow::Result<()> {
         .args(["build", "--quiet", "--locked", "--release", "--target", host, "--target-dir"])
         .arg(root.join("target/fuzz"))
         .args(chosen)
-        // goes before all other settings of flags
+        // Overrides all other settings of flags.
         .env("CARGO_ENCODED_RUSTFLAGS", INSTRUMENTED.join("\x1F"))
         .status()?;
     ensure!(
         status.success(),
-        "the fuzz targets do not build (libFuzzer needs a C++ compiler: g++)"
+        "cannot build the fuzz targets (libFuzzer needs a C++ compiler: g++)"
     );
     Ok(())
 }
@@ -153,7 +152,7 @@ fn fuzz(root: &Path, program: &Path, target: &str, extent: Extent) -> anyhow::Re
         Extent::Seconds(seconds) => {
             ("target/fuzz/corpus", vec![format!("-max_total_time={seconds}")])
         }
-        // Where it starts and what it tries is the same each time.
+        // An empty directory and a fixed seed, so that the inputs are the same each time.
         Extent::Runs(runs) => ("target/fuzz/runs", vec![format!("-runs={runs}"), "-seed=1".into()]),
     };
     let found = root.join(found).join(target);
@@ -167,7 +166,7 @@ fn fuzz(root: &Path, program: &Path, target: &str, extent: Extent) -> anyhow::Re
             .with_context(|| format!("cannot create {}", folder.display()))?;
     }
     if !seeds.is_dir() {
-        bail!("{target} has no corpus: put an input or two into fuzz/corpus/{target}");
+        bail!("{target} has no corpus: add an input or two to fuzz/corpus/{target}");
     }
     Command::new(program)
         .args(extent)
@@ -175,22 +174,22 @@ fn fuzz(root: &Path, program: &Path, target: &str, extent: Extent) -> anyhow::Re
         .arg(format!("-rss_limit_mb={MEMORY_MB}"))
         .arg("-print_final_stats=1")
         .arg(format!("-artifact_prefix={}/", artifacts.display()))
-        .args([found, seeds, artifacts]) // new inputs go to the first
+        .args([found, seeds, artifacts]) // libFuzzer writes new inputs to the first
         .output()
         .with_context(|| format!("cannot start {}", program.display()))
 }
 
-/// What one run came to.
+/// The outcome of one run.
 #[derive(Debug, PartialEq)]
 struct Outcome {
     runs: u64,
-    /// Edges of the program that were reached.
+    /// Number of edges that were reached.
     edges: u64,
-    result: Ending,
+    result: FuzzResult,
 }
 
 #[derive(Debug, PartialEq)]
-enum Ending {
+enum FuzzResult {
     Clean,
     /// The input is in this file.
     Found(String),
@@ -198,17 +197,17 @@ enum Ending {
     Broken,
 }
 
-/// Reads what libFuzzer says at its end.
-fn outcome(success: bool, said: &str) -> Outcome {
+/// Parses the final output of libFuzzer.
+fn outcome(success: bool, output: &str) -> Outcome {
     let number = |text: &str| text.split_whitespace().next().and_then(|word| word.parse().ok());
     let after =
-        |label: &str| said.rsplit_once(label).and_then(|(_, rest)| number(rest)).unwrap_or(0);
+        |label: &str| output.rsplit_once(label).and_then(|(_, rest)| number(rest)).unwrap_or(0);
     let written =
-        said.rsplit_once("Test unit written to ").and_then(|(_, rest)| rest.lines().next());
+        output.rsplit_once("Test unit written to ").and_then(|(_, rest)| rest.lines().next());
     let result = match written {
-        _ if success => Ending::Clean, // a slow input is written too, and is no failure
-        Some(file) => Ending::Found(file.into()),
-        None => Ending::Broken,
+        _ if success => FuzzResult::Clean, // a slow input is written too, but is no failure
+        Some(file) => FuzzResult::Found(file.into()),
+        None => FuzzResult::Broken,
     };
     Outcome { runs: after("stat::number_of_executed_units:"), edges: after(" cov: "), result }
 }
@@ -216,21 +215,21 @@ fn outcome(success: bool, said: &str) -> Outcome {
 fn line(root: &Path, outcome: &Outcome) -> String {
     let Outcome { runs, edges, result } = outcome;
     let result = match result {
-        Ending::Clean => "no finding".into(),
-        Ending::Found(file) => {
+        FuzzResult::Clean => "no finding".into(),
+        FuzzResult::Found(file) => {
             let file = Path::new(file);
             format!("FOUND {}", file.strip_prefix(root).unwrap_or(file).display())
         }
-        Ending::Broken => "FAILED".into(),
+        FuzzResult::Broken => "FAILED".into(),
     };
     format!("{runs:>10} runs  {edges:>5} edges  {result}")
 }
 
-/// The part that says why: the panic, or whatever came last.
-fn end_of(said: &str) -> &str {
+/// Returns the part of the output with the reason: the panic, or the last lines.
+fn failure_excerpt(output: &str) -> &str {
     const BYTES: usize = 4000;
-    let from = said.find("\nthread '").unwrap_or(0);
-    let end = &said[from..];
+    let from = output.find("\nthread '").unwrap_or(0);
+    let end = &output[from..];
     &end[end.ceil_char_boundary(end.len().saturating_sub(BYTES))..]
 }
 
@@ -241,8 +240,9 @@ mod tests {
 
     const CLEAN: &str = "#8\tpulse  cov: 40 ft: 50\n#99\tDONE   cov: 57 ft: 98 corp: 20/900b\n\
         Done 99 runs in 11 second(s)\nstat::number_of_executed_units: 99\nstat::peak_rss_mb: 40\n";
-    const CRASH: &str = "#2\tINITED cov: 4 ft: 5\n\nthread '<unnamed>' panicked at src/lib.rs:9:5:\nno\n\
-        stat::number_of_executed_units: 3\nTest unit written to /src/fuzz/artifacts/hello/crash-1\nBase64: AA==\n";
+    const CRASH: &str = "#2\tINITED cov: 4 ft: 5\n\nthread '<unnamed>' panicked at \
+        src/lib.rs:9:5:\nno\nstat::number_of_executed_units: 3\n\
+        Test unit written to /src/fuzz/artifacts/hello/crash-1\nBase64: AA==\n";
 
     #[test]
     fn targets_are_the_binaries() {
@@ -255,26 +255,26 @@ mod tests {
     }
 
     #[test]
-    fn a_clean_run() {
+    fn parses_a_clean_run() {
         let outcome = outcome(true, CLEAN);
-        assert_eq!(outcome, Outcome { runs: 99, edges: 57, result: Ending::Clean });
+        assert_eq!(outcome, Outcome { runs: 99, edges: 57, result: FuzzResult::Clean });
         assert_eq!(line(Path::new("/src"), &outcome), "        99 runs     57 edges  no finding");
     }
 
     #[test]
-    fn a_finding_names_its_file() {
+    fn finding_names_its_file() {
         let outcome = outcome(false, CRASH);
         assert_eq!((outcome.runs, outcome.edges), (3, 4));
         assert!(line(Path::new("/src"), &outcome).ends_with("FOUND fuzz/artifacts/hello/crash-1"));
-        assert!(end_of(CRASH).starts_with("\nthread"));
+        assert!(failure_excerpt(CRASH).starts_with("\nthread"));
     }
 
     #[test]
-    fn a_fuzzer_that_does_not_start_is_a_failure() {
+    fn fuzzer_that_does_not_start_is_a_failure() {
         assert_eq!(
             outcome(false, "no such file"),
-            Outcome { runs: 0, edges: 0, result: Ending::Broken }
+            Outcome { runs: 0, edges: 0, result: FuzzResult::Broken }
         );
-        assert_eq!(end_of("no such file"), "no such file");
+        assert_eq!(failure_excerpt("no such file"), "no such file");
     }
 }

@@ -1,13 +1,13 @@
-//! `cargo xtask instructions`: how many instructions a message costs us, held against what is
-//! recorded.
+//! `cargo xtask instructions`: counts the instructions per message, and compares them with the
+//! recorded figures.
 //!
-//! Runs `crates/ferrite-fabric/benches/instructions.rs` under callgrind, by gungraun, and reads
-//! callgrind's own output. What was spent inside the fake provider is taken off: callgrind notes
-//! for every call what it cost with all that followed from it, so the calls to the fake's entry
-//! points say it exactly. The same goes for what only the clock brings.
+//! Runs `crates/ferrite-fabric/benches/instructions.rs` under callgrind, with gungraun, and reads
+//! callgrind's own output. Subtracts the instructions inside the fake provider: callgrind records
+//! the inclusive cost of every call, so the calls to the fake's entry points give it exactly. It
+//! also subtracts calls whose number depends on the time.
 //!
 //! A figure that rose by more than [`RISE_MAX_PERCENT`] is a failure. `--record` writes the new
-//! ones, to be committed with the change that explains them.
+//! figures, to be committed with the change that explains them.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -20,23 +20,23 @@ use clap::Args;
 const RECORDED: &str = "crates/ferrite-fabric/benches/instructions.json";
 const OUT: &str = "target/instructions";
 
-/// Counted in one run of a benchmark: `MESSAGES` there.
+/// Number of messages in one run of a benchmark; the same as `MESSAGES` there.
 const MESSAGES: u64 = 1000;
 const RISE_MAX_PERCENT: f64 = 5.0;
 
-/// The provider's functions that links call once they are up.
+/// The provider's functions that open links call.
 const PROVIDER: &[&str] = &[
     "ferrite_verbs::fake::engine::post_send",
     "ferrite_verbs::fake::completion::poll_cq",
     "ferrite_verbs::fake::completion::req_notify_cq",
     "ferrite_verbs::fake::receive::post_srq_recv",
 ];
-/// How often it is called depends on the time that passes.
-const CLOCKED: &[&str] = &["ferrite_fabric::fabric::poller::Poller::look"];
+/// Functions whose number of calls depends on the time that passes.
+const TIME_DEPENDENT: &[&str] = &["ferrite_fabric::fabric::poller::Poller::look"];
 
 #[derive(Args)]
 pub(crate) struct Options {
-    /// Write the figures of this run to the committed file.
+    /// Write the figures of this run to the committed file
     #[arg(long)]
     record: bool,
 }
@@ -47,7 +47,7 @@ pub(crate) fn run(root: &Path, options: &Options) -> anyhow::Result<ExitCode> {
     let file = root.join(RECORDED);
     if options.record {
         let figures: BTreeMap<_, _> =
-            measured.iter().map(|(name, counts)| (name, counts.ours())).collect();
+            measured.iter().map(|(name, counts)| (name, counts.own_per_message())).collect();
         fs::write(&file, serde_json::to_string_pretty(&figures)? + "\n")?;
     }
     let recorded = fs::read_to_string(&file).with_context(|| format!("cannot read {RECORDED}"))?;
@@ -59,16 +59,20 @@ pub(crate) fn run(root: &Path, options: &Options) -> anyhow::Result<ExitCode> {
 }
 
 fn check_tools(root: &Path) -> anyhow::Result<()> {
-    let said = |program: &str| {
+    let version_of = |program: &str| {
         let output = Command::new(program).arg("--version").output().ok()?;
         Some(String::from_utf8_lossy(&output.stdout).trim().to_owned())
     };
-    ensure!(said("valgrind").is_some(), "valgrind is not here: apt-get install valgrind libc6-dbg");
+    ensure!(
+        version_of("valgrind").is_some(),
+        "valgrind is not installed: apt-get install valgrind libc6-dbg"
+    );
     let wanted = locked_version(&fs::read_to_string(root.join("Cargo.lock"))?, "gungraun")?;
-    let found = said("gungraun-runner").unwrap_or_default();
+    let found = version_of("gungraun-runner").unwrap_or_default();
     ensure!(
         found.split_whitespace().any(|word| word == wanted),
-        "gungraun-runner {wanted} is not here: cargo install --locked --version {wanted} gungraun-runner"
+        "gungraun-runner {wanted} is not installed: \
+         cargo install --locked --version {wanted} gungraun-runner"
     );
     Ok(())
 }
@@ -81,7 +85,7 @@ fn locked_version(lock: &str, package: &str) -> anyhow::Result<String> {
     Ok(version.with_context(|| format!("{package} is not in Cargo.lock"))?.to_owned())
 }
 
-/// Builds and runs the benchmarks; what each message cost.
+/// Builds and runs the benchmarks. Returns the counts of each.
 fn measure(root: &Path) -> anyhow::Result<BTreeMap<String, Counts>> {
     let out = root.join(OUT);
     if out.exists() {
@@ -125,18 +129,18 @@ fn measure(root: &Path) -> anyhow::Result<BTreeMap<String, Counts>> {
     Ok(measured)
 }
 
-/// Instructions of a whole run.
+/// Instructions of a whole run: all, in the fake provider, and in functions that depend on time.
 #[derive(Debug, PartialEq, Clone, Copy)]
 struct Counts {
     all: u64,
     provider: u64,
-    clocked: u64,
+    time_dependent: u64,
 }
 
 impl Counts {
-    /// Ours, for one message.
-    fn ours(&self) -> u64 {
-        per_message(self.all.saturating_sub(self.provider + self.clocked))
+    /// Returns the fabric's own instructions per message.
+    fn own_per_message(&self) -> u64 {
+        per_message(self.all.saturating_sub(self.provider + self.time_dependent))
     }
 }
 
@@ -144,74 +148,73 @@ fn per_message(instructions: u64) -> u64 {
     (instructions + MESSAGES / 2) / MESSAGES
 }
 
-/// Reads a profile of callgrind's (the format is in its manual; names are not compressed): the
-/// total, and what the calls to the functions above cost. Such a call is three lines, the last of
-/// which begins with the caller's line.
+/// Reads the total, and the cost of calls to the functions above, from a profile of callgrind.
+///
+/// Callgrind's manual describes the format; names are not compressed. A call has three lines. The
+/// last one has the caller's line number and the cost.
 fn counts(profile: &str) -> anyhow::Result<Counts> {
     let all =
         profile.lines().find_map(|line| line.strip_prefix("summary: ")).context("no summary")?;
-    let mut counts = Counts { all: all.trim().parse()?, provider: 0, clocked: 0 };
+    let mut counts = Counts { all: all.trim().parse()?, provider: 0, time_dependent: 0 };
     let mut lines = profile.lines();
     while let Some(line) = lines.next() {
         let Some(function) = line.strip_prefix("cfn=") else { continue };
         let sum = if PROVIDER.contains(&function) {
             &mut counts.provider
-        } else if CLOCKED.contains(&function) {
-            &mut counts.clocked
+        } else if TIME_DEPENDENT.contains(&function) {
+            &mut counts.time_dependent
         } else {
             continue;
         };
-        let cost = lines
-            .nth(1)
-            .and_then(|line| line.split(' ').nth(1))
-            .context("a call without its cost")?;
+        let cost =
+            lines.nth(1).and_then(|line| line.split(' ').nth(1)).context("a call has no cost")?;
         *sum += cost.parse::<u64>()?;
     }
     ensure!(
         counts.provider > 0,
-        "no call to the fake provider: are its functions still called as in PROVIDER?"
+        "no call to the fake provider: does PROVIDER have the current names of its functions?"
     );
     Ok(counts)
 }
 
-/// The table, and whether nothing rose too far.
+/// Returns the table, and whether no figure rose too far.
 fn compare(
     measured: &BTreeMap<String, Counts>,
     recorded: &BTreeMap<String, u64>,
 ) -> (String, bool) {
-    let (mut passed, mut fell) = (true, false);
+    let (mut passed, mut improved) = (true, false);
     let mut table = format!(
         "{:<18} {:>8} {:>9} {:>8}  {:>8}\n",
         "one message", "ours", "recorded", "change", "the fake"
     );
     for (name, counts) in measured {
-        let ours = counts.ours();
+        let own = counts.own_per_message();
         let (known, change, verdict) = match recorded.get(name) {
             None => {
                 passed = false;
                 ("-".into(), "-".into(), "  NOT RECORDED")
             }
             Some(known) => {
-                let percent = (ours as f64 / *known as f64 - 1.0) * 100.0;
-                let rose = percent > RISE_MAX_PERCENT;
-                passed &= !rose;
-                fell |= percent < -RISE_MAX_PERCENT;
+                let percent = (own as f64 / *known as f64 - 1.0) * 100.0;
+                let is_worse = percent > RISE_MAX_PERCENT;
+                passed &= !is_worse;
+                improved |= percent < -RISE_MAX_PERCENT;
                 (
                     known.to_string(),
                     format!("{percent:+.1} %"),
-                    if rose { "  TOO MANY" } else { "" },
+                    if is_worse { "  TOO MANY" } else { "" },
                 )
             }
         };
         let fake = per_message(counts.provider);
-        table += &format!("{name:<18} {ours:>8} {known:>9} {change:>8}  {fake:>8}{verdict}\n");
+        table += &format!("{name:<18} {own:>8} {known:>9} {change:>8}  {fake:>8}{verdict}\n");
     }
     for name in recorded.keys().filter(|name| !measured.contains_key(*name)) {
         passed = false;
-        table += &format!("{name:<18} is recorded and was not measured\n");
+        table += &format!("{name:<18} is recorded but was not measured\n");
     }
-    if !passed || fell {
-        table += "`cargo xtask instructions --record` writes these figures.\n";
+    if !passed || improved {
+        table += "`cargo xtask instructions --record` records these figures.\n";
     }
     (table, passed)
 }
@@ -238,8 +241,8 @@ cfn=ferrite_verbs::cq::CompletionQueue::poll\n\
 calls=3 183 \n\
 72 4000\n";
 
-    fn recorded(ours: u64) -> BTreeMap<String, u64> {
-        BTreeMap::from([("post".to_owned(), ours)])
+    fn recorded(own: u64) -> BTreeMap<String, u64> {
+        BTreeMap::from([("post".to_owned(), own)])
     }
 
     fn measured() -> BTreeMap<String, Counts> {
@@ -247,34 +250,34 @@ calls=3 183 \n\
     }
 
     #[test]
-    fn what_the_provider_and_the_clock_cost_is_taken_off() {
+    fn subtracts_the_provider_and_time_dependent_functions() {
         let counts = counts(PROFILE).expect("a profile");
-        assert_eq!(counts, Counts { all: 5_003_000, provider: 2_000_000, clocked: 3000 });
-        assert_eq!(counts.ours(), 3000);
+        assert_eq!(counts, Counts { all: 5_003_000, provider: 2_000_000, time_dependent: 3000 });
+        assert_eq!(counts.own_per_message(), 3000);
     }
 
     #[test]
-    fn a_profile_without_the_provider_is_refused() {
+    fn rejects_a_profile_without_the_provider() {
         assert!(counts("summary: 1000\nfn=main\n1 1000\n").is_err());
         assert!(counts("fn=main\n1 1000\n").is_err());
     }
 
     #[test]
-    fn five_percent_more_is_too_many() {
+    fn fails_above_five_percent_more() {
         assert!(compare(&measured(), &recorded(2860)).1, "+4.9 %");
         let (table, passed) = compare(&measured(), &recorded(2850));
         assert!(!passed && table.contains("TOO MANY"), "+5.3 %: {table}");
-        assert!(compare(&measured(), &recorded(9000)).1, "fewer is no failure");
+        assert!(compare(&measured(), &recorded(9000)).1, "fewer instructions pass");
     }
 
     #[test]
-    fn what_is_on_one_side_only_is_a_failure() {
+    fn fails_if_a_figure_is_only_measured_or_only_recorded() {
         assert!(!compare(&measured(), &BTreeMap::new()).1);
         assert!(!compare(&BTreeMap::new(), &recorded(1)).1);
     }
 
     #[test]
-    fn versions_are_those_of_the_lock_file() {
+    fn reads_versions_from_the_lock_file() {
         let lock = "[[package]]\nname = \"gungraun\"\nversion = \"0.20.0\"\nsource = \"x\"\n";
         assert_eq!(locked_version(lock, "gungraun").expect("there"), "0.20.0");
         assert!(locked_version(lock, "gun").is_err());

@@ -1,10 +1,11 @@
-//! `cargo xtask lab-test [FILTER]`: the tests that need an RDMA device, in one boot of the lab.
+//! `cargo xtask lab-test [FILTER]`: runs the tests that need an RDMA device, in one boot of the
+//! lab.
 //!
-//! The naming rule: such a test lives in an integration test called `lab_*`
-//! (`crates/*/tests/lab_*.rs`); `.config/nextest.toml` keeps them out of a plain test run.
-//! They are built here and run there: the guest sees this machine's files at the same paths, so
-//! nextest needs only the two metadata files that spare it a call of cargo. Whatever keeps the
-//! tests from running is a failure, never a skip.
+//! Such tests are in integration tests called `lab_*` (`crates/*/tests/lab_*.rs`).
+//! `.config/nextest.toml` keeps them out of a plain test run. They are built on this machine and
+//! run in the guest, which sees this machine's files at the same paths. Two metadata files spare
+//! nextest a call of cargo there. Anything that keeps the tests from running is a failure, never a
+//! skip.
 
 use std::ffi::OsString;
 use std::fs;
@@ -17,46 +18,46 @@ use clap::{Args, ValueEnum};
 use serde_json::Value;
 
 const TARGET: &str = "X86_64_UNKNOWN_LINUX_GNU";
-/// What tests of other packages find built.
+/// Programs that tests of other packages need.
 const PROGRAMS: [&str; 5] = ["--workspace", "--exclude", "xtask", "--bins", "--examples"];
 
 #[derive(Args)]
 pub(crate) struct Options {
-    /// Run only tests whose `crate::binary::test` name contains this.
+    /// Run only tests whose `crate::binary::test` name contains this
     filter: Option<String>,
-    /// Only those that this expression takes, too (nextest's language: `not binary(=lab_parity)`).
+    /// Run only tests that also match this nextest expression, such as `not binary(=lab_parity)`
     #[arg(short = 'E', long)]
     expression: Option<String>,
-    /// The guest's kernel.
+    /// The guest's kernel
     #[arg(short, long, value_enum, default_value_t = Kernel::Uml)]
     kernel: Kernel,
-    /// How many hosts, each with a device (rxe1 on 10.0.0.1, …).
+    /// Number of hosts, each with a device (rxe1 on 10.0.0.1, …)
     #[arg(long, default_value_t = 2)]
     hosts: u8,
-    /// The guest's CPUs.
+    /// Number of CPUs of the guest
     #[arg(long, default_value_t = 2)]
     cpus: u8,
-    /// The guest's memory, such as 6G [default: the lab's, 2G].
+    /// Memory of the guest, such as 6G [default: the lab's, 2G]
     #[arg(long)]
     memory: Option<String>,
-    /// Seconds the guest may take in all [default: 900, emulated 2400].
+    /// Seconds that the guest may take in all [default: 900; emulated 2400; interop 1800 and 5400]
     #[arg(long)]
     timeout: Option<u32>,
-    /// Start every test in the guest by this command (words split at spaces).
+    /// Command that starts every test in the guest (split at spaces)
     #[arg(long)]
     runner: Option<String>,
-    /// More arguments for `nextest run`.
+    /// Further arguments for `nextest run`
     #[arg(last = true)]
     extra: Vec<String>,
 }
 
 #[derive(Clone, Copy, PartialEq, ValueEnum)]
 enum Kernel {
-    /// User-Mode Linux 7.x: the daily suite.
+    /// User-Mode Linux 7.x, for daily use
     Uml,
-    /// Debian's kernel, emulated: the second opinion.
+    /// Debian's kernel, emulated
     Stock,
-    /// A 7.x Debian kernel, emulated.
+    /// A 7.x Debian kernel, emulated
     Newer,
 }
 
@@ -70,17 +71,17 @@ impl Kernel {
     }
 }
 
-/// Which of the tests.
+/// The tests to run.
 pub(crate) enum Suite {
-    /// Those that need a device and nothing else.
+    /// Tests that need only a device.
     Own,
-    /// Those that need Valkey's programs too, which are in this directory.
+    /// Tests that also need Valkey's programs, which are in this directory.
     Interop { valkey: PathBuf },
 }
 
 impl Suite {
-    /// The nextest profile, and the default time limit in seconds.
-    fn pace(&self, kernel: Kernel) -> (&'static str, u32) {
+    /// Returns the nextest profile, and the default time limit in seconds.
+    fn profile_and_timeout(&self, kernel: Kernel) -> (&'static str, u32) {
         match (self, kernel) {
             (Self::Own, Kernel::Uml) => ("lab", 900),
             (Self::Own, Kernel::Stock | Kernel::Newer) => ("lab-stock", 2400),
@@ -89,8 +90,8 @@ impl Suite {
         }
     }
 
-    /// The tests that cargo builds. Of the whole workspace, whose features are one set: all suites
-    /// share what is built.
+    /// Returns the tests that cargo builds. It builds the whole workspace, so that features are the
+    /// same and all suites share the build.
     fn targets(&self) -> &'static [&'static str] {
         match self {
             Self::Own => &["--workspace", "--test", "lab_*"],
@@ -101,10 +102,10 @@ impl Suite {
         }
     }
 
-    /// What the tests find in their environment.
+    /// Returns environment variables for the tests.
     fn variables(&self) -> Vec<String> {
         match self {
-            // How the module is started, and in which engines (`lab_parity`, `lab_module`).
+            // Arguments of the module, and the engines (`lab_parity`, `lab_module`).
             Self::Own => ["FERRITE_MODULE_ARGS", "FERRITE_ENGINES"]
                 .iter()
                 .filter_map(|name| Some(format!("{name}={}", std::env::var(name).ok()?)))
@@ -115,7 +116,7 @@ impl Suite {
 }
 
 pub(crate) fn run(root: &Path, options: &Options, suite: &Suite) -> anyhow::Result<ExitCode> {
-    // Of its own for every run, so that two runs at once do not mix.
+    // A directory for each run, so that two runs at once do not interfere.
     let out =
         root.join("target/lab").join(format!("{}-{}", options.kernel.name(), std::process::id()));
     fs::create_dir_all(&out).with_context(|| format!("cannot create {}", out.display()))?;
@@ -137,7 +138,7 @@ fn run_in(
     options: &Options,
     suite: &Suite,
 ) -> anyhow::Result<ExitCode> {
-    let (profile, default_timeout_s) = suite.pace(options.kernel);
+    let (profile, default_timeout_s) = suite.profile_and_timeout(options.kernel);
     let binaries = out.join("binaries.json");
     let metadata = out.join("cargo.json");
     build(root, &binaries, &metadata, suite)?;
@@ -145,12 +146,16 @@ fn run_in(
     let mut quarantine = OsString::from("quarantine:");
     quarantine.push(root.join(".config/quarantine.toml"));
     let nextest = |subcommand| {
-        let mut words: Vec<OsString> =
+        let mut arguments: Vec<OsString> =
             ["cargo-nextest", "nextest", subcommand].map(Into::into).into();
-        words.extend(["--profile", profile, "--binaries-metadata"].map(Into::into));
-        words.extend([binaries.clone().into(), "--cargo-metadata".into(), metadata.clone().into()]);
-        words.extend(["--tool-config-file".into(), quarantine.clone()]);
-        words
+        arguments.extend(["--profile", profile, "--binaries-metadata"].map(Into::into));
+        arguments.extend([
+            binaries.clone().into(),
+            "--cargo-metadata".into(),
+            metadata.clone().into(),
+        ]);
+        arguments.extend(["--tool-config-file".into(), quarantine.clone()]);
+        arguments
     };
     let mut list = nextest("list");
     if let Some(expression) = &options.expression {
@@ -161,20 +166,20 @@ fn run_in(
     match &options.filter {
         Some(filter) if selection.count == 0 => bail!("no lab test has {filter:?} in its name"),
         None if selection.count == 0 && options.expression.is_some() => {
-            bail!("the expression takes no test")
+            bail!("no lab test matches the expression")
         }
         None if selection.count == 0 => bail!("there are no lab tests (crates/*/tests/lab_*.rs)"),
         _ => eprintln!("lab-test: {} tests on {}", selection.count, options.kernel.name()),
     }
     if matches!(suite, Suite::Own) {
         eprintln!(
-            "lab-test: what needs Valkey's programs (lab_interop) is left out: `cargo xtask interop`"
+            "lab-test: skipping tests that need Valkey (lab_interop): run `cargo xtask interop`"
         );
     }
 
     let timeout_s = options.timeout.unwrap_or(default_timeout_s);
     let colour = if std::io::stderr().is_terminal() { "always" } else { "never" };
-    // As cargo has it, so that a test which starts itself again can do the same.
+    // Cargo's own variable, so that a test that starts itself again can use it too.
     let runner =
         options.runner.iter().map(|runner| format!("CARGO_TARGET_{TARGET}_RUNNER={runner}"));
     let status = Command::new(root.join("lab/lab"))
@@ -183,7 +188,7 @@ fn run_in(
         .args(["-n", &options.hosts.to_string(), "-c", &options.cpus.to_string()])
         .args(options.memory.iter().flat_map(|memory| ["-m", memory]))
         .args(["-t", &timeout_s.to_string(), "-e", "RUST_BACKTRACE=1"])
-        // Tests of endurance do less where everything is emulated.
+        // Endurance tests do less on an emulated kernel.
         .args(["-e", &format!("FERRITE_LAB_KERNEL={}", options.kernel.name())])
         .args(runner.chain(suite.variables()).flat_map(|variable| ["-e".to_owned(), variable]))
         .arg("-l")
@@ -198,12 +203,12 @@ fn run_in(
     Ok(code.map_or(ExitCode::FAILURE, ExitCode::from))
 }
 
-/// Builds the tests and the programs they may start; writes what nextest wants to know of them.
+/// Builds the tests and the programs that they start. Writes nextest's metadata files.
 fn build(root: &Path, binaries: &Path, metadata: &Path, suite: &Suite) -> anyhow::Result<()> {
     let programs =
         cargo(root).args(["build", "--quiet", "--all-features"]).args(PROGRAMS).status()?;
-    ensure!(programs.success(), "the programs do not build");
-    // The nextest that reads the list must be the one that wrote it: both are found by PATH.
+    ensure!(programs.success(), "cannot build the programs");
+    // The same nextest, found in PATH, must write and read the list.
     let list = Command::new("cargo-nextest")
         .current_dir(root)
         .args(["nextest", "list", "--all-features"])
@@ -212,7 +217,7 @@ fn build(root: &Path, binaries: &Path, metadata: &Path, suite: &Suite) -> anyhow
         .stderr(Stdio::inherit())
         .output()
         .context("cannot start cargo-nextest: `cargo install --locked cargo-nextest`")?;
-    ensure!(list.status.success(), "the lab tests do not build");
+    ensure!(list.status.success(), "cannot build the lab tests");
     fs::write(binaries, list.stdout)?;
     let described = cargo(root).args(["metadata", "--format-version", "1"]).output()?;
     ensure!(described.status.success(), "cargo metadata failed");
@@ -220,9 +225,9 @@ fn build(root: &Path, binaries: &Path, metadata: &Path, suite: &Suite) -> anyhow
     Ok(())
 }
 
-/// The tests as nextest sees them here, before a guest boots.
+/// Lists the tests with nextest on this machine, before the guest boots.
 fn list_tests(root: &Path, list: &[OsString]) -> anyhow::Result<Value> {
-    let [program, arguments @ ..] = list else { bail!("an empty command") };
+    let [program, arguments @ ..] = list else { bail!("the command is empty") };
     let list = Command::new(program)
         .current_dir(root)
         .args(arguments)
@@ -246,15 +251,17 @@ struct Selection {
     expression: String,
 }
 
-/// The tests with `part` in their `crate::binary::test` name. They are spelt out one by one:
-/// nextest refuses an expression that matches no binary at all, as a mere `binary_id(~part)` may.
+/// Selects the tests with `part` in their `crate::binary::test` name.
+///
+/// The expression names each test: nextest rejects an expression that matches no binary at all,
+/// and a mere `binary_id(~part)` may match none.
 fn select(list: &Value, part: &str) -> anyhow::Result<Selection> {
     let suites = list["rust-suites"].as_object().context("nextest's list has no suites")?;
     let mut count = 0;
     let mut chosen = Vec::new();
     for (binary, suite) in suites {
         let cases = suite["testcases"].as_object().context("a suite has no test cases")?;
-        // What the profile leaves out is no lab test.
+        // Tests that the profile excludes are not lab tests.
         let matches = |case: &Value| case["filter-match"]["status"] == "matches";
         let tests: Vec<_> = cases
             .iter()
@@ -289,13 +296,13 @@ mod tests {
     }
 
     #[test]
-    fn no_filter_takes_all_that_the_profile_takes() {
+    fn without_filter_selects_all_tests_of_the_profile() {
         assert_eq!(selected("").0, 3);
         assert!(!selected("").1.contains("slow"));
     }
 
     #[test]
-    fn a_filter_may_name_binary_or_test_or_span_both() {
+    fn filter_matches_binary_and_test_name() {
         assert_eq!(selected("verbs").0, 3);
         assert_eq!(selected("overrun").0, 2);
         let spanning = "(binary_id(=ferrite-verbs::lab_cq) & (test(=event::wakes)))";
@@ -303,12 +310,12 @@ mod tests {
     }
 
     #[test]
-    fn nothing_matched_is_seen() {
+    fn selects_nothing_if_nothing_matches() {
         assert_eq!(selected("nope"), (0, String::new()));
     }
 
     #[test]
-    fn another_format_is_refused() {
+    fn rejects_another_format() {
         assert!(select(&json!({"suites": {}}), "").is_err());
     }
 }

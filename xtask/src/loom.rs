@@ -1,10 +1,10 @@
-//! `cargo xtask loom [--long]`: the tests that go through every order of a few threads.
+//! `cargo xtask loom [--long]`: runs the tests that explore all interleavings of a few threads.
 //!
-//! They are unit tests of ferrite-fabric whose names begin with `loom_`, built with `--cfg loom`,
-//! which puts loom's locks and flags in the place of the real ones
-//! (`crates/ferrite-fabric/src/sync.rs`). Without the feature `tokio`: to that crate the setting
-//! means something else. Every order is every order with so many preemptions; two find most of what
-//! there is to find, and each more takes about twenty times as long.
+//! They are unit tests of ferrite-fabric whose names begin with `loom_`. They are built with `--cfg
+//! loom`, which replaces locks and flags by loom's (`crates/ferrite-fabric/src/sync.rs`), and
+//! without the feature `tokio`, because that crate has another meaning for the setting. An
+//! exploration is complete up to a number of preemptions. Two find most bugs; each further one
+//! takes about twenty times as long.
 
 use std::path::Path;
 use std::process::{Command, ExitCode};
@@ -14,13 +14,13 @@ use clap::Args;
 
 #[derive(Args)]
 pub(crate) struct Options {
-    /// Four preemptions, up to half a minute for each exploration: about ten minutes in all.
+    /// Explore four preemptions, for up to 30 s each: about ten minutes in all
     #[arg(long)]
     long: bool,
-    /// How often a thread may be interrupted where it could go on [default: 2, long 4].
+    /// Number of times that a running thread may be preempted [default: 2; 4 with --long]
     #[arg(long)]
     preemptions: Option<u32>,
-    /// Only tests with this in their name.
+    /// Run only tests whose name contains this
     filter: Option<String>,
 }
 
@@ -42,30 +42,30 @@ pub(crate) fn run(root: &Path, options: &Options) -> anyhow::Result<ExitCode> {
     if options.long {
         command.env("LOOM_MAX_DURATION", LONG_SECONDS.to_string());
     }
-    let begun = Instant::now();
+    let started = Instant::now();
     let output = command.output()?;
-    let said = String::from_utf8_lossy(&output.stdout);
-    for (what, executions, all) in explored(&said) {
+    let stdout = String::from_utf8_lossy(&output.stdout);
+    for (what, executions, all) in explored(&stdout) {
         println!("{what:<34} {executions:>10} executions{}", if all { "" } else { ", not all" });
     }
     if !output.status.success() {
-        eprintln!("{said}{}", String::from_utf8_lossy(&output.stderr));
+        eprintln!("{stdout}{}", String::from_utf8_lossy(&output.stderr));
         return Ok(ExitCode::FAILURE);
     }
-    let total: u64 = explored(&said).iter().map(|(_, executions, _)| executions).sum();
-    anyhow::ensure!(total > 0, "no test has run");
+    let total: u64 = explored(&stdout).iter().map(|(_, executions, _)| executions).sum();
+    anyhow::ensure!(total > 0, "no tests ran");
     println!(
         "loom: {total} executions, {preemptions} preemptions, {} s",
-        begun.elapsed().as_secs()
+        started.elapsed().as_secs()
     );
     Ok(ExitCode::SUCCESS)
 }
 
-/// What was explored, how many executions that were, and whether they were all there are. An
-/// exploration that is made several times, with different settings, is one line.
-fn explored(said: &str) -> Vec<(&str, u64, bool)> {
+/// Returns each exploration with its name, its number of executions, and whether it was complete.
+/// Sums up explorations of the same name, which have different settings.
+fn explored(stdout: &str) -> Vec<(&str, u64, bool)> {
     let mut found: Vec<(&str, u64, bool)> = Vec::new();
-    for line in said.lines() {
+    for line in stdout.lines() {
         let Some((what, rest)) = line.strip_prefix("loom: ").and_then(|line| line.split_once(": "))
         else {
             continue;
@@ -88,10 +88,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn explorations_are_summed_up() {
-        let said = "running 3 tests\n\nloom: a: 10 executions\n\nloom: b: 1 executions\ntest x ... ok\n\
-                    loom: a: 5 executions, not all\n";
-        assert_eq!(explored(said), [("a", 15, false), ("b", 1, true)]);
+    fn sums_up_explorations_of_the_same_name() {
+        let stdout = "running 3 tests\n\nloom: a: 10 executions\n\nloom: b: 1 executions\n\
+                      test x ... ok\nloom: a: 5 executions, not all\n";
+        assert_eq!(explored(stdout), [("a", 15, false), ("b", 1, true)]);
         assert_eq!(explored("loom: a\n"), []);
     }
 }

@@ -1,4 +1,4 @@
-//! What developers and CI run besides cargo itself: `cargo xtask COMMAND`, one file per command.
+//! Tools for developers and CI: `cargo xtask COMMAND`, one file per command.
 #![forbid(unsafe_code)]
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a command-line tool")]
 
@@ -18,7 +18,7 @@ use std::process::ExitCode;
 use anyhow::Context as _;
 use clap::{Parser, Subcommand};
 
-/// What developers and CI run besides cargo itself.
+/// Tools for developers and CI
 #[derive(Parser)]
 #[command(bin_name = "cargo xtask")]
 struct Cli {
@@ -28,28 +28,26 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Check what the compiler does not: layers, where `unsafe` stands, file rules.
+    /// Check rules that the compiler does not check: layers, use of `unsafe`, file rules
     Tidy,
-    /// Build the tests that need an RDMA device and run them in the lab's guest.
+    /// Build the tests that need an RDMA device and run them in the lab's guest
     LabTest(lab_test::Options),
-    /// Run the one suite of links over the fake provider, RDMA, TCP and TLS, and print the counts
-    /// of each.
+    /// Run the suite of link tests over the fake provider, RDMA, TCP and TLS, and print the counts
     Conformance,
     /// Build Valkey from its Debian source package and run its programs against Ferrite in the
-    /// lab's guest.
+    /// lab's guest
     Interop(lab_test::Options),
-    /// Give every decoder of what peers send any bytes, for a while (needs a C++ compiler).
+    /// Fuzz all decoders of data from peers (needs a C++ compiler)
     Fuzz(fuzz::Options),
-    /// Count the instructions that a message costs, and compare with what is recorded (needs
-    /// valgrind).
+    /// Count the instructions per message and compare them with the recorded figures (needs
+    /// valgrind)
     Instructions(instructions::Options),
-    /// Go through every order in which threads can meet at the engine's mailbox and a link's
-    /// tickets.
+    /// Explore all thread interleavings of the fabric's mailbox and of a link's tickets
     Loom(loom::Options),
-    /// Run tests of memory and links under Miri (needs a nightly toolchain that has it).
+    /// Run tests of memory and links under Miri (needs a nightly toolchain with Miri)
     Miri(miri::Options),
-    /// Generate ferrite-verbs' bindings from the rdma-core headers (maintainers; needs bindgen and
-    /// clang).
+    /// Generate the bindings of ferrite-verbs from the rdma-core headers (for maintainers; needs
+    /// bindgen and clang)
     Bindings,
 }
 
@@ -67,14 +65,15 @@ fn main() -> ExitCode {
         Command::Bindings => bindings::run(&root).map(|()| ExitCode::SUCCESS),
     });
     done.unwrap_or_else(|error| {
-        eprintln!("error: {error:#}"); // without the backtrace that `Result` from main prints
+        eprintln!("error: {error:#}"); // a `Result` from main would print a backtrace too
         ExitCode::FAILURE
     })
 }
 
-/// The directory above this crate, wherever cargo was called.
+/// Returns the parent directory of this crate, independent of the working directory.
 fn workspace_root() -> anyhow::Result<PathBuf> {
-    let here = std::env::var_os("CARGO_MANIFEST_DIR").context("call this as `cargo xtask`")?;
+    let here = std::env::var_os("CARGO_MANIFEST_DIR")
+        .context("CARGO_MANIFEST_DIR is not set: run this as `cargo xtask`")?;
     let parent = Path::new(&here).parent();
     Ok(parent.context("xtask has no parent directory")?.to_path_buf())
 }

@@ -1,15 +1,14 @@
-//! `cargo xtask miri [--long]`: the tests of memory, slots and links that Miri can run.
+//! `cargo xtask miri [--long]`: runs those tests of memory, slots and links that Miri supports.
 //!
-//! Miri comes with nightly compilers only; any that is installed and has it will do, and the pinned
-//! one stays what it is. What to know of a run:
+//! Miri comes with nightly compilers only. Any installed nightly with Miri will do; the pinned
+//! compiler stays unchanged. Properties of a run:
 //!
-//! - Target riscv64: where Miri cannot run the instruction by which a clock is read, a target that
-//!   has none is taken. Its C characters are unsigned, as on ARM.
-//! - The network card is the fake provider, which makes pointers of the addresses that it is given:
-//!   hence the permissive provenance. Files and clocks are the host's.
-//! - What Miri does not have is stepped around at `cfg!(miri)`: `timerfd`, `poll`, level-triggered
-//!   `epoll`, limits. So who would sleep looks again at once, and deadlines pass only while
-//!   somebody looks.
+//! - The target is riscv64. On x86, Miri cannot run the instruction that reads the clock; riscv64
+//!   has none. Its C `char` is unsigned, as on ARM.
+//! - The RDMA device is the fake provider, which turns addresses into pointers. That needs
+//!   permissive provenance. Files and clocks are the host's.
+//! - `cfg!(miri)` avoids what Miri lacks: `timerfd`, `poll`, level-triggered `epoll`, limits. So a
+//!   thread polls instead of sleeping, and deadlines pass only while some thread polls.
 
 use std::path::Path;
 use std::process::{Command, ExitCode};
@@ -21,10 +20,10 @@ use clap::Args;
 
 #[derive(Args)]
 pub(crate) struct Options {
-    /// More tests, and several orders of threads for each: about an hour.
+    /// Run more tests, each with several thread schedules: about an hour
     #[arg(long)]
     long: bool,
-    /// How many orders of threads to try [default: 1, long 4].
+    /// Number of thread schedules to try [default: 1; 4 with --long]
     #[arg(long)]
     seeds: Option<u32>,
 }
@@ -39,14 +38,15 @@ const SHORT: &[(&str, &[&str])] = &[
 ];
 const LONG: &[(&str, &[&str])] = &[("pool", &[]), ("corpus", &[])];
 
-/// The two models of who may have a reference to what.
+/// The two aliasing models.
 const MODELS: [(&str, &str); 2] =
     [("stacked borrows", ""), ("tree borrows", "-Zmiri-tree-borrows")];
 
 pub(crate) fn run(root: &Path, options: &Options) -> anyhow::Result<ExitCode> {
     let Some(toolchain) = toolchain()? else {
         bail!(
-            "no Miri in any installed toolchain: rustup toolchain install nightly --component miri,rust-src"
+            "no installed toolchain has Miri: \
+             rustup toolchain install nightly --component miri,rust-src"
         );
     };
     let seeds = options.seeds.unwrap_or(if options.long { 4 } else { 1 });
@@ -54,23 +54,23 @@ pub(crate) fn run(root: &Path, options: &Options) -> anyhow::Result<ExitCode> {
     let mut passed = true;
     for (test, filters) in SHORT.iter().chain(more) {
         for seed in 0..seeds {
-            // Side by side: a run is one thread.
-            let begun = Instant::now();
+            // Both models in parallel: Miri uses one CPU.
+            let started = Instant::now();
             let runs = MODELS.map(|(model, flag)| {
                 let mut run =
                     command(root, &toolchain, test, filters, &format!("{flag} -Zmiri-seed={seed}"));
-                (model, thread::spawn(move || (run.output(), begun.elapsed().as_secs())))
+                (model, thread::spawn(move || (run.output(), started.elapsed().as_secs())))
             });
             for (model, run) in runs {
                 let (output, seconds) = run.join().expect("no panic");
                 let output = output?;
-                let said = String::from_utf8_lossy(&output.stdout);
+                let stdout = String::from_utf8_lossy(&output.stdout);
                 let ok = output.status.success();
                 passed &= ok;
-                let verdict = if ok { tests(&said) } else { "FAILED".into() };
+                let verdict = if ok { tests(&stdout) } else { "FAILED".into() };
                 println!("{test:<10} {model:<16} seed {seed}  {seconds:>4} s  {verdict}");
                 if !ok {
-                    eprintln!("{said}{}", String::from_utf8_lossy(&output.stderr));
+                    eprintln!("{stdout}{}", String::from_utf8_lossy(&output.stderr));
                 }
             }
         }
@@ -101,7 +101,7 @@ fn command(root: &Path, toolchain: &str, test: &str, filters: &[&str], flags: &s
     command
 }
 
-/// `rustup run TOOLCHAIN …`, without what the cargo that runs us has set for its own.
+/// Returns `rustup run TOOLCHAIN …`, without the variables of the cargo that runs xtask.
 fn rustup(toolchain: &str) -> Command {
     let mut command = Command::new("rustup");
     command.args(["run", toolchain]);
@@ -113,7 +113,8 @@ fn rustup(toolchain: &str) -> Command {
     command
 }
 
-/// An installed toolchain that has Miri and the sources of the standard library, which it needs.
+/// Returns an installed toolchain with Miri and the sources of the standard library, which Miri
+/// needs.
 fn toolchain() -> anyhow::Result<Option<String>> {
     let list = Command::new("rustup")
         .args(["toolchain", "list"])
@@ -133,18 +134,18 @@ fn toolchain() -> anyhow::Result<Option<String>> {
     Ok(names.filter(|name| name.starts_with("nightly")).find(has_miri).map(Into::into))
 }
 
-/// How many tests passed, by the harness's last line.
-fn tests(said: &str) -> String {
-    let line = said.lines().rev().find_map(|line| line.strip_prefix("test result: ok. "));
+/// Returns how many tests passed, from the last line of the test harness.
+fn tests(stdout: &str) -> String {
+    let line = stdout.lines().rev().find_map(|line| line.strip_prefix("test result: ok. "));
     line.and_then(|line| line.split(';').next()).unwrap_or("passed").to_owned()
 }
 
 #[cfg(test)]
 mod tests {
     #[test]
-    fn the_last_line_says_how_many() {
-        let said = "running 2 tests\n..\ntest result: ok. 2 passed; 0 failed; 0 ignored\n\n";
-        assert_eq!(super::tests(said), "2 passed");
+    fn reads_the_number_of_passed_tests() {
+        let stdout = "running 2 tests\n..\ntest result: ok. 2 passed; 0 failed; 0 ignored\n\n";
+        assert_eq!(super::tests(stdout), "2 passed");
         assert_eq!(super::tests(""), "passed");
     }
 }

@@ -1,10 +1,9 @@
-//! `cargo xtask tidy`: the rules of this house that the compiler does not know.
+//! `cargo xtask tidy`: checks the project's rules that the compiler does not check.
 //!
-//! Layers (`layers.rs`), where `unsafe` may stand and who sees the bindings (`source.rs` finds
-//! the words), which tests may have a second try (`retries.rs`), and how files are named, opened
-//! and sized. Every violation is one line,
-//! `file:line: what: remedy`. The lists below are the rules: a change to one is a decision to be
-//! reviewed as such.
+//! The rules are about layers (`layers.rs`), the places of `unsafe` and the visibility of the
+//! bindings (with `source.rs`), retries of tests (`retries.rs`), and the name, first line and size
+//! of files. Every violation is one line, `file:line: what: remedy`. The lists below are the rules;
+//! review a change to them as a decision.
 
 mod layers;
 mod retries;
@@ -17,7 +16,7 @@ use std::process::{Command, ExitCode};
 
 use anyhow::{Context as _, ensure};
 
-/// Where `unsafe` may stand: a file, or a directory with all that is below it.
+/// Where `unsafe` is allowed: a file, or a directory with everything below it.
 const UNSAFE_ALLOWED: &[&str] = &[
     "crates/ferrite-verbs/src/",
     "crates/ferrite-fabric/src/mem/",
@@ -29,14 +28,14 @@ const UNSAFE_ALLOWED: &[&str] = &[
     "crates/ferrite-module/src/entry.rs",
 ];
 
-/// Written by a program: neither sized nor opened like the rest.
+/// Generated files: exempt from the rules for size and first line.
 const GENERATED: &[&str] = &["crates/ferrite-verbs/src/sys/"];
 
 const VERBS: &str = "crates/ferrite-verbs/src/";
 const LINES_WARN: usize = 500;
 const LINES_FAIL: usize = 700;
 
-/// Directories in which someone's own files live. In pieces, or this file would break the rule.
+/// Directories of a user's own files. Concatenated, because this file must not break the rule.
 const MACHINE_DIRS: [&str; 3] =
     [concat!("/", "work/"), concat!("/", "root/"), concat!("/", "home/")];
 
@@ -56,7 +55,7 @@ impl fmt::Display for Violation {
     }
 }
 
-/// What a check finds: violations fail, warnings only speak.
+/// The findings of a check. Violations fail the check, warnings do not.
 #[derive(Default)]
 struct Findings {
     violations: Vec<Violation>,
@@ -75,7 +74,7 @@ pub(crate) fn run(root: &Path) -> anyhow::Result<ExitCode> {
     let files = files(root)?;
     retries::check(root, &files, &mut findings)?;
     for file in &files {
-        // A deleted file may still be listed; a binary one has no lines.
+        // A deleted file may still be listed, and a binary file has no text.
         if let Ok(text) = fs::read_to_string(root.join(file)) {
             check_file(file, &text, &mut findings);
         }
@@ -89,7 +88,7 @@ pub(crate) fn run(root: &Path) -> anyhow::Result<ExitCode> {
     }
     match findings.violations.len() {
         0 => {
-            println!("tidy: {} files, no violation", files.len());
+            println!("tidy: {} files, no violations", files.len());
             Ok(ExitCode::SUCCESS)
         }
         n => {
@@ -109,7 +108,7 @@ fn cargo_metadata(root: &Path) -> anyhow::Result<serde_json::Value> {
     Ok(serde_json::from_slice(&output.stdout)?)
 }
 
-/// What is committed or could be: all files but the ignored ones, relative to the root.
+/// Returns all files that git does not ignore, relative to the root.
 fn files(root: &Path) -> anyhow::Result<Vec<String>> {
     let output = Command::new("git")
         .current_dir(root)
@@ -122,10 +121,10 @@ fn files(root: &Path) -> anyhow::Result<Vec<String>> {
 }
 
 fn check_file(file: &str, text: &str, findings: &mut Findings) {
-    machine_paths(file, text, findings);
+    check_machine_paths(file, text, findings);
     if file.starts_with("crates/") && file.ends_with("/Cargo.toml") && !inherits_lints(text) {
         let remedy = "add `[lints]` with `workspace = true`";
-        findings.fail(file, 1, "the crate does not take the workspace's lints", remedy);
+        findings.fail(file, 1, "the crate does not inherit the workspace's lints", remedy);
     }
     if !file.ends_with(".rs") {
         return;
@@ -135,34 +134,34 @@ fn check_file(file: &str, text: &str, findings: &mut Findings) {
     if !within(file, UNSAFE_ALLOWED) {
         for (line, _) in words.iter().filter(|(_, word)| *word == "unsafe") {
             let remedy =
-                "move it into one of the fenced places (UNSAFE_ALLOWED in xtask/src/tidy.rs)";
-            findings.fail(file, *line, "`unsafe` outside the fence", remedy);
+                "move it into one of the allowed places (UNSAFE_ALLOWED in xtask/src/tidy.rs)";
+            findings.fail(file, *line, "`unsafe` outside the allowed places", remedy);
         }
     }
     if file.starts_with(VERBS) && !within(file, GENERATED) {
         for line in source::exports_of(&code, "sys") {
-            let remedy = "keep `sys` private to ferrite-verbs and wrap what is needed";
-            findings.fail(file, line, "the bindings leave the crate", remedy);
+            let remedy = "keep `sys` private to ferrite-verbs, and export wrappers";
+            findings.fail(file, line, "the bindings are exported", remedy);
         }
     }
-    shape(file, text, findings);
+    check_shape(file, text, findings);
 }
 
-/// Name, opening and size of a source file.
-fn shape(file: &str, text: &str, findings: &mut Findings) {
+/// Checks name, first line and size of a source file.
+fn check_shape(file: &str, text: &str, findings: &mut Findings) {
     match file.rsplit('/').next() {
         Some("mod.rs") => {
-            findings.fail(file, 1, "a mod.rs", "name it after its module: `foo.rs` + `foo/`")
+            findings.fail(file, 1, "named mod.rs", "name it after its module: `foo.rs` + `foo/`")
         }
-        Some("utils.rs") => findings.fail(file, 1, "a utils.rs", "name it for what it does"),
+        Some("utils.rs") => findings.fail(file, 1, "named utils.rs", "name it for what it does"),
         _ => {}
     }
     if within(file, GENERATED) {
         return;
     }
     if !text.starts_with("//!") {
-        let remedy = "open it with `//!`: what it is, why it is separate, its invariants";
-        findings.fail(file, 1, "the file does not introduce itself", remedy);
+        let remedy = "start with `//!`: what it is, why it is separate, its invariants";
+        findings.fail(file, 1, "the file has no module documentation", remedy);
     }
     let is_test = file.contains("/tests/") || file.ends_with("/tests.rs");
     let lines = source::lines_before_tests(text);
@@ -182,8 +181,8 @@ fn shape(file: &str, text: &str, findings: &mut Findings) {
     }
 }
 
-/// Absolute paths of whoever wrote the file.
-fn machine_paths(file: &str, text: &str, findings: &mut Findings) {
+/// Finds absolute paths in a user's own directories.
+fn check_machine_paths(file: &str, text: &str, findings: &mut Findings) {
     for (line, content) in (1..).zip(text.lines()) {
         for dir in MACHINE_DIRS {
             let starts_path = |at: usize| {
@@ -192,7 +191,7 @@ fn machine_paths(file: &str, text: &str, findings: &mut Findings) {
             };
             if content.match_indices(dir).any(|(at, _)| starts_path(at)) {
                 let remedy = "use a path relative to the checkout or an environment variable";
-                findings.fail(file, line, format!("{dir} is a path of one machine"), remedy);
+                findings.fail(file, line, format!("{dir} is a path on one machine only"), remedy);
             }
         }
     }
@@ -211,7 +210,7 @@ fn within(file: &str, places: &[&str]) -> bool {
 mod tests {
     use super::*;
 
-    /// The violations of one file, as `line: what`.
+    /// Returns the violations of one file, as `line: what`.
     fn found(file: &str, text: &str) -> Vec<String> {
         let mut findings = Findings::default();
         check_file(file, text, &mut findings);
@@ -219,11 +218,11 @@ mod tests {
     }
 
     #[test]
-    fn unsafe_only_inside_the_fence() {
+    fn allows_unsafe_only_in_listed_places() {
         let text = "//! A file.\nfn f() {\n    unsafe { g() }\n}\n";
         assert_eq!(
             found("crates/ferrite-proto/src/window.rs", text),
-            ["3: `unsafe` outside the fence"]
+            ["3: `unsafe` outside the allowed places"]
         );
         assert_eq!(found("crates/ferrite-verbs/tests/lab_x.rs", text).len(), 1);
         assert_eq!(found("crates/ferrite-fabric/src/fabric/slots.rs.rs", text).len(), 1);
@@ -232,14 +231,14 @@ mod tests {
     }
 
     #[test]
-    fn the_word_in_prose_is_no_unsafe() {
+    fn ignores_unsafe_in_comments_and_strings() {
         let text = "//! unsafe\n#![forbid(unsafe_code)]\nconst S: &str = \"unsafe\"; // unsafe\n";
         assert_eq!(found("crates/ferrite-proto/src/lib.rs", text), [""; 0]);
     }
 
     #[test]
     fn bindings_stay_inside_verbs() {
-        let what = "2: the bindings leave the crate";
+        let what = "2: the bindings are exported";
         assert_eq!(found("crates/ferrite-verbs/src/lib.rs", "//! V.\npub mod sys;\n"), [what]);
         assert_eq!(
             found("crates/ferrite-verbs/src/lib.rs", "//! V.\npub use crate::sys::ibv_wc;\n"),
@@ -252,18 +251,18 @@ mod tests {
     }
 
     #[test]
-    fn files_introduce_themselves_and_are_named_for_what_they_do() {
+    fn checks_module_documentation_and_file_names() {
         assert_eq!(
             found("crates/a/src/lib.rs", "fn f() {}\n"),
-            ["1: the file does not introduce itself"]
+            ["1: the file has no module documentation"]
         );
         assert_eq!(found("crates/ferrite-verbs/src/sys/verbs.rs", "fn f() {}\n"), [""; 0]);
-        assert_eq!(found("crates/a/src/b/mod.rs", "//! B.\n"), ["1: a mod.rs"]);
-        assert_eq!(found("crates/a/src/utils.rs", "//! U.\n"), ["1: a utils.rs"]);
+        assert_eq!(found("crates/a/src/b/mod.rs", "//! B.\n"), ["1: named mod.rs"]);
+        assert_eq!(found("crates/a/src/utils.rs", "//! U.\n"), ["1: named utils.rs"]);
     }
 
     #[test]
-    fn size_counts_up_to_the_tests() {
+    fn counts_lines_before_the_tests() {
         let body = "fn f() {}\n".repeat(699);
         let file = "crates/a/src/lib.rs";
         assert_eq!(found(file, &format!("//! A.\n{body}")), [""; 0]);
@@ -274,28 +273,28 @@ mod tests {
     }
 
     #[test]
-    fn five_hundred_lines_warn() {
+    fn warns_above_500_lines() {
         let mut findings = Findings::default();
         check_file("crates/a/src/lib.rs", &format!("//! A.\n{}", "\n".repeat(500)), &mut findings);
         assert_eq!((findings.violations.len(), findings.warnings.len()), (0, 1));
     }
 
     #[test]
-    fn machine_paths_are_found_in_any_text() {
+    fn finds_machine_paths_in_any_text() {
         let path = format!("see {}x", MACHINE_DIRS[0]);
         assert_eq!(found("docs/a.md", &path).len(), 1);
         assert_eq!(found("docs/a.md", &format!("see crates{}", MACHINE_DIRS[0])), [""; 0]);
     }
 
     #[test]
-    fn crates_take_the_workspace_lints() {
-        let what = "1: the crate does not take the workspace's lints";
+    fn crates_must_inherit_the_workspace_lints() {
+        let what = "1: the crate does not inherit the workspace's lints";
         assert_eq!(found("crates/a/Cargo.toml", "[package]\nname = \"a\"\n"), [what]);
         assert_eq!(found("crates/a/Cargo.toml", "[package]\n[lints]\nworkspace = true\n"), [""; 0]);
     }
 
     #[test]
-    fn a_violation_reads_as_file_line_what_remedy() {
+    fn formats_a_violation_as_file_line_what_remedy() {
         let violation = Violation { file: "a.rs".into(), line: 3, what: "w".into(), remedy: "r" };
         assert_eq!(violation.to_string(), "a.rs:3: w: r");
     }

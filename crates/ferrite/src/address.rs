@@ -1,8 +1,10 @@
-//! Addresses as people type them.
+//! Parses addresses given on the command line.
 
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs as _};
 
-/// An IP address or a name, with a port or without. Port 0 is for a local end, where any will do.
+/// Parses an IP address or a host name, with an optional port.
+///
+/// Pass `DEFAULT_PORT` 0 for a local address, where any port will do.
 pub(crate) fn parse<const DEFAULT_PORT: u16>(text: &str) -> Result<SocketAddr, String> {
     if let Ok(addr) = text.parse() {
         return Ok(addr);
@@ -19,7 +21,7 @@ pub(crate) fn parse<const DEFAULT_PORT: u16>(text: &str) -> Result<SocketAddr, S
         return Err("expected ADDRESS or ADDRESS:PORT ([ADDRESS]:PORT for IPv6)".to_owned());
     }
     let found = (name, port).to_socket_addrs().map_err(|error| format!("{name}: {error}"))?;
-    // RoCE networks are IPv4 more often than not, and a name may have both.
+    // Prefer IPv4 if the name has both: most RoCE networks use it.
     let mut found: Vec<_> = found.collect();
     found.sort_by_key(SocketAddr::is_ipv6);
     found.first().copied().ok_or_else(|| format!("{name} has no address"))
@@ -34,7 +36,7 @@ mod tests {
     }
 
     #[test]
-    fn addresses_with_and_without_a_port() {
+    fn parses_addresses_with_and_without_a_port() {
         assert_eq!(parsed("10.0.0.1"), "10.0.0.1:7471");
         assert_eq!(parsed("10.0.0.1:99"), "10.0.0.1:99");
         assert_eq!(parsed("2001:db8::1"), "[2001:db8::1]:7471");
@@ -44,7 +46,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_explained() {
+    fn explains_invalid_addresses() {
         assert_eq!(parsed("10.0.0.1:http"), "\"http\" is not a port");
         assert_eq!(parsed("10.0.0.1:70000"), "\"70000\" is not a port");
         for bad in ["", ":7471", "[10.0.0.1", "a:b:1"] {

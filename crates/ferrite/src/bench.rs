@@ -1,4 +1,4 @@
-//! `ferrite bench`: how fast it is. One file per thing that is measured.
+//! `ferrite bench`: benchmarks, one module for each.
 
 use clap::{Args, Subcommand};
 
@@ -6,15 +6,15 @@ mod fabric;
 mod kv;
 mod stream;
 
-/// Measure how fast things are between two hosts
+/// Measure latency and throughput between two hosts
 #[derive(Args)]
 pub(crate) struct Options {
     #[command(subcommand)]
-    what: What,
+    benchmark: Benchmark,
 }
 
 #[derive(Subcommand)]
-enum What {
+enum Benchmark {
     Fabric(fabric::Options),
     Stream(stream::Options),
     Kv(kv::Options),
@@ -22,18 +22,18 @@ enum What {
 
 impl Options {
     pub(crate) fn json(&self) -> bool {
-        match &self.what {
-            What::Fabric(options) => options.json,
-            What::Stream(options) => options.json,
-            What::Kv(options) => options.json,
+        match &self.benchmark {
+            Benchmark::Fabric(options) => options.json,
+            Benchmark::Stream(options) => options.json,
+            Benchmark::Kv(options) => options.json,
         }
     }
 }
 
 pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
-    match &options.what {
-        What::Fabric(options) => fabric::run(options),
-        What::Stream(options) => stream::run(options),
-        What::Kv(options) => kv::run(options),
+    match &options.benchmark {
+        Benchmark::Fabric(options) => fabric::run(options),
+        Benchmark::Stream(options) => stream::run(options),
+        Benchmark::Kv(options) => kv::run(options),
     }
 }

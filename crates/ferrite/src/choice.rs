@@ -1,39 +1,39 @@
-//! Choices that several commands offer.
+//! Option values that several commands share.
 
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
-/// What crosses the wire.
+/// The RDMA operation to measure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Op {
-    /// Messages: both sides take part.
+    /// Messages: send and receive on both sides
     Send,
-    /// Writes into the peer's memory; who waits for one watches the last byte.
+    /// RDMA writes into the peer's memory; the receiver polls the last byte
     Write,
-    /// Reads of the peer's memory; the peer is idle.
+    /// RDMA reads of the peer's memory; the peer stays idle
     Read,
 }
 
 impl Op {
-    /// What its latency is, for scripts, and which part of a round trip that is. A read comes back
-    /// to where it started: there is no half of it.
+    /// Returns the name of the reported latency in JSON, and the divisor that turns a round trip
+    /// into it. A read has no half: it ends where it started.
     pub(crate) fn latency_measure(self) -> (&'static str, f64) {
         if self == Self::Read { ("round_trip", 1.0) } else { ("half_round_trip", 2.0) }
     }
 }
 
-/// How completions are awaited.
+/// How to wait for completions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Mode {
-    /// By asking all the time: least latency, one busy CPU per side.
+    /// Busy-poll: lowest latency, one busy CPU per side
     Poll,
-    /// By sleeping until the device interrupts.
+    /// Sleep until the device raises an interrupt
     Event,
 }
 
-/// A choice as it is typed on the command line.
+/// Returns the name of a choice as the user types it on the command line.
 pub(crate) fn name(value: &impl ValueEnum) -> String {
     value.to_possible_value().map_or(String::new(), |value| value.get_name().to_owned())
 }

@@ -1,7 +1,6 @@
-//! `ferrite devices`: what this host has, as a model that scripts get as JSON and people as text.
+//! `ferrite devices`: lists the RDMA devices of this host, as text or as JSON.
 //!
-//! This file asks the devices and fills the model; `devices/view.rs` prints it and knows nothing
-//! else.
+//! This file queries the devices and builds the model. `devices/view.rs` formats it as text.
 
 use anyhow::Context as _;
 use clap::Args;
@@ -14,9 +13,9 @@ mod view;
 
 /// List the RDMA devices of this host: ports, addresses, limits
 ///
-/// For every device: the driver, firmware and NUMA node; its ports with state, link layer, MTU,
-/// speed and network interface; the addresses (GIDs) of each port, the one that connections would
-/// use and why; and whether connections can be made at all (RDMA CM).
+/// Shows for every device: driver, firmware and NUMA node; its ports with state, link layer, MTU,
+/// speed and network interface; the addresses (GIDs) of each port, and which one connections would
+/// use and why. Also shows whether connections can be made at all (RDMA CM).
 #[derive(Args)]
 #[command(after_help = JSON_HELP)]
 pub(crate) struct Options {
@@ -32,19 +31,20 @@ const JSON_HELP: &str = "\
 JSON fields, stable within a value of `format`:
   format (1), devices[], connection_manager {available, error?, remedy?}
   devices[]: name, driver?, software, guid, numa_node?, firmware, completion_vectors, limits {…},
-    ports[], error? (the device could not be asked; the fields after guid are then empty)
+    ports[], error? (the device could not be opened or queried; firmware, completion_vectors,
+    limits and ports are then absent)
   ports[]: port, state, active, link_layer, mtu_bytes, max_mtu_bytes, mbit_per_s?, netdevs[],
     remedy? (if not active), gids[], chosen_gid? {index, why}
   gids[]: index, gid, address, type, netdev?
   limits: as in ibv_query_device(3)
-A field with `?` is absent where there is nothing to say.
+A field with `?` is absent if it does not apply.
 Failures print {error: {kind, missing?, message, remedy?}}; `missing` is library, kernel, device,
 connection_manager or port.";
 
-/// Everything that is shown.
+/// The devices and the connection manager of this host.
 #[derive(Debug, Serialize)]
 struct Inventory {
-    /// Raised when a field changes its meaning or goes.
+    /// Incremented when a field changes its meaning or is removed.
     format: u32,
     devices: Vec<DeviceEntry>,
     connection_manager: ConnectionManager,
@@ -55,7 +55,7 @@ struct DeviceEntry {
     name: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     driver: Option<String>,
-    /// Whether the kernel plays the network card: function without speed.
+    /// Whether the device is emulated in software.
     software: bool,
     guid: String,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -66,7 +66,7 @@ struct DeviceEntry {
     error: Option<String>,
 }
 
-/// What only an open device tells.
+/// Properties that only an open device reports.
 #[derive(Debug, Serialize)]
 struct Opened {
     firmware: String,
@@ -97,7 +97,7 @@ struct PortEntry {
 struct GidRow {
     index: u32,
     gid: String,
-    /// The GID as people write it: an IPv4 address where it is one.
+    /// The GID as an IP address: IPv4 if it is mapped from one.
     address: String,
     #[serde(rename = "type")]
     kind: String,
@@ -145,7 +145,7 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     let inventory = collect()?;
     output::print(&inventory, options.json, |inventory| view::render(inventory, options.verbose))?;
     let broken: Vec<_> = inventory.devices.iter().filter(|device| device.error.is_some()).collect();
-    anyhow::ensure!(broken.len() < inventory.devices.len(), "none of the devices could be opened");
+    anyhow::ensure!(broken.len() < inventory.devices.len(), "cannot open any of the devices");
     Ok(())
 }
 
@@ -168,7 +168,7 @@ impl ConnectionManager {
 
 impl DeviceEntry {
     fn of(device: &Device) -> Self {
-        // One device that cannot be asked must not hide the others.
+        // A device that cannot be queried must not hide the others.
         let opened = device.open().map_err(Into::into).and_then(|context| Opened::of(&context));
         let (opened, error) = match opened {
             Ok(opened) => (Some(opened), None),
@@ -205,7 +205,7 @@ impl Opened {
 impl PortEntry {
     fn of(context: &Context, port: &Port) -> anyhow::Result<Self> {
         let device = context.device().name();
-        let gids = context.gids().with_context(|| format!("the GIDs of {device}"))?;
+        let gids = context.gids().with_context(|| format!("cannot read the GIDs of {device}"))?;
         let chosen = choose_gid(port, &gids);
         let rows = gids.iter().filter(|entry| entry.port == port.number).map(|entry| GidRow {
             index: entry.index,
@@ -240,14 +240,15 @@ impl PortEntry {
     }
 }
 
-/// The interfaces that belong to a device even while it has no address: those of its card, or for
-/// Soft-RoCE the one it sits on.
+/// Returns the network interfaces of a device even if it has no address: those of its card, or for
+/// Soft-RoCE the one below it.
 fn netdevs_of(device: &str) -> Vec<String> {
     let sysfs = std::path::Path::new("/sys/class/infiniband").join(device);
     if let Ok(parent) = std::fs::read_to_string(sysfs.join("parent")) {
         return vec![parent.trim().to_owned()];
     }
-    // A card with several ports has an interface for each and does not say here which is whose.
+    // A card with several ports has an interface for each, but sysfs does not say which belongs to
+    // which port.
     let Ok(entries) = std::fs::read_dir(sysfs.join("device/net")) else { return Vec::new() };
     let mut names: Vec<_> =
         entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
@@ -255,7 +256,7 @@ fn netdevs_of(device: &str) -> Vec<String> {
     names
 }
 
-/// As `ibv_devices` and `rdma` write it.
+/// Formats a GUID as `ibv_devices` and `rdma` do.
 fn guid_text(guid: u64) -> String {
     let [a, b, c, d] = [48, 32, 16, 0].map(|shift| guid >> shift & 0xffff);
     format!("{a:04x}:{b:04x}:{c:04x}:{d:04x}")

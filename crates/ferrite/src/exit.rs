@@ -1,4 +1,5 @@
-//! How a command ends badly: one paragraph for people, one object for scripts, one exit code.
+//! Reports the failure of a command: one paragraph for people, one JSON object for scripts and an
+//! exit code.
 
 use std::fmt::Write as _;
 use std::process::ExitCode;
@@ -6,21 +7,22 @@ use std::process::ExitCode;
 use ferrite_verbs::{Absence, CompletionError, ErrorKind};
 use serde::Serialize;
 
-use crate::pingpong::Ending;
+use crate::pingpong::ConnectionLost;
 use crate::server;
 
-/// RDMA is not to be had on this host (EX_UNAVAILABLE of sysexits.h): scripts may take TCP instead.
+/// RDMA is unavailable on this host (EX_UNAVAILABLE of sysexits.h). Scripts may use TCP instead.
 const UNAVAILABLE: u8 = 69;
-/// Anything else.
+/// Any other failure.
 const FAILURE: u8 = 1;
 
 /// Shown by `ferrite --help`.
 pub(crate) const HELP: &str = "Exit codes: 0 success; 1 failure; 2 wrong usage; \
-    69 this host has no usable RDMA (the message says what is missing and what to do). `ferrite server` has more.";
+    69 this host has no usable RDMA (the message says what is missing and how to fix it). \
+    `ferrite server` has its own codes: see its help.";
 
-/// Tells the world: the paragraph goes to stderr, the object to stdout if `json`.
+/// Prints the paragraph on stderr, and the object on stdout if `json`.
 pub(crate) fn report(error: &anyhow::Error, json: bool) -> ExitCode {
-    let failure = Failure::of(error);
+    let failure = Failure::from_error(error);
     eprintln!("ferrite: {}", failure.paragraph());
     if json {
         match serde_json::to_string_pretty(&serde_json::json!({ "error": failure })) {
@@ -28,20 +30,20 @@ pub(crate) fn report(error: &anyhow::Error, json: bool) -> ExitCode {
             Err(error) => eprintln!("ferrite: {error}"),
         }
     }
-    let of_server = error.downcast_ref::<server::Ending>().map(server::Ending::code);
-    ExitCode::from(of_server.unwrap_or(if failure.missing.is_some() {
+    let server_code = error.downcast_ref::<server::ServerError>().map(server::ServerError::code);
+    ExitCode::from(server_code.unwrap_or(if failure.missing.is_some() {
         UNAVAILABLE
     } else {
         FAILURE
     }))
 }
 
-/// A failure, as scripts see it.
+/// A failure as JSON.
 #[derive(Debug, Serialize)]
 struct Failure {
-    /// `absent`, `timeout`, `rejected`, …: what family it belongs to.
+    /// The class of the failure: `absent`, `timeout`, `rejected` and so on.
     kind: &'static str,
-    /// What is absent: `library`, `kernel`, `device`, `connection_manager` or `port`.
+    /// The missing part: `library`, `kernel`, `device`, `connection_manager` or `port`.
     #[serde(skip_serializing_if = "Option::is_none")]
     missing: Option<&'static str>,
     message: String,
@@ -50,19 +52,19 @@ struct Failure {
 }
 
 impl Failure {
-    fn of(error: &anyhow::Error) -> Self {
+    fn from_error(error: &anyhow::Error) -> Self {
         let verbs = error.chain().find_map(|cause| cause.downcast_ref::<ferrite_verbs::Error>());
         let absence = error.chain().find_map(|cause| cause.downcast_ref::<Absence>());
         let absence = absence.or_else(|| verbs.and_then(ferrite_verbs::Error::absence));
         let fabric = error.chain().find_map(|cause| cause.downcast_ref::<ferrite_fabric::Error>());
-        let server = error.downcast_ref::<server::Ending>();
-        let ending = error.chain().find_map(|cause| cause.downcast_ref::<Ending>());
+        let server = error.downcast_ref::<server::ServerError>();
+        let lost = error.chain().find_map(|cause| cause.downcast_ref::<ConnectionLost>());
         Self {
-            kind: match (absence, verbs, fabric, ending) {
+            kind: match (absence, verbs, fabric, lost) {
                 (Some(_), ..) => "absent",
                 (_, Some(verbs), ..) => kind_name(verbs.kind()),
                 (_, _, Some(fabric), _) => fabric_kind_name(fabric.kind()),
-                (.., Some(ending)) => ending.kind_name(),
+                (.., Some(lost)) => lost.kind_name(),
                 _ if let Some(server) = server => server.kind_name(),
                 _ if error.downcast_ref::<CompletionError>().is_some() => "completion_error",
                 _ => "failure",
@@ -88,8 +90,8 @@ impl Failure {
             };
             let _ = write!(
                 text,
-                "RDMA cannot be used on this host. It takes a library, kernel support, a device and the \
-                 connection manager; {what} missing: "
+                "RDMA is unavailable on this host. It needs a library, kernel support, a device \
+                 and the connection manager; {what} missing: "
             );
         }
         text += &self.message;
@@ -100,8 +102,8 @@ impl Failure {
     }
 }
 
-/// What happened, from the outermost cause to the innermost; one that only repeats the last is left
-/// out.
+/// Joins the causes from the outermost to the innermost. Leaves out a cause that the text already
+/// ends with.
 fn message(error: &anyhow::Error) -> String {
     let mut text = String::new();
     for cause in error.chain().map(ToString::to_string) {
@@ -114,14 +116,14 @@ fn message(error: &anyhow::Error) -> String {
     text
 }
 
-/// Which of the parts an absence is about.
+/// Returns the part that is missing.
 fn missing(absence: &Absence) -> &'static str {
     match absence {
         Absence::NoLibrary { .. } | Absence::OldLibrary { .. } => "library",
         Absence::NoKernel { .. } => "kernel",
         Absence::NoCm { .. } => "connection_manager",
         Absence::PortDown { .. } => "port",
-        // NoDevice, and whatever a later version knows: the device is what the user came for.
+        // NoDevice, and variants that a later version may add.
         _ => "device",
     }
 }
@@ -148,7 +150,7 @@ fn kind_name(kind: ErrorKind) -> &'static str {
     }
 }
 
-/// A failure of the fabric, for scripts.
+/// Returns the name of a fabric error in JSON.
 pub(crate) fn fabric_kind_name(kind: ferrite_fabric::ErrorKind) -> &'static str {
     use ferrite_fabric::ErrorKind as Kind;
     match kind {
@@ -175,10 +177,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_absence_names_the_part_and_the_remedy() {
+    fn absence_names_the_missing_part_and_the_remedy() {
         let error = anyhow::Error::from(ferrite_verbs::Error::from(Absence::NoDevice))
             .context("while trying");
-        let failure = Failure::of(&error);
+        let failure = Failure::from_error(&error);
         assert_eq!((failure.kind, failure.missing), ("absent", Some("device")));
         let text = failure.paragraph();
         assert!(text.contains("a device is missing: while trying: no RDMA device"), "{text}");
@@ -186,18 +188,18 @@ mod tests {
     }
 
     #[test]
-    fn the_fabric_is_no_detour() {
+    fn finds_the_absence_inside_a_fabric_error() {
         let error = ferrite_fabric::Error::from(ferrite_verbs::Error::from(Absence::NoDevice));
         let text = error.to_string();
-        let failure = Failure::of(&anyhow::Error::from(error).context("while trying"));
+        let failure = Failure::from_error(&anyhow::Error::from(error).context("while trying"));
         assert_eq!((failure.kind, failure.missing), ("absent", Some("device")));
-        assert_eq!(failure.message, format!("while trying: {text}"), "said once");
+        assert_eq!(failure.message, format!("while trying: {text}"), "no repeated cause");
         assert!(failure.remedy.is_some());
     }
 
     #[test]
     fn other_failures_are_not_absences() {
-        let failure = Failure::of(&anyhow::anyhow!("it broke"));
+        let failure = Failure::from_error(&anyhow::anyhow!("it broke"));
         assert_eq!(
             (failure.kind, failure.missing, failure.paragraph().as_str()),
             ("failure", None, "it broke")

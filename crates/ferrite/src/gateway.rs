@@ -1,4 +1,4 @@
-//! `ferrite gateway`: RDMA in front of an engine that knows only sockets.
+//! `ferrite gateway`: an RDMA listener in front of an engine that serves sockets only.
 
 use std::io::IsTerminal as _;
 use std::net::SocketAddr;
@@ -16,63 +16,67 @@ use serde::Serialize;
 use crate::signals::Signals;
 use crate::{address, seconds, size};
 
-/// Valkey's port, one further: the engine itself has the first.
+/// The engine's default port plus one.
 const DEFAULT_PORT: u16 = 6380;
 const WINDOW_MIN: u32 = 4 << 10;
 const WINDOW_MAX: u32 = size::MAX;
 
-/// Give an engine RDMA clients: Redis, Valkey, KeyDB, Dragonfly, Garnet, unchanged
+/// Accept RDMA clients for an unmodified engine: Redis, Valkey, KeyDB, Dragonfly, Garnet
 ///
 /// Listens for clients of Valkey Over RDMA (valkey-cli --rdma, valkey-benchmark --rdma, libvalkey)
-/// and for Ferrite peers, and gives each session a connection of its own to the engine's Unix or
-/// TCP socket. The engine sees an ordinary client, so that every command works: MULTI, SUBSCRIBE,
-/// BLPOP, MONITOR.
+/// and for Ferrite peers. Opens a connection of its own to the engine's Unix or TCP socket for each
+/// session. The engine sees an ordinary client, so every command works: MULTI, SUBSCRIBE, BLPOP,
+/// MONITOR.
 ///
-/// Ferrite peers and every other client may also come over TCP at the same port (unless --rdma
+/// Ferrite peers and all other clients may also connect over TCP to the same port (unless --rdma
 /// require).
 #[derive(Args)]
 #[command(after_help = HELP)]
 pub(crate) struct Options {
-    /// Where clients come in: IP (IPv6 in brackets) or name, with :PORT unless it is 6380
-    #[arg(long, value_name = "ADDRESS", value_parser = address::parse::<DEFAULT_PORT>, default_value = "0.0.0.0")]
+    /// Address to listen on: IP (IPv6 in brackets) or name, and :PORT (default 6380)
+    #[arg(long, value_name = "ADDRESS", value_parser = address::parse::<DEFAULT_PORT>,
+          default_value = "0.0.0.0")]
     listen: SocketAddr,
     /// The engine's socket: unix:/PATH or HOST:PORT
     #[arg(long, value_name = "SOCKET", default_value = "127.0.0.1:6379")]
     engine: EngineAddress,
-    /// Whether clients may, must or must not come over RDMA: prefer, require or forbid
+    /// Whether clients may, must or must not use RDMA: prefer, require or forbid
     #[arg(long, value_name = "POLICY", default_value = "prefer")]
     rdma: Rdma,
-    /// The memory that each client of Valkey Over RDMA writes to at first, 4K to 2M: pinned while
-    /// it is connected
+    /// First receive window of each Valkey Over RDMA client, 4K to 2M; pinned while the client is
+    /// connected
     ///
-    /// Valkey's own listener has 1M. 64K, 512K and 2M waste nothing.
+    /// The window is the memory that the client writes to. Valkey's own listener uses 1M. 64K, 512K
+    /// and 2M waste no memory.
     #[arg(long, value_name = "SIZE", value_parser = parse_window, default_value = "64K")]
     rx_size: u32,
-    /// The same for clients that send large values; less for each when there are many
+    /// Largest receive window, for clients that send large values; smaller if there are many
+    /// clients
     #[arg(long, value_name = "SIZE", value_parser = parse_window, default_value = "2M")]
     rx_size_max: u32,
     /// Maximum number of sessions; further clients are rejected
     #[arg(long, value_name = "COUNT", default_value_t = 10_000)]
     max_clients: usize,
-    /// Refuse clients of other hosts while the engine asks for no password
+    /// Reject clients of other hosts, and all over RDMA, while the engine asks for no password
     ///
-    /// Behind the gateway they would look to the engine as if they came from this host, which its
-    /// own protected mode lets pass.
+    /// To the engine, clients of the gateway seem to come from this host, and its own protected
+    /// mode accepts those.
     #[arg(long, value_name = "YES_OR_NO", value_enum, default_value_t = YesNo::Yes)]
     protected_mode: YesNo,
-    /// Serve clients of Valkey Over RDMA on devices that cannot keep their memory apart
+    /// Serve Valkey Over RDMA clients on devices that cannot isolate their memory
     ///
-    /// On a device without memory windows of type 2, whoever finds another client's key can write
-    /// commands in its name.
+    /// On a device without memory windows of type 2, a client that finds out another client's key
+    /// can write commands in its name.
     #[arg(long, value_name = "YES_OR_NO", value_enum, default_value_t = YesNo::No)]
     rdma_shared_windows: YesNo,
-    /// Busy-poll for completions for this long before sleeping: less latency for more CPU
+    /// Microseconds to busy-poll for completions before sleeping: less latency for more CPU
     #[arg(long, value_name = "MICROSECONDS", default_value_t = 0)]
     busy_poll_us: u32,
-    /// Time for sessions to receive outstanding replies after SIGTERM or SIGINT
-    #[arg(long, value_name = "SECONDS", value_parser = |text: &str| seconds::parse(text, 0.1), default_value = "5")]
+    /// Seconds for sessions to receive outstanding replies after SIGTERM or SIGINT
+    #[arg(long, value_name = "SECONDS", value_parser = |text: &str| seconds::parse(text, 0.1),
+          default_value = "5")]
     drain: Duration,
-    /// Print one line of JSON when it listens and one when it ends
+    /// Print a line of JSON when it listens and when it ends
     #[arg(long)]
     pub(crate) json: bool,
 }
@@ -86,9 +90,9 @@ Examples:
 The gateway pins 36 MiB for each RDMA device, and --rx-size for each client of Valkey Over RDMA.
 Set LimitMEMLOCK=infinity in its systemd unit.
 
-On SIGTERM and SIGINT it takes no new clients, delivers outstanding replies and exits with code 0.
+On SIGTERM and SIGINT it accepts no new clients, delivers outstanding replies and exits with code 0.
 A client in the middle of a command delays that while it keeps sending, and for 1 s afterwards.
-A second signal ends it at once, with exit code 1.
+A second signal stops it at once, with exit code 1.
 
 JSON lines: {event: listening, address, engine, devices[], rdma}, {event: ended, sessions {valkey,
   ferrite, tcp}, refused, engine_failures, to_engine_bytes, to_client_bytes}.
@@ -103,11 +107,11 @@ enum YesNo {
 fn parse_window(text: &str) -> Result<u32, String> {
     match size::parse(text)? {
         bytes @ WINDOW_MIN..=WINDOW_MAX => Ok(bytes),
-        _ => Err("from 4K to 2M".into()),
+        _ => Err("expected a size from 4K to 2M".into()),
     }
 }
 
-/// Warnings of the library: to whoever reads stderr.
+/// Prints the libraries' warnings on stderr.
 pub(crate) fn log_to_stderr() {
     tracing_subscriber::fmt()
         .with_writer(std::io::stderr)
@@ -120,7 +124,7 @@ pub(crate) fn log_to_stderr() {
 
 pub(crate) fn run(options: &Options) -> anyhow::Result<ExitCode> {
     log_to_stderr();
-    // One thread: a session is a task that copies, and what it waits for wakes it where it runs.
+    // One thread: sessions only copy bytes, and need no wake-ups across threads this way.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(serve(options))
 }
@@ -129,7 +133,7 @@ async fn serve(options: &Options) -> anyhow::Result<ExitCode> {
     let config = Config {
         busy_poll_us: options.busy_poll_us,
         shared_windows: options.rdma_shared_windows == YesNo::Yes,
-        // those beyond it are told why they must go
+        // More than max_clients, so that rejected clients can receive the reason.
         max_connections: options.max_clients.saturating_add(64),
         ..server_config()
     };
@@ -153,22 +157,23 @@ async fn serve(options: &Options) -> anyhow::Result<ExitCode> {
         ..GatewayConfig::new(options.engine.clone())
     });
     let mut signals = Signals::new()?;
-    let (asked, first) = tokio::sync::oneshot::channel::<()>();
-    tell_listening(options, &fabric, &listener);
-    let insisted = async {
+    let (stop, stop_requested) = tokio::sync::oneshot::channel::<()>();
+    report_listening(options, &fabric, &listener);
+    let stop_when_requested = async { drop(stop_requested.await) };
+    let second_signal = async {
         signals.next().await;
-        drop(asked);
+        drop(stop);
         signals.next().await;
     };
-    let hurried = tokio::select! {
-        served = gateway.serve(listener, async { drop(first.await) }) => served.map(|()| false)?,
-        () = insisted => true, // which cuts all sessions
+    let forced = tokio::select! {
+        served = gateway.serve(listener, stop_when_requested) => served.map(|()| false)?,
+        () = second_signal => true, // dropping `serve` closes all sessions
     };
-    if hurried {
-        eprintln!("ferrite: second signal: ending at once; sessions are cut");
+    if forced {
+        eprintln!("ferrite: second signal received, closing all sessions now");
     }
-    tell_ended(options, gateway.stats());
-    Ok(if hurried { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+    report_ended(options, gateway.stats());
+    Ok(if forced { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
 #[derive(Serialize)]
@@ -180,10 +185,9 @@ struct Listening<'a> {
     rdma: String,
 }
 
-fn tell_listening(options: &Options, fabric: &Fabric, listener: &Listener) {
+fn report_listening(options: &Options, fabric: &Fabric, listener: &Listener) {
     let address = listener.local_addr();
-    // A listener without RDMA (on a loopback address, say) has no use for the devices that were
-    // opened.
+    // A listener without RDMA, for example on a loopback address, does not use the open devices.
     let devices = if listener.absence().is_none() { fabric.devices() } else { Vec::new() };
     if options.json {
         let line = Listening {
@@ -221,7 +225,7 @@ struct Sessions {
     tcp: u64,
 }
 
-fn tell_ended(options: &Options, stats: GatewayStats) {
+fn report_ended(options: &Options, stats: GatewayStats) {
     let GatewayStats {
         valkey_sessions: valkey,
         ferrite_sessions: ferrite,
@@ -244,8 +248,9 @@ fn tell_ended(options: &Options, stats: GatewayStats) {
         return;
     }
     eprintln!(
-        "ferrite: gateway ended: sessions {} (Valkey {valkey}, Ferrite {ferrite}, TCP {tcp}), refused {refused}, engine connection \
-         failures {engine_failures}, bytes to the engine {to_engine_bytes}, to clients {to_client_bytes}",
+        "ferrite: gateway ended: sessions {} (Valkey {valkey}, Ferrite {ferrite}, TCP {tcp}), \
+         refused {refused}, engine connection failures {engine_failures}, \
+         bytes to the engine {to_engine_bytes}, to clients {to_client_bytes}",
         valkey + ferrite + tcp
     );
 }

@@ -1,19 +1,19 @@
-//! Round trips: taken by the CPU's counter, shown as percentiles.
+//! Measures round trips with the CPU's counter and reports percentiles.
 //!
-//! A time is taken right after each post, while the message is on its way; two such moments are one
-//! round trip apart. It is taken from the CPU's time stamp counter where there is a steady one:
-//! asking the kernel costs a system call on hosts whose clock is not mapped into the process (many
-//! guests).
+//! The recorder reads the clock right after each post, while the message is on its way. Two such
+//! moments are one round trip apart. It reads the CPU's time stamp counter where that is steady:
+//! reading the kernel's clock costs a system call on hosts that do not map it into the process
+//! (many guests).
 
 use std::time::Instant;
 
 use hdrhistogram::Histogram;
 use serde::Serialize;
 
-/// Takes the time of round trips.
+/// Records the duration of round trips.
 pub(crate) struct Recorder {
     clock: quanta::Clock,
-    /// The same moment by both clocks: what a tick is worth follows from a later such pair.
+    /// The same moment on both clocks. A second pair at the end gives the length of a tick.
     started: (u64, Instant),
     warmup: u64,
     posted: u64,
@@ -21,16 +21,16 @@ pub(crate) struct Recorder {
     ticks: Histogram<u64>,
 }
 
-/// Round trips, in ticks of the counter.
+/// Durations of round trips, in ticks of the counter.
 pub(crate) struct RoundTrips {
     pub(crate) ticks: Histogram<u64>,
     pub(crate) us_per_tick: f64,
 }
 
 impl Recorder {
-    /// Leaves the first `warmup` round trips out; at least one.
+    /// Creates a recorder that skips the first `warmup` round trips, at least one.
     pub(crate) fn new(warmup: u64) -> anyhow::Result<Self> {
-        /// About an hour; what is longer counts as this.
+        /// About an hour. Longer round trips count as this.
         const LONGEST_TICKS: u64 = 1 << 43;
         let clock = quanta::Clock::new();
         let started = (clock.raw(), Instant::now());
@@ -38,7 +38,7 @@ impl Recorder {
         Ok(Self { clock, started, warmup: warmup.max(1), posted: 0, last: 0, ticks })
     }
 
-    /// A message has just been posted.
+    /// Records that a message has just been posted.
     pub(crate) fn posted(&mut self) {
         let now = self.clock.raw();
         if self.posted >= self.warmup {
@@ -48,7 +48,7 @@ impl Recorder {
         self.last = now;
     }
 
-    /// What was recorded.
+    /// Returns the recorded round trips.
     pub(crate) fn finish(self) -> RoundTrips {
         let (ticks, time) =
             (self.clock.raw().saturating_sub(self.started.0), self.started.1.elapsed());
@@ -58,7 +58,7 @@ impl Recorder {
     }
 }
 
-/// Percentiles, in microseconds.
+/// Percentiles of latency, in microseconds.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct Latency {
     pub(crate) min: f64,
@@ -71,7 +71,7 @@ pub(crate) struct Latency {
 }
 
 impl Latency {
-    /// From round trips, each divided by `parts`.
+    /// Computes the percentiles of round trips, each divided by `parts`.
     pub(crate) fn of(RoundTrips { ticks, us_per_tick }: &RoundTrips, parts: f64) -> Self {
         #[expect(clippy::cast_precision_loss, reason = "2^53 ticks are a month")]
         let us = |ticks: u64| ticks as f64 * us_per_tick / parts;
@@ -87,14 +87,14 @@ impl Latency {
         }
     }
 
-    /// A row of a table, under [`heading`].
+    /// Formats a row of a table, under [`heading`].
     pub(crate) fn row(&self) -> String {
         let columns = [self.min, self.p50, self.p90, self.p99, self.p99_9, self.max, self.mean];
         columns.map(|us| format!("{us:>8.2}")).join(" ")
     }
 }
 
-/// Above the columns of [`Latency::row`].
+/// Formats the column names for [`Latency::row`].
 pub(crate) fn heading() -> String {
     ["min", "p50", "p90", "p99", "p99.9", "max", "mean"].map(|name| format!("{name:>8}")).join(" ")
 }
@@ -104,7 +104,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn latencies_are_microseconds_of_half_a_round_trip() {
+    fn divides_round_trips_and_converts_to_microseconds() {
         let mut ticks = Histogram::new_with_bounds(1, 1_000_000_000, 3).expect("bounds");
         for value in [4_000, 8_000, 8_000, 20_000] {
             ticks.record(value).expect("in bounds");
@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn warm_up_is_left_out() {
+    fn skips_warm_up_round_trips() {
         let mut recorder = Recorder::new(3).expect("bounds");
         (0..10).for_each(|_| recorder.posted());
         assert_eq!(recorder.finish().ticks.len(), 7);

@@ -1,13 +1,13 @@
-//! The `ferrite` command: one file per subcommand, and a few that several share (addresses,
-//! choices, percentiles).
+//! The `ferrite` command: one module per subcommand, and a few that several subcommands share
+//! (addresses, choices, percentiles).
 //!
-//! A command returns what went wrong as an error; this file alone turns it into words and an exit
+//! A subcommand returns its failure as an error. Only this file turns it into a message and an exit
 //! code.
 #![forbid(unsafe_code)]
 #![expect(
     clippy::print_stdout,
     clippy::print_stderr,
-    reason = "a command talks to people: results on stdout, everything else on stderr"
+    reason = "a command prints its results on stdout and everything else on stderr"
 )]
 
 use std::process::ExitCode;
@@ -29,10 +29,10 @@ mod server;
 mod signals;
 mod size;
 
-/// RDMA for Redis, Valkey and blobs: tools for the fabric.
+/// RDMA for Redis and Valkey: server, gateway, diagnostics and benchmarks.
 ///
-/// Works on every host: rdma-core is loaded when a command needs it, and a host without RDMA is
-/// told what is missing and what to do.
+/// Runs on every host. A command loads rdma-core when it needs it. On a host without RDMA it
+/// reports what is missing and how to fix it.
 #[derive(Parser)]
 #[command(name = "ferrite", version, max_term_width = 100, after_help = exit::HELP)]
 struct Cli {
@@ -53,7 +53,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    let cli = Cli::try_parse().unwrap_or_else(|error| wrong_usage(&error));
+    let cli = Cli::try_parse().unwrap_or_else(|error| exit_with_usage_error(&error));
     let done = |()| ExitCode::SUCCESS;
     let (outcome, json) = match cli.command {
         Command::Devices(options) => (devices::run(&options).map(done), options.json),
@@ -67,9 +67,10 @@ fn main() -> ExitCode {
     outcome.unwrap_or_else(|error| exit::report(&error, json))
 }
 
-/// Help too comes by this way, and is no failure.
-fn wrong_usage(error: &clap::Error) -> ! {
-    // The server's code for it is another: 2 may be the engine's.
+/// Prints the error and exits. clap also returns `--help` and `--version` this way; they exit with
+/// code 0.
+fn exit_with_usage_error(error: &clap::Error) -> ! {
+    // `ferrite server` passes the engine's exit code on, and 2 may be one of these.
     if error.use_stderr() && std::env::args_os().nth(1).is_some_and(|command| command == "server") {
         let _ = error.print();
         std::process::exit(server::USAGE.into());

@@ -1,8 +1,8 @@
-//! How a result is printed: one object for scripts, text for people.
+//! Prints the result of a command: a JSON object for scripts, text for people.
 
 use serde::Serialize;
 
-/// On stdout, as pretty JSON or as what `text` makes.
+/// Prints `result` on stdout, as indented JSON or as the text that `text` returns.
 pub(crate) fn print<T: Serialize>(
     result: &T,
     json: bool,

@@ -1,16 +1,16 @@
-//! `ferrite pingpong`: the latency between two hosts on bare verbs, over RDMA CM.
+//! `ferrite pingpong`: measures the latency between two hosts with plain verbs, over RDMA CM.
 //!
 //! | file | part |
 //! |---|---|
-//! | `wire.rs` | what the two sides tell each other in the private data of the handshake |
+//! | `wire.rs` | the messages in the private data of the handshake |
 //! | `endpoint.rs` | one queue pair, its memory and its completions |
-//! | `rounds.rs` | the loops: send, write, read; client and server |
-//! | `watch.rs` | who notices that the peer died or nothing moves |
-//! | `client.rs` `server.rs` `report.rs` | the two ends, and what is printed |
+//! | `rounds.rs` | the measured loops: send, write, read; client and server |
+//! | `watch.rs` | the thread that notices a dead peer or a lack of progress |
+//! | `client.rs` `server.rs` `report.rs` | the two sides, and the output |
 //!
-//! The loops hold no clock but the one that measures, and no timeout: a second thread watches, and
-//! ends a stuck connection by stopping its queue pair, which wakes the loop with a failed
-//! completion.
+//! The loops read no clock except the measuring one, and have no timeout. A second thread watches
+//! the connection. It ends a stuck one by stopping the queue pair, which wakes the loop with a
+//! failed completion.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -28,60 +28,63 @@ mod server;
 mod watch;
 mod wire;
 
-pub(crate) use watch::Ending;
+pub(crate) use watch::ConnectionLost;
 
-/// Where the server listens unless it is told otherwise.
+/// The server's default port.
 const DEFAULT_PORT: u16 = 7471;
 
 /// Measure the latency between two hosts over RDMA
 ///
-/// On one host, `ferrite pingpong --listen ADDRESS` waits for a client; on the other, `ferrite
-/// pingpong ADDRESS` runs the test and prints the result. The client's options travel with the
-/// connection: the server needs none. The connection is made by RDMA CM, so the addresses are the
-/// IP addresses of RDMA devices (`ferrite devices` lists them).
+/// On one host, `ferrite pingpong --listen ADDRESS` waits for a client. On the other, `ferrite
+/// pingpong ADDRESS` runs the test and prints the result. The client sends its options to the
+/// server, which needs none. RDMA CM makes the connection, so addresses are the IP addresses of
+/// RDMA devices (`ferrite devices` lists them).
 ///
 /// Every message carries its number, and both sides check it. The result is half the round trip for
-/// send and write, and the full round trip for read (as perftest's ib_send_lat, ib_write_lat and
-/// ib_read_lat do).
+/// send and write, and the full round trip for read, as in perftest's ib_send_lat, ib_write_lat
+/// and ib_read_lat.
 #[derive(Args)]
 #[command(after_help = HELP)]
 pub(crate) struct Options {
-    /// The server's address: IP (IPv6 in brackets) or name, with :PORT unless it is 7471
-    #[arg(value_name = "SERVER", value_parser = address::parse::<DEFAULT_PORT>, required_unless_present = "listen")]
+    /// The server's address: IP (IPv6 in brackets) or name, and :PORT (default 7471)
+    #[arg(value_name = "SERVER", value_parser = address::parse::<DEFAULT_PORT>,
+          required_unless_present = "listen")]
     server: Option<SocketAddr>,
-    /// Be the server: wait at this address (with :PORT unless it is 7471) and serve one client
-    #[arg(long, value_name = "ADDRESS", value_parser = address::parse::<DEFAULT_PORT>, conflicts_with = "server")]
+    /// Run as the server on this address, with :PORT (default 7471); serve one client and exit
+    #[arg(long, value_name = "ADDRESS", value_parser = address::parse::<DEFAULT_PORT>,
+          conflicts_with = "server")]
     listen: Option<SocketAddr>,
     /// Serve one client after the other until stopped
     #[arg(long, conflicts_with = "server")]
     forever: bool,
     /// Connect from this local address, and so over its device
     ///
-    /// Worth giving on a host with several: otherwise the routing table chooses, which may pick
-    /// another device than you think, or loop back inside the host if the server's address is local
-    /// as well.
-    #[arg(long, value_name = "ADDRESS", value_parser = address::parse::<0>, conflicts_with = "listen")]
+    /// Recommended on a host with several devices. Without it the routing table chooses: it may
+    /// pick another device than you expect, or loop back inside the host if the server's address
+    /// is local.
+    #[arg(long, value_name = "ADDRESS", value_parser = address::parse::<0>,
+          conflicts_with = "listen")]
     bind: Option<SocketAddr>,
-    /// What each round does
+    /// Operation of each round
     #[arg(long, value_enum, default_value_t = Op::Send, conflicts_with = "listen")]
     op: Op,
     /// Message size in bytes
     #[arg(long, value_name = "BYTES", default_value_t = 64, conflicts_with = "listen",
           value_parser = clap::value_parser!(u32).range(1..=i64::from(wire::SIZE_MAX)))]
     size: u32,
-    /// Measured rounds
+    /// Number of measured rounds
     #[arg(long, value_name = "COUNT", default_value_t = 1000, conflicts_with = "listen",
           value_parser = clap::value_parser!(u64).range(1..=1_000_000_000))]
     iters: u64,
-    /// Rounds before the measured ones
+    /// Number of rounds before the measured ones
     #[arg(long, value_name = "COUNT", default_value_t = 100, conflicts_with = "listen",
           value_parser = clap::value_parser!(u32).range(1..))]
     warmup: u32,
-    /// How both sides wait for completions (event: not for write, which completes nothing at the
-    /// receiver)
+    /// How both sides wait for completions (event does not work with write, which completes nothing
+    /// at the receiver)
     #[arg(long, value_enum, default_value_t = Mode::Poll, conflicts_with = "listen")]
     mode: Mode,
-    /// Messages up to this size travel inside the work request, if the device can
+    /// Send messages up to this size inline, inside the work request, if the device can
     #[arg(long, value_name = "BYTES", default_value_t = 220, conflicts_with = "listen")]
     inline: u32,
     /// Give up after this many seconds without progress
@@ -97,7 +100,7 @@ const HELP: &str = "\
 Examples:
   ferrite pingpong --listen 10.0.0.1                       on the first host
   ferrite pingpong 10.0.0.1 --bind 10.0.0.2                on the second
-  ferrite pingpong 10.0.0.1 --op read --size 4096 --json   the same server, another test
+  ferrite pingpong 10.0.0.1 --op read --size 4096 --json   another test with the same server
 
 JSON fields of the client, stable within a value of `format`:
   format (1), role (client), op, mode, size_bytes, iterations, warmup, inline, local, peer,
@@ -108,13 +111,13 @@ Failures print {error: {kind, missing?, message, remedy?}}.";
 
 pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     if options.op == Op::Write && options.mode == Mode::Event {
-        let text = "--mode event cannot be used with --op write: a write completes nothing at its receiver, so \
-                    there is no event to wait for. Use --mode poll, or --op send.\n";
+        let text = "--mode event cannot be used with --op write: a write completes nothing at its \
+                    receiver, so there is no event to wait for. Use --mode poll, or --op send.\n";
         clap::Error::raw(clap::error::ErrorKind::ArgumentConflict, text).exit();
     }
     match (options.listen, options.server) {
         (Some(listen), _) => server::run(options, listen),
         (None, Some(server)) => client::run(options, server),
-        (None, None) => anyhow::bail!("give a server's address, or --listen"),
+        (None, None) => anyhow::bail!("no address given: give the server's address, or --listen"),
     }
 }

@@ -1,5 +1,4 @@
-//! `ferrite relay`: clients that know only TCP, carried over RDMA. The other half of `ferrite
-//! gateway`.
+//! `ferrite relay`: carries TCP clients over RDMA. It is the counterpart of `ferrite gateway`.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -19,59 +18,59 @@ use crate::{address, gateway};
 const DEFAULT_PORT: u16 = 6380;
 const LISTEN_PORT: u16 = 6379;
 
-/// Give any client RDMA: it speaks TCP to this host, and each of its connections goes over RDMA
-/// from here
+/// Carry TCP clients of this host over RDMA to a server
 ///
 /// For clients that cannot be changed, in any language. At the other end is the Ferrite module,
-/// `ferrite gateway`, or Valkey's own RDMA listener. Bytes are carried as they are, so that every
-/// command works: MULTI, SUBSCRIBE, BLPOP, MONITOR.
+/// `ferrite gateway`, or Valkey's own RDMA listener. Bytes are carried unchanged, so every command
+/// works: MULTI, SUBSCRIBE, BLPOP, MONITOR.
 ///
-/// Who can reach the address that it listens on can use the engine as if from this host: keep it on
-/// loopback, or set a password in the engine.
+/// Everybody who can reach the relay's address can use the engine as if from this host. Keep the
+/// relay on loopback, or set a password in the engine.
 #[derive(Args)]
 #[command(after_help = HELP)]
 pub(crate) struct Options {
-    /// The server: IP (IPv6 in brackets) or name, with :PORT unless it is 6380
+    /// The server's address: IP (IPv6 in brackets) or name, and :PORT (default 6380)
     #[arg(long, value_name = "ADDRESS", value_parser = address::parse::<DEFAULT_PORT>)]
     to: SocketAddr,
-    /// Where clients come in, over TCP: with :PORT unless it is 6379
-    #[arg(long, value_name = "ADDRESS", value_parser = address::parse::<LISTEN_PORT>, default_value = "127.0.0.1")]
+    /// Address to listen on over TCP, with :PORT (default 6379)
+    #[arg(long, value_name = "ADDRESS", value_parser = address::parse::<LISTEN_PORT>,
+          default_value = "127.0.0.1")]
     listen: SocketAddr,
-    /// Whether RDMA may, must or must not carry them: prefer, require or forbid
+    /// Whether connections to the server may, must or must not use RDMA: prefer, require or forbid
     #[arg(long, value_name = "POLICY", default_value = "prefer")]
     rdma: Rdma,
     /// Connect from this local address, and so over its device
     #[arg(long, value_name = "ADDRESS", value_parser = address::parse::<0>)]
     local: Option<SocketAddr>,
-    /// Busy-poll for completions for this long before sleeping: less latency for more CPU
+    /// Microseconds to busy-poll for completions before sleeping: less latency for more CPU
     #[arg(long, value_name = "MICROSECONDS", default_value_t = 0)]
     busy_poll_us: u32,
-    /// Print one line of JSON when it listens and one when it ends
+    /// Print a line of JSON when it listens and when it ends
     #[arg(long)]
     pub(crate) json: bool,
 }
 
 const HELP: &str = "\
 Examples:
-  ferrite relay --to 10.0.0.1        redis-cli and every other client at 127.0.0.1:6379
+  ferrite relay --to 10.0.0.1        clients connect to 127.0.0.1:6379
   ferrite relay --to 10.0.0.1:6380 --listen 127.0.0.1:7000 --rdma require
 
-A client whose connection cannot be carried on gets an error (-ERR …) and is disconnected; the cause
-is on stderr. The relay ends on SIGTERM and SIGINT, with exit code 0.
+If the relay cannot connect to the server, the client gets an error (-ERR …) and is disconnected;
+the cause is on stderr. The relay ends on SIGTERM and SIGINT, with exit code 0.
 
 JSON lines: {event: listening, address, to, rdma}, {event: ended, sessions {rdma, tcp}, failed,
   to_server_bytes, to_client_bytes}. Failures print {error: {kind, missing?, message, remedy?}}.";
 
 pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     gateway::log_to_stderr();
-    // One thread: a session is a task that copies, and what it waits for wakes it where it runs.
+    // One thread: sessions only copy bytes, and need no wake-ups across threads this way.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(serve(options))
 }
 
-/// What it did.
+/// Counters of the relay's work.
 #[derive(Default)]
-struct Done {
+struct Counters {
     rdma: AtomicU64,
     tcp: AtomicU64,
     failed: AtomicU64,
@@ -89,52 +88,59 @@ async fn serve(options: &Options) -> anyhow::Result<()> {
     let listening = TcpListener::bind(options.listen).await;
     let listener = listening.with_context(|| format!("cannot listen on {}", options.listen))?;
     let mut signals = Signals::new()?;
-    tell_listening(options, listener.local_addr()?);
-    let done = Arc::new(Done::default());
+    report_listening(options, listener.local_addr()?);
+    let counters = Arc::new(Counters::default());
     loop {
         tokio::select! {
             accepted = listener.accept() => match accepted {
                 Ok((client, _)) => {
-                    tokio::spawn(carry(client, connector.clone(), options.to, Arc::clone(&done)));
+                    let (connector, counters) = (connector.clone(), Arc::clone(&counters));
+                    tokio::spawn(relay_client(client, connector, options.to, counters));
                 }
-                // Too many files, or a client that has gone: others may have more luck.
+                // Too many open files, or the client has disconnected. Accepts the next one.
                 Err(error) => {
                     static LINES: LogLimit = LogLimit::new();
                     if let Some(others) = LINES.pass() {
-                        tracing::warn!(%error, "a client could not be taken{others}");
+                        tracing::warn!(%error, "cannot accept a client{others}");
                     }
                     tokio::time::sleep(std::time::Duration::from_millis(100)).await;
                 }
             },
-            () = signals.next() => break, // nothing is waited for: a second one is not needed
+            // It exits at once, so there is no second signal to wait for.
+            () = signals.next() => break,
         }
     }
-    tell_ended(options, &done);
+    report_ended(options, &counters);
     Ok(())
 }
 
-async fn carry(mut client: TcpStream, connector: Connector, to: SocketAddr, done: Arc<Done>) {
+async fn relay_client(
+    mut client: TcpStream,
+    connector: Connector,
+    to: SocketAddr,
+    counters: Arc<Counters>,
+) {
     let _ = client.set_nodelay(true);
     let mut session = match connector.connect(to).await {
         Ok(session) => session,
         Err(error) => {
-            done.failed.fetch_add(1, Ordering::Relaxed);
+            counters.failed.fetch_add(1, Ordering::Relaxed);
             static LINES: LogLimit = LogLimit::new();
             if let Some(others) = LINES.pass() {
                 tracing::warn!(server = %to, %error, "cannot connect to the server{others}");
             }
-            // Without the server's address and the system's error: those are for the log.
+            // The server's address and the system's error go to the log only.
             let _ = client.write_all(b"-ERR Ferrite relay: cannot connect to the server\r\n").await;
             return;
         }
     };
     match session.transport() {
-        SessionTransport::FerriteRdma | SessionTransport::ValkeyRdma => &done.rdma,
-        _ => &done.tcp,
+        SessionTransport::FerriteRdma | SessionTransport::ValkeyRdma => &counters.rdma,
+        _ => &counters.tcp,
     }
     .fetch_add(1, Ordering::Relaxed);
-    // A side that breaks off is no event.
-    let _ = pump(&mut client, &mut session, &done.moved).await;
+    // A lost connection on either side is not worth a log line.
+    let _ = pump(&mut client, &mut session, &counters.moved).await;
 }
 
 #[derive(Serialize)]
@@ -145,13 +151,13 @@ struct Listening {
     rdma: String,
 }
 
-fn tell_listening(options: &Options, address: SocketAddr) {
+fn report_listening(options: &Options, address: SocketAddr) {
     let Options { to, rdma, json, .. } = options;
     if *json {
         let line = Listening { event: "listening", address, to: *to, rdma: rdma.to_string() };
         println!("{}", serde_json::to_string(&line).expect("plain values"));
     } else {
-        eprintln!("ferrite: relay at {address} to {to} (RDMA: {rdma})");
+        eprintln!("ferrite: relay listening on {address}, server {to} (RDMA: {rdma})");
     }
 }
 
@@ -170,10 +176,11 @@ struct Sessions {
     tcp: u64,
 }
 
-fn tell_ended(options: &Options, done: &Done) {
+fn report_ended(options: &Options, counters: &Counters) {
     let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-    let (rdma, tcp, failed) = (count(&done.rdma), count(&done.tcp), count(&done.failed));
-    let (to_server_bytes, to_client_bytes) = done.moved.both();
+    let (rdma, tcp, failed) =
+        (count(&counters.rdma), count(&counters.tcp), count(&counters.failed));
+    let (to_server_bytes, to_client_bytes) = counters.moved.both();
     if options.json {
         let line = Ended {
             event: "ended",
@@ -185,8 +192,8 @@ fn tell_ended(options: &Options, done: &Done) {
         println!("{}", serde_json::to_string(&line).expect("plain values"));
     } else {
         eprintln!(
-            "ferrite: relay ended: sessions over RDMA {rdma}, over TCP {tcp}, failed {failed}, bytes to the server \
-             {to_server_bytes}, to clients {to_client_bytes}"
+            "ferrite: relay ended: sessions over RDMA {rdma}, over TCP {tcp}, failed {failed}, \
+             bytes to the server {to_server_bytes}, to clients {to_client_bytes}"
         );
     }
 }

@@ -1,6 +1,5 @@
-//! The command on a host without RDMA devices, which is every host that builds this: it starts,
-//! says which part is missing and what to do, and exits with a code of its own. Whether rdma-core
-//! is installed makes no difference.
+//! The `ferrite` command on a host without RDMA devices, as build hosts are. It starts, names the
+//! missing part and the remedy, and exits with its own code. rdma-core may be installed or not.
 
 use std::path::Path;
 use std::process::{Command, Output};
@@ -18,7 +17,7 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).expect("UTF-8")
 }
 
-/// The invocations that need RDMA.
+/// Invocations that need RDMA.
 const COMMANDS: [&[&str]; 5] = [
     &["devices"],
     &["pingpong", "10.0.0.1"],
@@ -27,13 +26,13 @@ const COMMANDS: [&[&str]; 5] = [
     &["bench", "fabric", "--listen", "10.0.0.1:7472"],
 ];
 
-/// A developer may have a device; then there is nothing to see here.
+/// Returns whether this host has a device. Tests of its absence are then skipped.
 fn has_device() -> bool {
     Path::new("/sys/class/infiniband").read_dir().is_ok_and(|mut devices| devices.next().is_some())
 }
 
 #[test]
-fn absence_is_one_paragraph_with_its_remedy() {
+fn prints_absence_as_one_paragraph_with_its_remedy() {
     if has_device() {
         return;
     }
@@ -51,7 +50,7 @@ fn absence_is_one_paragraph_with_its_remedy() {
 }
 
 #[test]
-fn absence_in_json_is_an_object() {
+fn prints_absence_as_json_object() {
     if has_device() {
         return;
     }
@@ -68,7 +67,7 @@ fn absence_in_json_is_an_object() {
 }
 
 #[test]
-fn nothing_of_rdma_core_is_linked() {
+fn does_not_link_rdma_core() {
     let output =
         Command::new("ldd").arg(env!("CARGO_BIN_EXE_ferrite")).output().expect("ldd starts");
     let libraries = text(&output.stdout);
@@ -77,7 +76,7 @@ fn nothing_of_rdma_core_is_linked() {
 }
 
 #[test]
-fn wrong_usage_has_its_own_code() {
+fn exits_with_2_on_wrong_usage() {
     for arguments in [
         &["pingpong"][..],
         &["pingpong", "10.0.0.1", "--listen", "10.0.0.1"],
@@ -103,7 +102,7 @@ fn wrong_usage_has_its_own_code() {
 }
 
 #[test]
-fn help_and_version() {
+fn prints_help_and_version() {
     assert!(text(&ferrite(&["--version"]).stdout).starts_with("ferrite 0."));
     assert!(text(&ferrite(&["--help"]).stdout).contains("69 this host has no usable RDMA"));
     for command in [&["devices"][..], &["pingpong"], &["bench", "fabric"]] {

@@ -1,10 +1,11 @@
 //! `ferrite server` with real engines on a host without RDMA: Debian's Redis, and Valkey where the
 //! lab has built it.
 //!
-//! What it says, how it ends, and that no engine is left. Over RDMA it is `lab_server`'s.
+//! Checks its messages, its exit codes, and that no engine is left behind. `lab_server` tests it
+//! over RDMA.
 
-#[path = "server/scene.rs"]
-mod scene;
+#[path = "server/harness.rs"]
+mod harness;
 
 use std::net::TcpStream;
 use std::os::unix::net::{UnixDatagram, UnixStream};
@@ -12,17 +13,17 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
-use scene::{Directory, PATIENCE, Server, Setup, ask, free_port, is_alive, signal, until};
+use harness::{Directory, Server, Setup, TIMEOUT, ask, free_port, is_alive, signal, until};
 use serde_json::Value;
 
-/// Saving takes longer than anybody waits.
+/// Makes saving take longer than any test waits.
 const SLOW_SAVE: &str = "rdb-key-save-delay = 1000000";
 
 fn has_device() -> bool {
     Path::new("/sys/class/infiniband").read_dir().is_ok_and(|mut devices| devices.next().is_some())
 }
 
-/// The engines there are, and those named in FERRITE_ENGINES, by their words in `server.engine`.
+/// Returns the installed engines and those in FERRITE_ENGINES, as values for `server.engine`.
 fn engines() -> Vec<String> {
     let cache = std::env::var_os("FERRITE_LAB_CACHE").map(PathBuf::from).or_else(|| {
         let cache = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
@@ -33,22 +34,23 @@ fn engines() -> Vec<String> {
         cache.map(|cache| cache.join("valkey/valkey-server")).filter(|server| server.exists());
     // As in the module's tests: paths of servers, separated by colons.
     let named = std::env::var_os("FERRITE_ENGINES").unwrap_or_default();
-    // "" has one
+    // An empty variable splits into one empty path.
     let named = std::env::split_paths(&named).filter(|path| !path.as_os_str().is_empty());
     let paths = valkey.into_iter().chain(named).map(|path| path.display().to_string());
     ["redis-server".to_owned()].into_iter().chain(paths).collect()
 }
 
-/// Ports of a test's own.
+/// Returns a `[network]` section with ports of the test's own.
 fn network() -> String {
     let (tcp, rdma) = (free_port(), free_port());
     format!("bind = \"127.0.0.1\"\nport = {tcp}\nrdma_listen = \"127.0.0.1:{rdma}\"")
 }
 
-fn ready(event: &Value) -> UnixStream {
+/// Connects to the engine's Unix socket, which the event `ready` names.
+fn connect(event: &Value) -> UnixStream {
     let socket =
         UnixStream::connect(event["unix_socket"].as_str().expect("a path")).expect("it listens");
-    socket.set_read_timeout(Some(PATIENCE)).expect("a time limit");
+    socket.set_read_timeout(Some(TIMEOUT)).expect("a time limit");
     socket
 }
 
@@ -68,7 +70,7 @@ fn text(bytes: &[u8]) -> String {
 }
 
 #[test]
-fn serves_ends_well_and_keeps_the_data() {
+fn serves_clients_and_saves_the_data_when_it_stops() {
     for engine in engines() {
         let directory = Directory::new();
         let (network, server) = (network(), format!("engine = \"{engine}\""));
@@ -81,13 +83,12 @@ fn serves_ends_well_and_keeps_the_data() {
             first.until_logged("over TCP only, no RDMA: ");
         }
         let socket = PathBuf::from(event["unix_socket"].as_str().expect("a path"));
-        let private =
-            std::fs::metadata(socket.parent().expect("a directory")).expect("it is there");
+        let private = std::fs::metadata(socket.parent().expect("a directory")).expect("it exists");
         assert_eq!(std::os::unix::fs::PermissionsExt::mode(&private.permissions()) & 0o777, 0o700);
-        // By the module's port, through the proxy connection to the private socket.
+        // Through the module's port and the proxy connection to the private socket.
         let module =
             TcpStream::connect(event["address"].as_str().expect("an address")).expect("it listens");
-        module.set_read_timeout(Some(PATIENCE)).expect("a time limit");
+        module.set_read_timeout(Some(TIMEOUT)).expect("a time limit");
         assert_eq!(ask(&module, &["SET", "key", "kept"]), "+OK");
         let own =
             TcpStream::connect(("127.0.0.1", event["tcp_port"].as_u64().expect("a port") as u16));
@@ -97,28 +98,28 @@ fn serves_ends_well_and_keeps_the_data() {
         assert_eq!(first.end(), (Some(0), String::new()));
         assert!(
             !socket.exists() && !socket.parent().is_some_and(Path::exists),
-            "its directory is gone"
+            "its directory is removed"
         );
         let log = first.log();
-        for words in [
+        for line in [
             "* SIGTERM received, shutting down",
             "DB saved on disk",
-            "* the engine has ended with code 0",
+            "* the engine exited with code 0",
         ] {
-            assert!(log.contains(words), "{words}: {log}");
+            assert!(log.contains(line), "{line}: {log}");
         }
-        // SHUTDOWN by a client is an end as good.
+        // SHUTDOWN by a client also ends with code 0.
         let mut second = Server::start(&directory, &setup);
         let event = second.event("ready");
-        assert_eq!(ask(ready(&event), &["GET", "key"]), "kept");
-        std::io::Write::write_all(&mut ready(&event), b"SHUTDOWN\r\n").expect("it listens");
+        assert_eq!(ask(connect(&event), &["GET", "key"]), "kept");
+        std::io::Write::write_all(&mut connect(&event), b"SHUTDOWN\r\n").expect("it listens");
         assert_eq!(second.event("ended")["code"], 0);
         assert_eq!(second.end().0, Some(0));
     }
 }
 
 #[test]
-fn check_says_what_would_be_run_and_runs_nothing() {
+fn check_prints_the_configuration_and_starts_nothing() {
     let directory = Directory::new();
     let network = network();
     let setup = Setup {
@@ -127,9 +128,9 @@ fn check_says_what_would_be_run_and_runs_nothing() {
         ..Setup::default()
     };
     let file = directory.file("ferrite.toml", &setup.text(directory.path()));
-    let said = run(&["--check"], &file);
-    let words = text(&said.stdout);
-    assert_eq!(said.status.code(), Some(0), "{words}");
+    let output = run(&["--check"], &file);
+    let stdout = text(&output.stdout);
+    assert_eq!(output.status.code(), Some(0), "{stdout}");
     for part in [
         "engine   /",
         "server v=",
@@ -138,9 +139,9 @@ fn check_says_what_would_be_run_and_runs_nothing() {
         "  maxmemory 1gb\n",
         "  requirepass …\n",
     ] {
-        assert!(words.contains(part), "{part}: {words}");
+        assert!(stdout.contains(part), "{part}: {stdout}");
     }
-    assert!(!words.contains("hush"), "{words}");
+    assert!(!stdout.contains("hush"), "{stdout}");
     let object: Value =
         serde_json::from_slice(&run(&["--check", "--json"], &file).stdout).expect("JSON");
     assert!(
@@ -149,24 +150,24 @@ fn check_says_what_would_be_run_and_runs_nothing() {
             .is_some_and(|lines| lines.contains(&"maxmemory 1gb".into()))
     );
     let socket = Path::new(object["unix_socket"].as_str().expect("a path"));
-    assert!(!socket.parent().is_some_and(Path::exists), "nothing was made");
+    assert!(!socket.parent().is_some_and(Path::exists), "no directory was created");
 }
 
 #[test]
-fn a_wrong_file_is_named_with_its_line() {
+fn errors_in_the_file_name_file_and_line() {
     let directory = Directory::new();
     let file = directory.file("ferrite.toml", "[network]\n\nrdma_devcie = \"mlx5_0\"\n");
-    let said = run(&["--json"], &file);
-    assert_eq!(said.status.code(), Some(64));
-    let words = format!(
+    let output = run(&["--json"], &file);
+    assert_eq!(output.status.code(), Some(64));
+    let message = format!(
         "{}:3: network.rdma_devcie: unknown key; the nearest known one is network.rdma_device",
         file.display()
     );
-    assert!(text(&said.stderr).contains(&words), "{}", text(&said.stderr));
-    let object: Value = serde_json::from_slice(&said.stdout).expect("JSON");
+    assert!(text(&output.stderr).contains(&message), "{}", text(&output.stderr));
+    let object: Value = serde_json::from_slice(&output.stdout).expect("JSON");
     assert_eq!(
         (object["error"]["kind"].as_str(), object["error"]["message"].as_str()),
-        (Some("config"), Some(words.as_str()))
+        (Some("config"), Some(message.as_str()))
     );
     assert_eq!(run(&[], &directory.path().join("nowhere.toml")).status.code(), Some(64));
     assert_eq!(run(&["--no-such-option"], &file).status.code(), Some(64));
@@ -174,28 +175,29 @@ fn a_wrong_file_is_named_with_its_line() {
 }
 
 #[test]
-fn what_is_missing_is_said_with_where_it_was_looked_for() {
+fn names_the_places_where_engine_and_module_were_searched() {
     let directory = Directory::new();
     let file = directory.file("ferrite.toml", "");
     let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
-    let said = command
+    let output = command
         .args(["server", "--config"])
         .arg(&file)
         .env("PATH", "/nowhere")
         .output()
-        .expect("it starts");
-    assert_eq!(said.status.code(), Some(71));
+        .expect("ferrite starts");
+    assert_eq!(output.status.code(), Some(71));
     assert!(
-        text(&said.stderr).contains("looked for valkey-server and redis-server in PATH (/nowhere)")
+        text(&output.stderr)
+            .contains("looked for valkey-server and redis-server in PATH (/nowhere)")
     );
     let file = directory.file("ferrite.toml", "[server]\nmodule = \"/nowhere/ferrite.so\"\n");
-    let said = run(&[], &file);
-    assert_eq!(said.status.code(), Some(71));
-    assert!(text(&said.stderr).contains("server.module: there is no file /nowhere/ferrite.so"));
+    let output = run(&[], &file);
+    assert_eq!(output.status.code(), Some(71));
+    assert!(text(&output.stderr).contains("server.module: no such file: /nowhere/ferrite.so"));
 }
 
 #[test]
-fn required_rdma_has_a_code_of_its_own() {
+fn exits_with_69_if_rdma_is_required_and_unavailable() {
     if has_device() {
         return;
     }
@@ -206,41 +208,42 @@ fn required_rdma_has_a_code_of_its_own() {
             &directory,
             &Setup { network: &network, server: &server, ..Setup::default() },
         );
-        let (code, said) = server.end();
+        let (code, stdout) = server.end();
         assert_eq!(code, Some(69), "{}", server.log());
-        let object: Value = serde_json::from_str(&said).expect("JSON");
+        let object: Value = serde_json::from_str(&stdout).expect("JSON");
         assert_eq!(object["error"]["kind"], "absent");
-        let words = object["error"]["message"].as_str().expect("words");
-        assert!(words.contains("RDMA is required") && words.contains("to do: "), "{words}");
+        let message = object["error"]["message"].as_str().expect("a message");
+        assert!(message.contains("RDMA is required") && message.contains("to do: "), "{message}");
     }
 }
 
 #[test]
-fn forbidden_rdma_is_the_engine_alone() {
+fn runs_the_engine_without_the_module_if_rdma_is_disabled() {
     let directory = Directory::new();
     let network = network() + "\nrdma_enabled = false";
     let mut server = Server::start(&directory, &Setup { network: &network, ..Setup::default() });
     let event = server.event("ready");
     assert_eq!((&event["status"], &event["module"]), (&"none".into(), &Value::Null), "{event}");
-    assert_eq!(ask(ready(&event), &["MODULE", "LIST"]), "*0");
+    assert_eq!(ask(connect(&event), &["MODULE", "LIST"]), "*0");
 }
 
 #[test]
-fn an_engine_that_does_not_come_up_has_the_last_word() {
+fn reports_the_message_of_an_engine_that_does_not_start() {
     let directory = Directory::new();
     let network = network();
     let wrong = Setup { network: &network, engine: "maxmemory = \"much\"", ..Setup::default() };
     let mut server = Server::start(&directory, &wrong);
-    let (code, said) = server.end();
+    let (code, stdout) = server.end();
     assert_eq!(code, Some(1), "{}", server.log());
-    let object: Value = serde_json::from_str(&said).expect("JSON");
-    let words = object["error"]["message"].as_str().expect("words");
-    assert!(words.contains("before it was ready, with code 1: "), "{words}");
-    assert!(words.contains("maxmemory") && words.contains("must be a memory value"), "{words}");
+    let object: Value = serde_json::from_str(&stdout).expect("JSON");
+    let message = object["error"]["message"].as_str().expect("a message");
+    assert!(message.contains("exited with code 1 before it was ready: "), "{message}");
+    assert!(message.contains("maxmemory"), "{message}");
+    assert!(message.contains("must be a memory value"), "{message}");
     assert!(server.log().contains("must be a memory value"), "{}", server.log());
 }
 
-/// An engine quotes the line that it does not like; what has a password is not passed on.
+/// An engine quotes the line that it rejects. ferrite hides the password in it.
 #[test]
 fn hides_passwords_that_the_engine_quotes() {
     let directory = Directory::new();
@@ -251,28 +254,30 @@ fn hides_passwords_that_the_engine_quotes() {
     };
     let file = directory.file("ferrite.toml", &text.text(directory.path()));
     let output = run(&["--json"], &file);
-    let (said, log) = (self::text(&output.stdout), self::text(&output.stderr));
+    let (stdout, log) = (self::text(&output.stdout), self::text(&output.stderr));
     assert_eq!(output.status.code(), Some(1), "{log}");
     assert!(log.contains(">>> 'requirepass …'"), "{log}");
-    assert!(!log.contains("swordfish") && !said.contains("swordfish"), "{log}{said}");
+    assert!(!log.contains("swordfish") && !stdout.contains("swordfish"), "{log}{stdout}");
 }
 
 #[test]
-fn an_engine_that_is_silent_is_ended() {
+fn stops_an_engine_that_does_not_answer() {
     let directory = Directory::new();
     let program = directory.file("silent", "#!/bin/sh\nexec sleep 600\n");
     std::fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o755))
         .expect("a program");
     let server = format!("engine = \"{}\"\nstartup_timeout = \"1s\"", program.display());
     let mut server = Server::start(&directory, &Setup { server: &server, ..Setup::default() });
-    let (code, said) = server.end();
+    let (code, stdout) = server.end();
     assert_eq!(code, Some(71), "{}", server.log());
-    assert!(said.contains("the engine did not answer at ") && said.contains(" for 1 s"), "{said}");
+    assert!(stdout.contains("the engine did not answer at "), "{stdout}");
+    assert!(stdout.contains(" for 1 s"), "{stdout}");
 }
 
-/// Slower to load its data than it may be silent: it is not silent. systemd hears all of it.
+/// Loading takes longer than `startup_timeout`, which limits silence only. systemd is notified of
+/// each step.
 #[test]
-fn loading_is_not_silence_and_systemd_is_told() {
+fn waits_for_loading_and_notifies_systemd() {
     let directory = Directory::new();
     let network = network();
     let setup = Setup { network: &network, ..Setup::default() };
@@ -280,17 +285,17 @@ fn loading_is_not_silence_and_systemd_is_told() {
     let event = first.event("ready");
     let script =
         "for i = 1, 700 do redis.call('SET', 'key' .. i, string.rep('x', 1000)) end return 1";
-    assert_eq!(ask(ready(&event), &["EVAL", script, "0"]), ":1");
+    assert_eq!(ask(connect(&event), &["EVAL", script, "0"]), ":1");
     first.signal("INT");
     assert_eq!(first.event("ended")["code"], 0);
 
     let notified = directory.path().join("notify");
     let systemd = UnixDatagram::bind(&notified).expect("a socket");
-    systemd.set_read_timeout(Some(PATIENCE)).expect("a time limit");
+    systemd.set_read_timeout(Some(TIMEOUT)).expect("a time limit");
     let next = || {
-        let mut words = [0; 4096];
-        let length = systemd.recv(&mut words).expect("it tells");
-        text(&words[..length])
+        let mut message = [0; 4096];
+        let length = systemd.recv(&mut message).expect("a notification");
+        text(&message[..length])
     };
     let mut second = Server::start_with(
         &directory,
@@ -303,29 +308,29 @@ fn loading_is_not_silence_and_systemd_is_told() {
             command.env("NOTIFY_SOCKET", &notified);
         },
     );
-    let begun = Instant::now();
-    assert_eq!(next(), "STATUS=the engine starts");
+    let started = Instant::now();
+    assert_eq!(next(), "STATUS=starting the engine");
     let mut loading = 0;
     let ready = loop {
-        let words = next();
-        if words.starts_with("READY=1\nSTATUS=ready: ") {
-            break words;
+        let message = next();
+        if message.starts_with("READY=1\nSTATUS=ready: ") {
+            break message;
         }
-        assert_eq!(words, "EXTEND_TIMEOUT_USEC=30000000\nSTATUS=the engine loads its data");
+        assert_eq!(message, "EXTEND_TIMEOUT_USEC=30000000\nSTATUS=the engine is loading its data");
         loading += 1;
     };
-    assert!(loading > 1 && begun.elapsed() > Duration::from_secs(5), "{loading}: {ready}");
+    assert!(loading > 1 && started.elapsed() > Duration::from_secs(5), "{loading}: {ready}");
     second.event("ready");
     second.signal("TERM");
-    assert_eq!(next(), "STOPPING=1\nSTATUS=ending the engine");
+    assert_eq!(next(), "STOPPING=1\nSTATUS=stopping the engine");
     assert_eq!(second.end().0, Some(0));
 }
 
 #[test]
-fn an_engine_with_a_password_is_ready_and_sighup_changes_nothing() {
+fn engine_with_a_password_becomes_ready_and_sighup_is_ignored() {
     let directory = Directory::new();
     let network = network();
-    // In the engine's own file, where we do not see it.
+    // The password is in the engine's own file, which ferrite does not read.
     let log = directory.path().join("another-log");
     let engine = format!("requirepass hush\nlogfile {}\ndaemonize yes\n", log.display());
     let engine = directory.file("engine.conf", &engine);
@@ -337,17 +342,17 @@ fn an_engine_with_a_password_is_ready_and_sighup_changes_nothing() {
     let event = server.event("ready");
     assert_eq!(event["status"], "unknown", "{event}");
     assert!(
-        event["reason"].as_str().is_some_and(|words| words.starts_with("listening on 127.0.0.1:")),
+        event["reason"].as_str().is_some_and(|text| text.starts_with("listening on 127.0.0.1:")),
         "{event}"
     );
-    assert!(ask(ready(&event), &["PING"]).starts_with("-NOAUTH"));
+    assert!(ask(connect(&event), &["PING"]).starts_with("-NOAUTH"));
     server.signal("HUP");
-    server.until_logged("SIGHUP: nothing is read again");
-    assert!(ask(ready(&event), &["PING"]).starts_with("-NOAUTH"));
+    server.until_logged("SIGHUP ignored");
+    assert!(ask(connect(&event), &["PING"]).starts_with("-NOAUTH"));
     server.signal("TERM");
     assert_eq!(server.event("ended")["code"], 0);
 
-    // In our file, where we do.
+    // The password is in ferrite.toml, which ferrite reads.
     let mut server = Server::start(
         &directory,
         &Setup { network: &network, engine: "requirepass = \"hush\"", ..Setup::default() },
@@ -361,62 +366,63 @@ fn an_engine_with_a_password_is_ready_and_sighup_changes_nothing() {
     assert_ne!(event["status"], "unknown", "{event}");
 }
 
-/// With something to save.
-fn slow_to_end(server: &mut Server) {
+/// Writes data and sends SIGTERM: with [`SLOW_SAVE`] the engine does not stop by itself.
+fn begin_slow_stop(server: &mut Server) {
     let event = server.event("ready");
     let script = "for i = 1, 100 do redis.call('SET', 'key' .. i, i) end return 1";
-    assert_eq!(ask(ready(&event), &["EVAL", script, "0"]), ":1");
+    assert_eq!(ask(connect(&event), &["EVAL", script, "0"]), ":1");
     server.signal("TERM");
 }
 
 #[test]
-fn a_second_signal_hurries() {
+fn second_signal_kills_the_engine() {
     let directory = Directory::new();
     let network = network();
     let mut server = Server::start(
         &directory,
         &Setup { network: &network, engine: SLOW_SAVE, ..Setup::default() },
     );
-    slow_to_end(&mut server);
+    begin_slow_stop(&mut server);
     server.until_logged("Saving the final RDB snapshot");
     server.signal("TERM");
     assert_eq!(server.event("ended")["code"], 137);
     assert_eq!(server.end().0, Some(137));
-    assert!(server.log().contains("told again: the engine is killed"), "{}", server.log());
+    let line = "second signal received, killing the engine";
+    assert!(server.log().contains(line), "{}", server.log());
 }
 
 #[test]
-fn an_engine_that_does_not_end_in_time_is_killed() {
+fn kills_an_engine_that_does_not_stop_in_time() {
     let directory = Directory::new();
     let network = network();
     let setup =
         Setup { server: "shutdown_timeout = \"500ms\"", network: &network, engine: SLOW_SAVE };
     let mut server = Server::start(&directory, &setup);
-    slow_to_end(&mut server);
+    begin_slow_stop(&mut server);
     assert_eq!(server.end().0, Some(137));
-    assert!(server.log().contains("has not ended in 0.5 s: it is killed"), "{}", server.log());
+    assert!(server.log().contains("did not stop within 0.5 s, killing it"), "{}", server.log());
 }
 
 #[test]
-fn the_engine_ends_in_good_order_when_ferrite_is_killed() {
+fn engine_saves_and_stops_when_ferrite_is_killed() {
     let directory = Directory::new();
     let network = network();
     let setup = Setup { network: &network, ..Setup::default() };
     let mut server = Server::start(&directory, &setup);
     let event = server.event("ready");
-    assert_eq!(ask(ready(&event), &["SET", "key", "kept"]), "+OK");
+    assert_eq!(ask(connect(&event), &["SET", "key", "kept"]), "+OK");
     let engine = u32::try_from(event["pid"].as_u64().expect("an id")).expect("an id");
     assert!(is_alive(engine));
     server.signal("KILL");
     until("the engine ends", || !is_alive(engine), || server.log());
     drop(server);
-    let mut again = Server::start(&directory, &setup);
-    let event = again.event("ready");
-    assert_eq!(ask(ready(&event), &["GET", "key"]), "kept", "it has saved");
+    let mut second = Server::start(&directory, &setup);
+    let event = second.event("ready");
+    assert_eq!(ask(connect(&event), &["GET", "key"]), "kept", "the engine has saved");
 }
 
 #[test]
-fn a_killed_engine_is_our_end_or_is_started_again() {
+fn exits_or_restarts_after_the_engine_was_killed() {
     let directory = Directory::new();
     let network = network();
     let mut server = Server::start(&directory, &Setup { network: &network, ..Setup::default() });
@@ -429,12 +435,12 @@ fn a_killed_engine_is_our_end_or_is_started_again() {
     let policy = "restart = \"on-failure\"\nrestart_delay = \"100ms\"\nrestart_limit = 2";
     let setup = Setup { server: policy, network: &network, ..Setup::default() };
     let mut server = Server::start(&directory, &setup);
-    let mut before = Value::Null;
+    let mut last_pid = Value::Null;
     for (restart, delay) in [(1, 0.1), (2, 0.2)] {
         let event = server.event("ready");
-        assert_ne!(event["pid"], before, "another engine");
-        assert_eq!(ask(ready(&event), &["PING"]), "+PONG");
-        before = event["pid"].clone();
+        assert_ne!(event["pid"], last_pid, "a new engine");
+        assert_eq!(ask(connect(&event), &["PING"]), "+PONG");
+        last_pid = event["pid"].clone();
         kill(&event);
         let event = server.event("restarting");
         assert_eq!(
@@ -444,8 +450,8 @@ fn a_killed_engine_is_our_end_or_is_started_again() {
         assert_eq!(event["code"], 137);
     }
     kill(&server.event("ready"));
-    let (code, said) = server.end();
+    let (code, stdout) = server.end();
     assert_eq!(code, Some(137), "{}", server.log());
-    assert!(said.contains("the engine has ended by signal 9"), "{said}");
-    assert!(server.log().contains("no more restarts: there were 2 in a row"), "{}", server.log());
+    assert!(stdout.contains("the engine was killed by signal 9"), "{stdout}");
+    assert!(server.log().contains("giving up after 2 restarts in a row"), "{}", server.log());
 }

@@ -1,5 +1,5 @@
-//! The command on real devices: runs in the lab's guest, with rxe1 on 10.0.0.1 (h1) and rxe2 on
-//! 10.0.0.2 (h2).
+//! The `ferrite` command with Soft-RoCE devices, in the lab's guest: rxe1 on 10.0.0.1 (h1) and rxe2
+//! on 10.0.0.2 (h2).
 
 use std::io::{BufRead as _, BufReader};
 use std::process::{Child, ChildStderr, Command, Output, Stdio};
@@ -24,19 +24,19 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).expect("UTF-8")
 }
 
-/// A command with two ends, and how its client says where it is.
-type TwoEnds = (&'static [&'static str], &'static str);
+/// A command with a client and a server, and the client's option for its local address.
+type TwoSided = (&'static [&'static str], &'static str);
 
-const PINGPONG: TwoEnds = (&["pingpong"], "--bind");
-const BENCH: TwoEnds = (&["bench", "fabric"], "--local");
-const STREAM: TwoEnds = (&["bench", "stream"], "--local");
+const PINGPONG: TwoSided = (&["pingpong"], "--bind");
+const BENCH: TwoSided = (&["bench", "fabric"], "--local");
+const STREAM: TwoSided = (&["bench", "stream"], "--local");
 
-/// A server that listens, and is ended with the test.
+/// A listening server; drop kills it.
 struct Server {
     child: Child,
     address: String,
-    ends: TwoEnds,
-    /// Kept, so that it may go on talking.
+    sides: TwoSided,
+    /// Kept open, so that the server can write to it.
     _stderr: BufReader<ChildStderr>,
 }
 
@@ -45,11 +45,11 @@ impl Server {
         Self::of(PINGPONG, more)
     }
 
-    fn of(ends: TwoEnds, more: &[&str]) -> Self {
-        // Of its own for every server: the CM keeps a port for a while after a connection.
+    fn of(sides: TwoSided, more: &[&str]) -> Self {
+        // A new port for every server: the CM keeps a port for a while after a connection.
         static NEXT_PORT: AtomicU16 = AtomicU16::new(7500);
         let address = format!("10.0.0.1:{}", NEXT_PORT.fetch_add(1, Ordering::Relaxed));
-        let mut child = ferrite(&[ends.0, &["--listen", &address], more].concat())
+        let mut child = ferrite(&[sides.0, &["--listen", &address], more].concat())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn()
@@ -58,11 +58,11 @@ impl Server {
         let mut stderr = BufReader::new(child.stderr.take().expect("piped"));
         stderr.read_line(&mut line).expect("a line");
         assert!(line.contains("listening on"), "{line}");
-        Self { child, address, ends, _stderr: stderr }
+        Self { child, address, sides, _stderr: stderr }
     }
 
     fn client(&self, more: &[&str]) -> Vec<String> {
-        let (command, local) = self.ends;
+        let (command, local) = self.sides;
         let arguments = [command, &[&self.address, local, "10.0.0.2"], more].concat();
         arguments.iter().map(ToString::to_string).collect()
     }
@@ -81,7 +81,7 @@ impl Server {
             .expect("ferrite starts")
     }
 
-    /// Its exit code and output, once it has ended by itself.
+    /// Waits until it ends by itself. Returns its exit code and its output.
     fn finish(mut self) -> (Option<i32>, String) {
         let status = self.child.wait().expect("it ends");
         let stdout = self.child.stdout.take().expect("piped");
@@ -97,7 +97,7 @@ impl Drop for Server {
     }
 }
 
-/// Packets that left the client's interface.
+/// Returns the number of packets that left the client's interface.
 fn packets_sent() -> u64 {
     let text =
         std::fs::read_to_string("/sys/class/net/h2/statistics/tx_packets").expect("a counter");
@@ -105,7 +105,7 @@ fn packets_sent() -> u64 {
 }
 
 #[test]
-fn devices_are_listed_with_the_address_to_use() {
+fn lists_devices_with_the_chosen_address() {
     let output = output(&["devices", "--json"]);
     assert!(output.status.success(), "{}", text(&output.stderr));
     let inventory: Value = serde_json::from_slice(&output.stdout).expect("JSON");
@@ -120,13 +120,13 @@ fn devices_are_listed_with_the_address_to_use() {
         let chosen = &port["chosen_gid"]["index"];
         let gids = port["gids"].as_array().expect("a list");
         let gid =
-            gids.iter().find(|gid| gid["index"] == *chosen).expect("the chosen one is listed");
+            gids.iter().find(|gid| gid["index"] == *chosen).expect("the chosen GID is listed");
         assert_eq!((&gid["address"], &gid["type"]), (&address.into(), &"RoCE v2".into()));
     }
 }
 
 #[test]
-fn devices_for_people() {
+fn lists_devices_as_text() {
     let output = output(&["devices", "--verbose"]);
     let shown = text(&output.stdout);
     for part in
@@ -137,7 +137,7 @@ fn devices_for_people() {
 }
 
 #[test]
-fn every_operation_and_mode_crosses_the_wire() {
+fn pingpong_runs_every_operation_and_mode_over_the_wire() {
     const ROUNDS: u64 = 60;
     for (op, mode, size) in [
         ("send", "poll", "64"),
@@ -145,7 +145,7 @@ fn every_operation_and_mode_crosses_the_wire() {
         ("write", "poll", "64"),
         ("read", "poll", "64"),
         ("read", "event", "64"),
-        // Too large for inline data, of several packets, and as short as can be.
+        // Several packets, too large for inline data; then the shortest message.
         ("send", "poll", "20000"),
         ("write", "poll", "20000"),
         ("read", "poll", "20000"),
@@ -173,14 +173,14 @@ fn every_operation_and_mode_crosses_the_wire() {
         let (code, served) = server.finish();
         assert_eq!(code, Some(0), "{case}");
         assert!(
-            served.contains(&format!("{op} of {size} bytes by {mode}, {ROUNDS} rounds")),
+            served.contains(&format!("{op} of {size} bytes, {mode} mode, {ROUNDS} rounds")),
             "{case}: {served}"
         );
     }
 }
 
 #[test]
-fn a_server_may_serve_for_ever() {
+fn pingpong_server_serves_several_clients_with_forever() {
     let server = Server::start(&["--forever"]);
     for _ in 0..3 {
         let client = server.run_client(&["--iters", "20", "--warmup", "1"]);
@@ -189,15 +189,16 @@ fn a_server_may_serve_for_ever() {
     }
 }
 
-/// Starts a client with far too much to do, and does `harm` to the server once it is at work.
-fn client_of_a_harmed_server(more: &[&str], harm: impl FnOnce(&mut Child)) -> (Output, Duration) {
+/// Starts a client with endless rounds, and calls `fault` on the server while they run. Returns the
+/// client's output, and how long it ran after the fault.
+fn client_of_failing_server(more: &[&str], fault: impl FnOnce(&mut Child)) -> (Output, Duration) {
     let mut server = Server::start(&[]);
     let endless = ["--iters", "1000000000", "--timeout", "2", "--json"];
     let client = server.start_client(&[&endless, more].concat());
-    // Until it is at work: the emulated kernel is slow.
+    // Wait until the rounds run. The emulated kernel is slow.
     let emulated = std::env::var("FERRITE_LAB_KERNEL").is_ok_and(|kernel| kernel != "uml");
     std::thread::sleep(Duration::from_millis(if emulated { 3000 } else { 500 }));
-    harm(&mut server.child);
+    fault(&mut server.child);
     let since = Instant::now();
     let output = client.wait_with_output().expect("it ends");
     (output, since.elapsed())
@@ -210,7 +211,7 @@ fn error_of(output: &Output) -> Value {
 }
 
 #[test]
-fn a_killed_server_is_noticed() {
+fn pingpong_client_notices_a_killed_server() {
     for more in [
         &["--op", "send"][..],
         &["--op", "send", "--mode", "event"],
@@ -218,10 +219,9 @@ fn a_killed_server_is_noticed() {
         &["--op", "read"],
     ] {
         let (output, took) =
-            client_of_a_harmed_server(more, |server| server.kill().expect("a live server"));
+            client_of_failing_server(more, |server| server.kill().expect("a live server"));
         let error = error_of(&output);
-        // Whichever comes first: the CM's word that the peer left, or a message that nobody
-        // acknowledges.
+        // Depends on which comes first: the CM's event, or a message that is not acknowledged.
         let kind = error["kind"].as_str().expect("a kind");
         assert!(["disconnected", "completion_error"].contains(&kind), "{more:?}: {error}");
         assert!(took < Duration::from_secs(5), "{more:?}: {took:?}");
@@ -229,9 +229,9 @@ fn a_killed_server_is_noticed() {
 }
 
 #[test]
-fn a_stopped_server_is_a_timeout() {
+fn pingpong_client_times_out_if_the_server_stops() {
     for more in [&["--op", "send"][..], &["--op", "send", "--mode", "event"], &["--op", "write"]] {
-        let (output, took) = client_of_a_harmed_server(more, |server| {
+        let (output, took) = client_of_failing_server(more, |server| {
             let stop = Command::new("kill").args(["-STOP", &server.id().to_string()]).status();
             assert!(stop.expect("kill starts").success());
         });
@@ -242,7 +242,7 @@ fn a_stopped_server_is_a_timeout() {
 }
 
 #[test]
-fn nobody_listens() {
+fn pingpong_reports_that_nobody_listens() {
     let output = output(&["pingpong", "10.0.0.1:7499", "--bind", "10.0.0.2", "--json"]);
     let error = error_of(&output);
     assert_eq!(error["kind"], "rejected");
@@ -250,7 +250,7 @@ fn nobody_listens() {
 }
 
 #[test]
-fn an_address_without_a_device_is_explained() {
+fn explains_an_address_without_a_device() {
     // The lab's bridge carries no RDMA device.
     let added = Command::new("ip").args(["addr", "replace", "192.0.2.9/24", "dev", "br0"]).status();
     assert!(added.expect("ip starts").success());
@@ -270,17 +270,17 @@ fn an_address_without_a_device_is_explained() {
 }
 
 #[test]
-fn a_busy_server_refuses_a_second_client() {
+fn pingpong_server_rejects_a_second_client() {
     let server = Server::start(&[]);
     let mut first = server.start_client(&["--iters", "1000000000"]);
     std::thread::sleep(Duration::from_millis(500));
     let second = server.run_client(&["--json", "--timeout", "3"]);
-    first.kill().expect("still at work");
+    first.kill().expect("still running");
     first.wait().expect("it ends");
     assert_eq!(error_of(&second)["kind"], "rejected");
 }
 
-/// What a client of `ferrite bench fabric` measured.
+/// Returns the report of a client of `ferrite bench`.
 fn report_of(client: &Output) -> Value {
     assert!(client.status.success(), "{}", text(&client.stderr));
     serde_json::from_slice(&client.stdout).expect("JSON")
@@ -343,7 +343,7 @@ fn bench_measures_streams() {
 }
 
 #[test]
-fn bench_sleeps_if_told_to() {
+fn bench_sleeps_in_event_mode() {
     let server = Server::of(BENCH, &["--once", "--json"]);
     let few = ["--mode", "event", "--size", "64", "--iters", "20", "--warmup", "2", "--json"];
     let report = report_of(&server.run_client(&few));
@@ -361,7 +361,7 @@ fn bench_sleeps_if_told_to() {
 }
 
 #[test]
-fn bench_over_several_links_beside_idle_ones() {
+fn bench_measures_several_links_next_to_idle_ones() {
     let server = Server::of(BENCH, &[]);
     let few =
         ["--links", "3", "--idle", "40", "--size", "64,9000", "--iters", "31", "--warmup", "2"];
@@ -374,11 +374,11 @@ fn bench_over_several_links_beside_idle_ones() {
     );
     assert!(idle["pinned_bytes_per_link"].as_f64().is_some_and(|bytes| bytes <= 16384.0), "{idle}");
     assert_eq!(report["results"].as_array().map(Vec::len), Some(12));
-    // The same server, and for people.
+    // The same server again, with text output.
     let client = server.run_client(&few);
     let shown = text(&client.stdout);
     for part in [
-        "over rxe2, 3 links, MTU 4096, by poll\nSoft-RoCE: ratios mean something, microseconds do not.\n",
+        "over rxe2, 3 links, MTU 4096, poll mode\nSoft-RoCE: compare ratios only, ",
         "40 of 40 idle links opened",
         "send     64 half round trip ",
         "read   9000 ",
@@ -388,8 +388,8 @@ fn bench_over_several_links_beside_idle_ones() {
     }
 }
 
-/// What the server answers to these words on a link, if it answers.
-fn answer(server: &Server, words: &[&str]) -> String {
+/// Sends these requests over a link. Returns the server's replies, up to the end of the link.
+fn replies(server: &Server, requests: &[&str]) -> String {
     let fabric = Fabric::builder(&Verbs::system().expect("verbs")).build().expect("a fabric");
     let local = ConnectOptions::new().local("10.0.0.2:0".parse().expect("an address"));
     fabric.block_on(async {
@@ -397,18 +397,18 @@ fn answer(server: &Server, words: &[&str]) -> String {
             .connect_with(server.address.parse().expect("an address"), &local)
             .await
             .expect("a link");
-        let mut answers = Vec::new();
-        for word in words {
-            link.post_bytes(0, word.as_bytes()).expect("room");
-            let Ok(answer) = link.recv().await else { break };
-            answers.push(String::from_utf8(answer.to_vec()).expect("UTF-8"));
+        let mut replies = Vec::new();
+        for request in requests {
+            link.post_bytes(0, request.as_bytes()).expect("queue space");
+            let Ok(reply) = link.recv().await else { break };
+            replies.push(String::from_utf8(reply.to_vec()).expect("UTF-8"));
         }
-        answers.join("\n")
+        replies.join("\n")
     })
 }
 
 #[test]
-fn bench_refuses_nonsense_and_goes_on() {
+fn bench_server_rejects_invalid_requests_and_continues() {
     let server = Server::of(BENCH, &[]);
     let begin = r#"{"begin":{"format":1,"links":1}}"#;
     let test = |size: u32| {
@@ -416,21 +416,21 @@ fn bench_refuses_nonsense_and_goes_on() {
             r#"{{"test":{{"op":"write","measure":"latency","size_bytes":{size},"mode":"event"}}}}"#
         )
     };
-    for (words, why) in [
-        (vec!["nonsense"], "does not speak as a ferrite bench does"),
-        (vec![r#"{"begin":{"format":1,"links":0}}"#], "0 links: 1 to"),
-        (vec![r#"{"begin":{"format":9,"links":1}}"#], "speaks version 9"),
-        (vec![r#""end""#], "no way to begin"),
-        (vec![begin, "{}"], "does not speak"),
+    for (requests, why) in [
+        (vec!["nonsense"], "does not use the protocol of ferrite bench"),
+        (vec![r#"{"begin":{"format":1,"links":0}}"#], "0 links requested, expected 1 to"),
+        (vec![r#"{"begin":{"format":9,"links":1}}"#], "protocol version 9"),
+        (vec![r#""end""#], "expected Begin"),
+        (vec![begin, "{}"], "does not use the protocol"),
         (vec![begin, &test(0)], "messages of 0 bytes"),
         (vec![begin, &test(64)], "nothing wakes its receiver"),
     ] {
-        let said = answer(&server, &words);
-        assert!(said.contains("refused") && said.contains(why), "{words:?}: {said}");
+        let reply = replies(&server, &requests);
+        assert!(reply.contains("refused") && reply.contains(why), "{requests:?}: {reply}");
     }
-    // Nor does it mind one that says nothing, or leaves in the middle.
-    assert_eq!(answer(&server, &[]), "");
-    assert!(answer(&server, &[begin]).contains("registered_bytes"));
+    // Clients that send nothing, or disconnect in the middle of a session.
+    assert_eq!(replies(&server, &[]), "");
+    assert!(replies(&server, &[begin]).contains("registered_bytes"));
     let foreign_peer =
         output(&["pingpong", &server.address, "--bind", "10.0.0.2", "--json", "--timeout", "5"]);
     assert_eq!(error_of(&foreign_peer)["kind"], "rejected");
@@ -438,7 +438,7 @@ fn bench_refuses_nonsense_and_goes_on() {
     assert_eq!(report_of(&server.run_client(&few))["results"].as_array().map(Vec::len), Some(6));
 }
 
-/// Waits until a client is well beyond its handshake.
+/// Waits until a client is past its handshake.
 fn wait_for_traffic(before: u64) {
     let deadline = Instant::now() + Duration::from_secs(20);
     while packets_sent() < before + 100 {
@@ -448,7 +448,7 @@ fn wait_for_traffic(before: u64) {
 }
 
 #[test]
-fn bench_notices_that_the_other_end_was_killed() {
+fn bench_notices_a_killed_peer() {
     for op in ["send", "write", "read"] {
         for measure in ["latency", "bandwidth"] {
             let mut server = Server::of(BENCH, &[]);
@@ -466,8 +466,8 @@ fn bench_notices_that_the_other_end_was_killed() {
             server.child.kill().expect("a live server");
             let since = Instant::now();
             let error = error_of(&client.wait_with_output().expect("it ends"));
-            // A process that dies may lose its memory before its queue pairs: then the first word
-            // is of that.
+            // A dying process may lose its memory before its queue pairs. Then the first error is
+            // "denied".
             let kind = error["kind"].as_str().expect("a kind");
             assert!(["link_down", "denied"].contains(&kind), "{op} {measure}: {error}");
             assert!(
@@ -477,25 +477,25 @@ fn bench_notices_that_the_other_end_was_killed() {
             );
         }
     }
-    // And the other way round: the next client is served.
+    // After a killed client, the server serves the next one.
     let server = Server::of(BENCH, &[]);
     let before = packets_sent();
     let mut first = server.start_client(&["--seconds", "600"]);
     wait_for_traffic(before);
-    first.kill().expect("still at work");
+    first.kill().expect("still running");
     first.wait().expect("it ends");
     report_of(&server.run_client(&["--op", "read", "--size", "64", "--iters", "5", "--json"]));
 }
 
 #[test]
-fn bench_without_a_server() {
+fn bench_reports_that_no_server_runs() {
     let output = output(&["bench", "fabric", "10.0.0.1:7499", "--local", "10.0.0.2", "--json"]);
     assert_eq!(error_of(&output)["kind"], "rejected");
     let message = text(&output.stderr);
     assert!(message.contains("`ferrite bench fabric --listen` must run there"), "{message}");
 }
 
-/// Runs the command where something is hidden from it by a mount of its own.
+/// Runs the command in a mount namespace of its own, in which `hide` has hidden something.
 fn without(hide: &str, arguments: &[&str]) -> Output {
     let line = format!("{hide} && exec {} {}", env!("CARGO_BIN_EXE_ferrite"), arguments.join(" "));
     Command::new("unshare").args(["--mount", "sh", "-c", &line]).output().expect("unshare")
@@ -512,15 +512,15 @@ fn expect_missing(output: &Output, part: &str, remedy: &str) {
 const LISTEN: [&str; 3] = ["pingpong", "--listen", "10.0.0.1:7490"];
 
 #[test]
-fn without_the_library() {
+fn explains_a_missing_library() {
     let hide = "mount --bind /dev/null /usr/lib/x86_64-linux-gnu/libibverbs.so.1";
     expect_missing(&without(hide, &["devices"]), "the library is", "apt-get install libibverbs1");
     expect_missing(&without(hide, &LISTEN), "the library is", "apt-get install libibverbs1");
 }
 
-/// Devices can be listed without it; connections cannot be made.
+/// Without the connection manager devices can be listed, but no connections be made.
 #[test]
-fn without_the_connection_manager() {
+fn explains_a_missing_connection_manager() {
     let hide = "mount --bind /dev/null /dev/infiniband/rdma_cm";
     let output = without(hide, &["devices"]);
     assert!(
@@ -532,10 +532,10 @@ fn without_the_connection_manager() {
     expect_missing(&without(hide, &LISTEN), "the library is", "librdmacm1");
 }
 
-/// Puts both devices back, and waits until they have their addresses.
-struct DevicesBack;
+/// On drop, restores both devices and waits until they have their addresses.
+struct RestoreDevices;
 
-impl Drop for DevicesBack {
+impl Drop for RestoreDevices {
     fn drop(&mut self) {
         let line = "for i in 1 2; do ip link set h$i up; rdma link show rxe$i/1 >/dev/null 2>&1 ||
                       rdma link add rxe$i type rxe netdev h$i; done";
@@ -554,8 +554,8 @@ impl Drop for DevicesBack {
 }
 
 #[test]
-fn without_a_device() {
-    let _back = DevicesBack;
+fn explains_a_missing_device() {
+    let _restore = RestoreDevices;
     for device in ["rxe1", "rxe2"] {
         assert!(
             Command::new("rdma").args(["link", "delete", device]).status().expect("rdma").success()
@@ -566,8 +566,8 @@ fn without_a_device() {
 }
 
 #[test]
-fn a_port_that_is_down_is_shown_with_its_remedy() {
-    let _back = DevicesBack;
+fn shows_a_port_that_is_down_with_its_remedy() {
+    let _restore = RestoreDevices;
     assert!(Command::new("ip").args(["link", "set", "h1", "down"]).status().expect("ip").success());
     let shown = text(&output(&["devices"]).stdout);
     assert!(shown.contains("port 1: DOWN") && shown.contains("ip link set h1 up"), "{shown}");

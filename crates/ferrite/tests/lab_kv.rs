@@ -1,9 +1,9 @@
-//! The gateway, the relay and the load generator over RDMA, in the lab's guest.
+//! `ferrite gateway`, `ferrite relay` and `ferrite bench kv` over RDMA, in the lab's guest.
 
 #[path = "kv/suite.rs"]
 mod kv;
 
-const PLACE: kv::Place = kv::Place {
+const NETWORK: kv::Network = kv::Network {
     listen: "10.0.0.1:6380",
     client: &["--local", "10.0.0.2"],
     rdma: "require",
@@ -11,21 +11,21 @@ const PLACE: kv::Place = kv::Place {
 };
 
 #[test]
-fn load_through_the_gateway() {
-    kv::load_through_the_gateway(&PLACE);
+fn gateway_carries_every_kind_of_load() {
+    kv::gateway_carries_every_kind_of_load(&NETWORK);
 }
 
 #[test]
-fn refusals_are_explained() {
-    kv::refusals_are_explained(&PLACE);
+fn bench_reports_why_a_client_is_rejected() {
+    kv::bench_reports_why_a_client_is_rejected(&NETWORK);
 }
 
 #[test]
-fn load_through_the_relay() {
-    kv::load_through_the_relay(&PLACE);
+fn relay_carries_load_and_reports_failures() {
+    kv::relay_carries_load_and_reports_failures(&NETWORK);
 }
 
 #[test]
-fn second_signal_ends_at_once() {
-    kv::second_signal_ends_at_once(&PLACE);
+fn second_signal_stops_the_gateway_at_once() {
+    kv::second_signal_stops_the_gateway_at_once(&NETWORK);
 }

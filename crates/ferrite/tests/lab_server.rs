@@ -1,8 +1,8 @@
-//! `ferrite server` with RDMA, in the lab's guest (`cargo xtask lab-test lab_server`): Debian's
-//! Redis on 10.0.0.1 (rxe1), a client from 10.0.0.2 (rxe2).
+//! `ferrite server` over RDMA, in the lab's guest (`cargo xtask lab-test lab_server`): Debian's
+//! Redis on 10.0.0.1 (rxe1), a client on 10.0.0.2 (rxe2).
 
-#[path = "server/scene.rs"]
-mod scene;
+#[path = "server/harness.rs"]
+mod harness;
 
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
@@ -10,17 +10,17 @@ use std::time::Duration;
 use ferrite_client::redis::{self, AsyncCommands as _, AsyncConnectionConfig};
 use ferrite_client::{Client, Connection};
 use ferrite_fabric::{Config, Fabric, Rdma};
-use scene::{Directory, PATIENCE, Server, Setup, ask, signal, until};
+use harness::{Directory, Server, Setup, TIMEOUT, ask, signal, until};
 use serde_json::Value;
 
 const ADDRESS: &str = "10.0.0.1:6395";
 const NETWORK: &str = "port = 0\nrdma_device = \"rxe1\"\nrdma_listen = \"10.0.0.1:6395\"";
-/// Clients of other hosts, and no password: the lab is nobody else's.
+/// Accepts clients of other hosts without a password. Only the test can reach the lab's network.
 const OPEN: &str = "protected-mode = false";
 const LONG: Duration = Duration::from_secs(120);
 
-/// Runs what a client on the other host does, over RDMA, which must end in time; nothing may be
-/// left of its devices.
+/// Runs `test` with a client on the other host, over RDMA. It must end in time and release all
+/// verbs objects.
 fn client(test: impl AsyncFnOnce(&mut Connection)) {
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
@@ -45,13 +45,13 @@ fn client(test: impl AsyncFnOnce(&mut Connection)) {
         });
         done.await.expect("in time");
         drop(client);
-        let ended = tokio::time::timeout(PATIENCE, driver).await;
-        ended.expect("a fabric that ends").expect("no panic").expect("it drove");
+        let ended = tokio::time::timeout(TIMEOUT, driver).await;
+        ended.expect("the fabric stops in time").expect("no panic").expect("no error");
     });
     assert_eq!(ferrite_verbs::leaked_objects(), 0);
 }
 
-fn assert_over_rdma(event: &Value) {
+fn assert_listens_over_rdma(event: &Value) {
     assert_eq!(
         (&event["status"], &event["address"]),
         (&"listening".into(), &ADDRESS.into()),
@@ -61,65 +61,67 @@ fn assert_over_rdma(event: &Value) {
     assert_eq!(event["reason"], Value::Null, "{event}");
 }
 
-/// A number of INFO ferrite, by the engine's own socket. Where the transport's thread is slow, it
-/// is not there yet, or an old one.
-fn count(event: &Value, field: &str) -> Option<u64> {
+/// Returns a counter of INFO ferrite, read through the engine's own socket. It may be missing or
+/// out of date while the transport's thread is slow.
+fn counter(event: &Value, field: &str) -> Option<u64> {
     let socket =
         UnixStream::connect(event["unix_socket"].as_str().expect("a path")).expect("it listens");
-    socket.set_read_timeout(Some(PATIENCE)).expect("a time limit");
+    socket.set_read_timeout(Some(TIMEOUT)).expect("a time limit");
     let info = ask(socket, &["INFO", "ferrite"]);
-    let wanted = format!("ferrite_{field}:");
-    let found = info.lines().find_map(|line| line.strip_prefix(&wanted));
-    found.and_then(|number| number.trim().parse().ok())
+    let prefix = format!("ferrite_{field}:");
+    let value = info.lines().find_map(|line| line.strip_prefix(&prefix));
+    value.and_then(|number| number.trim().parse().ok())
 }
 
 #[test]
-fn clients_over_rdma_and_what_they_wrote_is_kept() {
+fn serves_rdma_clients_and_keeps_their_data() {
     let directory = Directory::new();
     let setup = Setup { server: "rdma = \"require\"", network: NETWORK, engine: OPEN };
     let large = vec![7_u8; 3 << 20];
     let mut first = Server::start(&directory, &setup);
     let event = first.event("ready");
-    assert_over_rdma(&event);
+    assert_listens_over_rdma(&event);
     first.until_logged("clients at 10.0.0.1:6395 over RDMA (rxe1)");
     client(async |connection| {
         let () = connection.set("key", "kept").await.expect("SET");
         let () = connection.set("large", &large).await.expect("SET");
     });
-    assert_eq!((count(&event, "begun_ferrite"), count(&event, "begun_tcp")), (Some(1), Some(0)));
-    let all = || count(&event, "rdma_recv_bytes").is_some_and(|bytes| bytes > 3 << 20);
-    until("the device has counted it all", all, || first.log());
+    let begun = (counter(&event, "begun_ferrite"), counter(&event, "begun_tcp"));
+    assert_eq!(begun, (Some(1), Some(0)));
+    let all = || counter(&event, "rdma_recv_bytes").is_some_and(|bytes| bytes > 3 << 20);
+    until("the device has counted all bytes", all, || first.log());
     first.signal("TERM");
     assert_eq!(first.event("ended")["code"], 0);
     assert_eq!(first.end(), (Some(0), String::new()));
 
     let mut second = Server::start(&directory, &setup);
-    assert_over_rdma(&second.event("ready"));
+    assert_listens_over_rdma(&second.event("ready"));
     client(async |connection| {
         assert_eq!(connection.get::<_, String>("key").await.expect("GET"), "kept");
         assert!(connection.get::<_, Vec<u8>>("large").await.expect("GET") == large);
-        // The end while a client is there: it hears of it, and the engine ends as well as without.
+        // The server stops while a client waits: the client gets an error, and the engine exits
+        // with code 0.
         second.signal("TERM");
-        let gone =
+        let reply =
             redis::cmd("BLPOP").arg("nothing").arg(0).query_async::<redis::Value>(connection).await;
-        gone.expect_err("the server has ended");
+        reply.expect_err("the server has stopped");
     });
     assert_eq!(second.event("ended")["code"], 0);
     assert_eq!(second.end().0, Some(0));
 }
 
-/// The kernel takes the devices' objects of the one that was killed; the next one has them again.
+/// The kernel frees the verbs objects of the killed engine, so that the next one can create them.
 #[test]
-fn a_killed_engine_is_back_over_rdma() {
+fn restarted_engine_listens_over_rdma_again() {
     let directory = Directory::new();
     let policy = "rdma = \"require\"\nrestart = \"on-failure\"\nrestart_delay = \"200ms\"";
     let setup = Setup { server: policy, network: NETWORK, engine: OPEN };
     let mut server = Server::start(&directory, &setup);
     let event = server.event("ready");
-    assert_over_rdma(&event);
+    assert_listens_over_rdma(&event);
     signal("KILL", u32::try_from(event["pid"].as_u64().expect("an id")).expect("an id"));
     assert_eq!(server.event("restarting")["code"], 137);
-    assert_over_rdma(&server.event("ready"));
+    assert_listens_over_rdma(&server.event("ready"));
     client(async |connection| {
         let () = connection.set("key", "value").await.expect("SET");
     });
@@ -127,31 +129,31 @@ fn a_killed_engine_is_back_over_rdma() {
     assert_eq!(server.event("ended")["code"], 0);
 }
 
-/// A device that is not there is no reason to take TCP, where RDMA is required.
+/// Where RDMA is required, a missing device does not lead to a fallback to TCP.
 #[test]
-fn a_device_that_is_not_there_has_its_code() {
+fn exits_with_69_if_the_device_does_not_exist() {
     let directory = Directory::new();
     let network = NETWORK.replace("rxe1", "rxe77");
     let setup = Setup { server: "rdma = \"require\"", network: &network, engine: OPEN };
     let mut server = Server::start(&directory, &setup);
-    let (code, said) = server.end();
+    let (code, stdout) = server.end();
     assert_eq!(code, Some(69), "{}", server.log());
-    assert!(said.contains("RDMA is required") && said.contains("rxe77"), "{said}");
+    assert!(stdout.contains("RDMA is required") && stdout.contains("rxe77"), "{stdout}");
 }
 
-/// An address that another has is a failure like others, and not the absence of RDMA.
+/// An address in use is an ordinary failure: RDMA is available.
 #[test]
-fn an_address_in_use_is_no_absence() {
+fn exits_with_1_if_the_address_is_in_use() {
     let (directory, other) = (Directory::new(), Directory::new());
     let setup = Setup { server: "rdma = \"require\"", network: NETWORK, engine: OPEN };
     let mut first = Server::start(&directory, &setup);
-    assert_over_rdma(&first.event("ready"));
+    assert_listens_over_rdma(&first.event("ready"));
     let mut second = Server::start(&other, &setup);
-    let (code, said) = second.end();
+    let (code, stdout) = second.end();
     assert_eq!(code, Some(1), "{}", second.log());
     assert!(
-        said.contains("the module is not loaded: ") && said.contains("already in use"),
-        "{said}"
+        stdout.contains("the module is not loaded: ") && stdout.contains("already in use"),
+        "{stdout}"
     );
     first.signal("TERM");
     assert_eq!(first.event("ended")["code"], 0);

@@ -1,7 +1,7 @@
-//! `cargo xtask fuzz session-diff`: whole sessions at an engine's own port and through the module.
+//! `cargo xtask fuzz session-diff`: compares whole sessions with an engine and through the module.
 //!
-//! The generator, the engines and the comparison are those of the test `host_session_diff`, which
-//! needs no instrumented build: coverage does not show which state a client is in.
+//! The test `host_session_diff` has the generator, the engines and the comparison. It needs no
+//! instrumented build: coverage does not show which state a client is in.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
@@ -10,14 +10,14 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use anyhow::{Context as _, ensure};
 use clap::Args;
 
-/// The pseudo target's name.
+/// The name of the pseudo target.
 pub(crate) const NAME: &str = "session-diff";
 
 /// Options of `session-diff` alone.
 #[derive(Args)]
 #[command(next_help_heading = "Options of session-diff")]
 pub(crate) struct SessionOptions {
-    /// Run the session of this seed alone; with --seconds, start there [default: from the clock]
+    /// Run only the session of this seed; with --seconds, start with it [default: from the clock]
     #[arg(long)]
     seed: Option<u64>,
     /// Engine to run [default: redis-server]
@@ -29,7 +29,7 @@ pub(crate) struct SessionOptions {
     /// Value of the module's argument call-path [default: the module's own]
     #[arg(long, value_name = "yes|no")]
     call_path: Option<String>,
-    /// Go on after a finding
+    /// Continue after a finding
     #[arg(long)]
     keep_going: bool,
     /// Print each session before it runs
@@ -38,7 +38,7 @@ pub(crate) struct SessionOptions {
 }
 
 impl SessionOptions {
-    /// Whether one of them was given.
+    /// Returns whether any of the options was given.
     pub(crate) fn any(&self) -> bool {
         let paths = self.engine.is_some() || self.module.is_some();
         self.seed.is_some() || paths || self.call_path.is_some() || self.keep_going || self.show
@@ -51,14 +51,15 @@ pub(crate) fn run(
     seconds: Option<u32>,
 ) -> anyhow::Result<ExitCode> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).context("the clock is before 1970")?;
-    let seed = options.seed.unwrap_or(now.as_secs() * 1000); // room for the sessions of many runs
+    // Multiplied, so that the seeds of two runs do not overlap.
+    let seed = options.seed.unwrap_or(now.as_secs() * 1000);
     let seconds = match (options.seed, seconds) {
         (Some(_), None) => None,
         (_, given) => Some(given.unwrap_or(super::SECONDS)),
     };
-    let lasts =
+    let duration =
         seconds.map_or(String::new(), |seconds| format!(" and those after it, for {seconds} s"));
-    println!("{NAME}: seed {seed}{lasts}");
+    println!("{NAME}: seed {seed}{duration}");
 
     let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     cargo
@@ -78,10 +79,10 @@ pub(crate) fn run(
         cargo.env("FERRITE_DIFF_SHOW", "1");
     }
     if let Some(engine) = &options.engine {
-        cargo.env("FERRITE_DIFF_ENGINE", found(engine)?);
+        cargo.env("FERRITE_DIFF_ENGINE", absolute_path(engine)?);
     }
     if let Some(module) = &options.module {
-        cargo.env("FERRITE_MODULE", found(module)?);
+        cargo.env("FERRITE_MODULE", absolute_path(module)?);
     }
     if let Some(value) = &options.call_path {
         ensure!(matches!(&value[..], "yes" | "no"), "--call-path {value:?}: expected yes or no");
@@ -91,9 +92,11 @@ pub(crate) fn run(
     Ok(if status.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// The file from anywhere; a bare name is looked up in PATH by whoever starts it. Links stay: some
-/// packages have one program for several tasks, which goes by the name it was started with.
-fn found(path: &Path) -> anyhow::Result<PathBuf> {
+/// Makes the path of an existing file absolute. Leaves a bare name for the lookup in PATH.
+///
+/// It does not resolve symbolic links: some packages have one program for several tasks, which
+/// depends on the name by which it is started.
+fn absolute_path(path: &Path) -> anyhow::Result<PathBuf> {
     if path.components().count() == 1 && !path.exists() {
         return Ok(path.into());
     }

@@ -1,5 +1,5 @@
-//! Which crate of ours may depend on which: a layer imports only layers below it, products never
-//! import each other, and the verbs and the protocol import nothing of ours.
+//! Checks which workspace crate may depend on which. A layer imports only layers below it. Products
+//! never import each other. ferrite-verbs and ferrite-proto import no workspace crate.
 
 use std::collections::BTreeSet;
 
@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use super::Findings;
 
-/// A crate, and what it may depend on. Crates that are still to come stand here already.
+/// Each crate with the crates that it may depend on. Includes planned crates.
 const LAYERS: &[(&str, &[&str])] = &[
     ("ferrite-verbs", &[]),
     ("ferrite-proto", &[]),
@@ -33,24 +33,24 @@ const LAYERS: &[(&str, &[&str])] = &[
     ("xtask", &[]),
 ];
 
-/// Holds the table against `cargo metadata --no-deps`.
+/// Compares the table with `cargo metadata --no-deps`.
 pub(super) fn check(metadata: &Value, findings: &mut Findings) -> anyhow::Result<()> {
     let packages = metadata["packages"].as_array().context("cargo metadata lists no packages")?;
     let names: Vec<_> = packages.iter().filter_map(|package| package["name"].as_str()).collect();
     for package in packages {
-        let name = package["name"].as_str().context("a package without a name")?;
+        let name = package["name"].as_str().context("a package has no name")?;
         let manifest = manifest(package, metadata);
         let Some(allowed) = allowed(name) else {
-            let remedy = "add it to LAYERS in xtask/src/tidy/layers.rs with what it may import";
+            let remedy = "add it to LAYERS in xtask/src/tidy/layers.rs with its dependencies";
             findings.fail(&manifest, 1, format!("{name} has no layer"), remedy);
             continue;
         };
         for dependency in package["dependencies"].as_array().into_iter().flatten() {
-            let target = dependency["name"].as_str().context("a dependency without a name")?;
+            let target = dependency["name"].as_str().context("a dependency has no name")?;
             if !names.contains(&target) {
-                continue; // not ours
+                continue; // not a workspace crate
             }
-            // A test may build its scene from anything below, not only from the next layer.
+            // Tests may use any lower layer, not only the next one.
             let test_only = dependency["kind"] == "dev";
             if allowed.contains(&target) || (test_only && below(name).contains(target)) {
                 continue;
@@ -66,7 +66,7 @@ fn allowed(name: &str) -> Option<&'static [&'static str]> {
     LAYERS.iter().find(|(layer, _)| *layer == name).map(|(_, allowed)| *allowed)
 }
 
-/// Everything that `name` may depend on, directly or not.
+/// Returns all crates that `name` may depend on, directly or indirectly.
 fn below(name: &str) -> BTreeSet<&'static str> {
     let mut found = BTreeSet::new();
     for direct in allowed(name).unwrap_or_default() {
@@ -76,7 +76,7 @@ fn below(name: &str) -> BTreeSet<&'static str> {
     found
 }
 
-/// The package's Cargo.toml relative to the workspace.
+/// Returns the path of the package's Cargo.toml, relative to the workspace.
 fn manifest(package: &Value, metadata: &Value) -> String {
     let path = package["manifest_path"].as_str().unwrap_or("Cargo.toml");
     let root = metadata["workspace_root"].as_str().unwrap_or_default();
@@ -103,13 +103,13 @@ mod tests {
     }
 
     #[test]
-    fn a_layer_may_import_the_one_below_and_strangers() {
+    fn layer_may_import_the_one_below_and_external_crates() {
         let fabric = package("ferrite-fabric", &[("ferrite-verbs", None), ("rustix", None)]);
         assert_eq!(found(&[fabric, package("ferrite-verbs", &[])]), [""; 0]);
     }
 
     #[test]
-    fn a_layer_may_not_import_upwards() {
+    fn layer_may_not_import_upwards() {
         let verbs = package("ferrite-verbs", &[("ferrite-fabric", None)]);
         let found = found(&[verbs, package("ferrite-fabric", &[])]);
         assert_eq!(found.len(), 1);
@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn a_layer_may_not_skip_one_but_its_tests_may() {
+    fn only_tests_may_skip_a_layer() {
         let verbs = package("ferrite-verbs", &[]);
         let skips = |kind| package("ferrite-session", &[("ferrite-verbs", kind)]);
         assert_eq!(found(&[skips(None), verbs.clone()]).len(), 1);
@@ -134,13 +134,13 @@ mod tests {
     }
 
     #[test]
-    fn a_new_crate_needs_a_layer() {
+    fn new_crate_needs_a_layer() {
         let found = found(&[package("ferrite-new", &[])]);
         assert!(found[0].contains("ferrite-new has no layer: add it to LAYERS"));
     }
 
     #[test]
-    fn the_table_names_only_its_own_crates_and_only_upwards() {
+    fn table_lists_each_crate_after_its_dependencies() {
         for (at, (name, allowed)) in LAYERS.iter().enumerate() {
             for target in *allowed {
                 let place = LAYERS.iter().position(|(layer, _)| layer == target);

@@ -1,7 +1,8 @@
-//! Which tests may have a second try: those of the lab, and those in the quarantine.
+//! Checks which tests may be retried: those of the lab, and those in the quarantine.
 //!
-//! `.config/quarantine.toml` is a configuration file of nextest, which takes any filter and any
-//! number. This holds it to one form: a cause, one existing test, one or two retries; ten entries.
+//! `.config/quarantine.toml` is a configuration file of nextest, which accepts any filter and any
+//! number. This check requires one form: a cause, one existing test, one or two retries; at most
+//! ten entries.
 
 use std::fs;
 use std::path::Path;
@@ -13,14 +14,14 @@ use super::{Findings, source};
 const NEXTEST: &str = ".config/nextest.toml";
 const QUARANTINE: &str = ".config/quarantine.toml";
 const MAX_ENTRIES: usize = 10;
-const FORM: &str = "write it as the head of .config/quarantine.toml shows";
+const FORM: &str = "write it as the comment in .config/quarantine.toml shows";
 
 /// One quarantined test.
 #[derive(Debug, PartialEq)]
 struct Entry<'a> {
     line: usize,
     package: &'a str,
-    /// None for the tests beside the code.
+    /// `None` for unit tests.
     target: Option<&'a str>,
     test: &'a str,
 }
@@ -29,24 +30,24 @@ pub(super) fn check(root: &Path, files: &[String], findings: &mut Findings) -> a
     let read = |file: &str| {
         fs::read_to_string(root.join(file)).with_context(|| format!("cannot read {file}"))
     };
-    only_the_lab(&read(NEXTEST)?, findings);
+    check_retries(&read(NEXTEST)?, findings);
     let text = read(QUARANTINE)?;
     for entry in entries(&text, findings) {
-        let exists = files.iter().filter(|file| may_hold(file, &entry)).any(|file| {
+        let exists = files.iter().filter(|file| may_contain(file, &entry)).any(|file| {
             let text = read(file).unwrap_or_default();
             let name = entry.test.rsplit("::").next().unwrap_or(entry.test);
             source::words(&source::code_only(&text)).iter().any(|(_, word)| *word == name)
         });
         if !exists {
             let what = format!("no test {} in {}", entry.test, entry.package);
-            findings.fail(QUARANTINE, entry.line, what, "remove the entry, or correct it");
+            findings.fail(QUARANTINE, entry.line, what, "remove or correct the entry");
         }
     }
     Ok(())
 }
 
-/// Whether the entry's test can be in this file.
-fn may_hold(file: &str, entry: &Entry<'_>) -> bool {
+/// Returns whether the entry's test can be in this file.
+fn may_contain(file: &str, entry: &Entry<'_>) -> bool {
     let Some(rest) = file.strip_prefix(entry.package) else {
         let package =
             file.strip_prefix("crates/").and_then(|rest| rest.strip_prefix(entry.package));
@@ -56,13 +57,14 @@ fn may_hold(file: &str, entry: &Entry<'_>) -> bool {
     rest.starts_with(folder(entry)) && file.ends_with(".rs") // xtask
 }
 
-/// Targets share modules, so that any file of the folder may hold the test.
+/// Returns the folder of the entry's test. Targets share modules, so any file in it may contain the
+/// test.
 fn folder(entry: &Entry<'_>) -> &'static str {
     if entry.target.is_some() { "/tests/" } else { "/src/" }
 }
 
-/// nextest's own configuration gives a second try to the lab's tests and to no others.
-fn only_the_lab(text: &str, findings: &mut Findings) {
+/// Checks that nextest's own configuration allows retries for lab tests only.
+fn check_retries(text: &str, findings: &mut Findings) {
     let mut section = "";
     for (line, content) in (1..).zip(text.lines()) {
         if content.starts_with('[') {
@@ -76,7 +78,7 @@ fn only_the_lab(text: &str, findings: &mut Findings) {
                 NEXTEST,
                 line,
                 what,
-                "mend the test, or list it in .config/quarantine.toml",
+                "fix the test, or list it in .config/quarantine.toml",
             );
         }
     }
@@ -94,12 +96,12 @@ fn entries<'a>(text: &'a str, findings: &mut Findings) -> Vec<Entry<'a>> {
     }
     if entries.len() > MAX_ENTRIES {
         let what = format!("{} quarantined tests, at most {MAX_ENTRIES}", entries.len());
-        findings.fail(QUARANTINE, 1, what, "mend some of them");
+        findings.fail(QUARANTINE, 1, what, "fix some of them");
     }
     entries
 }
 
-/// A cause of one or more lines, then the three lines of the override.
+/// Parses an entry: a cause of one or more lines, then the three lines of the override.
 fn entry<'a>(block: &[(usize, &'a str)]) -> Option<Entry<'a>> {
     let (cause, settings) = block.split_at(block.iter().position(is_setting)?);
     let (_, cause) = cause.first()?;
@@ -161,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn rejects_entries_of_another_form() {
+    fn rejects_entries_in_another_form() {
         let filter = "binary_id(=ferrite::host) and test(=a)";
         for (cause, filter, retries) in [
             ("# because", filter, "1"),
@@ -186,25 +188,25 @@ mod tests {
     }
 
     #[test]
-    fn looks_for_a_test_where_its_target_is() {
+    fn searches_a_test_in_the_folder_of_its_target() {
         let mut entry = Entry { line: 1, package: "ferrite", target: Some("host"), test: "a" };
-        assert!(may_hold("crates/ferrite/tests/host.rs", &entry));
-        assert!(!may_hold("crates/ferrite-cli/tests/host.rs", &entry));
-        assert!(!may_hold("crates/ferrite/src/main.rs", &entry));
+        assert!(may_contain("crates/ferrite/tests/host.rs", &entry));
+        assert!(!may_contain("crates/ferrite-cli/tests/host.rs", &entry));
+        assert!(!may_contain("crates/ferrite/src/main.rs", &entry));
         entry.target = None;
-        assert!(may_hold("crates/ferrite/src/main.rs", &entry));
+        assert!(may_contain("crates/ferrite/src/main.rs", &entry));
         entry.package = "xtask";
-        assert!(may_hold("xtask/src/main.rs", &entry));
+        assert!(may_contain("xtask/src/main.rs", &entry));
     }
 
     #[test]
-    fn only_lab_tests_have_a_second_try() {
+    fn allows_retries_for_lab_tests_only() {
         let lab = "[profile.lab]\nretries = 1 # why\n[[profile.lab.overrides]]\nretries = 0\n";
-        assert_eq!(found(|f| only_the_lab(lab, f)), [""; 0]);
+        assert_eq!(found(|f| check_retries(lab, f)), [""; 0]);
         let default = "[profile.default]\nretries = 1\n[profile.lab]\nretries = 2\n";
         let expected = ["2: retries = 1 in [profile.default]", "4: retries = 2 in [profile.lab]"];
-        assert_eq!(found(|f| only_the_lab(default, f)), expected);
+        assert_eq!(found(|f| check_retries(default, f)), expected);
         let table = "[[profile.default.overrides]]\nretries = { backoff = \"fixed\", count = 3 }\n";
-        assert_eq!(found(|f| only_the_lab(table, f)).len(), 1);
+        assert_eq!(found(|f| check_retries(table, f)).len(), 1);
     }
 }

@@ -1,7 +1,7 @@
-//! Enough of Rust's lexical rules to tell code from prose: comments, strings and characters are
-//! blanked, lines stay where they were. Not a parser, so it needs no dependency and cannot fail.
+//! Separates Rust code from comments and literals, by the lexical rules only. It replaces them by
+//! blanks and keeps the lines. It is not a parser, so it needs no dependency and cannot fail.
 
-/// The text with the inside of comments, strings and character literals replaced by blanks.
+/// Returns the text with comments, strings and character literals replaced by blanks.
 pub(super) fn code_only(text: &str) -> String {
     let mut code = String::with_capacity(text.len());
     let mut rest = text;
@@ -21,7 +21,7 @@ pub(super) fn code_only(text: &str) -> String {
     code
 }
 
-/// How many bytes of comment or literal `rest` starts with; 0 if it starts with code.
+/// Returns the length in bytes of the comment or literal at the start of `rest`; 0 for code.
 fn prose_len(rest: &str, previous: char) -> usize {
     if rest.starts_with("//") {
         return rest.find('\n').unwrap_or(rest.len());
@@ -35,7 +35,8 @@ fn prose_len(rest: &str, previous: char) -> usize {
     if rest.starts_with('\'') {
         return character_len(rest);
     }
-    // r"…", br#"…"#, cr"…": a prefix only where a word begins. b"…" and c"…" need no care.
+    // r"…", br#"…"#, cr"…": a prefix only at the start of a word. b"…" and c"…" need no special
+    // case.
     let prefix = ["r", "br", "cr"].into_iter().find(|prefix| {
         let after = rest.strip_prefix(prefix).map(|after| after.trim_start_matches('#'));
         after.is_some_and(|after| after.starts_with('"'))
@@ -64,7 +65,7 @@ fn block_comment_len(rest: &str) -> usize {
     rest.len()
 }
 
-/// The length of a literal whose opening quote is at `open`, with its closing quote.
+/// Returns the length of a literal with its quotes. Its opening quote is at `open`.
 fn quoted_len(rest: &str, open: usize, quote: char) -> usize {
     let mut escaped = false;
     for (at, c) in rest.char_indices().skip_while(|(at, _)| *at <= open) {
@@ -78,7 +79,7 @@ fn quoted_len(rest: &str, open: usize, quote: char) -> usize {
     rest.len()
 }
 
-/// 'c' and '\n' are literals, 'static and 'label: are not.
+/// Returns the length of a character literal: 'c' and '\n' are literals, 'static and 'label: not.
 fn character_len(rest: &str) -> usize {
     let mut chars = rest[1..].chars();
     match (chars.next(), chars.next()) {
@@ -98,8 +99,8 @@ fn is_word(c: char) -> bool {
     c.is_alphanumeric() || c == '_'
 }
 
-/// The identifiers and keywords of `code_only` text with their lines. A raw identifier
-/// (`r#unsafe`) is no keyword and comes with its prefix.
+/// Returns the identifiers and keywords of `code_only` text with their lines. A raw identifier
+/// (`r#unsafe`) is not a keyword and keeps its prefix.
 pub(super) fn words(code: &str) -> Vec<(usize, &str)> {
     let mut words = Vec::new();
     for (line, content) in (1..).zip(code.lines()) {
@@ -113,8 +114,8 @@ pub(super) fn words(code: &str) -> Vec<(usize, &str)> {
     words
 }
 
-/// Lines on which `code_only` text makes `module` public: `pub mod module`, or a `pub use` with
-/// `module` in its path.
+/// Returns the lines on which `code_only` text exports `module`: `pub mod module`, or a `pub use`
+/// with `module` in its path.
 pub(super) fn exports_of(code: &str, module: &str) -> Vec<usize> {
     let mut lines = Vec::new();
     let mut line = 1;
@@ -137,7 +138,7 @@ pub(super) fn exports_of(code: &str, module: &str) -> Vec<usize> {
     lines
 }
 
-/// How many lines stand before the file's test module, which comes last.
+/// Returns the number of lines before the file's test module, which comes last.
 pub(super) fn lines_before_tests(text: &str) -> usize {
     let lines: Vec<_> = text.lines().collect();
     let tests =
@@ -149,7 +150,7 @@ pub(super) fn lines_before_tests(text: &str) -> usize {
 mod tests {
     use super::*;
 
-    /// The lines on which the keyword `unsafe` stands.
+    /// Returns the lines with the keyword `unsafe`.
     fn unsafe_lines(text: &str) -> Vec<usize> {
         let code = code_only(text);
         assert_eq!(code.lines().count(), text.lines().count());
@@ -157,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn keyword_is_found() {
+    fn finds_the_keyword() {
         assert_eq!(
             unsafe_lines("fn f() {\n    unsafe{ g() }\n}\nunsafe impl Send for X {}"),
             [2, 4]
@@ -167,19 +168,19 @@ mod tests {
     }
 
     #[test]
-    fn identifiers_are_not_the_keyword() {
+    fn ignores_identifiers_that_contain_the_keyword() {
         assert_eq!(unsafe_lines("#![forbid(unsafe_code)]\nfn not_unsafe(r#unsafe: u8) {}"), [0; 0]);
     }
 
     #[test]
-    fn comments_are_skipped_to_their_end() {
+    fn skips_comments_to_their_end() {
         assert_eq!(unsafe_lines("// unsafe\nunsafe {}"), [2]);
         assert_eq!(unsafe_lines("/* unsafe /* unsafe */ unsafe */ unsafe {}"), [1]);
         assert_eq!(unsafe_lines("/* unsafe /* */ unsafe"), [0; 0]);
     }
 
     #[test]
-    fn strings_are_skipped_to_their_end() {
+    fn skips_strings_to_their_end() {
         assert_eq!(unsafe_lines(r#"let s = "unsafe \" unsafe"; unsafe {}"#), [1]);
         assert_eq!(unsafe_lines("let s = r#\"unsafe \" unsafe \\\"#;\nunsafe {}"), [2]);
         assert_eq!(unsafe_lines("let s = br\"unsafe\\\";\nunsafe {}"), [2]);
@@ -188,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn characters_and_lifetimes_are_told_apart() {
+    fn distinguishes_characters_from_lifetimes() {
         assert_eq!(unsafe_lines("let q = '\"'; unsafe {} let r = '\"';"), [1]);
         assert_eq!(unsafe_lines("let q = '\\''; unsafe {} let r = '\\'';"), [1]);
         assert_eq!(unsafe_lines("fn f<'a>(x: &'a str) { unsafe {} }"), [1]);
@@ -196,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn exports_are_found_with_their_line() {
+    fn finds_exports_with_their_line() {
         assert_eq!(exports_of("mod a;\n\npub mod sys;", "sys"), [3]);
         assert_eq!(
             exports_of("mod a {\n}\npub use crate::{\n    sys::x,\n    b,\n};", "b"),
@@ -207,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_end_at_the_test_module() {
+    fn counts_lines_up_to_the_test_module() {
         assert_eq!(lines_before_tests("a\nb\n"), 2);
         assert_eq!(
             lines_before_tests("a\n#[cfg(test)]\nuse b;\n#[cfg(test)]\nmod tests {\n}\n"),

@@ -1,18 +1,18 @@
-//! `ferrite bench fabric`: latency and bandwidth of links, as programs that use the fabric see
-//! them.
+//! `ferrite bench fabric`: measures latency and bandwidth of links, as programs that use the fabric
+//! see them.
 //!
 //! | file | part |
 //! |---|---|
-//! | `plan.rs` | from options to cases: what is measured, in which order |
-//! | `talk.rs` | what the two sides say to each other |
-//! | `ends.rs` | what both sides have: an engine and the links between them |
+//! | `plan.rs` | turns options into cases and their order |
+//! | `protocol.rs` | the control messages between the two sides |
+//! | `side.rs` | the fabric and the links of one side |
 //! | `latency.rs` `bandwidth.rs` | the measured loops, client and server |
-//! | `idle.rs` | many links that do nothing |
-//! | `client.rs` `server.rs` | the two ends |
-//! | `report.rs` `progress.rs` | what is printed, at the end and meanwhile |
+//! | `idle.rs` | many idle links |
+//! | `client.rs` `server.rs` | the two sides |
+//! | `report.rs` `progress.rs` | the result, and the progress bar |
 //!
-//! Everything goes through the public interface of ferrite-fabric, on one thread that drives the
-//! engine while it waits.
+//! Everything uses the public interface of ferrite-fabric, on one thread that drives the fabric
+//! while it waits.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -25,102 +25,106 @@ use crate::{address, seconds, size};
 
 mod bandwidth;
 mod client;
-mod ends;
 mod idle;
 mod latency;
 mod plan;
 mod progress;
+mod protocol;
 mod report;
 mod server;
-mod talk;
+mod side;
 
-// What the other benches use too.
-pub(super) use ends::{device_of, name};
-pub(super) use report::{Way, size_text};
+// For the other benchmarks.
+pub(super) use report::{PathInfo, size_text};
+pub(super) use side::{device_of, name};
 
-/// Where the server listens unless it is told otherwise.
+/// The server's default port.
 const DEFAULT_PORT: u16 = 7472;
 pub(super) const SIZE_MAX: u32 = crate::size::MAX;
-/// More links than anybody measures over; bounds what a client can ask of a server.
+/// Limits the links that a client can ask of a server.
 const LINKS_MAX: u32 = 1024;
 const IDLE_MAX: u32 = 15_000;
 
 /// Measure latency and bandwidth of the fabric's links
 ///
-/// On one host, `ferrite bench fabric --listen ADDRESS` serves clients, one after the other; on the
-/// other, `ferrite bench fabric ADDRESS` runs the measurements and prints them. The client's
-/// options travel with it: the server needs none.
+/// On one host, `ferrite bench fabric --listen ADDRESS` serves one client after the other. On the
+/// other host, `ferrite bench fabric ADDRESS` runs the measurements and prints them. The client
+/// sends its options to the server, which needs none.
 ///
-/// Latency is half the round trip for send and write, and the full round trip for read, as
-/// perftest's ib_send_lat, ib_write_lat and ib_read_lat define it. Bandwidth is what the peer's
-/// device has acknowledged, divided by the time from the first post to the last acknowledgement,
-/// with a window of operations in flight. For send, the peer's program has taken every message.
+/// Latency is half the round trip for send and write, and the full round trip for read, as in
+/// perftest's ib_send_lat, ib_write_lat and ib_read_lat. Bandwidth is measured with a window of
+/// operations in flight: the acknowledged bytes, divided by the time from the first post to the
+/// last acknowledgement. For send, the peer's program has also received every message.
 #[derive(Args)]
 #[command(after_help = HELP)]
 pub(crate) struct Options {
-    /// The server's address: IP (IPv6 in brackets) or name, with :PORT unless it is 7472
-    #[arg(value_name = "PEER", value_parser = address::parse::<DEFAULT_PORT>, required_unless_present = "listen")]
+    /// The server's address: IP (IPv6 in brackets) or name, and :PORT (default 7472)
+    #[arg(value_name = "PEER", value_parser = address::parse::<DEFAULT_PORT>,
+          required_unless_present = "listen")]
     peer: Option<SocketAddr>,
-    /// Be the server: wait for clients at this address (with :PORT unless it is 7472)
-    #[arg(long, value_name = "ADDRESS", value_parser = address::parse::<DEFAULT_PORT>, conflicts_with = "peer")]
+    /// Run as the server on this address, with :PORT (default 7472)
+    #[arg(long, value_name = "ADDRESS", value_parser = address::parse::<DEFAULT_PORT>,
+          conflicts_with = "peer")]
     listen: Option<SocketAddr>,
-    /// Serve one client, then end
+    /// Serve one client, then exit
     #[arg(long, conflicts_with = "peer")]
     once: bool,
     /// Connect from this local address, and so over its device
     ///
-    /// Worth giving on a host with several: otherwise the routing table chooses, which may pick
-    /// another device than you think, or loop back inside the host if the server's address is local
-    /// as well.
-    #[arg(long, value_name = "ADDRESS", value_parser = address::parse::<0>, conflicts_with = "listen")]
+    /// Recommended on a host with several devices. Without it the routing table chooses: it may
+    /// pick another device than you expect, or loop back inside the host if the server's address
+    /// is local.
+    #[arg(long, value_name = "ADDRESS", value_parser = address::parse::<0>,
+          conflicts_with = "listen")]
     local: Option<SocketAddr>,
-    /// What crosses the wire; several with commas [default: all]
-    #[arg(long, value_enum, value_delimiter = ',', conflicts_with = "listen", hide_default_value = true,
-          default_values_t = [Op::Send, Op::Write, Op::Read])]
+    /// Operations to measure, separated by commas [default: all]
+    #[arg(long, value_enum, value_delimiter = ',', conflicts_with = "listen",
+          hide_default_value = true, default_values_t = [Op::Send, Op::Write, Op::Read])]
     op: Vec<Op>,
-    /// What is measured of it [default: both]
-    #[arg(long, value_enum, value_delimiter = ',', conflicts_with = "listen", hide_default_value = true,
-          default_values_t = [Measure::Latency, Measure::Bandwidth])]
+    /// Quantities to measure, separated by commas [default: both]
+    #[arg(long, value_enum, value_delimiter = ',', conflicts_with = "listen",
+          hide_default_value = true, default_values_t = [Measure::Latency, Measure::Bandwidth])]
     measure: Vec<Measure>,
     /// Message sizes, such as 64,8K,1M; up to 2M [default: 64 for latency, 64K,1M for bandwidth]
-    #[arg(long, value_name = "SIZES", value_parser = size::parse, value_delimiter = ',', conflicts_with = "listen")]
+    #[arg(long, value_name = "SIZES", value_parser = size::parse, value_delimiter = ',',
+          conflicts_with = "listen")]
     size: Vec<u32>,
     /// How both sides wait for completions
     ///
-    /// A side that takes no part (the target of reads and of the writes that measure bandwidth)
-    /// sleeps in either mode. The latency of write is measured by poll only: a write completes
-    /// nothing at its receiver.
+    /// A passive side (the target of reads, and of writes for bandwidth) sleeps in either mode. The
+    /// latency of write is measured in poll mode only: a write completes nothing at its receiver.
     #[arg(long, value_enum, default_value_t = Mode::Poll, conflicts_with = "listen")]
     mode: Mode,
-    /// Links to the server; latency goes from one to the next, bandwidth over all at once
+    /// Number of links; latency uses one after the other, bandwidth all at once
     #[arg(long, value_name = "COUNT", default_value_t = 1, conflicts_with = "listen",
           value_parser = clap::value_parser!(u32).range(1..=i64::from(LINKS_MAX)))]
     links: u32,
-    /// Before measuring, open this many further links, all at the same time, and leave them idle
+    /// Number of further links to open before measuring, all at once; they stay idle
     #[arg(long, value_name = "COUNT", default_value_t = 0, conflicts_with = "listen",
           value_parser = clap::value_parser!(u32).range(0..=i64::from(IDLE_MAX)))]
     idle: u32,
-    /// Measured operations of each case [default: 1000 for latency]
+    /// Number of measured operations of each case [default: 1000 for latency]
     #[arg(long, value_name = "COUNT", conflicts_with_all = ["listen", "seconds"],
           value_parser = clap::value_parser!(u64).range(1..=1_000_000_000))]
     iters: Option<u64>,
-    /// Measured time of each case [default: 2 for bandwidth]
+    /// Measured time of each case, in seconds [default: 2 for bandwidth]
     #[arg(long, value_name = "SECONDS", conflicts_with = "listen",
           value_parser = |text: &str| seconds::parse(text, 0.01))]
     seconds: Option<Duration>,
-    /// Operations before the measured ones [default: 100 for latency, a full window for bandwidth]
+    /// Number of operations before the measured ones [default: 100 for latency, a full window for
+    /// bandwidth]
     #[arg(long, value_name = "COUNT", conflicts_with = "listen",
           value_parser = clap::value_parser!(u64).range(1..=1_000_000_000))]
     warmup: Option<u64>,
-    /// Operations in flight on each link for bandwidth; fewer where a link's queue has no room for
-    /// so many bytes
+    /// Operations in flight on each link for bandwidth; fewer if they exceed the bytes that a link
+    /// can queue
     #[arg(long, value_name = "COUNT", default_value_t = 16, conflicts_with = "listen",
           value_parser = clap::value_parser!(u32).range(1..=1024))]
     window: u32,
-    /// Largest frame that this side takes, 8K unless said: a larger message comes in several
+    /// Largest frame that this side receives [default: 8K]; a larger message comes in several
     ///
-    /// For client and server alike. Larger ones make large sends cheaper and pin more memory for
-    /// each receive; 8K, 64K and 2M waste none of it.
+    /// For client and server. Larger frames make large sends cheaper and pin more memory for each
+    /// receive. 8K, 64K and 2M waste no memory.
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     recv_buffer_size: Option<u32>,
     /// Print the result as JSON
@@ -131,9 +135,9 @@ pub(crate) struct Options {
 const HELP: &str = "\
 Examples:
   ferrite bench fabric --listen 10.0.0.1                             on the first host
-  ferrite bench fabric 10.0.0.1 --local 10.0.0.2                     on the second: everything
-  ferrite bench fabric 10.0.0.1 --op read --size 4K,64K --seconds 5  reads, two sizes
-  ferrite bench fabric 10.0.0.1 --links 10 --idle 2000 --op send     with 2,000 idle links beside
+  ferrite bench fabric 10.0.0.1 --local 10.0.0.2                     on the second: all cases
+  ferrite bench fabric 10.0.0.1 --op read --size 4K,64K --seconds 5  reads of two sizes
+  ferrite bench fabric 10.0.0.1 --links 10 --idle 2000 --op send     next to 2,000 idle links
 
 JSON fields of the client, stable within a value of `format`:
   format (1), role (client), device, driver?, software, mtu_bytes, mode, links, local, peer,
@@ -146,13 +150,13 @@ JSON fields of the client, stable within a value of `format`:
 The server prints a line per client: peer, device, links, idle, cases.
 Failures print {error: {kind, missing?, message, remedy?}}.";
 
-/// What is measured.
+/// The quantity to measure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum Measure {
-    /// How long one takes, one at a time.
+    /// Duration of an operation, one at a time
     Latency,
-    /// How many get through, a window at a time.
+    /// Throughput, with a window of operations in flight
     Bandwidth,
 }
 
@@ -160,6 +164,6 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     match (options.listen, options.peer) {
         (Some(listen), _) => server::run(options, listen),
         (None, Some(peer)) => client::run(options, peer),
-        (None, None) => anyhow::bail!("give a server's address, or --listen"),
+        (None, None) => anyhow::bail!("no address given: give the server's address, or --listen"),
     }
 }

@@ -1,14 +1,14 @@
-//! `ferrite bench stream`: latency and bandwidth of byte streams, as software that knows TCP sees
-//! them.
+//! `ferrite bench stream`: measures latency and bandwidth of byte streams, as programs written for
+//! TCP see them.
 //!
 //! | file | part |
 //! |---|---|
-//! | `play.rs` | the test itself, over any stream: both sides |
-//! | `client.rs` `server.rs` | the two ends over RDMA |
-//! | `tcp.rs` | the two ends over TCP: ours and tokio's |
-//! | `report.rs` | what is printed |
+//! | `exchange.rs` | the test itself, over any stream: both sides |
+//! | `client.rs` `server.rs` | the two sides over RDMA |
+//! | `tcp.rs` | the two sides over TCP: Ferrite's stream and tokio's |
+//! | `report.rs` | the result |
 //!
-//! The test is that of `rstream` (rdmacm-utils), so that the two can be held against each other.
+//! The test is that of `rstream` (rdmacm-utils), so that the two can be compared.
 
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
@@ -22,62 +22,66 @@ use super::fabric::{self, Measure, SIZE_MAX};
 use crate::{address, size};
 
 mod client;
-mod play;
+mod exchange;
 mod report;
 mod server;
 mod tcp;
 
-/// Where the server listens unless it is told otherwise.
+/// The server's default port.
 const DEFAULT_PORT: u16 = 7473;
 
 /// Measure latency and bandwidth of byte streams
 ///
-/// On one host, `ferrite bench stream --listen ADDRESS` serves clients, one after the other; on the
-/// other, `ferrite bench stream ADDRESS` runs the measurements and prints them.
+/// On one host, `ferrite bench stream --listen ADDRESS` serves one client after the other. On the
+/// other host, `ferrite bench stream ADDRESS` runs the measurements and prints them.
 ///
-/// Latency is half of a round: a write there and one back. Bandwidth is that of many writes there,
-/// then as many back, until the last byte has been read.
+/// Latency is half of a round: a write there and one back. Bandwidth is measured over many writes
+/// there and as many back, until the last byte has been read.
 #[derive(Args)]
 #[command(after_help = HELP)]
 pub(crate) struct Options {
-    /// The server's address: IP (IPv6 in brackets) or name, with :PORT unless it is 7473
-    #[arg(value_name = "PEER", value_parser = address::parse::<DEFAULT_PORT>, required_unless_present = "listen")]
+    /// The server's address: IP (IPv6 in brackets) or name, and :PORT (default 7473)
+    #[arg(value_name = "PEER", value_parser = address::parse::<DEFAULT_PORT>,
+          required_unless_present = "listen")]
     peer: Option<SocketAddr>,
-    /// Be the server: wait for clients at this address (with :PORT unless it is 7473)
-    #[arg(long, value_name = "ADDRESS", value_parser = address::parse::<DEFAULT_PORT>, conflicts_with = "peer")]
+    /// Run as the server on this address, with :PORT (default 7473)
+    #[arg(long, value_name = "ADDRESS", value_parser = address::parse::<DEFAULT_PORT>,
+          conflicts_with = "peer")]
     listen: Option<SocketAddr>,
-    /// Serve one client, then end
+    /// Serve one client, then exit
     #[arg(long, conflicts_with = "peer")]
     once: bool,
-    /// What carries the stream; the same on both sides
+    /// Transport of the stream; must be the same on both sides
     #[arg(long, value_enum, default_value_t = Over::Rdma)]
     over: Over,
     /// Connect from this local address, and so over its device
-    #[arg(long, value_name = "ADDRESS", value_parser = address::parse::<0>, conflicts_with = "listen")]
+    #[arg(long, value_name = "ADDRESS", value_parser = address::parse::<0>,
+          conflicts_with = "listen")]
     local: Option<SocketAddr>,
-    /// What is measured [default: both]
-    #[arg(long, value_enum, value_delimiter = ',', conflicts_with = "listen", hide_default_value = true,
-          default_values_t = [Measure::Latency, Measure::Bandwidth])]
+    /// Quantities to measure, separated by commas [default: both]
+    #[arg(long, value_enum, value_delimiter = ',', conflicts_with = "listen",
+          hide_default_value = true, default_values_t = [Measure::Latency, Measure::Bandwidth])]
     measure: Vec<Measure>,
     /// Sizes of a write, such as 64,8K,1M; up to 2M [default: 64 for latency, 64K,1M for bandwidth]
-    #[arg(long, value_name = "SIZES", value_parser = size::parse, value_delimiter = ',', conflicts_with = "listen")]
+    #[arg(long, value_name = "SIZES", value_parser = size::parse, value_delimiter = ',',
+          conflicts_with = "listen")]
     size: Vec<u32>,
-    /// Rounds, for latency
+    /// Number of rounds for latency
     #[arg(long, value_name = "COUNT", default_value_t = 1000, conflicts_with = "listen",
           value_parser = clap::value_parser!(u64).range(1..=1_000_000_000))]
     rounds: u64,
-    /// Bytes each way, for bandwidth, in whole writes
+    /// MiB in each direction for bandwidth, rounded down to whole writes
     #[arg(long, value_name = "MIB", default_value_t = 64, conflicts_with = "listen",
           value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
     mib: u64,
-    /// How long both sides look for completions before they sleep [default: 50, as programs have it
-    /// by themselves]
+    /// Microseconds for which both sides busy-poll before they sleep [default: 50, the fabric's own
+    /// default]
     #[arg(long, value_name = "MICROSECONDS", conflicts_with = "listen")]
     busy_poll_us: Option<u32>,
-    /// Largest frame that this side takes, 8K unless said
+    /// Largest frame that this side receives [default: 8K]
     ///
-    /// For client and server alike. Larger ones make large writes cheaper and pin more memory for
-    /// each receive; 8K, 64K and 2M waste none of it.
+    /// For client and server. Larger frames make large writes cheaper and pin more memory for each
+    /// receive. 8K, 64K and 2M waste no memory.
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     recv_buffer_size: Option<u32>,
     /// Print the result as JSON
@@ -85,15 +89,15 @@ pub(crate) struct Options {
     pub(crate) json: bool,
 }
 
-/// What carries a stream.
+/// The transport of a stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 enum Over {
-    /// Ours over RDMA, on a thread that drives the fabric while it waits.
+    /// Ferrite's stream over RDMA, on a thread that drives the fabric while it waits
     Rdma,
-    /// Ours over TCP, under tokio.
+    /// Ferrite's stream over TCP, on tokio
     Tcp,
-    /// Tokio's own TCP stream, to compare with.
+    /// Tokio's own TCP stream, for comparison
     Tokio,
 }
 
@@ -110,11 +114,13 @@ impl fmt::Display for Over {
 const HELP: &str = "\
 Examples:
   ferrite bench stream --listen 10.0.0.1               on the first host
-  ferrite bench stream 10.0.0.1 --local 10.0.0.2       on the second: everything
-  ferrite bench stream 10.0.0.1 --over tcp             the same over TCP; --over tokio: without Ferrite
+  ferrite bench stream 10.0.0.1 --local 10.0.0.2       on the second: all cases
+  ferrite bench stream 10.0.0.1 --over tcp             the same over TCP
+  ferrite bench stream 10.0.0.1 --over tokio           over TCP, without Ferrite
 
 JSON fields of the client, stable within a value of `format`:
-  format (1), role (client), over, busy_poll_us, results[], for RDMA: device, driver?, software, mtu_bytes, local, peer
+  format (1), role (client), over, busy_poll_us, results[],
+    for RDMA: device, driver?, software, mtu_bytes, local, peer
   results[]: measure, size_bytes, rounds, transfers, seconds, us_per_transfer, mib_per_s,
     for latency: latency_us {min, p50, p90, p99, p99_9, max, mean} of half a round
 The server prints a line per client: for RDMA peer, device, tests.
@@ -126,12 +132,14 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
         (Some(listen), _, over) => tcp::listen(options, over, listen),
         (None, Some(peer), Over::Rdma) => client::run(options, peer),
         (None, Some(peer), over) => tcp::connect(options, over, peer),
-        (None, None, _) => anyhow::bail!("give a server's address, or --listen"),
+        (None, None, _) => {
+            anyhow::bail!("no address given: give the server's address, or --listen")
+        }
     }
 }
 
-/// A fabric with the fabric's own settings but for what `options` say, on the device that has
-/// `local`; on all if none has.
+/// Builds a fabric with the default settings except those in `options`. It uses the device with the
+/// address `local`, or all devices if none has it.
 fn fabric(verbs: &Verbs, local: Option<IpAddr>, options: &Options) -> anyhow::Result<Fabric> {
     let default = Config::default();
     let recv_buffer_size = options.recv_buffer_size.unwrap_or(default.recv_buffer_size);

@@ -1,15 +1,15 @@
-//! The inventory as text: a block per device, a line per port, a table of addresses.
+//! Formats the inventory as text: a block per device, a line per port, a table of addresses.
 
 use std::fmt::Write as _;
 
 use super::{DeviceEntry, Inventory, LimitsEntry, Opened, PortEntry};
 
-/// Writing to a string does not fail: this spares every line a `let _ =`.
+/// Writes a line to a string, which cannot fail.
 macro_rules! line {
     ($out:expr, $($arg:tt)*) => { let _ = writeln!($out, $($arg)*); };
 }
 
-/// The whole text, with its final newline.
+/// Returns the text, with a newline at its end.
 pub(super) fn render(inventory: &Inventory, verbose: bool) -> String {
     let mut out = String::new();
     for device in &inventory.devices {
@@ -103,7 +103,8 @@ fn render_limits(out: &mut String, opened: &Opened, verbose: bool) {
     let limits = &opened.limits;
     line!(
         out,
-        "  limits: {} queue pairs of {} requests, {} completion queues of {}, {} regions of {}, {} reads in flight",
+        "  limits: {} queue pairs of {} requests, {} completion queues of {}, {} regions of {}, \
+         {} reads in flight",
         limits.max_qp,
         limits.max_qp_wr,
         limits.max_cq,
@@ -120,7 +121,7 @@ fn render_limits(out: &mut String, opened: &Opened, verbose: bool) {
     }
 }
 
-/// Every limit by its name, as serde knows it.
+/// Returns name and value of every limit, by their serde names.
 fn rows(limits: &LimitsEntry) -> Vec<(String, String)> {
     match serde_json::to_value(limits) {
         Ok(serde_json::Value::Object(fields)) => {
@@ -185,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_in_full() {
+    fn shows_all_of_a_device() {
         let text = render(&inventory(), false);
         let expected = "\
 rxe0: Soft-RoCE (software: shows function, not speed)
@@ -204,7 +205,7 @@ connection manager (RDMA CM): available
     }
 
     #[test]
-    fn what_is_wrong_stands_out_with_its_remedy() {
+    fn shows_problems_in_capitals_with_their_remedy() {
         let mut inventory = inventory();
         let port = &mut inventory.devices[0].opened.as_mut().expect("opened").ports[0];
         port.state = "down".to_owned();
@@ -228,7 +229,7 @@ connection manager (RDMA CM): available
     }
 
     #[test]
-    fn a_device_that_cannot_be_opened_is_shown() {
+    fn shows_a_device_that_cannot_be_opened() {
         let mut inventory = inventory();
         inventory.devices[0].opened = None;
         inventory.devices[0].error = Some("ibv_open_device (rxe0): no".to_owned());
@@ -253,7 +254,7 @@ connection manager (RDMA CM): available
     }
 
     #[test]
-    fn sizes() {
+    fn formats_sizes() {
         assert_eq!(size_text(17), "17 B");
         assert_eq!(size_text(4096), "4 KiB");
         assert_eq!(size_text(u64::MAX - 1), "16383 PiB");

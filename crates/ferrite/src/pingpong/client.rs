@@ -16,11 +16,11 @@ use crate::latency::Recorder;
 
 pub(super) fn run(options: &Options, server: SocketAddr) -> anyhow::Result<()> {
     let verbs = Verbs::system()?;
-    // Asked first, because without a device the CM only says that there is no route.
+    // Checked first: without a device, the CM would only report that there is no route.
     verbs.devices()?;
     let id = cm::resolve(&verbs, options.bind, server, options.timeout)
-        .with_context(|| format!("no way to {server}"))?;
-    // Detects a dead path within half a second instead of a minute: 67 ms, eight times.
+        .with_context(|| format!("cannot find a route to {server}"))?;
+    // Detects a dead path within half a second instead of a minute: eight tries of 67 ms.
     id.set_ack_timeout(14)?;
     let (device, port) = id.device().context("RDMA CM named no device")?;
     let context = verbs.device(&device)?.open()?;
@@ -58,12 +58,12 @@ fn connect(
     let params = ConnectParams { private_data: &request.encode(), ..params() };
     let reply =
         cm::connect(id, qp, endpoint::access(), &params, options.timeout).with_context(|| {
-            format!("no connection to {server} (`ferrite pingpong --listen` must run there)")
+            format!("cannot connect to {server} (`ferrite pingpong --listen` must run there)")
         })?;
     Ok(Memory::decode(&reply)?)
 }
 
-/// What both sides ask of the connection.
+/// Returns the connection parameters that both sides use.
 pub(super) fn params() -> ConnectParams<'static> {
     ConnectParams {
         qp_num: 0, // taken from the queue pair
@@ -72,8 +72,8 @@ pub(super) fn params() -> ConnectParams<'static> {
         reads_in: 1,
         reads_out: 1,
         retries: 7,
-        // The peer always has receives posted; where it has none it is stuck, and the watcher ends
-        // it.
+        // The peer always has receives posted. If it has none, it is stuck, and the watcher ends
+        // the connection.
         rnr_retries: 7,
     }
 }

@@ -1,11 +1,12 @@
-//! One queue pair with its memory and its completions: what a round is made of.
+//! One queue pair with its memory and its completions.
 //!
 //! ```text
 //! region  | outgoing: size bytes | incoming: size bytes |      each rounded up to a cache line
-//! message | number of the round, 8 bytes | pattern … | low byte of the number |   (shorter: the last byte only)
+//! message | number of the round, 8 bytes | pattern … | low byte of the number |
 //! ```
 //!
-//! The last byte changes with every round, which is what the receiver of a write watches.
+//! A message of up to 8 bytes has no number at its start, only the last byte. The last byte changes
+//! with every round; the receiver of a write polls it.
 
 use std::os::fd::AsFd as _;
 
@@ -21,23 +22,25 @@ use super::wire::Memory;
 use super::{Mode, Op};
 
 const CACHE_LINE: usize = 64;
-/// Receives that are posted ahead. One message is in flight; the rest is slack for reposting late.
+/// Number of posted receives. One message is in flight; the others allow late reposting.
 const RECV_DEPTH: u32 = 16;
 const SEND_DEPTH: u32 = 128;
-/// Every so many sends one asks for a completion, which frees the queue up to it.
+/// One of this many sends is signaled. Its completion frees the queue up to it.
 const SIGNAL_EVERY: u64 = 50;
-/// Receives carry this number, sends their count.
+/// The `wr_id` of receives. Sends have their count.
 const RECV_ID: u64 = u64::MAX;
-/// Fruitless looks between two questions whether the connection still stands.
+/// Number of empty polls between two checks of the connection.
 const SPINS_PER_CHECK: u32 = 1 << 14;
 
-/// What the peer may do to our memory.
+/// Returns the peer's rights to our memory.
 pub(super) fn access() -> Access {
     Access::REMOTE_WRITE | Access::REMOTE_READ
 }
 
-/// Makes the queue pair and its endpoint on the device that the CM chose, with receives posted if
-/// the operation needs them: the peer may send as soon as it hears from us.
+/// Creates the queue pair and its endpoint on the device that the CM chose.
+///
+/// Posts receives if the operation needs them, because the peer may send as soon as the connection
+/// stands.
 pub(super) fn open(
     context: &Context,
     id: &CmId,
@@ -48,7 +51,7 @@ pub(super) fn open(
 ) -> anyhow::Result<(QueuePair, Endpoint)> {
     let domain = context.allocate_protection_domain()?;
     let channel = match mode {
-        Mode::Event => Some(sleeping_channel(context)?),
+        Mode::Event => Some(blocking_channel(context)?),
         Mode::Poll => None,
     };
     let cq = context.create_completion_queue(SEND_DEPTH + RECV_DEPTH, channel.as_ref(), 0)?;
@@ -57,7 +60,7 @@ pub(super) fn open(
     config.max_recv_wr = RECV_DEPTH;
     config.max_inline = if size <= inline && op != Op::Read { size } else { 0 };
     let qp = match domain.create_queue_pair(&config) {
-        // The device's maximum can only be found by asking: do without.
+        // The device's inline limit can only be found by trying; go on without inline data.
         Err(error) if config.max_inline > 0 && error.kind() == ErrorKind::DeviceLimit => {
             config.max_inline = 0;
             domain.create_queue_pair(&config)?
@@ -82,9 +85,9 @@ pub(super) fn open(
     Ok((qp, endpoint))
 }
 
-/// A channel whose events are waited for in one system call. It needs no timeout: the watcher ends
-/// a wait that leads nowhere by stopping the queue pair.
-fn sleeping_channel(context: &Context) -> anyhow::Result<CompletionChannel> {
+/// Creates a channel that waits for an event in one system call. It needs no timeout: the watcher
+/// ends a wait for a dead peer by stopping the queue pair.
+fn blocking_channel(context: &Context) -> anyhow::Result<CompletionChannel> {
     let channel = context.create_completion_channel()?;
     let flags = fcntl_getfl(channel.as_fd())?;
     fcntl_setfl(channel.as_fd(), flags & !OFlags::NONBLOCK)?;
@@ -99,37 +102,37 @@ pub(super) struct Endpoint {
     size: usize,
     stride: usize,
     inline: bool,
-    /// Whether the queue will wake us at its next completion.
+    /// Whether the next completion raises an event.
     armed: bool,
-    /// Sends posted, and how many of them are known to have left the queue.
+    /// Number of posted sends, and how many of them are known to have left the queue.
     posted: u64,
     reaped: u64,
 }
 
 impl Endpoint {
-    /// Whether messages travel inside the work request.
+    /// Returns whether messages are sent inline, inside the work request.
     pub(super) fn inline(&self) -> bool {
         self.inline
     }
 
-    /// Where the peer's writes go, for the peer.
+    /// Returns the memory that the peer writes to.
     pub(super) fn incoming(&self) -> Memory {
         let remote = self.region.remote(self.stride..self.stride + self.size);
         Memory { addr: remote.addr, rkey: remote.rkey }
     }
 
-    /// What the peer may read, for the peer.
+    /// Returns the memory that the peer reads.
     pub(super) fn outgoing(&self) -> Memory {
         let remote = self.region.remote(0..self.size);
         Memory { addr: remote.addr, rkey: remote.rkey }
     }
 
-    /// Memory that the peer told us of.
+    /// Converts memory that the peer announced.
     pub(super) fn remote(&self, memory: Memory) -> RemoteSlice {
         RemoteSlice { addr: memory.addr, len: self.size as u64, rkey: memory.rkey }
     }
 
-    /// Numbers the outgoing message.
+    /// Writes the round's number into the outgoing message.
     pub(super) fn stamp(&mut self, round: u64) {
         if self.size > size_of::<u64>() {
             self.region.write(0, &round.to_be_bytes());
@@ -154,8 +157,7 @@ impl Endpoint {
         Ok(())
     }
 
-    /// Checks the whole incoming message against the pattern, but for the part that carries the
-    /// number.
+    /// Checks the incoming message against the pattern, without the bytes that hold the number.
     pub(super) fn verify_pattern(&self) -> anyhow::Result<()> {
         let numbered = if self.size > size_of::<u64>() { size_of::<u64>() } else { 0 };
         let bytes = self.region.to_vec(self.stride, self.size);
@@ -168,7 +170,7 @@ impl Endpoint {
         Ok(())
     }
 
-    /// Wipes what the next read must bring.
+    /// Overwrites the last byte, which the next read must restore.
     pub(super) fn wipe(&mut self) {
         self.region.write(self.stride + self.size - 1, &[!low_byte(0)]);
     }
@@ -204,7 +206,7 @@ impl Endpoint {
         Ok(qp.post_send(&[SendRequest::read(self.posted, &local, remote).signaled()])?)
     }
 
-    /// Writes nothing to nowhere: succeeds as long as the peer's device answers.
+    /// Posts a write of no bytes. It completes with success while the peer's device answers.
     pub(super) fn probe(&mut self, qp: &QueuePair) -> anyhow::Result<()> {
         self.posted += 1;
         let nowhere = RemoteSlice { addr: 0, len: 0, rkey: 0 };
@@ -226,7 +228,7 @@ impl Endpoint {
                 let len = completion.byte_len() as usize;
                 ensure!(
                     len == self.size,
-                    "a message of {len} bytes arrived, {} were expected",
+                    "received a message of {len} bytes, expected {}",
                     self.size
                 );
                 return Ok(());
@@ -254,17 +256,17 @@ impl Endpoint {
                 watch.check()?;
             }
         }
-        // Nothing says in which order a device writes the bytes of one packet: the rest may be a
-        // moment late.
-        let mut looks = 0;
+        // A device may write the bytes of a packet in any order: the others may come a moment
+        // later.
+        let mut tries = 0;
         while let Err(error) = self.verify(round) {
-            looks += 1;
-            ensure!(looks < SPINS_PER_CHECK, error);
+            tries += 1;
+            ensure!(tries < SPINS_PER_CHECK, error);
         }
         if self.posted - self.reaped >= 2 * SIGNAL_EVERY { self.reap_ready() } else { Ok(()) }
     }
 
-    /// Takes completions of sends that are there already.
+    /// Takes the completions of sends that have arrived already.
     fn reap_ready(&mut self) -> anyhow::Result<()> {
         let mut completion = [WorkCompletion::default()];
         while self.cq.poll(&mut completion)? > 0 {
@@ -279,15 +281,19 @@ impl Endpoint {
         Ok(())
     }
 
-    /// The next completion, by asking or by sleeping; a failed one is an error.
+    /// Waits for the next completion by polling or by sleeping.
+    ///
+    /// # Errors
+    ///
+    /// The completion has failed, or the connection has ended.
     fn next(&mut self, watch: Option<&Watch>) -> anyhow::Result<WorkCompletion> {
         let mut completion = [WorkCompletion::default()];
         let mut spins = 0_u32;
         while self.cq.poll(&mut completion)? == 0 {
             match &self.channel {
-                // Armed again right after the event, so that going to sleep is one call, as
-                // perftest does it. What came before the arming does not wake: the loop looks once
-                // more.
+                // Arms the queue right after the event, so that the next sleep is one call, as in
+                // perftest. A completion from before the arming raises no event, so the loop polls
+                // once more.
                 Some(channel) => {
                     if self.armed {
                         channel.next_event()?;
@@ -311,7 +317,7 @@ impl Endpoint {
 }
 
 fn pattern_byte(at: usize) -> u8 {
-    // 251 is prime: no power of two repeats it, so that a shifted message does not match.
+    // 251 is prime, so that a message shifted by a power of two does not match.
     u8::try_from(at % 251).unwrap_or(0)
 }
 

@@ -1,4 +1,4 @@
-//! What a run measured, for people and for scripts.
+//! The result of a run, as text and as JSON.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -12,13 +12,13 @@ use crate::choice::name;
 use crate::latency::{self, Latency, RoundTrips};
 use crate::output;
 
-/// Which way the messages went.
+/// The path of the messages.
 #[derive(Debug, Serialize)]
 pub(super) struct Link {
     local: Option<SocketAddr>,
     peer: Option<SocketAddr>,
     device: String,
-    /// Whether the kernel plays the network card.
+    /// Whether the device is emulated in software.
     software: bool,
     port: u8,
     gid: Option<GidRow>,
@@ -34,7 +34,7 @@ struct GidRow {
 }
 
 impl Link {
-    /// Of a queue pair that is connected.
+    /// Describes the path of a connected queue pair.
     pub(super) fn of(
         context: &Context,
         port: u8,
@@ -48,8 +48,8 @@ impl Link {
         let is_local = |entry: &&GidEntry| {
             entry.port == port && local.is_some_and(|local| entry.gid.ip() == local.ip())
         };
-        let of_address: Vec<_> = gids.iter().filter(is_local).cloned().collect();
-        let candidates = if of_address.is_empty() { gids } else { of_address };
+        let local_gids: Vec<_> = gids.iter().filter(is_local).cloned().collect();
+        let candidates = if local_gids.is_empty() { gids } else { local_gids };
         let gid = choose_gid(&context.port(port)?, &candidates).map(|choice| GidRow {
             index: choice.entry.index,
             address: choice.entry.gid.ip().to_string(),
@@ -123,13 +123,15 @@ impl Report {
         let inline = if self.inline { ", inline" } else { "" };
         let measure = self.measure.replace('_', " ");
         let caveat = if link.software {
-            "\nThis is a software device: it shows that RDMA works, not how fast it is. Compare ratios only.\n"
+            "\nThis is a software device: it shows that RDMA works, not how fast it is. \
+             Compare ratios only.\n"
         } else {
             ""
         };
         format!(
             "{} → {} over {} port {}, {gid}, MTU {}\n\
-             {} of {} bytes by {}{inline}: {} rounds after {} to warm up, {:.2} s, every message checked\n\n\
+             {} of {} bytes, {} mode{inline}: {} rounds after {} of warm-up, {:.2} s, \
+             every message checked\n\n\
              {measure}{}\n\
              {:>width$}{}\n{caveat}",
             addr(link.local),
@@ -156,7 +158,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_ordinary_report() {
+    fn formats_a_report_as_text_and_json() {
         let report = Report {
             format: 1,
             role: "client",
@@ -189,7 +191,7 @@ mod tests {
         };
         let expected = "\
 10.0.0.2:4711 → 10.0.0.1:7471 over rxe2 port 1, GID 1 (10.0.0.2, RoCE v2), MTU 4096
-send of 64 bytes by poll, inline: 1000 rounds after 100 to warm up, 0.25 s, every message checked
+send of 64 bytes, poll mode, inline: 1000 rounds after 100 of warm-up, 0.25 s, every message checked
 
 half round trip     min      p50      p90      p99    p99.9      max     mean
              µs    1.00     2.00     3.00     4.00     5.00     6.00     2.50

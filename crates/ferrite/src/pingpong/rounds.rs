@@ -1,5 +1,5 @@
-//! The measured loops. Each does what its rival in perftest does per round, and nothing that could
-//! wait.
+//! The measured loops. In each round they do the same work as perftest, and leave everything else
+//! for later.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use super::watch::Watch;
 use super::wire::Memory;
 use crate::latency::Recorder;
 
-/// The client's side of `rounds` rounds.
+/// Runs the client's side of `rounds` rounds.
 pub(super) fn client(
     op: Op,
     rounds: u64,
@@ -50,10 +50,10 @@ pub(super) fn client(
     endpoint.verify_pattern()
 }
 
-/// The number that the server's memory carries for reads: the server takes no part in them.
+/// The number in the server's memory for reads. It is constant: the server takes no part in them.
 const READ_ROUND: u64 = 0;
 
-/// The server's side.
+/// Runs the server's side of `rounds` rounds.
 pub(super) fn server(
     op: Op,
     rounds: u64,
@@ -84,14 +84,13 @@ pub(super) fn server(
         Op::Read => return serve_reads((qp, endpoint), watch),
     }
     endpoint.verify_pattern()?;
-    // Our last message is on its way until the client has left. The watcher has the patience to
-    // wait for that.
+    // The last message may be on its way until the client has left. The watcher limits the wait.
     watch.peer_leaves_within(Duration::MAX)?;
     Ok(())
 }
 
-/// Reads pass this side by. It asks the client's device from time to time whether it is still
-/// there.
+/// Waits while the client reads, which needs nothing from this side. Probes from time to time
+/// whether the client's device still answers.
 fn serve_reads((qp, endpoint): (&QueuePair, &mut Endpoint), watch: &Watch) -> anyhow::Result<()> {
     const BETWEEN_PROBES: Duration = Duration::from_millis(500);
     let mut probes = 0;
@@ -104,7 +103,7 @@ fn serve_reads((qp, endpoint): (&QueuePair, &mut Endpoint), watch: &Watch) -> an
     Ok(())
 }
 
-/// What the server's memory must hold before a client reads it.
+/// Prepares the server's memory before a client reads it.
 pub(super) fn prepare(op: Op, endpoint: &mut Endpoint) {
     if op == Op::Read {
         endpoint.stamp(READ_ROUND);

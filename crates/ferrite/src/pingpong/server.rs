@@ -1,4 +1,4 @@
-//! The server: waits, does what the client asked for, tells what it did.
+//! The server: waits for a client, runs the rounds that it asks for, and prints what it did.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -30,14 +30,14 @@ pub(super) fn run(options: &Options, listen: SocketAddr) -> anyhow::Result<()> {
     let listener = cm::Listener::bind(&verbs, listen, 8)
         .with_context(|| format!("cannot listen on {listen}"))?;
     let at = listener.id().local_addr().unwrap_or(listen);
-    // On stderr, so that stdout carries results only.
+    // On stderr, so that stdout has results only.
     eprintln!("ferrite: listening on {at}");
     loop {
         let Some(connection) = listener.next_request(Duration::from_secs(3600))? else { continue };
         let outcome = serve(&verbs, options, &connection);
         match outcome {
             Ok(served) => print(&served, options.json)?,
-            // One bad client must not end a server that is to run for ever.
+            // With --forever, a failed client does not stop the server.
             Err(error) if options.forever => eprintln!("ferrite: {error:#}"),
             Err(error) => return Err(error),
         }
@@ -56,13 +56,13 @@ fn serve(
     let peer = id.peer_addr();
     let name = peer.map_or("a client".to_owned(), |peer| peer.to_string());
     let request =
-        Request::decode(&connection.private_data).with_context(|| format!("{name} was refused"))?;
+        Request::decode(&connection.private_data).with_context(|| format!("rejected {name}"))?;
     let (device, _) = id.device().context("RDMA CM named no device")?;
     let context = verbs.device(&device)?.open()?;
     let Request { op, mode, size, inline, .. } = request;
     let (qp, mut endpoint) = endpoint::open(&context, id, op, mode, size, inline)?;
     rounds::prepare(request.op, &mut endpoint);
-    // As on the client; kernels that refuse it here take the client's.
+    // As on the client. Kernels that reject it here use the client's value.
     let _ = id.set_ack_timeout(14);
 
     let memory: Memory =
@@ -94,7 +94,7 @@ fn print(served: &Served, json: bool) -> anyhow::Result<()> {
     }
     let peer = served.peer.map_or("a client".to_owned(), |peer| peer.to_string());
     println!(
-        "served {peer} on {}: {} of {} bytes by {}, {} rounds, every message checked",
+        "served {peer} on {}: {} of {} bytes, {} mode, {} rounds, every message checked",
         served.device,
         name(&served.op),
         served.size_bytes,

@@ -1,9 +1,9 @@
-//! Who notices that the peer died or that nothing moves: a thread beside the measured loop.
+//! A thread next to the measured loop that notices a dead peer or a lack of progress.
 //!
-//! The loop itself has no timeout: asking a clock costs a system call on some hosts, and sleeping
-//! with one costs two. The watcher listens to the connection manager, compares the loop's counter
-//! with its own clock, and ends a connection by stopping its queue pair: everything posted
-//! completes as flushed, which wakes the loop in either mode.
+//! The loop itself has no timeout: reading a clock costs a system call on some hosts, and sleeping
+//! with a timeout costs two. The watcher receives the events of the connection manager and checks
+//! that the loop's counter grows. It ends a connection by stopping its queue pair: everything
+//! posted completes as flushed, which wakes the loop in either mode.
 
 use std::fmt;
 use std::io::{IsTerminal as _, Write as _};
@@ -13,17 +13,17 @@ use std::time::{Duration, Instant};
 
 use ferrite_verbs::{CmEventKind, CmId, QueuePair};
 
-/// How often the watcher looks at the counter. Rare enough to leave no trace in the percentiles.
+/// How often the watcher reads the counter. Too rare to affect the percentiles.
 const TICK: Duration = Duration::from_millis(100);
-/// Runs shorter than this show no progress.
-const QUIET: Duration = Duration::from_secs(2);
+/// Progress is shown only after this time.
+const PROGRESS_AFTER: Duration = Duration::from_secs(2);
 
 /// Why a connection ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Ending {
-    /// The peer hung up or died.
+pub(crate) enum ConnectionLost {
+    /// The peer disconnected or died.
     PeerLeft(Rounds),
-    /// Nothing moved for so long.
+    /// There was no progress for this time.
     Stuck(Duration, Rounds),
     /// The device is being removed.
     DeviceGone,
@@ -31,11 +31,11 @@ pub(crate) enum Ending {
     Manager(String),
 }
 
-/// How far a run had come.
+/// How many rounds of a run were done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Rounds {
     done: u64,
-    /// 0 where this side does not count them.
+    /// 0 if this side does not count them.
     total: u64,
 }
 
@@ -49,8 +49,8 @@ impl fmt::Display for Rounds {
     }
 }
 
-impl Ending {
-    /// For scripts.
+impl ConnectionLost {
+    /// Returns the kind of the error in JSON.
     pub(crate) fn kind_name(&self) -> &'static str {
         match self {
             Self::PeerLeft(_) => "disconnected",
@@ -61,13 +61,13 @@ impl Ending {
     }
 }
 
-impl fmt::Display for Ending {
+impl fmt::Display for ConnectionLost {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::PeerLeft(rounds) => write!(
                 f,
-                "the peer ended the connection{rounds}: it was stopped, or it failed and its own message says \
-                 why"
+                "the peer closed the connection{rounds}: it was stopped, or it failed; see its \
+                 output"
             ),
             Self::Stuck(timeout, rounds) => write!(
                 f,
@@ -80,22 +80,22 @@ impl fmt::Display for Ending {
     }
 }
 
-impl std::error::Error for Ending {}
+impl std::error::Error for ConnectionLost {}
 
-/// What the loop and its watcher share.
+/// The state that the loop and its watcher share.
 pub(super) struct Watch {
     total: u64,
     timeout: Duration,
     show_progress: bool,
     done: AtomicU64,
     finished: AtomicBool,
-    ending: OnceLock<Ending>,
-    /// Wakes those who wait for the ending.
+    lost: OnceLock<ConnectionLost>,
+    /// Wakes threads that wait for the end of the connection.
     ended: (Mutex<()>, Condvar),
 }
 
 impl Watch {
-    /// For a run of `total` rounds (0: this side cannot count them), each of which must take less
+    /// Creates the state for `total` rounds (0 if this side cannot count them). Each must take less
     /// than `timeout`.
     pub(super) fn new(total: u64, timeout: Duration, show_progress: bool) -> Self {
         Self {
@@ -104,13 +104,17 @@ impl Watch {
             show_progress: show_progress && std::io::stderr().is_terminal(),
             done: AtomicU64::new(0),
             finished: AtomicBool::new(false),
-            ending: OnceLock::new(),
+            lost: OnceLock::new(),
             ended: (Mutex::new(()), Condvar::new()),
         }
     }
 
-    /// Runs `work` while the connection is watched. If the work fails because the connection ended,
-    /// the ending is the error: a flushed work request is only its shadow.
+    /// Runs `work` while a thread watches the connection.
+    ///
+    /// # Errors
+    ///
+    /// The error of `work`; if the connection was lost, the reason for that instead of the flushed
+    /// completion that it caused.
     pub(super) fn over<T>(
         &self,
         id: &CmId,
@@ -122,35 +126,38 @@ impl Watch {
             let result = work();
             self.finished.store(true, Ordering::Relaxed);
             if result.is_ok() {
-                // The peer may have gone first. The event of it wakes the watcher at once.
+                // Fails if the peer disconnected first. The event wakes the watcher at once.
                 let _ = id.disconnect();
             }
             result
         });
-        result.map_err(|error| match self.ending.get() {
-            Some(ending) => ending.clone().into(),
+        result.map_err(|error| match self.lost.get() {
+            Some(lost) => lost.clone().into(),
             None => error,
         })
     }
 
-    /// The loop's sign of life.
+    /// Records that a round is done.
     pub(super) fn progress(&self, round: u64) {
         self.done.store(round, Ordering::Relaxed);
     }
 
-    /// Whether the connection ended; for loops that no completion can wake.
-    pub(super) fn check(&self) -> Result<(), Ending> {
-        self.ending.get().map_or(Ok(()), |ending| Err(ending.clone()))
+    /// Fails if the connection was lost. For loops that no completion can wake.
+    pub(super) fn check(&self) -> Result<(), ConnectionLost> {
+        self.lost.get().map_or(Ok(()), |lost| Err(lost.clone()))
     }
 
-    /// Waits for the peer to leave; `false` if it has not within `patience`. Another ending is an
-    /// error.
-    pub(super) fn peer_leaves_within(&self, patience: Duration) -> Result<bool, Ending> {
+    /// Waits until the peer leaves. Returns `false` if it does not within `timeout`.
+    ///
+    /// # Errors
+    ///
+    /// The connection was lost for another reason.
+    pub(super) fn peer_leaves_within(&self, timeout: Duration) -> Result<bool, ConnectionLost> {
         let (mutex, ended) = &self.ended;
         let guard = mutex.lock().unwrap_or_else(PoisonError::into_inner);
-        let _guard = ended.wait_timeout_while(guard, patience, |()| self.ending.get().is_none());
-        match self.ending.get() {
-            Some(Ending::PeerLeft(_)) => Ok(true),
+        let _guard = ended.wait_timeout_while(guard, timeout, |()| self.lost.get().is_none());
+        match self.lost.get() {
+            Some(ConnectionLost::PeerLeft(_)) => Ok(true),
             Some(other) => Err(other.clone()),
             None => Ok(false),
         }
@@ -158,44 +165,44 @@ impl Watch {
 
     fn watch(&self, id: &CmId, qp: &QueuePair) {
         let started = Instant::now();
-        let mut seen = (0, started);
-        let ending = loop {
+        let mut last_progress = (0, started);
+        let lost = loop {
             match id.channel().wait_event(TICK) {
                 Ok(Some(event)) if event.id == id.key() => match event.kind {
                     CmEventKind::DISCONNECTED => {
-                        break Ending::PeerLeft(self.rounds());
+                        break ConnectionLost::PeerLeft(self.rounds());
                     }
-                    CmEventKind::DEVICE_REMOVAL => break Ending::DeviceGone,
+                    CmEventKind::DEVICE_REMOVAL => break ConnectionLost::DeviceGone,
                     _ => {}
                 },
-                // The listener shares the channel: another client is refused by being dropped.
+                // The listener shares the channel. Dropping another client's request rejects it.
                 Ok(_) => {}
-                Err(error) => break Ending::Manager(error.to_string()),
+                Err(error) => break ConnectionLost::Manager(error.to_string()),
             }
             if self.finished.load(Ordering::Relaxed) {
-                break Ending::PeerLeft(self.rounds());
+                break ConnectionLost::PeerLeft(self.rounds());
             }
             let now = Instant::now();
-            if seen.0 != self.done() {
-                seen = (self.done(), now);
-            } else if now - seen.1 >= self.timeout {
-                break Ending::Stuck(self.timeout, self.rounds());
+            if last_progress.0 != self.done() {
+                last_progress = (self.done(), now);
+            } else if now - last_progress.1 >= self.timeout {
+                break ConnectionLost::Stuck(self.timeout, self.rounds());
             }
-            if self.show_progress && now - started > QUIET {
+            if self.show_progress && now - started > PROGRESS_AFTER {
                 eprint!("\r{} of {} rounds ", self.done(), self.total);
                 let _ = std::io::stderr().flush();
             }
         };
-        if self.show_progress && started.elapsed() > QUIET {
+        if self.show_progress && started.elapsed() > PROGRESS_AFTER {
             eprint!("\r\x1b[K");
         }
         if !self.finished.load(Ordering::Relaxed) {
             let (mutex, ended) = &self.ended;
             let guard = mutex.lock().unwrap_or_else(PoisonError::into_inner);
-            let _ = self.ending.set(ending);
+            let _ = self.lost.set(lost);
             drop(guard);
             ended.notify_all();
-            // If the device has gone there is nothing to stop, and the loop hears of it by `check`.
+            // Fails if the device is gone. The loop then notices the loss in `check`.
             let _ = qp.stop();
         }
     }

@@ -1,4 +1,4 @@
-//! What the two sides tell each other in the private data of the CM's handshake.
+//! The messages in the private data of the CM's handshake.
 //!
 //! Request, client to server, 40 bytes (56 fit; the CM pads with zeros), numbers big-endian:
 //!
@@ -10,33 +10,33 @@
 //!  7   1  reserved, 0
 //!  8   4  message size in bytes, 1 to 64 MiB
 //! 12   4  inline up to this many bytes
-//! 16   8  rounds in all, at least 1
+//! 16   8  number of rounds with warm-up, at least 1
 //! 24   8  address of the client's memory for the server's writes
-//! 32   4  its key
+//! 32   4  its rkey
 //! 36   4  reserved, 0
 //! ```
 //!
-//! Reply, server to client in the acceptance, 20 bytes:
+//! Reply, server to client when it accepts, 20 bytes:
 //!
 //! ```text
 //!  0   4  magic "FEpp"
 //!  4   1  version, 1
 //!  5   3  reserved, 0
 //!  8   8  address of the server's memory
-//! 16   4  its key
+//! 16   4  its rkey
 //! ```
 
 use std::fmt;
 
 use super::{Mode, Op};
 
-/// The largest message: bounds what a client can make the server pin.
+/// The largest message. It limits the memory that a client can make the server pin.
 pub(super) const SIZE_MAX: u32 = 64 << 20;
 
 const MAGIC: [u8; 4] = *b"FEpp";
 const VERSION: u8 = 1;
 
-/// What the client wants.
+/// The test that the client asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Request {
     pub(super) op: Op,
@@ -47,14 +47,14 @@ pub(super) struct Request {
     pub(super) memory: Memory,
 }
 
-/// Memory that the other side may write or read.
+/// Memory that the peer may write or read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Memory {
     pub(super) addr: u64,
     pub(super) rkey: u32,
 }
 
-/// Private data that is not ours, or not of this version.
+/// Private data of another protocol or version.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Malformed {
     Short { len: usize, wanted: usize },
@@ -67,16 +67,17 @@ impl fmt::Display for Malformed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Short { len, wanted } => {
-                write!(f, "{len} bytes of private data where {wanted} are expected")
+                write!(f, "received {len} bytes of private data, expected {wanted}")
             }
             Self::Magic => f.write_str("the peer is not a ferrite pingpong"),
             Self::Version(version) => {
                 write!(
                     f,
-                    "the peer speaks version {version}, we speak {VERSION}: use the same ferrite on both"
+                    "the peer uses protocol version {version}, this side {VERSION}; run the same \
+                     ferrite on both"
                 )
             }
-            Self::Field(name, value) => write!(f, "the peer sent an impossible {name}: {value}"),
+            Self::Field(name, value) => write!(f, "the peer sent an invalid {name}: {value}"),
         }
     }
 }
@@ -136,7 +137,7 @@ impl Request {
 impl Memory {
     const LEN: usize = 20;
 
-    /// As the reply of a server.
+    /// Encodes the server's reply.
     pub(super) fn encode(self) -> [u8; Self::LEN] {
         let mut out = [0; Self::LEN];
         out[0..4].copy_from_slice(&MAGIC);
@@ -152,7 +153,8 @@ impl Memory {
     }
 }
 
-/// The first `N` bytes, if they begin as ours do. More may follow: the CM pads, later versions add.
+/// Returns the first `N` bytes after a check of magic and version. More bytes may follow: the CM
+/// pads, and later versions may add fields.
 fn checked<const N: usize>(bytes: &[u8]) -> Result<&[u8; N], Malformed> {
     let found: &[u8; N] =
         bytes.first_chunk().ok_or(Malformed::Short { len: bytes.len(), wanted: N })?;
@@ -209,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn padding_is_ignored() {
+    fn ignores_padding() {
         let mut padded = GOLDEN_REQUEST.to_vec();
         padded.resize(56, 0);
         assert_eq!(Request::decode(&padded), Ok(REQUEST));
@@ -219,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn malformed_input_is_refused_by_name() {
+    fn errors_name_the_invalid_field() {
         let with = |at: usize, value: u8| {
             let mut bytes = GOLDEN_REQUEST;
             bytes[at] = value;
@@ -232,7 +234,7 @@ mod tests {
         assert_eq!(with(0, b'X'), Err(Malformed::Magic));
         assert_eq!(with(4, 2), Err(Malformed::Version(2)));
         assert_eq!(with(5, 0), Err(Malformed::Field("operation", 0)));
-        assert_eq!(with(5, 2), Err(Malformed::Field("mode", 2)), "write by event");
+        assert_eq!(with(5, 2), Err(Malformed::Field("mode", 2)), "write in event mode");
         assert_eq!(with(6, 9), Err(Malformed::Field("mode", 9)));
         assert_eq!(with(8, 255), Err(Malformed::Field("message size", 0xff02_0304)));
         assert_eq!(Memory::decode(&[]), Err(Malformed::Short { len: 0, wanted: 20 }));
@@ -240,8 +242,7 @@ mod tests {
 
     #[test]
     fn no_input_panics() {
-        // Every length, and every value of every byte: a decoder this small can be tried out in
-        // full.
+        // Tries every length, and every value of every single byte.
         for len in 0..=GOLDEN_REQUEST.len() {
             let _ = Request::decode(&GOLDEN_REQUEST[..len]);
             let _ = Memory::decode(&GOLDEN_REQUEST[..len]);

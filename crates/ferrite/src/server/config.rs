@@ -1,7 +1,7 @@
-//! `ferrite.toml`, checked: what the file says, or the defaults.
+//! Reads and checks `ferrite.toml`. Missing keys have their defaults.
 //!
-//! The keys are a table (`keys.rs`); reading values with their places is `value.rs`. Whatever is
-//! wrong names the key and the line.
+//! `keys.rs` has the table of keys, `value.rs` reads single values. Errors name the line and the
+//! key.
 
 mod keys;
 mod value;
@@ -16,22 +16,22 @@ use toml::de::{DeTable, DeValue};
 use keys::{Key, Use};
 use value::Value;
 
-/// The engine's configuration that the file may not have, and where it is said instead.
-const ELSEWHERE: [(&str, &str); 11] = [
-    ("bind", "say it in [network]: bind"),
-    ("port", "say it in [network]: port"),
-    ("unixsocket", "say it in [server]: unix_socket"),
-    ("dir", "say it in [server]: data_dir"),
-    ("include", "say it in [server]: engine_config"),
-    ("cluster-enabled", "say it in [cluster]: enabled"),
-    ("daemonize", "ferrite supervises the engine: it stays in the foreground"),
-    ("supervised", "ferrite supervises the engine, and tells systemd itself"),
-    ("logfile", "the engine's lines go to stderr, with those of ferrite"),
-    ("pidfile", "`ferrite server --json` says the engine's id"),
-    ("ferrite", "settings of the module are in [network] and [network.rdma]"),
+/// Directives that `[engine]` may not have, and what to do instead.
+const RESERVED: [(&str, &str); 11] = [
+    ("bind", "set bind in [network] instead"),
+    ("port", "set port in [network] instead"),
+    ("unixsocket", "set unix_socket in [server] instead"),
+    ("dir", "set data_dir in [server] instead"),
+    ("include", "set engine_config in [server] instead"),
+    ("cluster-enabled", "set enabled in [cluster] instead"),
+    ("daemonize", "remove it: ferrite supervises the engine, which must stay in the foreground"),
+    ("supervised", "remove it: ferrite supervises the engine and notifies systemd"),
+    ("logfile", "remove it: ferrite passes the engine's log on to stderr"),
+    ("pidfile", "remove it: `ferrite server --json` prints the engine's process id"),
+    ("ferrite", "set the module's settings in [network] and [network.rdma] instead"),
 ];
 
-/// A file, found or to be found.
+/// A file that the user named, or that ferrite finds by itself.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(super) enum Choice {
     #[default]
@@ -39,14 +39,14 @@ pub(super) enum Choice {
     Path(PathBuf),
 }
 
-/// What happens when the engine ends by itself, and not well.
+/// What to do when the engine fails.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Restart {
     No,
     OnFailure,
 }
 
-/// What is to be run, and how.
+/// The settings of `ferrite server`.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Config {
     pub(super) engine: Choice,
@@ -62,7 +62,7 @@ pub(super) struct Config {
     pub(super) shutdown_timeout: Duration,
     pub(super) bind: Vec<String>,
     pub(super) port: Option<u16>,
-    /// Without an address: where the engine listens.
+    /// The module's address. `None`: the addresses on which the engine listens.
     pub(super) rdma_listen: Option<IpAddr>,
     pub(super) rdma_port: u16,
     pub(super) allow_clear_text: Option<bool>,
@@ -76,11 +76,11 @@ pub(super) struct Config {
     pub(super) rx_size: Option<u32>,
     pub(super) rx_size_max: Option<u32>,
     pub(super) is_cluster: bool,
-    /// Lines of the engine's own configuration: name, and the rest of the line.
+    /// Lines of the engine's own configuration: name and rest of the line.
     pub(super) directives: Vec<(String, String)>,
-    /// Keys that are known and change nothing here, each with its reason.
+    /// Keys in the file that have no effect, each with its line and the reason.
     pub(super) without_effect: Vec<String>,
-    // Three ways to say one thing: `rdma()` is what they come to.
+    // Three keys for one policy; `rdma()` combines them.
     rdma_enabled: Option<bool>,
     rdma: Option<Rdma>,
     rdma_fallback: Option<Rdma>,
@@ -99,7 +99,7 @@ impl Default for Config {
             restart_delay: Duration::from_secs(1),
             restart_limit: 5,
             startup_timeout: Duration::from_secs(60),
-            // Saving a large dataset takes minutes, and what is killed meanwhile is lost.
+            // Saving a large dataset takes minutes; a kill during that time loses data.
             shutdown_timeout: Duration::from_secs(300),
             bind: Vec::new(),
             port: None,
@@ -132,7 +132,7 @@ impl Config {
         Self::parse(&text).map_err(|why| format!("{name}:{why}"))
     }
 
-    /// What is wrong begins with its line.
+    /// Parses the text of a file. An error starts with its line number.
     pub(super) fn parse(text: &str) -> Result<Self, String> {
         let line_of = |offset: usize| 1 + text[..offset].matches('\n').count();
         let table = DeTable::parse(text).map_err(|error| {
@@ -141,11 +141,11 @@ impl Config {
         })?;
         let mut config = Self::default();
         config.take("", table.get_ref(), &line_of)?;
-        config.rdma_is_one().map_err(|why| format!(" {why}"))?;
+        config.check_rdma_policy().map_err(|why| format!(" {why}"))?;
         Ok(config)
     }
 
-    /// One section, and those below it.
+    /// Reads a section and its subsections.
     fn take(
         &mut self,
         section: &str,
@@ -154,39 +154,41 @@ impl Config {
     ) -> Result<(), String> {
         for (key, value) in table {
             let (name, line) = (key.get_ref().as_ref(), line_of(key.span().start));
-            let wrong = |why: String| format!("{line}: {}: {why}", keys::full_name(section, name));
+            let at_key = |why: String| format!("{line}: {}: {why}", keys::full_name(section, name));
             let below = keys::full_name(section, name);
             match value.get_ref() {
                 DeValue::Table(table) if keys::is_section(&below) => {
                     self.take(&below, table, line_of)?
                 }
                 value if section == "engine" => {
-                    self.add_directive(name, &Value(value)).map_err(wrong)?;
+                    self.add_directive(name, &Value(value)).map_err(at_key)?;
                 }
                 value => match Key::find(section, name).map(|key| &key.use_) {
-                    Some(Use::Set(set)) => set(self, &Value(value)).map_err(wrong)?,
-                    Some(Use::Idle(why)) => self.without_effect.push(wrong(idle(why))),
-                    Some(Use::IdleIf(check, why)) => {
-                        check(&Value(value)).map_err(wrong)?;
-                        self.without_effect.push(wrong(idle(why)));
+                    Some(Use::Set(set)) => set(self, &Value(value)).map_err(at_key)?,
+                    Some(Use::Ignored(why)) => {
+                        self.without_effect.push(at_key(ignored_because(why)));
                     }
-                    None => return Err(wrong(keys::unknown(section, name))),
+                    Some(Use::IgnoredIf(check, why)) => {
+                        check(&Value(value)).map_err(at_key)?;
+                        self.without_effect.push(at_key(ignored_because(why)));
+                    }
+                    None => return Err(at_key(keys::unknown_key(section, name))),
                 },
             }
         }
         Ok(())
     }
 
-    /// A line for the engine, or several of the same name.
+    /// Adds a directive for the engine; a list adds several lines with the same name.
     fn add_directive(&mut self, name: &str, value: &Value<'_>) -> Result<(), String> {
         let plain = name.to_ascii_lowercase();
         let first = plain.split('.').next().unwrap_or_default();
-        if let Some((_, remedy)) = ELSEWHERE.iter().find(|(taken, _)| first == *taken) {
+        if let Some((_, remedy)) = RESERVED.iter().find(|(taken, _)| first == *taken) {
             return Err((*remedy).into());
         }
         if name.is_empty() || !name.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
         {
-            return Err("not a name of the engine's configuration".into());
+            return Err("not a valid name of an engine directive".into());
         }
         for line in value.lines()? {
             self.directives.push((name.into(), line));
@@ -194,7 +196,7 @@ impl Config {
         Ok(())
     }
 
-    /// Whether clients may, must or must not come over RDMA.
+    /// Returns whether clients may, must or must not use RDMA.
     pub(super) fn rdma(&self) -> Rdma {
         match self.rdma_enabled {
             Some(false) => Rdma::Forbid,
@@ -202,35 +204,38 @@ impl Config {
         }
     }
 
-    fn rdma_is_one(&self) -> Result<(), String> {
-        let says = |rdma: Rdma| match rdma {
+    /// Fails if the three keys for the RDMA policy contradict each other.
+    fn check_rdma_policy(&self) -> Result<(), String> {
+        let fallback_name = |rdma: Rdma| match rdma {
             Rdma::Require => "none",
             _ => "tcp",
         };
         match (self.rdma_enabled, self.rdma, self.rdma_fallback) {
             (_, Some(rdma), Some(fallback)) if rdma != fallback => Err(format!(
-                "server.rdma = \"{rdma}\" and network.rdma_fallback = \"{}\" contradict each other: leave one out",
-                says(fallback)
+                "server.rdma = \"{rdma}\" and network.rdma_fallback = \"{}\" contradict each \
+                 other; remove one",
+                fallback_name(fallback)
             )),
             (Some(enabled), Some(rdma), _) if enabled == (rdma == Rdma::Forbid) => Err(format!(
-                "network.rdma_enabled = {enabled} and server.rdma = \"{rdma}\" contradict each other: leave one out"
+                "network.rdma_enabled = {enabled} and server.rdma = \"{rdma}\" contradict each \
+                 other; remove one"
             )),
             _ => Ok(()),
         }
     }
 
-    /// A password by which the engine may be asked how it is, if the file has one that needs no
+    /// Returns the engine's password, for ferrite's own queries, if the file has one that needs no
     /// quoting.
     pub(super) fn password(&self) -> Option<&str> {
-        let (_, word) =
+        let (_, value) =
             self.directives.iter().rfind(|(name, _)| name.eq_ignore_ascii_case("requirepass"))?;
-        let is_plain =
-            !word.is_empty() && !word.contains(|c: char| c.is_whitespace() || "\"'\\".contains(c));
-        is_plain.then_some(word)
+        let needs_quotes = |c: char| c.is_whitespace() || "\"'\\".contains(c);
+        let is_plain = !value.is_empty() && !value.contains(needs_quotes);
+        is_plain.then_some(value)
     }
 }
 
-fn idle(why: &str) -> String {
+fn ignored_because(why: &str) -> String {
     format!("has no effect: {why}")
 }
 

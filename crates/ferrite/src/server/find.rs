@@ -1,4 +1,4 @@
-//! The engine's program and our module: where they are, or where they were looked for.
+//! Finds the engine's program and our module. Errors list the places that were searched.
 
 use std::ffi::OsStr;
 use std::os::unix::fs::PermissionsExt as _;
@@ -6,9 +6,9 @@ use std::path::{Path, PathBuf};
 
 use super::config::Choice;
 
-/// In this order: who has both has installed Valkey later.
+/// Searched in this order. On a host with both, Valkey was probably added later, on purpose.
 const ENGINES: [&str; 2] = ["valkey-server", "redis-server"];
-/// As it is installed, and as cargo builds it.
+/// The module's file as it is installed, and as cargo builds it.
 const MODULES: [&str; 2] = ["ferrite.so", "libferrite_module.so"];
 
 pub(super) fn engine(choice: &Choice, path: Option<&OsStr>) -> Result<PathBuf, String> {
@@ -17,14 +17,14 @@ pub(super) fn engine(choice: &Choice, path: Option<&OsStr>) -> Result<PathBuf, S
             if is_program(named) {
                 return Ok(named.clone());
             }
-            Err(format!("server.engine: {} is not a program", named.display()))
+            Err(format!("server.engine: {} is not an executable file", named.display()))
         }
-        Choice::Path(name) => in_path(&[name.as_os_str()], path),
-        Choice::Auto => in_path(&ENGINES.map(OsStr::new), path),
+        Choice::Path(name) => find_in_path(&[name.as_os_str()], path),
+        Choice::Auto => find_in_path(&ENGINES.map(OsStr::new), path),
     }
 }
 
-fn in_path(names: &[&OsStr], path: Option<&OsStr>) -> Result<PathBuf, String> {
+fn find_in_path(names: &[&OsStr], path: Option<&OsStr>) -> Result<PathBuf, String> {
     let directories: Vec<PathBuf> = path.map(std::env::split_paths).into_iter().flatten().collect();
     let places =
         names.iter().flat_map(|name| directories.iter().map(move |place| place.join(name)));
@@ -32,8 +32,8 @@ fn in_path(names: &[&OsStr], path: Option<&OsStr>) -> Result<PathBuf, String> {
         let names: Vec<_> = names.iter().map(|name| name.to_string_lossy()).collect();
         let path = path.unwrap_or_default().to_string_lossy();
         format!(
-            "there is no engine: looked for {} in PATH ({path}); install one (apt-get install valkey-server, or \
-             redis-server), or name it: server.engine",
+            "no engine found: looked for {} in PATH ({path}); install one (apt-get install \
+             valkey-server, or redis-server), or set server.engine",
             names.join(" and ")
         )
     })
@@ -43,28 +43,29 @@ fn is_program(path: &Path) -> bool {
     path.metadata().is_ok_and(|about| about.is_file() && about.permissions().mode() & 0o111 != 0)
 }
 
-/// `own` is the executable that runs.
+/// Finds the module. `own` is the path of the running executable.
 pub(super) fn module(choice: &Choice, own: &Path) -> Result<PathBuf, String> {
     let places = match choice {
-        // The engine looks for it from its own directory, which may become another.
+        // Absolute, because the engine may change its working directory before it loads the module.
         Choice::Path(named) => {
-            let whole = std::path::absolute(named).unwrap_or_else(|_| named.clone());
-            if whole.is_file() {
-                return Ok(whole);
+            let path = std::path::absolute(named).unwrap_or_else(|_| named.clone());
+            if path.is_file() {
+                return Ok(path);
             }
-            return Err(format!("server.module: there is no file {}", whole.display()));
+            return Err(format!("server.module: no such file: {}", path.display()));
         }
         Choice::Auto => {
-            let beside = own.parent().unwrap_or(Path::new("/"));
+            let bin = own.parent().unwrap_or(Path::new("/"));
             let library =
-                beside.parent().unwrap_or(Path::new("/")).join("lib/ferrite").join(MODULES[0]);
-            MODULES.map(|name| beside.join(name)).into_iter().chain([library]).collect::<Vec<_>>()
+                bin.parent().unwrap_or(Path::new("/")).join("lib/ferrite").join(MODULES[0]);
+            MODULES.map(|name| bin.join(name)).into_iter().chain([library]).collect::<Vec<_>>()
         }
     };
     places.iter().find(|place| place.is_file()).cloned().ok_or_else(|| {
         let places: Vec<_> = places.iter().map(|place| place.display().to_string()).collect();
         format!(
-            "there is no module: looked for {}; put it there, or name it: server.module (docs/book)",
+            "no module found: looked for {}; install it there, or set server.module \
+             (docs/book)",
             places.join(", ")
         )
     })
@@ -75,31 +76,33 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_not_there_is_said() {
+    fn lists_the_places_that_were_searched() {
         let path = OsStr::new("/nowhere:/nor/here");
-        let said = engine(&Choice::Auto, Some(path)).expect_err("none");
+        let error = engine(&Choice::Auto, Some(path)).expect_err("none");
         assert!(
-            said.contains("valkey-server and redis-server in PATH (/nowhere:/nor/here)"),
-            "{said}"
+            error.contains("valkey-server and redis-server in PATH (/nowhere:/nor/here)"),
+            "{error}"
         );
-        let said = engine(&Choice::Path("no-such-engine".into()), Some(path)).expect_err("none");
-        assert!(said.contains("looked for no-such-engine in PATH"), "{said}");
-        let said = engine(&Choice::Path("/etc/passwd".into()), Some(path)).expect_err("no program");
-        assert!(said.contains("/etc/passwd is not a program"), "{said}");
-        let said = module(&Choice::Auto, Path::new("/nowhere/bin/ferrite")).expect_err("none");
+        let error = engine(&Choice::Path("no-such-engine".into()), Some(path)).expect_err("none");
+        assert!(error.contains("looked for no-such-engine in PATH"), "{error}");
+        let error =
+            engine(&Choice::Path("/etc/passwd".into()), Some(path)).expect_err("no program");
+        assert!(error.contains("/etc/passwd is not an executable file"), "{error}");
+        let error = module(&Choice::Auto, Path::new("/nowhere/bin/ferrite")).expect_err("none");
         for place in [
             "/nowhere/bin/ferrite.so",
             "/nowhere/bin/libferrite_module.so",
             "/nowhere/lib/ferrite/ferrite.so",
         ] {
-            assert!(said.contains(place), "{said}");
+            assert!(error.contains(place), "{error}");
         }
-        let said = module(&Choice::Path("/nowhere/x.so".into()), Path::new("/")).expect_err("none");
-        assert!(said.contains("there is no file /nowhere/x.so"), "{said}");
+        let error =
+            module(&Choice::Path("/nowhere/x.so".into()), Path::new("/")).expect_err("none");
+        assert!(error.contains("no such file: /nowhere/x.so"), "{error}");
     }
 
     #[test]
-    fn what_is_there_is_found() {
+    fn finds_installed_engines_and_named_modules() {
         let found =
             engine(&Choice::Path("sh".into()), Some(OsStr::new("/nowhere:/bin"))).expect("a shell");
         assert_eq!(found, Path::new("/bin/sh"));

@@ -1,8 +1,8 @@
-//! The engine as a process of ours that does not outlive us.
+//! Starts the engine as a child process that does not outlive ferrite.
 //!
-//! A parent cannot ask the kernel to signal its child (PR_SET_PDEATHSIG): the child has to, between
-//! fork and exec, where Rust would have us vouch for memory safety ourselves. So we start ourselves
-//! again, as the hidden command `server-exec`, which asks and then becomes the engine.
+//! Only the child itself can ask the kernel for a signal at its parent's death (PR_SET_PDEATHSIG).
+//! It would have to do so between fork and exec, which needs unsafe code in Rust. So ferrite starts
+//! itself again with the hidden command `server-exec`, which asks and then executes the engine.
 
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, PermissionsExt as _};
 use std::os::unix::process::CommandExt as _;
@@ -17,46 +17,50 @@ use rustix::process::{
 use tokio::io::AsyncWriteExt as _;
 use tokio::process::{Child, Command};
 
-use super::Ending;
-use super::log::Words;
+use super::ServerError;
+use super::log::EngineLog;
 use super::plan::Plan;
 
-/// Become an engine that ends with its parent (used by `ferrite server` itself)
+/// Execute an engine that stops when its parent dies (used by `ferrite server`)
 #[derive(Args)]
 pub(crate) struct ExecOptions {
     parent: i32,
     program: PathBuf,
 }
 
-/// Returns only if it could not be done.
+/// Replaces this process by the engine. Returns only on failure.
 pub(crate) fn exec(options: &ExecOptions) -> anyhow::Result<ExitCode> {
     set_parent_process_death_signal(Some(Signal::TERM)).context("PR_SET_PDEATHSIG")?;
-    // It may have gone before we asked.
+    // The parent may have died before the call above.
     if getppid().map(Pid::as_raw_pid) == Some(options.parent) {
         let error = std::process::Command::new(&options.program).arg("-").exec();
-        return Err(Ending::cannot_start(format!("{}: {error}", options.program.display())).into());
+        return Err(
+            ServerError::cannot_start(format!("{}: {error}", options.program.display())).into()
+        );
     }
     Ok(ExitCode::FAILURE)
 }
 
-/// An engine at work.
+/// A running engine.
 pub(super) struct Engine {
     process: Child,
     pid: Pid,
-    pub(super) words: Words,
+    pub(super) log: EngineLog,
 }
 
 impl Engine {
-    /// Starts it and gives it its configuration. From the thread that lives as long as we do: it is
-    /// the thread's end that counts.
+    /// Starts the engine and writes its configuration to its standard input.
+    ///
+    /// Call it on a thread that lives as long as ferrite: the kernel signals the engine when the
+    /// thread that started it ends.
     pub(super) async fn start(plan: &Plan) -> anyhow::Result<Self> {
-        // our own file, also when another has taken its place
+        // Runs the same binary even if an upgrade has replaced the file.
         let mut process = Command::new("/proc/self/exe")
             .arg0("ferrite")
             .arg("server-exec")
             .arg(std::process::id().to_string())
             .arg(&plan.engine)
-            // Signals of the terminal are for us: we tell the engine.
+            // Signals from the terminal reach ferrite only; it stops the engine itself.
             .process_group(0)
             .env_remove("NOTIFY_SOCKET")
             .env_remove("WATCHDOG_USEC")
@@ -67,30 +71,30 @@ impl Engine {
             .kill_on_drop(true)
             .spawn()
             .context("cannot start /proc/self/exe")?;
-        let mut words = Words::new();
+        let mut log = EngineLog::new();
         if let Some(output) = process.stdout.take() {
-            words.follow(output);
+            log.follow(output);
         }
         if let Some(output) = process.stderr.take() {
-            words.follow(output);
+            log.follow(output);
         }
         if let Some(mut input) = process.stdin.take() {
-            // If it does not take it, it ends, and says why.
+            // An engine that does not read its configuration exits and logs the reason.
             let _ = input.write_all(plan.text().as_bytes()).await;
         }
         let id = process.id().and_then(|id| i32::try_from(id).ok()).and_then(Pid::from_raw);
-        let pid = id.context("a process without an id")?;
-        Ok(Self { process, pid, words })
+        let pid = id.context("the engine's process has no id")?;
+        Ok(Self { process, pid, log })
     }
 
     pub(super) fn id(&self) -> i32 {
         self.pid.as_raw_pid()
     }
 
-    /// Its end, when all that it said has been passed on. Cancel-safe.
+    /// Waits until the engine has ended and its output has been passed on. Cancel-safe.
     pub(super) async fn wait(&mut self) -> anyhow::Result<ExitStatus> {
         let status = self.process.wait().await?;
-        self.words.end().await;
+        self.log.end().await;
         Ok(status)
     }
 
@@ -102,7 +106,7 @@ impl Engine {
         self.signal(Signal::KILL);
     }
 
-    /// Only while it is ours: its id may be another's once it was waited for.
+    /// Sends a signal, unless the process has been waited for: its id may then belong to another.
     fn signal(&self, signal: Signal) {
         if self.process.id().is_some() {
             let _ = kill_process(self.pid, signal);
@@ -110,24 +114,26 @@ impl Engine {
     }
 }
 
-/// A directory for the engine's socket that nobody else may enter; gone at the end.
+/// A directory for the engine's socket that no other user can enter; removed on drop.
 pub(super) struct PrivateDir(PathBuf);
 
 impl PrivateDir {
-    /// Makes it. One that is there already is taken if it is ours and closed to others: it was left
-    /// by a ferrite that was killed and had our number, which in a container is always the same.
+    /// Creates the directory, or takes over an existing one that is ours and closed to others.
+    ///
+    /// Such a directory was left by a killed ferrite with the same process id. In a container that
+    /// is the usual case.
     pub(super) fn make(path: &Path) -> anyhow::Result<Self> {
         let made = std::fs::DirBuilder::new().mode(0o700).create(path);
         let made = made.or_else(|error| if is_left_over(path) { Ok(()) } else { Err(error) });
         made.with_context(|| {
-            format!("cannot make {} (server.runtime_dir names another)", path.display())
+            format!("cannot create {} (set server.runtime_dir to use another)", path.display())
         })?;
         Ok(Self(path.to_owned()))
     }
 }
 
 fn is_left_over(path: &Path) -> bool {
-    // Of the thing itself: a link may lead anywhere.
+    // Does not follow symbolic links: one may lead anywhere.
     path.symlink_metadata().is_ok_and(|about| {
         about.is_dir()
             && about.uid() == geteuid().as_raw()
@@ -147,22 +153,22 @@ mod tests {
     use std::fs::{Permissions, create_dir, set_permissions, write};
 
     #[test]
-    fn a_private_directory_is_made_or_taken_over_only_if_nobody_else_has_it() {
+    fn takes_over_a_private_directory_only_if_it_is_closed_to_others() {
         let path = std::env::temp_dir().join(format!("ferrite-private-{}", std::process::id()));
         let mode = || path.metadata().map(|about| about.permissions().mode() & 0o777).ok();
         let first = PrivateDir::make(&path).expect("made");
         assert_eq!(mode(), Some(0o700));
         write(path.join("engine.sock"), "").expect("a file");
-        std::mem::forget(first); // killed
+        std::mem::forget(first); // as if ferrite had been killed
         let second = PrivateDir::make(&path).expect("taken over");
         drop(second);
-        assert!(!path.exists(), "gone with what is in it");
-        create_dir(&path).expect("another's");
+        assert!(!path.exists(), "removed with its contents");
+        create_dir(&path).expect("a directory");
         set_permissions(&path, Permissions::from_mode(0o755)).expect("open");
         assert!(PrivateDir::make(&path).is_err(), "open to others");
         std::fs::remove_dir(&path).expect("removed");
         std::os::unix::fs::symlink("/", &path).expect("a link");
-        assert!(PrivateDir::make(&path).is_err(), "it leads elsewhere");
+        assert!(PrivateDir::make(&path).is_err(), "a symbolic link");
         std::fs::remove_file(&path).expect("removed");
     }
 }

@@ -1,4 +1,4 @@
-//! The log: the engine's lines as they come, and ours in the same form.
+//! The log on stderr: the engine's lines as they come, and ferrite's own in the same form.
 
 use std::collections::VecDeque;
 use std::io::Write as _;
@@ -10,126 +10,126 @@ use tokio::task::JoinHandle;
 
 use super::secret;
 
-/// Lines that are remembered, for the last words of an engine that does not come up: a complaint
-/// about its configuration has four.
-const REMEMBERED: usize = 4;
-/// A child of the engine (one that saves) may hold its output open when the engine has ended.
-const REST: Duration = Duration::from_millis(500);
-/// Between the stamp of a line and its text: warning, notice, verbose, debug.
+/// Number of lines kept to explain why an engine did not start. An error in its configuration has
+/// four.
+const LINES_KEPT: usize = 4;
+/// How long to wait for more output of an engine that has ended. A child of it that saves may hold
+/// the output open.
+const OUTPUT_TIMEOUT: Duration = Duration::from_millis(500);
+/// Markers between the stamp of a line and its text: warning, notice, verbose, debug.
 const LEVELS: [&str; 4] = [" # ", " * ", " - ", " . "];
-/// What the module says, in any engine's log.
+/// Precedes the module's text in the log of any engine.
 const MODULE: &str = "> ferrite: ";
 
-/// Says something of ours.
+/// Logs a line of ferrite's own at the level notice.
 pub(super) fn notice(text: &str) {
-    say('*', text);
+    print('*', text);
 }
 
+/// Logs a line of ferrite's own at the level warning.
 pub(super) fn warning(text: &str) {
-    say('#', text);
+    print('#', text);
 }
 
-/// As engines do, with F as the role: `123:F 15 Nov 2026 10:00:00.000 * text`.
-fn say(level: char, text: &str) {
+/// Prints a line as engines do, with F as the role: `123:F 15 Nov 2026 10:00:00.000 * text`.
+fn print(level: char, text: &str) {
     let now = jiff::Zoned::now().strftime("%d %b %Y %H:%M:%S%.3f");
     let line = format!("{}:F {now} {level} {text}\n", std::process::id());
-    // In one piece, beside the engine's. Nobody may be there to read it.
+    // One write, so that it does not mix with the engine's lines. stderr may be closed.
     let _ = std::io::stderr().lock().write_all(line.as_bytes());
 }
 
-/// What one engine says, passed on.
-pub(super) struct Words {
-    said: Arc<Mutex<Said>>,
+/// Passes the output of one engine on, and keeps the end of it.
+pub(super) struct EngineLog {
+    tail: Arc<Mutex<LogTail>>,
     readers: Vec<JoinHandle<()>>,
 }
 
-/// What is remembered of it.
+/// The last lines of an engine's output.
 #[derive(Default)]
-struct Said {
+struct LogTail {
     last: VecDeque<String>,
     by_module: Option<String>,
 }
 
-impl Said {
+impl LogTail {
     fn add(&mut self, line: &str) {
         if line.is_empty() {
             return;
         }
-        if let Some((_, words)) = line.split_once(MODULE) {
-            self.by_module = Some(words.into());
+        if let Some((_, text)) = line.split_once(MODULE) {
+            self.by_module = Some(text.into());
         }
-        if self.last.len() == REMEMBERED {
+        if self.last.len() == LINES_KEPT {
             self.last.pop_front();
         }
         self.last.push_back(line.into());
     }
 
-    /// The last line of its log; or what was said after that without being one, which are
-    /// complaints.
-    fn last_words(&self) -> Option<String> {
-        let complaints: Vec<_> =
-            self.last.iter().rev().take_while(|line| stamped(line).is_none()).collect();
-        match (complaints.is_empty(), self.last.back()) {
-            (true, last) => last.and_then(|line| stamped(line)).map(Into::into),
+    /// Returns the last log line, or the lines without a stamp that follow it: those are errors.
+    fn last_message(&self) -> Option<String> {
+        let unstamped: Vec<_> =
+            self.last.iter().rev().take_while(|line| text_after_stamp(line).is_none()).collect();
+        match (unstamped.is_empty(), self.last.back()) {
+            (true, last) => last.and_then(|line| text_after_stamp(line)).map(Into::into),
             (false, _) => {
-                let lines: Vec<_> = complaints.into_iter().rev().map(String::as_str).collect();
+                let lines: Vec<_> = unstamped.into_iter().rev().map(String::as_str).collect();
                 Some(lines.join("; "))
             }
         }
     }
 }
 
-impl Words {
+impl EngineLog {
     pub(super) fn new() -> Self {
-        Self { said: Arc::default(), readers: Vec::new() }
+        Self { tail: Arc::default(), readers: Vec::new() }
     }
 
-    /// Passes on what comes, until its end.
+    /// Passes `output` on until it ends.
     pub(super) fn follow(&mut self, output: impl AsyncRead + Unpin + Send + 'static) {
-        let said = Arc::clone(&self.said);
+        let tail = Arc::clone(&self.tail);
         self.readers.push(tokio::spawn(async move {
             let (mut output, mut line) = (BufReader::new(output), Vec::new());
             while matches!(output.read_until(b'\n', &mut line).await, Ok(read) if read > 0) {
                 if line.last() != Some(&b'\n') {
                     line.push(b'\n');
                 }
-                if let Some(shown) = secret::passed_on(&line) {
-                    line = shown.into_bytes();
+                if let Some(redacted) = secret::redact_quoted(&line) {
+                    line = redacted.into_bytes();
                 }
                 let _ = std::io::stderr().lock().write_all(&line);
-                lock(&said).add(String::from_utf8_lossy(&line).trim());
+                lock(&tail).add(String::from_utf8_lossy(&line).trim());
                 line.clear();
             }
         }));
     }
 
-    /// Until everything was passed on, or long enough.
+    /// Waits until all output has been passed on, or until [`OUTPUT_TIMEOUT`].
     pub(super) async fn end(&mut self) {
-        // One that has ended must not be asked again, also when this is called again after it was
-        // cancelled.
+        // A finished task must not be polled again, even if this call is cancelled and repeated.
         while let Some(reader) = self.readers.last_mut() {
-            let _ = tokio::time::timeout(REST, reader).await;
+            let _ = tokio::time::timeout(OUTPUT_TIMEOUT, reader).await;
             self.readers.pop();
         }
     }
 
-    /// What the module said last.
-    pub(super) fn of_module(&self) -> Option<String> {
-        lock(&self.said).by_module.clone()
+    /// Returns the last message of the module.
+    pub(super) fn last_of_module(&self) -> Option<String> {
+        lock(&self.tail).by_module.clone()
     }
 
-    /// What the engine said last.
+    /// Returns the last message of the engine.
     pub(super) fn last(&self) -> Option<String> {
-        lock(&self.said).last_words()
+        lock(&self.tail).last_message()
     }
 }
 
-fn lock(said: &Mutex<Said>) -> MutexGuard<'_, Said> {
-    said.lock().unwrap_or_else(PoisonError::into_inner)
+fn lock(tail: &Mutex<LogTail>) -> MutexGuard<'_, LogTail> {
+    tail.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The text of `123:M 15 Nov 2026 10:00:00.000 # text`, or of any line that is one of a log.
-fn stamped(line: &str) -> Option<&str> {
+/// Returns the text of a log line such as `123:M 15 Nov 2026 10:00:00.000 # text`.
+fn text_after_stamp(line: &str) -> Option<&str> {
     let (stamp, text) = LEVELS
         .iter()
         .filter_map(|level| line.split_once(level))
@@ -141,28 +141,28 @@ fn stamped(line: &str) -> Option<&str> {
 mod tests {
     use super::*;
 
-    fn said(lines: &[&str]) -> Said {
-        let mut said = Said::default();
-        lines.iter().for_each(|line| said.add(line));
-        said
+    fn tail_of(lines: &[&str]) -> LogTail {
+        let mut tail = LogTail::default();
+        lines.iter().for_each(|line| tail.add(line));
+        tail
     }
 
     #[test]
-    fn last_words_are_the_last_line_or_the_complaint_after_it() {
+    fn last_message_is_the_last_line_or_the_error_after_it() {
         let log = "12:M 15 Nov 2026 10:00:00.000 # Can't open the log - why";
-        assert_eq!(said(&[log, ""]).last_words().as_deref(), Some("Can't open the log - why"));
-        let complaint =
-            ["*** FATAL * CONFIG ***", "Reading it, at line 9", ">>> 'x'", "Bad directive"];
-        let words = "*** FATAL * CONFIG ***; Reading it, at line 9; >>> 'x'; Bad directive";
-        assert_eq!(said(&[&[log], &complaint[..]].concat()).last_words().as_deref(), Some(words));
-        assert_eq!(said(&[]).last_words(), None);
+        assert_eq!(tail_of(&[log, ""]).last_message().as_deref(), Some("Can't open the log - why"));
+        let error = ["*** FATAL * CONFIG ***", "Reading it, at line 9", ">>> 'x'", "Bad directive"];
+        let joined = "*** FATAL * CONFIG ***; Reading it, at line 9; >>> 'x'; Bad directive";
+        let tail = tail_of(&[&[log], &error[..]].concat());
+        assert_eq!(tail.last_message().as_deref(), Some(joined));
+        assert_eq!(tail_of(&[]).last_message(), None);
     }
 
     #[test]
-    fn the_modules_words_outlast_the_engines() {
+    fn keeps_the_modules_message_after_later_lines() {
         let module = "12:M 15 Nov 2026 10:00:00.000 # <module> ferrite: not loaded: x";
-        let said =
-            said(&[module, "# Module /ferrite.so initialization failed", "1", "2", "3", "4"]);
-        assert_eq!(said.by_module.as_deref(), Some("not loaded: x"));
+        let tail =
+            tail_of(&[module, "# Module /ferrite.so initialization failed", "1", "2", "3", "4"]);
+        assert_eq!(tail.by_module.as_deref(), Some("not loaded: x"));
     }
 }

@@ -1,7 +1,7 @@
-//! What is run: the engine's program, and the configuration that it reads from its standard input.
+//! The engine's program, and the configuration that it reads from its standard input.
 //!
-//! Standard input and not a file: nothing secret lies about, and CONFIG REWRITE says that there is
-//! no file instead of writing to one that the next start does not read.
+//! The configuration is not written to a file. So no file holds a password, and CONFIG REWRITE
+//! reports that there is no file instead of writing to one that the next start does not read.
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -9,19 +9,19 @@ use std::path::{Path, PathBuf};
 use ferrite_fabric::Rdma;
 
 use super::config::Config;
-use super::{Ending, find, secret};
+use super::{ServerError, find, secret};
 
-/// What a Unix socket's name may have at most, with its end.
+/// The longest path of a Unix socket, in bytes (`sun_path` without the NUL at its end).
 const SOCKET_NAME_MAX: usize = 107;
 
-/// What is run.
+/// The engine, its module and its configuration.
 #[derive(Debug)]
 pub(super) struct Plan {
     pub(super) engine: PathBuf,
-    /// None if RDMA is forbidden: the engine is left as it is.
+    /// `None` if RDMA is forbidden: the engine runs without the module.
     pub(super) module: Option<PathBuf>,
     pub(super) socket: PathBuf,
-    /// The directory to be made for the socket and taken away again, if it is ours.
+    /// A directory for the socket that ferrite creates and removes; `None` if it exists already.
     pub(super) runtime_dir: Option<PathBuf>,
     lines: Vec<Line>,
 }
@@ -33,32 +33,34 @@ struct Line {
 }
 
 impl Plan {
-    pub(super) fn new(config: &Config) -> Result<Self, Ending> {
+    pub(super) fn new(config: &Config) -> Result<Self, ServerError> {
         let path = std::env::var_os("PATH");
-        let engine = find::engine(&config.engine, path.as_deref()).map_err(Ending::cannot_start)?;
+        let engine =
+            find::engine(&config.engine, path.as_deref()).map_err(ServerError::cannot_start)?;
         let own = std::env::current_exe().unwrap_or_else(|_| "/".into());
         let module = match config.rdma() {
             Rdma::Forbid => None,
-            _ => Some(find::module(&config.module, &own).map_err(Ending::cannot_start)?),
+            _ => Some(find::module(&config.module, &own).map_err(ServerError::cannot_start)?),
         };
         let runtime_dir = runtime_dir(config);
         let socket = match (&config.unix_socket, &runtime_dir) {
             (Some(socket), _) => absolute(socket),
             (None, Some(directory)) => directory.path().join("engine.sock"),
-            (None, None) => unreachable!("without a socket there is a directory"),
+            (None, None) => unreachable!("runtime_dir is set unless unix_socket is"),
         };
         if socket.as_os_str().len() > SOCKET_NAME_MAX {
-            let (name, most) = (socket.display(), SOCKET_NAME_MAX);
-            return Err(Ending::config(format!(
-                "the name of the Unix socket is longer than {most} bytes: {name}; name a shorter one: server.unix_socket"
+            let (name, max) = (socket.display(), SOCKET_NAME_MAX);
+            return Err(ServerError::config(format!(
+                "the path of the Unix socket is longer than {max} bytes: {name}; set a shorter \
+                 server.unix_socket"
             )));
         }
         let lines = lines(config, &socket, module.as_deref());
-        let runtime_dir = runtime_dir.and_then(RuntimeDir::ours);
+        let runtime_dir = runtime_dir.and_then(RuntimeDir::into_private);
         Ok(Self { engine, module, socket, runtime_dir, lines })
     }
 
-    /// The engine's configuration.
+    /// Returns the engine's configuration.
     pub(super) fn text(&self) -> String {
         self.lines.iter().fold(String::new(), |mut text, Line { name, rest }| {
             let _ = writeln!(text, "{name} {rest}");
@@ -66,16 +68,16 @@ impl Plan {
         })
     }
 
-    /// The same for people to see: without passwords.
-    pub(super) fn shown(&self) -> Vec<String> {
-        self.lines.iter().map(|Line { name, rest }| secret::shown(name, rest)).collect()
+    /// Returns the lines of the configuration without passwords.
+    pub(super) fn redacted_lines(&self) -> Vec<String> {
+        self.lines.iter().map(|Line { name, rest }| secret::redact(name, rest)).collect()
     }
 }
 
 fn lines(config: &Config, socket: &Path, module: Option<&Path>) -> Vec<Line> {
     let mut lines = Vec::new();
     let mut add = |name: &str, rest: String| lines.push(Line { name: name.into(), rest });
-    // First, so that what follows has the last word.
+    // First, so that the lines below override the file.
     if let Some(file) = &config.engine_config {
         add("include", quoted(&absolute(file).to_string_lossy()));
     }
@@ -102,25 +104,25 @@ fn lines(config: &Config, socket: &Path, module: Option<&Path>) -> Vec<Line> {
         add(name, rest.clone());
     }
     if let Some(module) = module {
-        let words =
+        let arguments =
             [quoted(&module.to_string_lossy())].into_iter().chain(module_arguments(config, socket));
-        add("loadmodule", words.collect::<Vec<_>>().join(" "));
+        add("loadmodule", arguments.collect::<Vec<_>>().join(" "));
     }
     lines
 }
 
 fn module_arguments(config: &Config, socket: &Path) -> Vec<String> {
-    // Without an address: where the engine listens.
+    // Without rdma-bind the module listens where the engine does.
     let bind = config.rdma_listen.map(|ip| ("rdma-bind", ip.to_string()));
-    let mut words: Vec<_> = bind.into_iter().collect();
-    words.extend([
+    let mut arguments: Vec<_> = bind.into_iter().collect();
+    arguments.extend([
         ("rdma-port", config.rdma_port.to_string()),
         ("rdma", config.rdma().to_string()),
-        // Found by itself too, but not where CONFIG was renamed.
+        // The module asks CONFIG for it otherwise, which fails if CONFIG is renamed.
         ("engine", quoted(&format!("unix:{}", socket.display()))),
     ]);
     if !config.rdma_devices.is_empty() {
-        words.push(("rdma-device", config.rdma_devices.join(",")));
+        arguments.push(("rdma-device", config.rdma_devices.join(",")));
     }
     let numbers = [
         ("max-clients", config.max_connections),
@@ -129,7 +131,7 @@ fn module_arguments(config: &Config, socket: &Path) -> Vec<String> {
         ("rx-size", config.rx_size),
         ("rx-size-max", config.rx_size_max),
     ];
-    words
+    arguments
         .extend(numbers.into_iter().filter_map(|(name, number)| Some((name, number?.to_string()))));
     let switches = [
         ("call-path", config.call_path),
@@ -139,41 +141,41 @@ fn module_arguments(config: &Config, socket: &Path) -> Vec<String> {
     ];
     for (name, is_on) in switches {
         if let Some(is_on) = is_on {
-            words.push((name, if is_on { "yes" } else { "no" }.into()));
+            arguments.push((name, if is_on { "yes" } else { "no" }.into()));
         }
     }
-    words.into_iter().flat_map(|(name, value)| [name.to_owned(), value]).collect()
+    arguments.into_iter().flat_map(|(name, value)| [name.to_owned(), value]).collect()
 }
 
-/// As the engine reads words in quotes.
+/// Quotes a word for the engine's configuration.
 fn quoted(text: &str) -> String {
     format!("\"{}\"", text.replace('\\', "\\\\").replace('"', "\\\""))
 }
 
-/// The engine changes its directory before it opens some of these.
+/// Makes a path absolute: the engine may change its working directory before it opens the file.
 fn absolute(path: &Path) -> PathBuf {
     std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
 }
 
-/// Where the socket is, if nobody has said.
+/// The directory of the socket, unless the file names the socket itself.
 enum RuntimeDir {
-    /// Given to us: by the file, or by systemd.
-    Given(PathBuf),
-    /// To be made.
-    Ours(PathBuf),
+    /// Set in the file or by systemd.
+    Existing(PathBuf),
+    /// Created by ferrite.
+    Private(PathBuf),
 }
 
 impl RuntimeDir {
     fn path(&self) -> &Path {
         match self {
-            Self::Given(path) | Self::Ours(path) => path,
+            Self::Existing(path) | Self::Private(path) => path,
         }
     }
 
-    fn ours(self) -> Option<PathBuf> {
+    fn into_private(self) -> Option<PathBuf> {
         match self {
-            Self::Given(_) => None,
-            Self::Ours(path) => Some(path),
+            Self::Existing(_) => None,
+            Self::Private(path) => Some(path),
         }
     }
 }
@@ -183,16 +185,16 @@ fn runtime_dir(config: &Config) -> Option<RuntimeDir> {
         return None;
     }
     if let Some(named) = &config.runtime_dir {
-        return Some(RuntimeDir::Given(absolute(named)));
+        return Some(RuntimeDir::Existing(absolute(named)));
     }
-    // systemd's RuntimeDirectory=; of several, the first.
+    // The first entry of systemd's RuntimeDirectory=.
     let given = std::env::var_os("RUNTIME_DIRECTORY").filter(|given| !given.is_empty());
     if let Some(given) = given.and_then(|given| std::env::split_paths(&given).next()) {
-        return Some(RuntimeDir::Given(given));
+        return Some(RuntimeDir::Existing(given));
     }
     let base = std::env::var_os("XDG_RUNTIME_DIR").filter(|base| Path::new(base).is_dir());
     let base = base.map_or_else(std::env::temp_dir, PathBuf::from);
-    Some(RuntimeDir::Ours(base.join(format!("ferrite-server-{}", std::process::id()))))
+    Some(RuntimeDir::Private(base.join(format!("ferrite-server-{}", std::process::id()))))
 }
 
 #[cfg(test)]
@@ -206,11 +208,13 @@ mod tests {
     }
 
     #[test]
-    fn the_engines_configuration() {
+    fn generates_the_engines_configuration() {
         let lines = config_of(
-            "[server]\nengine_config = \"/etc/r.conf\"\ndata_dir = \"/data\"\nrdma = \"require\"\n[network]\nport = 0\nbind = \"::1\"\n\
-             rdma_listen = \"::1\"\nallow_clear_text = true\nrdma_device = [\"a\", \"b\"]\n[network.rdma]\n\
-             max_connections = 5\nrx_size = \"64K\"\ncall_path = true\npoller_thread = false\n[cluster]\nenabled = true\n[engine]\nsave = \"\"",
+            "[server]\nengine_config = \"/etc/r.conf\"\ndata_dir = \"/data\"\n\
+             rdma = \"require\"\n[network]\nport = 0\nbind = \"::1\"\nrdma_listen = \"::1\"\n\
+             allow_clear_text = true\nrdma_device = [\"a\", \"b\"]\n[network.rdma]\n\
+             max_connections = 5\nrx_size = \"64K\"\ncall_path = true\npoller_thread = false\n\
+             [cluster]\nenabled = true\n[engine]\nsave = \"\"",
         );
         assert_eq!(
             lines,
@@ -226,14 +230,15 @@ mod tests {
                 "bind ::1",
                 "cluster-enabled yes",
                 "save \"\"",
-                "loadmodule \"/lib/a b.so\" rdma-bind ::1 rdma-port 6380 rdma require engine \"unix:/run/s\\\"x.sock\" \
-                 rdma-device a,b max-clients 5 rx-size 65536 call-path yes poller-thread no allow-clear-text yes",
+                "loadmodule \"/lib/a b.so\" rdma-bind ::1 rdma-port 6380 rdma require \
+                 engine \"unix:/run/s\\\"x.sock\" rdma-device a,b max-clients 5 rx-size 65536 \
+                 call-path yes poller-thread no allow-clear-text yes",
             ]
         );
     }
 
     #[test]
-    fn secrets_are_not_shown() {
+    fn redacted_lines_hide_secrets() {
         let lines = vec![Line { name: "RequirePass".into(), rest: "secret".into() }];
         let plan = Plan {
             engine: "/e".into(),
@@ -243,7 +248,7 @@ mod tests {
             lines,
         };
         assert_eq!(
-            (plan.shown(), plan.text().as_str()),
+            (plan.redacted_lines(), plan.text().as_str()),
             (vec!["RequirePass …".into()], "RequirePass secret\n")
         );
     }

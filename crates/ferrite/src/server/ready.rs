@@ -1,7 +1,7 @@
-//! Whether the engine is ready: it answers PING, and the module has said what it listens on.
+//! Waits until the engine is ready: it answers PING, and the module reports what it listens on.
 //!
-//! Asked at the Unix socket, by a few bytes of RESP. An engine that wants a password is ready too;
-//! what it does not tell us then is taken from its log.
+//! Queries the Unix socket with a few bytes of RESP. An engine that asks for a password counts as
+//! ready; the supervisor then takes the module's state from the log.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -13,60 +13,64 @@ use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, Buf
 use tokio::net::UnixStream;
 use tokio::time::{Instant, sleep, timeout};
 
-/// Between two tries.
+/// Time between two queries.
 const PAUSE: Duration = Duration::from_millis(50);
-/// Between two words about an engine that loads its data.
-const LOADING_EVERY: Duration = Duration::from_secs(1);
-/// INFO is a few kilobytes. More is not an engine.
-const ANSWER_MAX: u64 = 1 << 20;
+/// Time between two reports that the engine is loading its data.
+const LOADING_INTERVAL: Duration = Duration::from_secs(1);
+/// The longest reply. INFO has a few kilobytes.
+const REPLY_MAX: u64 = 1 << 20;
 
-/// What there is now.
+/// The state of a ready engine.
 #[derive(Debug, Serialize, PartialEq, Eq)]
 pub(super) struct Report {
-    /// `Redis 7.0.15`; absent if it did not say.
+    /// Name and version, such as `Redis 7.0.15`; `None` if the engine did not say.
     pub(super) engine: Option<String>,
-    /// The engine's own port for TCP.
+    /// The engine's own TCP port.
     pub(super) tcp_port: Option<u16>,
-    /// Of the module: `listening`, `tcp-only`, `off`, `ended`, `none` (not loaded), or `unknown`
-    /// (it could not be asked).
+    /// The module's state: `listening`, `tcp-only`, `off`, `ended`, `none` (not loaded), or
+    /// `unknown` (the engine asks for a password).
     pub(super) status: String,
-    /// Where clients of the module come in.
+    /// The address on which the module listens.
     pub(super) address: Option<String>,
     pub(super) devices: Vec<String>,
-    /// Why there is no RDMA, and what to do.
+    /// Why RDMA is unavailable, and how to fix it.
     pub(super) reason: Option<String>,
 }
 
-/// How the engine answers.
+/// The state in which the engine answered.
 enum Answer {
-    /// It reads its data: not ready, and not dead.
+    /// It is loading its data: alive, but not ready.
     Loading,
     Ready(Report),
 }
 
-/// Waits for it. An error says for how long nothing was heard.
-pub(super) async fn ready(
+/// Waits until the engine is ready. Calls `loading` at intervals while it loads its data.
+///
+/// # Errors
+///
+/// The engine gave no answer for `silence_limit`.
+pub(super) async fn wait_until_ready(
     socket: &Path,
     password: Option<&str>,
-    patience: Duration,
+    silence_limit: Duration,
     mut loading: impl FnMut(),
 ) -> Result<Report, String> {
-    let (mut heard, mut told) = (Instant::now(), None::<Instant>);
+    let (mut last_answer, mut last_call) = (Instant::now(), None::<Instant>);
     loop {
-        let left = patience.saturating_sub(heard.elapsed());
-        match timeout(left, ask(socket, password)).await {
+        let left = silence_limit.saturating_sub(last_answer.elapsed());
+        match timeout(left, query(socket, password)).await {
             Ok(Ok(Answer::Ready(report))) => return Ok(report),
             Ok(Ok(Answer::Loading)) => {
-                heard = Instant::now();
-                if told.is_none_or(|told| told.elapsed() >= LOADING_EVERY) {
-                    told = Some(heard);
+                last_answer = Instant::now();
+                if last_call.is_none_or(|call| call.elapsed() >= LOADING_INTERVAL) {
+                    last_call = Some(last_answer);
                     loading();
                 }
             }
-            // Not there yet, or busy.
-            Ok(Err(_)) | Err(_) if heard.elapsed() < patience => {}
+            // Not listening yet, or busy.
+            Ok(Err(_)) | Err(_) if last_answer.elapsed() < silence_limit => {}
             _ => {
-                let (socket, seconds) = (socket.display(), patience.as_secs_f32());
+                let (socket, seconds) = (socket.display(), silence_limit.as_secs_f32());
                 return Err(format!("the engine did not answer at {socket} for {seconds} s"));
             }
         }
@@ -74,42 +78,42 @@ pub(super) async fn ready(
     }
 }
 
-async fn ask(socket: &Path, password: Option<&str>) -> io::Result<Answer> {
+async fn query(socket: &Path, password: Option<&str>) -> io::Result<Answer> {
     let mut engine = BufReader::new(UnixStream::connect(socket).await?);
     if let Some(password) = password {
-        // Refused where the password is another one by now: then the engine does not tell, that is
-        // all.
+        // If the password has changed since, the replies below are errors and the state is unknown.
         let _ = command(&mut engine, &["AUTH", password]).await?;
     }
     let answer = command(&mut engine, &["PING"]).await?;
     if answer.starts_with("-LOADING") {
         return Ok(Answer::Loading);
     }
-    // Whatever else it says, it is there: -NOAUTH, -NOPERM, -BUSY.
+    // Any other reply, such as -NOAUTH, -NOPERM or -BUSY, shows that the engine serves clients.
     let server = command(&mut engine, &["INFO", "server"]).await?;
     let module = command(&mut engine, &["INFO", "ferrite"]).await?;
     Ok(Answer::Ready(report(&server, &module)))
 }
 
-/// A line with its first character, or a text without anything.
-async fn command(engine: &mut BufReader<UnixStream>, words: &[&str]) -> io::Result<String> {
-    let mut request = format!("*{}\r\n", words.len());
-    for word in words {
-        request += &format!("${}\r\n{word}\r\n", word.len());
+/// Runs a command. Returns a one-line reply with its type character, and a bulk string without its
+/// header.
+async fn command(engine: &mut BufReader<UnixStream>, arguments: &[&str]) -> io::Result<String> {
+    let mut request = format!("*{}\r\n", arguments.len());
+    for argument in arguments {
+        request += &format!("${}\r\n{argument}\r\n", argument.len());
     }
     engine.write_all(request.as_bytes()).await?;
     let mut line = String::new();
-    if (&mut *engine).take(ANSWER_MAX).read_line(&mut line).await? == 0 {
+    if (&mut *engine).take(REPLY_MAX).read_line(&mut line).await? == 0 {
         return Err(io::ErrorKind::UnexpectedEof.into());
     }
     let length = line.strip_prefix('$').and_then(|length| length.trim_end().parse::<u64>().ok());
-    let Some(length) = length.filter(|length| *length <= ANSWER_MAX) else { return Ok(line) };
+    let Some(length) = length.filter(|length| *length <= REPLY_MAX) else { return Ok(line) };
     let mut text = vec![0; usize::try_from(length).unwrap_or(0) + 2];
     engine.read_exact(&mut text).await?;
     Ok(String::from_utf8_lossy(&text).into_owned())
 }
 
-/// From two answers to INFO. One that is an error has no fields.
+/// Builds the report from the replies to INFO server and INFO ferrite. Errors have no fields.
 fn report(server: &str, module: &str) -> Report {
     let fields: BTreeMap<&str, &str> = server
         .lines()
@@ -122,12 +126,12 @@ fn report(server: &str, module: &str) -> Report {
     };
     let engine = (text("valkey_version").map(|version| format!("Valkey {version}")))
         .or_else(|| text("redis_version").map(|version| format!("Redis {version}")));
-    let was_told = fields.contains_key("redis_version");
-    let unasked = if was_told { "none" } else { "unknown" };
+    let has_info = fields.contains_key("redis_version");
+    let without_module = if has_info { "none" } else { "unknown" };
     Report {
         engine,
         tcp_port: text("tcp_port").and_then(|port| port.parse().ok()).filter(|port| *port != 0),
-        status: text("ferrite_status").unwrap_or_else(|| unasked.into()),
+        status: text("ferrite_status").unwrap_or_else(|| without_module.into()),
         address: text("ferrite_address"),
         devices: text("ferrite_devices")
             .map(|names| {
@@ -139,17 +143,17 @@ fn report(server: &str, module: &str) -> Report {
 }
 
 impl Report {
-    /// For people.
+    /// Describes the state in one sentence, for the log and for systemd.
     pub(super) fn sentence(&self) -> String {
         let engine = self.engine.as_deref().unwrap_or("the engine");
         let tcp = self.tcp_port.map(|port| format!(" at TCP port {port}")).unwrap_or_default();
         let address = self.address.as_deref().unwrap_or("its port");
-        let reason = self.reason.as_deref().unwrap_or("its log says why");
+        let reason = self.reason.as_deref().unwrap_or("see the engine's log");
         let rdma = match self.status.as_str() {
             "listening" => format!("clients at {address} over RDMA ({})", self.devices.join(", ")),
             "tcp-only" => format!("clients at {address} over TCP only, no RDMA: {reason}"),
             "none" => "without RDMA".into(),
-            "unknown" => format!("it wants a password; the module says: {reason}"),
+            "unknown" => format!("state unknown without a password; the module logged: {reason}"),
             _ => format!("no RDMA listener: {reason}"),
         };
         format!("ready: {engine}{tcp}; {rdma}")
@@ -161,18 +165,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_info_says() {
+    fn builds_the_report_from_info() {
         let server = "# Server\r\nredis_version:7.2.4\r\nvalkey_version:9.1.2\r\ntcp_port:6379\r\n";
-        let module = "# ferrite_ferrite\r\nferrite_status:listening\r\nferrite_address:[::1]:6380\r\nferrite_devices:a,b\r\n";
+        let module = "# ferrite_ferrite\r\nferrite_status:listening\r\n\
+                      ferrite_address:[::1]:6380\r\nferrite_devices:a,b\r\n";
         let both = report(server, module);
-        let words = "ready: Valkey 9.1.2 at TCP port 6379; clients at [::1]:6380 over RDMA (a, b)";
-        assert_eq!(both.sentence(), words);
+        let sentence =
+            "ready: Valkey 9.1.2 at TCP port 6379; clients at [::1]:6380 over RDMA (a, b)";
+        assert_eq!(both.sentence(), sentence);
         assert_eq!(
             report("redis_version:7.0.15\r\ntcp_port:0\r\n", "\r\n").sentence(),
             "ready: Redis 7.0.15; without RDMA"
         );
-        let silent =
+        let denied =
             report("-NOAUTH Authentication required.\r\n", "-NOAUTH Authentication required.\r\n");
-        assert_eq!((silent.status.as_str(), silent.engine), ("unknown", None));
+        assert_eq!((denied.status.as_str(), denied.engine), ("unknown", None));
     }
 }

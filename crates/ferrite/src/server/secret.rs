@@ -1,27 +1,27 @@
-//! Passwords in lines of the engine's configuration: which lines have one, and how they are shown.
+//! Hides passwords in lines of the engine's configuration.
 //!
-//! Our own output shows lines with `--check`. The engine quotes a line that it refuses, and what it
-//! says is passed on to the log, which more people read than the configuration.
+//! `--check` prints these lines. The engine quotes a line that it rejects, and ferrite passes that
+//! on to the log, which more people can read than the configuration.
 
-/// What stands for a secret.
+/// Replaces a secret.
 const HIDDEN: &str = "…";
-/// Parts of names whose values are secrets. Names that are not known, of modules and of later
-/// engines, are hidden rather than shown.
-const PARTS: [&str; 5] = ["pass", "auth", "secret", "token", "credential"];
-/// Names that have such a part, and no secret.
+/// Parts of names whose values are secrets. An unknown directive with such a part, of a module or
+/// of a later engine, is hidden to be safe.
+const SECRET_PARTS: [&str; 5] = ["pass", "auth", "secret", "token", "credential"];
+/// Names that contain such a part but have no secret value.
 const HARMLESS: [&str; 2] = ["tls-auth-clients", "tls-auth-clients-user"];
-/// Others: the new name of a command is a secret to those who may not run it.
-const OTHERS: [&str; 3] = ["user", "rename-command", "sentinel"];
-/// How an engine begins a line that quotes its configuration.
+/// Other names with secret values. The new name of a renamed command is a secret too.
+const SECRET_NAMES: [&str; 3] = ["user", "rename-command", "sentinel"];
+/// The start of a line in which an engine quotes its configuration.
 const QUOTE: &str = ">>> '";
 
-/// A line of the engine's configuration, without its secret.
-pub(super) fn shown(name: &str, rest: &str) -> String {
+/// Formats a line of the engine's configuration without its secret.
+pub(super) fn redact(name: &str, rest: &str) -> String {
     if is_secret(name) { format!("{name} {HIDDEN}") } else { format!("{name} {rest}") }
 }
 
-/// A line that the engine has said, without the secret of the configuration that it quotes.
-pub(super) fn passed_on(line: &[u8]) -> Option<String> {
+/// Returns a line of the engine's log without the secret that it quotes; `None` if it has none.
+pub(super) fn redact_quoted(line: &[u8]) -> Option<String> {
     let quoted = line.strip_prefix(QUOTE.as_bytes())?;
     let end = quoted.iter().position(u8::is_ascii_whitespace).unwrap_or(quoted.len());
     let name = String::from_utf8_lossy(&quoted[..end]);
@@ -32,8 +32,8 @@ pub(super) fn passed_on(line: &[u8]) -> Option<String> {
 fn is_secret(name: &str) -> bool {
     let name = name.to_ascii_lowercase();
     let name = name.as_str();
-    OTHERS.contains(&name)
-        || PARTS.iter().any(|part| name.contains(part)) && !HARMLESS.contains(&name)
+    SECRET_NAMES.contains(&name)
+        || SECRET_PARTS.iter().any(|part| name.contains(part)) && !HARMLESS.contains(&name)
 }
 
 #[cfg(test)]
@@ -54,18 +54,18 @@ mod tests {
             "some-module.password",
             "other.auth-token",
         ] {
-            assert_eq!(shown(name, "on >secret"), format!("{name} …"));
-            let said = format!(">>> '{name} \"secret\" x'\n");
-            assert_eq!(passed_on(said.as_bytes()), Some(format!(">>> '{name} …'\n")));
+            assert_eq!(redact(name, "on >secret"), format!("{name} …"));
+            let line = format!(">>> '{name} \"secret\" x'\n");
+            assert_eq!(redact_quoted(line.as_bytes()), Some(format!(">>> '{name} …'\n")));
         }
     }
 
     #[test]
-    fn shows_the_rest() {
+    fn shows_values_without_secrets() {
         for name in ["maxmemory", "tls-auth-clients", "save", "masteruser", "loadmodule"] {
-            assert_eq!(shown(name, "value"), format!("{name} value"));
-            assert_eq!(passed_on(format!(">>> '{name} value'\n").as_bytes()), None);
+            assert_eq!(redact(name, "value"), format!("{name} value"));
+            assert_eq!(redact_quoted(format!(">>> '{name} value'\n").as_bytes()), None);
         }
-        assert_eq!(passed_on(b"Reading the configuration file, at line 9\n"), None);
+        assert_eq!(redact_quoted(b"Reading the configuration file, at line 9\n"), None);
     }
 }

@@ -1,10 +1,11 @@
-//! One engine after the other: started, watched, ended when we are told to, started again if that
-//! is wanted.
+//! Supervises the engine: starts it, watches it, stops it on a signal, and restarts it if the
+//! configuration says so.
 //!
 //! ```text
-//! start ──► not ready ── answers ──► ready ── fails, restart = "on-failure" ──► waits a while ──► start
-//!              │                       │
-//!              └── ends: its words ────┴── SIGTERM, SIGINT: SIGTERM to it, then after a while SIGKILL ──► our end
+//! start ──► starting ── answers ──► ready ── fails, restart = "on-failure" ──► delay ──► start
+//!              │                      │
+//!              ├─ exits ──► error     ├─ exits ──► exit code, or error
+//!              └──────────────────────┴─ SIGTERM, SIGINT ──► SIGTERM to it, later SIGKILL ──► exit
 //! ```
 
 use std::os::unix::process::ExitStatusExt as _;
@@ -16,28 +17,30 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::time::sleep;
 
 use super::config::{Config, Restart};
-use super::ending::how;
+use super::error::describe_exit;
 use super::launch::Engine;
 use super::notify::Notify;
 use super::plan::Plan;
-use super::ready::{Report, ready};
-use super::{Ending, log, tell};
+use super::ready::{Report, wait_until_ready};
+use super::{ServerError, events, log};
 
-/// The longest wait before a restart.
+/// The longest delay before a restart.
 const DELAY_MAX: Duration = Duration::from_secs(30);
-/// An engine that ran this long was well: restarts are counted anew.
-const WELL: Duration = Duration::from_secs(60);
-/// For what systemd gives while the engine loads its data, each time that it says so.
-const MORE_TIME: Duration = Duration::from_secs(30);
-/// What an engine that has never answered is given for its end: it has nothing to save.
-const SILENT: Duration = Duration::from_secs(10);
-/// A line of the engine's comes by a pipe, its answer by a socket: the answer may be first.
-const WORD_TRIES: u32 = 20;
-const WORD_PAUSE: Duration = Duration::from_millis(50);
-/// In the words of the system. Then it is not RDMA that is missing.
+/// An engine that was ready for this long resets the count of restarts.
+const STABLE_AFTER: Duration = Duration::from_secs(60);
+/// The start-up time that ferrite asks systemd for, each time the engine reports that it is
+/// loading.
+const LOADING_EXTENSION: Duration = Duration::from_secs(30);
+/// How long an engine that never answered may take to stop. It has nothing to save.
+const UNANSWERED_STOP_TIMEOUT: Duration = Duration::from_secs(10);
+/// How often, and at which interval, to look for the module's log line. The engine's reply comes
+/// through a socket and may arrive before the line, which comes through a pipe.
+const LOG_TRIES: u32 = 20;
+const LOG_PAUSE: Duration = Duration::from_millis(50);
+/// Part of the system's error text for an address in use. RDMA is available in that case.
 const IN_USE: &str = "already in use";
 
-/// What is watched, and what it needs.
+/// Runs one engine after another.
 pub(super) struct Supervisor<'a> {
     pub(super) config: &'a Config,
     pub(super) plan: &'a Plan,
@@ -46,16 +49,18 @@ pub(super) struct Supervisor<'a> {
     signals: Signals,
 }
 
-/// How one life of the engine ended.
-enum Life {
-    /// We were told to end it.
-    Asked(ExitStatus),
-    /// It ended by itself, ready for so long, if it was ever.
-    Itself {
+/// How one run of the engine ended.
+enum RunEnd {
+    /// Ferrite stopped it after a signal.
+    Stopped(ExitStatus),
+    /// It ended by itself.
+    Exited {
         status: ExitStatus,
+        /// How long it was ready; `None` if it never was.
         was_ready: Option<Duration>,
-        words: Option<String>,
-        module: Option<String>,
+        /// The last messages of the engine and of the module.
+        engine_message: Option<String>,
+        module_message: Option<String>,
     },
 }
 
@@ -70,109 +75,121 @@ impl<'a> Supervisor<'a> {
         })
     }
 
-    /// Until the end: how the last engine ended.
+    /// Runs engines until the last one ends. Returns its exit status.
     pub(super) async fn run(mut self) -> anyhow::Result<ExitStatus> {
         let mut restarts = 0;
         loop {
-            let (status, was_ready, ending) = match self.live().await? {
-                Life::Asked(status) => return Ok(status),
-                Life::Itself { status, .. } if status.success() => return Ok(status),
-                Life::Itself { status, was_ready: None, words, module } => {
-                    (status, None, self.never_ready(status, words, module))
+            let (status, was_ready, error) = match self.run_once().await? {
+                RunEnd::Stopped(status) => return Ok(status),
+                RunEnd::Exited { status, .. } if status.success() => return Ok(status),
+                RunEnd::Exited { status, was_ready: None, engine_message, module_message } => {
+                    (status, None, self.start_error(status, engine_message, module_message))
                 }
-                Life::Itself { status, was_ready, words, .. } => {
-                    (status, was_ready, ended(status, words))
+                RunEnd::Exited { status, was_ready, engine_message, .. } => {
+                    (status, was_ready, exit_error(status, engine_message))
                 }
             };
-            // One that has never come up will not do so the next time.
+            // If the first start fails, another one would fail the same way.
             if self.config.restart == Restart::No || (was_ready.is_none() && restarts == 0) {
-                return Err(ending.into());
+                return Err(error.into());
             }
-            if was_ready.is_some_and(|time| time >= WELL) {
+            if was_ready.is_some_and(|time| time >= STABLE_AFTER) {
                 restarts = 0;
             }
             if restarts >= self.config.restart_limit {
-                log::warning(&format!("no more restarts: there were {restarts} in a row"));
-                return Err(ending.into());
+                log::warning(&format!("giving up after {restarts} restarts in a row"));
+                return Err(error.into());
             }
             let delay = delay(self.config.restart_delay, restarts);
             restarts += 1;
             let (limit, seconds) = (self.config.restart_limit, delay.as_secs_f32());
-            log::warning(&format!("{ending}; restart {restarts} of {limit} in {seconds} s"));
-            self.notify.status(&format!("{ending}; restarting"));
-            tell::restarting(self.json, ending.code(), restarts, delay);
-            if self.signals.told_within(delay).await {
+            log::warning(&format!("{error}; restart {restarts} of {limit} in {seconds} s"));
+            self.notify.status(&format!("{error}; restarting"));
+            events::restarting(self.json, error.code(), restarts, delay);
+            if self.signals.stop_requested_within(delay).await {
                 self.notify.stopping();
                 return Ok(status);
             }
         }
     }
 
-    /// An engine did not come up: why, in its words.
-    fn never_ready(
+    /// Explains why an engine ended before it was ready, by its own message or the module's.
+    fn start_error(
         &self,
         status: ExitStatus,
-        words: Option<String>,
-        module: Option<String>,
-    ) -> Ending {
-        let refusal = module.filter(|words| words.starts_with("not loaded: "));
+        engine_message: Option<String>,
+        module_message: Option<String>,
+    ) -> ServerError {
+        let refusal = module_message.filter(|message| message.starts_with("not loaded: "));
         match refusal {
             Some(why) if self.config.rdma() == Rdma::Require && !why.contains(IN_USE) => {
-                Ending::no_rdma(format!("RDMA is required (server.rdma), and the module is {why}"))
+                ServerError::no_rdma(format!(
+                    "RDMA is required (server.rdma), and the module is {why}"
+                ))
             }
             why => {
-                let why =
-                    why.map(|why| format!("the module is {why}")).or(words).unwrap_or_default();
-                Ending::engine(
-                    status,
-                    format!("the engine has ended before it was ready, {}: {why}", how(status)),
-                )
+                let why = why
+                    .map(|why| format!("the module is {why}"))
+                    .or(engine_message)
+                    .unwrap_or_else(|| "no cause reported".into());
+                let end = describe_exit(status);
+                ServerError::engine(status, format!("the engine {end} before it was ready: {why}"))
             }
         }
     }
 
-    /// From a start to an end.
-    async fn live(&mut self) -> anyhow::Result<Life> {
+    /// Runs one engine from its start to its end.
+    async fn run_once(&mut self) -> anyhow::Result<RunEnd> {
         let Self { config, plan, json, notify, signals } = self;
         let mut engine = match Engine::start(plan).await {
             Ok(engine) => engine,
-            Err(error) => return Err(Ending::cannot_start(format!("{error:#}")).into()),
+            Err(error) => return Err(ServerError::cannot_start(format!("{error:#}")).into()),
         };
-        notify.status("the engine starts");
+        notify.status("starting the engine");
         let mut ready_since = None;
-        let mut becomes_ready =
-            Box::pin(ready(&plan.socket, config.password(), config.startup_timeout, || {
-                notify.more_time("the engine loads its data", MORE_TIME);
-            }));
+        let mut becomes_ready = Box::pin(wait_until_ready(
+            &plan.socket,
+            config.password(),
+            config.startup_timeout,
+            || notify.extend_startup("the engine is loading its data", LOADING_EXTENSION),
+        ));
         loop {
             tokio::select! {
                 status = engine.wait() => {
                     let was_ready = ready_since.map(|since: Instant| since.elapsed());
-                    let (words, module) = (engine.words.last(), engine.words.of_module());
-                    return Ok(Life::Itself { status: status?, was_ready, words, module });
+                    return Ok(RunEnd::Exited {
+                        status: status?,
+                        was_ready,
+                        engine_message: engine.log.last(),
+                        module_message: engine.log.last_of_module(),
+                    });
                 }
-                told = signals.next() => if told == Told::End {
+                action = signals.next() => if action == SignalAction::Stop {
                     notify.stopping();
                     let status = stop(&mut engine, signals, config.shutdown_timeout).await?;
-                    return Ok(Life::Asked(as_asked(status)));
+                    return Ok(RunEnd::Stopped(success_if_terminated(status)));
                 },
                 report = &mut becomes_ready, if ready_since.is_none() => {
                     let checked = match report {
-                        Ok(report) => fit(with_words(report, &engine).await, config.rdma())
-                            .map_err(|unfit| (unfit, config.shutdown_timeout)),
-                        Err(silence) => Err((Ending::cannot_start(silence), SILENT)),
+                        Ok(report) => {
+                            check_rdma(with_logged_reason(report, &engine).await, config.rdma())
+                                .map_err(|error| (error, config.shutdown_timeout))
+                        }
+                        Err(error) => {
+                            Err((ServerError::cannot_start(error), UNANSWERED_STOP_TIMEOUT))
+                        }
                     };
                     let report = match checked {
                         Ok(report) => report,
-                        Err((why, patience)) => {
+                        Err((error, timeout)) => {
                             notify.stopping();
-                            stop(&mut engine, signals, patience).await?;
-                            return Err(why.into());
+                            stop(&mut engine, signals, timeout).await?;
+                            return Err(error.into());
                         }
                     };
                     ready_since = Some(Instant::now());
                     log::notice(&report.sentence());
-                    tell::ready(*json, plan, engine.id(), &report);
+                    events::ready(*json, plan, engine.id(), &report);
                     notify.ready(&report.sentence());
                 }
             }
@@ -180,79 +197,84 @@ impl<'a> Supervisor<'a> {
     }
 }
 
-/// It was ready, and has failed.
-fn ended(status: ExitStatus, words: Option<String>) -> Ending {
-    let words = words.map(|words| format!(": {words}")).unwrap_or_default();
-    Ending::engine(status, format!("the engine has ended {}{words}", how(status)))
+/// Explains the end of an engine that was ready and then failed.
+fn exit_error(status: ExitStatus, message: Option<String>) -> ServerError {
+    let message = message.map(|message| format!(": {message}")).unwrap_or_default();
+    ServerError::engine(status, format!("the engine {}{message}", describe_exit(status)))
 }
 
-/// What the engine did not tell stands in its log, if perhaps not yet.
-async fn with_words(report: Report, engine: &Engine) -> Report {
-    let mut tries = 0..WORD_TRIES;
-    while report.status == "unknown" && engine.words.of_module().is_none() && tries.next().is_some()
+/// Adds the module's log line as the reason if the engine did not tell its state. Waits for it.
+async fn with_logged_reason(report: Report, engine: &Engine) -> Report {
+    let mut tries = 0..LOG_TRIES;
+    while report.status == "unknown"
+        && engine.log.last_of_module().is_none()
+        && tries.next().is_some()
     {
-        sleep(WORD_PAUSE).await;
+        sleep(LOG_PAUSE).await;
     }
-    let told = engine.words.of_module().filter(|_| report.status == "unknown");
-    Report { reason: report.reason.or(told), ..report }
+    let logged = engine.log.last_of_module().filter(|_| report.status == "unknown");
+    Report { reason: report.reason.or(logged), ..report }
 }
 
-/// Whether there is RDMA where there must be.
-fn fit(report: Report, rdma: Rdma) -> Result<Report, Ending> {
+/// Fails if RDMA is required and the module does not listen over RDMA.
+fn check_rdma(report: Report, rdma: Rdma) -> Result<Report, ServerError> {
     match (rdma, report.status.as_str()) {
-        // It would not have loaded without.
+        // Unknown is fine: where RDMA is required, the module does not load without it.
         (Rdma::Require, "listening" | "unknown") | (Rdma::Prefer | Rdma::Forbid, _) => Ok(report),
-        _ => Err(Ending::no_rdma(format!("RDMA is required (server.rdma): {}", report.sentence()))),
+        _ => Err(ServerError::no_rdma(format!(
+            "RDMA is required (server.rdma): {}",
+            report.sentence()
+        ))),
     }
 }
 
-/// Ends it in good order, or if that takes too long, or we are told again, otherwise.
+/// Terminates the engine. Kills it after `timeout`, or at a second signal.
 async fn stop(
     engine: &mut Engine,
     signals: &mut Signals,
-    patience: Duration,
+    timeout: Duration,
 ) -> anyhow::Result<ExitStatus> {
     engine.terminate();
-    let limit = sleep(patience);
+    let limit = sleep(timeout);
     tokio::pin!(limit);
     loop {
         tokio::select! {
             status = engine.wait() => return status,
-            told = signals.next() => if told == Told::End {
-                log::warning("told again: the engine is killed, what it has not saved is lost");
+            action = signals.next() => if action == SignalAction::Stop {
+                log::warning("second signal received, killing the engine; unsaved data is lost");
                 engine.kill();
             },
             () = &mut limit => break,
         }
     }
-    let seconds = patience.as_secs_f32();
+    let seconds = timeout.as_secs_f32();
     log::warning(&format!(
-        "the engine has not ended in {seconds} s: it is killed, what it has not saved is lost"
+        "the engine did not stop within {seconds} s, killing it; unsaved data is lost"
     ));
     engine.kill();
     engine.wait().await
 }
 
-/// An engine that was not yet one, or not yet far, dies of SIGTERM: that too is an end as we wanted
-/// it.
-fn as_asked(status: ExitStatus) -> ExitStatus {
-    let by_ours = status.signal() == Some(rustix::process::Signal::TERM.as_raw());
-    if by_ours { ExitStatus::default() } else { status }
+/// Turns death by SIGTERM into success. The engine dies of our SIGTERM if it has not installed its
+/// handler yet.
+fn success_if_terminated(status: ExitStatus) -> ExitStatus {
+    let is_terminated = status.signal() == Some(rustix::process::Signal::TERM.as_raw());
+    if is_terminated { ExitStatus::default() } else { status }
 }
 
-/// Twice as long each time.
+/// Returns the delay before a restart: twice as long each time, up to a limit.
 fn delay(first: Duration, restarts: u32) -> Duration {
     first.saturating_mul(2_u32.saturating_pow(restarts)).min(DELAY_MAX.max(first))
 }
 
-/// What we are told.
+/// What a signal asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Told {
-    End,
-    Nothing,
+enum SignalAction {
+    Stop,
+    Ignore,
 }
 
-/// The signals that we take.
+/// Receives the signals that ferrite handles.
 struct Signals {
     terminated: Signal,
     interrupted: Signal,
@@ -268,24 +290,26 @@ impl Signals {
         })
     }
 
-    /// Cancel-safe.
-    async fn next(&mut self) -> Told {
+    /// Waits for the next signal. Cancel-safe.
+    async fn next(&mut self) -> SignalAction {
         let name = tokio::select! {
             _ = self.terminated.recv() => "SIGTERM",
             _ = self.interrupted.recv() => "SIGINT",
             _ = self.hung_up.recv() => {
-                log::notice("SIGHUP: nothing is read again; CONFIG SET changes what can be changed while it runs");
-                return Told::Nothing;
+                log::notice(
+                    "SIGHUP ignored: the file is not read again; use CONFIG SET to change settings",
+                );
+                return SignalAction::Ignore;
             }
         };
         log::notice(&format!("{name} received, shutting down"));
-        Told::End
+        SignalAction::Stop
     }
 
-    /// Whether we are told to end within this time.
-    async fn told_within(&mut self, time: Duration) -> bool {
-        let end = async { while self.next().await != Told::End {} };
-        tokio::time::timeout(time, end).await.is_ok()
+    /// Returns whether a signal asks ferrite to stop within this time.
+    async fn stop_requested_within(&mut self, time: Duration) -> bool {
+        let stop = async { while self.next().await != SignalAction::Stop {} };
+        tokio::time::timeout(time, stop).await.is_ok()
     }
 }
 
@@ -294,15 +318,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn restarts_wait_longer_each_time_up_to_a_limit() {
+    fn restart_delay_doubles_up_to_a_limit() {
         let first = Duration::from_secs(1);
-        let waits: Vec<_> = (0..7).map(|restarts| delay(first, restarts).as_secs()).collect();
-        assert_eq!(waits, [1, 2, 4, 8, 16, 30, 30]);
+        let delays: Vec<_> = (0..7).map(|restarts| delay(first, restarts).as_secs()).collect();
+        assert_eq!(delays, [1, 2, 4, 8, 16, 30, 30]);
         assert_eq!(delay(first, 4_000_000).as_secs(), 30);
         assert_eq!(
             delay(Duration::from_secs(100), 1).as_secs(),
             100,
-            "what was asked for is not cut"
+            "a configured delay is not shortened"
         );
     }
 }

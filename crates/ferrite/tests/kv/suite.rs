@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Where the gateway listens, where clients come from, and the policy.
-pub(crate) struct Place {
+/// The gateway's address, the clients' options and the RDMA policy of a test.
+pub(crate) struct Network {
     pub(crate) listen: &'static str,
     pub(crate) client: &'static [&'static str],
     pub(crate) rdma: &'static str,
@@ -23,8 +23,8 @@ pub(crate) struct Place {
 struct Process(Child);
 
 impl Process {
-    /// Whether it leaves calls that may wait for a device to other threads than the one that
-    /// serves. Without a device it has none.
+    /// Returns whether it runs slow device calls on threads of their own. Without a device there
+    /// are no such threads.
     fn has_command_threads(&self) -> bool {
         let threads =
             std::fs::read_dir(format!("/proc/{}/task", self.0.id())).expect("its threads");
@@ -42,7 +42,8 @@ impl Drop for Process {
     }
 }
 
-struct Scene {
+/// A redis-server and a gateway in front of it.
+struct GatewaySetup {
     _redis: Process,
     gateway: Process,
     stdout: BufReader<ChildStdout>,
@@ -56,8 +57,8 @@ fn ferrite(arguments: &[&str]) -> Command {
     command
 }
 
-impl Scene {
-    fn start(place: &Place, more: &[&str]) -> Self {
+impl GatewaySetup {
+    fn start(network: &Network, more: &[&str]) -> Self {
         let socket = std::env::temp_dir().join(format!("ferrite-kv-{}.sock", std::process::id()));
         let redis = Command::new("redis-server")
             .args(["--port", "0", "--save", "", "--appendonly", "no", "--unixsocket"])
@@ -66,23 +67,23 @@ impl Scene {
             .spawn()
             .expect("redis-server starts: apt-get install redis-server");
         let redis = Process(redis);
-        let begun = Instant::now();
+        let started = Instant::now();
         while UnixStream::connect(&socket).is_err() {
-            assert!(begun.elapsed() < PATIENCE, "redis-server does not listen");
+            assert!(started.elapsed() < TIMEOUT, "redis-server does not listen");
             std::thread::sleep(Duration::from_millis(20));
         }
         let engine = format!("unix:{}", socket.display());
-        let words = [
+        let arguments = [
             "gateway",
             "--listen",
-            place.listen,
+            network.listen,
             "--engine",
             &engine,
             "--rdma",
-            place.rdma,
+            network.rdma,
             "--json",
         ];
-        let mut gateway = ferrite(&[&words[..], more].concat())
+        let mut gateway = ferrite(&[&arguments[..], more].concat())
             .stdout(Stdio::piped())
             .spawn()
             .expect("ferrite starts");
@@ -97,23 +98,23 @@ impl Scene {
         Self { _redis: redis, gateway, stdout, socket, address }
     }
 
-    fn bench(&self, place: &Place, more: &[&str]) -> Output {
-        let words = [
+    fn bench(&self, network: &Network, more: &[&str]) -> Output {
+        let arguments = [
             "bench",
             "kv",
             &self.address,
             "--rdma",
-            place.rdma,
+            network.rdma,
             "--json",
             "--seconds",
             "0.5",
             "--warmup",
             "0.1",
         ];
-        ferrite(&[&words[..], place.client, more].concat()).output().expect("ferrite starts")
+        ferrite(&[&arguments[..], network.client, more].concat()).output().expect("ferrite starts")
     }
 
-    /// Ends the gateway as an init system would; what it says at its end.
+    /// Stops the gateway with SIGTERM. Returns its last event.
     fn end(mut self) -> Value {
         let pid = self.gateway.0.id().to_string();
         assert!(Command::new("kill").args(["-TERM", &pid]).status().expect("kill").success());
@@ -127,14 +128,14 @@ impl Scene {
 }
 
 fn report(output: &Output) -> Value {
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{said}");
-    serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {said}"))
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{stderr}");
+    serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {stderr}"))
 }
 
-/// Every kind of load goes through, nothing is an error, and the gateway counts what it moved.
-pub(crate) fn load_through_the_gateway(place: &Place) {
-    let scene = Scene::start(place, &["--protected-mode", "no"]);
+/// The gateway carries every kind of load without errors, and counts sessions and bytes.
+pub(crate) fn gateway_carries_every_kind_of_load(network: &Network) {
+    let setup = GatewaySetup::start(network, &["--protected-mode", "no"]);
     let cases: [&[&str]; 4] = [
         &[],
         &["--pipeline", "16", "--connections", "3", "--size", "16K", "--keys", "100"],
@@ -142,8 +143,8 @@ pub(crate) fn load_through_the_gateway(place: &Place) {
         &["--test", "get", "--rate", "200"],
     ];
     for case in cases {
-        let report = report(&scene.bench(place, case));
-        assert_eq!(report["transport"], place.transport, "{report}");
+        let report = report(&setup.bench(network, case));
+        assert_eq!(report["transport"], network.transport, "{report}");
         for row in report["results"].as_array().expect("rows") {
             assert!(row["requests"].as_u64().is_some_and(|count| count > 10), "{case:?}: {row}");
             assert_eq!(row["errors"], 0, "{case:?}: {row}");
@@ -156,39 +157,41 @@ pub(crate) fn load_through_the_gateway(place: &Place) {
     }
     let picture = std::env::temp_dir().join(format!("ferrite-kv-{}.svg", std::process::id()));
     report(
-        &scene.bench(place, &["--test", "set", "--plot", picture.to_str().expect("a plain path")]),
+        &setup
+            .bench(network, &["--test", "set", "--plot", picture.to_str().expect("a plain path")]),
     );
     let drawn = std::fs::read_to_string(&picture).expect("a picture");
     let _ = std::fs::remove_file(&picture);
     assert!(
-        drawn.starts_with("<svg ") && drawn.contains(place.transport) && drawn.contains(">set<"),
+        drawn.starts_with("<svg ") && drawn.contains(network.transport) && drawn.contains(">set<"),
         "{drawn}"
     );
-    let ended = scene.end();
+    let ended = setup.end();
     assert_eq!(ended["event"], "ended", "{ended}");
     let sessions: u64 = ["valkey", "ferrite", "tcp"]
         .iter()
         .map(|kind| ended["sessions"][kind].as_u64().expect("a count"))
         .sum();
-    // Each case that reads has one more connection, which writes first.
+    // Each case that reads has one more connection, which writes the keys first.
     assert_eq!(sessions, 10 + 10 + 1 + 3 + 3 + 1 + 10 + 1 + 10 + 1 + 10, "{ended}");
     assert!(ended["to_client_bytes"].as_u64().is_some_and(|bytes| bytes > 10_000), "{ended}");
 }
 
-/// A server that says no: told in one line, with a code.
-pub(crate) fn refusals_are_explained(place: &Place) {
-    let scene = Scene::start(place, &["--max-clients", "0"]);
-    let refused = scene.bench(place, &["--test", "set"]);
-    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
-    assert_eq!(refused.status.code(), Some(1), "{said}");
+/// A rejected client prints the reason and exits with code 1.
+pub(crate) fn bench_reports_why_a_client_is_rejected(network: &Network) {
+    let setup = GatewaySetup::start(network, &["--max-clients", "0"]);
+    let refused = setup.bench(network, &["--test", "set"]);
+    let stderr = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert_eq!(refused.status.code(), Some(1), "{stderr}");
     assert!(
-        said.contains("the server hung up") || said.contains("max number of clients"),
-        "{said}"
+        stderr.contains("the server closed the connection")
+            || stderr.contains("max number of clients"),
+        "{stderr}"
     );
-    scene.end();
+    setup.end();
 }
 
-/// A relay to the gateway, for clients that know only TCP.
+/// A relay to the gateway.
 struct Relay {
     process: Process,
     stdout: BufReader<ChildStdout>,
@@ -196,10 +199,10 @@ struct Relay {
 }
 
 impl Relay {
-    fn start(place: &Place, to: &str) -> Self {
-        let words =
-            ["relay", "--listen", "127.0.0.1:0", "--to", to, "--rdma", place.rdma, "--json"];
-        let mut relay = ferrite(&[&words[..], place.client].concat())
+    fn start(network: &Network, to: &str) -> Self {
+        let arguments =
+            ["relay", "--listen", "127.0.0.1:0", "--to", to, "--rdma", network.rdma, "--json"];
+        let mut relay = ferrite(&[&arguments[..], network.client].concat())
             .stdout(Stdio::piped())
             .spawn()
             .expect("ferrite starts");
@@ -223,12 +226,12 @@ impl Relay {
     }
 }
 
-/// What comes over TCP leaves as the place says, and is counted; a server that is not there is
-/// named.
-pub(crate) fn load_through_the_relay(place: &Place) {
-    let scene = Scene::start(place, &["--protected-mode", "no"]);
-    let relay = Relay::start(place, &scene.address);
-    let words = [
+/// The relay carries TCP clients over the transport of the test, and counts them. A client of an
+/// unreachable server gets an error.
+pub(crate) fn relay_carries_load_and_reports_failures(network: &Network) {
+    let setup = GatewaySetup::start(network, &["--protected-mode", "no"]);
+    let relay = Relay::start(network, &setup.address);
+    let arguments = [
         "bench",
         "kv",
         &relay.address,
@@ -240,75 +243,76 @@ pub(crate) fn load_through_the_relay(place: &Place) {
         "--size",
         "16K",
     ];
-    let report = report(&ferrite(&words).output().expect("ferrite starts"));
+    let report = report(&ferrite(&arguments).output().expect("ferrite starts"));
     for row in report["results"].as_array().expect("rows") {
         assert!(row["requests"].as_u64().is_some_and(|count| count > 10), "{row}");
         assert_eq!(row["errors"], 0, "{row}");
     }
-    for process in [&scene.gateway, &relay.process] {
-        assert_eq!(process.has_command_threads(), place.rdma == "require");
+    for process in [&setup.gateway, &relay.process] {
+        assert_eq!(process.has_command_threads(), network.rdma == "require");
     }
-    let carried = if place.rdma == "require" { "rdma" } else { "tcp" };
+    let transport = if network.rdma == "require" { "rdma" } else { "tcp" };
     let sessions = relay.end()["sessions"].clone();
-    assert!(sessions[carried].as_u64().is_some_and(|count| count >= 10), "{sessions}");
+    assert!(sessions[transport].as_u64().is_some_and(|count| count >= 10), "{sessions}");
     assert_eq!(
         sessions["rdma"].as_u64().zip(sessions["tcp"].as_u64()).map(|(a, b)| a.min(b)),
         Some(0)
     );
-    let to = scene.address.clone();
-    scene.end();
-    let relay = Relay::start(place, &to);
+    let to = setup.address.clone();
+    setup.end();
+    let relay = Relay::start(network, &to);
     let refused =
         ferrite(&["bench", "kv", &relay.address, "--rdma", "forbid", "--test", "set"]).output();
-    let said = String::from_utf8_lossy(&refused.expect("ferrite starts").stderr).into_owned();
+    let stderr = String::from_utf8_lossy(&refused.expect("ferrite starts").stderr).into_owned();
     assert!(
-        said.contains("Ferrite relay: cannot connect to the server") || said.contains("hung up"),
-        "{said}"
+        stderr.contains("Ferrite relay: cannot connect to the server")
+            || stderr.contains("closed the connection"),
+        "{stderr}"
     );
     assert!(relay.end()["failed"].as_u64().is_some_and(|count| count > 0));
 }
 
-/// A client that waits in the engine holds the gateway's end for the drain time, but not a second
-/// signal.
-pub(crate) fn second_signal_ends_at_once(place: &Place) {
-    let mut scene = Scene::start(place, &["--protected-mode", "no", "--drain", "600"]);
-    let relay = Relay::start(place, &scene.address);
+/// A client that is blocked in the engine delays the end of the gateway by the drain time. A second
+/// signal does not wait for it.
+pub(crate) fn second_signal_stops_the_gateway_at_once(network: &Network) {
+    let mut setup = GatewaySetup::start(network, &["--protected-mode", "no", "--drain", "600"]);
+    let relay = Relay::start(network, &setup.address);
     let mut client = TcpStream::connect(&relay.address).expect("a connection");
     client.write_all(b"BLPOP nothing 0\r\n").expect("to write");
-    let begun = Instant::now();
+    let started = Instant::now();
     let until = |what: &str, is_so: &dyn Fn() -> bool| {
         while !is_so() {
-            assert!(begun.elapsed() < PATIENCE, "{what}");
+            assert!(started.elapsed() < TIMEOUT, "{what}");
             std::thread::sleep(Duration::from_millis(20));
         }
     };
-    let signal = |scene: &Scene| {
-        let pid = scene.gateway.0.id().to_string();
+    let signal = |setup: &GatewaySetup| {
+        let pid = setup.gateway.0.id().to_string();
         assert!(Command::new("kill").args(["-TERM", &pid]).status().expect("kill").success());
     };
     until("the client waits in the engine", &|| {
-        let mut engine = UnixStream::connect(&scene.socket).expect("it listens");
+        let mut engine = UnixStream::connect(&setup.socket).expect("it listens");
         engine.write_all(b"INFO clients\r\nQUIT\r\n").expect("to write");
-        let mut said = String::new();
-        engine.read_to_string(&mut said).expect("an answer");
-        said.contains("blocked_clients:1")
+        let mut reply = String::new();
+        engine.read_to_string(&mut reply).expect("a reply");
+        reply.contains("blocked_clients:1")
     });
-    signal(&scene);
-    // It has heard the first when it takes nobody any more.
-    until("it takes no more clients", &|| {
-        let probe = Relay::start(place, &scene.address);
+    signal(&setup);
+    // The gateway has received the first signal when it accepts no more clients.
+    until("it accepts no more clients", &|| {
+        let probe = Relay::start(network, &setup.address);
         let mut client = TcpStream::connect(&probe.address).expect("a connection");
         let _ = client.write_all(b"PING\r\n");
-        let mut said = String::new();
-        let _ = BufReader::new(client).read_line(&mut said);
-        !said.starts_with("+PONG")
+        let mut reply = String::new();
+        let _ = BufReader::new(client).read_line(&mut reply);
+        !reply.starts_with("+PONG")
     });
-    assert!(scene.gateway.0.try_wait().expect("a child").is_none(), "it drains");
-    signal(&scene);
+    assert!(setup.gateway.0.try_wait().expect("a child").is_none(), "it drains");
+    signal(&setup);
     let mut line = String::new();
-    scene.stdout.read_line(&mut line).expect("a line");
+    setup.stdout.read_line(&mut line).expect("a line");
     assert!(line.contains("\"ended\""), "{line}");
-    assert_eq!(scene.gateway.0.wait().expect("an end").code(), Some(1));
-    assert!(begun.elapsed() < PATIENCE, "{:?}", begun.elapsed());
-    let _ = std::fs::remove_file(&scene.socket);
+    assert_eq!(setup.gateway.0.wait().expect("an end").code(), Some(1));
+    assert!(started.elapsed() < TIMEOUT, "{:?}", started.elapsed());
+    let _ = std::fs::remove_file(&setup.socket);
 }

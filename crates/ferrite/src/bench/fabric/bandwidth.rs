@@ -1,8 +1,8 @@
-//! A window at a time: the loops behind the bandwidths.
+//! The loops that measure bandwidth.
 //!
-//! Each link has up to `window` operations in flight; when the oldest is acknowledged, the next one
-//! is posted. First the warm-up, to its last acknowledgement; then the clock runs from the first
-//! post to the last acknowledgement.
+//! Each link has up to `window` operations in flight. When the oldest is acknowledged, the next one
+//! is posted. The warm-up runs to its last acknowledgement. Then the clock runs from the first post
+//! to the last acknowledgement.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -17,75 +17,75 @@ use ferrite_fabric::wire::GrantToken;
 use ferrite_fabric::{Error, Link, Reading, Sending, Writing};
 use futures_util::stream::{FuturesUnordered, StreamExt as _};
 
-use super::ends::Ends;
-use super::plan::{Amount, Case, Pace};
-use super::talk::{DATA, Request, TALK, say};
+use super::plan::{Amount, Budget, Case};
+use super::protocol::{CONTROL, DATA, Request, send_control};
+use super::side::Side;
 use crate::choice::Op;
 
-/// What got through.
+/// The measured messages and their time.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Moved {
+pub(super) struct Transferred {
     pub(super) messages: u64,
     pub(super) time: Duration,
 }
 
-/// The client's side. Returns also how many operations there were in all.
-pub(super) fn client(ends: &Ends, case: &Case) -> anyhow::Result<(Moved, u64)> {
-    ends.fabric.block_on(async {
-        let mut streams = Stream::all(ends, case).await?;
-        pour(&mut streams, Pace::new(0, Amount::Operations(case.warmup))).await?;
-        let begun = Instant::now();
-        let messages = pour(&mut streams, Pace::new(0, case.amount)).await?;
-        let time = begun.elapsed();
-        // To every link whose messages the server counts, else where it waits.
-        let links = if case.op == Op::Send { &ends.links[..] } else { &ends.links[..1] };
+/// Runs the client's side. Also returns the number of all operations, with the warm-up.
+pub(super) fn client(side: &Side, case: &Case) -> anyhow::Result<(Transferred, u64)> {
+    side.fabric.block_on(async {
+        let mut streams = Stream::all(side, case).await?;
+        run_streams(&mut streams, Budget::new(0, Amount::Operations(case.warmup))).await?;
+        let started = Instant::now();
+        let messages = run_streams(&mut streams, Budget::new(0, case.amount)).await?;
+        let time = started.elapsed();
+        // For send, the server counts on every link. Otherwise it waits on the control link.
+        let links = if case.op == Op::Send { &side.links[..] } else { &side.links[..1] };
         for link in links {
-            say(link, &Request::Stop)?;
+            send_control(link, &Request::Stop)?;
         }
-        Ok((Moved { messages, time }, messages + case.warmup))
+        Ok((Transferred { messages, time }, messages + case.warmup))
     })
 }
 
-/// The server's side of what it takes part in: takes all messages, and counts them.
-pub(super) fn server(ends: &Ends, op: Op, size: u32) -> anyhow::Result<u64> {
+/// Runs the server's side. For send, receives all messages and returns their number.
+pub(super) fn server(side: &Side, op: Op, size: u32) -> anyhow::Result<u64> {
     if op != Op::Send {
         return Ok(0);
     }
-    ends.fabric.block_on(async {
+    side.fabric.block_on(async {
         let mut total = 0;
         let mut links: FuturesUnordered<_> =
-            ends.links.iter().map(|link| drain(link, size)).collect();
-        while let Some(taken) = links.next().await {
-            total += taken?;
+            side.links.iter().map(|link| receive_all(link, size)).collect();
+        while let Some(received) = links.next().await {
+            total += received?;
         }
         Ok(total)
     })
 }
 
-async fn drain(link: &Link, size: u32) -> anyhow::Result<u64> {
-    let mut taken = 0;
+async fn receive_all(link: &Link, size: u32) -> anyhow::Result<u64> {
+    let mut received = 0;
     loop {
         let message = link.recv().await?;
-        if message.channel() == TALK {
-            return Ok(taken);
+        if message.channel() == CONTROL {
+            return Ok(received);
         }
         ensure!(
             message.len() == size as usize,
-            "a message of {} bytes, {size} were due",
+            "received a message of {} bytes, expected {size}",
             message.len()
         );
-        taken += 1;
+        received += 1;
     }
 }
 
-/// As many operations as `pace` allows, over all streams; how many that were.
-async fn pour(streams: &mut [Stream<'_>], pace: Pace) -> anyhow::Result<u64> {
-    let (pace, acknowledged) = (RefCell::new(pace), Cell::new(0));
+/// Runs as many operations as `budget` allows, over all streams. Returns their number.
+async fn run_streams(streams: &mut [Stream<'_>], budget: Budget) -> anyhow::Result<u64> {
+    let (budget, acknowledged) = (RefCell::new(budget), Cell::new(0));
     match streams {
-        [one] => one.run(&pace, &acknowledged).await?,
+        [one] => one.run(&budget, &acknowledged).await?,
         many => {
             let mut running: FuturesUnordered<_> =
-                many.iter_mut().map(|stream| stream.run(&pace, &acknowledged)).collect();
+                many.iter_mut().map(|stream| stream.run(&budget, &acknowledged)).collect();
             while let Some(ended) = running.next().await {
                 ended?;
             }
@@ -99,55 +99,59 @@ struct Stream<'a> {
     link: &'a Link,
     work: Work,
     window: usize,
-    flying: VecDeque<Flight>,
+    in_flight: VecDeque<Operation>,
 }
 
-/// What is done again and again.
+/// The operation that a stream repeats.
 enum Work {
     Send(Buf),
     Write(GrantToken, Buf),
-    /// Into these buffers, as long as they are not in flight.
+    /// Reads into these buffers, which are not in flight.
     Read(GrantToken, Vec<BufMut>),
 }
 
-/// An operation that is under way.
-enum Flight {
+/// An operation in flight.
+enum Operation {
     Sending(Sending),
     Writing(Writing),
     Reading(Reading),
-    Landed,
+    Done,
 }
 
 impl<'a> Stream<'a> {
-    async fn all(ends: &'a Ends, case: &Case) -> anyhow::Result<Vec<Self>> {
-        let grants = if case.op == Op::Send { Vec::new() } else { ends.grants().await? };
-        let streams = ends.links.iter().enumerate().map(|(at, link)| {
+    async fn all(side: &'a Side, case: &Case) -> anyhow::Result<Vec<Self>> {
+        let grants = if case.op == Op::Send { Vec::new() } else { side.grants().await? };
+        let streams = side.links.iter().enumerate().map(|(at, link)| {
             let window = case.window as usize;
-            let buffer = || ends.fabric.buffer(case.size as usize);
+            let buffer = || side.fabric.buffer(case.size as usize);
             let work = match case.op {
-                Op::Send => Work::Send(ends.message(case.size, 0)?),
-                Op::Write => Work::Write(grants[at], ends.message(case.size, 0)?),
+                Op::Send => Work::Send(side.message(case.size, 0)?),
+                Op::Write => Work::Write(grants[at], side.message(case.size, 0)?),
                 Op::Read => {
                     Work::Read(grants[at], (0..window).map(|_| buffer()).collect::<Result<_, _>>()?)
                 }
             };
-            Ok(Self { link, work, window, flying: VecDeque::with_capacity(window) })
+            Ok(Self { link, work, window, in_flight: VecDeque::with_capacity(window) })
         });
         streams.collect()
     }
 
-    /// Ends when everything that `pace` allowed is acknowledged.
-    async fn run(&mut self, pace: &RefCell<Pace>, acknowledged: &Cell<u64>) -> anyhow::Result<()> {
+    /// Runs until `budget` is used up and every operation is acknowledged.
+    async fn run(
+        &mut self,
+        budget: &RefCell<Budget>,
+        acknowledged: &Cell<u64>,
+    ) -> anyhow::Result<()> {
         poll_fn(|cx| {
             loop {
-                while self.flying.len() < self.window && pace.borrow_mut().another() {
-                    let flight = self.launch(cx)?;
-                    self.flying.push_back(flight);
+                while self.in_flight.len() < self.window && budget.borrow_mut().take() {
+                    let operation = self.post(cx)?;
+                    self.in_flight.push_back(operation);
                 }
-                let Some(oldest) = self.flying.front_mut() else { return Poll::Ready(Ok(())) };
-                let Poll::Ready(landed) = oldest.poll(cx) else { return Poll::Pending };
-                self.flying.pop_front();
-                if let (Some(buf), Work::Read(_, spare)) = (landed?, &mut self.work) {
+                let Some(oldest) = self.in_flight.front_mut() else { return Poll::Ready(Ok(())) };
+                let Poll::Ready(done) = oldest.poll(cx) else { return Poll::Pending };
+                self.in_flight.pop_front();
+                if let (Some(buf), Work::Read(_, spare)) = (done?, &mut self.work) {
                     spare.push(buf);
                 }
                 acknowledged.set(acknowledged.get() + 1);
@@ -156,35 +160,35 @@ impl<'a> Stream<'a> {
         .await
     }
 
-    fn launch(&mut self, cx: &mut Context<'_>) -> anyhow::Result<Flight> {
+    fn post(&mut self, cx: &mut Context<'_>) -> anyhow::Result<Operation> {
         Ok(match &mut self.work {
             Work::Send(message) => {
                 let mut sending = self.link.send(DATA, message.clone());
-                // It is posted when it is first asked; on a link that is down it fails at once.
+                // The first poll posts it. On a link that is down it fails at once.
                 match Pin::new(&mut sending).poll(cx) {
-                    Poll::Pending => Flight::Sending(sending),
+                    Poll::Pending => Operation::Sending(sending),
                     Poll::Ready(sent) => {
                         sent?;
-                        Flight::Landed
+                        Operation::Done
                     }
                 }
             }
             Work::Write(grant, message) => {
-                Flight::Writing(self.link.rdma_write(grant, 0, message.clone())?)
+                Operation::Writing(self.link.rdma_write(grant, 0, message.clone())?)
             }
             Work::Read(grant, spare) => {
                 let Some(buf) = spare.pop() else { anyhow::bail!("more reads than buffers") };
-                Flight::Reading(self.link.rdma_read(grant, 0, buf).map_err(Error::from)?)
+                Operation::Reading(self.link.rdma_read(grant, 0, buf).map_err(Error::from)?)
             }
         })
     }
 }
 
-impl Flight {
-    /// Ready when it is acknowledged; a read brings its buffer back.
+impl Operation {
+    /// Returns ready when the operation is acknowledged. A read returns its buffer.
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<anyhow::Result<Option<BufMut>>> {
         match self {
-            Self::Landed => Poll::Ready(Ok(None)),
+            Self::Done => Poll::Ready(Ok(None)),
             Self::Sending(sending) => {
                 Pin::new(sending).poll(cx).map(|sent| Ok(sent.map(|()| None)?))
             }

@@ -1,4 +1,4 @@
-//! Many links that do nothing: all opened at the same time, and kept.
+//! Many idle links, opened all at once and kept open during the measurements.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -9,33 +9,33 @@ use ferrite_fabric::{ConnectOptions, Error, Link};
 use futures_util::stream::{FuturesUnordered, StreamExt as _, iter};
 use serde::Serialize;
 
-use super::ends::Ends;
-use super::talk::{Holding, Reply, Request, say};
+use super::protocol::{Reply, Request, Resources, send_control};
+use super::side::Side;
 use crate::exit::fabric_kind_name;
 
-/// How long all of them together may take.
-const PATIENCE: Duration = Duration::from_secs(600);
-/// Closed at a time: as many as the fabric opens at a time.
+/// Limits the time to open all of them.
+const TIMEOUT: Duration = Duration::from_secs(600);
+/// Number of links closed at a time: as many as the fabric opens at a time.
 const CLOSING: usize = 64;
 
-/// Links that are open and idle, and what that took.
+/// Open idle links, and their figures.
 pub(super) struct Idle {
     links: Vec<Link>,
     figures: Figures,
 }
 
-/// What is reported of them.
+/// The figures in the report.
 #[derive(Debug, Clone, Serialize)]
 pub(super) struct Figures {
     pub(super) asked: u32,
     pub(super) open: usize,
     pub(super) seconds: f64,
-    /// What the server has pinned for each.
+    /// Bytes that the server has pinned for each link.
     pub(super) pinned_bytes_per_link: f64,
-    /// Those that were still open after the measurements.
+    /// Number of links that were still open after the measurements.
     pub(super) kept: usize,
     pub(super) close_seconds: f64,
-    /// What went wrong with links, by kind.
+    /// Failed links, by the kind of error.
     pub(super) failures: BTreeMap<&'static str, Failures>,
 }
 
@@ -43,11 +43,11 @@ pub(super) struct Figures {
 #[derive(Debug, Clone, Default, Serialize)]
 pub(super) struct Failures {
     pub(super) count: usize,
-    /// The first of them.
+    /// The message of the first failure.
     pub(super) example: String,
 }
 
-fn note(failures: &mut BTreeMap<&'static str, Failures>, error: &Error) {
+fn record(failures: &mut BTreeMap<&'static str, Failures>, error: &Error) {
     let of_kind = failures.entry(fabric_kind_name(error.kind())).or_default();
     of_kind.count += 1;
     if of_kind.count == 1 {
@@ -56,33 +56,33 @@ fn note(failures: &mut BTreeMap<&'static str, Failures>, error: &Error) {
 }
 
 impl Idle {
-    /// Opens `count` links at once; `before` is what the server had.
+    /// Opens `count` links at once. `before` are the server's resources without them.
     pub(super) async fn open(
-        ends: &Ends,
+        side: &Side,
         count: u32,
         (peer, local): (SocketAddr, Option<SocketAddr>),
-        before: Holding,
+        before: Resources,
     ) -> anyhow::Result<Self> {
-        say(ends.talk(), &Request::Idle)?;
-        let begun = Instant::now();
-        let options = ConnectOptions::new().timeout(PATIENCE);
+        send_control(side.control_link(), &Request::Idle)?;
+        let started = Instant::now();
+        let options = ConnectOptions::new().timeout(TIMEOUT);
         let options = local.into_iter().fold(options, ConnectOptions::local);
         let mut connecting: FuturesUnordered<_> =
-            (0..count).map(|_| ends.fabric.connect_with(peer, &options)).collect();
+            (0..count).map(|_| side.fabric.connect_with(peer, &options)).collect();
         let (mut links, mut failures) = (Vec::new(), BTreeMap::new());
         while let Some(connected) = connecting.next().await {
             match connected {
                 Ok(link) => links.push(link),
-                Err(error) => note(&mut failures, &error),
+                Err(error) => record(&mut failures, &error),
             }
         }
-        let seconds = begun.elapsed().as_secs_f64();
-        say(ends.talk(), &Request::IdleOpen { links: links.len() })?;
-        let after = match super::client::reply(ends).await? {
-            Reply::Holding(holding) => holding,
-            other => anyhow::bail!("{other:?} where the server's holdings were due"),
+        let seconds = started.elapsed().as_secs_f64();
+        send_control(side.control_link(), &Request::IdleOpen { links: links.len() })?;
+        let after = match super::client::reply(side).await? {
+            Reply::Holding(resources) => resources,
+            other => anyhow::bail!("received {other:?}, expected the server's resources"),
         };
-        ensure!(!links.is_empty(), "none of the idle links could be opened: {failures:?}");
+        ensure!(!links.is_empty(), "cannot open any idle link: {failures:?}");
         #[expect(clippy::cast_precision_loss, reason = "bytes of one process")]
         let pinned =
             (after.registered_bytes as f64 - before.registered_bytes as f64) / links.len() as f64;
@@ -98,18 +98,18 @@ impl Idle {
         Ok(Self { links, figures })
     }
 
-    /// Counts those that are left, and closes them in good order.
+    /// Counts the links that are still open, and closes all in an orderly way.
     pub(super) async fn close(self) -> Figures {
         let Self { links, mut figures } = self;
         figures.kept = links.iter().filter(|link| link.failure().is_none()).count();
-        let begun = Instant::now();
+        let started = Instant::now();
         let mut closing = iter(&links).map(Link::close).buffer_unordered(CLOSING);
         while let Some(closed) = closing.next().await {
             if let Err(error) = closed {
-                note(&mut figures.failures, &error);
+                record(&mut figures.failures, &error);
             }
         }
-        figures.close_seconds = begun.elapsed().as_secs_f64();
+        figures.close_seconds = started.elapsed().as_secs_f64();
         figures
     }
 }

@@ -1,39 +1,39 @@
-//! From options to cases: what is measured, in which order.
+//! Turns the options into cases, in the order in which they are measured.
 
 use std::time::Duration;
 
 use super::{Measure, Options};
 use crate::choice::{Mode, Op};
 
-/// One line of the result.
+/// One measurement: a line of the result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Case {
     pub(super) op: Op,
     pub(super) measure: Measure,
     pub(super) size: u32,
-    /// Operations that do not count, before those that do.
+    /// Number of operations before the measured ones.
     pub(super) warmup: u64,
     pub(super) amount: Amount,
-    /// In flight on each link; 1 for latency.
+    /// Operations in flight on each link; 1 for latency.
     pub(super) window: u32,
 }
 
-/// How much is measured.
+/// How much to measure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Amount {
     Operations(u64),
     Time(Duration),
 }
 
-/// What a link's queue has room for: the fabric's settings.
+/// What a link can queue, by the fabric's settings.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Room {
+pub(super) struct QueueLimits {
     pub(super) messages: usize,
     pub(super) bytes: u64,
 }
 
-/// What the options ask for, and what of it cannot be had.
-pub(super) fn cases(options: &Options, room: Room) -> (Vec<Case>, Vec<String>) {
+/// Returns the cases that the options ask for, and notes on those that cannot be measured.
+pub(super) fn cases(options: &Options, limits: QueueLimits) -> (Vec<Case>, Vec<String>) {
     let mut cases = Vec::new();
     let mut notes = Vec::new();
     for measure in &options.measure {
@@ -45,21 +45,21 @@ pub(super) fn cases(options: &Options, room: Room) -> (Vec<Case>, Vec<String>) {
         for op in &options.op {
             if (*measure, *op, options.mode) == (Measure::Latency, Op::Write, Mode::Event) {
                 notes.push(
-                    "the latency of write is not measured by event: nothing wakes its receiver"
+                    "the latency of write is not measured in event mode: nothing wakes its receiver"
                         .into(),
                 );
                 continue;
             }
-            cases.extend(sizes.iter().map(|size| case(options, room, *measure, *op, *size)));
+            cases.extend(sizes.iter().map(|size| case(options, limits, *measure, *op, *size)));
         }
     }
     (cases, notes)
 }
 
-fn case(options: &Options, room: Room, measure: Measure, op: Op, size: u32) -> Case {
+fn case(options: &Options, limits: QueueLimits, measure: Measure, op: Op, size: u32) -> Case {
     let window = match measure {
         Measure::Latency => 1,
-        Measure::Bandwidth => fitting(options.window, room, size),
+        Measure::Bandwidth => fitting_window(options.window, limits, size),
     };
     let (default, warmup) = match measure {
         Measure::Latency => (Amount::Operations(1000), 100),
@@ -78,25 +78,27 @@ fn case(options: &Options, room: Room, measure: Measure, op: Op, size: u32) -> C
     }
 }
 
-/// The part of a window that a link's queue takes.
-fn fitting(window: u32, room: Room, size: u32) -> u32 {
-    let messages = u64::from(window).min(room.messages as u64).min(room.bytes / u64::from(size));
+/// Returns the window, or less if a link cannot queue so much.
+fn fitting_window(window: u32, limits: QueueLimits, size: u32) -> u32 {
+    let messages =
+        u64::from(window).min(limits.messages as u64).min(limits.bytes / u64::from(size));
     u32::try_from(messages).unwrap_or(window).max(1)
 }
 
-/// Counts operations, and says when there are enough: first the warm-up, then what is measured.
+/// The number of operations that are left to do: the warm-up, then the measured ones.
 #[derive(Debug)]
-pub(super) struct Pace {
+pub(super) struct Budget {
     left: u64,
-    /// By the clock, once it runs.
+    /// The end of the measured time, once the clock runs.
     deadline: Option<quanta::Instant>,
     time: Option<Duration>,
     warmup: u64,
     clock: quanta::Clock,
 }
 
-impl Pace {
-    /// Warm-up and measured operations in one go: the clock runs after the warm-up.
+impl Budget {
+    /// Creates a budget for warm-up and measured operations together. The clock starts after the
+    /// warm-up.
     pub(super) fn of(case: &Case) -> Self {
         Self::new(case.warmup, case.amount)
     }
@@ -109,8 +111,8 @@ impl Pace {
         Self { left, deadline: None, time, warmup, clock: quanta::Clock::new() }
     }
 
-    /// Whether to do another.
-    pub(super) fn another(&mut self) -> bool {
+    /// Takes one operation. Returns `false` if none is left.
+    pub(super) fn take(&mut self) -> bool {
         if self.left == 0 {
             return false;
         }
@@ -143,16 +145,16 @@ mod tests {
         options: Options,
     }
 
-    const ROOM: Room = Room { messages: 1024, bytes: 16 << 20 };
+    const LIMITS: QueueLimits = QueueLimits { messages: 1024, bytes: 16 << 20 };
 
-    fn planned(words: &[&str]) -> (Vec<Case>, Vec<String>) {
-        let line =
-            Line::try_parse_from([&["bench", "10.0.0.1"], words].concat()).expect("good options");
-        cases(&line.options, ROOM)
+    fn planned(arguments: &[&str]) -> (Vec<Case>, Vec<String>) {
+        let line = Line::try_parse_from([&["bench", "10.0.0.1"], arguments].concat())
+            .expect("valid options");
+        cases(&line.options, LIMITS)
     }
 
     #[test]
-    fn by_default_everything() {
+    fn measures_everything_by_default() {
         let (cases, notes) = planned(&[]);
         let shown: Vec<_> = cases.iter().map(|case| (case.measure, case.op, case.size)).collect();
         use {Measure::*, Op::*};
@@ -178,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn options_choose() {
+    fn options_select_cases() {
         let (cases, _) = planned(&[
             "--op",
             "read,send",
@@ -193,7 +195,7 @@ mod tests {
         ]);
         let shown: Vec<_> =
             cases.iter().map(|case| (case.op, case.size, case.window, case.warmup)).collect();
-        // What fits the queue of 16 MiB.
+        // The window is limited by the queue of 16 MiB.
         let expected = [
             (Op::Read, 2 << 20, 8, 24),
             (Op::Read, 8 << 10, 16, 48),
@@ -205,18 +207,18 @@ mod tests {
     }
 
     #[test]
-    fn nothing_wakes_the_receiver_of_a_write() {
+    fn skips_the_latency_of_write_in_event_mode() {
         let (cases, notes) = planned(&["--mode", "event", "--measure", "latency"]);
         assert_eq!(cases.iter().map(|case| case.op).collect::<Vec<_>>(), [Op::Send, Op::Read]);
         assert_eq!(notes.len(), 1);
     }
 
     #[test]
-    fn pace_counts_warm_up_and_rest() {
-        let mut pace = Pace::new(3, Amount::Operations(4));
-        assert_eq!(std::iter::from_fn(|| pace.another().then_some(())).count(), 7);
-        let mut pace = Pace::new(3, Amount::Time(Duration::from_millis(1)));
-        assert!(std::iter::from_fn(|| pace.another().then_some(())).count() > 3);
-        assert!(!pace.another());
+    fn budget_counts_warm_up_and_measured_operations() {
+        let mut budget = Budget::new(3, Amount::Operations(4));
+        assert_eq!(std::iter::from_fn(|| budget.take().then_some(())).count(), 7);
+        let mut budget = Budget::new(3, Amount::Time(Duration::from_millis(1)));
+        assert!(std::iter::from_fn(|| budget.take().then_some(())).count() > 3);
+        assert!(!budget.take());
     }
 }

@@ -1,5 +1,5 @@
-//! What a person at a terminal sees meanwhile. Drawn between cases, and by a thread ten times a
-//! second: nothing is added to what is measured.
+//! The progress bar on a terminal. It is drawn between cases, and by a thread ten times a second,
+//! so that it adds nothing to the measured times.
 
 use std::io::IsTerminal as _;
 use std::time::Duration;
@@ -13,7 +13,7 @@ use crate::choice::name;
 pub(super) struct Progress(ProgressBar);
 
 impl Progress {
-    /// For `cases` cases, if it is `wanted` and somebody is there to see it.
+    /// Creates a bar for `cases` cases; hidden if it is not `wanted` or stderr is not a terminal.
     pub(super) fn new(cases: usize, wanted: bool) -> Self {
         if !wanted || !std::io::stderr().is_terminal() {
             return Self(ProgressBar::hidden());
@@ -28,10 +28,12 @@ impl Progress {
         Self(bar)
     }
 
-    pub(super) fn now(&self, what: &str) {
-        self.0.set_message(what.to_owned());
+    /// Shows the current step.
+    pub(super) fn step(&self, text: &str) {
+        self.0.set_message(text.to_owned());
     }
 
+    /// Shows the case that is measured next.
     pub(super) fn case(&self, case: &Case) {
         self.0.set_message(format!(
             "{} of {}, {}",

@@ -1,4 +1,4 @@
-//! What was measured, for people and for scripts.
+//! The result, as text and as JSON.
 
 use std::fmt::Write as _;
 use std::net::SocketAddr;
@@ -9,31 +9,31 @@ use ferrite_verbs::Verbs;
 use serde::Serialize;
 
 use super::Measure;
-use super::bandwidth::Moved;
-use super::ends;
+use super::bandwidth::Transferred;
 use super::idle;
 use super::plan::Case;
-use super::talk::{Holding, Work};
+use super::protocol::{Resources, Work};
+use super::side;
 use crate::choice::{Mode, Op, name};
 use crate::latency::{self, Latency};
 use crate::output;
 
-/// Which way the messages went.
+/// The path of the messages.
 #[derive(Debug, Clone, Serialize)]
-pub(in crate::bench) struct Way {
+pub(in crate::bench) struct PathInfo {
     device: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     driver: Option<String>,
-    /// Whether the kernel plays the network card.
+    /// Whether the device is emulated in software.
     software: bool,
     mtu_bytes: u32,
     local: Option<SocketAddr>,
     peer: Option<SocketAddr>,
 }
 
-impl Way {
+impl PathInfo {
     pub(in crate::bench) fn of(verbs: &Verbs, link: &Link) -> anyhow::Result<Self> {
-        let device = verbs.device(&link.device().context("the link is not on RDMA")?)?;
+        let device = verbs.device(&link.device().context("the link does not use RDMA")?)?;
         Ok(Self {
             device: device.name(),
             driver: device.driver(),
@@ -44,18 +44,18 @@ impl Way {
         })
     }
 
-    /// The head of the result.
-    pub(in crate::bench) fn text(&self, links: u32, how: &str) -> String {
+    /// Formats the first lines of the result. `mode` says how both sides wait.
+    pub(in crate::bench) fn text(&self, links: u32, mode: &str) -> String {
         let many = if links == 1 { "1 link".to_owned() } else { format!("{links} links") };
         let caveat = match (self.software, self.driver.as_deref()) {
             (false, _) => "",
-            (true, Some("rxe")) => "Soft-RoCE: ratios mean something, microseconds do not.\n",
-            (true, _) => "A software device: ratios mean something, microseconds do not.\n",
+            (true, Some("rxe")) => "Soft-RoCE: compare ratios only, not absolute times.\n",
+            (true, _) => "Software device: compare ratios only, not absolute times.\n",
         };
         format!(
-            "{} → {} over {}, {many}, MTU {}, {how}\n{caveat}",
-            ends::name(self.local),
-            ends::name(self.peer),
+            "{} → {} over {}, {many}, MTU {}, {mode}\n{caveat}",
+            side::name(self.local),
+            side::name(self.peer),
             self.device,
             self.mtu_bytes
         )
@@ -95,8 +95,8 @@ pub(super) enum Figures {
 }
 
 impl Figures {
-    pub(super) fn of_bandwidth(case: &Case, moved: Moved) -> Self {
-        let Moved { messages, time } = moved;
+    pub(super) fn of_bandwidth(case: &Case, transferred: Transferred) -> Self {
+        let Transferred { messages, time } = transferred;
         let bytes = messages * u64::from(case.size);
         let per_second = |count: u64| {
             #[expect(clippy::cast_precision_loss, reason = "2^53 bytes are 8 PiB")]
@@ -122,8 +122,8 @@ pub(super) struct Report {
     mode: Mode,
     links: u32,
     #[serde(flatten)]
-    way: Way,
-    server: Holding,
+    path: PathInfo,
+    server: Resources,
     #[serde(skip_serializing_if = "Option::is_none")]
     idle: Option<idle::Figures>,
     results: Vec<Row>,
@@ -134,13 +134,13 @@ impl Report {
     pub(super) fn new(
         mode: Mode,
         links: u32,
-        way: Way,
-        server: Holding,
+        path: PathInfo,
+        server: Resources,
         idle: Option<idle::Figures>,
         results: Vec<Row>,
         notes: Vec<String>,
     ) -> Self {
-        Self { format: 1, role: "client", mode, links, way, server, idle, results, notes }
+        Self { format: 1, role: "client", mode, links, path, server, idle, results, notes }
     }
 
     pub(super) fn print(&self, json: bool) -> anyhow::Result<()> {
@@ -148,7 +148,7 @@ impl Report {
     }
 
     fn text(&self) -> String {
-        let mut out = self.way.text(self.links, &format!("by {}", name(&self.mode)));
+        let mut out = self.path.text(self.links, &format!("{} mode", name(&self.mode)));
         if let Some(idle) = &self.idle {
             out += &idle_text(idle);
         }
@@ -167,8 +167,8 @@ impl Report {
             if let Some(heading) = heading.take() {
                 let _ = writeln!(out, "\n{:27}{heading}", "latency, µs");
             }
-            let what = format!("{:5} {:>5} ", name(&row.op), size_text(row.size_bytes));
-            let _ = writeln!(out, "{what}{:15}{}", latency_of.replace('_', " "), latency_us.row());
+            let case = format!("{:5} {:>5} ", name(&row.op), size_text(row.size_bytes));
+            let _ = writeln!(out, "{case}{:15}{}", latency_of.replace('_', " "), latency_us.row());
         }
     }
 
@@ -181,11 +181,11 @@ impl Report {
             if std::mem::take(&mut first) {
                 let _ = writeln!(out, "\nbandwidth      MiB/s  messages/s  window  seconds");
             }
-            let what = format!("{:5} {:>5} ", name(&row.op), size_text(row.size_bytes));
+            let case = format!("{:5} {:>5} ", name(&row.op), size_text(row.size_bytes));
             let seconds = row.seconds;
             let _ = writeln!(
                 out,
-                "{what}{mib_per_s:>8.1}  {messages_per_s:>10.0}  {window:>6}  {seconds:>7.2}"
+                "{case}{mib_per_s:>8.1}  {messages_per_s:>10.0}  {window:>6}  {seconds:>7.2}"
             );
         }
     }
@@ -202,16 +202,17 @@ fn idle_text(idle: &idle::Figures) -> String {
         failures,
     } = idle;
     let mut text = format!(
-        "{open} of {asked} idle links opened in {seconds:.2} s; the server pins {pinned_bytes_per_link:.0} bytes for \
-         each; {kept} kept to the end, closed in {close_seconds:.2} s\n"
+        "{open} of {asked} idle links opened in {seconds:.2} s; the server pins \
+         {pinned_bytes_per_link:.0} bytes for each;\n{kept} still open at the end, closed in \
+         {close_seconds:.2} s\n"
     );
     for (kind, idle::Failures { count, example }) in failures {
-        let _ = writeln!(text, "  {kind}: {count} failed, the first with: {example}");
+        let _ = writeln!(text, "  {kind}: {count} failed, first error: {example}");
     }
     text
 }
 
-/// A size as it may be typed.
+/// Formats a size as the user may type it.
 pub(in crate::bench) fn size_text(bytes: u32) -> String {
     match bytes {
         _ if bytes.is_multiple_of(1 << 20) => format!("{}M", bytes >> 20),
@@ -228,7 +229,7 @@ mod tests {
     use super::*;
 
     fn report() -> Report {
-        let way = Way {
+        let path = PathInfo {
             device: "rxe2".into(),
             driver: Some("rxe".into()),
             software: true,
@@ -238,7 +239,7 @@ mod tests {
         };
         let work: Work =
             serde_json::from_str(r#"{"passes":1,"completions":2,"sleeps":3}"#).expect("a work");
-        let holding = Holding { links: 3, registered_bytes: 1, receives_posted: 512 };
+        let resources = Resources { links: 3, registered_bytes: 1, receives_posted: 512 };
         let case = Case {
             op: Op::Write,
             measure: Measure::Bandwidth,
@@ -247,7 +248,7 @@ mod tests {
             amount: Amount::Operations(160),
             window: 16,
         };
-        let moved = Moved { messages: 160, time: Duration::from_millis(500) };
+        let transferred = Transferred { messages: 160, time: Duration::from_millis(500) };
         let latency_us =
             Latency { min: 1.0, p50: 2.0, p90: 3.0, p99: 4.0, p99_9: 5.0, max: 6.0, mean: 2.5 };
         let rows = vec![
@@ -270,7 +271,7 @@ mod tests {
                 measure: Measure::Bandwidth,
                 size_bytes: 64 << 10,
                 seconds: 0.5,
-                figures: Figures::of_bandwidth(&case, moved),
+                figures: Figures::of_bandwidth(&case, transferred),
                 client: work,
                 server: work,
             },
@@ -285,16 +286,17 @@ mod tests {
             failures: [("timeout", idle::Failures { count: 1, example: "no answer".into() })]
                 .into(),
         };
-        Report::new(Mode::Poll, 3, way, holding, Some(idle), rows, vec!["nothing more".into()])
+        Report::new(Mode::Poll, 3, path, resources, Some(idle), rows, vec!["nothing more".into()])
     }
 
     #[test]
-    fn for_people() {
+    fn formats_text() {
         let expected = "\
-10.0.0.2:4711 → 10.0.0.1:7472 over rxe2, 3 links, MTU 4096, by poll
-Soft-RoCE: ratios mean something, microseconds do not.
-1999 of 2000 idle links opened in 3.50 s; the server pins 12 bytes for each; 1998 kept to the end, closed in 1.00 s
-  timeout: 1 failed, the first with: no answer
+10.0.0.2:4711 → 10.0.0.1:7472 over rxe2, 3 links, MTU 4096, poll mode
+Soft-RoCE: compare ratios only, not absolute times.
+1999 of 2000 idle links opened in 3.50 s; the server pins 12 bytes for each;
+1998 still open at the end, closed in 1.00 s
+  timeout: 1 failed, first error: no answer
 
 latency, µs                     min      p50      p90      p99    p99.9      max     mean
 send     64 half round trip    1.00     2.00     3.00     4.00     5.00     6.00     2.50
@@ -308,7 +310,7 @@ Note: nothing more.
     }
 
     #[test]
-    fn for_scripts() {
+    fn formats_json() {
         let json = serde_json::to_value(report()).expect("a report");
         assert_eq!(
             (&json["device"], &json["mode"], &json["links"]),

@@ -1,4 +1,4 @@
-//! The server: waits for clients, and does its part of what each of them measures.
+//! The server: waits for clients and does its part of their measurements.
 
 use std::future::{Future as _, poll_fn};
 use std::net::SocketAddr;
@@ -11,27 +11,29 @@ use ferrite_fabric::{Error, Fabric, Link, Listener, Message};
 use ferrite_verbs::Verbs;
 use serde::Serialize;
 
-use super::ends::{self, Ends, name};
-use super::talk::{Holding, Reply, Request, Test, Work, hear, parse, say};
+use super::protocol::{
+    Reply, Request, Resources, Test, Work, parse, receive_control, send_control,
+};
+use super::side::{self, Side, name};
 use super::{Measure, Options, bandwidth, latency};
 use crate::choice::Op;
 
 pub(super) fn run(options: &Options, listen: SocketAddr) -> anyhow::Result<()> {
     let verbs = Verbs::system()?;
-    let fabric = ends::fabric(&verbs, Some(listen.ip()), options)?;
+    let fabric = side::fabric(&verbs, Some(listen.ip()), options)?;
     let listener = fabric.listen(listen).with_context(|| format!("cannot listen on {listen}"))?;
-    // On stderr, so that stdout carries results only.
+    // On stderr, so that stdout has results only.
     eprintln!("ferrite: listening on {}", listener.local_addr());
-    let mut lobby = Lobby { listener, waiting: Vec::new() };
+    let mut pending = PendingLinks { listener, waiting: Vec::new() };
     loop {
         fabric.set_busy_poll_us(0);
-        let (first, message) = fabric.block_on(lobby.next_client())?;
+        let (first, message) = fabric.block_on(pending.next_client())?;
         let peer = first.peer_addr();
-        let outcome = serve(&fabric, &mut lobby, first, &message);
+        let outcome = serve(&fabric, &mut pending, first, &message);
         match outcome.with_context(|| format!("serving {}", name(peer))) {
             Ok(served) => served.print(options.json)?,
             Err(error) if options.once => return Err(error),
-            // One bad client must not end a server.
+            // A failed client does not stop the server.
             Err(error) => eprintln!("ferrite: {error:#}"),
         }
         if options.once {
@@ -40,14 +42,14 @@ pub(super) fn run(options: &Options, listen: SocketAddr) -> anyhow::Result<()> {
     }
 }
 
-/// Where links wait until they are somebody's.
-struct Lobby {
+/// Accepted links that do not belong to a session yet.
+struct PendingLinks {
     listener: Listener,
     waiting: Vec<Link>,
 }
 
-impl Lobby {
-    /// The link that says something first, and what it says: a silent one keeps nobody waiting.
+impl PendingLinks {
+    /// Returns the first link with a message, and the message. Silent links do not block others.
     async fn next_client(&mut self) -> Result<(Link, Message), Error> {
         poll_fn(|cx| {
             while let Poll::Ready(link) = Pin::new(&mut self.listener.accept()).poll(cx) {
@@ -61,7 +63,8 @@ impl Lobby {
                     Poll::Ready(Ok(message)) => {
                         return Poll::Ready(Ok((self.waiting.swap_remove(at), message)));
                     }
-                    Poll::Ready(Err(_)) => drop(self.waiting.swap_remove(at)), // left again
+                    // The client has disconnected.
+                    Poll::Ready(Err(_)) => drop(self.waiting.swap_remove(at)),
                 }
             }
             Poll::Pending
@@ -69,8 +72,8 @@ impl Lobby {
         .await
     }
 
-    /// Another link of the process that `of` leads to.
-    async fn another(&mut self, of: &Link) -> Result<Link, Error> {
+    /// Returns another link of the client process of `of`.
+    async fn next_of_process(&mut self, of: &Link) -> Result<Link, Error> {
         let instance = of.peer_hello().instance;
         if let Some(at) =
             self.waiting.iter().position(|link| link.peer_hello().instance == instance)
@@ -99,27 +102,27 @@ struct Served {
 
 fn serve(
     fabric: &Fabric,
-    lobby: &mut Lobby,
+    pending: &mut PendingLinks,
     first: Link,
     message: &Message,
 ) -> anyhow::Result<Served> {
-    let talk = first.clone();
-    let session = Session::begin(fabric, lobby, first, message);
-    let outcome = session.and_then(|session| session.run(lobby));
+    let control = first.clone();
+    let session = Session::begin(fabric, pending, first, message);
+    let outcome = session.and_then(|session| session.run(pending));
     match &outcome {
         Ok(_) => {}
-        Err(_) if talk.failure().is_some() => {}
+        Err(_) if control.failure().is_some() => {}
         Err(error) => {
-            // Told why, and closed when it has heard it.
-            let _ = say(&talk, &Reply::Refused { why: format!("{error:#}") });
-            let _ = fabric.block_on(talk.close());
+            // Sends the reason, and closes the link when the client has received it.
+            let _ = send_control(&control, &Reply::Refused { why: format!("{error:#}") });
+            let _ = fabric.block_on(control.close());
         }
     }
     outcome
 }
 
 struct Session {
-    ends: Ends,
+    side: Side,
     idle: Vec<Link>,
     served: Served,
 }
@@ -127,11 +130,11 @@ struct Session {
 impl Session {
     fn begin(
         fabric: &Fabric,
-        lobby: &mut Lobby,
+        pending: &mut PendingLinks,
         first: Link,
         message: &Message,
     ) -> anyhow::Result<Self> {
-        let count = Request::begun(message)? as usize;
+        let count = Request::parse_begin(message)? as usize;
         let served = Served {
             peer: first.peer_addr(),
             device: first.device().unwrap_or_default(),
@@ -142,40 +145,42 @@ impl Session {
         let mut links: Vec<Option<Link>> = vec![None; count];
         fabric.block_on(async {
             for _ in 1..count {
-                let link = lobby.another(&first).await?;
-                match hear(&link).await? {
+                let link = pending.next_of_process(&first).await?;
+                match receive_control(&link).await? {
                     Request::Join { link: number } => {
-                        let place = links.get_mut(number as usize).filter(|_| number > 0);
-                        let place = place.with_context(|| format!("link {number} of {count}"))?;
-                        ensure!(place.replace(link).is_none(), "two links are called {number}");
+                        let slot = links.get_mut(number as usize).filter(|_| number > 0);
+                        let slot = slot.with_context(|| {
+                            format!("invalid link number {number}, expected 1 to {}", count - 1)
+                        })?;
+                        ensure!(slot.replace(link).is_none(), "two links have number {number}");
                     }
-                    other => bail!("{other:?} on a link that should join"),
+                    other => bail!("received {other:?}, expected Join"),
                 }
             }
             Ok(())
         })?;
         links[0] = Some(first);
-        let ends = Ends { fabric: fabric.clone(), links: links.into_iter().flatten().collect() };
-        say(ends.talk(), &Reply::Holding(Holding::of(fabric)))?;
-        Ok(Self { ends, idle: Vec::new(), served })
+        let side = Side { fabric: fabric.clone(), links: links.into_iter().flatten().collect() };
+        send_control(side.control_link(), &Reply::Holding(Resources::of(fabric)))?;
+        Ok(Self { side, idle: Vec::new(), served })
     }
 
-    /// Does what the client asks for, until it has enough.
-    fn run(mut self, lobby: &mut Lobby) -> anyhow::Result<Served> {
-        let fabric = self.ends.fabric.clone();
+    /// Handles the client's requests until it ends the session.
+    fn run(mut self, pending: &mut PendingLinks) -> anyhow::Result<Served> {
+        let fabric = self.side.fabric.clone();
         loop {
             fabric.set_busy_poll_us(0);
-            match fabric.block_on(hear(self.ends.talk()))? {
+            match fabric.block_on(receive_control(self.side.control_link()))? {
                 Request::Test(test) => self.test(&test)?,
-                Request::Idle => fabric.block_on(self.take_idle(lobby))?,
+                Request::Idle => fabric.block_on(self.take_idle(pending))?,
                 Request::End => break,
-                other => bail!("{other:?} where a test was due"),
+                other => bail!("received {other:?}, expected a test"),
             }
         }
-        // The client closes; what it sent is all there.
+        // Waits until the client has closed its links. How they end does not matter.
         fabric.block_on(async {
-            for link in &self.ends.links {
-                let _ = link.ended().await; // how it left is its own affair
+            for link in &self.side.links {
+                let _ = link.ended().await;
             }
         });
         Ok(self.served)
@@ -184,47 +189,49 @@ impl Session {
     fn test(&mut self, test: &Test) -> anyhow::Result<()> {
         test.check()?;
         let Test { op, measure, size_bytes: size, mode } = *test;
-        let ends = &self.ends;
-        say(ends.talk(), &Reply::Ready)?;
-        let before = Work::of(&ends.fabric);
+        let side = &self.side;
+        send_control(side.control_link(), &Reply::Ready)?;
+        let before = Work::of(&side.fabric);
         let messages = match (measure, op) {
             (Measure::Latency, Op::Send | Op::Write) => {
-                ends.set_mode(mode);
-                latency::server(ends, op, size)?
+                side.set_mode(mode);
+                latency::server(side, op, size)?
             }
             (Measure::Bandwidth, Op::Send) => {
-                ends.set_mode(mode);
-                bandwidth::server(ends, op, size)?
+                side.set_mode(mode);
+                bandwidth::server(side, op, size)?
             }
-            (Measure::Bandwidth, Op::Write) => lend(ends, size, Rights::WRITE)?,
-            (_, Op::Read) => lend(ends, size, Rights::READ)?,
+            (Measure::Bandwidth, Op::Write) => expose_until_stop(side, size, Rights::WRITE)?,
+            (_, Op::Read) => expose_until_stop(side, size, Rights::READ)?,
         };
         self.served.cases += 1;
-        let work = Work::of(&ends.fabric).since(before);
-        say(ends.talk(), &Reply::Done { messages, bytes: messages * u64::from(size), work })
+        let work = Work::of(&side.fabric).since(before);
+        send_control(
+            side.control_link(),
+            &Reply::Done { messages, bytes: messages * u64::from(size), work },
+        )
     }
 
-    /// Takes the client's idle links until it says that there are no more, and all of them are
-    /// here.
-    async fn take_idle(&mut self, lobby: &mut Lobby) -> anyhow::Result<()> {
-        let talk = self.ends.talk();
+    /// Accepts the client's idle links until it reports their number and all have arrived.
+    async fn take_idle(&mut self, pending: &mut PendingLinks) -> anyhow::Result<()> {
+        let control = self.side.control_link();
         let mut expected = None;
         poll_fn(|cx| {
-            while let Poll::Ready(link) = pin!(lobby.another(talk)).poll(cx) {
+            while let Poll::Ready(link) = pin!(pending.next_of_process(control)).poll(cx) {
                 self.idle.push(link?);
             }
             if expected.is_none() {
-                let Poll::Ready(message) = Pin::new(&mut talk.recv()).poll(cx) else {
+                let Poll::Ready(message) = Pin::new(&mut control.recv()).poll(cx) else {
                     return Poll::Pending;
                 };
                 match parse(&message?)? {
                     Request::IdleOpen { links } => expected = Some(links),
                     other => {
-                        return Poll::Ready(Err(anyhow!("{other:?} while idle links were due")));
+                        return Poll::Ready(Err(anyhow!("received {other:?}, expected IdleOpen")));
                     }
                 }
             }
-            // The connection manager's last word on a link may be slower than ours on another.
+            // The connection manager may report the last links after the client's message arrives.
             if expected.is_some_and(|expected| self.idle.len() < expected) {
                 Poll::Pending
             } else {
@@ -233,15 +240,15 @@ impl Session {
         })
         .await?;
         self.served.idle = self.idle.len();
-        say(talk, &Reply::Holding(Holding::of(&self.ends.fabric)))
+        send_control(control, &Reply::Holding(Resources::of(&self.side.fabric)))
     }
 }
 
-/// Memory for the client to reach, until it says that it is done. This side sleeps meanwhile.
-fn lend(ends: &Ends, size: u32, rights: Rights) -> anyhow::Result<u64> {
-    let regions = ends.expose(size, rights)?;
-    let word: Request = ends.fabric.block_on(hear(ends.talk()))?;
-    ensure!(word == Request::Stop, "{word:?} where the end of a test was due");
+/// Exposes memory to the client until the client ends the test. This side sleeps meanwhile.
+fn expose_until_stop(side: &Side, size: u32, rights: Rights) -> anyhow::Result<u64> {
+    let regions = side.expose(size, rights)?;
+    let request: Request = side.fabric.block_on(receive_control(side.control_link()))?;
+    ensure!(request == Request::Stop, "received {request:?}, expected Stop");
     drop(regions);
     Ok(0)
 }

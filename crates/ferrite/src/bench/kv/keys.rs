@@ -1,6 +1,6 @@
-//! Which key comes next.
+//! Chooses the next key.
 
-/// A generator of numbers that look random: SplitMix64.
+/// A pseudo-random number generator: SplitMix64.
 pub(super) struct Random(u64);
 
 impl Random {
@@ -16,7 +16,7 @@ impl Random {
         z ^ z >> 31
     }
 
-    /// From 0 to 1, 1 excluded.
+    /// Returns a number from 0 to 1, without 1.
     #[expect(clippy::cast_precision_loss, reason = "53 bits are exact")]
     fn unit(&mut self) -> f64 {
         (self.next() >> 11) as f64 / (1_u64 << 53) as f64
@@ -26,7 +26,7 @@ impl Random {
 /// The keys of a test.
 pub(super) enum Keys {
     Uniform(u32),
-    /// How often one of the first is asked for, for each; the last is 1.
+    /// The cumulative probability of each key; the last is 1.
     Zipf(Vec<f64>),
 }
 
@@ -60,7 +60,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn uniform_and_zipf() {
+    fn keys_follow_the_uniform_and_the_zipf_distribution() {
         let mut random = Random::new(1);
         let mut count = |keys: &Keys| {
             let mut counts = vec![0_u32; 100];

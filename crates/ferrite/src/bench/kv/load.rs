@@ -1,4 +1,4 @@
-//! Connections that ask and count.
+//! The connections of a test: they send requests and measure the replies.
 
 use std::io;
 use std::net::SocketAddr;
@@ -18,15 +18,15 @@ use tokio::task::JoinSet;
 use super::keys::{Keys, Random};
 use super::{Options, Test};
 
-/// Longest latency that is told apart, in nanoseconds: an hour.
+/// The longest latency of the histogram, in nanoseconds: an hour.
 const LONGEST_NS: u64 = 3_600_000_000_000;
-/// How long a server may leave a request without an answer.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// How long a server may take to answer a batch.
+const REPLY_TIMEOUT: Duration = Duration::from_secs(30);
 
 trait Duplex: AsyncRead + AsyncWrite + Unpin + Send {}
 impl<S: AsyncRead + AsyncWrite + Unpin + Send> Duplex for S {}
 
-/// What carried a test.
+/// The transport of a test.
 #[derive(Debug, Clone)]
 pub(super) struct TransportInfo {
     pub(super) transport: String,
@@ -34,20 +34,20 @@ pub(super) struct TransportInfo {
     pub(super) fallback: Option<String>,
 }
 
-/// What came of a test.
+/// The result of a test.
 pub(super) struct Run {
     pub(super) transport_info: Option<TransportInfo>,
     pub(super) seconds: f64,
-    /// Within the measured time.
+    /// Requests within the measured time.
     pub(super) requests: u64,
     pub(super) errors: u64,
-    /// What the server said to the first of them.
+    /// The first error reply of the server.
     pub(super) first_error: Option<String>,
-    /// Sent later than they were due.
+    /// Requests that were sent later than they were due.
     pub(super) late: u64,
-    /// The warm-up included.
+    /// Requests with those of the warm-up.
     pub(super) all_requests: u64,
-    /// Nanoseconds.
+    /// In nanoseconds.
     pub(super) latency: Histogram<u64>,
 }
 
@@ -77,28 +77,28 @@ impl Run {
     }
 }
 
-/// Everything that the threads share.
+/// The parameters that the threads share.
 struct Plan {
     test: Test,
     keys: Keys,
     value: Vec<u8>,
 }
 
-/// One test.
+/// Runs one test.
 pub(super) fn run(options: &Options, test: Test) -> anyhow::Result<Run> {
     let plan = Arc::new(Plan {
         test,
         keys: Keys::new(options.keys, options.zipf),
         value: vec![b'x'; options.size as usize],
     });
-    // All connections begin when the last stands.
+    // All connections start when the last one is open.
     let start = Arc::new(Barrier::new(options.connections as usize));
     let mut total = Run::new()?;
     std::thread::scope(|scope| {
         let threads: Vec<_> = (0..options.threads)
             .map(|thread| {
                 let (plan, start) = (Arc::clone(&plan), Arc::clone(&start));
-                scope.spawn(move || on_thread(options, thread, &plan, &start))
+                scope.spawn(move || run_thread(options, thread, &plan, &start))
             })
             .collect();
         for thread in threads {
@@ -112,7 +112,7 @@ pub(super) fn run(options: &Options, test: Test) -> anyhow::Result<Run> {
     Ok(total)
 }
 
-fn on_thread(
+fn run_thread(
     options: &Options,
     thread: u32,
     plan: &Arc<Plan>,
@@ -122,15 +122,15 @@ fn on_thread(
     let mut total = Run::new()?;
     runtime
         .block_on(async {
-            let calling = Calling::new(options)?;
+            let dialer = Dialer::new(options)?;
             let mut connections = JoinSet::new();
             let count = options.connections;
             for number in (thread..count).step_by(options.threads as usize) {
-                let (stream, transport_info) = calling.connect().await.context("connecting")?;
+                let (stream, transport_info) = dialer.connect().await.context("cannot connect")?;
                 total.transport_info = total.transport_info.take().or(Some(transport_info));
-                let asking = Asking::new(options, stream, number);
+                let connection = LoadConnection::new(options, stream, number);
                 let (plan, start) = (Arc::clone(plan), Arc::clone(start));
-                connections.spawn(async move { asking.ask(&plan, &start).await });
+                connections.spawn(async move { connection.run(&plan, &start).await });
             }
             while let Some(run) = connections.join_next().await {
                 total.add(&run.context("a connection panicked")??);
@@ -140,43 +140,43 @@ fn on_thread(
         .map(|()| total)
 }
 
-/// Writes every key once, so that there is something to read.
+/// Writes every key once, for tests that read.
 pub(super) fn fill(options: &Options) -> anyhow::Result<()> {
     const BATCH: u32 = 100;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
-        let (stream, _) = Calling::new(options)?.connect().await.context("connecting")?;
-        let mut asking = Asking::new(options, stream, 0);
-        asking.authenticate().await?;
+        let (stream, _) = Dialer::new(options)?.connect().await.context("cannot connect")?;
+        let mut connection = LoadConnection::new(options, stream, 0);
+        connection.authenticate().await?;
         let value = vec![b'x'; options.size as usize];
         for first in (0..options.keys).step_by(BATCH as usize) {
-            asking.out.clear();
+            connection.out.clear();
             let last = (first + BATCH).min(options.keys);
-            (first..last).for_each(|key| set(&mut asking.out, key, &value));
-            let errors = asking.exchange(last - first).await?;
+            (first..last).for_each(|key| set(&mut connection.out, key, &value));
+            let errors = connection.exchange(last - first).await?;
             ensure!(
                 errors == 0,
-                "the server refuses SET: {}",
-                asking.first_error.unwrap_or_default()
+                "the server rejects SET: {}",
+                connection.first_error.unwrap_or_default()
             );
         }
         Ok(())
     })
 }
 
-/// How connections are opened.
-enum Calling {
+/// Opens connections.
+enum Dialer {
     Unix(std::path::PathBuf),
     Net { connector: Connector, server: SocketAddr },
 }
 
-impl Calling {
+impl Dialer {
     fn new(options: &Options) -> anyhow::Result<Self> {
         if let Some(path) = &options.unix {
             return Ok(Self::Unix(path.clone()));
         }
-        let server = options.server.context("no server")?;
-        // answers of all of them at once
+        let server = options.server.context("no server given")?;
+        // Enough receives for replies on all connections at once.
         let recv_queue_depth = options.connections.saturating_mul(4).clamp(64, 512);
         let config =
             Config { busy_poll_us: options.busy_poll_us, recv_queue_depth, ..client_config() };
@@ -213,7 +213,7 @@ impl Calling {
 }
 
 /// One connection.
-struct Asking {
+struct LoadConnection {
     stream: Box<dyn Duplex>,
     random: Random,
     pipeline: u32,
@@ -221,17 +221,17 @@ struct Asking {
     auth: Option<String>,
     warmup: Duration,
     measured: Duration,
-    /// Between two of its batches, in an open loop.
-    every: Option<Duration>,
+    /// The time between two batches of this connection, in an open loop.
+    interval: Option<Duration>,
     framer: ReplyFramer,
     out: Vec<u8>,
     input: Vec<u8>,
     first_error: Option<String>,
 }
 
-impl Asking {
+impl LoadConnection {
     fn new(options: &Options, stream: Box<dyn Duplex>, number: u32) -> Self {
-        let each = |rate: u64| {
+        let interval = |rate: u64| {
             let batches =
                 rate as f64 / f64::from(options.connections) / f64::from(options.pipeline);
             Duration::from_secs_f64(1.0 / batches)
@@ -244,7 +244,7 @@ impl Asking {
             auth: options.auth.clone().or_else(|| std::env::var("REDISCLI_AUTH").ok()),
             warmup: options.warmup,
             measured: options.seconds,
-            every: options.rate.map(each),
+            interval: options.rate.map(interval),
             framer: ReplyFramer::new(Limits::default()),
             out: Vec::new(),
             input: vec![0; 64 << 10],
@@ -261,36 +261,37 @@ impl Asking {
         Ok(())
     }
 
-    async fn ask(mut self, plan: &Plan, start: &Barrier) -> anyhow::Result<Run> {
+    async fn run(mut self, plan: &Plan, start: &Barrier) -> anyhow::Result<Run> {
         self.authenticate().await?;
         start.wait().await;
         let mut run = Run::new()?;
-        let begun = Instant::now();
-        let (mut from, mut until) = (begun + self.warmup, begun + self.warmup + self.measured);
-        let mut is_warm = self.every.is_some();
-        // Connections do not ask together, but one after the other.
-        let mut due = begun
-            + self.every.map_or(Duration::ZERO, |every| {
-                every.mul_f64(self.random.next() as f64 / u64::MAX as f64)
+        let started = Instant::now();
+        let (mut from, mut until) = (started + self.warmup, started + self.warmup + self.measured);
+        let mut is_warm = self.interval.is_some();
+        // A random offset spreads the connections over the interval.
+        let mut due = started
+            + self.interval.map_or(Duration::ZERO, |interval| {
+                interval.mul_f64(self.random.next() as f64 / u64::MAX as f64)
             });
         loop {
             let mut now = Instant::now();
-            if let Some(every) = self.every {
+            if let Some(interval) = self.interval {
                 now = wait_until(due).await;
-                let late = now.saturating_duration_since(due) > every.max(Duration::from_millis(1));
+                let late =
+                    now.saturating_duration_since(due) > interval.max(Duration::from_millis(1));
                 run.late += u64::from(late && due >= from) * u64::from(self.pipeline);
             } else {
                 due = now;
-                // The measured time begins here, not before: a batch of the warm-up may have taken
-                // longer than both.
+                // The measured time starts here, not before: a batch of the warm-up may have taken
+                // longer than warm-up and measured time together.
                 if !is_warm && now >= from {
                     (from, until, is_warm) = (now, now + self.measured, true);
                 }
             }
-            if due >= until || now >= until + PATIENCE {
+            if due >= until || now >= until + REPLY_TIMEOUT {
                 break;
             }
-            self.batch(plan);
+            self.build_batch(plan);
             let errors = self.exchange(self.pipeline).await?;
             let done = Instant::now();
             let count = u64::from(self.pipeline);
@@ -303,16 +304,16 @@ impl Asking {
                     .saturating_record_n(u64::try_from(took).unwrap_or(LONGEST_NS).max(1), count);
                 run.seconds = done.saturating_duration_since(from).as_secs_f64();
             }
-            if let Some(every) = self.every {
-                due += every;
+            if let Some(interval) = self.interval {
+                due += interval;
             }
         }
         run.first_error = self.first_error.filter(|_| run.errors > 0);
         Ok(run)
     }
 
-    /// Puts together what is asked next.
-    fn batch(&mut self, plan: &Plan) {
+    /// Encodes the next batch of requests.
+    fn build_batch(&mut self, plan: &Plan) {
         self.out.clear();
         for _ in 0..self.pipeline {
             let key = plan.keys.next(&mut self.random);
@@ -330,10 +331,10 @@ impl Asking {
         }
     }
 
-    /// Sends what is put together and waits for as many answers; how many of them are errors.
-    async fn exchange(&mut self, answers: u32) -> anyhow::Result<u32> {
+    /// Sends the batch and waits for `replies` replies. Returns the number of errors among them.
+    async fn exchange(&mut self, replies: u32) -> anyhow::Result<u32> {
         let exchanged = async {
-            // Both at once: a server may stop reading until its answers are taken.
+            // Reads while it writes: a server may stop reading until its replies are read.
             let (mut reader, mut writer) = tokio::io::split(&mut self.stream);
             let writing = async {
                 writer.write_all(&self.out).await?;
@@ -342,11 +343,11 @@ impl Asking {
             let (framer, input, first_error) =
                 (&mut self.framer, &mut self.input, &mut self.first_error);
             let reading = async {
-                let (mut left, mut errors) = (answers, 0);
+                let (mut left, mut errors) = (replies, 0);
                 while left > 0 {
                     let count = reader.read(input).await?;
                     if count == 0 {
-                        return Err(hung_up(first_error.as_deref()));
+                        return Err(closed_by_server(first_error.as_deref()));
                     }
                     let mut rest = &input[..count];
                     while !rest.is_empty() {
@@ -354,8 +355,8 @@ impl Asking {
                         let progress = framer.feed(rest).map_err(io::Error::other)?;
                         if is_error {
                             errors += 1;
-                            let said = String::from_utf8_lossy(&rest[..progress.consumed]);
-                            first_error.get_or_insert_with(|| said.trim_end().to_owned());
+                            let reply = String::from_utf8_lossy(&rest[..progress.consumed]);
+                            first_error.get_or_insert_with(|| reply.trim_end().to_owned());
                         }
                         left -= u32::from(progress.complete);
                         rest = &rest[progress.consumed..];
@@ -364,25 +365,27 @@ impl Asking {
                 Ok(errors)
             };
             let (wrote, errors) = tokio::join!(writing, reading);
-            // A server that refuses says why and hangs up: what it said matters more than what
-            // could not be written.
+            // A server that rejects a client sends the reason and closes the connection. That reply
+            // matters more than the failed write.
             match (wrote, errors) {
                 (Ok(()), errors) | (_, errors @ Err(_)) => errors,
-                (Err(_), Ok(_)) if first_error.is_some() => Err(hung_up(first_error.as_deref())),
+                (Err(_), Ok(_)) if first_error.is_some() => {
+                    Err(closed_by_server(first_error.as_deref()))
+                }
                 (Err(error), Ok(_)) => Err(error),
             }
         };
-        let done = tokio::time::timeout(PATIENCE, exchanged).await;
-        Ok(done.context("no answer within 30 s")??)
+        let done = tokio::time::timeout(REPLY_TIMEOUT, exchanged).await;
+        Ok(done.context("the server did not answer within 30 s")??)
     }
 }
 
-fn hung_up(said: Option<&str>) -> io::Error {
-    let said = said.map_or(String::new(), |said| format!(": it said {said}"));
-    io::Error::new(io::ErrorKind::UnexpectedEof, format!("the server hung up{said}"))
+fn closed_by_server(reply: Option<&str>) -> io::Error {
+    let reply = reply.map_or(String::new(), |reply| format!(", after replying {reply}"));
+    io::Error::new(io::ErrorKind::UnexpectedEof, format!("the server closed the connection{reply}"))
 }
 
-/// Waits for a moment, and not a millisecond longer, as sleeping alone might.
+/// Waits until `due`, more exactly than by sleeping alone. Returns the current time.
 async fn wait_until(due: Instant) -> Instant {
     const EARLY: Duration = Duration::from_millis(2);
     if let Some(early) = due.checked_sub(EARLY).filter(|early| *early > Instant::now()) {

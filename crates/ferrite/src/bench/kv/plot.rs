@@ -1,8 +1,7 @@
-//! Latencies as a picture: an SVG that needs nothing but a browser.
+//! Plots latencies as an SVG that any browser shows.
 //!
-//! Both axes are logarithmic: percentiles by their nines, as much room for 99 to 99.9 as for 90 to
-//! 99, and time by decades. So the tail, which a linear picture hides in its last pixel, is what is
-//! seen first.
+//! Both axes are logarithmic: percentiles by their nines (99 to 99.9 is as wide as 90 to 99), and
+//! time by decades. So the tail is easy to see; a linear plot hides it in the last pixel.
 
 use std::fmt::Write as _;
 
@@ -10,23 +9,24 @@ use hdrhistogram::Histogram;
 
 const WIDTH: f64 = 860.0;
 const HEIGHT: f64 = 500.0;
-/// Around the field: above, right, below, left.
+/// Margins of the plot: above, right, below, left.
 const MARGINS: [f64; 4] = [64.0, 110.0, 56.0, 80.0];
 /// Points for each nine.
 const STEPS_PER_NINE: u32 = 8;
 const NINES_MAX: u32 = 6;
-/// Told apart by those who see few colours too.
+/// Colours that people with colour blindness can tell apart.
 const COLOURS: [&str; 4] = ["#0072b2", "#d55e00", "#009e73", "#cc79a7"];
 
 /// The latencies of one test.
 pub(super) struct Line {
     name: String,
-    /// How many nines, and how many microseconds.
+    /// Number of nines of the percentile, and microseconds.
     points: Vec<(f64, f64)>,
 }
 
 impl Line {
-    /// From nanoseconds. It ends where there is less than one request.
+    /// Builds a line from latencies in nanoseconds. It ends at the percentile beyond which there is
+    /// less than one request.
     #[expect(clippy::cast_precision_loss, reason = "fewer than 2^53 nanoseconds and requests")]
     pub(super) fn new(name: String, latency: &Histogram<u64>) -> Self {
         let nines = (0..=NINES_MAX * STEPS_PER_NINE)
@@ -37,7 +37,7 @@ impl Line {
     }
 }
 
-/// The picture.
+/// Returns the SVG.
 pub(super) fn svg(title: &str, subtitle: &str, lines: &[Line]) -> String {
     let points = || lines.iter().flat_map(|line| &line.points);
     let nines = points().map(|point| point.0).fold(1.0, f64::max).ceil();
@@ -55,28 +55,31 @@ pub(super) fn svg(title: &str, subtitle: &str, lines: &[Line]) -> String {
     let y = |decade: f64| bottom - (bottom - above) * (decade - low) / (high - low);
 
     let mut out = format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" font-family=\"sans-serif\" font-size=\"13\">\n\
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" \
+         font-family=\"sans-serif\" font-size=\"13\">\n\
          <rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n\
          <text x=\"{left}\" y=\"26\" font-size=\"17\">{}</text>\n\
          <text x=\"{left}\" y=\"46\" fill=\"#555\">{}</text>\n",
         escaped(title),
         escaped(subtitle)
     );
-    for step in 0..=whole(nines) {
+    for step in 0..=round_to_u32(nines) {
         let at = x(f64::from(step));
         let _ = writeln!(
             out,
-            "<path d=\"M{at:.1} {above}V{bottom}\" stroke=\"#ddd\"/><text x=\"{at:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>",
+            "<path d=\"M{at:.1} {above}V{bottom}\" stroke=\"#ddd\"/>\
+             <text x=\"{at:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>",
             bottom + 20.0,
             percentile(step)
         );
     }
-    for step in 0..=whole(high - low) {
+    for step in 0..=round_to_u32(high - low) {
         let decade = low + f64::from(step);
         let at = y(decade);
         let _ = writeln!(
             out,
-            "<path d=\"M{left} {at:.1}H{end}\" stroke=\"#ddd\"/><text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>",
+            "<path d=\"M{left} {at:.1}H{end}\" stroke=\"#ddd\"/>\
+             <text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>",
             left - 8.0,
             at + 4.0,
             time(decade)
@@ -84,7 +87,8 @@ pub(super) fn svg(title: &str, subtitle: &str, lines: &[Line]) -> String {
     }
     let _ = writeln!(
         out,
-        "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\" fill=\"#555\">requests that were answered within this time</text>",
+        "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\" fill=\"#555\">\
+         requests answered within this time</text>",
         f64::midpoint(left, end),
         HEIGHT - 12.0
     );
@@ -97,7 +101,8 @@ pub(super) fn svg(title: &str, subtitle: &str, lines: &[Line]) -> String {
         let Some((last_nines, last_us)) = line.points.last() else { continue };
         let _ = writeln!(
             out,
-            "<path d=\"M{}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"2\" stroke-linejoin=\"round\"/>\
+            "<path d=\"M{}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"2\" \
+             stroke-linejoin=\"round\"/>\
              <text x=\"{:.1}\" y=\"{:.1}\" fill=\"{colour}\">{}</text>",
             path.join("L"),
             x(*last_nines) + 6.0,
@@ -111,9 +116,9 @@ pub(super) fn svg(title: &str, subtitle: &str, lines: &[Line]) -> String {
 #[expect(
     clippy::cast_possible_truncation,
     clippy::cast_sign_loss,
-    reason = "a few, and not negative"
+    reason = "small and not negative"
 )]
-fn whole(count: f64) -> u32 {
+fn round_to_u32(count: f64) -> u32 {
     count.round() as u32
 }
 
@@ -126,7 +131,7 @@ fn percentile(nines: u32) -> String {
     }
 }
 
-/// Powers of ten of a microsecond.
+/// Formats a power of ten of a microsecond with its unit.
 fn time(decade: f64) -> String {
     let (unit, above) = match decade {
         below if below < 0.0 => ("ns", -3.0),
@@ -152,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_ends_with_its_requests() {
+    fn line_ends_at_the_last_request() {
         let hundred = line("set", (1..=100).map(|number| number * 1000));
         let (nines, us) = hundred.points.last().expect("points");
         assert!((nines - 2.0).abs() < 1e-9 && (us - 99.0).abs() < 0.2, "{nines} {us}");
@@ -160,32 +165,28 @@ mod tests {
     }
 
     #[test]
-    fn both_axes_have_their_marks() {
+    fn labels_both_axes() {
         let lines = [
             line("set", (0..1000).map(|_| 50_000)),
             line("<get>", (0..1000).map(|number| number * 20_000)),
         ];
-        let picture = svg("a & b", "10 connections", &lines);
+        let text = svg("a & b", "10 connections", &lines);
         for expected in
             ["a &amp; b", ">90 %<", ">99.9 %<", ">10 µs<", ">10 ms<", ">set<", ">&lt;get&gt;<"]
         {
-            assert!(picture.contains(expected), "no {expected} in {picture}");
+            assert!(text.contains(expected), "no {expected} in {text}");
         }
-        assert!(
-            picture.starts_with("<svg ")
-                && picture.ends_with("</svg>\n")
-                && !picture.contains("NaN")
-        );
-        assert_eq!(picture.matches("stroke-width").count(), 2, "one path for each");
+        assert!(text.starts_with("<svg ") && text.ends_with("</svg>\n") && !text.contains("NaN"));
+        assert_eq!(text.matches("stroke-width").count(), 2, "one path for each line");
     }
 
     #[test]
-    fn nothing_measured_is_a_picture_too() {
+    fn plots_a_test_without_requests() {
         assert!(!svg("none", "", &[line("get", [])]).contains("NaN"));
     }
 
     #[test]
-    fn decades_have_units() {
+    fn formats_decades_with_units() {
         let names: Vec<_> = [-1.0, 0.0, 2.0, 3.0, 5.0, 6.0].map(time).into();
         assert_eq!(names, ["100 ns", "1 µs", "100 µs", "1 ms", "100 ms", "1 s"]);
     }

@@ -1,4 +1,4 @@
-//! What is printed.
+//! The result, as text and as JSON.
 
 use std::fmt::Write as _;
 
@@ -10,7 +10,7 @@ use crate::choice::name;
 use crate::latency::{Latency, RoundTrips};
 use crate::output;
 
-/// One test.
+/// The result of one test.
 #[derive(Debug, Serialize)]
 pub(super) struct Row {
     test: Test,
@@ -126,13 +126,13 @@ fn text(report: &Report) -> String {
             row.requests_per_s,
             row.errors
         );
-        if let Some(said) = &row.first_error {
-            let _ = writeln!(out, "      the first error: {said}");
+        if let Some(error) = &row.first_error {
+            let _ = writeln!(out, "      first error: {error}");
         }
         if row.late > 0 {
             let _ = writeln!(
                 out,
-                "      {} of {} were sent later than due: the rate is more than can be had",
+                "      {} of {} were sent later than due: the rate is too high",
                 row.late, row.requests
             );
         }
@@ -140,7 +140,7 @@ fn text(report: &Report) -> String {
     if report.device.as_ref().is_some_and(|device| device.starts_with("rxe")) {
         let _ = writeln!(
             out,
-            "\nSoft-RoCE: for comparison within one run; says nothing about hardware"
+            "\nSoft-RoCE: compare results of one run only; they say nothing about hardware"
         );
     }
     out

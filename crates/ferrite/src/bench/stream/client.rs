@@ -1,4 +1,4 @@
-//! The client over RDMA: connects, plays one test after the other, prints the result.
+//! The client over RDMA: connects, runs one test after the other and prints the result.
 
 use std::net::SocketAddr;
 
@@ -6,8 +6,8 @@ use anyhow::Context as _;
 use ferrite_fabric::{Config, ConnectOptions, Stream};
 use ferrite_verbs::Verbs;
 
-use super::fabric::{Measure, Way};
-use super::play::{self, Test};
+use super::exchange::{self, Test};
+use super::fabric::{Measure, PathInfo};
 use super::report::{Report, Row};
 use super::{Options, Over, fabric};
 
@@ -17,21 +17,22 @@ pub(super) fn run(options: &Options, peer: SocketAddr) -> anyhow::Result<()> {
     let to = options.local.into_iter().fold(ConnectOptions::new(), ConnectOptions::local);
     let mut stream =
         fabric.block_on(Stream::connect_with(&fabric, peer, &to)).with_context(|| {
-            format!("no stream to {peer} (`ferrite bench stream --listen` must run there)")
+            format!("cannot connect to {peer} (`ferrite bench stream --listen` must run there)")
         })?;
-    let way = Way::of(&verbs, stream.link())?;
+    let path = PathInfo::of(&verbs, stream.link())?;
     let busy_poll_us = options.busy_poll_us.unwrap_or(Config::default().busy_poll_us);
     fabric.set_busy_poll_us(busy_poll_us);
     let mut results = Vec::new();
     for (measure, test) in tests(options, busy_poll_us) {
-        let played = fabric.block_on(play::ask(&mut stream, &test))?;
-        results.push(Row::new(measure, test, &played));
+        let measured = fabric.block_on(exchange::run_client(&mut stream, &test))?;
+        results.push(Row::new(measure, test, &measured));
     }
     fabric.set_busy_poll_us(0);
     fabric.block_on(stream.link().close())?;
-    Report::new(busy_poll_us, Over::Rdma, Some(way), results).print(options.json)
+    Report::new(busy_poll_us, Over::Rdma, Some(path), results).print(options.json)
 }
 
+/// Returns the tests that the options ask for.
 pub(super) fn tests(options: &Options, busy_poll_us: u32) -> Vec<(Measure, Test)> {
     let of = |measure: &Measure| {
         let sizes: &[u32] = match measure {

@@ -1,12 +1,12 @@
-//! What was measured, for people and for scripts.
+//! The result, as text and as JSON.
 
 use std::fmt::Write as _;
 
 use serde::Serialize;
 
 use super::Over;
-use super::fabric::{Measure, Way, size_text};
-use super::play::{Played, Test};
+use super::exchange::{Measured, Test};
+use super::fabric::{Measure, PathInfo, size_text};
 use crate::latency::{self, Latency};
 use crate::output;
 
@@ -25,13 +25,10 @@ pub(super) struct Row {
 }
 
 impl Row {
-    pub(super) fn new(measure: Measure, test: Test, played: &Played) -> Self {
+    pub(super) fn new(measure: Measure, test: Test, measured: &Measured) -> Self {
         let Test { size_bytes, rounds, transfers, .. } = test;
-        let seconds = played.time.as_secs_f64().max(1e-9);
-        #[expect(
-            clippy::cast_precision_loss,
-            reason = "2^53 transfers take longer than anybody waits"
-        )]
+        let seconds = measured.time.as_secs_f64().max(1e-9);
+        #[expect(clippy::cast_precision_loss, reason = "2^53 transfers would take years")]
         let both_ways = (2 * rounds * transfers) as f64;
         Self {
             measure,
@@ -41,9 +38,9 @@ impl Row {
             seconds,
             us_per_transfer: seconds * 1e6 / both_ways,
             mib_per_s: both_ways * f64::from(size_bytes) / f64::from(1 << 20) / seconds,
-            // Of a single round there is none between two others.
+            // A single round has no latency: the recorder skips the first one.
             latency_us: (measure == Measure::Latency && rounds > 1)
-                .then(|| Latency::of(&played.rounds, 2.0)),
+                .then(|| Latency::of(&measured.rounds, 2.0)),
         }
     }
 }
@@ -55,15 +52,20 @@ pub(super) struct Report {
     role: &'static str,
     over: Over,
     busy_poll_us: u32,
-    /// The device and its ends, on RDMA.
+    /// The device and the addresses, for RDMA.
     #[serde(flatten)]
-    way: Option<Way>,
+    path: Option<PathInfo>,
     results: Vec<Row>,
 }
 
 impl Report {
-    pub(super) fn new(busy_poll_us: u32, over: Over, way: Option<Way>, results: Vec<Row>) -> Self {
-        Self { format: 1, role: "client", over, busy_poll_us, way, results }
+    pub(super) fn new(
+        busy_poll_us: u32,
+        over: Over,
+        path: Option<PathInfo>,
+        results: Vec<Row>,
+    ) -> Self {
+        Self { format: 1, role: "client", over, busy_poll_us, path, results }
     }
 
     pub(super) fn print(&self, json: bool) -> anyhow::Result<()> {
@@ -71,11 +73,11 @@ impl Report {
     }
 
     fn text(&self) -> String {
-        let how = format!("looks {} µs before it sleeps", self.busy_poll_us);
-        let mut out = match (&self.way, self.over) {
-            (Some(way), _) => way.text(1, &how),
+        let mode = format!("busy-polls for {} µs", self.busy_poll_us);
+        let mut out = match (&self.path, self.over) {
+            (Some(path), _) => path.text(1, &mode),
             (None, Over::Tokio) => "tokio's TCP stream\n".to_owned(),
-            (None, _) => format!("over TCP, {how}\n"),
+            (None, _) => format!("over TCP, {mode}\n"),
         };
         let mut heading = Some(latency::heading());
         for row in &self.results {
@@ -106,12 +108,12 @@ mod tests {
     use crate::latency::Recorder;
 
     #[test]
-    fn both_ways_count() {
+    fn counts_bytes_of_both_directions() {
         let mut recorder = Recorder::new(1).expect("bounds");
         (0..3).for_each(|_| recorder.posted());
-        let played = Played { time: Duration::from_secs(2), rounds: recorder.finish() };
+        let measured = Measured { time: Duration::from_secs(2), rounds: recorder.finish() };
         let test = Test { size_bytes: 1 << 20, rounds: 1, transfers: 10, busy_poll_us: 0 };
-        let row = Row::new(Measure::Bandwidth, test, &played);
+        let row = Row::new(Measure::Bandwidth, test, &measured);
         assert!(
             (row.mib_per_s - 10.0).abs() < 1e-6 && (row.us_per_transfer - 1e5).abs() < 1e-3,
             "{row:?}"

@@ -1,4 +1,4 @@
-//! The server over RDMA: waits for clients, and plays its part of what each of them asks for.
+//! The server over RDMA: waits for clients and does its part of their tests.
 
 use std::net::SocketAddr;
 
@@ -8,7 +8,7 @@ use ferrite_verbs::Verbs;
 use serde::Serialize;
 
 use super::fabric::name;
-use super::{Options, fabric, play};
+use super::{Options, exchange, fabric};
 
 /// A client that was served.
 #[derive(Debug, Serialize)]
@@ -23,7 +23,7 @@ pub(super) fn run(options: &Options, listen: SocketAddr) -> anyhow::Result<()> {
     let fabric = fabric(&verbs, Some(listen.ip()), options)?;
     let listener = StreamListener::bind(&fabric, listen)
         .with_context(|| format!("cannot listen on {listen}"))?;
-    // On stderr, so that stdout carries results only.
+    // On stderr, so that stdout has results only.
     eprintln!("ferrite: listening on {}", listener.local_addr());
     loop {
         fabric.set_busy_poll_us(0);
@@ -35,7 +35,7 @@ pub(super) fn run(options: &Options, listen: SocketAddr) -> anyhow::Result<()> {
                 println!("served {peer} on {device}: tests {tests}")
             }
             Err(error) if options.once => return Err(error),
-            // One bad client must not end a server.
+            // A failed client does not stop the server.
             Err(error) => eprintln!("ferrite: {error:#}"),
         }
         if options.once {
@@ -46,11 +46,11 @@ pub(super) fn run(options: &Options, listen: SocketAddr) -> anyhow::Result<()> {
 
 fn serve(fabric: &Fabric, mut stream: Stream, peer: SocketAddr) -> anyhow::Result<Served> {
     let mut served = Served { peer, device: stream.link().device().unwrap_or_default(), tests: 0 };
-    while let Some(test) = fabric.block_on(play::next_test(&mut stream))? {
+    while let Some(test) = fabric.block_on(exchange::next_test(&mut stream))? {
         fabric.set_busy_poll_us(test.busy_poll_us);
-        fabric.block_on(play::answer(&mut stream, &test))?;
+        fabric.block_on(exchange::run_server(&mut stream, &test))?;
         served.tests += 1;
     }
-    let _ = fabric.block_on(stream.link().ended()); // how it left is its own affair
+    let _ = fabric.block_on(stream.link().ended()); // how the link ends does not matter
     Ok(served)
 }

@@ -1,9 +1,8 @@
-//! The two ends over TCP: our stream as a program under tokio has it, or tokio's own, to hold the
-//! one against the other.
+//! The two sides over TCP, on tokio: with Ferrite's stream, or with tokio's own for comparison.
 //!
-//! Both run the same test on the same runtime, of one thread; only the stream differs. Ours has the
-//! fabric's settings, an fabric that leaves RDMA alone, and a task that drives it. Tokio's has
-//! `TCP_NODELAY`, as ours has by itself.
+//! Both run the same test on the same single-threaded runtime; only the stream differs. Ferrite's
+//! has a fabric with default settings and without RDMA, and a task that drives it. Tokio's has
+//! `TCP_NODELAY`, which Ferrite's sets by itself.
 
 use std::net::SocketAddr;
 
@@ -15,7 +14,7 @@ use tokio::runtime::{self, Runtime};
 
 use super::client::tests;
 use super::report::{Report, Row};
-use super::{Options, Over, play};
+use super::{Options, Over, exchange};
 
 pub(super) fn listen(options: &Options, over: Over, local: SocketAddr) -> anyhow::Result<()> {
     runtime()?.block_on(async {
@@ -39,7 +38,7 @@ pub(super) fn listen(options: &Options, over: Over, local: SocketAddr) -> anyhow
         loop {
             let (mut stream, _) = listener.accept().await?;
             serve(&mut stream, options, |us| fabric.set_busy_poll_us(us)).await?;
-            let _ = stream.link().ended().await; // how it left is its own affair
+            let _ = stream.link().ended().await; // how the link ends does not matter
             if options.once {
                 break;
             }
@@ -52,7 +51,8 @@ pub(super) fn listen(options: &Options, over: Over, local: SocketAddr) -> anyhow
 pub(super) fn connect(options: &Options, over: Over, peer: SocketAddr) -> anyhow::Result<()> {
     let no_stream = || {
         format!(
-            "no stream to {peer} (`ferrite bench stream --over {over} --listen` must run there)"
+            "cannot connect to {peer} (`ferrite bench stream --over {over} --listen` must run \
+             there)"
         )
     };
     let busy_poll_us = options.busy_poll_us.unwrap_or(Config::default().busy_poll_us);
@@ -95,9 +95,9 @@ where
     S: AsyncRead + AsyncWrite + Unpin,
 {
     let mut tests = 0;
-    while let Some(test) = play::next_test(stream).await? {
+    while let Some(test) = exchange::next_test(stream).await? {
         busy_poll_us(test.busy_poll_us);
-        play::answer(stream, &test).await?;
+        exchange::run_server(stream, &test).await?;
         tests += 1;
     }
     if !options.json {
@@ -112,8 +112,8 @@ where
 {
     let mut results = Vec::new();
     for (measure, test) in tests(options, busy_poll_us) {
-        let played = play::ask(stream, &test).await?;
-        results.push(Row::new(measure, test, &played));
+        let measured = exchange::run_client(stream, &test).await?;
+        results.push(Row::new(measure, test, &measured));
     }
     Ok(results)
 }

@@ -1,17 +1,16 @@
-//! Every key of `ferrite.toml`: where it stands, and what it does. packaging/ferrite.toml says what
-//! each is for.
+//! The table of all keys of `ferrite.toml`. packaging/ferrite.toml explains each to users.
 
 use ferrite_fabric::Rdma;
 
 use super::value::Value;
 use super::{Choice, Config, Restart};
 
-/// Where clients of the module come in, unless said otherwise: Valkey's port, one further.
+/// The module's default port: the engine's default port plus one.
 pub(super) const RDMA_PORT: u16 = 6380;
-/// The module's limits.
+// The module's limits.
 const CLIENTS_MAX: i64 = 16_000;
 const BUSY_POLL_MAX: i64 = 1_000_000;
-const TURN: [i64; 2] = [50, 1_000_000];
+const SLICE_US_RANGE: [i64; 2] = [50, 1_000_000];
 
 /// A key of a section.
 pub(super) struct Key {
@@ -22,12 +21,12 @@ pub(super) struct Key {
 
 /// What a key does.
 pub(super) enum Use {
-    /// Sets something, or says what would be right.
+    /// Sets a field of [`Config`], or returns what the key expects.
     Set(fn(&mut Config, &Value<'_>) -> Result<(), String>),
-    /// Known from other files of this name, and nothing to be set here: why.
-    Idle(&'static str),
-    /// The same for values that this function accepts.
-    IdleIf(fn(&Value<'_>) -> Result<(), String>, &'static str),
+    /// Accepted because similar files have it, but without effect, for this reason.
+    Ignored(&'static str),
+    /// The same, but only for values that this function accepts.
+    IgnoredIf(fn(&Value<'_>) -> Result<(), String>, &'static str),
 }
 
 impl Key {
@@ -36,7 +35,7 @@ impl Key {
     }
 }
 
-/// `network.rdma.busy_poll_us`
+/// Returns the name of a key with its section, such as `network.rdma.busy_poll_us`.
 pub(super) fn full_name(section: &str, name: &str) -> String {
     if section.is_empty() { name.into() } else { format!("{section}.{name}") }
 }
@@ -45,9 +44,9 @@ pub(super) fn is_section(name: &str) -> bool {
     name == "engine" || KEYS.iter().any(|key| key.section == name)
 }
 
-/// What to say of a key that is not there.
-pub(super) fn unknown(section: &str, name: &str) -> String {
-    // A good name in a wrong place is the likeliest mistake; then one that is misspelt.
+/// Returns the error for an unknown key. It suggests the nearest known one.
+pub(super) fn unknown_key(section: &str, name: &str) -> String {
+    // The likeliest mistake is a correct name in the wrong section, then a misspelt one.
     let elsewhere =
         KEYS.iter().find(|key| key.name == name).map(|key| full_name(key.section, key.name));
     let sections = ["server", "engine"].into_iter().chain(KEYS.iter().map(|key| key.section));
@@ -61,7 +60,7 @@ pub(super) fn unknown(section: &str, name: &str) -> String {
     }
 }
 
-/// How many characters to insert, remove or replace (Levenshtein).
+/// Returns how many characters to insert, remove or replace (Levenshtein distance).
 fn distance(a: &str, b: &str) -> usize {
     let mut row: Vec<usize> = (0..=b.chars().count()).collect();
     for (i, x) in a.chars().enumerate() {
@@ -76,11 +75,11 @@ fn distance(a: &str, b: &str) -> usize {
     row.last().copied().unwrap_or_default()
 }
 
-const BY_ADDRESS: &str = "the address in rdma_listen decides it";
-const BY_FABRIC: &str = "queues and memory grow with the clients";
-const OF_CLIENTS: &str = "it is the clients who connect";
-const REPLICATION: &str = "replication goes over TCP";
-const CLUSTER: &str = "the cluster's bus and migrations go over TCP";
+const FROM_ADDRESS: &str = "the address in rdma_listen determines it";
+const AUTOMATIC: &str = "queues and memory grow with the number of clients";
+const CLIENT_SIDE: &str = "clients open the connections, so it is a client setting";
+const REPLICATION: &str = "replication uses TCP only";
+const CLUSTER: &str = "the cluster bus and slot migration use TCP only";
 
 pub(super) const KEYS: &[Key] = &[
     set("server", "engine", |config, value| {
@@ -107,7 +106,7 @@ pub(super) const KEYS: &[Key] = &[
         config.unix_socket = Some(value.path()?);
         Ok(())
     }),
-    // Not in [network]: a table has that name there.
+    // Not in [network]: `network.rdma` is a table.
     set("server", "rdma", |config, value| {
         let policies =
             [("prefer", Rdma::Prefer), ("require", Rdma::Require), ("forbid", Rdma::Forbid)];
@@ -165,8 +164,12 @@ pub(super) const KEYS: &[Key] = &[
         config.allow_clear_text = Some(value.yes_or_no()?);
         Ok(())
     }),
-    Key { section: "network", name: "rdma_port", use_: Use::IdleIf(port_of_a_device, BY_ADDRESS) },
-    idle("network", "rdma_gid_index", BY_ADDRESS),
+    Key {
+        section: "network",
+        name: "rdma_port",
+        use_: Use::IgnoredIf(check_device_port, FROM_ADDRESS),
+    },
+    ignored("network", "rdma_gid_index", FROM_ADDRESS),
     set("network.rdma", "max_connections", |config, value| {
         config.max_connections = Some(value.number(1, CLIENTS_MAX)?);
         Ok(())
@@ -176,7 +179,7 @@ pub(super) const KEYS: &[Key] = &[
         Ok(())
     }),
     set("network.rdma", "slice_us", |config, value| {
-        config.slice_us = Some(value.number(TURN[0], TURN[1])?);
+        config.slice_us = Some(value.number(SLICE_US_RANGE[0], SLICE_US_RANGE[1])?);
         Ok(())
     }),
     set("network.rdma", "call_path", |config, value| {
@@ -199,33 +202,37 @@ pub(super) const KEYS: &[Key] = &[
         config.rx_size_max = Some(value.window()?);
         Ok(())
     }),
-    idle("network.rdma", "adaptive_polling", "it always is: busy_poll_us long, then it sleeps"),
-    idle("network.rdma", "pin_memory", "what a device may touch is always pinned"),
-    idle("network.rdma", "huge_pages", BY_FABRIC),
-    idle("network.rdma", "max_mr_size", BY_FABRIC),
-    idle("network.rdma", "inline_threshold", "as much goes inline as the device takes"),
-    idle("network.rdma", "send_queue_depth", BY_FABRIC),
-    idle("network.rdma", "recv_queue_depth", BY_FABRIC),
-    idle("network.rdma", "max_send_sge", BY_FABRIC),
-    idle("network.rdma", "max_recv_sge", BY_FABRIC),
-    idle("network.rdma", "cq_size", BY_FABRIC),
-    idle("network.rdma", "poll_batch", BY_FABRIC),
-    idle("network.rdma", "recv_buffer_pool_size", BY_FABRIC),
-    idle("network.rdma", "recv_buffer_size", BY_FABRIC),
-    idle("network.rdma", "connection_timeout_ms", OF_CLIENTS),
-    idle("network.rdma", "connection_retries", OF_CLIENTS),
-    idle("network.rdma", "retry_delay_ms", OF_CLIENTS),
-    set("replication", "transport", |_, value| tcp_alone(value, REPLICATION)),
-    idle("replication", "rdma_device", REPLICATION),
-    idle("replication.rdma", "use_rdma_write", REPLICATION),
-    idle("replication.rdma", "max_inline_size", REPLICATION),
+    ignored(
+        "network.rdma",
+        "adaptive_polling",
+        "polling always adapts: busy_poll_us long, then sleep",
+    ),
+    ignored("network.rdma", "pin_memory", "memory that a device accesses is always pinned"),
+    ignored("network.rdma", "huge_pages", AUTOMATIC),
+    ignored("network.rdma", "max_mr_size", AUTOMATIC),
+    ignored("network.rdma", "inline_threshold", "messages are inlined up to the device's limit"),
+    ignored("network.rdma", "send_queue_depth", AUTOMATIC),
+    ignored("network.rdma", "recv_queue_depth", AUTOMATIC),
+    ignored("network.rdma", "max_send_sge", AUTOMATIC),
+    ignored("network.rdma", "max_recv_sge", AUTOMATIC),
+    ignored("network.rdma", "cq_size", AUTOMATIC),
+    ignored("network.rdma", "poll_batch", AUTOMATIC),
+    ignored("network.rdma", "recv_buffer_pool_size", AUTOMATIC),
+    ignored("network.rdma", "recv_buffer_size", AUTOMATIC),
+    ignored("network.rdma", "connection_timeout_ms", CLIENT_SIDE),
+    ignored("network.rdma", "connection_retries", CLIENT_SIDE),
+    ignored("network.rdma", "retry_delay_ms", CLIENT_SIDE),
+    set("replication", "transport", |_, value| require_tcp(value, REPLICATION)),
+    ignored("replication", "rdma_device", REPLICATION),
+    ignored("replication.rdma", "use_rdma_write", REPLICATION),
+    ignored("replication.rdma", "max_inline_size", REPLICATION),
     set("cluster", "enabled", |config, value| {
         config.is_cluster = value.yes_or_no()?;
         Ok(())
     }),
-    set("cluster", "transport", |_, value| tcp_alone(value, CLUSTER)),
-    idle("cluster.rdma", "gossip_rdma", CLUSTER),
-    idle("cluster.rdma", "migration_rdma", CLUSTER),
+    set("cluster", "transport", |_, value| require_tcp(value, CLUSTER)),
+    ignored("cluster.rdma", "gossip_rdma", CLUSTER),
+    ignored("cluster.rdma", "migration_rdma", CLUSTER),
 ];
 
 const fn set(
@@ -236,8 +243,8 @@ const fn set(
     Key { section, name, use_: Use::Set(set) }
 }
 
-const fn idle(section: &'static str, name: &'static str, why: &'static str) -> Key {
-    Key { section, name, use_: Use::Idle(why) }
+const fn ignored(section: &'static str, name: &'static str, why: &'static str) -> Key {
+    Key { section, name, use_: Use::Ignored(why) }
 }
 
 fn choice(value: &Value<'_>) -> Result<Choice, String> {
@@ -245,18 +252,18 @@ fn choice(value: &Value<'_>) -> Result<Choice, String> {
     Ok(if path.as_os_str() == "auto" { Choice::Auto } else { Choice::Path(path) })
 }
 
-/// A device has few ports: more is a port for clients, in the wrong place.
-fn port_of_a_device(value: &Value<'_>) -> Result<(), String> {
+/// Accepts the number of a device port. A larger number is meant as the port for clients.
+fn check_device_port(value: &Value<'_>) -> Result<(), String> {
     value
         .number::<u8>(1, 254)
         .map(drop)
-        .map_err(|_| "the port for clients is in rdma_listen".into())
+        .map_err(|_| "expected a device port; set the port for clients in rdma_listen".into())
 }
 
-/// Asked for RDMA where there is none, we do not go on as if there were.
-fn tcp_alone(value: &Value<'_>, what: &str) -> Result<(), String> {
+/// Rejects "rdma" where only TCP is implemented.
+fn require_tcp(value: &Value<'_>, what: &str) -> Result<(), String> {
     match value.one_of(&[("tcp", true), ("rdma", false)])? {
         true => Ok(()),
-        false => Err(format!("{what}: say \"tcp\", or leave it out")),
+        false => Err(format!("{what}: set \"tcp\" or remove the key")),
     }
 }

@@ -1,23 +1,23 @@
-//! The file as people write it: rightly, wrongly, and as the example that is shipped.
+//! Correct files, wrong files, and the shipped example.
 
 use super::*;
 
 const EXAMPLE: &str = include_str!("../../../../../packaging/ferrite.toml");
 
-fn wrong(text: &str) -> String {
+fn parse_error(text: &str) -> String {
     Config::parse(text).expect_err(text)
 }
 
 #[test]
-fn nothing_is_the_defaults() {
-    assert_eq!(Config::parse("").expect("nothing"), Config::default());
+fn empty_file_has_the_defaults() {
+    assert_eq!(Config::parse("").expect("an empty file"), Config::default());
     assert_eq!(Config::default().rdma(), Rdma::Prefer);
 }
 
-/// As it is shipped it says nothing but the defaults, and what it shows in comments is right too,
-/// every key of ours.
+/// The shipped file sets nothing but defaults. The keys in its comments are valid, and it shows
+/// every key that has an effect.
 #[test]
-fn the_example_is_right() {
+fn shipped_example_is_valid_and_complete() {
     assert_eq!(Config::parse(EXAMPLE).expect("the example"), Config::default());
     let shown: Vec<_> =
         EXAMPLE.lines().map(|line| line.strip_prefix("# ").unwrap_or(line)).collect();
@@ -37,10 +37,9 @@ fn the_example_is_right() {
     }
 }
 
-/// The file that the documentation of RDMA networking has had from the beginning: it works, and
-/// what it cannot change is said.
+/// The tuning file of the first documentation still works. Keys without effect are reported.
 #[test]
-fn a_file_with_all_the_tuning_is_taken() {
+fn accepts_tuning_keys_without_effect() {
     let config = Config::parse(
         r#"
         [network]
@@ -60,33 +59,34 @@ fn a_file_with_all_the_tuning_is_taken() {
         call_path = true
         "#,
     )
-    .expect("it is right");
+    .expect("a valid file");
     assert_eq!(
         (config.rdma(), config.rdma_devices.as_slice()),
         (Rdma::Prefer, &["mlx5_0".to_owned()][..])
     );
     assert_eq!((config.max_connections, config.busy_poll_us), (Some(1000), Some(100)));
     assert_eq!((config.slice_us, config.call_path), (Some(200), Some(true)));
-    let said = config.without_effect.join("\n");
+    let warnings = config.without_effect.join("\n");
     for name in
         ["rdma_port", "rdma_gid_index", "connection_timeout_ms", "max_mr_size", "inline_threshold"]
     {
-        assert!(said.contains(name), "{said}");
+        assert!(warnings.contains(name), "{warnings}");
     }
-    assert!(said.contains("5: network.rdma_port: has no effect: "), "{said}");
-    assert!(said.contains("6: network.rdma_gid_index: has no effect: "), "{said}");
+    assert!(warnings.contains("5: network.rdma_port: has no effect: "), "{warnings}");
+    assert!(warnings.contains("6: network.rdma_gid_index: has no effect: "), "{warnings}");
 }
 
 #[test]
-fn unknown_keys_are_named_with_their_line_and_a_neighbour() {
-    for (text, says) in [
+fn names_unknown_keys_with_line_and_nearest_known_key() {
+    for (text, expected) in [
         (
             "[server]\n\nrestrat = \"no\"",
             "3: server.restrat: unknown key; the nearest known one is server.restart",
         ),
         (
             "[network.rdma]\nbusy_poll = 1",
-            "2: network.rdma.busy_poll: unknown key; the nearest known one is network.rdma.busy_poll_us",
+            "2: network.rdma.busy_poll: unknown key; \
+             the nearest known one is network.rdma.busy_poll_us",
         ),
         (
             "[server]\nport = 1",
@@ -100,19 +100,20 @@ fn unknown_keys_are_named_with_their_line_and_a_neighbour() {
         ("port = 1", "1: port: unknown key; the nearest known one is network.port"),
         (
             "[network]\nrdma.busy_pol_us = 1",
-            "2: network.rdma.busy_pol_us: unknown key; the nearest known one is network.rdma.busy_poll_us",
+            "2: network.rdma.busy_pol_us: unknown key; \
+             the nearest known one is network.rdma.busy_poll_us",
         ),
     ] {
-        assert_eq!(wrong(text), says);
+        assert_eq!(parse_error(text), expected);
     }
 }
 
 #[test]
-fn wrong_values_say_what_would_be_right() {
-    for (text, says) in [
+fn errors_say_what_a_key_expects() {
+    for (text, expected) in [
         ("[network]\nport = 70000", "2: network.port: expected a number from 0 to 65535"),
         ("[network]\nport = \"6379\"", "expected a number from 0 to 65535"),
-        ("[network]\nrdma_port = 6380", "the port for clients is in rdma_listen"),
+        ("[network]\nrdma_port = 6380", "set the port for clients in rdma_listen"),
         ("[server]\nrdma = \"maybe\"", "expected \"prefer\" or \"require\" or \"forbid\""),
         ("[network]\nrdma_listen = \"localhost\"", "expected one IP address of this host"),
         ("[network]\nrdma_listen = \"192.0.2.1:0\"", "expected one IP address of this host"),
@@ -123,17 +124,17 @@ fn wrong_values_say_what_would_be_right() {
         ("[server]\nshutdown_timeout = \"10\"", "expected a time with its unit"),
         ("[server]\nshutdown_timeout = \"0s\"", "expected a time with its unit"),
         ("[server]\nrestart = \"always\"", "expected \"no\" or \"on-failure\""),
-        ("[server]\ndata_dir = \"a\\nb\"", "it contains a control character"),
-        ("[server]\nengine = \"\"", "it is empty"),
+        ("[server]\ndata_dir = \"a\\nb\"", "must not contain control characters"),
+        ("[server]\nengine = \"\"", "must not be empty"),
         (
             "[replication]\ntransport = \"rdma\"",
-            "replication goes over TCP: say \"tcp\", or leave it out",
+            "replication uses TCP only: set \"tcp\" or remove the key",
         ),
-        ("[engine]\nport = 1", "2: engine.port: say it in [network]: port"),
-        ("[engine]\nDaemonize = true", "it stays in the foreground"),
-        ("[engine]\n\"ferrite.rdma\" = 1", "settings of the module are in [network]"),
-        ("[engine]\nsave = \"1 1\\nloadmodule /x.so\"", "it contains a control character"),
-        ("[engine]\n\"x\\ny\" = 1", "not a name of the engine's configuration"),
+        ("[engine]\nport = 1", "2: engine.port: set port in [network] instead"),
+        ("[engine]\nDaemonize = true", "must stay in the foreground"),
+        ("[engine]\n\"ferrite.rdma\" = 1", "set the module's settings in [network]"),
+        ("[engine]\nsave = \"1 1\\nloadmodule /x.so\"", "must not contain control characters"),
+        ("[engine]\n\"x\\ny\" = 1", "not a valid name of an engine directive"),
         ("[engine]\nx = {}", "expected a string, a number, true, false, or a list of these"),
         (
             "[server]\nrdma = \"require\"\n[network]\nrdma_fallback = \"tcp\"",
@@ -143,13 +144,13 @@ fn wrong_values_say_what_would_be_right() {
         ("[network\n", "1: "),
         ("[server]\nengine = \"a\"\nengine = \"b\"", "3: "),
     ] {
-        let said = wrong(text);
-        assert!(said.contains(says), "{text}: {said}");
+        let error = parse_error(text);
+        assert!(error.contains(expected), "{text}: {error}");
     }
 }
 
 #[test]
-fn values_have_their_kinds() {
+fn reads_values_of_every_type() {
     let config = Config::parse(
         r#"
         [server]
@@ -171,7 +172,7 @@ fn values_have_their_kinds() {
         requirepass = "secret"
         "#,
     )
-    .expect("it is right");
+    .expect("a valid file");
     assert_eq!(config.engine, Choice::Path("/opt/valkey-server".into()));
     assert_eq!(
         (config.restart, config.restart_delay),

@@ -1,4 +1,4 @@
-//! Values of `ferrite.toml`: of the kind that a key wants, or what would be right.
+//! Converts single values of `ferrite.toml`. Errors say what the key expects.
 
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
@@ -8,26 +8,26 @@ use toml::de::DeValue;
 
 use crate::size;
 
-/// What clients may be given to write to at first: the module's limits.
+/// The smallest receive window of a client, as in the module.
 const WINDOW_MIN: u32 = 4 << 10;
-/// A week. Longer is a mistake.
+/// A week. A longer time is probably a mistake.
 const TIME_MAX: Duration = Duration::from_secs(7 * 86_400);
 
-/// One value.
+/// A value of the file.
 pub(super) struct Value<'a>(pub(super) &'a DeValue<'a>);
 
 impl Value<'_> {
     pub(super) fn text(&self) -> Result<&str, String> {
         let text = self.0.as_str().ok_or("expected a quoted string")?;
         if text.contains(char::is_control) {
-            return Err("it contains a control character".into());
+            return Err("must not contain control characters".into());
         }
         Ok(text)
     }
 
     pub(super) fn path(&self) -> Result<PathBuf, String> {
         match self.text()? {
-            "" => Err("it is empty".into()),
+            "" => Err("must not be empty".into()),
             text => Ok(text.into()),
         }
     }
@@ -48,7 +48,7 @@ impl Value<'_> {
         i64::from_str_radix(integer.as_str(), integer.radix()).ok()
     }
 
-    /// One of these, by its name.
+    /// Returns the choice with this name.
     pub(super) fn one_of<T: Copy>(&self, choices: &[(&str, T)]) -> Result<T, String> {
         let found = self.0.as_str().and_then(|text| choices.iter().find(|(name, _)| *name == text));
         found.map(|(_, choice)| *choice).ok_or_else(|| {
@@ -57,24 +57,24 @@ impl Value<'_> {
         })
     }
 
-    /// `"500ms"`, `"10s"`, `"5m"`, `"1h"`
+    /// Reads a time such as `"500ms"`, `"10s"`, `"5m"` or `"1h"`.
     pub(super) fn time(&self) -> Result<Duration, String> {
-        let right = || "expected a time with its unit, from \"1ms\" to \"168h\"".to_owned();
-        let text = self.text().map_err(|_| right())?;
+        let error = || "expected a time with its unit, from \"1ms\" to \"168h\"".to_owned();
+        let text = self.text().map_err(|_| error())?;
         let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
         let unit_ms = match &text[digits.len()..] {
             "ms" => 1,
             "s" => 1000,
             "m" => 60_000,
             "h" => 3_600_000,
-            _ => return Err(right()),
+            _ => return Err(error()),
         };
-        let number: u64 = digits.parse().map_err(|_| right())?;
+        let number: u64 = digits.parse().map_err(|_| error())?;
         let time = number.checked_mul(unit_ms).map(Duration::from_millis);
-        time.filter(|time| !time.is_zero() && *time <= TIME_MAX).ok_or_else(right)
+        time.filter(|time| !time.is_zero() && *time <= TIME_MAX).ok_or_else(error)
     }
 
-    /// The memory that a client writes to.
+    /// Reads the size of a receive window, the memory that a client writes to.
     pub(super) fn window(&self) -> Result<u32, String> {
         let bytes = self.text().ok().and_then(|text| size::parse(text).ok());
         bytes
@@ -82,17 +82,18 @@ impl Value<'_> {
             .ok_or_else(|| "expected a size with its unit, from \"4K\" to \"2M\"".into())
     }
 
-    /// An address of this host, with a port or without.
+    /// Reads an IP address with an optional port.
     pub(super) fn address(&self, default_port: u16) -> Result<SocketAddr, String> {
-        let right = "expected one IP address of this host, with a port or without: \"192.0.2.1\", \"[::]:6380\"";
+        let error = "expected one IP address of this host, with an optional port: \"192.0.2.1\" or \
+                     \"[::]:6380\"";
         let text = self.text()?;
         let raw = text.strip_prefix('[').and_then(|text| text.strip_suffix(']')).unwrap_or(text);
         let with_port = || text.parse::<SocketAddr>().ok().filter(|address| address.port() != 0);
         let without = raw.parse::<IpAddr>().ok().map(|ip| SocketAddr::new(ip, default_port));
-        without.or_else(with_port).ok_or_else(|| right.into())
+        without.or_else(with_port).ok_or_else(|| error.into())
     }
 
-    /// Words without spaces: one, several in a list, or several in one text.
+    /// Reads words without spaces: one, a list, or several in one string.
     pub(super) fn words(&self) -> Result<Vec<String>, String> {
         let words: Vec<String> = self
             .items()
@@ -104,12 +105,12 @@ impl Value<'_> {
             .map(Into::into)
             .collect();
         if words.iter().any(|word| word.contains(['"', '\'', '\\'])) {
-            return Err("it contains a quote or a backslash".into());
+            return Err("must not contain quotes or backslashes".into());
         }
         Ok(words)
     }
 
-    /// As the rest of a line of the engine's configuration; one line for each item of a list.
+    /// Formats the value for the engine's configuration: one line for each item of a list.
     pub(super) fn lines(&self) -> Result<Vec<String>, String> {
         self.items().map(|item| item.line()).collect()
     }
@@ -120,7 +121,7 @@ impl Value<'_> {
             DeValue::String(_) => self.text().map(Into::into),
             DeValue::Boolean(yes) => Ok(if *yes { "yes" } else { "no" }.into()),
             DeValue::Integer(_) => {
-                self.integer().map(|number| number.to_string()).ok_or("too large".into())
+                self.integer().map(|number| number.to_string()).ok_or("number too large".into())
             }
             DeValue::Float(number) => Ok(number.as_str().into()),
             _ => Err("expected a string, a number, true, false, or a list of these".into()),

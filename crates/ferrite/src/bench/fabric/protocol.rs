@@ -1,21 +1,20 @@
-//! What the two sides say to each other: JSON on channel 0, while what is measured goes on channel
-//! 1.
+//! The control messages between the two sides: JSON on channel 0. Measured data uses channel 1.
 //!
 //! ```text
 //!   client                                     server
 //!   first link:  begin {format, links}    ──►
 //!   further links: join {link}            ──►
-//!                                         ◄──  holding {…}            or refused {why}, at any time
+//!                                         ◄──  holding {…}     or refused {why}, at any time
 //!   idle; opens links; idle_open {links}  ──►
 //!                                         ◄──  holding {…}
 //!   test {op, measure, size_bytes, mode}  ──►
-//!                                         ◄──  ready, then what the test begins with
+//!                                         ◄──  ready, then the grants if the test needs them
 //!   … the test, which the client ends …
 //!                                         ◄──  done {messages, bytes, work}
 //!   end, and closes
 //! ```
 //!
-//! A grant is sent as its bytes on the link that it is for.
+//! A grant is sent as plain bytes on its own link.
 
 use anyhow::{Context as _, ensure};
 use ferrite_fabric::wire::GrantToken;
@@ -26,14 +25,14 @@ use serde::{Deserialize, Serialize};
 use super::{LINKS_MAX, Measure, SIZE_MAX};
 use crate::choice::{Mode, Op};
 
-/// The channel of what is said.
-pub(super) const TALK: u16 = 0;
-/// The channel of what is measured.
+/// The channel of control messages.
+pub(super) const CONTROL: u16 = 0;
+/// The channel of measured data.
 pub(super) const DATA: u16 = 1;
 
 const FORMAT: u32 = 1;
 
-/// What a client says.
+/// A message from the client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub(super) enum Request {
@@ -46,7 +45,7 @@ pub(super) enum Request {
     End,
 }
 
-/// What the server has to know of a case.
+/// The parameters of a case that the server needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Test {
@@ -56,25 +55,25 @@ pub(super) struct Test {
     pub(super) mode: Mode,
 }
 
-/// What the server answers.
+/// A message from the server.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub(super) enum Reply {
-    Holding(Holding),
+    Holding(Resources),
     Ready,
     Done { messages: u64, bytes: u64, work: Work },
     Refused { why: String },
 }
 
-/// What a fabric has at one moment.
+/// The resources that a fabric holds at one moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Holding {
+pub(super) struct Resources {
     pub(super) links: u64,
     pub(super) registered_bytes: u64,
     pub(super) receives_posted: u64,
 }
 
-/// What a fabric has done.
+/// Counters of a fabric's work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Work {
     passes: u64,
@@ -83,43 +82,50 @@ pub(super) struct Work {
 }
 
 impl Request {
-    /// The first word on a link.
+    /// Returns the first request of a session.
     pub(super) fn begin(links: u32) -> Self {
         Self::Begin { format: FORMAT, links }
     }
 
-    /// The number of links that a client begins with, if it may.
-    pub(super) fn begun(message: &Message) -> anyhow::Result<u32> {
+    /// Parses the first request of a session. Returns the number of links.
+    pub(super) fn parse_begin(message: &Message) -> anyhow::Result<u32> {
         match parse(message)? {
             Self::Begin { format: FORMAT, links } => {
-                ensure!((1..=LINKS_MAX).contains(&links), "{links} links: 1 to {LINKS_MAX}");
+                ensure!(
+                    (1..=LINKS_MAX).contains(&links),
+                    "{links} links requested, expected 1 to {LINKS_MAX}"
+                );
                 Ok(links)
             }
             Self::Begin { format, .. } => {
                 anyhow::bail!(
-                    "the client speaks version {format}, we speak {FORMAT}: use the same ferrite on both"
+                    "the client uses protocol version {format}, the server {FORMAT}; run the same \
+                     ferrite on both"
                 )
             }
-            other => anyhow::bail!("{other:?} is no way to begin"),
+            other => anyhow::bail!("received {other:?}, expected Begin"),
         }
     }
 }
 
 impl Test {
-    /// Whether it can be done: a client may send anything.
+    /// Checks that the test is possible: a client may send anything.
     pub(super) fn check(&self) -> anyhow::Result<()> {
         let Self { op, measure, size_bytes, mode } = *self;
         ensure!(
             (1..=SIZE_MAX).contains(&size_bytes),
-            "messages of {size_bytes} bytes: 1 to {SIZE_MAX}"
+            "messages of {size_bytes} bytes requested, expected 1 to {SIZE_MAX}"
         );
-        let asleep = (op, measure, mode) == (Op::Write, Measure::Latency, Mode::Event);
-        ensure!(!asleep, "the latency of write by event: nothing wakes its receiver");
+        let is_asleep = (op, measure, mode) == (Op::Write, Measure::Latency, Mode::Event);
+        ensure!(
+            !is_asleep,
+            "cannot measure the latency of write in event mode: nothing wakes its receiver"
+        );
         Ok(())
     }
 }
 
-impl Holding {
+impl Resources {
     pub(super) fn of(fabric: &Fabric) -> Self {
         let stats = fabric.stats();
         Self {
@@ -131,7 +137,7 @@ impl Holding {
 }
 
 impl Work {
-    /// Since the fabric was made.
+    /// Returns the counters since the fabric was built.
     pub(super) fn of(fabric: &Fabric) -> Self {
         let stats = fabric.stats();
         Self { passes: stats.passes, completions: stats.completions, sleeps: stats.sleeps }
@@ -146,26 +152,26 @@ impl Work {
     }
 }
 
-pub(super) fn say(link: &Link, what: &impl Serialize) -> anyhow::Result<()> {
-    Ok(link.post_bytes(TALK, &serde_json::to_vec(what)?)?)
+pub(super) fn send_control(link: &Link, message: &impl Serialize) -> anyhow::Result<()> {
+    Ok(link.post_bytes(CONTROL, &serde_json::to_vec(message)?)?)
 }
 
-pub(super) async fn hear<T: DeserializeOwned>(link: &Link) -> anyhow::Result<T> {
+pub(super) async fn receive_control<T: DeserializeOwned>(link: &Link) -> anyhow::Result<T> {
     parse(&link.recv().await?)
 }
 
 pub(super) fn parse<T: DeserializeOwned>(message: &Message) -> anyhow::Result<T> {
     ensure!(
-        message.channel() == TALK && message.notice().is_none(),
-        "the peer sent data where words were due"
+        message.channel() == CONTROL && message.notice().is_none(),
+        "the peer sent data, expected a control message"
     );
     serde_json::from_slice(&message.to_vec())
-        .context("the peer does not speak as a ferrite bench does")
+        .context("the peer does not use the protocol of ferrite bench")
 }
 
-pub(super) async fn hear_grant(link: &Link) -> anyhow::Result<GrantToken> {
+pub(super) async fn receive_grant(link: &Link) -> anyhow::Result<GrantToken> {
     let message = link.recv().await?;
-    ensure!(message.channel() == TALK, "the peer sent data where a grant was due");
+    ensure!(message.channel() == CONTROL, "the peer sent data, expected a grant");
     Ok(GrantToken::decode(&message.to_vec())?)
 }
 
@@ -177,18 +183,18 @@ mod tests {
         Test { op: Op::Read, measure: Measure::Latency, size_bytes: 64, mode: Mode::Poll };
 
     #[test]
-    fn words_are_stable() {
-        let said = |request: Request| serde_json::to_string(&request).expect("JSON");
-        assert_eq!(said(Request::begin(3)), r#"{"begin":{"format":1,"links":3}}"#);
+    fn encoding_is_stable() {
+        let encode = |request: Request| serde_json::to_string(&request).expect("JSON");
+        assert_eq!(encode(Request::begin(3)), r#"{"begin":{"format":1,"links":3}}"#);
         assert_eq!(
-            said(Request::Test(TEST)),
+            encode(Request::Test(TEST)),
             r#"{"test":{"op":"read","measure":"latency","size_bytes":64,"mode":"poll"}}"#
         );
-        assert_eq!(said(Request::IdleOpen { links: 9 }), r#"{"idle_open":{"links":9}}"#);
+        assert_eq!(encode(Request::IdleOpen { links: 9 }), r#"{"idle_open":{"links":9}}"#);
     }
 
     #[test]
-    fn impossible_tests_are_refused() {
+    fn rejects_impossible_tests() {
         assert!(TEST.check().is_ok());
         assert!(Test { size_bytes: 0, ..TEST }.check().is_err());
         assert!(Test { size_bytes: SIZE_MAX + 1, ..TEST }.check().is_err());

@@ -1,4 +1,4 @@
-//! What scripts are told: one line of JSON on stdout for each thing that happens.
+//! Events for scripts: one line of JSON on stdout for each.
 
 use std::path::Path;
 use std::time::Duration;
@@ -34,7 +34,7 @@ struct Restarting {
     delay_seconds: f64,
 }
 
-/// `code` is the exit code that it would have been.
+/// Prints the event before a restart. `code` is the exit code without restarts.
 pub(super) fn restarting(json: bool, code: u8, restart: u32, delay: Duration) {
     print(
         json,
@@ -62,10 +62,10 @@ struct Check<'a> {
     without_effect: &'a [String],
 }
 
-/// `--check`: what would be run.
+/// Prints the result of `--check`: the command and the configuration.
 pub(super) fn check(json: bool, plan: &Plan, version: &str, without_effect: &[String]) {
     let Plan { engine: program, module, socket: unix_socket, .. } = plan;
-    let (module, configuration) = (module.as_deref(), plan.shown());
+    let (module, configuration) = (module.as_deref(), plan.redacted_lines());
     if json {
         print(
             true,
@@ -76,7 +76,7 @@ pub(super) fn check(json: bool, plan: &Plan, version: &str, without_effect: &[St
     println!("engine   {} ({version})", program.display());
     match module {
         Some(module) => println!("module   {}", module.display()),
-        None => println!("module   none: RDMA is forbidden"),
+        None => println!("module   none (RDMA is disabled)"),
     }
     println!("command  {} -", program.display());
     println!("with this on its standard input:");
@@ -88,7 +88,7 @@ pub(super) fn check(json: bool, plan: &Plan, version: &str, without_effect: &[St
 fn print(json: bool, line: &impl Serialize) {
     use std::io::Write as _;
     if json && let Ok(text) = serde_json::to_string(line) {
-        // A reader that is gone is no reason to end a database.
+        // A closed stdout must not stop the engine.
         let _ = writeln!(std::io::stdout(), "{text}");
     }
 }

@@ -1,10 +1,10 @@
-//! How `ferrite server` ends when it does not end well: words, and an exit code.
+//! The error of `ferrite server`: a message and an exit code.
 
 use std::fmt;
 use std::os::unix::process::ExitStatusExt as _;
 use std::process::ExitStatus;
 
-/// EX_USAGE of sysexits.h and the rest.
+// Exit codes. The first three are EX_USAGE, EX_UNAVAILABLE and EX_SOFTWARE of sysexits.h.
 pub(crate) const USAGE: u8 = 64;
 const UNAVAILABLE: u8 = 69;
 const INTERNAL: u8 = 70;
@@ -12,36 +12,36 @@ const CANNOT_START: u8 = 71;
 /// Added to the number of the signal that killed the engine, as shells do.
 const BY_SIGNAL: i32 = 128;
 
-/// Why there is no server, or no longer.
+/// Why the server did not start, or why it stopped.
 #[derive(Debug)]
-pub(crate) struct Ending {
+pub(crate) struct ServerError {
     code: u8,
     kind: &'static str,
     message: String,
 }
 
-impl Ending {
-    /// The file is wrong, or something that it names.
+impl ServerError {
+    /// Reports an error in the configuration file.
     pub(super) fn config(message: impl Into<String>) -> Self {
         Self { code: USAGE, kind: "config", message: message.into() }
     }
 
-    /// There is no RDMA, and it is required.
+    /// Reports that RDMA is required and unavailable.
     pub(super) fn no_rdma(message: impl Into<String>) -> Self {
         Self { code: UNAVAILABLE, kind: "absent", message: message.into() }
     }
 
-    /// The engine is not there, or does not come up.
+    /// Reports that the engine or the module is missing, or that the engine does not answer.
     pub(super) fn cannot_start(message: impl Into<String>) -> Self {
         Self { code: CANNOT_START, kind: "engine", message: message.into() }
     }
 
-    /// The engine has ended by itself: its own code.
+    /// Reports that the engine ended by itself. The exit code is the engine's.
     pub(super) fn engine(status: ExitStatus, message: impl Into<String>) -> Self {
-        Self { code: code(status), kind: "engine", message: message.into() }
+        Self { code: exit_code(status), kind: "engine", message: message.into() }
     }
 
-    /// Something of ours that should not have happened.
+    /// Reports an internal failure of ferrite.
     pub(super) fn internal(error: &anyhow::Error) -> Self {
         Self { code: INTERNAL, kind: "failure", message: format!("{error:#}") }
     }
@@ -55,26 +55,26 @@ impl Ending {
     }
 }
 
-impl fmt::Display for Ending {
+impl fmt::Display for ServerError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.message)
     }
 }
 
-impl std::error::Error for Ending {}
+impl std::error::Error for ServerError {}
 
-/// The engine's exit code as ours.
-pub(super) fn code(status: ExitStatus) -> u8 {
+/// Returns the exit code of ferrite for the engine's exit status.
+pub(super) fn exit_code(status: ExitStatus) -> u8 {
     let code = status.code().or_else(|| status.signal().map(|signal| BY_SIGNAL + signal));
     code.and_then(|code| u8::try_from(code).ok()).unwrap_or(INTERNAL)
 }
 
-/// `with code 1`, `by signal 11`
-pub(super) fn how(status: ExitStatus) -> String {
+/// Describes how a process ended: `exited with code 1`, `was killed by signal 11`.
+pub(super) fn describe_exit(status: ExitStatus) -> String {
     match (status.code(), status.signal()) {
-        (Some(code), _) => format!("with code {code}"),
-        (_, Some(signal)) => format!("by signal {signal}"),
-        _ => "in an unknown way".into(),
+        (Some(code), _) => format!("exited with code {code}"),
+        (_, Some(signal)) => format!("was killed by signal {signal}"),
+        _ => "ended with an unknown status".into(),
     }
 }
 
@@ -83,15 +83,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn codes_are_the_engines_or_those_of_its_signal() {
-        for (raw, is, words) in [
-            (0, 0, "with code 0"),
-            (3 << 8, 3, "with code 3"),
-            (11, 139, "by signal 11"),
-            (9, 137, "by signal 9"),
+    fn exit_code_is_the_engines_or_128_plus_its_signal() {
+        for (raw, code, text) in [
+            (0, 0, "exited with code 0"),
+            (3 << 8, 3, "exited with code 3"),
+            (11, 139, "was killed by signal 11"),
+            (9, 137, "was killed by signal 9"),
         ] {
             let status = ExitStatus::from_raw(raw);
-            assert_eq!((code(status), how(status).as_str()), (is, words));
+            assert_eq!((exit_code(status), describe_exit(status).as_str()), (code, text));
         }
     }
 }

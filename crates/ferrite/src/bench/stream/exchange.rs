@@ -1,4 +1,4 @@
-//! The test itself, over any stream: so many rounds of so many writes there, then as many back.
+//! The test itself, over any stream. Each round has a number of writes there, then as many back.
 //!
 //! ```text
 //!   client                                        server
@@ -18,7 +18,7 @@ use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use super::SIZE_MAX;
 use crate::latency::{Recorder, RoundTrips};
 
-/// What is done, as the client asks for it.
+/// A test, as the client requests it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Test {
@@ -28,27 +28,27 @@ pub(super) struct Test {
     pub(super) busy_poll_us: u32,
 }
 
-/// What the client measured.
-pub(super) struct Played {
+/// The client's measurement.
+pub(super) struct Measured {
     pub(super) time: Duration,
     pub(super) rounds: RoundTrips,
 }
 
-/// More than any request has.
+/// The longest request.
 const LINE_MAX: usize = 1024;
 
-pub(super) async fn ask<S>(stream: &mut S, test: &Test) -> anyhow::Result<Played>
+pub(super) async fn run_client<S>(stream: &mut S, test: &Test) -> anyhow::Result<Measured>
 where
     S: AsyncRead + AsyncWrite + Unpin,
 {
     let mut line = serde_json::to_vec(test)?;
     line.push(b'\n');
     stream.write_all(&line).await?;
-    let answer = stream.read_u8().await.context("the server left")?;
-    ensure!(answer == b'\n', "the server does not speak as a ferrite bench does");
+    let answer = stream.read_u8().await.context("the server disconnected")?;
+    ensure!(answer == b'\n', "the server does not use the protocol of ferrite bench");
     let mut buf = vec![0x5a; test.size_bytes as usize];
     let mut recorder = Recorder::new(1)?;
-    let begun = Instant::now();
+    let started = Instant::now();
     for _ in 0..test.rounds {
         for _ in 0..test.transfers {
             stream.write_all(&buf).await?;
@@ -58,10 +58,10 @@ where
             stream.read_exact(&mut buf).await?;
         }
     }
-    Ok(Played { time: begun.elapsed(), rounds: recorder.finish() })
+    Ok(Measured { time: started.elapsed(), rounds: recorder.finish() })
 }
 
-/// The next test that the client asks for; none at the end.
+/// Receives the next test from the client. Returns `None` at the end of the stream.
 pub(super) async fn next_test<S>(stream: &mut S) -> anyhow::Result<Option<Test>>
 where
     S: AsyncRead + AsyncWrite + Unpin,
@@ -71,20 +71,23 @@ where
         let mut byte = [0];
         match stream.read(&mut byte).await? {
             0 if line.is_empty() => return Ok(None),
-            0 => anyhow::bail!("the client left in the middle of a word"),
+            0 => anyhow::bail!("the client disconnected in the middle of a request"),
             _ if byte[0] == b'\n' => break,
             _ => line.push(byte[0]),
         }
-        ensure!(line.len() <= LINE_MAX, "the client does not speak as a ferrite bench does");
+        ensure!(line.len() <= LINE_MAX, "the client does not use the protocol of ferrite bench");
     }
     let test: Test = serde_json::from_slice(&line)
-        .context("the client does not speak as a ferrite bench does")?;
+        .context("the client does not use the protocol of ferrite bench")?;
     let size = test.size_bytes;
-    ensure!((1..=SIZE_MAX).contains(&size), "writes of {size} bytes: 1 to {SIZE_MAX}");
+    ensure!(
+        (1..=SIZE_MAX).contains(&size),
+        "writes of {size} bytes requested, expected 1 to {SIZE_MAX}"
+    );
     Ok(Some(test))
 }
 
-pub(super) async fn answer<S>(stream: &mut S, test: &Test) -> anyhow::Result<()>
+pub(super) async fn run_server<S>(stream: &mut S, test: &Test) -> anyhow::Result<()>
 where
     S: AsyncRead + AsyncWrite + Unpin,
 {
@@ -109,7 +112,7 @@ mod tests {
 
     use super::*;
 
-    /// Runs a future that never waits for anything but itself.
+    /// Polls a future that waits for nothing outside of itself.
     fn run<F: Future>(future: F) -> F::Output {
         let mut future = pin!(future);
         let mut context = Context::from_waker(Waker::noop());
@@ -122,35 +125,35 @@ mod tests {
     }
 
     #[test]
-    fn both_sides_play_the_same_test() {
-        let (mut there, mut here) = tokio::io::duplex(64);
+    fn both_sides_run_the_same_test() {
+        let (mut client_end, mut server_end) = tokio::io::duplex(64);
         let test = Test { size_bytes: 100, rounds: 7, transfers: 3, busy_poll_us: 0 };
-        let asking = async move {
-            let played = ask(&mut there, &test).await?;
-            anyhow::Ok(played.rounds.ticks.len())
+        let client = async move {
+            let measured = run_client(&mut client_end, &test).await?;
+            anyhow::Ok(measured.rounds.ticks.len())
         };
-        let answering = async move {
-            let asked = next_test(&mut here).await?.context("a test")?;
-            answer(&mut here, &asked).await?;
-            ensure!(next_test(&mut here).await?.is_none(), "the client has left");
-            anyhow::Ok(asked)
+        let server = async move {
+            let received = next_test(&mut server_end).await?.context("a test")?;
+            run_server(&mut server_end, &received).await?;
+            ensure!(next_test(&mut server_end).await?.is_none(), "the client has left");
+            anyhow::Ok(received)
         };
-        let (measured, asked) = run(async { futures_util::join!(asking, answering) });
-        assert_eq!((measured.expect("played"), asked.expect("played")), (6, test));
+        let (measured, received) = run(async { futures_util::join!(client, server) });
+        assert_eq!((measured.expect("a client"), received.expect("a server")), (6, test));
     }
 
     #[test]
-    fn nonsense_is_refused() {
+    fn rejects_invalid_requests() {
         for wrong in
             ["hello\n", "{}\n", r#"{"size_bytes":0,"rounds":1,"transfers":1,"busy_poll_us":0}"#]
         {
-            let (mut there, mut here) = tokio::io::duplex(4096);
-            let refused = run(async {
-                there.write_all(wrong.as_bytes()).await?;
-                there.write_all(b"\n").await?;
-                next_test(&mut here).await
+            let (mut client_end, mut server_end) = tokio::io::duplex(4096);
+            let result = run(async {
+                client_end.write_all(wrong.as_bytes()).await?;
+                client_end.write_all(b"\n").await?;
+                next_test(&mut server_end).await
             });
-            assert!(refused.is_err(), "{wrong}");
+            assert!(result.is_err(), "{wrong}");
         }
     }
 }

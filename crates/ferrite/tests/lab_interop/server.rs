@@ -1,4 +1,4 @@
-//! An engine, what is in front of it, and programs as clients: Valkey's and ours.
+//! An engine with an RDMA listener, and client programs of Valkey and of Ferrite.
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::os::unix::net::UnixStream;
@@ -11,16 +11,16 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 const HOST: &str = "10.0.0.1";
-/// Where our own clients come from, so that bytes cross the wire.
+/// The address of Ferrite's clients, so that bytes cross the wire.
 pub(crate) const CLIENT_HOST: &str = "10.0.0.2";
 const VALKEY_PORT: &str = "6390";
 const GATEWAY_PORT: &str = "6391";
 const MODULE_PORT: &str = "6392";
-const SETUP: Duration = Duration::from_secs(20);
+const SETUP_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Who listens for RDMA.
+/// The RDMA listener.
 #[derive(Debug, Clone, Copy)]
-pub(crate) enum Way {
+pub(crate) enum ServerKind {
     /// Valkey's server itself.
     Valkey,
     /// Ferrite's gateway in front of it, with these options.
@@ -29,54 +29,58 @@ pub(crate) enum Way {
     Module,
 }
 
-/// A server of the one kind or the other, which ends with the test.
-pub(crate) struct Scene {
+/// A running server; drop kills it.
+pub(crate) struct TestServer {
     programs: PathBuf,
     directory: PathBuf,
-    way: Way,
+    kind: ServerKind,
     port: &'static str,
     engine: Process,
     gateway: Option<Process>,
 }
 
-impl Scene {
-    pub(crate) fn new(way: Way) -> Self {
+impl TestServer {
+    pub(crate) fn new(kind: ServerKind) -> Self {
         let programs = std::env::var_os("FERRITE_VALKEY")
-            .expect("FERRITE_VALKEY does not say where Valkey's programs are: these tests are run by `cargo xtask interop`");
+            .expect("FERRITE_VALKEY is not set: run these tests with `cargo xtask interop`");
         let programs = PathBuf::from(programs);
         let directory = std::env::temp_dir().join(format!("interop-{}", std::process::id()));
         std::fs::create_dir_all(&directory).expect("a directory");
         let socket = directory.join("engine.sock");
-        let engine = start_engine(&programs, &directory, way);
-        let (port, gateway) = match way {
-            Way::Valkey => (VALKEY_PORT, None),
-            Way::Gateway(more) => (GATEWAY_PORT, Some(gateway(&socket, more))),
-            Way::Module => (MODULE_PORT, None),
+        let engine = start_engine(&programs, &directory, kind);
+        let (port, gateway) = match kind {
+            ServerKind::Valkey => (VALKEY_PORT, None),
+            ServerKind::Gateway(more) => (GATEWAY_PORT, Some(gateway(&socket, more))),
+            ServerKind::Module => (MODULE_PORT, None),
         };
-        let scene = Self { programs, directory, way, port, engine, gateway };
-        scene.until_the_engine_answers();
-        scene
+        let server = Self { programs, directory, kind, port, engine, gateway };
+        server.until_the_engine_answers();
+        server
     }
 
-    /// The gateway says when it listens; Valkey's server does so before it answers at its socket.
+    /// Waits for the engine. The gateway reports when it listens; Valkey's server listens for RDMA
+    /// before it answers on its socket.
     fn until_the_engine_answers(&self) {
-        self.until("the engine answers", SETUP, || UnixStream::connect(self.socket()).is_ok());
+        self.until("the engine answers", SETUP_TIMEOUT, || {
+            UnixStream::connect(self.socket()).is_ok()
+        });
     }
 
-    /// Where clients come in.
+    /// Returns the address for clients.
     pub(crate) fn address(&self) -> String {
         format!("{HOST}:{}", self.port)
     }
 
-    /// What carries our own clients' sessions: with a gateway of ours they speak our protocol.
+    /// Returns the transport of Ferrite's clients. With gateway and module they use Ferrite's
+    /// protocol.
     pub(crate) fn transport(&self) -> &'static str {
-        match self.way {
-            Way::Valkey => "RDMA (Valkey)",
-            Way::Gateway(_) | Way::Module => "RDMA (Ferrite)",
+        match self.kind {
+            ServerKind::Valkey => "RDMA (Valkey)",
+            ServerKind::Gateway(_) | ServerKind::Module => "RDMA (Ferrite)",
         }
     }
 
-    /// What `ferrite bench kv` reports, which must end well.
+    /// Runs `ferrite bench kv`, which must succeed. Returns its report.
     pub(crate) fn bench_kv(&self, more: &[&str], limit: Duration) -> Value {
         let address = self.address();
         let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
@@ -85,36 +89,38 @@ impl Scene {
             .args(more)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped());
-        let (said, code) = Process::start(&mut command).end(b"", limit);
-        assert_eq!(code, Some(0), "bench kv {more:?}: {}", text(&said));
+        let (output, code) = Process::start(&mut command).end(b"", limit);
+        assert_eq!(code, Some(0), "bench kv {more:?}: {}", text(&output));
         self.until("clients are gone", limit, || self.info("connected_clients") == 1);
-        serde_json::from_slice(&said).expect("one line of JSON")
+        serde_json::from_slice(&output).expect("one line of JSON")
     }
 
-    /// What ferrite-cli prints, over RDMA; it must end well.
+    /// Runs ferrite-cli over RDMA, which must succeed. Returns its output.
     pub(crate) fn ferrite_cli(&self, arguments: &[&str], input: &[u8], limit: Duration) -> Vec<u8> {
-        let (said, code) = Process::start(&mut self.ferrite_cli_with(arguments)).end(input, limit);
-        assert_eq!(code, Some(0), "ferrite-cli {arguments:?}: {}", text(&said));
-        said
+        let (output, code) =
+            Process::start(&mut self.ferrite_cli_command(arguments)).end(input, limit);
+        assert_eq!(code, Some(0), "ferrite-cli {arguments:?}: {}", text(&output));
+        output
     }
 
-    /// What it says beside that.
-    pub(crate) fn ferrite_cli_said(&self, arguments: &[&str], limit: Duration) -> String {
-        let mut client = Process::start(self.ferrite_cli_with(arguments).stderr(Stdio::piped()));
+    /// Runs ferrite-cli, which must succeed. Returns what it prints on stderr.
+    pub(crate) fn ferrite_cli_stderr(&self, arguments: &[&str], limit: Duration) -> String {
+        let mut client = Process::start(self.ferrite_cli_command(arguments).stderr(Stdio::piped()));
         let (_, code) = client.end(b"", limit);
-        let mut said = String::new();
-        client.0.stderr.take().expect("piped").read_to_string(&mut said).expect("UTF-8");
-        assert_eq!(code, Some(0), "ferrite-cli {arguments:?}: {said}");
-        said
+        let mut output = String::new();
+        client.0.stderr.take().expect("piped").read_to_string(&mut output).expect("UTF-8");
+        assert_eq!(code, Some(0), "ferrite-cli {arguments:?}: {output}");
+        output
     }
 
-    /// A ferrite-cli that goes on; it ends when dropped.
-    pub(crate) fn start_ferrite_cli(&self, arguments: &[&str]) -> Talking {
-        Talking::start(&mut self.ferrite_cli_with(arguments))
+    /// Starts a ferrite-cli that keeps running; drop kills it.
+    pub(crate) fn start_ferrite_cli(&self, arguments: &[&str]) -> RunningClient {
+        RunningClient::start(&mut self.ferrite_cli_command(arguments))
     }
 
-    fn ferrite_cli_with(&self, arguments: &[&str]) -> Command {
-        // Of another package, so that cargo does not name it here; it is built beside ours.
+    fn ferrite_cli_command(&self, arguments: &[&str]) -> Command {
+        // It belongs to another package, so cargo sets no variable for it. It is built into the
+        // same directory.
         let program = Path::new(env!("CARGO_BIN_EXE_ferrite")).with_file_name("ferrite-cli");
         let mut command = Command::new(program);
         command
@@ -125,24 +131,24 @@ impl Scene {
         command
     }
 
-    /// What valkey-cli prints, which must end well.
+    /// Runs valkey-cli, which must succeed. Returns its output.
     pub(crate) fn cli(&self, arguments: &[&str], input: &[u8], limit: Duration) -> Vec<u8> {
         self.run("valkey-cli", &[&["--rdma"], arguments].concat(), input, limit)
     }
 
-    /// What the server answers when it refuses; the client takes it for a success.
+    /// Returns the error with which the server rejects a client. valkey-cli exits with code 0.
     pub(crate) fn refusal(&self, arguments: &[&str], limit: Duration) -> String {
-        let said = text(&self.cli(arguments, b"", limit));
-        assert!(said.starts_with("ERR "), "{said}");
-        said
+        let output = text(&self.cli(arguments, b"", limit));
+        assert!(output.starts_with("ERR "), "{output}");
+        output
     }
 
-    /// A valkey-cli that goes on; it ends when dropped.
-    pub(crate) fn start_cli(&self, arguments: &[&str]) -> Talking {
-        Talking::start(&mut self.client("valkey-cli", &[&["--rdma"], arguments].concat()))
+    /// Starts a valkey-cli that keeps running; drop kills it.
+    pub(crate) fn start_cli(&self, arguments: &[&str]) -> RunningClient {
+        RunningClient::start(&mut self.client("valkey-cli", &[&["--rdma"], arguments].concat()))
     }
 
-    /// What one of Valkey's programs prints, which must end well.
+    /// Runs one of Valkey's programs, which must succeed. Returns its output.
     pub(crate) fn run(
         &self,
         program: &str,
@@ -151,25 +157,25 @@ impl Scene {
         limit: Duration,
     ) -> Vec<u8> {
         let mut client = Process::start(&mut self.client(program, arguments));
-        let (said, code) = client.end(input, limit);
-        assert_eq!(code, Some(0), "{program} {arguments:?}: {}", text(&said));
-        said
+        let (output, code) = client.end(input, limit);
+        assert_eq!(code, Some(0), "{program} {arguments:?}: {}", text(&output));
+        output
     }
 
-    /// Many clients at once; each of the tests must come to its end, and nobody be left.
+    /// Runs valkey-benchmark. Each test must finish, and no client be left.
     pub(crate) fn benchmark(&self, tests: &[&str], more: &[&str], limit: Duration) {
         let names = tests.join(",").to_lowercase();
         let arguments = [&["--rdma", "--csv", "-t", &names], more].concat();
-        let said = text(&self.run("valkey-benchmark", &arguments, b"", limit));
+        let output = text(&self.run("valkey-benchmark", &arguments, b"", limit));
         for test in tests {
-            assert!(said.contains(&format!("\n\"{test}")), "{said}");
+            assert!(output.contains(&format!("\n\"{test}")), "{output}");
         }
         self.until("clients are gone", limit, || self.info("connected_clients") == 1);
     }
 
     fn client(&self, program: &str, arguments: &[&str]) -> Command {
         let mut command = Command::new(self.programs.join(program));
-        // Their options come before the command that valkey-cli takes.
+        // Options come before the command of valkey-cli.
         command
             .args(["-h", HOST, "-p", self.port])
             .args(arguments)
@@ -178,15 +184,15 @@ impl Scene {
         command
     }
 
-    /// The engine's own answer, by its Unix socket: a string's bytes, or a line without its first
-    /// character.
+    /// Runs a command through the engine's Unix socket. Returns the bytes of a string, or a line
+    /// without its type character.
     pub(crate) fn engine(&self, arguments: &[&str]) -> Vec<u8> {
         let mut request = format!("*{}\r\n", arguments.len());
         for argument in arguments {
             request += &format!("${}\r\n{argument}\r\n", argument.len());
         }
-        let mut socket = UnixStream::connect(self.socket()).expect("the engine is there");
-        socket.set_read_timeout(Some(SETUP)).expect("a time limit");
+        let mut socket = UnixStream::connect(self.socket()).expect("the engine listens");
+        socket.set_read_timeout(Some(SETUP_TIMEOUT)).expect("a time limit");
         socket.write_all(request.as_bytes()).expect("it listens");
         let mut socket = BufReader::new(socket);
         let mut line = String::new();
@@ -196,7 +202,7 @@ impl Scene {
             ("$", "-1") => Vec::new(),
             ("$", length) => {
                 let mut value = vec![0; length.parse().expect("a length")];
-                socket.read_exact(&mut value).expect("as much as it said");
+                socket.read_exact(&mut value).expect("the announced length");
                 value
             }
             ("+" | ":", rest) => rest.into(),
@@ -204,12 +210,12 @@ impl Scene {
         }
     }
 
-    /// One of the numbers that the engine counts of its clients.
+    /// Returns a number of the section `clients` of INFO.
     pub(crate) fn info(&self, name: &str) -> u64 {
         self.info_of("clients", name)
     }
 
-    /// One of the numbers in a section of INFO.
+    /// Returns a number of a section of INFO.
     pub(crate) fn info_of(&self, section: &str, name: &str) -> u64 {
         let info = text(&self.engine(&["INFO", section]));
         let value = info.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
@@ -217,9 +223,9 @@ impl Scene {
     }
 
     pub(crate) fn until(&self, what: &str, limit: Duration, mut done: impl FnMut() -> bool) {
-        let begun = Instant::now();
+        let started = Instant::now();
         while !done() {
-            assert!(begun.elapsed() < limit, "{what}: not after {limit:?}");
+            assert!(started.elapsed() < limit, "{what}: not after {limit:?}");
             thread::sleep(Duration::from_millis(20));
         }
     }
@@ -230,18 +236,18 @@ impl Scene {
 
     pub(crate) fn restart_engine(&mut self) {
         self.engine.kill();
-        let _ = std::fs::remove_file(self.socket()); // one that is killed leaves it behind
-        self.engine = start_engine(&self.programs, &self.directory, self.way);
+        let _ = std::fs::remove_file(self.socket()); // a killed engine leaves it behind
+        self.engine = start_engine(&self.programs, &self.directory, self.kind);
         self.until_the_engine_answers();
     }
 
-    /// Asks the gateway to end: what it says then. It must be one that speaks JSON.
+    /// Stops the gateway, which must run with `--json`. Returns its last event.
     pub(crate) fn end_gateway(mut self, limit: Duration) -> Value {
-        let mut gateway = self.gateway.take().expect("there is one");
+        let mut gateway = self.gateway.take().expect("a gateway");
         gateway.signal("TERM");
-        let (said, code) = gateway.end(b"", limit);
+        let (output, code) = gateway.end(b"", limit);
         assert_eq!(code, Some(0));
-        serde_json::from_slice(&said).expect("one line of JSON")
+        serde_json::from_slice(&output).expect("one line of JSON")
     }
 
     fn socket(&self) -> PathBuf {
@@ -249,23 +255,23 @@ impl Scene {
     }
 }
 
-impl Drop for Scene {
+impl Drop for TestServer {
     fn drop(&mut self) {
         self.engine.kill();
         let _ = std::fs::remove_dir_all(&self.directory);
     }
 }
 
-fn start_engine(programs: &Path, directory: &Path, way: Way) -> Process {
+fn start_engine(programs: &Path, directory: &Path, kind: ServerKind) -> Process {
     let mut server = Command::new(programs.join("valkey-server"));
     server.args(["--port", "0", "--save", "", "--appendonly", "no", "--protected-mode", "no"]);
     server.arg("--unixsocket").arg(directory.join("engine.sock")).arg("--dir").arg(directory);
-    match way {
-        Way::Valkey => {
+    match kind {
+        ServerKind::Valkey => {
             server.args(["--rdma-bind", HOST, "--rdma-port", VALKEY_PORT]);
         }
-        Way::Gateway(_) => {}
-        Way::Module => {
+        ServerKind::Gateway(_) => {}
+        ServerKind::Module => {
             server.arg("--loadmodule").arg(module());
             server.args(["rdma-bind", HOST, "rdma-port", MODULE_PORT, "rdma", "require"]);
         }
@@ -273,19 +279,19 @@ fn start_engine(programs: &Path, directory: &Path, way: Way) -> Process {
     Process::start(server.stdin(Stdio::null()))
 }
 
-/// The module, which lies beside this test when it was built with it.
+/// Returns the module. It is in this test's directory if both were built together.
 fn module() -> PathBuf {
     let module =
         std::env::current_exe().expect("a test has a file").with_file_name("libferrite_module.so");
     assert!(
         module.exists(),
-        "{} is not built: these tests are run by `cargo xtask interop`",
+        "{} is not built: run these tests with `cargo xtask interop`",
         module.display()
     );
     module
 }
 
-/// A gateway that listens.
+/// Starts a gateway and waits until it listens.
 fn gateway(engine: &Path, more: &[&str]) -> Process {
     let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
     command.args([
@@ -305,24 +311,24 @@ fn gateway(engine: &Path, more: &[&str]) -> Process {
     let mut process = Process::start(&mut command);
     let mut line = String::new();
     if json {
-        // A byte at a time: the rest of it is for who ends it.
+        // One byte at a time: `end_gateway` reads the rest.
         let stdout = process.0.stdout.as_mut().expect("piped");
         while !line.ends_with('\n') {
             let mut byte = [0];
-            stdout.read_exact(&mut byte).expect("it says that it listens");
+            stdout.read_exact(&mut byte).expect("the line \"listening\"");
             line.push(byte[0].into());
         }
     } else {
         let mut stderr = BufReader::new(process.0.stderr.take().expect("piped"));
-        stderr.read_line(&mut line).expect("it says that it listens");
-        // What it says later is ours to see when a test fails.
+        stderr.read_line(&mut line).expect("the line \"listening\"");
+        // Later lines go to the test's stderr, which is shown when the test fails.
         thread::spawn(move || std::io::copy(&mut stderr, &mut std::io::stderr()));
     }
     assert!(line.contains("rxe1"), "the gateway does not listen: {line}");
     process
 }
 
-/// A program that is ended with the test.
+/// A child process; drop kills it.
 struct Process(Child);
 
 impl Process {
@@ -331,35 +337,35 @@ impl Process {
         Self(child.unwrap_or_else(|error| panic!("{command:?}: {error}")))
     }
 
-    /// Gives it its input, and takes what it says until it ends; its exit code, unless a signal
-    /// ended it.
+    /// Writes its input and waits for its end. Returns its output and its exit code; the code is
+    /// `None` if a signal ended it.
     fn end(&mut self, input: &[u8], limit: Duration) -> (Vec<u8>, Option<i32>) {
         let mut stdin = self.0.stdin.take().expect("piped");
         let mut stdout = self.0.stdout.take().expect("piped");
         let input = input.to_vec();
-        thread::spawn(move || stdin.write_all(&input)); // one that ends early does not read it all
+        thread::spawn(move || stdin.write_all(&input)); // fails if the process ends early
         let reader = thread::spawn(move || {
-            let mut said = Vec::new();
-            stdout.read_to_end(&mut said).map(|_| said)
+            let mut output = Vec::new();
+            stdout.read_to_end(&mut output).map(|_| output)
         });
         let code = self.wait(limit);
         if code.is_none() {
             self.kill();
         }
-        let said = reader.join().expect("it does not panic").expect("a pipe");
+        let output = reader.join().expect("no panic").expect("a pipe");
         let code = code
-            .unwrap_or_else(|| panic!("not at its end after {limit:?}; it said: {}", text(&said)));
-        (said, code)
+            .unwrap_or_else(|| panic!("still running after {limit:?}; output: {}", text(&output)));
+        (output, code)
     }
 
-    /// How it ended: `None` when it did not.
+    /// Waits for its end. Returns its exit code, or `None` if it is still running.
     fn wait(&mut self, limit: Duration) -> Option<Option<i32>> {
-        let begun = Instant::now();
+        let started = Instant::now();
         loop {
-            if let Some(status) = self.0.try_wait().expect("it is ours") {
+            if let Some(status) = self.0.try_wait().expect("a child process") {
                 return Some(status.code());
             }
-            if begun.elapsed() > limit {
+            if started.elapsed() > limit {
                 return None;
             }
             thread::sleep(Duration::from_millis(5));
@@ -384,13 +390,13 @@ impl Drop for Process {
     }
 }
 
-/// A client that goes on.
-pub(crate) struct Talking {
+/// A client that keeps running.
+pub(crate) struct RunningClient {
     child: Process,
     lines: Receiver<String>,
 }
 
-impl Talking {
+impl RunningClient {
     fn start(command: &mut Command) -> Self {
         let mut child = Process::start(command);
         drop(child.0.stdin.take());
@@ -402,9 +408,9 @@ impl Talking {
         Self { child, lines }
     }
 
-    /// The next lines that it prints.
+    /// Returns the next lines that it prints.
     pub(crate) fn lines(&mut self, count: usize, limit: Duration) -> Vec<String> {
-        let line = |_| self.lines.recv_timeout(limit).expect("it says something");
+        let line = |_| self.lines.recv_timeout(limit).expect("a line of output");
         (0..count).map(line).collect()
     }
 
@@ -412,13 +418,13 @@ impl Talking {
         self.child.signal(name);
     }
 
-    /// Its exit code once it has ended by itself; `None` if it has not.
+    /// Waits until it ends by itself. Returns its exit code, or `None` if it is still running.
     pub(crate) fn finish(&mut self, limit: Duration) -> Option<i32> {
         self.child.wait(limit).flatten()
     }
 }
 
-/// Bytes that look like nothing in particular.
+/// Returns pseudo-random bytes.
 pub(crate) fn bytes(seed: usize, count: usize) -> Vec<u8> {
     let mut state = seed as u64 * 2 + 1;
     let next = || {

@@ -1,5 +1,4 @@
-//! What both sides have: a fabric, the links between them, and memory that the other side may
-//! reach.
+//! One side of a session: its fabric, its links, and the memory that the peer may access.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -8,51 +7,51 @@ use ferrite_fabric::wire::{GrantToken, Rights};
 use ferrite_fabric::{Config, Fabric, Link, Rdma, Region};
 use ferrite_verbs::Verbs;
 
-use super::talk::{TALK, hear_grant};
+use super::protocol::{CONTROL, receive_grant};
 use super::{IDLE_MAX, LINKS_MAX, Options, SIZE_MAX};
 use crate::choice::Mode;
 
 /// One side of a session.
-pub(super) struct Ends {
+pub(super) struct Side {
     pub(super) fabric: Fabric,
-    /// In the same order on both sides. The first carries what is said.
+    /// In the same order on both sides. The first carries the control messages.
     pub(super) links: Vec<Link>,
 }
 
-impl Ends {
-    /// Where the two sides talk.
-    pub(super) fn talk(&self) -> &Link {
+impl Side {
+    /// Returns the link for control messages.
+    pub(super) fn control_link(&self) -> &Link {
         &self.links[0]
     }
 
-    /// The link of a round: each in its turn.
-    pub(super) fn turn(&self, round: u64) -> &Link {
+    /// Returns the link of a round. Rounds use one link after the other.
+    pub(super) fn link_of_round(&self, round: u64) -> &Link {
         let count = self.links.len() as u64;
         &self.links[usize::try_from(round % count).unwrap_or(0)]
     }
 
-    /// Registers memory of `size` bytes for each link and tells the peer of it there.
+    /// Registers memory of `size` bytes for each link and sends the grant over that link.
     pub(super) fn expose(&self, size: u32, rights: Rights) -> anyhow::Result<Vec<Region>> {
         let regions = self.links.iter().map(|link| {
             let mut buf = self.fabric.buffer(size as usize)?;
-            buf.fill(0); // peers see what its last user left there
+            buf.fill(0); // hides the last user's data from the peer
             let region = link.register_memory(buf, rights).map_err(|(_, error)| error)?;
-            link.post_bytes(TALK, &region.grant(link).encode())?;
+            link.post_bytes(CONTROL, &region.grant(link).encode())?;
             Ok(region)
         });
         regions.collect()
     }
 
-    /// What the peer exposed, link by link.
+    /// Receives the grants of the peer, one from each link.
     pub(super) async fn grants(&self) -> anyhow::Result<Vec<GrantToken>> {
         let mut grants = Vec::with_capacity(self.links.len());
         for link in &self.links {
-            grants.push(hear_grant(link).await?);
+            grants.push(receive_grant(link).await?);
         }
         Ok(grants)
     }
 
-    /// A message of `size` bytes that ends in `last`.
+    /// Builds a message of `size` bytes that ends in `last`.
     pub(super) fn message(&self, size: u32, last: u8) -> anyhow::Result<Buf> {
         let mut buf = self.fabric.buffer(size as usize)?;
         buf.fill(0x5a);
@@ -62,7 +61,7 @@ impl Ends {
         Ok(buf.freeze())
     }
 
-    /// From here on the fabric waits like this.
+    /// Sets how the fabric waits from now on.
     pub(super) fn set_mode(&self, mode: Mode) {
         self.fabric.set_busy_poll_us(match mode {
             Mode::Poll => u32::MAX,
@@ -71,8 +70,8 @@ impl Ends {
     }
 }
 
-/// A fabric with the fabric's own settings but for what `options` say, on the device that has
-/// `local`; on all if none has. It sleeps while it waits.
+/// Builds a fabric with the default settings except those in `options`. It uses the device with the
+/// address `local`, or all devices if none has it. It sleeps while it waits.
 pub(super) fn fabric(
     verbs: &Verbs,
     local: Option<IpAddr>,
@@ -94,7 +93,7 @@ pub(super) fn fabric(
     Ok(builder.build()?)
 }
 
-/// The device with this address, as RoCE has it.
+/// Returns the RoCE device with this address.
 pub(in crate::bench) fn device_of(verbs: &Verbs, local: IpAddr) -> anyhow::Result<Option<String>> {
     for device in verbs.devices()? {
         let Ok(gids) = device.open().and_then(|context| context.gids()) else { continue };
@@ -105,7 +104,7 @@ pub(in crate::bench) fn device_of(verbs: &Verbs, local: IpAddr) -> anyhow::Resul
     Ok(None)
 }
 
-/// An address for people.
+/// Formats an address for the output.
 pub(in crate::bench) fn name(addr: Option<SocketAddr>) -> String {
     addr.map_or("?".to_owned(), |addr| addr.to_string())
 }

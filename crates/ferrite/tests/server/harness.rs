@@ -1,4 +1,4 @@
-//! `ferrite server` with a real engine: its file, its log, what it says in JSON, and its end.
+//! Runs `ferrite server` with a real engine: its file, its log, its JSON events and its exit code.
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 
 use std::fs::File;
@@ -12,10 +12,10 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-/// For what takes a moment, on a machine that has much to do.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+/// For steps that take a moment, on a busy machine.
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The module, built with ferrite-module's own tests: it lies beside this one.
+/// Returns the module. The build of ferrite-module's tests puts it into this test's directory.
 pub(crate) fn module() -> PathBuf {
     let module =
         std::env::current_exe().expect("a test has a file").with_file_name("libferrite_module.so");
@@ -23,8 +23,8 @@ pub(crate) fn module() -> PathBuf {
     module
 }
 
-/// A port that nobody has. Not one of those that the kernel gives to who connects: such a one may
-/// be taken, or even be the very end of a connection to itself, before the engine listens.
+/// Returns a free port outside of the kernel's ephemeral range. Before the engine listens, an
+/// ephemeral port may be taken by a client, or even connect to itself.
 pub(crate) fn free_port() -> u16 {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     loop {
@@ -37,7 +37,7 @@ pub(crate) fn free_port() -> u16 {
     }
 }
 
-/// A directory of a test's own, gone at its end.
+/// A temporary directory of a test; removed on drop.
 pub(crate) struct Directory(PathBuf);
 
 impl Directory {
@@ -54,7 +54,7 @@ impl Directory {
         &self.0
     }
 
-    /// A file in it.
+    /// Writes a file in the directory.
     pub(crate) fn file(&self, name: &str, text: &str) -> PathBuf {
         let path = self.0.join(name);
         std::fs::write(&path, text).expect("a file");
@@ -68,7 +68,7 @@ impl Drop for Directory {
     }
 }
 
-/// The sections that every test has, with more keys for each.
+/// Additional keys for the sections of a test's `ferrite.toml`.
 #[derive(Default)]
 pub(crate) struct Setup<'a> {
     pub(crate) server: &'a str,
@@ -81,13 +81,14 @@ impl Setup<'_> {
         let (directory, module) = (directory.display(), module());
         let Self { server, network, engine } = self;
         format!(
-            "[server]\nmodule = \"{}\"\ndata_dir = \"{directory}\"\n{server}\n[network]\n{network}\n[engine]\n{engine}\n",
+            "[server]\nmodule = \"{}\"\ndata_dir = \"{directory}\"\n{server}\n\
+             [network]\n{network}\n[engine]\n{engine}\n",
             module.display()
         )
     }
 }
 
-/// `ferrite server --json`, killed at the end of the test, and its engine with it.
+/// A running `ferrite server --json`. Drop kills it and its engine.
 pub(crate) struct Server {
     process: Child,
     lines: Receiver<String>,
@@ -96,7 +97,7 @@ pub(crate) struct Server {
 }
 
 impl Server {
-    /// What the file says; its log goes into the directory.
+    /// Starts it with the file of `setup`. Its log goes into the directory.
     pub(crate) fn start(directory: &Directory, setup: &Setup<'_>) -> Self {
         Self::start_with(directory, setup, |_| {})
     }
@@ -110,7 +111,7 @@ impl Server {
         let log = directory.path().join("log");
         let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
         command.args(["server", "--json", "--config"]).arg(file);
-        // Its private directory within ours: what is killed leaves it behind.
+        // Its private directory inside ours, because a killed ferrite does not remove it.
         command.env("XDG_RUNTIME_DIR", directory.path());
         command
             .stdin(Stdio::null())
@@ -133,9 +134,9 @@ impl Server {
         std::fs::read_to_string(&self.log).unwrap_or_default()
     }
 
-    /// The next thing that it says, which must be this one.
+    /// Returns the next event, which must have this name.
     pub(crate) fn event(&mut self, name: &str) -> Value {
-        let line = self.lines.recv_timeout(PATIENCE);
+        let line = self.lines.recv_timeout(TIMEOUT);
         let line = line.unwrap_or_else(|why| panic!("no {name} event: {why}; {}", self.log()));
         let event: Value = serde_json::from_str(&line)
             .unwrap_or_else(|why| panic!("{line}: {why}; {}", self.log()));
@@ -154,18 +155,18 @@ impl Server {
         signal(name, self.process.id());
     }
 
-    pub(crate) fn until_logged(&self, words: &str) {
-        until(words, || self.log().contains(words), || self.log());
+    pub(crate) fn until_logged(&self, text: &str) {
+        until(text, || self.log().contains(text), || self.log());
     }
 
-    /// Its exit code, and what it said on its standard output to the end.
+    /// Waits for its end. Returns the exit code and the rest of its standard output.
     pub(crate) fn end(&mut self) -> (Option<i32>, String) {
-        let begun = Instant::now();
+        let started = Instant::now();
         let status = loop {
-            if let Some(status) = self.process.try_wait().expect("it is ours") {
+            if let Some(status) = self.process.try_wait().expect("a child process") {
                 break status;
             }
-            assert!(begun.elapsed() < PATIENCE, "it does not end: {}", self.log());
+            assert!(started.elapsed() < TIMEOUT, "it does not end: {}", self.log());
             std::thread::sleep(Duration::from_millis(10));
         };
         (status.code(), self.lines.iter().collect::<Vec<_>>().join("\n"))
@@ -188,24 +189,25 @@ pub(crate) fn signal(name: &str, id: u32) {
     assert!(sent.success(), "SIG{name} to {id}");
 }
 
-/// An engine that has ended may wait for somebody to take note.
+/// Returns whether a process runs. A zombie does not count.
 pub(crate) fn is_alive(id: u32) -> bool {
     std::fs::read_to_string(format!("/proc/{id}/stat")).is_ok_and(|stat| !stat.contains(") Z "))
 }
 
 pub(crate) fn until(what: &str, mut done: impl FnMut() -> bool, log: impl Fn() -> String) {
-    let begun = Instant::now();
+    let started = Instant::now();
     while !done() {
-        assert!(begun.elapsed() < PATIENCE, "{what}: not in time; {}", log());
+        assert!(started.elapsed() < TIMEOUT, "{what}: not in time; {}", log());
         std::thread::sleep(Duration::from_millis(10));
     }
 }
 
-/// What an engine answers: a text, or a line with its first character.
-pub(crate) fn ask(mut engine: impl std::io::Read + std::io::Write, words: &[&str]) -> String {
-    let mut request = format!("*{}\r\n", words.len());
-    for word in words {
-        request += &format!("${}\r\n{word}\r\n", word.len());
+/// Runs a command. Returns a bulk string without its header, or a one-line reply with its type
+/// character.
+pub(crate) fn ask(mut engine: impl std::io::Read + std::io::Write, arguments: &[&str]) -> String {
+    let mut request = format!("*{}\r\n", arguments.len());
+    for argument in arguments {
+        request += &format!("${}\r\n{argument}\r\n", argument.len());
     }
     engine.write_all(request.as_bytes()).expect("it listens");
     let mut engine = BufReader::new(engine);
@@ -216,6 +218,6 @@ pub(crate) fn ask(mut engine: impl std::io::Read + std::io::Write, words: &[&str
         return line.trim_end().into();
     };
     let mut text = vec![0; length];
-    engine.read_exact(&mut text).expect("as much as it said");
+    engine.read_exact(&mut text).expect("the announced length");
     String::from_utf8(text).expect("UTF-8")
 }
