@@ -12,8 +12,11 @@
 //! `FERRITE_SEED=N` repeats one and prints what happens.
 
 mod application;
+mod connection;
 mod side;
+mod upgrade;
 mod wire;
+mod work;
 
 use std::time::{Duration, Instant};
 

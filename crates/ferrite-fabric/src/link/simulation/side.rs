@@ -2,48 +2,45 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
 
-use super::application::{CHANNELS, Operation};
+use super::application::CHANNELS;
 use super::wire::{Acknowledgement, Packet, Wires};
 use super::{Application, Random, Violation, violation};
 use crate::error::{Error, ErrorKind};
 use crate::fabric::slots::{Held, InFlight};
 use crate::latency::Latencies;
 use crate::link::core::{
-    ActiveTransport, Kind, LinkCore, Output, OwnLimits, RequestContext, Step, TcpOutput, Wakes,
+    ActiveTransport, Kind, LinkCore, Output, OwnLimits, RequestContext, Wakes,
 };
 use crate::link::keepalive::Keepalive;
 use crate::link::outbox::OneSided;
-use crate::mem::{Buf, BufMut, Pool, Purpose};
-use crate::wire::{Address, Features, Hello, TcpFrame, TcpFrameKind, Version};
+use crate::mem::{BufMut, Pool, Purpose};
+use crate::wire::{Features, Hello, Version};
 
 /// Requests that a queue pair takes.
 const SEND_QUEUE: usize = 16;
-/// Frames that the connection takes.
-const SOCKET_FRAMES: usize = 20;
-const SEGMENT_BYTES: u32 = 256;
+pub(super) const SEGMENT_BYTES: u32 = 256;
 
 /// A queue pair: what it has in flight, and its completions that nobody has looked at.
 pub(super) struct Path {
-    wire: u64,
-    in_flight: VecDeque<(u64, InFlight<RequestContext>)>,
-    last_work: u64,
-    completions: VecDeque<Completion>,
+    pub(super) wire: u64,
+    pub(super) in_flight: VecDeque<(u64, InFlight<RequestContext>)>,
+    pub(super) last_work: u64,
+    pub(super) completions: VecDeque<Completion>,
 }
 
-enum Completion {
+pub(super) enum Completion {
     Received { imm: u32, bytes: Option<Vec<u8>> },
     Sent(Acknowledgement),
 }
 
 impl Path {
-    fn new(wire: u64) -> Self {
+    pub(super) fn new(wire: u64) -> Self {
         Self { wire, in_flight: VecDeque::new(), last_work: 0, completions: VecDeque::new() }
     }
 
-    fn post(
+    pub(super) fn post(
         &mut self,
         wires: &mut Wires,
         to: usize,
@@ -62,15 +59,15 @@ impl Path {
 
 pub(super) struct Side {
     pub(super) core: LinkCore,
-    path: Option<Path>,
+    pub(super) path: Option<Path>,
     /// The path that the link is upgraded to.
     pub(super) next: Option<Path>,
     pub(super) tcp: Option<u64>,
-    asked: VecDeque<(u32, Held, RequestContext)>,
-    last_op: u32,
+    pub(super) asked: VecDeque<(u32, Held, RequestContext)>,
+    pub(super) last_op: u32,
     pub(super) application: Application,
-    pool: Pool,
-    wakes: Wakes,
+    pub(super) pool: Pool,
+    pub(super) wakes: Wakes,
     pub(super) is_shown: bool,
 }
 
@@ -125,13 +122,13 @@ pub(super) fn pair(
 }
 
 impl Side {
-    fn buffer(&self, bytes: &[u8]) -> BufMut {
+    pub(super) fn buffer(&self, bytes: &[u8]) -> BufMut {
         let mut buf = self.pool.take_uncharged(bytes.len(), Purpose::Send).expect("memory");
         buf.copy_from_slice(bytes);
         buf
     }
 
-    fn checked<T>(&mut self, result: Result<T, Error>) -> Result<T, Violation> {
+    pub(super) fn checked<T>(&mut self, result: Result<T, Error>) -> Result<T, Violation> {
         result.or_else(|error| violation(format!("{}: {error}", self.describe())))
     }
 
@@ -194,128 +191,6 @@ impl Side {
         self.core.failure().is_some_and(|error| error.kind() == ErrorKind::Closed)
     }
 
-    /// The application sends something.
-    pub(super) fn offer_work(
-        &mut self,
-        peer: &mut Application,
-        random: &mut Random,
-    ) -> Result<(), Violation> {
-        if self.core.check_open().is_err() {
-            return Ok(());
-        }
-        if random.chance(70) {
-            self.send_message(peer, random);
-        } else if !self.core.is_revoked(peer.grant) {
-            self.use_grant(peer, random);
-        }
-        Ok(())
-    }
-
-    fn send_message(&mut self, peer: &mut Application, random: &mut Random) {
-        let most = [0, 20, SEGMENT_BYTES as usize, 1800][random.below(4)];
-        let len = random.below(most + 1);
-        if !self.core.has_room(len as u64) {
-            return;
-        }
-        let message: Vec<u8> = (0..len).map(|_| random.next() as u8).collect();
-        let (one, other) = message.split_at(random.below(len + 1));
-        let parts: Vec<Buf> = [one, other].map(|part| self.buffer(part).freeze()).into();
-        let channel = random.below(CHANNELS.into()) as u16;
-        let fits = self.core.check_message(channel, len as u64);
-        if fits.and_then(|()| self.core.check_parts(&parts)).is_err() {
-            return;
-        }
-        if let Some(ticket) = self.core.push(channel, parts, random.chance(50)) {
-            self.application.operations.push(Operation { ticket, written: 0, is_read: false });
-        }
-        peer.expect(channel, message);
-    }
-
-    fn use_grant(&mut self, peer: &mut Application, random: &mut Random) {
-        let own = &mut self.application;
-        let kind = [Kind::Write, Kind::Notice, Kind::Read][random.below(3)];
-        let is_read = kind == Kind::Read;
-        let written = if is_read { own.last_answered } else { own.last_written + 1 };
-        if !is_read {
-            own.last_written = written;
-        }
-        if kind == Kind::Notice {
-            peer.expect_notice(written as u32);
-        }
-        let buf = self.buffer(&written.to_le_bytes());
-        let held = if is_read { Held::Unique(buf) } else { Held::Shared(buf.freeze()) };
-        let operation = OneSided {
-            kind,
-            held,
-            ticket: None,
-            grant: peer.grant,
-            base: 0,
-            rkey: 0,
-            offset: 0,
-            bytes: 8,
-            imm: written as u32,
-        };
-        let ticket = self.core.push_one_sided(operation, true).expect("somebody waits");
-        self.application.operations.push(Operation { ticket, written, is_read });
-    }
-
-    /// The application takes a message, if there is one; returns whether there was.
-    pub(super) fn take_message(&mut self) -> Result<bool, Violation> {
-        match self.core.pop() {
-            Ok(Some(message)) => {
-                match message.notice() {
-                    Some(imm) => self.application.on_notice(imm)?,
-                    None => self.application.on_message(message.channel(), &message.to_vec())?,
-                }
-                Ok(true)
-            }
-            Ok(None) | Err(_) => Ok(false),
-        }
-    }
-
-    /// Looks which operations have been answered.
-    pub(super) fn poll_operations(&mut self) -> Result<(), Violation> {
-        let mut left = Vec::new();
-        for operation in std::mem::take(&mut self.application.operations) {
-            let Poll::Ready(outcome) = self.core.poll_ticket(operation.ticket, Waker::noop())
-            else {
-                left.push(operation);
-                continue;
-            };
-            match (outcome.result, operation.is_read) {
-                (Ok(()), true) => {
-                    let bytes = outcome.buf.as_ref().and_then(|buf| buf.first_chunk().copied());
-                    let Some(value) = bytes.map(u64::from_le_bytes) else {
-                        return violation("a read without its bytes");
-                    };
-                    if !(operation.written..=self.application.last_written).contains(&value) {
-                        let written = operation.written;
-                        return violation(format!("a read of {value} after a write of {written}"));
-                    }
-                }
-                (Ok(()), false) => {
-                    let last = &mut self.application.last_answered;
-                    *last = (*last).max(operation.written);
-                }
-                (Err(error), _) if error.kind() == ErrorKind::Denied => {
-                    self.application.refused += 1;
-                }
-                (Err(_), _) if self.core.failure().is_some() => {}
-                (Err(error), _) => return violation(format!("an operation failed: {error}")),
-            }
-        }
-        self.application.operations = left;
-        Ok(())
-    }
-
-    /// Ends the grant of this side's memory.
-    pub(super) fn revoke(&mut self, random: &mut Random) {
-        let own = &mut self.application;
-        if random.chance(20) && self.core.is_up() && !std::mem::replace(&mut own.is_revoked, true) {
-            self.core.revoke(own.grant);
-        }
-    }
-
     /// Sends what may go.
     pub(super) fn pump(
         &mut self,
@@ -370,40 +245,6 @@ impl Side {
             }
             if let Some(path) = &mut self.path {
                 path.post(wires, to, packet, held, request);
-            }
-        }
-    }
-
-    fn write_all(&mut self, wires: &mut Wires, to: usize) {
-        let Some(tcp) = self.tcp else { return };
-        while wires.tcp(tcp).frames[to].len() < SOCKET_FRAMES {
-            let asked = self.asked.len();
-            match self.core.next_tcp_output(|_| asked < 4) {
-                Some(TcpOutput::Frame { frame, body, request }) => {
-                    wires.tcp(tcp).frames[to].push_back((frame, body.bytes().to_vec()));
-                    if let Some(request) = request {
-                        self.core.on_tcp_sent(request, &mut self.wakes);
-                    }
-                }
-                Some(TcpOutput::Operation { mut frame, held, request }) => {
-                    self.last_op += 1;
-                    frame.op = self.last_op;
-                    let bytes = match &held {
-                        Held::Shared(buf) => buf.to_vec(),
-                        _ => Vec::new(),
-                    };
-                    wires.tcp(tcp).frames[to].push_back((frame, bytes));
-                    self.asked.push_back((self.last_op, held, request));
-                }
-                None => return,
-            }
-        }
-    }
-
-    fn write_said(&mut self, wires: &mut Wires, to: usize) {
-        if let Some(tcp) = self.tcp {
-            while let Some((frame, body)) = self.core.next_said() {
-                wires.tcp(tcp).frames[to].push_back((frame, body.bytes().to_vec()));
             }
         }
     }
@@ -508,7 +349,7 @@ impl Side {
         Ok(())
     }
 
-    fn answer_revocations(&mut self) {
+    pub(super) fn answer_revocations(&mut self) {
         let Self { core, path, asked, .. } = self;
         core.answer_revocations(|grant| {
             let in_flight = path.iter().flat_map(|path| &path.in_flight);
@@ -558,173 +399,6 @@ impl Side {
         match self.core.failure() {
             Some(error) if error.kind() == ErrorKind::Protocol => violation(error.to_string()),
             _ => Ok(()),
-        }
-    }
-
-    /// Takes the next frame of the connection.
-    pub(super) fn on_tcp(
-        &mut self,
-        wires: &mut Wires,
-        side: usize,
-        now: Instant,
-    ) -> Result<(), Violation> {
-        let Some(tcp) = self.tcp.filter(|_| self.core.failure().is_none()) else { return Ok(()) };
-        if self.core.is_to_be_detached() {
-            return Ok(()); // the queue pair has to go first
-        }
-        let Some((frame, bytes)) = wires.tcp(tcp).frames[side].pop_front() else { return Ok(()) };
-        if self.is_shown && frame.kind.is_of_moving() {
-            eprintln!("side {side} ({:?}) hears {:?}", self.core.transport(), frame.kind);
-        }
-        self.core.on_heard(now);
-        let answer = self.on_tcp_frame(&frame, &bytes, now)?;
-        wires.tcp(tcp).frames[1 - side].extend(answer);
-        if self.core.lost().is_some() {
-            self.core.resume(&mut self.wakes);
-        }
-        self.answer_revocations();
-        match self.core.failure() {
-            Some(error) if error.kind() == ErrorKind::Protocol => violation(error.to_string()),
-            _ => Ok(()),
-        }
-    }
-
-    fn on_tcp_frame(
-        &mut self,
-        frame: &TcpFrame,
-        bytes: &[u8],
-        now: Instant,
-    ) -> Result<Option<(TcpFrame, Vec<u8>)>, Violation> {
-        let &TcpFrame { kind, imm, op, grant, .. } = frame;
-        let answer = |kind, bytes: Vec<u8>| {
-            let len = bytes.len() as u32;
-            (TcpFrame { kind, imm: 0, len, op, grant: 0, offset: 0 }, bytes)
-        };
-        if kind.is_of_moving() {
-            let body = (!bytes.is_empty()).then_some(bytes);
-            let heard = self.core.on_path_frame(frame, body, &mut self.wakes);
-            if self.checked(heard)? {
-                self.path = self.next.take();
-            }
-            return Ok(None);
-        }
-        let is_served = grant == self.application.grant && !self.application.is_revoked;
-        match kind {
-            TcpFrameKind::Frame => {
-                let buf = self.buffer(bytes);
-                let taken = self.core.on_frame(imm, Some(buf), now, &mut self.wakes);
-                self.checked(taken)?;
-                Ok(None)
-            }
-            TcpFrameKind::Write | TcpFrameKind::WriteImm => {
-                if is_served {
-                    let value = bytes.first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes));
-                    self.application.on_write(grant, value)?;
-                }
-                if kind == TcpFrameKind::WriteImm && is_served {
-                    let taken = self.core.on_frame(imm, None, now, &mut self.wakes);
-                    self.checked(taken)?;
-                } else if kind == TcpFrameKind::WriteImm {
-                    self.core.on_refused_notice();
-                }
-                let done = if is_served { TcpFrameKind::Done } else { TcpFrameKind::Denied };
-                Ok(Some(answer(done, Vec::new())))
-            }
-            TcpFrameKind::Read if is_served => {
-                let value = self.application.on_read(grant)?;
-                Ok(Some(answer(TcpFrameKind::Data, value.to_le_bytes().to_vec())))
-            }
-            TcpFrameKind::Read => Ok(Some(answer(TcpFrameKind::Denied, Vec::new()))),
-            _ => {
-                let Some((expected, held, request)) = self.asked.pop_front() else {
-                    return violation("an answer to no question");
-                };
-                if expected != op {
-                    return violation("an answer to another question");
-                }
-                let (held, data) = match kind {
-                    TcpFrameKind::Data => (Held::Nothing, Some(self.buffer(bytes))),
-                    _ => (held, None),
-                };
-                let result = match kind {
-                    TcpFrameKind::Denied => Err(Error::new(ErrorKind::Denied, "refused")),
-                    _ => Ok(()),
-                };
-                let taken = self.core.on_answer((held, request), data, result, &mut self.wakes);
-                self.checked(taken)?;
-                Ok(None)
-            }
-        }
-    }
-
-    /// The driver looks at what the core asks for; returns whether RDMA carries the link now.
-    pub(super) fn take_steps(&mut self, wires: &mut Wires, accepts: bool) -> bool {
-        let mut is_upgraded = false;
-        for step in self.core.take_steps() {
-            if self.is_shown {
-                eprintln!("{} takes {step:?}", self.describe());
-            }
-            match step {
-                Step::Offered(_) if !accepts => self.withdraw(),
-                Step::Offered(address) => {
-                    self.next = Some(Path::new(address.qp_num.into()));
-                    self.core.begin_attempt();
-                    self.core.begin_upgrade();
-                    self.core.say(TcpFrameKind::Answer, Some(&address));
-                }
-                Step::Answered(_) => {
-                    let to = usize::from(self.core.is_caller());
-                    if let Some(next) = &mut self.next {
-                        let (imm, bytes) = self.core.probe();
-                        let packet = Packet::Frame { imm, bytes: bytes.to_vec() };
-                        next.post(wires, to, packet, Held::Nothing, RequestContext::default());
-                    }
-                }
-                Step::Probed => self.core.switch(),
-                Step::Failed => self.withdraw(),
-                Step::Withdrawn => {
-                    self.next = None;
-                    self.core.end_upgrade();
-                }
-                Step::Arrived => {
-                    self.core.reset_backoff();
-                    is_upgraded = true;
-                }
-            }
-        }
-        is_upgraded
-    }
-
-    /// Gives up the way up.
-    pub(super) fn withdraw(&mut self) {
-        if self.is_shown {
-            eprintln!("{} withdraws", self.describe());
-        }
-        self.core.say(TcpFrameKind::Withdraw, None);
-        self.core.end_upgrade();
-        self.next = None;
-    }
-
-    /// Offers to go up to RDMA.
-    pub(super) fn offer(&mut self, wires: &mut Wires) {
-        let may_offer = self.core.is_up()
-            && self.core.transport() == ActiveTransport::Tcp
-            && !self.core.is_upgrading();
-        if may_offer {
-            let wire = wires.lay();
-            self.core.begin_attempt();
-            self.next = Some(Path::new(wire));
-            self.core.begin_upgrade();
-            let address = Address {
-                qp_num: wire as u32,
-                psn: 1,
-                lid: 0,
-                mtu: 3,
-                reads_in: 1,
-                reads_out: 1,
-                gid: [1; 16],
-            };
-            self.core.say(TcpFrameKind::Offer, Some(&address));
         }
     }
 
