@@ -151,7 +151,7 @@ fn check_file(file: &str, text: &str, findings: &mut Findings) {
 fn check_shape(file: &str, text: &str, findings: &mut Findings) {
     match file.rsplit('/').next() {
         Some("mod.rs") => {
-            findings.fail(file, 1, "named mod.rs", "name it after its module: `foo.rs` + `foo/`")
+            findings.fail(file, 1, "named mod.rs", "name it after its module: `foo.rs` + `foo/`");
         }
         Some("utils.rs") => findings.fail(file, 1, "named utils.rs", "name it for what it does"),
         _ => {}

@@ -110,7 +110,7 @@ impl Handshakes {
     fn put(&mut self, key: CmKey, handshake: Handshake) {
         match handshake {
             Handshake::Outgoing(_) | Handshake::Commanded { is_incoming: false, .. } => {
-                self.outgoing += 1
+                self.outgoing += 1;
             }
             Handshake::Commanded { is_incoming: true, .. } => self.commanded += 1,
             _ => {}
@@ -122,7 +122,7 @@ impl Handshakes {
         let handshake = self.by_key.remove(&key)?;
         match handshake {
             Handshake::Outgoing(_) | Handshake::Commanded { is_incoming: false, .. } => {
-                self.outgoing -= 1
+                self.outgoing -= 1;
             }
             Handshake::Incoming { .. } => drop(self.incoming.leave(key)),
             Handshake::Commanded { is_incoming: true, .. } => self.commanded -= 1,

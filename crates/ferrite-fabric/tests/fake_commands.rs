@@ -84,7 +84,7 @@ fn accept(server: &Fabric, listener: &mut Listener) -> Link {
 fn exchange(server: &Fabric, client: &Fabric, there: &Link, here: &Link) {
     let to_server = there.clone();
     while_driving(server, client, move |_| {
-        to_server.post_bytes(0, &[7; 100_000]).expect("room in the queue")
+        to_server.post_bytes(0, &[7; 100_000]).expect("room in the queue");
     });
     assert_eq!(server.block_on(here.recv()).expect("a message").len(), 100_000);
     here.post_bytes(0, b"answer").expect("room in the queue");

@@ -60,7 +60,7 @@ pub(crate) fn run(verbs: Option<Verbs>, hosts: [Host; 2], work_divisor: usize, t
     let runtime = runtime.expect("a runtime");
     let fixture = StreamFixture { verbs, hosts, work_divisor };
     runtime.block_on(async {
-        tokio::time::timeout(TEST_TIMEOUT, test(fixture)).await.expect("the test ends in time")
+        tokio::time::timeout(TEST_TIMEOUT, test(fixture)).await.expect("the test ends in time");
     });
     // The drivers end by themselves when their fabric has no user and no link.
     let begun = Instant::now();

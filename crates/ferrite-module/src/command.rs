@@ -177,7 +177,7 @@ fn doctor(module: &mut Module, words: &[String]) -> Reply {
                     say(false, "the transport thread has ended; see the engine's log");
                 }
                 Some(why) => {
-                    say(false, &format!("{}: TCP only, no RDMA: {why}", listener.all_addresses()))
+                    say(false, &format!("{}: TCP only, no RDMA: {why}", listener.all_addresses()));
                 }
                 None => say(
                     true,

@@ -388,7 +388,7 @@ impl Gateway {
         };
         match (connected, &self.inside) {
             (Ok(proxy), None) => {
-                pass_through(client, proxy, Vec::new(), BUFFER, open, shutdown).await
+                pass_through(client, proxy, Vec::new(), BUFFER, open, shutdown).await;
             }
             (Ok(proxy), Some(inside)) => {
                 open.entry.is_called.store(true, Ordering::Relaxed);

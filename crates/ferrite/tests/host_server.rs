@@ -427,7 +427,7 @@ fn exits_or_restarts_after_the_engine_was_killed() {
     let network = network();
     let mut server = Server::start(&directory, &Setup { network: &network, ..Setup::default() });
     let kill = |event: &Value| {
-        signal("KILL", u32::try_from(event["pid"].as_u64().expect("an id")).expect("an id"))
+        signal("KILL", u32::try_from(event["pid"].as_u64().expect("an id")).expect("an id"));
     };
     kill(&server.event("ready"));
     assert_eq!(server.end().0, Some(137), "{}", server.log());

@@ -96,7 +96,7 @@ pub fn control(bytes: &[u8]) {
         }
         Err(ControlError::Short { got }) => assert!(got == bytes.len() && got < CONTROL_BYTES),
         Err(ControlError::Unknown { kind }) => {
-            assert!(kind == bytes[0] && !(1..=7).contains(&kind))
+            assert!(kind == bytes[0] && !(1..=7).contains(&kind));
         }
         Err(error) => panic!("unexpected: {error}"),
     }

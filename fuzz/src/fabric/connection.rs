@@ -217,7 +217,8 @@ impl Harness {
             4 => waiting.extend(link.rdma_read(&token, offset, buf(len)).ok().map(operation)),
             5 => waiting.extend(link.rdma_write(&token, offset, buf(len)).ok().map(operation)),
             6 => {
-                waiting.extend(link.rdma_write_imm(&token, offset, buf(len), 9).ok().map(operation))
+                waiting
+                    .extend(link.rdma_write_imm(&token, offset, buf(len), 9).ok().map(operation));
             }
             _ => waiting.push(sent(link.close())),
         }
@@ -363,7 +364,7 @@ impl Peer {
                 TcpFrameKind::Frame => assert!(follows <= FRAME_BYTES, "{tcp_frame:?}"),
                 TcpFrameKind::Data => assert!(follows <= REGION_BYTES, "{tcp_frame:?}"),
                 TcpFrameKind::Write | TcpFrameKind::WriteImm => {
-                    assert!(follows <= 255, "{tcp_frame:?}")
+                    assert!(follows <= 255, "{tcp_frame:?}");
                 }
                 TcpFrameKind::Read
                 | TcpFrameKind::Done

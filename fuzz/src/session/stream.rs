@@ -216,7 +216,7 @@ fn read(harness: &Harness, run: &mut Run, count: usize) -> bool {
             assert!(got.is_empty() && run.model.ending == Ending::None, "{:?}", run.model.ending);
         }
         Poll::Ready(Ok(())) => {
-            assert!(!got.is_empty(), "the stream ended although the peer did not end it")
+            assert!(!got.is_empty(), "the stream ended although the peer did not end it");
         }
         Poll::Ready(Err(_)) => assert_eq!(run.model.ending, Ending::Broken),
     }

@@ -28,14 +28,14 @@ pub(super) fn write(reply: &Value<'_>, strings: Strings, out: &mut Vec<u8>) {
             out.push(b'}');
         }
         Value::Simple(text) | Value::Bulk(text) | Value::Verbatim { text, .. } => {
-            string(text, strings, out)
+            string(text, strings, out);
         }
         Value::Chunks(chunks) => string(&chunks.concat(), strings, out),
         Value::Null => out.extend(b"null"),
         Value::Boolean(value) => out.extend_from_slice(if *value { b"true" } else { b"false" }),
         Value::Integer(value) => out.extend(value.to_string().bytes()),
         Value::Double { text, .. } | Value::BigNumber(text) if is_number(text) => {
-            out.extend_from_slice(text)
+            out.extend_from_slice(text);
         }
         Value::Double { text, .. } | Value::BigNumber(text) => string(text, strings, out),
         Value::Array(values) | Value::Set(values) | Value::Push(values) => {

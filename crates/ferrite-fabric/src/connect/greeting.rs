@@ -194,7 +194,7 @@ impl Poller {
     pub(super) fn dial_failed(&mut self, shared: &Shared, purpose: Purpose, error: Error) {
         match purpose {
             Purpose::Link(reply, fallback) => {
-                drop(reply.send(Err(combine_errors(error, fallback))))
+                drop(reply.send(Err(combine_errors(error, fallback))));
             }
             Purpose::Rdma(reply, _) => drop(reply.send(Err(error))),
             Purpose::Resume(name, _) => self.redial_failed(shared, name, &error),

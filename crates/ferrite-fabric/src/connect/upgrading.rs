@@ -73,7 +73,7 @@ impl Poller {
         };
         if policy == Rdma::Require || link.failure_known() {
             link.with_wakes(&mut self.wakes, |state, _, wakes| {
-                state.core.end(error.clone(), wakes)
+                state.core.end(error.clone(), wakes);
             });
             let _ = reply.send(Err(error));
             return;
@@ -158,7 +158,7 @@ impl Poller {
                 };
                 match begun {
                     Ok(begun) => {
-                        poller.create_upgrade_queue_pair(shared, &link, attempt, begun, peer)
+                        poller.create_upgrade_queue_pair(shared, &link, attempt, begun, peer);
                     }
                     Err(error) => poller.upgrade_failed(shared, &link, error),
                 }

@@ -36,7 +36,7 @@ pub(super) fn rank(failure: Failure, facts: &Facts) -> Vec<Cause> {
         Failure::Completion(status) => match status {
             Status::SUCCESS => {}
             Status::RETRY_EXCEEDED | Status::RESPONSE_TIMEOUT => {
-                no_response(&mut found, failure, facts)
+                no_response(&mut found, failure, facts);
             }
             Status::RNR_RETRY_EXCEEDED => stalled_peer(&mut found, failure, facts),
             Status::FLUSHED | Status::LOCAL_QP_OPERATION | Status::GENERAL => {

@@ -201,7 +201,7 @@ impl Poller {
                 let command = move || {
                     let result = catch_panic(|| work(&mut own)).unwrap_or_else(Err);
                     Box::new(move |poller: &mut Self, shared: &Shared| {
-                        then(poller, shared, own, result)
+                        then(poller, shared, own, result);
                     }) as Finish
                 };
                 queue.push(source.into(), Job::Command(Box::new(command)));

@@ -140,7 +140,7 @@ impl Poller {
             Destroying::Queue(queue) => self.destroy(shared, link, queue),
             // The last completion of the requests in flight calls this again, or else the timer.
             Destroying::NotYet if by_force => {
-                self.timers.add(self.now + DRAIN, Timer::Drain(link.name))
+                self.timers.add(self.now + DRAIN, Timer::Drain(link.name));
             }
             Destroying::NotYet => {}
         }

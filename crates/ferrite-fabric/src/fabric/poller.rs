@@ -351,7 +351,7 @@ impl Poller {
                         let what = format!("link to {}: the {}", link.peer_name(), event.kind);
                         let error = Error::new(ErrorKind::LinkDown, what);
                         link.with_wakes(&mut self.wakes, |state, _, wakes| {
-                            state.core.fail(error, wakes)
+                            state.core.fail(error, wakes);
                         });
                     }
                 }
@@ -481,7 +481,7 @@ impl Poller {
             Timer::LastReceive(name) => {
                 let Some(link) = self.link_named(shared, name) else { return };
                 link.with_wakes(&mut self.wakes, |state, _, _| {
-                    state.stop_waiting_for_last_receive()
+                    state.stop_waiting_for_last_receive();
                 });
             }
             Timer::Leaving(device, number) => self.leaving_timed_out(shared, device, number),

@@ -11,6 +11,8 @@
 //! every operation answered, every link ends. `cargo xtask simulate --seeds N` runs many;
 //! `FERRITE_SEED=N` repeats one and prints what happens.
 
+#![expect(clippy::print_stderr, clippy::print_stdout, reason = "shows a run to whoever repeats it")]
+
 mod application;
 mod connection;
 mod side;

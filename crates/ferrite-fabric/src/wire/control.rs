@@ -165,7 +165,7 @@ mod tests {
             match Control::decode(&bytes) {
                 Ok(message) => prop_assert_eq!(Control::decode(&message.encode()), Ok(message)),
                 Err(ControlError::Short { got }) => {
-                    prop_assert!(got == bytes.len() && got < CONTROL_BYTES)
+                    prop_assert!(got == bytes.len() && got < CONTROL_BYTES);
                 }
                 Err(ControlError::Unknown { kind }) => prop_assert!(kind == 0 || kind > 7),
             }

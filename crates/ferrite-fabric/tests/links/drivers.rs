@@ -152,7 +152,7 @@ pub(crate) fn dedicated_threads(fixture: &Fixture) {
                 let (there, here) = in_time(async { join!(calling, listener.accept()) });
                 let (there, here) = (there.expect("connect"), here.expect("accept"));
                 scope.spawn(move || {
-                    in_time(check_echoes(there, client, rounds)).expect("closed cleanly")
+                    in_time(check_echoes(there, client, rounds)).expect("closed cleanly");
                 });
                 scope.spawn(move || in_time(echo(here)).expect("closed cleanly"));
             }

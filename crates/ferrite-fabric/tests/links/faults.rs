@@ -360,7 +360,7 @@ fn failed_registration_for_a_control_frame() {
         for number in 0..20_u64 {
             match pair.drive(pair.b.link.recv()) {
                 Ok(message) => {
-                    assert!(message.to_vec() == pattern(number, 300), "message {number}")
+                    assert!(message.to_vec() == pattern(number, 300), "message {number}");
                 }
                 Err(error) => {
                     assert_root_cause(&error, &[ErrorKind::Resources]);

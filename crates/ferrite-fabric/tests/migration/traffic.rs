@@ -163,7 +163,7 @@ fn post(link: &Link, bytes: &[u8]) -> Result<(), ferrite_fabric::Error> {
     loop {
         match link.post_bytes(CHANNEL, bytes) {
             Err(error) if error.kind() == ErrorKind::Full => {
-                std::thread::sleep(Duration::from_micros(200))
+                std::thread::sleep(Duration::from_micros(200));
             }
             posted => return posted,
         }

@@ -139,7 +139,7 @@ pub(crate) fn normalised(reply: &[u8]) -> Vec<u8> {
         let plain = payload.map(|text| text.strip_prefix(b"txt:").unwrap_or(text));
         match plain {
             Some(text) if text.starts_with(b"id=") => {
-                out.extend_from_slice(client_info(text).as_bytes())
+                out.extend_from_slice(client_info(text).as_bytes());
             }
             _ if is_hello => out.extend_from_slice(b"(differs)"),
             Some(text) => out.extend_from_slice(&[head, b"\n", text].concat()),

@@ -118,7 +118,7 @@ impl<'a> Value<'a> {
             Self::BigNumber(digits) => line(b'(', digits, into),
             Self::BlobError(bytes) => blob(b'!', bytes, into),
             Self::Verbatim { format, text } => {
-                blob(b'=', &[format, &b":"[..], text].concat(), into)
+                blob(b'=', &[format, &b":"[..], text].concat(), into);
             }
             Self::Array(values) => aggregate(b'*', values, into),
             Self::Set(values) => aggregate(b'~', values, into),

@@ -158,7 +158,7 @@ impl Config {
             let below = keys::full_name(section, name);
             match value.get_ref() {
                 DeValue::Table(table) if keys::is_section(&below) => {
-                    self.take(&below, table, line_of)?
+                    self.take(&below, table, line_of)?;
                 }
                 value if section == "engine" => {
                     self.add_directive(name, &Value(value)).map_err(at_key)?;

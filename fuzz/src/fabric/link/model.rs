@@ -150,7 +150,7 @@ impl Model {
         match (wrong, result) {
             (None, Ok(())) => self.queued[usize::from(channel)].push_back(bytes.to_vec()),
             (None, Err(ErrorKind::Full)) => {
-                assert!(!self.all_sent(), "the queue is full although everything was sent")
+                assert!(!self.all_sent(), "the queue is full although everything was sent");
             }
             (wrong, result) => assert_eq!(wrong, result.err()),
         }
@@ -175,7 +175,7 @@ impl Model {
                 Control::Credit => {}
                 Control::Fin => assert!(self.closing && !std::mem::replace(&mut self.fin, true)),
                 Control::FinAck => {
-                    assert!(self.peer_fin && !std::mem::replace(&mut self.fin_ack, true))
+                    assert!(self.peer_fin && !std::mem::replace(&mut self.fin_ack, true));
                 }
                 answer => assert_eq!(self.answers.pop_front(), Some(answer)),
             }

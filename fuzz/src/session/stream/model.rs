@@ -208,7 +208,7 @@ impl Model {
                 self.due_at = 0;
             }
             Message::Keepalive | Message::GetServerFeature { .. } => {
-                assert_eq!(self.role, Role::Server)
+                assert_eq!(self.role, Role::Server);
             }
             Message::SetClientFeature { .. } => panic!("the stream must not set features"),
         }

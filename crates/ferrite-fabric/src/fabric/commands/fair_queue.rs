@@ -146,7 +146,7 @@ impl<J> FairQueue<J> {
         let Some(source) = source else { return };
         match self.was_slow.get(&source) {
             Some(since) if now.saturating_duration_since(*since) < SLOW_FOR => {
-                self.slow.push_back(source)
+                self.slow.push_back(source);
             }
             _ => self.quick.push_back(source),
         }

@@ -32,7 +32,7 @@ pub(super) fn run(options: &Options, listen: SocketAddr) -> anyhow::Result<()> {
         {
             Ok(served) if options.json => println!("{}", serde_json::to_string(&served)?),
             Ok(Served { peer, device, tests }) => {
-                println!("served {peer} on {device}: tests {tests}")
+                println!("served {peer} on {device}: tests {tests}");
             }
             Err(error) if options.once => return Err(error),
             // A failed client does not stop the server.
