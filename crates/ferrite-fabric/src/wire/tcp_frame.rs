@@ -14,10 +14,10 @@
 //!   6 Data      op, and the bytes that were read
 //!   7 Denied    op: the grant does not cover it, or was revoked
 //!
-//!   8 Offer     an address: offers to upgrade to RDMA
-//!   9 Answer    an address: accepts the offer
-//!  10 Withdraw  cancels the upgrade
-//!  11 Switch    the last frame of this side over TCP, except answers
+//!   8 Offer     op: its number, and an address: offers to upgrade to RDMA
+//!   9 Answer    op, and an address: accepts the offer
+//!  10 Withdraw  op: cancels the upgrade
+//!  11 Switch    op: the last frame of this side over TCP, except answers
 //!  12 Resume    offset: frames that arrived; RDMA is lost, and the rest is sent here
 //!  13 Rekey     grant, offset, imm: address and key of a grant on the next device
 //! ```
