@@ -342,7 +342,9 @@ impl LinkState {
         if Frame::from_imm(imm).more {
             buf = fitting(pool, buf);
         }
-        self.core.on_frame(imm, Some(buf), now, wakes)
+        self.core.on_frame(imm, Some(buf), now, wakes)?;
+        self.answer_revocations();
+        Ok(())
     }
 
     /// A send, write or read has completed. `failure` makes the error if it is the first.
