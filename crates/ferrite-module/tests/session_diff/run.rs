@@ -47,6 +47,9 @@ pub(crate) struct Pair {
     faults: Faults,
     setup: Setup,
     said: Vec<Said>,
+    /// One engine has refused commands by their heads that the other has run: from then on their
+    /// decisions and their data may differ.
+    has_refused_heads: bool,
 }
 
 impl Pair {
@@ -54,7 +57,13 @@ impl Pair {
     pub(crate) fn begin(engine: &Engine, session: &Session) -> Self {
         let sides = [false, true].map(|is_module| Side::begin(engine, &session.setup, is_module));
         let said = vec![Said::default(); session.setup.clients];
-        Self { sides, faults: Faults::default(), setup: session.setup.clone(), said }
+        Self {
+            sides,
+            faults: Faults::default(),
+            setup: session.setup.clone(),
+            said,
+            has_refused_heads: false,
+        }
     }
 
     pub(crate) fn run(&mut self, session: &Session) -> Result<(), Finding> {
@@ -269,6 +278,7 @@ impl Pair {
     /// was cut into reads.
     fn is_engines_mood(&mut self, client: usize) -> bool {
         if self.sides.iter().any(|side| is_refused_by_its_head(&side.clients[client].heard)) {
+            self.has_refused_heads = true;
             return true;
         }
         let [engine, module] = &mut self.sides;
@@ -306,6 +316,9 @@ impl Pair {
         self.settle()?;
         self.compare(&mut Vec::new())?;
         self.check_alive()?;
+        if self.has_refused_heads {
+            return Ok(());
+        }
         let logs: Vec<_> = self
             .sides
             .iter_mut()
