@@ -146,7 +146,7 @@ macro_rules! run_suite {
             idle_links_stay);
         run_suite!(@ $run, meeting:
             nobody_listens, nobody_there, nobody_answers, given_up, made_and_never_taken, dropped_listener,
-            limit_of_links, fifty_at_once);
+            limit_of_links, fifty_at_once, listener_was_away);
         run_suite!(@ $run, one_sided:
             reads, writes, notices, bounds_and_rights, revoke_idle, revoke_many, revoke_under_fire,
             revoke_has_a_deadline, expires, dropped_region, revoke_without_a_link, forgotten_operations);

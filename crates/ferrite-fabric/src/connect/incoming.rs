@@ -179,7 +179,9 @@ impl Poller {
         if self.meetings.commanded >= COMMANDED_MAX {
             return false;
         }
-        match self.meetings.incoming.place(of(id), self.now, door_limits(shared)) {
+        // By the time up to which we have heard all: a handshake is not old because this side was away for long, and what
+        // it said meanwhile may be behind this request.
+        match self.meetings.incoming.place(of(id), self.heard_all, door_limits(shared)) {
             Place::Free => true,
             Place::Later(_) => false,
             Place::Of(oldest) => {

@@ -81,6 +81,8 @@ pub(crate) struct Poller {
     pub(crate) wakes: Wakes,
     /// The time of the last look.
     pub(crate) now: Instant,
+    /// All that had come by then was handled.
+    pub(crate) heard_all: Instant,
     looked: quanta::Instant,
 }
 
@@ -111,6 +113,7 @@ impl Poller {
             shrinking: Shrinking::default(),
             wakes: Wakes::new(),
             now: Instant::now(),
+            heard_all: Instant::now(),
             looked: quanta::Instant::recent(),
         }
     }
@@ -301,6 +304,9 @@ impl Poller {
             }
         }
         self.ready = ready;
+        if !self.unfinished {
+            self.heard_all = self.now;
+        }
         self.watch_memory(shared);
         for _ in 0..TIMERS {
             let Some(timer) = self.timers.due(self.now) else { break };

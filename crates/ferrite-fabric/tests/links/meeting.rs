@@ -326,6 +326,31 @@ pub(crate) fn fifty_at_once(fixture: &Fixture) {
     }
 }
 
+/// A listener that was away for long: what peers said meanwhile counts, although others ask before it is read.
+pub(crate) fn listener_was_away(fixture: &Fixture) {
+    let [host, peer] = &fixture.hosts;
+    let timeout = Duration::from_secs(4); // a twentieth of it is what a handshake has before it may be pushed out
+    let server =
+        fixture.engine(host, &Config { max_half_open: 2, connection_timeout: timeout, ..Config::default() });
+    let [first, second] = [0, 1].map(|_| fixture.engine(peer, &Config::default()));
+    let mut listener = server.listen(host.any_port()).expect("listen");
+    let answered = call(&first, peer, &listener);
+    run_for(&[&first], Duration::from_millis(20));
+    until(&[&server], "it is half open", || server.stats().links == 1);
+    run_for(&[&server], Duration::from_millis(20)); // the answer is sent, and the caller has not read it
+    let another = call(&second, peer, &listener);
+    run_for(&[&second], Duration::from_millis(20)); // asks, before
+    run_for(&[&first], Duration::from_millis(20)); // the first says that it is there
+    std::thread::sleep(timeout / 10);
+    let accept =
+        async { [listener.accept().await.expect("a link"), listener.accept().await.expect("a link")] };
+    let engines = [&server, &first, &second];
+    let (there, other, here) = drive(&engines, async { join!(answered, another, accept) });
+    assert_eq!(server.stats().crowded_out, 0);
+    drop((there.expect("a link"), other.expect("a link"), here, listener));
+    clear([server, first, second]);
+}
+
 /// One engine on both devices talks to itself: over the wire, and over one device.
 pub(crate) fn with_itself(fixture: &Fixture) {
     let engine = fixture.builder().build().expect("an engine");
