@@ -163,7 +163,8 @@ macro_rules! run_suite {
             refused_when_nobody_listens, fails_when_no_host_has_the_address,
             times_out_without_an_answer, dropping_the_future_cancels,
             closes_links_that_are_never_taken, dropping_the_listener_closes_pending_links,
-            refuses_links_beyond_max_connections, fifty_concurrent_connects);
+            refuses_links_beyond_max_connections, fifty_concurrent_connects,
+            keeps_handshakes_when_the_listener_was_delayed);
         run_suite!(@ $run, one_sided:
             read_returns_granted_bytes, write_changes_only_its_range, notices_keep_their_order,
             denies_what_the_grant_does_not_cover, revokes_an_unused_grant,

@@ -200,7 +200,9 @@ impl Poller {
         if self.handshakes.commanded >= COMMANDED_MAX {
             return false;
         }
-        match self.handshakes.incoming.admit(of(id), self.now, handshake_limits(shared)) {
+        // Measured up to `heard_all`: a handshake is not stalled because this loop was delayed, and
+        // the event that completes it may be queued behind this request.
+        match self.handshakes.incoming.admit(of(id), self.heard_all, handshake_limits(shared)) {
             Admission::Granted => true,
             Admission::Wait(_) => false,
             Admission::Displaces(oldest) => {

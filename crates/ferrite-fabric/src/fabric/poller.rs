@@ -86,6 +86,8 @@ pub(crate) struct Poller {
     pub(crate) wakes: Wakes,
     /// The time of the last check of the descriptors.
     pub(crate) now: Instant,
+    /// All events that had arrived by this time are handled.
+    pub(crate) heard_all: Instant,
     looked: quanta::Instant,
 }
 
@@ -120,6 +122,7 @@ impl Poller {
             shrinking: Shrinking::default(),
             wakes: Wakes::new(),
             now: Instant::now(),
+            heard_all: Instant::now(),
             looked: quanta::Instant::recent(),
         }
     }
@@ -320,6 +323,9 @@ impl Poller {
             }
         }
         self.ready = ready;
+        if !self.unfinished {
+            self.heard_all = self.now;
+        }
         self.watch_memory(shared);
         for _ in 0..TIMERS_PER_PASS {
             let Some(timer) = self.timers.due(self.now) else { break };

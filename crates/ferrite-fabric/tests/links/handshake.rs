@@ -354,6 +354,35 @@ pub(crate) fn fifty_concurrent_connects(fixture: &Fixture) {
     }
 }
 
+/// A listener whose loop was delayed does not displace handshakes that have completed meanwhile,
+/// even if another connect request is queued before the events that complete them.
+pub(crate) fn keeps_handshakes_when_the_listener_was_delayed(fixture: &Fixture) {
+    let [host, peer] = &fixture.hosts;
+    // A handshake may be displaced after a twentieth of this time.
+    let timeout = Duration::from_secs(4);
+    let config = Config { max_half_open: 2, connection_timeout: timeout, ..Config::default() };
+    let server = fixture.fabric(host, &config);
+    let [first, second] = [0, 1].map(|_| fixture.fabric(peer, &Config::default()));
+    let mut listener = server.listen(host.any_port()).expect("listen");
+    let step = Duration::from_millis(20);
+    let answered = connect(&first, peer, &listener);
+    run_for(&[&first], step);
+    until(&[&server], "the handshake is half open", || server.stats().links == 1);
+    run_for(&[&server], step); // sends the answer, which `first` has not read yet
+    let another = connect(&second, peer, &listener);
+    run_for(&[&second], step); // sends its request, before
+    run_for(&[&first], step); // completes the first handshake
+    std::thread::sleep(timeout / 10);
+    let accept = async {
+        [listener.accept().await.expect("a link"), listener.accept().await.expect("a link")]
+    };
+    let fabrics = [&server, &first, &second];
+    let (there, other, here) = drive(&fabrics, async { join!(answered, another, accept) });
+    assert_eq!(server.stats().handshakes_displaced, 0);
+    drop((there.expect("a link"), other.expect("a link"), here, listener));
+    clear([server, first, second]);
+}
+
 /// One fabric on both devices connects to itself: over the wire, and within one device.
 pub(crate) fn connects_to_itself(fixture: &Fixture) {
     let fabric = fixture.builder().build().expect("a fabric");

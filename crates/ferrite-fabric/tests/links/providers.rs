@@ -72,8 +72,15 @@ fn keeps_all_receives_when_clients_flood_sessions_that_end() {
     const SESSIONS: usize = 10_000;
     const TOGETHER: usize = 50;
     let (world, fixture) = world(|device| device.cleans_completions = true);
-    // A pass takes few completions, so that some are left when a link is torn down.
-    let config = Config { poll_batch: 1, recv_queue_depth: 256, window: 16, ..Config::default() };
+    // A pass takes few completions, so that some are left when a link is torn down. All handshakes
+    // may be open at once, so that none displaces another when the machine pauses.
+    let config = Config {
+        poll_batch: 1,
+        recv_queue_depth: 256,
+        window: 16,
+        max_half_open: 2 * TOGETHER,
+        ..Config::default()
+    };
     let server = fixture.fabric(&fixture.hosts[0], &config);
     let client = fixture.fabric(&fixture.hosts[1], &Config::default());
     let mut listener = server.listen(fixture.hosts[0].any_port()).expect("listen");

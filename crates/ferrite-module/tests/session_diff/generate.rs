@@ -555,8 +555,12 @@ mod tests {
         for seed in 0..100 {
             for step in session(seed).steps {
                 let Action::Write { parts, wait_ms, .. } = step.action else { continue };
-                let raw = |part: &Part| matches!(part, Part::Raw(bytes) if bytes.windows(13).any(|window| window == b"PAUSE\r\n$2\r\n30"));
-                if parts.iter().any(raw) {
+                let pauses_here = |part: &Part| {
+                    let pause = b"PAUSE\r\n$2\r\n30";
+                    let Part::Raw(bytes) = part else { return false };
+                    bytes.windows(pause.len()).any(|window| window == pause)
+                };
+                if parts.iter().any(pauses_here) {
                     assert!(wait_ms > 30, "seed {seed}: {parts:?}");
                     pauses += 1;
                 }
