@@ -357,7 +357,8 @@ pub(crate) fn is_cut_off_at_the_end(one: &[u8], other: &[u8]) -> bool {
     let equal = pairs().take_while(|(l, r)| is_same(&normalised(l), &normalised(r))).count();
     let mut unordered = pairs().skip(equal).peekable();
     unordered.peek().is_some()
-        && unordered.all(|(l, r)| order_field(l).is_some() && is_same(&without_order(l), &without_order(r)))
+        && unordered
+            .all(|(l, r)| order_field(l).is_some() && is_same(&without_order(l), &without_order(r)))
 }
 
 /// A normalised reply without the field that is in any order.
