@@ -129,7 +129,7 @@ macro_rules! run_suite {
             run_suite!(@ $run, handshake:
                 hands_over_foreign_peers, rejects_foreign_peers, other_versions_are_refused,
                 malformed_hellos_are_refused, rejects_invalid_answers, displaces_stalled_handshakes,
-                connects_to_itself);
+                connects_to_itself, keeps_handshakes_when_the_listener_was_delayed);
             run_suite!(@ $run, one_sided:
                 failed_registration_returns_the_buffer, forged_grants_end_the_link,
                 use_after_revocation_ends_the_link, owner_reports_the_first_cause);
@@ -163,8 +163,7 @@ macro_rules! run_suite {
             refused_when_nobody_listens, fails_when_no_host_has_the_address,
             times_out_without_an_answer, dropping_the_future_cancels,
             closes_links_that_are_never_taken, dropping_the_listener_closes_pending_links,
-            refuses_links_beyond_max_connections, fifty_concurrent_connects,
-            keeps_handshakes_when_the_listener_was_delayed);
+            refuses_links_beyond_max_connections, fifty_concurrent_connects);
         run_suite!(@ $run, one_sided:
             read_returns_granted_bytes, write_changes_only_its_range, notices_keep_their_order,
             denies_what_the_grant_does_not_cover, revokes_an_unused_grant,

@@ -469,13 +469,14 @@ impl Poller {
         });
         let Some((device, number)) = carried else { return };
         let name = device.name.clone();
+        // Before the route, so that a link that reports RDMA reports no fallback.
+        shared.is_well(link);
+        link.set_fallback(None);
+        shared.counters.upgrades.fetch_add(1, Ordering::Relaxed);
         link.set_route(|route| (route.device, route.qp_num) = (Some(device), number));
         if let Some(socket) = link.route().socket {
             self.sockets.set_carrying(socket, false);
         }
-        shared.is_well(link);
-        link.set_fallback(None);
-        shared.counters.upgrades.fetch_add(1, Ordering::Relaxed);
         if let Some(UpgradeWaiter { reply, policy }) = self.upgrade_waiters.remove(&link.name) {
             if policy == Rdma::Require {
                 link.with_wakes(&mut self.wakes, |state, _, _| state.core.stay_on_path());
