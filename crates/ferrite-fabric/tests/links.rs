@@ -121,7 +121,8 @@ macro_rules! run_suite {
                 babble);
             run_suite!(@ $run, meeting:
                 strangers_are_handed_over, strangers_are_refused, other_versions_are_refused,
-                malformed_hellos_are_refused, strange_answers, half_open, with_itself);
+                malformed_hellos_are_refused, strange_answers, half_open, with_itself,
+                listener_was_away);
             run_suite!(@ $run, one_sided: cannot_be_registered, forged_grants, ignored_revocation, owner_with_requests_under_way);
         }
     };
@@ -146,7 +147,7 @@ macro_rules! run_suite {
             idle_links_stay);
         run_suite!(@ $run, meeting:
             nobody_listens, nobody_there, nobody_answers, given_up, made_and_never_taken, dropped_listener,
-            limit_of_links, fifty_at_once, listener_was_away);
+            limit_of_links, fifty_at_once);
         run_suite!(@ $run, one_sided:
             reads, writes, notices, bounds_and_rights, revoke_idle, revoke_many, revoke_under_fire,
             revoke_has_a_deadline, expires, dropped_region, revoke_without_a_link, forgotten_operations);

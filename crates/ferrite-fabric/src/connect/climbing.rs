@@ -417,13 +417,14 @@ impl Poller {
         });
         let Some((lane, number)) = carried else { return };
         let name = lane.name.clone();
+        // Before the route: whoever sees RDMA sees no reason for TCP any more.
+        shared.is_well(link);
+        link.set_fallback(None);
+        shared.counters.climbs.fetch_add(1, Ordering::Relaxed);
         link.set_route(|route| (route.lane, route.qp_num) = (Some(lane), number));
         if let Some(socket) = link.route().socket {
             self.sockets.carries(socket, false);
         }
-        shared.is_well(link);
-        link.set_fallback(None);
-        shared.counters.climbs.fetch_add(1, Ordering::Relaxed);
         if let Some(Opening { reply, policy }) = self.openings.remove(&link.name) {
             if policy == Rdma::Require {
                 link.with_wakes(&mut self.wakes, |state, _, _| state.moves = false);
