@@ -10,6 +10,7 @@ mod interop;
 mod lab_test;
 mod loom;
 mod miri;
+mod simulate;
 mod tidy;
 
 use std::path::{Path, PathBuf};
@@ -46,6 +47,8 @@ enum Command {
     Loom(loom::Options),
     /// Run tests of memory and links under Miri (needs a nightly toolchain with Miri)
     Miri(miri::Options),
+    /// Run the link protocol in the simulator: two peers, virtual time, an adversary between them
+    Simulate(simulate::Options),
     /// Generate the bindings of ferrite-verbs from the rdma-core headers (for maintainers; needs
     /// bindgen and clang)
     Bindings,
@@ -62,6 +65,7 @@ fn main() -> ExitCode {
         Command::Instructions(options) => instructions::run(&root, &options),
         Command::Loom(options) => loom::run(&root, &options),
         Command::Miri(options) => miri::run(&root, &options),
+        Command::Simulate(options) => simulate::run(&root, &options),
         Command::Bindings => bindings::run(&root).map(|()| ExitCode::SUCCESS),
     });
     done.unwrap_or_else(|error| {

@@ -424,6 +424,21 @@ fn restores_a_device() {
     assert_eq!(world.objects().memory_regions, 0);
 }
 
+/// A device can be removed while the pool grows, before anybody has noticed.
+#[test]
+fn grows_beside_a_device_that_was_just_removed() {
+    let (world, pool) = small_pool();
+    let early = pool.take_uncharged(2 * MIB, Purpose::Send).expect("memory");
+    world.remove_device("fake1");
+    let meanwhile = pool.take_uncharged(2 * MIB, Purpose::Send).expect("memory for TCP");
+    pool.retire_domain(0);
+    let domain = domain(&world, "fake1", "10.0.0.1");
+    pool.restore_domain(0, &domain).expect("restored");
+    assert_eq!((world.objects().memory_regions, pool.domains().len()), (3, 1));
+    drop((early, meanwhile, pool, domain));
+    assert_eq!(world.objects().memory_regions, 0);
+}
+
 #[test]
 fn restores_a_device_completely_or_not_at_all() {
     let world = World::new();

@@ -4,6 +4,8 @@ use std::os::fd::{AsFd, BorrowedFd, RawFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
+use rustix::io::Errno;
+
 use crate::device::Device;
 use crate::error::{Absence, Error, check};
 use crate::gid::GidEntry;
@@ -86,6 +88,17 @@ impl Context {
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
         let gone = PollFlags::ERR | PollFlags::HUP;
         poll(&mut fds, Some(&now)).is_ok() && fds[0].revents().intersects(gone)
+    }
+
+    /// Returns whether the device no longer carries out commands: it was removed, or it has failed
+    /// and the kernel has not taken it away yet. A port query reaches the device, so it shows
+    /// this (`mlx5_query_port` in the kernel's `drivers/infiniband/hw/mlx5/main.c`); device limits
+    /// may be cached.
+    #[must_use]
+    pub fn is_dead(&self) -> bool {
+        let gone = [Errno::IO, Errno::NODEV].map(|errno| Some(errno.raw_os_error()));
+        self.is_disassociated()
+            || self.port(1).is_err_and(|error| gone.contains(&error.raw_os_error()))
     }
 
     /// Returns the number of completion vectors (interrupts) of the device.

@@ -59,8 +59,13 @@ impl Arena {
         let lkeys = domains.iter().map(|_| AtomicU32::new(0)).collect();
         let arena = Self { regions, lkeys, memory, pages };
         for (index, domain) in domains.iter().enumerate() {
-            if let Some(domain) = domain {
-                arena.restore(index, arena.register(domain)?);
+            let Some(domain) = domain else { continue };
+            match arena.register(domain) {
+                Ok(region) => arena.restore(index, region),
+                // The device was removed a moment ago, and nobody has retired its domain yet. The
+                // other devices, and TCP, need the memory.
+                Err(_) if domain.context().is_dead() => {}
+                Err(error) => return Err(error),
             }
         }
         Ok(arena)
