@@ -6,6 +6,7 @@ CACHE=${XDG_CACHE_HOME:-$HOME/.cache}/ferrite-ci
 BUILT_MIB=20000    # limit of the build output; beyond it, the workspace's own crates are removed
 NEXTEST=0.9.143
 DENY=0.20.2
+MDBOOK=0.5.4
 GUNGRAUN=0.20.0
 export PATH=$CACHE/bin:$PATH
 
@@ -39,14 +40,17 @@ install_compiler() {
   rustc --version
 }
 
-install_tool() {   # install_tool CRATE VERSION COMMAND…: unless COMMAND --version prints VERSION
+# install_tool CRATE VERSION COMMAND…: unless COMMAND --version prints VERSION
+# TOOL_FEATURES: arguments of `cargo install` that choose the features of the crate
+install_tool() {
   local said root=$PWD
-  said=$("${@:3}" --version 2>/dev/null | head -1 || true)
+  said=$("${@:3}" --version 2>/dev/null | head -1 | sed 's/ v/ /' || true)
   if [[ "$said " != "$1 $2 "* ]]; then
     # From another directory, so that no setting of this project applies.  A partial build is kept,
     # so that the next run can continue it.  Not optimised: these tools mostly wait.
     (cd / && RUSTUP_TOOLCHAIN=$(cd "$root" && channel) CARGO_PROFILE_DEV_DEBUG=0 \
-      cargo install --quiet --locked --debug --root "$CACHE" --target-dir "$CACHE/build" --version "$2" "$1")
+      cargo install --quiet --locked --debug --root "$CACHE" --target-dir "$CACHE/build" \
+        ${TOOL_FEATURES:-} --version "$2" "$1")
     rm -rf "$CACHE/build"
     said=$("${@:3}" --version | head -1)
   fi
