@@ -47,10 +47,10 @@ fn number(name: &str) -> Option<u64> {
 }
 
 fn assert_no_findings(hunt: &Hunt) {
-    let Summary { sessions, steps, unreproduced, findings } = hunt.run();
+    let Summary { sessions, steps, unreproduced, without_data, findings } = hunt.run();
     eprintln!(
-        "{sessions} sessions, {steps} steps, {unreproduced} differences seen only once, findings: \
-         {findings:?}"
+        "{sessions} sessions ({without_data} compared by their replies only), {steps} steps, \
+         {unreproduced} differences seen only once, findings: {findings:?}"
     );
     assert!(findings.is_empty(), "seeds with differences: {findings:?}");
 }

@@ -38,6 +38,8 @@ pub(crate) struct Summary {
     pub(crate) unreproduced: usize,
     /// Seeds with reproducible differences.
     pub(crate) findings: Vec<u64>,
+    /// Sessions in which only the replies were compared: one engine refused a command by its header.
+    pub(crate) without_data: usize,
 }
 
 impl Hunt {
@@ -52,7 +54,9 @@ impl Hunt {
             next = if is_time_over { None } else { seeds.next().map(|seed| self.start(seed)) };
             summary.sessions += 1;
             summary.steps += session.steps.len();
-            let Err(finding) = pair.run(&session) else { continue };
+            let result = pair.run(&session);
+            summary.without_data += usize::from(!pair.is_fully_compared());
+            let Err(finding) = result else { continue };
             drop(pair);
             let after = started.elapsed();
             if self.report(&session, &finding, after) {
