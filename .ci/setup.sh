@@ -41,7 +41,7 @@ install_compiler() {
 }
 
 # install_tool CRATE VERSION COMMAND…: unless COMMAND --version prints VERSION
-# TOOL_FEATURES: arguments of `cargo install` that choose the features of the crate
+# TOOL_FEATURES: an argument of `cargo install` that chooses the features of the crate
 install_tool() {
   local said root=$PWD
   said=$("${@:3}" --version 2>/dev/null | head -1 | sed 's/ v/ /' || true)
@@ -50,7 +50,7 @@ install_tool() {
     # so that the next run can continue it.  Not optimised: these tools mostly wait.
     (cd / && RUSTUP_TOOLCHAIN=$(cd "$root" && channel) CARGO_PROFILE_DEV_DEBUG=0 \
       cargo install --quiet --locked --debug --root "$CACHE" --target-dir "$CACHE/build" \
-        ${TOOL_FEATURES:-} --version "$2" "$1")
+        ${TOOL_FEATURES:+"$TOOL_FEATURES"} --version "$2" "$1")
     rm -rf "$CACHE/build"
     said=$("${@:3}" --version | head -1)
   fi
