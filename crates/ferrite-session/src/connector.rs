@@ -168,23 +168,25 @@ impl Connector {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, contradiction));
         }
         if self.rdma == Rdma::Forbid {
-            return Ok(Session { stream: self.over_tcp(server).await?, fallback: None });
+            return Ok(Session::new(self.over_tcp(server).await?, None));
         }
         if must_be_tls {
             let stream = self.over_tcp(server).await?;
             let fallback =
                 self.fabric.fell_back_to_tcp(server, Error::clear_text(ALLOW_CLEAR_TEXT));
-            return Ok(Session { stream, fallback: Some(fallback) });
+            return Ok(Session::new(stream, Some(fallback)));
         }
         let error = match self.over_rdma(server).await {
-            Ok(stream) => return Ok(Session { stream, fallback: None }),
+            Ok(stream) => {
+                return Ok(Session::new(stream, None));
+            }
             Err(error) if self.rdma == Rdma::Require => return Err(error.into()),
             Err(error) => error,
         };
         match self.over_tcp(server).await {
             Ok(stream) => {
                 let fallback = Some(self.fabric.fell_back_to_tcp(server, error));
-                Ok(Session { stream, fallback })
+                Ok(Session::new(stream, fallback))
             }
             Err(tcp) => Err(io::Error::new(
                 tcp.kind(),
@@ -234,12 +236,22 @@ enum SessionStream {
 }
 
 /// A connection to a server that speaks RESP: [`AsyncRead`] and [`AsyncWrite`].
+///
+/// A server may refuse a client by an error and close at once. Over RDMA the first write then fails,
+/// where TCP would accept it. So that the reason is read, a session accepts that write too, and
+/// reports the failure when the bytes that had arrived are read, or at the next write.
 pub struct Session {
     stream: SessionStream,
     fallback: Option<Fallback>,
+    failed_write: Option<io::Error>,
+    has_read_all: bool,
 }
 
 impl Session {
+    fn new(stream: SessionStream, fallback: Option<Fallback>) -> Self {
+        Self { stream, fallback, failed_write: None, has_read_all: false }
+    }
+
     /// Returns the transport of the session.
     #[must_use]
     pub fn transport(&self) -> SessionTransport {
@@ -281,11 +293,42 @@ macro_rules! with_stream {
 
 impl AsyncRead for Session {
     fn poll_read(
-        self: Pin<&mut Self>,
+        mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         out: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        with_stream!(self, stream => Pin::new(stream).poll_read(cx, out))
+        let before = out.filled().len();
+        let has_room = out.remaining() > 0;
+        let session = self.as_mut();
+        let polled = with_stream!(session, stream => Pin::new(stream).poll_read(cx, out));
+        let is_end = has_room && out.filled().len() == before;
+        match polled {
+            Poll::Ready(Ok(())) if is_end => {
+                let session = self.get_mut();
+                session.has_read_all = true;
+                Poll::Ready(session.failed_write.take().map_or(Ok(()), Err))
+            }
+            polled => polled,
+        }
+    }
+}
+
+impl Session {
+    /// Accepts a write that failed because the peer has closed, once: see [`Session`].
+    fn accept_failed(
+        &mut self,
+        polled: Poll<io::Result<usize>>,
+        total: usize,
+    ) -> Poll<io::Result<usize>> {
+        match polled {
+            Poll::Ready(Err(error))
+                if error.kind() == io::ErrorKind::BrokenPipe && !self.has_read_all =>
+            {
+                self.failed_write = Some(error);
+                Poll::Ready(Ok(total))
+            }
+            polled => polled,
+        }
     }
 }
 
@@ -295,15 +338,23 @@ impl AsyncWrite for Session {
         cx: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
-        with_stream!(self, stream => Pin::new(stream).poll_write(cx, bytes))
+        self.poll_write_vectored(cx, &[IoSlice::new(bytes)])
     }
 
     fn poll_write_vectored(
-        self: Pin<&mut Self>,
+        mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         bytes: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        with_stream!(self, stream => Pin::new(stream).poll_write_vectored(cx, bytes))
+        if let Some(error) = self.failed_write.take() {
+            return Poll::Ready(Err(error));
+        }
+        let session = self.as_mut();
+        let polled = with_stream!(
+            session, stream => Pin::new(stream).poll_write_vectored(cx, bytes)
+        );
+        let total = bytes.iter().map(|slice| slice.len()).sum();
+        self.get_mut().accept_failed(polled, total)
     }
 
     fn is_write_vectored(&self) -> bool {

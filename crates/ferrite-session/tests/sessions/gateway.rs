@@ -5,8 +5,8 @@ use std::time::Duration;
 use ferrite_fabric::{Config, ConnectOptions, Fabric, ListenOptions, Listener, Rdma, Stream};
 use ferrite_proto::Role;
 use ferrite_session::{
-    Connector, EngineAddress, EngineSocket, Gateway, GatewayConfig, Moved, SessionTransport,
-    ValkeyConfig, ValkeyStream, pump,
+    Connector, EngineAddress, EngineSocket, Gateway, GatewayConfig, Moved, Session,
+    SessionTransport, ValkeyConfig, ValkeyStream, pump,
 };
 use redis::aio::MultiplexedConnection;
 use redis::{AsyncCommands as _, AsyncConnectionConfig, RedisConnectionInfo};
@@ -283,6 +283,45 @@ async fn read_until_end(mut stream: ValkeyStream) -> String {
     let mut received = String::new();
     stream.read_to_string(&mut received).await.expect("read until the end of the stream");
     received
+}
+
+/// A client that writes after it was rejected still reads why, as it does over TCP.
+pub(crate) async fn late_writers_read_why_they_were_rejected(harness: Harness) {
+    let redis = Redis::start("late", &[]).await;
+    let server =
+        TestServer::start(&harness, GatewayConfig { protected_mode: true, ..unprotected(&redis) });
+    let connector = Connector::new(&server.client).local(any_port(1));
+    let session = connector.connect(server.address).await.expect("connect");
+    assert_eq!(session.transport(), SessionTransport::FerriteRdma);
+    assert!(write_late(session).await.starts_with("-DENIED"));
+
+    let options = ListenOptions::new().foreign_peers_only();
+    let valkey = harness.fabric(0).listen_with(any_port(0), &options).expect("listen");
+    let at = valkey.local_addr();
+    let rejecting = tokio::spawn(async move {
+        let foreign_peers = valkey.foreign_peers();
+        let request = foreign_peers.next().await.expect("a connection request");
+        let raw = foreign_peers.accept(request).await.expect("accept");
+        let stream = ValkeyStream::new(raw, Role::Server, &ValkeyConfig::default());
+        let mut client = stream.expect("register a window");
+        client.write_all(b"-DENIED by a test\r\n").await.expect("write");
+        client.shutdown().await.expect("shut down");
+    });
+    let session = connector.connect(at).await.expect("connect");
+    assert_eq!(session.transport(), SessionTransport::ValkeyRdma);
+    assert_eq!(write_late(session).await, "-DENIED by a test\r\n");
+    rejecting.await.expect("the server has rejected the client");
+    server.end().await;
+}
+
+/// Writes when the server has probably closed, and returns what the client then reads.
+async fn write_late(mut session: Session) -> String {
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    session.write_all(b"*1\r\n$4\r\nPING\r\n").await.expect("accepted");
+    let mut received = Vec::new();
+    let _ = session.read_to_end(&mut received).await; // then it reports the failed write
+    session.write_all(b"more").await.expect_err("the server has closed");
+    String::from_utf8(received).expect("text")
 }
 
 /// The gateway rejects clients in protected mode and beyond `max_clients`.
