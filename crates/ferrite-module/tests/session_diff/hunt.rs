@@ -38,7 +38,7 @@ pub(crate) struct Summary {
     pub(crate) unreproduced: usize,
     /// Seeds with reproducible differences.
     pub(crate) findings: Vec<u64>,
-    /// Sessions in which only the replies were compared: one engine refused a command by its header.
+    /// Sessions in which only the replies were compared: the sides have served different clients.
     pub(crate) without_data: usize,
 }
 
