@@ -33,9 +33,10 @@ const BIND: &CStr =
 /// authenticated.
 const ATTEST: &CStr =
     c"deny-script allow-loading allow-stale allow-busy no-monitor no-slowlog fast";
-/// Flags of MARK, which runs whatever the client's rights are. Without it WAIT would count only
+/// Flags of MARK, which runs whatever the client's rights are, and which MONITOR does not show, since
+/// the client has not sent it. Without `write`, WAIT would count only
 /// older writes.
-const MARK: &CStr = c"no-auth write deny-script fast";
+const MARK: &CStr = c"no-auth write deny-script no-monitor no-slowlog fast";
 /// The ACL categories of commands for administrators.
 const ADMINS: &CStr = c"admin dangerous";
 
