@@ -12,6 +12,7 @@
 pub(crate) mod core;
 pub(crate) mod inbox;
 pub(crate) mod keepalive;
+mod kind;
 pub(crate) mod message;
 mod ops;
 mod outbox;
@@ -21,6 +22,7 @@ mod raw_connection;
 pub(crate) mod shared;
 #[cfg(test)]
 mod simulation;
+pub(crate) mod socket;
 pub(crate) mod state;
 mod stats;
 pub(crate) mod tcp;
@@ -40,7 +42,7 @@ use crate::mem::{Buf, BufMut, Pool, Purpose};
 use crate::one_sided::Region;
 use crate::policy::Fallback;
 use crate::wire::{GrantToken, Hello, Rights};
-use core::Kind;
+use kind::Kind;
 pub use message::Message;
 pub use ops::{Ending, ReadError, Reading, Receiving, Sending, Writing};
 pub use raw_connection::{Arrival, Done, Preparing, RawConnection};

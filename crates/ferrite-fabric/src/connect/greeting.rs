@@ -22,7 +22,7 @@ use crate::fabric::Shared;
 use crate::fabric::poller::Poller;
 use crate::fabric::timers::Timer;
 use crate::link::shared::LinkShared;
-use crate::link::tcp::{receive, send};
+use crate::link::socket::{receive, send};
 use crate::link::tls::Tls;
 use crate::listener::{ForeignTcpPeer, ListenerShared};
 use crate::policy::Fallback;

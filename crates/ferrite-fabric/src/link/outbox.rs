@@ -6,7 +6,7 @@
 
 use std::collections::VecDeque;
 
-use super::core::Kind;
+use super::kind::Kind;
 use super::tickets::Ticket;
 use crate::fabric::slots::Held;
 use crate::mem::Buf;

@@ -10,10 +10,9 @@ use super::{Application, Random, Violation, violation};
 use crate::error::{Error, ErrorKind};
 use crate::fabric::slots::{Held, InFlight};
 use crate::latency::Latencies;
-use crate::link::core::{
-    ActiveTransport, Kind, LinkCore, Output, OwnLimits, RequestContext, Wakes,
-};
+use crate::link::core::{ActiveTransport, LinkCore, Output, OwnLimits, RequestContext, Wakes};
 use crate::link::keepalive::Keepalive;
+use crate::link::kind::Kind;
 use crate::link::outbox::OneSided;
 use crate::mem::{BufMut, Pool, Purpose};
 use crate::wire::{Features, Hello, Version};

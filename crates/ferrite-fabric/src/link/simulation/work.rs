@@ -7,7 +7,7 @@ use super::side::{SEGMENT_BYTES, Side};
 use super::{Random, Violation, violation};
 use crate::error::ErrorKind;
 use crate::fabric::slots::Held;
-use crate::link::core::Kind;
+use crate::link::kind::Kind;
 use crate::link::outbox::OneSided;
 use crate::mem::Buf;
 

@@ -8,7 +8,8 @@ use super::LinkState;
 use crate::error::{Error, ErrorKind};
 use crate::fabric::shared_device::SharedDevice;
 use crate::fabric::slots::SendQueue;
-use crate::link::core::{Kind, RequestContext};
+use crate::link::core::RequestContext;
+use crate::link::kind::Kind;
 use crate::wire::CONTROL_BYTES;
 
 pub(crate) struct NextPath {

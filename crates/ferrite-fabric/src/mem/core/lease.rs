@@ -12,14 +12,14 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
-use super::budget::Account;
-use super::error::PoolError;
 use super::slab::{Block, Meta, Slab};
+use crate::mem::budget::Account;
+use crate::mem::error::PoolError;
 
 /// More handles than any program has, and far from wrapping even if all threads add at once.
 const MAX_HANDLES: u32 = u32::MAX / 2;
 
-pub(super) struct Lease {
+pub(in crate::mem) struct Lease {
     slab: NonNull<Slab>,
     index: u32,
 }
@@ -32,7 +32,7 @@ unsafe impl Sync for Lease {}
 
 impl Lease {
     /// Takes a free block into use, charged to `account`.
-    pub(super) fn new(block: Block, account: Option<Account>) -> Self {
+    pub(in crate::mem) fn new(block: Block, account: Option<Account>) -> Self {
         let Block { slab, index } = block;
         let before = slab.meta(index).refs.swap(1, Ordering::Relaxed);
         debug_assert_eq!(before, 0, "a free block has no handles");
@@ -46,29 +46,29 @@ impl Lease {
         lease
     }
 
-    pub(super) fn slab(&self) -> &Slab {
+    pub(in crate::mem) fn slab(&self) -> &Slab {
         // SAFETY: the block's leases own a count of the slab, and this is one of them.
         unsafe { self.slab.as_ref() }
     }
 
     /// Returns the first byte of the block. It is valid for the bytes of its class while a lease
     /// lives.
-    pub(super) fn at(&self) -> NonNull<u8> {
+    pub(in crate::mem) fn at(&self) -> NonNull<u8> {
         self.slab().at(self.index)
     }
 
-    pub(super) fn generation(&self) -> u32 {
+    pub(in crate::mem) fn generation(&self) -> u32 {
         self.meta().generation.load(Ordering::Relaxed)
     }
 
     /// Returns whether this is the only handle. If so, all accesses of earlier handles have
     /// happened before.
-    pub(super) fn is_unique(&self) -> bool {
+    pub(in crate::mem) fn is_unique(&self) -> bool {
         self.meta().refs.load(Ordering::Acquire) == 1
     }
 
     /// Moves the charge to `account`. If the account has no room, nothing changes.
-    pub(super) fn charge_to(&mut self, account: &Account) -> Result<(), PoolError> {
+    pub(in crate::mem) fn charge_to(&mut self, account: &Account) -> Result<(), PoolError> {
         let bytes = self.slab().class.bytes();
         account.charge(bytes)?;
         match self.charge_mut() {

@@ -8,37 +8,37 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 
-use super::arena::Arena;
-use super::budget::Account;
-use super::class::{Purpose, SizeClass};
-use super::core::Core;
+use super::Core;
+use crate::mem::arena::Arena;
+use crate::mem::budget::Account;
+use crate::mem::class::{Purpose, SizeClass};
 
-pub(super) struct Slab {
-    pub(super) core: Arc<Core>,
-    pub(super) arena: Arc<Arena>,
+pub(in crate::mem) struct Slab {
+    pub(in crate::mem) core: Arc<Core>,
+    pub(in crate::mem) arena: Arc<Arena>,
     /// The chunk's offset in the arena.
-    pub(super) offset: usize,
+    pub(in crate::mem) offset: usize,
     /// The chunk's index in the heap's table.
-    pub(super) chunk: u32,
-    pub(super) purpose: Purpose,
-    pub(super) class: SizeClass,
+    pub(in crate::mem) chunk: u32,
+    pub(in crate::mem) purpose: Purpose,
+    pub(in crate::mem) class: SizeClass,
     metas: Box<[Meta]>,
 }
 
 /// The metadata of one block.
 #[derive(Default)]
-pub(super) struct Meta {
+pub(in crate::mem) struct Meta {
     /// Number of handles; 0 while the block is free.
-    pub(super) refs: AtomicU32,
+    pub(in crate::mem) refs: AtomicU32,
     /// How often the block was returned.
-    pub(super) generation: AtomicU32,
+    pub(in crate::mem) generation: AtomicU32,
     /// The account that is charged for it. Only the block's single lease may access it: see
     /// `lease.rs`.
-    pub(super) charge: UnsafeCell<Option<Account>>,
+    pub(in crate::mem) charge: UnsafeCell<Option<Account>>,
 }
 
 impl Slab {
-    pub(super) fn new(
+    pub(in crate::mem) fn new(
         core: &Arc<Core>,
         arena: &Arc<Arena>,
         offset: usize,
@@ -58,19 +58,19 @@ impl Slab {
         }
     }
 
-    pub(super) fn meta(&self, index: u32) -> &Meta {
+    pub(in crate::mem) fn meta(&self, index: u32) -> &Meta {
         &self.metas[index as usize]
     }
 
     /// Returns the first byte of a block.
-    pub(super) fn at(&self, index: u32) -> NonNull<u8> {
+    pub(in crate::mem) fn at(&self, index: u32) -> NonNull<u8> {
         self.arena.at(self.offset + index as usize * self.class.bytes())
     }
 }
 
 /// A free block, as a value. At most one exists for each block: in a free list, in a cache, or in
 /// transit. Dropping it loses the block, but does no other harm.
-pub(super) struct Block {
-    pub(super) slab: Arc<Slab>,
-    pub(super) index: u32,
+pub(in crate::mem) struct Block {
+    pub(in crate::mem) slab: Arc<Slab>,
+    pub(in crate::mem) index: u32,
 }

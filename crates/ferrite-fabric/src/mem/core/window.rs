@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex};
 use ferrite_verbs::{Error, MemoryRegion, MemoryWindow, RemoteSlice};
 
 use super::buf::BufMut;
-use super::lock;
+use crate::mem::lock;
 
 /// A window, until it is closed.
 pub(crate) struct Window {
@@ -37,7 +37,7 @@ struct State {
 }
 
 impl Window {
-    pub(super) fn new(window: MemoryWindow) -> Arc<Self> {
+    pub(in crate::mem) fn new(window: MemoryWindow) -> Arc<Self> {
         let remote = window.remote();
         Arc::new(Self {
             state: Mutex::new(State { open: Some(window), binding: false, left: None }),
@@ -50,7 +50,7 @@ impl Window {
         self.remote
     }
 
-    pub(super) fn is_open(&self) -> bool {
+    pub(in crate::mem) fn is_open(&self) -> bool {
         lock(&self.state).open.is_some()
     }
 
@@ -121,15 +121,15 @@ impl std::fmt::Debug for Binding {
 
 /// All registrations and windows of one exposed buffer.
 #[derive(Default)]
-pub(super) struct Registrations {
+pub(in crate::mem) struct Registrations {
     /// By domain index.
-    pub(super) windows: Vec<(usize, Arc<Window>)>,
-    pub(super) regions: Vec<(usize, MemoryRegion)>,
+    pub(in crate::mem) windows: Vec<(usize, Arc<Window>)>,
+    pub(in crate::mem) regions: Vec<(usize, MemoryRegion)>,
 }
 
 impl Registrations {
     /// Closes all. Returns the device's first error; what could not be closed stays here.
-    pub(super) fn close(&mut self) -> Option<Error> {
+    pub(in crate::mem) fn close(&mut self) -> Option<Error> {
         let mut first = None;
         self.windows.retain(|(_, window)| match window.close() {
             Ok(()) => false,
@@ -149,7 +149,7 @@ impl Registrations {
 
     /// Closes all and returns the buffer to its pool: now, or when the last of the windows that are
     /// being bound is.
-    pub(super) fn release(mut self, mut buf: BufMut) {
+    pub(in crate::mem) fn release(mut self, mut buf: BufMut) {
         let mut bound = Vec::new();
         while let Some((index, window)) = self.windows.pop() {
             match window.keep(self, buf) {

@@ -15,11 +15,11 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 
-use super::budget::Account;
-use super::class::Purpose;
-use super::core::Core;
-use super::error::PoolError;
+use super::Core;
 use super::lease::Lease;
+use crate::mem::budget::Account;
+use crate::mem::class::Purpose;
+use crate::mem::error::PoolError;
 
 /// How the device addresses a buffer: the arguments of
 /// [`Sge::from_raw`](ferrite_verbs::Sge::from_raw), whose contract applies to their use: **own the
@@ -120,7 +120,7 @@ pub struct BufMut(Span);
 
 impl BufMut {
     /// Creates a buffer of the first `len` bytes of a block that has no other handle.
-    pub(super) fn new(lease: Lease, len: usize) -> Self {
+    pub(in crate::mem) fn new(lease: Lease, len: usize) -> Self {
         debug_assert!(lease.is_unique(), "a mutable buffer has one handle");
         let mut buf = Self(Span { lease, offset: 0, len: 0 });
         buf.set_len(len);
@@ -180,20 +180,20 @@ impl BufMut {
         self.0.lease.generation()
     }
 
-    pub(super) fn at(&mut self) -> NonNull<u8> {
+    pub(in crate::mem) fn at(&mut self) -> NonNull<u8> {
         self.0.at()
     }
 
     /// Returns the size of its block, which is what it is charged for.
-    pub(super) fn block_bytes(&self) -> usize {
+    pub(in crate::mem) fn block_bytes(&self) -> usize {
         self.0.lease.slab().class.bytes()
     }
 
-    pub(super) fn core(&self) -> &Arc<Core> {
+    pub(in crate::mem) fn core(&self) -> &Arc<Core> {
         &self.0.lease.slab().core
     }
 
-    pub(super) fn is_of(&self, core: &Arc<Core>) -> bool {
+    pub(in crate::mem) fn is_of(&self, core: &Arc<Core>) -> bool {
         Arc::ptr_eq(self.core(), core)
     }
 }
@@ -297,7 +297,7 @@ impl Buf {
         self.0.raw_parts(domain)
     }
 
-    pub(super) fn is_of(&self, core: &Arc<Core>) -> bool {
+    pub(in crate::mem) fn is_of(&self, core: &Arc<Core>) -> bool {
         Arc::ptr_eq(&self.0.lease.slab().core, core)
     }
 

@@ -10,20 +10,20 @@ use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
-use super::arena::Arena;
-use super::class::{CHUNK_BYTES, Purpose, SizeClass};
-use super::core::Core;
-use super::lock;
+use super::Core;
 use super::slab::{Block, Slab};
+use crate::mem::arena::Arena;
+use crate::mem::class::{CHUNK_BYTES, Purpose, SizeClass};
+use crate::mem::lock;
 
 /// No chunk has this number.
 const NONE: u32 = u32::MAX;
 
-pub(super) struct Heap {
+pub(in crate::mem) struct Heap {
     purpose: Purpose,
-    pub(super) max_bytes: usize,
+    pub(in crate::mem) max_bytes: usize,
     /// Locked while an arena is created: only callers that need it wait for it.
-    pub(super) growth: Mutex<()>,
+    pub(in crate::mem) growth: Mutex<()>,
     /// Whether the last free chunk was assigned since the last check.
     is_low: AtomicBool,
     /// Number of arenas, for readers without the lock.
@@ -70,14 +70,14 @@ struct Assigned {
 
 /// The memory of a heap, for the statistics.
 #[derive(Default)]
-pub(super) struct Holdings {
-    pub(super) mapped_bytes: usize,
-    pub(super) free_bytes: usize,
-    pub(super) arenas: Vec<Arc<Arena>>,
+pub(in crate::mem) struct Holdings {
+    pub(in crate::mem) mapped_bytes: usize,
+    pub(in crate::mem) free_bytes: usize,
+    pub(in crate::mem) arenas: Vec<Arc<Arena>>,
 }
 
 impl Heap {
-    pub(super) fn new(purpose: Purpose, max_bytes: usize) -> Self {
+    pub(in crate::mem) fn new(purpose: Purpose, max_bytes: usize) -> Self {
         Self {
             purpose,
             max_bytes,
@@ -92,7 +92,7 @@ impl Heap {
     /// Puts up to `want` blocks of `class` into `out`: as many as there are in chunks of that
     /// class. Assigns a free chunk only if there are none, or if those blocks are to be returned
     /// and the free chunk is lower.
-    pub(super) fn take(
+    pub(in crate::mem) fn take(
         &self,
         core: &Arc<Core>,
         class: SizeClass,
@@ -129,7 +129,7 @@ impl Heap {
 
     /// Takes back all but the last `keep` of `blocks`. If the heap is closed it leaves them where
     /// they are: the caller drops them, outside of every lock.
-    pub(super) fn take_back(&self, blocks: &mut Vec<Block>, keep: usize) {
+    pub(in crate::mem) fn take_back(&self, blocks: &mut Vec<Block>, keep: usize) {
         let state = &mut *lock(&self.state);
         if state.closed {
             return;
@@ -152,22 +152,22 @@ impl Heap {
 
     /// Returns whether the last free chunk was assigned since the last call: then the heap must
     /// grow soon.
-    pub(super) fn take_is_low(&self) -> bool {
+    pub(in crate::mem) fn take_is_low(&self) -> bool {
         self.is_low.load(Ordering::Relaxed) && self.is_low.swap(false, Ordering::Relaxed)
     }
 
     /// Returns whether every chunk is assigned to a class.
-    pub(super) fn has_no_free_chunk(&self) -> bool {
+    pub(in crate::mem) fn has_no_free_chunk(&self) -> bool {
         lock(&self.state).free.is_empty()
     }
 
     /// Returns how large an arena of at most `step` bytes may be without exceeding the maximum.
-    pub(super) fn room(&self, step: usize) -> usize {
+    pub(in crate::mem) fn room(&self, step: usize) -> usize {
         step.min(self.max_bytes - lock(&self.state).mapped_bytes)
     }
 
     /// Adds the chunks of an arena. The caller holds `growth`, or no other thread has the heap yet.
-    pub(super) fn add(&self, arena: &Arc<Arena>) {
+    pub(in crate::mem) fn add(&self, arena: &Arc<Arena>) {
         let state = &mut *lock(&self.state);
         for offset in (0..arena.len()).step_by(CHUNK_BYTES) {
             let new =
@@ -193,7 +193,7 @@ impl Heap {
     ///
     /// The caller drops the arenas outside of every lock, which ends their registration. Also
     /// returns whether there are more that may be taken out at the next call.
-    pub(super) fn take_idle(&self, most: usize) -> (Vec<Arc<Arena>>, bool) {
+    pub(in crate::mem) fn take_idle(&self, most: usize) -> (Vec<Arc<Arena>>, bool) {
         let state = &mut *lock(&self.state);
         let is_used = |arena: &Arc<Arena>| {
             let of = |chunk: &&Chunk| chunk.arena.as_ref().is_some_and(|of| Arc::ptr_eq(of, arena));
@@ -230,17 +230,17 @@ impl Heap {
 
     /// Returns whether a block must be returned at once, because a few blocks like it keep the heap
     /// from shrinking.
-    pub(super) fn wants_back(&self, block: &Block) -> bool {
+    pub(in crate::mem) fn wants_back(&self, block: &Block) -> bool {
         block.slab.chunk >= self.returns_from.load(Ordering::Relaxed)
     }
 
     /// Returns whether it has more than its first arena and a spare one.
-    pub(super) fn has_grown(&self) -> bool {
+    pub(in crate::mem) fn has_grown(&self) -> bool {
         self.arenas.load(Ordering::Relaxed) > 2
     }
 
     /// Returns what it holds now.
-    pub(super) fn holdings(&self) -> Holdings {
+    pub(in crate::mem) fn holdings(&self) -> Holdings {
         let state = lock(&self.state);
         Holdings {
             mapped_bytes: state.mapped_bytes,
@@ -250,7 +250,7 @@ impl Heap {
     }
 
     /// Releases everything: from now on each arena lives as long as one of its blocks is in use.
-    pub(super) fn close(&self) {
+    pub(in crate::mem) fn close(&self) {
         let rest =
             std::mem::replace(&mut *lock(&self.state), State { closed: true, ..State::default() });
         drop(rest); // after unlocking

@@ -12,15 +12,15 @@ use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard};
 
-use super::class::{Purpose, SizeClass};
 use super::heap::Heap;
-use super::lock;
 use super::slab::Block;
+use crate::mem::class::{Purpose, SizeClass};
+use crate::mem::lock;
 
 /// With more CPUs than this, threads share shards.
 const MAX_SHARDS: usize = 64;
 
-pub(super) struct Cache {
+pub(in crate::mem) struct Cache {
     shards: Box<[Shard]>,
     /// Maximum number of blocks in a magazine, by class.
     capacities: [usize; SizeClass::ALL.len()],
@@ -43,20 +43,20 @@ struct Flow {
 }
 
 /// A shard that the caller has locked.
-pub(super) struct Held<'a> {
+pub(in crate::mem) struct Held<'a> {
     magazines: MutexGuard<'a, Magazines>,
     flows: &'a [Flow; Purpose::ALL.len()],
 }
 
 /// The blocks of one shard, by purpose and class.
-pub(super) struct Magazines {
+pub(in crate::mem) struct Magazines {
     by_purpose: [[Magazine; SizeClass::ALL.len()]; Purpose::ALL.len()],
     closed: bool,
 }
 
 #[derive(Default)]
-pub(super) struct Magazine {
-    pub(super) blocks: Vec<Block>,
+pub(in crate::mem) struct Magazine {
+    pub(in crate::mem) blocks: Vec<Block>,
     /// Totals. A block may be returned to another shard than it was taken from, so only the sums
     /// over all shards are meaningful.
     taken: u64,
@@ -65,14 +65,14 @@ pub(super) struct Magazine {
 
 /// The sums over all shards, in blocks.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Tally {
-    pub(super) in_use: u64,
-    pub(super) cached: u64,
+pub(in crate::mem) struct Tally {
+    pub(in crate::mem) in_use: u64,
+    pub(in crate::mem) cached: u64,
 }
 
 impl Cache {
     /// Creates magazines of at most `blocks` blocks and `bytes` bytes.
-    pub(super) fn new(blocks: usize, bytes: usize) -> Self {
+    pub(in crate::mem) fn new(blocks: usize, bytes: usize) -> Self {
         let cpus = std::thread::available_parallelism().map_or(1, usize::from);
         let capacities = SizeClass::ALL.map(|class| blocks.min(bytes / class.bytes()));
         let shards = (0..cpus.min(MAX_SHARDS)).map(|_| Shard::new()).collect();
@@ -80,19 +80,19 @@ impl Cache {
     }
 
     /// Returns how many blocks to fetch at once for an empty magazine.
-    pub(super) fn batch(&self, class: SizeClass) -> usize {
+    pub(in crate::mem) fn batch(&self, class: SizeClass) -> usize {
         (self.capacities[class.index()] / 2).max(1)
     }
 
     /// Locks the calling thread's shard.
-    pub(super) fn shard(&self) -> Held<'_> {
+    pub(in crate::mem) fn shard(&self) -> Held<'_> {
         let shard = &self.shards[thread_number() % self.shards.len()];
         Held { magazines: lock(&shard.magazines), flows: &shard.flows }
     }
 
     /// Returns the bytes of blocks in use, without a lock. Exact only while nobody takes or returns
     /// blocks.
-    pub(super) fn in_use_bytes(&self, purpose: Purpose) -> u64 {
+    pub(in crate::mem) fn in_use_bytes(&self, purpose: Purpose) -> u64 {
         let net = self.shards.iter().map(|shard| &shard.flows[purpose.index()]).fold(
             0_u64,
             |sum, flow| {
@@ -106,13 +106,13 @@ impl Cache {
     }
 
     /// Returns the total bytes ever returned. While this does not change, nothing has become free.
-    pub(super) fn returned_bytes(&self) -> u64 {
+    pub(in crate::mem) fn returned_bytes(&self) -> u64 {
         let flows = self.shards.iter().flat_map(|shard| &shard.flows);
         flows.fold(0, |sum: u64, flow| sum.wrapping_add(flow.returned.load(Ordering::Relaxed)))
     }
 
     /// Keeps a block. If its magazine is full, passes half of it on to `heap`.
-    pub(super) fn keep(&self, block: Block, heap: &Heap) {
+    pub(in crate::mem) fn keep(&self, block: Block, heap: &Heap) {
         let (purpose, class) = (block.slab.purpose, block.slab.class);
         let mut shard = self.shard();
         let closed = shard.magazines.closed;
@@ -134,7 +134,7 @@ impl Cache {
     }
 
     /// Passes every block of `purpose` on to `heap`.
-    pub(super) fn drain(&self, purpose: Purpose, heap: &Heap) {
+    pub(in crate::mem) fn drain(&self, purpose: Purpose, heap: &Heap) {
         for shard in &self.shards {
             for magazine in &mut lock(&shard.magazines).by_purpose[purpose.index()] {
                 if !magazine.blocks.is_empty() {
@@ -145,7 +145,7 @@ impl Cache {
     }
 
     /// Drops all blocks, and keeps none from now on.
-    pub(super) fn close(&self) {
+    pub(in crate::mem) fn close(&self) {
         for shard in &self.shards {
             let mut magazines = lock(&shard.magazines);
             magazines.closed = true;
@@ -161,7 +161,7 @@ impl Cache {
     }
 
     /// Returns the totals. Exact only while nobody takes or returns blocks.
-    pub(super) fn tally(&self) -> [[Tally; SizeClass::ALL.len()]; Purpose::ALL.len()] {
+    pub(in crate::mem) fn tally(&self) -> [[Tally; SizeClass::ALL.len()]; Purpose::ALL.len()] {
         let mut tallies = [[Tally::default(); SizeClass::ALL.len()]; Purpose::ALL.len()];
         for shard in &self.shards {
             let shard = lock(&shard.magazines);
@@ -197,19 +197,19 @@ impl Shard {
 }
 
 impl Held<'_> {
-    pub(super) fn magazine(&mut self, purpose: Purpose, class: SizeClass) -> &mut Magazine {
+    pub(in crate::mem) fn magazine(&mut self, purpose: Purpose, class: SizeClass) -> &mut Magazine {
         &mut self.magazines.by_purpose[purpose.index()][class.index()]
     }
 
     /// Takes a block out and counts it.
-    pub(super) fn pop(&mut self, purpose: Purpose, class: SizeClass) -> Option<Block> {
+    pub(in crate::mem) fn pop(&mut self, purpose: Purpose, class: SizeClass) -> Option<Block> {
         let block = self.magazine(purpose, class).blocks.pop()?;
         self.count_taken(purpose, class);
         Some(block)
     }
 
     /// Counts a block that was taken without passing through a magazine.
-    pub(super) fn count_taken(&mut self, purpose: Purpose, class: SizeClass) {
+    pub(in crate::mem) fn count_taken(&mut self, purpose: Purpose, class: SizeClass) {
         self.magazine(purpose, class).taken += 1;
         add(&self.flows[purpose.index()].taken, class);
     }
