@@ -19,15 +19,15 @@ use super::core::{Silence, Wakes};
 use super::message::Message;
 use super::state::{LinkEnv, LinkState};
 use super::tickets::{Outcome, Ticket};
+use crate::device::shared_device::SharedDevice;
+use crate::device::slots::Held;
 use crate::diagnose::{self, Baseline, Failure, Subject};
 use crate::error::{Error, ErrorKind};
-use crate::fabric::mailbox::Mailbox;
-use crate::fabric::shared_device::SharedDevice;
-use crate::fabric::slots::Held;
-use crate::fabric::timers::LinkName;
+use crate::link::name::LinkName;
 use crate::mem::{BufMut, Pool, lock};
 use crate::policy::Fallback;
 use crate::source::Source;
+use crate::wake::mailbox::Mailbox;
 
 pub(crate) struct LinkShared {
     // First: the queue pair goes before the device whose queues it uses.

@@ -16,7 +16,7 @@ use std::task::Waker;
 use super::core::{Body, RequestContext, data_frame};
 use super::socket::send;
 use super::tls::Tls;
-use crate::fabric::slots::Held;
+use crate::device::slots::Held;
 use crate::mem::{Account, BufMut};
 use crate::wire::{TCP_FRAME_HEADER_BYTES, TcpFrame, TcpFrameKind};
 

@@ -1,8 +1,8 @@
 //! What is known of an operation from the moment it leaves until it is done.
 
 use super::OwnLimits;
+use crate::device::slots::Held;
 use crate::error::Error;
-use crate::fabric::slots::Held;
 use crate::link::kind::Kind;
 use crate::link::tickets::{Outcome, Ticket};
 

@@ -4,8 +4,8 @@
 use super::body::Body;
 use super::migration::{ActiveTransport, Again};
 use super::{LinkCore, Output, RequestContext, Wakes, protocol};
+use crate::device::slots::Held;
 use crate::error::{Error, ErrorKind};
-use crate::fabric::slots::Held;
 use crate::link::kind::Kind;
 use crate::link::outbox::OneSided;
 use crate::mem::BufMut;

@@ -6,8 +6,8 @@ use std::io::IoSlice;
 use std::task::{Poll, Waker};
 
 use super::LinkShared;
+use crate::device::slots::Held;
 use crate::error::{Error, ErrorKind};
-use crate::fabric::slots::Held;
 use crate::link::kind::Kind;
 use crate::link::outbox::OneSided;
 use crate::link::tickets::Ticket;

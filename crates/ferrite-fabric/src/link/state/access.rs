@@ -8,7 +8,7 @@ use std::sync::Arc;
 use ferrite_verbs::{Access, QueuePairAttributes, RemoteSlice};
 
 use super::{LinkEnv, LinkState};
-use crate::fabric::shared_device::SharedDevice;
+use crate::device::shared_device::SharedDevice;
 use crate::link::core::{ActiveTransport, RequestContext, Wakes};
 use crate::link::kind::Kind;
 use crate::mem::Window;

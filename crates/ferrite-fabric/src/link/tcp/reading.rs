@@ -9,7 +9,7 @@ use rustix::net::RecvFlags;
 use tokio::io::ReadBuf;
 
 use super::{Arrival, LARGE, OPERATION_BYTES, PEEK, TcpPath, invalid};
-use crate::fabric::slots::Held;
+use crate::device::slots::Held;
 use crate::link::socket::receive;
 use crate::link::tls::Tls;
 use crate::mem::{Account, Budget, BufMut, Pool, PoolError, Purpose, SizeClass};

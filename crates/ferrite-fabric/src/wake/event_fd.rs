@@ -1,0 +1,45 @@
+//! An eventfd: a descriptor that stays readable from `signal` until `clear`. Under loom it is a
+//! plain flag (`event_fd/model.rs`).
+
+#[cfg(not(all(test, loom)))]
+pub(crate) use real::EventFd;
+
+#[cfg(all(test, loom))]
+pub(super) mod model;
+#[cfg(all(test, loom))]
+pub(crate) use model::EventFd;
+
+#[cfg(not(all(test, loom)))]
+mod real {
+    use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+    use rustix::event::{EventfdFlags, eventfd};
+
+    use crate::error::{Error, ErrorKind};
+
+    #[derive(Debug)]
+    pub(crate) struct EventFd(OwnedFd);
+
+    impl EventFd {
+        pub(crate) fn new() -> Result<Self, Error> {
+            eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)
+                .map(Self)
+                .map_err(|errno| Error::new(ErrorKind::System, format!("eventfd: {errno}")))
+        }
+
+        pub(crate) fn signal(&self) {
+            // It fails only if the counter is full, and then the eventfd is readable already.
+            let _ = rustix::io::write(&self.0, &1_u64.to_ne_bytes());
+        }
+
+        pub(crate) fn clear(&self) {
+            let _ = rustix::io::read(&self.0, &mut [0; 8]);
+        }
+    }
+
+    impl AsFd for EventFd {
+        fn as_fd(&self) -> BorrowedFd<'_> {
+            self.0.as_fd()
+        }
+    }
+}
