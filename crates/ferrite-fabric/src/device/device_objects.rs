@@ -5,7 +5,7 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 
 use ferrite_verbs::{
-    CompletionChannel, CompletionQueue, Context, Limits, ProtectionDomain, QueuePair,
+    CompletionChannel, CompletionQueue, Context, DeviceQuirks, Limits, ProtectionDomain, QueuePair,
     QueuePairConfig, SharedReceiveQueue,
 };
 
@@ -51,17 +51,18 @@ impl DeviceObjects {
         let receives = config.recv_queue_depth.clamp(BATCH_MIN, limits.max_srq_wr);
         let entries = config.cq_size.max(receives + BATCH_MIN).min(limits.max_cqe);
         let receives = receives.min(entries / 2);
-        let objects = Self::new(domain, index, receives, entries, config)?;
-        let inline = config.inline_threshold;
-        Ok((Life { context, limits, in_flight_max: entries - receives, inline }, objects))
+        let (quirks, inline) = (context.device().quirks(), config.inline_threshold);
+        let objects = Self::new(domain, index, quirks, (receives, entries), config)?;
+        let in_flight_max = entries - receives;
+        Ok((Life { context, limits, quirks, in_flight_max, inline }, objects))
     }
 
     /// Creates queues for `receives` receives and `entries` completions.
     fn new(
         domain: &ProtectionDomain,
         index: usize,
-        receives: u32,
-        entries: u32,
+        quirks: DeviceQuirks,
+        (receives, entries): (u32, u32),
         config: &Config,
     ) -> Result<Self, ferrite_verbs::Error> {
         let context = domain.context().clone();
@@ -69,9 +70,7 @@ impl DeviceObjects {
         let cq = context.create_completion_queue(entries, Some(&channel), index as u32)?;
         let srq = domain.create_shared_receive_queue(receives, 1)?;
         let block_bytes = config.recv_buffer_size as usize;
-        // Soft-RoCE's queue is a ring. It is not known whether others are, nor whether they lose
-        // receives.
-        let in_order = context.device().driver().as_deref() == Some("rxe");
+        let in_order = quirks.takes_receives_in_order;
         let stock = ReceiveStock::new(srq.clone(), receives as usize, block_bytes, index, in_order);
         Ok(Self {
             srq,

@@ -9,7 +9,7 @@ use std::collections::VecDeque;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
-use ferrite_verbs::{Context, Limits};
+use ferrite_verbs::{Context, DeviceQuirks, Limits};
 
 use crate::config::Config;
 use crate::error::{Error, ErrorKind};
@@ -36,6 +36,7 @@ struct Device {
     context: Option<Context>,
     /// If the device is gone: those it had.
     limits: Limits,
+    quirks: DeviceQuirks,
     /// Why the latest attempt to bring the device back failed.
     absence: Option<Error>,
 }
@@ -44,17 +45,18 @@ struct Device {
 pub(crate) struct Life {
     pub(super) context: Context,
     pub(super) limits: Limits,
+    pub(super) quirks: DeviceQuirks,
     pub(super) in_flight_max: u32,
     pub(super) inline: u32,
 }
 
 impl SharedDevice {
     pub(crate) fn new(index: usize, life: Life) -> Self {
-        let Life { context, limits, in_flight_max, inline } = life;
+        let Life { context, limits, quirks, in_flight_max, inline } = life;
         Self {
             name: context.device().name(),
             index,
-            device: Mutex::new(Device { context: Some(context), limits, absence: None }),
+            device: Mutex::new(Device { context: Some(context), limits, quirks, absence: None }),
             in_flight: AtomicU32::new(0),
             in_flight_max: AtomicU32::new(in_flight_max),
             waiting: Mutex::new(VecDeque::new()),
@@ -67,12 +69,12 @@ impl SharedDevice {
     /// Resumes with a device that came back. No link is left from before, so nothing is in flight
     /// and nobody waits.
     pub(crate) fn begin(&self, life: Life) {
-        let Life { context, limits, in_flight_max, inline } = life;
+        let Life { context, limits, quirks, in_flight_max, inline } = life;
         self.in_flight.store(0, Ordering::Relaxed);
         self.in_flight_max.store(in_flight_max, Ordering::Relaxed);
         self.inline.store(inline, Ordering::Relaxed);
         lock(&self.waiting).clear();
-        *lock(&self.device) = Device { context: Some(context), limits, absence: None };
+        *lock(&self.device) = Device { context: Some(context), limits, quirks, absence: None };
         self.gone.store(false, Ordering::Release);
     }
 
@@ -92,6 +94,11 @@ impl SharedDevice {
     /// Returns the limits of the device.
     pub(crate) fn limits(&self) -> Limits {
         lock(&self.device).limits.clone()
+    }
+
+    /// Returns what the provider of the device does differently.
+    pub(crate) fn quirks(&self) -> DeviceQuirks {
+        lock(&self.device).quirks
     }
 
     /// Returns whether memory can be opened to the peer of a single queue pair.

@@ -349,17 +349,14 @@ pub(crate) fn device_of<'a>(shared: &'a Shared, id: &CmId) -> Result<&'a Arc<Sha
 }
 
 /// Returns whether the queue pair of a working link has failed without a failure on this side: then
-/// a request of the peer was refused. Soft-RoCE does not always report that.
+/// a request of the peer was refused. Not every device reports that.
 fn failed_silently(link: &LinkShared) -> bool {
-    let is_soft = || {
-        let context = link.device().and_then(|device| device.context());
-        context.is_some_and(|context| context.device().driver().as_deref() == Some("rxe"))
-    };
+    let hides = link.device().is_some_and(|device| device.quirks().hides_refused_requests);
     let failed = |state: &mut LinkState| {
         state.failure().is_none()
             && state.rdma.queue.qp().is_some_and(|qp| qp.state().is_ok_and(|it| it == State::ERROR))
     };
-    is_soft() && link.with(|state, _, _| failed(state))
+    hides && link.with(|state, _, _| failed(state))
 }
 
 fn duration_between(later: Instant, earlier: Instant) -> Duration {
