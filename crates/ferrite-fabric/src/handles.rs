@@ -11,7 +11,6 @@
 //! | `region.rs` | [`Region`]: memory that peers are granted, and that can be revoked |
 
 mod connecting;
-mod connecting_any;
 mod foreign_peers;
 mod link;
 mod listener;
@@ -19,7 +18,6 @@ mod raw_connection;
 mod region;
 
 pub use connecting::{ConnectOptions, Connecting, ConnectingEither, ConnectingRaw, Met};
-pub use connecting_any::ConnectingAny;
 pub use foreign_peers::{ForeignPeers, ForeignTcpPeers};
 pub use link::{Link, Transport};
 pub use listener::{Accepting, ListenOptions, Listener};

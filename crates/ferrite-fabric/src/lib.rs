@@ -49,7 +49,7 @@ pub use fabric::listener::ForeignTcpPeer;
 pub use fabric::{Builder, Fabric, FabricStats};
 pub use ferrite_verbs::Status; // part of errors and of a fabric's statistics
 pub use handles::{
-    Accepting, Arrival, ConnectOptions, Connecting, ConnectingAny, ConnectingEither, ConnectingRaw,
+    Accepting, Arrival, ConnectOptions, Connecting, ConnectingEither, ConnectingRaw,
     Done, ForeignPeers, ForeignTcpPeers, Link, ListenOptions, Listener, Met, Preparing,
     RawConnection, Region, Revoking, Transport,
 };

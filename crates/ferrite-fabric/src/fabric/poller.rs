@@ -14,11 +14,10 @@ mod revive;
 mod revoking;
 mod shrinking;
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{HashMap, VecDeque};
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use ferrite_verbs::{CmKey, EventChannel, Status, WorkCompletion};
@@ -73,8 +72,6 @@ pub(crate) struct Poller {
     pub(crate) sessions: HashMap<u64, LinkName>,
     /// Links on TCP whose connect waits until they are upgraded to RDMA.
     pub(crate) upgrade_waiters: HashMap<LinkName, UpgradeWaiter>,
-    /// Futures that wait for a timer, by number.
-    pub(crate) sleepers: BTreeMap<u64, Waker>,
     pub(crate) timers: Timers,
     clock_set: Option<Instant>,
     /// Links that asked for attention.
@@ -116,7 +113,6 @@ impl Poller {
             strikes: Strikes::new(back_off),
             sessions: HashMap::new(),
             upgrade_waiters: HashMap::new(),
-            sleepers: BTreeMap::new(),
             timers: Timers::default(),
             clock_set: None,
             pending_links: VecDeque::new(),

@@ -31,8 +31,6 @@ pub(crate) enum Timer {
     Redial(LinkName),
     /// Release memory that nobody uses any more.
     Shrink,
-    /// Wake a waiting future.
-    Wake(u64),
     /// Try again to get memory for receives.
     Refill,
     /// End this RDMA handshake if it has not finished.

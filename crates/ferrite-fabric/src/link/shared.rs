@@ -2,7 +2,6 @@
 
 mod sending;
 
-use std::collections::VecDeque;
 use std::fmt;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
@@ -42,9 +41,6 @@ pub(crate) struct LinkShared {
     /// Why it is on TCP, if it should not be.
     fallback: Mutex<Option<Fallback>>,
     tls: Mutex<Option<(Arc<ClientConfig>, ServerName<'static>)>>,
-    /// Where the peer may be found, if not only where it was; the one that is tried next is the
-    /// first.
-    addresses: Mutex<VecDeque<SocketAddr>>,
     /// The port when the link was last known to be well.
     baseline: Mutex<Option<Baseline>>,
 }
@@ -100,7 +96,6 @@ impl LinkShared {
             route: Mutex::new(route),
             fallback: Mutex::new(None),
             tls: Mutex::new(None),
-            addresses: Mutex::default(),
             baseline: Mutex::new(None),
         }
     }
@@ -121,19 +116,6 @@ impl LinkShared {
 
     pub(crate) fn set_tls(&self, tls: Option<(Arc<ClientConfig>, ServerName<'static>)>) {
         *lock(&self.tls) = tls;
-    }
-
-    pub(crate) fn set_addresses(&self, addresses: VecDeque<SocketAddr>) {
-        *lock(&self.addresses) = addresses;
-    }
-
-    /// Where to look for the peer next: each address in its turn.
-    pub(crate) fn next_address(&self) -> Option<SocketAddr> {
-        let mut addresses = lock(&self.addresses);
-        let next = addresses.pop_front();
-        addresses.extend(next);
-        drop(addresses);
-        next.or_else(|| self.route().peer)
     }
 
     /// Whether its peer speaks another protocol.

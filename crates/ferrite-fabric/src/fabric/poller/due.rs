@@ -73,7 +73,6 @@ impl Poller {
                 self.sockets.retry_starved();
             }
             Timer::Shrink => self.shrink(shared),
-            Timer::Wake(id) => self.wakes.extend(self.sleepers.remove(&id)),
             Timer::Migration(name) => self.migration_timed_out(shared, name),
             Timer::Upgrade(name) => self.upgrade_due(shared, name),
             Timer::Redial(name) => self.redial(shared, name),

@@ -154,7 +154,7 @@ impl Poller {
             let lost = state.core.lost_mut().filter(|_| state.tcp.is_none())?;
             Some((Resume { yours, mine, received }, lost.next_dial()))
         });
-        let (Some((resume, number)), Some(peer)) = (resume, link.next_address()) else { return };
+        let (Some((resume, number)), Some(peer)) = (resume, link.route().peer) else { return };
         // From the same local address, because only that address may be upgraded to RDMA again. But
         // it may be gone, so every other attempt leaves the address to the kernel.
         let local = link.route().local.map(|local| SocketAddr::new(local.ip(), 0));
