@@ -24,6 +24,7 @@ mod opening;
 mod outgoing;
 mod rdma_endpoint;
 mod rdma_link;
+mod refusing;
 mod socket_calls;
 mod sockets;
 mod upgrade_waiter;

@@ -15,9 +15,9 @@ use rustls::pki_types::ServerName;
 
 use super::admission::{Admission, Limits};
 use super::dialing::Purpose;
-use super::handshake_limits;
 use super::migration::LostLink;
 use super::socket_calls::tcp_error;
+use super::{handshake_limits, refusing};
 use crate::error::{Error, ErrorKind};
 use crate::fabric::Shared;
 use crate::fabric::listener::{ForeignTcpPeer, ListenerShared};
@@ -30,7 +30,7 @@ use crate::policy::Fallback;
 use crate::source::Source;
 use crate::wire::{
     self, GREETING_BYTES, Hello, HelloError, MAGIC, REFUSAL_BYTES_MAX, REFUSAL_MAGIC, Refusal,
-    RefusalCode, Resume, Version,
+    RefusalCode, Resume,
 };
 
 /// A connection whose handshake is in progress.
@@ -297,58 +297,36 @@ impl Poller {
                     let what = format!("{peer} is not a Ferrite peer of our version: {error}");
                     return Err(Error::new(ErrorKind::Protocol, what));
                 };
-                let (code, text) = match error {
-                    HelloError::Version { theirs } => (
-                        RefusalCode::VERSION,
-                        format!("this side speaks version {}, the peer {theirs}", Version::CURRENT),
-                    ),
-                    HelloError::ForeignPeer if greeting.accepts_foreign_peers() => {
-                        return Ok(Some(PeerKind::Foreign));
-                    }
-                    HelloError::ForeignPeer | HelloError::Short { .. } => {
-                        shared.counters.foreign_peers.fetch_add(1, Ordering::Relaxed);
-                        (
-                            RefusalCode::FOREIGN_PEER,
-                            "this listener accepts only Ferrite peers".into(),
-                        )
-                    }
-                    error => (RefusalCode::PROTOCOL, error.to_string()),
-                };
+                if error == HelloError::ForeignPeer && greeting.accepts_foreign_peers() {
+                    return Ok(Some(PeerKind::Foreign));
+                }
+                if matches!(error, HelloError::ForeignPeer | HelloError::Short { .. }) {
+                    shared.counters.foreign_peers.fetch_add(1, Ordering::Relaxed);
+                }
                 greeting
-                    .refuse(shared, code, 0, &text)
+                    .refuse(shared, &refusing::without_hello(error))
                     .map_err(|error| handshake_error(peer, &error))?;
                 return Ok(None);
             }
         };
         if greeting.ours.is_none() {
-            let links =
-                shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner).len();
-            let full = match &greeting.side {
-                Side::Answering { listener, .. } => {
-                    listener.upgrade().is_none_or(|listener| listener.is_full())
-                }
-                Side::Dialing { .. } => false,
-            };
             let sought = theirs.resume.map(|resume| self.find_lost(shared, id, &resume));
             let no = if let Some(sought) = &sought {
                 match sought {
                     LostLink::NotYet => return Ok(None),
                     LostLink::Unknown => {
-                        Some((RefusalCode::PROTOCOL, 0, "there is no such link to resume"))
+                        let text = "there is no such link to resume";
+                        Some(refusing::refusal(RefusalCode::PROTOCOL, 0, text))
                     }
                     LostLink::Found(..) => None,
                 }
-            } else if links >= shared.config.max_connections {
-                Some((RefusalCode::LIMIT, 1000, "max_connections is reached"))
-            } else if full {
-                Some((RefusalCode::BUSY, 20, "too many links wait to be accepted"))
+            } else if let Side::Answering { listener, .. } = &greeting.side {
+                refusing::of_new_link(shared, listener.upgrade().as_deref())
             } else {
                 None
             };
-            if let Some((code, later, text)) = no {
-                greeting
-                    .refuse(shared, code, later, text)
-                    .map_err(|error| handshake_error(peer, &error))?;
+            if let Some(refusal) = no {
+                greeting.refuse(shared, &refusal).map_err(|error| handshake_error(peer, &error))?;
                 return Ok(None);
             }
             let moves = match &greeting.side {
@@ -357,6 +335,8 @@ impl Poller {
                 }
                 Side::Dialing { .. } => false,
             };
+            let links =
+                shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner).len();
             let ours = shared.hello(links, moves);
             let mut resume = None;
             if let (Some(LostLink::Found(link, received)), Some(theirs)) = (sought, theirs.resume) {
@@ -421,15 +401,9 @@ impl Greeting {
         Ok(false)
     }
 
-    fn refuse(
-        &mut self,
-        shared: &Shared,
-        code: RefusalCode,
-        later_ms: u32,
-        text: &str,
-    ) -> io::Result<()> {
+    fn refuse(&mut self, shared: &Shared, refusal: &Refusal) -> io::Result<()> {
         shared.counters.refused.fetch_add(1, Ordering::Relaxed);
-        self.to_send = refusal(code, later_ms, text);
+        self.to_send = refusal.encode();
         (self.sent, self.refusing) = (0, true);
         self.flush()
     }
@@ -438,10 +412,6 @@ impl Greeting {
 /// Returns whether these may be the first bytes of a hello or of a refusal.
 fn may_become_greeting(heard: &[u8]) -> bool {
     [MAGIC, REFUSAL_MAGIC].iter().any(|magic| magic.starts_with(heard))
-}
-
-fn refusal(code: RefusalCode, retry_after_ms: u32, text: &str) -> Vec<u8> {
-    Refusal { version: Version::CURRENT, code, retry_after_ms, text: text.into() }.encode()
 }
 
 fn handshake_error(peer: SocketAddr, error: &io::Error) -> Error {

@@ -8,6 +8,7 @@ use ferrite_verbs::{Access, CmEvent, CmEventKind, CmId, ConnectParams, Connectio
 use super::admission::Admission;
 use super::dialing::Reply;
 use super::rdma_link::{bring_up, initialise, params, reads};
+use super::refusing::{self, refusal};
 use super::{Handshake, device_of, handshake_limits};
 use crate::device::device_objects::NewQueuePair;
 use crate::device::shared_device::SharedDevice;
@@ -18,7 +19,7 @@ use crate::fabric::poller::Poller;
 use crate::fabric::timers::Timer;
 use crate::link::shared::LinkShared;
 use crate::source::{Source, UNKNOWN_PEER};
-use crate::wire::{Hello, HelloError, Refusal, RefusalCode, Version};
+use crate::wire::{Hello, HelloError, Refusal, RefusalCode};
 
 const NO_WINDOWS: &str =
     "the server's device cannot keep clients' memory apart (rdma-shared-windows); use TCP";
@@ -62,7 +63,7 @@ impl Accepting {
                     ErrorKind::Resources | ErrorKind::Full => RefusalCode::MEMORY,
                     _ => RefusalCode::POLICY,
                 };
-                refuse(shared, request, code, 0, &error.to_string());
+                refuse(shared, request, &refusal(code, 0, error.to_string()));
             }
             Recipient::Caller(reply) => {
                 shared.counters.refused.fetch_add(1, Ordering::Relaxed);
@@ -90,18 +91,14 @@ impl Poller {
         if let Some(wait) = self.strikes.wait(source(&request), self.now) {
             shared.counters.refused_after_access_errors.fetch_add(1, Ordering::Relaxed);
             let ms = u32::try_from(wait.as_millis()).unwrap_or(u32::MAX);
-            refuse(
-                shared,
-                request,
-                RefusalCode::POLICY,
-                ms,
-                "this address requested memory that is not its own",
-            );
+            let text = "this address requested memory that is not its own";
+            refuse(shared, request, &refusal(RefusalCode::POLICY, ms, text));
             return;
         }
         if !listener.is_at(request.id.local_addr()) {
             shared.counters.misdirected.fetch_add(1, Ordering::Relaxed);
-            refuse(shared, request, RefusalCode::POLICY, 0, "no RDMA listener on this address");
+            let text = "no RDMA listener on this address";
+            refuse(shared, request, &refusal(RefusalCode::POLICY, 0, text));
             return;
         }
         let hello = match listener.foreign_peers_only {
@@ -110,54 +107,37 @@ impl Poller {
         };
         let hello = match hello {
             Ok(hello) => hello,
-            Err(HelloError::ForeignPeer | HelloError::Short { .. }) => {
+            Err(error @ (HelloError::ForeignPeer | HelloError::Short { .. })) => {
                 shared.counters.foreign_peers.fetch_add(1, Ordering::Relaxed);
                 if !shared.config.shared_windows
                     && device_of(shared, &request.id).is_ok_and(|device| !device.has_windows())
                 {
                     shared.counters.refused_without_windows.fetch_add(1, Ordering::Relaxed);
-                    refuse(shared, request, RefusalCode::POLICY, 0, NO_WINDOWS);
+                    refuse(shared, request, &refusal(RefusalCode::POLICY, 0, NO_WINDOWS));
                     return;
                 }
                 if let Err(request) = listener.foreign_peer(request, &mut self.wakes) {
-                    refuse(
-                        shared,
-                        *request,
-                        RefusalCode::FOREIGN_PEER,
-                        0,
-                        "this listener accepts only Ferrite peers",
-                    );
+                    refuse(shared, *request, &refusing::without_hello(error));
                 }
                 return;
             }
-            Err(HelloError::Version { theirs }) => {
-                let text =
-                    format!("this side speaks version {}, the peer {theirs}", Version::CURRENT);
-                refuse(shared, request, RefusalCode::VERSION, 0, &text);
-                return;
-            }
             Err(error) => {
-                refuse(shared, request, RefusalCode::PROTOCOL, 0, &error.to_string());
+                refuse(shared, request, &refusing::without_hello(error));
                 return;
             }
         };
-        let links = shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner).len();
-        if links >= shared.config.max_connections {
-            refuse(shared, request, RefusalCode::LIMIT, 1000, "max_connections is reached");
+        if let Some(refusal) = refusing::of_new_link(shared, Some(&listener)) {
+            refuse(shared, request, &refusal);
             return;
         }
-        if listener.is_full() || !self.may_start(shared, &request.id) {
-            refuse(shared, request, RefusalCode::BUSY, 20, "too many concurrent handshakes");
+        if !self.may_start(shared, &request.id) {
+            let text = "too many concurrent handshakes";
+            refuse(shared, request, &refusal(RefusalCode::BUSY, 20, text));
             return;
         }
         if !shared.commands.has_room(source(&request)) {
-            refuse(
-                shared,
-                request,
-                RefusalCode::BUSY,
-                20,
-                "too many concurrent handshakes from this address",
-            );
+            let text = "too many concurrent handshakes from this address";
+            refuse(shared, request, &refusal(RefusalCode::BUSY, 20, text));
             return;
         }
         let recipient = Recipient::Listener(Arc::downgrade(&listener));
@@ -174,9 +154,8 @@ impl Poller {
         request: ConnectionRequest,
         reply: Reply,
     ) {
-        let links = shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner).len();
-        let wrong = if links >= shared.config.max_connections {
-            Some(Error::new(ErrorKind::Resources, "max_connections is reached"))
+        let wrong = if refusing::too_many_links(shared) {
+            Some(Error::new(ErrorKind::Resources, refusing::MAX_CONNECTIONS))
         } else if !shared.commands.has_room(source(&request))
             || !self.may_start(shared, &request.id)
         {
@@ -371,17 +350,11 @@ fn of(id: &CmId) -> Source {
     Source::of_any(id.peer_addr())
 }
 
-fn refuse(
-    shared: &Shared,
-    request: ConnectionRequest,
-    code: RefusalCode,
-    retry_after_ms: u32,
-    text: &str,
-) {
+fn refuse(shared: &Shared, request: ConnectionRequest, refusal: &Refusal) {
     shared.counters.refused.fetch_add(1, Ordering::Relaxed);
-    let refusal = Refusal { version: Version::CURRENT, code, retry_after_ms, text: text.into() };
+    let refusal = refusal.encode();
     shared.commands.run(source(&request), move || {
         // If this fails, dropping the request refuses the peer without a reason.
-        let _ = request.id.reject(&refusal.encode());
+        let _ = request.id.reject(&refusal);
     });
 }
