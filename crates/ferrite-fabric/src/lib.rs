@@ -49,9 +49,9 @@ pub use fabric::listener::ForeignTcpPeer;
 pub use fabric::{Builder, Fabric, FabricStats};
 pub use ferrite_verbs::Status; // part of errors and of a fabric's statistics
 pub use handles::{
-    Accepting, Arrival, ConnectOptions, Connecting, ConnectingEither, ConnectingRaw,
-    Done, ForeignPeers, ForeignTcpPeers, Link, ListenOptions, Listener, Met, Preparing,
-    RawConnection, Region, Revoking, Transport,
+    Accepting, Arrival, ConnectOptions, Connecting, ConnectingEither, ConnectingRaw, Done,
+    ForeignPeers, ForeignTcpPeers, Link, ListenOptions, Listener, Met, Preparing, RawConnection,
+    Region, Revoking, Transport,
 };
 pub use latency::LatencyStats;
 pub use link::{Ending, LinkStats, Message, ReadError, Reading, Receiving, Sending, Writing};
@@ -60,3 +60,5 @@ pub use policy::{Fallback, FallbackCause, Meet, Rdma};
 pub use rustls;
 #[cfg(feature = "tokio")]
 pub use stream::{OwnedReadHalf, OwnedWriteHalf, ReuniteError, Stream, StreamListener};
+pub use wake::event_fd::EventFd;
+pub use wake::sleep_flags::SleepFlags;

@@ -2,12 +2,12 @@
 //! plain flag (`event_fd/model.rs`).
 
 #[cfg(not(all(test, loom)))]
-pub(crate) use real::EventFd;
+pub use real::EventFd;
 
 #[cfg(all(test, loom))]
 pub(super) mod model;
 #[cfg(all(test, loom))]
-pub(crate) use model::EventFd;
+pub use model::EventFd;
 
 #[cfg(not(all(test, loom)))]
 mod real {
@@ -17,22 +17,29 @@ mod real {
 
     use crate::error::{Error, ErrorKind};
 
+    /// An eventfd: readable from [`EventFd::signal`] until [`EventFd::clear`].
     #[derive(Debug)]
-    pub(crate) struct EventFd(OwnedFd);
+    pub struct EventFd(OwnedFd);
 
     impl EventFd {
-        pub(crate) fn new() -> Result<Self, Error> {
+        /// Creates it, not readable.
+        ///
+        /// # Errors
+        /// Fails if the process has no descriptor left.
+        pub fn new() -> Result<Self, Error> {
             eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)
                 .map(Self)
                 .map_err(|errno| Error::new(ErrorKind::System, format!("eventfd: {errno}")))
         }
 
-        pub(crate) fn signal(&self) {
+        /// Makes it readable.
+        pub fn signal(&self) {
             // It fails only if the counter is full, and then the eventfd is readable already.
             let _ = rustix::io::write(&self.0, &1_u64.to_ne_bytes());
         }
 
-        pub(crate) fn clear(&self) {
+        /// Makes it unreadable again.
+        pub fn clear(&self) {
             let _ = rustix::io::read(&self.0, &mut [0; 8]);
         }
     }

@@ -5,10 +5,7 @@
 //! sleep on the descriptor or do something else. These rules ensure that no driver sleeps while
 //! there is work:
 //!
-//! - Before sleeping, a driver sets `asleep` and then checks `pending`. A thread with a request
-//!   does it in the reverse order: it sets `pending` and then checks `asleep`. So at least one of
-//!   the two sees the other. (The flags are always swapped, never just stored to: a swap sees the
-//!   effects of the previous one, and loom models swaps best.)
+//! - A driver and a thread with a request see each other: the rule of [`SleepFlags`].
 //! - A driver that takes events from the descriptor may take those that were to wake another
 //!   driver. So it either prepares the descriptor for waiting again, as all drivers do before they
 //!   sleep, or signals the eventfd when it leaves ([`Mailbox::hand_over`]).
@@ -21,15 +18,15 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::Ordering;
 
 use super::event_fd::EventFd;
+use super::sleep_flags::SleepFlags;
 use crate::error::Error;
 use crate::sync::{AtomicBool, Mutex, lock};
 
 pub(crate) struct Mailbox {
     /// Links that need attention from the driver.
     links: Mutex<Vec<u32>>,
-    pending: AtomicBool,
-    /// Whether a driver waits on the descriptor, or is about to.
-    asleep: AtomicBool,
+    /// Whether there are requests, and whether a driver waits on the descriptor, or is about to.
+    flags: SleepFlags,
     /// Whether events were taken from the descriptor and it was not prepared for waiting since.
     disarmed: AtomicBool,
     event_fd: EventFd,
@@ -39,8 +36,7 @@ impl Mailbox {
     pub(crate) fn new() -> Result<Self, Error> {
         Ok(Self {
             links: Mutex::new(Vec::new()),
-            pending: AtomicBool::new(false),
-            asleep: AtomicBool::new(true),
+            flags: SleepFlags::asleep(),
             disarmed: AtomicBool::new(false),
             event_fd: EventFd::new()?,
         })
@@ -54,8 +50,7 @@ impl Mailbox {
 
     /// Asks the driver to make a pass.
     pub(crate) fn notify(&self) {
-        self.pending.swap(true, Ordering::SeqCst);
-        if self.asleep.swap(false, Ordering::SeqCst) {
+        if self.flags.wake() {
             self.wake();
         }
     }
@@ -71,7 +66,7 @@ impl Mailbox {
 
     /// Takes the links that asked for attention since the last call.
     pub(crate) fn take(&self) -> Vec<u32> {
-        if !self.pending.load(Ordering::Relaxed) || !self.pending.swap(false, Ordering::SeqCst) {
+        if !self.flags.take_woken() {
             return Vec::new();
         }
         std::mem::take(&mut lock(&self.links))
@@ -79,7 +74,7 @@ impl Mailbox {
 
     /// Lets the caller take events from the descriptor, with `take_events`.
     pub(crate) fn awake<R>(&self, take_events: impl FnOnce() -> R) -> R {
-        self.asleep.swap(false, Ordering::SeqCst);
+        self.flags.get_up();
         let seen = take_events();
         // Only now, because the events that were taken may include a signal that another driver
         // sent us in between.
@@ -90,8 +85,7 @@ impl Mailbox {
     /// Records that the descriptor is prepared for waiting. Returns `false` if there is work after
     /// all.
     pub(crate) fn fall_asleep(&self) -> bool {
-        self.asleep.swap(true, Ordering::SeqCst);
-        if self.pending.load(Ordering::SeqCst) {
+        if !self.flags.fall_asleep() {
             return false;
         }
         self.disarmed.swap(false, Ordering::SeqCst);

@@ -2,16 +2,14 @@
 //! future, not just any driver of the fabric. The fabric's own eventfd is not enough, because
 //! another driver may take its signal.
 
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 use std::task::Wake;
 
 use super::event_fd::EventFd;
-use crate::sync::AtomicBool;
+use super::sleep_flags::SleepFlags;
 
 pub(crate) struct Wakeup {
-    woken: AtomicBool,
-    sleeping: AtomicBool,
+    flags: SleepFlags,
     /// Created when its thread first sleeps; `None` if the process has no descriptor left.
     event_fd: OnceLock<Option<EventFd>>,
 }
@@ -19,31 +17,26 @@ pub(crate) struct Wakeup {
 impl Wakeup {
     /// Creates the waker as woken, so that the future is polled a first time.
     pub(crate) fn new() -> Self {
-        Self {
-            woken: AtomicBool::new(true),
-            sleeping: AtomicBool::new(false),
-            event_fd: OnceLock::new(),
-        }
+        Self { flags: SleepFlags::woken(), event_fd: OnceLock::new() }
     }
 
     /// Returns whether the future must be polled again, and resets that.
     pub(crate) fn take(&self) -> bool {
-        self.woken.swap(false, Ordering::SeqCst)
+        self.flags.take_woken()
     }
 
     pub(crate) fn is_woken(&self) -> bool {
-        self.woken.load(Ordering::SeqCst)
+        self.flags.is_woken()
     }
 
     /// Calls `wait`, which also waits for the eventfd, unless the future was woken meanwhile.
     /// Without an eventfd, `wait` must return soon.
     pub(crate) fn sleep(&self, wait: impl FnOnce(Option<&EventFd>)) {
         let event_fd = self.event_fd.get_or_init(|| EventFd::new().ok()).as_ref();
-        self.sleeping.swap(true, Ordering::SeqCst); // a swap, not a store: see `mailbox.rs`
-        if !self.is_woken() {
+        if self.flags.fall_asleep() {
             wait(event_fd);
         }
-        self.sleeping.swap(false, Ordering::SeqCst);
+        self.flags.get_up();
         if let Some(event_fd) = event_fd {
             event_fd.clear();
         }
@@ -56,8 +49,7 @@ impl Wake for Wakeup {
     }
 
     fn wake_by_ref(self: &Arc<Self>) {
-        self.woken.swap(true, Ordering::SeqCst);
-        if self.sleeping.swap(false, Ordering::SeqCst)
+        if self.flags.wake()
             && let Some(Some(event_fd)) = self.event_fd.get()
         {
             event_fd.signal();

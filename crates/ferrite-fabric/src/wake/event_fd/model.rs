@@ -32,7 +32,8 @@ pub(crate) struct KernelState {
 }
 
 /// A model of an eventfd.
-pub(crate) struct EventFd(usize);
+#[derive(Debug)]
+pub struct EventFd(usize);
 
 impl EventFd {
     pub(crate) fn new() -> Result<Self, Error> {
