@@ -56,7 +56,7 @@ pub use handles::{
 pub use latency::LatencyStats;
 pub use link::{Ending, LinkStats, Message, ReadError, Reading, Receiving, Sending, Writing};
 pub use log_limit::{LogLimit, Suppressed};
-pub use policy::{Fallback, FallbackCause, Meet, Rdma};
+pub use policy::{Attempts, Fallback, FallbackCause, Meet, Rdma};
 pub use rustls;
 #[cfg(feature = "tokio")]
 pub use stream::{OwnedReadHalf, OwnedWriteHalf, ReuniteError, Stream, StreamListener};

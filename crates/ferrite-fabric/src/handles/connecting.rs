@@ -17,7 +17,7 @@ use super::raw_connection::RawConnection;
 use crate::error::{Error, ErrorKind};
 use crate::fabric::Fabric;
 use crate::fabric::poller::connect::{Opened, Outgoing, OverTcp, PeerProtocol};
-use crate::policy::{Fallback, Meet, Rdma};
+use crate::policy::{Attempts, Fallback, Meet, Rdma};
 
 /// Options of a connect.
 ///
@@ -291,10 +291,7 @@ impl Fabric {
         timeout: Duration,
     ) -> Result<(bool, Option<OverTcp>), Error> {
         let policy = options.rdma.unwrap_or(self.config().rdma);
-        if options.require_encryption && policy == Rdma::Require {
-            let what = "encryption and RDMA are both required, but RDMA payload is clear text";
-            return Err(Error::new(ErrorKind::Misuse, what));
-        }
+        let attempts = policy.attempts(options.require_encryption)?;
         let name = || ServerName::IpAddress(peer.ip().into());
         let meet = options.meet.unwrap_or(self.config().connect);
         let tls = options.tls.clone().or_else(|| Some((self.shared().tls.client.clone()?, name())));
@@ -302,12 +299,12 @@ impl Fabric {
             let what = "encryption is required, but TLS is not configured; set ConnectOptions::tls";
             return Err(Error::new(ErrorKind::Misuse, what));
         }
-        let upgrade = policy != Rdma::Forbid && !options.require_encryption;
+        let upgrade = attempts != Attempts::Tcp;
         let over_tcp = OverTcp { peer, local: options.local, timeout, tls, policy, upgrade };
-        Ok(match (policy, meet) {
-            (Rdma::Forbid, _) | (_, Meet::TcpFirst) => (false, Some(over_tcp)),
-            (Rdma::Require, Meet::Cm | Meet::Auto) => (true, None),
-            (Rdma::Prefer, _) => (!options.require_encryption, Some(over_tcp)),
+        Ok(match (attempts, meet) {
+            (Attempts::Tcp, _) | (_, Meet::TcpFirst) => (false, Some(over_tcp)),
+            (Attempts::Rdma, Meet::Cm | Meet::Auto) => (true, None),
+            (Attempts::RdmaThenTcp, Meet::Cm | Meet::Auto) => (true, Some(over_tcp)),
         })
     }
 }

@@ -16,7 +16,7 @@ use crate::fabric::Fabric;
 use crate::fabric::listener::ListenerShared;
 use crate::link::core::keep;
 use crate::mem::lock;
-use crate::policy::Rdma;
+use crate::policy::{Attempts, Rdma};
 
 /// Accepts links of peers. Dropping it stops listening; accepted links stay open.
 ///
@@ -135,13 +135,11 @@ impl Fabric {
     ) -> Result<Listener, Error> {
         /// A port that is free for TCP may be in use for RDMA, so try several.
         const TRIES: usize = 8;
-        let policy = match options.rdma.unwrap_or(self.config().rdma) {
-            Rdma::Require if options.require_encryption => {
-                let what = "encryption and RDMA are both required, but RDMA payload is clear text";
-                return Err(Error::new(ErrorKind::Misuse, what));
-            }
-            _ if options.require_encryption => Rdma::Forbid,
-            policy => policy,
+        let policy = options.rdma.unwrap_or(self.config().rdma);
+        let policy = match policy.attempts(options.require_encryption)? {
+            Attempts::Rdma => Rdma::Require,
+            Attempts::RdmaThenTcp => Rdma::Prefer,
+            Attempts::Tcp => Rdma::Forbid,
         };
         let tls = options.tls.clone().or_else(|| self.shared().tls.server.clone());
         if options.require_encryption && tls.is_none() {
