@@ -20,8 +20,8 @@ use anyhow::{Context as _, ensure};
 const UNSAFE_ALLOWED: &[&str] = &[
     "crates/ferrite-verbs/src/",
     "crates/ferrite-fabric/src/mem/",
-    "crates/ferrite-fabric/src/fabric/slots.rs",
-    "crates/ferrite-fabric/src/fabric/slots/receives.rs",
+    "crates/ferrite-fabric/src/device/slots.rs",
+    "crates/ferrite-fabric/src/device/slots/receives.rs",
     "crates/ferrite-fabric/src/fabric/watch.rs",
     "crates/ferrite-module/src/api.rs",
     "crates/ferrite-module/src/api/",
@@ -227,7 +227,7 @@ mod tests {
         assert_eq!(found("crates/ferrite-verbs/tests/lab_x.rs", text).len(), 1);
         assert_eq!(found("crates/ferrite-fabric/src/fabric/slots.rs.rs", text).len(), 1);
         assert_eq!(found("crates/ferrite-verbs/src/table.rs", text), [""; 0]);
-        assert_eq!(found("crates/ferrite-fabric/src/fabric/slots.rs", text), [""; 0]);
+        assert_eq!(found("crates/ferrite-fabric/src/device/slots.rs", text), [""; 0]);
     }
 
     #[test]

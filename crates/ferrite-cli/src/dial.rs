@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, anyhow};
 use ferrite_fabric::{Error, Fabric, Rdma};
-use ferrite_session::{Connector, Session, SessionTransport, client_config};
+use ferrite_session::{ConnectError, Connector, Session, SessionTransport, client_config};
 use tokio::net::UnixStream;
 
 use crate::connection::Connection;
@@ -132,52 +132,41 @@ impl Dialer {
         fabric: &Fabric,
         address: SocketAddr,
     ) -> anyhow::Result<(Session, TransportInfo)> {
-        // RDMA and TCP have separate time limits, so one connector with the policy is not enough.
-        let mut why_not_rdma = None;
-        if self.rdma != Rdma::Forbid {
-            match self.over_rdma(fabric, address).await {
-                Ok(session) => {
-                    let transport_info = TransportInfo::without_fallback(describe_rdma(&session));
-                    return Ok((session, transport_info));
-                }
-                Err(error) if self.rdma == Rdma::Require => return Err(error.context("over RDMA")),
-                Err(error) => why_not_rdma = Some(error),
-            }
-        }
-        let connector = Connector::new(fabric).rdma(Rdma::Forbid).timeout(self.tcp_timeout);
-        match (connector.connect(address).await.map_err(without_number), why_not_rdma) {
-            (Ok(session), None) => {
-                Ok((session, TransportInfo::without_fallback("over TCP".into())))
-            }
-            (Ok(session), Some(why)) => {
-                let why = with_remedy(&why);
-                let description = format!("over TCP: RDMA is unavailable: {why}");
-                let warning = (!address.ip().is_loopback()).then(|| {
-                    format!("warning: RDMA is unavailable ({why}); using TCP without encryption")
-                });
-                Ok((session, TransportInfo { description, is_fallback: true, warning }))
-            }
-            // On a host without RDMA only TCP was tried, so only its error is reported.
-            (Err(tcp), why) => match why.filter(|_| fabric.absence().is_none()) {
-                Some(why) => Err(anyhow!("TCP: {tcp}; RDMA (tried first): {}", with_remedy(&why))),
-                None => Err(tcp.into()),
-            },
-        }
-    }
-
-    async fn over_rdma(&self, fabric: &Fabric, address: SocketAddr) -> anyhow::Result<Session> {
-        if let Some(absence) = fabric.absence() {
-            return Err(absence.clone().into());
-        }
-        let connector = Connector::new(fabric).rdma(Rdma::Require).timeout(self.rdma_timeout);
+        let connector = Connector::new(fabric)
+            .rdma(self.rdma)
+            .rdma_timeout(self.rdma_timeout)
+            .timeout(self.tcp_timeout);
         let connector = match self.local {
             Some(local) => connector.local(local),
             None => connector,
         };
-        connector.connect(address).await.map_err(|error| {
-            let fabric = error.get_ref().and_then(|inner| inner.downcast_ref::<Error>());
-            fabric.cloned().map_or_else(|| error.into(), anyhow::Error::from)
-        })
+        let session = connector.open(address).await.map_err(|error| describe(fabric, error))?;
+        let transport_info = match (session.fallback(), session.transport()) {
+            (Some(fallback), _) => {
+                let why = with_remedy(&fallback.error.clone().into());
+                let description = format!("over TCP: RDMA is unavailable: {why}");
+                let warning = (!address.ip().is_loopback()).then(|| {
+                    format!("warning: RDMA is unavailable ({why}); using TCP without encryption")
+                });
+                TransportInfo { description, is_fallback: true, warning }
+            }
+            (None, SessionTransport::Tcp) => TransportInfo::without_fallback("over TCP".into()),
+            (None, _) => TransportInfo::without_fallback(describe_rdma(&session)),
+        };
+        Ok((session, transport_info))
+    }
+}
+
+/// Describes how each transport failed. On a host without RDMA only TCP was tried, so only its
+/// error is reported.
+fn describe(fabric: &Fabric, error: ConnectError) -> anyhow::Error {
+    match (error.rdma, error.tcp.map(without_number)) {
+        (Some(rdma), Some(tcp)) if fabric.absence().is_none() => {
+            anyhow!("TCP: {tcp}; RDMA (tried first): {}", with_remedy(&rdma.into()))
+        }
+        (_, Some(tcp)) => tcp.into(),
+        (Some(rdma), None) => anyhow::Error::from(rdma).context("over RDMA"),
+        (None, None) => anyhow!("no transport was tried"),
     }
 }
 

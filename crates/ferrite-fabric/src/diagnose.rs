@@ -166,3 +166,13 @@ pub fn causes(subject: &Subject<'_>) -> Vec<Cause> {
     };
     rank::rank(subject.failure, &facts)
 }
+
+/// Creates a cause.
+fn cause(
+    likelihood: Likelihood,
+    what: impl Into<String>,
+    evidence: impl Into<String>,
+    remedy: Option<String>,
+) -> Cause {
+    Cause { likelihood, what: what.into(), evidence: evidence.into(), remedy }
+}

@@ -3,43 +3,28 @@
 //!
 //! | file | what it is |
 //! |---|---|
-//! | `slots.rs` | requests in flight, which own their memory (`unsafe`) |
-//! | `devices.rs` | which devices are used |
-//! | `shared_device.rs` | the fabric's state for one device, shared by all links on it |
 //! | `poller.rs` | one pass: poll completions, deliver them, handle events and deadlines |
+//! | `poller/connect.rs` | handshakes with peers, over RDMA and TCP; migration and upgrade |
+//! | `poller/revive.rs` | devices that disappear and come back |
+//! | `poller/leaving.rs` | queue pairs that wait to be destroyed |
+//! | `poller/shrinking.rs` | returning memory to the system |
 //! | `commands.rs` | calls that may block in the kernel, run on threads of their own |
-//! | `revive.rs` | devices that disappear and come back |
-//! | `leaving.rs` | queue pairs that wait to be destroyed |
-//! | `shrinking.rs` | returning memory to the system |
-//! | `wait_set.rs` `timers.rs` | the descriptor to wait on; deadlines |
-//! | `mailbox.rs` `wakeup.rs` | requests from other threads; wake-ups |
+//! | `devices.rs` | which devices are used |
+//! | `links.rs` `listener.rs` `regions.rs` | the links, listeners and regions, as users share them |
+//! | `timers.rs` | deadlines |
 //! | `drive.rs` | the ways to drive it: by hand, `block_on`, a tokio task, a thread |
-//! | `config.rs` | settings |
 
 mod builder;
-pub(crate) mod commands;
-pub(crate) mod config;
-pub(crate) mod device_objects;
+mod commands;
 mod devices;
 mod drive;
-mod event_fd;
-mod leaving;
-mod link_lifecycle;
 mod links;
-pub(crate) mod mailbox;
+pub(crate) mod listener;
 pub(crate) mod poller;
-#[cfg(all(test, loom))]
-mod protocol;
-mod queue_pairs;
-mod revive;
-pub(crate) mod shared_device;
-mod shrinking;
-pub(crate) mod slots;
+pub(crate) mod regions;
 mod stats;
 mod strikes;
 pub(crate) mod timers;
-pub(crate) mod wait_set;
-mod wakeup;
 #[cfg(feature = "tokio")]
 mod watch;
 
@@ -51,27 +36,27 @@ use std::sync::{Arc, Mutex, RwLock};
 
 use ferrite_verbs::{Absence, Status, Verbs};
 
+use crate::config::Config;
+use crate::device::shared_device::SharedDevice;
 use crate::diagnose::Failure;
 use crate::error::{Error, ErrorKind};
 use crate::latency::Latencies;
 use crate::link::shared::LinkShared;
 use crate::log_limit::LogLimit;
 use crate::mem::{BufMut, Pool, Purpose};
-use crate::one_sided::{Region, Regions};
 use crate::policy::{Fallback, FallbackCause};
 use crate::random::random;
-use crate::wire::{Features, Hello, Rights, Version};
+use crate::wake::mailbox::Mailbox;
+use crate::wake::wait_set::WaitSet;
+use crate::wire::{Features, Hello, Version};
 pub use builder::Builder;
 use builder::Tls;
 use commands::Commands;
-pub use config::Config;
 use links::Links;
-use mailbox::Mailbox;
 use poller::Poller;
-use shared_device::SharedDevice;
+use regions::Regions;
 use stats::Counters;
 pub use stats::FabricStats;
-use wait_set::WaitSet;
 
 /// Drives links over one or more devices. Clones share it.
 ///
@@ -272,41 +257,6 @@ impl Fabric {
     #[must_use]
     pub fn config(&self) -> &Config {
         &self.shared().config
-    }
-
-    /// Registers `buf` on a device, so that peers with a grant ([`Region::grant`]) can access it
-    /// within `rights`.
-    ///
-    /// **Peers see the contents of the buffer**: overwrite what its previous user left there.
-    ///
-    /// # Errors
-    /// Returns the buffer with the error if the registration fails, for example because of the
-    /// locked-memory limit.
-    pub fn register_memory(
-        &self,
-        device: &str,
-        buf: BufMut,
-        rights: Rights,
-    ) -> Result<Region, (BufMut, Error)> {
-        match self.shared().devices.iter().find(|shared| shared.name == device) {
-            Some(device) => self.register_on(Some(device), buf, rights),
-            None => Err((
-                buf,
-                Error::new(ErrorKind::Misuse, format!("the fabric has no device {device}")),
-            )),
-        }
-    }
-
-    pub(crate) fn register_on(
-        &self,
-        device: Option<&Arc<SharedDevice>>,
-        buf: BufMut,
-        rights: Rights,
-    ) -> Result<Region, (BufMut, Error)> {
-        if let Some(device) = device.filter(|device| device.is_gone()) {
-            return Err((buf, device.absence()));
-        }
-        Region::new(self.clone(), device, buf, rights)
     }
 }
 

@@ -2,60 +2,63 @@
 //!
 //! | module | what it is |
 //! |---|---|
-//! | [`mem`] | registered memory: pools, buffers, budgets, memory that a peer may touch |
-//! | `fabric` | [`Fabric`]: devices, completions, and the ways to drive it |
-//! | `link` | [`Link`]: messages and one-sided operations to a peer |
-//! | `connect` `listener` | handshakes with peers: [`Fabric::connect`], [`Listener`] |
-//! | `policy` | [`Rdma`]: RDMA required, preferred or forbidden; [`Fallback`]: why TCP is used |
-//! | `one_sided` | [`Region`]: memory that peers are granted, and that can be revoked |
+//! | `handles` | [`Link`], [`Listener`], [`Region`]: what users hold |
 //! | `stream` | [`Stream`], [`StreamListener`]: a link as a byte stream, like TCP |
+//! | `fabric` | [`Fabric`]: completions, handshakes, timers, and the ways to drive it |
+//! | `link` | the inside of a link: the protocol, and its paths over RDMA and TCP |
+//! | `device` | one device: its verbs objects, and the requests in flight |
+//! | `wake` | how drivers sleep, and what wakes them |
+//! | [`mem`] | registered memory: pools, buffers, budgets, memory that a peer may touch |
+//! | `policy` | [`Rdma`]: RDMA required, preferred or forbidden; [`Fallback`]: why TCP is used |
 //! | [`wire`] | the wire format of links |
 //! | [`diagnose`] | the likely causes of a link's failure, from measurements |
 //!
+//! A module uses only those below it in this table.
+//!
 //! Memory safety: a buffer is a value. Its owner may use its memory; the device may use that memory
 //! only while an operation owns the value. `unsafe` is confined to `src/mem`, to
-//! `src/fabric/slots.rs` and `src/fabric/slots/receives.rs`, where requests in flight own their
+//! `src/device/slots.rs` and `src/device/slots/receives.rs`, where requests in flight own their
 //! buffers, and to `src/fabric/watch.rs`.
 
-mod connect;
+mod config;
 pub mod descriptors;
+mod device;
 pub mod diagnose;
 mod error;
 mod fabric;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub mod fuzzing;
+mod handles;
 mod latency;
 mod link;
-mod listener;
 mod log_limit;
 pub mod mem;
-mod one_sided;
 mod policy;
 pub mod random;
 mod source;
 #[cfg(feature = "tokio")]
 mod stream;
 mod sync;
+mod wake;
 pub mod wire;
 
-pub use connect::{
-    ConnectOptions, Connecting, ConnectingAny, ConnectingEither, ConnectingRaw, Met,
-};
+pub use config::Config;
 pub use error::{Error, ErrorKind};
-pub use fabric::{Builder, Config, Fabric, FabricStats};
+pub use fabric::listener::ForeignTcpPeer;
+pub use fabric::{Builder, Fabric, FabricStats};
 pub use ferrite_verbs::Status; // part of errors and of a fabric's statistics
+pub use handles::{
+    Accepting, Arrival, ConnectOptions, Connecting, ConnectingEither, ConnectingRaw, Done,
+    ForeignPeers, ForeignTcpPeers, Link, ListenOptions, Listener, Met, Preparing, RawConnection,
+    Region, Revoking, Transport,
+};
 pub use latency::LatencyStats;
-pub use link::{
-    Arrival, Done, Ending, Link, LinkStats, Message, Preparing, RawConnection, ReadError, Reading,
-    Receiving, Sending, Transport, Writing,
-};
-pub use listener::{
-    Accepting, ForeignPeers, ForeignTcpPeer, ForeignTcpPeers, ListenOptions, Listener,
-};
+pub use link::{Ending, LinkStats, Message, ReadError, Reading, Receiving, Sending, Writing};
 pub use log_limit::{LogLimit, Suppressed};
-pub use one_sided::{Region, Revoking};
-pub use policy::{Fallback, FallbackCause, Meet, Rdma};
+pub use policy::{Attempts, Fallback, FallbackCause, Meet, Rdma};
 pub use rustls;
 #[cfg(feature = "tokio")]
 pub use stream::{OwnedReadHalf, OwnedWriteHalf, ReuniteError, Stream, StreamListener};
+pub use wake::event_fd::EventFd;
+pub use wake::sleep_flags::SleepFlags;

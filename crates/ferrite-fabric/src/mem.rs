@@ -63,30 +63,27 @@
 
 mod arena;
 mod budget;
-mod buf;
-mod cache;
 mod class;
+mod config;
 mod core;
+mod counters;
 mod error;
 mod exposed;
-mod heap;
-mod lease;
 mod pool;
-mod slab;
 mod stats;
 #[cfg(test)]
 mod tests;
-mod window;
 
+pub use self::core::buf::{Buf, BufMut, RawParts};
+pub(crate) use self::core::window::{Binding, Window};
 pub use arena::Pages;
 pub use budget::Account;
-pub use buf::{Buf, BufMut, RawParts};
 pub use class::{Purpose, SizeClass};
+pub use config::PoolConfig;
 pub use error::{Budget, ErrorKind, PoolError};
 pub use exposed::Exposed;
-pub use pool::{Builder, Pool, PoolConfig};
+pub use pool::{Builder, Pool};
 pub use stats::{Failures, HeapStats, PageStats, PoolStats};
-pub(crate) use window::{Binding, Window};
 
 /// Locks a mutex and ignores poisoning: a panic under one of our locks leaves the data consistent,
 /// because each critical section either moves whole values or counts.

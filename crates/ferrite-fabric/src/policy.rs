@@ -50,6 +50,45 @@ impl FromStr for Rdma {
     }
 }
 
+/// The transports that a connection may use: see [`Rdma::attempts`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Attempts {
+    /// Only RDMA.
+    Rdma,
+    /// RDMA, and TCP if that fails.
+    RdmaThenTcp,
+    /// Only TCP.
+    Tcp,
+}
+
+impl Rdma {
+    /// Decides which transports a connection may use. Links and sessions both ask here. With
+    /// `must_encrypt`, nothing may be sent in clear text, which excludes RDMA.
+    ///
+    /// ```
+    /// use ferrite_fabric::{Attempts, Rdma};
+    ///
+    /// assert_eq!(Rdma::Prefer.attempts(false)?, Attempts::RdmaThenTcp);
+    /// assert_eq!(Rdma::Prefer.attempts(true)?, Attempts::Tcp);
+    /// assert!(Rdma::Require.attempts(true).is_err());
+    /// # Ok::<(), ferrite_fabric::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`ErrorKind::Misuse`] if RDMA and encryption are both required.
+    pub fn attempts(self, must_encrypt: bool) -> Result<Attempts, Error> {
+        match (self, must_encrypt) {
+            (Self::Require, true) => {
+                let what = "encryption and RDMA are both required, but RDMA payload is clear text";
+                Err(Error::new(ErrorKind::Misuse, what))
+            }
+            (Self::Require, false) => Ok(Attempts::Rdma),
+            (Self::Prefer, false) => Ok(Attempts::RdmaThenTcp),
+            (Self::Prefer, true) | (Self::Forbid, _) => Ok(Attempts::Tcp),
+        }
+    }
+}
+
 /// How RDMA connections are established. The setting `connect`.
 ///
 /// ```

@@ -6,6 +6,9 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
+/// Stands for the address of a peer whose address is unknown.
+pub(crate) const UNKNOWN_PEER: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED), 0);
+
 /// The origin of a peer: an IPv4 address, or the first 64 bits of an IPv6 address, because one host
 /// may use the whole /64.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

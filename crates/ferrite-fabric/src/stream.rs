@@ -29,9 +29,9 @@ use std::task::{Context, Poll};
 use bytes::Bytes;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-use crate::connect::ConnectOptions;
 use crate::fabric::Fabric;
-use crate::link::Link;
+use crate::handles::ConnectOptions;
+use crate::handles::Link;
 use crate::mem::Buf;
 pub use listener::StreamListener;
 use reader::Reader;

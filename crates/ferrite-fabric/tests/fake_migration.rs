@@ -216,26 +216,6 @@ fn connect_retries_as_configured() {
     drop(listener.join());
 }
 
-/// Connects to the first address that answers.
-#[test]
-fn connects_to_the_first_address_that_answers() {
-    let pair = MigratingLink::new();
-    let good = pair.listener.local_addr();
-    let dead = ["127.0.0.7:9", "127.0.0.8:9"].map(|addr| addr.parse().expect("an address"));
-    let options = ConnectOptions::new().timeout(Duration::from_secs(2));
-    let link =
-        pair.fabrics[0].block_on(pair.fabrics[0].connect_any(&[dead[0], good, dead[1]], &options));
-    assert_eq!(link.expect("one address works").peer_addr(), Some(good));
-    let error = pair.fabrics[0]
-        .block_on(pair.fabrics[0].connect_any(&dead, &options))
-        .expect_err("no address works");
-    assert!(error.to_string().contains("none of 2 addresses works: 127.0.0."), "{error}");
-    let error = pair.fabrics[0]
-        .block_on(pair.fabrics[0].connect_any(&[], &options))
-        .expect_err("no addresses");
-    assert_eq!(error.kind(), ErrorKind::Misuse, "{error}");
-}
-
 /// The path is lost and restored: the link is downgraded to TCP and upgraded again.
 #[test]
 fn upgrades_when_the_path_is_restored() {

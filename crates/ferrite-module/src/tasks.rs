@@ -2,22 +2,22 @@
 //! signals an eventfd that the event loop watches.
 
 use std::collections::VecDeque;
-use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Wake, Waker};
 
+use ferrite_fabric::{Error, EventFd, SleepFlags};
 use ferrite_session::SessionFuture;
-use rustix::event::{EventfdFlags, eventfd};
 
 /// The part that all threads share: new and woken futures, and the eventfd.
 pub(crate) struct TaskQueue {
     queue: Mutex<Queue>,
-    /// Whether the event loop will check the queue before it sleeps, without a signal.
-    is_awake: AtomicBool,
-    event_fd: OwnedFd,
+    /// Whether something was queued, and whether the event loop needs a signal to check the queue.
+    /// The loom model of this is in `ferrite-fabric/src/wake/sleep_flags.rs`.
+    flags: SleepFlags,
+    event_fd: EventFd,
     /// Iterations of the event loop that [`TaskQueue::on_loop_iteration`] has counted.
     iterations: AtomicU64,
     /// How often the event loop has run the queue.
@@ -34,10 +34,10 @@ struct Queue {
 }
 
 impl TaskQueue {
-    pub(crate) fn new() -> io::Result<Arc<Self>> {
-        let event_fd = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?;
+    pub(crate) fn new() -> Result<Arc<Self>, Error> {
+        let event_fd = EventFd::new()?;
         let (queue, iterations, passes) = (Mutex::default(), AtomicU64::new(0), AtomicU64::new(0));
-        Ok(Arc::new(Self { queue, is_awake: AtomicBool::new(false), event_fd, iterations, passes }))
+        Ok(Arc::new(Self { queue, flags: SleepFlags::asleep(), event_fd, iterations, passes }))
     }
 
     fn queue(&self) -> MutexGuard<'_, Queue> {
@@ -56,20 +56,19 @@ impl TaskQueue {
 
     /// Wakes the event loop after something was queued.
     fn notify(&self) {
-        if !self.is_awake.swap(true, Ordering::SeqCst) {
+        if self.flags.wake() {
             self.signal();
         }
     }
 
     /// Makes the eventfd readable, so that the event loop runs the queue before it sleeps.
     pub(crate) fn signal(&self) {
-        // This fails only if the counter is full, and then the eventfd is readable already.
-        let _ = rustix::io::write(&self.event_fd, &1_u64.to_ne_bytes());
+        self.event_fd.signal();
     }
 
     /// Makes the eventfd unreadable again.
     pub(crate) fn clear_signal(&self) {
-        let _ = rustix::io::read(&self.event_fd, &mut [0; 8]);
+        self.event_fd.clear();
     }
 
     /// Returns how often the event loop has run the queue.
@@ -149,13 +148,14 @@ impl Tasks {
     /// Begins a pass. Until [`Tasks::finish_pass`] wakers need not signal the eventfd.
     pub(crate) fn begin_pass(&self) {
         self.queue.passes.fetch_add(1, Ordering::Relaxed);
-        self.queue.is_awake.store(true, Ordering::SeqCst);
+        self.queue.flags.get_up();
     }
 
     /// Polls the futures that were new or woken when this was called, while there is time. Returns
     /// whether it polled any.
     pub(crate) fn run(&mut self, has_time: impl Fn() -> bool) -> bool {
         let mut ran = false;
+        self.queue.flags.take_woken(); // before the look at the queue
         let mut round = {
             let mut queue = self.queue.queue();
             let new = std::mem::take(&mut queue.new);
@@ -208,11 +208,10 @@ impl Tasks {
     /// Ends a pass. Signals the eventfd if there is more to run, so that the event loop does not
     /// sleep.
     pub(crate) fn finish_pass(&self) {
-        self.queue.is_awake.store(false, Ordering::SeqCst);
         let queue = self.queue.queue();
         let is_idle = queue.ready.is_empty() && queue.new.is_empty();
         drop(queue);
-        if !is_idle {
+        if !self.queue.flags.fall_asleep() || !is_idle {
             self.queue.notify();
         }
     }

@@ -98,9 +98,6 @@ pub struct Endpoint {
     /// Whether something arrived since then. A flag, because reading the clock can be a system
     /// call, which would cost more than handling the arrival.
     has_arrival: bool,
-    /// The page of features that the client asked for.
-    question: Option<u16>,
-    peer_features: Option<u64>,
     stats: Stats,
 }
 
@@ -127,8 +124,6 @@ impl Endpoint {
             unseen: 0,
             last_arrival: None,
             has_arrival: false,
-            question: None,
-            peer_features: None,
             stats: Stats::default(),
         })
     }
@@ -167,12 +162,6 @@ impl Endpoint {
     #[must_use]
     pub fn peer_window(&self) -> Option<Registration> {
         self.send.registration()
-    }
-
-    /// Returns the features that the peer sent: those of a server, or those that a client wants.
-    #[must_use]
-    pub fn peer_features(&self) -> Option<u64> {
-        self.peer_features
     }
 
     /// Returns the range of our memory that has arrived and is not consumed.
@@ -358,26 +347,6 @@ impl Endpoint {
         );
         self.receive = ReceiveWindow::new(memory.length);
         self.memory = memory;
-    }
-
-    /// Asks for the server's features, as a client; [`peer_features`](Self::peer_features) returns
-    /// the answer once it has arrived. Returns whether the question could be queued: not on a
-    /// server, and not while an answer is pending. Use it only if an extension is wanted.
-    pub fn ask_features(&mut self, select: u16) -> bool {
-        let question = Message::GetServerFeature { select, features: 0 };
-        let may = self.role == Role::Client && self.question.is_none() && !self.is_closed();
-        let asked = may && self.outbox.queue_feature(question);
-        if asked {
-            self.question = Some(select);
-        }
-        asked
-    }
-
-    /// Tells the server which features this client will use. Returns whether the message could be
-    /// queued.
-    pub fn set_features(&mut self, select: u16, features: u64) -> bool {
-        let may = self.role == Role::Client && !self.is_closed();
-        may && self.outbox.queue_feature(Message::SetClientFeature { select, features })
     }
 
     /// Closes the connection: nothing more is sent, and arrivals are ignored. The driver

@@ -24,7 +24,7 @@ use std::time::Duration;
 
 use ferrite_fabric::rustls::ClientConfig;
 use ferrite_fabric::rustls::pki_types::ServerName;
-use ferrite_fabric::{ConnectOptions, Error, Fabric, Fallback, Met, Rdma, Stream};
+use ferrite_fabric::{Attempts, ConnectOptions, Error, Fabric, Fallback, Met, Rdma, Stream};
 use ferrite_proto::Role;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
@@ -82,6 +82,7 @@ pub struct Connector {
     rdma: Rdma,
     local: Option<SocketAddr>,
     timeout: Duration,
+    rdma_timeout: Option<Duration>,
     valkey: ValkeyConfig,
     tls: Option<(TlsConnector, ServerName<'static>)>,
     allows_plain_rdma: bool,
@@ -96,6 +97,7 @@ impl Connector {
             rdma: fabric.config().rdma,
             local: None,
             timeout: fabric.config().connection_timeout,
+            rdma_timeout: None,
             valkey: ValkeyConfig::default(),
             tls: None,
             allows_plain_rdma: false,
@@ -120,6 +122,13 @@ impl Connector {
     #[must_use]
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
+        self
+    }
+
+    /// Sets another time limit for the attempt over RDMA.
+    #[must_use]
+    pub fn rdma_timeout(mut self, timeout: Duration) -> Self {
+        self.rdma_timeout = Some(timeout);
         self
     }
 
@@ -160,43 +169,48 @@ impl Connector {
     /// - TCP or TLS fails; the message also says how RDMA failed if it was tried first,
     /// - RDMA is required and TLS is configured, without [`Connector::plain_rdma_beside_tls`].
     pub async fn connect(&self, server: SocketAddr) -> io::Result<Session> {
-        let must_be_tls = self.tls.is_some() && !self.allows_plain_rdma;
-        if must_be_tls && self.rdma == Rdma::Require {
+        self.open(server).await.map_err(|error| error.into_io(server))
+    }
+
+    /// Opens a session like [`Connector::connect`], and reports the error of each transport.
+    ///
+    /// # Errors
+    /// Like [`Connector::connect`].
+    pub async fn open(&self, server: SocketAddr) -> Result<Session, ConnectError> {
+        let must_encrypt = self.tls.is_some() && !self.allows_plain_rdma;
+        let attempts = self.rdma.attempts(must_encrypt).map_err(|_| {
             let contradiction = "TLS is configured and RDMA is required, but RDMA is not \
                                  encrypted; prefer or forbid RDMA, or allow it beside TLS \
                                  (plain_rdma_beside_tls)";
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, contradiction));
-        }
-        if self.rdma == Rdma::Forbid {
-            return Ok(Session::new(self.over_tcp(server).await?, None));
-        }
-        if must_be_tls {
-            let stream = self.over_tcp(server).await?;
-            let fallback =
-                self.fabric.fell_back_to_tcp(server, Error::clear_text(ALLOW_CLEAR_TEXT));
-            return Ok(Session::new(stream, Some(fallback)));
-        }
-        let error = match self.over_rdma(server).await {
-            Ok(stream) => {
-                return Ok(Session::new(stream, None));
-            }
-            Err(error) if self.rdma == Rdma::Require => return Err(error.into()),
-            Err(error) => error,
+            let contradiction = io::Error::new(io::ErrorKind::InvalidInput, contradiction);
+            ConnectError { rdma: None, tcp: Some(contradiction) }
+        })?;
+        let why_not_rdma = match attempts {
+            Attempts::Tcp if self.rdma == Rdma::Forbid => None,
+            Attempts::Tcp => Some(Error::clear_text(ALLOW_CLEAR_TEXT)),
+            Attempts::Rdma | Attempts::RdmaThenTcp => match self.over_rdma(server).await {
+                Ok(stream) => return Ok(Session::new(stream, None)),
+                Err(error) if attempts == Attempts::Rdma => {
+                    return Err(ConnectError { rdma: Some(error), tcp: None });
+                }
+                Err(error) => Some(error),
+            },
         };
         match self.over_tcp(server).await {
             Ok(stream) => {
-                let fallback = Some(self.fabric.fell_back_to_tcp(server, error));
+                let fallback =
+                    why_not_rdma.map(|error| self.fabric.fell_back_to_tcp(server, error));
                 Ok(Session::new(stream, fallback))
             }
-            Err(tcp) => Err(io::Error::new(
-                tcp.kind(),
-                format!("{server}: TCP: {tcp}; RDMA (tried first): {error}"),
-            )),
+            Err(tcp) => {
+                let rdma = why_not_rdma.filter(|_| attempts == Attempts::RdmaThenTcp);
+                Err(ConnectError { rdma, tcp: Some(tcp) })
+            }
         }
     }
 
     async fn over_rdma(&self, server: SocketAddr) -> Result<SessionStream, Error> {
-        let mut options = ConnectOptions::new().timeout(self.timeout);
+        let mut options = ConnectOptions::new().timeout(self.rdma_timeout.unwrap_or(self.timeout));
         if let Some(local) = self.local {
             options = options.local(local);
         }
@@ -225,6 +239,29 @@ impl Connector {
         };
         let timed_out = || io::Error::new(io::ErrorKind::TimedOut, "connection timed out");
         timeout(self.timeout, connecting).await.unwrap_or_else(|_| Err(timed_out()))
+    }
+}
+
+/// Why no session was opened: the error of each transport that was tried.
+#[derive(Debug)]
+pub struct ConnectError {
+    /// The error of RDMA, which was tried first.
+    pub rdma: Option<Error>,
+    /// The error of TCP, or that the settings contradict each other.
+    pub tcp: Option<io::Error>,
+}
+
+impl ConnectError {
+    fn into_io(self, server: SocketAddr) -> io::Error {
+        match (self.rdma, self.tcp) {
+            (Some(rdma), Some(tcp)) => io::Error::new(
+                tcp.kind(),
+                format!("{server}: TCP: {tcp}; RDMA (tried first): {rdma}"),
+            ),
+            (Some(rdma), None) => rdma.into(),
+            (None, Some(tcp)) => tcp,
+            (None, None) => io::Error::other(format!("{server}: no transport was tried")),
+        }
     }
 }
 

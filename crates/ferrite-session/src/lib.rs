@@ -20,7 +20,7 @@ mod pump;
 mod sessions;
 mod stream;
 
-pub use connector::{Connector, Session, SessionTransport};
+pub use connector::{ConnectError, Connector, Session, SessionTransport};
 pub use engine::{EngineAddress, EngineSocket};
 pub use frames::{client_config, server_config};
 pub use gateway::{Gateway, GatewayConfig, GatewayStats};

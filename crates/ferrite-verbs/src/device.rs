@@ -7,6 +7,7 @@ use rustix::io::Errno;
 
 use crate::context::Context;
 use crate::error::{Absence, Error, ErrorKind, last_errno};
+use crate::quirks::DeviceQuirks;
 use crate::sys;
 use crate::table::{Verbs, text};
 
@@ -119,10 +120,10 @@ impl Device {
         Some(link.file_name()?.to_string_lossy().into_owned())
     }
 
-    /// Returns whether the kernel emulates the network card (Soft-RoCE, siw): functional, but slow.
+    /// Returns what its provider does differently. Reads sysfs: ask once.
     #[must_use]
-    pub fn is_software(&self) -> bool {
-        self.driver().is_some_and(|driver| driver == "rxe" || driver == "siw")
+    pub fn quirks(&self) -> DeviceQuirks {
+        DeviceQuirks::of_driver(self.driver().as_deref())
     }
 
     /// Opens the device.

@@ -9,6 +9,7 @@
 //! |---|---|
 //! | `table.rs` | [`Verbs`]: the libraries, opened with dlopen |
 //! | `device.rs` `context.rs` `port.rs` `gid.rs` | [`Device`], opened as [`Context`]; its [`Port`]s and [`GidEntry`]s |
+//! | `quirks.rs` | [`DeviceQuirks`]: how providers differ where no query tells |
 //! | `pd.rs` `mr.rs` `mw.rs` | [`ProtectionDomain`], [`MemoryRegion`], [`MemoryWindow`] |
 //! | `cq.rs` `wc.rs` | [`CompletionQueue`], [`CompletionChannel`], [`WorkCompletion`] |
 //! | `qp.rs` `srq.rs` `wr.rs` | [`QueuePair`], [`SharedReceiveQueue`], [`SendRequest`], [`RecvRequest`] |
@@ -55,6 +56,7 @@ mod mw;
 mod pd;
 mod port;
 mod qp;
+mod quirks;
 mod srq;
 mod sys;
 mod table;
@@ -74,6 +76,7 @@ pub use mw::MemoryWindow;
 pub use pd::ProtectionDomain;
 pub use port::{LinkLayer, Mtu, Port, PortState};
 pub use qp::{Capacity, Path, PeerAddress, QueuePair, QueuePairAttributes, QueuePairConfig, State};
+pub use quirks::DeviceQuirks;
 pub use srq::SharedReceiveQueue;
 pub use table::Verbs;
 pub use wc::{CompletionError, Opcode, Status, WorkCompletion};

@@ -24,7 +24,7 @@ fn devices_report_their_attributes() {
     assert!(names.contains(&"rxe1".to_owned()) && names.contains(&"rxe2".to_owned()), "{names:?}");
     for (name, netdev, ip) in [("rxe1", "h1", "10.0.0.1"), ("rxe2", "h2", "10.0.0.2")] {
         let device = verbs.device(name).unwrap();
-        assert_eq!((device.driver().as_deref(), device.is_software()), (Some("rxe"), true));
+        assert_eq!((device.driver().as_deref(), device.quirks().is_software), (Some("rxe"), true));
         assert_ne!(device.guid(), 0);
         let context = device.open().unwrap();
         let limits = context.limits().unwrap();

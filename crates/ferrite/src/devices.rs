@@ -177,7 +177,7 @@ impl DeviceEntry {
         Self {
             name: device.name(),
             driver: device.driver(),
-            software: device.is_software(),
+            software: device.quirks().is_software,
             guid: guid_text(device.guid()),
             numa_node: device.numa_node(),
             opened,

@@ -378,7 +378,7 @@ fn bench_measures_several_links_next_to_idle_ones() {
     let client = server.run_client(&few);
     let shown = text(&client.stdout);
     for part in [
-        "over rxe2, 3 links, MTU 4096, poll mode\nSoft-RoCE: compare ratios only, ",
+        "over rxe2, 3 links, MTU 4096, poll mode\nSoftware device: compare ratios only, ",
         "40 of 40 idle links opened",
         "send     64 half round trip ",
         "read   9000 ",

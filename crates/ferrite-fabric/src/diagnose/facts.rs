@@ -9,6 +9,9 @@ use super::counters::{Increase, Meaning};
 use super::snapshot::{Netdev, Snapshot};
 use super::surroundings::{LocalPeer, Neighbour, Route, Surroundings};
 
+/// The minimum that RoCE v2 adds to a packet's payload: IPv4, UDP, BTH, RETH, ICRC.
+pub(super) const HEADERS: u32 = 20 + 8 + 12 + 16 + 4;
+
 /// A change longer ago than this is no longer a likely cause.
 const RECENT: Duration = Duration::from_secs(60);
 

@@ -3,10 +3,9 @@
 use ferrite_verbs::{GidType, PortState};
 
 use super::counters::Meaning;
-use super::facts::Facts;
-use super::rank::{HEADERS, cause};
+use super::facts::{Facts, HEADERS};
 use super::snapshot::PortView;
-use super::{Cause, Likelihood};
+use super::{Cause, Likelihood, cause};
 
 /// Adds the causes on the local side.
 pub(super) fn own_side(found: &mut Vec<Cause>, facts: &Facts) {

@@ -9,14 +9,12 @@ use std::cmp::Reverse;
 use ferrite_verbs::{GidType, LinkLayer, PortState, Status};
 
 use super::counters::Meaning;
-use super::facts::Facts;
+use super::facts::{Facts, HEADERS};
 use super::own_side::own_side;
 use super::snapshot::PortView;
 use super::surroundings::{LocalPeer, Neighbour, Route};
-use super::{Cause, Failure, Likelihood};
+use super::{Cause, Failure, Likelihood, cause};
 
-/// The minimum that RoCE v2 adds to a packet's payload: IPv4, UDP, BTH, RETH, ICRC.
-pub(super) const HEADERS: u32 = 20 + 8 + 12 + 16 + 4;
 const CAUSES_MAX: usize = 5;
 
 /// Returns the causes of a failure, the best first.
@@ -71,16 +69,6 @@ pub(super) fn needs_facts(failure: Failure) -> bool {
         ]
         .contains(&status),
     }
-}
-
-/// Creates a cause.
-pub(super) fn cause(
-    likelihood: Likelihood,
-    what: impl Into<String>,
-    evidence: impl Into<String>,
-    remedy: Option<String>,
-) -> Cause {
-    Cause { likelihood, what: what.into(), evidence: evidence.into(), remedy }
 }
 
 /// Adds the causes of a peer that does not respond at all.

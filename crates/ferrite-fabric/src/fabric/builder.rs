@@ -9,18 +9,18 @@ use ferrite_verbs::Verbs;
 use rustls::{ClientConfig, ServerConfig};
 
 use super::commands::Commands;
-use super::config::Config;
 use super::devices::Devices;
 use super::links::Links;
-use super::mailbox::Mailbox;
 use super::poller::Poller;
+use super::regions::Regions;
 use super::stats::Counters;
-use super::wait_set::Ready;
 use super::{Fabric, Handle, Shared};
+use crate::config::Config;
 use crate::error::{Error, ErrorKind};
-use crate::one_sided::Regions;
 use crate::policy::Rdma;
 use crate::random::random;
+use crate::wake::mailbox::Mailbox;
+use crate::wake::wait_set::Ready;
 use crate::wire::Hello;
 
 /// Builds a [`Fabric`]: see [`Fabric::builder`].

@@ -40,11 +40,11 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 
 use super::Shared;
-use super::mailbox::Mailbox;
 use super::poller::Poller;
 use crate::error::{Error, ErrorKind};
 use crate::mem::lock;
 use crate::source::Source;
+use crate::wake::mailbox::Mailbox;
 use fair_queue::{FairQueue, RunningJob};
 
 /// Maximum number of waiting commands of one source; further ones are refused.

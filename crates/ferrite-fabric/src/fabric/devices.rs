@@ -8,13 +8,12 @@ use std::sync::Arc;
 
 use ferrite_verbs::{Absence, Device, EventChannel, ProtectionDomain, Verbs};
 
-use super::config::Config;
-use super::device_objects::DeviceObjects;
-use super::revive;
-use super::shared_device::{Life, SharedDevice};
-use super::wait_set::WaitSet;
+use crate::config::Config;
+use crate::device::device_objects::DeviceObjects;
+use crate::device::shared_device::{Life, SharedDevice};
 use crate::error::{Error, ErrorKind};
 use crate::mem::Pool;
+use crate::wake::wait_set::WaitSet;
 
 /// Minimum number of receives for a device, however many devices share the limit.
 const RECEIVES_MIN: u32 = 64;
@@ -82,8 +81,7 @@ impl Devices {
         let waits = WaitSet::new().map_err(|error| (0, error))?;
         let (mut devices, mut device_objects) = (Vec::new(), Vec::new());
         for (index, (_, life, mut objects)) in made.into_iter().enumerate() {
-            let ready =
-                objects.refill(&pool).and_then(|()| revive::attach(&objects, &waits, index));
+            let ready = objects.refill(&pool).and_then(|()| objects.attach(&waits, index));
             ready.map_err(|error| (index, error))?;
             devices.push(Arc::new(SharedDevice::new(index, life)));
             device_objects.push(Some(objects));
@@ -105,7 +103,7 @@ fn open_device(
     config: &Config,
 ) -> Result<(ProtectionDomain, Life, DeviceObjects), Error> {
     let domain = device.open()?.allocate_protection_domain()?;
-    let (life, objects) = Life::begin(index, &domain, config)?;
+    let (life, objects) = DeviceObjects::open(index, &domain, config)?;
     Ok((domain, life, objects))
 }
 

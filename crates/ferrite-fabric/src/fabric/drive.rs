@@ -12,10 +12,10 @@ use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::event_fd::EventFd;
-use super::wakeup::Wakeup;
 use super::{Fabric, Shared};
 use crate::mem::lock;
+use crate::wake::event_fd::EventFd;
+use crate::wake::wakeup::Wakeup;
 
 /// How to continue when there was nothing to do.
 #[derive(PartialEq, Eq)]

@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use super::slots::OWNER_MAX;
-use super::timers::LinkName;
+use crate::device::slots::OWNER_MAX;
 use crate::link::LinkStats;
+use crate::link::name::LinkName;
 use crate::link::shared::LinkShared;
 
 #[derive(Default)]

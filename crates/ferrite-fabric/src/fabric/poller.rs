@@ -4,46 +4,50 @@
 //! does not depend on the number of idle links. Checking the descriptors is a system call, so it is
 //! done once a millisecond while completions arrive, and before and after sleeping.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+pub(crate) mod connect;
+mod due;
+mod events;
+mod leaving;
+mod link_lifecycle;
+mod listening;
+mod revive;
+mod revoking;
+mod shrinking;
+
+use std::collections::{HashMap, VecDeque};
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::task::Waker;
 use std::time::{Duration, Instant};
 
-use ferrite_verbs::{
-    AsyncEvent, AsyncEventKind, CmKey, EventChannel, Status, Subject, WorkCompletion,
-};
+use ferrite_verbs::{CmKey, EventChannel, Status, WorkCompletion};
 
 use super::Shared;
-use super::device_objects::DeviceObjects;
-use super::leaving::Leaving;
 use super::links::Links;
-use super::queue_pairs::QueuePairs;
-use super::revive::Search;
-use super::shared_device::SharedDevice;
-use super::shrinking::Shrinking;
-use super::slots::{SendQueue, Taken, WorkId};
+use super::poller::connect::{Handshake, Handshakes, Sockets, UpgradeWaiter};
+use super::poller::leaving::Leaving;
+use super::poller::listening::LostListeners;
+use super::poller::revive::Search;
+use super::poller::shrinking::Shrinking;
 use super::strikes::Strikes;
-use super::timers::{LinkName, Timer, Timers};
-use super::wait_set::Ready;
-use crate::connect::{Handshake, Handshakes, Sockets, UpgradeWaiter};
-use crate::diagnose::Failure;
-use crate::error::{Error, ErrorKind};
+use super::timers::{Timer, Timers};
+use crate::device::device_objects::DeviceObjects;
+use crate::device::queue_pairs::QueuePairs;
+use crate::device::shared_device::SharedDevice;
+use crate::device::slots::{SendQueue, Taken, WorkId};
 use crate::link::core::{RequestContext, Wakes};
+use crate::link::name::LinkName;
 use crate::link::shared::LinkShared;
 use crate::link::state::LinkState;
-use crate::listener::rdma::LostListeners;
+use crate::wake::wait_set::Ready;
 
 /// The interval between checks of the descriptors while completions arrive.
 const LOOK_EVERY: Duration = Duration::from_millis(1);
 /// The interval between attempts to get memory for receives.
 const REFILL_EVERY: Duration = Duration::from_millis(5);
 
-/// Maximum number of events of the connection manager, and of expired timers, that one pass
-/// handles. They need system calls, and thousands of them must not delay the completions of other
-/// links. The rest is left to the next pass.
-const CM_EVENTS_PER_PASS: usize = 16;
+/// Maximum number of expired timers that one pass handles, for the same reason as
+/// `CM_EVENTS_PER_PASS`.
 const TIMERS_PER_PASS: usize = 32;
 
 pub(crate) struct Poller {
@@ -53,9 +57,9 @@ pub(crate) struct Poller {
     /// queue pair may take receives until the command returns it.
     pub(crate) orphans: HashMap<(usize, u32), SendQueue<RequestContext>>,
     /// Queue pairs that no longer belong to a link.
-    pub(super) leaving: Vec<Leaving>,
+    leaving: Vec<Leaving>,
     /// The searches for missing devices, by device index.
-    pub(super) searches: HashMap<usize, Search>,
+    searches: HashMap<usize, Search>,
     pub(crate) lost_listeners: LostListeners,
     completions: Vec<WorkCompletion>,
     pub(super) by_qp: QueuePairs,
@@ -68,8 +72,6 @@ pub(crate) struct Poller {
     pub(crate) sessions: HashMap<u64, LinkName>,
     /// Links on TCP whose connect waits until they are upgraded to RDMA.
     pub(crate) upgrade_waiters: HashMap<LinkName, UpgradeWaiter>,
-    /// Futures that wait for a timer, by number.
-    pub(crate) sleepers: BTreeMap<u64, Waker>,
     pub(crate) timers: Timers,
     clock_set: Option<Instant>,
     /// Links that asked for attention.
@@ -81,7 +83,7 @@ pub(crate) struct Poller {
     unfinished: bool,
     /// Whether the timer for another attempt to get memory is running.
     starved: bool,
-    pub(super) shrinking: Shrinking,
+    shrinking: Shrinking,
     /// Futures to wake when the poller is unlocked.
     pub(crate) wakes: Wakes,
     /// The time of the last check of the descriptors.
@@ -111,7 +113,6 @@ impl Poller {
             strikes: Strikes::new(back_off),
             sessions: HashMap::new(),
             upgrade_waiters: HashMap::new(),
-            sleepers: BTreeMap::new(),
             timers: Timers::default(),
             clock_set: None,
             pending_links: VecDeque::new(),
@@ -335,108 +336,6 @@ impl Poller {
         done
     }
 
-    fn device_events(&mut self, shared: &Shared, device: usize) -> usize {
-        let mut count = 0;
-        let device = &shared.devices[device];
-        while let Some(event) = self.next_device_event(device.index) {
-            count += 1;
-            match (event.kind, event.subject) {
-                (
-                    AsyncEventKind::QP_FATAL
-                    | AsyncEventKind::QP_REQUEST_ERROR
-                    | AsyncEventKind::QP_ACCESS_ERROR,
-                    Subject::QueuePair(number),
-                ) => {
-                    // Completions that arrived before have more details.
-                    self.reap_all(shared);
-                    let index = self.by_qp.get(device.index, number);
-                    if let Some(link) = index.and_then(|index| self.link(shared, index)) {
-                        if event.kind != AsyncEventKind::QP_FATAL {
-                            self.peer_was_refused(shared, &link, true);
-                        }
-                        let what = format!("link to {}: the {}", link.peer_name(), event.kind);
-                        let error = Error::new(ErrorKind::LinkDown, what);
-                        link.with_wakes(&mut self.wakes, |state, _, wakes| {
-                            state.core.fail(error, wakes);
-                        });
-                    }
-                }
-                (AsyncEventKind::LAST_RECEIVE, Subject::QueuePair(number)) => {
-                    self.on_last_receive(shared, device.index, number);
-                }
-                (
-                    AsyncEventKind::DEVICE_FATAL
-                    | AsyncEventKind::CQ_ERROR
-                    | AsyncEventKind::SRQ_ERROR,
-                    _,
-                ) => {
-                    self.device_gone(shared, device.index, &event.kind.to_string());
-                }
-                _ => {}
-            }
-        }
-        count
-    }
-
-    /// Handles a device that the kernel has removed: its descriptors report an error from now on.
-    fn device_removed(&mut self, shared: &Shared, device: usize) {
-        if let Some(objects) = &self.device_objects[device] {
-            shared.waits.remove(objects.context.as_fd());
-            shared.waits.remove(objects.channel.as_fd());
-            self.device_gone(shared, device, "the device was removed or reset");
-        }
-    }
-
-    /// Fails all links of a device that no longer works.
-    pub(crate) fn device_gone(&mut self, shared: &Shared, device: usize, why: &str) {
-        self.reap_all(shared);
-        let device = &shared.devices[device];
-        if device.set_gone() {
-            shared.counters.devices_lost.fetch_add(1, Ordering::Relaxed);
-        }
-        self.end_upgrades_on(shared, device);
-        let links: Vec<_> = {
-            let links = shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner);
-            links.iter().filter(|link| link.is_on(device)).cloned().collect()
-        };
-        for link in links {
-            let what = format!("link to {}: {}: {why}", link.peer_name(), device.name);
-            let error = Error::new(ErrorKind::DeviceGone, what);
-            link.with_wakes(&mut self.wakes, |state, _, wakes| state.core.fail(error, wakes));
-        }
-        self.retire_if_unused(shared, device.index);
-    }
-
-    /// Releases a device that is gone, when no link is left on it: the kernel cannot finish
-    /// removing a Soft-RoCE device that is in use.
-    pub(crate) fn retire_if_unused(&mut self, shared: &Shared, device: usize) {
-        let device = &shared.devices[device];
-        if !device.is_gone() {
-            return;
-        }
-        let in_use = {
-            let links = shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner);
-            links.iter().any(|link| link.is_on(device))
-        };
-        if in_use {
-            return;
-        }
-        self.destroy_leaving_on(shared, device.index);
-        if self.device_objects[device.index].as_ref().is_none_or(|objects| objects.under_way > 0) {
-            return; // already released, or a command is still running
-        }
-        shared.regions.on_device_gone(
-            device,
-            shared.config.rdma == crate::policy::Rdma::Prefer,
-            &mut self.wakes,
-        );
-        self.retire(shared, device);
-    }
-
-    fn next_device_event(&self, device: usize) -> Option<AsyncEvent> {
-        self.device_objects[device].as_ref()?.context.next_async_event().ok().flatten()
-    }
-
     /// Returns the number of receives that are posted, and of those that failed links took.
     pub(crate) fn receives(&self) -> (u64, u64) {
         let stocks = self.device_objects.iter().flatten().map(|objects| &objects.stock);
@@ -449,85 +348,6 @@ impl Poller {
         self.leaving.clear();
         self.orphans.clear();
         self.device_objects.clear();
-    }
-
-    fn on_timer(&mut self, shared: &Shared, timer: Timer) {
-        match timer {
-            Timer::Keepalive(name) => {
-                let Some(link) = self.link_named(shared, name) else { return };
-                if link.with(|state, _, _| state.core.is_overdue(self.now)) {
-                    // This side may have been too busy to poll: the answer may already be here.
-                    self.reap_all(shared);
-                }
-                match link.on_timer(self.now) {
-                    Ok(Some((next, well))) => {
-                        self.timers.add(next, timer);
-                        if well {
-                            shared.is_well(&link);
-                        }
-                    }
-                    Ok(None) => {}
-                    Err((error, failure)) => link.fail(shared.diagnose(&link, error, failure)),
-                }
-            }
-            Timer::Close(name) => {
-                let Some(link) = self.link_named(shared, name) else { return };
-                let what = format!(
-                    "the peer did not accept all sent data within {} ms of closing",
-                    shared.config.close_timeout.as_millis()
-                );
-                link.fail(Error::new(ErrorKind::Timeout, what));
-                self.attend(shared, name.index);
-            }
-            Timer::Drain(name) => {
-                if let Some(link) = self.link_named(shared, name) {
-                    self.tear_down(shared, &link, true);
-                }
-            }
-            Timer::LastReceive(name) => {
-                let Some(link) = self.link_named(shared, name) else { return };
-                link.with_wakes(&mut self.wakes, |state, _, _| {
-                    state.stop_waiting_for_last_receive();
-                });
-            }
-            Timer::Leaving(device, number) => self.leaving_timed_out(shared, device, number),
-            Timer::Flushed(name) => {
-                let Some(link) = self.link_named(shared, name) else { return };
-                if !link.with(|state, _, _| state.has_flushed()) {
-                    return; // the link has found another path
-                }
-                // No request of this side failed first, so probably one of the peer's did, and not
-                // every device reports that. Soft-RoCE also does this to correct peers on a host
-                // with too little CPU. So it is counted, but the peer is not excluded for it.
-                self.peer_was_refused(shared, &link, false);
-                let what = format!(
-                    "link to {} ({}): the queue pair failed, and nobody says why",
-                    link.peer_name(),
-                    link.transport()
-                );
-                let error = Error::new(ErrorKind::LinkDown, what);
-                link.fail(shared.diagnose(&link, error, Failure::Completion(Status::FLUSHED)));
-                self.attend(shared, name.index);
-            }
-            Timer::Refill => {
-                self.starved = false; // the rest of this pass refills
-                self.sockets.retry_starved();
-            }
-            Timer::Shrink => self.shrink(shared),
-            Timer::Wake(id) => self.wakes.extend(self.sleepers.remove(&id)),
-            Timer::Migration(name) => self.migration_timed_out(shared, name),
-            Timer::Upgrade(name) => self.upgrade_due(shared, name),
-            Timer::Redial(name) => self.redial(shared, name),
-            Timer::Greeting(id) => self.greeting_timed_out(shared, id),
-            Timer::Admission => self.admit_waiting(shared),
-            Timer::Accept(id) => self.sockets.on_ready(id),
-            Timer::Listen(number) => self.listen_again(shared, number),
-            Timer::Handshake(key) => self.handshake_timed_out(shared, key),
-            Timer::Retry(ticket) => self.retry_handshake(shared, ticket),
-            Timer::Expiry(region) => shared.regions.expire(self, shared, region),
-            Timer::Revocation(region) => shared.regions.revocation_due(region, &mut self.wakes),
-            Timer::FindDevice(device) => self.find_device(shared, device),
-        }
     }
 
     /// Prepares for sleep: afterwards the descriptor becomes readable when there is something to
@@ -559,19 +379,6 @@ impl Poller {
         }
         shared.counters.sleeps.fetch_add(1, Ordering::Relaxed);
         true
-    }
-
-    fn cm_events(&mut self, shared: &Shared) -> usize {
-        let Some(channel) = self.cm.clone() else { return 0 };
-        let mut count = 0;
-        while count < CM_EVENTS_PER_PASS
-            && let Ok(Some(event)) = channel.next_event()
-        {
-            count += 1;
-            self.on_cm_event(shared, event);
-        }
-        self.unfinished |= count == CM_EVENTS_PER_PASS;
-        count
     }
 
     /// Ends all handshakes and connections, because the fabric ends.

@@ -6,12 +6,7 @@ use std::time::Instant;
 
 use ferrite_verbs::CmKey;
 
-/// Identifies a link: by its number, which is reused, and by its serial, which is not.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) struct LinkName {
-    pub(crate) index: u32,
-    pub(crate) serial: u64,
-}
+use crate::link::name::LinkName;
 
 /// What to do when a deadline expires.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -36,8 +31,6 @@ pub(crate) enum Timer {
     Redial(LinkName),
     /// Release memory that nobody uses any more.
     Shrink,
-    /// Wake a waiting future.
-    Wake(u64),
     /// Try again to get memory for receives.
     Refill,
     /// End this RDMA handshake if it has not finished.

@@ -27,6 +27,7 @@
 //!      └─────────┴────────┴──────► Down(first failure)
 //! ```
 
+mod body;
 mod closing;
 mod credits;
 mod grants;
@@ -38,12 +39,13 @@ mod sending;
 mod tcp;
 mod upgrade;
 
+pub(crate) use body::Body;
 pub(crate) use liveness::{Look, Silence};
 pub(crate) use migration::ActiveTransport;
 pub(crate) use receiving::protocol;
-pub(crate) use request::{Kind, RequestContext, outcome};
+pub(crate) use request::{RequestContext, outcome};
 pub(crate) use sending::Output;
-pub(crate) use tcp::{Body, SEGMENT_BYTES, TcpOutput, data_frame};
+pub(crate) use tcp::{SEGMENT_BYTES, TcpOutput, data_frame};
 pub(crate) use upgrade::Step;
 
 use std::collections::VecDeque;
@@ -57,8 +59,8 @@ use super::message::Message;
 use super::outbox::{OneSided, Outbox, QueuedMessage, frames};
 use super::stats::LinkStats;
 use super::tickets::{Outcome, Ticket, Tickets};
+use crate::device::slots::Held;
 use crate::error::{Error, ErrorKind};
-use crate::fabric::slots::Held;
 use crate::latency::Latencies;
 use crate::mem::Buf;
 use crate::wire::{Control, Features, Hello};

@@ -6,9 +6,9 @@
 
 use std::collections::VecDeque;
 
-use super::core::Kind;
+use super::kind::Kind;
 use super::tickets::Ticket;
-use crate::fabric::slots::Held;
+use crate::device::slots::Held;
 use crate::mem::Buf;
 
 /// A message on its way into frames.

@@ -9,8 +9,8 @@ use loom::sync::{Condvar, Mutex, MutexGuard};
 use loom::thread;
 
 use super::tickets::{Outcome, Ticket, Tickets};
+use crate::device::slots::{Key, Table};
 use crate::error::{Error, ErrorKind};
-use crate::fabric::slots::{Key, Table};
 use crate::sync::{explore, lock};
 
 /// What of a `LinkState` matters here.

@@ -1,9 +1,8 @@
 //! A link as the fabric and its users share it: the state behind its lock, and what never changes.
 
-use std::collections::VecDeque;
+mod sending;
+
 use std::fmt;
-#[cfg(feature = "tokio")]
-use std::io::IoSlice;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
 use std::task::{Poll, Wake, Waker};
@@ -15,21 +14,19 @@ use rustls::pki_types::ServerName;
 #[cfg(feature = "tokio")]
 use tokio::io::ReadBuf;
 
-use super::core::{Kind, Silence, Wakes};
+use super::core::{Silence, Wakes};
 use super::message::Message;
-use super::outbox::OneSided;
 use super::state::{LinkEnv, LinkState};
 use super::tickets::{Outcome, Ticket};
+use crate::device::shared_device::SharedDevice;
+use crate::device::slots::Held;
 use crate::diagnose::{self, Baseline, Failure, Subject};
 use crate::error::{Error, ErrorKind};
-use crate::fabric::mailbox::Mailbox;
-use crate::fabric::shared_device::SharedDevice;
-use crate::fabric::slots::Held;
-use crate::fabric::timers::LinkName;
-use crate::mem::{Buf, BufMut, Pool, lock};
+use crate::link::name::LinkName;
+use crate::mem::{BufMut, Pool, lock};
 use crate::policy::Fallback;
 use crate::source::Source;
-use crate::wire::{GrantToken, Rights};
+use crate::wake::mailbox::Mailbox;
 
 pub(crate) struct LinkShared {
     // First: the queue pair goes before the device whose queues it uses.
@@ -44,9 +41,6 @@ pub(crate) struct LinkShared {
     /// Why it is on TCP, if it should not be.
     fallback: Mutex<Option<Fallback>>,
     tls: Mutex<Option<(Arc<ClientConfig>, ServerName<'static>)>>,
-    /// Where the peer may be found, if not only where it was; the one that is tried next is the
-    /// first.
-    addresses: Mutex<VecDeque<SocketAddr>>,
     /// The port when the link was last known to be well.
     baseline: Mutex<Option<Baseline>>,
 }
@@ -102,7 +96,6 @@ impl LinkShared {
             route: Mutex::new(route),
             fallback: Mutex::new(None),
             tls: Mutex::new(None),
-            addresses: Mutex::default(),
             baseline: Mutex::new(None),
         }
     }
@@ -123,19 +116,6 @@ impl LinkShared {
 
     pub(crate) fn set_tls(&self, tls: Option<(Arc<ClientConfig>, ServerName<'static>)>) {
         *lock(&self.tls) = tls;
-    }
-
-    pub(crate) fn set_addresses(&self, addresses: VecDeque<SocketAddr>) {
-        *lock(&self.addresses) = addresses;
-    }
-
-    /// Where to look for the peer next: each address in its turn.
-    pub(crate) fn next_address(&self) -> Option<SocketAddr> {
-        let mut addresses = lock(&self.addresses);
-        let next = addresses.pop_front();
-        addresses.extend(next);
-        drop(addresses);
-        next.or_else(|| self.route().peer)
     }
 
     /// Whether its peer speaks another protocol.
@@ -257,205 +237,6 @@ impl LinkShared {
         }
     }
 
-    /// Queues a message and posts what may go. Without room, `waker` is called when there is some.
-    pub(crate) fn submit(
-        &self,
-        channel: u16,
-        parts: Vec<Buf>,
-        waker: Option<&Waker>,
-    ) -> Result<Ticket, (Vec<Buf>, Error)> {
-        self.queue(channel, parts, waker, true)
-            .map(|ticket| ticket.expect("a ticket was asked for"))
-    }
-
-    pub(crate) fn queue(
-        &self,
-        channel: u16,
-        parts: Vec<Buf>,
-        waker: Option<&Waker>,
-        wait: bool,
-    ) -> Result<Option<Ticket>, (Vec<Buf>, Error)> {
-        if !parts.iter().all(|part| self.pool.owns(part)) {
-            return Err((parts, foreign()));
-        }
-        let bytes = parts.iter().map(|part| part.len() as u64).sum();
-        self.with(|state, env, wakes| {
-            let checked =
-                state.core.check_open().and_then(|()| state.core.check_message(channel, bytes));
-            if let Err(error) = checked.and_then(|()| state.core.check_parts(&parts)) {
-                return Err((parts, error));
-            }
-            if !state.core.has_room(bytes) {
-                if let Some(waker) = waker {
-                    state.core.wake_on_room(waker);
-                }
-                return Err((parts, full()));
-            }
-            let ticket = state.core.push(channel, parts, wait);
-            state.pump(env, wakes);
-            Ok(ticket)
-        })
-    }
-
-    /// Ready when another message of `bytes` may be queued.
-    pub(crate) fn poll_room(&self, bytes: u64, waker: &Waker) -> Poll<Result<(), Error>> {
-        let mut state = lock(&self.state);
-        if let Err(error) = state.core.check_open() {
-            return Poll::Ready(Err(error));
-        }
-        if state.core.has_room(bytes) {
-            return Poll::Ready(Ok(()));
-        }
-        state.core.wake_on_room(waker);
-        Poll::Pending
-    }
-
-    /// Whether something of the link is queued or under way that holds memory; then `waker` is
-    /// called when some of it has gone.
-    #[cfg(feature = "tokio")]
-    pub(crate) fn poll_progress(&self, waker: &Waker) -> bool {
-        let mut state = lock(&self.state);
-        let holds = state.holds_memory();
-        if holds {
-            state.core.wake_on_room(waker);
-        }
-        holds
-    }
-
-    /// Sends an empty message, room or not: it holds no memory, and whoever says that it was the
-    /// last does not wait.
-    #[cfg(feature = "tokio")]
-    pub(crate) fn post_end(&self, channel: u16) -> Result<(), Error> {
-        self.with(|state, env, wakes| {
-            state.core.check_open()?;
-            state.core.push(channel, [], false);
-            state.pump(env, wakes);
-            Ok(())
-        })
-    }
-
-    /// Whether the peer said farewell: what it sent is all there.
-    #[cfg(feature = "tokio")]
-    pub(crate) fn peer_has_closed(&self) -> bool {
-        lock(&self.state).core.peer_has_closed()
-    }
-
-    /// Sends one buffer without an answer: nothing is allocated.
-    pub(crate) fn post(&self, channel: u16, buf: Buf) -> Result<(), (Buf, Error)> {
-        if !self.pool.owns(&buf) {
-            return Err((buf, foreign()));
-        }
-        self.with(|state, env, wakes| {
-            let bytes = buf.len() as u64;
-            if let Err(error) =
-                state.core.check_open().and_then(|()| state.core.check_message(channel, bytes))
-            {
-                return Err((buf, error));
-            }
-            if !state.core.has_room(bytes) {
-                return Err((buf, full()));
-            }
-            state.core.push(channel, [buf], false);
-            state.pump(env, wakes);
-            Ok(())
-        })
-    }
-
-    /// Sends a small message from the caller's memory; `Ok(false)` if it cannot go at once.
-    pub(crate) fn send_now(&self, channel: u16, bytes: &[u8]) -> Result<bool, Error> {
-        self.with(|state, env, wakes| {
-            state.core.check_open()?;
-            state.core.check_message(channel, bytes.len() as u64)?;
-            let sent = state.send_now(env, channel, bytes);
-            sent.inspect_err(|error| state.core.fail(error.clone(), wakes))
-        })
-    }
-
-    /// Sends the first `len` bytes of the slices, or some of them, from where they are, if TCP
-    /// carries the link; `None` if they have to be queued. While nothing more goes, `waker` is
-    /// called when something may: what would wait here can wait where it is.
-    #[cfg(feature = "tokio")]
-    pub(crate) fn poll_send_through(
-        &self,
-        channel: u16,
-        slices: &[IoSlice<'_>],
-        len: usize,
-        waker: &Waker,
-    ) -> Poll<Result<Option<usize>, Error>> {
-        self.with(|state, _, wakes| {
-            if !state.writes_through() {
-                return Poll::Ready(Ok(None));
-            }
-            let checked =
-                state.core.check_open().and_then(|()| state.core.check_message(channel, 1));
-            if let Err(error) = checked {
-                return Poll::Ready(Err(error));
-            }
-            match state.write_slices(channel, slices, len) {
-                Ok(Some(sent)) => Poll::Ready(Ok(Some(sent))),
-                Ok(None) if state.is_held_up() => {
-                    state.core.wake_on_room(waker);
-                    Poll::Pending
-                }
-                Ok(None) => Poll::Ready(Ok(None)),
-                Err(error) => {
-                    state.core.fail(error.clone(), wakes);
-                    Poll::Ready(Err(error))
-                }
-            }
-        })
-    }
-
-    /// Queues a one-sided operation on `len` bytes at `offset` of what was granted.
-    pub(crate) fn one_sided(
-        &self,
-        grant: &GrantToken,
-        rights: Rights,
-        offset: u64,
-        mut held: Held,
-        (kind, imm): (Kind, u32),
-    ) -> Result<Ticket, (Held, Error)> {
-        let (len, ours) = match &mut held {
-            Held::Shared(buf) => (buf.len(), self.pool.owns(buf)),
-            Held::Unique(buf) => (buf.len(), self.pool.owns_mut(buf)),
-            Held::Nothing | Held::Copied(_) | Held::Passing(_) | Held::Binding(_) => (0, true),
-        };
-        let wrong = if !ours {
-            Some(foreign())
-        } else if !grant.rights.contains(rights) {
-            Some(Error::new(
-                ErrorKind::Denied,
-                format!("the grant is for {}, not {rights}", grant.rights),
-            ))
-        } else if grant.range(offset, len as u64).is_none() {
-            let what = format!("{len} bytes at {offset} of a grant of {}", grant.len);
-            Some(Error::new(ErrorKind::Denied, what))
-        } else {
-            None
-        };
-        if let Some(error) = wrong {
-            return Err((held, error));
-        }
-        self.with(|state, env, wakes| {
-            if let Err(error) = state.core.check_open() {
-                return Err((held, error));
-            }
-            if state.core.is_revoked(grant.grant) {
-                return Err((held, Error::new(ErrorKind::Denied, "the peer took its grant back")));
-            }
-            if !state.core.has_room(len as u64) {
-                return Err((held, full()));
-            }
-            let GrantToken { grant, addr: base, rkey, .. } = *grant;
-            let bytes = len as u32;
-            let operation =
-                OneSided { kind, held, ticket: None, grant, base, rkey, offset, bytes, imm };
-            let ticket = state.core.push_one_sided(operation, true);
-            state.pump(env, wakes);
-            Ok(ticket.expect("a ticket was asked for"))
-        })
-    }
-
     /// The next message; if there is none, `waker` is called when one has come.
     pub(crate) fn receive(&self, waker: Option<&Waker>) -> Result<Option<Message>, Error> {
         self.with(|state, env, wakes| {
@@ -546,18 +327,6 @@ impl fmt::Debug for LinkShared {
             .field("over", &self.transport())
             .finish_non_exhaustive()
     }
-}
-
-/// What a buffer became that could not be sent.
-pub(crate) fn full() -> Error {
-    Error::new(
-        ErrorKind::Full,
-        "the link's queue is full: the peer does not take what was sent as fast",
-    )
-}
-
-fn foreign() -> Error {
-    Error::new(ErrorKind::Misuse, "the buffer is of another fabric's pool")
 }
 
 /// The buffer of a read, back from where it was put.

@@ -31,11 +31,11 @@ use std::time::Instant;
 
 use super::core::{ActiveTransport, LinkCore, Look, OwnLimits, RequestContext, Silence, Wakes};
 use super::tcp::TcpPath;
-use crate::error::{Error, ErrorKind};
-use crate::fabric::shared_device::SharedDevice;
+use crate::device::shared_device::SharedDevice;
 #[cfg(feature = "tokio")]
-use crate::fabric::slots::Held;
-use crate::fabric::slots::SendQueue;
+use crate::device::slots::Held;
+use crate::device::slots::SendQueue;
+use crate::error::{Error, ErrorKind};
 use crate::mem::Pool;
 
 /// What the holder of the lock needs from outside.

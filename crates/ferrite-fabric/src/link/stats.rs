@@ -1,6 +1,6 @@
 //! What a link has done, as plain numbers.
 
-use super::core::Kind;
+use super::kind::Kind;
 
 /// Counts of one link, or of all links of a fabric together. The names are those that `INFO rdma`
 /// will show.

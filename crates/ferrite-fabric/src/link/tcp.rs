@@ -8,17 +8,15 @@
 mod reading;
 
 use std::collections::VecDeque;
-use std::io::{self, IoSlice, IoSliceMut};
+use std::io::{self, IoSlice};
 use std::ops::Range;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::task::Waker;
 
-use rustix::io::Errno;
-use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags};
-
 use super::core::{Body, RequestContext, data_frame};
+use super::socket::send;
 use super::tls::Tls;
-use crate::fabric::slots::Held;
+use crate::device::slots::Held;
 use crate::mem::{Account, BufMut};
 use crate::wire::{TCP_FRAME_HEADER_BYTES, TcpFrame, TcpFrameKind};
 
@@ -408,39 +406,6 @@ fn write(
     match tls {
         None => send(socket, slices),
         Some(tls) => tls.write(socket, slices),
-    }
-}
-
-/// `None` if the kernel takes nothing now.
-pub(crate) fn send(socket: &OwnedFd, slices: &[IoSlice<'_>]) -> io::Result<Option<usize>> {
-    let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-    loop {
-        match rustix::net::sendmsg(socket, slices, &mut SendAncillaryBuffer::default(), flags) {
-            Ok(sent) => return Ok(Some(sent)),
-            Err(Errno::INTR) => {}
-            Err(Errno::AGAIN) => return Ok(None),
-            Err(errno) => return Err(errno.into()),
-        }
-    }
-}
-
-/// `None` if nothing is there, 0 at the end.
-pub(crate) fn receive(
-    socket: &OwnedFd,
-    slices: &mut [IoSliceMut<'_>],
-) -> io::Result<Option<usize>> {
-    loop {
-        let received = match &mut *slices {
-            [one] => rustix::net::recv(socket.as_fd(), &mut **one, RecvFlags::DONTWAIT)
-                .map(|(len, _)| len),
-            several => rustix::io::readv(socket.as_fd(), several),
-        };
-        match received {
-            Ok(len) => return Ok(Some(len)),
-            Err(Errno::INTR) => {}
-            Err(Errno::AGAIN) => return Ok(None),
-            Err(errno) => return Err(errno.into()),
-        }
     }
 }
 

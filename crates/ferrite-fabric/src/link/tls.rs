@@ -7,7 +7,7 @@ use std::sync::Arc;
 use rustls::pki_types::ServerName;
 use rustls::{ClientConfig, ClientConnection, Connection, ServerConfig, ServerConnection};
 
-use super::tcp::{receive, send};
+use super::socket::{receive, send};
 
 pub(crate) struct Tls(Connection);
 

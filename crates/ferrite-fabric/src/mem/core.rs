@@ -1,22 +1,37 @@
 //! The shared state of a pool: its heaps, caches and counters, and how blocks are taken and
 //! returned.
+//!
+//! The files below it are the parts that refer back to it: a slab keeps its pool alive, and so
+//! does every buffer in it.
+//!
+//! ```text
+//!   slab ◄─ heap ◄─ cache        free blocks
+//!     ▲── lease ◄─ buf ◄─ window   blocks in use, and how peers access them
+//! ```
+
+pub(super) mod buf;
+pub(super) mod cache;
+pub(super) mod heap;
+pub(super) mod lease;
+mod slab;
+pub(super) mod window;
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, OnceLock};
 
 use ferrite_verbs::ProtectionDomain;
 
+use self::buf::BufMut;
+use self::cache::Cache;
+use self::heap::Heap;
+use self::slab::Block;
+use self::window::Registrations;
 use super::arena::Arena;
-use super::buf::BufMut;
-use super::cache::Cache;
 use super::class::{Purpose, SizeClass};
+use super::config::PoolConfig;
+use super::counters::Counters;
 use super::error::{Budget, PoolError};
-use super::heap::Heap;
 use super::lock;
-use super::pool::PoolConfig;
-use super::slab::Block;
-use super::stats::Counters;
-use super::window::Registrations;
 
 pub(super) struct Core {
     pub(super) config: PoolConfig,

@@ -14,9 +14,9 @@ use std::sync::atomic::Ordering;
 
 use ferrite_verbs::{Access, ProtectionDomain, RemoteSlice};
 
-use super::buf::BufMut;
+use super::core::buf::BufMut;
+use super::core::window::{Registrations, Window};
 use super::error::PoolError;
-use super::window::{Registrations, Window};
 
 /// A buffer that [`Pool::expose`](super::Pool::expose) exposed to a peer.
 ///

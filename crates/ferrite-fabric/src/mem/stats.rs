@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::arena::Pages;
 use super::class::{Purpose, SizeClass};
 use super::core::Core;
-use super::error::{Budget, PoolError};
+use super::counters::Counters;
 
 /// A snapshot of a pool: see [`Pool::stats`](super::Pool::stats).
 ///
@@ -116,7 +116,7 @@ impl PoolStats {
             exposed_regions: load(&counters.exposed_regions),
             exposed_bytes: load(&counters.exposed_bytes),
             quarantined_bytes: load(&counters.quarantined_bytes),
-            failures: counters.failures(),
+            failures: counters.into(),
             ..Self::default()
         };
         for purpose in Purpose::ALL {
@@ -246,50 +246,16 @@ impl Failures {
     }
 }
 
-/// The counters that cannot be computed from the pool's state.
-#[derive(Default)]
-pub(super) struct Counters {
-    pub(super) growths: AtomicU64,
-    pub(super) exposed_regions: AtomicU64,
-    pub(super) exposed_bytes: AtomicU64,
-    pub(super) quarantined_bytes: AtomicU64,
-    pub(super) failed_deregister: AtomicU64,
-    send_exhausted: AtomicU64,
-    receive_exhausted: AtomicU64,
-    account_exhausted: AtomicU64,
-    too_large: AtomicU64,
-    map: AtomicU64,
-    register: AtomicU64,
-}
-
-impl Counters {
-    #[cold]
-    pub(super) fn count_failure(&self, error: &PoolError) {
-        let counter = match error {
-            PoolError::OverBudget { which: Budget::Heap(Purpose::Send), .. } => {
-                &self.send_exhausted
-            }
-            PoolError::OverBudget { which: Budget::Heap(Purpose::Receive), .. } => {
-                &self.receive_exhausted
-            }
-            PoolError::OverBudget { which: Budget::Account(_), .. } => &self.account_exhausted,
-            PoolError::TooLarge { .. } => &self.too_large,
-            PoolError::Map { .. } => &self.map,
-            PoolError::Register(_) => &self.register,
-            PoolError::Misuse(_) | PoolError::NoDomain { .. } => return,
-        };
-        counter.fetch_add(1, Ordering::Relaxed);
-    }
-
-    fn failures(&self) -> Failures {
-        Failures {
-            send_exhausted: load(&self.send_exhausted),
-            receive_exhausted: load(&self.receive_exhausted),
-            account_exhausted: load(&self.account_exhausted),
-            too_large: load(&self.too_large),
-            map: load(&self.map),
-            register: load(&self.register),
-            deregister: load(&self.failed_deregister),
+impl From<&Counters> for Failures {
+    fn from(counters: &Counters) -> Self {
+        Self {
+            send_exhausted: load(&counters.send_exhausted),
+            receive_exhausted: load(&counters.receive_exhausted),
+            account_exhausted: load(&counters.account_exhausted),
+            too_large: load(&counters.too_large),
+            map: load(&counters.map),
+            register: load(&counters.register),
+            deregister: load(&counters.failed_deregister),
         }
     }
 }

@@ -6,9 +6,9 @@ use std::net::SocketAddr;
 use std::task::{Context, Poll};
 
 use super::Stream;
-use crate::connect::UNKNOWN_PEER;
 use crate::fabric::Fabric;
-use crate::listener::Listener;
+use crate::handles::Listener;
+use crate::source::UNKNOWN_PEER;
 
 /// Accepts streams of peers, like `tokio::net::TcpListener`. Dropping it stops listening; accepted
 /// streams stay open.

@@ -9,7 +9,7 @@ use tokio::task::coop;
 
 use super::CHANNEL;
 use crate::error::{Error, ErrorKind};
-use crate::link::Link;
+use crate::handles::Link;
 use crate::link::message::Parts;
 use crate::mem::Buf;
 

@@ -12,7 +12,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use super::Stream;
 use super::reader::Reader;
 use super::writer::Writer;
-use crate::link::Link;
+use crate::handles::Link;
 
 /// The reading half of a [`Stream`]: see [`Stream::into_split`].
 ///

@@ -13,8 +13,8 @@ use tokio::task::coop;
 
 use super::CHANNEL;
 use crate::error::ErrorKind;
+use crate::handles::{Link, Transport};
 use crate::link::tcp::CALLERS_SLICES;
-use crate::link::{Link, Transport};
 use crate::mem::{Buf, ErrorKind as PoolErrorKind, Purpose};
 
 /// Maximum number of bytes to copy at a time: a block of the pool. Several are being sent while the

@@ -31,7 +31,7 @@ pub enum ProtocolError {
         /// The number that the network card reports.
         byte_len: u32,
     },
-    /// A server sent its features to a client that did not ask, or that asked for another page.
+    /// A server sent its features to a client, which never asks for them.
     #[error("the server sent features that were not requested")]
     UnaskedFeatures,
     /// A client asks for features faster than answers can be sent.

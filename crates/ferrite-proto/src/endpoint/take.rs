@@ -14,21 +14,12 @@ impl Endpoint {
                     return Err(ProtocolError::TooManyQuestions { asked: FEATURES_WAITING + 1 });
                 }
             }
-            (Message::GetServerFeature { select, features }, Role::Client) => {
-                if self.question != Some(select) {
-                    return Err(ProtocolError::UnaskedFeatures);
-                }
-                self.stats.features_received += 1;
-                self.question = None;
-                self.peer_features = Some(features);
+            // An endpoint never asks as a client: no features are defined.
+            (Message::GetServerFeature { .. }, Role::Client) => {
+                return Err(ProtocolError::UnaskedFeatures);
             }
-            // It has no answer, and clients ignore it.
-            (Message::SetClientFeature { features, .. }, role) => {
-                self.stats.features_received += 1;
-                if role == Role::Server {
-                    self.peer_features = Some(features);
-                }
-            }
+            // It has no answer, and no feature has an effect.
+            (Message::SetClientFeature { .. }, _) => self.stats.features_received += 1,
             (Message::Keepalive, _) => self.stats.keepalives_received += 1,
             (Message::RegisterXferMemory(registration), _) => {
                 self.send.register(registration)?;

@@ -59,7 +59,7 @@ impl Link {
             local,
             peer: id.peer_addr(),
             device: context.device().name(),
-            software: context.device().is_software(),
+            software: context.device().quirks().is_software,
             port,
             gid,
             mtu_bytes: qp.path()?.mtu.bytes(),

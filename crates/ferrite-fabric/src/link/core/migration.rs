@@ -16,10 +16,11 @@
 use std::collections::VecDeque;
 use std::time::Instant;
 
-use super::tcp::Body;
-use super::{Kind, LinkCore, Phase, RequestContext, Wakes};
+use super::body::Body;
+use super::{LinkCore, Phase, RequestContext, Wakes};
+use crate::device::slots::{Held, InFlight};
 use crate::error::{Error, ErrorKind};
-use crate::fabric::slots::{Held, InFlight};
+use crate::link::kind::Kind;
 use crate::mem::Buf;
 use crate::wire::{Control, TcpFrame, TcpFrameKind};
 

@@ -1,8 +1,9 @@
 //! What is known of an operation from the moment it leaves until it is done.
 
 use super::OwnLimits;
+use crate::device::slots::Held;
 use crate::error::Error;
-use crate::fabric::slots::Held;
+use crate::link::kind::Kind;
 use crate::link::tickets::{Outcome, Ticket};
 
 /// Comes back with the completion of a request.
@@ -19,30 +20,6 @@ pub(crate) struct RequestContext {
     pub(crate) imm: u32,
     /// When it began, if somebody waits for it; else 0.
     pub(crate) begun: u64,
-}
-
-/// What a request does.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) enum Kind {
-    /// The last request of a link that is down: its completion says that all before it are done.
-    Last,
-    #[default]
-    Control,
-    Send,
-    Write,
-    /// A write that the peer is notified of.
-    Notice,
-    Read,
-    /// A frame that is sent again: it was counted before.
-    Again,
-    /// Binds a memory window.
-    Bind,
-}
-
-impl Kind {
-    pub(crate) fn is_one_sided(self) -> bool {
-        matches!(self, Self::Write | Self::Notice | Self::Read)
-    }
 }
 
 impl RequestContext {

@@ -1,7 +1,8 @@
 //! What is sent next, as far as the peer's credits allow.
 
 use super::migration::ActiveTransport;
-use super::{Kind, LinkCore, RequestContext, Wakes};
+use super::{LinkCore, RequestContext, Wakes};
+use crate::link::kind::Kind;
 use crate::link::outbox::{Allowed, Next, OneSided};
 use crate::mem::Buf;
 use crate::wire::{Control, Frame};

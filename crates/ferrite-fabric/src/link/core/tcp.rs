@@ -1,38 +1,19 @@
 //! The protocol on a TCP connection: the same frames, and one-sided operations that the peer
 //! serves.
 
+use super::body::Body;
 use super::migration::{ActiveTransport, Again};
-use super::{Kind, LinkCore, Output, RequestContext, Wakes, protocol};
+use super::{LinkCore, Output, RequestContext, Wakes, protocol};
+use crate::device::slots::Held;
 use crate::error::{Error, ErrorKind};
-use crate::fabric::slots::Held;
+use crate::link::kind::Kind;
 use crate::link::outbox::OneSided;
-use crate::mem::{Buf, BufMut};
+use crate::mem::BufMut;
 use crate::wire::{Address, CONTROL_BYTES, Frame, TcpFrame, TcpFrameKind};
 
 /// The largest frame on TCP, unless the receiver's `segment_bytes` is larger. No receives wait for
 /// them here, so that larger ones cost nothing.
 pub(crate) const SEGMENT_BYTES: usize = 64 << 10;
-
-/// The payload of a frame.
-pub(crate) enum Body {
-    Nothing,
-    /// A control message.
-    Few([u8; CONTROL_BYTES]),
-    Buf(Buf),
-    /// A copy of somebody else's bytes.
-    Loose(Box<[u8]>),
-}
-
-impl Body {
-    pub(crate) fn bytes(&self) -> &[u8] {
-        match self {
-            Self::Nothing => &[],
-            Self::Few(bytes) => bytes,
-            Self::Buf(buf) => buf,
-            Self::Loose(bytes) => bytes,
-        }
-    }
-}
 
 /// What goes next on the connection.
 pub(crate) enum TcpOutput {

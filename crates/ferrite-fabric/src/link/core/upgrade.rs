@@ -17,8 +17,8 @@
 
 use std::time::{Duration, Instant};
 
+use super::body::Body;
 use super::migration::{ActiveTransport, path_frame};
-use super::tcp::Body;
 use super::{LinkCore, protocol};
 use crate::error::Error;
 use crate::wire::{Address, CONTROL_BYTES, Control, Frame, TcpFrame, TcpFrameKind};

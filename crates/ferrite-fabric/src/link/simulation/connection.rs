@@ -5,8 +5,8 @@ use std::time::Instant;
 use super::side::Side;
 use super::wire::Wires;
 use super::{Violation, violation};
+use crate::device::slots::Held;
 use crate::error::{Error, ErrorKind};
-use crate::fabric::slots::Held;
 use crate::link::core::TcpOutput;
 use crate::wire::{TcpFrame, TcpFrameKind};
 

@@ -7,13 +7,12 @@ use std::time::{Duration, Instant};
 use super::application::CHANNELS;
 use super::wire::{Acknowledgement, Packet, Wires};
 use super::{Application, Random, Violation, violation};
+use crate::device::slots::{Held, InFlight};
 use crate::error::{Error, ErrorKind};
-use crate::fabric::slots::{Held, InFlight};
 use crate::latency::Latencies;
-use crate::link::core::{
-    ActiveTransport, Kind, LinkCore, Output, OwnLimits, RequestContext, Wakes,
-};
+use crate::link::core::{ActiveTransport, LinkCore, Output, OwnLimits, RequestContext, Wakes};
 use crate::link::keepalive::Keepalive;
+use crate::link::kind::Kind;
 use crate::link::outbox::OneSided;
 use crate::mem::{BufMut, Pool, Purpose};
 use crate::wire::{Features, Hello, Version};

@@ -2,7 +2,7 @@
 
 use super::side::{Path, Side};
 use super::wire::{Packet, Wires};
-use crate::fabric::slots::Held;
+use crate::device::slots::Held;
 use crate::link::core::{ActiveTransport, RequestContext, Step};
 use crate::wire::{Address, TcpFrameKind};
 

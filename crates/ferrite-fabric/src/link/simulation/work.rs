@@ -5,9 +5,9 @@ use std::task::{Poll, Waker};
 use super::application::{Application, CHANNELS, Operation};
 use super::side::{SEGMENT_BYTES, Side};
 use super::{Random, Violation, violation};
+use crate::device::slots::Held;
 use crate::error::ErrorKind;
-use crate::fabric::slots::Held;
-use crate::link::core::Kind;
+use crate::link::kind::Kind;
 use crate::link::outbox::OneSided;
 use crate::mem::Buf;
 

@@ -8,8 +8,9 @@ use std::sync::Arc;
 use ferrite_verbs::{Access, QueuePairAttributes, RemoteSlice};
 
 use super::{LinkEnv, LinkState};
-use crate::fabric::shared_device::SharedDevice;
-use crate::link::core::{ActiveTransport, Kind, RequestContext, Wakes};
+use crate::device::shared_device::SharedDevice;
+use crate::link::core::{ActiveTransport, RequestContext, Wakes};
+use crate::link::kind::Kind;
 use crate::mem::Window;
 
 impl LinkState {

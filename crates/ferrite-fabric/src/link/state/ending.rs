@@ -1,8 +1,8 @@
 //! How the queue pair and the connection of a link end.
 
 use super::{LinkEnv, LinkState};
+use crate::device::slots::{InFlight, SendQueue};
 use crate::error::{Error, ErrorKind};
-use crate::fabric::slots::{InFlight, SendQueue};
 use crate::link::core::{RequestContext, Wakes};
 use crate::link::tcp::TcpPath;
 

@@ -5,10 +5,11 @@ use std::sync::Arc;
 use ferrite_verbs::{Operation, WorkCompletion};
 
 use super::LinkState;
+use crate::device::shared_device::SharedDevice;
+use crate::device::slots::SendQueue;
 use crate::error::{Error, ErrorKind};
-use crate::fabric::shared_device::SharedDevice;
-use crate::fabric::slots::SendQueue;
-use crate::link::core::{Kind, RequestContext};
+use crate::link::core::RequestContext;
+use crate::link::kind::Kind;
 use crate::wire::CONTROL_BYTES;
 
 pub(crate) struct NextPath {

@@ -10,9 +10,10 @@ use std::task::Waker;
 use ferrite_verbs::{Access, Opcode, Operation, RemoteSlice, WorkCompletion};
 
 use super::{LinkEnv, LinkState};
+use crate::device::slots::{Held, Work};
 use crate::error::{Error, ErrorKind};
-use crate::fabric::slots::{Held, Work};
-use crate::link::core::{Kind, RequestContext, Wakes, keep, protocol};
+use crate::link::core::{RequestContext, Wakes, keep, protocol};
+use crate::link::kind::Kind;
 use crate::mem::{Buf, BufMut};
 
 /// Messages of a peer that nobody has taken yet, and their bytes: they are copied, so that a

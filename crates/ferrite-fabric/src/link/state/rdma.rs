@@ -7,10 +7,11 @@ use std::time::Instant;
 use ferrite_verbs::{Access, Opcode, Operation, RemoteSlice, Status, WorkCompletion};
 
 use super::{LinkEnv, LinkState, NextPath};
+use crate::device::shared_device::SharedDevice;
+use crate::device::slots::{BATCH, Held, InFlight, SendQueue, Work};
 use crate::error::{Error, ErrorKind};
-use crate::fabric::shared_device::SharedDevice;
-use crate::fabric::slots::{BATCH, Held, InFlight, SendQueue, Work};
-use crate::link::core::{ActiveTransport, Kind, Output, RequestContext, Wakes, protocol};
+use crate::link::core::{ActiveTransport, Output, RequestContext, Wakes, protocol};
+use crate::link::kind::Kind;
 use crate::link::outbox::OneSided;
 use crate::mem::{BufMut, Pool, Purpose, Window};
 use crate::wire::{CONTROL_BYTES, Control, Frame};

@@ -337,7 +337,7 @@ impl LinkState {
         let leaving = tcp.take_leaving().map(|request| (None, request)).collect::<Vec<_>>();
         let asked = tcp.take_asked().into_iter().map(|asked| (Some(asked.held), asked.request));
         for (held, request) in leaving.into_iter().chain(asked) {
-            let held = held.unwrap_or(crate::fabric::slots::Held::Nothing);
+            let held = held.unwrap_or(crate::device::slots::Held::Nothing);
             self.core.complete(request, held, Err(error.clone()), wakes);
         }
         true

@@ -8,8 +8,9 @@ use rustix::net::RecvFlags;
 #[cfg(feature = "tokio")]
 use tokio::io::ReadBuf;
 
-use super::{Arrival, LARGE, OPERATION_BYTES, PEEK, TcpPath, invalid, receive};
-use crate::fabric::slots::Held;
+use super::{Arrival, LARGE, OPERATION_BYTES, PEEK, TcpPath, invalid};
+use crate::device::slots::Held;
+use crate::link::socket::receive;
 use crate::link::tls::Tls;
 use crate::mem::{Account, Budget, BufMut, Pool, PoolError, Purpose, SizeClass};
 use crate::wire::{TCP_FRAME_HEADER_BYTES, TcpFrame, TcpFrameKind};

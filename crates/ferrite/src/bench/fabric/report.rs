@@ -37,7 +37,7 @@ impl PathInfo {
         Ok(Self {
             device: device.name(),
             driver: device.driver(),
-            software: device.is_software(),
+            software: device.quirks().is_software,
             mtu_bytes: link.mtu().context("the link has no path")?.bytes(),
             local: link.local_addr(),
             peer: link.peer_addr(),
@@ -47,10 +47,9 @@ impl PathInfo {
     /// Formats the first lines of the result. `mode` says how both sides wait.
     pub(in crate::bench) fn text(&self, links: u32, mode: &str) -> String {
         let many = if links == 1 { "1 link".to_owned() } else { format!("{links} links") };
-        let caveat = match (self.software, self.driver.as_deref()) {
-            (false, _) => "",
-            (true, Some("rxe")) => "Soft-RoCE: compare ratios only, not absolute times.\n",
-            (true, _) => "Software device: compare ratios only, not absolute times.\n",
+        let caveat = match self.software {
+            false => "",
+            true => "Software device: compare ratios only, not absolute times.\n",
         };
         format!(
             "{} → {} over {}, {many}, MTU {}, {mode}\n{caveat}",
@@ -293,7 +292,7 @@ mod tests {
     fn formats_text() {
         let expected = "\
 10.0.0.2:4711 → 10.0.0.1:7472 over rxe2, 3 links, MTU 4096, poll mode
-Soft-RoCE: compare ratios only, not absolute times.
+Software device: compare ratios only, not absolute times.
 1999 of 2000 idle links opened in 3.50 s; the server pins 12 bytes for each;
 1998 still open at the end, closed in 1.00 s
   timeout: 1 failed, first error: no answer

@@ -9,6 +9,7 @@ use anyhow::{Context as _, bail, ensure};
 use ferrite_fabric::{Config, Fabric, Rdma};
 use ferrite_proto::resp::{Limits, ReplyFramer, encode_command};
 use ferrite_session::{Connector, client_config};
+use ferrite_verbs::Verbs;
 use hdrhistogram::Histogram;
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::UnixStream;
@@ -31,6 +32,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin + Send> Duplex for S {}
 pub(super) struct TransportInfo {
     pub(super) transport: String,
     pub(super) device: Option<String>,
+    /// Whether the device is emulated in software.
+    pub(super) software: bool,
     pub(super) fallback: Option<String>,
 }
 
@@ -195,14 +198,19 @@ impl Dialer {
     async fn connect(&self) -> io::Result<(Box<dyn Duplex>, TransportInfo)> {
         match self {
             Self::Unix(path) => {
-                let transport_info =
-                    TransportInfo { transport: "Unix socket".into(), device: None, fallback: None };
+                let transport_info = TransportInfo {
+                    transport: "Unix socket".into(),
+                    device: None,
+                    software: false,
+                    fallback: None,
+                };
                 Ok((Box::new(UnixStream::connect(path).await?), transport_info))
             }
             Self::Net { connector, server } => {
                 let session = connector.connect(*server).await?;
                 let transport_info = TransportInfo {
                     transport: session.transport().to_string(),
+                    software: session.device().is_some_and(|device| is_software(&device)),
                     device: session.device(),
                     fallback: session.fallback().map(ToString::to_string),
                 };
@@ -210,6 +218,12 @@ impl Dialer {
             }
         }
     }
+}
+
+fn is_software(device: &str) -> bool {
+    let verbs = Verbs::system().ok();
+    let device = verbs.and_then(|verbs| verbs.device(device).ok());
+    device.is_some_and(|device| device.quirks().is_software)
 }
 
 /// One connection.

@@ -61,6 +61,9 @@ struct Report {
     device: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     fallback: Option<String>,
+    /// Whether the device is emulated in software.
+    #[serde(skip)]
+    software: bool,
     connections: u32,
     threads: u32,
     pipeline: u32,
@@ -78,15 +81,18 @@ pub(super) fn print(
     transport_info: Option<TransportInfo>,
     results: Vec<Row>,
 ) -> anyhow::Result<()> {
-    let TransportInfo { transport, device, fallback } = transport_info.unwrap_or(TransportInfo {
-        transport: "nothing".into(),
-        device: None,
-        fallback: None,
-    });
+    let TransportInfo { transport, device, software, fallback } =
+        transport_info.unwrap_or(TransportInfo {
+            transport: "nothing".into(),
+            device: None,
+            software: false,
+            fallback: None,
+        });
     let report = Report {
         format: 1,
         transport,
         device,
+        software,
         fallback,
         connections: options.connections,
         threads: options.threads,
@@ -137,10 +143,10 @@ fn text(report: &Report) -> String {
             );
         }
     }
-    if report.device.as_ref().is_some_and(|device| device.starts_with("rxe")) {
+    if report.software {
         let _ = writeln!(
             out,
-            "\nSoft-RoCE: compare results of one run only; they say nothing about hardware"
+            "\nSoftware device: compare results of one run only; they say nothing about hardware"
         );
     }
     out

@@ -1,0 +1,200 @@
+//! One device as links see it. The poller owns its verbs objects (`device_objects.rs`).
+//!
+//! All links of a device share one completion queue and one stock of receives, so an idle link
+//! needs neither. The completion queue must never overrun. Therefore each request in flight holds
+//! one of its entries from post to completion, even if it is not signaled: when a queue pair fails,
+//! every request completes. Links that find no free entry wait here in a queue.
+
+use std::collections::VecDeque;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+
+use ferrite_verbs::{Context, DeviceQuirks, Limits};
+
+use crate::config::Config;
+use crate::error::{Error, ErrorKind};
+use crate::mem::lock;
+
+pub(crate) struct SharedDevice {
+    pub(crate) name: String,
+    /// The device's index, which is also the index of its protection domain in the pool.
+    pub(crate) index: usize,
+    device: Mutex<Device>,
+    in_flight: AtomicU32,
+    in_flight_max: AtomicU32,
+    /// Links that wait for a free entry.
+    waiting: Mutex<VecDeque<u32>>,
+    has_waiting: AtomicBool,
+    /// The largest inline payload. Found out when the first queue pair is created.
+    inline: AtomicU32,
+    gone: AtomicBool,
+}
+
+/// The device's current state.
+struct Device {
+    /// For diagnoses of failed links; `None` while the device is gone.
+    context: Option<Context>,
+    /// If the device is gone: those it had.
+    limits: Limits,
+    quirks: DeviceQuirks,
+    /// Why the latest attempt to bring the device back failed.
+    absence: Option<Error>,
+}
+
+/// The properties of an opened device, fixed until it disappears.
+pub(crate) struct Life {
+    pub(super) context: Context,
+    pub(super) limits: Limits,
+    pub(super) quirks: DeviceQuirks,
+    pub(super) in_flight_max: u32,
+    pub(super) inline: u32,
+}
+
+impl SharedDevice {
+    pub(crate) fn new(index: usize, life: Life) -> Self {
+        let Life { context, limits, quirks, in_flight_max, inline } = life;
+        Self {
+            name: context.device().name(),
+            index,
+            device: Mutex::new(Device { context: Some(context), limits, quirks, absence: None }),
+            in_flight: AtomicU32::new(0),
+            in_flight_max: AtomicU32::new(in_flight_max),
+            waiting: Mutex::new(VecDeque::new()),
+            has_waiting: AtomicBool::new(false),
+            inline: AtomicU32::new(inline),
+            gone: AtomicBool::new(false),
+        }
+    }
+
+    /// Resumes with a device that came back. No link is left from before, so nothing is in flight
+    /// and nobody waits.
+    pub(crate) fn begin(&self, life: Life) {
+        let Life { context, limits, quirks, in_flight_max, inline } = life;
+        self.in_flight.store(0, Ordering::Relaxed);
+        self.in_flight_max.store(in_flight_max, Ordering::Relaxed);
+        self.inline.store(inline, Ordering::Relaxed);
+        lock(&self.waiting).clear();
+        *lock(&self.device) = Device { context: Some(context), limits, quirks, absence: None };
+        self.gone.store(false, Ordering::Release);
+    }
+
+    /// Returns whether `ip` is one of the device's own addresses.
+    pub(crate) fn has_address(&self, ip: std::net::IpAddr) -> bool {
+        let gids = self.context().and_then(|context| context.gids().ok());
+        gids.is_some_and(|gids| {
+            gids.iter().any(|entry| entry.gid.ip().to_canonical() == ip.to_canonical())
+        })
+    }
+
+    /// Returns the opened device, or `None` while it is gone.
+    pub(crate) fn context(&self) -> Option<Context> {
+        lock(&self.device).context.clone()
+    }
+
+    /// Returns the limits of the device.
+    pub(crate) fn limits(&self) -> Limits {
+        lock(&self.device).limits.clone()
+    }
+
+    /// Returns what the provider of the device does differently.
+    pub(crate) fn quirks(&self) -> DeviceQuirks {
+        lock(&self.device).quirks
+    }
+
+    /// Returns whether memory can be opened to the peer of a single queue pair.
+    pub(crate) fn has_windows(&self) -> bool {
+        lock(&self.device).limits.queue_pair_windows
+    }
+
+    /// Returns the error for attempts to use the device while it is gone.
+    pub(crate) fn absence(&self) -> Error {
+        let what = match &lock(&self.device).absence {
+            Some(reason) => {
+                format!("{} was removed or failed, and is not back: {reason}", self.name)
+            }
+            None => format!("{} was removed or failed", self.name),
+        };
+        Error::new(ErrorKind::DeviceGone, what)
+    }
+
+    pub(crate) fn set_absence(&self, reason: Error) {
+        lock(&self.device).absence = Some(reason);
+    }
+
+    pub(crate) fn is_gone(&self) -> bool {
+        self.gone.load(Ordering::Acquire)
+    }
+
+    /// Marks the device as gone, so that nothing new starts on it. Returns `false` if it already
+    /// was.
+    pub(crate) fn set_gone(&self) -> bool {
+        !self.gone.swap(true, Ordering::AcqRel)
+    }
+
+    /// Closes the device.
+    pub(crate) fn close(&self) {
+        lock(&self.device).context.take();
+    }
+
+    pub(super) fn send_queue_depth(&self, config: &Config) -> u32 {
+        config.send_queue_depth.clamp(BATCH_MIN, self.limits().max_qp_wr.min(u16::MAX.into()))
+    }
+
+    /// Returns the largest payload that links may send inline.
+    pub(crate) fn inline(&self) -> u32 {
+        self.inline.load(Ordering::Relaxed)
+    }
+
+    /// Records that the device accepted an inline payload of `bytes`; more may be refused.
+    pub(super) fn limit_inline(&self, bytes: u32) {
+        self.inline.fetch_min(bytes, Ordering::Relaxed);
+    }
+
+    /// Reserves up to `wanted` entries of the completion queue and returns how many it got.
+    pub(crate) fn reserve(&self, wanted: usize) -> usize {
+        let wanted = wanted as u32; // at most a batch
+        let before = self.in_flight.fetch_add(wanted, Ordering::Relaxed);
+        let granted = self.in_flight_max().saturating_sub(before).min(wanted);
+        if granted < wanted {
+            self.in_flight.fetch_sub(wanted - granted, Ordering::Relaxed);
+        }
+        granted as usize
+    }
+
+    pub(crate) fn release(&self, entries: usize) {
+        self.in_flight.fetch_sub(entries as u32, Ordering::Relaxed);
+    }
+
+    /// Returns whether requests should be signaled, so that their entries become free soon.
+    pub(crate) fn is_pressed(&self) -> bool {
+        self.in_flight.load(Ordering::Relaxed) > self.in_flight_max() / 4
+    }
+
+    fn in_flight_max(&self) -> u32 {
+        self.in_flight_max.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn in_flight(&self) -> u32 {
+        self.in_flight.load(Ordering::Relaxed)
+    }
+
+    /// Queues a link that waits for entries.
+    pub(crate) fn wait(&self, link: u32) {
+        lock(&self.waiting).push_back(link);
+        self.has_waiting.store(true, Ordering::Release);
+    }
+
+    /// Takes all waiting links if entries are free.
+    pub(crate) fn take_waiting(&self) -> VecDeque<u32> {
+        if !self.has_waiting.load(Ordering::Acquire)
+            || self.in_flight.load(Ordering::Relaxed) >= self.in_flight_max()
+        {
+            return VecDeque::new();
+        }
+        self.has_waiting.store(false, Ordering::Release);
+        std::mem::take(&mut lock(&self.waiting))
+    }
+}
+
+/// The fewest requests that a queue must hold.
+pub(super) const BATCH_MIN: u32 = 16;

@@ -1,0 +1,257 @@
+//! Links that migrate from RDMA to TCP: the fabric's part. The rules are in
+//! `link/state/migration.rs`; the way back to RDMA is in [`upgrading`](super::upgrading).
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::dialing::{Dial, Purpose};
+use crate::device::slots::{InFlight, SendQueue};
+use crate::error::{Error, ErrorKind};
+use crate::fabric::Shared;
+use crate::fabric::poller::Poller;
+use crate::fabric::timers::Timer;
+use crate::link::core::{ActiveTransport, RequestContext};
+use crate::link::name::LinkName;
+use crate::link::shared::LinkShared;
+use crate::link::tcp::TcpPath;
+use crate::policy::Fallback;
+use crate::wire::Resume;
+
+/// The delay between attempts to connect to a peer that does not answer.
+const REDIAL: Duration = Duration::from_millis(250);
+
+/// A TCP connection over which a link continues.
+pub(crate) struct TcpConnection {
+    pub(crate) socket: u64,
+    pub(crate) encrypted: bool,
+    pub(crate) local: Option<SocketAddr>,
+    pub(crate) peer: SocketAddr,
+}
+
+/// The result of a peer's request to resume a link that has lost its path.
+pub(super) enum LostLink {
+    Unknown,
+    /// The device has not yet reported that nothing more arrives over the lost path. The greeting
+    /// is handled again after that.
+    NotYet,
+    /// The link, and the number of frames that it has received from the peer.
+    Found(Arc<LinkShared>, u64),
+}
+
+impl Poller {
+    /// Destroys the queue pair of a link that has lost its RDMA path, and then searches for another
+    /// path.
+    pub(crate) fn downgrade(&mut self, shared: &Shared, link: &Arc<LinkShared>) {
+        self.reap_all(shared); // count what has arrived, so that it is not sent again
+        self.end_upgrade(link);
+        let queue = link.with_wakes(&mut self.wakes, |state, _, _| state.begin_detach());
+        let Some(queue) = queue else { return };
+        let (link, own) = (Arc::clone(link), (queue, Vec::new()));
+        let work = |(queue, in_flight): &mut (SendQueue<RequestContext>, Vec<_>)| {
+            Ok(queue.destroy(|it| in_flight.push(it))?)
+        };
+        self.command(
+            shared,
+            link.source(),
+            own,
+            work,
+            move |poller, shared, (queue, in_flight), gone| {
+                poller.finish_downgrade(shared, &link, queue, in_flight, gone);
+            },
+        );
+    }
+
+    /// Second step of a downgrade: the queue pair was destroyed, or that failed.
+    fn finish_downgrade(
+        &mut self,
+        shared: &Shared,
+        link: &Arc<LinkShared>,
+        queue: SendQueue<RequestContext>,
+        in_flight: Vec<InFlight<RequestContext>>,
+        gone: Result<(), Error>,
+    ) {
+        let route = link.route();
+        let deadline = self.now + shared.config.move_timeout;
+        let detached = link.with_wakes(&mut self.wakes, |state, env, wakes| {
+            match state.end_detach(env, queue, in_flight, gone, wakes) {
+                Ok(()) => {
+                    let is_caller = state.core.is_caller();
+                    state.core.lost_mut().map(|lost| {
+                        lost.deadline = Some(deadline);
+                        (lost.error.clone(), is_caller)
+                    })
+                }
+                Err(error) => {
+                    state.core.end(error, wakes); // no effect if it has ended meanwhile
+                    None
+                }
+            }
+        });
+        let Some((error, is_caller)) = detached else {
+            // Not at once: the caller may be about to attend to the link.
+            shared.mailbox.attend(link.index);
+            return;
+        };
+        if let Some(device) = &route.device {
+            self.forget_qp(device, route.qp_num, link.index);
+        }
+        if let Some(key) = route.cm_key {
+            self.handshakes.hang_up(key);
+            self.remove_handshake(shared, key, link.source());
+        }
+        link.set_route(|route| {
+            (route.device, route.qp_num, route.mtu, route.cm_key) = (None, 0, None, None);
+        });
+        shared.fell_back(link, Fallback::new(error));
+        self.timers.add(deadline, Timer::Migration(link.name));
+        match route.socket {
+            Some(socket) => {
+                self.sockets.set_carrying(socket, true);
+                self.sockets.on_ready(socket);
+                link.with_wakes(&mut self.wakes, |state, env, wakes| {
+                    state.resume(wakes);
+                    state.flush_connection(wakes);
+                    state.pump(env, wakes);
+                });
+            }
+            None if is_caller => self.redial(shared, link.name),
+            None => {} // the peer reconnects
+        }
+        if is_caller {
+            self.upgrade_in(link, shared.config.upgrade_after);
+        }
+        self.sockets.stop_waiting_for(link.name);
+        if let Some(device) = route.device {
+            self.retire_if_unused(shared, device.index);
+        }
+    }
+
+    pub(crate) fn migration_timed_out(&mut self, shared: &Shared, name: LinkName) {
+        let Some(link) = self.link_named(shared, name) else { return };
+        let now = self.now;
+        link.with_wakes(&mut self.wakes, |state, _, wakes| {
+            // Only if the path whose timer this is was not replaced by another one that was lost
+            // later.
+            if let Some(lost) =
+                state.core.lost().filter(|lost| lost.deadline.is_some_and(|by| by <= now))
+            {
+                let what = format!("{}; and no other path was found in time", lost.error);
+                let error =
+                    Error::new(lost.error.kind(), what).with_causes(lost.error.causes().to_vec());
+                state.core.end(error, wakes);
+            }
+        });
+        self.attend(shared, name.index);
+    }
+
+    /// Connects to the peer of a link without a path, over TCP.
+    pub(crate) fn redial(&mut self, shared: &Shared, name: LinkName) {
+        let Some(link) = self.link_named(shared, name) else { return };
+        let resume = link.with_wakes(&mut self.wakes, |state, _, _| {
+            let (mine, yours, received) =
+                (state.core.session(), state.core.peer().session, state.core.credits.received());
+            let lost = state.core.lost_mut().filter(|_| state.tcp.is_none())?;
+            Some((Resume { yours, mine, received }, lost.next_dial()))
+        });
+        let (Some((resume, number)), Some(peer)) = (resume, link.route().peer) else { return };
+        // From the same local address, because only that address may be upgraded to RDMA again. But
+        // it may be gone, so every other attempt leaves the address to the kernel.
+        let local = link.route().local.map(|local| SocketAddr::new(local.ip(), 0));
+        let local = local.filter(|local| number % 2 == 0 && local.is_ipv4() == peer.is_ipv4());
+        let tls = link.tls();
+        let deadline = self.now + shared.config.connection_timeout.min(shared.config.move_timeout);
+        self.dial(
+            shared,
+            Dial { peer, local, deadline, tls, purpose: Purpose::Resume(name, resume) },
+        );
+    }
+
+    /// Handles a failed attempt to reconnect a link without a path.
+    pub(crate) fn redial_failed(&mut self, shared: &Shared, name: LinkName, error: &Error) {
+        let Some(link) = self.link_named(shared, name) else { return };
+        let is_unknown = error.refusal().is_some() || error.kind() == ErrorKind::Protocol;
+        let is_gone = is_unknown || error.kind() == ErrorKind::Refused;
+        if is_gone
+            && link.with_wakes(&mut self.wakes, |state, _, _| state.core.peer_has_everything())
+        {
+            link.with_wakes(&mut self.wakes, |state, _, wakes| {
+                state
+                    .core
+                    .end(Error::new(ErrorKind::Closed, "the peer has closed the link"), wakes);
+            });
+            self.attend(shared, name.index);
+        } else if is_unknown {
+            // The peer is there but does not know the link: it was restarted, or has given the link
+            // up.
+            link.with_wakes(&mut self.wakes, |state, _, wakes| {
+                if let Some(lost) = state.core.lost() {
+                    let what =
+                        format!("{}; and the peer does not know the link any more", lost.error);
+                    let error = Error::new(lost.error.kind(), what)
+                        .with_causes(lost.error.causes().to_vec());
+                    state.core.end(error, wakes);
+                }
+            });
+            self.attend(shared, name.index);
+        } else {
+            self.timers.add(self.now + REDIAL, Timer::Redial(name));
+        }
+    }
+
+    /// Finds the link that a peer wants to resume over `socket`.
+    pub(super) fn find_lost(&mut self, shared: &Shared, socket: u64, resume: &Resume) -> LostLink {
+        let name = self.sessions.get(&resume.yours).copied();
+        let Some(link) = name.and_then(|name| self.link_named(shared, name)) else {
+            return LostLink::Unknown;
+        };
+        let known = link.with_wakes(&mut self.wakes, |state, _, _| {
+            let other = state.core.peer().session != resume.mine;
+            if other || state.core.transport() == ActiveTransport::Tcp || state.tcp.is_some() {
+                return false;
+            }
+            // The peer may notice the loss before we do.
+            state.core.lose_for_peer()
+        });
+        if !known {
+            return LostLink::Unknown;
+        }
+        if link.with_wakes(&mut self.wakes, |state, _, _| state.core.is_to_be_detached()) {
+            self.downgrade_when_drained(shared, &link);
+        }
+        let (detached, received) = link.with_wakes(&mut self.wakes, |state, _, _| {
+            (state.core.lost().map(|lost| lost.is_detached), state.core.credits.received())
+        });
+        match detached {
+            None => LostLink::Unknown, // the link could not continue
+            Some(true) => LostLink::Found(link, received),
+            Some(false) => {
+                self.sockets.wait_for(link.name, socket);
+                LostLink::NotYet
+            }
+        }
+    }
+
+    /// Continues the link over this connection, after both sides have said what they have received.
+    pub(crate) fn resume_link(
+        &mut self,
+        link: &Arc<LinkShared>,
+        at: &TcpConnection,
+        tcp: TcpPath,
+        received: u64,
+    ) {
+        let goes_on = link.with_wakes(&mut self.wakes, |state, env, wakes| {
+            let goes_on = state.resume_over(tcp, received, wakes);
+            state.pump(env, wakes);
+            goes_on
+        });
+        if !goes_on {
+            self.sockets.forget(at.socket);
+            return;
+        }
+        link.set_route(|route| {
+            (route.socket, route.encrypted) = (Some(at.socket), at.encrypted);
+            (route.local, route.peer) = (at.local, Some(at.peer));
+        });
+    }
+}

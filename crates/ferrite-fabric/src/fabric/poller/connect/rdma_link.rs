@@ -1,0 +1,180 @@
+//! The queue pair of a link: created in a command, connected as agreed with the connection manager,
+//! and registered with its link.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use ferrite_verbs::{Access, CmId, ConnectParams, Mtu, QueuePair, State};
+
+use super::{Handshake, own_limits};
+use crate::device::device_objects::{NewQueuePair, QueuePairBuilder};
+use crate::device::shared_device::SharedDevice;
+use crate::device::slots::SendQueue;
+use crate::error::{Error, ErrorKind};
+use crate::fabric::Shared;
+use crate::fabric::poller::Poller;
+use crate::fabric::timers::Timer;
+use crate::link::shared::LinkShared;
+use crate::link::state::LinkState;
+use crate::source::Source;
+use crate::wire::Hello;
+
+/// RNR timer: a peer that finds no posted receive waits 640 µs (the CM would choose 655 ms).
+pub(super) const RNR_TIMER: u8 = 12;
+/// Unlimited retries to a peer without posted receives: it has stopped consuming, which is
+/// back-pressure and not a failure.
+pub(super) const RNR_RETRIES: u8 = 7;
+
+impl Poller {
+    /// Returns a builder for a queue pair on `device`. Call [`Poller::end_queue_pair`] when it has
+    /// finished or failed.
+    pub(super) fn begin_queue_pair(
+        &mut self,
+        shared: &Shared,
+        device: &Arc<SharedDevice>,
+    ) -> Result<QueuePairBuilder, Error> {
+        let objects = self.device_objects[device.index].as_mut().filter(|_| !device.is_gone());
+        let Some(objects) = objects else {
+            return Err(device.absence());
+        };
+        objects.under_way += 1;
+        Ok(objects.queue_pair_builder(device, &shared.config))
+    }
+
+    pub(crate) fn end_queue_pair(&mut self, shared: &Shared, device: &SharedDevice) {
+        if let Some(objects) = &mut self.device_objects[device.index] {
+            objects.under_way -= 1;
+        }
+        self.retire_if_unused(shared, device.index);
+    }
+
+    /// Destroys a queue pair that nobody needs any more.
+    pub(super) fn destroy_new_queue_pair(
+        &mut self,
+        shared: &Shared,
+        device: &Arc<SharedDevice>,
+        source: Source,
+        made: NewQueuePair,
+    ) {
+        let device = Arc::clone(device);
+        let work = |made: &mut Option<NewQueuePair>| {
+            drop(made.take());
+            Ok(())
+        };
+        self.command(shared, source, Some(made), work, move |poller, shared, _, _| {
+            poller.end_queue_pair(shared, &device);
+        });
+    }
+
+    /// Creates and registers a link on `device` over a new queue pair.
+    pub(super) fn create_link(
+        &mut self,
+        shared: &Shared,
+        device: &Arc<SharedDevice>,
+        made: NewQueuePair,
+        peer: Option<SocketAddr>,
+        moves: bool,
+    ) -> Result<(Arc<LinkShared>, Hello), Error> {
+        let source = Source::of_any(peer);
+        if device.is_gone() {
+            self.destroy_new_queue_pair(shared, device, source, made);
+            return Err(device.absence());
+        }
+        let inline = made.qp.capacity().max_inline.min(device.inline()) as usize;
+        let (links, reserved) = {
+            let mut links = shared.links.write().unwrap_or_else(std::sync::PoisonError::into_inner);
+            (links.len(), links.reserve())
+        };
+        let Some((name, generation)) = reserved else {
+            self.destroy_new_queue_pair(shared, device, source, made);
+            return Err(Error::new(ErrorKind::Resources, "too many links: no link number is free"));
+        };
+        let hello = shared.hello(links, moves);
+        let limits = own_limits(shared, hello, name);
+        let queue = SendQueue::new(made.qp, made.taker, name.index, device.index, generation);
+        let state = LinkState::new(queue, Arc::clone(device), inline, limits);
+        let (pool, mailbox) = (shared.pool.clone(), Arc::clone(&shared.mailbox));
+        let link = Arc::new(LinkShared::new(name, state, pool, mailbox));
+        // The peer's address also decides which source pays for the link if it fails.
+        link.set_route(|route| route.peer = peer);
+        self.register_link(shared, &link);
+        self.end_queue_pair(shared, device);
+        Ok((link, hello))
+    }
+
+    /// Opens the link: the handshake is complete.
+    pub(super) fn establish(
+        &mut self,
+        shared: &Shared,
+        id: CmId,
+        link: &Arc<LinkShared>,
+        hello: Hello,
+        mtu: Option<Mtu>,
+    ) {
+        let (key, port) = (id.key(), id.device().map_or(1, |(_, port)| port));
+        link.with_wakes(&mut self.wakes, |state, _, _| state.core.open(hello, self.now));
+        link.set_route(|route| {
+            (route.cm_key, route.port, route.mtu) = (Some(key), port, mtu);
+            (route.local, route.peer) = (id.local_addr(), id.peer_addr());
+        });
+        shared.is_well(link);
+        self.handshakes.put(key, Handshake::Linked { id, link: link.name });
+        self.timers.add(self.now, Timer::Keepalive(link.name)); // its handler sets the next one
+        // Messages that arrived meanwhile may need a reply.
+        link.with_wakes(&mut self.wakes, LinkState::pump);
+    }
+
+    /// Ends a link whose handshake failed.
+    pub(super) fn abandon_link(&mut self, shared: &Shared, link: &Arc<LinkShared>, error: &Error) {
+        link.with_wakes(&mut self.wakes, |state, _, wakes| state.core.fail(error.clone(), wakes));
+        self.attend(shared, link.index);
+    }
+}
+
+pub(super) fn params<'a>(
+    shared: &Shared,
+    device: &SharedDevice,
+    link: &LinkShared,
+    hello: &'a [u8],
+) -> ConnectParams<'a> {
+    let (reads_in, reads_out) = reads(shared, device);
+    ConnectParams {
+        qp_num: link.route().qp_num,
+        srq: true,
+        private_data: hello,
+        reads_in,
+        reads_out,
+        retries: shared.config.retries,
+        rnr_retries: RNR_RETRIES,
+    }
+}
+
+/// Returns how many reads of the peer a queue pair of this device serves at a time, and how many of
+/// its own it may have outstanding.
+pub(super) fn reads(shared: &Shared, device: &SharedDevice) -> (u8, u8) {
+    let limits = device.limits();
+    let max =
+        |device: u32| u8::try_from(device).unwrap_or(u8::MAX).min(shared.config.max_reads).max(1);
+    (max(limits.max_qp_rd_atom), max(limits.max_qp_init_rd_atom))
+}
+
+pub(super) fn initialise(id: &CmId, qp: &QueuePair) -> Result<(), Error> {
+    Ok(qp.modify(&id.queue_pair_attributes(State::INIT)?.access(Access::LOCAL))?)
+}
+
+/// Moves the queue pair to ready-to-receive and then ready-to-send, as agreed with the connection
+/// manager. Returns the path's MTU. `rights` is what the peer may do to our memory.
+pub(super) fn bring_up(
+    id: &CmId,
+    qp: &QueuePair,
+    rights: Access,
+    (reads_in, reads_out): (u8, u8),
+) -> Result<Option<Mtu>, Error> {
+    let receive = id.queue_pair_attributes(State::READY_TO_RECEIVE)?;
+    qp.modify(&receive.access(rights).reads_in(reads_in).rnr_timer(RNR_TIMER))?;
+    // Otherwise the peer's settings would decide how often to retry while it has no receives; some
+    // peers ask for no retries.
+    let send = id.queue_pair_attributes(State::READY_TO_SEND)?.reads_out(reads_out);
+    qp.modify(&send.rnr_retries(RNR_RETRIES))?;
+    Ok(qp.path().ok().map(|path| path.mtu))
+}

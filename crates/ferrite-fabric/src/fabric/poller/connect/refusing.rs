@@ -1,0 +1,63 @@
+//! Whom to refuse, and with which reason. Handshakes by RDMA CM and over TCP both ask here, so that a
+//! peer gets the same answer on either transport.
+
+use crate::fabric::Shared;
+use crate::fabric::listener::ListenerShared;
+use crate::wire::{HelloError, Refusal, RefusalCode, Version};
+
+pub(super) fn refusal(code: RefusalCode, retry_after_ms: u32, text: impl Into<String>) -> Refusal {
+    Refusal { version: Version::CURRENT, code, retry_after_ms, text: text.into() }
+}
+
+/// Returns the refusal of a peer whose first message is not a hello that this side understands.
+pub(super) fn without_hello(error: HelloError) -> Refusal {
+    match error {
+        HelloError::Version { theirs } => refusal(
+            RefusalCode::VERSION,
+            0,
+            format!("this side speaks version {}, the peer {theirs}", Version::CURRENT),
+        ),
+        HelloError::ForeignPeer | HelloError::Short { .. } => {
+            refusal(RefusalCode::FOREIGN_PEER, 0, "this listener accepts only Ferrite peers")
+        }
+        error => refusal(RefusalCode::PROTOCOL, 0, error.to_string()),
+    }
+}
+
+/// Returns the refusal of a new link, if there are too many: of the fabric, or in the listener's
+/// queue. A listener that is gone accepts none.
+pub(super) fn of_new_link(shared: &Shared, listener: Option<&ListenerShared>) -> Option<Refusal> {
+    if too_many_links(shared) {
+        return Some(refusal(RefusalCode::LIMIT, 1000, MAX_CONNECTIONS));
+    }
+    let is_full = listener.is_none_or(ListenerShared::is_full);
+    is_full.then(|| refusal(RefusalCode::BUSY, 20, "too many links wait to be accepted"))
+}
+
+pub(super) const MAX_CONNECTIONS: &str = "max_connections is reached";
+
+/// Returns whether the fabric has as many links as it may have.
+pub(super) fn too_many_links(shared: &Shared) -> bool {
+    let links = shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner).len();
+    links >= shared.config.max_connections
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_the_reason_of_each_kind_of_hello() {
+        let theirs = Version { major: 9, ..Version::CURRENT };
+        for (error, code) in [
+            (HelloError::Version { theirs }, RefusalCode::VERSION),
+            (HelloError::ForeignPeer, RefusalCode::FOREIGN_PEER),
+            (HelloError::Short { got: 3 }, RefusalCode::FOREIGN_PEER),
+            (HelloError::Value { field: "window", value: 0 }, RefusalCode::PROTOCOL),
+        ] {
+            let refusal = without_hello(error);
+            assert_eq!((refusal.code, refusal.retry_after_ms), (code, 0), "{error}");
+            assert!(!refusal.text.is_empty());
+        }
+    }
+}

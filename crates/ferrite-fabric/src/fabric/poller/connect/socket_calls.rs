@@ -1,0 +1,50 @@
+//! System calls on TCP sockets, and the errors that they become.
+
+use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
+
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketFlags, SocketType};
+
+use crate::error::{Error, ErrorKind};
+
+/// Opens a socket of the family of an address.
+pub(super) fn open_socket(of: SocketAddr) -> Result<OwnedFd, Errno> {
+    let family = if of.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    rustix::net::socket_with(family, SocketType::STREAM, flags, None)
+}
+
+pub(super) fn address(found: Result<rustix::net::SocketAddrAny, Errno>) -> Option<SocketAddr> {
+    found.ok().and_then(|found| SocketAddr::try_from(found).ok())
+}
+
+pub(super) fn tcp_error(call: &'static str, addr: SocketAddr) -> impl Fn(Errno) -> Error {
+    move |errno| {
+        let kind = match errno {
+            Errno::CONNREFUSED => ErrorKind::Refused,
+            Errno::CONNRESET | Errno::PIPE => ErrorKind::LinkDown,
+            Errno::HOSTUNREACH
+            | Errno::NETUNREACH
+            | Errno::NETDOWN
+            | Errno::HOSTDOWN
+            | Errno::ADDRNOTAVAIL
+            // From this local address, the peer is not reachable.
+            | Errno::INVAL => ErrorKind::Unreachable,
+            Errno::TIMEDOUT => ErrorKind::Timeout,
+            Errno::ADDRINUSE | Errno::ACCESS => ErrorKind::Misuse,
+            Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM => ErrorKind::Resources,
+            _ => ErrorKind::System,
+        };
+        let hint = match errno {
+            Errno::ADDRINUSE => {
+                "; choose another port, or stop the program that has it (`ss -ltnp` lists it)"
+            }
+            Errno::ADDRNOTAVAIL if call == "bind" => {
+                "; this host has no such address (`ip addr` lists those it has)"
+            }
+            _ => "",
+        };
+        Error::new(kind, format!("{call} {addr} over TCP: {errno}{hint}"))
+    }
+}

@@ -1,0 +1,453 @@
+//! Links that are upgraded from TCP to RDMA: the fabric's part. The rules are in
+//! `link/state/upgrading.rs`.
+//!
+//! Each step that needs a device is a command (`fabric/commands.rs`). The link knows the number of
+//! the attempt that it waits for. The results of other attempts, which it has withdrawn meanwhile,
+//! are discarded.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use ferrite_verbs::{Access, Mtu, QueuePair, QueuePairAttributes};
+
+use super::rdma_endpoint::{EndpointSearch, QueuePairSetup, RdmaEndpoint, check_peer};
+use crate::device::device_objects::{NewQueuePair, QueuePairBuilder};
+use crate::device::shared_device::SharedDevice;
+use crate::device::slots::SendQueue;
+use crate::error::{Error, ErrorKind};
+use crate::fabric::Shared;
+use crate::fabric::poller::Poller;
+use crate::fabric::regions::RegionAccess;
+use crate::fabric::timers::Timer;
+use crate::link::core::{ActiveTransport, Step};
+use crate::link::name::LinkName;
+use crate::link::shared::LinkShared;
+use crate::log_limit::LogLimit;
+use crate::random::random_psn;
+use crate::wire::{Address, TcpFrameKind};
+
+/// The longest delay between attempts to upgrade to RDMA.
+const UPGRADE_MAX: Duration = Duration::from_secs(30);
+
+impl Poller {
+    /// Schedules the next attempt to upgrade after `wait`, and cancels an earlier schedule.
+    pub(crate) fn upgrade_in(&mut self, link: &Arc<LinkShared>, wait: Duration) {
+        let at = self.now + wait;
+        link.with_wakes(&mut self.wakes, |state, _, _| state.core.set_upgrade_due(at));
+        self.timers.add(at, Timer::Upgrade(link.name));
+    }
+
+    /// Tries to upgrade a link that is on TCP, when the timer has expired.
+    pub(crate) fn upgrade_due(&mut self, shared: &Shared, name: LinkName) {
+        let Some(link) = self.link_named(shared, name) else { return };
+        let now = self.now;
+        let is_due = link.with_wakes(&mut self.wakes, |state, _, _| state.core.is_upgrade_due(now));
+        if !is_due {
+            return;
+        }
+        let (transport, upgrading, switched, wait) =
+            link.with_wakes(&mut self.wakes, |state, _, _| {
+                let wait = state.core.next_backoff(shared.config.upgrade_after, UPGRADE_MAX);
+                (state.core.transport(), state.core.is_upgrading(), state.core.has_switched(), wait)
+            });
+        if transport == ActiveTransport::Rdma || link.failure_known() {
+            return;
+        }
+        if switched {
+            self.upgrade_in(&link, wait); // the peer may still withdraw
+            return;
+        }
+        if upgrading {
+            self.withdraw(&link);
+            if self.upgrade_waiters.contains_key(&name) {
+                let what = format!("{} did not upgrade to RDMA in time", link.peer_name());
+                self.first_upgrade_failed(shared, &link, Error::new(ErrorKind::Timeout, what));
+                return; // it has scheduled the next attempt
+            }
+        }
+        self.upgrade_in(&link, wait);
+        if transport == ActiveTransport::Tcp {
+            self.offer(shared, &link);
+        }
+    }
+
+    /// First step: creates a queue pair and offers it to the peer.
+    pub(super) fn offer(&mut self, shared: &Shared, link: &Arc<LinkShared>) {
+        self.find_endpoint(shared, link, None);
+    }
+
+    /// Finds the device for the path, in a command because that may block. Then continues there,
+    /// and connects to `peer` if that is known.
+    fn find_endpoint(&mut self, shared: &Shared, link: &Arc<LinkShared>, peer: Option<Address>) {
+        let attempt = link.with_wakes(&mut self.wakes, |state, _, _| state.core.begin_attempt());
+        let (search, local) = (EndpointSearch::new(shared), link.route().local);
+        let link = Arc::clone(link);
+        self.command(
+            shared,
+            link.source(),
+            search,
+            move |search| search.find(local),
+            move |poller, shared, _, endpoint| {
+                let is_current =
+                    link.with_wakes(&mut poller.wakes, |state, _, _| state.core.is_at(attempt));
+                let begun = match endpoint {
+                    _ if !is_current => return,
+                    Ok(endpoint) => random_psn().and_then(|psn| {
+                        poller
+                            .begin_queue_pair(shared, &endpoint.device)
+                            .map(|builder| (endpoint, builder, psn))
+                    }),
+                    Err(error) => Err(error),
+                };
+                match begun {
+                    Ok(begun) => {
+                        poller.create_upgrade_queue_pair(shared, &link, attempt, begun, peer);
+                    }
+                    Err(error) => poller.upgrade_failed(shared, &link, error),
+                }
+            },
+        );
+    }
+
+    /// Creates the queue pair, in the INIT state or connected to the peer's.
+    fn create_upgrade_queue_pair(
+        &mut self,
+        shared: &Shared,
+        link: &Arc<LinkShared>,
+        attempt: u64,
+        (endpoint, builder, psn): (RdmaEndpoint, QueuePairBuilder, u32),
+        peer: Option<Address>,
+    ) {
+        let rights = link.with_wakes(&mut self.wakes, |state, _, _| state.rights());
+        let setup = peer.map(|peer| QueuePairSetup::new(shared, &endpoint, &peer, psn, rights));
+        let (port, link, source) = (endpoint.port.number, Arc::clone(link), link.source());
+        let work = move |(): &mut ()| {
+            let made = builder.build()?;
+            made.qp.modify(&QueuePairAttributes::init(port, Access::LOCAL))?;
+            if let Some(setup) = &setup {
+                setup.apply(&made.qp)?;
+            }
+            Ok((made, setup.map(|setup| setup.path.mtu)))
+        };
+        self.command(shared, source, (), work, move |poller, shared, (), made| {
+            let is_current =
+                link.with_wakes(&mut poller.wakes, |state, _, _| state.core.is_at(attempt));
+            match made {
+                Ok((made, mtu)) if is_current && !endpoint.device.is_gone() => {
+                    poller.announce_queue_pair(shared, &link, &endpoint, (made, psn), mtu);
+                    poller.end_queue_pair(shared, &endpoint.device);
+                }
+                Ok((made, _)) => {
+                    poller.destroy_new_queue_pair(shared, &endpoint.device, source, made);
+                    if is_current {
+                        poller.upgrade_failed(shared, &link, endpoint.device.absence());
+                    }
+                }
+                Err(error) => {
+                    poller.end_queue_pair(shared, &endpoint.device);
+                    if is_current {
+                        poller.upgrade_failed(shared, &link, error);
+                    }
+                }
+            }
+        });
+    }
+
+    /// Announces the queue pair to the peer: as an offer, or as the answer to one if it is
+    /// connected.
+    fn announce_queue_pair(
+        &mut self,
+        shared: &Shared,
+        link: &Arc<LinkShared>,
+        endpoint: &RdmaEndpoint,
+        (made, psn): (NewQueuePair, u32),
+        mtu: Option<Mtu>,
+    ) {
+        let (number, inline) = (
+            made.qp.number(),
+            made.qp.capacity().max_inline.min(endpoint.device.inline()) as usize,
+        );
+        link.with_wakes(&mut self.wakes, |state, _, _| {
+            let queue = SendQueue::new(
+                made.qp,
+                made.taker,
+                link.index,
+                endpoint.device.index,
+                state.rdma.generation,
+            );
+            state.begin_upgrade(queue, Arc::clone(&endpoint.device), inline, psn);
+        });
+        self.register_qp(&endpoint.device, number, link.index);
+        let kind = match mtu {
+            None => TcpFrameKind::Offer,
+            Some(mtu) => {
+                link.set_route(|route| (route.mtu, route.port) = (Some(mtu), endpoint.port.number));
+                self.announce_keys(shared, link);
+                TcpFrameKind::Answer
+            }
+        };
+        let address = endpoint.address(shared, number, psn);
+        link.with_wakes(&mut self.wakes, |state, env, wakes| {
+            state.core.say(kind, Some(&address));
+            state.pump(env, wakes);
+        });
+    }
+
+    /// Handles a failed upgrade: the link stays on TCP.
+    fn upgrade_failed(&mut self, shared: &Shared, link: &Arc<LinkShared>, error: Error) {
+        tracing::debug!("link to {} stays on TCP: {error}", link.peer_name());
+        self.withdraw(link);
+        self.first_upgrade_failed(shared, link, error);
+    }
+
+    pub(crate) fn migration_step(&mut self, shared: &Shared, link: &Arc<LinkShared>, step: Step) {
+        let stepped = match step {
+            Step::Offered(address) => self.accept_offer(shared, link, &address),
+            Step::Answered(address) => self.accept_answer(shared, link, &address),
+            Step::Probed => {
+                self.announce_keys(shared, link);
+                link.with_wakes(&mut self.wakes, |state, env, wakes| {
+                    state.core.switch();
+                    state.pump(env, wakes);
+                });
+                Ok(())
+            }
+            Step::Withdrawn | Step::Failed => {
+                match step {
+                    // The peer must destroy its queue pair, too.
+                    Step::Failed => self.withdraw(link),
+                    _ => self.end_upgrade(link),
+                }
+                let what = format!(
+                    "{} does not upgrade to RDMA: it has no RDMA device for this address, or its \
+                     packets do not get through (UDP port 4791)",
+                    link.peer_name()
+                );
+                self.first_upgrade_failed(shared, link, Error::new(ErrorKind::Unreachable, what));
+                Ok(())
+            }
+            Step::Arrived => {
+                self.finish_upgrade(shared, link);
+                Ok(())
+            }
+        };
+        if let Err(error) = stepped {
+            self.upgrade_failed(shared, link, error);
+        }
+    }
+
+    /// Handles the peer's offer to upgrade to RDMA.
+    fn accept_offer(
+        &mut self,
+        shared: &Shared,
+        link: &Arc<LinkShared>,
+        peer: &Address,
+    ) -> Result<(), Error> {
+        self.end_upgrade(link);
+        check_offer(shared, link, peer)?;
+        if !shared.commands.has_room(link.source()) {
+            return Err(Error::new(
+                ErrorKind::Full,
+                "too many concurrent handshakes from this address",
+            ));
+        }
+        self.find_endpoint(shared, link, Some(*peer));
+        Ok(())
+    }
+
+    /// Handles the peer's answer, which names its queue pair: connects ours to it and probes the
+    /// path.
+    fn accept_answer(
+        &mut self,
+        shared: &Shared,
+        link: &Arc<LinkShared>,
+        peer: &Address,
+    ) -> Result<(), Error> {
+        check_offer(shared, link, peer)?;
+        let attempt = link.with_wakes(&mut self.wakes, |state, _, _| {
+            state
+                .next
+                .as_ref()
+                .map(|upgrade| Arc::clone(&upgrade.device))
+                .map(|device| (state.core.begin_attempt(), device))
+        });
+        let Some((attempt, device)) = attempt else {
+            return Err(Error::new(ErrorKind::LinkDown, "the upgrade has ended"));
+        };
+        let (search, local) = (EndpointSearch::new(shared), link.route().local);
+        let (link, peer) = (Arc::clone(link), *peer);
+        self.command(
+            shared,
+            link.source(),
+            search,
+            move |search| search.find(local),
+            move |poller, shared, _, endpoint| {
+                let is_current =
+                    link.with_wakes(&mut poller.wakes, |state, _, _| state.core.is_at(attempt));
+                match endpoint {
+                    _ if !is_current => {}
+                    Ok(endpoint) if endpoint.device.index == device.index => {
+                        poller.connect_queue_pair(shared, &link, attempt, &endpoint, &peer);
+                    }
+                    Ok(_) => {
+                        let what = "another device now has the address";
+                        poller.upgrade_failed(
+                            shared,
+                            &link,
+                            Error::new(ErrorKind::DeviceGone, what),
+                        );
+                    }
+                    Err(error) => poller.upgrade_failed(shared, &link, error),
+                }
+            },
+        );
+        Ok(())
+    }
+
+    fn connect_queue_pair(
+        &mut self,
+        shared: &Shared,
+        link: &Arc<LinkShared>,
+        attempt: u64,
+        endpoint: &RdmaEndpoint,
+        peer: &Address,
+    ) {
+        let (qp, psn, rights) = link.with_wakes(&mut self.wakes, |state, _, _| {
+            let qp = state.next.as_mut().and_then(|upgrade| upgrade.queue.lend());
+            (qp, state.next_psn(), state.rights())
+        });
+        let Some(qp) = qp else { return };
+        if let Some(objects) = &mut self.device_objects[endpoint.device.index] {
+            objects.under_way += 1;
+        }
+        let setup = QueuePairSetup::new(shared, endpoint, peer, psn, rights);
+        let (device, port, link) =
+            (Arc::clone(&endpoint.device), endpoint.port.number, Arc::clone(link));
+        let work = move |qp: &mut QueuePair| setup.apply(qp).map(|()| setup.path.mtu);
+        self.command(shared, link.source(), qp, work, move |poller, shared, qp, brought| {
+            let number = qp.number();
+            let back = link.with_wakes(&mut poller.wakes, |state, _, _| match &mut state.next {
+                Some(upgrade) if upgrade.queue.is_of(number) => {
+                    upgrade.queue.take_back(qp);
+                    Ok(state.core.is_at(attempt))
+                }
+                _ => Err(qp),
+            });
+            let probed = match (back, brought) {
+                (Err(qp), _) => {
+                    // The upgrade was withdrawn meanwhile, and left the queue pair to us.
+                    if let Some(mut queue) = poller.orphans.remove(&(device.index, number)) {
+                        let _ = qp.stop(); // as `end_upgrade` would have
+                        queue.take_back(qp);
+                        poller.destroy_when_drained(&device, queue, &link);
+                    }
+                    poller.end_queue_pair(shared, &device);
+                    return;
+                }
+                (Ok(true), Ok(mtu)) => {
+                    link.set_route(|route| (route.mtu, route.port) = (Some(mtu), port));
+                    link.with_wakes(&mut poller.wakes, |state, _, _| state.probe())
+                }
+                (Ok(true), Err(error)) => Err(error),
+                (Ok(false), _) => Ok(()),
+            };
+            poller.end_queue_pair(shared, &device);
+            if let Err(error) = probed {
+                poller.upgrade_failed(shared, &link, error);
+            }
+        });
+    }
+
+    /// Tells the peer the keys of its grants on the device that will carry the link.
+    fn announce_keys(&mut self, shared: &Shared, link: &Arc<LinkShared>) {
+        let device = link.with_wakes(&mut self.wakes, |state, _, _| {
+            state.next.as_ref().map(|upgrade| Arc::clone(&upgrade.device))
+        });
+        let Some(device) = device else { return };
+        let regions = shared.regions.access_for(&shared.pool, link, &device);
+        link.with_wakes(&mut self.wakes, |state, _, _| {
+            if !regions.is_empty() {
+                state.allow_ahead(); // there may be more grants than when it was connected
+            }
+            for (grant, access) in regions {
+                // Without a key the device refuses the peer when it uses the grant.
+                let remote = match &access {
+                    RegionAccess::Shared(remote) => Some(*remote),
+                    RegionAccess::Window(window) => state.bind_ahead(&device, window),
+                };
+                if let Some(remote) = remote {
+                    state.core.say_key(grant, remote.addr, remote.rkey);
+                }
+            }
+        });
+    }
+
+    fn withdraw(&mut self, link: &Arc<LinkShared>) {
+        link.with_wakes(&mut self.wakes, |state, env, wakes| {
+            state.core.say(TcpFrameKind::Withdraw, None);
+            state.pump(env, wakes);
+        });
+        self.end_upgrade(link);
+    }
+
+    /// Ends an upgrade. Its queue pair is destroyed when the device has finished with it.
+    pub(crate) fn end_upgrade(&mut self, link: &Arc<LinkShared>) {
+        let ended = link.with_wakes(&mut self.wakes, |state, _, _| state.end_upgrade());
+        let Some((device, queue)) = ended else { return };
+        if queue.is_away() {
+            // A command owns the queue pair and will find that it is not needed. Until then the
+            // queue pair may hold a receive.
+            self.orphans.insert((device.index, queue.number()), queue);
+        } else {
+            self.destroy_when_drained(&device, queue, link);
+        }
+    }
+
+    /// Completes an upgrade: RDMA now carries the link.
+    fn finish_upgrade(&mut self, shared: &Shared, link: &Arc<LinkShared>) {
+        let carried = link.with_wakes(&mut self.wakes, |state, env, wakes| {
+            state.core.reset_backoff();
+            state.pump(env, wakes);
+            Some((state.rdma.device.clone()?, state.rdma.queue.qp()?.number()))
+        });
+        let Some((device, number)) = carried else { return };
+        let name = device.name.clone();
+        // Before the route, so that a link that reports RDMA reports no fallback.
+        shared.is_well(link);
+        link.set_fallback(None);
+        shared.counters.upgrades.fetch_add(1, Ordering::Relaxed);
+        link.set_route(|route| (route.device, route.qp_num) = (Some(device), number));
+        if let Some(socket) = link.route().socket {
+            self.sockets.set_carrying(socket, false);
+        }
+        self.first_upgrade_done(link);
+        static LINES: LogLimit = LogLimit::new();
+        if let Some(others) = LINES.pass() {
+            tracing::info!("link to {} was upgraded to RDMA ({name}){others}", link.peer_name());
+        }
+    }
+
+    /// Ends all upgrades that use a device that is gone.
+    pub(crate) fn end_upgrades_on(&mut self, shared: &Shared, device: &SharedDevice) {
+        let links: Vec<_> = {
+            let links = shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner);
+            links
+                .iter()
+                .filter(|link| link.with(|state, _, _| state.upgrades_on(device)))
+                .cloned()
+                .collect()
+        };
+        for link in links {
+            self.withdraw(&link);
+        }
+    }
+}
+
+/// Refuses an address that is not the peer's, before a queue pair is created for it and before the
+/// kernel resolves it.
+fn check_offer(shared: &Shared, link: &LinkShared, peer: &Address) -> Result<(), Error> {
+    check_peer(peer, link.route().peer).inspect_err(|_| {
+        shared.counters.offers_refused.fetch_add(1, Ordering::Relaxed);
+    })
+}

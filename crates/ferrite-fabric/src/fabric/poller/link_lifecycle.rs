@@ -1,0 +1,235 @@
+//! Links that need attention from the driver: they are closing, they are down, or they have a step
+//! to make that only the driver can do. Links are also registered and forgotten here.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use ferrite_verbs::Access;
+
+use super::Poller;
+use super::leaving::LAST_RECEIVE;
+use crate::device::shared_device::SharedDevice;
+use crate::device::slots::SendQueue;
+use crate::error::ErrorKind;
+use crate::fabric::Shared;
+use crate::fabric::timers::Timer;
+use crate::link::core::RequestContext;
+use crate::link::shared::LinkShared;
+use crate::link::state::Destroying;
+use crate::source::Source;
+
+/// A link whose requests have not been flushed by then is destroyed with requests in flight.
+const DRAIN: Duration = Duration::from_secs(2);
+/// When requests were flushed, the cause is reported within this time or never: the device's event
+/// and the peer's disconnect take some milliseconds, a hundred on a busy host.
+const FLUSHED: Duration = Duration::from_millis(500);
+/// Maximum number of links to attend to in one pass, because that needs system calls. The rest is
+/// left to the next pass.
+const LINKS_PER_PASS: usize = 64;
+
+impl Poller {
+    #[cold]
+    pub(super) fn attend_some(&mut self, shared: &Shared) -> usize {
+        let count = self.pending_links.len().min(LINKS_PER_PASS);
+        for _ in 0..count {
+            let Some(link) = self.pending_links.pop_front() else { break };
+            self.attend(shared, link);
+        }
+        count
+    }
+
+    /// Attends to a link that asked for it: it is closing or down, or a grant was released.
+    pub(crate) fn attend(&mut self, shared: &Shared, index: u32) {
+        let Some(link) = self.link(shared, index) else { return };
+        let (steps, lost, unread) = link.with_wakes(&mut self.wakes, |state, _, _| {
+            (state.core.take_steps(), state.core.is_to_be_detached(), state.has_left_over())
+        });
+        if let Some(socket) = link.route().socket {
+            self.sockets.on_credit(socket);
+            if unread {
+                self.sockets.on_ready(socket);
+            }
+        }
+        if lost {
+            self.downgrade_when_drained(shared, &link);
+        }
+        for step in steps {
+            self.migration_step(shared, &link, step);
+        }
+        let (released, closing, flushed, down) = link.with_wakes(&mut self.wakes, |state, _, _| {
+            let down = state.failure().cloned();
+            let first =
+                down.is_some() && !std::mem::replace(&mut state.is_announced, down.is_some());
+            let (closing, flushed) = (state.core.take_close_request(), state.take_flushed());
+            (state.core.take_released(), closing, flushed, down.map(|error| (error, first)))
+        });
+        for grant in released {
+            shared.regions.on_released(grant, Some(index), &mut self.wakes);
+        }
+        let Some((error, first)) = down else {
+            if closing {
+                self.timers.add(self.now + shared.config.close_timeout, Timer::Close(link.name));
+            }
+            if flushed {
+                self.timers.add(self.now + FLUSHED, Timer::Flushed(link.name));
+            }
+            return;
+        };
+        if first {
+            link.with_wakes(&mut self.wakes, |state, env, _| state.post_last(env));
+            if error.kind() != ErrorKind::Closed {
+                shared.counters.failed_links.fetch_add(1, Ordering::Relaxed);
+            }
+            shared.regions.on_link_down(index, &mut self.wakes);
+            if let Some(key) = link.route().cm_key {
+                self.handshakes.hang_up(key);
+            }
+            self.timers.add(self.now + LAST_RECEIVE, Timer::LastReceive(link.name));
+            self.timers.add(self.now + DRAIN, Timer::Drain(link.name));
+        }
+        self.tear_down(shared, &link, false);
+    }
+
+    /// Handles a request of the peer that the device refused, which also ended the link. Counts it
+    /// once for each link, and records a strike against the source if `is_certain`. Ignored if this
+    /// side is closing the link: its memory may be gone before the peer knows.
+    #[cold]
+    pub(crate) fn peer_was_refused(
+        &mut self,
+        shared: &Shared,
+        link: &LinkShared,
+        is_certain: bool,
+    ) {
+        let (first, had_grants) = link.with_wakes(&mut self.wakes, |state, _, _| {
+            let first =
+                !state.core.is_closing() && !std::mem::replace(&mut state.peer_was_refused, true);
+            (first, !state.is_raw() && state.rights() != Access::LOCAL)
+        });
+        if !first {
+            return;
+        }
+        let errors = shared.counters.remote_access_errors.fetch_add(1, Ordering::Relaxed) + 1;
+        // A peer that had a grant may not know yet that it was revoked.
+        let Some(peer) = link.route().peer.filter(|_| is_certain && !had_grants) else { return };
+        if let Some(wait) = self.strikes.record(Source::of(peer), self.now) {
+            let wait = wait.as_secs();
+            tracing::debug!(
+                "{peer} requested memory that is not its own ({errors} in total): no RDMA for \
+                 {wait} s"
+            );
+        }
+    }
+
+    /// Destroys the queue pair of a link that is down and forgets the link, once nothing is in
+    /// flight (or at once if `by_force`).
+    pub(super) fn tear_down(&mut self, shared: &Shared, link: &Arc<LinkShared>, by_force: bool) {
+        let ready = link.with_wakes(&mut self.wakes, |state, _, _| {
+            state.failure().is_some() && state.may_destroy()
+        });
+        if ready || by_force {
+            self.reap_all(shared); // the device would remove these completions
+        }
+        let destroying =
+            link.with_wakes(&mut self.wakes, |state, _, wakes| match state.failure() {
+                Some(_) => state.begin_destroy(by_force, wakes),
+                None => Destroying::NotYet,
+            });
+        match destroying {
+            Destroying::Gone => self.forget(shared, link),
+            Destroying::Queue(queue) => self.destroy(shared, link, queue),
+            // The last completion of the requests in flight calls this again, or else the timer.
+            Destroying::NotYet if by_force => {
+                self.timers.add(self.now + DRAIN, Timer::Drain(link.name));
+            }
+            Destroying::NotYet => {}
+        }
+    }
+
+    /// Destroys the queue pair of a link that is down, then forgets the link.
+    fn destroy(
+        &mut self,
+        shared: &Shared,
+        link: &Arc<LinkShared>,
+        queue: Box<SendQueue<RequestContext>>,
+    ) {
+        let work = |(queue, in_flight): &mut (Box<SendQueue<RequestContext>>, Vec<_>)| {
+            Ok(queue.destroy(|it| in_flight.push(it))?)
+        };
+        let (link, own) = (Arc::clone(link), (queue, Vec::new()));
+        self.command(
+            shared,
+            link.source(),
+            own,
+            work,
+            move |poller, shared, (queue, in_flight), gone| {
+                link.with_wakes(&mut poller.wakes, |state, env, wakes| {
+                    state.end_destroy(env, *queue, in_flight, wakes);
+                });
+                if gone.is_ok() {
+                    poller.forget(shared, &link);
+                } else {
+                    // Try again later.
+                    poller.timers.add(poller.now + DRAIN, Timer::Drain(link.name));
+                }
+            },
+        );
+    }
+
+    /// Removes a link whose queue pair is gone from all tables.
+    fn forget(&mut self, shared: &Shared, link: &Arc<LinkShared>) {
+        let route = link.route();
+        if let Some(device) = &route.device {
+            self.forget_qp(device, route.qp_num, link.index);
+        }
+        self.end_upgrade(link);
+        let session = link.with_wakes(&mut self.wakes, |state, _, _| state.core.session());
+        self.sessions.remove(&session);
+        if let Some(error) =
+            link.with_wakes(&mut self.wakes, |state, _, _| state.failure().cloned())
+        {
+            self.first_upgrade_failed(shared, link, error);
+        }
+        if let Some(key) = route.cm_key {
+            self.remove_handshake(shared, key, link.source());
+        }
+        if let Some(socket) = route.socket {
+            self.sockets.forget(socket);
+        }
+        self.sockets.stop_waiting_for(link.name);
+        shared.links.write().unwrap_or_else(std::sync::PoisonError::into_inner).remove(link.index);
+        if let Some(device) = route.device {
+            self.retire_if_unused(shared, device.index);
+        }
+    }
+
+    /// Registers the queue pair of a link, so that completions find the link.
+    pub(crate) fn register_qp(&mut self, device: &SharedDevice, number: u32, link: u32) {
+        self.by_qp.insert(device.index, number, link);
+    }
+
+    /// Unregisters a queue pair that is gone.
+    pub(crate) fn forget_qp(&mut self, device: &SharedDevice, number: u32, link: u32) {
+        self.by_qp.remove(device.index, number, link);
+        if let Some(objects) = &mut self.device_objects[device.index] {
+            objects.stock.reclaim();
+        }
+    }
+
+    /// Registers a link and its queue pair, so that completions find it.
+    pub(crate) fn register_link(&mut self, shared: &Shared, link: &Arc<LinkShared>) {
+        let route = link.route();
+        if let Some(device) = route.device {
+            self.register_qp(&device, route.qp_num, link.index);
+        }
+        let session = link.with_wakes(&mut self.wakes, |state, _, _| state.core.session());
+        if session != 0 {
+            self.sessions.insert(session, link.name);
+        }
+        shared
+            .links
+            .write()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
+            .put(link.index, Arc::clone(link));
+    }
+}

@@ -1,0 +1,113 @@
+//! Returns memory that a burst needed to the system.
+//!
+//! While the pool is larger than at the start and buffers have been returned to it, a timer runs
+//! every 5 s. It releases the memory that nobody has used since the last time. When nothing is left
+//! to release, the timer stops until buffers have been returned again.
+//!
+//! An idle fabric does not wake up for this. Buffers that other threads return while it sleeps are
+//! noticed the next time it is awake.
+
+use std::time::Duration;
+
+use super::Poller;
+use crate::fabric::Shared;
+use crate::fabric::timers::Timer;
+
+/// The interval, and the number of arenas to release at a time: deregistering takes a while.
+const EVERY: Duration = Duration::from_secs(5);
+const ARENAS: usize = 8;
+
+/// The state of the release timer.
+#[derive(Default)]
+pub(super) struct Shrinking {
+    /// Whether the timer is running.
+    is_set: bool,
+    /// The value of [`Pool::returned_bytes`](crate::mem::Pool) when nothing was left to release.
+    settled_at: u64,
+}
+
+impl Poller {
+    /// Starts the timer if there may be memory to release.
+    pub(super) fn watch_memory(&mut self, shared: &Shared) {
+        if self.shrinking.is_set
+            || !shared.pool.has_grown()
+            || shared.pool.returned_bytes() == self.shrinking.settled_at
+        {
+            return;
+        }
+        self.shrinking.is_set = true;
+        self.timers.add(self.now + EVERY, Timer::Shrink);
+    }
+
+    /// Releases memory that nobody has used for a while, and restarts the timer while there is
+    /// more.
+    pub(super) fn shrink(&mut self, shared: &Shared) {
+        // Read it first: buffers that are returned during the call may be missed.
+        let returned = shared.pool.returned_bytes();
+        self.shrinking.is_set = shared.pool.shrink(ARENAS);
+        if self.shrinking.is_set {
+            self.timers.add(self.now + EVERY, Timer::Shrink);
+        } else {
+            self.shrinking.settled_at = returned;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ferrite_verbs::fake::{DeviceSpec, World};
+
+    use crate::fabric::timers::Timer;
+    use crate::mem::Purpose;
+    use crate::{Config, Fabric};
+
+    /// Returns the deadline of the timer, after checking the pool.
+    fn deadline(fabric: &Fabric) -> Option<std::time::Instant> {
+        fabric.shared().with_poller(|poller, shared| {
+            poller.watch_memory(shared);
+            poller.timers.soonest()
+        })
+    }
+
+    /// Lets the timer expire.
+    fn pass_time(fabric: &Fabric) {
+        fabric.shared().with_poller(|poller, shared| {
+            let at = poller.timers.soonest().expect("the timer is running");
+            assert_eq!(poller.timers.due(at), Some(Timer::Shrink));
+            poller.shrink(shared);
+        });
+    }
+
+    #[test]
+    fn runs_the_timer_only_while_memory_can_be_released() {
+        let world = World::new();
+        world.add_device(DeviceSpec::new("fake1", "10.0.0.1".parse().expect("an address")));
+        let config = Config { busy_poll_us: 0, ..Config::default() };
+        let fabric = Fabric::builder(&world.verbs()).device("fake1").config(config).build();
+        let fabric = fabric.expect("a fabric");
+        let pool = &fabric.shared().pool;
+        assert_eq!(deadline(&fabric), None, "the pool has its initial size");
+        let begun = pool.stats().arenas;
+        let mut taken = Vec::new();
+        while pool.stats().arenas < begun + 4 {
+            taken.push(pool.take_uncharged(2 << 20, Purpose::Send).expect("memory"));
+        }
+        assert_eq!(deadline(&fabric), None, "no buffer was returned");
+        let last = taken.pop().expect("one");
+        // Return a small one.
+        taken.push(pool.take_uncharged(64, Purpose::Send).expect("memory"));
+        drop(taken.pop());
+        assert!(deadline(&fabric).is_some(), "a buffer was returned");
+        pass_time(&fabric);
+        assert_eq!(deadline(&fabric), None, "all arenas are in use, so the timer stops");
+        drop((taken, last));
+        for round in 0.. {
+            if deadline(&fabric).is_none() {
+                break;
+            }
+            assert!(round < 100, "the timer never stops");
+            pass_time(&fabric);
+        }
+        assert!(pool.stats().arenas <= begun + 1, "{:?}", pool.stats());
+    }
+}

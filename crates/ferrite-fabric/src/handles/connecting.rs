@@ -1,0 +1,310 @@
+//! The connect calls of a fabric, and the futures that wait for their links.
+
+use std::fmt;
+use std::future::Future;
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use futures_channel::oneshot;
+use rustls::ClientConfig;
+use rustls::pki_types::ServerName;
+
+use super::link::Link;
+use super::raw_connection::RawConnection;
+use crate::error::{Error, ErrorKind};
+use crate::fabric::Fabric;
+use crate::fabric::poller::connect::{Opened, Outgoing, OverTcp, PeerProtocol};
+use crate::policy::{Attempts, Fallback, Meet, Rdma};
+
+/// Options of a connect.
+///
+/// ```
+/// use ferrite_fabric::ConnectOptions;
+/// use std::time::Duration;
+///
+/// let options =
+///     ConnectOptions::new().local("127.0.0.1:0".parse()?).timeout(Duration::from_secs(1));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug, Clone, Default)]
+#[must_use]
+pub struct ConnectOptions {
+    local: Option<SocketAddr>,
+    timeout: Option<Duration>,
+    rdma: Option<Rdma>,
+    meet: Option<Meet>,
+    tls: Option<(Arc<ClientConfig>, ServerName<'static>)>,
+    require_encryption: bool,
+}
+
+impl ConnectOptions {
+    /// Returns the defaults: any local address, and the fabric's `connection_timeout`.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Sets the local address, which selects the device. Set it on hosts with several devices:
+    /// otherwise the kernel may pick another one that reaches the peer.
+    pub fn local(mut self, addr: SocketAddr) -> Self {
+        self.local = Some(addr);
+        self
+    }
+
+    /// Sets whether the link may use RDMA. Default: the fabric's settings.
+    pub fn rdma(mut self, rdma: Rdma) -> Self {
+        self.rdma = Some(rdma);
+        self
+    }
+
+    /// Sets how the RDMA connection is established. Default: the fabric's settings.
+    pub fn meet(mut self, meet: Meet) -> Self {
+        self.meet = Some(meet);
+        self
+    }
+
+    /// Sets TLS for a link that uses TCP: what to trust, and the name that the peer's certificate
+    /// must have.
+    pub fn tls(mut self, config: Arc<ClientConfig>, name: ServerName<'static>) -> Self {
+        self.tls = Some((config, name));
+        self
+    }
+
+    /// Allows nothing in clear text. RDMA payload is clear text, so the link uses TCP with TLS: see
+    /// [`ConnectOptions::tls`].
+    pub fn require_encryption(mut self) -> Self {
+        self.require_encryption = true;
+        self
+    }
+
+    /// Sets how long the handshake may take on each transport, including the wait until it may
+    /// start.
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = Some(timeout);
+        self
+    }
+}
+
+/// A link that is being opened.
+#[must_use = "futures do nothing unless awaited"]
+pub struct Connecting {
+    fabric: Fabric,
+    reply: oneshot::Receiver<Opened>,
+}
+
+impl Future for Connecting {
+    type Output = Result<Link, Error>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        self.poll_opened(cx).map_ok(|link| Link::new(link, self.fabric.clone()))
+    }
+}
+
+impl Connecting {
+    pub(crate) fn new(fabric: Fabric, reply: oneshot::Receiver<Opened>) -> Self {
+        Self { fabric, reply }
+    }
+
+    fn poll_opened(&mut self, cx: &mut Context<'_>) -> Poll<Opened> {
+        Pin::new(&mut self.reply).poll(cx).map(|reply| {
+            reply.unwrap_or_else(|_| Err(Error::new(ErrorKind::Closed, "the fabric is gone")))
+        })
+    }
+}
+
+impl ConnectingRaw {
+    pub(crate) fn new(fabric: Fabric, reply: oneshot::Receiver<Opened>) -> Self {
+        Self(Connecting::new(fabric, reply))
+    }
+}
+
+impl Drop for Connecting {
+    fn drop(&mut self) {
+        // Close a link that was opened but that nobody will take.
+        self.reply.close();
+        if let Ok(Some(Ok(link))) = self.reply.try_recv() {
+            link.close();
+        }
+    }
+}
+
+/// See [`Fabric::connect_raw`].
+#[derive(Debug)]
+#[must_use = "futures do nothing unless awaited"]
+pub struct ConnectingRaw(Connecting);
+
+impl Future for ConnectingRaw {
+    type Output = Result<RawConnection, Error>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let fabric = self.0.fabric.clone();
+        self.0.poll_opened(cx).map_ok(|link| RawConnection::new(link, fabric))
+    }
+}
+
+/// The result of connecting to a peer whose protocol was not known.
+#[derive(Debug)]
+pub enum Met {
+    /// A Ferrite peer.
+    Link(Link),
+    /// A peer that speaks another protocol.
+    RawConnection(RawConnection),
+}
+
+/// See [`Fabric::connect_either`].
+#[derive(Debug)]
+#[must_use = "futures do nothing unless awaited"]
+pub struct ConnectingEither(Connecting);
+
+impl Future for ConnectingEither {
+    type Output = Result<Met, Error>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let fabric = self.0.fabric.clone();
+        self.0.poll_opened(cx).map_ok(|link| match link.is_raw() {
+            true => Met::RawConnection(RawConnection::new(link, fabric)),
+            false => Met::Link(Link::new(link, fabric)),
+        })
+    }
+}
+
+impl fmt::Debug for Connecting {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Connecting").finish_non_exhaustive()
+    }
+}
+
+impl Fabric {
+    /// Opens a link to a peer. Starts at once; dropping the future cancels it.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unreachable`], [`ErrorKind::Refused`] or [`ErrorKind::Timeout`], with likely
+    /// causes.
+    pub fn connect(&self, peer: SocketAddr) -> Connecting {
+        self.connect_with(peer, &ConnectOptions::new())
+    }
+
+    /// Like [`Fabric::connect`], with options.
+    pub fn connect_with(&self, peer: SocketAddr, options: &ConnectOptions) -> Connecting {
+        let (reply, receiver) = oneshot::channel();
+        let connecting = Connecting::new(self.clone(), receiver);
+        let now = Instant::now();
+        let timeout = options.timeout.unwrap_or(self.config().connection_timeout);
+        let (rdma, over_tcp) = match self.ways(peer, options, timeout) {
+            Ok(ways) => ways,
+            Err(error) => {
+                let _ = reply.send(Err(error));
+                return connecting;
+            }
+        };
+        if !rdma {
+            if let Some(over_tcp) = over_tcp {
+                self.shared().with_poller(|poller, shared| {
+                    poller.now = now;
+                    poller.dial(shared, over_tcp.dial(now, reply, None));
+                });
+            }
+            return connecting;
+        }
+        let lacks = self.shared().devices.is_empty().then(|| self.shared().no_rdma());
+        if let (Some(error), Some(Rdma::Prefer)) = (lacks, over_tcp.as_ref().map(|tcp| tcp.policy))
+        {
+            // There is no device, so do not wait for RDMA.
+            if let Some(over_tcp) = over_tcp {
+                self.shared().with_poller(|poller, shared| {
+                    poller.now = now;
+                    poller.dial(shared, over_tcp.dial(now, reply, Some(Fallback::new(error))));
+                });
+            }
+            return connecting;
+        }
+        let mut outgoing = Outgoing::new(peer, options.local, now, timeout, reply);
+        outgoing.tcp_fallback = over_tcp;
+        self.call(outgoing);
+        connecting
+    }
+
+    /// Connects by RDMA CM to a peer that speaks another protocol. Starts at once; dropping the
+    /// future cancels it. Only the local address and the timeout of the options are used.
+    ///
+    /// # Errors
+    /// Like [`Fabric::connect`]. [`ErrorKind::Misuse`] if the options require encryption, which
+    /// RDMA does not have, or if RDMA is forbidden.
+    pub fn connect_raw(&self, peer: SocketAddr, options: &ConnectOptions) -> ConnectingRaw {
+        ConnectingRaw(self.call_by_rdma(peer, options, PeerProtocol::Other))
+    }
+
+    /// Connects by RDMA CM to a peer whose protocol is unknown. It sends a hello; a peer whose
+    /// response has none speaks another protocol. Only the local address and the timeout of the
+    /// options are used.
+    ///
+    /// # Errors
+    /// Like [`Fabric::connect_raw`].
+    pub fn connect_either(&self, peer: SocketAddr, options: &ConnectOptions) -> ConnectingEither {
+        ConnectingEither(self.call_by_rdma(peer, options, PeerProtocol::Unknown))
+    }
+
+    fn call_by_rdma(
+        &self,
+        peer: SocketAddr,
+        options: &ConnectOptions,
+        protocol: PeerProtocol,
+    ) -> Connecting {
+        let (reply, receiver) = oneshot::channel();
+        let connecting = Connecting::new(self.clone(), receiver);
+        let timeout = options.timeout.unwrap_or(self.config().connection_timeout);
+        let refused = if options.require_encryption {
+            let what =
+                "encryption is required, but this call uses RDMA, whose payload is clear text";
+            Some(Error::new(ErrorKind::Misuse, what))
+        } else if options.rdma.unwrap_or(self.config().rdma) == Rdma::Forbid {
+            let what = "the policy forbids RDMA, but this call supports nothing else";
+            Some(Error::new(ErrorKind::Misuse, what))
+        } else {
+            self.shared().devices.is_empty().then(|| self.shared().no_rdma())
+        };
+        if let Some(error) = refused {
+            let _ = reply.send(Err(error));
+            return connecting;
+        }
+        let mut outgoing = Outgoing::new(peer, options.local, Instant::now(), timeout, reply);
+        outgoing.protocol = protocol;
+        self.call(outgoing);
+        connecting
+    }
+
+    fn call(&self, mut outgoing: Outgoing) {
+        outgoing.retries = self.config().connection_retries;
+        self.shared().with_poller(|poller, shared| {
+            poller.now = Instant::now();
+            poller.call(shared, outgoing);
+        });
+    }
+
+    /// Decides whether to try RDMA, and how to use TCP if that is allowed.
+    fn ways(
+        &self,
+        peer: SocketAddr,
+        options: &ConnectOptions,
+        timeout: Duration,
+    ) -> Result<(bool, Option<OverTcp>), Error> {
+        let policy = options.rdma.unwrap_or(self.config().rdma);
+        let attempts = policy.attempts(options.require_encryption)?;
+        let name = || ServerName::IpAddress(peer.ip().into());
+        let meet = options.meet.unwrap_or(self.config().connect);
+        let tls = options.tls.clone().or_else(|| Some((self.shared().tls.client.clone()?, name())));
+        if options.require_encryption && tls.is_none() {
+            let what = "encryption is required, but TLS is not configured; set ConnectOptions::tls";
+            return Err(Error::new(ErrorKind::Misuse, what));
+        }
+        let upgrade = attempts != Attempts::Tcp;
+        let over_tcp = OverTcp { peer, local: options.local, timeout, tls, policy, upgrade };
+        Ok(match (attempts, meet) {
+            (Attempts::Tcp, _) | (_, Meet::TcpFirst) => (false, Some(over_tcp)),
+            (Attempts::Rdma, Meet::Cm | Meet::Auto) => (true, None),
+            (Attempts::RdmaThenTcp, Meet::Cm | Meet::Auto) => (true, Some(over_tcp)),
+        })
+    }
+}

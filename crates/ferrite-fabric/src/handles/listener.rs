@@ -1,0 +1,349 @@
+//! [`Listener`]: accepts links and foreign peers over RDMA and TCP.
+
+use std::fmt;
+use std::future::Future;
+use std::net::SocketAddr;
+use std::os::fd::{AsFd as _, AsRawFd as _, RawFd};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+
+use rustls::ServerConfig;
+
+use super::link::Link;
+use crate::error::{Error, ErrorKind};
+use crate::fabric::Fabric;
+use crate::fabric::listener::ListenerShared;
+use crate::link::core::keep;
+use crate::mem::lock;
+use crate::policy::{Attempts, Rdma};
+
+/// Accepts links of peers. Dropping it stops listening; accepted links stay open.
+///
+/// ```no_run
+/// # async fn show(fabric: ferrite_fabric::Fabric) -> Result<(), Box<dyn std::error::Error>> {
+/// let mut listener = fabric.listen("0.0.0.0:7471".parse()?)?;
+/// loop {
+///     let link = listener.accept().await?;
+///     println!("{:?} connected", link.peer_addr());
+/// }
+/// # }
+/// ```
+pub struct Listener {
+    pub(super) fabric: Fabric,
+    pub(super) shared: Arc<ListenerShared>,
+    /// The number of the TCP half, if it listens for TCP.
+    tcp: Option<u64>,
+    local: SocketAddr,
+    absence: Option<Error>,
+}
+
+/// Options of a listener.
+///
+/// ```
+/// use ferrite_fabric::{ListenOptions, Rdma};
+///
+/// let options = ListenOptions::new().rdma(Rdma::Require); // no TCP connection is accepted
+/// ```
+#[derive(Debug, Clone, Default)]
+#[must_use]
+pub struct ListenOptions {
+    rdma: Option<Rdma>,
+    tls: Option<Arc<ServerConfig>>,
+    require_encryption: bool,
+    foreign_peers_only: bool,
+    accept_foreign_peers: bool,
+    one_family: bool,
+}
+
+impl ListenOptions {
+    /// Returns the defaults: the fabric's settings, and TCP without TLS.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Sets whether links may use RDMA.
+    pub fn rdma(mut self, rdma: Rdma) -> Self {
+        self.rdma = Some(rdma);
+        self
+    }
+
+    /// Treats every RDMA peer as a foreign peer, even if it sends a hello: see
+    /// [`Listener::foreign_peers`]. For programs that speak only another protocol.
+    pub fn foreign_peers_only(mut self) -> Self {
+        self.foreign_peers_only = true;
+        self
+    }
+
+    /// Accepts foreign peers from the start: those that come before the program calls
+    /// [`Listener::foreign_peers`] or [`Listener::foreign_tcp_peers`] wait for it. Otherwise they
+    /// are refused until then.
+    pub fn accept_foreign_peers(mut self) -> Self {
+        self.accept_foreign_peers = true;
+        self
+    }
+
+    /// Restricts `[::]` to IPv6, so that another listener can use `0.0.0.0` with the same port.
+    /// Otherwise it accepts both.
+    pub fn one_family(mut self) -> Self {
+        self.one_family = true;
+        self
+    }
+
+    /// Sets TLS for TCP: peers without TLS are refused there.
+    pub fn tls(mut self, config: Arc<ServerConfig>) -> Self {
+        self.tls = Some(config);
+        self
+    }
+
+    /// Refuses everything that is not encrypted. RDMA payload is clear text, so only TCP with TLS
+    /// is accepted: see [`ListenOptions::tls`].
+    pub fn require_encryption(mut self) -> Self {
+        self.require_encryption = true;
+        self
+    }
+}
+
+impl Fabric {
+    /// Listens on an address of this host, for RDMA and TCP as configured. Port 0 picks a port, the
+    /// same for both.
+    ///
+    /// - A loopback address accepts only TCP: RDMA has no loopback, and the kernel would open the
+    ///   port to other hosts.
+    /// - If the device that has the address is removed or reset, the listener continues with TCP,
+    ///   and accepts RDMA again some seconds after the device is back. A listener for RDMA alone
+    ///   ends.
+    /// - A listener on all addresses (`0.0.0.0` or `[::]`) never loses RDMA.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Misuse`](crate::ErrorKind::Misuse) if the address is in use or does not belong
+    /// to this host. If RDMA is required: [`ErrorKind::Absent`](crate::ErrorKind::Absent) if there
+    /// is no connection manager, [`ErrorKind::Unreachable`](crate::ErrorKind::Unreachable) if no
+    /// RDMA device has the address.
+    pub fn listen(&self, local: SocketAddr) -> Result<Listener, Error> {
+        self.listen_with(local, &ListenOptions::new())
+    }
+
+    /// Like [`Fabric::listen`], with options.
+    ///
+    /// # Errors
+    /// Like [`Fabric::listen`].
+    pub fn listen_with(
+        &self,
+        local: SocketAddr,
+        options: &ListenOptions,
+    ) -> Result<Listener, Error> {
+        /// A port that is free for TCP may be in use for RDMA, so try several.
+        const TRIES: usize = 8;
+        let policy = options.rdma.unwrap_or(self.config().rdma);
+        let policy = match policy.attempts(options.require_encryption)? {
+            Attempts::Rdma => Rdma::Require,
+            Attempts::RdmaThenTcp => Rdma::Prefer,
+            Attempts::Tcp => Rdma::Forbid,
+        };
+        let tls = options.tls.clone().or_else(|| self.shared().tls.server.clone());
+        if options.require_encryption && tls.is_none() {
+            let what = "encryption is required, but TLS is not configured; set ListenOptions::tls";
+            return Err(Error::new(ErrorKind::Misuse, what));
+        }
+        let listener = Arc::new(ListenerShared::new(
+            local.ip(),
+            policy == Rdma::Prefer,
+            options.foreign_peers_only,
+        ));
+        {
+            let mut queue = lock(&listener.queue);
+            queue.foreign_peers.is_open =
+                options.accept_foreign_peers || options.foreign_peers_only;
+            queue.foreign_tcp_peers.is_open = options.accept_foreign_peers;
+        }
+        let one_family = options.one_family && local.is_ipv6();
+        let mut last = None;
+        for _ in 0..TRIES {
+            let opened = self.shared().with_poller(|poller, shared| {
+                let (tcp, bound) = match policy {
+                    Rdma::Require => (None, local),
+                    Rdma::Prefer | Rdma::Forbid => {
+                        let (tcp, bound) = poller.listen_tcp(
+                            shared,
+                            (local, one_family),
+                            tls.clone(),
+                            &listener,
+                        )?;
+                        (Some(tcp), bound)
+                    }
+                };
+                let cm = match policy {
+                    Rdma::Forbid => Ok(None),
+                    Rdma::Prefer | Rdma::Require => {
+                        poller.listen_cm(shared, (bound, one_family), &listener).map(Some)
+                    }
+                };
+                let (has_rdma, bound, absence) = match cm {
+                    Ok(Some(bound)) => (true, bound, None),
+                    Ok(None) => (false, bound, None),
+                    Err(error) if policy == Rdma::Require => return Err(error),
+                    // Another program uses the port.
+                    Err(error) if error.kind() == ErrorKind::Misuse => {
+                        tcp.into_iter().for_each(|tcp| poller.stop_listening_tcp(tcp));
+                        return Err(error);
+                    }
+                    Err(error) => (false, bound, Some(error)),
+                };
+                Ok((has_rdma, tcp, bound, absence))
+            });
+            match opened {
+                Ok((has_rdma, tcp, local, absence)) => {
+                    if let Some(error) = &absence {
+                        tracing::warn!("{local} takes TCP only, not RDMA: {}", error.with_remedy());
+                    }
+                    if has_rdma && (options.accept_foreign_peers || options.foreign_peers_only) {
+                        self.warn_of_shared_memory(local);
+                    }
+                    return Ok(Listener {
+                        fabric: self.clone(),
+                        shared: listener,
+                        tcp,
+                        local,
+                        absence,
+                    });
+                }
+                Err(error)
+                    if policy == Rdma::Prefer
+                        && local.port() == 0
+                        && error.kind() == ErrorKind::Misuse =>
+                {
+                    last = Some(error);
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Err(last.unwrap_or_else(|| {
+            Error::new(ErrorKind::System, "no port is free for both RDMA and TCP")
+        }))
+    }
+}
+
+impl Fabric {
+    /// Logs which devices cannot isolate peers of other protocols, and the consequences.
+    fn warn_of_shared_memory(&self, local: SocketAddr) {
+        let devices = &self.shared().devices;
+        let without: Vec<_> = devices
+            .iter()
+            .filter(|device| !device.has_windows())
+            .map(|device| device.name.as_str())
+            .collect();
+        if without.is_empty() {
+            return;
+        }
+        let devices = without.join(", ");
+        if self.config().shared_windows {
+            tracing::warn!(
+                "{local}: {devices} cannot restrict memory to one connection (no memory windows \
+                 of type 2): a Valkey Over RDMA client that finds another client's key can write \
+                 commands in its name (rdma-shared-windows yes)"
+            );
+        } else {
+            tracing::warn!(
+                "{local}: {devices} cannot restrict memory to one connection (no memory windows \
+                 of type 2): Valkey Over RDMA clients are refused there, other peers are not \
+                 (rdma-shared-windows no)"
+            );
+        }
+    }
+}
+
+impl Listener {
+    /// Returns the descriptors that hold its port: of the TCP socket, and of the connection manager
+    /// for RDMA. For a process that forks without exec: a child that inherits them keeps the port
+    /// after its parent has ended.
+    #[must_use]
+    pub fn descriptors(&self) -> Vec<RawFd> {
+        self.fabric.shared().with_poller(|poller, _| {
+            let tcp = self.tcp.and_then(|id| poller.listening_descriptor(id));
+            // Also if the RDMA half waits for its device to come back.
+            let has_rdma = lock(&self.shared.rdma).is_some();
+            let cm =
+                poller.cm.as_ref().filter(|_| has_rdma).map(|channel| channel.as_fd().as_raw_fd());
+            tcp.into_iter().chain(cm).collect()
+        })
+    }
+
+    /// Returns the address that it listens on.
+    #[must_use]
+    pub fn local_addr(&self) -> SocketAddr {
+        self.local
+    }
+
+    /// Returns why it does not accept RDMA, if RDMA is preferred.
+    #[must_use]
+    pub fn absence(&self) -> Option<&Error> {
+        self.absence.as_ref()
+    }
+
+    /// Waits for the next link. Safe to cancel: a link that was not taken stays in the queue.
+    pub fn accept(&mut self) -> Accepting<'_> {
+        Accepting(self)
+    }
+
+    /// Returns the next link, if one is waiting.
+    ///
+    /// # Errors
+    /// Fails if the listener's device has disappeared.
+    pub fn try_accept(&mut self) -> Result<Option<Link>, Error> {
+        self.next(None)
+    }
+
+    pub(crate) fn next(&self, waker: Option<&Waker>) -> Result<Option<Link>, Error> {
+        let mut queue = lock(&self.shared.queue);
+        if let Some(link) = queue.links.pop_front() {
+            drop(queue);
+            return Ok(Some(Link::new(link, self.fabric.clone())));
+        }
+        if let Some(error) = &queue.failure {
+            return Err(error.clone());
+        }
+        if let Some(waker) = waker {
+            keep(&mut queue.waiting, waker);
+        }
+        Ok(None)
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        let listening = self.fabric.shared().with_poller(|poller, _| {
+            if let Some(tcp) = self.tcp {
+                poller.stop_listening_tcp(tcp);
+            }
+            poller.stop_listening_cm(&self.shared)
+        });
+        drop(listening); // its identifier, after the poller was unlocked
+        for link in std::mem::take(&mut lock(&self.shared.queue).links) {
+            link.close();
+        }
+    }
+}
+
+impl fmt::Debug for Listener {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Listener").field("local", &self.local).finish_non_exhaustive()
+    }
+}
+
+/// See [`Listener::accept`].
+#[derive(Debug)]
+#[must_use = "futures do nothing unless awaited"]
+pub struct Accepting<'a>(&'a mut Listener);
+
+impl Future for Accepting<'_> {
+    type Output = Result<Link, Error>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        match self.0.next(Some(cx.waker())) {
+            Ok(Some(link)) => Poll::Ready(Ok(link)),
+            Ok(None) => Poll::Pending,
+            Err(error) => Poll::Ready(Err(error)),
+        }
+    }
+}

@@ -1,0 +1,208 @@
+//! [`Region`]: a buffer that its owner has opened to peers.
+
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use super::link::Link;
+use crate::device::shared_device::SharedDevice;
+use crate::error::{Error, ErrorKind};
+use crate::fabric::Fabric;
+use crate::fabric::regions::RegionShared;
+use crate::fabric::timers::Timer;
+use crate::mem::BufMut;
+use crate::policy::Rdma;
+use crate::wire::{GrantToken, Rights};
+
+/// A buffer that peers with a grant may access, until it is revoked.
+///
+/// Dropping it revokes it at once, or as soon as the device has executed a grant that was issued
+/// just before.
+///
+/// ```
+/// use ferrite_fabric::wire::Rights;
+/// # use ferrite_fabric::Fabric;
+/// # use ferrite_verbs::fake::{DeviceSpec, World};
+/// # let world = World::new();
+/// # world.add_device(DeviceSpec::new("fake1", "127.0.0.1".parse()?));
+/// # let fabric = Fabric::builder(&world.verbs()).build()?;
+/// # let mut listener = fabric.listen("127.0.0.1:0".parse()?)?;
+/// # let (there, here) = fabric.block_on(async {
+/// #     let connecting = fabric.connect(listener.local_addr());
+/// #     let (there, here) = futures_util::join!(connecting, listener.accept());
+/// #     Ok::<_, ferrite_fabric::Error>((there?, here?))
+/// # })?;
+/// let mut buf = fabric.buffer(4096)?;
+/// buf.fill(7);
+/// let region = here.register_memory(buf, Rights::READ).map_err(|(_, error)| error)?;
+/// let token = region.grant(&here); // to be sent to the peer in a message
+///
+/// let copy = fabric.block_on(there.rdma_read(&token, 100, fabric.buffer(8)?)?)?;
+/// assert_eq!(&copy[..], [7; 8]);
+///
+/// let buf = fabric.block_on(region.revoke())?; // nobody reads it any more
+/// assert_eq!(buf.len(), 4096);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct Region {
+    shared: Arc<RegionShared>,
+    fabric: Fabric,
+}
+
+impl Fabric {
+    /// Registers `buf` on a device, so that peers with a grant ([`Region::grant`]) can access it
+    /// within `rights`.
+    ///
+    /// **Peers see the contents of the buffer**: overwrite what its previous user left there.
+    ///
+    /// # Errors
+    /// Returns the buffer with the error if the registration fails, for example because of the
+    /// locked-memory limit.
+    pub fn register_memory(
+        &self,
+        device: &str,
+        buf: BufMut,
+        rights: Rights,
+    ) -> Result<Region, (BufMut, Error)> {
+        match self.shared().devices.iter().find(|shared| shared.name == device) {
+            Some(device) => self.register_on(Some(device), buf, rights),
+            None => Err((
+                buf,
+                Error::new(ErrorKind::Misuse, format!("the fabric has no device {device}")),
+            )),
+        }
+    }
+
+    fn register_on(
+        &self,
+        device: Option<&Arc<SharedDevice>>,
+        buf: BufMut,
+        rights: Rights,
+    ) -> Result<Region, (BufMut, Error)> {
+        if let Some(device) = device.filter(|device| device.is_gone()) {
+            return Err((buf, device.absence()));
+        }
+        let (pool, stays) = (self.pool(), self.config().rdma == Rdma::Prefer);
+        let shared = self.shared().regions.register(pool, device, buf, rights, stays)?;
+        Ok(Region { shared, fabric: self.clone() })
+    }
+}
+
+impl Link {
+    /// Registers `buf` so that peers may reach it: see [`Fabric::register_memory`]. It is reachable
+    /// through this link's device.
+    ///
+    /// # Errors
+    /// The buffer comes back, with what the device or the locked-memory limit said.
+    pub fn register_memory(&self, buf: BufMut, rights: Rights) -> Result<Region, (BufMut, Error)> {
+        self.fabric().register_on(self.shared().device().as_ref(), buf, rights)
+    }
+}
+
+impl Region {
+    /// Returns the token that the peer of `link` needs, to be sent to it over this link. The link
+    /// is informed when the region is revoked.
+    ///
+    /// If the device has memory windows, the token is valid on this link only, and each grant uses
+    /// one of the device's windows.
+    #[must_use]
+    pub fn grant(&self, link: &Link) -> GrantToken {
+        self.shared.grant_to(self.fabric.pool(), link.shared())
+    }
+
+    /// Revokes it after `time`, like [`Region::revoke`].
+    #[must_use]
+    pub fn expires_in(self, time: Duration) -> Self {
+        let id = self.shared.id;
+        self.fabric.shared().with_poller(|poller, _| {
+            poller.timers.add(Instant::now() + time, Timer::Expiry(id));
+        });
+        self
+    }
+
+    /// Returns its length in bytes, which is never 0.
+    #[must_use]
+    #[expect(clippy::len_without_is_empty, reason = "a region is never empty")]
+    pub fn len(&self) -> usize {
+        self.shared.remote.len as usize
+    }
+
+    /// Returns the device through which it is accessible; `None` if only over TCP.
+    #[must_use]
+    pub fn device(&self) -> Option<&str> {
+        self.shared.device.as_ref().map(|device| device.name.as_str())
+    }
+
+    /// Returns whether peers can still access it.
+    #[must_use]
+    pub fn is_live(&self) -> bool {
+        self.shared.is_live()
+    }
+
+    /// Copies bytes out of it. Returns `false` if it is revoked. A concurrent write of a peer may
+    /// be visible in part.
+    ///
+    /// # Panics
+    /// If the range exceeds the region.
+    #[must_use]
+    pub fn read(&self, offset: usize, out: &mut [u8]) -> bool {
+        self.shared.read(offset, out)
+    }
+
+    /// Copies bytes into it. Returns `false` if it is revoked. A peer that reads concurrently may
+    /// see only a part.
+    ///
+    /// # Panics
+    /// If the range exceeds the region.
+    #[must_use]
+    pub fn write(&self, offset: usize, bytes: &[u8]) -> bool {
+        self.shared.write(offset, bytes)
+    }
+
+    /// Revokes the region: when the future is ready, no peer can read or write any byte of it.
+    /// Peers have `peer_timeout` to finish operations in progress.
+    ///
+    /// # Errors
+    /// Returns the device's error if it did not end the registration; the memory is then never used
+    /// again.
+    pub fn revoke(self) -> Revoking {
+        self.fabric.shared().with_poller(|poller, shared| {
+            poller.revoke_region(shared, &self.shared);
+        });
+        Revoking { region: self }
+    }
+}
+
+impl Drop for Region {
+    fn drop(&mut self) {
+        self.fabric.shared().regions.forget(self.shared.id);
+    }
+}
+
+impl fmt::Debug for Region {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Region")
+            .field("grant", &self.shared.id)
+            .field("len", &self.len())
+            .field("rights", &self.shared.rights)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A region that is being revoked: see [`Region::revoke`]. Dropping it revokes at once.
+#[derive(Debug)]
+#[must_use = "only this future returns the buffer"]
+pub struct Revoking {
+    region: Region,
+}
+
+impl Future for Revoking {
+    type Output = Result<BufMut, Error>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        self.region.shared.poll_revoked(cx.waker())
+    }
+}

@@ -1,0 +1,25 @@
+//! The payload of a frame on TCP.
+
+use crate::mem::Buf;
+use crate::wire::CONTROL_BYTES;
+
+/// The payload of a frame.
+pub(crate) enum Body {
+    Nothing,
+    /// A control message.
+    Few([u8; CONTROL_BYTES]),
+    Buf(Buf),
+    /// A copy of somebody else's bytes.
+    Loose(Box<[u8]>),
+}
+
+impl Body {
+    pub(crate) fn bytes(&self) -> &[u8] {
+        match self {
+            Self::Nothing => &[],
+            Self::Few(bytes) => bytes,
+            Self::Buf(buf) => buf,
+            Self::Loose(bytes) => bytes,
+        }
+    }
+}

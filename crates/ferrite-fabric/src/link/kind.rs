@@ -1,0 +1,25 @@
+//! The kinds of requests of a link.
+
+/// What a request does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) enum Kind {
+    /// The last request of a link that is down: its completion says that all before it are done.
+    Last,
+    #[default]
+    Control,
+    Send,
+    Write,
+    /// A write that the peer is notified of.
+    Notice,
+    Read,
+    /// A frame that is sent again: it was counted before.
+    Again,
+    /// Binds a memory window.
+    Bind,
+}
+
+impl Kind {
+    pub(crate) fn is_one_sided(self) -> bool {
+        matches!(self, Self::Write | Self::Notice | Self::Read)
+    }
+}

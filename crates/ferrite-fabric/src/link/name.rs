@@ -1,0 +1,8 @@
+//! The name of a link within its fabric.
+
+/// Identifies a link: by its number, which is reused, and by its serial, which is not.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct LinkName {
+    pub(crate) index: u32,
+    pub(crate) serial: u64,
+}

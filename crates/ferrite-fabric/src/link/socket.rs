@@ -1,0 +1,40 @@
+//! Calls on a TCP socket that never wait.
+
+use std::io::{self, IoSlice, IoSliceMut};
+use std::os::fd::{AsFd, OwnedFd};
+
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags};
+
+/// `None` if the kernel takes nothing now.
+pub(crate) fn send(socket: &OwnedFd, slices: &[IoSlice<'_>]) -> io::Result<Option<usize>> {
+    let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+    loop {
+        match rustix::net::sendmsg(socket, slices, &mut SendAncillaryBuffer::default(), flags) {
+            Ok(sent) => return Ok(Some(sent)),
+            Err(Errno::INTR) => {}
+            Err(Errno::AGAIN) => return Ok(None),
+            Err(errno) => return Err(errno.into()),
+        }
+    }
+}
+
+/// `None` if nothing is there, 0 at the end.
+pub(crate) fn receive(
+    socket: &OwnedFd,
+    slices: &mut [IoSliceMut<'_>],
+) -> io::Result<Option<usize>> {
+    loop {
+        let received = match &mut *slices {
+            [one] => rustix::net::recv(socket.as_fd(), &mut **one, RecvFlags::DONTWAIT)
+                .map(|(len, _)| len),
+            several => rustix::io::readv(socket.as_fd(), several),
+        };
+        match received {
+            Ok(len) => return Ok(Some(len)),
+            Err(Errno::INTR) => {}
+            Err(Errno::AGAIN) => return Ok(None),
+            Err(errno) => return Err(errno.into()),
+        }
+    }
+}

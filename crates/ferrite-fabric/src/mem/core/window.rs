@@ -1,0 +1,173 @@
+//! How peers access exposed memory: registrations, and memory windows on them.
+//!
+//! A registration with remote rights is open to every queue pair of its domain. A registration with
+//! a window is closed, and the window is open to the queue pair that it is bound to.
+//!
+//! A window must be closed before its queue pair is destroyed, which the link ensures, and before
+//! the registration under it ends, which the owner of the exposed memory ensures. It belongs to
+//! both, and the first to end closes it. But a window whose bind request is still in flight must
+//! not be closed: the request would fail and break the link. In that case the memory waits for the
+//! request.
+//!
+//! Each window has a registration of its own, of the same bytes. Soft-RoCE checks an access against
+//! the bounds of the registration, not of the window, and lets a started access continue until the
+//! registration ends.
+
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
+
+use ferrite_verbs::{Error, MemoryRegion, MemoryWindow, RemoteSlice};
+
+use super::buf::BufMut;
+use crate::mem::lock;
+
+/// A window, until it is closed.
+pub(crate) struct Window {
+    state: Mutex<State>,
+    remote: RemoteSlice,
+}
+
+struct State {
+    /// `None` when it is closed.
+    open: Option<MemoryWindow>,
+    /// Whether the request that binds it is in flight.
+    binding: bool,
+    /// Memory that is no longer exposed, and that waits for that request.
+    left: Option<(Registrations, BufMut)>,
+}
+
+impl Window {
+    pub(in crate::mem) fn new(window: MemoryWindow) -> Arc<Self> {
+        let remote = window.remote();
+        Arc::new(Self {
+            state: Mutex::new(State { open: Some(window), binding: false, left: None }),
+            remote,
+        })
+    }
+
+    /// Returns how the peer of the queue pair that it is bound to addresses it.
+    pub(crate) fn remote(&self) -> RemoteSlice {
+        self.remote
+    }
+
+    pub(in crate::mem) fn is_open(&self) -> bool {
+        lock(&self.state).open.is_some()
+    }
+
+    /// Calls `post` to post the request that binds it; `post` returns whether the device accepted
+    /// it. Returns `None` if it did not, or if the window is closed.
+    pub(crate) fn bind(
+        self: &Arc<Self>,
+        post: impl FnOnce(&MemoryWindow) -> bool,
+    ) -> Option<Binding> {
+        let mut state = lock(&self.state);
+        let posted = post(state.open.as_ref()?);
+        state.binding |= posted;
+        posted.then(|| Binding(Arc::clone(self)))
+    }
+
+    /// Closes it, bound or not: no access with its key can start any more.
+    ///
+    /// # Errors
+    /// Returns the device's error if it did not close; the window is then still open.
+    pub(crate) fn close(&self) -> Result<(), Error> {
+        let mut state = lock(&self.state);
+        let Some(window) = state.open.take() else { return Ok(()) };
+        window.deallocate().map_err(|(window, error)| {
+            state.open = Some(window);
+            error
+        })
+    }
+
+    /// Keeps memory until the window is bound. Returns it if no request is in flight.
+    fn keep(
+        &self,
+        registrations: Registrations,
+        buf: BufMut,
+    ) -> Result<(), (Registrations, BufMut)> {
+        let mut state = lock(&self.state);
+        if !state.binding || state.open.is_none() {
+            return Err((registrations, buf));
+        }
+        state.left = Some((registrations, buf));
+        Ok(())
+    }
+}
+
+/// A bind request that is in flight. Drop it when the request is done or its queue pair was
+/// destroyed.
+pub(crate) struct Binding(Arc<Window>);
+
+impl Drop for Binding {
+    fn drop(&mut self) {
+        let left = {
+            let mut state = lock(&self.0.state);
+            state.binding = false;
+            state.left.take()
+        };
+        if let Some((mut registrations, buf)) = left {
+            registrations.windows.push((usize::MAX, Arc::clone(&self.0)));
+            let core = Arc::clone(buf.core());
+            core.run_in_background(move || registrations.release(buf));
+        }
+    }
+}
+
+impl std::fmt::Debug for Binding {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Binding").finish_non_exhaustive()
+    }
+}
+
+/// All registrations and windows of one exposed buffer.
+#[derive(Default)]
+pub(in crate::mem) struct Registrations {
+    /// By domain index.
+    pub(in crate::mem) windows: Vec<(usize, Arc<Window>)>,
+    pub(in crate::mem) regions: Vec<(usize, MemoryRegion)>,
+}
+
+impl Registrations {
+    /// Closes all. Returns the device's first error; what could not be closed stays here.
+    pub(in crate::mem) fn close(&mut self) -> Option<Error> {
+        let mut first = None;
+        self.windows.retain(|(_, window)| match window.close() {
+            Ok(()) => false,
+            Err(error) => {
+                first.get_or_insert(error);
+                true
+            }
+        });
+        for (index, region) in std::mem::take(&mut self.regions) {
+            if let Err((region, error)) = region.deregister() {
+                self.regions.push((index, region));
+                first.get_or_insert(error);
+            }
+        }
+        first
+    }
+
+    /// Closes all and returns the buffer to its pool: now, or when the last of the windows that are
+    /// being bound is.
+    pub(in crate::mem) fn release(mut self, mut buf: BufMut) {
+        let mut bound = Vec::new();
+        while let Some((index, window)) = self.windows.pop() {
+            match window.keep(self, buf) {
+                Ok(()) => {
+                    bound
+                        .iter()
+                        .for_each(|(_, window): &(usize, Arc<Window>)| drop(window.close()));
+                    return;
+                }
+                Err(back) => (self, buf) = back,
+            }
+            bound.push((index, window));
+        }
+        self.windows = bound;
+        if self.close().is_some() {
+            let core = Arc::clone(buf.core());
+            core.counters.failed_deregister.fetch_add(1, Ordering::Relaxed);
+            core.quarantine(self, buf);
+        }
+    }
+}

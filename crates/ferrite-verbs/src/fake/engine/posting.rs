@@ -1,0 +1,104 @@
+//! How work requests are posted: read from the caller's memory, and queued.
+
+use std::ffi::c_int;
+
+use rustix::io::Errno;
+
+use super::{DOORBELL, Kind, MAX_MESSAGE_BYTES, Payload, Send};
+use crate::fake::memory::{self, Piece};
+use crate::fake::object::{code, enter};
+use crate::fake::window::Binding;
+use crate::sys;
+
+impl Send {
+    /// Reads a work request.
+    ///
+    /// # Safety
+    /// `wr` and its list are valid for the call; so is the memory that it names, if that is to be
+    /// copied inline.
+    unsafe fn from_raw(wr: &sys::ibv_send_wr) -> Result<Self, Errno> {
+        use sys::ibv_send_flags as Flag;
+        use sys::ibv_wr_opcode as Op;
+        let (kind, with_imm) = match wr.opcode {
+            Op::IBV_WR_SEND => (Kind::Send, false),
+            Op::IBV_WR_SEND_WITH_IMM => (Kind::Send, true),
+            Op::IBV_WR_RDMA_WRITE => (Kind::Write, false),
+            Op::IBV_WR_RDMA_WRITE_WITH_IMM => (Kind::Write, true),
+            Op::IBV_WR_RDMA_READ => (Kind::Read, false),
+            Op::IBV_WR_BIND_MW => (Kind::Bind, false),
+            Op::IBV_WR_LOCAL_INV => (Kind::Invalidate, false),
+            _ => return Err(Errno::INVAL),
+        };
+        let has = |flag: sys::ibv_send_flags| wr.send_flags & flag.0 != 0;
+        // SAFETY: the caller vouches for the list; the members of the unions are plain numbers.
+        let (pieces, remote, imm) =
+            unsafe { (pieces(wr.sg_list, wr.num_sge), wr.wr.rdma, wr.__bindgen_anon_1.imm_data) };
+        let len = pieces.iter().map(|piece| u64::from(piece.len)).sum();
+        let inline = has(Flag::IBV_SEND_INLINE);
+        if inline && (kind == Kind::Read || len > u64::from(MAX_MESSAGE_BYTES)) {
+            return Err(Errno::INVAL);
+        }
+        Ok(Self {
+            wr_id: wr.wr_id,
+            kind,
+            signaled: has(Flag::IBV_SEND_SIGNALED),
+            solicited: has(Flag::IBV_SEND_SOLICITED),
+            payload: if inline {
+                // SAFETY: the caller vouches for it.
+                Payload::Inline(unsafe { memory::read_inline(&pieces) })
+            } else {
+                Payload::Pieces(pieces)
+            },
+            len,
+            imm: with_imm.then_some(imm),
+            remote_addr: remote.remote_addr,
+            // `invalidate_rkey` and `imm_data` are at the same place in the union.
+            rkey: if kind == Kind::Invalidate { imm } else { remote.rkey },
+            // SAFETY: the opcode says that this member was written, and its window and region are
+            // alive.
+            binding: (kind == Kind::Bind)
+                .then(|| unsafe { Binding::from_raw(&wr.__bindgen_anon_2.bind_mw) }),
+        })
+    }
+}
+
+/// Copies a scatter/gather list.
+///
+/// # Safety
+/// `list` has `len` entries.
+pub(in crate::fake) unsafe fn pieces(list: *const sys::ibv_sge, len: c_int) -> Vec<Piece> {
+    let len = usize::try_from(len).unwrap_or(0);
+    // SAFETY: the caller vouches for it.
+    let read = |at| unsafe { list.add(at).read() };
+    (0..len)
+        .map(read)
+        .map(|sge| Piece { addr: sge.addr, len: sge.length, lkey: sge.lkey })
+        .collect()
+}
+
+pub(in crate::fake) unsafe extern "C" fn post_send(
+    qp: *mut sys::ibv_qp,
+    mut wr: *mut sys::ibv_send_wr,
+    bad_wr: *mut *mut sys::ibv_send_wr,
+) -> c_int {
+    // SAFETY: the caller's queue pair is alive; the chain is valid for the call, as is `bad_wr`.
+    code(unsafe {
+        *bad_wr = wr;
+        enter("ibv_post_send", qp, |state, id| {
+            let mut result = Ok(());
+            while result.is_ok() && !wr.is_null() {
+                let pieces = usize::try_from((*wr).num_sge).unwrap_or(usize::MAX);
+                result = Send::from_raw(&*wr).and_then(|send| state.accept_send(id, send, pieces));
+                if result.is_ok() {
+                    wr = (*wr).next;
+                }
+            }
+            *bad_wr = wr;
+            if let (Ok(()), Some(errno)) = (&result, state.take_fault(DOORBELL)) {
+                return Err(errno); // all requests are queued, and `bad_wr` is null
+            }
+            state.settle();
+            result
+        })
+    })
+}
