@@ -1,21 +1,18 @@
 //! Handshakes that a peer does not finish, or in which it violates the protocol: nothing of them is
 //! left, and other peers are not affected. On the fake provider.
 
-#[path = "links/hello.rs"]
-mod hello;
-
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::mem::{Account, Pool, Purpose};
 use ferrite_fabric::wire::Refusal;
 use ferrite_fabric::{Config, ConnectOptions, Fabric, ListenOptions, Rdma};
+use ferrite_testkit::handshake::HELLO;
 use ferrite_verbs::fake::{DeviceSpec, World};
 use ferrite_verbs::{
     Access, CmEventKind, CmId, CompletionQueue, ConnectParams, MemoryRegion, Operation,
     ProtectionDomain, QueuePair, QueuePairConfig, RemoteSlice, SendRequest, State, cm,
 };
-use hello::HELLO;
 
 const TEST_TIMEOUT: Duration = Duration::from_secs(20);
 

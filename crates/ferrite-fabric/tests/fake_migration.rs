@@ -1,10 +1,9 @@
 //! Links that lose their RDMA path and continue, on the fake provider and this host's TCP.
 #![expect(clippy::print_stdout, reason = "prints the seed that replays a failure")]
 
-#[path = "links/random.rs"]
-mod random;
-#[path = "migration/traffic.rs"]
-mod traffic;
+mod migration {
+    pub(crate) mod traffic;
+}
 
 use std::time::{Duration, Instant};
 
@@ -12,9 +11,9 @@ use ferrite_fabric::wire::Rights;
 use ferrite_fabric::{
     Config, ConnectOptions, ErrorKind, Fabric, Link, Listener, Meet, Rdma, Transport,
 };
+use ferrite_testkit::Random;
 use ferrite_verbs::fake::{DeviceSpec, World};
-use random::Random;
-use traffic::Traffic;
+use migration::traffic::Traffic;
 
 const TEST_TIMEOUT: Duration = Duration::from_secs(20);
 const HOSTS: [(&str, &str); 2] = [("fake1", "127.0.0.1"), ("fake2", "127.0.0.2")];

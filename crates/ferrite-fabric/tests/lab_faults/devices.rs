@@ -6,14 +6,14 @@ use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::{Config, ConnectOptions, ErrorKind};
-
-use crate::harness::{
-    Host, LeakCheck, OWN, PEER, TEST_TIMEOUT, any_port, held_on, short_timeouts, slowdown, until,
-    within,
+use ferrite_testkit::lab::{
+    Host, LeakCheck, OWN, PEER, Restore, TEST_TIMEOUT, any_port, held_on, short_timeouts, slowdown,
 };
-use crate::net::Restore;
+use ferrite_testkit::process::role;
+use ferrite_testkit::{until, within};
+
 use crate::pair::{Pair, Peer, check_all_traffic_fails, connect};
-use crate::process::{peer, role, serve_as_peer, serve_at};
+use crate::process::{peer, serve_as_peer, serve_at};
 use crate::traffic::Traffic;
 
 /// The kernel's event arrives within milliseconds.

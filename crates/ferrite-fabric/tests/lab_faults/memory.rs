@@ -4,11 +4,11 @@ use std::time::{Duration, Instant};
 
 use ferrite_fabric::mem::PoolConfig;
 use ferrite_fabric::{Config, ErrorKind, Link, Message};
-
-use crate::harness::{
-    Host, LeakCheck, OWN, PEER, TEST_TIMEOUT, any_port, join, short_timeouts, slowdown, until,
-    within,
+use ferrite_testkit::lab::{
+    Host, LeakCheck, OWN, PEER, TEST_TIMEOUT, any_port, short_timeouts, slowdown,
 };
+use ferrite_testkit::{join, until, within};
+
 use crate::pair::{connect, show};
 
 const MIB: usize = 1 << 20;

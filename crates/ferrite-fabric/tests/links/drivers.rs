@@ -19,8 +19,8 @@ use tokio::runtime::Builder;
 use tokio::time::timeout;
 
 use super::pair::{Pair, assert_unused, buffer, connect, filled, pattern, poll_once};
-use super::random::Random;
 use super::{Fixture, KIB, TEST_TIMEOUT};
+use ferrite_testkit::Random;
 
 const CLIENTS: u64 = 4;
 

@@ -4,12 +4,13 @@
 use std::path::Path;
 use std::time::Duration;
 
-use super::connection::{Connection, Response, encode};
 use super::differences::{Rule, is_generated, rule, why_not_generated};
 use super::generate::{self, Amount};
 use super::keys;
 use super::scripts::scripts;
 use super::{Comparison, LONG, Node, Pace, SHORT, Way, name, send, words};
+use ferrite_testkit::free_port;
+use ferrite_testkit::resp::{Connection, Response, encode};
 
 /// For states in which most commands are refused, or all in the same way: a few cases are enough.
 const FEW: Amount = Amount { good: 3, spoiled: 3 };
@@ -98,7 +99,7 @@ pub(crate) fn cluster(way: &Way<'_>, program: &Path) {
     };
     let (own_shard, other_shard) = (shard(OWN), shard(OTHER));
     let nodes = [0, 1].map(|number| {
-        let bus = crate::server::free_port();
+        let bus = free_port().to_string();
         let file = directory.join(format!("nodes-{number}.conf"));
         // The engine replaces its own address when it starts.
         let known = format!(

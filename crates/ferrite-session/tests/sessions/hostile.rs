@@ -7,11 +7,12 @@ use ferrite_fabric::mem::{Buf, Purpose};
 use ferrite_fabric::{Arrival, ConnectOptions, Fabric, RawConnection};
 use ferrite_proto::{MESSAGE_BYTES, Message, Registration};
 use ferrite_session::GatewayConfig;
+use ferrite_testkit::Engine;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::time::timeout;
 
 use super::gateway::{TestServer, unprotected};
-use super::{Harness, Redis, any_port};
+use super::{Harness, any_port};
 
 /// A client that can violate the protocol.
 pub(crate) struct HostileClient {
@@ -96,7 +97,7 @@ pub(crate) const VIOLATIONS: &[(&str, Violation)] = &[
 ];
 
 pub(crate) async fn disconnects_clients_that_violate_the_protocol(harness: Harness) {
-    let redis = Redis::start("hostile", &[]).await;
+    let redis = Engine::redis(&[]);
     let server = TestServer::start(&harness, unprotected(&redis));
     let mut bystander = server.connect(&harness).await;
     bystander.write_all(b"PING\r\n").await.expect("write");
@@ -125,7 +126,7 @@ pub(crate) async fn disconnects_clients_that_violate_the_protocol(harness: Harne
 
 /// Thousands of writes of one byte each are slow, but correct.
 pub(crate) async fn accepts_tiny_writes(harness: Harness) {
-    let redis = Redis::start("tiny", &[]).await;
+    let redis = Engine::redis(&[]);
     let server = TestServer::start(&harness, unprotected(&redis));
     let hostile = HostileClient::connect(&server.client, server.address).await;
     let memory = hostile.raw.pool().take_uncharged(64 << 10, Purpose::Receive);
@@ -155,7 +156,7 @@ pub(crate) async fn accepts_tiny_writes(harness: Harness) {
 /// Clients that connect but never announce a window cannot receive an error. Beyond `max_clients`
 /// the server disconnects them.
 pub(crate) async fn disconnects_clients_without_a_window(harness: Harness) {
-    let redis = Redis::start("half", &[]).await;
+    let redis = Engine::redis(&[]);
     let server =
         TestServer::start(&harness, GatewayConfig { max_clients: 5, ..unprotected(&redis) });
     let mut silent = Vec::new();

@@ -7,6 +7,7 @@ use std::time::Instant;
 use ferrite_fabric::Config;
 use ferrite_fabric::mem::{Exposed, Purpose};
 use ferrite_proto::{MESSAGE_BYTES, Message, Registration};
+use ferrite_testkit::Engine;
 use ferrite_verbs::{
     Access, CmId, CompletionQueue, ConnectParams, MemoryRegion, Operation, QueuePair,
     QueuePairConfig, RecvRequest, RemoteSlice, SendRequest, State, Status, Verbs, WorkCompletion,
@@ -16,7 +17,7 @@ use redis::AsyncCommands as _;
 
 use super::gateway::{TestServer, connection, unprotected};
 use super::hostile::HostileClient;
-use super::{Harness, Redis, TIMEOUT, any_port};
+use super::{Harness, TIMEOUT, any_port};
 
 const EVIL: &[u8] = b"*2\r\n$4\r\nINCR\r\n$5\r\npwned\r\n";
 const GOOD: &[u8] = b"*2\r\n$4\r\nINCR\r\n$5\r\nclean\r\n";
@@ -131,7 +132,7 @@ impl Victim {
 /// The device rejects each attempt, and the server counts it. The victim's session continues, and
 /// no byte of the attacker's reaches the engine.
 pub(crate) async fn protects_windows_from_other_clients(harness: Harness) {
-    let redis = Redis::start("isolation", &[]).await;
+    let redis = Engine::redis(&[]);
     let server = TestServer::start(&harness, unprotected(&redis));
     let mut bystander = connection(server.connect(&harness).await).await;
     let mut victim = Victim::connect(&server).await;
@@ -171,7 +172,7 @@ pub(crate) async fn protects_windows_from_other_clients(harness: Harness) {
 
 /// After two guesses, the server rejects new connections from the client's address for a while.
 pub(crate) async fn rejects_clients_that_guess_keys(harness: Harness) {
-    let redis = Redis::start("guesses", &[]).await;
+    let redis = Engine::redis(&[]);
     let server = TestServer::start_with(&harness, unprotected(&redis), Config::default());
     let mut victim = Victim::connect(&server).await;
     for attempt in 1..=2 {
