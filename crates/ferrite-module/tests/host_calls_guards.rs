@@ -41,7 +41,7 @@ fn keys_expire_with_the_aof_enabled() {
             }
         });
         assert!(called > 4000, "{called}");
-        std::thread::sleep(Duration::from_millis(200)); // a few iterations of the event loop
+        server.wait_until("active expiry of all keys", || pair.native.ask(&["DBSIZE"]) == ":0");
         server.assert_healthy();
     }
 }

@@ -3,7 +3,7 @@
 //! other clients.
 
 use ferrite_testkit::engine::{REDIS, engines};
-use ferrite_testkit::{Engine, Start, free_port};
+use ferrite_testkit::{Engine, Start, TempDir, free_port};
 use std::io::{Read as _, Write as _};
 use std::net::{TcpStream, ToSocketAddrs as _};
 use std::path::Path;
@@ -174,10 +174,10 @@ fn pem(label: &str, der: &[u8]) -> String {
 #[test]
 fn refuses_clear_text_beside_tls_alone() {
     let made = rcgen::generate_simple_self_signed(["127.0.0.1".to_owned()]).expect("a certificate");
-    let files = std::env::temp_dir().join(format!("ferrite-listen-tls-{}", std::process::id()));
-    let [cert, key] = ["cert", "key"].map(|end| format!("{}.{end}", files.display()));
-    std::fs::write(&cert, pem("CERTIFICATE", made.cert.der())).expect("a file");
-    std::fs::write(&key, pem("PRIVATE KEY", &made.signing_key.serialize_der())).expect("a file");
+    let files = TempDir::new("listen-tls");
+    let cert = files.file("cert", pem("CERTIFICATE", made.cert.der()));
+    let key = files.file("key", pem("PRIVATE KEY", &made.signing_key.serialize_der()));
+    let [cert, key] = [cert, key].map(|file| file.display().to_string());
     // Debian's Redis has TLS; not every engine is built with it.
     let program = Path::new(REDIS);
     let (tls, own) = (free_port().to_string(), free_port().to_string());
@@ -202,9 +202,6 @@ fn refuses_clear_text_beside_tls_alone() {
     let server = start(program, &["rdma-port", &own, "allow-clear-text", "yes"], &options);
     assert_eq!(ping("127.0.0.1", &own), Some(true));
     drop(server);
-    for file in [cert, key] {
-        let _ = std::fs::remove_file(file);
-    }
 }
 
 /// Silent connections do not count as handshakes. A client is served at once although its address

@@ -6,7 +6,7 @@
 #![expect(clippy::print_stderr, reason = "tells which tests are left out")]
 
 use ferrite_testkit::engine::{REDIS, engines, module, valkey};
-use ferrite_testkit::{Engine, Start, TIMEOUT, free_port};
+use ferrite_testkit::{Engine, Start, TIMEOUT, TempDir, free_port};
 use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
 use std::path::Path;
@@ -473,8 +473,8 @@ fn proxy_connections_follow_the_engines_tcp_port() {
 #[test]
 fn works_without_config_if_addresses_are_named() {
     for program in engines() {
-        let socket =
-            std::env::temp_dir().join(format!("ferrite-named-{}.sock", std::process::id()));
+        let directory = TempDir::new("named");
+        let socket = directory.join("socket");
         let socket = socket.to_str().expect("UTF-8");
         let no_config = ["--rename-command", "CONFIG", "", "--unixsocket", socket];
         let mut server = Engine::spawn(&Start {

@@ -1,5 +1,6 @@
 //! Temporary directories.
 
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -9,17 +10,24 @@ pub struct TempDir(PathBuf);
 
 impl TempDir {
     /// Creates a directory. `name` says what it is for, to people who find it after a crash.
+    ///
+    /// # Panics
+    /// If the directory cannot be created.
     #[must_use]
     pub fn new(name: &str) -> Self {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
-        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        // Short, because a Unix socket's path has at most 107 bytes.
-        let name = format!("ferrite-{name}-{}-{number}", std::process::id());
-        let path = std::env::temp_dir().join(name);
-        // An earlier process with the same id may have been killed.
-        let _ = std::fs::remove_dir_all(&path);
-        std::fs::create_dir_all(&path).expect("a directory");
-        Self(path)
+        loop {
+            let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+            // Short, because a Unix socket's path has at most 107 bytes.
+            let name = format!("ferrite-{name}-{}-{number}", std::process::id());
+            let path = std::env::temp_dir().join(name);
+            match std::fs::create_dir(&path) {
+                Ok(()) => return Self(path),
+                // Of a killed process, or of a process in another guest with the same id.
+                Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
+                Err(error) => panic!("cannot create {}: {error}", path.display()),
+            }
+        }
     }
 
     /// Returns the path of the directory.

@@ -12,7 +12,7 @@ use ferrite_proto::resp::Value;
 use super::idle::Process;
 use super::session::{Part, Setup, excerpt};
 use ferrite_testkit::resp::{Connection, Response, encode};
-use ferrite_testkit::{Engine, Start, free_port};
+use ferrite_testkit::{Engine, Start, TempDir, free_port};
 
 pub(crate) const LONG: Duration = Duration::from_secs(20);
 /// Databases of each engine.
@@ -107,23 +107,22 @@ pub(crate) struct Side {
     pub(crate) client_port: String,
     observer: Option<Connection>,
     /// The engine's working directory, with its ACL file.
-    folder: PathBuf,
+    _folder: TempDir,
 }
 
 impl Side {
     /// Starts an engine with the module, without waiting for it.
     pub(crate) fn spawn(engine: &EngineSetup, setup: &Setup, through_module: bool) -> Self {
         let (port, module_port) = (free_port().to_string(), free_port().to_string());
-        let folder = std::env::temp_dir().join(format!("ferrite-session-diff-{port}"));
+        let folder = TempDir::new("session-diff");
         let users = [&[OBSERVER.to_owned()][..], &setup.users].concat().join("\n") + "\n";
-        std::fs::create_dir_all(&folder).expect("a folder");
-        std::fs::write(folder.join(ACL_FILE), users).expect("a file");
+        folder.file(ACL_FILE, users);
         let mut options: Vec<&str> =
             vec!["--port", &port, "--bind", "127.0.0.1", "--protected-mode", "no"];
         // The engine checks timeouts every 10 ms.
         options.extend(["--hz", "100", "--databases", "4", "--proto-max-bulk-len", "4mb"]);
         options.extend(["--acllog-max-len", "10000", "--slowlog-log-slower-than", "-1"]);
-        options.extend(["--dir", folder.to_str().expect("UTF-8"), "--aclfile", ACL_FILE]);
+        options.extend(["--dir", folder.path().to_str().expect("UTF-8"), "--aclfile", ACL_FILE]);
         for (name, typed) in &setup.renames {
             options.extend(["--rename-command", name, typed]);
         }
@@ -150,7 +149,7 @@ impl Side {
             client_port: if through_module { module_port } else { port.clone() },
             port,
             observer: None,
-            folder,
+            _folder: folder,
         }
     }
 
@@ -336,12 +335,6 @@ impl Side {
         }
         self.observe("SELECT 0");
         all
-    }
-}
-
-impl Drop for Side {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.folder);
     }
 }
 

@@ -9,6 +9,7 @@ use ferrite_session::{
     ValkeyConfig, ValkeyStream, pump,
 };
 use ferrite_testkit::Engine;
+use ferrite_testkit::wait::until_async;
 use redis::aio::MultiplexedConnection;
 use redis::{AsyncCommands as _, AsyncConnectionConfig, RedisConnectionInfo};
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
@@ -167,9 +168,7 @@ pub(crate) async fn serves_many_clients(harness: Harness) {
     assert_eq!(total, 20 * count);
     assert_eq!(server.gateway.stats().sessions, count);
     drop(connections);
-    while server.gateway.stats().sessions > 0 {
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
+    until_async("the end of all sessions", async || server.gateway.stats().sessions == 0).await;
     assert_eq!(server.gateway.stats().valkey_sessions, count as u64);
     server.end().await;
 }
@@ -364,10 +363,11 @@ pub(crate) async fn does_not_wait_for_half_a_command(harness: Harness) {
     half.write_all(sent[0]).await.expect("write");
     blocked.write_all(sent[1]).await.expect("write");
     let bytes = "PING\r\n".len() + sent.concat().len();
-    while server.gateway.stats().to_engine_bytes < bytes as u64 {
-        tokio::time::sleep(Duration::from_millis(2)).await;
-    }
-    while !query_engine(&redis, "INFO clients").await.contains("blocked_clients:1") {}
+    until_async("all bytes at the engine", async || {
+        server.gateway.stats().to_engine_bytes >= bytes as u64
+    })
+    .await;
+    until_a_client_blocks(&redis).await;
     let TestServer { end, serving, .. } = server;
     let begun = std::time::Instant::now();
     let _ = end.send(());
@@ -378,6 +378,14 @@ pub(crate) async fn does_not_wait_for_half_a_command(harness: Harness) {
     assert_eq!(read_until_end(blocked).await, "");
     serving.await.expect("gateway does not panic").expect("gateway ends without an error");
     assert!(begun.elapsed() < drain_timeout / 2, "{:?}", begun.elapsed());
+}
+
+/// Waits until a client is blocked in the engine.
+async fn until_a_client_blocks(redis: &Engine) {
+    until_async("a blocked client", async || {
+        query_engine(redis, "INFO clients").await.contains("blocked_clients:1")
+    })
+    .await;
 }
 
 /// Runs a command at the engine's own socket, and returns the reply.
@@ -404,7 +412,7 @@ pub(crate) async fn finishes_pending_commands_before_it_ends(harness: Harness) {
     idle.write_all(b"PING\r\n").await.expect("write");
     idle.read_exact(&mut [0; 7]).await.expect("read the reply");
     blocked.write_all(b"BLPOP nothing 1\r\n").await.expect("write");
-    while !query_engine(&redis, "INFO clients").await.contains("blocked_clients:1") {}
+    until_a_client_blocks(&redis).await;
     let TestServer { end, serving, .. } = server;
     let _ = end.send(());
     tokio::time::sleep(Duration::from_millis(300)).await;

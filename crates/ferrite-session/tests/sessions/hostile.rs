@@ -8,6 +8,7 @@ use ferrite_fabric::{Arrival, ConnectOptions, Fabric, RawConnection};
 use ferrite_proto::{MESSAGE_BYTES, Message, Registration};
 use ferrite_session::GatewayConfig;
 use ferrite_testkit::Engine;
+use ferrite_testkit::wait::until_async;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::time::timeout;
 
@@ -116,10 +117,10 @@ pub(crate) async fn disconnects_clients_that_violate_the_protocol(harness: Harne
         bystander.read_exact(&mut reply).await.expect("read the reply");
         assert_eq!(&reply, b"+PONG\r\n", "bystander after {what}");
     }
-    while server.gateway.stats().sessions > 1 || server.holds() != before {
-        // If this never ends, the test fails by its time limit.
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
+    until_async("only the bystander is left", async || {
+        server.gateway.stats().sessions <= 1 && server.holds() == before
+    })
+    .await;
     drop(bystander);
     server.end().await;
 }
@@ -163,14 +164,10 @@ pub(crate) async fn disconnects_clients_without_a_window(harness: Harness) {
     for _ in 0..5 {
         silent.push(HostileClient::connect(&server.client, server.address).await);
     }
-    while server.gateway.stats().sessions < 5 {
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
+    until_async("five sessions", async || server.gateway.stats().sessions >= 5).await;
     let rejected = HostileClient::connect(&server.client, server.address).await;
     rejected.wait_for_disconnect("a client beyond max_clients").await;
     drop(silent);
-    while server.gateway.stats().sessions > 0 {
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
+    until_async("the end of all sessions", async || server.gateway.stats().sessions == 0).await;
     server.end().await;
 }
