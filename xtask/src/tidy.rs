@@ -1,11 +1,12 @@
 //! `cargo xtask tidy`: checks the project's rules that the compiler does not check.
 //!
 //! The rules are about layers (`layers.rs`), the places of `unsafe` and the visibility of the
-//! bindings (with `source.rs`), retries of tests (`retries.rs`), and the name, first line and size
-//! of files. Every violation is one line, `file:line: what: remedy`. The lists below are the rules;
+//! bindings (with `source.rs`), files included by path (`paths.rs`), retries of tests
+//! (`retries.rs`), and the name, first line and size of files. Every violation is one line, `file:line: what: remedy`. The lists below are the rules;
 //! review a change to them as a decision.
 
 mod layers;
+mod paths;
 mod retries;
 mod source;
 
@@ -144,6 +145,7 @@ fn check_file(file: &str, text: &str, findings: &mut Findings) {
             findings.fail(file, line, "the bindings are exported", remedy);
         }
     }
+    paths::check(file, &code, findings);
     check_shape(file, text, findings);
 }
 

@@ -1,17 +1,18 @@
 //! Tests of ferrite-cli with a real `redis-server` on this host, with or without RDMA: connecting,
 //! modes, exit codes and the prompt.
 
-#[path = "compare/redis.rs"]
-mod redis;
+mod compare {
+    pub(crate) mod engine;
+}
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use redis::Redis;
-
-const TIMEOUT: Duration = Duration::from_secs(30);
+use compare::engine::{empty, start};
+use ferrite_testkit::process::exit_within;
+use ferrite_testkit::{Engine, TIMEOUT, TempDir, free_port, until};
 
 fn cli(words: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite-cli"));
@@ -19,14 +20,16 @@ fn cli(words: &[&str]) -> Command {
     command
 }
 
-fn run(redis: &Redis, words: &[&str]) -> Output {
-    let socket = redis.socket.to_str().expect("UTF-8 path");
-    cli(&[&["-s", socket], words].concat()).output().expect("start ferrite-cli")
+fn socket(redis: &Engine) -> String {
+    redis.socket().display().to_string()
 }
 
-fn run_with_stdin(redis: &Redis, words: &[&str], input: &[u8]) -> Output {
-    let socket = redis.socket.to_str().expect("UTF-8 path");
-    let mut command = cli(&[&["-s", socket], words].concat());
+fn run(redis: &Engine, words: &[&str]) -> Output {
+    cli(&[&["-s", &socket(redis)], words].concat()).output().expect("start ferrite-cli")
+}
+
+fn run_with_stdin(redis: &Engine, words: &[&str], input: &[u8]) -> Output {
+    let mut command = cli(&[&["-s", &socket(redis)], words].concat());
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().expect("start ferrite-cli");
     child.stdin.take().expect("piped stdin").write_all(input).expect("write stdin");
@@ -42,16 +45,14 @@ fn stderr(output: &Output) -> String {
 }
 
 /// Starts a server with a TCP port, and returns both.
-fn start_with_port(name: &str) -> (Redis, String) {
-    let free = std::net::TcpListener::bind("127.0.0.1:0").and_then(|bound| bound.local_addr());
-    let port = free.expect("find a free port").port().to_string();
-    let redis = Redis::start_with(name, &["--bind", "127.0.0.1", "--port", &port]);
-    (redis, port)
+fn start_with_port() -> (Engine, String) {
+    let port = free_port().to_string();
+    (start(&["--bind", "127.0.0.1", "--port", &port]), port)
 }
 
 #[test]
 fn reports_why_it_uses_tcp() {
-    let (_redis, port) = start_with_port("tcp");
+    let (_redis, port) = start_with_port();
     // Without --rdma nothing is reported for a server on this host, with or without RDMA.
     let quiet = cli(&["-h", "localhost", "-p", &port, "PING"]).output().expect("start ferrite-cli");
     assert_eq!((stdout(&quiet).as_str(), stderr(&quiet).as_str()), ("PONG\n", ""));
@@ -81,7 +82,7 @@ fn reports_why_it_uses_tcp() {
 /// without RDMA clients.
 #[test]
 fn explains_an_empty_info_rdma() {
-    let (_redis, port) = start_with_port("info");
+    let (_redis, port) = start_with_port();
     for protocol in ["-2", "-3"] {
         let output = cli(&["-p", &port, "--rdma", "forbid", protocol, "INFO", "rdma"]).output();
         let output = output.expect("start ferrite-cli");
@@ -98,7 +99,7 @@ fn explains_an_empty_info_rdma() {
 fn fails_if_rdma_is_required_and_unavailable() {
     let has_device =
         Path::new("/sys/class/infiniband").read_dir().is_ok_and(|mut found| found.next().is_some());
-    let (_redis, port) = start_with_port("required");
+    let (_redis, port) = start_with_port();
     let required = cli(&["-p", &port, "--rdma", "require", "-t", "1", "PING"])
         .output()
         .expect("start ferrite-cli");
@@ -138,7 +139,7 @@ fn reports_connection_errors_and_wrong_usage() {
 
 #[test]
 fn logs_in_with_a_password() {
-    let redis = Redis::start_with("passwords", &["--requirepass", "secret"]);
+    let redis = start(&["--requirepass", "secret"]);
     assert!(stdout(&run(&redis, &["PING"])).starts_with("NOAUTH"));
     let typed = run(&redis, &["-a", "secret", "PING"]);
     assert_eq!(stdout(&typed), "PONG\n");
@@ -148,8 +149,7 @@ fn logs_in_with_a_password() {
     assert_eq!((stdout(&quiet).as_str(), stderr(&quiet).as_str()), ("PONG\n", ""));
     let wrong = run(&redis, &["-a", "wrong", "--no-auth-warning", "PING"]);
     assert!(stderr(&wrong).starts_with("AUTH failed: WRONGPASS"), "{}", stderr(&wrong));
-    let socket = redis.socket.to_str().expect("UTF-8 path");
-    let from_environment = cli(&["-s", socket, "PING"])
+    let from_environment = cli(&["-s", &socket(&redis), "PING"])
         .env("REDISCLI_AUTH", "secret")
         .output()
         .expect("start ferrite-cli");
@@ -158,7 +158,7 @@ fn logs_in_with_a_password() {
 
 #[test]
 fn reads_arguments_from_stdin_and_files() {
-    let redis = Redis::start("arguments");
+    let redis = start(&[]);
     assert_eq!(stdout(&run_with_stdin(&redis, &["-x", "SET", "k"], b"bin\0ary\n")), "OK\n");
     assert_eq!(run(&redis, &["GET", "k"]).stdout, b"bin\0ary\n\n");
     assert_eq!(
@@ -173,16 +173,15 @@ fn reads_arguments_from_stdin_and_files() {
     assert_eq!((failed.status.code(), stdout(&failed).as_str()), (Some(1), ""));
     assert_eq!(stderr(&failed), "ERR value is not an integer or out of range\n");
     assert_eq!(stdout(&run(&redis, &["-d", ";", "-D", "|", "MGET", "n", "missing"])), "3;|");
-    let script = std::env::temp_dir().join(format!("ferrite-cli-{}.lua", std::process::id()));
-    std::fs::write(&script, "return {KEYS[1], ARGV[1], #KEYS}").expect("write the script");
+    let directory = TempDir::new("cli");
+    let script = directory.file("script.lua", "return {KEYS[1], ARGV[1], #KEYS}");
     let evaluated = run(&redis, &["--eval", script.to_str().expect("UTF-8 path"), "k1", ",", "a1"]);
-    let _ = std::fs::remove_file(&script);
     assert_eq!(stdout(&evaluated), "k1\na1\n1\n");
 }
 
 #[test]
 fn pipes_commands_and_counts_replies() {
-    let redis = Redis::start("pipe");
+    let redis = start(&[]);
     let mut input = Vec::new();
     for key in 0..50_000 {
         input.extend(
@@ -209,7 +208,7 @@ fn pipes_commands_and_counts_replies() {
 
 #[test]
 fn scans_keys_and_finds_the_largest() {
-    let redis = Redis::start("keys");
+    let redis = start(&[]);
     let commands =
         b"MSET a 1 b 22 \"c d\" 333\nRPUSH list 1 2 3 4\nHSET hash f v\nXADD stream 1-1 f v\n";
     assert!(run_with_stdin(&redis, &[], commands).status.success());
@@ -238,7 +237,7 @@ fn scans_keys_and_finds_the_largest() {
 
 #[test]
 fn measures_latency_and_prints_statistics() {
-    let redis = Redis::start("watching");
+    let redis = start(&[]);
     let object: serde_json::Value =
         serde_json::from_slice(&run(&redis, &["--latency", "--json", "-i", "0.1"]).stdout)
             .expect("JSON");
@@ -253,7 +252,7 @@ fn measures_latency_and_prints_statistics() {
 
 #[test]
 fn prints_messages_in_both_protocols() {
-    let redis = Redis::start("messages");
+    let redis = start(&[]);
     for words in [&["-2", "--csv", "SUBSCRIBE", "ch"][..], &["-3", "--csv", "SUBSCRIBE", "ch"]] {
         let mut subscriber = Streaming::start(&redis, words);
         assert_eq!(subscriber.line(), "Reading messages... (press Ctrl-C to quit)\n");
@@ -269,12 +268,12 @@ fn prints_messages_in_both_protocols() {
 
 #[test]
 fn prints_invalidations_if_asked_to() {
-    let redis = Redis::start("pushes");
+    let redis = start(&[]);
     let commands = b"CLIENT TRACKING ON\nGET a\nSET a 1\nGET a\n";
     let shown =
         stdout(&run_with_stdin(&redis, &["-3", "--no-raw", "--show-pushes", "yes"], commands));
     assert_eq!(shown, "OK\n(nil)\nOK\n-> invalidate: 'a'\n\"1\"\n");
-    redis.empty();
+    empty(&redis);
     assert_eq!(
         stdout(&run_with_stdin(&redis, &["-3", "--no-raw"], commands)),
         "OK\n(nil)\nOK\n\"1\"\n"
@@ -283,7 +282,7 @@ fn prints_invalidations_if_asked_to() {
 
 #[test]
 fn reconnects_after_a_lost_connection() {
-    let redis = Redis::start("lost");
+    let redis = start(&[]);
     let output = run_with_stdin(
         &redis,
         &["-n", "2"],
@@ -298,7 +297,7 @@ fn reconnects_after_a_lost_connection() {
 /// It does wait until the server has run the commands before it exits.
 #[test]
 fn follows_client_reply() {
-    let redis = Redis::start("reply");
+    let redis = start(&[]);
     let lines = b"SET a 1\nCLIENT REPLY OFF\nSET a 2\nGET a\nNOSUCH\nCLIENT REPLY ON\nGET a\n\
         client reply skip\nSET a 3\nGET a\n";
     for (style, shown) in [
@@ -346,9 +345,10 @@ fn runs_an_interactive_prompt() {
     if Command::new("script").arg("--version").output().is_err() {
         return; // without script (util-linux) there is no terminal for the test
     }
-    let redis = Redis::start("prompt");
-    let history = std::env::temp_dir().join(format!("ferrite-cli-history-{}", std::process::id()));
-    let line = format!("{} -s {}", env!("CARGO_BIN_EXE_ferrite-cli"), redis.socket.display());
+    let redis = start(&[]);
+    let directory = TempDir::new("cli");
+    let history = directory.join("history");
+    let line = format!("{} -s {}", env!("CARGO_BIN_EXE_ferrite-cli"), redis.socket().display());
     let mut child = Command::new("script")
         .args(["-qefc", &line, "/dev/null"])
         .env("FERRITECLI_HISTFILE", &history)
@@ -388,7 +388,6 @@ fn runs_an_interactive_prompt() {
     }
     screen.end();
     let kept = std::fs::read_to_string(&history).expect("read the history file");
-    let _ = std::fs::remove_file(&history);
     assert!(kept.contains("SET k v\n") && kept.contains("CONFIG get hz\n"), "{kept}");
     assert!(!kept.contains("AUTH"), "{kept}");
 }
@@ -396,21 +395,18 @@ fn runs_an_interactive_prompt() {
 /// In place of a text on the screen: waits until the server reports a blocked client.
 const BLOCKED: &str = "BLOCKED";
 
-fn wait_for_blocked(redis: &Redis) {
-    let begun = Instant::now();
-    while !stdout(&run(redis, &["INFO", "clients"])).contains("blocked_clients:1") {
-        assert!(begun.elapsed() < TIMEOUT, "no client is blocked");
-        std::thread::sleep(Duration::from_millis(10));
-    }
+fn wait_for_blocked(redis: &Engine) {
+    until(TIMEOUT, "a blocked client", || {
+        stdout(&run(redis, &["INFO", "clients"])).contains("blocked_clients:1")
+    });
 }
 
 /// A program that runs until it is killed.
 struct Streaming(Child, BufReader<std::process::ChildStdout>);
 
 impl Streaming {
-    fn start(redis: &Redis, words: &[&str]) -> Self {
-        let socket = redis.socket.to_str().expect("UTF-8 path");
-        let mut child = cli(&[&["-s", socket], words].concat())
+    fn start(redis: &Engine, words: &[&str]) -> Self {
+        let mut child = cli(&[&["-s", &socket(redis)], words].concat())
             .stdout(Stdio::piped())
             .spawn()
             .expect("start ferrite-cli");
@@ -470,11 +466,8 @@ impl Screen {
     }
 
     fn end(mut self) {
-        let begun = Instant::now();
-        while self.child.try_wait().expect("check the child").is_none() {
-            assert!(begun.elapsed() < TIMEOUT, "ferrite-cli did not exit: {:?}", self.text);
-            std::thread::sleep(Duration::from_millis(10));
-        }
+        let status = exit_within(&mut self.child, TIMEOUT);
+        assert!(status.is_some(), "ferrite-cli did not exit: {:?}", self.text);
     }
 }
 

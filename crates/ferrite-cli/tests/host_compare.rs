@@ -3,22 +3,21 @@
 //! listed difference that does not occur is a failure as well.
 #![expect(clippy::print_stdout, reason = "prints the numbers of equal and different cases")]
 
-#[path = "compare/harness.rs"]
-mod harness;
-#[path = "compare/redis.rs"]
-mod redis;
-#[path = "../src/split.rs"]
-mod split;
-#[path = "compare/table.rs"]
-mod table;
+mod compare {
+    pub(crate) mod engine;
+    pub(crate) mod harness;
+    pub(crate) mod table;
+    pub(crate) mod words;
+}
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt as _;
 use std::process::Stdio;
 
-use harness::{HUMAN, HUMAN3, JSON, Program, RAW, Style, escaped, judge, lines};
-use redis::Redis;
-use table::{Case, cases};
+use compare::engine;
+use compare::harness::{HUMAN, HUMAN3, JSON, Program, RAW, Style, escaped, judge, lines};
+use compare::table::{Case, cases};
+use compare::words::words;
 
 const CSV: Style = ("csv", &["--csv"]);
 const RAW3: Style = ("raw3", &["-3", "--raw"]);
@@ -28,14 +27,14 @@ const QUOTED_JSON: Style = ("quoted-json", &["--quoted-json"]);
 /// All commands run on one connection, as lines on stdin.
 #[test]
 fn prints_what_redis_cli_prints_for_lines() {
-    let redis = Redis::start("lines");
+    let redis = engine::start(&[]);
     let cases = cases();
     let mut wrong = String::new();
     for style in [RAW, HUMAN, CSV, JSON, RAW3, HUMAN3, CSV3, QUOTED_JSON] {
         let cases: Vec<_> = cases.iter().filter(|case| !case.is_left_out(style.0)).collect();
-        redis.empty();
+        engine::empty(&redis);
         let theirs = Program::theirs(&redis).outputs(style, &cases);
-        redis.empty();
+        engine::empty(&redis);
         let ours = Program::ours(&redis).outputs(style, &cases);
         wrong += &judge(style.0, "lines", &cases, &theirs, &ours);
     }
@@ -45,7 +44,7 @@ fn prints_what_redis_cli_prints_for_lines() {
 /// Each command runs in a process of its own.
 #[test]
 fn prints_what_redis_cli_prints_for_arguments() {
-    let redis = Redis::start("shots");
+    let redis = engine::start(&[]);
     let cases = cases();
     let mut wrong = String::new();
     for style in [RAW, HUMAN, JSON, HUMAN3] {
@@ -53,7 +52,7 @@ fn prints_what_redis_cli_prints_for_arguments() {
             cases.iter().filter(|case| arguments(case).is_some() && !case.is_left_out(style.0));
         let cases: Vec<_> = cases.collect();
         let run_all = |program: Program| {
-            redis.empty();
+            engine::empty(&redis);
             cases.iter().map(|case| run_process(&program, style, case)).collect::<Vec<_>>()
         };
         let (theirs, ours) = (run_all(Program::theirs(&redis)), run_all(Program::ours(&redis)));
@@ -65,10 +64,10 @@ fn prints_what_redis_cli_prints_for_arguments() {
 /// Every line is valid JSON, whatever the reply, also where redis-cli exits.
 #[test]
 fn prints_valid_json() {
-    let redis = Redis::start("json");
+    let redis = engine::start(&[]);
     let cases = cases();
     for (_, words) in [JSON, QUOTED_JSON, ("json2", &["-2", "--json"])] {
-        redis.empty();
+        engine::empty(&redis);
         let output = Program::ours(&redis)
             .run_with_stdin(words, lines(&cases.iter().collect::<Vec<_>>(), ""));
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -86,7 +85,7 @@ fn prints_valid_json() {
 /// Returns the arguments of a case, if it is one command that can be given to a process.
 fn arguments(case: &Case) -> Option<Vec<Vec<u8>>> {
     let [command] = case.commands.as_slice() else { return None };
-    let words = split::split(command.as_bytes()).ok()?;
+    let words = words(command.as_bytes())?;
     let is_for_the_prompt = words.first()?.iter().all(|byte| b"-0123456789".contains(byte));
     let has_zero = words.iter().flatten().any(|byte| *byte == 0);
     (!is_for_the_prompt && !has_zero).then_some(words)

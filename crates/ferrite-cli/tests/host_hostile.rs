@@ -1,14 +1,11 @@
 //! Tests with a hostile server: its escape sequences do not reach the terminal, and its replies are
 //! limited. Also tests that ferrite-cli warns before it sends a password in clear text.
 
-#[path = "compare/redis.rs"]
-mod redis;
-
 use std::io::{Read as _, Write as _};
 use std::net::{IpAddr, TcpListener, TcpStream, UdpSocket};
 use std::process::{Command, Output, Stdio};
 
-use redis::Redis;
+use ferrite_testkit::{Engine, free_port};
 
 const CLI: &str = env!("CARGO_BIN_EXE_ferrite-cli");
 
@@ -127,13 +124,9 @@ fn address() -> Option<IpAddr> {
 #[test]
 fn warns_before_sending_a_password_in_clear_text() {
     let Some(ip) = address().map(|ip| ip.to_string()) else { return }; // only loopback exists
-    let free = TcpListener::bind((ip.as_str(), 0)).and_then(|bound| bound.local_addr());
-    let free = free.expect("find a free port");
-    let port = free.port().to_string();
-    let _redis = Redis::start_with(
-        "clear",
-        &["--bind", &ip, "127.0.0.1", "--port", &port, "--requirepass", "pw"],
-    );
+    let port = free_port().to_string();
+    let _redis =
+        Engine::redis(&["--bind", &ip, "127.0.0.1", "--port", &port, "--requirepass", "pw"]);
     let run = |host: &str, words: &[&str], input: &str| {
         let mut command = Command::new(CLI);
         command.args(["-h", host, "-p", &port]).args(words).env_remove("REDISCLI_AUTH");

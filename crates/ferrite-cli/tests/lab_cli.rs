@@ -2,30 +2,26 @@
 //! connects from 10.0.0.2 (rxe2) to a gateway on 10.0.0.1 (rxe1) with a real `redis-server`.
 #![expect(clippy::print_stdout, reason = "prints the numbers of equal and different cases")]
 
-#[path = "compare/harness.rs"]
-mod harness;
-#[path = "compare/redis.rs"]
-mod redis;
-#[path = "compare/table.rs"]
-mod table;
+mod compare {
+    pub(crate) mod engine;
+    pub(crate) mod harness;
+    pub(crate) mod table;
+}
 
-use std::time::Duration;
-
+use compare::engine;
+use compare::harness::{HUMAN, HUMAN3, JSON, Program, RAW, judge};
+use compare::table::cases;
 use ferrite_fabric::{Fabric, ListenOptions, Rdma};
 use ferrite_session::{EngineAddress, Gateway, GatewayConfig};
+use ferrite_testkit::{Engine, TIMEOUT, free_port};
 use ferrite_verbs::Verbs;
-use harness::{HUMAN, HUMAN3, JSON, Program, RAW, judge};
-use redis::Redis;
-use table::cases;
 use tokio::runtime::Runtime;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
-const TIMEOUT: Duration = Duration::from_secs(30);
-
 /// A gateway in this process, with a server behind it.
 struct TestServer {
-    redis: Redis,
+    redis: Engine,
     runtime: Runtime,
     port: String,
     end: oneshot::Sender<()>,
@@ -33,8 +29,8 @@ struct TestServer {
 }
 
 impl TestServer {
-    fn start(name: &str) -> Self {
-        let redis = Redis::start(name);
+    fn start() -> Self {
+        let redis = engine::start(&[]);
         let runtime =
             tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
         let runtime = runtime.expect("build the runtime");
@@ -47,7 +43,7 @@ impl TestServer {
         let address = "10.0.0.1:0".parse().expect("valid address");
         let listener = fabric.listen_with(address, &options).expect("listen");
         let port = listener.local_addr().port().to_string();
-        let engine = EngineAddress::Unix(redis.socket.clone());
+        let engine = EngineAddress::Unix(redis.socket());
         let gateway =
             Gateway::new(GatewayConfig { protected_mode: false, ..GatewayConfig::new(engine) });
         let (end, ended) = oneshot::channel();
@@ -78,14 +74,14 @@ impl TestServer {
 /// ferrite-cli over RDMA prints the same as redis-cli at the server's Unix socket.
 #[test]
 fn compare() {
-    let server = TestServer::start("compare");
+    let server = TestServer::start();
     let cases = cases();
     let mut wrong = String::new();
     for style in [RAW, HUMAN, JSON, HUMAN3] {
         let cases: Vec<_> = cases.iter().filter(|case| !case.is_left_out(style.0)).collect();
-        server.redis.empty();
+        engine::empty(&server.redis);
         let theirs = Program::theirs(&server.redis).outputs(style, &cases);
-        server.redis.empty();
+        engine::empty(&server.redis);
         let ours = server.over_rdma().outputs(style, &cases);
         wrong += &judge(style.0, "RDMA", &cases, &theirs, &ours);
     }
@@ -96,7 +92,7 @@ fn compare() {
 /// The transport is reported, and large values and many commands at once go through.
 #[test]
 fn runs_all_modes_over_rdma() {
-    let server = TestServer::start("modes");
+    let server = TestServer::start();
     let program = server.over_rdma();
     let run = |words: &[&str], input: &[u8]| {
         let output = program.run_with_stdin(words, input.to_vec());
@@ -129,12 +125,8 @@ fn runs_all_modes_over_rdma() {
 /// ferrite-cli uses TCP and reports the reason.
 #[test]
 fn falls_back_to_tcp() {
-    let free = std::net::TcpListener::bind("10.0.0.1:0").and_then(|bound| bound.local_addr());
-    let port = free.expect("find a free port").port().to_string();
-    let redis = Redis::start_with(
-        "falls",
-        &["--bind", "10.0.0.1", "--protected-mode", "no", "--port", &port],
-    );
+    let port = free_port().to_string();
+    let redis = engine::start(&["--bind", "10.0.0.1", "--protected-mode", "no", "--port", &port]);
     let run = |more: &[&str]| {
         let options = ["-h", "10.0.0.1", "-p", &port, "--local", "10.0.0.2", "-t", "2"];
         let connect_options = options.map(str::to_owned).into();

@@ -1,9 +1,6 @@
 //! Tests of the client against a gateway with a real `redis-server` behind it: `fake_client` runs
 //! anywhere, `lab_client` in the lab.
 
-#[path = "../../ferrite-session/tests/redis_server.rs"]
-mod redis_server;
-
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,12 +11,10 @@ use ferrite_client::{Client, ClientBuilder, Pool};
 use ferrite_fabric::rustls::{ClientConfig, RootCertStore};
 use ferrite_fabric::{Config, Fabric, FallbackCause, ListenOptions, Rdma};
 use ferrite_session::{EngineAddress, Gateway, GatewayConfig, SessionTransport};
+use ferrite_testkit::{Engine, TIMEOUT, TempDir, free_port, until};
 use ferrite_verbs::Verbs;
-use redis_server::Redis;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
-
-const TIMEOUT: Duration = Duration::from_secs(60);
 
 pub(crate) const HOSTS: [&str; 2] = ["10.0.0.1", "10.0.0.2"];
 
@@ -31,11 +26,7 @@ pub(crate) fn run(verbs: &Verbs, test: impl AsyncFnOnce(&Verbs)) {
     runtime.block_on(async {
         tokio::time::timeout(TIMEOUT, test(verbs)).await.expect("the test ends in time");
     });
-    let begun = Instant::now();
-    while runtime.metrics().num_alive_tasks() > 0 {
-        assert!(begun.elapsed() < TIMEOUT, "fabric drivers did not end within {TIMEOUT:?}");
-        std::thread::sleep(Duration::from_millis(2));
-    }
+    until(TIMEOUT, "the end of all fabric drivers", || runtime.metrics().num_alive_tasks() == 0);
 }
 
 fn fabric(verbs: &Verbs, host: usize) -> Fabric {
@@ -58,12 +49,12 @@ struct TestServer {
 }
 
 impl TestServer {
-    fn start(verbs: &Verbs, redis: &Redis) -> Self {
+    fn start(verbs: &Verbs, redis: &Engine) -> Self {
         let listener = fabric(verbs, 0)
             .listen_with(any_port(0), &ListenOptions::new().accept_foreign_peers())
             .expect("listen");
         let address = listener.local_addr();
-        let engine = EngineAddress::Unix(redis.socket.clone());
+        let engine = EngineAddress::Unix(redis.socket());
         let gateway =
             Gateway::new(GatewayConfig { protected_mode: false, ..GatewayConfig::new(engine) });
         let (end, ended) = oneshot::channel();
@@ -93,7 +84,7 @@ fn builder(verbs: &Verbs, server: SocketAddr) -> ClientBuilder {
 
 /// Typed commands, a pipeline, RESP3, and several tasks on one connection.
 pub(crate) async fn runs_commands(verbs: &Verbs) {
-    let redis = Redis::start("client", &[]).await;
+    let redis = Engine::redis(&[]);
     let server = TestServer::start(verbs, &redis);
     let info = RedisConnectionInfo::default().set_protocol(ProtocolVersion::RESP3).set_db(3);
     let client = builder(verbs, server.address).info(info).build();
@@ -129,16 +120,16 @@ pub(crate) async fn runs_commands(verbs: &Verbs) {
 
 /// While the engine is down, commands fail. When it is back, the connection works again.
 pub(crate) async fn reconnects_after_an_engine_restart(verbs: &Verbs) {
-    let redis = Redis::start("reconnects", &[]).await;
+    let mut redis = Engine::redis(&[]);
     let server = TestServer::start(verbs, &redis);
     let mut connection = builder(verbs, server.address).build().connect().await.expect("connect");
     let () = connection.set("a", 1).await.expect("SET");
-    drop(redis);
+    redis.kill();
     let begun = Instant::now();
     while connection.get::<_, Option<i64>>("a").await.is_ok() {
         assert!(begun.elapsed() < TIMEOUT, "commands succeed although the engine is down");
     }
-    let redis = Redis::start("reconnects", &[]).await;
+    redis.restart();
     let begun = Instant::now();
     let value = loop {
         match connection.get::<_, Option<i64>>("a").await {
@@ -155,10 +146,8 @@ pub(crate) async fn reconnects_after_an_engine_restart(verbs: &Verbs) {
 /// If the server has no RDMA, connecting fails where RDMA is required. Where it is preferred, the
 /// client uses TCP and reports the cause.
 pub(crate) async fn falls_back_to_tcp(verbs: &Verbs) {
-    let free = std::net::TcpListener::bind("127.0.0.1:0").and_then(|bound| bound.local_addr());
-    let at = free.expect("find a free port");
-    let redis =
-        Redis::start("falls", &["--bind", "127.0.0.1", "--port", &at.port().to_string()]).await;
+    let at = SocketAddr::from(([127, 0, 0, 1], free_port()));
+    let redis = Engine::redis(&["--bind", "127.0.0.1", "--port", &at.port().to_string()]);
     let fabric = fabric(verbs, 1);
     let client = Client::builder(&fabric, at).connect_timeout(Duration::from_secs(1));
     let error = client.rdma(Rdma::Require).reconnect(1, Duration::ZERO).build().connect().await;
@@ -177,7 +166,7 @@ pub(crate) async fn falls_back_to_tcp(verbs: &Verbs) {
 /// A pool opens connections only when it needs them, and no more than its size. A command that
 /// blocks in the server does not delay the others.
 pub(crate) async fn pool_opens_connections_on_demand(verbs: &Verbs) {
-    let redis = Redis::start("pool", &[]).await;
+    let redis = Engine::redis(&[]);
     let server = TestServer::start(verbs, &redis);
     let mut pool = builder(verbs, server.address).build().pool(3);
     assert_eq!((server.sessions(), pool.transports().len()), (0, 0), "before the first command");
@@ -225,7 +214,7 @@ async fn blocked_clients(pool: &mut Pool) -> u64 {
 /// A dedicated connection is exclusive. It returns to the pool when it is dropped, unless its last
 /// command was cancelled.
 pub(crate) async fn pool_gives_out_dedicated_connections(verbs: &Verbs) {
-    let redis = Redis::start("dedicated", &[]).await;
+    let redis = Engine::redis(&[]);
     let server = TestServer::start(verbs, &redis);
     // The response timeout does not apply to dedicated connections.
     let config = AsyncConnectionConfig::new().set_response_timeout(Some(Duration::from_secs(5)));
@@ -272,7 +261,7 @@ pub(crate) async fn pool_gives_out_dedicated_connections(verbs: &Verbs) {
 
 /// The pool opens connections again that the engine has closed.
 pub(crate) async fn pool_reconnects(verbs: &Verbs) {
-    let redis = Redis::start("pool-lost", &[]).await;
+    let redis = Engine::redis(&[]);
     let server = TestServer::start(verbs, &redis);
     let mut pool = builder(verbs, server.address).build().pool(2);
     let mut blocked = pool.clone();
@@ -333,17 +322,15 @@ fn pem(label: &str, der: &[u8]) -> String {
 /// caller allows that explicitly.
 pub(crate) async fn connects_over_tls(verbs: &Verbs) {
     let (certified, config) = create_certificate();
-    let files = std::env::temp_dir().join(format!("ferrite-client-tls-{}", std::process::id()));
-    let [cert, key] = ["cert", "key"].map(|end| format!("{}.{end}", files.display()));
-    std::fs::write(&cert, pem("CERTIFICATE", certified.cert.der())).expect("write the file");
-    std::fs::write(&key, pem("PRIVATE KEY", &certified.signing_key.serialize_der()))
-        .expect("write the file");
-    let free = std::net::TcpListener::bind("127.0.0.1:0").and_then(|bound| bound.local_addr());
-    let at = free.expect("find a free port");
+    let files = TempDir::new("client-tls");
+    let cert = files.file("cert", pem("CERTIFICATE", certified.cert.der()));
+    let key = files.file("key", pem("PRIVATE KEY", &certified.signing_key.serialize_der()));
+    let [cert, key] = [cert, key].map(|file| file.display().to_string());
+    let at = SocketAddr::from(([127, 0, 0, 1], free_port()));
     let port = at.port().to_string();
     let listen = ["--bind", "127.0.0.1", "--tls-port", &port, "--tls-auth-clients", "no"];
     let certificate = ["--tls-cert-file", &cert, "--tls-key-file", &key];
-    let redis = Redis::start("tls", &[&listen[..], &certificate[..]].concat()).await;
+    let redis = Engine::redis(&[&listen[..], &certificate[..]].concat());
     let name = || "127.0.0.1".try_into().expect("valid server name");
 
     let fabric = fabric(verbs, 1);
@@ -392,9 +379,6 @@ pub(crate) async fn connects_over_tls(verbs: &Verbs) {
     assert!(plain.transport_info().fallback.is_none());
     drop((connection, forbidden, plain));
     server.end().await;
-    for file in [cert, key] {
-        std::fs::remove_file(file).expect("remove the file");
-    }
 }
 
 /// Makes every test a test of the calling target.

@@ -2,9 +2,6 @@
 //! `lab_client_examples` in the lab.
 #![expect(clippy::print_stdout, reason = "shows the examples' output with `-- --no-capture`")]
 
-#[path = "../../ferrite-session/tests/redis_server.rs"]
-pub(crate) mod redis_server;
-
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::TcpStream;
 use std::path::PathBuf;

@@ -3,10 +3,10 @@
 
 mod client_examples;
 
-use client_examples::redis_server::Redis;
 use client_examples::run_suite;
 use ferrite_fabric::{Fabric, ListenOptions, Rdma};
 use ferrite_session::{EngineAddress, Gateway, GatewayConfig};
+use ferrite_testkit::Engine;
 use ferrite_verbs::Verbs;
 
 fn run(test: fn(&[String], &str)) {
@@ -14,7 +14,7 @@ fn run(test: fn(&[String], &str)) {
         tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
     let runtime = runtime.expect("build the runtime");
     runtime.block_on(async {
-        let redis = Redis::start("lab-examples", &[]).await;
+        let redis = Engine::redis(&[]);
         let verbs = Verbs::system().expect("load rdma-core");
         let fabric = Fabric::builder(&verbs).rdma(Rdma::Require).build().expect("build the fabric");
         tokio::spawn(fabric.drive());
@@ -22,7 +22,7 @@ fn run(test: fn(&[String], &str)) {
         let address = "10.0.0.1:0".parse().expect("valid address");
         let listener = fabric.listen_with(address, &options).expect("listen");
         let address = listener.local_addr().to_string();
-        let engine = EngineAddress::Unix(redis.socket.clone());
+        let engine = EngineAddress::Unix(redis.socket());
         let gateway =
             Gateway::new(GatewayConfig { protected_mode: false, ..GatewayConfig::new(engine) });
         let running = gateway.clone();

@@ -14,8 +14,8 @@ use ferrite_fabric::wire::{
     Features, GREETING_BYTES, Greeting, Hello, Resume, TcpFrame, TcpFrameKind,
 };
 use ferrite_fabric::{Config, ErrorKind, Fabric, ListenOptions, Listener, Rdma};
+use ferrite_testkit::handshake::HELLO;
 use futures_util::{FutureExt as _, join};
-use links::hello::HELLO;
 use links::pair::{drive, until};
 
 /// Returns settings with few handshakes at a time and a long timeout.

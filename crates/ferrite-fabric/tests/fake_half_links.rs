@@ -1,21 +1,19 @@
 //! Handshakes that a peer does not finish, or in which it violates the protocol: nothing of them is
 //! left, and other peers are not affected. On the fake provider.
 
-#[path = "links/hello.rs"]
-mod hello;
-
 use std::net::SocketAddr;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use ferrite_fabric::mem::{Account, Pool, Purpose};
 use ferrite_fabric::wire::Refusal;
 use ferrite_fabric::{Config, ConnectOptions, Fabric, ListenOptions, Rdma};
+use ferrite_testkit::handshake::HELLO;
+use ferrite_testkit::wait::comes_true;
 use ferrite_verbs::fake::{DeviceSpec, World};
 use ferrite_verbs::{
     Access, CmEventKind, CmId, CompletionQueue, ConnectParams, MemoryRegion, Operation,
     ProtectionDomain, QueuePair, QueuePairConfig, RemoteSlice, SendRequest, State, cm,
 };
-use hello::HELLO;
 
 const TEST_TIMEOUT: Duration = Duration::from_secs(20);
 
@@ -43,12 +41,8 @@ fn fabric(world: &World, host: u8, has_command_threads: bool) -> Fabric {
     fabric
 }
 
-fn until(what: &str, mut done: impl FnMut() -> bool) {
-    let begun = Instant::now();
-    while !done() {
-        assert!(begun.elapsed() < TEST_TIMEOUT, "{what}: not within the time limit");
-        std::thread::sleep(Duration::from_millis(1));
-    }
+fn until(what: &str, done: impl FnMut() -> bool) {
+    ferrite_testkit::until(TEST_TIMEOUT, what, done);
 }
 
 fn params(private_data: &[u8]) -> ConnectParams<'_> {
@@ -175,11 +169,7 @@ fn handshakes_begin_while_other_sources_block() {
         requests.push(id);
         // The queue pair is created, then blocks in `ibv_modify_qp`.
         let made = || world.objects().queue_pairs - before;
-        let begun = Instant::now();
-        while made() < requests.len() && begun.elapsed() < TEST_TIMEOUT {
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        if made() < requests.len() {
+        if !comes_true(TEST_TIMEOUT, || made() == requests.len()) {
             world.let_go("ibv_modify_qp");
             panic!("the handshake of host {host} waits for other hosts");
         }
@@ -209,11 +199,7 @@ fn cleanup_of_a_failed_handshake_does_not_delay_the_server() {
     world.remove_device("fake3");
     until("the device is lost", || server.stats().devices_lost == 1);
     world.add_device(DeviceSpec::new("fake3", "10.0.0.3".parse().expect("an address")));
-    let begun = Instant::now();
-    while server.stats().devices_back == 0 && begun.elapsed() < TEST_TIMEOUT {
-        std::thread::sleep(Duration::from_millis(1));
-    }
-    let is_back = server.stats().devices_back == 1;
+    let is_back = comes_true(TEST_TIMEOUT, || server.stats().devices_back == 1);
     world.let_go("ibv_destroy_qp");
     assert!(is_back, "the server's own command waits for the peer's queue pair");
 }

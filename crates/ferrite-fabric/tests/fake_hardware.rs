@@ -9,6 +9,7 @@ use std::net::SocketAddr;
 use std::time::Instant;
 
 use ferrite_fabric::{Config, ConnectOptions, ErrorKind, Fabric, Link, Listener, Rdma, Transport};
+use ferrite_testkit::free_port;
 use ferrite_verbs::fake::{DeviceSpec, World};
 use links::isolation::ForeignPeerServer;
 use links::pair::{drive, open_link, until};
@@ -204,9 +205,4 @@ fn falls_back_to_tcp_when_iwarp_needs_the_port() {
     world.fail_next("rdma_bind_addr", EADDRINUSE);
     let at = SocketAddr::new(fixture.hosts[0].ip, free_port());
     assert_eq!(server.listen(at).expect_err("the port is in use").kind(), ErrorKind::Misuse);
-}
-
-fn free_port() -> u16 {
-    let socket = std::net::TcpListener::bind("127.0.0.1:0").expect("a socket");
-    socket.local_addr().expect("an address").port()
 }

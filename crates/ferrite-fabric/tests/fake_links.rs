@@ -1,15 +1,13 @@
 //! The link test suite on the fake provider, and tests that only the fake can run: every fault, on
 //! demand.
 
-#[path = "links/breakage.rs"]
-mod breakage;
-#[path = "links/faults.rs"]
-mod faults;
 mod links;
-#[path = "links/providers.rs"]
-mod providers;
-#[path = "links/revival.rs"]
-mod revival;
+mod links_on_fake {
+    mod breakage;
+    mod faults;
+    mod providers;
+    mod revival;
+}
 
 use ferrite_fabric::{Config, ErrorKind};
 use ferrite_verbs::fake::{DeviceSpec, Objects, World};

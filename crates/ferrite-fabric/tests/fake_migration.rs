@@ -1,10 +1,9 @@
 //! Links that lose their RDMA path and continue, on the fake provider and this host's TCP.
 #![expect(clippy::print_stdout, reason = "prints the seed that replays a failure")]
 
-#[path = "links/random.rs"]
-mod random;
-#[path = "migration/traffic.rs"]
-mod traffic;
+mod migration {
+    pub(crate) mod traffic;
+}
 
 use std::time::{Duration, Instant};
 
@@ -12,9 +11,10 @@ use ferrite_fabric::wire::Rights;
 use ferrite_fabric::{
     Config, ConnectOptions, ErrorKind, Fabric, Link, Listener, Meet, Rdma, Transport,
 };
+use ferrite_testkit::wait::until_or;
+use ferrite_testkit::{Random, until};
 use ferrite_verbs::fake::{DeviceSpec, World};
-use random::Random;
-use traffic::Traffic;
+use migration::traffic::Traffic;
 
 const TEST_TIMEOUT: Duration = Duration::from_secs(20);
 const HOSTS: [(&str, &str); 2] = [("fake1", "127.0.0.1"), ("fake2", "127.0.0.2")];
@@ -80,13 +80,16 @@ impl MigratingLink {
 
     /// Waits until both ends are on `transport`.
     fn wait_until_on(&self, transport: Transport) {
-        let begun = Instant::now();
-        while self.links.iter().any(|link| link.transport() != transport) {
-            let failures = [0, 1].map(|at| self.links[at].failure());
-            let now = [0, 1].map(|at| self.links[at].transport());
-            assert!(begun.elapsed() < TEST_TIMEOUT, "not on {transport}: {now:?} {failures:?}");
-            std::thread::sleep(Duration::from_millis(2));
-        }
+        until_or(
+            TEST_TIMEOUT,
+            &format!("both ends on {transport}"),
+            || self.links.iter().all(|link| link.transport() == transport),
+            || {
+                let failures = [0, 1].map(|at| self.links[at].failure());
+                let now = [0, 1].map(|at| self.links[at].transport());
+                format!("{now:?} {failures:?}")
+            },
+        );
     }
 }
 
@@ -207,10 +210,10 @@ fn connect_retries_as_configured() {
     }
     // A listener starts between the attempts.
     let fabric = builder(Rdma::Require);
-    let late = pair.fabrics[1].clone();
+    let (late, calling) = (pair.fabrics[1].clone(), fabric.clone());
     let listener = std::thread::spawn(move || {
-        std::thread::sleep(Duration::from_millis(150));
-        late.listen(nowhere).map(|listener| (listener, std::thread::sleep(Duration::from_secs(1))))
+        until(TEST_TIMEOUT, "a second attempt", || calling.stats().connect_retries > 0);
+        late.listen(nowhere)
     });
     fabric.block_on(fabric.connect(nowhere)).expect("a link");
     drop(listener.join());

@@ -1,10 +1,5 @@
 //! Offers to upgrade to RDMA from a TCP client that violates the protocol, on the fake provider.
 
-#[path = "links/hello.rs"]
-mod hello;
-#[path = "links/offer.rs"]
-mod offer;
-
 use std::io::{ErrorKind as IoErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
@@ -13,9 +8,8 @@ use ferrite_fabric::wire::{
     Features, GREETING_BYTES, Greeting, Hello, TCP_FRAME_HEADER_BYTES, TcpFrame, TcpFrameKind,
 };
 use ferrite_fabric::{Config, ErrorKind, Fabric, Link, Listener, Transport};
+use ferrite_testkit::handshake::{HELLO, offer};
 use ferrite_verbs::fake::{DeviceSpec, Objects, World};
-use hello::HELLO;
-use offer::offer;
 
 const SERVER: &str = "127.0.0.1";
 const CLIENT: &str = "127.0.0.2";

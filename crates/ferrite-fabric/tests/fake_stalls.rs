@@ -3,7 +3,7 @@
 
 use std::net::SocketAddr;
 use std::sync::mpsc::channel;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use ferrite_fabric::mem::{Pool, Purpose};
 use ferrite_fabric::{
@@ -23,12 +23,8 @@ fn address(host: &str) -> SocketAddr {
     SocketAddr::new(host.parse().expect("an address"), 0)
 }
 
-fn until(what: &str, mut done: impl FnMut() -> bool) {
-    let begun = Instant::now();
-    while !done() {
-        assert!(begun.elapsed() < TEST_TIMEOUT, "{what}: not within the time limit");
-        std::thread::sleep(Duration::from_millis(1));
-    }
+fn until(what: &str, done: impl FnMut() -> bool) {
+    ferrite_testkit::until(TEST_TIMEOUT, what, done);
 }
 
 /// Blocks a call until this is dropped.

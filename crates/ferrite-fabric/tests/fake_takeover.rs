@@ -1,9 +1,6 @@
 //! What keeps a third party from taking over a link, on the fake provider and this host's TCP. The
 //! test plays the peer by hand and can send anything.
 
-#[path = "links/hello.rs"]
-mod hello;
-
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::Duration;
@@ -13,6 +10,7 @@ use ferrite_fabric::wire::{
     TcpFrameKind,
 };
 use ferrite_fabric::{Config, ConnectOptions, ErrorKind, Fabric, Link, Meet, Rdma, Transport};
+use ferrite_testkit::handshake;
 use ferrite_verbs::fake::{DeviceSpec, World};
 use ferrite_verbs::{Access, ConnectParams, QueuePairConfig, RecvRequest, Verbs, cm};
 
@@ -22,7 +20,8 @@ const THEIRS: &str = "127.0.0.2:0";
 
 /// The peer's session id of the link.
 const SESSION: u64 = 77;
-const HELLO: Hello = Hello { features: Features::from_bits(7), session: SESSION, ..hello::HELLO };
+const HELLO: Hello =
+    Hello { features: Features::from_bits(7), session: SESSION, ..handshake::HELLO };
 
 fn address(text: &str) -> SocketAddr {
     text.parse().expect("an address")

@@ -5,58 +5,19 @@
 //! an operator's tools, and restores it however it ends.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
-use std::process::Command;
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::diagnose::{Baseline, Cause, Failure, Likelihood, Subject, causes};
+use ferrite_testkit::lab::{OWN, PEER, TEST_TIMEOUT, fault, verbs};
 use ferrite_verbs::{
     Access, CompletionQueue, Context, MemoryRegion, Path, PeerAddress, QueuePair,
-    QueuePairAttributes, QueuePairConfig, SendRequest, Status, Verbs, WorkCompletion, cm,
+    QueuePairAttributes, QueuePairConfig, SendRequest, Status, WorkCompletion, cm,
 };
 
-const HOSTS: [(&str, &str); 2] = [("rxe2", "10.0.0.2"), ("rxe1", "10.0.0.1")];
-/// Longer than anything here takes, on the slowest kernel.
-const TEST_TIMEOUT: Duration = Duration::from_secs(30);
-
-fn verbs() -> Verbs {
-    Verbs::system().expect("rdma-core")
-}
+const HOSTS: [(&str, &str); 2] = [OWN, PEER];
 
 fn at(host: u8) -> Option<SocketAddr> {
     Some((IpAddr::from(Ipv4Addr::new(10, 0, 0, host)), 0).into())
-}
-
-/// Breaks something with `cause`. Dropping the result restores it.
-fn fault(cause: &str, restore: &'static str) -> Restore {
-    let restore = Restore(restore);
-    let status = Command::new("sh").args(["-c", cause]).status().expect("sh");
-    assert!(status.success(), "{cause}: {status}");
-    restore
-}
-
-/// Runs a shell command when it is dropped, to restore the network.
-struct Restore(&'static str);
-
-impl Drop for Restore {
-    fn drop(&mut self) {
-        let restored =
-            Command::new("sh").args(["-c", self.0]).status().is_ok_and(|status| status.success());
-        assert!(restored || std::thread::panicking(), "cannot restore the network: {}", self.0);
-        // The port and its address come back a moment later.
-        let deadline = Instant::now() + TEST_TIMEOUT;
-        while Instant::now() < deadline && !HOSTS.into_iter().all(|(device, ip)| is_up(device, ip))
-        {
-            std::thread::sleep(Duration::from_millis(50));
-        }
-    }
-}
-
-fn is_up(device: &str, ip: &str) -> bool {
-    let Ok(context) = verbs().device(device).and_then(|device| device.open()) else { return false };
-    context.active_port().is_ok()
-        && context
-            .gids()
-            .is_ok_and(|gids| gids.iter().any(|entry| entry.gid.ip().to_string() == ip))
 }
 
 /// One end of a link.

@@ -3,9 +3,9 @@
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
-use std::time::{Duration, Instant};
 
-const TEST_TIMEOUT: Duration = Duration::from_secs(60);
+use ferrite_testkit::process::exit_within;
+use ferrite_testkit::{TIMEOUT, TempDir};
 
 /// Returns a command for an example. Cargo puts examples next to the tests.
 fn example(name: &str) -> Command {
@@ -40,12 +40,8 @@ impl Server {
 
     /// Waits for the server to end and returns its output.
     fn finish(mut self) -> String {
-        let begun = Instant::now();
-        while self.child.try_wait().expect("exit status").is_none() {
-            assert!(begun.elapsed() < TEST_TIMEOUT, "the server does not end");
-            std::thread::sleep(Duration::from_millis(20));
-        }
-        assert!(self.child.wait().expect("exit status").success());
+        let status = exit_within(&mut self.child, TIMEOUT).expect("the server ends");
+        assert!(status.success());
         let mut rest = String::new();
         self.out.read_to_string(&mut rest).expect("rest of the output");
         rest
@@ -76,12 +72,10 @@ fn ping_pong() {
 
 #[test]
 fn file_copy() {
-    let directory = std::env::temp_dir().join(format!("ferrite-file-copy-{}", std::process::id()));
-    std::fs::create_dir_all(&directory).expect("a directory");
-    let source = directory.join("weights.bin");
+    let directory = TempDir::new("file-copy");
     let bytes: Vec<u8> =
         (0..5_000_011_u32).map(|at| (at.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
-    std::fs::write(&source, &bytes).expect("the file");
+    let source = directory.file("weights.bin", &bytes);
     let target = directory.join("there");
     std::fs::create_dir(&target).expect("a directory");
     let server =
@@ -93,7 +87,6 @@ fn file_copy() {
         std::fs::read(target.join("weights.bin")).expect("the copy") == bytes,
         "the copy differs"
     );
-    let _ = std::fs::remove_dir_all(&directory);
 }
 
 #[test]

@@ -7,12 +7,6 @@
 //! fallback report. All within the deadline.
 #![expect(clippy::print_stdout, reason = "prints the matrix")]
 
-#[expect(dead_code, reason = "shared with lab_faults")]
-#[path = "lab_faults/harness.rs"]
-mod harness;
-#[path = "lab_faults/net.rs"]
-mod net;
-
 use std::net::SocketAddr;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
@@ -23,8 +17,10 @@ use ferrite_fabric::{
     Config, ConnectOptions, ErrorKind, Fabric, FallbackCause, Link, ListenOptions, Meet, Rdma,
     Transport,
 };
-use harness::{OWN, PEER, any_port, slowdown, until, within};
-use net::{RecreateDevices, Restore, Wire, fault};
+use ferrite_testkit::lab::{
+    OWN, PEER, RecreateDevices, Restore, Wire, any_port, fault, sh, slowdown,
+};
+use ferrite_testkit::{until, within};
 
 /// An attempt that fails takes at most `connection_timeout` (2 s here), over RDMA and over TCP.
 const DEADLINE: Duration = Duration::from_secs(5);
@@ -212,7 +208,7 @@ fn memlock() {
 fn no_device() {
     let _restore =
         Restore("rdma link show rxe2/1 >/dev/null 2>&1 || rdma link add rxe2 type rxe netdev h2");
-    net::sh("rdma link delete rxe2"); // before this process opens the device
+    sh("rdma link delete rxe2"); // before this process opens the device
     let (_peer, addr) = peer(Rdma::Prefer);
     let kinds = [ErrorKind::Absent, ErrorKind::DeviceGone];
     let causes = [FallbackCause::NoDevice, FallbackCause::DeviceGone];
@@ -289,7 +285,7 @@ fn peer_without_rdma() {
     let kinds = [ErrorKind::Refused, ErrorKind::Unreachable, ErrorKind::Timeout];
     check_cells("peer without RDMA", addr, &config(), &causes, &kinds, |lift| {
         if lift {
-            net::sh("rdma link add rxe1 type rxe netdev h1");
+            sh("rdma link add rxe1 type rxe netdev h1");
         } else {
             remove();
         }

@@ -5,24 +5,19 @@
 //! two uses the guest's loopback, so that a fault of an interface or of a wire affects RDMA alone.
 #![expect(clippy::print_stdout, reason = "people judge how long each fault took")]
 
-#[expect(dead_code, reason = "shared with lab_faults")]
-#[path = "lab_faults/harness.rs"]
-mod harness;
-#[path = "lab_faults/net.rs"]
-mod net;
-#[path = "links/random.rs"]
-mod random;
-#[path = "migration/traffic.rs"]
-mod traffic;
+mod migration {
+    pub(crate) mod traffic;
+}
 
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::{Config, ConnectOptions, Fabric, Link, Listener, Transport};
-use harness::{OWN, PEER, any_port, slowdown, until, verbs, within};
-use net::{RecreateDevices, Restore, Wire, fault};
-use random::Random;
-use traffic::Traffic;
+use ferrite_testkit::lab::{
+    OWN, PEER, RecreateDevices, Restore, Wire, any_port, fault, sh, slowdown, verbs,
+};
+use ferrite_testkit::{Random, until, within};
+use migration::traffic::Traffic;
 
 /// Longer than any of these faults takes: the device's retries (about half a second) or the next
 /// look for a device (8 s), and the upgrade back to RDMA.
@@ -115,7 +110,7 @@ fn device_removed_and_added() {
         pair.wait_until_on(Transport::Tcp);
         traffic.wait_for(100, TEST_TIMEOUT, "on TCP");
         until(TEST_TIMEOUT, "the removal ends", || removal.try_wait().expect("a status").is_some());
-        net::sh(&format!("rdma link add {device} type rxe netdev {netdev}"));
+        sh(&format!("rdma link add {device} type rxe netdev {netdev}"));
         pair.wait_until_on(Transport::Rdma);
     }
     traffic.wait_for(100, TEST_TIMEOUT, "on RDMA again");
@@ -179,7 +174,7 @@ fn random_faults() {
                     removal.try_wait().expect("a status").is_some()
                 });
                 std::thread::sleep(pause);
-                net::sh(&format!("rdma link add {device} type rxe netdev {netdev}"));
+                sh(&format!("rdma link add {device} type rxe netdev {netdev}"));
                 "device removed"
             }
         };

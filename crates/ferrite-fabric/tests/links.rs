@@ -7,14 +7,12 @@
 pub(crate) mod drivers;
 pub(crate) mod fabrics;
 pub(crate) mod handshake;
-pub(crate) mod hello;
 pub(crate) mod isolation;
 pub(crate) mod life;
 pub(crate) mod messages;
 pub(crate) mod one_sided;
 pub(crate) mod pair;
 pub(crate) mod pressure;
-pub(crate) mod random;
 pub(crate) mod raw_connections;
 pub(crate) mod storm;
 pub(crate) mod verbs_peer;

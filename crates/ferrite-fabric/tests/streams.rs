@@ -11,9 +11,11 @@ pub(crate) mod together;
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use ferrite_fabric::{Config, ConnectOptions, Fabric, Rdma, Stream, StreamListener};
+use ferrite_testkit::wait::until_async;
+use ferrite_testkit::{Random, until};
 use ferrite_verbs::Verbs;
 
 /// The limit for every test. Nothing takes this long, even on the slowest kernel.
@@ -63,11 +65,7 @@ pub(crate) fn run(verbs: Option<Verbs>, hosts: [Host; 2], work_divisor: usize, t
         tokio::time::timeout(TEST_TIMEOUT, test(fixture)).await.expect("the test ends in time");
     });
     // The drivers end by themselves when their fabric has no user and no link.
-    let begun = Instant::now();
-    while runtime.metrics().num_alive_tasks() > 0 {
-        assert!(begun.elapsed() < TEST_TIMEOUT, "a fabric does not end");
-        std::thread::sleep(Duration::from_millis(2));
-    }
+    until(TEST_TIMEOUT, "the end of all fabrics", || runtime.metrics().num_alive_tasks() == 0);
 }
 
 /// A stream from `a` to `b`, and their fabrics.
@@ -140,9 +138,7 @@ impl Fabrics {
         let Self { a, b, listener, .. } = self;
         drop(listener);
         for fabric in [a, b] {
-            while fabric.stats().links > 0 {
-                tokio::time::sleep(Duration::from_millis(1)).await;
-            }
+            until_async("the end of all links", async || fabric.stats().links == 0).await;
             let stats = fabric.pool().stats();
             assert_eq!(stats.send.in_use_bytes, 0, "send memory was not returned");
             assert_eq!(fabric.stats().in_flight, 0, "requests are still in flight");
@@ -166,26 +162,10 @@ pub(crate) fn pattern(from: usize, len: usize) -> Vec<u8> {
         .collect()
 }
 
-/// Reproducible random numbers: an xorshift64* generator.
-pub(crate) struct Random(u64);
-
-impl Random {
-    pub(crate) fn new(seed: u64) -> Self {
-        Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
-    }
-
-    pub(crate) fn below(&mut self, n: usize) -> usize {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 33) as usize % n
-    }
-
-    /// Returns a length up to `most`, small ones as often as large ones.
-    pub(crate) fn length(&mut self, most: usize) -> usize {
-        let bits = self.below(most.ilog2() as usize + 1);
-        1 + self.below((2 << bits).min(most))
-    }
+/// Returns a length up to `most`, small ones as often as large ones.
+pub(crate) fn length(random: &mut Random, most: usize) -> usize {
+    let bits = random.index(most.ilog2() as usize + 1);
+    1 + random.index((2 << bits).min(most))
 }
 
 /// Turns every test of the suite into a test of the calling target.

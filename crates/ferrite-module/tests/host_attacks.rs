@@ -3,7 +3,6 @@
 //! since sessions over TCP take the same path.
 
 mod client;
-mod server;
 
 use std::io::{ErrorKind, Read as _, Write as _};
 use std::net::TcpStream;
@@ -11,13 +10,15 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use client::{Client, engines, start};
-use server::Server;
+use client::{of_module, start};
+use ferrite_testkit::engine::engines;
+use ferrite_testkit::resp::Client;
+use ferrite_testkit::{Engine, TIMEOUT, free_port};
 
 const SECRET: &str = "the-secret-value";
 
 /// Runs an attack on each engine.
-fn on_each(options: &[&str], attack: impl Fn(&mut Server)) {
+fn on_each(options: &[&str], attack: impl Fn(&mut Engine)) {
     for program in engines() {
         let mut server = start(&program, options);
         attack(&mut server);
@@ -31,7 +32,7 @@ fn flood(mut client: Client, command: &[&str], is_over: &AtomicBool) {
     let batch = vec![command.to_vec(); 100];
     while client.try_send(&batch) {
         for _ in 0..batch.len() {
-            if client.next().is_none() {
+            if client.next_reply().is_none() {
                 is_over.store(true, Ordering::SeqCst);
                 return;
             }
@@ -42,8 +43,8 @@ fn flood(mut client: Client, command: &[&str], is_over: &AtomicBool) {
 
 /// Floods the engine with INCR while `act` runs. Asserts that no command of the flood runs after
 /// `act`, and that the flooding client is disconnected.
-fn assert_disconnected_by(server: &Server, client: Client, act: impl FnOnce(&mut Client)) {
-    let mut admin = Client::native(server);
+fn assert_disconnected_by(server: &Engine, client: Client, act: impl FnOnce(&mut Client)) {
+    let mut admin = server.client();
     let is_over = AtomicBool::new(false);
     std::thread::scope(|scope| {
         scope.spawn(|| flood(client, &["INCR", "counter"], &is_over));
@@ -64,7 +65,7 @@ fn assert_disconnected_by(server: &Server, client: Client, act: impl FnOnce(&mut
 #[test]
 fn surplus_replies_are_no_login() {
     on_each(&["--protected-mode", "no"], |server| {
-        let mut admin = Client::native(server);
+        let mut admin = server.client();
         admin.ok(&["ACL", "SETUSER", "admin", "on", ">right", "~*", "&*", "+@all"]);
         admin.ok(&["AUTH", "admin", "right"]);
         admin.ok(&["SET", "secret", SECRET]);
@@ -79,7 +80,7 @@ fn surplus_replies_are_no_login() {
             "+@all",
             "-@dangerous",
         ]);
-        let mut client = Client::at(&address(&mut admin));
+        let mut client = Client::to_tcp(address(&mut admin));
         let channels: Vec<_> = (0..60_000).map(|number| format!("c{number}")).collect();
         client.write(format!("*{}\r\n", channels.len() + 1).as_bytes());
         std::thread::sleep(Duration::from_millis(100)); // so that the header arrives alone
@@ -109,11 +110,11 @@ fn address(admin: &mut Client) -> String {
 #[test]
 fn a_renamed_subscribe_is_a_subscribe() {
     on_each(&["--rename-command", "SUBSCRIBE", "sub2"], |server| {
-        let mut admin = Client::native(server);
+        let mut admin = server.client();
         admin.ok(&["ACL", "SETUSER", "admin", "on", ">right", "~*", "+@all"]);
         admin.ok(&["ACL", "SETUSER", "low", "on", ">p", "~low", "&*", "+subscribe", "+hello"]);
         admin.ok(&["SET", "secret", SECRET]);
-        let mut client = Client::of_module(server);
+        let mut client = of_module(server);
         client.ok(&["AUTH", "low", "p"]);
         client.send(&[
             vec!["sub2", "a", "b"],
@@ -129,10 +130,10 @@ fn a_renamed_subscribe_is_a_subscribe() {
 #[test]
 fn a_renamed_select_selects() {
     on_each(&["--rename-command", "SELECT", "sel"], |server| {
-        let mut client = Client::of_module(server);
+        let mut client = of_module(server);
         client.ok(&["sel", "5"]);
         client.ok(&["SET", "k", "in 5"]);
-        let mut admin = Client::native(server);
+        let mut admin = server.client();
         assert_eq!(admin.ask(&["EXISTS", "k"]), ":0");
         admin.ok(&["sel", "5"]);
         assert_eq!(admin.ask(&["EXISTS", "k"]), ":1");
@@ -145,7 +146,7 @@ fn a_renamed_multi_queues() {
     on_each(
         &["--rename-command", "MULTI", "xmulti", "--rename-command", "EXEC", "xexec"],
         |server| {
-            let (mut client, mut admin) = (Client::of_module(server), Client::native(server));
+            let (mut client, mut admin) = (of_module(server), server.client());
             client.ok(&["xmulti"]);
             assert_eq!(client.ask(&["SET", "k", "queued"]), "+QUEUED");
             assert_eq!(admin.ask(&["EXISTS", "k"]), ":0");
@@ -159,7 +160,7 @@ fn a_renamed_multi_queues() {
 #[test]
 fn a_renamed_auth_changes_the_user() {
     on_each(&["--rename-command", "AUTH", "xauth"], |server| {
-        let (mut client, mut admin) = (Client::of_module(server), Client::native(server));
+        let (mut client, mut admin) = (of_module(server), server.client());
         admin.ok(&["ACL", "SETUSER", "low", "on", ">p", "~low:*", "+get"]);
         admin.ok(&["SET", "k", "v"]);
         client.ok(&["xauth", "low", "p"]);
@@ -172,9 +173,9 @@ fn a_renamed_auth_changes_the_user() {
 #[test]
 fn a_renamed_client_reply_skips() {
     on_each(&["--rename-command", "CLIENT", "xclient"], |server| {
-        let mut client = Client::of_module(server);
+        let mut client = of_module(server);
         client.send(&[vec!["xclient", "REPLY", "SKIP"], vec!["SET", "k", "v"], vec!["GET", "k"]]);
-        assert_eq!(client.next().as_deref(), Some(&b"$1\r\nv\r\n"[..]));
+        assert_eq!(client.next_reply().as_deref(), Some(&b"$1\r\nv\r\n"[..]));
     });
 }
 
@@ -182,7 +183,7 @@ fn a_renamed_client_reply_skips() {
 #[test]
 fn client_kill_stops_a_client_that_keeps_sending() {
     on_each(&[], |server| {
-        let mut client = Client::of_module(server);
+        let mut client = of_module(server);
         let id = client.ask(&["CLIENT", "ID"]);
         assert_disconnected_by(server, client, |admin| {
             assert_eq!(admin.ask(&["CLIENT", "KILL", "ID", &id[1..]]), ":1");
@@ -194,8 +195,8 @@ fn client_kill_stops_a_client_that_keeps_sending() {
 #[test]
 fn a_deleted_users_session_ends() {
     on_each(&[], |server| {
-        let mut client = Client::of_module(server);
-        let mut admin = Client::native(server);
+        let mut client = of_module(server);
+        let mut admin = server.client();
         admin.ok(&["ACL", "SETUSER", "bob", "on", ">old", "~*", "+@all"]);
         client.ok(&["AUTH", "bob", "old"]);
         assert_disconnected_by(server, client, |admin| {
@@ -216,12 +217,15 @@ fn rejects_clients_beyond_maxclients_before_their_first_command() {
     for program in engines() {
         let mut server = start(&program, &["--maxclients", "10"]);
         let address = server.info("address");
-        let mut held: Vec<_> = (0..10).map(|_| Client::native(&server)).collect();
+        let mut held: Vec<_> = (0..10).map(|_| server.client()).collect();
         held.iter_mut().for_each(|client| assert_eq!(client.ask(&["PING"]), "+PONG"));
-        let mut late = Client::at(&address);
+        let mut late = Client::to_tcp(&address);
         late.send(&[vec!["SET", "over1", "1"], vec!["SET", "over2", "1"]]);
-        assert_eq!(late.next().as_deref(), Some(&b"-ERR max number of clients reached\r\n"[..]));
-        assert_eq!(late.next(), None);
+        assert_eq!(
+            late.next_reply().as_deref(),
+            Some(&b"-ERR max number of clients reached\r\n"[..])
+        );
+        assert_eq!(late.next_reply(), None);
         assert_eq!(held[0].ask(&["DBSIZE"]), ":0");
         drop(held);
         server.wait_until("room for a client", || server.connection().is_ok());
@@ -236,9 +240,9 @@ fn rejects_clients_that_came_while_the_engine_was_full() {
     for program in engines() {
         let mut server = start(&program, &["--maxclients", "10"]);
         let address = server.info("address");
-        let mut held: Vec<_> = (0..10).map(|_| Client::native(&server)).collect();
+        let mut held: Vec<_> = (0..10).map(|_| server.client()).collect();
         held.iter_mut().for_each(|client| assert_eq!(client.ask(&["PING"]), "+PONG"));
-        let mut late = Client::at(&address);
+        let mut late = Client::to_tcp(&address);
         // After these the engine's event loop has run, and the module has accepted the connection.
         (0..20).for_each(|_| assert_eq!(held[0].ask(&["PING"]), "+PONG"));
         drop(held.pop());
@@ -246,9 +250,12 @@ fn rejects_clients_that_came_while_the_engine_was_full() {
             held[0].ask(&["INFO", "clients"]).contains("connected_clients:9\r\n")
         });
         late.send(&[vec!["SET", "over", "1"]]);
-        assert_eq!(late.next().as_deref(), Some(&b"-ERR max number of clients reached\r\n"[..]));
-        assert_eq!(late.next(), None);
-        let mut next = Client::at(&address);
+        assert_eq!(
+            late.next_reply().as_deref(),
+            Some(&b"-ERR max number of clients reached\r\n"[..])
+        );
+        assert_eq!(late.next_reply(), None);
+        let mut next = Client::to_tcp(&address);
         next.ok(&["SET", "next", "1"]);
         assert_eq!(held[0].ask(&["DBSIZE"]), ":1");
         drop(held);
@@ -257,7 +264,7 @@ fn rejects_clients_that_came_while_the_engine_was_full() {
 }
 
 /// Returns the resident memory of the engine's process in MiB.
-fn rss_mib(server: &Server) -> usize {
+fn rss_mib(server: &Engine) -> usize {
     let status = std::fs::read_to_string(format!("/proc/{}/status", server.pid()))
         .expect("a running engine");
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("a size");
@@ -269,9 +276,9 @@ fn rss_mib(server: &Server) -> usize {
 #[test]
 fn a_client_that_never_authenticates_is_not_read_without_end() {
     on_each(&["--requirepass", "x"], |server| {
-        let mut admin = Client::native(server);
+        let mut admin = server.client();
         admin.ok(&["AUTH", "x"]);
-        let mut client = Client::at(&address(&mut admin));
+        let mut client = Client::to_tcp(address(&mut admin));
         let before = rss_mib(server);
         let batch = b"*1\r\n$4\r\nPING\r\n".repeat(4096);
         let mut sent = 0;
@@ -288,13 +295,13 @@ fn a_client_that_never_authenticates_is_not_read_without_end() {
 #[test]
 fn a_client_over_the_output_limit_is_disconnected() {
     on_each(&["--client-output-buffer-limit", "normal 1mb 1mb 1"], |server| {
-        let mut admin = Client::native(server);
+        let mut admin = server.client();
         let values = vec!["x".repeat(1000); 4000];
         let words: Vec<_> =
             ["RPUSH", "l"].into_iter().chain(values.iter().map(String::as_str)).collect();
         admin.ask(&words);
         let before = rss_mib(server);
-        let mut client = Client::of_module(server);
+        let mut client = of_module(server);
         client.send(&vec![vec!["LRANGE", "l", "0", "-1"]; 60]);
         server.wait_until("the end of the session", || server.count("sessions") == 0);
         let grown = rss_mib(server).saturating_sub(before);
@@ -307,7 +314,7 @@ fn a_client_over_the_output_limit_is_disconnected() {
 #[test]
 fn a_client_over_the_soft_limit_is_disconnected_in_time() {
     on_each(&["--client-output-buffer-limit", "normal 0 1mb 1"], |server| {
-        let mut client = Client::of_module(server);
+        let mut client = of_module(server);
         client.ok(&["SET", "k", &"x".repeat(1 << 20)]);
         client.send(&vec![vec!["GETRANGE", "k", "0", "-1"]; 20]);
         server.wait_until("the end of the session", || server.count("sessions") == 0);
@@ -319,10 +326,10 @@ fn a_client_over_the_soft_limit_is_disconnected_in_time() {
 #[test]
 fn evicts_the_largest_sessions_beyond_maxmemory_clients() {
     on_each(&["--maxmemory-clients", "8mb"], |server| {
-        let mut small = Client::of_module(server);
+        let mut small = of_module(server);
         small.ok(&["SET", "k", &"x".repeat(1 << 20)]);
         // Each of them exceeds the limit by itself, whatever its socket buffers hold.
-        let mut large: Vec<_> = (0..4).map(|_| Client::of_module(server)).collect();
+        let mut large: Vec<_> = (0..4).map(|_| of_module(server)).collect();
         large
             .iter_mut()
             .for_each(|client| client.send(&vec![vec!["GETRANGE", "k", "0", "-1"]; 60]));
@@ -336,7 +343,7 @@ fn evicts_the_largest_sessions_beyond_maxmemory_clients() {
 #[test]
 fn a_client_may_send_all_before_it_reads() {
     on_each(&[], |server| {
-        let mut client = Client::of_module(server);
+        let mut client = of_module(server);
         client.ok(&["SET", "k", &"x".repeat(10_000)]);
         let count = 10_000;
         client.send(&vec![vec!["GETRANGE", "k", "0", "-1"]; count]);
@@ -348,15 +355,15 @@ fn a_client_may_send_all_before_it_reads() {
 #[test]
 fn wait_is_correct_whatever_the_users_rights() {
     for program in engines() {
-        let mut primary = start(&program, &["--port", &server::free_port()]);
+        let mut primary = start(&program, &["--port", &free_port().to_string()]);
         let port: Vec<String> = primary.ask(&["CONFIG", "GET", "port"]);
         let replica = start(&program, &["--replicaof", "127.0.0.1", &port[1]]);
-        let mut admin = Client::native(&primary);
+        let mut admin = primary.client();
         primary.wait_until("an online replica", || {
             admin.ask(&["INFO", "replication"]).contains("state=online")
         });
         admin.ok(&["ACL", "SETUSER", "w", "on", ">w", "~*", "+set", "+wait", "+auth"]);
-        let mut client = Client::of_module(&primary);
+        let mut client = of_module(&primary);
         client.ok(&["AUTH", "w", "w"]);
         client.ok(&["SET", "k", "v"]);
         assert_eq!(client.ask(&["WAIT", "1", "20000"]), ":1");
@@ -373,10 +380,10 @@ fn wait_is_correct_whatever_the_users_rights() {
 /// stopped and cannot have the write. `None` if the client was disconnected.
 fn wait_after(program: &Path, act: impl Fn(&mut Client, &mut Client)) -> Option<String> {
     let mut primary =
-        start(program, &["--port", &server::free_port(), "--repl-diskless-sync-delay", "0"]);
+        start(program, &["--port", &free_port().to_string(), "--repl-diskless-sync-delay", "0"]);
     let port: Vec<String> = primary.ask(&["CONFIG", "GET", "port"]);
     let replica = start(program, &["--replicaof", "127.0.0.1", &port[1]]);
-    let (mut admin, mut client) = (Client::native(&primary), Client::of_module(&primary));
+    let (mut admin, mut client) = (primary.client(), of_module(&primary));
     primary
         .wait_until("a replica", || admin.ask(&["INFO", "replication"]).contains("state=online"));
     client.ok(&["SET", "k", "older"]);
@@ -386,7 +393,7 @@ fn wait_after(program: &Path, act: impl Fn(&mut Client, &mut Client)) -> Option<
     act(&mut client, &mut admin);
     // To disconnect the client is correct too: then it gets no wrong reply.
     let sent = client.try_send(&[vec!["WAIT", "1", "300"]]);
-    let reply = if sent { client.next() } else { None };
+    let reply = if sent { client.next_reply() } else { None };
     replica.signal("CONT");
     primary.assert_healthy();
     reply.map(|reply| String::from_utf8_lossy(&reply).trim_end().to_owned())
@@ -406,7 +413,7 @@ fn wait_is_correct_after_replies_and_commands_that_cannot_be_framed() {
             let value = "x".repeat(400_000);
             // Engines before Valkey 9 accept any two bytes as the end of a word.
             client.write(format!("*2\r\n$4\r\nECHO\r\n$400000\r\n{value}zz").as_bytes());
-            let _ = client.next();
+            let _ = client.next_reply();
         });
         assert!(after_wrong_end.is_none_or(|reply| reply == ":0"), "{program:?}");
     }
@@ -421,7 +428,7 @@ fn wait_is_correct_if_the_mark_is_refused() {
         let after_pin = wait_after(&program, |client, admin| {
             refuse_writes(admin);
             client.write(b"PING\r\n");
-            let _ = client.next();
+            let _ = client.next_reply();
         });
         assert!(after_pin.is_none_or(|reply| reply == ":0"), "{program:?}");
         let in_transaction = wait_after(&program, |client, admin| {
@@ -429,8 +436,11 @@ fn wait_is_correct_if_the_mark_is_refused() {
             client.ok(&["MULTI"]);
             // The reply to EXEC would have the reply to this queued WAIT.
             let sent = client.try_send(&[vec!["WAIT", "1", "0"], vec!["EXEC"]]);
-            let replies =
-                [client.next(), client.next()].into_iter().flatten().flatten().collect::<Vec<_>>();
+            let replies = [client.next_reply(), client.next_reply()]
+                .into_iter()
+                .flatten()
+                .flatten()
+                .collect::<Vec<_>>();
             assert!(!sent || !String::from_utf8_lossy(&replies).contains(":1"), "{program:?}");
         });
         assert!(
@@ -444,7 +454,7 @@ fn wait_is_correct_if_the_mark_is_refused() {
 #[test]
 fn wait_fails_if_its_mark_is_refused() {
     on_each(&[], |server| {
-        let (mut client, mut admin) = (Client::of_module(server), Client::native(server));
+        let (mut client, mut admin) = (of_module(server), server.client());
         client.ok(&["SET", "k", "v"]);
         admin.ok(&["CONFIG", "SET", "min-replicas-to-write", "1"]);
         assert!(client.ask(&["WAIT", "1", "100"]).starts_with("-NOREPLICAS"));
@@ -458,7 +468,7 @@ fn wait_fails_if_its_mark_is_refused() {
 #[test]
 fn a_hello_that_fails_after_its_login_changes_the_user() {
     on_each(&[], |server| {
-        let (mut client, mut native) = (Client::of_module(server), Client::native(server));
+        let (mut client, mut native) = (of_module(server), server.client());
         native.ok(&["ACL", "SETUSER", "low", "on", ">p", "~low:*", "+get", "+acl|whoami"]);
         native.ok(&["SET", "k", "v"]);
         for either in [&mut client, &mut native] {
@@ -475,9 +485,9 @@ fn a_hello_that_fails_after_its_login_changes_the_user() {
 #[test]
 fn calls_begin_with_the_login() {
     on_each(&["--requirepass", "x"], |server| {
-        let mut admin = Client::native(server);
+        let mut admin = server.client();
         admin.ok(&["AUTH", "x"]);
-        let mut client = Client::at(&address(&mut admin));
+        let mut client = Client::to_tcp(address(&mut admin));
         let mut called = || {
             let info = admin.ask(&["INFO", "ferrite"]);
             let line = info.lines().find_map(|line| line.strip_prefix("ferrite_commands_called:"));
@@ -503,13 +513,13 @@ fn calls_begin_with_the_login() {
 #[test]
 fn internal_commands_refuse_others() {
     on_each(&[], |server| {
-        for client in [&mut Client::native(server), &mut Client::of_module(server)] {
+        for client in [&mut server.client(), &mut of_module(server)] {
             for words in [&["FERRITE", "BIND", "0123"][..], &["FERRITE", "ATTEST", ""]] {
                 assert!(client.ask(words).starts_with("-ERR only sessions"), "{words:?}");
             }
         }
-        assert!(Client::native(server).ask(&["FERRITE", "MARK"]).starts_with("-ERR only sessions"));
-        assert!(Client::native(server).ask(&["FERRITE", "BIND"]).starts_with("-ERR wrong number"));
+        assert!(server.client().ask(&["FERRITE", "MARK"]).starts_with("-ERR only sessions"));
+        assert!(server.client().ask(&["FERRITE", "BIND"]).starts_with("-ERR wrong number"));
     });
 }
 
@@ -517,7 +527,7 @@ fn internal_commands_refuse_others() {
 #[test]
 fn sessions_can_be_matched_with_the_engines_clients() {
     on_each(&[], |server| {
-        let (mut client, mut admin) = (Client::of_module(server), Client::native(server));
+        let (mut client, mut admin) = (of_module(server), server.client());
         admin.ok(&["ACL", "SETUSER", "low", "on", ">p", "~low:*", "+get", "+client|id"]);
         client.ok(&["AUTH", "low", "p"]);
         let id = client.ask(&["CLIENT", "ID"])[1..].to_owned();
@@ -534,7 +544,7 @@ fn sessions_can_be_matched_with_the_engines_clients() {
 #[test]
 fn sessions_work_if_acl_is_renamed() {
     on_each(&["--rename-command", "ACL", "xacl"], |server| {
-        let mut client = Client::of_module(server);
+        let mut client = of_module(server);
         client.ok(&["SET", "k", "v"]);
         assert_eq!(client.ask(&["xacl", "WHOAMI"]), "$7\r\ndefault");
         assert_eq!(client.ask(&["GET", "k"]), "$1\r\nv");
@@ -545,19 +555,19 @@ fn sessions_work_if_acl_is_renamed() {
 #[test]
 fn large_commands_are_rejected_before_a_login() {
     on_each(&["--requirepass", "x"], |server| {
-        let mut admin = Client::native(server);
+        let mut admin = server.client();
         admin.ok(&["AUTH", "x"]);
         let address = address(&mut admin);
         for head in ["*1001\r\n", "*2\r\n$4\r\nECHO\r\n$100000\r\n"] {
-            let (mut client, mut native) = (Client::at(&address), Client::native(server));
+            let (mut client, mut native) = (Client::to_tcp(&address), server.client());
             client.write(head.as_bytes());
             native.write(head.as_bytes());
-            let refusal = client.next();
-            assert_eq!(refusal, native.next(), "{head:?}");
+            let refusal = client.next_reply();
+            assert_eq!(refusal, native.next_reply(), "{head:?}");
             assert!(
                 refusal.is_some_and(|it| it.starts_with(b"-ERR Protocol error: unauthenticated"))
             );
-            assert_eq!(client.next(), None);
+            assert_eq!(client.next_reply(), None);
         }
     });
 }
@@ -567,9 +577,9 @@ fn large_commands_are_rejected_before_a_login() {
 #[test]
 fn mark_fails_unless_the_session_has_written() {
     on_each(&["--requirepass", "x"], |server| {
-        let mut admin = Client::native(server);
+        let mut admin = server.client();
         admin.ok(&["AUTH", "x"]);
-        let mut client = Client::at(&address(&mut admin));
+        let mut client = Client::to_tcp(address(&mut admin));
         assert!(
             client.ask(&["FERRITE", "MARK"]).starts_with("-ERR only sessions"),
             "before a login"
@@ -592,16 +602,16 @@ fn mark_fails_unless_the_session_has_written() {
 #[test]
 fn replies_that_were_read_use_no_memory() {
     on_each(&[], |server| {
-        let mut client = Client::of_module(server);
+        let mut client = of_module(server);
         client.ok(&["SET", "k", &"x".repeat(1 << 20)]);
         let get = ["GETRANGE", "k", "0", "-1"];
         // From now on some replies are always unread.
         client.send(&vec![get.to_vec(); 20]);
-        client.next().expect("a reply");
+        client.next_reply().expect("a reply");
         let before = rss_mib(server);
         for _ in 0..100 {
             client.send(&[get.to_vec()]);
-            assert_eq!(client.next().map(|reply| reply.len()), Some((1 << 20) + 12));
+            assert_eq!(client.next_reply().map(|reply| reply.len()), Some((1 << 20) + 12));
         }
         let grown = rss_mib(server).saturating_sub(before);
         assert!(grown < 60, "{grown} MiB more memory after 100 MiB were read");
@@ -613,9 +623,9 @@ fn replies_that_were_read_use_no_memory() {
 fn a_renamed_reset_with_a_long_name_resets() {
     let name = "reset-0123456789abcdef0123456789abcdef0123456789";
     on_each(&["--requirepass", "x", "--rename-command", "RESET", name], |server| {
-        let mut admin = Client::native(server);
+        let mut admin = server.client();
         admin.ok(&["AUTH", "x"]);
-        let mut client = Client::at(&address(&mut admin));
+        let mut client = Client::to_tcp(address(&mut admin));
         client.ok(&["AUTH", "x"]);
         client.ok(&["SET", "k", "v"]);
         assert_eq!(client.ask(&[name]), "+RESET");
@@ -623,7 +633,7 @@ fn a_renamed_reset_with_a_long_name_resets() {
     });
 }
 
-fn open_files(server: &Server) -> usize {
+fn open_files(server: &Engine) -> usize {
     std::fs::read_dir(format!("/proc/{}/fd", server.pid())).expect("a running engine").count()
 }
 
@@ -637,14 +647,14 @@ fn silent_connections_take_no_descriptors_of_the_engines() {
         let silent: Vec<_> =
             (0..400).map(|_| TcpStream::connect(&address).expect("a connection")).collect();
         server.wait_until("all are accepted", || open_files(server) > silent.len());
-        assert_eq!(Client::native(server).ask(&["PING"]), "+PONG");
-        assert_eq!(Client::of_module(server).ask(&["PING"]), "+PONG");
+        assert_eq!(server.client().ask(&["PING"]), "+PONG");
+        assert_eq!(of_module(server).ask(&["PING"]), "+PONG");
         // Now all of them send a command at once.
         for mut client in &silent {
             client.write_all(b"*1\r\n$4\r\nPING\r\n").expect("to send");
         }
         for mut client in &silent {
-            client.set_read_timeout(Some(server::TIMEOUT)).expect("a read timeout");
+            client.set_read_timeout(Some(TIMEOUT)).expect("a read timeout");
             // Each gets a reply or a rejection, or is reset.
             let received = client.read(&mut [0; 64]);
             assert!(!received.is_err_and(|error| error.kind() == ErrorKind::WouldBlock));
@@ -659,7 +669,7 @@ fn silent_connections_take_no_descriptors_of_the_engines() {
 fn clients_that_vanish_are_detected_by_keepalive() {
     on_each(&[], |server| {
         let address = server.info("address");
-        let mut client = Client::at(&address);
+        let mut client = Client::to_tcp(&address);
         assert_eq!(client.ask(&["PING"]), "+PONG");
         let port =
             address.rsplit(':').next().and_then(|port| port.parse::<u16>().ok()).expect("a port");
@@ -684,7 +694,7 @@ fn clients_that_vanish_are_detected_by_keepalive() {
 #[test]
 fn silent_clients_are_disconnected_after_the_engines_timeout() {
     on_each(&["--timeout", "1"], |server| {
-        let mut silent = Client::of_module(server);
-        assert_eq!(silent.next(), None);
+        let mut silent = of_module(server);
+        assert_eq!(silent.next_reply(), None);
     });
 }

@@ -2,11 +2,12 @@
 //! the engine's own socket. `host_calls_guards` tests when commands must not be called.
 
 mod client;
-mod server;
 
 use std::time::Duration;
 
-use client::{Client, Pair, calls, commands, engines, start, words};
+use client::{Pair, calls, commands, of_module, start, words};
+use ferrite_testkit::engine::engines;
+use ferrite_testkit::resp::Client;
 
 /// The pattern of KEYS matches only one key, since the order of several keys can differ.
 #[test]
@@ -46,15 +47,15 @@ fn a_client_may_send_a_whole_pipeline_before_it_reads() {
     const COUNT: usize = 2500;
     for program in engines() {
         let server = start(&program, &[]);
-        let mut client = Client::of_module(&server);
+        let mut client = of_module(&server);
         let value = "v".repeat(10_000);
         let pair = [vec!["SET", "k", &value], vec!["GET", "k"]];
         let called = calls(&server, || {
             client.send(&vec![pair; COUNT].concat());
             let expected = [b"$10000\r\n", value.as_bytes(), b"\r\n"].concat();
             for _ in 0..COUNT {
-                assert_eq!(client.next().as_deref(), Some(&b"+OK\r\n"[..]));
-                assert!(client.next().is_some_and(|reply| reply == expected));
+                assert_eq!(client.next_reply().as_deref(), Some(&b"+OK\r\n"[..]));
+                assert!(client.next_reply().is_some_and(|reply| reply == expected));
             }
         });
         assert_eq!(called, 2 * COUNT as u64);
@@ -67,24 +68,24 @@ fn a_client_may_send_a_whole_pipeline_before_it_reads() {
 fn info_rdma_returns_the_modules_section() {
     for program in engines() {
         let server = start(&program, &[]);
-        let mut client = Client::of_module(&server);
+        let mut client = of_module(&server);
         let is_ours =
             |reply: &[u8]| reply.windows(26).any(|piece| piece == b"ferrite_rdma_connections:0");
         client.send(&["SET k v", "info RDMA", "INCR n", "INFO rdma clients", "PING"].map(words));
-        assert_eq!(client.next().as_deref(), Some(&b"+OK\r\n"[..]));
-        let info = client.next().expect("a reply");
+        assert_eq!(client.next_reply().as_deref(), Some(&b"+OK\r\n"[..]));
+        let info = client.next_reply().expect("a reply");
         assert!(is_ours(&info), "{}", info.escape_ascii());
-        assert_eq!(client.next().as_deref(), Some(&b":1\r\n"[..]));
-        assert!(!is_ours(&client.next().expect("a reply")), "this INFO is the engine's own");
-        assert_eq!(client.next().as_deref(), Some(&b"+PONG\r\n"[..]));
+        assert_eq!(client.next_reply().as_deref(), Some(&b":1\r\n"[..]));
+        assert!(!is_ours(&client.next_reply().expect("a reply")), "this INFO is the engine's own");
+        assert_eq!(client.next_reply().as_deref(), Some(&b"+PONG\r\n"[..]));
         client.send(&["MULTI", "INFO rdma", "EXEC"].map(words));
-        let replies = [(); 3].map(|()| client.next().expect("a reply"));
+        let replies = [(); 3].map(|()| client.next_reply().expect("a reply"));
         assert_eq!(replies[1], b"+QUEUED\r\n");
         assert!(is_ours(&replies[2]), "{}", replies[2].escape_ascii());
         server.ask::<String>(&["ACL", "SETUSER", "bob", "on", "nopass", "+@all", "-info", "~*"]);
         client.send(&["AUTH bob x", "INFO rdma"].map(words));
-        assert_eq!(client.next().as_deref(), Some(&b"+OK\r\n"[..]));
-        assert!(client.next().expect("a reply").starts_with(b"-NOPERM"));
+        assert_eq!(client.next_reply().as_deref(), Some(&b"+OK\r\n"[..]));
+        assert!(client.next_reply().expect("a reply").starts_with(b"-NOPERM"));
     }
 }
 
@@ -240,7 +241,7 @@ fn commands_that_need_a_client_are_proxied() {
         assert_eq!(called, 0);
         // These commands take over the connection.
         for line in ["SYNC", "PSYNC ? -1", "MONITOR", "SUBSCRIBE ch", "CLIENT TRACKING ON BCAST"] {
-            let mut client = Client::of_module(&server);
+            let mut client = of_module(&server);
             client.send(&[words(line)]);
             client.next_within(Duration::from_secs(1)).ok();
         }
@@ -254,9 +255,9 @@ fn called_writes_notify_other_clients() {
     for program in engines() {
         let mut server =
             start(&program, &["--appendonly", "yes", "--notify-keyspace-events", "KA"]);
-        let mut caller = Client::of_module(&server);
+        let mut caller = of_module(&server);
         let [mut blocked, mut watching, mut tracking, mut subscribed] =
-            [(); 4].map(|()| Client::native(&server));
+            [(); 4].map(|()| server.client());
         caller.ok(&["SET", "key", "1"]);
         blocked.send(&[vec!["BLPOP", "list", "10"]]);
         watching.ok(&["WATCH", "key"]);
@@ -266,7 +267,7 @@ fn called_writes_notify_other_clients() {
         tracking.ok(&["CLIENT", "TRACKING", "ON"]);
         tracking.raw(&["GET", "key"]);
         subscribed.raw(&["SUBSCRIBE", "ch", "__keyspace@0__:key"]);
-        subscribed.next();
+        subscribed.next_reply();
         server.wait_until("a blocked client", || {
             caller.ask(&["INFO", "clients"]).contains("blocked_clients:1")
         });
@@ -276,13 +277,13 @@ fn called_writes_notify_other_clients() {
             vec!["PUBLISH", "ch", "m"],
         ]);
         assert_eq!(caller.replies(3), [b":1\r\n".to_vec(), b"+OK\r\n".into(), b":1\r\n".into()]);
-        assert_eq!(blocked.next().expect("an element"), b"*2\r\n$4\r\nlist\r\n$1\r\nx\r\n");
+        assert_eq!(blocked.next_reply().expect("an element"), b"*2\r\n$4\r\nlist\r\n$1\r\nx\r\n");
         assert_eq!(watching.ask(&["EXEC"]), "*-1");
         assert_eq!(
-            tracking.next().expect("an invalidation"),
+            tracking.next_reply().expect("an invalidation"),
             b">2\r\n$10\r\ninvalidate\r\n*1\r\n$3\r\nkey\r\n"
         );
-        let messages = [subscribed.next(), subscribed.next()]
+        let messages = [subscribed.next_reply(), subscribed.next_reply()]
             .map(|reply| String::from_utf8_lossy(&reply.expect("a message")).into_owned());
         assert!(
             messages[0].contains("\r\nset\r\n") && messages[1].contains("\r\nm\r\n"),
@@ -298,13 +299,13 @@ fn no_command_crashes_the_engine() {
     const EXCLUDED: &str = " SHUTDOWN DEBUG FAILOVER MIGRATE MONITOR QUIT REPLICAOF SLAVEOF ";
     for program in engines() {
         let mut server = start(&program, &["--appendonly", "yes"]);
-        let mut names = commands(&mut Client::native(&server));
+        let mut names = commands(&mut server.client());
         names.retain(|name| {
             !EXCLUDED.contains(&format!(" {} ", name[0])) && name != &["CLIENT", "PAUSE"]
         });
         assert!(names.len() > 300, "{}", names.len());
         let address = server.info("address");
-        let mut client = Client::at(&address);
+        let mut client = Client::to_tcp(&address);
         for name in &names {
             for more in ["", " key", " key 1", " key 0 1", " key value 1 2", " 1 key 0-0 + - 5"] {
                 let line = format!("{}{more}", name.join(" "));
@@ -320,7 +321,7 @@ fn no_command_crashes_the_engine() {
                 if is_changed
                     || !matches!(client.next_within(Duration::from_millis(200)), Ok(Some(_)))
                 {
-                    client = Client::at(&address);
+                    client = Client::to_tcp(&address);
                 }
             }
         }
@@ -389,7 +390,7 @@ fn pipelines_keep_their_order() {
 fn calls_use_the_selected_database() {
     for program in engines() {
         let mut server = start(&program, &[]);
-        let (mut caller, mut native) = (Client::of_module(&server), Client::native(&server));
+        let (mut caller, mut native) = (of_module(&server), server.client());
         let called = calls(&server, || {
             for line in [
                 "SET key zero",
@@ -424,7 +425,7 @@ fn calls_use_the_selected_database() {
 fn a_scan_finds_all_keys() {
     for program in engines() {
         let mut server = start(&program, &[]);
-        let mut caller = Client::of_module(&server);
+        let mut caller = of_module(&server);
         caller.send(
             &(0..500)
                 .map(|number| vec!["SET".into(), format!("key{number}"), "v".into()])
@@ -559,7 +560,7 @@ fn long_values_take_the_key_path() {
         let mut bob = Pair::new(&server);
         bob.same(&["AUTH", "bob", "any"]);
         assert!(bob.same(&["GET", "key"]).starts_with("-NOPERM"));
-        std::thread::sleep(Duration::from_millis(200)); // a few iterations of the event loop
+        (0..20).for_each(|_| drop(pair.native.ask(&["PING"]))); // iterations of the event loop
         server.assert_healthy();
     }
 }

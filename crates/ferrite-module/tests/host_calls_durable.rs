@@ -2,28 +2,30 @@
 //! exactly once, and WAIT is correct.
 
 mod client;
-mod server;
 
 use std::path::Path;
 use std::sync::Mutex;
 use std::time::Duration;
 
-use client::{Client, engines, start};
-use server::{Server, Start, free_port};
+use client::{of_module, start};
+use ferrite_testkit::engine::engines;
+use ferrite_testkit::resp::Client;
+use ferrite_testkit::{Engine, Start, free_port};
 
 /// Starts an engine with an AOF that can be restarted.
-fn start_with_aof(program: &Path, fsync: &str) -> Server {
-    let arguments = ["rdma-port", &free_port(), "rdma-bind", "127.0.0.1", "call-path", "yes"];
+fn start_with_aof(program: &Path, fsync: &str) -> Engine {
+    let arguments =
+        ["rdma-port", &free_port().to_string(), "rdma-bind", "127.0.0.1", "call-path", "yes"];
     let fsync = format!("appendfsync {fsync}");
     let options = ["port 0", "save \"\"", "appendonly yes", "enable-debug-command yes", &fsync];
-    Server::start_from_file(&Start { program, arguments: &arguments, options: &options })
+    Engine::start_from_file(&Start { program, module: Some(&arguments), options: &options })
 }
 
 /// Restarts an engine after SIGKILL.
-fn restart(server: &mut Server, program: &Path) {
+fn restart(server: &mut Engine) {
     server.wait();
-    server.restart(program);
-    server.wait_until("loaded", || Client::native(server).ask(&["PING"]) == "+PONG");
+    server.restart();
+    server.wait_until("loaded", || server.client().ask(&["PING"]) == "+PONG");
 }
 
 /// Clients write until the engine is killed. No acknowledged write is lost, and none is applied
@@ -44,11 +46,11 @@ fn acknowledged_writes_survive_a_kill() {
                     for writer in 0..4 {
                         let (address, acknowledged) = (&address, &acknowledged);
                         scope.spawn(move || {
-                            let mut client = Client::at(address);
+                            let mut client = Client::to_tcp(address);
                             let key = format!("counter{writer}");
                             while client.try_send(&vec![vec!["INCR", &key]; AT_A_TIME]) {
                                 for _ in 0..AT_A_TIME {
-                                    if client.next().is_none() {
+                                    if client.next_reply().is_none() {
                                         return;
                                     }
                                     acknowledged.lock().expect("no panic")[writer] += 1;
@@ -62,7 +64,7 @@ fn acknowledged_writes_survive_a_kill() {
                     std::thread::sleep(Duration::from_millis(300));
                     server.signal("KILL");
                 });
-                restart(&mut server, &program);
+                restart(&mut server);
                 let acknowledged = acknowledged.into_inner().expect("no panic");
                 for (writer, acknowledged) in acknowledged.into_iter().enumerate() {
                     let kept = counter(&server, writer) - before[writer];
@@ -78,8 +80,8 @@ fn acknowledged_writes_survive_a_kill() {
     }
 }
 
-fn counter(server: &Server, writer: usize) -> i64 {
-    let reply = Client::native(server).ask(&["INCRBY", &format!("counter{writer}"), "0"]);
+fn counter(server: &Engine, writer: usize) -> i64 {
+    let reply = server.client().ask(&["INCRBY", &format!("counter{writer}"), "0"]);
     reply.trim_start_matches(':').parse().expect("a number")
 }
 
@@ -90,8 +92,8 @@ fn replies_wait_for_the_aof() {
     for program in engines() {
         for fsync in ["always", "no"] {
             let mut server = start_with_aof(&program, fsync);
-            let mut caller = Client::of_module(&server);
-            let [mut first, mut last] = [(); 2].map(|()| Client::native(&server));
+            let mut caller = of_module(&server);
+            let [mut first, mut last] = [(); 2].map(|()| server.client());
             caller.ok(&["SET", "key", "before"]);
             // One iteration has the write and then a long command.
             first.send(&[vec!["DEBUG", "SLEEP", "0.6"]]);
@@ -99,10 +101,10 @@ fn replies_wait_for_the_aof() {
             caller.send(&[vec!["SET", "key", "after"]]);
             std::thread::sleep(Duration::from_millis(100));
             last.send(&[vec!["DEBUG", "SLEEP", "1"]]);
-            assert_eq!(caller.next().expect("a reply"), b"+OK\r\n");
+            assert_eq!(caller.next_reply().expect("a reply"), b"+OK\r\n");
             server.signal("KILL");
-            restart(&mut server, &program);
-            assert_eq!(Client::native(&server).ask(&["GET", "key"]), "$5\r\nafter", "{fsync}");
+            restart(&mut server);
+            assert_eq!(server.client().ask(&["GET", "key"]), "$5\r\nafter", "{fsync}");
         }
     }
 }
@@ -114,16 +116,16 @@ fn replies_to_reads_wait_for_the_aof() {
     for program in engines() {
         let mut server = start_with_aof(&program, "always");
         // The engine may also serve the read before the write, which shows nothing.
-        let shown = (0..10).any(|_| reads_what_was_just_written(&mut server, &program));
+        let shown = (0..10).any(|_| reads_what_was_just_written(&mut server));
         assert!(shown, "no iteration had the write before the read");
     }
 }
 
 /// Kills the engine when a client has read a write of the same iteration, and checks that the write
 /// was kept. Returns whether the client has read it.
-fn reads_what_was_just_written(server: &mut Server, program: &Path) -> bool {
-    let mut caller = Client::of_module(server);
-    let [mut first, mut writer, mut last] = [(); 3].map(|()| Client::native(server));
+fn reads_what_was_just_written(server: &mut Server) -> bool {
+    let mut caller = of_module(server);
+    let [mut first, mut writer, mut last] = [(); 3].map(|()| server.client());
     caller.ok(&["SET", "key", "before"]);
     // One iteration has a write, a read of the same key, and then a long command.
     first.send(&[vec!["DEBUG", "SLEEP", "0.6"]]);
@@ -133,10 +135,10 @@ fn reads_what_was_just_written(server: &mut Server, program: &Path) -> bool {
     caller.send(&[vec!["GET", "key"]]);
     std::thread::sleep(Duration::from_millis(100));
     last.send(&[vec!["DEBUG", "SLEEP", "1"]]);
-    let read = caller.next().expect("a reply");
+    let read = caller.next_reply().expect("a reply");
     server.signal("KILL");
-    restart(server, program);
-    let kept = Client::native(server).raw(&["GET", "key"]);
+    restart(server);
+    let kept = server.client().raw(&["GET", "key"]);
     assert!(kept == read || read == b"$6\r\nbefore\r\n", "{}", String::from_utf8_lossy(&read));
     read == b"$6\r\nafter!\r\n"
 }
@@ -145,12 +147,12 @@ fn reads_what_was_just_written(server: &mut Server, program: &Path) -> bool {
 #[test]
 fn replicas_get_called_writes_and_wait_covers_them() {
     for program in engines() {
-        let port = free_port();
+        let port = free_port().to_string();
         let mut primary = start(&program, &["--port", &port, "--repl-diskless-sync-delay", "0"]);
         let mut replica = start(&program, &["--appendonly", "yes"]);
-        let mut caller = Client::of_module(&primary);
+        let mut caller = of_module(&primary);
         caller.ok(&["SET", "key", "0"]);
-        Client::native(&replica).ok(&["REPLICAOF", "127.0.0.1", &port]);
+        replica.client().ok(&["REPLICAOF", "127.0.0.1", &port]);
         primary.wait_until("an online replica", || caller.ask(&["WAIT", "1", "100"]) == ":1");
         for number in 0..200 {
             caller.send(&[
@@ -162,7 +164,7 @@ fn replicas_get_called_writes_and_wait_covers_them() {
             caller.replies(4);
         }
         assert_eq!(caller.ask(&["WAIT", "1", "10000"]), ":1");
-        let seen = |server: &Server| Client::native(server).ask(&["LRANGE", "list", "0", "-1"]);
+        let seen = |server: &Engine| server.client().ask(&["LRANGE", "list", "0", "-1"]);
         assert_eq!(seen(&primary), seen(&replica));
         // While the replica is stopped.
         replica.signal("STOP");
@@ -170,9 +172,9 @@ fn replicas_get_called_writes_and_wait_covers_them() {
         assert_eq!(caller.ask(&["WAIT", "1", "200"]), ":0");
         replica.signal("CONT");
         assert_eq!(caller.ask(&["WAIT", "1", "10000"]), ":1");
-        assert_eq!(Client::native(&replica).ask(&["GET", "key"]), "$6\r\nunseen");
+        assert_eq!(replica.client().ask(&["GET", "key"]), "$6\r\nunseen");
         // The replica's own sessions may read but not write.
-        let mut reader = Client::of_module(&replica);
+        let mut reader = of_module(&replica);
         assert_eq!(reader.ask(&["GET", "key"]), "$6\r\nunseen");
         assert!(reader.ask(&["SET", "key", "mine"]).starts_with("-READONLY"));
         primary.assert_healthy();

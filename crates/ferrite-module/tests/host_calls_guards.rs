@@ -3,11 +3,13 @@
 //! compared with that of the engine's own socket.
 
 mod client;
-mod server;
 
 use std::time::{Duration, Instant};
 
-use client::{Client, Pair, calls, engines, start, words};
+use client::{Pair, calls, of_module, start, words};
+use ferrite_testkit::engine::engines;
+use ferrite_testkit::free_port;
+use ferrite_testkit::resp::Client;
 
 /// Redis 7.0 crashes in each of these cases if the module does not propagate the deletions that
 /// calls make.
@@ -39,7 +41,7 @@ fn keys_expire_with_the_aof_enabled() {
             }
         });
         assert!(called > 4000, "{called}");
-        std::thread::sleep(Duration::from_millis(200)); // a few iterations of the event loop
+        server.wait_until("active expiry of all keys", || pair.native.ask(&["DBSIZE"]) == ":0");
         server.assert_healthy();
     }
 }
@@ -78,13 +80,13 @@ fn nothing_is_called_while_a_script_runs() {
     const LONG: &str = "redis.call('set','key','script') local i=0 while i<200000000 do i=i+1 end return redis.call('get','key')";
     for program in engines() {
         let mut server = start(&program, &["--busy-reply-threshold", "50"]);
-        let (mut pair, mut script) = (Pair::new(&server), Client::native(&server));
+        let (mut pair, mut script) = (Pair::new(&server), server.client());
         pair.module.ok(&["SET", "key", "before"]);
         script.send(&[vec!["EVAL", LONG, "0"]]);
         server.wait_until("busy", || pair.native.ask(&["GET", "key"]).starts_with("-BUSY"));
         let reply = pair.module.ask(&["SET", "key", "injected"]);
         assert!(reply.starts_with("-BUSY"), "{reply}");
-        assert_eq!(script.next().expect("the script's result"), b"$6\r\nscript\r\n");
+        assert_eq!(script.next_reply().expect("the script's result"), b"$6\r\nscript\r\n");
         assert_eq!(pair.same(&["GET", "key"]), "$6\r\nscript");
         server.assert_healthy();
     }
@@ -94,7 +96,7 @@ fn nothing_is_called_while_a_script_runs() {
 fn nothing_is_called_while_data_is_loaded() {
     for program in engines() {
         let mut server = start(&program, &[]);
-        let (mut pair, mut loader) = (Pair::new(&server), Client::native(&server));
+        let (mut pair, mut loader) = (Pair::new(&server), server.client());
         pair.native.ok(&["DEBUG", "POPULATE", "2000", "key", "1000"]);
         pair.module.ok(&["SET", "key", "before"]);
         pair.native.ok(&["CONFIG", "SET", "key-load-delay", "1000"]);
@@ -105,7 +107,7 @@ fn nothing_is_called_while_data_is_loaded() {
             pair.same(&words(line));
         }
         pair.native.ok(&["CONFIG", "SET", "key-load-delay", "0"]);
-        assert_eq!(loader.next().expect("the end of the load"), b"+OK\r\n");
+        assert_eq!(loader.next_reply().expect("the end of the load"), b"+OK\r\n");
         assert_eq!(pair.same(&["GET", "key"]), "$6\r\nbefore");
         server.assert_healthy();
     }
@@ -146,7 +148,7 @@ fn calls_respect_the_users_rights() {
         let rules =
             "ACL SETUSER bob on >secret ~b* &b* +get +set +mget +publish +ping +auth +acl|whoami";
         pair.native.ok(&words(rules));
-        let (mut bob, mut admin) = (Pair::new(&server), Client::native(&server));
+        let (mut bob, mut admin) = (Pair::new(&server), server.client());
         bob.same(&["AUTH", "bob", "wrong"]);
         assert_eq!(bob.same(&["AUTH", "bob", "secret"]), "+OK");
         let called = calls(&server, || {
@@ -181,7 +183,7 @@ fn calls_respect_the_users_rights() {
         assert_eq!(bob.same(&["SET", "b", "1"]), "+OK");
         assert_eq!(admin.ask(&["ACL", "DELUSER", "bob"]), ":1");
         bob.module.send(&[vec!["SET", "b", "2"]]);
-        assert_eq!(bob.module.next(), None, "the session of a deleted user goes on");
+        assert_eq!(bob.module.next_reply(), None, "the session of a deleted user goes on");
         assert_eq!(admin.ask(&["GET", "b"]), "$1\r\n1");
         server.assert_healthy();
     }
@@ -192,7 +194,7 @@ fn calls_respect_the_users_rights() {
 fn calls_respect_the_rights_to_databases() {
     for program in engines() {
         let mut server = start(&program, &[]);
-        let mut admin = Client::native(&server);
+        let mut admin = server.client();
         if admin.ask(&words("ACL SETUSER bob on nopass ~* +@all alldbs")).starts_with('-') {
             continue; // this engine has no such rights
         }
@@ -222,11 +224,11 @@ fn calls_respect_the_rights_to_databases() {
 fn clients_without_a_login_are_refused() {
     for program in engines() {
         let mut server = start(&program, &[]);
-        let (address, mut admin) = (server.info("address"), Client::native(&server));
-        let mut early = Client::at(&address);
+        let (address, mut admin) = (server.info("address"), server.client());
+        let mut early = Client::to_tcp(&address);
         early.ok(&["SET", "key", "early"]);
         admin.ok(&["CONFIG", "SET", "requirepass", "secret"]);
-        let mut pair = Pair { module: Client::at(&address), native: Client::native(&server) };
+        let mut pair = Pair { module: Client::to_tcp(&address), native: server.client() };
         for line in ["GET key", "SET key 1", "PING", "AUTH wrong", "GET key"] {
             assert!(pair.same(&words(line)).starts_with('-'), "{line}");
         }
@@ -268,10 +270,17 @@ fn writes_are_refused_as_at_the_engines_own_port() {
 #[test]
 fn commands_are_redirected_in_a_cluster() {
     for program in engines() {
-        let port = server::free_port();
+        let port = free_port().to_string();
         let mut server = start(
             &program,
-            &["--cluster-enabled", "yes", "--port", &port, "--cluster-port", &server::free_port()],
+            &[
+                "--cluster-enabled",
+                "yes",
+                "--port",
+                &port,
+                "--cluster-port",
+                &free_port().to_string(),
+            ],
         );
         let mut pair = Pair::new(&server);
         assert!(pair.same(&["GET", "key"]).starts_with("-CLUSTERDOWN"));
@@ -322,16 +331,16 @@ fn a_renamed_command_is_unknown_by_its_original_name() {
 fn nothing_is_executed_after_quit_or_kill() {
     for program in engines() {
         let mut server = start(&program, &[]);
-        let mut native = Client::native(&server);
+        let mut native = server.client();
         for (at, end) in ["QUIT", "CLIENT KILL TYPE normal SKIPME no"].into_iter().enumerate() {
             let at = at.to_string();
-            let mut client = Client::of_module(&server);
+            let mut client = of_module(&server);
             client.send(&[words(&format!("SET before {at}")), words(end), words("SET after 1")]);
-            assert_eq!(client.next().as_deref(), Some(&b"+OK\r\n"[..]), "{end}");
-            assert!(client.next().is_some_and(|reply| reply[0] != b'-'), "{end}");
-            assert_eq!(client.next(), None, "{end}");
+            assert_eq!(client.next_reply().as_deref(), Some(&b"+OK\r\n"[..]), "{end}");
+            assert!(client.next_reply().is_some_and(|reply| reply[0] != b'-'), "{end}");
+            assert_eq!(client.next_reply(), None, "{end}");
             // KILL has disconnected this client too.
-            native = if at == "1" { Client::native(&server) } else { native };
+            native = if at == "1" { server.client() } else { native };
             assert_eq!(native.ask(&["GET", "before"]), format!("$1\r\n{at}"), "{end}");
             assert_eq!(native.ask(&["EXISTS", "after"]), ":0", "{end}");
         }
@@ -369,7 +378,7 @@ fn invalid_replies_are_passed_on() {
         let mut server = start(&program, &[]);
         // Not by the session itself: one that has written would be ended, so that WAIT is never
         // wrong.
-        Client::native(&server).ok(&["SET", "k", "v"]);
+        server.client().ok(&["SET", "k", "v"]);
         for script in [deep, wrong] {
             let mut pair = Pair::new(&server);
             for client in [&mut pair.module, &mut pair.native] {

@@ -2,14 +2,12 @@
 //! There is no clear-text listener if the engine serves only TLS. Silent connections do not block
 //! other clients.
 
-mod server;
-
+use ferrite_testkit::engine::{REDIS, engines};
+use ferrite_testkit::{Engine, Start, TempDir, free_port};
 use std::io::{Read as _, Write as _};
 use std::net::{TcpStream, ToSocketAddrs as _};
 use std::path::Path;
 use std::time::{Duration, Instant};
-
-use server::{Server, Start, engines, free_port};
 
 /// Returns whether a server replies to PING at this address; `None` if nothing listens there.
 fn ping(ip: &str, port: &str) -> Option<bool> {
@@ -21,14 +19,14 @@ fn ping(ip: &str, port: &str) -> Option<bool> {
     Some(socket.read_exact(&mut reply).is_ok() && reply == *b"+PONG\r\n")
 }
 
-fn start(program: &Path, arguments: &[&str], options: &[&str]) -> Server {
-    Server::start(&Start { program, arguments, options })
+fn start(program: &Path, arguments: &[&str], options: &[&str]) -> Engine {
+    Engine::start(&Start { program, module: Some(arguments), options })
 }
 
 #[test]
 fn listens_where_the_engine_listens() {
     for program in engines() {
-        let [tcp, own] = [free_port(), free_port()];
+        let [tcp, own] = [free_port().to_string(), free_port().to_string()];
         let arguments = ["rdma-port", &own];
         let server = start(&program, &arguments, &["--port", &tcp, "--bind", "127.0.0.1 -::1"]);
         assert_eq!(ping("127.0.0.1", &own), Some(true));
@@ -68,11 +66,14 @@ fn listens_where_the_engine_listens() {
 #[test]
 fn a_restarted_engine_listens_while_the_old_child_still_saves() {
     for program in engines() {
-        let own = free_port();
+        let own = free_port().to_string();
         let arguments = ["rdma-port", &own, "rdma-bind", "127.0.0.1"];
-        let start =
-            Start { program: &program, arguments: &arguments, options: &["port 0", "save \"\""] };
-        let mut server = Server::start_from_file(&start);
+        let start = Start {
+            program: &program,
+            module: Some(&arguments),
+            options: &["port 0", "save \"\""],
+        };
+        let mut server = Engine::start_from_file(&start);
         server.ask::<String>(&["SET", "k", "v"]);
         // The save takes a minute per key.
         server.ask::<String>(&["CONFIG", "SET", "rdb-key-save-delay", "60000000"]);
@@ -87,7 +88,7 @@ fn a_restarted_engine_listens_while_the_old_child_still_saves() {
             .expect("a number");
         server.signal("KILL");
         server.wait();
-        server.restart(&program);
+        server.restart();
         let is_saving = Path::new("/proc").join(child).exists();
         let reply = ping("127.0.0.1", &own);
         let _ = std::process::Command::new("kill").args(["-s", "KILL", child]).status();
@@ -101,7 +102,7 @@ fn a_restarted_engine_listens_while_the_old_child_still_saves() {
 #[test]
 fn serves_the_other_addresses_if_one_is_in_use() {
     for program in engines() {
-        let [tcp, own] = [free_port(), free_port()];
+        let [tcp, own] = [free_port().to_string(), free_port().to_string()];
         let _taken = std::net::TcpListener::bind(format!("127.0.0.2:{own}")).expect("a free port");
         let bind = format!("127.0.0.1 127.0.0.2 127.0.0.3 {}", link_local().unwrap_or_default());
         let mut server =
@@ -142,7 +143,7 @@ fn link_local() -> Option<String> {
 #[test]
 fn does_not_listen_if_the_engine_has_no_address() {
     for program in engines() {
-        let own = free_port();
+        let own = free_port().to_string();
         let mut server = start(&program, &["rdma-port", &own], &["--port", "0"]);
         server.wait_for_log("the engine listens on no address");
         assert_eq!((server.info("status"), ping("127.0.0.1", &own)), ("off".into(), None));
@@ -173,13 +174,13 @@ fn pem(label: &str, der: &[u8]) -> String {
 #[test]
 fn refuses_clear_text_beside_tls_alone() {
     let made = rcgen::generate_simple_self_signed(["127.0.0.1".to_owned()]).expect("a certificate");
-    let files = std::env::temp_dir().join(format!("ferrite-listen-tls-{}", std::process::id()));
-    let [cert, key] = ["cert", "key"].map(|end| format!("{}.{end}", files.display()));
-    std::fs::write(&cert, pem("CERTIFICATE", made.cert.der())).expect("a file");
-    std::fs::write(&key, pem("PRIVATE KEY", &made.signing_key.serialize_der())).expect("a file");
+    let files = TempDir::new("listen-tls");
+    let cert = files.file("cert", pem("CERTIFICATE", made.cert.der()));
+    let key = files.file("key", pem("PRIVATE KEY", &made.signing_key.serialize_der()));
+    let [cert, key] = [cert, key].map(|file| file.display().to_string());
     // Debian's Redis has TLS; not every engine is built with it.
-    let program = Path::new(server::REDIS);
-    let (tls, own) = (free_port(), free_port());
+    let program = Path::new(REDIS);
+    let (tls, own) = (free_port().to_string(), free_port().to_string());
     let options = [
         &["--port", "0", "--tls-port", &tls, "--bind", "127.0.0.1", "--protected-mode", "no"][..],
         &["--tls-cert-file", &cert, "--tls-key-file", &key, "--tls-ca-cert-file", &cert],
@@ -194,16 +195,13 @@ fn refuses_clear_text_beside_tls_alone() {
     // An engine without a Unix socket gets the same error, not one about the missing socket.
     for more in [&[][..], &["--unixsocket", ""]] {
         let options = [&options[..], more].concat();
-        let required = Start { program, arguments: &["rdma", "require"], options: &options };
-        let (status, log) = Server::run_until_exit(&required);
+        let required = Start { program, module: Some(&["rdma", "require"]), options: &options };
+        let (status, log) = Engine::run_until_exit(&required);
         assert!(!status.success() && log.contains("allow-clear-text yes"), "{log}");
     }
     let server = start(program, &["rdma-port", &own, "allow-clear-text", "yes"], &options);
     assert_eq!(ping("127.0.0.1", &own), Some(true));
     drop(server);
-    for file in [cert, key] {
-        let _ = std::fs::remove_file(file);
-    }
 }
 
 /// Silent connections do not count as handshakes. A client is served at once although its address
@@ -211,7 +209,7 @@ fn refuses_clear_text_beside_tls_alone() {
 #[test]
 fn silent_connections_keep_nobody_out() {
     for program in engines() {
-        let own = free_port();
+        let own = free_port().to_string();
         let mut server =
             start(&program, &["rdma-port", &own, "rdma-bind", "127.0.0.1"], &["--port", "0"]);
         let connect =

@@ -14,17 +14,16 @@
 //! | `memory/run.rs` | rounds of attacks, and the checks |
 #![expect(clippy::print_stderr, reason = "the figures are for people to judge")]
 
-#[path = "memory/attack.rs"]
-mod attack;
 mod client;
-#[path = "memory/honest.rs"]
-mod honest;
-#[path = "memory/run.rs"]
-mod run;
-mod server;
+mod memory {
+    pub(crate) mod attack;
+    pub(crate) mod honest;
+    pub(crate) mod run;
+}
 
-use client::{engines, start};
-use run::PASSWORD;
+use client::start;
+use ferrite_testkit::engine::engines;
+use memory::run::{self, PASSWORD};
 
 #[test]
 fn clients_without_a_password_cost_little_memory_and_few_log_lines() {

@@ -5,39 +5,38 @@
 //! else as it was. `lab_module` tests it over RDMA.
 #![expect(clippy::print_stderr, reason = "tells which tests are left out")]
 
-mod server;
-
+use ferrite_testkit::engine::{REDIS, engines, module, valkey};
+use ferrite_testkit::{Engine, Start, TIMEOUT, TempDir, free_port};
 use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
 use std::path::Path;
 
-use server::{REDIS, Server, Start, TIMEOUT, engines, free_port, valkey};
-
 /// Starts an engine whose module has its own port on 127.0.0.1.
-fn start(program: &Path, more: &[&str], options: &[&str]) -> Server {
-    let port = free_port();
+fn start(program: &Path, more: &[&str], options: &[&str]) -> Engine {
+    let port = free_port().to_string();
     let arguments = [&["rdma-port", &port, "rdma-bind", "127.0.0.1"], more].concat();
     let options = [&["--port", "0"], options].concat();
-    Server::start(&Start { program, arguments: &arguments, options: &options })
+    Engine::start(&Start { program, module: Some(&arguments), options: &options })
 }
 
 /// Starts an engine that must refuse to load the module, and returns its log.
 fn log_of_failed_load(program: &Path, arguments: &[&str], options: &[&str]) -> String {
     let options = [&["--port", "0"], options].concat();
-    let (status, log) = Server::run_until_exit(&Start { program, arguments, options: &options });
+    let (status, log) =
+        Engine::run_until_exit(&Start { program, module: Some(arguments), options: &options });
     assert!(!status.success(), "{log}");
     assert!(!log.contains("BUG REPORT") && !log.contains("panic"), "{log}");
     log
 }
 
 /// Runs a command over TCP at the module's port.
-fn over_tcp(server: &Server, words: &[&str]) -> redis::RedisResult<redis::Value> {
+fn over_tcp(server: &Engine, words: &[&str]) -> redis::RedisResult<redis::Value> {
     let client = redis::Client::open(format!("redis://{}", server.info("address")))?;
     redis::cmd(words[0]).arg(&words[1..]).query(&mut client.get_connection()?)
 }
 
 /// Connects a plain TCP socket to the module's port.
-fn connect(server: &Server) -> TcpStream {
+fn connect(server: &Engine) -> TcpStream {
     let socket = TcpStream::connect(server.info("address")).expect("a connection to the module");
     socket.set_read_timeout(Some(TIMEOUT)).expect("a read timeout");
     socket
@@ -127,7 +126,7 @@ fn serves_tcp_at_the_engines_socket_and_at_its_own_port() {
 #[test]
 fn refuses_to_load_if_rdma_is_required() {
     for program in engines() {
-        let port = free_port();
+        let port = free_port().to_string();
         let arguments = ["rdma", "require", "rdma-bind", "0.0.0.0", "rdma-port", &port];
         let log = log_of_failed_load(&program, &arguments, &[]);
         assert!(log.contains("ferrite: not loaded: ") && log.contains("to do: "), "{log}");
@@ -139,7 +138,7 @@ fn refuses_to_load_if_rdma_is_required() {
 fn loads_once() {
     for program in engines() {
         let mut server = start(&program, &[], &[]);
-        let module = server::module();
+        let module = module();
         let again = server.refusal(&["MODULE", "LOAD", module.to_str().expect("UTF-8")]);
         assert!(again.to_lowercase().contains("error loading"), "{again}");
         assert!(server.log().contains("is already loaded"), "{}", server.log());
@@ -283,7 +282,7 @@ fn ferrite_commands_reply() {
 
 /// Logs in as a user with these rights and runs a command.
 fn as_limited_user(
-    server: &Server,
+    server: &Engine,
     rules: &[&str],
     words: &[&str],
 ) -> redis::RedisResult<redis::Value> {
@@ -335,7 +334,7 @@ fn sessions_end_during_a_background_save() {
         let mut server = start(&program, &[], &["--rdb-key-save-delay", "20000"]);
         let script = "for i = 1, 100 do redis.call('SET', 'key' .. i, i) end";
         let _: redis::Value = server.ask(&["EVAL", script, "0"]);
-        let open = |server: &Server| {
+        let open = |server: &Engine| {
             let mut socket = connect(server);
             socket.write_all(b"BLPOP list 0\r\n").expect("to send");
             server.wait_until("a blocked client", || {
@@ -416,19 +415,19 @@ fn listens_again_after_an_aborted_shutdown() {
 #[test]
 fn proxy_connections_use_the_engines_socket() {
     for program in engines() {
-        let (first, second) = (free_port(), free_port());
-        let arguments = ["rdma-port", &free_port(), "rdma-bind", "127.0.0.1"];
-        let mut server = Server::start(&Start {
+        let (first, second) = (free_port().to_string(), free_port().to_string());
+        let arguments = ["rdma-port", &free_port().to_string(), "rdma-bind", "127.0.0.1"];
+        let mut server = Engine::start(&Start {
             program: &program,
-            arguments: &arguments,
+            module: Some(&arguments),
             options: &["--port", &first, "--bind", "127.0.0.1"],
         });
         assert!(server.info("engine").starts_with("unix:/"), "the Unix socket is preferred");
         drop(server);
         let named = format!("127.0.0.1:{first}");
-        server = Server::start(&Start {
+        server = Engine::start(&Start {
             program: &program,
-            arguments: &[&arguments[..], &["engine", &named]].concat(),
+            module: Some(&[&arguments[..], &["engine", &named]].concat()),
             options: &["--port", &first, "--bind", "127.0.0.1"],
         });
         assert_eq!(server.info("engine"), named);
@@ -446,10 +445,11 @@ fn proxy_connections_use_the_engines_socket() {
 #[test]
 fn proxy_connections_follow_the_engines_tcp_port() {
     for program in engines() {
-        let (first, second, own) = (free_port(), free_port(), free_port());
-        let mut server = Server::spawn(&Start {
+        let (first, second, own) =
+            (free_port().to_string(), free_port().to_string(), free_port().to_string());
+        let mut server = Engine::spawn(&Start {
             program: &program,
-            arguments: &["rdma-port", &own, "rdma-bind", "127.0.0.1"],
+            module: Some(&["rdma-port", &own, "rdma-bind", "127.0.0.1"]),
             options: &["--unixsocket", "", "--port", &first, "--bind", "127.0.0.1"],
         });
         server.wait_for_log("accept connections");
@@ -473,24 +473,24 @@ fn proxy_connections_follow_the_engines_tcp_port() {
 #[test]
 fn works_without_config_if_addresses_are_named() {
     for program in engines() {
-        let socket =
-            std::env::temp_dir().join(format!("ferrite-named-{}.sock", std::process::id()));
+        let directory = TempDir::new("named");
+        let socket = directory.join("socket");
         let socket = socket.to_str().expect("UTF-8");
         let no_config = ["--rename-command", "CONFIG", "", "--unixsocket", socket];
-        let mut server = Server::spawn(&Start {
+        let mut server = Engine::spawn(&Start {
             program: &program,
-            arguments: &[],
+            module: Some(&[]),
             options: &[&["--port", "0"], &no_config[..]].concat(),
         });
         server.wait_for_log("no RDMA listener: the engine does not say where it listens");
         server.wait_for_log("engine unix:/PATH");
         server.assert_healthy();
         drop(server);
-        let (port, named) = (free_port(), format!("unix:{socket}"));
+        let (port, named) = (free_port().to_string(), format!("unix:{socket}"));
         let arguments = ["rdma-port", &port, "rdma-bind", "127.0.0.1", "engine", &named];
-        let mut server = Server::spawn(&Start {
+        let mut server = Engine::spawn(&Start {
             program: &program,
-            arguments: &arguments,
+            module: Some(&arguments),
             options: &[&["--port", "0"], &no_config[..]].concat(),
         });
         server.wait_for_log("accept connections");
@@ -509,11 +509,11 @@ fn works_without_config_if_addresses_are_named() {
 #[test]
 fn config_rewrite_keeps_the_modules_settings() {
     for program in engines() {
-        let port = free_port();
+        let port = free_port().to_string();
         let arguments = ["rdma-port", &port, "rdma-bind", "127.0.0.1", "max-clients", "7"];
-        let mut server = Server::start_from_file(&Start {
+        let mut server = Engine::start_from_file(&Start {
             program: &program,
-            arguments: &arguments,
+            module: Some(&arguments),
             options: &["port 0"],
         });
         let () = server.ask(&["CONFIG", "SET", "ferrite.busy-poll-us", "5"]);
@@ -525,7 +525,7 @@ fn config_rewrite_keeps_the_modules_settings() {
         );
         assert!(!file.contains("ferrite.max-clients"), "this is an argument already: {file}");
         assert!(server.shut_down("NOSAVE").success());
-        server.restart(&program);
+        server.restart();
         let get = |name: &str| {
             server.ask::<Vec<String>>(&["CONFIG", "GET", name]).pop().unwrap_or_default()
         };
@@ -540,12 +540,12 @@ fn config_rewrite_keeps_the_modules_settings() {
 
 /// Starts an engine that also has a TCP port for replicas and other cluster nodes. Returns that
 /// port too.
-fn node(program: &Path, options: &[&str]) -> (Server, String) {
-    let (port, own) = (free_port(), free_port());
+fn node(program: &Path, options: &[&str]) -> (Engine, String) {
+    let (port, own) = (free_port().to_string(), free_port().to_string());
     let options = [&["--port", &port, "--bind", "127.0.0.1"], options].concat();
-    let server = Server::start(&Start {
+    let server = Engine::start(&Start {
         program,
-        arguments: &["rdma-port", &own, "rdma-bind", "127.0.0.1"],
+        module: Some(&["rdma-port", &own, "rdma-bind", "127.0.0.1"]),
         options: &options,
     });
     (server, port)
@@ -585,17 +585,17 @@ fn slots_migrate_atomically() {
         eprintln!("skipped: Valkey is not built (run lab/lab setup valkey)");
         return;
     };
-    let (bus, other_bus) = (free_port(), free_port());
+    let (bus, other_bus) = (free_port().to_string(), free_port().to_string());
     let (mut source, _) = node(&program, &["--cluster-enabled", "yes", "--cluster-port", &bus]);
     let (mut target, port) =
         node(&program, &["--cluster-enabled", "yes", "--cluster-port", &other_bus]);
     let () = source.ask(&["CLUSTER", "ADDSLOTSRANGE", "0", "16383"]);
     let () = source.ask(&["CLUSTER", "MEET", "127.0.0.1", &port, &other_bus]);
-    let knows_both = |server: &Server| {
+    let knows_both = |server: &Engine| {
         server.ask::<String>(&["CLUSTER", "INFO"]).contains("cluster_known_nodes:2")
     };
     let ok =
-        |server: &Server| server.ask::<String>(&["CLUSTER", "INFO"]).contains("cluster_state:ok");
+        |server: &Engine| server.ask::<String>(&["CLUSTER", "INFO"]).contains("cluster_state:ok");
     source.wait_until("a cluster of two nodes", || {
         knows_both(&source) && knows_both(&target) && ok(&source)
     });

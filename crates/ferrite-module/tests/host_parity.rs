@@ -4,12 +4,12 @@
 #![expect(clippy::print_stderr, reason = "reports what was compared")]
 
 mod parity;
-mod server;
 
 use std::net::TcpStream;
 use std::path::Path;
 
-use parity::connection::Transport;
+use ferrite_testkit::engine::engines;
+use ferrite_testkit::resp::Transport;
 use parity::{Amount, Pace, Way, states};
 
 fn dial(port: &str) -> Box<dyn Transport> {
@@ -22,7 +22,7 @@ fn each(state: impl Fn(&Way<'_>, &Path)) {
     let amount = Amount { good: 8, spoiled: 16 };
     let way =
         Way { arguments: &["rdma-bind", "127.0.0.1"], dial: &dial, pace: Pace::OneByOne, amount };
-    server::engines().iter().for_each(|program| state(&way, program));
+    engines().iter().for_each(|program| state(&way, program));
 }
 
 macro_rules! states {

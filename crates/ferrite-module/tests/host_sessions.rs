@@ -2,15 +2,16 @@
 //! once did not.
 
 mod client;
-mod server;
 
 use std::time::{Duration, Instant};
 
-use client::{Client, engines, start};
-use server::Server;
+use client::{of_module, start};
+use ferrite_testkit::engine::engines;
+use ferrite_testkit::resp::Client;
+use ferrite_testkit::{Engine, free_port};
 
 /// Runs a case on each engine.
-fn on_each(options: &[&str], case: impl Fn(&mut Server)) {
+fn on_each(options: &[&str], case: impl Fn(&mut Engine)) {
     for program in engines() {
         let mut server = start(&program, options);
         case(&mut server);
@@ -19,9 +20,9 @@ fn on_each(options: &[&str], case: impl Fn(&mut Server)) {
 }
 
 /// Runs a case on each engine with the password `x`, and passes a client that has logged in.
-fn on_each_with_password(case: impl Fn(&mut Server, Client)) {
+fn on_each_with_password(case: impl Fn(&mut Engine, Client)) {
     on_each(&["--requirepass", "x"], |server| {
-        let mut admin = Client::native(server);
+        let mut admin = server.client();
         admin.ok(&["AUTH", "x"]);
         case(server, admin);
     });
@@ -31,14 +32,14 @@ fn on_each_with_password(case: impl Fn(&mut Server, Client)) {
 #[test]
 fn wait_is_correct_after_a_pin_inside_a_transaction() {
     for program in engines() {
-        let mut primary = start(&program, &["--port", &server::free_port()]);
+        let mut primary = start(&program, &["--port", &free_port().to_string()]);
         let port: Vec<String> = primary.ask(&["CONFIG", "GET", "port"]);
         let replica = start(&program, &["--replicaof", "127.0.0.1", &port[1]]);
-        let mut admin = Client::native(&primary);
+        let mut admin = primary.client();
         primary.wait_until("a replica", || {
             admin.ask(&["INFO", "replication"]).contains("state=online")
         });
-        let mut client = Client::of_module(&primary);
+        let mut client = of_module(&primary);
         client.ok(&["SET", "k", "v"]);
         assert_eq!(client.ask(&["WAIT", "1", "20000"]), ":1");
         replica.signal("STOP");
@@ -61,7 +62,7 @@ fn a_failed_login_in_a_transaction_does_not_block_the_session() {
     on_each(&[], |server| {
         for login in [&["AUTH", "nobody", "wrong"][..], &["HELLO", "2", "AUTH", "nobody", "wrong"]]
         {
-            let replies = [Client::of_module(server), Client::native(server)].map(|mut client| {
+            let replies = [of_module(server), server.client()].map(|mut client| {
                 client.send(&[vec!["MULTI"], login.to_vec(), vec!["GET", "k"], vec!["EXEC"]]);
                 client.read_until(b"$-1\r\n");
                 client.send(&[vec!["ECHO", "the-end"]]);
@@ -76,14 +77,14 @@ fn a_failed_login_in_a_transaction_does_not_block_the_session() {
 #[test]
 fn sessions_end_with_the_engines_client() {
     on_each(&[], |server| {
-        let mut quitting = Client::of_module(server);
+        let mut quitting = of_module(server);
         quitting.ok(&["QUIT"]);
-        let mut subscriber = Client::of_module(server);
+        let mut subscriber = of_module(server);
         subscriber.send(&[vec!["SUBSCRIBE", "c"]]);
-        subscriber.next().expect("a reply");
+        subscriber.next_reply().expect("a reply");
         server.ask::<i64>(&["CLIENT", "KILL", "TYPE", "pubsub"]);
         server.wait_until("both sessions have ended", || server.count("sessions") == 0);
-        assert_eq!((quitting.next(), subscriber.next()), (None, None));
+        assert_eq!((quitting.next_reply(), subscriber.next_reply()), (None, None));
     });
 }
 
@@ -92,20 +93,21 @@ fn sessions_end_with_the_engines_client() {
 #[test]
 fn client_kill_ends_sessions_with_unread_replies() {
     on_each(&[], |server| {
-        let mut admin = Client::native(server);
+        let mut admin = server.client();
         admin.ok(&["SET", "k", &"x".repeat(1 << 20)]);
         let many = vec![vec!["GETRANGE", "k", "0", "-1"]; 60];
         let pin = vec![vec!["CLIENT", "NO-EVICT", "on"]];
         let called = server.count("commands_called");
-        let mut pinning = Client::of_module(server);
+        let mut pinning = of_module(server);
         let id = pinning.ask(&["CLIENT", "ID"])[1..].to_owned();
         pinning.send(&[many.clone(), pin.clone()].concat());
         server.wait_until("60 calls", || server.count("commands_called") == called + 60);
-        let mut pinned = Client::of_module(server);
+        let mut pinned = of_module(server);
         pinned.send(&[vec![vec!["CLIENT", "ID"]], pin, many].concat());
-        let other =
-            String::from_utf8_lossy(&pinned.next().expect("an id"))[1..].trim_end().to_owned();
-        pinned.next().expect("the reply to NO-EVICT");
+        let other = String::from_utf8_lossy(&pinned.next_reply().expect("an id"))[1..]
+            .trim_end()
+            .to_owned();
+        pinned.next_reply().expect("the reply to NO-EVICT");
         for id in [id, other] {
             assert_eq!(admin.ask(&["CLIENT", "KILL", "ID", &id]), ":1");
         }
@@ -117,22 +119,22 @@ fn client_kill_ends_sessions_with_unread_replies() {
 /// blocking command. A client that sends more than client-query-buffer-limit is disconnected.
 #[test]
 fn a_blocked_client_that_closes_takes_no_element() {
-    let blocked = |server: &Server, count: u32| {
+    let blocked = |server: &Engine, count: u32| {
         let wanted = format!("blocked_clients:{count}");
         server.wait_until(&wanted, || server.ask::<String>(&["INFO", "clients"]).contains(&wanted));
     };
     on_each(&["--client-query-buffer-limit", "4mb"], |server| {
         let set = vec!["SET".to_owned(), "k".to_owned(), "x".repeat(1 << 16)];
         let pop = vec![["BLPOP", "l", "0"].map(String::from).to_vec()];
-        let mut client = Client::of_module(server);
+        let mut client = of_module(server);
         client.send(&[pop.clone(), vec![set.clone(); 16]].concat());
         blocked(server, 1);
         drop(client);
         blocked(server, 0);
-        let mut admin = Client::native(server);
+        let mut admin = server.client();
         assert_eq!(admin.ask(&["RPUSH", "l", "job"]), ":1");
         assert_eq!(admin.ask(&["LPOP", "l"]), "$3\r\njob");
-        let mut client = Client::of_module(server);
+        let mut client = of_module(server);
         client.send(&pop);
         blocked(server, 1);
         while client.try_send(std::slice::from_ref(&set)) {}
@@ -153,26 +155,26 @@ fn malformed_commands_get_the_engines_reply() {
             "*2\r\n$4\rxECHO\r\n$1\r\nk\r\n",
             &long,
         ] {
-            let (mut client, mut native) = (Client::of_module(server), Client::native(server));
+            let (mut client, mut native) = (of_module(server), server.client());
             for either in [&mut client, &mut native] {
                 either.write(bytes.as_bytes());
             }
-            let reply = native.next();
-            assert_eq!(client.next(), reply, "{}", &bytes[..24]);
+            let reply = native.next_reply();
+            assert_eq!(client.next_reply(), reply, "{}", &bytes[..24]);
             if reply.is_some_and(|reply| reply.starts_with(b"-ERR Protocol error")) {
-                assert_eq!(client.next(), None);
+                assert_eq!(client.next_reply(), None);
                 continue;
             }
             for either in [&mut client, &mut native] {
                 assert_eq!(either.ask(&["ECHO", "next"]), "$4\r\nnext");
             }
         }
-        let mut native = Client::native(server);
+        let mut native = server.client();
         native.write(b"*2\r\n$4\r\nECHOxx$1\r\nk\r\n");
-        if native.next().is_some_and(|reply| reply.starts_with(b"-ERR Protocol error")) {
-            let mut client = Client::of_module(server);
+        if native.next_reply().is_some_and(|reply| reply.starts_with(b"-ERR Protocol error")) {
+            let mut client = of_module(server);
             client.write(b"*2\r\n$4\r\nECHOxx");
-            let reply = client.next().expect("an error before the rest of the command");
+            let reply = client.next_reply().expect("an error before the rest of the command");
             assert!(reply.starts_with(b"-ERR Protocol error"));
         }
     });
@@ -182,7 +184,7 @@ fn malformed_commands_get_the_engines_reply() {
 #[test]
 fn calls_reset_the_idle_time_of_the_client() {
     on_each(&[], |server| {
-        let (mut client, mut admin) = (Client::of_module(server), Client::native(server));
+        let (mut client, mut admin) = (of_module(server), server.client());
         let id = client.ask(&["CLIENT", "ID"])[1..].to_owned();
         let started = Instant::now();
         while started.elapsed() < Duration::from_secs(4) {
@@ -205,7 +207,7 @@ fn calls_reset_the_idle_time_of_the_client() {
 #[test]
 fn blocked_clients_are_served_before_the_next_command() {
     on_each(&[], |server| {
-        let (mut waiting, mut client) = (Client::native(server), Client::of_module(server));
+        let (mut waiting, mut client) = (server.client(), of_module(server));
         for round in 0..20 {
             waiting.send(&[vec!["BLPOP", "l", "0"]]);
             let blocked =
@@ -214,7 +216,10 @@ fn blocked_clients_are_served_before_the_next_command() {
             client.send(&[vec!["RPUSH", "l", "job"], vec!["LPOP", "l"], vec!["LLEN", "l"]]);
             let replies = client.replies(3);
             assert_eq!(replies.concat(), b":1\r\n$-1\r\n:0\r\n", "round {round}");
-            assert_eq!(waiting.next().as_deref(), Some(&b"*2\r\n$1\r\nl\r\n$3\r\njob\r\n"[..]));
+            assert_eq!(
+                waiting.next_reply().as_deref(),
+                Some(&b"*2\r\n$1\r\nl\r\n$3\r\njob\r\n"[..])
+            );
         }
     });
 }
@@ -224,7 +229,7 @@ fn blocked_clients_are_served_before_the_next_command() {
 #[test]
 fn nothing_pins_a_session_before_a_login() {
     on_each_with_password(|server, mut admin| {
-        let (mut client, mut native) = (Client::at(&admin.info("address")), Client::native(server));
+        let (mut client, mut native) = (Client::to_tcp(admin.info("address")), server.client());
         let long = format!("*1\r\n$9000\r\n{}\r\n", "x".repeat(9000));
         for bytes in [
             "GET k\r\n",
@@ -245,16 +250,16 @@ fn nothing_pins_a_session_before_a_login() {
         }
         assert_eq!(admin.info("sessions_pinned"), "0");
         client.write(b"AUTH x\r\n");
-        assert_eq!(client.next().as_deref(), Some(&b"+OK\r\n"[..]));
+        assert_eq!(client.next_reply().as_deref(), Some(&b"+OK\r\n"[..]));
         let before = admin.info("commands_called");
         client.ok(&["SET", "k", "v"]);
         assert_ne!(admin.info("commands_called"), before, "no call after an inline AUTH");
         client.write(b"GET k\r\n");
-        assert_eq!(client.next().as_deref(), Some(&b"$1\r\nv\r\n"[..]));
+        assert_eq!(client.next_reply().as_deref(), Some(&b"$1\r\nv\r\n"[..]));
         assert_eq!(admin.info("sessions_pinned"), "1");
-        let mut client = Client::at(&admin.info("address"));
+        let mut client = Client::to_tcp(admin.info("address"));
         client.ok(&["QUIT"]);
-        assert_eq!(client.next(), None);
+        assert_eq!(client.next_reply(), None);
     });
 }
 
@@ -263,16 +268,20 @@ fn nothing_pins_a_session_before_a_login() {
 #[test]
 fn clients_that_need_no_login_can_subscribe() {
     on_each_with_password(|_, mut admin| {
-        let mut client = Client::at(&admin.info("address"));
+        let mut client = Client::to_tcp(admin.info("address"));
         assert!(client.ask(&["GET", "k"]).starts_with("-NOAUTH"));
         admin.ok(&["CONFIG", "SET", "requirepass", ""]);
         client.send(&[vec!["SUBSCRIBE", "a", "b"], vec!["PING"]]);
         for _ in ["a", "b"] {
-            assert!(client.next().is_some_and(|reply| reply.starts_with(b"*3\r\n$9\r\nsubscribe")));
+            assert!(
+                client
+                    .next_reply()
+                    .is_some_and(|reply| reply.starts_with(b"*3\r\n$9\r\nsubscribe"))
+            );
         }
-        assert_eq!(client.next().as_deref(), Some(&b"*2\r\n$4\r\npong\r\n$0\r\n\r\n"[..]));
+        assert_eq!(client.next_reply().as_deref(), Some(&b"*2\r\n$4\r\npong\r\n$0\r\n\r\n"[..]));
         assert_eq!(admin.ask(&["PUBLISH", "a", "hello"]), ":1");
-        assert!(client.next().is_some_and(|reply| reply.ends_with(b"hello\r\n")));
+        assert!(client.next_reply().is_some_and(|reply| reply.ends_with(b"hello\r\n")));
     });
 }
 
@@ -281,7 +290,7 @@ fn clients_that_need_no_login_can_subscribe() {
 #[test]
 fn failed_logins_get_a_reply_before_a_login() {
     on_each_with_password(|server, mut admin| {
-        let (mut client, mut native) = (Client::at(&admin.info("address")), Client::native(server));
+        let (mut client, mut native) = (Client::to_tcp(admin.info("address")), server.client());
         let long = format!("*2\r\n$4\r\nAUTH\r\n$9000\r\n{}\r\n", "y".repeat(9000));
         for bytes in [
             "AUTH wrong\r\n",
@@ -298,7 +307,7 @@ fn failed_logins_get_a_reply_before_a_login() {
         }
         assert_eq!(admin.info("sessions_pinned"), "0");
         client.write(b"\"\\x41UTH\" wrong\r\n");
-        assert!(client.next().is_some_and(|reply| reply.starts_with(b"-WRONGPASS")));
+        assert!(client.next_reply().is_some_and(|reply| reply.starts_with(b"-WRONGPASS")));
     });
 }
 
@@ -317,7 +326,7 @@ fn sessions_before_a_login_end_with_their_clients() {
             "CLIENT REPLY OFF\r\n",
         ] {
             for _ in 0..5 {
-                Client::at(&address).write(bytes.as_bytes());
+                Client::to_tcp(&address).write(bytes.as_bytes());
             }
             server.wait_until(bytes, || admin.info("sessions") == "0");
         }
@@ -329,7 +338,7 @@ fn sessions_before_a_login_end_with_their_clients() {
 #[test]
 fn commands_of_clients_that_disconnect_during_a_pause_do_not_run() {
     on_each(&[], |server| {
-        let mut admin = Client::native(server);
+        let mut admin = server.client();
         let address = admin.info("address");
         // INFO would wait for the pause too, so this counts the descriptors of the connections.
         let open = || {
@@ -338,7 +347,7 @@ fn commands_of_clients_that_disconnect_during_a_pause_do_not_run() {
         };
         let before = open();
         admin.ok(&["CLIENT", "PAUSE", "10000", "ALL"]);
-        let mut clients: Vec<_> = (0..5).map(|_| Client::at(&address)).collect();
+        let mut clients: Vec<_> = (0..5).map(|_| Client::to_tcp(&address)).collect();
         clients.iter_mut().for_each(|client| client.send(&[vec!["INCR", "n"]]));
         server.wait_until("sessions with proxy connections", || open() >= before + 10);
         drop(clients);
@@ -352,17 +361,17 @@ fn commands_of_clients_that_disconnect_during_a_pause_do_not_run() {
 #[test]
 fn sessions_that_have_written_survive_another_login() {
     on_each(&[], |server| {
-        let mut admin = Client::native(server);
+        let mut admin = server.client();
         admin.ok(&["ACL", "SETUSER", "writer", "on", ">w", "~*", "&*", "+@all"]);
         let address = admin.info("address");
         for pins in ["*2\r\n$9\r\nSUBSCRIBE\r\n$1\r\na\r\n", "PING\r\n"] {
-            let mut client = Client::at(&address);
+            let mut client = Client::to_tcp(&address);
             client.ok(&["AUTH", "writer", "w"]);
             client.ok(&["SET", "k", "v"]);
             client.ok(&["AUTH", "default", "any"]);
             for _ in ["the command that pins", "one after it"] {
                 client.write(pins.as_bytes());
-                assert!(client.next().is_some(), "{pins:?}");
+                assert!(client.next_reply().is_some(), "{pins:?}");
             }
         }
     });

@@ -2,33 +2,34 @@
 //! `FERRITE_SHUTDOWNS=50` runs 50 rounds of each test.
 
 mod client;
-mod server;
 mod shutdown;
 
-use client::{Client, engines};
-use server::{Server, free_port};
+use ferrite_testkit::engine::engines;
+use ferrite_testkit::resp::Client;
+use ferrite_testkit::{Engine, free_port};
 use shutdown::{
     Increment, Way, failover_keeps_acknowledged_writes, shutdown_keeps_acknowledged_writes,
 };
 
-fn connect(server: &Server) -> Increment {
-    let mut client = Client::at(&server.info("address"));
+fn connect(server: &Engine) -> Increment {
+    let mut client = Client::to_tcp(server.info("address"));
     Box::new(move |key| {
         client.try_send(&[vec!["INCR", key]])
-            && client.next().is_some_and(|reply| reply.starts_with(b":"))
+            && client.next_reply().is_some_and(|reply| reply.starts_with(b":"))
     })
 }
 
 fn test_shutdown(way: Way) {
     for program in engines() {
-        let arguments = ["rdma-port", &free_port(), "rdma-bind", "127.0.0.1", "call-path", "yes"];
+        let arguments =
+            ["rdma-port", &free_port().to_string(), "rdma-bind", "127.0.0.1", "call-path", "yes"];
         shutdown_keeps_acknowledged_writes(&program, &arguments, way, &connect);
     }
 }
 
 fn test_failover() {
     for program in engines() {
-        let ports = [free_port(), free_port()];
+        let ports = [free_port().to_string(), free_port().to_string()];
         let arguments = ports.each_ref().map(|port| ["rdma-port", port, "rdma-bind", "127.0.0.1"]);
         failover_keeps_acknowledged_writes(&program, [&arguments[0], &arguments[1]], &connect);
     }

@@ -3,8 +3,6 @@
 //! --memory 6G --timeout 1500 --runner "env FERRITE_CLIENTS=5000" -- --no-capture`.
 #![expect(clippy::print_stderr, reason = "prints the figures")]
 
-mod server;
-
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -12,7 +10,8 @@ use std::time::{Duration, Instant};
 use ferrite_fabric::{Config, ConnectOptions, Fabric, Rdma};
 use ferrite_proto::Role;
 use ferrite_session::{ValkeyConfig, ValkeyStream, client_config};
-use server::{REDIS, Server, Start};
+use ferrite_testkit::engine::REDIS;
+use ferrite_testkit::{Engine, Start};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::sync::{Semaphore, mpsc, watch};
 use tokio::task::JoinSet;
@@ -66,9 +65,9 @@ fn a_silent_client_pins_little_more_than_its_window() {
         ["rdma-bind", HOST, "rdma-port", PORT, "rdma", "require", "rdma-device", "rxe1"];
     let arguments = [&arguments[..], &["max-clients", "16000", "rx-size", "64kb"]].concat();
     let options = ["--port", "0", "--protected-mode", "no", "--maxclients", "20000"];
-    let mut server = Server::start(&Start {
+    let mut server = Engine::start(&Start {
         program: Path::new(REDIS),
-        arguments: &arguments,
+        module: Some(&arguments),
         options: &options,
     });
     let before = server.count("rdma_memory_registered_bytes");

@@ -3,14 +3,12 @@
 //! and read nothing.
 #![expect(clippy::print_stderr, reason = "the figures are for people to judge")]
 
-#[path = "memory/attack.rs"]
-mod attack;
 mod client;
-#[path = "memory/honest.rs"]
-mod honest;
-#[path = "memory/run.rs"]
-mod run;
-mod server;
+mod memory {
+    pub(crate) mod attack;
+    pub(crate) mod honest;
+    pub(crate) mod run;
+}
 
 use std::path::Path;
 use std::sync::Arc;
@@ -19,8 +17,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use ferrite_fabric::{Config, ConnectOptions, Fabric, Rdma};
 use ferrite_proto::Role;
 use ferrite_session::{ValkeyConfig, ValkeyStream, client_config};
-use run::PASSWORD;
-use server::{REDIS, Server, Start};
+use ferrite_testkit::engine::REDIS;
+use ferrite_testkit::{Engine, Start, TIMEOUT};
+use memory::run::{self, PASSWORD};
 use tokio::io::AsyncWriteExt as _;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
@@ -46,9 +45,9 @@ async fn flood(fabric: Fabric, connected: Arc<AtomicUsize>) {
 fn clients_without_a_password_pin_little_memory() {
     let arguments = ["rdma-bind", HOST, "rdma-port", PORT, "rdma", "prefer", "rdma-device", "rxe1"];
     let options = ["--port", "0", "--requirepass", PASSWORD];
-    let mut server = Server::start(&Start {
+    let mut server = Engine::start(&Start {
         program: Path::new(REDIS),
-        arguments: &arguments,
+        module: Some(&arguments),
         options: &options,
     });
     let (stop, mut stopped) = watch::channel(false);
@@ -69,7 +68,7 @@ fn clients_without_a_password_pin_little_memory() {
             }
             clients.shutdown().await;
             drop(fabric);
-            let ended = tokio::time::timeout(server::TIMEOUT, driver).await;
+            let ended = tokio::time::timeout(TIMEOUT, driver).await;
             ended.expect("the fabric stops in time").expect("no panic").expect("no fabric error");
         });
     });

@@ -3,8 +3,6 @@
 //! sessions used RDMA.
 #![expect(clippy::print_stderr, reason = "shows the progress of longer tests")]
 
-mod server;
-
 use std::net::SocketAddr;
 use std::path::Path;
 use std::time::Duration;
@@ -12,23 +10,24 @@ use std::time::Duration;
 use ferrite_fabric::{Config, Fabric, Rdma};
 use ferrite_proto::resp::encode_command;
 use ferrite_session::{Connector, Session, SessionTransport};
+use ferrite_testkit::engine::REDIS;
+use ferrite_testkit::{Engine, Start, TIMEOUT};
 use redis::aio::MultiplexedConnection;
 use redis::{
     AsyncCommands as _, AsyncConnectionConfig, ProtocolVersion, RedisConnectionInfo, Value,
 };
-use server::{REDIS, Server, Start};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
 const HOST: &str = "10.0.0.1";
 const PORT: &str = "6390";
 const LONG: Duration = Duration::from_secs(150);
 
-fn start(more: &[&str], options: &[&str]) -> Server {
+fn start(more: &[&str], options: &[&str]) -> Engine {
     let arguments =
         [&["rdma-bind", HOST, "rdma-port", PORT, "rdma", "require", "rdma-device", "rxe1"], more]
             .concat();
     let options = [&["--port", "0", "--protected-mode", "no"], options].concat();
-    Server::start(&Start { program: Path::new(REDIS), arguments: &arguments, options: &options })
+    Engine::start(&Start { program: Path::new(REDIS), module: Some(&arguments), options: &options })
 }
 
 /// Runs a test's clients on the other host's device. They must finish in time and leave no verbs
@@ -46,7 +45,7 @@ fn run(test: impl AsyncFnOnce(&Connector)) {
         drop(fabric);
         tokio::time::timeout(LONG, test(&connector)).await.expect("in time");
         drop(connector);
-        let ended = tokio::time::timeout(server::TIMEOUT, driver).await;
+        let ended = tokio::time::timeout(TIMEOUT, driver).await;
         ended.expect("the fabric stops in time").expect("no panic").expect("no fabric error");
     });
     assert_eq!(ferrite_verbs::leaked_objects(), 0);
@@ -79,7 +78,7 @@ async fn connection(connector: &Connector) -> MultiplexedConnection {
 }
 
 /// Asserts that there were this many sessions, all over RDMA and without errors.
-fn assert_over_rdma(server: &mut Server, sessions: u64) {
+fn assert_over_rdma(server: &mut Engine, sessions: u64) {
     server.assert_healthy();
     assert_eq!(
         server.count("begun_ferrite"),
@@ -373,7 +372,7 @@ fn the_engines_passwords_and_acls_apply() {
     server.assert_healthy();
 }
 
-fn server_connection(server: &Server, password: &str) -> redis::Connection {
+fn server_connection(server: &Engine, password: &str) -> redis::Connection {
     let mut own = server.connection().expect("a connection");
     let () = redis::cmd("AUTH").arg(password).query(&mut own).expect("AUTH");
     own
@@ -511,15 +510,14 @@ fn shuts_down_during_traffic() {
             assert!(status.success(), "{how}: {status}; {}", server.log());
             assert!(started.elapsed() < Duration::from_secs(10), "{:?}", started.elapsed());
             for task in tasks {
-                let done = tokio::time::timeout(server::TIMEOUT, task)
+                let done = tokio::time::timeout(TIMEOUT, task)
                     .await
                     .expect("the client notices the shutdown")
                     .expect("no panic");
                 assert!(done > 0);
             }
             let mut rest = Vec::new();
-            let ended =
-                tokio::time::timeout(server::TIMEOUT, waiting.0.read_to_end(&mut rest)).await;
+            let ended = tokio::time::timeout(TIMEOUT, waiting.0.read_to_end(&mut rest)).await;
             let _ = ended.expect("the client notices the shutdown");
         });
         let log = server.log();

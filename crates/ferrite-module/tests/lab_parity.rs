@@ -5,7 +5,6 @@
 #![expect(clippy::print_stderr, reason = "reports what was compared")]
 
 mod parity;
-mod server;
 
 use std::io;
 use std::path::Path;
@@ -14,7 +13,9 @@ use std::time::Duration;
 
 use ferrite_fabric::{Config, Fabric, Rdma};
 use ferrite_session::{Connector, Session, SessionTransport};
-use parity::connection::Transport;
+use ferrite_testkit::TIMEOUT;
+use ferrite_testkit::engine::{REDIS, engines};
+use ferrite_testkit::resp::Transport;
 use parity::{Amount, Pace, Way, states};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::runtime::{Builder, Runtime};
@@ -67,13 +68,13 @@ fn each(state: impl Fn(&Way<'_>, &Path)) {
     // Only the transport differs from `host_parity`, so a few cases of each command are enough by
     // default.
     let (engines, amount) = match std::env::var_os("FERRITE_ENGINES") {
-        Some(_) => (server::engines(), Amount { good: 4, spoiled: 6 }),
-        None => (vec![server::REDIS.into()], Amount { good: 1, spoiled: 1 }),
+        Some(_) => (engines(), Amount { good: 4, spoiled: 6 }),
+        None => (vec![REDIS.into()], Amount { good: 1, spoiled: 1 }),
     };
     let way = Way { arguments: &arguments, dial: &dial, pace: Pace::Pipelined, amount };
     engines.iter().for_each(|program| state(&way, program));
     drop(connector);
-    let ended = runtime.block_on(async { timeout(server::TIMEOUT, driver).await });
+    let ended = runtime.block_on(async { timeout(TIMEOUT, driver).await });
     ended.expect("the fabric stops in time").expect("no panic").expect("no fabric error");
     drop(inside);
     assert_eq!(ferrite_verbs::leaked_objects(), 0);

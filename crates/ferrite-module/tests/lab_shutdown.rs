@@ -1,7 +1,6 @@
 //! No acknowledged write is lost when an engine shuts down or fails over; over RDMA. For 50 rounds
 //! of each test: `cargo xtask lab-test lab_shutdown --runner "env FERRITE_SHUTDOWNS=50"`.
 
-mod server;
 mod shutdown;
 
 use std::path::Path;
@@ -9,7 +8,8 @@ use std::path::Path;
 use ferrite_fabric::{Config, Fabric, Rdma};
 use ferrite_proto::resp::{Limits, ReplyFramer, encode_command};
 use ferrite_session::{Connector, Session, SessionTransport};
-use server::{REDIS, Server};
+use ferrite_testkit::Engine;
+use ferrite_testkit::engine::REDIS;
 use shutdown::{
     Increment, Way, failover_keeps_acknowledged_writes, shutdown_keeps_acknowledged_writes,
 };
@@ -22,7 +22,7 @@ const SECOND: [&str; 8] =
     ["rdma-bind", "10.0.0.1", "rdma-port", "6391", "rdma", "require", "rdma-device", "rxe1"];
 
 /// Connects a client from the address of the other host.
-fn connect(server: &Server) -> Increment {
+fn connect(server: &Engine) -> Increment {
     let address = server.info("address").parse().expect("an address");
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();

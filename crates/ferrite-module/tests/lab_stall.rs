@@ -14,8 +14,6 @@
 //! cause fail the test.
 #![expect(clippy::print_stderr, reason = "prints figures for people to judge")]
 
-mod server;
-
 use std::io::{Read as _, Write as _};
 use std::net::SocketAddr;
 use std::path::Path;
@@ -32,7 +30,8 @@ use ferrite_fabric::wire::{
 use ferrite_fabric::{Config, ConnectOptions, Fabric, Rdma};
 use ferrite_proto::Role;
 use ferrite_session::{ValkeyConfig, ValkeyStream, client_config};
-use server::{REDIS, Server, Start, free_port};
+use ferrite_testkit::engine::REDIS;
+use ferrite_testkit::{Engine, Start, TIMEOUT, free_port};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpSocket, TcpStream};
 
@@ -50,15 +49,15 @@ const STRICT: Duration = Duration::from_millis(10);
 /// How much the attack may add to the longest stall, on any machine.
 const LENIENT: Duration = Duration::from_millis(500);
 
-fn start() -> (Server, SocketAddr) {
-    let port = free_port();
+fn start() -> (Engine, SocketAddr) {
+    let port = free_port().to_string();
     let arguments = ["rdma-bind", HOST, "rdma-port", PORT, "rdma", "prefer", "rdma-device", "rxe1"];
     // On the call path the main thread drives the devices.
     let arguments = [&arguments[..], &["call-path", "yes"]].concat();
     let options = ["--port", &port, "--bind", "127.0.0.1", "--protected-mode", "no"];
-    let server = Server::start(&Start {
+    let server = Engine::start(&Start {
         program: Path::new(REDIS),
-        arguments: &arguments,
+        module: Some(&arguments),
         options: &options,
     });
     prioritise(&server.pid().to_string());
@@ -86,7 +85,7 @@ fn own_thread() -> String {
 fn is_readable(socket: &std::net::TcpStream, within: Duration) -> bool {
     socket.set_read_timeout(Some(within)).expect("a timeout");
     let peeked = socket.peek(&mut [0]).is_ok_and(|bytes| bytes > 0);
-    socket.set_read_timeout(Some(server::TIMEOUT)).expect("a timeout");
+    socket.set_read_timeout(Some(TIMEOUT)).expect("a timeout");
     peeked
 }
 
@@ -121,7 +120,7 @@ impl Ticker {
             prioritise(&own_thread());
             let mut socket = std::net::TcpStream::connect(engine).expect("the engine's port");
             socket.set_nodelay(true).expect("an option");
-            socket.set_read_timeout(Some(server::TIMEOUT)).expect("a timeout");
+            socket.set_read_timeout(Some(TIMEOUT)).expect("a timeout");
             let (mut longest, mut ticks) = (Duration::ZERO, 0);
             while !stopped.load(Ordering::Relaxed) {
                 let sent = Instant::now();
@@ -199,7 +198,7 @@ fn run<R>(test: impl AsyncFnOnce(Fabric) -> R) -> R {
         let fabric = fabric.command_threads().build().expect("a fabric");
         let driver = tokio::spawn(fabric.drive());
         let result = test(fabric).await;
-        let ended = tokio::time::timeout(server::TIMEOUT, driver).await;
+        let ended = tokio::time::timeout(TIMEOUT, driver).await;
         ended.expect("the fabric stops in time").expect("no panic").expect("no fabric error");
         result
     })

@@ -11,7 +11,6 @@
 //! ```
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 
-pub(crate) mod connection;
 mod differences;
 mod generate;
 mod keys;
@@ -23,14 +22,14 @@ use std::net::TcpStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use self::connection::{Connection, Response, Transport, encode};
 use self::differences::{Rule, is_generated, rule, same};
 pub(crate) use self::generate::Amount;
 use self::generate::Words;
 use self::keys::Tags;
 use self::scripts::{Expect, Script, Sent};
 use self::spec::Spec;
-use crate::server::{Server, Start, free_port};
+use ferrite_testkit::resp::{Connection, Response, Transport, encode};
+use ferrite_testkit::{Engine, Start, free_port};
 
 /// The most that a reply may take.
 const LONG: Duration = Duration::from_secs(20);
@@ -50,7 +49,7 @@ pub(crate) struct Way<'a> {
 
 /// An engine with the module.
 pub(crate) struct Node {
-    pub(crate) server: Server,
+    pub(crate) server: Engine,
     port: String,
     module_port: String,
 }
@@ -58,7 +57,7 @@ pub(crate) struct Node {
 impl Node {
     /// Starts an engine and waits until its port is open. It may not serve commands yet.
     fn spawn(program: &Path, way: &Way<'_>, options: &[&str]) -> Self {
-        let (port, module_port) = (free_port(), free_port());
+        let (port, module_port) = (free_port().to_string(), free_port().to_string());
         let arguments = [way.arguments, &["rdma-port", &module_port]].concat();
         let own = [
             "--port",
@@ -80,7 +79,7 @@ impl Node {
             "no",
         ];
         let options = [&own[..], &comparable, options].concat();
-        let server = Server::spawn(&Start { program, arguments: &arguments, options: &options });
+        let server = Engine::spawn(&Start { program, module: Some(&arguments), options: &options });
         let node = Self { server, port, module_port };
         node.server.wait_until("an open port", || {
             TcpStream::connect(("127.0.0.1", node.number())).is_ok()
@@ -126,7 +125,7 @@ fn words(line: &str) -> Words {
 }
 
 /// Returns the end of an engine's log, or the part around a crash.
-fn tail(server: &Server) -> String {
+fn tail(server: &Engine) -> String {
     let log = server.log();
     let lines: Vec<_> = log.lines().collect();
     let crash = lines.iter().position(|line| line.contains("BUG REPORT"));
@@ -398,7 +397,7 @@ impl<'a> Comparison<'a> {
     /// Asserts that no engine has exited or crashed.
     fn assert_alive(&mut self, after: &str) {
         for node in &mut self.nodes {
-            let ended = node.server.has_ended();
+            let ended = node.server.has_exited();
             let log = node.server.log();
             let bad = ["BUG REPORT", "a bug: panic", "crashed by signal", "ASSERTION FAILED"]
                 .iter()

@@ -1,9 +1,8 @@
 //! Engines that shut down or fail over under load must keep all acknowledged writes.
 
+use ferrite_testkit::{Engine, Start, free_port};
 use std::path::Path;
 use std::sync::atomic::{AtomicI64, Ordering};
-
-use crate::server::{Server, Start, free_port};
 
 /// Adds one to the counter of this key; false if that was not acknowledged.
 pub(crate) type Increment = Box<dyn FnMut(&str) -> bool + Send>;
@@ -30,16 +29,16 @@ fn key(writer: usize) -> String {
     format!("counter{writer}")
 }
 
-fn counter(server: &Server, writer: usize) -> i64 {
+fn counter(server: &Engine, writer: usize) -> i64 {
     server.ask::<Option<i64>>(&["GET", &key(writer)]).unwrap_or(0)
 }
 
 /// Writes to the engine until no writer gets acknowledgements any more. `act` shuts the engine down
 /// meanwhile. Returns how many increments of each writer were acknowledged.
 fn write_until_shutdown(
-    server: &mut Server,
-    connect: &dyn Fn(&Server) -> Increment,
-    act: impl FnOnce(&mut Server),
+    server: &mut Engine,
+    connect: &dyn Fn(&Engine) -> Increment,
+    act: impl FnOnce(&mut Engine),
 ) -> Vec<i64> {
     let acknowledged: Vec<_> = (0..WRITERS).map(|_| AtomicI64::new(0)).collect();
     std::thread::scope(|scope| {
@@ -59,7 +58,7 @@ fn write_until_shutdown(
 }
 
 /// Asserts that no acknowledged write is lost. One more write per writer may have been in flight.
-fn assert_kept(server: &Server, before: &[i64], acknowledged: &[i64], what: &str) {
+fn assert_kept(server: &Engine, before: &[i64], acknowledged: &[i64], what: &str) {
     for (writer, (before, acknowledged)) in before.iter().zip(acknowledged).enumerate() {
         let kept = counter(server, writer) - before;
         assert!(
@@ -75,14 +74,15 @@ pub(crate) fn shutdown_keeps_acknowledged_writes(
     program: &Path,
     arguments: &[&str],
     way: Way,
-    connect: &dyn Fn(&Server) -> Increment,
+    connect: &dyn Fn(&Engine) -> Increment,
 ) {
     let durable = match way {
         Way::Signal | Way::Command => "save 3600 1",
         Way::NosaveWithAof => "save \"\"\nappendonly yes\nappendfsync everysec",
     };
     let options = ["port 0", "protected-mode no", durable];
-    let mut server = Server::start_from_file(&Start { program, arguments, options: &options });
+    let mut server =
+        Engine::start_from_file(&Start { program, module: Some(arguments), options: &options });
     for round in 0..rounds() {
         let before: Vec<_> = (0..WRITERS).map(|writer| counter(&server, writer)).collect();
         let acknowledged = write_until_shutdown(&mut server, connect, |server| {
@@ -93,7 +93,7 @@ pub(crate) fn shutdown_keeps_acknowledged_writes(
             }
             server.wait();
         });
-        server.restart(program);
+        server.restart();
         server.wait_until("loaded", || server.try_ask::<String>(&["PING"]).is_ok());
         let what = format!("{way:?}, round {round} on {}", program.display());
         assert_kept(&server, &before, &acknowledged, &what);
@@ -106,9 +106,9 @@ pub(crate) fn shutdown_keeps_acknowledged_writes(
 pub(crate) fn failover_keeps_acknowledged_writes(
     program: &Path,
     arguments: [&[&str]; 2],
-    connect: &dyn Fn(&Server) -> Increment,
+    connect: &dyn Fn(&Engine) -> Increment,
 ) {
-    let ports = [free_port(), free_port()];
+    let ports = [free_port().to_string(), free_port().to_string()];
     let start = |index: usize| {
         let port = format!("port {}", ports[index]);
         let mut options =
@@ -117,11 +117,15 @@ pub(crate) fn failover_keeps_acknowledged_writes(
         if index == 1 {
             options.push(&replicaof);
         }
-        Server::start_from_file(&Start { program, arguments: arguments[index], options: &options })
+        Engine::start_from_file(&Start {
+            program,
+            module: Some(arguments[index]),
+            options: &options,
+        })
     };
     let (mut primary, mut replica) = (start(0), start(1));
     for round in 0..rounds() {
-        let info = |server: &Server| server.ask::<String>(&["INFO", "replication"]);
+        let info = |server: &Engine| server.ask::<String>(&["INFO", "replication"]);
         primary.wait_until("an online replica", || info(&primary).contains("state=online"));
         let before: Vec<_> = (0..WRITERS).map(|writer| counter(&primary, writer)).collect();
         let acknowledged = write_until_shutdown(&mut primary, connect, |primary| {

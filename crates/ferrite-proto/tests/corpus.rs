@@ -1,13 +1,12 @@
 //! Runs the checks of the fuzz targets on their committed corpora (`fuzz/corpus`) and on random
 //! bytes: inputs that a fuzzer once found fail here, without a fuzzer.
 
+use ferrite_testkit::corpus;
 use proptest::collection::vec;
 use proptest::prelude::*;
 
 #[path = "../../../fuzz/src/proto/checks.rs"]
 pub mod checks;
-#[path = "../../../fuzz/src/corpus.rs"]
-mod corpus;
 
 #[test]
 fn every_input_passes() {

@@ -1,17 +1,13 @@
 //! Compares the framer with a real `redis-server`: both must see the same commands in the same
 //! bytes, valid or not. Otherwise a gateway could be made to forward a command that it did not
 //! check.
-#![expect(clippy::print_stdout, reason = "a skipped test reports it")]
 
-use std::io::{ErrorKind, Read, Write};
+use std::io::{Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
-use std::process::{Child, Command as Process, Stdio};
-use std::thread;
-use std::time::Duration;
 
 use ferrite_proto::resp::{Command, CommandError, CommandFramer, Limits, ReplyFramer};
+use ferrite_testkit::Engine;
 use proptest::prelude::*;
 use proptest::sample::select;
 use proptest::test_runner::TestRunner;
@@ -48,17 +44,14 @@ const PIECES: &[&str] = &[
 
 #[test]
 fn redis_sees_the_same_commands() {
-    let Some(server) = Server::start() else {
-        println!("skipped: redis-server is not installed");
-        return;
-    };
+    let server = Engine::redis(&[]);
     let streams =
         proptest::collection::vec(select(PIECES), 1..12).prop_map(|pieces| pieces.concat());
     let config =
         ProptestConfig { cases: 3000, failure_persistence: None, ..ProptestConfig::default() };
     let compare = |stream: String| {
         let (commands, error) = ours(stream.as_bytes());
-        let (replies, refusal) = server.replies(stream.as_bytes());
+        let (replies, refusal) = replies(&server, stream.as_bytes());
         match (error, refusal) {
             (None, None) => prop_assert_eq!(replies, commands),
             (None, Some(refusal)) => prop_assert!(false, "only Redis refuses: {}", refusal),
@@ -101,62 +94,24 @@ fn ours(bytes: &[u8]) -> (usize, Option<CommandError>) {
     (commands, None)
 }
 
-struct Server {
-    process: Child,
-    socket: PathBuf,
-}
-
-impl Server {
-    /// Starts a server. Returns `None` if the program is not installed.
-    fn start() -> Option<Self> {
-        let socket =
-            std::env::temp_dir().join(format!("ferrite-proto-{}.sock", std::process::id()));
-        let mut command = Process::new("redis-server");
-        command
-            .args(["--port", "0", "--save", "", "--unixsocket"])
-            .arg(&socket)
-            .stdout(Stdio::null());
-        let process = match command.spawn() {
-            Err(error) if error.kind() == ErrorKind::NotFound => return None,
-            started => started.expect("redis-server starts"),
-        };
-        let server = Self { process, socket };
-        for _ in 0..500 {
-            if UnixStream::connect(&server.socket).is_ok() {
-                return Some(server);
-            }
-            thread::sleep(Duration::from_millis(20));
-        }
-        panic!("redis-server does not listen");
+/// Returns how many replies these bytes get, and the last one if it is a protocol error.
+fn replies(server: &Engine, bytes: &[u8]) -> (usize, Option<String>) {
+    let mut stream = UnixStream::connect(server.socket()).expect("a listening server");
+    stream.write_all(bytes).expect("a short message");
+    stream.shutdown(Shutdown::Write).expect("an open stream");
+    let mut answer = Vec::new();
+    // A server that refuses a command may close before it has read everything.
+    let _ = stream.read_to_end(&mut answer);
+    let mut framer = ReplyFramer::new(Limits::default());
+    let (mut rest, mut replies, mut refusal) = (&answer[..], 0, None);
+    while !rest.is_empty() {
+        let progress = framer.feed(rest).expect("a reply");
+        assert!(progress.complete, "{}", rest.escape_ascii());
+        let (frame, behind) = rest.split_at(progress.consumed);
+        rest = behind;
+        replies += 1;
+        let refused = frame.starts_with(b"-ERR Protocol error");
+        refusal = refused.then(|| String::from_utf8_lossy(frame).into_owned());
     }
-
-    /// Returns how many replies these bytes get, and the last one if it is a protocol error.
-    fn replies(&self, bytes: &[u8]) -> (usize, Option<String>) {
-        let mut stream = UnixStream::connect(&self.socket).expect("a listening server");
-        stream.write_all(bytes).expect("a short message");
-        stream.shutdown(Shutdown::Write).expect("an open stream");
-        let mut answer = Vec::new();
-        // A server that refuses a command may close before it has read everything.
-        let _ = stream.read_to_end(&mut answer);
-        let mut framer = ReplyFramer::new(Limits::default());
-        let (mut rest, mut replies, mut refusal) = (&answer[..], 0, None);
-        while !rest.is_empty() {
-            let progress = framer.feed(rest).expect("a reply");
-            assert!(progress.complete, "{}", rest.escape_ascii());
-            let (frame, behind) = rest.split_at(progress.consumed);
-            rest = behind;
-            replies += 1;
-            let refused = frame.starts_with(b"-ERR Protocol error");
-            refusal = refused.then(|| String::from_utf8_lossy(frame).into_owned());
-        }
-        (replies, refusal)
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        let _ = self.process.kill();
-        let _ = self.process.wait();
-        let _ = std::fs::remove_file(&self.socket);
-    }
+    (replies, refusal)
 }

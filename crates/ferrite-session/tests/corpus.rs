@@ -3,8 +3,8 @@
 
 #[path = "../../../fuzz/src/session/checks.rs"]
 pub mod checks;
-#[path = "../../../fuzz/src/corpus.rs"]
-mod corpus;
+
+use ferrite_testkit::corpus;
 
 #[test]
 fn every_input_passes() {

@@ -1,8 +1,9 @@
 //! Runs the session suite on Soft-RoCE devices in the lab's guest (`cargo xtask lab-test
 //! sessions`).
 
-#[path = "lab_sessions/attack_cost.rs"]
-mod attack_cost;
+mod lab_sessions {
+    pub(crate) mod attack_cost;
+}
 mod sessions;
 
 use std::process::Command;
@@ -52,7 +53,7 @@ mod others_beside {
             #[test]
             fn $test() {
                 if !crate::is_emulated() {
-                    crate::run(crate::attack_cost::$test);
+                    crate::run(crate::lab_sessions::attack_cost::$test);
                 }
             }
         )* };

@@ -8,8 +8,6 @@ pub(crate) mod gateway;
 pub(crate) mod hostile;
 pub(crate) mod idle;
 pub(crate) mod isolation;
-#[path = "redis_server.rs"]
-pub(crate) mod redis_server;
 pub(crate) mod streams;
 
 use std::net::{IpAddr, SocketAddr};
@@ -19,7 +17,6 @@ use ferrite_fabric::{Config, ConnectOptions, Fabric, ListenOptions, Listener, Rd
 use ferrite_proto::Role;
 use ferrite_session::{ValkeyConfig, ValkeyStream};
 use ferrite_verbs::Verbs;
-pub(crate) use redis_server::Redis;
 use tokio::runtime::{Builder, Runtime};
 
 /// Longer than any test takes, even on the slowest kernel.

@@ -2,19 +2,17 @@
 //! are killed. Nothing may be left.
 //!
 //! `rdma resource show` counts what the kernel holds, and /proc/self/fd what we hold. Both must
-//! return to where they started. A failure prints its seed, and `FERRITE_SEED` replays it.
+//! return to where they started. The test prints its seed, and `FERRITE_SEED` replays it.
 
-use std::collections::BTreeMap;
-use std::process::Command;
-use std::time::{Duration, Instant};
-
+use ferrite_testkit::Random;
+use ferrite_testkit::lab::LeakCheck;
+use ferrite_testkit::process::role;
 use ferrite_verbs::cm::{self, Listener};
 use ferrite_verbs::{QueuePairConfig, RecvRequest, SendRequest, Status};
 
 use crate::lab;
-use crate::process::{connect_and_wait, rerun_test, role};
+use crate::process::{connect_and_wait, rerun_test};
 use crate::suite::pair::{Mode, Pair, PairConfig, Parts, params};
-use crate::suite::random::Random;
 use crate::suite::{Fixture, TIMEOUT};
 
 const CONNECTIONS: u32 = 1000;
@@ -23,39 +21,8 @@ const CONNECTIONS_EMULATED: u32 = 100;
 /// One connection in this many has a peer in its own process, which is killed.
 const KILLED_EVERY: u32 = 50;
 
-/// Returns what the kernel holds, by kind ("rxe1 qp" → 1), and our file descriptors.
-fn resources() -> BTreeMap<String, u64> {
-    let out = Command::new("rdma").args(["resource", "show"]).output().expect("rdma");
-    let text = String::from_utf8(out.stdout).expect("text");
-    // 0: rxe1: qp 1 cq 0 pd 0 mr 0 ctx 0 srq 0 cm_id 0
-    let mut held = BTreeMap::new();
-    for line in text.lines() {
-        let mut words = line.split_whitespace().skip(1);
-        let device = words.next().expect("a device").trim_end_matches(':').to_owned();
-        while let (Some(kind), Some(count)) = (words.next(), words.next()) {
-            held.insert(format!("{device} {kind}"), count.parse().expect("a count"));
-        }
-    }
-    assert!(held.len() >= 8, "rdma resource show printed: {text}");
-    let fds = std::fs::read_dir("/proc/self/fd").expect("fds").count() as u64;
-    held.insert("fds".to_owned(), fds);
-    held
-}
-
-/// Waits until the kernel has released what is already closed: identifiers linger in timewait, and
-/// the objects of a killed process are released after it ends.
-fn wait_for_release(start: &BTreeMap<String, u64>) -> BTreeMap<String, u64> {
-    let deadline = Instant::now() + TIMEOUT;
-    loop {
-        let now = resources();
-        if now == *start || Instant::now() > deadline {
-            return now;
-        }
-        std::thread::sleep(Duration::from_millis(100));
-    }
-}
-
 #[test]
+#[expect(clippy::print_stdout, reason = "prints the seed that replays a failure")]
 fn a_thousand_lives_leave_nothing() {
     if let Some(target) = role() {
         return connect_and_wait(&target);
@@ -72,9 +39,8 @@ fn a_thousand_lives_leave_nothing() {
     let emulated = std::env::var("FERRITE_LAB_KERNEL").is_ok_and(|kernel| kernel != "uml");
     let connections = if emulated { CONNECTIONS_EMULATED } else { CONNECTIONS };
     let fixture = lab();
-    // The first connection opens what librdmacm keeps until the process ends.
-    drop(Pair::new(&fixture));
-    let start = wait_for_release(&BTreeMap::new());
+    println!("FERRITE_SEED={seed}, {connections} connections");
+    let leaks = LeakCheck::begin();
     for number in 0..connections {
         if number % KILLED_EVERY == KILLED_EVERY - 1 {
             kill_a_peer(&fixture);
@@ -82,12 +48,7 @@ fn a_thousand_lives_leave_nothing() {
             run_connection(&fixture, &mut random);
         }
     }
-    assert_eq!(
-        wait_for_release(&start),
-        start,
-        "after {connections} connections, FERRITE_SEED={seed}"
-    );
-    assert_eq!(ferrite_verbs::leaked_objects(), 0, "FERRITE_SEED={seed}");
+    leaks.end();
 }
 
 /// Creates a connection, uses it at random, and drops its objects one by one in random order,

@@ -5,6 +5,7 @@ mod suite;
 
 use std::time::{Duration, Instant};
 
+use ferrite_testkit::Random;
 use ferrite_verbs::cm::{self, Listener};
 use ferrite_verbs::fake::{DeviceSpec, Objects, World};
 use ferrite_verbs::{
@@ -13,7 +14,6 @@ use ferrite_verbs::{
     SendRequest, State, Status, Subject, WorkCompletion,
 };
 use suite::pair::{End, Mode, Pair, PairConfig, Parts, params};
-use suite::random::Random;
 use suite::{Fixture, Host, TIMEOUT, run_suite};
 
 /// Two hosts, `fake1` and `fake2`.

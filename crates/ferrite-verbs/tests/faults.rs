@@ -8,55 +8,16 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use crate::lab;
-use crate::process::{ChildGuard, connect_and_wait, rerun_test, role};
+use crate::process::{connect_and_wait, rerun_test};
 use crate::suite::pair::{End, Mode, Pair, PairConfig, Parts, params, pattern};
 use crate::suite::{Host, TIMEOUT};
+use ferrite_testkit::lab::{Restore, fault, sh};
+use ferrite_testkit::process::{KillOnDrop, role};
 use ferrite_verbs::cm::{self, Listener};
 use ferrite_verbs::{
     Access, AsyncEventKind, CmEventKind, ConnectionRequest, Error, ErrorKind, QueuePairConfig,
-    SendRequest, State, Status, Subject, Verbs,
+    SendRequest, State, Status, Subject,
 };
-
-/// Runs a command line of the system's tools.
-fn sh(command: &str) {
-    let status = Command::new("sh").args(["-c", command]).status().unwrap();
-    assert!(status.success(), "{command}: {status}");
-}
-
-/// Causes a fault; dropping the result repairs it.
-fn fault(cause: &str, repair: &'static str) -> Repair {
-    sh(cause);
-    Repair(repair)
-}
-
-struct Repair(&'static str);
-
-impl Drop for Repair {
-    fn drop(&mut self) {
-        // Not `sh`: a second panic would hide the first.
-        let repaired =
-            Command::new("sh").args(["-c", self.0]).status().is_ok_and(|status| status.success());
-        assert!(repaired || std::thread::panicking(), "cannot repair: {}", self.0);
-        // The port comes back a moment later, and with it the address.
-        let deadline = Instant::now() + TIMEOUT;
-        while Instant::now() < deadline && !hosts_are_up() {
-            std::thread::sleep(Duration::from_millis(50));
-        }
-    }
-}
-
-fn hosts_are_up() -> bool {
-    let verbs = Verbs::system().unwrap();
-    [("rxe1", "10.0.0.1"), ("rxe2", "10.0.0.2")].into_iter().all(|(device, ip)| {
-        let Ok(context) = verbs.device(device).and_then(|device| device.open()) else {
-            return false;
-        };
-        context.active_port().is_ok()
-            && context
-                .gids()
-                .is_ok_and(|gids| gids.iter().any(|entry| entry.gid.ip().to_string() == ip))
-    })
-}
 
 /// Writes until a write fails, and returns the status and the time since the fault.
 fn write_until_failure(from: &End, to: &End, since: Instant) -> (Status, Duration) {
@@ -73,7 +34,7 @@ fn write_until_failure(from: &End, to: &End, since: Instant) -> (Status, Duratio
 
 /// Connects a pair, checks that it works, causes a fault, and returns the status that the
 /// connecting side (10.0.0.2) gets.
-fn status_under(cause: &str, repair: &'static str) -> (Pair, Status, Duration, Repair) {
+fn status_under(cause: &str, repair: &'static str) -> (Pair, Status, Duration, Restore) {
     let pair = Pair::new(&lab());
     let [to, from] = &pair.ends;
     from.post(SendRequest::write(1, &[from.region.sge(0..64)], to.region.remote(0..64)).signaled());
@@ -165,7 +126,7 @@ fn bad_wire_only_slows_writes() {
 fn short_outage_only_delays_writes() {
     let mut pair =
         Pair::with(&lab(), &PairConfig { retries: 7, ack_timeout: 16, ..Default::default() });
-    let _up = Repair("ip link set h1 up");
+    let _up = Restore("ip link set h1 up");
     let outage = std::thread::spawn(|| sh("ip link set h1 down; sleep 0.1; ip link set h1 up"));
     while !outage.is_finished() {
         write_and_compare(&mut pair, 1, "during the outage");
@@ -228,9 +189,9 @@ fn device_removed() {
     let [to, from] = pair.ends;
     from.receive_into(1, 0..64);
     let mut removal =
-        ChildGuard(Command::new("rdma").args(["link", "delete", "rxe2"]).spawn().unwrap());
+        KillOnDrop(Command::new("rdma").args(["link", "delete", "rxe2"]).spawn().unwrap());
     let _repair =
-        Repair("rdma link show rxe2/1 >/dev/null 2>&1 || rdma link add rxe2 type rxe netdev h2");
+        Restore("rdma link show rxe2/1 >/dev/null 2>&1 || rdma link add rxe2 type rxe netdev h2");
     let event = from.id.channel().wait_event(TIMEOUT).unwrap().expect("an event");
     assert_eq!((event.kind, event.id), (CmEventKind::DEVICE_REMOVAL, from.id.key()));
     let target = from.region.remote(0..64);
@@ -246,11 +207,11 @@ fn device_removed() {
 }
 
 /// Starts a child that connects to this process and then waits to be killed.
-fn child_that_connects(test: &str) -> (ChildGuard, Listener, ConnectionRequest, Parts) {
+fn child_that_connects(test: &str) -> (KillOnDrop, Listener, ConnectionRequest, Parts) {
     let fixture = lab();
     let listener = Listener::bind(&fixture.verbs, fixture.hosts[0].any_port(), 4).unwrap();
     let target = listener.id().local_addr().unwrap();
-    let child = ChildGuard(rerun_test(test, &target.to_string(), &[]).spawn().unwrap());
+    let child = KillOnDrop(rerun_test(test, &target.to_string(), &[]).spawn().unwrap());
     let request = listener.next_request(TIMEOUT).unwrap().expect("the child's request");
     let config = PairConfig::default();
     let parts = Parts::new(&fixture, &fixture.hosts[0], &config);

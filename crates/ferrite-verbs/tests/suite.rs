@@ -12,7 +12,6 @@ use ferrite_verbs::Verbs;
 pub(crate) mod connection;
 pub(crate) mod limits;
 pub(crate) mod pair;
-pub(crate) mod random;
 pub(crate) mod refusal;
 pub(crate) mod shared;
 pub(crate) mod transfer;

@@ -4,17 +4,21 @@
 //! Checks its messages, its exit codes, and that no engine is left behind. `lab_server` tests it
 //! over RDMA.
 
-#[path = "server/harness.rs"]
-mod harness;
+mod server {
+    pub(crate) mod harness;
+}
 
-use std::net::TcpStream;
-use std::os::unix::net::{UnixDatagram, UnixStream};
+use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
-use harness::{Directory, Server, Setup, TIMEOUT, ask, free_port, is_alive, signal, until};
+use ferrite_testkit::process::{is_alive, signal};
+use ferrite_testkit::resp::Client;
+use ferrite_testkit::wait::until_or;
+use ferrite_testkit::{TIMEOUT, engine, free_port};
 use serde_json::Value;
+use server::harness::{Server, Setup, connect, directory};
 
 /// Makes saving take longer than any test waits.
 const SLOW_SAVE: &str = "rdb-key-save-delay = 1000000";
@@ -23,35 +27,15 @@ fn has_device() -> bool {
     Path::new("/sys/class/infiniband").read_dir().is_ok_and(|mut devices| devices.next().is_some())
 }
 
-/// Returns the installed engines and those in FERRITE_ENGINES, as values for `server.engine`.
+/// Returns the available engines, as values for `server.engine`.
 fn engines() -> Vec<String> {
-    let cache = std::env::var_os("FERRITE_LAB_CACHE").map(PathBuf::from).or_else(|| {
-        let cache = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
-        let cache = cache.or_else(|| Some(Path::new(&std::env::var_os("HOME")?).join(".cache")));
-        cache.map(|cache| cache.join("ferrite-lab"))
-    });
-    let valkey =
-        cache.map(|cache| cache.join("valkey/valkey-server")).filter(|server| server.exists());
-    // As in the module's tests: paths of servers, separated by colons.
-    let named = std::env::var_os("FERRITE_ENGINES").unwrap_or_default();
-    // An empty variable splits into one empty path.
-    let named = std::env::split_paths(&named).filter(|path| !path.as_os_str().is_empty());
-    let paths = valkey.into_iter().chain(named).map(|path| path.display().to_string());
-    ["redis-server".to_owned()].into_iter().chain(paths).collect()
+    engine::engines().iter().map(|path| path.display().to_string()).collect()
 }
 
 /// Returns a `[network]` section with ports of the test's own.
 fn network() -> String {
     let (tcp, rdma) = (free_port(), free_port());
     format!("bind = \"127.0.0.1\"\nport = {tcp}\nrdma_listen = \"127.0.0.1:{rdma}\"")
-}
-
-/// Connects to the engine's Unix socket, which the event `ready` names.
-fn connect(event: &Value) -> UnixStream {
-    let socket =
-        UnixStream::connect(event["unix_socket"].as_str().expect("a path")).expect("it listens");
-    socket.set_read_timeout(Some(TIMEOUT)).expect("a time limit");
-    socket
 }
 
 fn run(arguments: &[&str], file: &Path) -> Output {
@@ -72,7 +56,7 @@ fn text(bytes: &[u8]) -> String {
 #[test]
 fn serves_clients_and_saves_the_data_when_it_stops() {
     for engine in engines() {
-        let directory = Directory::new();
+        let directory = directory();
         let (network, server) = (network(), format!("engine = \"{engine}\""));
         let setup = Setup { network: &network, server: &server, ..Setup::default() };
         let mut first = Server::start(&directory, &setup);
@@ -86,13 +70,9 @@ fn serves_clients_and_saves_the_data_when_it_stops() {
         let private = std::fs::metadata(socket.parent().expect("a directory")).expect("it exists");
         assert_eq!(std::os::unix::fs::PermissionsExt::mode(&private.permissions()) & 0o777, 0o700);
         // Through the module's port and the proxy connection to the private socket.
-        let module =
-            TcpStream::connect(event["address"].as_str().expect("an address")).expect("it listens");
-        module.set_read_timeout(Some(TIMEOUT)).expect("a time limit");
-        assert_eq!(ask(&module, &["SET", "key", "kept"]), "+OK");
-        let own =
-            TcpStream::connect(("127.0.0.1", event["tcp_port"].as_u64().expect("a port") as u16));
-        assert_eq!(ask(own.expect("it listens"), &["GET", "key"]), "kept");
+        Client::to_tcp(event["address"].as_str().expect("an address")).ok(&["SET", "key", "kept"]);
+        let own = ("127.0.0.1", event["tcp_port"].as_u64().expect("a port") as u16);
+        assert_eq!(Client::to_tcp(own).text(&["GET", "key"]), "kept");
         first.signal("TERM");
         assert_eq!(first.event("ended")["code"], 0);
         assert_eq!(first.end(), (Some(0), String::new()));
@@ -111,8 +91,8 @@ fn serves_clients_and_saves_the_data_when_it_stops() {
         // SHUTDOWN by a client also ends with code 0.
         let mut second = Server::start(&directory, &setup);
         let event = second.event("ready");
-        assert_eq!(ask(connect(&event), &["GET", "key"]), "kept");
-        std::io::Write::write_all(&mut connect(&event), b"SHUTDOWN\r\n").expect("it listens");
+        assert_eq!(connect(&event).text(&["GET", "key"]), "kept");
+        connect(&event).send(&[vec!["SHUTDOWN"]]);
         assert_eq!(second.event("ended")["code"], 0);
         assert_eq!(second.end().0, Some(0));
     }
@@ -120,14 +100,14 @@ fn serves_clients_and_saves_the_data_when_it_stops() {
 
 #[test]
 fn check_prints_the_configuration_and_starts_nothing() {
-    let directory = Directory::new();
+    let directory = directory();
     let network = network();
     let setup = Setup {
         network: &network,
         engine: "maxmemory = \"1gb\"\nrequirepass = \"hush\"",
         ..Setup::default()
     };
-    let file = directory.file("ferrite.toml", &setup.text(directory.path()));
+    let file = directory.file("ferrite.toml", setup.text(directory.path()));
     let output = run(&["--check"], &file);
     let stdout = text(&output.stdout);
     assert_eq!(output.status.code(), Some(0), "{stdout}");
@@ -155,7 +135,7 @@ fn check_prints_the_configuration_and_starts_nothing() {
 
 #[test]
 fn errors_in_the_file_name_file_and_line() {
-    let directory = Directory::new();
+    let directory = directory();
     let file = directory.file("ferrite.toml", "[network]\n\nrdma_devcie = \"mlx5_0\"\n");
     let output = run(&["--json"], &file);
     assert_eq!(output.status.code(), Some(64));
@@ -176,7 +156,7 @@ fn errors_in_the_file_name_file_and_line() {
 
 #[test]
 fn names_the_places_where_engine_and_module_were_searched() {
-    let directory = Directory::new();
+    let directory = directory();
     let file = directory.file("ferrite.toml", "");
     let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
     let output = command
@@ -202,7 +182,7 @@ fn exits_with_69_if_rdma_is_required_and_unavailable() {
         return;
     }
     for engine in engines() {
-        let directory = Directory::new();
+        let directory = directory();
         let (network, server) = (network(), format!("engine = \"{engine}\"\nrdma = \"require\""));
         let mut server = Server::start(
             &directory,
@@ -219,17 +199,17 @@ fn exits_with_69_if_rdma_is_required_and_unavailable() {
 
 #[test]
 fn runs_the_engine_without_the_module_if_rdma_is_disabled() {
-    let directory = Directory::new();
+    let directory = directory();
     let network = network() + "\nrdma_enabled = false";
     let mut server = Server::start(&directory, &Setup { network: &network, ..Setup::default() });
     let event = server.event("ready");
     assert_eq!((&event["status"], &event["module"]), (&"none".into(), &Value::Null), "{event}");
-    assert_eq!(ask(connect(&event), &["MODULE", "LIST"]), "*0");
+    assert_eq!(connect(&event).text(&["MODULE", "LIST"]), "*0");
 }
 
 #[test]
 fn reports_the_message_of_an_engine_that_does_not_start() {
-    let directory = Directory::new();
+    let directory = directory();
     let network = network();
     let wrong = Setup { network: &network, engine: "maxmemory = \"much\"", ..Setup::default() };
     let mut server = Server::start(&directory, &wrong);
@@ -246,13 +226,13 @@ fn reports_the_message_of_an_engine_that_does_not_start() {
 /// An engine quotes the line that it rejects. ferrite hides the password in it.
 #[test]
 fn hides_passwords_that_the_engine_quotes() {
-    let directory = Directory::new();
+    let directory = directory();
     let text = Setup {
         engine: "requirepass = \"one swordfish\"",
         network: &network(),
         ..Setup::default()
     };
-    let file = directory.file("ferrite.toml", &text.text(directory.path()));
+    let file = directory.file("ferrite.toml", text.text(directory.path()));
     let output = run(&["--json"], &file);
     let (stdout, log) = (self::text(&output.stdout), self::text(&output.stderr));
     assert_eq!(output.status.code(), Some(1), "{log}");
@@ -262,7 +242,7 @@ fn hides_passwords_that_the_engine_quotes() {
 
 #[test]
 fn stops_an_engine_that_does_not_answer() {
-    let directory = Directory::new();
+    let directory = directory();
     let program = directory.file("silent", "#!/bin/sh\nexec sleep 600\n");
     std::fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o755))
         .expect("a program");
@@ -278,14 +258,14 @@ fn stops_an_engine_that_does_not_answer() {
 /// each step.
 #[test]
 fn waits_for_loading_and_notifies_systemd() {
-    let directory = Directory::new();
+    let directory = directory();
     let network = network();
     let setup = Setup { network: &network, ..Setup::default() };
     let mut first = Server::start(&directory, &setup);
     let event = first.event("ready");
     let script =
         "for i = 1, 700 do redis.call('SET', 'key' .. i, string.rep('x', 1000)) end return 1";
-    assert_eq!(ask(connect(&event), &["EVAL", script, "0"]), ":1");
+    assert_eq!(connect(&event).text(&["EVAL", script, "0"]), ":1");
     first.signal("INT");
     assert_eq!(first.event("ended")["code"], 0);
 
@@ -328,7 +308,7 @@ fn waits_for_loading_and_notifies_systemd() {
 
 #[test]
 fn engine_with_a_password_becomes_ready_and_sighup_is_ignored() {
-    let directory = Directory::new();
+    let directory = directory();
     let network = network();
     // The password is in the engine's own file, which ferrite does not read.
     let log = directory.path().join("another-log");
@@ -345,10 +325,10 @@ fn engine_with_a_password_becomes_ready_and_sighup_is_ignored() {
         event["reason"].as_str().is_some_and(|text| text.starts_with("listening on 127.0.0.1:")),
         "{event}"
     );
-    assert!(ask(connect(&event), &["PING"]).starts_with("-NOAUTH"));
+    assert!(connect(&event).text(&["PING"]).starts_with("-NOAUTH"));
     server.signal("HUP");
     server.until_logged("SIGHUP ignored");
-    assert!(ask(connect(&event), &["PING"]).starts_with("-NOAUTH"));
+    assert!(connect(&event).text(&["PING"]).starts_with("-NOAUTH"));
     server.signal("TERM");
     assert_eq!(server.event("ended")["code"], 0);
 
@@ -370,13 +350,13 @@ fn engine_with_a_password_becomes_ready_and_sighup_is_ignored() {
 fn begin_slow_stop(server: &mut Server) {
     let event = server.event("ready");
     let script = "for i = 1, 100 do redis.call('SET', 'key' .. i, i) end return 1";
-    assert_eq!(ask(connect(&event), &["EVAL", script, "0"]), ":1");
+    assert_eq!(connect(&event).text(&["EVAL", script, "0"]), ":1");
     server.signal("TERM");
 }
 
 #[test]
 fn second_signal_kills_the_engine() {
-    let directory = Directory::new();
+    let directory = directory();
     let network = network();
     let mut server = Server::start(
         &directory,
@@ -393,7 +373,7 @@ fn second_signal_kills_the_engine() {
 
 #[test]
 fn kills_an_engine_that_does_not_stop_in_time() {
-    let directory = Directory::new();
+    let directory = directory();
     let network = network();
     let setup =
         Setup { server: "shutdown_timeout = \"500ms\"", network: &network, engine: SLOW_SAVE };
@@ -405,25 +385,25 @@ fn kills_an_engine_that_does_not_stop_in_time() {
 
 #[test]
 fn engine_saves_and_stops_when_ferrite_is_killed() {
-    let directory = Directory::new();
+    let directory = directory();
     let network = network();
     let setup = Setup { network: &network, ..Setup::default() };
     let mut server = Server::start(&directory, &setup);
     let event = server.event("ready");
-    assert_eq!(ask(connect(&event), &["SET", "key", "kept"]), "+OK");
+    assert_eq!(connect(&event).text(&["SET", "key", "kept"]), "+OK");
     let engine = u32::try_from(event["pid"].as_u64().expect("an id")).expect("an id");
     assert!(is_alive(engine));
     server.signal("KILL");
-    until("the engine ends", || !is_alive(engine), || server.log());
+    until_or(TIMEOUT, "the engine ends", || !is_alive(engine), || server.log());
     drop(server);
     let mut second = Server::start(&directory, &setup);
     let event = second.event("ready");
-    assert_eq!(ask(connect(&event), &["GET", "key"]), "kept", "the engine has saved");
+    assert_eq!(connect(&event).text(&["GET", "key"]), "kept", "the engine has saved");
 }
 
 #[test]
 fn exits_or_restarts_after_the_engine_was_killed() {
-    let directory = Directory::new();
+    let directory = directory();
     let network = network();
     let mut server = Server::start(&directory, &Setup { network: &network, ..Setup::default() });
     let kill = |event: &Value| {
@@ -439,7 +419,7 @@ fn exits_or_restarts_after_the_engine_was_killed() {
     for (restart, delay) in [(1, 0.1), (2, 0.2)] {
         let event = server.event("ready");
         assert_ne!(event["pid"], last_pid, "a new engine");
-        assert_eq!(ask(connect(&event), &["PING"]), "+PONG");
+        assert_eq!(connect(&event).text(&["PING"]), "+PONG");
         last_pid = event["pid"].clone();
         kill(&event);
         let event = server.event("restarting");

@@ -7,6 +7,8 @@ use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::{ConnectOptions, Fabric};
+use ferrite_testkit::wait::comes_true;
+use ferrite_testkit::{TIMEOUT, until};
 use ferrite_verbs::Verbs;
 use serde_json::Value;
 
@@ -194,10 +196,9 @@ fn pingpong_server_serves_several_clients_with_forever() {
 fn client_of_failing_server(more: &[&str], fault: impl FnOnce(&mut Child)) -> (Output, Duration) {
     let mut server = Server::start(&[]);
     let endless = ["--iters", "1000000000", "--timeout", "2", "--json"];
+    let before = packets_sent();
     let client = server.start_client(&[&endless, more].concat());
-    // Wait until the rounds run. The emulated kernel is slow.
-    let emulated = std::env::var("FERRITE_LAB_KERNEL").is_ok_and(|kernel| kernel != "uml");
-    std::thread::sleep(Duration::from_millis(if emulated { 3000 } else { 500 }));
+    wait_for_traffic(before);
     fault(&mut server.child);
     let since = Instant::now();
     let output = client.wait_with_output().expect("it ends");
@@ -272,8 +273,9 @@ fn explains_an_address_without_a_device() {
 #[test]
 fn pingpong_server_rejects_a_second_client() {
     let server = Server::start(&[]);
+    let before = packets_sent();
     let mut first = server.start_client(&["--iters", "1000000000"]);
-    std::thread::sleep(Duration::from_millis(500));
+    wait_for_traffic(before);
     let second = server.run_client(&["--json", "--timeout", "3"]);
     first.kill().expect("still running");
     first.wait().expect("it ends");
@@ -440,11 +442,7 @@ fn bench_server_rejects_invalid_requests_and_continues() {
 
 /// Waits until a client is past its handshake.
 fn wait_for_traffic(before: u64) {
-    let deadline = Instant::now() + Duration::from_secs(20);
-    while packets_sent() < before + 100 {
-        assert!(Instant::now() < deadline, "no traffic");
-        std::thread::sleep(Duration::from_millis(20));
-    }
+    until(TIMEOUT, "traffic", || packets_sent() >= before + 100);
 }
 
 #[test]
@@ -540,16 +538,13 @@ impl Drop for RestoreDevices {
         let line = "for i in 1 2; do ip link set h$i up; rdma link show rxe$i/1 >/dev/null 2>&1 ||
                       rdma link add rxe$i type rxe netdev h$i; done";
         let _ = Command::new("sh").args(["-c", line]).status();
-        let deadline = Instant::now() + Duration::from_secs(30);
         let ready = || {
             let shown = text(&output(&["devices"]).stdout);
             shown.contains("  10.0.0.1 ")
                 && shown.contains("  10.0.0.2 ")
                 && !shown.contains("DOWN")
         };
-        while Instant::now() < deadline && !ready() {
-            std::thread::sleep(Duration::from_millis(50));
-        }
+        let _ = comes_true(TIMEOUT, ready);
     }
 }
 

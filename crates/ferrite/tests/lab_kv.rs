@@ -1,9 +1,12 @@
 //! `ferrite gateway`, `ferrite relay` and `ferrite bench kv` over RDMA, in the lab's guest.
 
-#[path = "kv/suite.rs"]
-mod kv;
+mod kv {
+    pub(crate) mod suite;
+}
 
-const NETWORK: kv::Network = kv::Network {
+use kv::suite::{self, Network};
+
+const NETWORK: Network = Network {
     listen: "10.0.0.1:6380",
     client: &["--local", "10.0.0.2"],
     rdma: "require",
@@ -12,20 +15,20 @@ const NETWORK: kv::Network = kv::Network {
 
 #[test]
 fn gateway_carries_every_kind_of_load() {
-    kv::gateway_carries_every_kind_of_load(&NETWORK);
+    suite::gateway_carries_every_kind_of_load(&NETWORK);
 }
 
 #[test]
 fn bench_reports_why_a_client_is_rejected() {
-    kv::bench_reports_why_a_client_is_rejected(&NETWORK);
+    suite::bench_reports_why_a_client_is_rejected(&NETWORK);
 }
 
 #[test]
 fn relay_carries_load_and_reports_failures() {
-    kv::relay_carries_load_and_reports_failures(&NETWORK);
+    suite::relay_carries_load_and_reports_failures(&NETWORK);
 }
 
 #[test]
 fn second_signal_stops_the_gateway_at_once() {
-    kv::second_signal_stops_the_gateway_at_once(&NETWORK);
+    suite::second_signal_stops_the_gateway_at_once(&NETWORK);
 }

@@ -1,17 +1,20 @@
 //! `ferrite server` over RDMA, in the lab's guest (`cargo xtask lab-test lab_server`): Debian's
 //! Redis on 10.0.0.1 (rxe1), a client on 10.0.0.2 (rxe2).
 
-#[path = "server/harness.rs"]
-mod harness;
+mod server {
+    pub(crate) mod harness;
+}
 
-use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use ferrite_client::redis::{self, AsyncCommands as _, AsyncConnectionConfig};
 use ferrite_client::{Client, Connection};
 use ferrite_fabric::{Config, Fabric, Rdma};
-use harness::{Directory, Server, Setup, TIMEOUT, ask, signal, until};
+use ferrite_testkit::TIMEOUT;
+use ferrite_testkit::process::signal;
+use ferrite_testkit::wait::until_or;
 use serde_json::Value;
+use server::harness::{Server, Setup, connect, directory};
 
 const ADDRESS: &str = "10.0.0.1:6395";
 const NETWORK: &str = "port = 0\nrdma_device = \"rxe1\"\nrdma_listen = \"10.0.0.1:6395\"";
@@ -64,10 +67,7 @@ fn assert_listens_over_rdma(event: &Value) {
 /// Returns a counter of INFO ferrite, read through the engine's own socket. It may be missing or
 /// out of date while the transport's thread is slow.
 fn counter(event: &Value, field: &str) -> Option<u64> {
-    let socket =
-        UnixStream::connect(event["unix_socket"].as_str().expect("a path")).expect("it listens");
-    socket.set_read_timeout(Some(TIMEOUT)).expect("a time limit");
-    let info = ask(socket, &["INFO", "ferrite"]);
+    let info = connect(event).text(&["INFO", "ferrite"]);
     let prefix = format!("ferrite_{field}:");
     let value = info.lines().find_map(|line| line.strip_prefix(&prefix));
     value.and_then(|number| number.trim().parse().ok())
@@ -75,7 +75,7 @@ fn counter(event: &Value, field: &str) -> Option<u64> {
 
 #[test]
 fn serves_rdma_clients_and_keeps_their_data() {
-    let directory = Directory::new();
+    let directory = directory();
     let setup = Setup { server: "rdma = \"require\"", network: NETWORK, engine: OPEN };
     let large = vec![7_u8; 3 << 20];
     let mut first = Server::start(&directory, &setup);
@@ -89,7 +89,7 @@ fn serves_rdma_clients_and_keeps_their_data() {
     let begun = (counter(&event, "begun_ferrite"), counter(&event, "begun_tcp"));
     assert_eq!(begun, (Some(1), Some(0)));
     let all = || counter(&event, "rdma_recv_bytes").is_some_and(|bytes| bytes > 3 << 20);
-    until("the device has counted all bytes", all, || first.log());
+    until_or(TIMEOUT, "the device has counted all bytes", all, || first.log());
     first.signal("TERM");
     assert_eq!(first.event("ended")["code"], 0);
     assert_eq!(first.end(), (Some(0), String::new()));
@@ -113,7 +113,7 @@ fn serves_rdma_clients_and_keeps_their_data() {
 /// The kernel frees the verbs objects of the killed engine, so that the next one can create them.
 #[test]
 fn restarted_engine_listens_over_rdma_again() {
-    let directory = Directory::new();
+    let directory = directory();
     let policy = "rdma = \"require\"\nrestart = \"on-failure\"\nrestart_delay = \"200ms\"";
     let setup = Setup { server: policy, network: NETWORK, engine: OPEN };
     let mut server = Server::start(&directory, &setup);
@@ -132,7 +132,7 @@ fn restarted_engine_listens_over_rdma_again() {
 /// Where RDMA is required, a missing device does not lead to a fallback to TCP.
 #[test]
 fn exits_with_69_if_the_device_does_not_exist() {
-    let directory = Directory::new();
+    let directory = directory();
     let network = NETWORK.replace("rxe1", "rxe77");
     let setup = Setup { server: "rdma = \"require\"", network: &network, engine: OPEN };
     let mut server = Server::start(&directory, &setup);
@@ -144,7 +144,7 @@ fn exits_with_69_if_the_device_does_not_exist() {
 /// An address in use is an ordinary failure: RDMA is available.
 #[test]
 fn exits_with_1_if_the_address_is_in_use() {
-    let (directory, other) = (Directory::new(), Directory::new());
+    let (directory, other) = (directory(), directory());
     let setup = Setup { server: "rdma = \"require\"", network: NETWORK, engine: OPEN };
     let mut first = Server::start(&directory, &setup);
     assert_listens_over_rdma(&first.event("ready"));

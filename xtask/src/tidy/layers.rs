@@ -8,12 +8,16 @@ use serde_json::Value;
 
 use super::Findings;
 
+/// What tests share. Every crate may use it for its tests, and only for them.
+const TESTKIT: &str = "ferrite-testkit";
+
 /// Each crate with the crates that it may depend on. Includes planned crates.
 const LAYERS: &[(&str, &[&str])] = &[
     ("ferrite-verbs", &[]),
     ("ferrite-proto", &[]),
     ("ferrite-config", &[]),
     ("ferrite-fabric", &["ferrite-verbs"]),
+    (TESTKIT, &["ferrite-verbs", "ferrite-proto", "ferrite-fabric"]),
     ("ferrite-session", &["ferrite-fabric", "ferrite-proto"]),
     ("ferrite-client", &["ferrite-session", "ferrite-fabric", "ferrite-proto", "ferrite-config"]),
     ("ferrite-cli", &["ferrite-session", "ferrite-fabric", "ferrite-proto", "ferrite-config"]),
@@ -50,9 +54,10 @@ pub(super) fn check(metadata: &Value, findings: &mut Findings) -> anyhow::Result
             if !names.contains(&target) {
                 continue; // not a workspace crate
             }
-            // Tests may use any lower layer, not only the next one.
+            // Tests may use any lower layer, not only the next one, and the kit for tests.
             let test_only = dependency["kind"] == "dev";
-            if allowed.contains(&target) || (test_only && below(name).contains(target)) {
+            let for_tests = target == TESTKIT || below(name).contains(target);
+            if allowed.contains(&target) || (test_only && for_tests) {
                 continue;
             }
             let remedy = "import a lower layer only, or change LAYERS in xtask/src/tidy/layers.rs";
@@ -125,6 +130,18 @@ mod tests {
         assert_eq!(found(&[skips(None), verbs.clone()]).len(), 1);
         assert_eq!(found(&[skips(Some("build")), verbs.clone()]).len(), 1);
         assert_eq!(found(&[skips(Some("dev")), verbs]), [""; 0]);
+    }
+
+    #[test]
+    fn only_tests_may_use_the_testkit() {
+        let testkit = package("ferrite-testkit", &[("ferrite-fabric", None)]);
+        let uses = |name, kind| package(name, &[("ferrite-testkit", kind)]);
+        let fabric = package("ferrite-fabric", &[]);
+        for name in ["ferrite-verbs", "ferrite-module"] {
+            let found = |kind| found(&[uses(name, kind), fabric.clone(), testkit.clone()]);
+            assert_eq!(found(Some("dev")), [""; 0]);
+            assert_eq!((found(None).len(), found(Some("build")).len()), (1, 1));
+        }
     }
 
     #[test]

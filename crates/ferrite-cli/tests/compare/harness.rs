@@ -3,7 +3,8 @@
 use std::io::Write as _;
 use std::process::{Command, Output, Stdio};
 
-use super::redis::Redis;
+use ferrite_testkit::Engine;
+
 use super::table::Case;
 
 /// The name of a style, and its options.
@@ -25,13 +26,13 @@ pub(crate) struct Program {
 
 impl Program {
     /// Returns redis-cli, connected to the server's Unix socket.
-    pub(crate) fn theirs(redis: &Redis) -> Self {
-        let connect_options = vec!["-s".into(), redis.socket.display().to_string()];
+    pub(crate) fn theirs(redis: &Engine) -> Self {
+        let connect_options = vec!["-s".into(), redis.socket().display().to_string()];
         Self { path: "redis-cli", connect_options }
     }
 
     /// Returns ferrite-cli, connected to the server's Unix socket.
-    pub(crate) fn ours(redis: &Redis) -> Self {
+    pub(crate) fn ours(redis: &Engine) -> Self {
         Self { path: env!("CARGO_BIN_EXE_ferrite-cli"), ..Self::theirs(redis) }
     }
 

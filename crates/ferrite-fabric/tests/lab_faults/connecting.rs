@@ -4,13 +4,13 @@ use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::{Config, ConnectOptions, Error, ErrorKind, Link};
+use ferrite_testkit::lab::{
+    Host, LeakCheck, OWN, PEER, TEST_TIMEOUT, Wire, any_port, fault, short_timeouts, slowdown,
+};
+use ferrite_testkit::{until, within};
 use futures_util::StreamExt as _;
 use futures_util::stream::FuturesUnordered;
 
-use crate::harness::{
-    Host, LeakCheck, OWN, PEER, TEST_TIMEOUT, any_port, short_timeouts, slowdown, until, within,
-};
-use crate::net::{Wire, fault};
 use crate::pair::{Peer, connect, show};
 
 /// The timeout of a handshake in these tests. The kernel would wait for 81 s.

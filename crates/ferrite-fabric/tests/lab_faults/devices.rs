@@ -6,14 +6,15 @@ use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::{Config, ConnectOptions, ErrorKind};
-
-use crate::harness::{
-    Host, LeakCheck, OWN, PEER, TEST_TIMEOUT, any_port, held_on, short_timeouts, slowdown, until,
-    within,
+use ferrite_testkit::lab::{
+    Host, LeakCheck, OWN, PEER, Restore, TEST_TIMEOUT, any_port, held_on, short_timeouts, slowdown,
 };
-use crate::net::Restore;
+use ferrite_testkit::process::role;
+use ferrite_testkit::wait::comes_true;
+use ferrite_testkit::{until, within};
+
 use crate::pair::{Pair, Peer, check_all_traffic_fails, connect};
-use crate::process::{peer, role, serve_as_peer, serve_at};
+use crate::process::{peer, serve_as_peer, serve_at};
 use crate::traffic::Traffic;
 
 /// The kernel's event arrives within milliseconds.
@@ -144,11 +145,7 @@ fn one_of_two_devices_removed() {
     let again = within(TEST_TIMEOUT, "a connect", own.fabric.connect_with(peer.addr, &options))
         .expect("a link");
     drop((lost, again));
-    let begun = Instant::now();
-    while !removal.has_ended() && begun.elapsed() < REMOVED_WITHIN * slowdown() {
-        std::thread::sleep(Duration::from_millis(10));
-    }
-    let removed = removal.has_ended();
+    let removed = comes_true(REMOVED_WITHIN * slowdown(), || removal.has_ended());
     on_kept.check_progress("after the device is gone");
     on_kept.stop();
     drop(kept);
@@ -302,13 +299,15 @@ fn check_peer_device_returns(test: &str, everywhere: &str, times: usize) {
         removal.wait();
         drop(removal); // adds it again
         let begun = Instant::now();
-        link = loop {
-            match connect(&own, addr) {
-                Ok(link) => break link,
-                Err(error) => assert!(begun.elapsed() < BACK_WITHIN * slowdown(), "{error:?}"),
+        let mut connected = connect(&own, addr);
+        let is_back = comes_true(BACK_WITHIN * slowdown(), || {
+            if connected.is_err() {
+                connected = connect(&own, addr);
             }
-            std::thread::sleep(Duration::from_millis(100));
-        };
+            connected.is_ok()
+        });
+        assert!(is_back, "{:?}", connected.err());
+        link = connected.expect("a link");
         println!("  (used again {:.0?} later)", begun.elapsed());
     }
     Traffic::start(&link).stop();

@@ -5,13 +5,14 @@ use std::os::unix::process::CommandExt;
 use ferrite_fabric::mem::PoolConfig;
 use ferrite_fabric::wire::{RefusalCode, Rights};
 use ferrite_fabric::{Config, ConnectOptions, ErrorKind, Fabric, Link, Rdma};
-
-use crate::harness::{
-    HOSTS, Host, LeakCheck, OWN, PEER, TEST_TIMEOUT, any_port, short_timeouts, until, verbs, within,
+use ferrite_testkit::lab::{
+    HOSTS, Host, LeakCheck, OWN, PEER, TEST_TIMEOUT, any_port, sh, short_timeouts, verbs,
 };
-use crate::net::sh;
+use ferrite_testkit::process::{PeerProcess, rerun_as, role};
+use ferrite_testkit::{until, within};
+
 use crate::pair::{Pair, Peer, connect, show};
-use crate::process::{Process, peer, rerun_as, role, serve_as_peer_after};
+use crate::process::{peer, serve_as_peer_after};
 use crate::traffic::Traffic;
 
 const NOBODY: u32 = 65534;
@@ -189,7 +190,7 @@ fn own_objects_exhausted() {
     }
     let (leak_check, _group) = (LeakCheck::begin(), Group::new());
     let peer = Peer::start(short_timeouts());
-    let process = Process::start("limits::own_objects_exhausted", &peer.addr.to_string());
+    let process = PeerProcess::start("limits::own_objects_exhausted", &peer.addr.to_string());
     process.finish();
     assert!(peer.finish().iter().all(Result::is_ok), "a link did not close cleanly");
     leak_check.end();
@@ -213,7 +214,7 @@ fn no_room_for_a_fabric() {
         return;
     }
     let (leak_check, _group) = (LeakCheck::begin(), Group::new());
-    Process::start("limits::no_room_for_a_fabric", "child").finish();
+    PeerProcess::start("limits::no_room_for_a_fabric", "child").finish();
     leak_check.end();
 }
 

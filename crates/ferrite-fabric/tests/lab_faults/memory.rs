@@ -4,11 +4,11 @@ use std::time::{Duration, Instant};
 
 use ferrite_fabric::mem::PoolConfig;
 use ferrite_fabric::{Config, ErrorKind, Link, Message};
-
-use crate::harness::{
-    Host, LeakCheck, OWN, PEER, TEST_TIMEOUT, any_port, join, short_timeouts, slowdown, until,
-    within,
+use ferrite_testkit::lab::{
+    Host, LeakCheck, OWN, PEER, TEST_TIMEOUT, any_port, short_timeouts, slowdown,
 };
+use ferrite_testkit::{join, until, within};
+
 use crate::pair::{connect, show};
 
 const MIB: usize = 1 << 20;
@@ -67,10 +67,10 @@ fn peers_wait_while_all_messages_are_kept() {
             assert_eq!(number(&message) as usize, kept.len(), "messages out of order");
             kept.push(message);
         }
-        keeper.fabric.stats().receives_posted == 0
+        // Messages in flight have arrived, too.
+        let stats = keeper.fabric.stats();
+        stats.receives_posted == 0 && stats.memory.receive.in_use_bytes == 2 * MIB as u64
     });
-    std::thread::sleep(Duration::from_millis(100)); // lets messages in flight arrive
-    kept.extend(std::iter::from_fn(|| kept_link.try_recv().expect("the link is up")));
     let stats = keeper.fabric.stats();
     println!(
         "the application keeps {} messages; {} receives are posted",

@@ -3,12 +3,13 @@
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::{Config, ErrorKind, Link};
+use ferrite_testkit::lab::{
+    Host, LeakCheck, OWN, RecreateDevices, Restore, TEST_TIMEOUT, Wire, fault, sh, short_timeouts,
+    slowdown, stalled_after,
+};
+use ferrite_testkit::within;
 use ferrite_verbs::Status;
 
-use crate::harness::{
-    Host, LeakCheck, OWN, TEST_TIMEOUT, short_timeouts, slowdown, stalled_after, within,
-};
-use crate::net::{RecreateDevices, Restore, Wire, fault, sh};
 use crate::pair::{Pair, Peer, connect, show};
 
 /// The device waits 67 ms for an acknowledgement, seven times (`ack_timeout` 14, `retries` 6): half

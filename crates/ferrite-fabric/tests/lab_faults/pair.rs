@@ -8,13 +8,14 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::{Config, ConnectOptions, Error, ErrorKind, Fabric, Link};
+use ferrite_testkit::lab::{
+    Host, LeakCheck, OWN, PEER, TEST_TIMEOUT, any_port, slowdown, stalled_after,
+};
+use ferrite_testkit::{join, within};
 use futures_channel::oneshot;
 use futures_util::StreamExt as _;
 use futures_util::stream::FuturesUnordered;
 
-use crate::harness::{
-    Host, LeakCheck, OWN, PEER, TEST_TIMEOUT, any_port, join, slowdown, stalled_after, within,
-};
 use crate::traffic::{Failed, Traffic, serve};
 
 /// How the links of a peer ended: the number of messages sent back, or the error.

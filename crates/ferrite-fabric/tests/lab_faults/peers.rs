@@ -3,13 +3,15 @@
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::{Config, ConnectOptions, ErrorKind, Fabric, Rdma};
-
-use crate::harness::{
+use ferrite_testkit::lab::{
     Host, LeakCheck, OWN, PEER, TEST_TIMEOUT, any_port, short_timeouts, slowdown, stalled_after,
-    until, verbs, within,
+    verbs,
 };
+use ferrite_testkit::process::{PeerProcess, report, role};
+use ferrite_testkit::{until, within};
+
 use crate::pair::{Peer, check_all_traffic_fails, connect, show};
-use crate::process::{Process, end_of_input, peer, report, role, serve_as_peer};
+use crate::process::{end_of_input, peer, serve_as_peer};
 use crate::traffic::Traffic;
 
 /// The kernel closes the identifiers of a dead process at once. The peer is notified by a message
@@ -152,7 +154,7 @@ fn peer_never_polls() {
     let config = short_timeouts();
     let own = Host::new(&[OWN.0], config.clone());
     let mut listener = own.fabric.listen(any_port(OWN)).expect("a listener");
-    let process = Process::start("peers::peer_never_polls", &listener.local_addr().to_string());
+    let process = PeerProcess::start("peers::peer_never_polls", &listener.local_addr().to_string());
     let link = within(TEST_TIMEOUT, "the child connects", listener.accept()).expect("a link");
     process.expect_line("connected");
     let since = Instant::now();

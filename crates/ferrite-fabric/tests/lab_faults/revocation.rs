@@ -11,12 +11,13 @@ use std::time::{Duration, Instant};
 
 use ferrite_fabric::wire::{GrantToken, Rights};
 use ferrite_fabric::{ConnectOptions, Error, ErrorKind, Fabric, Link, Listener};
+use ferrite_testkit::lab::{Host, OWN, PEER, TEST_TIMEOUT, any_port, short_timeouts, slowdown};
+use ferrite_testkit::process::{PeerProcess, role};
+use ferrite_testkit::within;
 use futures_util::StreamExt as _;
 use futures_util::stream::FuturesUnordered;
 
-use crate::harness::{Host, OWN, PEER, TEST_TIMEOUT, any_port, short_timeouts, slowdown, within};
 use crate::pair::{Pair, show};
-use crate::process::{Process, role};
 
 const BYTES: usize = 16 << 10;
 /// The content of the memory while it is granted, and after the revocation.
@@ -47,7 +48,10 @@ fn revokes_while_peers_read() {
     let mut listener = fabric.listen(any_port(OWN)).expect("a listener");
     let target = listener.local_addr();
     let start = |reader_kind: &str| {
-        Process::start("revocation::revokes_while_peers_read", &format!("{reader_kind} {target}"))
+        PeerProcess::start(
+            "revocation::revokes_while_peers_read",
+            &format!("{reader_kind} {target}"),
+        )
     };
     let reader = start("reader");
     let reader_link = accept(&mut listener);

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use ferrite_fabric::wire::{GrantToken, Rights};
 use ferrite_fabric::{Error, ErrorKind, Link};
-
-use crate::harness::{TEST_TIMEOUT, join, until, within};
+use ferrite_testkit::lab::TEST_TIMEOUT;
+use ferrite_testkit::{join, until, within};
 
 /// Bytes that the peer grants: the first half is only read, the second is written and read back.
 const REGION_BYTES: usize = 64 << 10;

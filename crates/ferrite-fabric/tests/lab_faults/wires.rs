@@ -3,10 +3,9 @@
 
 use std::time::{Duration, Instant};
 
-use crate::harness::short_timeouts;
-use crate::net::Wire;
 use crate::pair::Pair;
 use crate::traffic::Traffic;
+use ferrite_testkit::lab::{Wire, short_timeouts};
 
 /// Enough rounds for every kind of loss: a round of messages alone takes about 30 packets.
 const ROUNDS: u64 = 10;

@@ -19,8 +19,8 @@ use tokio::runtime::Builder;
 use tokio::time::timeout;
 
 use super::pair::{Pair, assert_unused, buffer, connect, filled, pattern, poll_once};
-use super::random::Random;
 use super::{Fixture, KIB, TEST_TIMEOUT};
+use ferrite_testkit::Random;
 
 const CLIENTS: u64 = 4;
 
@@ -159,12 +159,7 @@ pub(crate) fn dedicated_threads(fixture: &Fixture) {
         });
         drop((a, b, listener));
         for thread in driving {
-            let begun = Instant::now();
-            while !thread.is_finished() {
-                assert!(begun.elapsed() < TEST_TIMEOUT, "the driver thread does not end");
-                thread::sleep(Duration::from_millis(1));
-            }
-            thread.join().expect("no panic");
+            ferrite_testkit::join(thread, TEST_TIMEOUT, "the end of the driver thread");
         }
         pools.iter().for_each(assert_unused);
     }

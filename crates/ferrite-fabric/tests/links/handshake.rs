@@ -9,12 +9,12 @@ use ferrite_verbs::cm;
 use futures_util::future::join_all;
 use futures_util::join;
 
-use super::hello::HELLO;
 use super::pair::{
     Pair, clear, connect, drive, failed, open_link, pass, poll_once, run_for, until,
 };
 use super::verbs_peer::VerbsPeer;
 use super::{Fixture, TEST_TIMEOUT};
+use ferrite_testkit::handshake::HELLO;
 
 /// When nobody listens on the port, the error comes at once.
 pub(crate) fn refused_when_nobody_listens(fixture: &Fixture) {

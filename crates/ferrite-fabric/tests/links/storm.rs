@@ -18,8 +18,8 @@ use std::time::{Duration, Instant};
 
 use ferrite_fabric::Config;
 
-use super::random::Random;
 use super::{Fixture, pair};
+use ferrite_testkit::Random;
 use run::Storm;
 
 /// Number of operations in a run.

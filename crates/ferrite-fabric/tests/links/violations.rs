@@ -7,11 +7,11 @@ use ferrite_fabric::wire::{Control, Rights};
 use ferrite_fabric::{Config, ErrorKind, Fabric, Link, Listener};
 use ferrite_verbs::Status;
 
-use super::hello::HELLO;
 use super::pair::{buffer, clear, drive, failed, open_link, pass, pattern, poll_once};
-use super::random::Random;
 use super::verbs_peer::{VerbsPeer, frame};
 use super::{Fixture, KIB};
+use ferrite_testkit::Random;
+use ferrite_testkit::handshake::HELLO;
 
 /// A fabric with one link to a well-behaved peer and one to a peer that violates the protocol.
 struct ViolationHarness {

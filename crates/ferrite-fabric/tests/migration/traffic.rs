@@ -6,6 +6,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::{ErrorKind, Link};
+use ferrite_testkit::wait::{comes_true, until_or};
 
 /// Sends messages on a link in both directions until it is stopped.
 pub(crate) struct Traffic {
@@ -95,28 +96,30 @@ impl Traffic {
         if !self.threads.iter().any(JoinHandle::is_finished) {
             return None;
         }
-        // Lets the other threads report their errors, too.
-        std::thread::sleep(Duration::from_millis(300));
+        // The other threads may report their errors, too. Some wait until the test ends them.
+        let _ = comes_true(Duration::from_millis(300), || {
+            self.threads.iter().all(JoinHandle::is_finished)
+        });
         Some(lock(&self.errors).join("; "))
     }
 
     /// Waits until `more` messages have arrived at both ends. Returns how long that took.
     pub(crate) fn wait_for(&self, more: u64, limit: Duration, what: &str) -> Duration {
         let (begun, before) = (Instant::now(), self.received());
-        loop {
+        let arrived = || {
             let now = self.received();
             if (0..2).all(|at| now[at] >= before[at] + more) {
-                return begun.elapsed();
+                return true;
             }
             if let Some(ended) = self.ended() {
                 panic!("{what}: the traffic has ended: {ended}");
             }
-            assert!(
-                begun.elapsed() < limit,
-                "{what}: {before:?} messages, {now:?} after {limit:?}"
-            );
-            std::thread::sleep(Duration::from_millis(2));
-        }
+            false
+        };
+        until_or(limit, what, arrived, || {
+            format!("{before:?} messages, now {:?}", self.received())
+        });
+        begun.elapsed()
     }
 
     /// Returns the longest time without a message since the last call.

@@ -3,9 +3,10 @@
 use std::future::poll_fn;
 use std::io::{ErrorKind, IoSlice};
 
+use ferrite_testkit::Random;
 use tokio::io::{AsyncReadExt as _, AsyncWrite as _, AsyncWriteExt as _};
 
-use super::{KIB, MIB, Pair, Random, StreamFixture, pattern};
+use super::{KIB, MIB, Pair, StreamFixture, length, pattern};
 
 pub(crate) async fn every_size_arrives(fixture: StreamFixture) {
     let mut pair = fixture.pair().await;
@@ -33,7 +34,7 @@ pub(crate) async fn random_sizes(fixture: StreamFixture) {
         let writing = tokio::spawn(async move {
             let (mut random, mut at) = (Random::new(seed), 0);
             while at < total {
-                let len = random.length(200 * KIB).min(total - at);
+                let len = length(&mut random, 200 * KIB).min(total - at);
                 a.write_all(&pattern(at, len)).await.expect("write");
                 at += len;
             }
@@ -42,7 +43,7 @@ pub(crate) async fn random_sizes(fixture: StreamFixture) {
         });
         let (mut random, mut at) = (Random::new(seed + 100), 0);
         loop {
-            let mut buf = vec![0; random.length(100 * KIB)];
+            let mut buf = vec![0; length(&mut random, 100 * KIB)];
             let len = b.read(&mut buf).await.expect("read");
             assert!(buf[..len] == pattern(at, len), "seed {seed}: wrong bytes at {at}");
             at += len;
@@ -64,7 +65,7 @@ pub(crate) async fn writes_pool_buffers(fixture: StreamFixture) {
     let writing = async {
         let (mut random, mut at) = (Random::new(7), 0);
         while at < total {
-            let len = random.length(200 * KIB).min(total - at);
+            let len = length(&mut random, 200 * KIB).min(total - at);
             let mut buf = fabrics.connecting_fabric().buffer(len).expect("a buffer");
             buf.copy_from_slice(&pattern(at, len));
             let mut rest = buf.freeze();

@@ -4,10 +4,11 @@ use std::time::Duration;
 
 use ferrite_fabric::Config;
 use ferrite_fabric::mem::{PoolConfig, Purpose};
+use ferrite_testkit::Random;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::time::timeout;
 
-use super::{KIB, MIB, Pair, Random, StreamFixture, pattern};
+use super::{KIB, MIB, Pair, StreamFixture, length, pattern};
 
 const SHORT: Duration = Duration::from_millis(50);
 
@@ -107,9 +108,9 @@ pub(crate) async fn cancelling_loses_nothing(fixture: StreamFixture) {
     let writing = tokio::spawn(async move {
         let (mut random, mut at, mut cancelled) = (Random::new(5), 0, 0);
         while at < total {
-            let bytes = pattern(at, random.length(100 * KIB).min(total - at));
+            let bytes = pattern(at, length(&mut random, 100 * KIB).min(total - at));
             // A write that is dropped has not taken any bytes.
-            match timeout(Duration::from_micros(random.below(300) as u64), a.write(&bytes)).await {
+            match timeout(Duration::from_micros(random.below(300)), a.write(&bytes)).await {
                 Ok(written) => at += written.expect("write"),
                 Err(_) => cancelled += 1,
             }
@@ -119,8 +120,8 @@ pub(crate) async fn cancelling_loses_nothing(fixture: StreamFixture) {
     });
     let (mut random, mut at, mut cancelled) = (Random::new(6), 0, 0);
     loop {
-        let mut buf = vec![0; random.length(50 * KIB)];
-        match timeout(Duration::from_micros(random.below(300) as u64), b.read(&mut buf)).await {
+        let mut buf = vec![0; length(&mut random, 50 * KIB)];
+        match timeout(Duration::from_micros(random.below(300)), b.read(&mut buf)).await {
             Ok(Ok(0)) => break,
             Ok(read) => {
                 let len = read.expect("read");

@@ -1,8 +1,5 @@
 //! Clients without a password that use as much memory as they can, over TCP.
 
-#[path = "../../../ferrite-fabric/tests/links/hello.rs"]
-mod hello;
-
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
@@ -13,12 +10,11 @@ use std::time::Duration;
 use ferrite_fabric::wire::{
     Features, Frame, GREETING_BYTES, Greeting, Hello, TcpFrame, TcpFrameKind,
 };
+use ferrite_testkit::handshake::HELLO;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpSocket, TcpStream};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
-
-use hello::HELLO;
 
 /// The size of an attack.
 #[derive(Clone, Copy, Debug)]

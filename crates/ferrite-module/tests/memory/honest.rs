@@ -1,11 +1,10 @@
 //! Well-behaved clients, which measure their latency with and without an attack.
 
+use ferrite_testkit::resp::Client;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
-
-use crate::client::Client;
 
 const CLIENTS: usize = 4;
 /// The pause between two requests of a client.
@@ -38,7 +37,7 @@ impl Honest {
     pub(crate) fn start(address: &str, password: &str) -> Self {
         let phase = Arc::new(AtomicUsize::new(0));
         let threads = (0..CLIENTS).map(|number| {
-            let mut client = Client::at(address);
+            let mut client = Client::to_tcp(address);
             client.ok(&["AUTH", password]);
             let phase = Arc::clone(&phase);
             std::thread::spawn(move || {

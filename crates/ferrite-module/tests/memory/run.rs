@@ -2,10 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use crate::attack::{Attack, Size};
-use crate::client::Client;
-use crate::honest::Honest;
-use crate::server::{Server, TIMEOUT};
+use super::attack::{Attack, Size};
+use super::honest::Honest;
+use ferrite_testkit::resp::Client;
+use ferrite_testkit::{Engine, TIMEOUT};
 
 /// The engine's password.
 pub(crate) const PASSWORD: &str = "x";
@@ -72,7 +72,7 @@ struct Held {
     all_sessions: u64,
 }
 
-fn held(server: &Server, admin: &mut Client) -> Held {
+fn held(server: &Engine, admin: &mut Client) -> Held {
     let info = admin.ask(&["INFO", "ferrite"]);
     let field = |name: &str| -> u64 {
         let line = info.lines().find_map(|line| line.strip_prefix("ferrite_")?.strip_prefix(name));
@@ -95,8 +95,8 @@ fn rss(pid: u32) -> u64 {
 
 /// Attacks an engine that has the password [`PASSWORD`], and checks its memory and its log. The
 /// module must listen on one address.
-pub(crate) fn attack(server: &mut Server, plan: &Plan) {
-    let mut admin = Client::native(server);
+pub(crate) fn attack(server: &mut Engine, plan: &Plan) {
+    let mut admin = server.client();
     admin.ok(&["AUTH", PASSWORD]);
     let address = address(&mut admin);
     let keeps_pages = admin.ask(&["INFO", "memory"]).contains("mem_allocator:libc");

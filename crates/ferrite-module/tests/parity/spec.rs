@@ -5,8 +5,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use ferrite_proto::resp::Value;
-
-use super::connection::{Connection, Response, encode};
+use ferrite_testkit::resp::{Connection, Response, encode};
 
 /// An argument, or a group of arguments.
 #[derive(Debug, Default, Clone)]

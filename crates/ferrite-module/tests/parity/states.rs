@@ -4,12 +4,13 @@
 use std::path::Path;
 use std::time::Duration;
 
-use super::connection::{Connection, Response, encode};
 use super::differences::{Rule, is_generated, rule, why_not_generated};
 use super::generate::{self, Amount};
 use super::keys;
 use super::scripts::scripts;
 use super::{Comparison, LONG, Node, Pace, SHORT, Way, name, send, words};
+use ferrite_testkit::resp::{Connection, Response, encode};
+use ferrite_testkit::{TempDir, free_port};
 
 /// For states in which most commands are refused, or all in the same way: a few cases are enough.
 const FEW: Amount = Amount { good: 3, spoiled: 3 };
@@ -90,16 +91,15 @@ pub(crate) fn hand_written_scripts(way: &Way<'_>, program: &Path) {
 pub(crate) fn cluster(way: &Way<'_>, program: &Path) {
     const OWN: &str = "1111111111111111111111111111111111111111";
     const OTHER: &str = "2222222222222222222222222222222222222222";
-    let directory = std::env::temp_dir().join(format!("ferrite-parity-{}", std::process::id()));
-    std::fs::create_dir_all(&directory).expect("a directory");
+    let directory = TempDir::new("parity");
     // Without shard ids Valkey 9.1 fails an assertion in SPUBLISH. Redis 7.0 does not know them.
     let shard = |id: &str| {
         if name(program).starts_with("Valkey") { format!(",,shard-id={id}") } else { String::new() }
     };
     let (own_shard, other_shard) = (shard(OWN), shard(OTHER));
     let nodes = [0, 1].map(|number| {
-        let bus = crate::server::free_port();
-        let file = directory.join(format!("nodes-{number}.conf"));
+        let bus = free_port().to_string();
+        let file = directory.join(&format!("nodes-{number}.conf"));
         // The engine replaces its own address when it starts.
         let known = format!(
             "{OWN} 127.0.0.1:7@17{own_shard} myself,master - 0 0 1 connected 0-8191\n\
@@ -136,7 +136,6 @@ pub(crate) fn cluster(way: &Way<'_>, program: &Path) {
     comparison.all_commands(true);
     comparison.finish();
     drop(comparison);
-    let _ = std::fs::remove_dir_all(&directory);
 }
 
 /// A synchronised replica, which refuses writes.

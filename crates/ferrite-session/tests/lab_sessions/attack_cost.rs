@@ -27,6 +27,7 @@ use ferrite_fabric::mem::{Exposed, Purpose};
 use ferrite_fabric::{Arrival, Fabric};
 use ferrite_proto::{MESSAGE_BYTES, Message, Registration};
 use ferrite_session::{GatewayConfig, ValkeyConfig, ValkeyStream};
+use ferrite_testkit::Engine;
 use ferrite_verbs::{
     Access, CmId, CompletionQueue, ConnectParams, MemoryRegion, Operation, QueuePair,
     QueuePairConfig, RecvRequest, RemoteSlice, SendRequest, State, WorkCompletion, cm,
@@ -37,7 +38,7 @@ use tokio::time::{sleep, timeout};
 
 use crate::sessions::gateway::{TestServer, unprotected};
 use crate::sessions::hostile::{FEATURE_FLOOD, HostileClient, VIOLATIONS};
-use crate::sessions::{Harness, Redis, any_port, run_on};
+use crate::sessions::{Harness, any_port, run_on};
 
 /// The number of pairs of a pause and an attack.
 const ROUNDS: usize = 5;
@@ -201,7 +202,7 @@ async fn compare<F>(harness: Harness, name: &str, neighbour: Option<Neighbour>, 
 where
     F: AsyncFnOnce(Attacker) + Send + 'static,
 {
-    let redis = Redis::start(name, &[]).await;
+    let redis = Engine::redis(&[]);
     let mut config: GatewayConfig = unprotected(&redis);
     config.valkey.proto.keepalive_interval = Duration::from_millis(100);
     let server = TestServer::start(&harness, config);

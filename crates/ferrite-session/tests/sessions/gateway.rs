@@ -8,6 +8,8 @@ use ferrite_session::{
     Connector, EngineAddress, EngineSocket, Gateway, GatewayConfig, Moved, Session,
     SessionTransport, ValkeyConfig, ValkeyStream, pump,
 };
+use ferrite_testkit::Engine;
+use ferrite_testkit::wait::until_async;
 use redis::aio::MultiplexedConnection;
 use redis::{AsyncCommands as _, AsyncConnectionConfig, RedisConnectionInfo};
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
@@ -15,7 +17,7 @@ use tokio::net::UnixStream;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
-use super::{Harness, Redis, any_port, pattern};
+use super::{Harness, any_port, pattern};
 
 /// A gateway on the first host, and a fabric on the second host for its clients.
 pub(crate) struct TestServer {
@@ -82,10 +84,10 @@ impl TestServer {
 }
 
 /// Returns the settings of a gateway without protected mode.
-pub(crate) fn unprotected(redis: &Redis) -> GatewayConfig {
+pub(crate) fn unprotected(redis: &Engine) -> GatewayConfig {
     GatewayConfig {
         protected_mode: false,
-        ..GatewayConfig::new(EngineAddress::Unix(redis.socket.clone()))
+        ..GatewayConfig::new(EngineAddress::Unix(redis.socket()))
     }
 }
 
@@ -104,7 +106,7 @@ where
 
 /// redis-rs over Valkey Over RDMA: a command, a pipeline, a transaction.
 pub(crate) async fn runs_commands(harness: Harness) {
-    let redis = Redis::start("commands", &[]).await;
+    let redis = Engine::redis(&[]);
     let server = TestServer::start(&harness, unprotected(&redis));
     let mut connection = connection(server.connect(&harness).await).await;
     let pong: String = redis::cmd("PING").query_async(&mut connection).await.expect("PING");
@@ -130,7 +132,7 @@ pub(crate) async fn runs_commands(harness: Harness) {
 
 /// The largest values are much larger than any window.
 pub(crate) async fn carries_large_values(harness: Harness) {
-    let redis = Redis::start("large", &[]).await;
+    let redis = Engine::redis(&[]);
     let server = TestServer::start(&harness, unprotected(&redis));
     let mut connection = connection(server.connect(&harness).await).await;
     for size in [0, 1, 1000, 65_535, 65_536, 65_537, (8 << 20) / harness.slowdown] {
@@ -145,7 +147,7 @@ pub(crate) async fn carries_large_values(harness: Harness) {
 
 /// Each client has its own session, and all sessions end with their clients.
 pub(crate) async fn serves_many_clients(harness: Harness) {
-    let redis = Redis::start("many", &[]).await;
+    let redis = Engine::redis(&[]);
     let server = TestServer::start(&harness, unprotected(&redis));
     let mut connections = Vec::new();
     for _ in 0..100 / harness.slowdown.min(4) {
@@ -166,16 +168,14 @@ pub(crate) async fn serves_many_clients(harness: Harness) {
     assert_eq!(total, 20 * count);
     assert_eq!(server.gateway.stats().sessions, count);
     drop(connections);
-    while server.gateway.stats().sessions > 0 {
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
+    until_async("the end of all sessions", async || server.gateway.stats().sessions == 0).await;
     assert_eq!(server.gateway.stats().valkey_sessions, count as u64);
     server.end().await;
 }
 
 /// Ferrite peers connect to the same address, as links.
 pub(crate) async fn serves_ferrite_peers(harness: Harness) {
-    let redis = Redis::start("peers", &[]).await;
+    let redis = Engine::redis(&[]);
     let server = TestServer::start(&harness, unprotected(&redis));
     let options = ConnectOptions::new().local(any_port(1));
     let link = server.client.connect_with(server.address, &options).await.expect("connect");
@@ -192,7 +192,7 @@ pub(crate) async fn serves_ferrite_peers(harness: Harness) {
 /// Plain RESP clients connect to the same address over TCP. They may stay silent before their first
 /// command.
 pub(crate) async fn serves_tcp_clients(harness: Harness) {
-    let redis = Redis::start("tcp", &[]).await;
+    let redis = Engine::redis(&[]);
     let config = Config { connection_timeout: Duration::from_millis(300), ..Config::default() };
     let fabric = Fabric::system().rdma(Rdma::Forbid).config(config).build();
     let fabric = fabric.expect("build the fabric");
@@ -221,7 +221,7 @@ pub(crate) async fn serves_tcp_clients(harness: Harness) {
 
 /// The connector detects a Ferrite gateway and a Valkey server, and falls back to TCP.
 pub(crate) async fn detects_the_servers_protocol(harness: Harness) {
-    let redis = Redis::start("ways", &[]).await;
+    let redis = Engine::redis(&[]);
     let server = TestServer::start(&harness, unprotected(&redis));
     let connector = Connector::new(&server.client).local(any_port(1));
     let session = connector.connect(server.address).await.expect("connect");
@@ -234,7 +234,7 @@ pub(crate) async fn detects_the_servers_protocol(harness: Harness) {
     let options = ListenOptions::new().foreign_peers_only();
     let valkey = harness.fabric(0).listen_with(any_port(0), &options).expect("listen");
     let at = valkey.local_addr();
-    let serving = tokio::spawn(serve_as_valkey(valkey, redis.socket.clone()));
+    let serving = tokio::spawn(serve_as_valkey(valkey, redis.socket()));
     for _ in 0..2 {
         let session = connector.connect(at).await.expect("connect");
         assert_eq!(session.transport(), SessionTransport::ValkeyRdma);
@@ -326,14 +326,14 @@ async fn write_late(mut session: Session) -> String {
 
 /// The gateway rejects clients in protected mode and beyond `max_clients`.
 pub(crate) async fn tells_rejected_clients_why(harness: Harness) {
-    let redis = Redis::start("refusals", &[]).await;
+    let redis = Engine::redis(&[]);
     let server =
         TestServer::start(&harness, GatewayConfig { protected_mode: true, ..unprotected(&redis) });
     let error = read_until_end(server.connect(&harness).await).await;
     assert!(error.starts_with("-DENIED") && error.ends_with("\r\n"), "{error}");
     server.end().await;
 
-    let with_password = Redis::start("password", &["--requirepass", "secret"]).await;
+    let with_password = Engine::redis(&["--requirepass", "secret"]);
     let server = TestServer::start(
         &harness,
         GatewayConfig { protected_mode: true, ..unprotected(&with_password) },
@@ -364,12 +364,12 @@ pub(crate) async fn tells_rejected_clients_why(harness: Harness) {
 /// While the engine is down, the gateway disconnects its clients and sends new ones an error. When
 /// the engine is back, it serves clients again.
 pub(crate) async fn survives_an_engine_restart(harness: Harness) {
-    let redis = Redis::start("restarts", &[]).await;
+    let mut redis = Engine::redis(&[]);
     let server = TestServer::start(&harness, unprotected(&redis));
     let mut stream = server.connect(&harness).await;
     stream.write_all(b"PING\r\n").await.expect("write");
     stream.read_exact(&mut [0; 7]).await.expect("read the reply");
-    drop(redis);
+    redis.kill();
     assert_eq!(read_until_end(stream).await, "");
     let error = read_until_end(server.connect(&harness).await).await;
     // The client has not logged in, so it does not learn the engine's address or the system's
@@ -377,7 +377,7 @@ pub(crate) async fn survives_an_engine_restart(harness: Harness) {
     assert_eq!(error, "-ERR Ferrite gateway: cannot connect to the engine\r\n");
     assert_eq!(server.gateway.stats().engine_failures, 1);
 
-    let redis = Redis::start("restarts", &[]).await;
+    redis.restart();
     let mut stream = server.connect(&harness).await;
     stream.write_all(b"PING\r\n").await.expect("write");
     let mut reply = [0; 7];
@@ -390,7 +390,7 @@ pub(crate) async fn survives_an_engine_restart(harness: Harness) {
 /// The gateway shuts down without waiting the whole drain timeout for a client that has sent half a
 /// command. It does wait for another client whose complete command is running in the engine.
 pub(crate) async fn does_not_wait_for_half_a_command(harness: Harness) {
-    let redis = Redis::start("half", &[]).await;
+    let redis = Engine::redis(&[]);
     let drain_timeout = Duration::from_secs(40);
     let server =
         TestServer::start(&harness, GatewayConfig { drain_timeout, ..unprotected(&redis) });
@@ -402,10 +402,11 @@ pub(crate) async fn does_not_wait_for_half_a_command(harness: Harness) {
     half.write_all(sent[0]).await.expect("write");
     blocked.write_all(sent[1]).await.expect("write");
     let bytes = "PING\r\n".len() + sent.concat().len();
-    while server.gateway.stats().to_engine_bytes < bytes as u64 {
-        tokio::time::sleep(Duration::from_millis(2)).await;
-    }
-    while !query_engine(&redis, "INFO clients").await.contains("blocked_clients:1") {}
+    until_async("all bytes at the engine", async || {
+        server.gateway.stats().to_engine_bytes >= bytes as u64
+    })
+    .await;
+    until_a_client_blocks(&redis).await;
     let TestServer { end, serving, .. } = server;
     let begun = std::time::Instant::now();
     let _ = end.send(());
@@ -418,9 +419,17 @@ pub(crate) async fn does_not_wait_for_half_a_command(harness: Harness) {
     assert!(begun.elapsed() < drain_timeout / 2, "{:?}", begun.elapsed());
 }
 
+/// Waits until a client is blocked in the engine.
+async fn until_a_client_blocks(redis: &Engine) {
+    until_async("a blocked client", async || {
+        query_engine(redis, "INFO clients").await.contains("blocked_clients:1")
+    })
+    .await;
+}
+
 /// Runs a command at the engine's own socket, and returns the reply.
-async fn query_engine(redis: &Redis, command: &str) -> String {
-    let mut stream = UnixStream::connect(&redis.socket).await.expect("connect to the engine");
+async fn query_engine(redis: &Engine, command: &str) -> String {
+    let mut stream = UnixStream::connect(redis.socket()).await.expect("connect to the engine");
     stream.write_all(format!("{command}\r\nQUIT\r\n").as_bytes()).await.expect("send the command");
     let mut reply = String::new();
     stream.read_to_string(&mut reply).await.expect("read the reply");
@@ -430,7 +439,7 @@ async fn query_engine(redis: &Redis, command: &str) -> String {
 /// When the gateway shuts down, pending commands get their replies first, however slow client and
 /// engine are. Then clients see the end of the connection.
 pub(crate) async fn finishes_pending_commands_before_it_ends(harness: Harness) {
-    let redis = Redis::start("drains", &[]).await;
+    let redis = Engine::redis(&[]);
     let server = TestServer::start(&harness, unprotected(&redis));
     let mut idle = server.connect(&harness).await;
     let mut busy = server.connect(&harness).await;
@@ -442,7 +451,7 @@ pub(crate) async fn finishes_pending_commands_before_it_ends(harness: Harness) {
     idle.write_all(b"PING\r\n").await.expect("write");
     idle.read_exact(&mut [0; 7]).await.expect("read the reply");
     blocked.write_all(b"BLPOP nothing 1\r\n").await.expect("write");
-    while !query_engine(&redis, "INFO clients").await.contains("blocked_clients:1") {}
+    until_a_client_blocks(&redis).await;
     let TestServer { end, serving, .. } = server;
     let _ = end.send(());
     tokio::time::sleep(Duration::from_millis(300)).await;

@@ -7,11 +7,13 @@ use ferrite_fabric::mem::{Buf, Purpose};
 use ferrite_fabric::{Arrival, ConnectOptions, Fabric, RawConnection};
 use ferrite_proto::{MESSAGE_BYTES, Message, Registration};
 use ferrite_session::GatewayConfig;
+use ferrite_testkit::Engine;
+use ferrite_testkit::wait::until_async;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::time::timeout;
 
 use super::gateway::{TestServer, unprotected};
-use super::{Harness, Redis, any_port};
+use super::{Harness, any_port};
 
 /// A client that can violate the protocol.
 pub(crate) struct HostileClient {
@@ -96,7 +98,7 @@ pub(crate) const VIOLATIONS: &[(&str, Violation)] = &[
 ];
 
 pub(crate) async fn disconnects_clients_that_violate_the_protocol(harness: Harness) {
-    let redis = Redis::start("hostile", &[]).await;
+    let redis = Engine::redis(&[]);
     let server = TestServer::start(&harness, unprotected(&redis));
     let mut bystander = server.connect(&harness).await;
     bystander.write_all(b"PING\r\n").await.expect("write");
@@ -115,17 +117,17 @@ pub(crate) async fn disconnects_clients_that_violate_the_protocol(harness: Harne
         bystander.read_exact(&mut reply).await.expect("read the reply");
         assert_eq!(&reply, b"+PONG\r\n", "bystander after {what}");
     }
-    while server.gateway.stats().sessions > 1 || server.holds() != before {
-        // If this never ends, the test fails by its time limit.
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
+    until_async("only the bystander is left", async || {
+        server.gateway.stats().sessions <= 1 && server.holds() == before
+    })
+    .await;
     drop(bystander);
     server.end().await;
 }
 
 /// Thousands of writes of one byte each are slow, but correct.
 pub(crate) async fn accepts_tiny_writes(harness: Harness) {
-    let redis = Redis::start("tiny", &[]).await;
+    let redis = Engine::redis(&[]);
     let server = TestServer::start(&harness, unprotected(&redis));
     let hostile = HostileClient::connect(&server.client, server.address).await;
     let memory = hostile.raw.pool().take_uncharged(64 << 10, Purpose::Receive);
@@ -155,21 +157,17 @@ pub(crate) async fn accepts_tiny_writes(harness: Harness) {
 /// Clients that connect but never announce a window cannot receive an error. Beyond `max_clients`
 /// the server disconnects them.
 pub(crate) async fn disconnects_clients_without_a_window(harness: Harness) {
-    let redis = Redis::start("half", &[]).await;
+    let redis = Engine::redis(&[]);
     let server =
         TestServer::start(&harness, GatewayConfig { max_clients: 5, ..unprotected(&redis) });
     let mut silent = Vec::new();
     for _ in 0..5 {
         silent.push(HostileClient::connect(&server.client, server.address).await);
     }
-    while server.gateway.stats().sessions < 5 {
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
+    until_async("five sessions", async || server.gateway.stats().sessions >= 5).await;
     let rejected = HostileClient::connect(&server.client, server.address).await;
     rejected.wait_for_disconnect("a client beyond max_clients").await;
     drop(silent);
-    while server.gateway.stats().sessions > 0 {
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
+    until_async("the end of all sessions", async || server.gateway.stats().sessions == 0).await;
     server.end().await;
 }

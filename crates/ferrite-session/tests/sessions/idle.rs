@@ -9,13 +9,14 @@ use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use ferrite_session::{ValkeyConfig, ValkeyStream};
+use ferrite_testkit::Engine;
 use ferrite_verbs::Verbs;
 use tokio::io::{AsyncRead as _, AsyncReadExt as _, AsyncWriteExt as _, ReadBuf};
 use tokio::runtime::Builder;
 
 use super::gateway::{TestServer, unprotected};
 use super::streams::{carry, pair};
-use super::{Harness, Redis, run_on};
+use super::{Harness, run_on};
 
 const HOUR: Duration = Duration::from_secs(3600);
 /// The interval of a server's keepalives, plus one tick of tokio's clock.
@@ -118,7 +119,7 @@ async fn wait_for_failure<T>(harness: Harness, vanish: impl FnOnce() -> T) {
 /// A client is blocked in BLPOP, and the element arrives an hour later.
 pub(crate) async fn serves_a_client_blocked_for_an_hour(harness: Harness) {
     on_one_thread(harness, async |harness: Harness| {
-        let redis = Redis::start("hour", &[]).await;
+        let redis = Engine::redis(&[]);
         let server = TestServer::start(&harness, unprotected(&redis));
         let mut blocked = server.connect(&harness).await;
         blocked.write_all(b"PING\r\nBLPOP list 0\r\n").await.expect("write");

@@ -7,6 +7,8 @@ use std::time::Instant;
 use ferrite_fabric::Config;
 use ferrite_fabric::mem::{Exposed, Purpose};
 use ferrite_proto::{MESSAGE_BYTES, Message, Registration};
+use ferrite_testkit::Engine;
+use ferrite_testkit::wait::until_async;
 use ferrite_verbs::{
     Access, CmId, CompletionQueue, ConnectParams, MemoryRegion, Operation, QueuePair,
     QueuePairConfig, RecvRequest, RemoteSlice, SendRequest, State, Status, Verbs, WorkCompletion,
@@ -16,7 +18,7 @@ use redis::AsyncCommands as _;
 
 use super::gateway::{TestServer, connection, unprotected};
 use super::hostile::HostileClient;
-use super::{Harness, Redis, TIMEOUT, any_port};
+use super::{Harness, TIMEOUT, any_port};
 
 const EVIL: &[u8] = b"*2\r\n$4\r\nINCR\r\n$5\r\npwned\r\n";
 const GOOD: &[u8] = b"*2\r\n$4\r\nINCR\r\n$5\r\nclean\r\n";
@@ -131,7 +133,7 @@ impl Victim {
 /// The device rejects each attempt, and the server counts it. The victim's session continues, and
 /// no byte of the attacker's reaches the engine.
 pub(crate) async fn protects_windows_from_other_clients(harness: Harness) {
-    let redis = Redis::start("isolation", &[]).await;
+    let redis = Engine::redis(&[]);
     let server = TestServer::start(&harness, unprotected(&redis));
     let mut bystander = connection(server.connect(&harness).await).await;
     let mut victim = Victim::connect(&server).await;
@@ -160,10 +162,8 @@ pub(crate) async fn protects_windows_from_other_clients(harness: Harness) {
     }
     let pwned: Option<u64> = bystander.get("pwned").await.expect("GET");
     assert_eq!(pwned, None);
-    while server.remote_access_errors() < ATTEMPTS.len() as u64 {
-        // If this never ends, the test fails by its time limit.
-        tokio::time::sleep(std::time::Duration::from_millis(10)).await;
-    }
+    let all = ATTEMPTS.len() as u64;
+    until_async("an error for each attempt", async || server.remote_access_errors() >= all).await;
     assert_eq!(server.remote_access_errors(), ATTEMPTS.len() as u64);
     drop((bystander, victim));
     server.end().await;
@@ -171,7 +171,7 @@ pub(crate) async fn protects_windows_from_other_clients(harness: Harness) {
 
 /// After two guesses, the server rejects new connections from the client's address for a while.
 pub(crate) async fn rejects_clients_that_guess_keys(harness: Harness) {
-    let redis = Redis::start("guesses", &[]).await;
+    let redis = Engine::redis(&[]);
     let server = TestServer::start_with(&harness, unprotected(&redis), Config::default());
     let mut victim = Victim::connect(&server).await;
     for attempt in 1..=2 {
@@ -181,18 +181,15 @@ pub(crate) async fn rejects_clients_that_guess_keys(harness: Harness) {
             attacker.access(Operation::Write, window.addr, window.rkey ^ attempt)
         });
         assert_eq!(attack.await.expect("attacker does not panic"), Status::REMOTE_ACCESS);
-        while server.remote_access_errors() < u64::from(attempt) {
-            tokio::time::sleep(std::time::Duration::from_millis(1)).await;
-        }
+        let seen = async || server.remote_access_errors() >= u64::from(attempt);
+        until_async("the attempt is counted", seen).await;
     }
     let (verbs, to) = (harness.verbs.clone(), server.address);
     let reconnect = tokio::task::spawn_blocking(move || Attacker::connect(&verbs, to).is_some());
     assert!(!reconnect.await.expect("attacker does not panic"), "the server accepts the attacker");
     // An existing connection from the same address stays.
     victim.incr();
-    while victim.it.raw.done(None).writes < 1 {
-        tokio::time::sleep(std::time::Duration::from_millis(1)).await;
-    }
+    until_async("the victim's write", async || victim.it.raw.done(None).writes >= 1).await;
     assert!(victim.it.raw.failure().is_none());
     drop(victim);
     server.end().await;

@@ -1,16 +1,13 @@
 //! `ferrite gateway`, `ferrite relay` and `ferrite bench kv` with a real `redis-server`: over TCP
 //! on any host (`host_kv`), over RDMA in the lab (`lab_kv`).
 
-use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::io::{BufRead as _, BufReader, Write as _};
 use std::net::TcpStream;
-use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
+use ferrite_testkit::{Engine, TIMEOUT, TempDir, process, until};
 use serde_json::Value;
-
-const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The gateway's address, the clients' options and the RDMA policy of a test.
 pub(crate) struct Network {
@@ -44,10 +41,9 @@ impl Drop for Process {
 
 /// A redis-server and a gateway in front of it.
 struct GatewaySetup {
-    _redis: Process,
+    redis: Engine,
     gateway: Process,
     stdout: BufReader<ChildStdout>,
-    socket: PathBuf,
     address: String,
 }
 
@@ -59,20 +55,8 @@ fn ferrite(arguments: &[&str]) -> Command {
 
 impl GatewaySetup {
     fn start(network: &Network, more: &[&str]) -> Self {
-        let socket = std::env::temp_dir().join(format!("ferrite-kv-{}.sock", std::process::id()));
-        let redis = Command::new("redis-server")
-            .args(["--port", "0", "--save", "", "--appendonly", "no", "--unixsocket"])
-            .arg(&socket)
-            .stdout(Stdio::null())
-            .spawn()
-            .expect("redis-server starts: apt-get install redis-server");
-        let redis = Process(redis);
-        let started = Instant::now();
-        while UnixStream::connect(&socket).is_err() {
-            assert!(started.elapsed() < TIMEOUT, "redis-server does not listen");
-            std::thread::sleep(Duration::from_millis(20));
-        }
-        let engine = format!("unix:{}", socket.display());
+        let redis = Engine::redis(&[]);
+        let engine = format!("unix:{}", redis.socket().display());
         let arguments = [
             "gateway",
             "--listen",
@@ -95,7 +79,7 @@ impl GatewaySetup {
             serde_json::from_str(&line).unwrap_or_else(|error| panic!("{error}: {line}"));
         assert_eq!(listening["event"], "listening");
         let address = listening["address"].as_str().expect("an address").to_owned();
-        Self { _redis: redis, gateway, stdout, socket, address }
+        Self { redis, gateway, stdout, address }
     }
 
     fn bench(&self, network: &Network, more: &[&str]) -> Output {
@@ -116,13 +100,11 @@ impl GatewaySetup {
 
     /// Stops the gateway with SIGTERM. Returns its last event.
     fn end(mut self) -> Value {
-        let pid = self.gateway.0.id().to_string();
-        assert!(Command::new("kill").args(["-TERM", &pid]).status().expect("kill").success());
+        process::signal("TERM", self.gateway.0.id());
         let mut line = String::new();
         self.stdout.read_line(&mut line).expect("a line");
         let code = self.gateway.0.wait().expect("an end").code();
         assert_eq!(code, Some(0), "{line}");
-        let _ = std::fs::remove_file(&self.socket);
         serde_json::from_str(&line).unwrap_or_else(|error| panic!("{error}: {line}"))
     }
 }
@@ -155,13 +137,13 @@ pub(crate) fn gateway_carries_every_kind_of_load(network: &Network) {
             );
         }
     }
-    let picture = std::env::temp_dir().join(format!("ferrite-kv-{}.svg", std::process::id()));
+    let directory = TempDir::new("kv");
+    let picture = directory.join("picture.svg");
     report(
         &setup
             .bench(network, &["--test", "set", "--plot", picture.to_str().expect("a plain path")]),
     );
     let drawn = std::fs::read_to_string(&picture).expect("a picture");
-    let _ = std::fs::remove_file(&picture);
     assert!(
         drawn.starts_with("<svg ") && drawn.contains(network.transport) && drawn.contains(">set<"),
         "{drawn}"
@@ -280,26 +262,12 @@ pub(crate) fn second_signal_stops_the_gateway_at_once(network: &Network) {
     let mut client = TcpStream::connect(&relay.address).expect("a connection");
     client.write_all(b"BLPOP nothing 0\r\n").expect("to write");
     let started = Instant::now();
-    let until = |what: &str, is_so: &dyn Fn() -> bool| {
-        while !is_so() {
-            assert!(started.elapsed() < TIMEOUT, "{what}");
-            std::thread::sleep(Duration::from_millis(20));
-        }
-    };
-    let signal = |setup: &GatewaySetup| {
-        let pid = setup.gateway.0.id().to_string();
-        assert!(Command::new("kill").args(["-TERM", &pid]).status().expect("kill").success());
-    };
-    until("the client waits in the engine", &|| {
-        let mut engine = UnixStream::connect(&setup.socket).expect("it listens");
-        engine.write_all(b"INFO clients\r\nQUIT\r\n").expect("to write");
-        let mut reply = String::new();
-        engine.read_to_string(&mut reply).expect("a reply");
-        reply.contains("blocked_clients:1")
+    until(TIMEOUT, "the client waits in the engine", || {
+        setup.redis.client().text(&["INFO", "clients"]).contains("blocked_clients:1")
     });
-    signal(&setup);
+    process::signal("TERM", setup.gateway.0.id());
     // The gateway has received the first signal when it accepts no more clients.
-    until("it accepts no more clients", &|| {
+    until(TIMEOUT, "it accepts no more clients", || {
         let probe = Relay::start(network, &setup.address);
         let mut client = TcpStream::connect(&probe.address).expect("a connection");
         let _ = client.write_all(b"PING\r\n");
@@ -308,11 +276,10 @@ pub(crate) fn second_signal_stops_the_gateway_at_once(network: &Network) {
         !reply.starts_with("+PONG")
     });
     assert!(setup.gateway.0.try_wait().expect("a child").is_none(), "it drains");
-    signal(&setup);
+    process::signal("TERM", setup.gateway.0.id());
     let mut line = String::new();
     setup.stdout.read_line(&mut line).expect("a line");
     assert!(line.contains("\"ended\""), "{line}");
     assert_eq!(setup.gateway.0.wait().expect("an end").code(), Some(1));
     assert!(started.elapsed() < TIMEOUT, "{:?}", started.elapsed());
-    let _ = std::fs::remove_file(&setup.socket);
 }

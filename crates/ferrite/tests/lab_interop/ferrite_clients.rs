@@ -4,7 +4,7 @@
 //! They run on the other host, so that their bytes cross the wire. With Valkey's server they use
 //! Valkey's protocol. Each test checks the transport.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use ferrite_client::redis::{
     self, AsyncCommands as _, AsyncConnectionConfig, ProtocolVersion, PushInfo, PushKind,
@@ -12,6 +12,7 @@ use ferrite_client::redis::{
 };
 use ferrite_client::{Client, ClientBuilder, Connection};
 use ferrite_fabric::{Config, Fabric, Rdma};
+use ferrite_testkit::wait::until_async;
 
 use crate::server::{CLIENT_HOST, TestServer, bytes};
 use crate::{LONG, SOON};
@@ -116,9 +117,7 @@ pub(crate) fn client_blocking_pops(server: &mut TestServer) {
         let (mut waiting, mut other) =
             (connect(server, &client).await, connect(server, &client).await);
         let popped = tokio::spawn(async move { waiting.blpop("list", 30.0).await });
-        while server.info("blocked_clients") == 0 {
-            tokio::time::sleep(Duration::from_millis(10)).await;
-        }
+        until_async("a blocked client", async || server.info("blocked_clients") > 0).await;
         let length: usize = other.rpush("list", &["a", "b"]).await.expect("RPUSH");
         assert_eq!(length, 2);
         let popped: (String, String) = popped.await.expect("no panic").expect("BLPOP");

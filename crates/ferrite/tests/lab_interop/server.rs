@@ -1,13 +1,15 @@
 //! An engine with an RDMA listener, and client programs of Valkey and of Ferrite.
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use ferrite_proto::resp::Value as Reply;
+use ferrite_testkit::process::{self, exit_within};
+use ferrite_testkit::{Engine, Random, Start, until};
 use serde_json::Value;
 
 const HOST: &str = "10.0.0.1";
@@ -16,7 +18,6 @@ pub(crate) const CLIENT_HOST: &str = "10.0.0.2";
 const VALKEY_PORT: &str = "6390";
 const GATEWAY_PORT: &str = "6391";
 const MODULE_PORT: &str = "6392";
-const SETUP_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// The RDMA listener.
 #[derive(Debug, Clone, Copy)]
@@ -32,10 +33,9 @@ pub(crate) enum ServerKind {
 /// A running server; drop kills it.
 pub(crate) struct TestServer {
     programs: PathBuf,
-    directory: PathBuf,
     kind: ServerKind,
     port: &'static str,
-    engine: Process,
+    engine: Engine,
     gateway: Option<Process>,
 }
 
@@ -44,26 +44,15 @@ impl TestServer {
         let programs = std::env::var_os("FERRITE_VALKEY")
             .expect("FERRITE_VALKEY is not set: run these tests with `cargo xtask interop`");
         let programs = PathBuf::from(programs);
-        let directory = std::env::temp_dir().join(format!("interop-{}", std::process::id()));
-        std::fs::create_dir_all(&directory).expect("a directory");
-        let socket = directory.join("engine.sock");
-        let engine = start_engine(&programs, &directory, kind);
+        // Valkey's server listens for RDMA before it answers on its socket; the gateway reports
+        // when it listens.
+        let engine = start_engine(&programs, kind);
         let (port, gateway) = match kind {
             ServerKind::Valkey => (VALKEY_PORT, None),
-            ServerKind::Gateway(more) => (GATEWAY_PORT, Some(gateway(&socket, more))),
+            ServerKind::Gateway(more) => (GATEWAY_PORT, Some(gateway(&engine.socket(), more))),
             ServerKind::Module => (MODULE_PORT, None),
         };
-        let server = Self { programs, directory, kind, port, engine, gateway };
-        server.until_the_engine_answers();
-        server
-    }
-
-    /// Waits for the engine. The gateway reports when it listens; Valkey's server listens for RDMA
-    /// before it answers on its socket.
-    fn until_the_engine_answers(&self) {
-        self.until("the engine answers", SETUP_TIMEOUT, || {
-            UnixStream::connect(self.socket()).is_ok()
-        });
+        Self { programs, kind, port, engine, gateway }
     }
 
     /// Returns the address for clients.
@@ -187,26 +176,12 @@ impl TestServer {
     /// Runs a command through the engine's Unix socket. Returns the bytes of a string, or a line
     /// without its type character.
     pub(crate) fn engine(&self, arguments: &[&str]) -> Vec<u8> {
-        let mut request = format!("*{}\r\n", arguments.len());
-        for argument in arguments {
-            request += &format!("${}\r\n{argument}\r\n", argument.len());
-        }
-        let mut socket = UnixStream::connect(self.socket()).expect("the engine listens");
-        socket.set_read_timeout(Some(SETUP_TIMEOUT)).expect("a time limit");
-        socket.write_all(request.as_bytes()).expect("it listens");
-        let mut socket = BufReader::new(socket);
-        let mut line = String::new();
-        socket.read_line(&mut line).expect("an answer");
-        let line = line.trim_end();
-        match line.split_at(1) {
-            ("$", "-1") => Vec::new(),
-            ("$", length) => {
-                let mut value = vec![0; length.parse().expect("a length")];
-                socket.read_exact(&mut value).expect("the announced length");
-                value
-            }
-            ("+" | ":", rest) => rest.into(),
-            _ => panic!("{arguments:?}: {line}"),
+        let reply = self.engine.client().raw(arguments);
+        match Reply::parse(&reply) {
+            Ok(Reply::Bulk(value) | Reply::Simple(value)) => value.into(),
+            Ok(Reply::Null) => Vec::new(),
+            Ok(Reply::Integer(number)) => number.to_string().into(),
+            _ => panic!("{arguments:?}: {}", text(&reply)),
         }
     }
 
@@ -222,12 +197,8 @@ impl TestServer {
         value.unwrap_or_else(|| panic!("no {name} in {info}")).parse().expect("a number")
     }
 
-    pub(crate) fn until(&self, what: &str, limit: Duration, mut done: impl FnMut() -> bool) {
-        let started = Instant::now();
-        while !done() {
-            assert!(started.elapsed() < limit, "{what}: not after {limit:?}");
-            thread::sleep(Duration::from_millis(20));
-        }
+    pub(crate) fn until(&self, what: &str, limit: Duration, done: impl FnMut() -> bool) {
+        until(limit, what, done);
     }
 
     pub(crate) fn stop_engine(&mut self) {
@@ -235,10 +206,7 @@ impl TestServer {
     }
 
     pub(crate) fn restart_engine(&mut self) {
-        self.engine.kill();
-        let _ = std::fs::remove_file(self.socket()); // a killed engine leaves it behind
-        self.engine = start_engine(&self.programs, &self.directory, self.kind);
-        self.until_the_engine_answers();
+        self.engine.restart();
     }
 
     /// Stops the gateway, which must run with `--json`. Returns its last event.
@@ -249,46 +217,22 @@ impl TestServer {
         assert_eq!(code, Some(0));
         serde_json::from_slice(&output).expect("one line of JSON")
     }
-
-    fn socket(&self) -> PathBuf {
-        self.directory.join("engine.sock")
-    }
 }
 
-impl Drop for TestServer {
-    fn drop(&mut self) {
-        self.engine.kill();
-        let _ = std::fs::remove_dir_all(&self.directory);
-    }
-}
-
-fn start_engine(programs: &Path, directory: &Path, kind: ServerKind) -> Process {
-    let mut server = Command::new(programs.join("valkey-server"));
-    server.args(["--port", "0", "--save", "", "--appendonly", "no", "--protected-mode", "no"]);
-    server.arg("--unixsocket").arg(directory.join("engine.sock")).arg("--dir").arg(directory);
-    match kind {
-        ServerKind::Valkey => {
-            server.args(["--rdma-bind", HOST, "--rdma-port", VALKEY_PORT]);
-        }
-        ServerKind::Gateway(_) => {}
-        ServerKind::Module => {
-            server.arg("--loadmodule").arg(module());
-            server.args(["rdma-bind", HOST, "rdma-port", MODULE_PORT, "rdma", "require"]);
-        }
-    }
-    Process::start(server.stdin(Stdio::null()))
-}
-
-/// Returns the module. It is in this test's directory if both were built together.
-fn module() -> PathBuf {
-    let module =
-        std::env::current_exe().expect("a test has a file").with_file_name("libferrite_module.so");
-    assert!(
-        module.exists(),
-        "{} is not built: run these tests with `cargo xtask interop`",
-        module.display()
-    );
-    module
+/// Starts Valkey's server, with its own RDMA listener or the module's, or with none.
+fn start_engine(programs: &Path, kind: ServerKind) -> Engine {
+    let valkey = ["--rdma-bind", HOST, "--rdma-port", VALKEY_PORT];
+    let module = ["rdma-bind", HOST, "rdma-port", MODULE_PORT, "rdma", "require"];
+    let (more, module): (&[&str], Option<&[&str]>) = match kind {
+        ServerKind::Valkey => (&valkey, None),
+        ServerKind::Gateway(_) => (&[], None),
+        ServerKind::Module => (&[], Some(&module)),
+    };
+    Engine::start(&Start {
+        program: &programs.join("valkey-server"),
+        options: &[&["--protected-mode", "no"], more].concat(),
+        module,
+    })
 }
 
 /// Starts a gateway and waits until it listens.
@@ -360,22 +304,11 @@ impl Process {
 
     /// Waits for its end. Returns its exit code, or `None` if it is still running.
     fn wait(&mut self, limit: Duration) -> Option<Option<i32>> {
-        let started = Instant::now();
-        loop {
-            if let Some(status) = self.0.try_wait().expect("a child process") {
-                return Some(status.code());
-            }
-            if started.elapsed() > limit {
-                return None;
-            }
-            thread::sleep(Duration::from_millis(5));
-        }
+        exit_within(&mut self.0, limit).map(|status| status.code())
     }
 
     fn signal(&self, name: &str) {
-        let id = self.0.id().to_string();
-        let sent = Command::new("kill").args(["-s", name, &id]).status().expect("kill");
-        assert!(sent.success(), "SIG{name} to {id}");
+        process::signal(name, self.0.id());
     }
 
     fn kill(&mut self) {
@@ -424,15 +357,9 @@ impl RunningClient {
     }
 }
 
-/// Returns pseudo-random bytes.
+/// Returns bytes that depend on the seed.
 pub(crate) fn bytes(seed: usize, count: usize) -> Vec<u8> {
-    let mut state = seed as u64 * 2 + 1;
-    let next = || {
-        state =
-            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (state >> 56) as u8
-    };
-    std::iter::repeat_with(next).take(count).collect()
+    Random::new(seed as u64).bytes(count)
 }
 
 pub(crate) fn text(bytes: &[u8]) -> String {

@@ -2,71 +2,17 @@
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 
 use std::fs::File;
-use std::io::{BufRead as _, BufReader, Read as _};
-use std::net::TcpListener;
+use std::io::{BufRead as _, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{Receiver, channel};
-use std::time::{Duration, Instant};
 
+use ferrite_testkit::engine::module;
+use ferrite_testkit::process::{exit_within, is_alive, signal};
+use ferrite_testkit::resp::Client;
+use ferrite_testkit::wait::until_or;
+use ferrite_testkit::{TIMEOUT, TempDir};
 use serde_json::Value;
-
-/// For steps that take a moment, on a busy machine.
-pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
-
-/// Returns the module. The build of ferrite-module's tests puts it into this test's directory.
-pub(crate) fn module() -> PathBuf {
-    let module =
-        std::env::current_exe().expect("a test has a file").with_file_name("libferrite_module.so");
-    assert!(module.exists(), "{} is not built: cargo build -p ferrite-module", module.display());
-    module
-}
-
-/// Returns a free port outside of the kernel's ephemeral range. Before the engine listens, an
-/// ephemeral port may be taken by a client, or even connect to itself.
-pub(crate) fn free_port() -> u16 {
-    static NEXT: AtomicU32 = AtomicU32::new(0);
-    loop {
-        let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let port =
-            10_000 + (std::process::id().wrapping_mul(37).wrapping_add(number) % 20_000) as u16;
-        if TcpListener::bind(("127.0.0.1", port)).is_ok() {
-            return port;
-        }
-    }
-}
-
-/// A temporary directory of a test; removed on drop.
-pub(crate) struct Directory(PathBuf);
-
-impl Directory {
-    pub(crate) fn new() -> Self {
-        static NUMBER: AtomicU32 = AtomicU32::new(0);
-        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        let path = std::env::temp_dir()
-            .join(format!("ferrite-server-test-{}-{number}", std::process::id()));
-        std::fs::create_dir_all(&path).expect("a directory");
-        Self(path)
-    }
-
-    pub(crate) fn path(&self) -> &Path {
-        &self.0
-    }
-
-    /// Writes a file in the directory.
-    pub(crate) fn file(&self, name: &str, text: &str) -> PathBuf {
-        let path = self.0.join(name);
-        std::fs::write(&path, text).expect("a file");
-        path
-    }
-}
-
-impl Drop for Directory {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
 
 /// Additional keys for the sections of a test's `ferrite.toml`.
 #[derive(Default)]
@@ -98,16 +44,16 @@ pub(crate) struct Server {
 
 impl Server {
     /// Starts it with the file of `setup`. Its log goes into the directory.
-    pub(crate) fn start(directory: &Directory, setup: &Setup<'_>) -> Self {
+    pub(crate) fn start(directory: &TempDir, setup: &Setup<'_>) -> Self {
         Self::start_with(directory, setup, |_| {})
     }
 
     pub(crate) fn start_with(
-        directory: &Directory,
+        directory: &TempDir,
         setup: &Setup<'_>,
         more: impl FnOnce(&mut Command),
     ) -> Self {
-        let file = directory.file("ferrite.toml", &setup.text(directory.path()));
+        let file = directory.file("ferrite.toml", setup.text(directory.path()));
         let log = directory.path().join("log");
         let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
         command.args(["server", "--json", "--config"]).arg(file);
@@ -156,19 +102,13 @@ impl Server {
     }
 
     pub(crate) fn until_logged(&self, text: &str) {
-        until(text, || self.log().contains(text), || self.log());
+        until_or(TIMEOUT, text, || self.log().contains(text), || self.log());
     }
 
     /// Waits for its end. Returns the exit code and the rest of its standard output.
     pub(crate) fn end(&mut self) -> (Option<i32>, String) {
-        let started = Instant::now();
-        let status = loop {
-            if let Some(status) = self.process.try_wait().expect("a child process") {
-                break status;
-            }
-            assert!(started.elapsed() < TIMEOUT, "it does not end: {}", self.log());
-            std::thread::sleep(Duration::from_millis(10));
-        };
+        let status = exit_within(&mut self.process, TIMEOUT);
+        let status = status.unwrap_or_else(|| panic!("it does not end: {}", self.log()));
         (status.code(), self.lines.iter().collect::<Vec<_>>().join("\n"))
     }
 }
@@ -184,40 +124,12 @@ impl Drop for Server {
     }
 }
 
-pub(crate) fn signal(name: &str, id: u32) {
-    let sent = Command::new("kill").args(["-s", name, &id.to_string()]).status().expect("kill");
-    assert!(sent.success(), "SIG{name} to {id}");
+/// Creates the directory of a test.
+pub(crate) fn directory() -> TempDir {
+    TempDir::new("server")
 }
 
-/// Returns whether a process runs. A zombie does not count.
-pub(crate) fn is_alive(id: u32) -> bool {
-    std::fs::read_to_string(format!("/proc/{id}/stat")).is_ok_and(|stat| !stat.contains(") Z "))
-}
-
-pub(crate) fn until(what: &str, mut done: impl FnMut() -> bool, log: impl Fn() -> String) {
-    let started = Instant::now();
-    while !done() {
-        assert!(started.elapsed() < TIMEOUT, "{what}: not in time; {}", log());
-        std::thread::sleep(Duration::from_millis(10));
-    }
-}
-
-/// Runs a command. Returns a bulk string without its header, or a one-line reply with its type
-/// character.
-pub(crate) fn ask(mut engine: impl std::io::Read + std::io::Write, arguments: &[&str]) -> String {
-    let mut request = format!("*{}\r\n", arguments.len());
-    for argument in arguments {
-        request += &format!("${}\r\n{argument}\r\n", argument.len());
-    }
-    engine.write_all(request.as_bytes()).expect("it listens");
-    let mut engine = BufReader::new(engine);
-    let mut line = String::new();
-    engine.read_line(&mut line).expect("an answer");
-    let Some(length) = line.strip_prefix('$').and_then(|length| length.trim_end().parse().ok())
-    else {
-        return line.trim_end().into();
-    };
-    let mut text = vec![0; length];
-    engine.read_exact(&mut text).expect("the announced length");
-    String::from_utf8(text).expect("UTF-8")
+/// Connects to the engine's Unix socket, which the event `ready` names.
+pub(crate) fn connect(event: &Value) -> Client {
+    Client::to_socket(Path::new(event["unix_socket"].as_str().expect("a path")))
 }

@@ -12,8 +12,8 @@ use ferrite_fabric::{
 use super::peer::{CELL, Granted, Peer, REGION, cell, check_cell};
 use super::{check, message};
 use crate::links::pair::{assert_unused, connect, pass, pattern_from, poll_once, until};
-use crate::links::random::Random;
 use crate::links::{Fixture, KIB, TEST_TIMEOUT};
+use ferrite_testkit::Random;
 
 const LINKS: usize = 6;
 const CHANNELS: usize = 4;

@@ -1,0 +1,584 @@
+//! Generates a session from a seed.
+//!
+//! ```text
+//!   seed ─► setup: renamed commands, users, number of clients
+//!        ─► theme: the kinds of commands that this session prefers or omits
+//!        ─► bursts of one to six commands for one client ─► pieces ─► order among the clients
+//! ```
+
+use std::collections::VecDeque;
+
+use super::commands::{Command, CommandGenerator, KINDS, Kind, chance, pick};
+use super::session::{Action, Part, Session, Setup, Step, Stop, Word, encode, push};
+use ferrite_testkit::Random;
+
+/// Commands that may be renamed, with their new names.
+const RENAMES: &[(&str, &str)] = &[
+    ("SUBSCRIBE", "sub2"),
+    ("UNSUBSCRIBE", "unsub2"),
+    ("PSUBSCRIBE", "psub2"),
+    ("AUTH", "login"),
+    ("SELECT", "usedb"),
+    ("MULTI", "begin"),
+    ("EXEC", "commit"),
+    ("DISCARD", "rollback"),
+    ("WATCH", "guard"),
+    ("UNWATCH", "unguard"),
+    ("CLIENT", "conn"),
+    ("HELLO", "hi"),
+    ("RESET", "restart"),
+    ("QUIT", "bye"),
+    ("GET", "fetch"),
+    ("SET", "store"),
+    ("EVAL", "lua"),
+    ("BLPOP", "take"),
+    ("WAIT", "sync2"),
+    ("SWAPDB", "swap2"),
+    ("CONFIG", "conf"),
+    ("COMMAND", "commands"),
+];
+/// Commands that may be disabled: neither the observer nor a flooding client needs them.
+const DISABLED: &[&str] = &[
+    "SUBSCRIBE",
+    "MULTI",
+    "EXEC",
+    "WATCH",
+    "HELLO",
+    "RESET",
+    "QUIT",
+    "EVAL",
+    "APPEND",
+    "SWAPDB",
+    "COMMAND",
+];
+
+/// The length from which on a command is often sent in two pieces.
+const LONG_COMMAND: usize = 4000;
+
+/// The kinds of commands that follow a command with many words.
+const AFTER_MANY: &[Kind] = &[
+    Kind::Hello,
+    Kind::Hello,
+    Kind::Hello,
+    Kind::Auth,
+    Kind::Select,
+    Kind::Multi,
+    Kind::Reply,
+    Kind::Watch,
+    Kind::Strings,
+    Kind::Strings,
+];
+
+/// Definitions of the user `default`.
+const DEFAULT_USERS: &[&str] = &[
+    "user default on nopass ~* &* +@all",
+    "user default on nopass ~* &* +@all",
+    "user default on nopass ~public:* &* +@all -@admin -@dangerous",
+    "user default on nopass ~public:* resetchannels +@all -@admin -@dangerous -incr",
+    "user default on >pw ~* &* +@all",
+    "user default off nopass ~* &* +@all",
+];
+const USERS: &[&str] = &[
+    "user admin on >right ~* &* +@all",
+    "user low on >p ~low:* ~shared &ch* +@all -@admin -@dangerous",
+    "user reader on >r %R~* &* +@read +@connection +@transaction +@pubsub -@dangerous",
+];
+
+struct Generator {
+    random: Random,
+    setup: Setup,
+    weights: Vec<(Kind, u64)>,
+    bursts: usize,
+    /// The pieces that each client still has to send.
+    queues: Vec<VecDeque<Step>>,
+    /// Clients that may be blocked in the engine: it is not known when their next commands run.
+    may_be_blocked: Vec<bool>,
+    /// Whether clients are killed while they send. That takes time, so not every session has it.
+    has_floods: bool,
+}
+
+/// Returns the session of this seed.
+pub(crate) fn session(seed: u64) -> Session {
+    let mut random = Random::new(seed);
+    for _ in 0..4 {
+        random.below(2); // the first numbers are similar for small seeds
+    }
+    let setup = setup(&mut random);
+    let weights = theme(&mut random);
+    let has_floods = chance(&mut random, 20);
+    let clients = setup.clients;
+    let mut generator = Generator {
+        random,
+        setup,
+        weights,
+        bursts: 0,
+        queues: vec![VecDeque::new(); clients],
+        may_be_blocked: vec![false; clients],
+        has_floods,
+    };
+    let steps = generator.steps();
+    Session { seed, setup: generator.setup, steps: Vec::new() }.with_steps(steps)
+}
+
+fn setup(random: &mut Random) -> Setup {
+    let mut renames = Vec::new();
+    if chance(random, 40) {
+        for _ in 0..=random.below(3) {
+            let (name, typed) = pick(random, RENAMES);
+            renames.push((name, typed));
+        }
+    }
+    if chance(random, 10) {
+        renames.push((pick(random, DISABLED), ""));
+    }
+    renames.sort_unstable();
+    renames.dedup_by_key(|(name, _)| *name);
+    let default = pick(random, DEFAULT_USERS);
+    let users = [default].iter().chain(USERS).map(|line| (*line).to_owned()).collect();
+    Setup { renames, users, clients: 2 + random.below(4) as usize }
+}
+
+/// Omits some kinds and prefers others. If every session had all kinds, two given kinds would
+/// rarely occur together.
+fn theme(random: &mut Random) -> Vec<(Kind, u64)> {
+    let factor = |random: &mut Random| pick(random, &[0, 1, 1, 1, 5]);
+    KINDS.iter().map(|(kind, weight)| (*kind, weight * factor(random))).collect()
+}
+
+impl Generator {
+    fn steps(&mut self) -> Vec<Step> {
+        let mut steps = Vec::new();
+        let clients = self.queues.len();
+        for client in 0..clients {
+            self.log_in(client);
+            steps.extend(self.queues[client].drain(..));
+        }
+        let bursts = self.bursts + 10 + self.random.below(25) as usize;
+        let mut client = 0;
+        while self.bursts < bursts || self.queues.iter().any(|queue| !queue.is_empty()) {
+            // A client often continues where it stopped, so other clients rarely send in between.
+            if self.queues[client].is_empty() || chance(&mut self.random, 25) {
+                client = self.random.below(clients as u64) as usize;
+            }
+            if self.queues[client].is_empty() {
+                if self.bursts >= bursts {
+                    client = self.queues.iter().position(|queue| !queue.is_empty()).unwrap_or(0);
+                } else {
+                    self.burst(client);
+                }
+            }
+            steps.extend(self.queues[client].pop_front());
+        }
+        steps
+    }
+
+    fn queue(&mut self, client: usize, action: Action) {
+        self.queues[client].push_back(Step { client, action, burst: self.bursts });
+    }
+
+    /// Logs a client in: client 0 mostly as an administrator, the others as any user or not at all.
+    /// Most clients then ask for their id.
+    fn log_in(&mut self, client: usize) {
+        let login = match client {
+            0 if chance(&mut self.random, 80) => Some(("admin", "right")),
+            0 => None,
+            _ if chance(&mut self.random, 25) => {
+                Some(pick(&mut self.random, &[("low", "p"), ("reader", "r")]))
+            }
+            _ => None,
+        };
+        if let Some((user, password)) = login {
+            let words = [self.setup.typed("AUTH"), user, password].map(word).to_vec();
+            self.write(client, &[words], false);
+        }
+        if chance(&mut self.random, 70) {
+            let words = [self.setup.typed("CLIENT"), "ID"].map(word).to_vec();
+            self.write(client, &[words], true);
+        }
+    }
+
+    fn write(&mut self, client: usize, commands: &[Vec<Word>], returns_id: bool) {
+        self.bursts += 1;
+        let mut parts = Vec::new();
+        commands.iter().for_each(|words| encode(words, &mut parts));
+        self.queue(client, Action::Write { parts, settle: true, wait_ms: 0, returns_id });
+    }
+
+    fn burst(&mut self, client: usize) {
+        self.bursts += 1;
+        match self.random.below(100) {
+            0..4 => {
+                self.queue(client, Action::Reconnect);
+                self.may_be_blocked[client] = false;
+                self.log_in(client);
+            }
+            4..8 if client > 0 && self.has_floods => {
+                let stops = [Stop::KillId, Stop::KillUser, Stop::DeleteUser, Stop::RecreateUser];
+                let stop = pick(&mut self.random, &stops);
+                let by_observer = chance(&mut self.random, 50);
+                self.queue(client, Action::Flood { stop, by_observer });
+                self.queue(client, Action::Reconnect);
+                self.may_be_blocked[client] = false;
+            }
+            8..10 => self.garbage(client),
+            10..13 => self.inline(client),
+            13..20 => self.transaction(client),
+            20..24 => self.half_close(client),
+            _ => self.commands(client),
+        }
+    }
+
+    fn kind(&mut self) -> Kind {
+        let total: u64 = self.weights.iter().map(|(_, weight)| weight).sum();
+        let mut at = self.random.below(total.max(1));
+        for (kind, weight) in &self.weights {
+            match at.checked_sub(*weight) {
+                Some(rest) => at = rest,
+                None => return *kind,
+            }
+        }
+        Kind::Strings
+    }
+
+    fn commands(&mut self, client: usize) {
+        let count = pick(&mut self.random, &[1, 1, 1, 2, 3, 4, 6]);
+        let mut kinds: Vec<_> = (0..count).map(|_| self.kind()).collect();
+        if let Some(at) = kinds.iter().position(|kind| *kind == Kind::Many) {
+            // One is enough. A module that miscounts its replies would misread those of the
+            // commands after it.
+            kinds.truncate(at + 1);
+            kinds.drain(..if chance(&mut self.random, 70) { at } else { 0 });
+            for _ in 0..=self.random.below(3) {
+                kinds.push(pick(&mut self.random, AFTER_MANY));
+            }
+            kinds.push(Kind::Strings);
+        }
+        let mut parts = Vec::new();
+        let mut wait_ms = 0;
+        let mut focus = 0;
+        for kind in kinds {
+            if kind == Kind::Many || chance(&mut self.random, 20) {
+                focus = raw_len(&parts).unwrap_or(focus);
+            }
+            let command = self.generate(client, kind);
+            encode(&command.words, &mut parts);
+            wait_ms = command.wait_ms;
+            if wait_ms > 0 {
+                if kind == Kind::Pause {
+                    // The next command waits for the end of the pause. Both are sent in one piece:
+                    // whether commands that another client sends between two pieces are paused is
+                    // not defined, and if that client then shuts down its side, the engine drops
+                    // its paused commands.
+                    encode(&self.generate(client, Kind::Strings).words, &mut parts);
+                    self.queue(
+                        client,
+                        Action::Write { parts, settle: true, wait_ms, returns_id: false },
+                    );
+                    return;
+                }
+                break; // until that time is over, later replies would depend on the clock
+            }
+        }
+        self.send_in_pieces(client, parts, wait_ms, focus);
+    }
+
+    /// Generates a command that the client can send now.
+    fn generate(&mut self, client: usize, kind: Kind) -> Command {
+        let command =
+            CommandGenerator { random: &mut self.random, setup: &self.setup }.generate(kind);
+        // It is not known when a command after a blocked one runs.
+        if command.wait_ms > 0 && self.may_be_blocked[client] {
+            return CommandGenerator { random: &mut self.random, setup: &self.setup }
+                .generate(Kind::Strings);
+        }
+        self.may_be_blocked[client] |= command.may_block;
+        command
+    }
+
+    /// Generates a whole transaction, so that some transactions succeed.
+    fn transaction(&mut self, client: usize) {
+        let mut commands = vec![vec![word(self.setup.typed("MULTI"))]];
+        let mut wait_ms = 0;
+        for _ in 0..self.random.below(4) {
+            let kind = match self.kind() {
+                Kind::Many | Kind::Blocking | Kind::Pause | Kind::Quit => Kind::Strings,
+                kind => kind,
+            };
+            let command = self.generate(client, kind);
+            wait_ms = command.wait_ms;
+            commands.push(command.words);
+            if wait_ms > 0 {
+                break;
+            }
+        }
+        let end = pick(&mut self.random, &["EXEC", "EXEC", "EXEC", "DISCARD"]);
+        commands.push(vec![word(self.setup.typed(end))]);
+        let mut parts = Vec::new();
+        commands.iter().for_each(|words| encode(words, &mut parts));
+        self.send_in_pieces(client, parts, wait_ms, 0);
+    }
+
+    /// Generates commands after which the client shuts down its side of the connection, mostly at
+    /// once. All commands get replies, except one that is cut off.
+    fn half_close(&mut self, client: usize) {
+        match self.random.below(5) {
+            0 => self.inline(client),
+            1 => self.transaction(client),
+            _ => self.commands(client),
+        }
+        let rests = chance(&mut self.random, 20);
+        let cut_off =
+            if chance(&mut self.random, 20) { 1 + self.random.below(20) as usize } else { 0 };
+        let last = self.queues[client].back_mut().map(|step| &mut step.action);
+        let Some(Action::Write { parts, settle, wait_ms: 0, .. }) = last else {
+            // When an engine sees the end, it drops commands that wait for the clock. That is a
+            // race.
+            return;
+        };
+        *settle = rests;
+        if let Some(Part::Raw(raw)) = parts.last_mut() {
+            raw.truncate(raw.len().saturating_sub(cut_off));
+        }
+        self.queue(client, Action::EndWriting);
+        self.queue(client, Action::Reconnect);
+        self.may_be_blocked[client] = false;
+        self.log_in(client);
+    }
+
+    /// Generates inline commands.
+    fn inline(&mut self, client: usize) {
+        let mut parts = Vec::new();
+        for _ in 0..=self.random.below(2) {
+            let kind = self.kind();
+            let command =
+                CommandGenerator { random: &mut self.random, setup: &self.setup }.generate(kind);
+            let plain = |word: &Word| match word {
+                Word::Bytes(bytes) => {
+                    bytes.iter().all(u8::is_ascii_alphanumeric) && bytes.len() < 100
+                }
+                Word::Id(_) => false,
+            };
+            if command.words.len() > 50
+                || command.wait_ms > 0
+                || command.may_block
+                || !command.words.iter().all(plain)
+            {
+                push(
+                    &mut parts,
+                    pick(
+                        &mut self.random,
+                        &[&b"PING\r\n"[..], b"\r\n", b"SET k1 \"a b\"\n", b"GET 'k1\r\n"],
+                    ),
+                );
+                continue;
+            }
+            for word in &command.words {
+                if let Word::Bytes(bytes) = word {
+                    push(&mut parts, bytes);
+                    push(&mut parts, b" ");
+                }
+            }
+            push(&mut parts, pick(&mut self.random, &[&b"\r\n"[..], b"\n"]));
+        }
+        self.send_in_pieces(client, parts, 0, 0);
+    }
+
+    /// Generates input that is not a command, is almost one, or is empty.
+    fn garbage(&mut self, client: usize) {
+        let bytes = pick(
+            &mut self.random,
+            &[
+                &b"*0\r\n"[..],
+                b"*-1\r\n",
+                b"*3\r\n$3\r\nSET\r\n$2\r\nk1\r\n:5\r\n",
+                b"*1\r\n$-1\r\n",
+                b"*1\r\n$99999999\r\n",
+                b"*2147483648\r\n",
+                b"*abc\r\n",
+                b"$5\r\nhello\r\n",
+                b"*2\r\n$3\r\nGETxx$2\r\nk1\r\n",
+                b"*60001\r\n",
+                b"*2\r\n$3000000\r\n",
+                b"*1\r\n$4\r\nPINGxx",
+                b"\r\n\r\n",
+                b"GET \"k1\r\n",
+            ],
+        );
+        let mut parts = Vec::new();
+        push(&mut parts, bytes);
+        if chance(&mut self.random, 50) {
+            let kind = self.kind();
+            let command =
+                CommandGenerator { random: &mut self.random, setup: &self.setup }.generate(kind);
+            if command.wait_ms == 0 && !command.may_block {
+                encode(&command.words, &mut parts);
+            }
+        }
+        self.send_in_pieces(client, parts, 0, 0);
+        if chance(&mut self.random, 60) {
+            self.queue(client, Action::Reconnect);
+        }
+    }
+
+    /// Sends bytes in one or more pieces, with or without waiting in between. If a header is split,
+    /// it is that of the command at `focus`.
+    fn send_in_pieces(&mut self, client: usize, parts: Vec<Part>, wait_ms: u64, focus: usize) {
+        // The header of a command with many words is often sent first.
+        let is_long =
+            parts.iter().any(|part| matches!(part, Part::Raw(bytes) if bytes.len() > LONG_COMMAND));
+        let rests = chance(&mut self.random, if is_long { 90 } else { 70 });
+        let cuts = match self.random.below(4) {
+            0..3 if is_long && rests => self.head_cuts(&parts, focus),
+            _ => self.cuts(&parts, rests, focus),
+        };
+        let mut pieces = cut(parts, &cuts).into_iter().peekable();
+        while let Some(parts) = pieces.next() {
+            let is_last = pieces.peek().is_none();
+            let wait_ms = if is_last { wait_ms } else { 0 };
+            let settle = is_last || rests;
+            self.queue(client, Action::Write { parts, settle, wait_ms, returns_id: false });
+        }
+    }
+
+    /// Returns positions after `*N`, after `$N` of the name, after the name, or all of them.
+    fn head_cuts(&mut self, parts: &[Part], focus: usize) -> Vec<usize> {
+        let Some(Part::Raw(first)) = parts.first() else { return Vec::new() };
+        let ends = first.iter().enumerate().skip(focus).filter(|(_, byte)| **byte == b'\n');
+        let ends: Vec<_> = ends.map(|(at, _)| at + 1).take(3).collect();
+        match self.random.below(7) {
+            0..4 => ends.first().copied().into_iter().collect(),
+            4 => ends.get(1).copied().into_iter().collect(),
+            5 => ends.get(2).copied().into_iter().collect(),
+            _ => ends,
+        }
+    }
+
+    /// Returns where to split the first part, which is raw.
+    fn cuts(&mut self, parts: &[Part], rests: bool, focus: usize) -> Vec<usize> {
+        let Some(Part::Raw(first)) = parts.first() else { return Vec::new() };
+        let len = first.len() as u64;
+        match self.random.below(20) {
+            0..7 => self.head_cuts(parts, focus),
+            7 if len < 60 => (1..first.len()).collect(),
+            8 if len < 300 && !rests => (1..first.len()).collect(),
+            9..12 => {
+                let cut = |random: &mut Random| 1 + random.below(len.max(2) - 1) as usize;
+                let mut cuts: Vec<_> =
+                    (0..=self.random.below(3)).map(|_| cut(&mut self.random)).collect();
+                cuts.sort_unstable();
+                cuts.dedup();
+                cuts
+            }
+            // Before the last line end and within it.
+            12 => vec![first.len().saturating_sub(2), first.len().saturating_sub(1)],
+            _ => Vec::new(),
+        }
+    }
+}
+
+/// Returns the length of the bytes; `None` if they contain the id of a client.
+fn raw_len(parts: &[Part]) -> Option<usize> {
+    match parts {
+        [] => Some(0),
+        [Part::Raw(bytes)] => Some(bytes.len()),
+        _ => None,
+    }
+}
+
+/// Splits the parts at these positions. Client ids are never split.
+fn cut(parts: Vec<Part>, cuts: &[usize]) -> Vec<Vec<Part>> {
+    let mut parts = parts.into_iter();
+    let Some(Part::Raw(mut first)) = parts.next() else { return Vec::new() };
+    let mut pieces = Vec::new();
+    for cut in cuts.iter().rev().filter(|cut| **cut > 0) {
+        if *cut < first.len() {
+            pieces.push(vec![Part::Raw(first.split_off(*cut))]);
+        }
+    }
+    pieces.push(vec![Part::Raw(first)]);
+    pieces.reverse();
+    if let Some(last) = pieces.last_mut() {
+        last.extend(parts);
+    }
+    pieces
+}
+
+fn word(text: &str) -> Word {
+    Word::Bytes(text.as_bytes().to_vec())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_seed_always_gives_the_same_session() {
+        for seed in 0..10 {
+            let (one, other) = (session(seed), session(seed));
+            assert_eq!(one.steps, other.steps);
+            assert!((2..=5).contains(&one.setup.clients));
+        }
+        assert_ne!(session(1).steps, session(2).steps);
+    }
+
+    #[test]
+    fn clients_alternate_only_after_the_engines_are_idle() {
+        for seed in 0..10 {
+            let steps = session(seed).steps;
+            for pair in steps.windows(2) {
+                if let Action::Write { settle: false, .. } = pair[0].action {
+                    assert_eq!(pair[0].client, pair[1].client, "seed {seed}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn half_closed_clients_reconnect_next() {
+        let all: Vec<_> = (0..20).map(|seed| session(seed).steps).collect();
+        let mut ends = 0;
+        for steps in &all {
+            for (at, step) in
+                steps.iter().enumerate().filter(|(_, step)| step.action == Action::EndWriting)
+            {
+                let mut next = steps[at + 1..].iter().filter(|next| next.client == step.client);
+                assert_eq!(next.next().map(|next| &next.action), Some(&Action::Reconnect));
+                ends += 1;
+            }
+        }
+        assert!(ends > 10, "{ends}");
+    }
+
+    #[test]
+    fn a_pause_is_over_before_another_client_sends() {
+        let mut pauses = 0;
+        for seed in 0..100 {
+            for step in session(seed).steps {
+                let Action::Write { parts, wait_ms, .. } = step.action else { continue };
+                let pauses_here = |part: &Part| {
+                    let pause = b"PAUSE\r\n$2\r\n30";
+                    let Part::Raw(bytes) = part else { return false };
+                    bytes.windows(pause.len()).any(|window| window == pause)
+                };
+                if parts.iter().any(pauses_here) {
+                    assert!(wait_ms > 30, "seed {seed}: {parts:?}");
+                    pauses += 1;
+                }
+            }
+        }
+        assert!(pauses > 10, "{pauses}");
+    }
+
+    #[test]
+    fn pieces_add_up_to_the_whole() {
+        let whole =
+            vec![Part::Raw(b"*2\r\n$4\r\nPING".to_vec()), Part::Id(1), Part::Raw(b"x".to_vec())];
+        let pieces = cut(whole.clone(), &[4, 8]);
+        assert_eq!(pieces.len(), 3);
+        assert_eq!(pieces[0], [Part::Raw(b"*2\r\n".to_vec())]);
+        let joined: usize =
+            pieces.iter().flatten().filter(|part| matches!(part, Part::Raw(_))).count();
+        assert_eq!(joined, 4);
+        assert_eq!(pieces[2][1..], whole[1..]);
+    }
+}

@@ -1,0 +1,76 @@
+//! Fabrics on the lab's hosts, driven by threads of their own.
+
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use ferrite_fabric::{Config, Fabric, Rdma};
+
+use super::{TEST_TIMEOUT, slowdown, verbs};
+use crate::wait::{join, until};
+
+/// Returns settings under which a dead or stalled peer is detected within `stalled_after`, instead
+/// of a quarter of a minute.
+#[must_use]
+pub fn short_timeouts() -> Config {
+    Config {
+        keepalive: Duration::from_secs(1) * slowdown(),
+        peer_timeout: Duration::from_secs(1) * slowdown(),
+        close_timeout: Duration::from_secs(1) * slowdown(),
+        ..Config::default()
+    }
+}
+
+/// Returns how long it takes at most to give up a silent peer: until the keepalive, and then until
+/// the time for an answer is over.
+#[must_use]
+pub fn stalled_after(config: &Config) -> Duration {
+    // The accepting side waits a third longer before it sends a keepalive.
+    config.keepalive * 4 / 3 + config.peer_timeout
+}
+
+/// A fabric, and the thread that drives it.
+#[derive(Debug)]
+pub struct Host {
+    /// The fabric, which requires RDMA.
+    pub fabric: Fabric,
+    driver: JoinHandle<()>,
+}
+
+impl Host {
+    /// Builds a fabric on these devices.
+    ///
+    /// # Panics
+    /// If the devices cannot be used.
+    #[must_use]
+    pub fn new(devices: &[&str], config: Config) -> Self {
+        let builder = devices
+            .iter()
+            .fold(Fabric::builder(&verbs()).rdma(Rdma::Require), |builder, device| {
+                builder.device(*device)
+            });
+        let fabric = builder.config(config).build().expect("a fabric");
+        let driver = fabric.spawn_thread().expect("a thread");
+        Self { fabric, driver }
+    }
+
+    /// Checks that nothing is left of the links, which were all dropped, and that the fabric ends.
+    ///
+    /// # Panics
+    /// If something is left.
+    #[track_caller]
+    pub fn finish(self) {
+        let Self { fabric, driver } = self;
+        // The close timeout, plus 2 s to give up requests in flight, after which links are removed
+        // by force.
+        let limit = fabric.config().close_timeout + Duration::from_secs(4) * slowdown();
+        until(limit, "links are gone", || fabric.stats().links == 0);
+        let stats = fabric.stats();
+        // In all tests a receive fills its block exactly.
+        let posted = stats.receives_posted * u64::from(fabric.config().recv_buffer_size);
+        assert_eq!(stats.memory.receive.in_use_bytes, posted, "receive memory: {stats:?}");
+        assert_eq!(stats.memory.send.in_use_bytes, 0, "send memory: {stats:?}");
+        assert_eq!((stats.in_flight, stats.memory.quarantined_bytes), (0, 0), "{stats:?}");
+        drop(fabric);
+        join(driver, TEST_TIMEOUT, "the driver thread ends");
+    }
+}

@@ -1,0 +1,35 @@
+//! What tests of several crates share. A dev-dependency of the other crates; no product uses it.
+//!
+//! | module | contents | feature |
+//! |---|---|---|
+//! | `engine` | starts Redis and Valkey, with and without the module | `redis` for typed replies |
+//! | `resp` | a client that returns replies byte for byte | |
+//! | `wait` | waits for a condition, a future or a thread, with a deadline | `tokio` for async |
+//! | `random` | random numbers that a seed repeats | |
+//! | `directory`, `port` | temporary directories, free ports | |
+//! | `process` | signals, and tests that run themselves again as another process | |
+//! | `corpus` | runs the fuzz targets' checks over their corpora | |
+//! | `lab` | the lab's hosts, faults on the wire, checks for leaks | `verbs`; `fabric` for hosts |
+//! | `handshake` | the messages of a peer that a test plays by hand | `fabric` |
+//!
+//! Features keep a small crate's tests small: the tests of `ferrite-proto` start an engine without
+//! building the fabric.
+
+pub mod corpus;
+pub mod directory;
+pub mod engine;
+#[cfg(feature = "fabric")]
+pub mod handshake;
+#[cfg(feature = "verbs")]
+pub mod lab;
+pub mod port;
+pub mod process;
+pub mod random;
+pub mod resp;
+pub mod wait;
+
+pub use directory::TempDir;
+pub use engine::{Engine, Start};
+pub use port::free_port;
+pub use random::Random;
+pub use wait::{TIMEOUT, join, until, within};

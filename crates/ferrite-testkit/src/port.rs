@@ -1,0 +1,34 @@
+//! Ports for servers that cannot pick one themselves.
+
+use std::net::TcpListener;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+/// Returns a port that is free at the moment and that no other call returns. It is below the
+/// kernel's range of ephemeral ports. Otherwise an outgoing connection could take it before the
+/// server listens, or a client could even connect to itself.
+#[must_use]
+pub fn free_port() -> u16 {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    loop {
+        // Tests run in processes of their own, at the same time: each begins elsewhere.
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let number = std::process::id().wrapping_mul(31).wrapping_add(number);
+        let port = 10_000 + (number % 20_000) as u16; // fits
+        if TcpListener::bind(("0.0.0.0", port)).is_ok() {
+            return port;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn skips_ports_in_use_and_returns_none_twice() {
+        let first = free_port();
+        let _taken = TcpListener::bind(("0.0.0.0", first + 1)); // the next candidate
+        let more: Vec<_> = (0..10).map(|_| free_port()).collect();
+        assert!(!more.contains(&first) && !more.contains(&(first + 1)), "{first} {more:?}");
+    }
+}
