@@ -1,11 +1,12 @@
 //! `cargo xtask tidy`: checks the project's rules that the compiler does not check.
 //!
 //! The rules are about layers (`layers.rs`), the places of `unsafe` and the visibility of the
-//! bindings (with `source.rs`), retries of tests (`retries.rs`), and the name, first line and size
-//! of files. Every violation is one line, `file:line: what: remedy`. The lists below are the rules;
-//! review a change to them as a decision.
+//! bindings (with `source.rs`), retries of tests (`retries.rs`), messages that the documentation
+//! quotes (`quotes.rs`), and the name, first line and size of files. Every violation is one line,
+//! `file:line: what: remedy`. The lists below are the rules; review a change to them as a decision.
 
 mod layers;
+mod quotes;
 mod retries;
 mod source;
 
@@ -73,6 +74,7 @@ pub(crate) fn run(root: &Path) -> anyhow::Result<ExitCode> {
     layers::check(&cargo_metadata(root)?, &mut findings)?;
     let files = files(root)?;
     retries::check(root, &files, &mut findings)?;
+    quotes::check(root, &files, &mut findings);
     for file in &files {
         // A deleted file may still be listed, and a binary file has no text.
         if let Ok(text) = fs::read_to_string(root.join(file)) {
