@@ -2,11 +2,13 @@
 //!
 //! The rules are about layers (`layers.rs`), the places of `unsafe` and the visibility of the
 //! bindings (with `source.rs`), files included by path (`paths.rs`), retries of tests
-//! (`retries.rs`), and the name, first line and size of files. Every violation is one line, `file:line: what: remedy`. The lists below are the rules;
-//! review a change to them as a decision.
+//! (`retries.rs`), messages that the documentation quotes (`quotes.rs`), and the name, first line
+//! and size of files. Every violation is one line, `file:line: what: remedy`. The lists below are
+//! the rules; review a change to them as a decision.
 
 mod layers;
 mod paths;
+mod quotes;
 mod retries;
 mod source;
 
@@ -74,6 +76,7 @@ pub(crate) fn run(root: &Path) -> anyhow::Result<ExitCode> {
     layers::check(&cargo_metadata(root)?, &mut findings)?;
     let files = files(root)?;
     retries::check(root, &files, &mut findings)?;
+    quotes::check(root, &files, &mut findings);
     for file in &files {
         // A deleted file may still be listed, and a binary file has no text.
         if let Ok(text) = fs::read_to_string(root.join(file)) {

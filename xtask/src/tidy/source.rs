@@ -21,6 +21,46 @@ pub(super) fn code_only(text: &str) -> String {
     code
 }
 
+/// Returns the values of the string literals. An escaped line break joins its lines.
+pub(super) fn strings(text: &str) -> Vec<String> {
+    let mut strings = Vec::new();
+    let mut rest = text;
+    let mut previous = ' ';
+    while let Some(first) = rest.chars().next() {
+        let prose = prose_len(rest, previous);
+        let taken = if prose > 0 { prose } else { first.len_utf8() };
+        if prose > 0 && !"/'".contains(first) {
+            let quoted = rest[..prose].trim_end_matches('#');
+            let value = quoted.split_once('"').map_or("", |(_, value)| value);
+            strings.push(unescape(value.strip_suffix('"').unwrap_or(value), first != '"'));
+        }
+        previous = rest[..taken].chars().next_back().unwrap_or(' ');
+        rest = &rest[taken..];
+    }
+    strings
+}
+
+/// Returns the value of a literal's content. Every escape but a line break and a quote is a blank.
+fn unescape(content: &str, is_raw: bool) -> String {
+    if is_raw {
+        return content.into();
+    }
+    let mut value = String::with_capacity(content.len());
+    let mut chars = content.chars().peekable();
+    while let Some(c) = chars.next() {
+        match (c, chars.peek()) {
+            ('\\', Some('\n')) => while chars.next_if(|c| c.is_whitespace()).is_some() {},
+            ('\\', Some('"' | '\\')) => value.extend(chars.next()),
+            ('\\', Some(_)) => {
+                chars.next();
+                value.push(' ');
+            }
+            (c, _) => value.push(c),
+        }
+    }
+    value
+}
+
 /// Returns the length in bytes of the comment or literal at the start of `rest`; 0 for code.
 fn prose_len(rest: &str, previous: char) -> usize {
     if rest.starts_with("//") {
@@ -186,6 +226,12 @@ mod tests {
         assert_eq!(unsafe_lines("let s = br\"unsafe\\\";\nunsafe {}"), [2]);
         assert_eq!(unsafe_lines("let s = \"a\nunsafe\n\";\nunsafe {}"), [4]);
         assert_eq!(unsafe_lines("let s = \"// no comment\"; unsafe {}"), [1]);
+    }
+
+    #[test]
+    fn returns_the_values_of_strings() {
+        let text = "f(\"a \\\n   b\", 'c', r#\"d \"e\" \\\"#); // \"f\"\ng(b\"\\\"h\\\"\\r\\n\")";
+        assert_eq!(strings(text), ["a b", "d \"e\" \\", "\"h\"  "]);
     }
 
     #[test]
