@@ -123,7 +123,7 @@ fn replies_to_reads_wait_for_the_aof() {
 
 /// Kills the engine when a client has read a write of the same iteration, and checks that the write
 /// was kept. Returns whether the client has read it.
-fn reads_what_was_just_written(server: &mut Server) -> bool {
+fn reads_what_was_just_written(server: &mut Engine) -> bool {
     let mut caller = of_module(server);
     let [mut first, mut writer, mut last] = [(); 3].map(|()| server.client());
     caller.ok(&["SET", "key", "before"]);
