@@ -5,9 +5,10 @@
 //! in `pending`, and [`State::settle`] tries it again after every change. No time passes: a retry
 //! that would end in failure fails at once.
 
-mod posting;
+mod reading;
 
 use std::collections::VecDeque;
+use std::ffi::c_int;
 use std::sync::atomic::AtomicU8;
 
 use rustix::io::Errno;
@@ -15,7 +16,7 @@ use rustix::io::Errno;
 use super::completion::{Entry, FreedEntries};
 use super::device::{Device, Subject};
 use super::memory::{self, LOCAL_WRITE, Piece, REMOTE_READ, REMOTE_WRITE, Span};
-use super::object::{Id, Ptr};
+use super::object::{Id, Ptr, code, enter};
 use super::receive::Receive;
 use super::state::State;
 use super::window::Binding;
@@ -24,7 +25,7 @@ use crate::sys::ibv_event_type as Event;
 use crate::sys::ibv_qp_state as QpState;
 use crate::sys::ibv_wc_opcode as Opcode;
 use crate::sys::ibv_wc_status as Status;
-pub(super) use posting::{pieces, post_send};
+pub(super) use reading::pieces;
 
 pub(super) const RESET: QpState = QpState::IBV_QPS_RESET;
 pub(super) const INIT: QpState = QpState::IBV_QPS_INIT;
@@ -418,4 +419,31 @@ enum Peer {
     /// It exists, but is not ready to receive yet: a device would resend until it is.
     NotReady,
     Unreachable,
+}
+
+pub(super) unsafe extern "C" fn post_send(
+    qp: *mut sys::ibv_qp,
+    mut wr: *mut sys::ibv_send_wr,
+    bad_wr: *mut *mut sys::ibv_send_wr,
+) -> c_int {
+    // SAFETY: the caller's queue pair is alive; the chain is valid for the call, as is `bad_wr`.
+    code(unsafe {
+        *bad_wr = wr;
+        enter("ibv_post_send", qp, |state, id| {
+            let mut result = Ok(());
+            while result.is_ok() && !wr.is_null() {
+                let pieces = usize::try_from((*wr).num_sge).unwrap_or(usize::MAX);
+                result = Send::from_raw(&*wr).and_then(|send| state.accept_send(id, send, pieces));
+                if result.is_ok() {
+                    wr = (*wr).next;
+                }
+            }
+            *bad_wr = wr;
+            if let (Ok(()), Some(errno)) = (&result, state.take_fault(DOORBELL)) {
+                return Err(errno); // all requests are queued, and `bad_wr` is null
+            }
+            state.settle();
+            result
+        })
+    })
 }

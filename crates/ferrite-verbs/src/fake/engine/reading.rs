@@ -1,12 +1,11 @@
-//! How work requests are posted: read from the caller's memory, and queued.
+//! How posted work requests are read from the caller's memory.
 
 use std::ffi::c_int;
 
 use rustix::io::Errno;
 
-use super::{DOORBELL, Kind, MAX_MESSAGE_BYTES, Payload, Send};
+use super::{Kind, MAX_MESSAGE_BYTES, Payload, Send};
 use crate::fake::memory::{self, Piece};
-use crate::fake::object::{code, enter};
 use crate::fake::window::Binding;
 use crate::sys;
 
@@ -16,7 +15,7 @@ impl Send {
     /// # Safety
     /// `wr` and its list are valid for the call; so is the memory that it names, if that is to be
     /// copied inline.
-    unsafe fn from_raw(wr: &sys::ibv_send_wr) -> Result<Self, Errno> {
+    pub(super) unsafe fn from_raw(wr: &sys::ibv_send_wr) -> Result<Self, Errno> {
         use sys::ibv_send_flags as Flag;
         use sys::ibv_wr_opcode as Op;
         let (kind, with_imm) = match wr.opcode {
@@ -74,31 +73,4 @@ pub(in crate::fake) unsafe fn pieces(list: *const sys::ibv_sge, len: c_int) -> V
         .map(read)
         .map(|sge| Piece { addr: sge.addr, len: sge.length, lkey: sge.lkey })
         .collect()
-}
-
-pub(in crate::fake) unsafe extern "C" fn post_send(
-    qp: *mut sys::ibv_qp,
-    mut wr: *mut sys::ibv_send_wr,
-    bad_wr: *mut *mut sys::ibv_send_wr,
-) -> c_int {
-    // SAFETY: the caller's queue pair is alive; the chain is valid for the call, as is `bad_wr`.
-    code(unsafe {
-        *bad_wr = wr;
-        enter("ibv_post_send", qp, |state, id| {
-            let mut result = Ok(());
-            while result.is_ok() && !wr.is_null() {
-                let pieces = usize::try_from((*wr).num_sge).unwrap_or(usize::MAX);
-                result = Send::from_raw(&*wr).and_then(|send| state.accept_send(id, send, pieces));
-                if result.is_ok() {
-                    wr = (*wr).next;
-                }
-            }
-            *bad_wr = wr;
-            if let (Ok(()), Some(errno)) = (&result, state.take_fault(DOORBELL)) {
-                return Err(errno); // all requests are queued, and `bad_wr` is null
-            }
-            state.settle();
-            result
-        })
-    })
 }
