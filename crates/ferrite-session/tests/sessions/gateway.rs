@@ -287,7 +287,7 @@ async fn read_until_end(mut stream: ValkeyStream) -> String {
 
 /// A client that writes after it was rejected still reads why, as it does over TCP.
 pub(crate) async fn late_writers_read_why_they_were_rejected(harness: Harness) {
-    let redis = Redis::start("late", &[]).await;
+    let redis = Engine::redis(&[]);
     let server =
         TestServer::start(&harness, GatewayConfig { protected_mode: true, ..unprotected(&redis) });
     let connector = Connector::new(&server.client).local(any_port(1));
