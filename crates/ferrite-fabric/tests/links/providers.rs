@@ -305,3 +305,27 @@ fn ends_the_connection_when_a_bind_fails_without_naming_a_request() {
     drop(fixture);
     assert_eq!(world.objects(), Objects::default());
 }
+
+/// A provider refuses a request that has room in the queue: mlx5 with ENOMEM (`mlx5_wq_overflow` in
+/// rdma-core's `providers/mlx5/qp.c`), others with EAGAIN, EBUSY or EINVAL.
+#[test]
+fn ends_the_link_with_link_down_when_a_post_is_refused() {
+    for errno in [11, 12, 16, 22] {
+        for bytes in [16, 4096] {
+            let (world, fixture) = world(|_| {});
+            let config = Config { inline_threshold: 64, ..Config::default() };
+            let [server, client] = [0, 1].map(|host| fixture.fabric(&fixture.hosts[host], &config));
+            let mut listener = server.listen(fixture.hosts[0].any_port()).expect("listen");
+            let [there, here] = open_link(&client, &fixture.hosts[1], &server, &mut listener);
+            world.fail_next("ibv_post_send", errno);
+            let _ = there.post_bytes(0, &vec![7; bytes]); // may report the failure, or the next one
+            let failure = there.failure().expect("the link has failed");
+            assert_eq!(failure.kind(), ErrorKind::LinkDown, "errno {errno}: {failure}");
+            let sent = drive(&[&server, &client], there.send_bytes(0, b"one more"));
+            assert_eq!(sent.expect_err("the link is down").kind(), ErrorKind::LinkDown);
+            drop((there, here, listener));
+            clear([server, client]);
+            assert_eq!(world.objects(), Objects::default());
+        }
+    }
+}
