@@ -171,7 +171,7 @@ fn migrates_when_a_queue_pair_breaks() {
 }
 
 /// A peer that resumes its link learns what has arrived only after the queue pair has taken its
-/// last receive. The device does not report when that is, so that it takes 100 ms.
+/// last receive. The device does not report when that is, so that it takes two seconds.
 #[test]
 fn resume_waits_for_the_last_receive() {
     let silent = DeviceSpec { reports_last_receive: false, ..spec(1) };
@@ -182,7 +182,7 @@ fn resume_waits_for_the_last_receive() {
     pair.links[0].post_bytes(0, b"on another way").expect("room in the queue");
     let message = pair.fabrics[1].block_on(pair.links[1].recv()).expect("a message");
     assert_eq!(message.to_vec(), b"on another way");
-    assert!(begun.elapsed() >= Duration::from_millis(90), "{:?}", begun.elapsed());
+    assert!(begun.elapsed() >= Duration::from_millis(1900), "{:?}", begun.elapsed());
     pair.wait_until_on(Transport::Rdma);
 }
 

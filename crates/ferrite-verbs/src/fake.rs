@@ -60,6 +60,7 @@ mod completion;
 mod device;
 mod engine;
 mod handshake;
+mod late;
 mod memory;
 mod object;
 mod queue_pair;

@@ -17,7 +17,7 @@ use ferrite_verbs::{
 
 use super::Shared;
 use super::device_objects::DeviceObjects;
-use super::leaving::Leaving;
+use super::leaving::{Leaving, Unreported};
 use super::links::Links;
 use super::queue_pairs::QueuePairs;
 use super::revive::Search;
@@ -54,6 +54,8 @@ pub(crate) struct Poller {
     pub(crate) orphans: HashMap<(usize, u32), SendQueue<RequestContext>>,
     /// Queue pairs that no longer belong to a link.
     pub(super) leaving: Vec<Leaving>,
+    /// Queue pairs whose last receive no device has reported.
+    pub(super) unreported: Vec<Unreported>,
     /// The searches for missing devices, by device index.
     pub(super) searches: HashMap<usize, Search>,
     pub(crate) lost_listeners: LostListeners,
@@ -101,6 +103,7 @@ impl Poller {
             device_objects,
             orphans: HashMap::new(),
             leaving: Vec::new(),
+            unreported: Vec::new(),
             searches: HashMap::new(),
             lost_listeners: LostListeners::default(),
             completions: vec![WorkCompletion::default(); batch],
@@ -193,6 +196,7 @@ impl Poller {
             if missing > 0 && (total == 0 || missing >= 8 || posted < 8) && !device.is_gone() {
                 // If this fails, the next pass tries again. Peers notice only back-pressure.
                 let _ = objects.refill(&shared.pool);
+                device.release_receives(objects.stock.take_found());
                 if objects.stock.missing() > 0 {
                     self.refill_later();
                 }
@@ -437,11 +441,16 @@ impl Poller {
         self.device_objects[device].as_ref()?.context.next_async_event().ok().flatten()
     }
 
-    /// Returns the number of receives that are posted, and of those that failed links took.
-    pub(crate) fn receives(&self) -> (u64, u64) {
+    /// Returns the number of receives that are posted, of those that failed links took, and of
+    /// those that they may have taken.
+    pub(crate) fn receives(&self) -> [u64; 3] {
         let stocks = self.device_objects.iter().flatten().map(|objects| &objects.stock);
-        stocks.fold((0, 0), |(posted, overdue), stock| {
-            (posted + stock.posted() as u64, overdue + stock.overdue() as u64)
+        stocks.fold([0; 3], |[posted, overdue, missing], stock| {
+            [
+                posted + stock.posted() as u64,
+                overdue + stock.overdue() as u64,
+                missing + stock.expected_missing() as u64,
+            ]
         })
     }
 
@@ -481,14 +490,13 @@ impl Poller {
             }
             Timer::Drain(name) => {
                 if let Some(link) = self.link_named(shared, name) {
+                    self.expect_missing_receives(shared, &link);
                     self.tear_down(shared, &link, true);
                 }
             }
             Timer::LastReceive(name) => {
                 let Some(link) = self.link_named(shared, name) else { return };
-                link.with_wakes(&mut self.wakes, |state, _, _| {
-                    state.stop_waiting_for_last_receive();
-                });
+                self.last_receive_timed_out(shared, &link);
             }
             Timer::Leaving(device, number) => self.leaving_timed_out(shared, device, number),
             Timer::Flushed(name) => {

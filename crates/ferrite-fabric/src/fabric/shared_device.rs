@@ -29,6 +29,8 @@ pub(crate) struct SharedDevice {
     /// The largest inline payload. Found out when the first queue pair is created.
     inline: AtomicU32,
     gone: AtomicBool,
+    /// Whether the device reports that a queue pair has taken its last receive.
+    reports_last_receive: AtomicBool,
 }
 
 /// The device's current state.
@@ -93,6 +95,7 @@ fn check(context: &Context, limits: &Limits) -> Result<(), Error> {
 impl SharedDevice {
     pub(crate) fn new(index: usize, life: Life) -> Self {
         let Life { context, limits, in_flight_max, inline } = life;
+        let reports_last_receive = !lacks_last_receive(&context);
         Self {
             name: context.device().name(),
             index,
@@ -103,6 +106,7 @@ impl SharedDevice {
             has_waiting: AtomicBool::new(false),
             inline: AtomicU32::new(inline),
             gone: AtomicBool::new(false),
+            reports_last_receive: AtomicBool::new(reports_last_receive),
         }
     }
 
@@ -213,6 +217,29 @@ impl SharedDevice {
         self.in_flight.load(Ordering::Relaxed)
     }
 
+    /// Returns whether the device reports that a queue pair has taken its last receive, as far as
+    /// is known.
+    pub(super) fn reports_last_receive(&self) -> bool {
+        self.reports_last_receive.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn has_reported_last_receive(&self) {
+        self.reports_last_receive.store(true, Ordering::Relaxed);
+    }
+
+    /// Takes entries of the completion queue away from requests, for up to `wanted` more receives.
+    /// Returns for how many there is room.
+    pub(super) fn reserve_receives(&self, wanted: usize) -> usize {
+        let room = (self.in_flight_max() / 2).min(u32::try_from(wanted).unwrap_or(u32::MAX));
+        self.in_flight_max.fetch_sub(room, Ordering::Relaxed);
+        room as usize
+    }
+
+    /// Gives such entries back.
+    pub(super) fn release_receives(&self, entries: usize) {
+        self.in_flight_max.fetch_add(entries as u32, Ordering::Relaxed);
+    }
+
     /// Queues a link that waits for entries.
     pub(crate) fn wait(&self, link: u32) {
         lock(&self.waiting).push_back(link);
@@ -232,3 +259,34 @@ impl SharedDevice {
 }
 
 const BATCH_MIN: u32 = 16;
+
+/// Returns whether the device is known not to report that a queue pair has taken its last receive:
+/// Soft-RoCE does so since Linux 6.11 (`flush_recv_queue` in the kernel's
+/// `drivers/infiniband/sw/rxe/rxe_resp.c`).
+fn lacks_last_receive(context: &Context) -> bool {
+    let release = || std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+    context.device().driver().as_deref() == Some("rxe") && is_before_6_11(&release())
+}
+
+fn is_before_6_11(release: &str) -> bool {
+    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(str::parse::<u32>);
+    match (numbers.next(), numbers.next()) {
+        (Some(Ok(major)), Some(Ok(minor))) => (major, minor) < (6, 11),
+        _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::is_before_6_11;
+
+    #[test]
+    fn reads_the_release_of_the_kernel() {
+        for release in ["5.15.0-91-generic", "6.10.14", "6.1.0-18-amd64", "4.18.0-553.el8"] {
+            assert!(is_before_6_11(release), "{release}");
+        }
+        for release in ["6.11.0", "6.11-rc1", "7.0.3", "6.12+", "unknown", ""] {
+            assert!(!is_before_6_11(release), "{release}");
+        }
+    }
+}

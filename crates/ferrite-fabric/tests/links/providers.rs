@@ -10,7 +10,7 @@ use futures_util::future::join_all;
 use futures_util::join;
 
 use crate::links::isolation::ForeignPeerServer;
-use crate::links::pair::{clear, connect, drive, open_link, until};
+use crate::links::pair::{clear, connect, drive, open_link, run_for, until};
 use crate::links::{Fixture, Host};
 
 /// Makes two hosts; `change` changes the device of the first.
@@ -328,4 +328,77 @@ fn ends_the_link_with_link_down_when_a_post_is_refused() {
             assert_eq!(world.objects(), Objects::default());
         }
     }
+}
+
+/// Opens a link whose server takes eight messages, and ends it while no completion is reported.
+/// Returns when both fabrics have let go of it.
+fn end_link_without_completions(
+    (world, fixture): (&World, &Fixture),
+    [server, client]: [&Fabric; 2],
+    listener: &mut Listener,
+    silent_for: Option<Duration>,
+) {
+    let [there, here] = open_link(client, &fixture.hosts[1], server, listener);
+    world.delay_completions(true);
+    for _ in 0..8 {
+        there.post_bytes(0, b"one of many").expect("room in the queue");
+    }
+    there.abort();
+    here.abort();
+    drop((there, here));
+    if let Some(time) = silent_for {
+        run_for(&[server, client], time);
+        world.delay_completions(false);
+    }
+    until(&[server, client], "the links have ended", || {
+        server.stats().links + client.stats().links == 0
+    });
+    world.delay_completions(false);
+}
+
+/// mlx5 removes the completions of a destroyed queue pair, so the fabric waits for late ones.
+#[test]
+fn keeps_all_receives_when_flushes_are_late() {
+    let (world, fixture) = world(|device| device.cleans_completions = true);
+    let config = Config { recv_queue_depth: 64, ..Config::default() };
+    let [server, client] = [0, 1].map(|host| fixture.fabric(&fixture.hosts[host], &config));
+    let mut listener = server.listen(fixture.hosts[0].any_port()).expect("listen");
+    let late = Some(Duration::from_millis(300));
+    for _ in 0..12 {
+        end_link_without_completions((&world, &fixture), [&server, &client], &mut listener, late);
+    }
+    until(&[&server, &client], "the receives are posted again", || {
+        world.receives_waiting()[0] >= 64
+    });
+    drop(listener);
+    clear([server, client]);
+}
+
+/// A device that reports nothing for longer than that: others are posted in place of the receives
+/// that may be missing.
+#[test]
+fn replaces_receives_that_a_silent_device_took_along() {
+    let (world, fixture) = world(|device| device.cleans_completions = true);
+    let config = Config { recv_queue_depth: 64, window: 32, ..Config::default() };
+    let [server, client] = [0, 1].map(|host| fixture.fabric(&fixture.hosts[host], &config));
+    let mut listener = server.listen(fixture.hosts[0].any_port()).expect("listen");
+    for _ in 0..3 {
+        end_link_without_completions((&world, &fixture), [&server, &client], &mut listener, None);
+        until(&[&server, &client], "the receives are replaced", || {
+            world.receives_waiting()[0] == 64
+        });
+    }
+    assert_eq!(server.stats().receives_missing, 24, "as many as the three links took");
+    // Two rounds of the queue show which ones are missing.
+    let [there, here] = open_link(&client, &fixture.hosts[1], &server, &mut listener);
+    for _ in 0..300 {
+        let (sent, message) =
+            drive(&[&server, &client], async { join!(there.send_bytes(0, b"next"), here.recv()) });
+        assert!(sent.is_ok() && message.is_ok(), "{sent:?} {message:?}");
+    }
+    let stats = server.stats();
+    assert_eq!((stats.receives_missing, stats.receives_overdue), (0, 24));
+    drop((there, here, listener));
+    clear([server, client]);
+    assert_eq!(world.objects(), Objects::default());
 }

@@ -326,6 +326,7 @@ impl State {
         self.flush(id);
         if has_srq
             && self.devices.get(&device).is_some_and(|device| device.spec.reports_last_receive)
+            && !self.keep_late_last_receive(context, id)
         {
             self.notify(context, Event::IBV_EVENT_QP_LAST_WQE_REACHED, Subject::QueuePair(id));
         }
