@@ -116,6 +116,23 @@ impl Error {
         }))
     }
 
+    /// Returns the error for a request that a device did not take. The path is lost with it,
+    /// whatever the reason: the requests after it would be out of order.
+    pub(crate) fn refused_post(error: ferrite_verbs::Error) -> Self {
+        let kind = match error.kind() {
+            ferrite_verbs::ErrorKind::DeviceGone => ErrorKind::DeviceGone,
+            _ => ErrorKind::LinkDown,
+        };
+        Self(Arc::new(Inner {
+            kind,
+            what: format!("the device refused a request: {error}"),
+            status: None,
+            refusal: None,
+            causes: OnceLock::new(),
+            source: Some(Source::Verbs(error)),
+        }))
+    }
+
     pub(crate) fn refused(peer: &str, refusal: Refusal) -> Self {
         let mut what = format!("{peer} refused: {}", refusal.code);
         if !refusal.text.is_empty() {

@@ -149,3 +149,36 @@ fn driving_thread_makes_no_call_that_may_wait() {
         .collect();
     assert!(slow.is_empty(), "{slow:?}");
 }
+
+/// Destroying an identifier waits for the kernel, which is removing the device at that time
+/// (`cma_process_remove` in its `drivers/infiniband/core/cma.c`).
+#[test]
+fn driving_thread_destroys_no_identifier_when_the_device_is_removed() {
+    for is_announced in [true, false] {
+        let world = World::new();
+        for (device, host) in [("fake1", SERVER), ("fake2", CLIENT)] {
+            world.add_device(DeviceSpec::new(device, host.parse().expect("an address")));
+        }
+        let builder = Fabric::builder(&world.verbs()).device("fake1").config(config());
+        let server = builder.command_threads().build().expect("a fabric");
+        let client = Fabric::builder(&world.verbs()).device("fake2").config(config()).build();
+        let client = client.expect("a fabric");
+        client.spawn_thread().expect("a thread");
+        let mut listener = server.listen(address(SERVER)).expect("listen");
+        let to = listener.local_addr();
+        let there = while_driving(&server, &client, move |client| connect(client, to, Meet::Cm));
+        let here = accept(&server, &mut listener);
+        world.forget_calls();
+        if is_announced {
+            world.remove_device("fake1");
+        } else {
+            world.disassociate_device("fake1");
+        }
+        drive_until(&server, "the device is gone", || server.stats().devices_lost == 1);
+        world.add_device(DeviceSpec::new("fake1", SERVER.parse().expect("an address")));
+        drive_until(&server, "the device is back", || server.stats().devices_back == 1);
+        let calls = world.calls_of(std::thread::current().id());
+        assert!(!calls.contains(&"rdma_destroy_id"), "announced: {is_announced}");
+        drop((there, here, listener));
+    }
+}

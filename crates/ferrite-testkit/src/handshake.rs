@@ -16,6 +16,7 @@ pub const HELLO: Hello = Hello {
     max_message_bytes: 64 << 20,
     instance: 1,
     session: 0,
+    mtu: 0,
 };
 
 /// Encodes an offer at this address of a queue pair that does not exist.

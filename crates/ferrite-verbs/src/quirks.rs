@@ -14,6 +14,10 @@ pub struct DeviceQuirks {
     /// When the device refuses a request of the peer, the queue pair may fail without a completion
     /// and without an event.
     pub hides_refused_requests: bool,
+    /// The device reports that a queue pair has taken its last receive, as the specification
+    /// demands. Soft-RoCE does so since Linux 6.11 (`flush_recv_queue` in the kernel's
+    /// `drivers/infiniband/sw/rxe/rxe_resp.c`).
+    pub reports_last_receive: bool,
 }
 
 impl DeviceQuirks {
@@ -23,12 +27,14 @@ impl DeviceQuirks {
             is_software: false,
             takes_receives_in_order: false,
             hides_refused_requests: false,
+            reports_last_receive: true,
         };
         match driver {
             Some("rxe") => Self {
                 is_software: true,
                 takes_receives_in_order: true,
                 hides_refused_requests: true,
+                reports_last_receive: !is_before_6_11(&kernel_release()),
             },
             Some("siw") => Self { is_software: true, ..none },
             _ => none,
@@ -36,9 +42,31 @@ impl DeviceQuirks {
     }
 }
 
+fn kernel_release() -> String {
+    std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default()
+}
+
+fn is_before_6_11(release: &str) -> bool {
+    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(str::parse::<u32>);
+    match (numbers.next(), numbers.next()) {
+        (Some(Ok(major)), Some(Ok(minor))) => (major, minor) < (6, 11),
+        _ => false,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn reads_the_release_of_the_kernel() {
+        for release in ["5.15.0-91-generic", "6.10.14", "6.1.0-18-amd64", "4.18.0-553.el8"] {
+            assert!(is_before_6_11(release), "{release}");
+        }
+        for release in ["6.11.0", "6.11-rc1", "7.0.3", "6.12+", "unknown", ""] {
+            assert!(!is_before_6_11(release), "{release}");
+        }
+    }
 
     #[test]
     fn knows_soft_roce_and_siw_and_assumes_a_network_card_otherwise() {

@@ -28,6 +28,8 @@ pub(crate) struct SharedDevice {
     /// The largest inline payload. Found out when the first queue pair is created.
     inline: AtomicU32,
     gone: AtomicBool,
+    /// Whether the device reports that a queue pair has taken its last receive.
+    reports_last_receive: AtomicBool,
 }
 
 /// The device's current state.
@@ -53,6 +55,7 @@ pub(crate) struct Life {
 impl SharedDevice {
     pub(crate) fn new(index: usize, life: Life) -> Self {
         let Life { context, limits, quirks, in_flight_max, inline } = life;
+        let reports_last_receive = quirks.reports_last_receive;
         Self {
             name: context.device().name(),
             index,
@@ -63,6 +66,7 @@ impl SharedDevice {
             has_waiting: AtomicBool::new(false),
             inline: AtomicU32::new(inline),
             gone: AtomicBool::new(false),
+            reports_last_receive: AtomicBool::new(reports_last_receive),
         }
     }
 
@@ -176,6 +180,29 @@ impl SharedDevice {
 
     pub(crate) fn in_flight(&self) -> u32 {
         self.in_flight.load(Ordering::Relaxed)
+    }
+
+    /// Returns whether the device reports that a queue pair has taken its last receive, as far as
+    /// is known.
+    pub(crate) fn reports_last_receive(&self) -> bool {
+        self.reports_last_receive.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn has_reported_last_receive(&self) {
+        self.reports_last_receive.store(true, Ordering::Relaxed);
+    }
+
+    /// Takes entries of the completion queue away from requests, for up to `wanted` more receives.
+    /// Returns for how many there is room.
+    pub(crate) fn reserve_receives(&self, wanted: usize) -> usize {
+        let room = (self.in_flight_max() / 2).min(u32::try_from(wanted).unwrap_or(u32::MAX));
+        self.in_flight_max.fetch_sub(room, Ordering::Relaxed);
+        room as usize
+    }
+
+    /// Gives such entries back.
+    pub(crate) fn release_receives(&self, entries: usize) {
+        self.in_flight_max.fetch_add(entries as u32, Ordering::Relaxed);
     }
 
     /// Queues a link that waits for entries.

@@ -25,7 +25,7 @@ use ferrite_verbs::{CmKey, EventChannel, Status, WorkCompletion};
 use super::Shared;
 use super::links::Links;
 use super::poller::connect::{Handshake, Handshakes, Sockets, UpgradeWaiter};
-use super::poller::leaving::Leaving;
+use super::poller::leaving::{Leaving, Unreported};
 use super::poller::listening::LostListeners;
 use super::poller::revive::Search;
 use super::poller::shrinking::Shrinking;
@@ -58,6 +58,8 @@ pub(crate) struct Poller {
     pub(crate) orphans: HashMap<(usize, u32), SendQueue<RequestContext>>,
     /// Queue pairs that no longer belong to a link.
     leaving: Vec<Leaving>,
+    /// Queue pairs whose last receive no device has reported.
+    unreported: Vec<Unreported>,
     /// The searches for missing devices, by device index.
     searches: HashMap<usize, Search>,
     pub(crate) lost_listeners: LostListeners,
@@ -103,6 +105,7 @@ impl Poller {
             device_objects,
             orphans: HashMap::new(),
             leaving: Vec::new(),
+            unreported: Vec::new(),
             searches: HashMap::new(),
             lost_listeners: LostListeners::default(),
             completions: vec![WorkCompletion::default(); batch],
@@ -194,6 +197,7 @@ impl Poller {
             if missing > 0 && (total == 0 || missing >= 8 || posted < 8) && !device.is_gone() {
                 // If this fails, the next pass tries again. Peers notice only back-pressure.
                 let _ = objects.refill(&shared.pool);
+                device.release_receives(objects.stock.take_found());
                 if objects.stock.missing() > 0 {
                     self.refill_later();
                 }
@@ -336,11 +340,16 @@ impl Poller {
         done
     }
 
-    /// Returns the number of receives that are posted, and of those that failed links took.
-    pub(crate) fn receives(&self) -> (u64, u64) {
+    /// Returns the number of receives that are posted, of those that failed links took, and of
+    /// those that they may have taken.
+    pub(crate) fn receives(&self) -> [u64; 3] {
         let stocks = self.device_objects.iter().flatten().map(|objects| &objects.stock);
-        stocks.fold((0, 0), |(posted, overdue), stock| {
-            (posted + stock.posted() as u64, overdue + stock.overdue() as u64)
+        stocks.fold([0; 3], |[posted, overdue, missing], stock| {
+            [
+                posted + stock.posted() as u64,
+                overdue + stock.overdue() as u64,
+                missing + stock.expected_missing() as u64,
+            ]
         })
     }
 

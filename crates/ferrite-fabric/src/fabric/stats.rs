@@ -60,6 +60,9 @@ pub struct FabricStats {
     /// reclaimed when no link is left that could hold them; on other devices only when the fabric
     /// ends.
     pub receives_overdue: u64,
+    /// Receives that ended links may have taken without a trace, because the device did not report
+    /// their last receive in time. As many others were posted in their place.
+    pub receives_missing: u64,
     /// Passes of the driver; each polls every completion queue.
     pub passes: u64,
     /// Completions that were polled.
@@ -131,7 +134,7 @@ impl Fabric {
     #[must_use]
     pub fn stats(&self) -> FabricStats {
         let shared = self.shared();
-        let (receives_posted, receives_overdue) = lock(&shared.poller).receives();
+        let [receives_posted, receives_overdue, receives_missing] = lock(&shared.poller).receives();
         let links = shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner);
         let mut totals = links.retired;
         for link in links.iter() {
@@ -144,6 +147,7 @@ impl Fabric {
             in_flight: shared.devices.iter().map(|device| u64::from(device.in_flight())).sum(),
             receives_posted,
             receives_overdue,
+            receives_missing,
             passes: counters.passes.load(Ordering::Relaxed),
             completions: counters.completions.load(Ordering::Relaxed),
             sleeps: counters.sleeps.load(Ordering::Relaxed),

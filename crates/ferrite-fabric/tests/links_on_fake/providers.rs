@@ -4,13 +4,13 @@
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::mem::Purpose;
-use ferrite_fabric::{Config, ErrorKind, Fabric, ListenOptions, Listener, Rdma};
+use ferrite_fabric::{Config, ConnectOptions, ErrorKind, Fabric, ListenOptions, Listener, Rdma};
 use ferrite_verbs::fake::{DeviceSpec, Objects, World};
 use futures_util::future::join_all;
 use futures_util::join;
 
 use crate::links::isolation::ForeignPeerServer;
-use crate::links::pair::{clear, connect, drive, open_link, until};
+use crate::links::pair::{clear, connect, drive, open_link, run_for, until};
 use crate::links::{Fixture, Host};
 
 /// Makes two hosts; `change` changes the device of the first.
@@ -303,5 +303,151 @@ fn ends_the_connection_when_a_bind_fails_without_naming_a_request() {
     drop(other);
     server.end(vec![client]);
     drop(fixture);
+    assert_eq!(world.objects(), Objects::default());
+}
+
+/// A provider refuses a request that has room in the queue: mlx5 with ENOMEM (`mlx5_wq_overflow` in
+/// rdma-core's `providers/mlx5/qp.c`), others with EAGAIN, EBUSY or EINVAL.
+#[test]
+fn ends_the_link_with_link_down_when_a_post_is_refused() {
+    for errno in [11, 12, 16, 22] {
+        for bytes in [16, 4096] {
+            let (world, fixture) = world(|_| {});
+            let config = Config { inline_threshold: 64, ..Config::default() };
+            let [server, client] = [0, 1].map(|host| fixture.fabric(&fixture.hosts[host], &config));
+            let mut listener = server.listen(fixture.hosts[0].any_port()).expect("listen");
+            let [there, here] = open_link(&client, &fixture.hosts[1], &server, &mut listener);
+            world.fail_next("ibv_post_send", errno);
+            let _ = there.post_bytes(0, &vec![7; bytes]); // may report the failure, or the next one
+            let failure = there.failure().expect("the link has failed");
+            assert_eq!(failure.kind(), ErrorKind::LinkDown, "errno {errno}: {failure}");
+            let sent = drive(&[&server, &client], there.send_bytes(0, b"one more"));
+            assert_eq!(sent.expect_err("the link is down").kind(), ErrorKind::LinkDown);
+            drop((there, here, listener));
+            clear([server, client]);
+            assert_eq!(world.objects(), Objects::default());
+        }
+    }
+}
+
+/// Opens a link whose server takes eight messages, and ends it while no completion is reported.
+/// Returns when both fabrics have let go of it.
+fn end_link_without_completions(
+    (world, fixture): (&World, &Fixture),
+    [server, client]: [&Fabric; 2],
+    listener: &mut Listener,
+    silent_for: Option<Duration>,
+) {
+    let [there, here] = open_link(client, &fixture.hosts[1], server, listener);
+    world.delay_completions(true);
+    for _ in 0..8 {
+        there.post_bytes(0, b"one of many").expect("room in the queue");
+    }
+    there.abort();
+    here.abort();
+    drop((there, here));
+    if let Some(time) = silent_for {
+        run_for(&[server, client], time);
+        world.delay_completions(false);
+    }
+    until(&[server, client], "the links have ended", || {
+        server.stats().links + client.stats().links == 0
+    });
+    world.delay_completions(false);
+}
+
+/// mlx5 removes the completions of a destroyed queue pair, so the fabric waits for late ones.
+#[test]
+fn keeps_all_receives_when_flushes_are_late() {
+    let (world, fixture) = world(|device| device.cleans_completions = true);
+    let config = Config { recv_queue_depth: 64, ..Config::default() };
+    let [server, client] = [0, 1].map(|host| fixture.fabric(&fixture.hosts[host], &config));
+    let mut listener = server.listen(fixture.hosts[0].any_port()).expect("listen");
+    let late = Some(Duration::from_millis(300));
+    for _ in 0..12 {
+        end_link_without_completions((&world, &fixture), [&server, &client], &mut listener, late);
+    }
+    until(&[&server, &client], "the receives are posted again", || {
+        world.receives_waiting()[0] >= 64
+    });
+    drop(listener);
+    clear([server, client]);
+}
+
+/// A device that reports nothing for longer than that: others are posted in place of the receives
+/// that may be missing.
+#[test]
+fn replaces_receives_that_a_silent_device_took_along() {
+    let (world, fixture) = world(|device| device.cleans_completions = true);
+    let config = Config { recv_queue_depth: 64, window: 32, ..Config::default() };
+    let [server, client] = [0, 1].map(|host| fixture.fabric(&fixture.hosts[host], &config));
+    let mut listener = server.listen(fixture.hosts[0].any_port()).expect("listen");
+    for _ in 0..3 {
+        end_link_without_completions((&world, &fixture), [&server, &client], &mut listener, None);
+        until(&[&server, &client], "the receives are replaced", || {
+            world.receives_waiting()[0] == 64
+        });
+    }
+    assert_eq!(server.stats().receives_missing, 24, "as many as the three links took");
+    // Two rounds of the queue show which ones are missing.
+    let [there, here] = open_link(&client, &fixture.hosts[1], &server, &mut listener);
+    for _ in 0..300 {
+        let (sent, message) =
+            drive(&[&server, &client], async { join!(there.send_bytes(0, b"next"), here.recv()) });
+        assert!(sent.is_ok() && message.is_ok(), "{sent:?} {message:?}");
+    }
+    let stats = server.stats();
+    assert_eq!((stats.receives_missing, stats.receives_overdue), (0, 24));
+    drop((there, here, listener));
+    clear([server, client]);
+    assert_eq!(world.objects(), Objects::default());
+}
+
+/// The ports of two hosts carry packets of different sizes, and the connection manager knows only
+/// the port of the side that connects.
+#[test]
+fn uses_the_smaller_mtu_of_both_ports() {
+    for serves in [0, 1] {
+        let (world, fixture) = world(|device| device.active_mtu = 3);
+        let fabrics = [0, 1].map(|host| fixture.fabric(&fixture.hosts[host], &Config::default()));
+        let (server, client) = (&fabrics[serves], &fabrics[1 - serves]);
+        let mut listener = server.listen(fixture.hosts[serves].any_port()).expect("listen");
+        let links = open_link(client, &fixture.hosts[1 - serves], server, &mut listener);
+        for (from, to) in [(0, 1), (1, 0)] {
+            assert_eq!(links[from].mtu().map(|mtu| mtu.bytes()), Some(1024));
+            let sending = links[from].send_bytes(0, &[7; 20_000]);
+            let (sent, message) =
+                drive(&[server, client], async { join!(sending, links[to].recv()) });
+            sent.expect("the packets are small enough");
+            assert_eq!(message.expect("a message").len(), 20_000);
+        }
+        drop((links, listener));
+        clear(fabrics);
+        assert_eq!(world.objects(), Objects::default());
+    }
+}
+
+/// A foreign peer takes the path MTU of the connection manager, so it cannot be told that this port
+/// carries less.
+#[test]
+fn refuses_a_foreign_peer_whose_packets_are_too_large() {
+    let (world, fixture) = world(|device| device.active_mtu = 3);
+    let [server, client] =
+        [0, 1].map(|host| fixture.fabric(&fixture.hosts[host], &Config::default()));
+    let listener = server.listen(fixture.hosts[0].any_port()).expect("listen");
+    let foreign_peers = listener.foreign_peers();
+    let options = ConnectOptions::new().local(fixture.hosts[1].any_port()).rdma(Rdma::Require);
+    let connecting = client.connect_raw(listener.local_addr(), &options);
+    let accepting = async {
+        let request = foreign_peers.next().await.expect("a request");
+        foreign_peers.accept(request).await
+    };
+    let (connected, accepted) = drive(&[&server, &client], async { join!(connecting, accepting) });
+    assert!(connected.is_err());
+    let error = accepted.expect_err("the packets are too large");
+    assert_eq!(error.kind(), ErrorKind::Unreachable);
+    assert!(error.to_string().contains("4096") && error.to_string().contains("1024"), "{error}");
+    drop((foreign_peers, listener));
+    clear([server, client]);
     assert_eq!(world.objects(), Objects::default());
 }

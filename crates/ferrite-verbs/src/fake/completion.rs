@@ -67,6 +67,7 @@ enum Armed {
 impl State {
     /// Adds a completion, and an event if the queue was armed for it.
     pub(super) fn complete(&mut self, queue_id: Id, entry: Entry) {
+        let Some(entry) = self.keep_late(queue_id, entry) else { return };
         let Some(queue) = self.queues.get_mut(&queue_id) else { return };
         let context = queue.context;
         if queue.entries.len() >= queue.depth {
@@ -98,6 +99,9 @@ impl State {
 
     /// Removes the completions of a destroyed queue pair.
     pub(super) fn remove_completions(&mut self, queue: Id, qp_num: u32) {
+        for entry in self.take_late(queue, qp_num) {
+            self.free_entries(entry.freed);
+        }
         let Some(queue) = self.queues.get_mut(&queue) else { return };
         let (gone, kept): (VecDeque<_>, _) = std::mem::take(&mut queue.entries)
             .into_iter()

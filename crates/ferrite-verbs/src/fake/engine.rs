@@ -194,6 +194,9 @@ impl State {
             Peer::Unreachable if timeout == 0 => return Outcome::Wait,
             Peer::Unreachable => return Outcome::Fail(Status::IBV_WC_RETRY_EXC_ERR),
         };
+        if !self.carries(id, peer, send) {
+            return Outcome::Fail(Status::IBV_WC_RETRY_EXC_ERR);
+        }
         match self.respond(peer, send, &local) {
             Ok(Answer::Acknowledged) => Outcome::Done,
             Ok(Answer::ReceiverNotReady) if rnr_retry == RNR_FOR_EVER => Outcome::Wait,
@@ -203,6 +206,19 @@ impl State {
                 Outcome::Fail(why)
             }
         }
+    }
+
+    /// Returns whether the packets of a request, and of the answer to a read, are not larger than
+    /// what both ports carry: others are lost.
+    fn carries(&self, from: Id, to: Id, send: &Send) -> bool {
+        let bytes = |code: u32| 128_u64 << code;
+        let [from, to] = [from, to].map(|id| &self.queue_pairs[&id]);
+        let sender = if send.kind == Kind::Read { to } else { from };
+        let packet = send.len.min(bytes(sender.attr.path_mtu.0));
+        let port = |qp: &QueuePair| {
+            self.devices.get(&qp.device).is_none_or(|it| packet <= bytes(it.spec.active_mtu))
+        };
+        port(from) && port(to)
     }
 
     /// Executes the responder's half of a request.
@@ -329,6 +345,7 @@ impl State {
         self.flush(id);
         if has_srq
             && self.devices.get(&device).is_some_and(|device| device.spec.reports_last_receive)
+            && !self.keep_late_last_receive(context, id)
         {
             self.notify(context, Event::IBV_EVENT_QP_LAST_WQE_REACHED, Subject::QueuePair(id));
         }

@@ -41,6 +41,12 @@ impl Receive {
     }
 }
 
+impl SharedQueue {
+    pub(super) fn waiting_len(&self) -> usize {
+        self.waiting.len()
+    }
+}
+
 impl State {
     /// Takes the receive that the next message to `qp` consumes.
     pub(super) fn take_receive(&mut self, qp: Id) -> Option<Receive> {

@@ -10,6 +10,7 @@ use super::completion::{Channel, Queue};
 use super::device::{AsyncEvent, Context, Device, Subject};
 use super::engine::QueuePair;
 use super::handshake::{CmChannel, Identifier};
+use super::late::Late;
 use super::memory::{Domain, Region};
 use super::object::Id;
 use super::receive::SharedQueue;
@@ -26,6 +27,7 @@ pub(super) struct State {
     pub(super) forks: sys::ibv_fork_status,
     /// Whether the kernel has destroyed objects by itself.
     pub(super) disassociated: bool,
+    pub(super) late: Late,
     faults: HashMap<&'static str, VecDeque<Errno>>,
     /// Calls that wait until they are released: see [`World::hold`].
     pub(super) held: BTreeSet<&'static str>,
@@ -63,6 +65,7 @@ impl State {
             device_lists: 0,
             forks: sys::ibv_fork_status::IBV_FORK_UNNEEDED,
             disassociated: false,
+            late: Late::default(),
             faults: HashMap::new(),
             held: BTreeSet::new(),
             waiting: BTreeMap::new(),

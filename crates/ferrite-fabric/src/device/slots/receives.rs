@@ -36,6 +36,11 @@ pub(crate) struct ReceiveStock {
     /// Slots that replaced overdue ones which completed after all.
     spare: Vec<usize>,
     overdue: usize,
+    /// Receives that are posted in addition, in place of others that may be missing without a
+    /// trace: see [`ReceiveStock::expect_missing`].
+    extra: usize,
+    /// How much `extra` has fallen since [`ReceiveStock::take_found`].
+    found: usize,
     depth: usize,
     /// Numbers of receives: the last posted, the youngest completed, and the youngest completed
     /// when overdue receives were last looked for.
@@ -102,6 +107,8 @@ impl ReceiveStock {
             free: (0..depth).rev().collect(),
             spare: Vec::new(),
             overdue: 0,
+            extra: 0,
+            found: 0,
             depth,
             posted: 0,
             youngest: 0,
@@ -143,9 +150,48 @@ impl ReceiveStock {
         self.free.len()
     }
 
-    /// Returns the number of receives that wait for messages.
+    /// Returns the number of receives that wait for messages. Those that may be missing do not
+    /// count.
     pub(crate) fn posted(&self) -> usize {
-        self.depth - self.free.len()
+        (self.depth + self.extra - self.free.len()).min(self.depth)
+    }
+
+    /// Posts `most` receives more at the next refill, because a queue pair may have taken as many
+    /// that never complete: its device did not report the last one, and providers such as mlx5
+    /// remove the completions of a queue pair that is destroyed. A queue without room for them
+    /// proves that none is missing.
+    pub(crate) fn expect_missing(&mut self, most: usize) {
+        self.extra += most;
+        for _ in 0..most {
+            let slot = self.spare_slot();
+            self.free.push(slot);
+        }
+    }
+
+    /// Returns the number of receives that may be missing.
+    pub(crate) fn expected_missing(&self) -> usize {
+        self.extra
+    }
+
+    /// Returns how many receives that were thought missing are accounted for since this was last
+    /// asked.
+    pub(crate) fn take_found(&mut self) -> usize {
+        std::mem::take(&mut self.found)
+    }
+
+    /// Up to `count` receives that were thought missing are accounted for. Returns how many.
+    fn find(&mut self, count: usize) -> usize {
+        let count = count.min(self.extra);
+        self.extra -= count;
+        self.found += count;
+        count
+    }
+
+    fn spare_slot(&mut self) -> usize {
+        self.spare.pop().unwrap_or_else(|| {
+            self.slots.push(ReceiveSlot::new());
+            self.slots.len() - 1
+        })
     }
 
     /// Returns the number of receives that a queue pair took and has not completed.
@@ -166,11 +212,10 @@ impl ReceiveStock {
             }
             place.overdue = true;
             self.overdue += 1;
-            let another = self.spare.pop().unwrap_or_else(|| {
-                self.slots.push(ReceiveSlot::new());
-                self.slots.len() - 1
-            });
-            self.free.push(another);
+            if self.find(1) == 0 {
+                let another = self.spare_slot();
+                self.free.push(another);
+            } // else it was replaced before
         }
     }
 
@@ -226,7 +271,15 @@ impl ReceiveStock {
                     self.slots[slot].buf = None;
                     self.free.push(slot);
                 }
-                return Err(refused.error.into());
+                if refused.error.kind() == ferrite_verbs::ErrorKind::QueueFull {
+                    let surplus = self.find(self.free.len());
+                    let kept = self.free.len() - surplus;
+                    self.spare.extend(self.free.drain(kept..));
+                }
+                return match self.free.is_empty() {
+                    true => Ok(()),
+                    false => Err(refused.error.into()),
+                };
             }
             if let Some(error) = short {
                 return Err(error);

@@ -71,7 +71,7 @@ pub(crate) enum Handshake {
         id: CmId,
         link: Arc<LinkShared>,
         hello: Hello,
-        mtu: Option<Mtu>,
+        mtu: Mtu,
         recipient: Recipient,
     },
     /// The link by its name, because its number may be reused before an event arrives.
@@ -135,13 +135,13 @@ impl Handshakes {
         self.put(key, listening);
     }
 
-    /// Watches `device` through `id`, instead of through an earlier identifier of the device.
-    pub(crate) fn watch(&mut self, id: CmId, device: usize) {
-        self.by_key.retain(|_, handshake| match handshake {
-            Handshake::Watching { device: of, .. } => *of != device,
-            _ => true,
-        });
+    /// Watches `device` through `id`. Returns earlier identifiers of the device.
+    pub(crate) fn watch(&mut self, id: CmId, device: usize) -> Vec<Handshake> {
+        let is_earlier = |handshake: &Handshake| matches!(handshake, Handshake::Watching { device: of, .. } if *of == device);
+        let earlier =
+            self.by_key.extract_if(|_, handshake| is_earlier(handshake)).map(|it| it.1).collect();
         self.put(id.key(), Handshake::Watching { id, device });
+        earlier
     }
 
     /// Records that a command owns the identifier.
@@ -174,7 +174,7 @@ impl Poller {
         for device in &shared.devices {
             let context = device.context();
             if let Some(id) = context.and_then(|context| watch(&channel, &context, &device.name)) {
-                self.handshakes.watch(id, device.index);
+                shared.commands.discard(None, self.handshakes.watch(id, device.index));
             }
         }
         Ok(channel)
@@ -199,11 +199,15 @@ impl Poller {
                     && self.link_named(shared, link).is_some()
                 {
                     self.handshakes.put(key, Handshake::Linked { id, link });
+                } else {
+                    // Destroying it may block, most of all while the device is being removed.
+                    shared.commands.discard(None, id);
                 }
             }
             Handshake::Watching { id, device } => {
                 if event.kind == CmEventKind::DEVICE_REMOVAL {
                     self.device_gone(shared, device, "the device is being removed");
+                    shared.commands.discard(None, id);
                 } else {
                     self.handshakes.put(key, Handshake::Watching { id, device });
                 }

@@ -40,14 +40,13 @@ impl Poller {
             }
             Timer::Drain(name) => {
                 if let Some(link) = self.link_named(shared, name) {
+                    self.expect_missing_receives(shared, &link);
                     self.tear_down(shared, &link, true);
                 }
             }
             Timer::LastReceive(name) => {
                 let Some(link) = self.link_named(shared, name) else { return };
-                link.with_wakes(&mut self.wakes, |state, _, _| {
-                    state.stop_waiting_for_last_receive();
-                });
+                self.last_receive_timed_out(shared, &link);
             }
             Timer::Leaving(device, number) => self.leaving_timed_out(shared, device, number),
             Timer::Flushed(name) => {

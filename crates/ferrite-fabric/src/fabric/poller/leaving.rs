@@ -1,14 +1,14 @@
 //! Destroying queue pairs: from the ERROR state to the end.
 //!
 //! ```text
-//!   to ERROR ──► LAST_WQE_REACHED, or 100 ms ──► poll the completion queue ──► destroy
+//!   to ERROR ──► LAST_WQE_REACHED, or 2 s ──► poll the completion queue ──► destroy
 //! ```
 //!
 //! A queue pair with a shared receive queue must be destroyed in this order (InfiniBand
 //! specification 10.2.9.3; `__ib_drain_srq` in the kernel's `drivers/infiniband/core/verbs.c`).
 //! When a queue pair is destroyed, providers such as mlx5 remove its completions that were not
-//! polled and return their receives to the shared queue. The stock would then count them as posted
-//! for ever.
+//! polled and free their entries of the shared queue. The stock would then count them as posted
+//! for ever, so a queue pair that was destroyed without the report makes it post others.
 //!
 //! The queue pair of a link waits in the link's state. Queue pairs that no longer belong to a link
 //! wait here.
@@ -28,8 +28,21 @@ use crate::link::shared::LinkShared;
 use crate::source::Source;
 
 /// How long to wait for the device's report that a queue pair has taken its last receive. Hardware
-/// needs far less than a millisecond; a device that takes longer does not report it.
-pub(super) const LAST_RECEIVE: Duration = Duration::from_millis(100);
+/// mostly needs far less than a millisecond, but an event can be late on a busy host.
+const LAST_RECEIVE: Duration = Duration::from_secs(2);
+/// As long as that on a device that is known not to report it: it has flushed the queue by then.
+const NO_LAST_RECEIVE: Duration = Duration::from_millis(100);
+/// Receives that the queue pair of an upgrade that was withdrawn can have taken at most.
+const PROBES: usize = 4;
+
+/// A queue pair that is about to be destroyed although the device has not reported its last
+/// receive.
+pub(super) struct Unreported {
+    device: usize,
+    number: u32,
+    /// How many receives it can have taken that will not complete.
+    receives: usize,
+}
 
 /// A queue pair that is in ERROR and no longer belongs to a link.
 pub(crate) struct Leaving {
@@ -54,7 +67,56 @@ impl Poller {
         if drained {
             self.downgrade(shared, link);
         } else if first {
-            self.timers.add(self.now + LAST_RECEIVE, Timer::LastReceive(link.name));
+            self.wait_for_last_receive(link);
+        }
+    }
+
+    /// Starts the timer for the report that a link's queue pair has taken its last receive.
+    pub(super) fn wait_for_last_receive(&mut self, link: &LinkShared) {
+        let wait = link.device().map_or(NO_LAST_RECEIVE, |device| last_receive_wait(&device));
+        self.timers.add(self.now + wait, Timer::LastReceive(link.name));
+    }
+
+    /// Stops waiting for that report.
+    pub(super) fn last_receive_timed_out(&mut self, shared: &Shared, link: &LinkShared) {
+        self.expect_missing_receives(shared, link);
+        link.with_wakes(&mut self.wakes, |state, _, _| state.stop_waiting_for_last_receive());
+    }
+
+    /// Records that the queue pair of a link is destroyed without the report of its last receive,
+    /// if that is so.
+    pub(super) fn expect_missing_receives(&mut self, shared: &Shared, link: &LinkShared) {
+        let route = link.route();
+        let Some(device) = route.device else { return };
+        let is_reported = link.with_wakes(&mut self.wakes, |state, _, _| {
+            let is_over = state.failure().is_some() || state.core.is_to_be_detached();
+            !is_over || state.took_last() || state.is_away()
+        });
+        if !is_reported {
+            // Peers of our protocol keep to the window; control frames come in addition.
+            let receives = match link.is_raw() {
+                true => shared.config.recv_queue_depth as usize,
+                false => usize::from(shared.config.window) + 16,
+            };
+            self.record_unreported(&device, route.qp_num, receives);
+        }
+    }
+
+    fn record_unreported(&mut self, device: &SharedDevice, number: u32, receives: usize) {
+        let is_it = |it: &Unreported| it.device == device.index && it.number == number;
+        if device.reports_last_receive() && !self.unreported.iter().any(is_it) {
+            self.unreported.push(Unreported { device: device.index, number, receives });
+        }
+    }
+
+    /// A queue pair is gone. If the device did not report its last receive, the receives that it
+    /// may have taken along are replaced.
+    pub(super) fn replace_missing_receives(&mut self, device: &SharedDevice, number: u32) {
+        let is_it = |it: &Unreported| it.device == device.index && it.number == number;
+        let Some(at) = self.unreported.iter().position(is_it) else { return };
+        let receives = self.unreported.swap_remove(at).receives;
+        if let Some(objects) = &mut self.device_objects[device.index] {
+            objects.stock.expect_missing(device.reserve_receives(receives));
         }
     }
 
@@ -69,11 +131,13 @@ impl Poller {
         let Some(number) = queue.qp().map(QueuePair::number) else { return };
         let (link, source) = (link.index, link.source());
         self.leaving.push(Leaving { device: Arc::clone(device), number, link, source, queue });
-        self.timers.add(self.now + LAST_RECEIVE, Timer::Leaving(device.index, number));
+        let wait = last_receive_wait(device);
+        self.timers.add(self.now + wait, Timer::Leaving(device.index, number));
     }
 
     /// Handles the device's report that a queue pair has taken its last receive.
     pub(super) fn on_last_receive(&mut self, shared: &Shared, device: usize, number: u32) {
+        shared.devices[device].has_reported_last_receive();
         self.destroy_leaving(shared, |leaving| {
             leaving.device.index == device && leaving.number == number
         });
@@ -123,8 +187,16 @@ impl Poller {
 
     /// Destroys a queue pair whose last receive the device has not reported in time.
     pub(super) fn leaving_timed_out(&mut self, shared: &Shared, device: usize, number: u32) {
+        if self.leaving.iter().any(|it| it.device.index == device && it.number == number) {
+            self.record_unreported(&shared.devices[device], number, PROBES);
+        }
         self.destroy_leaving(shared, |leaving| {
             leaving.device.index == device && leaving.number == number
         });
     }
+}
+
+/// Returns how long to wait for the report of a last receive.
+fn last_receive_wait(device: &SharedDevice) -> Duration {
+    if device.reports_last_receive() { LAST_RECEIVE } else { NO_LAST_RECEIVE }
 }

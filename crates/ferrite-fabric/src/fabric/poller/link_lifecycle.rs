@@ -8,7 +8,6 @@ use std::time::Duration;
 use ferrite_verbs::Access;
 
 use super::Poller;
-use super::leaving::LAST_RECEIVE;
 use crate::device::shared_device::SharedDevice;
 use crate::device::slots::SendQueue;
 use crate::error::ErrorKind;
@@ -85,7 +84,7 @@ impl Poller {
             if let Some(key) = link.route().cm_key {
                 self.handshakes.hang_up(key);
             }
-            self.timers.add(self.now + LAST_RECEIVE, Timer::LastReceive(link.name));
+            self.wait_for_last_receive(&link);
             self.timers.add(self.now + DRAIN, Timer::Drain(link.name));
         }
         self.tear_down(shared, &link, false);
@@ -211,6 +210,7 @@ impl Poller {
     /// Unregisters a queue pair that is gone.
     pub(crate) fn forget_qp(&mut self, device: &SharedDevice, number: u32, link: u32) {
         self.by_qp.remove(device.index, number, link);
+        self.replace_missing_receives(device, number);
         if let Some(objects) = &mut self.device_objects[device.index] {
             objects.stock.reclaim();
         }

@@ -130,7 +130,7 @@ impl Poller {
         }
         self.device_objects[device.index] = Some(objects);
         if let Some(id) = watching {
-            self.handshakes.watch(id, device.index);
+            shared.commands.discard(None, self.handshakes.watch(id, device.index));
         }
         device.begin(life);
         Ok(())

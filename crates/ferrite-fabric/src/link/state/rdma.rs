@@ -132,7 +132,7 @@ impl LinkState {
         let operation = Operation::SendImm(imm);
         if let Err(refused) = self.rdma.queue.post_inline(operation, bytes, signaled, request) {
             env.release(1 - refused.posted);
-            let error = Error::from(refused.error);
+            let error = Error::refused_post(refused.error);
             if !self.core.lose(&error) {
                 return Err(error);
             }
@@ -195,7 +195,7 @@ impl LinkState {
                 return made;
             }
             if let Err(error) = self.rdma.queue.post(&mut self.rdma.batch) {
-                return self.on_unposted(env, error.into(), wakes);
+                return self.on_unposted(env, Error::refused_post(error), wakes);
             }
             if made.is_err() || count < reserved {
                 return made;
@@ -213,7 +213,7 @@ impl LinkState {
             }
             Err(refused) => {
                 env.release(1 - refused.posted);
-                Err(refused.error.into())
+                Err(Error::refused_post(refused.error))
             }
         }
     }

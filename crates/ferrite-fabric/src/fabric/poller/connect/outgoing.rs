@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use ferrite_verbs::{CmEvent, CmEventKind, CmId, ConnectParams, Mtu, QueuePair};
 
 use super::dialing::{OverTcp, Reply};
-use super::rdma_link::{bring_up, initialise, params};
+use super::rdma_link::{Connection, bring_up, initialise, params, port_mtu};
 use super::{Handshake, device_of, duration_between};
 use crate::device::device_objects::NewQueuePair;
 use crate::device::shared_device::SharedDevice;
@@ -353,8 +353,10 @@ impl Poller {
         let by = ConnectedBy { reads_in: params.reads_in, reads_out: params.reads_out };
         outgoing.link = Some((link, by));
         let Some(id) = outgoing.id.take() else { return };
+        let context = device.context();
         let work = move |id: &CmId| {
-            let encoded = hello.encode();
+            let mtu = context.as_ref().and_then(|context| port_mtu(id, context).ok());
+            let encoded = Hello { mtu: mtu.map_or(0, Mtu::code), ..hello }.encode();
             let private_data = if protocol == PeerProtocol::Other { &[] } else { &encoded[..] };
             Ok(id.connect(&ConnectParams { private_data, ..params })?)
         };
@@ -378,9 +380,17 @@ impl Poller {
             }
         };
         let peer = outgoing.peer;
-        let rights = link.with_wakes(&mut self.wakes, |state, _, _| state.rights());
+        let (rights, is_raw) =
+            link.with_wakes(&mut self.wakes, |state, _, _| (state.rights(), state.is_raw()));
+        let with = Connection {
+            rights,
+            reads_in: by.reads_in,
+            reads_out: by.reads_out,
+            ack_timeout: shared.config.ack_timeout,
+            peer_mtu: (!is_raw).then_some(hello.mtu),
+        };
         let work = move |id: &CmId, qp: &mut QueuePair| {
-            let up = bring_up(id, qp, rights, (by.reads_in, by.reads_out));
+            let up = bring_up(id, qp, with);
             let up = up.and_then(|mtu| id.establish().map(|()| mtu).map_err(Error::from));
             up.map_err(|error| as_disconnect(peer, error))
         };
@@ -432,7 +442,7 @@ impl Poller {
         mut outgoing: Box<Outgoing>,
         link: &Arc<LinkShared>,
         hello: Hello,
-        up: Result<Option<Mtu>, Error>,
+        up: Result<Mtu, Error>,
     ) {
         let up = up.and_then(|mtu| {
             match link.with_wakes(&mut self.wakes, |state, _, _| state.failure().cloned()) {

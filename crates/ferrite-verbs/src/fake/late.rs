@@ -1,0 +1,79 @@
+//! A device that reports late: completions and LAST_WQE_REACHED wait until they are released.
+//!
+//! Hardware flushes a failed queue pair in its firmware, and its driver passes the event on from a
+//! work queue, so both can take long on a busy host (`mlx5_ib_qp_event` and `mlx5_ib_handle_qp_event`
+//! in the kernel's `drivers/infiniband/hw/mlx5/qp.c`).
+
+use super::World;
+use super::completion::Entry;
+use super::device::Subject;
+use super::object::Id;
+use super::state::State;
+use crate::sys;
+
+/// What waits to be reported.
+#[derive(Default)]
+pub(super) struct Late {
+    is_on: bool,
+    completions: Vec<(Id, Entry)>,
+    /// Contexts and queue pairs that have taken their last receive.
+    last_receives: Vec<(Id, Id)>,
+}
+
+impl World {
+    /// Delays completions and LAST_WQE_REACHED of all devices until this is turned off.
+    pub fn delay_completions(&self, is_on: bool) {
+        self.with(|state| {
+            state.late.is_on = is_on;
+            if !is_on {
+                state.report_late();
+            }
+        });
+    }
+
+    /// Returns how many receives wait in each shared receive queue, in the order of creation.
+    #[must_use]
+    pub fn receives_waiting(&self) -> Vec<usize> {
+        self.lock().srqs.values().map(super::receive::SharedQueue::waiting_len).collect()
+    }
+}
+
+impl State {
+    /// Keeps a completion if the devices are late; else gives it back.
+    pub(super) fn keep_late(&mut self, queue: Id, entry: Entry) -> Option<Entry> {
+        if !self.late.is_on {
+            return Some(entry);
+        }
+        self.late.completions.push((queue, entry));
+        None
+    }
+
+    /// Keeps the report of a last receive; returns `false` if the devices are not late.
+    pub(super) fn keep_late_last_receive(&mut self, context: Id, qp: Id) -> bool {
+        if self.late.is_on {
+            self.late.last_receives.push((context, qp));
+        }
+        self.late.is_on
+    }
+
+    /// Takes the late completions of a destroyed queue pair.
+    pub(super) fn take_late(&mut self, queue: Id, qp_num: u32) -> Vec<Entry> {
+        let is_gone = |(of, entry): &(Id, Entry)| *of == queue && entry.wc.qp_num == qp_num;
+        let (gone, kept): (Vec<_>, _) =
+            std::mem::take(&mut self.late.completions).into_iter().partition(is_gone);
+        self.late.completions = kept;
+        gone.into_iter().map(|(_, entry)| entry).collect()
+    }
+
+    fn report_late(&mut self) {
+        for (queue, entry) in std::mem::take(&mut self.late.completions) {
+            self.complete(queue, entry);
+        }
+        for (context, qp) in std::mem::take(&mut self.late.last_receives) {
+            if self.queue_pairs.contains_key(&qp) {
+                let kind = sys::ibv_event_type::IBV_EVENT_QP_LAST_WQE_REACHED;
+                self.notify(context, kind, Subject::QueuePair(qp));
+            }
+        }
+    }
+}
