@@ -4,6 +4,7 @@ mod config;
 mod error;
 mod events;
 mod find;
+mod include;
 mod launch;
 mod log;
 mod notify;

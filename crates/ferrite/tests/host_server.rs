@@ -455,3 +455,36 @@ fn exits_or_restarts_after_the_engine_was_killed() {
     assert!(stdout.contains("the engine was killed by signal 9"), "{stdout}");
     assert!(server.log().contains("giving up after 2 restarts in a row"), "{}", server.log());
 }
+
+/// The file of another engine that runs already: ferrite leaves its pid file and its log file alone.
+#[test]
+fn ignores_pid_file_and_log_file_of_the_engines_file() {
+    for engine in engines() {
+        let directory = Directory::new();
+        let pid_file = directory.file("other.pid", "4711\n");
+        let log_file = directory.path().join("other.log");
+        let lines = format!(
+            "pidfile {}\nlogfile {}\nmaxmemory 77mb\n",
+            pid_file.display(),
+            log_file.display()
+        );
+        let nested = directory.file("nested.conf", &lines);
+        let lines = format!("{lines}include {}\n", nested.display());
+        let file = directory.file("engine.conf", &lines);
+        let network = network();
+        let server = format!("engine = \"{engine}\"\nengine_config = \"{}\"", file.display());
+        let mut server = Server::start(
+            &directory,
+            &Setup { server: &server, network: &network, ..Setup::default() },
+        );
+        let event = server.event("ready");
+        assert_eq!(std::fs::read_to_string(&pid_file).expect("a file"), "4711\n");
+        let info = ask(connect(&event), &["INFO", "memory"]);
+        assert!(info.contains("maxmemory_human:77.00M"), "the rest of the file counts: {info}");
+        server.signal("TERM");
+        assert_eq!(server.event("ended")["code"], 0);
+        assert_eq!(std::fs::read_to_string(&pid_file).expect("a file"), "4711\n");
+        assert!(!log_file.exists(), "{engine}");
+        assert!(server.log().contains("User requested shutdown"), "{}", server.log());
+    }
+}
