@@ -118,6 +118,7 @@ macro_rules! run_suite {
             serves_tcp_clients,
             detects_the_servers_protocol,
             tells_rejected_clients_why,
+            passes_the_engines_rejection_on,
             survives_an_engine_restart,
             finishes_pending_commands_before_it_ends,
             does_not_wait_for_half_a_command);
