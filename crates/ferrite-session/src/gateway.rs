@@ -430,8 +430,9 @@ impl Gateway {
         self.counters.refused.fetch_add(1, Ordering::Relaxed);
         format!(
             "-DENIED The {name} is in protected mode, because the engine behind it requires no \
-             password. Set one in the engine (requirepass, or an ACL), or {open_up} to allow \
-             access without one.\r\n"
+             password. In the engine, give the user default a password (requirepass), or turn it \
+             off (ACL SETUSER default off) and add a user; or {open_up} to allow access without \
+             a password.\r\n"
         )
     }
 
