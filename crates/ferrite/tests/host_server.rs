@@ -164,6 +164,7 @@ fn errors_in_the_file_name_file_and_line() {
         file.display()
     );
     assert!(text(&output.stderr).contains(&message), "{}", text(&output.stderr));
+    assert_eq!(text(&output.stdout).lines().count(), 1, "{}", text(&output.stdout));
     let object: Value = serde_json::from_slice(&output.stdout).expect("JSON");
     assert_eq!(
         (object["error"]["kind"].as_str(), object["error"]["message"].as_str()),
