@@ -261,12 +261,31 @@ fn hides_passwords_that_the_engine_quotes() {
     assert!(!log.contains("swordfish") && !stdout.contains("swordfish"), "{log}{stdout}");
 }
 
+/// Writes a program that stands in for an engine.
+fn program(directory: &Directory, script: &str) -> PathBuf {
+    let program = directory.file("program", &format!("#!/bin/sh\n{script}\n"));
+    std::fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o755))
+        .expect("a program");
+    program
+}
+
+/// A program that is no engine, or an engine that prints its version, ends at once with code 0.
+#[test]
+fn reports_an_engine_that_ends_with_code_0_before_it_is_ready() {
+    let directory = Directory::new();
+    let program = program(&directory, "cat >/dev/null; echo these are its last words");
+    let server = format!("engine = \"{}\"", program.display());
+    let mut server = Server::start(&directory, &Setup { server: &server, ..Setup::default() });
+    let (code, stdout) = server.end();
+    assert_eq!(code, Some(71), "{}", server.log());
+    let words = "the engine exited with code 0 before it was ready: these are its last words";
+    assert!(stdout.contains(words), "{stdout}");
+}
+
 #[test]
 fn stops_an_engine_that_does_not_answer() {
     let directory = Directory::new();
-    let program = directory.file("silent", "#!/bin/sh\nexec sleep 600\n");
-    std::fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o755))
-        .expect("a program");
+    let program = program(&directory, "exec sleep 600");
     let server = format!("engine = \"{}\"\nstartup_timeout = \"1s\"", program.display());
     let mut server = Server::start(&directory, &Setup { server: &server, ..Setup::default() });
     let (code, stdout) = server.end();
@@ -451,9 +470,12 @@ fn exits_or_restarts_after_the_engine_was_killed() {
         assert_eq!(event["code"], 137);
     }
     kill(&server.event("ready"));
+    assert_eq!(server.event("ended")["code"], 137);
     let (code, stdout) = server.end();
     assert_eq!(code, Some(137), "{}", server.log());
-    assert!(stdout.contains("the engine was killed by signal 9"), "{stdout}");
+    assert_eq!(stdout.lines().count(), 1, "{stdout}");
+    let why = "the engine was killed by signal 9: the kernel does this if memory runs out";
+    assert!(stdout.contains(why), "{stdout}");
     assert!(server.log().contains("giving up after 2 restarts in a row"), "{}", server.log());
 }
 
