@@ -144,7 +144,7 @@ impl Dialer {
                 Err(error) => why_not_rdma = Some(error),
             }
         }
-        let connector = Connector::new(fabric).rdma(Rdma::Forbid).timeout(self.tcp_timeout);
+        let connector = self.connector(fabric, Rdma::Forbid, self.tcp_timeout);
         match (connector.connect(address).await.map_err(without_number), why_not_rdma) {
             (Ok(session), None) => {
                 Ok((session, TransportInfo::without_fallback("over TCP".into())))
@@ -165,15 +165,19 @@ impl Dialer {
         }
     }
 
+    fn connector(&self, fabric: &Fabric, rdma: Rdma, timeout: Duration) -> Connector {
+        let connector = Connector::new(fabric).rdma(rdma).timeout(timeout);
+        match self.local {
+            Some(local) => connector.local(local),
+            None => connector,
+        }
+    }
+
     async fn over_rdma(&self, fabric: &Fabric, address: SocketAddr) -> anyhow::Result<Session> {
         if let Some(absence) = fabric.absence() {
             return Err(absence.clone().into());
         }
-        let connector = Connector::new(fabric).rdma(Rdma::Require).timeout(self.rdma_timeout);
-        let connector = match self.local {
-            Some(local) => connector.local(local),
-            None => connector,
-        };
+        let connector = self.connector(fabric, Rdma::Require, self.rdma_timeout);
         connector.connect(address).await.map_err(|error| {
             let fabric = error.get_ref().and_then(|inner| inner.downcast_ref::<Error>());
             fabric.cloned().map_or_else(|| error.into(), anyhow::Error::from)

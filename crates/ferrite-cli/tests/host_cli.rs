@@ -137,6 +137,22 @@ fn reports_connection_errors_and_wrong_usage() {
 }
 
 #[test]
+fn connects_from_the_local_address_over_tcp() {
+    let (redis, port) = start_with_port("local");
+    // In protected mode, 127.0.0.2 is another host to the engine.
+    run(&redis, &["CONFIG", "SET", "protected-mode", "no"]);
+    let run_from = |local: &str| {
+        let words = ["-p", &port, "--rdma", "forbid", "--local", local, "CLIENT", "INFO"];
+        cli(&words).output().expect("start ferrite-cli")
+    };
+    let output = run_from("127.0.0.2");
+    assert!(stdout(&output).contains(" addr=127.0.0.2:"), "{}{}", stdout(&output), stderr(&output));
+    let output = run_from("192.0.2.1");
+    assert_eq!(output.status.code(), Some(1), "{}", stdout(&output));
+    assert!(stderr(&output).contains("cannot connect from 192.0.2.1: "), "{}", stderr(&output));
+}
+
+#[test]
 fn logs_in_with_a_password() {
     let redis = Redis::start_with("passwords", &["--requirepass", "secret"]);
     assert!(stdout(&run(&redis, &["PING"])).starts_with("NOAUTH"));
