@@ -27,6 +27,7 @@ use crate::{output, split, uri};
     max_term_width = 100,
     disable_help_flag = true,
     disable_version_flag = true,
+    args_override_self = true,
     override_usage = "ferrite-cli [OPTIONS] [COMMAND [ARGUMENT]...]",
     after_help = HELP
 )]

@@ -137,6 +137,13 @@ fn reports_connection_errors_and_wrong_usage() {
 }
 
 #[test]
+fn the_last_of_repeated_options_wins() {
+    let redis = Redis::start("repeated");
+    let output = run(&redis, &["-n", "1", "-n", "2", "--no-raw", "--no-raw", "CLIENT", "INFO"]);
+    assert!(stdout(&output).contains(" db=2 "), "{}{}", stdout(&output), stderr(&output));
+}
+
+#[test]
 fn connects_from_the_local_address_over_tcp() {
     let (redis, port) = start_with_port("local");
     // In protected mode, 127.0.0.2 is another host to the engine.
