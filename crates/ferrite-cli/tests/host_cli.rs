@@ -144,6 +144,25 @@ fn the_last_of_repeated_options_wins() {
 }
 
 #[test]
+fn names_options_of_redis_cli_that_it_does_not_have() {
+    for words in [
+        &["-c", "GET", "a"][..],
+        &["--tls", "PING"],
+        &["--cluster", "info"],
+        &["--rdb", "file"],
+        &["--hotkeys"],
+        &["--askpass"],
+    ] {
+        let output = cli(words).output().expect("start ferrite-cli");
+        let expected = format!("{} is not supported by ferrite-cli; use redis-cli\n", words[0]);
+        assert_eq!((output.status.code(), stderr(&output)), (Some(2), expected));
+    }
+    let output = cli(&["--no-such-option"]).output().expect("start ferrite-cli");
+    assert_eq!(output.status.code(), Some(2));
+    assert!(stderr(&output).contains("unexpected argument"), "{}", stderr(&output));
+}
+
+#[test]
 fn connects_from_the_local_address_over_tcp() {
     let (redis, port) = start_with_port("local");
     // In protected mode, 127.0.0.2 is another host to the engine.
