@@ -44,13 +44,17 @@ mod settings;
 mod split;
 mod stat;
 mod terminal;
+mod unsupported;
 mod uri;
 
 fn main() -> ExitCode {
     // People who want help type `-h` alone, although it is the option for the host.
     let is_only_h = std::env::args_os().skip(1).eq(["-h"]);
-    let options =
-        if is_only_h { Options::parse_from(["ferrite-cli", "--help"]) } else { Options::parse() };
+    let options = if is_only_h {
+        Options::parse_from(["ferrite-cli", "--help"])
+    } else {
+        Options::try_parse().unwrap_or_else(|error| unsupported::exit(&error))
+    };
     let outcome = options.into_action().and_then(|action| match action {
         Action::Version => {
             output::write(format!("ferrite-cli {}\n", env!("CARGO_PKG_VERSION")).as_bytes())

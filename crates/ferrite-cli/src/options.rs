@@ -27,6 +27,7 @@ use crate::{output, split, uri};
     max_term_width = 100,
     disable_help_flag = true,
     disable_version_flag = true,
+    args_override_self = true,
     override_usage = "ferrite-cli [OPTIONS] [COMMAND [ARGUMENT]...]",
     after_help = HELP
 )]
@@ -72,7 +73,7 @@ pub(crate) struct Options {
     /// Whether to use RDMA: prefer, require or forbid [default: prefer]
     #[arg(long, value_name = "POLICY", help_heading = "RDMA")]
     rdma: Option<Rdma>,
-    /// Local address to connect from, which selects the RDMA device
+    /// Local address to connect from; over RDMA it selects the device
     #[arg(long, value_name = "ADDRESS", help_heading = "RDMA")]
     local: Option<IpAddr>,
     /// Print the transport of the connection on stderr (always done at the prompt)

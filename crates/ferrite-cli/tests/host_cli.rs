@@ -138,6 +138,48 @@ fn reports_connection_errors_and_wrong_usage() {
 }
 
 #[test]
+fn the_last_of_repeated_options_wins() {
+    let redis = Redis::start("repeated");
+    let output = run(&redis, &["-n", "1", "-n", "2", "--no-raw", "--no-raw", "CLIENT", "INFO"]);
+    assert!(stdout(&output).contains(" db=2 "), "{}{}", stdout(&output), stderr(&output));
+}
+
+#[test]
+fn names_options_of_redis_cli_that_it_does_not_have() {
+    for words in [
+        &["-c", "GET", "a"][..],
+        &["--tls", "PING"],
+        &["--cluster", "info"],
+        &["--rdb", "file"],
+        &["--hotkeys"],
+        &["--askpass"],
+    ] {
+        let output = cli(words).output().expect("start ferrite-cli");
+        let expected = format!("{} is not supported by ferrite-cli; use redis-cli\n", words[0]);
+        assert_eq!((output.status.code(), stderr(&output)), (Some(2), expected));
+    }
+    let output = cli(&["--no-such-option"]).output().expect("start ferrite-cli");
+    assert_eq!(output.status.code(), Some(2));
+    assert!(stderr(&output).contains("unexpected argument"), "{}", stderr(&output));
+}
+
+#[test]
+fn connects_from_the_local_address_over_tcp() {
+    let (redis, port) = start_with_port("local");
+    // In protected mode, 127.0.0.2 is another host to the engine.
+    run(&redis, &["CONFIG", "SET", "protected-mode", "no"]);
+    let run_from = |local: &str| {
+        let words = ["-p", &port, "--rdma", "forbid", "--local", local, "CLIENT", "INFO"];
+        cli(&words).output().expect("start ferrite-cli")
+    };
+    let output = run_from("127.0.0.2");
+    assert!(stdout(&output).contains(" addr=127.0.0.2:"), "{}{}", stdout(&output), stderr(&output));
+    let output = run_from("192.0.2.1");
+    assert_eq!(output.status.code(), Some(1), "{}", stdout(&output));
+    assert!(stderr(&output).contains("cannot connect from 192.0.2.1: "), "{}", stderr(&output));
+}
+
+#[test]
 fn logs_in_with_a_password() {
     let redis = start(&["--requirepass", "secret"]);
     assert!(stdout(&run(&redis, &["PING"])).starts_with("NOAUTH"));

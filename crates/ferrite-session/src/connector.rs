@@ -27,7 +27,7 @@ use ferrite_fabric::rustls::pki_types::ServerName;
 use ferrite_fabric::{Attempts, ConnectOptions, Error, Fabric, Fallback, Met, Rdma, Stream};
 use ferrite_proto::Role;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::TcpStream;
+use tokio::net::{TcpSocket, TcpStream};
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
@@ -111,7 +111,7 @@ impl Connector {
         self
     }
 
-    /// Sets the local address for RDMA, which selects the device.
+    /// Sets the local address. Over RDMA it selects the device.
     #[must_use]
     pub fn local(mut self, local: SocketAddr) -> Self {
         self.local = Some(local);
@@ -225,7 +225,7 @@ impl Connector {
 
     async fn over_tcp(&self, server: SocketAddr) -> io::Result<SessionStream> {
         let connecting = async {
-            let tcp = TcpStream::connect(server).await?;
+            let tcp = self.connect_tcp(server).await?;
             tcp.set_nodelay(true)?;
             let Some((tls, name)) = &self.tls else { return Ok(SessionStream::Tcp(tcp)) };
             let handshake = tls.connect(name.clone(), tcp).await;
@@ -262,6 +262,23 @@ impl ConnectError {
             (None, Some(tcp)) => tcp,
             (None, None) => io::Error::other(format!("{server}: no transport was tried")),
         }
+    }
+}
+
+impl Connector {
+    async fn connect_tcp(&self, server: SocketAddr) -> io::Result<TcpStream> {
+        let Some(local) = self.local else { return TcpStream::connect(server).await };
+        let named = |error: io::Error| {
+            let text = format!("cannot connect from {}: {error}", local.ip());
+            io::Error::new(error.kind(), text)
+        };
+        if local.is_ipv4() != server.is_ipv4() {
+            let families = "one of the addresses is IPv4 and the other is IPv6";
+            return Err(named(io::Error::new(io::ErrorKind::InvalidInput, families)));
+        }
+        let socket = if local.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
+        socket.bind(local).map_err(named)?;
+        socket.connect(server).await
     }
 }
 
@@ -424,5 +441,30 @@ impl fmt::Debug for Session {
             .field("transport", &self.transport())
             .field("fallback", &self.fallback)
             .finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tokio::net::TcpListener;
+
+    #[tokio::test]
+    async fn local_address_also_applies_to_tcp() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("listen");
+        let server = listener.local_addr().expect("an address");
+        let fabric = Fabric::system().rdma(Rdma::Forbid).build().expect("build the fabric");
+        let connect = async |local: &str| {
+            let local = SocketAddr::new(local.parse().expect("an address"), 0);
+            Connector::new(&fabric).rdma(Rdma::Forbid).local(local).connect(server).await
+        };
+        let session = connect("127.0.0.2").await.expect("connect");
+        let (_, peer) = listener.accept().await.expect("accept");
+        assert_eq!(peer.ip().to_string(), "127.0.0.2");
+        drop(session);
+        for elsewhere in ["192.0.2.1", "::1"] {
+            let error = connect(elsewhere).await.expect_err("no such local address").to_string();
+            assert!(error.starts_with(&format!("cannot connect from {elsewhere}: ")), "{error}");
+        }
     }
 }

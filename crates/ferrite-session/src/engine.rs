@@ -62,6 +62,25 @@ impl fmt::Display for EngineAddress {
     }
 }
 
+/// The longest reply to the first command. Engines explain their protected mode in 1,000 bytes.
+const REPLY_MAX: usize = 4096;
+/// The first byte of a TLS server that gets no TLS.
+const TLS_ALERT: u8 = 0x15;
+const CLOSED: &str = "the engine closed the connection without a reply; if its port expects TLS, \
+                      use its Unix socket or a port without TLS";
+
+/// Whether an engine accepts commands without a password.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum EngineAccess {
+    /// A command ran without a login.
+    Open,
+    /// The engine asks for a login.
+    NeedsPassword,
+    /// The engine ran no command, and this is its reason: an error line of RESP with its end. For
+    /// example, it is at `maxclients`.
+    Refused(String),
+}
+
 /// A connection to an engine. Dropping it ends the connection, even if a forked child of the
 /// process (an engine that saves in the background) still has the descriptor open.
 #[derive(Debug)]
@@ -115,29 +134,65 @@ impl EngineSocket {
         }
     }
 
-    /// Returns whether the engine accepts commands without a password. Must be the first command on
-    /// the connection.
+    /// Finds out whether the engine accepts commands without a password. Must be the first command
+    /// on the connection.
     ///
     /// # Errors
     /// Returns an error if the connection fails, or if the server does not speak RESP.
-    pub async fn is_open_to_all(&mut self) -> io::Result<bool> {
-        self.write_all(b"PING\r\n").await?;
-        let mut answer = Vec::new();
-        while answer.last() != Some(&b'\n') {
-            if answer.len() >= 512 {
-                return Err(io::Error::new(
-                    io::ErrorKind::InvalidData,
-                    "invalid reply to PING: no end of line within 512 bytes",
-                ));
-            }
-            answer.push(self.read_u8().await?);
+    pub async fn probe_access(&mut self) -> io::Result<EngineAccess> {
+        // Some operators rename PING. An unknown command says nothing about passwords.
+        let mut access = self.probe_with(b"PING\r\n").await?;
+        if matches!(&access, EngineAccess::Refused(error) if error.contains("unknown command")) {
+            access = self.probe_with(b"ECHO ferrite\r\n").await?;
         }
-        match answer[0] {
-            b'+' => Ok(true),
-            b'-' => Ok(!answer.starts_with(b"-NOAUTH")),
-            _ => Err(io::Error::new(io::ErrorKind::InvalidData, "invalid reply to PING: not RESP")),
+        Ok(access)
+    }
+
+    async fn probe_with(&mut self, command: &[u8]) -> io::Result<EngineAccess> {
+        // An engine that refuses the connection sends the reason and closes it. Then the write may
+        // fail although there is a reply to read.
+        let written = self.write_all(command).await;
+        let reply = match (self.read_line().await, written) {
+            (Ok(reply), _) => reply,
+            (Err(_), Err(error)) | (Err(error), Ok(())) => return Err(error),
+        };
+        match reply[0] {
+            b'+' => Ok(EngineAccess::Open),
+            b'$' => self.read_line().await.map(|_| EngineAccess::Open),
+            // Engines ask for a login before they check permissions.
+            b'-' if reply.starts_with(b"-NOPERM") => Ok(EngineAccess::Open),
+            b'-' if reply.starts_with(b"-NOAUTH") => Ok(EngineAccess::NeedsPassword),
+            b'-' => Ok(EngineAccess::Refused(String::from_utf8_lossy(&reply).into_owned())),
+            TLS_ALERT => {
+                Err(invalid_reply("the engine's port expects TLS, which is not supported"))
+            }
+            _ => Err(invalid_reply("the reply to PING is not RESP")),
         }
     }
+
+    /// Reads a line with its end.
+    async fn read_line(&mut self) -> io::Result<Vec<u8>> {
+        let mut line = Vec::new();
+        while line.last() != Some(&b'\n') {
+            if line.len() >= REPLY_MAX {
+                return Err(invalid_reply("the reply to PING is too long"));
+            }
+            match self.read_u8().await {
+                Ok(byte) => line.push(byte),
+                // An alert is shorter than a line, and the server closes after it.
+                Err(_) if line.first() == Some(&TLS_ALERT) => return Ok(line),
+                Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
+                    return Err(io::Error::new(error.kind(), CLOSED));
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(line)
+    }
+}
+
+fn invalid_reply(why: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, why)
 }
 
 /// Opens a socket. Its descriptor is moved out of the range that the surrounding engine needs for
@@ -251,5 +306,43 @@ mod tests {
         for wrong in ["", "unix:", "localhost", ":6379", "localhost:0", "localhost:http"] {
             assert!(wrong.parse::<EngineAddress>().is_err(), "{wrong}");
         }
+    }
+
+    /// Returns the result of the probe at a server that sends this and closes.
+    async fn probe(reply: &[u8]) -> io::Result<EngineAccess> {
+        let (ours, mut theirs) = UnixStream::pair()?;
+        theirs.write_all(reply).await?;
+        drop(theirs);
+        EngineSocket::Unix(ours).probe_access().await
+    }
+
+    #[tokio::test]
+    async fn only_a_command_that_ran_proves_that_no_password_is_needed() {
+        for (reply, access) in [
+            ("+PONG\r\n", EngineAccess::Open),
+            ("-NOPERM this user has no permissions\r\n", EngineAccess::Open),
+            ("-NOAUTH Authentication required.\r\n", EngineAccess::NeedsPassword),
+            ("-ERR unknown command 'PING'\r\n$7\r\nferrite\r\n", EngineAccess::Open),
+            ("-ERR unknown command 'PING'\r\n-NOAUTH x\r\n", EngineAccess::NeedsPassword),
+        ] {
+            assert_eq!(probe(reply.as_bytes()).await.expect(reply), access, "{reply}");
+        }
+        let long = format!("-DENIED {}\r\n", "why ".repeat(300));
+        for reply in ["-ERR max number of clients reached\r\n", "-LOADING it is\r\n", long.as_str()]
+        {
+            let refused = EngineAccess::Refused(reply.into());
+            assert_eq!(probe(reply.as_bytes()).await.expect(reply), refused);
+        }
+    }
+
+    #[tokio::test]
+    async fn names_tls_as_the_likely_cause() {
+        for reply in [b"\x15\x03\x01\x00\x02\x02\x46".as_slice(), b""] {
+            let error = probe(reply).await.expect_err("not RESP").to_string();
+            assert!(error.contains("expects TLS"), "{error}");
+        }
+        assert!(
+            probe(b"HTTP/1.1 400\r\n").await.expect_err("not RESP").to_string().contains("RESP")
+        );
     }
 }

@@ -27,7 +27,7 @@ use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
 use crate::ending::{Shutdown, wait_for_end};
-use crate::engine::{EngineAddress, EngineSocket, ProxyConnection};
+use crate::engine::{EngineAccess, EngineAddress, EngineSocket, ProxyConnection};
 use crate::in_process::{self, Client, CommandPaths, InProcessEngine, ServeOutcome};
 use crate::pump::{BUFFER, pump_after};
 use crate::sessions::{ClientTransport, OpenSession, SessionInfo, Sessions};
@@ -430,8 +430,9 @@ impl Gateway {
         self.counters.refused.fetch_add(1, Ordering::Relaxed);
         format!(
             "-DENIED The {name} is in protected mode, because the engine behind it requires no \
-             password. Set one in the engine (requirepass, or an ACL), or {open_up} to allow \
-             access without one.\r\n"
+             password. In the engine, give the user default a password (requirepass), or turn it \
+             off (ACL SETUSER default off) and add a user; or {open_up} to allow access without \
+             a password.\r\n"
         )
     }
 
@@ -446,8 +447,8 @@ impl Gateway {
         let GatewayConfig { engine: address, name, .. } = config;
         let connected = async {
             let mut engine = EngineSocket::connect(address).await?;
-            let is_denied = is_guarded && engine.is_open_to_all().await?;
-            Ok::<_, io::Error>((engine, is_denied))
+            let access = if is_guarded { Some(engine.probe_access().await?) } else { None };
+            Ok::<_, io::Error>((engine, access))
         };
         let timed_out = || {
             let message = format!("no answer within {:?}", config.engine_timeout);
@@ -456,8 +457,19 @@ impl Gateway {
         let connected =
             timeout(config.engine_timeout, connected).await.unwrap_or_else(|_| Err(timed_out()));
         match connected {
-            Ok((engine, false)) => Ok(ProxyConnection::new(engine, self.inside.clone())),
-            Ok((_, true)) => Err(self.protected_mode_error(config)),
+            Ok((engine, None | Some(EngineAccess::NeedsPassword))) => {
+                Ok(ProxyConnection::new(engine, self.inside.clone()))
+            }
+            Ok((_, Some(EngineAccess::Open))) => Err(self.protected_mode_error(config)),
+            Ok((_, Some(EngineAccess::Refused(reply)))) => {
+                self.counters.engine_failures.fetch_add(1, Ordering::Relaxed);
+                static LINES: LogLimit = LogLimit::new();
+                if let Some(others) = LINES.pass() {
+                    let reply = reply.trim_end();
+                    tracing::warn!(engine = %address, reply, "the engine rejects a client{others}");
+                }
+                Err(reply)
+            }
             Err(error) => {
                 self.counters.engine_failures.fetch_add(1, Ordering::Relaxed);
                 static LINES: LogLimit = LogLimit::new();

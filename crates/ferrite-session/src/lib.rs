@@ -21,7 +21,7 @@ mod sessions;
 mod stream;
 
 pub use connector::{ConnectError, Connector, Session, SessionTransport};
-pub use engine::{EngineAddress, EngineSocket};
+pub use engine::{EngineAccess, EngineAddress, EngineSocket};
 pub use frames::{client_config, server_config};
 pub use gateway::{Gateway, GatewayConfig, GatewayStats};
 pub use in_process::{

@@ -20,12 +20,13 @@ pub(crate) const HELP: &str = "Exit codes: 0 success; 1 failure; 2 wrong usage; 
     69 this host has no usable RDMA (the message says what is missing and how to fix it). \
     `ferrite server` has its own codes: see its help.";
 
-/// Prints the paragraph on stderr, and the object on stdout if `json`.
+/// Prints the paragraph on stderr, and the object on stdout if `json`. The object is one line, like
+/// the events of the programs that run for long.
 pub(crate) fn report(error: &anyhow::Error, json: bool) -> ExitCode {
     let failure = Failure::from_error(error);
     eprintln!("ferrite: {}", failure.paragraph());
     if json {
-        match serde_json::to_string_pretty(&serde_json::json!({ "error": failure })) {
+        match serde_json::to_string(&serde_json::json!({ "error": failure })) {
             Ok(text) => println!("{text}"),
             Err(error) => eprintln!("ferrite: {error}"),
         }

@@ -4,6 +4,7 @@ mod config;
 mod error;
 mod events;
 mod find;
+mod include;
 mod launch;
 mod log;
 mod notify;
@@ -60,10 +61,12 @@ Signals: SIGTERM and SIGINT stop the engine as SHUTDOWN does (it saves); a secon
 
 Exit codes: the engine's own (0 after SIGTERM, and after SHUTDOWN by a client);
   128 + N if signal N killed it; 64 wrong usage or file; 69 RDMA is required and unavailable;
-  70 internal failure of ferrite; 71 engine or module missing, or the engine does not answer.
+  70 internal failure of ferrite; 71 engine or module missing, or the engine does not answer, or it
+  ends with code 0 before it is ready.
 
 JSON lines: {event: ready, pid, program, module, unix_socket, engine, tcp_port, status, address,
-  devices[], reason}, {event: restarting, code, restart, delay_seconds}, {event: ended, code}.
+  devices[], reason}, {event: restarting, code, restart, delay_seconds}, {event: ended, code}
+  (if an engine has been ready).
   With --check: {program, version, module, unix_socket, configuration[], without_effect[]}.
   Failures print {error: {kind, message}}.";
 

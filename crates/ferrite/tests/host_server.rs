@@ -144,6 +144,7 @@ fn errors_in_the_file_name_file_and_line() {
         file.display()
     );
     assert!(text(&output.stderr).contains(&message), "{}", text(&output.stderr));
+    assert_eq!(text(&output.stdout).lines().count(), 1, "{}", text(&output.stdout));
     let object: Value = serde_json::from_slice(&output.stdout).expect("JSON");
     assert_eq!(
         (object["error"]["kind"].as_str(), object["error"]["message"].as_str()),
@@ -240,12 +241,31 @@ fn hides_passwords_that_the_engine_quotes() {
     assert!(!log.contains("swordfish") && !stdout.contains("swordfish"), "{log}{stdout}");
 }
 
+/// Writes a program that stands in for an engine.
+fn program(directory: &Directory, script: &str) -> PathBuf {
+    let program = directory.file("program", &format!("#!/bin/sh\n{script}\n"));
+    std::fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o755))
+        .expect("a program");
+    program
+}
+
+/// A program that is no engine, or an engine that prints its version, ends at once with code 0.
+#[test]
+fn reports_an_engine_that_ends_with_code_0_before_it_is_ready() {
+    let directory = directory();
+    let program = program(&directory, "cat >/dev/null; echo these are its last words");
+    let server = format!("engine = \"{}\"", program.display());
+    let mut server = Server::start(&directory, &Setup { server: &server, ..Setup::default() });
+    let (code, stdout) = server.end();
+    assert_eq!(code, Some(71), "{}", server.log());
+    let words = "the engine exited with code 0 before it was ready: these are its last words";
+    assert!(stdout.contains(words), "{stdout}");
+}
+
 #[test]
 fn stops_an_engine_that_does_not_answer() {
     let directory = directory();
-    let program = directory.file("silent", "#!/bin/sh\nexec sleep 600\n");
-    std::fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o755))
-        .expect("a program");
+    let program = program(&directory, "exec sleep 600");
     let server = format!("engine = \"{}\"\nstartup_timeout = \"1s\"", program.display());
     let mut server = Server::start(&directory, &Setup { server: &server, ..Setup::default() });
     let (code, stdout) = server.end();
@@ -430,8 +450,44 @@ fn exits_or_restarts_after_the_engine_was_killed() {
         assert_eq!(event["code"], 137);
     }
     kill(&server.event("ready"));
+    assert_eq!(server.event("ended")["code"], 137);
     let (code, stdout) = server.end();
     assert_eq!(code, Some(137), "{}", server.log());
-    assert!(stdout.contains("the engine was killed by signal 9"), "{stdout}");
+    assert_eq!(stdout.lines().count(), 1, "{stdout}");
+    let why = "the engine was killed by signal 9: the kernel does this if memory runs out";
+    assert!(stdout.contains(why), "{stdout}");
     assert!(server.log().contains("giving up after 2 restarts in a row"), "{}", server.log());
+}
+
+/// The file of another engine that runs already: ferrite leaves its pid file and its log file alone.
+#[test]
+fn ignores_pid_file_and_log_file_of_the_engines_file() {
+    for engine in engines() {
+        let directory = directory();
+        let pid_file = directory.file("other.pid", "4711\n");
+        let log_file = directory.path().join("other.log");
+        let lines = format!(
+            "pidfile {}\nlogfile {}\nmaxmemory 77mb\n",
+            pid_file.display(),
+            log_file.display()
+        );
+        let nested = directory.file("nested.conf", &lines);
+        let lines = format!("{lines}include {}\n", nested.display());
+        let file = directory.file("engine.conf", &lines);
+        let network = network();
+        let server = format!("engine = \"{engine}\"\nengine_config = \"{}\"", file.display());
+        let mut server = Server::start(
+            &directory,
+            &Setup { server: &server, network: &network, ..Setup::default() },
+        );
+        let event = server.event("ready");
+        assert_eq!(std::fs::read_to_string(&pid_file).expect("a file"), "4711\n");
+        let info = ask(connect(&event), &["INFO", "memory"]);
+        assert!(info.contains("maxmemory_human:77.00M"), "the rest of the file counts: {info}");
+        server.signal("TERM");
+        assert_eq!(server.event("ended")["code"], 0);
+        assert_eq!(std::fs::read_to_string(&pid_file).expect("a file"), "4711\n");
+        assert!(!log_file.exists(), "{engine}");
+        assert!(server.log().contains("User requested shutdown"), "{}", server.log());
+    }
 }

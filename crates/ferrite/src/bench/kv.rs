@@ -3,6 +3,8 @@
 //! | file | part |
 //! |---|---|
 //! | `keys.rs` | the distribution of keys: uniform or Zipf |
+//! | `key_space.rs` | the names of a run's keys |
+//! | `interrupt.rs` | signals |
 //! | `load.rs` | the connections, in a closed loop or at a rate |
 //! | `cpu.rs` | CPU time of the server's process |
 //! | `plot.rs` | latencies as an SVG |
@@ -13,6 +15,7 @@
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
@@ -24,10 +27,15 @@ use crate::choice::name;
 use crate::{address, seconds, size};
 
 mod cpu;
+mod interrupt;
+mod key_space;
 mod keys;
 mod load;
 mod plot;
 mod report;
+
+use interrupt::Interrupt;
+use key_space::KeySpace;
 
 const DEFAULT_PORT: u16 = 6379;
 /// The largest value that Redis accepts by default.
@@ -35,8 +43,9 @@ const VALUE_MAX: u32 = 512 << 20;
 
 /// Measure a Redis, Valkey or other RESP server under load
 ///
-/// Sends GET and SET of keys `key:NUMBER`, over RDMA (ferrite.so, a Ferrite gateway, or Valkey's
-/// own listener), TCP or a Unix socket. By default each connection sends the next request when the
+/// Sends GET and SET over RDMA (ferrite.so, a Ferrite gateway, or Valkey's own listener), TCP or a
+/// Unix socket. Writes keys `ferrite-bench:RANDOM:NUMBER` to database 0, also for a test that only
+/// reads, and removes them at the end. RANDOM differs in each run. By default each connection sends the next request when the
 /// last one is answered (a closed loop). With --rate, requests are due at fixed times, whether or
 /// not earlier ones were answered. Latency then counts from the time when a request was due, so a
 /// stall of the server shows in every request that it delays (no coordinated omission).
@@ -86,6 +95,9 @@ pub(crate) struct Options {
     #[arg(long, value_name = "COUNT", default_value_t = 10_000,
           value_parser = clap::value_parser!(u32).range(1..=10_000_000))]
     keys: u32,
+    /// Leave the keys in the server at the end
+    #[arg(long)]
+    keep_keys: bool,
     /// Choose keys by Zipf's law with this exponent, such as 0.99 [default: uniform]
     #[arg(long, value_name = "EXPONENT", value_parser = parse_exponent)]
     zipf: Option<f64>,
@@ -127,8 +139,12 @@ Examples:
   ferrite bench kv 10.0.0.1:6380 --test mixed --zipf 0.99 --rate 20000  fixed rate (open loop)
   ferrite bench kv 10.0.0.1:6380 --plot latency.svg                     percentiles as SVG
 
-JSON fields: format (1), transport, device?, fallback?, connections, threads, pipeline, keys, zipf?,
-  size_bytes, rate_per_s?, results[]: test, seconds, requests, errors, first_error?, requests_per_s,
+SIGINT (Ctrl-C) and SIGTERM end the test and remove the keys; a second signal leaves them. To remove
+the keys of a run that was killed:
+  ferrite-cli --scan --pattern 'ferrite-bench:*' | xargs -r ferrite-cli DEL
+
+JSON fields: format (1), transport, device?, fallback?, connections, threads, pipeline, keys,
+  key_prefix, zipf?, size_bytes, rate_per_s?, results[]: test, seconds, requests, errors, first_error?, requests_per_s,
   latency_us {min, p50, p90, p99, p99_9, max, mean}, server_cpu_us_per_request?,
   late? (open loop: requests that were sent later than they were due)
 Failures print {error: {kind, missing?, message, remedy?}}.";
@@ -157,14 +173,46 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
         options.threads <= options.connections,
         "--threads must not be larger than --connections"
     );
+    let interrupt = Interrupt::new().context("cannot handle signals")?;
+    let key_space = Arc::new(KeySpace::new());
+    let measured = measure(options, &key_space, &interrupt);
+    if key_space.is_written()
+        && !options.keep_keys
+        && let Err(error) = load::remove(options, &key_space)
+    {
+        let prefix = key_space.prefix();
+        eprintln!("ferrite: cannot remove the keys {prefix}*, which stay in the server: {error:#}");
+    }
+    let Measured { results, lines, transport_info } = measured?;
+    if let Some(file) = &options.plot {
+        let svg =
+            plot::svg("Latency by percentile", &subtitle(options, transport_info.as_ref()), &lines);
+        std::fs::write(file, svg).with_context(|| format!("cannot write {}", file.display()))?;
+    }
+    report::print(options, key_space.prefix(), transport_info, results)
+}
+
+/// The results of all tests.
+struct Measured {
+    results: Vec<report::Row>,
+    lines: Vec<plot::Line>,
+    transport_info: Option<load::TransportInfo>,
+}
+
+fn measure(
+    options: &Options,
+    key_space: &Arc<KeySpace>,
+    interrupt: &Interrupt,
+) -> anyhow::Result<Measured> {
     let (mut results, mut lines) = (Vec::new(), Vec::new());
     let mut transport_info = None;
     if options.test.iter().any(|test| *test != Test::Set) {
-        load::fill(options).context("cannot write the keys that the test reads")?;
+        load::fill(options, key_space, interrupt)
+            .context("cannot write the keys that the test reads")?;
     }
     for test in &options.test {
         let before = options.server_pid.map(cpu::used).transpose()?;
-        let run = load::run(options, *test)?;
+        let run = load::run(options, *test, key_space, interrupt)?;
         let used = match (before, options.server_pid) {
             // The time includes the warm-up, so it is divided by all requests.
             (Some(before), Some(pid)) => {
@@ -176,12 +224,7 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
         lines.push(plot::Line::new(name(test), &run.latency));
         results.push(report::Row::new(*test, &run, used));
     }
-    if let Some(file) = &options.plot {
-        let svg =
-            plot::svg("Latency by percentile", &subtitle(options, transport_info.as_ref()), &lines);
-        std::fs::write(file, svg).with_context(|| format!("cannot write {}", file.display()))?;
-    }
-    report::print(options, transport_info, results)
+    Ok(Measured { results, lines, transport_info })
 }
 
 fn subtitle(options: &Options, transport_info: Option<&load::TransportInfo>) -> String {

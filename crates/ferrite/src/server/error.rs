@@ -36,9 +36,10 @@ impl ServerError {
         Self { code: CANNOT_START, kind: "engine", message: message.into() }
     }
 
-    /// Reports that the engine ended by itself. The exit code is the engine's.
+    /// Reports that the engine ended by itself. The exit code is the engine's, but never 0.
     pub(super) fn engine(status: ExitStatus, message: impl Into<String>) -> Self {
-        Self { code: exit_code(status), kind: "engine", message: message.into() }
+        let code = if status.success() { CANNOT_START } else { exit_code(status) };
+        Self { code, kind: "engine", message: message.into() }
     }
 
     /// Reports an internal failure of ferrite.
@@ -67,6 +68,15 @@ impl std::error::Error for ServerError {}
 pub(super) fn exit_code(status: ExitStatus) -> u8 {
     let code = status.code().or_else(|| status.signal().map(|signal| BY_SIGNAL + signal));
     code.and_then(|code| u8::try_from(code).ok()).unwrap_or(INTERNAL)
+}
+
+/// Returns the cause of an engine's end: its last message. An engine that was killed by SIGKILL had
+/// no time for a message, and its last one is about something else.
+pub(super) fn cause_of_exit(status: ExitStatus, last_message: Option<String>) -> Option<String> {
+    if status.signal() == Some(rustix::process::Signal::KILL.as_raw()) {
+        return Some("the kernel does this if memory runs out (see dmesg)".into());
+    }
+    last_message
 }
 
 /// Describes how a process ended: `exited with code 1`, `was killed by signal 11`.

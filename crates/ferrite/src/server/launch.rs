@@ -80,7 +80,7 @@ impl Engine {
         }
         if let Some(mut input) = process.stdin.take() {
             // An engine that does not read its configuration exits and logs the reason.
-            let _ = input.write_all(plan.text().as_bytes()).await;
+            let _ = input.write_all(&plan.text()).await;
         }
         let id = process.id().and_then(|id| i32::try_from(id).ok()).and_then(Pid::from_raw);
         let pid = id.context("the engine's process has no id")?;

@@ -3,13 +3,13 @@
 //! The configuration is not written to a file. So no file holds a password, and CONFIG REWRITE
 //! reports that there is no file instead of writing to one that the next start does not read.
 
-use std::fmt::Write as _;
+use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
 use ferrite_fabric::Rdma;
 
 use super::config::Config;
-use super::{ServerError, find, secret};
+use super::{ServerError, find, include, secret};
 
 /// The longest path of a Unix socket, in bytes (`sun_path` without the NUL at its end).
 const SOCKET_NAME_MAX: usize = 107;
@@ -23,6 +23,8 @@ pub(super) struct Plan {
     pub(super) socket: PathBuf,
     /// A directory for the socket that ferrite creates and removes; `None` if it exists already.
     pub(super) runtime_dir: Option<PathBuf>,
+    /// Comes first, so that `lines` override it.
+    engine_config: Option<PathBuf>,
     lines: Vec<Line>,
 }
 
@@ -57,33 +59,37 @@ impl Plan {
         }
         let lines = lines(config, &socket, module.as_deref());
         let runtime_dir = runtime_dir.and_then(RuntimeDir::into_private);
-        Ok(Self { engine, module, socket, runtime_dir, lines })
+        let engine_config = config.engine_config.as_deref().map(absolute);
+        Ok(Self { engine, module, socket, runtime_dir, engine_config, lines })
     }
 
-    /// Returns the engine's configuration.
-    pub(super) fn text(&self) -> String {
-        self.lines.iter().fold(String::new(), |mut text, Line { name, rest }| {
+    /// Returns the engine's configuration. Reads `engine_config`, which may hold any bytes.
+    pub(super) fn text(&self) -> Vec<u8> {
+        let mut text = Vec::new();
+        if let Some(file) = &self.engine_config {
+            include::expand(&(include_line(file) + "\n"), file, &mut text);
+        }
+        for Line { name, rest } in &self.lines {
             let _ = writeln!(text, "{name} {rest}");
-            text
-        })
+        }
+        text
     }
 
     /// Returns the lines of the configuration without passwords.
     pub(super) fn redacted_lines(&self) -> Vec<String> {
-        self.lines.iter().map(|Line { name, rest }| secret::redact(name, rest)).collect()
+        let include = self.engine_config.iter().map(|file| include_line(file));
+        let own = self.lines.iter().map(|Line { name, rest }| secret::redact(name, rest));
+        include.chain(own).collect()
     }
 }
 
 fn lines(config: &Config, socket: &Path, module: Option<&Path>) -> Vec<Line> {
     let mut lines = Vec::new();
     let mut add = |name: &str, rest: String| lines.push(Line { name: name.into(), rest });
-    // First, so that the lines below override the file.
-    if let Some(file) = &config.engine_config {
-        add("include", quoted(&absolute(file).to_string_lossy()));
-    }
     add("daemonize", "no".into());
     add("supervised", "no".into());
     add("logfile", quoted(""));
+    add("pidfile", quoted(""));
     add("unixsocket", quoted(&socket.to_string_lossy()));
     if config.unix_socket.is_none() {
         add("unixsocketperm", "700".into());
@@ -152,6 +158,10 @@ fn quoted(text: &str) -> String {
     format!("\"{}\"", text.replace('\\', "\\\\").replace('"', "\\\""))
 }
 
+fn include_line(file: &Path) -> String {
+    format!("include {}", quoted(&file.to_string_lossy()))
+}
+
 /// Makes a path absolute: the engine may change its working directory before it opens the file.
 fn absolute(path: &Path) -> PathBuf {
     std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
@@ -210,7 +220,7 @@ mod tests {
     #[test]
     fn generates_the_engines_configuration() {
         let lines = config_of(
-            "[server]\nengine_config = \"/etc/r.conf\"\ndata_dir = \"/data\"\n\
+            "[server]\ndata_dir = \"/data\"\n\
              rdma = \"require\"\n[network]\nport = 0\nbind = \"::1\"\nrdma_listen = \"::1\"\n\
              allow_clear_text = true\nrdma_device = [\"a\", \"b\"]\n[network.rdma]\n\
              max_connections = 5\nrx_size = \"64K\"\ncall_path = true\npoller_thread = false\n\
@@ -219,10 +229,10 @@ mod tests {
         assert_eq!(
             lines,
             [
-                "include \"/etc/r.conf\"",
                 "daemonize no",
                 "supervised no",
                 "logfile \"\"",
+                "pidfile \"\"",
                 "unixsocket \"/run/s\\\"x.sock\"",
                 "unixsocketperm 700",
                 "dir \"/data\"",
@@ -245,11 +255,10 @@ mod tests {
             module: None,
             socket: "/s".into(),
             runtime_dir: None,
+            engine_config: Some("/nowhere.conf".into()),
             lines,
         };
-        assert_eq!(
-            (plan.redacted_lines(), plan.text().as_str()),
-            (vec!["RequirePass …".into()], "RequirePass secret\n")
-        );
+        assert_eq!(plan.redacted_lines(), ["include \"/nowhere.conf\"", "RequirePass …"]);
+        assert_eq!(plan.text(), b"include \"/nowhere.conf\"\nRequirePass secret\n");
     }
 }

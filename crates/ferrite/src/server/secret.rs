@@ -12,6 +12,11 @@ const SECRET_PARTS: [&str; 5] = ["pass", "auth", "secret", "token", "credential"
 const HARMLESS: [&str; 2] = ["tls-auth-clients", "tls-auth-clients-user"];
 /// Other names with secret values. The new name of a renamed command is a secret too.
 const SECRET_NAMES: [&str; 3] = ["user", "rename-command", "sentinel"];
+/// Names that are so long that a slip of the keyboard cannot make another known name of them. A
+/// rejected line may have a mistyped name and a real password.
+const MISTYPED: [&str; 4] = ["requirepass", "masterauth", "primaryauth", "tls-key-file-pass"];
+/// The number of slips: letters that are wrong, missing or additional. Swapped letters are two.
+const SLIPS_MAX: usize = 2;
 /// The start of a line in which an engine quotes its configuration.
 const QUOTE: &str = ">>> '";
 
@@ -34,6 +39,22 @@ fn is_secret(name: &str) -> bool {
     let name = name.as_str();
     SECRET_NAMES.contains(&name)
         || SECRET_PARTS.iter().any(|part| name.contains(part)) && !HARMLESS.contains(&name)
+        || MISTYPED.iter().any(|known| slips(known, name) <= SLIPS_MAX)
+}
+
+/// Returns the edit distance of two names.
+fn slips(known: &str, name: &str) -> usize {
+    let mut row: Vec<usize> = (0..=name.len()).collect();
+    for (i, x) in known.bytes().enumerate() {
+        let mut diagonal = row[0];
+        row[0] = i + 1;
+        for (j, y) in name.bytes().enumerate() {
+            let replaced = diagonal + usize::from(x != y);
+            diagonal = row[j + 1];
+            row[j + 1] = replaced.min(diagonal + 1).min(row[j] + 1);
+        }
+    }
+    row[name.len()]
 }
 
 #[cfg(test)]
@@ -53,6 +74,9 @@ mod tests {
             "rename-command",
             "some-module.password",
             "other.auth-token",
+            "requirepas",
+            "requirepsas",
+            "masterauht",
         ] {
             assert_eq!(redact(name, "on >secret"), format!("{name} …"));
             let line = format!(">>> '{name} \"secret\" x'\n");

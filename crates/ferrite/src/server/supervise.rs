@@ -17,7 +17,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::time::sleep;
 
 use super::config::{Config, Restart};
-use super::error::describe_exit;
+use super::error::{cause_of_exit, describe_exit};
 use super::launch::Engine;
 use super::notify::Notify;
 use super::plan::Plan;
@@ -47,6 +47,8 @@ pub(super) struct Supervisor<'a> {
     pub(super) json: bool,
     pub(super) notify: Notify,
     signals: Signals,
+    /// Whether an engine has been ready.
+    was_ready: bool,
 }
 
 /// How one run of the engine ended.
@@ -72,16 +74,29 @@ impl<'a> Supervisor<'a> {
             json,
             notify: Notify::from_environment(),
             signals: Signals::new()?,
+            was_ready: false,
         })
     }
 
-    /// Runs engines until the last one ends. Returns its exit status.
+    /// Runs engines until the last one ends. Returns its exit status. If one of them has been ready
+    /// and the last one failed, prints the event for its end, before the caller prints the error.
     pub(super) async fn run(mut self) -> anyhow::Result<ExitStatus> {
+        let ended = self.run_all().await;
+        let error = ended.as_ref().err().and_then(|error| error.downcast_ref::<ServerError>());
+        if let Some(error) = error.filter(|_| self.was_ready) {
+            events::ended(self.json, error.code());
+        }
+        ended
+    }
+
+    async fn run_all(&mut self) -> anyhow::Result<ExitStatus> {
         let mut restarts = 0;
         loop {
             let (status, was_ready, error) = match self.run_once().await? {
                 RunEnd::Stopped(status) => return Ok(status),
-                RunEnd::Exited { status, .. } if status.success() => return Ok(status),
+                RunEnd::Exited { status, was_ready: Some(_), .. } if status.success() => {
+                    return Ok(status);
+                }
                 RunEnd::Exited { status, was_ready: None, engine_message, module_message } => {
                     (status, None, self.start_error(status, engine_message, module_message))
                 }
@@ -130,7 +145,7 @@ impl<'a> Supervisor<'a> {
             why => {
                 let why = why
                     .map(|why| format!("the module is {why}"))
-                    .or(engine_message)
+                    .or(cause_of_exit(status, engine_message))
                     .unwrap_or_else(|| "no cause reported".into());
                 let end = describe_exit(status);
                 ServerError::engine(status, format!("the engine {end} before it was ready: {why}"))
@@ -140,7 +155,7 @@ impl<'a> Supervisor<'a> {
 
     /// Runs one engine from its start to its end.
     async fn run_once(&mut self) -> anyhow::Result<RunEnd> {
-        let Self { config, plan, json, notify, signals } = self;
+        let Self { config, plan, json, notify, signals, was_ready } = self;
         let mut engine = match Engine::start(plan).await {
             Ok(engine) => engine,
             Err(error) => return Err(ServerError::cannot_start(format!("{error:#}")).into()),
@@ -156,10 +171,9 @@ impl<'a> Supervisor<'a> {
         loop {
             tokio::select! {
                 status = engine.wait() => {
-                    let was_ready = ready_since.map(|since: Instant| since.elapsed());
                     return Ok(RunEnd::Exited {
                         status: status?,
-                        was_ready,
+                        was_ready: ready_since.map(|since: Instant| since.elapsed()),
                         engine_message: engine.log.last(),
                         module_message: engine.log.last_of_module(),
                     });
@@ -188,6 +202,7 @@ impl<'a> Supervisor<'a> {
                         }
                     };
                     ready_since = Some(Instant::now());
+                    *was_ready = true;
                     log::notice(&report.sentence());
                     events::ready(*json, plan, engine.id(), &report);
                     notify.ready(&report.sentence());
@@ -199,6 +214,7 @@ impl<'a> Supervisor<'a> {
 
 /// Explains the end of an engine that was ready and then failed.
 fn exit_error(status: ExitStatus, message: Option<String>) -> ServerError {
+    let message = cause_of_exit(status, message);
     let message = message.map(|message| format!(": {message}")).unwrap_or_default();
     ServerError::engine(status, format!("the engine {}{message}", describe_exit(status)))
 }

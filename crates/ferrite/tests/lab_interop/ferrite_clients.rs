@@ -223,7 +223,8 @@ pub(crate) fn client_reconnects(server: &mut TestServer) {
 fn load(server: &TestServer, size: &str, more: &[&str]) {
     const KEYS: usize = 20;
     let keys = KEYS.to_string();
-    let common = ["--keys", &keys, "--size", size, "--seconds", "1", "--warmup", "0.2"];
+    let common =
+        ["--keys", &keys, "--keep-keys", "--size", size, "--seconds", "1", "--warmup", "0.2"];
     let report = server.bench_kv(&[&common[..], more].concat(), LONG);
     assert_eq!(report["transport"], server.transport(), "{report}");
     assert_eq!(report["device"], "rxe2", "{report}");
@@ -233,11 +234,9 @@ fn load(server: &TestServer, size: &str, more: &[&str]) {
     }
     let value =
         vec![b'x'; usize::try_from(report["size_bytes"].as_u64().expect("a size")).expect("small")];
-    for key in 0..KEYS {
-        assert!(
-            server.engine(&["GET", &format!("key:{key}")]) == value,
-            "key:{key} has another value"
-        );
+    let prefix = report["key_prefix"].as_str().expect("a prefix");
+    for key in (0..KEYS).map(|key| format!("{prefix}{key}")) {
+        assert!(server.engine(&["GET", &key]) == value, "{key} has another value");
     }
 }
 

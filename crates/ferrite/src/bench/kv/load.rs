@@ -1,5 +1,6 @@
 //! The connections of a test: they send requests and measure the replies.
 
+use std::future::Future;
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -16,6 +17,8 @@ use tokio::net::UnixStream;
 use tokio::sync::Barrier;
 use tokio::task::JoinSet;
 
+use super::interrupt::Interrupt;
+use super::key_space::KeySpace;
 use super::keys::{Keys, Random};
 use super::{Options, Test};
 
@@ -84,14 +87,21 @@ impl Run {
 struct Plan {
     test: Test,
     keys: Keys,
+    key_space: Arc<KeySpace>,
     value: Vec<u8>,
 }
 
 /// Runs one test.
-pub(super) fn run(options: &Options, test: Test) -> anyhow::Result<Run> {
+pub(super) fn run(
+    options: &Options,
+    test: Test,
+    key_space: &Arc<KeySpace>,
+    interrupt: &Interrupt,
+) -> anyhow::Result<Run> {
     let plan = Arc::new(Plan {
         test,
         keys: Keys::new(options.keys, options.zipf),
+        key_space: Arc::clone(key_space),
         value: vec![b'x'; options.size as usize],
     });
     // All connections start when the last one is open.
@@ -101,7 +111,7 @@ pub(super) fn run(options: &Options, test: Test) -> anyhow::Result<Run> {
         let threads: Vec<_> = (0..options.threads)
             .map(|thread| {
                 let (plan, start) = (Arc::clone(&plan), Arc::clone(&start));
-                scope.spawn(move || run_thread(options, thread, &plan, &start))
+                scope.spawn(move || run_thread(options, thread, &plan, &start, interrupt))
             })
             .collect();
         for thread in threads {
@@ -120,11 +130,12 @@ fn run_thread(
     thread: u32,
     plan: &Arc<Plan>,
     start: &Arc<Barrier>,
+    interrupt: &Interrupt,
 ) -> anyhow::Result<Run> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let mut total = Run::new()?;
     runtime
-        .block_on(async {
+        .block_on(interrupt.unless_interrupted(async {
             let dialer = Dialer::new(options)?;
             let mut connections = JoinSet::new();
             let count = options.connections;
@@ -139,32 +150,55 @@ fn run_thread(
                 total.add(&run.context("a connection panicked")??);
             }
             Ok(())
-        })
+        }))
         .map(|()| total)
 }
 
 /// Writes every key once, for tests that read.
-pub(super) fn fill(options: &Options) -> anyhow::Result<()> {
+pub(super) fn fill(
+    options: &Options,
+    keys: &KeySpace,
+    interrupt: &Interrupt,
+) -> anyhow::Result<()> {
+    let value = vec![b'x'; options.size as usize];
+    let filling = for_each_key(options, "SET", |key, out| set(out, keys, key, &value));
+    block_on(interrupt.unless_interrupted(filling))
+}
+
+/// Removes the keys of the run.
+pub(super) fn remove(options: &Options, keys: &KeySpace) -> anyhow::Result<()> {
+    // One command for each key: in a cluster, the keys of a command must be in one slot.
+    block_on(for_each_key(options, "DEL", |key, out| {
+        encode_command([b"DEL".as_slice(), keys.name(key).as_bytes()], out);
+    }))
+}
+
+fn block_on<T>(work: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<T> {
+    tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(work)
+}
+
+/// Sends the command that `encode` appends for each key, over one connection.
+async fn for_each_key(
+    options: &Options,
+    command: &str,
+    encode: impl Fn(u32, &mut Vec<u8>),
+) -> anyhow::Result<()> {
     const BATCH: u32 = 100;
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    runtime.block_on(async {
-        let (stream, _) = Dialer::new(options)?.connect().await.context("cannot connect")?;
-        let mut connection = LoadConnection::new(options, stream, 0);
-        connection.authenticate().await?;
-        let value = vec![b'x'; options.size as usize];
-        for first in (0..options.keys).step_by(BATCH as usize) {
-            connection.out.clear();
-            let last = (first + BATCH).min(options.keys);
-            (first..last).for_each(|key| set(&mut connection.out, key, &value));
-            let errors = connection.exchange(last - first).await?;
-            ensure!(
-                errors == 0,
-                "the server rejects SET: {}",
-                connection.first_error.unwrap_or_default()
-            );
-        }
-        Ok(())
-    })
+    let (stream, _) = Dialer::new(options)?.connect().await.context("cannot connect")?;
+    let mut connection = LoadConnection::new(options, stream, 0);
+    connection.authenticate().await?;
+    for first in (0..options.keys).step_by(BATCH as usize) {
+        connection.out.clear();
+        let last = (first + BATCH).min(options.keys);
+        (first..last).for_each(|key| encode(key, &mut connection.out));
+        let errors = connection.exchange(last - first).await?;
+        ensure!(
+            errors == 0,
+            "the server rejects {command}: {}",
+            connection.first_error.unwrap_or_default()
+        );
+    }
+    Ok(())
 }
 
 /// Opens connections.
@@ -337,10 +371,10 @@ impl LoadConnection {
                 Test::Mixed => self.random.next() % 100 < u64::from(self.gets),
             };
             if is_get {
-                let key = format!("key:{key}");
+                let key = plan.key_space.name(key);
                 encode_command([b"GET".as_slice(), key.as_bytes()], &mut self.out);
             } else {
-                set(&mut self.out, key, &plan.value);
+                set(&mut self.out, &plan.key_space, key, &plan.value);
             }
         }
     }
@@ -414,7 +448,7 @@ async fn wait_until(due: Instant) -> Instant {
     }
 }
 
-fn set(out: &mut Vec<u8>, key: u32, value: &[u8]) {
-    let key = format!("key:{key}");
-    encode_command([b"SET".as_slice(), key.as_bytes(), value], out);
+fn set(out: &mut Vec<u8>, keys: &KeySpace, key: u32, value: &[u8]) {
+    keys.mark_written();
+    encode_command([b"SET".as_slice(), keys.name(key).as_bytes(), value], out);
 }

@@ -54,7 +54,7 @@ impl Row {
 }
 
 #[derive(Debug, Serialize)]
-struct Report {
+struct Report<'a> {
     format: u32,
     transport: String,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -68,6 +68,7 @@ struct Report {
     threads: u32,
     pipeline: u32,
     keys: u32,
+    key_prefix: &'a str,
     #[serde(skip_serializing_if = "Option::is_none")]
     zipf: Option<f64>,
     size_bytes: u32,
@@ -78,6 +79,7 @@ struct Report {
 
 pub(super) fn print(
     options: &Options,
+    key_prefix: &str,
     transport_info: Option<TransportInfo>,
     results: Vec<Row>,
 ) -> anyhow::Result<()> {
@@ -98,6 +100,7 @@ pub(super) fn print(
         threads: options.threads,
         pipeline: options.pipeline,
         keys: options.keys,
+        key_prefix,
         zipf: options.zipf,
         size_bytes: options.size,
         rate_per_s: options.rate,
@@ -106,7 +109,7 @@ pub(super) fn print(
     output::print(&report, options.json, text)
 }
 
-fn text(report: &Report) -> String {
+fn text(report: &Report<'_>) -> String {
     let mut out = String::new();
     let device = report.device.as_ref().map_or(String::new(), |device| format!(" on {device}"));
     let _ = writeln!(
