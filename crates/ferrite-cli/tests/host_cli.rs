@@ -139,7 +139,7 @@ fn reports_connection_errors_and_wrong_usage() {
 
 #[test]
 fn the_last_of_repeated_options_wins() {
-    let redis = Redis::start("repeated");
+    let redis = start(&[]);
     let output = run(&redis, &["-n", "1", "-n", "2", "--no-raw", "--no-raw", "CLIENT", "INFO"]);
     assert!(stdout(&output).contains(" db=2 "), "{}{}", stdout(&output), stderr(&output));
 }
@@ -165,7 +165,7 @@ fn names_options_of_redis_cli_that_it_does_not_have() {
 
 #[test]
 fn connects_from_the_local_address_over_tcp() {
-    let (redis, port) = start_with_port("local");
+    let (redis, port) = start_with_port();
     // In protected mode, 127.0.0.2 is another host to the engine.
     run(&redis, &["CONFIG", "SET", "protected-mode", "no"]);
     let run_from = |local: &str| {

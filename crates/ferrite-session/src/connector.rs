@@ -292,8 +292,8 @@ enum SessionStream {
 /// A connection to a server that speaks RESP: [`AsyncRead`] and [`AsyncWrite`].
 ///
 /// A server may refuse a client by an error and close at once. Over RDMA the first write then fails,
-/// where TCP would accept it. So that the reason is read, a session accepts that write too, and
-/// reports the failure when the bytes that had arrived are read, or at the next write.
+/// where TCP would accept it. So that the reason is read, a session accepts that write too. The next
+/// write fails.
 pub struct Session {
     stream: SessionStream,
     fallback: Option<Fallback>,
@@ -356,14 +356,10 @@ impl AsyncRead for Session {
         let session = self.as_mut();
         let polled = with_stream!(session, stream => Pin::new(stream).poll_read(cx, out));
         let is_end = has_room && out.filled().len() == before;
-        match polled {
-            Poll::Ready(Ok(())) if is_end => {
-                let session = self.get_mut();
-                session.has_read_all = true;
-                Poll::Ready(session.failed_write.take().map_or(Ok(()), Err))
-            }
-            polled => polled,
+        if is_end && matches!(polled, Poll::Ready(Ok(()))) {
+            self.get_mut().has_read_all = true;
         }
+        polled
     }
 }
 

@@ -242,8 +242,8 @@ fn hides_passwords_that_the_engine_quotes() {
 }
 
 /// Writes a program that stands in for an engine.
-fn program(directory: &Directory, script: &str) -> PathBuf {
-    let program = directory.file("program", &format!("#!/bin/sh\n{script}\n"));
+fn program(directory: &ferrite_testkit::TempDir, script: &str) -> PathBuf {
+    let program = directory.file("program", format!("#!/bin/sh\n{script}\n"));
     std::fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o755))
         .expect("a program");
     program
@@ -482,7 +482,7 @@ fn ignores_pid_file_and_log_file_of_the_engines_file() {
         );
         let event = server.event("ready");
         assert_eq!(std::fs::read_to_string(&pid_file).expect("a file"), "4711\n");
-        let info = ask(connect(&event), &["INFO", "memory"]);
+        let info = connect(&event).ask(&["INFO", "memory"]);
         assert!(info.contains("maxmemory_human:77.00M"), "the rest of the file counts: {info}");
         server.signal("TERM");
         assert_eq!(server.event("ended")["code"], 0);

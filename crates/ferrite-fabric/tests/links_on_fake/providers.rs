@@ -414,7 +414,7 @@ fn uses_the_smaller_mtu_of_both_ports() {
         let mut listener = server.listen(fixture.hosts[serves].any_port()).expect("listen");
         let links = open_link(client, &fixture.hosts[1 - serves], server, &mut listener);
         for (from, to) in [(0, 1), (1, 0)] {
-            assert_eq!(links[from].mtu().map(|mtu| mtu.bytes()), Some(1024));
+            assert_eq!(links[from].mtu().map(ferrite_verbs::Mtu::bytes), Some(1024));
             let sending = links[from].send_bytes(0, &[7; 20_000]);
             let (sent, message) =
                 drive(&[server, client], async { join!(sending, links[to].recv()) });

@@ -1,6 +1,6 @@
 //! The names of the keys that one run writes and removes.
 
-use std::hash::{BuildHasher as _, RandomState};
+use std::hash::BuildHasher as _;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// The keys of one run: `ferrite-bench:RANDOM:NUMBER`. The random part keeps them apart from the
@@ -11,8 +11,9 @@ pub(super) struct KeySpace {
 }
 
 impl KeySpace {
+    #[expect(clippy::disallowed_types, reason = "the names of keys are no secret")]
     pub(super) fn new() -> Self {
-        let random = RandomState::new().hash_one(std::process::id()) as u32;
+        let random = std::hash::RandomState::new().hash_one(std::process::id()) as u32;
         Self { prefix: format!("ferrite-bench:{random:08x}:"), is_written: AtomicBool::new(false) }
     }
 
