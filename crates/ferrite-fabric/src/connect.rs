@@ -71,7 +71,7 @@ pub(crate) enum Handshake {
         id: CmId,
         link: Arc<LinkShared>,
         hello: Hello,
-        mtu: Option<Mtu>,
+        mtu: Mtu,
         recipient: Recipient,
     },
     /// The link by its name, because its number may be reused before an event arrives.
@@ -379,12 +379,12 @@ impl Poller {
         id: CmId,
         link: &Arc<LinkShared>,
         hello: Hello,
-        mtu: Option<Mtu>,
+        mtu: Mtu,
     ) {
         let (key, port) = (id.key(), id.device().map_or(1, |(_, port)| port));
         link.with_wakes(&mut self.wakes, |state, _, _| state.core.open(hello, self.now));
         link.set_route(|route| {
-            (route.cm_key, route.port, route.mtu) = (Some(key), port, mtu);
+            (route.cm_key, route.port, route.mtu) = (Some(key), port, Some(mtu));
             (route.local, route.peer) = (id.local_addr(), id.peer_addr());
         });
         shared.is_well(link);
@@ -495,21 +495,53 @@ fn initialise(id: &CmId, qp: &QueuePair) -> Result<(), Error> {
     Ok(qp.modify(&id.queue_pair_attributes(State::INIT)?.access(Access::LOCAL))?)
 }
 
-/// Moves the queue pair to ready-to-receive and then ready-to-send, as agreed with the connection
-/// manager. Returns the path's MTU. `rights` is what the peer may do to our memory.
-fn bring_up(
-    id: &CmId,
-    qp: &QueuePair,
+/// What is decided about a queue pair before it is connected.
+#[derive(Clone, Copy)]
+struct Connection {
+    /// What the peer may do to our memory.
     rights: Access,
-    (reads_in, reads_out): (u8, u8),
-) -> Result<Option<Mtu>, Error> {
+    reads_in: u8,
+    reads_out: u8,
+    ack_timeout: u8,
+    /// What the peer's port carries: 0 if it does not say so. `None` for a foreign peer, which
+    /// uses the connection manager's path MTU whatever ours is.
+    peer_mtu: Option<u8>,
+}
+
+/// Moves the queue pair to ready-to-receive and then ready-to-send, as agreed with the connection
+/// manager. Returns the MTU.
+///
+/// The connection manager knows the MTU of the port from which the connection was made. The other
+/// port may carry less, and then each larger packet is lost.
+fn bring_up(id: &CmId, qp: &QueuePair, with: Connection) -> Result<Mtu, Error> {
     let receive = id.queue_pair_attributes(State::READY_TO_RECEIVE)?;
-    qp.modify(&receive.access(rights).reads_in(reads_in).rnr_timer(RNR_TIMER))?;
+    let (path, port) = (receive.mtu(), port_mtu(id, qp.domain().context())?);
+    let mtu = match with.peer_mtu {
+        None if path > port => return Err(too_large(path, port)),
+        None | Some(0) => path.min(port),
+        Some(peer) => path.min(port).min(Mtu::from_code(peer)),
+    };
+    let receive = receive.access(with.rights).reads_in(with.reads_in).rnr_timer(RNR_TIMER);
+    qp.modify(&receive.path_mtu(mtu))?;
     // Otherwise the peer's settings would decide how often to retry while it has no receives; some
-    // peers ask for no retries.
-    let send = id.queue_pair_attributes(State::READY_TO_SEND)?.reads_out(reads_out);
-    qp.modify(&send.rnr_retries(RNR_RETRIES))?;
-    Ok(qp.path().ok().map(|path| path.mtu))
+    // peers ask for no retries. Kernels before 5.1 do not know our timeout.
+    let send = id.queue_pair_attributes(State::READY_TO_SEND)?.reads_out(with.reads_out);
+    qp.modify(&send.rnr_retries(RNR_RETRIES).ack_timeout(with.ack_timeout))?;
+    Ok(mtu)
+}
+
+/// Returns the MTU of the port that an identifier is bound to.
+fn port_mtu(id: &CmId, context: &Context) -> Result<Mtu, Error> {
+    let port = id.device().map_or(1, |(_, port)| port);
+    Ok(context.port(port)?.active_mtu)
+}
+
+fn too_large(path: Mtu, port: Mtu) -> Error {
+    let what = format!(
+        "the peer sends packets of up to {path} bytes, and this port carries {port}: set the same \
+         MTU on both hosts"
+    );
+    Error::new(ErrorKind::Unreachable, what)
 }
 
 /// Returns whether the queue pair of a working link has failed without a failure on this side: then

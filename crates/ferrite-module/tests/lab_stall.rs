@@ -162,6 +162,7 @@ async fn greeted(session: u64) -> TcpStream {
         max_message_bytes: 1 << 20,
         instance: 4711,
         session,
+        mtu: 0,
     };
     client.write_all(&Greeting { hello, resume: None }.encode()).await.expect("to write");
     client.read_exact(&mut [0; GREETING_BYTES]).await.expect("a greeting");

@@ -416,6 +416,11 @@ pub struct DeviceSpec {
     /// errno keeps its old value. bnxt_re does this (`bnxt_re_check_qp_limits` and
     /// `bnxt_re_create_qp` in rdma-core's `providers/bnxt_re/verbs.c`).
     pub refuses_silently: bool,
+    /// What the port carries, as verbs number it: 1 is 256 bytes, 5 is 4096. The connection manager
+    /// takes the path MTU from the port of the side that connects, and the other side gets it with
+    /// the request, whatever its own port carries (`cma_resolve_iboe_route` in the kernel's
+    /// `drivers/infiniband/core/cma.c`, `cm_init_qp_rtr_attr` in `cm.c`).
+    pub active_mtu: u32,
 }
 
 impl DeviceSpec {
@@ -445,6 +450,7 @@ impl DeviceSpec {
             windows_only_in_kernel: false,
             hides_max_mw: false,
             refuses_silently: false,
+            active_mtu: 5,
         }
     }
 }

@@ -493,6 +493,27 @@ impl QueuePairAttributes {
         self.with_mask(&[sys::ibv_qp_attr_mask::IBV_QP_RNR_RETRY])
     }
 
+    /// Returns the path MTU. Valid in the change to ready to receive.
+    #[must_use]
+    pub fn mtu(&self) -> Mtu {
+        Mtu(self.attr.path_mtu.0)
+    }
+
+    /// Sets the path MTU. Valid in the change to ready to receive.
+    #[must_use]
+    pub fn path_mtu(mut self, mtu: Mtu) -> Self {
+        self.attr.path_mtu = sys::ibv_mtu(mtu.0);
+        self.with_mask(&[sys::ibv_qp_attr_mask::IBV_QP_PATH_MTU])
+    }
+
+    /// Sets how long to wait for an acknowledgement (see [`Path::ack_timeout`]). Valid in the
+    /// change to ready to send.
+    #[must_use]
+    pub fn ack_timeout(mut self, encoded: u8) -> Self {
+        self.attr.timeout = encoded;
+        self.with_mask(&[sys::ibv_qp_attr_mask::IBV_QP_TIMEOUT])
+    }
+
     /// Sets what the peer may do with our memory.
     #[must_use]
     pub fn access(mut self, access: Access) -> Self {

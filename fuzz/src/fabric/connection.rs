@@ -151,6 +151,7 @@ impl Harness {
             max_message_bytes: 100_000,
             instance: 1,
             session: 1,
+            mtu: 0,
         };
         peer.send(&self.fabric, &Greeting { hello, resume: None }.encode());
         let mut link = None;

@@ -233,6 +233,7 @@ impl Harness {
             max_message_bytes: PEERS.message as u64,
             instance: 1,
             session: 0,
+            mtu: 0,
         };
         let params = ConnectParams {
             qp_num: peer.qp.number(),

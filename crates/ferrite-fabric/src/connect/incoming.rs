@@ -7,8 +7,8 @@ use ferrite_verbs::{Access, CmEvent, CmEventKind, CmId, ConnectParams, Connectio
 
 use super::calling::Reply;
 use super::{
-    Admission, Handshake, UNKNOWN_PEER, bring_up, device_of, handshake_limits, initialise, params,
-    reads,
+    Admission, Connection, Handshake, UNKNOWN_PEER, bring_up, device_of, handshake_limits,
+    initialise, params, reads,
 };
 use crate::error::{Error, ErrorKind};
 use crate::fabric::Shared;
@@ -228,12 +228,14 @@ impl Poller {
         // The same rights as `make_raw` sets.
         let rights = if accepting.hello.is_none() { Access::REMOTE_WRITE } else { Access::LOCAL };
         self.handshakes.command(accepting.request.id.key(), true);
+        let peer_mtu = accepting.hello.map(|hello| hello.mtu);
+        let with = Connection { rights, reads_in, reads_out, ack_timeout, peer_mtu };
         let work = move |accepting: &mut Accepting| {
             let id = &accepting.request.id;
             let _ = id.set_ack_timeout(ack_timeout); // kernels before 5.1 do not support it
             let made = builder.build()?;
             initialise(id, &made.qp)?;
-            let mtu = bring_up(id, &made.qp, rights, (reads_in, reads_out))?;
+            let mtu = bring_up(id, &made.qp, with)?;
             Ok((made, mtu))
         };
         self.command(shared, source, accepting, work, move |poller, shared, accepting, made| {
@@ -248,7 +250,7 @@ impl Poller {
         shared: &Shared,
         accepting: Accepting,
         device: &Arc<SharedDevice>,
-        made: Result<(NewQueuePair, Option<Mtu>), Error>,
+        made: Result<(NewQueuePair, Mtu), Error>,
         (reads_in, reads_out): (u8, u8),
     ) {
         let (key, source) = (accepting.request.id.key(), accepting.source());
@@ -280,6 +282,7 @@ impl Poller {
             None => state.make_raw(),
         });
         let params = ConnectParams { reads_in, reads_out, ..params(shared, device, &link, &[]) };
+        let ours = Hello { mtu: mtu.code(), ..ours };
         let work = move |accepting: &mut Accepting| {
             let private_data = ours.encode();
             let private_data = if accepting.hello.is_some() { &private_data[..] } else { &[] };
@@ -332,7 +335,7 @@ impl Poller {
         event: CmEvent,
         id: CmId,
         link: Arc<LinkShared>,
-        (hello, mtu): (Hello, Option<Mtu>),
+        (hello, mtu): (Hello, Mtu),
         recipient: Recipient,
     ) {
         if let Some(error) = failure(&link) {

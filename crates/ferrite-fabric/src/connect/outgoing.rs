@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 use ferrite_verbs::{CmEvent, CmEventKind, CmId, ConnectParams, Mtu, QueuePair};
 
 use super::calling::{Opened, OverTcp, Reply};
-use super::{Handshake, bring_up, device_of, duration_between, initialise, params};
+use super::{
+    Connection, Handshake, bring_up, device_of, duration_between, initialise, params, port_mtu,
+};
 use crate::diagnose::{self, Failure, Subject};
 use crate::error::{Error, ErrorKind};
 use crate::fabric::Shared;
@@ -346,8 +348,10 @@ impl Poller {
         let by = ConnectedBy { reads_in: params.reads_in, reads_out: params.reads_out };
         outgoing.link = Some((link, by));
         let Some(id) = outgoing.id.take() else { return };
+        let context = device.context();
         let work = move |id: &CmId| {
-            let encoded = hello.encode();
+            let mtu = context.as_ref().and_then(|context| port_mtu(id, context).ok());
+            let encoded = Hello { mtu: mtu.map_or(0, Mtu::code), ..hello }.encode();
             let private_data = if protocol == PeerProtocol::Other { &[] } else { &encoded[..] };
             Ok(id.connect(&ConnectParams { private_data, ..params })?)
         };
@@ -371,9 +375,17 @@ impl Poller {
             }
         };
         let peer = outgoing.peer;
-        let rights = link.with_wakes(&mut self.wakes, |state, _, _| state.rights());
+        let (rights, is_raw) =
+            link.with_wakes(&mut self.wakes, |state, _, _| (state.rights(), state.is_raw()));
+        let with = Connection {
+            rights,
+            reads_in: by.reads_in,
+            reads_out: by.reads_out,
+            ack_timeout: shared.config.ack_timeout,
+            peer_mtu: (!is_raw).then_some(hello.mtu),
+        };
         let work = move |id: &CmId, qp: &mut QueuePair| {
-            let up = bring_up(id, qp, rights, (by.reads_in, by.reads_out));
+            let up = bring_up(id, qp, with);
             let up = up.and_then(|mtu| id.establish().map(|()| mtu).map_err(Error::from));
             up.map_err(|error| as_disconnect(peer, error))
         };
@@ -425,7 +437,7 @@ impl Poller {
         mut outgoing: Box<Outgoing>,
         link: &Arc<LinkShared>,
         hello: Hello,
-        up: Result<Option<Mtu>, Error>,
+        up: Result<Mtu, Error>,
     ) {
         let up = up.and_then(|mtu| {
             match link.with_wakes(&mut self.wakes, |state, _, _| state.failure().cloned()) {

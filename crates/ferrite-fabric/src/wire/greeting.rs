@@ -59,6 +59,7 @@ impl Greeting {
     ///     max_message_bytes: 512 << 20,
     ///     instance: 0x5EED,
     ///     session: 9,
+    ///     mtu: 0,
     /// };
     /// let resume = Some(Resume { yours: 7, mine: 9, received: 300 });
     /// let greeting = Greeting { hello, resume };
@@ -110,6 +111,7 @@ mod tests {
         max_message_bytes: 1 << 20,
         instance: 7,
         session: 9,
+        mtu: 0,
     };
 
     #[test]

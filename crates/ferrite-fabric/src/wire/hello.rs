@@ -1,11 +1,11 @@
 //! The hello: how each side describes itself before the first frame.
 //!
 //! ```text
-//!   0        4     5     6        8          16              20       22         24
-//!   ┌────────┬─────┬─────┬────────┬──────────┬───────────────┬────────┬──────────┐
-//!   │ "FRTE" │major│minor│reserved│ features │ segment_bytes │ window │ channels │
-//!   │   4    │  1  │  1  │   2    │    8     │       4       │   2    │    2     │
-//!   └────────┴─────┴─────┴────────┴──────────┴───────────────┴────────┴──────────┘
+//!   0        4     5     6   7        8          16              20       22         24
+//!   ┌────────┬─────┬─────┬───┬────────┬──────────┬───────────────┬────────┬──────────┐
+//!   │ "FRTE" │major│minor│mtu│reserved│ features │ segment_bytes │ window │ channels │
+//!   │   4    │  1  │  1  │ 1 │   1    │    8     │       4       │   2    │    2     │
+//!   └────────┴─────┴─────┴───┴────────┴──────────┴───────────────┴────────┴──────────┘
 //!   24                  32         40        48
 //!   ┌───────────────────┬──────────┬─────────┐
 //!   │ max_message_bytes │ instance │ session │
@@ -129,6 +129,7 @@ impl BitOr for Features {
 ///     max_message_bytes: 512 << 20,
 ///     instance: 0x5EED,
 ///     session: 0,
+///     mtu: 3,
 /// };
 /// let mut private_data = hello.encode().to_vec();
 /// private_data.resize(56, 0); // as the CM does
@@ -154,6 +155,9 @@ pub struct Hello {
     /// Random per link. Whoever knows both sessions of a link can migrate it to another path. 0 if
     /// it cannot migrate.
     pub session: u64,
+    /// The largest packet that its port carries, in the encoding of verbs: 1 is 256 bytes, 5 is
+    /// 4096. 0 if it does not say.
+    pub mtu: u8,
 }
 
 impl Hello {
@@ -178,7 +182,7 @@ impl Hello {
     pub fn encode(&self) -> [u8; HELLO_BYTES] {
         let mut bytes = [0; HELLO_BYTES];
         put(&mut bytes, 0, MAGIC);
-        put(&mut bytes, 4, [self.version.major, self.version.minor]);
+        put(&mut bytes, 4, [self.version.major, self.version.minor, self.mtu]);
         put(&mut bytes, 8, self.features.bits().to_le_bytes());
         put(&mut bytes, 16, self.segment_bytes.to_le_bytes());
         put(&mut bytes, 20, self.window.to_le_bytes());
@@ -220,6 +224,8 @@ impl Hello {
             max_message_bytes: u64::from_le_bytes(field(bytes, 24)?),
             instance: u64::from_le_bytes(field(bytes, 32)?),
             session: u64::from_le_bytes(field(bytes, 40)?),
+            // Earlier versions reserved it.
+            mtu: field(bytes, 6).filter(|[mtu]| *mtu <= 5).map_or(0, |[mtu]| mtu),
         })
     }
 
@@ -299,12 +305,13 @@ mod tests {
         max_message_bytes: 0x0809_0A0B_0C0D_0E0F,
         instance: 0x1011_1213_1415_1617,
         session: 0x1819_1A1B_1C1D_1E1F,
+        mtu: 3,
     };
 
     #[test]
     fn golden_bytes() {
         let bytes: [u8; HELLO_BYTES] = [
-            b'F', b'R', b'T', b'E', 1, 0, 0, 0, // magic, version, reserved
+            b'F', b'R', b'T', b'E', 1, 0, 3, 0, // magic, version, mtu, reserved
             3, 0, 0, 0, 0, 0, 0, 0x80, // features
             3, 2, 1, 0, 5, 4, 7, 6, // segment_bytes, window, channels
             15, 14, 13, 12, 11, 10, 9, 8, // max_message_bytes
@@ -321,7 +328,7 @@ mod tests {
         bytes[5] = 9;
         bytes[6..8].fill(0xFF);
         bytes.extend([0xFF; 8]);
-        let later = Hello { version: Version { major: 1, minor: 9 }, ..HELLO };
+        let later = Hello { version: Version { major: 1, minor: 9 }, mtu: 0, ..HELLO };
         assert_eq!(Hello::decode(&bytes), Ok(later));
     }
 
@@ -383,6 +390,7 @@ mod tests {
             beyond: u64,
             instance: u64,
             session: u64,
+            mtu in 0..=5_u8,
         ) -> Hello {
             Hello {
                 version: Version { major: Version::CURRENT.major, minor },
@@ -393,6 +401,7 @@ mod tests {
                 max_message_bytes: beyond.saturating_add(segment_bytes.into()),
                 instance,
                 session,
+                mtu,
             }
         }
     }

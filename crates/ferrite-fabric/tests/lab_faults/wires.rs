@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use crate::harness::short_timeouts;
-use crate::net::Wire;
+use crate::net::{Wire, fault};
 use crate::pair::Pair;
 use crate::traffic::Traffic;
 
@@ -33,6 +33,16 @@ fn loss_of_1_percent() {
 #[test]
 fn loss_of_5_percent() {
     check_works_under("loss 5%");
+}
+
+/// The peer's interface carries smaller packets, and the connection manager knows only this one's
+/// MTU.
+#[test]
+fn mtu_that_is_smaller_at_the_peer() {
+    let _restore = fault("ip link set h1 mtu 1500", "ip link set h1 mtu 9000");
+    let pair = Pair::start(short_timeouts(), short_timeouts());
+    pair.traffic.rounds(&[0, 1, 2], ROUNDS, "a smaller MTU at the peer");
+    pair.survives("a smaller MTU at the peer");
 }
 
 const REORDER: &str = "delay 10ms reorder 25% 50%";

@@ -12,4 +12,5 @@ pub(crate) const HELLO: Hello = Hello {
     max_message_bytes: 64 << 20,
     instance: 1,
     session: 0,
+    mtu: 0,
 };

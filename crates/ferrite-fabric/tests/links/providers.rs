@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::mem::Purpose;
-use ferrite_fabric::{Config, ErrorKind, Fabric, ListenOptions, Listener, Rdma};
+use ferrite_fabric::{Config, ConnectOptions, ErrorKind, Fabric, ListenOptions, Listener, Rdma};
 use ferrite_verbs::fake::{DeviceSpec, Objects, World};
 use futures_util::future::join_all;
 use futures_util::join;
@@ -399,6 +399,55 @@ fn replaces_receives_that_a_silent_device_took_along() {
     let stats = server.stats();
     assert_eq!((stats.receives_missing, stats.receives_overdue), (0, 24));
     drop((there, here, listener));
+    clear([server, client]);
+    assert_eq!(world.objects(), Objects::default());
+}
+
+/// The ports of two hosts carry packets of different sizes, and the connection manager knows only
+/// the port of the side that connects.
+#[test]
+fn uses_the_smaller_mtu_of_both_ports() {
+    for serves in [0, 1] {
+        let (world, fixture) = world(|device| device.active_mtu = 3);
+        let fabrics = [0, 1].map(|host| fixture.fabric(&fixture.hosts[host], &Config::default()));
+        let (server, client) = (&fabrics[serves], &fabrics[1 - serves]);
+        let mut listener = server.listen(fixture.hosts[serves].any_port()).expect("listen");
+        let links = open_link(client, &fixture.hosts[1 - serves], server, &mut listener);
+        for (from, to) in [(0, 1), (1, 0)] {
+            assert_eq!(links[from].mtu().map(|mtu| mtu.bytes()), Some(1024));
+            let sending = links[from].send_bytes(0, &[7; 20_000]);
+            let (sent, message) =
+                drive(&[server, client], async { join!(sending, links[to].recv()) });
+            sent.expect("the packets are small enough");
+            assert_eq!(message.expect("a message").len(), 20_000);
+        }
+        drop((links, listener));
+        clear(fabrics);
+        assert_eq!(world.objects(), Objects::default());
+    }
+}
+
+/// A foreign peer takes the path MTU of the connection manager, so it cannot be told that this port
+/// carries less.
+#[test]
+fn refuses_a_foreign_peer_whose_packets_are_too_large() {
+    let (world, fixture) = world(|device| device.active_mtu = 3);
+    let [server, client] =
+        [0, 1].map(|host| fixture.fabric(&fixture.hosts[host], &Config::default()));
+    let listener = server.listen(fixture.hosts[0].any_port()).expect("listen");
+    let foreign_peers = listener.foreign_peers();
+    let options = ConnectOptions::new().local(fixture.hosts[1].any_port()).rdma(Rdma::Require);
+    let connecting = client.connect_raw(listener.local_addr(), &options);
+    let accepting = async {
+        let request = foreign_peers.next().await.expect("a request");
+        foreign_peers.accept(request).await
+    };
+    let (connected, accepted) = drive(&[&server, &client], async { join!(connecting, accepting) });
+    assert!(connected.is_err());
+    let error = accepted.expect_err("the packets are too large");
+    assert_eq!(error.kind(), ErrorKind::Unreachable);
+    assert!(error.to_string().contains("4096") && error.to_string().contains("1024"), "{error}");
+    drop((foreign_peers, listener));
     clear([server, client]);
     assert_eq!(world.objects(), Objects::default());
 }

@@ -129,7 +129,10 @@ impl State {
             }
             RTR if agreed => {
                 let remote = found.remote.ok_or(Errno::INVAL)?;
-                attr.path_mtu = sys::ibv_mtu::IBV_MTU_4096;
+                let asked_by = if found.is_passive { found.peer } else { Some(id) };
+                let asked_by = asked_by.and_then(|id| self.identifiers.get(&id)?.device);
+                let asked_by = asked_by.and_then(|id| self.devices.get(&id)).unwrap_or(device);
+                attr.path_mtu = sys::ibv_mtu(asked_by.spec.active_mtu);
                 attr.dest_qp_num = found.received.qp_num;
                 attr.rq_psn = found.received.qp_num;
                 attr.max_dest_rd_atomic = found.received.initiator_depth;

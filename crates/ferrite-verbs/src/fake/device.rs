@@ -411,7 +411,7 @@ unsafe extern "C" fn query_port_ex(
                     sys::ibv_port_state::IBV_PORT_DOWN
                 },
                 max_mtu: sys::ibv_mtu::IBV_MTU_4096,
-                active_mtu: sys::ibv_mtu::IBV_MTU_4096,
+                active_mtu: sys::ibv_mtu(device.spec.active_mtu),
                 gid_tbl_len: GID_TABLE_LEN.into(),
                 max_msg_sz: engine::MAX_MESSAGE_BYTES,
                 pkey_tbl_len: 1,

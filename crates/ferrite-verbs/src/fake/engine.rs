@@ -191,6 +191,9 @@ impl State {
             Peer::Unreachable if timeout == 0 => return Outcome::Wait,
             Peer::Unreachable => return Outcome::Fail(Status::IBV_WC_RETRY_EXC_ERR),
         };
+        if !self.carries(id, peer, send) {
+            return Outcome::Fail(Status::IBV_WC_RETRY_EXC_ERR);
+        }
         match self.respond(peer, send, &local) {
             Ok(Answer::Acknowledged) => Outcome::Done,
             Ok(Answer::ReceiverNotReady) if rnr_retry == RNR_FOR_EVER => Outcome::Wait,
@@ -200,6 +203,19 @@ impl State {
                 Outcome::Fail(why)
             }
         }
+    }
+
+    /// Returns whether the packets of a request, and of the answer to a read, are not larger than
+    /// what both ports carry: others are lost.
+    fn carries(&self, from: Id, to: Id, send: &Send) -> bool {
+        let bytes = |code: u32| 128_u64 << code;
+        let [from, to] = [from, to].map(|id| &self.queue_pairs[&id]);
+        let sender = if send.kind == Kind::Read { to } else { from };
+        let packet = send.len.min(bytes(sender.attr.path_mtu.0));
+        let port = |qp: &QueuePair| {
+            self.devices.get(&qp.device).is_none_or(|it| packet <= bytes(it.spec.active_mtu))
+        };
+        port(from) && port(to)
     }
 
     /// Executes the responder's half of a request.

@@ -88,6 +88,7 @@ pub(super) fn pair(
         max_message_bytes: 2048,
         instance: session,
         session,
+        mtu: 0,
     });
     let rdma = begins_on_rdma.then(|| wires.lay());
     let tcp = has_connection.then(|| wires.connect());
