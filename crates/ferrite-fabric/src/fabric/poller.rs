@@ -4,7 +4,7 @@
 //! does not depend on the number of idle links. Checking the descriptors is a system call, so it is
 //! done once a millisecond while completions arrive, and before and after sleeping.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -84,6 +84,8 @@ pub(crate) struct Poller {
     /// Whether the timer for another attempt to get memory is running.
     starved: bool,
     pub(super) shrinking: Shrinking,
+    /// Links that wait for memory.
+    pub(super) starved_links: HashSet<LinkName>,
     /// Futures to wake when the poller is unlocked.
     pub(crate) wakes: Wakes,
     /// The time of the last check of the descriptors.
@@ -123,6 +125,7 @@ impl Poller {
             unfinished: false,
             starved: false,
             shrinking: Shrinking::default(),
+            starved_links: HashSet::new(),
             wakes: Wakes::new(),
             now: Instant::now(),
             heard_all: Instant::now(),
@@ -218,6 +221,17 @@ impl Poller {
     }
 
     /// Takes all completions that are there now, but not those that arrive meanwhile without end.
+    /// Continues with links that waited for memory.
+    fn retry_starved_links(&mut self, shared: &Shared) {
+        for name in std::mem::take(&mut self.starved_links) {
+            let Some(link) = self.link_named(shared, name) else { continue };
+            link.with_wakes(&mut self.wakes, |state, env, wakes| {
+                state.pump(env, wakes);
+                wakes.append(&mut state.core.waiters.room);
+            });
+        }
+    }
+
     pub(crate) fn reap_all(&mut self, shared: &Shared) {
         let mut left: usize =
             self.device_objects.iter().flatten().map(|objects| objects.cq.depth() as usize).sum();
@@ -524,6 +538,7 @@ impl Poller {
             Timer::Shrink => self.shrink(shared),
             Timer::Wake(id) => self.wakes.extend(self.sleepers.remove(&id)),
             Timer::Migration(name) => self.migration_timed_out(shared, name),
+                self.retry_starved_links(shared);
             Timer::Upgrade(name) => self.upgrade_due(shared, name),
             Timer::Redial(name) => self.redial(shared, name),
             Timer::Greeting(id) => self.greeting_timed_out(shared, id),
