@@ -96,11 +96,13 @@ impl State {
     pub(super) fn add_device(&mut self, spec: DeviceSpec) {
         let id = self.new_id();
         let guid = 0x0200_00ff_fe00_0000 | id;
-        let mut raw = sys::ibv_device {
-            node_type: sys::ibv_node_type::IBV_NODE_CA,
-            transport_type: sys::ibv_transport_type::IBV_TRANSPORT_IB,
-            ..empty_device()
+        let (node_type, transport_type) = match spec.is_iwarp {
+            true => {
+                (sys::ibv_node_type::IBV_NODE_RNIC, sys::ibv_transport_type::IBV_TRANSPORT_IWARP)
+            }
+            false => (sys::ibv_node_type::IBV_NODE_CA, sys::ibv_transport_type::IBV_TRANSPORT_IB),
         };
+        let mut raw = sys::ibv_device { node_type, transport_type, ..empty_device() };
         put_text(&mut raw.name, &spec.name);
         put_text(&mut raw.dev_name, &spec.name);
         let raw = Object::for_world(raw, id, self.weak());
@@ -381,7 +383,7 @@ pub(super) unsafe extern "C" fn query_device(
                 max_srq_wr: count(spec.max_srq_wr),
                 max_srq_sge: count(spec.max_srq_sge),
                 max_pkeys: 1,
-                phys_port_cnt: 1,
+                phys_port_cnt: spec.port,
                 ..Default::default()
             };
             put_text(&mut raw.fw_ver, "fake");
@@ -401,7 +403,7 @@ unsafe extern "C" fn query_port_ex(
     code(unsafe {
         enter("ibv_query_port", extended(context), |state, id| {
             let device = state.device_of(id)?;
-            if port != 1 {
+            if port == 0 || port > device.spec.port {
                 return Err(Errno::INVAL);
             }
             *attr = sys::ibv_port_attr {
@@ -474,7 +476,7 @@ pub(super) unsafe extern "C" fn query_gid_table(
             for index in 0..used {
                 let mut entry = sys::ibv_gid_entry {
                     gid_index: u32::try_from(index).unwrap_or(u32::MAX),
-                    port_num: 1,
+                    port_num: if index == 0 { 1 } else { device.spec.port.into() },
                     gid_type: ROCE_V2,
                     ..Default::default()
                 };
