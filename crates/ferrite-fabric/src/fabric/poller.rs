@@ -40,9 +40,10 @@ const LOOK_EVERY: Duration = Duration::from_millis(1);
 /// The interval between attempts to get memory for receives.
 const REFILL_EVERY: Duration = Duration::from_millis(5);
 
-/// Maximum number of events of the connection manager, and of expired timers, that one pass
-/// handles. They need system calls, and thousands of them must not delay the completions of other
-/// links. The rest is left to the next pass.
+/// Maximum number of events of a device and of the connection manager, and of expired timers, that
+/// one pass handles. They need system calls, and thousands of them must not delay the completions
+/// of other links. The rest is left to the next pass.
+const DEVICE_EVENTS_PER_PASS: usize = 64;
 const CM_EVENTS_PER_PASS: usize = 16;
 const TIMERS_PER_PASS: usize = 32;
 
@@ -83,9 +84,9 @@ pub(crate) struct Poller {
     unfinished: bool,
     /// Whether the timer for another attempt to get memory is running.
     starved: bool,
-    pub(super) shrinking: Shrinking,
     /// Links that wait for memory.
     pub(super) starved_links: HashSet<LinkName>,
+    pub(super) shrinking: Shrinking,
     /// Futures to wake when the poller is unlocked.
     pub(crate) wakes: Wakes,
     /// The time of the last check of the descriptors.
@@ -124,8 +125,8 @@ impl Poller {
             armed: true, // the descriptor was not checked yet
             unfinished: false,
             starved: false,
-            shrinking: Shrinking::default(),
             starved_links: HashSet::new(),
+            shrinking: Shrinking::default(),
             wakes: Wakes::new(),
             now: Instant::now(),
             heard_all: Instant::now(),
@@ -220,7 +221,6 @@ impl Poller {
         }
     }
 
-    /// Takes all completions that are there now, but not those that arrive meanwhile without end.
     /// Continues with links that waited for memory.
     fn retry_starved_links(&mut self, shared: &Shared) {
         for name in std::mem::take(&mut self.starved_links) {
@@ -232,6 +232,7 @@ impl Poller {
         }
     }
 
+    /// Takes all completions that are there now, but not those that arrive meanwhile without end.
     pub(crate) fn reap_all(&mut self, shared: &Shared) {
         let mut left: usize =
             self.device_objects.iter().flatten().map(|objects| objects.cq.depth() as usize).sum();
@@ -356,7 +357,9 @@ impl Poller {
     fn device_events(&mut self, shared: &Shared, device: usize) -> usize {
         let mut count = 0;
         let device = &shared.devices[device];
-        while let Some(event) = self.next_device_event(device.index) {
+        while count < DEVICE_EVENTS_PER_PASS
+            && let Some(event) = self.next_device_event(device.index)
+        {
             count += 1;
             match (event.kind, event.subject) {
                 (
@@ -393,6 +396,7 @@ impl Poller {
                 _ => {}
             }
         }
+        self.unfinished |= count == DEVICE_EVENTS_PER_PASS;
         count
     }
 
@@ -534,11 +538,11 @@ impl Poller {
             Timer::Refill => {
                 self.starved = false; // the rest of this pass refills
                 self.sockets.retry_starved();
+                self.retry_starved_links(shared);
             }
             Timer::Shrink => self.shrink(shared),
             Timer::Wake(id) => self.wakes.extend(self.sleepers.remove(&id)),
             Timer::Migration(name) => self.migration_timed_out(shared, name),
-                self.retry_starved_links(shared);
             Timer::Upgrade(name) => self.upgrade_due(shared, name),
             Timer::Redial(name) => self.redial(shared, name),
             Timer::Greeting(id) => self.greeting_timed_out(shared, id),
@@ -556,13 +560,18 @@ impl Poller {
     /// Prepares for sleep: afterwards the descriptor becomes readable when there is something to
     /// do. Returns `false` if there already is.
     pub(crate) fn arm(&mut self, shared: &Shared) -> bool {
-        for objects in self.device_objects.iter_mut().flatten() {
+        let mut unarmed = false;
+        for (device, objects) in shared.devices.iter().zip(&mut self.device_objects) {
+            let Some(objects) = objects else { continue };
             // Once armed it stays armed until its event was taken. Arming it again would be a
-            // needless system call.
-            if !std::mem::replace(&mut objects.armed, true) {
-                // It fails only on a device that is gone, which has no more completions.
-                let _ = objects.cq.request_notify(false);
+            // needless system call. A device that is gone has no more completions.
+            if !objects.armed {
+                objects.armed = objects.cq.request_notify(false).is_ok();
+                unarmed |= !objects.armed && !device.is_gone();
             }
+        }
+        if unarmed {
+            self.refill_later(); // so that this is tried again soon
         }
         let found = self.reap(shared);
         let soonest = self.timers.soonest();
