@@ -364,12 +364,12 @@ pub(crate) async fn tells_rejected_clients_why(harness: Harness) {
 /// In protected mode the gateway asks the engine whether it needs a password. An error of another
 /// kind is not an answer: the client gets it, and no advice to turn protected mode off.
 pub(crate) async fn passes_the_engines_rejection_on(harness: Harness) {
-    let protected = |redis: &Redis| GatewayConfig { protected_mode: true, ..unprotected(redis) };
-    let full = Redis::start("full", &["--requirepass", "secret", "--maxclients", "2"]).await;
+    let protected = |redis: &Engine| GatewayConfig { protected_mode: true, ..unprotected(redis) };
+    let full = Engine::redis(&["--requirepass", "secret", "--maxclients", "2"]);
     let server = TestServer::start(&harness, protected(&full));
     let mut clients = Vec::new();
     loop {
-        let mut client = UnixStream::connect(&full.socket).await.expect("connect");
+        let mut client = UnixStream::connect(full.socket()).await.expect("connect");
         let mut reply = [0; 5];
         let _ = client.write_all(b"PING\r\n").await; // a full engine has closed it
         client.read_exact(&mut reply).await.expect("read the reply");
@@ -386,7 +386,7 @@ pub(crate) async fn passes_the_engines_rejection_on(harness: Harness) {
     server.end().await;
 
     let renamed = ["--rename-command", "PING", "", "--requirepass", "secret"];
-    let redis = Redis::start("renamed", &renamed).await;
+    let redis = Engine::redis(&renamed);
     let server = TestServer::start(&harness, protected(&redis));
     let mut stream = server.connect(&harness).await;
     stream.write_all(b"AUTH secret\r\n").await.expect("write");
@@ -396,7 +396,7 @@ pub(crate) async fn passes_the_engines_rejection_on(harness: Harness) {
     drop(stream);
     server.end().await;
 
-    let redis = Redis::start("open", &renamed[..3]).await;
+    let redis = Engine::redis(&renamed[..3]);
     let server = TestServer::start(&harness, protected(&redis));
     let error = read_until_end(server.connect(&harness).await).await;
     assert!(error.starts_with("-DENIED"), "{error}");
