@@ -173,6 +173,11 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
         options.threads <= options.connections,
         "--threads must not be larger than --connections"
     );
+    let cannot_write = |file: &PathBuf| format!("cannot write {}", file.display());
+    let plot = match &options.plot {
+        Some(file) => Some(plot::PlotFile::open(file).with_context(|| cannot_write(file))?),
+        None => None,
+    };
     let interrupt = Interrupt::new().context("cannot handle signals")?;
     let key_space = Arc::new(KeySpace::new());
     let measured = measure(options, &key_space, &interrupt);
@@ -184,10 +189,10 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
         eprintln!("ferrite: cannot remove the keys {prefix}*, which stay in the server: {error:#}");
     }
     let Measured { results, lines, transport_info } = measured?;
-    if let Some(file) = &options.plot {
+    if let (Some(plot), Some(file)) = (plot, &options.plot) {
         let svg =
             plot::svg("Latency by percentile", &subtitle(options, transport_info.as_ref()), &lines);
-        std::fs::write(file, svg).with_context(|| format!("cannot write {}", file.display()))?;
+        plot.write(&svg).with_context(|| cannot_write(file))?;
     }
     report::print(options, key_space.prefix(), transport_info, results)
 }
