@@ -18,7 +18,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context as _, ensure};
+use anyhow::Context as _;
 use clap::{Args, ValueEnum};
 use ferrite_fabric::Rdma;
 use serde::Serialize;
@@ -161,6 +161,14 @@ pub(super) enum Test {
     Mixed,
 }
 
+impl Options {
+    /// Returns what is wrong with options that are right by themselves.
+    pub(super) fn contradiction(&self) -> Option<&'static str> {
+        (self.threads > self.connections)
+            .then_some("--threads must not be larger than --connections")
+    }
+}
+
 fn parse_exponent(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(exponent) if exponent > 0.0 && exponent <= 10.0 => Ok(exponent),
@@ -169,10 +177,6 @@ fn parse_exponent(text: &str) -> Result<f64, String> {
 }
 
 pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
-    ensure!(
-        options.threads <= options.connections,
-        "--threads must not be larger than --connections"
-    );
     let cannot_write = |file: &PathBuf| format!("cannot write {}", file.display());
     let plot = match &options.plot {
         Some(file) => Some(plot::PlotFile::open(file).with_context(|| cannot_write(file))?),
