@@ -30,6 +30,16 @@ impl Options {
     }
 }
 
+impl Options {
+    /// Returns what is wrong with options that are right by themselves.
+    pub(crate) fn contradiction(&self) -> Option<&'static str> {
+        match &self.benchmark {
+            Benchmark::Kv(options) => options.contradiction(),
+            Benchmark::Fabric(_) | Benchmark::Stream(_) => None,
+        }
+    }
+}
+
 pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     match &options.benchmark {
         Benchmark::Fabric(options) => fabric::run(options),

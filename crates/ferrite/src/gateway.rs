@@ -55,7 +55,7 @@ pub(crate) struct Options {
     #[arg(long, value_name = "SIZE", value_parser = parse_window, default_value = "2M")]
     rx_size_max: u32,
     /// Maximum number of sessions; further clients are rejected
-    #[arg(long, value_name = "COUNT", default_value_t = 10_000)]
+    #[arg(long, value_name = "COUNT", value_parser = parse_max_clients, default_value_t = 10_000)]
     max_clients: usize,
     /// Reject clients of other hosts, and all over RDMA, while the engine asks for no password
     ///
@@ -108,6 +108,13 @@ fn parse_window(text: &str) -> Result<u32, String> {
     match size::parse(text)? {
         bytes @ WINDOW_MIN..=WINDOW_MAX => Ok(bytes),
         _ => Err("expected a size from 4K to 2M".into()),
+    }
+}
+
+fn parse_max_clients(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(count @ 1..) => Ok(count),
+        _ => Err("expected a number from 1".into()),
     }
 }
 

@@ -12,7 +12,7 @@
 
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory as _, Parser, Subcommand};
 
 mod address;
 mod bench;
@@ -54,6 +54,11 @@ enum Command {
 
 fn main() -> ExitCode {
     let cli = Cli::try_parse().unwrap_or_else(|error| exit_with_usage_error(&error));
+    if let Command::Bench(options) = &cli.command
+        && let Some(why) = options.contradiction()
+    {
+        Cli::command().error(clap::error::ErrorKind::ArgumentConflict, why).exit();
+    }
     let done = |()| ExitCode::SUCCESS;
     let (outcome, json) = match cli.command {
         Command::Devices(options) => (devices::run(&options).map(done), options.json),

@@ -44,7 +44,11 @@ const DEFAULT_PORT: u16 = 7471;
 /// send and write, and the full round trip for read, as in perftest's ib_send_lat, ib_write_lat
 /// and ib_read_lat.
 #[derive(Args)]
-#[command(after_help = HELP)]
+#[command(
+    after_help = HELP,
+    override_usage = "ferrite pingpong --listen ADDRESS [OPTIONS]   (on the first host)\n       \
+                      ferrite pingpong SERVER [OPTIONS]"
+)]
 pub(crate) struct Options {
     /// The server's address: IP (IPv6 in brackets) or name, and :PORT (default 7471)
     #[arg(value_name = "SERVER", value_parser = address::parse::<DEFAULT_PORT>,

@@ -86,7 +86,14 @@ async fn serve(options: &Options) -> anyhow::Result<()> {
         connector = connector.local(local);
     }
     let listening = TcpListener::bind(options.listen).await;
-    let listener = listening.with_context(|| format!("cannot listen on {}", options.listen))?;
+    let listener = match listening {
+        Err(error) if error.kind() == std::io::ErrorKind::AddrInUse => anyhow::bail!(
+            "cannot listen on {}: {error}; choose another port, or stop the program that has it \
+             (`ss -ltnp` names it)",
+            options.listen
+        ),
+        other => other.with_context(|| format!("cannot listen on {}", options.listen))?,
+    };
     let mut signals = Signals::new()?;
     report_listening(options, listener.local_addr()?);
     let counters = Arc::new(Counters::default());

@@ -92,13 +92,29 @@ fn exits_with_2_on_wrong_usage() {
         &["bench", "fabric", "10.0.0.1", "--iters", "5", "--seconds", "1"],
         &["bench", "fabric", "10.0.0.1", "--once"],
         &["bench", "fabric", "--listen", "10.0.0.1", "--links", "2"],
+        &["bench", "kv", "10.0.0.1", "--threads", "20", "--connections", "5"],
+        &["gateway", "--max-clients", "0"],
         &["no-such-command"],
     ] {
         assert_eq!(ferrite(arguments).status.code(), Some(2), "{arguments:?}");
     }
+    for command in [&["pingpong"][..], &["bench", "fabric"], &["bench", "stream"]] {
+        let message = text(&ferrite(command).stderr);
+        assert!(message.contains(" --listen ADDRESS"), "{command:?}: {message}");
+    }
     let output = ferrite(&["pingpong", "10.0.0.1", "--op", "write", "--mode", "event"]);
     assert_eq!(output.status.code(), Some(2));
     assert!(text(&output.stderr).contains("a write completes nothing at its receiver"));
+}
+
+#[test]
+fn relay_names_the_fix_for_an_address_in_use() {
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("listen");
+    let address = taken.local_addr().expect("an address").to_string();
+    let output = ferrite(&["relay", "--to", "127.0.0.1:1", "--listen", &address]);
+    let message = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{message}");
+    assert!(message.contains("choose another port"), "{message}");
 }
 
 #[test]

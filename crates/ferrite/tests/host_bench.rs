@@ -117,3 +117,22 @@ fn names_the_keys_that_it_cannot_remove() {
     assert!(text.contains("cannot remove the keys ferrite-bench:"), "{text}");
     assert!(text.contains("the server rejects DEL: -NOPERM"), "{text}");
 }
+
+#[test]
+fn a_plot_that_cannot_be_written_fails_before_the_benchmark() {
+    let redis = Redis::start();
+    let output = redis
+        .bench(&["--plot", "/nonexistent/plot.svg", "--seconds", "600"])
+        .output()
+        .expect("ferrite starts");
+    assert_eq!(output.status.code(), Some(1));
+    let text = stderr(&output);
+    assert!(text.contains("cannot write /nonexistent/plot.svg: No such file"), "{text}");
+    assert!(redis.ask("INFO commandstats").find("cmdstat_set").is_none(), "it wrote keys");
+
+    let plot = redis.socket.with_extension("svg");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
+    command.args(["bench", "kv", "--unix", "/nonexistent/socket", "--plot"]).arg(&plot);
+    assert_eq!(command.output().expect("ferrite starts").status.code(), Some(1));
+    assert!(!plot.exists(), "a failed benchmark leaves no empty plot");
+}

@@ -56,7 +56,11 @@ const IDLE_MAX: u32 = 15_000;
 /// operations in flight: the acknowledged bytes, divided by the time from the first post to the
 /// last acknowledgement. For send, the peer's program has also received every message.
 #[derive(Args)]
-#[command(after_help = HELP)]
+#[command(
+    after_help = HELP,
+    override_usage = "ferrite bench fabric --listen ADDRESS [OPTIONS]   (on the first host)\n       \
+                      ferrite bench fabric PEER [OPTIONS]"
+)]
 pub(crate) struct Options {
     /// The server's address: IP (IPv6 in brackets) or name, and :PORT (default 7472)
     #[arg(value_name = "PEER", value_parser = address::parse::<DEFAULT_PORT>,

@@ -18,7 +18,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context as _, ensure};
+use anyhow::Context as _;
 use clap::{Args, ValueEnum};
 use ferrite_fabric::Rdma;
 use serde::Serialize;
@@ -161,6 +161,14 @@ pub(super) enum Test {
     Mixed,
 }
 
+impl Options {
+    /// Returns what is wrong with options that are right by themselves.
+    pub(super) fn contradiction(&self) -> Option<&'static str> {
+        (self.threads > self.connections)
+            .then_some("--threads must not be larger than --connections")
+    }
+}
+
 fn parse_exponent(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(exponent) if exponent > 0.0 && exponent <= 10.0 => Ok(exponent),
@@ -169,10 +177,11 @@ fn parse_exponent(text: &str) -> Result<f64, String> {
 }
 
 pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
-    ensure!(
-        options.threads <= options.connections,
-        "--threads must not be larger than --connections"
-    );
+    let cannot_write = |file: &PathBuf| format!("cannot write {}", file.display());
+    let plot = match &options.plot {
+        Some(file) => Some(plot::PlotFile::open(file).with_context(|| cannot_write(file))?),
+        None => None,
+    };
     let interrupt = Interrupt::new().context("cannot handle signals")?;
     let key_space = Arc::new(KeySpace::new());
     let measured = measure(options, &key_space, &interrupt);
@@ -184,10 +193,10 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
         eprintln!("ferrite: cannot remove the keys {prefix}*, which stay in the server: {error:#}");
     }
     let Measured { results, lines, transport_info } = measured?;
-    if let Some(file) = &options.plot {
+    if let (Some(plot), Some(file)) = (plot, &options.plot) {
         let svg =
             plot::svg("Latency by percentile", &subtitle(options, transport_info.as_ref()), &lines);
-        std::fs::write(file, svg).with_context(|| format!("cannot write {}", file.display()))?;
+        plot.write(&svg).with_context(|| cannot_write(file))?;
     }
     report::print(options, key_space.prefix(), transport_info, results)
 }

@@ -38,7 +38,11 @@ const DEFAULT_PORT: u16 = 7473;
 /// Latency is half of a round: a write there and one back. Bandwidth is measured over many writes
 /// there and as many back, until the last byte has been read.
 #[derive(Args)]
-#[command(after_help = HELP)]
+#[command(
+    after_help = HELP,
+    override_usage = "ferrite bench stream --listen ADDRESS [OPTIONS]   (on the first host)\n       \
+                      ferrite bench stream PEER [OPTIONS]"
+)]
 pub(crate) struct Options {
     /// The server's address: IP (IPv6 in brackets) or name, and :PORT (default 7473)
     #[arg(value_name = "PEER", value_parser = address::parse::<DEFAULT_PORT>,

@@ -128,7 +128,13 @@ fn module_arguments(config: &Config, socket: &Path) -> Vec<String> {
         ("engine", quoted(&format!("unix:{}", socket.display()))),
     ]);
     if !config.rdma_devices.is_empty() {
-        arguments.push(("rdma-device", config.rdma_devices.join(",")));
+        let mut devices: Vec<&str> = Vec::new();
+        for device in &config.rdma_devices {
+            if !devices.contains(&device.as_str()) {
+                devices.push(device);
+            }
+        }
+        arguments.push(("rdma-device", devices.join(",")));
     }
     let numbers = [
         ("max-clients", config.max_connections),
@@ -222,7 +228,7 @@ mod tests {
         let lines = config_of(
             "[server]\ndata_dir = \"/data\"\n\
              rdma = \"require\"\n[network]\nport = 0\nbind = \"::1\"\nrdma_listen = \"::1\"\n\
-             allow_clear_text = true\nrdma_device = [\"a\", \"b\"]\n[network.rdma]\n\
+             allow_clear_text = true\nrdma_device = [\"a\", \"b\", \"a\"]\n[network.rdma]\n\
              max_connections = 5\nrx_size = \"64K\"\ncall_path = true\npoller_thread = false\n\
              [cluster]\nenabled = true\n[engine]\nsave = \"\"",
         );

@@ -4,6 +4,9 @@
 //! time by decades. So the tail is easy to see; a linear plot hides it in the last pixel.
 
 use std::fmt::Write as _;
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write as _};
+use std::path::{Path, PathBuf};
 
 use hdrhistogram::Histogram;
 
@@ -34,6 +37,36 @@ impl Line {
         let seen = nines.take_while(|nines| latency.len() as f64 * 10_f64.powf(-nines) >= 1.0);
         let at = |nines: f64| latency.value_at_quantile(1.0 - 10_f64.powf(-nines)) as f64 / 1e3;
         Self { name, points: seen.map(|nines| (nines, at(nines).max(1e-3))).collect() }
+    }
+}
+
+/// The file for the plot. It is opened before the benchmark, so that a path that cannot be written
+/// does not cost a run. Without a plot, a new file is removed and an old one stays as it was.
+pub(super) struct PlotFile {
+    path: PathBuf,
+    file: File,
+    is_left_over: bool,
+}
+
+impl PlotFile {
+    pub(super) fn open(path: &Path) -> io::Result<Self> {
+        let is_left_over = !path.exists();
+        let file = OpenOptions::new().create(true).write(true).truncate(false).open(path)?;
+        Ok(Self { path: path.to_owned(), file, is_left_over })
+    }
+
+    pub(super) fn write(mut self, svg: &str) -> io::Result<()> {
+        let _ = self.file.set_len(0); // a pipe has no length
+        self.is_left_over = false;
+        self.file.write_all(svg.as_bytes())
+    }
+}
+
+impl Drop for PlotFile {
+    fn drop(&mut self) {
+        if self.is_left_over {
+            let _ = std::fs::remove_file(&self.path);
+        }
     }
 }
 
