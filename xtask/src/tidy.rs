@@ -1,10 +1,12 @@
 //! `cargo xtask tidy`: checks the project's rules that the compiler does not check.
 //!
-//! The rules are about layers (`layers.rs`), the places of `unsafe` and the visibility of the
-//! bindings (with `source.rs`), retries of tests (`retries.rs`), and the name, first line and size
-//! of files. Every violation is one line, `file:line: what: remedy`. The lists below are the rules;
-//! review a change to them as a decision.
+//! The rules are about layers (`layers.rs`), import cycles (`cycles.rs`), the places of `unsafe` and
+//! the visibility of the bindings (with `source.rs`), retries of tests (`retries.rs`), and the name,
+//! first line and size of files. Every violation is one line, `file:line: what: remedy`. The lists
+//! below are the rules; review a change to them as a decision.
 
+mod cycles;
+mod imports;
 mod layers;
 mod retries;
 mod source;
@@ -73,12 +75,15 @@ pub(crate) fn run(root: &Path) -> anyhow::Result<ExitCode> {
     layers::check(&cargo_metadata(root)?, &mut findings)?;
     let files = files(root)?;
     retries::check(root, &files, &mut findings)?;
+    let mut crates = cycles::Crates::default();
     for file in &files {
         // A deleted file may still be listed, and a binary file has no text.
         if let Ok(text) = fs::read_to_string(root.join(file)) {
             check_file(file, &text, &mut findings);
+            crates.add(file, &text);
         }
     }
+    crates.check(&mut findings);
 
     for warning in &findings.warnings {
         println!("warning: {warning}");
