@@ -27,8 +27,9 @@ use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
 use crate::ending::{Shutdown, wait_for_end};
-use crate::engine::{EngineAddress, EngineSocket, ProxyConnection};
-use crate::in_process::{self, Client, CommandPaths, InProcessEngine, ServeOutcome};
+use crate::engine::{EngineAddress, EngineSocket};
+use crate::in_process::{self, CommandPaths, ProxyConnection, ServeOutcome};
+use crate::in_process_engine::{Client, InProcessEngine};
 use crate::pump::{BUFFER, pump_after};
 use crate::sessions::{ClientTransport, OpenSession, SessionInfo, Sessions};
 use crate::stream::{ValkeyConfig, ValkeyStream};

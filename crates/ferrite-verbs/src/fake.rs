@@ -80,10 +80,10 @@ use std::time::Duration;
 use rustix::io::Errno;
 
 use crate::sys;
-use crate::table::Verbs;
 use device::Subject;
 use object::Id;
 use state::State;
+pub(crate) use table::{CM, IBV};
 
 /// A set of hosts that are isolated from other worlds. Clones share it; it lives as long as
 /// anything created from it.
@@ -115,12 +115,6 @@ impl World {
             state: Mutex::new(State::new(me.clone())),
             changed: Condvar::new(),
         }))
-    }
-
-    /// Returns the entry point for the code under test.
-    #[must_use]
-    pub fn verbs(&self) -> Verbs {
-        Verbs::with_tables(&table::IBV, &table::CM, self.clone())
     }
 
     /// Adds a device with one port, which is up and reaches all other devices.

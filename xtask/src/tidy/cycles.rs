@@ -13,8 +13,6 @@ use super::imports::{self, Module, Use};
 /// The cycles that exist: crate, parent module, and the modules in the cycle. The list may only
 /// shrink.
 const KNOWN: &[(&str, &str, &[&str])] = &[
-    ("ferrite", "bench::fabric", &["client", "idle", "progress", "report"]),
-    ("ferrite-client", "", &["client", "connection", "pool"]),
     ("ferrite-fabric", "", &["connect", "fabric", "link", "listener", "one_sided"]),
     ("ferrite-fabric", "connect", &["calling", "greeting", "migration", "outgoing", "sockets"]),
     ("ferrite-fabric", "diagnose", &["own_side", "rank"]),
@@ -43,17 +41,6 @@ const KNOWN: &[(&str, &str, &[&str])] = &[
             "transport",
         ],
     ),
-    ("ferrite-session", "", &["engine", "in_process", "sessions"]),
-    ("ferrite-session", "in_process", &["commands", "engine", "input", "limits"]),
-    (
-        "ferrite-verbs",
-        "",
-        &[
-            "cm", "context", "cq", "device", "fake", "gid", "leak", "mr", "mw", "pd", "port", "qp",
-            "srq", "sys", "table", "wc", "wr",
-        ],
-    ),
-    ("ferrite-verbs", "cm", &["channel", "event"]),
     (
         "ferrite-verbs",
         "fake",

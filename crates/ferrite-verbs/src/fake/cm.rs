@@ -11,7 +11,7 @@ use super::engine::{INIT, RTR, RTS};
 use super::handshake::{CmChannel, Identifier, Params, Phase};
 use super::object::{self, ACK_WAIT, Events, Id, Object, enter, enter_until, minus_one, pointer};
 use super::state::State;
-use crate::cm::address::{RawAddress, from_raw};
+use crate::cm_abi::{RawAddress, from_raw};
 use crate::sys;
 use crate::sys::ibv_qp_attr_mask as Mask;
 

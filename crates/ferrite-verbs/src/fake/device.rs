@@ -374,7 +374,11 @@ pub(super) unsafe extern "C" fn query_device(
                 } else {
                     0
                 },
-                device_cap_flags: if spec.queue_pair_windows { crate::mw::TYPE_2B } else { 0 },
+                device_cap_flags: if spec.queue_pair_windows {
+                    sys::DEVICE_WINDOW_TYPE_2B
+                } else {
+                    0
+                },
                 max_qp_rd_atom: count(spec.max_reads),
                 max_qp_init_rd_atom: count(spec.max_reads),
                 max_srq: count(spec.max_srq),

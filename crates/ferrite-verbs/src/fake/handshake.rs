@@ -26,9 +26,9 @@ use crate::error::RejectReason;
 use crate::sys;
 use crate::sys::rdma_cm_event_type as Kind;
 
-const REQUEST_DATA: usize = crate::cm::REQUEST_PRIVATE_DATA_MAX;
-const ACCEPT_DATA: usize = crate::cm::ACCEPT_PRIVATE_DATA_MAX;
-const REJECT_DATA: usize = crate::cm::REJECT_PRIVATE_DATA_MAX;
+const REQUEST_DATA: usize = crate::cm_abi::REQUEST_PRIVATE_DATA_MAX;
+const ACCEPT_DATA: usize = crate::cm_abi::ACCEPT_PRIVATE_DATA_MAX;
+const REJECT_DATA: usize = crate::cm_abi::REJECT_PRIVATE_DATA_MAX;
 /// IB_CM_REJ_TIMEOUT: the reason that a peer gets when the connecting side has given up.
 const REJECT_TIMEOUT: RejectReason = RejectReason(4);
 
