@@ -20,7 +20,8 @@ use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
 use crate::api::fork;
-use crate::event_loop::{self, EngineHandle};
+use crate::engine_handle::EngineHandle;
+use crate::event_loop;
 use crate::listen::{Address, WantedAddresses};
 use crate::options::Options;
 use crate::target::Sockets;

@@ -27,21 +27,6 @@ const KNOWN: &[(&str, &str, &[&str])] = &[
         &["buf", "cache", "core", "exposed", "heap", "lease", "pool", "slab", "stats", "window"],
     ),
     (
-        "ferrite-module",
-        "",
-        &[
-            "calls",
-            "capacity",
-            "clients",
-            "command",
-            "entry",
-            "event_loop",
-            "info",
-            "module",
-            "transport",
-        ],
-    ),
-    (
         "ferrite-verbs",
         "fake",
         &[
