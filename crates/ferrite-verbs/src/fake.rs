@@ -58,12 +58,14 @@
 mod cm;
 mod completion;
 mod device;
-mod engine;
+mod enter;
+mod execution;
 mod handshake;
 mod memory;
 mod object;
 mod queue_pair;
 mod receive;
+mod records;
 mod state;
 mod table;
 #[cfg(test)]
@@ -80,8 +82,8 @@ use std::time::Duration;
 use rustix::io::Errno;
 
 use crate::sys;
-use device::Subject;
 use object::Id;
+use records::Subject;
 use state::State;
 pub(crate) use table::{CM, IBV};
 
@@ -199,7 +201,7 @@ impl World {
     /// without naming a refused one. Soft-RoCE does this when its doorbell fails (`rxe_post_send`
     /// and `post_send_db` in rdma-core's `providers/rxe/rxe.c`).
     pub fn fail_next_doorbell(&self, errno: i32) {
-        self.with(|state| state.inject(engine::DOORBELL, Errno::from_raw_os_error(errno)));
+        self.with(|state| state.inject(execution::DOORBELL, Errno::from_raw_os_error(errno)));
     }
 
     /// Takes a device's port down: its users get an async event, and its peers get no answer.

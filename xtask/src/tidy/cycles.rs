@@ -26,21 +26,6 @@ const KNOWN: &[(&str, &str, &[&str])] = &[
         "mem",
         &["buf", "cache", "core", "exposed", "heap", "lease", "pool", "slab", "stats", "window"],
     ),
-    (
-        "ferrite-verbs",
-        "fake",
-        &[
-            "completion",
-            "device",
-            "engine",
-            "handshake",
-            "memory",
-            "object",
-            "receive",
-            "state",
-            "window",
-        ],
-    ),
 ];
 
 const THIS_FILE: &str = "xtask/src/tidy/cycles.rs";
