@@ -51,7 +51,7 @@ use crate::listener::ListenerShared;
 use crate::source::Source;
 use crate::wire::Hello;
 use admission::{Admission, AdmissionQueue, Limits};
-pub use calling::{ConnectOptions, Connecting, ConnectingEither, ConnectingRaw, Met};
+pub use calling::{ConnectOptions, Connected, Connecting, ConnectingEither, ConnectingRaw};
 use incoming::Recipient;
 pub(crate) use outgoing::Outgoing;
 pub use several::ConnectingAny;
@@ -393,7 +393,7 @@ impl Poller {
     /// Ends a link whose handshake failed.
     fn abandon_link(&mut self, shared: &Shared, link: &Arc<LinkShared>, error: &Error) {
         link.with_wakes(&mut self.wakes, |state, _, wakes| state.core.fail(error.clone(), wakes));
-        self.attend(shared, link.index);
+        self.service_link(shared, link.index);
     }
 
     pub(crate) fn handshake_timed_out(&mut self, shared: &Shared, key: CmKey) {

@@ -40,7 +40,7 @@ mod sync;
 pub mod wire;
 
 pub use connect::{
-    ConnectOptions, Connecting, ConnectingAny, ConnectingEither, ConnectingRaw, Met,
+    ConnectOptions, Connected, Connecting, ConnectingAny, ConnectingEither, ConnectingRaw,
 };
 pub use error::{Error, ErrorKind};
 pub use fabric::{Builder, Config, Fabric, FabricStats};
@@ -55,7 +55,7 @@ pub use listener::{
 };
 pub use log_limit::{LogLimit, Suppressed};
 pub use one_sided::{Region, Revoking};
-pub use policy::{Fallback, FallbackCause, Meet, Rdma};
+pub use policy::{ConnectMode, Fallback, FallbackCause, Rdma};
 pub use rustls;
 #[cfg(feature = "tokio")]
 pub use stream::{OwnedReadHalf, OwnedWriteHalf, ReuniteError, Stream, StreamListener};

@@ -244,10 +244,10 @@ fn gateway_config(options: &Options, engine: EngineAddress, protected_mode: bool
         max_clients: options.max_clients(),
         protected_mode,
         drain_timeout: DRAIN_TIMEOUT,
-        engine_stays: false,
+        engine_keeps_running: false,
         valkey: valkey_config(options),
         name: "Ferrite module",
-        open_up: "run CONFIG SET protected-mode no in the engine",
+        unprotect_hint: "run CONFIG SET protected-mode no in the engine",
         ..GatewayConfig::new(engine)
     }
 }

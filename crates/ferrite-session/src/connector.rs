@@ -24,7 +24,7 @@ use std::time::Duration;
 
 use ferrite_fabric::rustls::ClientConfig;
 use ferrite_fabric::rustls::pki_types::ServerName;
-use ferrite_fabric::{ConnectOptions, Error, Fabric, Fallback, Met, Rdma, Stream};
+use ferrite_fabric::{ConnectOptions, Connected, Error, Fabric, Fallback, Rdma, Stream};
 use ferrite_proto::Role;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
@@ -199,8 +199,8 @@ impl Connector {
             options = options.local(local);
         }
         Ok(match self.fabric.connect_either(server, &options).await? {
-            Met::Link(link) => SessionStream::Ferrite(Stream::new(link)),
-            Met::RawConnection(raw) => {
+            Connected::Link(link) => SessionStream::Ferrite(Stream::new(link)),
+            Connected::RawConnection(raw) => {
                 let stream = ValkeyStream::open(raw, Role::Client, &self.valkey).await?;
                 SessionStream::Valkey(Box::new(stream))
             }

@@ -18,7 +18,7 @@ use crate::error::{Error, ErrorKind};
 use crate::fabric::Fabric;
 use crate::link::shared::LinkShared;
 use crate::link::{Link, RawConnection};
-use crate::policy::{Fallback, Meet, Rdma};
+use crate::policy::{ConnectMode, Fallback, Rdma};
 
 /// Options of a connect.
 ///
@@ -36,7 +36,7 @@ pub struct ConnectOptions {
     local: Option<SocketAddr>,
     timeout: Option<Duration>,
     rdma: Option<Rdma>,
-    meet: Option<Meet>,
+    mode: Option<ConnectMode>,
     tls: Option<(Arc<ClientConfig>, ServerName<'static>)>,
     require_encryption: bool,
 }
@@ -61,8 +61,8 @@ impl ConnectOptions {
     }
 
     /// Sets how the RDMA connection is established. Default: the fabric's settings.
-    pub fn meet(mut self, meet: Meet) -> Self {
-        self.meet = Some(meet);
+    pub fn mode(mut self, mode: ConnectMode) -> Self {
+        self.mode = Some(mode);
         self
     }
 
@@ -151,7 +151,7 @@ impl Future for ConnectingRaw {
 
 /// The result of connecting to a peer whose protocol was not known.
 #[derive(Debug)]
-pub enum Met {
+pub enum Connected {
     /// A Ferrite peer.
     Link(Link),
     /// A peer that speaks another protocol.
@@ -164,13 +164,13 @@ pub enum Met {
 pub struct ConnectingEither(Connecting);
 
 impl Future for ConnectingEither {
-    type Output = Result<Met, Error>;
+    type Output = Result<Connected, Error>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let fabric = self.0.fabric.clone();
         self.0.poll_opened(cx).map_ok(|link| match link.is_raw() {
-            true => Met::RawConnection(RawConnection::new(link, fabric)),
-            false => Met::Link(Link::new(link, fabric)),
+            true => Connected::RawConnection(RawConnection::new(link, fabric)),
+            false => Connected::Link(Link::new(link, fabric)),
         })
     }
 }
@@ -302,7 +302,7 @@ impl Fabric {
             return Err(Error::new(ErrorKind::Misuse, what));
         }
         let name = || ServerName::IpAddress(peer.ip().into());
-        let meet = options.meet.unwrap_or(self.config().connect);
+        let mode = options.mode.unwrap_or(self.config().connect);
         let tls = options.tls.clone().or_else(|| Some((self.shared().tls.client.clone()?, name())));
         if options.require_encryption && tls.is_none() {
             let what = "encryption is required, but TLS is not configured; set ConnectOptions::tls";
@@ -310,9 +310,9 @@ impl Fabric {
         }
         let upgrade = policy != Rdma::Forbid && !options.require_encryption;
         let over_tcp = OverTcp { peer, local: options.local, timeout, tls, policy, upgrade };
-        Ok(match (policy, meet) {
-            (Rdma::Forbid, _) | (_, Meet::TcpFirst) => (false, Some(over_tcp)),
-            (Rdma::Require, Meet::Cm | Meet::Auto) => (true, None),
+        Ok(match (policy, mode) {
+            (Rdma::Forbid, _) | (_, ConnectMode::TcpFirst) => (false, Some(over_tcp)),
+            (Rdma::Require, ConnectMode::Cm | ConnectMode::Auto) => (true, None),
             (Rdma::Prefer, _) => (!options.require_encryption, Some(over_tcp)),
         })
     }

@@ -148,7 +148,7 @@ impl Poller {
         done += self.finish_commands(shared);
         if !links.is_empty() || !self.pending_links.is_empty() {
             self.pending_links.extend(links);
-            done += self.attend_some(shared);
+            done += self.service_some(shared);
         }
         shared.counters.passes.fetch_add(1, Ordering::Relaxed);
         done
@@ -477,7 +477,7 @@ impl Poller {
                     shared.config.close_timeout.as_millis()
                 );
                 link.fail(Error::new(ErrorKind::Timeout, what));
-                self.attend(shared, name.index);
+                self.service_link(shared, name.index);
             }
             Timer::Drain(name) => {
                 if let Some(link) = self.link_named(shared, name) {
@@ -507,7 +507,7 @@ impl Poller {
                 );
                 let error = Error::new(ErrorKind::LinkDown, what);
                 link.fail(shared.diagnose(&link, error, Failure::Completion(Status::FLUSHED)));
-                self.attend(shared, name.index);
+                self.service_link(shared, name.index);
             }
             Timer::Refill => {
                 self.starved = false; // the rest of this pass refills

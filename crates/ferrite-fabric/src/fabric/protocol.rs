@@ -309,7 +309,8 @@ fn loom_drivers_never_sleep_over_a_request() {
             model.begin();
             // `run` ends when both links were attended to.
             model.over.store(true, Ordering::Release);
-            let callers = [1, 2].map(|link| spawn(&model, move |model| model.mailbox.attend(link)));
+            let callers =
+                [1, 2].map(|link| spawn(&model, move |model| model.mailbox.request_service(link)));
             model.run(2);
             join(callers);
         });
