@@ -4,21 +4,71 @@
 /// Returns the text with comments, strings and character literals replaced by blanks.
 pub(super) fn code_only(text: &str) -> String {
     let mut code = String::with_capacity(text.len());
-    let mut rest = text;
-    let mut previous = ' ';
-    while let Some(first) = rest.chars().next() {
-        let prose = prose_len(rest, previous);
-        let taken = if prose > 0 {
-            code.extend(rest[..prose].chars().map(|c| if c == '\n' { '\n' } else { ' ' }));
-            prose
-        } else {
-            code.push(first);
-            first.len_utf8()
-        };
-        previous = rest[..taken].chars().next_back().unwrap_or(' ');
-        rest = &rest[taken..];
+    for (_, part, kind) in Parts::of(text) {
+        match kind {
+            Kind::Code => code.push_str(part),
+            _ => code.extend(part.chars().map(|c| if c == '\n' { '\n' } else { ' ' })),
+        }
     }
     code
+}
+
+/// Returns the text without the contents of strings. Comments stay, and so do the line ends.
+pub(super) fn without_strings(text: &str) -> String {
+    let mut kept = String::with_capacity(text.len());
+    for (_, part, kind) in Parts::of(text) {
+        match kind {
+            Kind::Literal => kept.extend(part.chars().filter(|c| *c == '\n')),
+            Kind::Code | Kind::Comment => kept.push_str(part),
+        }
+    }
+    kept
+}
+
+/// Returns the contents of plain string literals with their lines.
+pub(super) fn strings(text: &str) -> Vec<(usize, &str)> {
+    let literals = Parts::of(text).filter(|(_, _, kind)| *kind == Kind::Literal);
+    let inside = |part: &str| Some(part.strip_prefix('"')?.strip_suffix('"')?.len());
+    literals.filter_map(|(line, part, _)| Some((line, &part[1..=inside(part)?]))).collect()
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Kind {
+    Code,
+    Comment,
+    Literal,
+}
+
+/// Splits a text into single characters of code, comments and literals, each with its line.
+struct Parts<'a> {
+    rest: &'a str,
+    previous: char,
+    line: usize,
+}
+
+impl<'a> Parts<'a> {
+    fn of(text: &'a str) -> Self {
+        Self { rest: text, previous: ' ', line: 1 }
+    }
+}
+
+impl<'a> Iterator for Parts<'a> {
+    type Item = (usize, &'a str, Kind);
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let first = self.rest.chars().next()?;
+        let (len, kind) = match prose_len(self.rest, self.previous) {
+            0 => (first.len_utf8(), Kind::Code),
+            len if first == '/' => (len, Kind::Comment),
+            len => (len, Kind::Literal),
+        };
+        let (part, rest) = self.rest.split_at(len);
+        let line = self.line;
+        self.line += part.matches('\n').count();
+        self.previous = part.chars().next_back().unwrap_or(' ');
+        self.rest = rest;
+        Some((line, part, kind))
+    }
 }
 
 /// Returns the length in bytes of the comment or literal at the start of `rest`; 0 for code.
@@ -194,6 +244,12 @@ mod tests {
         assert_eq!(unsafe_lines("let q = '\\''; unsafe {} let r = '\\'';"), [1]);
         assert_eq!(unsafe_lines("fn f<'a>(x: &'a str) { unsafe {} }"), [1]);
         assert_eq!(unsafe_lines("let b = b'\"'; unsafe {} let c = 'é';"), [1]);
+    }
+
+    #[test]
+    fn finds_the_contents_of_strings() {
+        assert_eq!(strings("f(\"a\",\n'b', \"c d\"); // \"e\""), [(1, "a"), (2, "c d")]);
+        assert_eq!(without_strings("f(\"a\nb\"); // \"e\""), "f(\n); // \"e\"");
     }
 
     #[test]
