@@ -46,7 +46,7 @@ fn tc(qdisc: &str) {
 
 /// Measures what each attack costs other clients. Where every instruction is emulated, times mean
 /// nothing, so the tests do nothing there.
-mod isolation {
+mod measured_isolation {
     macro_rules! tests {
         ($($test:ident),*) => { $(
             #[test]
