@@ -13,7 +13,7 @@ lab-test() {       # lab-test KERNEL EXPRESSION OPTIONS…: in the lab's guest
 
 # Tests that measure time (how long another client waits, the cost of a message next to a thousand
 # links) or repeat for depth (a thousand times through all objects).
-LAB_MEASURED='test(=churn::a_thousand_lives_leave_nothing) or test(/^others_beside::/)
+LAB_MEASURED='test(=churn::a_thousand_lives_leave_nothing) or test(/^measured_isolation::/)
   or test(=fabrics::idle_links_cost_nothing)'
 # The basic suites, without those tests.
 LAB_CORE="binary(/^lab_(verbs|mem|links|streams|sessions|module|server)$/) and not ($LAB_MEASURED)"

@@ -184,7 +184,8 @@ fn split_functions(generated: &str) -> Result<(String, BTreeMap<String, String>)
 }
 
 fn tables(functions: &BTreeMap<String, String>) -> Result<String> {
-    let mut out = String::from("use super::bindings::*;\nuse crate::table::function_table;\n");
+    let mut out =
+        String::from("use super::bindings::*;\nuse super::function_table::function_table;\n");
     for table in TABLES {
         write!(
             out,

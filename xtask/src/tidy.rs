@@ -1,16 +1,22 @@
 //! `cargo xtask tidy`: checks the project's rules that the compiler does not check.
 //!
-//! The rules are about layers (`layers.rs`), the places of `unsafe` and the visibility of the
-//! bindings (with `source.rs`), files included by path (`paths.rs`), retries of tests
-//! (`retries.rs`), messages that the documentation quotes (`quotes.rs`), and the name, first line
-//! and size of files. Every violation is one line, `file:line: what: remedy`. The lists below are
-//! the rules; review a change to them as a decision.
+//! The rules are about layers (`layers.rs`), import cycles (`cycles.rs`), names (`words.rs`), the
+//! width of lines (`widths.rs`), links in Markdown (`links.rs`), messages that the documentation
+//! quotes (`quotes.rs`), files included by path (`paths.rs`), retries of tests (`retries.rs`), the
+//! places of `unsafe` and the visibility of the bindings (with `source.rs`), and the name, first
+//! line and size of files. Every violation is one line, `file:line: what: remedy`. The lists in
+//! these files are the rules; review a change to them as a decision.
 
+mod cycles;
+mod imports;
 mod layers;
+mod links;
 mod paths;
 mod quotes;
 mod retries;
 mod source;
+mod widths;
+mod words;
 
 use std::fmt;
 use std::fs;
@@ -77,12 +83,19 @@ pub(crate) fn run(root: &Path) -> anyhow::Result<ExitCode> {
     let files = files(root)?;
     retries::check(root, &files, &mut findings)?;
     quotes::check(root, &files, &mut findings);
+    let mut crates = cycles::Crates::default();
+    let mut pages = links::Pages::default();
     for file in &files {
+        words::check_name(file, &mut findings);
         // A deleted file may still be listed, and a binary file has no text.
         if let Ok(text) = fs::read_to_string(root.join(file)) {
             check_file(file, &text, &mut findings);
+            crates.add(file, &text);
+            pages.add(file, &text);
         }
     }
+    crates.check(&mut findings);
+    pages.check(&files, &mut findings);
 
     for warning in &findings.warnings {
         println!("warning: {warning}");
@@ -126,6 +139,8 @@ fn files(root: &Path) -> anyhow::Result<Vec<String>> {
 
 fn check_file(file: &str, text: &str, findings: &mut Findings) {
     check_machine_paths(file, text, findings);
+    words::check(file, text, findings);
+    widths::check(file, text, findings);
     if file.starts_with("crates/") && file.ends_with("/Cargo.toml") && !inherits_lints(text) {
         let remedy = "add `[lints]` with `workspace = true`";
         findings.fail(file, 1, "the crate does not inherit the workspace's lints", remedy);

@@ -1,4 +1,4 @@
-//! The client: opens connections to a server.
+//! The client: the settings of its connections, and how one is opened.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -6,14 +6,11 @@ use std::time::Duration;
 
 use ferrite_fabric::rustls::ClientConfig;
 use ferrite_fabric::rustls::pki_types::ServerName;
-use ferrite_fabric::{Error, Fabric, Rdma};
-use ferrite_session::{Connector, client_config};
+use ferrite_fabric::{Error, Fabric, Fallback, Rdma};
+use ferrite_session::{Connector, SessionTransport, client_config};
 use redis::aio::MultiplexedConnection;
 use redis::{AsyncConnectionConfig, RedisConnectionInfo, RedisError, RedisResult};
 use tokio::time::sleep;
-
-use crate::connection::{Connection, TransportInfo};
-use crate::pool::Pool;
 
 /// Opens connections to one server. Cheap to clone.
 ///
@@ -49,6 +46,18 @@ struct Reconnect {
     /// The time before the second attempt. It doubles before each further one.
     wait: Duration,
     wait_max: Duration,
+}
+
+/// Describes the transport of a connection.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct TransportInfo {
+    /// RDMA to a Ferrite peer or a Valkey server, or TCP, with TLS or without.
+    pub transport: SessionTransport,
+    /// The RDMA device, if the connection uses RDMA.
+    pub device: Option<String>,
+    /// Why the connection uses TCP although RDMA was preferred.
+    pub fallback: Option<Fallback>,
 }
 
 /// Builds a [`Client`].
@@ -92,28 +101,6 @@ impl Client {
         }
     }
 
-    /// Opens a connection. Its clones share it, and can use it at the same time.
-    ///
-    /// # Errors
-    /// Returns an error if the server cannot be reached, or rejects the login.
-    pub async fn connect(&self) -> RedisResult<Connection> {
-        let (connection, transport_info) = self.dial().await?;
-        Ok(Connection::new(self.clone(), connection, transport_info))
-    }
-
-    /// Creates a pool of up to `size` connections (at least one). Each is opened when it is first
-    /// needed.
-    #[must_use]
-    pub fn pool(&self, size: usize) -> Pool {
-        Pool::new(self, size)
-    }
-
-    /// Like [`Client::connect`], but retries as often as for a lost connection.
-    pub(crate) async fn connect_with_retries(&self) -> RedisResult<Connection> {
-        let (connection, transport_info) = self.dial_with_retries().await?;
-        Ok(Connection::new(self.clone(), connection, transport_info))
-    }
-
     pub(crate) async fn dial_with_retries(
         &self,
     ) -> RedisResult<(MultiplexedConnection, TransportInfo)> {
@@ -129,7 +116,7 @@ impl Client {
         }
     }
 
-    async fn dial(&self) -> RedisResult<(MultiplexedConnection, TransportInfo)> {
+    pub(crate) async fn dial(&self) -> RedisResult<(MultiplexedConnection, TransportInfo)> {
         let Settings { connector, server, info, config, .. } = &*self.0;
         let session = connector.connect(*server).await?;
         let transport_info = TransportInfo {

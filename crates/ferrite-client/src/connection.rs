@@ -7,25 +7,11 @@
 use std::fmt;
 use std::sync::{Arc, PoisonError, RwLock};
 
-use ferrite_fabric::Fallback;
-use ferrite_session::SessionTransport;
 use redis::aio::{ConnectionLike, MultiplexedConnection};
 use redis::{Cmd, Pipeline, RedisFuture, RedisResult, Value};
 use tokio::sync::Mutex;
 
-use crate::client::{Client, is_connection_error};
-
-/// Describes the transport of a connection.
-#[derive(Debug, Clone)]
-#[non_exhaustive]
-pub struct TransportInfo {
-    /// RDMA to a Ferrite peer or a Valkey server, or TCP, with TLS or without.
-    pub transport: SessionTransport,
-    /// The RDMA device, if the connection uses RDMA.
-    pub device: Option<String>,
-    /// Why the connection uses TCP although RDMA was preferred.
-    pub fallback: Option<Fallback>,
-}
+use crate::client::{Client, TransportInfo, is_connection_error};
 
 /// A connection to a server: a `redis::aio::ConnectionLike` that any number of tasks can use at the
 /// same time. Clones share it.
@@ -47,8 +33,25 @@ struct Current {
     is_lost: bool,
 }
 
+impl Client {
+    /// Opens a connection. Its clones share it, and can use it at the same time.
+    ///
+    /// # Errors
+    /// Returns an error if the server cannot be reached, or rejects the login.
+    pub async fn connect(&self) -> RedisResult<Connection> {
+        let (connection, transport_info) = self.dial().await?;
+        Ok(Connection::new(self.clone(), connection, transport_info))
+    }
+
+    /// Like [`Client::connect`], but retries as often as for a lost connection.
+    pub(crate) async fn connect_with_retries(&self) -> RedisResult<Connection> {
+        let (connection, transport_info) = self.dial_with_retries().await?;
+        Ok(Connection::new(self.clone(), connection, transport_info))
+    }
+}
+
 impl Connection {
-    pub(crate) fn new(
+    fn new(
         client: Client,
         connection: MultiplexedConnection,
         transport_info: TransportInfo,

@@ -13,8 +13,8 @@ mod client;
 mod connection;
 mod pool;
 
-pub use client::{Client, ClientBuilder};
-pub use connection::{Connection, TransportInfo};
+pub use client::{Client, ClientBuilder, TransportInfo};
+pub use connection::Connection;
 pub use ferrite_session::client_config;
 pub use pool::{Dedicated, Pool};
 pub use redis;

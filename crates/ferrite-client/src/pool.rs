@@ -18,8 +18,8 @@ use redis::aio::ConnectionLike;
 use redis::{Cmd, Pipeline, RedisError, RedisFuture, RedisResult, Value};
 use tokio::sync::{OnceCell, OwnedSemaphorePermit, Semaphore};
 
-use crate::client::Client;
-use crate::connection::{Connection, TransportInfo};
+use crate::client::{Client, TransportInfo};
+use crate::connection::Connection;
 
 /// A pool of connections: a `redis::aio::ConnectionLike` that any number of tasks can use at the
 /// same time. Clones share the pool.
@@ -72,8 +72,17 @@ impl Drop for InFlight<'_> {
     }
 }
 
+impl Client {
+    /// Creates a pool of up to `size` connections (at least one). Each is opened when it is first
+    /// needed.
+    #[must_use]
+    pub fn pool(&self, size: usize) -> Pool {
+        Pool::new(self, size)
+    }
+}
+
 impl Pool {
-    pub(crate) fn new(client: &Client, size: usize) -> Self {
+    fn new(client: &Client, size: usize) -> Self {
         let size = size.max(1);
         Self(Arc::new(Shared {
             client: client.clone(),

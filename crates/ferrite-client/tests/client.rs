@@ -361,8 +361,9 @@ pub(crate) async fn connects_over_tls(verbs: &Verbs) {
     assert!(connection.get::<_, Vec<u8>>("a").await.expect("GET") == value, "GET after SET");
 
     let other_root = create_certificate().1;
-    let distrusting = builder(verbs, at).rdma(Rdma::Forbid).tls(other_root, name()).build();
-    let error = distrusting.connect().await.expect_err("the server is not trusted").to_string();
+    let distrusting = Client::builder(&fabric, at).rdma(Rdma::Forbid).tls(other_root, name());
+    let error = distrusting.build().connect().await.expect_err("the server is not trusted");
+    let error = error.to_string();
     assert!(
         error.contains("TLS handshake with 127.0.0.1")
             && error.contains("invalid peer certificate"),

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::mem::PoolConfig;
-use crate::policy::{Meet, Rdma};
+use crate::policy::{ConnectMode, Rdma};
 
 /// The settings of a [`Fabric`](crate::Fabric). The names are those that other RDMA software uses.
 ///
@@ -22,7 +22,7 @@ pub struct Config {
     pub rdma: Rdma,
     /// How RDMA connections are established: `cm`, `tcp-first` or `auto`. A connect may override
     /// it. Default: `auto`.
-    pub connect: Meet,
+    pub connect: ConnectMode,
     /// How long to poll for completions before sleeping, in microseconds. More reduces latency and
     /// uses more CPU. Default: 50.
     pub busy_poll_us: u32,
@@ -116,7 +116,7 @@ impl Default for Config {
         Self {
             memory: PoolConfig::default(),
             rdma: Rdma::default(),
-            connect: Meet::default(),
+            connect: ConnectMode::default(),
             busy_poll_us: 50,
             poll_batch: 32,
             send_queue_depth: 128,

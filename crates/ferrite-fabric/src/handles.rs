@@ -17,7 +17,7 @@ mod listener;
 mod raw_connection;
 mod region;
 
-pub use connecting::{ConnectOptions, Connecting, ConnectingEither, ConnectingRaw, Met};
+pub use connecting::{ConnectOptions, Connected, Connecting, ConnectingEither, ConnectingRaw};
 pub use foreign_peers::{ForeignPeers, ForeignTcpPeers};
 pub use link::{Link, Transport};
 pub use listener::{Accepting, ListenOptions, Listener};

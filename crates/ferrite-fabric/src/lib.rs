@@ -49,14 +49,14 @@ pub use fabric::listener::ForeignTcpPeer;
 pub use fabric::{Builder, Fabric, FabricStats};
 pub use ferrite_verbs::Status; // part of errors and of a fabric's statistics
 pub use handles::{
-    Accepting, Arrival, ConnectOptions, Connecting, ConnectingEither, ConnectingRaw, Done,
-    ForeignPeers, ForeignTcpPeers, Link, ListenOptions, Listener, Met, Preparing, RawConnection,
+    Accepting, Arrival, ConnectOptions, Connected, Connecting, ConnectingEither, ConnectingRaw,
+    Done, ForeignPeers, ForeignTcpPeers, Link, ListenOptions, Listener, Preparing, RawConnection,
     Region, Revoking, Transport,
 };
 pub use latency::LatencyStats;
 pub use link::{Ending, LinkStats, Message, ReadError, Reading, Receiving, Sending, Writing};
 pub use log_limit::{LogLimit, Suppressed};
-pub use policy::{Attempts, Fallback, FallbackCause, Meet, Rdma};
+pub use policy::{Attempts, ConnectMode, Fallback, FallbackCause, Rdma};
 pub use rustls;
 #[cfg(feature = "tokio")]
 pub use stream::{OwnedReadHalf, OwnedWriteHalf, ReuniteError, Stream, StreamListener};

@@ -92,13 +92,13 @@ impl Rdma {
 /// How RDMA connections are established. The setting `connect`.
 ///
 /// ```
-/// use ferrite_fabric::Meet;
+/// use ferrite_fabric::ConnectMode;
 ///
-/// assert_eq!("tcp-first".parse(), Ok(Meet::TcpFirst));
-/// assert_eq!(Meet::default().to_string(), "auto");
+/// assert_eq!("tcp-first".parse(), Ok(ConnectMode::TcpFirst));
+/// assert_eq!(ConnectMode::default().to_string(), "auto");
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub enum Meet {
+pub enum ConnectMode {
     /// With RDMA CM.
     Cm,
     /// Over a TCP connection, which stays open: as the fallback, and because its end reveals that
@@ -110,7 +110,7 @@ pub enum Meet {
     Auto,
 }
 
-impl fmt::Display for Meet {
+impl fmt::Display for ConnectMode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
             Self::Cm => "cm",
@@ -120,7 +120,7 @@ impl fmt::Display for Meet {
     }
 }
 
-impl FromStr for Meet {
+impl FromStr for ConnectMode {
     type Err = String;
 
     fn from_str(word: &str) -> Result<Self, String> {

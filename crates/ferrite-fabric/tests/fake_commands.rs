@@ -5,7 +5,9 @@ use std::net::SocketAddr;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use ferrite_fabric::{Config, ConnectOptions, Fabric, Link, Listener, Meet, RawConnection, Rdma};
+use ferrite_fabric::{
+    Config, ConnectMode, ConnectOptions, Fabric, Link, Listener, RawConnection, Rdma,
+};
 use ferrite_verbs::fake::{DeviceSpec, World};
 
 const SERVER: &str = "127.0.0.1";
@@ -67,8 +69,8 @@ fn drive_until(server: &Fabric, what: &str, mut done: impl FnMut() -> bool) {
     }
 }
 
-fn connect(client: &Fabric, to: SocketAddr, meet: Meet) -> Link {
-    let options = ConnectOptions::new().local(address(CLIENT)).meet(meet);
+fn connect(client: &Fabric, to: SocketAddr, mode: ConnectMode) -> Link {
+    let options = ConnectOptions::new().local(address(CLIENT)).mode(mode);
     client.block_on(client.connect_with(to, &options)).expect("a link")
 }
 
@@ -110,8 +112,8 @@ fn driving_thread_makes_no_call_that_may_wait() {
     world.forget_calls();
 
     // Links made both ways, used and closed.
-    for meet in [Meet::Cm, Meet::TcpFirst] {
-        let there = while_driving(&server, &client, move |client| connect(client, to, meet));
+    for mode in [ConnectMode::Cm, ConnectMode::TcpFirst] {
+        let there = while_driving(&server, &client, move |client| connect(client, to, mode));
         let here = accept(&server, &mut listener);
         exchange(&server, &client, &there, &here);
         while_driving(&server, &client, move |client| drop(client.block_on(there.close())));
@@ -166,7 +168,8 @@ fn driving_thread_destroys_no_identifier_when_the_device_is_removed() {
         client.spawn_thread().expect("a thread");
         let mut listener = server.listen(address(SERVER)).expect("listen");
         let to = listener.local_addr();
-        let there = while_driving(&server, &client, move |client| connect(client, to, Meet::Cm));
+        let there =
+            while_driving(&server, &client, move |client| connect(client, to, ConnectMode::Cm));
         let here = accept(&server, &mut listener);
         world.forget_calls();
         if is_announced {

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use ferrite_fabric::wire::Rights;
 use ferrite_fabric::{
-    Config, ConnectOptions, ErrorKind, Fabric, Link, Listener, Meet, Rdma, Transport,
+    Config, ConnectMode, ConnectOptions, ErrorKind, Fabric, Link, Listener, Rdma, Transport,
 };
 use ferrite_testkit::wait::until_or;
 use ferrite_testkit::{Random, until};
@@ -43,14 +43,14 @@ fn spec(at: usize) -> DeviceSpec {
 
 impl MigratingLink {
     fn new() -> Self {
-        Self::with_connect_mode(Meet::Cm)
+        Self::with_connect_mode(ConnectMode::Cm)
     }
 
-    fn with_connect_mode(meet: Meet) -> Self {
-        Self::on_devices([spec(0), spec(1)], meet)
+    fn with_connect_mode(mode: ConnectMode) -> Self {
+        Self::on_devices([spec(0), spec(1)], mode)
     }
 
-    fn on_devices(devices: [DeviceSpec; 2], meet: Meet) -> Self {
+    fn on_devices(devices: [DeviceSpec; 2], mode: ConnectMode) -> Self {
         let world = World::new();
         devices.into_iter().for_each(|device| world.add_device(device));
         let verbs = world.verbs();
@@ -66,7 +66,7 @@ impl MigratingLink {
             .listen(format!("{}:0", HOSTS[1].1).parse().expect("an address"))
             .expect("listen");
         let local = format!("{}:0", HOSTS[0].1).parse().expect("an address");
-        let options = ConnectOptions::new().local(local).meet(meet);
+        let options = ConnectOptions::new().local(local).mode(mode);
         let connecting = fabrics[0].connect_with(listener.local_addr(), &options);
         let (a, b) =
             fabrics[0].block_on(async { futures_util::join!(connecting, listener.accept()) });
@@ -112,8 +112,10 @@ fn limits_the_frames_that_it_keeps() {
     let at = format!("{}:0", HOSTS[1].1).parse().expect("an address");
     let mut listener = fabrics[1].listen(at).expect("listen");
     let local = format!("{}:0", HOSTS[0].1).parse().expect("an address");
-    let connecting = fabrics[0]
-        .connect_with(listener.local_addr(), &ConnectOptions::new().local(local).meet(Meet::Cm));
+    let connecting = fabrics[0].connect_with(
+        listener.local_addr(),
+        &ConnectOptions::new().local(local).mode(ConnectMode::Cm),
+    );
     let (a, b) = fabrics[0].block_on(async { futures_util::join!(connecting, listener.accept()) });
     let (a, b) = (a.expect("connect"), b.expect("accept"));
     let mut sent = 0;
@@ -178,7 +180,7 @@ fn migrates_when_a_queue_pair_breaks() {
 #[test]
 fn resume_waits_for_the_last_receive() {
     let silent = DeviceSpec { reports_last_receive: false, ..spec(1) };
-    let pair = MigratingLink::on_devices([spec(0), silent], Meet::Cm);
+    let pair = MigratingLink::on_devices([spec(0), silent], ConnectMode::Cm);
     pair.wait_until_on(Transport::Rdma);
     let begun = Instant::now();
     assert!(pair.links[0].leave_rdma());
@@ -193,7 +195,7 @@ fn resume_waits_for_the_last_receive() {
 /// connection stays and shows when the peer is gone.
 #[test]
 fn tcp_first() {
-    let pair = MigratingLink::with_connect_mode(Meet::TcpFirst);
+    let pair = MigratingLink::with_connect_mode(ConnectMode::TcpFirst);
     assert_eq!(pair.links[0].transport(), Transport::Rdma);
     pair.wait_until_on(Transport::Rdma);
     let traffic = pair.traffic(4);
@@ -323,7 +325,7 @@ fn grant_on_a_lost_path_gets_a_new_window() {
     let mut listener =
         server.listen(format!("{}:0", HOSTS[1].1).parse().expect("an address")).expect("listen");
     let local = format!("{}:0", HOSTS[0].1).parse().expect("an address");
-    let options = ConnectOptions::new().local(local).meet(Meet::Cm);
+    let options = ConnectOptions::new().local(local).mode(ConnectMode::Cm);
     let connecting = client.connect_with(listener.local_addr(), &options);
     let (there, here) =
         server.block_on(async { futures_util::join!(connecting, listener.accept()) });

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use ferrite_fabric::mem::{Pool, Purpose};
 use ferrite_fabric::{
-    Config, ConnectOptions, ErrorKind, Fabric, Link, Listener, Meet, Rdma, Transport,
+    Config, ConnectMode, ConnectOptions, ErrorKind, Fabric, Link, Listener, Rdma, Transport,
 };
 use ferrite_verbs::fake::{DeviceSpec, World};
 
@@ -96,7 +96,7 @@ fn fabric(world: &World, device: &str) -> Fabric {
 }
 
 fn options(host: &str) -> ConnectOptions {
-    ConnectOptions::new().local(address(host)).meet(Meet::Cm)
+    ConnectOptions::new().local(address(host)).mode(ConnectMode::Cm)
 }
 
 fn open_link(

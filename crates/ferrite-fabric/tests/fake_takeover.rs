@@ -9,7 +9,9 @@ use ferrite_fabric::wire::{
     Address, Features, GREETING_BYTES, Greeting, Hello, Resume, TCP_FRAME_HEADER_BYTES, TcpFrame,
     TcpFrameKind,
 };
-use ferrite_fabric::{Config, ConnectOptions, ErrorKind, Fabric, Link, Meet, Rdma, Transport};
+use ferrite_fabric::{
+    Config, ConnectMode, ConnectOptions, ErrorKind, Fabric, Link, Rdma, Transport,
+};
 use ferrite_testkit::handshake;
 use ferrite_verbs::fake::{DeviceSpec, World};
 use ferrite_verbs::{Access, ConnectParams, QueuePairConfig, RecvRequest, Verbs, cm};
@@ -75,7 +77,7 @@ fn packet_numbers_differ_from_connection_to_connection() {
     let peer = listener.local_addr().expect("an address");
     let numbers: Vec<u32> = (0..4)
         .map(|_| {
-            let options = ConnectOptions::new().local(address(OURS)).meet(Meet::TcpFirst);
+            let options = ConnectOptions::new().local(address(OURS)).mode(ConnectMode::TcpFirst);
             let connecting = fabric.connect_with(peer, &options);
             let (mut socket, _) = accept_greeting(&listener);
             socket.write_all(&Greeting { hello: HELLO, resume: None }.encode()).expect("say hello");

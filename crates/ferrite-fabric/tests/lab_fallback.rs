@@ -14,8 +14,8 @@ use std::time::{Duration, Instant};
 
 use ferrite_fabric::mem::PoolConfig;
 use ferrite_fabric::{
-    Config, ConnectOptions, ErrorKind, Fabric, FallbackCause, Link, ListenOptions, Meet, Rdma,
-    Transport,
+    Config, ConnectMode, ConnectOptions, ErrorKind, Fabric, FallbackCause, Link, ListenOptions,
+    Rdma, Transport,
 };
 use ferrite_testkit::lab::{
     OWN, PEER, RecreateDevices, Restore, Wire, any_port, fault, sh, slowdown,
@@ -81,7 +81,7 @@ fn check_cells(
     kinds: &[ErrorKind],
     mut lift: impl FnMut(bool) -> bool,
 ) {
-    for meet in [Meet::Cm, Meet::TcpFirst] {
+    for mode in [ConnectMode::Cm, ConnectMode::TcpFirst] {
         for rdma in [Rdma::Prefer, Rdma::Require, Rdma::Forbid] {
             let begun = Instant::now();
             let built = Fabric::system().device(OWN.0).rdma(rdma).config(config.clone()).build();
@@ -93,38 +93,38 @@ fn check_cells(
                         "{name} {rdma}: {error:?}"
                     );
                     println!(
-                        "{name:18} {rdma:8} {meet:10} {:5.2?}  refused: {error}",
+                        "{name:18} {rdma:8} {mode:10} {:5.2?}  refused: {error}",
                         begun.elapsed()
                     );
                     continue;
                 }
             };
             fabric.spawn_thread().expect("a thread");
-            let options = ConnectOptions::new().local(any_port(OWN)).meet(meet);
+            let options = ConnectOptions::new().local(any_port(OWN)).mode(mode);
             let opened = within(DEADLINE * slowdown(), name, fabric.connect_with(target, &options));
             let took = begun.elapsed();
             match (rdma, opened) {
                 (Rdma::Prefer, Ok(link)) => {
                     check_echo(&link, "over TCP");
-                    assert_eq!(link.transport(), Transport::Tcp, "{name} {meet}");
+                    assert_eq!(link.transport(), Transport::Tcp, "{name} {mode}");
                     let fallback = link.fallback().expect("the fallback is reported");
                     assert!(
                         causes.contains(&fallback.cause),
-                        "{name} {meet}: {:?} {fallback}",
+                        "{name} {mode}: {:?} {fallback}",
                         fallback.cause
                     );
                     let counted: u64 =
                         fabric.stats().fallbacks.iter().map(|(_, count)| count).sum();
-                    assert_eq!(counted, 1, "{name} {meet}");
+                    assert_eq!(counted, 1, "{name} {mode}");
                     let lifted = Instant::now();
                     let back = if lift(true) {
                         until(
                             BACK_WITHIN * slowdown(),
-                            &format!("{name} {meet}: back on RDMA"),
+                            &format!("{name} {mode}: back on RDMA"),
                             || link.transport() == Transport::Rdma,
                         );
                         check_echo(&link, "over RDMA");
-                        assert!(link.fallback().is_none(), "{name} {meet}");
+                        assert!(link.fallback().is_none(), "{name} {mode}");
                         let took = lifted.elapsed();
                         drop(link);
                         lift(false);
@@ -133,21 +133,21 @@ fn check_cells(
                         "cannot be lifted under a running process".into()
                     };
                     println!(
-                        "{name:18} {rdma:8} {meet:10} {took:5.2?}  TCP ({}); {back}: {fallback}",
+                        "{name:18} {rdma:8} {mode:10} {took:5.2?}  TCP ({}); {back}: {fallback}",
                         fallback.cause
                     );
                 }
                 (Rdma::Require, Err(error)) => {
-                    assert!(kinds.contains(&error.kind()), "{name} {meet}: {error:?}");
-                    println!("{name:18} {rdma:8} {meet:10} {took:5.2?}  refused: {error}");
+                    assert!(kinds.contains(&error.kind()), "{name} {mode}: {error:?}");
+                    println!("{name:18} {rdma:8} {mode:10} {took:5.2?}  refused: {error}");
                 }
                 (Rdma::Forbid, Ok(link)) => {
                     check_echo(&link, "over TCP");
-                    assert_eq!(link.transport(), Transport::Tcp, "{name} {meet}");
-                    assert!(link.fallback().is_none(), "{name} {meet}");
-                    println!("{name:18} {rdma:8} {meet:10} {took:5.2?}  TCP");
+                    assert_eq!(link.transport(), Transport::Tcp, "{name} {mode}");
+                    assert!(link.fallback().is_none(), "{name} {mode}");
+                    println!("{name:18} {rdma:8} {mode:10} {took:5.2?}  TCP");
                 }
-                (rdma, opened) => panic!("{name} {rdma} {meet}: {opened:?}"),
+                (rdma, opened) => panic!("{name} {rdma} {mode}: {opened:?}"),
             }
         }
     }
@@ -298,7 +298,7 @@ fn peer_without_rdma() {
 #[test]
 fn queue_pair_error() {
     let (_peer, addr) = peer(Rdma::Prefer);
-    for meet in [Meet::Cm, Meet::TcpFirst] {
+    for mode in [ConnectMode::Cm, ConnectMode::TcpFirst] {
         for rdma in [Rdma::Prefer, Rdma::Require] {
             let fabric = Fabric::system()
                 .device(OWN.0)
@@ -307,25 +307,25 @@ fn queue_pair_error() {
                 .build()
                 .expect("a fabric");
             fabric.spawn_thread().expect("a thread");
-            let options = ConnectOptions::new().local(any_port(OWN)).meet(meet);
+            let options = ConnectOptions::new().local(any_port(OWN)).mode(mode);
             let link = within(DEADLINE * slowdown(), "a link", fabric.connect_with(addr, &options))
                 .expect("a link");
-            assert_eq!(link.transport(), Transport::Rdma, "{rdma} {meet}");
+            assert_eq!(link.transport(), Transport::Rdma, "{rdma} {mode}");
             check_echo(&link, "at first");
             let begun = Instant::now();
             if rdma == Rdma::Require {
-                assert!(!link.leave_rdma(), "{meet}: the link must not leave RDMA");
-                println!("{:18} {rdma:8} {meet:10} stays on RDMA, or ends", "queue pair error");
+                assert!(!link.leave_rdma(), "{mode}: the link must not leave RDMA");
+                println!("{:18} {rdma:8} {mode:10} stays on RDMA, or ends", "queue pair error");
                 continue;
             }
-            assert!(link.leave_rdma(), "{meet}");
+            assert!(link.leave_rdma(), "{mode}");
             check_echo(&link, "without a queue pair");
             until(BACK_WITHIN * slowdown(), "back on RDMA", || link.transport() == Transport::Rdma);
             check_echo(&link, "on RDMA again");
             let counted: u64 = fabric.stats().fallbacks.iter().map(|(_, count)| count).sum();
             assert_eq!(counted, 1);
             println!(
-                "{:18} {rdma:8} {meet:10} TCP, and back after {:.1?}",
+                "{:18} {rdma:8} {mode:10} TCP, and back after {:.1?}",
                 "queue pair error",
                 begun.elapsed()
             );

@@ -25,7 +25,7 @@
 use std::time::Duration;
 
 use ferrite_proto::resp::{Value, Words};
-use ferrite_session::{Access, Callable, ClientLimits, CommandKind, ProxyClient as _, Replies};
+use ferrite_session::{Access, Callable, ClientLimits, CommandKind, Replies};
 
 use crate::api::calls::{CallContext, EngineString, Outcome, UserCalls, state};
 use crate::api::clients::{client_flag, client_info};
@@ -69,6 +69,9 @@ pub(crate) struct Calls {
     batch_key: Option<EngineString>,
     has_aof: bool,
     syncs_always: bool,
+    /// Makes the engine report the iterations of its event loop. That costs as much as a small
+    /// command each time, so it is called only when a reply first has to wait for an iteration.
+    subscribe_to_loop: fn(Context<'_>),
     /// The engine reports the iterations of its event loop, which replies may have to wait for.
     is_subscribed_to_loop: bool,
     /// The engine closes idle connections (`timeout`). Proxy connections are idle while commands
@@ -81,7 +84,10 @@ impl Calls {
     ///
     /// # Errors
     /// This engine cannot be called, and all commands must be proxied.
-    pub(crate) fn new(context: Context<'_>) -> Result<Self, String> {
+    pub(crate) fn new(
+        context: Context<'_>,
+        subscribe_to_loop: fn(Context<'_>),
+    ) -> Result<Self, String> {
         let server = context.server();
         let (has_idle_timeout, syncs_always) = (has_idle_timeout(context), syncs_always(context));
         let client_limits = client_limits(context);
@@ -106,6 +112,7 @@ impl Calls {
             batch_key,
             has_aof,
             syncs_always,
+            subscribe_to_loop,
             is_subscribed_to_loop: false,
             has_idle_timeout,
         })
@@ -240,7 +247,7 @@ impl Calls {
     pub(crate) fn replies_wait(&mut self, wrote: bool) -> bool {
         let wait = self.has_aof && (wrote || self.syncs_always);
         if wait && !std::mem::replace(&mut self.is_subscribed_to_loop, true) {
-            self.context.context().into_iter().for_each(crate::entry::subscribe_to_loop_iterations);
+            self.context.context().into_iter().for_each(self.subscribe_to_loop);
         }
         wait
     }

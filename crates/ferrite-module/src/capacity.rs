@@ -10,7 +10,7 @@ use std::cell::Cell;
 use std::time::Instant;
 
 use crate::api::Context;
-use crate::event_loop;
+use crate::call_path;
 
 /// The number of the engine's clients, their limit, and when the engine was last full.
 #[derive(Debug, Clone, Copy)]
@@ -30,7 +30,8 @@ struct FullPeriod {
 }
 
 thread_local! {
-    static CAPACITY: Cell<Capacity> = const { Cell::new(Capacity { clients: 0, max: 0, full: None }) };
+    static CAPACITY: Cell<Capacity> =
+        const { Cell::new(Capacity { clients: 0, max: 0, full: None }) };
 }
 
 impl Capacity {
@@ -65,7 +66,7 @@ fn change(act: impl FnOnce(Capacity) -> (u64, u64)) {
 /// Reads the engine's limit and its number of clients.
 pub(crate) fn follow(context: Context<'_>) {
     let max = context.config(c"maxclients").and_then(|text| text.parse().ok()).unwrap_or(0);
-    change(|capacity| (event_loop::connected_clients().unwrap_or(capacity.clients), max));
+    change(|capacity| (call_path::connected_clients().unwrap_or(capacity.clients), max));
 }
 
 /// Returns the engine's `maxclients`; zero if unknown.
@@ -86,7 +87,7 @@ pub(crate) fn on_disconnected() {
 /// its first bytes at these times.
 pub(crate) fn was_full(accepted: Instant, first_bytes: Instant) -> bool {
     if CAPACITY.get().full.is_some_and(|full| full.until.is_none())
-        && let Some(clients) = event_loop::connected_clients()
+        && let Some(clients) = call_path::connected_clients()
     {
         change(|Capacity { max, .. }| (clients, max)); // the engine's own count is exact
     }

@@ -26,14 +26,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 use ferrite_fabric::random::random;
-use ferrite_proto::SessionCommand;
-use ferrite_proto::resp::encode_command;
-use ferrite_session::{Access, Called, Commands, ProxyClient, Replies};
 use tokio::sync::Notify;
 
 use crate::api::Context;
-use crate::api::clients::{client_flag, client_info, set_client_name};
-use crate::event_loop;
+use crate::api::clients::set_client_name;
 
 /// The user of clients that have not logged in.
 pub(crate) const DEFAULT_USER: &[u8] = b"default";
@@ -64,9 +60,9 @@ pub(crate) struct ClientState {
     /// password.
     pub(crate) is_new: bool,
     /// The client's name in the engine does not show the address of the session's peer.
-    is_unnamed: bool,
+    pub(crate) is_unnamed: bool,
     /// Calls have written, and FERRITE MARK has not run since.
-    is_mark_due: bool,
+    pub(crate) is_mark_due: bool,
 }
 
 /// All records, for the engine's events and commands.
@@ -105,6 +101,21 @@ impl ClientRecord {
     pub(crate) fn state(&self) -> MutexGuard<'_, ClientState> {
         lock(&self.state)
     }
+
+    /// Returns the token with which the proxy connection identifies itself.
+    pub(crate) fn token(&self) -> &str {
+        &self.token
+    }
+
+    /// Returns the engine's client id, once the client is identified.
+    pub(crate) fn id(&self) -> Option<u64> {
+        Some(self.id.load(Ordering::Relaxed)).filter(|id| *id != 0)
+    }
+
+    /// Returns whether the engine has freed the client.
+    pub(crate) fn is_gone(&self) -> bool {
+        self.is_gone.load(Ordering::Relaxed)
+    }
 }
 
 /// Returns a token of 128 random bits, in hexadecimal.
@@ -117,62 +128,6 @@ impl Drop for ClientRecord {
         let mut registry = registry();
         registry.by_token.remove(&self.token);
         registry.by_id.remove(&self.id.load(Ordering::Relaxed));
-    }
-}
-
-impl ProxyClient for ClientRecord {
-    fn identify(&self) -> Vec<u8> {
-        let command = if event_loop::needs_attestation(self) { "ATTEST" } else { "BIND" };
-        let mut bytes = Vec::new();
-        encode_command(["FERRITE", command, &self.token], &mut bytes);
-        bytes
-    }
-
-    fn probe_login(&self) -> &'static [u8] {
-        // No session has an empty token, so this identifies nobody where it runs.
-        b"*3\r\n$7\r\nFERRITE\r\n$6\r\nATTEST\r\n$0\r\n\r\n"
-    }
-
-    fn identity_changes(&self, command: SessionCommand) {
-        let mut state = self.state();
-        state.is_identified = false;
-        if command == SessionCommand::Resets {
-            state.is_default_proven = false;
-            (state.is_new, state.is_unnamed) = (true, true);
-        }
-    }
-
-    fn refresh(&self) -> Access {
-        event_loop::refresh(self)
-    }
-
-    fn call(&self, commands: Commands<'_>, replies: &mut Replies) -> Called {
-        let called = event_loop::call(self, commands, replies);
-        if called.wrote {
-            self.state().is_mark_due = true;
-        }
-        called
-    }
-
-    fn mark_writes(&self) -> &'static [u8] {
-        b"*2\r\n$7\r\nFERRITE\r\n$4\r\nMARK\r\n"
-    }
-
-    fn is_marked(&self) -> bool {
-        !self.state().is_mark_due
-    }
-
-    fn is_blocked(&self) -> bool {
-        let info = self.id().filter(|_| !self.is_gone()).and_then(client_info);
-        info.is_some_and(|info| info.flags & client_flag::BLOCKED != 0)
-    }
-
-    fn is_gone(&self) -> bool {
-        self.is_gone.load(Ordering::Relaxed)
-    }
-
-    fn id(&self) -> Option<u64> {
-        Some(self.id.load(Ordering::Relaxed)).filter(|id| *id != 0)
     }
 }
 

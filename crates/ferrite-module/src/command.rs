@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 use ferrite_session::{SessionInfo, SessionTransport};
 
 use crate::api::Reply;
-use crate::event_loop;
+use crate::call_path;
 use crate::info;
 use crate::module::{Module, Service, command_paths};
 
@@ -33,9 +33,8 @@ const BIND: &CStr =
 /// authenticated.
 const ATTEST: &CStr =
     c"deny-script allow-loading allow-stale allow-busy no-monitor no-slowlog fast";
-/// Flags of MARK, which runs whatever the client's rights are, and which MONITOR does not show, since
-/// the client has not sent it. Without `write`, WAIT would count only
-/// older writes.
+/// Flags of MARK, which runs whatever the client's rights are, and which MONITOR does not show,
+/// since the client has not sent it. Without `write`, WAIT would count only older writes.
 const MARK: &CStr = c"no-auth write deny-script no-monitor no-slowlog fast";
 /// The ACL categories of commands for administrators.
 const ADMINS: &CStr = c"admin dangerous";
@@ -126,7 +125,7 @@ fn line(session: &SessionInfo) -> String {
          tot-net-in={} tot-net-out={}\n",
         session.id,
         session.client_id.map_or(String::new(), |id| id.to_string()),
-        session.client_id.and_then(event_loop::user_of).unwrap_or_default(),
+        session.client_id.and_then(call_path::user_of).unwrap_or_default(),
         address(session.peer),
         address(session.local),
         session.device.as_deref().unwrap_or(""),

@@ -18,7 +18,7 @@ use crate::command::{self, SUBCOMMANDS, Subcommand};
 use crate::event_loop;
 use crate::info;
 use crate::log;
-use crate::module::{Module, replace_module, with_module};
+use crate::module::{Callbacks, Module, replace_module, with_module};
 use crate::options::{Kind, Options, SETTINGS, SettingValue};
 
 const NAME: &std::ffi::CStr = c"ferrite";
@@ -95,7 +95,9 @@ fn load(context: Context<'_>, arguments: &[String]) -> Result<(), String> {
         ));
     }
     let options = Options::from_arguments(arguments)?;
-    replace_module(Some(Module::new(options.clone())));
+    let callbacks =
+        Callbacks { watch: watch_descriptors, subscribe_to_loop: subscribe_to_loop_iterations };
+    replace_module(Some(Module::new(options.clone(), callbacks)));
     let started = start(context, &options);
     if started.is_err() {
         // Only here: a second load fails earlier and must not remove the module that runs.
@@ -142,9 +144,7 @@ fn subscribe(context: Context<'_>, event: u64) {
 }
 
 /// Makes the engine call [`event_loop::on_loop_iteration`] in every iteration of its event loop.
-/// That costs as much as a small command each time, so this is called only when a reply first has
-/// to wait for an iteration.
-pub(crate) fn subscribe_to_loop_iterations(context: Context<'_>) {
+fn subscribe_to_loop_iterations(context: Context<'_>) {
     subscribe(context, flag::EVENT_LOOP);
 }
 
@@ -322,7 +322,7 @@ unsafe extern "C" fn on_readable(descriptor: c_int, _: *mut c_void, _: c_int) {
 }
 
 /// Makes the engine's event loop watch these descriptors.
-pub(crate) fn watch_descriptors(descriptors: &[RawFd]) -> Result<(), String> {
+fn watch_descriptors(descriptors: &[RawFd]) -> Result<(), String> {
     match descriptors.iter().all(|descriptor| api::watch_readable(*descriptor, on_readable)) {
         true => Ok(()),
         false => Err("the engine's event loop refused the module's descriptors".into()),

@@ -79,7 +79,7 @@ fn gateway(out: &mut Fields, stats: &ferrite_session::GatewayStats) {
     number(out, "engine_failures", stats.engine_failures);
     number(out, "commands_called", stats.called);
     number(out, "commands_proxied", stats.proxied);
-    number(out, "sessions_pinned", stats.stayed);
+    number(out, "sessions_pinned", stats.pinned);
     number(out, "sessions_evicted", stats.evicted);
     number(out, "input_bytes", stats.to_engine_bytes);
     number(out, "output_bytes", stats.to_client_bytes);

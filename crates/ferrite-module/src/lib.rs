@@ -20,8 +20,9 @@
 //! | `listen.rs` | the addresses that the module listens on |
 //! | `target.rs` | which of the engine's own sockets the proxy path connects to |
 //! | `transport.rs` | the thread `ferrite` |
-//! | `event_loop.rs` `tasks.rs` | sessions on the engine's main thread: slices and futures |
-//! | `calls.rs` | the call path: commands that run in-process, not over the proxy connection |
+//! | `event_loop.rs` `slice.rs` `tasks.rs` | sessions on the engine's main thread: slices and futures |
+//! | `calls.rs` `call_path.rs` | commands that run in-process, not over the proxy connection |
+//! | `engine_handle.rs` | the engine that this process is, as sessions use it |
 //! | `router.rs` `keys.rs` | which commands may be called; the key path, which reads long strings |
 //! | `capacity.rs` | whether the engine had reached `maxclients` when a client connected |
 //! | `descriptors.rs` | keeps sessions' file descriptors above the numbers that the engine needs |
@@ -36,11 +37,13 @@
 //! as arguments of calls that were checked first.
 
 mod api;
+mod call_path;
 mod calls;
 mod capacity;
 mod clients;
 mod command;
 mod descriptors;
+mod engine_handle;
 mod entry;
 mod event_loop;
 mod info;
@@ -50,6 +53,7 @@ mod log;
 mod module;
 mod options;
 mod router;
+mod slice;
 mod target;
 mod tasks;
 mod transport;

@@ -1,19 +1,21 @@
 //! The module's state between its load and the engine's shutdown. Everything here runs on the
 //! engine's main thread.
 
+use std::os::fd::RawFd;
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 
 use ferrite_fabric::Rdma;
 use ferrite_session::EngineAddress;
 
 use crate::api::Context;
+use crate::call_path;
 use crate::calls::Calls;
 use crate::capacity;
 use crate::descriptors;
-use crate::entry;
 use crate::event_loop;
 use crate::listen::{self, Address};
 use crate::options::{Options, SettingValue};
+use crate::slice;
 use crate::target::{Sockets, target};
 use crate::tasks::TaskQueue;
 use crate::transport::Transport;
@@ -25,10 +27,20 @@ pub(crate) enum Service {
     On(Box<Transport>),
 }
 
+/// What makes the engine call the module. The functions that it then calls have C's interface.
+#[derive(Clone, Copy)]
+pub(crate) struct Callbacks {
+    /// Makes the engine's event loop watch these descriptors, and run a slice when one is readable.
+    pub(crate) watch: fn(&[RawFd]) -> Result<(), String>,
+    /// Makes the engine report the iterations of its event loop.
+    pub(crate) subscribe_to_loop: fn(Context<'_>),
+}
+
 /// The module's state.
 pub(crate) struct Module {
     pub(crate) options: Options,
     pub(crate) service: Service,
+    callbacks: Callbacks,
     /// The engine has begun to shut down. It may still abort the shutdown.
     is_shutting_down: bool,
 }
@@ -61,9 +73,9 @@ fn lock() -> Option<MutexGuard<'static, Option<Module>>> {
 }
 
 impl Module {
-    pub(crate) fn new(options: Options) -> Self {
+    pub(crate) fn new(options: Options, callbacks: Callbacks) -> Self {
         let service = Service::Off("not started yet".into());
-        Self { options, service, is_shutting_down: false }
+        Self { options, service, callbacks, is_shutting_down: false }
     }
 
     /// Starts the listener.
@@ -74,15 +86,18 @@ impl Module {
     pub(crate) fn start(&mut self, context: Context<'_>) -> Result<(), String> {
         let started = self.endpoints(context).and_then(|endpoints| {
             let protected = is_protected(context);
-            let queue = if self.options.call_path() { enable_call_path(context) } else { None };
+            let queue = match self.options.call_path() {
+                true => enable_call_path(context, self.callbacks),
+                false => None,
+            };
             capacity::follow(context);
             descriptors::follow(capacity::max_clients(), self.options.max_clients());
             let (transport, (fabric, runtime)) =
                 Transport::start(&self.options, endpoints, protected, queue.clone())?;
-            event_loop::set_slice(self.options.slice());
+            slice::set_length(self.options.slice());
             if let Some(queue) = queue {
                 let fabric = (!self.options.poller_thread()).then_some(fabric);
-                entry::watch_descriptors(&event_loop::start(queue, fabric, runtime))?;
+                (self.callbacks.watch)(&event_loop::start(queue, fabric, runtime))?;
             }
             Ok(transport)
         });
@@ -123,7 +138,7 @@ impl Module {
     /// Adapts to changed settings of the engine: its sockets, `maxclients` and protected mode.
     /// Listeners keep their addresses until the engine restarts.
     pub(crate) fn follow_engine(&mut self, context: Context<'_>) {
-        event_loop::follow_engine(context);
+        call_path::follow_engine(context);
         capacity::follow(context);
         descriptors::follow(capacity::max_clients(), self.options.max_clients());
         let sockets = sockets(context);
@@ -161,7 +176,7 @@ impl Module {
         self.options.set(index, value)?;
         if let Service::On(transport) = &self.service {
             transport.reconfigure(&self.options);
-            event_loop::set_slice(self.options.slice());
+            slice::set_length(self.options.slice());
             descriptors::follow(capacity::max_clients(), self.options.max_clients());
         }
         Ok(())
@@ -171,7 +186,7 @@ impl Module {
     /// made now would be lost. Therefore no more calls are made, and only existing replies are
     /// delivered.
     pub(crate) fn shut_down(&mut self) {
-        event_loop::set_calls(None);
+        call_path::set(None);
         let off = Service::Off("the engine is shutting down".into());
         if let Service::On(transport) = std::mem::replace(&mut self.service, off) {
             self.is_shutting_down = true;
@@ -196,11 +211,11 @@ impl Module {
 }
 
 /// Enables the call path. If that fails, the reason is logged and all commands are proxied.
-fn enable_call_path(context: Context<'_>) -> Option<Arc<TaskQueue>> {
-    let enabled = Calls::new(context).and_then(|calls| {
+fn enable_call_path(context: Context<'_>, callbacks: Callbacks) -> Option<Arc<TaskQueue>> {
+    let enabled = Calls::new(context, callbacks.subscribe_to_loop).and_then(|calls| {
         let queue =
             TaskQueue::new().map_err(|error| format!("cannot create an eventfd: {error}"))?;
-        event_loop::set_calls(Some(calls));
+        call_path::set(Some(calls));
         Ok(queue)
     });
     enabled
@@ -246,7 +261,7 @@ fn log_listening(transport: &Transport) {
 
 /// Describes which commands run in-process and which are proxied.
 pub(crate) fn command_paths(engine: &EngineAddress) -> String {
-    match event_loop::callable_commands() {
+    match call_path::callable_commands() {
         Some(count) => {
             format!("{count} commands run in-process, the others are proxied to {engine}")
         }

@@ -20,7 +20,8 @@ use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
 use crate::api::fork;
-use crate::event_loop::{self, EngineHandle};
+use crate::engine_handle::EngineHandle;
+use crate::event_loop;
 use crate::listen::{Address, WantedAddresses};
 use crate::options::Options;
 use crate::target::Sockets;
@@ -243,10 +244,10 @@ fn gateway_config(options: &Options, engine: EngineAddress, protected_mode: bool
         max_clients: options.max_clients(),
         protected_mode,
         drain_timeout: DRAIN_TIMEOUT,
-        engine_stays: false,
+        engine_keeps_running: false,
         valkey: valkey_config(options),
         name: "Ferrite module",
-        open_up: "run CONFIG SET protected-mode no in the engine",
+        unprotect_hint: "run CONFIG SET protected-mode no in the engine",
         ..GatewayConfig::new(engine)
     }
 }

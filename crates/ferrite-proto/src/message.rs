@@ -4,7 +4,8 @@
 //! ```text
 //!   0        2        4                16       24         28     32
 //!   ┌────────┬────────┬────────────────┬────────┬──────────┬──────┐
-//!   │ opcode │ select │    reserved    │        │      features   │   0 GetServerFeature, 1 SetClientFeature
+//!   │ opcode │ select │    reserved    │        │      features   │   0 GetServerFeature,
+//!   │        │        │                │        │                 │   1 SetClientFeature
 //!   ├────────┼────────┴────────────────┴────────┴──────────┴──────┤
 //!   │ opcode │                    reserved                        │   2 Keepalive
 //!   ├────────┼─────────────────────────┬────────┬──────────┬──────┤

@@ -24,7 +24,7 @@ use std::time::Duration;
 
 use ferrite_fabric::rustls::ClientConfig;
 use ferrite_fabric::rustls::pki_types::ServerName;
-use ferrite_fabric::{Attempts, ConnectOptions, Error, Fabric, Fallback, Met, Rdma, Stream};
+use ferrite_fabric::{Attempts, ConnectOptions, Connected, Error, Fabric, Fallback, Rdma, Stream};
 use ferrite_proto::Role;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpSocket, TcpStream};
@@ -215,8 +215,8 @@ impl Connector {
             options = options.local(local);
         }
         Ok(match self.fabric.connect_either(server, &options).await? {
-            Met::Link(link) => SessionStream::Ferrite(Stream::new(link)),
-            Met::RawConnection(raw) => {
+            Connected::Link(link) => SessionStream::Ferrite(Stream::new(link)),
+            Connected::RawConnection(raw) => {
                 let stream = ValkeyStream::open(raw, Role::Client, &self.valkey).await?;
                 SessionStream::Valkey(Box::new(stream))
             }
@@ -291,9 +291,9 @@ enum SessionStream {
 
 /// A connection to a server that speaks RESP: [`AsyncRead`] and [`AsyncWrite`].
 ///
-/// A server may refuse a client by an error and close at once. Over RDMA the first write then fails,
-/// where TCP would accept it. So that the reason is read, a session accepts that write too. The next
-/// write fails.
+/// A server may refuse a client by an error and close at once. Over RDMA the first write then
+/// fails, where TCP would accept it. So that the reason is read, a session accepts that write too.
+/// The next write fails.
 pub struct Session {
     stream: SessionStream,
     fallback: Option<Fallback>,

@@ -23,7 +23,7 @@ const QUIET_TIME_PARTIAL: Duration = Duration::from_secs(1);
 pub(crate) struct Shutdown {
     /// Becomes true when the gateway shuts down.
     pub(crate) signal: watch::Receiver<bool>,
-    pub(crate) engine_stays: bool,
+    pub(crate) engine_keeps_running: bool,
 }
 
 /// Waits until a session must end: it was killed, the engine has freed its client, or the gateway
@@ -64,9 +64,9 @@ async fn wait_for_quiet_shutdown(moved: &Moved, mut shutdown: Shutdown) {
     let _ = shutdown.signal.wait_for(|ended| *ended).await; // a dropped gateway has shut down, too
     let (mut last, mut since) = (moved.total(), Instant::now());
     loop {
-        let is_partial = shutdown.engine_stays && moved.is_partial.load(Ordering::Relaxed);
+        let is_partial = shutdown.engine_keeps_running && moved.is_partial.load(Ordering::Relaxed);
         let is_quiet = since.elapsed() >= if is_partial { QUIET_TIME_PARTIAL } else { QUIET_TIME };
-        if is_quiet && !(shutdown.engine_stays && moved.is_asking.load(Ordering::Relaxed)) {
+        if is_quiet && !(shutdown.engine_keeps_running && moved.is_asking.load(Ordering::Relaxed)) {
             return;
         }
         sleep(QUIET_TIME / 5).await;

@@ -27,8 +27,9 @@ use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
 use crate::ending::{Shutdown, wait_for_end};
-use crate::engine::{EngineAccess, EngineAddress, EngineSocket, ProxyConnection};
-use crate::in_process::{self, Client, CommandPaths, InProcessEngine, ServeOutcome};
+use crate::engine::{EngineAccess, EngineAddress, EngineSocket};
+use crate::in_process::{self, CommandPaths, ProxyConnection, ServeOutcome};
+use crate::in_process_engine::{Client, InProcessEngine};
 use crate::pump::{BUFFER, pump_after};
 use crate::sessions::{ClientTransport, OpenSession, SessionInfo, Sessions};
 use crate::stream::{ValkeyConfig, ValkeyStream};
@@ -66,14 +67,14 @@ pub struct GatewayConfig {
     pub drain_timeout: Duration,
     /// Whether the engine keeps running when the gateway shuts down, so that waiting for its
     /// replies makes sense (default true). False if both shut down together.
-    pub engine_stays: bool,
+    pub engine_keeps_running: bool,
     /// The settings for clients of Valkey Over RDMA.
     pub valkey: ValkeyConfig,
     /// The name of the sender in errors to rejected clients (default `Ferrite gateway`).
     pub name: &'static str,
     /// The advice in protected mode's error: how to allow clients from other hosts without a
     /// password. The default is for `ferrite gateway`.
-    pub open_up: &'static str,
+    pub unprotect_hint: &'static str,
 }
 
 impl GatewayConfig {
@@ -86,10 +87,10 @@ impl GatewayConfig {
             max_clients: 10_000,
             protected_mode: true,
             drain_timeout: Duration::from_secs(5),
-            engine_stays: true,
+            engine_keeps_running: true,
             valkey: ValkeyConfig::default(),
             name: "Ferrite gateway",
-            open_up: "start the gateway with --protected-mode no",
+            unprotect_hint: "start the gateway with --protected-mode no",
         }
     }
 }
@@ -131,7 +132,7 @@ pub struct GatewayStats {
     /// Commands of in-process sessions that went over their proxy connections.
     pub proxied: u64,
     /// Sessions that were pinned to the proxy path.
-    pub stayed: u64,
+    pub pinned: u64,
     /// Sessions that were ended because all sessions together held more memory than the engine's
     /// `maxmemory-clients`.
     pub evicted: u64,
@@ -198,7 +199,7 @@ impl Gateway {
             to_client_bytes,
             called: of(&paths.called),
             proxied: of(&paths.proxied),
-            stayed: of(&paths.pinned),
+            pinned: of(&paths.pinned),
             evicted: of(&self.sessions.evicted),
         }
     }
@@ -355,7 +356,7 @@ impl Gateway {
         let config = self.config();
         let is_guarded = config.protected_mode && !is_local(peer, local, transport.is_rdma());
         let (open, before) = self.sessions.begin(peer, local, transport);
-        let shutdown = Shutdown { signal, engine_stays: config.engine_stays };
+        let shutdown = Shutdown { signal, engine_keeps_running: config.engine_keeps_running };
         let mut first = Vec::new();
         let connected = if before >= config.max_clients {
             self.counters.refused.fetch_add(1, Ordering::Relaxed);
@@ -426,12 +427,12 @@ impl Gateway {
 
     /// Counts a rejected client, and returns the error that protected mode sends to it.
     fn protected_mode_error(&self, config: &GatewayConfig) -> String {
-        let GatewayConfig { name, open_up, .. } = config;
+        let GatewayConfig { name, unprotect_hint, .. } = config;
         self.counters.refused.fetch_add(1, Ordering::Relaxed);
         format!(
             "-DENIED The {name} is in protected mode, because the engine behind it requires no \
              password. In the engine, give the user default a password (requirepass), or turn it \
-             off (ACL SETUSER default off) and add a user; or {open_up} to allow access without \
+             off (ACL SETUSER default off) and add a user; or {unprotect_hint} to allow access without \
              a password.\r\n"
         )
     }

@@ -17,13 +17,11 @@
 //! read while too many replies are unread. Afterwards, replies are kept up to the engine's own
 //! limits, `client-output-buffer-limit` and `maxmemory-clients`.
 
-mod commands;
-mod engine;
 mod exchange;
-mod input;
 mod limits;
+mod proxy_connection;
 mod proxying;
-mod replies;
+mod sending;
 #[cfg(test)]
 mod tests;
 
@@ -38,20 +36,17 @@ use ferrite_proto::resp::{Limits, ReplyFramer};
 use tokio::io::{AsyncReadExt as _, AsyncWrite as _, ReadBuf, ReadHalf, WriteHalf};
 use tokio::time::timeout;
 
-use crate::engine::{EMPTY_LINE, ProxyConnection};
+use crate::in_process_engine::{
+    Access, BEFORE_AUTH, Client, CommandKind, Commands, FoundCommand, InProcessEngine, Input,
+    ProxyClient, READ_MAX, REPLIES_MAX, Replies, RunCommand, range_of,
+};
 use crate::pump::Moved;
 use crate::sessions::OpenSession;
-pub use commands::{Callable, Commands};
-use commands::{RunCommand, range_of};
-pub use engine::{
-    Access, Called, ClientLimits, CommandKind, InProcessEngine, ProxyClient, SessionFuture,
-};
 use exchange::{Event, ExchangeOutcome, ExpectedReplies, next_event};
-use input::{FoundCommand, Input, READ_MAX};
-use limits::{BEFORE_AUTH, BeforeAuthQueue, OutputGuard};
+use limits::{BeforeAuthQueue, OutputGuard};
+use proxy_connection::EMPTY_LINE;
+pub(crate) use proxy_connection::ProxyConnection;
 use proxying::LargeCommand;
-pub(crate) use replies::Client;
-pub use replies::Replies;
 
 /// Counts on which path the commands of in-process sessions went.
 #[derive(Debug, Default)]
@@ -76,8 +71,6 @@ const RUN_MAX: usize = 64;
 /// The same before authentication. Engines disconnect a client without a password, and log it, when
 /// more than 1 KiB of its replies are unread. The reply to an unknown command can have 300 bytes.
 const RUN_MAX_BEFORE_AUTH: usize = 3;
-/// The bytes of replies that are gathered before they are sent.
-const REPLIES_MAX: usize = 64 << 10;
 /// The number of consecutive reads after which gathered replies are sent in any case.
 const READS_PER_SEND: u8 = 32;
 /// How many bytes of a reply to the session's own command are kept.

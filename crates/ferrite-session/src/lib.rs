@@ -1,12 +1,13 @@
 //! Sessions between clients and an engine (Redis or Valkey), over RDMA or TCP.
 //!
 //! ```text
-//!   ValkeyStream   a Valkey Over RDMA connection as a byte stream
-//!   pump           copies bytes between a client and the engine's socket, in both directions
-//!   Connector      the client side: connects to a Ferrite peer, a Valkey server, or over TCP
-//!   Gateway        the server side: accepts all kinds of clients and connects each to the engine
-//!   in_process     sessions inside the engine: calls commands in-process, proxies the others
-//!   frames         fabric settings for sessions, above all the frame size
+//!   ValkeyStream     a Valkey Over RDMA connection as a byte stream
+//!   pump             copies bytes between a client and the engine's socket, in both directions
+//!   Connector        the client side: connects to a Ferrite peer, a Valkey server, or over TCP
+//!   Gateway          the server side: accepts all kinds of clients and connects each to the engine
+//!   in_process       sessions inside the engine: calls commands in-process, proxies the others
+//!   InProcessEngine  the interface of the engine that such a session runs in
+//!   frames           fabric settings for sessions, above all the frame size
 //! ```
 #![forbid(unsafe_code)]
 
@@ -16,6 +17,7 @@ mod engine;
 mod frames;
 mod gateway;
 mod in_process;
+mod in_process_engine;
 mod pump;
 mod sessions;
 mod stream;
@@ -24,7 +26,7 @@ pub use connector::{ConnectError, Connector, Session, SessionTransport};
 pub use engine::{EngineAccess, EngineAddress, EngineSocket};
 pub use frames::{client_config, server_config};
 pub use gateway::{Gateway, GatewayConfig, GatewayStats};
-pub use in_process::{
+pub use in_process_engine::{
     Access, Callable, Called, ClientLimits, CommandKind, Commands, InProcessEngine, ProxyClient,
     Replies, SessionFuture,
 };

@@ -12,7 +12,7 @@ use ferrite_fabric::{Link, Transport};
 use tokio::sync::Notify;
 
 use crate::connector::SessionTransport;
-use crate::in_process::ProxyClient;
+use crate::in_process_engine::ProxyClient;
 use crate::pump::Moved;
 
 /// Describes an open session.

@@ -47,7 +47,7 @@ fn tc(qdisc: &str) {
 
 /// Measures what each attack costs other clients. Where every instruction is emulated, times mean
 /// nothing, so the tests do nothing there.
-mod others_beside {
+mod measured_isolation {
     macro_rules! tests {
         ($($test:ident),*) => { $(
             #[test]

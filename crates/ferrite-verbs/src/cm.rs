@@ -11,28 +11,23 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use crate::cm_abi::RawAddress;
 use crate::error::{Error, ErrorKind};
 use crate::qp::QueuePairAttributes;
 use crate::sys;
 
-pub(crate) mod address;
 mod blocking;
 mod channel;
 mod event;
 
+pub use crate::cm_abi::{
+    ACCEPT_PRIVATE_DATA_MAX, REJECT_PRIVATE_DATA_MAX, REQUEST_PRIVATE_DATA_MAX,
+};
 pub use blocking::{Listener, accept, connect, resolve};
 pub use channel::EventChannel;
 pub use event::{CmEvent, CmEventKind, ConnectionRequest};
 
-use address::RawAddress;
 use channel::IdInfo;
-
-/// Maximum size of the private data in a connection request (port space TCP).
-pub const REQUEST_PRIVATE_DATA_MAX: usize = 56;
-/// Maximum size of the private data in an acceptance.
-pub const ACCEPT_PRIVATE_DATA_MAX: usize = 196;
-/// Maximum size of the private data in a rejection.
-pub const REJECT_PRIVATE_DATA_MAX: usize = 148;
 
 /// Distinguishes identifiers in events; never reused within a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]

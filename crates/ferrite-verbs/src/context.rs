@@ -1,4 +1,4 @@
-//! An open device: its limits, ports and addresses.
+//! An open device and its limits.
 
 use std::os::fd::{AsFd, BorrowedFd, RawFd};
 use std::ptr::NonNull;
@@ -7,10 +7,7 @@ use std::sync::Arc;
 use rustix::io::Errno;
 
 use crate::device::Device;
-use crate::error::{Absence, Error, check};
-use crate::gid::GidEntry;
-use crate::mw::{TYPE_2A, TYPE_2B};
-use crate::port::Port;
+use crate::error::{Error, check};
 use crate::sys;
 use crate::table::Verbs;
 
@@ -44,8 +41,19 @@ impl Drop for Inner {
     }
 }
 
+impl Device {
+    /// Opens the device.
+    ///
+    /// # Errors
+    /// Fails without permission or file descriptors, at a cgroup's limit, if the device was
+    /// removed, or if memory cannot be protected against forks.
+    pub fn open(&self) -> Result<Context, Error> {
+        Context::open(self)
+    }
+}
+
 impl Context {
-    pub(crate) fn open(device: &Device) -> Result<Self, Error> {
+    fn open(device: &Device) -> Result<Self, Error> {
         enable_fork_safety(device.verbs())?;
         // SAFETY: the device pointer is valid while `device` holds its list.
         let raw = unsafe { (device.verbs().ibv.ibv_open_device)(device.raw()) };
@@ -90,17 +98,6 @@ impl Context {
         poll(&mut fds, Some(&now)).is_ok() && fds[0].revents().intersects(gone)
     }
 
-    /// Returns whether the device no longer carries out commands: it was removed, or it has failed
-    /// and the kernel has not taken it away yet. A port query reaches the device, so it shows
-    /// this (`mlx5_query_port` in the kernel's `drivers/infiniband/hw/mlx5/main.c`); device limits
-    /// may be cached.
-    #[must_use]
-    pub fn is_dead(&self) -> bool {
-        let gone = [Errno::IO, Errno::NODEV].map(|errno| Some(errno.raw_os_error()));
-        self.is_disassociated()
-            || self.port(1).is_err_and(|error| gone.contains(&error.raw_os_error()))
-    }
-
     /// Returns the number of completion vectors (interrupts) of the device.
     #[must_use]
     pub fn completion_vectors(&self) -> u32 {
@@ -120,42 +117,10 @@ impl Context {
         Ok(Limits::from_raw(&attr))
     }
 
-    /// Returns all ports, numbered from 1.
-    ///
-    /// # Errors
-    /// If the device was removed.
-    pub fn ports(&self) -> Result<Vec<Port>, Error> {
-        (1..=self.limits()?.ports).map(|number| self.port(number)).collect()
-    }
-
-    /// Returns one port.
-    ///
-    /// # Errors
-    /// If there is no such port, or the device was removed.
-    pub fn port(&self, number: u8) -> Result<Port, Error> {
-        Port::query(self, number)
-    }
-
-    /// Returns the GID table entries in use, of all ports.
-    ///
-    /// # Errors
-    /// If the device was removed.
-    pub fn gids(&self) -> Result<Vec<GidEntry>, Error> {
-        GidEntry::query_all(self)
-    }
-
-    /// Returns the first active port.
-    ///
-    /// # Errors
-    /// [`Absence::PortDown`] if there is none.
-    pub fn active_port(&self) -> Result<Port, Error> {
-        let ports = self.ports()?;
-        if let Some(port) = ports.iter().find(|port| port.is_active()) {
-            return Ok(port.clone());
-        }
-        let (port, state) =
-            ports.first().map_or((1, "missing".to_owned()), |p| (p.number, p.state.to_string()));
-        Err(Absence::PortDown { device: self.device().name(), port, state }.into())
+    /// Returns the result of a destroy call, corrected for a removed device: EIO counts as success
+    /// if the kernel has already destroyed all objects ([`Context::is_disassociated`]).
+    pub(crate) fn destroy_result(&self, rc: i32) -> i32 {
+        if rc == Errno::IO.raw_os_error() && self.is_disassociated() { 0 } else { rc }
     }
 }
 
@@ -236,6 +201,7 @@ pub struct Limits {
 impl Limits {
     fn from_raw(attr: &sys::ibv_device_attr) -> Self {
         let count = |value: i32| u32::try_from(value).unwrap_or(0);
+        let windows = sys::DEVICE_WINDOW_TYPE_2A | sys::DEVICE_WINDOW_TYPE_2B;
         // `c_char` is signed on some platforms and unsigned on others.
         let firmware =
             attr.fw_ver.iter().take_while(|c| **c != 0).map(|c| char::from(c.to_ne_bytes()[0]));
@@ -258,7 +224,7 @@ impl Limits {
             max_qp_rd_atom: count(attr.max_qp_rd_atom),
             max_qp_init_rd_atom: count(attr.max_qp_init_rd_atom),
             max_mw: count(attr.max_mw),
-            queue_pair_windows: attr.device_cap_flags & (TYPE_2A | TYPE_2B) != 0,
+            queue_pair_windows: attr.device_cap_flags & windows != 0,
         }
     }
 }

@@ -173,7 +173,7 @@ impl Drop for QueueInner {
         // SAFETY: created by us and destroyed once, after every queue pair on it (each holds an
         // `Arc`); all its events are acknowledged where they are taken.
         let rc = unsafe { (self.context.verbs().ibv.ibv_destroy_cq)(self.raw.as_ptr()) };
-        if !crate::leak::count_unless_released(crate::leak::destroy_result(rc, &self.context)) {
+        if !crate::leak::count_unless_released(self.context.destroy_result(rc)) {
             // The queue still points to the channel, so leak that too.
             std::mem::forget(self.channel.clone());
         }

@@ -5,7 +5,6 @@ use std::sync::Arc;
 
 use rustix::io::Errno;
 
-use crate::context::Context;
 use crate::error::{Absence, Error, ErrorKind, last_errno};
 use crate::quirks::DeviceQuirks;
 use crate::sys;
@@ -124,15 +123,6 @@ impl Device {
     #[must_use]
     pub fn quirks(&self) -> DeviceQuirks {
         DeviceQuirks::of_driver(self.driver().as_deref())
-    }
-
-    /// Opens the device.
-    ///
-    /// # Errors
-    /// Fails without permission or file descriptors, at a cgroup's limit, if the device was
-    /// removed, or if memory cannot be protected against forks.
-    pub fn open(&self) -> Result<Context, Error> {
-        Context::open(self)
     }
 
     pub(crate) fn sysfs_path(&self, below: &str) -> PathBuf {

@@ -58,13 +58,15 @@
 mod cm;
 mod completion;
 mod device;
-mod engine;
+mod enter;
+mod execution;
 mod handshake;
 mod late;
 mod memory;
 mod object;
 mod queue_pair;
 mod receive;
+mod records;
 mod state;
 mod table;
 #[cfg(test)]
@@ -81,10 +83,10 @@ use std::time::Duration;
 use rustix::io::Errno;
 
 use crate::sys;
-use crate::table::Verbs;
-use device::Subject;
 use object::Id;
+use records::Subject;
 use state::State;
+pub(crate) use table::{CM, IBV};
 
 /// A set of hosts that are isolated from other worlds. Clones share it; it lives as long as
 /// anything created from it.
@@ -116,12 +118,6 @@ impl World {
             state: Mutex::new(State::new(me.clone())),
             changed: Condvar::new(),
         }))
-    }
-
-    /// Returns the entry point for the code under test.
-    #[must_use]
-    pub fn verbs(&self) -> Verbs {
-        Verbs::with_tables(&table::IBV, &table::CM, self.clone())
     }
 
     /// Adds a device with one port, which is up and reaches all other devices.
@@ -206,7 +202,7 @@ impl World {
     /// without naming a refused one. Soft-RoCE does this when its doorbell fails (`rxe_post_send`
     /// and `post_send_db` in rdma-core's `providers/rxe/rxe.c`).
     pub fn fail_next_doorbell(&self, errno: i32) {
-        self.with(|state| state.inject(engine::DOORBELL, Errno::from_raw_os_error(errno)));
+        self.with(|state| state.inject(execution::DOORBELL, Errno::from_raw_os_error(errno)));
     }
 
     /// Takes a device's port down: its users get an async event, and its peers get no answer.

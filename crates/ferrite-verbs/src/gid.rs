@@ -80,8 +80,18 @@ pub struct GidEntry {
     pub netdev: Option<String>,
 }
 
+impl Context {
+    /// Returns the GID table entries in use, of all ports.
+    ///
+    /// # Errors
+    /// If the device was removed.
+    pub fn gids(&self) -> Result<Vec<GidEntry>, Error> {
+        GidEntry::query_all(self)
+    }
+}
+
 impl GidEntry {
-    pub(crate) fn query_all(context: &Context) -> Result<Vec<Self>, Error> {
+    fn query_all(context: &Context) -> Result<Vec<Self>, Error> {
         match context.verbs().ibv._ibv_query_gid_table {
             Some(query) => Self::query_table(context, query),
             None => Self::query_each(context),

@@ -5,10 +5,6 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use rustix::io::Errno;
-
-use crate::context::Context;
-
 static LEAKED: AtomicU64 = AtomicU64::new(0);
 
 /// Returns how many objects this process leaked because the device refused to release them.
@@ -25,10 +21,4 @@ pub(crate) fn count_unless_released(rc: i32) -> bool {
         LEAKED.fetch_add(1, Ordering::Relaxed);
     }
     rc == 0
-}
-
-/// Returns the result of a destroy call, corrected for a removed device: EIO counts as success if
-/// the kernel has already destroyed all objects ([`Context::is_disassociated`]).
-pub(crate) fn destroy_result(rc: i32, context: &Context) -> i32 {
-    if rc == Errno::IO.raw_os_error() && context.is_disassociated() { 0 } else { rc }
 }

@@ -14,7 +14,7 @@
 //! | `cq.rs` `wc.rs` | [`CompletionQueue`], [`CompletionChannel`], [`WorkCompletion`] |
 //! | `qp.rs` `srq.rs` `wr.rs` | [`QueuePair`], [`SharedReceiveQueue`], [`SendRequest`], [`RecvRequest`] |
 //! | `async_event.rs` | [`AsyncEvent`] |
-//! | `cm.rs` | [`EventChannel`], [`CmId`], [`CmEvent`] |
+//! | `cm.rs` `cm_abi.rs` | [`EventChannel`], [`CmId`], [`CmEvent`] |
 //! | `error.rs` `code.rs` `leak.rs` | [`Error`], [`Absence`]; named numbers; [`leaked_objects`] |
 //! | `fake.rs` | a software provider behind the same table (feature `fake`) |
 //!
@@ -42,6 +42,7 @@
 
 mod async_event;
 pub mod cm;
+mod cm_abi;
 mod code;
 mod context;
 mod cq;
@@ -71,7 +72,7 @@ pub use device::Device;
 pub use error::{Absence, Error, ErrorKind, Memlock, RejectReason, Rejection};
 pub use gid::{Gid, GidChoice, GidEntry, GidType, choose_gid};
 pub use leak::leaked_objects;
-pub use mr::{Access, MemoryRegion};
+pub use mr::{Access, MemoryRegion, RemoteSlice};
 pub use mw::MemoryWindow;
 pub use pd::ProtectionDomain;
 pub use port::{LinkLayer, Mtu, Port, PortState};
@@ -80,4 +81,4 @@ pub use quirks::DeviceQuirks;
 pub use srq::SharedReceiveQueue;
 pub use table::Verbs;
 pub use wc::{CompletionError, Opcode, Status, WorkCompletion};
-pub use wr::{Operation, PostError, RecvRequest, RemoteSlice, SendRequest, Sge};
+pub use wr::{Operation, PostError, RecvRequest, SendRequest, Sge};

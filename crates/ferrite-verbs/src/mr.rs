@@ -15,7 +15,6 @@ use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 use crate::error::{Error, ErrorKind, check};
 use crate::pd::ProtectionDomain;
 use crate::sys;
-use crate::wr::{RemoteSlice, Sge};
 
 /// The access rights of a region. Local reads are always allowed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -70,6 +69,17 @@ impl std::ops::BitOr for Access {
 #[derive(Debug)]
 pub struct MemoryRegion(Arc<Registration>);
 
+/// Memory of the peer, in numbers that the peer sent; only the peer's device checks them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RemoteSlice {
+    /// Address in the peer's process.
+    pub addr: u64,
+    /// Length in bytes, for our own bookkeeping; it is not sent with a request.
+    pub len: u64,
+    /// The peer's key.
+    pub rkey: u32,
+}
+
 /// The registration itself, which queues keep alive. It gives no access to the bytes, so
 /// [`MemoryRegion`] stays their only owner.
 pub(crate) struct Registration {
@@ -110,7 +120,7 @@ impl Registration {
         // SAFETY: registered by us and not released yet: a success sets `released`, and both
         // callers have the only reference.
         let rc = unsafe { (ibv.ibv_dereg_mr)(self.raw.as_ptr()) };
-        let rc = crate::leak::destroy_result(rc, self.domain.context());
+        let rc = self.domain.context().destroy_result(rc);
         if rc != 0 {
             return rc;
         }
@@ -263,18 +273,6 @@ impl MemoryRegion {
         unsafe { (*self.0.raw.as_ptr()).rkey }
     }
 
-    /// Returns a part of the region as the local side of a work request.
-    ///
-    /// # Panics
-    /// If the range is not within the region, or is larger than 4 GiB.
-    #[must_use]
-    pub fn sge(&self, range: Range<usize>) -> Sge<'_> {
-        let len = u32::try_from(self.checked_len(&range))
-            .expect("a scatter/gather entry is at most 4 GiB");
-        let addr = self.0.at().as_ptr().addr() as u64 + range.start as u64;
-        Sge::owned(sys::ibv_sge { addr, length: len, lkey: self.lkey() }, &self.0)
-    }
-
     /// Returns a part of the region as a peer addresses it: send these numbers to the peer.
     ///
     /// # Panics
@@ -282,11 +280,12 @@ impl MemoryRegion {
     #[must_use]
     pub fn remote(&self, range: Range<usize>) -> RemoteSlice {
         let len = self.checked_len(&range);
-        RemoteSlice {
-            addr: self.0.at().as_ptr().addr() as u64 + range.start as u64,
-            len: len as u64,
-            rkey: self.rkey(),
-        }
+        RemoteSlice { addr: self.address(range.start), len: len as u64, rkey: self.rkey() }
+    }
+
+    /// Returns the address of a byte of the region.
+    pub(crate) fn address(&self, offset: usize) -> u64 {
+        self.0.at().as_ptr().addr() as u64 + offset as u64
     }
 
     /// Copies bytes into the region.
@@ -369,7 +368,7 @@ impl MemoryRegion {
         }
     }
 
-    fn checked_len(&self, range: &Range<usize>) -> usize {
+    pub(crate) fn checked_len(&self, range: &Range<usize>) -> usize {
         assert!(
             range.start <= range.end && range.end <= self.0.len,
             "range {range:?} is not within a region of {} bytes",

@@ -17,14 +17,9 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use crate::error::{Error, ErrorKind, check};
-use crate::mr::{Access, MemoryRegion, Registration};
+use crate::mr::{Access, MemoryRegion, Registration, RemoteSlice};
 use crate::pd::ProtectionDomain;
 use crate::sys;
-use crate::wr::RemoteSlice;
-
-/// Flags of `ibv_query_device` for windows of type 2 (IBV_DEVICE_MEM_WINDOW_TYPE_2A and _2B).
-pub(crate) const TYPE_2A: u32 = 1 << 23;
-pub(crate) const TYPE_2B: u32 = 1 << 24;
 
 /// The bits of a key that the application chooses when it binds a window.
 const APPLICATION_KEY_BITS: u32 = 0xff;
@@ -108,7 +103,7 @@ impl ProtectionDomain {
             Some(release) => unsafe { release(raw.as_ptr()) },
             None => rustix::io::Errno::NOSYS.raw_os_error(),
         };
-        crate::leak::destroy_result(rc, self.context())
+        self.context().destroy_result(rc)
     }
 }
 

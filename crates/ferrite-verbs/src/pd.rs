@@ -28,7 +28,7 @@ impl Drop for Inner {
     fn drop(&mut self) {
         // SAFETY: allocated by us and released once, after every child (each holds an `Arc` of us).
         let rc = unsafe { (self.context.verbs().ibv.ibv_dealloc_pd)(self.raw.as_ptr()) };
-        crate::leak::count_unless_released(crate::leak::destroy_result(rc, &self.context));
+        crate::leak::count_unless_released(self.context.destroy_result(rc));
     }
 }
 

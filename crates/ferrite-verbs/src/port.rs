@@ -3,9 +3,11 @@
 use std::fmt;
 use std::mem::offset_of;
 
+use rustix::io::Errno;
+
 use crate::code::codes;
 use crate::context::Context;
-use crate::error::{Error, check};
+use crate::error::{Absence, Error, check};
 use crate::sys;
 
 /// The attributes that a port reported.
@@ -33,8 +35,51 @@ pub struct Port {
     pub mbit_per_s: Option<u32>,
 }
 
+impl Context {
+    /// Returns all ports, numbered from 1.
+    ///
+    /// # Errors
+    /// If the device was removed.
+    pub fn ports(&self) -> Result<Vec<Port>, Error> {
+        (1..=self.limits()?.ports).map(|number| self.port(number)).collect()
+    }
+
+    /// Returns one port.
+    ///
+    /// # Errors
+    /// If there is no such port, or the device was removed.
+    pub fn port(&self, number: u8) -> Result<Port, Error> {
+        Port::query(self, number)
+    }
+
+    /// Returns the first active port.
+    ///
+    /// # Errors
+    /// [`Absence::PortDown`] if there is none.
+    pub fn active_port(&self) -> Result<Port, Error> {
+        let ports = self.ports()?;
+        if let Some(port) = ports.iter().find(|port| port.is_active()) {
+            return Ok(port.clone());
+        }
+        let (port, state) =
+            ports.first().map_or((1, "missing".to_owned()), |p| (p.number, p.state.to_string()));
+        Err(Absence::PortDown { device: self.device().name(), port, state }.into())
+    }
+
+    /// Returns whether the device no longer carries out commands: it was removed, or it has failed
+    /// and the kernel has not taken it away yet. A port query reaches the device, so it shows
+    /// this (`mlx5_query_port` in the kernel's `drivers/infiniband/hw/mlx5/main.c`); device limits
+    /// may be cached.
+    #[must_use]
+    pub fn is_dead(&self) -> bool {
+        let gone = [Errno::IO, Errno::NODEV].map(|errno| Some(errno.raw_os_error()));
+        self.is_disassociated()
+            || self.port(1).is_err_and(|error| gone.contains(&error.raw_os_error()))
+    }
+}
+
 impl Port {
-    pub(crate) fn query(context: &Context, number: u8) -> Result<Self, Error> {
+    fn query(context: &Context, number: u8) -> Result<Self, Error> {
         let mut attr = sys::ibv_port_attr::default();
         let raw = context.raw();
         // ibv_query_port is an inline function in C. It calls the function of the extended context

@@ -186,7 +186,7 @@ impl QueuePair {
         // SAFETY: created by us and destroyed once (`destroyed`); the parents are still alive:
         // fields drop later.
         let rc = unsafe { (self.domain.context().verbs().ibv.ibv_destroy_qp)(self.raw()) };
-        crate::leak::destroy_result(rc, self.domain.context())
+        self.domain.context().destroy_result(rc)
     }
 
     /// Destroys the queue pair and reports failure. After `Ok`, the device accesses none of the

@@ -1,5 +1,5 @@
-//! How providers differ where no query tells. This is the only place that asks which driver a device
-//! has: everything else asks for a property.
+//! How providers differ where no query tells. This is the only place that asks which driver a
+//! device has: everything else asks for a property.
 
 /// The peculiarities of a device's provider: see [`Device::quirks`](crate::Device::quirks).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -36,7 +36,7 @@ impl Inner {
         // SAFETY: created by us and destroyed once, after every queue pair on it (each holds an
         // `Arc`).
         let rc = unsafe { (ibv.ibv_destroy_srq)(self.raw.as_ptr()) };
-        crate::leak::destroy_result(rc, self.domain.context())
+        self.domain.context().destroy_result(rc)
     }
 }
 

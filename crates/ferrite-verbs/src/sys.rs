@@ -12,7 +12,12 @@
     reason = "generated code, as the C headers have it"
 )]
 mod bindings;
+mod function_table;
 mod functions;
 
 pub(crate) use bindings::*;
 pub(crate) use functions::{CmFunctions, IbvFunctions};
+
+/// Flags of `ibv_query_device` for windows of type 2 (IBV_DEVICE_MEM_WINDOW_TYPE_2A and _2B).
+pub(crate) const DEVICE_WINDOW_TYPE_2A: u32 = 1 << 23;
+pub(crate) const DEVICE_WINDOW_TYPE_2B: u32 = 1 << 24;

@@ -10,54 +10,12 @@ use std::sync::OnceLock;
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 
 use crate::error::Absence;
+#[cfg(feature = "fake")]
+use crate::fake::{self, World};
 use crate::sys::{CmFunctions, IbvFunctions};
 
 const LIBIBVERBS: &str = "libibverbs.so.1";
 const LIBRDMACM: &str = "librdmacm.so.1";
-
-/// Declares a struct of function pointers and a function that fills it from a library.
-macro_rules! function_table {
-    (
-        pub(crate) struct $table:ident {
-            required { $($required:ident: $required_type:ty,)* }
-            optional { $($optional:ident: $optional_type:ty,)* }
-        }
-    ) => {
-        /// Functions of one library; an optional one is `None` where the library is too old for it.
-        #[derive(Clone, Copy)]
-        pub(crate) struct $table {
-            $(pub(crate) $required: $required_type,)*
-            $(pub(crate) $optional: Option<$optional_type>,)*
-        }
-
-        impl $table {
-            /// Looks up every function; `Err` carries the name of a required function that is
-            /// missing.
-            ///
-            /// # Safety
-            /// `library` must be the library the headers describe, and must stay loaded for as
-            /// long as the table is used.
-            pub(crate) unsafe fn load(
-                library: &libloading::os::unix::Library,
-            ) -> Result<Self, &'static str> {
-                // SAFETY: the caller guarantees that this is the right library, so each symbol has
-                // the type that the generated table gives it.
-                unsafe {
-                    Ok(Self {
-                        $($required: *library
-                            .get::<$required_type>(stringify!($required))
-                            .map_err(|_| stringify!($required))?,)*
-                        $($optional: library
-                            .get::<$optional_type>(stringify!($optional))
-                            .ok()
-                            .map(|symbol| *symbol),)*
-                    })
-                }
-            }
-        }
-    };
-}
-pub(crate) use function_table;
 
 /// An RDMA stack: the entry point of this crate.
 ///
@@ -67,7 +25,7 @@ pub struct Verbs {
     pub(crate) ibv: &'static IbvFunctions,
     cm: Result<&'static CmFunctions, Absence>,
     #[cfg(feature = "fake")]
-    pub(crate) world: Option<crate::fake::World>,
+    world: Option<World>,
 }
 
 impl Verbs {
@@ -86,15 +44,6 @@ impl Verbs {
         self.cm.clone()
     }
 
-    #[cfg(feature = "fake")]
-    pub(crate) fn with_tables(
-        ibv: &'static IbvFunctions,
-        cm: &'static CmFunctions,
-        world: crate::fake::World,
-    ) -> Self {
-        Self { ibv, cm: Ok(cm), world: Some(world) }
-    }
-
     /// Runs a call that has no object to belong to (list devices, open the CM). With the fake
     /// provider, this tells the call which of the fakes in this process it belongs to.
     pub(crate) fn call_global<T>(&self, call: impl FnOnce() -> T) -> T {
@@ -103,6 +52,15 @@ impl Verbs {
             return world.enter(call);
         }
         call()
+    }
+}
+
+#[cfg(feature = "fake")]
+impl World {
+    /// Returns the entry point for the code under test.
+    #[must_use]
+    pub fn verbs(&self) -> Verbs {
+        Verbs { ibv: &fake::IBV, cm: Ok(&fake::CM), world: Some(self.clone()) }
     }
 }
 

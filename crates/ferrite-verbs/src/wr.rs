@@ -1,10 +1,11 @@
 //! Work requests: the operations that a queue pair executes.
 
 use std::mem::MaybeUninit;
+use std::ops::Range;
 use std::sync::Arc;
 
 use crate::error::{Error, ErrorKind, check};
-use crate::mr::Registration;
+use crate::mr::{MemoryRegion, Registration, RemoteSlice};
 use crate::mw::MemoryWindow;
 use crate::sys;
 
@@ -17,11 +18,22 @@ pub struct Sge<'a> {
     owner: Option<&'a Arc<Registration>>,
 }
 
-impl<'a> Sge<'a> {
-    pub(crate) fn owned(raw: sys::ibv_sge, owner: &'a Arc<Registration>) -> Self {
-        Self { raw, owner: Some(owner) }
+impl MemoryRegion {
+    /// Returns a part of the region as the local side of a work request.
+    ///
+    /// # Panics
+    /// If the range is not within the region, or is larger than 4 GiB.
+    #[must_use]
+    pub fn sge(&self, range: Range<usize>) -> Sge<'_> {
+        let len = u32::try_from(self.checked_len(&range))
+            .expect("a scatter/gather entry is at most 4 GiB");
+        let addr = self.address(range.start);
+        let raw = sys::ibv_sge { addr, length: len, lkey: self.lkey() };
+        Sge { raw, owner: Some(self.registration()) }
     }
+}
 
+impl<'a> Sge<'a> {
     /// Names memory by address and key, for callers that own it until the completion.
     ///
     /// # Safety
@@ -54,17 +66,6 @@ impl std::fmt::Debug for Sge<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Sge({} bytes, lkey {:#x})", self.raw.length, self.raw.lkey)
     }
-}
-
-/// Memory of the peer, in numbers that the peer sent; only the peer's device checks them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct RemoteSlice {
-    /// Address in the peer's process.
-    pub addr: u64,
-    /// Length in bytes, for our own bookkeeping; it is not sent with a request.
-    pub len: u64,
-    /// The peer's key.
-    pub rkey: u32,
 }
 
 /// The operation of a send request.

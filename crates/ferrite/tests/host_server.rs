@@ -459,7 +459,8 @@ fn exits_or_restarts_after_the_engine_was_killed() {
     assert!(server.log().contains("giving up after 2 restarts in a row"), "{}", server.log());
 }
 
-/// The file of another engine that runs already: ferrite leaves its pid file and its log file alone.
+/// The file of another engine that runs already: ferrite leaves its pid file and its log file
+/// alone.
 #[test]
 fn ignores_pid_file_and_log_file_of_the_engines_file() {
     for engine in engines() {

@@ -32,7 +32,7 @@ pub const CHECKS: &[(&str, Check)] = &[
     ("refusal", refusal),
     ("control", control),
     ("grant", grant),
-    ("parcel", tcp_frame),
+    ("tcp_frame", tcp_frame),
     ("inbox", inbox),
     ("link", link),
     ("connection", connection),

@@ -86,7 +86,7 @@ pub(crate) fn run(
     }
     if let Some(value) = &options.call_path {
         ensure!(matches!(&value[..], "yes" | "no"), "--call-path {value:?}: expected yes or no");
-        cargo.env("FERRITE_DIFF_CALL_LANE", value);
+        cargo.env("FERRITE_DIFF_CALL_PATH", value);
     }
     let status = cargo.status().context("cannot start cargo")?;
     Ok(if status.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE })

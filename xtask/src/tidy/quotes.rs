@@ -7,9 +7,9 @@
 //! - a fenced block with the info string `text,output`, except its lines that start with `$ `.
 //!
 //! An ellipsis, a word with a digit, `<name>` and text in double quotes stand for values, and end a
-//! fragment. Each fragment of three or more words must be in one string literal of the crates, where
-//! a `{…}` may stand for one word. If the program composes a fragment, each clause must be in one.
-//! Tests are not searched: they may contain text that no program prints.
+//! fragment. Each fragment of three or more words must be in one string literal of the crates,
+//! where a `{…}` may stand for one word. If the program composes a fragment, each clause must be in
+//! one. Tests are not searched: they may contain text that no program prints.
 
 use std::fs;
 use std::path::Path;
@@ -34,7 +34,7 @@ pub(super) fn check(root: &Path, files: &[String], findings: &mut Findings) {
     let mut literals = Vec::new();
     for (_, text) in texts(is_program) {
         let lines = text.split_inclusive('\n').take(source::lines_before_tests(&text));
-        let strings = source::strings(&lines.collect::<String>());
+        let strings = source::string_values(&lines.collect::<String>());
         literals.extend(strings.iter().map(|string| words_of(string)));
     }
     literals.retain(|literal| literal.len() >= MIN_WORDS);
@@ -219,7 +219,8 @@ mod tests {
 
     /// Returns the fragments of a document that no literal of `PROGRAM` has, with their lines.
     fn unknown(text: &str) -> Vec<String> {
-        let literals = source::strings(PROGRAM).iter().map(|s| words_of(s)).collect::<Vec<_>>();
+        let literals =
+            source::string_values(PROGRAM).iter().map(|s| words_of(s)).collect::<Vec<_>>();
         let mut findings = Findings::default();
         check_text("docs/a.md", text, &literals, &mut findings);
         let what = |what: &str| what.replace("no program prints ", "");

@@ -4,40 +4,44 @@
 /// Returns the text with comments, strings and character literals replaced by blanks.
 pub(super) fn code_only(text: &str) -> String {
     let mut code = String::with_capacity(text.len());
-    let mut rest = text;
-    let mut previous = ' ';
-    while let Some(first) = rest.chars().next() {
-        let prose = prose_len(rest, previous);
-        let taken = if prose > 0 {
-            code.extend(rest[..prose].chars().map(|c| if c == '\n' { '\n' } else { ' ' }));
-            prose
-        } else {
-            code.push(first);
-            first.len_utf8()
-        };
-        previous = rest[..taken].chars().next_back().unwrap_or(' ');
-        rest = &rest[taken..];
+    for (_, part, kind) in Parts::of(text) {
+        match kind {
+            Kind::Code => code.push_str(part),
+            _ => code.extend(part.chars().map(|c| if c == '\n' { '\n' } else { ' ' })),
+        }
     }
     code
 }
 
-/// Returns the values of the string literals. An escaped line break joins its lines.
-pub(super) fn strings(text: &str) -> Vec<String> {
-    let mut strings = Vec::new();
-    let mut rest = text;
-    let mut previous = ' ';
-    while let Some(first) = rest.chars().next() {
-        let prose = prose_len(rest, previous);
-        let taken = if prose > 0 { prose } else { first.len_utf8() };
-        if prose > 0 && !"/'".contains(first) {
-            let quoted = rest[..prose].trim_end_matches('#');
-            let value = quoted.split_once('"').map_or("", |(_, value)| value);
-            strings.push(unescape(value.strip_suffix('"').unwrap_or(value), first != '"'));
+/// Returns the text without the contents of strings. Comments stay, and so do the line ends.
+pub(super) fn without_strings(text: &str) -> String {
+    let mut kept = String::with_capacity(text.len());
+    for (_, part, kind) in Parts::of(text) {
+        match kind {
+            Kind::Literal => kept.extend(part.chars().filter(|c| *c == '\n')),
+            Kind::Code | Kind::Comment => kept.push_str(part),
         }
-        previous = rest[..taken].chars().next_back().unwrap_or(' ');
-        rest = &rest[taken..];
     }
-    strings
+    kept
+}
+
+/// Returns the contents of plain string literals with their lines.
+pub(super) fn strings(text: &str) -> Vec<(usize, &str)> {
+    let literals = Parts::of(text).filter(|(_, _, kind)| *kind == Kind::Literal);
+    let inside = |part: &str| Some(part.strip_prefix('"')?.strip_suffix('"')?.len());
+    literals.filter_map(|(line, part, _)| Some((line, &part[1..=inside(part)?]))).collect()
+}
+
+/// Returns the values of the string literals. An escaped line break joins its lines.
+pub(super) fn string_values(text: &str) -> Vec<String> {
+    let literals =
+        Parts::of(text).filter(|(_, part, kind)| *kind == Kind::Literal && !part.starts_with('\''));
+    let value = |(_, part, _): (usize, &str, Kind)| {
+        let quoted = part.trim_end_matches('#');
+        let content = quoted.split_once('"').map_or("", |(_, content)| content);
+        unescape(content.strip_suffix('"').unwrap_or(content), !part.starts_with('"'))
+    };
+    literals.map(value).collect()
 }
 
 /// Returns the value of a literal's content. Every escape but a line break and a quote is a blank.
@@ -59,6 +63,45 @@ fn unescape(content: &str, is_raw: bool) -> String {
         }
     }
     value
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Kind {
+    Code,
+    Comment,
+    Literal,
+}
+
+/// Splits a text into single characters of code, comments and literals, each with its line.
+struct Parts<'a> {
+    rest: &'a str,
+    previous: char,
+    line: usize,
+}
+
+impl<'a> Parts<'a> {
+    fn of(text: &'a str) -> Self {
+        Self { rest: text, previous: ' ', line: 1 }
+    }
+}
+
+impl<'a> Iterator for Parts<'a> {
+    type Item = (usize, &'a str, Kind);
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let first = self.rest.chars().next()?;
+        let (len, kind) = match prose_len(self.rest, self.previous) {
+            0 => (first.len_utf8(), Kind::Code),
+            len if first == '/' => (len, Kind::Comment),
+            len => (len, Kind::Literal),
+        };
+        let (part, rest) = self.rest.split_at(len);
+        let line = self.line;
+        self.line += part.matches('\n').count();
+        self.previous = part.chars().next_back().unwrap_or(' ');
+        self.rest = rest;
+        Some((line, part, kind))
+    }
 }
 
 /// Returns the length in bytes of the comment or literal at the start of `rest`; 0 for code.
@@ -229,17 +272,17 @@ mod tests {
     }
 
     #[test]
-    fn returns_the_values_of_strings() {
-        let text = "f(\"a \\\n   b\", 'c', r#\"d \"e\" \\\"#); // \"f\"\ng(b\"\\\"h\\\"\\r\\n\")";
-        assert_eq!(strings(text), ["a b", "d \"e\" \\", "\"h\"  "]);
-    }
-
-    #[test]
     fn distinguishes_characters_from_lifetimes() {
         assert_eq!(unsafe_lines("let q = '\"'; unsafe {} let r = '\"';"), [1]);
         assert_eq!(unsafe_lines("let q = '\\''; unsafe {} let r = '\\'';"), [1]);
         assert_eq!(unsafe_lines("fn f<'a>(x: &'a str) { unsafe {} }"), [1]);
         assert_eq!(unsafe_lines("let b = b'\"'; unsafe {} let c = 'é';"), [1]);
+    }
+
+    #[test]
+    fn finds_the_contents_of_strings() {
+        assert_eq!(strings("f(\"a\",\n'b', \"c d\"); // \"e\""), [(1, "a"), (2, "c d")]);
+        assert_eq!(without_strings("f(\"a\nb\"); // \"e\""), "f(\n); // \"e\"");
     }
 
     #[test]
@@ -260,5 +303,11 @@ mod tests {
             lines_before_tests("a\n#[cfg(test)]\nuse b;\n#[cfg(test)]\nmod tests {\n}\n"),
             3
         );
+    }
+
+    #[test]
+    fn returns_the_values_of_string_values() {
+        let text = "f(\"a \\\n   b\", 'c', r#\"d \"e\" \\\"#); // \"f\"\ng(b\"\\\"h\\\"\\r\\n\")";
+        assert_eq!(string_values(text), ["a b", "d \"e\" \\", "\"h\"  "]);
     }
 }

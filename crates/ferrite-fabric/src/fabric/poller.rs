@@ -152,7 +152,7 @@ impl Poller {
         done += self.finish_commands(shared);
         if !links.is_empty() || !self.pending_links.is_empty() {
             self.pending_links.extend(links);
-            done += self.attend_some(shared);
+            done += self.service_some(shared);
         }
         shared.counters.passes.fetch_add(1, Ordering::Relaxed);
         done

@@ -1,8 +1,9 @@
 //! Memory that peers access directly: regions, grants and their revocation.
 //!
-//! A region ([`Region`](crate::Region)) is a buffer registered for remote access. A peer learns of it through a
-//! [`GrantToken`], which the application sends like any other bytes. Revocation has two steps,
-//! because a device cannot stop an access in the middle without breaking the peer's connection:
+//! A region ([`Region`](crate::Region)) is a buffer registered for remote access. A peer learns of
+//! it through a [`GrantToken`], which the application sends like any other bytes. Revocation has
+//! two steps, because a device cannot stop an access in the middle without breaking the peer's
+//! connection:
 //!
 //! 1. The fabric informs every link that has the grant. The peer's fabric starts no new operation
 //!    with it, waits for those in progress, and confirms.

@@ -17,7 +17,7 @@ use super::raw_connection::RawConnection;
 use crate::error::{Error, ErrorKind};
 use crate::fabric::Fabric;
 use crate::fabric::poller::connect::{Opened, Outgoing, OverTcp, PeerProtocol};
-use crate::policy::{Attempts, Fallback, Meet, Rdma};
+use crate::policy::{Attempts, ConnectMode, Fallback, Rdma};
 
 /// Options of a connect.
 ///
@@ -35,7 +35,7 @@ pub struct ConnectOptions {
     local: Option<SocketAddr>,
     timeout: Option<Duration>,
     rdma: Option<Rdma>,
-    meet: Option<Meet>,
+    mode: Option<ConnectMode>,
     tls: Option<(Arc<ClientConfig>, ServerName<'static>)>,
     require_encryption: bool,
 }
@@ -60,8 +60,8 @@ impl ConnectOptions {
     }
 
     /// Sets how the RDMA connection is established. Default: the fabric's settings.
-    pub fn meet(mut self, meet: Meet) -> Self {
-        self.meet = Some(meet);
+    pub fn mode(mut self, mode: ConnectMode) -> Self {
+        self.mode = Some(mode);
         self
     }
 
@@ -146,7 +146,7 @@ impl Future for ConnectingRaw {
 
 /// The result of connecting to a peer whose protocol was not known.
 #[derive(Debug)]
-pub enum Met {
+pub enum Connected {
     /// A Ferrite peer.
     Link(Link),
     /// A peer that speaks another protocol.
@@ -159,13 +159,13 @@ pub enum Met {
 pub struct ConnectingEither(Connecting);
 
 impl Future for ConnectingEither {
-    type Output = Result<Met, Error>;
+    type Output = Result<Connected, Error>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let fabric = self.0.fabric.clone();
         self.0.poll_opened(cx).map_ok(|link| match link.is_raw() {
-            true => Met::RawConnection(RawConnection::new(link, fabric)),
-            false => Met::Link(Link::new(link, fabric)),
+            true => Connected::RawConnection(RawConnection::new(link, fabric)),
+            false => Connected::Link(Link::new(link, fabric)),
         })
     }
 }
@@ -293,7 +293,7 @@ impl Fabric {
         let policy = options.rdma.unwrap_or(self.config().rdma);
         let attempts = policy.attempts(options.require_encryption)?;
         let name = || ServerName::IpAddress(peer.ip().into());
-        let meet = options.meet.unwrap_or(self.config().connect);
+        let mode = options.mode.unwrap_or(self.config().connect);
         let tls = options.tls.clone().or_else(|| Some((self.shared().tls.client.clone()?, name())));
         if options.require_encryption && tls.is_none() {
             let what = "encryption is required, but TLS is not configured; set ConnectOptions::tls";
@@ -301,10 +301,10 @@ impl Fabric {
         }
         let upgrade = attempts != Attempts::Tcp;
         let over_tcp = OverTcp { peer, local: options.local, timeout, tls, policy, upgrade };
-        Ok(match (attempts, meet) {
-            (Attempts::Tcp, _) | (_, Meet::TcpFirst) => (false, Some(over_tcp)),
-            (Attempts::Rdma, Meet::Cm | Meet::Auto) => (true, None),
-            (Attempts::RdmaThenTcp, Meet::Cm | Meet::Auto) => (true, Some(over_tcp)),
+        Ok(match (attempts, mode) {
+            (Attempts::Tcp, _) | (_, ConnectMode::TcpFirst) => (false, Some(over_tcp)),
+            (Attempts::Rdma, ConnectMode::Cm | ConnectMode::Auto) => (true, None),
+            (Attempts::RdmaThenTcp, ConnectMode::Cm | ConnectMode::Auto) => (true, Some(over_tcp)),
         })
     }
 }

@@ -51,11 +51,11 @@ mod tests {
         let mut least = keepalive / 2;
         for _ in 0..rounds {
             let middle = least + (keepalive - least) / 2;
-            let early = all.iter().filter(|patience| patience.wait(true) < middle).count();
+            let early = all.iter().filter(|each| each.wait(true) < middle).count();
             let even = links as usize * 2 / 5..links as usize * 3 / 5;
             assert!(even.contains(&early), "{early} of {links} in the first half");
-            assert!(all.iter().all(|patience| (least..=keepalive).contains(&patience.wait(true))));
-            assert!(all.iter().all(|patience| patience.wait(false) > keepalive));
+            assert!(all.iter().all(|each| (least..=keepalive).contains(&each.wait(true))));
+            assert!(all.iter().all(|each| each.wait(false) > keepalive));
             all.iter_mut().for_each(Keepalive::asked);
             least = keepalive / 4 * 3;
         }

@@ -54,7 +54,7 @@ struct Caller {
 
 impl Wake for Caller {
     fn wake(self: Arc<Self>) {
-        self.mailbox.attend(self.index);
+        self.mailbox.request_service(self.index);
     }
 }
 
@@ -172,7 +172,7 @@ impl LinkShared {
         }
         drop(state);
         if attention {
-            self.mailbox.attend(self.index);
+            self.mailbox.request_service(self.index);
         }
         result
     }
@@ -290,7 +290,7 @@ impl LinkShared {
             state.core.close();
             state.pump(env, wakes);
         });
-        self.mailbox.attend(self.index); // the fabric sets the deadline
+        self.mailbox.request_service(self.index); // the fabric sets the deadline
     }
 
     pub(crate) fn fail(&self, error: Error) {

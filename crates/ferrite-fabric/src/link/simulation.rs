@@ -190,7 +190,7 @@ impl Simulation {
             45..60 => self.deliver_packet(side)?,
             60..70 => self.reap(side, 1 + action % 4)?,
             70..82 => self.deliver_tcp(side)?,
-            82..86 => self.attend(side)?,
+            82..86 => self.service(side)?,
             86..88 => self.pass_time(side)?,
             88..92 => self.upgrade(side)?,
             92..93 if !self.is_calm => self.cut()?,
@@ -198,7 +198,7 @@ impl Simulation {
             96..98 if !self.is_calm => self.fail_alone(side)?,
             98..99 if !self.is_calm => self.sides[side].revoke(&mut self.random),
             99.. if !self.is_calm && self.random.chance(2) => self.break_connection()?,
-            _ => self.attend(side)?,
+            _ => self.service(side)?,
         }
         Ok(())
     }
@@ -255,8 +255,8 @@ impl Simulation {
         self.pump(side)
     }
 
-    /// The driver of a side attends to it: detaches lost paths, takes steps, dials.
-    fn attend(&mut self, side: usize) -> Result<(), Violation> {
+    /// The driver of a side services it: detaches lost paths, takes steps, dials.
+    fn service(&mut self, side: usize) -> Result<(), Violation> {
         if self.sides[side].core.is_to_be_detached() {
             self.sides[side].detach(self.now)?;
             self.losses += 1;

@@ -42,8 +42,8 @@ impl Mailbox {
         })
     }
 
-    /// Asks the driver to attend to a link.
-    pub(crate) fn attend(&self, link: u32) {
+    /// Asks the driver to service a link.
+    pub(crate) fn request_service(&self, link: u32) {
         lock(&self.links).push(link);
         self.notify();
     }

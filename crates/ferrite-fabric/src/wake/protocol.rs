@@ -1,9 +1,10 @@
 //! A loom model of how a fabric's drivers sleep and are woken. It explores every interleaving of a
 //! few threads.
 //!
-//! The [`Mailbox`] and the [`Wakeup`] are the real ones; everything around them is simplified:
-//! the kernel and the device are those of `event_fd/model.rs`. The loops are those of `poller.rs` and `drive.rs`, reduced to what matters here: a change there
-//! must be repeated here. A driver that sleeps although there is work shows up as a deadlock.
+//! The [`Mailbox`] and the [`Wakeup`] are the real ones; everything around them is simplified: the
+//! kernel and the device are those of `event_fd/model.rs`. The loops are those of `poller.rs` and
+//! `drive.rs`, reduced to what matters here: a change there must be repeated here. A driver that
+//! sleeps although there is work shows up as a deadlock.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -220,7 +221,8 @@ fn loom_drivers_never_sleep_over_a_request() {
             model.begin();
             // `run` ends when both links were attended to.
             model.over.store(true, Ordering::Release);
-            let callers = [1, 2].map(|link| spawn(&model, move |model| model.mailbox.attend(link)));
+            let callers =
+                [1, 2].map(|link| spawn(&model, move |model| model.mailbox.request_service(link)));
             model.run(2);
             join(callers);
         });

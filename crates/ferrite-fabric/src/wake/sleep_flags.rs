@@ -1,6 +1,6 @@
 //! The rule by which a thread sleeps without missing work. All sleeping of Ferrite follows it: the
-//! drivers of a fabric (`mailbox.rs`), threads that wait for a future (`wakeup.rs`), and the module's
-//! tasks in the engine's event loop.
+//! drivers of a fabric (`mailbox.rs`), threads that wait for a future (`wakeup.rs`), and the
+//! module's tasks in the engine's event loop.
 
 use std::sync::atomic::Ordering;
 
@@ -8,10 +8,10 @@ use crate::sync::AtomicBool;
 
 /// Whether there is work, and whether the thread that does it sleeps.
 ///
-/// Before sleeping, the thread sets `asleep` and then checks `woken`. Whoever has work for it does it
-/// in the reverse order: it sets `woken` and then checks `asleep`. So at least one of the two sees
-/// the other. (The flags are always swapped, never just stored to: a swap sees the effects of the
-/// previous one, and loom models swaps best.)
+/// Before sleeping, the thread sets `asleep` and then checks `woken`. Whoever has work for it does
+/// it in the reverse order: it sets `woken` and then checks `asleep`. So at least one of the two
+/// sees the other. (The flags are always swapped, never just stored to: a swap sees the effects of
+/// the previous one, and loom models swaps best.)
 #[derive(Debug)]
 pub struct SleepFlags {
     woken: AtomicBool,

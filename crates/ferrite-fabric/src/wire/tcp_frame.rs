@@ -53,7 +53,7 @@ impl TcpFrameKind {
     /// Returns whether it is part of an upgrade or a migration. Only links that can migrate send
     /// these.
     #[must_use]
-    pub fn is_of_moving(self) -> bool {
+    pub fn is_migration(self) -> bool {
         matches!(
             self,
             Self::Offer | Self::Answer | Self::Withdraw | Self::Switch | Self::Resume | Self::Rekey

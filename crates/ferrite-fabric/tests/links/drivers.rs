@@ -118,11 +118,11 @@ impl Wake for Unpark {
 }
 
 /// Waits for a future that another thread drives. Returns `None` when the time limit is over.
-fn wait<F: Future>(future: F, patience: Duration) -> Option<F::Output> {
+fn wait<F: Future>(future: F, timeout: Duration) -> Option<F::Output> {
     let waker = Waker::from(Arc::new(Unpark(thread::current())));
     let mut context = Context::from_waker(&waker);
     let mut future = pin!(future);
-    let deadline = Instant::now() + patience;
+    let deadline = Instant::now() + timeout;
     loop {
         if let Poll::Ready(output) = future.as_mut().poll(&mut context) {
             return Some(output);
@@ -217,7 +217,7 @@ fn run_in_epoll_loop(fixture: &Fixture, busy_poll_us: u32, trigger: epoll::Event
             .expect("epoll");
     }
     let bytes = |round: u64| pattern(round, (round as usize * 997) % (20 * KIB));
-    let patience = Timespec { tv_sec: 5, tv_nsec: 0 };
+    let timeout = Timespec { tv_sec: 5, tv_nsec: 0 };
     let mut asked = 0;
     let mut answered = 0;
     pair.a.link.post_bytes(0, &bytes(asked)).expect("room in the queue");
@@ -243,7 +243,7 @@ fn run_in_epoll_loop(fixture: &Fixture, busy_poll_us: u32, trigger: epoll::Event
         }
         let mut events =
             [epoll::Event { flags: epoll::EventFlags::IN, data: epoll::EventData::new_u64(0) }; 4];
-        let ready = epoll::wait(&poll, &mut events[..], Some(&patience)).expect("epoll");
+        let ready = epoll::wait(&poll, &mut events[..], Some(&timeout)).expect("epoll");
         assert!(ready > 0, "lost wake-up in round {answered}");
         for event in &events[..ready] {
             ends[event.data.u64() as usize].fabric.progress();

@@ -223,7 +223,9 @@ impl CallContext {
             ($($index:literal)*) => {
                 // SAFETY: there is a pair for each `b`, and maybe more. The context is never freed.
                 unsafe {
-                    (api().call)(self.raw.as_ptr(), name, format.as_ptr() $(, at($index).0, at($index).1)*)
+                    (api().call)(
+                        self.raw.as_ptr(), name, format.as_ptr() $(, at($index).0, at($index).1)*
+                    )
                 }
             };
         }
@@ -235,7 +237,8 @@ impl CallContext {
             5..=8 => call!(0 1 2 3 4 5 6 7),
             9..=16 => call!(0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15),
             _ => {
-                call!(0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31)
+                call!(0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15
+                    16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31)
             }
         }
     }

@@ -90,7 +90,10 @@ macro_rules! table {
         optional { $($maybe:ident = $maybe_name:literal: $maybe_kind:ty;)+ }
     ) => {
         /// The functions that the module uses.
-        pub(crate) struct Api { $(pub(super) $field: $kind,)+ $(pub(super) $maybe: Option<$maybe_kind>,)+ }
+        pub(crate) struct Api {
+            $(pub(super) $field: $kind,)+
+            $(pub(super) $maybe: Option<$maybe_kind>,)+
+        }
 
         impl Api {
             /// Finds all functions.
@@ -133,60 +136,94 @@ macro_rules! table {
 }
 
 table! { required {
-    set_module_attribs = "SetModuleAttribs": unsafe extern "C" fn(*mut RawContext, *const c_char, c_int, c_int);
+    set_module_attribs = "SetModuleAttribs":
+        unsafe extern "C" fn(*mut RawContext, *const c_char, c_int, c_int);
     is_module_name_busy = "IsModuleNameBusy": unsafe extern "C" fn(*const c_char) -> c_int;
     set_module_options = "SetModuleOptions": unsafe extern "C" fn(*mut RawContext, c_int);
     get_server_version = "GetServerVersion": unsafe extern "C" fn() -> c_int;
     log = "Log": unsafe extern "C" fn(*mut RawContext, *const c_char, *const c_char, ...);
-    call = "Call": unsafe extern "C" fn(*mut RawContext, *const c_char, *const c_char, ...) -> *mut RawReply;
+    call = "Call":
+        unsafe extern "C" fn(*mut RawContext, *const c_char, *const c_char, ...) -> *mut RawReply;
     free_call_reply = "FreeCallReply": unsafe extern "C" fn(*mut RawReply);
-    call_reply_proto = "CallReplyProto": unsafe extern "C" fn(*mut RawReply, *mut usize) -> *const c_char;
-    call_reply_array_element = "CallReplyArrayElement": unsafe extern "C" fn(*mut RawReply, usize) -> *mut RawReply;
-    call_reply_string_ptr = "CallReplyStringPtr": unsafe extern "C" fn(*mut RawReply, *mut usize) -> *const c_char;
-    create_string = "CreateString": unsafe extern "C" fn(*mut RawContext, *const c_char, usize) -> *mut RawString;
+    call_reply_proto = "CallReplyProto":
+        unsafe extern "C" fn(*mut RawReply, *mut usize) -> *const c_char;
+    call_reply_array_element = "CallReplyArrayElement":
+        unsafe extern "C" fn(*mut RawReply, usize) -> *mut RawReply;
+    call_reply_string_ptr = "CallReplyStringPtr":
+        unsafe extern "C" fn(*mut RawReply, *mut usize) -> *const c_char;
+    create_string = "CreateString":
+        unsafe extern "C" fn(*mut RawContext, *const c_char, usize) -> *mut RawString;
     free_string = "FreeString": unsafe extern "C" fn(*mut RawContext, *mut RawString);
-    string_ptr_len = "StringPtrLen": unsafe extern "C" fn(*const RawString, *mut usize) -> *const c_char;
+    string_ptr_len = "StringPtrLen":
+        unsafe extern "C" fn(*const RawString, *mut usize) -> *const c_char;
     create_command = "CreateCommand":
-        unsafe extern "C" fn(*mut RawContext, *const c_char, Option<CommandFn>, *const c_char, c_int, c_int, c_int) -> c_int;
-    get_command = "GetCommand": unsafe extern "C" fn(*mut RawContext, *const c_char) -> *mut RawCommand;
+        unsafe extern "C" fn(
+            *mut RawContext, *const c_char, Option<CommandFn>, *const c_char, c_int, c_int, c_int
+        ) -> c_int;
+    get_command = "GetCommand":
+        unsafe extern "C" fn(*mut RawContext, *const c_char) -> *mut RawCommand;
     create_subcommand = "CreateSubcommand":
-        unsafe extern "C" fn(*mut RawCommand, *const c_char, Option<CommandFn>, *const c_char, c_int, c_int, c_int) -> c_int;
+        unsafe extern "C" fn(
+            *mut RawCommand, *const c_char, Option<CommandFn>, *const c_char, c_int, c_int, c_int
+        ) -> c_int;
     wrong_arity = "WrongArity": unsafe extern "C" fn(*mut RawContext) -> c_int;
-    reply_with_error = "ReplyWithError": unsafe extern "C" fn(*mut RawContext, *const c_char) -> c_int;
-    reply_with_simple_string = "ReplyWithSimpleString": unsafe extern "C" fn(*mut RawContext, *const c_char) -> c_int;
-    reply_with_string_buffer = "ReplyWithStringBuffer": unsafe extern "C" fn(*mut RawContext, *const c_char, usize) -> c_int;
-    reply_with_verbatim_string = "ReplyWithVerbatimString": unsafe extern "C" fn(*mut RawContext, *const c_char, usize) -> c_int;
-    reply_with_long_long = "ReplyWithLongLong": unsafe extern "C" fn(*mut RawContext, c_longlong) -> c_int;
+    reply_with_error = "ReplyWithError":
+        unsafe extern "C" fn(*mut RawContext, *const c_char) -> c_int;
+    reply_with_simple_string = "ReplyWithSimpleString":
+        unsafe extern "C" fn(*mut RawContext, *const c_char) -> c_int;
+    reply_with_string_buffer = "ReplyWithStringBuffer":
+        unsafe extern "C" fn(*mut RawContext, *const c_char, usize) -> c_int;
+    reply_with_verbatim_string = "ReplyWithVerbatimString":
+        unsafe extern "C" fn(*mut RawContext, *const c_char, usize) -> c_int;
+    reply_with_long_long = "ReplyWithLongLong":
+        unsafe extern "C" fn(*mut RawContext, c_longlong) -> c_int;
     reply_with_array = "ReplyWithArray": unsafe extern "C" fn(*mut RawContext, c_long) -> c_int;
     reply_with_map = "ReplyWithMap": unsafe extern "C" fn(*mut RawContext, c_long) -> c_int;
     register_info_func = "RegisterInfoFunc": unsafe extern "C" fn(*mut RawContext, InfoFn) -> c_int;
     info_add_section = "InfoAddSection": unsafe extern "C" fn(*mut RawInfo, *const c_char) -> c_int;
-    info_add_text = "InfoAddFieldCString": unsafe extern "C" fn(*mut RawInfo, *const c_char, *const c_char) -> c_int;
-    info_add_number = "InfoAddFieldULongLong": unsafe extern "C" fn(*mut RawInfo, *const c_char, c_ulonglong) -> c_int;
+    info_add_text = "InfoAddFieldCString":
+        unsafe extern "C" fn(*mut RawInfo, *const c_char, *const c_char) -> c_int;
+    info_add_number = "InfoAddFieldULongLong":
+        unsafe extern "C" fn(*mut RawInfo, *const c_char, c_ulonglong) -> c_int;
     subscribe_to_server_event = "SubscribeToServerEvent":
         unsafe extern "C" fn(*mut RawContext, RawEvent, Option<EventFn>) -> c_int;
     register_numeric_config = "RegisterNumericConfig":
-        unsafe extern "C" fn(*mut RawContext, *const c_char, c_longlong, c_uint, c_longlong, c_longlong, GetNumber, SetNumber, NoApply, *mut c_void) -> c_int;
+        unsafe extern "C" fn(
+            *mut RawContext, *const c_char, c_longlong, c_uint, c_longlong, c_longlong, GetNumber,
+            SetNumber, NoApply, *mut c_void
+        ) -> c_int;
     register_enum_config = "RegisterEnumConfig":
-        unsafe extern "C" fn(*mut RawContext, *const c_char, c_int, c_uint, *const *const c_char, *const c_int, c_int, GetChoice, SetChoice, NoApply, *mut c_void) -> c_int;
+        unsafe extern "C" fn(
+            *mut RawContext, *const c_char, c_int, c_uint, *const *const c_char, *const c_int,
+            c_int, GetChoice, SetChoice, NoApply, *mut c_void
+        ) -> c_int;
     register_string_config = "RegisterStringConfig":
-        unsafe extern "C" fn(*mut RawContext, *const c_char, *const c_char, c_uint, GetText, SetText, NoApply, *mut c_void) -> c_int;
+        unsafe extern "C" fn(
+            *mut RawContext, *const c_char, *const c_char, c_uint, GetText, SetText, NoApply,
+            *mut c_void
+        ) -> c_int;
     event_loop_add = "EventLoopAdd": unsafe extern "C" fn(c_int, c_int, FdFn, *mut c_void) -> c_int;
     event_loop_del = "EventLoopDel": unsafe extern "C" fn(c_int, c_int) -> c_int;
-    replicate = "Replicate": unsafe extern "C" fn(*mut RawContext, *const c_char, *const c_char, ...) -> c_int;
+    replicate = "Replicate":
+        unsafe extern "C" fn(*mut RawContext, *const c_char, *const c_char, ...) -> c_int;
     load_configs = "LoadConfigs": unsafe extern "C" fn(*mut RawContext) -> c_int;
-    detached_context = "GetDetachedThreadSafeContext": unsafe extern "C" fn(*mut RawContext) -> *mut RawContext;
+    detached_context = "GetDetachedThreadSafeContext":
+        unsafe extern "C" fn(*mut RawContext) -> *mut RawContext;
     context_flags = "GetContextFlags": unsafe extern "C" fn(*mut RawContext) -> c_int;
     avoid_replica_traffic = "AvoidReplicaTraffic": unsafe extern "C" fn() -> c_int;
     select_db = "SelectDb": unsafe extern "C" fn(*mut RawContext, c_int) -> c_int;
-    user_from_name = "GetModuleUserFromUserName": unsafe extern "C" fn(*mut RawString) -> *mut RawUser;
+    user_from_name = "GetModuleUserFromUserName":
+        unsafe extern "C" fn(*mut RawString) -> *mut RawUser;
     free_user = "FreeModuleUser": unsafe extern "C" fn(*mut RawUser) -> c_int;
-    may_call = "ACLCheckCommandPermissions": unsafe extern "C" fn(*mut RawUser, *mut *mut RawString, c_int) -> c_int;
+    may_call = "ACLCheckCommandPermissions":
+        unsafe extern "C" fn(*mut RawUser, *mut *mut RawString, c_int) -> c_int;
     client_id = "GetClientId": unsafe extern "C" fn(*mut RawContext) -> c_ulonglong;
     client_info = "GetClientInfoById": unsafe extern "C" fn(*mut RawClientInfo, u64) -> c_int;
-    client_user_name = "GetClientUserNameById": unsafe extern "C" fn(*mut RawContext, u64) -> *mut RawString;
+    client_user_name = "GetClientUserNameById":
+        unsafe extern "C" fn(*mut RawContext, u64) -> *mut RawString;
     set_client_name = "SetClientNameById": unsafe extern "C" fn(u64, *mut RawString) -> c_int;
-    open_key = "OpenKey": unsafe extern "C" fn(*mut RawContext, *mut RawString, c_int) -> *mut RawKey;
+    open_key = "OpenKey":
+        unsafe extern "C" fn(*mut RawContext, *mut RawString, c_int) -> *mut RawKey;
     close_key = "CloseKey": unsafe extern "C" fn(*mut RawKey);
     key_type = "KeyType": unsafe extern "C" fn(*mut RawKey) -> c_int;
     value_length = "ValueLength": unsafe extern "C" fn(*mut RawKey) -> usize;
@@ -201,7 +238,8 @@ table! { required {
     // Since 7.0.6. Before, calls cannot check a user's rights.
     set_context_user = "SetContextUser": unsafe extern "C" fn(*mut RawContext, *const RawUser);
     // Since 7.2. Before, commands of modules are in no category except @all.
-    set_command_acl_categories = "SetCommandACLCategories": unsafe extern "C" fn(*mut RawCommand, *const c_char) -> c_int;
+    set_command_acl_categories = "SetCommandACLCategories":
+        unsafe extern "C" fn(*mut RawCommand, *const c_char) -> c_int;
 } }
 
 /// Finds a function of the API by its name.

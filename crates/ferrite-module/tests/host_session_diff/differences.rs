@@ -351,7 +351,8 @@ pub(crate) fn is_cut_off_at_the_end(one: &[u8], other: &[u8]) -> bool {
     if short.len() < long.len() && long.starts_with(short) {
         return true;
     }
-    // Where the order is not defined, other replies are left on each side: as many as there was room for.
+    // Where the order is not defined, other replies are left on each side: as many as there was
+    // room for.
     let [some, others] = [one, other].map(replies);
     let pairs = || some.iter().zip(&others);
     let equal = pairs().take_while(|(l, r)| is_same(&normalised(l), &normalised(r))).count();

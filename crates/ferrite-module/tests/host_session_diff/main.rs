@@ -18,7 +18,7 @@
 //!
 //! By default it runs a few fixed seeds. `cargo xtask fuzz session-diff` runs new seeds with the
 //! test `hunt`, whose options are environment variables: `FERRITE_DIFF_SEED`, `_SECONDS`,
-//! `_ENGINE`, `_CALL_LANE` (the setting `call-path`), `_KEEP_GOING`, `_SHOW` and `_FOLDER`.
+//! `_ENGINE`, `_CALL_PATH` (the setting `call-path`), `_KEEP_GOING`, `_SHOW` and `_FOLDER`.
 #![expect(clippy::print_stderr, reason = "prints findings")]
 
 mod commands;
@@ -90,7 +90,7 @@ fn hunt() {
     let seconds = number("SECONDS");
     assert_no_findings(&Hunt {
         program: variable("ENGINE").map_or_else(|| REDIS.into(), Into::into),
-        call_path: variable("CALL_LANE"),
+        call_path: variable("CALL_PATH"),
         seeds: seed..=if seconds.is_some() { u64::MAX } else { seed },
         time: seconds.map(Duration::from_secs),
         keep_going: variable("KEEP_GOING").is_some(),

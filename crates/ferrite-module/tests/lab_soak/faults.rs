@@ -89,14 +89,14 @@ pub(crate) struct Faults {
     round: Vec<&'static str>,
     pub(crate) done: Vec<(&'static str, u64)>,
     started: Instant,
-    /// Print every fault: FERRITE_SOAK_TROUBLES is set.
+    /// Print every fault: FERRITE_SOAK_FAULTS is set.
     is_verbose: bool,
 }
 
 impl Faults {
     pub(crate) fn new(world: Arc<World>, seed: u64) -> Self {
         let done = FAULTS.iter().map(|what| (*what, 0)).collect();
-        let is_verbose = std::env::var_os("FERRITE_SOAK_TROUBLES").is_some();
+        let is_verbose = std::env::var_os("FERRITE_SOAK_FAULTS").is_some();
         Self {
             world,
             random: Random::new(seed),

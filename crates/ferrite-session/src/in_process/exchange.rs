@@ -12,10 +12,9 @@ use tokio::io::{
 };
 use tokio::time::timeout;
 
-use super::limits::BEFORE_AUTH;
-use super::replies::Replies;
-use super::{Client, InProcessSession, OWN_REPLY_MAX, REPLIES_MAX};
-use crate::engine::ProxyConnection;
+use super::proxy_connection::ProxyConnection;
+use super::{InProcessSession, OWN_REPLY_MAX};
+use crate::in_process_engine::{BEFORE_AUTH, Client, REPLIES_MAX, Replies};
 use crate::pump::is_disconnect;
 
 /// How much input is read ahead while a command of the client runs in the engine. More is read if

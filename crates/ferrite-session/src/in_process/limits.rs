@@ -11,11 +11,8 @@ use std::time::Duration;
 use tokio::sync::{Semaphore, SemaphorePermit};
 use tokio::time::{Instant, timeout, timeout_at};
 
-use super::{Client, ClientLimits, InProcessSession, REPLIES_MAX};
-
-/// The limit, in bytes, before authentication: for unread replies, for incomplete commands, and for
-/// input that is read ahead, each. Together with the session's own memory this stays below 64 KiB.
-pub(super) const BEFORE_AUTH: usize = 8 << 10;
+use super::InProcessSession;
+use crate::in_process_engine::{BEFORE_AUTH, Client, ClientLimits, REPLIES_MAX};
 
 /// How many unauthenticated sessions may use the engine at a time. Each runs a few commands, then
 /// the next session follows.

@@ -5,12 +5,10 @@ use std::sync::atomic::Ordering;
 
 use ferrite_proto::SessionCommand;
 
-use super::commands::{RunCommand, range_of};
-use super::engine::{Access, CommandKind};
+use super::InProcessSession;
 use super::exchange::{ExchangeOutcome, ExpectedReplies};
-use super::input::PartialCommand;
 use super::limits::run_with_permit;
-use super::{Client, InProcessSession};
+use crate::in_process_engine::{Access, Client, CommandKind, PartialCommand, RunCommand, range_of};
 
 /// The beginning of an engine's reply to a client that must log in first.
 const NOAUTH: &[u8] = b"-NOAUTH";

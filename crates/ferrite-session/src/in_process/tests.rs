@@ -13,6 +13,7 @@ use tokio::sync::Notify;
 
 use super::*;
 use crate::engine::EngineSocket;
+use crate::in_process_engine::{Callable, Called, ClientLimits, SessionFuture};
 use crate::sessions::{ClientTransport, Sessions};
 
 /// A client that sends the given pieces and then nothing more. Records all writes to it.

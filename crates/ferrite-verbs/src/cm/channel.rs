@@ -6,12 +6,12 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 
-use super::{CmEvent, CmEventKind, CmId, CmKey, address};
-use crate::context::{borrow_fd, set_nonblocking, wait_readable};
+use super::{CmId, CmKey};
+use crate::cm_abi::from_raw;
+use crate::context::{borrow_fd, set_nonblocking};
 use crate::error::{Absence, Error, last_errno};
 use crate::sys;
 use crate::table::{Verbs, text};
@@ -52,7 +52,7 @@ impl IdInfo {
         // SAFETY: the caller vouches for it. The storage member covers the union, and librdmacm's
         // own context of the device lives as long as the identifier.
         unsafe {
-            self.local = address::from_raw(&(*raw).route.addr.__bindgen_anon_1.src_storage);
+            self.local = from_raw(&(*raw).route.addr.__bindgen_anon_1.src_storage);
             let verbs = (*raw).verbs;
             self.device = (!verbs.is_null())
                 .then(|| (text((*(*verbs).device).name.as_ptr()), (*raw).port_num));
@@ -65,7 +65,7 @@ impl IdInfo {
     /// As [`IdInfo::copy_local`].
     pub(super) unsafe fn copy_peer(&mut self, raw: *const sys::rdma_cm_id) {
         // SAFETY: as above.
-        self.peer = address::from_raw(unsafe { &(*raw).route.addr.__bindgen_anon_2.dst_storage });
+        self.peer = from_raw(unsafe { &(*raw).route.addr.__bindgen_anon_2.dst_storage });
     }
 }
 
@@ -144,56 +144,24 @@ impl EventChannel {
         self.0.id_infos.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    pub(super) fn raw(&self) -> *mut sys::rdma_event_channel {
+        self.0.raw.as_ptr()
+    }
+
+    /// Keeps other threads from fetching events until the guard is dropped.
+    pub(super) fn start_fetching(&self) -> MutexGuard<'_, ()> {
+        self.0.fetching.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Notes that an identifier of this channel got the event that its device is being removed.
+    pub(super) fn note_device_removed(&self) {
+        self.0.device_removed.store(true, Ordering::Relaxed);
+    }
+
     /// Returns whether an identifier of this channel got the event that its device is being
     /// removed.
     pub(super) fn device_was_removed(&self) -> bool {
         self.0.device_removed.load(Ordering::Relaxed)
-    }
-
-    /// Returns the next event, without waiting. A call that another thread makes on an identifier
-    /// of this channel does not block it.
-    ///
-    /// # Errors
-    /// If the connection manager is no longer available.
-    pub fn next_event(&self) -> Result<Option<CmEvent>, Error> {
-        let _fetching = self.0.fetching.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut raw = std::ptr::null_mut();
-        // SAFETY: the channel is alive and `raw` is valid for the write.
-        let rc = unsafe { (self.0.cm.rdma_get_cm_event)(self.0.raw.as_ptr(), &raw mut raw) };
-        if rc != 0 {
-            return match last_errno() {
-                Errno::AGAIN | Errno::INTR => Ok(None),
-                errno => Err(Error::os("rdma_get_cm_event", errno, "")),
-            };
-        }
-        // SAFETY: fetched above and not acknowledged yet, and no other thread fetches.
-        let event = unsafe { CmEvent::take(raw, self) };
-        // Everything was copied, so the event is acknowledged at once: destroying an identifier
-        // waits for that.
-        // SAFETY: acknowledged once, and not used after.
-        unsafe { (self.0.cm.rdma_ack_cm_event)(raw) };
-        if event.kind == CmEventKind::DEVICE_REMOVAL {
-            self.0.device_removed.store(true, Ordering::Relaxed);
-        }
-        Ok(Some(event))
-    }
-
-    /// Returns the next event, waiting up to `timeout`; `None` if that passed.
-    ///
-    /// # Errors
-    /// If the connection manager is no longer available.
-    pub fn wait_event(&self, timeout: Duration) -> Result<Option<CmEvent>, Error> {
-        let deadline = Instant::now() + timeout;
-        loop {
-            if let Some(event) = self.next_event()? {
-                return Ok(Some(event));
-            }
-            // librdmacm consumes some events internally, so a readable descriptor need not have one
-            // for us.
-            if !wait_readable(self.as_fd(), deadline.saturating_duration_since(Instant::now()))? {
-                return Ok(None);
-            }
-        }
     }
 }
 

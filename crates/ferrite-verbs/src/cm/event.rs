@@ -1,12 +1,17 @@
-//! Events of the connection manager, copied and acknowledged.
+//! Events of the connection manager: fetched from the channel, copied and acknowledged.
 
 use std::net::SocketAddr;
+use std::os::fd::AsFd as _;
 use std::ptr::NonNull;
+use std::time::{Duration, Instant};
+
+use rustix::io::Errno;
 
 use super::channel::IdInfo;
 use super::{CmId, CmKey, EventChannel};
 use crate::code::codes;
-use crate::error::{Error, ErrorKind, RejectReason, Rejection};
+use crate::context::wait_readable;
+use crate::error::{Error, ErrorKind, RejectReason, Rejection, last_errno};
 use crate::sys;
 
 /// An event of an identifier.
@@ -41,6 +46,54 @@ pub struct ConnectionRequest {
     pub private_data: Vec<u8>,
 }
 
+impl EventChannel {
+    /// Returns the next event, without waiting. A call that another thread makes on an identifier
+    /// of this channel does not block it.
+    ///
+    /// # Errors
+    /// If the connection manager is no longer available.
+    pub fn next_event(&self) -> Result<Option<CmEvent>, Error> {
+        let _fetching = self.start_fetching();
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: the channel is alive and `raw` is valid for the write.
+        let rc = unsafe { (self.functions().rdma_get_cm_event)(self.raw(), &raw mut raw) };
+        if rc != 0 {
+            return match last_errno() {
+                Errno::AGAIN | Errno::INTR => Ok(None),
+                errno => Err(Error::os("rdma_get_cm_event", errno, "")),
+            };
+        }
+        // SAFETY: fetched above and not acknowledged yet, and no other thread fetches.
+        let event = unsafe { CmEvent::take(raw, self) };
+        // Everything was copied, so the event is acknowledged at once: destroying an identifier
+        // waits for that.
+        // SAFETY: acknowledged once, and not used after.
+        unsafe { (self.functions().rdma_ack_cm_event)(raw) };
+        if event.kind == CmEventKind::DEVICE_REMOVAL {
+            self.note_device_removed();
+        }
+        Ok(Some(event))
+    }
+
+    /// Returns the next event, waiting up to `timeout`; `None` if that passed.
+    ///
+    /// # Errors
+    /// If the connection manager is no longer available.
+    pub fn wait_event(&self, timeout: Duration) -> Result<Option<CmEvent>, Error> {
+        let deadline = Instant::now() + timeout;
+        loop {
+            if let Some(event) = self.next_event()? {
+                return Ok(Some(event));
+            }
+            // librdmacm consumes some events internally, so a readable descriptor need not have one
+            // for us.
+            if !wait_readable(self.as_fd(), deadline.saturating_duration_since(Instant::now()))? {
+                return Ok(None);
+            }
+        }
+    }
+}
+
 impl CmEvent {
     /// Returns why the peer rejected the connection, if it did.
     #[must_use]
@@ -53,7 +106,7 @@ impl CmEvent {
     ///
     /// # Safety
     /// `raw` was fetched from `channel` and is not acknowledged yet, and no other thread fetches.
-    pub(super) unsafe fn take(raw: *mut sys::rdma_cm_event, channel: &EventChannel) -> Self {
+    unsafe fn take(raw: *mut sys::rdma_cm_event, channel: &EventChannel) -> Self {
         // SAFETY: the event and the identifiers it names live until it is acknowledged.
         let event = unsafe { &*raw };
         let kind = CmEventKind(event.event.0);

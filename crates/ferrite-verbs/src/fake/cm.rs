@@ -7,11 +7,11 @@ use std::task::Poll;
 use rustix::io::Errno;
 
 use super::World;
-use super::engine::{INIT, RTR, RTS};
-use super::handshake::{CmChannel, Identifier, Params, Phase};
-use super::object::{self, ACK_WAIT, Events, Id, Object, enter, enter_until, minus_one, pointer};
+use super::enter::{enter, enter_until};
+use super::object::{self, ACK_WAIT, Events, Id, Object, minus_one, pointer};
+use super::records::{CmChannel, INIT, Identifier, Params, Phase, REMOTE_WRITE, RTR, RTS, gid_of};
 use super::state::State;
-use crate::cm::address::{RawAddress, from_raw};
+use crate::cm_abi::{RawAddress, from_raw};
 use crate::sys;
 use crate::sys::ibv_qp_attr_mask as Mask;
 
@@ -124,7 +124,7 @@ impl State {
             INIT if !matches!(phase, Phase::Idle | Phase::Bound | Phase::Listening) => {
                 attr.port_num = 1;
                 attr.pkey_index = 0;
-                attr.qp_access_flags = super::memory::REMOTE_WRITE;
+                attr.qp_access_flags = REMOTE_WRITE;
                 Ok(Mask::IBV_QP_PKEY_INDEX.0 | Mask::IBV_QP_PORT.0 | Mask::IBV_QP_ACCESS_FLAGS.0)
             }
             RTR if agreed => {
@@ -138,9 +138,9 @@ impl State {
                 attr.max_dest_rd_atomic = found.received.initiator_depth;
                 attr.min_rnr_timer = 0;
                 attr.ah_attr = sys::ibv_ah_attr { is_global: 1, port_num: 1, ..Default::default() };
-                attr.ah_attr.grh.dgid.raw = super::device::gid_of(remote.ip());
+                attr.ah_attr.grh.dgid.raw = gid_of(remote.ip());
                 attr.ah_attr.grh.sgid_index =
-                    device.gid_index(super::device::gid_of(local.ip())).ok_or(Errno::INVAL)?;
+                    device.gid_index(gid_of(local.ip())).ok_or(Errno::INVAL)?;
                 attr.ah_attr.grh.hop_limit = 64;
                 attr.ah_attr.grh.traffic_class = found.tos;
                 Ok(Mask::IBV_QP_AV.0

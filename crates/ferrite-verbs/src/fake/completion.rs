@@ -7,62 +7,13 @@ use std::task::Poll;
 
 use rustix::io::Errno;
 
-use super::device::Subject;
+use super::enter::{enter, enter_until};
 use super::object::{
-    self, ACK_WAIT, Events, Id, Object, Ptr, code, enter, enter_until, extended, id_of, minus_one,
-    pointer,
+    self, ACK_WAIT, Events, Id, Object, code, extended, id_of, minus_one, pointer,
 };
+use super::records::{Armed, Channel, Entry, FreedEntries, Queue, Subject};
 use super::state::State;
 use crate::sys;
-
-pub(super) struct Channel {
-    pub(super) context: Id,
-    /// Queues that have an event.
-    pub(super) events: Events<Id>,
-    raw: Ptr<sys::ibv_comp_channel>,
-}
-
-pub(super) struct Queue {
-    pub(super) context: Id,
-    channel: Option<Id>,
-    entries: VecDeque<Entry>,
-    depth: usize,
-    armed: Armed,
-    overrun: bool,
-    /// Events of both kinds that were fetched and not acknowledged.
-    pub(super) unacked: usize,
-    pub(super) raw: Ptr<sys::ibv_cq>,
-}
-
-/// A completion, and the work queue entries that it frees when it is polled.
-pub(super) struct Entry {
-    pub(super) wc: sys::ibv_wc,
-    pub(super) freed: FreedEntries,
-    pub(super) solicited: bool,
-}
-
-/// Work queue entries that a polled completion frees.
-#[derive(Clone, Copy)]
-pub(super) enum FreedEntries {
-    /// This many entries of the send queue, unless the queue pair was reset since this epoch.
-    Sends {
-        qp: Id,
-        epoch: u32,
-        count: u32,
-    },
-    Receive {
-        qp: Id,
-        epoch: u32,
-    },
-    Shared(Id),
-}
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Armed {
-    No,
-    Solicited,
-    Any,
-}
 
 impl State {
     /// Adds a completion, and an event if the queue was armed for it.

@@ -3,13 +3,14 @@
 mod queries;
 
 use std::ffi::{c_char, c_int};
-use std::net::IpAddr;
 
 use rustix::io::Errno;
 
-use super::object::{self, Events, Id, Object, Ptr, code, enter, extended, pointer};
+use super::enter::enter;
+use super::object::{self, Events, Id, Object, Ptr, code, extended, pointer};
+use super::records::{Context, Device, Subject};
 use super::state::State;
-use super::{DeviceSpec, World, completion, engine, receive, window};
+use super::{DeviceSpec, World, completion, execution, receive, window};
 use crate::sys;
 use queries::query_port_ex;
 pub(super) use queries::{
@@ -20,83 +21,6 @@ pub(super) use queries::{
 const GID_TABLE_LEN: u16 = 16;
 const COMPLETION_VECTORS: c_int = 2;
 const ROCE_V2: u32 = 2;
-
-pub(super) struct Device {
-    pub(super) id: Id,
-    pub(super) spec: DeviceSpec,
-    guid: u64,
-    pub(super) up: bool,
-    pub(super) removed: bool,
-    raw: Ptr<sys::ibv_device>,
-    /// The context that RDMA CM shows as the device of an identifier.
-    pub(super) cm_context: Ptr<sys::verbs_context>,
-}
-
-impl Drop for Device {
-    fn drop(&mut self) {
-        // SAFETY: created by `add_device` for this device alone. Whoever has these pointers also
-        // holds the world, which is being dropped.
-        unsafe {
-            object::free(self.cm_context);
-            object::free(self.raw);
-        }
-    }
-}
-
-impl Device {
-    fn link_local(&self) -> [u8; 16] {
-        let prefix = 0xfe80_u128 << 112;
-        (prefix | u128::from(self.guid)).to_be_bytes()
-    }
-
-    fn gid(&self, index: usize) -> Option<[u8; 16]> {
-        match index {
-            0 => Some(self.link_local()),
-            _ => self.spec.addresses.get(index - 1).map(|ip| gid_of(*ip)),
-        }
-    }
-
-    /// Returns the index of `gid` in the table.
-    pub(super) fn gid_index(&self, gid: [u8; 16]) -> Option<u8> {
-        (0..=self.spec.addresses.len())
-            .find(|index| self.gid(*index) == Some(gid))
-            .and_then(|index| u8::try_from(index).ok())
-    }
-
-    /// Returns whether packets can leave and arrive.
-    pub(super) fn is_alive(&self) -> bool {
-        self.up && !self.removed
-    }
-}
-
-/// Returns the RoCE form of an IP address.
-pub(super) fn gid_of(ip: IpAddr) -> [u8; 16] {
-    match ip {
-        IpAddr::V4(v4) => v4.to_ipv6_mapped(),
-        IpAddr::V6(v6) => v6,
-    }
-    .octets()
-}
-
-pub(super) struct Context {
-    pub(super) device: Id,
-    pub(super) events: Events<AsyncEvent>,
-    pub(super) raw: Ptr<sys::verbs_context>,
-}
-
-pub(super) struct AsyncEvent {
-    pub(super) kind: sys::ibv_event_type,
-    pub(super) subject: Subject,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Subject {
-    QueuePair(Id),
-    Queue(Id),
-    SharedQueue(Id),
-    Port(u8),
-    Device,
-}
 
 impl State {
     pub(super) fn add_device(&mut self, spec: DeviceSpec) {
@@ -234,7 +158,7 @@ fn new_context(device: Ptr<sys::ibv_device>, async_fd: c_int) -> sys::verbs_cont
     raw.context.abi_compat = std::ptr::without_provenance_mut(usize::MAX);
     raw.context.ops.poll_cq = Some(completion::poll_cq);
     raw.context.ops.req_notify_cq = Some(completion::req_notify_cq);
-    raw.context.ops.post_send = Some(engine::post_send);
+    raw.context.ops.post_send = Some(execution::post_send);
     raw.context.ops.post_recv = Some(receive::post_recv);
     raw.context.ops.post_srq_recv = Some(receive::post_srq_recv);
     raw.context.ops.alloc_mw = Some(window::alloc_mw);

@@ -19,84 +19,17 @@ use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 
 use rustix::io::Errno;
 
-use super::device::gid_of;
-use super::object::{Events, Id, Ptr};
+use super::object::Id;
+use super::records::{CmEvent, Identifier, Params, Phase, gid_of};
 use super::state::State;
 use crate::error::RejectReason;
-use crate::sys;
 use crate::sys::rdma_cm_event_type as Kind;
 
-const REQUEST_DATA: usize = crate::cm::REQUEST_PRIVATE_DATA_MAX;
-const ACCEPT_DATA: usize = crate::cm::ACCEPT_PRIVATE_DATA_MAX;
-const REJECT_DATA: usize = crate::cm::REJECT_PRIVATE_DATA_MAX;
+const REQUEST_DATA: usize = crate::cm_abi::REQUEST_PRIVATE_DATA_MAX;
+const ACCEPT_DATA: usize = crate::cm_abi::ACCEPT_PRIVATE_DATA_MAX;
+const REJECT_DATA: usize = crate::cm_abi::REJECT_PRIVATE_DATA_MAX;
 /// IB_CM_REJ_TIMEOUT: the reason that a peer gets when the connecting side has given up.
 const REJECT_TIMEOUT: RejectReason = RejectReason(4);
-
-pub(super) struct CmChannel {
-    pub(super) events: Events<CmEvent>,
-    pub(super) raw: Ptr<sys::rdma_event_channel>,
-}
-
-pub(super) struct CmEvent {
-    pub(super) id: Id,
-    pub(super) listener: Option<Id>,
-    pub(super) kind: Kind,
-    pub(super) status: i32,
-    pub(super) params: Params,
-    pub(super) data: Vec<u8>,
-}
-
-/// The connection parameters that one side sends to the other.
-#[derive(Clone, Copy, Default)]
-pub(super) struct Params {
-    pub(super) qp_num: u32,
-    pub(super) srq: u8,
-    pub(super) flow_control: u8,
-    pub(super) responder_resources: u8,
-    pub(super) initiator_depth: u8,
-    pub(super) retry_count: u8,
-    pub(super) rnr_retry_count: u8,
-}
-
-pub(super) struct Identifier {
-    pub(super) channel: Id,
-    pub(super) phase: Phase,
-    pub(super) local: Option<SocketAddr>,
-    pub(super) remote: Option<SocketAddr>,
-    pub(super) device: Option<Id>,
-    pub(super) peer: Option<Id>,
-    /// Whether it owns its local port; an accepted connection shares the listener's.
-    pub(super) owns_port: bool,
-    /// Whether a connection request created it.
-    pub(super) is_passive: bool,
-    pub(super) reuse: bool,
-    pub(super) tos: u8,
-    pub(super) ack_timeout: Option<u8>,
-    /// Maximum number of connection requests that wait to be fetched.
-    pub(super) backlog: usize,
-    pub(super) sent: Params,
-    pub(super) received: Params,
-    pub(super) unacked: usize,
-    pub(super) raw: Ptr<sys::rdma_cm_id>,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Phase {
-    Idle,
-    Bound,
-    AddressResolved,
-    RouteResolved,
-    Listening,
-    Connecting,
-    Responded,
-    Requested,
-    Accepted,
-    Connected,
-    Disconnecting,
-    PeerDisconnected,
-    Disconnected,
-    Closed,
-}
 
 impl State {
     pub(super) fn send_event(
@@ -445,18 +378,6 @@ impl State {
             }
             self.set_phase(id, Phase::Closed);
             self.send_plain_event(id, Kind::RDMA_CM_EVENT_DEVICE_REMOVAL, 0);
-        }
-    }
-}
-
-impl Params {
-    /// Returns the parameters as the peer sees them: reads that one side serves are reads that the
-    /// other may start.
-    fn seen_by_peer(self) -> Self {
-        Self {
-            responder_resources: self.initiator_depth,
-            initiator_depth: self.responder_resources,
-            ..self
         }
     }
 }

@@ -1,24 +1,14 @@
 //! A device that reports late: completions and LAST_WQE_REACHED wait until they are released.
 //!
 //! Hardware flushes a failed queue pair in its firmware, and its driver passes the event on from a
-//! work queue, so both can take long on a busy host (`mlx5_ib_qp_event` and `mlx5_ib_handle_qp_event`
-//! in the kernel's `drivers/infiniband/hw/mlx5/qp.c`).
+//! work queue, so both can take long on a busy host (`mlx5_ib_qp_event` and
+//! `mlx5_ib_handle_qp_event` in the kernel's `drivers/infiniband/hw/mlx5/qp.c`).
 
 use super::World;
-use super::completion::Entry;
-use super::device::Subject;
 use super::object::Id;
+use super::records::{Entry, Subject};
 use super::state::State;
 use crate::sys;
-
-/// What waits to be reported.
-#[derive(Default)]
-pub(super) struct Late {
-    is_on: bool,
-    completions: Vec<(Id, Entry)>,
-    /// Contexts and queue pairs that have taken their last receive.
-    last_receives: Vec<(Id, Id)>,
-}
 
 impl World {
     /// Delays completions and LAST_WQE_REACHED of all devices until this is turned off.
@@ -34,7 +24,7 @@ impl World {
     /// Returns how many receives wait in each shared receive queue, in the order of creation.
     #[must_use]
     pub fn receives_waiting(&self) -> Vec<usize> {
-        self.lock().srqs.values().map(super::receive::SharedQueue::waiting_len).collect()
+        self.lock().srqs.values().map(|srq| srq.waiting.len()).collect()
     }
 }
 

@@ -8,72 +8,17 @@ use std::sync::atomic::{AtomicU8, Ordering};
 
 use rustix::io::Errno;
 
-use super::object::{self, Id, Object, Ptr, code, enter, extended, pointer};
+use super::enter::enter;
+use super::object::{self, Id, Object, code, extended, pointer};
+use super::records::{
+    Domain, KEY_TAG, LOCAL_TAG, LOCAL_WRITE, Piece, REMOTE_READ, REMOTE_TAG, REMOTE_WRITE, Region,
+    Span,
+};
 use super::state::State;
 use crate::sys;
 
-pub(super) const LOCAL_WRITE: u32 = sys::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE.0;
-pub(super) const REMOTE_WRITE: u32 = sys::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE.0;
-pub(super) const REMOTE_READ: u32 = sys::ibv_access_flags::IBV_ACCESS_REMOTE_READ.0;
 /// Flags that the fake models or may ignore (IBV_ACCESS_OPTIONAL_RANGE).
 const KNOWN_ACCESS: u32 = 0xff | 0x3ff0_0000;
-
-/// Keys have an index and a tag: a local key used by a peer, or the other way round, is refused.
-pub(super) const KEY_TAG: u32 = 0xff;
-const LOCAL_TAG: u32 = 0x01;
-const REMOTE_TAG: u32 = 0x02;
-
-pub(super) struct Domain {
-    pub(super) context: Id,
-    pub(super) raw: Ptr<sys::ibv_pd>,
-}
-
-pub(super) struct Region {
-    pub(super) domain: Id,
-    /// The address in memory. `iova` is the address that work requests use.
-    at: usize,
-    iova: u64,
-    len: u64,
-    pub(super) access: u32,
-    index: u32,
-    raw: Ptr<sys::ibv_mr>,
-}
-
-/// A piece of local memory in a work request.
-#[derive(Clone, Copy)]
-pub(super) struct Piece {
-    pub(super) addr: u64,
-    pub(super) len: u32,
-    pub(super) lkey: u32,
-}
-
-/// Memory that a key allows to access.
-#[derive(Clone, Copy)]
-pub(super) struct Span {
-    at: usize,
-    len: usize,
-}
-
-impl Span {
-    /// Creates a span of the fake's own bytes.
-    pub(super) fn of(bytes: &[AtomicU8]) -> Self {
-        Self { at: bytes.as_ptr().expose_provenance(), len: bytes.len() }
-    }
-}
-
-impl Region {
-    /// Returns `len` bytes of the region from `addr`; `None` if they are not within it.
-    pub(super) fn part(&self, addr: u64, len: u64) -> Option<Span> {
-        let offset = addr.checked_sub(self.iova)?;
-        (offset.checked_add(len)? <= self.len).then_some(())?;
-        Some(Span { at: self.at + usize::try_from(offset).ok()?, len: usize::try_from(len).ok()? })
-    }
-
-    /// Returns whether `lkey` is the local key of the region.
-    pub(super) fn has_local_key(&self, lkey: u32) -> bool {
-        lkey == self.index << 8 | LOCAL_TAG
-    }
-}
 
 impl State {
     /// Returns the first `len` bytes of `pieces`; `None` if a key does not allow `access`.

@@ -8,8 +8,9 @@
 //!                 └────────────────────────┘
 //! ```
 //!
-//! Every C function of the fake starts in [`enter`] and ends in [`code`], [`minus_one`] or
-//! [`pointer`]; between them, safe code runs on the locked [`State`].
+//! Every C function of the fake starts in [`enter`](super::enter::enter) and ends in [`code`],
+//! [`minus_one`] or [`pointer`]; between them, safe code runs on the locked
+//! [`State`](super::state::State).
 
 use std::collections::VecDeque;
 use std::ffi::c_int;
@@ -23,7 +24,6 @@ use std::time::Duration;
 use rustix::fs::{OFlags, fcntl_getfl};
 use rustix::io::Errno;
 
-use super::state::State;
 use super::{Inner, World};
 use crate::sys;
 
@@ -105,7 +105,11 @@ pub(super) unsafe fn id_of<C>(raw: *mut C) -> Option<Id> {
     (!raw.is_null()).then(|| unsafe { (*raw.cast::<Object<C>>()).id })
 }
 
-unsafe fn world_of<C>(raw: *mut C) -> Option<World> {
+/// Returns the world of the object behind `raw`; `None` for a null pointer.
+///
+/// # Safety
+/// As [`id_of`].
+pub(super) unsafe fn world_of<C>(raw: *mut C) -> Option<World> {
     if raw.is_null() {
         return None;
     }
@@ -113,65 +117,6 @@ unsafe fn world_of<C>(raw: *mut C) -> Option<World> {
     match unsafe { &(*raw.cast::<Object<C>>()).world } {
         WorldRef::Strong(world) => Some(world.clone()),
         WorldRef::Weak(inner) => inner.upgrade().map(World),
-    }
-}
-
-/// Runs the C function `call` on the object behind `raw`: finds its world, locks it, and returns an
-/// injected failure instead if there is one.
-///
-/// # Safety
-/// `raw` is null or points to a live [`Object`].
-pub(super) unsafe fn enter<C, T>(
-    call: &'static str,
-    raw: *mut C,
-    run: impl FnOnce(&mut State, Id) -> Result<T, Errno>,
-) -> Result<T, Errno> {
-    let mut run = Some(run);
-    // SAFETY: the caller vouches for `raw`.
-    unsafe {
-        enter_until(call, raw, None, |state, id| match run.take() {
-            Some(run) => Poll::Ready(run(state, id)),
-            None => Poll::Pending,
-        })
-    }
-}
-
-/// Like [`enter`], for a call that may have to wait: `step` runs again after every change of the
-/// world, until `timeout` passes (EBUSY).
-///
-/// # Safety
-/// As [`enter`].
-pub(super) unsafe fn enter_until<C, T>(
-    call: &'static str,
-    raw: *mut C,
-    timeout: Option<Duration>,
-    mut step: impl FnMut(&mut State, Id) -> Poll<Result<T, Errno>>,
-) -> Result<T, Errno> {
-    // SAFETY: the caller vouches for `raw`.
-    let (world, id) =
-        unsafe { (world_of(raw).ok_or(Errno::INVAL)?, id_of(raw).ok_or(Errno::INVAL)?) };
-    let mut state = world.lock();
-    state.calls.entry(std::thread::current().id()).or_default().insert(call);
-    if state.held.contains(call) {
-        *state.waiting.entry(call).or_default() += 1;
-        while state.held.contains(call) {
-            state = world.wait(state, None).0;
-        }
-        *state.waiting.entry(call).or_default() -= 1;
-    }
-    if let Some(errno) = state.take_fault(call) {
-        return Err(errno);
-    }
-    loop {
-        if let Poll::Ready(result) = step(&mut state, id) {
-            world.0.changed.notify_all();
-            return result;
-        }
-        let (guard, timed_out) = world.wait(state, timeout);
-        state = guard;
-        if timed_out {
-            return Err(Errno::BUSY);
-        }
     }
 }
 

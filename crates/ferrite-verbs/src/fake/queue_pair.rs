@@ -6,9 +6,9 @@ use std::task::Poll;
 
 use rustix::io::Errno;
 
-use super::device::Subject;
-use super::engine::{ERROR, INIT, QueuePair, RESET, RTR, RTS};
-use super::object::{self, ACK_WAIT, Id, Object, code, enter, enter_until, id_of, pointer};
+use super::enter::{enter, enter_until};
+use super::object::{self, ACK_WAIT, Id, Object, code, id_of, pointer};
+use super::records::{ERROR, INIT, QueuePair, RESET, RTR, RTS, Subject};
 use super::state::State;
 use crate::sys;
 use crate::sys::ibv_qp_attr_mask as Mask;

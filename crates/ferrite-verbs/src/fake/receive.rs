@@ -6,46 +6,12 @@ use std::task::Poll;
 
 use rustix::io::Errno;
 
-use super::completion::FreedEntries;
-use super::device::Subject;
-use super::engine::{self, ERROR, RESET};
-use super::memory::Piece;
-use super::object::{self, ACK_WAIT, Id, Object, Ptr, code, enter, enter_until, pointer};
+use super::enter::{enter, enter_until};
+use super::execution;
+use super::object::{self, ACK_WAIT, Id, Object, code, pointer};
+use super::records::{ERROR, FreedEntries, Piece, RESET, Receive, SharedQueue, Subject};
 use super::state::State;
 use crate::sys;
-
-pub(super) struct SharedQueue {
-    context: Id,
-    pub(super) domain: Id,
-    waiting: VecDeque<Receive>,
-    /// Receives posted and not yet freed by a polled completion.
-    pub(super) used: u32,
-    max_wr: u32,
-    max_sge: u32,
-    limit: u32,
-    pub(super) unacked: usize,
-    pub(super) raw: Ptr<sys::ibv_srq>,
-}
-
-/// A posted receive.
-pub(super) struct Receive {
-    pub(super) wr_id: u64,
-    pub(super) pieces: Vec<Piece>,
-    pub(super) freed: FreedEntries,
-}
-
-impl Receive {
-    /// Returns how many bytes fit.
-    pub(super) fn capacity(&self) -> u64 {
-        self.pieces.iter().map(|piece| u64::from(piece.len)).sum()
-    }
-}
-
-impl SharedQueue {
-    pub(super) fn waiting_len(&self) -> usize {
-        self.waiting.len()
-    }
-}
 
 impl State {
     /// Takes the receive that the next message to `qp` consumes.
@@ -255,7 +221,7 @@ unsafe fn post<C>(
         enter(call, raw, |state, id| {
             let mut result = Ok(());
             while result.is_ok() && !wr.is_null() {
-                let pieces = engine::pieces((*wr).sg_list, (*wr).num_sge);
+                let pieces = execution::pieces((*wr).sg_list, (*wr).num_sge);
                 result = accept(state, id, &*wr, pieces);
                 if result.is_ok() {
                     wr = (*wr).next;

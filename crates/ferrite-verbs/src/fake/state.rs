@@ -6,15 +6,11 @@ use std::thread::ThreadId;
 
 use rustix::io::Errno;
 
-use super::completion::{Channel, Queue};
-use super::device::{AsyncEvent, Context, Device, Subject};
-use super::engine::QueuePair;
-use super::handshake::{CmChannel, Identifier};
-use super::late::Late;
-use super::memory::{Domain, Region};
 use super::object::Id;
-use super::receive::SharedQueue;
-use super::window::Window;
+use super::records::{
+    AsyncEvent, Channel, CmChannel, Context, Device, Domain, Identifier, Late, Queue, QueuePair,
+    Region, SharedQueue, Subject, Window,
+};
 use super::{Inner, Objects, World};
 use crate::sys;
 

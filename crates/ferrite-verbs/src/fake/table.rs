@@ -3,7 +3,7 @@
 use super::{cm, completion, device, memory, queue_pair, receive};
 use crate::sys::{CmFunctions, IbvFunctions};
 
-pub(super) static IBV: IbvFunctions = IbvFunctions {
+pub(crate) static IBV: IbvFunctions = IbvFunctions {
     ibv_get_device_list: device::get_device_list,
     ibv_free_device_list: device::free_device_list,
     ibv_get_device_name: device::get_device_name,
@@ -39,7 +39,7 @@ pub(super) static IBV: IbvFunctions = IbvFunctions {
     ibv_is_fork_initialized: Some(device::is_fork_initialized),
 };
 
-pub(super) static CM: CmFunctions = CmFunctions {
+pub(crate) static CM: CmFunctions = CmFunctions {
     rdma_create_event_channel: cm::create_event_channel,
     rdma_destroy_event_channel: cm::destroy_event_channel,
     rdma_create_id: cm::create_id,

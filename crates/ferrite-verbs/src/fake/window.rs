@@ -6,86 +6,14 @@ use std::ffi::c_int;
 
 use rustix::io::Errno;
 
-use super::memory::{KEY_TAG, LOCAL_WRITE, REMOTE_READ, REMOTE_WRITE};
-use super::object::{self, Id, Object, Ptr, code, enter, id_of, pointer};
+use super::enter::enter;
+use super::object::{self, Id, Object, code, pointer};
+use super::records::{Binding, Bound, KEY_TAG, LOCAL_WRITE, REMOTE_READ, REMOTE_WRITE, Window};
 use super::state::State;
 use crate::sys;
 use crate::sys::ibv_wc_status as Status;
 
 const MW_BIND: u32 = sys::ibv_access_flags::IBV_ACCESS_MW_BIND.0;
-
-pub(super) struct Window {
-    pub(super) domain: Id,
-    rkey: u32,
-    bound: Option<Bound>,
-    raw: Ptr<sys::ibv_mw>,
-}
-
-/// What a window is bound to, and the range that it covers.
-struct Bound {
-    qp: Id,
-    region: Id,
-    addr: u64,
-    len: u64,
-    access: u32,
-}
-
-/// The contents of a bind request.
-#[derive(Clone, Copy)]
-pub(super) struct Binding {
-    window: Option<Id>,
-    /// The window's key when the request was posted.
-    rkey_before: u32,
-    rkey: u32,
-    region: Option<Id>,
-    lkey: u32,
-    addr: u64,
-    len: u64,
-    access: u32,
-}
-
-impl Binding {
-    /// Reads a bind request.
-    ///
-    /// # Safety
-    /// The window and the region that it names are alive.
-    pub(super) unsafe fn from_raw(raw: &sys::ibv_send_wr__bindgen_ty_4__bindgen_ty_1) -> Self {
-        let info = raw.bind_info;
-        // SAFETY: the caller vouches for both.
-        unsafe {
-            Self {
-                window: id_of(raw.mw),
-                rkey_before: (*raw.mw).rkey,
-                rkey: raw.rkey,
-                region: id_of(info.mr),
-                lkey: if info.mr.is_null() { 0 } else { (*info.mr).lkey },
-                addr: info.addr,
-                len: info.length,
-                access: info.mw_access_flags,
-            }
-        }
-    }
-}
-
-impl Window {
-    /// Returns the region behind the window, if its key allows `access` to the peer of `qp`.
-    pub(super) fn allows(&self, qp: Id, rkey: u32, addr: u64, len: u64, access: u32) -> Option<Id> {
-        let bound = self.bound.as_ref().filter(|bound| bound.qp == qp && self.rkey == rkey)?;
-        let offset = addr.checked_sub(bound.addr)?;
-        let within = offset.checked_add(len)? <= bound.len;
-        (within && bound.access & access == access).then_some(bound.region)
-    }
-
-    /// Returns whether it is bound to `region`.
-    pub(super) fn is_bound_to_region(&self, region: Id) -> bool {
-        self.bound.as_ref().is_some_and(|bound| bound.region == region)
-    }
-
-    /// Returns whether it is bound to `qp`.
-    pub(super) fn is_bound_to_queue_pair(&self, qp: Id) -> bool {
-        self.bound.as_ref().is_some_and(|bound| bound.qp == qp)
-    }
-}
 
 impl State {
     /// Returns the window whose index is in `rkey`.

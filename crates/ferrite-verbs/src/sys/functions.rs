@@ -4,7 +4,7 @@
 // Copyright (c) 2004-2022 the rdma-core authors.
 
 use super::bindings::*;
-use crate::table::function_table;
+use super::function_table::function_table;
 
 function_table! {
     pub(crate) struct IbvFunctions {

@@ -45,10 +45,11 @@ const VALUE_MAX: u32 = 512 << 20;
 ///
 /// Sends GET and SET over RDMA (ferrite.so, a Ferrite gateway, or Valkey's own listener), TCP or a
 /// Unix socket. Writes keys `ferrite-bench:RANDOM:NUMBER` to database 0, also for a test that only
-/// reads, and removes them at the end. RANDOM differs in each run. By default each connection sends the next request when the
-/// last one is answered (a closed loop). With --rate, requests are due at fixed times, whether or
-/// not earlier ones were answered. Latency then counts from the time when a request was due, so a
-/// stall of the server shows in every request that it delays (no coordinated omission).
+/// reads, and removes them at the end. RANDOM differs in each run. By default each connection sends
+/// the next request when the last one is answered (a closed loop). With --rate, requests are due at
+/// fixed times, whether or not earlier ones were answered. Latency then counts from the time when a
+/// request was due, so a stall of the server shows in every request that it delays (no coordinated
+/// omission).
 ///
 /// With pipelines, the latency of a request is that of its whole batch.
 #[derive(Args)]

@@ -20,13 +20,13 @@ mod dialing;
 mod greeting;
 mod incoming;
 mod migration;
-mod opening;
 mod outgoing;
 mod rdma_endpoint;
 mod rdma_link;
 mod refusing;
 mod socket_calls;
 mod sockets;
+mod tcp_link;
 mod upgrade_waiter;
 mod upgrading;
 
@@ -137,9 +137,11 @@ impl Handshakes {
 
     /// Watches `device` through `id`. Returns earlier identifiers of the device.
     pub(crate) fn watch(&mut self, id: CmId, device: usize) -> Vec<Handshake> {
-        let is_earlier = |handshake: &Handshake| matches!(handshake, Handshake::Watching { device: of, .. } if *of == device);
-        let earlier =
-            self.by_key.extract_if(|_, handshake| is_earlier(handshake)).map(|it| it.1).collect();
+        let is_earlier = |_: &CmKey, handshake: &mut Handshake| match handshake {
+            Handshake::Watching { device: of, .. } => *of == device,
+            _ => false,
+        };
+        let earlier = self.by_key.extract_if(is_earlier).map(|(_, handshake)| handshake).collect();
         self.put(id.key(), Handshake::Watching { id, device });
         earlier
     }

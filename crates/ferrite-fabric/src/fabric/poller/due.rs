@@ -36,7 +36,7 @@ impl Poller {
                     shared.config.close_timeout.as_millis()
                 );
                 link.fail(Error::new(ErrorKind::Timeout, what));
-                self.attend(shared, name.index);
+                self.service_link(shared, name.index);
             }
             Timer::Drain(name) => {
                 if let Some(link) = self.link_named(shared, name) {
@@ -65,7 +65,7 @@ impl Poller {
                 );
                 let error = Error::new(ErrorKind::LinkDown, what);
                 link.fail(shared.diagnose(&link, error, Failure::Completion(Status::FLUSHED)));
-                self.attend(shared, name.index);
+                self.service_link(shared, name.index);
             }
             Timer::Refill => {
                 self.starved = false; // the rest of this pass refills

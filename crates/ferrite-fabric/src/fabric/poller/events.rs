@@ -10,9 +10,9 @@ use crate::error::{Error, ErrorKind};
 use crate::fabric::Shared;
 use crate::policy::Rdma;
 
-/// Maximum number of events of the connection manager that one pass handles. They need system calls,
-/// and thousands of them must not delay the completions of other links. The rest is left to the next
-/// pass.
+/// Maximum number of events of the connection manager that one pass handles. They need system
+/// calls, and thousands of them must not delay the completions of other links. The rest is left to
+/// the next pass.
 const CM_EVENTS_PER_PASS: usize = 16;
 
 impl Poller {

@@ -29,17 +29,17 @@ const LINKS_PER_PASS: usize = 64;
 
 impl Poller {
     #[cold]
-    pub(super) fn attend_some(&mut self, shared: &Shared) -> usize {
+    pub(super) fn service_some(&mut self, shared: &Shared) -> usize {
         let count = self.pending_links.len().min(LINKS_PER_PASS);
         for _ in 0..count {
             let Some(link) = self.pending_links.pop_front() else { break };
-            self.attend(shared, link);
+            self.service_link(shared, link);
         }
         count
     }
 
-    /// Attends to a link that asked for it: it is closing or down, or a grant was released.
-    pub(crate) fn attend(&mut self, shared: &Shared, index: u32) {
+    /// Services a link that asked for it: it is closing or down, or a grant was released.
+    pub(crate) fn service_link(&mut self, shared: &Shared, index: u32) {
         let Some(link) = self.link(shared, index) else { return };
         let (steps, lost, unread) = link.with_wakes(&mut self.wakes, |state, _, _| {
             (state.core.take_steps(), state.core.is_to_be_detached(), state.has_left_over())

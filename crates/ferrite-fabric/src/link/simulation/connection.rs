@@ -60,7 +60,7 @@ impl Side {
             return Ok(()); // the queue pair has to go first
         }
         let Some((frame, bytes)) = wires.tcp(tcp).frames[side].pop_front() else { return Ok(()) };
-        if self.is_shown && frame.kind.is_of_moving() {
+        if self.is_shown && frame.kind.is_migration() {
             eprintln!("side {side} ({:?}) hears {:?}", self.core.transport(), frame.kind);
         }
         self.core.on_heard(now);
@@ -87,7 +87,7 @@ impl Side {
             let len = bytes.len() as u32;
             (TcpFrame { kind, imm: 0, len, op, grant: 0, offset: 0 }, bytes)
         };
-        if kind.is_of_moving() {
+        if kind.is_migration() {
             let body = (!bytes.is_empty()).then_some(bytes);
             let heard = self.core.on_path_frame(frame, body, &mut self.wakes);
             if self.checked(heard)? {

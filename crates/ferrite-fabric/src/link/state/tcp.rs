@@ -277,7 +277,7 @@ impl LinkState {
         }
         let &TcpFrame { kind, imm, len, op, grant, offset } = frame;
         match (kind, body) {
-            (kind, body) if kind.is_of_moving() => {
+            (kind, body) if kind.is_migration() => {
                 if core.on_path_frame(frame, body.as_deref(), wakes)? {
                     self.adopt_next_path();
                 }

@@ -6,8 +6,9 @@ use std::net::Ipv6Addr;
 use rustix::io::Errno;
 
 use super::{GID_TABLE_LEN, ROCE_V2, Subject, put_text};
-use crate::fake::engine;
-use crate::fake::object::{self, code, enter, enter_until, extended};
+use crate::fake::enter::{enter, enter_until};
+use crate::fake::execution;
+use crate::fake::object::{self, code, extended};
 use crate::sys;
 
 pub(in crate::fake) unsafe extern "C" fn query_device(
@@ -38,7 +39,11 @@ pub(in crate::fake) unsafe extern "C" fn query_device(
                 } else {
                     0
                 },
-                device_cap_flags: if spec.queue_pair_windows { crate::mw::TYPE_2B } else { 0 },
+                device_cap_flags: if spec.queue_pair_windows {
+                    sys::DEVICE_WINDOW_TYPE_2B
+                } else {
+                    0
+                },
                 max_qp_rd_atom: count(spec.max_reads),
                 max_qp_init_rd_atom: count(spec.max_reads),
                 max_srq: count(spec.max_srq),
@@ -77,7 +82,7 @@ pub(super) unsafe extern "C" fn query_port_ex(
                 max_mtu: sys::ibv_mtu::IBV_MTU_4096,
                 active_mtu: sys::ibv_mtu(device.spec.active_mtu),
                 gid_tbl_len: GID_TABLE_LEN.into(),
-                max_msg_sz: engine::MAX_MESSAGE_BYTES,
+                max_msg_sz: execution::MAX_MESSAGE_BYTES,
                 pkey_tbl_len: 1,
                 // 4 lanes of 25 Gbit/s; physical state: link up, or disabled.
                 active_width: 2,

@@ -10,7 +10,7 @@ use ferrite_verbs::Verbs;
 use super::idle::Idle;
 use super::plan::{self, Case, QueueLimits};
 use super::progress::Progress;
-use super::protocol::{Reply, Request, Resources, Test, Work, receive_control, send_control};
+use super::protocol::{Reply, Request, Resources, Test, Work, send_control};
 use super::report::{Figures, PathInfo, Report, Row};
 use super::side::{self, Side};
 use super::{Measure, Options, bandwidth, latency};
@@ -65,17 +65,9 @@ async fn connect(
         send_control(&link, &Request::Join { link: number })?;
         side.links.push(link);
     }
-    match reply(&side).await? {
+    match side.receive_reply().await? {
         Reply::Holding(resources) => Ok((side, resources)),
         other => bail!("received {other:?}, expected the server's resources"),
-    }
-}
-
-/// Receives the server's reply. A refusal is an error.
-pub(super) async fn reply(side: &Side) -> anyhow::Result<Reply> {
-    match receive_control(side.control_link()).await? {
-        Reply::Refused { why } => bail!("the server rejected the request: {why}"),
-        reply => Ok(reply),
     }
 }
 
@@ -86,7 +78,7 @@ fn measure(side: &Side, case: &Case, mode: Mode) -> anyhow::Result<Row> {
         side.control_link(),
         &Request::Test(Test { op, measure, size_bytes: size, mode }),
     )?;
-    let ready = side.fabric.block_on(reply(side))?;
+    let ready = side.fabric.block_on(side.receive_reply())?;
     ensure!(ready == Reply::Ready, "received {ready:?}, expected Ready");
     let before = Work::of(&side.fabric);
     let started = Instant::now();
@@ -106,7 +98,7 @@ fn measure(side: &Side, case: &Case, mode: Mode) -> anyhow::Result<Row> {
         }
     };
     let client = Work::of(&side.fabric).since(before);
-    match side.fabric.block_on(reply(side))? {
+    match side.fabric.block_on(side.receive_reply())? {
         Reply::Done { messages, work, .. } => {
             if let (Op::Send, Some(sent)) = (op, sent) {
                 ensure!(messages == sent, "sent {sent} messages, but {messages} arrived");

@@ -78,7 +78,7 @@ impl Idle {
         }
         let seconds = started.elapsed().as_secs_f64();
         send_control(side.control_link(), &Request::IdleOpen { links: links.len() })?;
-        let after = match super::client::reply(side).await? {
+        let after = match side.receive_reply().await? {
             Reply::Holding(resources) => resources,
             other => anyhow::bail!("received {other:?}, expected the server's resources"),
         };

@@ -7,7 +7,7 @@ use ferrite_fabric::wire::{GrantToken, Rights};
 use ferrite_fabric::{Config, Fabric, Link, Rdma, Region};
 use ferrite_verbs::Verbs;
 
-use super::protocol::{CONTROL, receive_grant};
+use super::protocol::{CONTROL, Reply, receive_control, receive_grant};
 use super::{IDLE_MAX, LINKS_MAX, Options, SIZE_MAX};
 use crate::choice::Mode;
 
@@ -22,6 +22,14 @@ impl Side {
     /// Returns the link for control messages.
     pub(super) fn control_link(&self) -> &Link {
         &self.links[0]
+    }
+
+    /// Receives the server's reply. A refusal is an error.
+    pub(super) async fn receive_reply(&self) -> anyhow::Result<Reply> {
+        match receive_control(self.control_link()).await? {
+            Reply::Refused { why } => anyhow::bail!("the server rejected the request: {why}"),
+            reply => Ok(reply),
+        }
     }
 
     /// Returns the link of a round. Rounds use one link after the other.

@@ -214,7 +214,7 @@ impl Poller {
                 Error::new(lost.error.kind(), what).with_causes(lost.error.causes().to_vec());
             state.core.end(error, wakes);
         });
-        self.attend(shared, link.index);
+        self.service_link(shared, link.index);
     }
 
     pub(crate) fn greeting_timed_out(&mut self, shared: &Shared, id: u64) {

@@ -90,7 +90,7 @@ impl Poller {
         });
         let Some((error, is_caller)) = detached else {
             // Not at once: the caller may be about to attend to the link.
-            shared.mailbox.attend(link.index);
+            shared.mailbox.request_service(link.index);
             return;
         };
         if let Some(device) = &route.device {
@@ -142,7 +142,7 @@ impl Poller {
                 state.core.end(error, wakes);
             }
         });
-        self.attend(shared, name.index);
+        self.service_link(shared, name.index);
     }
 
     /// Connects to the peer of a link without a path, over TCP.
@@ -180,7 +180,7 @@ impl Poller {
                     .core
                     .end(Error::new(ErrorKind::Closed, "the peer has closed the link"), wakes);
             });
-            self.attend(shared, name.index);
+            self.service_link(shared, name.index);
         } else if is_unknown {
             // The peer is there but does not know the link: it was restarted, or has given the link
             // up.
@@ -193,7 +193,7 @@ impl Poller {
                     state.core.end(error, wakes);
                 }
             });
-            self.attend(shared, name.index);
+            self.service_link(shared, name.index);
         } else {
             self.timers.add(self.now + REDIAL, Timer::Redial(name));
         }

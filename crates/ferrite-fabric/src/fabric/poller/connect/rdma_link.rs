@@ -127,7 +127,7 @@ impl Poller {
     /// Ends a link whose handshake failed.
     pub(super) fn abandon_link(&mut self, shared: &Shared, link: &Arc<LinkShared>, error: &Error) {
         link.with_wakes(&mut self.wakes, |state, _, wakes| state.core.fail(error.clone(), wakes));
-        self.attend(shared, link.index);
+        self.service_link(shared, link.index);
     }
 }
 

@@ -1,5 +1,5 @@
-//! Whom to refuse, and with which reason. Handshakes by RDMA CM and over TCP both ask here, so that a
-//! peer gets the same answer on either transport.
+//! Whom to refuse, and with which reason. Handshakes by RDMA CM and over TCP both ask here, so that
+//! a peer gets the same answer on either transport.
 
 use crate::fabric::Shared;
 use crate::fabric::listener::ListenerShared;

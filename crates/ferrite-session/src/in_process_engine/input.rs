@@ -2,24 +2,26 @@
 
 use std::ops::Range;
 
-use super::limits::BEFORE_AUTH;
 use ferrite_proto::resp::{
     Args, Command, CommandError, CommandFramer, Limits, Words, plain_command,
 };
 
+/// The limit, in bytes, before authentication: for unread replies, for incomplete commands, and for
+/// input that is read ahead, each. Together with the session's own memory this stays below 64 KiB.
+pub(crate) const BEFORE_AUTH: usize = 8 << 10;
 /// Commands beyond this size are streamed to the engine while they arrive, instead of being
 /// gathered here.
 const LARGE_COMMAND: u64 = 256 << 10;
 /// The size of the first read, and the largest size of a read.
 const READ_MIN: usize = 1 << 10;
-pub(super) const READ_MAX: usize = 64 << 10;
+pub(crate) const READ_MAX: usize = 64 << 10;
 
 /// The longest word that can be the name of a command or subcommand.
 const NAME_MAX: usize = 64;
 
 /// The name of a command that has arrived in part, if it is known yet.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum PartialCommand<'a> {
+pub(crate) enum PartialCommand<'a> {
     /// Its name has not arrived, or not the first argument, which may name a subcommand.
     Unknown,
     /// An inline command, or a command whose name is too long to be looked up.
@@ -46,9 +48,9 @@ fn word<'a>(args: &mut Args<'a>) -> Word<'a> {
 
 /// A complete command in the input.
 #[derive(Debug, Clone)]
-pub(super) struct FoundCommand {
+pub(crate) struct FoundCommand {
     /// Its range in the buffer.
-    pub(super) range: Range<usize>,
+    pub(crate) range: Range<usize>,
     /// The indexes of its words in the `words` of the input. Empty if it is not in the plain form.
     words: Range<usize>,
     /// Where the first of them lies.
@@ -58,12 +60,12 @@ pub(super) struct FoundCommand {
 impl FoundCommand {
     /// Whether it is in the plain form, and its words are known.
     #[inline]
-    pub(super) fn is_plain(&self) -> bool {
+    pub(crate) fn is_plain(&self) -> bool {
         !self.words.is_empty()
     }
 }
 
-pub(super) struct Input {
+pub(crate) struct Input {
     /// The input, followed by room for the next read. The room holds zeros or old bytes, because
     /// memory must be initialized before it is read into.
     buffer: Vec<u8>,
@@ -107,7 +109,7 @@ impl Default for Input {
 
 impl Input {
     /// Creates an input that begins with these bytes of the client.
-    pub(super) fn from_bytes(first: &[u8]) -> Self {
+    pub(crate) fn from_bytes(first: &[u8]) -> Self {
         let mut input = Self::default();
         input.append(first);
         input
@@ -115,7 +117,7 @@ impl Input {
 
     /// Finds the next complete command, but does not take it.
     #[inline]
-    pub(super) fn peek(&mut self) -> Result<Option<FoundCommand>, CommandError> {
+    pub(crate) fn peek(&mut self) -> Result<Option<FoundCommand>, CommandError> {
         let first = self.words.len();
         let end = if self.framer.is_inside() { None } else { self.find_plain() };
         let end = match end {
@@ -146,28 +148,28 @@ impl Input {
     }
 
     /// Takes the command that [`Input::peek`] has found.
-    pub(super) fn take(&mut self, found: &FoundCommand) {
+    pub(crate) fn take(&mut self, found: &FoundCommand) {
         (self.taken, self.framed) = (found.range.end, found.range.end);
     }
 
     /// Returns the words of a command. There are none if it is not in the plain form.
     #[inline]
-    pub(super) fn words(&self, found: &FoundCommand) -> Words<'_> {
+    pub(crate) fn words(&self, found: &FoundCommand) -> Words<'_> {
         Words::new(&self.buffer, self.words.get(found.words.clone()).unwrap_or_default())
     }
 
     /// Returns the name of a command, if it is in the plain form.
     #[inline]
-    pub(super) fn name(&self, found: &FoundCommand) -> Option<&[u8]> {
+    pub(crate) fn name(&self, found: &FoundCommand) -> Option<&[u8]> {
         if found.is_plain() { self.buffer.get(found.name.clone()) } else { None }
     }
 
-    pub(super) fn command(&self, found: &FoundCommand) -> Option<Command<'_>> {
+    pub(crate) fn command(&self, found: &FoundCommand) -> Option<Command<'_>> {
         Command::framed(self.buffer.get(found.range.clone())?)
     }
 
     /// Forgets the commands that were found before. Their ranges become invalid.
-    pub(super) fn forget_found(&mut self) {
+    pub(crate) fn forget_found(&mut self) {
         self.words.clear();
         // A client that keeps sending while its commands are proxied never leaves the buffer empty,
         // so it is compacted here. Never more bytes are moved than are freed.
@@ -177,18 +179,18 @@ impl Input {
     }
 
     /// Returns the whole buffer, which the ranges of commands refer to.
-    pub(super) fn bytes(&self) -> &[u8] {
+    pub(crate) fn bytes(&self) -> &[u8] {
         &self.buffer[..self.filled]
     }
 
     /// Returns the bytes that have arrived and were not taken.
-    pub(super) fn pending(&self) -> &[u8] {
+    pub(crate) fn pending(&self) -> &[u8] {
         &self.buffer[self.taken..self.filled]
     }
 
     /// Returns whether a large command has arrived in part. Before authentication the limit is much
     /// lower.
-    pub(super) fn is_large(&self, is_authenticated: bool) -> bool {
+    pub(crate) fn is_large(&self, is_authenticated: bool) -> bool {
         let large = if is_authenticated { LARGE_COMMAND } else { BEFORE_AUTH as u64 };
         self.framer.is_inside()
             && self.framer.frame_bytes().saturating_add(self.framer.wanted()) > large
@@ -196,14 +198,14 @@ impl Input {
 
     /// Returns whether a command has arrived in part that has more arguments than engines accept
     /// before a login.
-    pub(super) fn has_many_args(&self) -> bool {
+    pub(crate) fn has_many_args(&self) -> bool {
         const BEFORE_AUTH_ARGS: usize = 10;
         let many = |command: Command<'_>| command.args().len() > BEFORE_AUTH_ARGS;
         self.framer.is_inside() && Command::framed(self.pending()).is_some_and(many)
     }
 
     /// Returns the name of the command that has arrived in part, if it is known yet.
-    pub(super) fn partial_command(&self) -> PartialCommand<'_> {
+    pub(crate) fn partial_command(&self) -> PartialCommand<'_> {
         let Some(command) = Command::framed(self.pending()) else { return PartialCommand::Unknown };
         if command.inline().is_some() {
             return PartialCommand::Nameless;
@@ -221,7 +223,7 @@ impl Input {
     }
 
     /// Returns the memory that the input holds.
-    pub(super) fn held_bytes(&self) -> usize {
+    pub(crate) fn held_bytes(&self) -> usize {
         self.buffer.capacity()
     }
 
@@ -230,7 +232,7 @@ impl Input {
     ///
     /// # Errors
     /// Returns an error if it is not a valid command. Only the engine can tell where it ends.
-    pub(super) fn stream(&mut self, out: &mut Vec<u8>) -> Result<bool, CommandError> {
+    pub(crate) fn stream(&mut self, out: &mut Vec<u8>) -> Result<bool, CommandError> {
         let (end, is_whole) = match self.peek()? {
             Some(found) => (found.range.end, true),
             None => (self.framed, false),
@@ -244,7 +246,7 @@ impl Input {
     }
 
     /// Returns room for the next read, at most `max` bytes. Ranges of commands become invalid.
-    pub(super) fn room(&mut self, max: usize) -> &mut [u8] {
+    pub(crate) fn room(&mut self, max: usize) -> &mut [u8] {
         self.compact();
         if self.buffer.len() > 2 * LARGE_COMMAND as usize && self.filled < READ_MAX {
             self.buffer.truncate(self.filled); // grown by a client that had sent far ahead
@@ -258,7 +260,7 @@ impl Input {
     }
 
     /// Adds `count` bytes that were read into the room. Reads become larger if they fill the room.
-    pub(super) fn advance(&mut self, count: usize) {
+    pub(crate) fn advance(&mut self, count: usize) {
         self.filled += count;
         if count >= self.read_size {
             self.read_size = (self.read_size * 4).min(READ_MAX);
@@ -266,7 +268,7 @@ impl Input {
     }
 
     /// Appends bytes. Ranges of commands stay valid.
-    pub(super) fn append(&mut self, bytes: &[u8]) {
+    pub(crate) fn append(&mut self, bytes: &[u8]) {
         self.buffer.truncate(self.filled);
         self.buffer.extend_from_slice(bytes);
         self.filled = self.buffer.len();

@@ -34,14 +34,14 @@ impl Callable {
 
 /// A command of a run.
 #[derive(Debug, Clone)]
-pub(super) struct RunCommand {
-    pub(super) found: FoundCommand,
+pub(crate) struct RunCommand {
+    pub(crate) found: FoundCommand,
     /// Its properties, if it is to be called.
-    pub(super) callable: Option<Callable>,
+    pub(crate) callable: Option<Callable>,
 }
 
 /// Returns the range of these consecutive commands in the input.
-pub(super) fn range_of(run: &[RunCommand]) -> Range<usize> {
+pub(crate) fn range_of(run: &[RunCommand]) -> Range<usize> {
     match (run.first(), run.last()) {
         (Some(first), Some(last)) => first.found.range.start..last.found.range.end,
         _ => 0..0,
@@ -51,8 +51,8 @@ pub(super) fn range_of(run: &[RunCommand]) -> Range<usize> {
 /// Commands to call, in order.
 #[derive(Clone, Copy)]
 pub struct Commands<'a> {
-    pub(super) input: &'a Input,
-    pub(super) run: &'a [RunCommand],
+    pub(crate) input: &'a Input,
+    pub(crate) run: &'a [RunCommand],
 }
 
 impl<'a> Commands<'a> {

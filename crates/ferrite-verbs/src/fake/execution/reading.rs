@@ -5,8 +5,8 @@ use std::ffi::c_int;
 use rustix::io::Errno;
 
 use super::{Kind, MAX_MESSAGE_BYTES, Payload, Send};
-use crate::fake::memory::{self, Piece};
-use crate::fake::window::Binding;
+use crate::fake::memory;
+use crate::fake::records::{Binding, Piece};
 use crate::sys;
 
 impl Send {

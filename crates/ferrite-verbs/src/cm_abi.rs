@@ -1,4 +1,5 @@
-//! Conversion of socket addresses to and from C.
+//! The parts of RDMA CM's C interface that the fake provider shares: socket addresses, and the
+//! sizes of private data.
 
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV6};
 
@@ -6,6 +7,13 @@ use crate::sys;
 
 const AF_INET: u16 = 2;
 const AF_INET6: u16 = 10;
+
+/// Maximum size of the private data in a connection request (port space TCP).
+pub const REQUEST_PRIVATE_DATA_MAX: usize = 56;
+/// Maximum size of the private data in an acceptance.
+pub const ACCEPT_PRIVATE_DATA_MAX: usize = 196;
+/// Maximum size of the private data in a rejection.
+pub const REJECT_PRIVATE_DATA_MAX: usize = 148;
 
 /// A C socket address that lives for one call.
 pub(crate) struct RawAddress(sys::sockaddr_storage);

@@ -7,31 +7,23 @@
 
 mod reading;
 
-use std::collections::VecDeque;
 use std::ffi::c_int;
-use std::sync::atomic::AtomicU8;
 
 use rustix::io::Errno;
 
-use super::completion::{Entry, FreedEntries};
-use super::device::{Device, Subject};
-use super::memory::{self, LOCAL_WRITE, Piece, REMOTE_READ, REMOTE_WRITE, Span};
-use super::object::{Id, Ptr, code, enter};
-use super::receive::Receive;
+use super::enter::enter;
+use super::memory;
+use super::object::{Id, code};
+use super::records::{
+    Device, ERROR, Entry, FreedEntries, INIT, Kind, LOCAL_WRITE, Payload, QueuePair, REMOTE_READ,
+    REMOTE_WRITE, RESET, RTS, Receive, Send, Span, Subject,
+};
 use super::state::State;
-use super::window::Binding;
 use crate::sys;
 use crate::sys::ibv_event_type as Event;
-use crate::sys::ibv_qp_state as QpState;
 use crate::sys::ibv_wc_opcode as Opcode;
 use crate::sys::ibv_wc_status as Status;
 pub(super) use reading::pieces;
-
-pub(super) const RESET: QpState = QpState::IBV_QPS_RESET;
-pub(super) const INIT: QpState = QpState::IBV_QPS_INIT;
-pub(super) const RTR: QpState = QpState::IBV_QPS_RTR;
-pub(super) const RTS: QpState = QpState::IBV_QPS_RTS;
-pub(super) const ERROR: QpState = QpState::IBV_QPS_ERR;
 
 pub(super) const MAX_MESSAGE_BYTES: u32 = 1 << 30;
 
@@ -40,62 +32,6 @@ pub(super) const DOORBELL: &str = "doorbell";
 
 /// The value of `rnr_retry` for waiting for a receive for ever.
 const RNR_FOR_EVER: u8 = 7;
-
-pub(super) struct QueuePair {
-    pub(super) number: u32,
-    pub(super) device: Id,
-    pub(super) context: Id,
-    pub(super) domain: Id,
-    pub(super) send_cq: Id,
-    pub(super) recv_cq: Id,
-    pub(super) srq: Option<Id>,
-    pub(super) cap: sys::ibv_qp_cap,
-    pub(super) all_signaled: bool,
-    pub(super) state: QpState,
-    /// The values that `ibv_modify_qp` set, field by field.
-    pub(super) attr: sys::ibv_qp_attr,
-    /// Counts resets: completions from an earlier epoch free no entries.
-    pub(super) epoch: u32,
-    pub(super) sends: VecDeque<Send>,
-    pub(super) receives: VecDeque<Receive>,
-    /// Entries posted and not yet freed by a polled completion.
-    pub(super) sends_used: u32,
-    pub(super) receives_used: u32,
-    /// Sends that succeeded without a completion since the last one.
-    pub(super) unsignaled: u32,
-    pub(super) unacked: usize,
-    pub(super) raw: Ptr<sys::ibv_qp>,
-}
-
-/// A posted entry of the send queue.
-pub(super) struct Send {
-    wr_id: u64,
-    kind: Kind,
-    signaled: bool,
-    solicited: bool,
-    payload: Payload,
-    len: u64,
-    /// In network byte order, as posted.
-    imm: Option<u32>,
-    remote_addr: u64,
-    rkey: u32,
-    /// Set for a request that binds a window.
-    binding: Option<Binding>,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Kind {
-    Send,
-    Write,
-    Read,
-    Bind,
-    Invalidate,
-}
-
-enum Payload {
-    Inline(Vec<AtomicU8>),
-    Pieces(Vec<Piece>),
-}
 
 /// The result of executing the head of a send queue.
 enum Outcome {

@@ -4,6 +4,10 @@
 //! still exists. A session keeps no copy of that. It asks [`ProxyClient`], which asks the engine by
 //! the client id of the session's proxy connection.
 
+mod commands;
+mod input;
+mod replies;
+
 use std::future::Future;
 use std::net::SocketAddr;
 use std::pin::Pin;
@@ -14,8 +18,11 @@ use ferrite_proto::SessionCommand;
 use ferrite_proto::resp::Args;
 use tokio::sync::Notify;
 
-use super::commands::{Callable, Commands};
-use super::replies::Replies;
+pub use commands::{Callable, Commands};
+pub(crate) use commands::{RunCommand, range_of};
+pub(crate) use input::{BEFORE_AUTH, FoundCommand, Input, PartialCommand, READ_MAX};
+pub use replies::Replies;
+pub(crate) use replies::{Client, REPLIES_MAX};
 
 /// A session as a future, for [`InProcessEngine::spawn`].
 pub type SessionFuture = Pin<Box<dyn Future<Output = ()> + Send>>;

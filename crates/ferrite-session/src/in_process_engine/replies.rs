@@ -6,17 +6,17 @@
 use std::collections::VecDeque;
 use std::io;
 use std::pin::Pin;
-use std::sync::atomic::Ordering;
 use std::task::{Context, Poll, ready};
 
 use ferrite_fabric::mem::{Buf, Pool, Purpose};
 use ferrite_fabric::{Stream, Transport};
 use ferrite_proto::resp::Head;
-use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _};
+use tokio::io::{AsyncRead, AsyncWrite};
 
-use super::{InProcessSession, REPLIES_MAX};
 use crate::stream::ValkeyStream;
 
+/// The bytes of replies that are gathered before they are sent.
+pub(crate) const REPLIES_MAX: usize = 64 << 10;
 /// From this length on, a value is put into blocks of its own. Shorter values share a buffer.
 const LONG_VALUE: usize = 32 << 10;
 /// The size of a block, and of a write.
@@ -82,6 +82,11 @@ impl Replies {
         Self { memory, ..Self::default() }
     }
 
+    /// Changes the memory for long values.
+    pub(crate) fn set_memory(&mut self, memory: Option<Pool>) {
+        self.memory = memory;
+    }
+
     /// Returns the buffer, to append replies to it.
     pub fn bytes(&mut self) -> &mut Vec<u8> {
         &mut self.bytes
@@ -134,7 +139,7 @@ impl Replies {
     }
 
     /// Returns the memory that the replies hold.
-    pub(super) fn held_bytes(&self) -> usize {
+    pub(crate) fn held_bytes(&self) -> usize {
         self.bytes.capacity() + self.block_bytes
     }
 
@@ -144,7 +149,7 @@ impl Replies {
         self.len() == 0
     }
 
-    pub(super) fn poll_write<C: Client>(
+    pub(crate) fn poll_write<C: Client>(
         &mut self,
         client: &mut C,
         cx: &mut Context<'_>,
@@ -181,7 +186,7 @@ impl Replies {
     }
 
     /// Clears the buffer after everything was sent. Frees it if it is large.
-    fn clear(&mut self) {
+    pub(crate) fn clear(&mut self) {
         if self.bytes.capacity() > 2 * REPLIES_MAX {
             self.bytes = Vec::new();
         }
@@ -194,69 +199,4 @@ impl Replies {
 /// replies, so that slow readers of long values cannot use up everything.
 fn has_room_for_blocks(pool: &Pool) -> bool {
     pool.in_use_bytes(Purpose::Send) <= pool.max_bytes(Purpose::Send) / 2
-}
-
-impl<C: Client> InProcessSession<'_, C> {
-    /// Waits until the writes that the replies confirm are durable, if the engine requires that.
-    pub(super) async fn settle(&mut self) {
-        self.reads_since_send = 0;
-        if std::mem::take(&mut self.must_settle) {
-            self.engine.settled().await;
-        }
-    }
-
-    /// Sends as many replies as the client accepts now, and checks the rest against the engine's
-    /// limits.
-    pub(super) async fn send_replies(&mut self) -> io::Result<()> {
-        self.settle().await;
-        while !self.replies.is_empty() {
-            let (client, replies) = (&mut *self.client, &mut self.replies);
-            let polled =
-                std::future::poll_fn(|cx| Poll::Ready(replies.poll_write(client, cx))).await;
-            match polled {
-                Poll::Ready(Ok(0)) => return Err(io::ErrorKind::WriteZero.into()),
-                Poll::Ready(written) => self.on_sent_to_client(written?).await?,
-                Poll::Pending => break,
-            }
-        }
-        self.note_held()?;
-        self.check_output()
-    }
-
-    /// Sends all replies, however long the client takes.
-    pub(super) async fn write_replies(&mut self) -> io::Result<()> {
-        self.write_replies_below(1).await
-    }
-
-    /// Sends replies until fewer than this number of bytes are left.
-    pub(super) async fn write_replies_below(&mut self, bytes: usize) -> io::Result<()> {
-        self.settle().await;
-        while self.replies.len() >= bytes {
-            let (client, replies) = (&mut *self.client, &mut self.replies);
-            let written = std::future::poll_fn(|cx| replies.poll_write(client, cx));
-            match self.output.watch(written).await? {
-                0 => return Err(io::ErrorKind::WriteZero.into()),
-                count => self.on_sent_to_client(count).await?,
-            }
-        }
-        Ok(())
-    }
-
-    /// Counts bytes that were sent to the client, and flushes its stream when all are sent.
-    pub(super) async fn on_sent_to_client(&mut self, count: usize) -> io::Result<()> {
-        self.moved().to_client.fetch_add(count as u64, Ordering::Relaxed);
-        if !self.replies.is_empty() {
-            self.pause_if_due(false).await;
-            return Ok(());
-        }
-        self.replies.clear();
-        self.check_output()?;
-        self.client.flush().await
-    }
-
-    /// Updates the memory for long values. The client's link may have migrated to another device,
-    /// or to TCP.
-    pub(super) fn refresh_memory(&mut self) {
-        self.replies.memory = self.client.memory().cloned();
-    }
 }

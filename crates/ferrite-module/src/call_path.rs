@@ -1,0 +1,96 @@
+//! The call path: the calls of the engine that sessions share. Only the engine's main thread uses
+//! them.
+
+use std::cell::RefCell;
+
+use ferrite_session::{Access, Called, Commands, Replies};
+
+use crate::api::Context;
+use crate::calls::{Calls, NoBatch};
+use crate::clients::ClientRecord;
+use crate::slice;
+
+thread_local! {
+    // Apart from the event loop's own state, which is borrowed while calls are made.
+    static CALLS: RefCell<Option<Calls>> = const { RefCell::new(None) };
+}
+
+/// Enables the call path, or disables it (`None`).
+pub(crate) fn set(calls: Option<Calls>) {
+    CALLS.set(calls);
+}
+
+/// Returns how many commands may be called; `None` if the call path is disabled.
+pub(crate) fn callable_commands() -> Option<usize> {
+    CALLS.with(|calls| Some(calls.try_borrow().ok()?.as_ref()?.callable_commands()))
+}
+
+/// Reads the engine's settings again after they have changed.
+pub(crate) fn follow_engine(context: Context<'_>) {
+    CALLS.with(|calls| {
+        if let Ok(mut calls) = calls.try_borrow_mut()
+            && let Some(calls) = &mut *calls
+        {
+            calls.follow_engine(context);
+        }
+    });
+}
+
+/// Asks the engine for the current state of a client.
+pub(crate) fn refresh(client: &ClientRecord) -> Access {
+    // Without the call path the state is unknown, and everything is proxied.
+    let unknown = Access::Proxy { in_transaction: false, is_authenticated: false };
+    with_calls(|calls| calls.refresh(client)).unwrap_or(unknown)
+}
+
+/// Returns whether FERRITE ATTEST is needed to find out if a client has authenticated.
+pub(crate) fn needs_attestation(client: &ClientRecord) -> bool {
+    with_calls(|calls| calls.needs_attestation(client)).unwrap_or(false)
+}
+
+/// Calls commands in order on behalf of a client and appends their replies. Stops at the first one
+/// that cannot be called.
+pub(crate) fn call(client: &ClientRecord, commands: Commands<'_>, replies: &mut Replies) -> Called {
+    let none = |is_stale| Called { is_closed: true, is_stale, ..Called::default() };
+    let called = with_calls(|calls| {
+        let mut batch = match calls.begin(client) {
+            Ok(batch) => batch,
+            Err(why) => return none(why == NoBatch::Stale),
+        };
+        let (mut called, mut has_unblocked) = (Called::default(), false);
+        for (callable, words) in commands.iter() {
+            called.is_full = has_unblocked || called.done > 0 && replies.is_full();
+            if called.is_full || !batch.call(callable, words, replies) {
+                break;
+            }
+            called.done += 1;
+            has_unblocked = callable.unblocks;
+        }
+        if has_unblocked {
+            // The engine serves clients that are blocked on the key before its event loop sleeps.
+            // No other command may run until then, since it could take the element that they wait
+            // for.
+            slice::end_early();
+        }
+        called.wrote = batch.wrote();
+        drop(batch);
+        called.must_settle = calls.replies_wait(called.wrote);
+        called
+    });
+    called.unwrap_or_else(|| none(false))
+}
+
+/// Returns the name of a client's user, by the client's id.
+pub(crate) fn user_of(id: u64) -> Option<String> {
+    with_calls(|calls| calls.user_of(id))?
+}
+
+/// Returns how many clients the engine has; `None` if that is unknown.
+pub(crate) fn connected_clients() -> Option<u64> {
+    with_calls(|calls| calls.connected_clients())?
+}
+
+/// Runs `act` with the calls; `None` if the call path is disabled, or a call is being made.
+pub(crate) fn with_calls<R>(act: impl FnOnce(&mut Calls) -> R) -> Option<R> {
+    CALLS.with(|calls| calls.try_borrow_mut().ok()?.as_mut().map(act))
+}
