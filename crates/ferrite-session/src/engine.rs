@@ -150,12 +150,9 @@ impl EngineSocket {
 
     async fn probe_with(&mut self, command: &[u8]) -> io::Result<EngineAccess> {
         // An engine that refuses the connection sends the reason and closes it. Then the write may
-        // fail although there is a reply to read.
-        let written = self.write_all(command).await;
-        let reply = match (self.read_line().await, written) {
-            (Ok(reply), _) => reply,
-            (Err(_), Err(error)) | (Err(error), Ok(())) => return Err(error),
-        };
+        // fail although there is a reply to read; if there is none, reading fails too.
+        let _ = self.write_all(command).await;
+        let reply = self.read_line().await?;
         match reply[0] {
             b'+' => Ok(EngineAccess::Open),
             b'$' => self.read_line().await.map(|_| EngineAccess::Open),
