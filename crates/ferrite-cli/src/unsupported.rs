@@ -38,7 +38,7 @@ const OPTIONS: [&str; 28] = [
 /// Prints an error of the command line and exits: with code 2, or 0 after `--help`.
 pub(crate) fn exit(error: &clap::Error) -> ! {
     if let Some(option) = unsupported_option(error) {
-        output::write_stderr(&format!("{option} is not supported by ferrite-cli; use redis-cli"));
+        output::write_stderr(format!("{option} is not supported by ferrite-cli; use redis-cli"));
         std::process::exit(2);
     }
     error.exit()

@@ -183,7 +183,7 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
         None => None,
     };
     let interrupt = Interrupt::new().context("cannot handle signals")?;
-    let key_space = Arc::new(KeySpace::new());
+    let key_space = Arc::new(KeySpace::new()?);
     let measured = measure(options, &key_space, &interrupt);
     if key_space.is_written()
         && !options.keep_keys

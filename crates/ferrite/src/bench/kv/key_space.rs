@@ -1,7 +1,8 @@
 //! The names of the keys that one run writes and removes.
 
-use std::hash::{BuildHasher as _, RandomState};
 use std::sync::atomic::{AtomicBool, Ordering};
+
+use ferrite_fabric::random::random;
 
 /// The keys of one run: `ferrite-bench:RANDOM:NUMBER`. The random part keeps them apart from the
 /// keys of the server's users, and from those of another run.
@@ -11,9 +12,9 @@ pub(super) struct KeySpace {
 }
 
 impl KeySpace {
-    pub(super) fn new() -> Self {
-        let random = RandomState::new().hash_one(std::process::id()) as u32;
-        Self { prefix: format!("ferrite-bench:{random:08x}:"), is_written: AtomicBool::new(false) }
+    pub(super) fn new() -> anyhow::Result<Self> {
+        let prefix = format!("ferrite-bench:{:08x}:", random()? as u32);
+        Ok(Self { prefix, is_written: AtomicBool::new(false) })
     }
 
     pub(super) fn prefix(&self) -> &str {
@@ -44,7 +45,7 @@ mod tests {
 
     #[test]
     fn two_runs_have_no_key_in_common() {
-        let (first, second) = (KeySpace::new(), KeySpace::new());
+        let (first, second) = (KeySpace::new().expect("random"), KeySpace::new().expect("random"));
         assert!(first.name(7).starts_with("ferrite-bench:") && first.name(7).ends_with(":7"));
         assert_ne!(first.name(7), second.name(7));
     }
