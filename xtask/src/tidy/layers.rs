@@ -14,7 +14,7 @@ const LAYERS: &[(&str, &[&str])] = &[
     ("ferrite-proto", &[]),
     ("ferrite-config", &[]),
     ("ferrite-fabric", &["ferrite-verbs"]),
-    ("ferrite-session", &["ferrite-fabric", "ferrite-proto"]),
+    ("ferrite-session", &["ferrite-fabric", "ferrite-proto", "ferrite-config"]),
     ("ferrite-client", &["ferrite-session", "ferrite-fabric", "ferrite-proto", "ferrite-config"]),
     ("ferrite-cli", &["ferrite-session", "ferrite-fabric", "ferrite-proto", "ferrite-config"]),
     ("ferrite-module", &["ferrite-session", "ferrite-fabric", "ferrite-proto", "ferrite-config"]),
