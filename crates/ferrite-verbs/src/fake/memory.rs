@@ -33,7 +33,7 @@ pub(super) struct Region {
     /// The address in memory. `iova` is the address that work requests use.
     at: usize,
     iova: u64,
-    len: u64,
+    pub(super) len: u64,
     pub(super) access: u32,
     index: u32,
     raw: Ptr<sys::ibv_mr>,
