@@ -304,7 +304,9 @@ impl Poller {
             return Err(device.absence());
         };
         objects.under_way += 1;
-        Ok(objects.queue_pair_builder(device, &shared.config))
+        let builder = objects.queue_pair_builder(device, &shared.config);
+        self.prepare_queue_pairs(shared, device);
+        Ok(builder)
     }
 
     pub(crate) fn end_queue_pair(&mut self, shared: &Shared, device: &SharedDevice) {
@@ -384,6 +386,7 @@ impl Poller {
             (route.local, route.peer) = (id.local_addr(), id.peer_addr());
         });
         shared.is_well(link);
+        shared.trace(link);
         self.handshakes.put(key, Handshake::Linked { id, link: link.name });
         self.timers.add(self.now, Timer::Keepalive(link.name)); // its handler sets the next one
         // Messages that arrived meanwhile may need a reply.
@@ -451,13 +454,16 @@ pub(crate) fn watch(channel: &EventChannel, context: &Context, device: &str) -> 
 
 /// Returns the fabric's device that an identifier is bound to.
 pub(crate) fn device_of<'a>(shared: &'a Shared, id: &CmId) -> Result<&'a Arc<SharedDevice>, Error> {
-    let Some((device, _)) = id.device() else {
+    let Some((device, port)) = id.device() else {
         return Err(Error::new(ErrorKind::System, "the connection manager reported no device"));
     };
-    shared.devices.iter().find(|shared| shared.name == device).ok_or_else(|| {
+    let found = shared.devices.iter().find(|shared| shared.name == device).ok_or_else(|| {
         let what = format!("the address belongs to {device}, which this fabric does not use");
         Error::new(ErrorKind::Misuse, what)
-    })
+    })?;
+    let local = id.local_addr().map(|local| local.ip());
+    shared.device_choice.check(found, port, local)?;
+    Ok(found)
 }
 
 fn params<'a>(

@@ -16,9 +16,11 @@
 //! | `drive.rs` | the ways to drive it: by hand, `block_on`, a tokio task, a thread |
 //! | `config.rs` | settings |
 
+mod adaptive_spin;
 mod builder;
 pub(crate) mod commands;
 pub(crate) mod config;
+pub(crate) mod device_choice;
 pub(crate) mod device_objects;
 mod devices;
 mod drive;
@@ -28,6 +30,7 @@ mod link_lifecycle;
 mod links;
 pub(crate) mod mailbox;
 pub(crate) mod poller;
+mod prepared;
 #[cfg(all(test, loom))]
 mod protocol;
 mod queue_pairs;
@@ -61,10 +64,12 @@ use crate::one_sided::{Region, Regions};
 use crate::policy::{Fallback, FallbackCause};
 use crate::random::random;
 use crate::wire::{Features, Hello, Rights, Version};
+use adaptive_spin::AdaptiveSpin;
 pub use builder::Builder;
 use builder::Tls;
 use commands::Commands;
 pub use config::Config;
+use device_choice::DeviceChoice;
 use links::Links;
 use mailbox::Mailbox;
 use poller::Poller;
@@ -130,6 +135,8 @@ pub(crate) struct Shared {
     unused: Vec<(String, Error)>,
     pub(crate) tls: Tls,
     pub(crate) config: Config,
+    pub(crate) device_choice: DeviceChoice,
+    spin: AdaptiveSpin,
     pub(crate) commands: Arc<Commands>,
     pub(crate) mailbox: Arc<Mailbox>,
     pub(crate) waits: WaitSet,
@@ -324,6 +331,26 @@ impl Shared {
         if self.commands.has_room(None) {
             self.commands.run(None, move || link.is_well());
         }
+    }
+
+    /// Logs a link that was opened over RDMA, if the settings ask for that.
+    pub(crate) fn trace(&self, link: &LinkShared) {
+        let route = link.route();
+        let Some(device) = route.device.as_ref().filter(|_| self.config.trace_connections) else {
+            return;
+        };
+        let unknown = || "unknown".to_owned();
+        let address =
+            |address: Option<SocketAddr>| address.map_or_else(unknown, |at| at.to_string());
+        tracing::info!(
+            "RDMA connection: peer {}, local {}, device {} port {}, queue pair {:#x}, MTU {}",
+            address(route.peer),
+            address(route.local),
+            device.name,
+            route.port,
+            route.qp_num,
+            route.mtu.map_or_else(unknown, |mtu| mtu.to_string())
+        );
     }
 
     /// Starts the search for the likely causes of an error of `link`, as a command because it reads

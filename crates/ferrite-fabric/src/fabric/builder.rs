@@ -8,8 +8,10 @@ use std::sync::{Arc, Mutex, RwLock};
 use ferrite_verbs::Verbs;
 use rustls::{ClientConfig, ServerConfig};
 
+use super::adaptive_spin::AdaptiveSpin;
 use super::commands::Commands;
 use super::config::Config;
+use super::device_choice::DeviceChoice;
 use super::devices::Devices;
 use super::links::Links;
 use super::mailbox::Mailbox;
@@ -157,6 +159,8 @@ impl Builder {
                 unused,
                 tls,
                 busy_poll_us: AtomicU32::new(config.busy_poll_us),
+                device_choice: DeviceChoice::new(&config),
+                spin: AdaptiveSpin::new(),
                 config,
                 commands,
                 mailbox,

@@ -19,6 +19,8 @@ use crate::mem::Pool;
 /// Drop it only when no queue pair of the device is left: otherwise the device would still use the
 /// receives, so they are leaked.
 pub(crate) struct DeviceObjects {
+    /// Queue pairs that wait for their links. None of them has taken a receive.
+    pub(super) prepared: Vec<QueuePair>,
     // In drop order. The stock destroys the shared receive queue and must hold the last handle of
     // it.
     srq: SharedReceiveQueue,
@@ -29,6 +31,8 @@ pub(crate) struct DeviceObjects {
     pub(crate) armed: bool,
     /// Number of running commands that create or own a queue pair of this device.
     pub(crate) under_way: usize,
+    /// Whether a command is creating a queue pair in advance.
+    pub(super) is_preparing: bool,
     domain: ProtectionDomain,
     pub(crate) context: Context,
 }
@@ -52,12 +56,14 @@ impl DeviceObjects {
         let in_order = context.device().driver().as_deref() == Some("rxe");
         let stock = ReceiveStock::new(srq.clone(), receives as usize, block_bytes, index, in_order);
         Ok(Self {
+            prepared: Vec::new(),
             srq,
             stock,
             cq,
             channel,
             armed: false,
             under_way: 0,
+            is_preparing: false,
             domain: domain.clone(),
             context,
         })
@@ -73,13 +79,24 @@ impl DeviceObjects {
         }
     }
 
-    /// Returns a builder for a link's queue pair.
+    /// Returns a builder for a link's queue pair. It uses a prepared one, if there is one.
     pub(crate) fn queue_pair_builder(
         &mut self,
         device: &Arc<SharedDevice>,
         config: &Config,
     ) -> QueuePairBuilder {
+        let prepared = self.prepared.pop();
+        QueuePairBuilder { prepared, ..self.new_queue_pair(device, config) }
+    }
+
+    /// Returns a builder for a new queue pair.
+    pub(super) fn new_queue_pair(
+        &mut self,
+        device: &Arc<SharedDevice>,
+        config: &Config,
+    ) -> QueuePairBuilder {
         QueuePairBuilder {
+            prepared: None,
             domain: self.domain.clone(),
             srq: self.srq.clone(),
             cq: self.cq.clone(),
@@ -94,6 +111,7 @@ impl DeviceObjects {
 /// Creates a queue pair, in a command because that may block. The device objects are kept while a
 /// builder exists ([`DeviceObjects::under_way`]).
 pub(crate) struct QueuePairBuilder {
+    prepared: Option<QueuePair>,
     domain: ProtectionDomain,
     srq: SharedReceiveQueue,
     cq: CompletionQueue,
@@ -111,7 +129,10 @@ pub(crate) struct NewQueuePair {
 
 impl QueuePairBuilder {
     pub(crate) fn build(self) -> Result<NewQueuePair, Error> {
-        let Self { domain, srq, cq, depth, device, taker } = self;
+        let Self { prepared, domain, srq, cq, depth, device, taker } = self;
+        if let Some(qp) = prepared {
+            return Ok(NewQueuePair { qp, taker });
+        }
         let mut inline = device.inline();
         loop {
             let made = domain.create_queue_pair(&QueuePairConfig {

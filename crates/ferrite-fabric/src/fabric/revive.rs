@@ -120,7 +120,7 @@ impl Poller {
     fn reattach_device(
         &mut self,
         shared: &Shared,
-        device: &SharedDevice,
+        device: &Arc<SharedDevice>,
         found: Found,
     ) -> Result<(), Error> {
         let Found { life, objects, watching } = found;
@@ -135,6 +135,7 @@ impl Poller {
             self.handshakes.watch(id, device.index);
         }
         device.begin(life);
+        self.prepare_queue_pairs(shared, device);
         Ok(())
     }
 }

@@ -10,10 +10,10 @@ use super::arena::Arena;
 use super::buf::BufMut;
 use super::cache::Cache;
 use super::class::{Purpose, SizeClass};
+use super::config::PoolConfig;
 use super::error::{Budget, PoolError};
 use super::heap::Heap;
 use super::lock;
-use super::pool::PoolConfig;
 use super::slab::Block;
 use super::stats::Counters;
 use super::window::Registrations;
@@ -53,7 +53,8 @@ impl Core {
         domains: Vec<ProtectionDomain>,
         heaps: [Heap; 2],
     ) -> Self {
-        let cache = Cache::new(config.thread_cache_blocks, config.thread_cache_bytes);
+        let cache =
+            Cache::new(config.cache_shards, config.thread_cache_blocks, config.thread_cache_bytes);
         let numa_node = domains.iter().find_map(|domain| domain.context().device().numa_node());
         let (counters, quarantine, background) =
             (Counters::default(), Mutex::default(), OnceLock::new());

@@ -1,4 +1,4 @@
-//! The pool: its settings, how it is built, and its operations.
+//! The pool: how it is built, and its operations.
 
 use std::sync::Arc;
 
@@ -7,6 +7,7 @@ use ferrite_verbs::{Access, ProtectionDomain, RemoteSlice};
 use super::budget::Account;
 use super::buf::{Buf, BufMut};
 use super::class::{CHUNK_BYTES, Purpose, SizeClass};
+use super::config::PoolConfig;
 use super::core::{Background, Core};
 use super::error::PoolError;
 use super::exposed::Exposed;
@@ -14,104 +15,6 @@ use super::heap::Heap;
 use super::lease::Lease;
 use super::stats::PoolStats;
 use super::window::Window;
-
-/// The settings of a pool. Sizes are in bytes and rounded to chunks of 2 MiB: limits down, the
-/// others up.
-///
-/// ```
-/// use ferrite_fabric::mem::PoolConfig;
-///
-/// let config = PoolConfig {
-///     memory_pool_max: 64 << 20,
-///     receive_reserve: 16 << 20,
-///     ..PoolConfig::default()
-/// };
-/// assert_eq!(config.memory_pool_initial, 4 << 20);
-/// ```
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct PoolConfig {
-    /// Registered when the pool is built. It is divided between sends and receives in proportion to
-    /// their limits, with at least 2 MiB for each unless it is 0. Default: 4 MiB.
-    pub memory_pool_initial: usize,
-    /// Registered at a time when a heap is exhausted. Default: 4 MiB.
-    pub memory_pool_increase: usize,
-    /// The most that is ever registered, including receives. Every device of a pool pins it
-    /// separately, and each counts against the locked-memory limit; a fabric divides it among its
-    /// devices. Default: 1 GiB.
-    pub memory_pool_max: usize,
-    /// The part of it that only receives may use; sends have the rest. At least 2 MiB for either.
-    /// Default: 512 MiB.
-    pub receive_reserve: usize,
-    /// Uses 2 MiB pages: from the host's reserve, or else merged by the kernel. Default: false.
-    pub huge_pages: bool,
-    /// Maximum number of free blocks, of one class and purpose, in a thread's cache. Default: 128.
-    pub thread_cache_blocks: usize,
-    /// The same in bytes: larger classes keep fewer blocks, or none. Default: 256 KiB.
-    pub thread_cache_bytes: usize,
-}
-
-impl Default for PoolConfig {
-    fn default() -> Self {
-        Self {
-            memory_pool_initial: 4 << 20,
-            memory_pool_increase: 4 << 20,
-            memory_pool_max: 1 << 30,
-            receive_reserve: 512 << 20,
-            huge_pages: false,
-            thread_cache_blocks: 128,
-            thread_cache_bytes: 256 << 10,
-        }
-    }
-}
-
-impl PoolConfig {
-    /// Rounds the sizes to whole chunks, or returns what is wrong with them.
-    fn checked(mut self) -> Result<Self, PoolError> {
-        for limit in [&mut self.memory_pool_max, &mut self.receive_reserve] {
-            *limit = *limit / CHUNK_BYTES * CHUNK_BYTES;
-        }
-        for size in [&mut self.memory_pool_initial, &mut self.memory_pool_increase] {
-            *size = size.saturating_add(CHUNK_BYTES - 1) / CHUNK_BYTES * CHUNK_BYTES;
-        }
-        self.memory_pool_increase = self.memory_pool_increase.max(CHUNK_BYTES);
-        let Self {
-            memory_pool_initial: initial,
-            memory_pool_max: max,
-            receive_reserve: reserve,
-            ..
-        } = self;
-        let wrong = if reserve < CHUNK_BYTES {
-            format!("receive_reserve must be at least {CHUNK_BYTES} bytes")
-        } else if max < reserve.saturating_add(CHUNK_BYTES) {
-            format!(
-                "memory_pool_max ({max}) must exceed receive_reserve ({reserve}) by 2 MiB for sends"
-            )
-        } else if initial > max {
-            format!("memory_pool_initial ({initial}) is more than memory_pool_max ({max})")
-        } else {
-            return Ok(self);
-        };
-        Err(PoolError::Misuse(wrong))
-    }
-
-    fn max_of(&self, purpose: Purpose) -> usize {
-        match purpose {
-            Purpose::Send => self.memory_pool_max - self.receive_reserve,
-            Purpose::Receive => self.receive_reserve,
-        }
-    }
-
-    /// Returns a purpose's part of what is registered at the start: at least a chunk, so that a
-    /// host that refuses even that does so when the pool is built.
-    fn initial_of(&self, purpose: Purpose) -> usize {
-        if self.memory_pool_initial == 0 {
-            return 0;
-        }
-        let share = self.memory_pool_initial as u128 * self.max_of(purpose) as u128;
-        let share = (share / self.memory_pool_max as u128) as usize;
-        (share.div_ceil(CHUNK_BYTES).max(1) * CHUNK_BYTES).min(self.max_of(purpose))
-    }
-}
 
 /// Builds a [`Pool`]: see [`Pool::builder`].
 ///
@@ -190,12 +93,21 @@ impl Builder {
     /// locked-memory limit or the device refuses, with figures and a remedy.
     pub fn build(self) -> Result<Pool, PoolError> {
         let config = self.config.checked()?;
-        let heaps = Purpose::ALL.map(|purpose| Heap::new(purpose, config.max_of(purpose)));
+        let heaps = Purpose::ALL.map(|purpose| {
+            let limits = (config.max_of(purpose), config.regions_of(purpose));
+            Heap::new(purpose, limits, config.kept_of(purpose))
+        });
         let core = Arc::new(Core::new(config, self.domains, heaps));
         for purpose in Purpose::ALL {
             match core.config.initial_of(purpose) {
                 0 => {}
-                len => core.grow(purpose, len)?,
+                mut len => {
+                    while len > 0 {
+                        let piece = len.min(core.config.max_region);
+                        core.grow(purpose, piece)?;
+                        len -= piece;
+                    }
+                }
             }
         }
         Ok(Pool(Arc::new(Handle { core })))
@@ -261,6 +173,11 @@ impl Pool {
         account: &Account,
     ) -> Result<BufMut, PoolError> {
         self.take_for(len, purpose, Some(account))
+    }
+
+    /// Returns the size below which a received message is copied out of its buffer.
+    pub(crate) fn copy_below(&self) -> usize {
+        self.0.core.config.copy_below
     }
 
     /// Takes a buffer that is charged to no account yet (see [`BufMut::charge_to`]), such as a
@@ -510,63 +427,5 @@ impl Pool {
 impl std::fmt::Debug for Pool {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Pool").field("domains", &self.domains()).finish_non_exhaustive()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    const MIB: usize = 1 << 20;
-
-    #[test]
-    fn rounds_sizes_to_whole_chunks() {
-        let config = PoolConfig {
-            memory_pool_initial: 1,
-            memory_pool_increase: 0,
-            memory_pool_max: 9 * MIB,
-            receive_reserve: 3 * MIB,
-            ..PoolConfig::default()
-        };
-        let config = config.checked().expect("fits");
-        assert_eq!((config.memory_pool_initial, config.memory_pool_increase), (2 * MIB, 2 * MIB));
-        assert_eq!(Purpose::ALL.map(|purpose| config.max_of(purpose)), [6 * MIB, 2 * MIB]);
-    }
-
-    #[test]
-    fn divides_the_initial_memory_by_the_limits() {
-        let config = PoolConfig {
-            memory_pool_initial: 64 * MIB,
-            receive_reserve: 256 * MIB,
-            ..PoolConfig::default()
-        };
-        let config = config.checked().expect("fits");
-        assert_eq!(Purpose::ALL.map(|purpose| config.initial_of(purpose)), [48 * MIB, 16 * MIB]);
-        let default = PoolConfig::default().checked().expect("fits");
-        assert_eq!(Purpose::ALL.map(|purpose| default.initial_of(purpose)), [2 * MIB; 2]);
-        let lopsided = PoolConfig { receive_reserve: 2 * MIB, ..PoolConfig::default() };
-        assert_eq!(Purpose::ALL.map(|purpose| lopsided.initial_of(purpose)), [4 * MIB, 2 * MIB]);
-        let lazy = PoolConfig { memory_pool_initial: 0, ..PoolConfig::default() };
-        assert_eq!(Purpose::ALL.map(|purpose| lazy.initial_of(purpose)), [0; 2]);
-    }
-
-    #[test]
-    fn refuses_contradictory_sizes() {
-        for (wrong, word) in [
-            (PoolConfig { receive_reserve: 0, ..PoolConfig::default() }, "receive_reserve must be"),
-            (PoolConfig { receive_reserve: 1 << 30, ..PoolConfig::default() }, "for sends"),
-            (PoolConfig { receive_reserve: usize::MAX, ..PoolConfig::default() }, "for sends"),
-            (
-                PoolConfig { memory_pool_initial: 2 << 30, ..PoolConfig::default() },
-                "memory_pool_initial",
-            ),
-            (
-                PoolConfig { memory_pool_initial: usize::MAX, ..PoolConfig::default() },
-                "memory_pool_initial",
-            ),
-        ] {
-            let error = wrong.checked().expect_err(word);
-            assert!(error.to_string().contains(word), "{error}");
-        }
     }
 }
