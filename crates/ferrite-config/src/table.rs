@@ -32,6 +32,9 @@ pub const WINDOW_MIN: u64 = 4 << 10;
 /// The largest such window, and the largest buffer: a chunk of the memory pool.
 pub const CHUNK: u64 = 2 << 20;
 
+/// The sizes of the memory pool's blocks. A buffer uses the smallest block that holds it.
+pub const BLOCKS: [u64; 6] = [256, 1 << 10, 8 << 10, 64 << 10, 512 << 10, CHUNK];
+
 /// The settings of each area, with the heading of the reference page.
 pub const AREAS: [(&str, &[&Setting]); 5] = [
     ("Addresses and policy", network::SETTINGS),

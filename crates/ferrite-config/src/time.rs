@@ -108,8 +108,7 @@ mod tests {
 
     #[test]
     fn rejects_what_is_no_time() {
-        for text in ["", "s", "10", "-1s", "+1s", "1e9s", "nan", "1.s", ".5s", "1 s", "1d", "9e99h"]
-        {
+        for text in ["", "s", "10", "-1s", "+1s", "1e9s", "nan", "1.s", ".5s", "1 s", "9e99h"] {
             assert!(parse(text, None).is_err(), "{text}");
         }
         assert!(parse("99999999999999999999s", None).is_err());

@@ -298,6 +298,23 @@ impl Values {
         }
     }
 
+    /// Makes `rdma` say what the three settings say together, and the other two unset.
+    ///
+    /// # Errors
+    /// They contradict each other.
+    pub fn settle_policy(&mut self) -> Result<(), String> {
+        let policy = self.policy()?;
+        let value = Some(Value::Text(policy.name().into()));
+        let given = [&table::RDMA, &table::RDMA_ENABLED, &table::RDMA_FALLBACK];
+        let is_given = given.iter().any(|setting| self.is_given(setting));
+        let origin = if is_given { Origin::Flag } else { Origin::Default };
+        self.entries[index(&table::RDMA)] = Entry { value, origin };
+        for setting in [&table::RDMA_ENABLED, &table::RDMA_FALLBACK] {
+            self.entries[index(setting)] = Entry { value: None, origin: Origin::Default };
+        }
+        Ok(())
+    }
+
     /// Checks what no single setting can: values that contradict each other.
     ///
     /// # Errors
@@ -348,11 +365,13 @@ impl Values {
             wrong.push((&table::RECEIVE_RESERVE, why));
         }
         let buffers: u64 = self.number(&table::RECV_BUFFER_POOL_SIZE);
-        if buffers.saturating_mul(buffer) > reserve {
+        let block = table::BLOCKS.into_iter().find(|block| *block >= buffer).unwrap_or(buffer);
+        if buffers.saturating_mul(block) > reserve {
             let why = format!(
-                "{buffers} buffers of {} exceed receive-reserve, which is {}; raise it or lower \
+                "{buffers} buffers of {} (in blocks of {}) exceed receive-reserve, which is {}; raise it or lower \
                  recv-buffer-size",
                 format(buffer),
+                format(block),
                 format(reserve)
             );
             wrong.push((&table::RECV_BUFFER_POOL_SIZE, why));

@@ -18,6 +18,7 @@ mod gateway;
 mod in_process;
 mod pump;
 mod sessions;
+mod settings;
 mod stream;
 
 pub use connector::{Connector, Session, SessionTransport};
@@ -30,4 +31,5 @@ pub use in_process::{
 };
 pub use pump::{Moved, pump};
 pub use sessions::SessionInfo;
+pub use settings::{fabric_config, open_fabric, valkey_config};
 pub use stream::{ValkeyConfig, ValkeyStream};

@@ -7,6 +7,7 @@
 #[path = "server/harness.rs"]
 mod harness;
 
+use std::io::{BufRead as _, BufReader, Write as _};
 use std::net::TcpStream;
 use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::path::{Path, PathBuf};
@@ -454,4 +455,34 @@ fn exits_or_restarts_after_the_engine_was_killed() {
     assert_eq!(code, Some(137), "{}", server.log());
     assert!(stdout.contains("the engine was killed by signal 9"), "{stdout}");
     assert!(server.log().contains("giving up after 2 restarts in a row"), "{}", server.log());
+}
+
+/// The configuration of the first documentation, as it is written there, reaches the module.
+#[test]
+fn settings_of_the_first_documentation_reach_the_module() {
+    let first = include_str!("../../ferrite-config/src/file/tests/first_documentation.toml");
+    let (_, first) = first.split_once("[network]\n").expect("a section");
+    let directory = Directory::new();
+    let network = format!("{}\n{first}", network());
+    let mut server = Server::start(&directory, &Setup { network: &network, ..Setup::default() });
+    let socket = connect(&server.event("ready"));
+    for (name, value) in [
+        ("rdma-device", "mlx5_0"),
+        ("rdma-gid-index", "3"),
+        ("max-clients", "1000"),
+        ("max-mr-size", "1073741824"),
+        ("send-queue-depth", "256"),
+        ("poll-batch", "64"),
+        ("busy-poll-us", "100"),
+        ("huge-pages", "yes"),
+        ("recv-buffer-size", "4096"),
+        ("connection-retries", "3"),
+    ] {
+        writeln!(&socket, "CONFIG GET ferrite.{name}\r").expect("it listens");
+        // *2, $length, the name, $length, the value
+        let reply = BufReader::new(&socket).lines().nth(4).expect("an answer").expect("text");
+        assert_eq!(reply, value, "{name}");
+    }
+    server.signal("TERM");
+    assert_eq!(server.event("ended")["code"], 0);
 }

@@ -49,7 +49,11 @@ pub const FOREIGN: &[Foreign] = &[
     // brpc.
     row("rdma_trace_verbose", "false", ""),
     row("rdma_recv_zerocopy", "true", ""),
-    row("rdma_zerocopy_min_size", "512", ""),
+    row(
+        "rdma_zerocopy_min_size",
+        "512",
+        "a copy costs more, and credits bound what a peer can hold",
+    ),
     row("rdma_recv_block_type", "default (8KB)", "a value of 64 KiB then needs one frame"),
     row("rdma_prepared_qp_size", "128", ""),
     row("rdma_prepared_qp_cnt", "1024", "a queue pair costs memory even if nobody connects"),

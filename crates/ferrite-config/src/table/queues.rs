@@ -134,7 +134,7 @@ pub static ZEROCOPY_MIN_SIZE: Setting = setting(
     "zerocopy-min-size",
     "network.rdma.zerocopy_min_size",
     Kind::Size { min: 0, max: CHUNK },
-    "512",
+    "0",
     "Received messages below this size are copied, because a small message would hold a whole \
      receive buffer for as long as it is used.",
 )
@@ -157,6 +157,6 @@ pub static ADAPTIVE_POLLING: Setting = setting(
     "network.rdma.adaptive_polling",
     Kind::Switch,
     "yes",
-    "`yes`: busy-poll only after there was work, and sleep after `busy-poll-us`. `no`: with a \
-     `busy-poll-us` above 0, never sleep.",
+    "`yes`: busy-poll only while that pays: after a poll that found nothing, sleep at once, until \
+     something arrives within `busy-poll-us` of falling asleep. `no`: busy-poll before every sleep.",
 );
