@@ -41,7 +41,7 @@ pub static ENGINE_PROGRAM: Setting = setting(
 
 /// The module.
 pub static MODULE_FILE: Setting = setting(
-    "module",
+    "module-file",
     "server.module",
     PATH,
     "auto",
