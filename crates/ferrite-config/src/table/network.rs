@@ -231,14 +231,15 @@ pub fn ip_and_port(text: &str) -> Option<SocketAddr> {
     without.or_else(with_port)
 }
 
-/// Accepts an address with an optional port. A name is resolved when the program starts.
+/// Accepts an address with an optional port. A name is resolved when the program starts, and the
+/// system chooses a port for 0.
 fn address_or_name(text: &str) -> Result<(), &'static str> {
     let (name, port) = text.split_once(':').unwrap_or((text, "1"));
     let is_name = !name.is_empty()
         && name.chars().all(|c| c.is_ascii_alphanumeric() || "-._".contains(c))
         && name.contains(|c: char| c.is_ascii_alphabetic());
-    let is_name = is_name && port.parse::<u16>().is_ok_and(|port| port != 0);
-    match ip_and_port(text).is_some() || is_name {
+    let is_name = is_name && port.parse::<u16>().is_ok();
+    match ip_and_port(text).is_some() || text.parse::<SocketAddr>().is_ok() || is_name {
         true => Ok(()),
         false => Err("an IP address or a name, with an optional port: 192.0.2.1 or [::]:6380"),
     }

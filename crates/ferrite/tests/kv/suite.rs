@@ -179,8 +179,8 @@ pub(crate) fn gateway_carries_every_kind_of_load(network: &Network) {
 
 /// A rejected client prints the reason and exits with code 1.
 pub(crate) fn bench_reports_why_a_client_is_rejected(network: &Network) {
-    let setup = GatewaySetup::start(network, &["--max-clients", "0"]);
-    let refused = setup.bench(network, &["--test", "set"]);
+    let setup = GatewaySetup::start(network, &["--max-clients", "1"]);
+    let refused = setup.bench(network, &["--test", "set", "--connections", "2"]);
     let stderr = String::from_utf8_lossy(&refused.stderr).into_owned();
     assert_eq!(refused.status.code(), Some(1), "{stderr}");
     assert!(
