@@ -301,18 +301,25 @@ fn delay_between_retries_is_kept() {
     assert!(begun.elapsed() >= Duration::from_millis(80));
 }
 
+/// Of two handshakes that nobody answers, the one with the shorter timeout ends first.
 #[test]
 fn handshake_ends_after_the_connection_timeout() {
     let world = world();
-    let settings = [("rdma_device", "rxe2"), ("rdma", "require"), ("connection_timeout_ms", "50")];
-    let there = open(&world, &settings);
+    let on_rxe2 = |timeout: &str| {
+        let device = [("rdma_device", "rxe2"), ("rdma", "require")];
+        open(&world, &[&device[..], &[("connection_timeout_ms", timeout)]].concat())
+    };
+    let (short, long) = (on_rxe2("50"), on_rxe2("60000"));
     let here = on_rxe1(&world, &[("rdma", "require")]);
     let listener = here.listen(at("127.0.0.1:0")).expect("a listener");
     // Nobody drives `here`, so nobody answers.
     let options = ConnectOptions::new().local(at("127.0.0.2:0"));
-    let connecting = there.connect_with(listener.local_addr(), &options);
-    let error = drive(&[&there], connecting).expect_err("no answer");
+    let connect = |fabric: &Fabric| fabric.connect_with(listener.local_addr(), &options);
+    let (first, mut second) = (connect(&short), pin!(connect(&long)));
+    let error = drive(&[&short, &long], first).expect_err("no answer");
     assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+    let mut context = Context::from_waker(Waker::noop());
+    assert!(second.as_mut().poll(&mut context).is_pending(), "it has a minute");
 }
 
 #[test]
