@@ -20,12 +20,21 @@ pub struct Config {
     /// Whether links use RDMA: `prefer`, `require` or `forbid`. Listeners and connects may override
     /// it. Default: `prefer`.
     pub rdma: Rdma,
+    /// The port of the devices to use; links whose address belongs to another port use TCP. Default:
+    /// any.
+    pub device_port: Option<u8>,
+    /// The entry of the port's GID table to use; links with another local address use TCP. Default:
+    /// the entry of the local address, RoCE v2 if there is one.
+    pub gid_index: Option<u32>,
     /// How RDMA connections are established: `cm`, `tcp-first` or `auto`. A connect may override
     /// it. Default: `auto`.
     pub connect: ConnectMode,
     /// How long to poll for completions before sleeping, in microseconds. More reduces latency and
     /// uses more CPU. Default: 50.
     pub busy_poll_us: u32,
+    /// Polls only while that pays: after a poll that found nothing, the next ones are skipped, until
+    /// something arrives within `busy_poll_us` of falling asleep. Default: false.
+    pub adaptive_polling: bool,
     /// Maximum number of completions to take at a time. Default: 32.
     pub poll_batch: usize,
     /// Maximum number of requests of a link that are posted to the device. Default: 128.
@@ -56,6 +65,10 @@ pub struct Config {
     /// Payloads up to this size are sent inline, with the request, if the device supports it.
     /// Default: 220.
     pub inline_threshold: u32,
+    /// Number of queue pairs that each device creates in advance. Used ones are replaced. Default: 0.
+    pub prepared_queue_pairs: usize,
+    /// Logs each RDMA connection: its peer, device, port, queue pair and MTU. Default: false.
+    pub trace_connections: bool,
     /// Number of entries of a device's completion queue, or the device's maximum. It limits the
     /// requests in flight of all links together. Default: 16,384.
     pub cq_size: u32,
@@ -116,8 +129,11 @@ impl Default for Config {
         Self {
             memory: PoolConfig::default(),
             rdma: Rdma::default(),
+            device_port: None,
+            gid_index: None,
             connect: ConnectMode::default(),
             busy_poll_us: 50,
+            adaptive_polling: false,
             poll_batch: 32,
             send_queue_depth: 128,
             recv_queue_depth: 512,
@@ -128,6 +144,8 @@ impl Default for Config {
             send_queue_messages: 1024,
             send_queue_bytes: 16 << 20,
             inline_threshold: 220,
+            prepared_queue_pairs: 0,
+            trace_connections: false,
             cq_size: 16_384,
             max_reads: 16,
             ack_timeout: 14,

@@ -6,14 +6,17 @@
 //! | `poller.rs` | one pass: poll completions, deliver them, handle events and deadlines |
 //! | `poller/connect.rs` | handshakes with peers, over RDMA and TCP; migration and upgrade |
 //! | `poller/revive.rs` | devices that disappear and come back |
+//! | `poller/prepared.rs` | queue pairs that are created in advance |
 //! | `poller/leaving.rs` | queue pairs that wait to be destroyed |
 //! | `poller/shrinking.rs` | returning memory to the system |
 //! | `commands.rs` | calls that may block in the kernel, run on threads of their own |
 //! | `devices.rs` | which devices are used |
 //! | `links.rs` `listener.rs` `regions.rs` | the links, listeners and regions, as users share them |
 //! | `timers.rs` | deadlines |
+//! | `adaptive_spin.rs` | whether busy-polling pays |
 //! | `drive.rs` | the ways to drive it: by hand, `block_on`, a tokio task, a thread |
 
+mod adaptive_spin;
 mod builder;
 mod commands;
 mod devices;
@@ -37,6 +40,7 @@ use std::sync::{Arc, Mutex, RwLock};
 use ferrite_verbs::{Absence, Status, Verbs};
 
 use crate::config::Config;
+use crate::device::device_choice::DeviceChoice;
 use crate::device::shared_device::SharedDevice;
 use crate::diagnose::Failure;
 use crate::error::{Error, ErrorKind};
@@ -49,6 +53,7 @@ use crate::random::random;
 use crate::wake::mailbox::Mailbox;
 use crate::wake::wait_set::WaitSet;
 use crate::wire::{Features, Hello, Version};
+use adaptive_spin::AdaptiveSpin;
 pub use builder::Builder;
 use builder::Tls;
 use commands::Commands;
@@ -115,6 +120,8 @@ pub(crate) struct Shared {
     unused: Vec<(String, Error)>,
     pub(crate) tls: Tls,
     pub(crate) config: Config,
+    pub(crate) device_choice: DeviceChoice,
+    spin: AdaptiveSpin,
     pub(crate) commands: Arc<Commands>,
     pub(crate) mailbox: Arc<Mailbox>,
     pub(crate) waits: WaitSet,
@@ -274,6 +281,26 @@ impl Shared {
         if self.commands.has_room(None) {
             self.commands.run(None, move || link.is_well());
         }
+    }
+
+    /// Logs a link that was opened over RDMA, if the settings ask for that.
+    pub(crate) fn trace(&self, link: &LinkShared) {
+        let route = link.route();
+        let Some(device) = route.device.as_ref().filter(|_| self.config.trace_connections) else {
+            return;
+        };
+        let unknown = || "unknown".to_owned();
+        let address =
+            |address: Option<SocketAddr>| address.map_or_else(unknown, |at| at.to_string());
+        tracing::info!(
+            "RDMA connection: peer {}, local {}, device {} port {}, queue pair {:#x}, MTU {}",
+            address(route.peer),
+            address(route.local),
+            device.name,
+            route.port,
+            route.qp_num,
+            route.mtu.map_or_else(unknown, |mtu| mtu.to_string())
+        );
     }
 
     /// Starts the search for the likely causes of an error of `link`, as a command because it reads

@@ -4,7 +4,8 @@
 //! subscriptions. Therefore the module subscribes last, when nothing can fail any more.
 #![expect(unsafe_code, reason = "functions that C calls, and the pointers that it gives them")]
 
-use std::ffi::{c_char, c_int, c_longlong, c_void};
+use std::collections::BTreeMap;
+use std::ffi::{CString, c_char, c_int, c_longlong, c_void};
 use std::os::fd::RawFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
@@ -19,7 +20,7 @@ use crate::event_loop;
 use crate::info;
 use crate::log;
 use crate::module::{Callbacks, Module, replace_module, with_module};
-use crate::options::{Kind, Options, SETTINGS, SettingValue};
+use crate::options::{Options, SETTINGS, SettingValue, Shape, is_mutable};
 
 const NAME: &std::ffi::CStr = c"ferrite";
 /// The module's version as MODULE LIST shows it.
@@ -150,40 +151,39 @@ fn subscribe_to_loop_iterations(context: Context<'_>) {
 
 fn register_settings(context: Context<'_>, options: &Options) -> Result<(), String> {
     for (index, setting) in SETTINGS.iter().enumerate() {
-        let flags = if setting.is_mutable { 0 } else { flag::CONFIG_IMMUTABLE };
-        let registered = match (&setting.kind, options.get(index)) {
-            (Kind::Number { range, is_size }, SettingValue::Number(default)) => {
-                let flags = flags | if *is_size { flag::CONFIG_MEMORY } else { 0 };
+        let flags = if is_mutable(setting) { 0 } else { flag::CONFIG_IMMUTABLE };
+        let name = CString::new(setting.name).map_err(|error| error.to_string())?;
+        let registered = match (Shape::of(setting), options.get(index)) {
+            (Shape::Number { range, is_size }, SettingValue::Number(default)) => {
+                let flags = flags | if is_size { flag::CONFIG_MEMORY } else { 0 };
                 context.register_number(
-                    setting.name,
-                    *default,
+                    &name,
+                    default,
                     flags,
-                    *range,
+                    range,
                     (get_number, set_number),
                     index,
                 )
             }
-            (Kind::Choice(choices), SettingValue::Number(default)) => {
-                let default = i32::try_from(*default).unwrap_or(0);
+            (Shape::Choice(words), SettingValue::Number(default)) => {
+                let default = i32::try_from(default).unwrap_or(0);
+                let words: Vec<_> = words.iter().map(CString::as_c_str).collect();
                 context.register_choice(
-                    setting.name,
+                    &name,
                     default,
                     flags,
-                    choices,
+                    &words,
                     (get_choice, set_choice),
                     index,
                 )
             }
-            (_, SettingValue::Text(default)) => {
-                context.register_text(setting.name, default, flags, (get_text, set_text), index)
+            (Shape::Text, SettingValue::Text(default)) => {
+                context.register_text(&name, &default, flags, (get_text, set_text), index)
             }
-            (Kind::Text(_), SettingValue::Number(_)) => false,
+            _ => false,
         };
         if !registered {
-            return Err(format!(
-                "the engine refused to register the setting {}",
-                setting.name.to_string_lossy()
-            ));
+            return Err(format!("the engine refused to register the setting {}", setting.name));
         }
     }
     Ok(())
@@ -332,7 +332,7 @@ fn watch_descriptors(descriptors: &[RawFd]) -> Result<(), String> {
 /// Returns the value of the setting whose index is `private`.
 fn get(private: *mut c_void) -> Option<SettingValue> {
     let index = private.addr();
-    with_module(|module| (index < SETTINGS.len()).then(|| module.options.get(index).clone()))?
+    with_module(|module| (index < SETTINGS.len()).then(|| module.options.get(index)))?
 }
 
 /// Changes the setting whose index is `private`. On failure, gives the engine the reason.
@@ -387,7 +387,7 @@ unsafe extern "C" fn set_choice(
 /// The last string that CONFIG GET returned for each setting. The module owns each string and must
 /// keep it until the next CONFIG GET of that setting. The entries are addresses of [`RawString`]s
 /// that [`api::new_string`] made.
-static ANSWERS: Mutex<[usize; SETTINGS.len()]> = Mutex::new([0; SETTINGS.len()]);
+static ANSWERS: Mutex<BTreeMap<usize, usize>> = Mutex::new(BTreeMap::new());
 
 unsafe extern "C" fn get_text(_: *const c_char, private: *mut c_void) -> *mut RawString {
     guard("CONFIG GET", std::ptr::null_mut(), || {
@@ -397,9 +397,8 @@ unsafe extern "C" fn get_text(_: *const c_char, private: *mut c_void) -> *mut Ra
         };
         let answer = api::new_string(&text);
         let mut answers = ANSWERS.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let kept = &mut answers[private.addr().min(SETTINGS.len() - 1)];
-        let previous = std::mem::replace(kept, answer.expose_provenance());
-        if previous != 0 {
+        let previous = answers.insert(private.addr(), answer.expose_provenance());
+        if let Some(previous) = previous {
             // SAFETY: the string was made here, the engine does not keep it, and it is no longer
             // in the list.
             unsafe { api::free_string(std::ptr::with_exposed_provenance_mut(previous)) };

@@ -1,5 +1,5 @@
-//! The module's settings: one table of names, defaults and limits, for the arguments of
-//! `loadmodule` and for CONFIG.
+//! The module's settings: values of the table in `ferrite-config`, given as arguments of
+//! `loadmodule` and through CONFIG.
 //!
 //! The arguments in `loadmodule ferrite.so rdma-port 6380 max-clients 500` become the defaults with
 //! which the module registers `ferrite.rdma-port` and the other settings. A line
@@ -7,179 +7,141 @@
 //! REWRITE keeps the arguments and omits settings that have their defaults, so the file that it
 //! writes gives the same settings again.
 
-use std::ffi::CStr;
+use std::ffi::CString;
 use std::net::IpAddr;
+use std::sync::LazyLock;
 use std::time::Duration;
 
+use ferrite_config::{
+    Kind, Policy, Program, Setting, TakesEffect, Value, Values, find, nearest, table,
+};
 use ferrite_fabric::Rdma;
 use ferrite_session::EngineAddress;
 
-/// The type of a setting's value.
-#[derive(Debug, Clone, Copy)]
-pub(crate) enum Kind {
-    /// A number from `range[0]` to `range[1]`. A size may have the engine's units (`64kb`).
-    Number { range: [i64; 2], is_size: bool },
+/// The settings that CONFIG has. An index into this list identifies a setting to the engine.
+pub(crate) static SETTINGS: LazyLock<Vec<&'static Setting>> =
+    LazyLock::new(|| Program::Module.settings().filter(|setting| setting.in_config).collect());
+
+/// How the engine represents a setting.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Shape {
+    /// A number in this range. A size may have the engine's units (`64kb`).
+    Number {
+        range: [i64; 2],
+        is_size: bool,
+    },
     /// One of these words. Its value is the word's index.
-    Choice(&'static [&'static CStr]),
-    /// A text that this function accepts. The function's error describes what it accepts.
-    Text(fn(&str) -> Result<(), String>),
+    Choice(Vec<CString>),
+    Text,
 }
 
-/// A setting.
-#[derive(Debug)]
-pub(crate) struct Setting {
-    pub(crate) name: &'static CStr,
-    pub(crate) kind: Kind,
-    pub(crate) default: Default,
-    /// CONFIG SET may change it.
-    pub(crate) is_mutable: bool,
+impl Shape {
+    pub(crate) fn of(setting: &Setting) -> Self {
+        let words = |words: &[&str]| {
+            Self::Choice(words.iter().filter_map(|word| CString::new(*word).ok()).collect())
+        };
+        let number = |number: u64| i64::try_from(number).unwrap_or(i64::MAX);
+        match setting.kind {
+            Kind::Switch => words(&NO_YES),
+            Kind::Choice(choices) => words(choices),
+            Kind::Number { min, max } => Self::Number { range: [min, max], is_size: false },
+            Kind::Size { min, max } => {
+                Self::Number { range: [number(min), number(max)], is_size: true }
+            }
+            Kind::Time { bare: Some(unit), min, max } => {
+                let range = [min, max].map(|time| number(unit.count(time)));
+                Self::Number { range, is_size: false }
+            }
+            Kind::Time { bare: None, .. } | Kind::Text(_) | Kind::List => Self::Text,
+        }
+    }
 }
 
-#[derive(Debug, Clone, Copy)]
-pub(crate) enum Default {
-    Number(i64),
-    Text(&'static str),
-}
+const NO_YES: [&str; 2] = ["no", "yes"];
 
-/// The value of a setting. A choice is stored as its index.
+/// The value of a setting as the engine has it. A choice is its index.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum SettingValue {
     Number(i64),
     Text(String),
 }
 
-// Indexes into `SETTINGS`.
-const RDMA_PORT: usize = 0;
-const RDMA_BIND: usize = 1;
-const RDMA_DEVICE: usize = 2;
-const RDMA: usize = 3;
-const RX_SIZE: usize = 4;
-const RX_SIZE_MAX: usize = 5;
-const MAX_CLIENTS: usize = 6;
-const BUSY_POLL_US: usize = 7;
-const ENGINE: usize = 8;
-const CALL_PATH: usize = 9;
-const POLLER_THREAD: usize = 10;
-const SLICE_US: usize = 11;
-const RDMA_SHARED_WINDOWS: usize = 12;
-const ALLOW_CLEAR_TEXT: usize = 13;
-
-/// The largest `max-clients`. It is below the fabric's limit of links, so that the gateway can
-/// still tell further clients why it rejects them.
-const CLIENTS_MAX: i64 = 16_000;
-const WINDOW: [i64; 2] = [4 << 10, 2 << 20];
-const POLICIES: [&CStr; 2] = [c"prefer", c"require"];
-const NO_YES: [&CStr; 2] = [c"no", c"yes"];
-const YES_NO: [&CStr; 2] = [c"yes", c"no"];
-
-/// All settings. docs/book/src/operations/settings.md describes them.
-pub(crate) const SETTINGS: [Setting; 14] = [
-    number(c"rdma-port", 6380, [1, 65_535], false, false),
-    text(c"rdma-bind", "auto", addresses),
-    text(c"rdma-device", "", |_| Ok(())),
-    choice(c"rdma", &POLICIES),
-    number(c"rx-size", 64 << 10, WINDOW, true, true),
-    number(c"rx-size-max", 2 << 20, WINDOW, true, true),
-    number(c"max-clients", 10_000, [1, CLIENTS_MAX], false, true),
-    number(c"busy-poll-us", 0, [0, 1_000_000], false, true),
-    text(c"engine", "auto", engine),
-    choice(c"call-path", &YES_NO),
-    choice(c"poller-thread", &NO_YES),
-    number(c"slice-us", 500, [50, 1_000_000], false, true),
-    choice(c"rdma-shared-windows", &NO_YES),
-    choice(c"allow-clear-text", &NO_YES),
-];
-
-const fn number(
-    name: &'static CStr,
-    default: i64,
-    range: [i64; 2],
-    is_size: bool,
-    is_mutable: bool,
-) -> Setting {
-    Setting {
-        name,
-        kind: Kind::Number { range, is_size },
-        default: Default::Number(default),
-        is_mutable,
-    }
-}
-
-/// Returns a setting whose default is the first choice.
-const fn choice(name: &'static CStr, choices: &'static [&'static CStr]) -> Setting {
-    Setting { name, kind: Kind::Choice(choices), default: Default::Number(0), is_mutable: false }
-}
-
-const fn text(
-    name: &'static CStr,
-    default: &'static str,
-    check: fn(&str) -> Result<(), String>,
-) -> Setting {
-    Setting { name, kind: Kind::Text(check), default: Default::Text(default), is_mutable: false }
-}
-
-fn addresses(text: &str) -> Result<(), String> {
-    let is_valid = text == "auto"
-        || words(text).count() > 0 && words(text).all(|word| word.parse::<IpAddr>().is_ok());
-    let expected = "auto (where the engine listens), or IP addresses of this host separated by \
-                    commas, or 0.0.0.0 or :: for all";
-    if is_valid { Ok(()) } else { Err(expected.into()) }
-}
-
-fn words(text: &str) -> impl Iterator<Item = &str> {
-    text.split([',', ' ']).filter(|word| !word.is_empty())
-}
-
-fn engine(text: &str) -> Result<(), String> {
-    if text == "auto" {
-        return Ok(());
-    }
-    text.parse::<EngineAddress>().map(drop).map_err(|_| "auto, unix:/PATH or HOST:PORT".into())
+/// Returns whether CONFIG SET may change a setting.
+pub(crate) fn is_mutable(setting: &Setting) -> bool {
+    setting.takes_effect != TakesEffect::AtStart
 }
 
 /// The values of all settings.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Options([SettingValue; SETTINGS.len()]);
+pub(crate) struct Options(Values);
 
-impl std::default::Default for Options {
+impl Default for Options {
     fn default() -> Self {
-        Self(std::array::from_fn(|index| match SETTINGS[index].default {
-            Default::Number(number) => SettingValue::Number(number),
-            Default::Text(text) => SettingValue::Text(text.into()),
-        }))
+        Self(Values::new(Program::Module))
     }
 }
 
 impl Options {
-    /// Parses `key value` pairs.
+    /// Parses `key value` pairs. The later of two values for one setting applies.
     ///
     /// # Errors
     /// The text names the wrong argument and says what was expected.
     pub(crate) fn from_arguments(arguments: &[String]) -> Result<Self, String> {
-        let mut options = Self::default();
+        let mut values = Values::new(Program::Module);
         for pair in arguments.chunks(2) {
             let name = pair[0].trim_start_matches("--").to_ascii_lowercase();
             let name = name.strip_prefix("ferrite.").unwrap_or(&name);
-            let Some(index) =
-                SETTINGS.iter().position(|setting| setting.name.to_bytes() == name.as_bytes())
-            else {
+            if let Some(instead) = table::refused(name) {
+                return Err(format!("argument {name}: {instead}"));
+            }
+            let Some((setting, alias)) = find(Program::Module, name) else {
+                let known = Program::Module.settings().map(|setting| setting.name);
+                let nearest = nearest(name, known).unwrap_or_default();
+                return Err(format!("unknown argument {:?}; the nearest is {nearest}", pair[0]));
+            };
+            let [_, text] = pair else {
                 return Err(format!(
-                    "unknown argument {:?}; the arguments are {}",
-                    pair[0],
-                    names()
+                    "argument {name} has no value: expected {}",
+                    setting.expected()
                 ));
             };
-            let [_, value] = pair else {
-                return Err(format!("argument {name} has no value: expected {}", allowed(index)));
+            let value = match alias {
+                Some(alias) => alias.parse(setting, text),
+                None => setting.parse(text),
             };
-            let set = parse(index, value).and_then(|value| options.set(index, value).ok());
-            set.ok_or_else(|| invalid_value(index, value))?;
+            let set = value.and_then(|value| values.replace(setting, value));
+            set.map_err(|why| format!("{name} {text:?}: {why}"))?;
         }
-        Ok(options)
+        values.check().map_err(|wrong| {
+            let wrong = wrong.iter().map(|(setting, why)| format!("{}: {why}", setting.name));
+            wrong.collect::<Vec<_>>().join("; ")
+        })?;
+        values.settle_policy()?;
+        Ok(Self(values))
     }
 
-    pub(crate) fn get(&self, index: usize) -> &SettingValue {
-        &self.0[index]
+    /// Returns all values.
+    pub(crate) fn values(&self) -> &Values {
+        &self.0
+    }
+
+    /// Returns the value of a setting for the engine.
+    pub(crate) fn get(&self, index: usize) -> SettingValue {
+        let setting = SETTINGS[index];
+        let number = |number: u64| SettingValue::Number(i64::try_from(number).unwrap_or(i64::MAX));
+        match (&self.0.entry(setting).value, &setting.kind) {
+            (Some(Value::Switch(is_on)), _) => SettingValue::Number((*is_on).into()),
+            (Some(Value::Number(number)), _) => SettingValue::Number(*number),
+            (Some(Value::Size(bytes)), _) => number(*bytes),
+            (Some(Value::Time(time)), Kind::Time { bare: Some(unit), .. }) => {
+                number(unit.count(*time))
+            }
+            (Some(Value::Text(text)), Kind::Choice(choices)) => {
+                number(choices.iter().position(|choice| choice == text).unwrap_or(0) as u64)
+            }
+            (Some(value), _) => SettingValue::Text(value.to_string()),
+            (None, _) => SettingValue::Text(String::new()),
+        }
     }
 
     /// Changes a setting.
@@ -187,160 +149,80 @@ impl Options {
     /// # Errors
     /// The value is outside of the setting's limits.
     pub(crate) fn set(&mut self, index: usize, value: SettingValue) -> Result<(), String> {
-        let fits = match (&SETTINGS[index].kind, &value) {
-            (Kind::Number { range: [min, max], .. }, SettingValue::Number(number)) => {
-                (min..=max).contains(&number)
-            }
-            (Kind::Choice(choices), SettingValue::Number(number)) => {
-                (0..choices.len() as i64).contains(number)
-            }
-            (Kind::Text(check), SettingValue::Text(text)) => check(text).is_ok(),
-            _ => false,
+        let setting = SETTINGS[index];
+        let text = match (value, &setting.kind) {
+            (SettingValue::Number(number), Kind::Switch) => word(&NO_YES, number),
+            (SettingValue::Number(number), Kind::Choice(choices)) => word(choices, number),
+            (SettingValue::Number(number), _) => number.to_string(),
+            (SettingValue::Text(text), _) => text,
         };
-        if !fits {
-            return Err(match value {
-                SettingValue::Number(number) => invalid_value(index, &number.to_string()),
-                SettingValue::Text(text) => invalid_value(index, &text),
-            });
-        }
-        self.0[index] = value;
-        Ok(())
-    }
-
-    fn number(&self, index: usize) -> i64 {
-        match self.get(index) {
-            SettingValue::Number(number) => *number,
-            SettingValue::Text(_) => 0, // `set` prevents this
-        }
-    }
-
-    fn text(&self, index: usize) -> &str {
-        match self.get(index) {
-            SettingValue::Text(text) => text,
-            SettingValue::Number(_) => "",
-        }
+        let set = setting.parse(&text).and_then(|value| self.0.replace(setting, value));
+        set.map_err(|why| format!("{} {text:?}: {why}", setting.name))
     }
 
     /// Returns the addresses to listen on; `None` if they are the engine's.
     pub(crate) fn bind(&self) -> Option<impl Iterator<Item = IpAddr>> {
-        let text = self.text(RDMA_BIND);
-        (text != "auto").then(|| words(text).filter_map(|word| word.parse().ok()))
+        let text = self.0.text(&table::RDMA_BIND).filter(|text| *text != "auto")?;
+        Some(text.split([',', ' ']).filter_map(|word| word.parse().ok()))
     }
 
     pub(crate) fn port(&self) -> u16 {
-        u16::try_from(self.number(RDMA_PORT)).unwrap_or(0)
+        self.0.number(&table::RDMA_PORT)
     }
 
     /// Returns whether clients may connect without TLS although the engine requires TLS.
     pub(crate) fn allow_clear_text(&self) -> bool {
-        self.number(ALLOW_CLEAR_TEXT) == 1 // of NO_YES
-    }
-
-    /// Returns the names of the devices to use. If there are none, all devices may be used.
-    pub(crate) fn devices(&self) -> impl Iterator<Item = &str> {
-        words(self.text(RDMA_DEVICE))
+        self.0.switch(&table::ALLOW_CLEAR_TEXT)
     }
 
     pub(crate) fn rdma(&self) -> Rdma {
-        if self.number(RDMA) == 0 { Rdma::Prefer } else { Rdma::Require }
-    }
-
-    /// Returns the initial and the largest size of a client's window, in bytes.
-    pub(crate) fn windows(&self) -> (u32, u32) {
-        let [first, largest] =
-            [RX_SIZE, RX_SIZE_MAX].map(|index| u32::try_from(self.number(index)).unwrap_or(0));
-        (first, largest.max(first))
+        match self.0.policy() {
+            Ok(Policy::Require) => Rdma::Require,
+            Ok(Policy::Forbid) => Rdma::Forbid,
+            Ok(Policy::Prefer) | Err(_) => Rdma::Prefer,
+        }
     }
 
     pub(crate) fn max_clients(&self) -> usize {
-        usize::try_from(self.number(MAX_CLIENTS)).unwrap_or(0)
+        self.0.number(&table::MAX_CLIENTS)
     }
 
     pub(crate) fn busy_poll_us(&self) -> u32 {
-        u32::try_from(self.number(BUSY_POLL_US)).unwrap_or(0)
+        u32::try_from(self.0.time(&table::BUSY_POLL_US).as_micros()).unwrap_or(u32::MAX)
     }
 
     /// Returns whether sessions run on the engine's main thread and call commands there.
     pub(crate) fn call_path(&self) -> bool {
-        self.number(CALL_PATH) == 0 // of YES_NO
+        self.0.switch(&table::CALL_PATH)
     }
 
     /// Returns whether the thread `ferrite` drives the devices of such sessions instead of the main
     /// thread.
     pub(crate) fn poller_thread(&self) -> bool {
-        self.number(POLLER_THREAD) == 1 // of NO_YES
-    }
-
-    /// Returns whether clients of Valkey Over RDMA are also served by devices that cannot isolate
-    /// the memory of one client from another.
-    pub(crate) fn shared_windows(&self) -> bool {
-        self.number(RDMA_SHARED_WINDOWS) == 1 // of NO_YES
+        self.0.switch(&table::POLLER_THREAD)
     }
 
     /// Returns how long sessions may run before the engine's event loop serves its other clients.
     pub(crate) fn slice(&self) -> Duration {
-        Duration::from_micros(u64::try_from(self.number(SLICE_US)).unwrap_or(0))
+        self.0.time(&table::SLICE_US)
+    }
+
+    /// Returns how long retries to open the devices may take.
+    pub(crate) fn retries_last(&self) -> Duration {
+        let retries: u32 = self.0.number(&table::CONNECTION_RETRIES);
+        self.0.time(&table::RETRY_DELAY).saturating_mul(retries)
     }
 
     /// Returns the engine's socket; `None` if it is to be found automatically.
     pub(crate) fn engine(&self) -> Option<EngineAddress> {
-        self.text(ENGINE).parse().ok()
+        self.0.text(&table::ENGINE).filter(|text| *text != "auto")?.parse().ok()
     }
 }
 
-fn names() -> String {
-    let names: Vec<_> = SETTINGS.iter().map(|setting| setting.name.to_string_lossy()).collect();
-    names.join(", ")
-}
-
-/// Describes the values that a setting may have.
-fn allowed(index: usize) -> String {
-    match &SETTINGS[index].kind {
-        Kind::Number { range: [min, max], is_size: true } => {
-            format!(
-                "a size from {min} to {max} bytes (units as in the engine's configuration: kb, mb)"
-            )
-        }
-        Kind::Number { range: [min, max], .. } => format!("a number from {min} to {max}"),
-        Kind::Choice(choices) => {
-            let choices: Vec<_> = choices.iter().map(|choice| choice.to_string_lossy()).collect();
-            choices.join(" or ")
-        }
-        Kind::Text(check) => check("\0").err().unwrap_or_else(|| "text".into()),
-    }
-}
-
-fn invalid_value(index: usize, value: &str) -> String {
-    format!("{} {value:?}: expected {}", SETTINGS[index].name.to_string_lossy(), allowed(index))
-}
-
-/// Parses the value of an argument of `loadmodule`.
-fn parse(index: usize, text: &str) -> Option<SettingValue> {
-    Some(match &SETTINGS[index].kind {
-        Kind::Number { is_size: true, .. } => SettingValue::Number(size(text)?),
-        Kind::Number { .. } => SettingValue::Number(text.parse().ok()?),
-        Kind::Choice(choices) => {
-            let found = choices
-                .iter()
-                .position(|choice| choice.to_bytes().eq_ignore_ascii_case(text.as_bytes()))?;
-            SettingValue::Number(found.try_into().ok()?)
-        }
-        Kind::Text(_) => SettingValue::Text(text.into()),
-    })
-}
-
-/// Parses a size with the engine's units: `k` is 1,000 bytes, `kb` is 1,024.
-fn size(text: &str) -> Option<i64> {
-    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-    let unit = match text[digits.len()..].to_ascii_lowercase().as_str() {
-        "" | "b" => 1,
-        "k" => 1000,
-        "kb" => 1 << 10,
-        "m" => 1_000_000,
-        "mb" => 1 << 20,
-        _ => return None,
-    };
-    digits.parse::<i64>().ok()?.checked_mul(unit)
+/// Returns the word with this index; a text that no setting accepts if there is none.
+fn word(words: &[&str], index: i64) -> String {
+    let word = usize::try_from(index).ok().and_then(|index| words.get(index));
+    word.map_or_else(|| index.to_string(), |word| (*word).to_owned())
 }
 
 #[cfg(test)]
@@ -348,13 +230,17 @@ mod tests {
     use super::*;
 
     fn options(arguments: &str) -> Result<Options, String> {
-        Options::from_arguments(
-            &arguments
-                .split(' ')
-                .filter(|word| !word.is_empty())
-                .map(Into::into)
-                .collect::<Vec<_>>(),
-        )
+        let words = arguments.split(' ').filter(|word| !word.is_empty());
+        Options::from_arguments(&words.map(Into::into).collect::<Vec<_>>())
+    }
+
+    fn windows(options: &Options) -> (u32, u32) {
+        let config = ferrite_session::valkey_config(options.values());
+        (config.window_bytes, config.window_max_bytes)
+    }
+
+    fn index(name: &str) -> usize {
+        SETTINGS.iter().position(|setting| setting.name == name).expect(name)
     }
 
     #[test]
@@ -362,20 +248,35 @@ mod tests {
         let options = options("").expect("valid arguments");
         assert!(options.bind().is_none() && options.port() == 6380 && !options.allow_clear_text());
         assert_eq!((options.rdma(), options.engine()), (Rdma::Prefer, None));
-        assert_eq!(options.windows(), (64 << 10, 2 << 20));
+        assert_eq!(windows(&options), (64 << 10, 2 << 20));
         assert_eq!((options.max_clients(), options.busy_poll_us()), (10_000, 0));
-        assert_eq!(options.devices().count(), 0);
         assert_eq!((options.call_path(), options.poller_thread()), (true, false));
-        assert!(!options.shared_windows());
+        assert_eq!(options.slice(), Duration::from_micros(500));
     }
 
+    /// As the engine does: it registers each setting with its current value, and sets that.
     #[test]
-    fn every_default_is_allowed() {
-        let mut options = Options::default();
+    fn every_setting_survives_the_engines_representation() {
+        let mut options = options("rdma-fallback none rx-size 1mb busy-poll-us 50").expect("valid");
+        let before = options.clone();
         for index in 0..SETTINGS.len() {
-            let value = options.get(index).clone();
-            options.set(index, value).expect("a valid default");
+            let (value, shape) = (options.get(index), Shape::of(SETTINGS[index]));
+            match (&value, shape) {
+                (SettingValue::Number(number), Shape::Number { range: [min, max], .. }) => {
+                    assert!((min..=max).contains(number), "{}", SETTINGS[index].name);
+                }
+                (SettingValue::Number(number), Shape::Choice(words)) => {
+                    assert!((0..words.len() as i64).contains(number), "{}", SETTINGS[index].name);
+                }
+                (SettingValue::Text(_), Shape::Text) => {}
+                (value, shape) => panic!("{}: {value:?} as {shape:?}", SETTINGS[index].name),
+            }
+            options.set(index, value).expect("its own value");
         }
+        for index in 0..SETTINGS.len() {
+            assert_eq!(options.get(index), before.get(index), "{}", SETTINGS[index].name);
+        }
+        assert_eq!(options.rdma(), Rdma::Require, "of rdma-fallback");
     }
 
     #[test]
@@ -388,10 +289,34 @@ mod tests {
         let bind: Vec<_> = given.bind().expect("addresses").map(|ip| ip.to_string()).collect();
         assert_eq!((bind, given.port()), (vec!["::1".to_owned()], 7000));
         assert_eq!(given.rdma(), Rdma::Require);
-        assert_eq!(given.windows(), (1 << 20, 1 << 20), "the largest is at least the initial");
+        assert_eq!(windows(&given), (1 << 20, 1 << 20), "the largest is at least the initial");
         assert_eq!(given.max_clients(), 5);
-        assert_eq!(given.devices().collect::<Vec<_>>(), ["rxe1", "rxe2"]);
+        assert_eq!(given.values().list(&table::RDMA_DEVICE), ["rxe1", "rxe2"]);
         assert_eq!(given.engine(), Some(EngineAddress::Unix("/run/x.sock".into())));
+    }
+
+    #[test]
+    fn names_of_other_software_are_arguments() {
+        let given =
+            options("rdma_sq_size 64 rdma_port 2 rdma_recv_block_type huge send_queue_depth 32")
+                .expect("valid arguments");
+        assert_eq!(given.values().number::<u32>(&table::SEND_QUEUE_DEPTH), 32, "the later one");
+        assert_eq!(
+            (given.values().number::<u8>(&table::RDMA_DEVICE_PORT), given.port()),
+            (2, 6380)
+        );
+        assert_eq!(given.values().size::<u32>(&table::RECV_BUFFER_SIZE), 2 << 20);
+    }
+
+    #[test]
+    fn rejects_values_that_the_engine_did_not_check() {
+        let mut options = Options::default();
+        let text = |text: &str| SettingValue::Text(text.into());
+        assert!(options.set(index("rdma-bind"), text("localhost")).is_err());
+        assert!(options.set(index("rx-size"), SettingValue::Number(4095)).is_err());
+        assert!(options.set(index("rdma"), SettingValue::Number(3)).is_err());
+        assert!(options.set(index("call-path"), SettingValue::Number(2)).is_err());
+        assert_eq!(options, Options::default());
     }
 
     #[test]
@@ -400,7 +325,7 @@ mod tests {
             let error = options(arguments).expect_err(arguments);
             assert!(words.iter().all(|word| error.contains(word)), "{error}");
         };
-        wrong("rdma-prot 1", &["\"rdma-prot\"", "rdma-port", "max-clients"]);
+        wrong("rdma-prot 1", &["\"rdma-prot\"", "the nearest is rdma-port"]);
         wrong("rdma-port", &["rdma-port has no value", "from 1 to 65535"]);
         wrong("rdma-port 0", &["rdma-port \"0\"", "from 1 to 65535"]);
         wrong("rdma-port x", &["rdma-port \"x\""]);
@@ -408,24 +333,11 @@ mod tests {
         wrong("rdma-bind 10.0.0.1,x", &["rdma-bind \"10.0.0.1,x\"", "auto"]);
         wrong("rdma-bind ,", &["rdma-bind \",\""]);
         wrong("rdma maybe", &["rdma \"maybe\"", "prefer or require"]);
-        wrong("rx-size 4095", &["rx-size \"4095\"", "from 4096 to 2097152 bytes"]);
+        wrong("rx-size 4095", &["rx-size \"4095\"", "from 4kb to 2mb"]);
         wrong("rx-size 1tb", &["rx-size \"1tb\""]);
         wrong("engine localhost", &["engine \"localhost\"", "unix:/PATH"]);
-    }
-
-    #[test]
-    fn sizes_have_the_engines_units() {
-        for (text, bytes) in [
-            ("64000", 64_000),
-            ("64k", 64_000),
-            ("64kb", 65_536),
-            ("2MB", 2 << 20),
-            ("1m", 1_000_000),
-        ] {
-            assert_eq!(size(text), Some(bytes), "{text}");
-        }
-        for wrong in ["", "k", "1x", "99999999999999999999", "9223372036854775807kb"] {
-            assert_eq!(size(wrong), None, "{wrong}");
-        }
+        wrong("rdma_max_sge 0", &["rdma_max_sge", "recv_buffer_size"]);
+        wrong("rdma require rdma-fallback tcp", &["contradict each other"]);
+        wrong("pin-memory no", &["pin-memory", "always pinned"]);
     }
 }

@@ -11,8 +11,10 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use ferrite_fabric::{Builder, Config, Fabric, FabricStats, ListenOptions, Listener, Rdma};
-use ferrite_session::{EngineAddress, Gateway, GatewayConfig, ValkeyConfig, server_config};
+use ferrite_fabric::{Builder, Fabric, FabricStats, ListenOptions, Listener, Rdma};
+use ferrite_session::{
+    EngineAddress, Gateway, GatewayConfig, fabric_config, open_fabric, valkey_config,
+};
 use tokio::runtime::Handle;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::watch;
@@ -42,9 +44,6 @@ const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(3);
 /// If the main thread has not driven the fabric for this long, it is busy, and the thread `ferrite`
 /// takes over. Otherwise peers would take this process for dead.
 const BUSY_AFTER: Duration = Duration::from_millis(500);
-/// The fabric refuses links beyond this number. It is above the largest `max-clients`, so that the
-/// gateway can tell clients beyond `max-clients` why it rejects them.
-const LINKS_MAX: usize = 16_384;
 
 const NO_RDMA_ON_LOOPBACK: &str = "loopback addresses take no RDMA; to do: bind the engine, or \
     the module (rdma-bind), to an address of an RDMA device";
@@ -135,6 +134,7 @@ impl Transport {
         let (requests, received) = unbounded_channel();
         let settings = (options.clone(), gateway_config(options, target, protected_mode));
         let wanted = WantedAddresses::new(sockets, addresses.clone());
+        let retries_last = options.retries_last();
         let thread = std::thread::Builder::new().name("ferrite".into()).spawn(move || {
             let (options, config) = settings;
             let ran = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
@@ -149,7 +149,8 @@ impl Transport {
             let _ = report.send(Progress::ThreadEnded);
         });
         let thread = thread.map_err(|error| format!("cannot start a thread: {error}"))?;
-        match starting.recv_timeout(START_TIMEOUT) {
+        let timeout = START_TIMEOUT + retries_last;
+        match starting.recv_timeout(timeout) {
             Ok(Ok((gateway, listener, for_main_thread))) => {
                 let (thread, last_stats) = (Some(thread), Box::new(for_main_thread.0.stats()));
                 Ok((
@@ -172,7 +173,7 @@ impl Transport {
             }
             // The thread ends by itself when it cannot send its result.
             Err(_) => {
-                Err(format!("the RDMA devices were not ready within {} s", START_TIMEOUT.as_secs()))
+                Err(format!("the RDMA devices were not ready within {} s", timeout.as_secs()))
             }
         }
     }
@@ -208,7 +209,7 @@ impl Transport {
         let _ = self.requests.send(Request::BusyPoll(options.busy_poll_us()));
         self.gateway.reconfigure(|config| {
             config.max_clients = options.max_clients();
-            config.valkey = valkey_config(options);
+            config.valkey = valkey_config(options.values());
         });
     }
 
@@ -245,16 +246,11 @@ fn gateway_config(options: &Options, engine: EngineAddress, protected_mode: bool
         protected_mode,
         drain_timeout: DRAIN_TIMEOUT,
         engine_keeps_running: false,
-        valkey: valkey_config(options),
+        valkey: valkey_config(options.values()),
         name: "Ferrite module",
         unprotect_hint: "run CONFIG SET protected-mode no in the engine",
         ..GatewayConfig::new(engine)
     }
-}
-
-fn valkey_config(options: &Options) -> ValkeyConfig {
-    let (window_bytes, window_max_bytes) = options.windows();
-    ValkeyConfig { window_bytes, window_max_bytes, ..ValkeyConfig::default() }
 }
 
 /// Where the thread sends the result of its start.
@@ -387,21 +383,18 @@ fn listen(
     if requires && is_loopback {
         return Err(format!("rdma is set to require, but {NO_RDMA_ON_LOOPBACK}"));
     }
-    let config = Config {
-        busy_poll_us: options.busy_poll_us(),
-        max_connections: LINKS_MAX,
-        shared_windows: options.shared_windows(),
-        // If all addresses are loopback addresses, no device needs to be opened.
-        rdma: if is_loopback { Rdma::Forbid } else { options.rdma() },
-        ..server_config()
-    };
+    let mut config = fabric_config(options.values());
+    if is_loopback {
+        config.rdma = Rdma::Forbid; // no device needs to be opened
+    }
     // If no devices are named, only those that have one of these addresses are opened.
-    let served = addresses.iter().map(|address| address.at.ip()).filter(|ip| !ip.is_loopback());
-    let builder =
-        options.devices().fold(served.fold(Fabric::system(), Builder::serving), Builder::device);
+    let served: Vec<_> =
+        addresses.iter().map(|address| address.at.ip()).filter(|ip| !ip.is_loopback()).collect();
     // The engine's main thread drives the fabric and must not wait for the kernel.
+    let begin =
+        || served.iter().copied().fold(Fabric::system(), Builder::serving).command_threads();
     let fabric =
-        builder.config(config).command_threads().build().map_err(|error| with_remedy(&error))?;
+        open_fabric(options.values(), &config, begin).map_err(|error| with_remedy(&error))?;
     let (mut listeners, mut unserved, mut why_not) = (Vec::new(), Vec::new(), None);
     for address in addresses {
         let (at, rdma) = (address.at, address.rdma(options.rdma()));

@@ -152,18 +152,15 @@ fn loads_once() {
 fn errors_name_the_wrong_argument() {
     for program in engines() {
         for (arguments, error) in [
-            (
-                &["rdma-prot", "1"][..],
-                "unknown argument \"rdma-prot\"; the arguments are rdma-port",
-            ),
+            (&["rdma-prot", "1"][..], "unknown argument \"rdma-prot\"; the nearest is rdma-port"),
             (&["rdma-port"], "argument rdma-port has no value"),
             (&["rdma-port", "70000"], "rdma-port \"70000\": expected a number from 1 to 65535"),
-            (&["rdma", "forbid"], "rdma \"forbid\": expected prefer or require"),
+            (&["rdma", "maybe"], "rdma \"maybe\": expected prefer or require or forbid"),
             (
                 &["rdma-bind", "localhost"],
                 "rdma-bind \"localhost\": expected auto (where the engine listens), or IP addresses",
             ),
-            (&["rx-size", "8mb"], "rx-size \"8mb\": expected a size from 4096 to 2097152 bytes"),
+            (&["rx-size", "8mb"], "rx-size \"8mb\": expected a size from 4kb to 2mb"),
             (&["engine", "nowhere"], "engine \"nowhere\": expected auto, unix:/PATH or HOST:PORT"),
         ] {
             let log = log_of_failed_load(&program, arguments, &[]);
@@ -610,4 +607,60 @@ fn slots_migrate_atomically() {
     assert_eq!(moved.code(), Some("MOVED"));
     source.assert_healthy();
     target.assert_healthy();
+}
+
+/// CONFIG has exactly the settings of the table, each with its default.
+#[test]
+fn config_has_the_settings_of_the_table() {
+    for program in engines() {
+        let mut server = start(&program, &[], &[]);
+        let found: std::collections::BTreeMap<String, String> =
+            server.ask(&["CONFIG", "GET", "ferrite.*"]);
+        let table = ferrite_config::Program::Module.settings().filter(|setting| setting.in_config);
+        let mut names: Vec<_> = table.map(|setting| format!("ferrite.{}", setting.name)).collect();
+        names.sort();
+        assert_eq!(found.keys().collect::<Vec<_>>(), names.iter().collect::<Vec<_>>());
+        for (name, value) in [
+            ("rx-size", "65536"),
+            ("slice-us", "500"),
+            ("connection-timeout-ms", "5000"),
+            ("adaptive-polling", "yes"),
+            ("rdma-gid-index", "-1"),
+            ("memory-pool-max", "1073741824"),
+        ] {
+            assert_eq!(found[&format!("ferrite.{name}")], value, "{name}");
+        }
+        server.assert_healthy();
+    }
+}
+
+/// The names of other RDMA software are arguments, with the values that they have there.
+#[test]
+fn accepts_the_names_of_other_software() {
+    let arguments = ferrite_config::table::FOREIGN.iter().filter_map(|foreign| {
+        let name = foreign.name.rsplit('.').next().expect("a name");
+        let value = foreign.default.split(' ').next().expect("a value");
+        let is_argument = ferrite_config::table::refused(name).is_none() && value != "empty";
+        // Both documentations have it, with other values.
+        let is_second = name == "rdma_gid_index" && value == "-1";
+        (is_argument && !is_second && name != "rdma_recv_block_type").then_some([name, value])
+    });
+    let arguments: Vec<_> = arguments.flatten().collect();
+    let mut server = start(REDIS.as_ref(), &arguments, &[]);
+    let get =
+        |name: &str| server.ask::<Vec<String>>(&["CONFIG", "GET", name]).pop().unwrap_or_default();
+    assert_eq!(get("ferrite.rdma-device-port"), "1");
+    assert_eq!(get("ferrite.rdma-gid-index"), "3");
+    assert_eq!(get("ferrite.max-clients"), "1000");
+    assert_eq!(get("ferrite.recv-buffer-size"), "4096");
+    assert_eq!(get("ferrite.recv-buffer-pool-size"), "10000");
+    assert_eq!(get("ferrite.memory-pool-initial"), "1073741824");
+    assert_eq!(get("ferrite.prepared-qp-count"), "1024");
+    assert_eq!(get("ferrite.huge-pages"), "yes");
+    assert_eq!(get("ferrite.busy-poll-us"), "100");
+    server.assert_healthy();
+    for name in ["max_send_sge", "max_recv_sge", "rdma_max_sge"] {
+        let log = log_of_failed_load(REDIS.as_ref(), &[name, "4"], &[]);
+        assert!(log.contains("set its size with recv_buffer_size instead"), "{log}");
+    }
 }

@@ -10,10 +10,12 @@
 use ferrite_fabric::Config;
 
 const FRAME_BYTES: u32 = 64 << 10;
-const FRAMES_IN_FLIGHT: u16 = 16;
+/// Bytes in flight of a link, in frames of whatever size.
+pub(crate) const IN_FLIGHT_BYTES: u32 = 1 << 20;
+const FRAMES_IN_FLIGHT: u16 = (IN_FLIGHT_BYTES / FRAME_BYTES) as u16;
 /// The largest message of a stream. A partly received message occupies our memory, even for a
 /// client that has not logged in.
-const MESSAGE_BYTES: u64 = 64 << 10;
+pub(crate) const MESSAGE_BYTES: u64 = 64 << 10;
 
 /// Returns the settings for a server with many clients. The receive buffers, which all clients
 /// share, take 32 MiB on each device.

@@ -20,6 +20,7 @@ mod in_process;
 mod in_process_engine;
 mod pump;
 mod sessions;
+mod settings;
 mod stream;
 
 pub use connector::{ConnectError, Connector, Session, SessionTransport};
@@ -32,4 +33,5 @@ pub use in_process_engine::{
 };
 pub use pump::{Moved, pump};
 pub use sessions::SessionInfo;
+pub use settings::{fabric_config, open_fabric, valkey_config};
 pub use stream::{ValkeyConfig, ValkeyStream};

@@ -286,6 +286,14 @@ impl World {
         self.lock().objects()
     }
 
+    /// Returns the sizes that programs have asked for.
+    #[must_use]
+    pub fn sizes(&self) -> Sizes {
+        let state = self.lock();
+        let largest = state.regions.values().map(|region| region.len as usize).max();
+        Sizes { largest_region: largest, ..state.sizes }
+    }
+
     /// Runs `call`. C functions without an object that it calls belong to this world.
     pub(crate) fn enter<T>(&self, call: impl FnOnce() -> T) -> T {
         struct Leave;
@@ -449,6 +457,24 @@ impl DeviceSpec {
             active_mtu: 5,
         }
     }
+}
+
+/// The sizes that programs have asked for: the latest of each kind.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Sizes {
+    /// Entries of a completion queue.
+    pub completion_queue: usize,
+    /// Requests in a send queue.
+    pub send_queue: u32,
+    /// Bytes that a queue pair sends inline.
+    pub inline: u32,
+    /// Receives in a shared receive queue.
+    pub shared_receive_queue: u32,
+    /// Completions that were asked for at a time.
+    pub poll_batch: usize,
+    /// Bytes of the largest live region; `None` if there is none.
+    pub largest_region: Option<usize>,
 }
 
 /// The number of live objects of each kind in a [`World`]: all zero once everything is released.

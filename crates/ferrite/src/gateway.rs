@@ -2,24 +2,21 @@
 
 use std::io::IsTerminal as _;
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::process::ExitCode;
-use std::time::Duration;
 
 use anyhow::Context as _;
-use clap::{Args, ValueEnum};
-use ferrite_fabric::{Config, Fabric, ListenOptions, Listener, Rdma};
+use clap::Args;
+use ferrite_config::{Setting, Values, table};
+use ferrite_fabric::{Fabric, ListenOptions, Listener, Rdma};
 use ferrite_session::{
-    EngineAddress, Gateway, GatewayConfig, GatewayStats, ValkeyConfig, server_config,
+    EngineAddress, Gateway, GatewayConfig, GatewayStats, fabric_config, open_fabric, valkey_config,
 };
 use serde::Serialize;
 
+use crate::address;
+use crate::settings::{Flags, GatewayProgram};
 use crate::signals::Signals;
-use crate::{address, seconds, size};
-
-/// The engine's default port plus one.
-const DEFAULT_PORT: u16 = 6380;
-const WINDOW_MIN: u32 = 4 << 10;
-const WINDOW_MAX: u32 = size::MAX;
 
 /// Accept RDMA clients for an unmodified engine: Redis, Valkey, KeyDB, Dragonfly, Garnet
 ///
@@ -33,59 +30,21 @@ const WINDOW_MAX: u32 = size::MAX;
 #[derive(Args)]
 #[command(after_help = HELP)]
 pub(crate) struct Options {
-    /// Address to listen on: IP (IPv6 in brackets) or name, and :PORT (default 6380)
-    #[arg(long, value_name = "ADDRESS", value_parser = address::parse::<DEFAULT_PORT>,
-          default_value = "0.0.0.0")]
-    listen: SocketAddr,
-    /// The engine's socket: unix:/PATH or HOST:PORT
-    #[arg(long, value_name = "SOCKET", default_value = "127.0.0.1:6379")]
-    engine: EngineAddress,
-    /// Whether clients may, must or must not use RDMA: prefer, require or forbid
-    #[arg(long, value_name = "POLICY", default_value = "prefer")]
-    rdma: Rdma,
-    /// First receive window of each Valkey Over RDMA client, 4K to 2M; pinned while the client is
-    /// connected
-    ///
-    /// The window is the memory that the client writes to. Valkey's own listener uses 1M. 64K, 512K
-    /// and 2M waste no memory.
-    #[arg(long, value_name = "SIZE", value_parser = parse_window, default_value = "64K")]
-    rx_size: u32,
-    /// Largest receive window, for clients that send large values; smaller if there are many
-    /// clients
-    #[arg(long, value_name = "SIZE", value_parser = parse_window, default_value = "2M")]
-    rx_size_max: u32,
-    /// Maximum number of sessions; further clients are rejected
-    #[arg(long, value_name = "COUNT", value_parser = parse_max_clients, default_value_t = 10_000)]
-    max_clients: usize,
-    /// Reject clients of other hosts, and all over RDMA, while the engine asks for no password
-    ///
-    /// To the engine, clients of the gateway seem to come from this host, and its own protected
-    /// mode accepts those.
-    #[arg(long, value_name = "YES_OR_NO", value_enum, default_value_t = YesNo::Yes)]
-    protected_mode: YesNo,
-    /// Serve Valkey Over RDMA clients on devices that cannot isolate their memory
-    ///
-    /// On a device without memory windows of type 2, a client that finds out another client's key
-    /// can write commands in its name.
-    #[arg(long, value_name = "YES_OR_NO", value_enum, default_value_t = YesNo::No)]
-    rdma_shared_windows: YesNo,
-    /// Microseconds to busy-poll for completions before sleeping: less latency for more CPU
-    #[arg(long, value_name = "MICROSECONDS", default_value_t = 0)]
-    busy_poll_us: u32,
-    /// Seconds for sessions to receive outstanding replies after SIGTERM or SIGINT
-    #[arg(long, value_name = "SECONDS", value_parser = |text: &str| seconds::parse(text, 0.1),
-          default_value = "5")]
-    drain: Duration,
+    /// Configuration file (ferrite.toml); flags override it
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
     /// Print a line of JSON when it listens and when it ends
     #[arg(long)]
     pub(crate) json: bool,
+    #[command(flatten)]
+    flags: Flags<GatewayProgram>,
 }
 
 const HELP: &str = "\
 Examples:
   ferrite gateway --listen 10.0.0.1 --engine unix:/run/redis/redis.sock   clients use port 6380
   valkey-cli --rdma -h 10.0.0.1 -p 6380 PING                              from another host
-  ferrite gateway --engine 127.0.0.1:6379 --rx-size 2M --rdma require     large values; no TCP
+  ferrite gateway --engine 127.0.0.1:6379 --rx-size 2mb --rdma require     large values; no TCP
 
 The gateway pins 36 MiB for each RDMA device, and --rx-size for each client of Valkey Over RDMA.
 Set LimitMEMLOCK=infinity in its systemd unit.
@@ -98,74 +57,65 @@ JSON lines: {event: listening, address, engine, devices[], rdma}, {event: ended,
   ferrite, tcp}, refused, engine_failures, to_engine_bytes, to_client_bytes}.
   Failures print {error: {kind, missing?, message, remedy?}}.";
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum YesNo {
-    Yes,
-    No,
-}
-
-fn parse_window(text: &str) -> Result<u32, String> {
-    match size::parse(text)? {
-        bytes @ WINDOW_MIN..=WINDOW_MAX => Ok(bytes),
-        _ => Err("expected a size from 4K to 2M".into()),
-    }
-}
-
-fn parse_max_clients(text: &str) -> Result<usize, String> {
-    match text.parse() {
-        Ok(count @ 1..) => Ok(count),
-        _ => Err("expected a number from 1".into()),
-    }
-}
-
-/// Prints the libraries' warnings on stderr.
-pub(crate) fn log_to_stderr() {
+/// Prints the libraries' warnings on stderr, and with `verbose` also what they do.
+pub(crate) fn log_to_stderr(verbose: bool) {
     tracing_subscriber::fmt()
         .with_writer(std::io::stderr)
         .with_ansi(std::io::stderr().is_terminal())
-        .with_max_level(tracing::Level::WARN)
+        .with_max_level(if verbose { tracing::Level::INFO } else { tracing::Level::WARN })
         .without_time()
         .with_target(false)
         .init();
 }
 
 pub(crate) fn run(options: &Options) -> anyhow::Result<ExitCode> {
-    log_to_stderr();
+    let values = options.flags.values(options.config.as_deref())?;
+    log_to_stderr(values.switch(&table::TRACE_VERBOSE));
+    let setup = Setup {
+        json: options.json,
+        listen: address::parse::<{ table::CLIENT_PORT }>(text(&values, &table::LISTEN))
+            .map_err(|why| anyhow::anyhow!("--listen: {why}"))?,
+        engine: text(&values, &table::ENGINE)
+            .parse()
+            .map_err(|why| anyhow::anyhow!("--engine: {why}"))?,
+        values,
+    };
     // One thread: sessions only copy bytes, and need no wake-ups across threads this way.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    runtime.block_on(serve(options))
+    runtime.block_on(serve(&setup))
 }
 
-async fn serve(options: &Options) -> anyhow::Result<ExitCode> {
-    let config = Config {
-        busy_poll_us: options.busy_poll_us,
-        shared_windows: options.rdma_shared_windows == YesNo::Yes,
-        // More than max_clients, so that rejected clients can receive the reason.
-        max_connections: options.max_clients.saturating_add(64),
-        ..server_config()
-    };
-    let fabric = Fabric::system().rdma(options.rdma).config(config).command_threads().build()?;
+/// The settings, with the addresses parsed.
+struct Setup {
+    values: Values,
+    listen: SocketAddr,
+    engine: EngineAddress,
+    json: bool,
+}
+
+fn text<'a>(values: &'a Values, setting: &Setting) -> &'a str {
+    values.text(setting).unwrap_or_default()
+}
+
+async fn serve(setup: &Setup) -> anyhow::Result<ExitCode> {
+    let values = &setup.values;
+    let config = fabric_config(values);
+    let rdma = config.rdma;
+    let fabric = open_fabric(values, &config, || Fabric::system().command_threads())?;
     tokio::spawn(fabric.drive());
     let listener = fabric
-        .listen_with(
-            options.listen,
-            &ListenOptions::new().rdma(options.rdma).accept_foreign_peers(),
-        )
-        .with_context(|| format!("cannot listen on {}", options.listen))?;
+        .listen_with(setup.listen, &ListenOptions::new().rdma(rdma).accept_foreign_peers())
+        .with_context(|| format!("cannot listen on {}", setup.listen))?;
     let gateway = Gateway::new(GatewayConfig {
-        max_clients: options.max_clients,
-        protected_mode: options.protected_mode == YesNo::Yes,
-        drain_timeout: options.drain,
-        valkey: ValkeyConfig {
-            window_bytes: options.rx_size,
-            window_max_bytes: options.rx_size_max,
-            ..ValkeyConfig::default()
-        },
-        ..GatewayConfig::new(options.engine.clone())
+        max_clients: values.number(&table::MAX_CLIENTS),
+        protected_mode: values.switch(&table::PROTECTED_MODE),
+        drain_timeout: values.time(&table::DRAIN),
+        valkey: valkey_config(values),
+        ..GatewayConfig::new(setup.engine.clone())
     });
     let mut signals = Signals::new()?;
     let (stop, stop_requested) = tokio::sync::oneshot::channel::<()>();
-    report_listening(options, &fabric, &listener);
+    report_listening(setup, rdma, &fabric, &listener);
     let stop_when_requested = async { drop(stop_requested.await) };
     let second_signal = async {
         signals.next().await;
@@ -179,7 +129,7 @@ async fn serve(options: &Options) -> anyhow::Result<ExitCode> {
     if forced {
         eprintln!("ferrite: second signal received, closing all sessions now");
     }
-    report_ended(options, gateway.stats());
+    report_ended(setup.json, gateway.stats());
     Ok(if forced { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
@@ -192,27 +142,27 @@ struct Listening<'a> {
     rdma: String,
 }
 
-fn report_listening(options: &Options, fabric: &Fabric, listener: &Listener) {
+fn report_listening(setup: &Setup, rdma: Rdma, fabric: &Fabric, listener: &Listener) {
     let address = listener.local_addr();
     // A listener without RDMA, for example on a loopback address, does not use the open devices.
     let devices = if listener.absence().is_none() { fabric.devices() } else { Vec::new() };
-    if options.json {
+    if setup.json {
         let line = Listening {
             event: "listening",
             address,
-            engine: options.engine.to_string(),
+            engine: setup.engine.to_string(),
             devices: &devices,
-            rdma: options.rdma.to_string(),
+            rdma: rdma.to_string(),
         };
         println!("{}", serde_json::to_string(&line).expect("plain values"));
         return;
     }
-    let over = match (devices.is_empty(), options.rdma) {
+    let over = match (devices.is_empty(), rdma) {
         (true, _) => "TCP only".to_owned(),
         (false, Rdma::Require) => format!("RDMA on {}", devices.join(", ")),
         (false, _) => format!("RDMA on {}, and TCP", devices.join(", ")),
     };
-    eprintln!("ferrite: gateway listening on {address} ({over}), engine {}", options.engine);
+    eprintln!("ferrite: gateway listening on {address} ({over}), engine {}", setup.engine);
 }
 
 #[derive(Serialize)]
@@ -232,7 +182,7 @@ struct Sessions {
     tcp: u64,
 }
 
-fn report_ended(options: &Options, stats: GatewayStats) {
+fn report_ended(json: bool, stats: GatewayStats) {
     let GatewayStats {
         valkey_sessions: valkey,
         ferrite_sessions: ferrite,
@@ -241,7 +191,7 @@ fn report_ended(options: &Options, stats: GatewayStats) {
         ..
     } = stats;
     let GatewayStats { tcp_sessions: tcp, to_engine_bytes, to_client_bytes, .. } = stats;
-    if options.json {
+    if json {
         let sessions = Sessions { valkey, ferrite, tcp };
         let line = Ended {
             event: "ended",

@@ -17,6 +17,7 @@ use clap::{CommandFactory as _, Parser, Subcommand};
 mod address;
 mod bench;
 mod choice;
+mod config;
 mod devices;
 mod exit;
 mod gateway;
@@ -26,6 +27,7 @@ mod pingpong;
 mod relay;
 mod seconds;
 mod server;
+mod settings;
 mod signals;
 mod size;
 
@@ -48,6 +50,7 @@ enum Command {
     Gateway(gateway::Options),
     Relay(relay::Options),
     Server(server::Options),
+    Config(config::Options),
     #[command(hide = true)]
     ServerExec(server::ExecOptions),
 }
@@ -67,6 +70,7 @@ fn main() -> ExitCode {
         Command::Gateway(options) => (gateway::run(&options), options.json),
         Command::Relay(options) => (relay::run(&options).map(done), options.json),
         Command::Server(options) => (server::run(&options), options.json),
+        Command::Config(options) => (config::run(&options), options.json()),
         Command::ServerExec(options) => (server::exec(&options), false),
     };
     outcome.unwrap_or_else(|error| exit::report(&error, json))

@@ -1,22 +1,22 @@
 //! `ferrite relay`: carries TCP clients over RDMA. It is the counterpart of `ferrite gateway`.
 
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use anyhow::Context as _;
 use clap::Args;
-use ferrite_fabric::{Config, Fabric, LogLimit, Rdma};
-use ferrite_session::{Connector, Moved, SessionTransport, client_config, pump};
+use ferrite_config::{Values, table};
+use ferrite_fabric::{Fabric, LogLimit, Rdma};
+use ferrite_session::{Connector, Moved, SessionTransport, fabric_config, open_fabric, pump};
 use serde::Serialize;
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::{TcpListener, TcpStream};
 
+use crate::settings::{Flags, RelayProgram};
 use crate::signals::Signals;
 use crate::{address, gateway};
-
-const DEFAULT_PORT: u16 = 6380;
-const LISTEN_PORT: u16 = 6379;
 
 /// Carry TCP clients of this host over RDMA to a server
 ///
@@ -29,25 +29,23 @@ const LISTEN_PORT: u16 = 6379;
 #[derive(Args)]
 #[command(after_help = HELP)]
 pub(crate) struct Options {
-    /// The server's address: IP (IPv6 in brackets) or name, and :PORT (default 6380)
-    #[arg(long, value_name = "ADDRESS", value_parser = address::parse::<DEFAULT_PORT>)]
-    to: SocketAddr,
-    /// Address to listen on over TCP, with :PORT (default 6379)
-    #[arg(long, value_name = "ADDRESS", value_parser = address::parse::<LISTEN_PORT>,
-          default_value = "127.0.0.1")]
-    listen: SocketAddr,
-    /// Whether connections to the server may, must or must not use RDMA: prefer, require or forbid
-    #[arg(long, value_name = "POLICY", default_value = "prefer")]
-    rdma: Rdma,
-    /// Connect from this local address, and so over its device
-    #[arg(long, value_name = "ADDRESS", value_parser = address::parse::<0>)]
-    local: Option<SocketAddr>,
-    /// Microseconds to busy-poll for completions before sleeping: less latency for more CPU
-    #[arg(long, value_name = "MICROSECONDS", default_value_t = 0)]
-    busy_poll_us: u32,
+    /// Configuration file (ferrite.toml); flags override it
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
     /// Print a line of JSON when it listens and when it ends
     #[arg(long)]
     pub(crate) json: bool,
+    #[command(flatten)]
+    flags: Flags<RelayProgram>,
+}
+
+/// The settings, with the addresses parsed.
+struct Setup {
+    values: Values,
+    to: SocketAddr,
+    listen: SocketAddr,
+    local: Option<SocketAddr>,
+    json: bool,
 }
 
 const HELP: &str = "\
@@ -62,10 +60,24 @@ JSON lines: {event: listening, address, to, rdma}, {event: ended, sessions {rdma
   to_server_bytes, to_client_bytes}. Failures print {error: {kind, missing?, message, remedy?}}.";
 
 pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
-    gateway::log_to_stderr();
+    let values = options.flags.values(options.config.as_deref())?;
+    gateway::log_to_stderr(values.switch(&table::TRACE_VERBOSE));
+    let wrong = |name: &'static str| move |why: String| anyhow::anyhow!("--{name}: {why}");
+    let Some(to) = values.text(&table::TO) else {
+        anyhow::bail!("--to is missing: the server's address");
+    };
+    let listen = values.text(&table::RELAY_LISTEN).unwrap_or_default();
+    let local = values.text(&table::LOCAL).map(address::parse::<0>).transpose();
+    let setup = Setup {
+        to: address::parse::<{ table::CLIENT_PORT }>(to).map_err(wrong("to"))?,
+        listen: address::parse::<{ table::ENGINE_PORT }>(listen).map_err(wrong("listen"))?,
+        local: local.map_err(wrong("local"))?,
+        json: options.json,
+        values,
+    };
     // One thread: sessions only copy bytes, and need no wake-ups across threads this way.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    runtime.block_on(serve(options))
+    runtime.block_on(serve(&setup))
 }
 
 /// Counters of the relay's work.
@@ -77,32 +89,33 @@ struct Counters {
     moved: Moved,
 }
 
-async fn serve(options: &Options) -> anyhow::Result<()> {
-    let config = Config { busy_poll_us: options.busy_poll_us, ..client_config() };
-    let fabric = Fabric::system().rdma(options.rdma).config(config).command_threads().build()?;
+async fn serve(setup: &Setup) -> anyhow::Result<()> {
+    let config = fabric_config(&setup.values);
+    let rdma = config.rdma;
+    let fabric = open_fabric(&setup.values, &config, || Fabric::system().command_threads())?;
     tokio::spawn(fabric.drive());
-    let mut connector = Connector::new(&fabric).rdma(options.rdma);
-    if let Some(local) = options.local {
+    let mut connector = Connector::new(&fabric).rdma(rdma);
+    if let Some(local) = setup.local {
         connector = connector.local(local);
     }
-    let listening = TcpListener::bind(options.listen).await;
+    let listening = TcpListener::bind(setup.listen).await;
     let listener = match listening {
         Err(error) if error.kind() == std::io::ErrorKind::AddrInUse => anyhow::bail!(
             "cannot listen on {}: {error}; choose another port, or stop the program that has it \
              (`ss -ltnp` names it)",
-            options.listen
+            setup.listen
         ),
-        other => other.with_context(|| format!("cannot listen on {}", options.listen))?,
+        other => other.with_context(|| format!("cannot listen on {}", setup.listen))?,
     };
     let mut signals = Signals::new()?;
-    report_listening(options, listener.local_addr()?);
+    report_listening(setup, rdma, listener.local_addr()?);
     let counters = Arc::new(Counters::default());
     loop {
         tokio::select! {
             accepted = listener.accept() => match accepted {
                 Ok((client, _)) => {
                     let (connector, counters) = (connector.clone(), Arc::clone(&counters));
-                    tokio::spawn(relay_client(client, connector, options.to, counters));
+                    tokio::spawn(relay_client(client, connector, setup.to, counters));
                 }
                 // Too many open files, or the client has disconnected. Accepts the next one.
                 Err(error) => {
@@ -117,7 +130,7 @@ async fn serve(options: &Options) -> anyhow::Result<()> {
             () = signals.next() => break,
         }
     }
-    report_ended(options, &counters);
+    report_ended(setup.json, &counters);
     Ok(())
 }
 
@@ -158,8 +171,8 @@ struct Listening {
     rdma: String,
 }
 
-fn report_listening(options: &Options, address: SocketAddr) {
-    let Options { to, rdma, json, .. } = options;
+fn report_listening(setup: &Setup, rdma: Rdma, address: SocketAddr) {
+    let Setup { to, json, .. } = setup;
     if *json {
         let line = Listening { event: "listening", address, to: *to, rdma: rdma.to_string() };
         println!("{}", serde_json::to_string(&line).expect("plain values"));
@@ -183,12 +196,12 @@ struct Sessions {
     tcp: u64,
 }
 
-fn report_ended(options: &Options, counters: &Counters) {
+fn report_ended(json: bool, counters: &Counters) {
     let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
     let (rdma, tcp, failed) =
         (count(&counters.rdma), count(&counters.tcp), count(&counters.failed));
     let (to_server_bytes, to_client_bytes) = counters.moved.both();
-    if options.json {
+    if json {
         let line = Ended {
             event: "ended",
             sessions: Sessions { rdma, tcp },

@@ -67,7 +67,7 @@ Exit codes: the engine's own (0 after SIGTERM, and after SHUTDOWN by a client);
 JSON lines: {event: ready, pid, program, module, unix_socket, engine, tcp_port, status, address,
   devices[], reason}, {event: restarting, code, restart, delay_seconds}, {event: ended, code}
   (if an engine has been ready).
-  With --check: {program, version, module, unix_socket, configuration[], without_effect[]}.
+  With --check: {program, version, module, unix_socket, configuration[]}.
   Failures print {error: {kind, message}}.";
 
 pub(crate) fn run(options: &Options) -> anyhow::Result<ExitCode> {
@@ -81,19 +81,14 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<ExitCode> {
 fn try_run(options: &Options) -> anyhow::Result<u8> {
     let config = match &options.config {
         Some(file) => Config::read(file).map_err(ServerError::config)?,
-        None => Config::default(),
+        None => Config::from_environment().map_err(ServerError::config)?,
     };
-    let file =
-        options.config.as_deref().map(|file| format!("{}:", file.display())).unwrap_or_default();
-    for key in &config.without_effect {
-        log::warning(&format!("{file}{key}"));
-    }
     let plan = Plan::new(&config)?;
     // A single thread: the engine gets SIGTERM when the thread that started it ends.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     if options.check {
         let version = runtime.block_on(version(&plan.engine))?;
-        events::check(options.json, &plan, &version, &config.without_effect);
+        events::check(options.json, &plan, &version);
         return Ok(0);
     }
     let _directory = plan.runtime_dir.as_deref().map(PrivateDir::make).transpose()?;

@@ -87,7 +87,7 @@ fn exits_with_2_on_wrong_usage() {
         &["bench"],
         &["bench", "fabric"],
         &["bench", "fabric", "10.0.0.1", "--listen", "10.0.0.1"],
-        &["bench", "fabric", "10.0.0.1", "--size", "3M"],
+        &["bench", "fabric", "10.0.0.1", "--size", "3mb"],
         &["bench", "fabric", "10.0.0.1", "--op", "atomic"],
         &["bench", "fabric", "10.0.0.1", "--iters", "5", "--seconds", "1"],
         &["bench", "fabric", "10.0.0.1", "--once"],

@@ -492,3 +492,31 @@ fn ignores_pid_file_and_log_file_of_the_engines_file() {
         assert!(server.log().contains("User requested shutdown"), "{}", server.log());
     }
 }
+
+/// The configuration of the first documentation, as it is written there, reaches the module.
+#[test]
+fn settings_of_the_first_documentation_reach_the_module() {
+    let first = include_str!("../../ferrite-config/src/file/tests/first_documentation.toml");
+    let (_, first) = first.split_once("[network]\n").expect("a section");
+    let directory = directory();
+    let network = format!("{}\n{first}", network());
+    let mut server = Server::start(&directory, &Setup { network: &network, ..Setup::default() });
+    let mut client = connect(&server.event("ready"));
+    for (name, value) in [
+        ("rdma-device", "mlx5_0"),
+        ("rdma-gid-index", "3"),
+        ("max-clients", "1000"),
+        ("max-mr-size", "1073741824"),
+        ("send-queue-depth", "256"),
+        ("poll-batch", "64"),
+        ("busy-poll-us", "100"),
+        ("huge-pages", "yes"),
+        ("recv-buffer-size", "4096"),
+        ("connection-retries", "3"),
+    ] {
+        let reply = client.ask(&["CONFIG", "GET", &format!("ferrite.{name}")]);
+        assert_eq!(reply.lines().last(), Some(value), "{name}");
+    }
+    server.signal("TERM");
+    assert_eq!(server.event("ended")["code"], 0);
+}

@@ -18,7 +18,7 @@ const LAYERS: &[(&str, &[&str])] = &[
     ("ferrite-config", &[]),
     ("ferrite-fabric", &["ferrite-verbs"]),
     (TESTKIT, &["ferrite-verbs", "ferrite-proto", "ferrite-fabric"]),
-    ("ferrite-session", &["ferrite-fabric", "ferrite-proto"]),
+    ("ferrite-session", &["ferrite-fabric", "ferrite-proto", "ferrite-config"]),
     ("ferrite-client", &["ferrite-session", "ferrite-fabric", "ferrite-proto", "ferrite-config"]),
     ("ferrite-cli", &["ferrite-session", "ferrite-fabric", "ferrite-proto", "ferrite-config"]),
     ("ferrite-module", &["ferrite-session", "ferrite-fabric", "ferrite-proto", "ferrite-config"]),

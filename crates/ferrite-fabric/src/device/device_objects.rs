@@ -21,6 +21,8 @@ use crate::wake::wait_set::{Ready, WaitSet};
 /// Drop it only when no queue pair of the device is left: otherwise the device would still use the
 /// receives, so they are leaked.
 pub(crate) struct DeviceObjects {
+    /// Queue pairs that wait for their links. None of them has taken a receive.
+    pub(crate) prepared: Vec<QueuePair>,
     // In drop order. The stock destroys the shared receive queue and must hold the last handle of
     // it.
     srq: SharedReceiveQueue,
@@ -31,6 +33,8 @@ pub(crate) struct DeviceObjects {
     pub(crate) armed: bool,
     /// Number of running commands that create or own a queue pair of this device.
     pub(crate) under_way: usize,
+    /// Whether a command is creating a queue pair in advance.
+    pub(crate) is_preparing: bool,
     domain: ProtectionDomain,
     pub(crate) context: Context,
 }
@@ -73,12 +77,14 @@ impl DeviceObjects {
         let in_order = quirks.takes_receives_in_order;
         let stock = ReceiveStock::new(srq.clone(), receives as usize, block_bytes, index, in_order);
         Ok(Self {
+            prepared: Vec::new(),
             srq,
             stock,
             cq,
             channel,
             armed: false,
             under_way: 0,
+            is_preparing: false,
             domain: domain.clone(),
             context,
         })
@@ -107,13 +113,39 @@ impl DeviceObjects {
         }
     }
 
-    /// Returns a builder for a link's queue pair.
+    /// Returns a builder for a link's queue pair. It uses a prepared one, if there is one.
     pub(crate) fn queue_pair_builder(
         &mut self,
         device: &Arc<SharedDevice>,
         config: &Config,
     ) -> QueuePairBuilder {
+        let prepared = self.prepared.pop();
+        QueuePairBuilder { prepared, ..self.new_queue_pair(device, config) }
+    }
+
+    /// Creates the prepared queue pairs of a device that was just opened. Fewer if it refuses.
+    pub(crate) fn prepare_all(&mut self, device: &Arc<SharedDevice>, config: &Config) {
+        while self.prepared.len() < config.prepared_queue_pairs {
+            match self.new_queue_pair(device, config).build() {
+                Ok(made) => self.prepared.push(made.qp),
+                Err(error) => {
+                    let (made, wanted) = (self.prepared.len(), config.prepared_queue_pairs);
+                    let name = &device.name;
+                    tracing::warn!("{name}: prepared {made} of {wanted} queue pairs: {error}");
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Returns a builder for a new queue pair.
+    pub(crate) fn new_queue_pair(
+        &mut self,
+        device: &Arc<SharedDevice>,
+        config: &Config,
+    ) -> QueuePairBuilder {
         QueuePairBuilder {
+            prepared: None,
             domain: self.domain.clone(),
             srq: self.srq.clone(),
             cq: self.cq.clone(),
@@ -147,6 +179,7 @@ fn check(context: &Context, limits: &Limits) -> Result<(), Error> {
 /// Creates a queue pair, in a command because that may block. The device objects are kept while a
 /// builder exists ([`DeviceObjects::under_way`]).
 pub(crate) struct QueuePairBuilder {
+    prepared: Option<QueuePair>,
     domain: ProtectionDomain,
     srq: SharedReceiveQueue,
     cq: CompletionQueue,
@@ -164,7 +197,10 @@ pub(crate) struct NewQueuePair {
 
 impl QueuePairBuilder {
     pub(crate) fn build(self) -> Result<NewQueuePair, Error> {
-        let Self { domain, srq, cq, depth, device, taker } = self;
+        let Self { prepared, domain, srq, cq, depth, device, taker } = self;
+        if let Some(qp) = prepared {
+            return Ok(NewQueuePair { qp, taker });
+        }
         let mut inline = device.inline();
         loop {
             let made = domain.create_queue_pair(&QueuePairConfig {

@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, RwLock};
 use ferrite_verbs::Verbs;
 use rustls::{ClientConfig, ServerConfig};
 
+use super::adaptive_spin::AdaptiveSpin;
 use super::commands::Commands;
 use super::devices::Devices;
 use super::links::Links;
@@ -16,6 +17,7 @@ use super::regions::Regions;
 use super::stats::Counters;
 use super::{Fabric, Handle, Shared};
 use crate::config::Config;
+use crate::device::device_choice::DeviceChoice;
 use crate::error::{Error, ErrorKind};
 use crate::policy::Rdma;
 use crate::random::random;
@@ -157,6 +159,8 @@ impl Builder {
                 unused,
                 tls,
                 busy_poll_us: AtomicU32::new(config.busy_poll_us),
+                device_choice: DeviceChoice::new(&config),
+                spin: AdaptiveSpin::new(),
                 config,
                 commands,
                 mailbox,

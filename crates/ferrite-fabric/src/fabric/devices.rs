@@ -83,7 +83,9 @@ impl Devices {
         for (index, (_, life, mut objects)) in made.into_iter().enumerate() {
             let ready = objects.refill(&pool).and_then(|()| objects.attach(&waits, index));
             ready.map_err(|error| (index, error))?;
-            devices.push(Arc::new(SharedDevice::new(index, life)));
+            let device = Arc::new(SharedDevice::new(index, life));
+            objects.prepare_all(&device, config);
+            devices.push(device);
             device_objects.push(Some(objects));
         }
         Ok(Self { pool, devices, device_objects, waits, unused: Vec::new() })
@@ -119,6 +121,8 @@ fn divide(config: &Config, devices: usize) -> Config {
         config.memory.receive_reserve /= devices;
         config.memory.memory_pool_initial =
             config.memory.memory_pool_initial.min(config.memory.memory_pool_max);
+        config.memory.receive_initial =
+            config.memory.receive_initial.min(config.memory.receive_reserve);
         let receives = config.recv_queue_depth / u32::try_from(devices).unwrap_or(u32::MAX);
         config.recv_queue_depth = receives.max(RECEIVES_MIN).min(config.recv_queue_depth);
     }

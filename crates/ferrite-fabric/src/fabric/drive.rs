@@ -61,12 +61,18 @@ impl Shared {
         let wakes = std::mem::take(&mut poller.wakes);
         drop(poller);
         wakes.into_iter().for_each(Waker::wake);
+        if done > 0 && self.config.adaptive_polling {
+            self.spin.found_work(&self.clock, self.longest_poll());
+        }
         done
     }
 
     /// Prepares the descriptor for waiting.
     fn arm(&self) -> Armed {
         let Ok(mut poller) = self.poller.try_lock() else { return Armed::Busy };
+        if self.config.adaptive_polling {
+            self.spin.falls_asleep(&self.clock);
+        }
         let armed = poller.arm(self);
         let wakes = std::mem::take(&mut poller.wakes);
         drop(poller);
@@ -93,7 +99,15 @@ impl Shared {
         self.poller.try_lock().is_ok_and(|poller| poller.sockets.are_in_use())
     }
 
+    /// Returns how long to poll now.
     fn busy_poll(&self) -> Duration {
+        match self.config.adaptive_polling && !self.spin.pays() {
+            true => Duration::ZERO,
+            false => self.longest_poll(),
+        }
+    }
+
+    fn longest_poll(&self) -> Duration {
         Duration::from_micros(self.busy_poll_us.load(Ordering::Relaxed).into())
     }
 

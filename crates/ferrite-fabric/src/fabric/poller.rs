@@ -10,6 +10,7 @@ mod events;
 mod leaving;
 mod link_lifecycle;
 mod listening;
+mod prepared;
 mod revive;
 mod revoking;
 mod shrinking;

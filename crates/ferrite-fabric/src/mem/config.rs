@@ -1,4 +1,4 @@
-//! The settings of a pool, and how they are rounded and divided between sends and receives.
+//! The settings of a pool, and how they are divided between sends and receives.
 
 use super::class::{CHUNK_BYTES, Purpose};
 use super::error::PoolError;
@@ -30,6 +30,19 @@ pub struct PoolConfig {
     /// The part of it that only receives may use; sends have the rest. At least 2 MiB for either.
     /// Default: 512 MiB.
     pub receive_reserve: usize,
+    /// Registered for receives when the pool is built, and kept; at least their part of
+    /// `memory_pool_initial`. Default: 0.
+    pub receive_initial: usize,
+    /// The largest region to register. A larger amount is registered in several. Default: no limit.
+    pub max_region: usize,
+    /// Maximum number of regions, half of them for sends and half for receives. Default: no limit.
+    pub max_regions: usize,
+    /// A received message below this size is copied out of its receive buffer, which is then free
+    /// for others at once. Default: 0.
+    pub copy_below: usize,
+    /// Number of caches of free blocks; a thread always uses the same one. 0: one for each CPU.
+    /// Default: 0.
+    pub cache_shards: usize,
     /// Uses 2 MiB pages: from the host's reserve, or else merged by the kernel. Default: false.
     pub huge_pages: bool,
     /// Maximum number of free blocks, of one class and purpose, in a thread's cache. Default: 128.
@@ -45,6 +58,11 @@ impl Default for PoolConfig {
             memory_pool_increase: 4 << 20,
             memory_pool_max: 1 << 30,
             receive_reserve: 512 << 20,
+            receive_initial: 0,
+            max_region: usize::MAX,
+            max_regions: usize::MAX,
+            copy_below: 0,
+            cache_shards: 0,
             huge_pages: false,
             thread_cache_blocks: 128,
             thread_cache_bytes: 256 << 10,
@@ -55,13 +73,15 @@ impl Default for PoolConfig {
 impl PoolConfig {
     /// Rounds the sizes to whole chunks, or returns what is wrong with them.
     pub(super) fn checked(mut self) -> Result<Self, PoolError> {
-        for limit in [&mut self.memory_pool_max, &mut self.receive_reserve] {
+        for limit in [&mut self.memory_pool_max, &mut self.receive_reserve, &mut self.max_region] {
             *limit = *limit / CHUNK_BYTES * CHUNK_BYTES;
         }
         for size in [&mut self.memory_pool_initial, &mut self.memory_pool_increase] {
             *size = size.saturating_add(CHUNK_BYTES - 1) / CHUNK_BYTES * CHUNK_BYTES;
         }
-        self.memory_pool_increase = self.memory_pool_increase.max(CHUNK_BYTES);
+        self.receive_initial =
+            self.receive_initial.saturating_add(CHUNK_BYTES - 1) / CHUNK_BYTES * CHUNK_BYTES;
+        self.memory_pool_increase = self.memory_pool_increase.min(self.max_region).max(CHUNK_BYTES);
         let Self {
             memory_pool_initial: initial,
             memory_pool_max: max,
@@ -73,6 +93,21 @@ impl PoolConfig {
         } else if max < reserve.saturating_add(CHUNK_BYTES) {
             format!(
                 "memory_pool_max ({max}) must exceed receive_reserve ({reserve}) by 2 MiB for sends"
+            )
+        } else if self.max_region < CHUNK_BYTES {
+            format!("max_region must be at least {CHUNK_BYTES} bytes")
+        } else if let Some(purpose) = Purpose::ALL.into_iter().find(|purpose| {
+            self.initial_of(*purpose).div_ceil(self.max_region) > self.regions_of(*purpose)
+        }) {
+            format!(
+                "the initial memory for {purpose}s needs more regions than max_regions ({}) \
+                 allows; half of them are for {purpose}s",
+                self.max_regions
+            )
+        } else if self.receive_initial > reserve {
+            format!(
+                "receive_initial ({}) is more than receive_reserve ({reserve})",
+                self.receive_initial
             )
         } else if initial > max {
             format!("memory_pool_initial ({initial}) is more than memory_pool_max ({max})")
@@ -89,15 +124,26 @@ impl PoolConfig {
         }
     }
 
+    /// Returns a purpose's part of the regions.
+    pub(super) fn regions_of(&self, _: Purpose) -> usize {
+        self.max_regions / Purpose::ALL.len()
+    }
+
+    /// Returns what a heap keeps although nobody uses it.
+    pub(super) fn kept_of(&self, purpose: Purpose) -> usize {
+        if purpose == Purpose::Receive { self.receive_initial } else { 0 }
+    }
+
     /// Returns a purpose's part of what is registered at the start: at least a chunk, so that a
     /// host that refuses even that does so when the pool is built.
     pub(super) fn initial_of(&self, purpose: Purpose) -> usize {
         if self.memory_pool_initial == 0 {
-            return 0;
+            return self.kept_of(purpose);
         }
         let share = self.memory_pool_initial as u128 * self.max_of(purpose) as u128;
         let share = (share / self.memory_pool_max as u128) as usize;
-        (share.div_ceil(CHUNK_BYTES).max(1) * CHUNK_BYTES).min(self.max_of(purpose))
+        let share = (share.div_ceil(CHUNK_BYTES).max(1) * CHUNK_BYTES).min(self.max_of(purpose));
+        share.max(self.kept_of(purpose))
     }
 }
 
@@ -142,6 +188,20 @@ mod tests {
     fn refuses_contradictory_sizes() {
         for (wrong, word) in [
             (PoolConfig { receive_reserve: 0, ..PoolConfig::default() }, "receive_reserve must be"),
+            (
+                PoolConfig { receive_initial: 513 << 20, ..PoolConfig::default() },
+                "more than receive_reserve",
+            ),
+            (PoolConfig { max_region: 1, ..PoolConfig::default() }, "max_region must be"),
+            (
+                PoolConfig {
+                    memory_pool_initial: 64 << 20,
+                    max_region: 4 << 20,
+                    max_regions: 8,
+                    ..PoolConfig::default()
+                },
+                "the initial memory for sends needs more regions than max_regions (8) allows",
+            ),
             (PoolConfig { receive_reserve: 1 << 30, ..PoolConfig::default() }, "for sends"),
             (PoolConfig { receive_reserve: usize::MAX, ..PoolConfig::default() }, "for sends"),
             (

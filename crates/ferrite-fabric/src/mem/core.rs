@@ -68,7 +68,8 @@ impl Core {
         domains: Vec<ProtectionDomain>,
         heaps: [Heap; 2],
     ) -> Self {
-        let cache = Cache::new(config.thread_cache_blocks, config.thread_cache_bytes);
+        let cache =
+            Cache::new(config.cache_shards, config.thread_cache_blocks, config.thread_cache_bytes);
         let numa_node = domains.iter().find_map(|domain| domain.context().device().numa_node());
         let (counters, quarantine, background) =
             (Counters::default(), Mutex::default(), OnceLock::new());

@@ -93,12 +93,21 @@ impl Builder {
     /// locked-memory limit or the device refuses, with figures and a remedy.
     pub fn build(self) -> Result<Pool, PoolError> {
         let config = self.config.checked()?;
-        let heaps = Purpose::ALL.map(|purpose| Heap::new(purpose, config.max_of(purpose)));
+        let heaps = Purpose::ALL.map(|purpose| {
+            let limits = (config.max_of(purpose), config.regions_of(purpose));
+            Heap::new(purpose, limits, config.kept_of(purpose))
+        });
         let core = Arc::new(Core::new(config, self.domains, heaps));
         for purpose in Purpose::ALL {
             match core.config.initial_of(purpose) {
                 0 => {}
-                len => core.grow(purpose, len)?,
+                mut len => {
+                    while len > 0 {
+                        let piece = len.min(core.config.max_region);
+                        core.grow(purpose, piece)?;
+                        len -= piece;
+                    }
+                }
             }
         }
         Ok(Pool(Arc::new(Handle { core })))
@@ -164,6 +173,11 @@ impl Pool {
         account: &Account,
     ) -> Result<BufMut, PoolError> {
         self.take_for(len, purpose, Some(account))
+    }
+
+    /// Returns the size below which a received message is copied out of its buffer.
+    pub(crate) fn copy_below(&self) -> usize {
+        self.0.core.config.copy_below
     }
 
     /// Takes a buffer that is charged to no account yet (see [`BufMut::charge_to`]), such as a

@@ -136,6 +136,7 @@ pub(super) unsafe extern "C" fn create_cq(
             if state.queues.len() >= spec.max_cq as usize {
                 return Err(Errno::NOMEM);
             }
+            state.sizes.completion_queue = depth;
             let raw = sys::ibv_cq {
                 context: raw_context,
                 channel,
@@ -229,6 +230,7 @@ pub(super) unsafe extern "C" fn poll_cq(
     let reaped = unsafe {
         enter("ibv_poll_cq", cq, |state, id| {
             let mut reaped = 0;
+            state.sizes.poll_batch = num_entries.unsigned_abs() as usize;
             while reaped < num_entries {
                 let queue = state.queues.get_mut(&id).ok_or(Errno::INVAL)?;
                 let Some(entry) = queue.entries.pop_front() else { break };

@@ -167,6 +167,7 @@ pub(super) unsafe extern "C" fn create_qp(
                 // As in the kernel: the sizes of its own receive queue are ignored.
                 (init.cap.max_recv_wr, init.cap.max_recv_sge) = (0, 0);
             }
+            (state.sizes.send_queue, state.sizes.inline) = (cap.max_send_wr, cap.max_inline_data);
             let (id, number) = (state.new_id(), state.next_qp_num);
             state.next_qp_num += 1;
             let raw = sys::ibv_qp {

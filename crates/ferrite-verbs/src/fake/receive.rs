@@ -104,6 +104,7 @@ pub(super) unsafe extern "C" fn create_srq(
             if state.srqs.len() >= spec.max_srq as usize {
                 return Err(Errno::NOMEM);
             }
+            state.sizes.shared_receive_queue = max_wr;
             let raw = sys::ibv_srq {
                 context: raw_context,
                 srq_context: (*init).srq_context,

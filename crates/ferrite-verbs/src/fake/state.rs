@@ -31,6 +31,7 @@ pub(super) struct State {
     pub(super) waiting: BTreeMap<&'static str, usize>,
     /// The calls that each thread has made.
     pub(super) calls: HashMap<ThreadId, BTreeSet<&'static str>>,
+    pub(super) sizes: super::Sizes,
     /// Pairs of devices, the smaller id first, that lose each other's packets.
     pub(super) black_holes: BTreeSet<(Id, Id)>,
     pub(super) devices: BTreeMap<Id, Device>,
@@ -66,6 +67,7 @@ impl State {
             held: BTreeSet::new(),
             waiting: BTreeMap::new(),
             calls: HashMap::new(),
+            sizes: super::Sizes::default(),
             black_holes: BTreeSet::new(),
             devices: BTreeMap::new(),
             contexts: BTreeMap::new(),

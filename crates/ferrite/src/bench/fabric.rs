@@ -89,7 +89,8 @@ pub(crate) struct Options {
     #[arg(long, value_enum, value_delimiter = ',', conflicts_with = "listen",
           hide_default_value = true, default_values_t = [Measure::Latency, Measure::Bandwidth])]
     measure: Vec<Measure>,
-    /// Message sizes, such as 64,8K,1M; up to 2M [default: 64 for latency, 64K,1M for bandwidth]
+    /// Message sizes, such as 64,8kb,1mb; up to 2mb
+    /// [default: 64 for latency, 64kb,1mb for bandwidth]
     #[arg(long, value_name = "SIZES", value_parser = size::parse, value_delimiter = ',',
           conflicts_with = "listen")]
     size: Vec<u32>,
@@ -125,10 +126,10 @@ pub(crate) struct Options {
     #[arg(long, value_name = "COUNT", default_value_t = 16, conflicts_with = "listen",
           value_parser = clap::value_parser!(u32).range(1..=1024))]
     window: u32,
-    /// Largest frame that this side receives [default: 8K]; a larger message comes in several
+    /// Largest frame that this side receives [default: 8kb]; a larger message comes in several
     ///
     /// For client and server. Larger frames make large sends cheaper and pin more memory for each
-    /// receive. 8K, 64K and 2M waste no memory.
+    /// receive. 8kb, 64kb and 2mb waste no memory.
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     recv_buffer_size: Option<u32>,
     /// Print the result as JSON
@@ -140,7 +141,7 @@ const HELP: &str = "\
 Examples:
   ferrite bench fabric --listen 10.0.0.1                             on the first host
   ferrite bench fabric 10.0.0.1 --local 10.0.0.2                     on the second: all cases
-  ferrite bench fabric 10.0.0.1 --op read --size 4K,64K --seconds 5  reads of two sizes
+  ferrite bench fabric 10.0.0.1 --op read --size 4kb,64kb --seconds 5  reads of two sizes
   ferrite bench fabric 10.0.0.1 --links 10 --idle 2000 --op send     next to 2,000 idle links
 
 JSON fields of the client, stable within a value of `format`:

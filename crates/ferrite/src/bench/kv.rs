@@ -76,7 +76,7 @@ pub(crate) struct Options {
     #[arg(long, value_name = "PERCENT", default_value_t = 90,
           value_parser = clap::value_parser!(u8).range(0..=100))]
     gets: u8,
-    /// Size of a value in bytes, such as 64 or 16K; up to 512M
+    /// Size of a value in bytes, such as 64 or 16kb; up to 512mb
     #[arg(long, value_name = "SIZE",
           value_parser = |text: &str| size::parse_up_to(text, VALUE_MAX), default_value = "64")]
     size: u32,
@@ -135,7 +135,7 @@ pub(crate) struct Options {
 const HELP: &str = "\
 Examples:
   ferrite bench kv 10.0.0.1:6380 --rdma require --pipeline 16           RDMA
-  ferrite bench kv 127.0.0.1 --rdma forbid --size 16K --connections 50  TCP
+  ferrite bench kv 127.0.0.1 --rdma forbid --size 16kb --connections 50  TCP
   ferrite bench kv --unix /run/redis/redis.sock --server-pid 4711       CPU time per request
   ferrite bench kv 10.0.0.1:6380 --test mixed --zipf 0.99 --rate 20000  fixed rate (open loop)
   ferrite bench kv 10.0.0.1:6380 --plot latency.svg                     percentiles as SVG

@@ -66,7 +66,8 @@ pub(crate) struct Options {
     #[arg(long, value_enum, value_delimiter = ',', conflicts_with = "listen",
           hide_default_value = true, default_values_t = [Measure::Latency, Measure::Bandwidth])]
     measure: Vec<Measure>,
-    /// Sizes of a write, such as 64,8K,1M; up to 2M [default: 64 for latency, 64K,1M for bandwidth]
+    /// Sizes of a write, such as 64,8kb,1mb; up to 2mb
+    /// [default: 64 for latency, 64kb,1mb for bandwidth]
     #[arg(long, value_name = "SIZES", value_parser = size::parse, value_delimiter = ',',
           conflicts_with = "listen")]
     size: Vec<u32>,
@@ -82,10 +83,10 @@ pub(crate) struct Options {
     /// default]
     #[arg(long, value_name = "MICROSECONDS", conflicts_with = "listen")]
     busy_poll_us: Option<u32>,
-    /// Largest frame that this side receives [default: 8K]
+    /// Largest frame that this side receives [default: 8kb]
     ///
     /// For client and server. Larger frames make large writes cheaper and pin more memory for each
-    /// receive. 8K, 64K and 2M waste no memory.
+    /// receive. 8kb, 64kb and 2mb waste no memory.
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     recv_buffer_size: Option<u32>,
     /// Print the result as JSON

@@ -1,35 +1,14 @@
-//! Reads and checks `ferrite.toml`. Missing keys have their defaults.
-//!
-//! `keys.rs` has the table of keys, `value.rs` reads single values. Errors name the line and the
-//! key.
-
-mod keys;
-mod value;
+//! The settings of `ferrite server`, from `ferrite.toml` and the environment. The table in
+//! `ferrite-config` has the keys with their defaults and ranges.
 
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use ferrite_config::{Policy, Program, Setting, Values, file, table};
 use ferrite_fabric::Rdma;
-use toml::de::{DeTable, DeValue};
 
-use keys::{Key, Use};
-use value::Value;
-
-/// Directives that `[engine]` may not have, and what to do instead.
-const RESERVED: [(&str, &str); 11] = [
-    ("bind", "set bind in [network] instead"),
-    ("port", "set port in [network] instead"),
-    ("unixsocket", "set unix_socket in [server] instead"),
-    ("dir", "set data_dir in [server] instead"),
-    ("include", "set engine_config in [server] instead"),
-    ("cluster-enabled", "set enabled in [cluster] instead"),
-    ("daemonize", "remove it: ferrite supervises the engine, which must stay in the foreground"),
-    ("supervised", "remove it: ferrite supervises the engine and notifies systemd"),
-    ("logfile", "remove it: ferrite passes the engine's log on to stderr"),
-    ("pidfile", "remove it: `ferrite server --json` prints the engine's process id"),
-    ("ferrite", "set the module's settings in [network] and [network.rdma] instead"),
-];
+use crate::settings;
 
 /// A file that the user named, or that ferrite finds by itself.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -65,163 +44,88 @@ pub(super) struct Config {
     /// The module's address. `None`: the addresses on which the engine listens.
     pub(super) rdma_listen: Option<IpAddr>,
     pub(super) rdma_port: u16,
-    pub(super) allow_clear_text: Option<bool>,
-    pub(super) rdma_devices: Vec<String>,
-    pub(super) max_connections: Option<u32>,
-    pub(super) busy_poll_us: Option<u32>,
-    pub(super) slice_us: Option<u32>,
-    pub(super) call_path: Option<bool>,
-    pub(super) poller_thread: Option<bool>,
-    pub(super) shared_windows: Option<bool>,
-    pub(super) rx_size: Option<u32>,
-    pub(super) rx_size_max: Option<u32>,
     pub(super) is_cluster: bool,
     /// Lines of the engine's own configuration: name and rest of the line.
     pub(super) directives: Vec<(String, String)>,
-    /// Keys in the file that have no effect, each with its line and the reason.
-    pub(super) without_effect: Vec<String>,
-    // Three keys for one policy; `rdma()` combines them.
-    rdma_enabled: Option<bool>,
-    rdma: Option<Rdma>,
-    rdma_fallback: Option<Rdma>,
-}
-
-impl Default for Config {
-    fn default() -> Self {
-        Self {
-            engine: Choice::Auto,
-            module: Choice::Auto,
-            engine_config: None,
-            data_dir: None,
-            runtime_dir: None,
-            unix_socket: None,
-            restart: Restart::No,
-            restart_delay: Duration::from_secs(1),
-            restart_limit: 5,
-            startup_timeout: Duration::from_secs(60),
-            // Saving a large dataset takes minutes; a kill during that time loses data.
-            shutdown_timeout: Duration::from_secs(300),
-            bind: Vec::new(),
-            port: None,
-            rdma_listen: None,
-            rdma_port: keys::RDMA_PORT,
-            allow_clear_text: None,
-            rdma_devices: Vec::new(),
-            max_connections: None,
-            busy_poll_us: None,
-            slice_us: None,
-            call_path: None,
-            poller_thread: None,
-            shared_windows: None,
-            rx_size: None,
-            rx_size_max: None,
-            is_cluster: false,
-            directives: Vec::new(),
-            without_effect: Vec::new(),
-            rdma_enabled: None,
-            rdma: None,
-            rdma_fallback: None,
-        }
-    }
+    /// All values, for those that are passed on to the module.
+    values: Values,
 }
 
 impl Config {
+    /// Reads a file and the environment. An error may have several lines, one for each problem.
     pub(super) fn read(file: &Path) -> Result<Self, String> {
-        let name = file.display();
+        let name = file.display().to_string();
         let text = std::fs::read_to_string(file).map_err(|error| format!("{name}: {error}"))?;
-        Self::parse(&text).map_err(|why| format!("{name}:{why}"))
+        let read = file::read(Program::Server, &text)
+            .map_err(|problems| settings::list(&name, &problems))?;
+        Self::with_environment(read.values, read.directives)
     }
 
-    /// Parses the text of a file. An error starts with its line number.
-    pub(super) fn parse(text: &str) -> Result<Self, String> {
-        let line_of = |offset: usize| 1 + text[..offset].matches('\n').count();
-        let table = DeTable::parse(text).map_err(|error| {
-            let line = error.span().map_or(1, |span| line_of(span.start));
-            format!("{line}: {}", error.message().replace('\n', " "))
-        })?;
-        let mut config = Self::default();
-        config.take("", table.get_ref(), &line_of)?;
-        config.check_rdma_policy().map_err(|why| format!(" {why}"))?;
-        Ok(config)
+    /// Returns the defaults, with what the environment has.
+    pub(super) fn from_environment() -> Result<Self, String> {
+        Self::with_environment(Values::new(Program::Server), Vec::new())
     }
 
-    /// Reads a section and its subsections.
-    fn take(
-        &mut self,
-        section: &str,
-        table: &DeTable<'_>,
-        line_of: &dyn Fn(usize) -> usize,
-    ) -> Result<(), String> {
-        for (key, value) in table {
-            let (name, line) = (key.get_ref().as_ref(), line_of(key.span().start));
-            let at_key = |why: String| format!("{line}: {}: {why}", keys::full_name(section, name));
-            let below = keys::full_name(section, name);
-            match value.get_ref() {
-                DeValue::Table(table) if keys::is_section(&below) => {
-                    self.take(&below, table, line_of)?;
-                }
-                value if section == "engine" => {
-                    self.add_directive(name, &Value(value)).map_err(at_key)?;
-                }
-                value => match Key::find(section, name).map(|key| &key.use_) {
-                    Some(Use::Set(set)) => set(self, &Value(value)).map_err(at_key)?,
-                    Some(Use::Ignored(why)) => {
-                        self.without_effect.push(at_key(ignored_because(why)));
-                    }
-                    Some(Use::IgnoredIf(check, why)) => {
-                        check(&Value(value)).map_err(at_key)?;
-                        self.without_effect.push(at_key(ignored_because(why)));
-                    }
-                    None => return Err(at_key(keys::unknown_key(section, name))),
-                },
-            }
-        }
-        Ok(())
+    fn with_environment(
+        mut values: Values,
+        directives: Vec<(String, String)>,
+    ) -> Result<Self, String> {
+        settings::read_environment(&mut values).map_err(|error| error.to_string())?;
+        settings::check(&values).map_err(|error| error.to_string())?;
+        Ok(Self::new(values, directives))
     }
 
-    /// Adds a directive for the engine; a list adds several lines with the same name.
-    fn add_directive(&mut self, name: &str, value: &Value<'_>) -> Result<(), String> {
-        let plain = name.to_ascii_lowercase();
-        let first = plain.split('.').next().unwrap_or_default();
-        if let Some((_, remedy)) = RESERVED.iter().find(|(taken, _)| first == *taken) {
-            return Err((*remedy).into());
+    fn new(values: Values, directives: Vec<(String, String)>) -> Self {
+        let path = |setting: &Setting| values.text(setting).map(PathBuf::from);
+        let choice = |setting: &Setting| match values.text(setting) {
+            None | Some("auto") => Choice::Auto,
+            Some(path) => Choice::Path(path.into()),
+        };
+        let listen = values.text(&table::LISTEN).and_then(table::ip_and_port);
+        Self {
+            engine: choice(&table::ENGINE_PROGRAM),
+            module: choice(&table::MODULE_FILE),
+            engine_config: path(&table::ENGINE_CONFIG),
+            data_dir: path(&table::DATA_DIR),
+            runtime_dir: path(&table::RUNTIME_DIR),
+            unix_socket: path(&table::UNIX_SOCKET),
+            restart: match values.text(&table::RESTART) {
+                Some("on-failure") => Restart::OnFailure,
+                _ => Restart::No,
+            },
+            restart_delay: values.time(&table::RESTART_DELAY),
+            restart_limit: values.number(&table::RESTART_LIMIT),
+            startup_timeout: values.time(&table::STARTUP_TIMEOUT),
+            shutdown_timeout: values.time(&table::SHUTDOWN_TIMEOUT),
+            bind: values.list(&table::BIND).to_vec(),
+            port: values.is_given(&table::PORT).then(|| values.number(&table::PORT)),
+            rdma_listen: listen.map(|listen| listen.ip()),
+            rdma_port: listen.map_or(table::CLIENT_PORT, |listen| listen.port()),
+            is_cluster: values.switch(&table::CLUSTER_ENABLED),
+            directives,
+            values,
         }
-        if name.is_empty() || !name.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
-        {
-            return Err("not a valid name of an engine directive".into());
-        }
-        for line in value.lines()? {
-            self.directives.push((name.into(), line));
-        }
-        Ok(())
     }
 
     /// Returns whether clients may, must or must not use RDMA.
     pub(super) fn rdma(&self) -> Rdma {
-        match self.rdma_enabled {
-            Some(false) => Rdma::Forbid,
-            _ => self.rdma.or(self.rdma_fallback).unwrap_or(Rdma::Prefer),
+        match self.values.policy() {
+            Ok(Policy::Require) => Rdma::Require,
+            Ok(Policy::Forbid) => Rdma::Forbid,
+            Ok(Policy::Prefer) | Err(_) => Rdma::Prefer,
         }
     }
 
-    /// Fails if the three keys for the RDMA policy contradict each other.
-    fn check_rdma_policy(&self) -> Result<(), String> {
-        let fallback_name = |rdma: Rdma| match rdma {
-            Rdma::Require => "none",
-            _ => "tcp",
-        };
-        match (self.rdma_enabled, self.rdma, self.rdma_fallback) {
-            (_, Some(rdma), Some(fallback)) if rdma != fallback => Err(format!(
-                "server.rdma = \"{rdma}\" and network.rdma_fallback = \"{}\" contradict each \
-                 other; remove one",
-                fallback_name(fallback)
-            )),
-            (Some(enabled), Some(rdma), _) if enabled == (rdma == Rdma::Forbid) => Err(format!(
-                "network.rdma_enabled = {enabled} and server.rdma = \"{rdma}\" contradict each \
-                 other; remove one"
-            )),
-            _ => Ok(()),
-        }
+    /// Returns the settings that are passed on to the module: its arguments and their values.
+    pub(super) fn for_module(&self) -> impl Iterator<Item = (&'static str, String)> {
+        let given = self.values.iter().filter(|(setting, _)| {
+            // The policy has an argument of its own, whatever spelt it.
+            setting.has(Program::Module)
+                && setting.in_config
+                && setting.name != table::RDMA.name
+                && self.values.is_given(setting)
+        });
+        given.filter_map(|(setting, entry)| Some((setting.name, entry.value.as_ref()?.to_string())))
     }
 
     /// Returns the engine's password, for ferrite's own queries, if the file has one that needs no
@@ -233,10 +137,19 @@ impl Config {
         let is_plain = !value.is_empty() && !value.contains(needs_quotes);
         is_plain.then_some(value)
     }
+
+    #[cfg(test)]
+    pub(super) fn parse(text: &str) -> Result<Self, String> {
+        let read = file::read(Program::Server, text)
+            .map_err(|problems| settings::list("ferrite.toml", &problems))?;
+        Ok(Self::new(read.values, read.directives))
+    }
 }
 
-fn ignored_because(why: &str) -> String {
-    format!("has no effect: {why}")
+impl Default for Config {
+    fn default() -> Self {
+        Self::new(Values::new(Program::Server), Vec::new())
+    }
 }
 
 #[cfg(test)]

@@ -59,18 +59,14 @@ struct Check<'a> {
     module: Option<&'a Path>,
     unix_socket: &'a Path,
     configuration: Vec<String>,
-    without_effect: &'a [String],
 }
 
 /// Prints the result of `--check`: the command and the configuration.
-pub(super) fn check(json: bool, plan: &Plan, version: &str, without_effect: &[String]) {
+pub(super) fn check(json: bool, plan: &Plan, version: &str) {
     let Plan { engine: program, module, socket: unix_socket, .. } = plan;
     let (module, configuration) = (module.as_deref(), plan.redacted_lines());
     if json {
-        print(
-            true,
-            &Check { program, version, module, unix_socket, configuration, without_effect },
-        );
+        print(true, &Check { program, version, module, unix_socket, configuration });
         return;
     }
     println!("engine   {} ({version})", program.display());

@@ -127,35 +127,7 @@ fn module_arguments(config: &Config, socket: &Path) -> Vec<String> {
         // The module asks CONFIG for it otherwise, which fails if CONFIG is renamed.
         ("engine", quoted(&format!("unix:{}", socket.display()))),
     ]);
-    if !config.rdma_devices.is_empty() {
-        let mut devices: Vec<&str> = Vec::new();
-        for device in &config.rdma_devices {
-            if !devices.contains(&device.as_str()) {
-                devices.push(device);
-            }
-        }
-        arguments.push(("rdma-device", devices.join(",")));
-    }
-    let numbers = [
-        ("max-clients", config.max_connections),
-        ("busy-poll-us", config.busy_poll_us),
-        ("slice-us", config.slice_us),
-        ("rx-size", config.rx_size),
-        ("rx-size-max", config.rx_size_max),
-    ];
-    arguments
-        .extend(numbers.into_iter().filter_map(|(name, number)| Some((name, number?.to_string()))));
-    let switches = [
-        ("call-path", config.call_path),
-        ("poller-thread", config.poller_thread),
-        ("rdma-shared-windows", config.shared_windows),
-        ("allow-clear-text", config.allow_clear_text),
-    ];
-    for (name, is_on) in switches {
-        if let Some(is_on) = is_on {
-            arguments.push((name, if is_on { "yes" } else { "no" }.into()));
-        }
-    }
+    arguments.extend(config.for_module());
     arguments.into_iter().flat_map(|(name, value)| [name.to_owned(), value]).collect()
 }
 
@@ -229,7 +201,7 @@ mod tests {
             "[server]\ndata_dir = \"/data\"\n\
              rdma = \"require\"\n[network]\nport = 0\nbind = \"::1\"\nrdma_listen = \"::1\"\n\
              allow_clear_text = true\nrdma_device = [\"a\", \"b\", \"a\"]\n[network.rdma]\n\
-             max_connections = 5\nrx_size = \"64K\"\ncall_path = true\npoller_thread = false\n\
+             max_connections = 5\nrx_size = \"64kb\"\ncall_path = true\npoller_thread = false\n\
              [cluster]\nenabled = true\n[engine]\nsave = \"\"",
         );
         assert_eq!(
@@ -247,8 +219,8 @@ mod tests {
                 "cluster-enabled yes",
                 "save \"\"",
                 "loadmodule \"/lib/a b.so\" rdma-bind ::1 rdma-port 6380 rdma require \
-                 engine \"unix:/run/s\\\"x.sock\" rdma-device a,b max-clients 5 rx-size 65536 \
-                 call-path yes poller-thread no allow-clear-text yes",
+                 engine \"unix:/run/s\\\"x.sock\" allow-clear-text yes rdma-device a,b \
+                 max-clients 5 rx-size 64kb call-path yes poller-thread no",
             ]
         );
     }

@@ -120,7 +120,7 @@ pub(crate) fn gateway_carries_every_kind_of_load(network: &Network) {
     let setup = GatewaySetup::start(network, &["--protected-mode", "no"]);
     let cases: [&[&str]; 4] = [
         &[],
-        &["--pipeline", "16", "--connections", "3", "--size", "16K", "--keys", "100"],
+        &["--pipeline", "16", "--connections", "3", "--size", "16kb", "--keys", "100"],
         &["--test", "mixed", "--zipf", "0.99", "--threads", "2"],
         &["--test", "get", "--rate", "200"],
     ];
@@ -225,7 +225,7 @@ pub(crate) fn relay_carries_load_and_reports_failures(network: &Network) {
         "--seconds",
         "0.5",
         "--size",
-        "16K",
+        "16kb",
     ];
     let report = report(&ferrite(&arguments).output().expect("ferrite starts"));
     for row in report["results"].as_array().expect("rows") {

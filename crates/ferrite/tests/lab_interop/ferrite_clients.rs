@@ -257,5 +257,5 @@ pub(crate) fn bench_kv_p1000(server: &mut TestServer) {
 
 /// The pipeline is larger than the window of either side.
 pub(crate) fn bench_kv_of_64k(server: &mut TestServer) {
-    load(server, "64K", &["--connections", "4", "--pipeline", "20"]);
+    load(server, "64kb", &["--connections", "4", "--pipeline", "20"]);
 }

@@ -320,12 +320,12 @@ fn gateway_serves_a_benchmark_with_300_clients() {
 /// With windows as large as those of Valkey's own server.
 #[test]
 fn gateway_with_larger_windows_carries_values() {
-    values(&TestServer::new(ServerKind::Gateway(&["--rx-size", "1M"])));
+    values(&TestServer::new(ServerKind::Gateway(&["--rx-size", "1mb"])));
 }
 
 #[test]
 fn gateway_with_larger_windows_serves_a_benchmark_of_64k() {
-    benchmark_of_64k(&TestServer::new(ServerKind::Gateway(&["--rx-size", "1M"])));
+    benchmark_of_64k(&TestServer::new(ServerKind::Gateway(&["--rx-size", "1mb"])));
 }
 
 #[test]

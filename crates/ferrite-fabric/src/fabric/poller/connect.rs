@@ -346,13 +346,16 @@ pub(crate) fn watch(channel: &EventChannel, context: &Context, device: &str) -> 
 
 /// Returns the fabric's device that an identifier is bound to.
 pub(crate) fn device_of<'a>(shared: &'a Shared, id: &CmId) -> Result<&'a Arc<SharedDevice>, Error> {
-    let Some((device, _)) = id.device() else {
+    let Some((device, port)) = id.device() else {
         return Err(Error::new(ErrorKind::System, "the connection manager reported no device"));
     };
-    shared.devices.iter().find(|shared| shared.name == device).ok_or_else(|| {
+    let found = shared.devices.iter().find(|shared| shared.name == device).ok_or_else(|| {
         let what = format!("the address belongs to {device}, which this fabric does not use");
         Error::new(ErrorKind::Misuse, what)
-    })
+    })?;
+    let local = id.local_addr().map(|local| local.ip());
+    shared.device_choice.check(found, port, local)?;
+    Ok(found)
 }
 
 /// Returns whether the queue pair of a working link has failed without a failure on this side: then

@@ -55,8 +55,11 @@ impl Poller {
         let id = bind(&channel, at)?;
         // Peers that came through another device would be refused one by one.
         if let Some((device, _)) = id.device().filter(|_| !shared.devices.is_empty())
-            && device_of(shared, &id).is_err()
+            && let Err(error) = device_of(shared, &id)
         {
+            if error.kind() != ErrorKind::Misuse {
+                return Err(error); // it is the device, but not the port or the address to use
+            }
             let used: Vec<_> = shared.devices.iter().map(|device| device.name.as_str()).collect();
             let what = format!(
                 "{} is an address of device {device}, but only {} may be used; use that device \

@@ -118,7 +118,7 @@ impl Poller {
     fn reattach_device(
         &mut self,
         shared: &Shared,
-        device: &SharedDevice,
+        device: &Arc<SharedDevice>,
         found: Found,
     ) -> Result<(), Error> {
         let Found { life, objects, watching } = found;
@@ -133,6 +133,7 @@ impl Poller {
             shared.commands.discard(None, self.handshakes.watch(id, device.index));
         }
         device.begin(life);
+        self.prepare_queue_pairs(shared, device);
         Ok(())
     }
 }

@@ -342,6 +342,8 @@ impl LinkState {
         buf.set_len((wc.byte_len() as usize).min(buf.capacity()));
         if Frame::from_imm(imm).more {
             buf = fitting(pool, buf);
+        } else if buf.len() < pool.copy_below() {
+            buf = copied(pool, buf);
         }
         self.core.on_frame(imm, Some(buf), now, wakes)?;
         self.answer_revocations();
@@ -445,6 +447,11 @@ fn fitting(pool: &Pool, buf: BufMut) -> BufMut {
     if buf.len() > buf.capacity() / SMALL {
         return buf;
     }
+    copied(pool, buf)
+}
+
+/// Copies a message into a block of its own size. Keeps the receive buffer if there is no memory.
+fn copied(pool: &Pool, buf: BufMut) -> BufMut {
     match pool.take_uncharged(buf.len(), Purpose::Receive) {
         Ok(mut small) => {
             small.copy_from_slice(&buf);

@@ -71,11 +71,13 @@ pub(in crate::mem) struct Tally {
 }
 
 impl Cache {
-    /// Creates magazines of at most `blocks` blocks and `bytes` bytes.
-    pub(in crate::mem) fn new(blocks: usize, bytes: usize) -> Self {
+    /// Creates magazines of at most `blocks` blocks and `bytes` bytes, in `shards` shards (0: one
+    /// for each CPU).
+    pub(in crate::mem) fn new(shards: usize, blocks: usize, bytes: usize) -> Self {
         let cpus = std::thread::available_parallelism().map_or(1, usize::from);
         let capacities = SizeClass::ALL.map(|class| blocks.min(bytes / class.bytes()));
-        let shards = (0..cpus.min(MAX_SHARDS)).map(|_| Shard::new()).collect();
+        let shards = if shards == 0 { cpus } else { shards }.min(MAX_SHARDS);
+        let shards = (0..shards).map(|_| Shard::new()).collect();
         Self { shards, capacities }
     }
 

@@ -22,6 +22,9 @@ const NONE: u32 = u32::MAX;
 pub(in crate::mem) struct Heap {
     purpose: Purpose,
     pub(in crate::mem) max_bytes: usize,
+    max_arenas: usize,
+    /// Bytes that stay mapped although nobody uses them.
+    kept_bytes: usize,
     /// Locked while an arena is created: only callers that need it wait for it.
     pub(in crate::mem) growth: Mutex<()>,
     /// Whether the last free chunk was assigned since the last check.
@@ -77,10 +80,16 @@ pub(in crate::mem) struct Holdings {
 }
 
 impl Heap {
-    pub(in crate::mem) fn new(purpose: Purpose, max_bytes: usize) -> Self {
+    pub(in crate::mem) fn new(
+        purpose: Purpose,
+        (max_bytes, max_arenas): (usize, usize),
+        kept_bytes: usize,
+    ) -> Self {
         Self {
             purpose,
             max_bytes,
+            max_arenas,
+            kept_bytes,
             growth: Mutex::default(),
             is_low: AtomicBool::new(false),
             arenas: AtomicUsize::new(0),
@@ -161,9 +170,14 @@ impl Heap {
         lock(&self.state).free.is_empty()
     }
 
-    /// Returns how large an arena of at most `step` bytes may be without exceeding the maximum.
+    /// Returns how large an arena of at most `step` bytes may be without exceeding the maximum: 0 if
+    /// there may be no more arenas.
     pub(in crate::mem) fn room(&self, step: usize) -> usize {
-        step.min(self.max_bytes - lock(&self.state).mapped_bytes)
+        let state = lock(&self.state);
+        if state.arenas.len() >= self.max_arenas {
+            return 0;
+        }
+        step.min(self.max_bytes - state.mapped_bytes)
     }
 
     /// Adds the chunks of an arena. The caller holds `growth`, or no other thread has the heap yet.
@@ -211,7 +225,13 @@ impl Heap {
         let spare = idle.len().saturating_sub(1);
         let before = std::mem::replace(&mut state.idle_before, spare);
         let most = before.min(most).min(spare);
-        let taken: Vec<_> = idle.into_iter().rev().take(most).collect();
+        let mut excess = state.mapped_bytes.saturating_sub(self.kept_bytes);
+        let is_excess = |arena: &Arc<Arena>| {
+            let fits = arena.len() <= excess;
+            excess = excess.saturating_sub(arena.len());
+            fits
+        };
+        let taken: Vec<_> = idle.into_iter().rev().take(most).take_while(is_excess).collect();
         for arena in &taken {
             for (index, chunk) in (0..).zip(&mut state.chunks) {
                 if chunk.arena.as_ref().is_some_and(|of| Arc::ptr_eq(of, arena)) {

@@ -187,7 +187,7 @@ mod tests {
             "--measure",
             "bandwidth",
             "--size",
-            "2M,8KiB",
+            "2mb,8KiB",
             "--iters",
             "7",
             "--links",

@@ -213,11 +213,7 @@ fn idle_text(idle: &idle::Figures) -> String {
 
 /// Formats a size as the user may type it.
 pub(in crate::bench) fn size_text(bytes: u32) -> String {
-    match bytes {
-        _ if bytes.is_multiple_of(1 << 20) => format!("{}M", bytes >> 20),
-        _ if bytes.is_multiple_of(1 << 10) => format!("{}K", bytes >> 10),
-        _ => bytes.to_string(),
-    }
+    ferrite_config::size::format(bytes.into())
 }
 
 #[cfg(test)]
@@ -301,7 +297,7 @@ latency, µs                     min      p50      p90      p99    p99.9      ma
 send     64 half round trip    1.00     2.00     3.00     4.00     5.00     6.00     2.50
 
 bandwidth      MiB/s  messages/s  window  seconds
-write   64K     20.0         320      16     0.50
+write  64kb     20.0         320      16     0.50
 
 Note: nothing more.
 ";
@@ -324,6 +320,6 @@ Note: nothing more.
     #[test]
     fn sizes() {
         let shown: Vec<_> = [1, 64, 1024, 1000, 64 << 10, 3 << 19, 1 << 20].map(size_text).into();
-        assert_eq!(shown, ["1", "64", "1K", "1000", "64K", "1536K", "1M"]);
+        assert_eq!(shown, ["1", "64", "1kb", "1000", "64kb", "1536kb", "1mb"]);
     }
 }

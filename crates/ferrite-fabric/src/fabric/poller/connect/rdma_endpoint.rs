@@ -15,6 +15,7 @@ use ferrite_verbs::{
 };
 
 use super::rdma_link::{RNR_RETRIES, RNR_TIMER, reads};
+use crate::device::device_choice::DeviceChoice;
 use crate::device::shared_device::SharedDevice;
 use crate::error::{Error, ErrorKind};
 use crate::fabric::Shared;
@@ -30,12 +31,14 @@ pub(super) struct RdmaEndpoint {
 /// The search for a path. It queries the devices for ports and addresses, so it may block.
 pub(super) struct EndpointSearch {
     devices: Vec<Arc<SharedDevice>>,
+    choice: DeviceChoice,
     no_rdma: Error,
 }
 
 impl EndpointSearch {
     pub(super) fn new(shared: &Shared) -> Self {
-        Self { devices: shared.devices.clone(), no_rdma: shared.no_rdma() }
+        let choice = shared.device_choice;
+        Self { devices: shared.devices.clone(), choice, no_rdma: shared.no_rdma() }
     }
 
     /// Finds the device that has the local address of the TCP connection; prefers RoCE v2 to v1.
@@ -48,7 +51,7 @@ impl EndpointSearch {
         let mut error = None;
         for device in self.devices.iter().filter(|device| !device.is_gone()) {
             let Some(context) = device.context() else { continue };
-            let found = context.active_port().and_then(|port| Ok((port, context.gids()?)));
+            let found = self.choice.port(&context).and_then(|port| Ok((port, context.gids()?)));
             let (port, gids) = match found {
                 Ok(found) => found,
                 Err(failed) => {
@@ -56,7 +59,7 @@ impl EndpointSearch {
                     continue;
                 }
             };
-            for gid in gids.into_iter().filter(|gid| gid.port == port.number) {
+            for gid in gids.into_iter().filter(|gid| self.choice.allows(gid, port.number)) {
                 let is_better = match &best {
                     None => true,
                     Some(best) => gid.kind == GidType::ROCE_V2 && best.gid.kind != GidType::ROCE_V2,

@@ -38,7 +38,9 @@ impl Poller {
             return Err(device.absence());
         };
         objects.under_way += 1;
-        Ok(objects.queue_pair_builder(device, &shared.config))
+        let builder = objects.queue_pair_builder(device, &shared.config);
+        self.prepare_queue_pairs(shared, device);
+        Ok(builder)
     }
 
     pub(crate) fn end_queue_pair(&mut self, shared: &Shared, device: &SharedDevice) {
@@ -118,6 +120,7 @@ impl Poller {
             (route.local, route.peer) = (id.local_addr(), id.peer_addr());
         });
         shared.is_well(link);
+        shared.trace(link);
         self.handshakes.put(key, Handshake::Linked { id, link: link.name });
         self.timers.add(self.now, Timer::Keepalive(link.name)); // its handler sets the next one
         // Messages that arrived meanwhile may need a reply.

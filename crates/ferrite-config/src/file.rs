@@ -1,0 +1,202 @@
+//! Reads `ferrite.toml`: all values with their lines, and all errors, not only the first.
+
+mod directives;
+mod toml_text;
+
+use std::fmt;
+
+use toml::de::{DeTable, DeValue};
+
+use crate::nearest;
+use crate::setting::{Alias, Program, Setting};
+use crate::table;
+use crate::values::{Origin, Values};
+
+/// Sections in which the names of other RDMA software may stand, too.
+const ALIAS_SECTIONS: [&str; 2] = ["network", "network.rdma"];
+
+/// A file that was read.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct File {
+    /// The values of the program that reads it. Keys of other programs are only checked.
+    pub values: Values,
+    /// Lines of the engine's own configuration, from `[engine]`: name and rest of the line.
+    pub directives: Vec<(String, String)>,
+}
+
+/// An error in a file.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Problem {
+    /// Counted from 1; 0 if it concerns no single line.
+    pub line: usize,
+    /// The key with its sections. Empty if the text is no TOML.
+    pub key: String,
+    /// What is wrong, and what to do.
+    pub message: String,
+}
+
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { line, key, message } = self;
+        if *line > 0 {
+            write!(f, "{line}: ")?;
+        }
+        if key.is_empty() { f.write_str(message) } else { write!(f, "{key}: {message}") }
+    }
+}
+
+/// Reads the text of a file for a program. Settings that the file does not have keep their defaults.
+///
+/// # Errors
+/// All errors, in the order of their lines.
+pub fn read(program: Program, text: &str) -> Result<File, Vec<Problem>> {
+    let mut reader = Reader {
+        text,
+        file: File { values: Values::new(program), directives: Vec::new() },
+        problems: Vec::new(),
+    };
+    let (table, errors) = DeTable::parse_recoverable(text);
+    for error in &errors {
+        let line = error.span().map_or(1, |span| reader.line(span.start));
+        let message = error.message().replace('\n', " ");
+        reader.problems.push(Problem { line, key: String::new(), message });
+    }
+    reader.take("", table.get_ref());
+    if reader.problems.is_empty()
+        && let Err(wrong) = reader.file.values.check()
+    {
+        for (setting, message) in wrong {
+            let line = match reader.file.values.entry(setting).origin {
+                Origin::File { line } => line,
+                _ => 0,
+            };
+            reader.problems.push(Problem { line, key: setting.key.into(), message });
+        }
+    }
+    let Reader { file, mut problems, .. } = reader;
+    // A value that is no TOML is also of the wrong type: once is enough.
+    let broken = problems.iter().filter(|problem| problem.key.is_empty());
+    let broken: Vec<_> = broken.map(|problem| problem.line).collect();
+    problems.retain(|problem| problem.key.is_empty() || !broken.contains(&problem.line));
+    problems.sort();
+    problems.dedup();
+    if problems.is_empty() { Ok(file) } else { Err(problems) }
+}
+
+struct Reader<'a> {
+    text: &'a str,
+    file: File,
+    problems: Vec<Problem>,
+}
+
+impl Reader<'_> {
+    /// Reads a section and its subsections.
+    fn take(&mut self, section: &str, table: &DeTable<'_>) {
+        // In the file's order, so that an error concerns the later of two keys.
+        let mut entries: Vec<_> = table.iter().collect();
+        entries.sort_by_key(|(key, _)| key.span().start);
+        for (key, value) in entries {
+            let line = self.line(key.span().start);
+            let full = full_name(section, key.get_ref());
+            let result = match value.get_ref() {
+                DeValue::Table(table) if is_section(&full) => {
+                    self.take(&full, table);
+                    Ok(())
+                }
+                value if section == "engine" => {
+                    directives::lines(key.get_ref(), value).map(|lines| {
+                        let name = key.get_ref().as_ref();
+                        let lines = lines.into_iter().map(|line| (name.to_owned(), line));
+                        self.file.directives.extend(lines);
+                    })
+                }
+                value => self.set(section, &full, value, line),
+            };
+            if let Err(message) = result {
+                self.problems.push(Problem { line, key: full, message });
+            }
+        }
+    }
+
+    fn set(
+        &mut self,
+        section: &str,
+        full: &str,
+        value: &DeValue<'_>,
+        line: usize,
+    ) -> Result<(), String> {
+        let name = full.rsplit('.').next().unwrap_or_default();
+        if let Some(instead) = table::refused(full)
+            .or_else(|| ALIAS_SECTIONS.contains(&section).then(|| table::refused(name)).flatten())
+        {
+            return Err(instead.into());
+        }
+        let (setting, alias) = find(section, full).ok_or_else(|| unknown_key(full))?;
+        let text = toml_text::of(&setting.kind, alias, value)?;
+        let value = match alias {
+            Some(alias) => alias.parse(setting, &text),
+            None => setting.parse(&text),
+        };
+        let value = value.map_err(|why| toml_text::expected(&setting.kind, alias, why, setting))?;
+        if !setting.has(self.file.values.program()) {
+            return Ok(()); // checked, and left to its program
+        }
+        let set = self.file.values.set(setting, value, Origin::File { line });
+        set.map_err(|contradiction| contradiction.to_string())
+    }
+
+    fn line(&self, offset: usize) -> usize {
+        1 + self.text[..offset.min(self.text.len())].matches('\n').count()
+    }
+}
+
+/// Returns the name of a key with its section, such as `network.rdma.busy_poll_us`.
+fn full_name(section: &str, name: &str) -> String {
+    if section.is_empty() { name.into() } else { format!("{section}.{name}") }
+}
+
+/// Returns the keys of all settings that the file may have.
+fn keys() -> impl Iterator<Item = &'static str> {
+    table::all().map(|setting| setting.key).filter(|key| !key.is_empty())
+}
+
+fn is_section(name: &str) -> bool {
+    let refused = table::REFUSED.iter().map(|(key, _)| *key);
+    name == "engine"
+        || keys()
+            .chain(refused)
+            .any(|key| key.rsplit_once('.').is_some_and(|(section, _)| section == name))
+}
+
+fn find(section: &str, full: &str) -> Option<(&'static Setting, Option<&'static Alias>)> {
+    if let Some(setting) = table::all().find(|setting| setting.key == full) {
+        return Some((setting, None));
+    }
+    let name = full.rsplit('.').next().filter(|_| ALIAS_SECTIONS.contains(&section))?;
+    // brpc has all its names in one place, so `rdma_port` may stand in [network.rdma].
+    let beside = format!("network.{name}");
+    let is_beside = |setting: &&Setting| name.starts_with("rdma_") && setting.key == beside;
+    if let Some(setting) = table::all().find(is_beside) {
+        return Some((setting, None));
+    }
+    table::all().find_map(|setting| {
+        let alias = setting.aliases.iter().find(|alias| alias.name == name)?;
+        Some((setting, Some(alias)))
+    })
+}
+
+/// Returns the error for an unknown key. It suggests the nearest known one.
+fn unknown_key(full: &str) -> String {
+    // The likeliest mistake is a correct name in the wrong section, then a misspelt one.
+    let name = full.rsplit('.').next().unwrap_or_default();
+    let elsewhere = keys().find(|key| key.rsplit('.').next() == Some(name));
+    let sections = keys().filter_map(|key| key.rsplit_once('.').map(|(section, _)| section));
+    let all = keys().chain(sections).chain(["engine"]);
+    match elsewhere.or_else(|| nearest(full, all)) {
+        Some(nearest) => format!("unknown key; the nearest known one is {nearest}"),
+        None => "unknown key".into(),
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,200 @@
+//! Correct files, and wrong ones with all their errors.
+
+use std::time::Duration;
+
+use super::*;
+use crate::table::*;
+
+/// The configuration blocks of the first documentation, as they are written there.
+const FIRST_DOCUMENTATION: &str = include_str!("tests/first_documentation.toml");
+/// The parameters of brpc's RDMA documentation with the defaults that it states.
+const BRPC: &str = include_str!("tests/brpc.toml");
+
+fn problems(text: &str) -> Vec<String> {
+    let problems = read(Program::Server, text).expect_err(text);
+    problems.iter().map(ToString::to_string).collect()
+}
+
+#[test]
+fn empty_file_has_the_defaults() {
+    for program in Program::ALL {
+        assert_eq!(read(program, "").expect("valid").values, Values::new(program));
+    }
+}
+
+#[test]
+fn configuration_of_the_first_documentation_takes_effect() {
+    for program in [Program::Server, Program::Gateway] {
+        let values = read(program, FIRST_DOCUMENTATION).expect("a valid file").values;
+        assert_eq!(values.list(&RDMA_DEVICE), ["mlx5_0"]);
+        assert_eq!(values.number::<u8>(&RDMA_DEVICE_PORT), 1);
+        assert_eq!(values.number::<i32>(&RDMA_GID_INDEX), 3);
+        assert_eq!(values.number::<u32>(&MAX_CLIENTS), 1000);
+        assert_eq!(values.time(&CONNECTION_TIMEOUT), Duration::from_secs(5));
+        assert_eq!(values.size::<u64>(&MAX_MR_SIZE), 1 << 30);
+        assert_eq!(values.size::<u32>(&INLINE_THRESHOLD), 256);
+        assert_eq!(values.number::<u32>(&CQ_SIZE), 16_384);
+        assert_eq!(values.number::<u32>(&RECV_BUFFER_POOL_SIZE), 10_000);
+        assert_eq!(values.number::<u32>(&CONNECTION_RETRIES), 3);
+        assert!(values.switch(&ADAPTIVE_POLLING) && values.switch(&HUGE_PAGES));
+        for (setting, entry) in values.iter() {
+            let short = setting.short_key();
+            let is_named =
+                !short.is_empty() && FIRST_DOCUMENTATION.contains(&format!("\n{short} ="));
+            assert_eq!(entry.origin != Origin::Default, is_named, "{}", setting.key);
+        }
+    }
+}
+
+#[test]
+fn parameters_of_brpc_take_effect() {
+    let values = read(Program::Gateway, BRPC).expect("a valid file").values;
+    assert_eq!(values.size::<u64>(&MEMORY_POOL_INITIAL), 1 << 30);
+    assert_eq!(values.size::<u32>(&RECV_BUFFER_SIZE), 8 << 10);
+    assert_eq!(values.number::<u32>(&PREPARED_QP_COUNT), 1024);
+    assert_eq!(values.number::<u32>(&MEMORY_POOL_BUCKETS), 4);
+    assert_eq!(values.number::<i32>(&RDMA_GID_INDEX), -1);
+    let given = values.iter().filter(|(_, entry)| entry.origin != Origin::Default).count();
+    assert_eq!(given, 15, "17 names, of which two are the size of a queue pair; one is refused");
+}
+
+#[test]
+fn shows_all_errors_with_lines_and_nearest_keys() {
+    let text = "[server]\nrestrat = \"no\"\n[network]\nport = 70000\nrdma_port = 6380\n\
+                [network.rdma]\nbusy_poll = 1\nmax_send_sge = 4\ncq_size = \"x\"\n\
+                [cluster.rdma]\ngossip_rdma = true\n[engine]\nport = 1";
+    assert_eq!(
+        problems(text),
+        [
+            "2: server.restrat: unknown key; the nearest known one is server.restart",
+            "4: network.port: expected a number from 0 to 65535",
+            "5: network.rdma_port: expected a port of the device, 0 to 254; set the port for \
+             clients in rdma_listen",
+            "7: network.rdma.busy_poll: unknown key; the nearest known one is \
+             network.rdma.busy_poll_us",
+            "8: network.rdma.max_send_sge: every request has exactly one buffer; set its size with \
+             recv_buffer_size instead",
+            "9: network.rdma.cq_size: expected a number from 64 to 4194304",
+            "11: cluster.rdma.gossip_rdma: the cluster bus and slot migration use TCP only; remove \
+             the key",
+            "13: engine.port: set port in [network] instead",
+        ]
+    );
+}
+
+#[test]
+fn shows_all_syntax_errors() {
+    let found =
+        problems("[network]\nport = \n[server]\nrestrat = \"no\"\n[cluster]\nenabled = x\n");
+    assert_eq!(found.len(), 3, "{found:?}");
+    assert!(found[0].starts_with("2: "), "{found:?}");
+    assert!(found[1].starts_with("4: server.restrat"), "{found:?}");
+    assert!(found[2].starts_with("6: "), "{found:?}");
+    assert!(problems("[network\n")[0].starts_with("1: "));
+    assert!(problems("[server]\nengine = \"a\"\nengine = \"b\"")[0].starts_with("3: "));
+}
+
+#[test]
+fn unknown_keys_suggest_the_nearest_one() {
+    for (text, nearest) in [
+        (
+            "[server]\nport = 1",
+            "2: server.port: unknown key; the nearest known one is network.port",
+        ),
+        ("[netwrok]\nport = 1", "1: netwrok: unknown key; the nearest known one is network"),
+        (
+            "[network]\nrdma = \"require\"",
+            "2: network.rdma: unknown key; the nearest known one is server.rdma",
+        ),
+        ("port = 1", "1: port: unknown key; the nearest known one is network.port"),
+    ] {
+        assert_eq!(problems(text), [nearest]);
+    }
+}
+
+#[test]
+fn errors_say_what_a_key_expects() {
+    for (text, expected) in [
+        ("[network]\nport = \"6379\"", "expected a number from 0 to 65535"),
+        ("[server]\nrdma = \"maybe\"", "expected \"prefer\" or \"require\" or \"forbid\""),
+        ("[network]\nrdma_listen = \"localhost\"", "expected one IP address of this host"),
+        ("[network]\nrdma_listen = \"192.0.2.1:0\"", "expected one IP address of this host"),
+        ("[network]\nrdma_listen = \"a b\"", "expected an IP address or a name"),
+        ("[network]\nrdma_enabled = \"yes\"", "expected true or false"),
+        ("[network]\nbind = [1]", "expected a quoted string"),
+        ("[network]\nrdma_device = \"a\\\"b\"", "must not contain quotes or backslashes"),
+        ("[network.rdma]\nrx_size = \"3MB\"", "expected a size from 4kb to 2mb"),
+        ("[network.rdma]\nrx_size = 100", "expected a size from 4kb to 2mb"),
+        ("[network.rdma]\npin_memory = false", "rdma_enabled = false"),
+        ("[network.rdma]\nrdma_recv_block_type = \"x\"", "expected \"default\" or \"large\""),
+        ("[network.rdma]\nsend_queue_depth = 64\nrdma_sq_size = 128", "contradicts 64 in line 2"),
+        ("[network.rdma]\nmemory_pool_initial = \"2gb\"", "must not exceed memory-pool-max"),
+        ("[server]\nshutdown_timeout = 10", "expected a time with its unit"),
+        ("[server]\nshutdown_timeout = \"10\"", "expected a time with its unit"),
+        ("[server]\nshutdown_timeout = \"0s\"", "expected a time with its unit"),
+        ("[server]\nrestart = \"always\"", "expected \"no\" or \"on-failure\""),
+        ("[server]\ndata_dir = \"a\\nb\"", "must not contain control characters"),
+        ("[server]\nengine = \"\"", "must not be empty"),
+        ("[replication]\ntransport = \"rdma\"", "2: replication.transport: expected \"tcp\""),
+        ("[engine]\nDaemonize = true", "must stay in the foreground"),
+        ("[engine]\n\"ferrite.rdma\" = 1", "set the module's settings in [network]"),
+        ("[engine]\nsave = \"1 1\\nloadmodule /x.so\"", "must not contain control characters"),
+        ("[engine]\n\"x\\ny\" = 1", "not a valid name of an engine directive"),
+        ("[engine]\nx = {}", "expected a string, a number, true, false, or a list of these"),
+        ("[server]\nrdma = \"require\"\n[network]\nrdma_fallback = \"tcp\"", "contradict each"),
+        ("[server]\nrdma = \"forbid\"\n[network]\nrdma_enabled = true", "contradict each other"),
+    ] {
+        let found = problems(text).join("\n");
+        assert!(found.contains(expected), "{text}: {found}");
+    }
+}
+
+#[test]
+fn reads_values_of_every_type() {
+    let file = read(
+        Program::Server,
+        r#"
+        [server]
+        engine = "/opt/valkey-server"
+        restart = "on-failure"
+        restart_delay = "250ms"
+        [network]
+        bind = ["127.0.0.1", "-::1"]
+        rdma_listen = "[::1]:7000"
+        rdma_device = "rxe1,rxe2"
+        [network.rdma]
+        busy_poll_us = 0x64
+        rx_size = "1MB"
+        rx_size_max = 1_048_576
+        slice_us = "1ms"
+        [engine]
+        maxmemory = "1gb"
+        appendonly = true
+        save = ["3600 1", "60 10000"]
+        "#,
+    )
+    .expect("a valid file");
+    let values = &file.values;
+    assert_eq!(values.text(&ENGINE_PROGRAM), Some("/opt/valkey-server"));
+    assert_eq!(values.time(&RESTART_DELAY), Duration::from_millis(250));
+    assert_eq!(values.list(&BIND), ["127.0.0.1", "-::1"]);
+    assert_eq!(values.list(&RDMA_DEVICE), ["rxe1", "rxe2"]);
+    assert_eq!(values.time(&BUSY_POLL_US), Duration::from_micros(100));
+    assert_eq!(
+        (values.size::<u32>(&RX_SIZE), values.size::<u32>(&RX_SIZE_MAX)),
+        (1 << 20, 1 << 20)
+    );
+    assert_eq!(values.time(&SLICE_US), Duration::from_millis(1));
+    let lines = file.directives.iter().map(|(name, rest)| format!("{name} {rest}"));
+    let mut lines: Vec<_> = lines.collect();
+    lines.sort();
+    assert_eq!(lines, ["appendonly yes", "maxmemory 1gb", "save 3600 1", "save 60 10000"]);
+}
+
+#[test]
+fn a_program_checks_the_keys_of_others_but_does_not_have_them() {
+    let text = "[server]\nrestart_limit = 7\n[network.rdma]\ncall_path = false";
+    let file = read(Program::Gateway, text).expect("a valid file");
+    assert_eq!(file.values, Values::new(Program::Gateway));
+    assert!(read(Program::Gateway, "[server]\nrestart_limit = \"x\"").is_err());
+}

@@ -1,0 +1,36 @@
+//! The table of all settings of Ferrite's programs.
+//!
+//! A setting is written once, in [`table`]. Everything else is derived from it: the keys of
+//! `ferrite.toml`, the module's arguments and CONFIG names, the flags and environment variables of
+//! the commands, `ferrite config`, the JSON schema, and the reference page of the book.
+//!
+//! ```text
+//!   table ──► Setting ──► parse ──► Values (each value with its origin) ──► the programs
+//!                │                     ▲
+//!                ├──► file ────────────┤ ferrite.toml, all errors with their lines
+//!                ├──► arguments, flags ┤
+//!                ├──► environment ─────┘
+//!                └──► schema, reference page
+//! ```
+//!
+//! This crate imports no other crate of Ferrite, so that every program can use it. It knows what a
+//! value looks like, not what it does.
+#![forbid(unsafe_code)]
+
+#[cfg(feature = "file")]
+pub mod file;
+mod nearest;
+pub mod reference;
+#[cfg(feature = "file")]
+pub mod schema;
+mod setting;
+pub mod size;
+pub mod table;
+pub mod time;
+mod value;
+mod values;
+
+pub use nearest::nearest;
+pub use setting::{Alias, AliasForm, Kind, Program, Setting, TakesEffect, find};
+pub use value::Value;
+pub use values::{Contradiction, Entry, Origin, Policy, Values};

@@ -1,0 +1,226 @@
+//! A setting: its names, its type, and where it applies.
+
+use std::time::Duration;
+
+use crate::table;
+use crate::time::Unit;
+use crate::value::Value;
+
+/// A program that has settings.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Program {
+    /// `ferrite.so`, loaded by an engine.
+    Module,
+    /// `ferrite gateway`
+    Gateway,
+    /// `ferrite server`, which passes most settings on to the module.
+    Server,
+    /// `ferrite relay`
+    Relay,
+}
+
+impl Program {
+    /// All programs.
+    pub const ALL: [Self; 4] = [Self::Module, Self::Gateway, Self::Server, Self::Relay];
+
+    /// Returns the name for people, such as `gateway`.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Module => "module",
+            Self::Gateway => "gateway",
+            Self::Server => "server",
+            Self::Relay => "relay",
+        }
+    }
+
+    /// Returns the settings of this program, in the table's order.
+    pub fn settings(self) -> impl Iterator<Item = &'static Setting> {
+        table::all().filter(move |setting| setting.has(self))
+    }
+}
+
+/// The type of a setting's value.
+#[derive(Debug, Clone, Copy)]
+pub enum Kind {
+    /// `yes` or `no`; in files `true` or `false`.
+    Switch,
+    /// A whole number.
+    Number {
+        /// The smallest.
+        min: i64,
+        /// The largest.
+        max: i64,
+    },
+    /// A number of bytes, with a unit or without.
+    Size {
+        /// The smallest.
+        min: u64,
+        /// The largest.
+        max: u64,
+    },
+    /// A duration.
+    Time {
+        /// The unit of a number without one. `None`: the unit must be given.
+        bare: Option<Unit>,
+        /// The shortest.
+        min: Duration,
+        /// The longest.
+        max: Duration,
+    },
+    /// One of these words.
+    Choice(&'static [&'static str]),
+    /// A text that the function accepts; its error describes what it accepts.
+    Text(fn(&str) -> Result<(), &'static str>),
+    /// Words without spaces, separated by commas; in files also a list.
+    List,
+}
+
+/// When a new value takes effect.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TakesEffect {
+    /// When the program starts.
+    AtStart,
+    /// At once: CONFIG SET may change it in the module.
+    AtOnce,
+    /// For clients that connect from then on: CONFIG SET may change it in the module.
+    ForNewClients,
+}
+
+impl TakesEffect {
+    /// Describes it for people.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::AtStart => "at start",
+            Self::AtOnce => "at once",
+            Self::ForNewClients => "for new clients",
+        }
+    }
+}
+
+/// Another name of a setting, as other RDMA software spells it.
+#[derive(Debug, Clone, Copy)]
+pub struct Alias {
+    /// The name, as it is written there.
+    pub name: &'static str,
+    /// How its values are written.
+    pub form: AliasForm,
+}
+
+/// How the value under another name is written.
+#[derive(Debug, Clone, Copy)]
+pub enum AliasForm {
+    /// Like the setting's own.
+    Same,
+    /// As a number of mebibytes.
+    Mebibytes,
+    /// As one of these words, each with the value that it stands for.
+    Words(&'static [(&'static str, &'static str)]),
+}
+
+/// A setting.
+#[derive(Debug)]
+pub struct Setting {
+    /// Its name as an argument of the module, in CONFIG (`ferrite.<name>`) and as a flag.
+    pub name: &'static str,
+    /// Its key in `ferrite.toml`, with the sections. Empty if the file does not have it.
+    pub key: &'static str,
+    /// Its names in other RDMA software.
+    pub aliases: &'static [Alias],
+    /// The type of its value.
+    pub kind: Kind,
+    /// Its default, as text. Empty if it is unset by default.
+    pub default: &'static str,
+    /// Defaults of single programs that differ.
+    pub other_defaults: &'static [(Program, &'static str)],
+    /// The programs that have it.
+    pub programs: &'static [Program],
+    /// When a new value takes effect.
+    pub takes_effect: TakesEffect,
+    /// Whether the module registers it with the engine's CONFIG.
+    pub in_config: bool,
+    /// The memory that it may cost at worst. Empty if it costs none worth mentioning.
+    pub memory: &'static str,
+    /// What it does.
+    pub meaning: &'static str,
+}
+
+impl Setting {
+    /// Returns whether a program has this setting.
+    #[must_use]
+    pub fn has(&self, program: Program) -> bool {
+        self.programs.contains(&program)
+    }
+
+    /// Returns the default in a program, as text; empty if there is none.
+    #[must_use]
+    pub fn default_in(&self, program: Program) -> &'static str {
+        let other = self.other_defaults.iter().find(|(other, _)| *other == program);
+        other.map_or(self.default, |(_, default)| default)
+    }
+
+    /// Returns the last part of the key in the file: the name without its section.
+    #[must_use]
+    pub fn short_key(&self) -> &'static str {
+        self.key.rsplit('.').next().unwrap_or_default()
+    }
+
+    /// Returns the name of the environment variable, such as `FERRITE_BUSY_POLL_US`.
+    #[must_use]
+    pub fn variable(&self) -> String {
+        format!("FERRITE_{}", self.name.replace('-', "_").to_ascii_uppercase())
+    }
+
+    /// Parses a value.
+    ///
+    /// # Errors
+    /// The text says what was expected.
+    pub fn parse(&self, text: &str) -> Result<Value, String> {
+        Value::parse(&self.kind, text)
+    }
+
+    /// Describes the values that the setting may have.
+    #[must_use]
+    pub fn expected(&self) -> String {
+        self.kind.expected()
+    }
+}
+
+impl Alias {
+    /// Parses a value that was given under this name.
+    ///
+    /// # Errors
+    /// The text says what was expected.
+    pub fn parse(&self, setting: &Setting, text: &str) -> Result<Value, String> {
+        match self.form {
+            AliasForm::Same => setting.parse(text),
+            AliasForm::Mebibytes => match text.parse::<u32>() {
+                Ok(number) => setting.parse(&format!("{number}mb")),
+                Err(_) => Err("expected a number of mebibytes".into()),
+            },
+            AliasForm::Words(words) => match words.iter().find(|(word, _)| *word == text) {
+                Some((_, meant)) => setting.parse(meant),
+                None => {
+                    let words: Vec<_> = words.iter().map(|(word, _)| *word).collect();
+                    Err(format!("expected {}", words.join(" or ")))
+                }
+            },
+        }
+    }
+}
+
+/// Finds a program's setting by its name, by the last part of its key in the file, or by a name
+/// that other software uses for it. The latter comes with its alias.
+#[must_use]
+pub fn find(program: Program, name: &str) -> Option<(&'static Setting, Option<&'static Alias>)> {
+    let is = |known: &str| !known.is_empty() && known.eq_ignore_ascii_case(name);
+    let by_name = program.settings().find(|setting| is(setting.name));
+    let by_key = || program.settings().find(|setting| is(setting.short_key()));
+    by_name.or_else(by_key).map(|setting| (setting, None)).or_else(|| {
+        program.settings().find_map(|setting| {
+            let alias = setting.aliases.iter().find(|alias| is(alias.name));
+            alias.map(|alias| (setting, Some(alias)))
+        })
+    })
+}

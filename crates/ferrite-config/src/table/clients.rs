@@ -1,0 +1,144 @@
+//! Clients, their windows, and the engine's event loop.
+
+use std::time::Duration;
+
+use super::{CHUNK, CLIENTS_MAX, MODULE, SERVING, WINDOW_MIN, alias, setting};
+use crate::setting::{AliasForm, Kind, Program, Setting, TakesEffect};
+use crate::time::Unit;
+
+pub(super) const SETTINGS: &[&Setting] = &[
+    &MAX_CLIENTS,
+    &RX_SIZE,
+    &RX_SIZE_MAX,
+    &SHARED_WINDOWS,
+    &PROTECTED_MODE,
+    &DRAIN,
+    &CALL_PATH,
+    &POLLER_THREAD,
+    &SLICE_US,
+    &TRACE_VERBOSE,
+];
+
+/// The largest number of clients.
+pub static MAX_CLIENTS: Setting = setting(
+    "max-clients",
+    "network.rdma.max_connections",
+    Kind::Number { min: 1, max: CLIENTS_MAX as i64 },
+    "10000",
+    "Maximum number of sessions; further clients are rejected with an error. The engine's own \
+     `maxclients` counts the module's sessions too.",
+)
+.of(SERVING)
+.takes_effect(TakesEffect::AtOnce)
+.memory("`rx-size-max` for each client of Valkey Over RDMA, within `receive-reserve`");
+
+/// The first window of a client.
+pub static RX_SIZE: Setting = setting(
+    "rx-size",
+    "network.rdma.rx_size",
+    Kind::Size { min: WINDOW_MIN, max: CHUNK },
+    "64kb",
+    "Window that a client of Valkey Over RDMA writes to at first; pinned while it is connected. \
+     64kb, 512kb and 2mb waste nothing.",
+)
+.of(SERVING)
+.takes_effect(TakesEffect::ForNewClients)
+.memory("this much for each client of Valkey Over RDMA");
+
+/// The largest window of a client.
+pub static RX_SIZE_MAX: Setting = setting(
+    "rx-size-max",
+    "network.rdma.rx_size_max",
+    Kind::Size { min: WINDOW_MIN, max: CHUNK },
+    "2mb",
+    "Largest window, for clients that fill theirs in one or two writes; less for each when there \
+     are many. A value below `rx-size` counts as `rx-size`.",
+)
+.of(SERVING)
+.takes_effect(TakesEffect::ForNewClients)
+.memory("this much for each client of Valkey Over RDMA, within `receive-reserve`");
+
+/// Whether devices without isolated windows serve clients.
+pub static SHARED_WINDOWS: Setting = setting(
+    "rdma-shared-windows",
+    "network.rdma.shared_windows",
+    Kind::Switch,
+    "no",
+    "For devices without memory windows of type 2. `no`: clients of Valkey Over RDMA are rejected \
+     there. `yes`: they are served, and a client that finds another's key can write commands in \
+     its name.",
+)
+.of(SERVING);
+
+/// Whether clients of other hosts need a password.
+pub static PROTECTED_MODE: Setting = setting(
+    "protected-mode",
+    "",
+    Kind::Switch,
+    "yes",
+    "Reject clients of other hosts, and all over RDMA, while the engine asks for no password. To \
+     the engine, clients of the gateway seem to come from this host.",
+)
+.of(&[Program::Gateway]);
+
+/// How long the gateway waits for its sessions.
+pub static DRAIN: Setting = setting(
+    "drain",
+    "",
+    Kind::Time {
+        bare: Some(Unit::Seconds),
+        min: Duration::from_millis(100),
+        max: Duration::from_secs(86_400),
+    },
+    "5s",
+    "Time for sessions to receive outstanding replies after SIGTERM or SIGINT.",
+)
+.of(&[Program::Gateway]);
+
+/// Whether commands run inside the engine.
+pub static CALL_PATH: Setting = setting(
+    "call-path",
+    "network.rdma.call_path",
+    Kind::Switch,
+    "yes",
+    "`yes`: sessions run on the engine's main thread, and data commands run in-process. `no`: all \
+     commands use the proxy path.",
+)
+.of(MODULE);
+
+/// Whether a thread of the module drives the devices.
+pub static POLLER_THREAD: Setting = setting(
+    "poller-thread",
+    "network.rdma.poller_thread",
+    Kind::Switch,
+    "no",
+    "`yes`: a thread of the module drives the devices, and the main thread only runs sessions. \
+     Worth it only with a CPU of its own.",
+)
+.of(MODULE);
+
+/// How long sessions may use the engine's event loop.
+pub static SLICE_US: Setting = setting(
+    "slice-us",
+    "network.rdma.slice_us",
+    Kind::Time {
+        bare: Some(Unit::Microseconds),
+        min: Duration::from_micros(50),
+        max: Duration::from_secs(1),
+    },
+    "500us",
+    "Event-loop slice: how long sessions may use the engine's event loop before its other clients \
+     are served. Lower: less latency for those clients. Higher: more throughput over RDMA.",
+)
+.of(MODULE)
+.takes_effect(TakesEffect::AtOnce);
+
+/// Whether each connection is logged.
+pub static TRACE_VERBOSE: Setting = setting(
+    "trace-verbose",
+    "network.rdma.trace_verbose",
+    Kind::Switch,
+    "no",
+    "Log each RDMA connection: its peer, device, port, GID, queue pair number and MTU.",
+)
+.aliases(&[alias("rdma_trace_verbose", AliasForm::Same)]);

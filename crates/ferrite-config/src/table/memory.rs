@@ -1,0 +1,123 @@
+//! Registered memory.
+
+use super::{CHUNK, alias, setting};
+use crate::setting::{AliasForm, Kind, Setting};
+
+pub(super) const SETTINGS: &[&Setting] = &[
+    &MEMORY_POOL_INITIAL,
+    &MEMORY_POOL_INCREASE,
+    &MEMORY_POOL_MAX,
+    &RECEIVE_RESERVE,
+    &MEMORY_POOL_MAX_REGIONS,
+    &MAX_MR_SIZE,
+    &MEMORY_POOL_BUCKETS,
+    &THREAD_CACHE_BLOCKS,
+    &HUGE_PAGES,
+    &PIN_MEMORY,
+];
+
+/// The largest amount of memory of a pool that the table allows.
+const POOL_MAX: u64 = 1 << 40;
+
+/// Registered at start.
+pub static MEMORY_POOL_INITIAL: Setting = setting(
+    "memory-pool-initial",
+    "network.rdma.memory_pool_initial",
+    Kind::Size { min: 0, max: POOL_MAX },
+    "4mb",
+    "Memory to register at start, for sends and receives together. Rounded up to 2mb.",
+)
+.memory("this much for each device, from the start")
+.aliases(&[alias("rdma_memory_pool_initial_size_mb", AliasForm::Mebibytes)]);
+
+/// Registered at a time.
+pub static MEMORY_POOL_INCREASE: Setting = setting(
+    "memory-pool-increase",
+    "network.rdma.memory_pool_increase",
+    Kind::Size { min: 1, max: POOL_MAX },
+    "4mb",
+    "Memory to register at a time when the pool is exhausted. Rounded up to 2mb.",
+)
+.aliases(&[alias("rdma_memory_pool_increase_size_mb", AliasForm::Mebibytes)]);
+
+/// The most that is registered.
+pub static MEMORY_POOL_MAX: Setting = setting(
+    "memory-pool-max",
+    "network.rdma.memory_pool_max",
+    Kind::Size { min: 2 * CHUNK, max: POOL_MAX },
+    "1gb",
+    "The most memory that is ever registered, of all devices together.",
+)
+.memory("this much");
+
+/// The part for receives.
+pub static RECEIVE_RESERVE: Setting = setting(
+    "receive-reserve",
+    "network.rdma.receive_reserve",
+    Kind::Size { min: CHUNK, max: POOL_MAX },
+    "512mb",
+    "The part of `memory-pool-max` that only receives and windows may use; sends have the rest.",
+)
+.memory("part of `memory-pool-max`");
+
+/// The most regions.
+pub static MEMORY_POOL_MAX_REGIONS: Setting = setting(
+    "memory-pool-max-regions",
+    "network.rdma.memory_pool_max_regions",
+    Kind::Number { min: 2, max: 1_000_000 },
+    "1024",
+    "Maximum number of registered regions of the pool. When they are used up, it does not grow.",
+)
+.memory("this many times `memory-pool-increase`, within `memory-pool-max`")
+.aliases(&[alias("rdma_memory_pool_max_regions", AliasForm::Same)]);
+
+/// The largest region.
+pub static MAX_MR_SIZE: Setting = setting(
+    "max-mr-size",
+    "network.rdma.max_mr_size",
+    Kind::Size { min: CHUNK, max: POOL_MAX },
+    "1gb",
+    "Maximum size of one registered region. A larger amount is registered in several regions.",
+);
+
+/// Shards of the cache.
+pub static MEMORY_POOL_BUCKETS: Setting = setting(
+    "memory-pool-buckets",
+    "network.rdma.memory_pool_buckets",
+    Kind::Number { min: 0, max: 64 },
+    "0",
+    "Caches of free buffers, each with its own lock; a thread always uses the same one. 0: one \
+     for each CPU.",
+)
+.memory("256 KiB for each, size of buffer and purpose")
+.aliases(&[alias("rdma_memory_pool_buckets", AliasForm::Same)]);
+
+/// Blocks in a cache.
+pub static THREAD_CACHE_BLOCKS: Setting = setting(
+    "thread-cache-blocks",
+    "network.rdma.thread_cache_blocks",
+    Kind::Number { min: 0, max: 1_000_000 },
+    "128",
+    "Maximum number of free buffers, of one size and purpose, in each of these caches; at most \
+     256 KiB.",
+)
+.aliases(&[alias("rdma_memory_pool_tls_cache_num", AliasForm::Same)]);
+
+/// Whether to use huge pages.
+pub static HUGE_PAGES: Setting = setting(
+    "huge-pages",
+    "network.rdma.huge_pages",
+    Kind::Switch,
+    "no",
+    "Use pages of 2 MiB: from the host's reserve (`vm.nr_hugepages`), or else merged by the kernel.",
+);
+
+/// Whether memory is pinned. It always is.
+pub static PIN_MEMORY: Setting = setting(
+    "pin-memory",
+    "network.rdma.pin_memory",
+    Kind::Switch,
+    "yes",
+    "Registered memory is always pinned, because a device accesses it. `no` is refused: use \
+     `rdma forbid`, which registers none.",
+);

@@ -1,0 +1,258 @@
+//! Addresses, devices, and whether RDMA may be used.
+
+use std::net::{IpAddr, SocketAddr};
+use std::time::Duration;
+
+use super::{MODULE, setting};
+use crate::setting::{Kind, Program, Setting};
+use crate::time::Unit;
+
+pub(super) const SETTINGS: &[&Setting] = &[
+    &RDMA,
+    &RDMA_ENABLED,
+    &RDMA_FALLBACK,
+    &RDMA_BIND,
+    &RDMA_PORT,
+    &LISTEN,
+    &RELAY_LISTEN,
+    &TO,
+    &LOCAL,
+    &ALLOW_CLEAR_TEXT,
+    &ENGINE,
+    &RDMA_DEVICE,
+    &RDMA_DEVICE_PORT,
+    &RDMA_GID_INDEX,
+    &CONNECTION_TIMEOUT,
+    &CONNECTION_RETRIES,
+    &RETRY_DELAY,
+];
+
+/// Whether links may use RDMA.
+// Not in [network]: `network.rdma` is a table.
+pub static RDMA: Setting = setting(
+    "rdma",
+    "server.rdma",
+    Kind::Choice(&["prefer", "require", "forbid"]),
+    "prefer",
+    "Whether RDMA may, must or must not be used. `prefer` uses TCP where RDMA does not work, and \
+     says so. `require` does not start without RDMA and serves no TCP. `forbid` uses TCP only; \
+     `ferrite server` then starts the engine without the module.",
+);
+
+/// Another spelling of [`RDMA`].
+pub static RDMA_ENABLED: Setting = setting(
+    "rdma-enabled",
+    "network.rdma_enabled",
+    Kind::Switch,
+    "",
+    "`no` means `rdma forbid`. `yes` allows RDMA, as `rdma` and `rdma-fallback` say.",
+)
+.not_in_config();
+
+/// Another spelling of [`RDMA`].
+pub static RDMA_FALLBACK: Setting = setting(
+    "rdma-fallback",
+    "network.rdma_fallback",
+    Kind::Choice(&["tcp", "none"]),
+    "",
+    "`tcp` means `rdma prefer`, `none` means `rdma require`.",
+)
+.not_in_config();
+
+/// The module's addresses.
+pub static RDMA_BIND: Setting = setting(
+    "rdma-bind",
+    "",
+    Kind::Text(addresses),
+    "auto",
+    "Addresses of this host to listen on, separated by commas; 0.0.0.0 and :: mean all. `auto`: \
+     the addresses on which the engine listens. A loopback address takes TCP only.",
+)
+.of(&[Program::Module]);
+
+/// The module's port.
+pub static RDMA_PORT: Setting = setting(
+    "rdma-port",
+    "",
+    Kind::Number { min: 1, max: 65_535 },
+    "6380",
+    "Port for clients, over RDMA and, unless `rdma require`, over TCP.",
+)
+.of(&[Program::Module]);
+
+/// The gateway's address, and the module's under the server.
+pub static LISTEN: Setting = setting(
+    "listen",
+    "network.rdma_listen",
+    Kind::Text(address_or_name),
+    "",
+    "Address for clients, with an optional port (6380 by default); IPv6 in brackets. \
+     `ferrite server` passes it on as `rdma-bind` and `rdma-port`; without it the module listens \
+     where the engine does.",
+)
+.of(&[Program::Gateway, Program::Server])
+.default_in_program(&[(Program::Gateway, "0.0.0.0")]);
+
+/// The relay's address.
+pub static RELAY_LISTEN: Setting = setting(
+    "listen",
+    "",
+    Kind::Text(address_or_name),
+    "127.0.0.1",
+    "Address for clients of the relay over TCP, with an optional port (6379 by default).",
+)
+.of(&[Program::Relay]);
+
+/// The relay's server.
+pub static TO: Setting = setting(
+    "to",
+    "",
+    Kind::Text(address_or_name),
+    "",
+    "The server's address, with an optional port (6380 by default). Required.",
+)
+.of(&[Program::Relay]);
+
+/// The relay's own address.
+pub static LOCAL: Setting = setting(
+    "local",
+    "",
+    Kind::Text(address_or_name),
+    "",
+    "Connect from this local address, and so over its device.",
+)
+.of(&[Program::Relay]);
+
+/// Whether to listen beside an engine that serves TLS only.
+pub static ALLOW_CLEAR_TEXT: Setting = setting(
+    "allow-clear-text",
+    "network.allow_clear_text",
+    Kind::Switch,
+    "no",
+    "`yes`: listen even if the engine serves TLS only (`port 0` and a `tls-port`). Neither RDMA \
+     nor TCP on this port is encrypted. Such an engine also needs a `unixsocket`.",
+)
+.of(MODULE);
+
+/// The engine's socket.
+pub static ENGINE: Setting = setting(
+    "engine",
+    "",
+    Kind::Text(engine),
+    "auto",
+    "The engine's own socket: `unix:/PATH` or `HOST:PORT`. In the module, `auto` asks the engine's \
+     CONFIG; set it if CONFIG is renamed.",
+)
+.of(&[Program::Module, Program::Gateway])
+.default_in_program(&[(Program::Gateway, "127.0.0.1:6379")]);
+
+/// The devices.
+pub static RDMA_DEVICE: Setting = setting(
+    "rdma-device",
+    "network.rdma_device",
+    Kind::List,
+    "",
+    "RDMA devices to use, separated by commas (`ferrite devices` lists them). Unset: the devices \
+     that have an address to listen on, or all.",
+)
+.memory("36 MiB for each device");
+
+/// The port of the device.
+pub static RDMA_DEVICE_PORT: Setting = setting(
+    "rdma-device-port",
+    "network.rdma_port",
+    Kind::Number { min: 0, max: 254 },
+    "0",
+    "Physical port of the devices to use, counted from 1; links on other ports use TCP. 0: every \
+     port whose address is used. (The port for clients is `rdma-port` or `listen`.)",
+);
+
+/// The index of the GID.
+pub static RDMA_GID_INDEX: Setting = setting(
+    "rdma-gid-index",
+    "network.rdma_gid_index",
+    Kind::Number { min: -1, max: 254 },
+    "-1",
+    "Entry of the port's GID table to use (`ferrite devices` lists them); links with another \
+     local address use TCP. -1: the entry of the local address, RoCE v2 if there is one.",
+);
+
+/// How long a handshake may take.
+pub static CONNECTION_TIMEOUT: Setting = setting(
+    "connection-timeout-ms",
+    "network.rdma.connection_timeout_ms",
+    Kind::Time {
+        bare: Some(Unit::Milliseconds),
+        min: Duration::from_millis(1),
+        max: Duration::from_secs(600),
+    },
+    "5s",
+    "Maximum duration of a handshake, of accepted and of outgoing connections.",
+);
+
+/// Retries before TCP is used.
+pub static CONNECTION_RETRIES: Setting = setting(
+    "connection-retries",
+    "network.rdma.connection_retries",
+    Kind::Number { min: 0, max: 1000 },
+    "0",
+    "Retries over RDMA before TCP is used instead. A program that accepts clients retries to open \
+     its devices when it starts; one that connects retries each connection.",
+);
+
+/// Delay before each retry.
+pub static RETRY_DELAY: Setting = setting(
+    "retry-delay-ms",
+    "network.rdma.retry_delay_ms",
+    Kind::Time {
+        bare: Some(Unit::Milliseconds),
+        min: Duration::from_millis(1),
+        max: Duration::from_secs(600),
+    },
+    "1s",
+    "Delay before each of these retries.",
+);
+
+fn addresses(text: &str) -> Result<(), &'static str> {
+    let mut words = text.split([',', ' ']).filter(|word| !word.is_empty()).peekable();
+    let is_valid = text == "auto"
+        || words.peek().is_some() && words.all(|word| word.parse::<IpAddr>().is_ok());
+    let expected = "auto (where the engine listens), or IP addresses of this host separated by \
+                    commas, or 0.0.0.0 or :: for all";
+    if is_valid { Ok(()) } else { Err(expected) }
+}
+
+/// Parses an IP address with an optional port; the default is [`super::CLIENT_PORT`].
+#[must_use]
+pub fn ip_and_port(text: &str) -> Option<SocketAddr> {
+    let raw = text.strip_prefix('[').and_then(|text| text.strip_suffix(']')).unwrap_or(text);
+    let with_port = || text.parse::<SocketAddr>().ok().filter(|address| address.port() != 0);
+    let without = raw.parse::<IpAddr>().ok().map(|ip| SocketAddr::new(ip, super::CLIENT_PORT));
+    without.or_else(with_port)
+}
+
+/// Accepts an address with an optional port. A name is resolved when the program starts, and the
+/// system chooses a port for 0.
+fn address_or_name(text: &str) -> Result<(), &'static str> {
+    let (name, port) = text.split_once(':').unwrap_or((text, "1"));
+    let is_name = !name.is_empty()
+        && name.chars().all(|c| c.is_ascii_alphanumeric() || "-._".contains(c))
+        && name.contains(|c: char| c.is_ascii_alphabetic());
+    let is_name = is_name && port.parse::<u16>().is_ok();
+    match ip_and_port(text).is_some() || text.parse::<SocketAddr>().is_ok() || is_name {
+        true => Ok(()),
+        false => Err("an IP address or a name, with an optional port: 192.0.2.1 or [::]:6380"),
+    }
+}
+
+fn engine(text: &str) -> Result<(), &'static str> {
+    let is_socket = |text: &str| {
+        let port = text.rsplit_once(':').filter(|(host, _)| !host.is_empty());
+        port.is_some_and(|(_, port)| port.parse::<u16>().is_ok_and(|port| port != 0))
+    };
+    let is_valid = match text.strip_prefix("unix:") {
+        Some(path) => !path.is_empty(),
+        None => text == "auto" || text.starts_with('/') || is_socket(text),
+    };
+    if is_valid { Ok(()) } else { Err("auto, unix:/PATH or HOST:PORT") }
+}

@@ -1,0 +1,162 @@
+//! Queues of the devices, and how completions are polled.
+
+use std::time::Duration;
+
+use super::{CHUNK, alias, setting};
+use crate::setting::{AliasForm, Kind, Program, Setting, TakesEffect};
+use crate::time::Unit;
+
+pub(super) const SETTINGS: &[&Setting] = &[
+    &SEND_QUEUE_DEPTH,
+    &RECV_QUEUE_DEPTH,
+    &RECV_BUFFER_SIZE,
+    &RECV_BUFFER_POOL_SIZE,
+    &CQ_SIZE,
+    &POLL_BATCH,
+    &INLINE_THRESHOLD,
+    &PREPARED_QP_COUNT,
+    &RECV_ZEROCOPY,
+    &ZEROCOPY_MIN_SIZE,
+    &BUSY_POLL_US,
+    &ADAPTIVE_POLLING,
+];
+
+/// Requests of a link at the device.
+pub static SEND_QUEUE_DEPTH: Setting = setting(
+    "send-queue-depth",
+    "network.rdma.send_queue_depth",
+    Kind::Number { min: 16, max: 32_768 },
+    "128",
+    "Maximum number of requests of a link that are posted to the device, and so the size of every \
+     queue pair. The device's own limit applies.",
+)
+.memory("64 to 256 bytes for each entry and link, in the device's queues")
+.aliases(&[
+    alias("rdma_sq_size", AliasForm::Same),
+    alias("rdma_prepared_qp_size", AliasForm::Same),
+]);
+
+/// Posted receives of a device.
+pub static RECV_QUEUE_DEPTH: Setting = setting(
+    "recv-queue-depth",
+    "network.rdma.recv_queue_depth",
+    Kind::Number { min: 16, max: 65_536 },
+    "512",
+    "Number of posted receives of a device, shared by all its links. With several devices each \
+     has its share, at least 64.",
+)
+.default_in_program(&[(Program::Relay, "64")])
+.memory("this many times `recv-buffer-size` for each device")
+.aliases(&[alias("rdma_rq_size", AliasForm::Same)]);
+
+/// The size of a receive.
+pub static RECV_BUFFER_SIZE: Setting = setting(
+    "recv-buffer-size",
+    "network.rdma.recv_buffer_size",
+    Kind::Size { min: 256, max: CHUNK },
+    "64kb",
+    "Size of a receive, and so of the largest frame that Ferrite peers may send. 8kb, 64kb and 2mb \
+     fill their memory blocks exactly.",
+)
+.memory("`recv-queue-depth` times this for each device")
+.aliases(&[alias(
+    "rdma_recv_block_type",
+    AliasForm::Words(&[("default", "8kb"), ("large", "64kb"), ("huge", "2mb")]),
+)]);
+
+/// Receive buffers that exist from the start.
+pub static RECV_BUFFER_POOL_SIZE: Setting = setting(
+    "recv-buffer-pool-size",
+    "network.rdma.recv_buffer_pool_size",
+    Kind::Number { min: 0, max: 1_000_000 },
+    "0",
+    "Receive buffers to register at start and to keep. 0: as many as receives are posted; more \
+     are registered when they are needed.",
+)
+.memory("this many times `recv-buffer-size`");
+
+/// Entries of a completion queue.
+pub static CQ_SIZE: Setting = setting(
+    "cq-size",
+    "network.rdma.cq_size",
+    Kind::Number { min: 64, max: 4_194_304 },
+    "16384",
+    "Entries of a device's completion queue. It limits the requests in flight of all links \
+     together. The device's own limit applies.",
+)
+.memory("64 to 128 bytes for each entry and device");
+
+/// Completions to take at a time.
+pub static POLL_BATCH: Setting = setting(
+    "poll-batch",
+    "network.rdma.poll_batch",
+    Kind::Number { min: 1, max: 4096 },
+    "32",
+    "Maximum number of completions to take from the device at a time.",
+)
+.aliases(&[alias("rdma_cqe_poll_once", AliasForm::Same)]);
+
+/// The largest payload that is sent with its request.
+pub static INLINE_THRESHOLD: Setting = setting(
+    "inline-threshold",
+    "network.rdma.inline_threshold",
+    Kind::Size { min: 0, max: 4096 },
+    "220",
+    "Payloads up to this size are sent inline, within the request, if the device supports it.",
+)
+.memory("this much for each entry of a send queue");
+
+/// Queue pairs that are created in advance.
+pub static PREPARED_QP_COUNT: Setting = setting(
+    "prepared-qp-count",
+    "network.rdma.prepared_qp_count",
+    Kind::Number { min: 0, max: 16_384 },
+    "0",
+    "Queue pairs that each device creates in advance, so that a new connection need not wait for \
+     its own. Used ones are replaced.",
+)
+.memory("`send-queue-depth` requests for each")
+.aliases(&[alias("rdma_prepared_qp_cnt", AliasForm::Same)]);
+
+/// Whether receives are handed on without a copy.
+pub static RECV_ZEROCOPY: Setting = setting(
+    "recv-zerocopy",
+    "network.rdma.recv_zerocopy",
+    Kind::Switch,
+    "yes",
+    "`yes`: a received message of at least `zerocopy-min-size` is handed on in its receive \
+     buffer. `no`: every message is copied, and its receive buffer is free at once.",
+)
+.aliases(&[alias("rdma_recv_zerocopy", AliasForm::Same)]);
+
+/// The smallest message that is handed on without a copy.
+pub static ZEROCOPY_MIN_SIZE: Setting = setting(
+    "zerocopy-min-size",
+    "network.rdma.zerocopy_min_size",
+    Kind::Size { min: 0, max: CHUNK },
+    "0",
+    "Received messages below this size are copied, because a small message would hold a whole \
+     receive buffer for as long as it is used.",
+)
+.aliases(&[alias("rdma_zerocopy_min_size", AliasForm::Same)]);
+
+/// How long to poll before sleeping.
+pub static BUSY_POLL_US: Setting = setting(
+    "busy-poll-us",
+    "network.rdma.busy_poll_us",
+    Kind::Time { bare: Some(Unit::Microseconds), min: Duration::ZERO, max: Duration::from_secs(1) },
+    "0us",
+    "Busy-poll for completions for this long before sleeping: less latency for more CPU. In the \
+     module without `poller-thread` the engine's other clients wait as long.",
+)
+.takes_effect(TakesEffect::AtOnce);
+
+/// Whether busy-polling depends on traffic.
+pub static ADAPTIVE_POLLING: Setting = setting(
+    "adaptive-polling",
+    "network.rdma.adaptive_polling",
+    Kind::Switch,
+    "yes",
+    "`yes`: busy-poll only while that pays: after a poll that found nothing, sleep at once, until \
+     something arrives within `busy-poll-us` of falling asleep. `no`: busy-poll before every sleep.",
+);

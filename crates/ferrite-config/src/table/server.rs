@@ -1,0 +1,197 @@
+//! The engine that `ferrite server` runs.
+
+use std::time::Duration;
+
+use super::{SERVER, setting};
+use crate::setting::{Kind, Setting};
+
+pub(super) const SETTINGS: &[&Setting] = &[
+    &ENGINE_PROGRAM,
+    &MODULE_FILE,
+    &ENGINE_CONFIG,
+    &DATA_DIR,
+    &RUNTIME_DIR,
+    &UNIX_SOCKET,
+    &RESTART,
+    &RESTART_DELAY,
+    &RESTART_LIMIT,
+    &STARTUP_TIMEOUT,
+    &SHUTDOWN_TIMEOUT,
+    &BIND,
+    &PORT,
+    &REPLICATION_TRANSPORT,
+    &CLUSTER_ENABLED,
+    &CLUSTER_TRANSPORT,
+];
+
+/// From a millisecond to a week. A longer time is probably a mistake.
+const TIME: Kind =
+    Kind::Time { bare: None, min: Duration::from_millis(1), max: Duration::from_secs(7 * 86_400) };
+const PATH: Kind = Kind::Text(path);
+
+/// The engine.
+pub static ENGINE_PROGRAM: Setting = setting(
+    "engine-program",
+    "server.engine",
+    PATH,
+    "auto",
+    "The engine: a name, a path, or `auto` (`valkey-server`, then `redis-server`, in PATH).",
+)
+.of(SERVER);
+
+/// The module.
+pub static MODULE_FILE: Setting = setting(
+    "module-file",
+    "server.module",
+    PATH,
+    "auto",
+    "The module: a path, or `auto` (`ferrite.so` beside the `ferrite` program, then in \
+     `../lib/ferrite`).",
+)
+.of(SERVER);
+
+/// The engine's own configuration.
+pub static ENGINE_CONFIG: Setting = setting(
+    "engine-config",
+    "server.engine_config",
+    PATH,
+    "",
+    "A configuration file of the engine to start from. Other settings override it.",
+)
+.of(SERVER);
+
+/// The engine's data.
+pub static DATA_DIR: Setting = setting(
+    "data-dir",
+    "server.data_dir",
+    PATH,
+    "",
+    "The engine's data directory. Unset: as its configuration says, or the current directory.",
+)
+.of(SERVER);
+
+/// The directory of the Unix socket.
+pub static RUNTIME_DIR: Setting = setting(
+    "runtime-dir",
+    "server.runtime_dir",
+    PATH,
+    "",
+    "The directory of the engine's Unix socket. Unset: RUNTIME_DIRECTORY, or a private directory \
+     in XDG_RUNTIME_DIR or /tmp.",
+)
+.of(SERVER);
+
+/// The Unix socket.
+pub static UNIX_SOCKET: Setting = setting(
+    "unix-socket",
+    "server.unix_socket",
+    PATH,
+    "",
+    "The path of the Unix socket itself, up to 107 bytes. Unset: in the runtime directory.",
+)
+.of(SERVER);
+
+/// What to do when the engine fails.
+pub static RESTART: Setting = setting(
+    "restart",
+    "server.restart",
+    Kind::Choice(&["no", "on-failure"]),
+    "no",
+    "Whether to start an engine again that was ready and failed.",
+)
+.of(SERVER);
+
+/// The first delay.
+pub static RESTART_DELAY: Setting = setting(
+    "restart-delay",
+    "server.restart_delay",
+    TIME,
+    "1s",
+    "Delay before the first restart; doubles each time, up to 30 s.",
+)
+.of(SERVER);
+
+/// The most restarts.
+pub static RESTART_LIMIT: Setting = setting(
+    "restart-limit",
+    "server.restart_limit",
+    Kind::Number { min: 0, max: 1_000_000 },
+    "5",
+    "Restarts in a row, none of which ran for a minute, before `ferrite server` gives up.",
+)
+.of(SERVER);
+
+/// How long a start may take.
+pub static STARTUP_TIMEOUT: Setting = setting(
+    "startup-timeout",
+    "server.startup_timeout",
+    TIME,
+    "60s",
+    "How long the engine may give no answer before it is ready. Time to load data does not count.",
+)
+.of(SERVER);
+
+/// How long a shutdown may take.
+// Saving a large dataset takes minutes; a kill during that time loses data.
+pub static SHUTDOWN_TIMEOUT: Setting = setting(
+    "shutdown-timeout",
+    "server.shutdown_timeout",
+    TIME,
+    "5m",
+    "How long the engine may take to save and end before it is killed and unsaved data is lost.",
+)
+.of(SERVER);
+
+/// The engine's own addresses.
+pub static BIND: Setting = setting(
+    "bind",
+    "network.bind",
+    Kind::List,
+    "",
+    "The engine's own addresses for TCP. Unset: as its configuration says.",
+)
+.of(SERVER);
+
+/// The engine's own port.
+pub static PORT: Setting = setting(
+    "port",
+    "network.port",
+    Kind::Number { min: 0, max: 65_535 },
+    "",
+    "The engine's own port for TCP. Unset: as its configuration says.",
+)
+.of(SERVER);
+
+/// How replicas connect.
+pub static REPLICATION_TRANSPORT: Setting = setting(
+    "replication-transport",
+    "replication.transport",
+    Kind::Choice(&["tcp"]),
+    "tcp",
+    "Replication uses TCP only; any other value is an error.",
+)
+.of(SERVER);
+
+/// The engine's cluster mode.
+pub static CLUSTER_ENABLED: Setting = setting(
+    "cluster-enabled",
+    "cluster.enabled",
+    Kind::Switch,
+    "no",
+    "The engine's own `cluster-enabled`.",
+)
+.of(SERVER);
+
+/// How nodes of a cluster connect.
+pub static CLUSTER_TRANSPORT: Setting = setting(
+    "cluster-transport",
+    "cluster.transport",
+    Kind::Choice(&["tcp"]),
+    "tcp",
+    "The cluster bus and slot migration use TCP only; any other value is an error.",
+)
+.of(SERVER);
+
+fn path(text: &str) -> Result<(), &'static str> {
+    if text.is_empty() || text == "\0" { Err("a path") } else { Ok(()) }
+}

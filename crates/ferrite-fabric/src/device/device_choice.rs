@@ -1,0 +1,68 @@
+//! Which port of a device, and which entry of its GID table, links may use.
+
+use std::net::IpAddr;
+
+use ferrite_verbs::{Context, GidEntry, Port};
+
+use super::shared_device::SharedDevice;
+use crate::config::Config;
+use crate::error::{Error, ErrorKind};
+
+/// The settings `device_port` and `gid_index`. `None`: any.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct DeviceChoice {
+    port: Option<u8>,
+    gid_index: Option<u32>,
+}
+
+impl DeviceChoice {
+    pub(crate) fn new(config: &Config) -> Self {
+        Self { port: config.device_port, gid_index: config.gid_index }
+    }
+
+    /// Returns the port to use.
+    pub(crate) fn port(self, context: &Context) -> Result<Port, ferrite_verbs::Error> {
+        match self.port {
+            Some(number) => context.port(number),
+            None => context.active_port(),
+        }
+    }
+
+    /// Returns whether links on `port` may use this entry.
+    pub(crate) fn allows(self, entry: &GidEntry, port: u8) -> bool {
+        entry.port == port && self.gid_index.is_none_or(|index| index == entry.index)
+    }
+
+    /// Checks a path that the connection manager has chosen.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unreachable`] if it is on another port, or has an address of another entry.
+    pub(crate) fn check(
+        self,
+        device: &SharedDevice,
+        port: u8,
+        local: Option<IpAddr>,
+    ) -> Result<(), Error> {
+        let wrong = |what: String| Err(Error::new(ErrorKind::Unreachable, what));
+        let name = &device.name;
+        if let Some(only) = self.port.filter(|only| *only != port) {
+            return wrong(format!(
+                "the address belongs to port {port} of {name}, but only port {only} may be used"
+            ));
+        }
+        let Some(index) = self.gid_index else { return Ok(()) };
+        let gids = device.context().and_then(|context| context.gids().ok()).unwrap_or_default();
+        let entry = gids.iter().find(|entry| entry.port == port && entry.index == index);
+        match (entry, local.map(|local| local.to_canonical())) {
+            (None, _) => wrong(format!("port {port} of {name} has no GID with index {index}")),
+            (_, None) => Ok(()),
+            // A listener on all addresses: each connection is checked.
+            (_, Some(local)) if local.is_unspecified() => Ok(()),
+            (Some(entry), Some(local)) if entry.gid.ip().to_canonical() == local => Ok(()),
+            (Some(entry), Some(local)) => wrong(format!(
+                "{local} is not the address of GID index {index} of {name}, which is {}",
+                entry.gid.ip()
+            )),
+        }
+    }
+}

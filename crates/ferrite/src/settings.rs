@@ -1,0 +1,243 @@
+//! The flags of a command that come from the table of settings, and the values that result from
+//! them, the environment and a file.
+
+use std::marker::PhantomData;
+use std::path::Path;
+
+use anyhow::{Context as _, bail};
+use clap::error::Error;
+use clap::parser::ValueSource;
+use clap::{Arg, ArgMatches, Args, Command, FromArgMatches};
+use ferrite_config::time::Unit;
+use ferrite_config::{Alias, Kind, Origin, Program, Setting, Values, file};
+
+/// A command that has settings.
+pub(crate) trait HasSettings {
+    const PROGRAM: Program;
+}
+
+/// `ferrite gateway`
+pub(crate) struct GatewayProgram;
+/// `ferrite relay`
+pub(crate) struct RelayProgram;
+
+impl HasSettings for GatewayProgram {
+    const PROGRAM: Program = Program::Gateway;
+}
+
+impl HasSettings for RelayProgram {
+    const PROGRAM: Program = Program::Relay;
+}
+
+/// The flags that were given.
+pub(crate) struct Flags<P> {
+    given: Vec<(&'static Setting, Option<&'static Alias>, String)>,
+    program: PhantomData<P>,
+}
+
+impl<P: HasSettings> Flags<P> {
+    /// Returns the values of all settings: the defaults, then the file, the environment, the flags.
+    pub(crate) fn values(&self, file: Option<&Path>) -> anyhow::Result<Values> {
+        let mut values = read(P::PROGRAM, file)?;
+        for (setting, alias, text) in &self.given {
+            let set = values.set_text(setting, *alias, text, Origin::Flag);
+            let name = alias.map_or(setting.name, |alias| alias.name);
+            set.map_err(|why| anyhow::anyhow!("--{name} {text}: {why}"))?;
+        }
+        check(&values)?;
+        Ok(values)
+    }
+}
+
+/// Reads a file and the environment.
+pub(crate) fn read(program: Program, path: Option<&Path>) -> anyhow::Result<Values> {
+    let mut values = match path {
+        None => Values::new(program),
+        Some(path) => {
+            let name = path.display();
+            let text = std::fs::read_to_string(path).with_context(|| name.to_string())?;
+            match file::read(program, &text) {
+                Ok(file) => file.values,
+                Err(problems) => bail!("{}", list(&name.to_string(), &problems)),
+            }
+        }
+    };
+    read_environment(&mut values)?;
+    Ok(values)
+}
+
+/// Sets what the environment has.
+pub(crate) fn read_environment(values: &mut Values) -> anyhow::Result<()> {
+    let variable = |name: &str| std::env::var(name).ok();
+    values.set_from_environment(variable).map_err(anyhow::Error::msg)
+}
+
+/// Checks values that may contradict each other.
+pub(crate) fn check(values: &Values) -> anyhow::Result<()> {
+    let Err(wrong) = values.check() else { return Ok(()) };
+    let wrong: Vec<_> =
+        wrong.iter().map(|(setting, why)| format!("{}: {why}", setting.name)).collect();
+    bail!("{}", wrong.join("\n"))
+}
+
+/// Formats the errors of a file, one on each line.
+pub(crate) fn list(name: &str, problems: &[file::Problem]) -> String {
+    let lines: Vec<_> = problems.iter().map(|problem| format!("{name}:{problem}")).collect();
+    lines.join("\n")
+}
+
+impl<P: HasSettings> FromArgMatches for Flags<P> {
+    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, Error> {
+        let mut given = Vec::new();
+        let mut take = |id: &'static str, setting, alias| {
+            if matches.value_source(id) == Some(ValueSource::CommandLine)
+                && let Some(text) = matches.get_one::<String>(id)
+            {
+                given.push((setting, alias, text.clone()));
+            }
+        };
+        for setting in P::PROGRAM.settings() {
+            take(setting.name, setting, None);
+            for alias in setting.aliases {
+                take(alias.name, setting, Some(alias));
+            }
+        }
+        Ok(Self { given, program: PhantomData })
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), Error> {
+        *self = Self::from_arg_matches(matches)?;
+        Ok(())
+    }
+}
+
+impl<P: HasSettings> Args for Flags<P> {
+    fn augment_args(command: Command) -> Command {
+        P::PROGRAM.settings().fold(command, |command, setting| {
+            let command = command.arg(flag(setting, P::PROGRAM));
+            setting.aliases.iter().fold(command, |command, alias| {
+                let check = move |text: &str| alias.parse(setting, text).map(|_| text.to_owned());
+                let arg = Arg::new(alias.name).long(alias.name).hide(true);
+                command.arg(arg.value_parser(check).allow_hyphen_values(true))
+            })
+        })
+    }
+
+    fn augment_args_for_update(command: Command) -> Command {
+        Self::augment_args(command)
+    }
+}
+
+/// Returns the flag of a setting, with its unit, range and default.
+fn flag(setting: &'static Setting, program: Program) -> Arg {
+    let meaning = setting.meaning.replace('`', "");
+    let first = meaning.split_inclusive(". ").next().unwrap_or_default();
+    let first = first.trim_end().trim_end_matches('.');
+    let range = match (setting.kind, setting.kind.range()) {
+        (Kind::Choice(choices), _) => format!(", of {}", choices.join(", ")),
+        (_, range) if range.is_empty() => range,
+        (_, range) => format!(", {range}"),
+    };
+    let default = match setting.default_in(program) {
+        "" => String::new(),
+        default => format!(" (default {default}{range})"),
+    };
+    let unit = match setting.kind {
+        Kind::Switch => "YES_OR_NO",
+        Kind::Number { .. } => "NUMBER",
+        Kind::Size { .. } => "SIZE",
+        Kind::Time { bare: Some(Unit::Microseconds), .. } => "MICROSECONDS",
+        Kind::Time { bare: Some(Unit::Milliseconds), .. } => "MILLISECONDS",
+        Kind::Time { bare: Some(Unit::Seconds), .. } => "SECONDS",
+        Kind::Time { bare: None, .. } => "TIME",
+        Kind::Choice(_) => "CHOICE",
+        Kind::Text(_) => "ADDRESS",
+        Kind::List => "NAMES",
+    };
+    let check = move |text: &str| setting.parse(text).map(|_| text.to_owned());
+    Arg::new(setting.name)
+        .long(setting.name)
+        .value_name(unit)
+        .help(format!("{first}{default}"))
+        .long_help(format!("{meaning}{default}"))
+        .value_parser(check)
+        .allow_hyphen_values(true)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+    use ferrite_config::table;
+
+    #[derive(Parser)]
+    struct Gateway {
+        #[command(flatten)]
+        flags: Flags<GatewayProgram>,
+    }
+
+    fn values(words: &[&str]) -> Result<Values, String> {
+        let words = std::iter::once("gateway").chain(words.iter().copied());
+        let parsed = Gateway::try_parse_from(words).map_err(|error| error.to_string())?;
+        parsed.flags.values(None).map_err(|error| error.to_string())
+    }
+
+    /// A flag with a value that the setting accepts, and that is not the default.
+    fn other_value(setting: &Setting) -> String {
+        match setting.kind {
+            Kind::Switch if setting.default == "yes" => "no".into(),
+            Kind::Switch => "yes".into(),
+            Kind::Number { min, max } => {
+                let other = if setting.default == max.to_string() { min } else { max };
+                other.to_string()
+            }
+            Kind::Size { min, .. } => min.to_string(),
+            Kind::Time { max, .. } => ferrite_config::time::format(max),
+            Kind::Choice(choices) => (*choices.last().expect("choices")).into(),
+            Kind::Text(_) => "192.0.2.1:7000".into(),
+            Kind::List => "a,b".into(),
+        }
+    }
+
+    #[test]
+    fn every_setting_and_every_alias_has_a_flag() {
+        let command = Flags::<GatewayProgram>::augment_args(Command::new("gateway"));
+        for setting in Program::Gateway.settings() {
+            let names = setting.aliases.iter().map(|alias| alias.name).chain([setting.name]);
+            for name in names {
+                let found = command.get_arguments().any(|arg| arg.get_long() == Some(name));
+                assert!(found, "--{name}");
+            }
+            let text = other_value(setting);
+            let flag = format!("--{}", setting.name);
+            let matches = Gateway::try_parse_from(["gateway", &flag, &text]);
+            let given =
+                matches.unwrap_or_else(|error| panic!("{flag} {text}: {error}")).flags.given;
+            assert!(std::ptr::eq(given[0].0, setting) && given[0].2 == text, "{flag}");
+        }
+    }
+
+    #[test]
+    fn flags_override_the_default_and_have_units() {
+        let values =
+            values(&["--rx-size", "1mb", "--rdma_sq_size", "64", "--rdma-gid-index", "-1"]);
+        let values = values.expect("valid flags");
+        assert_eq!(values.size::<u32>(&table::RX_SIZE), 1 << 20);
+        assert_eq!(values.number::<u32>(&table::SEND_QUEUE_DEPTH), 64);
+        assert_eq!(values.entry(&table::RX_SIZE).origin, Origin::Flag);
+    }
+
+    #[test]
+    fn wrong_flags_say_what_is_expected() {
+        for (words, expected) in [
+            (&["--rx-size", "3mb"][..], "expected a size from 4kb to 2mb"),
+            (&["--rdma", "maybe"], "expected prefer or require or forbid"),
+            (&["--send-queue-depth", "64", "--rdma_sq_size", "32"], "contradicts 64"),
+            (&["--rdma", "require", "--rdma-fallback", "tcp"], "contradict each other"),
+            (&["--pin-memory", "no"], "always pinned"),
+        ] {
+            let error = values(words).expect_err("an error");
+            assert!(error.contains(expected), "{words:?}: {error}");
+        }
+    }
+}
