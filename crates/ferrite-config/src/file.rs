@@ -45,7 +45,8 @@ impl fmt::Display for Problem {
     }
 }
 
-/// Reads the text of a file for a program. Settings that the file does not have keep their defaults.
+/// Reads the text of a file for a program. Settings that the file does not have keep their
+/// defaults.
 ///
 /// # Errors
 /// All errors, in the order of their lines.

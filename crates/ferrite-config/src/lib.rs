@@ -19,6 +19,8 @@
 
 #[cfg(feature = "file")]
 pub mod file;
+mod kind;
+mod lookup;
 mod nearest;
 pub mod reference;
 #[cfg(feature = "file")]
@@ -30,7 +32,9 @@ pub mod time;
 mod value;
 mod values;
 
+pub use kind::Kind;
+pub use lookup::find;
 pub use nearest::nearest;
-pub use setting::{Alias, AliasForm, Kind, Program, Setting, TakesEffect, find};
+pub use setting::{Alias, AliasForm, Program, Setting, TakesEffect};
 pub use value::Value;
 pub use values::{Contradiction, Entry, Origin, Policy, Values};

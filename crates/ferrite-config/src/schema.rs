@@ -2,7 +2,8 @@
 
 use serde_json::{Map, Value, json};
 
-use crate::setting::{AliasForm, Kind, Program, Setting};
+use crate::kind::Kind;
+use crate::setting::{AliasForm, Program, Setting};
 use crate::{Value as SettingValue, table};
 
 /// Returns the schema. Keys of other RDMA software are part of it, and marked as deprecated.

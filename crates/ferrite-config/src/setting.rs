@@ -1,9 +1,6 @@
 //! A setting: its names, its type, and where it applies.
 
-use std::time::Duration;
-
-use crate::table;
-use crate::time::Unit;
+use crate::kind::Kind;
 use crate::value::Value;
 
 /// A program that has settings.
@@ -33,47 +30,6 @@ impl Program {
             Self::Relay => "relay",
         }
     }
-
-    /// Returns the settings of this program, in the table's order.
-    pub fn settings(self) -> impl Iterator<Item = &'static Setting> {
-        table::all().filter(move |setting| setting.has(self))
-    }
-}
-
-/// The type of a setting's value.
-#[derive(Debug, Clone, Copy)]
-pub enum Kind {
-    /// `yes` or `no`; in files `true` or `false`.
-    Switch,
-    /// A whole number.
-    Number {
-        /// The smallest.
-        min: i64,
-        /// The largest.
-        max: i64,
-    },
-    /// A number of bytes, with a unit or without.
-    Size {
-        /// The smallest.
-        min: u64,
-        /// The largest.
-        max: u64,
-    },
-    /// A duration.
-    Time {
-        /// The unit of a number without one. `None`: the unit must be given.
-        bare: Option<Unit>,
-        /// The shortest.
-        min: Duration,
-        /// The longest.
-        max: Duration,
-    },
-    /// One of these words.
-    Choice(&'static [&'static str]),
-    /// A text that the function accepts; its error describes what it accepts.
-    Text(fn(&str) -> Result<(), &'static str>),
-    /// Words without spaces, separated by commas; in files also a list.
-    List,
 }
 
 /// When a new value takes effect.
@@ -208,19 +164,4 @@ impl Alias {
             },
         }
     }
-}
-
-/// Finds a program's setting by its name, by the last part of its key in the file, or by a name
-/// that other software uses for it. The latter comes with its alias.
-#[must_use]
-pub fn find(program: Program, name: &str) -> Option<(&'static Setting, Option<&'static Alias>)> {
-    let is = |known: &str| !known.is_empty() && known.eq_ignore_ascii_case(name);
-    let by_name = program.settings().find(|setting| is(setting.name));
-    let by_key = || program.settings().find(|setting| is(setting.short_key()));
-    by_name.or_else(by_key).map(|setting| (setting, None)).or_else(|| {
-        program.settings().find_map(|setting| {
-            let alias = setting.aliases.iter().find(|alias| is(alias.name));
-            alias.map(|alias| (setting, Some(alias)))
-        })
-    })
 }

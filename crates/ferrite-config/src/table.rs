@@ -9,7 +9,8 @@ mod network;
 mod queues;
 mod server;
 
-use crate::setting::{Kind, Program, Setting, TakesEffect};
+use crate::kind::Kind;
+use crate::setting::{Program, Setting, TakesEffect};
 
 pub use clients::*;
 pub use foreign::{FOREIGN, Foreign};

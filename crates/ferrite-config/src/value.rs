@@ -3,7 +3,7 @@
 use std::fmt;
 use std::time::Duration;
 
-use crate::setting::Kind;
+use crate::kind::Kind;
 use crate::{size, time};
 
 /// The value of a setting.

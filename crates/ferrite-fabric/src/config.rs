@@ -20,8 +20,8 @@ pub struct Config {
     /// Whether links use RDMA: `prefer`, `require` or `forbid`. Listeners and connects may override
     /// it. Default: `prefer`.
     pub rdma: Rdma,
-    /// The port of the devices to use; links whose address belongs to another port use TCP. Default:
-    /// any.
+    /// The port of the devices to use; links whose address belongs to another port use TCP.
+    /// Default: any.
     pub device_port: Option<u8>,
     /// The entry of the port's GID table to use; links with another local address use TCP. Default:
     /// the entry of the local address, RoCE v2 if there is one.
@@ -32,8 +32,8 @@ pub struct Config {
     /// How long to poll for completions before sleeping, in microseconds. More reduces latency and
     /// uses more CPU. Default: 50.
     pub busy_poll_us: u32,
-    /// Polls only while that pays: after a poll that found nothing, the next ones are skipped, until
-    /// something arrives within `busy_poll_us` of falling asleep. Default: false.
+    /// Polls only while that pays: after a poll that found nothing, the next ones are skipped,
+    /// until something arrives within `busy_poll_us` of falling asleep. Default: false.
     pub adaptive_polling: bool,
     /// Maximum number of completions to take at a time. Default: 32.
     pub poll_batch: usize,
@@ -65,7 +65,8 @@ pub struct Config {
     /// Payloads up to this size are sent inline, with the request, if the device supports it.
     /// Default: 220.
     pub inline_threshold: u32,
-    /// Number of queue pairs that each device creates in advance. Used ones are replaced. Default: 0.
+    /// Number of queue pairs that each device creates in advance. Used ones are replaced.
+    /// Default: 0.
     pub prepared_queue_pairs: usize,
     /// Logs each RDMA connection: its peer, device, port, queue pair and MTU. Default: false.
     pub trace_connections: bool,

@@ -1,5 +1,5 @@
-//! Every setting of other RDMA software, by its name there, and its effect on the fake provider. The
-//! module, the gateway and the relay all open their fabric in this way.
+//! Every setting of other RDMA software, by its name there, and its effect on the fake provider.
+//! The module, the gateway and the relay all open their fabric in this way.
 
 use std::cell::Cell;
 use std::future::Future;

@@ -3,7 +3,8 @@
 
 use toml::de::DeValue;
 
-use crate::setting::{Alias, AliasForm, Kind, Setting};
+use crate::kind::Kind;
+use crate::setting::{Alias, AliasForm, Setting};
 
 /// Returns the text of a value that has the right type.
 pub(super) fn of(

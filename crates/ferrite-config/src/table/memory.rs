@@ -1,7 +1,8 @@
 //! Registered memory.
 
 use super::{CHUNK, alias, setting};
-use crate::setting::{AliasForm, Kind, Setting};
+use crate::kind::Kind;
+use crate::setting::{AliasForm, Setting};
 
 pub(super) const SETTINGS: &[&Setting] = &[
     &MEMORY_POOL_INITIAL,

@@ -4,7 +4,8 @@ use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 use super::{MODULE, setting};
-use crate::setting::{Kind, Program, Setting};
+use crate::kind::Kind;
+use crate::setting::{Program, Setting};
 use crate::time::Unit;
 
 pub(super) const SETTINGS: &[&Setting] = &[

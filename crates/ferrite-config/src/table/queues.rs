@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use super::{CHUNK, alias, setting};
-use crate::setting::{AliasForm, Kind, Program, Setting, TakesEffect};
+use crate::kind::Kind;
+use crate::setting::{AliasForm, Program, Setting, TakesEffect};
 use crate::time::Unit;
 
 pub(super) const SETTINGS: &[&Setting] = &[

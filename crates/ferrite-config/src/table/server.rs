@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use super::{SERVER, setting};
-use crate::setting::{Kind, Setting};
+use crate::kind::Kind;
+use crate::setting::Setting;
 
 pub(super) const SETTINGS: &[&Setting] = &[
     &ENGINE_PROGRAM,

@@ -1,7 +1,7 @@
 //! Whether busy-polling pays: learned from what happened after the fabric last fell asleep.
 //!
-//! A poll that finds nothing costs CPU for no latency. So after one, the fabric sleeps at once, until
-//! something arrives so soon after it fell asleep that polling would have found it.
+//! A poll that finds nothing costs CPU for no latency. So after one, the fabric sleeps at once,
+//! until something arrives so soon after it fell asleep that polling would have found it.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;

@@ -170,8 +170,8 @@ impl Heap {
         lock(&self.state).free.is_empty()
     }
 
-    /// Returns how large an arena of at most `step` bytes may be without exceeding the maximum: 0 if
-    /// there may be no more arenas.
+    /// Returns how large an arena of at most `step` bytes may be without exceeding the maximum: 0
+    /// if there may be no more arenas.
     pub(in crate::mem) fn room(&self, step: usize) -> usize {
         let state = lock(&self.state);
         if state.arenas.len() >= self.max_arenas {

@@ -1,0 +1,41 @@
+//! The type of a setting's value.
+
+use std::time::Duration;
+
+use crate::time::Unit;
+
+/// The type of a setting's value.
+#[derive(Debug, Clone, Copy)]
+pub enum Kind {
+    /// `yes` or `no`; in files `true` or `false`.
+    Switch,
+    /// A whole number.
+    Number {
+        /// The smallest.
+        min: i64,
+        /// The largest.
+        max: i64,
+    },
+    /// A number of bytes, with a unit or without.
+    Size {
+        /// The smallest.
+        min: u64,
+        /// The largest.
+        max: u64,
+    },
+    /// A duration.
+    Time {
+        /// The unit of a number without one. `None`: the unit must be given.
+        bare: Option<Unit>,
+        /// The shortest.
+        min: Duration,
+        /// The longest.
+        max: Duration,
+    },
+    /// One of these words.
+    Choice(&'static [&'static str]),
+    /// A text that the function accepts; its error describes what it accepts.
+    Text(fn(&str) -> Result<(), &'static str>),
+    /// Words without spaces, separated by commas; in files also a list.
+    List,
+}
