@@ -133,6 +133,27 @@ impl Error {
         }))
     }
 
+    /// Returns the error for a message that finds no memory. That the pool cannot grow at the
+    /// moment is back-pressure, too: buffers come back.
+    pub(crate) fn no_memory(error: PoolError) -> Self {
+        let mut error = Self::from(error);
+        if error.kind() == ErrorKind::Resources
+            && let Some(inner) = Arc::get_mut(&mut error.0)
+        {
+            inner.kind = ErrorKind::Full;
+        }
+        error
+    }
+
+    /// Returns the error as the failure of a link. `Full` says that waiting helps, which it never
+    /// does when a link is down.
+    pub(crate) fn into_failure(self) -> Self {
+        match self.kind() {
+            ErrorKind::Full => Self::new(ErrorKind::LinkDown, self.to_string()),
+            _ => self,
+        }
+    }
+
     pub(crate) fn refused(peer: &str, refusal: Refusal) -> Self {
         let mut what = format!("{peer} refused: {}", refusal.code);
         if !refusal.text.is_empty() {

@@ -6,9 +6,11 @@
 mod links;
 
 use std::net::SocketAddr;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use ferrite_fabric::{Config, ConnectOptions, ErrorKind, Fabric, Link, Listener, Rdma, Transport};
+use ferrite_fabric::{
+    Config, ConnectMode, ConnectOptions, ErrorKind, Fabric, Link, Listener, Rdma, Transport,
+};
 use ferrite_testkit::free_port;
 use ferrite_verbs::fake::{DeviceSpec, World};
 use links::isolation::ForeignPeerServer;
@@ -205,4 +207,103 @@ fn falls_back_to_tcp_when_iwarp_needs_the_port() {
     world.fail_next("rdma_bind_addr", EADDRINUSE);
     let at = SocketAddr::new(fixture.hosts[0].ip, free_port());
     assert_eq!(server.listen(at).expect_err("the port is in use").kind(), ErrorKind::Misuse);
+}
+
+/// Two hosts, and what `change` made of the device of the first.
+fn two_hosts(change: impl FnOnce(&mut DeviceSpec)) -> (World, [Fabric; 2]) {
+    let world = World::new();
+    let mut first = DeviceSpec::new("fake1", "127.0.0.1".parse().expect("an address"));
+    change(&mut first);
+    world.add_device(first);
+    world.add_device(DeviceSpec::new("fake2", "127.0.0.2".parse().expect("an address")));
+    let long = Duration::from_secs(600);
+    let config =
+        Config { busy_poll_us: 0, keepalive: long, peer_timeout: long, ..Config::default() };
+    let verbs = world.verbs();
+    let fabrics = ["fake1", "fake2"].map(|name| {
+        Fabric::builder(&verbs).device(name).config(config.clone()).build().expect("a fabric")
+    });
+    (world, fabrics)
+}
+
+/// Connects the second host to the first; both are driven by threads.
+fn linked([server, client]: &[Fabric; 2]) -> (Listener, [Link; 2]) {
+    for fabric in [server, client] {
+        fabric.spawn_thread().expect("a thread");
+    }
+    let mut listener = server.listen("127.0.0.1:0".parse().expect("an address")).expect("listen");
+    let options = ConnectOptions::new()
+        .local("127.0.0.2:0".parse().expect("an address"))
+        .mode(ConnectMode::Cm)
+        .rdma(Rdma::Require);
+    let connecting = client.connect_with(listener.local_addr(), &options);
+    let (there, here) =
+        client.block_on(async { futures_util::join!(connecting, listener.accept()) });
+    (listener, [there.expect("connect"), here.expect("accept")])
+}
+
+/// A driver may fail to arm a completion queue once: `ibv_req_notify_cq` is a command of its own
+/// where the provider has no doorbell for it (`ibv_cmd_req_notify_cq` in rdma-core).
+#[test]
+fn receives_messages_when_a_completion_queue_could_not_be_armed_once() {
+    let (world, fabrics) = two_hosts(|_| {});
+    let (listener, [there, here]) = linked(&fabrics);
+    for _ in 0..10 {
+        world.fail_next("ibv_req_notify_cq", 12);
+        there.post_bytes(0, b"are you there?").expect("room in the queue");
+        let begun = Instant::now();
+        while here.try_recv().expect("the link is up").is_none() {
+            assert!(begun.elapsed() < TEST_TIMEOUT, "the message was not noticed");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+    drop((listener, there, here));
+}
+
+/// Kernels before 5.1 have no RDMA_OPTION_ID_ACK_TIMEOUT (`ucma_set_option_id` in their
+/// `drivers/infiniband/core/ucma.c` returns ENOSYS).
+#[test]
+fn sets_the_ack_timeout_on_old_kernels() {
+    let (world, fabrics) = two_hosts(|_| {});
+    (0..2).for_each(|_| world.fail_next("rdma_set_option", 38));
+    let linked = linked(&fabrics);
+    assert_eq!(world.ack_timeouts(), [Config::default().ack_timeout; 2]);
+    drop(linked);
+}
+
+/// Some devices serve no reads: `max_qp_rd_atom` is 0.
+#[test]
+fn connects_over_a_device_without_reads() {
+    let (_world, fabrics) = two_hosts(|device| device.max_reads = 0);
+    let (listener, [there, here]) = linked(&fabrics);
+    there.post_bytes(0, b"hello").expect("room in the queue");
+    let message = fabrics[0].block_on(here.recv()).expect("a message");
+    assert_eq!(message.to_vec(), b"hello");
+    drop((listener, there, here));
+}
+
+#[test]
+fn names_iwarp_devices_and_does_not_listen_on_them() {
+    let (world, [server, _client]) = two_hosts(|device| device.is_iwarp = true);
+    let error = server.absence().expect("no device is usable");
+    assert!(error.to_string().contains("fake1 is an iWARP device"), "{error}");
+    let listener = server.listen("127.0.0.1:0".parse().expect("an address")).expect("over TCP");
+    assert!(listener.absence().is_some());
+    assert_eq!(world.objects().cm_ids, 0, "nobody listens for RDMA");
+    drop(listener);
+}
+
+#[test]
+fn handles_a_storm_of_port_events_in_parts() {
+    const EVENTS: usize = 10_000;
+    let (world, [server, _client]) = two_hosts(|_| {});
+    world.change_gids("fake1", EVENTS);
+    let begun = Instant::now();
+    let mut handled = 0;
+    while handled < EVENTS {
+        let in_one_pass = server.poll();
+        assert!(in_one_pass < 200, "{in_one_pass} in one pass");
+        handled += in_one_pass;
+        assert!(begun.elapsed() < TEST_TIMEOUT, "{handled} events were handled");
+    }
 }

@@ -211,6 +211,17 @@ fn tcp_first() {
     drop((b, listener));
 }
 
+/// A device with two ports: the first is active, and the second has the address.
+#[test]
+fn upgrades_over_the_port_that_has_the_address() {
+    let devices = [spec(0), DeviceSpec { port: 2, ..spec(1) }];
+    let pair = MigratingLink::on_devices(devices, ConnectMode::TcpFirst);
+    pair.wait_until_on(Transport::Rdma);
+    let traffic = pair.traffic(5);
+    traffic.wait_for(100, TEST_TIMEOUT, "on RDMA");
+    traffic.stop();
+}
+
 /// The connect retries as often as configured, then falls back to TCP or fails.
 #[test]
 fn connect_retries_as_configured() {

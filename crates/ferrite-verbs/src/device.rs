@@ -101,6 +101,14 @@ impl Device {
         u64::from_be(unsafe { (self.verbs().ibv.ibv_get_device_guid)(self.raw()) })
     }
 
+    /// Returns whether the device speaks iWARP (RFC 5040) instead of InfiniBand's transport.
+    #[must_use]
+    pub fn is_iwarp(&self) -> bool {
+        // SAFETY: the device pointer is valid while the list is.
+        let transport = unsafe { (*self.raw()).transport_type };
+        transport == sys::ibv_transport_type::IBV_TRANSPORT_IWARP
+    }
+
     /// Returns the NUMA node of the card, if it has one.
     #[must_use]
     pub fn numa_node(&self) -> Option<u32> {

@@ -425,6 +425,13 @@ pub struct DeviceSpec {
     /// the request, whatever its own port carries (`cma_resolve_iboe_route` in the kernel's
     /// `drivers/infiniband/core/cma.c`, `cm_init_qp_rtr_attr` in `cm.c`).
     pub active_mtu: u32,
+    /// The port that has the addresses. The earlier ones are active and have none, as on a
+    /// ConnectX-3, which is one device with two ports (`mlx4_ib_query_device` in the kernel's
+    /// `drivers/infiniband/hw/mlx4/main.c` sets `phys_port_cnt`).
+    pub port: u8,
+    /// Whether `ibv_device` says that the device speaks iWARP, as those of `siw` and `irdma` do
+    /// (`decode_knode_type` in rdma-core's `libibverbs/init.c`).
+    pub is_iwarp: bool,
 }
 
 impl DeviceSpec {
@@ -455,6 +462,8 @@ impl DeviceSpec {
             hides_max_mw: false,
             refuses_silently: false,
             active_mtu: 5,
+            port: 1,
+            is_iwarp: false,
         }
     }
 }

@@ -52,6 +52,19 @@ impl Context {
         Port::query(self, number)
     }
 
+    /// Returns one port, if it is active.
+    ///
+    /// # Errors
+    /// [`Absence::PortDown`] if it is not; or there is no such port, or the device was removed.
+    pub fn active_port_numbered(&self, number: u8) -> Result<Port, Error> {
+        let port = self.port(number)?;
+        if port.is_active() {
+            return Ok(port);
+        }
+        let (device, state) = (self.device().name(), port.state.to_string());
+        Err(Absence::PortDown { device, port: number, state }.into())
+    }
+
     /// Returns the first active port.
     ///
     /// # Errors

@@ -2,7 +2,7 @@
 
 use std::net::IpAddr;
 
-use ferrite_verbs::{Context, GidEntry, Port};
+use ferrite_verbs::GidEntry;
 
 use super::shared_device::SharedDevice;
 use crate::config::Config;
@@ -20,17 +20,10 @@ impl DeviceChoice {
         Self { port: config.device_port, gid_index: config.gid_index }
     }
 
-    /// Returns the port to use.
-    pub(crate) fn port(self, context: &Context) -> Result<Port, ferrite_verbs::Error> {
-        match self.port {
-            Some(number) => context.port(number),
-            None => context.active_port(),
-        }
-    }
-
-    /// Returns whether links on `port` may use this entry.
-    pub(crate) fn allows(self, entry: &GidEntry, port: u8) -> bool {
-        entry.port == port && self.gid_index.is_none_or(|index| index == entry.index)
+    /// Returns whether links may use this entry.
+    pub(crate) fn allows(self, entry: &GidEntry) -> bool {
+        self.port.is_none_or(|port| port == entry.port)
+            && self.gid_index.is_none_or(|index| index == entry.index)
     }
 
     /// Checks a path that the connection manager has chosen.

@@ -158,8 +158,15 @@ impl DeviceObjects {
 }
 
 /// Checks that a device can do what the fabric needs. EFA has no shared receive queues: `max_srq`
-/// is 0.
+/// is 0. iWARP has no immediate data.
 fn check(context: &Context, limits: &Limits) -> Result<(), Error> {
+    if context.device().is_iwarp() {
+        let what = format!(
+            "{} is an iWARP device, which has no immediate data; Ferrite needs RoCE or InfiniBand",
+            context.device().name()
+        );
+        return Err(Error::new(ErrorKind::Absent, what));
+    }
     let receives = if limits.max_srq == 0 { 0 } else { limits.max_srq_wr };
     let least = [
         ("receives in a shared receive queue", receives, BATCH_MIN),

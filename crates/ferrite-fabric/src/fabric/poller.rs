@@ -15,7 +15,7 @@ mod revive;
 mod revoking;
 mod shrinking;
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -86,6 +86,8 @@ pub(crate) struct Poller {
     unfinished: bool,
     /// Whether the timer for another attempt to get memory is running.
     starved: bool,
+    /// Links that wait for memory.
+    starved_links: HashSet<LinkName>,
     shrinking: Shrinking,
     /// Futures to wake when the poller is unlocked.
     pub(crate) wakes: Wakes,
@@ -124,6 +126,7 @@ impl Poller {
             armed: true, // the descriptor was not checked yet
             unfinished: false,
             starved: false,
+            starved_links: HashSet::new(),
             shrinking: Shrinking::default(),
             wakes: Wakes::new(),
             now: Instant::now(),
@@ -216,6 +219,17 @@ impl Poller {
     pub(crate) fn refill_later(&mut self) {
         if !std::mem::replace(&mut self.starved, true) {
             self.timers.add(self.now + REFILL_EVERY, Timer::Refill);
+        }
+    }
+
+    /// Continues with links that waited for memory.
+    fn retry_starved_links(&mut self, shared: &Shared) {
+        for name in std::mem::take(&mut self.starved_links) {
+            let Some(link) = self.link_named(shared, name) else { continue };
+            link.with_wakes(&mut self.wakes, |state, env, wakes| {
+                state.pump(env, wakes);
+                wakes.append(&mut state.core.waiters.room);
+            });
         }
     }
 
@@ -363,13 +377,18 @@ impl Poller {
     /// Prepares for sleep: afterwards the descriptor becomes readable when there is something to
     /// do. Returns `false` if there already is.
     pub(crate) fn arm(&mut self, shared: &Shared) -> bool {
-        for objects in self.device_objects.iter_mut().flatten() {
+        let mut unarmed = false;
+        for (device, objects) in shared.devices.iter().zip(&mut self.device_objects) {
+            let Some(objects) = objects else { continue };
             // Once armed it stays armed until its event was taken. Arming it again would be a
-            // needless system call.
-            if !std::mem::replace(&mut objects.armed, true) {
-                // It fails only on a device that is gone, which has no more completions.
-                let _ = objects.cq.request_notify(false);
+            // needless system call. A device that is gone has no more completions.
+            if !objects.armed {
+                objects.armed = objects.cq.request_notify(false).is_ok();
+                unarmed |= !objects.armed && !device.is_gone();
             }
+        }
+        if unarmed {
+            self.refill_later(); // so that this is tried again soon
         }
         let found = self.reap(shared);
         let soonest = self.timers.soonest();

@@ -135,7 +135,8 @@ impl Link {
     fn copy(&self, bytes: &[u8]) -> Result<Vec<Buf>, Error> {
         const PART: usize = 2 << 20;
         let copied = bytes.chunks(PART).map(|chunk| {
-            let mut buf = self.pool().take_uncharged(chunk.len(), Purpose::Send)?;
+            let taken = self.pool().take_uncharged(chunk.len(), Purpose::Send);
+            let mut buf = taken.map_err(Error::no_memory)?;
             buf.copy_from_slice(chunk);
             Ok(buf.freeze())
         });

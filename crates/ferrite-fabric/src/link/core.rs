@@ -364,11 +364,7 @@ impl LinkCore {
         if self.failure().is_some() {
             return;
         }
-        // `Full` says that waiting helps, which it never does when a link is down.
-        let error = match error.kind() {
-            ErrorKind::Full => Error::new(ErrorKind::LinkDown, error.to_string()),
-            _ => error,
-        };
+        let error = error.into_failure();
         let tickets = &mut self.tickets;
         self.outbox.drain(|ticket, held| {
             wakes.extend(tickets.finish(ticket, outcome(Err(error.clone()), held)));

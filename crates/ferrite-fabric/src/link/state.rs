@@ -83,6 +83,9 @@ pub(crate) struct LinkState {
     pub(crate) is_announced: bool,
     /// The device refused a request of the peer.
     pub(crate) peer_was_refused: bool,
+    /// Something waits for memory, and no completion of this link brings any: the fabric calls
+    /// again after a while.
+    pub(crate) is_starved: bool,
 }
 
 impl LinkState {
@@ -104,8 +107,16 @@ impl LinkState {
     }
 
     fn with(core: LinkCore, rdma: RdmaPath, tcp: Option<TcpPath>) -> Self {
-        let (is_announced, peer_was_refused) = (false, false);
-        Self { core, rdma, next: None, tcp, raw: None, is_announced, peer_was_refused }
+        Self {
+            core,
+            rdma,
+            next: None,
+            tcp,
+            raw: None,
+            is_announced: false,
+            peer_was_refused: false,
+            is_starved: false,
+        }
     }
 
     pub(crate) fn failure(&self) -> Option<&Error> {

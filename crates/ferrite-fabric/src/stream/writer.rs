@@ -106,7 +106,12 @@ impl Writer {
             ready!(shared.poll_room(len as u64, cx.waker()))?;
             let mut buf = match self.link.pool().take_uncharged(len, Purpose::Send) {
                 Ok(buf) => buf,
-                Err(error) if error.kind() == PoolErrorKind::Exhausted => {
+                Err(error)
+                    if matches!(
+                        error.kind(),
+                        PoolErrorKind::Exhausted | PoolErrorKind::Refused
+                    ) =>
+                {
                     return self.poll_without_memory(cx, slices, total);
                 }
                 Err(error) => return Poll::Ready(Err(crate::Error::from(error).into())),
@@ -134,8 +139,8 @@ impl Writer {
         Ok(self.link.shared().send_now(CHANNEL, bytes)?)
     }
 
-    /// Handles an exhausted pool, which is not a failure: operations in progress will return
-    /// blocks.
+    /// Handles a pool that is exhausted or cannot grow at the moment, which is not a failure:
+    /// operations in progress will return blocks.
     #[cold]
     fn poll_without_memory(
         &self,
@@ -152,7 +157,7 @@ impl Writer {
         if self.send_now(slices, len)? {
             return Poll::Ready(Ok(len));
         }
-        cx.waker().wake_by_ref();
+        self.link.shared().wait_for_memory(cx.waker());
         Poll::Pending
     }
 

@@ -451,3 +451,46 @@ fn refuses_a_foreign_peer_whose_packets_are_too_large() {
     clear([server, client]);
     assert_eq!(world.objects(), Objects::default());
 }
+
+/// Devices run out of registrations for a while: mlx5 with EAGAIN or ENOMEM when its firmware has
+/// no pages (`mlx5_cmd_exec` and `give_pages` in the kernel's
+/// `drivers/net/ethernet/mellanox/mlx5`). Without inline data even a credit needs registered
+/// memory.
+#[test]
+fn keeps_links_when_memory_cannot_grow_for_a_while() {
+    for errno in [11, 12] {
+        let (world, fixture) = world(|device| device.max_inline = 0);
+        let [server, client] =
+            [0, 1].map(|host| fixture.fabric(&fixture.hosts[host], &Config::default()));
+        let mut listener = server.listen(fixture.hosts[0].any_port()).expect("listen");
+        let [there, here] = open_link(&client, &fixture.hosts[1], &server, &mut listener);
+        let mut held = Vec::new();
+        for size in [1 << 20, 256 << 10, 64 << 10, 16 << 10, 4 << 10, 1 << 10, 256, 64, 1] {
+            let take = || {
+                world.fail_next("ibv_reg_mr", errno);
+                server.buffer(size)
+            };
+            while let Ok(buf) = take() {
+                held.push(buf);
+            }
+        }
+        world.fail_next("ibv_reg_mr", errno);
+        let error = here.post_bytes(0, &[7; 300]).expect_err("there is no memory");
+        assert_eq!(error.kind(), ErrorKind::Full, "{error}");
+        (0..20).for_each(|_| world.fail_next("ibv_reg_mr", errno));
+        // More than the window, so that credits must come back.
+        let mut received = 0;
+        until(&[&server, &client], "all messages arrive", || {
+            let _ = there.post_bytes(0, &[7; 300]);
+            while let Ok(Some(_)) = here.try_recv() {
+                received += 1;
+            }
+            let failures = (there.failure(), here.failure());
+            assert!(failures.0.is_none() && failures.1.is_none(), "{failures:?}");
+            received >= 600
+        });
+        drop((held, there, here, listener));
+        clear([server, client]);
+        assert_eq!(world.objects(), Objects::default());
+    }
+}

@@ -84,7 +84,7 @@ impl State {
             }
             if let Some(device) = device {
                 (*raw).verbs = device.cm_context.context();
-                (*raw).port_num = 1;
+                (*raw).port_num = device.spec.port;
             }
         }
     }
@@ -122,7 +122,7 @@ impl State {
         );
         match attr.qp_state {
             INIT if !matches!(phase, Phase::Idle | Phase::Bound | Phase::Listening) => {
-                attr.port_num = 1;
+                attr.port_num = device.spec.port;
                 attr.pkey_index = 0;
                 attr.qp_access_flags = REMOTE_WRITE;
                 Ok(Mask::IBV_QP_PKEY_INDEX.0 | Mask::IBV_QP_PORT.0 | Mask::IBV_QP_ACCESS_FLAGS.0)
@@ -137,7 +137,11 @@ impl State {
                 attr.rq_psn = found.received.qp_num;
                 attr.max_dest_rd_atomic = found.received.initiator_depth;
                 attr.min_rnr_timer = 0;
-                attr.ah_attr = sys::ibv_ah_attr { is_global: 1, port_num: 1, ..Default::default() };
+                attr.ah_attr = sys::ibv_ah_attr {
+                    is_global: 1,
+                    port_num: device.spec.port,
+                    ..Default::default()
+                };
                 attr.ah_attr.grh.dgid.raw = gid_of(remote.ip());
                 attr.ah_attr.grh.sgid_index =
                     device.gid_index(gid_of(local.ip())).ok_or(Errno::INVAL)?;

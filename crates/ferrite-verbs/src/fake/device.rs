@@ -26,11 +26,13 @@ impl State {
     pub(super) fn add_device(&mut self, spec: DeviceSpec) {
         let id = self.new_id();
         let guid = 0x0200_00ff_fe00_0000 | id;
-        let mut raw = sys::ibv_device {
-            node_type: sys::ibv_node_type::IBV_NODE_CA,
-            transport_type: sys::ibv_transport_type::IBV_TRANSPORT_IB,
-            ..empty_device()
+        let (node_type, transport_type) = match spec.is_iwarp {
+            true => {
+                (sys::ibv_node_type::IBV_NODE_RNIC, sys::ibv_transport_type::IBV_TRANSPORT_IWARP)
+            }
+            false => (sys::ibv_node_type::IBV_NODE_CA, sys::ibv_transport_type::IBV_TRANSPORT_IB),
         };
+        let mut raw = sys::ibv_device { node_type, transport_type, ..empty_device() };
         put_text(&mut raw.name, &spec.name);
         put_text(&mut raw.dev_name, &spec.name);
         let raw = Object::for_world(raw, id, self.weak());

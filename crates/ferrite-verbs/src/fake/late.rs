@@ -21,6 +21,23 @@ impl World {
         });
     }
 
+    /// Reports `count` changes of a device's GID table at once, as when a host gets many addresses.
+    ///
+    /// # Panics
+    /// If there is no such device.
+    pub fn change_gids(&self, name: &str, count: usize) {
+        let kind = sys::ibv_event_type::IBV_EVENT_GID_CHANGE;
+        self.with_device(name, |state, device| {
+            (0..count).for_each(|_| state.notify_all(device, kind, Subject::Port(1)));
+        });
+    }
+
+    /// Returns the acknowledgement timeouts of all queue pairs.
+    #[must_use]
+    pub fn ack_timeouts(&self) -> Vec<u8> {
+        self.lock().queue_pairs.values().map(|qp| qp.attr.timeout).collect()
+    }
+
     /// Returns how many receives wait in each shared receive queue, in the order of creation.
     #[must_use]
     pub fn receives_waiting(&self) -> Vec<usize> {

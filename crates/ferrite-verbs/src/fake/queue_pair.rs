@@ -57,7 +57,7 @@ impl State {
         if brought & required != required || brought & !(required | optional) != 0 {
             return Err(Errno::INVAL);
         }
-        if mask & PORT != 0 && new.port_num != 1 {
+        if mask & PORT != 0 && !(1..=device.spec.port).contains(&new.port_num) {
             return Err(Errno::INVAL);
         }
         if mask & Mask::IBV_QP_AV.0 != 0 {

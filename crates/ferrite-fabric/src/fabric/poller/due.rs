@@ -70,6 +70,7 @@ impl Poller {
             Timer::Refill => {
                 self.starved = false; // the rest of this pass refills
                 self.sockets.retry_starved();
+                self.retry_starved_links(shared);
             }
             Timer::Shrink => self.shrink(shared),
             Timer::Migration(name) => self.migration_timed_out(shared, name),

@@ -10,16 +10,19 @@ use crate::error::{Error, ErrorKind};
 use crate::fabric::Shared;
 use crate::policy::Rdma;
 
-/// Maximum number of events of the connection manager that one pass handles. They need system
-/// calls, and thousands of them must not delay the completions of other links. The rest is left to
-/// the next pass.
+/// Maximum number of events of a device and of the connection manager that one pass handles. They
+/// need system calls, and thousands of them must not delay the completions of other links. The rest
+/// is left to the next pass.
+const DEVICE_EVENTS_PER_PASS: usize = 64;
 const CM_EVENTS_PER_PASS: usize = 16;
 
 impl Poller {
     pub(super) fn device_events(&mut self, shared: &Shared, device: usize) -> usize {
         let mut count = 0;
         let device = &shared.devices[device];
-        while let Some(event) = self.next_device_event(device.index) {
+        while count < DEVICE_EVENTS_PER_PASS
+            && let Some(event) = self.next_device_event(device.index)
+        {
             count += 1;
             match (event.kind, event.subject) {
                 (
@@ -56,6 +59,7 @@ impl Poller {
                 _ => {}
             }
         }
+        self.unfinished |= count == DEVICE_EVENTS_PER_PASS;
         count
     }
 

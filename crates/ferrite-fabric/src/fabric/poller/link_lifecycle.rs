@@ -41,9 +41,15 @@ impl Poller {
     /// Services a link that asked for it: it is closing or down, or a grant was released.
     pub(crate) fn service_link(&mut self, shared: &Shared, index: u32) {
         let Some(link) = self.link(shared, index) else { return };
-        let (steps, lost, unread) = link.with_wakes(&mut self.wakes, |state, _, _| {
-            (state.core.take_steps(), state.core.is_to_be_detached(), state.has_left_over())
+        let (steps, lost, unread, starved) = link.with_wakes(&mut self.wakes, |state, _, _| {
+            let starved = std::mem::take(&mut state.is_starved);
+            let lost = state.core.is_to_be_detached();
+            (state.core.take_steps(), lost, state.has_left_over(), starved)
         });
+        if starved {
+            self.starved_links.insert(link.name);
+            self.refill_later();
+        }
         if let Some(socket) = link.route().socket {
             self.sockets.on_credit(socket);
             if unread {

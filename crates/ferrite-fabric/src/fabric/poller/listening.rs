@@ -45,6 +45,9 @@ impl Poller {
         at: At,
         listener: &Arc<ListenerShared>,
     ) -> Result<SocketAddr, Error> {
+        if shared.devices.is_empty() {
+            return Err(shared.no_rdma()); // every RDMA peer would be refused
+        }
         let channel = self.cm(shared)?;
         let (local, one_family) = at;
         if local.ip().is_loopback()
@@ -54,7 +57,7 @@ impl Poller {
         }
         let id = bind(&channel, at)?;
         // Peers that came through another device would be refused one by one.
-        if let Some((device, _)) = id.device().filter(|_| !shared.devices.is_empty())
+        if let Some((device, _)) = id.device()
             && let Err(error) = device_of(shared, &id)
         {
             if error.kind() != ErrorKind::Misuse {

@@ -80,6 +80,15 @@ impl LinkShared {
         holds
     }
 
+    /// Calls `waker` after a while, when there may be memory.
+    #[cfg(feature = "tokio")]
+    pub(crate) fn wait_for_memory(&self, waker: &Waker) {
+        self.with(|state, _, _| {
+            state.core.wake_on_room(waker);
+            state.is_starved = true;
+        });
+    }
+
     /// Sends an empty message, room or not: it holds no memory, and whoever says that it was the
     /// last does not wait.
     #[cfg(feature = "tokio")]

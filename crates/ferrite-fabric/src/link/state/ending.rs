@@ -92,6 +92,7 @@ impl LinkState {
         is_down && (!self.is_announced || self.may_destroy())
             || self.core.has_released()
             || self.core.has_steps()
+            || self.is_starved
             || self.core.is_to_be_detached() && (!self.core.is_draining() || self.took_last())
             || !self.rdma.flushed.is_empty() && !self.rdma.flush_called
             || self.has_left_over()

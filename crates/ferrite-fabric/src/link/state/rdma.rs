@@ -279,7 +279,8 @@ impl LinkState {
         }
     }
 
-    /// `None`: there is no memory at the moment, and the control frame goes with the next post.
+    /// `None`: there is no memory at the moment, and the control frame goes with the next post, or
+    /// when the fabric looks for memory again.
     fn control_work(
         &mut self,
         imm: u32,
@@ -295,8 +296,10 @@ impl LinkState {
                     buf.copy_from_slice(&control.encode());
                     Held::Shared(buf.freeze())
                 }
-                Err(error) if error.kind() == ErrorKind::Full => {
+                // The pool is at its limit, or the device registers no more at the moment.
+                Err(error) if matches!(error.kind(), ErrorKind::Full | ErrorKind::Resources) => {
                     self.core.put_back(control);
+                    self.is_starved = true;
                     return Ok(None);
                 }
                 Err(error) => return Err(error),

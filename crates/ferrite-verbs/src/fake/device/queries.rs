@@ -50,7 +50,7 @@ pub(in crate::fake) unsafe extern "C" fn query_device(
                 max_srq_wr: count(spec.max_srq_wr),
                 max_srq_sge: count(spec.max_srq_sge),
                 max_pkeys: 1,
-                phys_port_cnt: 1,
+                phys_port_cnt: spec.port,
                 ..Default::default()
             };
             put_text(&mut raw.fw_ver, "fake");
@@ -70,7 +70,7 @@ pub(super) unsafe extern "C" fn query_port_ex(
     code(unsafe {
         enter("ibv_query_port", extended(context), |state, id| {
             let device = state.device_of(id)?;
-            if port != 1 {
+            if port == 0 || port > device.spec.port {
                 return Err(Errno::INVAL);
             }
             *attr = sys::ibv_port_attr {
@@ -143,7 +143,7 @@ pub(in crate::fake) unsafe extern "C" fn query_gid_table(
             for index in 0..used {
                 let mut entry = sys::ibv_gid_entry {
                     gid_index: u32::try_from(index).unwrap_or(u32::MAX),
-                    port_num: 1,
+                    port_num: if index == 0 { 1 } else { device.spec.port.into() },
                     gid_type: ROCE_V2,
                     ..Default::default()
                 };

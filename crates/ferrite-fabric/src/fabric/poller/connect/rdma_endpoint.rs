@@ -51,22 +51,28 @@ impl EndpointSearch {
         let mut error = None;
         for device in self.devices.iter().filter(|device| !device.is_gone()) {
             let Some(context) = device.context() else { continue };
-            let found = self.choice.port(&context).and_then(|port| Ok((port, context.gids()?)));
-            let (port, gids) = match found {
-                Ok(found) => found,
+            let gids = match context.gids() {
+                Ok(gids) => gids,
                 Err(failed) => {
                     error = Some(Error::from(failed));
                     continue;
                 }
             };
-            for gid in gids.into_iter().filter(|gid| self.choice.allows(gid, port.number)) {
+            let usable = |gid: &GidEntry| Some(gid.gid.ip()) == local && self.choice.allows(gid);
+            for gid in gids.into_iter().filter(usable) {
                 let is_better = match &best {
                     None => true,
                     Some(best) => gid.kind == GidType::ROCE_V2 && best.gid.kind != GidType::ROCE_V2,
                 };
-                if is_better && Some(gid.gid.ip()) == local {
-                    best =
-                        Some(RdmaEndpoint { device: Arc::clone(device), port: port.clone(), gid });
+                if !is_better {
+                    continue;
+                }
+                // Not any active port: a device with several has the address on one of them.
+                match context.active_port_numbered(gid.port) {
+                    Ok(port) => {
+                        best = Some(RdmaEndpoint { device: Arc::clone(device), port, gid });
+                    }
+                    Err(failed) => error = Some(Error::from(failed)),
                 }
             }
         }
