@@ -96,8 +96,9 @@ fn exchange(server: &Fabric, client: &Fabric, there: &Link, here: &Link) {
     });
 }
 
-#[test]
-fn driving_thread_makes_no_call_that_may_wait() {
+/// Returns a server with command threads, which the test drives, and a client with a thread of its
+/// own.
+fn command_threads() -> (World, Fabric, Fabric) {
     let world = World::new();
     for (device, host) in [("fake1", SERVER), ("fake2", CLIENT)] {
         world.add_device(DeviceSpec::new(device, host.parse().expect("an address")));
@@ -107,6 +108,12 @@ fn driving_thread_makes_no_call_that_may_wait() {
     let client = Fabric::builder(&world.verbs()).device("fake2").config(config()).build();
     let client = client.expect("a fabric");
     client.spawn_thread().expect("a thread");
+    (world, server, client)
+}
+
+#[test]
+fn driving_thread_makes_no_call_that_may_wait() {
+    let (world, server, client) = command_threads();
     let mut listener = server.listen(address(SERVER)).expect("listen");
     let to = listener.local_addr();
     world.forget_calls();
@@ -157,15 +164,7 @@ fn driving_thread_makes_no_call_that_may_wait() {
 #[test]
 fn driving_thread_destroys_no_identifier_when_the_device_is_removed() {
     for is_announced in [true, false] {
-        let world = World::new();
-        for (device, host) in [("fake1", SERVER), ("fake2", CLIENT)] {
-            world.add_device(DeviceSpec::new(device, host.parse().expect("an address")));
-        }
-        let builder = Fabric::builder(&world.verbs()).device("fake1").config(config());
-        let server = builder.command_threads().build().expect("a fabric");
-        let client = Fabric::builder(&world.verbs()).device("fake2").config(config()).build();
-        let client = client.expect("a fabric");
-        client.spawn_thread().expect("a thread");
+        let (world, server, client) = command_threads();
         let mut listener = server.listen(address(SERVER)).expect("listen");
         let to = listener.local_addr();
         let there =

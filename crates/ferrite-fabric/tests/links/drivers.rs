@@ -303,7 +303,7 @@ pub(crate) fn reposts_released_memory(fixture: &Fixture) {
         there.post_bytes(0, &pattern(number, 300)).expect("room in the queue");
     }
     let mut kept = Vec::new();
-    while let Some(message) = wait(here.recv(), Duration::from_millis(500)) {
+    while let Some(message) = wait(here.recv(), Duration::from_secs(2)) {
         kept.push(message.expect("link is up"));
         assert!(kept.len() <= 256, "more messages than fit in 2 MiB");
     }
@@ -311,7 +311,7 @@ pub(crate) fn reposts_released_memory(fixture: &Fixture) {
     assert!(received >= 128, "only {received} messages in 2 MiB");
     kept.clear();
     while received < 600 {
-        let message = wait(here.recv(), Duration::from_secs(3)).expect("messages continue soon");
+        let message = wait(here.recv(), TEST_TIMEOUT).expect("messages continue");
         assert!(
             message.expect("link is up").to_vec() == pattern(received, 300),
             "message {received}"

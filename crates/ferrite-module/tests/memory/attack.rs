@@ -38,6 +38,9 @@ const RESUMING: usize = 8;
 /// and a thousand larger ones would use up the kernel's memory for sockets.
 const SEND_BUFFER: u32 = 64 << 10;
 
+/// How long a server may take to answer a greeting, before it is sent again.
+const GREETING_TIMEOUT: Duration = Duration::from_secs(5);
+
 /// What the attackers have done so far.
 #[derive(Debug, Default)]
 pub(crate) struct Progress {
@@ -113,7 +116,7 @@ async fn run(
         let (progress, stopped) = (Arc::clone(&progress), stopped.clone());
         attackers.spawn(until(stopped, async move {
             for number in (first..rounds).step_by(RESUMING) {
-                send_resumes(target, number).await;
+                while !send_resumes(target, number).await {}
                 progress.resumes.fetch_add(RESUMES_PER_LINK, Ordering::Relaxed);
             }
         }));
@@ -174,8 +177,14 @@ async fn send_commands(target: SocketAddr, number: usize, most: u64, progress: A
     }
 }
 
-/// Opens a link over TCP. Also returns the server's hello.
+/// Opens a link over TCP. Also returns the server's hello. A server takes a peer whose greeting is
+/// late for a client of the engine, and does not answer it.
 async fn greet(target: SocketAddr, number: usize) -> io::Result<(TcpStream, Hello)> {
+    let greeting = greet_once(target, number);
+    tokio::time::timeout(GREETING_TIMEOUT, greeting).await.map_err(io::Error::from)?
+}
+
+async fn greet_once(target: SocketAddr, number: usize) -> io::Result<(TcpStream, Hello)> {
     let mut socket = connect(target, number).await?;
     let hello = Hello { features: Features::MOVE, session: 1 + number as u64, ..HELLO };
     let greeting = Greeting { hello, resume: None };
@@ -214,10 +223,15 @@ fn unfinished(theirs: &Hello) -> Vec<u8> {
     frame.repeat(frames.min(theirs.window.into()) as usize)
 }
 
-async fn send_resumes(target: SocketAddr, number: usize) {
-    let Ok((mut socket, _)) = greet(target, number).await else { return };
+/// Returns whether a link was opened for them.
+async fn send_resumes(target: SocketAddr, number: usize) -> bool {
+    let Ok((mut socket, _)) = greet(target, number).await else {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        return false;
+    };
     let resume =
         TcpFrame { kind: TcpFrameKind::Resume, imm: 0, len: 0, op: 0, grant: 0, offset: 0 };
     // The server closes the link at the first of them.
     let _ = socket.write_all(&resume.encode().repeat(RESUMES_PER_LINK)).await;
+    true
 }

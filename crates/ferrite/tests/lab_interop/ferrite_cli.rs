@@ -4,7 +4,7 @@
 use serde_json::{Value, json};
 
 use crate::server::{TestServer, bytes, text};
-use crate::{LONG, SOON};
+use crate::{LONG, SIZES, SOON};
 
 /// Each command is a process of its own. Also checks the reported transport.
 pub(crate) fn cli_commands(server: &mut TestServer) {
@@ -36,20 +36,6 @@ pub(crate) fn cli_commands(server: &mut TestServer) {
 
 /// Writes and reads values over RDMA, and compares each with the engine's.
 pub(crate) fn cli_values(server: &mut TestServer) {
-    const SIZES: [usize; 12] = [
-        1,
-        2,
-        1000,
-        4096,
-        65_535,
-        65_536,
-        65_537,
-        1_048_575,
-        1_048_576,
-        1_048_577,
-        10_000_000,
-        64 << 20,
-    ];
     for (seed, size) in SIZES.into_iter().enumerate() {
         let value = bytes(seed, size);
         assert_eq!(

@@ -15,7 +15,7 @@ use ferrite_fabric::{Config, Fabric, Rdma};
 use ferrite_testkit::wait::until_async;
 
 use crate::server::{CLIENT_HOST, TestServer, bytes};
-use crate::{LONG, SOON};
+use crate::{LONG, SIZES, SOON};
 
 /// Runs `test` with a client. It must end in time, and its fabric must release all verbs objects.
 fn run(server: &str, test: impl AsyncFnOnce(ClientBuilder)) {
@@ -52,20 +52,6 @@ async fn connect(server: &TestServer, client: &Client) -> Connection {
 
 /// Writes and reads values over RDMA, and compares each with the engine's.
 pub(crate) fn client_values(server: &mut TestServer) {
-    const SIZES: [usize; 12] = [
-        1,
-        2,
-        1 << 10,
-        4096,
-        65_535,
-        65_536,
-        65_537,
-        1_048_575,
-        1_048_576,
-        1_048_577,
-        10_000_000,
-        64 << 20,
-    ];
     run(&server.address(), async |client| {
         let mut connection = connect(server, &client.build()).await;
         for (seed, size) in SIZES.into_iter().enumerate() {

@@ -71,24 +71,25 @@ fn ping(server: &TestServer) {
     assert_eq!(server.cli(&["ECHO", "a b\r\n"], b"", SOON), b"a b\r\n\n");
 }
 
+/// Sizes of values around those of windows, segments and buffers.
+pub(crate) const SIZES: [usize; 12] = [
+    1,
+    2,
+    1000,
+    4096,
+    65_535,
+    65_536,
+    65_537,
+    1_048_575,
+    1_048_576,
+    1_048_577,
+    10_000_000,
+    64 << 20,
+];
+
 /// Writes and reads values over RDMA, and compares each with the engine's.
 fn values(server: &TestServer) {
-    const SIZES: [usize; 13] = [
-        0,
-        1,
-        2,
-        1000,
-        4096,
-        65_535,
-        65_536,
-        65_537,
-        1_048_575,
-        1_048_576,
-        1_048_577,
-        10_000_000,
-        64 << 20,
-    ];
-    for (seed, size) in SIZES.into_iter().enumerate() {
+    for (seed, size) in std::iter::once(0).chain(SIZES).enumerate() {
         let value = bytes(seed, size);
         assert_eq!(text(&server.cli(&["-x", "SET", "key"], &value, LONG)), "OK\n", "{size} B");
         assert!(
