@@ -281,7 +281,7 @@ impl LinkCore {
         if let Some(arrived) = self.inbox.pop() {
             self.count_consumed();
             return Ok(Some(match arrived {
-                Arrived::Message { channel, parts } => Message::new(channel, parts),
+                Arrived::Message { channel, parts, bytes } => Message::new(channel, parts, bytes),
                 Arrived::Notice(imm) => Message::notice_of(imm),
             }));
         }
