@@ -442,11 +442,6 @@ impl LinkCore {
         self.grants.has_released()
     }
 
-    /// Returns where a grant of the peer is, if not where its token says.
-    pub(crate) fn place_of(&self, grant: u64) -> Option<(u64, u32)> {
-        self.grants.place_of(grant)
-    }
-
     /// Answers for grants of the peer that are over and that nothing uses any more. `is_used` knows
     /// what is in flight.
     pub(crate) fn answer_revocations(&mut self, is_used: impl Fn(u64) -> bool) {

@@ -12,7 +12,6 @@ use crate::device::slots::{BATCH, Held, InFlight, SendQueue, Work};
 use crate::error::{Error, ErrorKind};
 use crate::link::core::{ActiveTransport, Output, RequestContext, Wakes, protocol};
 use crate::link::kind::Kind;
-use crate::link::outbox::OneSided;
 use crate::mem::{BufMut, Pool, Purpose, Window};
 use crate::wire::{CONTROL_BYTES, Control, Frame};
 
@@ -180,9 +179,9 @@ impl LinkState {
             }
             let mut made = Ok(());
             while self.rdma.batch.len() < reserved {
-                match self.next_work(env) {
-                    Ok(Some(work)) => self.rdma.batch.push(work),
-                    Ok(None) => break,
+                match self.add_next(env) {
+                    Ok(true) => {}
+                    Ok(false) => break,
                     Err(error) => {
                         made = Err(error);
                         break;
@@ -239,54 +238,44 @@ impl LinkState {
         if migrates { Ok(()) } else { Err(error) }
     }
 
-    fn next_work(&mut self, env: &LinkEnv<'_>) -> Result<Option<Work<RequestContext>>, Error> {
+    /// Adds the next request to those that are to be posted; returns `false` if there is none.
+    fn add_next(&mut self, env: &LinkEnv<'_>) -> Result<bool, Error> {
         if self.raw.is_some() {
-            return Ok(self.next_raw_work(env));
+            let work = self.next_raw_work(env);
+            return Ok(work.map(|work| self.rdma.batch.push(work)).is_some());
         }
         let segment_bytes = self.core.peer().segment_bytes as usize;
-        let Some(output) = self.core.next_output(segment_bytes, true) else { return Ok(None) };
-        Ok(Some(match output {
-            Output::Data { imm, more, piece, request } => {
+        match self.core.next_output(segment_bytes, true) {
+            None => return Ok(false),
+            Some(Output::Data { imm, more, piece, request }) => {
                 let inline = request.bytes as usize <= self.rdma.inline;
                 // Inline requests hold no memory, so nobody waits for them. Of the rest the last
                 // frame of a message reports.
                 let signaled = self.signal(env, request.ticket.is_some() || !inline && !more);
                 let held = piece.map_or(Held::Nothing, Held::Shared);
-                Work { operation: Operation::SendImm(imm), held, signaled, inline, request }
+                let operation = Operation::SendImm(imm);
+                self.rdma.batch.push(Work { operation, held, signaled, inline, request });
             }
-            Output::Control { imm, control } => return self.control_work(imm, control, env),
-            Output::OneSided { operation, request } => {
+            Some(Output::Control { imm, control }) => return self.add_control(imm, control, env),
+            Some(Output::OneSided { held, place, request }) => {
                 let inline =
                     request.kind != Kind::Read && request.bytes as usize <= self.rdma.inline;
                 let signaled = self.signal(env, request.ticket.is_some() || !inline);
-                let posted = self.operation(&operation);
-                Work { operation: posted, held: operation.held, signaled, inline, request }
+                let operation = one_sided(place, &request);
+                self.rdma.batch.push(Work { operation, held, signaled, inline, request });
             }
-        }))
-    }
-
-    /// Places an operation on the device that carries the link, which may be another than when the
-    /// grant was given.
-    fn operation(&self, asked: &OneSided) -> Operation {
-        let place = self.core.place_of(asked.grant);
-        let (base, rkey) = place.unwrap_or((asked.base, asked.rkey));
-        let addr = base.wrapping_add(asked.offset);
-        let remote = RemoteSlice { addr, len: asked.bytes.into(), rkey };
-        match asked.kind {
-            Kind::Read => Operation::Read(remote),
-            Kind::Notice => Operation::WriteImm(remote, asked.imm),
-            _ => Operation::Write(remote),
         }
+        Ok(true)
     }
 
-    /// `None`: there is no memory at the moment, and the control frame goes with the next post, or
-    /// when the fabric looks for memory again.
-    fn control_work(
+    /// Adds a control frame. `false`: there is no memory at the moment, and it goes with the next
+    /// post, or when the fabric looks for memory again.
+    fn add_control(
         &mut self,
         imm: u32,
         control: Control,
         env: &LinkEnv<'_>,
-    ) -> Result<Option<Work<RequestContext>>, Error> {
+    ) -> Result<bool, Error> {
         let inline = CONTROL_BYTES <= self.rdma.inline;
         let held = if inline {
             Held::Copied(control.encode())
@@ -300,7 +289,7 @@ impl LinkState {
                 Err(error) if matches!(error.kind(), ErrorKind::Full | ErrorKind::Resources) => {
                     self.core.put_back(control);
                     self.is_starved = true;
-                    return Ok(None);
+                    return Ok(false);
                 }
                 Err(error) => return Err(error),
             }
@@ -313,7 +302,8 @@ impl LinkState {
             bytes: CONTROL_BYTES as u32,
             ..RequestContext::default()
         };
-        Ok(Some(Work { operation, held, signaled, inline, request }))
+        self.rdma.batch.push(Work { operation, held, signaled, inline, request });
+        Ok(true)
     }
 
     /// A receive has completed with something of this link.
@@ -440,6 +430,17 @@ impl LinkState {
         if let Err(refused) = self.rdma.queue.post_inline(Operation::Send, &[], true, request) {
             env.release(1 - refused.posted);
         }
+    }
+}
+
+/// Returns the operation on memory of the peer, whose grant begins at `base` with the key `rkey`.
+fn one_sided((base, rkey): (u64, u32), request: &RequestContext) -> Operation {
+    let addr = base.wrapping_add(request.offset);
+    let remote = RemoteSlice { addr, len: request.bytes.into(), rkey };
+    match request.kind {
+        Kind::Read => Operation::Read(remote),
+        Kind::Notice => Operation::WriteImm(remote, request.imm),
+        _ => Operation::Write(remote),
     }
 }
 
