@@ -29,8 +29,6 @@ pub(crate) struct RdmaPath {
     pub(super) binds: VecDeque<Arc<Window>>,
     /// What the peer may do to our memory, as far as the queue pair decides it.
     pub(super) rights: Access,
-    /// Reused for each post.
-    batch: Vec<Work<RequestContext>>,
     pub(super) unsignaled: usize,
     /// Where the generations of the next queue pair's slots begin.
     pub(crate) generation: u32,
@@ -61,7 +59,6 @@ impl RdmaPath {
             is_destroying: false,
             binds: VecDeque::new(),
             rights: Access::LOCAL,
-            batch: Vec::new(),
             unsignaled: 0,
             generation: 0,
             last_posted: false,
@@ -159,7 +156,7 @@ impl LinkState {
                 return Ok(());
             }
             let room = self.rdma.queue.room().min(BATCH);
-            if room == 0 {
+            if room == 0 || self.rdma.queue.qp().is_none() {
                 return Ok(());
             }
             let mut reserved = env.reserve(room);
@@ -178,7 +175,7 @@ impl LinkState {
                 continue;
             }
             let mut made = Ok(());
-            while self.rdma.batch.len() < reserved {
+            while self.rdma.queue.added() < reserved {
                 match self.add_next(env) {
                     Ok(true) => {}
                     Ok(false) => break,
@@ -188,13 +185,13 @@ impl LinkState {
                     }
                 }
             }
-            let count = self.rdma.batch.len();
+            let count = self.rdma.queue.added();
             env.release(reserved - count);
             if count == 0 {
                 return made;
             }
-            if let Err(error) = self.rdma.queue.post(&mut self.rdma.batch) {
-                return self.on_unposted(env, Error::refused_post(error), wakes);
+            if let Err((error, unposted)) = self.rdma.queue.post() {
+                return self.on_unposted(env, Error::refused_post(error), unposted, wakes);
             }
             if made.is_err() || count < reserved {
                 return made;
@@ -217,18 +214,18 @@ impl LinkState {
         }
     }
 
-    /// The device did not take what is left in the batch.
+    /// The device did not take these requests.
     #[cold]
     fn on_unposted(
         &mut self,
         env: &LinkEnv<'_>,
         error: Error,
+        unposted: Vec<InFlight<RequestContext>>,
         wakes: &mut Wakes,
     ) -> Result<(), Error> {
-        env.release(self.rdma.batch.len());
-        let unposted = std::mem::take(&mut self.rdma.batch);
+        env.release(unposted.len());
         let migrates = self.core.lose(&error);
-        for Work { held, request, .. } in unposted {
+        for InFlight { held, request } in unposted {
             if migrates {
                 self.core.not_posted(held, request);
             } else {
@@ -242,7 +239,7 @@ impl LinkState {
     fn add_next(&mut self, env: &LinkEnv<'_>) -> Result<bool, Error> {
         if self.raw.is_some() {
             let work = self.next_raw_work(env);
-            return Ok(work.map(|work| self.rdma.batch.push(work)).is_some());
+            return Ok(work.map(|work| self.rdma.queue.add(work)).is_some());
         }
         let segment_bytes = self.core.peer().segment_bytes as usize;
         match self.core.next_output(segment_bytes, true) {
@@ -254,7 +251,7 @@ impl LinkState {
                 let signaled = self.signal(env, request.ticket.is_some() || !inline && !more);
                 let held = piece.map_or(Held::Nothing, Held::Shared);
                 let operation = Operation::SendImm(imm);
-                self.rdma.batch.push(Work { operation, held, signaled, inline, request });
+                self.rdma.queue.add(Work { operation, held, signaled, inline, request });
             }
             Some(Output::Control { imm, control }) => return self.add_control(imm, control, env),
             Some(Output::OneSided { held, place, request }) => {
@@ -262,7 +259,7 @@ impl LinkState {
                     request.kind != Kind::Read && request.bytes as usize <= self.rdma.inline;
                 let signaled = self.signal(env, request.ticket.is_some() || !inline);
                 let operation = one_sided(place, &request);
-                self.rdma.batch.push(Work { operation, held, signaled, inline, request });
+                self.rdma.queue.add(Work { operation, held, signaled, inline, request });
             }
         }
         Ok(true)
@@ -302,7 +299,7 @@ impl LinkState {
             bytes: CONTROL_BYTES as u32,
             ..RequestContext::default()
         };
-        self.rdma.batch.push(Work { operation, held, signaled, inline, request });
+        self.rdma.queue.add(Work { operation, held, signaled, inline, request });
         Ok(true)
     }
 
