@@ -148,9 +148,9 @@ impl Drop for Shared {
         poller.hang_up();
         let links = self.links.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
         for link in links.iter() {
-            link.with(|state, env, wakes| {
+            link.with(|state, _, wakes| {
                 state.core.fail(Error::new(ErrorKind::Closed, "the fabric is gone"), wakes);
-                state.destroy(env, wakes);
+                state.destroy(wakes);
                 drop(state.end_upgrade()); // its queue pair uses receives, too
             });
         }

@@ -14,6 +14,7 @@
 //! |---|---|
 //! | `credits.rs` | how many frames may be under way |
 //! | `closing.rs` | how a link closes in good order |
+//! | `ending.rs` | when a link or its path is over, and who learns it |
 //! | `grants.rs` | which grants are over, and who knows it |
 //! | `liveness.rs` | when a silent peer is asked, and given up |
 //! | `migration.rs` | how a link goes on over another path |
@@ -30,6 +31,7 @@
 mod body;
 mod closing;
 mod credits;
+mod ending;
 mod grants;
 mod liveness;
 mod migration;
@@ -281,7 +283,7 @@ impl LinkCore {
         if let Some(arrived) = self.inbox.pop() {
             self.count_consumed();
             return Ok(Some(match arrived {
-                Arrived::Message { channel, parts } => Message::new(channel, parts),
+                Arrived::Message { channel, parts, bytes } => Message::new(channel, parts, bytes),
                 Arrived::Notice(imm) => Message::notice_of(imm),
             }));
         }
@@ -323,72 +325,6 @@ impl LinkCore {
 
     pub(crate) fn wake_on_end(&mut self, waker: &Waker) {
         keep(&mut self.waiters.end, waker);
-    }
-
-    /// Requests the end of the link: nothing new is taken, and what was queued is delivered first.
-    pub(crate) fn close(&mut self) {
-        self.closing.request();
-    }
-
-    /// Returns whether this side has begun to end the link.
-    pub(crate) fn is_closing(&self) -> bool {
-        self.closing.is_requested()
-    }
-
-    /// Returns whether the link was told to close since this was last asked.
-    pub(crate) fn take_close_request(&mut self) -> bool {
-        self.closing.take_request()
-    }
-
-    /// Returns whether the peer has consumed everything and may have heard our farewell. It may end
-    /// at once then, so that its answer is lost.
-    pub(crate) fn peer_has_everything(&self) -> bool {
-        self.closing.fin_sent() && self.credits.is_all_acknowledged()
-    }
-
-    /// Returns whether the peer was told that all of it has come.
-    pub(crate) fn has_answered_farewell(&self) -> bool {
-        self.closing.fin_ack_sent()
-    }
-
-    /// Ends the path, if that is what failed and the link can go on elsewhere; else the link.
-    pub(crate) fn fail(&mut self, error: Error, wakes: &mut Wakes) {
-        if !self.lose(&error) {
-            self.end(error, wakes);
-        }
-    }
-
-    /// Ends the link. Everything under way gets `error`, now or when its completion comes. The
-    /// first failure counts.
-    pub(crate) fn end(&mut self, error: Error, wakes: &mut Wakes) {
-        if self.failure().is_some() {
-            return;
-        }
-        let error = error.into_failure();
-        let tickets = &mut self.tickets;
-        self.outbox.drain(|ticket, held| {
-            wakes.extend(tickets.finish(ticket, outcome(Err(error.clone()), held)));
-        });
-        for (held, request) in self.migration.end() {
-            self.complete(request, held, Err(error.clone()), wakes);
-        }
-        self.controls.clear();
-        self.grants.end();
-        self.phase = Phase::Down(error);
-        let Waiters { message, room, end } = &mut self.waiters;
-        [message, room, end].into_iter().for_each(|waiting| wakes.append(waiting));
-    }
-
-    /// The peer's connection manager has disconnected.
-    pub(crate) fn on_disconnected(&mut self, wakes: &mut Wakes, what: impl FnOnce() -> Error) {
-        // Where the path can be replaced, another is looked for: the peer may have more to say.
-        let is_in_order = self.closing.fin_ack_sent()
-            || !self.migration.is_possible && self.peer_has_everything();
-        if is_in_order {
-            self.fail(Error::new(ErrorKind::Closed, "the peer has closed the link"), wakes);
-        } else if self.failure().is_none() {
-            self.fail(what(), wakes);
-        }
     }
 
     /// Returns whether the peer was asked for a sign of life and has not answered in time.
@@ -440,11 +376,6 @@ impl LinkCore {
 
     pub(crate) fn has_released(&self) -> bool {
         self.grants.has_released()
-    }
-
-    /// Returns where a grant of the peer is, if not where its token says.
-    pub(crate) fn place_of(&self, grant: u64) -> Option<(u64, u32)> {
-        self.grants.place_of(grant)
     }
 
     /// Answers for grants of the peer that are over and that nothing uses any more. `is_used` knows

@@ -32,7 +32,7 @@ pub(crate) enum Violation {
 /// A message that is complete.
 #[derive(Debug)]
 pub(crate) enum Arrived<B> {
-    Message { channel: u16, parts: Parts<B> },
+    Message { channel: u16, parts: Parts<B>, bytes: usize },
     Notice(u32),
 }
 
@@ -41,6 +41,7 @@ struct Partial<B> {
     parts: Parts<B>,
     /// Not the number of parts: the last frame may be empty.
     frames: usize,
+    bytes: usize,
 }
 
 pub(crate) struct Inbox<B> {
@@ -73,11 +74,12 @@ impl<B: AsRef<[u8]>> Inbox<B> {
         if channel >= channels {
             return Err(Violation::Channel { channel, channels });
         }
-        let len = piece.as_ref().len() as u64;
+        let bytes = piece.as_ref().len();
+        let len = bytes as u64;
         let begun = self.partial.iter().position(|partial| partial.channel == channel);
         if !more && begun.is_none() {
-            let parts = if len == 0 { Parts::Empty } else { Parts::One(piece) };
-            self.push(Arrived::Message { channel, parts }, 1);
+            let parts = if bytes == 0 { Parts::Empty } else { Parts::One(piece) };
+            self.push(Arrived::Message { channel, parts, bytes }, 1);
             return Ok(true);
         }
         if len == 0 && more {
@@ -90,20 +92,22 @@ impl<B: AsRef<[u8]>> Inbox<B> {
             return Err(Violation::TooMany { max: max_frames });
         }
         let at = begun.unwrap_or_else(|| {
-            self.partial.push(Partial { channel, parts: Parts::Empty, frames: 0 });
+            self.partial.push(Partial { channel, parts: Parts::Empty, frames: 0, bytes: 0 });
             self.partial.len() - 1
         });
-        self.partial[at].frames += 1;
         self.partial_frames += 1;
-        if len > 0 {
-            self.partial[at].parts.push(piece);
-            self.partial_bytes += len;
+        self.partial_bytes += len;
+        let partial = &mut self.partial[at];
+        partial.frames += 1;
+        partial.bytes += bytes;
+        if bytes > 0 {
+            partial.parts.push(piece);
         }
         if !more {
-            let Partial { channel, parts, frames } = self.partial.swap_remove(at);
-            self.partial_bytes -= parts.len() as u64;
+            let Partial { channel, parts, frames, bytes } = self.partial.swap_remove(at);
+            self.partial_bytes -= bytes as u64;
             self.partial_frames -= frames as u64;
-            self.push(Arrived::Message { channel, parts }, frames);
+            self.push(Arrived::Message { channel, parts, bytes }, frames);
         }
         Ok(!more)
     }
@@ -154,10 +158,11 @@ mod tests {
 
     fn text(arrived: Option<Arrived<&'static [u8]>>) -> (u16, String) {
         match arrived.expect("one") {
-            Arrived::Message { channel, parts } => (
-                channel,
-                parts.as_slice().iter().map(|part| String::from_utf8_lossy(part)).collect(),
-            ),
+            Arrived::Message { channel, parts, bytes } => {
+                let text = parts.as_slice().concat();
+                assert_eq!(text.len(), bytes);
+                (channel, String::from_utf8_lossy(&text).into_owned())
+            }
             Arrived::Notice(imm) => (0, format!("notice {imm}")),
         }
     }

@@ -26,8 +26,8 @@ pub struct Message {
 }
 
 impl Message {
-    pub(crate) fn new(channel: u16, parts: Parts<Buf>) -> Self {
-        Self { channel, notice: None, len: parts.len(), parts }
+    pub(crate) fn new(channel: u16, parts: Parts<Buf>, len: usize) -> Self {
+        Self { channel, notice: None, len, parts }
     }
 
     pub(crate) fn notice_of(imm: u32) -> Self {
@@ -121,16 +121,23 @@ pub(crate) enum Parts<B> {
     Many(Vec<B>),
 }
 
-impl<B: AsRef<[u8]>> Parts<B> {
+/// Room for the pieces of a message that has several: as many as most of those have.
+const SEVERAL: usize = 8;
+
+impl<B> Parts<B> {
     pub(crate) fn push(&mut self, piece: B) {
-        *self = match std::mem::take(self) {
-            Self::Empty => Self::One(piece),
-            Self::One(first) => Self::Many(vec![first, piece]),
-            Self::Many(mut pieces) => {
+        match self {
+            Self::Many(pieces) => pieces.push(piece),
+            Self::Empty => *self = Self::One(piece),
+            Self::One(_) => {
+                let mut pieces = Vec::with_capacity(SEVERAL);
+                if let Self::One(first) = std::mem::take(self) {
+                    pieces.push(first);
+                }
                 pieces.push(piece);
-                Self::Many(pieces)
+                *self = Self::Many(pieces);
             }
-        };
+        }
     }
 
     pub(crate) fn as_slice(&self) -> &[B] {
@@ -139,9 +146,5 @@ impl<B: AsRef<[u8]>> Parts<B> {
             Self::One(piece) => std::slice::from_ref(piece),
             Self::Many(pieces) => pieces,
         }
-    }
-
-    pub(crate) fn len(&self) -> usize {
-        self.as_slice().iter().map(|piece| piece.as_ref().len()).sum()
     }
 }

@@ -10,6 +10,7 @@ use super::kind::Kind;
 use super::tickets::Ticket;
 use crate::device::slots::Held;
 use crate::mem::Buf;
+use crate::wire::Hello;
 
 /// A message on its way into frames.
 pub(crate) struct QueuedMessage {
@@ -60,15 +61,13 @@ pub(crate) enum Next {
 }
 
 /// What the peer allows now.
-#[derive(Clone, Copy)]
-pub(crate) struct Allowed {
+pub(crate) struct Allowed<'a> {
     /// Largest frame.
     pub(crate) segment_bytes: usize,
     /// Frames that it has room for.
     pub(crate) credits: usize,
-    /// Bytes of messages that may be under way together, and their frames.
-    pub(crate) max_message_bytes: u64,
-    pub(crate) max_frames: u64,
+    /// Knows how many bytes and frames of messages may be under way together.
+    pub(crate) peer: &'a Hello,
     /// Whether a one-sided operation may go.
     pub(crate) one_sided: bool,
 }
@@ -127,19 +126,18 @@ impl Outbox {
     }
 
     /// The next frame or operation that may go.
-    pub(crate) fn next(&mut self, allowed: Allowed) -> Option<Next> {
+    pub(crate) fn next(&mut self, allowed: &Allowed<'_>) -> Option<Next> {
         if self.waiting == 0 {
             return None;
         }
-        let turns = self.queues.len() + 1;
-        for step in 0..turns {
-            let turn = (self.turn + step) % turns;
+        for _ in 0..=self.queues.len() {
+            let turn = self.turn;
+            self.turn = if turn < self.queues.len() { turn + 1 } else { 0 };
             let next = match turn.checked_sub(1) {
                 None => self.next_one_sided(allowed).map(Next::OneSided),
                 Some(queue) => self.next_frame(queue, allowed),
             };
             if next.is_some() {
-                self.turn = (turn + 1) % turns;
                 return next;
             }
         }
@@ -152,7 +150,7 @@ impl Outbox {
         Some(if next.kind == Kind::Read { next.bytes.into() } else { 0 })
     }
 
-    fn next_one_sided(&mut self, allowed: Allowed) -> Option<OneSided> {
+    fn next_one_sided(&mut self, allowed: &Allowed<'_>) -> Option<OneSided> {
         if !allowed.one_sided {
             return None;
         }
@@ -166,7 +164,7 @@ impl Outbox {
         Some(operation)
     }
 
-    fn next_frame(&mut self, queue: usize, allowed: Allowed) -> Option<Next> {
+    fn next_frame(&mut self, queue: usize, allowed: &Allowed<'_>) -> Option<Next> {
         if allowed.credits == 0 {
             return None;
         }
@@ -186,7 +184,8 @@ impl Outbox {
             let bytes = self.under_way_bytes + queued.total;
             queued.frames = frames(queued.part.iter().chain(&queued.rest), allowed.segment_bytes);
             let frames = self.under_way_frames + queued.frames;
-            let too_much = bytes > allowed.max_message_bytes || frames > allowed.max_frames;
+            let too_much =
+                bytes > allowed.peer.max_message_bytes || frames > allowed.peer.max_frames();
             if too_much && self.under_way_frames > 0 {
                 return None;
             }

@@ -151,7 +151,9 @@ impl LinkShared {
     ) -> R {
         let mut wakes = Wakes::new();
         let result = self.with_wakes(&mut wakes, act);
-        wakes.into_iter().for_each(Waker::wake);
+        if !wakes.is_empty() {
+            wakes.into_iter().for_each(Waker::wake);
+        }
         result
     }
 
@@ -162,8 +164,7 @@ impl LinkShared {
         act: impl FnOnce(&mut LinkState, &LinkEnv<'_>, &mut Wakes) -> R,
     ) -> R {
         let mut state = lock(&self.state);
-        let env =
-            LinkEnv { index: self.index, device: state.rdma.device.clone(), pool: &self.pool };
+        let env = LinkEnv { index: self.index, pool: &self.pool };
         let result = act(&mut state, &env, wakes);
         state.stop_if_over();
         let attention = state.wants_attention();

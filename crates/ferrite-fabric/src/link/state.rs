@@ -41,33 +41,7 @@ use crate::mem::Pool;
 /// What the holder of the lock needs from outside.
 pub(crate) struct LinkEnv<'a> {
     pub(crate) index: u32,
-    /// The device that carries the link when the lock is taken; `None` on TCP.
-    pub(crate) device: Option<Arc<SharedDevice>>,
     pub(crate) pool: &'a Pool,
-}
-
-impl LinkEnv<'_> {
-    /// Takes up to `wanted` entries of the completion queue.
-    fn reserve(&self, wanted: usize) -> usize {
-        self.device.as_ref().map_or(0, |device| device.reserve(wanted))
-    }
-
-    fn release(&self, entries: usize) {
-        if let Some(device) = &self.device {
-            device.release(entries);
-        }
-    }
-
-    fn is_pressed(&self) -> bool {
-        self.device.as_ref().is_some_and(|device| device.is_pressed())
-    }
-
-    /// Waits in line for entries.
-    fn wait(&self) {
-        if let Some(device) = &self.device {
-            device.wait(self.index);
-        }
-    }
 }
 
 pub(crate) struct LinkState {
@@ -158,14 +132,9 @@ impl LinkState {
 
     /// Sends a small message at once, from the caller's bytes; returns `false` if it has to be
     /// queued.
-    pub(crate) fn send_now(
-        &mut self,
-        env: &LinkEnv<'_>,
-        channel: u16,
-        bytes: &[u8],
-    ) -> Result<bool, Error> {
+    pub(crate) fn send_now(&mut self, channel: u16, bytes: &[u8]) -> Result<bool, Error> {
         if self.core.transport() == ActiveTransport::Rdma {
-            self.post_now(env, channel, bytes)
+            self.post_now(channel, bytes)
         } else {
             self.write_now(channel, bytes)
         }

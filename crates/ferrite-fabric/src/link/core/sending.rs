@@ -2,6 +2,7 @@
 
 use super::migration::ActiveTransport;
 use super::{LinkCore, RequestContext, Wakes};
+use crate::device::slots::Held;
 use crate::link::kind::Kind;
 use crate::link::outbox::{Allowed, Next, OneSided};
 use crate::mem::Buf;
@@ -20,8 +21,11 @@ pub(crate) enum Output {
         imm: u32,
         control: Control,
     },
+    /// A one-sided operation: its memory, and where the grant begins and its key, on the device
+    /// that carries the link.
     OneSided {
-        operation: OneSided,
+        held: Held,
+        place: (u64, u32),
         request: RequestContext,
     },
 }
@@ -96,21 +100,22 @@ impl LinkCore {
     }
 
     /// Returns what goes next, in frames of at most `segment_bytes`.
+    #[inline]
     pub(crate) fn next_output(&mut self, segment_bytes: usize, one_sided: bool) -> Option<Output> {
+        // Whoever sends asks until there is nothing more: that answer is to cost little.
+        if self.is_idle() { None } else { self.take_output(segment_bytes, one_sided) }
+    }
+
+    fn take_output(&mut self, segment_bytes: usize, one_sided: bool) -> Option<Output> {
         if let Some(control) = self.controls.pop_front() {
             self.stats.controls_sent += 1;
             return Some(Output::Control { imm: self.control_frame(), control });
         }
-        let next = self.outbox.next(Allowed {
-            segment_bytes,
-            credits: self.credits(),
-            max_message_bytes: self.peer.max_message_bytes,
-            max_frames: self.peer.max_frames(),
-            one_sided,
-        })?;
-        Some(match next {
+        let credits = self.credits();
+        let allowed = Allowed { segment_bytes, credits, peer: &self.peer, one_sided };
+        match self.outbox.next(&allowed)? {
             Next::Frame { channel, more, piece, ticket } => {
-                let bytes = piece.as_ref().map_or(0, |piece| piece.len());
+                let bytes = piece.as_ref().map_or(0, Buf::len);
                 let imm = self.data_frame(channel, more);
                 let frame = self.credits.sent();
                 self.migration.keep_piece(frame, channel, more, piece.as_ref());
@@ -122,10 +127,11 @@ impl LinkCore {
                     begun: self.began(ticket),
                     ..RequestContext::default()
                 };
-                Output::Data { imm, more, piece, request }
+                Some(Output::Data { imm, more, piece, request })
             }
             Next::OneSided(operation) => {
-                let &OneSided { kind, ticket, grant, offset, imm, bytes, .. } = &operation;
+                let OneSided { kind, held, ticket, grant, base, rkey, offset, bytes, imm } =
+                    operation;
                 if kind == Kind::Notice {
                     self.credits.send(1);
                     self.migration.keep_notice(self.credits.sent());
@@ -133,9 +139,10 @@ impl LinkCore {
                 let (frame, begun) = (self.credits.sent(), self.began(ticket));
                 let request =
                     RequestContext { ticket, kind, bytes, frame, grant, offset, imm, begun };
-                Output::OneSided { operation, request }
+                let place = self.grants.place_of(grant).unwrap_or((base, rkey));
+                Some(Output::OneSided { held, place, request })
             }
-        })
+        }
     }
 
     /// Takes back a control frame for which there was no memory: it goes with the next that is

@@ -7,7 +7,6 @@ use super::{LinkCore, Output, RequestContext, Wakes, protocol};
 use crate::device::slots::Held;
 use crate::error::{Error, ErrorKind};
 use crate::link::kind::Kind;
-use crate::link::outbox::OneSided;
 use crate::mem::BufMut;
 use crate::wire::{Address, CONTROL_BYTES, Frame, TcpFrame, TcpFrameKind};
 
@@ -76,7 +75,7 @@ impl LinkCore {
                 body: Body::Few(control.encode()),
                 request: None,
             },
-            Output::OneSided { operation: OneSided { held, .. }, request } => {
+            Output::OneSided { held, request, .. } => {
                 TcpOutput::Operation { frame: operation_frame(&request), held, request }
             }
         })

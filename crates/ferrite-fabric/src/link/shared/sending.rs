@@ -130,10 +130,10 @@ impl LinkShared {
 
     /// Sends a small message from the caller's memory; `Ok(false)` if it cannot go at once.
     pub(crate) fn send_now(&self, channel: u16, bytes: &[u8]) -> Result<bool, Error> {
-        self.with(|state, env, wakes| {
+        self.with(|state, _, wakes| {
             state.core.check_open()?;
             state.core.check_message(channel, bytes.len() as u64)?;
-            let sent = state.send_now(env, channel, bytes);
+            let sent = state.send_now(channel, bytes);
             sent.inspect_err(|error| state.core.fail(error.clone(), wakes))
         })
     }

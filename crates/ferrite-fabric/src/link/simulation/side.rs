@@ -13,7 +13,6 @@ use crate::latency::Latencies;
 use crate::link::core::{ActiveTransport, LinkCore, Output, OwnLimits, RequestContext, Wakes};
 use crate::link::keepalive::Keepalive;
 use crate::link::kind::Kind;
-use crate::link::outbox::OneSided;
 use crate::mem::{BufMut, Pool, Purpose};
 use crate::wire::{Features, Hello, Version};
 
@@ -234,7 +233,7 @@ impl Side {
                     let bytes = control.encode().to_vec();
                     (Packet::Frame { imm, bytes }, Held::Nothing, RequestContext::default())
                 }
-                Output::OneSided { operation: OneSided { held, .. }, request } => {
+                Output::OneSided { held, request, .. } => {
                     (packet_of(&held, &request), held, request)
                 }
             };

@@ -1,6 +1,6 @@
 //! How the queue pair and the connection of a link end.
 
-use super::{LinkEnv, LinkState};
+use super::LinkState;
 use crate::device::slots::{InFlight, SendQueue};
 use crate::error::{Error, ErrorKind};
 use crate::link::core::{RequestContext, Wakes};
@@ -47,7 +47,6 @@ impl LinkState {
     /// meanwhile.
     pub(crate) fn end_detach(
         &mut self,
-        env: &LinkEnv<'_>,
         queue: SendQueue<RequestContext>,
         in_flight: Vec<InFlight<RequestContext>>,
         gone: Result<(), Error>,
@@ -59,10 +58,10 @@ impl LinkState {
             return Err(error);
         }
         if !self.core.is_to_be_detached() {
-            self.end_destroy(env, queue, in_flight, wakes);
+            self.end_destroy(queue, in_flight, wakes);
             return Err(Error::new(ErrorKind::Closed, "the link is gone"));
         }
-        env.release(in_flight.len());
+        self.rdma.release(in_flight.len());
         self.core.on_detached(in_flight);
         self.rdma.forget(&queue);
         Ok(())
@@ -163,14 +162,13 @@ impl LinkState {
     /// Second step: the queue pair is gone, with what was in flight, or did not go and is back.
     pub(crate) fn end_destroy(
         &mut self,
-        env: &LinkEnv<'_>,
         queue: SendQueue<RequestContext>,
         in_flight: Vec<InFlight<RequestContext>>,
         wakes: &mut Wakes,
     ) {
         self.rdma.queue = queue;
         self.rdma.is_destroying = false;
-        self.give_up(env, in_flight, wakes);
+        self.give_up(in_flight, wakes);
         if self.rdma.queue.qp().is_none() {
             self.core.drop_partial();
         }
@@ -178,7 +176,7 @@ impl LinkState {
 
     /// Destroys the queue pair at once, and closes the connection: the fabric ends. Returns whether
     /// the queue pair is gone.
-    pub(crate) fn destroy(&mut self, env: &LinkEnv<'_>, wakes: &mut Wakes) -> bool {
+    pub(crate) fn destroy(&mut self, wakes: &mut Wakes) -> bool {
         if self.close_tcp(wakes) {
             self.core.drop_partial();
         }
@@ -187,7 +185,7 @@ impl LinkState {
         }
         let mut in_flight = Vec::new();
         let is_gone = self.rdma.queue.destroy(|it| in_flight.push(it)).is_ok();
-        self.give_up(env, in_flight, wakes);
+        self.give_up(in_flight, wakes);
         if is_gone {
             self.core.drop_partial();
         }
@@ -195,13 +193,8 @@ impl LinkState {
     }
 
     /// Requests that were in flight on a queue pair that is gone get the link's failure.
-    fn give_up(
-        &mut self,
-        env: &LinkEnv<'_>,
-        in_flight: Vec<InFlight<RequestContext>>,
-        wakes: &mut Wakes,
-    ) {
-        env.release(in_flight.len());
+    fn give_up(&mut self, in_flight: Vec<InFlight<RequestContext>>, wakes: &mut Wakes) {
+        self.rdma.release(in_flight.len());
         let error = self.core.failure_or_gone();
         for InFlight { held, request } in in_flight {
             self.core.finish(request, held, Err(error.clone()), wakes);

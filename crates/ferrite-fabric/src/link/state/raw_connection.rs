@@ -9,7 +9,7 @@ use std::task::Waker;
 
 use ferrite_verbs::{Access, Opcode, Operation, RemoteSlice, WorkCompletion};
 
-use super::{LinkEnv, LinkState};
+use super::LinkState;
 use crate::device::slots::{Held, Work};
 use crate::error::{Error, ErrorKind};
 use crate::link::core::{RequestContext, Wakes, keep, protocol};
@@ -142,11 +142,11 @@ impl LinkState {
 
     /// The next request. The last that is queued reports, unless it is quiet, so that the memory of
     /// all comes back soon.
-    pub(super) fn next_raw_work(&mut self, env: &LinkEnv<'_>) -> Option<Work<RequestContext>> {
+    pub(super) fn next_raw_work(&mut self) -> Option<Work<RequestContext>> {
         let raw = self.raw.as_deref_mut()?;
         let Outgoing { operation, held, bytes, quiet } = raw.outgoing.pop_front()?;
         let is_last = raw.outgoing.is_empty();
-        let signaled = self.signal(env, is_last && !quiet);
+        let signaled = self.signal(is_last && !quiet);
         let inline = bytes <= self.rdma.inline;
         let held = match held {
             Held::Shared(buf) if inline => Held::Passing(buf),

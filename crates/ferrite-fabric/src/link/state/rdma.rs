@@ -12,7 +12,6 @@ use crate::device::slots::{BATCH, Held, InFlight, SendQueue, Work};
 use crate::error::{Error, ErrorKind};
 use crate::link::core::{ActiveTransport, Output, RequestContext, Wakes, protocol};
 use crate::link::kind::Kind;
-use crate::link::outbox::OneSided;
 use crate::mem::{BufMut, Pool, Purpose, Window};
 use crate::wire::{CONTROL_BYTES, Control, Frame};
 
@@ -30,8 +29,6 @@ pub(crate) struct RdmaPath {
     pub(super) binds: VecDeque<Arc<Window>>,
     /// What the peer may do to our memory, as far as the queue pair decides it.
     pub(super) rights: Access,
-    /// Reused for each post.
-    batch: Vec<Work<RequestContext>>,
     pub(super) unsignaled: usize,
     /// Where the generations of the next queue pair's slots begin.
     pub(crate) generation: u32,
@@ -62,12 +59,34 @@ impl RdmaPath {
             is_destroying: false,
             binds: VecDeque::new(),
             rights: Access::LOCAL,
-            batch: Vec::new(),
             unsignaled: 0,
             generation: 0,
             last_posted: false,
             flushed: Vec::new(),
             flush_called: false,
+        }
+    }
+
+    /// Takes up to `wanted` entries of the completion queue.
+    fn reserve(&self, wanted: usize) -> usize {
+        self.device.as_ref().map_or(0, |device| device.reserve(wanted))
+    }
+
+    pub(super) fn release(&self, entries: usize) {
+        if let Some(device) = &self.device {
+            device.release(entries);
+        }
+    }
+
+    fn is_pressed(&self) -> bool {
+        self.device.as_ref().is_some_and(|device| device.is_pressed())
+    }
+
+    /// Waits in line for entries, for this link.
+    #[cold]
+    fn wait(&self, link: u32) {
+        if let Some(device) = &self.device {
+            device.wait(link);
         }
     }
 
@@ -96,12 +115,17 @@ impl RdmaPath {
 
 impl LinkState {
     /// Stops the queue pair of a path or link that is over.
+    #[inline]
     pub(crate) fn stop_if_over(&mut self) {
         let is_over =
             self.core.failure().is_some() || self.core.transport() == ActiveTransport::Migrating;
-        if !is_over || !self.rdma.is_running {
-            return;
+        if is_over && self.rdma.is_running {
+            self.stop();
         }
+    }
+
+    #[cold]
+    fn stop(&mut self) {
         if let Some(qp) = self.rdma.queue.qp() {
             let _ = qp.stop(); // a device that is gone has stopped it
             self.rdma.is_running = false;
@@ -115,23 +139,18 @@ impl LinkState {
 
     /// Posts a small message at once, from the caller's bytes; returns `false` if it has to be
     /// queued.
-    pub(super) fn post_now(
-        &mut self,
-        env: &LinkEnv<'_>,
-        channel: u16,
-        bytes: &[u8],
-    ) -> Result<bool, Error> {
+    pub(super) fn post_now(&mut self, channel: u16, bytes: &[u8]) -> Result<bool, Error> {
         let most = self.rdma.inline.min(self.core.peer().segment_bytes as usize);
         let is_ready =
             bytes.len() <= most && self.core.may_send_now() && self.rdma.queue.room() > 0;
-        if !is_ready || env.reserve(1) == 0 {
+        if !is_ready || self.rdma.reserve(1) == 0 {
             return Ok(false);
         }
         let (imm, request) = self.core.send_now(channel, bytes);
-        let signaled = self.signal(env, false);
+        let signaled = self.signal(false);
         let operation = Operation::SendImm(imm);
         if let Err(refused) = self.rdma.queue.post_inline(operation, bytes, signaled, request) {
-            env.release(1 - refused.posted);
+            self.rdma.release(1 - refused.posted);
             let error = Error::refused_post(refused.error);
             if !self.core.lose(&error) {
                 return Err(error);
@@ -145,9 +164,9 @@ impl LinkState {
 
     /// Decides whether the next request reports: someone waits for it or for its memory, or too
     /// many before it have not.
-    pub(super) fn signal(&mut self, env: &LinkEnv<'_>, wanted: bool) -> bool {
+    pub(super) fn signal(&mut self, wanted: bool) -> bool {
         let run = (self.rdma.queue.room() + self.rdma.queue.in_flight()) / 4;
-        let signaled = wanted || self.rdma.unsignaled >= run || env.is_pressed();
+        let signaled = wanted || self.rdma.unsignaled >= run || self.rdma.is_pressed();
         self.rdma.unsignaled = if signaled { 0 } else { self.rdma.unsignaled + 1 };
         signaled
     }
@@ -160,42 +179,42 @@ impl LinkState {
                 return Ok(());
             }
             let room = self.rdma.queue.room().min(BATCH);
-            if room == 0 {
+            if room == 0 || self.rdma.queue.qp().is_none() {
                 return Ok(());
             }
-            let mut reserved = env.reserve(room);
+            let mut reserved = self.rdma.reserve(room);
             if reserved == 0 {
-                env.wait();
+                self.rdma.wait(env.index);
                 // Entries that came back between the two would not call us.
-                reserved = env.reserve(room);
+                reserved = self.rdma.reserve(room);
                 if reserved == 0 {
                     return Ok(());
                 }
             }
             // Binds first, so that they are done before the peer hears of them.
             if let Some(window) = self.rdma.binds.pop_front() {
-                env.release(reserved - 1);
-                self.post_bind(&window, env)?;
+                self.rdma.release(reserved - 1);
+                self.post_bind(&window)?;
                 continue;
             }
             let mut made = Ok(());
-            while self.rdma.batch.len() < reserved {
-                match self.next_work(env) {
-                    Ok(Some(work)) => self.rdma.batch.push(work),
-                    Ok(None) => break,
+            while self.rdma.queue.added() < reserved {
+                match self.add_next(env) {
+                    Ok(true) => {}
+                    Ok(false) => break,
                     Err(error) => {
                         made = Err(error);
                         break;
                     }
                 }
             }
-            let count = self.rdma.batch.len();
-            env.release(reserved - count);
+            let count = self.rdma.queue.added();
+            self.rdma.release(reserved - count);
             if count == 0 {
                 return made;
             }
-            if let Err(error) = self.rdma.queue.post(&mut self.rdma.batch) {
-                return self.on_unposted(env, Error::refused_post(error), wakes);
+            if let Err((error, unposted)) = self.rdma.queue.post() {
+                return self.on_unposted(Error::refused_post(error), unposted, wakes);
             }
             if made.is_err() || count < reserved {
                 return made;
@@ -203,33 +222,32 @@ impl LinkState {
         }
     }
 
-    fn post_bind(&mut self, window: &Arc<Window>, env: &LinkEnv<'_>) -> Result<(), Error> {
-        let signaled = self.signal(env, true); // memory may wait for it
+    fn post_bind(&mut self, window: &Arc<Window>) -> Result<(), Error> {
+        let signaled = self.signal(true); // memory may wait for it
         let request = RequestContext { kind: Kind::Bind, ..RequestContext::default() };
         match self.rdma.queue.post_bind(window, signaled, request) {
             Ok(posted) => {
-                env.release(usize::from(!posted));
+                self.rdma.release(usize::from(!posted));
                 Ok(())
             }
             Err(refused) => {
-                env.release(1 - refused.posted);
+                self.rdma.release(1 - refused.posted);
                 Err(Error::refused_post(refused.error))
             }
         }
     }
 
-    /// The device did not take what is left in the batch.
+    /// The device did not take these requests.
     #[cold]
     fn on_unposted(
         &mut self,
-        env: &LinkEnv<'_>,
         error: Error,
+        unposted: Vec<InFlight<RequestContext>>,
         wakes: &mut Wakes,
     ) -> Result<(), Error> {
-        env.release(self.rdma.batch.len());
-        let unposted = std::mem::take(&mut self.rdma.batch);
+        self.rdma.release(unposted.len());
         let migrates = self.core.lose(&error);
-        for Work { held, request, .. } in unposted {
+        for InFlight { held, request } in unposted {
             if migrates {
                 self.core.not_posted(held, request);
             } else {
@@ -239,54 +257,44 @@ impl LinkState {
         if migrates { Ok(()) } else { Err(error) }
     }
 
-    fn next_work(&mut self, env: &LinkEnv<'_>) -> Result<Option<Work<RequestContext>>, Error> {
+    /// Adds the next request to those that are to be posted; returns `false` if there is none.
+    fn add_next(&mut self, env: &LinkEnv<'_>) -> Result<bool, Error> {
         if self.raw.is_some() {
-            return Ok(self.next_raw_work(env));
+            let work = self.next_raw_work();
+            return Ok(work.map(|work| self.rdma.queue.add(work)).is_some());
         }
         let segment_bytes = self.core.peer().segment_bytes as usize;
-        let Some(output) = self.core.next_output(segment_bytes, true) else { return Ok(None) };
-        Ok(Some(match output {
-            Output::Data { imm, more, piece, request } => {
+        match self.core.next_output(segment_bytes, true) {
+            None => return Ok(false),
+            Some(Output::Data { imm, more, piece, request }) => {
                 let inline = request.bytes as usize <= self.rdma.inline;
                 // Inline requests hold no memory, so nobody waits for them. Of the rest the last
                 // frame of a message reports.
-                let signaled = self.signal(env, request.ticket.is_some() || !inline && !more);
+                let signaled = self.signal(request.ticket.is_some() || !inline && !more);
                 let held = piece.map_or(Held::Nothing, Held::Shared);
-                Work { operation: Operation::SendImm(imm), held, signaled, inline, request }
+                let operation = Operation::SendImm(imm);
+                self.rdma.queue.add(Work { operation, held, signaled, inline, request });
             }
-            Output::Control { imm, control } => return self.control_work(imm, control, env),
-            Output::OneSided { operation, request } => {
+            Some(Output::Control { imm, control }) => return self.add_control(imm, control, env),
+            Some(Output::OneSided { held, place, request }) => {
                 let inline =
                     request.kind != Kind::Read && request.bytes as usize <= self.rdma.inline;
-                let signaled = self.signal(env, request.ticket.is_some() || !inline);
-                let posted = self.operation(&operation);
-                Work { operation: posted, held: operation.held, signaled, inline, request }
+                let signaled = self.signal(request.ticket.is_some() || !inline);
+                let operation = one_sided(place, &request);
+                self.rdma.queue.add(Work { operation, held, signaled, inline, request });
             }
-        }))
-    }
-
-    /// Places an operation on the device that carries the link, which may be another than when the
-    /// grant was given.
-    fn operation(&self, asked: &OneSided) -> Operation {
-        let place = self.core.place_of(asked.grant);
-        let (base, rkey) = place.unwrap_or((asked.base, asked.rkey));
-        let addr = base.wrapping_add(asked.offset);
-        let remote = RemoteSlice { addr, len: asked.bytes.into(), rkey };
-        match asked.kind {
-            Kind::Read => Operation::Read(remote),
-            Kind::Notice => Operation::WriteImm(remote, asked.imm),
-            _ => Operation::Write(remote),
         }
+        Ok(true)
     }
 
-    /// `None`: there is no memory at the moment, and the control frame goes with the next post, or
-    /// when the fabric looks for memory again.
-    fn control_work(
+    /// Adds a control frame. `false`: there is no memory at the moment, and it goes with the next
+    /// post, or when the fabric looks for memory again.
+    fn add_control(
         &mut self,
         imm: u32,
         control: Control,
         env: &LinkEnv<'_>,
-    ) -> Result<Option<Work<RequestContext>>, Error> {
+    ) -> Result<bool, Error> {
         let inline = CONTROL_BYTES <= self.rdma.inline;
         let held = if inline {
             Held::Copied(control.encode())
@@ -300,20 +308,21 @@ impl LinkState {
                 Err(error) if matches!(error.kind(), ErrorKind::Full | ErrorKind::Resources) => {
                     self.core.put_back(control);
                     self.is_starved = true;
-                    return Ok(None);
+                    return Ok(false);
                 }
                 Err(error) => return Err(error),
             }
         };
         // That the peer's device took the question says something, too.
-        let signaled = self.signal(env, !inline || matches!(control, Control::Ping(_)));
+        let signaled = self.signal(!inline || matches!(control, Control::Ping(_)));
         let operation = Operation::SendImm(imm);
         let request = RequestContext {
             kind: Kind::Control,
             bytes: CONTROL_BYTES as u32,
             ..RequestContext::default()
         };
-        Ok(Some(Work { operation, held, signaled, inline, request }))
+        self.rdma.queue.add(Work { operation, held, signaled, inline, request });
+        Ok(true)
     }
 
     /// A receive has completed with something of this link.
@@ -407,13 +416,13 @@ impl LinkState {
             };
             core.complete(request, held, result, wakes);
         });
-        env.release(entries);
+        self.rdma.release(entries);
         self.on_raw_done(controls, notices, wakes);
         self.answer_revocations();
         if ok {
             self.pump(env, wakes);
         }
-        self.post_last(env);
+        self.post_last();
     }
 
     /// The link is down: requests that were flushed before get its failure.
@@ -429,17 +438,28 @@ impl LinkState {
 
     /// Posts one more request, which is flushed at once. It completes those that did not report and
     /// were done when the link went down: they do not report now either.
-    pub(crate) fn post_last(&mut self, env: &LinkEnv<'_>) {
+    pub(crate) fn post_last(&mut self) {
         let is_wanted =
             self.failure().is_some() && !self.rdma.last_posted && self.rdma.queue.in_flight() > 0;
-        if !is_wanted || self.rdma.queue.room() == 0 || env.reserve(1) == 0 {
+        if !is_wanted || self.rdma.queue.room() == 0 || self.rdma.reserve(1) == 0 {
             return; // or else the clock ends it
         }
         let request = RequestContext { kind: Kind::Last, ..RequestContext::default() };
         self.rdma.last_posted = true;
         if let Err(refused) = self.rdma.queue.post_inline(Operation::Send, &[], true, request) {
-            env.release(1 - refused.posted);
+            self.rdma.release(1 - refused.posted);
         }
+    }
+}
+
+/// Returns the operation on memory of the peer, whose grant begins at `base` with the key `rkey`.
+fn one_sided((base, rkey): (u64, u32), request: &RequestContext) -> Operation {
+    let addr = base.wrapping_add(request.offset);
+    let remote = RemoteSlice { addr, len: request.bytes.into(), rkey };
+    match request.kind {
+        Kind::Read => Operation::Read(remote),
+        Kind::Notice => Operation::WriteImm(remote, request.imm),
+        _ => Operation::Write(remote),
     }
 }
 
