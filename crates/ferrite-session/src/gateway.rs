@@ -30,6 +30,7 @@ use crate::ending::{Shutdown, wait_for_end};
 use crate::engine::{EngineAccess, EngineAddress, EngineSocket};
 use crate::in_process::{self, CommandPaths, ProxyConnection, ServeOutcome};
 use crate::in_process_engine::{Client, InProcessEngine};
+use crate::polled_when_woken::PolledWhenWoken;
 use crate::pump::{BUFFER, pump_after};
 use crate::sessions::{ClientTransport, OpenSession, SessionInfo, Sessions};
 use crate::stream::{ValkeyConfig, ValkeyStream};
@@ -400,7 +401,9 @@ impl Gateway {
                 let engine = (&**inside, &**record);
                 let outcome = tokio::select! {
                     biased; // a session that must end runs no further command
-                    () = wait_for_end(&open, shutdown.clone()) => Ok(ServeOutcome::Closed),
+                    () = PolledWhenWoken::new(wait_for_end(&open, shutdown.clone())) => {
+                        Ok(ServeOutcome::Closed)
+                    }
                     outcome = in_process::serve(
                         (&mut client, &first),
                         proxy,

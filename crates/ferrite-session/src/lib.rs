@@ -18,6 +18,7 @@ mod frames;
 mod gateway;
 mod in_process;
 mod in_process_engine;
+mod polled_when_woken;
 mod pump;
 mod sessions;
 mod settings;

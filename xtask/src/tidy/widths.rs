@@ -19,7 +19,7 @@ const KNOWN: &[(&str, usize)] = &[
     ("bench/gateway-ratio", 17),
     ("bench/idle-links", 9),
     ("bench/large-values", 13),
-    ("bench/module-instructions", 19),
+    ("bench/module-instructions", 17),
     ("bench/module-ratio", 42),
     ("bench/stream-ratio", 14),
     ("bench/tcp-beside", 29),

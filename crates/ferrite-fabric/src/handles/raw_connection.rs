@@ -116,7 +116,7 @@ impl RawConnection {
     /// there is more.
     #[must_use]
     pub fn done(&self, waker: Option<&Waker>) -> Done {
-        self.shared.with(|state, _, _| state.raw_done(waker))
+        self.shared.peek(|state| state.raw_done(waker))
     }
 
     /// The next thing that came, each once and in order; what came before the end is told before
@@ -133,7 +133,7 @@ impl RawConnection {
     /// # Errors
     /// Why the link is down.
     pub fn poll_arrival(&self, waker: &Waker) -> Poll<Result<Arrival, Error>> {
-        self.shared.with(|state, _, _| match state.pop_arrival() {
+        self.shared.peek(|state| match state.pop_arrival() {
             Ok(Some(arrival)) => Poll::Ready(Ok(arrival)),
             Ok(None) => {
                 state.core.wake_on_message(waker);

@@ -144,6 +144,12 @@ impl LinkShared {
         lock(&self.route).device.as_ref().is_some_and(|on| on.index == device.index)
     }
 
+    /// Runs `act` under the lock, and nothing else. `act` only looks, takes what has arrived, or
+    /// registers a waker: nothing that gives the fabric work.
+    pub(crate) fn peek<R>(&self, act: impl FnOnce(&mut LinkState) -> R) -> R {
+        act(&mut lock(&self.state))
+    }
+
     /// Runs `act` under the lock, then whatever must happen outside of it.
     pub(crate) fn with<R>(
         &self,
