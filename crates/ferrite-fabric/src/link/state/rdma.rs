@@ -1,4 +1,5 @@
-//! A link on its queue pair: what the core gives out is posted, what completes is told to the core.
+//! The RDMA driver of a link: posts the core's output to the queue pair, and reports completions to
+//! the core.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -16,30 +17,30 @@ use crate::link::outbox::OneSided;
 use crate::mem::{BufMut, Pool, Purpose, Window};
 use crate::wire::{CONTROL_BYTES, Control, Frame};
 
-/// The queue pair of a link, and what belongs to it.
+/// The queue pair of a link, with its state.
 pub(crate) struct RdmaPath {
     pub(crate) queue: SendQueue<RequestContext>,
-    /// Whose queues the queue pair uses; `None` on TCP.
+    /// The device whose queues the queue pair uses; `None` on TCP.
     pub(crate) device: Option<Arc<SharedDevice>>,
     pub(super) inline: usize,
-    /// The queue pair has not been stopped.
+    /// Whether the queue pair was not stopped.
     is_running: bool,
-    /// A command destroys the queue pair.
+    /// Whether a command is destroying the queue pair.
     pub(super) is_destroying: bool,
-    /// Windows that are to be bound to the queue pair.
+    /// Windows to bind to the queue pair.
     pub(super) binds: VecDeque<Arc<Window>>,
-    /// What the peer may do to our memory, as far as the queue pair decides it.
+    /// The peer's rights to our memory, as far as the queue pair decides them.
     pub(super) rights: Access,
     /// Reused for each post.
     batch: Vec<Work<RequestContext>>,
     pub(super) unsignaled: usize,
-    /// Where the generations of the next queue pair's slots begin.
+    /// The first generation of the slots of the next queue pair.
     pub(crate) generation: u32,
-    /// The last request was posted.
+    /// Whether the last request was posted.
     last_posted: bool,
-    /// Completions of requests that were flushed before it was known why.
+    /// Completions of requests that were flushed before the reason was known.
     pub(super) flushed: Vec<WorkCompletion>,
-    /// The fabric was told of them.
+    /// Whether the fabric was told of them.
     pub(super) flush_called: bool,
 }
 
@@ -52,7 +53,7 @@ impl RdmaPath {
         Self { queue, device: Some(device), inline, is_running: true, ..Self::none() }
     }
 
-    /// Makes the path of a link that TCP carries.
+    /// Creates the state of a link on TCP, without a queue pair.
     pub(super) fn none() -> Self {
         Self {
             queue: SendQueue::none(),
@@ -71,13 +72,13 @@ impl RdmaPath {
         }
     }
 
-    /// Takes the queue pair that the link was upgraded to.
+    /// Switches to the queue pair of the upgrade.
     pub(super) fn adopt(&mut self, next: NextPath) {
         (self.queue, self.device, self.inline) = (next.queue, Some(next.device), next.inline);
         self.is_running = true;
     }
 
-    /// Forgets a queue pair that is gone.
+    /// Drops the state of a destroyed queue pair.
     pub(super) fn forget(&mut self, queue: &SendQueue<RequestContext>) {
         if self.device.take().is_some() {
             self.generation = queue.next_generation();
@@ -86,8 +87,8 @@ impl RdmaPath {
         (self.flush_called, self.unsignaled) = (false, 0);
     }
 
-    /// A command gives the queue pair back. The link may have gone down meanwhile: then it is
-    /// stopped when the lock is let go.
+    /// Takes the queue pair back from a command. If the link went down meanwhile, the queue pair is
+    /// stopped when the lock is released.
     pub(crate) fn take_back(&mut self, qp: ferrite_verbs::QueuePair) {
         self.queue.take_back(qp);
         self.is_running = true;
@@ -95,7 +96,7 @@ impl RdmaPath {
 }
 
 impl LinkState {
-    /// Stops the queue pair of a path or link that is over.
+    /// Stops the queue pair of a path or link that has ended.
     pub(crate) fn stop_if_over(&mut self) {
         let is_over =
             self.core.failure().is_some() || self.core.transport() == ActiveTransport::Migrating;
@@ -103,18 +104,17 @@ impl LinkState {
             return;
         }
         if let Some(qp) = self.rdma.queue.qp() {
-            let _ = qp.stop(); // a device that is gone has stopped it
+            let _ = qp.stop(); // a removed device has stopped it
             self.rdma.is_running = false;
         }
         if self.core.failure().is_none() {
             self.core.stats.binds_dropped += self.rdma.binds.len() as u64;
         }
-        self.rdma.binds.clear(); // on the next device there are others
+        self.rdma.binds.clear(); // the next device has its own windows
         self.end_raw();
     }
 
-    /// Posts a small message at once, from the caller's bytes; returns `false` if it has to be
-    /// queued.
+    /// Posts a small message at once, from the caller's bytes. Returns false if it must be queued.
     pub(super) fn post_now(
         &mut self,
         env: &LinkEnv<'_>,
@@ -143,8 +143,8 @@ impl LinkState {
         Ok(true)
     }
 
-    /// Decides whether the next request reports: someone waits for it or for its memory, or too
-    /// many before it have not.
+    /// Decides whether the next request is signaled. It is if someone waits for it or for its
+    /// memory, or after too many unsignaled requests.
     pub(super) fn signal(&mut self, env: &LinkEnv<'_>, wanted: bool) -> bool {
         let run = (self.rdma.queue.room() + self.rdma.queue.in_flight()) / 4;
         let signaled = wanted || self.rdma.unsignaled >= run || env.is_pressed();
@@ -152,7 +152,7 @@ impl LinkState {
         signaled
     }
 
-    /// Posts whatever may go.
+    /// Posts everything that may be sent.
     pub(super) fn post_all(&mut self, env: &LinkEnv<'_>, wakes: &mut Wakes) -> Result<(), Error> {
         loop {
             let is_idle = self.core.is_idle() && self.rdma.binds.is_empty();
@@ -166,13 +166,13 @@ impl LinkState {
             let mut reserved = env.reserve(room);
             if reserved == 0 {
                 env.wait();
-                // Entries that came back between the two would not call us.
+                // Entries that were freed between the two calls would not wake this link.
                 reserved = env.reserve(room);
                 if reserved == 0 {
                     return Ok(());
                 }
             }
-            // Binds first, so that they are done before the peer hears of them.
+            // Binds are posted first, so that they are done before the peer learns of them.
             if let Some(window) = self.rdma.binds.pop_front() {
                 env.release(reserved - 1);
                 self.post_bind(&window, env)?;
@@ -204,7 +204,7 @@ impl LinkState {
     }
 
     fn post_bind(&mut self, window: &Arc<Window>, env: &LinkEnv<'_>) -> Result<(), Error> {
-        let signaled = self.signal(env, true); // memory may wait for it
+        let signaled = self.signal(env, true); // its memory may be waited for
         let request = RequestContext { kind: Kind::Bind, ..RequestContext::default() };
         match self.rdma.queue.post_bind(window, signaled, request) {
             Ok(posted) => {
@@ -218,7 +218,7 @@ impl LinkState {
         }
     }
 
-    /// The device did not take what is left in the batch.
+    /// The device did not accept the rest of the batch.
     #[cold]
     fn on_unposted(
         &mut self,
@@ -248,8 +248,8 @@ impl LinkState {
         Ok(Some(match output {
             Output::Data { imm, more, piece, request } => {
                 let inline = request.bytes as usize <= self.rdma.inline;
-                // Inline requests hold no memory, so nobody waits for them. Of the rest the last
-                // frame of a message reports.
+                // Inline requests hold no memory, so nobody waits for them. Of the others, the last
+                // frame of a message is signaled.
                 let signaled = self.signal(env, request.ticket.is_some() || !inline && !more);
                 let held = piece.map_or(Held::Nothing, Held::Shared);
                 Work { operation: Operation::SendImm(imm), held, signaled, inline, request }
@@ -265,8 +265,8 @@ impl LinkState {
         }))
     }
 
-    /// Places an operation on the device that carries the link, which may be another than when the
-    /// grant was given.
+    /// Finds the address of an operation on the device that the link uses now. It may differ from
+    /// the device of the grant.
     fn operation(&self, asked: &OneSided) -> Operation {
         let place = self.core.place_of(asked.grant);
         let (base, rkey) = place.unwrap_or((asked.base, asked.rkey));
@@ -279,7 +279,7 @@ impl LinkState {
         }
     }
 
-    /// `None`: there is no memory at the moment, and the control frame goes with the next post, or
+    /// Returns `None` if there is no memory now. The control frame then goes with the next post, or
     /// when the fabric looks for memory again.
     fn control_work(
         &mut self,
@@ -296,7 +296,7 @@ impl LinkState {
                     buf.copy_from_slice(&control.encode());
                     Held::Shared(buf.freeze())
                 }
-                // The pool is at its limit, or the device registers no more at the moment.
+                // The pool is at its limit, or the device can register no more memory now.
                 Err(error) if matches!(error.kind(), ErrorKind::Full | ErrorKind::Resources) => {
                     self.core.put_back(control);
                     self.is_starved = true;
@@ -305,7 +305,7 @@ impl LinkState {
                 Err(error) => return Err(error),
             }
         };
-        // That the peer's device took the question says something, too.
+        // The acknowledgement of a keepalive by the peer's device is a sign of life, too.
         let signaled = self.signal(env, !inline || matches!(control, Control::Ping(_)));
         let operation = Operation::SendImm(imm);
         let request = RequestContext {
@@ -316,10 +316,10 @@ impl LinkState {
         Ok(Some(Work { operation, held, signaled, inline, request }))
     }
 
-    /// A receive has completed with something of this link.
+    /// Handles a completed receive of this link.
     ///
     /// # Errors
-    /// The peer broke the protocol.
+    /// The peer violated the protocol.
     pub(crate) fn on_received(
         &mut self,
         pool: &Pool,
@@ -353,7 +353,8 @@ impl LinkState {
         Ok(())
     }
 
-    /// A send, write or read has completed. `failure` makes the error if it is the first.
+    /// Handles a completed send, write or read. `failure` creates the error if this is the first
+    /// failure.
     pub(crate) fn on_sent(
         &mut self,
         env: &LinkEnv<'_>,
@@ -367,22 +368,22 @@ impl LinkState {
         let status = wc.status();
         let ok = status == Status::SUCCESS;
         if self.rdma.queue.get(wc).is_none() {
-            self.core.stats.stale_completions += 1; // perhaps of a queue pair that is gone
+            self.core.stats.stale_completions += 1; // perhaps of a destroyed queue pair
             return;
         }
         if !ok && self.core.transport() == ActiveTransport::Migrating {
-            return; // it stays until the queue pair is gone, and goes elsewhere then
+            return; // it stays until the queue pair is destroyed, and is then sent on another path
         }
         if status == Status::FLUSHED && self.failure().is_none() {
-            // Something failed before it, and will be told: by an event, or by the peer.
+            // An earlier request failed. An event or the peer will tell the cause.
             self.rdma.flushed.push(*wc);
             return;
         }
         if ok {
             self.core.on_acknowledged_by_device();
         } else if self.failure().is_none() {
-            // All of ours was acknowledged before the farewell: a peer that has left by then has
-            // left in good order.
+            // The peer acknowledged everything before the farewell, so a peer that is gone by then
+            // has closed in an orderly way.
             let is_control =
                 self.rdma.queue.get(wc).is_some_and(|it| it.request.kind == Kind::Control);
             let error = match self.core.has_answered_farewell() && is_control {
@@ -416,7 +417,7 @@ impl LinkState {
         self.post_last(env);
     }
 
-    /// The link is down: requests that were flushed before get its failure.
+    /// Fails the requests that were flushed before the link went down.
     #[cold]
     pub(crate) fn complete_flushed(&mut self, env: &LinkEnv<'_>, wakes: &mut Wakes) {
         if self.failure().is_some() {
@@ -427,13 +428,13 @@ impl LinkState {
         }
     }
 
-    /// Posts one more request, which is flushed at once. It completes those that did not report and
-    /// were done when the link went down: they do not report now either.
+    /// Posts one more request, which is flushed at once. It completes the unsignaled requests that
+    /// were done when the link went down, since they produce no completions of their own.
     pub(crate) fn post_last(&mut self, env: &LinkEnv<'_>) {
         let is_wanted =
             self.failure().is_some() && !self.rdma.last_posted && self.rdma.queue.in_flight() > 0;
         if !is_wanted || self.rdma.queue.room() == 0 || env.reserve(1) == 0 {
-            return; // or else the clock ends it
+            return; // otherwise the timeout ends it
         }
         let request = RequestContext { kind: Kind::Last, ..RequestContext::default() };
         self.rdma.last_posted = true;
@@ -443,10 +444,10 @@ impl LinkState {
     }
 }
 
-/// Copies a small part of a message that may lie here for long, so that it does not keep a large
+/// Copies a small part of a message that may stay here for long, so that it does not hold a large
 /// receive.
 fn fitting(pool: &Pool, buf: BufMut) -> BufMut {
-    const SMALL: usize = 8; // so little of the block that copying it costs nothing
+    const SMALL: usize = 8; // the part is so small that copying it costs nothing
     if buf.len() > buf.capacity() / SMALL {
         return buf;
     }
