@@ -27,7 +27,7 @@ pub use self::config::GatewayConfig;
 use self::stats::Counters;
 pub use self::stats::GatewayStats;
 use crate::in_process_engine::InProcessEngine;
-use crate::sessions::{ClientTransport, SessionInfo, Sessions};
+use crate::sessions::{ClientTransport, Killed, SessionInfo, Sessions};
 
 /// Serves clients over RDMA and TCP with an engine that need not support RDMA. Clones share one
 /// gateway.
@@ -75,7 +75,15 @@ impl Gateway {
     /// such session.
     #[expect(clippy::must_use_candidate, reason = "called for its effect")]
     pub fn kill(&self, id: u64) -> bool {
-        self.sessions.kill(id)
+        self.sessions.kill(id, None).is_some()
+    }
+
+    /// Asks a session to end, at the request of the engine's client `caller`. Returns `None` if
+    /// there is no such session. If it is the caller's own ([`Killed::Own`]), the session continues
+    /// until the caller of this function has sent the reply and closed the proxy connection.
+    #[expect(clippy::must_use_candidate, reason = "called for its effect")]
+    pub fn kill_for(&self, id: u64, caller: u64) -> Option<Killed> {
+        self.sessions.kill(id, Some(caller))
     }
 
     /// Accepts clients until `end` is ready, then lets sessions finish pending commands. The caller

@@ -16,6 +16,8 @@ use super::{Context, OK, api, c_string};
 pub(crate) enum Reply {
     Error(String),
     Simple(String),
+    /// A simple string, after which the engine disconnects the caller.
+    LastSimple(String),
     Text(String),
     Lines(Vec<String>),
     Map(Vec<(String, Value)>),
@@ -77,6 +79,11 @@ impl Context<'_> {
                 Reply::Error(text) => (api.reply_with_error)(self.raw(), c_string(text).as_ptr()),
                 Reply::Simple(text) => {
                     (api.reply_with_simple_string)(self.raw(), c_string(text).as_ptr())
+                }
+                Reply::LastSimple(text) => {
+                    (api.reply_with_simple_string)(self.raw(), c_string(text).as_ptr());
+                    // The engine still sends the replies of the client that runs this command.
+                    (api.close_client)(self.raw(), self.client_id())
                 }
                 Reply::Text(text) => {
                     (api.reply_with_verbatim_string)(self.raw(), text.as_ptr().cast(), text.len())
