@@ -1,9 +1,9 @@
 //! Checks that lines have at most 100 columns, in Rust, Markdown, TOML and scripts.
 //!
 //! What cannot be wrapped does not count: a string in Rust or TOML (it ends where the text ends), a
-//! table in Markdown, in a doc comment or in the text at the top of a script, and a line of Markdown
-//! that has no second word to wrap at (a long link). Code blocks in Markdown show what a program
-//! prints.
+//! table in Markdown, in a doc comment or in the text at the top of a script, and a line of
+//! Markdown that has no second word to wrap at (a long link). Code blocks in Markdown show what a
+//! program prints.
 
 use super::{Findings, is_generated, source};
 
