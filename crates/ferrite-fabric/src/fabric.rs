@@ -116,6 +116,8 @@ pub(crate) struct Shared {
     pub(crate) verbs: Option<Verbs>,
     /// Why there is no device, if there is none.
     absence: Option<Error>,
+    /// Whether the caller reports that RDMA is unavailable.
+    pub(crate) is_quiet: bool,
     /// Devices that could not be used, each with the reason.
     unused: Vec<(String, Error)>,
     pub(crate) tls: Tls,
@@ -170,6 +172,7 @@ impl Fabric {
             tls: Tls::default(),
             config: Config::default(),
             command_threads: false,
+            is_quiet: false,
         }
     }
 
@@ -197,7 +200,8 @@ impl Fabric {
         let verbs = Verbs::system().map_err(|absence| ferrite_verbs::Error::from(absence).into());
         let (tls, config) = (Tls::default(), Config::default());
         let (devices, addresses) = (Vec::new(), Vec::new());
-        Builder { verbs, devices, addresses, rdma: None, tls, config, command_threads: false }
+        let (rdma, command_threads, is_quiet) = (None, false, false);
+        Builder { verbs, devices, addresses, rdma, tls, config, command_threads, is_quiet }
     }
 
     /// Logs and counts a fallback to TCP, as for links. For programs that open connections of other

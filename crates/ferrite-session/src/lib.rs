@@ -33,6 +33,6 @@ pub use in_process_engine::{
     Replies, SessionFuture,
 };
 pub use pump::{Moved, pump};
-pub use sessions::SessionInfo;
+pub use sessions::{Killed, SessionInfo};
 pub use settings::{fabric_config, open_fabric, valkey_config};
 pub use stream::{ValkeyConfig, ValkeyStream};

@@ -158,6 +158,7 @@ pub static ADAPTIVE_POLLING: Setting = setting(
     "network.rdma.adaptive_polling",
     Kind::Switch,
     "yes",
-    "`yes`: busy-poll only while that pays: after a poll that found nothing, sleep at once, until \
-     something arrives within `busy-poll-us` of falling asleep. `no`: busy-poll before every sleep.",
+    "`yes`: busy-poll before a sleep only while that pays. A poll that finds nothing turns it off; an \
+     arrival within `busy-poll-us` of falling asleep turns it on again. `no`: busy-poll before every \
+     sleep.",
 );

@@ -36,6 +36,7 @@ pub struct Builder {
     pub(super) tls: Tls,
     pub(super) config: Config,
     pub(super) command_threads: bool,
+    pub(super) is_quiet: bool,
 }
 
 /// The TLS settings for connects and listeners that have none of their own.
@@ -97,6 +98,13 @@ impl Builder {
         self
     }
 
+    /// Leaves it to the caller to report that RDMA is unavailable ([`Fabric::absence`],
+    /// [`Listener::absence`](crate::Listener::absence)). Without this, the fabric logs it.
+    pub fn caller_reports_absence(mut self) -> Self {
+        self.is_quiet = true;
+        self
+    }
+
     /// Opens the devices, registers memory and posts receives.
     ///
     /// A device that cannot be used is left out ([`Fabric::unused_devices`]) if there is another.
@@ -109,7 +117,8 @@ impl Builder {
     ///   [`ErrorKind::Resources`] if the locked-memory limit or the device refuses, with figures
     ///   and a remedy.
     pub fn build(self) -> Result<Fabric, Error> {
-        let Self { verbs, devices, addresses, rdma, tls, mut config, command_threads } = self;
+        let Self { verbs, devices, addresses, rdma, tls, mut config, command_threads, is_quiet } =
+            self;
         config.rdma = rdma.unwrap_or(config.rdma);
         check(&config)?;
         let rdma = match (config.rdma, &verbs) {
@@ -127,7 +136,7 @@ impl Builder {
             }
             Err(error) => (Devices::none(&config)?, Some(error)),
         };
-        if let Some(error) = absence.as_ref().filter(|_| config.rdma == Rdma::Prefer) {
+        if let Some(error) = absence.as_ref().filter(|_| config.rdma == Rdma::Prefer && !is_quiet) {
             tracing::warn!("RDMA is unavailable, links use TCP: {}", error.with_remedy());
         }
         let Devices { pool, devices, device_objects, waits, unused } = rdma;
@@ -156,6 +165,7 @@ impl Builder {
                 pool,
                 verbs: verbs.ok(),
                 absence,
+                is_quiet,
                 unused,
                 tls,
                 busy_poll_us: AtomicU32::new(config.busy_poll_us),

@@ -83,7 +83,7 @@ pub(crate) enum Phase {
     Down(Error),
 }
 
-/// What the configuration allows on this side.
+/// Limits that the configuration sets for this side.
 #[derive(Clone)]
 pub(crate) struct OwnLimits {
     pub(crate) hello: Hello,
@@ -106,7 +106,7 @@ pub(crate) struct Waiters {
 pub(crate) struct LinkCore {
     phase: Phase,
     limits: OwnLimits,
-    /// What the peer takes.
+    /// Limits of the peer.
     peer: Hello,
     pub(crate) credits: Credits,
     closing: Closing,
@@ -150,7 +150,7 @@ impl LinkCore {
         }
     }
 
-    /// The handshake is done, and this is the peer's hello.
+    /// Ends the handshake with the peer's hello.
     pub(crate) fn open(&mut self, peer: Hello, now: Instant) {
         self.set_peer(peer);
         let common = peer.features & self.limits.hello.features;
@@ -162,13 +162,13 @@ impl LinkCore {
         }
     }
 
-    /// Takes the peer's hello before the handshake is done.
+    /// Applies the peer's hello before the handshake ends.
     pub(crate) fn set_peer(&mut self, peer: Hello) {
         self.peer = peer;
         self.credits.set_peer_window(peer.window);
     }
 
-    /// Returns what this side said of itself.
+    /// Returns the hello of this side.
     pub(crate) fn hello(&self) -> &Hello {
         &self.limits.hello
     }
@@ -278,7 +278,8 @@ impl LinkCore {
     /// Returns the next message, or `None` if there is none yet.
     ///
     /// # Errors
-    /// The link is down, and everything that came before was taken. Kind `Closed`: in good order.
+    /// The link is down, and everything that arrived before was taken. Kind `Closed` after an
+    /// orderly close.
     pub(crate) fn pop(&mut self) -> Result<Option<Message>, Error> {
         if let Some(arrived) = self.inbox.pop() {
             self.count_consumed();
@@ -296,12 +297,12 @@ impl LinkCore {
         }
     }
 
-    /// Forgets messages that can never be completed.
+    /// Drops unfinished messages that can never be completed.
     pub(crate) fn drop_partial(&mut self) {
         self.inbox.drop_partial();
     }
 
-    /// Returns whether nothing has come that nobody has taken.
+    /// Returns whether the application has taken everything that has arrived.
     #[cfg(feature = "tokio")]
     pub(crate) fn is_all_read(&self) -> bool {
         self.inbox.is_empty()
@@ -327,12 +328,13 @@ impl LinkCore {
         keep(&mut self.waiters.end, waker);
     }
 
-    /// Returns whether the peer was asked for a sign of life and has not answered in time.
+    /// Returns whether the peer has not answered a keepalive in time.
     pub(crate) fn is_overdue(&self, now: Instant) -> bool {
         self.liveness.is_overdue(now)
     }
 
-    /// Looks at the clock: a silent peer is asked, and one that does not answer is given up.
+    /// Checks the timers: sends a keepalive to a silent peer, and gives up one that does not
+    /// answer.
     ///
     /// # Errors
     /// The peer has not answered.
@@ -350,7 +352,7 @@ impl LinkCore {
         Ok(Some(look))
     }
 
-    /// The peer was heard, if only in part.
+    /// Notes a sign of life, even if only a part of a frame has arrived.
     pub(crate) fn on_heard(&mut self, now: Instant) {
         self.liveness.on_heard(now);
     }
@@ -360,7 +362,7 @@ impl LinkCore {
         self.liveness.on_acknowledged();
     }
 
-    /// Ends a grant of ours: the peer is told when it has answered for enough of the others.
+    /// Revokes a grant of ours. If too many revocations are unanswered, the peer is told later.
     pub(crate) fn revoke(&mut self, grant: u64) {
         self.controls.extend(self.grants.revoke(grant));
     }
@@ -369,7 +371,7 @@ impl LinkCore {
         self.grants.is_revoked(grant)
     }
 
-    /// Returns grants of ours that the peer has let go of.
+    /// Returns our revoked grants that the peer has released.
     pub(crate) fn take_released(&mut self) -> Vec<u64> {
         self.grants.take_released()
     }
@@ -378,19 +380,19 @@ impl LinkCore {
         self.grants.has_released()
     }
 
-    /// Answers for grants of the peer that are over and that nothing uses any more. `is_used` knows
-    /// what is in flight.
+    /// Confirms revocations of the peer's grants that nothing uses any more. `is_used` tells which
+    /// are used by requests in flight.
     pub(crate) fn answer_revocations(&mut self, is_used: impl Fn(u64) -> bool) {
         let has_no_path =
             self.migration.transport != ActiveTransport::Rdma && !self.migration.has_connection;
         if self.grants.waiting() == 0 || has_no_path || self.migration.lost.is_some() {
-            return; // there is nothing to answer, or no path: later
+            return; // there is no revocation to confirm, or no path: later
         }
         let Self { grants, controls, migration, .. } = self;
         grants.answer(controls, |grant| is_used(grant) || migration.repeats(grant));
     }
 
-    /// Finishes an operation that is known to be done, or has failed, and counts it.
+    /// Finishes an operation that is done or has failed, and counts it.
     pub(crate) fn complete(
         &mut self,
         request: RequestContext,
@@ -402,7 +404,7 @@ impl LinkCore {
         self.finish(request, held, result, wakes);
     }
 
-    /// Tells whoever waits for an operation how it ended.
+    /// Reports the result of an operation to its future.
     pub(crate) fn finish(
         &mut self,
         request: RequestContext,
@@ -418,13 +420,13 @@ impl LinkCore {
         }
     }
 
-    /// Returns the time, if somebody waits for the operation.
+    /// Returns the time, if someone waits for the operation.
     fn began(&self, ticket: Option<Ticket>) -> u64 {
         if ticket.is_some() { self.limits.clock.raw() } else { 0 }
     }
 }
 
-/// Keeps a waker, once.
+/// Keeps a waker, unless an equal one is kept already.
 pub(crate) fn keep(wakers: &mut Wakes, waker: &Waker) {
     if !wakers.iter().any(|kept| kept.will_wake(waker)) {
         wakers.push(waker.clone());

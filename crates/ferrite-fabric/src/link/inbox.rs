@@ -1,25 +1,24 @@
-//! What came in: frames put together to messages, and messages that nobody has taken yet.
-//!
-//! Pure: knows neither devices nor memory. Everything a peer can make it keep is bounded by
-//! [`Limits`] and by the credits that the link gives.
+//! Received data: assembles frames into messages, and keeps messages until the application takes
+//! them. It uses neither devices nor memory pools. [`Limits`] and the link's credits bound
+//! everything that a peer can make it keep.
 
 use std::collections::VecDeque;
 
 use super::message::Parts;
 
-/// What a peer may do at most; it was told in the hello.
+/// The limits for a peer, as announced in the hello.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Limits {
     pub(crate) channels: u16,
-    /// Bytes of all messages together that have begun and not ended, and their frames.
+    /// The limits on bytes and frames of all unfinished messages together.
     pub(crate) max_message_bytes: u64,
     pub(crate) max_frames: u64,
 }
 
-/// The peer broke the rules.
+/// A violation of the protocol by the peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Violation {
-    #[error("a frame on channel {channel}, of {channels}")]
+    #[error("a frame on channel {channel}, but there are only {channels} channels")]
     Channel { channel: u16, channels: u16 },
     #[error("more than {max} bytes of messages under way")]
     TooLarge { max: u64 },
@@ -29,7 +28,7 @@ pub(crate) enum Violation {
     Empty,
 }
 
-/// A message that is complete.
+/// A complete message.
 #[derive(Debug)]
 pub(crate) enum Arrived<B> {
     Message { channel: u16, parts: Parts<B>, bytes: usize },
@@ -39,18 +38,19 @@ pub(crate) enum Arrived<B> {
 struct Partial<B> {
     channel: u16,
     parts: Parts<B>,
-    /// Not the number of parts: the last frame may be empty.
+    /// This is not the number of parts, because the last frame may be empty.
     frames: usize,
     bytes: usize,
 }
 
 pub(crate) struct Inbox<B> {
     limits: Limits,
-    /// Each with the number of its frames.
+    /// Complete messages, each with its number of frames.
     ready: VecDeque<(Arrived<B>, usize)>,
-    /// Frames of the messages in `ready`: what a peer waits to have back.
+    /// Frames of the messages in `ready`. The peer gets their credits back when the messages are
+    /// taken.
     ready_frames: usize,
-    /// At most one for each channel; few at a time.
+    /// Unfinished messages, at most one per channel; rarely more than a few.
     partial: Vec<Partial<B>>,
     partial_bytes: u64,
     partial_frames: u64,
@@ -68,7 +68,7 @@ impl<B: AsRef<[u8]>> Inbox<B> {
         }
     }
 
-    /// Takes a frame; `true` if that completed a message.
+    /// Adds a frame. Returns true if it completes a message.
     pub(crate) fn frame(&mut self, channel: u16, more: bool, piece: B) -> Result<bool, Violation> {
         let Limits { channels, max_message_bytes: max, max_frames } = self.limits;
         if channel >= channels {
@@ -83,7 +83,7 @@ impl<B: AsRef<[u8]>> Inbox<B> {
             return Ok(true);
         }
         if len == 0 && more {
-            return Err(Violation::Empty); // a peer could go on for ever
+            return Err(Violation::Empty); // otherwise a peer could continue for ever
         }
         if self.partial_bytes + len > max {
             return Err(Violation::TooLarge { max });
@@ -112,7 +112,7 @@ impl<B: AsRef<[u8]>> Inbox<B> {
         Ok(!more)
     }
 
-    /// Takes the notice of a one-sided write.
+    /// Adds the notice of a one-sided write.
     pub(crate) fn notice(&mut self, imm: u32) {
         self.push(Arrived::Notice(imm), 1);
     }
@@ -122,25 +122,25 @@ impl<B: AsRef<[u8]>> Inbox<B> {
         self.ready.push_back((arrived, frames));
     }
 
-    /// The next message that is complete.
+    /// Returns the next complete message.
     pub(crate) fn pop(&mut self) -> Option<Arrived<B>> {
         let (arrived, frames) = self.ready.pop_front()?;
         self.ready_frames -= frames;
         Some(arrived)
     }
 
-    /// Whether nothing is here, also of messages that are not complete.
+    /// Returns whether nothing is here, not even a part of a message.
     #[cfg(feature = "tokio")]
     pub(crate) fn is_empty(&self) -> bool {
         self.ready.is_empty() && self.partial.is_empty()
     }
 
-    /// Frames that lie here because nobody took the message.
+    /// Returns the number of frames whose messages nobody has taken.
     pub(crate) fn ready_frames(&self) -> usize {
         self.ready_frames
     }
 
-    /// Forgets what can never be completed.
+    /// Drops unfinished messages that can never be completed.
     pub(crate) fn drop_partial(&mut self) {
         self.partial = Vec::new();
         self.partial_bytes = 0;

@@ -34,37 +34,38 @@ impl Message {
         Self { channel: 0, notice: Some(imm), len: 0, parts: Parts::Empty }
     }
 
-    /// The channel that it was sent on.
+    /// Returns the channel on which the message was sent.
     #[must_use]
     pub fn channel(&self) -> u16 {
         self.channel
     }
 
-    /// The 32 bits of a [`Link::rdma_write_imm`](crate::Link::rdma_write_imm) of the peer; such a
-    /// message has no bytes, they went to the memory that the peer was granted.
+    /// Returns the 32 bits of the peer's [`Link::rdma_write_imm`](crate::Link::rdma_write_imm).
+    /// Such a message has no bytes of its own: they went to the memory that was granted to the
+    /// peer.
     #[must_use]
     pub fn notice(&self) -> Option<u32> {
         self.notice
     }
 
-    /// Bytes in all.
+    /// Returns the total number of bytes.
     #[must_use]
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether it has no bytes.
+    /// Returns whether the message has no bytes.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The bytes, piece by piece.
+    /// Returns the bytes, piece by piece.
     pub fn pieces(&self) -> impl Iterator<Item = &[u8]> {
         self.parts.as_slice().iter().map(|piece| &piece[..])
     }
 
-    /// The pieces themselves.
+    /// Returns the pieces themselves.
     #[must_use]
     pub fn into_pieces(self) -> Vec<Buf> {
         match self.parts {
@@ -79,7 +80,7 @@ impl Message {
         self.parts
     }
 
-    /// In one piece: copied only if there are several.
+    /// Returns the bytes in one piece. Copies them only if there are several pieces.
     #[must_use]
     pub fn into_bytes(self) -> Bytes {
         match self.parts {
@@ -93,7 +94,7 @@ impl Message {
         }
     }
 
-    /// A copy of all bytes.
+    /// Returns a copy of all bytes.
     #[must_use]
     pub fn to_vec(&self) -> Vec<u8> {
         let mut out = Vec::with_capacity(self.len);

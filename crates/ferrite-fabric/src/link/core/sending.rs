@@ -1,4 +1,4 @@
-//! What is sent next, as far as the peer's credits allow.
+//! Sending: chooses the next frame, within the peer's credits.
 
 use super::migration::ActiveTransport;
 use super::{LinkCore, RequestContext, Wakes};
@@ -8,7 +8,7 @@ use crate::link::outbox::{Allowed, Next, OneSided};
 use crate::mem::Buf;
 use crate::wire::{Control, Frame};
 
-/// What goes next.
+/// The next thing to send.
 pub(crate) enum Output {
     /// A frame of a message.
     Data {
@@ -31,12 +31,12 @@ pub(crate) enum Output {
 }
 
 impl LinkCore {
-    /// Returns how many frames may be sent. None while too many bytes are kept for a migration.
+    /// Returns how many frames may be sent; 0 while too many bytes are kept for a migration.
     pub(crate) fn credits(&self) -> usize {
         if self.migration.keeps_too_much() { 0 } else { self.credits.available() }
     }
 
-    /// Returns whether a message may be sent at once, before anything was queued.
+    /// Returns whether a message may be sent at once, because nothing is queued before it.
     pub(crate) fn may_send_now(&self) -> bool {
         self.is_up()
             && self.outbox.is_empty()
@@ -45,15 +45,15 @@ impl LinkCore {
             && (self.migration.transport == ActiveTransport::Rdma || self.may_write_now())
     }
 
-    /// Returns whether TCP carries the link and nothing has to go before a new frame.
+    /// Returns whether the link uses TCP and nothing must be sent before a new frame.
     fn may_write_now(&self) -> bool {
         self.migration.transport == ActiveTransport::Tcp
             && self.migration.is_all_said()
             && !self.upgrade.is_switching()
     }
 
-    /// Begins a message of one frame that is sent at once over RDMA: its immediate data, and what
-    /// is known of it.
+    /// Begins a message of one frame that is sent at once over RDMA. Returns its immediate data and
+    /// its record.
     pub(crate) fn send_now(&mut self, channel: u16, bytes: &[u8]) -> (u32, RequestContext) {
         let imm = self.data_frame(channel, false);
         self.migration.keep_bytes(self.credits.sent(), channel, bytes);
@@ -66,14 +66,15 @@ impl LinkCore {
         (imm, request)
     }
 
-    /// Returns the immediate data of frames on this channel that the driver writes by itself;
+    /// Returns the immediate data for frames on this channel that the driver writes by itself.
     /// [`LinkCore::on_written`] counts them.
     pub(crate) fn imm_of(&self, channel: u16) -> u32 {
         let consumed = self.credits.unannounced();
         Frame { control: false, more: false, channel, consumed }.to_imm()
     }
 
-    /// Frames of at most `most` bytes each were written by the driver: so many, and so many bytes.
+    /// Counts frames that the driver has written by itself, of at most `most` bytes each: their
+    /// number and their bytes.
     pub(crate) fn on_written(&mut self, frames: usize, bytes: usize, most: usize) {
         self.credits.send(frames as u64);
         self.credits.announce();
@@ -99,10 +100,10 @@ impl LinkCore {
         self.controls.is_empty() && self.outbox.is_empty()
     }
 
-    /// Returns what goes next, in frames of at most `segment_bytes`.
+    /// Returns the next frame or operation, in frames of at most `segment_bytes`.
     #[inline]
     pub(crate) fn next_output(&mut self, segment_bytes: usize, one_sided: bool) -> Option<Output> {
-        // Whoever sends asks until there is nothing more: that answer is to cost little.
+        // Senders ask until nothing is left, so that last answer must be cheap.
         if self.is_idle() { None } else { self.take_output(segment_bytes, one_sided) }
     }
 
@@ -145,15 +146,14 @@ impl LinkCore {
         }
     }
 
-    /// Takes back a control frame for which there was no memory: it goes with the next that is
-    /// sent.
+    /// Takes back a control frame for which there was no memory. It is sent with the next frame.
     pub(crate) fn put_back(&mut self, control: Control) {
         self.stats.controls_sent -= 1;
         self.controls.push_front(control);
     }
 
-    /// Everything that may go has gone: says what follows from that. Returns whether there is more
-    /// to send.
+    /// Queues the frames that become due once everything else was sent. Returns whether there are
+    /// any.
     pub(crate) fn after_sending(&mut self, wakes: &mut Wakes) -> bool {
         if self.has_room(0) {
             wakes.append(&mut self.waiters.room);
@@ -167,7 +167,7 @@ impl LinkCore {
                 self.controls.push_back(farewell);
             }
         }
-        // Half a window at a time, unless a frame takes the news along.
+        // Credits are returned after half a window, unless another frame carries them earlier.
         let is_due = !self.closing.peer_has_closed() && self.credits.is_announcement_due();
         if is_due && self.controls.is_empty() {
             self.controls.push_back(Control::Credit);

@@ -1,4 +1,5 @@
-//! A link on its queue pair: what the core gives out is posted, what completes is told to the core.
+//! The RDMA driver of a link: posts the core's output to the queue pair, and reports completions to
+//! the core.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -15,28 +16,28 @@ use crate::link::kind::Kind;
 use crate::mem::{BufMut, Pool, Purpose, Window};
 use crate::wire::{CONTROL_BYTES, Control, Frame};
 
-/// The queue pair of a link, and what belongs to it.
+/// The queue pair of a link, with its state.
 pub(crate) struct RdmaPath {
     pub(crate) queue: SendQueue<RequestContext>,
-    /// Whose queues the queue pair uses; `None` on TCP.
+    /// The device whose queues the queue pair uses; `None` on TCP.
     pub(crate) device: Option<Arc<SharedDevice>>,
     pub(super) inline: usize,
-    /// The queue pair has not been stopped.
+    /// Whether the queue pair was not stopped.
     is_running: bool,
-    /// A command destroys the queue pair.
+    /// Whether a command is destroying the queue pair.
     pub(super) is_destroying: bool,
-    /// Windows that are to be bound to the queue pair.
+    /// Windows to bind to the queue pair.
     pub(super) binds: VecDeque<Arc<Window>>,
-    /// What the peer may do to our memory, as far as the queue pair decides it.
+    /// The peer's rights to our memory, as far as the queue pair decides them.
     pub(super) rights: Access,
     pub(super) unsignaled: usize,
-    /// Where the generations of the next queue pair's slots begin.
+    /// The first generation of the slots of the next queue pair.
     pub(crate) generation: u32,
-    /// The last request was posted.
+    /// Whether the last request was posted.
     last_posted: bool,
-    /// Completions of requests that were flushed before it was known why.
+    /// Completions of requests that were flushed before the reason was known.
     pub(super) flushed: Vec<WorkCompletion>,
-    /// The fabric was told of them.
+    /// Whether the fabric was told of them.
     pub(super) flush_called: bool,
 }
 
@@ -49,7 +50,7 @@ impl RdmaPath {
         Self { queue, device: Some(device), inline, is_running: true, ..Self::none() }
     }
 
-    /// Makes the path of a link that TCP carries.
+    /// Creates the state of a link on TCP, without a queue pair.
     pub(super) fn none() -> Self {
         Self {
             queue: SendQueue::none(),
@@ -67,7 +68,7 @@ impl RdmaPath {
         }
     }
 
-    /// Takes up to `wanted` entries of the completion queue.
+    /// Reserves up to `wanted` entries of the completion queue.
     fn reserve(&self, wanted: usize) -> usize {
         self.device.as_ref().map_or(0, |device| device.reserve(wanted))
     }
@@ -82,7 +83,7 @@ impl RdmaPath {
         self.device.as_ref().is_some_and(|device| device.is_pressed())
     }
 
-    /// Waits in line for entries, for this link.
+    /// Joins the line of links that wait for entries.
     #[cold]
     fn wait(&self, link: u32) {
         if let Some(device) = &self.device {
@@ -90,13 +91,13 @@ impl RdmaPath {
         }
     }
 
-    /// Takes the queue pair that the link was upgraded to.
+    /// Switches to the queue pair of the upgrade.
     pub(super) fn adopt(&mut self, next: NextPath) {
         (self.queue, self.device, self.inline) = (next.queue, Some(next.device), next.inline);
         self.is_running = true;
     }
 
-    /// Forgets a queue pair that is gone.
+    /// Drops the state of a destroyed queue pair.
     pub(super) fn forget(&mut self, queue: &SendQueue<RequestContext>) {
         if self.device.take().is_some() {
             self.generation = queue.next_generation();
@@ -105,8 +106,8 @@ impl RdmaPath {
         (self.flush_called, self.unsignaled) = (false, 0);
     }
 
-    /// A command gives the queue pair back. The link may have gone down meanwhile: then it is
-    /// stopped when the lock is let go.
+    /// Takes the queue pair back from a command. If the link went down meanwhile, the queue pair is
+    /// stopped when the lock is released.
     pub(crate) fn take_back(&mut self, qp: ferrite_verbs::QueuePair) {
         self.queue.take_back(qp);
         self.is_running = true;
@@ -114,7 +115,7 @@ impl RdmaPath {
 }
 
 impl LinkState {
-    /// Stops the queue pair of a path or link that is over.
+    /// Stops the queue pair of a path or link that has ended.
     #[inline]
     pub(crate) fn stop_if_over(&mut self) {
         let is_over =
@@ -127,18 +128,17 @@ impl LinkState {
     #[cold]
     fn stop(&mut self) {
         if let Some(qp) = self.rdma.queue.qp() {
-            let _ = qp.stop(); // a device that is gone has stopped it
+            let _ = qp.stop(); // a removed device has stopped it
             self.rdma.is_running = false;
         }
         if self.core.failure().is_none() {
             self.core.stats.binds_dropped += self.rdma.binds.len() as u64;
         }
-        self.rdma.binds.clear(); // on the next device there are others
+        self.rdma.binds.clear(); // the next device has its own windows
         self.end_raw();
     }
 
-    /// Posts a small message at once, from the caller's bytes; returns `false` if it has to be
-    /// queued.
+    /// Posts a small message at once, from the caller's bytes. Returns false if it must be queued.
     pub(super) fn post_now(&mut self, channel: u16, bytes: &[u8]) -> Result<bool, Error> {
         let most = self.rdma.inline.min(self.core.peer().segment_bytes as usize);
         let is_ready =
@@ -162,8 +162,8 @@ impl LinkState {
         Ok(true)
     }
 
-    /// Decides whether the next request reports: someone waits for it or for its memory, or too
-    /// many before it have not.
+    /// Decides whether the next request is signaled. It is if someone waits for it or for its
+    /// memory, or after too many unsignaled requests.
     pub(super) fn signal(&mut self, wanted: bool) -> bool {
         let run = (self.rdma.queue.room() + self.rdma.queue.in_flight()) / 4;
         let signaled = wanted || self.rdma.unsignaled >= run || self.rdma.is_pressed();
@@ -171,7 +171,7 @@ impl LinkState {
         signaled
     }
 
-    /// Posts whatever may go.
+    /// Posts everything that may be sent.
     pub(super) fn post_all(&mut self, env: &LinkEnv<'_>, wakes: &mut Wakes) -> Result<(), Error> {
         loop {
             let is_idle = self.core.is_idle() && self.rdma.binds.is_empty();
@@ -185,13 +185,13 @@ impl LinkState {
             let mut reserved = self.rdma.reserve(room);
             if reserved == 0 {
                 self.rdma.wait(env.index);
-                // Entries that came back between the two would not call us.
+                // Entries that were freed between the two calls would not wake this link.
                 reserved = self.rdma.reserve(room);
                 if reserved == 0 {
                     return Ok(());
                 }
             }
-            // Binds first, so that they are done before the peer hears of them.
+            // Binds are posted first, so that they are done before the peer learns of them.
             if let Some(window) = self.rdma.binds.pop_front() {
                 self.rdma.release(reserved - 1);
                 self.post_bind(&window)?;
@@ -237,7 +237,7 @@ impl LinkState {
         }
     }
 
-    /// The device did not take these requests.
+    /// The device did not accept the rest of the batch.
     #[cold]
     fn on_unposted(
         &mut self,
@@ -268,8 +268,8 @@ impl LinkState {
             None => return Ok(false),
             Some(Output::Data { imm, more, piece, request }) => {
                 let inline = request.bytes as usize <= self.rdma.inline;
-                // Inline requests hold no memory, so nobody waits for them. Of the rest the last
-                // frame of a message reports.
+                // Inline requests hold no memory, so nobody waits for them. Of the others, the last
+                // frame of a message is signaled.
                 let signaled = self.signal(request.ticket.is_some() || !inline && !more);
                 let held = piece.map_or(Held::Nothing, Held::Shared);
                 let operation = Operation::SendImm(imm);
@@ -304,7 +304,7 @@ impl LinkState {
                     buf.copy_from_slice(&control.encode());
                     Held::Shared(buf.freeze())
                 }
-                // The pool is at its limit, or the device registers no more at the moment.
+                // The pool is at its limit, or the device can register no more memory now.
                 Err(error) if matches!(error.kind(), ErrorKind::Full | ErrorKind::Resources) => {
                     self.core.put_back(control);
                     self.is_starved = true;
@@ -313,7 +313,7 @@ impl LinkState {
                 Err(error) => return Err(error),
             }
         };
-        // That the peer's device took the question says something, too.
+        // The acknowledgement of a keepalive by the peer's device is a sign of life, too.
         let signaled = self.signal(!inline || matches!(control, Control::Ping(_)));
         let operation = Operation::SendImm(imm);
         let request = RequestContext {
@@ -325,10 +325,10 @@ impl LinkState {
         Ok(true)
     }
 
-    /// A receive has completed with something of this link.
+    /// Handles a completed receive of this link.
     ///
     /// # Errors
-    /// The peer broke the protocol.
+    /// The peer violated the protocol.
     pub(crate) fn on_received(
         &mut self,
         pool: &Pool,
@@ -362,7 +362,8 @@ impl LinkState {
         Ok(())
     }
 
-    /// A send, write or read has completed. `failure` makes the error if it is the first.
+    /// Handles a completed send, write or read. `failure` creates the error if this is the first
+    /// failure.
     pub(crate) fn on_sent(
         &mut self,
         env: &LinkEnv<'_>,
@@ -376,22 +377,22 @@ impl LinkState {
         let status = wc.status();
         let ok = status == Status::SUCCESS;
         if self.rdma.queue.get(wc).is_none() {
-            self.core.stats.stale_completions += 1; // perhaps of a queue pair that is gone
+            self.core.stats.stale_completions += 1; // perhaps of a destroyed queue pair
             return;
         }
         if !ok && self.core.transport() == ActiveTransport::Migrating {
-            return; // it stays until the queue pair is gone, and goes elsewhere then
+            return; // it stays until the queue pair is destroyed, and is then sent on another path
         }
         if status == Status::FLUSHED && self.failure().is_none() {
-            // Something failed before it, and will be told: by an event, or by the peer.
+            // An earlier request failed. An event or the peer will tell the cause.
             self.rdma.flushed.push(*wc);
             return;
         }
         if ok {
             self.core.on_acknowledged_by_device();
         } else if self.failure().is_none() {
-            // All of ours was acknowledged before the farewell: a peer that has left by then has
-            // left in good order.
+            // The peer acknowledged everything before the farewell, so a peer that is gone by then
+            // has closed in an orderly way.
             let is_control =
                 self.rdma.queue.get(wc).is_some_and(|it| it.request.kind == Kind::Control);
             let error = match self.core.has_answered_farewell() && is_control {
@@ -425,7 +426,7 @@ impl LinkState {
         self.post_last();
     }
 
-    /// The link is down: requests that were flushed before get its failure.
+    /// Fails the requests that were flushed before the link went down.
     #[cold]
     pub(crate) fn complete_flushed(&mut self, env: &LinkEnv<'_>, wakes: &mut Wakes) {
         if self.failure().is_some() {
@@ -436,8 +437,8 @@ impl LinkState {
         }
     }
 
-    /// Posts one more request, which is flushed at once. It completes those that did not report and
-    /// were done when the link went down: they do not report now either.
+    /// Posts one more request, which is flushed at once. It completes the unsignaled requests that
+    /// were done when the link went down, since they produce no completions of their own.
     pub(crate) fn post_last(&mut self) {
         let is_wanted =
             self.failure().is_some() && !self.rdma.last_posted && self.rdma.queue.in_flight() > 0;
@@ -463,10 +464,10 @@ fn one_sided((base, rkey): (u64, u32), request: &RequestContext) -> Operation {
     }
 }
 
-/// Copies a small part of a message that may lie here for long, so that it does not keep a large
+/// Copies a small part of a message that may stay here for long, so that it does not hold a large
 /// receive.
 fn fitting(pool: &Pool, buf: BufMut) -> BufMut {
-    const SMALL: usize = 8; // so little of the block that copying it costs nothing
+    const SMALL: usize = 8; // the part is so small that copying it costs nothing
     if buf.len() > buf.capacity() / SMALL {
         return buf;
     }
