@@ -2,13 +2,13 @@
 
 use std::net::IpAddr;
 use std::os::fd::AsFd as _;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize};
+use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::sync::{Arc, Mutex, RwLock};
 
 use ferrite_verbs::Verbs;
 use rustls::{ClientConfig, ServerConfig};
 
-use super::adaptive_spin::AdaptiveSpin;
+use super::busy_poll::BusyPoll;
 use super::commands::Commands;
 use super::devices::Devices;
 use super::links::Links;
@@ -152,6 +152,8 @@ impl Builder {
             let commands = Arc::clone(&commands);
             pool.set_background(Box::new(move |work| commands.run(None, work)));
         }
+        let clock = quanta::Clock::new();
+        let has_software_device = devices.iter().any(|device| device.quirks().is_software);
         Ok(Fabric(Arc::new(Handle {
             shared: Arc::new(Shared {
                 poller: Mutex::new(Poller::new(
@@ -168,9 +170,13 @@ impl Builder {
                 is_quiet,
                 unused,
                 tls,
-                busy_poll_us: AtomicU32::new(config.busy_poll_us),
+                has_software_device,
                 device_choice: DeviceChoice::new(&config),
-                spin: AdaptiveSpin::new(),
+                busy_poll: BusyPoll::new(
+                    clock.clone(),
+                    config.busy_poll_us,
+                    config.adaptive_polling,
+                ),
                 config,
                 commands,
                 mailbox,
@@ -179,7 +185,7 @@ impl Builder {
                 abandoned: AtomicBool::new(false),
                 drivers: AtomicUsize::new(0),
                 has_foreign_loop: AtomicBool::new(false),
-                clock: quanta::Clock::new(),
+                clock,
                 counters: Counters::default(),
                 latencies: Arc::default(),
             }),
