@@ -345,7 +345,13 @@ impl Pair {
         match (engine.clients[client].is_closed, module.clients[client].is_closed) {
             (true, false) => has_silent_quit(&module.observe("CLIENT LIST")),
             (false, true) => has_silent_quit(&engine.observe("CLIENT LIST")),
-            _ => false,
+            // If a command unblocks another client whose next command kills the sender, the engine
+            // drops the reply. The module may have sent it.
+            (true, true) => {
+                let [one, other] = [&engine.clients[client], &module.clients[client]];
+                one.received.is_empty() && replies(&other.received).len() == 1
+            }
+            (false, false) => false,
         }
     }
 
