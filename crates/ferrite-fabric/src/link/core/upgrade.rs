@@ -198,7 +198,11 @@ impl LinkCore {
         self.upgrade.switch = None;
         self.upgrade.attempt = None;
         self.upgrade.peer_offer = None;
-        self.migration.transport = ActiveTransport::Rdma;
+        // The peer may have said on TCP that it has lost this path already. Then what came over it
+        // counts, and no more than that: this side is on its way back.
+        if self.migration.lost.is_none() {
+            self.migration.transport = ActiveTransport::Rdma;
+        }
         self.migration.may_resume = false;
         self.upgrade.step(Step::Arrived);
     }
@@ -312,5 +316,84 @@ impl LinkCore {
         };
         let steps = std::mem::take(&mut self.upgrade.steps);
         steps.into_iter().filter(is_current).map(|(_, step)| step).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::latency::Latencies;
+    use crate::link::core::{OwnLimits, TcpOutput, Wakes};
+    use crate::link::keepalive::Keepalive;
+    use crate::wire::{Features, Hello, Version};
+
+    const ADDRESS: Address =
+        Address { qp_num: 3, psn: 1, lid: 0, mtu: 3, reads_in: 1, reads_out: 1, gid: [1; 16] };
+
+    /// The called side of a link on TCP.
+    fn called() -> LinkCore {
+        let hello = Hello {
+            version: Version::CURRENT,
+            features: Features::MOVE,
+            segment_bytes: 256,
+            window: 8,
+            channels: 1,
+            max_message_bytes: 2048,
+            instance: 1,
+            session: 1,
+            mtu: 0,
+        };
+        let limits = OwnLimits {
+            hello,
+            queue_messages: 8,
+            queue_bytes: 8192,
+            keepalive: Keepalive::new(Duration::from_secs(10), 1),
+            peer_timeout: Duration::from_secs(5),
+            latencies: Arc::new(Latencies::default()),
+            clock: quanta::Clock::new(),
+        };
+        let now = Instant::now();
+        let mut core = LinkCore::new(limits, ActiveTransport::Tcp, now);
+        core.open(hello, now);
+        core
+    }
+
+    /// The caller says something about paths, with the number of its first offer.
+    fn hear(core: &mut LinkCore, kind: TcpFrameKind, body: Option<&[u8]>) {
+        let frame = TcpFrame { op: 1, ..path_frame(kind, 0) };
+        assert!(!core.on_path_frame(&frame, body, &mut Wakes::new()).expect("in order"));
+    }
+
+    fn said(core: &mut LinkCore) -> Vec<TcpFrameKind> {
+        std::iter::from_fn(|| match core.next_tcp_output(|_| true)? {
+            TcpOutput::Frame { frame, .. } | TcpOutput::Operation { frame, .. } => Some(frame.kind),
+        })
+        .collect()
+    }
+
+    #[test]
+    fn goes_back_with_a_caller_that_has_left_the_path_before_this_side_took_it() {
+        let mut core = called();
+        hear(&mut core, TcpFrameKind::Offer, Some(&ADDRESS.encode()));
+        assert_eq!(core.take_steps(), [Step::Offered(ADDRESS)]);
+        core.begin_upgrade();
+        core.say(TcpFrameKind::Answer, Some(&ADDRESS));
+        hear(&mut core, TcpFrameKind::Switch, None);
+        assert_eq!(said(&mut core), [TcpFrameKind::Answer, TcpFrameKind::Switch]);
+
+        // The caller's first frame on RDMA waits while TCP brings the news that it has left.
+        hear(&mut core, TcpFrameKind::Resume, None);
+        let is_path = core.on_upgrade_frame(&Control::Ping(GO).encode()).expect("in order");
+        assert!(is_path, "what came after that frame counts");
+        assert_eq!(core.transport(), ActiveTransport::Migrating);
+
+        // This side finds out by itself as well. The caller does not say again what it has.
+        assert!(core.lose_for_peer() && core.is_to_be_detached());
+        core.on_detached(Vec::new());
+        core.resume(&mut Wakes::new());
+        assert_eq!(core.transport(), ActiveTransport::Tcp);
+        assert_eq!(said(&mut core).first(), Some(&TcpFrameKind::Resume));
     }
 }
