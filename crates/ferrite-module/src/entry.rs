@@ -240,7 +240,7 @@ unsafe extern "C" fn on_command(
             if !found.needs.is_empty() && !context.caller_may(found.needs) {
                 return Some(command::denied(found));
             }
-            with_module(|module| (found.run)(module, words))
+            with_module(|module| (found.run)(module, context.client_id(), words))
         });
         context.reply(&reply.unwrap_or_else(command::failed));
         OK

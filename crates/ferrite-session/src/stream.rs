@@ -312,14 +312,18 @@ impl ValkeyStream {
     /// Returns how many of `total` bytes can be sent now. It is zero only if `total` is zero:
     /// otherwise this waits until at least one byte can be sent.
     fn poll_writable(&mut self, cx: &mut Context<'_>, total: usize) -> Poll<io::Result<usize>> {
-        if total == 0 {
-            return Poll::Ready(Ok(0));
+        // A write for which there is room need not wait for events. The next read processes them,
+        // or the first write for which there is no room.
+        let wanted = total.min(WRITE_MAX);
+        let has_room = self.endpoint.writable() as usize >= wanted && self.failure.is_none();
+        if wanted == 0 || has_room {
+            return Poll::Ready(Ok(wanted));
         }
         self.drive(cx);
         if let Some(error) = &self.failure {
             return Poll::Ready(Err(io::Error::new(io::ErrorKind::BrokenPipe, error.clone())));
         }
-        match total.min(self.endpoint.writable() as usize).min(WRITE_MAX) {
+        match wanted.min(self.endpoint.writable() as usize) {
             0 => Poll::Pending, // until the peer has read data, or a write completes
             count => Poll::Ready(Ok(count)),
         }

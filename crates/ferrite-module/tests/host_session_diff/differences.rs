@@ -306,18 +306,18 @@ pub(crate) fn is_monitor_line(reply: &[u8]) -> bool {
         && line.get(digits + 7..digits + 9) == Some(b" [")
 }
 
-/// Returns whether the engine's log shows a client that was disconnected although it had few unread
-/// replies.
+/// Returns whether the engine's log shows a client that was disconnected because it had unread
+/// replies and no login.
 ///
-/// Engines with the fix of CVE-2025-21605 limit clients without a login to 1 KiB of unread replies.
-/// A reply of unknown length uses 16 KiB at once. A RESET in the same read removes the login while
-/// replies are still unwritten.
-pub(crate) fn is_cut_off_early(log: &str) -> bool {
-    const EARLY: u64 = 64 << 10;
+/// Engines with the fix of CVE-2025-21605 limit such clients to 1 KiB of unread replies. A reply of
+/// unknown length uses 16 KiB at once. A RESET removes the login while earlier replies, of any
+/// size, are still unwritten. Unless the session sets a limit of its own, there is no other reason.
+pub(crate) fn is_cut_off_without_login(log: &str, has_own_limit: bool) -> bool {
+    let few = if has_own_limit { 64 << 10 } else { u64::MAX };
     let cut_off = log.lines().filter(|line| line.contains("overcoming of output buffer limits"));
     let mut waiting = cut_off
         .filter_map(|line| line.split(" omem=").nth(1)?.split(' ').next()?.parse::<u64>().ok());
-    waiting.any(|bytes| bytes < EARLY)
+    waiting.any(|bytes| bytes < few)
 }
 
 /// Returns whether the last reply rejects a large command because the client has no login. Valkey
@@ -499,15 +499,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn recognises_disconnects_with_few_unread_replies() {
+    fn recognises_disconnects_without_a_login() {
         let line = |omem| {
             format!(
                 "# Client id=6 omem={omem} tot-mem=1 scheduled to be closed ASAP for overcoming of output buffer limits.\n"
             )
         };
-        assert!(is_cut_off_early(&line(20_560)));
-        assert!(!is_cut_off_early(&line(2_000_000)), "the configured limit");
-        assert!(!is_cut_off_early("# Client id=6 omem=20560 closed\n"));
+        assert!(is_cut_off_without_login(&line(20_560), true));
+        assert!(!is_cut_off_without_login(&line(2_000_000), true), "the configured limit");
+        assert!(is_cut_off_without_login(&line(2_000_000), false), "there is no other limit");
+        assert!(!is_cut_off_without_login("# Client id=6 omem=20560 closed\n", false));
     }
 
     /// PSUBSCRIBE of two patterns in a transaction gives EXEC's array one element too many, so that
