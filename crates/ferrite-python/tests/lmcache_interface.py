@@ -1,7 +1,7 @@
 """The part of LMCache that its remote connectors see, for machines without LMCache and torch.
 
 The signatures are those of lmcache 0.5.6: `RemoteConnector`, `MemoryObj`, `CacheEngineKey` and
-`LocalCPUBackend.allocate`. `install` does nothing where the real package can be imported.
+`LocalCPUBackend.allocate`. The real package was not tested.
 """
 import abc
 import sys
