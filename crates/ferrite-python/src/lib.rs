@@ -2,7 +2,7 @@
 //! methods of a Python socket.
 //!
 //! redis-py keeps its own work: packing commands, parsing replies, AUTH, HELLO, pub/sub, retries.
-//! It reads and writes through [`stream::Stream`], over RDMA or TCP. The package's Python part
+//! It reads and writes through `stream::Stream`, over RDMA or TCP. The package's Python part
 //! (`python/ferrite`) has the connection classes.
 //!
 //! | file | what it is |
