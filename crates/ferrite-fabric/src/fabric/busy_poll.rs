@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn endless_polling_is_not_adapted() {
+    fn long_polling_is_not_adapted() {
         let driver = Driver::new(u32::MAX, true);
         driver.wait(5);
         assert_eq!(driver.wait(5_000), 5_000);
