@@ -49,6 +49,23 @@ fn a_client_that_kills_its_own_session_gets_the_reply() {
     });
 }
 
+/// RESET clears the name. The module sets its own again, unless the client has done so first: HELLO
+/// can log in and set a name at the same time.
+#[test]
+fn a_name_that_comes_with_the_login_is_kept() {
+    on_each_with_password(|_, mut admin| {
+        let address = admin.info("address");
+        let mut named = Client::to_tcp(&address);
+        assert_eq!(named.text(&["RESET"]), "+RESET");
+        named.raw(&["HELLO", "2", "AUTH", "default", "x", "SETNAME", "mine"]);
+        assert_eq!(named.text(&["CLIENT", "GETNAME"]), "mine");
+        let mut unnamed = Client::to_tcp(&address);
+        assert_eq!(unnamed.text(&["RESET"]), "+RESET");
+        unnamed.ok(&["AUTH", "x"]);
+        assert!(unnamed.text(&["CLIENT", "GETNAME"]).starts_with("ferrite:127.0.0.1:"));
+    });
+}
+
 /// S11: WAIT after a session was pinned to proxy inside a transaction.
 #[test]
 fn wait_is_correct_after_a_pin_inside_a_transaction() {
