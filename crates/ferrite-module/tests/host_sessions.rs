@@ -371,6 +371,28 @@ fn sessions_before_a_login_end_with_their_clients() {
     });
 }
 
+/// A client that logs in as `default`, which needs no password, may be blocked like any other. Its
+/// disconnect is noticed behind much unread input.
+#[test]
+fn a_blocked_client_that_came_back_to_the_default_user_ends() {
+    on_each(&[], |server| {
+        let _: () = server.ask(&["ACL", "SETUSER", "other", "on", "nopass", "~*", "+@all"]);
+        let blocked = |count| {
+            let clients: String = server.ask(&["INFO", "clients"]);
+            clients.contains(&format!("blocked_clients:{count}\r"))
+        };
+        let mut client = of_module(server);
+        client.ok(&["AUTH", "other", "x"]);
+        client.ok(&["AUTH", "default", "x"]);
+        client.send(&[vec!["BLPOP", "list", "0"]]);
+        server.wait_until("a blocked client", || blocked(1));
+        client.send(&[vec!["SET", "k", &"v".repeat(32 << 10)]]);
+        drop(client);
+        server.wait_until("no blocked client", || blocked(0));
+        server.wait_until("no session is left", || server.count("sessions") == 0);
+    });
+}
+
 /// Commands of a client that disconnects before the engine reads them do not run, as at the
 /// engine's own port.
 #[test]
