@@ -14,7 +14,8 @@
 use std::io::IsTerminal as _;
 use std::process::ExitCode;
 
-use clap::Parser as _;
+use anyhow::Context as _;
+use clap::{CommandFactory as _, Parser as _};
 
 use crate::big_keys::Measure;
 use crate::dial::Dialer;
@@ -57,7 +58,12 @@ fn main() -> ExitCode {
     };
     let outcome = options.into_action().and_then(|action| match action {
         Action::Version => {
-            output::write(format!("ferrite-cli {}\n", env!("CARGO_PKG_VERSION")).as_bytes())
+            let build = ferrite_config::build!("ferrite-cli");
+            output::write(build.describe(&ferrite_fabric::rdma_core()).as_bytes())
+        }
+        Action::WriteManuals(directory) => {
+            ferrite_config::manuals::write(Options::command(), &directory)
+                .with_context(|| format!("cannot write into {}", directory.display()))
         }
         Action::Run(settings, mode) => run(*settings, mode),
     });

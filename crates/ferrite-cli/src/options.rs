@@ -183,6 +183,10 @@ pub(crate) struct Options {
     /// Print the version
     #[arg(short = 'v', long, help_heading = "Other")]
     version: bool,
+    // For packages.
+    /// Write a man page, and completions for bash, zsh and fish, into DIRECTORY
+    #[arg(long, value_name = "DIRECTORY", hide = true)]
+    write_manuals: Option<PathBuf>,
 }
 
 const URI_HELP: &str = "Server as a URI: redis://[[USER:]PASSWORD@]HOST[:PORT][/DATABASE]";
@@ -239,6 +243,7 @@ fn seconds(text: &str) -> Result<Duration, String> {
 /// The action that the command line asks for.
 pub(crate) enum Action {
     Version,
+    WriteManuals(PathBuf),
     Run(Box<Settings>, Mode),
 }
 
@@ -248,6 +253,9 @@ impl Options {
     pub(crate) fn into_action(self) -> anyhow::Result<Action> {
         if self.version {
             return Ok(Action::Version);
+        }
+        if let Some(directory) = self.write_manuals {
+            return Ok(Action::WriteManuals(directory));
         }
         let settings = self.settings();
         let mode = self.mode()?;
@@ -393,7 +401,7 @@ mod tests {
             .expect("valid options")
         {
             Action::Run(settings, mode) => (settings, mode),
-            Action::Version => panic!("{words:?}"),
+            Action::Version | Action::WriteManuals(_) => panic!("{words:?}"),
         }
     }
 

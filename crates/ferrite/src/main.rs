@@ -12,6 +12,7 @@
 
 use std::process::ExitCode;
 
+use clap::error::ErrorKind;
 use clap::{CommandFactory as _, Parser, Subcommand};
 
 mod address;
@@ -22,6 +23,7 @@ mod devices;
 mod exit;
 mod gateway;
 mod latency;
+mod manuals;
 mod output;
 mod pingpong;
 mod relay;
@@ -53,6 +55,8 @@ enum Command {
     Config(config::Options),
     #[command(hide = true)]
     ServerExec(server::ExecOptions),
+    #[command(hide = true)]
+    Manuals(manuals::Options),
 }
 
 fn main() -> ExitCode {
@@ -60,7 +64,7 @@ fn main() -> ExitCode {
     if let Command::Bench(options) = &cli.command
         && let Some(why) = options.contradiction()
     {
-        Cli::command().error(clap::error::ErrorKind::ArgumentConflict, why).exit();
+        Cli::command().error(ErrorKind::ArgumentConflict, why).exit();
     }
     let done = |()| ExitCode::SUCCESS;
     let (outcome, json) = match cli.command {
@@ -72,6 +76,7 @@ fn main() -> ExitCode {
         Command::Server(options) => (server::run(&options), options.json),
         Command::Config(options) => (config::run(&options), options.json()),
         Command::ServerExec(options) => (server::exec(&options), false),
+        Command::Manuals(options) => (manuals::run(&options, Cli::command()).map(done), false),
     };
     outcome.unwrap_or_else(|error| exit::report(&error, json))
 }
@@ -79,6 +84,10 @@ fn main() -> ExitCode {
 /// Prints the error and exits. clap also returns `--help` and `--version` this way; they exit with
 /// code 0.
 fn exit_with_usage_error(error: &clap::Error) -> ! {
+    if error.kind() == ErrorKind::DisplayVersion {
+        print!("{}", ferrite_config::build!("ferrite").describe(&ferrite_verbs::rdma_core()));
+        std::process::exit(0);
+    }
     // `ferrite server` passes the engine's exit code on, and 2 may be one of these.
     if error.use_stderr() && std::env::args_os().nth(1).is_some_and(|command| command == "server") {
         let _ = error.print();

@@ -119,7 +119,11 @@ fn relay_names_the_fix_for_an_address_in_use() {
 
 #[test]
 fn prints_help_and_version() {
-    assert!(text(&ferrite(&["--version"]).stdout).starts_with("ferrite 0."));
+    let version = text(&ferrite(&["--version"]).stdout);
+    assert!(version.starts_with("ferrite 0."), "{version}");
+    for line in ["\ncommit: ", "\nbuild: ", "-linux-", "\nrdma-core: "] {
+        assert!(version.contains(line), "{line:?} is not in {version}");
+    }
     assert!(text(&ferrite(&["--help"]).stdout).contains("69 this host has no usable RDMA"));
     for command in [&["devices"][..], &["pingpong"], &["bench", "fabric"]] {
         let help = ferrite(&[command, &["--help"]].concat());
