@@ -133,8 +133,10 @@ impl Build {
         }
         let release = self.target.join("release");
         let manuals = self.dist.join("manuals");
-        run_to_end(self.command(release.join("ferrite")).arg("manuals").arg(&manuals))?;
-        run_to_end(self.command(release.join("ferrite-cli")).arg("--write-manuals").arg(&manuals))?;
+        for program in ["ferrite", "ferrite-cli"] {
+            let mut program = self.command(release.join(program));
+            run_to_end(program.arg("--write-manuals").arg(&manuals))?;
+        }
         for program in ["ferrite", "ferrite-cli"] {
             for (shell, from, to) in [
                 ("bash", format!("{program}.bash"), program.to_owned()),

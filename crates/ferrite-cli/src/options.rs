@@ -183,10 +183,6 @@ pub(crate) struct Options {
     /// Print the version
     #[arg(short = 'v', long, help_heading = "Other")]
     version: bool,
-    // For packages.
-    /// Write a man page, and completions for bash, zsh and fish, into DIRECTORY
-    #[arg(long, value_name = "DIRECTORY", hide = true)]
-    write_manuals: Option<PathBuf>,
 }
 
 const URI_HELP: &str = "Server as a URI: redis://[[USER:]PASSWORD@]HOST[:PORT][/DATABASE]";
@@ -243,7 +239,6 @@ fn seconds(text: &str) -> Result<Duration, String> {
 /// The action that the command line asks for.
 pub(crate) enum Action {
     Version,
-    WriteManuals(PathBuf),
     Run(Box<Settings>, Mode),
 }
 
@@ -253,9 +248,6 @@ impl Options {
     pub(crate) fn into_action(self) -> anyhow::Result<Action> {
         if self.version {
             return Ok(Action::Version);
-        }
-        if let Some(directory) = self.write_manuals {
-            return Ok(Action::WriteManuals(directory));
         }
         let settings = self.settings();
         let mode = self.mode()?;
@@ -401,7 +393,7 @@ mod tests {
             .expect("valid options")
         {
             Action::Run(settings, mode) => (settings, mode),
-            Action::Version | Action::WriteManuals(_) => panic!("{words:?}"),
+            Action::Version => panic!("{words:?}"),
         }
     }
 

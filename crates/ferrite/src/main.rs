@@ -14,6 +14,7 @@ use std::process::ExitCode;
 
 use clap::error::ErrorKind;
 use clap::{CommandFactory as _, Parser, Subcommand};
+use ferrite_config::manuals;
 
 mod address;
 mod bench;
@@ -23,7 +24,6 @@ mod devices;
 mod exit;
 mod gateway;
 mod latency;
-mod manuals;
 mod output;
 mod pingpong;
 mod relay;
@@ -55,11 +55,13 @@ enum Command {
     Config(config::Options),
     #[command(hide = true)]
     ServerExec(server::ExecOptions),
-    #[command(hide = true)]
-    Manuals(manuals::Options),
 }
 
 fn main() -> ExitCode {
+    if let Some(directory) = manuals::requested(std::env::args_os()) {
+        let written = manuals::write(Cli::command(), &directory).map(|()| ExitCode::SUCCESS);
+        return written.unwrap_or_else(|error| exit::report(&error.into(), false));
+    }
     let cli = Cli::try_parse().unwrap_or_else(|error| exit_with_usage_error(&error));
     if let Command::Bench(options) = &cli.command
         && let Some(why) = options.contradiction()
@@ -76,7 +78,6 @@ fn main() -> ExitCode {
         Command::Server(options) => (server::run(&options), options.json),
         Command::Config(options) => (config::run(&options), options.json()),
         Command::ServerExec(options) => (server::exec(&options), false),
-        Command::Manuals(options) => (manuals::run(&options, Cli::command()).map(done), false),
     };
     outcome.unwrap_or_else(|error| exit::report(&error, json))
 }
