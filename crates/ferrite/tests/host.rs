@@ -4,6 +4,7 @@
 use std::path::Path;
 use std::process::{Command, Output};
 
+use ferrite_testkit::TempDir;
 use serde_json::Value;
 
 /// This host has no usable RDMA.
@@ -115,6 +116,19 @@ fn relay_names_the_fix_for_an_address_in_use() {
     let message = text(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{message}");
     assert!(message.contains("choose another port"), "{message}");
+}
+
+#[test]
+fn writes_man_pages_and_completions() {
+    let directory = TempDir::new("manuals");
+    let path = directory.path().to_str().expect("UTF-8");
+    let output = ferrite(&["--write-manuals", path]);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    for name in ["ferrite.1", "ferrite-server.1", "ferrite.bash", "_ferrite", "ferrite.fish"] {
+        let written = std::fs::read_to_string(directory.path().join(name)).expect(name);
+        assert!(written.contains("ferrite"), "{name}");
+        assert!(!written.contains("write-manuals"), "{name} has what users do not need");
+    }
 }
 
 #[test]
