@@ -10,8 +10,8 @@
 //!                ──► SHA256SUMS
 //! ```
 //!
-//! Two builds of one commit give the same files, in whatever directory: paths are replaced, and
-//! times are those of the commit. `packaging/reproducible` checks it.
+//! Two builds of one commit should give the same files, in whatever directory: paths are replaced,
+//! and times are those of the commit. `packaging/reproducible` checks it.
 
 use std::ffi::OsStr;
 use std::fs;
