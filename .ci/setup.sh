@@ -30,7 +30,8 @@ trim_built() {     # removes build output before it fills the disk; dependencies
 
 install_packages() {
   as_root apt-get -o Acquire::Retries=3 -qq update
-  as_root env DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=300 -o Acquire::Retries=3 -qq \
+  as_root env DEBIAN_FRONTEND=noninteractive \
+    apt-get -o DPkg::Lock::Timeout=300 -o Acquire::Retries=3 -qq \
     install -y --no-install-recommends "$@" >/dev/null
 }
 
@@ -39,7 +40,8 @@ channel() { sed -n 's/^channel = "\(.*\)"$/\1/p' rust-toolchain.toml; }
 install_compiler() {
   rustc --version 2>/dev/null | grep -qF " $(channel) " ||
     rustup toolchain install "$(channel)" --profile minimal
-  { cargo fmt --version && cargo clippy --version; } >/dev/null 2>&1 || rustup component add rustfmt clippy
+  { cargo fmt --version && cargo clippy --version; } >/dev/null 2>&1 ||
+    rustup component add rustfmt clippy
   rustc --version
 }
 

@@ -7,7 +7,7 @@
 
 SCRIPT=$(readlink -f "$0")
 LEFT_OUT='SKIPPED|UNFINISHED|LEFT OUT|NOT RUN'   # words that no passed stage may print
-CANNOT_RUN=77                                    # a stage's exit code when something it needs is missing
+CANNOT_RUN=77                                    # a stage's exit code if something is missing
 HARD_LIMIT=${HARD_LIMIT:-5400}                   # seconds for all stages
 KILL_AFTER=${KILL_AFTER:-30}                     # seconds that a stage has to end after its limit
 
@@ -47,7 +47,10 @@ begin_stages() {
   done
   shift
   for name; do
-    [ -n "${LIMIT[$name]:-}" ] || { echo "no such stage: $name; there are: ${known[*]}" >&2; exit 2; }
+    if [ -z "${LIMIT[$name]:-}" ]; then
+      echo "no such stage: $name; there are: ${known[*]}" >&2
+      exit 2
+    fi
   done
   ALL=("${known[@]}")
   for name in "${known[@]}"; do
@@ -68,7 +71,8 @@ run_stage() {      # run_stage NAME: returns 0 only if the stage passed
   exec 3> >(exec tee "$log")
   tee=$!
   # In the background, so that this script handles a signal at once.
-  timeout -k "$KILL_AFTER" "$limit" "$BASH" "$SCRIPT" --stage "$name" </dev/null >&3 2>&1 3>&- & CHILD=$!
+  timeout -k "$KILL_AFTER" "$limit" "$BASH" "$SCRIPT" --stage "$name" \
+    </dev/null >&3 2>&1 3>&- & CHILD=$!
   exec 3>&-
   wait "$CHILD" || rc=$?
   end_group "$CHILD"
@@ -128,7 +132,8 @@ count() {          # count NAME LOG
 
 # CPU time of all processes that have ended and were waited for.
 cpu_seconds() {    # fields 16 and 17 of the file; the name before them may have spaces
-  sed 's/^.*) //' /proc/$$/stat | awk -v ticks="$(getconf CLK_TCK)" '{print int(($14 + $15) / ticks)}'
+  sed 's/^.*) //' /proc/$$/stat |
+    awk -v ticks="$(getconf CLK_TCK)" '{print int(($14 + $15) / ticks)}'
 }
 
 in_background() {  # in_background LIMIT COMMAND…: for work that no stage needs yet
@@ -146,11 +151,13 @@ finish() {         # at every exit: prints the table and stops all children
     case ${RESULT[$name]:-not run} in 'not run'*) ;; *) ran=$((ran + 1));; esac
     # The script fails even if it ignored the result of run_stage.
     [ "${RESULT[$name]:-}" = passed ] || [ $rc -ne 0 ] || rc=1
-    printf '%-14s %8s %8s  %s\n' "$name" "${WALL[$name]:--}" "${CPU[$name]:--}" "${RESULT[$name]:-not run}"
+    printf '%-14s %8s %8s  %s\n' "$name" "${WALL[$name]:--}" "${CPU[$name]:--}" \
+      "${RESULT[$name]:-not run}"
   done
   for name in "${ALL[@]}"; do [[ " ${WANTED[*]} " == *" $name "* ]] || others+=" $name"; done
   [ -z "$others" ] || printf '\nnot selected:%s\n' "$others"
-  [ $((PASSED + FAILED)) -eq 0 ] || printf '\n%d passed, %d failed, %d flaky\n' "$PASSED" "$FAILED" "$FLAKY"
+  [ $((PASSED + FAILED)) -eq 0 ] ||
+    printf '\n%d passed, %d failed, %d flaky\n' "$PASSED" "$FAILED" "$FLAKY"
   [ "$FLAKY" -eq 0 ] || grep -hE '^ +FLAKY ' "$LOGS"/*.log | sort -u || true
   if [ $rc -eq 0 ]; then rm -rf "$LOGS"; else echo "logs: $LOGS"; fi
   printf '%s: %s, %d of %d stages, %d s\n' "$(basename "$SCRIPT")" \

@@ -11,6 +11,7 @@ mod lab_test;
 mod loom;
 mod miri;
 mod package;
+mod sample;
 mod simulate;
 mod tidy;
 
@@ -53,6 +54,8 @@ enum Command {
     Package(package::Options),
     /// Run the link protocol in the simulator: two peers, virtual time, an adversary between them
     Simulate(simulate::Options),
+    /// Print comments and user-visible strings at random, for a person to judge how they read
+    Sample(sample::Options),
     /// Generate the bindings of ferrite-verbs from the rdma-core headers (for maintainers; needs
     /// bindgen and clang)
     Bindings,
@@ -71,6 +74,7 @@ fn main() -> ExitCode {
         Command::Miri(options) => miri::run(&root, &options),
         Command::Package(options) => package::run(&root, &options),
         Command::Simulate(options) => simulate::run(&root, &options),
+        Command::Sample(options) => sample::run(&root, &options),
         Command::Bindings => bindings::run(&root).map(|()| ExitCode::SUCCESS),
     });
     done.unwrap_or_else(|error| {

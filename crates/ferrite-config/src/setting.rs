@@ -67,7 +67,7 @@ pub struct Alias {
 /// How the value under another name is written.
 #[derive(Debug, Clone, Copy)]
 pub enum AliasForm {
-    /// Like the setting's own.
+    /// Like the values of the setting itself.
     Same,
     /// As a number of mebibytes.
     Mebibytes,

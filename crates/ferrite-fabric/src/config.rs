@@ -30,10 +30,11 @@ pub struct Config {
     /// it. Default: `auto`.
     pub connect: ConnectMode,
     /// How long to poll for completions before sleeping, in microseconds. More reduces latency and
-    /// uses more CPU. Default: 50.
+    /// uses more CPU. A limit of 1 s or longer is not adapted. Default: 500.
     pub busy_poll_us: u32,
-    /// Polls only while that pays: after a poll that found nothing, the next ones are skipped,
-    /// until something arrives within `busy_poll_us` of falling asleep. Default: false.
+    /// Polls only while that pays: for twice as long as answers take, at most `busy_poll_us`. Waits
+    /// that are longer halve the time. So a fabric that is idle, or whose answers take longer,
+    /// sleeps at once. Default: true.
     pub adaptive_polling: bool,
     /// Maximum number of completions to take at a time. Default: 32.
     pub poll_batch: usize,
@@ -133,8 +134,8 @@ impl Default for Config {
             device_port: None,
             gid_index: None,
             connect: ConnectMode::default(),
-            busy_poll_us: 50,
-            adaptive_polling: false,
+            busy_poll_us: 500,
+            adaptive_polling: true,
             poll_batch: 32,
             send_queue_depth: 128,
             recv_queue_depth: 512,

@@ -13,11 +13,11 @@
 //! | `devices.rs` | which devices are used |
 //! | `links.rs` `listener.rs` `regions.rs` | the links, listeners and regions, as users share them |
 //! | `timers.rs` | deadlines |
-//! | `adaptive_spin.rs` | whether busy-polling pays |
+//! | `busy_poll.rs` `spin.rs` | how long to poll before sleeping; the pauses between passes |
 //! | `drive.rs` | the ways to drive it: by hand, `block_on`, a tokio task, a thread |
 
-mod adaptive_spin;
 mod builder;
+mod busy_poll;
 mod commands;
 mod devices;
 mod drive;
@@ -25,6 +25,7 @@ mod links;
 pub(crate) mod listener;
 pub(crate) mod poller;
 pub(crate) mod regions;
+mod spin;
 mod stats;
 mod strikes;
 pub(crate) mod timers;
@@ -34,7 +35,7 @@ mod watch;
 use std::fmt;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, RwLock};
 
 use ferrite_verbs::{Absence, Status, Verbs};
@@ -53,9 +54,9 @@ use crate::random::random;
 use crate::wake::mailbox::Mailbox;
 use crate::wake::wait_set::WaitSet;
 use crate::wire::{Features, Hello, Version};
-use adaptive_spin::AdaptiveSpin;
 pub use builder::Builder;
 use builder::Tls;
+use busy_poll::BusyPoll;
 use commands::Commands;
 use links::Links;
 use poller::Poller;
@@ -116,12 +117,16 @@ pub(crate) struct Shared {
     pub(crate) verbs: Option<Verbs>,
     /// Why there is no device, if there is none.
     absence: Option<Error>,
+    /// Whether the caller reports that RDMA is unavailable.
+    pub(crate) is_quiet: bool,
     /// Devices that could not be used, each with the reason.
     unused: Vec<(String, Error)>,
     pub(crate) tls: Tls,
     pub(crate) config: Config,
     pub(crate) device_choice: DeviceChoice,
-    spin: AdaptiveSpin,
+    busy_poll: BusyPoll,
+    /// Whether the kernel emulates a device, and needs CPU time for it.
+    has_software_device: bool,
     pub(crate) commands: Arc<Commands>,
     pub(crate) mailbox: Arc<Mailbox>,
     pub(crate) waits: WaitSet,
@@ -133,7 +138,6 @@ pub(crate) struct Shared {
     /// if an event loop calls `progress`.
     drivers: AtomicUsize,
     has_foreign_loop: AtomicBool,
-    busy_poll_us: AtomicU32,
     pub(crate) clock: quanta::Clock,
     pub(crate) counters: Counters,
     pub(crate) latencies: Arc<Latencies>,
@@ -148,9 +152,9 @@ impl Drop for Shared {
         poller.hang_up();
         let links = self.links.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
         for link in links.iter() {
-            link.with(|state, env, wakes| {
+            link.with(|state, _, wakes| {
                 state.core.fail(Error::new(ErrorKind::Closed, "the fabric is gone"), wakes);
-                state.destroy(env, wakes);
+                state.destroy(wakes);
                 drop(state.end_upgrade()); // its queue pair uses receives, too
             });
         }
@@ -170,6 +174,7 @@ impl Fabric {
             tls: Tls::default(),
             config: Config::default(),
             command_threads: false,
+            is_quiet: false,
         }
     }
 
@@ -197,7 +202,8 @@ impl Fabric {
         let verbs = Verbs::system().map_err(|absence| ferrite_verbs::Error::from(absence).into());
         let (tls, config) = (Tls::default(), Config::default());
         let (devices, addresses) = (Vec::new(), Vec::new());
-        Builder { verbs, devices, addresses, rdma: None, tls, config, command_threads: false }
+        let (rdma, command_threads, is_quiet) = (None, false, false);
+        Builder { verbs, devices, addresses, rdma, tls, config, command_threads, is_quiet }
     }
 
     /// Logs and counts a fallback to TCP, as for links. For programs that open connections of other

@@ -32,7 +32,7 @@ impl Inbox {
     pub fn pop(&mut self) -> Option<Arrived> {
         Some(match self.0.pop()? {
             inbox::Arrived::Notice(imm) => Arrived::Notice(imm),
-            inbox::Arrived::Message { channel, parts } => {
+            inbox::Arrived::Message { channel, parts, .. } => {
                 let pieces = match parts {
                     Parts::Empty => Vec::new(),
                     Parts::One(piece) => vec![piece],

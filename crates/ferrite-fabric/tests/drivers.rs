@@ -22,11 +22,13 @@ struct Loopback {
     _world: World,
 }
 
-/// Makes a fabric that sleeps at once, with a link to itself.
+/// Makes a fabric that polls for at most `busy_poll_us`, with a link to itself.
 fn loopback(busy_poll_us: u32) -> Loopback {
     let world = World::new();
     world.add_device(DeviceSpec::new("fake1", [10, 0, 0, 1].into()));
-    let config = Config { busy_poll_us, recv_queue_depth: 32, cq_size: 256, ..Config::default() };
+    let keepalive = Duration::from_secs(600);
+    let config =
+        Config { busy_poll_us, recv_queue_depth: 32, cq_size: 256, keepalive, ..Config::default() };
     let fabric = Fabric::builder(&world.verbs())
         .rdma(Rdma::Require)
         .config(config)
@@ -129,6 +131,50 @@ fn one_that_blocks_while_another_polls() {
             here.post_bytes(0, &question.to_vec()).expect("room in the queue");
         }
         asking.join().expect("asking thread");
+    });
+}
+
+/// Two threads that poll for their answers and sleep now and then: no wake-up is lost in between.
+#[test]
+fn two_threads_that_poll_adaptively() {
+    for busy_poll_us in [5, Config::default().busy_poll_us] {
+        with_time_limit(move || ping_pong(&loopback(busy_poll_us)));
+    }
+}
+
+/// The program's own event loop calls the fabric, and nothing arrives.
+#[test]
+fn a_loop_without_answers_stops_polling() {
+    const LONGEST_US: u32 = 100_000;
+    const CALLS_THAT_POLL: usize = 18; // 100 ms, halved until less than 1 us is left
+    const FEW: u64 = 10;
+    let loopback = loopback(LONGEST_US);
+    let calls = (0..1_000).map(|_| {
+        let before = loopback.fabric.stats().passes;
+        loopback.fabric.progress();
+        loopback.fabric.stats().passes - before
+    });
+    let polled = calls.filter(|passes| *passes > FEW).count();
+    assert!(polled <= CALLS_THAT_POLL, "{polled} of 1,000 calls polled");
+}
+
+/// A driver that polls for answers sleeps when there are none to wait for.
+#[test]
+fn an_idle_driver_sleeps_for_good() {
+    with_time_limit(|| {
+        let loopback = loopback(Config::default().busy_poll_us);
+        let driver = loopback.fabric.spawn_thread().expect("a thread");
+        ping_pong(&loopback);
+        let asleep = loopback.fabric.stats().sleeps;
+        while loopback.fabric.stats().sleeps == asleep {
+            thread::yield_now();
+        }
+        let passes = loopback.fabric.stats().passes;
+        thread::sleep(Duration::from_millis(500));
+        let made = loopback.fabric.stats().passes - passes;
+        assert!(made < 200, "{made} passes in half a second");
+        drop(loopback);
+        driver.join().expect("driver ends");
     });
 }
 

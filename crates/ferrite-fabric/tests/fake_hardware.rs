@@ -80,6 +80,43 @@ fn opens_links_when_inline_is_refused_without_errno() {
     let _ = open_link(&client, &fixture.hosts[1], &server, &mut listener);
 }
 
+/// A queue pair is refused once, for a reason that has nothing to do with inline data. Later ones
+/// still get all of it.
+#[test]
+fn one_refusal_does_not_limit_inline_data() {
+    const EINVAL: i32 = 22;
+    let (world, fixture) = world(|_| ());
+    let [server, client] =
+        [0, 1].map(|host| fixture.fabric(&fixture.hosts[host], &Config::default()));
+    let mut listener = server.listen(fixture.hosts[0].any_port()).expect("listen");
+    for refused in [true, false] {
+        if refused {
+            world.fail_next("ibv_create_qp", EINVAL);
+        }
+        let _ = open_link(&client, &fixture.hosts[1], &server, &mut listener);
+        assert_eq!(world.sizes().inline, Config::default().inline_threshold, "{refused}");
+    }
+}
+
+/// An InfiniBand port without IPoIB has no address that the connection manager can bind to. The
+/// device is used before a reset, and also after it.
+#[test]
+fn a_device_without_an_address_comes_back() {
+    let (world, fixture) = world(|device| device.addresses.clear());
+    let verbs = fixture.verbs.as_ref().expect("fake provider");
+    let fabric = Fabric::builder(verbs).build().expect("a fabric on both devices");
+    // Listening opens the connection manager.
+    let _listener = fabric.listen(fixture.hosts[1].any_port()).expect("listen");
+    for round in 1..=2 {
+        world.disassociate_device("fake1");
+        until(&[&fabric], "the device is gone", || fabric.stats().devices_lost == round);
+        let mut back = DeviceSpec::new("fake1", fixture.hosts[0].ip);
+        back.addresses.clear();
+        world.add_device(back);
+        until(&[&fabric], "the device is back", || fabric.stats().devices_back == round);
+    }
+}
+
 /// A device with a single window: it is free again after the probe at the start, and after the
 /// client's connection.
 #[test]

@@ -144,7 +144,7 @@ fn ends_a_link_whose_peer_makes_two_offers_at_a_time() {
     harness.offer(CLIENT);
     let error = harness.fabric.block_on(harness.link.ended()).expect_err("the link must fail");
     assert_eq!(error.kind(), ErrorKind::Protocol, "{error}");
-    assert!(error.to_string().contains("an offer before"), "{error}");
+    assert!(error.to_string().contains("a second offer before the first"), "{error}");
     harness.wait_closed();
 }
 

@@ -369,7 +369,8 @@ fn works_when_it_cannot_grow() {
     assert_eq!(error.kind(), ErrorKind::Refused);
     assert_eq!(pool.stats().failures.register, 1);
     drop(first);
-    // A cached block of another class holds the only chunk: it is released instead of failing.
+    // The cache holds a block of another class in the only chunk. The pool empties the cache
+    // instead of failing.
     drop(pool.take_uncharged(1, Purpose::Send).expect("no growth needed"));
     world.fail_next("ibv_reg_mr", ENOMEM);
     drop(pool.take_uncharged(2 * MIB, Purpose::Send).expect("the caches are emptied"));

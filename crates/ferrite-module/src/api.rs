@@ -12,18 +12,19 @@ pub(crate) mod calls;
 pub(crate) mod clients;
 pub(crate) mod fork;
 pub(crate) mod keys;
+mod replies;
 mod rights;
+mod settings;
 mod table;
 
-use std::ffi::{CStr, CString, c_char, c_int, c_long};
+use std::ffi::{CStr, CString, c_char, c_int};
 use std::marker::PhantomData;
 use std::os::fd::RawFd;
 use std::ptr;
 use std::sync::OnceLock;
 
-use table::{
-    Api, EventFn, FdFn, GetChoice, GetNumber, GetText, InfoFn, SetChoice, SetNumber, SetText, find,
-};
+pub(crate) use replies::{Info, Reply, Value};
+use table::{Api, EventFn, FdFn, InfoFn, find};
 pub(crate) use table::{CommandFn, RawContext, RawEvent, RawInfo, RawString};
 
 pub(crate) const OK: c_int = 0;
@@ -170,42 +171,6 @@ impl<'a> Context<'a> {
         unsafe { (api().set_module_options)(self.raw(), options) };
     }
 
-    /// Returns one of the engine's own settings; `None` if the engine has no such setting or
-    /// refuses CONFIG GET.
-    pub(crate) fn config(self, name: &CStr) -> Option<String> {
-        let api = api();
-        // `E` returns errors as replies. Without it Valkey 9.1 crashes when it refuses a call, for
-        // example because CONFIG is renamed.
-        //
-        // SAFETY: there are two strings for the two `c` in the format. The reply and its elements
-        // are not used after the reply is freed.
-        unsafe {
-            let reply = (api.call)(
-                self.raw(),
-                c"CONFIG".as_ptr(),
-                c"Ecc".as_ptr(),
-                c"GET".as_ptr(),
-                name.as_ptr(),
-            );
-            if reply.is_null() {
-                return None;
-            }
-            // Null if the reply is not an array, or has no second element.
-            let value = (api.call_reply_array_element)(reply, 1);
-            let mut text = None;
-            if !value.is_null() {
-                let mut len = 0;
-                let bytes = (api.call_reply_string_ptr)(value, &raw mut len);
-                if !bytes.is_null() {
-                    let bytes = std::slice::from_raw_parts(bytes.cast::<u8>(), len);
-                    text = Some(String::from_utf8_lossy(bytes).into_owned());
-                }
-            }
-            (api.free_call_reply)(reply);
-            text
-        }
-    }
-
     /// Creates a command that only has subcommands. Returns false if the engine refuses.
     pub(crate) fn create_container(self, name: &CStr, flags: &CStr) -> bool {
         // SAFETY: the engine copies the strings. A command without a function is allowed if it has
@@ -267,206 +232,10 @@ impl<'a> Context<'a> {
         }
     }
 
-    pub(crate) fn register_number(
-        self,
-        name: &CStr,
-        default: i64,
-        flags: u32,
-        [min, max]: [i64; 2],
-        (get, set): (GetNumber, SetNumber),
-        index: usize,
-    ) -> bool {
-        let private = ptr::without_provenance_mut(index);
-        // SAFETY: the engine copies the strings, and the functions remain valid. `private` is an
-        // index that is never dereferenced.
-        let made = unsafe {
-            (api().register_numeric_config)(
-                self.raw(),
-                name.as_ptr(),
-                default,
-                flags,
-                min,
-                max,
-                get,
-                set,
-                ptr::null(),
-                private,
-            )
-        };
-        made == OK
-    }
-
-    pub(crate) fn register_choice(
-        self,
-        name: &CStr,
-        default: i32,
-        flags: u32,
-        choices: &[&CStr],
-        (get, set): (GetChoice, SetChoice),
-        index: usize,
-    ) -> bool {
-        let names: Vec<_> = choices.iter().map(|choice| choice.as_ptr()).collect();
-        let numbers: Vec<_> = (0..).take(names.len()).collect::<Vec<c_int>>();
-        let count = numbers.len() as c_int; // small
-        let private = ptr::without_provenance_mut(index);
-        // SAFETY: as above; both lists have `count` entries, and the engine copies them.
-        let made = unsafe {
-            (api().register_enum_config)(
-                self.raw(),
-                name.as_ptr(),
-                default,
-                flags,
-                names.as_ptr(),
-                numbers.as_ptr(),
-                count,
-                get,
-                set,
-                ptr::null(),
-                private,
-            )
-        };
-        made == OK
-    }
-
-    pub(crate) fn register_text(
-        self,
-        name: &CStr,
-        default: &str,
-        flags: u32,
-        (get, set): (GetText, SetText),
-        index: usize,
-    ) -> bool {
-        let default = c_string(default);
-        let private = ptr::without_provenance_mut(index);
-        // SAFETY: as above.
-        let made = unsafe {
-            (api().register_string_config)(
-                self.raw(),
-                name.as_ptr(),
-                default.as_ptr(),
-                flags,
-                get,
-                set,
-                ptr::null(),
-                private,
-            )
-        };
-        made == OK
-    }
-
-    /// Sets all registered settings, from the configuration file or to their defaults. Returns
-    /// false if a value was refused.
-    pub(crate) fn load_configs(self) -> bool {
-        // SAFETY: the context is the engine's.
-        unsafe { (api().load_configs)(self.raw()) == OK }
-    }
-
     /// Replicates a PING to replicas and the AOF as a write of the client that runs this command.
     pub(crate) fn replicate_ping(self) {
         // SAFETY: the context is that of a command; the format takes no further arguments.
         unsafe { (api().replicate)(self.raw(), c"PING".as_ptr(), c"".as_ptr()) };
-    }
-
-    /// Replies to the command that runs.
-    pub(crate) fn reply(self, reply: &Reply) {
-        let api = api();
-        // SAFETY: the context is that of a command; strings end with a zero or come with their
-        // length, and the engine copies them.
-        unsafe {
-            match reply {
-                Reply::Error(text) => (api.reply_with_error)(self.raw(), c_string(text).as_ptr()),
-                Reply::Simple(text) => {
-                    (api.reply_with_simple_string)(self.raw(), c_string(text).as_ptr())
-                }
-                Reply::Text(text) => {
-                    (api.reply_with_verbatim_string)(self.raw(), text.as_ptr().cast(), text.len())
-                }
-                Reply::Lines(lines) => {
-                    let answer = (api.reply_with_array)(self.raw(), lines.len() as c_long);
-                    for line in lines {
-                        (api.reply_with_simple_string)(self.raw(), c_string(line).as_ptr());
-                    }
-                    answer
-                }
-                Reply::Map(fields) => {
-                    let answer = (api.reply_with_map)(self.raw(), fields.len() as c_long);
-                    for (name, value) in fields {
-                        (api.reply_with_string_buffer)(
-                            self.raw(),
-                            name.as_ptr().cast(),
-                            name.len(),
-                        );
-                        match value {
-                            Value::Number(number) => {
-                                (api.reply_with_long_long)(self.raw(), (*number).cast_signed())
-                            }
-                            Value::Text(text) => (api.reply_with_string_buffer)(
-                                self.raw(),
-                                text.as_ptr().cast(),
-                                text.len(),
-                            ),
-                        };
-                    }
-                    answer
-                }
-                Reply::WrongArity => (api.wrong_arity)(self.raw()),
-            };
-        }
-    }
-}
-
-/// A reply to a command.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Reply {
-    Error(String),
-    Simple(String),
-    Text(String),
-    Lines(Vec<String>),
-    Map(Vec<(String, Value)>),
-    WrongArity,
-}
-
-/// A value in INFO or in a reply.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Value {
-    Number(u64),
-    Text(String),
-}
-
-/// The output of INFO.
-pub(crate) struct Info<'a>(ptr::NonNull<RawInfo>, PhantomData<&'a ()>);
-
-impl Info<'_> {
-    /// Wraps the output; `None` if it is null.
-    ///
-    /// # Safety
-    /// The engine passed `raw` to its INFO callback, which outlives the result, or `raw` is null.
-    pub(crate) unsafe fn new(raw: *mut RawInfo) -> Option<Self> {
-        ptr::NonNull::new(raw).map(|raw| Self(raw, PhantomData))
-    }
-
-    /// Writes a section. The engine prefixes its name and those of its fields with the module's
-    /// name. It skips sections that were not requested.
-    pub(crate) fn section(&self, name: &CStr, fields: &[(String, Value)]) {
-        // SAFETY: the engine copies the strings.
-        unsafe {
-            if (api().info_add_section)(self.0.as_ptr(), name.as_ptr()) != OK {
-                return;
-            }
-            for (name, value) in fields {
-                let name = c_string(name);
-                match value {
-                    Value::Number(number) => {
-                        (api().info_add_number)(self.0.as_ptr(), name.as_ptr(), *number)
-                    }
-                    Value::Text(text) => (api().info_add_text)(
-                        self.0.as_ptr(),
-                        name.as_ptr(),
-                        c_string(text).as_ptr(),
-                    ),
-                };
-            }
-        }
     }
 }
 

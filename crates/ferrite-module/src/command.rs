@@ -3,7 +3,7 @@
 use std::ffi::CStr;
 use std::fmt::Write as _;
 
-use ferrite_session::{SessionInfo, SessionTransport};
+use ferrite_session::{Killed, SessionInfo, SessionTransport};
 
 use crate::api::Reply;
 use crate::call_path;
@@ -21,8 +21,11 @@ pub(crate) struct Subcommand {
     /// run it. Empty if no further permission is needed.
     pub(crate) needs: &'static [&'static str],
     /// Runs the subcommand with the words after its name.
-    pub(crate) run: fn(&mut Module, &[String]) -> Reply,
+    pub(crate) run: Run,
 }
+
+/// Runs a subcommand for the engine's client with this id.
+type Run = fn(&mut Module, u64, &[String]) -> Reply;
 
 const ADMIN: &CStr = c"admin deny-script allow-loading allow-stale";
 /// Flags of BIND, which runs before a login and whatever the client's rights are, since it concerns
@@ -62,11 +65,7 @@ const fn internal(name: &'static CStr, flags: &'static CStr) -> Subcommand {
     Subcommand { name, flags, categories: c"fast", needs: &[], run: run_internal }
 }
 
-const fn admin(
-    name: &'static CStr,
-    needs: &'static [&'static str],
-    run: fn(&mut Module, &[String]) -> Reply,
-) -> Subcommand {
+const fn admin(name: &'static CStr, needs: &'static [&'static str], run: Run) -> Subcommand {
     Subcommand { name, flags: ADMIN, categories: ADMINS, needs, run }
 }
 
@@ -87,18 +86,18 @@ const HELP: [&str; 13] = [
 ];
 
 /// Never runs: `entry.rs` answers internal commands.
-fn run_internal(_: &mut Module, _: &[String]) -> Reply {
+fn run_internal(_: &mut Module, _: u64, _: &[String]) -> Reply {
     failed()
 }
 
-fn help(_: &mut Module, words: &[String]) -> Reply {
+fn help(_: &mut Module, _: u64, words: &[String]) -> Reply {
     match words {
         [] => Reply::Lines(HELP.map(Into::into).into()),
         _ => Reply::WrongArity,
     }
 }
 
-fn clients(module: &mut Module, words: &[String]) -> Reply {
+fn clients(module: &mut Module, _: u64, words: &[String]) -> Reply {
     match (words, &module.service) {
         ([], Service::On(transport)) => {
             let lines = transport.gateway.sessions().iter().map(line).collect();
@@ -137,20 +136,26 @@ fn line(session: &SessionInfo) -> String {
     )
 }
 
-fn kill(module: &mut Module, words: &[String]) -> Reply {
+/// Ends a session. A client that ends its own session gets the reply first, as with CLIENT KILL.
+fn kill(module: &mut Module, caller: u64, words: &[String]) -> Reply {
     let [id] = words else { return Reply::WrongArity };
     let Ok(id) = id.parse() else {
         return Reply::Error(
             "ERR invalid session id: expected a number; see FERRITE CLIENTS".into(),
         );
     };
-    match &module.service {
-        Service::On(transport) if transport.gateway.kill(id) => Reply::Simple("OK".into()),
-        _ => Reply::Error(format!("ERR no session has the id {id}; see FERRITE CLIENTS")),
+    let killed = match &module.service {
+        Service::On(transport) => transport.gateway.kill_for(id, caller),
+        Service::Off(_) => None,
+    };
+    match killed {
+        Some(Killed::Other) => Reply::Simple("OK".into()),
+        Some(Killed::Own) => Reply::LastSimple("OK".into()),
+        None => Reply::Error(format!("ERR no session has the id {id}; see FERRITE CLIENTS")),
     }
 }
 
-fn stats(module: &mut Module, words: &[String]) -> Reply {
+fn stats(module: &mut Module, _: u64, words: &[String]) -> Reply {
     if !words.is_empty() {
         return Reply::WrongArity;
     }
@@ -159,7 +164,7 @@ fn stats(module: &mut Module, words: &[String]) -> Reply {
     Reply::Map(general)
 }
 
-fn doctor(module: &mut Module, words: &[String]) -> Reply {
+fn doctor(module: &mut Module, _: u64, words: &[String]) -> Reply {
     if !words.is_empty() {
         return Reply::WrongArity;
     }

@@ -115,6 +115,7 @@ fn start(context: Context<'_>, options: &Options) -> Result<(), String> {
                     the log line above names it"
             .into());
     }
+    with_module(|module| module.check_options()).unwrap_or(Ok(()))?;
     register_commands(context)?;
     let server = context.server();
     context.set_options(
@@ -240,7 +241,7 @@ unsafe extern "C" fn on_command(
             if !found.needs.is_empty() && !context.caller_may(found.needs) {
                 return Some(command::denied(found));
             }
-            with_module(|module| (found.run)(module, words))
+            with_module(|module| (found.run)(module, context.client_id(), words))
         });
         context.reply(&reply.unwrap_or_else(command::failed));
         OK

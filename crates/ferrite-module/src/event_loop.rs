@@ -24,8 +24,8 @@ use crate::tasks::{TaskQueue, Tasks};
 thread_local! {
     // Only the engine's main thread ever sets these.
     static EVENT_LOOP: RefCell<Option<EventLoop>> = const { RefCell::new(None) };
-    /// Set after a slice that was cut short. Then only [`EventLoop::main_descriptor`] starts the
-    /// next slice, after this many of its events were skipped.
+    /// The number of events of [`EventLoop::main_descriptor`] to skip before the next slice. Set
+    /// after a slice that was cut short; until the next one, no other event starts a slice.
     static SKIPS_LEFT: Cell<Option<u8>> = const { Cell::new(None) };
 }
 

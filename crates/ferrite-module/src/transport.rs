@@ -391,8 +391,10 @@ fn listen(
     let served: Vec<_> =
         addresses.iter().map(|address| address.at.ip()).filter(|ip| !ip.is_loopback()).collect();
     // The engine's main thread drives the fabric and must not wait for the kernel.
-    let begin =
-        || served.iter().copied().fold(Fabric::system(), Builder::serving).command_threads();
+    let begin = || {
+        let builder = served.iter().copied().fold(Fabric::system(), Builder::serving);
+        builder.command_threads().caller_reports_absence()
+    };
     let fabric =
         open_fabric(options.values(), &config, begin).map_err(|error| with_remedy(&error))?;
     let (mut listeners, mut unserved, mut why_not) = (Vec::new(), Vec::new(), None);
@@ -436,6 +438,15 @@ fn listen(
     unserved
         .iter()
         .for_each(|why| tracing::warn!("{why}; the engine's other addresses are served"));
+    // If no address has RDMA, the module reports the reason once for all.
+    if listeners.iter().any(|(_, has_rdma)| *has_rdma) {
+        for listener in listeners.iter().map(|(listener, _)| listener) {
+            if let Some(error) = listener.absence() {
+                let at = listener.local_addr();
+                tracing::warn!("{at} takes TCP only, not RDMA: {}", with_remedy(error));
+            }
+        }
+    }
     Ok((fabric, listeners, unserved))
 }
 

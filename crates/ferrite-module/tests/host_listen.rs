@@ -49,6 +49,11 @@ fn listens_where_the_engine_listens() {
         drop(server);
         let mut server = start(&program, &arguments, &["--port", &tcp]);
         assert_eq!(ping("127.0.0.9", &own), Some(true));
+        if server.info("status") == "tcp-only" {
+            let (reason, log) = (server.info("reason"), server.log());
+            assert_eq!(log.matches(&reason).count(), 1, "one line for all addresses: {log}");
+            assert!(!log.contains("RDMA is unavailable"), "{log}");
+        }
         assert!(
             server.info("address").starts_with(&format!("0.0.0.0:{own}")),
             "{}",

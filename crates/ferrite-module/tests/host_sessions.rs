@@ -28,6 +28,27 @@ fn on_each_with_password(case: impl Fn(&mut Engine, Client)) {
     });
 }
 
+/// A client that ends its own session gets the reply first, as with CLIENT KILL.
+#[test]
+fn a_client_that_kills_its_own_session_gets_the_reply() {
+    on_each(&[], |server| {
+        for pins in [false, true] {
+            let mut client = of_module(server);
+            if pins {
+                client.ok(&["CLIENT", "NO-EVICT", "on"]);
+            }
+            let line = client.text(&["FERRITE", "CLIENTS"]);
+            let id = line.split_whitespace().next().and_then(|field| field.strip_prefix("id="));
+            let id = id.expect("the field id").to_owned();
+            client.send(&[vec!["FERRITE", "KILL", &id], vec!["PING"]]);
+            assert_eq!(client.next_reply().as_deref(), Some(&b"+OK\r\n"[..]), "pinned: {pins}");
+            assert_eq!(client.next_reply(), None, "pinned: {pins}");
+            server.wait_until("no session is left", || server.count("sessions") == 0);
+        }
+        assert_eq!(server.count("killed"), 2);
+    });
+}
+
 /// S11: WAIT after a session was pinned to proxy inside a transaction.
 #[test]
 fn wait_is_correct_after_a_pin_inside_a_transaction() {

@@ -247,7 +247,7 @@ impl Connector {
 pub struct ConnectError {
     /// The error of RDMA, which was tried first.
     pub rdma: Option<Error>,
-    /// The error of TCP, or that the settings contradict each other.
+    /// The error of TCP, or the error for settings that contradict each other.
     pub tcp: Option<io::Error>,
 }
 

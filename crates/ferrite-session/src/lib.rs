@@ -18,6 +18,7 @@ mod frames;
 mod gateway;
 mod in_process;
 mod in_process_engine;
+mod polled_when_woken;
 mod pump;
 mod sessions;
 mod settings;
@@ -32,6 +33,6 @@ pub use in_process_engine::{
     Replies, SessionFuture,
 };
 pub use pump::{Moved, pump};
-pub use sessions::SessionInfo;
+pub use sessions::{Killed, SessionInfo};
 pub use settings::{fabric_config, open_fabric, valkey_config};
 pub use stream::{ValkeyConfig, ValkeyStream};

@@ -43,6 +43,15 @@ pub struct SessionInfo {
     pub to_client_bytes: u64,
 }
 
+/// The session that a client of the engine has ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Killed {
+    /// The client's own.
+    Own,
+    /// Another client's.
+    Other,
+}
+
 /// The transport that a client connected over.
 pub(crate) enum ClientTransport {
     /// A link, which may migrate from RDMA to TCP and back.
@@ -102,6 +111,11 @@ impl Entry {
     fn kill(&self) {
         self.is_killed.store(true, Ordering::Relaxed);
         self.ended.notify_one();
+    }
+
+    /// Returns the client id of the session's proxy connection.
+    fn client_id(&self) -> Option<u64> {
+        self.record.get().and_then(|record| record.id())
     }
 
     /// Returns whether the engine has freed the session's client.
@@ -243,7 +257,7 @@ impl Sessions {
                 transport,
                 device,
                 is_called: entry.is_called.load(Ordering::Relaxed),
-                client_id: entry.record.get().and_then(|record| record.id()),
+                client_id: entry.client_id(),
                 held_bytes: entry.held.bytes(),
                 age: entry.begun.elapsed(),
                 to_engine_bytes,
@@ -253,14 +267,16 @@ impl Sessions {
         entries.iter().map(info).collect()
     }
 
-    /// Asks a session to end. Returns false if there is no session with this number.
-    pub(crate) fn kill(&self, id: u64) -> bool {
-        let entry = self.list().open.get(&id).cloned();
-        entry.is_some_and(|entry| {
-            self.killed.fetch_add(1, Ordering::Relaxed);
-            entry.kill();
-            true
-        })
+    /// Asks a session to end, unless it is that of the engine's client `caller`. Returns `None` if
+    /// there is no session with this number.
+    pub(crate) fn kill(&self, id: u64, caller: Option<u64>) -> Option<Killed> {
+        let entry = self.list().open.get(&id).cloned()?;
+        self.killed.fetch_add(1, Ordering::Relaxed);
+        if caller.is_some() && entry.client_id() == caller {
+            return Some(Killed::Own);
+        }
+        entry.kill();
+        Some(Killed::Other)
     }
 
     fn list(&self) -> MutexGuard<'_, SessionList> {

@@ -18,7 +18,7 @@ use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 use std::time::{Duration, Instant};
 
-use ferrite_fabric::mem::{Buf, Exposed, Purpose};
+use ferrite_fabric::mem::{Buf, ErrorKind as MemoryError, Exposed, Purpose};
 use ferrite_fabric::{Arrival, Done, Error, ErrorKind, RawConnection};
 use ferrite_proto::{Endpoint, ProtocolError, Role, Write};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
@@ -278,7 +278,8 @@ impl ValkeyStream {
         }
         let mut buf = match self.raw.pool().take_uncharged(count, Purpose::Send) {
             Ok(buf) => buf,
-            Err(error) if error.kind() == ferrite_fabric::mem::ErrorKind::Exhausted => {
+            // The pool is at its limit, or the device can register no more memory now.
+            Err(error) if matches!(error.kind(), MemoryError::Exhausted | MemoryError::Refused) => {
                 return self.wait_for_memory(cx);
             }
             Err(error) => return Poll::Ready(Err(io::Error::other(error))),
@@ -312,14 +313,18 @@ impl ValkeyStream {
     /// Returns how many of `total` bytes can be sent now. It is zero only if `total` is zero:
     /// otherwise this waits until at least one byte can be sent.
     fn poll_writable(&mut self, cx: &mut Context<'_>, total: usize) -> Poll<io::Result<usize>> {
-        if total == 0 {
-            return Poll::Ready(Ok(0));
+        // A write for which there is room need not wait for events. The next read processes them,
+        // or the first write for which there is no room.
+        let wanted = total.min(WRITE_MAX);
+        let has_room = self.endpoint.writable() as usize >= wanted && self.failure.is_none();
+        if wanted == 0 || has_room {
+            return Poll::Ready(Ok(wanted));
         }
         self.drive(cx);
         if let Some(error) = &self.failure {
             return Poll::Ready(Err(io::Error::new(io::ErrorKind::BrokenPipe, error.clone())));
         }
-        match total.min(self.endpoint.writable() as usize).min(WRITE_MAX) {
+        match wanted.min(self.endpoint.writable() as usize) {
             0 => Poll::Pending, // until the peer has read data, or a write completes
             count => Poll::Ready(Ok(count)),
         }

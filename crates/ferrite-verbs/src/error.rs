@@ -113,8 +113,8 @@ pub enum ErrorKind {
     Memlock,
     /// The kernel or the device has no memory or objects left: free some, then retry.
     OutOfMemory,
-    /// A cgroup (the rdma controller) allows no more objects: stop creating them, or raise the
-    /// limit.
+    /// A cgroup (the rdma controller) allows no more objects, or the device is busy: stop creating
+    /// them, or raise the limit.
     CgroupLimit,
     /// The process has no file descriptors left.
     FileDescriptors,
@@ -227,8 +227,9 @@ impl Error {
             (Some(Cause::Absence(absence)), _) => Some(absence.remedy()),
             (Some(Cause::Memlock(memlock)), _) => Some(memlock.remedy()),
             (_, ErrorKind::CgroupLimit) => Some(
-                "raise rdma.max of the process's cgroup (systemd has no setting for it: write the \
-                 file)"
+                "compare rdma.current with rdma.max of the process's cgroup, and raise rdma.max \
+                 (systemd has no setting for it: write the file); without such a limit the device \
+                 was busy: try again"
                     .into(),
             ),
             (_, ErrorKind::FileDescriptors) => {
@@ -255,7 +256,7 @@ impl Error {
     pub(crate) fn os(call: &'static str, errno: Errno, context: impl Into<String>) -> Self {
         let kind = match errno {
             Errno::NOMEM => ErrorKind::OutOfMemory,
-            Errno::AGAIN => ErrorKind::CgroupLimit,
+            Errno::AGAIN if creates_object(call) => ErrorKind::CgroupLimit,
             Errno::MFILE | Errno::NFILE => ErrorKind::FileDescriptors,
             Errno::PERM | Errno::ACCESS => ErrorKind::Permission,
             Errno::NODEV | Errno::NXIO | Errno::IO => ErrorKind::DeviceGone,
@@ -314,6 +315,15 @@ impl Error {
     }
 }
 
+/// Returns whether a call creates an object that counts towards the cgroup's limit. Only for such
+/// calls does the kernel report the limit, as EAGAIN (`ib_rdmacg_try_charge` in its
+/// `drivers/infiniband/core/cgroup.c`).
+fn creates_object(call: &str) -> bool {
+    ["ibv_open_", "ibv_alloc_", "ibv_create_", "ibv_reg_"]
+        .iter()
+        .any(|start| call.starts_with(start))
+}
+
 impl From<Absence> for Error {
     fn from(absence: Absence) -> Self {
         Self(Box::new(Inner {
@@ -339,7 +349,7 @@ impl fmt::Display for Error {
         match errno {
             // The system's text for EAGAIN ("temporarily unavailable") would mislead the reader.
             Some(Errno::AGAIN) if *kind == ErrorKind::CgroupLimit => {
-                f.write_str(": the cgroup's limit is reached (rdma.max)")?;
+                f.write_str(": the cgroup's limit is reached (rdma.max), or the device is busy")?;
             }
             Some(errno) => write!(f, ": {}", io::Error::from(*errno))?,
             None => {}

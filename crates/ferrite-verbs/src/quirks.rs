@@ -8,8 +8,8 @@ pub struct DeviceQuirks {
     /// The kernel emulates the network card: functional, but slow.
     pub is_software: bool,
     /// The shared receive queue is a ring, so receives are taken in the order in which they were
-    /// posted. One that is overtaken by later ones is lost. Of other providers it is not known
-    /// whether they keep the order, nor whether they lose receives.
+    /// posted. A receive that later ones overtake is lost. Whether other providers keep the order
+    /// or lose receives is unknown.
     pub takes_receives_in_order: bool,
     /// When the device refuses a request of the peer, the queue pair may fail without a completion
     /// and without an event.

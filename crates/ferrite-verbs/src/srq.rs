@@ -178,14 +178,18 @@ impl PostedRegistrations {
     /// Keeps every registration in `requests` alive. A queue sees few regions, so a linear scan is
     /// faster than a set. Memory from [`Sge::from_raw`] has no registration here and costs nothing.
     pub(crate) fn hold<R: Request>(&self, requests: &[R]) {
-        let owners = requests.iter().flat_map(|request| request.local()).filter_map(Sge::owner);
-        let mut held = None;
-        for owner in owners {
-            let held =
-                held.get_or_insert_with(|| self.0.lock().unwrap_or_else(PoisonError::into_inner));
-            if !held.iter().any(|known| Arc::ptr_eq(known, owner)) {
-                held.push(Arc::clone(owner));
+        // Plain loops: for each request of a busy link these are a few instructions.
+        for request in requests {
+            for owner in request.local().iter().filter_map(Sge::owner) {
+                self.hold_one(owner);
             }
+        }
+    }
+
+    fn hold_one(&self, owner: &Arc<Registration>) {
+        let mut held = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if !held.iter().any(|known| Arc::ptr_eq(known, owner)) {
+            held.push(Arc::clone(owner));
         }
     }
 

@@ -112,7 +112,14 @@ fn every_creating_call_can_fail() {
     fails(&world, "ibv_create_qp", EAGAIN, ErrorKind::CgroupLimit, || {
         domain.create_queue_pair(&config)
     });
+    world.fail_next("ibv_create_qp", EAGAIN);
+    let error = domain.create_queue_pair(&config).expect_err("the injected failure");
+    assert!(error.to_string().contains("rdma.max), or the device is busy"), "{error}");
+    assert!(error.remedy().is_some_and(|remedy| remedy.contains("try again")), "{error}");
     let qp = domain.create_queue_pair(&config).expect("queue pair");
+    fails(&world, "ibv_modify_qp", EAGAIN, ErrorKind::System, || {
+        qp.modify(&QueuePairAttributes::init(1, Access::LOCAL))
+    });
     fails(&world, "ibv_modify_qp", ETIMEDOUT, ErrorKind::Timeout, || {
         qp.modify(&QueuePairAttributes::init(1, Access::LOCAL))
     });

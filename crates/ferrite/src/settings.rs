@@ -66,7 +66,7 @@ pub(crate) fn read(program: Program, path: Option<&Path>) -> anyhow::Result<Valu
     Ok(values)
 }
 
-/// Sets what the environment has.
+/// Applies the settings that environment variables give.
 pub(crate) fn read_environment(values: &mut Values) -> anyhow::Result<()> {
     let variable = |name: &str| std::env::var(name).ok();
     values.set_from_environment(variable).map_err(anyhow::Error::msg)

@@ -24,6 +24,11 @@ fn bench_reports_why_a_client_is_rejected() {
 }
 
 #[test]
+fn bench_fabric_names_a_redis_server() {
+    suite::bench_fabric_names_a_redis_server(&NETWORK);
+}
+
+#[test]
 fn relay_carries_load_and_reports_failures() {
     suite::relay_carries_load_and_reports_failures(&NETWORK);
 }

@@ -231,7 +231,10 @@ fn write(harness: &Harness, run: &mut Run, count: usize) {
     let polled =
         Pin::new(&mut run.stream).poll_write(&mut Context::from_waker(Waker::noop()), &bytes);
     drop(entered);
-    run.model.drive();
+    // A write for which there is room does not look at what has arrived.
+    if run.model.writable() < count {
+        run.model.drive();
+    }
     match polled {
         Poll::Pending => assert_eq!((run.model.writable(), run.model.ending), (0, Ending::None)),
         Poll::Ready(Err(_)) => assert_eq!(run.model.ending, Ending::Broken),

@@ -43,7 +43,7 @@ pub(super) fn check(root: &Path, files: &[String], findings: &mut Findings) {
     }
 }
 
-fn is_program(file: &str) -> bool {
+pub(crate) fn is_program(file: &str) -> bool {
     let is_test = file.contains("/tests/") || file.ends_with("/tests.rs");
     file.starts_with("crates/") && file.contains("/src/") && file.ends_with(".rs") && !is_test
 }

@@ -33,7 +33,7 @@ pub(super) fn strings(text: &str) -> Vec<(usize, &str)> {
 }
 
 /// Returns the values of the string literals. An escaped line break joins its lines.
-pub(super) fn string_values(text: &str) -> Vec<String> {
+pub(crate) fn string_values(text: &str) -> Vec<String> {
     let literals =
         Parts::of(text).filter(|(_, part, kind)| *kind == Kind::Literal && !part.starts_with('\''));
     let value = |(_, part, _): (usize, &str, Kind)| {
@@ -66,21 +66,21 @@ fn unescape(content: &str, is_raw: bool) -> String {
 }
 
 #[derive(Clone, Copy, PartialEq)]
-enum Kind {
+pub(crate) enum Kind {
     Code,
     Comment,
     Literal,
 }
 
 /// Splits a text into single characters of code, comments and literals, each with its line.
-struct Parts<'a> {
+pub(crate) struct Parts<'a> {
     rest: &'a str,
     previous: char,
     line: usize,
 }
 
 impl<'a> Parts<'a> {
-    fn of(text: &'a str) -> Self {
+    pub(crate) fn of(text: &'a str) -> Self {
         Self { rest: text, previous: ' ', line: 1 }
     }
 }
@@ -222,7 +222,7 @@ pub(super) fn exports_of(code: &str, module: &str) -> Vec<usize> {
 }
 
 /// Returns the number of lines before the file's test module, which comes last.
-pub(super) fn lines_before_tests(text: &str) -> usize {
+pub(crate) fn lines_before_tests(text: &str) -> usize {
     let lines: Vec<_> = text.lines().collect();
     let tests =
         lines.windows(2).position(|pair| pair[0] == "#[cfg(test)]" && pair[1].starts_with("mod "));

@@ -21,13 +21,13 @@ const GROWS: &str = "memory grows with the load instead of being pinned at start
 
 /// All of them.
 pub const FOREIGN: &[Foreign] = &[
-    // The first documentation, [network].
+    // Keys of the first documentation, in its table [network].
     row("network.rdma_enabled", "true", ""),
     row("network.rdma_fallback", "tcp", ""),
     row("network.rdma_device", "mlx5_0", "an example there; the address decides"),
     row("network.rdma_port", "1", "the address decides, which is right on devices with two ports"),
     row("network.rdma_gid_index", "3", "the address decides; an index changes with every address"),
-    // The first documentation, [network.rdma].
+    // Keys of the first documentation, in its table [network.rdma].
     row("network.rdma.max_connections", "1000", "as the engine's own `maxclients`"),
     row("network.rdma.connection_timeout_ms", "5000", ""),
     row("network.rdma.max_mr_size", "1GB", ""),

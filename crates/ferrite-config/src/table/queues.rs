@@ -147,8 +147,9 @@ pub static BUSY_POLL_US: Setting = setting(
     "network.rdma.busy_poll_us",
     Kind::Time { bare: Some(Unit::Microseconds), min: Duration::ZERO, max: Duration::from_secs(1) },
     "0us",
-    "Busy-poll for completions for this long before sleeping: less latency for more CPU. In the \
-     module without `poller-thread` the engine's other clients wait as long.",
+    "Busy-poll for completions for at most this long before sleeping: less latency for more CPU. \
+     `adaptive-polling` shortens it, unless it is 1 s. In the module it needs `poller-thread yes`: \
+     the engine's own event loop is called when something has arrived.",
 )
 .takes_effect(TakesEffect::AtOnce);
 
@@ -158,6 +159,7 @@ pub static ADAPTIVE_POLLING: Setting = setting(
     "network.rdma.adaptive_polling",
     Kind::Switch,
     "yes",
-    "`yes`: busy-poll only while that pays: after a poll that found nothing, sleep at once, until \
-     something arrives within `busy-poll-us` of falling asleep. `no`: busy-poll before every sleep.",
+    "`yes`: busy-poll for twice as long as answers take, at most for `busy-poll-us`. A longer wait \
+     halves the time, so an idle program sleeps at once. `no`: busy-poll for `busy-poll-us` before \
+     every sleep.",
 );

@@ -118,7 +118,8 @@ pub static RESTART_LIMIT: Setting = setting(
     "server.restart_limit",
     Kind::Number { min: 0, max: 1_000_000 },
     "5",
-    "Restarts in a row, none of which ran for a minute, before `ferrite server` gives up.",
+    "Number of restarts in a row before `ferrite server` gives up. A start that ran for a minute \
+     resets it.",
 )
 .of(SERVER);
 

@@ -208,28 +208,32 @@ impl QueuePairBuilder {
         if let Some(qp) = prepared {
             return Ok(NewQueuePair { qp, taker });
         }
-        let mut inline = device.inline();
-        loop {
-            let made = domain.create_queue_pair(&QueuePairConfig {
+        let create = |max_inline| {
+            domain.create_queue_pair(&QueuePairConfig {
                 srq: Some(srq.clone()),
                 max_send_wr: depth,
                 max_recv_wr: 0,
-                max_inline: inline,
+                max_inline,
                 ..QueuePairConfig::new(&cq)
-            });
-            match made {
-                // A device does not report its inline limit: it refuses a queue pair that exceeds
-                // it.
-                Err(error) if inline > 0 && may_mean_inline_limit(error.kind()) => {
-                    inline = if inline > 64 { 64 } else { 0 };
-                }
-                Err(error) => return Err(error.into()),
-                Ok(qp) => {
-                    device.limit_inline(inline);
-                    return Ok(NewQueuePair { qp, taker });
-                }
+            })
+        };
+        let wanted = device.inline();
+        let (mut inline, mut made) = (wanted, create(wanted));
+        // A device does not report its inline limit: it refuses a queue pair that exceeds it.
+        while inline > 0 && made.as_ref().is_err_and(|error| may_mean_inline_limit(error.kind())) {
+            inline = if inline > 64 { 64 } else { 0 };
+            made = create(inline);
+        }
+        let mut qp = made?;
+        // The limit applies until the device is reset, so the device must refuse twice. The first
+        // refusal may have had a cause that has passed.
+        if inline < wanted {
+            match create(wanted) {
+                Ok(larger) => qp = larger,
+                Err(_) => device.limit_inline(inline),
             }
         }
+        Ok(NewQueuePair { qp, taker })
     }
 }
 

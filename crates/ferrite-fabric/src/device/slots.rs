@@ -59,6 +59,17 @@ pub(crate) struct Work<T> {
     pub(crate) request: T,
 }
 
+/// A request that has its slot and was not posted yet.
+#[derive(Clone, Copy)]
+struct Added {
+    key: Key,
+    operation: Operation,
+    signaled: bool,
+    inline: bool,
+    /// Whether its memory is released after the post.
+    is_passing: bool,
+}
+
 /// The content of a slot: a request in flight.
 pub(crate) struct InFlight<T> {
     pub(crate) held: Held,
@@ -109,6 +120,8 @@ pub(crate) struct SendQueue<T> {
     /// Whether a command owns the queue pair.
     is_away: bool,
     table: Table<InFlight<T>>,
+    /// The newest requests in the table, which are to be posted together.
+    added: Vec<Added>,
     owner: u32,
     /// The pool's index of the queue pair's protection domain.
     domain: usize,
@@ -137,6 +150,7 @@ impl<T> SendQueue<T> {
             number,
             is_away: false,
             table,
+            added: Vec::new(),
             owner,
             domain,
             taker: Some(taker),
@@ -152,6 +166,7 @@ impl<T> SendQueue<T> {
             number: 0,
             is_away: false,
             table: Table::new(0, 0),
+            added: Vec::new(),
             owner: 0,
             domain: 0,
             taker: None,
@@ -207,37 +222,68 @@ impl<T> SendQueue<T> {
         self.table.next_generation()
     }
 
-    /// Posts the whole batch and empties it. The batch must not be larger than [`BATCH`] or
-    /// [`SendQueue::room`].
+    /// Returns how many requests were added and not posted yet.
+    pub(crate) fn added(&self) -> usize {
+        self.added.len()
+    }
+
+    /// Adds a request to those that [`SendQueue::post`] posts. There must be [`SendQueue::room`],
+    /// and less than a [`BATCH`] may have been added.
+    #[inline]
+    pub(crate) fn add(&mut self, work: Work<T>) {
+        let Work { operation, held, signaled, inline, request } = work;
+        let is_passing = matches!(held, Held::Passing(_));
+        debug_assert!(
+            inline || !is_passing && !matches!(held, Held::Copied(_)),
+            "only an inline request may own copied bytes"
+        );
+        debug_assert!(self.added.len() < BATCH, "more than a batch");
+        let claimed = self.table.claim(InFlight { held, request });
+        debug_assert!(claimed.is_ok(), "more requests than there is room for");
+        if let Ok(key) = claimed {
+            self.added.push(Added { key, operation, signaled, inline, is_passing });
+        }
+    }
+
+    /// Posts what was added.
     ///
     /// # Errors
-    /// Returns the device's error; the batch then holds the requests that were not posted.
-    pub(crate) fn post(&mut self, batch: &mut Vec<Work<T>>) -> Result<(), Error> {
-        let count = batch.len().min(BATCH);
-        let Some(qp) = self.qp.as_ref() else { return Ok(()) };
+    /// Returns the device's error, and the requests that were not posted.
+    pub(crate) fn post(&mut self) -> Result<(), (Error, Vec<InFlight<T>>)> {
+        // One request is the common case, and needs no arrays for a whole batch.
+        let posted = match self.added.len() {
+            1 => self.post_up_to::<1>(),
+            _ => self.post_up_to::<BATCH>(),
+        };
+        let Err(refused) = posted else {
+            for Added { key, .. } in self.added.drain(..).filter(|added| added.is_passing) {
+                if let Some(in_flight) = self.table.get_mut(key) {
+                    in_flight.held = Held::Nothing;
+                }
+            }
+            return Ok(());
+        };
+        let mut unposted: Vec<_> =
+            self.added.drain(refused.posted..).filter_map(|_| self.table.undo()).collect();
+        unposted.reverse(); // the newest came first
+        self.added.clear();
+        Err((refused.error, unposted))
+    }
+
+    fn post_up_to<const N: usize>(&mut self) -> Result<(), PostError> {
+        let Self { qp: Some(qp), table, added, domain, owner, .. } = self else { return Ok(()) };
         // SAFETY: an empty piece refers to no memory.
         let nothing = unsafe { Sge::from_raw(0, 0, 0) };
-        let mut pieces = [nothing; BATCH];
-        let mut headers = [(Key::default(), Operation::Send, false, false); BATCH];
-        let mut claimed = 0;
-        for Work { operation, held, signaled, inline, request } in batch.drain(..count) {
-            debug_assert!(
-                inline || !matches!(held, Held::Copied(_) | Held::Passing(_)),
-                "only an inline request may own copied bytes"
-            );
-            let Ok(key) = self.table.claim(InFlight { held, request }) else { break };
-            headers[claimed] = (key, operation, signaled, inline);
-            claimed += 1;
-        }
-        for (piece, (key, ..)) in pieces.iter_mut().zip(&headers[..claimed]) {
-            let Some(InFlight { held, .. }) = self.table.get_mut(*key) else { continue };
+        let mut pieces = [nothing; N];
+        for (piece, Added { key, .. }) in pieces.iter_mut().zip(&*added) {
+            let Some(InFlight { held, .. }) = table.get_mut(*key) else { continue };
             let (addr, len, lkey) = match held {
                 Held::Nothing | Held::Binding(_) => continue,
                 Held::Copied(bytes) => {
                     (bytes.as_ptr().expose_provenance() as u64, bytes.len() as u32, 0)
                 }
-                Held::Shared(buf) | Held::Passing(buf) => buf.raw_parts(self.domain).into(),
-                Held::Unique(buf) => buf.raw_parts(self.domain).into(),
+                Held::Shared(buf) | Held::Passing(buf) => buf.raw_parts(*domain).into(),
+                Held::Unique(buf) => buf.raw_parts(*domain).into(),
             };
             // SAFETY: the slot owns the buffer until its completion was polled or the queue pair is
             // destroyed, and nobody else has a conflicting reference (see the top of this file).
@@ -245,35 +291,19 @@ impl<T> SendQueue<T> {
             // them.
             *piece = unsafe { Sge::from_raw(addr, len, lkey) };
         }
-        let mut requests = [SendRequest::send(0, &[]); BATCH];
-        for (at, request) in requests.iter_mut().enumerate().take(claimed) {
-            let (key, operation, signaled, inline) = headers[at];
-            let local = if pieces[at].is_empty() { &[] } else { &pieces[at..=at] };
-            *request = SendRequest::new(WorkId::of_send(self.owner, key).0, operation, local);
-            if signaled {
+        let mut requests = [SendRequest::send(0, &[]); N];
+        for ((request, piece), added) in requests.iter_mut().zip(&pieces).zip(&*added) {
+            let local = if piece.is_empty() { &[] } else { std::slice::from_ref(piece) };
+            let number = WorkId::of_send(*owner, added.key).0;
+            *request = SendRequest::new(number, added.operation, local);
+            if added.signaled {
                 *request = request.signaled();
             }
-            if inline {
+            if added.inline {
                 *request = request.inline();
             }
         }
-        let Err(refused) = qp.post_send(&requests[..claimed]) else {
-            for (key, ..) in &headers[..claimed] {
-                if let Some(InFlight { held: held @ Held::Passing(_), .. }) =
-                    self.table.get_mut(*key)
-                {
-                    *held = Held::Nothing;
-                }
-            }
-            return Ok(());
-        };
-        for (_, operation, signaled, inline) in headers[refused.posted..claimed].iter().rev() {
-            if let Some(InFlight { held, request }) = self.table.undo() {
-                let (operation, signaled, inline) = (*operation, *signaled, *inline);
-                batch.insert(0, Work { operation, held, signaled, inline, request });
-            }
-        }
-        Err(refused.error)
+        qp.post_send(&requests[..added.len().min(N)])
     }
 
     /// Posts one request whose payload the device copies before this returns, so that it needs no

@@ -2,13 +2,13 @@
 
 use std::net::IpAddr;
 use std::os::fd::AsFd as _;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize};
+use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::sync::{Arc, Mutex, RwLock};
 
 use ferrite_verbs::Verbs;
 use rustls::{ClientConfig, ServerConfig};
 
-use super::adaptive_spin::AdaptiveSpin;
+use super::busy_poll::BusyPoll;
 use super::commands::Commands;
 use super::devices::Devices;
 use super::links::Links;
@@ -36,6 +36,7 @@ pub struct Builder {
     pub(super) tls: Tls,
     pub(super) config: Config,
     pub(super) command_threads: bool,
+    pub(super) is_quiet: bool,
 }
 
 /// The TLS settings for connects and listeners that have none of their own.
@@ -97,6 +98,13 @@ impl Builder {
         self
     }
 
+    /// Leaves it to the caller to report that RDMA is unavailable ([`Fabric::absence`],
+    /// [`Listener::absence`](crate::Listener::absence)). Without this, the fabric logs it.
+    pub fn caller_reports_absence(mut self) -> Self {
+        self.is_quiet = true;
+        self
+    }
+
     /// Opens the devices, registers memory and posts receives.
     ///
     /// A device that cannot be used is left out ([`Fabric::unused_devices`]) if there is another.
@@ -109,7 +117,8 @@ impl Builder {
     ///   [`ErrorKind::Resources`] if the locked-memory limit or the device refuses, with figures
     ///   and a remedy.
     pub fn build(self) -> Result<Fabric, Error> {
-        let Self { verbs, devices, addresses, rdma, tls, mut config, command_threads } = self;
+        let Self { verbs, devices, addresses, rdma, tls, mut config, command_threads, is_quiet } =
+            self;
         config.rdma = rdma.unwrap_or(config.rdma);
         check(&config)?;
         let rdma = match (config.rdma, &verbs) {
@@ -127,7 +136,7 @@ impl Builder {
             }
             Err(error) => (Devices::none(&config)?, Some(error)),
         };
-        if let Some(error) = absence.as_ref().filter(|_| config.rdma == Rdma::Prefer) {
+        if let Some(error) = absence.as_ref().filter(|_| config.rdma == Rdma::Prefer && !is_quiet) {
             tracing::warn!("RDMA is unavailable, links use TCP: {}", error.with_remedy());
         }
         let Devices { pool, devices, device_objects, waits, unused } = rdma;
@@ -143,6 +152,8 @@ impl Builder {
             let commands = Arc::clone(&commands);
             pool.set_background(Box::new(move |work| commands.run(None, work)));
         }
+        let clock = quanta::Clock::new();
+        let has_software_device = devices.iter().any(|device| device.quirks().is_software);
         Ok(Fabric(Arc::new(Handle {
             shared: Arc::new(Shared {
                 poller: Mutex::new(Poller::new(
@@ -156,11 +167,16 @@ impl Builder {
                 pool,
                 verbs: verbs.ok(),
                 absence,
+                is_quiet,
                 unused,
                 tls,
-                busy_poll_us: AtomicU32::new(config.busy_poll_us),
+                has_software_device,
                 device_choice: DeviceChoice::new(&config),
-                spin: AdaptiveSpin::new(),
+                busy_poll: BusyPoll::new(
+                    clock.clone(),
+                    config.busy_poll_us,
+                    config.adaptive_polling,
+                ),
                 config,
                 commands,
                 mailbox,
@@ -169,7 +185,7 @@ impl Builder {
                 abandoned: AtomicBool::new(false),
                 drivers: AtomicUsize::new(0),
                 has_foreign_loop: AtomicBool::new(false),
-                clock: quanta::Clock::new(),
+                clock,
                 counters: Counters::default(),
                 latencies: Arc::default(),
             }),

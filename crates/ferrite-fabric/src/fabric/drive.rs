@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
+use super::spin::Spin;
 use super::{Fabric, Shared};
 use crate::mem::lock;
 use crate::wake::event_fd::EventFd;
@@ -31,48 +32,34 @@ enum Armed {
 /// How long to leave the fabric to another thread that is driving it.
 const BUSY_WAIT: Duration = Duration::from_millis(1);
 
-/// Spins between passes that found nothing.
-#[derive(Default)]
-struct Spin(u32);
-
-impl Spin {
-    /// Waits a moment before the next pass.
-    ///
-    /// Once the wait is longer than a short message and its answer take, the peer or a software
-    /// device may be waiting for our CPU. From then on this yields the CPU every few passes. Not
-    /// earlier, because yielding is a system call in the middle of a round trip.
-    fn pause(&mut self, idle: Duration) {
-        const ROUND_TRIP: Duration = Duration::from_micros(100);
-        const UNTIL_YIELD: u32 = 8;
-        self.0 = self.0.wrapping_add(1);
-        if idle > ROUND_TRIP && self.0.is_multiple_of(UNTIL_YIELD) {
-            std::thread::yield_now();
-        } else {
-            std::hint::spin_loop();
-        }
-    }
+/// What a pass found.
+struct Pass {
+    /// How much there was to do: 0 if another thread is making a pass.
+    done: usize,
+    /// When it was made, as the clock's raw value.
+    at: u64,
 }
 
 impl Shared {
-    /// Makes one pass and returns how much there was to do: 0 if another thread is making one.
-    fn pass(&self) -> usize {
-        let Ok(mut poller) = self.poller.try_lock() else { return 0 };
-        let done = poller.pass(self);
+    /// Makes one pass.
+    fn pass(&self) -> Pass {
+        let Ok(mut poller) = self.poller.try_lock() else {
+            return Pass { done: 0, at: self.clock.raw() };
+        };
+        let at = self.clock.raw();
+        let done = poller.pass(self, at);
         let wakes = std::mem::take(&mut poller.wakes);
         drop(poller);
         wakes.into_iter().for_each(Waker::wake);
-        if done > 0 && self.config.adaptive_polling {
-            self.spin.found_work(&self.clock, self.longest_poll());
+        if done > 0 {
+            self.busy_poll.found_work(at);
         }
-        done
+        Pass { done, at }
     }
 
     /// Prepares the descriptor for waiting.
     fn arm(&self) -> Armed {
         let Ok(mut poller) = self.poller.try_lock() else { return Armed::Busy };
-        if self.config.adaptive_polling {
-            self.spin.falls_asleep(&self.clock);
-        }
         let armed = poller.arm(self);
         let wakes = std::mem::take(&mut poller.wakes);
         drop(poller);
@@ -99,18 +86,6 @@ impl Shared {
         self.poller.try_lock().is_ok_and(|poller| poller.sockets.are_in_use())
     }
 
-    /// Returns how long to poll now.
-    fn busy_poll(&self) -> Duration {
-        match self.config.adaptive_polling && !self.spin.pays() {
-            true => Duration::ZERO,
-            false => self.longest_poll(),
-        }
-    }
-
-    fn longest_poll(&self) -> Duration {
-        Duration::from_micros(self.busy_poll_us.load(Ordering::Relaxed).into())
-    }
-
     /// Waits until the descriptor or the eventfd is readable, at most for `timeout`. Returns
     /// whether one is readable.
     fn sleep(&self, event_fd: Option<&EventFd>, timeout: Option<Duration>) -> bool {
@@ -130,18 +105,16 @@ impl Shared {
 
     /// Drives the fabric until its last handle is dropped and its links are gone.
     fn run(&self) {
-        let mut active = self.clock.now();
-        let mut spin = Spin::default();
+        let mut spin = Spin::new(self.has_software_device);
         loop {
-            if self.pass() > 0 {
-                active = self.clock.now();
+            let pass = self.pass();
+            if pass.done > 0 {
                 continue;
             }
             if self.is_over() {
                 return;
             }
-            let idle = self.clock.now().saturating_duration_since(active);
-            if idle < self.busy_poll() {
+            if let Some(idle) = self.busy_poll.poll_on(pass.at) {
                 spin.pause(idle);
             } else {
                 match self.arm() {
@@ -155,7 +128,6 @@ impl Shared {
                         self.sleep(None, Some(BUSY_WAIT));
                     }
                 }
-                active = self.clock.now();
             }
         }
     }
@@ -175,7 +147,7 @@ impl Fabric {
     #[expect(clippy::must_use_candidate, reason = "called for its effect")]
     pub fn poll(&self) -> usize {
         let shared = self.shared();
-        let done = shared.pass();
+        let done = shared.pass().done;
         if shared.drivers.load(Ordering::SeqCst) > 0 {
             shared.mailbox.hand_over(); // this may be the caller's last pass
         }
@@ -211,13 +183,14 @@ impl Fabric {
         /// A busy link must not keep the caller's loop from its other descriptors.
         const ENOUGH: usize = 1024;
         let shared = self.shared();
-        let mut total = 0;
-        let begun = shared.clock.now();
+        let (mut total, mut first) = (0, true);
+        let mut spin = Spin::new(shared.has_software_device);
         if !shared.has_foreign_loop.swap(true, Ordering::SeqCst) {
             shared.drivers.fetch_add(1, Ordering::SeqCst);
         }
         loop {
-            let mut done = shared.pass();
+            let pass = shared.pass();
+            let mut done = pass.done;
             let worked = work();
             done += usize::from(worked == ControlFlow::Continue(true));
             total += done;
@@ -230,10 +203,14 @@ impl Fabric {
             if done > 0 {
                 continue;
             }
-            let spin = total == 0
-                && shared.clock.now().saturating_duration_since(begun) < shared.busy_poll();
-            if spin {
-                std::hint::spin_loop();
+            if first {
+                shared.busy_poll.expect_answer(); // the loop may have submitted work
+            }
+            first = false;
+            if total == 0
+                && let Some(idle) = shared.busy_poll.poll_on(pass.at)
+            {
+                spin.pause(idle);
                 continue;
             }
             match shared.arm() {
@@ -252,7 +229,7 @@ impl Fabric {
     /// [`Config::busy_poll_us`](crate::Config) is the initial value. For programs that sleep until
     /// a peer connects and then want low latency.
     pub fn set_busy_poll_us(&self, busy_poll_us: u32) {
-        self.shared().busy_poll_us.store(busy_poll_us, Ordering::Relaxed);
+        self.shared().busy_poll.set_limit_us(busy_poll_us);
     }
 
     /// Runs a future to completion on this thread, driving the fabric meanwhile.
@@ -263,23 +240,22 @@ impl Fabric {
         let waker = Waker::from(Arc::clone(&wakeup));
         let mut context = Context::from_waker(&waker);
         let mut future = pin!(future);
-        let mut active = shared.clock.now();
-        let mut spin = Spin::default();
+        let mut spin = Spin::new(shared.has_software_device);
         loop {
-            if wakeup.take()
-                && let Poll::Ready(output) = future.as_mut().poll(&mut context)
-            {
-                return output;
+            if wakeup.take() {
+                if let Poll::Ready(output) = future.as_mut().poll(&mut context) {
+                    return output;
+                }
+                shared.busy_poll.expect_answer();
             }
-            if shared.pass() > 0 {
-                active = shared.clock.now();
+            let pass = shared.pass();
+            if pass.done > 0 {
                 continue;
             }
             if wakeup.is_woken() {
                 continue; // another thread has woken the future
             }
-            let idle = shared.clock.now().saturating_duration_since(active);
-            if idle < shared.busy_poll() {
+            if let Some(idle) = shared.busy_poll.poll_on(pass.at) {
                 spin.pause(idle);
             } else {
                 match shared.arm() {
@@ -291,7 +267,6 @@ impl Fabric {
                         shared.sleep(None, Some(BUSY_WAIT));
                     }
                 }
-                active = shared.clock.now();
             }
         }
     }
@@ -308,10 +283,9 @@ impl Fabric {
             let shared = &driving.0;
             let fd = rustix::io::fcntl_dupfd_cloexec(shared.waits.as_fd(), 0)?;
             let fd = super::watch::watch(fd)?;
-            let mut active = shared.clock.now();
             loop {
-                if shared.pass() > 0 {
-                    active = shared.clock.now();
+                let pass = shared.pass();
+                if pass.done > 0 {
                     if shared.uses_sockets() {
                         // Let more data arrive at our sockets: fewer, longer reads.
                         tokio::task::yield_now().await;
@@ -320,8 +294,7 @@ impl Fabric {
                     }
                 } else if shared.is_over() {
                     return Ok(());
-                } else if shared.clock.now().saturating_duration_since(active) < shared.busy_poll()
-                {
+                } else if shared.busy_poll.poll_on(pass.at).is_some() {
                     tokio::task::yield_now().await;
                 } else {
                     match shared.arm() {
@@ -332,7 +305,6 @@ impl Fabric {
                         Armed::Retry => {}
                         Armed::Busy => tokio::time::sleep(BUSY_WAIT).await,
                     }
-                    active = shared.clock.now();
                 }
             }
         }

@@ -95,7 +95,8 @@ pub(crate) struct Poller {
     pub(crate) now: Instant,
     /// All events that had arrived by this time are handled.
     pub(crate) heard_all: Instant,
-    looked: quanta::Instant,
+    /// The same time as the raw value of the fabric's clock.
+    looked: u64,
 }
 
 impl Poller {
@@ -131,21 +132,20 @@ impl Poller {
             wakes: Wakes::new(),
             now: Instant::now(),
             heard_all: Instant::now(),
-            looked: quanta::Instant::recent(),
+            looked: 0,
         }
     }
 
     /// Makes a pass: polls completions, and handles events and deadlines when it is time. Returns
-    /// how much there was to do.
-    pub(crate) fn pass(&mut self, shared: &Shared) -> usize {
+    /// how much there was to do. `at` is the time, as the raw value of the fabric's clock.
+    pub(crate) fn pass(&mut self, shared: &Shared, at: u64) -> usize {
         let mut done = 0;
         // First, because the rest of the pass uses `self.now`.
-        let now = shared.clock.now();
         if self.armed
             || self.sockets.are_in_use()
-            || now.saturating_duration_since(self.looked) >= LOOK_EVERY
+            || shared.clock.delta(self.looked, at) >= LOOK_EVERY
         {
-            self.looked = now;
+            self.looked = at;
             done += shared.mailbox.awake(|| self.look(shared));
         }
         done += self.reap(shared);

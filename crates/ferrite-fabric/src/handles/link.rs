@@ -1,4 +1,4 @@
-//! [`Link`]: a connection to a Ferrite peer, as users have it.
+//! [`Link`]: a connection to a Ferrite peer, the handle that applications use.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -16,7 +16,7 @@ use crate::mem::{Buf, BufMut, Pool, Purpose};
 use crate::policy::Fallback;
 use crate::wire::{GrantToken, Hello, Rights};
 
-/// What carries a link.
+/// The transport of a link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Transport {
@@ -38,11 +38,11 @@ impl fmt::Display for Transport {
     }
 }
 
-/// A connection to a peer. Clones share it; when the last is dropped, what was sent is delivered
-/// and the link closes.
+/// A connection to a Ferrite peer. Clones share it. When the last one is dropped, the link delivers
+/// what was sent and closes.
 ///
-/// Messages on one channel arrive in order, each once, or the link is down. A large message does
-/// not hold up those on other channels.
+/// Messages on one channel arrive once and in order, or the link goes down. A large message does
+/// not delay messages on other channels.
 ///
 /// ```no_run
 /// # async fn show(fabric: ferrite_fabric::Fabric) -> Result<(), Box<dyn std::error::Error>> {
@@ -76,25 +76,26 @@ impl Link {
         &self.0.shared
     }
 
-    /// Whether both are handles on one connection.
+    /// Returns whether both are handles of the same connection.
     #[cfg(feature = "tokio")]
     pub(crate) fn is_same(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    /// Sends a message on a channel: waits for room in the queue, then until the peer's device has
-    /// it.
+    /// Sends a message on a channel. Waits for room in the queue, then until the peer's device has
+    /// the message.
     pub fn send(&self, channel: u16, buf: impl Into<Buf>) -> Sending {
         self.send_parts(channel, vec![buf.into()])
     }
 
-    /// The same for a message of several buffers: how one larger than 2 MiB is sent.
+    /// Sends a message of several buffers, as [`Link::send`] does. A message larger than 2 MiB
+    /// needs several.
     pub fn send_parts(&self, channel: u16, parts: Vec<Buf>) -> Sending {
         Sending::new(Arc::clone(self.shared()), channel, parts)
     }
 
-    /// WaitSet until the queue takes something: for [`Link::post`] and the one-sided operations,
-    /// which do not wait.
+    /// Waits until the queue has room. For [`Link::post`] and the one-sided operations, which do
+    /// not wait.
     ///
     /// # Errors
     /// The link is down or closing.
@@ -111,19 +112,20 @@ impl Link {
         self.send_parts(channel, parts).await
     }
 
-    /// Sends a message and forgets it: delivered in its turn, or the link goes down. Allocates
-    /// nothing.
+    /// Queues a message and does not report its delivery: the message is delivered in its turn, or
+    /// the link goes down. Allocates nothing.
     ///
     /// # Errors
-    /// The buffer comes back, with kind [`ErrorKind::Full`] when the queue is: back-pressure.
+    /// Returns the buffer. The kind is [`ErrorKind::Full`] if the queue is full (back-pressure).
     pub fn post(&self, channel: u16, buf: impl Into<Buf>) -> Result<(), (Buf, Error)> {
         self.shared().post(channel, buf.into())
     }
 
-    /// The same from any memory. A small message goes to the device at once, without a buffer.
+    /// Sends a message from any memory, as [`Link::post`] does. A small message goes to the device
+    /// at once, without a buffer.
     ///
     /// # Errors
-    /// Kind [`ErrorKind::Full`] when the queue or the pool is: back-pressure.
+    /// The kind is [`ErrorKind::Full`] if the queue or the pool is full (back-pressure).
     pub fn post_bytes(&self, channel: u16, bytes: &[u8]) -> Result<(), Error> {
         if self.shared().send_now(channel, bytes)? {
             return Ok(());
@@ -143,13 +145,14 @@ impl Link {
         copied.collect()
     }
 
-    /// The next message. Messages that came before the link ended are still delivered; then it
-    /// fails, with kind [`ErrorKind::Closed`] after a close in good order.
+    /// Waits for the next message. Messages that arrived before the link ended are still delivered.
+    /// After them, the result is an error; its kind is [`ErrorKind::Closed`] after an orderly
+    /// close.
     pub fn recv(&self) -> Receiving<'_> {
         Receiving(self.shared())
     }
 
-    /// The next message, if there is one.
+    /// Returns the next message, if there is one.
     ///
     /// # Errors
     /// As [`Link::recv`].
@@ -157,11 +160,11 @@ impl Link {
         self.shared().receive(None)
     }
 
-    /// Reads `buf.len()` bytes at `offset` of what the peer has granted.
+    /// Reads `buf.len()` bytes at `offset` of the memory that the peer has granted.
     ///
     /// # Errors
-    /// At once, with the buffer: [`ErrorKind::Denied`] if the grant does not cover it,
-    /// [`ErrorKind::Full`] if the queue is. Later through [`Reading`].
+    /// At once, with the buffer: [`ErrorKind::Denied`] if the grant does not cover the range,
+    /// [`ErrorKind::Full`] if the queue is full. Later failures are reported by [`Reading`].
     pub fn rdma_read(
         &self,
         grant: &GrantToken,
@@ -174,7 +177,7 @@ impl Link {
             .map_err(|(held, error)| ReadError { error, buf: unique(held) })
     }
 
-    /// Writes `buf` at `offset` of what the peer has granted; the peer does not notice.
+    /// Writes `buf` at `offset` of the memory that the peer has granted. The peer is not notified.
     ///
     /// # Errors
     /// As for [`Link::rdma_read`].
@@ -187,7 +190,8 @@ impl Link {
         self.write(grant, offset, buf.into(), (Kind::Write, 0))
     }
 
-    /// The same, and the peer gets a [`Message`] with these 32 bits when the bytes are there.
+    /// Writes like [`Link::rdma_write`]. When the bytes have arrived, the peer gets a [`Message`]
+    /// with these 32 bits.
     ///
     /// # Errors
     /// As for [`Link::rdma_read`].
@@ -214,66 +218,68 @@ impl Link {
             .map_err(|(_, error)| error)
     }
 
-    /// Closes: nothing new is taken, what was sent is delivered, then both sides hang up. The
-    /// peer's messages that came before can still be received. It goes on if this is not awaited.
+    /// Closes the link: it accepts nothing new, delivers what was sent, and then both sides
+    /// disconnect. Messages of the peer that arrived before can still be received. The link closes
+    /// even if this is not awaited.
     ///
     /// # Errors
-    /// How the link ended if not in good order, [`ErrorKind::Timeout`] if the peer did not take
-    /// what was sent in time.
+    /// The failure, if the link did not close in an orderly way; [`ErrorKind::Timeout`] if the peer
+    /// did not receive everything in time.
     pub fn close(&self) -> Ending {
         self.shared().close();
         Ending(Arc::clone(self.shared()))
     }
 
-    /// WaitSet until the link ends, whoever ends it.
+    /// Waits until the link ends, whichever side ends it.
     pub fn ended(&self) -> Ending {
         Ending(Arc::clone(self.shared()))
     }
 
-    /// Ends it now: what is under way fails.
+    /// Ends the link now. Everything under way fails.
     pub fn abort(&self) {
         self.shared().fail(Error::new(ErrorKind::Closed, "the link was aborted on this side"));
     }
 
-    /// Leaves RDMA for TCP now, as if the path were lost: before work on a network card, or to see
-    /// what happens. Nothing is lost. It goes back by itself, after `upgrade_after` at the
-    /// earliest. `false` if it cannot move or is not on RDMA.
+    /// Moves the link from RDMA to TCP now, as if the path were lost. Use it before maintenance of
+    /// a network card, or in tests. Nothing is lost. The link returns to RDMA by itself, after
+    /// `upgrade_after` at the earliest. Returns false if the link cannot migrate or does not use
+    /// RDMA.
     #[expect(clippy::must_use_candidate, reason = "called for its effect")]
     pub fn leave_rdma(&self) -> bool {
         self.shared().with(|state, _, _| state.core.leave_rdma())
     }
 
-    /// Why it is down, if it is.
+    /// Returns why the link is down, if it is.
     #[must_use]
     pub fn failure(&self) -> Option<Error> {
         self.shared().with(|state, _, _| state.failure().cloned())
     }
 
-    /// The fabric that it belongs to.
+    /// Returns the fabric of the link.
     #[must_use]
     pub fn fabric(&self) -> &Fabric {
         &self.0.fabric
     }
 
-    /// Where buffers for it come from.
+    /// Returns the pool for the link's buffers.
     #[must_use]
     pub fn pool(&self) -> &Pool {
         &self.shared().pool
     }
 
-    /// The peer's address.
+    /// Returns the peer's address.
     #[must_use]
     pub fn peer_addr(&self) -> Option<SocketAddr> {
         self.shared().route().peer
     }
 
-    /// Our address.
+    /// Returns the local address.
     #[must_use]
     pub fn local_addr(&self) -> Option<SocketAddr> {
         self.shared().route().local
     }
 
-    /// What carries it at the moment.
+    /// Returns the transport that the link uses now.
     #[must_use]
     pub fn transport(&self) -> Transport {
         let route = self.shared().route();
@@ -284,38 +290,38 @@ impl Link {
         }
     }
 
-    /// Why it is on TCP, if RDMA was preferred.
+    /// Returns why the link uses TCP although RDMA was preferred.
     #[must_use]
     pub fn fallback(&self) -> Option<Fallback> {
         self.shared().fallback()
     }
 
-    /// The device that carries it; `None` on TCP.
+    /// Returns the device that the link uses; `None` on TCP.
     #[must_use]
     pub fn device(&self) -> Option<String> {
         self.shared().device().map(|device| device.name.clone())
     }
 
-    /// Bytes in a packet, on RDMA.
+    /// Returns the path MTU; `None` on TCP.
     #[must_use]
     pub fn mtu(&self) -> Option<Mtu> {
         self.shared().route().mtu
     }
 
-    /// Its queue pair: what logs and the device's tools call it. `None` on TCP.
+    /// Returns the number of the queue pair, as logs and the device's tools show it; `None` on TCP.
     #[must_use]
     pub fn qp_num(&self) -> Option<u32> {
         let route = self.shared().route();
         route.device.map(|_| route.qp_num)
     }
 
-    /// What the peer said of itself.
+    /// Returns the peer's hello.
     #[must_use]
     pub fn peer_hello(&self) -> Hello {
         self.shared().with(|state, _, _| *state.core.peer())
     }
 
-    /// What it has done.
+    /// Returns the counters of the link.
     #[must_use]
     pub fn stats(&self) -> LinkStats {
         self.shared().with(|state, _, _| state.core.stats)

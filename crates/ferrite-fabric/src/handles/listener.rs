@@ -194,7 +194,9 @@ impl Fabric {
             });
             match opened {
                 Ok((has_rdma, tcp, local, absence)) => {
-                    if let Some(error) = &absence {
+                    // If the whole fabric has no RDMA, that was logged when it was built.
+                    let is_news = self.absence().is_none() && !self.shared().is_quiet;
+                    if let Some(error) = absence.as_ref().filter(|_| is_news) {
                         tracing::warn!("{local} takes TCP only, not RDMA: {}", error.with_remedy());
                     }
                     if has_rdma && (options.accept_foreign_peers || options.foreign_peers_only) {

@@ -1,4 +1,4 @@
-//! Links to peers that speak another protocol than ours: requests as they are.
+//! Connections to peers of other protocols: plain requests, without Ferrite's framing.
 
 use std::fmt;
 use std::future::Future;
@@ -19,13 +19,13 @@ pub use crate::link::state::{Arrival, Done};
 use crate::link::{Ending, LinkStats};
 use crate::mem::{Buf, BufMut, Exposed, Pool, PoolError, Purpose};
 
-/// A reliable connection to a peer that is no Ferrite peer: nothing but messages, writes with
-/// immediate data, and what comes. It shares queues, receives and memory with the fabric's links.
-/// Dropping it delivers what was asked for, and hangs up.
+/// A reliable connection to a peer of another protocol: messages, writes with immediate data, and
+/// arrivals. It shares queues, receives and memory with the fabric's links. Dropping it completes
+/// all requests and disconnects.
 ///
-/// Made by [`ForeignPeers::accept`](crate::ForeignPeers::accept) and [`Fabric::connect_raw`].
-/// Nothing here waits: what is asked for is queued, and whoever asks for more than the peer can
-/// take has to look at [`RawConnection::done`].
+/// [`ForeignPeers::accept`](crate::ForeignPeers::accept) and [`Fabric::connect_raw`] create it.
+/// Requests are queued without waiting. A caller that may send more than the peer accepts must
+/// watch [`RawConnection::done`].
 ///
 /// ```no_run
 /// # async fn show(fabric: ferrite_fabric::Fabric) -> Result<(), Box<dyn std::error::Error>> {
@@ -49,7 +49,7 @@ impl RawConnection {
         Self { shared, fabric }
     }
 
-    /// Sends a few bytes to a receive of the peer's.
+    /// Sends a few bytes into a receive of the peer.
     ///
     /// # Errors
     /// The link is down, or there is no memory.
@@ -63,8 +63,8 @@ impl RawConnection {
         })
     }
 
-    /// Writes `buf` to the peer's memory at `addr` and tells it by `imm`. The buffer comes back to
-    /// the pool when the peer's device has it.
+    /// Writes `buf` to the peer's memory at `addr`, and notifies the peer with `imm`. The buffer
+    /// returns to the pool when the peer's device has the bytes.
     ///
     /// # Errors
     /// The link is down.
@@ -72,8 +72,8 @@ impl RawConnection {
         self.push_write(buf.into(), addr, rkey, imm, false)
     }
 
-    /// The same, but it counts as done only together with the next message or write that is not
-    /// quiet: one interrupt less.
+    /// Writes like [`RawConnection::write`], without a completion of its own: the write is reported
+    /// as done together with the next message or write that is not quiet. That saves an interrupt.
     ///
     /// # Errors
     /// The link is down.
@@ -87,8 +87,9 @@ impl RawConnection {
         self.push_write(buf.into(), addr, rkey, imm, true)
     }
 
-    /// Has the peer's device answer, which the peer itself does not notice. If it does not, the
-    /// link goes down: who hears nothing may ask so whether anybody is there.
+    /// Asks the peer's device for an acknowledgement, which the peer's software does not notice.
+    /// Without an acknowledgement the link goes down. Use it to check whether a silent peer is
+    /// still alive.
     pub fn probe(&self) {
         self.shared.with(|state, env, wakes| {
             state.push_raw_probe();
@@ -112,28 +113,28 @@ impl RawConnection {
         })
     }
 
-    /// What of all that was asked for is done, in the order in which it was; `waker` is called when
-    /// there is more.
+    /// Returns how many requests are done. They complete in the order in which they were made.
+    /// `waker` is called when more are done.
     #[must_use]
     pub fn done(&self, waker: Option<&Waker>) -> Done {
-        self.shared.with(|state, _, _| state.raw_done(waker))
+        self.shared.peek(|state| state.raw_done(waker))
     }
 
-    /// The next thing that came, each once and in order; what came before the end is told before
-    /// it.
+    /// Waits for the next arrival. Each arrival is returned once, in order, and those before the
+    /// end of the link come before the error.
     ///
     /// # Errors
-    /// Why the link is down.
+    /// The reason why the link is down.
     pub async fn arrival(&self) -> Result<Arrival, Error> {
         std::future::poll_fn(|cx| self.poll_arrival(cx.waker())).await
     }
 
-    /// The same, for who polls by hand.
+    /// Polls for the next arrival, as [`RawConnection::arrival`] does.
     ///
     /// # Errors
-    /// Why the link is down.
+    /// The reason why the link is down.
     pub fn poll_arrival(&self, waker: &Waker) -> Poll<Result<Arrival, Error>> {
-        self.shared.with(|state, _, _| match state.pop_arrival() {
+        self.shared.peek(|state| match state.pop_arrival() {
             Ok(Some(arrival)) => Poll::Ready(Ok(arrival)),
             Ok(None) => {
                 state.core.wake_on_message(waker);
@@ -143,12 +144,12 @@ impl RawConnection {
         })
     }
 
-    /// Lets the peer write to `buf`: send it where that is ([`Exposed::remote`]), by a message that
-    /// is sent after this. Where the device can, the key is good on this connection alone; else it
-    /// is good for every peer on the device.
+    /// Lets the peer write to `buf`. Send the address and the key ([`Exposed::remote`]) to the peer
+    /// in a message after this call. If the device supports it, the key is valid on this connection
+    /// only. Otherwise it is valid for every peer on the device.
     ///
     /// # Errors
-    /// The buffer comes back, with what the device or the locked-memory limit said.
+    /// Returns the buffer, and the error of the device or of the locked-memory limit.
     pub fn expose(&self, buf: BufMut) -> Result<Exposed, (BufMut, PoolError)> {
         let Some(device) = self.shared.device() else {
             return Err((buf, PoolError::NoDomain { index: usize::MAX }));
@@ -159,11 +160,11 @@ impl RawConnection {
         expose(self.pool(), &self.shared, &device, buf)
     }
 
-    /// Makes new memory of `len` bytes ready for the peer to write to, all zeros, as
-    /// [`RawConnection::expose`] would. Registering may take long: where the fabric has threads for
-    /// that ([`Builder::command_threads`](crate::Builder::command_threads)) it is done there, in
-    /// the turn of the peer's address, and else at once. A peer cannot cause more of it than it has
-    /// connections.
+    /// Creates zeroed memory of `len` bytes that the peer may write to, as with
+    /// [`RawConnection::expose`]. Registering may take long. With command threads
+    /// ([`Builder::command_threads`](crate::Builder::command_threads)) it runs there, in the turn
+    /// of the peer's address; otherwise it runs at once. A peer cannot cause more registrations
+    /// than it has connections.
     pub fn prepare(&self, len: usize) -> Preparing {
         let (reply, receiver) = oneshot::channel();
         let commands = &self.fabric.shared().commands;
@@ -189,76 +190,76 @@ impl RawConnection {
         Preparing(receiver)
     }
 
-    /// Delivers what was asked for, then hangs up. It goes on if this is not awaited.
+    /// Completes all requests, then disconnects. The connection closes even if this is not awaited.
     ///
     /// # Errors
-    /// How the link ended if not in good order.
+    /// The failure, if the connection did not close in an orderly way.
     pub fn close(&self) -> Ending {
         self.shared.close();
         Ending(Arc::clone(&self.shared))
     }
 
-    /// Ends it now: because of what the peer did, which everybody is told who asks.
+    /// Ends the connection now, because of a violation by the peer. Later calls return this reason.
     pub fn abort(&self, reason: &str) {
         self.shared.fail(Error::new(ErrorKind::Protocol, reason));
     }
 
-    /// Why it is down, if it is.
+    /// Returns why the connection is down, if it is.
     #[must_use]
     pub fn failure(&self) -> Option<Error> {
         self.shared.with(|state, _, _| state.failure().cloned())
     }
 
-    /// The fabric that it belongs to.
+    /// Returns the fabric of the connection.
     #[must_use]
     pub fn fabric(&self) -> &Fabric {
         &self.fabric
     }
 
-    /// Where buffers for it come from.
+    /// Returns the pool for the connection's buffers.
     #[must_use]
     pub fn pool(&self) -> &Pool {
         &self.shared.pool
     }
 
-    /// The peer's address.
+    /// Returns the peer's address.
     #[must_use]
     pub fn peer_addr(&self) -> Option<SocketAddr> {
         self.shared.route().peer
     }
 
-    /// Our address.
+    /// Returns the local address.
     #[must_use]
     pub fn local_addr(&self) -> Option<SocketAddr> {
         self.shared.route().local
     }
 
-    /// The device that carries it.
+    /// Returns the device that the connection uses.
     #[must_use]
     pub fn device(&self) -> Option<String> {
         self.shared.device().map(|device| device.name.clone())
     }
 
-    /// Its queue pair: what logs and the device's tools call it.
+    /// Returns the number of the queue pair, as logs and the device's tools show it.
     #[must_use]
     pub fn qp_num(&self) -> u32 {
         self.shared.route().qp_num
     }
 
-    /// What it has done.
+    /// Returns the counters of the connection.
     #[must_use]
     pub fn stats(&self) -> LinkStats {
         self.shared.with(|state, _, _| state.core.stats)
     }
 }
 
-/// Memory that is being made ready: see [`RawConnection::prepare`].
+/// Memory that is being prepared: see [`RawConnection::prepare`].
 #[derive(Debug)]
 #[must_use = "futures do nothing unless awaited"]
 pub struct Preparing(oneshot::Receiver<Result<Exposed, Error>>);
 
 impl Preparing {
-    /// The memory, or why there is none, if that is known.
+    /// Returns the memory, or the reason why there is none, once one of them is known.
     pub fn try_take(&mut self) -> Option<Result<Exposed, Error>> {
         match self.0.try_recv() {
             Ok(prepared) => prepared,
@@ -279,7 +280,7 @@ fn gone() -> Error {
     Error::new(ErrorKind::Closed, "the fabric is gone")
 }
 
-/// Registers `buf` with the link's device and opens it to the link's peer, if possible to nobody
+/// Registers `buf` with the link's device and gives the link's peer access, if possible nobody
 /// else.
 fn expose(
     pool: &Pool,

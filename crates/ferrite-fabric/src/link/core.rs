@@ -14,6 +14,7 @@
 //! |---|---|
 //! | `credits.rs` | how many frames may be under way |
 //! | `closing.rs` | how a link closes in good order |
+//! | `ending.rs` | when a link or its path is over, and who learns it |
 //! | `grants.rs` | which grants are over, and who knows it |
 //! | `liveness.rs` | when a silent peer is asked, and given up |
 //! | `migration.rs` | how a link goes on over another path |
@@ -30,6 +31,7 @@
 mod body;
 mod closing;
 mod credits;
+mod ending;
 mod grants;
 mod liveness;
 mod migration;
@@ -81,7 +83,7 @@ pub(crate) enum Phase {
     Down(Error),
 }
 
-/// What the configuration allows on this side.
+/// Limits that the configuration sets for this side.
 #[derive(Clone)]
 pub(crate) struct OwnLimits {
     pub(crate) hello: Hello,
@@ -104,7 +106,7 @@ pub(crate) struct Waiters {
 pub(crate) struct LinkCore {
     phase: Phase,
     limits: OwnLimits,
-    /// What the peer takes.
+    /// Limits of the peer.
     peer: Hello,
     pub(crate) credits: Credits,
     closing: Closing,
@@ -148,7 +150,7 @@ impl LinkCore {
         }
     }
 
-    /// The handshake is done, and this is the peer's hello.
+    /// Ends the handshake with the peer's hello.
     pub(crate) fn open(&mut self, peer: Hello, now: Instant) {
         self.set_peer(peer);
         let common = peer.features & self.limits.hello.features;
@@ -160,13 +162,13 @@ impl LinkCore {
         }
     }
 
-    /// Takes the peer's hello before the handshake is done.
+    /// Applies the peer's hello before the handshake ends.
     pub(crate) fn set_peer(&mut self, peer: Hello) {
         self.peer = peer;
         self.credits.set_peer_window(peer.window);
     }
 
-    /// Returns what this side said of itself.
+    /// Returns the hello of this side.
     pub(crate) fn hello(&self) -> &Hello {
         &self.limits.hello
     }
@@ -276,12 +278,13 @@ impl LinkCore {
     /// Returns the next message, or `None` if there is none yet.
     ///
     /// # Errors
-    /// The link is down, and everything that came before was taken. Kind `Closed`: in good order.
+    /// The link is down, and everything that arrived before was taken. Kind `Closed` after an
+    /// orderly close.
     pub(crate) fn pop(&mut self) -> Result<Option<Message>, Error> {
         if let Some(arrived) = self.inbox.pop() {
             self.count_consumed();
             return Ok(Some(match arrived {
-                Arrived::Message { channel, parts } => Message::new(channel, parts),
+                Arrived::Message { channel, parts, bytes } => Message::new(channel, parts, bytes),
                 Arrived::Notice(imm) => Message::notice_of(imm),
             }));
         }
@@ -294,12 +297,12 @@ impl LinkCore {
         }
     }
 
-    /// Forgets messages that can never be completed.
+    /// Drops unfinished messages that can never be completed.
     pub(crate) fn drop_partial(&mut self) {
         self.inbox.drop_partial();
     }
 
-    /// Returns whether nothing has come that nobody has taken.
+    /// Returns whether the application has taken everything that has arrived.
     #[cfg(feature = "tokio")]
     pub(crate) fn is_all_read(&self) -> bool {
         self.inbox.is_empty()
@@ -325,78 +328,13 @@ impl LinkCore {
         keep(&mut self.waiters.end, waker);
     }
 
-    /// Requests the end of the link: nothing new is taken, and what was queued is delivered first.
-    pub(crate) fn close(&mut self) {
-        self.closing.request();
-    }
-
-    /// Returns whether this side has begun to end the link.
-    pub(crate) fn is_closing(&self) -> bool {
-        self.closing.is_requested()
-    }
-
-    /// Returns whether the link was told to close since this was last asked.
-    pub(crate) fn take_close_request(&mut self) -> bool {
-        self.closing.take_request()
-    }
-
-    /// Returns whether the peer has consumed everything and may have heard our farewell. It may end
-    /// at once then, so that its answer is lost.
-    pub(crate) fn peer_has_everything(&self) -> bool {
-        self.closing.fin_sent() && self.credits.is_all_acknowledged()
-    }
-
-    /// Returns whether the peer was told that all of it has come.
-    pub(crate) fn has_answered_farewell(&self) -> bool {
-        self.closing.fin_ack_sent()
-    }
-
-    /// Ends the path, if that is what failed and the link can go on elsewhere; else the link.
-    pub(crate) fn fail(&mut self, error: Error, wakes: &mut Wakes) {
-        if !self.lose(&error) {
-            self.end(error, wakes);
-        }
-    }
-
-    /// Ends the link. Everything under way gets `error`, now or when its completion comes. The
-    /// first failure counts.
-    pub(crate) fn end(&mut self, error: Error, wakes: &mut Wakes) {
-        if self.failure().is_some() {
-            return;
-        }
-        let error = error.into_failure();
-        let tickets = &mut self.tickets;
-        self.outbox.drain(|ticket, held| {
-            wakes.extend(tickets.finish(ticket, outcome(Err(error.clone()), held)));
-        });
-        for (held, request) in self.migration.end() {
-            self.complete(request, held, Err(error.clone()), wakes);
-        }
-        self.controls.clear();
-        self.grants.end();
-        self.phase = Phase::Down(error);
-        let Waiters { message, room, end } = &mut self.waiters;
-        [message, room, end].into_iter().for_each(|waiting| wakes.append(waiting));
-    }
-
-    /// The peer's connection manager has disconnected.
-    pub(crate) fn on_disconnected(&mut self, wakes: &mut Wakes, what: impl FnOnce() -> Error) {
-        // Where the path can be replaced, another is looked for: the peer may have more to say.
-        let is_in_order = self.closing.fin_ack_sent()
-            || !self.migration.is_possible && self.peer_has_everything();
-        if is_in_order {
-            self.fail(Error::new(ErrorKind::Closed, "the peer has closed the link"), wakes);
-        } else if self.failure().is_none() {
-            self.fail(what(), wakes);
-        }
-    }
-
-    /// Returns whether the peer was asked for a sign of life and has not answered in time.
+    /// Returns whether the peer has not answered a keepalive in time.
     pub(crate) fn is_overdue(&self, now: Instant) -> bool {
         self.liveness.is_overdue(now)
     }
 
-    /// Looks at the clock: a silent peer is asked, and one that does not answer is given up.
+    /// Checks the timers: sends a keepalive to a silent peer, and gives up one that does not
+    /// answer.
     ///
     /// # Errors
     /// The peer has not answered.
@@ -414,7 +352,7 @@ impl LinkCore {
         Ok(Some(look))
     }
 
-    /// The peer was heard, if only in part.
+    /// Notes a sign of life, even if only a part of a frame has arrived.
     pub(crate) fn on_heard(&mut self, now: Instant) {
         self.liveness.on_heard(now);
     }
@@ -424,7 +362,7 @@ impl LinkCore {
         self.liveness.on_acknowledged();
     }
 
-    /// Ends a grant of ours: the peer is told when it has answered for enough of the others.
+    /// Revokes a grant of ours. If too many revocations are unanswered, the peer is told later.
     pub(crate) fn revoke(&mut self, grant: u64) {
         self.controls.extend(self.grants.revoke(grant));
     }
@@ -433,7 +371,7 @@ impl LinkCore {
         self.grants.is_revoked(grant)
     }
 
-    /// Returns grants of ours that the peer has let go of.
+    /// Returns our revoked grants that the peer has released.
     pub(crate) fn take_released(&mut self) -> Vec<u64> {
         self.grants.take_released()
     }
@@ -442,24 +380,19 @@ impl LinkCore {
         self.grants.has_released()
     }
 
-    /// Returns where a grant of the peer is, if not where its token says.
-    pub(crate) fn place_of(&self, grant: u64) -> Option<(u64, u32)> {
-        self.grants.place_of(grant)
-    }
-
-    /// Answers for grants of the peer that are over and that nothing uses any more. `is_used` knows
-    /// what is in flight.
+    /// Confirms revocations of the peer's grants that nothing uses any more. `is_used` tells which
+    /// are used by requests in flight.
     pub(crate) fn answer_revocations(&mut self, is_used: impl Fn(u64) -> bool) {
         let has_no_path =
             self.migration.transport != ActiveTransport::Rdma && !self.migration.has_connection;
         if self.grants.waiting() == 0 || has_no_path || self.migration.lost.is_some() {
-            return; // there is nothing to answer, or no path: later
+            return; // there is no revocation to confirm, or no path: later
         }
         let Self { grants, controls, migration, .. } = self;
         grants.answer(controls, |grant| is_used(grant) || migration.repeats(grant));
     }
 
-    /// Finishes an operation that is known to be done, or has failed, and counts it.
+    /// Finishes an operation that is done or has failed, and counts it.
     pub(crate) fn complete(
         &mut self,
         request: RequestContext,
@@ -471,7 +404,7 @@ impl LinkCore {
         self.finish(request, held, result, wakes);
     }
 
-    /// Tells whoever waits for an operation how it ended.
+    /// Reports the result of an operation to its future.
     pub(crate) fn finish(
         &mut self,
         request: RequestContext,
@@ -487,13 +420,13 @@ impl LinkCore {
         }
     }
 
-    /// Returns the time, if somebody waits for the operation.
+    /// Returns the time, if someone waits for the operation.
     fn began(&self, ticket: Option<Ticket>) -> u64 {
         if ticket.is_some() { self.limits.clock.raw() } else { 0 }
     }
 }
 
-/// Keeps a waker, once.
+/// Keeps a waker, unless an equal one is kept already.
 pub(crate) fn keep(wakers: &mut Wakes, waker: &Waker) {
     if !wakers.iter().any(|kept| kept.will_wake(waker)) {
         wakers.push(waker.clone());

@@ -1,25 +1,24 @@
-//! What came in: frames put together to messages, and messages that nobody has taken yet.
-//!
-//! Pure: knows neither devices nor memory. Everything a peer can make it keep is bounded by
-//! [`Limits`] and by the credits that the link gives.
+//! Received data: assembles frames into messages, and keeps messages until the application takes
+//! them. It uses neither devices nor memory pools. [`Limits`] and the link's credits bound
+//! everything that a peer can make it keep.
 
 use std::collections::VecDeque;
 
 use super::message::Parts;
 
-/// What a peer may do at most; it was told in the hello.
+/// The limits for a peer, as announced in the hello.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Limits {
     pub(crate) channels: u16,
-    /// Bytes of all messages together that have begun and not ended, and their frames.
+    /// The limits on bytes and frames of all unfinished messages together.
     pub(crate) max_message_bytes: u64,
     pub(crate) max_frames: u64,
 }
 
-/// The peer broke the rules.
+/// A violation of the protocol by the peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Violation {
-    #[error("a frame on channel {channel}, of {channels}")]
+    #[error("a frame on channel {channel}, but there are only {channels} channels")]
     Channel { channel: u16, channels: u16 },
     #[error("more than {max} bytes of messages under way")]
     TooLarge { max: u64 },
@@ -29,27 +28,29 @@ pub(crate) enum Violation {
     Empty,
 }
 
-/// A message that is complete.
+/// A complete message.
 #[derive(Debug)]
 pub(crate) enum Arrived<B> {
-    Message { channel: u16, parts: Parts<B> },
+    Message { channel: u16, parts: Parts<B>, bytes: usize },
     Notice(u32),
 }
 
 struct Partial<B> {
     channel: u16,
     parts: Parts<B>,
-    /// Not the number of parts: the last frame may be empty.
+    /// This is not the number of parts, because the last frame may be empty.
     frames: usize,
+    bytes: usize,
 }
 
 pub(crate) struct Inbox<B> {
     limits: Limits,
-    /// Each with the number of its frames.
+    /// Complete messages, each with its number of frames.
     ready: VecDeque<(Arrived<B>, usize)>,
-    /// Frames of the messages in `ready`: what a peer waits to have back.
+    /// Frames of the messages in `ready`. The peer gets their credits back when the messages are
+    /// taken.
     ready_frames: usize,
-    /// At most one for each channel; few at a time.
+    /// Unfinished messages, at most one per channel; rarely more than a few.
     partial: Vec<Partial<B>>,
     partial_bytes: u64,
     partial_frames: u64,
@@ -67,21 +68,22 @@ impl<B: AsRef<[u8]>> Inbox<B> {
         }
     }
 
-    /// Takes a frame; `true` if that completed a message.
+    /// Adds a frame. Returns true if it completes a message.
     pub(crate) fn frame(&mut self, channel: u16, more: bool, piece: B) -> Result<bool, Violation> {
         let Limits { channels, max_message_bytes: max, max_frames } = self.limits;
         if channel >= channels {
             return Err(Violation::Channel { channel, channels });
         }
-        let len = piece.as_ref().len() as u64;
+        let bytes = piece.as_ref().len();
+        let len = bytes as u64;
         let begun = self.partial.iter().position(|partial| partial.channel == channel);
         if !more && begun.is_none() {
-            let parts = if len == 0 { Parts::Empty } else { Parts::One(piece) };
-            self.push(Arrived::Message { channel, parts }, 1);
+            let parts = if bytes == 0 { Parts::Empty } else { Parts::One(piece) };
+            self.push(Arrived::Message { channel, parts, bytes }, 1);
             return Ok(true);
         }
         if len == 0 && more {
-            return Err(Violation::Empty); // a peer could go on for ever
+            return Err(Violation::Empty); // otherwise a peer could continue for ever
         }
         if self.partial_bytes + len > max {
             return Err(Violation::TooLarge { max });
@@ -90,25 +92,27 @@ impl<B: AsRef<[u8]>> Inbox<B> {
             return Err(Violation::TooMany { max: max_frames });
         }
         let at = begun.unwrap_or_else(|| {
-            self.partial.push(Partial { channel, parts: Parts::Empty, frames: 0 });
+            self.partial.push(Partial { channel, parts: Parts::Empty, frames: 0, bytes: 0 });
             self.partial.len() - 1
         });
-        self.partial[at].frames += 1;
         self.partial_frames += 1;
-        if len > 0 {
-            self.partial[at].parts.push(piece);
-            self.partial_bytes += len;
+        self.partial_bytes += len;
+        let partial = &mut self.partial[at];
+        partial.frames += 1;
+        partial.bytes += bytes;
+        if bytes > 0 {
+            partial.parts.push(piece);
         }
         if !more {
-            let Partial { channel, parts, frames } = self.partial.swap_remove(at);
-            self.partial_bytes -= parts.len() as u64;
+            let Partial { channel, parts, frames, bytes } = self.partial.swap_remove(at);
+            self.partial_bytes -= bytes as u64;
             self.partial_frames -= frames as u64;
-            self.push(Arrived::Message { channel, parts }, frames);
+            self.push(Arrived::Message { channel, parts, bytes }, frames);
         }
         Ok(!more)
     }
 
-    /// Takes the notice of a one-sided write.
+    /// Adds the notice of a one-sided write.
     pub(crate) fn notice(&mut self, imm: u32) {
         self.push(Arrived::Notice(imm), 1);
     }
@@ -118,25 +122,25 @@ impl<B: AsRef<[u8]>> Inbox<B> {
         self.ready.push_back((arrived, frames));
     }
 
-    /// The next message that is complete.
+    /// Returns the next complete message.
     pub(crate) fn pop(&mut self) -> Option<Arrived<B>> {
         let (arrived, frames) = self.ready.pop_front()?;
         self.ready_frames -= frames;
         Some(arrived)
     }
 
-    /// Whether nothing is here, also of messages that are not complete.
+    /// Returns whether nothing is here, not even a part of a message.
     #[cfg(feature = "tokio")]
     pub(crate) fn is_empty(&self) -> bool {
         self.ready.is_empty() && self.partial.is_empty()
     }
 
-    /// Frames that lie here because nobody took the message.
+    /// Returns the number of frames whose messages nobody has taken.
     pub(crate) fn ready_frames(&self) -> usize {
         self.ready_frames
     }
 
-    /// Forgets what can never be completed.
+    /// Drops unfinished messages that can never be completed.
     pub(crate) fn drop_partial(&mut self) {
         self.partial = Vec::new();
         self.partial_bytes = 0;
@@ -154,10 +158,11 @@ mod tests {
 
     fn text(arrived: Option<Arrived<&'static [u8]>>) -> (u16, String) {
         match arrived.expect("one") {
-            Arrived::Message { channel, parts } => (
-                channel,
-                parts.as_slice().iter().map(|part| String::from_utf8_lossy(part)).collect(),
-            ),
+            Arrived::Message { channel, parts, bytes } => {
+                let text = parts.as_slice().concat();
+                assert_eq!(text.len(), bytes);
+                (channel, String::from_utf8_lossy(&text).into_owned())
+            }
             Arrived::Notice(imm) => (0, format!("notice {imm}")),
         }
     }

@@ -1,9 +1,10 @@
-//! How long a silent peer is left alone before it is asked for a sign of life.
+//! How long a silent peer is left alone before it gets a keepalive.
 //!
-//! Thousands of links may begin at one moment, or be silent since one. If all asked together, their
-//! questions would be a burst that others feel, and the answers might find no receives. So each
-//! waits another time, and another one each time. One side asks, as both begin to wait together:
-//! who was called waits longer than any caller does.
+//! Thousands of links may start, or become silent, at the same moment. If all sent keepalives
+//! together, the burst would delay others, and the answers might find no receives. So each link
+//! waits for a different time, and for another one each time.
+//!
+//! Only one side sends keepalives: the side that accepted the link waits longer than any caller.
 
 use std::time::Duration;
 
@@ -11,12 +12,12 @@ use std::time::Duration;
 pub(crate) struct Keepalive {
     keepalive: Duration,
     dice: u64,
-    /// Of the caller.
+    /// The wait of the side that opened the link.
     wait: Duration,
 }
 
 impl Keepalive {
-    /// Half the time to all of it, for a start.
+    /// Starts with a wait of half of the interval to all of it.
     pub(crate) fn new(keepalive: Duration, serial: u64) -> Self {
         let mut new = Self { keepalive, dice: serial, wait: Duration::ZERO };
         new.wait = keepalive / 2 + keepalive / 512 * new.roll();
@@ -27,12 +28,12 @@ impl Keepalive {
         if is_caller { self.wait } else { self.keepalive / 3 * 4 }
     }
 
-    /// The peer was asked: the next wait is three quarters of the time to all of it.
+    /// Chooses the next wait after a keepalive: three quarters of the interval to all of it.
     pub(crate) fn asked(&mut self) {
         self.wait = self.keepalive / 4 * 3 + self.keepalive / 1024 * self.roll();
     }
 
-    /// One of 256 numbers, evenly, also for serials that follow each other.
+    /// Returns one of 256 numbers, evenly distributed even for consecutive serials.
     fn roll(&mut self) -> u32 {
         self.dice = self.dice.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         (self.dice >> 56) as u32

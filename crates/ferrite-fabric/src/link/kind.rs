@@ -3,16 +3,17 @@
 /// What a request does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum Kind {
-    /// The last request of a link that is down: its completion says that all before it are done.
+    /// The last request of a link that is down. Its completion proves that all requests before it
+    /// are done.
     Last,
     #[default]
     Control,
     Send,
     Write,
-    /// A write that the peer is notified of.
+    /// A write that notifies the peer.
     Notice,
     Read,
-    /// A frame that is sent again: it was counted before.
+    /// A frame that is sent again. It was counted the first time.
     Again,
     /// Binds a memory window.
     Bind,

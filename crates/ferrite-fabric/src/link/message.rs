@@ -26,45 +26,46 @@ pub struct Message {
 }
 
 impl Message {
-    pub(crate) fn new(channel: u16, parts: Parts<Buf>) -> Self {
-        Self { channel, notice: None, len: parts.len(), parts }
+    pub(crate) fn new(channel: u16, parts: Parts<Buf>, len: usize) -> Self {
+        Self { channel, notice: None, len, parts }
     }
 
     pub(crate) fn notice_of(imm: u32) -> Self {
         Self { channel: 0, notice: Some(imm), len: 0, parts: Parts::Empty }
     }
 
-    /// The channel that it was sent on.
+    /// Returns the channel on which the message was sent.
     #[must_use]
     pub fn channel(&self) -> u16 {
         self.channel
     }
 
-    /// The 32 bits of a [`Link::rdma_write_imm`](crate::Link::rdma_write_imm) of the peer; such a
-    /// message has no bytes, they went to the memory that the peer was granted.
+    /// Returns the 32 bits of the peer's [`Link::rdma_write_imm`](crate::Link::rdma_write_imm).
+    /// Such a message has no bytes of its own: they went to the memory that was granted to the
+    /// peer.
     #[must_use]
     pub fn notice(&self) -> Option<u32> {
         self.notice
     }
 
-    /// Bytes in all.
+    /// Returns the total number of bytes.
     #[must_use]
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether it has no bytes.
+    /// Returns whether the message has no bytes.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The bytes, piece by piece.
+    /// Returns the bytes, piece by piece.
     pub fn pieces(&self) -> impl Iterator<Item = &[u8]> {
         self.parts.as_slice().iter().map(|piece| &piece[..])
     }
 
-    /// The pieces themselves.
+    /// Returns the pieces themselves.
     #[must_use]
     pub fn into_pieces(self) -> Vec<Buf> {
         match self.parts {
@@ -79,7 +80,7 @@ impl Message {
         self.parts
     }
 
-    /// In one piece: copied only if there are several.
+    /// Returns the bytes in one piece. Copies them only if there are several pieces.
     #[must_use]
     pub fn into_bytes(self) -> Bytes {
         match self.parts {
@@ -93,7 +94,7 @@ impl Message {
         }
     }
 
-    /// A copy of all bytes.
+    /// Returns a copy of all bytes.
     #[must_use]
     pub fn to_vec(&self) -> Vec<u8> {
         let mut out = Vec::with_capacity(self.len);
@@ -121,16 +122,23 @@ pub(crate) enum Parts<B> {
     Many(Vec<B>),
 }
 
-impl<B: AsRef<[u8]>> Parts<B> {
+/// Room for the pieces of a message that has several: as many as most of those have.
+const SEVERAL: usize = 8;
+
+impl<B> Parts<B> {
     pub(crate) fn push(&mut self, piece: B) {
-        *self = match std::mem::take(self) {
-            Self::Empty => Self::One(piece),
-            Self::One(first) => Self::Many(vec![first, piece]),
-            Self::Many(mut pieces) => {
+        match self {
+            Self::Many(pieces) => pieces.push(piece),
+            Self::Empty => *self = Self::One(piece),
+            Self::One(_) => {
+                let mut pieces = Vec::with_capacity(SEVERAL);
+                if let Self::One(first) = std::mem::take(self) {
+                    pieces.push(first);
+                }
                 pieces.push(piece);
-                Self::Many(pieces)
+                *self = Self::Many(pieces);
             }
-        };
+        }
     }
 
     pub(crate) fn as_slice(&self) -> &[B] {
@@ -139,9 +147,5 @@ impl<B: AsRef<[u8]>> Parts<B> {
             Self::One(piece) => std::slice::from_ref(piece),
             Self::Many(pieces) => pieces,
         }
-    }
-
-    pub(crate) fn len(&self) -> usize {
-        self.as_slice().iter().map(|piece| piece.as_ref().len()).sum()
     }
 }

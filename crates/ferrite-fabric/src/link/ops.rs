@@ -1,5 +1,5 @@
-//! The futures of a link. Each has a number, never the memory: dropping one forgets the answer,
-//! nothing else.
+//! The futures of a link. Each holds the number of an operation, never its memory. Dropping a
+//! future forgets only the answer.
 
 use std::fmt;
 use std::future::Future;
@@ -17,7 +17,8 @@ use crate::mem::{Buf, BufMut};
 /// message back.
 ///
 /// ```no_run
-/// # async fn show(link: ferrite_fabric::Link, buf: ferrite_fabric::mem::Buf) -> Result<(), ferrite_fabric::Error> {
+/// # use ferrite_fabric::{Error, Link, mem::Buf};
+/// # async fn show(link: Link, buf: Buf) -> Result<(), Error> {
 /// link.send(0, buf).await?; // waits for room, then for the acknowledgement
 /// # Ok(()) }
 /// ```
@@ -28,12 +29,12 @@ pub struct Sending {
 }
 
 enum SendState {
-    /// WaitSet for room in the queue.
+    /// The wait for room in the queue.
     Outside {
         channel: u16,
         parts: Vec<Buf>,
     },
-    /// WaitSet for the acknowledgement.
+    /// The wait for the acknowledgement.
     Inside(Ticket),
     Over,
 }
@@ -91,18 +92,16 @@ impl fmt::Debug for Sending {
     }
 }
 
-/// A read of a peer's memory: gives the buffer back, filled or with the failure.
-///
-/// Dropping it does not stop the read; the buffer returns to its pool when the device is done with
-/// it.
+/// A read of a peer's memory. Returns the buffer, filled or with the failure. Dropping this does
+/// not stop the read; the buffer returns to its pool when the device has finished with it.
 #[must_use = "the buffer comes back only through this"]
 pub struct Reading {
     link: Arc<LinkShared>,
     ticket: Option<Ticket>,
 }
 
-/// A write to a peer's memory: ready when the peer's device has all of it. Dropping it does not
-/// take it back.
+/// A write to a peer's memory. Ready when the peer's device has all the bytes. Dropping this does
+/// not cancel the write.
 #[must_use = "whether it arrived is known only through this; it goes on without"]
 pub struct Writing {
     link: Arc<LinkShared>,
@@ -121,12 +120,12 @@ impl Writing {
     }
 }
 
-/// A read that failed, and the buffer it was to fill.
+/// A failed read, with the buffer that it should have filled.
 #[derive(Debug)]
 pub struct ReadError {
     /// Why.
     pub error: Error,
-    /// What it was given. Its contents are not to be relied on.
+    /// The buffer that was given to the read. Its contents are undefined.
     pub buf: Option<BufMut>,
 }
 
@@ -202,7 +201,7 @@ impl fmt::Debug for Writing {
     }
 }
 
-/// The next message. Safe to drop: a message that nobody took stays where it is.
+/// The next message. Dropping this is safe: a message that nobody took stays in the link.
 #[derive(Debug)]
 #[must_use = "futures do nothing unless awaited"]
 pub struct Receiving<'a>(pub(crate) &'a Arc<LinkShared>);
@@ -219,7 +218,7 @@ impl Future for Receiving<'_> {
     }
 }
 
-/// The end of a link: `Ok` if it was closed in good order.
+/// The end of a link; `Ok` after an orderly close.
 #[derive(Debug)]
 #[must_use = "futures do nothing unless awaited"]
 pub struct Ending(pub(crate) Arc<LinkShared>);

@@ -1,8 +1,8 @@
-//! What is to go out: messages by channel, one-sided operations, and whose turn it is.
+//! Data to send: messages by channel, one-sided operations, and the order between them. It does no
+//! I/O.
 //!
-//! Pure, apart from the buffers that it owns. Each channel with something to send gives one frame
-//! in its turn, and so do the one-sided operations: a large message delays a small one on another
-//! channel by one frame.
+//! Each channel with something to send sends one frame in its turn, and the one-sided operations
+//! have a turn, too. So a large message delays a small one on another channel by one frame.
 
 use std::collections::VecDeque;
 
@@ -10,17 +10,18 @@ use super::kind::Kind;
 use super::tickets::Ticket;
 use crate::device::slots::Held;
 use crate::mem::Buf;
+use crate::wire::Hello;
 
-/// A message on its way into frames.
+/// A message that is being cut into frames.
 pub(crate) struct QueuedMessage {
     /// The part that is being sent, unless the message is empty.
     part: Option<Buf>,
     rest: VecDeque<Buf>,
-    /// Of `part`, what has gone.
+    /// The bytes of `part` that were sent.
     sent: usize,
-    /// Bytes in all.
+    /// The total number of bytes.
     total: u64,
-    /// Frames that it takes, known when it has begun.
+    /// The number of frames, known once the first was sent.
     frames: u64,
     begun: bool,
     ticket: Option<Ticket>,
@@ -30,7 +31,7 @@ impl QueuedMessage {
     pub(crate) fn new(parts: impl IntoIterator<Item = Buf>, ticket: Option<Ticket>) -> Self {
         let mut parts = parts.into_iter().filter(|part| !part.is_empty());
         let part = parts.next();
-        let rest: VecDeque<Buf> = parts.collect(); // empty ones do not allocate
+        let rest: VecDeque<Buf> = parts.collect(); // empty messages do not allocate
         let total = part.iter().chain(&rest).map(|part| part.len() as u64).sum();
         Self { part, rest, sent: 0, total, frames: 0, begun: false, ticket }
     }
@@ -43,37 +44,35 @@ pub(crate) struct OneSided {
     pub(crate) held: Held,
     pub(crate) ticket: Option<Ticket>,
     pub(crate) grant: u64,
-    /// Where that begins and its key, on the device that it was granted for.
+    /// The start and the key of the granted memory, on the device for which it was granted.
     pub(crate) base: u64,
     pub(crate) rkey: u32,
-    /// Where in what was granted.
+    /// The offset in the granted memory.
     pub(crate) offset: u64,
     pub(crate) bytes: u32,
-    /// What the peer is told.
+    /// The immediate data for the peer.
     pub(crate) imm: u32,
 }
 
-/// What goes next.
+/// The next thing to send.
 pub(crate) enum Next {
     Frame { channel: u16, more: bool, piece: Option<Buf>, ticket: Option<Ticket> },
     OneSided(OneSided),
 }
 
-/// What the peer allows now.
-#[derive(Clone, Copy)]
-pub(crate) struct Allowed {
+/// The amount that the peer accepts now.
+pub(crate) struct Allowed<'a> {
     /// Largest frame.
     pub(crate) segment_bytes: usize,
-    /// Frames that it has room for.
+    /// The number of frames that the peer has room for.
     pub(crate) credits: usize,
-    /// Bytes of messages that may be under way together, and their frames.
-    pub(crate) max_message_bytes: u64,
-    pub(crate) max_frames: u64,
-    /// Whether a one-sided operation may go.
+    /// The peer's limits on bytes and frames of all unfinished messages together.
+    pub(crate) peer: &'a Hello,
+    /// Whether a one-sided operation may be sent.
     pub(crate) one_sided: bool,
 }
 
-/// Frames that a message of these parts takes: each part begins a new one.
+/// Returns the number of frames for a message with these parts. Each part begins a new frame.
 pub(crate) fn frames<'a>(parts: impl IntoIterator<Item = &'a Buf>, segment_bytes: usize) -> u64 {
     parts.into_iter().map(|part| part.len().div_ceil(segment_bytes) as u64).sum()
 }
@@ -85,10 +84,10 @@ struct Queue {
 
 #[derive(Default)]
 pub(crate) struct Outbox {
-    /// Those that were ever used.
+    /// The channels that were ever used.
     queues: Vec<Queue>,
     one_sided: VecDeque<OneSided>,
-    /// Whose turn it is: 0 is the one-sided operations, then the queues.
+    /// The next turn: 0 for the one-sided operations, then the queues.
     turn: usize,
     waiting: usize,
     waiting_bytes: u64,
@@ -113,7 +112,7 @@ impl Outbox {
         self.one_sided.push_back(operation);
     }
 
-    /// Messages and operations that have not gone whole.
+    /// Returns the number of messages and operations that were not sent completely.
     pub(crate) fn waiting(&self) -> usize {
         self.waiting
     }
@@ -126,33 +125,32 @@ impl Outbox {
         self.waiting == 0
     }
 
-    /// The next frame or operation that may go.
-    pub(crate) fn next(&mut self, allowed: Allowed) -> Option<Next> {
+    /// Returns the next frame or operation that may be sent.
+    pub(crate) fn next(&mut self, allowed: &Allowed<'_>) -> Option<Next> {
         if self.waiting == 0 {
             return None;
         }
-        let turns = self.queues.len() + 1;
-        for step in 0..turns {
-            let turn = (self.turn + step) % turns;
+        for _ in 0..=self.queues.len() {
+            let turn = self.turn;
+            self.turn = if turn < self.queues.len() { turn + 1 } else { 0 };
             let next = match turn.checked_sub(1) {
                 None => self.next_one_sided(allowed).map(Next::OneSided),
                 Some(queue) => self.next_frame(queue, allowed),
             };
             if next.is_some() {
-                self.turn = (turn + 1) % turns;
                 return next;
             }
         }
         None
     }
 
-    /// Bytes that the next one-sided operation reads, if there is one.
+    /// Returns how many bytes the next one-sided operation reads, if there is one.
     pub(crate) fn next_one_sided_reads(&self) -> Option<u64> {
         let next = self.one_sided.front()?;
         Some(if next.kind == Kind::Read { next.bytes.into() } else { 0 })
     }
 
-    fn next_one_sided(&mut self, allowed: Allowed) -> Option<OneSided> {
+    fn next_one_sided(&mut self, allowed: &Allowed<'_>) -> Option<OneSided> {
         if !allowed.one_sided {
             return None;
         }
@@ -166,7 +164,7 @@ impl Outbox {
         Some(operation)
     }
 
-    fn next_frame(&mut self, queue: usize, allowed: Allowed) -> Option<Next> {
+    fn next_frame(&mut self, queue: usize, allowed: &Allowed<'_>) -> Option<Next> {
         if allowed.credits == 0 {
             return None;
         }
@@ -182,11 +180,13 @@ impl Outbox {
         let ends_part = end == part.len();
         let more = !(ends_part && queued.rest.is_empty());
         if more && !queued.begun {
-            // One that fills the peer's whole allowance may go alone, so that it goes at all.
+            // A message that needs the peer's whole allowance is sent while no other is unfinished.
+            // Otherwise it would never be sent.
             let bytes = self.under_way_bytes + queued.total;
             queued.frames = frames(queued.part.iter().chain(&queued.rest), allowed.segment_bytes);
             let frames = self.under_way_frames + queued.frames;
-            let too_much = bytes > allowed.max_message_bytes || frames > allowed.max_frames;
+            let too_much =
+                bytes > allowed.peer.max_message_bytes || frames > allowed.peer.max_frames();
             if too_much && self.under_way_frames > 0 {
                 return None;
             }
@@ -214,7 +214,7 @@ impl Outbox {
         Some(Next::Frame { channel, more, piece: Some(piece), ticket })
     }
 
-    /// Takes out the operations that use a grant: it was revoked.
+    /// Removes the operations that use a revoked grant.
     pub(crate) fn take_using(&mut self, grant: u64) -> VecDeque<OneSided> {
         let (taken, kept): (VecDeque<_>, _) = std::mem::take(&mut self.one_sided)
             .into_iter()
@@ -225,8 +225,8 @@ impl Outbox {
         taken
     }
 
-    /// Empties it: the link is down. Who waits is told by `each`, and what memory an operation
-    /// brought comes along.
+    /// Removes everything, because the link is down. Calls `each` with the ticket of each operation
+    /// and the memory that it holds.
     pub(crate) fn drain(&mut self, mut each: impl FnMut(Ticket, Held)) {
         for queue in self.queues.drain(..) {
             queue

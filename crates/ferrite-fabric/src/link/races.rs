@@ -13,7 +13,7 @@ use crate::device::slots::{Key, Table};
 use crate::error::{Error, ErrorKind};
 use crate::sync::{explore, lock};
 
-/// What of a `LinkState` matters here.
+/// The part of a `LinkState` that matters here.
 struct State {
     table: Table<(Ticket, u32)>,
     tickets: Tickets,
@@ -23,19 +23,19 @@ struct State {
 
 struct Link {
     state: Mutex<State>,
-    /// There is room, or a completion.
+    /// Signals that there is room, or a completion.
     changed: Condvar,
 }
 
 impl Link {
     fn new() -> Arc<Self> {
-        // one slot, so that it is used again
+        // one slot, so that it is reused
         let (table, tickets) = (Table::new(1, 0), Tickets::default());
         let state = Mutex::new(State { table, tickets, completed: VecDeque::new() });
         Arc::new(Self { state, changed: Condvar::new() })
     }
 
-    /// The state, as soon as `ready` says so.
+    /// Returns the state as soon as `ready` accepts it.
     fn when(&self, ready: impl Fn(&State) -> bool) -> MutexGuard<'_, State> {
         let mut state = lock(&self.state);
         while !ready(&state) {
@@ -44,7 +44,7 @@ impl Link {
         state
     }
 
-    /// Posts a request, once there is room; the device completes it at once.
+    /// Posts a request once there is room. The device completes it at once.
     fn post(&self, what: u32) -> Ticket {
         let mut state = self.when(|state| state.table.room() > 0);
         let ticket = state.tickets.issue();
@@ -55,7 +55,7 @@ impl Link {
         ticket
     }
 
-    /// Takes so many completions. Each comes a second time, as none should: it must find nothing.
+    /// Takes this many completions. Each is delivered twice, and the second must find nothing.
     fn reap(&self, count: usize) {
         for _ in 0..count {
             let mut wakes = Vec::new();
@@ -80,7 +80,7 @@ impl Link {
             .map(|outcome| outcome.result.expect_err("its name").to_string())
     }
 
-    /// Asks for the result of a request until it is there.
+    /// Polls for the result of a request until it is there.
     fn wait(&self, ticket: Ticket, what: u32) {
         let parker = Arc::new(Parker::default());
         let waker = Waker::from(Arc::clone(&parker));
@@ -103,7 +103,7 @@ fn name(what: u32) -> String {
     Error::new(ErrorKind::Misuse, what.to_string()).to_string()
 }
 
-/// An error, because it can have a name.
+/// The result is an error, because an error can carry a name.
 fn outcome(what: u32) -> Outcome {
     Outcome { result: Err(Error::new(ErrorKind::Misuse, what.to_string())), buf: None }
 }
@@ -130,7 +130,7 @@ impl Wake for Parker {
     }
 }
 
-/// Each gets its own result, whoever came first, and nothing is left.
+/// Each future gets its own result in any order, and nothing is left over.
 #[test]
 fn loom_every_waiter_gets_its_own() {
     explore("every waiter gets its own", || {
@@ -145,8 +145,8 @@ fn loom_every_waiter_gets_its_own() {
     });
 }
 
-/// A future that is dropped, asked before or not, leaves its operation to itself; the next one gets
-/// its own result.
+/// A dropped future, polled before or not, does not affect its operation. The next future gets its
+/// own result.
 #[test]
 fn loom_dropped_futures_leave_nothing() {
     for asked in [false, true] {
@@ -174,7 +174,7 @@ fn loom_dropped_futures_leave_nothing() {
     }
 }
 
-/// A future moves to another thread: the waker that counts is the last.
+/// When a future moves to another thread, only its last waker counts.
 #[test]
 fn loom_the_last_waker_counts() {
     explore("the last waker counts", || {

@@ -29,24 +29,24 @@ use crate::source::Source;
 use crate::wake::mailbox::Mailbox;
 
 pub(crate) struct LinkShared {
-    // First: the queue pair goes before the device whose queues it uses.
+    // Declared first, so that the queue pair is dropped before the device whose queues it uses.
     state: Mutex<LinkState>,
     pub(crate) index: u32,
     pub(crate) name: LinkName,
     pub(crate) pool: Pool,
     mailbox: Arc<Mailbox>,
-    /// Has the fabric look at the link.
+    /// Makes the fabric process the link.
     waker: Waker,
     route: Mutex<Route>,
-    /// Why it is on TCP, if it should not be.
+    /// The reason why the link uses TCP although RDMA was wanted.
     fallback: Mutex<Option<Fallback>>,
     tls: Mutex<Option<(Arc<ClientConfig>, ServerName<'static>)>>,
-    /// The port when the link was last known to be well.
+    /// The state of the port when the link was last healthy.
     baseline: Mutex<Option<Baseline>>,
 }
 
-/// Has the fabric look at a link, or at another that has its number by then, which is of no
-/// consequence.
+/// Makes the fabric process a link. If the link's number has been reused, this does no harm to the
+/// new link.
 struct Caller {
     mailbox: Arc<Mailbox>,
     index: u32,
@@ -58,17 +58,17 @@ impl Wake for Caller {
     }
 }
 
-/// What carries a link, and where it goes.
+/// The transport of a link and its destination.
 #[derive(Clone, Default)]
 pub(crate) struct Route {
-    /// The device and the queue pair, on RDMA.
+    /// On RDMA: the device and the queue pair.
     pub(crate) device: Option<Arc<SharedDevice>>,
     pub(crate) qp_num: u32,
     pub(crate) port: u8,
     pub(crate) mtu: Option<Mtu>,
-    /// The connection manager's name for it, if it made the link.
+    /// The connection manager's identifier, if it created the link.
     pub(crate) cm_key: Option<CmKey>,
-    /// The fabric's number of the connection, and whether it is encrypted, on TCP.
+    /// On TCP: the fabric's number of the connection, and whether it is encrypted.
     pub(crate) socket: Option<u64>,
     pub(crate) encrypted: bool,
     pub(crate) local: Option<SocketAddr>,
@@ -100,7 +100,7 @@ impl LinkShared {
         }
     }
 
-    /// What carries it now.
+    /// Returns the transport that the link uses now.
     pub(crate) fn route(&self) -> Route {
         lock(&self.route).clone()
     }
@@ -109,7 +109,7 @@ impl LinkShared {
         set(&mut lock(&self.route));
     }
 
-    /// How the peer is called over TCP, if with TLS.
+    /// Returns the settings and the peer's name for TLS; `None` without TLS.
     pub(crate) fn tls(&self) -> Option<(Arc<ClientConfig>, ServerName<'static>)> {
         lock(&self.tls).clone()
     }
@@ -118,7 +118,7 @@ impl LinkShared {
         *lock(&self.tls) = tls;
     }
 
-    /// Whether its peer speaks another protocol.
+    /// Returns whether the peer speaks another protocol.
     pub(crate) fn is_raw(&self) -> bool {
         lock(&self.state).is_raw()
     }
@@ -135,7 +135,7 @@ impl LinkShared {
         *lock(&self.fallback) = fallback;
     }
 
-    /// The device that carries it; `None` on TCP.
+    /// Returns the device that the link uses; `None` on TCP.
     pub(crate) fn device(&self) -> Option<Arc<SharedDevice>> {
         lock(&self.route).device.clone()
     }
@@ -144,26 +144,33 @@ impl LinkShared {
         lock(&self.route).device.as_ref().is_some_and(|on| on.index == device.index)
     }
 
-    /// Runs `act` under the lock, then whatever must happen outside of it.
+    /// Runs `act` under the lock, and nothing else. `act` only reads, takes what has arrived, or
+    /// registers a waker: nothing that gives the fabric work.
+    pub(crate) fn peek<R>(&self, act: impl FnOnce(&mut LinkState) -> R) -> R {
+        act(&mut lock(&self.state))
+    }
+
+    /// Runs `act` under the lock, then wakes tasks outside of it.
     pub(crate) fn with<R>(
         &self,
         act: impl FnOnce(&mut LinkState, &LinkEnv<'_>, &mut Wakes) -> R,
     ) -> R {
         let mut wakes = Wakes::new();
         let result = self.with_wakes(&mut wakes, act);
-        wakes.into_iter().for_each(Waker::wake);
+        if !wakes.is_empty() {
+            wakes.into_iter().for_each(Waker::wake);
+        }
         result
     }
 
-    /// As [`LinkShared::with`], for callers that wake later.
+    /// Like [`LinkShared::with`], for callers that wake later.
     pub(crate) fn with_wakes<R>(
         &self,
         wakes: &mut Wakes,
         act: impl FnOnce(&mut LinkState, &LinkEnv<'_>, &mut Wakes) -> R,
     ) -> R {
         let mut state = lock(&self.state);
-        let env =
-            LinkEnv { index: self.index, device: state.rdma.device.clone(), pool: &self.pool };
+        let env = LinkEnv { index: self.index, pool: &self.pool };
         let result = act(&mut state, &env, wakes);
         state.stop_if_over();
         let attention = state.wants_attention();
@@ -177,7 +184,7 @@ impl LinkShared {
         result
     }
 
-    /// The error for a request that failed first.
+    /// Returns the error for a failed request.
     #[cold]
     pub(crate) fn completion_error(&self, status: Status) -> Error {
         let peer = self.peer_name();
@@ -189,7 +196,7 @@ impl LinkShared {
         Error::completion(kind, what, status)
     }
 
-    /// Finds the likely causes of a failure, of the link as it is now; `None` on TCP.
+    /// Finds the likely causes of a failure in the link's current state; `None` on TCP.
     pub(crate) fn diagnosis(
         &self,
         failure: Failure,
@@ -203,21 +210,21 @@ impl LinkShared {
         })
     }
 
-    /// The link is well: from here on a diagnosis counts what changed.
+    /// Notes that the link is healthy. A later diagnosis compares with this moment.
     pub(crate) fn is_well(&self) {
         let Route { device, port, .. } = self.route();
         let context = device.and_then(|device| device.context());
         *lock(&self.baseline) = context.map(|context| Baseline::take(&context, port));
     }
 
-    /// Has the fabric look at the link when some of the memory came back that its peer holds.
+    /// Makes the fabric process the link when some of the memory that the peer holds is returned.
     pub(crate) fn call_on_credit(&self) {
         if let Some(tcp) = &lock(&self.state).tcp {
             tcp.wake_on_credit(&self.waker);
         }
     }
 
-    /// Who causes commands for it.
+    /// Returns the peer to whom the link's commands are attributed.
     pub(crate) fn source(&self) -> Source {
         Source::of_any(lock(&self.route).peer)
     }
@@ -226,7 +233,7 @@ impl LinkShared {
         lock(&self.route).peer.map_or_else(|| "a peer".into(), |peer| peer.to_string())
     }
 
-    /// What carries it, for people.
+    /// Returns the transport as text for people.
     pub(crate) fn transport(&self) -> String {
         match self.route() {
             Route { device: Some(device), qp_num, .. } => {
@@ -237,7 +244,7 @@ impl LinkShared {
         }
     }
 
-    /// The next message; if there is none, `waker` is called when one has come.
+    /// Returns the next message. If there is none, `waker` is called when one has arrived.
     pub(crate) fn receive(&self, waker: Option<&Waker>) -> Result<Option<Message>, Error> {
         self.with(|state, env, wakes| {
             let message = state.core.pop()?;
@@ -250,14 +257,14 @@ impl LinkShared {
         })
     }
 
-    /// Reads into `out` what TCP has for a stream on `channel`, if it lies in the kernel; `false`
-    /// if it does not.
+    /// Reads bytes for a stream on `channel` from the TCP socket into `out`. Returns false if they
+    /// are not in the kernel.
     #[cfg(feature = "tokio")]
     pub(crate) fn read_through(&self, channel: u16, out: &mut ReadBuf<'_>) -> Result<bool, Error> {
         self.with(|state, env, wakes| {
             let read = state.read_through(env.pool, channel, out);
             match &read {
-                // the peer may have told of credits, or be owed some
+                // the peer may have returned credits, or be waiting for some
                 Ok(true) => state.pump(env, wakes),
                 Ok(false) => {}
                 Err(error) => state.core.fail(error.clone(), wakes),
@@ -274,7 +281,7 @@ impl LinkShared {
         lock(&self.state).core.abandon(ticket);
     }
 
-    /// Why the link is down, once it is and nothing of it is in flight any more.
+    /// Returns the reason of the link's end, once the link is down and nothing is in flight.
     pub(crate) fn ended(&self, waker: &Waker) -> Option<Error> {
         let mut state = lock(&self.state);
         let over = state.failure().cloned();
@@ -284,7 +291,7 @@ impl LinkShared {
         over
     }
 
-    /// Delivers what was sent, then ends the link.
+    /// Ends the link after everything queued was delivered.
     pub(crate) fn close(&self) {
         self.with(|state, env, wakes| {
             state.core.close();
@@ -297,10 +304,10 @@ impl LinkShared {
         self.with(|state, _, wakes| state.core.fail(error, wakes));
     }
 
-    /// Looks at the clock: when to do so again, and whether the link is well.
+    /// Checks the timers. Returns when to check again, and whether the link is healthy.
     ///
     /// # Errors
-    /// The peer has not answered: the link is to fail.
+    /// The peer has not answered, so the link must fail.
     pub(crate) fn on_timer(
         &self,
         now: Instant,
@@ -329,7 +336,7 @@ impl fmt::Debug for LinkShared {
     }
 }
 
-/// The buffer of a read, back from where it was put.
+/// Returns the buffer of a completed read.
 pub(crate) fn unique(held: Held) -> Option<BufMut> {
     match held {
         Held::Unique(buf) => Some(buf),

@@ -1,15 +1,21 @@
-//! Two link cores against each other, in virtual time, with an adversary between them.
+//! A simulator: runs two link cores against each other, in virtual time, with an adversary between
+//! them.
 //!
 //! ```text
-//!   application ─► core ─► wires ─► core ─► application        wires: RDMA paths and TCP connections
-//!                  adversary: delays, cuts paths, refuses posts, runs pools dry, stalls readers,
-//!                  withdraws upgrades, lets time pass
+//!   application ─► core ─► wires (RDMA paths and TCP connections) ─► core ─► application
+//!
+//!   adversary: delays, cuts paths, refuses posts, runs pools dry, stalls readers, withdraws
+//!              upgrades, lets time pass
 //! ```
 //!
-//! A seed gives one run. What must hold: every message once and in order, every notice after its
-//! write, no write in memory that was released, no violation of the protocol between honest peers,
-//! every operation answered, every link ends. `cargo xtask simulate --seeds N` runs many;
-//! `FERRITE_SEED=N` repeats one and prints what happens.
+//! A seed determines a run. The simulator checks that
+//! - every message arrives once and in order, and every notice after its write;
+//! - no write reaches memory that was released;
+//! - honest peers do not violate the protocol;
+//! - every operation is answered, and every link ends.
+//!
+//! `cargo xtask simulate --seeds N` runs many seeds. `FERRITE_SEED=N` repeats one and prints its
+//! events.
 
 #![expect(clippy::print_stderr, clippy::print_stdout, reason = "shows a run to whoever repeats it")]
 
@@ -30,13 +36,13 @@ use super::core::ActiveTransport;
 use crate::error::{Error, ErrorKind};
 use crate::mem::Pool;
 
-/// Actions of the adversary in a run; afterwards nothing bad happens any more.
+/// Number of adversary actions in a run. After them, nothing bad happens.
 const ACTIONS: usize = 1500;
-/// Actions after which, without an adversary, what was begun is answered, or a link that closes has
-/// ended.
+/// Number of actions after which, without an adversary, every operation must be answered and a
+/// closing link must have ended.
 const SETTLING: usize = 60_000;
 
-/// What happened that must not.
+/// A violation of a rule.
 #[derive(Debug)]
 pub(crate) struct Violation(String);
 
@@ -45,7 +51,7 @@ fn violation<T>(what: impl Into<String>) -> Result<T, Violation> {
     Err(Violation(what.into()))
 }
 
-/// Numbers of a seed (SplitMix64).
+/// Random numbers from a seed (SplitMix64).
 struct Random(u64);
 
 impl Random {
@@ -74,14 +80,14 @@ struct Simulation {
     is_shown: bool,
     /// The adversary has stopped.
     is_calm: bool,
-    /// Which sides close by themselves; the other closes when it hears of that.
+    /// The sides that close on their own. The other side closes when it learns of that.
     closers: [bool; 2],
     /// How often RDMA was lost, and regained.
     losses: usize,
     upgrades: usize,
 }
 
-/// What a run came to.
+/// The result of a run.
 #[derive(Debug, Default, Clone, Copy)]
 pub(crate) struct Summary {
     messages: usize,
@@ -99,7 +105,7 @@ fn run(seed: u64, pool: &Pool, is_shown: bool) -> Result<Summary, Violation> {
     let has_connection = !begins_on_rdma || random.chance(50);
     let sides = side::pair(&mut random, &mut wires, pool, now, (begins_on_rdma, has_connection));
     let closers = [[true, false], [false, true], [true, true]][random.below(3)];
-    // In some runs the adversary is there while the link closes.
+    // In some runs the adversary stays active while the link closes.
     let close_at = if random.chance(40) { ACTIONS - random.below(300) } else { ACTIONS };
     let mut simulation = Simulation {
         random,
@@ -136,7 +142,7 @@ impl Simulation {
         self.sides.iter().all(|side| side.core.failure().is_some() && side.application.is_idle())
     }
 
-    /// Whether every revocation was answered, or its link has ended.
+    /// Returns whether every revocation was answered, or its link has ended.
     fn is_settled(&self) -> bool {
         self.sides.iter().all(|side| {
             let Application { is_revoked, is_released, .. } = side.application;
@@ -144,7 +150,7 @@ impl Simulation {
         })
     }
 
-    /// Lets things happen until something is so, which it must be in the end.
+    /// Runs the simulation until a condition holds. Fails if it never does.
     fn act_until(&mut self, otherwise: &str, is_so: fn(&Self) -> bool) -> Result<(), Violation> {
         for _ in 0..SETTLING {
             if is_so(self) {
@@ -156,7 +162,7 @@ impl Simulation {
         violation(format!("{otherwise}: {}", states.join("; ")))
     }
 
-    /// Closes the link. The adversary may cut the path when the farewell is on its way.
+    /// Closes the link. The adversary may cut the path while the last frame is on its way.
     fn close(&mut self) -> Result<(), Violation> {
         self.show(|| format!("closing, by {:?}", self.closers));
         let closers = self.closers;
@@ -179,7 +185,7 @@ impl Simulation {
         }
     }
 
-    /// Lets one thing happen.
+    /// Runs one random action.
     fn act(&mut self) -> Result<(), Violation> {
         let side = self.random.below(2);
         let action = self.random.below(100);
@@ -213,7 +219,7 @@ impl Simulation {
     }
 
     fn receive(&mut self, side: usize) -> Result<(), Violation> {
-        // A reader that stalls.
+        // Lets a reader stall.
         if !self.is_calm && self.random.chance(30) {
             return Ok(());
         }
@@ -223,14 +229,14 @@ impl Simulation {
         self.sides[side].poll_operations()
     }
 
-    /// Sends what may go.
+    /// Sends everything that may be sent.
     fn pump(&mut self, side: usize) -> Result<(), Violation> {
         let refuses = !self.is_calm && self.random.chance(1);
         let is_dry = !self.is_calm && self.random.chance(10);
         self.sides[side].pump(&mut self.wires, side, (refuses, is_dry))
     }
 
-    /// A packet arrives at the device of a side, and is acknowledged.
+    /// Delivers a packet to the device of a side, which acknowledges it.
     fn deliver_packet(&mut self, side: usize) -> Result<(), Violation> {
         let Some(wire) = self.wires.pick_rdma(&mut self.random) else { return Ok(()) };
         let [one, other] = &mut self.sides;
@@ -238,7 +244,7 @@ impl Simulation {
         to.on_packet(&mut self.wires, wire, side)
     }
 
-    /// A side looks at its completions.
+    /// Lets a side process its completions.
     fn reap(&mut self, side: usize, most: usize) -> Result<(), Violation> {
         self.sides[side].reap(most, self.now)?;
         self.pump(side)
@@ -255,7 +261,7 @@ impl Simulation {
         self.pump(side)
     }
 
-    /// The driver of a side services it: detaches lost paths, takes steps, dials.
+    /// Runs the driver of a side: detaches lost paths, takes steps, reconnects.
     fn service(&mut self, side: usize) -> Result<(), Violation> {
         if self.sides[side].core.is_to_be_detached() {
             self.sides[side].detach(self.now)?;
@@ -278,7 +284,7 @@ impl Simulation {
         self.pump(side)
     }
 
-    /// A side whose peer is down hears of it, after what the peer has sent.
+    /// Tells a side that its peer is down, after it has received everything from the peer.
     fn hear_of_the_end(&mut self, side: usize) {
         let (own, peer) = (&self.sides[side], &self.sides[1 - side]);
         if peer.core.failure().is_none()
@@ -295,7 +301,7 @@ impl Simulation {
         }
     }
 
-    /// The caller of a link without a path and without a connection calls again.
+    /// Lets the caller reconnect a link that has neither a path nor a connection.
     fn dial(&mut self) -> Result<(), Violation> {
         let [caller, called] = &mut self.sides;
         let is_wanted = caller.core.lost().is_some_and(|lost| lost.is_detached)
@@ -325,7 +331,7 @@ impl Simulation {
         self.sides[side].on_timer(self.now)
     }
 
-    /// The caller tries to go up to RDMA, or withdraws.
+    /// Lets the caller start an upgrade to RDMA, or withdraw from one.
     fn upgrade(&mut self, side: usize) -> Result<(), Violation> {
         let withdraws = !self.is_calm && self.random.chance(15);
         let is_gone = !self.is_calm && self.random.chance(3);
@@ -338,7 +344,7 @@ impl Simulation {
         self.pump(side)
     }
 
-    /// A path or a path to be breaks for both.
+    /// Breaks a path, or one that is being established, for both sides.
     fn cut(&mut self) -> Result<(), Violation> {
         if let Some(wire) = self.wires.pick_rdma(&mut self.random) {
             self.wires.cut(wire);
@@ -347,13 +353,13 @@ impl Simulation {
         Ok(())
     }
 
-    /// A side finds out that its path is cut.
+    /// Lets a side find out that its path is cut.
     fn notice_failure(&mut self, side: usize) -> Result<(), Violation> {
         self.sides[side].notice_cut(&self.wires);
         Ok(())
     }
 
-    /// The path of one side fails, and the other does not know.
+    /// Breaks the path of one side without telling the other.
     fn fail_alone(&mut self, side: usize) -> Result<(), Violation> {
         if self.random.chance(20) && self.sides[side].core.transport() == ActiveTransport::Rdma {
             self.sides[side].fail(Error::new(ErrorKind::LinkDown, "retries exceeded"));
@@ -362,7 +368,7 @@ impl Simulation {
         Ok(())
     }
 
-    /// The TCP connection breaks: that ends the link.
+    /// Breaks the TCP connection, which ends the link.
     fn break_connection(&mut self) -> Result<(), Violation> {
         if self.sides.iter().all(|side| side.tcp.is_some()) {
             self.show(|| "the connection breaks".into());
@@ -371,7 +377,7 @@ impl Simulation {
         Ok(())
     }
 
-    /// Judges how it ended.
+    /// Checks how the run ended.
     fn end(mut self) -> Result<Summary, Violation> {
         let mut messages = 0;
         let is_in_order = self.sides.iter().all(Side::ended_in_order);
@@ -385,7 +391,7 @@ impl Simulation {
     }
 }
 
-/// Plain memory for all runs of a thread.
+/// Plain memory that all runs of a thread share.
 fn pool() -> Pool {
     Pool::builder(&[]).build().expect("memory")
 }
@@ -415,7 +421,7 @@ mod tests {
         std::env::var(name).ok().map(|text| text.parse().expect("a number"))
     }
 
-    /// The first seeds, in every test run.
+    /// Runs the first seeds, in every test run.
     #[test]
     fn honest_peers_agree_whatever_happens_between_them() {
         let all = run_seeds(0..if cfg!(miri) { 2 } else { 2000 }, false);
@@ -426,8 +432,8 @@ mod tests {
         );
     }
 
-    /// `cargo xtask simulate`: `FERRITE_SEEDS` of them, from `FERRITE_FIRST_SEED` on; or
-    /// `FERRITE_SEED` alone.
+    /// The test behind `cargo xtask simulate`. Runs `FERRITE_SEEDS` seeds from `FERRITE_FIRST_SEED`
+    /// on, or `FERRITE_SEED` alone.
     #[test]
     #[ignore = "for cargo xtask simulate"]
     fn seeds() {

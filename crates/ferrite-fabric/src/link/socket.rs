@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags};
 
-/// `None` if the kernel takes nothing now.
+/// Writes; `None` if the kernel accepts nothing now.
 pub(crate) fn send(socket: &OwnedFd, slices: &[IoSlice<'_>]) -> io::Result<Option<usize>> {
     let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
     loop {
@@ -19,7 +19,7 @@ pub(crate) fn send(socket: &OwnedFd, slices: &[IoSlice<'_>]) -> io::Result<Optio
     }
 }
 
-/// `None` if nothing is there, 0 at the end.
+/// Reads; `None` if nothing has arrived, 0 at the end.
 pub(crate) fn receive(
     socket: &OwnedFd,
     slices: &mut [IoSliceMut<'_>],

@@ -38,36 +38,10 @@ use crate::device::slots::SendQueue;
 use crate::error::{Error, ErrorKind};
 use crate::mem::Pool;
 
-/// What the holder of the lock needs from outside.
+/// Things from outside that the holder of the lock needs.
 pub(crate) struct LinkEnv<'a> {
     pub(crate) index: u32,
-    /// The device that carries the link when the lock is taken; `None` on TCP.
-    pub(crate) device: Option<Arc<SharedDevice>>,
     pub(crate) pool: &'a Pool,
-}
-
-impl LinkEnv<'_> {
-    /// Takes up to `wanted` entries of the completion queue.
-    fn reserve(&self, wanted: usize) -> usize {
-        self.device.as_ref().map_or(0, |device| device.reserve(wanted))
-    }
-
-    fn release(&self, entries: usize) {
-        if let Some(device) = &self.device {
-            device.release(entries);
-        }
-    }
-
-    fn is_pressed(&self) -> bool {
-        self.device.as_ref().is_some_and(|device| device.is_pressed())
-    }
-
-    /// Waits in line for entries.
-    fn wait(&self) {
-        if let Some(device) = &self.device {
-            device.wait(self.index);
-        }
-    }
 }
 
 pub(crate) struct LinkState {
@@ -75,21 +49,21 @@ pub(crate) struct LinkState {
     pub(crate) rdma: RdmaPath,
     /// The queue pair that the link is upgraded to.
     pub(crate) next: Option<NextPath>,
-    /// The connection: it carries the link, or is the way back.
+    /// The TCP connection. It carries the link, or is kept for a downgrade.
     pub(crate) tcp: Option<TcpPath>,
-    /// What is particular to a peer of another protocol, if it is one.
+    /// State for a peer of another protocol; `None` for Ferrite peers.
     raw: Option<Box<raw_connection::RawConnection>>,
-    /// The fabric has been told that the link is down.
+    /// Whether the fabric was told that the link is down.
     pub(crate) is_announced: bool,
-    /// The device refused a request of the peer.
+    /// Whether the device refused a request of the peer.
     pub(crate) peer_was_refused: bool,
-    /// Something waits for memory, and no completion of this link brings any: the fabric calls
-    /// again after a while.
+    /// Whether something waits for memory and no completion of this link will free any. The fabric
+    /// then retries after a while.
     pub(crate) is_starved: bool,
 }
 
 impl LinkState {
-    /// Makes a link over a queue pair.
+    /// Creates a link over a queue pair.
     pub(crate) fn new(
         queue: SendQueue<RequestContext>,
         device: Arc<SharedDevice>,
@@ -100,7 +74,7 @@ impl LinkState {
         Self::with(core, RdmaPath::new(queue, device, inline), None)
     }
 
-    /// Makes a link over a TCP connection.
+    /// Creates a link over a TCP connection.
     pub(crate) fn over_tcp(tcp: TcpPath, limits: OwnLimits) -> Self {
         let core = LinkCore::new(limits, ActiveTransport::Tcp, Instant::now());
         Self::with(core, RdmaPath::none(), Some(tcp))
@@ -123,7 +97,7 @@ impl LinkState {
         self.core.failure()
     }
 
-    /// Sends whatever may go, and what follows from that.
+    /// Sends everything that may be sent, including frames that become due by that.
     pub(crate) fn pump(&mut self, env: &LinkEnv<'_>, wakes: &mut Wakes) {
         if !self.core.is_up() {
             return;
@@ -156,23 +130,17 @@ impl LinkState {
         }
     }
 
-    /// Sends a small message at once, from the caller's bytes; returns `false` if it has to be
-    /// queued.
-    pub(crate) fn send_now(
-        &mut self,
-        env: &LinkEnv<'_>,
-        channel: u16,
-        bytes: &[u8],
-    ) -> Result<bool, Error> {
+    /// Sends a small message at once, from the caller's bytes. Returns false if it must be queued.
+    pub(crate) fn send_now(&mut self, channel: u16, bytes: &[u8]) -> Result<bool, Error> {
         if self.core.transport() == ActiveTransport::Rdma {
-            self.post_now(env, channel, bytes)
+            self.post_now(channel, bytes)
         } else {
             self.write_now(channel, bytes)
         }
     }
 
-    /// Returns whether messages wait, or something in flight has a buffer: a completion of it
-    /// brings progress.
+    /// Returns whether messages wait, or a request in flight holds a buffer. If so, a completion
+    /// will bring progress.
     #[cfg(feature = "tokio")]
     pub(crate) fn holds_memory(&self) -> bool {
         let has_buffer = |held: &Held| matches!(held, Held::Shared(_) | Held::Unique(_));
@@ -180,7 +148,8 @@ impl LinkState {
             || self.rdma.queue.iter().any(|in_flight| has_buffer(&in_flight.held))
     }
 
-    /// Looks at the clock. Returns when to look again, and whether the peer was heard lately.
+    /// Checks the timers. Returns when to check again, and whether the peer was heard from
+    /// recently.
     ///
     /// # Errors
     /// The peer has not answered.
@@ -203,7 +172,7 @@ impl LinkState {
         }
     }
 
-    /// Answers for grants of the peer that are over and that nothing uses any more.
+    /// Confirms revocations of the peer's grants that nothing uses any more.
     fn answer_revocations(&mut self) {
         let Self { core, rdma, tcp, .. } = self;
         core.answer_revocations(|grant| {
@@ -212,20 +181,21 @@ impl LinkState {
         });
     }
 
-    /// RDMA carries the link from here on: by the queue pair that it was upgraded to.
+    /// Switches the link to RDMA, with the queue pair of the upgrade.
     fn adopt_next_path(&mut self) {
         if let Some(next) = self.next.take() {
             self.rdma.adopt(next);
         }
     }
 
-    /// Says on the connection what has come, once nothing more can come over the lost path.
+    /// Reports over TCP how many frames have arrived, once the lost path can deliver no more.
     pub(crate) fn resume(&mut self, wakes: &mut Wakes) {
         self.core.resume(wakes);
         self.answer_revocations();
     }
 
-    /// Goes on over another connection. Returns `false` if the link has a path, or a connection.
+    /// Continues over another connection. Returns false if the link already has a path or a
+    /// connection.
     pub(crate) fn resume_over(
         &mut self,
         tcp: TcpPath,

@@ -18,7 +18,7 @@ pub struct LinkStats {
     /// Frames that the peer's device acknowledged.
     pub send_ops: u64,
     pub send_bytes: u64,
-    /// Messages and notices that came in whole.
+    /// Messages and notices that were received completely.
     pub recv_ops: u64,
     pub recv_bytes: u64,
     pub read_ops: u64,
@@ -28,13 +28,13 @@ pub struct LinkStats {
     pub controls_sent: u64,
     /// Requests that failed, flushed ones included.
     pub completion_errors: u64,
-    /// Completions that named nothing in flight.
+    /// Completions that matched no request in flight.
     pub stale_completions: u64,
-    /// RDMA paths that were lost and did not end the link.
+    /// RDMA paths that were lost without ending the link.
     pub moves: u64,
-    /// Of the bytes sent, written and read, those that TCP carried: the others went over RDMA.
+    /// The part of the bytes sent, written and read that went over TCP. The others went over RDMA.
     pub tcp_bytes: u64,
-    /// Windows for the peer that were not bound, because the path they were for was lost.
+    /// Windows for the peer that were not bound, because their path was lost.
     pub binds_dropped: u64,
 }
 

@@ -1,9 +1,8 @@
-//! A TCP connection that carries a link: TCP frames out, TCP frames in. Knows nothing of credits,
+//! A TCP connection that carries a link: TCP frames out, TCP frames in. It does not know credits,
 //! tickets or messages.
 //!
-//! Whoever has something to send writes it at once, from where it lies; the fabric writes the rest
-//! when the connection takes more, and reads. Payload goes from the kernel into the buffer that the
-//! application gets.
+//! A sender writes at once, from where its bytes are. The fabric writes the rest when the kernel
+//! accepts more, and reads. Payload goes from the kernel straight into the application's buffer.
 
 mod reading;
 
@@ -20,56 +19,57 @@ use crate::device::slots::Held;
 use crate::mem::{Account, BufMut};
 use crate::wire::{TCP_FRAME_HEADER_BYTES, TcpFrame, TcpFrameKind};
 
-/// What waits to be written before the outbox has to keep the rest, in bytes and in TCP frames.
+/// The limits on unwritten data, in bytes and in TCP frames. Beyond them, the outbox keeps the
+/// rest.
 const OUT_BYTES: usize = 512 << 10;
 const OUT_FRAMES: usize = 128;
-/// Slices given to the kernel in one call.
+/// Maximum number of slices for the kernel in one call.
 const SLICES: usize = 64;
-/// The same of a caller that writes at once.
+/// The same for a caller that writes at once.
 pub(crate) const CALLERS_SLICES: usize = 15;
-/// And the frames that they are cut into.
+/// Maximum number of frames that such a write is cut into.
 const CALLERS_FRAMES: usize = 16;
-/// Frames of this size go from the kernel to their place alone: what follows is not read along,
-/// which would be to copy it.
+/// Frames of this size are read from the kernel straight into their buffer. Nothing is read beyond
+/// them, because that would have to be copied.
 const LARGE: usize = 16 << 10;
-/// Read after a large frame, to see what comes next.
+/// The number of bytes to read after a large frame, to see the next head.
 const PEEK: usize = 4 << 10;
-/// One-sided operations that wait for the peer's answer.
+/// Maximum number of one-sided operations without an answer.
 const OPERATIONS: usize = 128;
-/// The same in bytes that reads have asked for, unless it is one alone. A peer that asks for twice
-/// as much breaks the rules.
+/// Maximum number of bytes that unanswered reads may request, except for a single read. A peer that
+/// requests twice as much violates the protocol.
 const READ_BYTES: u64 = 4 << 20;
-/// The largest one-sided operation: the largest buffer.
+/// The largest one-sided operation, which is the size of the largest buffer.
 const OPERATION_BYTES: usize = 2 << 20;
 
-/// A TCP frame on its way out.
+/// A TCP frame that waits to be written.
 struct Leaving {
     head: [u8; TCP_FRAME_HEADER_BYTES],
     body: Body,
-    /// Of both together, what has gone.
+    /// The bytes of head and payload that were written.
     gone: usize,
-    /// Who is to be told when it has.
+    /// The request to report when the frame was written.
     request: Option<RequestContext>,
-    /// It answers a read of the peer's.
+    /// Whether the frame answers a read of the peer.
     is_answer: bool,
 }
 
-/// A one-sided operation that the peer has not answered.
+/// A one-sided operation without an answer.
 pub(super) struct Asked {
     pub(super) op: u32,
     pub(super) held: Held,
     pub(super) request: RequestContext,
 }
 
-/// What was read.
+/// The result of reading.
 pub(super) enum Arrival {
-    /// A TCP frame, with its payload if it may have one.
+    /// A TCP frame, with its payload if it has one.
     TcpFrame(TcpFrame, Option<BufMut>),
     /// Nothing more for now.
     Nothing,
-    /// Nobody has memory for it at the moment.
+    /// There is no memory for the payload now.
     NoMemory,
-    /// There is some, but not for this peer before it has given back some of its own.
+    /// This peer gets no memory until it returns some.
     OverBudget,
     /// The peer has closed the connection.
     End,
@@ -80,33 +80,33 @@ pub(crate) struct TcpPath {
     tls: Option<Box<Tls>>,
     out: VecDeque<Leaving>,
     out_bytes: usize,
-    /// The kernel takes no more until it says so.
+    /// Whether the kernel's buffer is full. An event tells when it has room.
     blocked: bool,
     head: [u8; TCP_FRAME_HEADER_BYTES],
     head_len: usize,
-    /// The payload that is being read, and how much of it is there.
+    /// The payload that is being read, and the number of bytes read.
     body: Option<(TcpFrame, BufMut, usize)>,
-    /// The last frame was a large one.
+    /// Whether the last frame was a large one.
     large: bool,
-    /// A stream's reader found nothing in the kernel, and waits.
+    /// Whether a stream's reader found nothing in the kernel, and waits.
     awaited: bool,
-    /// What came last was left to it.
+    /// Whether the latest arrival was left to that reader.
     deferred: bool,
-    /// Bytes that were read and could not be looked at.
+    /// Bytes that were read but not processed.
     stash: Vec<u8>,
-    /// Among them is what only the fabric can attend to, and no event will tell it so.
+    /// Whether these contain data that only the fabric can process, and no event will report it.
     left_over: bool,
-    /// Of the scratch memory, while a call is at it, what has not been looked at.
+    /// The unprocessed part of the scratch memory, during a call.
     chunk: Range<usize>,
     asked: VecDeque<Asked>,
     asked_reads: u64,
     next_op: u32,
-    /// Who is charged for what comes in.
+    /// The account to charge for received data.
     account: Option<Account>,
 }
 
 impl TcpPath {
-    /// `early` was read after the peer's greeting.
+    /// Creates the path. `early` are bytes that were read after the peer's greeting.
     pub(crate) fn new(socket: OwnedFd, tls: Option<Box<Tls>>, early: Vec<u8>) -> Self {
         Self {
             socket,
@@ -130,31 +130,31 @@ impl TcpPath {
         }
     }
 
-    /// Wakes `waker` when some of what has come in over it was given back.
+    /// Wakes `waker` when some of the memory of received data is returned.
     pub(crate) fn wake_on_credit(&self, waker: &Waker) {
         if let Some(account) = &self.account {
             account.wake_on_credit(waker);
         }
     }
 
-    /// What comes in is charged to this account.
+    /// Charges received data to this account.
     pub(crate) fn charged_to(mut self, account: Option<Account>) -> Self {
         self.account = account;
         self
     }
 
-    /// Whether another TCP frame may be added.
+    /// Returns whether another TCP frame may be added.
     pub(super) fn has_room(&self) -> bool {
         self.out_bytes < OUT_BYTES && self.out.len() < OUT_FRAMES
     }
 
-    /// Whether another one-sided operation may be asked for, if it reads so much.
+    /// Returns whether another one-sided operation that reads this many bytes may be requested.
     pub(super) fn may_ask(&self, read_bytes: u64) -> bool {
         self.asked.len() < OPERATIONS
             && (self.asked_reads == 0 || self.asked_reads + read_bytes <= READ_BYTES)
     }
 
-    /// Whether everything was written.
+    /// Returns whether everything was written.
     pub(super) fn is_written(&self) -> bool {
         self.out.is_empty() && self.tls.as_ref().is_none_or(|tls| !tls.wants_write())
     }
@@ -176,7 +176,7 @@ impl TcpPath {
         });
     }
 
-    /// Answers a one-sided operation of the peer's: with what it read, if it did.
+    /// Answers a one-sided operation of the peer, with the data if it was a read.
     pub(super) fn answer(&mut self, op: u32, done: bool, body: Body) {
         let (kind, body) = match body {
             _ if !done => (TcpFrameKind::Denied, Body::Nothing),
@@ -189,7 +189,7 @@ impl TcpPath {
         self.out.push_back(Leaving { head, body, gone: 0, request: None, is_answer: true });
     }
 
-    /// Asks the peer for a one-sided operation.
+    /// Requests a one-sided operation from the peer.
     pub(super) fn ask(&mut self, mut tcp_frame: TcpFrame, held: Held, request: RequestContext) {
         tcp_frame.op = self.next_op;
         self.next_op = self.next_op.wrapping_add(1);
@@ -204,7 +204,8 @@ impl TcpPath {
         self.asked.push_back(Asked { op: tcp_frame.op, held, request });
     }
 
-    /// The operation that an answer is for: they come in the order of the questions.
+    /// Returns the operation that an answer belongs to. Answers arrive in the order of the
+    /// requests.
     pub(super) fn answered(&mut self, op: u32) -> Option<Asked> {
         if self.asked.front()?.op != op {
             return None;
@@ -216,7 +217,7 @@ impl TcpPath {
         Some(asked)
     }
 
-    /// Operations that have not been answered.
+    /// Returns the operations without an answer.
     pub(super) fn asked(&self) -> impl Iterator<Item = &Asked> {
         self.asked.iter()
     }
@@ -225,34 +226,35 @@ impl TcpPath {
         if let Some((TcpFrame { kind: TcpFrameKind::Data, .. }, buf, _)) = self.body.take()
             && let Some(asked) = self.asked.front_mut()
         {
-            asked.held = Held::Unique(buf); // half of it is there
+            asked.held = Held::Unique(buf); // its payload was read in part
         }
         std::mem::take(&mut self.asked)
     }
 
-    /// TCP frames that have not gone whole: who waits for them.
+    /// Returns the requests of all frames that were not written completely.
     pub(super) fn take_leaving(&mut self) -> impl Iterator<Item = RequestContext> {
         self.out_bytes = 0;
         std::mem::take(&mut self.out).into_iter().filter_map(|leaving| leaving.request)
     }
 
-    /// Bytes of answers to the peer's reads that it has not taken: more than a peer in good order
-    /// asks for.
+    /// The number of bytes in unread answers beyond which a peer violates the protocol: more than a
+    /// correct peer requests.
     pub(super) fn is_overasked(&self, more: usize) -> bool {
         let answers = self.out.iter().filter(|leaving| leaving.is_answer);
         let waiting: usize = answers.map(|leaving| leaving.body.bytes().len()).sum();
         waiting > 0 && (waiting + more) as u64 > 2 * READ_BYTES
     }
 
-    /// Whether the peer asks and does not take the answers: beyond what one in good order can have
-    /// under way.
+    /// Returns whether the peer sends requests but does not read the answers, beyond what a correct
+    /// peer may have under way.
     pub(super) fn is_flooded(&self) -> bool {
         self.out.len() > OUT_FRAMES + 4 * OPERATIONS
     }
 
-    /// Writes frames from the caller's memory, if nothing stands before them: the first `len` bytes
-    /// of `slices`, in frames of at most `most` with this `imm`. Returns how many have begun, and
-    /// their bytes; of the last, what the kernel did not take is copied.
+    /// Writes frames from the caller's memory, if nothing waits to be written: the first `len`
+    /// bytes of `slices`, in frames of at most `most` bytes with this `imm`. Returns how many
+    /// frames have begun, and their bytes. The rest of the last frame, if the kernel did not accept
+    /// it, is copied.
     pub(super) fn write_now(
         &mut self,
         imm: u32,
@@ -303,7 +305,8 @@ impl TcpPath {
         if of_next == 0 {
             return Ok((whole, whole * most));
         }
-        // What went of the body is not in the rest: the head is what is left of itself.
+        // The rest has no bytes of the payload that was written, and only the remaining bytes of
+        // the head.
         let gone = of_next.min(TCP_FRAME_HEADER_BYTES);
         let mut skip = whole * most + of_next - gone;
         let mut left = size_of(whole) - (of_next - gone);
@@ -328,23 +331,24 @@ impl TcpPath {
         Ok((whole + 1, whole * most + size_of(whole)))
     }
 
-    /// Whether what is written goes straight to the kernel.
+    /// Returns whether writes go straight to the kernel.
     pub(super) fn is_plain(&self) -> bool {
         self.tls.is_none()
     }
 
-    /// Whether the kernel takes nothing until it says so.
+    /// Returns whether the kernel's buffer is full.
     #[cfg(feature = "tokio")]
     pub(super) fn is_blocked(&self) -> bool {
         self.blocked
     }
 
-    /// The kernel says that it takes more.
+    /// Notes that the kernel's buffer has room.
     pub(crate) fn unblock(&mut self) {
         self.blocked = false;
     }
 
-    /// Writes what it can. Whoever waits for a TCP frame that has gone is told by `each`.
+    /// Writes as much as possible. Calls `each` with the request of each frame that was written
+    /// completely.
     pub(super) fn flush(&mut self, mut each: impl FnMut(RequestContext)) -> io::Result<()> {
         while !self.blocked && !self.is_written() {
             let sent = {
@@ -389,7 +393,7 @@ impl TcpPath {
         write(&self.socket, self.tls.as_deref_mut(), slices)
     }
 
-    /// Says that nothing more will be written; what the kernel has is delivered.
+    /// Ends writing. The kernel still delivers what it has accepted.
     pub(super) fn shut_down(&mut self) {
         if let Some(tls) = &mut self.tls {
             tls.say_goodbye(&self.socket);

@@ -1,7 +1,6 @@
-//! Tickets: how a future learns what became of its operation.
-//!
-//! The future has the number, the link has the result. Dropping the future only gives the ticket
-//! up; the operation goes on, and its memory with it.
+//! Tickets: how a future learns the result of its operation. The future has the number, the link
+//! has the result. Dropping the future only gives up the ticket; the operation continues with its
+//! memory.
 
 use std::task::{Poll, Waker};
 
@@ -15,7 +14,7 @@ pub(crate) struct Ticket {
     generation: u32,
 }
 
-/// How an operation ended; a read brings its buffer back in either case.
+/// The result of an operation. A read returns its buffer in either case.
 #[derive(Debug)]
 pub(crate) struct Outcome {
     pub(crate) result: Result<(), Error>,
@@ -26,7 +25,7 @@ enum State {
     Free,
     Waiting(Option<Waker>),
     Done(Outcome),
-    /// Nobody will ask.
+    /// The future was dropped.
     Abandoned,
 }
 
@@ -52,8 +51,8 @@ impl Tickets {
         Ticket { index, generation: entry.generation }
     }
 
-    /// The operation ended; returns who is to be woken. What nobody asks for any more is dropped
-    /// here.
+    /// Stores the result of an operation. Returns the task to wake. Drops the result if the future
+    /// was dropped.
     pub(crate) fn finish(&mut self, ticket: Ticket, outcome: Outcome) -> Option<Waker> {
         let entry = self.entry(ticket)?;
         match std::mem::replace(&mut entry.state, State::Done(outcome)) {
@@ -69,7 +68,7 @@ impl Tickets {
         }
     }
 
-    /// The result, if there is one; else `waker` is kept.
+    /// Returns the result if there is one. Otherwise keeps `waker`.
     pub(crate) fn poll(&mut self, ticket: Ticket, waker: &Waker) -> Poll<Outcome> {
         let Some(entry) = self.entry(ticket) else { return Poll::Pending };
         match &mut entry.state {
@@ -89,7 +88,7 @@ impl Tickets {
         }
     }
 
-    /// The future is gone.
+    /// Notes that the future was dropped.
     pub(crate) fn abandon(&mut self, ticket: Ticket) {
         let Some(entry) = self.entry(ticket) else { return };
         match std::mem::replace(&mut entry.state, State::Abandoned) {
@@ -98,7 +97,7 @@ impl Tickets {
         }
     }
 
-    /// Whether no ticket is out.
+    /// Returns whether there are no tickets.
     #[cfg(all(test, loom))]
     pub(crate) fn is_empty(&self) -> bool {
         self.free.len() == self.entries.len()

@@ -23,12 +23,12 @@ impl Tls {
         ServerConnection::new(config).map(|connection| Self(connection.into()))
     }
 
-    /// Whether records wait to be written.
+    /// Returns whether records wait to be written.
     pub(crate) fn wants_write(&self) -> bool {
         self.0.wants_write()
     }
 
-    /// Takes plain bytes and writes records; `None` if it takes nothing now.
+    /// Accepts plain bytes and writes records; `None` if it accepts nothing now.
     pub(crate) fn write(
         &mut self,
         socket: &OwnedFd,
@@ -59,18 +59,18 @@ impl Tls {
                 Err(error) => return Err(error),
             }
             let processed = self.0.process_new_packets();
-            let _ = self.push(socket); // an alert, or what the handshake needs
+            let _ = self.push(socket); // an alert, or part of the handshake
             processed.map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
         }
     }
 
-    /// Says that nothing more will be written.
+    /// Announces the end of writing.
     pub(crate) fn say_goodbye(&mut self, socket: &OwnedFd) {
         self.0.send_close_notify();
         let _ = self.push(socket);
     }
 
-    /// Writes records; whether the kernel takes no more.
+    /// Writes records. Returns whether the kernel accepts no more.
     fn push(&mut self, socket: &OwnedFd) -> io::Result<bool> {
         while self.0.wants_write() {
             match self.0.write_tls(&mut Raw(socket)) {
@@ -83,7 +83,7 @@ impl Tls {
     }
 }
 
-/// The connection as rustls wants it.
+/// The connection as rustls expects it.
 struct Raw<'a>(&'a OwnedFd);
 
 impl Read for Raw<'_> {

@@ -100,8 +100,8 @@ impl PoolConfig {
             self.initial_of(*purpose).div_ceil(self.max_region) > self.regions_of(*purpose)
         }) {
             format!(
-                "the initial memory for {purpose}s needs more regions than max_regions ({}) \
-                 allows; half of them are for {purpose}s",
+                "the initial memory for {purpose}s needs more regions than max_regions ({}) allows; \
+                 only half of max_regions is for {purpose}s",
                 self.max_regions
             )
         } else if self.receive_initial > reserve {

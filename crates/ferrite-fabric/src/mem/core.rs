@@ -241,7 +241,8 @@ impl Core {
 
     /// Registers all arenas with a domain that replaces a retired one; all or nothing.
     pub(super) fn restore(&self, index: usize, domain: &ProtectionDomain) -> Result<(), PoolError> {
-        // An arena that is about to be created waits, and is then registered with it as well.
+        // An arena that is about to be created waits for this lock, and is then registered with the
+        // restored domain, too.
         let _registering = lock(&self.registering);
         let wrong = {
             let domains = lock(&self.domains);

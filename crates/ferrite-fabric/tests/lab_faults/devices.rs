@@ -1,6 +1,7 @@
 //! A device is removed under traffic (`rdma link delete`). The kernel notifies programs that have
 //! an identifier on it, and waits until the last user of a Soft-RoCE device has released it.
 
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
@@ -54,6 +55,22 @@ impl Removal {
         until(REMOVED_WITHIN * slowdown(), "the removal ends", || self.has_ended());
         println!("  (removed {:.0?} later)", begun.elapsed());
     }
+
+    /// Waits until the device is removed, and adds it again.
+    #[track_caller]
+    fn undo(mut self) {
+        self.wait();
+    }
+}
+
+/// Waits until this host holds no more objects on a device than `first`. Identifiers linger in
+/// timewait.
+#[track_caller]
+fn wait_until_no_more_held(device: &str, first: &BTreeMap<String, u64>) {
+    let is_more = |(what, count): (String, u64)| count > first.get(&what).copied().unwrap_or(0);
+    until(TEST_TIMEOUT, &format!("no more objects than at first: {first:?}"), || {
+        !held_on(device).into_iter().any(is_more)
+    });
 }
 
 /// The only device of a fabric is removed. The fabric releases it when it ends.
@@ -61,7 +78,7 @@ impl Removal {
 fn own_device_removed() {
     let pair = Pair::start(short_timeouts(), short_timeouts());
     let since = Instant::now();
-    let mut removal = remove(OWN.0);
+    let removal = remove(OWN.0);
     let (own, peer, link, traffic, leak_check) = pair.into_parts();
     check_all_traffic_fails(
         "own device removed",
@@ -75,8 +92,7 @@ fn own_device_removed() {
     println!("connect afterwards: {error:?}");
     drop(link);
     own.finish();
-    removal.wait();
-    drop(removal);
+    removal.undo();
     for end in peer.finish() {
         assert_eq!(end.expect_err("the peer's link must fail").kind(), ErrorKind::LinkDown);
     }
@@ -96,7 +112,7 @@ fn peer_device_removed() {
     let link = connect(&own, addr).expect("a link");
     let traffic = Traffic::start(&link);
     let since = Instant::now();
-    let mut removal = remove(PEER.0);
+    let removal = remove(PEER.0);
     check_all_traffic_fails(
         "peer's device removed",
         &link,
@@ -112,8 +128,7 @@ fn peer_device_removed() {
     for end in process.finish() {
         assert!(end.starts_with("failed DeviceGone"), "{end}");
     }
-    removal.wait();
-    drop(removal);
+    removal.undo();
     leak_check.end();
 }
 
@@ -151,8 +166,7 @@ fn one_of_two_devices_removed() {
     drop(kept);
     peer.finish();
     own.finish();
-    removal.wait();
-    drop(removal);
+    removal.undo();
     leak_check.end();
     assert!(removed, "the removal waited until the fabric ended");
 }
@@ -187,20 +201,13 @@ fn own_device_removed_and_added_again() {
         wait_until_used_again(&own, time);
         link = connect(&own, peer.addr).expect("a link");
         traffic = Traffic::start(&link);
-        let more = |(what, count): &(String, u64)| *count > first.get(what).copied().unwrap_or(0);
-        let left = || held_on(OWN.0).into_iter().filter(more).collect::<Vec<_>>();
-        // Identifiers linger in timewait.
-        until(TEST_TIMEOUT, &format!("no more objects than at first: {first:?}"), || {
-            left().is_empty()
-        });
+        wait_until_no_more_held(OWN.0, &first);
     }
     traffic.stop();
     within(TEST_TIMEOUT, "closing", link.close()).expect("closed cleanly");
     drop(link);
     until(TEST_TIMEOUT, "no link is left", || own.fabric.stats().links == 0);
-    let mut removal = remove(OWN.0);
-    removal.wait();
-    drop(removal);
+    remove(OWN.0).undo();
     wait_until_used_again(&own, TIMES as u64 + 1);
     let link = connect(&own, peer.addr).expect("a link");
     Traffic::start(&link).stop();
@@ -221,9 +228,7 @@ fn own_device_removed_while_returning() {
     let (own, peer) = (Host::new(&[OWN.0], short_timeouts()), Peer::start(short_timeouts()));
     drop(connect(&own, peer.addr).expect("a link"));
     for pause in [0, 600, 700, 750, 800, 820, 840, 860, 880, 900, 920, 940, 960, 1000, 1200] {
-        let mut removal = remove(OWN.0);
-        removal.wait();
-        drop(removal); // adds it again
+        remove(OWN.0).undo();
         std::thread::sleep(Duration::from_millis(pause));
     }
     until(BACK_WITHIN * slowdown(), "the device is used again", || {
@@ -279,14 +284,9 @@ fn check_peer_device_returns(test: &str, everywhere: &str, times: usize) {
     let mut first = None;
     for _ in 0..times {
         let traffic = Traffic::start(&link);
-        let first = first.get_or_insert_with(|| held_on(PEER.0));
-        let more = |(what, count): &(String, u64)| *count > first.get(what).copied().unwrap_or(0);
-        let left = || held_on(PEER.0).into_iter().filter(more).collect::<Vec<_>>();
-        until(TEST_TIMEOUT, &format!("no more objects than at first: {first:?}"), || {
-            left().is_empty()
-        });
+        wait_until_no_more_held(PEER.0, first.get_or_insert_with(|| held_on(PEER.0)));
         let since = Instant::now();
-        let mut removal = remove(PEER.0);
+        let removal = remove(PEER.0);
         check_all_traffic_fails(
             "peer's device removed",
             &link,
@@ -296,8 +296,7 @@ fn check_peer_device_returns(test: &str, everywhere: &str, times: usize) {
             NOTIFIED_WITHIN,
         );
         drop(link);
-        removal.wait();
-        drop(removal); // adds it again
+        removal.undo();
         let begun = Instant::now();
         let mut connected = connect(&own, addr);
         let is_back = comes_true(BACK_WITHIN * slowdown(), || {

@@ -169,7 +169,7 @@ pub(crate) fn unknown_channel(fixture: &Fixture) {
         drive(&[&harness.host], harness.link.recv()).expect("first message").to_vec(),
         b"fine"
     );
-    harness.check_ends_with("channel 4, of 4");
+    harness.check_ends_with("channel 4, but there are only 4 channels");
 }
 
 /// A message that never ends fails the link: in full frames by its size, in empty frames at once.

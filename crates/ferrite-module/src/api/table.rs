@@ -221,6 +221,8 @@ table! { required {
     client_info = "GetClientInfoById": unsafe extern "C" fn(*mut RawClientInfo, u64) -> c_int;
     client_user_name = "GetClientUserNameById":
         unsafe extern "C" fn(*mut RawContext, u64) -> *mut RawString;
+    close_client = "DeauthenticateAndCloseClient":
+        unsafe extern "C" fn(*mut RawContext, u64) -> c_int;
     set_client_name = "SetClientNameById": unsafe extern "C" fn(u64, *mut RawString) -> c_int;
     open_key = "OpenKey":
         unsafe extern "C" fn(*mut RawContext, *mut RawString, c_int) -> *mut RawKey;

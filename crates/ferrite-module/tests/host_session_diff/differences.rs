@@ -306,18 +306,18 @@ pub(crate) fn is_monitor_line(reply: &[u8]) -> bool {
         && line.get(digits + 7..digits + 9) == Some(b" [")
 }
 
-/// Returns whether the engine's log shows a client that was disconnected although it had few unread
-/// replies.
+/// Returns whether the engine's log shows a client that was disconnected because it had unread
+/// replies and no login.
 ///
-/// Engines with the fix of CVE-2025-21605 limit clients without a login to 1 KiB of unread replies.
-/// A reply of unknown length uses 16 KiB at once. A RESET in the same read removes the login while
-/// replies are still unwritten.
-pub(crate) fn is_cut_off_early(log: &str) -> bool {
-    const EARLY: u64 = 64 << 10;
+/// Engines with the fix of CVE-2025-21605 limit such clients to 1 KiB of unread replies. A reply of
+/// unknown length uses 16 KiB at once. A RESET removes the login while earlier replies, of any
+/// size, are still unwritten. Unless the session sets a limit of its own, there is no other reason.
+pub(crate) fn is_cut_off_without_login(log: &str, has_own_limit: bool) -> bool {
+    let few = if has_own_limit { 64 << 10 } else { u64::MAX };
     let cut_off = log.lines().filter(|line| line.contains("overcoming of output buffer limits"));
     let mut waiting = cut_off
         .filter_map(|line| line.split(" omem=").nth(1)?.split(' ').next()?.parse::<u64>().ok());
-    waiting.any(|bytes| bytes < EARLY)
+    waiting.any(|bytes| bytes < few)
 }
 
 /// Returns whether the last reply rejects a large command because the client has no login. Valkey
@@ -351,15 +351,23 @@ pub(crate) fn is_cut_off_at_the_end(one: &[u8], other: &[u8]) -> bool {
     if short.len() < long.len() && long.starts_with(short) {
         return true;
     }
-    // Where the order is not defined, other replies are left on each side: as many as there was
-    // room for.
-    let [some, others] = [one, other].map(replies);
+    let [some, others] = [short, long].map(replies);
     let pairs = || some.iter().zip(&others);
     let equal = pairs().take_while(|(l, r)| is_same(&normalised(l), &normalised(r))).count();
     let mut unordered = pairs().skip(equal).peekable();
-    unordered.peek().is_some()
-        && unordered
-            .all(|(l, r)| order_field(l).is_some() && is_same(&without_order(l), &without_order(r)))
+    if unordered.peek().is_none() {
+        // The short side may end within a reply.
+        let rest_of = |bytes, all: &[&[u8]]| {
+            let known: usize = all[..equal].iter().map(|reply| reply.len()).sum();
+            <[u8]>::split_at(bytes, known).1
+        };
+        let [rest, more] = [rest_of(short, &some), rest_of(long, &others)];
+        return rest.len() < more.len() && more.starts_with(rest);
+    }
+    // Where the order is not defined, other replies are left on each side: as many as there was
+    // room for.
+    unordered
+        .all(|(l, r)| order_field(l).is_some() && is_same(&without_order(l), &without_order(r)))
 }
 
 /// A normalised reply without the field that is in any order.
@@ -499,15 +507,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn recognises_disconnects_with_few_unread_replies() {
+    fn recognises_disconnects_without_a_login() {
         let line = |omem| {
             format!(
                 "# Client id=6 omem={omem} tot-mem=1 scheduled to be closed ASAP for overcoming of output buffer limits.\n"
             )
         };
-        assert!(is_cut_off_early(&line(20_560)));
-        assert!(!is_cut_off_early(&line(2_000_000)), "the configured limit");
-        assert!(!is_cut_off_early("# Client id=6 omem=20560 closed\n"));
+        assert!(is_cut_off_without_login(&line(20_560), true));
+        assert!(!is_cut_off_without_login(&line(2_000_000), true), "the configured limit");
+        assert!(is_cut_off_without_login(&line(2_000_000), false), "there is no other limit");
+        assert!(!is_cut_off_without_login("# Client id=6 omem=20560 closed\n", false));
     }
 
     /// PSUBSCRIBE of two patterns in a transaction gives EXEC's array one element too many, so that
@@ -538,6 +547,13 @@ mod tests {
         assert!(!is_cut_off_at_the_end(&vec![b'b'; 64 << 10], &all));
         let bulk = |byte| [&b"$262145\r\n"[..], &vec![byte; 64 << 10]].concat();
         assert!(!is_cut_off_at_the_end(&bulk(b's'), &bulk(b'd')), "other bytes of one long reply");
+        let many = b"+PONG\r\n".repeat(20_000);
+        let hello = |id| {
+            let reply = format!("*4\r\n$5\r\nproto\r\n:2\r\n$2\r\nid\r\n:{id}\r\n");
+            [reply.as_bytes(), &many].concat()
+        };
+        assert!(is_cut_off_at_the_end(&hello(7)[..70_000], &hello(8)), "after a client id");
+        assert!(!is_cut_off_at_the_end(&hello(7), &hello(8)[..60_000]), "less than 64 KiB");
         let left = |first: u32| -> Vec<u8> {
             let reply = |at| {
                 format!(

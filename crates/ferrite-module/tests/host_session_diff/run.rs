@@ -7,7 +7,7 @@ use ferrite_proto::resp::Value;
 use super::compare::{Tolerance, first_difference, replies, take_equal};
 use super::differences::{
     Broadcasts, acl_log, ends_with_rejected_header, has_silent_quit, is_cut_off_at_the_end,
-    is_cut_off_early,
+    is_cut_off_without_login,
 };
 use super::flood;
 use super::session::{Action, Part, Session, Setup, Step, excerpt};
@@ -280,9 +280,13 @@ impl Pair {
                 && !are_equal(Tolerance { broadcasts: broadcasts(), ..self.tolerance })
             {
                 let difference = first_difference(&one.received, &other.received);
-                let ends = [(one, "engine"), (other, "module")].map(|(client, name)| {
+                let both = [(one, &engine.server, "engine"), (other, &module.server, "module")];
+                let ends = both.map(|(client, server, name)| {
                     if client.is_closed {
-                        format!("\n    {name} closed the connection")
+                        // The last line usually says why.
+                        let (log, close) = (server.log(), "\n    log: ");
+                        let why = log.lines().last().map(|line| format!("{close}{line}"));
+                        format!("\n    {name} closed the connection{}", why.unwrap_or_default())
                     } else {
                         String::new()
                     }
@@ -321,17 +325,33 @@ impl Pair {
             self.serves_different_clients = true;
             return true;
         }
+        let limit = b"client-output-buffer-limit";
+        let sets_limit = |sent: &SentInput| {
+            let mut windows = sent.bytes.windows(limit.len());
+            windows.any(|window| window.eq_ignore_ascii_case(limit))
+        };
+        let has_own_limit = self.sent.iter().any(sets_limit);
+        let is_cut_off = |side: &Side| {
+            side.clients[client].is_closed
+                && is_cut_off_without_login(&side.server.log(), has_own_limit)
+        };
+        if is_cut_off(engine) || is_cut_off(module) {
+            return true;
+        }
         let [one, other] = [&engine.clients[client], &module.clients[client]];
         if one.has_ended_writing && one.is_closed && other.is_closed {
             return is_cut_off_at_the_end(&one.received, &other.received);
         }
         match (engine.clients[client].is_closed, module.clients[client].is_closed) {
-            (true, false) => {
-                is_cut_off_early(&engine.server.log())
-                    || has_silent_quit(&module.observe("CLIENT LIST"))
-            }
+            (true, false) => has_silent_quit(&module.observe("CLIENT LIST")),
             (false, true) => has_silent_quit(&engine.observe("CLIENT LIST")),
-            _ => false,
+            // If a command unblocks another client whose next command kills the sender, the engine
+            // drops the reply. The module may have sent it.
+            (true, true) => {
+                let [one, other] = [&engine.clients[client], &module.clients[client]];
+                one.received.is_empty() && replies(&other.received).len() == 1
+            }
+            (false, false) => false,
         }
     }
 

@@ -57,7 +57,7 @@ impl Honest {
         Self { threads: threads.collect(), phase }
     }
 
-    /// Sets whether the next requests are measured as those under attack.
+    /// Sets whether the next requests count as requests during the attack.
     pub(crate) fn set_attacked(&self, is_attacked: bool) {
         self.phase.store(usize::from(is_attacked), Ordering::Relaxed);
     }

@@ -24,18 +24,20 @@ pub struct Config {
     /// for [`MESSAGES_IN_FLIGHT`](super::MESSAGES_IN_FLIGHT) messages. Default 512.
     pub max_writes_in_flight: u32,
     /// Maximum number of writes and messages that a client sends without an arrival from the
-    /// server. Beyond it, no write starts.
+    /// server. Beyond it, no write starts. Default 256.
     ///
-    /// Each of them takes one of the server's receives (assume 1024) until the server's software
-    /// has seen it, and a local completion does not tell that it has. An arrival from the server
-    /// does, for everything that came before it was sent. Requests that go out while it is on its
-    /// way are not covered. So the limit is at most half of the server's receives, better a
-    /// quarter. Default 256: a Valkey server's connection fails at the first write that finds no
-    /// receive. A client whose queue pair retries (RNR retry 7) may have no limit. The longest wait
-    /// is the server's keepalive interval.
+    /// Each write and each message takes one of the server's receives (assume 1024) until the
+    /// server's software has processed it. If a write finds no receive, the connection to a Valkey
+    /// server fails. A local completion does not prove that the server's software has processed a
+    /// request. A message from the server does, for all requests that had arrived when the server
+    /// sent it. It proves nothing for requests sent while it was on its way. So the limit must be
+    /// at most half of the server's receives, better a quarter.
+    ///
+    /// A client whose queue pair retries (RNR retry 7) needs no limit. The longest wait is the
+    /// server's keepalive interval.
     ///
     /// Servers have no such limit. They would wait for ever, because clients send no keepalives.
-    /// And they need none, because their network card retries for as long as it takes.
+    /// They need none, because their network card retries for as long as it takes.
     pub max_unseen: Option<u32>,
     /// How often a server sends a keepalive. Default 3 s. Clients send none.
     pub keepalive_interval: Duration,

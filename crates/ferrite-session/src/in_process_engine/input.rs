@@ -118,6 +118,9 @@ impl Input {
     /// Finds the next complete command, but does not take it.
     #[inline]
     pub(crate) fn peek(&mut self) -> Result<Option<FoundCommand>, CommandError> {
+        if self.taken == self.filled {
+            return Ok(None); // as after every command that was sent alone
+        }
         let first = self.words.len();
         let end = if self.framer.is_inside() { None } else { self.find_plain() };
         let end = match end {

@@ -13,6 +13,7 @@ use crate::code::codes;
 use crate::context::wait_readable;
 use crate::error::{Error, ErrorKind, RejectReason, Rejection, last_errno};
 use crate::sys;
+use crate::sys::rdma_cm_event_type as Event;
 
 /// An event of an identifier.
 #[derive(Debug)]
@@ -159,9 +160,7 @@ impl CmEvent {
         }
         Self { id, kind, status: event.status, private_data, request }
     }
-}
 
-impl CmEvent {
     /// Converts the event to an error, for a caller that waited for another step of a handshake
     /// with `peer`.
     #[must_use]
@@ -195,41 +194,33 @@ codes! {
     /// What happened.
     pub struct CmEventKind, unknown: "unknown event" {
         /// Next: [`CmId::resolve_route`].
-        ADDRESS_RESOLVED = sys::rdma_cm_event_type::RDMA_CM_EVENT_ADDR_RESOLVED.0,
-            "address is resolved";
+        ADDRESS_RESOLVED = Event::RDMA_CM_EVENT_ADDR_RESOLVED.0, "address is resolved";
         /// The status is a negative error number.
-        ADDRESS_ERROR = sys::rdma_cm_event_type::RDMA_CM_EVENT_ADDR_ERROR.0,
-            "address cannot be resolved";
+        ADDRESS_ERROR = Event::RDMA_CM_EVENT_ADDR_ERROR.0, "address cannot be resolved";
         /// Next: [`CmId::connect`].
-        ROUTE_RESOLVED = sys::rdma_cm_event_type::RDMA_CM_EVENT_ROUTE_RESOLVED.0,
-            "route is resolved";
+        ROUTE_RESOLVED = Event::RDMA_CM_EVENT_ROUTE_RESOLVED.0, "route is resolved";
         /// The status is a negative error number.
-        ROUTE_ERROR = sys::rdma_cm_event_type::RDMA_CM_EVENT_ROUTE_ERROR.0,
-            "route cannot be resolved";
+        ROUTE_ERROR = Event::RDMA_CM_EVENT_ROUTE_ERROR.0, "route cannot be resolved";
         /// See [`CmEvent::request`].
-        CONNECT_REQUEST = sys::rdma_cm_event_type::RDMA_CM_EVENT_CONNECT_REQUEST.0,
-            "peer wants a connection";
+        CONNECT_REQUEST = Event::RDMA_CM_EVENT_CONNECT_REQUEST.0, "peer wants a connection";
         /// Next: move the queue pair to ready to send, then call [`CmId::establish`].
-        CONNECT_RESPONSE = sys::rdma_cm_event_type::RDMA_CM_EVENT_CONNECT_RESPONSE.0,
-            "peer accepted";
+        CONNECT_RESPONSE = Event::RDMA_CM_EVENT_CONNECT_RESPONSE.0, "peer accepted";
         /// The status is a negative error number.
-        CONNECT_ERROR = sys::rdma_cm_event_type::RDMA_CM_EVENT_CONNECT_ERROR.0, "connection failed";
+        CONNECT_ERROR = Event::RDMA_CM_EVENT_CONNECT_ERROR.0, "connection failed";
         /// The kernel gave up on the peer.
-        UNREACHABLE = sys::rdma_cm_event_type::RDMA_CM_EVENT_UNREACHABLE.0, "peer does not answer";
+        UNREACHABLE = Event::RDMA_CM_EVENT_UNREACHABLE.0, "peer does not answer";
         /// See [`CmEvent::reject_reason`].
-        REJECTED = sys::rdma_cm_event_type::RDMA_CM_EVENT_REJECTED.0, "peer refused";
+        REJECTED = Event::RDMA_CM_EVENT_REJECTED.0, "peer refused";
         /// Both sides are ready.
-        ESTABLISHED = sys::rdma_cm_event_type::RDMA_CM_EVENT_ESTABLISHED.0, "connection is up";
+        ESTABLISHED = Event::RDMA_CM_EVENT_ESTABLISHED.0, "connection is up";
         /// Confirm with [`CmId::disconnect`].
-        DISCONNECTED = sys::rdma_cm_event_type::RDMA_CM_EVENT_DISCONNECTED.0, "connection ended";
+        DISCONNECTED = Event::RDMA_CM_EVENT_DISCONNECTED.0, "connection ended";
         /// Destroy everything on the device.
-        DEVICE_REMOVAL = sys::rdma_cm_event_type::RDMA_CM_EVENT_DEVICE_REMOVAL.0,
-            "device is being removed";
+        DEVICE_REMOVAL = Event::RDMA_CM_EVENT_DEVICE_REMOVAL.0, "device is being removed";
         /// Connect again if the connection must use the new device.
-        ADDRESS_CHANGE = sys::rdma_cm_event_type::RDMA_CM_EVENT_ADDR_CHANGE.0,
+        ADDRESS_CHANGE = Event::RDMA_CM_EVENT_ADDR_CHANGE.0,
             "local address moved to another device";
         /// No packet of the old connection can arrive any more.
-        TIMEWAIT_EXIT = sys::rdma_cm_event_type::RDMA_CM_EVENT_TIMEWAIT_EXIT.0,
-            "queue pair number is free again";
+        TIMEWAIT_EXIT = Event::RDMA_CM_EVENT_TIMEWAIT_EXIT.0, "queue pair number is free again";
     }
 }

@@ -27,7 +27,7 @@ pub(super) use reading::pieces;
 
 pub(super) const MAX_MESSAGE_BYTES: u32 = 1 << 30;
 
-/// The injected fault of a post whose requests are all queued.
+/// The name of an injected fault: a post fails although all its requests were queued.
 pub(super) const DOORBELL: &str = "doorbell";
 
 /// The value of `rnr_retry` for waiting for a receive for ever.

@@ -46,7 +46,7 @@ impl World {
 }
 
 impl State {
-    /// Keeps a completion if the devices are late; else gives it back.
+    /// Holds a completion back if the devices are late. Otherwise returns it.
     pub(super) fn keep_late(&mut self, queue: Id, entry: Entry) -> Option<Entry> {
         if !self.late.is_on {
             return Some(entry);
@@ -55,7 +55,7 @@ impl State {
         None
     }
 
-    /// Keeps the report of a last receive; returns `false` if the devices are not late.
+    /// Holds back the report of a last receive. Returns false if the devices are not late.
     pub(super) fn keep_late_last_receive(&mut self, context: Id, qp: Id) -> bool {
         if self.late.is_on {
             self.late.last_receives.push((context, qp));

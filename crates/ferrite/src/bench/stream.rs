@@ -79,8 +79,10 @@ pub(crate) struct Options {
     #[arg(long, value_name = "MIB", default_value_t = 64, conflicts_with = "listen",
           value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
     mib: u64,
-    /// Microseconds for which both sides busy-poll before they sleep [default: 50, the fabric's own
-    /// default]
+    /// Microseconds for which both sides busy-poll at most before they sleep [default: 500, the
+    /// fabric's own default]
+    ///
+    /// They poll for less if answers take less. From 1000000 on, they never sleep.
     #[arg(long, value_name = "MICROSECONDS", conflicts_with = "listen")]
     busy_poll_us: Option<u32>,
     /// Largest frame that this side receives [default: 8kb]

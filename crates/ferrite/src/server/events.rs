@@ -34,7 +34,8 @@ struct Restarting {
     delay_seconds: f64,
 }
 
-/// Prints the event before a restart. `code` is the exit code without restarts.
+/// Prints the event before a restart. `code` is the exit code that `ferrite server` would have
+/// without restarts.
 pub(super) fn restarting(json: bool, code: u8, restart: u32, delay: Duration) {
     print(
         json,

@@ -37,7 +37,8 @@ const UNANSWERED_STOP_TIMEOUT: Duration = Duration::from_secs(10);
 /// through a socket and may arrive before the line, which comes through a pipe.
 const LOG_TRIES: u32 = 20;
 const LOG_PAUSE: Duration = Duration::from_millis(50);
-/// Part of the system's error text for an address in use. RDMA is available in that case.
+/// Part of the system's error text for an address in use. This failure does not mean that RDMA is
+/// unavailable.
 const IN_USE: &str = "already in use";
 
 /// Runs one engine after another.

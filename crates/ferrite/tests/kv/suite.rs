@@ -115,6 +115,20 @@ fn report(output: &Output) -> Value {
     serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {stderr}"))
 }
 
+/// `ferrite bench fabric` against a server of Redis clients ends with an error that says so.
+#[allow(dead_code, reason = "only the lab has devices")]
+pub(crate) fn bench_fabric_names_a_redis_server(network: &Network) {
+    let setup = GatewaySetup::start(network, &["--protected-mode", "no"]);
+    let output = ferrite(&[&["bench", "fabric", &setup.address], network.client].concat())
+        .output()
+        .expect("ferrite starts");
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{stderr}");
+    assert!(stderr.contains("is a Redis or Valkey server"), "{stderr}");
+    assert!(stderr.contains("`ferrite bench kv`"), "{stderr}");
+    setup.end();
+}
+
 /// The gateway carries every kind of load without errors, and counts sessions and bytes.
 pub(crate) fn gateway_carries_every_kind_of_load(network: &Network) {
     let setup = GatewaySetup::start(network, &["--protected-mode", "no"]);

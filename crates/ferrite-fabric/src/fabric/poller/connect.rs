@@ -30,7 +30,7 @@ mod tcp_link;
 mod upgrade_waiter;
 mod upgrading;
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -104,6 +104,8 @@ pub(crate) struct Handshakes {
     /// Number of incoming handshakes that have a running command.
     commanded: usize,
     outgoing: usize,
+    /// The devices that were ever watched.
+    watched: HashSet<usize>,
 }
 
 impl Handshakes {
@@ -143,7 +145,13 @@ impl Handshakes {
         };
         let earlier = self.by_key.extract_if(is_earlier).map(|(_, handshake)| handshake).collect();
         self.put(id.key(), Handshake::Watching { id, device });
+        self.watched.insert(device);
         earlier
+    }
+
+    /// Returns whether the device was ever watched.
+    pub(crate) fn was_watched(&self, device: usize) -> bool {
+        self.watched.contains(&device)
     }
 
     /// Records that a command owns the identifier.

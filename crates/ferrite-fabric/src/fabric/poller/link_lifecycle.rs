@@ -82,7 +82,7 @@ impl Poller {
             return;
         };
         if first {
-            link.with_wakes(&mut self.wakes, |state, env, _| state.post_last(env));
+            link.with_wakes(&mut self.wakes, |state, _, _| state.post_last());
             if error.kind() != ErrorKind::Closed {
                 shared.counters.failed_links.fetch_add(1, Ordering::Relaxed);
             }
@@ -168,8 +168,8 @@ impl Poller {
             own,
             work,
             move |poller, shared, (queue, in_flight), gone| {
-                link.with_wakes(&mut poller.wakes, |state, env, wakes| {
-                    state.end_destroy(env, *queue, in_flight, wakes);
+                link.with_wakes(&mut poller.wakes, |state, _, wakes| {
+                    state.end_destroy(*queue, in_flight, wakes);
                 });
                 if gone.is_ok() {
                     poller.forget(shared, &link);

@@ -84,6 +84,7 @@ impl Poller {
             config: shared.config.clone(),
             name: device.name.clone(),
             device: device.index,
+            had_address: self.handshakes.was_watched(device.index),
         };
         let work = |(attempt, seen): &mut (Attempt, bool)| {
             let found = attempt.revive(seen);
@@ -146,6 +147,8 @@ struct Attempt {
     config: Config,
     name: String,
     device: usize,
+    /// Whether the connection manager could bind to an address of the device before.
+    had_address: bool,
 }
 
 /// A device that is back, with all its objects.
@@ -163,14 +166,13 @@ impl Attempt {
         let context = device.open()?;
         context.active_port()?;
         // First the step that fails while the device comes up. Without an identifier on the device,
-        // its next removal would go unnoticed.
-        let watching = match &self.channel {
-            Some(channel) => {
-                let id = watch(channel, &context, &self.name);
-                Some(id.ok_or_else(|| no_address(&self.name))?)
-            }
-            None => None,
-        };
+        // some removals would go unnoticed. A device that never had an address to bind to (an
+        // InfiniBand port without IPoIB) is used without an identifier, as at the start.
+        let channel = self.channel.as_ref();
+        let watching = channel.and_then(|channel| watch(channel, &context, &self.name));
+        if watching.is_none() && self.had_address {
+            return Err(no_address(&self.name));
+        }
         let domain = context.allocate_protection_domain()?;
         let (life, mut objects) = DeviceObjects::open(self.device, &domain, &self.config)?;
         self.pool.restore_domain(self.device, &domain)?;

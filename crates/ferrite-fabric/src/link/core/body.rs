@@ -9,7 +9,7 @@ pub(crate) enum Body {
     /// A control message.
     Few([u8; CONTROL_BYTES]),
     Buf(Buf),
-    /// A copy of somebody else's bytes.
+    /// A copy of bytes that belong to someone else.
     Loose(Box<[u8]>),
 }
 

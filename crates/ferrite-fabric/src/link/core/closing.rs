@@ -1,13 +1,13 @@
-//! How a link closes in good order: both sides deliver what they have, say `Fin`, and answer the
-//! other's with `FinAck`.
+//! The orderly close of a link: both sides deliver everything in their queues, send `Fin`, and
+//! answer the other's `Fin` with `FinAck`.
 
 use crate::wire::Control;
 
-/// What was said of the end so far.
+/// The closing frames that were sent and received so far.
 #[derive(Debug, Default)]
 pub(crate) struct Closing {
     is_requested: bool,
-    /// The driver has not been told of the request.
+    /// Whether the driver has not been told of the request.
     is_new: bool,
     fin_sent: bool,
     fin_ack_sent: bool,
@@ -15,7 +15,7 @@ pub(crate) struct Closing {
 }
 
 impl Closing {
-    /// Takes nothing new from here on; what was queued is delivered first.
+    /// Accepts nothing new from now on. Queued messages are delivered first.
     pub(crate) fn request(&mut self) {
         self.is_new |= !self.is_requested;
         self.is_requested = true;
@@ -25,12 +25,12 @@ impl Closing {
         self.is_requested
     }
 
-    /// Returns whether closing was requested since this was last asked.
+    /// Returns whether closing was requested since the last call.
     pub(crate) fn take_request(&mut self) -> bool {
         std::mem::take(&mut self.is_new)
     }
 
-    /// Returns what is to be said next, if everything before it has gone.
+    /// Returns the next closing frame, if everything before it was sent.
     pub(crate) fn next_farewell(&mut self) -> Option<Control> {
         if self.is_requested && !self.fin_sent {
             self.fin_sent = true;
@@ -43,7 +43,7 @@ impl Closing {
         }
     }
 
-    /// Forgets what was said on a path that is lost: it is said again on the next.
+    /// Forgets the closing frames that were sent on a lost path. They are sent again on the next.
     pub(crate) fn say_again(&mut self) {
         (self.fin_sent, self.fin_ack_sent) = (false, false);
     }
@@ -52,7 +52,7 @@ impl Closing {
         self.fin_sent
     }
 
-    /// Returns whether the peer was told that its farewell has come.
+    /// Returns whether the peer's `Fin` was answered.
     pub(crate) fn fin_ack_sent(&self) -> bool {
         self.fin_ack_sent
     }

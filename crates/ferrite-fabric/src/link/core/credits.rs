@@ -1,23 +1,24 @@
 //! Credits: how many frames each side may have under way.
 //!
-//! A peer may send as many frames that are not consumed as its window allows. A frame is consumed
-//! when it became part of an unfinished message, or when the application has taken its message.
-//! Every frame carries how many frames were consumed so far, modulo 2^16. A side that has nothing
-//! to send says so in a control frame.
+//! The receiver's window limits the frames that are sent but not consumed. A frame is consumed when
+//! it became part of an unfinished message, or when the application has taken its message. Every
+//! frame carries the number of consumed frames so far, modulo 2^16. A side that has nothing else to
+//! send reports it in a control frame.
 //!
 //! ```text
-//!   acknowledged <= sent        ours: the peer has consumed the first, and may have the second
-//!   announced <= consumed <= received    the peer's: what it was told, what is consumed, what has come
+//!   our frames:         acknowledged <= sent
+//!   the peer's frames:  announced <= consumed <= received
 //! ```
 //!
-//! The sender stops at `sent == acknowledged + window`. The receiver never sees more than
+//! The peer has consumed our `acknowledged` frames, and knows that `announced` of its own were
+//! consumed. The sender stops at `sent == acknowledged + window`. The receiver never sees more than
 //! `announced + window`, because the sender knows only what was announced to it.
 
-/// Frames under way on a link at most, whatever the peer's window. The sender keeps each of them
-/// until the peer has consumed it, so the peer does not decide alone how many those are.
+/// Maximum number of frames under way on a link, whatever the peer's window. The sender keeps each
+/// of them until the peer has consumed it, so the peer alone must not set the limit.
 const UNDER_WAY_MAX: u64 = 1024;
 
-/// The peer broke the rules of credits.
+/// A violation of the credit rules by the peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum CreditViolation {
     #[error("credits for frames that were never sent")]
@@ -31,7 +32,8 @@ pub(crate) enum CreditViolation {
 /// Counts frames in both directions.
 #[derive(Debug, Clone)]
 pub(crate) struct Credits {
-    /// Frames that the peer may have under way, and frames that it lets this side have under way.
+    /// The window of this side, which limits the peer's frames under way, and the window of the
+    /// peer.
     own_window: u64,
     peer_window: u64,
     sent: u64,
@@ -54,7 +56,7 @@ impl Credits {
         }
     }
 
-    /// Takes the window that the peer's hello has.
+    /// Applies the window in the peer's hello.
     pub(crate) fn set_peer_window(&mut self, window: u16) {
         self.peer_window = window.into();
     }
@@ -70,7 +72,7 @@ impl Credits {
         self.sent += frames;
     }
 
-    /// Returns how many frames were sent: the number of the last one.
+    /// Returns the number of sent frames, which is the number of the last one.
     pub(crate) fn sent(&self) -> u64 {
         self.sent
     }
@@ -80,23 +82,23 @@ impl Credits {
         self.acknowledged
     }
 
-    /// Returns whether the peer has consumed all that was sent.
+    /// Returns whether the peer has consumed every sent frame.
     pub(crate) fn is_all_acknowledged(&self) -> bool {
         self.acknowledged == self.sent
     }
 
-    /// Returns what the next frame says of consumed frames, which the peer knows from then on.
+    /// Returns the credits for the next frame. The peer knows them from then on.
     pub(crate) fn announce(&mut self) -> u16 {
         self.announced = self.consumed;
         self.consumed as u16
     }
 
-    /// Returns the same for a frame whose credits the peer does not read.
+    /// Returns the same for a frame whose credits the peer ignores.
     pub(crate) fn unannounced(&self) -> u16 {
         self.consumed as u16
     }
 
-    /// Takes what a frame of the peer says of consumed frames; returns whether that is news.
+    /// Applies the credits in a frame of the peer. Returns whether they are new.
     pub(crate) fn on_acknowledged(&mut self, consumed: u16) -> Result<bool, CreditViolation> {
         let newly = u64::from(consumed.wrapping_sub(self.acknowledged as u16));
         if newly > self.sent - self.acknowledged {
@@ -106,7 +108,7 @@ impl Credits {
         Ok(newly > 0)
     }
 
-    /// Counts a frame of the peer.
+    /// Counts a received frame.
     pub(crate) fn on_received(&mut self) -> Result<(), CreditViolation> {
         self.received += 1;
         if self.received - self.announced > self.own_window {
@@ -115,29 +117,29 @@ impl Credits {
         Ok(())
     }
 
-    /// Counts a frame that was refused: it has taken its credit all the same.
+    /// Counts a refused frame, which uses a credit all the same.
     pub(crate) fn on_refused(&mut self) {
         self.received += 1;
     }
 
-    /// Returns how many frames of the peer have come.
+    /// Returns the number of received frames.
     pub(crate) fn received(&self) -> u64 {
         self.received
     }
 
-    /// Notes that all frames are consumed except those of messages that nobody has taken.
+    /// Marks all frames as consumed, except those of messages that nobody has taken.
     pub(crate) fn on_consumed(&mut self, unread_frames: usize) {
         self.consumed = self.consumed.max(self.received.saturating_sub(unread_frames as u64));
     }
 
-    /// Returns whether the peer must be told of consumed frames by a control frame: half a window
-    /// at a time.
+    /// Returns whether a control frame must return credits to the peer. That is due after half a
+    /// window.
     pub(crate) fn is_announcement_due(&self) -> bool {
         let news = self.consumed - self.announced;
         news > 0 && news >= self.own_window / 2
     }
 
-    /// Checks what the peer says it has received when it resumes on another path.
+    /// Checks the number of received frames that the peer reports when it resumes on another path.
     pub(crate) fn check_resumed(&self, peer_received: u64) -> Result<(), CreditViolation> {
         let is_possible = (self.acknowledged..=self.sent).contains(&peer_received);
         if is_possible { Ok(()) } else { Err(CreditViolation::Resumed) }

@@ -2,43 +2,47 @@
 //! over.
 //!
 //! ```text
-//!   owner: revoke ──► Revoke ──► peer: fails what has not begun, waits for what has ──► Revoked ──► owner: released
+//!   owner                      peer
+//!     │ revokes ── Revoke ─────► │ fails operations that have not begun, waits for the others
+//!     │ ◄───────── Revoked ───── │
+//!     released
 //! ```
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use crate::wire::Control;
 
-/// The peer's grants that are known to be revoked. Beyond that the oldest are forgotten: the device
-/// refuses their use.
+/// Maximum number of the peer's revoked grants to remember. The oldest are forgotten beyond that,
+/// and the device refuses their use.
 const REVOKED_MAX: usize = 1 << 16;
-/// Revocations of ours that the peer is told of before it has answered.
+/// Maximum number of our revocations without an answer. Further ones wait.
 const UNANSWERED_MAX: usize = 64;
 
-/// What is known of grants, in both directions.
+/// The state of grants in both directions.
 #[derive(Debug, Default)]
 pub(crate) struct Grants {
-    /// The peer's grants that are over, and those of them that an operation under way still uses.
+    /// The peer's revoked grants, and those of them that an operation under way still uses.
     revoked: BTreeSet<u64>,
     in_use: Vec<u64>,
-    /// Where the peer's grants are on the device that carries the link, if not where their tokens
-    /// say.
+    /// Addresses and keys of the peer's grants on the current device, if they differ from those in
+    /// the tokens.
     moved: BTreeMap<u64, (u64, u32)>,
-    /// Grants of ours that the peer is to be told of, and those that it has not answered for.
+    /// Our revocations that were not sent, and those without an answer.
     to_revoke: VecDeque<u64>,
     unanswered: Vec<u64>,
-    /// Grants of ours that the peer has let go of, for the driver.
+    /// Our grants that the peer has released, for the driver.
     released: Vec<u64>,
 }
 
 impl Grants {
-    /// Ends a grant of ours. Returns what the peer is told now: the rest follows its answers.
+    /// Revokes a grant of ours. Returns the frame to send now, if any. Further ones follow the
+    /// peer's answers.
     pub(crate) fn revoke(&mut self, grant: u64) -> Option<Control> {
         self.to_revoke.push_back(grant);
         self.next_revocation()
     }
 
-    /// Returns the next revocation that the peer may be told of.
+    /// Returns the next revocation that may be sent.
     pub(crate) fn next_revocation(&mut self) -> Option<Control> {
         if self.unanswered.len() >= UNANSWERED_MAX {
             return None;
@@ -48,12 +52,12 @@ impl Grants {
         Some(Control::Revoke(grant))
     }
 
-    /// Returns the revocations that have to be said again on a new path.
+    /// Returns the revocations that must be sent again on a new path.
     pub(crate) fn unanswered(&self) -> impl Iterator<Item = Control> {
         self.unanswered.iter().map(|grant| Control::Revoke(*grant))
     }
 
-    /// Notes that the peer has let go of a grant of ours.
+    /// Notes that the peer has released a grant of ours.
     pub(crate) fn on_released(&mut self, grant: u64) {
         self.released.push(grant);
         self.unanswered.retain(|unanswered| *unanswered != grant);
@@ -67,7 +71,7 @@ impl Grants {
         std::mem::take(&mut self.released)
     }
 
-    /// Notes that the peer has ended a grant; returns whether that is news.
+    /// Notes that the peer has revoked a grant. Returns whether that is new.
     pub(crate) fn on_revoked(&mut self, grant: u64) -> bool {
         if self.revoked.len() >= REVOKED_MAX {
             self.revoked.pop_first();
@@ -80,12 +84,12 @@ impl Grants {
         self.revoked.contains(&grant)
     }
 
-    /// Returns how many of the peer's revocations wait for an answer.
+    /// Returns the number of the peer's revocations without an answer.
     pub(crate) fn waiting(&self) -> usize {
         self.in_use.len()
     }
 
-    /// Answers for the grants that no operation uses any more.
+    /// Confirms the revoked grants that no operation uses any more.
     pub(crate) fn answer(
         &mut self,
         controls: &mut VecDeque<Control>,
@@ -100,8 +104,8 @@ impl Grants {
         });
     }
 
-    /// Notes where a grant of the peer is on the next device; `false` if it tells of more than
-    /// anyone has.
+    /// Notes the address of a grant of the peer on the next device. Returns false if the peer
+    /// reports more grants than it can have.
     pub(crate) fn on_moved(&mut self, grant: u64, base: u64, rkey: u32) -> bool {
         let fits = self.moved.len() < REVOKED_MAX || self.moved.contains_key(&grant);
         if fits {
@@ -110,12 +114,13 @@ impl Grants {
         fits
     }
 
-    /// Returns where a grant of the peer is now, if not where its token says.
+    /// Returns the current address and key of a grant of the peer, if they differ from those in its
+    /// token.
     pub(crate) fn place_of(&self, grant: u64) -> Option<(u64, u32)> {
         self.moved.get(&grant).copied()
     }
 
-    /// Nothing is said or answered any more: the link is down.
+    /// Drops all revocations, because the link is down.
     pub(crate) fn end(&mut self) {
         self.in_use.clear();
         self.to_revoke.clear();

@@ -1,37 +1,37 @@
-//! Whether the peer is alive: a peer that is silent for long is asked, and given up if it does not
-//! answer.
+//! Liveness of the peer: a peer that is silent for long gets a keepalive, and is given up if it
+//! does not answer.
 
 use std::time::{Duration, Instant};
 
 use crate::link::keepalive::Keepalive;
 
-/// When the peer was heard, and whether it was asked since.
+/// When the peer was last heard from, and whether a keepalive was sent since.
 #[derive(Debug)]
 pub(crate) struct Liveness {
     keepalive: Keepalive,
     peer_timeout: Duration,
     last_heard: Instant,
     asked: Option<Instant>,
-    /// The peer's device has acknowledged something since the peer was asked.
+    /// Whether the peer's device has acknowledged something since the keepalive.
     has_acknowledged: bool,
 }
 
-/// A peer that was asked and has not answered.
+/// A peer that has not answered a keepalive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Silence {
     pub(crate) after: Duration,
-    /// Its device has answered.
+    /// Whether the peer's device has answered.
     pub(crate) acknowledged: bool,
 }
 
-/// What the clock asks for.
+/// The action that is due.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Look {
-    /// The peer was heard lately: look again at this time.
+    /// None: the peer was heard from recently. Check again at this time.
     Well(Instant),
-    /// The peer is to be asked now; look again at this time.
+    /// Send a keepalive now, and check again at this time.
     Ask(Instant),
-    /// The peer was asked: look again at this time.
+    /// None: a keepalive is unanswered. Check again at this time.
     Asked(Instant),
 }
 
@@ -40,33 +40,33 @@ impl Liveness {
         Self { keepalive, peer_timeout, last_heard: now, asked: None, has_acknowledged: false }
     }
 
-    /// The peer, or something that stands for it, was heard.
+    /// Notes a sign of life of the peer.
     pub(crate) fn on_heard(&mut self, now: Instant) {
         (self.last_heard, self.asked) = (now, None);
     }
 
-    /// The peer's device has acknowledged something.
+    /// Notes that the peer's device has acknowledged something.
     pub(crate) fn on_acknowledged(&mut self) {
         self.has_acknowledged = true;
     }
 
-    /// Forgets a question that went over a path that is gone.
+    /// Forgets a keepalive that was sent over a lost path.
     pub(crate) fn forget_question(&mut self) {
         self.asked = None;
     }
 
-    /// Returns whether the peer was asked and has not answered in time.
+    /// Returns whether the peer has not answered a keepalive in time.
     pub(crate) fn is_overdue(&self, now: Instant) -> bool {
         self.asked.is_some_and(|asked| now.saturating_duration_since(asked) >= self.peer_timeout)
     }
 
-    /// While no path carries the link nobody can be heard.
+    /// Without a path, nothing can be heard from the peer.
     pub(crate) fn wait_for_path(&mut self, now: Instant) -> Look {
         self.last_heard = now;
         Look::Asked(now + self.peer_timeout)
     }
 
-    /// Looks at the clock.
+    /// Checks the timers.
     ///
     /// # Errors
     /// The peer has not answered in time.

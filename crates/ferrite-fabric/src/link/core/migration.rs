@@ -1,17 +1,18 @@
-//! How a link goes from one path to another without losing, repeating or reordering anything.
+//! Migration of a link from one path to another, without losing, repeating or reordering anything.
 //!
 //! ```text
 //!            Offer, Answer, probe, Switch both ways
-//!   Tcp ─────────────────────────────────────────────► Rdma (the connection stays, as the way back)
-//!    ▲                                                   │ the path is lost: queue pair destroyed
-//!    └─────────── Resume both ways ◄── Migrating ◄───────┘ without a connection: the caller dials again
+//!   Tcp ───────────────────────────────────────────► Rdma (keeps the connection for a downgrade)
+//!    ▲                                                 │ the path is lost: queue pair destroyed
+//!    └─────────── Resume both ways ◄── Migrating ◄─────┘ without a connection: caller reconnects
 //! ```
 //!
-//! Frames that went over RDMA are kept until the peer has consumed them. When the path is lost,
-//! each side first destroys its queue pair, so that nothing can come or land any more. Then it says
-//! how many frames it has, and the other sends the rest again, on TCP. A write that was under way
-//! is carried out again, unless a frame after it has come: then it was carried out, because a queue
-//! pair keeps their order. The way up is in `upgrade.rs`.
+//! Frames that were sent over RDMA are kept until the peer has consumed them. When the path is
+//! lost, each side first destroys its queue pair, so that no more data can arrive over it. Then it
+//! reports how many frames it has received, and the other sends the rest again, on TCP.
+//!
+//! A write that was under way is repeated, unless a later frame has arrived. In that case the write
+//! was executed, because a queue pair keeps the order. The upgrade is in `upgrade.rs`.
 
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -24,39 +25,39 @@ use crate::link::kind::Kind;
 use crate::mem::Buf;
 use crate::wire::{Control, TcpFrame, TcpFrameKind};
 
-/// Bytes that are kept for a migration at most, whatever window the peer has.
+/// Maximum number of bytes to keep for a migration, whatever the peer's window.
 const KEPT_BYTES_MAX: usize = 4 << 20;
 
-/// What carries the link.
+/// The transport that carries the link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ActiveTransport {
     Rdma,
     Tcp,
-    /// Nothing, at the moment.
+    /// None at the moment.
     Migrating,
 }
 
-/// What a link needs to change its path.
+/// The state for changing the path of a link.
 pub(crate) struct Migration {
     pub(crate) transport: ActiveTransport,
-    /// This side opened the link.
+    /// Whether this side opened the link.
     pub(crate) is_caller: bool,
-    /// A path that is lost can be replaced by another.
+    /// Whether a lost path can be replaced by another.
     pub(crate) is_possible: bool,
-    /// There is a TCP connection: it carries the link, or is the way back.
+    /// Whether there is a TCP connection. It carries the link, or is kept for a downgrade.
     pub(crate) has_connection: bool,
     pub(crate) lost: Option<LostPath>,
     kept: VecDeque<KeptFrame>,
     kept_bytes: usize,
     again: VecDeque<Again>,
-    /// The peer may be on RDMA already, and say that it has lost that, while TCP carries the link
-    /// for this side.
+    /// Whether the peer may already use RDMA while this side uses TCP. Such a peer may report that
+    /// its RDMA path is lost.
     pub(super) may_resume: bool,
-    /// What is to be said about paths, on the connection.
+    /// Frames about paths, to be sent on the connection.
     to_say: VecDeque<(TcpFrame, Body)>,
 }
 
-/// A frame that went over RDMA and that the peer has not consumed.
+/// A frame that was sent over RDMA and that the peer has not consumed.
 struct KeptFrame {
     number: u64,
     content: KeptContent,
@@ -68,32 +69,33 @@ enum KeptContent {
         more: bool,
         body: Body,
     },
-    /// The notice of a write: the bytes are in its request, until the peer's device has them.
+    /// The notice of a write. The request holds the bytes until the peer's device has them.
     Notice,
 }
 
-/// What is to be sent again, on TCP.
+/// Work to send again, on TCP.
 pub(super) enum Again {
     Frame { channel: u16, more: bool, body: Body, request: RequestContext },
     OneSided { held: Held, request: RequestContext },
 }
 
-/// A path that was lost.
+/// A lost path.
 pub(crate) struct LostPath {
     pub(crate) error: Error,
-    /// When the link has been without a path for too long.
+    /// The time at which the link ends if it still has no path.
     pub(crate) deadline: Option<Instant>,
-    /// The driver waits for the last receive of the queue pair.
+    /// Whether the driver waits for the last receive of the queue pair.
     pub(crate) is_draining: bool,
-    /// The queue pair is gone.
+    /// Whether the queue pair was destroyed.
     pub(crate) is_detached: bool,
-    /// The peer was told what has come.
+    /// Whether the peer was told how many frames have arrived.
     is_told: bool,
-    /// How often the peer was called so far.
+    /// The number of attempts to reconnect.
     dials: u32,
-    /// Frames of ours that the peer has, once it has said so.
+    /// The number of our frames that the peer has received, once it has reported that.
     peer_received: Option<u64>,
-    /// What was under way on the queue pair, oldest first, and what could not be posted after it.
+    /// Requests that were under way on the queue pair, the oldest first, and those that could not
+    /// be posted after them.
     under_way: VecDeque<InFlight<RequestContext>>,
     not_posted: VecDeque<InFlight<RequestContext>>,
 }
@@ -113,7 +115,7 @@ impl LostPath {
         }
     }
 
-    /// Counts a call to the peer; returns how many there were before it.
+    /// Counts an attempt to reconnect. Returns the number of earlier ones.
     pub(crate) fn next_dial(&mut self) -> u32 {
         let before = self.dials;
         self.dials = before.wrapping_add(1);
@@ -152,7 +154,7 @@ impl Migration {
         self.kept.push_back(KeptFrame { number, content });
     }
 
-    /// Keeps a frame that goes over RDMA.
+    /// Keeps a frame that is sent over RDMA.
     pub(super) fn keep_piece(
         &mut self,
         number: u64,
@@ -181,7 +183,7 @@ impl Migration {
         }
     }
 
-    /// Lets go of frames that the peer has consumed.
+    /// Drops frames that the peer has consumed.
     pub(super) fn let_go(&mut self, acknowledged: u64) {
         while let Some(kept) = self.kept.pop_front_if(|kept| kept.number <= acknowledged) {
             if let KeptContent::Piece { body, .. } = kept.content {
@@ -190,7 +192,7 @@ impl Migration {
         }
     }
 
-    /// Returns whether nothing waits to be sent again, and nothing to be said about paths.
+    /// Returns whether there is nothing to send again, and no frame about paths.
     pub(super) fn is_all_said(&self) -> bool {
         self.again.is_empty() && self.to_say.is_empty()
     }
@@ -199,7 +201,7 @@ impl Migration {
         self.again.is_empty()
     }
 
-    /// Returns whether an operation on this grant is to be carried out again.
+    /// Returns whether an operation on this grant will be repeated.
     pub(super) fn repeats(&self, grant: u64) -> bool {
         let uses =
             |again: &Again| matches!(again, Again::OneSided { request, .. } if request.uses(grant));
@@ -210,19 +212,19 @@ impl Migration {
         self.again.pop_front()
     }
 
-    /// Says something about paths, if there is a connection to say it on.
+    /// Queues a frame about paths, if there is a connection.
     pub(super) fn say(&mut self, frame: TcpFrame, body: Body) {
         if self.has_connection {
             self.to_say.push_back((frame, body));
         }
     }
 
-    /// Returns what is to be said next about paths.
+    /// Returns the next frame about paths.
     pub(super) fn next_said(&mut self) -> Option<(TcpFrame, Body)> {
         self.to_say.pop_front()
     }
 
-    /// The link is down: returns the operations that were to be repeated, and keeps nothing.
+    /// Drops everything, because the link is down. Returns the operations that were to be repeated.
     pub(super) fn end(&mut self) -> Vec<(Held, RequestContext)> {
         self.kept.clear();
         self.kept_bytes = 0;
@@ -236,7 +238,7 @@ impl Migration {
     }
 }
 
-/// Makes a frame about paths without a payload.
+/// Creates a frame about paths without a payload.
 pub(super) fn path_frame(kind: TcpFrameKind, offset: u64) -> TcpFrame {
     TcpFrame { kind, imm: 0, len: 0, op: 0, grant: 0, offset }
 }
@@ -254,17 +256,17 @@ impl LinkCore {
         self.migration.is_caller = is_caller;
     }
 
-    /// Returns whether a path that is lost can be replaced by another.
+    /// Returns whether a lost path can be replaced by another.
     pub(crate) fn can_migrate(&self) -> bool {
         self.migration.is_possible
     }
 
-    /// Ends the link with its path from here on.
+    /// Disables migration: from now on the link ends with its path.
     pub(crate) fn stay_on_path(&mut self) {
         self.migration.is_possible = false;
     }
 
-    /// There is a connection now, or none any more.
+    /// Notes that there is a connection, or that it has ended.
     pub(crate) fn set_connection(&mut self, has_connection: bool) {
         self.migration.has_connection = has_connection;
     }
@@ -277,12 +279,12 @@ impl LinkCore {
         self.migration.lost.as_mut()
     }
 
-    /// Returns the name that this side has given to the link; 0 if it cannot migrate.
+    /// Returns this side's identifier of the link; 0 if the link cannot migrate.
     pub(crate) fn session(&self) -> u64 {
         self.limits.hello.session
     }
 
-    /// Ends the path if the link can go on elsewhere; returns `false` if it cannot.
+    /// Ends the path if the link can use another. Returns false if it cannot.
     pub(crate) fn lose(&mut self, error: &Error) -> bool {
         let is_of_path = matches!(
             error.kind(),
@@ -306,7 +308,7 @@ impl LinkCore {
         true
     }
 
-    /// The peer has lost its path, and so has this side. Returns `false` if the link is over.
+    /// Ends the path because the peer has lost it. Returns false if the link has ended.
     pub(crate) fn lose_for_peer(&mut self) -> bool {
         self.lose(&Error::new(ErrorKind::LinkDown, "the peer has lost the path"))
     }
@@ -317,24 +319,25 @@ impl LinkCore {
             && self.lose(&Error::new(ErrorKind::LinkDown, "told to leave RDMA"))
     }
 
-    /// A request that the device did not take goes elsewhere.
+    /// Keeps a request that the device did not accept, for the next path.
     pub(crate) fn not_posted(&mut self, held: Held, request: RequestContext) {
         if let Some(lost) = &mut self.migration.lost {
             lost.not_posted.push_back(InFlight { held, request });
         }
     }
 
-    /// Returns whether the queue pair of a lost path has to be destroyed.
+    /// Returns whether the queue pair of a lost path must be destroyed.
     pub(crate) fn is_to_be_detached(&self) -> bool {
         self.migration.lost.as_ref().is_some_and(|lost| !lost.is_detached)
     }
 
-    /// Returns whether the driver waits for the last receive of the path that was lost.
+    /// Returns whether the driver waits for the last receive of the lost path.
     pub(crate) fn is_draining(&self) -> bool {
         self.migration.lost.as_ref().is_some_and(|lost| lost.is_draining)
     }
 
-    /// The queue pair is gone, and this was in flight: nothing of it comes, or lands, any more.
+    /// Notes that the queue pair was destroyed, with these requests in flight. No data can arrive
+    /// over it any more.
     pub(crate) fn on_detached(&mut self, in_flight: Vec<InFlight<RequestContext>>) {
         if let Some(lost) = &mut self.migration.lost {
             lost.under_way = in_flight.into();
@@ -345,8 +348,8 @@ impl LinkCore {
         self.liveness.forget_question();
     }
 
-    /// Says on the connection what has come, once nothing more can; goes on there if the peer has
-    /// said it, too.
+    /// Reports on the connection how many frames have arrived, once the lost path can deliver no
+    /// more. Continues there if the peer has reported the same.
     pub(crate) fn resume(&mut self, wakes: &mut Wakes) {
         let received = self.credits.received();
         let Migration { lost: Some(lost), has_connection: true, to_say, .. } = &mut self.migration
@@ -364,8 +367,8 @@ impl LinkCore {
         }
     }
 
-    /// There is another connection, and both have said in its greeting what they have. Returns
-    /// `false` if the link has a path or a connection already.
+    /// Continues over a new connection. Both sides reported in its greeting how many frames they
+    /// have received. Returns false if the link already has a path or a connection.
     pub(crate) fn resume_over(&mut self, peer_received: u64, wakes: &mut Wakes) -> bool {
         let Migration { lost: Some(lost), has_connection, .. } = &mut self.migration else {
             return false;
@@ -379,11 +382,13 @@ impl LinkCore {
         true
     }
 
-    /// The peer says on the connection that its path is lost, and what it has.
+    /// Handles the peer's report that its path is lost, with the number of frames that it has
+    /// received.
     pub(super) fn on_resume(&mut self, received: u64, wakes: &mut Wakes) -> Result<(), Error> {
         let error = Error::new(ErrorKind::LinkDown, "the peer has lost the path");
         if self.migration.transport == ActiveTransport::Tcp {
-            // It was on its way up, and this side had not heard of it yet, or has withdrawn since.
+            // The peer was upgrading, and this side had not learned of it yet, or has withdrawn
+            // since.
             if !std::mem::take(&mut self.migration.may_resume) {
                 return Err(super::protocol("a path that was not there is lost"));
             }
@@ -402,7 +407,7 @@ impl LinkCore {
         Ok(())
     }
 
-    /// TCP carries the link from here on, beginning with what the peer does not have.
+    /// Switches to TCP, beginning with the frames that the peer has not received.
     fn go_on(&mut self, peer_received: u64, wakes: &mut Wakes) {
         let Some(LostPath { under_way, .. }) = self.migration.lost.take() else { return };
         self.migration.transport = ActiveTransport::Tcp;
@@ -420,7 +425,8 @@ impl LinkCore {
                     self.complete(request, Held::Nothing, Ok(()), wakes);
                 }
                 Kind::Send | Kind::Notice => {
-                    // Before it go those that the peer's device had, and the peer has not.
+                    // First come frames that the peer's device has received, but its software has
+                    // not.
                     self.repeat_until(&mut kept, request.frame, wakes);
                     let again = match kept.pop_front().map(|kept| kept.content) {
                         Some(KeptContent::Piece { channel, more, body }) => {
@@ -430,7 +436,7 @@ impl LinkCore {
                     };
                     self.migration.again.push_back(again);
                 }
-                // A frame after it has come, so it was carried out.
+                // A later frame has arrived, so this write was executed.
                 Kind::Write if request.frame < peer_received => {
                     self.complete(request, held, Ok(()), wakes);
                 }
@@ -445,14 +451,15 @@ impl LinkCore {
         if self.failure().is_some() {
             return;
         }
-        // Control frames may be lost. They are said again; the farewells when all has gone.
+        // Control frames may be lost, so they are sent again. The closing frames follow when
+        // everything was sent.
         self.closing.say_again();
         self.controls.clear();
         self.controls.push_back(Control::Credit);
         self.controls.extend(self.grants.unanswered());
     }
 
-    /// Sends frames before this one again that the peer's device had.
+    /// Sends earlier frames again that the peer's device has received, but its software has not.
     fn repeat_until(&mut self, kept: &mut VecDeque<KeptFrame>, frame: u64, wakes: &mut Wakes) {
         while let Some(KeptFrame { number, content }) =
             kept.pop_front_if(|kept| kept.number < frame)

@@ -1,4 +1,4 @@
-//! What a frame of the peer means, and what a peer must not do.
+//! Received frames: their meaning, and the violations of a peer.
 
 use std::time::Instant;
 
@@ -9,14 +9,14 @@ use crate::link::outbox::OneSided;
 use crate::mem::BufMut;
 use crate::wire::{Control, Frame};
 
-/// Answers to a peer's control frames that may wait to be sent.
+/// Maximum number of unsent answers to a peer's control frames.
 const CONTROLS_MAX: usize = 1024;
 
 impl LinkCore {
-    /// A frame came with its payload, or the notice of a write, without.
+    /// Handles a frame with its payload, or the notice of a write, which has none.
     ///
     /// # Errors
-    /// The peer broke the protocol.
+    /// The peer violated the protocol.
     pub(crate) fn on_frame(
         &mut self,
         imm: u32,
@@ -25,7 +25,7 @@ impl LinkCore {
         wakes: &mut Wakes,
     ) -> Result<(), Error> {
         if self.failure().is_some_and(|error| error.kind() == ErrorKind::Protocol) {
-            return Ok(()); // nothing that follows means anything
+            return Ok(()); // later frames have no meaning
         }
         self.liveness.on_heard(now);
         let frame = Frame::from_imm(imm);
@@ -51,7 +51,7 @@ impl LinkCore {
         Ok(())
     }
 
-    /// A frame came whose payload the driver has given to its reader already.
+    /// Handles a frame whose payload the driver has already passed to its reader.
     pub(crate) fn on_read_through(&mut self, imm: u32) -> Result<(), Error> {
         self.begin_frame(Frame::from_imm(imm), true)?;
         self.stats.recv_ops += 1;
@@ -59,7 +59,7 @@ impl LinkCore {
         Ok(())
     }
 
-    /// The peer has consumed frames of ours.
+    /// Handles the peer's report of consumed frames.
     fn acknowledge(&mut self, frame: Frame) -> Result<(), Error> {
         if self.credits.on_acknowledged(frame.consumed)? {
             self.migration.let_go(self.credits.acknowledged());
@@ -67,7 +67,7 @@ impl LinkCore {
         Ok(())
     }
 
-    /// Counts a frame that is no control frame. The notice of a write says nothing of credits.
+    /// Counts a frame, unless it is a control frame. The notice of a write has no credits.
     fn begin_frame(&mut self, frame: Frame, has_credits: bool) -> Result<(), Error> {
         if has_credits {
             self.acknowledge(frame)?;
@@ -78,7 +78,7 @@ impl LinkCore {
         Ok(self.credits.on_received()?)
     }
 
-    /// A write with a notice was refused: it has taken its credit all the same.
+    /// Counts a refused write with a notice, which uses a credit all the same.
     pub(crate) fn on_refused_notice(&mut self) {
         self.credits.on_refused();
         self.count_consumed();
@@ -86,7 +86,7 @@ impl LinkCore {
 
     fn on_control(&mut self, control: Control, wakes: &mut Wakes) -> Result<(), Error> {
         if self.failure().is_some() {
-            return Ok(()); // nobody would hear the answer
+            return Ok(()); // nobody would receive the answer
         }
         if self.controls.len() + self.grants.waiting() >= CONTROLS_MAX {
             return Err(protocol("more questions than answers fit"));
@@ -116,8 +116,8 @@ impl LinkCore {
         Ok(())
     }
 
-    /// The peer has ended a grant: operations that have not begun fail; the others are waited for
-    /// ([`LinkCore::answer_revocations`]).
+    /// Handles a revocation by the peer. Operations that have not begun fail; the answer waits for
+    /// the others ([`LinkCore::answer_revocations`]).
     fn on_revoke(&mut self, grant: u64, wakes: &mut Wakes) {
         if !self.grants.on_revoked(grant) {
             return;
@@ -141,7 +141,7 @@ impl From<CreditViolation> for Error {
     }
 }
 
-/// Makes the error for a peer that broke the protocol.
+/// Creates the error for a violation of the protocol.
 pub(crate) fn protocol(what: &str) -> Error {
     Error::new(ErrorKind::Protocol, format!("the peer broke the protocol: {what}"))
 }

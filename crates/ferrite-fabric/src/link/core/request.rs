@@ -1,4 +1,4 @@
-//! What is known of an operation from the moment it leaves until it is done.
+//! The record of an operation, from its start to its completion.
 
 use super::OwnLimits;
 use crate::device::slots::Held;
@@ -12,19 +12,19 @@ pub(crate) struct RequestContext {
     pub(crate) ticket: Option<Ticket>,
     pub(crate) kind: Kind,
     pub(crate) bytes: u32,
-    /// The number of frames sent at that time, itself included if it is one.
+    /// The number of frames sent so far, including this one if it is a frame.
     pub(crate) frame: u64,
-    /// One-sided operations: the grant, the place in it, and the immediate data for the peer.
+    /// For one-sided operations: the grant, the offset in it, and the immediate data for the peer.
     pub(crate) grant: u64,
     pub(crate) offset: u64,
     pub(crate) imm: u32,
-    /// When it began, if somebody waits for it; else 0.
+    /// When the operation began, if someone waits for it; otherwise 0.
     pub(crate) begun: u64,
 }
 
 impl RequestContext {
-    /// Returns whether it is a one-sided operation on this grant. Sends have the number 0 there,
-    /// which a grant may have, too.
+    /// Returns whether it is a one-sided operation on this grant. The kind is checked too, because
+    /// sends have the grant number 0, which is also a valid grant.
     pub(crate) fn uses(&self, grant: u64) -> bool {
         self.grant == grant && self.kind.is_one_sided()
     }
@@ -42,7 +42,7 @@ impl RequestContext {
     }
 }
 
-/// Makes the outcome of an operation: a read brings its buffer back.
+/// Creates the result of an operation. A read returns its buffer.
 pub(crate) fn outcome(result: Result<(), Error>, held: Held) -> Outcome {
     let buf = match held {
         Held::Unique(buf) => Some(buf),

@@ -1,13 +1,14 @@
-//! What is sent next, as far as the peer's credits allow.
+//! Sending: chooses the next frame, within the peer's credits.
 
 use super::migration::ActiveTransport;
 use super::{LinkCore, RequestContext, Wakes};
+use crate::device::slots::Held;
 use crate::link::kind::Kind;
 use crate::link::outbox::{Allowed, Next, OneSided};
 use crate::mem::Buf;
 use crate::wire::{Control, Frame};
 
-/// What goes next.
+/// The next thing to send.
 pub(crate) enum Output {
     /// A frame of a message.
     Data {
@@ -20,19 +21,22 @@ pub(crate) enum Output {
         imm: u32,
         control: Control,
     },
+    /// A one-sided operation: its memory, and where the grant begins and its key, on the device
+    /// that carries the link.
     OneSided {
-        operation: OneSided,
+        held: Held,
+        place: (u64, u32),
         request: RequestContext,
     },
 }
 
 impl LinkCore {
-    /// Returns how many frames may be sent. None while too many bytes are kept for a migration.
+    /// Returns how many frames may be sent; 0 while too many bytes are kept for a migration.
     pub(crate) fn credits(&self) -> usize {
         if self.migration.keeps_too_much() { 0 } else { self.credits.available() }
     }
 
-    /// Returns whether a message may be sent at once, before anything was queued.
+    /// Returns whether a message may be sent at once, because nothing is queued before it.
     pub(crate) fn may_send_now(&self) -> bool {
         self.is_up()
             && self.outbox.is_empty()
@@ -41,15 +45,15 @@ impl LinkCore {
             && (self.migration.transport == ActiveTransport::Rdma || self.may_write_now())
     }
 
-    /// Returns whether TCP carries the link and nothing has to go before a new frame.
+    /// Returns whether the link uses TCP and nothing must be sent before a new frame.
     fn may_write_now(&self) -> bool {
         self.migration.transport == ActiveTransport::Tcp
             && self.migration.is_all_said()
             && !self.upgrade.is_switching()
     }
 
-    /// Begins a message of one frame that is sent at once over RDMA: its immediate data, and what
-    /// is known of it.
+    /// Begins a message of one frame that is sent at once over RDMA. Returns its immediate data and
+    /// its record.
     pub(crate) fn send_now(&mut self, channel: u16, bytes: &[u8]) -> (u32, RequestContext) {
         let imm = self.data_frame(channel, false);
         self.migration.keep_bytes(self.credits.sent(), channel, bytes);
@@ -62,14 +66,15 @@ impl LinkCore {
         (imm, request)
     }
 
-    /// Returns the immediate data of frames on this channel that the driver writes by itself;
+    /// Returns the immediate data for frames on this channel that the driver writes by itself.
     /// [`LinkCore::on_written`] counts them.
     pub(crate) fn imm_of(&self, channel: u16) -> u32 {
         let consumed = self.credits.unannounced();
         Frame { control: false, more: false, channel, consumed }.to_imm()
     }
 
-    /// Frames of at most `most` bytes each were written by the driver: so many, and so many bytes.
+    /// Counts frames that the driver has written by itself, of at most `most` bytes each: their
+    /// number and their bytes.
     pub(crate) fn on_written(&mut self, frames: usize, bytes: usize, most: usize) {
         self.credits.send(frames as u64);
         self.credits.announce();
@@ -95,22 +100,23 @@ impl LinkCore {
         self.controls.is_empty() && self.outbox.is_empty()
     }
 
-    /// Returns what goes next, in frames of at most `segment_bytes`.
+    /// Returns the next frame or operation, in frames of at most `segment_bytes`.
+    #[inline]
     pub(crate) fn next_output(&mut self, segment_bytes: usize, one_sided: bool) -> Option<Output> {
+        // Senders ask until nothing is left, so that last answer must be cheap.
+        if self.is_idle() { None } else { self.take_output(segment_bytes, one_sided) }
+    }
+
+    fn take_output(&mut self, segment_bytes: usize, one_sided: bool) -> Option<Output> {
         if let Some(control) = self.controls.pop_front() {
             self.stats.controls_sent += 1;
             return Some(Output::Control { imm: self.control_frame(), control });
         }
-        let next = self.outbox.next(Allowed {
-            segment_bytes,
-            credits: self.credits(),
-            max_message_bytes: self.peer.max_message_bytes,
-            max_frames: self.peer.max_frames(),
-            one_sided,
-        })?;
-        Some(match next {
+        let credits = self.credits();
+        let allowed = Allowed { segment_bytes, credits, peer: &self.peer, one_sided };
+        match self.outbox.next(&allowed)? {
             Next::Frame { channel, more, piece, ticket } => {
-                let bytes = piece.as_ref().map_or(0, |piece| piece.len());
+                let bytes = piece.as_ref().map_or(0, Buf::len);
                 let imm = self.data_frame(channel, more);
                 let frame = self.credits.sent();
                 self.migration.keep_piece(frame, channel, more, piece.as_ref());
@@ -122,10 +128,11 @@ impl LinkCore {
                     begun: self.began(ticket),
                     ..RequestContext::default()
                 };
-                Output::Data { imm, more, piece, request }
+                Some(Output::Data { imm, more, piece, request })
             }
             Next::OneSided(operation) => {
-                let &OneSided { kind, ticket, grant, offset, imm, bytes, .. } = &operation;
+                let OneSided { kind, held, ticket, grant, base, rkey, offset, bytes, imm } =
+                    operation;
                 if kind == Kind::Notice {
                     self.credits.send(1);
                     self.migration.keep_notice(self.credits.sent());
@@ -133,20 +140,20 @@ impl LinkCore {
                 let (frame, begun) = (self.credits.sent(), self.began(ticket));
                 let request =
                     RequestContext { ticket, kind, bytes, frame, grant, offset, imm, begun };
-                Output::OneSided { operation, request }
+                let place = self.grants.place_of(grant).unwrap_or((base, rkey));
+                Some(Output::OneSided { held, place, request })
             }
-        })
+        }
     }
 
-    /// Takes back a control frame for which there was no memory: it goes with the next that is
-    /// sent.
+    /// Takes back a control frame for which there was no memory. It is sent with the next frame.
     pub(crate) fn put_back(&mut self, control: Control) {
         self.stats.controls_sent -= 1;
         self.controls.push_front(control);
     }
 
-    /// Everything that may go has gone: says what follows from that. Returns whether there is more
-    /// to send.
+    /// Queues the frames that become due once everything else was sent. Returns whether there are
+    /// any.
     pub(crate) fn after_sending(&mut self, wakes: &mut Wakes) -> bool {
         if self.has_room(0) {
             wakes.append(&mut self.waiters.room);
@@ -160,7 +167,7 @@ impl LinkCore {
                 self.controls.push_back(farewell);
             }
         }
-        // Half a window at a time, unless a frame takes the news along.
+        // Credits are returned after half a window, unless another frame carries them earlier.
         let is_due = !self.closing.peer_has_closed() && self.credits.is_announcement_due();
         if is_due && self.controls.is_empty() {
             self.controls.push_back(Control::Credit);

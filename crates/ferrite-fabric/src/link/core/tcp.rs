@@ -7,46 +7,45 @@ use super::{LinkCore, Output, RequestContext, Wakes, protocol};
 use crate::device::slots::Held;
 use crate::error::{Error, ErrorKind};
 use crate::link::kind::Kind;
-use crate::link::outbox::OneSided;
 use crate::mem::BufMut;
 use crate::wire::{Address, CONTROL_BYTES, Frame, TcpFrame, TcpFrameKind};
 
-/// The largest frame on TCP, unless the receiver's `segment_bytes` is larger. No receives wait for
-/// them here, so that larger ones cost nothing.
+/// The largest frame on TCP, unless the receiver's `segment_bytes` is larger. TCP needs no posted
+/// receives, so larger frames cost nothing.
 pub(crate) const SEGMENT_BYTES: usize = 64 << 10;
 
-/// What goes next on the connection.
+/// The next thing to write to the connection.
 pub(crate) enum TcpOutput {
-    /// A frame without an answer. Once it has gone, [`LinkCore::on_tcp_sent`] is told of its
-    /// request.
+    /// A frame without an answer. Once it was written, the driver passes its request to
+    /// [`LinkCore::on_tcp_sent`].
     Frame { frame: TcpFrame, body: Body, request: Option<RequestContext> },
     /// A one-sided operation, which the peer answers.
     Operation { frame: TcpFrame, held: Held, request: RequestContext },
 }
 
-/// Makes the frame of a message or of a control message.
+/// Creates the frame of a message or of a control message.
 pub(crate) fn data_frame(imm: u32, len: usize) -> TcpFrame {
     TcpFrame { kind: TcpFrameKind::Frame, imm, len: len as u32, op: 0, grant: 0, offset: 0 }
 }
 
 impl LinkCore {
-    /// Returns the largest frame that the peer takes over TCP.
+    /// Returns the largest frame that the peer accepts over TCP.
     pub(crate) fn tcp_segment(&self) -> usize {
         (self.peer.segment_bytes as usize).max(SEGMENT_BYTES)
     }
 
-    /// Returns the largest frame that this side takes over TCP.
+    /// Returns the largest frame that this side accepts over TCP.
     pub(crate) fn own_tcp_segment(&self) -> usize {
         (self.limits.hello.segment_bytes as usize).max(SEGMENT_BYTES)
     }
 
-    /// Returns what is to be said about paths, whatever carries the link.
+    /// Returns the next frame about paths, on either transport.
     pub(crate) fn next_said(&mut self) -> Option<(TcpFrame, Body)> {
         self.migration.next_said()
     }
 
-    /// Returns what goes next on the connection. `may_ask` knows whether a one-sided operation may
-    /// go that reads so many bytes.
+    /// Returns the next thing to write to the connection. `may_ask` tells whether a one-sided
+    /// operation that reads this many bytes may be sent.
     pub(crate) fn next_tcp_output(
         &mut self,
         may_ask: impl FnOnce(u64) -> bool,
@@ -76,7 +75,7 @@ impl LinkCore {
                 body: Body::Few(control.encode()),
                 request: None,
             },
-            Output::OneSided { operation: OneSided { held, .. }, request } => {
+            Output::OneSided { held, request, .. } => {
                 TcpOutput::Operation { frame: operation_frame(&request), held, request }
             }
         })
@@ -96,16 +95,16 @@ impl LinkCore {
         }
     }
 
-    /// A frame has gone whole.
+    /// Notes that a frame was written completely.
     pub(crate) fn on_tcp_sent(&mut self, request: RequestContext, wakes: &mut Wakes) {
         self.stats.tcp_bytes += u64::from(request.bytes);
         self.complete(request, Held::Nothing, Ok(()), wakes);
     }
 
-    /// A frame about paths came. Returns whether RDMA carries the link from here on.
+    /// Handles a frame about paths. Returns whether the link uses RDMA from now on.
     ///
     /// # Errors
-    /// The peer broke the protocol.
+    /// The peer violated the protocol.
     pub(crate) fn on_path_frame(
         &mut self,
         frame: &TcpFrame,
@@ -134,10 +133,10 @@ impl LinkCore {
         Ok(false)
     }
 
-    /// The peer has answered a one-sided operation, with the bytes if it was a read.
+    /// Handles the peer's answer to a one-sided operation, with the data if it was a read.
     ///
     /// # Errors
-    /// The peer broke the protocol.
+    /// The peer violated the protocol.
     pub(crate) fn on_answer(
         &mut self,
         (held, request): (Held, RequestContext),
@@ -146,7 +145,7 @@ impl LinkCore {
         wakes: &mut Wakes,
     ) -> Result<(), Error> {
         let held = match (request.kind, data, held) {
-            // What came went into the buffer that waited for it, if it had the right length.
+            // The data went into the waiting buffer, if it had the right length.
             (Kind::Read, Some(buf), Held::Nothing) => Held::Unique(buf),
             (Kind::Read, None, held) if result.is_err() => held,
             (Kind::Write | Kind::Notice, None, held) => held,
@@ -161,7 +160,7 @@ impl LinkCore {
         Ok(())
     }
 
-    /// Makes the error for a connection that the peer has closed.
+    /// Creates the error for a connection that the peer has closed.
     pub(crate) fn hung_up(&self) -> Error {
         if self.closing.fin_ack_sent() {
             return Error::new(ErrorKind::Closed, "the peer has closed the link");

@@ -1,4 +1,4 @@
-//! How a link goes from TCP to RDMA without a loss.
+//! The upgrade of a link from TCP to RDMA, without losing anything.
 //!
 //! ```text
 //!   caller                                    peer
@@ -9,11 +9,11 @@
 //!     │ Ping(GO) over RDMA ───────────────────► │ both send over RDMA
 //! ```
 //!
-//! Each side's `Switch` is its last frame on TCP. The caller sends on RDMA when it has the peer's,
-//! and the peer when it hears the first of that (`GO`).
+//! Each side's `Switch` is its last frame on TCP. The caller sends on RDMA once it has received the
+//! peer's `Switch`, and the peer once it has received the caller's first frame there (`GO`).
 //!
-//! The caller numbers its offers, and every frame about one carries its number. So an answer or a
-//! withdrawal that crosses with the next offer is not taken for one of that.
+//! The caller numbers its offers, and every frame about an offer carries the number. So an answer
+//! or a withdrawal that crosses with the next offer is not mistaken for one to the next.
 
 use std::time::{Duration, Instant};
 
@@ -27,43 +27,42 @@ use crate::wire::{Address, CONTROL_BYTES, Control, Frame, TcpFrame, TcpFrameKind
 const PROBE: u64 = u64::MAX - 1;
 const GO: u64 = u64::MAX;
 
-/// Steps that wait for the driver at most.
+/// Maximum number of steps that wait for the driver.
 const STEPS_MAX: usize = 8;
 
-/// What the driver has to do about a link that migrates.
+/// A step of a migration that the driver must take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Step {
-    /// The peer offers to go on over RDMA.
+    /// The peer offers an upgrade to RDMA.
     Offered(Address),
-    /// It has taken our offer.
+    /// The peer has accepted our offer.
     Answered(Address),
-    /// It has not, or has withdrawn its own.
+    /// The peer has declined our offer, or withdrawn its own.
     Withdrawn,
     /// The new queue pair does not work.
     Failed,
     /// The new queue pair works.
     Probed,
-    /// RDMA carries the link.
+    /// The link uses RDMA.
     Arrived,
 }
 
-/// The state of the way up.
+/// The state of an upgrade.
 #[derive(Debug, Default)]
 pub(crate) struct Upgrade {
-    /// How far the switch is, once this side has a queue pair for it.
+    /// The progress of the switch, once this side has a queue pair for it.
     switch: Option<Switch>,
-    /// Offers that this side has made.
+    /// The number of offers that this side has made.
     offers: u32,
-    /// The peer's offer that neither side has withdrawn: it may not make another.
+    /// The peer's current offer. Until one side withdraws it, the peer may not make another.
     peer_offer: Option<u32>,
-    /// The number of the driver's command that is under way or was the last; `None` without a way
-    /// up.
+    /// The number of the driver's current or last command; `None` without an upgrade.
     attempt: Option<u64>,
     attempts: u64,
     backoff: Option<Duration>,
-    /// When to try next.
+    /// The time of the next attempt.
     due: Option<Instant>,
-    /// For the driver, with the numbers of their offers.
+    /// Steps for the driver, with the numbers of their offers.
     steps: Vec<(u32, Step)>,
 }
 
@@ -71,7 +70,7 @@ pub(crate) struct Upgrade {
 struct Switch {
     /// The number of the offer.
     offer: u32,
-    /// This side has said, or is to say, its last on TCP.
+    /// Whether this side has sent, or is about to send, its last frame on TCP.
     is_begun: bool,
     is_said: bool,
     peer_has_said: bool,
@@ -82,12 +81,12 @@ impl Upgrade {
         self.switch.as_ref().is_some_and(|switch| switch.is_begun)
     }
 
-    /// The path is lost, and with it every offer.
+    /// Drops every offer, because the path is lost.
     pub(super) fn on_path_lost(&mut self) {
         self.peer_offer = None;
     }
 
-    /// Returns the number of the offer that is under way.
+    /// Returns the number of the current offer.
     fn offer(&self) -> Option<u32> {
         self.peer_offer.or(self.switch.as_ref().map(|switch| switch.offer))
     }
@@ -98,9 +97,9 @@ impl Upgrade {
 }
 
 impl LinkCore {
-    /// This side has a queue pair to upgrade to.
+    /// Notes that this side has a queue pair to upgrade to.
     pub(crate) fn begin_upgrade(&mut self) {
-        self.migration.may_resume = false; // the last way up is over for both
+        self.migration.may_resume = false; // the last upgrade has ended for both sides
         let offer = self.upgrade.peer_offer.unwrap_or_else(|| {
             self.upgrade.offers = self.upgrade.offers.wrapping_add(1);
             self.upgrade.offers
@@ -108,26 +107,27 @@ impl LinkCore {
         self.upgrade.switch = Some(Switch { offer, ..Switch::default() });
     }
 
-    /// Says something about the way up.
+    /// Sends a frame about the upgrade.
     pub(crate) fn say(&mut self, kind: TcpFrameKind, address: Option<&Address>) {
         let Some(op) = self.upgrade.offer() else {
-            return; // the peer has heard of nothing that could be answered or withdrawn
+            return; // the peer has received nothing that could be answered or withdrawn
         };
         if kind == TcpFrameKind::Withdraw {
-            self.upgrade.peer_offer = None; // the peer may make another
+            self.upgrade.peer_offer = None; // the peer may make another offer
         }
         let body = address.map_or(Body::Nothing, |it| Body::Loose(Box::new(it.encode())));
         let len = body.bytes().len() as u32;
         self.migration.say(TcpFrame { len, op, ..path_frame(kind, 0) }, body);
     }
 
-    /// Tells the peer where a grant is on the next device.
+    /// Tells the peer the address of a grant on the next device.
     pub(crate) fn say_key(&mut self, grant: u64, addr: u64, rkey: u32) {
         let frame = TcpFrame { grant, imm: rkey, ..path_frame(TcpFrameKind::Rekey, addr) };
         self.migration.say(frame, Body::Nothing);
     }
 
-    /// Returns the frame that probes the new queue pair: its acknowledgement says that it works.
+    /// Returns the frame that probes the new queue pair. Its acknowledgement proves that the path
+    /// works.
     pub(crate) fn probe(&self) -> (u32, [u8; CONTROL_BYTES]) {
         let consumed = self.credits.unannounced();
         let frame = Frame { control: true, more: false, channel: 0, consumed };
@@ -139,33 +139,34 @@ impl LinkCore {
         self.upgrade.step(if works { Step::Probed } else { Step::Failed });
     }
 
-    /// This side says its last on TCP, as soon as nothing is to be sent again.
+    /// Sends this side's last frame on TCP as soon as nothing must be sent again.
     pub(crate) fn switch(&mut self) {
         if let Some(switch) = &mut self.upgrade.switch {
             switch.is_begun = true;
         }
     }
 
-    /// Returns the frame that is this side's last on TCP, if it is time to say it.
+    /// Returns this side's last frame on TCP, if it is due.
     pub(super) fn next_switch(&mut self) -> Option<TcpFrame> {
         let switch = self.upgrade.switch.as_mut().filter(|switch| switch.is_begun)?;
         if !self.migration.repeats_nothing() || std::mem::replace(&mut switch.is_said, true) {
             return None;
         }
-        // The caller goes up when it has this, and may come back before this side has heard of it.
+        // The caller switches to RDMA when it receives this. It may lose RDMA again before this
+        // side learns of the switch.
         self.migration.may_resume = !self.migration.is_caller;
         Some(TcpFrame { op: switch.offer, ..path_frame(TcpFrameKind::Switch, 0) })
     }
 
-    /// The peer has said its last on TCP. Returns whether RDMA carries the link from here on.
+    /// Handles the peer's last frame on TCP. Returns whether the link uses RDMA from now on.
     pub(super) fn on_switch(&mut self, offer: u32) -> Result<bool, Error> {
         let is_current = |switch: &&mut Switch| switch.offer == offer && !switch.peer_has_said;
         let Some(switch) = self.upgrade.switch.as_mut().filter(is_current) else {
-            return Ok(false); // to a way up that this side has withdrawn from
+            return Ok(false); // of an upgrade from which this side has withdrawn
         };
         switch.peer_has_said = true;
         if !self.migration.is_caller {
-            switch.is_begun = true; // then the caller begins
+            switch.is_begun = true; // in that case the caller begins
             return Ok(false);
         }
         if !switch.is_said {
@@ -176,9 +177,9 @@ impl LinkCore {
         Ok(true)
     }
 
-    /// Something came on the queue pair that is being upgraded to: a probe, or that the caller
-    /// sends there now. Its credits may be older than those that came on TCP. Returns whether RDMA
-    /// carries the link from here on.
+    /// Handles a frame on the queue pair of the upgrade: a probe, or the caller's first frame
+    /// there. Its credits may be older than those that came on TCP. Returns whether the link uses
+    /// RDMA from now on.
     pub(crate) fn on_upgrade_frame(&mut self, bytes: &[u8]) -> Result<bool, Error> {
         let is_ready =
             self.upgrade.switch.as_ref().is_some_and(|it| it.peer_has_said && it.is_said);
@@ -197,12 +198,16 @@ impl LinkCore {
         self.upgrade.switch = None;
         self.upgrade.attempt = None;
         self.upgrade.peer_offer = None;
-        self.migration.transport = ActiveTransport::Rdma;
+        // The peer may have said on TCP that it has lost this path already. Then what came over it
+        // counts, and no more than that: this side is on its way back.
+        if self.migration.lost.is_none() {
+            self.migration.transport = ActiveTransport::Rdma;
+        }
         self.migration.may_resume = false;
         self.upgrade.step(Step::Arrived);
     }
 
-    /// An offer of this number came, or an answer to it, or its withdrawal.
+    /// Handles an offer of this number, an answer to it, or its withdrawal.
     pub(super) fn on_negotiation(
         &mut self,
         kind: TcpFrameKind,
@@ -214,7 +219,7 @@ impl LinkCore {
         }
         let is_current = self.upgrade.offer() == Some(offer);
         match (kind, address) {
-            // Of an offer that this side has withdrawn, or has declined.
+            // The frame belongs to an offer that this side has withdrawn or declined.
             (TcpFrameKind::Withdraw | TcpFrameKind::Answer, _) if !is_current => {}
             (TcpFrameKind::Withdraw, _) => {
                 self.upgrade.step(Step::Withdrawn);
@@ -225,16 +230,19 @@ impl LinkCore {
             }
             (TcpFrameKind::Offer, Some(address)) if !self.migration.is_caller => {
                 if self.migration.transport != ActiveTransport::Tcp {
-                    // It crossed with a migration of ours: the peer makes another.
-                    tracing::debug!("an offer while {:?} carries the link", self.transport());
+                    // The offer crossed with a migration of this side. The peer will make another.
+                    tracing::debug!(
+                        "declining an upgrade offer: the link uses {:?}",
+                        self.transport()
+                    );
                     let declined = path_frame(TcpFrameKind::Withdraw, 0);
                     self.migration.say(TcpFrame { op: offer, ..declined }, Body::Nothing);
                     return Ok(());
                 }
                 if self.upgrade.peer_offer.replace(offer).is_some() {
-                    return Err(protocol("an offer before the one before it was withdrawn"));
+                    return Err(protocol("a second offer before the first was withdrawn"));
                 }
-                // What is left of an earlier one is over.
+                // The rest of an earlier offer is obsolete.
                 self.upgrade.steps.push((offer, Step::Offered(address)));
             }
             _ => return Err(protocol("an offer at the wrong time")),
@@ -242,7 +250,7 @@ impl LinkCore {
         Ok(())
     }
 
-    /// A command for the way up begins; the results of earlier ones do not count any more.
+    /// Begins a command for the upgrade. Results of earlier commands no longer count.
     pub(crate) fn begin_attempt(&mut self) -> u64 {
         self.upgrade.attempts += 1;
         self.upgrade.attempt = Some(self.upgrade.attempts);
@@ -258,18 +266,18 @@ impl LinkCore {
         self.upgrade.switch.is_some() || self.upgrade.attempt.is_some()
     }
 
-    /// Returns whether it is too late to withdraw from the way up.
+    /// Returns whether it is too late to withdraw from the upgrade.
     pub(crate) fn has_switched(&self) -> bool {
         self.upgrade.is_switching()
     }
 
-    /// Gives up the way up.
+    /// Gives up the upgrade.
     pub(crate) fn end_upgrade(&mut self) {
         self.upgrade.switch = None;
         self.upgrade.attempt = None;
     }
 
-    /// Returns how long to wait before the next try: twice as long each time.
+    /// Returns how long to wait before the next attempt: twice as long each time.
     pub(crate) fn next_backoff(&mut self, first: Duration, most: Duration) -> Duration {
         let wait = self.upgrade.backoff.unwrap_or(first);
         self.upgrade.backoff = Some((wait * 2).min(most));
@@ -280,7 +288,7 @@ impl LinkCore {
         self.upgrade.backoff = None;
     }
 
-    /// The next try is at this time, whatever was said before.
+    /// Sets the time of the next attempt, replacing any earlier one.
     pub(crate) fn set_upgrade_due(&mut self, at: Instant) {
         self.upgrade.due = Some(at);
     }
@@ -293,13 +301,14 @@ impl LinkCore {
         !self.upgrade.steps.is_empty()
     }
 
-    /// Returns the steps that are still of use: not those of an offer that was withdrawn meanwhile.
+    /// Returns the steps that are still relevant, without those of offers that were withdrawn
+    /// meanwhile.
     pub(crate) fn take_steps(&mut self) -> Vec<Step> {
         let current = self.upgrade.switch.as_ref().map(|switch| switch.offer);
         let is_current = |(offer, step): &(u32, Step)| match step {
             Step::Arrived => true,
             Step::Offered(_) => self.upgrade.peer_offer == Some(*offer),
-            // Of an offer for which there is no queue pair yet.
+            // The step belongs to an offer for which there is no queue pair yet.
             Step::Withdrawn if current.is_none() => !self.migration.is_caller,
             Step::Withdrawn | Step::Answered(_) | Step::Failed | Step::Probed => {
                 current == Some(*offer)
@@ -307,5 +316,84 @@ impl LinkCore {
         };
         let steps = std::mem::take(&mut self.upgrade.steps);
         steps.into_iter().filter(is_current).map(|(_, step)| step).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::latency::Latencies;
+    use crate::link::core::{OwnLimits, TcpOutput, Wakes};
+    use crate::link::keepalive::Keepalive;
+    use crate::wire::{Features, Hello, Version};
+
+    const ADDRESS: Address =
+        Address { qp_num: 3, psn: 1, lid: 0, mtu: 3, reads_in: 1, reads_out: 1, gid: [1; 16] };
+
+    /// The called side of a link on TCP.
+    fn called() -> LinkCore {
+        let hello = Hello {
+            version: Version::CURRENT,
+            features: Features::MOVE,
+            segment_bytes: 256,
+            window: 8,
+            channels: 1,
+            max_message_bytes: 2048,
+            instance: 1,
+            session: 1,
+            mtu: 0,
+        };
+        let limits = OwnLimits {
+            hello,
+            queue_messages: 8,
+            queue_bytes: 8192,
+            keepalive: Keepalive::new(Duration::from_secs(10), 1),
+            peer_timeout: Duration::from_secs(5),
+            latencies: Arc::new(Latencies::default()),
+            clock: quanta::Clock::new(),
+        };
+        let now = Instant::now();
+        let mut core = LinkCore::new(limits, ActiveTransport::Tcp, now);
+        core.open(hello, now);
+        core
+    }
+
+    /// The caller says something about paths, with the number of its first offer.
+    fn hear(core: &mut LinkCore, kind: TcpFrameKind, body: Option<&[u8]>) {
+        let frame = TcpFrame { op: 1, ..path_frame(kind, 0) };
+        assert!(!core.on_path_frame(&frame, body, &mut Wakes::new()).expect("in order"));
+    }
+
+    fn said(core: &mut LinkCore) -> Vec<TcpFrameKind> {
+        std::iter::from_fn(|| match core.next_tcp_output(|_| true)? {
+            TcpOutput::Frame { frame, .. } | TcpOutput::Operation { frame, .. } => Some(frame.kind),
+        })
+        .collect()
+    }
+
+    #[test]
+    fn goes_back_with_a_caller_that_has_left_the_path_before_this_side_took_it() {
+        let mut core = called();
+        hear(&mut core, TcpFrameKind::Offer, Some(&ADDRESS.encode()));
+        assert_eq!(core.take_steps(), [Step::Offered(ADDRESS)]);
+        core.begin_upgrade();
+        core.say(TcpFrameKind::Answer, Some(&ADDRESS));
+        hear(&mut core, TcpFrameKind::Switch, None);
+        assert_eq!(said(&mut core), [TcpFrameKind::Answer, TcpFrameKind::Switch]);
+
+        // The caller's first frame on RDMA waits while TCP brings the news that it has left.
+        hear(&mut core, TcpFrameKind::Resume, None);
+        let is_path = core.on_upgrade_frame(&Control::Ping(GO).encode()).expect("in order");
+        assert!(is_path, "what came after that frame counts");
+        assert_eq!(core.transport(), ActiveTransport::Migrating);
+
+        // This side finds out by itself as well. The caller does not say again what it has.
+        assert!(core.lose_for_peer() && core.is_to_be_detached());
+        core.on_detached(Vec::new());
+        core.resume(&mut Wakes::new());
+        assert_eq!(core.transport(), ActiveTransport::Tcp);
+        assert_eq!(said(&mut core).first(), Some(&TcpFrameKind::Resume));
     }
 }

@@ -1,5 +1,5 @@
-//! What users hand to a link: messages and one-sided operations. Each is checked, queued, and
-//! posted if it may go.
+//! Sending: messages and one-sided operations of the link's users. Each is checked, queued, and
+//! posted at once if the peer's credits allow.
 
 #[cfg(feature = "tokio")]
 use std::io::IoSlice;
@@ -15,7 +15,8 @@ use crate::mem::{Buf, lock};
 use crate::wire::{GrantToken, Rights};
 
 impl LinkShared {
-    /// Queues a message and posts what may go. Without room, `waker` is called when there is some.
+    /// Queues a message and posts what may be sent. If the queue is full, `waker` is called when
+    /// there is room.
     pub(crate) fn submit(
         &self,
         channel: u16,
@@ -68,8 +69,8 @@ impl LinkShared {
         Poll::Pending
     }
 
-    /// Whether something of the link is queued or under way that holds memory; then `waker` is
-    /// called when some of it has gone.
+    /// Returns whether queued or unfinished work of the link holds memory. If so, `waker` is called
+    /// when some of it is done.
     #[cfg(feature = "tokio")]
     pub(crate) fn poll_progress(&self, waker: &Waker) -> bool {
         let mut state = lock(&self.state);
@@ -80,17 +81,21 @@ impl LinkShared {
         holds
     }
 
-    /// Calls `waker` after a while, when there may be memory.
+    /// Calls `waker` after a while, when memory may be available.
     #[cfg(feature = "tokio")]
     pub(crate) fn wait_for_memory(&self, waker: &Waker) {
-        self.with(|state, _, _| {
+        self.with(|state, _, wakes| {
+            if state.failure().is_some() {
+                wakes.push(waker.clone()); // nobody serves a link that is down
+                return;
+            }
             state.core.wake_on_room(waker);
             state.is_starved = true;
         });
     }
 
-    /// Sends an empty message, room or not: it holds no memory, and whoever says that it was the
-    /// last does not wait.
+    /// Sends an empty message even if the queue is full. It holds no memory, and a sender that
+    /// announces its last message must not wait.
     #[cfg(feature = "tokio")]
     pub(crate) fn post_end(&self, channel: u16) -> Result<(), Error> {
         self.with(|state, env, wakes| {
@@ -101,13 +106,13 @@ impl LinkShared {
         })
     }
 
-    /// Whether the peer said farewell: what it sent is all there.
+    /// Returns whether the peer has sent its last frame, and everything before it has arrived.
     #[cfg(feature = "tokio")]
     pub(crate) fn peer_has_closed(&self) -> bool {
         lock(&self.state).core.peer_has_closed()
     }
 
-    /// Sends one buffer without an answer: nothing is allocated.
+    /// Sends one buffer without waiting for an acknowledgement. Nothing is allocated.
     pub(crate) fn post(&self, channel: u16, buf: Buf) -> Result<(), (Buf, Error)> {
         if !self.pool.owns(&buf) {
             return Err((buf, foreign()));
@@ -128,19 +133,20 @@ impl LinkShared {
         })
     }
 
-    /// Sends a small message from the caller's memory; `Ok(false)` if it cannot go at once.
+    /// Sends a small message from the caller's memory. Returns `Ok(false)` if it cannot be sent at
+    /// once.
     pub(crate) fn send_now(&self, channel: u16, bytes: &[u8]) -> Result<bool, Error> {
-        self.with(|state, env, wakes| {
+        self.with(|state, _, wakes| {
             state.core.check_open()?;
             state.core.check_message(channel, bytes.len() as u64)?;
-            let sent = state.send_now(env, channel, bytes);
+            let sent = state.send_now(channel, bytes);
             sent.inspect_err(|error| state.core.fail(error.clone(), wakes))
         })
     }
 
-    /// Sends the first `len` bytes of the slices, or some of them, from where they are, if TCP
-    /// carries the link; `None` if they have to be queued. While nothing more goes, `waker` is
-    /// called when something may: what would wait here can wait where it is.
+    /// Sends up to `len` bytes of the slices over TCP, without a copy. Returns `None` if they must
+    /// be queued instead. If the kernel accepts no more, `waker` is called when it may, and the
+    /// rest stays with the caller.
     #[cfg(feature = "tokio")]
     pub(crate) fn poll_send_through(
         &self,
@@ -173,7 +179,7 @@ impl LinkShared {
         })
     }
 
-    /// Queues a one-sided operation on `len` bytes at `offset` of what was granted.
+    /// Queues a one-sided operation on `len` bytes at `offset` of the granted memory.
     pub(crate) fn one_sided(
         &self,
         grant: &GrantToken,
@@ -228,7 +234,7 @@ impl LinkShared {
 fn full() -> Error {
     Error::new(
         ErrorKind::Full,
-        "the link's queue is full: the peer does not take what was sent as fast",
+        "the link's queue is full: the peer reads more slowly than this side sends",
     )
 }
 

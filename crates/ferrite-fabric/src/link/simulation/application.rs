@@ -1,4 +1,4 @@
-//! What the application of a side sends and expects.
+//! The application of a side: the data that it sends and expects.
 
 use std::collections::VecDeque;
 
@@ -8,17 +8,17 @@ use crate::link::tickets::Ticket;
 /// Channels that are used.
 pub(super) const CHANNELS: u16 = 3;
 
-/// An operation that is not answered yet.
+/// An operation without an answer yet.
 pub(super) struct Operation {
     pub(super) ticket: Ticket,
-    /// The value that was written, or 0.
+    /// The written value, or 0.
     pub(super) written: u64,
     pub(super) is_read: bool,
 }
 
 #[derive(Default)]
 pub(super) struct Application {
-    /// Messages of the peer that have not come, by channel.
+    /// Messages of the peer that have not arrived, by channel.
     expected: [VecDeque<Vec<u8>>; CHANNELS as usize],
     /// Notices of the peer's writes, in order.
     expected_notices: VecDeque<u32>,
@@ -29,7 +29,7 @@ pub(super) struct Application {
     pub(super) value: u64,
     pub(super) is_revoked: bool,
     pub(super) is_released: bool,
-    /// The last value that this side has written to the peer, and the last that was answered.
+    /// The last value that this side wrote to the peer, and the last that was acknowledged.
     pub(super) last_written: u64,
     pub(super) last_answered: u64,
     /// Operations on the peer's grant that were refused.
@@ -37,12 +37,12 @@ pub(super) struct Application {
 }
 
 impl Application {
-    /// Makes the application of a side that has granted its memory under this number.
+    /// Creates the application of a side that has granted its memory under this number.
     pub(super) fn new(grant: u64) -> Self {
         Self { grant, ..Self::default() }
     }
 
-    /// The peer has sent this.
+    /// Notes that the peer has sent this message.
     pub(super) fn expect(&mut self, channel: u16, message: Vec<u8>) {
         self.expected[usize::from(channel)].push_back(message);
     }
@@ -62,7 +62,7 @@ impl Application {
 
     pub(super) fn on_notice(&mut self, imm: u32) -> Result<(), Violation> {
         self.taken += 1;
-        // Writes that were refused have no notice.
+        // Refused writes have no notice.
         while let Some(expected) = self.expected_notices.pop_front() {
             if expected == imm {
                 let is_there = self.is_released || self.value >= u64::from(imm);
@@ -80,7 +80,7 @@ impl Application {
         violation(format!("notice {imm} that was never sent, or twice"))
     }
 
-    /// The peer's device writes.
+    /// Carries out a write of the peer's device.
     pub(super) fn on_write(&mut self, grant: u64, value: u64) -> Result<(), Violation> {
         if grant != self.grant || self.is_released {
             return violation("a write to memory that was released");
@@ -96,12 +96,12 @@ impl Application {
         Ok(self.value)
     }
 
-    /// Whether no operation waits for its answer.
+    /// Returns whether no operation waits for its answer.
     pub(super) fn is_idle(&self) -> bool {
         self.operations.is_empty()
     }
 
-    /// The run is over. Returns how many messages were taken.
+    /// Checks the end of a run. Returns how many messages were received.
     pub(super) fn finish(&self, is_in_order: bool) -> Result<usize, Violation> {
         let missing: usize = self.expected.iter().map(VecDeque::len).sum();
         if is_in_order && missing > 0 {

@@ -10,7 +10,7 @@ use crate::error::{Error, ErrorKind};
 use crate::link::core::TcpOutput;
 use crate::wire::{TcpFrame, TcpFrameKind};
 
-/// Frames that the connection takes.
+/// Maximum number of frames that the connection buffers.
 const SOCKET_FRAMES: usize = 20;
 
 impl Side {
@@ -48,7 +48,7 @@ impl Side {
         }
     }
 
-    /// Takes the next frame of the connection.
+    /// Processes the next frame of the connection.
     pub(super) fn on_tcp(
         &mut self,
         wires: &mut Wires,
@@ -57,7 +57,7 @@ impl Side {
     ) -> Result<(), Violation> {
         let Some(tcp) = self.tcp.filter(|_| self.core.failure().is_none()) else { return Ok(()) };
         if self.core.is_to_be_detached() {
-            return Ok(()); // the queue pair has to go first
+            return Ok(()); // the queue pair must be destroyed first
         }
         let Some((frame, bytes)) = wires.tcp(tcp).frames[side].pop_front() else { return Ok(()) };
         if self.is_shown && frame.kind.is_migration() {

@@ -13,15 +13,14 @@ use crate::latency::Latencies;
 use crate::link::core::{ActiveTransport, LinkCore, Output, OwnLimits, RequestContext, Wakes};
 use crate::link::keepalive::Keepalive;
 use crate::link::kind::Kind;
-use crate::link::outbox::OneSided;
 use crate::mem::{BufMut, Pool, Purpose};
 use crate::wire::{Features, Hello, Version};
 
-/// Requests that a queue pair takes.
+/// Maximum number of requests in a queue pair.
 const SEND_QUEUE: usize = 16;
 pub(super) const SEGMENT_BYTES: u32 = 256;
 
-/// A queue pair: what it has in flight, and its completions that nobody has looked at.
+/// A queue pair: its requests in flight, and its unprocessed completions.
 pub(super) struct Path {
     pub(super) wire: u64,
     pub(super) in_flight: VecDeque<(u64, InFlight<RequestContext>)>,
@@ -70,7 +69,7 @@ pub(super) struct Side {
     pub(super) is_shown: bool,
 }
 
-/// Two sides of a link that is open. The first has called.
+/// Creates the two sides of an open link. The first side is the caller.
 pub(super) fn pair(
     random: &mut Random,
     wires: &mut Wires,
@@ -158,18 +157,18 @@ impl Side {
         self.core.end(error, &mut self.wakes);
     }
 
-    /// The connection is over.
+    /// Ends the connection.
     pub(super) fn hang_up(&mut self) {
         self.end(self.core.hung_up());
     }
 
-    /// The peer's connection manager has hung up.
+    /// Handles a disconnect by the peer's connection manager.
     pub(super) fn disconnected(&mut self) {
         let gone = || Error::new(ErrorKind::LinkDown, "the peer has disconnected");
         self.core.on_disconnected(&mut self.wakes, gone);
     }
 
-    /// The peer does not know the link any more.
+    /// Handles the answer of a peer that no longer knows the link.
     pub(super) fn not_known(&mut self) {
         let kind = match self.core.peer_has_everything() {
             true => ErrorKind::Closed,
@@ -178,7 +177,7 @@ impl Side {
         self.end(Error::new(kind, "the peer does not know the link"));
     }
 
-    /// Whether something of the peer is on its way, or was not looked at.
+    /// Returns whether something of the peer is on its way or unprocessed.
     pub(super) fn has_unread(&self, wires: &mut Wires, side: usize) -> bool {
         let unread = |path: &Path, wires: &mut Wires| {
             !path.completions.is_empty() || !wires.rdma(path.wire).packets[side].is_empty()
@@ -191,7 +190,7 @@ impl Side {
         self.core.failure().is_some_and(|error| error.kind() == ErrorKind::Closed)
     }
 
-    /// Sends what may go.
+    /// Sends everything that may be sent.
     pub(super) fn pump(
         &mut self,
         wires: &mut Wires,
@@ -234,7 +233,7 @@ impl Side {
                     let bytes = control.encode().to_vec();
                     (Packet::Frame { imm, bytes }, Held::Nothing, RequestContext::default())
                 }
-                Output::OneSided { operation: OneSided { held, .. }, request } => {
+                Output::OneSided { held, request, .. } => {
                     (packet_of(&held, &request), held, request)
                 }
             };
@@ -249,7 +248,7 @@ impl Side {
         }
     }
 
-    /// Whether the queue pair of this path takes anything: it was not stopped.
+    /// Returns whether the queue pair of this path accepts requests, because it was not stopped.
     fn path_on(&mut self, wire: u64) -> Option<&mut Path> {
         let is_stopped = self.core.failure().is_some();
         let is_lost = self.core.transport() == ActiveTransport::Migrating;
@@ -257,7 +256,7 @@ impl Side {
         path.or(self.next.as_mut().filter(|next| next.wire == wire)).filter(|_| !is_stopped)
     }
 
-    /// The device takes the next packet and the next acknowledgement of a path.
+    /// Lets the device take the next packet and the next acknowledgement of a path.
     pub(super) fn on_packet(
         &mut self,
         wires: &mut Wires,
@@ -269,7 +268,7 @@ impl Side {
             (wire.packets[side].pop_front(), wire.acknowledgements[side].pop_front());
         let Some(path) = self.path_on(id) else {
             if packet.is_some() {
-                wires.cut(id); // the peer's device has repeated it in vain
+                wires.cut(id); // the retries of the peer's device are exhausted
             }
             return Ok(());
         };
@@ -290,7 +289,7 @@ impl Side {
         Ok(())
     }
 
-    /// Looks at completions.
+    /// Processes completions.
     pub(super) fn reap(&mut self, most: usize, now: Instant) -> Result<(), Violation> {
         for _ in 0..most {
             let next = self.next.as_mut().and_then(|next| next.completions.pop_front());
@@ -361,7 +360,7 @@ impl Side {
         }
     }
 
-    /// A path that is lost is destroyed, after its completions were looked at.
+    /// Destroys a lost path after its completions were processed.
     pub(super) fn detach(&mut self, now: Instant) -> Result<(), Violation> {
         self.reap(usize::MAX, now)?;
         self.next = None;
@@ -376,7 +375,7 @@ impl Side {
         Ok(())
     }
 
-    /// The link is down: what is in flight gets its failure.
+    /// Fails everything in flight, because the link is down.
     pub(super) fn tear_down(&mut self) {
         let error = self.core.failure_or_gone();
         for (_, held, request) in std::mem::take(&mut self.asked) {
@@ -389,7 +388,7 @@ impl Side {
         self.next = None;
     }
 
-    /// Goes on over a new connection.
+    /// Continues over a new connection.
     pub(super) fn resume_over(&mut self, wire: u64, received: u64) -> Result<(), Violation> {
         if !self.core.resume_over(received, &mut self.wakes) {
             return violation("a link without a path does not go on over another");
@@ -402,7 +401,7 @@ impl Side {
         }
     }
 
-    /// Finds out that a path is cut, if something was sent over it.
+    /// Detects a cut path, if something was sent over it.
     pub(super) fn notice_cut(&mut self, wires: &Wires) {
         let is_cut = |path: &Path| wires.is_cut(path.wire) && !path.in_flight.is_empty();
         if self.path.as_ref().is_some_and(is_cut) && self.core.transport() == ActiveTransport::Rdma

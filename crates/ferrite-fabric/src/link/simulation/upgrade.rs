@@ -1,4 +1,4 @@
-//! How a side goes up to RDMA, as `connect/upgrading.rs` drives it.
+//! The upgrade of a side to RDMA, as `connect/upgrading.rs` drives it.
 
 use super::side::{Path, Side};
 use super::wire::{Packet, Wires};
@@ -7,7 +7,7 @@ use crate::link::core::{ActiveTransport, RequestContext, Step};
 use crate::wire::{Address, TcpFrameKind};
 
 impl Side {
-    /// The driver looks at what the core asks for; returns whether RDMA carries the link now.
+    /// Runs the steps that the core requests. Returns whether the link now uses RDMA.
     pub(super) fn take_steps(&mut self, wires: &mut Wires, accepts: bool) -> bool {
         let mut is_upgraded = false;
         for step in self.core.take_steps() {
@@ -45,7 +45,7 @@ impl Side {
         is_upgraded
     }
 
-    /// Gives up the way up.
+    /// Gives up the upgrade.
     pub(super) fn withdraw(&mut self) {
         if self.is_shown {
             eprintln!("{} withdraws", self.describe());
@@ -55,7 +55,7 @@ impl Side {
         self.next = None;
     }
 
-    /// Offers to go up to RDMA.
+    /// Offers an upgrade to RDMA.
     pub(super) fn offer(&mut self, wires: &mut Wires) {
         let may_offer = self.core.is_up()
             && self.core.transport() == ActiveTransport::Tcp

@@ -1,4 +1,4 @@
-//! What is between the two sides: RDMA paths, and TCP connections.
+//! The wires between the two sides: RDMA paths and TCP connections.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -13,15 +13,15 @@ pub(super) enum Packet {
     Read { grant: u64 },
 }
 
-/// The peer's device has carried out the request of this number.
+/// An acknowledgement: the peer's device has executed the request with this number.
 #[derive(Debug)]
 pub(super) struct Acknowledgement {
     pub(super) work: u64,
-    /// What a read has read.
+    /// The data of a read.
     pub(super) value: Option<u64>,
 }
 
-/// A path over RDMA. Index: the side that it goes to.
+/// An RDMA path. The index is the side at which packets arrive.
 #[derive(Default)]
 pub(super) struct RdmaWire {
     pub(super) packets: [VecDeque<(u64, Packet)>; 2],
@@ -29,7 +29,7 @@ pub(super) struct RdmaWire {
     pub(super) is_cut: bool,
 }
 
-/// A connection over TCP.
+/// A TCP connection.
 #[derive(Default)]
 pub(super) struct TcpWire {
     pub(super) frames: [VecDeque<(TcpFrame, Vec<u8>)>; 2],
@@ -43,14 +43,14 @@ pub(super) struct Wires {
 }
 
 impl Wires {
-    /// Makes a path over RDMA.
+    /// Creates an RDMA path.
     pub(super) fn lay(&mut self) -> u64 {
         self.last += 1;
         self.rdma.insert(self.last, RdmaWire::default());
         self.last
     }
 
-    /// Makes a connection over TCP.
+    /// Creates a TCP connection.
     pub(super) fn connect(&mut self) -> u64 {
         self.last += 1;
         self.tcp.insert(self.last, TcpWire::default());
@@ -69,7 +69,7 @@ impl Wires {
         self.rdma.get(&wire).is_none_or(|wire| wire.is_cut)
     }
 
-    /// Nothing comes through any more.
+    /// Cuts the wire: nothing passes any more.
     pub(super) fn cut(&mut self, wire: u64) {
         let wire = self.rdma(wire);
         wire.is_cut = true;
@@ -77,11 +77,11 @@ impl Wires {
         wire.acknowledgements = <[VecDeque<_>; 2]>::default();
     }
 
-    /// One of the paths that are whole.
+    /// Returns one of the intact paths.
     pub(super) fn pick_rdma(&mut self, random: &mut Random) -> Option<u64> {
         let whole: Vec<_> =
             self.rdma.iter().filter(|(_, it)| !it.is_cut).map(|(id, _)| *id).collect();
-        // The newest mostly: the others are seldom in use.
+        // Mostly the newest, because the others are seldom in use.
         match whole.len() {
             0 => None,
             len if random.chance(80) => Some(whole[len - 1]),

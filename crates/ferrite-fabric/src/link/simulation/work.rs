@@ -1,4 +1,4 @@
-//! What the applications of two sides do with the link.
+//! The actions of both applications on the link.
 
 use std::task::{Poll, Waker};
 
@@ -12,7 +12,7 @@ use crate::link::outbox::OneSided;
 use crate::mem::Buf;
 
 impl Side {
-    /// The application sends something.
+    /// Lets the application send something.
     pub(super) fn offer_work(
         &mut self,
         peer: &mut Application,
@@ -77,7 +77,7 @@ impl Side {
         self.application.operations.push(Operation { ticket, written, is_read });
     }
 
-    /// The application takes a message, if there is one; returns whether there was.
+    /// Lets the application take a message. Returns whether there was one.
     pub(super) fn take_message(&mut self) -> Result<bool, Violation> {
         match self.core.pop() {
             Ok(Some(message)) => {
@@ -91,7 +91,7 @@ impl Side {
         }
     }
 
-    /// Looks which operations have been answered.
+    /// Collects the operations that were answered.
     pub(super) fn poll_operations(&mut self) -> Result<(), Violation> {
         let mut left = Vec::new();
         for operation in std::mem::take(&mut self.application.operations) {
@@ -126,7 +126,7 @@ impl Side {
         Ok(())
     }
 
-    /// Ends the grant of this side's memory.
+    /// Revokes the grant of this side's memory.
     pub(super) fn revoke(&mut self, random: &mut Random) {
         let own = &mut self.application;
         if random.chance(20) && self.core.is_up() && !std::mem::replace(&mut own.is_revoked, true) {

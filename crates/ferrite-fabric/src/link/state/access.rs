@@ -1,7 +1,5 @@
-//! What the peer of a link may reach of our memory: the rights of the queue pair, and the windows
-//! that are bound to it.
-//!
-//! A queue pair has no remote rights before there is something to reach.
+//! Access of the peer to our memory: the rights of the queue pair, and the windows that are bound
+//! to it. A queue pair has no remote rights until something is granted.
 
 use std::sync::Arc;
 
@@ -14,41 +12,41 @@ use crate::link::kind::Kind;
 use crate::mem::Window;
 
 impl LinkState {
-    /// Returns the rights of the queue pair that carries the link, or will.
+    /// Returns the rights of the current or next queue pair of the link.
     pub(crate) fn rights(&self) -> Access {
         self.rdma.rights
     }
 
-    /// Gives the peer more rights, within what its keys allow.
+    /// Gives the peer more rights, within those that its keys allow.
     pub(crate) fn allow(&mut self, more: Access) {
         let rights = self.rdma.rights | more;
         if rights == self.rdma.rights {
             return;
         }
         self.rdma.rights = rights;
-        // A queue pair that is not ready to send yet takes them when it becomes so.
+        // A queue pair that is not ready to send yet gets the rights when it becomes ready.
         if let Some(qp) = self.rdma.queue.qp() {
             let _ = qp.modify(&QueuePairAttributes::change_access(rights));
         }
         self.allow_ahead();
     }
 
-    /// Gives the same rights on the queue pair that the link is upgraded to, if it is ready.
+    /// Gives the same rights on the queue pair of the upgrade, if it is ready.
     pub(crate) fn allow_ahead(&mut self) {
         if let Some(qp) = self.next.as_ref().and_then(|next| next.queue.qp()) {
             let _ = qp.modify(&QueuePairAttributes::change_access(self.rdma.rights));
         }
     }
 
-    /// Returns the device that carries the link, or will.
+    /// Returns the current or next device of the link.
     pub(crate) fn next_device(&self) -> Option<Arc<SharedDevice>> {
         let next = self.next.as_ref().map(|next| &next.device);
         next.or(self.rdma.device.as_ref()).map(Arc::clone)
     }
 
-    /// Binds a window of `device` to the queue pair there. What is sent later comes after it. Where
-    /// the path or the link is lost there is none: the peer is told of a window on the next path
-    /// when the link goes there.
+    /// Binds a window of `device` to the queue pair there. Later sends come after the bind. If the
+    /// path or the link is lost, nothing is bound; the peer learns of a new window when the link
+    /// moves to the next path.
     pub(crate) fn bind(
         &mut self,
         device: &SharedDevice,
@@ -69,8 +67,8 @@ impl LinkState {
         }
     }
 
-    /// Binds a window to the queue pair that the link is upgraded to. Returns where it is, if that
-    /// went well.
+    /// Binds a window to the queue pair of the upgrade. Returns its address and key if that
+    /// succeeds.
     pub(crate) fn bind_ahead(
         &mut self,
         device: &SharedDevice,

@@ -1,36 +1,37 @@
 //! How the queue pair and the connection of a link end.
 
-use super::{LinkEnv, LinkState};
+use super::LinkState;
 use crate::device::slots::{InFlight, SendQueue};
 use crate::error::{Error, ErrorKind};
 use crate::link::core::{RequestContext, Wakes};
 use crate::link::tcp::TcpPath;
 
-/// How far the end of a link's queue pair is.
+/// The progress of ending a link's queue pair.
 pub(crate) enum Destroying {
-    /// Something is in flight, or a command has it.
+    /// Requests are in flight, or a command owns the queue pair.
     NotYet,
-    /// There is none.
+    /// There is no queue pair.
     Gone,
-    /// To be destroyed.
+    /// The queue pair must be destroyed.
     Queue(Box<SendQueue<RequestContext>>),
 }
 
 impl LinkState {
-    /// Returns whether a queue pair carries the link.
+    /// Returns whether the link uses a queue pair.
     pub(crate) fn is_carried_by(&self, number: u32) -> bool {
         self.rdma.queue.is_of(number)
     }
 
-    /// A queue pair took a receive; returns whether it is the link's, or is about to be.
+    /// Handles a receive that a queue pair took. Returns whether that is the link's current or next
+    /// one.
     pub(crate) fn on_taken(&self, qp: u32, receive: u64) -> bool {
         let own = self.is_carried_by(qp).then_some(&self.rdma.queue);
         own.or_else(|| self.next_queue(qp)).map(|queue| queue.on_taken(receive)).is_some()
     }
 
-    /// First step of the way down: gives away the queue pair of a lost path, to be destroyed. The
-    /// caller has reaped the completion queue. `None` if there is none to give, or a command has
-    /// it.
+    /// First step of a downgrade: hands over the queue pair of a lost path, to be destroyed. The
+    /// caller has reaped the completion queue. Returns `None` if there is no queue pair, or a
+    /// command owns it.
     pub(crate) fn begin_detach(&mut self) -> Option<SendQueue<RequestContext>> {
         if self.is_away() || !self.core.is_to_be_detached() {
             return None;
@@ -39,15 +40,14 @@ impl LinkState {
         Some(std::mem::replace(&mut self.rdma.queue, SendQueue::none()))
     }
 
-    /// Second step: the queue pair is gone, with what was in flight. Nothing of it comes, or lands,
-    /// any more.
+    /// Second step: the queue pair is destroyed, and so are its requests in flight. No data can
+    /// arrive over it any more.
     ///
     /// # Errors
-    /// The device did not let go, and the link cannot go on with that memory; or the link has ended
-    /// meanwhile.
+    /// The device did not release the queue pair, so the link cannot continue with that memory; or
+    /// the link has ended meanwhile.
     pub(crate) fn end_detach(
         &mut self,
-        env: &LinkEnv<'_>,
         queue: SendQueue<RequestContext>,
         in_flight: Vec<InFlight<RequestContext>>,
         gone: Result<(), Error>,
@@ -59,21 +59,21 @@ impl LinkState {
             return Err(error);
         }
         if !self.core.is_to_be_detached() {
-            self.end_destroy(env, queue, in_flight, wakes);
+            self.end_destroy(queue, in_flight, wakes);
             return Err(Error::new(ErrorKind::Closed, "the link is gone"));
         }
-        env.release(in_flight.len());
+        self.rdma.release(in_flight.len());
         self.core.on_detached(in_flight);
         self.rdma.forget(&queue);
         Ok(())
     }
 
-    /// Returns whether a command has the queue pair, so that the fabric has to wait for it.
+    /// Returns whether a command owns the queue pair, so that the fabric must wait for it.
     pub(crate) fn is_away(&self) -> bool {
         self.rdma.queue.is_away() || self.rdma.is_destroying
     }
 
-    /// Returns where the generations of the next queue pair with the link's number begin.
+    /// Returns the first slot generation for the next queue pair with the link's number.
     pub(crate) fn next_generation(&self) -> u32 {
         match self.rdma.device {
             Some(_) => self.rdma.queue.next_generation(),
@@ -81,11 +81,11 @@ impl LinkState {
         }
     }
 
-    /// Returns whether the fabric is to look at the link: it went down, or nothing of it is in
-    /// flight any more, or a grant came back.
+    /// Returns whether the fabric must process the link: the link went down, nothing is in flight
+    /// any more, or a grant was released.
     pub(crate) fn wants_attention(&self) -> bool {
         if self.is_away() {
-            return false; // when it is back
+            return false; // when the command returns it
         }
         let has_path = self.rdma.queue.qp().is_some() || self.tcp.is_some();
         let is_down = self.failure().is_some() && has_path;
@@ -98,50 +98,50 @@ impl LinkState {
             || self.has_left_over()
     }
 
-    /// Returns whether something was read from the connection that the fabric has to look at.
+    /// Returns whether bytes were read from the connection that only the fabric can process.
     pub(crate) fn has_left_over(&self) -> bool {
         self.tcp.as_ref().is_some_and(TcpPath::has_left_over)
     }
 
-    /// Returns whether requests were flushed and nobody has said why, for the first time.
+    /// Returns, once, whether requests were flushed for a reason that is not known yet.
     pub(crate) fn take_flushed(&mut self) -> bool {
         self.has_flushed() && !std::mem::replace(&mut self.rdma.flush_called, true)
     }
 
-    /// Returns whether requests were flushed, and it is not known why.
+    /// Returns whether requests were flushed for a reason that is not known yet.
     pub(crate) fn has_flushed(&self) -> bool {
         !self.rdma.flushed.is_empty()
     }
 
-    /// The device says that a queue pair of the link has taken its last receive.
+    /// Notes the device's report that a queue pair of the link has taken its last receive.
     pub(crate) fn on_last_receive(&mut self, qp: u32) {
         if self.is_carried_by(qp) {
             self.rdma.queue.on_last_receive();
         }
     }
 
-    /// The device has not said so in time: it never will.
+    /// Gives up waiting for that report: it did not come in time, and never will.
     pub(crate) fn stop_waiting_for_last_receive(&mut self) {
         if self.failure().is_some() || self.core.is_to_be_detached() {
             self.rdma.queue.on_last_receive();
         }
     }
 
-    /// Returns whether the queue pair takes no more receives. That of a device that is gone takes
-    /// none.
+    /// Returns whether the queue pair takes no more receives. This always holds after the device
+    /// was removed.
     pub(crate) fn took_last(&self) -> bool {
         self.rdma.queue.took_last()
             || self.rdma.device.as_ref().is_none_or(|device| device.is_gone())
     }
 
-    /// Returns whether nothing of the queue pair is under way any more: what the device did with it
-    /// is in its completion queue.
+    /// Returns whether the queue pair has no request under way. The results of earlier requests are
+    /// in the completion queue.
     pub(crate) fn may_destroy(&self) -> bool {
         self.rdma.queue.in_flight() == 0 && self.took_last()
     }
 
-    /// First step of the end: closes the connection, and gives away the queue pair to be destroyed,
-    /// if nothing is under way or `by_force`. The caller has reaped the completion queue.
+    /// First step of the end: closes the connection, and hands over the queue pair to be destroyed
+    /// if nothing is under way, or `by_force`. The caller has reaped the completion queue.
     pub(crate) fn begin_destroy(&mut self, by_force: bool, wakes: &mut Wakes) -> Destroying {
         if self.close_tcp(wakes) {
             self.core.drop_partial();
@@ -160,25 +160,25 @@ impl LinkState {
         Destroying::Queue(Box::new(queue))
     }
 
-    /// Second step: the queue pair is gone, with what was in flight, or did not go and is back.
+    /// Second step: the queue pair was destroyed with its requests in flight, or the device refused
+    /// and it is back.
     pub(crate) fn end_destroy(
         &mut self,
-        env: &LinkEnv<'_>,
         queue: SendQueue<RequestContext>,
         in_flight: Vec<InFlight<RequestContext>>,
         wakes: &mut Wakes,
     ) {
         self.rdma.queue = queue;
         self.rdma.is_destroying = false;
-        self.give_up(env, in_flight, wakes);
+        self.give_up(in_flight, wakes);
         if self.rdma.queue.qp().is_none() {
             self.core.drop_partial();
         }
     }
 
-    /// Destroys the queue pair at once, and closes the connection: the fabric ends. Returns whether
-    /// the queue pair is gone.
-    pub(crate) fn destroy(&mut self, env: &LinkEnv<'_>, wakes: &mut Wakes) -> bool {
+    /// Destroys the queue pair at once, and closes the connection, because the fabric ends. Returns
+    /// whether the queue pair was destroyed.
+    pub(crate) fn destroy(&mut self, wakes: &mut Wakes) -> bool {
         if self.close_tcp(wakes) {
             self.core.drop_partial();
         }
@@ -187,21 +187,16 @@ impl LinkState {
         }
         let mut in_flight = Vec::new();
         let is_gone = self.rdma.queue.destroy(|it| in_flight.push(it)).is_ok();
-        self.give_up(env, in_flight, wakes);
+        self.give_up(in_flight, wakes);
         if is_gone {
             self.core.drop_partial();
         }
         is_gone
     }
 
-    /// Requests that were in flight on a queue pair that is gone get the link's failure.
-    fn give_up(
-        &mut self,
-        env: &LinkEnv<'_>,
-        in_flight: Vec<InFlight<RequestContext>>,
-        wakes: &mut Wakes,
-    ) {
-        env.release(in_flight.len());
+    /// Fails the requests that were in flight on a destroyed queue pair.
+    fn give_up(&mut self, in_flight: Vec<InFlight<RequestContext>>, wakes: &mut Wakes) {
+        self.rdma.release(in_flight.len());
         let error = self.core.failure_or_gone();
         for InFlight { held, request } in in_flight {
             self.core.finish(request, held, Err(error.clone()), wakes);

@@ -16,12 +16,12 @@ pub(crate) struct NextPath {
     pub(crate) queue: SendQueue<RequestContext>,
     pub(crate) device: Arc<SharedDevice>,
     pub(super) inline: usize,
-    /// The number of our first packet.
+    /// The sequence number of our first packet.
     psn: u32,
 }
 
 impl LinkState {
-    /// There is a queue pair to upgrade to.
+    /// Sets the queue pair to upgrade to.
     pub(crate) fn begin_upgrade(
         &mut self,
         queue: SendQueue<RequestContext>,
@@ -33,7 +33,7 @@ impl LinkState {
         self.next = Some(NextPath { queue, device, inline, psn });
     }
 
-    /// Asks something on the new queue pair: its acknowledgement says that the way works.
+    /// Probes the new queue pair. An acknowledgement proves that the path works.
     pub(crate) fn probe(&mut self) -> Result<(), Error> {
         let Some(next) = &mut self.next else { return Ok(()) };
         if next.device.reserve(1) == 0 {
@@ -51,7 +51,7 @@ impl LinkState {
             .map_err(|refused| refused.error.into())
     }
 
-    /// Takes a completion of the new queue pair; returns whether it was one.
+    /// Handles a completion of the new queue pair. Returns false if it belongs to another one.
     pub(super) fn on_next_sent(&mut self, wc: &WorkCompletion) -> bool {
         let Some(next) = &mut self.next else { return false };
         let (mut entries, mut is_bind) = (0, false);
@@ -67,28 +67,28 @@ impl LinkState {
         is_known
     }
 
-    /// Gives up the way up. The queue pair is the caller's to destroy.
+    /// Gives up the upgrade. The caller must destroy the queue pair.
     pub(crate) fn end_upgrade(&mut self) -> Option<(Arc<SharedDevice>, SendQueue<RequestContext>)> {
         self.core.end_upgrade();
         let NextPath { queue, device, .. } = self.next.take()?;
         if let Some(qp) = queue.qp() {
-            let _ = qp.stop(); // a device that is gone has stopped it
+            let _ = qp.stop(); // a removed device has stopped it
         }
         self.rdma.generation = queue.next_generation();
         Some((device, queue))
     }
 
-    /// Returns whether the way up goes over this device.
+    /// Returns whether the upgrade uses this device.
     pub(crate) fn upgrades_on(&self, device: &SharedDevice) -> bool {
         self.next.as_ref().is_some_and(|next| next.device.index == device.index)
     }
 
-    /// Returns the queue of the next path, if that is its queue pair.
+    /// Returns the slots of the next path, if this is its queue pair.
     pub(super) fn next_queue(&self, qp: u32) -> Option<&SendQueue<RequestContext>> {
         self.next.as_ref().map(|next| &next.queue).filter(|queue| queue.is_of(qp))
     }
 
-    /// Returns the number of the first packet on that queue pair.
+    /// Returns the sequence number of the first packet on that queue pair.
     pub(crate) fn next_psn(&self) -> u32 {
         self.next.as_ref().map_or(0, |next| next.psn)
     }

@@ -1,40 +1,40 @@
-//! The state of a link whose peer speaks another protocol: requests as they are, and what came, in
+//! The state of a link whose peer speaks another protocol: plain requests, and received data in
 //! order.
 //!
-//! Nothing is added to what goes over the wire: no hello, no credits, no keepalive, no farewell.
-//! What the peer sends is counted, not understood.
+//! Ferrite adds nothing on the wire: no hello, no credits, no keepalive, no farewell. Data from the
+//! peer is counted, not interpreted.
 
 use std::collections::VecDeque;
 use std::task::Waker;
 
 use ferrite_verbs::{Access, Opcode, Operation, RemoteSlice, WorkCompletion};
 
-use super::{LinkEnv, LinkState};
+use super::LinkState;
 use crate::device::slots::{Held, Work};
 use crate::error::{Error, ErrorKind};
 use crate::link::core::{RequestContext, Wakes, keep, protocol};
 use crate::link::kind::Kind;
 use crate::mem::{Buf, BufMut};
 
-/// Messages of a peer that nobody has taken yet, and their bytes: they are copied, so that a
-/// receive of ours is not held by a few bytes, and who sends them faster than they are taken costs
+/// Limits on messages that nobody has taken yet, and on their bytes. Messages are copied, so that a
+/// few bytes do not hold a whole receive. A peer that sends faster than the application reads costs
 /// no more than this.
 const MESSAGES_MAX: usize = 1024;
 const MESSAGE_BYTES_MAX: usize = 256 << 10;
 
-/// What came over a bare link.
+/// An arrival on a raw connection.
 #[derive(Debug)]
 pub enum Arrival {
-    /// A message of the peer's.
+    /// A message from the peer.
     Message(Box<[u8]>),
-    /// The peer has written to memory that it was told of, and says so by immediate data. Notices
-    /// that nothing came between are told together.
+    /// The peer has written to our memory, and reports that by immediate data. Consecutive notices
+    /// are combined.
     Written {
-        /// How many there were.
+        /// The number of notices.
         notices: u64,
         /// The sum of their immediate data.
         sum: u64,
-        /// What the device says was written by those writes that were told of. A peer may have
+        /// The number of bytes in the notified writes, as reported by the device. The peer may have
         /// written more before them.
         bytes: u64,
     },
@@ -53,11 +53,11 @@ struct Outgoing {
     operation: Operation,
     held: Held,
     bytes: usize,
-    /// Whoever asked does not wait for it.
+    /// Whether nobody waits for the result.
     quiet: bool,
 }
 
-/// What was asked of a bare link and is done: the peer's device has it.
+/// The completed requests of a raw connection: the peer's device has acknowledged them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Done {
     /// Messages.
@@ -67,7 +67,7 @@ pub struct Done {
 }
 
 impl LinkState {
-    /// The peer speaks another protocol.
+    /// Marks the peer as one of another protocol.
     pub(crate) fn make_raw(&mut self) {
         self.raw = Some(Box::default());
         self.rdma.rights = Access::REMOTE_WRITE; // its window, and nothing is read
@@ -114,8 +114,9 @@ impl LinkState {
         Ok(())
     }
 
-    /// A write of no bytes, to an address that nobody looks at: the peer hears nothing of it, its
-    /// device answers, and it reports, unless something that waits to go does so anyway.
+    /// Queues a write of no bytes, to an address that nobody reads. The peer's software does not
+    /// notice it, but its device acknowledges it. It is signaled, unless a queued request is
+    /// signaled anyway.
     pub(crate) fn push_raw_probe(&mut self) {
         let probe = !self.has_raw_work();
         if let Some(raw) = self.raw.as_deref_mut().filter(|_| probe) {
@@ -129,7 +130,7 @@ impl LinkState {
         }
     }
 
-    /// The link is to close, and nothing that is under way would report.
+    /// Returns whether the link must close and no request under way is signaled.
     pub(super) fn push_raw_farewell(&mut self) {
         if self.rdma.unsignaled > 0 {
             self.push_raw_probe();
@@ -140,13 +141,13 @@ impl LinkState {
         self.raw.as_ref().is_some_and(|raw| !raw.outgoing.is_empty())
     }
 
-    /// The next request. The last that is queued reports, unless it is quiet, so that the memory of
-    /// all comes back soon.
-    pub(super) fn next_raw_work(&mut self, env: &LinkEnv<'_>) -> Option<Work<RequestContext>> {
+    /// Returns the next request. The last one in the queue is signaled unless it is quiet, so that
+    /// the memory of all is released soon.
+    pub(super) fn next_raw_work(&mut self) -> Option<Work<RequestContext>> {
         let raw = self.raw.as_deref_mut()?;
         let Outgoing { operation, held, bytes, quiet } = raw.outgoing.pop_front()?;
         let is_last = raw.outgoing.is_empty();
-        let signaled = self.signal(env, is_last && !quiet);
+        let signaled = self.signal(is_last && !quiet);
         let inline = bytes <= self.rdma.inline;
         let held = match held {
             Held::Shared(buf) if inline => Held::Passing(buf),
@@ -155,13 +156,13 @@ impl LinkState {
         let kind = match operation {
             Operation::Send => Kind::Control,
             Operation::WriteImm(..) => Kind::Notice,
-            _ => Kind::Write, // a probe: nobody counts it
+            _ => Kind::Write, // a probe, which is not counted
         };
         let request = RequestContext { kind, bytes: bytes as u32, ..RequestContext::default() };
         Some(Work { operation, held, signaled, inline, request })
     }
 
-    /// Whether everything that was asked for is done.
+    /// Returns whether all requests are done.
     pub(super) fn raw_is_idle(&self) -> bool {
         !self.has_raw_work() && self.rdma.binds.is_empty() && self.rdma.queue.in_flight() == 0
     }
@@ -180,7 +181,7 @@ impl LinkState {
         }
     }
 
-    /// What is done, and `waker` is called when there is more.
+    /// Returns the completed requests. `waker` is called when there are more.
     pub(crate) fn raw_done(&mut self, waker: Option<&Waker>) -> Done {
         if let Some(waker) = waker {
             keep(&mut self.core.waiters.room, waker);
@@ -227,10 +228,10 @@ impl LinkState {
         Ok(())
     }
 
-    /// The next thing that came, or `None` if there is none yet.
+    /// Returns the next arrival, or `None` if there is none yet.
     ///
     /// # Errors
-    /// The link is down, and everything that came before that was taken.
+    /// The link is down, and everything that arrived before was taken.
     pub(crate) fn pop_arrival(&mut self) -> Result<Option<Arrival>, Error> {
         let arrival = self.raw.as_deref_mut().and_then(|raw| {
             let arrival = raw.arrivals.pop_front()?;

@@ -1,4 +1,5 @@
-//! A link on its queue pair: what the core gives out is posted, what completes is told to the core.
+//! The RDMA driver of a link: posts the core's output to the queue pair, and reports completions to
+//! the core.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -12,34 +13,31 @@ use crate::device::slots::{BATCH, Held, InFlight, SendQueue, Work};
 use crate::error::{Error, ErrorKind};
 use crate::link::core::{ActiveTransport, Output, RequestContext, Wakes, protocol};
 use crate::link::kind::Kind;
-use crate::link::outbox::OneSided;
 use crate::mem::{BufMut, Pool, Purpose, Window};
 use crate::wire::{CONTROL_BYTES, Control, Frame};
 
-/// The queue pair of a link, and what belongs to it.
+/// The queue pair of a link, with its state.
 pub(crate) struct RdmaPath {
     pub(crate) queue: SendQueue<RequestContext>,
-    /// Whose queues the queue pair uses; `None` on TCP.
+    /// The device whose queues the queue pair uses; `None` on TCP.
     pub(crate) device: Option<Arc<SharedDevice>>,
     pub(super) inline: usize,
-    /// The queue pair has not been stopped.
+    /// Whether the queue pair was not stopped.
     is_running: bool,
-    /// A command destroys the queue pair.
+    /// Whether a command is destroying the queue pair.
     pub(super) is_destroying: bool,
-    /// Windows that are to be bound to the queue pair.
+    /// Windows to bind to the queue pair.
     pub(super) binds: VecDeque<Arc<Window>>,
-    /// What the peer may do to our memory, as far as the queue pair decides it.
+    /// The peer's rights to our memory, as far as the queue pair decides them.
     pub(super) rights: Access,
-    /// Reused for each post.
-    batch: Vec<Work<RequestContext>>,
     pub(super) unsignaled: usize,
-    /// Where the generations of the next queue pair's slots begin.
+    /// The first generation of the slots of the next queue pair.
     pub(crate) generation: u32,
-    /// The last request was posted.
+    /// Whether the last request was posted.
     last_posted: bool,
-    /// Completions of requests that were flushed before it was known why.
+    /// Completions of requests that were flushed before the reason was known.
     pub(super) flushed: Vec<WorkCompletion>,
-    /// The fabric was told of them.
+    /// Whether the fabric was told of them.
     pub(super) flush_called: bool,
 }
 
@@ -52,7 +50,7 @@ impl RdmaPath {
         Self { queue, device: Some(device), inline, is_running: true, ..Self::none() }
     }
 
-    /// Makes the path of a link that TCP carries.
+    /// Creates the state of a link on TCP, without a queue pair.
     pub(super) fn none() -> Self {
         Self {
             queue: SendQueue::none(),
@@ -62,7 +60,6 @@ impl RdmaPath {
             is_destroying: false,
             binds: VecDeque::new(),
             rights: Access::LOCAL,
-            batch: Vec::new(),
             unsignaled: 0,
             generation: 0,
             last_posted: false,
@@ -71,13 +68,36 @@ impl RdmaPath {
         }
     }
 
-    /// Takes the queue pair that the link was upgraded to.
+    /// Reserves up to `wanted` entries of the completion queue.
+    fn reserve(&self, wanted: usize) -> usize {
+        self.device.as_ref().map_or(0, |device| device.reserve(wanted))
+    }
+
+    pub(super) fn release(&self, entries: usize) {
+        if let Some(device) = &self.device {
+            device.release(entries);
+        }
+    }
+
+    fn is_pressed(&self) -> bool {
+        self.device.as_ref().is_some_and(|device| device.is_pressed())
+    }
+
+    /// Joins the line of links that wait for entries.
+    #[cold]
+    fn wait(&self, link: u32) {
+        if let Some(device) = &self.device {
+            device.wait(link);
+        }
+    }
+
+    /// Switches to the queue pair of the upgrade.
     pub(super) fn adopt(&mut self, next: NextPath) {
         (self.queue, self.device, self.inline) = (next.queue, Some(next.device), next.inline);
         self.is_running = true;
     }
 
-    /// Forgets a queue pair that is gone.
+    /// Drops the state of a destroyed queue pair.
     pub(super) fn forget(&mut self, queue: &SendQueue<RequestContext>) {
         if self.device.take().is_some() {
             self.generation = queue.next_generation();
@@ -86,8 +106,8 @@ impl RdmaPath {
         (self.flush_called, self.unsignaled) = (false, 0);
     }
 
-    /// A command gives the queue pair back. The link may have gone down meanwhile: then it is
-    /// stopped when the lock is let go.
+    /// Takes the queue pair back from a command. If the link went down meanwhile, the queue pair is
+    /// stopped when the lock is released.
     pub(crate) fn take_back(&mut self, qp: ferrite_verbs::QueuePair) {
         self.queue.take_back(qp);
         self.is_running = true;
@@ -95,43 +115,42 @@ impl RdmaPath {
 }
 
 impl LinkState {
-    /// Stops the queue pair of a path or link that is over.
+    /// Stops the queue pair of a path or link that has ended.
+    #[inline]
     pub(crate) fn stop_if_over(&mut self) {
         let is_over =
             self.core.failure().is_some() || self.core.transport() == ActiveTransport::Migrating;
-        if !is_over || !self.rdma.is_running {
-            return;
+        if is_over && self.rdma.is_running {
+            self.stop();
         }
+    }
+
+    #[cold]
+    fn stop(&mut self) {
         if let Some(qp) = self.rdma.queue.qp() {
-            let _ = qp.stop(); // a device that is gone has stopped it
+            let _ = qp.stop(); // a removed device has stopped it
             self.rdma.is_running = false;
         }
         if self.core.failure().is_none() {
             self.core.stats.binds_dropped += self.rdma.binds.len() as u64;
         }
-        self.rdma.binds.clear(); // on the next device there are others
+        self.rdma.binds.clear(); // the next device has its own windows
         self.end_raw();
     }
 
-    /// Posts a small message at once, from the caller's bytes; returns `false` if it has to be
-    /// queued.
-    pub(super) fn post_now(
-        &mut self,
-        env: &LinkEnv<'_>,
-        channel: u16,
-        bytes: &[u8],
-    ) -> Result<bool, Error> {
+    /// Posts a small message at once, from the caller's bytes. Returns false if it must be queued.
+    pub(super) fn post_now(&mut self, channel: u16, bytes: &[u8]) -> Result<bool, Error> {
         let most = self.rdma.inline.min(self.core.peer().segment_bytes as usize);
         let is_ready =
             bytes.len() <= most && self.core.may_send_now() && self.rdma.queue.room() > 0;
-        if !is_ready || env.reserve(1) == 0 {
+        if !is_ready || self.rdma.reserve(1) == 0 {
             return Ok(false);
         }
         let (imm, request) = self.core.send_now(channel, bytes);
-        let signaled = self.signal(env, false);
+        let signaled = self.signal(false);
         let operation = Operation::SendImm(imm);
         if let Err(refused) = self.rdma.queue.post_inline(operation, bytes, signaled, request) {
-            env.release(1 - refused.posted);
+            self.rdma.release(1 - refused.posted);
             let error = Error::refused_post(refused.error);
             if !self.core.lose(&error) {
                 return Err(error);
@@ -143,16 +162,16 @@ impl LinkState {
         Ok(true)
     }
 
-    /// Decides whether the next request reports: someone waits for it or for its memory, or too
-    /// many before it have not.
-    pub(super) fn signal(&mut self, env: &LinkEnv<'_>, wanted: bool) -> bool {
+    /// Decides whether the next request is signaled. It is if someone waits for it or for its
+    /// memory, or after too many unsignaled requests.
+    pub(super) fn signal(&mut self, wanted: bool) -> bool {
         let run = (self.rdma.queue.room() + self.rdma.queue.in_flight()) / 4;
-        let signaled = wanted || self.rdma.unsignaled >= run || env.is_pressed();
+        let signaled = wanted || self.rdma.unsignaled >= run || self.rdma.is_pressed();
         self.rdma.unsignaled = if signaled { 0 } else { self.rdma.unsignaled + 1 };
         signaled
     }
 
-    /// Posts whatever may go.
+    /// Posts everything that may be sent.
     pub(super) fn post_all(&mut self, env: &LinkEnv<'_>, wakes: &mut Wakes) -> Result<(), Error> {
         loop {
             let is_idle = self.core.is_idle() && self.rdma.binds.is_empty();
@@ -160,42 +179,42 @@ impl LinkState {
                 return Ok(());
             }
             let room = self.rdma.queue.room().min(BATCH);
-            if room == 0 {
+            if room == 0 || self.rdma.queue.qp().is_none() {
                 return Ok(());
             }
-            let mut reserved = env.reserve(room);
+            let mut reserved = self.rdma.reserve(room);
             if reserved == 0 {
-                env.wait();
-                // Entries that came back between the two would not call us.
-                reserved = env.reserve(room);
+                self.rdma.wait(env.index);
+                // Entries that were freed between the two calls would not wake this link.
+                reserved = self.rdma.reserve(room);
                 if reserved == 0 {
                     return Ok(());
                 }
             }
-            // Binds first, so that they are done before the peer hears of them.
+            // Binds are posted first, so that they are done before the peer learns of them.
             if let Some(window) = self.rdma.binds.pop_front() {
-                env.release(reserved - 1);
-                self.post_bind(&window, env)?;
+                self.rdma.release(reserved - 1);
+                self.post_bind(&window)?;
                 continue;
             }
             let mut made = Ok(());
-            while self.rdma.batch.len() < reserved {
-                match self.next_work(env) {
-                    Ok(Some(work)) => self.rdma.batch.push(work),
-                    Ok(None) => break,
+            while self.rdma.queue.added() < reserved {
+                match self.add_next(env) {
+                    Ok(true) => {}
+                    Ok(false) => break,
                     Err(error) => {
                         made = Err(error);
                         break;
                     }
                 }
             }
-            let count = self.rdma.batch.len();
-            env.release(reserved - count);
+            let count = self.rdma.queue.added();
+            self.rdma.release(reserved - count);
             if count == 0 {
                 return made;
             }
-            if let Err(error) = self.rdma.queue.post(&mut self.rdma.batch) {
-                return self.on_unposted(env, Error::refused_post(error), wakes);
+            if let Err((error, unposted)) = self.rdma.queue.post() {
+                return self.on_unposted(Error::refused_post(error), unposted, wakes);
             }
             if made.is_err() || count < reserved {
                 return made;
@@ -203,33 +222,32 @@ impl LinkState {
         }
     }
 
-    fn post_bind(&mut self, window: &Arc<Window>, env: &LinkEnv<'_>) -> Result<(), Error> {
-        let signaled = self.signal(env, true); // memory may wait for it
+    fn post_bind(&mut self, window: &Arc<Window>) -> Result<(), Error> {
+        let signaled = self.signal(true); // memory may wait for it
         let request = RequestContext { kind: Kind::Bind, ..RequestContext::default() };
         match self.rdma.queue.post_bind(window, signaled, request) {
             Ok(posted) => {
-                env.release(usize::from(!posted));
+                self.rdma.release(usize::from(!posted));
                 Ok(())
             }
             Err(refused) => {
-                env.release(1 - refused.posted);
+                self.rdma.release(1 - refused.posted);
                 Err(Error::refused_post(refused.error))
             }
         }
     }
 
-    /// The device did not take what is left in the batch.
+    /// The device did not accept the rest of the batch.
     #[cold]
     fn on_unposted(
         &mut self,
-        env: &LinkEnv<'_>,
         error: Error,
+        unposted: Vec<InFlight<RequestContext>>,
         wakes: &mut Wakes,
     ) -> Result<(), Error> {
-        env.release(self.rdma.batch.len());
-        let unposted = std::mem::take(&mut self.rdma.batch);
+        self.rdma.release(unposted.len());
         let migrates = self.core.lose(&error);
-        for Work { held, request, .. } in unposted {
+        for InFlight { held, request } in unposted {
             if migrates {
                 self.core.not_posted(held, request);
             } else {
@@ -239,54 +257,44 @@ impl LinkState {
         if migrates { Ok(()) } else { Err(error) }
     }
 
-    fn next_work(&mut self, env: &LinkEnv<'_>) -> Result<Option<Work<RequestContext>>, Error> {
+    /// Adds the next request to those that are to be posted; returns `false` if there is none.
+    fn add_next(&mut self, env: &LinkEnv<'_>) -> Result<bool, Error> {
         if self.raw.is_some() {
-            return Ok(self.next_raw_work(env));
+            let work = self.next_raw_work();
+            return Ok(work.map(|work| self.rdma.queue.add(work)).is_some());
         }
         let segment_bytes = self.core.peer().segment_bytes as usize;
-        let Some(output) = self.core.next_output(segment_bytes, true) else { return Ok(None) };
-        Ok(Some(match output {
-            Output::Data { imm, more, piece, request } => {
+        match self.core.next_output(segment_bytes, true) {
+            None => return Ok(false),
+            Some(Output::Data { imm, more, piece, request }) => {
                 let inline = request.bytes as usize <= self.rdma.inline;
-                // Inline requests hold no memory, so nobody waits for them. Of the rest the last
-                // frame of a message reports.
-                let signaled = self.signal(env, request.ticket.is_some() || !inline && !more);
+                // Inline requests hold no memory, so nobody waits for them. Of the others, the last
+                // frame of a message is signaled.
+                let signaled = self.signal(request.ticket.is_some() || !inline && !more);
                 let held = piece.map_or(Held::Nothing, Held::Shared);
-                Work { operation: Operation::SendImm(imm), held, signaled, inline, request }
+                let operation = Operation::SendImm(imm);
+                self.rdma.queue.add(Work { operation, held, signaled, inline, request });
             }
-            Output::Control { imm, control } => return self.control_work(imm, control, env),
-            Output::OneSided { operation, request } => {
+            Some(Output::Control { imm, control }) => return self.add_control(imm, control, env),
+            Some(Output::OneSided { held, place, request }) => {
                 let inline =
                     request.kind != Kind::Read && request.bytes as usize <= self.rdma.inline;
-                let signaled = self.signal(env, request.ticket.is_some() || !inline);
-                let posted = self.operation(&operation);
-                Work { operation: posted, held: operation.held, signaled, inline, request }
+                let signaled = self.signal(request.ticket.is_some() || !inline);
+                let operation = one_sided(place, &request);
+                self.rdma.queue.add(Work { operation, held, signaled, inline, request });
             }
-        }))
-    }
-
-    /// Places an operation on the device that carries the link, which may be another than when the
-    /// grant was given.
-    fn operation(&self, asked: &OneSided) -> Operation {
-        let place = self.core.place_of(asked.grant);
-        let (base, rkey) = place.unwrap_or((asked.base, asked.rkey));
-        let addr = base.wrapping_add(asked.offset);
-        let remote = RemoteSlice { addr, len: asked.bytes.into(), rkey };
-        match asked.kind {
-            Kind::Read => Operation::Read(remote),
-            Kind::Notice => Operation::WriteImm(remote, asked.imm),
-            _ => Operation::Write(remote),
         }
+        Ok(true)
     }
 
-    /// `None`: there is no memory at the moment, and the control frame goes with the next post, or
-    /// when the fabric looks for memory again.
-    fn control_work(
+    /// Adds a control frame. `false`: there is no memory at the moment, and it goes with the next
+    /// post, or when the fabric looks for memory again.
+    fn add_control(
         &mut self,
         imm: u32,
         control: Control,
         env: &LinkEnv<'_>,
-    ) -> Result<Option<Work<RequestContext>>, Error> {
+    ) -> Result<bool, Error> {
         let inline = CONTROL_BYTES <= self.rdma.inline;
         let held = if inline {
             Held::Copied(control.encode())
@@ -296,30 +304,31 @@ impl LinkState {
                     buf.copy_from_slice(&control.encode());
                     Held::Shared(buf.freeze())
                 }
-                // The pool is at its limit, or the device registers no more at the moment.
+                // The pool is at its limit, or the device can register no more memory now.
                 Err(error) if matches!(error.kind(), ErrorKind::Full | ErrorKind::Resources) => {
                     self.core.put_back(control);
                     self.is_starved = true;
-                    return Ok(None);
+                    return Ok(false);
                 }
                 Err(error) => return Err(error),
             }
         };
-        // That the peer's device took the question says something, too.
-        let signaled = self.signal(env, !inline || matches!(control, Control::Ping(_)));
+        // The acknowledgement of a keepalive by the peer's device is a sign of life, too.
+        let signaled = self.signal(!inline || matches!(control, Control::Ping(_)));
         let operation = Operation::SendImm(imm);
         let request = RequestContext {
             kind: Kind::Control,
             bytes: CONTROL_BYTES as u32,
             ..RequestContext::default()
         };
-        Ok(Some(Work { operation, held, signaled, inline, request }))
+        self.rdma.queue.add(Work { operation, held, signaled, inline, request });
+        Ok(true)
     }
 
-    /// A receive has completed with something of this link.
+    /// Handles a completed receive of this link.
     ///
     /// # Errors
-    /// The peer broke the protocol.
+    /// The peer violated the protocol.
     pub(crate) fn on_received(
         &mut self,
         pool: &Pool,
@@ -353,7 +362,8 @@ impl LinkState {
         Ok(())
     }
 
-    /// A send, write or read has completed. `failure` makes the error if it is the first.
+    /// Handles a completed send, write or read. `failure` creates the error if this is the first
+    /// failure.
     pub(crate) fn on_sent(
         &mut self,
         env: &LinkEnv<'_>,
@@ -367,22 +377,22 @@ impl LinkState {
         let status = wc.status();
         let ok = status == Status::SUCCESS;
         if self.rdma.queue.get(wc).is_none() {
-            self.core.stats.stale_completions += 1; // perhaps of a queue pair that is gone
+            self.core.stats.stale_completions += 1; // perhaps of a destroyed queue pair
             return;
         }
         if !ok && self.core.transport() == ActiveTransport::Migrating {
-            return; // it stays until the queue pair is gone, and goes elsewhere then
+            return; // it stays until the queue pair is destroyed, and is then sent on another path
         }
         if status == Status::FLUSHED && self.failure().is_none() {
-            // Something failed before it, and will be told: by an event, or by the peer.
+            // An earlier request failed. An event or the peer will tell the cause.
             self.rdma.flushed.push(*wc);
             return;
         }
         if ok {
             self.core.on_acknowledged_by_device();
         } else if self.failure().is_none() {
-            // All of ours was acknowledged before the farewell: a peer that has left by then has
-            // left in good order.
+            // The peer acknowledged everything before the farewell, so a peer that is gone by then
+            // has closed in an orderly way.
             let is_control =
                 self.rdma.queue.get(wc).is_some_and(|it| it.request.kind == Kind::Control);
             let error = match self.core.has_answered_farewell() && is_control {
@@ -407,16 +417,16 @@ impl LinkState {
             };
             core.complete(request, held, result, wakes);
         });
-        env.release(entries);
+        self.rdma.release(entries);
         self.on_raw_done(controls, notices, wakes);
         self.answer_revocations();
         if ok {
             self.pump(env, wakes);
         }
-        self.post_last(env);
+        self.post_last();
     }
 
-    /// The link is down: requests that were flushed before get its failure.
+    /// Fails the requests that were flushed before the link went down.
     #[cold]
     pub(crate) fn complete_flushed(&mut self, env: &LinkEnv<'_>, wakes: &mut Wakes) {
         if self.failure().is_some() {
@@ -427,26 +437,37 @@ impl LinkState {
         }
     }
 
-    /// Posts one more request, which is flushed at once. It completes those that did not report and
-    /// were done when the link went down: they do not report now either.
-    pub(crate) fn post_last(&mut self, env: &LinkEnv<'_>) {
+    /// Posts one more request, which is flushed at once. It completes the unsignaled requests that
+    /// were done when the link went down, since they produce no completions of their own.
+    pub(crate) fn post_last(&mut self) {
         let is_wanted =
             self.failure().is_some() && !self.rdma.last_posted && self.rdma.queue.in_flight() > 0;
-        if !is_wanted || self.rdma.queue.room() == 0 || env.reserve(1) == 0 {
+        if !is_wanted || self.rdma.queue.room() == 0 || self.rdma.reserve(1) == 0 {
             return; // or else the clock ends it
         }
         let request = RequestContext { kind: Kind::Last, ..RequestContext::default() };
         self.rdma.last_posted = true;
         if let Err(refused) = self.rdma.queue.post_inline(Operation::Send, &[], true, request) {
-            env.release(1 - refused.posted);
+            self.rdma.release(1 - refused.posted);
         }
     }
 }
 
-/// Copies a small part of a message that may lie here for long, so that it does not keep a large
+/// Returns the operation on memory of the peer, whose grant begins at `base` with the key `rkey`.
+fn one_sided((base, rkey): (u64, u32), request: &RequestContext) -> Operation {
+    let addr = base.wrapping_add(request.offset);
+    let remote = RemoteSlice { addr, len: request.bytes.into(), rkey };
+    match request.kind {
+        Kind::Read => Operation::Read(remote),
+        Kind::Notice => Operation::WriteImm(remote, request.imm),
+        _ => Operation::Write(remote),
+    }
+}
+
+/// Copies a small part of a message that may stay here for long, so that it does not hold a large
 /// receive.
 fn fitting(pool: &Pool, buf: BufMut) -> BufMut {
-    const SMALL: usize = 8; // so little of the block that copying it costs nothing
+    const SMALL: usize = 8; // the part is so small that copying it costs nothing
     if buf.len() > buf.capacity() / SMALL {
         return buf;
     }

@@ -1,5 +1,5 @@
-//! A link on its TCP connection: what the core gives out is written, what comes is told to the
-//! core.
+//! The TCP driver of a link: writes the core's output to the connection, and passes received frames
+//! to the core.
 
 use std::io::{self, IoSlice};
 use std::time::Instant;
@@ -18,32 +18,32 @@ use crate::mem::Pool;
 use crate::wire::Frame;
 use crate::wire::{TcpFrame, TcpFrameKind};
 
-/// Bytes that are read before other links are served. Readers take them while they are in the CPU's
-/// cache.
+/// The number of bytes to read before other links are served. It is small enough for the CPU's
+/// cache, from which the application then reads.
 const SLICE_BYTES: usize = 256 << 10;
 
-/// What a peer asks of our memory: see `one_sided.rs`.
+/// A request of the peer for our memory: see `one_sided.rs`.
 pub(crate) enum Request<'a> {
     Write { grant: u64, offset: u64, bytes: &'a [u8] },
     Read { grant: u64, offset: u64, into: &'a mut [u8] },
 }
 
-/// How reading ended.
+/// The reason why reading stopped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Reading {
-    /// All there was.
+    /// Everything that has arrived was read.
     Done,
-    /// There may be more, after others.
+    /// There may be more, but other links come first.
     More,
     /// There is no memory for more.
     NoMemory,
-    /// There is none for this peer, until some that it has comes back.
+    /// This peer gets no more memory until it returns some.
     OverBudget,
 }
 
 impl LinkState {
-    /// Writes a small message at once; returns `false` if it has to be queued. Up to a whole frame
-    /// goes from the caller's memory to the kernel.
+    /// Writes a small message at once. Returns false if it must be queued. At most one frame goes
+    /// from the caller's memory to the kernel.
     pub(super) fn write_now(&mut self, channel: u16, bytes: &[u8]) -> Result<bool, Error> {
         if bytes.len() > self.core.tcp_segment() {
             return Ok(false);
@@ -52,8 +52,8 @@ impl LinkState {
         Ok(sent.is_some())
     }
 
-    /// Writes the first `len` bytes of the slices, or as many as go, in messages of a frame each.
-    /// Returns how many bytes went; `None` if they have to be queued.
+    /// Writes the first `len` bytes of the slices, or as many as the kernel accepts, as messages of
+    /// one frame each. Returns the number of bytes; `None` if they must be queued.
     pub(crate) fn write_slices(
         &mut self,
         channel: u16,
@@ -79,26 +79,24 @@ impl LinkState {
         Ok(Some(bytes))
     }
 
-    /// Returns whether large writes go to the kernel from where they are. Not with TLS, which
-    /// copies anyway.
+    /// Returns whether large writes go to the kernel without a copy. With TLS they do not, because
+    /// TLS copies anyway.
     #[cfg(feature = "tokio")]
     pub(crate) fn writes_through(&self) -> bool {
         self.core.transport() == ActiveTransport::Tcp
             && self.tcp.as_ref().is_some_and(TcpPath::is_plain)
     }
 
-    /// Returns whether nothing can go until the kernel or the peer allows it. The fabric learns of
-    /// that and pumps.
+    /// Returns whether sending must wait for the kernel or the peer. The fabric gets an event for
+    /// either, and then continues.
     #[cfg(feature = "tokio")]
     pub(crate) fn is_held_up(&self) -> bool {
         self.core.credits() == 0 || self.tcp.as_ref().is_some_and(TcpPath::is_blocked)
     }
 
-    /// Reads into `out` what has come of large frames on `channel`, if nothing stands before it;
-    /// returns `false` if nothing has.
-    ///
-    /// The fabric reads as well and needs no call: what is left has an event of its own that it
-    /// sees, or has seen and will attend to.
+    /// Reads the arrived bytes of large frames on `channel` into `out`, if no other data comes
+    /// first. Returns false if there are none. The fabric needs no wake-up for the rest: it has an
+    /// event for it, now or already.
     #[cfg(feature = "tokio")]
     pub(crate) fn read_through(
         &mut self,
@@ -133,7 +131,7 @@ impl LinkState {
         Ok(any)
     }
 
-    /// Writes whatever may go.
+    /// Writes everything that may be sent.
     pub(super) fn write_all(&mut self, wakes: &mut Wakes) -> Result<(), Error> {
         let Self { core, tcp: Some(tcp), .. } = self else { return Ok(()) };
         loop {
@@ -157,7 +155,7 @@ impl LinkState {
         }
     }
 
-    /// Writes what is to be said about paths, whatever carries the link.
+    /// Writes the frames about paths, on either transport.
     fn write_said(&mut self) -> io::Result<()> {
         let Some(tcp) = &mut self.tcp else { return Ok(()) };
         while let Some((frame, body)) = self.core.next_said() {
@@ -166,15 +164,15 @@ impl LinkState {
         tcp.flush(|_| {})
     }
 
-    /// Writes what waits on the connection, whatever carries the link.
+    /// Writes the frames that must go over the connection even while the link uses RDMA.
     pub(crate) fn flush_connection(&mut self, wakes: &mut Wakes) {
         if self.write_said().is_err() {
             self.core.end(Error::new(ErrorKind::LinkDown, "the TCP connection broke"), wakes);
         }
     }
 
-    /// Something has come, or the connection takes more. Reads and delivers a slice's worth;
-    /// `serve` carries out what the peer asks of our memory, `false` if it may not.
+    /// Handles a readable or writable connection. Reads and delivers up to one slice. `serve`
+    /// executes the peer's requests for our memory, and returns false if one is not allowed.
     pub(crate) fn on_socket(
         &mut self,
         env: &LinkEnv<'_>,
@@ -197,7 +195,8 @@ impl LinkState {
         }
         let reading = match read {
             Ok(Some(reading)) => reading,
-            // Also while RDMA carries the link: this is how a peer is known to be gone.
+            // This also runs while the link uses RDMA: a closed connection shows that the peer has
+            // ended.
             Ok(None) => {
                 self.core.end(self.core.hung_up(), wakes);
                 return Reading::Done;
@@ -219,7 +218,7 @@ impl LinkState {
         reading
     }
 
-    /// Reads up to a slice's worth. `None`: the peer has closed the connection.
+    /// Reads up to one slice. Returns `None` if the peer has closed the connection.
     fn read_slice(
         &mut self,
         env: &LinkEnv<'_>,
@@ -231,7 +230,7 @@ impl LinkState {
         let largest = self.core.own_tcp_segment();
         let mut left = SLICE_BYTES;
         loop {
-            // The queue pair of a lost path has to go first.
+            // The queue pair of a lost path must be destroyed first.
             if self.core.is_to_be_detached() || left == 0 {
                 return Ok(Some(Reading::More));
             }
@@ -245,7 +244,7 @@ impl LinkState {
                     }
                 }
                 Ok(Arrival::Nothing) => {
-                    // A part of something is a sign of life, too.
+                    // A part of a frame is a sign of life, too.
                     if tcp.has_begun() {
                         self.core.on_heard(now);
                     }
@@ -326,8 +325,8 @@ impl LinkState {
         self.core.on_answer((held, request), data, result, wakes)
     }
 
-    /// Closes the connection of a link that is down, after its last words. Everything that waits on
-    /// it gets the failure. Returns `false` if there is none.
+    /// Closes the connection of a link that is down, after its last frames. Fails everything that
+    /// waits for it. Returns false if there is no connection.
     pub(super) fn close_tcp(&mut self, wakes: &mut Wakes) -> bool {
         let _ = self.write_said();
         let Some(mut tcp) = self.tcp.take() else { return false };
@@ -344,7 +343,7 @@ impl LinkState {
     }
 }
 
-/// Makes the error for a connection that broke.
+/// Creates the error for a broken connection.
 fn broken(error: &io::Error) -> Error {
     Error::new(ErrorKind::LinkDown, format!("the TCP connection broke: {error}"))
 }

@@ -1,4 +1,4 @@
-//! The reading half of a TCP path: TCP frames out of what comes, payload to where it belongs.
+//! The reading half of a TCP path: parses TCP frames, and reads payload into its buffer.
 
 use std::io::{self, IoSliceMut};
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -16,11 +16,12 @@ use crate::mem::{Account, Budget, BufMut, Pool, PoolError, Purpose, SizeClass};
 use crate::wire::{TCP_FRAME_HEADER_BYTES, TcpFrame, TcpFrameKind};
 
 impl TcpPath {
-    /// Reads what comes next into `out`, if it is the payload of a large frame that `takes`
-    /// accepts. What belongs to anybody else stays where it is, or waits for the fabric
-    /// ([`TcpPath::has_left_over`]). `None` if nothing could be read; else how much, and the
-    /// immediate data of the frame if it is over now. The rest of a frame that is not over is read
-    /// as if it were all of it.
+    /// Reads the payload of the next frame into `out`, if it is a large frame that `takes` accepts.
+    /// Other data stays in the kernel, or waits for the fabric ([`TcpPath::has_left_over`]).
+    ///
+    /// Returns `None` if nothing could be read. Otherwise returns the number of bytes, and the
+    /// frame's immediate data if the frame is complete. The rest of an incomplete frame is read by
+    /// later calls in the same way.
     #[cfg(feature = "tokio")]
     pub(in crate::link) fn read_through(
         &mut self,
@@ -34,7 +35,7 @@ impl TcpPath {
                 && (LARGE..=largest).contains(&(tcp_frame.len as usize))
                 && takes(tcp_frame.imm)
         };
-        // What was read last ended with the head of this one.
+        // The previous read ended with the head of this frame.
         if self.body.is_none() && self.head_len == 0 && self.stash.len() == TCP_FRAME_HEADER_BYTES {
             let next = self.stash.first_chunk().and_then(TcpFrame::decode).filter(takes);
             let Some((tcp_frame, buf)) = next.and_then(|tcp_frame| {
@@ -69,7 +70,7 @@ impl TcpPath {
                 receive(&self.socket, &mut [IoSliceMut::new(&mut head), place, next])?
             };
             let Some(got) = got.and_then(|got| got.checked_sub(TCP_FRAME_HEADER_BYTES)) else {
-                return Err(invalid("a head that was there and is not".into()));
+                return Err(invalid("the head of a frame that was seen before is missing".into()));
             };
             self.stash.extend_from_slice(&next[..got.saturating_sub(room)]);
             let got = got.min(room);
@@ -109,20 +110,20 @@ impl TcpPath {
         Ok((taken > 0).then_some((taken, (taken == len).then_some(tcp_frame.imm))))
     }
 
-    /// Whether what has come is left to a reader that waits for it, who reads it to where it
-    /// belongs. Once: what that leaves, the fabric reads.
+    /// Returns whether to leave the arrived data to a waiting reader, who reads it into the final
+    /// buffer. It is left once; the fabric reads the rest.
     pub(in crate::link) fn defers(&mut self) -> bool {
         let awaited = std::mem::take(&mut self.awaited);
         self.deferred = awaited && self.large && !self.deferred;
         self.deferred
     }
 
-    /// Whether there is something that the fabric has to look at.
+    /// Returns whether there is data that only the fabric can process.
     pub(in crate::link) fn has_left_over(&self) -> bool {
         self.left_over
     }
 
-    /// Begins to look at what has come. `scratch` is the fabric's, and the same until
+    /// Begins to process arrived data. `scratch` belongs to the fabric, and is the same until
     /// [`TcpPath::end_reading`].
     pub(in crate::link) fn begin_reading(&mut self, scratch: &mut [u8]) {
         let len = self.stash.len();
@@ -132,15 +133,15 @@ impl TcpPath {
         self.chunk = 0..len;
     }
 
-    /// Keeps what was not looked at.
+    /// Keeps the unprocessed data.
     pub(in crate::link) fn end_reading(&mut self, scratch: &[u8]) {
         self.stash.extend_from_slice(&scratch[std::mem::take(&mut self.chunk)]);
     }
 
-    /// The next TCP frame. `largest` is what a frame may have.
+    /// Returns the next TCP frame. `largest` is the maximum size of a frame.
     ///
     /// # Errors
-    /// The connection broke, or the peer sent what is no TCP frame (`InvalidData`).
+    /// The connection broke, or the peer sent something that is not a TCP frame (`InvalidData`).
     pub(in crate::link) fn next(
         &mut self,
         scratch: &mut [u8],
@@ -157,7 +158,7 @@ impl TcpPath {
                 if filled == buf.len() {
                     return Ok(Arrival::TcpFrame(tcp_frame, Some(buf)));
                 }
-                // Into its place, and what follows into the scratch memory.
+                // Payload goes into its buffer, and the bytes after it into the scratch memory.
                 let wanted = buf.len() - filled;
                 let read = {
                     let ahead = if self.large { TCP_FRAME_HEADER_BYTES } else { scratch.len() };
@@ -235,7 +236,7 @@ impl TcpPath {
         }
     }
 
-    /// Where the payload goes: what was read goes into the buffer that waits for it.
+    /// Returns the buffer for the payload: that of the waiting read, if the frame answers one.
     fn place_for(
         &mut self,
         tcp_frame: &TcpFrame,
@@ -258,13 +259,13 @@ impl TcpPath {
         take(pool, tcp_frame.len as usize, self.account.as_ref()).map(Some)
     }
 
-    /// Whether a part of a TCP frame has come.
+    /// Returns whether a part of a TCP frame has arrived.
     pub(in crate::link) fn has_begun(&self) -> bool {
         self.body.as_ref().is_some_and(|(_, _, filled)| *filled > 0)
     }
 }
 
-/// A buffer for what comes in, charged to whoever it comes from.
+/// Returns a buffer for received data, charged to its sender.
 fn take(pool: &Pool, len: usize, account: Option<&Account>) -> Result<BufMut, PoolError> {
     match account {
         Some(account) => pool.take(len, Purpose::Receive, account),
@@ -283,7 +284,7 @@ fn read(
     }
 }
 
-/// Fills `head` with what comes next, and leaves it there; `None` if there is less.
+/// Copies the next bytes to `head` without consuming them; `None` if there are fewer.
 #[cfg(feature = "tokio")]
 fn peek(socket: &OwnedFd, head: &mut [u8]) -> io::Result<Option<()>> {
     let wanted = head.len();

@@ -119,6 +119,18 @@ impl Span {
 pub struct BufMut(Span);
 
 impl BufMut {
+    /// Returns its length. Unlike that of the slice it does not look for the memory.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.0.len as usize
+    }
+
+    /// Returns whether it has no bytes.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.0.len == 0
+    }
+
     /// Creates a buffer of the first `len` bytes of a block that has no other handle.
     pub(in crate::mem) fn new(lease: Lease, len: usize) -> Self {
         debug_assert!(lease.is_unique(), "a mutable buffer has one handle");
@@ -250,6 +262,18 @@ impl fmt::Debug for BufMut {
 pub struct Buf(Span);
 
 impl Buf {
+    /// Returns its length. Unlike that of the slice it does not look for the memory.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.0.len as usize
+    }
+
+    /// Returns whether it has no bytes.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.0.len == 0
+    }
+
     /// Returns a part of it, which keeps the whole block in use.
     ///
     /// # Panics

@@ -32,7 +32,7 @@ struct State {
     open: Option<MemoryWindow>,
     /// Whether the request that binds it is in flight.
     binding: bool,
-    /// Memory that is no longer exposed, and that waits for that request.
+    /// Memory to release when that request has completed. The peer has no access to it any more.
     left: Option<(Registrations, BufMut)>,
 }
 

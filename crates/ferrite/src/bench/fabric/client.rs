@@ -65,7 +65,7 @@ async fn connect(
         send_control(&link, &Request::Join { link: number })?;
         side.links.push(link);
     }
-    match side.receive_reply().await? {
+    match side.receive_reply().await.with_context(|| peer.to_string())? {
         Reply::Holding(resources) => Ok((side, resources)),
         other => bail!("received {other:?}, expected the server's resources"),
     }

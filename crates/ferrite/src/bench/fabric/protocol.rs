@@ -1,4 +1,6 @@
-//! The control messages between the two sides: JSON on channel 0. Measured data uses channel 1.
+//! The control messages between the two sides: lines of JSON on channel 0. Measured data uses
+//! channel 1. The line end is for servers of another protocol: Redis and Valkey then answer with an
+//! error, which the client reports, instead of waiting for the rest of a command.
 //!
 //! ```text
 //!   client                                     server
@@ -31,6 +33,8 @@ pub(super) const CONTROL: u16 = 0;
 pub(super) const DATA: u16 = 1;
 
 const FORMAT: u32 = 1;
+/// How many characters of a foreign peer's message an error shows.
+const LINE_SHOWN: usize = 80;
 
 /// A message from the client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -153,7 +157,13 @@ impl Work {
 }
 
 pub(super) fn send_control(link: &Link, message: &impl Serialize) -> anyhow::Result<()> {
-    Ok(link.post_bytes(CONTROL, &serde_json::to_vec(message)?)?)
+    Ok(link.post_bytes(CONTROL, &encode(message)?)?)
+}
+
+fn encode(message: &impl Serialize) -> anyhow::Result<Vec<u8>> {
+    let mut line = serde_json::to_vec(message)?;
+    line.push(b'\n');
+    Ok(line)
 }
 
 pub(super) async fn receive_control<T: DeserializeOwned>(link: &Link) -> anyhow::Result<T> {
@@ -165,8 +175,21 @@ pub(super) fn parse<T: DeserializeOwned>(message: &Message) -> anyhow::Result<T>
         message.channel() == CONTROL && message.notice().is_none(),
         "the peer sent data, expected a control message"
     );
-    serde_json::from_slice(&message.to_vec())
-        .context("the peer does not use the protocol of ferrite bench")
+    decode(&message.to_vec())
+}
+
+fn decode<T: DeserializeOwned>(bytes: &[u8]) -> anyhow::Result<T> {
+    let line = bytes.split(|byte| b"\r\n".contains(byte)).next().unwrap_or_default();
+    let line: String = String::from_utf8_lossy(line).chars().take(LINE_SHOWN).collect();
+    ensure!(
+        !bytes.starts_with(b"-"),
+        "the peer is a Redis or Valkey server, not `ferrite bench fabric`: it answered {line:?}; \
+         start `ferrite bench fabric --listen` on another port there, or measure this server with \
+         `ferrite bench kv`"
+    );
+    serde_json::from_slice(bytes).with_context(|| {
+        format!("the peer does not use the protocol of ferrite bench: it sent {line:?}")
+    })
 }
 
 pub(super) async fn receive_grant(link: &Link) -> anyhow::Result<GrantToken> {
@@ -184,13 +207,30 @@ mod tests {
 
     #[test]
     fn encoding_is_stable() {
-        let encode = |request: Request| serde_json::to_string(&request).expect("JSON");
-        assert_eq!(encode(Request::begin(3)), r#"{"begin":{"format":1,"links":3}}"#);
+        let encode = |request: Request| {
+            let line = encode(&request).expect("JSON");
+            assert_eq!(decode::<Request>(&line).expect("the same"), request);
+            String::from_utf8(line).expect("text")
+        };
+        assert_eq!(encode(Request::begin(3)), "{\"begin\":{\"format\":1,\"links\":3}}\n");
         assert_eq!(
-            encode(Request::Test(TEST)),
+            encode(Request::Test(TEST)).trim_end(),
             r#"{"test":{"op":"read","measure":"latency","size_bytes":64,"mode":"poll"}}"#
         );
-        assert_eq!(encode(Request::IdleOpen { links: 9 }), r#"{"idle_open":{"links":9}}"#);
+        assert_eq!(
+            encode(Request::IdleOpen { links: 9 }).trim_end(),
+            r#"{"idle_open":{"links":9}}"#
+        );
+    }
+
+    #[test]
+    fn names_a_server_of_another_protocol() {
+        let error = decode::<Reply>(b"-ERR unknown command\r\n").expect_err("no reply of ours");
+        let text = error.to_string();
+        assert!(text.contains("Redis or Valkey server") && text.contains("bench kv"), "{text}");
+        assert!(text.contains("\"-ERR unknown command\""), "{text}");
+        let error = decode::<Reply>(b"hello\0").expect_err("no reply of ours");
+        assert!(error.to_string().contains(r#"it sent "hello\0""#), "{error}");
     }
 
     #[test]

@@ -73,7 +73,7 @@ impl Report {
     }
 
     fn text(&self) -> String {
-        let mode = format!("busy-polls for {} µs", self.busy_poll_us);
+        let mode = format!("busy-polls for up to {} µs", self.busy_poll_us);
         let mut out = match (&self.path, self.over) {
             (Some(path), _) => path.text(1, &mode),
             (None, Over::Tokio) => "tokio's TCP stream\n".to_owned(),

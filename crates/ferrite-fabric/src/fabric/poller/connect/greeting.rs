@@ -82,7 +82,7 @@ impl Poller {
                 let (peer, has_begun) = (greeting.peer, !greeting.heard.is_empty());
                 self.sockets.put_greeting(id, greeting);
                 if has_begun && self.sockets.silent.contains(id) {
-                    // Half a hello, which no correct peer sends: none of these waits for another.
+                    // A correct peer sends its hello at once, so half of one gets no grace period.
                     let limits = Limits { grace: Duration::ZERO, ..handshake_limits(shared) };
                     self.enter_half_open(shared, id, peer, limits);
                 }

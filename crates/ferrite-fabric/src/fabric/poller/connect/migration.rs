@@ -73,8 +73,8 @@ impl Poller {
     ) {
         let route = link.route();
         let deadline = self.now + shared.config.move_timeout;
-        let detached = link.with_wakes(&mut self.wakes, |state, env, wakes| {
-            match state.end_detach(env, queue, in_flight, gone, wakes) {
+        let detached = link.with_wakes(&mut self.wakes, |state, _, wakes| {
+            match state.end_detach(queue, in_flight, gone, wakes) {
                 Ok(()) => {
                     let is_caller = state.core.is_caller();
                     state.core.lost_mut().map(|lost| {

@@ -426,7 +426,7 @@ impl Poller {
             }
             (_, Err(error)) => return Err(not_a_ferrite_peer(outgoing.peer, error)),
         };
-        // Before the peer learns that it may send.
+        // The link knows the peer's hello before the peer learns that it may send.
         let qp = link.with_wakes(&mut self.wakes, |state, _, _| {
             state.core.set_peer(hello);
             state.rdma.queue.lend()

@@ -156,7 +156,7 @@ pub(super) fn params<'a>(
 /// its own it may have outstanding.
 pub(super) fn reads(shared: &Shared, device: &SharedDevice) -> (u8, u8) {
     let limits = device.limits();
-    // A device may serve none: asking for one would be refused.
+    // A device may support none. It would refuse a queue pair that asks for one.
     let max =
         |device: u32| u8::try_from(device).unwrap_or(u8::MAX).min(shared.config.max_reads.max(1));
     (max(limits.max_qp_rd_atom), max(limits.max_qp_init_rd_atom))

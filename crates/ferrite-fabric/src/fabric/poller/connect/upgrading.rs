@@ -74,13 +74,32 @@ impl Poller {
 
     /// First step: creates a queue pair and offers it to the peer.
     pub(super) fn offer(&mut self, shared: &Shared, link: &Arc<LinkShared>) {
-        self.find_endpoint(shared, link, None);
+        self.begin_upgrade(shared, link, None);
     }
 
-    /// Finds the device for the path, in a command because that may block. Then continues there,
-    /// and connects to `peer` if that is known.
-    fn find_endpoint(&mut self, shared: &Shared, link: &Arc<LinkShared>, peer: Option<Address>) {
+    /// Creates a queue pair on the device for the path, and connects it to `peer` if that is known.
+    fn begin_upgrade(&mut self, shared: &Shared, link: &Arc<LinkShared>, peer: Option<Address>) {
         let attempt = link.with_wakes(&mut self.wakes, |state, _, _| state.core.begin_attempt());
+        self.find_endpoint(shared, link, attempt, move |poller, shared, link, endpoint| {
+            let psn = random_psn()?;
+            let builder = poller.begin_queue_pair(shared, &endpoint.device)?;
+            let begun = (endpoint, builder, psn);
+            poller.create_upgrade_queue_pair(shared, link, attempt, begun, peer);
+            Ok(())
+        });
+    }
+
+    /// Finds the device for the path, in a command because that may block. Then continues with
+    /// `next`, unless the link has withdrawn from the attempt. An error ends the attempt.
+    fn find_endpoint(
+        &mut self,
+        shared: &Shared,
+        link: &Arc<LinkShared>,
+        attempt: u64,
+        next: impl FnOnce(&mut Self, &Shared, &Arc<LinkShared>, RdmaEndpoint) -> Result<(), Error>
+        + Send
+        + 'static,
+    ) {
         let (search, local) = (EndpointSearch::new(shared), link.route().local);
         let link = Arc::clone(link);
         self.command(
@@ -89,25 +108,20 @@ impl Poller {
             search,
             move |search| search.find(local),
             move |poller, shared, _, endpoint| {
-                let is_current =
-                    link.with_wakes(&mut poller.wakes, |state, _, _| state.core.is_at(attempt));
-                let begun = match endpoint {
-                    _ if !is_current => return,
-                    Ok(endpoint) => random_psn().and_then(|psn| {
-                        poller
-                            .begin_queue_pair(shared, &endpoint.device)
-                            .map(|builder| (endpoint, builder, psn))
-                    }),
-                    Err(error) => Err(error),
-                };
-                match begun {
-                    Ok(begun) => {
-                        poller.create_upgrade_queue_pair(shared, &link, attempt, begun, peer);
-                    }
-                    Err(error) => poller.upgrade_failed(shared, &link, error),
+                if !poller.is_current(&link, attempt) {
+                    return;
+                }
+                let begun = endpoint.and_then(|endpoint| next(poller, shared, &link, endpoint));
+                if let Err(error) = begun {
+                    poller.upgrade_failed(shared, &link, error);
                 }
             },
         );
+    }
+
+    /// Returns whether the link still waits for this attempt.
+    fn is_current(&mut self, link: &LinkShared, attempt: u64) -> bool {
+        link.with_wakes(&mut self.wakes, |state, _, _| state.core.is_at(attempt))
     }
 
     /// Creates the queue pair, in the INIT state or connected to the peer's.
@@ -131,8 +145,7 @@ impl Poller {
             Ok((made, setup.map(|setup| setup.path.mtu)))
         };
         self.command(shared, source, (), work, move |poller, shared, (), made| {
-            let is_current =
-                link.with_wakes(&mut poller.wakes, |state, _, _| state.core.is_at(attempt));
+            let is_current = poller.is_current(&link, attempt);
             match made {
                 Ok((made, mtu)) if is_current && !endpoint.device.is_gone() => {
                     poller.announce_queue_pair(shared, &link, &endpoint, (made, psn), mtu);
@@ -252,7 +265,7 @@ impl Poller {
                 "too many concurrent handshakes from this address",
             ));
         }
-        self.find_endpoint(shared, link, Some(*peer));
+        self.begin_upgrade(shared, link, Some(*peer));
         Ok(())
     }
 
@@ -275,33 +288,15 @@ impl Poller {
         let Some((attempt, device)) = attempt else {
             return Err(Error::new(ErrorKind::LinkDown, "the upgrade has ended"));
         };
-        let (search, local) = (EndpointSearch::new(shared), link.route().local);
-        let (link, peer) = (Arc::clone(link), *peer);
-        self.command(
-            shared,
-            link.source(),
-            search,
-            move |search| search.find(local),
-            move |poller, shared, _, endpoint| {
-                let is_current =
-                    link.with_wakes(&mut poller.wakes, |state, _, _| state.core.is_at(attempt));
-                match endpoint {
-                    _ if !is_current => {}
-                    Ok(endpoint) if endpoint.device.index == device.index => {
-                        poller.connect_queue_pair(shared, &link, attempt, &endpoint, &peer);
-                    }
-                    Ok(_) => {
-                        let what = "another device now has the address";
-                        poller.upgrade_failed(
-                            shared,
-                            &link,
-                            Error::new(ErrorKind::DeviceGone, what),
-                        );
-                    }
-                    Err(error) => poller.upgrade_failed(shared, &link, error),
-                }
-            },
-        );
+        let peer = *peer;
+        self.find_endpoint(shared, link, attempt, move |poller, shared, link, endpoint| {
+            if endpoint.device.index != device.index {
+                let what = "another device now has the address";
+                return Err(Error::new(ErrorKind::DeviceGone, what));
+            }
+            poller.connect_queue_pair(shared, link, attempt, &endpoint, &peer);
+            Ok(())
+        });
         Ok(())
     }
 
@@ -414,11 +409,11 @@ impl Poller {
         let Some((device, number)) = carried else { return };
         let name = device.name.clone();
         // Before the route, so that a link that reports RDMA reports no fallback.
-        shared.is_well(link);
-        shared.trace(link);
         link.set_fallback(None);
         shared.counters.upgrades.fetch_add(1, Ordering::Relaxed);
         link.set_route(|route| (route.device, route.qp_num) = (Some(device), number));
+        shared.is_well(link);
+        shared.trace(link);
         if let Some(socket) = link.route().socket {
             self.sockets.set_carrying(socket, false);
         }

@@ -1,0 +1,59 @@
+//! What a driver does between two passes that found nothing.
+//!
+//! The peer or the kernel may be waiting for our CPU. The kernel needs it for every message if it
+//! emulates the device: its worker runs on the CPU that posted the message, and a program that only
+//! spins keeps it waiting for up to a scheduler tick. So with such a device this yields the CPU
+//! every few passes. With a network card, yielding would be a system call in the middle of a round
+//! trip. There, this yields only if the wait is longer than a short message and its answer take.
+
+use std::time::Duration;
+
+/// Longer than a short message and its answer take on a network card.
+const ROUND_TRIP: Duration = Duration::from_micros(100);
+/// One of this many passes yields.
+const UNTIL_YIELD: u32 = 8;
+
+pub(super) struct Spin {
+    has_software_device: bool,
+    passes: u32,
+}
+
+impl Spin {
+    pub(super) fn new(has_software_device: bool) -> Self {
+        Self { has_software_device, passes: 0 }
+    }
+
+    /// Waits a moment before the next pass. `idle` is how long the driver has found nothing.
+    pub(super) fn pause(&mut self, idle: Duration) {
+        if self.must_yield(idle) {
+            std::thread::yield_now();
+        } else {
+            std::hint::spin_loop();
+        }
+    }
+
+    fn must_yield(&mut self, idle: Duration) -> bool {
+        self.passes = self.passes.wrapping_add(1);
+        (self.has_software_device || idle > ROUND_TRIP) && self.passes.is_multiple_of(UNTIL_YIELD)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn yields(has_software_device: bool, idle_us: u64) -> usize {
+        let mut spin = Spin::new(has_software_device);
+        (0..80).filter(|_| spin.must_yield(Duration::from_micros(idle_us))).count()
+    }
+
+    #[test]
+    fn yields_at_once_if_the_kernel_emulates_the_device() {
+        assert_eq!([yields(true, 0), yields(true, 500)], [10, 10]);
+    }
+
+    #[test]
+    fn yields_now_and_then_in_long_waits_for_a_network_card() {
+        assert_eq!([yields(false, 0), yields(false, 100), yields(false, 101)], [0, 0, 10]);
+    }
+}
