@@ -50,6 +50,7 @@ install_compiler() {
 install_tool() {
   local said root=$PWD
   said=$("${@:3}" --version 2>/dev/null | head -1 | sed 's/ v/ /' || true)
+  said=${said/cargo-cyclonedx-cyclonedx/cargo-cyclonedx}
   if [[ "$said " != "$1 $2 "* ]]; then
     # From another directory, so that no setting of this project applies.  A partial build is kept,
     # so that the next run can continue it.  Not optimised: these tools mostly wait.

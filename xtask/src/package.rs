@@ -15,6 +15,7 @@
 
 use std::ffi::OsStr;
 use std::fs;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
@@ -30,6 +31,9 @@ const FILES: [(&str, &str); 3] = [
 /// The crates that are packages: directory, and name of the package.
 const PACKAGES: [(&str, &str); 2] =
     [("ferrite", "ferrite"), ("ferrite-module", "ferrite-redis-module")];
+/// Where the source is, for debuggers and in the SBOM.
+const SOURCE: &str = "/usr/src/ferrite";
+const SBOM: &str = "sbom.cdx.json";
 const MAINTAINER: &str = "The Ferrite authors <maintainers@ferrite.invalid>";
 
 /// Build packages: deb, rpm and SBOM
@@ -105,7 +109,7 @@ impl Build {
             PathBuf::from(std::env::var_os("HOME").unwrap_or_default()).join(".cargo")
         });
         let flags = format!(
-            "--remap-path-prefix={}=/usr/src/ferrite --remap-path-prefix={}=/usr/src/cargo",
+            "--remap-path-prefix={}={SOURCE} --remap-path-prefix={}=/usr/src/cargo",
             self.root.display(),
             cargo_home.display()
         );
@@ -215,21 +219,26 @@ impl Build {
         Ok(())
     }
 
-    /// Lists every crate that the packages contain. cargo cyclonedx writes next to each Cargo.toml.
+    /// Lists every crate that the packages contain. cargo cyclonedx writes a file next to each
+    /// Cargo.toml of the workspace.
     fn sbom(&self) -> anyhow::Result<()> {
+        let mut cargo = self.command("cargo");
+        cargo.args(["cyclonedx", "--format", "json", "--spec-version", "1.5"]);
+        cargo.args(["--override-filename", "sbom.cdx", "--target", "x86_64-unknown-linux-gnu"]);
+        run_to_end(&mut cargo)?;
         for (crate_name, package) in [PACKAGES[0], PACKAGES[1], ("ferrite-cli", "ferrite-cli")] {
-            let manifest = format!("crates/{crate_name}/Cargo.toml");
-            let mut cargo = self.command("cargo");
-            cargo.args(["cyclonedx", "--manifest-path", &manifest, "--format", "json"]);
-            cargo.args(["--spec-version", "1.5", "--override-filename", "sbom.cdx"]);
-            run_to_end(cargo.args(["--target", "x86_64-unknown-linux-gnu"]))?;
-            for entry in fs::read_dir(self.root.join("crates"))? {
-                let written = entry?.path().join("sbom.cdx.json");
-                if written.ends_with(format!("{crate_name}/sbom.cdx.json")) {
-                    place(&written, &self.out.join(format!("{package}.cdx.json")))?;
-                } else if written.exists() {
-                    fs::remove_file(written)?;
-                }
+            let written = self.root.join("crates").join(crate_name).join(SBOM);
+            let text = fs::read_to_string(&written).context(format!("{}", written.display()))?;
+            let text = text.replace(&format!("{}", self.root.display()), SOURCE);
+            fs::write(self.out.join(format!("{package}.cdx.json")), text)?;
+        }
+        let crates = fs::read_dir(self.root.join("crates"))?
+            .map(|entry| entry.map(|entry| entry.path()))
+            .collect::<Result<Vec<_>, _>>()?;
+        for directory in crates.iter().chain([&self.root.join("xtask")]) {
+            match fs::remove_file(directory.join(SBOM)) {
+                Err(error) if error.kind() != ErrorKind::NotFound => return Err(error.into()),
+                _ => {}
             }
         }
         Ok(())

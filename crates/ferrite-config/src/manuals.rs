@@ -28,11 +28,17 @@ pub fn requested(arguments: impl Iterator<Item = OsString>) -> Option<PathBuf> {
 /// If a file cannot be written.
 pub fn write(mut command: clap::Command, directory: &Path) -> io::Result<()> {
     std::fs::create_dir_all(directory)?;
+    clap_mangen::generate_to(without_help(command.clone()), directory)?;
     let name = command.get_name().to_owned();
     for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {
         clap_complete::generate_to(shell, &mut command, &name, directory)?;
     }
-    clap_mangen::generate_to(command, directory)
+    Ok(())
+}
+
+/// Removes the subcommands `help`, which would have one page for each page there is.
+fn without_help(command: clap::Command) -> clap::Command {
+    command.disable_help_subcommand(true).mut_subcommands(without_help)
 }
 
 #[cfg(test)]

@@ -129,6 +129,9 @@ fn writes_man_pages_and_completions() {
         assert!(written.contains("ferrite"), "{name}");
         assert!(!written.contains("write-manuals"), "{name} has what users do not need");
     }
+    for name in ["ferrite-help.1", "ferrite-bench-help-kv.1"] {
+        assert!(!directory.path().join(name).exists(), "{name} has what another page has");
+    }
 }
 
 #[test]
