@@ -208,7 +208,8 @@ impl Build {
 
     fn rpms(&self) -> anyhow::Result<()> {
         for (crate_name, _) in PACKAGES {
-            for variant in [None, Some("--variant=debuginfo")] {
+            // The default compression, zstd at its best, takes many minutes for debug symbols.
+            for variant in [&[][..], &["--variant=debuginfo", "--payload-compress=gzip"]] {
                 let mut cargo = self.command("cargo");
                 cargo.args(["generate-rpm", "-p", &format!("crates/{crate_name}")]);
                 cargo.args(["-s", &format!("version = \"{}\"", self.version)]);
