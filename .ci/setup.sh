@@ -8,6 +8,9 @@ NEXTEST=0.9.143
 DENY=0.20.2
 MDBOOK=0.5.4
 GUNGRAUN=0.20.0
+CARGO_DEB=3.8.0
+GENERATE_RPM=0.21.1
+CYCLONEDX=0.5.9
 export PATH=$CACHE/bin:$PATH
 
 # Keeps the build output for the next checkout, so that it need not build the dependencies again.
@@ -47,6 +50,7 @@ install_compiler() {
 install_tool() {
   local said root=$PWD
   said=$("${@:3}" --version 2>/dev/null | head -1 | sed 's/ v/ /' || true)
+  said=${said/cargo-cyclonedx-cyclonedx/cargo-cyclonedx}
   if [[ "$said " != "$1 $2 "* ]]; then
     # From another directory, so that no setting of this project applies.  A partial build is kept,
     # so that the next run can continue it.  Not optimised: these tools mostly wait.

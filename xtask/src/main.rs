@@ -10,6 +10,7 @@ mod interop;
 mod lab_test;
 mod loom;
 mod miri;
+mod package;
 mod sample;
 mod simulate;
 mod tidy;
@@ -48,6 +49,9 @@ enum Command {
     Loom(loom::Options),
     /// Run tests of memory and links under Miri (needs a nightly toolchain with Miri)
     Miri(miri::Options),
+    /// Build the packages of a release: deb, rpm, SBOM (needs cargo-deb, cargo-generate-rpm and
+    /// cargo-cyclonedx)
+    Package(package::Options),
     /// Run the link protocol in the simulator: two peers, virtual time, an adversary between them
     Simulate(simulate::Options),
     /// Print comments and user-visible strings at random, for a person to judge how they read
@@ -68,6 +72,7 @@ fn main() -> ExitCode {
         Command::Instructions(options) => instructions::run(&root, &options),
         Command::Loom(options) => loom::run(&root, &options),
         Command::Miri(options) => miri::run(&root, &options),
+        Command::Package(options) => package::run(&root, &options),
         Command::Simulate(options) => simulate::run(&root, &options),
         Command::Sample(options) => sample::run(&root, &options),
         Command::Bindings => bindings::run(&root).map(|()| ExitCode::SUCCESS),

@@ -14,7 +14,8 @@
 use std::io::IsTerminal as _;
 use std::process::ExitCode;
 
-use clap::Parser as _;
+use clap::{CommandFactory as _, Parser as _};
+use ferrite_config::manuals;
 
 use crate::big_keys::Measure;
 use crate::dial::Dialer;
@@ -48,6 +49,12 @@ mod unsupported;
 mod uri;
 
 fn main() -> ExitCode {
+    if let Some(directory) = manuals::requested(std::env::args_os()) {
+        return match manuals::write(Options::command(), &directory) {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(error) => exit::report(&error.into()),
+        };
+    }
     // People who want help type `-h` alone, although it is the option for the host.
     let is_only_h = std::env::args_os().skip(1).eq(["-h"]);
     let options = if is_only_h {
@@ -57,7 +64,8 @@ fn main() -> ExitCode {
     };
     let outcome = options.into_action().and_then(|action| match action {
         Action::Version => {
-            output::write(format!("ferrite-cli {}\n", env!("CARGO_PKG_VERSION")).as_bytes())
+            let build = ferrite_config::build!("ferrite-cli");
+            output::write(build.describe(&ferrite_fabric::rdma_core()).as_bytes())
         }
         Action::Run(settings, mode) => run(*settings, mode),
     });

@@ -138,6 +138,14 @@ fn reports_connection_errors_and_wrong_usage() {
 }
 
 #[test]
+fn shows_the_build_and_rdma_core_after_the_version() {
+    let version = stdout(&cli(&["--version"]).output().expect("start ferrite-cli"));
+    let first_words: Vec<_> =
+        version.lines().map(|line| line.split(' ').next().unwrap_or_default()).collect();
+    assert_eq!(first_words, ["ferrite-cli", "commit:", "build:", "rdma-core:"], "{version}");
+}
+
+#[test]
 fn the_last_of_repeated_options_wins() {
     let redis = start(&[]);
     let output = run(&redis, &["-n", "1", "-n", "2", "--no-raw", "--no-raw", "CLIENT", "INFO"]);

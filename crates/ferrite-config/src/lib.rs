@@ -17,10 +17,13 @@
 //! value looks like, not what it does.
 #![forbid(unsafe_code)]
 
+mod build;
 #[cfg(feature = "file")]
 pub mod file;
 mod kind;
 mod lookup;
+#[cfg(feature = "manuals")]
+pub mod manuals;
 mod nearest;
 pub mod reference;
 #[cfg(feature = "file")]
@@ -32,6 +35,7 @@ pub mod time;
 mod value;
 mod values;
 
+pub use build::Build;
 pub use kind::Kind;
 pub use lookup::find;
 pub use nearest::nearest;

@@ -48,6 +48,7 @@ pub use error::{Error, ErrorKind};
 pub use fabric::listener::ForeignTcpPeer;
 pub use fabric::{Builder, Fabric, FabricStats};
 pub use ferrite_verbs::Status; // part of errors and of a fabric's statistics
+pub use ferrite_verbs::rdma_core; // for `--version`
 pub use handles::{
     Accepting, Arrival, ConnectOptions, Connected, Connecting, ConnectingEither, ConnectingRaw,
     Done, ForeignPeers, ForeignTcpPeers, Link, ListenOptions, Listener, Preparing, RawConnection,

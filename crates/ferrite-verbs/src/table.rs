@@ -14,7 +14,7 @@ use crate::error::Absence;
 use crate::fake::{self, World};
 use crate::sys::{CmFunctions, IbvFunctions};
 
-const LIBIBVERBS: &str = "libibverbs.so.1";
+pub(crate) const LIBIBVERBS: &str = "libibverbs.so.1";
 const LIBRDMACM: &str = "librdmacm.so.1";
 
 /// An RDMA stack: the entry point of this crate.

@@ -12,7 +12,9 @@
 
 use std::process::ExitCode;
 
+use clap::error::ErrorKind;
 use clap::{CommandFactory as _, Parser, Subcommand};
+use ferrite_config::manuals;
 
 mod address;
 mod bench;
@@ -56,11 +58,15 @@ enum Command {
 }
 
 fn main() -> ExitCode {
+    if let Some(directory) = manuals::requested(std::env::args_os()) {
+        let written = manuals::write(Cli::command(), &directory).map(|()| ExitCode::SUCCESS);
+        return written.unwrap_or_else(|error| exit::report(&error.into(), false));
+    }
     let cli = Cli::try_parse().unwrap_or_else(|error| exit_with_usage_error(&error));
     if let Command::Bench(options) = &cli.command
         && let Some(why) = options.contradiction()
     {
-        Cli::command().error(clap::error::ErrorKind::ArgumentConflict, why).exit();
+        Cli::command().error(ErrorKind::ArgumentConflict, why).exit();
     }
     let done = |()| ExitCode::SUCCESS;
     let (outcome, json) = match cli.command {
@@ -79,6 +85,10 @@ fn main() -> ExitCode {
 /// Prints the error and exits. clap also returns `--help` and `--version` this way; they exit with
 /// code 0.
 fn exit_with_usage_error(error: &clap::Error) -> ! {
+    if error.kind() == ErrorKind::DisplayVersion {
+        print!("{}", ferrite_config::build!("ferrite").describe(&ferrite_verbs::rdma_core()));
+        std::process::exit(0);
+    }
     // `ferrite server` passes the engine's exit code on, and 2 may be one of these.
     if error.use_stderr() && std::env::args_os().nth(1).is_some_and(|command| command == "server") {
         let _ = error.print();

@@ -4,6 +4,7 @@
 use std::path::Path;
 use std::process::{Command, Output};
 
+use ferrite_testkit::TempDir;
 use serde_json::Value;
 
 /// This host has no usable RDMA.
@@ -118,8 +119,28 @@ fn relay_names_the_fix_for_an_address_in_use() {
 }
 
 #[test]
+fn writes_man_pages_and_completions() {
+    let directory = TempDir::new("manuals");
+    let path = directory.path().to_str().expect("UTF-8");
+    let output = ferrite(&["--write-manuals", path]);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    for name in ["ferrite.1", "ferrite-server.1", "ferrite.bash", "_ferrite", "ferrite.fish"] {
+        let written = std::fs::read_to_string(directory.path().join(name)).expect(name);
+        assert!(written.contains("ferrite"), "{name}");
+        assert!(!written.contains("write-manuals"), "{name} has what users do not need");
+    }
+    for name in ["ferrite-help.1", "ferrite-bench-help-kv.1"] {
+        assert!(!directory.path().join(name).exists(), "{name} has what another page has");
+    }
+}
+
+#[test]
 fn prints_help_and_version() {
-    assert!(text(&ferrite(&["--version"]).stdout).starts_with("ferrite 0."));
+    let version = text(&ferrite(&["--version"]).stdout);
+    assert!(version.starts_with("ferrite 0."), "{version}");
+    for line in ["\ncommit: ", "\nbuild: ", "-linux-", "\nrdma-core: "] {
+        assert!(version.contains(line), "{line:?} is not in {version}");
+    }
     assert!(text(&ferrite(&["--help"]).stdout).contains("69 this host has no usable RDMA"));
     for command in [&["devices"][..], &["pingpong"], &["bench", "fabric"]] {
         let help = ferrite(&[command, &["--help"]].concat());
