@@ -1,0 +1,271 @@
+//! The URL of a server, which `ferrite-client` and `ferrite-cli` take.
+//!
+//! ```text
+//!   redis://[[USER:]PASSWORD@]HOST[:PORT][,HOST[:PORT]]...[/DATABASE][?NAME=VALUE[&...]]
+//! ```
+//!
+//! | scheme | transport |
+//! |---|---|
+//! | `redis`, `valkey` | RDMA where available, else TCP; `?rdma=` changes that |
+//! | `redis+rdma`, `valkey+rdma` | the same, and `?rdma=forbid` is an error |
+//! | `rediss`, `valkeys` | TCP with TLS; RDMA only with `?rdma=prefer`, if the caller allows it |
+
+use std::fmt;
+use std::str::FromStr;
+
+use ferrite_fabric::Rdma;
+
+/// The port of servers that are named without one.
+const DEFAULT_PORT: u16 = 6379;
+
+/// The parts of a URL.
+#[derive(Clone, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ServerUrl {
+    /// The user to log in as.
+    pub user: Option<String>,
+    /// The password.
+    pub password: Option<String>,
+    /// The hosts, in the order in which they are tried. Empty if the URL names none.
+    pub hosts: Vec<Host>,
+    /// The number of the database.
+    pub database: Option<u32>,
+    /// Whether the scheme asks for TLS.
+    pub is_tls: bool,
+    /// Whether RDMA may, must or must not be used, if the URL says so.
+    pub rdma: Option<Rdma>,
+    /// The version of RESP: 2 or 3.
+    pub protocol: Option<u8>,
+}
+
+/// A host name or address, and a port.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Host {
+    /// The host name or address. An IPv6 address is without brackets, and may have a scope.
+    pub name: String,
+    /// The port, if it is given.
+    pub port: Option<u16>,
+}
+
+impl Host {
+    /// Returns the port, or the port of Redis if none is given.
+    #[must_use]
+    pub fn port_or_default(&self) -> u16 {
+        self.port.unwrap_or(DEFAULT_PORT)
+    }
+}
+
+impl fmt::Display for Host {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { name, port: _ } = self;
+        let port = self.port_or_default();
+        if name.contains(':') { write!(f, "[{name}]:{port}") } else { write!(f, "{name}:{port}") }
+    }
+}
+
+/// Why a text is not the URL of a server. The message never contains the password.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct UrlError(String);
+
+impl FromStr for ServerUrl {
+    type Err = UrlError;
+
+    fn from_str(text: &str) -> Result<Self, UrlError> {
+        parse(text).map_err(UrlError)
+    }
+}
+
+const EXPECTED: &str = "expected redis://[[USER:]PASSWORD@]HOST[:PORT][,HOST[:PORT]]...\
+                        [/DATABASE][?rdma=prefer|require|forbid], or rediss:// for TLS";
+
+fn parse(text: &str) -> Result<ServerUrl, String> {
+    let (scheme, rest) = text.split_once("://").ok_or(EXPECTED)?;
+    let mut url = ServerUrl::default();
+    match scheme.to_ascii_lowercase().as_str() {
+        "redis" | "valkey" => {}
+        "redis+rdma" | "valkey+rdma" => url.rdma = Some(Rdma::Prefer),
+        "rediss" | "valkeys" => (url.is_tls, url.rdma) = (true, Some(Rdma::Forbid)),
+        "unix" | "redis+unix" | "valkey+unix" => {
+            return Err("a URL cannot name a Unix socket; ferrite-cli has -s PATH".into());
+        }
+        _ => return Err(EXPECTED.into()),
+    }
+    let rest = rest.split_once('#').map_or(rest, |(rest, _)| rest);
+    let (rest, query) = rest.split_once('?').unwrap_or((rest, ""));
+    let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
+    let (credentials, hosts) = match authority.rsplit_once('@') {
+        Some((credentials, hosts)) => (Some(credentials), hosts),
+        None => (None, authority),
+    };
+    if let Some(credentials) = credentials {
+        let (user, password) = match credentials.split_once(':') {
+            Some((user, password)) => (Some(user), password),
+            None => (None, credentials),
+        };
+        // The common form redis://:password@host means no user.
+        url.user = user.filter(|user| !user.is_empty()).map(percent_decode).transpose()?;
+        url.password = Some(percent_decode(password)?);
+    }
+    if !hosts.is_empty() {
+        url.hosts = hosts.split(',').map(parse_host).collect::<Result<_, _>>()?;
+    }
+    if !path.is_empty() {
+        let number = path.parse().map_err(|_| format!("{path:?} is not a database number"))?;
+        url.database = Some(number);
+    }
+    for pair in query.split('&').filter(|pair| !pair.is_empty()) {
+        let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
+        url.set_parameter(scheme, name, &percent_decode(value)?)?;
+    }
+    Ok(url)
+}
+
+fn parse_host(text: &str) -> Result<Host, String> {
+    let (name, port) = match text.rsplit_once(':') {
+        Some((name, port)) if !port.contains(']') => (name, Some(port)),
+        _ => (text, None),
+    };
+    let port = match port {
+        Some(port) => {
+            let number = port.parse().ok().filter(|number| *number != 0);
+            Some(number.ok_or_else(|| format!("{port:?} is not a port"))?)
+        }
+        None => None,
+    };
+    let is_bracketed = name.starts_with('[') && name.ends_with(']');
+    if !is_bracketed && name.contains(':') {
+        return Err(format!("{text:?}: an IPv6 address must be in brackets, such as [::1]:6379"));
+    }
+    let name = if is_bracketed { &name[1..name.len() - 1] } else { name };
+    if name.is_empty() {
+        return Err("a host is missing before or after a comma or a port".into());
+    }
+    Ok(Host { name: percent_decode(name)?, port })
+}
+
+impl ServerUrl {
+    fn set_parameter(&mut self, scheme: &str, name: &str, value: &str) -> Result<(), String> {
+        match (name, value) {
+            ("rdma", value) => {
+                let rdma = value.parse().map_err(|error| format!("rdma: {error}"))?;
+                let is_rdma_scheme = scheme.to_ascii_lowercase().ends_with("+rdma");
+                if is_rdma_scheme && rdma == Rdma::Forbid {
+                    return Err(format!("{scheme}:// and rdma=forbid contradict each other"));
+                }
+                if self.is_tls && rdma == Rdma::Require {
+                    return Err(format!(
+                        "{scheme}:// asks for TLS, which is TCP only, and rdma=require for RDMA, \
+                         which is not encrypted; use redis+rdma:// or leave rdma=require out"
+                    ));
+                }
+                self.rdma = Some(rdma);
+            }
+            ("protocol", "2" | "resp2") => self.protocol = Some(2),
+            ("protocol", "3" | "resp3") => self.protocol = Some(3),
+            ("protocol", _) => return Err(format!("protocol={value}: expected 2 or 3")),
+            _ => return Err(format!("unknown parameter {name:?}: expected rdma or protocol")),
+        }
+        Ok(())
+    }
+}
+
+/// Decodes `%20` and the like.
+fn percent_decode(text: &str) -> Result<String, String> {
+    let mut bytes = Vec::new();
+    let mut rest = text.as_bytes();
+    while let Some((byte, behind)) = rest.split_first() {
+        rest = behind;
+        if *byte != b'%' {
+            bytes.push(*byte);
+            continue;
+        }
+        let digits = behind.get(..2).and_then(|digits| std::str::from_utf8(digits).ok());
+        let value = digits.and_then(|digits| u8::from_str_radix(digits, 16).ok());
+        bytes.push(value.ok_or("expected two hexadecimal digits after %")?);
+        rest = behind.get(2..).unwrap_or_default();
+    }
+    String::from_utf8(bytes).map_err(|_| "a part of the URL is not UTF-8".into())
+}
+
+impl fmt::Debug for ServerUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { user, password, hosts, database, is_tls, rdma, protocol } = self;
+        f.debug_struct("ServerUrl")
+            .field("user", user)
+            .field("password", &password.as_ref().map(|_| "(hidden)"))
+            .field("hosts", hosts)
+            .field("database", database)
+            .field("is_tls", is_tls)
+            .field("rdma", rdma)
+            .field("protocol", protocol)
+            .finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parsed(text: &str) -> ServerUrl {
+        text.parse().unwrap_or_else(|error| panic!("{text}: {error}"))
+    }
+
+    fn hosts(text: &str) -> Vec<String> {
+        parsed(text).hosts.iter().map(ToString::to_string).collect()
+    }
+
+    #[test]
+    fn parses_all_parts() {
+        let all = parsed("redis+rdma://me:se%3acret@host.example:7000/2?rdma=require&protocol=3");
+        assert_eq!((all.user.as_deref(), all.password.as_deref()), (Some("me"), Some("se:cret")));
+        assert_eq!(all.hosts, [Host { name: "host.example".into(), port: Some(7000) }]);
+        assert_eq!((all.database, all.protocol), (Some(2), Some(3)));
+        assert_eq!((all.is_tls, all.rdma), (false, Some(Rdma::Require)));
+        assert!(!format!("{all:?}").contains("cret"), "{all:?}");
+        assert_eq!(parsed("redis://"), ServerUrl::default());
+        let secret = parsed("valkey://secret@[2001:db8::1]:99");
+        assert_eq!((secret.user, secret.password.as_deref()), (None, Some("secret")));
+        assert_eq!(parsed("redis://:secret@host/").password.as_deref(), Some("secret"));
+    }
+
+    #[test]
+    fn parses_hosts_in_order() {
+        assert_eq!(hosts("redis://a,b:7000,[::1]/1"), ["a:6379", "b:7000", "[::1]:6379"]);
+        assert_eq!(hosts("redis://[fe80::1%25eth0]:7000"), ["[fe80::1%eth0]:7000"]);
+        assert_eq!(hosts("redis://:secret@10.0.0.1:1,10.0.0.2:2"), ["10.0.0.1:1", "10.0.0.2:2"]);
+    }
+
+    #[test]
+    fn schemes_set_the_transport() {
+        let transport = |text: &str| (parsed(text).is_tls, parsed(text).rdma);
+        assert_eq!(transport("redis://host"), (false, None));
+        assert_eq!(transport("redis://host?rdma=forbid"), (false, Some(Rdma::Forbid)));
+        assert_eq!(transport("valkey+rdma://host"), (false, Some(Rdma::Prefer)));
+        assert_eq!(transport("REDISS://host"), (true, Some(Rdma::Forbid)));
+        assert_eq!(transport("rediss://host?rdma=prefer"), (true, Some(Rdma::Prefer)));
+    }
+
+    #[test]
+    fn explains_what_is_wrong() {
+        for (text, why) in [
+            ("http://host", "expected redis://"),
+            ("host", "expected redis://"),
+            ("unix:///tmp/socket", "a URL cannot name a Unix socket"),
+            ("redis://host:port", "\"port\" is not a port"),
+            ("redis://host:0", "\"0\" is not a port"),
+            ("redis://a,,b", "a host is missing"),
+            ("redis://::1", "\"::1\": an IPv6 address must be in brackets"),
+            ("redis://host/db", "\"db\" is not a database number"),
+            ("redis://%4@host", "expected two hexadecimal digits"),
+            ("redis://host?rdma=maybe", "rdma: invalid value maybe: expected prefer"),
+            ("redis://host?db=1", "unknown parameter \"db\": expected rdma or protocol"),
+            ("redis://host?protocol=4", "protocol=4: expected 2 or 3"),
+            ("rediss://host?rdma=require", "rediss:// asks for TLS, which is TCP only"),
+            ("redis+rdma://host?rdma=forbid", "redis+rdma:// and rdma=forbid contradict"),
+        ] {
+            let error = text.parse::<ServerUrl>().expect_err(text).to_string();
+            assert!(error.starts_with(why), "{text}: {error}");
+        }
+    }
+}
