@@ -45,7 +45,6 @@ mod split;
 mod stat;
 mod terminal;
 mod unsupported;
-mod uri;
 
 fn main() -> ExitCode {
     // People who want help type `-h` alone, although it is the option for the host.

@@ -121,6 +121,29 @@ fn runs_all_modes_over_rdma() {
     server.end();
 }
 
+/// A URI requires RDMA, and names a server that is not there before the one that is. TLS, which RDMA
+/// does not have, is refused beside it.
+#[test]
+fn connects_by_uri() {
+    let server = TestServer::start();
+    let run = |uri: &str, more: &[&str]| {
+        let connect_options = ["-u", uri, "--local", "10.0.0.2"].map(str::to_owned).into();
+        let program = Program { connect_options, ..Program::ours(&server.redis) };
+        let output = program.run_with_stdin(&[more, &["CLIENT", "INFO"]].concat(), Vec::new());
+        let [stdout, stderr] =
+            [output.stdout, output.stderr].map(|text| String::from_utf8(text).expect("UTF-8"));
+        (output.status.code(), stdout, stderr)
+    };
+    let uri = format!("redis+rdma://10.0.0.1:1,10.0.0.1:{}/2?rdma=require", server.port);
+    let (code, info, stderr) = run(&uri, &["--verbose"]);
+    assert!(code == Some(0) && info.contains(" db=2 "), "{info}{stderr}");
+    assert_eq!(stderr, "over RDMA, device rxe2, to a Ferrite module or gateway\n");
+    let (code, _, stderr) = run(&uri, &["--tls"]);
+    assert_eq!(code, Some(2), "{stderr}");
+    assert!(stderr.contains("TLS is TCP only"), "{stderr}");
+    server.end();
+}
+
 /// If the server has no RDMA, connecting fails where RDMA is required. Where it is preferred,
 /// ferrite-cli uses TCP and reports the reason.
 #[test]
