@@ -121,8 +121,8 @@ fn runs_all_modes_over_rdma() {
     server.end();
 }
 
-/// A URI requires RDMA, and names a server that is not there before the one that is. TLS, which RDMA
-/// does not have, is refused beside it.
+/// A URI requires RDMA, and names a server that is not there before the one that is. TLS, which
+/// RDMA does not have, is refused beside it.
 #[test]
 fn connects_by_uri() {
     let server = TestServer::start();

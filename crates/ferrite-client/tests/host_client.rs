@@ -30,7 +30,7 @@ async fn opens_urls_with_login_database_and_host_name() {
     let url = format!("redis://me:se%3acret@localhost:{port}/5?protocol=3&rdma=forbid");
     let mut connection = connect(&url).await;
     let info = client_info(&mut connection).await;
-    for part in [" db=5 ", " user=me ", " resp=3 "] {
+    for part in [" db=5 ", " user=me ", " resp=3"] {
         assert!(info.contains(part), "{part}: {info}");
     }
     let wrong = Client::open(&format!("redis://me:wrong@localhost:{port}?rdma=forbid"));
