@@ -22,6 +22,7 @@ const LAYERS: &[(&str, &[&str])] = &[
     ("ferrite-client", &["ferrite-session", "ferrite-fabric", "ferrite-proto", "ferrite-config"]),
     ("ferrite-cli", &["ferrite-session", "ferrite-fabric", "ferrite-proto", "ferrite-config"]),
     ("ferrite-module", &["ferrite-session", "ferrite-fabric", "ferrite-proto", "ferrite-config"]),
+    ("ferrite-python", &["ferrite-session", "ferrite-fabric"]),
     (
         "ferrite",
         &[
