@@ -1,14 +1,8 @@
 //! Tests of ferrite-cli's URIs, TLS and prompt over TCP, with a real `redis-server` on this host.
 
-mod compare {
-    pub(crate) mod engine;
-}
-
-use std::io::{Read as _, Write as _};
 use std::process::{Command, Output, Stdio};
 
-use compare::engine::start;
-use ferrite_testkit::{Engine, TempDir, free_port, pem};
+use ferrite_testkit::{Engine, TempDir, Terminal, free_port, pem};
 
 fn run(words: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite-cli"));
@@ -44,7 +38,7 @@ impl TlsServer {
         let [cert, key] = [cert, key].map(|file| file.display().to_string());
         let port = free_port().to_string();
         let clients = if authenticates { "yes" } else { "no" };
-        let redis = start(&[
+        let redis = Engine::redis(&[
             "--bind",
             "127.0.0.1",
             "--tls-port",
@@ -130,7 +124,7 @@ fn refuses_tls_options_that_contradict_each_other() {
 #[test]
 fn connects_by_uri_to_the_first_server_that_answers() {
     let port = free_port().to_string();
-    let _redis = start(&["--bind", "127.0.0.1", "--port", &port]);
+    let _redis = Engine::redis(&["--bind", "127.0.0.1", "--port", &port]);
     let uri = format!("redis://127.0.0.1:1,localhost:{port}/4?rdma=forbid&protocol=3");
     let output = run(&["-u", &uri, "--verbose", "CLIENT", "INFO"]);
     let info = stdout(&output);
@@ -146,26 +140,15 @@ fn connects_by_uri_to_the_first_server_that_answers() {
 
 #[test]
 fn shows_the_transport_in_the_prompt() {
-    if Command::new("script").arg("--version").output().is_err() {
-        return; // without script (util-linux) there is no terminal for the test
-    }
     let port = free_port().to_string();
-    let _redis = start(&["--bind", "127.0.0.1", "--port", &port]);
+    let _redis = Engine::redis(&["--bind", "127.0.0.1", "--port", &port]);
     let line = format!("{} -p {port} --rdma forbid", env!("CARGO_BIN_EXE_ferrite-cli"));
-    let mut child = Command::new("script")
-        .args(["-qefc", &line, "/dev/null"])
-        .env("FERRITECLI_HISTFILE", "/dev/null")
-        .env("TERM", "xterm")
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .spawn()
-        .expect("start script");
-    child.stdin.take().expect("piped stdin").write_all(b"SELECT 2\rexit\r").expect("type keys");
-    let mut screen = Vec::new();
-    child.stdout.take().expect("piped stdout").read_to_end(&mut screen).expect("read the screen");
-    child.wait().expect("wait for script");
-    let screen = String::from_utf8_lossy(&screen);
-    for prompt in [format!("127.0.0.1:{port} TCP> "), format!("127.0.0.1:{port}[2] TCP> ")] {
-        assert!(screen.contains(&prompt), "{prompt}: {screen}");
-    }
+    let mut screen = Terminal::start(&line, |command| {
+        command.env("FERRITECLI_HISTFILE", "/dev/null");
+    });
+    screen.expect(&format!("127.0.0.1:{port} TCP> "));
+    screen.type_keys("SELECT 2\r");
+    screen.expect(&format!("127.0.0.1:{port}[2] TCP> "));
+    screen.type_keys("exit\r");
+    screen.end();
 }

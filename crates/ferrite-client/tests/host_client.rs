@@ -1,5 +1,5 @@
-//! Tests of the client with a real `redis-server` on this host over TCP, with or without RDMA: URLs,
-//! host names, several servers, timeouts, TLS, and programs without tokio.
+//! Tests of the client with a real `redis-server` on this host over TCP, with or without RDMA:
+//! URLs, host names, several servers, timeouts, TLS, and programs without tokio.
 
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};

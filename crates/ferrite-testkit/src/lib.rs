@@ -8,6 +8,7 @@
 //! | `random` | random numbers that a seed repeats | |
 //! | `directory`, `port`, `pem` | temporary directories, free ports, certificates as files | |
 //! | `process` | signals, and tests that run themselves again as another process | |
+//! | `terminal` | a program on a terminal | |
 //! | `corpus` | runs the fuzz targets' checks over their corpora | |
 //! | `lab` | the lab's hosts, faults on the wire, checks for leaks | `verbs`; `fabric` for hosts |
 //! | `handshake` | the messages of a peer that a test plays by hand | `fabric` |
@@ -27,6 +28,7 @@ pub mod port;
 pub mod process;
 pub mod random;
 pub mod resp;
+pub mod terminal;
 pub mod wait;
 
 pub use directory::TempDir;
@@ -34,4 +36,5 @@ pub use engine::{Engine, Start};
 pub use pem::pem;
 pub use port::free_port;
 pub use random::Random;
+pub use terminal::Terminal;
 pub use wait::{TIMEOUT, join, until, within};
