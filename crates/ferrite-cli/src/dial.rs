@@ -10,6 +10,7 @@ use std::time::Duration;
 use anyhow::{Context as _, anyhow, bail};
 use ferrite_fabric::rustls::crypto::ring;
 use ferrite_fabric::rustls::pki_types::ServerName;
+use ferrite_fabric::wire::Program;
 use ferrite_fabric::{Error, Fabric, Rdma};
 use ferrite_session::{ConnectError, Connector, Host, Session, SessionTransport, client_config};
 use tokio::net::UnixStream;
@@ -134,7 +135,7 @@ impl Dialer {
     async fn dial_host(&self, host: &Host) -> anyhow::Result<(Connection, TransportInfo)> {
         let fabric = self.fabric()?;
         let (name, port) = (host.name.as_str(), host.port_or_default());
-        let connector = self.connector(fabric, name)?;
+        let connector = self.connector(fabric, host)?;
         let found = tokio::net::lookup_host((name, port)).await;
         let mut addresses: Vec<_> = found.map_err(|error| anyhow!("{name}: {error}"))?.collect();
         // A name may have addresses of both kinds, and most RoCE networks use IPv4.
@@ -155,7 +156,7 @@ impl Dialer {
     }
 
     /// Returns a connector for a host. With TLS, the host's certificate must be valid for its name.
-    fn connector(&self, fabric: &Fabric, host: &str) -> anyhow::Result<Connector> {
+    fn connector(&self, fabric: &Fabric, host: &Host) -> anyhow::Result<Connector> {
         let mut connector = Connector::new(fabric)
             .rdma(self.rdma)
             .rdma_timeout(self.rdma_timeout)
@@ -164,9 +165,9 @@ impl Dialer {
             connector = connector.local(local);
         }
         if let Some(tls) = &self.tls {
-            let name = tls.name.as_deref().unwrap_or(host).to_owned();
+            let name = tls.name.as_deref().unwrap_or(host.certificate_name()).to_owned();
             let name = ServerName::try_from(name)
-                .map_err(|_| anyhow!("{host}: TLS needs a valid host name; use --sni"))?;
+                .map_err(|_| anyhow!("TLS needs a valid host name; use --sni"))?;
             let provider = Arc::new(ring::default_provider());
             let config = tls.files.client_config(provider).context("cannot use TLS")?;
             connector = connector.tls(Arc::new(config), name);
@@ -215,9 +216,11 @@ fn describe(fabric: &Fabric, error: ConnectError) -> anyhow::Error {
 
 fn describe_rdma(session: &Session) -> String {
     let device = session.device().map_or(String::new(), |device| format!(", device {device}"));
-    let peer = match session.transport() {
-        SessionTransport::FerriteRdma => "to a Ferrite module or gateway",
-        SessionTransport::ValkeyRdma => "to a server of Valkey Over RDMA",
+    let peer = match (session.transport(), session.server_program()) {
+        (_, Some(Program::MODULE)) => "to a Ferrite module",
+        (_, Some(Program::GATEWAY)) => "to a Ferrite gateway",
+        (SessionTransport::FerriteRdma, _) => "to a Ferrite module or gateway",
+        (SessionTransport::ValkeyRdma, _) => "to a server of Valkey Over RDMA",
         _ => "to a server",
     };
     format!("over RDMA{device}, {peer}")

@@ -49,7 +49,8 @@ pub(crate) struct Options {
     socket: Option<PathBuf>,
     // No doc comment: rustdoc would take the brackets for links.
     #[arg(short = 'u', value_name = "URI", help = URI_HELP, help_heading = "Server")]
-    uri: Option<ServerUrl>,
+    // Parsed later: clap's own message would show the whole URI, with the password.
+    uri: Option<String>,
     /// Password; safer in the environment variable REDISCLI_AUTH, where other users cannot see it
     #[arg(short = 'a', long = "pass", value_name = "PASSWORD", help_heading = "Server")]
     password: Option<String>,
@@ -283,7 +284,8 @@ impl Options {
 
     fn settings(&self) -> anyhow::Result<Settings> {
         let is_terminal = std::io::stdout().is_terminal();
-        let uri = self.uri.clone().unwrap_or_default();
+        let uri = self.uri.as_deref().map_or_else(|| Ok(ServerUrl::default()), str::parse);
+        let uri: ServerUrl = uri.map_err(|error| WrongUsage(format!("-u: {error}")))?;
         let tls = self.tls(&uri)?;
         // TLS is TCP only. The policy of rediss:// says so itself.
         let asked = self.rdma.or(uri.rdma);

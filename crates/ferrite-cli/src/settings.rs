@@ -47,8 +47,8 @@ pub(crate) struct Tls {
     pub(crate) files: TlsFiles,
 }
 
-/// The settings that all modes use.
-#[derive(Debug, Clone)]
+/// The settings that all modes use. Not `Debug`, because of the password.
+#[derive(Clone)]
 pub(crate) struct Settings {
     pub(crate) server: Address,
     pub(crate) tls: Option<Tls>,
@@ -80,8 +80,7 @@ pub(crate) struct Scan {
     pub(crate) count: Option<u64>,
 }
 
-/// The mode in which the program runs.
-#[derive(Debug)]
+/// The mode in which the program runs. Not `Debug`, because a command may have a password.
 pub(crate) enum Mode {
     /// Commands from the terminal or from stdin.
     Prompt,

@@ -90,6 +90,16 @@ fn connects_over_tls() {
     assert_eq!(stdout(&named), "PONG\n", "{}", stderr(&named));
 }
 
+/// The engine takes the handshake for a command, and waits for its end.
+#[test]
+fn says_that_a_port_may_not_speak_tls() {
+    let port = free_port().to_string();
+    let _redis = Engine::redis(&["--bind", "127.0.0.1", "--port", &port]);
+    let output = run(&["-p", &port, "--tls", "--insecure", "-t", "0.5", "PING"]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(stderr(&output).ends_with("is it a TLS port?\n"), "{}", stderr(&output));
+}
+
 #[test]
 fn authenticates_with_a_client_certificate() {
     let server = TlsServer::start(true);
@@ -136,6 +146,33 @@ fn connects_by_uri_to_the_first_server_that_answers() {
         "Could not connect to Redis at 127.0.0.1:1,127.0.0.1:2: 127.0.0.1:1: Connection refused; \
          127.0.0.1:2: Connection refused\n"
     );
+}
+
+/// clap's own messages would show the whole URI.
+#[test]
+fn never_shows_the_password() {
+    let port = free_port().to_string();
+    let _redis = Engine::redis(&["--bind", "127.0.0.1", "--port", &port]);
+    let wrong = format!("redis://me:secret@127.0.0.1:{port}?rdma=forbid");
+    for (words, code) in [
+        (&["-u", "http://me:secret@host", "PING"][..], 2),
+        (&["-u", "redis://me:secret@host:0", "PING"], 2),
+        (&["-u", "redis://me:secret@host?x=1", "PING"], 2),
+        (&["-u", "redis://me:secret/1@host", "PING"], 2),
+        (&["-u", "redis://me:secret", "PING"], 2),
+        (&["-u", "me:secret@host", "PING"], 2),
+        (&["-u", "rediss://me:secret@host", "--rdma", "require", "PING"], 2),
+        (&["-u", "redis://me:secret@127.0.0.1:1?rdma=forbid", "PING"], 1),
+        (&["-u", &wrong, "--verbose", "PING"], 0), // AUTH fails, and PING needs no login
+        (&["-p", &port, "-a", "secret", "--user", "me", "--no-such-option"], 2),
+        (&["-p", &port, "-a", "secret", "-c"], 2),
+        (&["-p", &port, "--passwd=secret"], 2),
+    ] {
+        let output = run(words);
+        assert_eq!(output.status.code(), Some(code), "{words:?}: {}", stderr(&output));
+        let shown = stdout(&output) + &stderr(&output);
+        assert!(!shown.contains("secret"), "{words:?}: {shown}");
+    }
 }
 
 #[test]

@@ -176,7 +176,7 @@ impl Client {
         let ClientBuilder { connector, tls_by_host, info, config, .. } = &*self.0;
         let session = match tls_by_host {
             Some(tls) => {
-                let name = tls::server_name(&host.name)?;
+                let name = tls::server_name(host.certificate_name())?;
                 connector.clone().tls(Arc::clone(tls), name).connect(address).await?
             }
             None => connector.connect(address).await?,
@@ -220,7 +220,7 @@ pub(crate) fn is_connection_error(error: &RedisError) -> bool {
 }
 
 /// Returns the tokio runtime of the caller. Without one, tokio's own functions would panic.
-fn current_runtime() -> RedisResult<Handle> {
+pub(crate) fn current_runtime() -> RedisResult<Handle> {
     Handle::try_current().map_err(|_| {
         let message = "no tokio runtime: ferrite-client works only inside one \
                        (#[tokio::main], or Runtime::block_on)";

@@ -17,7 +17,7 @@ use tokio::sync::Mutex;
 use tokio::task::JoinHandle;
 use tokio::time::sleep;
 
-use crate::client::{Client, Dialed, TransportInfo, is_connection_error};
+use crate::client::{Client, Dialed, TransportInfo, current_runtime, is_connection_error};
 use crate::subscriptions::{Subscriptions, changes_subscriptions};
 
 /// A connection to a server: a `redis::aio::ConnectionLike` that any number of tasks can use at the
@@ -91,6 +91,7 @@ impl Connection {
     /// Returns a connection that is not known to be lost, and its number. Opens a new one if
     /// necessary.
     async fn usable(&self) -> RedisResult<(MultiplexedConnection, u64)> {
+        current_runtime()?; // redis-rs would panic
         let usable =
             || self.current(|now| (!now.is_lost).then(|| (now.connection.clone(), now.number)));
         if let Some(usable) = usable() {

@@ -52,12 +52,18 @@
 //!
 //! [`Connection`] is a `redis::aio::ConnectionLike`, so redis-rs's typed commands
 //! (`AsyncCommands`), pipelines and scripts work on it. Below them, this crate adds:
-//! - the transport: RDMA to a Ferrite gateway or to Valkey's own listener, or TCP. The caller sets
-//!   the policy ([`Rdma`]), and each connection reports a fallback to TCP with its cause,
+//! - the transport: RDMA to a Ferrite module or gateway, or to Valkey's own listener, or TCP. The
+//!   caller sets the policy ([`Rdma`]), and each connection reports a fallback to TCP with its
+//!   cause,
 //! - automatic reconnects, which restore subscriptions.
 //!
-//! [`Client::connect`] opens one connection, [`Client::pool`] several. All of this works only
-//! inside a tokio runtime with I/O and time enabled, and returns an error outside of one.
+//! [`Client::connect`] opens one connection, [`Client::pool`] several.
+//!
+//! # Outside of tokio
+//!
+//! All of this works only inside a tokio runtime. Outside of one, opening a client, connecting and
+//! every command return an error of the kind `InvalidClientConfig`. The runtime must have I/O and
+//! time (`enable_all`): tokio itself panics where one of them is missing.
 #![forbid(unsafe_code)]
 
 mod client;

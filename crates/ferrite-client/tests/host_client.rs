@@ -90,18 +90,38 @@ async fn waits_long_enough_for_large_values() {
 
 #[test]
 fn returns_an_error_outside_of_tokio() {
-    let error = Client::open("redis://127.0.0.1:1").expect_err("no runtime").to_string();
-    assert!(error.contains("no tokio runtime") && error.contains("#[tokio::main]"), "{error}");
+    let explains = |error: redis::RedisError| {
+        assert_eq!(error.kind(), redis::ErrorKind::InvalidClientConfig);
+        let error = error.to_string();
+        assert!(error.contains("no tokio runtime") && error.contains("#[tokio::main]"), "{error}");
+    };
+    let (_redis, port) = start(&[]);
+    let url = format!("redis://127.0.0.1:{port}?rdma=forbid");
+    explains(Client::open(&url).expect_err("no runtime"));
+    explains(ClientBuilder::open(&url).expect_err("no runtime"));
     let runtime = tokio::runtime::Runtime::new().expect("build the runtime");
-    let client = runtime.block_on(async { Client::open("redis://127.0.0.1:1") });
-    let client = client.expect("inside the runtime");
-    let mut connecting = std::pin::pin!(client.connect());
+    let client = runtime.block_on(async { Client::open(&url) }).expect("inside the runtime");
+    explains(poll_once(client.connect()).expect_err("no runtime"));
+    let mut pool = client.pool(1);
+    explains(poll_once(pool.get::<_, Option<String>>("a")).expect_err("no runtime"));
+    explains(poll_once(pool.dedicated()).expect_err("no runtime"));
+    // Connections that exist already.
+    let mut connection = runtime.block_on(client.connect()).expect("connect");
+    explains(poll_once(connection.get::<_, Option<String>>("a")).expect_err("no runtime"));
+    let mut pipeline = redis::pipe();
+    let pipeline = pipeline.get("a").query_async::<Vec<Option<String>>>(&mut connection);
+    explains(poll_once(pipeline).expect_err("no runtime"));
+    let value = runtime.block_on(connection.get::<_, Option<String>>("a"));
+    assert_eq!(value.expect("inside the runtime, it still works"), None);
+    drop((connection, pool)); // outside of the runtime, too
+}
+
+/// Runs a future that must be ready at once.
+fn poll_once<F: Future>(future: F) -> F::Output {
     let mut context = std::task::Context::from_waker(std::task::Waker::noop());
-    match connecting.as_mut().poll(&mut context) {
-        std::task::Poll::Ready(Err(error)) => {
-            assert!(error.to_string().contains("no tokio runtime"), "{error}");
-        }
-        other => panic!("{other:?}"),
+    match std::pin::pin!(future).as_mut().poll(&mut context) {
+        std::task::Poll::Ready(output) => output,
+        std::task::Poll::Pending => panic!("the future waits"),
     }
 }
 
@@ -110,11 +130,64 @@ async fn explains_invalid_urls() {
     for (url, why) in [
         ("http://host", "expected redis://"),
         ("redis://", "no host is given"),
+        ("", "no host is given"),
+        ("host:0", "expected a port from 1 to 65535"),
         ("rediss://host?rdma=require", "TLS, which is TCP only"),
         ("redis://me:secret@host?db=1", "unknown parameter \"db\""),
+        ("redis://me:sec/ret@host", "write / as %2F"),
+        ("me:secret", "expected a port"),
     ] {
-        let error = Client::open(url).expect_err(url).to_string();
-        assert!(error.contains(why) && !error.contains("secret"), "{url}: {error}");
+        let error = Client::open(url).expect_err(url);
+        let shown = format!("{error} {error:?}");
+        assert!(error.to_string().contains(why), "{url}: {error}");
+        assert!(!shown.contains("secret") && !shown.contains("ret@"), "{url}: {shown}");
+    }
+}
+
+#[tokio::test]
+async fn never_shows_the_password() {
+    let (_redis, port) = start(&["--user", "me", "on", ">secret", "~*", "+@all"]);
+    let right = format!("redis://me:secret@127.0.0.1:{port}?rdma=forbid");
+    let wrong = format!("redis://me:other-secret@127.0.0.1:{port}?rdma=forbid");
+    let nobody = "redis://me:secret@127.0.0.1:1,no-such-host.invalid?rdma=forbid";
+    let mut shown = String::new();
+    for url in [&wrong, nobody] {
+        let client = Client::open(url).expect("valid URL");
+        let error = client.connect().await.expect_err(url);
+        shown += &format!("{error} {error:?} {:?}", error.detail());
+    }
+    let builder = ClientBuilder::open(&right).expect("valid URL");
+    shown += &format!("{builder:?}");
+    let client = builder.build();
+    let connection = client.connect().await.expect("connect");
+    let pool = client.pool(1);
+    let dedicated = pool.dedicated().await.expect("a dedicated connection");
+    shown += &format!("{client:?} {connection:?} {pool:?} {dedicated:?}");
+    shown += &format!("{:#?}", connection.transport_info());
+    assert!(!shown.contains("secret"), "{shown}");
+}
+
+/// A user without a password, an address in brackets, and a scope.
+#[tokio::test]
+async fn opens_odd_urls() {
+    let port = free_port();
+    // The test also runs on hosts without IPv6.
+    let listen = ["--bind", "127.0.0.1", "-::1", "--port", &port.to_string()];
+    let user = ["--user", "guest", "on", "nopass", "~*", "+@all"];
+    let _redis = Engine::redis(&[&listen[..], &user].concat());
+    let has_ipv6 = std::net::TcpListener::bind("[::1]:0").is_ok();
+    for (url, user) in [
+        (format!("redis://guest:@127.0.0.1:{port}"), "guest"),
+        (format!("redis://:@127.0.0.1:{port}"), "default"),
+        (format!("VALKEY://127.0.0.1:{port}/?"), "default"),
+        (format!("redis://@[::1]:{port}"), "default"),
+        (format!("redis://[::1%251]:{port}"), "default"),
+        (format!("valkey://gue%73t:any@[::1%1]:{port}/"), "guest"),
+    ] {
+        if has_ipv6 || !url.contains('[') {
+            let info = client_info(&mut connect(&url).await).await;
+            assert!(info.contains(&format!(" user={user} ")), "{url}: {info}");
+        }
     }
 }
 

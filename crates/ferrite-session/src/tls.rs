@@ -61,7 +61,8 @@ impl TlsFiles {
             .map_err(|error| describe_pem("private key", key_file, error))?;
         builder.with_client_auth_cert(chain, key).map_err(|error| {
             let [chain, key] = [chain_file, key_file].map(|file| file.display());
-            invalid(format!("cannot use the certificate {chain} with the key {key}: {error}"))
+            let why = explain(&io::Error::other(error));
+            invalid(format!("cannot use the certificate {chain} with the key {key}: {why}"))
         })
     }
 
@@ -131,6 +132,21 @@ fn describe_pem(what: &str, file: &Path, error: pem::Error) -> io::Error {
     io::Error::new(kind, format!("cannot read the {what} {}: {cause}", file.display()))
 }
 
+/// Describes a failure of TLS, with its fix if rustls's own words do not suggest one.
+pub(crate) fn explain(error: &io::Error) -> String {
+    let text = error.to_string();
+    // rustls has no variants for these.
+    if text.contains("UnsupportedCertVersion") {
+        "the certificate is X.509 version 1, and version 3 is needed; sign it with an extension \
+         (openssl x509 -req -extfile FILE ...)"
+            .into()
+    } else if text.contains("InvalidContentType") {
+        format!("{text}; is it a TLS port?")
+    } else {
+        text
+    }
+}
+
 fn invalid(message: impl Into<String>) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidInput, message.into())
 }
@@ -173,5 +189,60 @@ impl ServerCertVerifier for AcceptAnyCertificate {
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
         self.0.signature_verification_algorithms.supported_schemes()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ferrite_fabric::rustls::crypto::ring;
+    use ferrite_testkit::TempDir;
+
+    use super::*;
+
+    /// Made by `openssl x509 -req` without extensions.
+    const VERSION_1: &str = "\
+-----BEGIN CERTIFICATE-----
+MIIBFjCBvQIUCqCxj7oX1uge5VS8+fsCGCD7uB8wCgYIKoZIzj0EAwIwDTELMAkG
+A1UEAwwCdjEwIBcNMjYxMTE4MDgwODAyWhgPMjEyNjEwMjUwODA4MDJaMA0xCzAJ
+BgNVBAMMAnYxMFkwEwYHKoZIzj0CAQYIKoZIzj0DAQcDQgAEezTwI5gfE4cglLIB
+LcLJSfQdVPcV8kXEyFl4VmkaKCSYHiFEq2Uz2KaRffWACQqzSK7JBPHd2bNz67xC
+LcxB8DAKBggqhkjOPQQDAgNIADBFAiB7HMiadaphOSzFYJYnd//+OVF31GBfGxtC
+N0YxHP1G2gIhAIhVF35xW3WSYzZ5vRtmaM/E1gSB1+fjFuFHhHQWLCG7
+-----END CERTIFICATE-----
+";
+    const KEY: &str = "\
+-----BEGIN PRIVATE KEY-----
+MIGHAgEAMBMGByqGSM49AgEGCCqGSM49AwEHBG0wawIBAQQgwIeymfkks9Ok38Fm
+hvZT7Jxsf4H2YwIeZXPfRxYto/ihRANCAAR7NPAjmB8ThyCUsgEtwslJ9B1U9xXy
+RcTIWXhWaRooJJgeIUSrZTPYppF99YAJCrNIrskE8d3Zs3PrvEItzEHw
+-----END PRIVATE KEY-----
+";
+
+    #[test]
+    fn explains_files_that_cannot_be_used() {
+        let files = TempDir::new("tls-files");
+        let [certificate, key, other] = [("v1.crt", VERSION_1), ("v1.key", KEY), ("other", "text")]
+            .map(|(name, text)| files.file(name, text));
+        let error = |files: TlsFiles| {
+            let config = files.client_config(Arc::new(ring::default_provider()));
+            config.expect_err("files that cannot be used").to_string()
+        };
+        let client = |client| TlsFiles { is_insecure: true, client, ..TlsFiles::default() };
+        for (files, why) in [
+            (client(Some((certificate.clone(), key.clone()))), "is X.509 version 1"),
+            (client(Some((key, certificate.clone()))), "no certificate in PEM"),
+            (client(Some((certificate, other.clone()))), "no private key in PEM"),
+            (
+                TlsFiles { ca_certificates: Some(other), ..TlsFiles::default() },
+                "other: no certificate in PEM",
+            ),
+            (
+                TlsFiles { ca_directory: Some("/nonexistent".into()), ..TlsFiles::default() },
+                "CA directory /nonexistent: No such file",
+            ),
+        ] {
+            let error = error(files);
+            assert!(error.contains(why), "{why}: {error}");
+        }
     }
 }

@@ -53,6 +53,16 @@ impl Host {
     pub fn port_or_default(&self) -> u16 {
         self.port.unwrap_or(DEFAULT_PORT)
     }
+
+    /// Returns the name that the certificate of the host must be valid for: the host name, or the
+    /// address without its scope.
+    #[must_use]
+    pub fn certificate_name(&self) -> &str {
+        match self.name.split_once('%') {
+            Some((address, _)) if address.contains(':') => address,
+            _ => &self.name,
+        }
+    }
 }
 
 impl fmt::Display for Host {
@@ -91,9 +101,19 @@ fn parse(text: &str) -> Result<ServerUrl, String> {
         }
         _ => return Err(EXPECTED.into()),
     }
-    let rest = rest.split_once('#').map_or(rest, |(rest, _)| rest);
-    let (rest, query) = rest.split_once('?').unwrap_or((rest, ""));
-    let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
+    let end = rest.find(['/', '?', '#']).unwrap_or(rest.len());
+    let (authority, behind) = rest.split_at(end);
+    // The rest could be a part of the password, and messages below would show it.
+    if behind.contains('@') {
+        return Err(
+            "write / as %2F, ? as %3F and # as %23 in the user and the password, and @ as \
+                    %40 elsewhere"
+                .into(),
+        );
+    }
+    let behind = behind.split_once('#').map_or(behind, |(behind, _)| behind);
+    let (path, query) = behind.split_once('?').unwrap_or((behind, ""));
+    let path = path.strip_prefix('/').unwrap_or(path);
     let (credentials, hosts) = match authority.rsplit_once('@') {
         Some((credentials, hosts)) => (Some(credentials), hosts),
         None => (None, authority),
@@ -105,7 +125,9 @@ fn parse(text: &str) -> Result<ServerUrl, String> {
         };
         // The common form redis://:password@host means no user.
         url.user = user.filter(|user| !user.is_empty()).map(percent_decode).transpose()?;
-        url.password = Some(percent_decode(password)?);
+        // A user may have an empty password (nopass). Without a user there is no login then.
+        let has_password = !password.is_empty() || url.user.is_some();
+        url.password = has_password.then(|| percent_decode(password)).transpose()?;
     }
     if !hosts.is_empty() {
         url.hosts = hosts.split(',').map(parse_host).collect::<Result<_, _>>()?;
@@ -128,20 +150,26 @@ fn parse_host(text: &str) -> Result<Host, String> {
     };
     let port = match port {
         Some(port) => {
+            // The text may be a password, if a host was forgotten behind it.
             let number = port.parse().ok().filter(|number| *number != 0);
-            Some(number.ok_or_else(|| format!("{port:?} is not a port"))?)
+            Some(number.ok_or("expected a port from 1 to 65535 after the last : of a host")?)
         }
         None => None,
     };
     let is_bracketed = name.starts_with('[') && name.ends_with(']');
     if !is_bracketed && name.contains(':') {
-        return Err(format!("{text:?}: an IPv6 address must be in brackets, such as [::1]:6379"));
+        return Err("an IPv6 address must be in brackets, such as [::1]:6379".into());
     }
     let name = if is_bracketed { &name[1..name.len() - 1] } else { name };
     if name.is_empty() {
         return Err("a host is missing before or after a comma or a port".into());
     }
-    Ok(Host { name: percent_decode(name)?, port })
+    // In an address, % stands only before its scope. RFC 6874 writes %25, most people write %.
+    let name = if is_bracketed { name.replacen("%25", "%", 1) } else { percent_decode(name)? };
+    if name.contains(|char: char| char.is_control() || char.is_whitespace()) {
+        return Err("a host must not have spaces or control characters".into());
+    }
+    Ok(Host { name, port })
 }
 
 impl ServerUrl {
@@ -180,9 +208,10 @@ fn percent_decode(text: &str) -> Result<String, String> {
             bytes.push(*byte);
             continue;
         }
-        let digits = behind.get(..2).and_then(|digits| std::str::from_utf8(digits).ok());
+        let digits = behind.get(..2).filter(|digits| digits.iter().all(u8::is_ascii_hexdigit));
+        let digits = digits.and_then(|digits| std::str::from_utf8(digits).ok());
         let value = digits.and_then(|digits| u8::from_str_radix(digits, 16).ok());
-        bytes.push(value.ok_or("expected two hexadecimal digits after %")?);
+        bytes.push(value.ok_or("expected two hexadecimal digits after %; % itself is %25")?);
         rest = behind.get(2..).unwrap_or_default();
     }
     String::from_utf8(bytes).map_err(|_| "a part of the URL is not UTF-8".into())
@@ -230,9 +259,57 @@ mod tests {
     }
 
     #[test]
+    fn parses_odd_logins() {
+        for (text, user, password) in [
+            ("redis://user:@host", Some("user"), Some("")),
+            ("redis://:@host", None, None),
+            ("redis://@host", None, None),
+            ("redis://a:b:c@host", Some("a"), Some("b:c")),
+            ("redis://a:b@c@host", Some("a"), Some("b@c")),
+            ("redis://us%40er:%2F%3f%23%25@host", Some("us@er"), Some("/?#%")),
+            ("redis://%3A:%20@host", Some(":"), Some(" ")),
+            ("redis://user:p%C3%A4ss@host", Some("user"), Some("p\u{e4}ss")),
+        ] {
+            let url = parsed(text);
+            assert_eq!((url.user.as_deref(), url.password.as_deref()), (user, password), "{text}");
+            assert_eq!(url.hosts, [Host { name: "host".into(), port: None }], "{text}");
+        }
+    }
+
+    /// A password with a character that ends the login in a URL, or without a host behind it.
+    #[test]
+    fn errors_never_show_the_password() {
+        for text in [
+            "redis://user:secret/x@host",
+            "redis://user:secret?x@host",
+            "redis://user:secret#x@host",
+            "redis://user:x/secret@host",
+            "redis://user:x?secret@host",
+            "redis://user:x?secret=1@host",
+            "redis://:secret",
+            "redis://user:secret",
+            "redis://user:se:secret",
+            "redis://user:secret%@host",
+            "redis://user:secret%ff@host",
+            "redis://user:secret@host:port",
+            "redis://user:secret@host/db",
+            "redis://user:secret@host?db=1",
+            "http://user:secret@host",
+            "user:secret@host",
+        ] {
+            let error = text.parse::<ServerUrl>().expect_err(text);
+            assert!(!format!("{error} {error:?}").contains("secret"), "{text}: {error}");
+        }
+    }
+
+    #[test]
     fn parses_hosts_in_order() {
         assert_eq!(hosts("redis://a,b:7000,[::1]/1"), ["a:6379", "b:7000", "[::1]:6379"]);
-        assert_eq!(hosts("redis://[fe80::1%25eth0]:7000"), ["[fe80::1%eth0]:7000"]);
+        for scoped in ["redis://[fe80::1%25eth0]:7000", "redis://[fe80::1%eth0]:7000"] {
+            assert_eq!(hosts(scoped), ["[fe80::1%eth0]:7000"]);
+            assert_eq!(parsed(scoped).hosts[0].certificate_name(), "fe80::1");
+        }
+        assert_eq!(parsed("redis://a%25b").hosts[0].certificate_name(), "a%b");
         assert_eq!(hosts("redis://:secret@10.0.0.1:1,10.0.0.2:2"), ["10.0.0.1:1", "10.0.0.2:2"]);
     }
 
@@ -252,10 +329,19 @@ mod tests {
             ("http://host", "expected redis://"),
             ("host", "expected redis://"),
             ("unix:///tmp/socket", "a URL cannot name a Unix socket"),
-            ("redis://host:port", "\"port\" is not a port"),
-            ("redis://host:0", "\"0\" is not a port"),
+            ("redis://host:port", "expected a port from 1 to 65535"),
+            ("redis://host:", "expected a port"),
+            ("redis://host:0", "expected a port"),
+            ("redis://host:65536", "expected a port"),
+            ("redis://[::1]:0", "expected a port"),
+            ("redis://a b", "a host must not have spaces"),
+            ("redis://a%0ab", "a host must not have spaces"),
+            ("redis://host/1/2", "\"1/2\" is not a database number"),
+            ("redis://host/-1", "\"-1\" is not a database number"),
+            ("redis://%+1@host", "expected two hexadecimal digits"),
+            ("redis://pa/ss@host", "write / as %2F"),
             ("redis://a,,b", "a host is missing"),
-            ("redis://::1", "\"::1\": an IPv6 address must be in brackets"),
+            ("redis://::1", "an IPv6 address must be in brackets"),
             ("redis://host/db", "\"db\" is not a database number"),
             ("redis://%4@host", "expected two hexadecimal digits"),
             ("redis://host?rdma=maybe", "rdma: invalid value maybe: expected prefer"),
