@@ -4,15 +4,19 @@ use std::cell::OnceCell;
 use std::fmt::Write as _;
 use std::io;
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context as _, anyhow};
+use anyhow::{Context as _, anyhow, bail};
+use ferrite_fabric::rustls::crypto::ring;
+use ferrite_fabric::rustls::pki_types::ServerName;
+use ferrite_fabric::wire::Program;
 use ferrite_fabric::{Error, Fabric, Rdma};
-use ferrite_session::{ConnectError, Connector, Session, SessionTransport, client_config};
+use ferrite_session::{ConnectError, Connector, Host, Session, SessionTransport, client_config};
 use tokio::net::UnixStream;
 
 use crate::connection::Connection;
-use crate::settings::{Address, Settings};
+use crate::settings::{Address, Settings, Tls};
 
 /// The time limit of RDMA without `--rdma` on the command line. A host without RDMA may never
 /// answer, and users who did not ask for RDMA should not wait long for it.
@@ -26,6 +30,7 @@ pub(crate) struct Dialer {
     rdma_timeout: Duration,
     tcp_timeout: Duration,
     local: Option<SocketAddr>,
+    tls: Option<Tls>,
     max_reply_bytes: u64,
     is_interactive: bool,
 }
@@ -35,6 +40,8 @@ pub(crate) struct Dialer {
 pub(crate) struct TransportInfo {
     /// The transport in words, for people.
     pub(crate) description: String,
+    /// The transport in a word, for the prompt.
+    pub(crate) name: &'static str,
     /// Whether the connection uses TCP although RDMA was preferred.
     pub(crate) is_fallback: bool,
     /// The warning about such a fallback. `None` for a server on this host, because nobody can
@@ -43,8 +50,8 @@ pub(crate) struct TransportInfo {
 }
 
 impl TransportInfo {
-    fn without_fallback(description: String) -> Self {
-        Self { description, is_fallback: false, warning: None }
+    fn without_fallback(name: &'static str, description: String) -> Self {
+        Self { description, name, is_fallback: false, warning: None }
     }
 }
 
@@ -63,6 +70,7 @@ impl Dialer {
             },
             tcp_timeout: settings.timeout,
             local: settings.local,
+            tls: settings.tls.clone(),
             max_reply_bytes: settings.max_reply_bytes,
             is_interactive,
         }
@@ -91,7 +99,7 @@ impl Dialer {
     ) -> anyhow::Result<(Connection, TransportInfo)> {
         let attempt = match address {
             Address::Unix(path) => self.dial_unix(path).await,
-            Address::Net { host, port } => self.dial_net(host, *port).await,
+            Address::Net(hosts) => self.dial_hosts(hosts).await,
         };
         attempt.with_context(|| format!("Could not connect to Redis at {address}"))
     }
@@ -101,20 +109,40 @@ impl Dialer {
         path: &std::path::Path,
     ) -> anyhow::Result<(Connection, TransportInfo)> {
         let stream = UnixStream::connect(path).await.map_err(without_number)?;
-        let transport_info = TransportInfo::without_fallback("over a Unix socket".into());
+        let transport_info = TransportInfo::without_fallback("Unix", "over a Unix socket".into());
         Ok((Connection::new(Box::new(stream), self.max_reply_bytes), transport_info))
     }
 
+    /// Tries the hosts in turn.
+    async fn dial_hosts(&self, hosts: &[Host]) -> anyhow::Result<(Connection, TransportInfo)> {
+        self.fabric()?; // without RDMA that is required, no server can be reached
+        let mut failures = Vec::new();
+        for host in hosts {
+            match self.dial_host(host).await {
+                Err(error) => failures.push((host, error)),
+                done => return done,
+            }
+        }
+        if failures.len() == 1 {
+            return Err(failures.remove(0).1);
+        }
+        let causes: Vec<_> =
+            failures.iter().map(|(host, why)| format!("{host}: {why:#}")).collect();
+        bail!(causes.join("; "))
+    }
+
     /// Tries all addresses of a host in turn.
-    async fn dial_net(&self, host: &str, port: u16) -> anyhow::Result<(Connection, TransportInfo)> {
+    async fn dial_host(&self, host: &Host) -> anyhow::Result<(Connection, TransportInfo)> {
         let fabric = self.fabric()?;
-        let found = tokio::net::lookup_host((host, port)).await;
-        let mut addresses: Vec<_> = found.map_err(|error| anyhow!("{host}: {error}"))?.collect();
+        let (name, port) = (host.name.as_str(), host.port_or_default());
+        let connector = self.connector(fabric, host)?;
+        let found = tokio::net::lookup_host((name, port)).await;
+        let mut addresses: Vec<_> = found.map_err(|error| anyhow!("{name}: {error}"))?.collect();
         // A name may have addresses of both kinds, and most RoCE networks use IPv4.
         addresses.sort_by_key(SocketAddr::is_ipv6);
-        let mut last = anyhow!("{host} has no address");
+        let mut last = anyhow!("{name} has no address");
         for address in addresses {
-            match self.dial_address(fabric, address).await {
+            match dial_address(fabric, &connector, address).await {
                 Ok((session, transport_info)) => {
                     return Ok((
                         Connection::new(Box::new(session), self.max_reply_bytes),
@@ -127,34 +155,50 @@ impl Dialer {
         Err(last)
     }
 
-    async fn dial_address(
-        &self,
-        fabric: &Fabric,
-        address: SocketAddr,
-    ) -> anyhow::Result<(Session, TransportInfo)> {
-        let connector = Connector::new(fabric)
+    /// Returns a connector for a host. With TLS, the host's certificate must be valid for its name.
+    fn connector(&self, fabric: &Fabric, host: &Host) -> anyhow::Result<Connector> {
+        let mut connector = Connector::new(fabric)
             .rdma(self.rdma)
             .rdma_timeout(self.rdma_timeout)
             .timeout(self.tcp_timeout);
-        let connector = match self.local {
-            Some(local) => connector.local(local),
-            None => connector,
-        };
-        let session = connector.open(address).await.map_err(|error| describe(fabric, error))?;
-        let transport_info = match (session.fallback(), session.transport()) {
-            (Some(fallback), _) => {
-                let why = with_remedy(&fallback.error.clone().into());
-                let description = format!("over TCP: RDMA is unavailable: {why}");
-                let warning = (!address.ip().is_loopback()).then(|| {
-                    format!("warning: RDMA is unavailable ({why}); using TCP without encryption")
-                });
-                TransportInfo { description, is_fallback: true, warning }
-            }
-            (None, SessionTransport::Tcp) => TransportInfo::without_fallback("over TCP".into()),
-            (None, _) => TransportInfo::without_fallback(describe_rdma(&session)),
-        };
-        Ok((session, transport_info))
+        if let Some(local) = self.local {
+            connector = connector.local(local);
+        }
+        if let Some(tls) = &self.tls {
+            let name = tls.name.as_deref().unwrap_or(host.certificate_name()).to_owned();
+            let name = ServerName::try_from(name)
+                .map_err(|_| anyhow!("TLS needs a valid host name; use --sni"))?;
+            let provider = Arc::new(ring::default_provider());
+            let config = tls.files.client_config(provider).context("cannot use TLS")?;
+            connector = connector.tls(Arc::new(config), name);
+        }
+        Ok(connector)
     }
+}
+
+async fn dial_address(
+    fabric: &Fabric,
+    connector: &Connector,
+    address: SocketAddr,
+) -> anyhow::Result<(Session, TransportInfo)> {
+    let session = connector.open(address).await.map_err(|error| describe(fabric, error))?;
+    let transport_info = match (session.fallback(), session.transport()) {
+        // With TLS, a fallback is no loss of encryption, and there is nothing to warn of.
+        (_, SessionTransport::Tls) => {
+            TransportInfo::without_fallback("TLS", "over TCP with TLS".into())
+        }
+        (Some(fallback), _) => {
+            let why = with_remedy(&fallback.error.clone().into());
+            let description = format!("over TCP: RDMA is unavailable: {why}");
+            let warning = (!address.ip().is_loopback()).then(|| {
+                format!("warning: RDMA is unavailable ({why}); using TCP without encryption")
+            });
+            TransportInfo { description, name: "TCP", is_fallback: true, warning }
+        }
+        (None, SessionTransport::Tcp) => TransportInfo::without_fallback("TCP", "over TCP".into()),
+        (None, _) => TransportInfo::without_fallback("RDMA", describe_rdma(&session)),
+    };
+    Ok((session, transport_info))
 }
 
 /// Describes how each transport failed. On a host without RDMA only TCP was tried, so only its
@@ -172,9 +216,11 @@ fn describe(fabric: &Fabric, error: ConnectError) -> anyhow::Error {
 
 fn describe_rdma(session: &Session) -> String {
     let device = session.device().map_or(String::new(), |device| format!(", device {device}"));
-    let peer = match session.transport() {
-        SessionTransport::FerriteRdma => "to a Ferrite module or gateway",
-        SessionTransport::ValkeyRdma => "to a server of Valkey Over RDMA",
+    let peer = match (session.transport(), session.server_program()) {
+        (_, Some(Program::MODULE)) => "to a Ferrite module",
+        (_, Some(Program::GATEWAY)) => "to a Ferrite gateway",
+        (SessionTransport::FerriteRdma, _) => "to a Ferrite module or gateway",
+        (SessionTransport::ValkeyRdma, _) => "to a server of Valkey Over RDMA",
         _ => "to a server",
     };
     format!("over RDMA{device}, {peer}")

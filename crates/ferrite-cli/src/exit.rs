@@ -12,6 +12,9 @@ use crate::pipe::ErrorReplies;
 /// The `ferrite` command uses the same code.
 const UNAVAILABLE: u8 = 69;
 
+/// The exit code of wrong usage, which clap uses, too.
+pub(crate) const WRONG_USAGE: u8 = 2;
+
 /// An error reply that ends the program (`-e`).
 #[derive(Debug)]
 pub(crate) struct ErrorReply(pub(crate) String);
@@ -24,6 +27,18 @@ impl std::fmt::Display for ErrorReply {
 
 impl std::error::Error for ErrorReply {}
 
+/// Options that contradict each other.
+#[derive(Debug)]
+pub(crate) struct WrongUsage(pub(crate) String);
+
+impl std::fmt::Display for WrongUsage {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for WrongUsage {}
+
 /// Prints an error, unless that is done already or pointless, and returns the exit code.
 pub(crate) fn report(error: &anyhow::Error) -> ExitCode {
     let is_reported = error.is::<OutputClosed>() || error.is::<ErrorReplies>();
@@ -33,6 +48,7 @@ pub(crate) fn report(error: &anyhow::Error) -> ExitCode {
     let fabric = error.chain().find_map(|cause| cause.downcast_ref::<ferrite_fabric::Error>());
     match fabric.map(ferrite_fabric::Error::kind) {
         Some(ErrorKind::Absent) => ExitCode::from(UNAVAILABLE),
+        _ if error.is::<WrongUsage>() => ExitCode::from(WRONG_USAGE),
         _ => ExitCode::FAILURE,
     }
 }

@@ -46,7 +46,6 @@ mod split;
 mod stat;
 mod terminal;
 mod unsupported;
-mod uri;
 
 fn main() -> ExitCode {
     if let Some(directory) = manuals::requested(std::env::args_os()) {

@@ -11,10 +11,12 @@ use std::time::Duration;
 use anyhow::{Context as _, anyhow, ensure};
 use clap::{ArgAction, Parser, ValueEnum};
 use ferrite_fabric::Rdma;
+use ferrite_session::{Host, ServerUrl, TlsFiles};
 
+use crate::exit::WrongUsage;
 use crate::format::{Format, Style};
-use crate::settings::{Address, Mode, Protocol, Scan, Settings};
-use crate::{output, split, uri};
+use crate::settings::{Address, Mode, Protocol, Scan, Settings, Tls};
+use crate::{output, split};
 
 /// Command line client for Redis and Valkey, over RDMA where available
 ///
@@ -47,7 +49,8 @@ pub(crate) struct Options {
     socket: Option<PathBuf>,
     // No doc comment: rustdoc would take the brackets for links.
     #[arg(short = 'u', value_name = "URI", help = URI_HELP, help_heading = "Server")]
-    uri: Option<uri::Uri>,
+    // Parsed later: clap's own message would show the whole URI, with the password.
+    uri: Option<String>,
     /// Password; safer in the environment variable REDISCLI_AUTH, where other users cannot see it
     #[arg(short = 'a', long = "pass", value_name = "PASSWORD", help_heading = "Server")]
     password: Option<String>,
@@ -79,6 +82,28 @@ pub(crate) struct Options {
     /// Print the transport of the connection on stderr (always done at the prompt)
     #[arg(long, help_heading = "RDMA")]
     verbose: bool,
+
+    /// Use TLS over TCP; RDMA is not encrypted and is not used
+    #[arg(long, conflicts_with = "socket", help_heading = "TLS")]
+    tls: bool,
+    /// Name that the server's certificate must be valid for [default: the host]
+    #[arg(long, value_name = "NAME", help_heading = "TLS")]
+    sni: Option<String>,
+    /// CA certificates to trust, in PEM [default: those of the system]
+    #[arg(long, value_name = "FILE", help_heading = "TLS")]
+    cacert: Option<PathBuf>,
+    /// Directory of CA certificates to trust, in PEM
+    #[arg(long, value_name = "DIRECTORY", help_heading = "TLS")]
+    cacertdir: Option<PathBuf>,
+    /// Accept any certificate of the server: anybody on the path can then read everything
+    #[arg(long, help_heading = "TLS")]
+    insecure: bool,
+    /// Client certificate to authenticate with, in PEM
+    #[arg(long, value_name = "FILE", requires = "key", help_heading = "TLS")]
+    cert: Option<PathBuf>,
+    /// Private key of the client certificate, in PEM
+    #[arg(long, value_name = "FILE", requires = "cert", help_heading = "TLS")]
+    key: Option<PathBuf>,
 
     /// Print replies as raw bytes (default if stdout is not a terminal)
     #[arg(long, overrides_with_all = ["no_raw", "csv", "json", "quoted_json"], help_heading = "Output")]
@@ -185,12 +210,15 @@ pub(crate) struct Options {
     version: bool,
 }
 
-const URI_HELP: &str = "Server as a URI: redis://[[USER:]PASSWORD@]HOST[:PORT][/DATABASE]";
+const URI_HELP: &str = "Server as a URI: \
+    redis://[[USER:]PASSWORD@]HOST[:PORT][,HOST[:PORT]]...[/DATABASE][?rdma=POLICY]; \
+    rediss:// for TLS, redis+rdma:// for RDMA";
 
 const HELP: &str = "\
 Examples:
   ferrite-cli -h 10.0.0.1 -p 6380                          open a prompt
   ferrite-cli -h 10.0.0.1 -p 6380 --rdma require GET key   use RDMA, or fail with the reason
+  ferrite-cli -h db.example --tls --cacert ca.crt PING     use TLS over TCP
   ferrite-cli --json HGETALL key | jq .field               print a hash as a JSON object
   ferrite-cli --pipe < commands                            send many commands at once
   ferrite-cli -x SET key < file                            store a file
@@ -249,14 +277,19 @@ impl Options {
         if self.version {
             return Ok(Action::Version);
         }
-        let settings = self.settings();
+        let settings = self.settings()?;
         let mode = self.mode()?;
         Ok(Action::Run(Box::new(settings), mode))
     }
 
-    fn settings(&self) -> Settings {
+    fn settings(&self) -> anyhow::Result<Settings> {
         let is_terminal = std::io::stdout().is_terminal();
-        let uri = self.uri.clone().unwrap_or_default();
+        let uri = self.uri.as_deref().map_or_else(|| Ok(ServerUrl::default()), str::parse);
+        let uri: ServerUrl = uri.map_err(|error| WrongUsage(format!("-u: {error}")))?;
+        let tls = self.tls(&uri)?;
+        // TLS is TCP only. The policy of rediss:// says so itself.
+        let asked = self.rdma.or(uri.rdma);
+        let rdma = asked.unwrap_or(if tls.is_some() { Rdma::Forbid } else { Rdma::default() });
         let typed = self.password.clone().or(uri.password);
         if typed.is_some() && !self.no_auth_warning {
             output::write_stderr(
@@ -265,10 +298,10 @@ impl Options {
         }
         let server = match &self.socket {
             Some(path) => Address::Unix(path.clone()),
-            None => Address::Net {
-                host: uri.host.unwrap_or_else(|| self.host.clone()),
-                port: uri.port.unwrap_or(self.port),
-            },
+            None if uri.hosts.is_empty() => {
+                Address::Net(vec![Host { name: self.host.clone(), port: Some(self.port) }])
+            }
+            None => Address::Net(uri.hosts.iter().map(|host| self.with_port(host)).collect()),
         };
         let mut format = Format::new(self.style(is_terminal));
         let bytes = |text: &OsString| text.clone().into_vec();
@@ -278,20 +311,22 @@ impl Options {
         if let Some(delimiter) = &self.reply_delimiter {
             format.reply_delimiter = bytes(delimiter);
         }
-        Settings {
+        Ok(Settings {
             server,
+            tls,
             user: self.user.clone().or(uri.user),
             password: typed.or_else(|| std::env::var("REDISCLI_AUTH").ok()),
             database: self.database.or(uri.database).unwrap_or(0),
             protocol: match (self.resp2, self.resp3) {
                 (true, _) => Protocol::Resp2,
                 (_, true) => Protocol::Resp3,
+                _ if uri.protocol == Some(3) => Protocol::Resp3,
                 _ if self.json || self.quoted_json => Protocol::Resp3IfKnown,
                 _ => Protocol::Resp2,
             },
             timeout: self.timeout,
-            rdma: self.rdma.unwrap_or_default(),
-            is_rdma_explicit: self.rdma.is_some(),
+            rdma,
+            is_rdma_explicit: asked.is_some(),
             local: self.local.map(|ip| SocketAddr::new(ip, 0)),
             verbose: self.verbose,
             format,
@@ -300,7 +335,41 @@ impl Options {
             interval: self.interval,
             fails_on_error: self.fail_on_error,
             max_reply_bytes: self.max_reply_bytes,
+        })
+    }
+
+    fn with_port(&self, host: &Host) -> Host {
+        Host { name: host.name.clone(), port: host.port.or(Some(self.port)) }
+    }
+
+    /// Returns the settings of TLS, if it is asked for by --tls or rediss://.
+    fn tls(&self, uri: &ServerUrl) -> anyhow::Result<Option<Tls>> {
+        let wants_tls = self.tls || uri.is_tls;
+        let options = [
+            ("--sni", self.sni.is_some()),
+            ("--cacert", self.cacert.is_some()),
+            ("--cacertdir", self.cacertdir.is_some()),
+            ("--insecure", self.insecure),
+            ("--cert", self.cert.is_some()),
+        ];
+        if let Some((name, _)) = options.iter().find(|(_, is_given)| *is_given && !wants_tls) {
+            return Err(WrongUsage(format!("{name} needs --tls or a rediss:// URI")).into());
         }
+        let is_rdma_required = self.rdma.or(uri.rdma) == Some(Rdma::Require);
+        if wants_tls && is_rdma_required {
+            let why = "TLS is TCP only, and RDMA, which is required, is not encrypted; leave one \
+                       of them out";
+            return Err(WrongUsage(why.into()).into());
+        }
+        Ok(wants_tls.then(|| Tls {
+            name: self.sni.clone(),
+            files: TlsFiles {
+                ca_certificates: self.cacert.clone(),
+                ca_directory: self.cacertdir.clone(),
+                client: self.cert.clone().zip(self.key.clone()),
+                is_insecure: self.insecure,
+            },
+        }))
     }
 
     fn style(&self, is_terminal: bool) -> Style {
@@ -382,68 +451,4 @@ fn eval(file: &PathBuf, words: Vec<Vec<u8>>) -> anyhow::Result<Vec<Vec<u8>>> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn run(words: &[&str]) -> (Box<Settings>, Mode) {
-        let options = Options::try_parse_from([&["ferrite-cli"], words].concat());
-        match options
-            .unwrap_or_else(|error| panic!("{error}"))
-            .into_action()
-            .expect("valid options")
-        {
-            Action::Run(settings, mode) => (settings, mode),
-            Action::Version => panic!("{words:?}"),
-        }
-    }
-
-    fn command(words: &[&str]) -> Vec<Vec<u8>> {
-        match run(words).1 {
-            Mode::Command(words) => words,
-            _ => panic!("{words:?} is not a command"),
-        }
-    }
-
-    #[test]
-    fn passes_options_after_the_command_to_it() {
-        assert_eq!(command(&["-n", "3", "SET", "-h", "--raw"]), [b"SET", &b"-h"[..], b"--raw"]);
-        assert_eq!(command(&["GET", ""]), [&b"GET"[..], b""]);
-        assert_eq!(command(&["INCRBY", "k", "-1"]), [&b"INCRBY"[..], b"k", b"-1"]);
-        assert!(Options::try_parse_from(["ferrite-cli", "--no-such", "GET"]).is_err());
-        assert!(Options::try_parse_from(["ferrite-cli", "-2", "-3"]).is_err());
-    }
-
-    #[test]
-    fn uses_the_last_style() {
-        assert_eq!(run(&["--csv", "--no-raw"]).0.format.style, Style::Human);
-        let (settings, _) = run(&["--raw", "--json"]);
-        assert_eq!(
-            (settings.format.style, settings.protocol),
-            (Style::Json, Protocol::Resp3IfKnown)
-        );
-        assert_eq!(run(&["-2", "--json"]).0.protocol, Protocol::Resp2);
-    }
-
-    #[test]
-    fn takes_server_and_login_from_a_uri() {
-        let (settings, mode) = run(&["--no-auth-warning", "-u", "redis://me:p%20w@there:7000/4"]);
-        assert!(matches!(mode, Mode::Prompt));
-        assert_eq!(settings.server, Address::Net { host: "there".into(), port: 7000 });
-        assert_eq!(
-            (settings.user.as_deref(), settings.password.as_deref()),
-            (Some("me"), Some("p w"))
-        );
-        assert_eq!(settings.database, 4);
-    }
-
-    #[test]
-    fn unquotes_arguments() {
-        assert_eq!(command(&["--quoted-input", "SET", r#""\x00""#]), [b"SET", &b"\0"[..]]);
-    }
-
-    #[test]
-    fn defines_valid_options() {
-        use clap::CommandFactory as _;
-        Options::command().debug_assert();
-    }
-}
+mod tests;

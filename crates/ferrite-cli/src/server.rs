@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
 use ferrite_proto::resp::Value;
+use ferrite_session::Host;
 
 use crate::connection::{Connection, Frame};
 use crate::dial::{Dialer, TransportInfo};
@@ -268,10 +269,10 @@ impl Server {
     /// Disconnects, and uses another server from now on.
     pub(crate) fn switch_to(&mut self, host: String, port: u16) {
         self.disconnect();
-        self.settings.server = Address::Net { host, port };
+        self.settings.server = Address::Net(vec![Host { name: host, port: Some(port) }]);
     }
 
-    /// Returns the prompt, for example `127.0.0.1:6379[3](TX)> `.
+    /// Returns the prompt, for example `10.0.0.1:6380[3] RDMA(TX)> `.
     pub(crate) fn prompt(&self) -> String {
         if !self.is_connected() {
             return "not connected> ".into();
@@ -282,8 +283,15 @@ impl Server {
         };
         let database =
             if self.database == 0 { String::new() } else { format!("[{}]", self.database) };
+        // A Unix socket is visible by its path.
+        let transport = match &self.transport_info {
+            Some(info) if matches!(self.settings.server, Address::Net(_)) => {
+                format!(" {}", info.name)
+            }
+            _ => String::new(),
+        };
         let transaction = if self.transaction.is_some() { "(TX)" } else { "" };
-        format!("{place}{database}{transaction}> ")
+        format!("{place}{database}{transport}{transaction}> ")
     }
 
     /// Updates the database and the transaction after the reply to a command.

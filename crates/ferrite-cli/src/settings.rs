@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use ferrite_fabric::Rdma;
+use ferrite_session::{Host, TlsFiles};
 
 use crate::format::Format;
 
@@ -13,15 +14,18 @@ use crate::format::Format;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Address {
     Unix(PathBuf),
-    Net { host: String, port: u16 },
+    /// Hosts that are tried in this order. There is at least one.
+    Net(Vec<Host>),
 }
 
 impl fmt::Display for Address {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Unix(path) => path.display().fmt(f),
-            Self::Net { host, port } if host.contains(':') => write!(f, "[{host}]:{port}"),
-            Self::Net { host, port } => write!(f, "{host}:{port}"),
+            Self::Net(hosts) => {
+                let hosts: Vec<_> = hosts.iter().map(ToString::to_string).collect();
+                f.write_str(&hosts.join(","))
+            }
         }
     }
 }
@@ -35,10 +39,19 @@ pub(crate) enum Protocol {
     Resp3IfKnown,
 }
 
-/// The settings that all modes use.
+/// The settings of TLS.
 #[derive(Debug, Clone)]
+pub(crate) struct Tls {
+    /// The name that the server's certificate must be valid for, instead of the host's.
+    pub(crate) name: Option<String>,
+    pub(crate) files: TlsFiles,
+}
+
+/// The settings that all modes use. Not `Debug`, because of the password.
+#[derive(Clone)]
 pub(crate) struct Settings {
     pub(crate) server: Address,
+    pub(crate) tls: Option<Tls>,
     pub(crate) user: Option<String>,
     pub(crate) password: Option<String>,
     pub(crate) database: u32,
@@ -67,8 +80,7 @@ pub(crate) struct Scan {
     pub(crate) count: Option<u64>,
 }
 
-/// The mode in which the program runs.
-#[derive(Debug)]
+/// The mode in which the program runs. Not `Debug`, because a command may have a password.
 pub(crate) enum Mode {
     /// Commands from the terminal or from stdin.
     Prompt,

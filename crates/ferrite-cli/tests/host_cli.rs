@@ -5,14 +5,12 @@ mod compare {
     pub(crate) mod engine;
 }
 
-use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
-use std::time::Instant;
 
 use compare::engine::{empty, start};
-use ferrite_testkit::process::exit_within;
-use ferrite_testkit::{Engine, TIMEOUT, TempDir, free_port, until};
+use ferrite_testkit::{Engine, TIMEOUT, TempDir, Terminal, free_port, until};
 
 fn cli(words: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite-cli"));
@@ -123,7 +121,7 @@ fn reports_connection_errors_and_wrong_usage() {
     let expected = "Could not connect to Redis at /nonexistent/socket: No such file or directory\n";
     assert_eq!(stderr(&missing), expected);
     for wrong in
-        [&["--no-such-option"][..], &["-2", "-3"], &["--scan", "--stat"], &["-u", "rediss://host"]]
+        [&["--no-such-option"][..], &["-2", "-3"], &["--scan", "--stat"], &["-u", "http://host"]]
     {
         assert_eq!(
             cli(wrong).output().expect("start ferrite-cli").status.code(),
@@ -154,17 +152,19 @@ fn the_last_of_repeated_options_wins() {
 
 #[test]
 fn names_options_of_redis_cli_that_it_does_not_have() {
-    for words in [
-        &["-c", "GET", "a"][..],
-        &["--tls", "PING"],
-        &["--cluster", "info"],
-        &["--rdb", "file"],
-        &["--hotkeys"],
-        &["--askpass"],
+    for (words, instead) in [
+        (&["-c", "GET", "a"][..], "redis-cli -c over TCP"),
+        (&["--cluster", "info"], "redis-cli --cluster"),
+        (&["--rdb", "file"], "replication is not carried over RDMA"),
+        (&["--hotkeys"], "OBJECT FREQ"),
+        (&["--askpass"], "REDISCLI_AUTH"),
+        (&["--tls-ciphers", "x"], "TLS 1.3"),
     ] {
         let output = cli(words).output().expect("start ferrite-cli");
-        let expected = format!("{} is not supported by ferrite-cli; use redis-cli\n", words[0]);
-        assert_eq!((output.status.code(), stderr(&output)), (Some(2), expected));
+        let expected = format!("{} is not supported by ferrite-cli: ", words[0]);
+        let error = stderr(&output);
+        assert!(error.starts_with(&expected) && error.contains(instead), "{error}");
+        assert_eq!((output.status.code(), error.lines().count()), (Some(2), 1), "{error}");
     }
     let output = cli(&["--no-such-option"]).output().expect("start ferrite-cli");
     assert_eq!(output.status.code(), Some(2));
@@ -392,23 +392,13 @@ fn follows_client_reply() {
 
 #[test]
 fn runs_an_interactive_prompt() {
-    if Command::new("script").arg("--version").output().is_err() {
-        return; // without script (util-linux) there is no terminal for the test
-    }
     let redis = start(&[]);
     let directory = TempDir::new("cli");
     let history = directory.join("history");
     let line = format!("{} -s {}", env!("CARGO_BIN_EXE_ferrite-cli"), redis.socket().display());
-    let mut child = Command::new("script")
-        .args(["-qefc", &line, "/dev/null"])
-        .env("FERRITECLI_HISTFILE", &history)
-        .env("TERM", "xterm")
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .spawn()
-        .expect("start script");
-    let mut keys = child.stdin.take().expect("piped stdin");
-    let mut screen = Screen::new(child);
+    let mut screen = Terminal::start(&line, |command| {
+        command.env("FERRITECLI_HISTFILE", &history);
+    });
     screen.expect("over a Unix socket");
     for (typed, shown) in [
         ("SET k v\r", "\nOK"),
@@ -429,7 +419,7 @@ fn runs_an_interactive_prompt() {
         ("2 INCR n\r", "(integer) 2"),
         ("exit\r", ""),
     ] {
-        keys.write_all(typed.as_bytes()).expect("type keys");
+        screen.type_keys(typed);
         if shown == BLOCKED {
             wait_for_blocked(&redis);
         } else {
@@ -475,55 +465,5 @@ impl Drop for Streaming {
     fn drop(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
-    }
-}
-
-/// The output of a terminal after the last expected text.
-struct Screen {
-    child: Child,
-    shown: std::sync::mpsc::Receiver<Vec<u8>>,
-    text: String,
-}
-
-impl Screen {
-    fn new(mut child: Child) -> Self {
-        let mut stdout = child.stdout.take().expect("piped stdout");
-        let (sender, shown) = std::sync::mpsc::channel();
-        std::thread::spawn(move || {
-            let mut bytes = [0; 4096];
-            while let Ok(count @ 1..) = stdout.read(&mut bytes) {
-                if sender.send(bytes[..count].to_vec()).is_err() {
-                    return;
-                }
-            }
-        });
-        Self { child, shown, text: String::new() }
-    }
-
-    fn expect(&mut self, wanted: &str) {
-        let begun = Instant::now();
-        loop {
-            if let Some(at) = self.text.find(wanted) {
-                self.text.drain(..at + wanted.len());
-                return;
-            }
-            let left = TIMEOUT.saturating_sub(begun.elapsed());
-            match self.shown.recv_timeout(left) {
-                Ok(bytes) => self.text += &String::from_utf8_lossy(&bytes),
-                Err(error) => panic!("{wanted:?}: {error}: {:?}", self.text),
-            }
-        }
-    }
-
-    fn end(mut self) {
-        let status = exit_within(&mut self.child, TIMEOUT);
-        assert!(status.is_some(), "ferrite-cli did not exit: {:?}", self.text);
-    }
-}
-
-impl Drop for Screen {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }

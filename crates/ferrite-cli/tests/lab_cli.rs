@@ -9,11 +9,12 @@ mod compare {
 }
 
 use compare::engine;
-use compare::harness::{HUMAN, HUMAN3, JSON, Program, RAW, judge};
+use compare::harness::{HUMAN, HUMAN3, JSON, Program as CliProgram, RAW, judge};
 use compare::table::cases;
-use ferrite_fabric::{Fabric, ListenOptions, Rdma};
-use ferrite_session::{EngineAddress, Gateway, GatewayConfig};
-use ferrite_testkit::{Engine, TIMEOUT, free_port};
+use ferrite_fabric::wire::Program;
+use ferrite_fabric::{Config, Fabric, ListenOptions, Rdma};
+use ferrite_session::{EngineAddress, Gateway, GatewayConfig, server_config};
+use ferrite_testkit::{Engine, TIMEOUT, Terminal, free_port};
 use ferrite_verbs::Verbs;
 use tokio::runtime::Runtime;
 use tokio::sync::oneshot;
@@ -36,8 +37,9 @@ impl TestServer {
         let runtime = runtime.expect("build the runtime");
         let entered = runtime.enter();
         let verbs = Verbs::system().expect("load rdma-core");
-        let fabric = Fabric::builder(&verbs).device("rxe1").rdma(Rdma::Require).build();
-        let fabric = fabric.expect("build the fabric");
+        let fabric = Fabric::builder(&verbs).device("rxe1").rdma(Rdma::Require);
+        let config = Config { program: Program::GATEWAY, ..server_config() };
+        let fabric = fabric.config(config).build().expect("build the fabric");
         tokio::spawn(fabric.drive());
         let options = ListenOptions::new().accept_foreign_peers();
         let address = "10.0.0.1:0".parse().expect("valid address");
@@ -56,11 +58,14 @@ impl TestServer {
     }
 
     /// Returns ferrite-cli with options that require RDMA.
-    fn over_rdma(&self) -> Program {
+    fn over_rdma(&self) -> CliProgram {
+        CliProgram { connect_options: self.rdma_options(), ..CliProgram::ours(&self.redis) }
+    }
+
+    fn rdma_options(&self) -> Vec<String> {
         let options =
             ["-h", "10.0.0.1", "-p", &self.port, "--local", "10.0.0.2", "--rdma", "require"];
-        let connect_options = options.map(str::to_owned).into();
-        Program { connect_options, ..Program::ours(&self.redis) }
+        options.map(str::to_owned).into()
     }
 
     fn end(self) {
@@ -80,7 +85,7 @@ fn compare() {
     for style in [RAW, HUMAN, JSON, HUMAN3] {
         let cases: Vec<_> = cases.iter().filter(|case| !case.is_left_out(style.0)).collect();
         engine::empty(&server.redis);
-        let theirs = Program::theirs(&server.redis).outputs(style, &cases);
+        let theirs = CliProgram::theirs(&server.redis).outputs(style, &cases);
         engine::empty(&server.redis);
         let ours = server.over_rdma().outputs(style, &cases);
         wrong += &judge(style.0, "RDMA", &cases, &theirs, &ours);
@@ -102,7 +107,7 @@ fn runs_all_modes_over_rdma() {
     };
     let (pong, stderr) = run(&["--verbose", "PING"], b"");
     assert_eq!(pong, b"PONG\n");
-    assert_eq!(stderr, "over RDMA, device rxe2, to a Ferrite module or gateway\n");
+    assert_eq!(stderr, "over RDMA, device rxe2, to a Ferrite gateway\n");
     let large: Vec<u8> = (0..3_000_000_u32).map(|at| (at % 251) as u8).collect();
     assert_eq!(run(&["-x", "SET", "large"], &large).0, b"OK\n");
     let (received, stderr) = run(&["GET", "large"], b"");
@@ -121,6 +126,54 @@ fn runs_all_modes_over_rdma() {
     server.end();
 }
 
+/// A URI requires RDMA, and names a server that is not there before the one that is. TLS, which
+/// RDMA does not have, is refused beside it.
+#[test]
+fn connects_by_uri() {
+    let server = TestServer::start();
+    let run = |uri: &str, more: &[&str]| {
+        let connect_options = ["-u", uri, "--local", "10.0.0.2"].map(str::to_owned).into();
+        let program = CliProgram { connect_options, ..CliProgram::ours(&server.redis) };
+        let output = program.run_with_stdin(&[more, &["CLIENT", "INFO"]].concat(), Vec::new());
+        let [stdout, stderr] =
+            [output.stdout, output.stderr].map(|text| String::from_utf8(text).expect("UTF-8"));
+        (output.status.code(), stdout, stderr)
+    };
+    let uri = format!("redis+rdma://10.0.0.1:1,10.0.0.1:{}/2?rdma=require", server.port);
+    let (code, info, stderr) = run(&uri, &["--verbose"]);
+    assert!(code == Some(0) && info.contains(" db=2 "), "{info}{stderr}");
+    assert_eq!(stderr, "over RDMA, device rxe2, to a Ferrite gateway\n");
+    let (code, _, stderr) = run(&uri, &["--tls"]);
+    assert_eq!(code, Some(2), "{stderr}");
+    assert!(stderr.contains("TLS is TCP only"), "{stderr}");
+    server.end();
+}
+
+/// The prompt shows the transport, and `:transport` more of it.
+#[test]
+fn shows_the_transport_in_the_prompt() {
+    let server = TestServer::start();
+    let line = [&[env!("CARGO_BIN_EXE_ferrite-cli").to_owned()][..], &server.rdma_options()];
+    let mut screen = Terminal::start(&line.concat().join(" "), |command| {
+        command.env("FERRITECLI_HISTFILE", "/dev/null");
+    });
+    let place = format!("10.0.0.1:{}", server.port);
+    screen.expect("over RDMA, device rxe2, to a Ferrite gateway");
+    screen.expect(&format!("{place} RDMA> "));
+    for (typed, shown) in [
+        ("SELECT 2\r", format!("{place}[2] RDMA> ")),
+        ("MULTI\r", format!("{place}[2] RDMA(TX)> ")),
+        ("DISCARD\r", format!("{place}[2] RDMA> ")),
+        (":transport\r", "over RDMA, device rxe2, to a Ferrite gateway".to_owned()),
+    ] {
+        screen.type_keys(typed);
+        screen.expect(&shown);
+    }
+    screen.type_keys("exit\r");
+    screen.end();
+    server.end();
+}
+
 /// If the server has no RDMA, connecting fails where RDMA is required. Where it is preferred,
 /// ferrite-cli uses TCP and reports the reason.
 #[test]
@@ -130,7 +183,7 @@ fn falls_back_to_tcp() {
     let run = |more: &[&str]| {
         let options = ["-h", "10.0.0.1", "-p", &port, "--local", "10.0.0.2", "-t", "2"];
         let connect_options = options.map(str::to_owned).into();
-        let program = Program { connect_options, ..Program::ours(&redis) };
+        let program = CliProgram { connect_options, ..CliProgram::ours(&redis) };
         let output = program.run_with_stdin(&[more, &["PING"]].concat(), Vec::new());
         let stderr = String::from_utf8(output.stderr).expect("UTF-8");
         (output.status.code(), String::from_utf8(output.stdout).expect("UTF-8"), stderr)

@@ -1,16 +1,27 @@
 //! The client: the settings of its connections, and how one is opened.
 
+use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use ferrite_fabric::rustls::ClientConfig;
 use ferrite_fabric::rustls::pki_types::ServerName;
-use ferrite_fabric::{Error, Fabric, Fallback, Rdma};
-use ferrite_session::{Connector, SessionTransport, client_config};
-use redis::aio::MultiplexedConnection;
-use redis::{AsyncConnectionConfig, RedisConnectionInfo, RedisError, RedisResult};
-use tokio::time::sleep;
+use ferrite_fabric::{Fabric, Fallback, Rdma};
+use ferrite_session::{Connector, Host, ServerUrl, SessionTransport, client_config};
+use redis::aio::{AsyncPushSender, MultiplexedConnection};
+use redis::{
+    AsyncConnectionConfig, ErrorKind, ProtocolVersion, RedisConnectionInfo, RedisError, RedisResult,
+};
+use tokio::runtime::Handle;
+use tokio::task::JoinHandle;
+use tokio::time::{sleep, timeout};
+
+use crate::tls;
+
+/// The time limit for a reply. A value of 64 MiB takes about 6 s at 100 Mbit/s, and may have to
+/// wait for others before it. redis-rs's own limit of 500 ms is too short even for 32 MiB.
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Opens connections to one server. Cheap to clone.
 ///
@@ -19,7 +30,7 @@ use tokio::time::sleep;
 /// use ferrite_client::Client;
 /// use ferrite_client::redis::AsyncCommands as _;
 ///
-/// let client = Client::open("10.0.0.1:6380".parse()?)?;
+/// let client = Client::open("redis://10.0.0.1:6380")?;
 /// let mut connection = client.connect().await?;
 /// let () = connection.set("greeting", "hello").await?;
 /// let greeting: String = connection.get("greeting").await?;
@@ -27,16 +38,7 @@ use tokio::time::sleep;
 /// # Ok(()) }
 /// ```
 #[derive(Clone)]
-pub struct Client(Arc<Settings>);
-
-#[derive(Clone)]
-struct Settings {
-    connector: Connector,
-    server: SocketAddr,
-    info: RedisConnectionInfo,
-    config: AsyncConnectionConfig,
-    reconnect: Reconnect,
-}
+pub struct Client(Arc<ClientBuilder>);
 
 /// How a lost connection is opened again.
 #[derive(Debug, Clone, Copy)]
@@ -60,50 +62,79 @@ pub struct TransportInfo {
     pub fallback: Option<Fallback>,
 }
 
+/// An open connection, and the task that drives it, which ends with it.
+pub(crate) struct Dialed {
+    pub(crate) connection: MultiplexedConnection,
+    pub(crate) transport_info: TransportInfo,
+    pub(crate) driver: JoinHandle<()>,
+}
+
 /// Builds a [`Client`].
+#[derive(Clone)]
 #[must_use]
 pub struct ClientBuilder {
     connector: Connector,
-    server: SocketAddr,
+    /// The servers, in the order in which they are tried.
+    servers: Vec<Host>,
+    /// TLS with the name of the server that is connected to.
+    tls_by_host: Option<Arc<ClientConfig>>,
+    connect_timeout: Duration,
     info: RedisConnectionInfo,
     config: AsyncConnectionConfig,
     reconnect: Reconnect,
 }
 
+/// Returns redis-rs's own options with the response timeout of this crate (30 s), which is long
+/// enough for values of 64 MiB. Start from these for [`ClientBuilder::config`].
+#[must_use]
+pub fn connection_config() -> AsyncConnectionConfig {
+    AsyncConnectionConfig::new().set_response_timeout(Some(RESPONSE_TIMEOUT))
+}
+
 impl Client {
-    /// Creates a client with a fabric of its own, which the calling tokio runtime drives. It uses
-    /// RDMA where available, else TCP.
+    /// Creates a client for a URL, with a fabric of its own, which the calling tokio runtime
+    /// drives. It uses RDMA where available, else TCP, unless the URL says otherwise.
+    ///
+    /// ```text
+    /// redis://[[USER:]PASSWORD@]HOST[:PORT][,HOST[:PORT]]...[/DATABASE][?NAME=VALUE[&...]]
+    /// ```
+    ///
+    /// - `redis://` (or `valkey://`) prefers RDMA. `?rdma=require` and `?rdma=forbid` change that.
+    /// - `redis+rdma://` is the same, for programs that want to say so.
+    /// - `rediss://` is TCP with TLS, with the authorities that the system trusts
+    ///   ([`ClientBuilder::tls`] sets others). RDMA is not encrypted, and is not used.
+    /// - `?protocol=3` selects RESP3, which push messages need.
+    /// - `HOST:PORT` without a scheme is `redis://HOST:PORT`.
+    ///
+    /// Several servers are tried in the given order, each with all its addresses, whenever a
+    /// connection is opened. The first that accepts is used.
     ///
     /// # Errors
-    /// Returns an error if the fabric cannot be built.
-    ///
-    /// # Panics
-    /// Panics if there is no tokio runtime.
-    pub fn open(server: SocketAddr) -> Result<Self, Error> {
-        let fabric = Fabric::system().config(client_config()).build()?;
-        tokio::spawn(fabric.drive());
-        Ok(Self::builder(&fabric, server).build())
+    /// Returns an error if the URL is invalid, if RDMA is required and this host cannot use it, or
+    /// if there is no tokio runtime.
+    pub fn open(url: &str) -> RedisResult<Self> {
+        Ok(ClientBuilder::open(url)?.build())
     }
 
     /// Returns a builder for a client on an existing fabric, which the caller must drive. A fabric
     /// that is built for this should use [`client_config`], which makes large values faster.
     pub fn builder(fabric: &Fabric, server: SocketAddr) -> ClientBuilder {
-        ClientBuilder {
-            connector: Connector::new(fabric),
-            server,
-            info: RedisConnectionInfo::default(),
-            config: AsyncConnectionConfig::new(),
-            reconnect: Reconnect {
-                tries: 6,
-                wait: Duration::from_millis(50),
-                wait_max: Duration::from_secs(2),
-            },
-        }
+        let name = match server {
+            SocketAddr::V6(v6) if v6.scope_id() != 0 => format!("{}%{}", v6.ip(), v6.scope_id()),
+            _ => server.ip().to_string(),
+        };
+        ClientBuilder::new(fabric, vec![Host { name, port: Some(server.port()) }])
     }
 
-    pub(crate) async fn dial_with_retries(
-        &self,
-    ) -> RedisResult<(MultiplexedConnection, TransportInfo)> {
+    /// Like [`Client::builder`], but takes the URL of [`Client::open`].
+    ///
+    /// # Errors
+    /// Returns an error if the URL is invalid.
+    pub fn builder_for(fabric: &Fabric, url: &str) -> RedisResult<ClientBuilder> {
+        ClientBuilder::from_url(fabric, parse_url(url)?)
+    }
+
+    pub(crate) async fn dial_with_retries(&self) -> RedisResult<Dialed> {
         let Reconnect { tries, mut wait, wait_max } = self.0.reconnect;
         let mut tried = 1;
         loop {
@@ -116,22 +147,63 @@ impl Client {
         }
     }
 
-    pub(crate) async fn dial(&self) -> RedisResult<(MultiplexedConnection, TransportInfo)> {
-        let Settings { connector, server, info, config, .. } = &*self.0;
-        let session = connector.connect(*server).await?;
+    /// Opens a connection to the first server that accepts one. A server that rejects the login is
+    /// an answer: no other is tried.
+    pub(crate) async fn dial(&self) -> RedisResult<Dialed> {
+        current_runtime()?;
+        let mut failures: Vec<(String, RedisError)> = Vec::new();
+        for host in &self.0.servers {
+            let addresses = match resolve(host).await {
+                Ok(addresses) => addresses,
+                Err(error) => {
+                    failures.push((host.to_string(), error.into()));
+                    continue;
+                }
+            };
+            for address in addresses {
+                match self.dial_address(host, address).await {
+                    Err(error) if is_connection_error(&error) => {
+                        failures.push((address.to_string(), error));
+                    }
+                    done => return done,
+                }
+            }
+        }
+        Err(summarize(failures))
+    }
+
+    async fn dial_address(&self, host: &Host, address: SocketAddr) -> RedisResult<Dialed> {
+        let ClientBuilder { connector, tls_by_host, info, config, .. } = &*self.0;
+        let session = match tls_by_host {
+            Some(tls) => {
+                let name = tls::server_name(host.certificate_name())?;
+                connector.clone().tls(Arc::clone(tls), name).connect(address).await?
+            }
+            None => connector.connect(address).await?,
+        };
         let transport_info = TransportInfo {
             transport: session.transport(),
             device: session.device(),
             fallback: session.fallback().cloned(),
         };
-        let connected = MultiplexedConnection::new_with_config(info, session, config.clone()).await;
-        let (connection, driver) = connected?;
-        tokio::spawn(driver);
-        Ok((connection, transport_info))
+        // A server that accepts and never answers must not hold up the next one for as long as a
+        // large value may take.
+        let login = MultiplexedConnection::new_with_config(info, session, config.clone());
+        let login = timeout(self.0.connect_timeout, login).await.map_err(|_| {
+            let message = format!("{address} accepted the connection, but did not answer");
+            io::Error::new(io::ErrorKind::TimedOut, message)
+        });
+        let (connection, driver) = login??;
+        Ok(Dialed { connection, transport_info, driver: tokio::spawn(driver) })
+    }
+
+    /// Returns the longest time between two attempts to open a connection.
+    pub(crate) fn longest_wait(&self) -> Duration {
+        self.0.reconnect.wait_max
     }
 
     pub(crate) fn without_response_timeout(&self) -> Self {
-        let mut settings = Settings::clone(&self.0);
+        let mut settings = ClientBuilder::clone(&self.0);
         settings.config = settings.config.set_response_timeout(None);
         Self(Arc::new(settings))
     }
@@ -147,7 +219,106 @@ pub(crate) fn is_connection_error(error: &RedisError) -> bool {
     error.is_io_error() || error.is_connection_dropped() || error.is_unrecoverable_error()
 }
 
+/// Returns the tokio runtime of the caller. Without one, tokio's own functions would panic.
+pub(crate) fn current_runtime() -> RedisResult<Handle> {
+    Handle::try_current().map_err(|_| {
+        let message = "no tokio runtime: ferrite-client works only inside one \
+                       (#[tokio::main], or Runtime::block_on)";
+        RedisError::from((ErrorKind::InvalidClientConfig, message))
+    })
+}
+
+fn parse_url(text: &str) -> RedisResult<ServerUrl> {
+    let with_scheme = if text.contains("://") { text } else { &format!("redis://{text}") };
+    let parsed = with_scheme.parse::<ServerUrl>().map_err(|error| error.to_string());
+    let named = parsed.and_then(|url| match url.hosts.is_empty() {
+        true => Err("no host is given".to_owned()),
+        false => Ok(url),
+    });
+    named.map_err(|error| {
+        RedisError::from((ErrorKind::InvalidClientConfig, "invalid URL of a server", error))
+    })
+}
+
+/// Returns the addresses of a host. A name may have addresses of both kinds, and most RoCE networks
+/// use IPv4, so these come first.
+async fn resolve(host: &Host) -> io::Result<Vec<SocketAddr>> {
+    let found = tokio::net::lookup_host((host.name.as_str(), host.port_or_default())).await;
+    let mut addresses: Vec<_> = found
+        .map_err(|error| {
+            io::Error::new(error.kind(), format!("cannot resolve {}: {error}", host.name))
+        })?
+        .collect();
+    addresses.sort_by_key(SocketAddr::is_ipv6);
+    Ok(addresses)
+}
+
+/// Returns the only failure as it is, or one error that names each server with its cause.
+fn summarize(mut failures: Vec<(String, RedisError)>) -> RedisError {
+    if failures.len() == 1 {
+        return failures.remove(0).1;
+    }
+    let causes: Vec<_> = failures.iter().map(|(server, why)| format!("{server}: {why}")).collect();
+    let message = format!("no server can be reached: {}", causes.join("; "));
+    io::Error::new(io::ErrorKind::NotConnected, message).into()
+}
+
 impl ClientBuilder {
+    fn new(fabric: &Fabric, servers: Vec<Host>) -> Self {
+        Self {
+            connector: Connector::new(fabric),
+            servers,
+            tls_by_host: None,
+            connect_timeout: fabric.config().connection_timeout,
+            info: RedisConnectionInfo::default(),
+            config: connection_config(),
+            reconnect: Reconnect {
+                tries: 6,
+                wait: Duration::from_millis(50),
+                wait_max: Duration::from_secs(2),
+            },
+        }
+    }
+
+    /// Returns a builder for the URL of [`Client::open`], with a fabric of its own, which the
+    /// calling tokio runtime drives.
+    ///
+    /// # Errors
+    /// Like [`Client::open`].
+    pub fn open(url: &str) -> RedisResult<Self> {
+        let url = parse_url(url)?;
+        let runtime = current_runtime()?;
+        let mut fabric = Fabric::system().config(client_config());
+        if let Some(rdma) = url.rdma {
+            fabric = fabric.rdma(rdma);
+        }
+        let fabric = fabric.build().map_err(|error| RedisError::from(io::Error::from(error)))?;
+        runtime.spawn(fabric.drive());
+        Self::from_url(&fabric, url)
+    }
+
+    fn from_url(fabric: &Fabric, url: ServerUrl) -> RedisResult<Self> {
+        let ServerUrl { user, password, hosts, database, is_tls, rdma, protocol, .. } = url;
+        let mut builder = Self::new(fabric, hosts);
+        if is_tls {
+            builder.tls_by_host = Some(tls::system_config()?);
+        }
+        if let Some(rdma) = rdma {
+            builder = builder.rdma(rdma);
+        }
+        let mut info = RedisConnectionInfo::default().set_db(database.unwrap_or(0).into());
+        if let Some(user) = user {
+            info = info.set_username(user);
+        }
+        if let Some(password) = password {
+            info = info.set_password(password);
+        }
+        if protocol == Some(3) {
+            info = info.set_protocol(ProtocolVersion::RESP3);
+        }
+        Ok(builder.info(info))
+    }
+
     /// Sets whether connections may, must or must not use RDMA.
     pub fn rdma(mut self, rdma: Rdma) -> Self {
         self.connector = self.connector.rdma(rdma);
@@ -160,9 +331,10 @@ impl ClientBuilder {
         self
     }
 
-    /// Sets the time limit for connecting, separately for RDMA and for TCP.
+    /// Sets the time limit for connecting: for RDMA, for TCP, and for the login, each.
     pub fn connect_timeout(mut self, timeout: Duration) -> Self {
         self.connector = self.connector.timeout(timeout);
+        self.connect_timeout = timeout;
         self
     }
 
@@ -177,6 +349,7 @@ impl ClientBuilder {
     /// `ring` or `aws-lc-rs`).
     pub fn tls(mut self, config: Arc<ClientConfig>, name: ServerName<'static>) -> Self {
         self.connector = self.connector.tls(config, name);
+        self.tls_by_host = None;
         self
     }
 
@@ -193,7 +366,22 @@ impl ClientBuilder {
         self
     }
 
-    /// Sets redis-rs's own options, such as the response timeout and the receiver of push messages.
+    /// Sets the time limit for each reply (default 30 s), or none.
+    pub fn response_timeout(mut self, timeout: Option<Duration>) -> Self {
+        self.config = self.config.set_response_timeout(timeout);
+        self
+    }
+
+    /// Sets RESP3 and the receiver of push messages, such as the messages of subscriptions.
+    pub fn push_sender(mut self, sender: impl AsyncPushSender) -> Self {
+        self.info = self.info.set_protocol(ProtocolVersion::RESP3);
+        self.config = self.config.set_push_sender(sender);
+        self
+    }
+
+    /// Replaces all of redis-rs's own options, also those of the two methods above. Start from
+    /// [`connection_config`]: redis-rs's own response timeout is 500 ms, which is too short for
+    /// large values.
     pub fn config(mut self, config: AsyncConnectionConfig) -> Self {
         self.config = config;
         self
@@ -209,13 +397,18 @@ impl ClientBuilder {
     /// Builds the client.
     #[must_use]
     pub fn build(self) -> Client {
-        let Self { connector, server, info, config, reconnect } = self;
-        Client(Arc::new(Settings { connector, server, info, config, reconnect }))
+        Client(Arc::new(self))
+    }
+}
+
+impl std::fmt::Debug for ClientBuilder {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ClientBuilder").field("servers", &self.servers).finish_non_exhaustive()
     }
 }
 
 impl std::fmt::Debug for Client {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Client").field("server", &self.0.server).finish_non_exhaustive()
+        f.debug_struct("Client").field("servers", &self.0.servers).finish_non_exhaustive()
     }
 }

@@ -3,6 +3,10 @@
 //! A command fails if the connection breaks before its reply. It may have been executed, and only
 //! the caller knows whether it may be sent twice. The next command opens a new connection, or waits
 //! until another task has opened it.
+//!
+//! A connection with subscriptions is opened again at once, because its user may only be waiting
+//! for messages. The subscriptions are restored before any other command runs on the new
+//! connection. Messages that were published in the meantime are lost.
 
 use std::fmt;
 use std::sync::{Arc, PoisonError, RwLock};
@@ -10,8 +14,11 @@ use std::sync::{Arc, PoisonError, RwLock};
 use redis::aio::{ConnectionLike, MultiplexedConnection};
 use redis::{Cmd, Pipeline, RedisFuture, RedisResult, Value};
 use tokio::sync::Mutex;
+use tokio::task::JoinHandle;
+use tokio::time::sleep;
 
-use crate::client::{Client, TransportInfo, is_connection_error};
+use crate::client::{Client, Dialed, TransportInfo, current_runtime, is_connection_error};
+use crate::subscriptions::{Subscriptions, changes_subscriptions};
 
 /// A connection to a server: a `redis::aio::ConnectionLike` that any number of tasks can use at the
 /// same time. Clones share it.
@@ -31,6 +38,7 @@ struct Current {
     /// The number of connections that were lost before this one.
     number: u64,
     is_lost: bool,
+    subscriptions: Subscriptions,
 }
 
 impl Client {
@@ -39,26 +47,25 @@ impl Client {
     /// # Errors
     /// Returns an error if the server cannot be reached, or rejects the login.
     pub async fn connect(&self) -> RedisResult<Connection> {
-        let (connection, transport_info) = self.dial().await?;
-        Ok(Connection::new(self.clone(), connection, transport_info))
+        Ok(Connection::new(self.clone(), self.dial().await?))
     }
 
     /// Like [`Client::connect`], but retries as often as for a lost connection.
     pub(crate) async fn connect_with_retries(&self) -> RedisResult<Connection> {
-        let (connection, transport_info) = self.dial_with_retries().await?;
-        Ok(Connection::new(self.clone(), connection, transport_info))
+        Ok(Connection::new(self.clone(), self.dial_with_retries().await?))
     }
 }
 
 impl Connection {
-    fn new(
-        client: Client,
-        connection: MultiplexedConnection,
-        transport_info: TransportInfo,
-    ) -> Self {
+    fn new(client: Client, dialed: Dialed) -> Self {
+        let Dialed { connection, transport_info, driver } = dialed;
+        let subscriptions = Subscriptions::default();
         let current =
-            RwLock::new(Current { connection, transport_info, number: 0, is_lost: false });
-        Self(Arc::new(Shared { client, current, opening: Mutex::default() }))
+            Current { connection, transport_info, number: 0, is_lost: false, subscriptions };
+        let shared = Shared { client, current: RwLock::new(current), opening: Mutex::default() };
+        let connection = Self(Arc::new(shared));
+        connection.restore_after(driver, 0);
+        connection
     }
 
     /// Returns the transport that the connection uses now.
@@ -77,13 +84,14 @@ impl Connection {
         read(&self.0.current.read().unwrap_or_else(PoisonError::into_inner))
     }
 
-    fn change(&self, change: impl FnOnce(&mut Current)) {
-        change(&mut self.0.current.write().unwrap_or_else(PoisonError::into_inner));
+    fn change<R>(&self, change: impl FnOnce(&mut Current) -> R) -> R {
+        change(&mut self.0.current.write().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// Returns a connection that is not known to be lost, and its number. Opens a new one if
     /// necessary.
     async fn usable(&self) -> RedisResult<(MultiplexedConnection, u64)> {
+        current_runtime()?; // redis-rs would panic
         let usable =
             || self.current(|now| (!now.is_lost).then(|| (now.connection.clone(), now.number)));
         if let Some(usable) = usable() {
@@ -93,13 +101,68 @@ impl Connection {
         if let Some(usable) = usable() {
             return Ok(usable); // another task has opened it in the meantime
         }
-        let (connection, transport_info) = self.0.client.dial_with_retries().await?;
-        self.change(|now| {
-            let number = now.number + 1;
-            *now =
-                Current { connection: connection.clone(), transport_info, number, is_lost: false };
+        let Dialed { mut connection, transport_info, driver } =
+            self.0.client.dial_with_retries().await?;
+        let mut subscribed = Subscriptions::default();
+        let number = loop {
+            let wanted = self.current(|now| now.subscriptions.clone());
+            if wanted != subscribed {
+                for command in wanted.commands() {
+                    connection.req_packed_command(&command).await?;
+                }
+                subscribed = wanted;
+            }
+            // A reply on the old connection may have been noted in the meantime.
+            let replaced = self.change(|now| {
+                (now.subscriptions == subscribed).then(|| {
+                    now.number += 1;
+                    now.is_lost = false;
+                    now.connection = connection.clone();
+                    now.transport_info = transport_info.clone();
+                    now.number
+                })
+            });
+            if let Some(number) = replaced {
+                break number;
+            }
+        };
+        self.restore_after(driver, number);
+        Ok((connection, number))
+    }
+
+    /// Waits for the end of the connection with this number. If it has subscriptions, opens the
+    /// next one, for as long as anybody holds it.
+    fn restore_after(&self, driver: JoinHandle<()>, number: u64) {
+        let shared = Arc::downgrade(&self.0);
+        tokio::spawn(async move {
+            let _ = driver.await;
+            while let Some(connection) = shared.upgrade().map(Self) {
+                let is_restored = connection.change(|now| {
+                    now.is_lost |= now.number == number;
+                    now.number != number || now.subscriptions.is_empty()
+                });
+                if is_restored || connection.usable().await.is_ok() {
+                    return;
+                }
+                let wait = connection.0.client.longest_wait();
+                drop(connection);
+                sleep(wait).await;
+            }
         });
-        Ok((connection, self.reconnects()))
+    }
+
+    /// Notes the subscriptions of commands that were carried out on the connection with this
+    /// number. Returns whether they must be carried out again, because a new connection has
+    /// replaced that one and does not have them.
+    fn note<'a>(&self, commands: impl Iterator<Item = &'a Cmd>, number: u64) -> bool {
+        let mut commands = commands.filter(|command| changes_subscriptions(command)).peekable();
+        commands.peek().is_some()
+            && self.change(|now| {
+                for command in commands {
+                    now.subscriptions.note(command);
+                }
+                now.number != number
+            })
     }
 
     /// Marks the connection as lost if the result is a connection error. A timeout is not one.
@@ -116,10 +179,14 @@ impl Connection {
 impl ConnectionLike for Connection {
     fn req_packed_command<'a>(&'a mut self, cmd: &'a Cmd) -> RedisFuture<'a, Value> {
         Box::pin(async move {
-            let (mut connection, number) = self.usable().await?;
-            let result = connection.req_packed_command(cmd).await;
-            self.check_lost(number, &result);
-            result
+            loop {
+                let (mut connection, number) = self.usable().await?;
+                let result = connection.req_packed_command(cmd).await;
+                self.check_lost(number, &result);
+                if result.is_err() || !self.note(std::iter::once(cmd), number) {
+                    return result;
+                }
+            }
         })
     }
 
@@ -133,6 +200,10 @@ impl ConnectionLike for Connection {
             let (mut connection, number) = self.usable().await?;
             let result = connection.req_packed_commands(pipeline, offset, count).await;
             self.check_lost(number, &result);
+            // A pipeline may have other commands, which must not run twice.
+            if result.is_ok() && self.note(pipeline.cmd_iter(), number) {
+                self.change(|now| now.is_lost = true);
+            }
             result
         })
     }

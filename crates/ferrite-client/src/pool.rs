@@ -37,7 +37,7 @@ use crate::connection::Connection;
 /// use ferrite_client::Client;
 /// use ferrite_client::redis::AsyncCommands as _;
 ///
-/// let mut pool = Client::open("10.0.0.1:6380".parse()?)?.pool(4);
+/// let mut pool = Client::open("redis://10.0.0.1:6380")?.pool(4);
 /// let views: u64 = pool.incr("views", 1).await?;
 /// let (_, job): (String, String) = pool.dedicated().await?.blpop("jobs", 0.0).await?;
 /// println!("{views} views; next is {job}");

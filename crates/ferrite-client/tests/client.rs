@@ -11,20 +11,23 @@ use ferrite_client::{Client, ClientBuilder, Pool};
 use ferrite_fabric::rustls::{ClientConfig, RootCertStore};
 use ferrite_fabric::{Config, Fabric, FallbackCause, ListenOptions, Rdma};
 use ferrite_session::{EngineAddress, Gateway, GatewayConfig, SessionTransport};
-use ferrite_testkit::{Engine, TIMEOUT, TempDir, free_port, until};
+use ferrite_testkit::{Engine, TIMEOUT, TempDir, free_port, pem, until};
 use ferrite_verbs::Verbs;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
 pub(crate) const HOSTS: [&str; 2] = ["10.0.0.1", "10.0.0.2"];
 
-/// Runs a test, which must end within [`TIMEOUT`].
+/// Longer than a test with large values takes on a busy machine. nextest ends what hangs before.
+const LONG: Duration = Duration::from_secs(600);
+
+/// Runs a test, which must end in time.
 pub(crate) fn run(verbs: &Verbs, test: impl AsyncFnOnce(&Verbs)) {
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
     let runtime = runtime.expect("build the runtime");
     runtime.block_on(async {
-        tokio::time::timeout(TIMEOUT, test(verbs)).await.expect("the test ends in time");
+        tokio::time::timeout(LONG, test(verbs)).await.expect("the test ends in time");
     });
     until(TIMEOUT, "the end of all fabric drivers", || runtime.metrics().num_alive_tasks() == 0);
 }
@@ -36,20 +39,20 @@ fn fabric(verbs: &Verbs, host: usize) -> Fabric {
     fabric
 }
 
-fn any_port(host: usize) -> SocketAddr {
+pub(crate) fn any_port(host: usize) -> SocketAddr {
     SocketAddr::new(HOSTS[host].parse().expect("valid address"), 0)
 }
 
 /// A gateway on the first host.
-struct TestServer {
-    address: SocketAddr,
+pub(crate) struct TestServer {
+    pub(crate) address: SocketAddr,
     gateway: Gateway,
     end: oneshot::Sender<()>,
     serving: JoinHandle<()>,
 }
 
 impl TestServer {
-    fn start(verbs: &Verbs, redis: &Engine) -> Self {
+    pub(crate) fn start(verbs: &Verbs, redis: &Engine) -> Self {
         let listener = fabric(verbs, 0)
             .listen_with(any_port(0), &ListenOptions::new().accept_foreign_peers())
             .expect("listen");
@@ -71,15 +74,14 @@ impl TestServer {
         self.gateway.stats().ferrite_sessions
     }
 
-    async fn end(self) {
+    pub(crate) async fn end(self) {
         let _ = self.end.send(());
         self.serving.await.expect("gateway does not panic");
     }
 }
 
 fn builder(verbs: &Verbs, server: SocketAddr) -> ClientBuilder {
-    let config = AsyncConnectionConfig::new().set_response_timeout(Some(Duration::from_secs(30)));
-    Client::builder(&fabric(verbs, 1), server).local(any_port(1)).config(config)
+    Client::builder(&fabric(verbs, 1), server).local(any_port(1))
 }
 
 /// Typed commands, a pipeline, RESP3, and several tasks on one connection.
@@ -289,6 +291,81 @@ pub(crate) async fn pool_reconnects(verbs: &Verbs) {
     server.end().await;
 }
 
+/// A URL sets the policy, the database and the protocol, and names several servers. The first one
+/// that accepts is used.
+pub(crate) async fn connects_by_url(verbs: &Verbs) {
+    let redis = Engine::redis(&[]);
+    let server = TestServer::start(verbs, &redis);
+    let fabric = fabric(verbs, 1);
+    let nobody = free_port();
+    let url = |more: &str| format!("redis+rdma://10.0.0.1:{nobody},{}{more}", server.address);
+    let client = Client::builder_for(&fabric, &url("/3?rdma=require&protocol=3"));
+    let client = client.expect("valid URL").local(any_port(1)).build();
+    let mut connection = client.connect().await.expect("connect");
+    assert_eq!(connection.transport_info().transport, SessionTransport::FerriteRdma);
+    let info: String =
+        redis::cmd("CLIENT").arg("INFO").query_async(&mut connection).await.expect("CLIENT INFO");
+    assert!(info.contains(" db=3 ") && info.contains(" resp=3"), "{info}");
+    drop(connection);
+    server.end().await;
+}
+
+/// The default settings are fit for values of 64 MiB. redis-rs's own limit of 500 ms is not.
+pub(crate) async fn carries_values_of_64_mib(verbs: &Verbs) {
+    let redis = Engine::redis(&[]);
+    let server = TestServer::start(verbs, &redis);
+    let client = builder(verbs, server.address).rdma(Rdma::Require).build();
+    let mut connection = client.connect().await.expect("connect");
+    let value = large_value();
+    let () = connection.set("large", &value).await.expect("SET");
+    assert!(connection.get::<_, Vec<u8>>("large").await.expect("GET") == value, "bytes differ");
+    assert_eq!(connection.transport_info().transport, SessionTransport::FerriteRdma);
+    assert_eq!(connection.reconnects(), 0);
+    drop(connection);
+    server.end().await;
+}
+
+/// Returns 64 MiB in which no two neighbouring blocks of 4 KiB are equal.
+fn large_value() -> Vec<u8> {
+    let mut value: Vec<u8> = (0..251).collect::<Vec<u8>>().repeat((64 << 20) / 251 + 1);
+    value.truncate(64 << 20);
+    value
+}
+
+/// A subscriber that only waits for messages gets them again after its connection was lost.
+pub(crate) async fn restores_subscriptions(verbs: &Verbs) {
+    let redis = Engine::redis(&[]);
+    let server = TestServer::start(verbs, &redis);
+    let (pushes, mut pushed) = tokio::sync::mpsc::unbounded_channel();
+    let client = builder(verbs, server.address).push_sender(pushes).build();
+    let mut subscriber = client.connect().await.expect("connect");
+    for (command, name) in [("SUBSCRIBE", "a"), ("SUBSCRIBE", "b"), ("PSUBSCRIBE", "n.*")] {
+        redis::cmd(command).arg(name).exec_async(&mut subscriber).await.expect(command);
+    }
+    redis::cmd("UNSUBSCRIBE").arg("b").exec_async(&mut subscriber).await.expect("UNSUBSCRIBE");
+    let mut other = builder(verbs, server.address).build().connect().await.expect("connect");
+    let kill = redis::cmd("CLIENT").arg(&["KILL", "TYPE", "pubsub"]).clone();
+    assert_eq!(kill.query_async::<i64>(&mut other).await.expect("CLIENT KILL"), 1);
+    let begun = Instant::now();
+    for (channel, receivers) in [("n.1", 1), ("a", 1), ("b", 0)] {
+        while other.publish::<_, _, i64>(channel, "hello").await.expect("PUBLISH") != receivers {
+            assert!(begun.elapsed() < TIMEOUT, "no subscription to {channel}");
+        }
+    }
+    let mut messages = Vec::new();
+    while messages.len() < 2 {
+        let push = pushed.recv().await.expect("the connection is open");
+        if matches!(push.kind, redis::PushKind::Message | redis::PushKind::PMessage) {
+            messages.push(push.kind);
+        }
+    }
+    assert_eq!(messages, [redis::PushKind::PMessage, redis::PushKind::Message]);
+    assert_eq!(subscriber.reconnects(), 1);
+    assert_eq!(subscriber.transport_info().transport, SessionTransport::FerriteRdma);
+    drop((subscriber, other));
+    server.end().await;
+}
+
 /// Returns a certificate for this host, and the settings of a client that trusts it.
 fn create_certificate() -> (rcgen::CertifiedKey<rcgen::KeyPair>, Arc<ClientConfig>) {
     let certified = rcgen::generate_simple_self_signed(["127.0.0.1".to_owned()]);
@@ -297,25 +374,6 @@ fn create_certificate() -> (rcgen::CertifiedKey<rcgen::KeyPair>, Arc<ClientConfi
     roots.add(certified.cert.der().clone()).expect("add the root certificate");
     let config = ClientConfig::builder().with_root_certificates(roots).with_no_client_auth();
     (certified, Arc::new(config))
-}
-
-/// Encodes a certificate or key as PEM, which redis-server reads. rcgen's own PEM support would
-/// need a second version of a crate that is already used here.
-fn pem(label: &str, der: &[u8]) -> String {
-    const DIGITS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
-    let mut text = format!("-----BEGIN {label}-----");
-    for (number, group) in der.chunks(3).enumerate() {
-        if number % 16 == 0 {
-            text.push('\n');
-        }
-        let bits =
-            (0..3).fold(0, |bits, at| bits << 8 | usize::from(group.get(at).copied().unwrap_or(0)));
-        for digit in 0..4 {
-            let is_padding = digit > group.len();
-            text.push(if is_padding { '=' } else { DIGITS[bits >> (18 - 6 * digit) & 63].into() });
-        }
-    }
-    format!("{text}\n-----END {label}-----\n")
 }
 
 /// With TLS over TCP, the client connects only to a server that it trusts. It uses RDMA only if the
@@ -334,8 +392,7 @@ pub(crate) async fn connects_over_tls(verbs: &Verbs) {
     let name = || "127.0.0.1".try_into().expect("valid server name");
 
     let fabric = fabric(verbs, 1);
-    let slow = AsyncConnectionConfig::new().set_response_timeout(Some(Duration::from_secs(30)));
-    let client = Client::builder(&fabric, at).config(slow).tls(Arc::clone(&config), name());
+    let client = Client::builder(&fabric, at).tls(Arc::clone(&config), name());
     let mut connection = client.rdma(Rdma::Prefer).build().connect().await.expect("connect");
     let transport_info = connection.transport_info();
     assert_eq!(transport_info.transport, SessionTransport::Tls);
@@ -400,6 +457,18 @@ macro_rules! run_suite {
         #[test]
         fn connects_over_tls() {
             $run(crate::client::connects_over_tls);
+        }
+        #[test]
+        fn connects_by_url() {
+            $run(crate::client::connects_by_url);
+        }
+        #[test]
+        fn carries_values_of_64_mib() {
+            $run(crate::client::carries_values_of_64_mib);
+        }
+        #[test]
+        fn restores_subscriptions() {
+            $run(crate::client::restores_subscriptions);
         }
         #[test]
         fn pool_opens_connections_on_demand() {

@@ -54,8 +54,8 @@ async fn main() -> anyhow::Result<()> {
                 ensure!(payload == format!("message {received}"), "out of order: {payload}");
                 received += 1;
             }
-            // A reconnect does not restore subscriptions: a long-running program must subscribe
-            // again.
+            // The client connects again and restores the subscription, but messages may be lost,
+            // and this example counts all of them.
             PushKind::Disconnection => anyhow::bail!("lost the connection to the server"),
             _ => {}
         }

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use crate::mem::PoolConfig;
 use crate::policy::{ConnectMode, Rdma};
+use crate::wire::Program;
 
 /// The settings of a [`Fabric`](crate::Fabric). The names are those that other RDMA software uses.
 ///
@@ -99,6 +100,8 @@ pub struct Config {
     /// (wrong keys, memory that is not its own). Each further such request doubles the time, up to
     /// 10 minutes. Zero disables it. Default: 1 s.
     pub access_back_off: Duration,
+    /// The program that peers see in the hello. Default: unknown.
+    pub program: Program,
     /// Maximum number of links. Default: 16,384.
     pub max_connections: usize,
     /// Maximum duration of a handshake. Default: 5 s.
@@ -155,6 +158,7 @@ impl Default for Config {
             max_half_open: 64,
             shared_windows: false,
             access_back_off: Duration::from_secs(1),
+            program: Program::UNKNOWN,
             max_connections: 16_384,
             connection_timeout: Duration::from_secs(5),
             connection_retries: 0,

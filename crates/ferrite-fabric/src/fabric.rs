@@ -370,6 +370,7 @@ impl Shared {
             // A link migrates only if it has an id that nobody can guess; 0 means that it has none.
             session: if moves { random().map_or(0, |id| id.max(1)) } else { 0 },
             mtu: 0, // until a port is known
+            program: config.program,
         }
     }
 }

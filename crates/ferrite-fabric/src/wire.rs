@@ -29,7 +29,7 @@ pub use control::{CONTROL_BYTES, Control, ControlError};
 pub use frame::Frame;
 pub use grant::{GRANT_BYTES, GrantError, GrantToken, Rights};
 pub use greeting::{GREETING_BYTES, Greeting, Resume};
-pub use hello::{Features, HELLO_BYTES, Hello, HelloError, MAGIC, Version};
+pub use hello::{Features, HELLO_BYTES, Hello, HelloError, MAGIC, Program, Version};
 pub use refusal::{REFUSAL_BYTES_MAX, REFUSAL_MAGIC, Refusal, RefusalCode};
 pub use tcp_frame::{TCP_FRAME_HEADER_BYTES, TcpFrame, TcpFrameKind};
 

@@ -11,6 +11,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use ferrite_fabric::wire::Program;
 use ferrite_fabric::{Builder, Fabric, FabricStats, ListenOptions, Listener, Rdma};
 use ferrite_session::{
     EngineAddress, Gateway, GatewayConfig, fabric_config, open_fabric, valkey_config,
@@ -384,6 +385,7 @@ fn listen(
         return Err(format!("rdma is set to require, but {NO_RDMA_ON_LOOPBACK}"));
     }
     let mut config = fabric_config(options.values());
+    config.program = Program::MODULE;
     if is_loopback {
         config.rdma = Rdma::Forbid; // no device needs to be opened
     }

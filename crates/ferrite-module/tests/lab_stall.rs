@@ -24,8 +24,8 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::wire::{
-    ADDRESS_BYTES, Address, Features, GREETING_BYTES, Greeting, Hello, TcpFrame, TcpFrameKind,
-    Version,
+    ADDRESS_BYTES, Address, Features, GREETING_BYTES, Greeting, Hello, Program, TcpFrame,
+    TcpFrameKind, Version,
 };
 use ferrite_fabric::{Config, ConnectOptions, Fabric, Rdma};
 use ferrite_proto::Role;
@@ -162,6 +162,7 @@ async fn greeted(session: u64) -> TcpStream {
         instance: 4711,
         session,
         mtu: 0,
+        program: Program::UNKNOWN,
     };
     client.write_all(&Greeting { hello, resume: None }.encode()).await.expect("to write");
     client.read_exact(&mut [0; GREETING_BYTES]).await.expect("a greeting");

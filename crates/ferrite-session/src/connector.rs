@@ -19,11 +19,13 @@ use std::io::{self, IoSlice};
 use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
 use ferrite_fabric::rustls::ClientConfig;
 use ferrite_fabric::rustls::pki_types::ServerName;
+use ferrite_fabric::wire::Program;
 use ferrite_fabric::{Attempts, ConnectOptions, Connected, Error, Fabric, Fallback, Rdma, Stream};
 use ferrite_proto::Role;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
@@ -33,6 +35,7 @@ use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 
 use crate::stream::{ValkeyConfig, ValkeyStream};
+use crate::tls;
 
 /// The fix that the error names if RDMA is not tried because TLS is configured.
 const ALLOW_CLEAR_TEXT: &str = "allow RDMA beside TLS (plain_rdma_beside_tls) on a network \
@@ -224,20 +227,31 @@ impl Connector {
     }
 
     async fn over_tcp(&self, server: SocketAddr) -> io::Result<SessionStream> {
+        let is_connected = AtomicBool::new(false);
         let connecting = async {
             let tcp = self.connect_tcp(server).await?;
+            is_connected.store(true, Ordering::Relaxed);
             tcp.set_nodelay(true)?;
             let Some((tls, name)) = &self.tls else { return Ok(SessionStream::Tcp(tcp)) };
             let handshake = tls.connect(name.clone(), tcp).await;
             let handshake = handshake.map_err(|error| {
+                let why = tls::explain(&error);
+                let name = name.to_str();
                 io::Error::new(
                     error.kind(),
-                    format!("TLS handshake with {server} as {}: {error}", name.to_str()),
+                    format!("TLS handshake with {server} as {name}: {why}"),
                 )
             });
             Ok(SessionStream::Tls(Box::new(handshake?)))
         };
-        let timed_out = || io::Error::new(io::ErrorKind::TimedOut, "connection timed out");
+        let timed_out = || {
+            // An engine waits for the end of what it takes for a command.
+            let message = match is_connected.load(Ordering::Relaxed) {
+                true => format!("TLS handshake with {server} timed out; is it a TLS port?"),
+                false => "connection timed out".into(),
+            };
+            io::Error::new(io::ErrorKind::TimedOut, message)
+        };
         timeout(self.timeout, connecting).await.unwrap_or_else(|_| Err(timed_out()))
     }
 }
@@ -321,6 +335,15 @@ impl Session {
     #[must_use]
     pub fn fallback(&self) -> Option<&Fallback> {
         self.fallback.as_ref()
+    }
+
+    /// Returns the program of the server, if that is a Ferrite peer over RDMA.
+    #[must_use]
+    pub fn server_program(&self) -> Option<Program> {
+        match &self.stream {
+            SessionStream::Ferrite(stream) => Some(stream.link().peer_hello().program),
+            _ => None,
+        }
     }
 
     /// Returns the RDMA device, if the session uses RDMA.

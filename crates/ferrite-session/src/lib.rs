@@ -4,6 +4,7 @@
 //!   ValkeyStream     a Valkey Over RDMA connection as a byte stream
 //!   pump             copies bytes between a client and the engine's socket, in both directions
 //!   Connector        the client side: connects to a Ferrite peer, a Valkey server, or over TCP
+//!   ServerUrl        the URL of a server; TlsFiles: certificates and keys of a client
 //!   Gateway          the server side: accepts all kinds of clients and connects each to the engine
 //!   in_process       sessions inside the engine: calls commands in-process, proxies the others
 //!   InProcessEngine  the interface of the engine that such a session runs in
@@ -23,6 +24,8 @@ mod pump;
 mod sessions;
 mod settings;
 mod stream;
+mod tls;
+mod url;
 
 pub use connector::{ConnectError, Connector, Session, SessionTransport};
 pub use engine::{EngineAccess, EngineAddress, EngineSocket};
@@ -36,3 +39,5 @@ pub use pump::{Moved, pump};
 pub use sessions::{Killed, SessionInfo};
 pub use settings::{fabric_config, open_fabric, valkey_config};
 pub use stream::{ValkeyConfig, ValkeyStream};
+pub use tls::TlsFiles;
+pub use url::{Host, ServerUrl, UrlError};

@@ -3,7 +3,7 @@
 use std::net::IpAddr;
 
 use ferrite_fabric::wire::{
-    ADDRESS_BYTES, Address, Features, Hello, TcpFrame, TcpFrameKind, Version,
+    ADDRESS_BYTES, Address, Features, Hello, Program, TcpFrame, TcpFrameKind, Version,
 };
 
 /// A valid hello.
@@ -17,6 +17,7 @@ pub const HELLO: Hello = Hello {
     instance: 1,
     session: 0,
     mtu: 0,
+    program: Program::UNKNOWN,
 };
 
 /// Encodes an offer at this address of a queue pair that does not exist.

@@ -6,8 +6,9 @@
 //! | `resp` | a client that returns replies byte for byte | |
 //! | `wait` | waits for a condition, a future or a thread, with a deadline | `tokio` for async |
 //! | `random` | random numbers that a seed repeats | |
-//! | `directory`, `port` | temporary directories, free ports | |
+//! | `directory`, `port`, `pem` | temporary directories, free ports, certificates as files | |
 //! | `process` | signals, and tests that run themselves again as another process | |
+//! | `terminal` | a program on a terminal | |
 //! | `corpus` | runs the fuzz targets' checks over their corpora | |
 //! | `lab` | the lab's hosts, faults on the wire, checks for leaks | `verbs`; `fabric` for hosts |
 //! | `handshake` | the messages of a peer that a test plays by hand | `fabric` |
@@ -22,14 +23,18 @@ pub mod engine;
 pub mod handshake;
 #[cfg(feature = "verbs")]
 pub mod lab;
+pub mod pem;
 pub mod port;
 pub mod process;
 pub mod random;
 pub mod resp;
+pub mod terminal;
 pub mod wait;
 
 pub use directory::TempDir;
 pub use engine::{Engine, Start};
+pub use pem::pem;
 pub use port::free_port;
 pub use random::Random;
+pub use terminal::Terminal;
 pub use wait::{TIMEOUT, join, until, within};

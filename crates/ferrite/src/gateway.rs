@@ -8,7 +8,8 @@ use std::process::ExitCode;
 use anyhow::Context as _;
 use clap::Args;
 use ferrite_config::{Setting, Values, table};
-use ferrite_fabric::{Fabric, ListenOptions, Listener, Rdma};
+use ferrite_fabric::wire::Program;
+use ferrite_fabric::{Config, Fabric, ListenOptions, Listener, Rdma};
 use ferrite_session::{
     EngineAddress, Gateway, GatewayConfig, GatewayStats, fabric_config, open_fabric, valkey_config,
 };
@@ -99,7 +100,7 @@ fn text<'a>(values: &'a Values, setting: &Setting) -> &'a str {
 
 async fn serve(setup: &Setup) -> anyhow::Result<ExitCode> {
     let values = &setup.values;
-    let config = fabric_config(values);
+    let config = Config { program: Program::GATEWAY, ..fabric_config(values) };
     let rdma = config.rdma;
     let fabric = open_fabric(values, &config, || Fabric::system().command_threads())?;
     tokio::spawn(fabric.drive());

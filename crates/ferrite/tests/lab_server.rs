@@ -5,6 +5,8 @@ mod server {
     pub(crate) mod harness;
 }
 
+use std::path::Path;
+use std::process::Command;
 use std::time::Duration;
 
 use ferrite_client::redis::{self, AsyncCommands as _, AsyncConnectionConfig};
@@ -108,6 +110,29 @@ fn serves_rdma_clients_and_keeps_their_data() {
     });
     assert_eq!(second.event("ended")["code"], 0);
     assert_eq!(second.end().0, Some(0));
+}
+
+/// The module says in its hello what it is. The client could take it for a gateway otherwise.
+#[test]
+fn ferrite_cli_names_the_module() {
+    let directory = directory();
+    let setup = Setup { server: "rdma = \"require\"", network: NETWORK, engine: OPEN };
+    let mut server = Server::start(&directory, &setup);
+    assert_listens_over_rdma(&server.event("ready"));
+    let program = Path::new(env!("CARGO_BIN_EXE_ferrite")).with_file_name("ferrite-cli");
+    let uri = format!("redis+rdma://{ADDRESS}?rdma=require");
+    let output = Command::new(program)
+        .args(["-u", &uri, "--local", "10.0.0.2", "--verbose", "PING"])
+        .output()
+        .expect("start ferrite-cli");
+    let [stdout, stderr] =
+        [output.stdout, output.stderr].map(|text| String::from_utf8(text).expect("UTF-8"));
+    assert_eq!(
+        (stdout.as_str(), stderr.as_str()),
+        ("PONG\n", "over RDMA, device rxe2, to a Ferrite module\n")
+    );
+    server.signal("TERM");
+    assert_eq!(server.event("ended")["code"], 0);
 }
 
 /// The kernel frees the verbs objects of the killed engine, so that the next one can create them.

@@ -25,8 +25,8 @@ use std::time::{Duration, Instant};
 
 use ferrite_fabric::mem::PoolConfig;
 use ferrite_fabric::wire::{
-    Features, Frame, GREETING_BYTES, GrantToken, Greeting, Hello, Rights, TCP_FRAME_HEADER_BYTES,
-    TcpFrame, TcpFrameKind, Version,
+    Features, Frame, GREETING_BYTES, GrantToken, Greeting, Hello, Program, Rights,
+    TCP_FRAME_HEADER_BYTES, TcpFrame, TcpFrameKind, Version,
 };
 use ferrite_fabric::{Config, ErrorKind, Fabric, Link, Listener, Rdma, Region};
 
@@ -152,6 +152,7 @@ impl Harness {
             instance: 1,
             session: 1,
             mtu: 0,
+            program: Program::UNKNOWN,
         };
         peer.send(&self.fabric, &Greeting { hello, resume: None }.encode());
         let mut link = None;

@@ -20,7 +20,7 @@ use std::cell::RefCell;
 use std::time::Duration;
 
 use ferrite_fabric::mem::PoolConfig;
-use ferrite_fabric::wire::{Features, Frame, GrantToken, Hello, Rights, Version};
+use ferrite_fabric::wire::{Features, Frame, GrantToken, Hello, Program, Rights, Version};
 use ferrite_fabric::{Config, Error, Fabric, Link, Listener, Rdma, Region};
 use ferrite_verbs::fake::{DeviceSpec, World};
 use ferrite_verbs::{
@@ -234,6 +234,7 @@ impl Harness {
             instance: 1,
             session: 0,
             mtu: 0,
+            program: Program::UNKNOWN,
         };
         let params = ConnectParams {
             qp_num: peer.qp.number(),

@@ -48,7 +48,7 @@ impl Greeting {
     /// Encodes it.
     ///
     /// ```
-    /// use ferrite_fabric::wire::{Features, Greeting, Hello, Resume, Version};
+    /// use ferrite_fabric::wire::{Features, Greeting, Hello, Program, Resume, Version};
     ///
     /// let hello = Hello {
     ///     version: Version::CURRENT,
@@ -60,6 +60,7 @@ impl Greeting {
     ///     instance: 0x5EED,
     ///     session: 9,
     ///     mtu: 0,
+    ///     program: Program::UNKNOWN,
     /// };
     /// let resume = Some(Resume { yours: 7, mine: 9, received: 300 });
     /// let greeting = Greeting { hello, resume };
@@ -99,7 +100,7 @@ impl Greeting {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Features, Version};
+    use super::super::{Features, Program, Version};
     use super::*;
 
     const HELLO: Hello = Hello {
@@ -112,6 +113,7 @@ mod tests {
         instance: 7,
         session: 9,
         mtu: 0,
+        program: Program::UNKNOWN,
     };
 
     #[test]

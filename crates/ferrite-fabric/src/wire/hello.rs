@@ -3,7 +3,7 @@
 //! ```text
 //!   0        4     5     6   7        8          16              20       22         24
 //!   ┌────────┬─────┬─────┬───┬────────┬──────────┬───────────────┬────────┬──────────┐
-//!   │ "FRTE" │major│minor│mtu│reserved│ features │ segment_bytes │ window │ channels │
+//!   │ "FRTE" │major│minor│mtu│program │ features │ segment_bytes │ window │ channels │
 //!   │   4    │  1  │  1  │ 1 │   1    │    8     │       4       │   2    │    2     │
 //!   └────────┴─────┴─────┴───┴────────┴──────────┴───────────────┴────────┴──────────┘
 //!   24                  32         40        48
@@ -114,11 +114,24 @@ impl BitOr for Features {
     }
 }
 
+/// The program that a side belongs to. For people: no rule of the protocol depends on it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub struct Program(pub u8);
+
+impl Program {
+    /// It does not say.
+    pub const UNKNOWN: Self = Self(0);
+    /// The module inside an engine.
+    pub const MODULE: Self = Self(1);
+    /// The gateway in front of an engine.
+    pub const GATEWAY: Self = Self(2);
+}
+
 /// The description of one side. The limits are those that its sender accepts, not those that it
 /// will use.
 ///
 /// ```
-/// use ferrite_fabric::wire::{Features, Hello, HelloError, Version};
+/// use ferrite_fabric::wire::{Features, Hello, HelloError, Program, Version};
 ///
 /// let hello = Hello {
 ///     version: Version::CURRENT,
@@ -130,6 +143,7 @@ impl BitOr for Features {
 ///     instance: 0x5EED,
 ///     session: 0,
 ///     mtu: 3,
+///     program: Program::GATEWAY,
 /// };
 /// let mut private_data = hello.encode().to_vec();
 /// private_data.resize(56, 0); // as the CM does
@@ -158,6 +172,8 @@ pub struct Hello {
     /// The largest packet that its port carries, in the encoding of verbs: 1 is 256 bytes, 5 is
     /// 4096. 0 if it does not say.
     pub mtu: u8,
+    /// The program that it belongs to.
+    pub program: Program,
 }
 
 impl Hello {
@@ -182,7 +198,7 @@ impl Hello {
     pub fn encode(&self) -> [u8; HELLO_BYTES] {
         let mut bytes = [0; HELLO_BYTES];
         put(&mut bytes, 0, MAGIC);
-        put(&mut bytes, 4, [self.version.major, self.version.minor, self.mtu]);
+        put(&mut bytes, 4, [self.version.major, self.version.minor, self.mtu, self.program.0]);
         put(&mut bytes, 8, self.features.bits().to_le_bytes());
         put(&mut bytes, 16, self.segment_bytes.to_le_bytes());
         put(&mut bytes, 20, self.window.to_le_bytes());
@@ -224,7 +240,8 @@ impl Hello {
             max_message_bytes: u64::from_le_bytes(field(bytes, 24)?),
             instance: u64::from_le_bytes(field(bytes, 32)?),
             session: u64::from_le_bytes(field(bytes, 40)?),
-            // Earlier versions reserved it.
+            // Earlier versions reserved both.
+            program: field(bytes, 7).map_or(Program::UNKNOWN, |[program]| Program(program)),
             mtu: field(bytes, 6).filter(|[mtu]| *mtu <= 5).map_or(0, |[mtu]| mtu),
         })
     }
@@ -306,12 +323,13 @@ mod tests {
         instance: 0x1011_1213_1415_1617,
         session: 0x1819_1A1B_1C1D_1E1F,
         mtu: 3,
+        program: Program::GATEWAY,
     };
 
     #[test]
     fn golden_bytes() {
         let bytes: [u8; HELLO_BYTES] = [
-            b'F', b'R', b'T', b'E', 1, 0, 3, 0, // magic, version, mtu, reserved
+            b'F', b'R', b'T', b'E', 1, 0, 3, 2, // magic, version, mtu, program
             3, 0, 0, 0, 0, 0, 0, 0x80, // features
             3, 2, 1, 0, 5, 4, 7, 6, // segment_bytes, window, channels
             15, 14, 13, 12, 11, 10, 9, 8, // max_message_bytes
@@ -323,12 +341,13 @@ mod tests {
     }
 
     #[test]
-    fn ignores_reserved_and_trailing_bytes_and_accepts_later_minor_versions() {
+    fn accepts_unknown_values_trailing_bytes_and_later_minor_versions() {
         let mut bytes = HELLO.encode().to_vec();
         bytes[5] = 9;
         bytes[6..8].fill(0xFF);
         bytes.extend([0xFF; 8]);
-        let later = Hello { version: Version { major: 1, minor: 9 }, mtu: 0, ..HELLO };
+        let version = Version { major: 1, minor: 9 };
+        let later = Hello { version, mtu: 0, program: Program(0xFF), ..HELLO };
         assert_eq!(Hello::decode(&bytes), Ok(later));
     }
 
@@ -391,6 +410,7 @@ mod tests {
             instance: u64,
             session: u64,
             mtu in 0..=5_u8,
+            program: u8,
         ) -> Hello {
             Hello {
                 version: Version { major: Version::CURRENT.major, minor },
@@ -402,6 +422,7 @@ mod tests {
                 instance,
                 session,
                 mtu,
+                program: Program(program),
             }
         }
     }

@@ -9,10 +9,7 @@ use crate::{LONG, SIZES, SOON};
 /// Each command is a process of its own. Also checks the reported transport.
 pub(crate) fn cli_commands(server: &mut TestServer) {
     assert_eq!(server.ferrite_cli(&["PING"], b"", SOON), b"PONG\n");
-    let transport_info = match server.transport() {
-        "RDMA (Valkey)" => "over RDMA, device rxe2, to a server of Valkey Over RDMA\n",
-        _ => "over RDMA, device rxe2, to a Ferrite module or gateway\n",
-    };
+    let transport_info = format!("over RDMA, device rxe2, to {}\n", server.description());
     assert_eq!(server.ferrite_cli_stderr(&["--verbose", "PING"], SOON), transport_info);
     assert_eq!(server.ferrite_cli(&["ECHO", "a b\r\n"], b"", SOON), b"a b\r\n\n");
     assert_eq!(server.ferrite_cli(&["SET", "key", "a value"], b"", SOON), b"OK\n");

@@ -69,6 +69,15 @@ impl TestServer {
         }
     }
 
+    /// Returns what `ferrite-cli` calls the server.
+    pub(crate) fn description(&self) -> &'static str {
+        match self.kind {
+            ServerKind::Valkey => "a server of Valkey Over RDMA",
+            ServerKind::Gateway(_) => "a Ferrite gateway",
+            ServerKind::Module => "a Ferrite module",
+        }
+    }
+
     /// Runs `ferrite bench kv`, which must succeed. Returns its report.
     pub(crate) fn bench_kv(&self, more: &[&str], limit: Duration) -> Value {
         let address = self.address();

@@ -327,7 +327,7 @@ mod tests {
     use crate::latency::Latencies;
     use crate::link::core::{OwnLimits, TcpOutput, Wakes};
     use crate::link::keepalive::Keepalive;
-    use crate::wire::{Features, Hello, Version};
+    use crate::wire::{Features, Hello, Program, Version};
 
     const ADDRESS: Address =
         Address { qp_num: 3, psn: 1, lid: 0, mtu: 3, reads_in: 1, reads_out: 1, gid: [1; 16] };
@@ -344,6 +344,7 @@ mod tests {
             instance: 1,
             session: 1,
             mtu: 0,
+            program: Program::UNKNOWN,
         };
         let limits = OwnLimits {
             hello,

@@ -14,7 +14,7 @@ use crate::link::core::{ActiveTransport, LinkCore, Output, OwnLimits, RequestCon
 use crate::link::keepalive::Keepalive;
 use crate::link::kind::Kind;
 use crate::mem::{BufMut, Pool, Purpose};
-use crate::wire::{Features, Hello, Version};
+use crate::wire::{Features, Hello, Program, Version};
 
 /// Maximum number of requests in a queue pair.
 const SEND_QUEUE: usize = 16;
@@ -87,6 +87,7 @@ pub(super) fn pair(
         instance: session,
         session,
         mtu: 0,
+        program: Program::UNKNOWN,
     });
     let rdma = begins_on_rdma.then(|| wires.lay());
     let tcp = has_connection.then(|| wires.connect());

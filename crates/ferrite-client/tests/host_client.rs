@@ -1,0 +1,239 @@
+//! Tests of the client with a real `redis-server` on this host over TCP, with or without RDMA:
+//! URLs, host names, several servers, timeouts, TLS, and programs without tokio.
+
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+
+use ferrite_client::redis::{self, AsyncCommands as _, PushKind};
+use ferrite_client::{Client, ClientBuilder, Connection, SessionTransport, rustls};
+use ferrite_testkit::{Engine, TIMEOUT, TempDir, free_port, pem};
+
+/// Starts a server with a TCP port, and returns both.
+fn start(options: &[&str]) -> (Engine, u16) {
+    let port = free_port();
+    let listen = ["--bind", "127.0.0.1", "--port", &port.to_string()];
+    (Engine::redis(&[&listen[..], options].concat()), port)
+}
+
+async fn connect(url: &str) -> Connection {
+    let client = Client::open(url).unwrap_or_else(|error| panic!("{url}: {error}"));
+    client.connect().await.unwrap_or_else(|error| panic!("{url}: {error}"))
+}
+
+async fn client_info(connection: &mut Connection) -> String {
+    redis::cmd("CLIENT").arg("INFO").query_async(connection).await.expect("CLIENT INFO")
+}
+
+#[tokio::test]
+async fn opens_urls_with_login_database_and_host_name() {
+    let (_redis, port) = start(&["--user", "me", "on", ">se:cret", "~*", "+@all"]);
+    let url = format!("redis://me:se%3acret@localhost:{port}/5?protocol=3&rdma=forbid");
+    let mut connection = connect(&url).await;
+    let info = client_info(&mut connection).await;
+    for part in [" db=5 ", " user=me ", " resp=3"] {
+        assert!(info.contains(part), "{part}: {info}");
+    }
+    let wrong = Client::open(&format!("redis://me:wrong@localhost:{port}?rdma=forbid"));
+    let error = wrong.expect("valid URL").connect().await.expect_err("wrong password");
+    assert!(!error.is_io_error() && !error.to_string().contains("wrong@"), "{error}");
+    let plain = connect(&format!("localhost:{port}")).await; // without a scheme
+    assert_eq!(plain.transport_info().transport, SessionTransport::Tcp);
+}
+
+/// Servers that cannot be resolved, refuse, or accept and never answer are passed over.
+#[tokio::test]
+async fn tries_several_servers_in_order() {
+    let (_first, first) = start(&[]);
+    let (mut second_engine, second) = start(&[]);
+    let silent = std::net::TcpListener::bind("127.0.0.1:0").expect("listen");
+    let silent = silent.local_addr().expect("an address");
+    let bad = format!("no-such-host.invalid:1,127.0.0.1:1,{silent}");
+    let url = format!("redis://{bad},127.0.0.1:{second},127.0.0.1:{first}/1?rdma=forbid");
+    let builder = ClientBuilder::open(&url).expect("valid URL");
+    let client = builder.connect_timeout(Duration::from_millis(500)).build();
+    let mut connection = client.connect().await.expect("connect");
+    assert!(client_info(&mut connection).await.contains(&format!(":{second} ")), "in order");
+    second_engine.kill();
+    let begun = Instant::now();
+    while !matches!(client_info_or_error(&mut connection).await, Ok(info) if
+        info.contains(&format!(":{first} ")))
+    {
+        assert!(begun.elapsed() < TIMEOUT, "the next server takes over");
+    }
+    let nobody = Client::open("redis://no-such-host.invalid,127.0.0.1:1?rdma=forbid");
+    let error = nobody.expect("valid URL").connect().await.expect_err("nobody listens");
+    let error = error.to_string();
+    for part in ["cannot resolve no-such-host.invalid: ", "127.0.0.1:1: ", "refused"] {
+        assert!(error.contains(part), "{part}: {error}");
+    }
+}
+
+async fn client_info_or_error(connection: &mut Connection) -> redis::RedisResult<String> {
+    redis::cmd("CLIENT").arg("INFO").query_async(connection).await
+}
+
+/// redis-rs's own limit for a reply is 500 ms.
+#[tokio::test]
+async fn waits_long_enough_for_large_values() {
+    let (_redis, port) = start(&["--enable-debug-command", "yes"]);
+    let mut connection = connect(&format!("redis://127.0.0.1:{port}?rdma=forbid")).await;
+    redis::cmd("DEBUG").arg(&["SLEEP", "1.2"]).exec_async(&mut connection).await.expect("1.2 s");
+    let value: Vec<u8> = (0..64 << 20_u32).map(|at| (at % 251) as u8).collect();
+    let () = connection.set("large", &value).await.expect("SET");
+    assert!(connection.get::<_, Vec<u8>>("large").await.expect("GET") == value, "bytes differ");
+    let builder = ClientBuilder::open(&format!("redis://127.0.0.1:{port}?rdma=forbid"));
+    let builder = builder.expect("valid URL").response_timeout(Some(Duration::from_millis(100)));
+    let mut hasty = builder.build().connect().await.expect("connect");
+    let slept = redis::cmd("DEBUG").arg(&["SLEEP", "0.5"]).exec_async(&mut hasty).await;
+    assert!(slept.expect_err("0.5 s").is_timeout());
+}
+
+#[test]
+fn returns_an_error_outside_of_tokio() {
+    let explains = |error: redis::RedisError| {
+        assert_eq!(error.kind(), redis::ErrorKind::InvalidClientConfig);
+        let error = error.to_string();
+        assert!(error.contains("no tokio runtime") && error.contains("#[tokio::main]"), "{error}");
+    };
+    let (_redis, port) = start(&[]);
+    let url = format!("redis://127.0.0.1:{port}?rdma=forbid");
+    explains(Client::open(&url).expect_err("no runtime"));
+    explains(ClientBuilder::open(&url).expect_err("no runtime"));
+    let runtime = tokio::runtime::Runtime::new().expect("build the runtime");
+    let client = runtime.block_on(async { Client::open(&url) }).expect("inside the runtime");
+    explains(poll_once(client.connect()).expect_err("no runtime"));
+    let mut pool = client.pool(1);
+    explains(poll_once(pool.get::<_, Option<String>>("a")).expect_err("no runtime"));
+    explains(poll_once(pool.dedicated()).expect_err("no runtime"));
+    // Connections that exist already.
+    let mut connection = runtime.block_on(client.connect()).expect("connect");
+    explains(poll_once(connection.get::<_, Option<String>>("a")).expect_err("no runtime"));
+    let mut pipeline = redis::pipe();
+    let pipeline = pipeline.get("a").query_async::<Vec<Option<String>>>(&mut connection);
+    explains(poll_once(pipeline).expect_err("no runtime"));
+    let value = runtime.block_on(connection.get::<_, Option<String>>("a"));
+    assert_eq!(value.expect("inside the runtime, it still works"), None);
+    drop((connection, pool)); // outside of the runtime, too
+}
+
+/// Runs a future that must be ready at once.
+fn poll_once<F: Future>(future: F) -> F::Output {
+    let mut context = std::task::Context::from_waker(std::task::Waker::noop());
+    match std::pin::pin!(future).as_mut().poll(&mut context) {
+        std::task::Poll::Ready(output) => output,
+        std::task::Poll::Pending => panic!("the future waits"),
+    }
+}
+
+#[tokio::test]
+async fn explains_invalid_urls() {
+    for (url, why) in [
+        ("http://host", "expected redis://"),
+        ("redis://", "no host is given"),
+        ("", "no host is given"),
+        ("host:0", "expected a port from 1 to 65535"),
+        ("rediss://host?rdma=require", "TLS, which is TCP only"),
+        ("redis://me:secret@host?db=1", "unknown parameter \"db\""),
+        ("redis://me:sec/ret@host", "write / as %2F"),
+        ("me:secret", "expected a port"),
+    ] {
+        let error = Client::open(url).expect_err(url);
+        let shown = format!("{error} {error:?}");
+        assert!(error.to_string().contains(why), "{url}: {error}");
+        assert!(!shown.contains("secret") && !shown.contains("ret@"), "{url}: {shown}");
+    }
+}
+
+#[tokio::test]
+async fn never_shows_the_password() {
+    let (_redis, port) = start(&["--user", "me", "on", ">secret", "~*", "+@all"]);
+    let right = format!("redis://me:secret@127.0.0.1:{port}?rdma=forbid");
+    let wrong = format!("redis://me:other-secret@127.0.0.1:{port}?rdma=forbid");
+    let nobody = "redis://me:secret@127.0.0.1:1,no-such-host.invalid?rdma=forbid";
+    let mut shown = String::new();
+    for url in [&wrong, nobody] {
+        let client = Client::open(url).expect("valid URL");
+        let error = client.connect().await.expect_err(url);
+        shown += &format!("{error} {error:?} {:?}", error.detail());
+    }
+    let builder = ClientBuilder::open(&right).expect("valid URL");
+    shown += &format!("{builder:?}");
+    let client = builder.build();
+    let connection = client.connect().await.expect("connect");
+    let pool = client.pool(1);
+    let dedicated = pool.dedicated().await.expect("a dedicated connection");
+    shown += &format!("{client:?} {connection:?} {pool:?} {dedicated:?}");
+    shown += &format!("{:#?}", connection.transport_info());
+    assert!(!shown.contains("secret"), "{shown}");
+}
+
+/// A user without a password, an address in brackets, and a scope.
+#[tokio::test]
+async fn opens_odd_urls() {
+    let port = free_port();
+    // The test also runs on hosts without IPv6.
+    let listen = ["--bind", "127.0.0.1", "-::1", "--port", &port.to_string()];
+    let user = ["--user", "guest", "on", "nopass", "~*", "+@all"];
+    let _redis = Engine::redis(&[&listen[..], &user].concat());
+    let has_ipv6 = std::net::TcpListener::bind("[::1]:0").is_ok();
+    for (url, user) in [
+        (format!("redis://guest:@127.0.0.1:{port}"), "guest"),
+        (format!("redis://:@127.0.0.1:{port}"), "default"),
+        (format!("VALKEY://127.0.0.1:{port}/?"), "default"),
+        (format!("redis://@[::1]:{port}"), "default"),
+        (format!("redis://[::1%251]:{port}"), "default"),
+        (format!("valkey://gue%73t:any@[::1%1]:{port}/"), "guest"),
+    ] {
+        if has_ipv6 || !url.contains('[') {
+            let info = client_info(&mut connect(&url).await).await;
+            assert!(info.contains(&format!(" user={user} ")), "{url}: {info}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn rediss_checks_the_certificate() {
+    let certified = rcgen::generate_simple_self_signed(["localhost".to_owned()]);
+    let certified = certified.expect("create a certificate");
+    let files = TempDir::new("client-rediss");
+    let cert = files.file("cert", pem("CERTIFICATE", certified.cert.der()));
+    let key = files.file("key", pem("PRIVATE KEY", &certified.signing_key.serialize_der()));
+    let [cert_path, key] = [&cert, &key].map(|file| file.display().to_string());
+    let port = free_port().to_string();
+    let listen = ["--bind", "127.0.0.1", "--tls-port", &port, "--tls-auth-clients", "no"];
+    let certificate = ["--tls-cert-file", &cert_path, "--tls-key-file", &key];
+    let _redis = Engine::redis(&[&listen[..], &certificate[..]].concat());
+    let url = format!("rediss://localhost:{port}/2");
+    let error = Client::open(&url).expect("valid URL").connect().await;
+    let error = error.expect_err("the system does not trust the certificate").to_string();
+    assert!(error.contains("as localhost: invalid peer certificate"), "{error}");
+    let trusted = ferrite_client::TlsFiles { ca_certificates: Some(cert), ..Default::default() };
+    let provider = std::sync::Arc::new(rustls::crypto::ring::default_provider());
+    let config = trusted.client_config(provider).expect("read the certificate");
+    let name = "localhost".try_into().expect("valid name");
+    let client = ClientBuilder::open(&url).expect("valid URL").tls(config.into(), name).build();
+    let mut connection = client.connect().await.expect("connect");
+    assert_eq!(connection.transport_info().transport, SessionTransport::Tls);
+    assert!(connection.transport_info().fallback.is_none(), "rediss:// asks for no RDMA");
+    assert!(client_info(&mut connection).await.contains(" db=2 "));
+}
+
+/// The server is away for a while: the subscriber comes back by itself.
+#[tokio::test]
+async fn restores_subscriptions_after_a_restart() {
+    let (mut redis, port) = start(&[]);
+    let at = SocketAddr::from(([127, 0, 0, 1], port));
+    let (pushes, mut pushed) = tokio::sync::mpsc::unbounded_channel();
+    let url = format!("redis://{at}?rdma=forbid");
+    let client = ClientBuilder::open(&url).expect("valid URL").push_sender(pushes).build();
+    let mut subscriber = client.connect().await.expect("connect");
+    redis::cmd("SUBSCRIBE").arg("news").exec_async(&mut subscriber).await.expect("SUBSCRIBE");
+    redis.kill();
+    while pushed.recv().await.expect("a push").kind != PushKind::Disconnection {}
+    redis.restart();
+    while pushed.recv().await.expect("a push").kind != PushKind::Subscribe {}
+    let mut publisher = connect(&url).await;
+    let receivers: i64 = publisher.publish("news", "hello").await.expect("PUBLISH");
+    assert_eq!(receivers, 1);
+    while pushed.recv().await.expect("a push").kind != PushKind::Message {}
+}
