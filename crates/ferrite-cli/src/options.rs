@@ -11,10 +11,11 @@ use std::time::Duration;
 use anyhow::{Context as _, anyhow, ensure};
 use clap::{ArgAction, Parser, ValueEnum};
 use ferrite_fabric::Rdma;
+use ferrite_proto::resp::unquote;
 
 use crate::format::{Format, Style};
 use crate::settings::{Address, Mode, Protocol, Scan, Settings};
-use crate::{output, split, uri};
+use crate::{output, uri};
 
 /// Command line client for Redis and Valkey, over RDMA where available
 ///
@@ -338,7 +339,7 @@ impl Options {
         }
         let mut words: Vec<_> = self.command.into_iter().map(OsString::into_vec).collect();
         if self.quoted_input {
-            let plain: Result<_, _> = words.iter().map(|word| split::unquote(word)).collect();
+            let plain: Result<_, _> = words.iter().map(|word| unquote(word)).collect();
             words =
                 plain.map_err(|_| anyhow!("--quoted-input: each argument must be one string"))?;
         }

@@ -8,6 +8,7 @@
 //! | `random` | random numbers that a seed repeats | |
 //! | `directory`, `port` | temporary directories, free ports | |
 //! | `process` | signals, and tests that run themselves again as another process | |
+//! | `terminal` | a program on a pseudo-terminal | |
 //! | `corpus` | runs the fuzz targets' checks over their corpora | |
 //! | `lab` | the lab's hosts, faults on the wire, checks for leaks | `verbs`; `fabric` for hosts |
 //! | `handshake` | the messages of a peer that a test plays by hand | `fabric` |
@@ -26,10 +27,12 @@ pub mod port;
 pub mod process;
 pub mod random;
 pub mod resp;
+pub mod terminal;
 pub mod wait;
 
 pub use directory::TempDir;
 pub use engine::{Engine, Start};
 pub use port::free_port;
 pub use random::Random;
+pub use terminal::{Screen, Terminal};
 pub use wait::{TIMEOUT, join, until, within};

@@ -1,0 +1,144 @@
+//! Programs on a pseudo-terminal, as a person uses them.
+
+use std::fs::File;
+use std::io::{Read as _, Write as _};
+use std::os::fd::OwnedFd;
+use std::process::{Child, Command, ExitStatus};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+
+use rustix::pty::{OpenptFlags, grantpt, ioctl_tiocgptpeer, openpt, unlockpt};
+use rustix::termios::{Winsize, tcsetwinsize};
+
+use crate::process::exit_within;
+use crate::wait::{TIMEOUT, until_or};
+
+/// A pseudo-terminal, at the end of the person: shows what programs write on it, and takes keys.
+#[derive(Debug)]
+pub struct Screen {
+    keys: File,
+    output: Arc<Mutex<Vec<u8>>>,
+    reader: Option<JoinHandle<()>>,
+}
+
+impl Screen {
+    /// Opens a terminal of this size. Returns it, and the end for programs.
+    ///
+    /// # Panics
+    /// If there is no terminal.
+    #[must_use]
+    pub fn open(columns: u16, rows: u16) -> (Self, OwnedFd) {
+        let flags = OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC;
+        let person = openpt(flags).expect("a pseudo-terminal");
+        grantpt(&person).and_then(|()| unlockpt(&person)).expect("a usable pseudo-terminal");
+        let program = ioctl_tiocgptpeer(&person, flags).expect("its other end");
+        let size = Winsize { ws_row: rows, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 };
+        tcsetwinsize(&program, size).expect("a size");
+        let keys = File::from(person);
+        let output = Arc::new(Mutex::new(Vec::new()));
+        let (mut screen, all) = (keys.try_clone().expect("a descriptor"), Arc::clone(&output));
+        let reader = std::thread::spawn(move || {
+            let mut bytes = [0; 4096];
+            // When no program has the terminal any more, Linux reports an error and no end.
+            while let Ok(count @ 1..) = screen.read(&mut bytes) {
+                all.lock().unwrap_or_else(PoisonError::into_inner).extend(&bytes[..count]);
+            }
+        });
+        (Self { keys, output, reader: Some(reader) }, program)
+    }
+
+    /// Returns everything that was written, with escape sequences.
+    #[must_use]
+    pub fn bytes(&self) -> Vec<u8> {
+        self.output.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Returns everything that was written, as text with escape sequences.
+    #[must_use]
+    pub fn text(&self) -> String {
+        String::from_utf8_lossy(&self.bytes()).into_owned()
+    }
+
+    /// Waits until the output has this text.
+    ///
+    /// # Panics
+    /// If it does not appear in time.
+    #[track_caller]
+    pub fn expect(&self, text: &str) {
+        until_or(TIMEOUT, text, || self.text().contains(text), || self.text());
+    }
+
+    /// Types on the terminal.
+    ///
+    /// # Panics
+    /// If no program has the terminal any more.
+    pub fn type_keys(&mut self, keys: &str) {
+        self.keys.write_all(keys.as_bytes()).expect("to type");
+    }
+}
+
+/// A program on a terminal of its own. Drop kills it.
+#[derive(Debug)]
+pub struct Terminal {
+    child: Child,
+    /// What the program shows.
+    pub screen: Screen,
+}
+
+impl Terminal {
+    /// Starts a program with stdin, stdout and stderr on a terminal of this size.
+    ///
+    /// # Panics
+    /// If there is no terminal, or the program cannot be started.
+    #[must_use]
+    pub fn start(mut command: Command, columns: u16, rows: u16) -> Self {
+        let (screen, program) = Screen::open(columns, rows);
+        let end = || program.try_clone().expect("a descriptor");
+        command.stdin(end()).stdout(end()).stderr(end()).env("TERM", "xterm-256color");
+        // The command and its end of the terminal are dropped here: only when all ends are closed,
+        // the output ends.
+        Self { child: command.spawn().expect("the program starts"), screen }
+    }
+
+    /// Returns the process.
+    pub fn child(&mut self) -> &mut Child {
+        &mut self.child
+    }
+
+    /// Waits until the program exits. Returns its status and everything that it has written.
+    ///
+    /// # Panics
+    /// If it does not exit in time.
+    #[track_caller]
+    pub fn finish(mut self) -> (ExitStatus, String) {
+        let status = exit_within(&mut self.child, TIMEOUT);
+        let status = status.unwrap_or_else(|| panic!("it still runs: {}", self.screen.text()));
+        if let Some(reader) = self.screen.reader.take() {
+            let _ = reader.join();
+        }
+        (status, self.screen.text())
+    }
+}
+
+impl Drop for Terminal {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn program_sees_a_terminal_and_its_size() {
+        let mut command = Command::new("sh");
+        command.args(["-c", "test -t 2 && stty size && read line && echo got $line"]);
+        let mut terminal = Terminal::start(command, 91, 33);
+        terminal.screen.expect("33 91");
+        terminal.screen.type_keys("hello\n");
+        let (status, output) = terminal.finish();
+        assert!(status.success() && output.contains("got hello"), "{output}");
+    }
+}
