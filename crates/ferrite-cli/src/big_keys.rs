@@ -4,7 +4,6 @@
 //! another. Keys that were deleted in the meantime are skipped.
 
 use std::fmt::Write as _;
-use std::io::IsTerminal as _;
 
 use anyhow::{Context as _, bail};
 use ferrite_proto::resp::{Value, encode_command};
@@ -12,6 +11,7 @@ use ferrite_proto::resp::{Value, encode_command};
 use crate::connection::Frame;
 use crate::format::{error_of, quote};
 use crate::output;
+use crate::progress::{Progress, Unit};
 use crate::scan::Cursor;
 use crate::server::Server;
 use crate::settings::Scan;
@@ -60,13 +60,13 @@ pub(crate) async fn run(server: &mut Server, scan: &Scan, measure: Measure) -> a
     let frame = server.request(&["DBSIZE"]).await?;
     let Value::Integer(all) = frame.value()? else { bail!("Couldn't determine DBSIZE") };
     let mut found = KeyStats::new(measure);
-    let shows_progress = std::io::stderr().is_terminal();
+    let progress = Progress::new(Unit::Keys, u64::try_from(all).ok().filter(|all| *all > 0));
     let mut cursor = Cursor::new(scan);
     let mut interrupted = std::pin::pin!(tokio::signal::ctrl_c());
     let mut is_complete = true;
     for step in 1_u64.. {
         let more = tokio::select! {
-            more = found.step(server, &mut cursor, all, shows_progress) => more?,
+            more = found.step(server, &mut cursor, all, &progress) => more?,
             _ = &mut interrupted => {
                 is_complete = false;
                 false
@@ -79,6 +79,7 @@ pub(crate) async fn run(server: &mut Server, scan: &Scan, measure: Measure) -> a
             tokio::time::sleep(interval).await;
         }
     }
+    progress.finish();
     let is_json = output::is_json(server.settings.format.style);
     let text = if is_json {
         server.settings.format.reply(&found.value(), false)
@@ -100,7 +101,7 @@ impl KeyStats {
         server: &mut Server,
         cursor: &mut Cursor<'_>,
         all: i64,
-        shows_progress: bool,
+        progress: &Progress,
     ) -> anyhow::Result<bool> {
         let (keys, has_more) = cursor.step(server).await?;
         let done = percent(self.keys, all);
@@ -141,8 +142,9 @@ impl KeyStats {
                     )),
                 }
             }
-            self.add(key, kind, size, if shows_progress { Some(done) } else { None });
+            self.add(key, kind, size, progress.is_shown().then_some((progress, done)));
         }
+        progress.set_done(self.keys);
         Ok(has_more)
     }
 
@@ -171,7 +173,7 @@ impl KeyStats {
         true
     }
 
-    fn add(&mut self, key: &[u8], kind: usize, size: u64, done: Option<f64>) {
+    fn add(&mut self, key: &[u8], kind: usize, size: u64, progress: Option<(&Progress, f64)>) {
         self.keys += 1;
         self.key_bytes += key.len() as u64;
         let kind = &mut self.kinds[kind];
@@ -179,17 +181,15 @@ impl KeyStats {
         kind.count += 1;
         kind.total += size;
         if size > kind.biggest.as_ref().map_or(0, |(_, size)| *size) {
-            if let Some(done) = done {
-                output::write_stderr(format_args!(
+            if let Some((progress, done)) = progress {
+                let line = format!(
                     "[{done:05.2}%] Biggest {:<6} found so far '{}' with {size} {unit}",
                     kind.name,
                     quoted(key)
-                ));
+                );
+                progress.above(|| output::write_stderr(line));
             }
             kind.biggest = Some((key.to_vec(), size));
-        }
-        if let Some(done) = done.filter(|_| self.keys.is_multiple_of(1_000_000)) {
-            output::write_stderr(format_args!("[{done:05.2}%] Sampled {} keys so far", self.keys));
         }
     }
 

@@ -3,10 +3,9 @@
 
 use std::fmt::Write as _;
 
-use ferrite_proto::resp::Value;
+use ferrite_proto::resp::{Value, split_line};
 
 use crate::server::Server;
-use crate::split;
 use crate::terminal::escape_text;
 
 /// All commands, sorted by name.
@@ -113,7 +112,7 @@ impl Docs {
 
     /// Returns the parameters that were not typed yet.
     pub(crate) fn hint(&self, line: &str) -> Option<String> {
-        let typed = split::split(line.as_bytes()).ok()?;
+        let typed = split_line(line.as_bytes()).ok()?;
         let typed: Vec<_> =
             typed.iter().map(|word| String::from_utf8_lossy(word).to_uppercase()).collect();
         let begins = |command: &&Command| {

@@ -4,13 +4,14 @@ use std::io::BufRead as _;
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
+use ferrite_proto::resp::split_line;
 use tokio::runtime::Runtime;
 
 use crate::docs::Docs;
 use crate::format::Style;
 use crate::issue::{self, CommandSource};
 use crate::server::Server;
-use crate::{exit, output, split};
+use crate::{exit, output};
 
 /// From this duration on, the time that a command took is printed.
 const SLOW_COMMAND: Duration = Duration::from_millis(500);
@@ -35,7 +36,7 @@ pub(crate) enum Line {
 
 impl Line {
     pub(crate) fn parse(line: &[u8]) -> Self {
-        let Ok(mut words) = split::split(line) else { return Self::Invalid("Invalid argument(s)") };
+        let Ok(mut words) = split_line(line) else { return Self::Invalid("Invalid argument(s)") };
         let Some(first) = words.first() else { return Self::Empty };
         let name = first.to_ascii_lowercase();
         match (name.as_slice(), words.len()) {

@@ -11,12 +11,13 @@ use std::time::Duration;
 use anyhow::{Context as _, anyhow, ensure};
 use clap::{ArgAction, Parser, ValueEnum};
 use ferrite_fabric::Rdma;
+use ferrite_proto::resp::unquote;
 use ferrite_session::{Host, ServerUrl, TlsFiles};
 
 use crate::exit::WrongUsage;
 use crate::format::{Format, Style};
+use crate::output;
 use crate::settings::{Address, Mode, Protocol, Scan, Settings, Tls};
-use crate::{output, split};
 
 /// Command line client for Redis and Valkey, over RDMA where available
 ///
@@ -407,7 +408,7 @@ impl Options {
         }
         let mut words: Vec<_> = self.command.into_iter().map(OsString::into_vec).collect();
         if self.quoted_input {
-            let plain: Result<_, _> = words.iter().map(|word| split::unquote(word)).collect();
+            let plain: Result<_, _> = words.iter().map(|word| unquote(word)).collect();
             words =
                 plain.map_err(|_| anyhow!("--quoted-input: each argument must be one string"))?;
         }

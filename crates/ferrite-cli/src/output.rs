@@ -1,7 +1,8 @@
 //! Writes to stdout, which may be a closed pipe, and to stderr.
 //!
-//! No other module writes to them. Most of the output comes from a server, so output to a terminal
-//! is escaped here (`terminal.rs`). Files and pipes get the original bytes.
+//! No other module writes to them, except `progress.rs`, whose bar has no text from a server. Most
+//! of the output comes from a server, so output to a terminal is escaped here (`terminal.rs`).
+//! Files and pipes get the original bytes.
 
 use std::borrow::Cow;
 use std::fmt::Display;

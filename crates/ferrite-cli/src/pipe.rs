@@ -16,9 +16,12 @@ use tokio::time::timeout;
 use crate::connection::Replies;
 use crate::format::error_of;
 use crate::output;
+use crate::progress::{Progress, Unit};
 use crate::server::Server;
 
 const READ_BYTES: usize = 64 << 10;
+/// Number of replies between two updates of the progress bar.
+const REPLIES_PER_UPDATE: u64 = 1000;
 
 /// The numbers of replies.
 #[derive(Debug, Default)]
@@ -44,6 +47,7 @@ pub(crate) async fn run(
     let mark =
         format!("{:020x}", std::collections::hash_map::RandomState::new().build_hasher().finish());
     let is_all_sent = Cell::new(false);
+    let progress = Progress::new(Unit::Bytes, stdin_bytes());
     let sending = async {
         let mut stdin = tokio::io::stdin();
         let mut bytes = vec![0; READ_BYTES];
@@ -54,6 +58,7 @@ pub(crate) async fn run(
             }
             let sent = writer.write_all(bytes.get(..count).unwrap_or_default()).await;
             sent.context("Error writing to the server")?;
+            progress.add_done(count as u64);
         }
         // The line end terminates an unfinished last line. The server ignores empty lines.
         let mut last = b"\r\n".to_vec();
@@ -61,10 +66,14 @@ pub(crate) async fn run(
         is_all_sent.set(true);
         writer.write_all(&last).await.context("Error writing to the server")?;
         writer.flush().await.context("Error writing to the server")?;
-        print_progress(is_json, "All data transferred. Waiting for the last reply...\n")
+        progress.above(|| {
+            print_progress(is_json, "All data transferred. Waiting for the last reply...\n")
+        })
     };
-    let counting = count(&mut replies, mark.as_bytes(), &is_all_sent, reply_timeout, is_json);
+    let counting =
+        count(&mut replies, mark.as_bytes(), &is_all_sent, reply_timeout, is_json, &progress);
     let ((), count) = tokio::try_join!(sending, counting)?;
+    progress.finish();
     let Count { errors, replies } = count;
     let line = match is_json {
         true => format!("{{\"errors\":{errors},\"replies\":{replies}}}\n"),
@@ -95,6 +104,7 @@ async fn count(
     is_all_sent: &Cell<bool>,
     reply_timeout: Option<Duration>,
     is_json: bool,
+    progress: &Progress,
 ) -> anyhow::Result<Count> {
     let mut count = Count::default();
     loop {
@@ -104,7 +114,11 @@ async fn count(
             Err(_) if !is_all_sent.get() => continue,
             Err(_) => {
                 let seconds = reply_timeout.unwrap_or_default().as_secs();
-                output::write_stderr(format_args!("No replies for {seconds} seconds: exiting."));
+                progress.above(|| {
+                    output::write_stderr(format_args!(
+                        "No replies for {seconds} seconds: exiting."
+                    ));
+                });
                 count.errors += 1;
                 return Ok(count);
             }
@@ -114,15 +128,24 @@ async fn count(
         }
         let reply = frame.value().map_err(io::Error::other)?;
         if is_all_sent.get() && reply == Value::Bulk(mark) {
-            print_progress(is_json, "Last reply received from server.\n")?;
+            progress.above(|| print_progress(is_json, "Last reply received from server.\n"))?;
             return Ok(count);
         }
         count.replies += 1;
+        if progress.is_shown() && count.replies.is_multiple_of(REPLIES_PER_UPDATE) {
+            progress.set_note(format!(", {} replies, {} errors", count.replies, count.errors));
+        }
         if let Some(text) = error_of(&reply) {
-            output::write_stderr(String::from_utf8_lossy(text));
+            progress.above(|| output::write_stderr(String::from_utf8_lossy(text)));
             count.errors += 1;
         }
     }
+}
+
+/// Returns the size of stdin if it is a file.
+fn stdin_bytes() -> Option<u64> {
+    let stdin = std::fs::metadata("/dev/stdin").ok()?;
+    stdin.is_file().then_some(stdin.len())
 }
 
 /// Prints a progress message: on stdout, as redis-cli does, but with JSON on stderr.

@@ -395,11 +395,11 @@ fn runs_an_interactive_prompt() {
     let redis = start(&[]);
     let directory = TempDir::new("cli");
     let history = directory.join("history");
-    let line = format!("{} -s {}", env!("CARGO_BIN_EXE_ferrite-cli"), redis.socket().display());
-    let mut screen = Terminal::start(&line, |command| {
-        command.env("FERRITECLI_HISTFILE", &history);
-    });
-    screen.expect("over a Unix socket");
+    let mut command = cli(&["-s", &socket(&redis)]);
+    command.env("FERRITECLI_HISTFILE", &history);
+    let mut terminal = Terminal::start(command, 120, 40);
+    let screen = &mut terminal.screen;
+    screen.expect_next("over a Unix socket");
     for (typed, shown) in [
         ("SET k v\r", "\nOK"),
         ("SELECT 3\r", "[3]> "),
@@ -423,10 +423,10 @@ fn runs_an_interactive_prompt() {
         if shown == BLOCKED {
             wait_for_blocked(&redis);
         } else {
-            screen.expect(shown);
+            screen.expect_next(shown);
         }
     }
-    screen.end();
+    assert!(terminal.finish().0.success());
     let kept = std::fs::read_to_string(&history).expect("read the history file");
     assert!(kept.contains("SET k v\n") && kept.contains("CONFIG get hz\n"), "{kept}");
     assert!(!kept.contains("AUTH"), "{kept}");

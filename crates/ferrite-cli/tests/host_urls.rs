@@ -179,13 +179,13 @@ fn never_shows_the_password() {
 fn shows_the_transport_in_the_prompt() {
     let port = free_port().to_string();
     let _redis = Engine::redis(&["--bind", "127.0.0.1", "--port", &port]);
-    let line = format!("{} -p {port} --rdma forbid", env!("CARGO_BIN_EXE_ferrite-cli"));
-    let mut screen = Terminal::start(&line, |command| {
-        command.env("FERRITECLI_HISTFILE", "/dev/null");
-    });
-    screen.expect(&format!("127.0.0.1:{port} TCP> "));
+    let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite-cli"));
+    command.args(["-p", &port, "--rdma", "forbid"]).env("FERRITECLI_HISTFILE", "/dev/null");
+    let mut terminal = Terminal::start(command, 120, 40);
+    let screen = &mut terminal.screen;
+    screen.expect_next(&format!("127.0.0.1:{port} TCP> "));
     screen.type_keys("SELECT 2\r");
-    screen.expect(&format!("127.0.0.1:{port}[2] TCP> "));
+    screen.expect_next(&format!("127.0.0.1:{port}[2] TCP> "));
     screen.type_keys("exit\r");
-    screen.end();
+    assert!(terminal.finish().0.success());
 }

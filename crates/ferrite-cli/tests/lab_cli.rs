@@ -11,6 +11,8 @@ mod compare {
 use compare::engine;
 use compare::harness::{HUMAN, HUMAN3, JSON, Program as CliProgram, RAW, judge};
 use compare::table::cases;
+use std::process::Command;
+
 use ferrite_fabric::wire::Program;
 use ferrite_fabric::{Config, Fabric, ListenOptions, Rdma};
 use ferrite_session::{EngineAddress, Gateway, GatewayConfig, server_config};
@@ -153,13 +155,13 @@ fn connects_by_uri() {
 #[test]
 fn shows_the_transport_in_the_prompt() {
     let server = TestServer::start();
-    let line = [&[env!("CARGO_BIN_EXE_ferrite-cli").to_owned()][..], &server.rdma_options()];
-    let mut screen = Terminal::start(&line.concat().join(" "), |command| {
-        command.env("FERRITECLI_HISTFILE", "/dev/null");
-    });
+    let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite-cli"));
+    command.args(server.rdma_options()).env("FERRITECLI_HISTFILE", "/dev/null");
+    let mut terminal = Terminal::start(command, 120, 40);
+    let screen = &mut terminal.screen;
     let place = format!("10.0.0.1:{}", server.port);
-    screen.expect("over RDMA, device rxe2, to a Ferrite gateway");
-    screen.expect(&format!("{place} RDMA> "));
+    screen.expect_next("over RDMA, device rxe2, to a Ferrite gateway");
+    screen.expect_next(&format!("{place} RDMA> "));
     for (typed, shown) in [
         ("SELECT 2\r", format!("{place}[2] RDMA> ")),
         ("MULTI\r", format!("{place}[2] RDMA(TX)> ")),
@@ -167,10 +169,10 @@ fn shows_the_transport_in_the_prompt() {
         (":transport\r", "over RDMA, device rxe2, to a Ferrite gateway".to_owned()),
     ] {
         screen.type_keys(typed);
-        screen.expect(&shown);
+        screen.expect_next(&shown);
     }
     screen.type_keys("exit\r");
-    screen.end();
+    assert!(terminal.finish().0.success());
     server.end();
 }
 

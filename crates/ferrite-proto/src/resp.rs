@@ -10,6 +10,7 @@
 mod args;
 mod command;
 mod encode;
+mod line;
 mod number;
 mod reply;
 mod value;
@@ -20,6 +21,7 @@ pub use command::{CommandError, CommandFramer};
 pub use encode::{
     Head, encode_bulk, encode_command, encode_error, encode_integer, encode_null, encode_status,
 };
+pub use line::{Unbalanced, split_line, unquote};
 pub use reply::{ReplyError, ReplyFramer};
 pub use value::Value;
 pub use words::{Words, plain_command};

@@ -8,7 +8,7 @@
 //! | `random` | random numbers that a seed repeats | |
 //! | `directory`, `port`, `pem` | temporary directories, free ports, certificates as files | |
 //! | `process` | signals, and tests that run themselves again as another process | |
-//! | `terminal` | a program on a terminal | |
+//! | `terminal` | a program on a pseudo-terminal | |
 //! | `corpus` | runs the fuzz targets' checks over their corpora | |
 //! | `lab` | the lab's hosts, faults on the wire, checks for leaks | `verbs`; `fabric` for hosts |
 //! | `handshake` | the messages of a peer that a test plays by hand | `fabric` |
@@ -36,5 +36,5 @@ pub use engine::{Engine, Start};
 pub use pem::pem;
 pub use port::free_port;
 pub use random::Random;
-pub use terminal::Terminal;
+pub use terminal::{Screen, Terminal};
 pub use wait::{TIMEOUT, join, until, within};

@@ -1,87 +1,140 @@
-//! A program on a terminal: a test types keys, and waits for text on the screen.
+//! Programs on a pseudo-terminal, as a person uses them.
 
+use std::fs::File;
 use std::io::{Read as _, Write as _};
-use std::process::{Child, ChildStdin, Command, Stdio};
-use std::sync::mpsc;
-use std::time::Instant;
+use std::os::fd::OwnedFd;
+use std::process::{Child, Command, ExitStatus};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+
+use rustix::pty::{OpenptFlags, grantpt, ioctl_tiocgptpeer, openpt, unlockpt};
+use rustix::termios::{Winsize, tcsetwinsize};
 
 use crate::process::exit_within;
-use crate::wait::TIMEOUT;
+use crate::wait::{TIMEOUT, until_or};
+
+/// A pseudo-terminal, at the end of the person: shows what programs write on it, and takes keys.
+#[derive(Debug)]
+pub struct Screen {
+    keys: File,
+    output: Arc<Mutex<Vec<u8>>>,
+    reader: Option<JoinHandle<()>>,
+    /// Where the text ends that was last expected.
+    seen: usize,
+}
+
+impl Screen {
+    /// Opens a terminal of this size. Returns it, and the end for programs.
+    ///
+    /// # Panics
+    /// If there is no terminal.
+    #[must_use]
+    pub fn open(columns: u16, rows: u16) -> (Self, OwnedFd) {
+        let flags = OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC;
+        let person = openpt(flags).expect("a pseudo-terminal");
+        grantpt(&person).and_then(|()| unlockpt(&person)).expect("a usable pseudo-terminal");
+        let program = ioctl_tiocgptpeer(&person, flags).expect("its other end");
+        let size = Winsize { ws_row: rows, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 };
+        tcsetwinsize(&program, size).expect("a size");
+        let keys = File::from(person);
+        let output = Arc::new(Mutex::new(Vec::new()));
+        let (mut screen, all) = (keys.try_clone().expect("a descriptor"), Arc::clone(&output));
+        let reader = std::thread::spawn(move || {
+            let mut bytes = [0; 4096];
+            // When no program has the terminal any more, Linux reports an error and no end.
+            while let Ok(count @ 1..) = screen.read(&mut bytes) {
+                all.lock().unwrap_or_else(PoisonError::into_inner).extend(&bytes[..count]);
+            }
+        });
+        (Self { keys, output, reader: Some(reader), seen: 0 }, program)
+    }
+
+    /// Returns everything that was written, with escape sequences.
+    #[must_use]
+    pub fn bytes(&self) -> Vec<u8> {
+        self.output.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Returns everything that was written, as text with escape sequences.
+    #[must_use]
+    pub fn text(&self) -> String {
+        String::from_utf8_lossy(&self.bytes()).into_owned()
+    }
+
+    /// Waits until the output has this text.
+    ///
+    /// # Panics
+    /// If it does not appear in time.
+    #[track_caller]
+    pub fn expect(&self, text: &str) {
+        until_or(TIMEOUT, text, || self.text().contains(text), || self.text());
+    }
+
+    /// Waits for a text behind the one that was last expected in this way.
+    ///
+    /// # Panics
+    /// If it does not appear in time.
+    #[track_caller]
+    pub fn expect_next(&mut self, text: &str) {
+        let end = || {
+            let bytes = self.bytes();
+            let mut places = bytes[self.seen..].windows(text.len().max(1));
+            let at = places.position(|place| place == text.as_bytes());
+            if text.is_empty() { Some(self.seen) } else { at.map(|at| self.seen + at + text.len()) }
+        };
+        until_or(TIMEOUT, text, || end().is_some(), || self.text());
+        self.seen = end().unwrap_or(self.seen);
+    }
+
+    /// Types on the terminal.
+    ///
+    /// # Panics
+    /// If no program has the terminal any more.
+    pub fn type_keys(&mut self, keys: &str) {
+        self.keys.write_all(keys.as_bytes()).expect("to type");
+    }
+}
 
 /// A program on a terminal of its own. Drop kills it.
 #[derive(Debug)]
 pub struct Terminal {
     child: Child,
-    keys: ChildStdin,
-    shown: mpsc::Receiver<Vec<u8>>,
-    /// What was shown after the last expected text.
-    text: String,
+    /// What the program shows.
+    pub screen: Screen,
 }
 
 impl Terminal {
-    /// Starts a line of a shell on a terminal, by `script`, which every Debian has. `set` can
-    /// change its environment.
+    /// Starts a program with stdin, stdout and stderr on a terminal of this size.
     ///
     /// # Panics
-    /// If it cannot be started.
+    /// If there is no terminal, or the program cannot be started.
     #[must_use]
-    pub fn start(line: &str, set: impl FnOnce(&mut Command)) -> Self {
-        let mut command = Command::new("script");
-        command.args(["-qefc", line, "/dev/null"]).env("TERM", "xterm");
-        set(&mut command);
-        command.stdin(Stdio::piped()).stdout(Stdio::piped());
-        let mut child = command.spawn().expect("start script (package bsdutils)");
-        let keys = child.stdin.take().expect("piped stdin");
-        let mut screen = child.stdout.take().expect("piped stdout");
-        let (sender, shown) = mpsc::channel();
-        std::thread::spawn(move || {
-            let mut bytes = [0; 4096];
-            while let Ok(count @ 1..) = screen.read(&mut bytes) {
-                if sender.send(bytes[..count].to_vec()).is_err() {
-                    return;
-                }
-            }
-        });
-        Self { child, keys, shown, text: String::new() }
+    pub fn start(mut command: Command, columns: u16, rows: u16) -> Self {
+        let (screen, program) = Screen::open(columns, rows);
+        let end = || program.try_clone().expect("a descriptor");
+        command.stdin(end()).stdout(end()).stderr(end()).env("TERM", "xterm-256color");
+        // The command and its end of the terminal are dropped here: only when all ends are closed,
+        // the output ends.
+        Self { child: command.spawn().expect("the program starts"), screen }
     }
 
-    /// Types keys.
-    ///
-    /// # Panics
-    /// If the program has ended.
-    pub fn type_keys(&mut self, keys: &str) {
-        self.keys.write_all(keys.as_bytes()).expect("type keys");
+    /// Returns the process.
+    pub fn child(&mut self) -> &mut Child {
+        &mut self.child
     }
 
-    /// Waits for a text on the screen, after the text that was expected last. Returns what was
-    /// shown until then.
+    /// Waits until the program exits. Returns its status and everything that it has written.
     ///
     /// # Panics
-    /// If it does not appear in time.
+    /// If it does not exit in time.
     #[track_caller]
-    pub fn expect(&mut self, wanted: &str) -> String {
-        let begun = Instant::now();
-        loop {
-            if let Some(at) = self.text.find(wanted) {
-                let rest = self.text.split_off(at + wanted.len());
-                return std::mem::replace(&mut self.text, rest);
-            }
-            let left = TIMEOUT.saturating_sub(begun.elapsed());
-            match self.shown.recv_timeout(left) {
-                Ok(bytes) => self.text += &String::from_utf8_lossy(&bytes),
-                Err(error) => panic!("{wanted:?}: {error}: {:?}", self.text),
-            }
-        }
-    }
-
-    /// Waits until the program has ended.
-    ///
-    /// # Panics
-    /// If it does not end in time.
-    #[track_caller]
-    pub fn end(mut self) {
+    pub fn finish(mut self) -> (ExitStatus, String) {
         let status = exit_within(&mut self.child, TIMEOUT);
-        assert!(status.is_some(), "the program did not exit: {:?}", self.text);
+        let status = status.unwrap_or_else(|| panic!("it still runs: {}", self.screen.text()));
+        if let Some(reader) = self.screen.reader.take() {
+            let _ = reader.join();
+        }
+        (status, self.screen.text())
     }
 }
 
@@ -97,10 +150,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn types_keys_and_reads_the_screen() {
-        let mut terminal = Terminal::start("test -t 0 && read word && echo \"<$word>\"", |_| {});
-        terminal.type_keys("hello\r");
-        assert!(terminal.expect("<hello>").contains("hello"), "the terminal echoes keys");
-        terminal.end();
+    fn program_sees_a_terminal_and_its_size() {
+        let mut command = Command::new("sh");
+        command.args(["-c", "test -t 2 && stty size && read line && echo got $line"]);
+        let mut terminal = Terminal::start(command, 91, 33);
+        terminal.screen.expect("33 91");
+        terminal.screen.type_keys("hello\n");
+        let (status, output) = terminal.finish();
+        assert!(status.success() && output.contains("got hello"), "{output}");
     }
 }

@@ -1,9 +1,12 @@
 //! `ferrite bench`: benchmarks, one module for each.
 
+use std::process::ExitCode;
+
 use clap::{Args, Subcommand};
 
 mod fabric;
 mod kv;
+mod progress;
 mod stream;
 
 /// Measure latency and throughput between two hosts
@@ -17,7 +20,7 @@ pub(crate) struct Options {
 enum Benchmark {
     Fabric(fabric::Options),
     Stream(stream::Options),
-    Kv(kv::Options),
+    Kv(Box<kv::Options>),
 }
 
 impl Options {
@@ -40,10 +43,10 @@ impl Options {
     }
 }
 
-pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
+pub(crate) fn run(options: &Options) -> anyhow::Result<ExitCode> {
     match &options.benchmark {
         Benchmark::Fabric(options) => fabric::run(options),
-        Benchmark::Stream(options) => stream::run(options),
+        Benchmark::Stream(options) => stream::run(options).map(|()| ExitCode::SUCCESS),
         Benchmark::Kv(options) => kv::run(options),
     }
 }

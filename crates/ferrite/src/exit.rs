@@ -41,7 +41,7 @@ pub(crate) fn report(error: &anyhow::Error, json: bool) -> ExitCode {
 
 /// A failure as JSON.
 #[derive(Debug, Serialize)]
-struct Failure {
+pub(crate) struct Failure {
     /// The class of the failure: `absent`, `timeout`, `rejected` and so on.
     kind: &'static str,
     /// The missing part: `library`, `kernel`, `device`, `connection_manager` or `port`.
@@ -53,7 +53,7 @@ struct Failure {
 }
 
 impl Failure {
-    fn from_error(error: &anyhow::Error) -> Self {
+    pub(crate) fn from_error(error: &anyhow::Error) -> Self {
         let verbs = error.chain().find_map(|cause| cause.downcast_ref::<ferrite_verbs::Error>());
         let absence = error.chain().find_map(|cause| cause.downcast_ref::<Absence>());
         let absence = absence.or_else(|| verbs.and_then(ferrite_verbs::Error::absence));

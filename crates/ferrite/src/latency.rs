@@ -8,7 +8,7 @@
 use std::time::Instant;
 
 use hdrhistogram::Histogram;
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 
 /// Records the duration of round trips.
 pub(crate) struct Recorder {
@@ -61,13 +61,26 @@ impl Recorder {
 /// Percentiles of latency, in microseconds.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct Latency {
+    #[serde(serialize_with = "two_decimals")]
     pub(crate) min: f64,
+    #[serde(serialize_with = "two_decimals")]
     pub(crate) p50: f64,
+    #[serde(serialize_with = "two_decimals")]
     pub(crate) p90: f64,
+    #[serde(serialize_with = "two_decimals")]
     pub(crate) p99: f64,
+    #[serde(serialize_with = "two_decimals")]
     pub(crate) p99_9: f64,
+    #[serde(serialize_with = "two_decimals")]
     pub(crate) max: f64,
+    #[serde(serialize_with = "two_decimals")]
     pub(crate) mean: f64,
+}
+
+/// Writes a figure with at most two decimals: no measurement is more exact.
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde asks for it")]
+pub(crate) fn two_decimals<S: Serializer>(figure: &f64, to: S) -> Result<S::Ok, S::Error> {
+    to.serialize_f64((figure * 100.0).round() / 100.0)
 }
 
 impl Latency {
@@ -118,6 +131,16 @@ mod tests {
             (latency.max - 5.0).abs() < 0.01 && (latency.mean - 2.5).abs() < 0.01,
             "{latency:?}"
         );
+    }
+
+    #[test]
+    fn json_has_at_most_two_decimals() {
+        let figures = [579_338.239_000_000_1, 0.1 + 0.2, 12.0];
+        let [min, p50, p90] = figures;
+        let latency = Latency { min, p50, p90, p99: 1.005, p99_9: 2.0, max: 3.0, mean: 4.999 };
+        let json = serde_json::to_string(&latency).expect("JSON");
+        assert!(json.starts_with(r#"{"min":579338.24,"p50":0.3,"p90":12.0,"#), "{json}");
+        assert!(json.ends_with(r#""mean":5.0}"#), "{json}");
     }
 
     #[test]

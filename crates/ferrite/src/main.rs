@@ -72,7 +72,7 @@ fn main() -> ExitCode {
     let (outcome, json) = match cli.command {
         Command::Devices(options) => (devices::run(&options).map(done), options.json),
         Command::Pingpong(options) => (pingpong::run(&options).map(done), options.json),
-        Command::Bench(options) => (bench::run(&options).map(done), options.json()),
+        Command::Bench(options) => (bench::run(&options), options.json()),
         Command::Gateway(options) => (gateway::run(&options), options.json),
         Command::Relay(options) => (relay::run(&options).map(done), options.json),
         Command::Server(options) => (server::run(&options), options.json),

@@ -1,4 +1,5 @@
-//! `ferrite bench kv` leaves the data of a real `redis-server` alone, on any host.
+//! `ferrite bench kv` with a real `redis-server`, on any host: it leaves the server's data alone,
+//! keeps its results and shows its progress.
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::os::unix::net::UnixStream;
@@ -6,6 +7,9 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
+
+use ferrite_testkit::{TempDir, Terminal};
+use serde_json::Value;
 
 const TIMEOUT: Duration = Duration::from_secs(60);
 
@@ -135,4 +139,129 @@ fn a_plot_that_cannot_be_written_fails_before_the_benchmark() {
     command.args(["bench", "kv", "--unix", "/nonexistent/socket", "--plot"]).arg(&plot);
     assert_eq!(command.output().expect("ferrite starts").status.code(), Some(1));
     assert!(!plot.exists(), "a failed benchmark leaves no empty plot");
+}
+
+fn json(text: &[u8]) -> Value {
+    serde_json::from_slice(text)
+        .unwrap_or_else(|error| panic!("{error}: {}", String::from_utf8_lossy(text)))
+}
+
+#[test]
+fn shows_progress_on_a_terminal() {
+    let redis = Redis::start();
+    let bench = redis.bench(&["--test", "get", "--seconds", "1.5", "--warmup", "0"]);
+    let (status, shown) = Terminal::start(bench, 100, 30).finish();
+    assert!(status.success(), "{shown}");
+    for expected in ["writing keys: ", "  get: ", " requests/s  ", " %  "] {
+        assert!(shown.contains(expected), "no {expected:?} in {shown:?}");
+    }
+    // The bar is gone when the result is printed.
+    let (_, result) = shown.rsplit_once("over Unix socket: ").expect("a result");
+    assert!(result.contains("p99.9 µs") && !result.contains(" %  "), "{result:?}");
+    assert!(!result.contains("CPU"), "{result:?}");
+}
+
+#[test]
+fn keeps_results_when_the_server_goes() {
+    let mut redis = Redis::start();
+    let directory = TempDir::new("bench");
+    let (saved, plot) = (directory.join("saved.json"), directory.join("plot.svg"));
+    let mut command = redis.bench(&["--test", "set,get", "--seconds", "600", "--warmup", "0"]);
+    command.args(["--threads", "2", "--json", "--save"]).arg(&saved).arg("--plot").arg(&plot);
+    let bench = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it starts");
+    // The keys that `get` reads are written by one connection. Then ten connections write.
+    until("requests are measured", || {
+        let stats = redis.ask("INFO commandstats");
+        let calls = stats.split_once("cmdstat_set:calls=").and_then(|(_, rest)| {
+            rest.split(',').next().and_then(|calls| calls.parse::<u64>().ok())
+        });
+        calls.is_some_and(|calls| calls > 11_000)
+    });
+    redis.process.kill().expect("it runs");
+    let output = bench.wait_with_output().expect("an end");
+    assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
+    assert!(stderr(&output).contains("lost the connection"), "{}", stderr(&output));
+    let report = json(&output.stdout);
+    let results = report["results"].as_array().expect("results");
+    assert_eq!(results.len(), 1, "{report}");
+    assert_eq!((&results[0]["test"], &results[0]["complete"]), (&"set".into(), &false.into()));
+    assert!(results[0]["requests"].as_u64().is_some_and(|requests| requests > 500), "{report}");
+    let message = report["error"]["message"].as_str().expect("a message");
+    assert!(message.contains("lost the connection"), "{message}");
+    assert_eq!(json(&std::fs::read(&saved).expect("a saved result")), report);
+    let drawn = std::fs::read_to_string(&plot).expect("a plot");
+    assert!(drawn.contains(">set<") && !drawn.contains(">get<"), "{drawn}");
+}
+
+#[test]
+fn measures_commands_with_placeholders() {
+    let redis = Redis::start();
+    let output = redis
+        .bench(&["--command", "LPUSH __key__ '__data__ __data__'"])
+        .args(["--command", "HSET own:__rand_int__ field __data__", "--keys", "10", "--size", "3"])
+        .args(["--json", "--keep-keys"])
+        .args(SHORT)
+        .output()
+        .expect("ferrite starts");
+    assert!(output.status.success(), "{}", stderr(&output));
+    let report = json(&output.stdout);
+    let tests: Vec<_> = report["results"].as_array().expect("results").iter().collect();
+    assert_eq!(tests[0]["test"], "LPUSH __key__ '__data__ __data__'");
+    assert_eq!(tests[1]["test"], "HSET own:__rand_int__ field __data__");
+    for test in tests {
+        assert!(test["errors"] == 0 && test["requests"].as_u64() > Some(100), "{test}");
+    }
+    let prefix = report["key_prefix"].as_str().expect("a prefix");
+    assert!(redis.ask(&format!("LINDEX {prefix}7 0")).starts_with("$7\r\nxxx xxx\r\n"));
+    assert!(redis.ask("HGET own:000000000007 field").starts_with("$3\r\nxxx\r\n"));
+    assert!(redis.ask("DBSIZE").starts_with(":20\r\n"), "there is no SET or GET");
+    let output = redis.bench(&["--command", "LPUSH __key__ a"]).args(SHORT).output();
+    assert!(output.expect("ferrite starts").status.success());
+    assert!(redis.ask("DBSIZE").starts_with(":20\r\n"), "it removes its own keys");
+}
+
+#[test]
+fn authenticates_as_a_user() {
+    let redis = Redis::start();
+    redis.ask("ACL SETUSER bench on >hush ~* +@all");
+    redis.ask("ACL SETUSER default -set");
+    let run = |arguments: &[&str]| {
+        let mut bench = redis.bench(&["--test", "set", "--json"]);
+        bench.args(SHORT).args(arguments).env_remove("REDISCLI_AUTH").output().expect("it starts")
+    };
+    let denied = json(&run(&[]).stdout);
+    let error = denied["results"][0]["first_error"].as_str().expect("an error");
+    assert!(error.starts_with("-NOPERM"), "{denied}");
+    let allowed = json(&run(&["--user", "bench", "--auth", "hush"]).stdout);
+    assert_eq!(allowed["results"][0]["errors"], 0, "{allowed}");
+    let command_line = allowed["command_line"].as_str().expect("a command line");
+    assert!(command_line.ends_with("--user bench --auth ***"), "{command_line}");
+    assert_eq!(run(&["--user", "bench"]).status.code(), Some(2), "no password");
+    let wrong = run(&["--user", "bench", "--auth", "wrong"]);
+    assert!(stderr(&wrong).contains("AUTH: -WRONGPASS"), "{}", stderr(&wrong));
+}
+
+#[test]
+fn failure_of_one_thread_ends_the_others() {
+    let redis = Redis::start();
+    redis.ask("CONFIG SET requirepass hush");
+    let mut one = UnixStream::connect(&redis.socket).expect("it listens");
+    one.write_all(b"AUTH hush\r\nCONFIG SET maxclients 2\r\n").expect("to write");
+    one.read_exact(&mut [0; 10]).expect("two replies");
+    let mut bench = redis.bench(&["--threads", "2", "--connections", "2", "--auth", "hush"]);
+    let output = bench.args(["--test", "set", "--seconds", "600"]).output().expect("it starts");
+    assert_eq!(output.status.code(), Some(1));
+    assert!(stderr(&output).contains("max number of clients"), "{}", stderr(&output));
+}
+
+#[test]
+fn rejects_comparisons_of_one_transport() {
+    let bench = |arguments: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
+        command.args(["bench", "kv", "127.0.0.1:1"]).args(arguments).output().expect("it starts")
+    };
+    for wrong in [&["--compare", "tcp"][..], &["--compare", "tcp,rdma", "--rdma", "forbid"]] {
+        let output = bench(wrong);
+        assert_eq!(output.status.code(), Some(2), "{wrong:?}: {}", stderr(&output));
+    }
 }

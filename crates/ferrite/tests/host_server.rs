@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use ferrite_testkit::process::{is_alive, signal};
 use ferrite_testkit::resp::Client;
 use ferrite_testkit::wait::until_or;
-use ferrite_testkit::{TIMEOUT, engine, free_port};
+use ferrite_testkit::{Screen, TIMEOUT, engine, free_port};
 use serde_json::Value;
 use server::harness::{Server, Setup, connect, directory};
 
@@ -297,6 +297,7 @@ fn waits_for_loading_and_notifies_systemd() {
         let length = systemd.recv(&mut message).expect("a notification");
         text(&message[..length])
     };
+    let (screen, terminal) = Screen::open(100, 30);
     let mut second = Server::start_with(
         &directory,
         &Setup {
@@ -305,7 +306,7 @@ fn waits_for_loading_and_notifies_systemd() {
             engine: "key-load-delay = 10000\nloading-process-events-interval-bytes = 1024",
         },
         |command| {
-            command.env("NOTIFY_SOCKET", &notified);
+            command.env("NOTIFY_SOCKET", &notified).stderr(terminal);
         },
     );
     let started = Instant::now();
@@ -316,11 +317,17 @@ fn waits_for_loading_and_notifies_systemd() {
         if message.starts_with("READY=1\nSTATUS=ready: ") {
             break message;
         }
-        assert_eq!(message, "EXTEND_TIMEOUT_USEC=30000000\nSTATUS=the engine is loading its data");
+        let expected = "EXTEND_TIMEOUT_USEC=30000000\nSTATUS=the engine is loading its data: ";
+        assert!(message.starts_with(expected) && message.contains(" %, "), "{message}");
         loading += 1;
     };
     assert!(loading > 1 && started.elapsed() > Duration::from_secs(5), "{loading}: {ready}");
     second.event("ready");
+    // A terminal shows the progress in one line, which the next line of the log erases.
+    let shown = screen.text();
+    assert!(shown.contains("\r\x1b[Kthe engine is loading its data: "), "{shown}");
+    let (_, after) = shown.rsplit_once(" s left").expect("the progress");
+    assert!(after.starts_with("\r\x1b[K"), "{after}");
     second.signal("TERM");
     assert_eq!(next(), "STOPPING=1\nSTATUS=stopping the engine");
     assert_eq!(second.end().0, Some(0));

@@ -24,6 +24,11 @@ fn bench_reports_why_a_client_is_rejected() {
 }
 
 #[test]
+fn bench_compares_transports_in_turns() {
+    suite::bench_compares_transports_in_turns(&NETWORK);
+}
+
+#[test]
 fn bench_fabric_names_a_redis_server() {
     suite::bench_fabric_names_a_redis_server(&NETWORK);
 }

@@ -9,12 +9,13 @@
 //! | `latency.rs` `bandwidth.rs` | the measured loops, client and server |
 //! | `idle.rs` | many idle links |
 //! | `client.rs` `server.rs` | the two sides |
-//! | `report.rs` `progress.rs` | the result, and the progress bar |
+//! | `report.rs` | the result |
 //!
 //! Everything uses the public interface of ferrite-fabric, on one thread that drives the fabric
 //! while it waits.
 
 use std::net::SocketAddr;
+use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
@@ -28,7 +29,6 @@ mod client;
 mod idle;
 mod latency;
 mod plan;
-mod progress;
 mod protocol;
 mod report;
 mod server;
@@ -147,7 +147,8 @@ Examples:
 JSON fields of the client, stable within a value of `format`:
   format (1), role (client), device, driver?, software, mtu_bytes, mode, links, local, peer,
   idle? {asked, open, seconds, pinned_bytes_per_link, kept, close_seconds, failures {…}},
-  server {links, registered_bytes, receives_posted} (before the first case), results[], notes[]
+  server {links, registered_bytes, receives_posted} (before the first case), results[], notes[],
+  error? (the results so far, if a case fails after others)
   results[]: op, measure, size_bytes, seconds, client and server {passes, completions, sleeps},
     for latency: latency_of (half_round_trip or round_trip), iterations, warmup,
       latency_us {min, p50, p90, p99, p99_9, max, mean}
@@ -165,9 +166,9 @@ pub(super) enum Measure {
     Bandwidth,
 }
 
-pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
+pub(crate) fn run(options: &Options) -> anyhow::Result<ExitCode> {
     match (options.listen, options.peer) {
-        (Some(listen), _) => server::run(options, listen),
+        (Some(listen), _) => server::run(options, listen).map(|()| ExitCode::SUCCESS),
         (None, Some(peer)) => client::run(options, peer),
         (None, None) => anyhow::bail!("no address given: give the server's address, or --listen"),
     }

@@ -4,17 +4,22 @@
 //! |---|---|
 //! | `keys.rs` | the distribution of keys: uniform or Zipf |
 //! | `key_space.rs` | the names of a run's keys |
+//! | `command.rs` | the requests: GET and SET, or commands of the user |
+//! | `measure.rs` | the order of tests, transports and turns |
+//! | `load.rs` | the threads of a turn, and the keys before and after |
+//! | `dial.rs` `connection.rs` | one connection, in a closed loop or at a rate |
+//! | `run.rs` | what connections have measured |
 //! | `interrupt.rs` | signals |
-//! | `load.rs` | the connections, in a closed loop or at a rate |
 //! | `cpu.rs` | CPU time of the server's process |
-//! | `plot.rs` | latencies as an SVG |
-//! | `report.rs` | the result |
+//! | `report.rs` `plot.rs` | the result as text, JSON and SVG |
+//! | `file.rs` `origin.rs` | files for results; date, version and command line in them |
 //!
 //! Each thread has a runtime and a fabric of its own, and a share of the connections. It parses a
 //! reply only far enough to find its end, and to see whether it is an error.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
+use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -23,19 +28,30 @@ use clap::{Args, ValueEnum};
 use ferrite_fabric::Rdma;
 use serde::Serialize;
 
-use crate::choice::name;
-use crate::{address, seconds, size};
+use super::progress::Progress;
+use crate::{address, exit, seconds, size};
 
+mod command;
+mod connection;
 mod cpu;
+mod dial;
+mod file;
 mod interrupt;
 mod key_space;
 mod keys;
 mod load;
+mod measure;
+mod origin;
 mod plot;
 mod report;
+mod run;
 
+use command::{Requests, Template};
+use file::ResultFile;
 use interrupt::Interrupt;
 use key_space::KeySpace;
+use measure::Measured;
+use report::Report;
 
 const DEFAULT_PORT: u16 = 6379;
 /// The largest value that Redis accepts by default.
@@ -68,10 +84,21 @@ pub(crate) struct Options {
     /// Connect from this local address, and so over its device
     #[arg(long, value_name = "ADDRESS", value_parser = address::parse::<0>)]
     local: Option<SocketAddr>,
-    /// Tests to run, separated by commas [default: set,get]
-    #[arg(long, value_enum, value_delimiter = ',', hide_default_value = true,
-          default_values_t = [Test::Set, Test::Get])]
+    /// Measure these transports in turns and compare them: tcp,rdma
+    #[arg(long, value_name = "TRANSPORTS", value_enum, value_delimiter = ',',
+          conflicts_with_all = ["rdma", "unix"])]
+    compare: Vec<Transport>,
+    /// With --compare: number of turns of each transport, which share the measured time
+    #[arg(long, value_name = "COUNT", default_value_t = 3, requires = "compare",
+          value_parser = clap::value_parser!(u32).range(1..=1000))]
+    turns: u32,
+    /// Tests to run, separated by commas [default: set,get; none with --command]
+    #[arg(long, value_enum, value_delimiter = ',')]
     test: Vec<Test>,
+    /// Measure this command, too; repeatable. __key__ stands for a key of the run, __data__ for a
+    /// value, __rand_int__ for a number below --keys
+    #[arg(long, value_name = "COMMAND", value_parser = Template::parse)]
+    command: Vec<Template>,
     /// Percentage of GETs in a mixed test
     #[arg(long, value_name = "PERCENT", default_value_t = 90,
           value_parser = clap::value_parser!(u8).range(0..=100))]
@@ -118,6 +145,9 @@ pub(crate) struct Options {
     /// see
     #[arg(long, value_name = "PASSWORD")]
     auth: Option<String>,
+    /// User for AUTH [default: default]
+    #[arg(long, value_name = "NAME")]
+    user: Option<String>,
     /// Process id of a server on this host, to measure its CPU time per request
     #[arg(long, value_name = "PID")]
     server_pid: Option<u32>,
@@ -127,6 +157,9 @@ pub(crate) struct Options {
     /// Write a plot of the latencies of all tests by percentile to this file (SVG)
     #[arg(long, value_name = "FILE")]
     plot: Option<PathBuf>,
+    /// Also write the result as JSON to this file, after each test
+    #[arg(long, value_name = "FILE")]
+    save: Option<PathBuf>,
     /// Print the result as JSON
     #[arg(long)]
     pub(crate) json: bool,
@@ -138,19 +171,29 @@ Examples:
   ferrite bench kv 127.0.0.1 --rdma forbid --size 16kb --connections 50  TCP
   ferrite bench kv --unix /run/redis/redis.sock --server-pid 4711       CPU time per request
   ferrite bench kv 10.0.0.1:6380 --test mixed --zipf 0.99 --rate 20000  fixed rate (open loop)
-  ferrite bench kv 10.0.0.1:6380 --plot latency.svg                     percentiles as SVG
+  ferrite bench kv 10.0.0.1:6380 --compare tcp,rdma --plot both.svg     both in one picture
+  ferrite bench kv 127.0.0.1 --command 'LPUSH __key__ __data__' --command 'LLEN __key__'
+
+A terminal shows the progress. If the server fails or a signal arrives, the results so far are
+printed and saved, and the exit code is 1.
+
+Commands of --command create their keys themselves: no key is written before, and every __key__ of a
+command is chosen anew. At the end the keys that __key__ stood for are removed, other keys are not.
 
 SIGINT (Ctrl-C) and SIGTERM end the test and remove the keys; a second signal leaves them. To remove
 the keys of a run that was killed:
   ferrite-cli --scan --pattern 'ferrite-bench:*' | xargs -r ferrite-cli DEL
 
-JSON fields: format (1), transport, device?, fallback?, connections, threads, pipeline, keys,
-  key_prefix, zipf?, size_bytes, rate_per_s?, results[]: test, seconds, requests, errors, first_error?, requests_per_s,
-  latency_us {min, p50, p90, p99, p99_9, max, mean}, server_cpu_us_per_request?,
-  late? (open loop: requests that were sent later than they were due)
-Failures print {error: {kind, missing?, message, remedy?}}.";
+JSON fields: format (1), version, date, command_line, transport? (without --compare), device?,
+  fallback?, connections, threads, pipeline, keys, key_prefix, zipf?, size_bytes, rate_per_s?,
+  results[]: test, transport, device?, complete, seconds, requests, errors, first_error?,
+  requests_per_s, latency_us {min, p50, p90, p99, p99_9, max, mean}, server_cpu_us_per_request?,
+  late? (open loop: requests that were sent later than they were due),
+  ratios?[] (--compare: the later transport divided by the first): test, transport, to,
+  requests_per_s, p50, p99, error? {kind, missing?, message, remedy?} (after partial results).
+Failures without results print {error: {kind, missing?, message, remedy?}}.";
 
-/// The requests of a test.
+/// A built-in test.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum Test {
@@ -162,11 +205,60 @@ pub(super) enum Test {
     Mixed,
 }
 
+/// A transport of a comparison.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum Transport {
+    Tcp,
+    Rdma,
+}
+
 impl Options {
     /// Returns what is wrong with options that are right by themselves.
     pub(super) fn contradiction(&self) -> Option<&'static str> {
-        (self.threads > self.connections)
-            .then_some("--threads must not be larger than --connections")
+        if self.threads > self.connections {
+            return Some("--threads must not be larger than --connections");
+        }
+        if self.user.is_some() && self.password().is_none() {
+            return Some("--user needs a password: REDISCLI_AUTH or --auth");
+        }
+        let is_repeated = self.compare.windows(2).any(|pair| pair[0] == pair[1]);
+        if self.compare.len() == 1 || self.compare.len() > 2 || is_repeated {
+            return Some("--compare needs two different transports: tcp,rdma");
+        }
+        None
+    }
+
+    fn password(&self) -> Option<String> {
+        self.auth.clone().or_else(|| std::env::var("REDISCLI_AUTH").ok())
+    }
+
+    /// Returns the arguments of AUTH; none if there is no password.
+    fn credentials(&self) -> Vec<String> {
+        let Some(password) = self.password() else { return Vec::new() };
+        self.user.iter().cloned().chain([password]).collect()
+    }
+
+    /// Returns the RDMA policy of each transport to measure.
+    fn policies(&self) -> Vec<Rdma> {
+        let policy = |transport: &Transport| match transport {
+            Transport::Tcp => Rdma::Forbid,
+            Transport::Rdma => Rdma::Require,
+        };
+        if self.compare.is_empty() {
+            return vec![self.rdma];
+        }
+        self.compare.iter().map(policy).collect()
+    }
+
+    /// Returns the tests to run, in order.
+    fn requests(&self) -> Vec<Arc<Requests>> {
+        let built_in = match (&self.test[..], &self.command[..]) {
+            ([], []) => &[Test::Set, Test::Get],
+            (tests, _) => tests,
+        };
+        let built_in = built_in.iter().map(|test| Requests::Test(*test));
+        let commands = self.command.iter().cloned().map(Requests::Command);
+        built_in.chain(commands).map(Arc::new).collect()
     }
 }
 
@@ -177,71 +269,41 @@ fn parse_exponent(text: &str) -> Result<f64, String> {
     }
 }
 
-pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
-    let cannot_write = |file: &PathBuf| format!("cannot write {}", file.display());
-    let plot = match &options.plot {
-        Some(file) => Some(plot::PlotFile::open(file).with_context(|| cannot_write(file))?),
-        None => None,
-    };
-    let interrupt = Interrupt::new().context("cannot handle signals")?;
+pub(crate) fn run(options: &Options) -> anyhow::Result<ExitCode> {
+    let open = |path: &Option<PathBuf>| path.as_deref().map(ResultFile::open).transpose();
+    let (mut plot, mut saved) = (open(&options.plot)?, open(&options.save)?);
+    let progress = Progress::new(
+        measure::length(options),
+        "{bar:20} {percent:>3} %  {msg}  {elapsed} of about {duration}",
+    );
+    let interrupt = Interrupt::new(progress.clone()).context("cannot handle signals")?;
     let key_space = Arc::new(KeySpace::new());
-    let measured = measure(options, &key_space, &interrupt);
-    if key_space.is_written()
-        && !options.keep_keys
-        && let Err(error) = load::remove(options, &key_space)
-    {
-        let prefix = key_space.prefix();
-        eprintln!("ferrite: cannot remove the keys {prefix}*, which stay in the server: {error:#}");
+    let save = |measured: &Measured| match &mut saved {
+        Some(file) => file.write(&Report::new(options, key_space.prefix(), measured).json()?),
+        None => Ok(()),
+    };
+    let measured = measure::run(options, &key_space, &interrupt, &progress, save);
+    if key_space.is_written() && !options.keep_keys {
+        progress.step("removing the keys");
+        if let Err(error) = load::remove(options, options.policies()[0], &key_space) {
+            let prefix = key_space.prefix();
+            progress.print_above(&format!(
+                "ferrite: cannot remove the keys {prefix}*, which stay in the server: {error:#}"
+            ));
+        }
     }
-    let Measured { results, lines, transport_info } = measured?;
-    if let (Some(plot), Some(file)) = (plot, &options.plot) {
-        let svg =
-            plot::svg("Latency by percentile", &subtitle(options, transport_info.as_ref()), &lines);
-        plot.write(&svg).with_context(|| cannot_write(file))?;
+    progress.finish();
+    let mut measured = measured?;
+    if let Some(failure) = measured.failure_without_results() {
+        return Err(failure);
     }
-    report::print(options, key_space.prefix(), transport_info, results)
-}
-
-/// The results of all tests.
-struct Measured {
-    results: Vec<report::Row>,
-    lines: Vec<plot::Line>,
-    transport_info: Option<load::TransportInfo>,
-}
-
-fn measure(
-    options: &Options,
-    key_space: &Arc<KeySpace>,
-    interrupt: &Interrupt,
-) -> anyhow::Result<Measured> {
-    let (mut results, mut lines) = (Vec::new(), Vec::new());
-    let mut transport_info = None;
-    if options.test.iter().any(|test| *test != Test::Set) {
-        load::fill(options, key_space, interrupt)
-            .context("cannot write the keys that the test reads")?;
+    let report = Report::new(options, key_space.prefix(), &measured);
+    if let Some(file) = &mut saved {
+        file.write(&report.json()?)?;
     }
-    for test in &options.test {
-        let before = options.server_pid.map(cpu::used).transpose()?;
-        let run = load::run(options, *test, key_space, interrupt)?;
-        let used = match (before, options.server_pid) {
-            // The time includes the warm-up, so it is divided by all requests.
-            (Some(before), Some(pid)) => {
-                Some((cpu::used(pid)? - before) / run.all_requests.max(1) as f64)
-            }
-            _ => None,
-        };
-        transport_info = transport_info.or_else(|| run.transport_info.clone());
-        lines.push(plot::Line::new(name(test), &run.latency));
-        results.push(report::Row::new(*test, &run, used));
+    if let Some(file) = &mut plot {
+        file.write(&plot::svg(&report.title(), &measured.lines(), &origin::lines()))?;
     }
-    Ok(Measured { results, lines, transport_info })
-}
-
-fn subtitle(options: &Options, transport_info: Option<&load::TransportInfo>) -> String {
-    let over = transport_info.map_or("nothing", |transport_info| &transport_info.transport);
-    let rate = options.rate.map_or("closed loop".to_owned(), |rate| format!("{rate} requests/s"));
-    format!(
-        "over {over}: {} connections, pipeline {}, values of {} bytes, {rate}",
-        options.connections, options.pipeline, options.size
-    )
+    report.print(options.json)?;
+    Ok(measured.failure.map_or(ExitCode::SUCCESS, |failure| exit::report(&failure, false)))
 }

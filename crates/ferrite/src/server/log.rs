@@ -1,7 +1,8 @@
 //! The log on stderr: the engine's lines as they come, and ferrite's own in the same form.
 
 use std::collections::VecDeque;
-use std::io::Write as _;
+use std::io::{IsTerminal as _, Write as _};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -35,8 +36,31 @@ pub(super) fn warning(text: &str) {
 fn print(level: char, text: &str) {
     let now = jiff::Zoned::now().strftime("%d %b %Y %H:%M:%S%.3f");
     let line = format!("{}:F {now} {level} {text}\n", std::process::id());
+    write(line.as_bytes());
+}
+
+/// Whether the last line of the terminal shows what the engine is doing.
+static IS_STATUS_SHOWN: AtomicBool = AtomicBool::new(false);
+/// Moves to the start of the line and erases it.
+const ERASE_LINE: &str = "\r\x1b[K";
+
+/// Shows what the engine is doing in the last line, if stderr is a terminal. The next line of the
+/// log replaces it.
+pub(super) fn show_status(text: &str) {
+    let mut stderr = std::io::stderr().lock();
+    if stderr.is_terminal() {
+        IS_STATUS_SHOWN.store(true, Ordering::Relaxed);
+        let _ = write!(stderr, "{ERASE_LINE}{text}").and_then(|()| stderr.flush());
+    }
+}
+
+/// Writes a line of the log.
+fn write(line: &[u8]) {
+    let mut stderr = std::io::stderr().lock();
+    let erase = IS_STATUS_SHOWN.swap(false, Ordering::Relaxed);
+    let erase = if erase { ERASE_LINE.as_bytes() } else { b"" };
     // One write, so that it does not mix with the engine's lines. stderr may be closed.
-    let _ = std::io::stderr().lock().write_all(line.as_bytes());
+    let _ = stderr.write_all(&[erase, line].concat());
 }
 
 /// Passes the output of one engine on, and keeps the end of it.
@@ -97,7 +121,7 @@ impl EngineLog {
                 if let Some(redacted) = secret::redact_quoted(&line) {
                     line = redacted.into_bytes();
                 }
-                let _ = std::io::stderr().lock().write_all(&line);
+                write(&line);
                 lock(&tail).add(String::from_utf8_lossy(&line).trim());
                 line.clear();
             }

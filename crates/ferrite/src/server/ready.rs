@@ -37,10 +37,19 @@ pub(super) struct Report {
     pub(super) reason: Option<String>,
 }
 
+/// How far an engine has loaded its data; without figures if it did not say.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct Loading {
+    loaded_bytes: Option<u64>,
+    total_bytes: Option<u64>,
+    /// The engine's own estimate.
+    seconds_left: Option<u64>,
+}
+
 /// The state in which the engine answered.
 enum Answer {
     /// It is loading its data: alive, but not ready.
-    Loading,
+    Loading(Loading),
     Ready(Report),
 }
 
@@ -53,18 +62,18 @@ pub(super) async fn wait_until_ready(
     socket: &Path,
     password: Option<&str>,
     silence_limit: Duration,
-    mut loading: impl FnMut(),
+    mut loading: impl FnMut(&Loading),
 ) -> Result<Report, String> {
     let (mut last_answer, mut last_call) = (Instant::now(), None::<Instant>);
     loop {
         let left = silence_limit.saturating_sub(last_answer.elapsed());
         match timeout(left, query(socket, password)).await {
             Ok(Ok(Answer::Ready(report))) => return Ok(report),
-            Ok(Ok(Answer::Loading)) => {
+            Ok(Ok(Answer::Loading(progress))) => {
                 last_answer = Instant::now();
                 if last_call.is_none_or(|call| call.elapsed() >= LOADING_INTERVAL) {
                     last_call = Some(last_answer);
-                    loading();
+                    loading(&progress);
                 }
             }
             // Not listening yet, or busy.
@@ -86,7 +95,8 @@ async fn query(socket: &Path, password: Option<&str>) -> io::Result<Answer> {
     }
     let answer = command(&mut engine, &["PING"]).await?;
     if answer.starts_with("-LOADING") {
-        return Ok(Answer::Loading);
+        let info = command(&mut engine, &["INFO", "persistence"]).await?;
+        return Ok(Answer::Loading(Loading::from_info(&info)));
     }
     // Any other reply, such as -NOAUTH, -NOPERM or -BUSY, shows that the engine serves clients.
     let server = command(&mut engine, &["INFO", "server"]).await?;
@@ -142,6 +152,35 @@ fn report(server: &str, module: &str) -> Report {
     }
 }
 
+impl Loading {
+    /// Reads the reply to INFO persistence. An error has no fields.
+    fn from_info(info: &str) -> Self {
+        let field = |name: &str| {
+            let mut lines = info.lines();
+            lines.find_map(|line| line.strip_prefix(name)?.strip_prefix(':')?.trim().parse().ok())
+        };
+        Self {
+            loaded_bytes: field("loading_loaded_bytes"),
+            total_bytes: field("loading_total_bytes").filter(|bytes| *bytes > 0),
+            seconds_left: field("loading_eta_seconds"),
+        }
+    }
+
+    /// Describes the progress in one sentence.
+    pub(super) fn sentence(&self) -> String {
+        const MIB: u64 = 1 << 20;
+        let mut text = "the engine is loading its data".to_owned();
+        if let (Some(loaded), Some(total)) = (self.loaded_bytes, self.total_bytes) {
+            let percent = loaded.min(total) * 100 / total;
+            text += &format!(": {percent} %, {} of {} MiB", loaded / MIB, total.div_ceil(MIB));
+            if let Some(seconds) = self.seconds_left {
+                text += &format!(", about {seconds} s left");
+            }
+        }
+        text
+    }
+}
+
 impl Report {
     /// Describes the state in one sentence, for the log and for systemd.
     pub(super) fn sentence(&self) -> String {
@@ -163,6 +202,17 @@ impl Report {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn describes_the_progress_of_loading() {
+        let info = "# Persistence\r\nloading:1\r\nloading_start_time:1\r\n\
+                    loading_total_bytes:10485760\r\nloading_loaded_bytes:4404019\r\n\
+                    loading_loaded_perc:42.00\r\nloading_eta_seconds:7\r\n";
+        let expected = "the engine is loading its data: 41 %, 4 of 10 MiB, about 7 s left";
+        assert_eq!(Loading::from_info(info).sentence(), expected);
+        let denied = Loading::from_info("-NOAUTH Authentication required.\r\n");
+        assert_eq!(denied.sentence(), "the engine is loading its data");
+    }
 
     #[test]
     fn builds_the_report_from_info() {

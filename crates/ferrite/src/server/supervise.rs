@@ -167,7 +167,11 @@ impl<'a> Supervisor<'a> {
             &plan.socket,
             config.password(),
             config.startup_timeout,
-            || notify.extend_startup("the engine is loading its data", LOADING_EXTENSION),
+            |loading| {
+                let sentence = loading.sentence();
+                notify.extend_startup(&sentence, LOADING_EXTENSION);
+                log::show_status(&sentence);
+            },
         ));
         loop {
             tokio::select! {

@@ -129,6 +129,42 @@ pub(crate) fn bench_fabric_names_a_redis_server(network: &Network) {
     setup.end();
 }
 
+/// A comparison has a row for each test and transport, ratios, and one plot.
+#[allow(dead_code, reason = "only the lab has RDMA")]
+pub(crate) fn bench_compares_transports_in_turns(network: &Network) {
+    let setup =
+        GatewaySetup::start(&Network { rdma: "prefer", ..*network }, &["--protected-mode", "no"]);
+    let directory = TempDir::new("kv");
+    let picture = directory.join("picture.svg");
+    let arguments = ["bench", "kv", &setup.address, "--compare", "tcp,rdma", "--turns", "2"];
+    let more = ["--seconds", "0.6", "--warmup", "0.1", "--json", "--plot"];
+    let output = ferrite(&[&arguments[..], network.client, &more].concat())
+        .arg(&picture)
+        .output()
+        .expect("ferrite starts");
+    let report = report(&output);
+    let rows = report["results"].as_array().expect("rows");
+    let names: Vec<_> = rows.iter().map(|row| (&row["test"], &row["transport"])).collect();
+    let names = serde_json::to_value(names).expect("JSON");
+    let (tcp, rdma) = ("TCP", network.transport);
+    assert_eq!(
+        names,
+        serde_json::json!([["set", tcp], ["set", rdma], ["get", tcp], ["get", rdma]])
+    );
+    assert!(rows.iter().all(|row| row["errors"] == 0 && row["complete"] == true), "{report}");
+    let ratios = report["ratios"].as_array().expect("ratios");
+    assert_eq!(ratios.len(), 2, "{report}");
+    for ratio in ratios {
+        assert_eq!((&ratio["transport"], &ratio["to"]), (&rdma.into(), &tcp.into()));
+        assert!(ratio["p50"].as_f64().is_some_and(|times| times > 0.0), "{ratio}");
+    }
+    let drawn = std::fs::read_to_string(&picture).expect("a picture");
+    for label in ["set, TCP", "get, TCP", "set, RDMA (Ferrite)", "get, RDMA (Ferrite)"] {
+        assert!(drawn.contains(&format!(">{label}<")), "no {label} in {drawn}");
+    }
+    setup.end();
+}
+
 /// The gateway carries every kind of load without errors, and counts sessions and bytes.
 pub(crate) fn gateway_carries_every_kind_of_load(network: &Network) {
     let setup = GatewaySetup::start(network, &["--protected-mode", "no"]);

@@ -1,51 +1,70 @@
 //! The client: connects, measures one case after the other and prints the result.
 
 use std::net::SocketAddr;
+use std::process::ExitCode;
 use std::time::Instant;
 
 use anyhow::{Context as _, bail, ensure};
 use ferrite_fabric::{ConnectOptions, Fabric, Link};
 use ferrite_verbs::Verbs;
 
+use super::super::progress::Progress;
 use super::idle::Idle;
 use super::plan::{self, Case, QueueLimits};
-use super::progress::Progress;
 use super::protocol::{Reply, Request, Resources, Test, Work, send_control};
-use super::report::{Figures, PathInfo, Report, Row};
+use super::report::{Figures, PathInfo, Report, Row, size_text};
 use super::side::{self, Side};
 use super::{Measure, Options, bandwidth, latency};
-use crate::choice::{Mode, Op};
+use crate::choice::{Mode, Op, name};
+use crate::exit;
 use crate::latency::Latency;
 
-pub(super) fn run(options: &Options, peer: SocketAddr) -> anyhow::Result<()> {
+/// Measures all cases. If one fails, prints the results of those before it.
+pub(super) fn run(options: &Options, peer: SocketAddr) -> anyhow::Result<ExitCode> {
     let verbs = Verbs::system()?;
     let fabric = side::fabric(&verbs, options.local.map(|local| local.ip()), options)?;
     let config = fabric.config();
     let limits =
         QueueLimits { messages: config.send_queue_messages, bytes: config.send_queue_bytes };
     let (cases, notes) = plan::cases(options, limits);
-    let progress = Progress::new(cases.len(), !options.json);
-    progress.step(&format!("waiting for {peer}"));
+    let progress =
+        Progress::new(cases.len() as u64, "{spinner} {pos}/{len} {bar:20} {msg} {elapsed}");
+    progress.step(format!("waiting for {peer}"));
     let (side, server) = fabric.block_on(connect(&fabric, options, peer))?;
     let path = PathInfo::of(&verbs, side.control_link())?;
     let idle = match options.idle {
         0 => None,
         count => {
-            progress.step(&format!("opening {count} idle links"));
+            progress.step(format!("opening {count} idle links"));
             let open = Idle::open(&side, count, (peer, options.local), server);
             Some(fabric.block_on(open)?)
         }
     };
-    let mut results = Vec::new();
+    let (mut results, mut failure) = (Vec::new(), None);
     for case in &cases {
-        progress.case(case);
-        results.push(measure(&side, case, options.mode)?);
+        let Case { op, measure: quantity, size, .. } = case;
+        progress.step(format!("{} of {}, {}", name(quantity), name(op), size_text(*size)));
+        progress.advance();
+        match measure(&side, case, options.mode) {
+            Ok(row) => results.push(row),
+            Err(error) if results.is_empty() => return Err(error),
+            Err(error) => {
+                failure = Some(error);
+                break;
+            }
+        }
     }
     side.set_mode(Mode::Event);
     progress.step("closing");
-    let idle = fabric.block_on(close(&side, idle))?;
+    let idle = match failure {
+        None => fabric.block_on(close(&side, idle))?,
+        Some(_) => None,
+    };
     progress.finish();
-    Report::new(options.mode, options.links, path, server, idle, results, notes).print(options.json)
+    let error = failure.as_ref().map(exit::Failure::from_error);
+    Report::new(options.mode, options.links, path, server, idle, results, notes, error)
+        .print(options.json)?;
+    Ok(failure.map_or(ExitCode::SUCCESS, |failure| exit::report(&failure, false)))
 }
 
 /// Opens the links. Returns them, and the resources that the server holds then.

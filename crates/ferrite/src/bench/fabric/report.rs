@@ -15,6 +15,7 @@ use super::plan::Case;
 use super::protocol::{Resources, Work};
 use super::side;
 use crate::choice::{Mode, Op, name};
+use crate::exit::Failure;
 use crate::latency::{self, Latency};
 use crate::output;
 
@@ -88,7 +89,9 @@ pub(super) enum Figures {
         warmup: u64,
         messages: u64,
         bytes: u64,
+        #[serde(serialize_with = "latency::two_decimals")]
         mib_per_s: f64,
+        #[serde(serialize_with = "latency::two_decimals")]
         messages_per_s: f64,
     },
 }
@@ -127,9 +130,13 @@ pub(super) struct Report {
     idle: Option<idle::Figures>,
     results: Vec<Row>,
     notes: Vec<String>,
+    /// The failure that ended the benchmark early.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    error: Option<Failure>,
 }
 
 impl Report {
+    #[expect(clippy::too_many_arguments, reason = "one for each part of the report")]
     pub(super) fn new(
         mode: Mode,
         links: u32,
@@ -138,8 +145,9 @@ impl Report {
         idle: Option<idle::Figures>,
         results: Vec<Row>,
         notes: Vec<String>,
+        error: Option<Failure>,
     ) -> Self {
-        Self { format: 1, role: "client", mode, links, path, server, idle, results, notes }
+        Self { format: 1, role: "client", mode, links, path, server, idle, results, notes, error }
     }
 
     pub(super) fn print(&self, json: bool) -> anyhow::Result<()> {
@@ -281,7 +289,16 @@ mod tests {
             failures: [("timeout", idle::Failures { count: 1, example: "no answer".into() })]
                 .into(),
         };
-        Report::new(Mode::Poll, 3, path, resources, Some(idle), rows, vec!["nothing more".into()])
+        Report::new(
+            Mode::Poll,
+            3,
+            path,
+            resources,
+            Some(idle),
+            rows,
+            vec!["nothing more".into()],
+            None,
+        )
     }
 
     #[test]

@@ -6,6 +6,7 @@ use std::future::Future;
 use anyhow::bail;
 use tokio::sync::watch;
 
+use super::super::progress::Progress;
 use crate::signals::Signals;
 
 /// Tells the threads of a run that a signal has arrived.
@@ -14,7 +15,7 @@ pub(super) struct Interrupt(watch::Receiver<bool>);
 
 impl Interrupt {
     /// Handles both signals from now on.
-    pub(super) fn new() -> anyhow::Result<Self> {
+    pub(super) fn new(progress: Progress) -> anyhow::Result<Self> {
         let (sender, receiver) = watch::channel(false);
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let mut signals = {
@@ -25,7 +26,9 @@ impl Interrupt {
         std::thread::Builder::new().name("signals".into()).spawn(move || {
             runtime.block_on(async {
                 signals.next().await;
-                eprintln!("ferrite: stopping and removing the keys; a second signal leaves them");
+                progress.print_above(
+                    "ferrite: stopping and removing the keys; a second signal leaves them",
+                );
                 let _ = sender.send(true);
                 signals.next().await;
                 std::process::exit(1);

@@ -4,25 +4,33 @@
 //! time by decades. So the tail is easy to see; a linear plot hides it in the last pixel.
 
 use std::fmt::Write as _;
-use std::fs::{File, OpenOptions};
-use std::io::{self, Write as _};
-use std::path::{Path, PathBuf};
 
 use hdrhistogram::Histogram;
 
-const WIDTH: f64 = 860.0;
-const HEIGHT: f64 = 500.0;
-/// Margins of the plot: above, right, below, left.
-const MARGINS: [f64; 4] = [64.0, 110.0, 56.0, 80.0];
+const WIDTH: f64 = 900.0;
+const HEIGHT: f64 = 560.0;
+/// Margins of the plot: above, below, left. The one on the right depends on the labels.
+const MARGINS: [f64; 3] = [64.0, 110.0, 84.0];
+/// The width of a character, at most: about what a sans-serif font of 13 pixels has.
+const CHARACTER_WIDTH: f64 = 7.6;
+/// Distance of two labels, so that they do not overlap.
+const LABEL_HEIGHT: f64 = 17.0;
+/// The number of characters of the command line in a line of the picture.
+const FOOTER_CHARACTERS: usize = 118;
+const FOOTER_LINES: usize = 3;
 /// Points for each nine.
 const STEPS_PER_NINE: u32 = 8;
 const NINES_MAX: u32 = 6;
 /// Colours that people with colour blindness can tell apart.
 const COLOURS: [&str; 4] = ["#0072b2", "#d55e00", "#009e73", "#cc79a7"];
+/// Patterns of lines: solid, dashed, dotted, mixed.
+const DASHES: [&str; 4] = ["", "8 4", "2 4", "10 4 2 4"];
 
 /// The latencies of one test.
 pub(super) struct Line {
-    name: String,
+    test: String,
+    /// The transport, if there are several.
+    group: Option<String>,
     /// Number of nines of the percentile, and microseconds.
     points: Vec<(f64, f64)>,
 }
@@ -31,119 +39,229 @@ impl Line {
     /// Builds a line from latencies in nanoseconds. It ends at the percentile beyond which there is
     /// less than one request.
     #[expect(clippy::cast_precision_loss, reason = "fewer than 2^53 nanoseconds and requests")]
-    pub(super) fn new(name: String, latency: &Histogram<u64>) -> Self {
+    pub(super) fn new(test: &str, group: Option<&str>, latency: &Histogram<u64>) -> Self {
         let nines = (0..=NINES_MAX * STEPS_PER_NINE)
             .map(|step| f64::from(step) / f64::from(STEPS_PER_NINE));
         let seen = nines.take_while(|nines| latency.len() as f64 * 10_f64.powf(-nines) >= 1.0);
         let at = |nines: f64| latency.value_at_quantile(1.0 - 10_f64.powf(-nines)) as f64 / 1e3;
-        Self { name, points: seen.map(|nines| (nines, at(nines).max(1e-3))).collect() }
-    }
-}
-
-/// The file for the plot. It is opened before the benchmark, so that a path that cannot be written
-/// does not cost a run. Without a plot, a new file is removed and an old one stays as it was.
-pub(super) struct PlotFile {
-    path: PathBuf,
-    file: File,
-    is_left_over: bool,
-}
-
-impl PlotFile {
-    pub(super) fn open(path: &Path) -> io::Result<Self> {
-        let is_left_over = !path.exists();
-        let file = OpenOptions::new().create(true).write(true).truncate(false).open(path)?;
-        Ok(Self { path: path.to_owned(), file, is_left_over })
+        Self {
+            test: test.to_owned(),
+            group: group.map(str::to_owned),
+            points: seen.map(|nines| (nines, at(nines).max(1e-3))).collect(),
+        }
     }
 
-    pub(super) fn write(mut self, svg: &str) -> io::Result<()> {
-        let _ = self.file.set_len(0); // a pipe has no length
-        self.is_left_over = false;
-        self.file.write_all(svg.as_bytes())
-    }
-}
-
-impl Drop for PlotFile {
-    fn drop(&mut self) {
-        if self.is_left_over {
-            let _ = std::fs::remove_file(&self.path);
+    fn label(&self) -> String {
+        match &self.group {
+            Some(group) => format!("{}, {group}", self.test),
+            None => self.test.clone(),
         }
     }
 }
 
-/// Returns the SVG.
-pub(super) fn svg(title: &str, subtitle: &str, lines: &[Line]) -> String {
-    let points = || lines.iter().flat_map(|line| &line.points);
-    let nines = points().map(|point| point.0).fold(1.0, f64::max).ceil();
-    let decades = points().map(|point| point.1.log10());
-    let (low, high) = decades
-        .fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), at| (low.min(at), high.max(at)));
-    let (low, high) = if low.is_finite() {
-        (low.floor(), high.ceil().max(low.floor() + 1.0))
-    } else {
-        (0.0, 1.0)
+/// Colour and pattern of a line. Groups have a colour each, and tests a pattern; without groups,
+/// tests have a colour each.
+fn style(line: &Line, lines: &[Line]) -> (&'static str, &'static str) {
+    let index_of = |values: Vec<&str>, value: &str| {
+        let mut different: Vec<&str> = Vec::new();
+        values.into_iter().for_each(|one| {
+            if !different.contains(&one) {
+                different.push(one);
+            }
+        });
+        different.iter().position(|one| *one == value).unwrap_or(0)
     };
-    let [above, right, below, left] = MARGINS;
-    let (bottom, end) = (HEIGHT - below, WIDTH - right);
-    let x = |at: f64| left + (end - left) * at / nines;
-    let y = |decade: f64| bottom - (bottom - above) * (decade - low) / (high - low);
+    let test = index_of(lines.iter().map(|line| line.test.as_str()).collect(), &line.test);
+    match &line.group {
+        None => (COLOURS[test % COLOURS.len()], ""),
+        Some(group) => {
+            let groups = lines.iter().filter_map(|line| line.group.as_deref()).collect();
+            let group = index_of(groups, group);
+            (COLOURS[group % COLOURS.len()], DASHES[test % DASHES.len()])
+        }
+    }
+}
 
+/// Where things are in the picture.
+struct Area {
+    above: f64,
+    bottom: f64,
+    left: f64,
+    end: f64,
+    /// Range of the horizontal axis, in nines, and of the vertical axis, in powers of ten.
+    nines: f64,
+    low: f64,
+    high: f64,
+}
+
+impl Area {
+    fn new(lines: &[Line]) -> Self {
+        let points = || lines.iter().flat_map(|line| &line.points);
+        let nines = points().map(|point| point.0).fold(1.0, f64::max).ceil();
+        let (low, high) = points()
+            .map(|point| point.1.log10())
+            .fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), at| {
+                (low.min(at), high.max(at))
+            });
+        let (low, high) = if low.is_finite() {
+            (low.floor(), high.ceil().max(low.floor() + 1.0))
+        } else {
+            (0.0, 1.0)
+        };
+        let label = lines.iter().map(|line| line.label().chars().count()).max().unwrap_or(0);
+        #[expect(clippy::cast_precision_loss, reason = "labels are short")]
+        let right = 34.0 + CHARACTER_WIDTH * label.min(40) as f64;
+        let [above, below, left] = MARGINS;
+        Self { above, bottom: HEIGHT - below, left, end: WIDTH - right, nines, low, high }
+    }
+
+    fn x(&self, nines: f64) -> f64 {
+        self.left + (self.end - self.left) * nines / self.nines
+    }
+
+    fn y(&self, us: f64) -> f64 {
+        let part = (us.log10() - self.low) / (self.high - self.low);
+        self.bottom - (self.bottom - self.above) * part
+    }
+}
+
+/// Returns the SVG. The lines of `origin` stand below the plot.
+pub(super) fn svg(subtitle: &str, lines: &[Line], origin: &[String]) -> String {
+    let area = Area::new(lines);
+    let left = area.left;
     let mut out = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" \
          font-family=\"sans-serif\" font-size=\"13\">\n\
          <rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n\
-         <text x=\"{left}\" y=\"26\" font-size=\"17\">{}</text>\n\
+         <text x=\"{left}\" y=\"26\" font-size=\"17\">Latency by percentile</text>\n\
          <text x=\"{left}\" y=\"46\" fill=\"#555\">{}</text>\n",
-        escaped(title),
         escaped(subtitle)
     );
-    for step in 0..=round_to_u32(nines) {
-        let at = x(f64::from(step));
+    axes(&area, &mut out);
+    curves(&area, lines, &mut out);
+    let footer = origin.iter().flat_map(|line| wrapped(line)).take(FOOTER_LINES);
+    for (line, y) in footer.zip([HEIGHT - 44.0, HEIGHT - 28.0, HEIGHT - 12.0]) {
         let _ = writeln!(
             out,
-            "<path d=\"M{at:.1} {above}V{bottom}\" stroke=\"#ddd\"/>\
-             <text x=\"{at:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>",
-            bottom + 20.0,
-            percentile(step)
-        );
-    }
-    for step in 0..=round_to_u32(high - low) {
-        let decade = low + f64::from(step);
-        let at = y(decade);
-        let _ = writeln!(
-            out,
-            "<path d=\"M{left} {at:.1}H{end}\" stroke=\"#ddd\"/>\
-             <text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>",
-            left - 8.0,
-            at + 4.0,
-            time(decade)
-        );
-    }
-    let _ = writeln!(
-        out,
-        "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\" fill=\"#555\">\
-         requests answered within this time</text>",
-        f64::midpoint(left, end),
-        HEIGHT - 12.0
-    );
-    for (line, colour) in lines.iter().zip(COLOURS.iter().cycle()) {
-        let path: Vec<_> = line
-            .points
-            .iter()
-            .map(|(nines, us)| format!("{:.1} {:.1}", x(*nines), y(us.log10())))
-            .collect();
-        let Some((last_nines, last_us)) = line.points.last() else { continue };
-        let _ = writeln!(
-            out,
-            "<path d=\"M{}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"2\" \
-             stroke-linejoin=\"round\"/>\
-             <text x=\"{:.1}\" y=\"{:.1}\" fill=\"{colour}\">{}</text>",
-            path.join("L"),
-            x(*last_nines) + 6.0,
-            y(last_us.log10()) + 4.0,
-            escaped(&line.name)
+            "<text x=\"{left}\" y=\"{y}\" fill=\"#777\" font-size=\"11\">{}</text>",
+            escaped(&line)
         );
     }
     out + "</svg>\n"
+}
+
+/// Draws the grid with the labels of both axes, and their titles.
+fn axes(area: &Area, out: &mut String) {
+    let Area { above, bottom, left, end, .. } = *area;
+    let half = 2_f64.log10();
+    let percentiles =
+        (0..=round_to_u32(area.nines)).map(|step| (f64::from(step), percentile(step)));
+    for (nines, label) in percentiles.chain([(half, "50 %".to_owned())]) {
+        let at = area.x(nines);
+        let _ = writeln!(
+            out,
+            "<path d=\"M{at:.1} {above}V{bottom}\" stroke=\"#ddd\"/>\
+             <text x=\"{at:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{label}</text>",
+            bottom + 20.0
+        );
+    }
+    for step in 0..=round_to_u32(area.high - area.low) {
+        let decade = area.low + f64::from(step);
+        for factor in [1.0, 2.0, 5.0] {
+            let us = 10_f64.powf(decade) * factor;
+            if us.log10() > area.high + 1e-9 {
+                break;
+            }
+            let at = area.y(us);
+            let colour = if factor < 2.0 { "#ccc" } else { "#eee" };
+            let _ = writeln!(
+                out,
+                "<path d=\"M{left} {at:.1}H{end:.1}\" stroke=\"{colour}\"/>\
+                 <text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>",
+                left - 8.0,
+                at + 4.0,
+                time(decade, factor)
+            );
+        }
+    }
+    let (middle, centre) = (f64::midpoint(left, end), f64::midpoint(above, bottom));
+    let _ = writeln!(
+        out,
+        "<text x=\"{middle:.1}\" y=\"{:.1}\" text-anchor=\"middle\" fill=\"#555\">\
+         percentile of requests</text>\n\
+         <text transform=\"translate(18 {centre:.1}) rotate(-90)\" text-anchor=\"middle\" \
+         fill=\"#555\">latency</text>",
+        bottom + 42.0
+    );
+}
+
+/// Draws the lines. Each label stands on the right, joined to the end of its line.
+fn curves(area: &Area, lines: &[Line], out: &mut String) {
+    let mut labels = Vec::new();
+    for line in lines {
+        let path: Vec<_> = line
+            .points
+            .iter()
+            .map(|(nines, us)| format!("{:.1} {:.1}", area.x(*nines), area.y(*us)))
+            .collect();
+        let Some((last_nines, last_us)) = line.points.last() else { continue };
+        let (colour, dashes) = style(line, lines);
+        let dashes = match dashes {
+            "" => String::new(),
+            dashes => format!(" stroke-dasharray=\"{dashes}\""),
+        };
+        let _ = writeln!(
+            out,
+            "<path d=\"M{}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"2\" \
+             stroke-linejoin=\"round\"{dashes}/>",
+            path.join("L"),
+        );
+        labels.push((area.x(*last_nines), area.y(*last_us), colour, line.label()));
+    }
+    labels.sort_by(|one, other| one.1.total_cmp(&other.1));
+    let places = spread(&labels.iter().map(|label| label.1).collect::<Vec<_>>(), area.bottom);
+    for ((x, y, colour, label), place) in labels.into_iter().zip(places) {
+        let _ = writeln!(
+            out,
+            "<path d=\"M{:.1} {y:.1}L{:.1} {place:.1}\" stroke=\"{colour}\" \
+             stroke-opacity=\"0.4\" fill=\"none\"/>\
+             <text x=\"{:.1}\" y=\"{:.1}\" fill=\"{colour}\">{}</text>",
+            x + 2.0,
+            area.end + 22.0,
+            area.end + 26.0,
+            place + 4.0,
+            escaped(&label)
+        );
+    }
+}
+
+/// Moves sorted heights apart, so that labels there do not overlap. The last is at most `bottom`.
+fn spread(wanted: &[f64], bottom: f64) -> Vec<f64> {
+    let mut places = wanted.to_vec();
+    for index in 1..places.len() {
+        places[index] = places[index].max(places[index - 1] + LABEL_HEIGHT);
+    }
+    let mut limit = bottom;
+    for place in places.iter_mut().rev() {
+        *place = place.min(limit);
+        limit = *place - LABEL_HEIGHT;
+    }
+    places
+}
+
+/// Breaks a line between words.
+fn wrapped(line: &str) -> Vec<String> {
+    let mut lines = vec![String::new()];
+    for word in line.split(' ') {
+        let last = lines.last_mut().map_or(0, |last| last.chars().count());
+        if last > 0 && last + 1 + word.chars().count() > FOOTER_CHARACTERS {
+            lines.push(format!("  {word}"));
+        } else if let Some(line) = lines.last_mut() {
+            *line += if last > 0 { " " } else { "" };
+            *line += word;
+        }
+    }
+    lines
 }
 
 #[expect(
@@ -164,15 +282,15 @@ fn percentile(nines: u32) -> String {
     }
 }
 
-/// Formats a power of ten of a microsecond with its unit.
-fn time(decade: f64) -> String {
+/// Formats a multiple of a power of ten of a microsecond with its unit.
+fn time(decade: f64, factor: f64) -> String {
     let (unit, above) = match decade {
         below if below < 0.0 => ("ns", -3.0),
         below if below < 3.0 => ("µs", 0.0),
         below if below < 6.0 => ("ms", 3.0),
         _ => ("s", 6.0),
     };
-    format!("{:.0} {unit}", 10_f64.powf(decade - above))
+    format!("{:.0} {unit}", 10_f64.powf(decade - above) * factor)
 }
 
 fn escaped(text: &str) -> String {
@@ -183,30 +301,42 @@ fn escaped(text: &str) -> String {
 mod tests {
     use super::*;
 
-    fn line(name: &str, latencies: impl IntoIterator<Item = u64>) -> Line {
+    fn line(test: &str, group: Option<&str>, latencies: impl IntoIterator<Item = u64>) -> Line {
         let mut histogram = Histogram::new_with_bounds(1, 10_000_000_000, 3).expect("bounds");
         latencies.into_iter().for_each(|ns| histogram.record(ns).expect("in bounds"));
-        Line::new(name.into(), &histogram)
+        Line::new(test, group, &histogram)
     }
 
     #[test]
     fn line_ends_at_the_last_request() {
-        let hundred = line("set", (1..=100).map(|number| number * 1000));
+        let hundred = line("set", None, (1..=100).map(|number| number * 1000));
         let (nines, us) = hundred.points.last().expect("points");
         assert!((nines - 2.0).abs() < 1e-9 && (us - 99.0).abs() < 0.2, "{nines} {us}");
-        assert!(line("get", []).points.is_empty());
+        assert!(line("get", None, []).points.is_empty());
     }
 
     #[test]
-    fn labels_both_axes() {
+    fn labels_axes_lines_and_origin() {
         let lines = [
-            line("set", (0..1000).map(|_| 50_000)),
-            line("<get>", (0..1000).map(|number| number * 20_000)),
+            line("set", None, (0..1000).map(|_| 50_000)),
+            line("<get>", None, (0..1000).map(|number| number * 20_000)),
         ];
-        let text = svg("a & b", "10 connections", &lines);
-        for expected in
-            ["a &amp; b", ">90 %<", ">99.9 %<", ">10 µs<", ">10 ms<", ">set<", ">&lt;get&gt;<"]
-        {
+        let text = svg("a & b", &lines, &["ferrite 1, today".into(), "ferrite bench".into()]);
+        for expected in [
+            "a &amp; b",
+            ">50 %<",
+            ">90 %<",
+            ">99.9 %<",
+            ">10 µs<",
+            ">20 µs<",
+            ">10 ms<",
+            ">set<",
+            ">&lt;get&gt;<",
+            ">percentile of requests<",
+            ">latency<",
+            ">ferrite 1, today<",
+            ">ferrite bench<",
+        ] {
             assert!(text.contains(expected), "no {expected} in {text}");
         }
         assert!(text.starts_with("<svg ") && text.ends_with("</svg>\n") && !text.contains("NaN"));
@@ -214,13 +344,41 @@ mod tests {
     }
 
     #[test]
-    fn plots_a_test_without_requests() {
-        assert!(!svg("none", "", &[line("get", [])]).contains("NaN"));
+    fn transports_have_colours_and_tests_have_patterns() {
+        let lines = ["set", "get"].iter().flat_map(|test| {
+            ["TCP", "RDMA"].map(|group| line(test, Some(group), (0..10).map(|_| 50_000)))
+        });
+        let lines: Vec<_> = lines.collect();
+        let styles: Vec<_> = lines.iter().map(|line| style(line, &lines)).collect();
+        assert_eq!(styles[0].0, styles[2].0);
+        assert_eq!(styles[0].1, styles[1].1);
+        assert!(styles[0].0 != styles[1].0 && styles[0].1 != styles[2].1, "{styles:?}");
+        assert!(svg("", &lines, &[]).contains(">get, RDMA<"));
     }
 
     #[test]
-    fn formats_decades_with_units() {
-        let names: Vec<_> = [-1.0, 0.0, 2.0, 3.0, 5.0, 6.0].map(time).into();
+    fn labels_of_equal_lines_do_not_overlap() {
+        assert_eq!(spread(&[10.0, 10.0, 11.0, 90.0], 100.0), [10.0, 27.0, 44.0, 90.0]);
+        assert_eq!(spread(&[99.0, 100.0], 100.0), [83.0, 100.0]);
+    }
+
+    #[test]
+    fn long_command_lines_are_wrapped() {
+        let line = ["word"; 60].join(" ");
+        let lines = wrapped(&line);
+        assert!(lines.len() == 3 && lines.iter().all(|line| line.len() <= FOOTER_CHARACTERS + 2));
+        assert_eq!(lines.join(" ").split_whitespace().count(), 60);
+    }
+
+    #[test]
+    fn plots_a_test_without_requests() {
+        assert!(!svg("none", &[line("get", None, [])], &[]).contains("NaN"));
+    }
+
+    #[test]
+    fn formats_times_with_units() {
+        let names: Vec<_> = [-1.0, 0.0, 2.0, 3.0, 5.0, 6.0].map(|decade| time(decade, 1.0)).into();
         assert_eq!(names, ["100 ns", "1 µs", "100 µs", "1 ms", "100 ms", "1 s"]);
+        assert_eq!(time(1.0, 5.0), "50 µs");
     }
 }

@@ -18,7 +18,9 @@ pub(super) struct Row {
     rounds: u64,
     transfers: u64,
     seconds: f64,
+    #[serde(serialize_with = "latency::two_decimals")]
     us_per_transfer: f64,
+    #[serde(serialize_with = "latency::two_decimals")]
     mib_per_s: f64,
     #[serde(skip_serializing_if = "Option::is_none")]
     latency_us: Option<Latency>,

@@ -5,11 +5,15 @@
 //! argument, so white space must follow it.
 
 /// The error for a quote that is not closed, or that is not followed by white space.
-#[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Unbalanced;
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+#[error("unbalanced quotes")]
+pub struct Unbalanced;
 
-/// Splits a line into its arguments.
-pub(crate) fn split(line: &[u8]) -> Result<Vec<Vec<u8>>, Unbalanced> {
+/// Splits a line into its arguments, as redis-cli does.
+///
+/// # Errors
+/// A quote is not closed, or not followed by white space.
+pub fn split_line(line: &[u8]) -> Result<Vec<Vec<u8>>, Unbalanced> {
     let mut arguments = Vec::new();
     let mut rest = line;
     loop {
@@ -24,9 +28,12 @@ pub(crate) fn split(line: &[u8]) -> Result<Vec<Vec<u8>>, Unbalanced> {
     }
 }
 
-/// Parses exactly one argument, quoted or not, for `--quoted-input`.
-pub(crate) fn unquote(text: &[u8]) -> Result<Vec<u8>, Unbalanced> {
-    let mut arguments = split(text)?;
+/// Parses exactly one argument, quoted or not.
+///
+/// # Errors
+/// A quote is not closed, or there is no argument, or more than one.
+pub fn unquote(text: &[u8]) -> Result<Vec<u8>, Unbalanced> {
+    let mut arguments = split_line(text)?;
     match (arguments.pop(), arguments.is_empty()) {
         (Some(argument), true) => Ok(argument),
         _ => Err(Unbalanced),
@@ -119,7 +126,7 @@ mod tests {
     use super::*;
 
     fn parts(line: &str) -> Vec<Vec<u8>> {
-        split(line.as_bytes()).expect("balanced quotes")
+        split_line(line.as_bytes()).expect("balanced quotes")
     }
 
     #[test]
@@ -148,7 +155,7 @@ mod tests {
     fn allows_quotes_to_begin_inside_a_word_but_not_to_end_there() {
         assert_eq!(parts(r#"pre"fix ed""#), [b"prefix ed"]);
         for wrong in [r#""a"b"#, r#"'a'b"#, r#""a"#, "'a", r#""a\"#, r#""a\""#] {
-            assert_eq!(split(wrong.as_bytes()), Err(Unbalanced), "{wrong}");
+            assert_eq!(split_line(wrong.as_bytes()), Err(Unbalanced), "{wrong}");
         }
     }
 

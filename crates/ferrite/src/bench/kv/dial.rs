@@ -1,0 +1,86 @@
+//! Opens the connections of a test.
+
+use std::io;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+
+use anyhow::Context as _;
+use ferrite_fabric::{Config, Fabric, Rdma};
+use ferrite_session::{Connector, client_config};
+use ferrite_verbs::Verbs;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::UnixStream;
+
+use super::Options;
+
+pub(super) trait Duplex: AsyncRead + AsyncWrite + Unpin + Send {}
+impl<S: AsyncRead + AsyncWrite + Unpin + Send> Duplex for S {}
+
+/// The transport of a test.
+#[derive(Debug, Clone)]
+pub(super) struct TransportInfo {
+    pub(super) transport: String,
+    pub(super) device: Option<String>,
+    /// Whether the device is emulated in software.
+    pub(super) software: bool,
+    pub(super) fallback: Option<String>,
+}
+
+/// Opens connections.
+pub(super) enum Dialer {
+    Unix(PathBuf),
+    Net { connector: Connector, server: SocketAddr },
+}
+
+impl Dialer {
+    pub(super) fn new(options: &Options, rdma: Rdma) -> anyhow::Result<Self> {
+        if let Some(path) = &options.unix {
+            return Ok(Self::Unix(path.clone()));
+        }
+        let server = options.server.context("no server given")?;
+        // Enough receives for replies on all connections at once.
+        let recv_queue_depth = options.connections.saturating_mul(4).clamp(64, 512);
+        let config =
+            Config { busy_poll_us: options.busy_poll_us, recv_queue_depth, ..client_config() };
+        let fabric = Fabric::system().rdma(rdma).config(config).build()?;
+        if rdma != Rdma::Forbid {
+            tokio::spawn(fabric.drive());
+        }
+        let connector = Connector::new(&fabric).rdma(rdma);
+        let connector = match options.local {
+            Some(local) => connector.local(local),
+            None => connector,
+        };
+        Ok(Self::Net { connector, server })
+    }
+
+    pub(super) async fn connect(&self) -> io::Result<(Box<dyn Duplex>, TransportInfo)> {
+        match self {
+            Self::Unix(path) => {
+                let transport_info = TransportInfo {
+                    transport: "Unix socket".into(),
+                    device: None,
+                    software: false,
+                    fallback: None,
+                };
+                Ok((Box::new(UnixStream::connect(path).await?), transport_info))
+            }
+            Self::Net { connector, server } => {
+                let session = connector.connect(*server).await?;
+                let transport_info = TransportInfo {
+                    transport: session.transport().to_string(),
+                    software: session.device().is_some_and(|device| is_software(&device)),
+                    device: session.device(),
+                    fallback: session.fallback().map(ToString::to_string),
+                };
+                Ok((Box::new(session), transport_info))
+            }
+        }
+    }
+}
+
+fn is_software(device: &str) -> bool {
+    let verbs = Verbs::system().ok();
+    let device = verbs.and_then(|verbs| verbs.device(device).ok());
+    device.is_some_and(|device| device.quirks().is_software)
+}
