@@ -160,17 +160,20 @@ impl Calls {
             state.is_default_proven |=
                 *state.user == *DEFAULT_USER && self.default_user_is_open() == Some(true);
         }
-        let is_authenticated = if *state.user != *DEFAULT_USER {
+        let is_proven = if *state.user != *DEFAULT_USER {
             true
         } else if self.shows_authenticated {
             info.flags & client_flag::AUTHENTICATED != 0
         } else {
             state.is_default_proven
         };
-        if info.flags & PROXY_ONLY == 0 && is_authenticated && state.is_identified {
+        if info.flags & PROXY_ONLY == 0 && is_proven && state.is_identified {
             return Access::InProcess;
         }
         let in_transaction = info.flags & client_flag::MULTI != 0;
+        // The engine requires a login of nobody while its default user needs no password. That
+        // proves nothing for later, when it may need one.
+        let is_authenticated = is_proven || self.default_user_is_open() == Some(true);
         Access::Proxy { in_transaction, is_authenticated }
     }
 

@@ -29,7 +29,6 @@ use ferrite_fabric::random::random;
 use tokio::sync::Notify;
 
 use crate::api::Context;
-use crate::api::clients::set_client_name;
 
 /// The user of clients that have not logged in.
 pub(crate) const DEFAULT_USER: &[u8] = b"default";
@@ -150,7 +149,8 @@ pub(crate) fn identify(context: Context<'_>, token: &str, is_attested: bool) -> 
         && let Some(peer) = record.peer
     {
         // CLIENT LIST and ACL LOG show the peer's address until the client sets a name of its own.
-        set_client_name(id, &format!("ferrite:{peer}"));
+        // It may have done so already: after RESET, HELLO can log in and set a name.
+        context.name_client(&format!("ferrite:{peer}"));
     }
     state.is_identified = true;
     state.resp3 = context.is_resp3();

@@ -49,6 +49,23 @@ fn a_client_that_kills_its_own_session_gets_the_reply() {
     });
 }
 
+/// RESET clears the name. The module sets its own again, unless the client has done so first: HELLO
+/// can log in and set a name at the same time.
+#[test]
+fn a_name_that_comes_with_the_login_is_kept() {
+    on_each_with_password(|_, mut admin| {
+        let address = admin.info("address");
+        let mut named = Client::to_tcp(&address);
+        assert_eq!(named.text(&["RESET"]), "+RESET");
+        named.raw(&["HELLO", "2", "AUTH", "default", "x", "SETNAME", "mine"]);
+        assert_eq!(named.text(&["CLIENT", "GETNAME"]), "mine");
+        let mut unnamed = Client::to_tcp(&address);
+        assert_eq!(unnamed.text(&["RESET"]), "+RESET");
+        unnamed.ok(&["AUTH", "x"]);
+        assert!(unnamed.text(&["CLIENT", "GETNAME"]).starts_with("ferrite:127.0.0.1:"));
+    });
+}
+
 /// S11: WAIT after a session was pinned to proxy inside a transaction.
 #[test]
 fn wait_is_correct_after_a_pin_inside_a_transaction() {
@@ -351,6 +368,28 @@ fn sessions_before_a_login_end_with_their_clients() {
             }
             server.wait_until(bytes, || admin.info("sessions") == "0");
         }
+    });
+}
+
+/// A client that logs in as `default`, which needs no password, may be blocked like any other. Its
+/// disconnect is noticed behind much unread input.
+#[test]
+fn a_blocked_client_that_came_back_to_the_default_user_ends() {
+    on_each(&[], |server| {
+        let _: () = server.ask(&["ACL", "SETUSER", "other", "on", "nopass", "~*", "+@all"]);
+        let blocked = |count| {
+            let clients: String = server.ask(&["INFO", "clients"]);
+            clients.contains(&format!("blocked_clients:{count}\r"))
+        };
+        let mut client = of_module(server);
+        client.ok(&["AUTH", "other", "x"]);
+        client.ok(&["AUTH", "default", "x"]);
+        client.send(&[vec!["BLPOP", "list", "0"]]);
+        server.wait_until("a blocked client", || blocked(1));
+        client.send(&[vec!["SET", "k", &"v".repeat(32 << 10)]]);
+        drop(client);
+        server.wait_until("no blocked client", || blocked(0));
+        server.wait_until("no session is left", || server.count("sessions") == 0);
     });
 }
 

@@ -37,16 +37,6 @@ pub(crate) fn client_info(id: u64) -> Option<ClientInfo> {
     (found == OK).then_some(ClientInfo { flags: info.flags, db: info.db })
 }
 
-/// Sets a client's name, as CLIENT SETNAME does. Characters that names cannot have are replaced.
-pub(crate) fn set_client_name(id: u64, name: &str) {
-    let name: String = name.chars().map(|c| if c.is_ascii_graphic() { c } else { '_' }).collect();
-    if let Some(name) = EngineString::new(&name) {
-        // SAFETY: the string is valid, and the engine only reads it. The engine ignores an unknown
-        // id.
-        unsafe { (api().set_client_name)(id, name.as_ptr()) };
-    }
-}
-
 impl CallContext {
     /// Calls `look` with the name of a client's user. Returns `None` if there is no such client, or
     /// it has no user.
@@ -72,6 +62,25 @@ impl Context<'_> {
     pub(crate) fn client_id(self) -> u64 {
         // SAFETY: the context is that of a command.
         unsafe { (api().client_id)(self.raw()) }
+    }
+
+    /// Names the client that runs the command, as CLIENT SETNAME does, unless it has a name.
+    /// Characters that names cannot have are replaced.
+    pub(crate) fn name_client(self, name: &str) {
+        let id = self.client_id();
+        // SAFETY: the context is that of a command.
+        let current = unsafe { (api().client_name)(self.raw(), id) };
+        if !current.is_null() {
+            // SAFETY: the module owns the string, and this is its last use.
+            unsafe { free_string(current) };
+            return;
+        }
+        let name: String =
+            name.chars().map(|c| if c.is_ascii_graphic() { c } else { '_' }).collect();
+        if let Some(name) = EngineString::new(&name) {
+            // SAFETY: the string is valid, and the engine only reads it.
+            unsafe { (api().set_client_name)(id, name.as_ptr()) };
+        }
     }
 
     /// Returns whether the client that runs the command gets replies in RESP3.

@@ -223,6 +223,8 @@ table! { required {
         unsafe extern "C" fn(*mut RawContext, u64) -> *mut RawString;
     close_client = "DeauthenticateAndCloseClient":
         unsafe extern "C" fn(*mut RawContext, u64) -> c_int;
+    client_name = "GetClientNameById":
+        unsafe extern "C" fn(*mut RawContext, u64) -> *mut RawString;
     set_client_name = "SetClientNameById": unsafe extern "C" fn(u64, *mut RawString) -> c_int;
     open_key = "OpenKey":
         unsafe extern "C" fn(*mut RawContext, *mut RawString, c_int) -> *mut RawKey;

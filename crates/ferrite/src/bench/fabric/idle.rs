@@ -2,10 +2,12 @@
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
+use std::pin::pin;
 use std::time::{Duration, Instant};
 
 use anyhow::ensure;
 use ferrite_fabric::{ConnectOptions, Error, Link};
+use futures_util::future::{Either, select};
 use futures_util::stream::{FuturesUnordered, StreamExt as _, iter};
 use serde::Serialize;
 
@@ -77,11 +79,14 @@ impl Idle {
             }
         }
         let seconds = started.elapsed().as_secs_f64();
-        send_control(side.control_link(), &Request::IdleOpen { links: links.len() })?;
-        let after = match side.receive_reply().await? {
-            Reply::Holding(resources) => resources,
-            other => anyhow::bail!("received {other:?}, expected the server's resources"),
-        };
+        let after = Self::confirm(side, &links).await?;
+        links.retain(|link| match link.failure() {
+            Some(error) => {
+                record(&mut failures, &error);
+                false
+            }
+            None => true,
+        });
         ensure!(!links.is_empty(), "cannot open any idle link: {failures:?}");
         #[expect(clippy::cast_precision_loss, reason = "bytes of one process")]
         let pinned =
@@ -96,6 +101,26 @@ impl Idle {
             failures,
         };
         Ok(Self { links, figures })
+    }
+
+    /// Tells the server how many links are open, until it has as many. Returns its resources then.
+    ///
+    /// A server under load may end a handshake that is complete for this side, so that it waits in
+    /// vain for that link until this side reports the loss.
+    async fn confirm(side: &Side, links: &[Link]) -> anyhow::Result<Resources> {
+        let control = side.control_link();
+        let mut ends: FuturesUnordered<_> = links.iter().map(Link::ended).collect();
+        let mut reply = pin!(side.receive_reply());
+        loop {
+            send_control(control, &Request::IdleOpen { links: ends.len() })?;
+            match select(&mut reply, ends.select_next_some()).await {
+                Either::Left((Ok(Reply::Holding(resources)), _)) => return Ok(resources),
+                Either::Left((other, _)) => {
+                    anyhow::bail!("received {:?}, expected the server's resources", other?)
+                }
+                Either::Right(_) => {}
+            }
+        }
     }
 
     /// Counts the links that are still open, and closes all in an orderly way.

@@ -173,6 +173,7 @@ impl Session {
             match fabric.block_on(receive_control(self.side.control_link()))? {
                 Request::Test(test) => self.test(&test)?,
                 Request::Idle => fabric.block_on(self.take_idle(pending))?,
+                Request::IdleOpen { .. } => {} // crossed with our reply; the client counts itself
                 Request::End => break,
                 other => bail!("received {other:?}, expected a test"),
             }
@@ -220,10 +221,8 @@ impl Session {
             while let Poll::Ready(link) = pin!(pending.next_of_process(control)).poll(cx) {
                 self.idle.push(link?);
             }
-            if expected.is_none() {
-                let Poll::Ready(message) = Pin::new(&mut control.recv()).poll(cx) else {
-                    return Poll::Pending;
-                };
+            // The client reports a smaller number if it loses links.
+            while let Poll::Ready(message) = Pin::new(&mut control.recv()).poll(cx) {
                 match parse(&message?)? {
                     Request::IdleOpen { links } => expected = Some(links),
                     other => {
@@ -232,10 +231,10 @@ impl Session {
                 }
             }
             // The connection manager may report the last links after the client's message arrives.
-            if expected.is_some_and(|expected| self.idle.len() < expected) {
-                Poll::Pending
-            } else {
+            if expected.is_some_and(|expected| self.idle.len() >= expected) {
                 Poll::Ready(Ok(()))
+            } else {
+                Poll::Pending
             }
         })
         .await?;
