@@ -2,15 +2,11 @@
 
 use std::process::ExitCode;
 
-use ferrite_fabric::ErrorKind;
+use ferrite_config::exit_code;
 
 use crate::dial::with_remedy;
 use crate::output::{self, OutputClosed};
 use crate::pipe::ErrorReplies;
-
-/// The exit code if RDMA is required and this host cannot use it (EX_UNAVAILABLE of sysexits.h).
-/// The `ferrite` command uses the same code.
-const UNAVAILABLE: u8 = 69;
 
 /// An error reply that ends the program (`-e`).
 #[derive(Debug)]
@@ -31,10 +27,10 @@ pub(crate) fn report(error: &anyhow::Error) -> ExitCode {
         output::write_stderr(line(error));
     }
     let fabric = error.chain().find_map(|cause| cause.downcast_ref::<ferrite_fabric::Error>());
-    match fabric.map(ferrite_fabric::Error::kind) {
-        Some(ErrorKind::Absent) => ExitCode::from(UNAVAILABLE),
-        _ => ExitCode::FAILURE,
-    }
+    ExitCode::from(match fabric.is_some_and(ferrite_fabric::Error::is_unavailable) {
+        true => exit_code::UNAVAILABLE,
+        false => exit_code::FAILURE,
+    })
 }
 
 /// Returns the line for an error. As in redis-cli, a connection error begins with `Error:`.

@@ -39,7 +39,7 @@ const OPTIONS: [&str; 28] = [
 pub(crate) fn exit(error: &clap::Error) -> ! {
     if let Some(option) = unsupported_option(error) {
         output::write_stderr(format!("{option} is not supported by ferrite-cli; use redis-cli"));
-        std::process::exit(2);
+        std::process::exit(ferrite_config::exit_code::USAGE.into());
     }
     error.exit()
 }

@@ -17,6 +17,9 @@
 //! value looks like, not what it does.
 #![forbid(unsafe_code)]
 
+pub mod address;
+pub mod environment;
+pub mod exit_code;
 #[cfg(feature = "file")]
 pub mod file;
 mod kind;

@@ -1,11 +1,14 @@
 //! The client: connects, measures one case after the other and prints the result.
 
+use std::future::Future;
 use std::net::SocketAddr;
-use std::time::Instant;
+use std::pin::pin;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
 use ferrite_fabric::{ConnectOptions, Fabric, Link};
 use ferrite_verbs::Verbs;
+use futures_util::future::{Either, select};
 
 use super::idle::Idle;
 use super::plan::{self, Case, QueueLimits};
@@ -16,6 +19,10 @@ use super::side::{self, Side};
 use super::{Measure, Options, bandwidth, latency};
 use crate::choice::{Mode, Op};
 use crate::latency::Latency;
+
+/// How long the server may take for its first answer, and more for each link that it accepts.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
+const LINK_TIMEOUT: Duration = Duration::from_millis(20);
 
 pub(super) fn run(options: &Options, peer: SocketAddr) -> anyhow::Result<()> {
     let verbs = Verbs::system()?;
@@ -65,9 +72,32 @@ async fn connect(
         send_control(&link, &Request::Join { link: number })?;
         side.links.push(link);
     }
-    match side.receive_reply().await.with_context(|| peer.to_string())? {
+    let answer = within(ANSWER_TIMEOUT + LINK_TIMEOUT * options.links, side.receive_reply());
+    match answer.await.with_context(|| peer.to_string())? {
         Reply::Holding(resources) => Ok((side, resources)),
         other => bail!("received {other:?}, expected the server's resources"),
+    }
+}
+
+/// Waits for the first reply, but not for ever: a server that serves another client, or a program
+/// of another protocol, sends none.
+async fn within<T>(
+    time: Duration,
+    reply: impl Future<Output = anyhow::Result<T>>,
+) -> anyhow::Result<T> {
+    let (timer, expired) = tokio::sync::oneshot::channel::<()>();
+    // Ends with the process.
+    std::thread::spawn(move || {
+        std::thread::sleep(time);
+        drop(timer);
+    });
+    match select(pin!(reply), expired).await {
+        Either::Left((reply, _)) => reply,
+        Either::Right(_) => bail!(
+            "connected, but no answer within {} s: `ferrite bench fabric --listen` serves another \
+             client there, or another program listens",
+            time.as_secs()
+        ),
     }
 }
 
