@@ -2,18 +2,11 @@
 
 use std::process::ExitCode;
 
-use ferrite_fabric::ErrorKind;
+use ferrite_config::exit_code;
 
 use crate::dial::with_remedy;
 use crate::output::{self, OutputClosed};
 use crate::pipe::ErrorReplies;
-
-/// The exit code if RDMA is required and this host cannot use it (EX_UNAVAILABLE of sysexits.h).
-/// The `ferrite` command uses the same code.
-const UNAVAILABLE: u8 = 69;
-
-/// The exit code of wrong usage, which clap uses, too.
-pub(crate) const WRONG_USAGE: u8 = 2;
 
 /// An error reply that ends the program (`-e`).
 #[derive(Debug)]
@@ -46,11 +39,11 @@ pub(crate) fn report(error: &anyhow::Error) -> ExitCode {
         output::write_stderr(line(error));
     }
     let fabric = error.chain().find_map(|cause| cause.downcast_ref::<ferrite_fabric::Error>());
-    match fabric.map(ferrite_fabric::Error::kind) {
-        Some(ErrorKind::Absent) => ExitCode::from(UNAVAILABLE),
-        _ if error.is::<WrongUsage>() => ExitCode::from(WRONG_USAGE),
-        _ => ExitCode::FAILURE,
-    }
+    ExitCode::from(match fabric {
+        Some(error) if error.is_unavailable() => exit_code::UNAVAILABLE,
+        _ if error.is::<WrongUsage>() => exit_code::USAGE,
+        _ => exit_code::FAILURE,
+    })
 }
 
 /// Returns the line for an error. As in redis-cli, a connection error begins with `Error:`.

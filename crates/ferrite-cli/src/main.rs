@@ -122,11 +122,12 @@ async fn run_unattended(server: &mut Server, mode: Mode) -> anyhow::Result<()> {
     }
 }
 
-/// Prints the transport of the connection on stderr with `--verbose`, and if `--rdma` was given and
-/// the connection has fallen back to TCP.
+/// Prints the transport of the connection on stderr with `--verbose`, and if the connection has
+/// fallen back to TCP and `--rdma` was given or a person reads it.
 fn report_transport(server: &Server) {
     let Some(transport_info) = server.transport_info() else { return };
-    if server.settings.verbose || (transport_info.is_fallback && server.settings.is_rdma_explicit) {
+    let is_read = server.settings.is_rdma_explicit || std::io::stderr().is_terminal();
+    if server.settings.verbose || (transport_info.is_fallback && is_read) {
         output::write_stderr(&transport_info.description);
     }
 }

@@ -2,7 +2,7 @@
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 
-use crate::{exit, output};
+use crate::output;
 
 const CLUSTER: &str = "ferrite-cli does not follow redirects of a cluster; connect to the node \
                        that has the key (-h, -p), or use redis-cli -c over TCP";
@@ -49,7 +49,7 @@ const OPTIONS: [(&str, &str); 27] = [
 pub(crate) fn exit(error: &clap::Error) -> ! {
     if let Some(line) = explanation(error) {
         output::write_stderr(line);
-        std::process::exit(exit::WRONG_USAGE.into());
+        std::process::exit(ferrite_config::exit_code::USAGE.into());
     }
     error.exit()
 }

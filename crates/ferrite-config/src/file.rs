@@ -7,7 +7,7 @@ use std::fmt;
 
 use toml::de::{DeTable, DeValue};
 
-use crate::nearest;
+use crate::nearest::{distance, nearest_within};
 use crate::setting::{Alias, Program, Setting};
 use crate::table;
 use crate::values::{Origin, Values};
@@ -59,7 +59,10 @@ pub fn read(program: Program, text: &str) -> Result<File, Vec<Problem>> {
     let (table, errors) = DeTable::parse_recoverable(text);
     for error in &errors {
         let line = error.span().map_or(1, |span| reader.line(span.start));
-        let message = error.message().replace('\n', " ");
+        let mut message = error.message().replace('\n', " ");
+        if let Some(key) = error.span().and_then(|span| text.get(span)).filter(|key| is_key(key)) {
+            message = format!("{message} {key}");
+        }
         reader.problems.push(Problem { line, key: String::new(), message });
     }
     reader.take("", table.get_ref());
@@ -186,16 +189,50 @@ fn find(section: &str, full: &str) -> Option<(&'static Setting, Option<&'static 
     })
 }
 
-/// Returns the error for an unknown key. It suggests the nearest known one.
+/// Returns whether a text may be a key, to name it in an error of the syntax.
+fn is_key(text: &str) -> bool {
+    !text.is_empty() && text.chars().all(|c| c.is_ascii_alphanumeric() || "-_.\"".contains(c))
+}
+
+/// Returns the error for an unknown key. It suggests the key that was probably meant.
 fn unknown_key(full: &str) -> String {
-    // The likeliest mistake is a correct name in the wrong section, then a misspelt one.
     let name = full.rsplit('.').next().unwrap_or_default();
-    let elsewhere = keys().find(|key| key.rsplit('.').next() == Some(name));
+    let section = full.rsplit_once('.').map_or("", |(section, _)| section);
+    // The likeliest mistakes: the name of the flag, hyphens, and the wrong section.
+    let plain = name.replace('-', "_").to_ascii_lowercase();
+    let is_meant = |setting: &&Setting| {
+        let flag = setting.name.replace('-', "_");
+        [setting.short_key(), flag.as_str()].contains(&plain.as_str())
+    };
+    let all = || table::all().filter(|setting| !setting.key.is_empty());
+    let in_section = |setting: &&Setting| {
+        setting.key.rsplit_once('.').is_some_and(|(known, _)| known == section)
+    };
+    let meant = all().filter(is_meant).find(in_section).or_else(|| all().find(is_meant));
+    if let Some(setting) = meant {
+        return format!("unknown key; write {}", setting.key);
+    }
+    let most = 1 + plain.len() / 4;
+    let near = |of: &dyn Fn(&&Setting) -> bool| {
+        let near = all().filter(of).map(|setting| {
+            let flag = setting.name.replace('-', "_");
+            (distance(setting.short_key(), &plain).min(distance(&flag, &plain)), setting.key)
+        });
+        // The start of a name is as good as a name: `busy_poll` of `busy_poll_us`.
+        let near = near.map(|(changes, key)| {
+            let short = key.rsplit('.').next().unwrap_or_default();
+            let starts = plain.len() > 3 && short.starts_with(&plain);
+            (if starts { 1 } else { changes }, key)
+        });
+        near.filter(|(changes, _)| *changes <= most).min().map(|(_, key)| key)
+    };
     let sections = keys().filter_map(|key| key.rsplit_once('.').map(|(section, _)| section));
-    let all = keys().chain(sections).chain(["engine"]);
-    match elsewhere.or_else(|| nearest(full, all)) {
+    let sections = sections.chain(["engine"]);
+    let found =
+        near(&in_section).or_else(|| nearest_within(full, sections, 2)).or_else(|| near(&|_| true));
+    match found {
         Some(nearest) => format!("unknown key; the nearest known one is {nearest}"),
-        None => "unknown key".into(),
+        None => "unknown key; `ferrite config --json` lists all keys".into(),
     }
 }
 

@@ -17,7 +17,10 @@
 //! value looks like, not what it does.
 #![forbid(unsafe_code)]
 
+pub mod address;
 mod build;
+pub mod environment;
+pub mod exit_code;
 #[cfg(feature = "file")]
 pub mod file;
 mod kind;

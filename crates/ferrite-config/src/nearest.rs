@@ -5,19 +5,34 @@ pub fn nearest<'a>(wrong: &str, known: impl IntoIterator<Item = &'a str>) -> Opt
     known.into_iter().min_by_key(|name| distance(name, wrong))
 }
 
-/// Returns how many characters to insert, remove or replace (Levenshtein distance).
-fn distance(a: &str, b: &str) -> usize {
-    let mut row: Vec<usize> = (0..=b.chars().count()).collect();
-    for (i, x) in a.chars().enumerate() {
-        let mut diagonal = row[0];
-        row[0] = i + 1;
-        for (j, y) in b.chars().enumerate() {
-            let replaced = diagonal + usize::from(x != y);
-            diagonal = row[j + 1];
-            row[j + 1] = replaced.min(diagonal + 1).min(row[j] + 1);
+/// Returns the name that needs the fewest changes, if it needs at most `most`.
+pub(crate) fn nearest_within<'a>(
+    wrong: &str,
+    known: impl IntoIterator<Item = &'a str>,
+    most: usize,
+) -> Option<&'a str> {
+    nearest(wrong, known).filter(|name| distance(name, wrong) <= most)
+}
+
+/// Returns how many characters to insert, remove, replace or swap with their neighbour.
+pub(crate) fn distance(a: &str, b: &str) -> usize {
+    let (a, b): (Vec<_>, Vec<_>) = (a.chars().collect(), b.chars().collect());
+    let mut rows = vec![vec![0; b.len() + 1]; a.len() + 1];
+    for i in 0..=a.len() {
+        for j in 0..=b.len() {
+            rows[i][j] = match (i, j) {
+                (0, _) => j,
+                (_, 0) => i,
+                _ => {
+                    let replaced = rows[i - 1][j - 1] + usize::from(a[i - 1] != b[j - 1]);
+                    let is_swap = i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1];
+                    let swapped = if is_swap { rows[i - 2][j - 2] + 1 } else { usize::MAX };
+                    replaced.min(rows[i - 1][j] + 1).min(rows[i][j - 1] + 1).min(swapped)
+                }
+            };
         }
     }
-    row.last().copied().unwrap_or_default()
+    rows[a.len()][b.len()]
 }
 
 #[cfg(test)]
@@ -30,6 +45,8 @@ mod tests {
         assert_eq!(nearest("busy_poll", known), Some("busy-poll-us"));
         assert_eq!(nearest("rdma-prot", known), Some("rdma-port"));
         assert_eq!(nearest("x", []), None);
+        assert_eq!(nearest_within("rdma-prot", known, 1), Some("rdma-port"));
+        assert_eq!(nearest_within("frobnicate", known, 3), None);
         assert_eq!([distance("", "abc"), distance("kitten", "sitting")], [3, 3]);
     }
 }

@@ -2,6 +2,7 @@
 
 use std::fmt::Write as _;
 
+use crate::exit_code;
 use crate::setting::{Program, Setting, TakesEffect};
 use crate::table::{self, FOREIGN, Foreign};
 
@@ -30,6 +31,8 @@ pub fn markdown() -> String {
     for foreign in FOREIGN {
         out.push_str(&foreign_row(foreign));
     }
+    out.push_str("\n## Exit codes\n\nOf all programs:\n\n");
+    out.push_str(&exit_code::markdown());
     out
 }
 
@@ -58,7 +61,15 @@ fn row(setting: &Setting) -> String {
     };
     let effect = match setting.takes_effect {
         TakesEffect::AtStart => "at start".to_owned(),
-        other => format!("{} (CONFIG SET)", other.name()),
+        other => {
+            let has = |program| setting.has(program);
+            let by = match (has(Program::Module), Program::ALL.into_iter().any(reloads(setting))) {
+                (true, true) => "CONFIG SET, SIGHUP",
+                (true, false) => "CONFIG SET",
+                _ => "SIGHUP",
+            };
+            format!("{} ({by})", other.name())
+        }
     };
     let memory = if setting.memory.is_empty() { "–" } else { setting.memory };
     let (name, default, meaning) = (setting.name, defaults(setting), setting.meaning);
@@ -66,6 +77,11 @@ fn row(setting: &Setting) -> String {
         "| `{name}` | {key} | {} | {values} | {default} | {effect} | {memory} | {meaning} |\n",
         programs.join(", ")
     )
+}
+
+/// Returns whether a program that reads the file again on SIGHUP has the setting.
+fn reloads(setting: &Setting) -> impl Fn(Program) -> bool {
+    move |program| program != Program::Module && setting.has(program)
 }
 
 /// Returns the default; where programs differ, each of them.

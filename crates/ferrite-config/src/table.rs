@@ -37,12 +37,13 @@ pub const CHUNK: u64 = 2 << 20;
 pub const BLOCKS: [u64; 6] = [256, 1 << 10, 8 << 10, 64 << 10, 512 << 10, CHUNK];
 
 /// The settings of each area, with the heading of the reference page.
-pub const AREAS: [(&str, &[&Setting]); 5] = [
+pub const AREAS: [(&str, &[&Setting]); 6] = [
     ("Addresses and policy", network::SETTINGS),
     ("Clients and the event loop", clients::SETTINGS),
     ("Queues and polling", queues::SETTINGS),
     ("Memory", memory::SETTINGS),
     ("The engine under ferrite server", server::SETTINGS),
+    ("Logs", server::LOGS),
 ];
 
 /// Keys of the file that have no meaning here: the key, and what to do instead.

@@ -37,8 +37,12 @@ impl Value {
                 _ => return Err(error()),
             },
             Kind::Number { .. } => Self::Number(text.parse().map_err(|_| error())?),
-            Kind::Size { .. } => Self::Size(size::parse(text).map_err(|_| error())?),
-            Kind::Time { bare, .. } => Self::Time(time::parse(text, *bare).map_err(|_| error())?),
+            Kind::Size { .. } => {
+                Self::Size(size::parse(text).map_err(|_| spaced(kind, text).unwrap_or_else(error))?)
+            }
+            Kind::Time { bare, .. } => Self::Time(
+                time::parse(text, *bare).map_err(|_| spaced(kind, text).unwrap_or_else(error))?,
+            ),
             Kind::Choice(choices) => {
                 let found = choices.iter().find(|choice| choice.eq_ignore_ascii_case(text));
                 Self::Text((*found.ok_or_else(error)?).into())
@@ -68,6 +72,13 @@ impl Value {
         };
         if fits { Ok(()) } else { Err(format!("expected {}", kind.expected())) }
     }
+}
+
+/// Returns the error for a value that is right without its spaces.
+fn spaced(kind: &Kind, text: &str) -> Option<String> {
+    let joined: String = text.split_whitespace().collect();
+    let is_right = joined != text && Value::parse(kind, &joined).is_ok();
+    is_right.then(|| format!("a number and its unit have no space between them: write {joined}"))
 }
 
 /// Returns each word once: a device or an address that is named twice is the same one.

@@ -3,6 +3,8 @@
 use std::fmt;
 use std::time::Duration;
 
+use crate::address;
+use crate::environment;
 use crate::setting::{Alias, Program, Setting};
 use crate::table;
 use crate::value::Value;
@@ -187,6 +189,7 @@ impl Values {
     }
 
     /// Sets what the environment has. `variable` returns the value of an environment variable.
+    /// Variables that Kubernetes sets for a Service are ignored.
     ///
     /// # Errors
     /// The text names the variable and says what was expected.
@@ -197,6 +200,9 @@ impl Values {
         for setting in self.program.settings() {
             let name = setting.variable();
             let Some(text) = variable(&name) else { continue };
+            if environment::is_of_kubernetes(&name, &text) {
+                continue;
+            }
             let set = self.set_text(setting, None, &text, Origin::Environment);
             set.map_err(|why| format!("environment variable {name}={text:?}: {why}"))?;
         }
@@ -333,12 +339,17 @@ impl Values {
         if let Err(why) = self.policy() {
             wrong.push((&table::RDMA, why));
         }
-        let listens_on_a_name = self.program == Program::Server
-            && self.text(&table::LISTEN).is_some_and(|text| table::ip_and_port(text).is_none());
-        if listens_on_a_name {
-            let why = "expected one IP address of this host, with an optional port: \
-                       \"192.0.2.1\" or \"[::]:6380\"";
+        if self.program == Program::Server && self.listen_port() == Some(0) {
+            let why = "the module listens on all addresses at one port: give each address the \
+                       same port from 1 to 65535, or none";
             wrong.push((&table::LISTEN, why.into()));
+        }
+        if let Some(word) = self.list(&table::BIND).iter().find(|word| !is_bind_address(word)) {
+            let why = format!(
+                "{word:?} is no address: expected IP addresses or names without ports, * or ::*; a \
+                 leading - allows an address to be missing"
+            );
+            wrong.push((&table::BIND, why));
         }
         if table::PIN_MEMORY.has(self.program) && !self.switch(&table::PIN_MEMORY) {
             let why = "memory that a device accesses is always pinned; to register none, forbid \
@@ -349,6 +360,16 @@ impl Values {
             wrong.extend(self.check_memory());
         }
         if wrong.is_empty() { Ok(()) } else { Err(wrong) }
+    }
+
+    /// Returns the port of the addresses in `listen`; 0 if they differ.
+    #[must_use]
+    pub fn listen_port(&self) -> Option<u16> {
+        let text = self.text(&table::LISTEN)?;
+        let ports = address::words(text).filter_map(address::split);
+        let mut ports = ports.map(|(_, port)| port.unwrap_or(table::CLIENT_PORT));
+        let first = ports.next()?;
+        Some(if ports.all(|port| port == first) { first } else { 0 })
     }
 
     fn check_memory(&self) -> Vec<(&'static Setting, String)> {
@@ -373,6 +394,11 @@ impl Values {
             );
             wrong.push((&table::RECEIVE_RESERVE, why));
         }
+        if self.is_given(&table::MEMORY_POOL_MAX)
+            && let Some(why) = self.too_few_regions(max, reserve)
+        {
+            wrong.push((&table::MEMORY_POOL_MAX, why));
+        }
         let buffers: u64 = self.number(&table::RECV_BUFFER_POOL_SIZE);
         let block = table::BLOCKS.into_iter().find(|block| *block >= buffer).unwrap_or(buffer);
         if buffers.saturating_mul(block) > reserve {
@@ -387,6 +413,37 @@ impl Values {
         }
         wrong
     }
+}
+
+impl Values {
+    /// Returns why the pool cannot grow to its maximum: it has too few regions for that.
+    fn too_few_regions(&self, max: u64, reserve: u64) -> Option<String> {
+        let regions: u64 = self.number(&table::MEMORY_POOL_MAX_REGIONS);
+        let step = self.size::<u64>(&table::MEMORY_POOL_INCREASE).next_multiple_of(table::CHUNK);
+        let step = step.min(self.size(&table::MAX_MR_SIZE));
+        // Half of the regions are for sends, half for receives.
+        let largest = reserve.max(max.saturating_sub(reserve));
+        let each = regions / 2;
+        if each.saturating_mul(step) >= largest {
+            return None;
+        }
+        let enough = 2 * largest.div_ceil(step);
+        let format = crate::size::format;
+        Some(format!(
+            "cannot be reached: memory-pool-max-regions is {regions}, half of it for sends and \
+             half for receives, and {each} regions of memory-pool-increase {} are {}, not {}; raise \
+             memory-pool-max-regions to {enough}, or memory-pool-increase",
+            format(step),
+            format(each * step),
+            format(largest)
+        ))
+    }
+}
+
+/// Returns whether the engine's `bind` accepts a word.
+fn is_bind_address(word: &str) -> bool {
+    let word = word.strip_prefix('-').unwrap_or(word);
+    matches!(word, "*" | "::*") || address::host(word).is_some()
 }
 
 fn index(setting: &Setting) -> usize {

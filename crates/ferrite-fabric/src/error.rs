@@ -89,6 +89,10 @@ enum Source {
     Loopback,
     /// A device uses the host's TCP ports for RDMA, and TCP already has this one.
     TcpOwnsPort,
+    /// The caller has named a device that this host does not have.
+    UnknownDevice,
+    /// The address belongs to a device that the fabric does not use.
+    OtherDevice,
 }
 
 impl Error {
@@ -212,6 +216,73 @@ impl Error {
         }))
     }
 
+    /// Returns the error for a device that the caller has named and this host does not have.
+    pub(crate) fn unknown_device(name: &str, existing: &[String]) -> Self {
+        let what = format!("no RDMA device {name}; devices: {}", existing.join(", "));
+        Self::with_source(ErrorKind::Absent, what, Source::UnknownDevice)
+    }
+
+    /// Returns the error for listening on the address of a device that the fabric does not use.
+    pub(crate) fn other_device(ip: std::net::IpAddr, device: &str, used: &[&str]) -> Self {
+        let what = format!(
+            "{ip} is an address of device {device}, but only {} may be used",
+            used.join(", ")
+        );
+        Self::with_source(ErrorKind::Unreachable, what, Source::OtherDevice)
+    }
+
+    fn with_source(kind: ErrorKind, what: String, source: Source) -> Self {
+        Self(Arc::new(Inner {
+            kind,
+            what,
+            status: None,
+            refusal: None,
+            causes: OnceLock::new(),
+            source: Some(source),
+        }))
+    }
+
+    /// Appends to the text of an error that nobody else has yet.
+    pub(crate) fn append(mut self, text: &str) -> Self {
+        if let Some(inner) = Arc::get_mut(&mut self.0) {
+            inner.what += text;
+        }
+        self
+    }
+
+    /// Returns whether the caller has named a device that this host does not have.
+    #[must_use]
+    pub fn is_unknown_device(&self) -> bool {
+        matches!(self.0.source, Some(Source::UnknownDevice))
+    }
+
+    /// Returns whether the address belongs to a device that the fabric does not use.
+    #[must_use]
+    pub fn is_other_device(&self) -> bool {
+        matches!(self.0.source, Some(Source::OtherDevice))
+    }
+
+    /// Returns whether this process cannot use RDMA on this host: it is absent, or the user may
+    /// not use the devices or pin the memory.
+    #[must_use]
+    pub fn is_unavailable(&self) -> bool {
+        self.kind() == ErrorKind::Absent
+            || self.verbs().is_some_and(|error| error.kind().is_unavailable())
+    }
+
+    /// Returns whether the locked-memory limit is the cause.
+    pub(crate) fn is_memlock(&self) -> bool {
+        self.verbs().is_some_and(|error| error.memlock().is_some())
+    }
+
+    /// Returns the error of the device or the connection manager behind this one.
+    fn verbs(&self) -> Option<&ferrite_verbs::Error> {
+        match &self.0.source {
+            Some(Source::Verbs(error) | Source::Pool(PoolError::Register(error))) => Some(error),
+            _ => None,
+        }
+    }
+
     pub(crate) fn is_clear_text(&self) -> bool {
         matches!(self.0.source, Some(Source::ClearText(_)))
     }
@@ -292,6 +363,12 @@ impl Error {
                  (`rdma link` lists it; siw is one)"
                     .into(),
             ),
+            Some(Source::UnknownDevice) => {
+                Some("name one of these devices (rdma-device), or none to use all".into())
+            }
+            Some(Source::OtherDevice) => {
+                Some("name that device too (rdma-device), or listen on another address".into())
+            }
             None => self.causes().first().and_then(|cause| cause.remedy.clone()),
         }
     }
@@ -371,7 +448,7 @@ impl std::error::Error for Error {
         match &self.0.source {
             Some(Source::Verbs(error)) => Some(error),
             Some(Source::Pool(error)) => Some(error),
-            Some(Source::ClearText(_) | Source::Loopback | Source::TcpOwnsPort) | None => None,
+            _ => None,
         }
     }
 }

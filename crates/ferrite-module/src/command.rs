@@ -244,8 +244,10 @@ fn doctor(module: &mut Module, _: u64, words: &[String]) -> Reply {
                      {violations}"
                 ),
             );
-            let lost = stats.devices_lost.saturating_sub(stats.devices_back);
-            say(lost == 0, &format!("devices lost and not yet back: {lost}"));
+            match stats.device_faults.as_slice() {
+                [] => say(true, "all RDMA devices in use are present and their ports are up"),
+                faults => faults.iter().for_each(|fault| say(false, fault)),
+            }
             let fallbacks: u64 = stats.fallbacks.iter().map(|(_, count)| count).sum();
             say(
                 fallbacks == 0,

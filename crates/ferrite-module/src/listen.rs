@@ -26,42 +26,40 @@ impl Address {
     }
 }
 
-/// The addresses that the engine's current configuration asks for.
-#[derive(Debug)]
-pub(crate) struct WantedAddresses {
-    sockets: Sockets,
-    addresses: Result<Vec<Address>, String>,
+/// A word of `rdma-bind` or of the engine's `bind`: an address, or a name that is not resolved yet.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Host {
+    word: String,
+    may_be_absent: bool,
+    is_named: bool,
 }
 
-impl WantedAddresses {
-    pub(crate) fn new(sockets: Sockets, addresses: Vec<Address>) -> Self {
-        Self { sockets, addresses: Ok(addresses) }
+/// The hosts that the engine's current configuration asks for.
+#[derive(Debug)]
+pub(crate) struct WantedHosts(Result<Vec<Host>, String>);
+
+impl WantedHosts {
+    pub(crate) fn new(hosts: Vec<Host>) -> Self {
+        Self(Ok(hosts))
     }
 
-    /// Updates the addresses to the engine's current configuration. Returns them if they have
-    /// changed.
+    /// Updates the hosts to the engine's current configuration. Returns them if they have changed.
     ///
-    /// `find` is called only if the configuration has changed, since it resolves host names, which
-    /// can take long.
+    /// Names are compared, not resolved: that may take long, and the engine would wait.
     pub(crate) fn follow(
         &mut self,
-        sockets: &Sockets,
-        find: impl FnOnce(&Sockets) -> Result<Vec<Address>, String>,
-    ) -> Option<&Result<Vec<Address>, String>> {
-        if *sockets == self.sockets {
-            return None;
-        }
-        self.sockets.clone_from(sockets);
-        let before = std::mem::replace(&mut self.addresses, find(sockets));
-        (before != self.addresses).then_some(&self.addresses)
+        now: Result<Vec<Host>, String>,
+    ) -> Option<&Result<Vec<Host>, String>> {
+        let before = std::mem::replace(&mut self.0, now);
+        (before != self.0).then_some(&self.0)
     }
 }
 
-/// Returns the addresses to listen on.
+/// Returns the hosts to listen on. Resolves nothing.
 ///
 /// # Errors
 /// There are none. The text says why and what to do.
-pub(crate) fn addresses(options: &Options, sockets: &Sockets) -> Result<Vec<Address>, String> {
+pub(crate) fn hosts(options: &Options, sockets: &Sockets) -> Result<Vec<Host>, String> {
     let is_off = |port: &Option<String>| port.as_deref() == Some("0");
     let has_tls = sockets.tls_port.as_deref().is_some_and(|port| port != "0");
     if is_off(&sockets.port) && has_tls && !options.allow_clear_text() {
@@ -72,13 +70,9 @@ pub(crate) fn addresses(options: &Options, sockets: &Sockets) -> Result<Vec<Addr
                 .into(),
         );
     }
-    let port = options.port();
     if let Some(named) = options.bind() {
-        let named = named.map(|ip| Address {
-            at: SocketAddr::new(ip, port),
-            may_be_absent: false,
-            is_named: true,
-        });
+        let named =
+            named.map(|word| Host { word: word.into(), may_be_absent: false, is_named: true });
         return Ok(named.collect());
     }
     let (Some(engine_port), Some(bind)) = (&sockets.port, &sockets.bind) else {
@@ -93,23 +87,34 @@ pub(crate) fn addresses(options: &Options, sockets: &Sockets) -> Result<Vec<Addr
             "the engine listens on no address; load the module with rdma-bind ADDRESS".into()
         );
     }
+    let host = |word: &str| match word.strip_prefix('-') {
+        Some(word) => Host { word: word.into(), may_be_absent: true, is_named: false },
+        None => Host { word: word.into(), may_be_absent: false, is_named: false },
+    };
+    Ok(bind.split_whitespace().map(host).collect())
+}
+
+/// Resolves hosts to addresses with this port, each address once. May take long.
+///
+/// # Errors
+/// A name has no address. The text names it.
+pub(crate) fn resolve(hosts: &[Host], port: u16) -> Result<Vec<Address>, String> {
     let mut found: Vec<Address> = Vec::new();
-    for word in bind.split_whitespace() {
-        let (word, may_be_absent) =
-            word.strip_prefix('-').map_or((word, false), |word| (word, true));
-        for mut at in resolve(word, may_be_absent)? {
+    for Host { word, may_be_absent, is_named } in hosts {
+        let (may_be_absent, is_named) = (*may_be_absent, *is_named);
+        for mut at in look_up(word, may_be_absent, is_named)? {
             at.set_port(port);
             if !found.iter().any(|address| address.at == at) {
-                found.push(Address { at, may_be_absent, is_named: false });
+                found.push(Address { at, may_be_absent, is_named });
             }
         }
     }
     Ok(found)
 }
 
-/// Resolves a word of the engine's `bind` to addresses with port 0. A link-local address names its
-/// interface (`fe80::1%eth0`).
-fn resolve(word: &str, may_be_absent: bool) -> Result<Vec<SocketAddr>, String> {
+/// Returns the addresses of a word, with port 0. A link-local address names its interface
+/// (`fe80::1%eth0`).
+fn look_up(word: &str, may_be_absent: bool, is_named: bool) -> Result<Vec<SocketAddr>, String> {
     match word {
         "*" => return Ok(vec![(Ipv4Addr::UNSPECIFIED, 0).into()]),
         "::*" => return Ok(vec![(Ipv6Addr::UNSPECIFIED, 0).into()]),
@@ -118,6 +123,7 @@ fn resolve(word: &str, may_be_absent: bool) -> Result<Vec<SocketAddr>, String> {
     match (word, 0).to_socket_addrs() {
         Ok(found) => Ok(found.collect()),
         Err(_) if may_be_absent => Ok(Vec::new()),
+        Err(error) if is_named => Err(format!("rdma-bind: cannot resolve {word:?}: {error}")),
         Err(error) => Err(format!(
             "cannot resolve the engine's bind address {word:?}: {error}; load the module with \
              rdma-bind ADDRESS"
@@ -136,10 +142,9 @@ mod tests {
 
     fn at(arguments: &str, port: &str, tls_port: &str, bind: &str) -> Result<Vec<String>, String> {
         let [port, tls_port, bind] = [port, tls_port, bind].map(|text| Some(text.to_owned()));
-        let found = addresses(
-            &options(arguments),
-            &Sockets { port, tls_port, bind, ..Sockets::default() },
-        )?;
+        let options = options(arguments);
+        let sockets = Sockets { port, tls_port, bind, ..Sockets::default() };
+        let found = resolve(&hosts(&options, &sockets)?, options.port())?;
         let show = |Address { at, may_be_absent, .. }: Address| {
             format!("{}{at}", if may_be_absent { "-" } else { "" })
         };
@@ -161,31 +166,31 @@ mod tests {
     }
 
     #[test]
-    fn resolves_names_only_when_the_configuration_changes() {
-        let bound_to = |bind: &str| Sockets { bind: Some(bind.to_owned()), ..Sockets::default() };
-        let at = |ip: &str| Address {
-            at: SocketAddr::new(ip.parse().expect("an address"), 1),
-            may_be_absent: false,
-            is_named: false,
+    fn reports_changes_of_the_engines_addresses_without_resolving_them() {
+        let bound_to = |bind: &str| {
+            let (port, bind) = (Some("6379".to_owned()), Some(bind.to_owned()));
+            let sockets = Sockets { port, bind, ..Sockets::default() };
+            hosts(&options(""), &sockets)
         };
-        let mut wanted = WantedAddresses::new(bound_to("one"), vec![at("10.0.0.1")]);
-        assert!(wanted.follow(&bound_to("one"), |_| panic!("resolved again")).is_none());
-        assert!(
-            wanted.follow(&bound_to("uno"), |_| Ok(vec![at("10.0.0.1")])).is_none(),
-            "another name of the same address"
-        );
-        assert_eq!(
-            wanted.follow(&bound_to("two"), |_| Err("none".into())),
-            Some(&Err("none".into()))
-        );
-        assert!(wanted.follow(&bound_to("two"), |_| panic!("resolved again")).is_none());
+        let mut wanted = WantedHosts::new(bound_to("one.invalid").expect("a host"));
+        assert!(wanted.follow(bound_to("one.invalid")).is_none());
+        assert!(wanted.follow(bound_to("two.invalid")).is_some_and(Result::is_ok));
+        assert!(wanted.follow(bound_to("two.invalid")).is_none());
+        assert!(wanted.follow(bound_to("")).is_some_and(Result::is_err));
+        assert!(wanted.follow(bound_to("")).is_none());
     }
 
     #[test]
     fn rdma_bind_overrides_the_engines_addresses() {
         let named = at("rdma-bind 10.0.0.5,::1", "6379", "0", "127.0.0.1").expect("addresses");
         assert_eq!(named, ["10.0.0.5:6380", "[::1]:6380"]);
-        let without_config = addresses(&options("rdma-bind 10.0.0.5"), &Sockets::default());
+        let named = at("rdma-bind [::1]+fe80::1%lo,[fe80::1%lo],localhost", "6379", "0", "*");
+        let named = named.expect("addresses");
+        assert_eq!(&named[..2], ["[::1]:6380", "[fe80::1%1]:6380"]);
+        assert!(named.contains(&"127.0.0.1:6380".to_owned()), "localhost: {named:?}");
+        let why = at("rdma-bind no-such-host.invalid", "6379", "0", "*").expect_err("no address");
+        assert!(why.starts_with("rdma-bind: cannot resolve \"no-such-host.invalid\""), "{why}");
+        let without_config = hosts(&options("rdma-bind 10.0.0.5"), &Sockets::default());
         assert_eq!(without_config.expect("an address, although CONFIG is renamed").len(), 1);
     }
 
@@ -195,7 +200,7 @@ mod tests {
             let why = at("", port, tls, bind).expect_err("no addresses");
             assert!(why.contains("on no address") && why.contains("rdma-bind"), "{why}");
         }
-        let why = addresses(&options(""), &Sockets::default()).expect_err("CONFIG is renamed");
+        let why = hosts(&options(""), &Sockets::default()).expect_err("CONFIG is renamed");
         assert!(
             why.contains("does not say where it listens") && why.contains("rdma-bind"),
             "{why}"

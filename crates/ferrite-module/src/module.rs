@@ -13,7 +13,7 @@ use crate::calls::Calls;
 use crate::capacity;
 use crate::descriptors;
 use crate::event_loop;
-use crate::listen::{self, Address};
+use crate::listen::{self, Address, Host};
 use crate::options::{Options, SettingValue};
 use crate::slice;
 use crate::target::{Sockets, target};
@@ -41,6 +41,8 @@ pub(crate) struct Module {
     pub(crate) options: Options,
     pub(crate) service: Service,
     callbacks: Callbacks,
+    /// The hosts that were resolved, with their addresses.
+    resolved: Option<(Vec<Host>, Vec<Address>)>,
     /// The engine has begun to shut down. It may still abort the shutdown.
     is_shutting_down: bool,
 }
@@ -75,7 +77,7 @@ fn lock() -> Option<MutexGuard<'static, Option<Module>>> {
 impl Module {
     pub(crate) fn new(options: Options, callbacks: Callbacks) -> Self {
         let service = Service::Off("not started yet".into());
-        Self { options, service, callbacks, is_shutting_down: false }
+        Self { options, service, callbacks, resolved: None, is_shutting_down: false }
     }
 
     /// Checks that the settings fit together: the engine's configuration sets them one by one.
@@ -89,10 +91,20 @@ impl Module {
     /// Starts the listener.
     ///
     /// # Errors
-    /// The listener cannot start, and RDMA is required. If RDMA is preferred, the reason is logged
-    /// and the engine runs without a listener.
+    /// The listener cannot start. That is no fallback: clients would find nobody. Only if the
+    /// engine itself has no address, or none without TLS, and RDMA is not required, the reason is
+    /// logged and the engine runs without a listener.
     pub(crate) fn start(&mut self, context: Context<'_>) -> Result<(), String> {
-        let started = self.endpoints(context).and_then(|endpoints| {
+        let endpoints = match self.endpoints(context) {
+            Ok(endpoints) => endpoints,
+            Err(why) if self.options.rdma() == Rdma::Require => return Err(why),
+            Err(why) => {
+                tracing::warn!("no RDMA listener: {why}");
+                self.service = Service::Off(why);
+                return Ok(());
+            }
+        };
+        let started = self.resolve(endpoints).and_then(|endpoints| {
             let protected = is_protected(context);
             let queue = match self.options.call_path() {
                 true => enable_call_path(context, self.callbacks),
@@ -120,25 +132,33 @@ impl Module {
                 self.service = Service::On(Box::new(transport));
                 Ok(())
             }
-            Err(why) if self.options.rdma() == Rdma::Require => Err(why),
             Err(why) => {
-                tracing::warn!("no RDMA listener: {why}");
-                self.service = Service::Off(why);
-                Ok(())
+                call_path::set(None);
+                Err(why)
             }
         }
     }
 
-    /// Returns the engine's socket that sessions connect to, the engine's own socket settings, and
-    /// the addresses to listen on.
-    fn endpoints(
-        &self,
-        context: Context<'_>,
-    ) -> Result<(EngineAddress, Sockets, Vec<Address>), String> {
+    /// Returns the engine's socket that sessions connect to, and the hosts to listen on.
+    fn endpoints(&self, context: Context<'_>) -> Result<(EngineAddress, Vec<Host>), String> {
         let sockets = sockets(context);
-        // Addresses first: an unusable engine socket matters only if the module listens at all.
-        let addresses = listen::addresses(&self.options, &sockets)?;
-        Ok((self.target(&sockets)?, sockets, addresses))
+        // Hosts first: an unusable engine socket matters only if the module listens at all.
+        let hosts = listen::hosts(&self.options, &sockets)?;
+        Ok((self.target(&sockets)?, hosts))
+    }
+
+    /// Resolves the hosts, once: a listener that starts again after an aborted shutdown must not
+    /// make the engine wait for a name server.
+    fn resolve(
+        &mut self,
+        (target, hosts): (EngineAddress, Vec<Host>),
+    ) -> Result<(EngineAddress, Vec<Host>, Vec<Address>), String> {
+        if self.resolved.as_ref().is_none_or(|(known, _)| *known != hosts) {
+            let addresses = listen::resolve(&hosts, self.options.port())?;
+            self.resolved = Some((hosts.clone(), addresses));
+        }
+        let addresses = self.resolved.as_ref().map(|(_, addresses)| addresses.clone());
+        Ok((target, hosts, addresses.unwrap_or_default()))
     }
 
     fn target(&self, sockets: &Sockets) -> Result<EngineAddress, String> {
@@ -158,8 +178,7 @@ impl Module {
         let target = self.target(&sockets);
         let Service::On(transport) = &mut self.service else { return };
         let current = transport.listener.all_addresses();
-        match transport.wanted.follow(&sockets, |sockets| listen::addresses(&self.options, sockets))
-        {
+        match transport.wanted.follow(listen::hosts(&self.options, &sockets)) {
             None => {}
             Some(Ok(_)) => tracing::warn!(
                 "the engine's addresses have changed, but the module keeps listening on {current}; \

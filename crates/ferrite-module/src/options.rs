@@ -8,12 +8,11 @@
 //! writes gives the same settings again.
 
 use std::ffi::CString;
-use std::net::IpAddr;
 use std::sync::LazyLock;
 use std::time::Duration;
 
 use ferrite_config::{
-    Kind, Policy, Program, Setting, TakesEffect, Value, Values, find, nearest, table,
+    Kind, Policy, Program, Setting, TakesEffect, Value, Values, address, find, nearest, table,
 };
 use ferrite_fabric::Rdma;
 use ferrite_session::EngineAddress;
@@ -177,10 +176,15 @@ impl Options {
         set.map_err(|why| format!("{} {text:?}: {why}", setting.name))
     }
 
-    /// Returns the addresses to listen on; `None` if they are the engine's.
-    pub(crate) fn bind(&self) -> Option<impl Iterator<Item = IpAddr>> {
+    /// Returns the addresses and names to listen on; `None` if they are the engine's.
+    pub(crate) fn bind(&self) -> Option<impl Iterator<Item = &str>> {
         let text = self.0.text(&table::RDMA_BIND).filter(|text| *text != "auto")?;
-        Some(text.split([',', ' ']).filter_map(|word| word.parse().ok()))
+        Some(address::words(text).filter_map(address::host))
+    }
+
+    /// Returns whether devices are named.
+    pub(crate) fn names_devices(&self) -> bool {
+        !self.0.list(&table::RDMA_DEVICE).is_empty()
     }
 
     pub(crate) fn port(&self) -> u16 {
@@ -303,8 +307,8 @@ mod tests {
              ferrite.rdma-device rxe1,rxe2 engine unix:/run/x.sock",
         )
         .expect("valid arguments");
-        let bind: Vec<_> = given.bind().expect("addresses").map(|ip| ip.to_string()).collect();
-        assert_eq!((bind, given.port()), (vec!["::1".to_owned()], 7000));
+        let bind: Vec<_> = given.bind().expect("addresses").collect();
+        assert_eq!((bind, given.port()), (vec!["::1"], 7000));
         assert_eq!(given.rdma(), Rdma::Require);
         assert_eq!(windows(&given), (1 << 20, 1 << 20), "the largest is at least the initial");
         assert_eq!(given.max_clients(), 5);
@@ -329,7 +333,7 @@ mod tests {
     fn rejects_values_that_the_engine_did_not_check() {
         let mut options = Options::default();
         let text = |text: &str| SettingValue::Text(text.into());
-        assert!(options.set(index("rdma-bind"), text("localhost")).is_err());
+        assert!(options.set(index("rdma-bind"), text("localhost:6380")).is_err());
         assert!(options.set(index("rx-size"), SettingValue::Number(4095)).is_err());
         assert!(options.set(index("rdma"), SettingValue::Number(3)).is_err());
         assert!(options.set(index("call-path"), SettingValue::Number(2)).is_err());
@@ -346,8 +350,8 @@ mod tests {
         wrong("rdma-port", &["rdma-port has no value", "from 1 to 65535"]);
         wrong("rdma-port 0", &["rdma-port \"0\"", "from 1 to 65535"]);
         wrong("rdma-port x", &["rdma-port \"x\""]);
-        wrong("rdma-bind localhost", &["rdma-bind \"localhost\"", "IP addresses"]);
-        wrong("rdma-bind 10.0.0.1,x", &["rdma-bind \"10.0.0.1,x\"", "auto"]);
+        wrong("rdma-bind localhost:1", &["rdma-bind \"localhost:1\"", "without ports"]);
+        wrong("rdma-bind 10.0.0.1,x_%", &["rdma-bind \"10.0.0.1,x_%\"", "auto"]);
         wrong("rdma-bind ,", &["rdma-bind \",\""]);
         wrong("rdma maybe", &["rdma \"maybe\"", "prefer or require"]);
         wrong("rx-size 4095", &["rx-size \"4095\"", "from 4kb to 2mb"]);

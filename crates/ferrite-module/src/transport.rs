@@ -25,9 +25,8 @@ use tokio::time::{sleep, timeout};
 use crate::api::fork;
 use crate::engine_handle::EngineHandle;
 use crate::event_loop;
-use crate::listen::{Address, WantedAddresses};
+use crate::listen::{Address, Host, WantedHosts};
 use crate::options::Options;
-use crate::target::Sockets;
 use crate::tasks::TaskQueue;
 
 /// How long the thread may take to open devices and register memory. A slow host needs some hundred
@@ -66,9 +65,9 @@ pub(crate) struct Transport {
     last_stats: Box<FabricStats>,
     /// The reply to a request for counters that did not arrive in time.
     pending_stats: Option<Receiver<FabricStats>>,
-    /// The addresses that the engine's configuration asks for. They may have changed since the
-    /// listener started.
-    pub(crate) wanted: WantedAddresses,
+    /// The hosts that the engine's configuration asks for. They may have changed since the listener
+    /// started.
+    pub(crate) wanted: WantedHosts,
 }
 
 /// How far the shutdown of the thread has come.
@@ -126,7 +125,7 @@ impl Transport {
     /// preferred, the listener then accepts TCP only.
     pub(crate) fn start(
         options: &Options,
-        (target, sockets, addresses): (EngineAddress, Sockets, Vec<Address>),
+        (target, hosts, addresses): (EngineAddress, Vec<Host>, Vec<Address>),
         protected_mode: bool,
         queue: Option<Arc<TaskQueue>>,
     ) -> Result<(Self, MainThreadHandles), String> {
@@ -134,7 +133,7 @@ impl Transport {
         let (report, progress) = sync_channel(2);
         let (requests, received) = unbounded_channel();
         let settings = (options.clone(), gateway_config(options, target, protected_mode));
-        let wanted = WantedAddresses::new(sockets, addresses.clone());
+        let wanted = WantedHosts::new(hosts);
         let retries_last = options.retries_last();
         let thread = std::thread::Builder::new().name("ferrite".into()).spawn(move || {
             let (options, config) = settings;
@@ -412,6 +411,11 @@ fn listen(
         let how = ListenOptions::new().rdma(rdma).accept_foreign_peers().one_family();
         match fabric.listen_with(at, &how) {
             Ok(listener) => {
+                // The setting names a device for RDMA, and this is another one.
+                let other = listener.absence().filter(|error| error.is_other_device());
+                if let Some(error) = other.filter(|_| address.is_named && options.names_devices()) {
+                    return Err(format!("cannot listen on {at}: {}", with_remedy(error)));
+                }
                 let has_rdma =
                     rdma != Rdma::Forbid && fabric.absence().or(listener.absence()).is_none();
                 listeners.push((listener, has_rdma));
@@ -436,6 +440,17 @@ fn listen(
              ADDRESS"
                 .into()
         }));
+    }
+    let is_other = |(listener, _): &(Listener, bool)| {
+        listener.absence().is_some_and(ferrite_fabric::Error::is_other_device)
+    };
+    if options.names_devices()
+        && !listeners.iter().any(|(_, has_rdma)| *has_rdma)
+        && let Some((listener, _)) = listeners.iter().find(|listener| is_other(listener))
+        && let Some(error) = listener.absence()
+    {
+        let at = listener.local_addr();
+        return Err(format!("cannot listen on {at} over RDMA: {}", with_remedy(error)));
     }
     unserved
         .iter()

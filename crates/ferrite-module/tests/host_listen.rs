@@ -2,7 +2,7 @@
 //! There is no clear-text listener if the engine serves only TLS. Silent connections do not block
 //! other clients.
 
-use ferrite_testkit::engine::{REDIS, engines};
+use ferrite_testkit::engine::{REDIS, engines, module};
 use ferrite_testkit::{Engine, Start, TempDir, free_port};
 use std::io::{Read as _, Write as _};
 use std::net::{TcpStream, ToSocketAddrs as _};
@@ -142,6 +142,66 @@ fn link_local() -> Option<String> {
         let ip = std::net::Ipv6Addr::from(u128::from_str_radix(address, 16).ok()?);
         Some(format!("{ip}%{interface}"))
     })
+}
+
+/// A listener that cannot be is no fallback: the engine would run without the port that clients
+/// expect.
+#[test]
+fn refuses_to_load_if_a_named_address_cannot_be_used() {
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
+    let port = taken.local_addr().expect("an address").port().to_string();
+    for program in engines() {
+        for (bind, why) in [
+            ("127.0.0.1", "already in use"),
+            ("192.0.2.77", "cannot listen on 192.0.2.77:"),
+            ("no-such-host.invalid", "rdma-bind: cannot resolve \"no-such-host.invalid\""),
+        ] {
+            let arguments = ["rdma-bind", bind, "rdma-port", &port];
+            let options = ["--port", "0"];
+            let start = Start { program: &program, module: Some(&arguments), options: &options };
+            let (status, log) = Engine::run_until_exit(&start);
+            assert!(!status.success(), "{log}");
+            assert!(log.contains("ferrite: not loaded: ") && log.contains(why), "{log}");
+        }
+        // A running engine refuses as well, goes on, and can load the module afterwards.
+        let mut server = Engine::start(&Start { program: &program, ..Start::redis(&[]) });
+        let module = module();
+        let load = ["MODULE", "LOAD", module.to_str().expect("UTF-8"), "rdma-bind", "127.0.0.1"];
+        let refusal = server.refusal(&[&load[..], &["rdma-port", &port]].concat());
+        assert!(refusal.to_lowercase().contains("error loading"), "{refusal}");
+        for _ in 0..20 {
+            assert_eq!(server.ask::<String>(&["PING"]), "PONG");
+        }
+        let own = free_port().to_string();
+        let () = server.ask(&[&load[..], &["rdma-port", &own]].concat());
+        assert_eq!(ping("127.0.0.1", &own), Some(true));
+        server.assert_healthy();
+    }
+}
+
+#[test]
+fn listens_on_names_and_on_addresses_in_brackets() {
+    for program in engines() {
+        let own = free_port().to_string();
+        let has_ipv6 = std::net::TcpListener::bind("[::1]:0").is_ok();
+        let mut bind = "localhost,127.0.0.2".to_owned();
+        if has_ipv6 {
+            bind += ",[::1]";
+        }
+        if let Some(address) = link_local() {
+            bind += &format!(",[{address}]");
+        }
+        let mut server =
+            start(&program, &["rdma-port", &own, "rdma-bind", &bind], &["--port", "0"]);
+        assert_eq!([1, 2].map(|last| ping(&format!("127.0.0.{last}"), &own)), [Some(true); 2]);
+        if has_ipv6 {
+            assert_eq!(ping("::1", &own), Some(true), "{}", server.info("address"));
+        }
+        if let Some(address) = link_local() {
+            assert!(ping(&address, &own).is_some(), "nothing listens at {address}");
+        }
+        server.assert_healthy();
+    }
 }
 
 /// If the engine has only a Unix socket, the module does not listen.

@@ -179,8 +179,8 @@ fn errors_name_the_wrong_argument() {
             (&["rdma-port", "70000"], "rdma-port \"70000\": expected a number from 1 to 65535"),
             (&["rdma", "maybe"], "rdma \"maybe\": expected prefer or require or forbid"),
             (
-                &["rdma-bind", "localhost"],
-                "rdma-bind \"localhost\": expected auto (where the engine listens), or IP addresses",
+                &["rdma-bind", "localhost:1"],
+                "rdma-bind \"localhost:1\": expected auto (where the engine listens), or addresses",
             ),
             (&["rx-size", "8mb"], "rx-size \"8mb\": expected a size from 4kb to 2mb"),
             (&["engine", "nowhere"], "engine \"nowhere\": expected auto, unix:/PATH or HOST:PORT"),

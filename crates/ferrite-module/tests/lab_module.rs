@@ -141,6 +141,68 @@ fn listens_over_rdma_and_reports_it() {
     assert!(server.shut_down("NOSAVE").success());
 }
 
+/// Starts an engine that must refuse to load the module, and returns its log.
+fn log_of_failed_load(arguments: &[&str]) -> String {
+    let options = ["--port", "0"];
+    let start = Start { program: Path::new(REDIS), module: Some(arguments), options: &options };
+    let (status, log) = Engine::run_until_exit(&start);
+    assert!(!status.success() && log.contains("ferrite: not loaded: "), "{log}");
+    log
+}
+
+/// Nobody names a device in order to use TCP.
+#[test]
+fn refuses_to_load_with_a_wrong_device() {
+    let log = log_of_failed_load(&["rdma-bind", HOST, "rdma-device", "mlx5_0"]);
+    assert!(log.contains("no RDMA device mlx5_0; devices: rxe1, rxe2; to do: "), "{log}");
+    let log = log_of_failed_load(&["rdma-bind", HOST, "rdma-device", "rxe2"]);
+    assert!(log.contains("10.0.0.1 is an address of device rxe1, but only rxe2"), "{log}");
+    assert!(log.contains("to do: "), "{log}");
+}
+
+/// Runs a command of the lab's guest.
+fn sh(line: &str) {
+    let status = std::process::Command::new("sh").args(["-c", line]).status().expect("sh");
+    assert!(status.success(), "{line}");
+}
+
+/// On drop, makes the device again.
+struct RestoreDevice;
+
+impl Drop for RestoreDevice {
+    fn drop(&mut self) {
+        let line = "ip link set h1 up; rdma link show rxe1/1 >/dev/null 2>&1 ||
+                    rdma link add rxe1 type rxe netdev h1";
+        let _ = std::process::Command::new("sh").args(["-c", line]).status();
+    }
+}
+
+#[test]
+fn names_a_device_that_goes_and_returns() {
+    let _restore = RestoreDevice;
+    let arguments = ["rdma-bind", HOST, "rdma-port", PORT];
+    let options = ["--port", "0", "--protected-mode", "no"];
+    let start = Start { program: Path::new(REDIS), module: Some(&arguments), options: &options };
+    let mut server = Engine::start(&start);
+    let doctor = |server: &Engine| server.ask::<String>(&["FERRITE", "DOCTOR"]);
+    let fine = "[ ok ] all RDMA devices in use are present";
+    assert!(doctor(&server).contains(fine), "{}", doctor(&server));
+    sh("ip link set h1 down");
+    server.wait_for_log("RDMA device rxe1: port 1 went down");
+    assert!(doctor(&server).contains("[warn] rxe1: port 1 is down"), "{}", doctor(&server));
+    sh("ip link set h1 up");
+    server.wait_for_log("RDMA device rxe1: port 1 is up again");
+    sh("rdma link delete rxe1");
+    server.wait_for_log("RDMA device rxe1: ");
+    server.wait_until("a doctor that names the device", || {
+        doctor(&server).contains("[warn] rxe1 was removed or failed")
+    });
+    sh("rdma link add rxe1 type rxe netdev h1");
+    server.wait_for_log("RDMA device rxe1 is back and in use again");
+    server.wait_until("a doctor without a warning", || doctor(&server).contains(fine));
+    server.assert_healthy();
+}
+
 #[test]
 fn serves_commands_pipelines_and_resp3() {
     let mut server = start(&[], &[]);

@@ -114,7 +114,14 @@ impl EngineSocket {
             }
             EngineAddress::Tcp(address) => {
                 let mut last = io::Error::from(io::ErrorKind::AddrNotAvailable);
-                for address in lookup_host(address).await? {
+                // The system resolves an IPv6 address with its interface only without brackets.
+                let (host, port) = address.rsplit_once(':').unwrap_or((address, ""));
+                let host = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
+                let found: Vec<_> = match (host, port.parse::<u16>()) {
+                    (Some(host), Ok(port)) => lookup_host((host, port)).await?.collect(),
+                    _ => lookup_host(address).await?.collect(),
+                };
+                for address in found {
                     let family =
                         if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
                     let socket = TcpSocket::from_std_stream(open(family)?.into());

@@ -102,7 +102,8 @@ fn microseconds(time: Duration) -> u32 {
 /// device may need a while after the host has started. Blocks meanwhile.
 ///
 /// # Errors
-/// Those of [`Builder::build`] at the last attempt.
+/// Those of [`Builder::build`] at the last attempt; and if `rdma-device` names a device that this
+/// host does not have, although it has others.
 pub fn open_fabric(
     values: &Values,
     config: &Config,
@@ -118,7 +119,12 @@ pub fn open_fabric(
                 Err(error) => error.kind() != ErrorKind::Misuse,
             };
         if retries == 0 || !may_help {
-            return built;
+            let fabric = built?;
+            // Nobody names a device that does not exist in order to use TCP.
+            return match fabric.absence().filter(|error| error.is_unknown_device()) {
+                Some(error) => Err(error.clone()),
+                None => Ok(fabric),
+            };
         }
         retries -= 1;
         drop(built);

@@ -57,7 +57,13 @@ impl Context {
         enable_fork_safety(device.verbs())?;
         // SAFETY: the device pointer is valid while `device` holds its list.
         let raw = unsafe { (device.verbs().ibv.ibv_open_device)(device.raw()) };
-        let raw = NonNull::new(raw).ok_or_else(|| Error::last("ibv_open_device", device.name()))?;
+        let raw = NonNull::new(raw).ok_or_else(|| {
+            let error = Error::last("ibv_open_device", device.name());
+            match device.denied_file() {
+                Some(file) => Error::denied("ibv_open_device", file),
+                None => error,
+            }
+        })?;
         let context = Self(Arc::new(Inner { raw, device: device.clone() }));
         set_nonblocking(context.as_fd(), "async event fd")?;
         Ok(context)

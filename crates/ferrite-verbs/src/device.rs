@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use rustix::io::Errno;
 
+use crate::denied::{self, denied_file};
 use crate::error::{Absence, Error, ErrorKind, last_errno};
 use crate::quirks::DeviceQuirks;
 use crate::sys;
@@ -58,6 +59,10 @@ impl Verbs {
         let list =
             Arc::new(List { verbs: self.clone(), array, len: usize::try_from(len).unwrap_or(0) });
         if list.len == 0 {
+            // libibverbs leaves out devices whose files it cannot see.
+            if let Some(file) = denied_file(denied::DEVICES) {
+                return Err(Error::denied("ibv_get_device_list", file));
+            }
             return Err(Absence::NoDevice.into());
         }
         Ok((0..list.len).map(|index| Device { list: Arc::clone(&list), index }).collect())
@@ -131,6 +136,17 @@ impl Device {
     #[must_use]
     pub fn quirks(&self) -> DeviceQuirks {
         DeviceQuirks::of_driver(self.driver().as_deref())
+    }
+
+    /// Returns the device's file, if this process may not open it.
+    pub(crate) fn denied_file(&self) -> Option<PathBuf> {
+        // Soft-RoCE has no bus device that names its file.
+        let files = self.sysfs_path("device/infiniband_verbs").read_dir();
+        let file = files.ok().and_then(|mut files| files.next()?.ok());
+        match file {
+            Some(file) => denied_file(&file.file_name().to_string_lossy()),
+            None => denied_file(denied::DEVICES),
+        }
     }
 
     pub(crate) fn sysfs_path(&self, below: &str) -> PathBuf {

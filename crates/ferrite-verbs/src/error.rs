@@ -7,6 +7,7 @@
 
 use std::fmt;
 use std::io;
+use std::path::PathBuf;
 
 use rustix::io::Errno;
 
@@ -144,6 +145,15 @@ pub enum ErrorKind {
     System,
 }
 
+impl ErrorKind {
+    /// Returns whether this process cannot use RDMA on this host: it is absent, or the user may
+    /// not use the devices or pin the memory.
+    #[must_use]
+    pub fn is_unavailable(self) -> bool {
+        matches!(self, Self::Absent | Self::Permission | Self::Memlock)
+    }
+}
+
 /// A call that failed.
 ///
 /// ```
@@ -169,6 +179,8 @@ struct Inner {
 /// A known cause, with its details.
 enum Cause {
     Absence(Absence),
+    /// The process may not open this file.
+    Denied(PathBuf),
     Memlock(Memlock),
     Rejection(Rejection),
     Text(String),
@@ -226,6 +238,11 @@ impl Error {
         match (&self.0.cause, self.0.kind) {
             (Some(Cause::Absence(absence)), _) => Some(absence.remedy()),
             (Some(Cause::Memlock(memlock)), _) => Some(memlock.remedy()),
+            (_, ErrorKind::Permission) => Some(
+                "add the user to the group that has the files (mostly rdma), or write a udev rule \
+                 (KERNEL==\"uverbs*|rdma_cm\", MODE=\"0666\"); log in or start the service again"
+                    .into(),
+            ),
             (_, ErrorKind::CgroupLimit) => Some(
                 "compare rdma.current with rdma.max of the process's cgroup, and raise rdma.max \
                  (systemd has no setting for it: write the file); without such a limit the device \
@@ -240,9 +257,6 @@ impl Error {
                  RDMA, `rdma resource show cm_id`)"
                     .into(),
             ),
-            (_, ErrorKind::Permission) => {
-                Some("give the user access to /dev/infiniband/* (udev rule or group rdma)".into())
-            }
             _ => None,
         }
     }
@@ -285,6 +299,13 @@ impl Error {
                 .because("failed without an error number");
         }
         Self::os(call, last_errno(), context)
+    }
+
+    /// Creates an error for a device file that the process may not open.
+    pub(crate) fn denied(call: &'static str, file: PathBuf) -> Self {
+        let mut error = Self::new(ErrorKind::Permission, call, "");
+        error.0.cause = Some(Cause::Denied(file));
+        error
     }
 
     pub(crate) fn with_kind(mut self, kind: ErrorKind) -> Self {
@@ -342,6 +363,9 @@ impl fmt::Display for Error {
         if let Some(Cause::Absence(absence)) = cause {
             return absence.fmt(f);
         }
+        if let Some(Cause::Denied(file)) = cause {
+            return write!(f, "permission denied on {}", file.display());
+        }
         f.write_str(call)?;
         if !context.is_empty() {
             write!(f, " ({context})")?;
@@ -360,7 +384,7 @@ impl fmt::Display for Error {
                 write!(f, ": the peer refused: {}", rejection.reason)
             }
             Some(Cause::Text(text)) => write!(f, ": {text}"),
-            Some(Cause::Absence(_)) | None => Ok(()),
+            Some(Cause::Absence(_) | Cause::Denied(_)) | None => Ok(()),
         }
     }
 }

@@ -15,7 +15,7 @@
 //! | `qp.rs` `srq.rs` `wr.rs` | [`QueuePair`], [`SharedReceiveQueue`], [`SendRequest`], [`RecvRequest`] |
 //! | `async_event.rs` | [`AsyncEvent`] |
 //! | `cm.rs` `cm_abi.rs` | [`EventChannel`], [`CmId`], [`CmEvent`] |
-//! | `error.rs` `code.rs` `leak.rs` | [`Error`], [`Absence`]; named numbers; [`leaked_objects`] |
+//! | `error.rs` `denied.rs` `code.rs` `leak.rs` | [`Error`], [`Absence`]; named numbers; [`leaked_objects`] |
 //! | `fake.rs` | a software provider behind the same table (feature `fake`) |
 //!
 //! Safety: safe code cannot make the device access freed memory. A [`MemoryRegion`] owns its bytes
@@ -46,6 +46,7 @@ mod cm_abi;
 mod code;
 mod context;
 mod cq;
+mod denied;
 mod device;
 mod error;
 #[cfg(feature = "fake")]

@@ -1,30 +1,35 @@
-//! Parses addresses given on the command line.
+//! Parses addresses given on the command line and in files, and resolves names.
 
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs as _};
 
-/// Parses an IP address or a host name, with an optional port.
+use ferrite_config::address::{split, words};
+
+/// Parses an IP address or a host name, with an optional port. An IPv6 address may name its
+/// interface (`fe80::1%eth0`). Resolves names, which may take long.
 ///
 /// Pass `DEFAULT_PORT` 0 for a local address, where any port will do.
 pub(crate) fn parse<const DEFAULT_PORT: u16>(text: &str) -> Result<SocketAddr, String> {
-    if let Ok(addr) = text.parse() {
-        return Ok(addr);
-    }
-    let raw = text.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(text);
-    if let Ok(ip) = raw.parse::<IpAddr>() {
-        return Ok(SocketAddr::new(ip, DEFAULT_PORT));
-    }
-    let (name, port) = match text.rsplit_once(':') {
-        Some((name, port)) => (name, port.parse().map_err(|_| format!("{port:?} is not a port"))?),
-        None => (text, DEFAULT_PORT),
+    let Some((host, port)) = split(text) else {
+        let port = text.rsplit_once(':').map(|(_, port)| port);
+        return Err(match port.filter(|port| !port.is_empty() && port.parse::<u16>().is_err()) {
+            Some(port) if text.matches(':').count() == 1 => format!("{port:?} is not a port"),
+            _ => "expected ADDRESS or ADDRESS:PORT ([ADDRESS]:PORT for IPv6)".to_owned(),
+        });
     };
-    if name.is_empty() || name.contains([':', '[', ']']) {
-        return Err("expected ADDRESS or ADDRESS:PORT ([ADDRESS]:PORT for IPv6)".to_owned());
+    let port = port.unwrap_or(DEFAULT_PORT);
+    if let Ok(ip) = host.parse::<IpAddr>() {
+        return Ok(SocketAddr::new(ip, port));
     }
-    let found = (name, port).to_socket_addrs().map_err(|error| format!("{name}: {error}"))?;
+    let found = (host, port).to_socket_addrs().map_err(|error| format!("{host}: {error}"))?;
     // Prefer IPv4 if the name has both: most RoCE networks use it.
     let mut found: Vec<_> = found.collect();
     found.sort_by_key(SocketAddr::is_ipv6);
-    found.first().copied().ok_or_else(|| format!("{name} has no address"))
+    found.first().copied().ok_or_else(|| format!("{host} has no address"))
+}
+
+/// Parses addresses that commas separate.
+pub(crate) fn parse_all<const DEFAULT_PORT: u16>(text: &str) -> Result<Vec<SocketAddr>, String> {
+    words(text).map(parse::<DEFAULT_PORT>).collect()
 }
 
 #[cfg(test)]
@@ -42,7 +47,13 @@ mod tests {
         assert_eq!(parsed("2001:db8::1"), "[2001:db8::1]:7471");
         assert_eq!(parsed("[2001:db8::1]"), "[2001:db8::1]:7471");
         assert_eq!(parsed("[2001:db8::1]:99"), "[2001:db8::1]:99");
+        // The loopback interface has index 1 everywhere.
+        assert_eq!(parsed("fe80::1%lo"), "[fe80::1%1]:7471");
+        assert_eq!(parsed("[fe80::1%lo]:99"), "[fe80::1%1]:99");
+        assert_eq!(parsed("localhost:99"), "127.0.0.1:99");
         assert_eq!(parse::<0>("10.0.0.2").map(|addr| addr.port()), Ok(0));
+        let all = parse_all::<1>("10.0.0.1, [::1]:2").expect("addresses");
+        assert_eq!(all, ["10.0.0.1:1", "[::1]:2"].map(|text| text.parse().expect("an address")));
     }
 
     #[test]
@@ -52,5 +63,6 @@ mod tests {
         for bad in ["", ":7471", "[10.0.0.1", "a:b:1"] {
             assert!(parsed(bad).starts_with("expected ADDRESS"), "{bad}: {}", parsed(bad));
         }
+        assert!(parsed("fe80::1%no-such-interface").starts_with("fe80::1%no-such-interface: "));
     }
 }

@@ -6,7 +6,9 @@ use std::process::ExitCode;
 
 use anyhow::{Context as _, bail};
 use clap::{Args, Subcommand, ValueEnum};
-use ferrite_config::{Origin, Program, Values, file, find, nearest, reference, schema, table};
+use ferrite_config::{
+    Origin, Program, Values, exit_code, file, find, nearest, reference, schema, table,
+};
 use serde_json::{Value, json};
 
 use crate::settings;
@@ -42,7 +44,7 @@ Examples:
   ferrite config schema > ferrite.schema.json            for editors
 
 JSON: {program, settings[{name, key, value, origin, line?, variable, default, expected, meaning}]}.
-  check: {file, problems[{line, key, message}]}; exit code 1 if there are problems.";
+  check: {file, problems[{line, key, message}]}; exit code 2 if there are problems.";
 
 #[derive(Subcommand)]
 enum Action {
@@ -109,6 +111,7 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<ExitCode> {
 
 fn show(options: &Options) -> anyhow::Result<()> {
     let mut values = settings::read(options.program.into(), options.config.as_deref())?;
+    settings::warn_of_unknown_variables();
     set_flags(&mut values, &options.flags)?;
     settings::check(&values)?;
     if options.json {
@@ -167,7 +170,11 @@ fn entry(values: &Values, setting: &ferrite_config::Setting) -> Value {
 fn text(values: &Values, file: Option<&Path>) -> String {
     let file = file.map(|file| file.display().to_string()).unwrap_or_default();
     let lines = values.iter().map(|(setting, entry)| {
-        let value = entry.value.as_ref().map_or("unset".into(), ToString::to_string);
+        let value = match entry.value.as_ref().map(ToString::to_string) {
+            None => "unset".into(),
+            Some(value) if value.is_empty() => "(empty)".into(),
+            Some(value) => value,
+        };
         let origin = match &entry.origin {
             Origin::File { line } => format!("{file}:{line}"),
             Origin::Environment => setting.variable(),
@@ -199,7 +206,10 @@ fn check(path: &Path, json: bool) -> anyhow::Result<ExitCode> {
     } else {
         println!("{}", settings::list(&name, &problems));
     }
-    Ok(if problems.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    Ok(ExitCode::from(match problems.is_empty() {
+        true => exit_code::SUCCESS,
+        false => exit_code::USAGE,
+    }))
 }
 
 #[cfg(test)]
@@ -210,7 +220,8 @@ mod tests {
     fn shows_every_setting_with_its_origin() {
         for program in Program::ALL {
             let mut values = Values::new(program);
-            let words = ["--send-queue-depth", "64", "rdma_cqe_poll_once", "8"].map(String::from);
+            let words = ["--send-queue-depth", "64", "rdma_cqe_poll_once", "8", "rdma-device", ""];
+            let words = words.map(String::from);
             set_flags(&mut values, &words).expect("valid");
             let shown = text(&values, None);
             assert_eq!(shown.lines().count(), program.settings().count());
@@ -221,6 +232,7 @@ mod tests {
             assert_eq!(line("send-queue-depth"), ["send-queue-depth", "64", "flag"]);
             assert_eq!(line("poll-batch"), ["poll-batch", "8", "flag"]);
             assert_eq!(line("cq-size"), ["cq-size", "16384", "default"]);
+            assert_eq!(line("rdma-device "), ["rdma-device", "(empty)", "flag"]);
         }
     }
 

@@ -4,39 +4,49 @@
 use std::fmt::Write as _;
 use std::process::ExitCode;
 
+use ferrite_config::exit_code;
 use ferrite_verbs::{Absence, CompletionError, ErrorKind};
 use serde::Serialize;
 
 use crate::pingpong::ConnectionLost;
 use crate::server;
-
-/// RDMA is unavailable on this host (EX_UNAVAILABLE of sysexits.h). Scripts may use TCP instead.
-const UNAVAILABLE: u8 = 69;
-/// Any other failure.
-const FAILURE: u8 = 1;
-
-/// Shown by `ferrite --help`.
-pub(crate) const HELP: &str = "Exit codes: 0 success; 1 failure; 2 wrong usage; \
-    69 this host has no usable RDMA (the message says what is missing and how to fix it). \
-    `ferrite server` has its own codes: see its help.";
+use crate::settings::WrongSettings;
 
 /// Prints the paragraph on stderr, and the object on stdout if `json`. The object is one line, like
 /// the events of the programs that run for long.
 pub(crate) fn report(error: &anyhow::Error, json: bool) -> ExitCode {
     let failure = Failure::from_error(error);
-    eprintln!("ferrite: {}", failure.paragraph());
+    match crate::log::is_json() {
+        true => tracing::error!("{}", failure.paragraph()),
+        false => eprintln!("ferrite: {}", failure.paragraph()),
+    }
     if json {
         match serde_json::to_string(&serde_json::json!({ "error": failure })) {
             Ok(text) => println!("{text}"),
             Err(error) => eprintln!("ferrite: {error}"),
         }
     }
-    let server_code = error.downcast_ref::<server::ServerError>().map(server::ServerError::code);
-    ExitCode::from(server_code.unwrap_or(if failure.missing.is_some() {
-        UNAVAILABLE
+    ExitCode::from(code(error))
+}
+
+/// Returns the exit code for an error.
+fn code(error: &anyhow::Error) -> u8 {
+    let is_unavailable = error.chain().any(|cause| {
+        let verbs = cause.downcast_ref::<ferrite_verbs::Error>();
+        let fabric = cause.downcast_ref::<ferrite_fabric::Error>();
+        cause.downcast_ref::<Absence>().is_some()
+            || verbs.is_some_and(|error| error.kind().is_unavailable())
+            || fabric.is_some_and(ferrite_fabric::Error::is_unavailable)
+    });
+    if let Some(error) = error.downcast_ref::<server::ServerError>() {
+        error.code()
+    } else if error.downcast_ref::<WrongSettings>().is_some() {
+        exit_code::USAGE
+    } else if is_unavailable {
+        exit_code::UNAVAILABLE
     } else {
-        FAILURE
-    }))
+        exit_code::FAILURE
+    }
 }
 
 /// A failure as JSON.
@@ -68,6 +78,7 @@ impl Failure {
                 (.., Some(lost)) => lost.kind_name(),
                 _ if let Some(server) = server => server.kind_name(),
                 _ if error.downcast_ref::<CompletionError>().is_some() => "completion_error",
+                _ if error.downcast_ref::<WrongSettings>().is_some() => "config",
                 _ => "failure",
             },
             missing: absence.map(missing),
@@ -196,6 +207,16 @@ mod tests {
         assert_eq!((failure.kind, failure.missing), ("absent", Some("device")));
         assert_eq!(failure.message, format!("while trying: {text}"), "no repeated cause");
         assert!(failure.remedy.is_some());
+    }
+
+    #[test]
+    fn exit_codes_are_those_of_the_table() {
+        let absent = || ferrite_verbs::Error::from(Absence::NoDevice);
+        let wrong = || WrongSettings("wrong".into());
+        assert_eq!(code(&anyhow::Error::from(absent()).context("while trying")), 69);
+        assert_eq!(code(&anyhow::Error::from(ferrite_fabric::Error::from(absent()))), 69);
+        assert_eq!(code(&anyhow::Error::from(wrong()).context("in a file")), 2);
+        assert_eq!(code(&anyhow::anyhow!("it broke")), 1);
     }
 
     #[test]

@@ -1,6 +1,5 @@
 //! `ferrite gateway`: an RDMA listener in front of an engine that serves sockets only.
 
-use std::io::IsTerminal as _;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -13,11 +12,13 @@ use ferrite_fabric::{Config, Fabric, ListenOptions, Listener, Rdma};
 use ferrite_session::{
     EngineAddress, Gateway, GatewayConfig, GatewayStats, fabric_config, open_fabric, valkey_config,
 };
+use futures_util::future::try_join_all;
 use serde::Serialize;
 
-use crate::address;
-use crate::settings::{Flags, GatewayProgram};
+use crate::reload::Reload;
+use crate::settings::{self, Flags, GatewayProgram};
 use crate::signals::Signals;
+use crate::{address, log};
 
 /// Accept RDMA clients for an unmodified engine: Redis, Valkey, KeyDB, Dragonfly, Garnet
 ///
@@ -52,29 +53,21 @@ Set LimitMEMLOCK=infinity in its systemd unit.
 
 On SIGTERM and SIGINT it accepts no new clients, delivers outstanding replies and exits with code 0.
 A client in the middle of a command delays that while it keeps sending, and for 1 s afterwards.
-A second signal stops it at once, with exit code 1.
+A second signal stops it at once, with exit code 1. On SIGHUP it reads its settings again and applies
+those that can change (`ferrite config` and the book say which); the log names the others.
 
-JSON lines: {event: listening, address, engine, devices[], rdma}, {event: ended, sessions {valkey,
-  ferrite, tcp}, refused, engine_failures, to_engine_bytes, to_client_bytes}.
+JSON lines: {event: listening, address, addresses[], engine, devices[], rdma},
+  {event: ended, sessions {valkey, ferrite, tcp}, refused, engine_failures, to_engine_bytes, to_client_bytes}.
   Failures print {error: {kind, missing?, message, remedy?}}.";
-
-/// Prints the libraries' warnings on stderr, and with `verbose` also what they do.
-pub(crate) fn log_to_stderr(verbose: bool) {
-    tracing_subscriber::fmt()
-        .with_writer(std::io::stderr)
-        .with_ansi(std::io::stderr().is_terminal())
-        .with_max_level(if verbose { tracing::Level::INFO } else { tracing::Level::WARN })
-        .without_time()
-        .with_target(false)
-        .init();
-}
 
 pub(crate) fn run(options: &Options) -> anyhow::Result<ExitCode> {
     let values = options.flags.values(options.config.as_deref())?;
-    log_to_stderr(values.switch(&table::TRACE_VERBOSE));
+    log::install(&values);
+    settings::warn_of_unknown_variables();
     let setup = Setup {
+        options,
         json: options.json,
-        listen: address::parse::<{ table::CLIENT_PORT }>(text(&values, &table::LISTEN))
+        listen: address::parse_all::<{ table::CLIENT_PORT }>(text(&values, &table::LISTEN))
             .map_err(|why| anyhow::anyhow!("--listen: {why}"))?,
         engine: text(&values, &table::ENGINE)
             .parse()
@@ -87,9 +80,10 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<ExitCode> {
 }
 
 /// The settings, with the addresses parsed.
-struct Setup {
+struct Setup<'a> {
+    options: &'a Options,
     values: Values,
-    listen: SocketAddr,
+    listen: Vec<SocketAddr>,
     engine: EngineAddress,
     json: bool,
 }
@@ -98,59 +92,95 @@ fn text<'a>(values: &'a Values, setting: &Setting) -> &'a str {
     values.text(setting).unwrap_or_default()
 }
 
-async fn serve(setup: &Setup) -> anyhow::Result<ExitCode> {
+async fn serve(setup: &Setup<'_>) -> anyhow::Result<ExitCode> {
     let values = &setup.values;
     let config = Config { program: Program::GATEWAY, ..fabric_config(values) };
     let rdma = config.rdma;
     let fabric = open_fabric(values, &config, || Fabric::system().command_threads())?;
     tokio::spawn(fabric.drive());
-    let listener = fabric
-        .listen_with(setup.listen, &ListenOptions::new().rdma(rdma).accept_foreign_peers())
-        .with_context(|| format!("cannot listen on {}", setup.listen))?;
-    let gateway = Gateway::new(GatewayConfig {
-        max_clients: values.number(&table::MAX_CLIENTS),
-        protected_mode: values.switch(&table::PROTECTED_MODE),
-        drain_timeout: values.time(&table::DRAIN),
-        valkey: valkey_config(values),
-        ..GatewayConfig::new(setup.engine.clone())
+    let listeners = setup.listen.iter().map(|at| listen(&fabric, *at, rdma, values));
+    let listeners = listeners.collect::<anyhow::Result<Vec<_>>>()?;
+    let mut config = GatewayConfig::new(setup.engine.clone());
+    reconfigure(&mut config, values);
+    let gateway = Gateway::new(config);
+    // Before anybody learns that the gateway runs: an unhandled SIGHUP would end it.
+    let read = || setup.options.flags.values(setup.options.config.as_deref());
+    let (mut signals, reload) = (Signals::new()?, Reload::new(values, read)?);
+    let (stop, stop_requested) = tokio::sync::watch::channel(());
+    report_listening(setup, rdma, &fabric, &listeners);
+    let serving = listeners.into_iter().map(|listener| {
+        let mut stop_requested = stop_requested.clone();
+        // It has changed when the sender is gone.
+        gateway.serve(listener, async move { while stop_requested.changed().await.is_ok() {} })
     });
-    let mut signals = Signals::new()?;
-    let (stop, stop_requested) = tokio::sync::oneshot::channel::<()>();
-    report_listening(setup, rdma, &fabric, &listener);
-    let stop_when_requested = async { drop(stop_requested.await) };
     let second_signal = async {
         signals.next().await;
         drop(stop);
         signals.next().await;
     };
+    let reloading = reload.run(|values| {
+        fabric.set_busy_poll_us(fabric_config(values).busy_poll_us);
+        gateway.reconfigure(|config| reconfigure(config, values));
+    });
     let forced = tokio::select! {
-        served = gateway.serve(listener, stop_when_requested) => served.map(|()| false)?,
+        served = try_join_all(serving) => served.map(|_| false)?,
         () = second_signal => true, // dropping `serve` closes all sessions
+        never = reloading => match never {},
     };
     if forced {
-        eprintln!("ferrite: second signal received, closing all sessions now");
+        tracing::warn!("second signal received, closing all sessions now");
     }
     report_ended(setup.json, gateway.stats());
     Ok(if forced { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}
+
+/// Applies the settings that can change while the gateway runs.
+fn reconfigure(config: &mut GatewayConfig, values: &Values) {
+    config.max_clients = values.number(&table::MAX_CLIENTS);
+    config.protected_mode = values.switch(&table::PROTECTED_MODE);
+    config.drain_timeout = values.time(&table::DRAIN);
+    config.valkey = valkey_config(values);
+}
+
+fn listen(
+    fabric: &Fabric,
+    at: SocketAddr,
+    rdma: Rdma,
+    values: &Values,
+) -> anyhow::Result<Listener> {
+    let options = ListenOptions::new().rdma(rdma).accept_foreign_peers();
+    // Other listeners may have the same port of the other family.
+    let options = if at.is_ipv6() { options.one_family() } else { options };
+    let listener = fabric.listen_with(at, &options);
+    let listener = listener.with_context(|| format!("cannot listen on {at}"))?;
+    // The setting names a device for RDMA, and this is another one.
+    let other = listener.absence().filter(|error| error.is_other_device());
+    if let Some(error) = other.filter(|_| values.is_given(&table::RDMA_DEVICE)) {
+        return Err(error.clone()).with_context(|| format!("cannot listen on {at}"));
+    }
+    Ok(listener)
 }
 
 #[derive(Serialize)]
 struct Listening<'a> {
     event: &'static str,
     address: SocketAddr,
+    addresses: &'a [SocketAddr],
     engine: String,
     devices: &'a [&'a str],
     rdma: String,
 }
 
-fn report_listening(setup: &Setup, rdma: Rdma, fabric: &Fabric, listener: &Listener) {
-    let address = listener.local_addr();
-    // A listener without RDMA, for example on a loopback address, does not use the open devices.
-    let devices = if listener.absence().is_none() { fabric.devices() } else { Vec::new() };
+fn report_listening(setup: &Setup<'_>, rdma: Rdma, fabric: &Fabric, listeners: &[Listener]) {
+    let addresses: Vec<_> = listeners.iter().map(Listener::local_addr).collect();
+    // Listeners without RDMA, for example on loopback addresses, do not use the open devices.
+    let has_rdma = listeners.iter().any(|listener| listener.absence().is_none());
+    let devices = if has_rdma { fabric.devices() } else { Vec::new() };
     if setup.json {
         let line = Listening {
             event: "listening",
-            address,
+            address: addresses[0],
+            addresses: &addresses,
             engine: setup.engine.to_string(),
             devices: &devices,
             rdma: rdma.to_string(),
@@ -163,7 +193,9 @@ fn report_listening(setup: &Setup, rdma: Rdma, fabric: &Fabric, listener: &Liste
         (false, Rdma::Require) => format!("RDMA on {}", devices.join(", ")),
         (false, _) => format!("RDMA on {}, and TCP", devices.join(", ")),
     };
-    eprintln!("ferrite: gateway listening on {address} ({over}), engine {}", setup.engine);
+    let addresses: Vec<_> = addresses.iter().map(ToString::to_string).collect();
+    let addresses = addresses.join(", ");
+    tracing::info!("gateway listening on {addresses} ({over}), engine {}", setup.engine);
 }
 
 #[derive(Serialize)]
@@ -205,8 +237,8 @@ fn report_ended(json: bool, stats: GatewayStats) {
         println!("{}", serde_json::to_string(&line).expect("plain values"));
         return;
     }
-    eprintln!(
-        "ferrite: gateway ended: sessions {} (Valkey {valkey}, Ferrite {ferrite}, TCP {tcp}), \
+    tracing::info!(
+        "gateway ended: sessions {} (Valkey {valkey}, Ferrite {ferrite}, TCP {tcp}), \
          refused {refused}, engine connection failures {engine_failures}, \
          bytes to the engine {to_engine_bytes}, to clients {to_client_bytes}",
         valkey + ferrite + tcp

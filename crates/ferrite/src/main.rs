@@ -10,11 +10,12 @@
     reason = "a command prints its results on stdout and everything else on stderr"
 )]
 
+use std::ffi::OsString;
 use std::process::ExitCode;
 
 use clap::error::ErrorKind;
 use clap::{CommandFactory as _, Parser, Subcommand};
-use ferrite_config::manuals;
+use ferrite_config::{exit_code, manuals};
 
 mod address;
 mod bench;
@@ -24,9 +25,11 @@ mod devices;
 mod exit;
 mod gateway;
 mod latency;
+mod log;
 mod output;
 mod pingpong;
 mod relay;
+mod reload;
 mod seconds;
 mod server;
 mod settings;
@@ -38,7 +41,7 @@ mod size;
 /// Runs on every host. A command loads rdma-core when it needs it. On a host without RDMA it
 /// reports what is missing and how to fix it.
 #[derive(Parser)]
-#[command(name = "ferrite", version, max_term_width = 100, after_help = exit::HELP)]
+#[command(name = "ferrite", version, max_term_width = 100, after_help = exit_code::help())]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -62,7 +65,8 @@ fn main() -> ExitCode {
         let written = manuals::write(Cli::command(), &directory).map(|()| ExitCode::SUCCESS);
         return written.unwrap_or_else(|error| exit::report(&error.into(), false));
     }
-    let cli = Cli::try_parse().unwrap_or_else(|error| exit_with_usage_error(&error));
+    let cli = Cli::try_parse_from(with_json_last(std::env::args_os().collect()))
+        .unwrap_or_else(|error| exit_with_usage_error(&error));
     if let Command::Bench(options) = &cli.command
         && let Some(why) = options.contradiction()
     {
@@ -89,10 +93,48 @@ fn exit_with_usage_error(error: &clap::Error) -> ! {
         print!("{}", ferrite_config::build!("ferrite").describe(&ferrite_verbs::rdma_core()));
         std::process::exit(0);
     }
-    // `ferrite server` passes the engine's exit code on, and 2 may be one of these.
-    if error.use_stderr() && std::env::args_os().nth(1).is_some_and(|command| command == "server") {
-        let _ = error.print();
-        std::process::exit(server::USAGE.into());
-    }
     error.exit()
+}
+
+/// Moves `--json` behind the commands, where it belongs: `ferrite --json config check FILE`.
+fn with_json_last(mut words: Vec<OsString>) -> Vec<OsString> {
+    let is_misplaced = match words.get(1..) {
+        Some([first, _, ..]) if first == "--json" => Some(1),
+        Some([first, second, third, ..]) if first == "config" && second == "--json" => {
+            (third == "check").then_some(2)
+        }
+        _ => None,
+    };
+    if let Some(at) = is_misplaced {
+        let json = words.remove(at);
+        // Everything behind `--` belongs to somebody else.
+        let end = words.iter().position(|word| word == "--").unwrap_or(words.len());
+        words.insert(end, json);
+    }
+    words
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn json_before_a_command_is_that_of_the_command() {
+        let moved = |text: &str| {
+            let words = text.split(' ').map(OsString::from).collect();
+            let words = with_json_last(words).into_iter();
+            words.map(|word| word.into_string().expect("text")).collect::<Vec<_>>().join(" ")
+        };
+        assert_eq!(moved("ferrite --json config check x"), "ferrite config check x --json");
+        assert_eq!(moved("ferrite config --json check x"), "ferrite config check x --json");
+        assert_eq!(moved("ferrite --json config -- a 1"), "ferrite config --json -- a 1");
+        for unchanged in ["ferrite", "ferrite --json", "ferrite config --json", "ferrite bench kv"]
+        {
+            assert_eq!(moved(unchanged), unchanged);
+        }
+        let cli = Cli::try_parse_from(with_json_last(
+            ["ferrite", "--json", "config", "check", "x"].map(OsString::from).to_vec(),
+        ));
+        assert!(cli.is_ok_and(|cli| matches!(cli.command, Command::Config(_))));
+    }
 }

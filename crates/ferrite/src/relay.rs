@@ -14,9 +14,10 @@ use serde::Serialize;
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::{TcpListener, TcpStream};
 
-use crate::settings::{Flags, RelayProgram};
+use crate::reload::Reload;
+use crate::settings::{self, Flags, RelayProgram, WrongSettings};
 use crate::signals::Signals;
-use crate::{address, gateway};
+use crate::{address, log};
 
 /// Carry TCP clients of this host over RDMA to a server
 ///
@@ -40,7 +41,8 @@ pub(crate) struct Options {
 }
 
 /// The settings, with the addresses parsed.
-struct Setup {
+struct Setup<'a> {
+    options: &'a Options,
     values: Values,
     to: SocketAddr,
     listen: SocketAddr,
@@ -54,21 +56,24 @@ Examples:
   ferrite relay --to 10.0.0.1:6380 --listen 127.0.0.1:7000 --rdma require
 
 If the relay cannot connect to the server, the client gets an error (-ERR …) and is disconnected;
-the cause is on stderr. The relay ends on SIGTERM and SIGINT, with exit code 0.
+the cause is on stderr. The relay ends on SIGTERM and SIGINT, with exit code 0. On SIGHUP it reads
+its settings again and applies those that can change; the log names the others.
 
 JSON lines: {event: listening, address, to, rdma}, {event: ended, sessions {rdma, tcp}, failed,
   to_server_bytes, to_client_bytes}. Failures print {error: {kind, missing?, message, remedy?}}.";
 
 pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     let values = options.flags.values(options.config.as_deref())?;
-    gateway::log_to_stderr(values.switch(&table::TRACE_VERBOSE));
+    log::install(&values);
+    settings::warn_of_unknown_variables();
     let wrong = |name: &'static str| move |why: String| anyhow::anyhow!("--{name}: {why}");
     let Some(to) = values.text(&table::TO) else {
-        anyhow::bail!("--to is missing: the server's address");
+        return Err(WrongSettings("--to is missing: the server's address".into()).into());
     };
     let listen = values.text(&table::RELAY_LISTEN).unwrap_or_default();
     let local = values.text(&table::LOCAL).map(address::parse::<0>).transpose();
     let setup = Setup {
+        options,
         to: address::parse::<{ table::CLIENT_PORT }>(to).map_err(wrong("to"))?,
         listen: address::parse::<{ table::ENGINE_PORT }>(listen).map_err(wrong("listen"))?,
         local: local.map_err(wrong("local"))?,
@@ -89,7 +94,7 @@ struct Counters {
     moved: Moved,
 }
 
-async fn serve(setup: &Setup) -> anyhow::Result<()> {
+async fn serve(setup: &Setup<'_>) -> anyhow::Result<()> {
     let config = fabric_config(&setup.values);
     let rdma = config.rdma;
     let fabric = open_fabric(&setup.values, &config, || Fabric::system().command_threads())?;
@@ -107,9 +112,14 @@ async fn serve(setup: &Setup) -> anyhow::Result<()> {
         ),
         other => other.with_context(|| format!("cannot listen on {}", setup.listen))?,
     };
-    let mut signals = Signals::new()?;
+    // Before anybody learns that the relay runs: an unhandled SIGHUP would end it.
+    let read = || setup.options.flags.values(setup.options.config.as_deref());
+    let (mut signals, reload) = (Signals::new()?, Reload::new(&setup.values, read)?);
     report_listening(setup, rdma, listener.local_addr()?);
     let counters = Arc::new(Counters::default());
+    let reloading =
+        reload.run(|values| fabric.set_busy_poll_us(fabric_config(values).busy_poll_us));
+    let mut reloading = std::pin::pin!(reloading);
     loop {
         tokio::select! {
             accepted = listener.accept() => match accepted {
@@ -128,6 +138,7 @@ async fn serve(setup: &Setup) -> anyhow::Result<()> {
             },
             // It exits at once, so there is no second signal to wait for.
             () = signals.next() => break,
+            never = &mut reloading => match never {},
         }
     }
     report_ended(setup.json, &counters);
@@ -171,13 +182,13 @@ struct Listening {
     rdma: String,
 }
 
-fn report_listening(setup: &Setup, rdma: Rdma, address: SocketAddr) {
+fn report_listening(setup: &Setup<'_>, rdma: Rdma, address: SocketAddr) {
     let Setup { to, json, .. } = setup;
     if *json {
         let line = Listening { event: "listening", address, to: *to, rdma: rdma.to_string() };
         println!("{}", serde_json::to_string(&line).expect("plain values"));
     } else {
-        eprintln!("ferrite: relay listening on {address}, server {to} (RDMA: {rdma})");
+        tracing::info!("relay listening on {address}, server {to} (RDMA: {rdma})");
     }
 }
 
@@ -211,8 +222,8 @@ fn report_ended(json: bool, counters: &Counters) {
         };
         println!("{}", serde_json::to_string(&line).expect("plain values"));
     } else {
-        eprintln!(
-            "ferrite: relay ended: sessions over RDMA {rdma}, over TCP {tcp}, failed {failed}, \
+        tracing::info!(
+            "relay ended: sessions over RDMA {rdma}, over TCP {tcp}, failed {failed}, \
              bytes to the server {to_server_bytes}, to clients {to_client_bytes}"
         );
     }

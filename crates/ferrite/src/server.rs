@@ -10,6 +10,7 @@ mod log;
 mod notify;
 mod plan;
 mod ready;
+mod reload;
 mod secret;
 mod supervise;
 
@@ -18,14 +19,18 @@ use std::process::{ExitCode, Stdio};
 use std::time::Duration;
 
 use clap::Args;
+use ferrite_config::{Setting, table};
 
-pub(crate) use error::{ServerError, USAGE};
+pub(crate) use error::ServerError;
 pub(crate) use launch::{ExecOptions, exec};
 
 use config::Config;
 use launch::PrivateDir;
 use plan::Plan;
 use supervise::Supervisor;
+
+use crate::log as log_lines;
+use crate::settings;
 
 /// How long `--version` of an engine may take. Usually it takes milliseconds.
 const VERSION_TIMEOUT: Duration = Duration::from_secs(10);
@@ -48,6 +53,31 @@ pub(crate) struct Options {
     /// Print a line of JSON when the engine is ready, before a restart and at the end
     #[arg(long)]
     pub(crate) json: bool,
+    /// Form of log lines: text or json (default text)
+    #[arg(long, value_name = "CHOICE", value_parser = parser(&table::LOG))]
+    log: Option<String>,
+    /// Least level to log: error, warn, info, debug or trace (default info)
+    #[arg(long, value_name = "CHOICE", value_parser = parser(&table::LOG_LEVEL))]
+    log_level: Option<String>,
+}
+
+fn parser(setting: &'static Setting) -> impl Fn(&str) -> Result<String, String> + Clone {
+    move |text| setting.parse(text).map(|value| value.to_string())
+}
+
+/// Where the settings come from.
+#[derive(Clone, Copy)]
+struct Sources<'a>(&'a Options);
+
+impl<'a> Sources<'a> {
+    fn file(self) -> Option<&'a Path> {
+        self.0.config.as_deref()
+    }
+
+    fn flags(self) -> impl Iterator<Item = (&'static Setting, &'a str)> {
+        let flags = [(&table::LOG, &self.0.log), (&table::LOG_LEVEL, &self.0.log_level)];
+        flags.into_iter().filter_map(|(setting, text)| Some((setting, text.as_deref()?)))
+    }
 }
 
 const HELP: &str = "\
@@ -57,10 +87,11 @@ Examples:
   ferrite-cli -h 192.0.2.1 -p 6380 PING              from another host
 
 Signals: SIGTERM and SIGINT stop the engine as SHUTDOWN does (it saves); a second one kills it.
-  SIGHUP is ignored. If ferrite itself is killed, the engine gets SIGTERM.
+  SIGHUP reads the file again and applies the settings that can change; the log names the others.
+  If ferrite itself is killed, the engine gets SIGTERM.
 
 Exit codes: the engine's own (0 after SIGTERM, and after SHUTDOWN by a client);
-  128 + N if signal N killed it; 64 wrong usage or file; 69 RDMA is required and unavailable;
+  128 + N if signal N killed it; 2 wrong usage or file; 69 RDMA is required and unavailable;
   70 internal failure of ferrite; 71 engine or module missing, or the engine does not answer, or it
   ends with code 0 before it is ready.
 
@@ -79,23 +110,24 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<ExitCode> {
 }
 
 fn try_run(options: &Options) -> anyhow::Result<u8> {
-    let config = match &options.config {
-        Some(file) => Config::read(file).map_err(ServerError::config)?,
-        None => Config::from_environment().map_err(ServerError::config)?,
-    };
+    let sources = Sources(options);
+    let config = Config::load(sources).map_err(ServerError::config)?;
+    log_lines::install(config.values());
+    settings::warn_of_unknown_variables();
     let plan = Plan::new(&config)?;
     // A single thread: the engine gets SIGTERM when the thread that started it ends.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     if options.check {
         let version = runtime.block_on(version(&plan.engine))?;
+        config.check_rdma()?;
         events::check(options.json, &plan, &version);
         return Ok(0);
     }
     let _directory = plan.runtime_dir.as_deref().map(PrivateDir::make).transpose()?;
-    let status =
-        runtime.block_on(async { Supervisor::new(&config, &plan, options.json)?.run().await })?;
+    let status = runtime
+        .block_on(async { Supervisor::new(config, sources, &plan, options.json)?.run().await })?;
     let code = error::exit_code(status);
-    log::notice(&format!("the engine {}", error::describe_exit(status)));
+    tracing::info!("the engine {}", error::describe_exit(status));
     events::ended(options.json, code);
     Ok(code)
 }

@@ -1,15 +1,15 @@
 //! The flags of a command that come from the table of settings, and the values that result from
 //! them, the environment and a file.
 
+use std::fmt;
 use std::marker::PhantomData;
 use std::path::Path;
 
-use anyhow::{Context as _, bail};
 use clap::error::Error;
 use clap::parser::ValueSource;
 use clap::{Arg, ArgMatches, Args, Command, FromArgMatches};
 use ferrite_config::time::Unit;
-use ferrite_config::{Alias, Kind, Origin, Program, Setting, Values, file};
+use ferrite_config::{Alias, Kind, Origin, Program, Setting, Values, environment, file};
 
 /// A command that has settings.
 pub(crate) trait HasSettings {
@@ -29,6 +29,18 @@ impl HasSettings for RelayProgram {
     const PROGRAM: Program = Program::Relay;
 }
 
+/// Settings that are wrong: in a file, in the environment or in flags. May have several lines.
+#[derive(Debug)]
+pub(crate) struct WrongSettings(pub(crate) String);
+
+impl fmt::Display for WrongSettings {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for WrongSettings {}
+
 /// The flags that were given.
 pub(crate) struct Flags<P> {
     given: Vec<(&'static Setting, Option<&'static Alias>, String)>,
@@ -42,7 +54,7 @@ impl<P: HasSettings> Flags<P> {
         for (setting, alias, text) in &self.given {
             let set = values.set_text(setting, *alias, text, Origin::Flag);
             let name = alias.map_or(setting.name, |alias| alias.name);
-            set.map_err(|why| anyhow::anyhow!("--{name} {text}: {why}"))?;
+            set.map_err(|why| WrongSettings(format!("--{name} {text}: {why}")))?;
         }
         check(&values)?;
         Ok(values)
@@ -55,11 +67,11 @@ pub(crate) fn read(program: Program, path: Option<&Path>) -> anyhow::Result<Valu
         None => Values::new(program),
         Some(path) => {
             let name = path.display();
-            let text = std::fs::read_to_string(path).with_context(|| name.to_string())?;
-            match file::read(program, &text) {
-                Ok(file) => file.values,
-                Err(problems) => bail!("{}", list(&name.to_string(), &problems)),
-            }
+            let text = std::fs::read_to_string(path)
+                .map_err(|error| WrongSettings(format!("{name}: {error}")))?;
+            file::read(program, &text)
+                .map_err(|problems| WrongSettings(list(&name.to_string(), &problems)))?
+                .values
         }
     };
     read_environment(&mut values)?;
@@ -69,7 +81,20 @@ pub(crate) fn read(program: Program, path: Option<&Path>) -> anyhow::Result<Valu
 /// Applies the settings that environment variables give.
 pub(crate) fn read_environment(values: &mut Values) -> anyhow::Result<()> {
     let variable = |name: &str| std::env::var(name).ok();
-    values.set_from_environment(variable).map_err(anyhow::Error::msg)
+    Ok(values.set_from_environment(variable).map_err(WrongSettings)?)
+}
+
+/// Warns of environment variables whose names are nearly those of settings.
+pub(crate) fn warn_of_unknown_variables() {
+    let text = |(name, value): (std::ffi::OsString, std::ffi::OsString)| {
+        Some((name.into_string().ok()?, value.to_string_lossy().into_owned()))
+    };
+    for warning in environment::warnings(std::env::vars_os().filter_map(text)) {
+        match crate::log::is_installed() {
+            true => tracing::warn!("{warning}"),
+            false => eprintln!("ferrite: {warning}"),
+        }
+    }
 }
 
 /// Checks values that may contradict each other.
@@ -77,7 +102,7 @@ pub(crate) fn check(values: &Values) -> anyhow::Result<()> {
     let Err(wrong) = values.check() else { return Ok(()) };
     let wrong: Vec<_> =
         wrong.iter().map(|(setting, why)| format!("{}: {why}", setting.name)).collect();
-    bail!("{}", wrong.join("\n"))
+    Err(WrongSettings(wrong.join("\n")).into())
 }
 
 /// Formats the errors of a file, one on each line.

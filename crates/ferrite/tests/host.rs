@@ -1,8 +1,10 @@
 //! The `ferrite` command on a host without RDMA devices, as build hosts are. It starts, names the
 //! missing part and the remedy, and exits with its own code. rdma-core may be installed or not.
 
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::net::TcpStream;
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 
 use ferrite_testkit::TempDir;
 use serde_json::Value;
@@ -19,12 +21,15 @@ fn text(bytes: &[u8]) -> String {
 }
 
 /// Invocations that need RDMA.
-const COMMANDS: [&[&str]; 5] = [
+const COMMANDS: [&[&str]; 8] = [
     &["devices"],
     &["pingpong", "10.0.0.1"],
     &["pingpong", "--listen", "10.0.0.1:7471"],
     &["bench", "fabric", "10.0.0.1"],
     &["bench", "fabric", "--listen", "10.0.0.1:7472"],
+    &["bench", "stream", "10.0.0.1"],
+    &["gateway", "--rdma", "require", "--listen", "127.0.0.1:0"],
+    &["relay", "--rdma", "require", "--to", "10.0.0.1"],
 ];
 
 /// Returns whether this host has a device. Tests of its absence are then skipped.
@@ -95,6 +100,12 @@ fn exits_with_2_on_wrong_usage() {
         &["bench", "fabric", "--listen", "10.0.0.1", "--links", "2"],
         &["bench", "kv", "10.0.0.1", "--threads", "20", "--connections", "5"],
         &["gateway", "--max-clients", "0"],
+        &["gateway", "--config", "/nonexistent/ferrite.toml"],
+        &["gateway", "--listen", "[10.0.0.1]:6380"],
+        &["relay"],
+        &["server", "--no-such-option"],
+        &["server", "--config", "/nonexistent/ferrite.toml"],
+        &["config", "--program", "module", "--", "memory-pool-max", "8gb"],
         &["no-such-command"],
     ] {
         assert_eq!(ferrite(arguments).status.code(), Some(2), "{arguments:?}");
@@ -106,6 +117,94 @@ fn exits_with_2_on_wrong_usage() {
     let output = ferrite(&["pingpong", "10.0.0.1", "--op", "write", "--mode", "event"]);
     assert_eq!(output.status.code(), Some(2));
     assert!(text(&output.stderr).contains("a write completes nothing at its receiver"));
+}
+
+#[test]
+fn config_check_prints_problems_and_exits_with_2() {
+    let directory = ferrite_testkit::TempDir::new("config-check");
+    let file = directory.file("ferrite.toml", "[network]\nrdma-device = \"a\"\n");
+    let file = file.to_str().expect("UTF-8");
+    let output = ferrite(&["--json", "config", "check", file]);
+    assert_eq!(output.status.code(), Some(2), "{}", text(&output.stderr));
+    let object: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    assert_eq!(object["problems"][0]["message"], "unknown key; write network.rdma_device");
+    let output = ferrite(&["config", "check", file]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(text(&output.stdout).contains("ferrite.toml:2: network.rdma-device: "));
+}
+
+/// The gateway accepts several addresses, names, and IPv6 addresses in brackets.
+#[test]
+fn gateway_listens_on_several_addresses_and_names() {
+    let has_ipv6 = std::net::TcpListener::bind("[::1]:0").is_ok();
+    let listen = if has_ipv6 { "localhost:0,[::1]:0" } else { "localhost:0,127.0.0.2:0" };
+    let mut gateway = Command::new(env!("CARGO_BIN_EXE_ferrite"))
+        .args(["gateway", "--json", "--listen", listen, "--engine", "localhost:1"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .expect("ferrite starts");
+    let mut line = String::new();
+    let mut lines = BufReader::new(gateway.stdout.take().expect("piped"));
+    lines.read_line(&mut line).expect("a line");
+    let event: Value = serde_json::from_str(&line).expect("JSON");
+    let addresses = event["addresses"].as_array().expect("addresses");
+    assert_eq!(addresses.len(), 2, "{event}");
+    for address in addresses {
+        // The engine does not answer, and the gateway says so.
+        let mut client = TcpStream::connect(address.as_str().expect("text")).expect("it listens");
+        client.set_read_timeout(Some(ferrite_testkit::TIMEOUT)).expect("a timeout");
+        client.write_all(b"PING\r\n").expect("to write");
+        let mut reply = String::new();
+        let _ = client.read_to_string(&mut reply);
+        assert!(reply.starts_with("-ERR Ferrite gateway: cannot connect"), "{address}: {reply}");
+    }
+    ferrite_testkit::process::signal("TERM", gateway.id());
+    assert!(gateway.wait().expect("it ends").success());
+}
+
+/// SIGHUP applies what can change, and the log has a time, a level and the changes.
+#[test]
+fn gateway_reads_its_settings_again_on_sighup() {
+    let directory = ferrite_testkit::TempDir::new("reload");
+    let file = directory.file("ferrite.toml", "");
+    let log = directory.path().join("log");
+    let mut gateway = Command::new(env!("CARGO_BIN_EXE_ferrite"))
+        .args(["gateway", "--json", "--listen", "127.0.0.1:0", "--rdma", "forbid", "--log", "json"])
+        .args(["--protected-mode", "no", "--engine", "unix:/nonexistent", "--config"])
+        .arg(&file)
+        .stdout(Stdio::piped())
+        .stderr(std::fs::File::create(&log).expect("a log"))
+        .spawn()
+        .expect("ferrite starts");
+    let mut line = String::new();
+    let mut lines = BufReader::new(gateway.stdout.take().expect("piped"));
+    lines.read_line(&mut line).expect("a line");
+    let event: Value = serde_json::from_str(&line).expect("JSON");
+    let address = event["address"].as_str().expect("an address");
+    let new = "[network]\nrdma_device = \"a\"\n[network.rdma]\nmax_connections = 1\n";
+    directory.file("ferrite.toml", new);
+    ferrite_testkit::process::signal("HUP", gateway.id());
+    let shown = || std::fs::read_to_string(&log).expect("the log");
+    let is_told = || shown().contains("needs a new start to take effect: rdma-device");
+    ferrite_testkit::wait::until_or(ferrite_testkit::TIMEOUT, "the change", is_told, shown);
+    let changed = shown().lines().find(|line| line.contains("max-clients")).map(str::to_owned);
+    let changed: Value = serde_json::from_str(&changed.expect("a line")).expect("JSON");
+    assert_eq!(changed["level"], "INFO");
+    let message = "SIGHUP received: max-clients is now 1 (was 10000)";
+    assert_eq!(changed["message"], message);
+    // The first client waits for the engine's answer, or is told that there is none.
+    let ask = |client: &mut TcpStream| {
+        client.set_read_timeout(Some(ferrite_testkit::TIMEOUT)).expect("a timeout");
+        client.write_all(b"PING\r\n").expect("to write");
+        let mut reply = String::new();
+        let _ = client.read_to_string(&mut reply);
+        reply
+    };
+    let reply = ask(&mut TcpStream::connect(address).expect("it listens"));
+    assert!(reply.contains("cannot connect to the engine"), "{reply}");
+    ferrite_testkit::process::signal("TERM", gateway.id());
+    assert!(gateway.wait().expect("it ends").success());
 }
 
 #[test]
@@ -141,7 +240,7 @@ fn prints_help_and_version() {
     for line in ["\ncommit: ", "\nbuild: ", "-linux-", "\nrdma-core: "] {
         assert!(version.contains(line), "{line:?} is not in {version}");
     }
-    assert!(text(&ferrite(&["--help"]).stdout).contains("69 this host has no usable RDMA"));
+    assert!(text(&ferrite(&["--help"]).stdout).contains("69 RDMA is required and unavailable"));
     for command in [&["devices"][..], &["pingpong"], &["bench", "fabric"]] {
         let help = ferrite(&[command, &["--help"]].concat());
         assert!(help.status.success() && text(&help.stdout).contains("JSON fields"), "{command:?}");

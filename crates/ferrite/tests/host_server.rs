@@ -82,9 +82,9 @@ fn serves_clients_and_saves_the_data_when_it_stops() {
         );
         let log = first.log();
         for line in [
-            "* SIGTERM received, shutting down",
+            " INFO SIGTERM received, shutting down",
             "DB saved on disk",
-            "* the engine exited with code 0",
+            " INFO the engine exited with code 0",
         ] {
             assert!(log.contains(line), "{line}: {log}");
         }
@@ -138,7 +138,7 @@ fn errors_in_the_file_name_file_and_line() {
     let directory = directory();
     let file = directory.file("ferrite.toml", "[network]\n\nrdma_devcie = \"mlx5_0\"\n");
     let output = run(&["--json"], &file);
-    assert_eq!(output.status.code(), Some(64));
+    assert_eq!(output.status.code(), Some(2));
     let message = format!(
         "{}:3: network.rdma_devcie: unknown key; the nearest known one is network.rdma_device",
         file.display()
@@ -150,8 +150,8 @@ fn errors_in_the_file_name_file_and_line() {
         (object["error"]["kind"].as_str(), object["error"]["message"].as_str()),
         (Some("config"), Some(message.as_str()))
     );
-    assert_eq!(run(&[], &directory.path().join("nowhere.toml")).status.code(), Some(64));
-    assert_eq!(run(&["--no-such-option"], &file).status.code(), Some(64));
+    assert_eq!(run(&[], &directory.path().join("nowhere.toml")).status.code(), Some(2));
+    assert_eq!(run(&["--no-such-option"], &file).status.code(), Some(2));
     assert_eq!(run(&["--help"], &file).status.code(), Some(0));
 }
 
@@ -196,6 +196,38 @@ fn exits_with_69_if_rdma_is_required_and_unavailable() {
         let message = object["error"]["message"].as_str().expect("a message");
         assert!(message.contains("RDMA is required") && message.contains("to do: "), "{message}");
     }
+}
+
+/// A check that passes means a start that works: this one does not.
+#[test]
+fn check_exits_with_69_if_rdma_is_required_and_unavailable() {
+    if has_device() {
+        return;
+    }
+    let directory = directory();
+    let setup = Setup { server: "rdma = \"require\"", ..Setup::default() };
+    let file = directory.file("ferrite.toml", setup.text(directory.path()));
+    let output = run(&["--check"], &file);
+    assert_eq!(output.status.code(), Some(69), "{}", text(&output.stderr));
+    assert!(text(&output.stderr).contains("RDMA is required (server.rdma): no RDMA "));
+}
+
+/// Names are accepted where addresses are. A Service of Kubernetes with the name `ferrite` sets
+/// FERRITE_PORT, which must not break the start.
+#[test]
+fn listens_on_names_beside_variables_of_kubernetes() {
+    let (directory, rdma) = (directory(), free_port());
+    let network = format!("port = 0\nbind = \"localhost\"\nrdma_listen = \"localhost:{rdma}\"");
+    let setup = Setup { network: &network, ..Setup::default() };
+    let mut server = Server::start_with(&directory, &setup, |command| {
+        command.env("FERRITE_PORT", "tcp://10.96.0.7:6380").env("FERRITE_BUSY_POL_US", "5");
+    });
+    let event = server.event("ready");
+    let address = format!("127.0.0.1:{rdma}");
+    assert!(event["address"].as_str().is_some_and(|text| text.contains(&address)), "{event}");
+    server.until_logged("FERRITE_BUSY_POL_US is ignored");
+    server.signal("TERM");
+    assert_eq!(server.event("ended")["code"], 0);
 }
 
 #[test]
@@ -334,7 +366,7 @@ fn waits_for_loading_and_notifies_systemd() {
 }
 
 #[test]
-fn engine_with_a_password_becomes_ready_and_sighup_is_ignored() {
+fn engine_with_a_password_becomes_ready() {
     let directory = directory();
     let network = network();
     // The password is in the engine's own file, which ferrite does not read.
@@ -353,9 +385,6 @@ fn engine_with_a_password_becomes_ready_and_sighup_is_ignored() {
         "{event}"
     );
     assert!(connect(&event).text(&["PING"]).starts_with("-NOAUTH"));
-    server.signal("HUP");
-    server.until_logged("SIGHUP ignored");
-    assert!(connect(&event).text(&["PING"]).starts_with("-NOAUTH"));
     server.signal("TERM");
     assert_eq!(server.event("ended")["code"], 0);
 
@@ -371,6 +400,63 @@ fn engine_with_a_password_becomes_ready_and_sighup_is_ignored() {
             .is_some_and(|name| name.starts_with("Redis ") || name.starts_with("Valkey "))
     );
     assert_ne!(event["status"], "unknown", "{event}");
+}
+
+/// SIGHUP applies what can change, names what cannot, and keeps everything if the file is wrong.
+#[test]
+fn sighup_applies_settings_that_can_change() {
+    for engine in engines() {
+        let (directory, network) = (directory(), network());
+        let own = format!("engine = \"{engine}\"");
+        let setup = Setup { server: &own, network: &network, ..Setup::default() };
+        let mut server = Server::start(&directory, &setup);
+        let event = server.event("ready");
+        let max = || connect(&event).text(&["CONFIG", "GET", "ferrite.max-clients"]);
+        assert!(max().contains("10000"), "{}", max());
+        let changed = format!(
+            "{network}\nrdma_gid_index = 2\n[network.rdma]\nmax_connections = 77\n\
+             slice_us = \"1ms\"\n[observability]\nlog_level = \"debug\""
+        );
+        let own = format!("{own}\nrestart = \"on-failure\"");
+        let setup = Setup { server: &own, network: &changed, engine: "maxmemory-samples = 3" };
+        directory.file("ferrite.toml", setup.text(directory.path()));
+        server.signal("HUP");
+        server.until_logged("max-clients is now 77 (was 10000)");
+        server.until_logged("needs a new start to take effect: rdma-gid-index");
+        server.until_logged("needs a new start or CONFIG SET in the engine: maxmemory-samples");
+        assert!(max().contains("77"), "{}", max());
+        let slice = connect(&event).text(&["CONFIG", "GET", "ferrite.slice-us"]);
+        assert!(slice.contains("1000"), "{slice}");
+        assert!(server.log().contains("restart is now on-failure (was no)"), "{}", server.log());
+        directory.file("ferrite.toml", "[network]\nport = \"x\"");
+        server.signal("HUP");
+        server.until_logged("but the settings stay as they are: ");
+        assert!(max().contains("77"), "{}", max());
+        server.signal("TERM");
+        assert_eq!(server.event("ended")["code"], 0);
+    }
+}
+
+/// With `log_format = "json"` every line of the log is an object, also those of the engine.
+#[test]
+fn log_can_be_json() {
+    let (directory, network) = (directory(), network());
+    let network = format!("{network}\n[observability]\nlog_format = \"json\"");
+    let mut server = Server::start(&directory, &Setup { network: &network, ..Setup::default() });
+    server.event("ready");
+    server.signal("TERM");
+    assert_eq!(server.event("ended")["code"], 0);
+    assert_eq!(server.end().0, Some(0));
+    let log = server.log();
+    let lines: Vec<Value> =
+        log.lines().map(|line| serde_json::from_str(line).expect(line)).collect();
+    for line in &lines {
+        assert!(line["time"].is_string() && line["level"].is_string(), "{line}");
+        assert!(line["message"].is_string(), "{line}");
+    }
+    assert!(lines.iter().any(|line| line["source"] == "engine"), "{log}");
+    let ready = |line: &Value| line["message"].as_str().is_some_and(|it| it.starts_with("ready: "));
+    assert!(lines.iter().any(|line| ready(line) && line["level"] == "INFO"), "{log}");
 }
 
 /// Writes data and sends SIGTERM: with [`SLOW_SAVE`] the engine does not stop by itself.

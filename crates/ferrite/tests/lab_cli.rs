@@ -567,3 +567,89 @@ fn shows_a_port_that_is_down_with_its_remedy() {
     let shown = text(&output(&["devices"]).stdout);
     assert!(shown.contains("port 1: DOWN") && shown.contains("ip link set h1 up"), "{shown}");
 }
+
+/// Runs the command as a user who has no rights, after `prepare` in a mount namespace of its own.
+fn as_nobody(prepare: &str, arguments: &[&str]) -> Output {
+    let nobody = "exec setpriv --reuid=65534 --regid=65534 --clear-groups";
+    let program = env!("CARGO_BIN_EXE_ferrite");
+    let line = format!("{prepare} && {nobody} {program} {}", arguments.join(" "));
+    Command::new("unshare").args(["--mount", "sh", "-c", &line]).output().expect("unshare")
+}
+
+#[test]
+fn explains_a_missing_permission() {
+    // Copies of the device files that only root may use.
+    let close = "cp -a /dev/infiniband /tmp/closed-$$ && chmod 600 /tmp/closed-$$/* &&
+                 mount --bind /tmp/closed-$$ /dev/infiniband";
+    for (arguments, file) in [
+        (&["pingpong", "--listen", "10.0.0.1:7490"][..], "/dev/infiniband/"),
+        (&["gateway", "--rdma", "require", "--listen", "10.0.0.1"], "/dev/infiniband/uverbs0"),
+        (&["devices"], "/dev/infiniband/uverbs0"),
+    ] {
+        let output = as_nobody(close, arguments);
+        let message = text(&output.stderr) + &text(&output.stdout);
+        assert_eq!(output.status.code(), Some(69), "{arguments:?}: {message}");
+        assert!(message.contains(&format!("permission denied on {file}")), "{message}");
+        assert!(message.contains("group"), "{message}");
+    }
+}
+
+/// The message says how much memory is needed in all. With that much it works.
+#[test]
+fn names_the_whole_memory_that_is_needed() {
+    let open = "chmod 666 /dev/infiniband/*";
+    let limited = |mib: u64, arguments: &[&str]| {
+        let limit = format!("{open} && ulimit -l {}", mib << 10);
+        as_nobody(&limit, arguments)
+    };
+    let gateway = ["gateway", "--rdma", "require", "--listen", "10.0.0.1:7491"];
+    let output = limited(8, &gateway);
+    let message = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(69), "{message}");
+    assert!(message.contains("memlock is 8 MiB") && message.contains("for 2 devices"), "{message}");
+    let needed = message.split("about ").nth(1).and_then(|rest| rest.split(' ').next());
+    let needed: u64 = needed.and_then(|number| number.parse().ok()).expect("a number of MiB");
+    assert!(needed > 60, "{message}");
+    // It ends by the time limit, not by an error.
+    let short = [&["timeout", "-s", "TERM", "5", env!("CARGO_BIN_EXE_ferrite")][..], &gateway];
+    let line = format!(
+        "{open} && ulimit -l {} && exec setpriv --reuid=65534 --regid=65534 --clear-groups {}",
+        needed << 10,
+        short.concat().join(" ")
+    );
+    let enough = Command::new("sh").args(["-c", &line]).output().expect("sh");
+    let message = text(&enough.stderr);
+    assert!(message.contains("RDMA on rxe1, rxe2"), "{message}");
+}
+
+/// The port of a gateway or a module is not that of a benchmark.
+#[test]
+fn bench_fabric_names_a_server_of_another_protocol() {
+    let redis = ferrite_testkit::Engine::redis(&[]);
+    let engine = format!("unix:{}", redis.socket().display());
+    let mut gateway = ferrite(&["gateway", "--listen", "10.0.0.1:7492", "--json"])
+        .args(["--engine", &engine, "--protected-mode", "no"])
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("ferrite starts");
+    let mut line = String::new();
+    let mut stdout = BufReader::new(gateway.stdout.take().expect("piped"));
+    stdout.read_line(&mut line).expect("a line");
+    let output = output(&["bench", "fabric", "10.0.0.1:7492", "--local", "10.0.0.2"]);
+    let _ = gateway.kill();
+    let _ = gateway.wait();
+    let message = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{message}");
+    assert!(message.contains("the peer is a Redis or Valkey server"), "{message}");
+}
+
+/// A peer that connects and stays silent does not keep the benchmark waiting for ever.
+#[test]
+fn bench_fabric_does_not_wait_for_a_silent_peer() {
+    let server = Server::of(STREAM, &[]); // sends nothing before its client has
+    let started = Instant::now();
+    let output = output(&["bench", "fabric", &server.address, "--local", "10.0.0.2"]);
+    let message = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{message}");
+    assert!(started.elapsed() < TIMEOUT, "{message}");
+}

@@ -91,22 +91,38 @@ fn shows_all_syntax_errors() {
     assert!(found[1].starts_with("4: server.restrat"), "{found:?}");
     assert!(found[2].starts_with("6: "), "{found:?}");
     assert!(problems("[network\n")[0].starts_with("1: "));
-    assert!(problems("[server]\nengine = \"a\"\nengine = \"b\"")[0].starts_with("3: "));
+    let twice = problems("[server]\nengine = \"a\"\nengine = \"b\"");
+    assert_eq!(twice, ["3: duplicate key engine"]);
 }
 
 #[test]
 fn unknown_keys_suggest_the_nearest_one() {
     for (text, nearest) in [
-        (
-            "[server]\nport = 1",
-            "2: server.port: unknown key; the nearest known one is network.port",
-        ),
+        ("[server]\nport = 1", "2: server.port: unknown key; write network.port"),
         ("[netwrok]\nport = 1", "1: netwrok: unknown key; the nearest known one is network"),
+        ("[network]\nrdma = \"require\"", "2: network.rdma: unknown key; write server.rdma"),
+        ("port = 1", "1: port: unknown key; write network.port"),
         (
-            "[network]\nrdma = \"require\"",
-            "2: network.rdma: unknown key; the nearest known one is server.rdma",
+            "[network]\nrdma-device = \"a\"",
+            "2: network.rdma-device: unknown key; write network.rdma_device",
         ),
-        ("port = 1", "1: port: unknown key; the nearest known one is network.port"),
+        (
+            "[network.rdma]\nmax-clients = 5",
+            "2: network.rdma.max-clients: unknown key; write network.rdma.max_connections",
+        ),
+        (
+            "[network.rdma]\nrx_sise = 1",
+            "2: network.rdma.rx_sise: unknown key; the nearest known one is network.rdma.rx_size",
+        ),
+        (
+            "[network]\nmax_connection = 1",
+            "2: network.max_connection: unknown key; the nearest known one is \
+             network.rdma.max_connections",
+        ),
+        (
+            "[network]\nfrobnicate = 1",
+            "2: network.frobnicate: unknown key; `ferrite config --json` lists all keys",
+        ),
     ] {
         assert_eq!(problems(text), [nearest]);
     }
@@ -117,14 +133,25 @@ fn errors_say_what_a_key_expects() {
     for (text, expected) in [
         ("[network]\nport = \"6379\"", "expected a number from 0 to 65535"),
         ("[server]\nrdma = \"maybe\"", "expected \"prefer\" or \"require\" or \"forbid\""),
-        ("[network]\nrdma_listen = \"localhost\"", "expected one IP address of this host"),
-        ("[network]\nrdma_listen = \"192.0.2.1:0\"", "expected one IP address of this host"),
-        ("[network]\nrdma_listen = \"a b\"", "expected an IP address or a name"),
+        ("[network]\nrdma_listen = \"192.0.2.1:0\"", "give each address the same port"),
+        ("[network]\nrdma_listen = \"a:1,b:2\"", "give each address the same port"),
+        ("[network]\nrdma_listen = \"a:b:c\"", "expected addresses or names"),
+        (
+            "[network]\nbind = [\"127.0.0.1\", \"localhost:6379\"]",
+            "\"localhost:6379\" is no address",
+        ),
         ("[network]\nrdma_enabled = \"yes\"", "expected true or false"),
         ("[network]\nbind = [1]", "expected a quoted string"),
         ("[network]\nrdma_device = \"a\\\"b\"", "must not contain quotes or backslashes"),
         ("[network.rdma]\nrx_size = \"3MB\"", "expected a size from 4kb to 2mb"),
         ("[network.rdma]\nrx_size = 100", "expected a size from 4kb to 2mb"),
+        ("[network.rdma]\nrx_size = \"64 kb\"", "no space between them: write 64kb"),
+        ("[server]\nshutdown_timeout = \"5 m\"", "no space between them: write 5m"),
+        (
+            "[network.rdma]\nmemory_pool_max = \"8gb\"",
+            "512 regions of memory-pool-increase 4mb are 2gb, not 7680mb; raise \
+             memory-pool-max-regions to 3840",
+        ),
         ("[network.rdma]\npin_memory = false", "rdma_enabled = false"),
         ("[network.rdma]\nrdma_recv_block_type = \"x\"", "expected \"default\" or \"large\""),
         ("[network.rdma]\nsend_queue_depth = 64\nrdma_sq_size = 128", "contradicts 64 in line 2"),
@@ -135,7 +162,10 @@ fn errors_say_what_a_key_expects() {
         ("[server]\nrestart = \"always\"", "expected \"no\" or \"on-failure\""),
         ("[server]\ndata_dir = \"a\\nb\"", "must not contain control characters"),
         ("[server]\nengine = \"\"", "must not be empty"),
-        ("[replication]\ntransport = \"rdma\"", "2: replication.transport: expected \"tcp\""),
+        (
+            "[replication]\ntransport = \"rdma\"",
+            "2: replication.transport: expected \"tcp\": replication uses TCP only",
+        ),
         ("[engine]\nDaemonize = true", "must stay in the foreground"),
         ("[engine]\n\"ferrite.rdma\" = 1", "set the module's settings in [network]"),
         ("[engine]\nsave = \"1 1\\nloadmodule /x.so\"", "must not contain control characters"),

@@ -50,7 +50,22 @@ pub(super) fn expected(
         return "expected a port of the device, 0 to 254; set the port for clients in rdma_listen"
             .into();
     }
-    if why.starts_with("expected") { in_file(kind, alias) } else { why }
+    if !why.starts_with("expected") {
+        return why;
+    }
+    match kind {
+        // Nobody asks for a value that is the only one: say why there is no other.
+        Kind::Choice([_]) => {
+            let reason = setting.meaning.split(';').next().unwrap_or_default();
+            format!("{}: {}", in_file(kind, alias), lower_first(reason))
+        }
+        _ => in_file(kind, alias),
+    }
+}
+
+fn lower_first(text: &str) -> String {
+    let mut chars = text.chars();
+    chars.next().map(|first| first.to_lowercase().chain(chars).collect()).unwrap_or_default()
 }
 
 /// Describes the values in the file's syntax.

@@ -80,7 +80,8 @@ pub static PROTECTED_MODE: Setting = setting(
     "Reject clients of other hosts, and all over RDMA, while the engine asks for no password. To \
      the engine, clients of the gateway seem to come from this host.",
 )
-.of(&[Program::Gateway]);
+.of(&[Program::Gateway])
+.takes_effect(TakesEffect::ForNewClients);
 
 /// How long the gateway waits for its sessions.
 pub static DRAIN: Setting = setting(
@@ -94,7 +95,8 @@ pub static DRAIN: Setting = setting(
     "5s",
     "Time for sessions to receive outstanding replies after SIGTERM or SIGINT.",
 )
-.of(&[Program::Gateway]);
+.of(&[Program::Gateway])
+.takes_effect(TakesEffect::AtOnce);
 
 /// Whether commands run inside the engine.
 pub static CALL_PATH: Setting = setting(

@@ -1,9 +1,9 @@
 //! Addresses, devices, and whether RDMA may be used.
 
-use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 use super::{MODULE, setting};
+use crate::address;
 use crate::kind::Kind;
 use crate::setting::{Program, Setting};
 use crate::time::Unit;
@@ -66,8 +66,9 @@ pub static RDMA_BIND: Setting = setting(
     "",
     Kind::Text(addresses),
     "auto",
-    "Addresses of this host to listen on, separated by commas; 0.0.0.0 and :: mean all. `auto`: \
-     the addresses on which the engine listens. A loopback address takes TCP only.",
+    "Addresses or names of this host to listen on, separated by commas; 0.0.0.0 and :: mean all. \
+     `auto`: the addresses on which the engine listens. Names are resolved when the module starts. \
+     A loopback address takes TCP only.",
 )
 .of(&[Program::Module]);
 
@@ -85,11 +86,11 @@ pub static RDMA_PORT: Setting = setting(
 pub static LISTEN: Setting = setting(
     "listen",
     "network.rdma_listen",
-    Kind::Text(address_or_name),
+    Kind::Text(addresses_with_ports),
     "",
-    "Address for clients, with an optional port (6380 by default); IPv6 in brackets. \
-     `ferrite server` passes it on as `rdma-bind` and `rdma-port`; without it the module listens \
-     where the engine does.",
+    "Addresses or names for clients, separated by commas, each with an optional port (6380 by \
+     default); IPv6 in brackets, with its interface if it is link-local. `ferrite server` passes \
+     them on as `rdma-bind` and `rdma-port`; without them the module listens where the engine does.",
 )
 .of(&[Program::Gateway, Program::Server])
 .default_in_program(&[(Program::Gateway, "0.0.0.0")]);
@@ -215,42 +216,38 @@ pub static RETRY_DELAY: Setting = setting(
     "Delay before each of these retries.",
 );
 
+/// Accepts the module's addresses. Their port is a setting of its own.
 fn addresses(text: &str) -> Result<(), &'static str> {
-    let mut words = text.split([',', ' ']).filter(|word| !word.is_empty()).peekable();
-    let is_valid = text == "auto"
-        || words.peek().is_some() && words.all(|word| word.parse::<IpAddr>().is_ok());
-    let expected = "auto (where the engine listens), or IP addresses of this host separated by \
-                    commas, or 0.0.0.0 or :: for all";
+    let mut words = address::words(text).peekable();
+    let is_valid =
+        text == "auto" || words.peek().is_some() && words.all(|word| address::host(word).is_some());
+    let expected = "auto (where the engine listens), or addresses or names of this host separated \
+                    by commas, without ports, or 0.0.0.0 or :: for all";
     if is_valid { Ok(()) } else { Err(expected) }
 }
 
-/// Parses an IP address with an optional port; the default is [`super::CLIENT_PORT`].
-#[must_use]
-pub fn ip_and_port(text: &str) -> Option<SocketAddr> {
-    let raw = text.strip_prefix('[').and_then(|text| text.strip_suffix(']')).unwrap_or(text);
-    let with_port = || text.parse::<SocketAddr>().ok().filter(|address| address.port() != 0);
-    let without = raw.parse::<IpAddr>().ok().map(|ip| SocketAddr::new(ip, super::CLIENT_PORT));
-    without.or_else(with_port)
+/// Accepts addresses with optional ports. Names are resolved when the program starts, and the
+/// system chooses a port for 0.
+fn addresses_with_ports(text: &str) -> Result<(), &'static str> {
+    let mut words = address::words(text).peekable();
+    let is_valid = words.peek().is_some() && words.all(|word| address::split(word).is_some());
+    let expected = "addresses or names separated by commas, each with an optional port: 192.0.2.1 \
+                    or [::]:6380";
+    if is_valid { Ok(()) } else { Err(expected) }
 }
 
-/// Accepts an address with an optional port. A name is resolved when the program starts, and the
-/// system chooses a port for 0.
+/// Accepts one address with an optional port.
 fn address_or_name(text: &str) -> Result<(), &'static str> {
-    let (name, port) = text.split_once(':').unwrap_or((text, "1"));
-    let is_name = !name.is_empty()
-        && name.chars().all(|c| c.is_ascii_alphanumeric() || "-._".contains(c))
-        && name.contains(|c: char| c.is_ascii_alphabetic());
-    let is_name = is_name && port.parse::<u16>().is_ok();
-    match ip_and_port(text).is_some() || text.parse::<SocketAddr>().is_ok() || is_name {
-        true => Ok(()),
-        false => Err("an IP address or a name, with an optional port: 192.0.2.1 or [::]:6380"),
+    match address::split(text) {
+        Some(_) => Ok(()),
+        None => Err("an IP address or a name, with an optional port: 192.0.2.1 or [::]:6380"),
     }
 }
 
 fn engine(text: &str) -> Result<(), &'static str> {
     let is_socket = |text: &str| {
-        let port = text.rsplit_once(':').filter(|(host, _)| !host.is_empty());
-        port.is_some_and(|(_, port)| port.parse::<u16>().is_ok_and(|port| port != 0))
+        let text = text.strip_prefix("tcp:").unwrap_or(text);
+        address::split(text).is_some_and(|(_, port)| port.is_some_and(|port| port != 0))
     };
     let is_valid = match text.strip_prefix("unix:") {
         Some(path) => !path.is_empty(),

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::{SERVER, setting};
 use crate::kind::Kind;
-use crate::setting::Setting;
+use crate::setting::{Program, Setting, TakesEffect};
 
 pub(super) const SETTINGS: &[&Setting] = &[
     &ENGINE_PROGRAM,
@@ -24,6 +24,8 @@ pub(super) const SETTINGS: &[&Setting] = &[
     &CLUSTER_ENABLED,
     &CLUSTER_TRANSPORT,
 ];
+
+pub(super) const LOGS: &[&Setting] = &[&LOG, &LOG_LEVEL];
 
 /// From a millisecond to a week. A longer time is probably a mistake.
 const TIME: Kind =
@@ -100,7 +102,8 @@ pub static RESTART: Setting = setting(
     "no",
     "Whether to start an engine again that was ready and failed.",
 )
-.of(SERVER);
+.of(SERVER)
+.takes_effect(TakesEffect::AtOnce);
 
 /// The first delay.
 pub static RESTART_DELAY: Setting = setting(
@@ -110,7 +113,8 @@ pub static RESTART_DELAY: Setting = setting(
     "1s",
     "Delay before the first restart; doubles each time, up to 30 s.",
 )
-.of(SERVER);
+.of(SERVER)
+.takes_effect(TakesEffect::AtOnce);
 
 /// The most restarts.
 pub static RESTART_LIMIT: Setting = setting(
@@ -121,7 +125,8 @@ pub static RESTART_LIMIT: Setting = setting(
     "Number of restarts in a row before `ferrite server` gives up. A start that ran for a minute \
      resets it.",
 )
-.of(SERVER);
+.of(SERVER)
+.takes_effect(TakesEffect::AtOnce);
 
 /// How long a start may take.
 pub static STARTUP_TIMEOUT: Setting = setting(
@@ -142,7 +147,8 @@ pub static SHUTDOWN_TIMEOUT: Setting = setting(
     "5m",
     "How long the engine may take to save and end before it is killed and unsaved data is lost.",
 )
-.of(SERVER);
+.of(SERVER)
+.takes_effect(TakesEffect::AtOnce);
 
 /// The engine's own addresses.
 pub static BIND: Setting = setting(
@@ -193,6 +199,31 @@ pub static CLUSTER_TRANSPORT: Setting = setting(
     "The cluster bus and slot migration use TCP only; any other value is an error.",
 )
 .of(SERVER);
+
+/// The programs that write a log of their own. The module writes to the engine's.
+const LOGGING: &[Program] = &[Program::Gateway, Program::Server, Program::Relay];
+
+/// The form of log lines.
+pub static LOG: Setting = setting(
+    "log",
+    "observability.log_format",
+    Kind::Choice(&["text", "json"]),
+    "text",
+    "The form of log lines on stderr: `text` is a time, a level and a sentence, `json` is one \
+     object on each line. `ferrite server` passes the engine's lines on as they are, or as JSON.",
+)
+.of(LOGGING);
+
+/// The least level that is logged.
+pub static LOG_LEVEL: Setting = setting(
+    "log-level",
+    "observability.log_level",
+    Kind::Choice(&["error", "warn", "info", "debug", "trace"]),
+    "info",
+    "The least important log lines to write. `info` has changes of state, `debug` the rest.",
+)
+.of(LOGGING)
+.takes_effect(TakesEffect::AtOnce);
 
 fn path(text: &str) -> Result<(), &'static str> {
     if text.is_empty() || text == "\0" { Err("a path") } else { Ok(()) }

@@ -5,7 +5,7 @@
 //! one of its entries from post to completion, even if it is not signaled: when a queue pair fails,
 //! every request completes. Links that find no free entry wait here in a queue.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
@@ -33,6 +33,8 @@ pub(crate) struct SharedDevice {
     /// The GID table as it was last read. Reading it may wait for the kernel, so connections use
     /// this copy; the device reports changes.
     gids: Mutex<Option<Vec<GidEntry>>>,
+    /// The ports that the device has reported as down.
+    ports_down: Mutex<BTreeSet<u8>>,
 }
 
 /// The device's current state.
@@ -71,6 +73,7 @@ impl SharedDevice {
             gone: AtomicBool::new(false),
             reports_last_receive: AtomicBool::new(reports_last_receive),
             gids: Mutex::new(None),
+            ports_down: Mutex::default(),
         }
     }
 
@@ -82,6 +85,7 @@ impl SharedDevice {
         self.in_flight_max.store(in_flight_max, Ordering::Relaxed);
         self.inline.store(inline, Ordering::Relaxed);
         lock(&self.waiting).clear();
+        lock(&self.ports_down).clear();
         self.forget_gids();
         *lock(&self.device) = Device { context: Some(context), limits, quirks, absence: None };
         self.gone.store(false, Ordering::Release);
@@ -103,6 +107,29 @@ impl SharedDevice {
             *gids = self.context().and_then(|context| context.gids().ok());
         }
         gids.iter().flatten().find(|entry| entry.port == port && entry.index == index).cloned()
+    }
+
+    /// Records that a port is down, and logs it if that is news.
+    pub(crate) fn port_went_down(&self, port: u8) {
+        if lock(&self.ports_down).insert(port) {
+            tracing::warn!("RDMA device {}: port {port} went down", self.name);
+        }
+    }
+
+    /// Records that a port is up, and logs it if it was down.
+    pub(crate) fn port_came_up(&self, port: u8) {
+        if lock(&self.ports_down).remove(&port) {
+            tracing::info!("RDMA device {}: port {port} is up again", self.name);
+        }
+    }
+
+    /// Returns what is wrong with the device at the moment: it is gone, or its ports are down.
+    pub(crate) fn fault(&self) -> Option<String> {
+        if self.is_gone() {
+            return Some(self.absence().to_string());
+        }
+        let down: Vec<_> = lock(&self.ports_down).iter().map(u8::to_string).collect();
+        (!down.is_empty()).then(|| format!("{}: port {} is down", self.name, down.join(", ")))
     }
 
     /// Notes that the GID table has changed.

@@ -50,7 +50,10 @@ impl Devices {
                     *config = shares;
                     return Ok(Self { unused, ..opened });
                 }
-                Err((at, error)) => {
+                Err((at, mut error)) => {
+                    if error.is_memlock() {
+                        error = error.append(&memory_needed(&shares, devices.len()));
+                    }
                     let name = devices.remove(at).name();
                     if devices.is_empty() {
                         let first = unused.into_iter().next();
@@ -131,9 +134,24 @@ fn divide(config: &Config, devices: usize) -> Config {
     config
 }
 
+/// Describes how much memory the devices pin when they are opened, for an error about the limit:
+/// that error has only the size of the call that failed.
+fn memory_needed(config: &Config, devices: usize) -> String {
+    /// Of a queue's entry, at a device that pins its queues.
+    const ENTRY_BYTES: usize = 64;
+    let receives = config.recv_queue_depth as usize;
+    let queues = (config.cq_size as usize + receives) * ENTRY_BYTES;
+    let each = config.memory.registered_at_start(receives, config.recv_buffer_size as usize);
+    let mib = ((each + queues) * devices).div_ceil(1 << 20);
+    match devices {
+        1 => format!("; about {mib} MiB are needed in all"),
+        _ => format!("; about {mib} MiB are needed in all, for {devices} devices"),
+    }
+}
+
 fn choose(verbs: &Verbs, names: &[String], addresses: &[IpAddr]) -> Result<Vec<Device>, Error> {
     if !names.is_empty() {
-        return Ok(names.iter().map(|name| verbs.device(name)).collect::<Result<_, _>>()?);
+        return names.iter().map(|name| named(verbs, name)).collect();
     }
     let devices = verbs.devices()?;
     if devices.is_empty() {
@@ -156,6 +174,18 @@ fn choose(verbs: &Verbs, names: &[String], addresses: &[IpAddr]) -> Result<Vec<D
         return Err(Error::new(ErrorKind::Absent, what));
     }
     Ok(devices)
+}
+
+/// Returns the device with this name. If no device has it, the error lists those that exist.
+fn named(verbs: &Verbs, name: &str) -> Result<Device, Error> {
+    let mut devices = verbs.devices()?;
+    match devices.iter().position(|device| device.name() == name) {
+        Some(at) => Ok(devices.swap_remove(at)),
+        None => {
+            let existing: Vec<_> = devices.iter().map(Device::name).collect();
+            Err(Error::unknown_device(name, &existing))
+        }
+    }
 }
 
 /// Returns the name of the device that has an address. The connection manager knows it, for

@@ -112,6 +112,8 @@ pub struct FabricStats {
     pub devices_lost: u64,
     /// Times that a device came back.
     pub devices_back: u64,
+    /// The devices that are missing or have a port that is down, each with the reason.
+    pub device_faults: Vec<String>,
     /// Links that ended because the peer requested memory or an operation that it had no right to.
     pub remote_access_errors: u64,
     /// Handshakes that were refused because their source had caused several such access errors.
@@ -180,6 +182,7 @@ impl Fabric {
             read_latency: shared.latencies.read.snapshot(),
             devices_lost: counters.devices_lost.load(Ordering::Relaxed),
             devices_back: counters.devices_back.load(Ordering::Relaxed),
+            device_faults: shared.devices.iter().filter_map(|device| device.fault()).collect(),
             remote_access_errors: counters.remote_access_errors.load(Ordering::Relaxed),
             refused_after_access_errors: counters
                 .refused_after_access_errors

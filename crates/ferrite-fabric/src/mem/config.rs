@@ -1,6 +1,6 @@
 //! The settings of a pool, and how they are divided between sends and receives.
 
-use super::class::{CHUNK_BYTES, Purpose};
+use super::class::{CHUNK_BYTES, Purpose, SizeClass};
 use super::error::PoolError;
 
 /// The settings of a pool. Sizes are in bytes and rounded to chunks of 2 MiB: limits down, the
@@ -132,6 +132,17 @@ impl PoolConfig {
     /// Returns what a heap keeps although nobody uses it.
     pub(super) fn kept_of(&self, purpose: Purpose) -> usize {
         if purpose == Purpose::Receive { self.receive_initial } else { 0 }
+    }
+
+    /// Returns what is registered for each device once `receives` receives of `bytes` are posted.
+    pub(crate) fn registered_at_start(&self, receives: usize, bytes: usize) -> usize {
+        let Ok(config) = self.clone().checked() else { return 0 };
+        let block = SizeClass::holding(bytes).map_or(bytes, SizeClass::bytes);
+        let initial = config.initial_of(Purpose::Receive);
+        let more = receives.saturating_mul(block).saturating_sub(initial);
+        let grown = more.div_ceil(config.memory_pool_increase) * config.memory_pool_increase;
+        let receive = (initial + grown).min(config.max_of(Purpose::Receive));
+        config.initial_of(Purpose::Send) + receive
     }
 
     /// Returns a purpose's part of what is registered at the start: at least a chunk, so that a

@@ -12,6 +12,7 @@ use rustix::io::Errno;
 use super::{CmId, CmKey};
 use crate::cm_abi::from_raw;
 use crate::context::{borrow_fd, set_nonblocking};
+use crate::denied::{self, denied_file};
 use crate::error::{Absence, Error, last_errno};
 use crate::sys;
 use crate::table::{Verbs, text};
@@ -86,13 +87,18 @@ impl Verbs {
     /// Opens a channel to the connection manager.
     ///
     /// # Errors
-    /// [`Absence::NoCm`] without rdma_ucm, [`Absence::NoLibrary`] without librdmacm.
+    /// [`Absence::NoCm`] without rdma_ucm, [`Absence::NoLibrary`] without librdmacm,
+    /// [`ErrorKind::Permission`](crate::ErrorKind::Permission) if the user may not use it.
     pub fn open_event_channel(&self) -> Result<EventChannel, Error> {
         let cm = self.cm()?;
         // SAFETY: no preconditions.
         let raw = self.call_global(|| unsafe { (cm.rdma_create_event_channel)() });
         let Some(raw) = NonNull::new(raw) else {
-            return Err(match last_errno() {
+            let errno = last_errno();
+            if let Some(file) = denied_file(denied::CM) {
+                return Err(Error::denied("rdma_create_event_channel", file));
+            }
+            return Err(match errno {
                 errno @ (Errno::NODEV | Errno::NOENT | Errno::NOSYS) => {
                     Absence::NoCm { detail: std::io::Error::from(errno).to_string() }.into()
                 }

@@ -14,7 +14,7 @@ use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 
 use clap::{Args, ValueEnum};
-use ferrite_fabric::{Config, Fabric};
+use ferrite_fabric::{Config, Fabric, Rdma};
 use ferrite_verbs::Verbs;
 use serde::Serialize;
 
@@ -152,6 +152,10 @@ fn fabric(verbs: &Verbs, local: Option<IpAddr>, options: &Options) -> anyhow::Re
     let recv_buffer_size = options.recv_buffer_size.unwrap_or(default.recv_buffer_size);
     let builder =
         Fabric::builder(verbs).config(Config { busy_poll_us: 0, recv_buffer_size, ..default });
+    let builder = match options.over {
+        Over::Rdma => builder.rdma(Rdma::Require), // a fallback would measure something else
+        _ => builder,
+    };
     let builder = match local.map(|local| fabric::device_of(verbs, local)).transpose()?.flatten() {
         Some(device) => builder.device(device),
         None => builder,

@@ -1,13 +1,14 @@
 //! The settings of `ferrite server`, from `ferrite.toml` and the environment. The table in
 //! `ferrite-config` has the keys with their defaults and ranges.
 
-use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use ferrite_config::{Policy, Program, Setting, Values, file, table};
-use ferrite_fabric::Rdma;
+use ferrite_config::{Origin, Policy, Program, Setting, Values, address, file, table};
+use ferrite_fabric::{Fabric, Rdma};
+use ferrite_session::{fabric_config, open_fabric};
 
+use super::{ServerError, Sources};
 use crate::settings;
 
 /// A file that the user named, or that ferrite finds by itself.
@@ -41,8 +42,8 @@ pub(super) struct Config {
     pub(super) shutdown_timeout: Duration,
     pub(super) bind: Vec<String>,
     pub(super) port: Option<u16>,
-    /// The module's address. `None`: the addresses on which the engine listens.
-    pub(super) rdma_listen: Option<IpAddr>,
+    /// The module's addresses and names. None: the addresses on which the engine listens.
+    pub(super) rdma_listen: Vec<String>,
     pub(super) rdma_port: u16,
     pub(super) is_cluster: bool,
     /// Lines of the engine's own configuration: name and rest of the line.
@@ -52,18 +53,46 @@ pub(super) struct Config {
 }
 
 impl Config {
-    /// Reads a file and the environment. An error may have several lines, one for each problem.
-    pub(super) fn read(file: &Path) -> Result<Self, String> {
+    /// Reads the file, if there is one, the environment and the flags. An error may have several
+    /// lines, one for each problem.
+    pub(super) fn load(sources: Sources<'_>) -> Result<Self, String> {
+        let mut config = match sources.file() {
+            Some(file) => Self::read(file)?,
+            None => Self::with_environment(Values::new(Program::Server), Vec::new())?,
+        };
+        for (setting, text) in sources.flags() {
+            config.values.set_text(setting, None, text, Origin::Flag)?;
+        }
+        Ok(config)
+    }
+
+    /// Returns all values.
+    pub(super) fn values(&self) -> &Values {
+        &self.values
+    }
+
+    /// Returns the same with other values.
+    pub(super) fn with_values(&self, values: Values) -> Self {
+        Self::new(values, self.directives.clone())
+    }
+
+    /// Returns the names of the engine's directives that differ from `other`, each once.
+    pub(super) fn changed_directives(&self, other: &Self) -> Vec<String> {
+        let of = |config: &Self, name: &str| -> Vec<String> {
+            let same = config.directives.iter().filter(|(known, _)| known == name);
+            same.map(|(_, rest)| rest.clone()).collect()
+        };
+        let names = self.directives.iter().chain(&other.directives).map(|(name, _)| name.clone());
+        let names: std::collections::BTreeSet<_> = names.collect();
+        names.into_iter().filter(|name| of(self, name) != of(other, name)).collect()
+    }
+
+    fn read(file: &Path) -> Result<Self, String> {
         let name = file.display().to_string();
         let text = std::fs::read_to_string(file).map_err(|error| format!("{name}: {error}"))?;
         let read = file::read(Program::Server, &text)
             .map_err(|problems| settings::list(&name, &problems))?;
         Self::with_environment(read.values, read.directives)
-    }
-
-    /// Returns the defaults, with what the environment has.
-    pub(super) fn from_environment() -> Result<Self, String> {
-        Self::with_environment(Values::new(Program::Server), Vec::new())
     }
 
     fn with_environment(
@@ -81,7 +110,8 @@ impl Config {
             None | Some("auto") => Choice::Auto,
             Some(path) => Choice::Path(path.into()),
         };
-        let listen = values.text(&table::LISTEN).and_then(table::ip_and_port);
+        let listen = address::words(values.text(&table::LISTEN).unwrap_or_default());
+        let hosts = listen.filter_map(address::split).map(|(host, _)| host.to_owned());
         Self {
             engine: choice(&table::ENGINE_PROGRAM),
             module: choice(&table::MODULE_FILE),
@@ -99,8 +129,8 @@ impl Config {
             shutdown_timeout: values.time(&table::SHUTDOWN_TIMEOUT),
             bind: values.list(&table::BIND).to_vec(),
             port: values.is_given(&table::PORT).then(|| values.number(&table::PORT)),
-            rdma_listen: listen.map(|listen| listen.ip()),
-            rdma_port: listen.map_or(table::CLIENT_PORT, |listen| listen.port()),
+            rdma_listen: hosts.collect(),
+            rdma_port: values.listen_port().unwrap_or(table::CLIENT_PORT),
             is_cluster: values.switch(&table::CLUSTER_ENABLED),
             directives,
             values,
@@ -114,6 +144,22 @@ impl Config {
             Ok(Policy::Forbid) => Rdma::Forbid,
             Ok(Policy::Prefer) | Err(_) => Rdma::Prefer,
         }
+    }
+
+    /// Opens the devices as the module will, if RDMA is required.
+    ///
+    /// # Errors
+    /// RDMA is unavailable here, to this user.
+    pub(super) fn check_rdma(&self) -> Result<(), ServerError> {
+        if self.rdma() != Rdma::Require {
+            return Ok(());
+        }
+        let opened = open_fabric(&self.values, &fabric_config(&self.values), Fabric::system);
+        opened.map(drop).map_err(|error| {
+            let remedy = error.remedy().map(|remedy| format!("; to do: {remedy}"));
+            let remedy = remedy.unwrap_or_default();
+            ServerError::no_rdma(format!("RDMA is required (server.rdma): {error}{remedy}"))
+        })
     }
 
     /// Returns the settings that are passed on to the module: its arguments and their values.

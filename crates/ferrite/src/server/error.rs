@@ -4,13 +4,7 @@ use std::fmt;
 use std::os::unix::process::ExitStatusExt as _;
 use std::process::ExitStatus;
 
-// Exit codes. The first three are EX_USAGE, EX_UNAVAILABLE and EX_SOFTWARE of sysexits.h.
-pub(crate) const USAGE: u8 = 64;
-const UNAVAILABLE: u8 = 69;
-const INTERNAL: u8 = 70;
-const CANNOT_START: u8 = 71;
-/// Added to the number of the signal that killed the engine, as shells do.
-const BY_SIGNAL: i32 = 128;
+use ferrite_config::exit_code::{BY_SIGNAL, ENGINE, INTERNAL, UNAVAILABLE, USAGE};
 
 /// Why the server did not start, or why it stopped.
 #[derive(Debug)]
@@ -33,12 +27,12 @@ impl ServerError {
 
     /// Reports that the engine or the module is missing, or that the engine does not answer.
     pub(super) fn cannot_start(message: impl Into<String>) -> Self {
-        Self { code: CANNOT_START, kind: "engine", message: message.into() }
+        Self { code: ENGINE, kind: "engine", message: message.into() }
     }
 
     /// Reports that the engine ended by itself. The exit code is the engine's, but never 0.
     pub(super) fn engine(status: ExitStatus, message: impl Into<String>) -> Self {
-        let code = if status.success() { CANNOT_START } else { exit_code(status) };
+        let code = if status.success() { ENGINE } else { exit_code(status) };
         Self { code, kind: "engine", message: message.into() }
     }
 
@@ -66,7 +60,8 @@ impl std::error::Error for ServerError {}
 
 /// Returns the exit code of ferrite for the engine's exit status.
 pub(super) fn exit_code(status: ExitStatus) -> u8 {
-    let code = status.code().or_else(|| status.signal().map(|signal| BY_SIGNAL + signal));
+    let code =
+        status.code().or_else(|| status.signal().map(|signal| i32::from(BY_SIGNAL) + signal));
     code.and_then(|code| u8::try_from(code).ok()).unwrap_or(INTERNAL)
 }
 

@@ -19,7 +19,7 @@ use tokio::process::{Child, Command};
 
 use super::ServerError;
 use super::log::EngineLog;
-use super::plan::Plan;
+use super::plan::{PRIVATE_DIR, Plan};
 
 /// Execute an engine that stops when its parent dies (used by `ferrite server`)
 #[derive(Args)]
@@ -123,12 +123,29 @@ impl PrivateDir {
     /// Such a directory was left by a killed ferrite with the same process id. In a container that
     /// is the usual case.
     pub(super) fn make(path: &Path) -> anyhow::Result<Self> {
+        path.parent().into_iter().for_each(remove_left_over);
         let made = std::fs::DirBuilder::new().mode(0o700).create(path);
         let made = made.or_else(|error| if is_left_over(path) { Ok(()) } else { Err(error) });
         made.with_context(|| {
             format!("cannot create {} (set server.runtime_dir to use another)", path.display())
         })?;
         Ok(Self(path.to_owned()))
+    }
+}
+
+/// Removes the directories of killed ferrites: nobody has their process ids, and no engine listens
+/// there any more.
+fn remove_left_over(parent: &Path) {
+    for entry in parent.read_dir().into_iter().flatten().flatten() {
+        let (path, name) = (entry.path(), entry.file_name());
+        let id = name.to_str().and_then(|name| name.strip_prefix(PRIVATE_DIR)?.parse::<u32>().ok());
+        let is_gone = |id: u32| !Path::new("/proc").join(id.to_string()).exists();
+        if id.is_some_and(is_gone)
+            && is_left_over(&path)
+            && std::os::unix::net::UnixStream::connect(path.join("engine.sock")).is_err()
+        {
+            let _ = std::fs::remove_dir_all(&path);
+        }
     }
 }
 
@@ -151,6 +168,30 @@ impl Drop for PrivateDir {
 mod tests {
     use super::*;
     use std::fs::{Permissions, create_dir, set_permissions, write};
+
+    #[test]
+    fn removes_directories_of_killed_processes() {
+        let parent = std::env::temp_dir().join(format!("ferrite-parent-{}", std::process::id()));
+        create_dir(&parent).expect("a directory");
+        // No process has an id beyond the kernel's limit of 4,194,304.
+        let [dead, own, other] = [
+            format!("{PRIVATE_DIR}4999999"),
+            format!("{PRIVATE_DIR}{}", std::process::id()),
+            "ferrite-other-4999999".to_owned(),
+        ]
+        .map(|name| parent.join(name));
+        for path in [&dead, &own, &other] {
+            create_dir(path).expect("a directory");
+            set_permissions(path, Permissions::from_mode(0o700)).expect("closed");
+        }
+        let socket = std::os::unix::net::UnixListener::bind(dead.join("engine.sock"));
+        remove_left_over(&parent);
+        assert!(dead.exists(), "its engine still runs");
+        drop(socket);
+        remove_left_over(&parent);
+        assert_eq!([&dead, &own, &other].map(|path| path.exists()), [false, true, true]);
+        std::fs::remove_dir_all(&parent).expect("removed");
+    }
 
     #[test]
     fn takes_over_a_private_directory_only_if_it_is_closed_to_others() {

@@ -1,8 +1,6 @@
-//! The log on stderr: the engine's lines as they come, and ferrite's own in the same form.
+//! The engine's part of the log on stderr: its lines as they come, or as JSON.
 
 use std::collections::VecDeque;
-use std::io::{IsTerminal as _, Write as _};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -10,6 +8,7 @@ use tokio::io::{AsyncBufReadExt as _, AsyncRead, BufReader};
 use tokio::task::JoinHandle;
 
 use super::secret;
+use crate::log;
 
 /// Number of lines kept to explain why an engine did not start. An error in its configuration has
 /// four.
@@ -21,47 +20,6 @@ const OUTPUT_TIMEOUT: Duration = Duration::from_millis(500);
 const LEVELS: [&str; 4] = [" # ", " * ", " - ", " . "];
 /// Precedes the module's text in the log of any engine.
 const MODULE: &str = "> ferrite: ";
-
-/// Logs a line of ferrite's own at the level notice.
-pub(super) fn notice(text: &str) {
-    print('*', text);
-}
-
-/// Logs a line of ferrite's own at the level warning.
-pub(super) fn warning(text: &str) {
-    print('#', text);
-}
-
-/// Prints a line as engines do, with F as the role: `123:F 15 Nov 2026 10:00:00.000 * text`.
-fn print(level: char, text: &str) {
-    let now = jiff::Zoned::now().strftime("%d %b %Y %H:%M:%S%.3f");
-    let line = format!("{}:F {now} {level} {text}\n", std::process::id());
-    write(line.as_bytes());
-}
-
-/// Whether the last line of the terminal shows what the engine is doing.
-static IS_STATUS_SHOWN: AtomicBool = AtomicBool::new(false);
-/// Moves to the start of the line and erases it.
-const ERASE_LINE: &str = "\r\x1b[K";
-
-/// Shows what the engine is doing in the last line, if stderr is a terminal. The next line of the
-/// log replaces it.
-pub(super) fn show_status(text: &str) {
-    let mut stderr = std::io::stderr().lock();
-    if stderr.is_terminal() {
-        IS_STATUS_SHOWN.store(true, Ordering::Relaxed);
-        let _ = write!(stderr, "{ERASE_LINE}{text}").and_then(|()| stderr.flush());
-    }
-}
-
-/// Writes a line of the log.
-fn write(line: &[u8]) {
-    let mut stderr = std::io::stderr().lock();
-    let erase = IS_STATUS_SHOWN.swap(false, Ordering::Relaxed);
-    let erase = if erase { ERASE_LINE.as_bytes() } else { b"" };
-    // One write, so that it does not mix with the engine's lines. stderr may be closed.
-    let _ = stderr.write_all(&[erase, line].concat());
-}
 
 /// Passes the output of one engine on, and keeps the end of it.
 pub(super) struct EngineLog {
@@ -121,8 +79,10 @@ impl EngineLog {
                 if let Some(redacted) = secret::redact_quoted(&line) {
                     line = redacted.into_bytes();
                 }
-                write(&line);
-                lock(&tail).add(String::from_utf8_lossy(&line).trim());
+                let text = String::from_utf8_lossy(&line);
+                let (level, message) = level_and_text(text.trim());
+                log::pass_on("engine", level, message, &line);
+                lock(&tail).add(text.trim());
                 line.clear();
             }
         }));
@@ -150,6 +110,18 @@ impl EngineLog {
 
 fn lock(tail: &Mutex<LogTail>) -> MutexGuard<'_, LogTail> {
     tail.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Returns the level and the text of an engine's line, in our words. A line without a stamp is an
+/// error.
+fn level_and_text(line: &str) -> (&'static str, &str) {
+    let Some(text) = text_after_stamp(line) else { return ("ERROR", line) };
+    let level = match line[..line.len() - text.len()].trim_end().chars().last() {
+        Some('#') => "WARN",
+        Some('*') => "INFO",
+        _ => "DEBUG",
+    };
+    (level, text)
 }
 
 /// Returns the text of a log line such as `123:M 15 Nov 2026 10:00:00.000 # text`.
@@ -180,6 +152,15 @@ mod tests {
         let tail = tail_of(&[&[log], &error[..]].concat());
         assert_eq!(tail.last_message().as_deref(), Some(joined));
         assert_eq!(tail_of(&[]).last_message(), None);
+    }
+
+    #[test]
+    fn levels_are_those_of_our_own_log() {
+        let line = |marker: &str| format!("12:M 15 Nov 2026 10:00:00.000 {marker} text # more");
+        for (marker, level) in [("#", "WARN"), ("*", "INFO"), ("-", "DEBUG"), (".", "DEBUG")] {
+            assert_eq!(level_and_text(&line(marker)), (level, "text # more"));
+        }
+        assert_eq!(level_and_text("Bad directive"), ("ERROR", "Bad directive"));
     }
 
     #[test]

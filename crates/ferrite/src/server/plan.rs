@@ -14,6 +14,9 @@ use super::{ServerError, find, include, secret};
 /// The longest path of a Unix socket, in bytes (`sun_path` without the NUL at its end).
 const SOCKET_NAME_MAX: usize = 107;
 
+/// Starts the name of a private directory; the process id follows.
+pub(super) const PRIVATE_DIR: &str = "ferrite-server-";
+
 /// The engine, its module and its configuration.
 #[derive(Debug)]
 pub(super) struct Plan {
@@ -119,8 +122,11 @@ fn lines(config: &Config, socket: &Path, module: Option<&Path>) -> Vec<Line> {
 
 fn module_arguments(config: &Config, socket: &Path) -> Vec<String> {
     // Without rdma-bind the module listens where the engine does.
-    let bind = config.rdma_listen.map(|ip| ("rdma-bind", ip.to_string()));
-    let mut arguments: Vec<_> = bind.into_iter().collect();
+    let bind = config.rdma_listen.join(",");
+    let mut arguments = Vec::new();
+    if !bind.is_empty() {
+        arguments.push(("rdma-bind", bind));
+    }
     arguments.extend([
         ("rdma-port", config.rdma_port.to_string()),
         ("rdma", config.rdma().to_string()),
@@ -184,7 +190,7 @@ fn runtime_dir(config: &Config) -> Option<RuntimeDir> {
     }
     let base = std::env::var_os("XDG_RUNTIME_DIR").filter(|base| Path::new(base).is_dir());
     let base = base.map_or_else(std::env::temp_dir, PathBuf::from);
-    Some(RuntimeDir::Private(base.join(format!("ferrite-server-{}", std::process::id()))))
+    Some(RuntimeDir::Private(base.join(format!("{PRIVATE_DIR}{}", std::process::id()))))
 }
 
 #[cfg(test)]
@@ -201,7 +207,7 @@ mod tests {
     fn generates_the_engines_configuration() {
         let lines = config_of(
             "[server]\ndata_dir = \"/data\"\n\
-             rdma = \"require\"\n[network]\nport = 0\nbind = \"::1\"\nrdma_listen = \"::1\"\n\
+             rdma = \"require\"\n[network]\nport = 0\nbind = \"::1\"\nrdma_listen = \"[::1], cache\"\n\
              allow_clear_text = true\nrdma_device = [\"a\", \"b\", \"a\"]\n[network.rdma]\n\
              max_connections = 5\nrx_size = \"64kb\"\ncall_path = true\npoller_thread = false\n\
              [cluster]\nenabled = true\n[engine]\nsave = \"\"",
@@ -220,7 +226,7 @@ mod tests {
                 "bind ::1",
                 "cluster-enabled yes",
                 "save \"\"",
-                "loadmodule \"/lib/a b.so\" rdma-bind ::1 rdma-port 6380 rdma require \
+                "loadmodule \"/lib/a b.so\" rdma-bind ::1,cache rdma-port 6380 rdma require \
                  engine \"unix:/run/s\\\"x.sock\" allow-clear-text yes rdma-device a,b \
                  max-clients 5 rx-size 64kb call-path yes poller-thread no",
             ]

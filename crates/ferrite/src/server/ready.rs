@@ -104,6 +104,19 @@ async fn query(socket: &Path, password: Option<&str>) -> io::Result<Answer> {
     Ok(Answer::Ready(report(&server, &module)))
 }
 
+/// Changes a setting of the engine. Returns its reply.
+pub(super) async fn config_set(
+    socket: &Path,
+    password: Option<&str>,
+    (name, value): (&str, &str),
+) -> io::Result<String> {
+    let mut engine = BufReader::new(UnixStream::connect(socket).await?);
+    if let Some(password) = password {
+        let _ = command(&mut engine, &["AUTH", password]).await?;
+    }
+    command(&mut engine, &["CONFIG", "SET", name, value]).await
+}
+
 /// Runs a command. Returns a one-line reply with its type character, and a bulk string without its
 /// header.
 async fn command(engine: &mut BufReader<UnixStream>, arguments: &[&str]) -> io::Result<String> {

@@ -22,7 +22,8 @@ use super::launch::Engine;
 use super::notify::Notify;
 use super::plan::Plan;
 use super::ready::{Report, wait_until_ready};
-use super::{ServerError, events, log};
+use super::reload::reload;
+use super::{ServerError, Sources, events};
 
 /// The longest delay before a restart.
 const DELAY_MAX: Duration = Duration::from_secs(30);
@@ -43,7 +44,9 @@ const IN_USE: &str = "already in use";
 
 /// Runs one engine after another.
 pub(super) struct Supervisor<'a> {
-    pub(super) config: &'a Config,
+    /// SIGHUP changes it.
+    pub(super) config: Config,
+    sources: Sources<'a>,
     pub(super) plan: &'a Plan,
     pub(super) json: bool,
     pub(super) notify: Notify,
@@ -68,9 +71,15 @@ enum RunEnd {
 }
 
 impl<'a> Supervisor<'a> {
-    pub(super) fn new(config: &'a Config, plan: &'a Plan, json: bool) -> anyhow::Result<Self> {
+    pub(super) fn new(
+        config: Config,
+        sources: Sources<'a>,
+        plan: &'a Plan,
+        json: bool,
+    ) -> anyhow::Result<Self> {
         Ok(Self {
             config,
+            sources,
             plan,
             json,
             notify: Notify::from_environment(),
@@ -113,13 +122,13 @@ impl<'a> Supervisor<'a> {
                 restarts = 0;
             }
             if restarts >= self.config.restart_limit {
-                log::warning(&format!("giving up after {restarts} restarts in a row"));
+                tracing::warn!("giving up after {restarts} restarts in a row");
                 return Err(error.into());
             }
             let delay = delay(self.config.restart_delay, restarts);
             restarts += 1;
             let (limit, seconds) = (self.config.restart_limit, delay.as_secs_f32());
-            log::warning(&format!("{error}; restart {restarts} of {limit} in {seconds} s"));
+            tracing::warn!("{error}; restart {restarts} of {limit} in {seconds} s");
             self.notify.status(&format!("{error}; restarting"));
             events::restarting(self.json, error.code(), restarts, delay);
             if self.signals.stop_requested_within(delay).await {
@@ -156,7 +165,8 @@ impl<'a> Supervisor<'a> {
 
     /// Runs one engine from its start to its end.
     async fn run_once(&mut self) -> anyhow::Result<RunEnd> {
-        let Self { config, plan, json, notify, signals, was_ready } = self;
+        let Self { config, sources, plan, json, notify, signals, was_ready } = self;
+        let password = config.password().map(str::to_owned);
         let mut engine = match Engine::start(plan).await {
             Ok(engine) => engine,
             Err(error) => return Err(ServerError::cannot_start(format!("{error:#}")).into()),
@@ -165,12 +175,12 @@ impl<'a> Supervisor<'a> {
         let mut ready_since = None;
         let mut becomes_ready = Box::pin(wait_until_ready(
             &plan.socket,
-            config.password(),
+            password.as_deref(),
             config.startup_timeout,
             |loading| {
                 let sentence = loading.sentence();
                 notify.extend_startup(&sentence, LOADING_EXTENSION);
-                log::show_status(&sentence);
+                crate::log::show_status(&sentence);
             },
         ));
         loop {
@@ -183,10 +193,17 @@ impl<'a> Supervisor<'a> {
                         module_message: engine.log.last_of_module(),
                     });
                 }
-                action = signals.next() => if action == SignalAction::Stop {
-                    notify.stopping();
-                    let status = stop(&mut engine, signals, config.shutdown_timeout).await?;
-                    return Ok(RunEnd::Stopped(success_if_terminated(status)));
+                action = signals.next() => match action {
+                    SignalAction::Stop => {
+                        notify.stopping();
+                        let status = stop(&mut engine, signals, config.shutdown_timeout).await?;
+                        return Ok(RunEnd::Stopped(success_if_terminated(status)));
+                    }
+                    SignalAction::Reload => {
+                        if let Some(read) = reload(config, *sources, &plan.socket).await {
+                            *config = read;
+                        }
+                    }
                 },
                 report = &mut becomes_ready, if ready_since.is_none() => {
                     let checked = match report {
@@ -208,7 +225,7 @@ impl<'a> Supervisor<'a> {
                     };
                     ready_since = Some(Instant::now());
                     *was_ready = true;
-                    log::notice(&report.sentence());
+                    tracing::info!("{}", report.sentence());
                     events::ready(*json, plan, engine.id(), &report);
                     notify.ready(&report.sentence());
                 }
@@ -262,16 +279,14 @@ async fn stop(
         tokio::select! {
             status = engine.wait() => return status,
             action = signals.next() => if action == SignalAction::Stop {
-                log::warning("second signal received, killing the engine; unsaved data is lost");
+                tracing::warn!("second signal received, killing the engine; unsaved data is lost");
                 engine.kill();
             },
             () = &mut limit => break,
         }
     }
     let seconds = timeout.as_secs_f32();
-    log::warning(&format!(
-        "the engine did not stop within {seconds} s, killing it; unsaved data is lost"
-    ));
+    tracing::warn!("the engine did not stop within {seconds} s, killing it; unsaved data is lost");
     engine.kill();
     engine.wait().await
 }
@@ -292,7 +307,7 @@ fn delay(first: Duration, restarts: u32) -> Duration {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum SignalAction {
     Stop,
-    Ignore,
+    Reload,
 }
 
 /// Receives the signals that ferrite handles.
@@ -316,14 +331,9 @@ impl Signals {
         let name = tokio::select! {
             _ = self.terminated.recv() => "SIGTERM",
             _ = self.interrupted.recv() => "SIGINT",
-            _ = self.hung_up.recv() => {
-                log::notice(
-                    "SIGHUP ignored: the file is not read again; use CONFIG SET to change settings",
-                );
-                return SignalAction::Ignore;
-            }
+            _ = self.hung_up.recv() => return SignalAction::Reload,
         };
-        log::notice(&format!("{name} received, shutting down"));
+        tracing::info!("{name} received, shutting down");
         SignalAction::Stop
     }
 

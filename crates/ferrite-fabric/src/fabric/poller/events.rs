@@ -57,6 +57,8 @@ impl Poller {
                     self.device_gone(shared, device.index, &event.kind.to_string());
                 }
                 (AsyncEventKind::GID_CHANGE, _) => device.forget_gids(),
+                (AsyncEventKind::PORT_ERROR, Subject::Port(port)) => device.port_went_down(port),
+                (AsyncEventKind::PORT_ACTIVE, Subject::Port(port)) => device.port_came_up(port),
                 _ => {}
             }
         }
@@ -79,6 +81,11 @@ impl Poller {
         let device = &shared.devices[device];
         if device.set_gone() {
             shared.counters.devices_lost.fetch_add(1, Ordering::Relaxed);
+            tracing::warn!(
+                "RDMA device {}: {why}; its links end or go on over TCP, and it is used again when \
+                 it is back",
+                device.name
+            );
         }
         self.end_upgrades_on(shared, device);
         let links: Vec<_> = {

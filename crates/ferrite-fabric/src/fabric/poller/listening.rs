@@ -64,13 +64,7 @@ impl Poller {
                 return Err(error); // it is the device, but not the port or the address to use
             }
             let used: Vec<_> = shared.devices.iter().map(|device| device.name.as_str()).collect();
-            let what = format!(
-                "{} is an address of device {device}, but only {} may be used; use that device \
-                 too, or listen on another address",
-                local.ip(),
-                used.join(", ")
-            );
-            return Err(Error::new(ErrorKind::Unreachable, what));
+            return Err(Error::other_device(local.ip(), &device, &used));
         }
         let local = id.local_addr().unwrap_or(local);
         self.listen_by(id, (local, one_family), listener)?;

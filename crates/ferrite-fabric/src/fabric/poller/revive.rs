@@ -110,6 +110,7 @@ impl Poller {
                     poller.search(&device, search.next(seen));
                 } else {
                     shared.counters.devices_back.fetch_add(1, Ordering::Relaxed);
+                    tracing::info!("RDMA device {} is back and in use again", device.name);
                 }
             },
         );

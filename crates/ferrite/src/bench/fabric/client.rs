@@ -1,12 +1,15 @@
 //! The client: connects, measures one case after the other and prints the result.
 
+use std::future::Future;
 use std::net::SocketAddr;
+use std::pin::pin;
 use std::process::ExitCode;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
 use ferrite_fabric::{ConnectOptions, Fabric, Link};
 use ferrite_verbs::Verbs;
+use futures_util::future::{Either, select};
 
 use super::super::progress::Progress;
 use super::idle::Idle;
@@ -18,6 +21,10 @@ use super::{Measure, Options, bandwidth, latency};
 use crate::choice::{Mode, Op, name};
 use crate::exit;
 use crate::latency::Latency;
+
+/// How long the server may take for its first answer, and more for each link that it accepts.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
+const LINK_TIMEOUT: Duration = Duration::from_millis(20);
 
 /// Measures all cases. If one fails, prints the results of those before it.
 pub(super) fn run(options: &Options, peer: SocketAddr) -> anyhow::Result<ExitCode> {
@@ -84,9 +91,32 @@ async fn connect(
         send_control(&link, &Request::Join { link: number })?;
         side.links.push(link);
     }
-    match side.receive_reply().await.with_context(|| peer.to_string())? {
+    let answer = within(ANSWER_TIMEOUT + LINK_TIMEOUT * options.links, side.receive_reply());
+    match answer.await.with_context(|| peer.to_string())? {
         Reply::Holding(resources) => Ok((side, resources)),
         other => bail!("received {other:?}, expected the server's resources"),
+    }
+}
+
+/// Waits for the first reply, but not for ever: a server that serves another client, or a program
+/// of another protocol, sends none.
+async fn within<T>(
+    time: Duration,
+    reply: impl Future<Output = anyhow::Result<T>>,
+) -> anyhow::Result<T> {
+    let (timer, expired) = tokio::sync::oneshot::channel::<()>();
+    // Ends with the process.
+    std::thread::spawn(move || {
+        std::thread::sleep(time);
+        drop(timer);
+    });
+    match select(pin!(reply), expired).await {
+        Either::Left((reply, _)) => reply,
+        Either::Right(_) => bail!(
+            "connected, but no answer within {} s: `ferrite bench fabric --listen` serves another \
+             client there, or another program listens",
+            time.as_secs()
+        ),
     }
 }
 

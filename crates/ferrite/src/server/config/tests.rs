@@ -71,8 +71,7 @@ fn reads_the_engines_settings() {
         (Restart::OnFailure, Duration::from_millis(250))
     );
     assert_eq!(config.shutdown_timeout, Duration::from_secs(600));
-    let listen = (config.rdma_listen.map(|ip| ip.to_string()), config.rdma_port);
-    assert_eq!(listen, (Some("::1".into()), 7000));
+    assert_eq!((config.rdma_listen.clone(), config.rdma_port), (vec!["::1".to_owned()], 7000));
     assert_eq!(config.password(), Some("secret"));
     assert_eq!(Config::default().rdma_port, 6380);
 }

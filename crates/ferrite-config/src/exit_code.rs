@@ -1,0 +1,65 @@
+//! The exit codes of all programs: one table for the programs, their help and the book.
+//!
+//! Codes from 64 on are those of sysexits.h.
+
+/// The program has done what it was asked to.
+pub const SUCCESS: u8 = 0;
+/// Any failure that has no code of its own.
+pub const FAILURE: u8 = 1;
+/// Wrong flags, a wrong file or environment variable, or settings that contradict each other.
+pub const USAGE: u8 = 2;
+/// RDMA is required, and this host or this user cannot use it (EX_UNAVAILABLE).
+pub const UNAVAILABLE: u8 = 69;
+/// A bug, or a failure of the system (EX_SOFTWARE).
+pub const INTERNAL: u8 = 70;
+/// `ferrite server` finds no engine or module, or the engine does not answer (EX_OSERR).
+pub const ENGINE: u8 = 71;
+/// `ferrite server` adds the number of the signal that killed the engine, as shells do.
+pub const BY_SIGNAL: u8 = 128;
+
+/// Each code, as text, with its meaning.
+pub const TABLE: [(&str, &str); 7] = [
+    ("0", "success"),
+    ("1", "failure; for `ferrite-cli -e` an error reply"),
+    ("2", "wrong usage, a wrong file or environment variable, or contradicting settings"),
+    (
+        "69",
+        "RDMA is required and unavailable: a library, kernel support, a device, a port, the \
+         permission or the locked memory is missing; the message says which and what to do",
+    ),
+    ("70", "internal failure of `ferrite server`"),
+    (
+        "71",
+        "`ferrite server`: engine or module missing, or the engine does not answer, or it ends \
+         with code 0 before it is ready",
+    ),
+    ("others", "`ferrite server`: the engine's own code; 128 + N if signal N killed the engine"),
+];
+
+/// Returns the table for `--help`.
+#[must_use]
+pub fn help() -> String {
+    let entries = TABLE.iter().map(|(code, meaning)| format!("{code} {meaning}"));
+    format!("Exit codes: {}.", entries.collect::<Vec<_>>().join("; ").replace('`', ""))
+}
+
+/// Returns the table for the book.
+#[must_use]
+pub fn markdown() -> String {
+    let rows = TABLE.iter().map(|(code, meaning)| format!("| {code} | {meaning} |\n"));
+    format!("| exit code | meaning |\n|---|---|\n{}", rows.collect::<String>())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn table_has_every_code() {
+        for code in [SUCCESS, FAILURE, USAGE, UNAVAILABLE, INTERNAL, ENGINE] {
+            assert_eq!(TABLE.iter().filter(|(known, _)| *known == code.to_string()).count(), 1);
+        }
+        assert!(help().contains("69 RDMA is required"), "{}", help());
+        assert!(TABLE.iter().any(|(_, meaning)| meaning.contains(&BY_SIGNAL.to_string())));
+    }
+}

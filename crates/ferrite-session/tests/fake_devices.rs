@@ -1,0 +1,131 @@
+//! Devices that are named wrongly, that go and that return, on the fake provider: operators learn
+//! it by the device's name.
+
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use ferrite_config::{Origin, Program, Values, find};
+use ferrite_fabric::{Error, ErrorKind, Fabric, ListenOptions, Rdma};
+use ferrite_session::{fabric_config, open_fabric};
+use ferrite_verbs::fake::{DeviceSpec, World};
+
+const DEADLINE: Duration = Duration::from_secs(30);
+
+fn add(world: &World, name: &str, address: &str) {
+    world.add_device(DeviceSpec::new(name, address.parse().expect("an address")));
+}
+
+/// Returns a world with the devices rxe1 and rxe2, at 127.0.0.1 and 127.0.0.2.
+fn world() -> World {
+    let world = World::new();
+    add(&world, "rxe1", "127.0.0.1");
+    add(&world, "rxe2", "127.0.0.2");
+    world
+}
+
+fn open(world: &World, settings: &[(&str, &str)]) -> Result<Fabric, Error> {
+    let mut values = Values::new(Program::Gateway);
+    for (name, text) in settings {
+        let (setting, alias) = find(Program::Gateway, name).expect(name);
+        values.set_text(setting, alias, text, Origin::Flag).expect(text);
+    }
+    open_fabric(&values, &fabric_config(&values), || Fabric::builder(&world.verbs()))
+}
+
+/// The log of this thread.
+#[derive(Clone, Default)]
+struct Log(Arc<Mutex<Vec<u8>>>);
+
+impl Log {
+    fn text(&self) -> String {
+        String::from_utf8(self.0.lock().expect("no panic").clone()).expect("text")
+    }
+
+    /// Runs `act` with this log.
+    fn of(act: impl FnOnce(&Self)) {
+        let log = Self::default();
+        let writer = log.clone();
+        let subscriber =
+            tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.clone()).finish();
+        tracing::subscriber::with_default(subscriber, || act(&log));
+    }
+}
+
+impl std::io::Write for Log {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().expect("no panic").extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Drives a fabric until the log has a line.
+fn until_logged(fabric: &Fabric, log: &Log, line: &str) {
+    let begun = Instant::now();
+    while !log.text().contains(line) {
+        assert!(begun.elapsed() < DEADLINE, "no {line:?} in {}", log.text());
+        fabric.poll();
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn refuses_a_device_that_does_not_exist() {
+    for policy in ["prefer", "require"] {
+        let opened = open(&world(), &[("rdma-device", "mlx5_0"), ("rdma", policy)]);
+        let error = opened.expect_err("there is no such device");
+        assert_eq!(error.to_string(), "no RDMA device mlx5_0; devices: rxe1, rxe2", "{policy}");
+        assert!(error.is_unavailable() && error.remedy().is_some(), "{policy}");
+    }
+    // A host without any device falls back, whatever was named.
+    let fabric = open(&World::new(), &[("rdma-device", "mlx5_0")]).expect("over TCP");
+    assert!(fabric.absence().is_some());
+    open(&world(), &[("rdma-device", "mlx5_0"), ("rdma", "forbid")]).expect("no device is used");
+}
+
+#[test]
+fn a_device_that_was_named_does_not_hide_that_the_address_has_another() {
+    let fabric = open(&world(), &[("rdma-device", "rxe2")]).expect("a fabric");
+    let at = "127.0.0.1:0".parse().expect("an address");
+    // The fake's devices have loopback addresses, which are refused if no device has them.
+    let options = ListenOptions::new().rdma(Rdma::Require);
+    let error = fabric.listen_with(at, &options).expect_err("the address of rxe1");
+    assert_eq!(error.kind(), ErrorKind::Unreachable, "{error}");
+}
+
+#[test]
+fn loss_and_return_of_a_device_are_logged_with_its_name() {
+    Log::of(|log| {
+        let world = world();
+        let fabric = open(&world, &[]).expect("a fabric");
+        assert!(fabric.stats().device_faults.is_empty());
+        world.remove_device("rxe2");
+        until_logged(&fabric, log, "WARN");
+        let text = log.text();
+        assert!(text.contains("RDMA device rxe2: ") && !text.contains("rxe1"), "{text}");
+        let faults = fabric.stats().device_faults;
+        assert_eq!(faults.len(), 1);
+        assert!(faults[0].starts_with("rxe2 was removed or failed"), "{faults:?}");
+        add(&world, "rxe2", "127.0.0.2");
+        until_logged(&fabric, log, "RDMA device rxe2 is back and in use again");
+        assert_eq!(fabric.stats().device_faults, [""; 0]);
+    });
+}
+
+#[test]
+fn a_port_that_goes_down_is_logged_once_with_its_device() {
+    Log::of(|log| {
+        let world = world();
+        let fabric = open(&world, &[]).expect("a fabric");
+        world.device_down("rxe1");
+        until_logged(&fabric, log, "RDMA device rxe1: port 1 went down");
+        assert_eq!(fabric.stats().device_faults, ["rxe1: port 1 is down"]);
+        world.device_up("rxe1");
+        until_logged(&fabric, log, "RDMA device rxe1: port 1 is up again");
+        assert_eq!(fabric.stats().device_faults, [""; 0]);
+        assert_eq!(log.text().matches("went down").count(), 1, "{}", log.text());
+    });
+}

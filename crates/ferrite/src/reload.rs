@@ -1,0 +1,124 @@
+//! SIGHUP: reads the settings again, says what has changed, and applies what can change while the
+//! program runs. The table in `ferrite-config` says which settings these are.
+
+use ferrite_config::{Setting, TakesEffect, Values};
+use tokio::signal::unix::{Signal, SignalKind, signal};
+
+use crate::log;
+
+/// Settings that are read again at each SIGHUP.
+pub(crate) struct Reload<F> {
+    hung_up: Signal,
+    current: Values,
+    read: F,
+}
+
+impl<F: Fn() -> anyhow::Result<Values>> Reload<F> {
+    /// Handles the signal from now on. `read` reads the file, the environment and the flags.
+    pub(crate) fn new(current: &Values, read: F) -> std::io::Result<Self> {
+        let hung_up = signal(SignalKind::hangup())?;
+        Ok(Self { hung_up, current: current.clone(), read })
+    }
+
+    /// Waits for signals for ever, and calls `apply` with the values that result from each.
+    pub(crate) async fn run(mut self, apply: impl Fn(&Values)) -> std::convert::Infallible {
+        loop {
+            if self.hung_up.recv().await.is_none() {
+                std::future::pending::<()>().await;
+            }
+            match (self.read)() {
+                Ok(read) => {
+                    let changes = Changes::between(&self.current, &read);
+                    self.current = changes.applied_to(&self.current, &read);
+                    log::set_level(&self.current);
+                    apply(&self.current);
+                    changes.report();
+                }
+                Err(error) => {
+                    tracing::error!(
+                        "SIGHUP received, but the settings stay as they are: {error:#}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+/// The settings that have changed.
+pub(crate) struct Changes {
+    /// Those that take effect while the program runs.
+    pub(crate) now: Vec<&'static Setting>,
+    /// Those that need a new start.
+    pub(crate) later: Vec<&'static Setting>,
+    lines: Vec<String>,
+}
+
+impl Changes {
+    pub(crate) fn between(before: &Values, after: &Values) -> Self {
+        let changed = after.iter().filter(|(setting, entry)| {
+            before.entry(setting).value != entry.value // the origin does not matter
+        });
+        let changed = changed.map(|(setting, _)| setting);
+        let can_change = |setting: &&Setting| setting.takes_effect != TakesEffect::AtStart;
+        let (now, later): (Vec<_>, Vec<_>) = changed.partition(can_change);
+        let show = |values: &Values, setting: &Setting| match &values.entry(setting).value {
+            Some(value) => value.to_string(),
+            None => "unset".into(),
+        };
+        let line = |setting: &&'static Setting| {
+            let (old, new) = (show(before, setting), show(after, setting));
+            format!("{} is now {new} (was {old})", setting.name)
+        };
+        let lines = now.iter().map(line).collect();
+        Self { now, later, lines }
+    }
+
+    /// Returns the values that apply now: the new ones, except for settings that need a new start.
+    pub(crate) fn applied_to(&self, before: &Values, after: &Values) -> Values {
+        let mut values = before.clone();
+        for setting in &self.now {
+            if let Some(value) = &after.entry(setting).value {
+                // It was checked when it was read.
+                let _ = values.replace(setting, value.clone());
+            }
+        }
+        values
+    }
+
+    /// Logs what has changed, and what would change at the next start.
+    pub(crate) fn report(&self) {
+        match self.lines.as_slice() {
+            [] => tracing::info!("SIGHUP received: no setting that can change has changed"),
+            lines => tracing::info!("SIGHUP received: {}", lines.join(", ")),
+        }
+        if !self.later.is_empty() {
+            let names: Vec<_> = self.later.iter().map(|setting| setting.name).collect();
+            tracing::warn!("changed, and needs a new start to take effect: {}", names.join(", "));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ferrite_config::{Origin, Program, table};
+
+    #[test]
+    fn tells_what_changes_now_and_what_at_the_next_start() {
+        let before = Values::new(Program::Gateway);
+        let mut after = before.clone();
+        for (setting, text) in [
+            (&table::MAX_CLIENTS, "5"),
+            (&table::RDMA_DEVICE, "rxe1"),
+            (&table::DRAIN, "5"), // the default, in other words
+        ] {
+            after.set_text(setting, None, text, Origin::File { line: 1 }).expect(text);
+        }
+        let changes = Changes::between(&before, &after);
+        assert_eq!(changes.lines, ["max-clients is now 5 (was 10000)"]);
+        assert_eq!(changes.later.iter().map(|it| it.name).collect::<Vec<_>>(), ["rdma-device"]);
+        let applied = changes.applied_to(&before, &after);
+        assert_eq!(applied.number::<u32>(&table::MAX_CLIENTS), 5);
+        assert_eq!(applied.list(&table::RDMA_DEVICE), [""; 0]);
+    }
+}

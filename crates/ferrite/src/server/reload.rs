@@ -1,0 +1,83 @@
+//! SIGHUP: reads the file again. Settings of the module that can change go to the running engine by
+//! CONFIG SET, settings of ferrite itself apply at once, and the log names all others.
+
+use std::path::Path;
+use std::time::Duration;
+
+use ferrite_config::{Kind, Program, Setting, Value};
+
+use super::Sources;
+use super::config::Config;
+use super::ready::config_set;
+use crate::log;
+use crate::reload::Changes;
+
+/// How long the engine may take to answer.
+const TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Reads the settings again and applies what can change. Returns the settings that apply from now
+/// on; `None` if the file is wrong, and everything stays as it is.
+pub(super) async fn reload(
+    current: &Config,
+    sources: Sources<'_>,
+    socket: &Path,
+) -> Option<Config> {
+    let read = match Config::load(sources) {
+        Ok(read) => read,
+        Err(why) => {
+            tracing::error!("SIGHUP received, but the settings stay as they are: {why}");
+            return None;
+        }
+    };
+    let changes = Changes::between(current.values(), read.values());
+    let for_module =
+        changes.now.iter().filter(|setting| setting.has(Program::Module) && setting.in_config);
+    for setting in for_module {
+        let Some(value) = &read.values().entry(setting).value else { continue };
+        let (name, text) = (format!("ferrite.{}", setting.name), config_text(setting, value));
+        let set = config_set(socket, current.password(), (&name, &text));
+        let why = match tokio::time::timeout(TIMEOUT, set).await {
+            Ok(Ok(reply)) if reply.starts_with('+') => continue,
+            Ok(Ok(reply)) => reply.trim_end().to_owned(),
+            Ok(Err(error)) => error.to_string(),
+            Err(_) => "no answer in time".into(),
+        };
+        tracing::warn!("the engine did not take {name} {text}: {why}");
+    }
+    changes.report();
+    let directives = read.changed_directives(current);
+    if !directives.is_empty() {
+        tracing::warn!(
+            "changed in [engine], and needs a new start or CONFIG SET in the engine: {}",
+            directives.join(", ")
+        );
+    }
+    let applied = current.with_values(changes.applied_to(current.values(), read.values()));
+    log::set_level(applied.values());
+    Some(applied)
+}
+
+/// Returns a value as the engine's CONFIG SET takes it: without the units of time, which it does
+/// not know.
+fn config_text(setting: &Setting, value: &Value) -> String {
+    match (&setting.kind, value) {
+        (Kind::Time { bare: Some(unit), .. }, Value::Time(time)) => unit.count(*time).to_string(),
+        (_, value) => value.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ferrite_config::table;
+
+    #[test]
+    fn values_are_as_the_engine_parses_them() {
+        let text = |setting: &Setting, text: &str| {
+            config_text(setting, &setting.parse(text).expect("a value"))
+        };
+        assert_eq!(text(&table::SLICE_US, "1ms"), "1000");
+        assert_eq!(text(&table::RX_SIZE, "65536"), "64kb");
+        assert_eq!(text(&table::MAX_CLIENTS, "7"), "7");
+    }
+}
