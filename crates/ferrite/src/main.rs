@@ -35,6 +35,7 @@ mod server;
 mod settings;
 mod signals;
 mod size;
+mod top;
 
 /// RDMA for Redis and Valkey: server, gateway, diagnostics and benchmarks.
 ///
@@ -55,6 +56,7 @@ enum Command {
     Gateway(gateway::Options),
     Relay(relay::Options),
     Server(server::Options),
+    Top(top::Options),
     Config(config::Options),
     #[command(hide = true)]
     ServerExec(server::ExecOptions),
@@ -80,6 +82,7 @@ fn main() -> ExitCode {
         Command::Gateway(options) => (gateway::run(&options), options.json),
         Command::Relay(options) => (relay::run(&options).map(done), options.json),
         Command::Server(options) => (server::run(&options), options.json),
+        Command::Top(options) => (top::run(&options).map(done), options.json),
         Command::Config(options) => (config::run(&options), options.json()),
         Command::ServerExec(options) => (server::exec(&options), false),
     };

@@ -110,7 +110,7 @@ impl Area {
         };
         let label = lines.iter().map(|line| line.label().chars().count()).max().unwrap_or(0);
         #[expect(clippy::cast_precision_loss, reason = "labels are short")]
-        let right = 34.0 + CHARACTER_WIDTH * label.min(40) as f64;
+        let right = 52.0 + CHARACTER_WIDTH * label.min(40) as f64;
         let [above, below, left] = MARGINS;
         Self { above, bottom: HEIGHT - below, left, end: WIDTH - right, nines, low, high }
     }
@@ -195,7 +195,7 @@ fn axes(area: &Area, out: &mut String) {
     );
 }
 
-/// Draws the lines. Each label stands on the right, joined to the end of its line.
+/// Draws the lines. Each label stands on the right with a sample of its line, joined to its end.
 fn curves(area: &Area, lines: &[Line], out: &mut String) {
     let mut labels = Vec::new();
     for line in lines {
@@ -216,19 +216,22 @@ fn curves(area: &Area, lines: &[Line], out: &mut String) {
              stroke-linejoin=\"round\"{dashes}/>",
             path.join("L"),
         );
-        labels.push((area.x(*last_nines), area.y(*last_us), colour, line.label()));
+        let end = (area.x(*last_nines), area.y(*last_us));
+        labels.push((end, format!("stroke=\"{colour}\"{dashes}"), colour, line.label()));
     }
-    labels.sort_by(|one, other| one.1.total_cmp(&other.1));
-    let places = spread(&labels.iter().map(|label| label.1).collect::<Vec<_>>(), area.bottom);
-    for ((x, y, colour, label), place) in labels.into_iter().zip(places) {
+    labels.sort_by(|one, other| one.0.1.total_cmp(&other.0.1));
+    let places = spread(&labels.iter().map(|label| label.0.1).collect::<Vec<_>>(), area.bottom);
+    for (((x, y), stroke, colour, label), place) in labels.into_iter().zip(places) {
         let _ = writeln!(
             out,
             "<path d=\"M{:.1} {y:.1}L{:.1} {place:.1}\" stroke=\"{colour}\" \
-             stroke-opacity=\"0.4\" fill=\"none\"/>\
+             stroke-opacity=\"0.3\" fill=\"none\"/>\
+             <path d=\"M{:.1} {place:.1}h24\" {stroke} stroke-width=\"2\"/>\
              <text x=\"{:.1}\" y=\"{:.1}\" fill=\"{colour}\">{}</text>",
             x + 2.0,
-            area.end + 22.0,
-            area.end + 26.0,
+            area.end + 16.0,
+            area.end + 16.0,
+            area.end + 44.0,
             place + 4.0,
             escaped(&label)
         );
@@ -340,7 +343,7 @@ mod tests {
             assert!(text.contains(expected), "no {expected} in {text}");
         }
         assert!(text.starts_with("<svg ") && text.ends_with("</svg>\n") && !text.contains("NaN"));
-        assert_eq!(text.matches("stroke-width").count(), 2, "one path for each line");
+        assert_eq!(text.matches("stroke-linejoin").count(), 2, "one path for each line");
     }
 
     #[test]

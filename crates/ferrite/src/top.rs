@@ -1,0 +1,226 @@
+//! `ferrite top`: a live view of a module, a gateway or a relay.
+//!
+//! | file | part |
+//! |---|---|
+//! | `source.rs` | where the state comes from: the trait |
+//! | `engine.rs` `admin.rs` | an engine with the module, and an admin port |
+//! | `snapshot.rs` | the state at one moment, and rates |
+//! | `app.rs` | the state of the screen, and keys |
+//! | `draw.rs` `svg.rs` `once.rs` | the screen, as an SVG, as text and JSON |
+//!
+//! A thread reads the state, so that keys work while a program does not answer.
+
+use std::io::IsTerminal as _;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::time::Duration;
+
+use anyhow::Context as _;
+use clap::Args;
+use ratatui::crossterm::event::{self, Event, KeyEventKind};
+
+use crate::{address, seconds};
+
+mod admin;
+mod app;
+mod draw;
+mod engine;
+mod once;
+mod snapshot;
+mod source;
+mod svg;
+#[cfg(test)]
+mod tests;
+
+use admin::Admin;
+use app::{Action, App};
+use engine::{Address, Engine};
+use snapshot::Snapshot;
+use source::Source;
+
+const DEFAULT_PORT: u16 = 6379;
+/// How long to wait for a key before looking for a new state.
+const KEY_WAIT: Duration = Duration::from_millis(50);
+/// The size of a picture, in columns and rows.
+const PICTURE: (u16, u16) = (132, 32);
+
+/// Watch the sessions, memory and devices of a module, a gateway or a relay
+///
+/// Connects to an engine with the module, at the engine's own port, and shows its sessions. Lists,
+/// sorts and filters them, shows one in detail and kills it after a question. With --admin it reads
+/// the admin port of a gateway, a relay or a module, which has no list of sessions.
+#[derive(Args)]
+#[command(after_help = HELP)]
+pub(crate) struct Options {
+    /// The engine's address: IP (IPv6 in brackets) or name, and :PORT (default 6379)
+    /// [default: 127.0.0.1]
+    #[arg(value_name = "ENGINE", value_parser = address::parse::<DEFAULT_PORT>)]
+    engine: Option<SocketAddr>,
+    /// The engine's Unix socket, instead of an address
+    #[arg(long, value_name = "PATH", conflicts_with = "engine")]
+    unix: Option<PathBuf>,
+    /// An admin port, instead of an engine: http://HOST:PORT (default port 9121)
+    #[arg(long, value_name = "URL", value_parser = Admin::parse,
+          conflicts_with_all = ["engine", "unix", "user", "auth"])]
+    admin: Option<Admin>,
+    /// Password for AUTH; safer in the environment variable REDISCLI_AUTH, which other users cannot
+    /// see
+    #[arg(long, value_name = "PASSWORD")]
+    auth: Option<String>,
+    /// User for AUTH [default: default]
+    #[arg(long, value_name = "NAME")]
+    user: Option<String>,
+    /// Time between two updates, in seconds
+    #[arg(long, value_name = "SECONDS", value_parser = |text: &str| seconds::parse(text, 0.1),
+          default_value = "1")]
+    interval: Duration,
+    /// Print the state once and exit; also if stdout is not a terminal
+    #[arg(long)]
+    once: bool,
+    /// Print the state once as JSON and exit
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// Write the screen to this file once (SVG) and exit
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["once", "json"])]
+    svg: Option<PathBuf>,
+}
+
+const HELP: &str = "\
+Keys: ↑ ↓ select; Enter details; k kill (asks first); s sort by the next column; r reverse; / filter
+  by a part of address, user, transport, device or path; p pause; Esc back; q quit.
+
+Examples:
+  ferrite top                                        the engine on this host
+  REDISCLI_AUTH=… ferrite top 10.0.0.1 --user admin  another one, with a password
+  ferrite top --admin http://10.0.0.1:9121           the admin port of a gateway or a relay
+  ferrite top --json | jq '.sessions[].address'      for scripts
+
+Rates are the difference of two readings, --interval apart. Latencies of an engine are those of its
+commands (INFO latencystats); those of an admin port are of RDMA operations.
+
+JSON fields: format (1), address, program, status, sessions[] (null with --admin): id, client_id,
+  user, address, local_address, transport, device, path, age_s, held_bytes, in_bytes, out_bytes;
+  transports {}, totals {}, fallbacks {}, memory {}, latency[]: name, count, p50_us, p99_us,
+  p99_9_us; devices {}, totals_per_s {}, session_bytes_per_s {id: [in, out]}.
+Failures print {error: {kind, message}}.";
+
+impl Options {
+    fn source(&self) -> Box<dyn Source> {
+        if let Some(admin) = &self.admin {
+            return Box::new(admin.clone());
+        }
+        let address = match (&self.unix, self.engine) {
+            (Some(path), _) => Address::Unix(path.clone()),
+            (None, Some(address)) => Address::Tcp(address),
+            (None, None) => Address::Tcp(([127, 0, 0, 1], DEFAULT_PORT).into()),
+        };
+        let password = self.auth.clone().or_else(|| std::env::var("REDISCLI_AUTH").ok());
+        let credentials = match (password, &self.user) {
+            (Some(password), user) => user.iter().cloned().chain([password]).collect(),
+            (None, _) => Vec::new(),
+        };
+        Box::new(Engine::new(address, credentials))
+    }
+}
+
+pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
+    let source = options.source();
+    let app = App::new(source.address());
+    if options.once || options.json || options.svg.is_some() || !std::io::stdout().is_terminal() {
+        return run_once(options, source, app);
+    }
+    // A first reading before the screen is taken over: its error is printed as usual.
+    let mut source = source;
+    let mut app = app;
+    app.update(Ok(source.poll()?));
+    let watcher = Watcher::start(source, options.interval)?;
+    let mut terminal = ratatui::try_init().context("cannot use the terminal")?;
+    let outcome = run_screen(&mut terminal, &mut app, &watcher);
+    ratatui::restore();
+    outcome
+}
+
+/// Reads the state twice, for the rates, and prints it.
+fn run_once(options: &Options, mut source: Box<dyn Source>, mut app: App) -> anyhow::Result<()> {
+    app.update(Ok(source.poll()?));
+    std::thread::sleep(options.interval);
+    app.update(Ok(source.poll()?));
+    match &options.svg {
+        None => once::print(&app, options.json),
+        Some(file) => std::fs::write(file, svg::screen(&app, PICTURE.0, PICTURE.1)?)
+            .with_context(|| format!("cannot write {}", file.display())),
+    }
+}
+
+fn run_screen(
+    terminal: &mut ratatui::DefaultTerminal,
+    app: &mut App,
+    watcher: &Watcher,
+) -> anyhow::Result<()> {
+    loop {
+        terminal.draw(|frame| draw::draw(frame, app))?;
+        if event::poll(KEY_WAIT)?
+            && let Event::Key(key) = event::read()?
+            && key.kind != KeyEventKind::Release
+        {
+            match app.press(key) {
+                Action::None => {}
+                Action::Quit => return Ok(()),
+                Action::Kill(id) => {
+                    app.message = Some(format!("killing session {id}"));
+                    watcher.kill(id);
+                }
+            }
+        }
+        while let Ok(news) = watcher.news.try_recv() {
+            match news {
+                News::State(polled) => app.update(*polled),
+                News::Killed(id, Ok(())) => app.message = Some(format!("session {id} was killed")),
+                News::Killed(_, Err(error)) => app.message = Some(format!("{error:#}")),
+            }
+        }
+    }
+}
+
+/// What the watcher reports.
+enum News {
+    State(Box<anyhow::Result<Snapshot>>),
+    Killed(u64, anyhow::Result<()>),
+}
+
+/// A thread that reads the state at intervals and kills sessions. It ends with its channels.
+struct Watcher {
+    news: Receiver<News>,
+    kills: Sender<u64>,
+}
+
+impl Watcher {
+    fn start(mut source: Box<dyn Source>, interval: Duration) -> anyhow::Result<Self> {
+        let (sender, news) = channel();
+        let (kills, to_kill) = channel();
+        std::thread::Builder::new().name("watcher".into()).spawn(move || {
+            loop {
+                match to_kill.recv_timeout(interval) {
+                    Ok(id) => {
+                        let killed = source.kill(id);
+                        if sender.send(News::Killed(id, killed)).is_err() {
+                            return;
+                        }
+                    }
+                    Err(RecvTimeoutError::Timeout) => {}
+                    Err(RecvTimeoutError::Disconnected) => return,
+                }
+                if sender.send(News::State(Box::new(source.poll()))).is_err() {
+                    return;
+                }
+            }
+        })?;
+        Ok(Self { news, kills })
+    }
+
+    fn kill(&self, id: u64) {
+        // The thread ends only with this value.
+        let _ = self.kills.send(id);
+    }
+}

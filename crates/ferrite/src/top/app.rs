@@ -1,0 +1,235 @@
+//! The state of the screen, and what keys do to it. Knows nothing about terminals and sources.
+
+use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
+
+use super::snapshot::{Rates, Session, Snapshot};
+
+/// A column to sort by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Sort {
+    OutRate,
+    InRate,
+    Out,
+    In,
+    Held,
+    Age,
+    Address,
+    Id,
+}
+
+impl Sort {
+    const ALL: [Self; 8] = [
+        Self::OutRate,
+        Self::InRate,
+        Self::Out,
+        Self::In,
+        Self::Held,
+        Self::Age,
+        Self::Address,
+        Self::Id,
+    ];
+
+    fn next(self) -> Self {
+        let index = Self::ALL.iter().position(|sort| *sort == self).unwrap_or(0);
+        Self::ALL[(index + 1) % Self::ALL.len()]
+    }
+}
+
+/// What the keys do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Mode {
+    Table,
+    /// Keys change the filter.
+    Filter,
+    Details,
+    /// Asks before it kills this session.
+    ConfirmKill(u64),
+}
+
+/// What the program must do after a key.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Action {
+    None,
+    Quit,
+    Kill(u64),
+}
+
+/// The state of the screen.
+pub(super) struct App {
+    pub(super) address: String,
+    pub(super) snapshot: Option<Snapshot>,
+    pub(super) rates: Rates,
+    /// Why the last attempt to read the state failed.
+    pub(super) error: Option<String>,
+    /// The result of the last kill.
+    pub(super) message: Option<String>,
+    pub(super) sort: Sort,
+    pub(super) is_reversed: bool,
+    pub(super) is_paused: bool,
+    pub(super) filter: String,
+    pub(super) mode: Mode,
+    /// The selected session, by its id: it stays selected when the order changes.
+    pub(super) selected: Option<u64>,
+}
+
+impl App {
+    pub(super) fn new(address: String) -> Self {
+        Self {
+            address,
+            snapshot: None,
+            rates: Rates::default(),
+            error: None,
+            message: None,
+            sort: Sort::OutRate,
+            is_reversed: false,
+            is_paused: false,
+            filter: String::new(),
+            mode: Mode::Table,
+            selected: None,
+        }
+    }
+
+    /// Takes a new state, or the reason why there is none. The last state stays on the screen.
+    pub(super) fn update(&mut self, polled: anyhow::Result<Snapshot>) {
+        match polled {
+            Err(error) => self.error = Some(format!("{error:#}")),
+            Ok(_) if self.is_paused => self.error = None,
+            Ok(snapshot) => {
+                if let Some(before) = &self.snapshot {
+                    self.rates = Rates::between(before, &snapshot);
+                }
+                self.snapshot = Some(snapshot);
+                self.error = None;
+                self.keep_selection();
+            }
+        }
+    }
+
+    /// Returns the sessions that match the filter, in order.
+    pub(super) fn sessions(&self) -> Vec<&Session> {
+        let all = self.snapshot.iter().flat_map(|snapshot| &snapshot.sessions).flatten();
+        let mut sessions: Vec<_> = all.filter(|session| self.matches(session)).collect();
+        let rate = |session: &Session| self.rates.session(session.id);
+        sessions.sort_by(|one, other| {
+            // Largest first, and then by id, so that equal rows do not change places.
+            let order = match self.sort {
+                Sort::OutRate => rate(other).1.cmp(&rate(one).1),
+                Sort::InRate => rate(other).0.cmp(&rate(one).0),
+                Sort::Out => other.out_bytes.cmp(&one.out_bytes),
+                Sort::In => other.in_bytes.cmp(&one.in_bytes),
+                Sort::Held => other.held_bytes.cmp(&one.held_bytes),
+                Sort::Age => other.age_s.cmp(&one.age_s),
+                Sort::Address => one.address.cmp(&other.address),
+                Sort::Id => one.id.cmp(&other.id),
+            };
+            order.then(one.id.cmp(&other.id))
+        });
+        if self.is_reversed {
+            sessions.reverse();
+        }
+        sessions
+    }
+
+    /// A filter matches a part of an address, user, transport, device, path or id.
+    fn matches(&self, session: &Session) -> bool {
+        let Session { id, address, user, transport, device, path, .. } = session;
+        let filter = self.filter.to_lowercase();
+        let texts = [address, user, transport, device, path];
+        let has = |text: &String| text.to_lowercase().contains(&filter);
+        texts.into_iter().any(has) || id.to_string() == filter
+    }
+
+    pub(super) fn selected_session(&self) -> Option<&Session> {
+        let selected = self.selected?;
+        self.snapshot.as_ref()?.sessions.iter().flatten().find(|session| session.id == selected)
+    }
+
+    /// Selects the first session if the selected one is gone.
+    fn keep_selection(&mut self) {
+        let sessions = self.sessions();
+        if sessions.iter().any(|session| Some(session.id) == self.selected) {
+            return;
+        }
+        let first = sessions.first().map(|session| session.id);
+        if self.mode == Mode::Table || self.mode == Mode::Filter {
+            self.selected = first;
+        }
+    }
+
+    fn move_selection(&mut self, by: isize) {
+        let sessions = self.sessions();
+        let at = sessions.iter().position(|session| Some(session.id) == self.selected);
+        let at = at.map_or(0, |at| at.saturating_add_signed(by));
+        let selected = sessions.get(at).or(sessions.last()).map(|session| session.id);
+        self.selected = selected;
+    }
+
+    pub(super) fn press(&mut self, key: KeyEvent) -> Action {
+        if key.code == KeyCode::Char('c') && key.modifiers.contains(KeyModifiers::CONTROL) {
+            return Action::Quit;
+        }
+        match self.mode {
+            Mode::Table => return self.press_in_table(key.code),
+            Mode::Filter => self.press_in_filter(key.code),
+            Mode::Details => match key.code {
+                KeyCode::Char('k') => self.ask_to_kill(),
+                KeyCode::Char('q') => return Action::Quit,
+                KeyCode::Esc | KeyCode::Enter => self.mode = Mode::Table,
+                _ => {}
+            },
+            Mode::ConfirmKill(id) => {
+                self.mode = Mode::Table;
+                if matches!(key.code, KeyCode::Char('y' | 'Y')) {
+                    return Action::Kill(id);
+                }
+                self.message = Some("not killed".into());
+            }
+        }
+        Action::None
+    }
+
+    fn press_in_table(&mut self, key: KeyCode) -> Action {
+        self.message = None;
+        match key {
+            KeyCode::Char('q') => return Action::Quit,
+            KeyCode::Up => self.move_selection(-1),
+            KeyCode::Down => self.move_selection(1),
+            KeyCode::PageUp => self.move_selection(-10),
+            KeyCode::PageDown => self.move_selection(10),
+            KeyCode::Home => self.move_selection(isize::MIN),
+            KeyCode::End => self.move_selection(isize::MAX),
+            KeyCode::Char('s') => self.sort = self.sort.next(),
+            KeyCode::Char('r') => self.is_reversed = !self.is_reversed,
+            KeyCode::Char('p') => self.is_paused = !self.is_paused,
+            KeyCode::Char('/') => self.mode = Mode::Filter,
+            KeyCode::Esc => {
+                self.filter.clear();
+                self.keep_selection();
+            }
+            KeyCode::Enter if self.selected_session().is_some() => self.mode = Mode::Details,
+            KeyCode::Char('k') => self.ask_to_kill(),
+            _ => {}
+        }
+        Action::None
+    }
+
+    fn press_in_filter(&mut self, key: KeyCode) {
+        match key {
+            KeyCode::Enter => self.mode = Mode::Table,
+            KeyCode::Esc => {
+                self.filter.clear();
+                self.mode = Mode::Table;
+            }
+            KeyCode::Backspace => drop(self.filter.pop()),
+            KeyCode::Char(c) => self.filter.push(c),
+            _ => {}
+        }
+        self.keep_selection();
+    }
+
+    fn ask_to_kill(&mut self) {
+        if let Some(session) = self.selected_session() {
+            self.mode = Mode::ConfirmKill(session.id);
+        }
+    }
+}

@@ -1,0 +1,351 @@
+//! The module of an engine, over FERRITE and INFO commands on the engine's own port.
+
+use std::collections::BTreeMap;
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail};
+use ferrite_proto::resp::{Limits, ReplyFramer, Value, encode_command};
+
+use super::snapshot::{LatencyRow, Session, Snapshot};
+use super::source::Source;
+
+/// How long to wait for a connection or a reply.
+const TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Counters of FERRITE STATS, and their names here.
+const TOTALS: [(&str, &str); 24] = [
+    ("begun_ferrite", "opened_ferrite"),
+    ("begun_valkey", "opened_valkey"),
+    ("begun_tcp", "opened_tcp"),
+    ("refused", "refused"),
+    ("killed", "killed"),
+    ("sessions_evicted", "evicted"),
+    ("engine_failures", "engine_failures"),
+    ("commands_called", "called"),
+    ("commands_proxied", "proxied"),
+    ("input_bytes", "in_bytes"),
+    ("output_bytes", "out_bytes"),
+    ("rdma_send_ops", "send_ops"),
+    ("rdma_recv_ops", "recv_ops"),
+    ("rdma_read_ops", "read_ops"),
+    ("rdma_write_ops", "write_ops"),
+    ("rdma_send_bytes", "send_bytes"),
+    ("rdma_recv_bytes", "recv_bytes"),
+    ("rdma_read_bytes", "read_bytes"),
+    ("rdma_write_bytes", "write_bytes"),
+    ("rdma_tcp_bytes", "tcp_bytes"),
+    ("rdma_completions", "completions"),
+    ("rdma_completion_errors", "completion_errors"),
+    ("rdma_failed_links", "failed_links"),
+    ("rdma_migrations", "migrations"),
+];
+const MEMORY: [(&str, &str); 5] = [
+    ("rdma_memory_registered_bytes", "registered"),
+    ("rdma_memory_registered_max_bytes", "limit"),
+    ("rdma_memory_send_bytes", "send"),
+    ("rdma_memory_receive_bytes", "receive"),
+    ("rdma_memory_windows_bytes", "windows"),
+];
+/// Counters of devices: what went wrong, and what is missing.
+const DEVICES: [&str; 5] = [
+    "rdma_retry_exceeded",
+    "rdma_remote_access_errors",
+    "rdma_devices_lost",
+    "rdma_devices_back",
+    "rdma_devices_without_windows",
+];
+const FALLBACKS: &str = "rdma_fallbacks_";
+
+/// Where the engine is.
+#[derive(Debug, Clone)]
+pub(super) enum Address {
+    Tcp(SocketAddr),
+    Unix(PathBuf),
+}
+
+/// An engine with the module.
+pub(super) struct Engine {
+    address: Address,
+    /// The arguments of AUTH; empty if there is no password.
+    credentials: Vec<String>,
+    connection: Option<Connection>,
+}
+
+impl Engine {
+    pub(super) fn new(address: Address, credentials: Vec<String>) -> Self {
+        Self { address, credentials, connection: None }
+    }
+
+    /// Runs a command on the open connection, or on a new one. After a failure, the next command
+    /// connects again.
+    fn request<T>(
+        &mut self,
+        words: &[&str],
+        read: impl FnOnce(&Value<'_>) -> anyhow::Result<T>,
+    ) -> anyhow::Result<T> {
+        let mut connection = match self.connection.take() {
+            Some(connection) => connection,
+            None => Connection::open(&self.address, &self.credentials)
+                .with_context(|| format!("cannot connect to {}", self.address()))?,
+        };
+        let reply = connection.request(words)?;
+        self.connection = Some(connection);
+        match Value::parse(&reply)? {
+            Value::Error(text) => bail!("{}: {}", words.join(" "), explained(text)),
+            value => read(&value),
+        }
+    }
+
+    fn text(&mut self, words: &[&str]) -> anyhow::Result<String> {
+        self.request(words, |value| Ok(text_of(value)))
+    }
+}
+
+/// Returns an error reply, or what it means.
+fn explained(text: &[u8]) -> String {
+    let text = String::from_utf8_lossy(text).into_owned();
+    match text.contains("unknown command") {
+        true => "the engine has no Ferrite module".into(),
+        false => text,
+    }
+}
+
+impl Source for Engine {
+    fn address(&self) -> String {
+        match &self.address {
+            Address::Tcp(address) => address.to_string(),
+            Address::Unix(path) => path.display().to_string(),
+        }
+    }
+
+    fn poll(&mut self) -> anyhow::Result<Snapshot> {
+        let stats = self.request(&["FERRITE", "STATS"], |value| Ok(fields(value)))?;
+        let clients = self.text(&["FERRITE", "CLIENTS"])?;
+        let server = self.text(&["INFO", "server"])?;
+        // Valkey and Redis have it since 7.0. It is empty with `latency-tracking no`.
+        let latency = self.text(&["INFO", "latencystats"]).unwrap_or_default();
+        Ok(snapshot(&stats, &clients, &server, &latency))
+    }
+
+    fn kill(&mut self, id: u64) -> anyhow::Result<()> {
+        self.text(&["FERRITE", "KILL", &id.to_string()]).map(drop)
+    }
+}
+
+/// A connection to the engine.
+struct Connection {
+    stream: Box<dyn Stream>,
+    framer: ReplyFramer,
+}
+
+trait Stream: Read + Write + Send {}
+impl<S: Read + Write + Send> Stream for S {}
+
+impl Connection {
+    fn open(address: &Address, credentials: &[String]) -> anyhow::Result<Self> {
+        let stream: Box<dyn Stream> = match address {
+            Address::Tcp(address) => {
+                let stream = TcpStream::connect_timeout(address, TIMEOUT)?;
+                stream.set_read_timeout(Some(TIMEOUT))?;
+                stream.set_write_timeout(Some(TIMEOUT))?;
+                Box::new(stream)
+            }
+            Address::Unix(path) => {
+                let stream = UnixStream::connect(path)?;
+                stream.set_read_timeout(Some(TIMEOUT))?;
+                stream.set_write_timeout(Some(TIMEOUT))?;
+                Box::new(stream)
+            }
+        };
+        let mut connection = Self { stream, framer: ReplyFramer::new(Limits::default()) };
+        if !credentials.is_empty() {
+            let words: Vec<_> =
+                ["AUTH"].into_iter().chain(credentials.iter().map(String::as_str)).collect();
+            if let Value::Error(text) = Value::parse(&connection.request(&words)?)? {
+                bail!("AUTH: {}", String::from_utf8_lossy(text));
+            }
+        }
+        Ok(connection)
+    }
+
+    /// Sends a command. Returns its reply.
+    fn request(&mut self, words: &[&str]) -> anyhow::Result<Vec<u8>> {
+        let mut out = Vec::new();
+        encode_command(words, &mut out);
+        self.stream.write_all(&out).context("cannot write to the engine")?;
+        let (mut reply, mut input) = (Vec::new(), vec![0; 16 << 10]);
+        loop {
+            let count = self.stream.read(&mut input).context("no reply of the engine")?;
+            if count == 0 {
+                bail!("the engine closed the connection");
+            }
+            let progress = self.framer.feed(&input[..count])?;
+            reply.extend(&input[..progress.consumed]);
+            if progress.complete {
+                return Ok(reply);
+            }
+        }
+    }
+}
+
+fn text_of(value: &Value<'_>) -> String {
+    match value {
+        Value::Bulk(text) | Value::Simple(text) => String::from_utf8_lossy(text).into_owned(),
+        Value::Verbatim { text, .. } => String::from_utf8_lossy(text).into_owned(),
+        Value::Integer(number) => number.to_string(),
+        _ => String::new(),
+    }
+}
+
+/// Returns the names and values of a map, which RESP2 sends as an array.
+fn fields(value: &Value<'_>) -> BTreeMap<String, String> {
+    match value {
+        Value::Array(items) => {
+            items.chunks_exact(2).map(|pair| (text_of(&pair[0]), text_of(&pair[1]))).collect()
+        }
+        Value::Map(pairs) => {
+            pairs.iter().map(|(name, value)| (text_of(name), text_of(value))).collect()
+        }
+        _ => BTreeMap::new(),
+    }
+}
+
+/// Builds a snapshot from the replies.
+fn snapshot(
+    stats: &BTreeMap<String, String>,
+    clients: &str,
+    server: &str,
+    latency: &str,
+) -> Snapshot {
+    let number = |name: &str| stats.get(name).and_then(|value| value.parse::<u64>().ok());
+    let text = |name: &str| stats.get(name).map_or("", String::as_str);
+    let named = |names: &[(&str, &'static str)]| {
+        names.iter().filter_map(|(field, name)| Some((*name, number(field)?))).collect()
+    };
+    let sessions: Vec<_> = clients.lines().filter_map(session).collect();
+    let mut transports = BTreeMap::new();
+    for session in &sessions {
+        *transports.entry(session.transport.clone()).or_insert(0) += 1;
+    }
+    let fallbacks = stats.iter().filter_map(|(name, value)| {
+        let count = value.parse::<u64>().ok().filter(|count| *count > 0)?;
+        Some((name.strip_prefix(FALLBACKS)?.replace('_', " "), count))
+    });
+    let devices = DEVICES.iter().filter_map(|name| {
+        let count = number(name).filter(|count| *count > 0)?;
+        Some((name.trim_start_matches("rdma_").replace('_', " "), count))
+    });
+    let reason = match text("reason") {
+        "" => String::new(),
+        reason => format!(": {reason}"),
+    };
+    let devices_text = match text("devices") {
+        "" => String::new(),
+        devices => format!(" over RDMA ({devices})"),
+    };
+    Snapshot {
+        program: format!("{}, module {}", engine_name(server), text("version")),
+        status: format!("{} {}{devices_text}{reason}", text("status"), text("address")),
+        sessions: Some(sessions),
+        transports,
+        totals: named(&TOTALS),
+        fallbacks: fallbacks.collect(),
+        memory: named(&MEMORY),
+        latency: latency.lines().filter_map(latency_row).collect(),
+        devices: devices.collect(),
+        taken: Instant::now(),
+    }
+}
+
+fn engine_name(info: &str) -> String {
+    let field = |name: &str| info.lines().find_map(|line| line.strip_prefix(name));
+    match (field("valkey_version:"), field("redis_version:")) {
+        (Some(version), _) => format!("Valkey {}", version.trim()),
+        (None, Some(version)) => format!("Redis {}", version.trim()),
+        (None, None) => "engine".into(),
+    }
+}
+
+/// Parses a line of FERRITE CLIENTS.
+fn session(line: &str) -> Option<Session> {
+    let fields: BTreeMap<&str, &str> =
+        line.split_whitespace().filter_map(|field| field.split_once('=')).collect();
+    let text = |name: &str| fields.get(name).copied().unwrap_or_default().to_owned();
+    let number = |name: &str| fields.get(name).and_then(|value| value.parse::<u64>().ok());
+    Some(Session {
+        id: number("id")?,
+        client_id: number("client-id"),
+        user: text("user"),
+        address: text("addr"),
+        local_address: text("laddr"),
+        transport: text("transport"),
+        device: text("device"),
+        path: text("path"),
+        age_s: number("age").unwrap_or(0),
+        held_bytes: number("held").unwrap_or(0),
+        in_bytes: number("tot-net-in").unwrap_or(0),
+        out_bytes: number("tot-net-out").unwrap_or(0),
+    })
+}
+
+/// Parses a line of INFO latencystats, such as
+/// `latency_percentiles_usec_get:p50=1.003,p99=5.023,p99.9=9.023`.
+fn latency_row(line: &str) -> Option<LatencyRow> {
+    let (name, values) = line.strip_prefix("latency_percentiles_usec_")?.split_once(':')?;
+    let at = |percentile: &str| {
+        let mut values = values.trim().split(',');
+        values.find_map(|value| value.strip_prefix(percentile)?.strip_prefix('=')?.parse().ok())
+    };
+    Some(LatencyRow {
+        name: name.replace('|', " "),
+        count: None,
+        p50_us: at("p50")?,
+        p99_us: at("p99")?,
+        p99_9_us: at("p99.9")?,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn builds_a_snapshot_from_replies() {
+        let stats = [
+            ("status", "listening"),
+            ("address", "10.0.0.1:6380"),
+            ("devices", "rxe1"),
+            ("version", "0.1.0"),
+            ("commands_called", "12"),
+            ("rdma_memory_registered_bytes", "4096"),
+            ("rdma_fallbacks_no_device", "3"),
+            ("rdma_fallbacks_other", "0"),
+            ("rdma_retry_exceeded", "1"),
+        ];
+        let stats = stats.map(|(name, value)| (name.to_owned(), value.to_owned())).into();
+        let clients = "id=7 client-id=12 user=default addr=10.0.0.2:40000 laddr=10.0.0.1:6380 \
+                       transport=rdma-ferrite device=rxe1 path=call age=5 held=64 tot-net-in=100 \
+                       tot-net-out=200\nid=8 client-id= user= addr=? laddr=? transport=tcp device= \
+                       path=proxy age=0 held=0 tot-net-in=0 tot-net-out=0\n";
+        let latency = "latency_percentiles_usec_config|get:p50=1.003,p99=5.023,p99.9=9.023\r\n";
+        let snapshot = snapshot(&stats, clients, "redis_version:7.0.15\r\n", latency);
+        assert_eq!(snapshot.program, "Redis 7.0.15, module 0.1.0");
+        assert_eq!(snapshot.status, "listening 10.0.0.1:6380 over RDMA (rxe1)");
+        assert_eq!(snapshot.transports, [("rdma-ferrite".into(), 1), ("tcp".into(), 1)].into());
+        assert_eq!((snapshot.total("called"), snapshot.memory["registered"]), (12, 4096));
+        assert_eq!(snapshot.fallbacks, [("no device".into(), 3)].into());
+        assert_eq!(snapshot.devices, [("retry exceeded".into(), 1)].into());
+        let sessions = snapshot.sessions.expect("sessions");
+        assert_eq!((sessions[0].id, sessions[0].client_id, sessions[0].age_s), (7, Some(12), 5));
+        assert_eq!((sessions[0].in_bytes, sessions[0].out_bytes), (100, 200));
+        assert_eq!((sessions[1].client_id, sessions[1].path.as_str()), (None, "proxy"));
+        assert_eq!(
+            (snapshot.latency[0].name.as_str(), snapshot.latency[0].p99_9_us),
+            ("config get", 9.023)
+        );
+    }
+}

@@ -1,0 +1,224 @@
+//! Draws the screen into memory, and presses keys.
+
+use std::time::Duration;
+
+use ratatui::Terminal;
+use ratatui::backend::TestBackend;
+use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
+
+use super::app::{Action, App, Mode};
+use super::snapshot::{LatencyRow, Session, Snapshot};
+use super::{draw, svg};
+
+fn session(id: u64, transport: &str, out_bytes: u64) -> Session {
+    Session {
+        id,
+        client_id: Some(id + 100),
+        user: "default".into(),
+        address: format!("10.0.0.{id}:40000"),
+        local_address: "10.0.0.100:6380".into(),
+        transport: transport.into(),
+        device: if transport == "tcp" { "" } else { "rxe1" }.into(),
+        path: "call".into(),
+        age_s: 75,
+        held_bytes: 2048,
+        in_bytes: 1000,
+        out_bytes,
+    }
+}
+
+fn snapshot(sessions: Vec<Session>) -> Snapshot {
+    let mut transports = std::collections::BTreeMap::new();
+    for session in &sessions {
+        *transports.entry(session.transport.clone()).or_insert(0) += 1;
+    }
+    Snapshot {
+        program: "Redis 7.0.15, module 0.1.0".into(),
+        status: "listening 10.0.0.100:6380 over RDMA (rxe1)".into(),
+        transports,
+        sessions: Some(sessions),
+        totals: [("called", 1000), ("send_ops", 500), ("completion_errors", 2)].into(),
+        fallbacks: [("no device".to_owned(), 3)].into(),
+        memory: [("registered", 64 << 20), ("limit", 256 << 20), ("windows", 5 << 20)].into(),
+        latency: vec![LatencyRow {
+            name: "get".into(),
+            count: None,
+            p50_us: 1.5,
+            p99_us: 9.25,
+            p99_9_us: 14_286.8,
+        }],
+        ..Snapshot::default()
+    }
+}
+
+/// An app that has seen two states, a second apart.
+fn app() -> App {
+    let mut app = App::new("10.0.0.100:6379".into());
+    let all = [(1, "rdma-ferrite", 0), (2, "tcp", 0), (3, "rdma-valkey", 0)];
+    let first = snapshot(all.map(|(id, transport, out)| session(id, transport, out)).into());
+    let all = [(1, "rdma-ferrite", 4096), (2, "tcp", 1 << 20), (3, "rdma-valkey", 100)];
+    let mut second = snapshot(all.map(|(id, transport, out)| session(id, transport, out)).into());
+    second.taken = first.taken + Duration::from_secs(1);
+    second.totals.insert("called", 13_345);
+    app.update(Ok(first));
+    app.update(Ok(second));
+    app
+}
+
+fn shown(app: &App) -> String {
+    let mut terminal = Terminal::new(TestBackend::new(132, 30)).expect("a screen");
+    terminal.draw(|frame| draw::draw(frame, app)).expect("it draws");
+    terminal.backend().to_string()
+}
+
+fn press(app: &mut App, keys: &[KeyCode]) -> Action {
+    let event = |code: &KeyCode| KeyEvent::new(*code, KeyModifiers::NONE);
+    keys.iter().map(|code| app.press(event(code))).last().unwrap_or(Action::None)
+}
+
+/// Returns the ids of the sessions in the order of the table.
+fn order(app: &App) -> Vec<u64> {
+    app.sessions().iter().map(|session| session.id).collect()
+}
+
+#[test]
+fn shows_sessions_rates_memory_latency_and_fallbacks() {
+    let screen = shown(&app());
+    for expected in [
+        "10.0.0.100:6379",
+        "Redis 7.0.15, module 0.1.0",
+        "listening 10.0.0.100:6380 over RDMA (rxe1)",
+        "rdma-ferrite     1",
+        "12.3k called",
+        "registered    64.0 MiB",
+        "25%",
+        "get         1.5    9.2  14287",
+        "3 no device",
+        "2 failed requests",
+        "3 sessions",
+        "10.0.0.2:40000",
+        "1.0 MiB",
+        "1:15 min",
+        "k kill",
+    ] {
+        assert!(screen.contains(expected), "no {expected:?} in\n{screen}");
+    }
+}
+
+#[test]
+fn sorts_and_reverses() {
+    let mut app = app();
+    assert_eq!(order(&app), [2, 1, 3], "by the rate of bytes to the client");
+    assert!(shown(&app).contains("▼out/s"));
+    press(&mut app, &[KeyCode::Char('r')]);
+    assert_eq!(order(&app), [3, 1, 2]);
+    assert!(shown(&app).contains("▲out/s"));
+    press(&mut app, &[KeyCode::Char('r')]);
+    press(&mut app, &[KeyCode::Char('s'); 7]);
+    assert_eq!(order(&app), [1, 2, 3], "by id");
+    press(&mut app, &[KeyCode::Char('s')]);
+    assert_eq!(order(&app), [2, 1, 3], "the first column again");
+}
+
+#[test]
+fn filters_by_a_part_of_a_field() {
+    let mut app = app();
+    let typed: Vec<_> = "/RDMA".chars().map(KeyCode::Char).collect();
+    press(&mut app, &typed);
+    assert_eq!((order(&app), app.mode), (vec![1, 3], Mode::Filter));
+    assert!(shown(&app).contains("2 of 3 sessions match \"RDMA\""), "{}", shown(&app));
+    press(&mut app, &[KeyCode::Enter]);
+    assert_eq!((order(&app).len(), app.mode, app.selected), (2, Mode::Table, Some(1)));
+    press(&mut app, &[KeyCode::Esc]);
+    assert_eq!(order(&app).len(), 3);
+}
+
+#[test]
+fn shows_a_session_in_detail() {
+    let mut app = app();
+    press(&mut app, &[KeyCode::Enter]);
+    let screen = shown(&app);
+    for expected in
+        ["session 1 ", "10.0.0.100:6380", "engine's client id  101", "device              rxe1"]
+    {
+        assert!(screen.contains(expected), "no {expected:?} in\n{screen}");
+    }
+    // It ends while its details are shown.
+    app.update(Ok(snapshot(vec![session(2, "tcp", 0)])));
+    assert!(shown(&app).contains("the session has ended"), "{}", shown(&app));
+    press(&mut app, &[KeyCode::Esc]);
+    assert_eq!(app.mode, Mode::Table);
+}
+
+#[test]
+fn asks_before_it_kills() {
+    let mut app = app();
+    assert_eq!(press(&mut app, &[KeyCode::Char('k')]), Action::None);
+    assert!(shown(&app).contains("Kill session 1 of 10.0.0.1:40000?"), "{}", shown(&app));
+    assert_eq!(press(&mut app, &[KeyCode::Enter]), Action::None, "only y kills");
+    assert!(shown(&app).contains("not killed"));
+    assert_eq!(press(&mut app, &[KeyCode::Char('k'), KeyCode::Char('y')]), Action::Kill(1));
+}
+
+#[test]
+fn selection_stays_on_its_session_when_the_order_changes() {
+    let mut app = app();
+    press(&mut app, &[KeyCode::End]);
+    assert_eq!(app.selected, Some(3));
+    let mut next = snapshot(vec![session(1, "tcp", 0), session(3, "tcp", 9 << 20)]);
+    next.taken += Duration::from_secs(2);
+    app.update(Ok(next));
+    assert_eq!((order(&app), app.selected), (vec![3, 1], Some(3)));
+    app.update(Ok(snapshot(vec![session(1, "tcp", 0)])));
+    assert_eq!(app.selected, Some(1), "the selected one is gone");
+}
+
+#[test]
+fn an_error_keeps_the_last_state_and_a_pause_stops_it() {
+    let mut app = app();
+    app.update(Err(anyhow::anyhow!("cannot connect to 10.0.0.100:6379: refused")));
+    let screen = shown(&app);
+    assert!(screen.contains("cannot connect") && screen.contains("10.0.0.2:40000"), "{screen}");
+    press(&mut app, &[KeyCode::Char('p')]);
+    app.update(Ok(snapshot(Vec::new())));
+    let screen = shown(&app);
+    assert!(screen.contains("paused") && screen.contains("10.0.0.2:40000"), "{screen}");
+    assert_eq!(press(&mut app, &[KeyCode::Char('q')]), Action::Quit);
+}
+
+#[test]
+fn fits_any_size_of_the_terminal() {
+    for (columns, rows) in [(1, 1), (20, 5), (80, 24), (300, 100)] {
+        for mode in [Mode::Table, Mode::Details, Mode::ConfirmKill(2)] {
+            let mut app = app();
+            app.mode = mode;
+            let mut terminal = Terminal::new(TestBackend::new(columns, rows)).expect("a screen");
+            terminal.draw(|frame| draw::draw(frame, &app)).expect("it draws");
+        }
+    }
+}
+
+#[test]
+fn text_of_clients_cannot_control_the_terminal() {
+    let mut app = app();
+    let evil = Session { user: "\x1b[2Jevil".into(), ..session(1, "tcp", 0) };
+    app.update(Ok(snapshot(vec![evil])));
+    let screen = shown(&app);
+    assert!(!screen.contains('\x1b') && screen.contains("evil"), "{screen}");
+}
+
+#[test]
+fn formats_numbers_and_times() {
+    assert_eq!([0, 999, 12_345, 5_000_000].map(draw::count), ["0", "999", "12.3k", "5.0M"]);
+    assert_eq!([0, 1023, 1536].map(draw::bytes), ["0 B", "1023 B", "1.5 KiB"]);
+    assert_eq!([5, 75, 3700, 200_000].map(draw::age), ["5 s", "1:15 min", "1:01 h", "2 d"]);
+}
+
+#[test]
+fn picture_has_the_text_and_the_colours_of_the_screen() {
+    let picture = svg::screen(&app(), 132, 30).expect("a picture");
+    assert!(picture.starts_with("<svg ") && picture.ends_with("</svg>\n"));
+    for expected in [">rdma-ferrite<", "#6cc070", ">10.0.0.100:6379<", "▼out/s", "font-weight"] {
+        assert!(picture.contains(expected), "no {expected:?} in {picture}");
+    }
+}
