@@ -4,17 +4,20 @@ use std::io::IsTerminal as _;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use anyhow::Context as _;
 use clap::Args;
 use ferrite_config::{Setting, Values, table};
 use ferrite_fabric::{Fabric, ListenOptions, Listener, Rdma};
+use ferrite_metrics::AdminServer;
 use ferrite_session::{
     EngineAddress, Gateway, GatewayConfig, GatewayStats, fabric_config, open_fabric, valkey_config,
 };
 use serde::Serialize;
 
 use crate::address;
+use crate::admin::{self, GatewayAdmin};
 use crate::settings::{Flags, GatewayProgram};
 use crate::signals::Signals;
 
@@ -53,7 +56,7 @@ On SIGTERM and SIGINT it accepts no new clients, delivers outstanding replies an
 A client in the middle of a command delays that while it keeps sending, and for 1 s afterwards.
 A second signal stops it at once, with exit code 1.
 
-JSON lines: {event: listening, address, engine, devices[], rdma}, {event: ended, sessions {valkey,
+JSON lines: {event: listening, address, engine, devices[], rdma, admin?}, {event: ended, sessions {valkey,
   ferrite, tcp}, refused, engine_failures, to_engine_bytes, to_client_bytes}.
   Failures print {error: {kind, missing?, message, remedy?}}.";
 
@@ -113,9 +116,13 @@ async fn serve(setup: &Setup) -> anyhow::Result<ExitCode> {
         valkey: valkey_config(values),
         ..GatewayConfig::new(setup.engine.clone())
     });
+    let admin = admin::start(values, || {
+        Arc::new(GatewayAdmin { fabric: fabric.clone(), gateway: gateway.clone() })
+    })?;
     let mut signals = Signals::new()?;
     let (stop, stop_requested) = tokio::sync::oneshot::channel::<()>();
-    report_listening(setup, rdma, &fabric, &listener);
+    let admin_address = admin.as_ref().map(AdminServer::address);
+    report_listening(setup, rdma, (&fabric, &listener), admin_address);
     let stop_when_requested = async { drop(stop_requested.await) };
     let second_signal = async {
         signals.next().await;
@@ -140,9 +147,16 @@ struct Listening<'a> {
     engine: String,
     devices: &'a [&'a str],
     rdma: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    admin: Option<SocketAddr>,
 }
 
-fn report_listening(setup: &Setup, rdma: Rdma, fabric: &Fabric, listener: &Listener) {
+fn report_listening(
+    setup: &Setup,
+    rdma: Rdma,
+    (fabric, listener): (&Fabric, &Listener),
+    admin: Option<SocketAddr>,
+) {
     let address = listener.local_addr();
     // A listener without RDMA, for example on a loopback address, does not use the open devices.
     let devices = if listener.absence().is_none() { fabric.devices() } else { Vec::new() };
@@ -153,6 +167,7 @@ fn report_listening(setup: &Setup, rdma: Rdma, fabric: &Fabric, listener: &Liste
             engine: setup.engine.to_string(),
             devices: &devices,
             rdma: rdma.to_string(),
+            admin,
         };
         println!("{}", serde_json::to_string(&line).expect("plain values"));
         return;
@@ -163,6 +178,7 @@ fn report_listening(setup: &Setup, rdma: Rdma, fabric: &Fabric, listener: &Liste
         (false, _) => format!("RDMA on {}, and TCP", devices.join(", ")),
     };
     eprintln!("ferrite: gateway listening on {address} ({over}), engine {}", setup.engine);
+    admin::report(admin);
 }
 
 #[derive(Serialize)]

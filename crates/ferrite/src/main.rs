@@ -15,6 +15,7 @@ use std::process::ExitCode;
 use clap::{CommandFactory as _, Parser, Subcommand};
 
 mod address;
+mod admin;
 mod bench;
 mod choice;
 mod config;

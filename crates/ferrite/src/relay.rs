@@ -9,11 +9,13 @@ use anyhow::Context as _;
 use clap::Args;
 use ferrite_config::{Values, table};
 use ferrite_fabric::{Fabric, LogLimit, Rdma};
+use ferrite_metrics::AdminServer;
 use ferrite_session::{Connector, Moved, SessionTransport, fabric_config, open_fabric, pump};
 use serde::Serialize;
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::{TcpListener, TcpStream};
 
+use crate::admin::{self, RelayAdmin};
 use crate::settings::{Flags, RelayProgram};
 use crate::signals::Signals;
 use crate::{address, gateway};
@@ -56,8 +58,8 @@ Examples:
 If the relay cannot connect to the server, the client gets an error (-ERR …) and is disconnected;
 the cause is on stderr. The relay ends on SIGTERM and SIGINT, with exit code 0.
 
-JSON lines: {event: listening, address, to, rdma}, {event: ended, sessions {rdma, tcp}, failed,
-  to_server_bytes, to_client_bytes}. Failures print {error: {kind, missing?, message, remedy?}}.";
+JSON lines: {event: listening, address, to, rdma, admin?}, {event: ended, sessions {rdma, tcp},
+  failed, to_server_bytes, to_client_bytes}. Failures print {error: {kind, missing?, message, remedy?}}.";
 
 pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     let values = options.flags.values(options.config.as_deref())?;
@@ -82,11 +84,11 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
 
 /// Counters of the relay's work.
 #[derive(Default)]
-struct Counters {
-    rdma: AtomicU64,
-    tcp: AtomicU64,
-    failed: AtomicU64,
-    moved: Moved,
+pub(crate) struct Counters {
+    pub(crate) rdma: AtomicU64,
+    pub(crate) tcp: AtomicU64,
+    pub(crate) failed: AtomicU64,
+    pub(crate) moved: Moved,
 }
 
 async fn serve(setup: &Setup) -> anyhow::Result<()> {
@@ -107,9 +109,14 @@ async fn serve(setup: &Setup) -> anyhow::Result<()> {
         ),
         other => other.with_context(|| format!("cannot listen on {}", setup.listen))?,
     };
-    let mut signals = Signals::new()?;
-    report_listening(setup, rdma, listener.local_addr()?);
     let counters = Arc::new(Counters::default());
+    let admin = admin::start(&setup.values, || {
+        let (connector, counters) = (connector.clone(), Arc::clone(&counters));
+        Arc::new(RelayAdmin { fabric: fabric.clone(), connector, to: setup.to, counters })
+    })?;
+    let mut signals = Signals::new()?;
+    let admin_address = admin.as_ref().map(AdminServer::address);
+    report_listening(setup, rdma, listener.local_addr()?, admin_address);
     loop {
         tokio::select! {
             accepted = listener.accept() => match accepted {
@@ -169,15 +176,19 @@ struct Listening {
     address: SocketAddr,
     to: SocketAddr,
     rdma: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    admin: Option<SocketAddr>,
 }
 
-fn report_listening(setup: &Setup, rdma: Rdma, address: SocketAddr) {
+fn report_listening(setup: &Setup, rdma: Rdma, address: SocketAddr, admin: Option<SocketAddr>) {
     let Setup { to, json, .. } = setup;
     if *json {
-        let line = Listening { event: "listening", address, to: *to, rdma: rdma.to_string() };
+        let rdma = rdma.to_string();
+        let line = Listening { event: "listening", address, to: *to, rdma, admin };
         println!("{}", serde_json::to_string(&line).expect("plain values"));
     } else {
         eprintln!("ferrite: relay listening on {address}, server {to} (RDMA: {rdma})");
+        admin::report(admin);
     }
 }
 
