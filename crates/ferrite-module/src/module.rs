@@ -5,8 +5,10 @@ use std::os::fd::RawFd;
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 
 use ferrite_fabric::Rdma;
+use ferrite_metrics::{AdminPort, AdminServer};
 use ferrite_session::EngineAddress;
 
+use crate::admin;
 use crate::api::Context;
 use crate::call_path;
 use crate::calls::Calls;
@@ -40,6 +42,7 @@ pub(crate) struct Callbacks {
 pub(crate) struct Module {
     pub(crate) options: Options,
     pub(crate) service: Service,
+    admin: Option<AdminServer>,
     callbacks: Callbacks,
     /// The engine has begun to shut down. It may still abort the shutdown.
     is_shutting_down: bool,
@@ -75,15 +78,18 @@ fn lock() -> Option<MutexGuard<'static, Option<Module>>> {
 impl Module {
     pub(crate) fn new(options: Options, callbacks: Callbacks) -> Self {
         let service = Service::Off("not started yet".into());
-        Self { options, service, callbacks, is_shutting_down: false }
+        Self { options, service, admin: None, callbacks, is_shutting_down: false }
     }
 
     /// Starts the listener.
     ///
     /// # Errors
     /// The listener cannot start, and RDMA is required. If RDMA is preferred, the reason is logged
-    /// and the engine runs without a listener.
+    /// and the engine runs without a listener. An admin port that cannot be opened is always an
+    /// error.
     pub(crate) fn start(&mut self, context: Context<'_>) -> Result<(), String> {
+        let admin_port = self.options.admin().map(AdminPort::bind).transpose()?;
+        let mut for_admin = None;
         let started = self.endpoints(context).and_then(|endpoints| {
             let protected = is_protected(context);
             let queue = match self.options.call_path() {
@@ -95,25 +101,28 @@ impl Module {
             let (transport, (fabric, runtime)) =
                 Transport::start(&self.options, endpoints, protected, queue.clone())?;
             slice::set_length(self.options.slice());
+            for_admin = Some((fabric.clone(), transport.gateway.clone()));
             if let Some(queue) = queue {
                 let fabric = (!self.options.poller_thread()).then_some(fabric);
                 (self.callbacks.watch)(&event_loop::start(queue, fabric, runtime))?;
             }
             Ok(transport)
         });
-        match started {
+        let for_admin = match started {
             Ok(transport) => {
                 log_listening(&transport);
                 self.service = Service::On(Box::new(transport));
-                Ok(())
+                for_admin.ok_or_else(String::new)
             }
-            Err(why) if self.options.rdma() == Rdma::Require => Err(why),
+            Err(why) if self.options.rdma() == Rdma::Require => return Err(why),
             Err(why) => {
                 tracing::warn!("no RDMA listener: {why}");
-                self.service = Service::Off(why);
-                Ok(())
+                self.service = Service::Off(why.clone());
+                Err(why)
             }
-        }
+        };
+        self.admin = admin_port.and_then(|port| admin::serve(port, for_admin));
+        Ok(())
     }
 
     /// Returns the engine's socket that sessions connect to, the engine's own socket settings, and
@@ -187,6 +196,7 @@ impl Module {
     /// delivered.
     pub(crate) fn shut_down(&mut self) {
         call_path::set(None);
+        self.admin = None; // it holds the fabric, which would not end
         let off = Service::Off("the engine is shutting down".into());
         if let Service::On(transport) = std::mem::replace(&mut self.service, off) {
             self.is_shutting_down = true;

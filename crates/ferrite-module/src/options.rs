@@ -8,7 +8,7 @@
 //! writes gives the same settings again.
 
 use std::ffi::CString;
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::LazyLock;
 use std::time::Duration;
 
@@ -164,6 +164,11 @@ impl Options {
     pub(crate) fn bind(&self) -> Option<impl Iterator<Item = IpAddr>> {
         let text = self.0.text(&table::RDMA_BIND).filter(|text| *text != "auto")?;
         Some(text.split([',', ' ']).filter_map(|word| word.parse().ok()))
+    }
+
+    /// Returns the address of the admin port, if there is to be one.
+    pub(crate) fn admin(&self) -> Option<SocketAddr> {
+        self.0.text(&table::ADMIN_LISTEN)?.parse().ok()
     }
 
     pub(crate) fn port(&self) -> u16 {
