@@ -10,10 +10,8 @@ use ferrite_metrics::{
     AdminPort, AdminServer, Exposition, Program, Ready, engine_answers, fabric_metrics,
     gateway_metrics, listener_metrics, port_metrics, program_metrics,
 };
-use ferrite_session::{Connector, Gateway};
+use ferrite_session::{Connector, Gateway, Moved};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-
-use crate::relay::Counters;
 
 /// Opens the admin port if the settings have one.
 pub(crate) fn start<P: Program>(
@@ -54,18 +52,27 @@ impl Program for GatewayAdmin {
     }
 }
 
+/// Counters of the relay's work.
+#[derive(Default)]
+pub(crate) struct RelayCounters {
+    pub(crate) rdma: AtomicU64,
+    pub(crate) tcp: AtomicU64,
+    pub(crate) failed: AtomicU64,
+    pub(crate) moved: Moved,
+}
+
 /// The relay. It is ready while the server answers over a session like those of its clients.
 pub(crate) struct RelayAdmin {
     pub(crate) fabric: Fabric,
     pub(crate) connector: Connector,
     pub(crate) to: SocketAddr,
-    pub(crate) counters: Arc<Counters>,
+    pub(crate) counters: Arc<RelayCounters>,
 }
 
 impl Program for RelayAdmin {
     fn metrics(&self, out: &mut Exposition) {
         let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        let Counters { rdma, tcp, failed, moved } = &*self.counters;
+        let RelayCounters { rdma, tcp, failed, moved } = &*self.counters;
         program_metrics("relay", out);
         listener_metrics(true, out);
         let opened = [("rdma", count(rdma)), ("tcp", count(tcp))];

@@ -10,12 +10,12 @@ use clap::Args;
 use ferrite_config::{Values, table};
 use ferrite_fabric::{Fabric, LogLimit, Rdma};
 use ferrite_metrics::AdminServer;
-use ferrite_session::{Connector, Moved, SessionTransport, fabric_config, open_fabric, pump};
+use ferrite_session::{Connector, SessionTransport, fabric_config, open_fabric, pump};
 use serde::Serialize;
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::{TcpListener, TcpStream};
 
-use crate::admin::{self, RelayAdmin};
+use crate::admin::{self, RelayAdmin, RelayCounters};
 use crate::settings::{Flags, RelayProgram};
 use crate::signals::Signals;
 use crate::{address, gateway};
@@ -82,15 +82,6 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     runtime.block_on(serve(&setup))
 }
 
-/// Counters of the relay's work.
-#[derive(Default)]
-pub(crate) struct Counters {
-    pub(crate) rdma: AtomicU64,
-    pub(crate) tcp: AtomicU64,
-    pub(crate) failed: AtomicU64,
-    pub(crate) moved: Moved,
-}
-
 async fn serve(setup: &Setup) -> anyhow::Result<()> {
     let config = fabric_config(&setup.values);
     let rdma = config.rdma;
@@ -109,7 +100,7 @@ async fn serve(setup: &Setup) -> anyhow::Result<()> {
         ),
         other => other.with_context(|| format!("cannot listen on {}", setup.listen))?,
     };
-    let counters = Arc::new(Counters::default());
+    let counters = Arc::new(RelayCounters::default());
     let admin = admin::start(&setup.values, || {
         let (connector, counters) = (connector.clone(), Arc::clone(&counters));
         Arc::new(RelayAdmin { fabric: fabric.clone(), connector, to: setup.to, counters })
@@ -145,7 +136,7 @@ async fn relay_client(
     mut client: TcpStream,
     connector: Connector,
     to: SocketAddr,
-    counters: Arc<Counters>,
+    counters: Arc<RelayCounters>,
 ) {
     let _ = client.set_nodelay(true);
     let mut session = match connector.connect(to).await {
@@ -207,7 +198,7 @@ struct Sessions {
     tcp: u64,
 }
 
-fn report_ended(json: bool, counters: &Counters) {
+fn report_ended(json: bool, counters: &RelayCounters) {
     let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
     let (rdma, tcp, failed) =
         (count(&counters.rdma), count(&counters.tcp), count(&counters.failed));
