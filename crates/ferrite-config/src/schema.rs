@@ -4,7 +4,7 @@ use serde_json::{Map, Value, json};
 
 use crate::kind::Kind;
 use crate::setting::{AliasForm, Program, Setting};
-use crate::{Value as SettingValue, table};
+use crate::{Value as SettingValue, table, time};
 
 /// Returns the schema. Keys of other RDMA software are part of it, and marked as deprecated.
 #[must_use]
@@ -13,6 +13,12 @@ pub fn schema() -> Value {
     for setting in table::all().filter(|setting| !setting.key.is_empty()) {
         let (path, name) = setting.key.rsplit_once('.').unwrap_or(("", setting.key));
         insert(&mut root, path, name, property(setting));
+        // Other software has all its names in one place.
+        if path == "network" && name.starts_with("rdma_") {
+            let mut property = property(setting);
+            property["deprecated"] = json!(true);
+            insert(&mut root, "network.rdma", name, property);
+        }
         for alias in setting.aliases {
             let mut property = match alias.form {
                 AliasForm::Same => property(setting),
@@ -62,7 +68,9 @@ fn property(setting: &Setting) -> Value {
             {"type": "string", "pattern": "^[0-9]+([kKmMgG]([iI]?[bB])?|[bB])?$"},
         ]}),
         Kind::Time { bare, min, max } => {
-            let text = json!({"type": "string", "pattern": "^[0-9]+(\\.[0-9]+)?(us|ms|s|m|h)$"});
+            let units: Vec<_> = time::UNITS.iter().map(|(name, _)| *name).collect();
+            let pattern = format!("^[0-9]+(\\.[0-9]+)?({})$", units.join("|"));
+            let text = json!({"type": "string", "pattern": pattern});
             match bare {
                 Some(unit) => json!({"anyOf": [
                     {"type": "integer", "minimum": unit.count(*min), "maximum": unit.count(*max)},
@@ -132,6 +140,7 @@ mod tests {
         assert_eq!(rdma["properties"]["rx_size"]["default"], "64kb");
         assert_eq!(rdma["additionalProperties"], false);
         assert_eq!(rdma["properties"]["rdma_sq_size"]["deprecated"], true);
+        assert_eq!(rdma["properties"]["rdma_port"]["deprecated"], true);
     }
 
     #[test]

@@ -2,6 +2,15 @@
 
 use std::time::Duration;
 
+/// The units, in nanoseconds. The schema has them, too.
+pub(crate) const UNITS: &[(&str, u64)] = &[
+    ("us", 1_000),
+    ("ms", 1_000_000),
+    ("s", 1_000_000_000),
+    ("m", 60_000_000_000),
+    ("h", 3_600_000_000_000),
+];
+
 /// The unit of a duration that is given as a bare number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Unit {
@@ -51,14 +60,7 @@ pub fn parse(text: &str, bare: Option<Unit>) -> Result<Duration, String> {
         "" => bare.map(Unit::name).ok_or_else(error)?,
         unit => unit,
     };
-    let nanoseconds: u64 = match unit {
-        "us" => 1_000,
-        "ms" => 1_000_000,
-        "s" => 1_000_000_000,
-        "m" => 60_000_000_000,
-        "h" => 3_600_000_000_000,
-        _ => return Err(error()),
-    };
+    let (_, nanoseconds) = *UNITS.iter().find(|(name, _)| *name == unit).ok_or_else(error)?;
     // In whole nanoseconds, so that a fraction such as 0.1s is exact.
     let (whole, fraction) = digits.split_once('.').unwrap_or((digits, "0"));
     let is_number = |part: &str| !part.is_empty() && part.bytes().all(|b| b.is_ascii_digit());

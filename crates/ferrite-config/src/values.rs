@@ -262,12 +262,17 @@ impl Values {
     }
 
     /// Returns whether links may, must or must not use RDMA. Three settings say so: `rdma`,
-    /// `rdma_enabled` and `rdma_fallback`.
+    /// `rdma_enabled` and `rdma_fallback`. Those of the latest origin count: a flag overrides all
+    /// three in the file.
     ///
     /// # Errors
     /// They contradict each other; the text says how.
     pub fn policy(&self) -> Result<Policy, String> {
-        let given = |setting| self.is_given(setting).then(|| self.text(setting)).flatten();
+        let rank = |setting| self.entry(setting).origin.rank();
+        let all = [&table::RDMA, &table::RDMA_ENABLED, &table::RDMA_FALLBACK];
+        let latest = all.map(rank).into_iter().max();
+        let counts = |setting| self.is_given(setting) && Some(rank(setting)) == latest;
+        let given = |setting| counts(setting).then(|| self.text(setting)).flatten();
         let named = match given(&table::RDMA) {
             Some("require") => Some(Policy::Require),
             Some("forbid") => Some(Policy::Forbid),
@@ -279,8 +284,7 @@ impl Values {
             Some(_) => Some(Policy::Prefer),
             None => None,
         };
-        let enabled =
-            self.is_given(&table::RDMA_ENABLED).then(|| self.switch(&table::RDMA_ENABLED));
+        let enabled = counts(&table::RDMA_ENABLED).then(|| self.switch(&table::RDMA_ENABLED));
         match (enabled, named, fallback) {
             (_, Some(named), Some(fallback)) if named != fallback => Err(format!(
                 "rdma = {:?} and rdma_fallback = {:?} contradict each other; remove one",
@@ -293,6 +297,11 @@ impl Values {
                     named.name()
                 ))
             }
+            (Some(false), _, Some(Policy::Require)) => Err(
+                "rdma_enabled = false and rdma_fallback = \"none\" contradict each other; remove \
+                     one"
+                .into(),
+            ),
             (Some(false), ..) => Ok(Policy::Forbid),
             (_, named, fallback) => Ok(named.or(fallback).unwrap_or(Policy::Prefer)),
         }

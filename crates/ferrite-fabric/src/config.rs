@@ -30,7 +30,7 @@ pub struct Config {
     /// it. Default: `auto`.
     pub connect: ConnectMode,
     /// How long to poll for completions before sleeping, in microseconds. More reduces latency and
-    /// uses more CPU. Polling for 1 s or longer is endless: it is not adapted. Default: 500.
+    /// uses more CPU. A limit of 1 s or longer is not adapted. Default: 500.
     pub busy_poll_us: u32,
     /// Polls only while that pays: for twice as long as answers take, at most `busy_poll_us`. Waits
     /// that are longer halve the time. So a fabric that is idle, or whose answers take longer,

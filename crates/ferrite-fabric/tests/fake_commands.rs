@@ -32,12 +32,16 @@ const NON_BLOCKING: [&str; 10] = [
 /// device must accept nothing more from then on.
 const MODIFY_TO_ERROR: &str = "ibv_modify_qp";
 
+/// The entry of the fake's GID table that has its address.
+const GID_INDEX: u32 = 1;
+
 fn address(host: &str) -> SocketAddr {
     SocketAddr::new(host.parse().expect("an address"), 0)
 }
 
 fn config() -> Config {
-    Config { busy_poll_us: 0, ..Config::default() }
+    // A choice of the GID is checked for each connection.
+    Config { busy_poll_us: 0, gid_index: Some(GID_INDEX), ..Config::default() }
 }
 
 /// Runs `act` for the client on a thread of its own, while this thread drives the server.

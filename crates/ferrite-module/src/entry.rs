@@ -115,6 +115,7 @@ fn start(context: Context<'_>, options: &Options) -> Result<(), String> {
                     the log line above names it"
             .into());
     }
+    with_module(|module| module.check_options()).unwrap_or(Ok(()))?;
     register_commands(context)?;
     let server = context.server();
     context.set_options(

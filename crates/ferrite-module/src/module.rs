@@ -81,6 +81,14 @@ impl Module {
         Self { options, service, admin: None, callbacks, is_shutting_down: false }
     }
 
+    /// Checks that the settings fit together: the engine's configuration sets them one by one.
+    ///
+    /// # Errors
+    /// The text names each wrong setting and says why.
+    pub(crate) fn check_options(&self) -> Result<(), String> {
+        self.options.check()
+    }
+
     /// Starts the listener.
     ///
     /// # Errors
@@ -98,8 +106,13 @@ impl Module {
             };
             capacity::follow(context);
             descriptors::follow(capacity::max_clients(), self.options.max_clients());
+            // Retries may take long. While the engine starts, nobody waits for it.
+            let options = match context.has_clients() {
+                true => self.options.without_retries(),
+                false => self.options.clone(),
+            };
             let (transport, (fabric, runtime)) =
-                Transport::start(&self.options, endpoints, protected, queue.clone())?;
+                Transport::start(&options, endpoints, protected, queue.clone())?;
             slice::set_length(self.options.slice());
             for_admin = Some((fabric.clone(), transport.gateway.clone()));
             if let Some(queue) = queue {

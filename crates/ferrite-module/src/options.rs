@@ -112,12 +112,29 @@ impl Options {
             let set = value.and_then(|value| values.replace(setting, value));
             set.map_err(|why| format!("{name} {text:?}: {why}"))?;
         }
-        values.check().map_err(|wrong| {
+        let mut options = Self(values);
+        options.check()?;
+        options.0.settle_policy()?;
+        Ok(options)
+    }
+
+    /// Checks that the values fit together.
+    ///
+    /// # Errors
+    /// The text names each wrong setting and says why.
+    pub(crate) fn check(&self) -> Result<(), String> {
+        self.0.check().map_err(|wrong| {
             let wrong = wrong.iter().map(|(setting, why)| format!("{}: {why}", setting.name));
             wrong.collect::<Vec<_>>().join("; ")
-        })?;
-        values.settle_policy()?;
-        Ok(Self(values))
+        })
+    }
+
+    /// Makes the first attempt to open the devices the only one.
+    pub(crate) fn without_retries(&self) -> Self {
+        let mut options = self.clone();
+        let none = options.0.replace(&table::CONNECTION_RETRIES, Value::Number(0));
+        debug_assert!(none.is_ok(), "0 is in the range");
+        options
     }
 
     /// Returns all values.

@@ -148,6 +148,28 @@ fn loads_once() {
     }
 }
 
+/// Retries would keep the clients of a running engine waiting for days.
+#[test]
+fn does_not_retry_in_a_running_engine() {
+    for program in engines() {
+        let server = Engine::start(&Start { program: &program, ..Start::redis(&[]) });
+        let (module, port) = (module(), free_port().to_string());
+        let load = ["MODULE", "LOAD", module.to_str().expect("UTF-8"), "rdma-port", &port];
+        let () = server
+            .ask(&[&load[..], &["rdma-bind", "127.0.0.1", "connection-retries", "1000"]].concat());
+        assert_eq!(server.info("status"), "tcp-only");
+    }
+}
+
+/// Lines of the engine's configuration set the settings one by one.
+#[test]
+fn settings_in_the_engines_configuration_must_fit_together() {
+    for program in engines() {
+        let log = log_of_failed_load(&program, &[], &["--ferrite.pin-memory", "no"]);
+        assert!(log.contains("not loaded: pin-memory: memory that a device accesses"), "{log}");
+    }
+}
+
 #[test]
 fn errors_name_the_wrong_argument() {
     for program in engines() {

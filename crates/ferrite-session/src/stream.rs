@@ -18,7 +18,7 @@ use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 use std::time::{Duration, Instant};
 
-use ferrite_fabric::mem::{Buf, Exposed, Purpose};
+use ferrite_fabric::mem::{Buf, ErrorKind as MemoryError, Exposed, Purpose};
 use ferrite_fabric::{Arrival, Done, Error, ErrorKind, RawConnection};
 use ferrite_proto::{Endpoint, ProtocolError, Role, Write};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
@@ -278,7 +278,8 @@ impl ValkeyStream {
         }
         let mut buf = match self.raw.pool().take_uncharged(count, Purpose::Send) {
             Ok(buf) => buf,
-            Err(error) if error.kind() == ferrite_fabric::mem::ErrorKind::Exhausted => {
+            // The pool is at its limit, or the device can register no more memory now.
+            Err(error) if matches!(error.kind(), MemoryError::Exhausted | MemoryError::Refused) => {
                 return self.wait_for_memory(cx);
             }
             Err(error) => return Poll::Ready(Err(io::Error::other(error))),

@@ -32,6 +32,7 @@ const LAYERS: &[(&str, &[&str])] = &[
             "ferrite-config",
         ],
     ),
+    ("ferrite-python", &["ferrite-session", "ferrite-fabric"]),
     (
         "ferrite",
         &[

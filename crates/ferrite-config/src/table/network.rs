@@ -199,7 +199,8 @@ pub static CONNECTION_RETRIES: Setting = setting(
     Kind::Number { min: 0, max: 1000 },
     "0",
     "Retries over RDMA before TCP is used instead. A program that accepts clients retries to open \
-     its devices when it starts; one that connects retries each connection.",
+     its devices when it starts; one that connects retries each connection. A module that is \
+     loaded into a running engine does not retry: the engine would wait.",
 );
 
 /// Delay before each retry.

@@ -148,8 +148,8 @@ pub static BUSY_POLL_US: Setting = setting(
     Kind::Time { bare: Some(Unit::Microseconds), min: Duration::ZERO, max: Duration::from_secs(1) },
     "0us",
     "Busy-poll for completions for at most this long before sleeping: less latency for more CPU. \
-     `adaptive-polling` shortens it; 1 s is endless. In the module without `poller-thread` the \
-     engine's other clients wait as long.",
+     `adaptive-polling` shortens it, unless it is 1 s. In the module it needs `poller-thread yes`: \
+     the engine's own event loop is called when something has arrived.",
 )
 .takes_effect(TakesEffect::AtOnce);
 

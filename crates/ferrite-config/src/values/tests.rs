@@ -68,10 +68,21 @@ fn three_settings_spell_one_policy() {
         [(&RDMA, "require"), (&RDMA_FALLBACK, "tcp")],
         [(&RDMA, "forbid"), (&RDMA_ENABLED, "yes")],
         [(&RDMA, "require"), (&RDMA_ENABLED, "no")],
+        [(&RDMA_FALLBACK, "none"), (&RDMA_ENABLED, "no")],
     ] {
         let error = given(&texts).policy().expect_err("a contradiction");
         assert!(error.contains("contradict each other"), "{error}");
     }
+}
+
+#[test]
+fn a_flag_overrides_the_policy_of_the_file() {
+    let mut values = Values::new(Program::Gateway);
+    let line = || Origin::File { line: 1 };
+    values.set_text(&RDMA_FALLBACK, None, "tcp", line()).expect("a value");
+    values.set_text(&RDMA_ENABLED, None, "yes", line()).expect("a value");
+    values.set_text(&RDMA, None, "forbid", Origin::Flag).expect("a value");
+    assert_eq!(values.policy(), Ok(Policy::Forbid));
 }
 
 #[test]

@@ -20,6 +20,13 @@ impl DeviceChoice {
         Self { port: config.device_port, gid_index: config.gid_index }
     }
 
+    /// Reads what [`DeviceChoice::check`] needs, so that the first connection does not have to.
+    pub(crate) fn prepare(self, device: &SharedDevice) {
+        if let Some(index) = self.gid_index {
+            device.gid_entry(self.port.unwrap_or(1), index);
+        }
+    }
+
     /// Returns whether links may use this entry.
     pub(crate) fn allows(self, entry: &GidEntry) -> bool {
         self.port.is_none_or(|port| port == entry.port)
@@ -44,9 +51,7 @@ impl DeviceChoice {
             ));
         }
         let Some(index) = self.gid_index else { return Ok(()) };
-        let gids = device.context().and_then(|context| context.gids().ok()).unwrap_or_default();
-        let entry = gids.iter().find(|entry| entry.port == port && entry.index == index);
-        match (entry, local.map(|local| local.to_canonical())) {
+        match (device.gid_entry(port, index), local.map(|local| local.to_canonical())) {
             (None, _) => wrong(format!("port {port} of {name} has no GID with index {index}")),
             (_, None) => Ok(()),
             // A listener on all addresses: each connection is checked.

@@ -9,7 +9,7 @@ use std::collections::VecDeque;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
-use ferrite_verbs::{Context, DeviceQuirks, Limits};
+use ferrite_verbs::{Context, DeviceQuirks, GidEntry, Limits};
 
 use crate::config::Config;
 use crate::error::{Error, ErrorKind};
@@ -30,6 +30,9 @@ pub(crate) struct SharedDevice {
     gone: AtomicBool,
     /// Whether the device reports that a queue pair has taken its last receive.
     reports_last_receive: AtomicBool,
+    /// The GID table as it was last read. Reading it may wait for the kernel, so connections use
+    /// this copy; the device reports changes.
+    gids: Mutex<Option<Vec<GidEntry>>>,
 }
 
 /// The device's current state.
@@ -67,6 +70,7 @@ impl SharedDevice {
             inline: AtomicU32::new(inline),
             gone: AtomicBool::new(false),
             reports_last_receive: AtomicBool::new(reports_last_receive),
+            gids: Mutex::new(None),
         }
     }
 
@@ -78,6 +82,7 @@ impl SharedDevice {
         self.in_flight_max.store(in_flight_max, Ordering::Relaxed);
         self.inline.store(inline, Ordering::Relaxed);
         lock(&self.waiting).clear();
+        self.forget_gids();
         *lock(&self.device) = Device { context: Some(context), limits, quirks, absence: None };
         self.gone.store(false, Ordering::Release);
     }
@@ -88,6 +93,21 @@ impl SharedDevice {
         gids.is_some_and(|gids| {
             gids.iter().any(|entry| entry.gid.ip().to_canonical() == ip.to_canonical())
         })
+    }
+
+    /// Returns an entry of the GID table. Reads the table if that is the first call since it has
+    /// changed.
+    pub(crate) fn gid_entry(&self, port: u8, index: u32) -> Option<GidEntry> {
+        let mut gids = lock(&self.gids);
+        if gids.is_none() {
+            *gids = self.context().and_then(|context| context.gids().ok());
+        }
+        gids.iter().flatten().find(|entry| entry.port == port && entry.index == index).cloned()
+    }
+
+    /// Notes that the GID table has changed.
+    pub(crate) fn forget_gids(&self) {
+        *lock(&self.gids) = None;
     }
 
     /// Returns the opened device, or `None` while it is gone.

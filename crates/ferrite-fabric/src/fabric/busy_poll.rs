@@ -15,8 +15,8 @@
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
-/// Polls that may last this long or longer are endless: they are not adapted.
-const ENDLESS: Duration = Duration::from_secs(1);
+/// Polls that may last this long or longer are not adapted.
+const UNADAPTED: Duration = Duration::from_secs(1);
 /// The shortest wait that is worth polling for. Halving ends here.
 const SHORTEST_NS: u64 = 1_000;
 /// Nothing was learned yet.
@@ -54,7 +54,7 @@ impl BusyPoll {
     }
 
     fn adapts_to(&self, limit_ns: u64) -> bool {
-        self.is_adaptive && u128::from(limit_ns) < ENDLESS.as_nanos()
+        self.is_adaptive && u128::from(limit_ns) < UNADAPTED.as_nanos()
     }
 
     /// Returns how long to poll now.
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn endless_polling_is_not_adapted() {
+    fn long_polling_is_not_adapted() {
         let driver = Driver::new(u32::MAX, true);
         driver.wait(5);
         assert_eq!(driver.wait(5_000), 5_000);

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use ferrite_verbs::{Absence, Device, EventChannel, ProtectionDomain, Verbs};
 
 use crate::config::Config;
+use crate::device::device_choice::DeviceChoice;
 use crate::device::device_objects::DeviceObjects;
 use crate::device::shared_device::{Life, SharedDevice};
 use crate::error::{Error, ErrorKind};
@@ -85,6 +86,7 @@ impl Devices {
             ready.map_err(|error| (index, error))?;
             let device = Arc::new(SharedDevice::new(index, life));
             objects.prepare_all(&device, config);
+            DeviceChoice::new(config).prepare(&device);
             devices.push(device);
             device_objects.push(Some(objects));
         }

@@ -183,3 +183,39 @@ fn gather(slices: &[IoSlice<'_>], mut out: &mut [u8]) {
         out = rest;
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::task::{Wake, Waker};
+
+    use crate::{Fabric, Rdma};
+
+    struct Flag(AtomicBool);
+
+    impl Wake for Flag {
+        fn wake(self: Arc<Self>) {
+            self.0.store(true, Ordering::SeqCst);
+        }
+    }
+
+    /// The link may end between a failed attempt to send and the request to wait for memory.
+    #[test]
+    fn a_writer_that_waits_for_memory_is_woken_although_the_link_has_ended() {
+        let fabric = Fabric::system().rdma(Rdma::Forbid).build().expect("a fabric");
+        let address = "127.0.0.1:0".parse().expect("an address");
+        let mut listener = fabric.listen(address).expect("a listener");
+        let connecting = fabric.connect(listener.local_addr());
+        let made = fabric.block_on(async { futures_util::join!(connecting, listener.accept()) });
+        let (here, there) = (made.0.expect("a link"), made.1.expect("a link"));
+        here.abort();
+        there.abort();
+        while fabric.stats().links > 0 {
+            fabric.poll();
+        }
+        let flag = Arc::new(Flag(AtomicBool::new(false)));
+        here.shared().wait_for_memory(&Waker::from(Arc::clone(&flag)));
+        assert!(flag.0.load(Ordering::SeqCst));
+    }
+}

@@ -47,6 +47,31 @@ impl Context<'_> {
         }
     }
 
+    /// Returns whether clients are connected to the engine: it has started already. True if the
+    /// engine refuses INFO.
+    pub(crate) fn has_clients(self) -> bool {
+        let api = api();
+        // SAFETY: there is one string for the one `c` in the format. The reply is not used after it
+        // is freed.
+        let text = unsafe {
+            let name = c"INFO".as_ptr();
+            let reply = (api.call)(self.raw(), name, c"Ec".as_ptr(), c"clients".as_ptr());
+            if reply.is_null() {
+                return true;
+            }
+            let mut len = 0;
+            let bytes = (api.call_reply_string_ptr)(reply, &raw mut len);
+            let mut text = String::new();
+            if !bytes.is_null() {
+                let bytes = std::slice::from_raw_parts(bytes.cast::<u8>(), len);
+                text = String::from_utf8_lossy(bytes).into_owned();
+            }
+            (api.free_call_reply)(reply);
+            text
+        };
+        !text.lines().any(|line| line == "connected_clients:0")
+    }
+
     pub(crate) fn register_number(
         self,
         name: &CStr,

@@ -351,15 +351,23 @@ pub(crate) fn is_cut_off_at_the_end(one: &[u8], other: &[u8]) -> bool {
     if short.len() < long.len() && long.starts_with(short) {
         return true;
     }
-    // Where the order is not defined, other replies are left on each side: as many as there was
-    // room for.
-    let [some, others] = [one, other].map(replies);
+    let [some, others] = [short, long].map(replies);
     let pairs = || some.iter().zip(&others);
     let equal = pairs().take_while(|(l, r)| is_same(&normalised(l), &normalised(r))).count();
     let mut unordered = pairs().skip(equal).peekable();
-    unordered.peek().is_some()
-        && unordered
-            .all(|(l, r)| order_field(l).is_some() && is_same(&without_order(l), &without_order(r)))
+    if unordered.peek().is_none() {
+        // The short side may end within a reply.
+        let rest_of = |bytes, all: &[&[u8]]| {
+            let known: usize = all[..equal].iter().map(|reply| reply.len()).sum();
+            <[u8]>::split_at(bytes, known).1
+        };
+        let [rest, more] = [rest_of(short, &some), rest_of(long, &others)];
+        return rest.len() < more.len() && more.starts_with(rest);
+    }
+    // Where the order is not defined, other replies are left on each side: as many as there was
+    // room for.
+    unordered
+        .all(|(l, r)| order_field(l).is_some() && is_same(&without_order(l), &without_order(r)))
 }
 
 /// A normalised reply without the field that is in any order.
@@ -539,6 +547,13 @@ mod tests {
         assert!(!is_cut_off_at_the_end(&vec![b'b'; 64 << 10], &all));
         let bulk = |byte| [&b"$262145\r\n"[..], &vec![byte; 64 << 10]].concat();
         assert!(!is_cut_off_at_the_end(&bulk(b's'), &bulk(b'd')), "other bytes of one long reply");
+        let many = b"+PONG\r\n".repeat(20_000);
+        let hello = |id| {
+            let reply = format!("*4\r\n$5\r\nproto\r\n:2\r\n$2\r\nid\r\n:{id}\r\n");
+            [reply.as_bytes(), &many].concat()
+        };
+        assert!(is_cut_off_at_the_end(&hello(7)[..70_000], &hello(8)), "after a client id");
+        assert!(!is_cut_off_at_the_end(&hello(7), &hello(8)[..60_000]), "less than 64 KiB");
         let left = |first: u32| -> Vec<u8> {
             let reply = |at| {
                 format!(

@@ -14,7 +14,7 @@ use super::{Harness, pattern};
 const KIB: usize = 1 << 10;
 
 /// Returns a client and a server that are connected, and their fabrics.
-pub(super) async fn pair(
+pub(crate) async fn pair(
     harness: &Harness,
     config: &ValkeyConfig,
 ) -> (ValkeyStream, ValkeyStream, [Fabric; 2]) {

@@ -133,7 +133,9 @@ fn module_arguments(config: &Config, socket: &Path) -> Vec<String> {
         // The module asks CONFIG for it otherwise, which fails if CONFIG is renamed.
         ("engine", quoted(&format!("unix:{}", socket.display()))),
     ]);
-    arguments.extend(config.for_module());
+    // An empty list is a word, too.
+    let word = |value: String| if value.is_empty() { quoted("") } else { value };
+    arguments.extend(config.for_module().map(|(name, value)| (name, word(value))));
     arguments.into_iter().flat_map(|(name, value)| [name.to_owned(), value]).collect()
 }
 

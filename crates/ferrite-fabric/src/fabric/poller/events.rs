@@ -56,6 +56,7 @@ impl Poller {
                 ) => {
                     self.device_gone(shared, device.index, &event.kind.to_string());
                 }
+                (AsyncEventKind::GID_CHANGE, _) => device.forget_gids(),
                 _ => {}
             }
         }

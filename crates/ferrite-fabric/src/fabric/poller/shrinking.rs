@@ -110,4 +110,27 @@ mod tests {
         }
         assert!(pool.stats().arenas <= begun + 1, "{:?}", pool.stats());
     }
+
+    #[test]
+    fn the_timer_stops_with_memory_that_is_kept() {
+        let world = World::new();
+        world.add_device(DeviceSpec::new("fake1", "10.0.0.1".parse().expect("an address")));
+        let memory = crate::mem::PoolConfig {
+            receive_initial: 32 << 20,
+            max_region: 2 << 20,
+            ..crate::mem::PoolConfig::default()
+        };
+        let config = Config { busy_poll_us: 0, memory, ..Config::default() };
+        let fabric = Fabric::builder(&world.verbs()).device("fake1").config(config).build();
+        let fabric = fabric.expect("a fabric");
+        let pool = &fabric.shared().pool;
+        drop(pool.take_uncharged(64, Purpose::Send).expect("memory"));
+        for round in 0.. {
+            if deadline(&fabric).is_none() {
+                break;
+            }
+            assert!(round < 100, "the timer never stops: {:?}", pool.stats());
+            pass_time(&fabric);
+        }
+    }
 }

@@ -84,7 +84,11 @@ impl LinkShared {
     /// Calls `waker` after a while, when memory may be available.
     #[cfg(feature = "tokio")]
     pub(crate) fn wait_for_memory(&self, waker: &Waker) {
-        self.with(|state, _, _| {
+        self.with(|state, _, wakes| {
+            if state.failure().is_some() {
+                wakes.push(waker.clone()); // nobody serves a link that is down
+                return;
+            }
             state.core.wake_on_room(waker);
             state.is_starved = true;
         });

@@ -223,6 +223,7 @@ impl Heap {
         let returns_from = if is_sparse { state.chunks_in_need() } else { NONE };
         self.returns_from.store(returns_from, Ordering::Relaxed);
         let spare = idle.len().saturating_sub(1);
+        let smallest_idle = idle.iter().map(|arena| arena.len()).min();
         let before = std::mem::replace(&mut state.idle_before, spare);
         let most = before.min(most).min(spare);
         let mut excess = state.mapped_bytes.saturating_sub(self.kept_bytes);
@@ -245,7 +246,9 @@ impl Heap {
         }
         state.idle_before -= taken.len();
         self.arenas.store(state.arenas.len(), Ordering::Relaxed);
-        (taken, state.idle_before > 0)
+        let excess = state.mapped_bytes.saturating_sub(self.kept_bytes);
+        let may_shrink = smallest_idle.is_some_and(|bytes| bytes <= excess);
+        (taken, state.idle_before > 0 && may_shrink)
     }
 
     /// Returns whether a block must be returned at once, because a few blocks like it keep the heap

@@ -409,11 +409,11 @@ impl Poller {
         let Some((device, number)) = carried else { return };
         let name = device.name.clone();
         // Before the route, so that a link that reports RDMA reports no fallback.
-        shared.is_well(link);
-        shared.trace(link);
         link.set_fallback(None);
         shared.counters.upgrades.fetch_add(1, Ordering::Relaxed);
         link.set_route(|route| (route.device, route.qp_num) = (Some(device), number));
+        shared.is_well(link);
+        shared.trace(link);
         if let Some(socket) = link.route().socket {
             self.sockets.set_carrying(socket, false);
         }

@@ -1,0 +1,177 @@
+"""The connection class for redis-py, and what it shares with the one for redis.asyncio."""
+import socket
+import threading
+import warnings
+
+import redis
+from redis.connection import Connection as RedisConnection
+
+from ._native import Stream
+
+try:
+    from redis._parsers import _HiredisParser
+except ImportError:  # another version of redis-py; its parsers in Python work unchanged
+    _HiredisParser = None
+
+POLICIES = ("prefer", "require", "forbid")
+
+
+class FallbackWarning(RuntimeWarning):
+    """A connection uses TCP although RDMA was preferred. The text names the cause."""
+
+
+class BufferTooSmallError(ValueError):
+    """A value is larger than the buffer; `value_bytes` is its size. The buffer is unchanged."""
+
+    def __init__(self, value_bytes, buffer_bytes):
+        super().__init__(f"the value has {value_bytes} bytes, the buffer {buffer_bytes}")
+        self.value_bytes = value_bytes
+        self.buffer_bytes = buffer_bytes
+
+
+class FerriteOptions:
+    """The options of both connection classes, and what a connection tells about its transport."""
+
+    def _set_options(self, rdma, local_address):
+        if rdma not in POLICIES:
+            raise ValueError(f"rdma={rdma!r}: expected one of {', '.join(POLICIES)}")
+        self.rdma = rdma
+        self.local_address = local_address
+        self._stream = None
+
+    @property
+    def transport(self):
+        """The transport in use, such as "RDMA (Ferrite)" or "TCP"; None while not connected."""
+        return self._stream.transport if self._stream and self.is_connected else None
+
+    @property
+    def device(self):
+        """The RDMA device in use, or None."""
+        return self._stream.device if self._stream and self.is_connected else None
+
+    @property
+    def fallback(self):
+        """Why the connection uses TCP although RDMA was preferred, or None."""
+        return self._stream.fallback if self._stream and self.is_connected else None
+
+    def _open_stream(self):
+        """Connects to the first address of the host that answers. Waits."""
+        error = OSError("the host has no address")
+        found = socket.getaddrinfo(self.host, self.port, self.socket_type, socket.SOCK_STREAM)
+        for family, _, _, _, address in found:
+            try:
+                stream = Stream.connect(_written(family, address), self.rdma,
+                                        self.socket_connect_timeout, self.local_address)
+            except OSError as failed:
+                error = failed
+                continue
+            if stream.fallback:
+                _warn_once(f"{self.host}:{self.port}: {stream.fallback}")
+            self._stream = stream
+            return stream
+        raise error
+
+
+def _written(family, address):
+    if family != socket.AF_INET6:
+        return f"{address[0]}:{address[1]}"
+    ip, scope = address[0].split("%")[0], address[3]
+    return f"[{ip}%{scope}]:{address[1]}" if scope else f"[{ip}]:{address[1]}"
+
+
+_warned, _warned_lock = set(), threading.Lock()
+
+
+def _warn_once(text):
+    """Warns once per process of each server and cause. Every connection has the cause, too."""
+    with _warned_lock:
+        is_new = text not in _warned
+        _warned.add(text)
+    if is_new:
+        warnings.warn(text, FallbackWarning, stacklevel=2)
+
+
+if _HiredisParser is not None:
+
+    class _Parser(_HiredisParser):
+        """hiredis's parser. Its own looks at the file descriptor, which an RDMA stream lacks."""
+
+        def can_read(self, timeout=0):
+            if not self._reader:
+                raise redis.ConnectionError("Connection closed by server.")
+            if self._reader.has_data():
+                return True
+            if not self._sock.can_recv(timeout):
+                return False
+            if self._sock.is_at_end():
+                raise redis.ConnectionError("Connection closed by server.")
+            return True
+
+
+def has_unread(parser):
+    """Returns whether the parser holds bytes that belong to the next reply."""
+    if hasattr(parser, "_reader"):  # hiredis
+        return parser._reader is None or parser._reader.has_data()
+    buffer = parser._buffer
+    return bool(buffer.unread_bytes() if hasattr(buffer, "unread_bytes") else buffer)
+
+
+def size_of(size, view):
+    """Turns the result of `recv_bulk_into` into that of `get_into`."""
+    if size > view.nbytes:
+        raise BufferTooSmallError(size, view.nbytes)
+    return None if size < 0 else size
+
+
+def store(value, view):
+    """Copies a value that redis-py has parsed."""
+    if value is None:
+        return None
+    if not isinstance(value, (bytes, bytearray)):
+        raise redis.ResponseError(f"the reply is no string of bytes but {type(value).__name__}")
+    size_of(len(value), view)
+    view[: len(value)] = value
+    return len(value)
+
+
+class Connection(FerriteOptions, RedisConnection):
+    """A redis-py connection over RDMA or TCP.
+
+    rdma: "prefer" (default) uses TCP where RDMA is unavailable and warns (`FallbackWarning`),
+    "require" raises instead, "forbid" uses TCP. local_address selects the RDMA device.
+    """
+
+    def __init__(self, *args, rdma="prefer", local_address=None, **options):
+        self._set_options(rdma, local_address)
+        super().__init__(*args, **options)
+
+    def set_parser(self, parser_class):
+        if _HiredisParser is not None and parser_class is _HiredisParser:
+            parser_class = _Parser
+        super().set_parser(parser_class)
+
+    def _connect(self):
+        stream = self._open_stream()
+        stream.settimeout(self.socket_timeout)
+        return stream
+
+    def read_value_into(self, view):
+        """Reads the reply to a command such as GET into `view`; see `Redis.get_into`."""
+        if has_unread(self._parser):
+            return store(self.read_response(disable_decoding=True), view)
+        stream = self._sock
+        try:
+            size = stream.recv_bulk_into(view, stream.gettimeout())
+        except TimeoutError:
+            self.disconnect()
+            raise redis.TimeoutError(f"Timeout reading from {self._host_error()}") from None
+        except OSError as error:
+            self.disconnect()
+            raise redis.ConnectionError(
+                f"Error while reading from {self._host_error()}: {error}") from error
+        except BaseException:
+            self.disconnect()
+            raise
+        if size is None:  # an error or a push message, which redis-py's parser handles
+            return store(self.read_response(disable_decoding=True), view)
+        return size_of(size, view)

@@ -1,0 +1,393 @@
+//! The class `Stream`: a session with the methods of a Python socket that redis-py uses.
+//!
+//! Every call that may wait releases Python's lock. It waits in slices, so that signals (Ctrl-C)
+//! are seen. One thread may receive while another sends, and a third may close: both then return.
+//!
+//! With a timeout of 0, calls do not wait. A call that would wait raises `BlockingIOError`, and the
+//! eventfd of [`Stream::fileno`] becomes readable when it is worth another try.
+
+use std::future::poll_fn;
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::{AsRawFd as _, OwnedFd, RawFd};
+use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::task::{Context, Poll, Wake, Waker};
+use std::time::{Duration, Instant};
+
+use ferrite_fabric::Rdma;
+use ferrite_session::{Connector, Session};
+use pyo3::exceptions::{PyBlockingIOError, PyTimeoutError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+use rustix::event::{EventfdFlags, eventfd};
+use tokio::io::{AsyncWrite as _, WriteHalf};
+use tokio::sync::Notify;
+use tokio::time::timeout;
+
+use crate::background::Background;
+use crate::buffer::{Source, Target};
+use crate::input::{Bulk, BulkProgress, Input};
+
+/// The longest wait without a look for signals.
+const SLICE: Duration = Duration::from_millis(200);
+
+/// A connection to a server, over RDMA or TCP.
+#[pyclass(frozen, module = "ferrite._native")]
+pub(crate) struct Stream {
+    background: Arc<Background>,
+    /// Absent after `close`.
+    input: Mutex<Option<Input>>,
+    output: Mutex<Option<WriteHalf<Session>>>,
+    closing: Notify,
+    is_closed: AtomicBool,
+    timeout: Mutex<Option<Duration>>,
+    /// Wakes an event loop; made when it is first asked for.
+    event: OnceLock<Arc<Event>>,
+    peer: SocketAddr,
+    /// RDMA or TCP, in words.
+    #[pyo3(get)]
+    transport: String,
+    #[pyo3(get)]
+    is_rdma: bool,
+    /// The RDMA device.
+    #[pyo3(get)]
+    device: Option<String>,
+    /// Why the stream uses TCP although RDMA was preferred.
+    #[pyo3(get)]
+    fallback: Option<String>,
+}
+
+#[pymethods]
+impl Stream {
+    /// Connects to `address`, an IP address with a port. The timeout in seconds is for each of RDMA
+    /// and TCP.
+    #[staticmethod]
+    #[pyo3(signature = (address, rdma="prefer", timeout=None, local_address=None))]
+    fn connect(
+        py: Python<'_>,
+        address: &str,
+        rdma: &str,
+        timeout: Option<f64>,
+        local_address: Option<&str>,
+    ) -> PyResult<Self> {
+        let peer: SocketAddr = parsed(address)?;
+        let rdma: Rdma = rdma.parse().map_err(PyValueError::new_err)?;
+        let local = local_address.map(parsed::<IpAddr>).transpose()?;
+        let timeout = duration(timeout)?;
+        let background = py.detach(Background::of_this_process)?;
+        let fabric = py.detach(|| background.fabric(rdma))?;
+        let mut connector = Connector::new(&fabric).rdma(rdma);
+        if let Some(local) = local {
+            connector = connector.local(SocketAddr::new(local, 0));
+        }
+        if let Some(timeout) = timeout {
+            connector = connector.timeout(timeout);
+        }
+        let mut connecting = Box::pin(connector.connect(peer));
+        let session = wait(py, &background, None, |cx, _| connecting.as_mut().poll(cx))?;
+        Ok(Self::new(background.clone(), peer, session))
+    }
+
+    /// Receives up to `size` bytes; empty when the server has closed.
+    fn recv<'py>(&self, py: Python<'py>, size: usize) -> PyResult<Bound<'py, PyBytes>> {
+        let mut received = vec![0; size];
+        let len = self.receive(py, &mut received)?;
+        Ok(PyBytes::new(py, &received[..len]))
+    }
+
+    /// Receives into `buffer`; returns the number of bytes, 0 when the server has closed.
+    #[pyo3(signature = (buffer, nbytes=0))]
+    fn recv_into(
+        &self,
+        py: Python<'_>,
+        buffer: &Bound<'_, PyAny>,
+        nbytes: usize,
+    ) -> PyResult<usize> {
+        let mut target = Target::of(buffer)?;
+        let bytes = target.bytes();
+        let size = if nbytes == 0 { bytes.len() } else { nbytes.min(bytes.len()) };
+        self.receive(py, &mut bytes[..size])
+    }
+
+    /// Receives a bulk reply with its value into `buffer`. Returns the value's size, -1 for a null,
+    /// or None for any other reply, which stays unread. A value larger than the buffer is dropped.
+    #[pyo3(signature = (buffer, timeout=None))]
+    fn recv_bulk_into(
+        &self,
+        py: Python<'_>,
+        buffer: &Bound<'_, PyAny>,
+        timeout: Option<f64>,
+    ) -> PyResult<Option<isize>> {
+        let mut target = Target::of(buffer)?;
+        let (out, mut progress) = (target.bytes(), BulkProgress::Header);
+        let bulk = self.wait_for(py, duration(timeout)?, |cx, clock| {
+            let moved = || *clock = Instant::now();
+            with(&self.input, |input| input.poll_bulk(cx, &mut progress, out, moved))
+        })?;
+        Ok(match bulk {
+            Bulk::Value(size) => Some(isize::try_from(size).unwrap_or(isize::MAX)),
+            Bulk::Null => Some(-1),
+            Bulk::Other => None,
+        })
+    }
+
+    /// Puts received bytes back, to be received first.
+    fn unrecv(&self, py: Python<'_>, data: &Bound<'_, PyAny>) -> PyResult<()> {
+        let source = Source::of(data)?;
+        let bytes = source.bytes();
+        py.detach(|| match lock(&self.input).as_mut() {
+            Some(input) => {
+                input.unread(bytes);
+                Ok(())
+            }
+            None => Err(closed().into()),
+        })
+    }
+
+    /// Sends all bytes of `data`.
+    fn sendall(&self, py: Python<'_>, data: &Bound<'_, PyAny>) -> PyResult<()> {
+        let source = Source::of(data)?;
+        let mut left = source.bytes();
+        self.wait(py, |cx, clock| {
+            while !left.is_empty() {
+                let sent = std::task::ready!(self.poll_send(cx, left))?;
+                left = &left[sent..];
+                *clock = Instant::now();
+            }
+            Poll::Ready(Ok(()))
+        })
+    }
+
+    /// Sends some bytes of `data`; returns their number.
+    fn send(&self, py: Python<'_>, data: &Bound<'_, PyAny>) -> PyResult<usize> {
+        let source = Source::of(data)?;
+        let bytes = source.bytes();
+        self.wait(py, |cx, _| self.poll_send(cx, bytes))
+    }
+
+    /// Waits until there is something to receive, or the server has closed; returns False if the
+    /// timeout passes before.
+    #[pyo3(signature = (timeout=None))]
+    fn can_recv(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
+        let limit = duration(timeout)?;
+        let ready =
+            self.wait_for(py, limit, |cx, _| with(&self.input, |input| input.poll_readable(cx)));
+        match ready {
+            Ok(()) => Ok(true),
+            Err(error) if error.is_instance_of::<PyTimeoutError>(py) => Ok(false),
+            Err(error) if error.is_instance_of::<PyBlockingIOError>(py) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Returns whether the server has closed, as far as `can_recv` has seen, and all is received.
+    fn is_at_end(&self, py: Python<'_>) -> bool {
+        py.detach(|| lock(&self.input).as_ref().is_none_or(Input::is_at_end))
+    }
+
+    /// Sets the time limit in seconds of a wait without progress; None: no limit; 0: do not wait.
+    #[pyo3(signature = (timeout))]
+    fn settimeout(&self, timeout: Option<f64>) -> PyResult<()> {
+        *lock(&self.timeout) = duration(timeout)?;
+        Ok(())
+    }
+
+    fn gettimeout(&self) -> Option<f64> {
+        lock(&self.timeout).map(|timeout| timeout.as_secs_f64())
+    }
+
+    /// Returns the eventfd that becomes readable when a call that would have waited may continue.
+    fn fileno(&self) -> PyResult<RawFd> {
+        if let Some(event) = self.event.get() {
+            return Ok(event.0.as_raw_fd());
+        }
+        let new = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+        let new = Arc::new(Event(new.map_err(io::Error::from)?));
+        Ok(self.event.get_or_init(|| new).0.as_raw_fd())
+    }
+
+    fn getpeername(&self) -> (String, u16) {
+        (self.peer.ip().to_string(), self.peer.port())
+    }
+
+    /// Ends the waiting calls of other threads. `how` is for compatibility: both directions end.
+    fn shutdown(&self, how: i32) {
+        let _ = how;
+        self.is_closed.store(true, Ordering::SeqCst);
+        self.closing.notify_waiters();
+    }
+
+    /// Closes the stream. What was sent is still delivered.
+    fn close(&self, py: Python<'_>) {
+        self.shutdown(0);
+        if self.background.is_of_this_process() {
+            py.detach(|| {
+                let _runtime = self.background.handle().enter();
+                drop((lock(&self.input).take(), lock(&self.output).take()));
+            });
+        }
+    }
+}
+
+impl Stream {
+    fn new(background: Arc<Background>, peer: SocketAddr, session: Session) -> Self {
+        let device = session.device();
+        let transport = session.transport().to_string();
+        let fallback = session.fallback().map(ToString::to_string);
+        let (input, output) = tokio::io::split(session);
+        Self {
+            background,
+            input: Mutex::new(Some(Input::new(input))),
+            output: Mutex::new(Some(output)),
+            closing: Notify::new(),
+            is_closed: AtomicBool::new(false),
+            timeout: Mutex::new(None),
+            event: OnceLock::new(),
+            peer,
+            is_rdma: device.is_some(),
+            transport,
+            device,
+            fallback,
+        }
+    }
+
+    fn receive(&self, py: Python<'_>, out: &mut [u8]) -> PyResult<usize> {
+        self.wait(py, |cx, _| with(&self.input, |input| input.poll_read(cx, out)))
+    }
+
+    fn poll_send(&self, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        with(&self.output, |output| Pin::new(output).poll_write(cx, bytes))
+    }
+
+    fn wait<T: Send>(
+        &self,
+        py: Python<'_>,
+        poll: impl FnMut(&mut Context<'_>, &mut Instant) -> Poll<io::Result<T>> + Send,
+    ) -> PyResult<T> {
+        let limit = *lock(&self.timeout);
+        self.wait_for(py, limit, poll)
+    }
+
+    fn wait_for<T: Send>(
+        &self,
+        py: Python<'_>,
+        limit: Option<Duration>,
+        mut poll: impl FnMut(&mut Context<'_>, &mut Instant) -> Poll<io::Result<T>> + Send,
+    ) -> PyResult<T> {
+        if !self.background.is_of_this_process() {
+            return Err(PyErr::from(closed()));
+        }
+        if limit == Some(Duration::ZERO) {
+            return self.try_once(py, poll);
+        }
+        let mut closing = Box::pin(self.closing.notified());
+        wait(py, &self.background, limit, |cx, clock| {
+            if self.is_closed.load(Ordering::SeqCst) || closing.as_mut().poll(cx).is_ready() {
+                return Poll::Ready(Err(closed()));
+            }
+            poll(cx, clock)
+        })
+    }
+
+    fn try_once<T: Send>(
+        &self,
+        py: Python<'_>,
+        mut poll: impl FnMut(&mut Context<'_>, &mut Instant) -> Poll<io::Result<T>> + Send,
+    ) -> PyResult<T> {
+        let polled = py.detach(|| {
+            let _runtime = self.background.handle().enter();
+            let waker = self.event.get().map(|event| Waker::from(event.clone()));
+            let waker = waker.as_ref().unwrap_or(Waker::noop());
+            if self.is_closed.load(Ordering::SeqCst) {
+                return Poll::Ready(Err(closed()));
+            }
+            poll(&mut Context::from_waker(waker), &mut Instant::now())
+        });
+        match polled {
+            Poll::Ready(done) => Ok(done?),
+            Poll::Pending => {
+                let would_block = rustix::io::Errno::AGAIN.raw_os_error();
+                Err(PyBlockingIOError::new_err((would_block, "the call would wait")))
+            }
+        }
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        let halves = (lock(&self.input).take(), lock(&self.output).take());
+        if self.background.is_of_this_process() {
+            let _runtime = self.background.handle().enter();
+            drop(halves);
+        } else {
+            std::mem::forget(halves); // they belong to the parent process
+        }
+    }
+}
+
+/// An eventfd as a waker.
+struct Event(OwnedFd);
+
+impl Wake for Event {
+    fn wake(self: Arc<Self>) {
+        self.wake_by_ref();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        // It fails only if the counter is full, and then the eventfd is readable.
+        let _ = rustix::io::write(&self.0, &1_u64.to_ne_bytes());
+    }
+}
+
+/// Polls until it is ready, without Python's lock. `poll` gets the time of the last progress, which
+/// it may update: the limit is for a wait without progress.
+fn wait<T: Send>(
+    py: Python<'_>,
+    background: &Background,
+    limit: Option<Duration>,
+    mut poll: impl FnMut(&mut Context<'_>, &mut Instant) -> Poll<io::Result<T>> + Send,
+) -> PyResult<T> {
+    let mut progress = Instant::now();
+    loop {
+        let left = limit.map(|limit| limit.saturating_sub(progress.elapsed()));
+        let slice = left.unwrap_or(SLICE).min(SLICE);
+        let polling = poll_fn(|cx| poll(cx, &mut progress));
+        match py.detach(|| background.handle().block_on(async { timeout(slice, polling).await })) {
+            Ok(done) => return Ok(done?),
+            Err(_) if limit.is_some_and(|limit| progress.elapsed() >= limit) => {
+                return Err(PyTimeoutError::new_err("timed out"));
+            }
+            Err(_) => py.check_signals()?,
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Polls one half. It is locked for this poll only.
+fn with<H, T>(
+    half: &Mutex<Option<H>>,
+    poll: impl FnOnce(&mut H) -> Poll<io::Result<T>>,
+) -> Poll<io::Result<T>> {
+    match lock(half).as_mut() {
+        Some(half) => poll(half),
+        None => Poll::Ready(Err(closed())),
+    }
+}
+
+fn closed() -> io::Error {
+    io::Error::new(io::ErrorKind::NotConnected, "the stream is closed")
+}
+
+fn parsed<T: std::str::FromStr<Err: std::fmt::Display>>(text: &str) -> PyResult<T> {
+    text.parse().map_err(|error| PyValueError::new_err(format!("{text:?}: {error}")))
+}
+
+fn duration(seconds: Option<f64>) -> PyResult<Option<Duration>> {
+    let duration = seconds.map(Duration::try_from_secs_f64).transpose();
+    duration.map_err(|error| PyValueError::new_err(format!("timeout {seconds:?}: {error}")))
+}
