@@ -15,6 +15,15 @@ use prometheus_client::registry::Registry;
 /// The values of a family: its labels and the number, for each.
 type Samples<'a> = &'a [(Vec<(&'a str, &'a str)>, u64)];
 
+/// A histogram of the operations of one kind.
+#[derive(Debug)]
+pub(crate) struct Histogram<'a> {
+    pub(crate) op: &'a str,
+    pub(crate) sum: f64,
+    /// The upper bound and count of each bucket.
+    pub(crate) buckets: Vec<(f64, u64)>,
+}
+
 /// Writes metrics. All names get the prefix `ferrite_`.
 #[derive(Debug, Default)]
 pub struct Exposition {
@@ -63,15 +72,9 @@ impl Exposition {
         self.numbers(name, help, MetricType::Gauge, samples);
     }
 
-    /// Adds a histogram for each value of the label `op`: its sum, and its buckets with their upper
-    /// bounds.
-    pub(crate) fn histograms(
-        &mut self,
-        name: &str,
-        help: &str,
-        histograms: Vec<(&str, f64, Vec<(f64, u64)>)>,
-    ) {
-        let samples = histograms.into_iter().map(|(op, sum, buckets)| Sample {
+    /// Adds a histogram for each value of the label `op`.
+    pub(crate) fn histograms(&mut self, name: &str, help: &str, histograms: Vec<Histogram<'_>>) {
+        let samples = histograms.into_iter().map(|Histogram { op, sum, buckets }| Sample {
             labels: Labels(vec![("op".into(), op.into())]),
             value: Value::Histogram(sum, buckets),
         });
@@ -154,7 +157,8 @@ mod tests {
         out.counters("x_operations", "Operations", &[(vec![("type", "send")], 7)]);
         out.gauge("x_bytes", "Bytes", 9);
         let buckets = vec![(0.5, 1), (1.0, 2), (f64::INFINITY, 1)];
-        out.histograms("x_latency_seconds", "Latency", vec![("send", 2.5, buckets)]);
+        let send = Histogram { op: "send", sum: 2.5, buckets };
+        out.histograms("x_latency_seconds", "Latency", vec![send]);
         assert_eq!(
             out.into_text(),
             "# HELP ferrite_x_operations Operations\n\

@@ -1,12 +1,23 @@
 //! The metrics of a fabric: operations, latency, links, errors and memory.
 
-use ferrite_fabric::{Fabric, FabricStats, LatencyStats};
+use ferrite_fabric::{Fabric, FabricStats, LatencyStats, Status};
 
-use crate::exposition::Exposition;
+use crate::exposition::{Exposition, Histogram};
 
 /// The powers of two of the smallest and the largest bucket's bound, in nanoseconds: 256 ns and
 /// 17 s.
 const BOUNDS: std::ops::RangeInclusive<u32> = 8..=34;
+
+/// Failures that hosts, networks and peers cause. The others are faults of a device or of Ferrite.
+const EXPECTED_ERRORS: [Status; 7] = [
+    Status::FLUSHED,
+    Status::LOCAL_QP_OPERATION,
+    Status::RETRY_EXCEEDED,
+    Status::RNR_RETRY_EXCEEDED,
+    Status::REMOTE_ACCESS,
+    Status::REMOTE_INVALID_REQUEST,
+    Status::REMOTE_OPERATION,
+];
 
 /// Writes the metrics of a fabric.
 pub fn fabric_metrics(fabric: &Fabric, out: &mut Exposition) {
@@ -43,22 +54,30 @@ fn operations(stats: &FabricStats, out: &mut Exposition) {
         ("write", &stats.write_latency),
         ("read", &stats.read_latency),
     ];
-    let help = "From the post to the completion, of operations that a caller waited for; the sum \
-                is estimated from the buckets";
-    let latencies = latencies.map(|(op, latency)| histogram(op, latency)).to_vec();
+    let help = "From the post to the completion, of all operations that a caller waited for and of \
+                a sample of the others; the sum is estimated from the buckets";
+    let latencies = latencies.into_iter().map(|(op, latency)| histogram(op, latency)).collect();
     out.histograms("rdma_latency_seconds", help, latencies);
-    let statuses: Vec<_> =
-        stats.errors.iter().map(|(status, count)| (status.to_string(), *count)).collect();
-    let errors: Vec<_> = statuses
-        .iter()
-        .map(|(status, count)| (vec![("status", status.as_str())], *count))
-        .collect();
+    let errors = errors(stats);
+    let errors: Vec<_> =
+        errors.iter().map(|(status, count)| (vec![("status", status.as_str())], *count)).collect();
     let help = "Requests that failed, by status; flushed ones were pending when a link ended";
     out.counters("rdma_completion_errors", help, &errors);
 }
 
+/// Returns how often each status occurred. Those that can be expected are there from the start: a
+/// query of Prometheus does not see the increase of a counter that begins with 1.
+fn errors(stats: &FabricStats) -> Vec<(String, u64)> {
+    let seen = &stats.errors;
+    let count = |status| seen.iter().find(|(other, _)| *other == status).map_or(0, |(_, n)| *n);
+    let expected = EXPECTED_ERRORS.map(|status| (status, count(status)));
+    let others = seen.iter().filter(|(status, _)| !EXPECTED_ERRORS.contains(status));
+    let all = expected.iter().chain(others);
+    all.map(|(status, count)| (status.to_string(), *count)).collect()
+}
+
 /// Returns a histogram with the same bounds at each scrape.
-fn histogram<'a>(op: &'a str, latency: &LatencyStats) -> (&'a str, f64, Vec<(f64, u64)>) {
+fn histogram<'a>(op: &'a str, latency: &LatencyStats) -> Histogram<'a> {
     let bounds = BOUNDS.map(|power| (1_u64 << power) as f64 / 1e9).chain([f64::INFINITY]);
     let mut buckets: Vec<_> = bounds.map(|bound| (bound, 0)).collect();
     let mut sum = 0.0;
@@ -70,7 +89,7 @@ fn histogram<'a>(op: &'a str, latency: &LatencyStats) -> (&'a str, f64, Vec<(f64
             bucket.1 += count;
         }
     }
-    (op, sum, buckets)
+    Histogram { op, sum, buckets }
 }
 
 fn links(stats: &FabricStats, out: &mut Exposition) {

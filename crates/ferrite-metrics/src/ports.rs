@@ -1,5 +1,6 @@
 //! The counters of the host's RDMA ports, as the kernel shows them under `/sys/class/infiniband`.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
@@ -22,16 +23,8 @@ fn write(devices: &Path, out: &mut Exposition) {
             let of = ports.join(&port);
             let state = fs::read_to_string(of.join("state")).unwrap_or_default();
             states.push((device.clone(), port.clone(), state.contains("ACTIVE")));
-            for directory in ["counters", "hw_counters"].map(|name| of.join(name)) {
-                for counter in names(&directory) {
-                    let value = fs::read_to_string(directory.join(&counter)).ok();
-                    // Some counters exist without a value: the driver lacks them.
-                    let value = value.and_then(|text| text.trim().parse::<u64>().ok());
-                    if let Some(value) = value.filter(|_| counter != NO_COUNTER) {
-                        counters.push((device.clone(), port.clone(), counter, value));
-                    }
-                }
-            }
+            let own = |(counter, value)| (device.clone(), port.clone(), counter, value);
+            counters.extend(port_counters(&of).into_iter().map(own));
         }
     }
     let states: Vec<_> = states
@@ -51,6 +44,22 @@ fn write(devices: &Path, out: &mut Exposition) {
     let help = "Counters of the RDMA ports of this host, under the kernel's names; \
                 port_xmit_data and port_rcv_data count units of 4 bytes";
     out.counters("port_counter", help, &counters);
+}
+
+/// Returns the counters of a port. If both directories have one, as `link_downed` of Soft-RoCE, the
+/// driver's own is taken: no sample may occur twice.
+fn port_counters(port: &Path) -> BTreeMap<String, u64> {
+    let mut counters = BTreeMap::new();
+    for directory in ["counters", "hw_counters"].map(|name| port.join(name)) {
+        for counter in names(&directory).into_iter().filter(|name| name != NO_COUNTER) {
+            let text = fs::read_to_string(directory.join(&counter)).unwrap_or_default();
+            // Some counters exist without a value: the driver lacks them.
+            if let Ok(value) = text.trim().parse() {
+                counters.insert(counter, value);
+            }
+        }
+    }
+    counters
 }
 
 /// Returns the names in a directory, sorted.
@@ -79,6 +88,8 @@ mod tests {
         file("state", "4: ACTIVE\n");
         file("counters/port_xmit_data", "12\n");
         file("counters/VL15_dropped", "N/A (no PMA)\n");
+        file("counters/link_downed", "0\n");
+        file("hw_counters/link_downed", "1\n");
         file("hw_counters/out_of_sequence", "3\n");
         file("hw_counters/lifespan", "10\n");
         let mut out = Exposition::default();
@@ -90,9 +101,11 @@ mod tests {
             [
                 "ferrite_port_active{device=\"mlx5_0\",port=\"1\"} 1",
                 "ferrite_port_counter_total{device=\"mlx5_0\",port=\"1\",\
-                 counter=\"port_xmit_data\"} 12",
+                 counter=\"link_downed\"} 1",
                 "ferrite_port_counter_total{device=\"mlx5_0\",port=\"1\",\
                  counter=\"out_of_sequence\"} 3",
+                "ferrite_port_counter_total{device=\"mlx5_0\",port=\"1\",\
+                 counter=\"port_xmit_data\"} 12",
             ]
         );
     }

@@ -5,7 +5,7 @@ use std::net::TcpStream;
 use std::path::Path;
 
 use ferrite_testkit::engine::{REDIS, engines};
-use ferrite_testkit::{Engine, Start, TIMEOUT, free_port};
+use ferrite_testkit::{Engine, Start, TIMEOUT, free_port, until};
 
 fn get(port: u16, path: &str) -> (u16, String) {
     let mut socket = TcpStream::connect(("127.0.0.1", port)).expect("the admin port");
@@ -27,7 +27,9 @@ fn sample(port: u16, name: &str) -> u64 {
 fn start(program: &Path, own: u16, admin: u16) -> Engine {
     let (own, admin) = (own.to_string(), format!("127.0.0.1:{admin}"));
     let arguments = ["rdma-bind", "127.0.0.1", "rdma-port", &own, "admin-listen", &admin];
-    Engine::start(&Start { program, module: Some(&arguments), options: &[] })
+    // The engine answers nobody while a script runs.
+    let options = &["--lua-time-limit", "0"];
+    Engine::start(&Start { program, module: Some(&arguments), options })
 }
 
 #[test]
@@ -47,14 +49,36 @@ fn counters_move_with_traffic_and_the_port_ends_with_the_engine() {
         assert_eq!(sample(admin, "ferrite_sessions{transport=\"tcp\"}"), 1);
         assert_eq!(sample(admin, "ferrite_sessions_opened_total{client=\"tcp\"}"), 1);
         assert_eq!(sample(admin, "ferrite_commands_total{path=\"called\"}"), 1);
-        // While the engine answers nobody, the port still does.
-        let mut other = engine.client();
-        other.ok(&["CLIENT", "PAUSE", "600000", "ALL"]);
-        assert_eq!(get(admin, "/ready"), (503, "no answer within 1 s\n".into()));
-        assert_eq!(sample(admin, "ferrite_sessions{transport=\"tcp\"}"), 1);
         engine.signal("TERM");
         assert!(engine.wait().success(), "{}", engine.log());
         assert!(TcpStream::connect(("127.0.0.1", admin)).is_err());
+    }
+}
+
+/// While the engine's main thread runs a script without end, for its own client or for one of the
+/// module, the admin port answers.
+#[test]
+fn answers_while_the_main_thread_is_busy() {
+    const ENDLESS: &[u8] = b"*3\r\n$4\r\nEVAL\r\n$17\r\nwhile true do end\r\n$1\r\n0\r\n";
+    for program in engines() {
+        for is_over_the_module in [false, true] {
+            let [own, admin] = [free_port(), free_port()];
+            let engine = start(&program, own, admin);
+            let mut session = TcpStream::connect(("127.0.0.1", own)).expect("a session");
+            session.set_read_timeout(Some(TIMEOUT)).expect("a timeout");
+            session.write_all(b"PING\r\n").expect("sent");
+            session.read_exact(&mut [0; 7]).expect("a reply");
+            let mut client = engine.client();
+            if is_over_the_module {
+                session.write_all(ENDLESS).expect("sent");
+            } else {
+                client.write(ENDLESS);
+            }
+            until(TIMEOUT, "a busy engine", || get(admin, "/ready").0 == 503);
+            assert_eq!(get(admin, "/ready"), (503, "no answer within 1 s\n".into()));
+            assert_eq!(sample(admin, "ferrite_sessions{transport=\"tcp\"}"), 1);
+            assert_eq!(get(admin, "/live"), (200, "live\n".into()));
+        }
     }
 }
 

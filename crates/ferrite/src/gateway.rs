@@ -18,6 +18,7 @@ use serde::Serialize;
 
 use crate::address;
 use crate::admin::{self, GatewayAdmin};
+use crate::engine_probe::wait_for_engine;
 use crate::settings::{Flags, GatewayProgram};
 use crate::signals::Signals;
 
@@ -52,12 +53,15 @@ Examples:
 The gateway pins 36 MiB for each RDMA device, and --rx-size for each client of Valkey Over RDMA.
 Set LimitMEMLOCK=infinity in its systemd unit.
 
+If the engine does not answer at start, the gateway warns with the reason and tries again every
+second. Clients get an error until it answers.
+
 On SIGTERM and SIGINT it accepts no new clients, delivers outstanding replies and exits with code 0.
 A client in the middle of a command delays that while it keeps sending, and for 1 s afterwards.
 A second signal stops it at once, with exit code 1.
 
-JSON lines: {event: listening, address, engine, devices[], rdma, admin?}, {event: ended, sessions {valkey,
-  ferrite, tcp}, refused, engine_failures, to_engine_bytes, to_client_bytes}.
+JSON lines: {event: listening, address, engine, devices[], rdma, admin?}, {event: ended, sessions
+  {valkey, ferrite, tcp}, refused, engine_failures, to_engine_bytes, to_client_bytes}.
   Failures print {error: {kind, missing?, message, remedy?}}.";
 
 /// Prints the libraries' warnings on stderr, and with `verbose` also what they do.
@@ -123,6 +127,8 @@ async fn serve(setup: &Setup) -> anyhow::Result<ExitCode> {
     let (stop, stop_requested) = tokio::sync::oneshot::channel::<()>();
     let admin_address = admin.as_ref().map(AdminServer::address);
     report_listening(setup, rdma, (&fabric, &listener), admin_address);
+    let engine = setup.engine.clone();
+    tokio::spawn(async move { wait_for_engine(&engine).await });
     let stop_when_requested = async { drop(stop_requested.await) };
     let second_signal = async {
         signals.next().await;

@@ -20,6 +20,7 @@ mod bench;
 mod choice;
 mod config;
 mod devices;
+mod engine_probe;
 mod exit;
 mod gateway;
 mod latency;

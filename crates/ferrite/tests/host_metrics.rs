@@ -1,106 +1,26 @@
 //! The admin port of the gateway and the relay, with a real `redis-server`, on any host.
 
-use std::collections::{BTreeMap, HashSet};
-use std::io::{BufRead as _, BufReader, Read as _, Write as _};
-use std::net::TcpStream;
-use std::process::{Command, Stdio};
+mod metrics {
+    pub(crate) mod harness;
+}
 
-use ferrite_testkit::process::KillOnDrop;
-use ferrite_testkit::{Engine, TIMEOUT, until};
+use std::collections::HashSet;
+use std::process::Command;
+
+use ferrite_testkit::{Engine, TIMEOUT, TempDir, until};
+use metrics::harness::Running;
 use serde_json::Value;
 
-/// A gateway or relay with an admin port.
-struct Running {
-    _process: KillOnDrop,
-    address: String,
-    admin: String,
-}
-
-impl Running {
-    fn start(arguments: &[&str]) -> Self {
-        let mut process = Command::new(env!("CARGO_BIN_EXE_ferrite"))
-            .args(arguments)
-            .args(["--rdma", "forbid", "--admin-listen", "127.0.0.1:0", "--json"])
-            .stdout(Stdio::piped())
-            .spawn()
-            .expect("ferrite starts");
-        let stdout = process.stdout.take().expect("piped");
-        let process = KillOnDrop(process);
-        let mut line = String::new();
-        BufReader::new(stdout).read_line(&mut line).expect("a line");
-        let listening: Value = serde_json::from_str(&line).expect("JSON");
-        let of = |name: &str| listening[name].as_str().expect(name).to_owned();
-        Self { _process: process, address: of("address"), admin: of("admin") }
-    }
-
-    /// Returns the status and the body of an answer.
-    fn get(&self, path: &str) -> (u16, String) {
-        self.request(&format!("GET {path}"))
-    }
-
-    fn request(&self, method_and_path: &str) -> (u16, String) {
-        let mut socket = TcpStream::connect(&self.admin).expect("the admin port");
-        socket.set_read_timeout(Some(TIMEOUT)).expect("a timeout");
-        write!(socket, "{method_and_path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-            .expect("sent");
-        let mut answer = String::new();
-        socket.read_to_string(&mut answer).expect("an answer");
-        let (head, body) = answer.split_once("\r\n\r\n").expect("a head");
-        let status = head.split(' ').nth(1).expect("a status").parse().expect("a number");
-        if status == 200 && method_and_path.ends_with("/metrics") {
-            assert!(head.contains("application/openmetrics-text; version=1.0.0"), "{head}");
-        }
-        (status, body.to_owned())
-    }
-
-    /// Returns the names of all metrics, as queries spell them.
-    fn names(&self) -> HashSet<String> {
-        let (_, text) = self.get("/metrics");
-        let types = text.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split_once(' '));
-        let names = types.flat_map(|(name, kind)| match kind {
-            "counter" => vec![format!("{name}_total")],
-            "histogram" => ["bucket", "count", "sum"].map(|end| format!("{name}_{end}")).into(),
-            _ => vec![name.to_owned()],
-        });
-        names.collect()
-    }
-
-    /// Returns all samples. Checks that each follows its type and that the text ends as it must.
-    fn scrape(&self) -> BTreeMap<String, f64> {
-        let (status, text) = self.get("/metrics");
-        assert_eq!(status, 200);
-        assert!(text.ends_with("# EOF\n"), "{text}");
-        let (mut samples, mut family) = (BTreeMap::new(), String::new());
-        for line in text.lines().filter(|line| *line != "# EOF") {
-            if let Some(rest) = line.strip_prefix("# TYPE ") {
-                family = rest.split(' ').next().expect("a name").to_owned();
-            }
-            if line.starts_with('#') {
-                continue;
-            }
-            let (name, value) = line.rsplit_once(' ').expect("a sample");
-            assert!(name.starts_with(&family) && name.starts_with("ferrite_"), "{line}");
-            let previous = samples.insert(name.to_owned(), value.parse().expect("a number"));
-            assert_eq!(previous, None, "twice: {line}");
-        }
-        samples
-    }
-
-    /// Sends a command and waits for its reply. The session stays open as long as the socket.
-    fn ping(&self) -> TcpStream {
-        let mut socket = TcpStream::connect(&self.address).expect("a session");
-        socket.set_read_timeout(Some(TIMEOUT)).expect("a timeout");
-        socket.write_all(b"PING\r\n").expect("sent");
-        let mut reply = [0; 7];
-        socket.read_exact(&mut reply).expect("a reply");
-        assert_eq!(&reply, b"+PONG\r\n");
-        socket
-    }
-}
+const TCP: &[&str] = &["--rdma", "forbid"];
 
 fn gateway(redis: &Engine) -> Running {
     let engine = format!("unix:{}", redis.socket().display());
-    Running::start(&["gateway", "--listen", "127.0.0.1:0", "--engine", &engine])
+    Running::start(&[&["gateway", "--listen", "127.0.0.1:0", "--engine", &engine], TCP].concat())
+}
+
+fn relay(gateway: &Running) -> Running {
+    let to = &gateway.address;
+    Running::start(&[&["relay", "--to", to, "--listen", "127.0.0.1:0"], TCP].concat())
 }
 
 #[test]
@@ -139,10 +59,29 @@ fn gateway_is_ready_only_while_the_engine_answers() {
 }
 
 #[test]
+fn gateway_warns_of_an_engine_that_does_not_answer_and_keeps_trying() {
+    let directory = TempDir::new("engine");
+    let path = directory.join("engine.sock");
+    let engine = format!("unix:{}", path.display());
+    let arguments = ["gateway", "--listen", "127.0.0.1:0", "--engine", &engine];
+    let (gateway, log) = Running::start_logged(&[&arguments, TCP].concat());
+    let reason = format!("the engine at {engine} does not answer: No such file or directory");
+    let warning = log.recv_timeout(TIMEOUT).expect("a warning");
+    assert!(warning.contains("WARN") && warning.contains(&reason), "{warning}");
+    let (status, why) = gateway.get("/ready");
+    assert!(status == 503 && why.starts_with(&reason), "{status} {why}");
+    let redis = Engine::redis(&[]);
+    std::os::unix::fs::symlink(redis.socket(), &path).expect("the engine's socket");
+    let notice = log.recv_timeout(TIMEOUT).expect("a notice");
+    assert_eq!(notice, format!("ferrite: the engine at {engine} answers now"));
+    assert_eq!(gateway.get("/ready"), (200, "ready\n".into()));
+}
+
+#[test]
 fn counters_of_the_relay_move_with_traffic() {
     let mut redis = Engine::redis(&[]);
     let gateway = gateway(&redis);
-    let relay = Running::start(&["relay", "--to", &gateway.address, "--listen", "127.0.0.1:0"]);
+    let relay = relay(&gateway);
     let _session = relay.ping();
     let samples = relay.scrape();
     assert_eq!(samples["ferrite_relay_sessions_opened_total{transport=\"tcp\"}"], 1.0);
@@ -176,7 +115,7 @@ fn metrics_in(text: &str) -> HashSet<String> {
 fn rules_and_dashboard_name_only_metrics_that_exist() {
     let redis = Engine::redis(&[]);
     let gateway = gateway(&redis);
-    let relay = Running::start(&["relay", "--to", &gateway.address, "--listen", "127.0.0.1:0"]);
+    let relay = relay(&gateway);
     let exported: HashSet<_> = gateway.names().union(&relay.names()).cloned().collect();
     let dashboard = include_str!("../../../etc/grafana/ferrite.json");
     let rules = include_str!("../../../etc/prometheus/alerts.yml");
@@ -214,16 +153,12 @@ fn every_alert_has_its_section_in_the_book() {
     }
 }
 
-/// Runs where Debian's `prometheus` is installed.
+/// `promtool` is in Debian's package `prometheus`, which the gate installs.
 #[test]
 fn promtool_accepts_the_rules() {
     let rules = concat!(env!("CARGO_MANIFEST_DIR"), "/../../etc/prometheus/alerts.yml");
-    match Command::new("promtool").args(["check", "rules", rules]).output() {
-        Ok(output) => {
-            let text = [output.stdout, output.stderr].concat();
-            assert!(output.status.success(), "{}", String::from_utf8_lossy(&text));
-        }
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
-        Err(error) => panic!("promtool: {error}"),
-    }
+    let output = Command::new("promtool").args(["check", "rules", rules]).output();
+    let output = output.expect("promtool runs; it is in Debian's package prometheus");
+    let text = [output.stdout, output.stderr].concat();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&text));
 }
