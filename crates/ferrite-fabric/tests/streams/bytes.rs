@@ -176,7 +176,8 @@ pub(crate) async fn ignores_messages_on_other_channels(fixture: StreamFixture) {
     pair.end().await;
 }
 
-/// Nobody waits for the writes of a stream. Over RDMA, the latency of some of them is recorded.
+/// Nobody waits for the writes of a stream. Over RDMA, the latency of some of them is recorded. Over
+/// TCP, their bytes are counted as such.
 pub(crate) async fn samples_latency(fixture: StreamFixture) {
     let mut pair = fixture.pair().await;
     for size in [10, 8 * KIB] {
@@ -193,7 +194,9 @@ pub(crate) async fn samples_latency(fixture: StreamFixture) {
     }
     let stats = fabric.stats();
     let (sampled, sends) = (stats.send_latency.count(), stats.totals.send_ops);
-    let most = if fixture.is_tcp() { 0 } else { sends / 16 + 1 };
+    let bytes = 300 * (10 + 8 * KIB as u64);
+    let (most, over_tcp) = if fixture.is_tcp() { (0, bytes) } else { (sends / 16 + 1, 0) };
     assert!(sampled <= most, "{sampled} of {sends} sends");
+    assert_eq!(stats.totals.tcp_bytes, over_tcp);
     pair.end().await;
 }
