@@ -16,4 +16,5 @@ lab-test() {       # lab-test KERNEL EXPRESSION OPTIONS…: in the lab's guest
 LAB_MEASURED='test(=churn::a_thousand_lives_leave_nothing) or test(/^measured_isolation::/)
   or test(=fabrics::idle_links_cost_nothing)'
 # The basic suites, without those tests.
-LAB_CORE="binary(/^lab_(verbs|mem|links|streams|sessions|module|server)$/) and not ($LAB_MEASURED)"
+LAB_CORE="binary(/^lab_(verbs|mem|links|streams|sessions|module|server|metrics)$/)
+  and not ($LAB_MEASURED)"

@@ -224,12 +224,14 @@ def publish_host_times(ended):
             file.write(f"{stolen} {user + nice + system + irq + softirq}")
 
 
-def boot(script, words, kernel, limit_s=1800, memory=None, more=(), package="ferrite"):
+def boot(script, words, kernel, limit_s=1800, memory=None, more=(), package="ferrite",
+         is_urgent=True):
     """Builds the package and runs `script` in the guest with the arguments `words`; returns the
     figures and the path of their file."""
     build(package)
     raw = raw_file(os.path.basename(script))
-    raise_priority()
+    if is_urgent:
+        raise_priority()
     lab = [os.path.join(ROOT, "lab/lab"), "run", "-k", kernel, "-c", "2", "-n", "2", "-t", str(limit_s),
            "-w", os.path.dirname(raw)]
     lab += (["-m", memory] if memory else []) + list(more)

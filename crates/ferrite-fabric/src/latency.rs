@@ -35,7 +35,8 @@ impl Histogram {
     }
 }
 
-/// The latencies of operations that a caller waited for, from the call to the completion.
+/// The latencies of operations, from their start to their completion: all that a caller waited for,
+/// and over RDMA also a sample of the others.
 ///
 /// ```
 /// # fn show(fabric: &ferrite_fabric::Fabric) {

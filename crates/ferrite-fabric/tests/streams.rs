@@ -173,7 +173,8 @@ macro_rules! run_suite {
     ($run:path) => {
         run_suite!(@ $run, bytes:
             every_size_arrives, random_sizes, writes_pool_buffers, vectored_writes,
-            reads_without_copying, empty_reads_and_writes, ignores_messages_on_other_channels);
+            reads_without_copying, empty_reads_and_writes, ignores_messages_on_other_channels,
+            samples_latency);
         run_suite!(@ $run, ends:
             half_close_both_ways, dropped_stream_delivers, dropped_write_half, dropped_read_half,
             reunites_halves_of_one_stream, abort_by_the_peer_is_an_error, local_abort_is_an_error,

@@ -36,6 +36,7 @@
 //! database. Therefore no panic leaves a callback, and data from a peer reaches the module API only
 //! as arguments of calls that were checked first.
 
+mod admin;
 mod api;
 mod call_path;
 mod calls;

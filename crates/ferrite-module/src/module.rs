@@ -4,9 +4,11 @@
 use std::os::fd::RawFd;
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 
-use ferrite_fabric::Rdma;
-use ferrite_session::EngineAddress;
+use ferrite_fabric::{Fabric, Rdma};
+use ferrite_metrics::{AdminPort, AdminServer};
+use ferrite_session::{EngineAddress, Gateway};
 
+use crate::admin;
 use crate::api::Context;
 use crate::call_path;
 use crate::calls::Calls;
@@ -40,6 +42,7 @@ pub(crate) struct Callbacks {
 pub(crate) struct Module {
     pub(crate) options: Options,
     pub(crate) service: Service,
+    admin: Option<AdminServer>,
     callbacks: Callbacks,
     /// The hosts that were resolved, with their addresses.
     resolved: Option<(Vec<Host>, Vec<Address>)>,
@@ -77,7 +80,8 @@ fn lock() -> Option<MutexGuard<'static, Option<Module>>> {
 impl Module {
     pub(crate) fn new(options: Options, callbacks: Callbacks) -> Self {
         let service = Service::Off("not started yet".into());
-        Self { options, service, callbacks, resolved: None, is_shutting_down: false }
+        let (admin, resolved) = (None, None);
+        Self { options, service, admin, callbacks, resolved, is_shutting_down: false }
     }
 
     /// Checks that the settings fit together: the engine's configuration sets them one by one.
@@ -88,22 +92,33 @@ impl Module {
         self.options.check()
     }
 
-    /// Starts the listener.
+    /// Starts the listener and the admin port.
     ///
     /// # Errors
-    /// The listener cannot start. That is no fallback: clients would find nobody. Only if the
-    /// engine itself has no address, or none without TLS, and RDMA is not required, the reason is
-    /// logged and the engine runs without a listener.
+    /// One of them cannot start. That is no fallback: clients would find nobody. Only if the engine
+    /// itself has no address, or none without TLS, and RDMA is not required, the reason is logged
+    /// and the engine runs without a listener.
     pub(crate) fn start(&mut self, context: Context<'_>) -> Result<(), String> {
-        let endpoints = match self.endpoints(context) {
-            Ok(endpoints) => endpoints,
+        let admin_port = self.options.admin().map(AdminPort::bind).transpose()?;
+        let listener = match self.endpoints(context) {
+            Ok(endpoints) => Ok(self.listen(context, endpoints)?),
             Err(why) if self.options.rdma() == Rdma::Require => return Err(why),
             Err(why) => {
                 tracing::warn!("no RDMA listener: {why}");
-                self.service = Service::Off(why);
-                return Ok(());
+                self.service = Service::Off(why.clone());
+                Err(why)
             }
         };
+        self.admin = admin_port.and_then(|port| admin::serve(port, listener));
+        Ok(())
+    }
+
+    /// Starts the listener. Returns what the admin port shows of it.
+    fn listen(
+        &mut self,
+        context: Context<'_>,
+        endpoints: (EngineAddress, Vec<Host>),
+    ) -> Result<(Fabric, Gateway), String> {
         let started = self.resolve(endpoints).and_then(|endpoints| {
             let protected = is_protected(context);
             let queue = match self.options.call_path() {
@@ -120,23 +135,17 @@ impl Module {
             let (transport, (fabric, runtime)) =
                 Transport::start(&options, endpoints, protected, queue.clone())?;
             slice::set_length(self.options.slice());
+            let shown = (fabric.clone(), transport.gateway.clone());
             if let Some(queue) = queue {
                 let fabric = (!self.options.poller_thread()).then_some(fabric);
                 (self.callbacks.watch)(&event_loop::start(queue, fabric, runtime))?;
             }
-            Ok(transport)
+            Ok((transport, shown))
         });
-        match started {
-            Ok(transport) => {
-                log_listening(&transport);
-                self.service = Service::On(Box::new(transport));
-                Ok(())
-            }
-            Err(why) => {
-                call_path::set(None);
-                Err(why)
-            }
-        }
+        let (transport, shown) = started.inspect_err(|_| call_path::set(None))?;
+        log_listening(&transport);
+        self.service = Service::On(Box::new(transport));
+        Ok(shown)
     }
 
     /// Returns the engine's socket that sessions connect to, and the hosts to listen on.
@@ -219,6 +228,7 @@ impl Module {
     /// delivered.
     pub(crate) fn shut_down(&mut self) {
         call_path::set(None);
+        self.admin = None; // it holds the fabric, which would not end
         let off = Service::Off("the engine is shutting down".into());
         if let Service::On(transport) = std::mem::replace(&mut self.service, off) {
             self.is_shutting_down = true;

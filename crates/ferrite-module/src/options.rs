@@ -8,6 +8,7 @@
 //! writes gives the same settings again.
 
 use std::ffi::CString;
+use std::net::SocketAddr;
 use std::sync::LazyLock;
 use std::time::Duration;
 
@@ -185,6 +186,11 @@ impl Options {
     /// Returns whether devices are named.
     pub(crate) fn names_devices(&self) -> bool {
         !self.0.list(&table::RDMA_DEVICE).is_empty()
+    }
+
+    /// Returns the address of the admin port, if there is to be one.
+    pub(crate) fn admin(&self) -> Option<SocketAddr> {
+        self.0.text(&table::ADMIN_LISTEN)?.parse().ok()
     }
 
     pub(crate) fn port(&self) -> u16 {

@@ -3,18 +3,22 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use anyhow::Context as _;
 use clap::Args;
 use ferrite_config::{Setting, Values, table};
 use ferrite_fabric::wire::Program;
 use ferrite_fabric::{Config, Fabric, ListenOptions, Listener, Rdma};
+use ferrite_metrics::AdminServer;
 use ferrite_session::{
     EngineAddress, Gateway, GatewayConfig, GatewayStats, fabric_config, open_fabric, valkey_config,
 };
 use futures_util::future::try_join_all;
 use serde::Serialize;
 
+use crate::admin::{self, GatewayAdmin};
+use crate::engine_probe::wait_for_engine;
 use crate::reload::Reload;
 use crate::settings::{self, Flags, GatewayProgram};
 use crate::signals::Signals;
@@ -51,12 +55,15 @@ Examples:
 The gateway pins 36 MiB for each RDMA device, and --rx-size for each client of Valkey Over RDMA.
 Set LimitMEMLOCK=infinity in its systemd unit.
 
+If the engine does not answer at start, the gateway warns with the reason and tries again every
+second. Clients get an error until it answers.
+
 On SIGTERM and SIGINT it accepts no new clients, delivers outstanding replies and exits with code 0.
 A client in the middle of a command delays that while it keeps sending, and for 1 s afterwards.
 A second signal stops it at once, with exit code 1. On SIGHUP it reads its settings again and applies
 those that can change (`ferrite config` and the book say which); the log names the others.
 
-JSON lines: {event: listening, address, addresses[], engine, devices[], rdma},
+JSON lines: {event: listening, address, addresses[], engine, devices[], rdma, admin?},
   {event: ended, sessions {valkey, ferrite, tcp}, refused, engine_failures, to_engine_bytes, to_client_bytes}.
   Failures print {error: {kind, missing?, message, remedy?}}.";
 
@@ -107,7 +114,13 @@ async fn serve(setup: &Setup<'_>) -> anyhow::Result<ExitCode> {
     let read = || setup.options.flags.values(setup.options.config.as_deref());
     let (mut signals, reload) = (Signals::new()?, Reload::new(values, read)?);
     let (stop, stop_requested) = tokio::sync::watch::channel(());
-    report_listening(setup, rdma, &fabric, &listeners);
+    let admin = admin::start(values, || {
+        Arc::new(GatewayAdmin { fabric: fabric.clone(), gateway: gateway.clone() })
+    })?;
+    let admin_address = admin.as_ref().map(AdminServer::address);
+    report_listening(setup, rdma, (&fabric, &listeners), admin_address);
+    let engine = setup.engine.clone();
+    tokio::spawn(async move { wait_for_engine(&engine).await });
     let serving = listeners.into_iter().map(|listener| {
         let mut stop_requested = stop_requested.clone();
         // It has changed when the sender is gone.
@@ -169,9 +182,16 @@ struct Listening<'a> {
     engine: String,
     devices: &'a [&'a str],
     rdma: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    admin: Option<SocketAddr>,
 }
 
-fn report_listening(setup: &Setup<'_>, rdma: Rdma, fabric: &Fabric, listeners: &[Listener]) {
+fn report_listening(
+    setup: &Setup<'_>,
+    rdma: Rdma,
+    (fabric, listeners): (&Fabric, &[Listener]),
+    admin: Option<SocketAddr>,
+) {
     let addresses: Vec<_> = listeners.iter().map(Listener::local_addr).collect();
     // Listeners without RDMA, for example on loopback addresses, do not use the open devices.
     let has_rdma = listeners.iter().any(|listener| listener.absence().is_none());
@@ -184,6 +204,7 @@ fn report_listening(setup: &Setup<'_>, rdma: Rdma, fabric: &Fabric, listeners: &
             engine: setup.engine.to_string(),
             devices: &devices,
             rdma: rdma.to_string(),
+            admin,
         };
         println!("{}", serde_json::to_string(&line).expect("plain values"));
         return;
@@ -196,6 +217,7 @@ fn report_listening(setup: &Setup<'_>, rdma: Rdma, fabric: &Fabric, listeners: &
     let addresses: Vec<_> = addresses.iter().map(ToString::to_string).collect();
     let addresses = addresses.join(", ");
     tracing::info!("gateway listening on {addresses} ({over}), engine {}", setup.engine);
+    admin::report(admin);
 }
 
 #[derive(Serialize)]

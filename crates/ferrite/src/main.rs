@@ -18,10 +18,12 @@ use clap::{CommandFactory as _, Parser, Subcommand};
 use ferrite_config::{exit_code, manuals};
 
 mod address;
+mod admin;
 mod bench;
 mod choice;
 mod config;
 mod devices;
+mod engine_probe;
 mod exit;
 mod gateway;
 mod latency;

@@ -9,11 +9,13 @@ use anyhow::Context as _;
 use clap::Args;
 use ferrite_config::{Values, table};
 use ferrite_fabric::{Fabric, LogLimit, Rdma};
-use ferrite_session::{Connector, Moved, SessionTransport, fabric_config, open_fabric, pump};
+use ferrite_metrics::AdminServer;
+use ferrite_session::{Connector, SessionTransport, fabric_config, open_fabric, pump};
 use serde::Serialize;
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::{TcpListener, TcpStream};
 
+use crate::admin::{self, RelayAdmin, RelayCounters};
 use crate::reload::Reload;
 use crate::settings::{self, Flags, RelayProgram, WrongSettings};
 use crate::signals::Signals;
@@ -59,8 +61,8 @@ If the relay cannot connect to the server, the client gets an error (-ERR …) a
 the cause is on stderr. The relay ends on SIGTERM and SIGINT, with exit code 0. On SIGHUP it reads
 its settings again and applies those that can change; the log names the others.
 
-JSON lines: {event: listening, address, to, rdma}, {event: ended, sessions {rdma, tcp}, failed,
-  to_server_bytes, to_client_bytes}. Failures print {error: {kind, missing?, message, remedy?}}.";
+JSON lines: {event: listening, address, to, rdma, admin?}, {event: ended, sessions {rdma, tcp},
+  failed, to_server_bytes, to_client_bytes}. Failures print {error: {kind, missing?, message, remedy?}}.";
 
 pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     let values = options.flags.values(options.config.as_deref())?;
@@ -85,15 +87,6 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     runtime.block_on(serve(&setup))
 }
 
-/// Counters of the relay's work.
-#[derive(Default)]
-struct Counters {
-    rdma: AtomicU64,
-    tcp: AtomicU64,
-    failed: AtomicU64,
-    moved: Moved,
-}
-
 async fn serve(setup: &Setup<'_>) -> anyhow::Result<()> {
     let config = fabric_config(&setup.values);
     let rdma = config.rdma;
@@ -112,11 +105,16 @@ async fn serve(setup: &Setup<'_>) -> anyhow::Result<()> {
         ),
         other => other.with_context(|| format!("cannot listen on {}", setup.listen))?,
     };
+    let counters = Arc::new(RelayCounters::default());
+    let admin = admin::start(&setup.values, || {
+        let (connector, counters) = (connector.clone(), Arc::clone(&counters));
+        Arc::new(RelayAdmin { fabric: fabric.clone(), connector, to: setup.to, counters })
+    })?;
     // Before anybody learns that the relay runs: an unhandled SIGHUP would end it.
     let read = || setup.options.flags.values(setup.options.config.as_deref());
     let (mut signals, reload) = (Signals::new()?, Reload::new(&setup.values, read)?);
-    report_listening(setup, rdma, listener.local_addr()?);
-    let counters = Arc::new(Counters::default());
+    let admin_address = admin.as_ref().map(AdminServer::address);
+    report_listening(setup, rdma, listener.local_addr()?, admin_address);
     let reloading =
         reload.run(|values| fabric.set_busy_poll_us(fabric_config(values).busy_poll_us));
     let mut reloading = std::pin::pin!(reloading);
@@ -149,7 +147,7 @@ async fn relay_client(
     mut client: TcpStream,
     connector: Connector,
     to: SocketAddr,
-    counters: Arc<Counters>,
+    counters: Arc<RelayCounters>,
 ) {
     let _ = client.set_nodelay(true);
     let mut session = match connector.connect(to).await {
@@ -180,15 +178,19 @@ struct Listening {
     address: SocketAddr,
     to: SocketAddr,
     rdma: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    admin: Option<SocketAddr>,
 }
 
-fn report_listening(setup: &Setup<'_>, rdma: Rdma, address: SocketAddr) {
+fn report_listening(setup: &Setup<'_>, rdma: Rdma, address: SocketAddr, admin: Option<SocketAddr>) {
     let Setup { to, json, .. } = setup;
     if *json {
-        let line = Listening { event: "listening", address, to: *to, rdma: rdma.to_string() };
+        let rdma = rdma.to_string();
+        let line = Listening { event: "listening", address, to: *to, rdma, admin };
         println!("{}", serde_json::to_string(&line).expect("plain values"));
     } else {
         tracing::info!("relay listening on {address}, server {to} (RDMA: {rdma})");
+        admin::report(admin);
     }
 }
 
@@ -207,7 +209,7 @@ struct Sessions {
     tcp: u64,
 }
 
-fn report_ended(json: bool, counters: &Counters) {
+fn report_ended(json: bool, counters: &RelayCounters) {
     let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
     let (rdma, tcp, failed) =
         (count(&counters.rdma), count(&counters.tcp), count(&counters.failed));

@@ -19,15 +19,26 @@ const LAYERS: &[(&str, &[&str])] = &[
     ("ferrite-fabric", &["ferrite-verbs"]),
     (TESTKIT, &["ferrite-verbs", "ferrite-proto", "ferrite-fabric"]),
     ("ferrite-session", &["ferrite-fabric", "ferrite-proto", "ferrite-config"]),
+    ("ferrite-metrics", &["ferrite-session", "ferrite-fabric"]),
     ("ferrite-client", &["ferrite-session", "ferrite-fabric", "ferrite-proto", "ferrite-config"]),
     ("ferrite-cli", &["ferrite-session", "ferrite-fabric", "ferrite-proto", "ferrite-config"]),
-    ("ferrite-module", &["ferrite-session", "ferrite-fabric", "ferrite-proto", "ferrite-config"]),
+    (
+        "ferrite-module",
+        &[
+            "ferrite-metrics",
+            "ferrite-session",
+            "ferrite-fabric",
+            "ferrite-proto",
+            "ferrite-config",
+        ],
+    ),
     ("ferrite-python", &["ferrite-session", "ferrite-fabric"]),
     (
         "ferrite",
         &[
             "ferrite-verbs",
             "ferrite-fabric",
+            "ferrite-metrics",
             "ferrite-session",
             "ferrite-proto",
             "ferrite-config",

@@ -26,6 +26,7 @@ pub(super) const SETTINGS: &[&Setting] = &[
     &CONNECTION_TIMEOUT,
     &CONNECTION_RETRIES,
     &RETRY_DELAY,
+    &ADMIN_LISTEN,
 ];
 
 /// Whether links may use RDMA.
@@ -216,6 +217,17 @@ pub static RETRY_DELAY: Setting = setting(
     "Delay before each of these retries.",
 );
 
+/// The address of the admin port.
+pub static ADMIN_LISTEN: Setting = setting(
+    "admin-listen",
+    "observability.admin_listen",
+    Kind::Text(admin_address),
+    "off",
+    "Address and port for `/metrics` (Prometheus), `/ready` and `/live` over HTTP. `off`: there is \
+     no admin port. It asks for no password, so keep it on a loopback or management address. \
+     `ferrite server` passes it on to the module.",
+);
+
 /// Accepts the module's addresses. Their port is a setting of its own.
 fn addresses(text: &str) -> Result<(), &'static str> {
     let mut words = address::words(text).peekable();
@@ -241,6 +253,14 @@ fn address_or_name(text: &str) -> Result<(), &'static str> {
     match address::split(text) {
         Some(_) => Ok(()),
         None => Err("an IP address or a name, with an optional port: 192.0.2.1 or [::]:6380"),
+    }
+}
+
+/// Accepts an IP address with a port. The system chooses a port for 0.
+fn admin_address(text: &str) -> Result<(), &'static str> {
+    match text == "off" || text.parse::<std::net::SocketAddr>().is_ok() {
+        true => Ok(()),
+        false => Err("off, or an IP address with a port: 127.0.0.1:9121 or [::1]:9121"),
     }
 }
 

@@ -98,7 +98,7 @@ pub struct FabricStats {
     pub connect_retries: u64,
     /// Requests that failed, by status, including flushed ones.
     pub errors: Vec<(Status, u64)>,
-    /// Latency of the sends that a caller waited for.
+    /// Latency of sends.
     pub send_latency: LatencyStats,
     /// Latency of one-sided writes.
     pub write_latency: LatencyStats,

@@ -45,6 +45,7 @@ pub(crate) use body::Body;
 pub(crate) use liveness::{Look, Silence};
 pub(crate) use migration::ActiveTransport;
 pub(crate) use receiving::protocol;
+use request::Sampler;
 pub(crate) use request::{RequestContext, outcome};
 pub(crate) use sending::Output;
 pub(crate) use tcp::{SEGMENT_BYTES, TcpOutput, data_frame};
@@ -117,6 +118,7 @@ pub(crate) struct LinkCore {
     outbox: Outbox,
     inbox: Inbox<Buf>,
     tickets: Tickets,
+    sampler: Sampler,
     /// Control frames that wait to be sent.
     controls: VecDeque<Control>,
     pub(crate) waiters: Waiters,
@@ -143,6 +145,7 @@ impl LinkCore {
                 max_frames: hello.max_frames(),
             }),
             tickets: Tickets::default(),
+            sampler: Sampler::default(),
             controls: VecDeque::new(),
             waiters: Waiters::default(),
             stats: LinkStats::default(),
@@ -412,10 +415,10 @@ impl LinkCore {
         result: Result<(), Error>,
         wakes: &mut Wakes,
     ) {
+        if result.is_ok() {
+            request.record_latency(&self.limits);
+        }
         if let Some(ticket) = request.ticket {
-            if result.is_ok() {
-                request.record_latency(&self.limits);
-            }
             wakes.extend(self.tickets.finish(ticket, outcome(result, held)));
         }
     }

@@ -4,6 +4,7 @@ use std::future::poll_fn;
 use std::io::{ErrorKind, IoSlice};
 
 use ferrite_testkit::Random;
+use ferrite_testkit::wait::until_async;
 use tokio::io::{AsyncReadExt as _, AsyncWrite as _, AsyncWriteExt as _};
 
 use super::{KIB, MIB, Pair, StreamFixture, length, pattern};
@@ -172,5 +173,30 @@ pub(crate) async fn ignores_messages_on_other_channels(fixture: StreamFixture) {
     let mut read = Vec::new();
     pair.b.read_to_end(&mut read).await.expect("read");
     assert_eq!(read, b"in the stream");
+    pair.end().await;
+}
+
+/// Nobody waits for the writes of a stream. Over RDMA, the latency of some of them is recorded. Over
+/// TCP, their bytes are counted as such.
+pub(crate) async fn samples_latency(fixture: StreamFixture) {
+    let mut pair = fixture.pair().await;
+    for size in [10, 8 * KIB] {
+        let (bytes, mut read) = (pattern(0, size), vec![0; size]);
+        for _ in 0..300 {
+            pair.a.write_all(&bytes).await.expect("write");
+            pair.b.read_exact(&mut read).await.expect("read");
+        }
+    }
+    let fabric = pair.fabrics.connecting_fabric();
+    if !fixture.is_tcp() {
+        let is_sampled = async || fabric.stats().send_latency.count() > 10;
+        until_async("latencies of some sends", is_sampled).await;
+    }
+    let stats = fabric.stats();
+    let (sampled, sends) = (stats.send_latency.count(), stats.totals.send_ops);
+    let bytes = 300 * (10 + 8 * KIB as u64);
+    let (most, over_tcp) = if fixture.is_tcp() { (0, bytes) } else { (sends / 16 + 1, 0) };
+    assert!(sampled <= most, "{sampled} of {sends} sends");
+    assert_eq!(stats.totals.tcp_bytes, over_tcp);
     pair.end().await;
 }

@@ -28,12 +28,8 @@ pub(crate) fn close_in_children(descriptors: impl IntoIterator<Item = RawFd>) {
     let mut descriptors = descriptors.into_iter();
     for slot in &SLOTS {
         slot.descriptor.store(-1, Ordering::SeqCst);
-        let found =
-            descriptors.next().and_then(|descriptor| Some((descriptor, file_of(descriptor)?)));
-        if let Some((descriptor, (device, inode))) = found {
-            slot.device.store(device, Ordering::SeqCst);
-            slot.inode.store(inode, Ordering::SeqCst);
-            slot.descriptor.store(descriptor, Ordering::SeqCst);
+        if let Some(descriptor) = descriptors.next() {
+            slot.set(descriptor);
         }
     }
     // SAFETY: the handler exists as long as this library. If the library were unloaded, the C
@@ -41,6 +37,24 @@ pub(crate) fn close_in_children(descriptors: impl IntoIterator<Item = RawFd>) {
     ONCE.call_once(|| unsafe {
         libc::pthread_atfork(None, None, Some(in_child));
     });
+}
+
+/// Makes forked children close this descriptor, too.
+pub(crate) fn close_also_in_children(descriptor: RawFd) {
+    let free = SLOTS.iter().find(|slot| slot.descriptor.load(Ordering::SeqCst) < 0);
+    if let Some(slot) = free {
+        slot.set(descriptor);
+    }
+}
+
+impl Slot {
+    fn set(&self, descriptor: RawFd) {
+        if let Some((device, inode)) = file_of(descriptor) {
+            self.device.store(device, Ordering::SeqCst);
+            self.inode.store(inode, Ordering::SeqCst);
+            self.descriptor.store(descriptor, Ordering::SeqCst);
+        }
+    }
 }
 
 /// Returns the device and inode of a descriptor's file. It makes only system calls, since it also

@@ -162,6 +162,11 @@ impl Config {
         })
     }
 
+    /// Returns whether there is to be an admin port.
+    pub(super) fn has_admin_port(&self) -> bool {
+        self.values.text(&table::ADMIN_LISTEN).is_some_and(|text| text != "off")
+    }
+
     /// Returns the settings that are passed on to the module: its arguments and their values.
     pub(super) fn for_module(&self) -> impl Iterator<Item = (&'static str, String)> {
         let given = self.values.iter().filter(|(setting, _)| {

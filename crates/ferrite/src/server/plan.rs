@@ -42,6 +42,12 @@ impl Plan {
         let path = std::env::var_os("PATH");
         let engine =
             find::engine(&config.engine, path.as_deref()).map_err(ServerError::cannot_start)?;
+        if config.rdma() == Rdma::Forbid && config.has_admin_port() {
+            return Err(ServerError::config(
+                "observability.admin_listen: the module serves the admin port, and `rdma forbid` \
+                 starts the engine without it",
+            ));
+        }
         let own = std::env::current_exe().unwrap_or_else(|_| "/".into());
         let module = match config.rdma() {
             Rdma::Forbid => None,
@@ -231,6 +237,16 @@ mod tests {
                  max-clients 5 rx-size 64kb call-path yes poller-thread no",
             ]
         );
+    }
+
+    #[test]
+    fn admin_port_goes_to_the_module_and_is_refused_without_it() {
+        let admin = "[observability]\nadmin_listen = \"127.0.0.1:9121\"\n";
+        let lines = config_of(admin);
+        assert!(lines.last().is_some_and(|line| line.ends_with(" admin-listen 127.0.0.1:9121")));
+        let file = format!("[server]\nengine = \"/bin/true\"\nrdma = \"forbid\"\n{admin}");
+        let error = Plan::new(&Config::parse(&file).expect("right")).expect_err("no module");
+        assert!(error.to_string().contains("without it"), "{error}");
     }
 
     #[test]

@@ -158,7 +158,10 @@ impl LinkState {
             Operation::WriteImm(..) => Kind::Notice,
             _ => Kind::Write, // a probe, which is not counted
         };
-        let request = RequestContext { kind, bytes: bytes as u32, ..RequestContext::default() };
+        let mut request = RequestContext { kind, bytes: bytes as u32, ..RequestContext::default() };
+        if kind == Kind::Notice {
+            self.core.sample(signaled, &mut request);
+        }
         Some(Work { operation, held, signaled, inline, request })
     }
 

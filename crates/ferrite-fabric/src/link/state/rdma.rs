@@ -146,8 +146,9 @@ impl LinkState {
         if !is_ready || self.rdma.reserve(1) == 0 {
             return Ok(false);
         }
-        let (imm, request) = self.core.send_now(channel, bytes);
+        let (imm, mut request) = self.core.send_now(channel, bytes);
         let signaled = self.signal(false);
+        self.core.sample(signaled, &mut request);
         let operation = Operation::SendImm(imm);
         if let Err(refused) = self.rdma.queue.post_inline(operation, bytes, signaled, request) {
             self.rdma.release(1 - refused.posted);
@@ -266,11 +267,12 @@ impl LinkState {
         let segment_bytes = self.core.peer().segment_bytes as usize;
         match self.core.next_output(segment_bytes, true) {
             None => return Ok(false),
-            Some(Output::Data { imm, more, piece, request }) => {
+            Some(Output::Data { imm, more, piece, mut request }) => {
                 let inline = request.bytes as usize <= self.rdma.inline;
                 // Inline requests hold no memory, so nobody waits for them. Of the others, the last
                 // frame of a message is signaled.
                 let signaled = self.signal(request.ticket.is_some() || !inline && !more);
+                self.core.sample(signaled, &mut request);
                 let held = piece.map_or(Held::Nothing, Held::Shared);
                 let operation = Operation::SendImm(imm);
                 self.rdma.queue.add(Work { operation, held, signaled, inline, request });

@@ -1,0 +1,210 @@
+//! The admin port's HTTP server, on a thread of its own: the program's work never waits for it.
+
+use std::convert::Infallible;
+use std::future::Future;
+use std::io;
+use std::net::{SocketAddr, TcpListener};
+use std::os::fd::{AsRawFd as _, RawFd};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use ferrite_fabric::descriptors::lift;
+use ferrite_session::{EngineAccess, EngineAddress, EngineSocket};
+use http_body_util::Full;
+use hyper::body::{Bytes, Incoming};
+use hyper::header::{ALLOW, CONTENT_TYPE as CONTENT_TYPE_HEADER};
+use hyper::service::service_fn;
+use hyper::{Method, Request, Response, StatusCode};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use tokio::net::TcpStream;
+use tokio::sync::{Semaphore, oneshot};
+use tokio::time::{sleep, timeout};
+
+use crate::exposition::Exposition;
+
+/// The format of `/metrics`.
+pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+/// Connections at a time. A scraper needs one.
+const CONNECTIONS: usize = 16;
+/// How long a connection may be idle or take to send a request.
+const HEADER_TIMEOUT: Duration = Duration::from_secs(60);
+/// How long the answer of a program that is not ready may take.
+const READY_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// The answer to `/ready`: why not, if not.
+pub type Ready = Pin<Box<dyn Future<Output = Result<(), String>> + Send>>;
+
+/// What a program shows at its admin port. The server's thread calls it.
+pub trait Program: Send + Sync + 'static {
+    /// Writes the current metrics.
+    fn metrics(&self, out: &mut Exposition);
+
+    /// Finds out whether the program can serve clients.
+    fn ready(&self) -> Ready;
+}
+
+/// An admin port that is not served yet.
+#[derive(Debug)]
+pub struct AdminPort {
+    listener: TcpListener,
+    address: SocketAddr,
+}
+
+/// A running admin port. Dropping it closes the port and waits for its thread.
+#[derive(Debug)]
+pub struct AdminServer {
+    address: SocketAddr,
+    stop: Option<oneshot::Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl AdminPort {
+    /// Listens.
+    ///
+    /// # Errors
+    /// The text says why that is not possible.
+    pub fn bind(address: SocketAddr) -> Result<Self, String> {
+        let bound = || {
+            let listener = TcpListener::from(lift(TcpListener::bind(address)?.into())?);
+            listener.set_nonblocking(true)?;
+            Ok(Self { address: listener.local_addr()?, listener })
+        };
+        bound()
+            .map_err(|error: io::Error| format!("cannot open the admin port at {address}: {error}"))
+    }
+
+    /// Returns the listening descriptor, for programs that close it in forked children.
+    #[must_use]
+    pub fn descriptor(&self) -> RawFd {
+        self.listener.as_raw_fd()
+    }
+
+    /// Serves requests until the result is dropped.
+    ///
+    /// # Errors
+    /// No thread can be started.
+    pub fn serve(self, program: Arc<dyn Program>) -> Result<AdminServer, String> {
+        let Self { listener, address } = self;
+        let failed = |error: io::Error| format!("cannot serve the admin port: {error}");
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+        let runtime = runtime.map_err(failed)?;
+        let (stop, stopped) = oneshot::channel();
+        let thread = std::thread::Builder::new().name("ferrite-admin".into()).spawn(move || {
+            runtime.block_on(async {
+                tokio::select! {
+                    () = serve(listener, program) => {}
+                    _ = stopped => {}
+                }
+            });
+            // A name may still be looked up. Nobody waits for it.
+            runtime.shutdown_background();
+        });
+        let thread = Some(thread.map_err(failed)?);
+        Ok(AdminServer { address, stop: Some(stop), thread })
+    }
+}
+
+impl AdminServer {
+    /// Returns the address that it listens on.
+    #[must_use]
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+}
+
+impl Drop for AdminServer {
+    fn drop(&mut self) {
+        drop(self.stop.take());
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+async fn serve(listener: TcpListener, program: Arc<dyn Program>) {
+    let listener = match tokio::net::TcpListener::from_std(listener) {
+        Ok(listener) => listener,
+        Err(error) => {
+            tracing::error!(%error, "the admin port cannot be served");
+            return;
+        }
+    };
+    let places = Arc::new(Semaphore::new(CONNECTIONS));
+    loop {
+        let Ok(place) = Arc::clone(&places).acquire_owned().await else { return };
+        let Ok(socket) = listener.accept().await.and_then(|(socket, _)| lifted(socket)) else {
+            sleep(Duration::from_millis(100)).await; // too many open files
+            continue;
+        };
+        let program = Arc::clone(&program);
+        tokio::spawn(async move {
+            let answer = service_fn(|request| {
+                let program = Arc::clone(&program);
+                async move { Ok::<_, Infallible>(answer(&request, &*program).await) }
+            });
+            let connection = hyper::server::conn::http1::Builder::new()
+                .timer(TokioTimer::new())
+                .header_read_timeout(HEADER_TIMEOUT)
+                .serve_connection(TokioIo::new(socket), answer);
+            let _ = connection.await; // the client has gone, or speaks no HTTP
+            drop(place);
+        });
+    }
+}
+
+/// Moves a connection's descriptor out of the way of the surrounding program.
+fn lifted(socket: TcpStream) -> io::Result<TcpStream> {
+    let socket = std::net::TcpStream::from(lift(socket.into_std()?.into())?);
+    TcpStream::from_std(socket)
+}
+
+async fn answer(request: &Request<Incoming>, program: &dyn Program) -> Response<Full<Bytes>> {
+    if !matches!(*request.method(), Method::GET | Method::HEAD) {
+        let mut response = text(StatusCode::METHOD_NOT_ALLOWED, "only GET is served\n".into());
+        response.headers_mut().insert(ALLOW, "GET, HEAD".parse().expect("valid"));
+        return response;
+    }
+    match request.uri().path() {
+        "/metrics" => {
+            let mut out = Exposition::default();
+            program.metrics(&mut out);
+            let mut response = text(StatusCode::OK, out.into_text());
+            let format = CONTENT_TYPE.parse().expect("valid");
+            response.headers_mut().insert(CONTENT_TYPE_HEADER, format);
+            response
+        }
+        "/ready" => match timeout(READY_TIMEOUT, program.ready()).await {
+            Ok(Ok(())) => text(StatusCode::OK, "ready\n".into()),
+            Ok(Err(why)) => text(StatusCode::SERVICE_UNAVAILABLE, format!("{why}\n")),
+            Err(_) => text(StatusCode::SERVICE_UNAVAILABLE, "no answer within 1 s\n".into()),
+        },
+        "/live" => text(StatusCode::OK, "live\n".into()),
+        _ => text(StatusCode::NOT_FOUND, "/metrics, /ready and /live are served\n".into()),
+    }
+}
+
+fn text(status: StatusCode, body: String) -> Response<Full<Bytes>> {
+    let mut response = Response::new(Full::new(Bytes::from(body)));
+    *response.status_mut() = status;
+    let format = "text/plain; charset=utf-8".parse().expect("valid");
+    response.headers_mut().insert(CONTENT_TYPE_HEADER, format);
+    response
+}
+
+/// Finds out whether an engine answers a command. One that asks for a password answers.
+///
+/// # Errors
+/// The text says why not.
+pub async fn engine_answers(address: &EngineAddress) -> Result<(), String> {
+    let failed = |error: io::Error| format!("the engine at {address} does not answer: {error}");
+    let mut socket = EngineSocket::connect(address).await.map_err(failed)?;
+    match socket.probe_access().await.map_err(failed)? {
+        EngineAccess::Refused(why) => {
+            Err(format!("the engine at {address} refuses clients: {}", why.trim_end()))
+        }
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,107 @@
+//! What the gateway and the relay show at their admin ports.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use ferrite_config::{Values, table};
+use ferrite_fabric::Fabric;
+use ferrite_metrics::{
+    AdminPort, AdminServer, Exposition, Program, Ready, engine_answers, fabric_metrics,
+    gateway_metrics, listener_metrics, port_metrics, program_metrics,
+};
+use ferrite_session::{Connector, Gateway, Moved};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+
+/// Opens the admin port if the settings have one.
+pub(crate) fn start<P: Program>(
+    values: &Values,
+    program: impl FnOnce() -> Arc<P>,
+) -> anyhow::Result<Option<AdminServer>> {
+    let address = values.text(&table::ADMIN_LISTEN).filter(|text| *text != "off");
+    let Some(address) = address.map(str::parse).transpose()? else { return Ok(None) };
+    let server = AdminPort::bind(address).and_then(|port| port.serve(program()));
+    server.map(Some).map_err(anyhow::Error::msg)
+}
+
+/// Says where the admin port is.
+pub(crate) fn report(address: Option<SocketAddr>) {
+    if let Some(address) = address {
+        tracing::info!("metrics at http://{address}/metrics");
+    }
+}
+
+/// The gateway. It is ready while the engine answers.
+pub(crate) struct GatewayAdmin {
+    pub(crate) fabric: Fabric,
+    pub(crate) gateway: Gateway,
+}
+
+impl Program for GatewayAdmin {
+    fn metrics(&self, out: &mut Exposition) {
+        program_metrics("gateway", out);
+        listener_metrics(true, out);
+        gateway_metrics(&self.gateway, out);
+        fabric_metrics(&self.fabric, out);
+        port_metrics(out);
+    }
+
+    fn ready(&self) -> Ready {
+        let config = self.gateway.config();
+        Box::pin(async move { engine_answers(&config.engine).await })
+    }
+}
+
+/// Counters of the relay's work.
+#[derive(Default)]
+pub(crate) struct RelayCounters {
+    pub(crate) rdma: AtomicU64,
+    pub(crate) tcp: AtomicU64,
+    pub(crate) failed: AtomicU64,
+    pub(crate) moved: Moved,
+}
+
+/// The relay. It is ready while the server answers over a session like those of its clients.
+pub(crate) struct RelayAdmin {
+    pub(crate) fabric: Fabric,
+    pub(crate) connector: Connector,
+    pub(crate) to: SocketAddr,
+    pub(crate) counters: Arc<RelayCounters>,
+}
+
+impl Program for RelayAdmin {
+    fn metrics(&self, out: &mut Exposition) {
+        let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let RelayCounters { rdma, tcp, failed, moved } = &*self.counters;
+        program_metrics("relay", out);
+        listener_metrics(true, out);
+        let opened = [("rdma", count(rdma)), ("tcp", count(tcp))];
+        let opened = opened.map(|(transport, count)| (vec![("transport", transport)], count));
+        out.counters("relay_sessions_opened", "Sessions to the server, by transport", &opened);
+        let help = "Clients without a session because the server could not be reached";
+        out.counter("relay_connect_failures", help, count(failed));
+        let (to_server, to_client) = moved.both();
+        let bytes = [("to_server", to_server), ("to_client", to_client)];
+        let bytes = bytes.map(|(direction, count)| (vec![("direction", direction)], count));
+        out.counters("relay_bytes", "Bytes of commands and replies", &bytes);
+        fabric_metrics(&self.fabric, out);
+        port_metrics(out);
+    }
+
+    fn ready(&self) -> Ready {
+        let (connector, to) = (self.connector.clone(), self.to);
+        Box::pin(async move {
+            let mut session = connector.connect(to).await.map_err(|error| error.to_string())?;
+            let mut reply = [0];
+            let asked = async {
+                session.write_all(b"PING\r\n").await?;
+                session.flush().await?;
+                session.read_exact(&mut reply).await
+            };
+            match asked.await {
+                Ok(_) => Ok(()),
+                Err(error) => Err(format!("the server at {to} does not answer: {error}")),
+            }
+        })
+    }
+}

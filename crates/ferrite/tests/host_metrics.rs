@@ -1,0 +1,164 @@
+//! The admin port of the gateway and the relay, with a real `redis-server`, on any host.
+
+mod metrics {
+    pub(crate) mod harness;
+}
+
+use std::collections::HashSet;
+use std::process::Command;
+
+use ferrite_testkit::{Engine, TIMEOUT, TempDir, until};
+use metrics::harness::Running;
+use serde_json::Value;
+
+const TCP: &[&str] = &["--rdma", "forbid"];
+
+fn gateway(redis: &Engine) -> Running {
+    let engine = format!("unix:{}", redis.socket().display());
+    Running::start(&[&["gateway", "--listen", "127.0.0.1:0", "--engine", &engine], TCP].concat())
+}
+
+fn relay(gateway: &Running) -> Running {
+    let to = &gateway.address;
+    Running::start(&[&["relay", "--to", to, "--listen", "127.0.0.1:0"], TCP].concat())
+}
+
+#[test]
+fn counters_of_the_gateway_move_with_traffic() {
+    let redis = Engine::redis(&[]);
+    let gateway = gateway(&redis);
+    let before = gateway.scrape();
+    assert_eq!(before["ferrite_sessions{transport=\"tcp\"}"], 0.0);
+    let session = gateway.ping();
+    let after = gateway.scrape();
+    assert_eq!(after["ferrite_sessions{transport=\"tcp\"}"], 1.0);
+    assert_eq!(after["ferrite_sessions_opened_total{client=\"tcp\"}"], 1.0);
+    assert_eq!(after["ferrite_session_bytes_total{direction=\"to_engine\"}"], 6.0);
+    assert_eq!(after["ferrite_session_bytes_total{direction=\"to_client\"}"], 7.0);
+    assert!(before.keys().eq(after.keys()), "the same series at each scrape");
+    drop(session);
+    until(TIMEOUT, "the session ends", || {
+        gateway.scrape()["ferrite_sessions{transport=\"tcp\"}"] == 0.0
+    });
+}
+
+#[test]
+fn gateway_is_ready_only_while_the_engine_answers() {
+    let mut redis = Engine::redis(&[]);
+    let gateway = gateway(&redis);
+    assert_eq!(gateway.get("/ready"), (200, "ready\n".into()));
+    let mut client = redis.client();
+    client.ok(&["CLIENT", "PAUSE", "600000", "ALL"]);
+    assert_eq!(gateway.get("/ready"), (503, "no answer within 1 s\n".into()));
+    redis.kill();
+    let (status, why) = gateway.get("/ready");
+    assert!(status == 503 && why.contains("does not answer"), "{status} {why}");
+    assert_eq!(gateway.get("/live"), (200, "live\n".into()));
+    assert_eq!(gateway.get("/other").0, 404);
+    assert_eq!(gateway.request("POST /metrics").0, 405);
+}
+
+#[test]
+fn gateway_warns_of_an_engine_that_does_not_answer_and_keeps_trying() {
+    let directory = TempDir::new("engine");
+    let path = directory.join("engine.sock");
+    let engine = format!("unix:{}", path.display());
+    let arguments = ["gateway", "--listen", "127.0.0.1:0", "--engine", &engine];
+    let (gateway, log) = Running::start_logged(&[&arguments, TCP].concat());
+    let reason = format!("the engine at {engine} does not answer: No such file or directory");
+    let warning = log.recv_timeout(TIMEOUT).expect("a warning");
+    assert!(warning.contains("WARN") && warning.contains(&reason), "{warning}");
+    let (status, why) = gateway.get("/ready");
+    assert!(status == 503 && why.starts_with(&reason), "{status} {why}");
+    let redis = Engine::redis(&[]);
+    std::os::unix::fs::symlink(redis.socket(), &path).expect("the engine's socket");
+    let notice = log.recv_timeout(TIMEOUT).expect("a notice");
+    assert_eq!(notice, format!("ferrite: the engine at {engine} answers now"));
+    assert_eq!(gateway.get("/ready"), (200, "ready\n".into()));
+}
+
+#[test]
+fn counters_of_the_relay_move_with_traffic() {
+    let mut redis = Engine::redis(&[]);
+    let gateway = gateway(&redis);
+    let relay = relay(&gateway);
+    let _session = relay.ping();
+    let samples = relay.scrape();
+    assert_eq!(samples["ferrite_relay_sessions_opened_total{transport=\"tcp\"}"], 1.0);
+    assert_eq!(samples["ferrite_relay_bytes_total{direction=\"to_server\"}"], 6.0);
+    assert_eq!(relay.get("/ready"), (200, "ready\n".into()));
+    redis.kill();
+    drop(gateway);
+    assert_eq!(relay.get("/ready").0, 503);
+}
+
+#[test]
+fn admin_port_in_use_is_named() {
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("listen");
+    let address = taken.local_addr().expect("an address").to_string();
+    let output = Command::new(env!("CARGO_BIN_EXE_ferrite"))
+        .args(["gateway", "--listen", "127.0.0.1:0", "--admin-listen", &address])
+        .output()
+        .expect("ferrite starts");
+    let message = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{message}");
+    assert!(message.contains(&format!("cannot open the admin port at {address}")), "{message}");
+}
+
+/// Returns the words that begin with `ferrite_`.
+fn metrics_in(text: &str) -> HashSet<String> {
+    let words = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
+    words.filter(|word| word.starts_with("ferrite_")).map(Into::into).collect()
+}
+
+#[test]
+fn rules_and_dashboard_name_only_metrics_that_exist() {
+    let redis = Engine::redis(&[]);
+    let gateway = gateway(&redis);
+    let relay = relay(&gateway);
+    let exported: HashSet<_> = gateway.names().union(&relay.names()).cloned().collect();
+    let dashboard = include_str!("../../../etc/grafana/ferrite.json");
+    let rules = include_str!("../../../etc/prometheus/alerts.yml");
+    let book = include_str!("../../../docs/book/src/operations/metrics.md");
+    for (name, text) in [("dashboard", dashboard), ("rules", rules), ("book", book)] {
+        let used = metrics_in(text);
+        assert!(used.len() > 5, "{name}: {used:?}");
+        let unknown: Vec<_> = used.difference(&exported).collect();
+        assert!(unknown.is_empty(), "{name} has metrics that no program exports: {unknown:?}");
+    }
+    let described = metrics_in(book);
+    let missing: Vec<_> = exported
+        .iter()
+        .filter(|name| !name.starts_with("ferrite_memory_") && !described.contains(*name))
+        .filter(|name| !name.ends_with("_bucket") && !name.ends_with("_sum"))
+        .filter(|name| !name.ends_with("_seconds_count"))
+        .collect();
+    assert!(missing.is_empty(), "the book does not describe {missing:?}");
+    let _: Value = serde_json::from_str(dashboard).expect("JSON");
+}
+
+/// Each alert has its section in the book, to which it links.
+#[test]
+fn every_alert_has_its_section_in_the_book() {
+    let rules = include_str!("../../../etc/prometheus/alerts.yml");
+    let book = include_str!("../../../docs/book/src/operations/metrics.md");
+    let of = |field: &str| -> Vec<&str> {
+        rules.lines().filter_map(|line| line.trim().strip_prefix(field)).map(str::trim).collect()
+    };
+    let (alerts, links) = (of("- alert:"), of("runbook_url:"));
+    assert!(alerts.len() >= 8 && alerts.len() == links.len(), "{alerts:?} {links:?}");
+    for (alert, link) in alerts.iter().zip(links) {
+        assert_eq!(link, format!("operations/metrics.html#{}", alert.to_lowercase()));
+        assert!(book.contains(&format!("\n### {alert}\n")), "{alert} is not in the book");
+    }
+}
+
+/// `promtool` is in Debian's package `prometheus`, which the gate installs.
+#[test]
+fn promtool_accepts_the_rules() {
+    let rules = concat!(env!("CARGO_MANIFEST_DIR"), "/../../etc/prometheus/alerts.yml");
+    let output = Command::new("promtool").args(["check", "rules", rules]).output();
+    let output = output.expect("promtool runs; it is in Debian's package prometheus");
+    let text = [output.stdout, output.stderr].concat();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&text));
+}
