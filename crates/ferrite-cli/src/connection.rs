@@ -106,6 +106,11 @@ fn describe(error: io::Error) -> io::Error {
         io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset if error.get_ref().is_none() => {
             closed()
         }
+        // In TLS 1.3, the server says so only after the handshake.
+        _ if error.to_string().contains("CertificateRequired") => io::Error::new(
+            error.kind(),
+            "the server requires a certificate of its clients; use --cert and --key",
+        ),
         _ => error,
     }
 }
@@ -130,4 +135,24 @@ fn invalid_reply(error: ReplyError) -> io::Error {
         return io::Error::new(io::ErrorKind::InvalidData, message);
     }
     io::Error::new(io::ErrorKind::InvalidData, format!("the server does not speak RESP: {error}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn explains_how_a_connection_ended() {
+        for (error, text) in [
+            (io::ErrorKind::BrokenPipe.into(), "Server closed the connection"),
+            (io::ErrorKind::ConnectionReset.into(), "Server closed the connection"),
+            (
+                io::Error::other("received fatal alert: CertificateRequired"),
+                "the server requires a certificate of its clients; use --cert and --key",
+            ),
+            (io::Error::other("another"), "another"),
+        ] {
+            assert_eq!(describe(error).to_string(), text);
+        }
+    }
 }

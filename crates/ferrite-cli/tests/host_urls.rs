@@ -80,7 +80,8 @@ fn connects_over_tls() {
 
     let untrusted = with(&["--tls", "PING"]);
     assert_eq!(untrusted.status.code(), Some(1));
-    assert!(stderr(&untrusted).contains("invalid peer certificate"), "{}", stderr(&untrusted));
+    let error = stderr(&untrusted);
+    assert!(error.contains("invalid peer certificate") && error.contains("--cacert"), "{error}");
     // The certificate is not valid for the address, unless --sni says which name is expected.
     let by_address = ["-p", &server.port, "--tls", "--cacert", &server.cert];
     let other_name = run(&[&by_address[..], &["PING"]].concat());

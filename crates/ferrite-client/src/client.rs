@@ -19,9 +19,10 @@ use tokio::time::{sleep, timeout};
 
 use crate::tls;
 
-/// The time limit for a reply. A value of 64 MiB takes about 6 s at 100 Mbit/s, and may have to
-/// wait for others before it. redis-rs's own limit of 500 ms is too short even for 32 MiB.
-const RESPONSE_TIMEOUT: Duration = Duration::from_secs(30);
+/// The time limit for a reply. A value of 64 MiB takes 6 s at 100 Mbit/s, and may have to wait for
+/// others before it. On Soft-RoCE on a busy machine it was seen to take more than 30 s. redis-rs's
+/// own limit of 500 ms is too short even for 32 MiB.
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Opens connections to one server. Cheap to clone.
 ///
@@ -84,7 +85,7 @@ pub struct ClientBuilder {
     reconnect: Reconnect,
 }
 
-/// Returns redis-rs's own options with the response timeout of this crate (30 s), which is long
+/// Returns redis-rs's own options with the response timeout of this crate (2 min), which is long
 /// enough for values of 64 MiB. Start from these for [`ClientBuilder::config`].
 #[must_use]
 pub fn connection_config() -> AsyncConnectionConfig {
@@ -366,7 +367,7 @@ impl ClientBuilder {
         self
     }
 
-    /// Sets the time limit for each reply (default 30 s), or none.
+    /// Sets the time limit for each reply (default 2 min), or none.
     pub fn response_timeout(mut self, timeout: Option<Duration>) -> Self {
         self.config = self.config.set_response_timeout(timeout);
         self

@@ -140,6 +140,8 @@ pub(crate) fn explain(error: &io::Error) -> String {
         "the certificate is X.509 version 1, and version 3 is needed; sign it with an extension \
          (openssl x509 -req -extfile FILE ...)"
             .into()
+    } else if text.contains("UnknownIssuer") {
+        format!("{text}; name the certificate of its authority (--cacert, SSL_CERT_FILE, TlsFiles)")
     } else if text.contains("InvalidContentType") {
         format!("{text}; is it a TLS port?")
     } else {
