@@ -104,14 +104,16 @@ pub struct Terminal {
 }
 
 impl Terminal {
-    /// Starts a program with stdin, stdout and stderr on a terminal of this size.
+    /// Starts a program with stdin, stdout and stderr on a terminal of this size, which sends it
+    /// signals: Ctrl-C interrupts it.
     ///
     /// # Panics
     /// If there is no terminal, or the program cannot be started.
     #[must_use]
-    pub fn start(mut command: Command, columns: u16, rows: u16) -> Self {
+    pub fn start(command: Command, columns: u16, rows: u16) -> Self {
         let (screen, program) = Screen::open(columns, rows);
         let end = || program.try_clone().expect("a descriptor");
+        let mut command = with_controlling_terminal(&command);
         command.stdin(end()).stdout(end()).stderr(end()).env("TERM", "xterm-256color");
         // The command and its end of the terminal are dropped here: only when all ends are closed,
         // the output ends.
@@ -136,6 +138,22 @@ impl Terminal {
         }
         (status, self.screen.text())
     }
+}
+
+/// Returns a command that makes stdin the program's controlling terminal first.
+fn with_controlling_terminal(program: &Command) -> Command {
+    let mut command = Command::new("setsid"); // of util-linux, which every Debian has
+    command.arg("--ctty").arg(program.get_program()).args(program.get_args());
+    for (name, value) in program.get_envs() {
+        match value {
+            Some(value) => command.env(name, value),
+            None => command.env_remove(name),
+        };
+    }
+    if let Some(directory) = program.get_current_dir() {
+        command.current_dir(directory);
+    }
+    command
 }
 
 impl Drop for Terminal {
