@@ -176,8 +176,8 @@ pub(crate) async fn ignores_messages_on_other_channels(fixture: StreamFixture) {
     pair.end().await;
 }
 
-/// Nobody waits for the writes of a stream. Over RDMA, the latency of some of them is recorded. Over
-/// TCP, their bytes are counted as such.
+/// Nobody waits for the writes of a stream. Over RDMA, the latency of some of them is recorded.
+/// Over TCP, their bytes are counted as such.
 pub(crate) async fn samples_latency(fixture: StreamFixture) {
     let mut pair = fixture.pair().await;
     for size in [10, 8 * KIB] {
