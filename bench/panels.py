@@ -93,7 +93,8 @@ def draw(title, unit, all_lines, seconds):
     for tick in range(int(seconds / every) + 1):
         at = x(tick * every)
         out.append(f'<path d="M{at:.1f} {TITLE}V{bottom}" stroke="#f0f0f0"/>'
-                   f'<text x="{at:.1f}" y="{bottom + 15}" text-anchor="middle">'
+                   f'<text x="{at:.1f}" y="{bottom + 15}" '
+                   f'text-anchor="{"end" if at > right - 12 else "middle"}">'
                    f'{tick * every:g} s</text>')
     for (_, points), colour in zip(drawn, colours()):
         path = "L".join(f"{x(at):.1f} {y(value):.1f}" for at, value in points)

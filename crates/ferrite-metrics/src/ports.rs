@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::io::Read as _;
 use std::path::Path;
 
 use crate::exposition::Exposition;
@@ -52,14 +53,21 @@ fn port_counters(port: &Path) -> BTreeMap<String, u64> {
     let mut counters = BTreeMap::new();
     for directory in ["counters", "hw_counters"].map(|name| port.join(name)) {
         for counter in names(&directory).into_iter().filter(|name| name != NO_COUNTER) {
-            let text = fs::read_to_string(directory.join(&counter)).unwrap_or_default();
             // Some counters exist without a value: the driver lacks them.
-            if let Ok(value) = text.trim().parse() {
+            if let Some(value) = read_number(&directory.join(&counter)) {
                 counters.insert(counter, value);
             }
         }
     }
     counters
+}
+
+/// Reads a number from a file with as few system calls as possible: a scrape reads a hundred files,
+/// and spends most of its time here.
+fn read_number(path: &Path) -> Option<u64> {
+    let mut text = [0; 32]; // more than the digits of any u64
+    let length = fs::File::open(path).and_then(|mut file| file.read(&mut text)).ok()?;
+    std::str::from_utf8(&text[..length]).ok()?.trim().parse().ok()
 }
 
 /// Returns the names in a directory, sorted.
