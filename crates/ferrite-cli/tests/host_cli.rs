@@ -397,7 +397,7 @@ fn runs_an_interactive_prompt() {
     let history = directory.join("history");
     let mut command = cli(&["-s", &socket(&redis)]);
     command.env("FERRITECLI_HISTFILE", &history);
-    let mut terminal = Terminal::start(command, 120, 40);
+    let mut terminal = Terminal::start(&command, 120, 40);
     let screen = &mut terminal.screen;
     screen.expect_next("over a Unix socket");
     for (typed, shown) in [

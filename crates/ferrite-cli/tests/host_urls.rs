@@ -182,7 +182,7 @@ fn shows_the_transport_in_the_prompt() {
     let _redis = Engine::redis(&["--bind", "127.0.0.1", "--port", &port]);
     let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite-cli"));
     command.args(["-p", &port, "--rdma", "forbid"]).env("FERRITECLI_HISTFILE", "/dev/null");
-    let mut terminal = Terminal::start(command, 120, 40);
+    let mut terminal = Terminal::start(&command, 120, 40);
     let screen = &mut terminal.screen;
     screen.expect_next(&format!("127.0.0.1:{port} TCP> "));
     screen.type_keys("SELECT 2\r");

@@ -157,7 +157,7 @@ fn shows_the_transport_in_the_prompt() {
     let server = TestServer::start();
     let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite-cli"));
     command.args(server.rdma_options()).env("FERRITECLI_HISTFILE", "/dev/null");
-    let mut terminal = Terminal::start(command, 120, 40);
+    let mut terminal = Terminal::start(&command, 120, 40);
     let screen = &mut terminal.screen;
     let place = format!("10.0.0.1:{}", server.port);
     screen.expect_next("over RDMA, device rxe2, to a Ferrite gateway");

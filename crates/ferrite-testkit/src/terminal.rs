@@ -110,10 +110,10 @@ impl Terminal {
     /// # Panics
     /// If there is no terminal, or the program cannot be started.
     #[must_use]
-    pub fn start(command: Command, columns: u16, rows: u16) -> Self {
+    pub fn start(command: &Command, columns: u16, rows: u16) -> Self {
         let (screen, program) = Screen::open(columns, rows);
         let end = || program.try_clone().expect("a descriptor");
-        let mut command = with_controlling_terminal(&command);
+        let mut command = with_controlling_terminal(command);
         command.stdin(end()).stdout(end()).stderr(end()).env("TERM", "xterm-256color");
         // The command and its end of the terminal are dropped here: only when all ends are closed,
         // the output ends.
@@ -171,7 +171,7 @@ mod tests {
     fn program_sees_a_terminal_and_its_size() {
         let mut command = Command::new("sh");
         command.args(["-c", "test -t 2 && stty size && read line && echo got $line"]);
-        let mut terminal = Terminal::start(command, 91, 33);
+        let mut terminal = Terminal::start(&command, 91, 33);
         terminal.screen.expect("33 91");
         terminal.screen.type_keys("hello\n");
         let (status, output) = terminal.finish();

@@ -150,7 +150,7 @@ fn json(text: &[u8]) -> Value {
 fn shows_progress_on_a_terminal() {
     let redis = Redis::start();
     let bench = redis.bench(&["--test", "get", "--seconds", "1.5", "--warmup", "0"]);
-    let (status, shown) = Terminal::start(bench, 100, 30).finish();
+    let (status, shown) = Terminal::start(&bench, 100, 30).finish();
     assert!(status.success(), "{shown}");
     for expected in ["writing keys: ", "  get: ", " requests/s  ", " %  "] {
         assert!(shown.contains(expected), "no {expected:?} in {shown:?}");

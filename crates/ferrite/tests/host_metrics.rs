@@ -6,6 +6,7 @@ mod metrics {
 
 use std::collections::HashSet;
 use std::process::Command;
+use std::sync::mpsc::Receiver;
 
 use ferrite_testkit::{Engine, TIMEOUT, TempDir, until};
 use metrics::harness::Running;
@@ -58,6 +59,11 @@ fn gateway_is_ready_only_while_the_engine_answers() {
     assert_eq!(gateway.request("POST /metrics").0, 405);
 }
 
+/// Waits for a line of the log with this text.
+fn until_line(log: &Receiver<String>, text: &str) {
+    while !log.recv_timeout(TIMEOUT).expect(text).contains(text) {}
+}
+
 #[test]
 fn gateway_warns_of_an_engine_that_does_not_answer_and_keeps_trying() {
     let directory = TempDir::new("engine");
@@ -66,14 +72,12 @@ fn gateway_warns_of_an_engine_that_does_not_answer_and_keeps_trying() {
     let arguments = ["gateway", "--listen", "127.0.0.1:0", "--engine", &engine];
     let (gateway, log) = Running::start_logged(&[&arguments, TCP].concat());
     let reason = format!("the engine at {engine} does not answer: No such file or directory");
-    let warning = log.recv_timeout(TIMEOUT).expect("a warning");
-    assert!(warning.contains("WARN") && warning.contains(&reason), "{warning}");
+    until_line(&log, &format!("WARN {reason}"));
     let (status, why) = gateway.get("/ready");
     assert!(status == 503 && why.starts_with(&reason), "{status} {why}");
     let redis = Engine::redis(&[]);
     std::os::unix::fs::symlink(redis.socket(), &path).expect("the engine's socket");
-    let notice = format!("INFO the engine at {engine} answers now");
-    until_line(&log, &notice);
+    until_line(&log, &format!("INFO the engine at {engine} answers now"));
     assert_eq!(gateway.get("/ready"), (200, "ready\n".into()));
 }
 

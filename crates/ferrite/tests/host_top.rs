@@ -62,7 +62,7 @@ fn lists_filters_and_kills_sessions_in_a_terminal() {
 
     let mut command = top();
     command.args(["top", "--interval", "0.1", "--unix"]).arg(engine.socket());
-    let mut terminal = Terminal::start(command, 132, 32);
+    let mut terminal = Terminal::start(&command, 132, 32);
     until_shown(&terminal, "2 sessions");
     for text in [&addresses[0], &addresses[1], "Redis 7.0", "ferrite top", "k kill"] {
         until_shown(&terminal, text);
@@ -93,7 +93,7 @@ fn reports_a_lost_engine_and_connects_again() {
     let (mut engine, port) = engine(&[]);
     let mut command = top();
     command.args(["top", "--interval", "0.1", "--unix"]).arg(engine.socket());
-    let mut terminal = Terminal::start(command, 132, 32);
+    let mut terminal = Terminal::start(&command, 132, 32);
     until_shown(&terminal, "0 sessions");
     engine.kill();
     until_shown(&terminal, "cannot connect to ");
@@ -206,7 +206,7 @@ fn watches_an_admin_port() {
 
     let mut command = top();
     command.args(["top", "--interval", "0.1", "--admin", &url]);
-    let mut terminal = Terminal::start(command, 132, 32);
+    let mut terminal = Terminal::start(&command, 132, 32);
     for text in ["ferrite gateway 0.1.0", "rdma ferrite", "no device", "does not list sessions"] {
         until_shown(&terminal, text);
     }
