@@ -594,7 +594,7 @@ fn explains_a_missing_permission() {
     }
 }
 
-/// The message says how much memory is needed in all.
+/// The message says how much memory is needed in all. With that much it works.
 #[test]
 fn names_the_whole_memory_that_is_needed() {
     let open = "chmod 666 /dev/infiniband/*";
@@ -610,6 +610,16 @@ fn names_the_whole_memory_that_is_needed() {
     let needed = message.split("about ").nth(1).and_then(|rest| rest.split(' ').next());
     let needed: u64 = needed.and_then(|number| number.parse().ok()).expect("a number of MiB");
     assert!(needed > 8, "{message}");
+    // It ends by the time limit, not by an error.
+    let short = [&["timeout", "-s", "TERM", "5", env!("CARGO_BIN_EXE_ferrite")][..], &gateway];
+    let line = format!(
+        "{open} && ulimit -l {} && exec setpriv --reuid=65534 --regid=65534 --clear-groups {}",
+        needed << 10,
+        short.concat().join(" ")
+    );
+    let enough = Command::new("sh").args(["-c", &line]).output().expect("sh");
+    let message = text(&enough.stderr);
+    assert!(message.contains("RDMA on rxe1, rxe2"), "{message}");
 }
 
 /// The port of a gateway or a module is not that of a benchmark.
