@@ -116,6 +116,7 @@ macro_rules! run_suite {
             detects_the_servers_protocol,
             tells_rejected_clients_why,
             late_writers_read_why_they_were_rejected,
+            writers_of_too_large_values_read_why_they_were_rejected,
             passes_the_engines_rejection_on,
             survives_an_engine_restart,
             finishes_pending_commands_before_it_ends,

@@ -115,13 +115,13 @@ impl Failure {
 }
 
 /// Joins the causes from the outermost to the innermost. Leaves out a cause that the text already
-/// ends with.
+/// has.
 fn message(error: &anyhow::Error) -> String {
     let mut text = String::new();
     for cause in error.chain().map(ToString::to_string) {
         if text.is_empty() {
             text = cause;
-        } else if !text.ends_with(&cause) {
+        } else if !text.contains(&cause) {
             let _ = write!(text, ": {cause}");
         }
     }

@@ -141,7 +141,9 @@ fn memory_needed(config: &Config, devices: usize) -> String {
     const ENTRY_BYTES: usize = 64;
     let receives = config.recv_queue_depth as usize;
     let queues = (config.cq_size as usize + receives) * ENTRY_BYTES;
-    let each = config.memory.registered_at_start(receives, config.recv_buffer_size as usize);
+    // Every device pins the receives of all.
+    let all = receives.saturating_mul(devices);
+    let each = config.memory.registered_at_start(all, config.recv_buffer_size as usize);
     let mib = ((each + queues) * devices).div_ceil(1 << 20);
     match devices {
         1 => format!("; about {mib} MiB are needed in all"),

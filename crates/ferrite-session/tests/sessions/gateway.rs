@@ -314,6 +314,37 @@ pub(crate) async fn late_writers_read_why_they_were_rejected(harness: Harness) {
     server.end().await;
 }
 
+/// The engine rejects a value of more than 512 MB by its header, while the client still writes it.
+/// The reason arrives over RDMA as it does over TCP.
+pub(crate) async fn writers_of_too_large_values_read_why_they_were_rejected(harness: Harness) {
+    let redis = Engine::redis(&[]);
+    let server = TestServer::start(&harness, unprotected(&redis));
+    let expected = "-ERR Protocol error: invalid bulk length\r\n";
+    let connector = Connector::new(&server.client).local(any_port(1));
+    let session = connector.connect(server.address).await.expect("connect");
+    assert_eq!(session.transport(), SessionTransport::FerriteRdma);
+    assert_eq!(write_too_much(session).await, expected);
+    assert_eq!(write_too_much(server.connect(&harness).await).await, expected);
+    server.end().await;
+}
+
+/// Begins to write a value of more than 512 MB, and returns what the client then reads.
+async fn write_too_much(stream: impl AsyncRead + AsyncWrite + Unpin) -> String {
+    let (mut reader, mut writer) = tokio::io::split(stream);
+    let writing = async {
+        let header = b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$536870913\r\n";
+        writer.write_all(header).await?;
+        for _ in 0..64 {
+            writer.write_all(&[b'x'; 64 << 10]).await?; // fails once the server has closed
+        }
+        Ok::<_, std::io::Error>(())
+    };
+    let mut received = Vec::new();
+    let (_, read) = tokio::join!(writing, reader.read_to_end(&mut received));
+    read.expect("the end of the stream");
+    String::from_utf8(received).expect("text")
+}
+
 /// Writes when the server has probably closed, and returns what the client then reads.
 async fn write_late(mut session: Session) -> String {
     tokio::time::sleep(Duration::from_millis(300)).await;
