@@ -96,6 +96,27 @@ fn counters_of_the_relay_move_with_traffic() {
     assert_eq!(relay.get("/ready").0, 503);
 }
 
+/// `host_top` has more figures, from a text that has all of them.
+#[test]
+fn top_shows_what_the_admin_ports_say() {
+    let redis = Engine::redis(&[]);
+    let gateway = gateway(&redis);
+    let relay = relay(&gateway);
+    let _session = relay.ping();
+    for (program, of) in [("gateway", &gateway), ("relay", &relay)] {
+        let url = format!("http://{}", of.0);
+        let output = Command::new(env!("CARGO_BIN_EXE_ferrite"))
+            .args(["top", "--interval", "0.1", "--json", "--admin", &url])
+            .output()
+            .expect("ferrite starts");
+        let state: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+        let shown = state["program"].as_str().expect("text");
+        assert!(shown.starts_with(&format!("ferrite {program} 0.")), "{state}");
+        assert_eq!(state["totals"]["opened_tcp"], 1, "{state}");
+        assert!(state["memory"]["registered"].is_number(), "{state}");
+    }
+}
+
 #[test]
 fn admin_port_in_use_is_named() {
     let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("listen");

@@ -11,7 +11,8 @@ use ferrite_testkit::wait::until_or;
 use ferrite_testkit::{Engine, Start, TIMEOUT, Terminal, free_port, until};
 use serde_json::Value;
 
-/// What a gateway's admin port answers: recorded, and shortened.
+/// What a gateway's admin port can answer: written by hand, with a value for each figure that is
+/// shown. `host_metrics` has a real one.
 const METRICS: &str = include_str!("top/metrics.txt");
 
 fn top() -> Command {
@@ -152,7 +153,7 @@ fn explains_why_there_is_nothing_to_see() {
     assert!(String::from_utf8_lossy(&refused.stdout).starts_with("{\"error\":"));
 }
 
-/// Serves the recorded metrics, and an error for other paths.
+/// Serves these metrics, and an error for other paths.
 fn serve_metrics() -> String {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let address = listener.local_addr().expect("an address").to_string();
