@@ -91,6 +91,14 @@ impl Upgrade {
         self.peer_offer.or(self.switch.as_ref().map(|switch| switch.offer))
     }
 
+    /// Forgets an offer that the driver has not seen yet. Returns whether there was one. A driver
+    /// that is delayed must not end the link of a peer that makes offers and withdraws them.
+    fn forget_untaken(&mut self, offer: u32) -> bool {
+        let before = self.steps.len();
+        self.steps.retain(|(of, step)| *of != offer || !matches!(step, Step::Offered(_)));
+        self.steps.len() < before
+    }
+
     fn step(&mut self, step: Step) {
         self.steps.push((self.offer().unwrap_or_default(), step));
     }
@@ -222,7 +230,9 @@ impl LinkCore {
             // The frame belongs to an offer that this side has withdrawn or declined.
             (TcpFrameKind::Withdraw | TcpFrameKind::Answer, _) if !is_current => {}
             (TcpFrameKind::Withdraw, _) => {
-                self.upgrade.step(Step::Withdrawn);
+                if !self.upgrade.forget_untaken(offer) {
+                    self.upgrade.step(Step::Withdrawn);
+                }
                 self.upgrade.peer_offer = None;
             }
             (TcpFrameKind::Answer, Some(address)) if self.migration.is_caller => {
@@ -363,7 +373,12 @@ mod tests {
 
     /// The caller says something about paths, with the number of its first offer.
     fn hear(core: &mut LinkCore, kind: TcpFrameKind, body: Option<&[u8]>) {
-        let frame = TcpFrame { op: 1, ..path_frame(kind, 0) };
+        hear_of(1, core, kind, body);
+    }
+
+    /// The same with the number of another offer.
+    fn hear_of(offer: u32, core: &mut LinkCore, kind: TcpFrameKind, body: Option<&[u8]>) {
+        let frame = TcpFrame { op: offer, ..path_frame(kind, 0) };
         assert!(!core.on_path_frame(&frame, body, &mut Wakes::new()).expect("in order"));
     }
 
@@ -396,5 +411,19 @@ mod tests {
         core.resume(&mut Wakes::new());
         assert_eq!(core.transport(), ActiveTransport::Tcp);
         assert_eq!(said(&mut core).first(), Some(&TcpFrameKind::Resume));
+    }
+
+    #[test]
+    fn offers_that_are_withdrawn_before_the_driver_sees_them_do_not_pile_up() {
+        let mut core = called();
+        for offer in 1..=100 {
+            hear_of(offer, &mut core, TcpFrameKind::Offer, Some(&ADDRESS.encode()));
+            hear_of(offer, &mut core, TcpFrameKind::Withdraw, None);
+        }
+        assert_eq!(core.take_steps(), []);
+        hear_of(101, &mut core, TcpFrameKind::Offer, Some(&ADDRESS.encode()));
+        assert_eq!(core.take_steps(), [Step::Offered(ADDRESS)]);
+        hear_of(101, &mut core, TcpFrameKind::Withdraw, None);
+        assert_eq!(core.take_steps(), [Step::Withdrawn]);
     }
 }
