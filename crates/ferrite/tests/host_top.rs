@@ -100,7 +100,7 @@ fn reports_a_lost_engine_and_connects_again() {
     until_shown(&terminal, "cannot connect to ");
     engine.restart();
     let _client = Client::to_tcp(("127.0.0.1", port));
-    until_shown(&terminal, "1 sessions");
+    until_shown(&terminal, "1 session ");
     until(TIMEOUT, "the error is gone", || !shown(&terminal).contains("cannot connect to "));
     terminal.screen.type_keys("q");
     assert!(terminal.finish().0.success());

@@ -207,6 +207,7 @@ fn draw_sessions(frame: &mut Frame<'_>, app: &App, area: Rect) {
     });
     let rows = sessions.iter().map(|session| row(app, session));
     let count = match app.filter.is_empty() {
+        true if all == 1 => " 1 session ".to_owned(),
         true => format!(" {all} sessions "),
         false => format!(" {} of {all} sessions match {:?} ", sessions.len(), app.filter),
     };
