@@ -29,6 +29,8 @@ pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; cha
 
 /// Connections at a time. A scraper needs one.
 const CONNECTIONS: usize = 16;
+/// Threads for what may block in the kernel: metrics that are being read, and a name.
+const BLOCKING_THREADS: usize = 2;
 /// How long a connection may be idle or take to send a request.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long the answer of a program that is not ready may take.
@@ -53,7 +55,8 @@ pub struct AdminPort {
     address: SocketAddr,
 }
 
-/// A running admin port. Dropping it closes the port and waits for its thread.
+/// A running admin port. Dropping it closes the port, and waits for nothing that may take long: the
+/// module does so on the engine's main thread.
 #[derive(Debug)]
 pub struct AdminServer {
     address: SocketAddr,
@@ -89,8 +92,11 @@ impl AdminPort {
     pub fn serve(self, program: Arc<dyn Program>) -> Result<AdminServer, String> {
         let Self { listener, address } = self;
         let failed = |error: io::Error| format!("cannot serve the admin port: {error}");
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-        let runtime = runtime.map_err(failed)?;
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .max_blocking_threads(BLOCKING_THREADS)
+            .build()
+            .map_err(failed)?;
         let (stop, stopped) = oneshot::channel();
         let thread = std::thread::Builder::new().name("ferrite-admin".into()).spawn(move || {
             runtime.block_on(async {
@@ -99,7 +105,7 @@ impl AdminPort {
                     _ = stopped => {}
                 }
             });
-            // A name may still be looked up. Nobody waits for it.
+            // The kernel may still read counters or look up a name. Nobody waits for it.
             runtime.shutdown_background();
         });
         let thread = Some(thread.map_err(failed)?);
@@ -143,7 +149,7 @@ async fn serve(listener: TcpListener, program: Arc<dyn Program>) {
         tokio::spawn(async move {
             let answer = service_fn(|request| {
                 let program = Arc::clone(&program);
-                async move { Ok::<_, Infallible>(answer(&request, &*program).await) }
+                async move { Ok::<_, Infallible>(answer(&request, program).await) }
             });
             let connection = hyper::server::conn::http1::Builder::new()
                 .timer(TokioTimer::new())
@@ -161,7 +167,7 @@ fn lifted(socket: TcpStream) -> io::Result<TcpStream> {
     TcpStream::from_std(socket)
 }
 
-async fn answer(request: &Request<Incoming>, program: &dyn Program) -> Response<Full<Bytes>> {
+async fn answer(request: &Request<Incoming>, program: Arc<dyn Program>) -> Response<Full<Bytes>> {
     if !matches!(*request.method(), Method::GET | Method::HEAD) {
         let mut response = text(StatusCode::METHOD_NOT_ALLOWED, "only GET is served\n".into());
         response.headers_mut().insert(ALLOW, "GET, HEAD".parse().expect("valid"));
@@ -169,9 +175,17 @@ async fn answer(request: &Request<Incoming>, program: &dyn Program) -> Response<
     }
     match request.uri().path() {
         "/metrics" => {
-            let mut out = Exposition::default();
-            program.metrics(&mut out);
-            let mut response = text(StatusCode::OK, out.into_text());
+            // A device in trouble may keep the reader of its counters for seconds.
+            let read = tokio::task::spawn_blocking(move || {
+                let mut out = Exposition::default();
+                program.metrics(&mut out);
+                out.into_text()
+            });
+            let Ok(metrics) = read.await else {
+                let why = "reading the metrics panicked; this is a bug\n";
+                return text(StatusCode::INTERNAL_SERVER_ERROR, why.into());
+            };
+            let mut response = text(StatusCode::OK, metrics);
             let format = CONTENT_TYPE.parse().expect("valid");
             response.headers_mut().insert(CONTENT_TYPE_HEADER, format);
             response
@@ -206,5 +220,53 @@ pub async fn engine_answers(address: &EngineAddress) -> Result<(), String> {
             Err(format!("the engine at {address} refuses clients: {}", why.trim_end()))
         }
         _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read as _, Write as _};
+    use std::sync::Mutex;
+    use std::sync::mpsc::{Receiver, Sender, channel};
+
+    use super::*;
+
+    /// Its metrics take as long as nothing is received.
+    struct Slow {
+        begun: Sender<()>,
+        end: Mutex<Receiver<()>>,
+    }
+
+    impl Program for Slow {
+        fn metrics(&self, _: &mut Exposition) {
+            let _ = self.begun.send(());
+            let _ = self.end.lock().expect("no panic").recv();
+        }
+
+        fn ready(&self) -> Ready {
+            Box::pin(async { Ok(()) })
+        }
+    }
+
+    fn request(address: SocketAddr, path: &str) -> std::net::TcpStream {
+        let mut socket = std::net::TcpStream::connect(address).expect("the admin port");
+        write!(socket, "GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            .expect("sent");
+        socket
+    }
+
+    #[test]
+    fn metrics_that_take_long_delay_nobody() {
+        let ((begun, has_begun), (release, end)) = (channel(), channel());
+        let port = AdminPort::bind("127.0.0.1:0".parse().expect("an address")).expect("a port");
+        let slow = Slow { begun, end: Mutex::new(end) };
+        let server = port.serve(Arc::new(slow)).expect("a thread");
+        let _scrape = request(server.address(), "/metrics");
+        has_begun.recv().expect("a scrape");
+        let mut answer = String::new();
+        request(server.address(), "/live").read_to_string(&mut answer).expect("an answer");
+        assert!(answer.ends_with("live\n"), "{answer}");
+        drop(server); // hangs if it waits for the scrape
+        drop(release);
     }
 }

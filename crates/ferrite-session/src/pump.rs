@@ -76,8 +76,9 @@ where
     E: AsyncRead + AsyncWrite + Unpin,
 {
     let limits = Limits { bulk_bytes: u64::MAX, multibulk_args: u64::MAX, ..Limits::default() };
-    let mut engine =
-        CountedEngine { engine, moved, framer: CommandFramer::new(limits), has_ended: false };
+    let is_delivered = AtomicBool::new(false);
+    let framer = CommandFramer::new(limits);
+    let mut engine = CountedEngine { engine, moved, framer, is_delivered: &is_delivered };
     engine.write_all(first).await?;
     let ((from_client, mut to_client), (from_engine, mut to_engine)) =
         (tokio::io::split(client), tokio::io::split(engine));
@@ -96,6 +97,7 @@ where
         // arrived from the client are still read and dropped: closing a socket with unread bytes
         // resets the connection, and the client could lose the engine's last reply.
         replies_done = &mut forward_replies => {
+            is_delivered.store(true, Ordering::Relaxed);
             poll_fn(|cx| Poll::Ready(forward_commands.as_mut().poll(cx).is_ready())).await;
             replies_done
         }
@@ -112,8 +114,8 @@ struct CountedEngine<'a, E> {
     moved: &'a Moved,
     /// Finds where the client's commands end. Only a complete command makes the engine owe a reply.
     framer: CommandFramer,
-    /// Whether the engine's side has reached its end or failed, so nothing more can be read.
-    has_ended: bool,
+    /// Whether the client has the engine's last reply, and the end after it.
+    is_delivered: &'a AtomicBool,
 }
 
 impl<E> CountedEngine<'_, E> {
@@ -154,8 +156,12 @@ impl<E: AsyncRead + Unpin> AsyncRead for CountedEngine<'_, E> {
             this.moved.to_client.fetch_add(count as u64, Ordering::Relaxed);
             this.moved.is_asking.store(false, Ordering::Relaxed);
         }
-        this.has_ended |= polled.is_ready() && count == 0;
-        polled
+        match polled {
+            // An engine that closes with unread commands resets the connection. To the client this
+            // is the end, in order and after the last reply.
+            Poll::Ready(Err(error)) if is_disconnect(&error) => Poll::Ready(Ok(())),
+            polled => polled,
+        }
     }
 }
 
@@ -173,8 +179,11 @@ impl<E: AsyncWrite + Unpin> AsyncWrite for CountedEngine<'_, E> {
                 this.track_commands(&bytes[..count]);
                 Poll::Ready(Ok(count))
             }
-            // The engine's last reply has not been read to its end yet: drop what cannot be sent.
-            Poll::Ready(Err(error)) if is_disconnect(&error) && !this.has_ended => {
+            // The engine is gone, but the client may still lack its last reply: drop what cannot be
+            // sent, so that the reply is delivered.
+            Poll::Ready(Err(error))
+                if is_disconnect(&error) && !this.is_delivered.load(Ordering::Relaxed) =>
+            {
                 Poll::Ready(Ok(bytes.len()))
             }
             other => other,
@@ -224,5 +233,101 @@ mod tests {
         assert_eq!(received, "-ERR why\r\n");
         // The pump ends although the client has not closed its side.
         pumping.await.expect("pump does not panic").expect("pump ends without an error");
+    }
+
+    /// An engine that has replied and then reset its connection.
+    struct ResetEngine(&'static [u8]);
+
+    impl AsyncRead for ResetEngine {
+        fn poll_read(
+            mut self: Pin<&mut Self>,
+            _: &mut Context<'_>,
+            out: &mut ReadBuf<'_>,
+        ) -> Poll<io::Result<()>> {
+            match std::mem::take(&mut self.0) {
+                [] => Poll::Ready(Err(io::ErrorKind::ConnectionReset.into())),
+                reply => {
+                    out.put_slice(reply);
+                    Poll::Ready(Ok(()))
+                }
+            }
+        }
+    }
+
+    impl AsyncWrite for ResetEngine {
+        fn poll_write(
+            self: Pin<&mut Self>,
+            _: &mut Context<'_>,
+            _: &[u8],
+        ) -> Poll<io::Result<usize>> {
+            Poll::Ready(Err(io::ErrorKind::ConnectionReset.into()))
+        }
+
+        fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+            Poll::Ready(Ok(()))
+        }
+
+        fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+            Poll::Ready(Ok(()))
+        }
+    }
+
+    /// A client that always has more to send, and whose close takes several polls.
+    #[derive(Default)]
+    struct BusyClient {
+        has_sent: bool,
+        received: Vec<u8>,
+        close_polls: u32,
+    }
+
+    const CLOSE_POLLS: u32 = 5;
+
+    #[tokio::test]
+    async fn completes_the_close_of_a_client_that_keeps_sending() {
+        let (mut client, mut engine) = (BusyClient::default(), ResetEngine(b"-ERR why\r\n"));
+        let pumped = pump(&mut client, &mut engine, &Moved::default()).await;
+        pumped.expect("an engine that resets has closed");
+        assert_eq!(client.received, b"-ERR why\r\n");
+        assert_eq!(client.close_polls, CLOSE_POLLS, "closed completely");
+    }
+
+    impl AsyncRead for BusyClient {
+        fn poll_read(
+            mut self: Pin<&mut Self>,
+            cx: &mut Context<'_>,
+            out: &mut ReadBuf<'_>,
+        ) -> Poll<io::Result<()>> {
+            self.has_sent = !self.has_sent;
+            if !self.has_sent {
+                cx.waker().wake_by_ref();
+                return Poll::Pending; // so that the other direction runs, too
+            }
+            out.put_slice(b"x");
+            Poll::Ready(Ok(()))
+        }
+    }
+
+    impl AsyncWrite for BusyClient {
+        fn poll_write(
+            mut self: Pin<&mut Self>,
+            _: &mut Context<'_>,
+            bytes: &[u8],
+        ) -> Poll<io::Result<usize>> {
+            self.received.extend_from_slice(bytes);
+            Poll::Ready(Ok(bytes.len()))
+        }
+
+        fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+            Poll::Ready(Ok(()))
+        }
+
+        fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+            self.close_polls += 1;
+            if self.close_polls == CLOSE_POLLS {
+                return Poll::Ready(Ok(()));
+            }
+            cx.waker().wake_by_ref();
+            Poll::Pending
+        }
     }
 }

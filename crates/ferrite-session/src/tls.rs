@@ -196,8 +196,8 @@ impl ServerCertVerifier for AcceptAnyCertificate {
 
 #[cfg(test)]
 mod tests {
-    use ferrite_fabric::rustls::crypto::ring;
     use ferrite_testkit::TempDir;
+    use rustls::crypto::ring;
 
     use super::*;
 
