@@ -394,15 +394,7 @@ impl From<ferrite_verbs::Error> for Error {
             Verbs::Misuse | Verbs::AddressInUse => ErrorKind::Misuse,
             _ => ErrorKind::System,
         };
-        let (what, source) = (error.to_string(), Some(Source::Verbs(error)));
-        Self(Arc::new(Inner {
-            kind,
-            what,
-            status: None,
-            refusal: None,
-            causes: OnceLock::new(),
-            source,
-        }))
+        Self::with_source(kind, error.to_string(), Source::Verbs(error))
     }
 }
 

@@ -3,7 +3,7 @@
 //! other clients.
 
 use ferrite_testkit::engine::{REDIS, engines, module};
-use ferrite_testkit::{Engine, Start, TempDir, free_port};
+use ferrite_testkit::{Engine, Start, TempDir, free_port, pem};
 use std::io::{Read as _, Write as _};
 use std::net::{TcpStream, ToSocketAddrs as _};
 use std::path::Path;
@@ -214,24 +214,6 @@ fn does_not_listen_if_the_engine_has_no_address() {
         assert_eq!((server.info("status"), ping("127.0.0.1", &own)), ("off".into(), None));
         server.assert_healthy();
     }
-}
-
-/// Encodes a certificate or key as PEM, which the engine reads.
-fn pem(label: &str, der: &[u8]) -> String {
-    const DIGITS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
-    let mut text = format!("-----BEGIN {label}-----");
-    for (number, group) in der.chunks(3).enumerate() {
-        if number % 16 == 0 {
-            text.push('\n');
-        }
-        let bits =
-            (0..3).fold(0, |bits, at| bits << 8 | usize::from(group.get(at).copied().unwrap_or(0)));
-        for digit in 0..4 {
-            let is_padding = digit > group.len();
-            text.push(if is_padding { '=' } else { DIGITS[bits >> (18 - 6 * digit) & 63].into() });
-        }
-    }
-    format!("{text}\n-----END {label}-----\n")
 }
 
 /// Mutual TLS may be the engine's only authentication. So the module accepts no clear text beside

@@ -1,9 +1,11 @@
 //! Devices that are named wrongly, that go and that return, on the fake provider: operators learn
 //! it by the device's name.
 
-use std::sync::{Arc, Mutex};
+mod captured_log;
+
 use std::time::{Duration, Instant};
 
+use captured_log::Log;
 use ferrite_config::{Origin, Program, Values, find};
 use ferrite_fabric::{Error, ErrorKind, Fabric, ListenOptions, Rdma};
 use ferrite_session::{fabric_config, open_fabric};
@@ -30,36 +32,6 @@ fn open(world: &World, settings: &[(&str, &str)]) -> Result<Fabric, Error> {
         values.set_text(setting, alias, text, Origin::Flag).expect(text);
     }
     open_fabric(&values, &fabric_config(&values), || Fabric::builder(&world.verbs()))
-}
-
-/// The log of this thread.
-#[derive(Clone, Default)]
-struct Log(Arc<Mutex<Vec<u8>>>);
-
-impl Log {
-    fn text(&self) -> String {
-        String::from_utf8(self.0.lock().expect("no panic").clone()).expect("text")
-    }
-
-    /// Runs `act` with this log.
-    fn of(act: impl FnOnce(&Self)) {
-        let log = Self::default();
-        let writer = log.clone();
-        let subscriber =
-            tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.clone()).finish();
-        tracing::subscriber::with_default(subscriber, || act(&log));
-    }
-}
-
-impl std::io::Write for Log {
-    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        self.0.lock().expect("no panic").extend_from_slice(bytes);
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
-    }
 }
 
 /// Drives a fabric until the log has a line.

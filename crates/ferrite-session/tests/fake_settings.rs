@@ -1,14 +1,16 @@
 //! Every setting of other RDMA software, by its name there, and its effect on the fake provider.
 //! The module, the gateway and the relay all open their fabric in this way.
 
+mod captured_log;
+
 use std::cell::Cell;
 use std::future::Future;
 use std::net::SocketAddr;
 use std::pin::pin;
-use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
+use captured_log::Log;
 use ferrite_config::table::{FOREIGN, refused};
 use ferrite_config::{Origin, Program, Values, find};
 use ferrite_fabric::mem::{Account, BufMut, ErrorKind as PoolErrorKind, Pool, Purpose, SizeClass};
@@ -476,27 +478,13 @@ fn busy_polling_lasts_as_set_and_adapts() {
 
 #[test]
 fn connections_are_logged_if_asked_for() {
-    #[derive(Clone, Default)]
-    struct Log(Arc<Mutex<Vec<u8>>>);
-    impl std::io::Write for Log {
-        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-            self.0.lock().expect("no panic").extend_from_slice(bytes);
-            Ok(bytes.len())
-        }
-        fn flush(&mut self) -> std::io::Result<()> {
-            Ok(())
-        }
-    }
     let logged = |verbose: &str| {
-        let log = Log::default();
-        let writer = log.clone();
-        let subscriber =
-            tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.clone()).finish();
-        tracing::subscriber::with_default(subscriber, || {
+        let mut text = String::new();
+        Log::of(|log| {
             drop(Pair::new(&[("rdma_trace_verbose", verbose)]));
+            text = log.text();
         });
-        let text = log.0.lock().expect("no panic").clone();
-        String::from_utf8(text).expect("text")
+        text
     };
     let text = logged("true");
     for part in ["RDMA connection: peer 127.0.0.2", "device rxe1 port 1", "queue pair 0x", "MTU "] {

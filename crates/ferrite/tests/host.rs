@@ -4,7 +4,7 @@
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::TcpStream;
 use std::path::Path;
-use std::process::{Command, Output, Stdio};
+use std::process::{Child, Command, Output, Stdio};
 
 use ferrite_testkit::TempDir;
 use serde_json::Value;
@@ -133,6 +133,14 @@ fn config_check_prints_problems_and_exits_with_2() {
     assert!(text(&output.stdout).contains("ferrite.toml:2: network.rdma-device: "));
 }
 
+/// Returns what a program with `--json` and a piped stdout says first: that it listens.
+fn first_event(program: &mut Child) -> Value {
+    let mut line = String::new();
+    let stdout = program.stdout.as_mut().expect("piped");
+    BufReader::new(stdout).read_line(&mut line).expect("a line");
+    serde_json::from_str(&line).expect("JSON")
+}
+
 /// The gateway accepts several addresses, names, and IPv6 addresses in brackets.
 #[test]
 fn gateway_listens_on_several_addresses_and_names() {
@@ -144,10 +152,7 @@ fn gateway_listens_on_several_addresses_and_names() {
         .stderr(Stdio::null())
         .spawn()
         .expect("ferrite starts");
-    let mut line = String::new();
-    let mut lines = BufReader::new(gateway.stdout.take().expect("piped"));
-    lines.read_line(&mut line).expect("a line");
-    let event: Value = serde_json::from_str(&line).expect("JSON");
+    let event = first_event(&mut gateway);
     let addresses = event["addresses"].as_array().expect("addresses");
     assert_eq!(addresses.len(), 2, "{event}");
     for address in addresses {
@@ -177,10 +182,7 @@ fn gateway_reads_its_settings_again_on_sighup() {
         .stderr(std::fs::File::create(&log).expect("a log"))
         .spawn()
         .expect("ferrite starts");
-    let mut line = String::new();
-    let mut lines = BufReader::new(gateway.stdout.take().expect("piped"));
-    lines.read_line(&mut line).expect("a line");
-    let event: Value = serde_json::from_str(&line).expect("JSON");
+    let event = first_event(&mut gateway);
     let address = event["address"].as_str().expect("an address");
     let new = "[network]\nrdma_device = \"a\"\n[network.rdma]\nmax_connections = 1\n";
     directory.file("ferrite.toml", new);
