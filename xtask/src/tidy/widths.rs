@@ -13,7 +13,6 @@ const COLUMNS: usize = 100;
 const KNOWN: &[(&str, usize)] = &[
     ("bench/idle-links", 6),
     ("bench/module-instructions", 15),
-    ("bench/stream-ratio", 14),
     ("bench/verbs-ratio", 5),
     ("lab/guest-init", 2),
     ("crates/ferrite-fabric/src/link/core.rs", 2),
