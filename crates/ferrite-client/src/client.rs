@@ -17,12 +17,12 @@ use tokio::runtime::Handle;
 use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
 
+use crate::progress::{Progress, Watched};
 use crate::tls;
 
-/// The time limit for a reply. A value of 64 MiB takes 6 s at 100 Mbit/s, and may have to wait for
-/// others before it. On Soft-RoCE on a busy machine it was seen to take more than 30 s. redis-rs's
-/// own limit of 500 ms is too short even for 32 MiB.
-const RESPONSE_TIMEOUT: Duration = Duration::from_secs(120);
+/// The time limit for a wait without progress. Commands that take the server longer than this are
+/// rare, and a network that moves no byte for this long is broken.
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Opens connections to one server. Cheap to clone.
 ///
@@ -67,6 +67,7 @@ pub struct TransportInfo {
 pub(crate) struct Dialed {
     pub(crate) connection: MultiplexedConnection,
     pub(crate) transport_info: TransportInfo,
+    pub(crate) progress: Arc<Progress>,
     pub(crate) driver: JoinHandle<()>,
 }
 
@@ -82,14 +83,16 @@ pub struct ClientBuilder {
     connect_timeout: Duration,
     info: RedisConnectionInfo,
     config: AsyncConnectionConfig,
+    response_timeout: Option<Duration>,
+    push_sender: Option<Arc<dyn AsyncPushSender>>,
     reconnect: Reconnect,
 }
 
-/// Returns redis-rs's own options with the response timeout of this crate (2 min), which is long
-/// enough for values of 64 MiB. Start from these for [`ClientBuilder::config`].
+/// Returns redis-rs's own options without its limit of 500 ms for a whole reply, which fails large
+/// values. Start from these for [`ClientBuilder::config`].
 #[must_use]
 pub fn connection_config() -> AsyncConnectionConfig {
-    AsyncConnectionConfig::new().set_response_timeout(Some(RESPONSE_TIMEOUT))
+    AsyncConnectionConfig::new().set_response_timeout(None)
 }
 
 impl Client {
@@ -189,13 +192,14 @@ impl Client {
         };
         // A server that accepts and never answers must not hold up the next one for as long as a
         // large value may take.
+        let (session, progress) = Watched::new(session);
         let login = MultiplexedConnection::new_with_config(info, session, config.clone());
         let login = timeout(self.0.connect_timeout, login).await.map_err(|_| {
             let message = format!("{address} accepted the connection, but did not answer");
             io::Error::new(io::ErrorKind::TimedOut, message)
         });
         let (connection, driver) = login??;
-        Ok(Dialed { connection, transport_info, driver: tokio::spawn(driver) })
+        Ok(Dialed { connection, transport_info, progress, driver: tokio::spawn(driver) })
     }
 
     /// Returns the longest time between two attempts to open a connection.
@@ -206,7 +210,22 @@ impl Client {
     pub(crate) fn without_response_timeout(&self) -> Self {
         let mut settings = ClientBuilder::clone(&self.0);
         settings.config = settings.config.set_response_timeout(None);
+        settings.response_timeout = None;
         Self(Arc::new(settings))
+    }
+
+    /// Returns the time after which a connection without progress is given up.
+    pub(crate) fn response_timeout(&self) -> Option<Duration> {
+        self.0.response_timeout
+    }
+
+    /// Returns the receiver of push messages, if the builder has set one.
+    pub(crate) fn push_sender(&self) -> Option<&Arc<dyn AsyncPushSender>> {
+        self.0.push_sender.as_ref()
+    }
+
+    pub(crate) fn is_resp3(&self) -> bool {
+        self.0.info.protocol() != ProtocolVersion::RESP2
     }
 
     pub(crate) fn db(&self) -> i64 {
@@ -273,6 +292,8 @@ impl ClientBuilder {
             connect_timeout: fabric.config().connection_timeout,
             info: RedisConnectionInfo::default(),
             config: connection_config(),
+            response_timeout: Some(RESPONSE_TIMEOUT),
+            push_sender: None,
             reconnect: Reconnect {
                 tries: 6,
                 wait: Duration::from_millis(50),
@@ -367,22 +388,30 @@ impl ClientBuilder {
         self
     }
 
-    /// Sets the time limit for each reply (default 2 min), or none.
+    /// Sets the time limit for a reply while the connection makes no progress (default 1 min), or
+    /// none. A large value that arrives slowly has no limit. If no byte arrives or leaves for this
+    /// time, the command fails, and later commands use a new connection.
     pub fn response_timeout(mut self, timeout: Option<Duration>) -> Self {
-        self.config = self.config.set_response_timeout(timeout);
+        self.response_timeout = timeout;
         self
     }
 
     /// Sets RESP3 and the receiver of push messages, such as the messages of subscriptions.
+    ///
+    /// If the server refuses to restore a subscription after a reconnect, the receiver gets a
+    /// message of the kind `Unsubscribe`, `PUnsubscribe` or `SUnsubscribe` with two texts: the name
+    /// and the reason.
     pub fn push_sender(mut self, sender: impl AsyncPushSender) -> Self {
+        let sender: Arc<dyn AsyncPushSender> = Arc::new(sender);
         self.info = self.info.set_protocol(ProtocolVersion::RESP3);
-        self.config = self.config.set_push_sender(sender);
+        self.config = self.config.set_push_sender(Arc::clone(&sender));
+        self.push_sender = Some(sender);
         self
     }
 
-    /// Replaces all of redis-rs's own options, also those of the two methods above. Start from
-    /// [`connection_config`]: redis-rs's own response timeout is 500 ms, which is too short for
-    /// large values.
+    /// Replaces all of redis-rs's own options, also the receiver of push messages. Start from
+    /// [`connection_config`]: redis-rs's own limit for a whole reply is 500 ms, which is too short
+    /// for large values.
     pub fn config(mut self, config: AsyncConnectionConfig) -> Self {
         self.config = config;
         self

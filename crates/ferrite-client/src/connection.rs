@@ -6,19 +6,24 @@
 //!
 //! A connection with subscriptions is opened again at once, because its user may only be waiting
 //! for messages. The subscriptions are restored before any other command runs on the new
-//! connection. Messages that were published in the meantime are lost.
+//! connection. Messages that were published in the meantime are lost. A subscription that the
+//! server refuses to restore ends, and the receiver of push messages is told.
 
-use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
+use std::{fmt, io};
 
 use redis::aio::{ConnectionLike, MultiplexedConnection};
-use redis::{Cmd, Pipeline, RedisFuture, RedisResult, Value};
+use redis::{
+    Cmd, ErrorKind, Pipeline, PushInfo, PushKind, RedisError, RedisFuture, RedisResult, Value,
+};
 use tokio::sync::Mutex;
 use tokio::task::JoinHandle;
 use tokio::time::sleep;
 
 use crate::client::{Client, Dialed, TransportInfo, current_runtime, is_connection_error};
-use crate::subscriptions::{Subscriptions, changes_subscriptions};
+use crate::progress::Progress;
+use crate::subscriptions::{Effect, Kind, Subscriptions, effect};
 
 /// A connection to a server: a `redis::aio::ConnectionLike` that any number of tasks can use at the
 /// same time. Clones share it.
@@ -28,18 +33,30 @@ pub struct Connection(Arc<Shared>);
 struct Shared {
     client: Client,
     current: RwLock<Current>,
-    /// Held by the task that opens the next connection.
-    opening: Mutex<()>,
+    /// Held by the task that opens the next connection. It has the last failure to do so.
+    opening: Mutex<Option<RedisError>>,
+    /// The number of those failures.
+    failures: AtomicU64,
 }
 
 struct Current {
-    connection: MultiplexedConnection,
+    usable: Usable,
     transport_info: TransportInfo,
-    /// The number of connections that were lost before this one.
-    number: u64,
     is_lost: bool,
     subscriptions: Subscriptions,
 }
+
+/// What a command needs of a connection.
+#[derive(Clone)]
+struct Usable {
+    connection: MultiplexedConnection,
+    progress: Arc<Progress>,
+    /// The number of connections that were lost before this one.
+    number: u64,
+}
+
+/// A subscription that the server has refused to restore, and why.
+type Refused = (Kind, Vec<u8>, String);
 
 impl Client {
     /// Opens a connection. Its clones share it, and can use it at the same time.
@@ -58,12 +75,13 @@ impl Client {
 
 impl Connection {
     fn new(client: Client, dialed: Dialed) -> Self {
-        let Dialed { connection, transport_info, driver } = dialed;
+        let Dialed { connection, transport_info, progress, driver } = dialed;
+        let usable = Usable { connection, progress, number: 0 };
         let subscriptions = Subscriptions::default();
-        let current =
-            Current { connection, transport_info, number: 0, is_lost: false, subscriptions };
-        let shared = Shared { client, current: RwLock::new(current), opening: Mutex::default() };
-        let connection = Self(Arc::new(shared));
+        let current = Current { usable, transport_info, is_lost: false, subscriptions };
+        let current = RwLock::new(current);
+        let (opening, failures) = (Mutex::default(), AtomicU64::new(0));
+        let connection = Self(Arc::new(Shared { client, current, opening, failures }));
         connection.restore_after(driver, 0);
         connection
     }
@@ -77,7 +95,7 @@ impl Connection {
     /// Returns how often the connection was opened again.
     #[must_use]
     pub fn reconnects(&self) -> u64 {
-        self.current(|current| current.number)
+        self.current(|current| current.usable.number)
     }
 
     fn current<R>(&self, read: impl FnOnce(&Current) -> R) -> R {
@@ -88,46 +106,100 @@ impl Connection {
         change(&mut self.0.current.write().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Returns a connection that is not known to be lost, and its number. Opens a new one if
-    /// necessary.
-    async fn usable(&self) -> RedisResult<(MultiplexedConnection, u64)> {
+    /// Returns a connection that is not known to be lost. Opens a new one if necessary.
+    async fn usable(&self) -> RedisResult<Usable> {
         current_runtime()?; // redis-rs would panic
-        let usable =
-            || self.current(|now| (!now.is_lost).then(|| (now.connection.clone(), now.number)));
+        let usable = || self.current(|now| (!now.is_lost).then(|| now.usable.clone()));
         if let Some(usable) = usable() {
             return Ok(usable);
         }
-        let _opening = self.0.opening.lock().await;
+        let failures_before = self.0.failures.load(Ordering::Relaxed);
+        let mut last_failure = self.0.opening.lock().await;
         if let Some(usable) = usable() {
             return Ok(usable); // another task has opened it in the meantime
         }
-        let Dialed { mut connection, transport_info, driver } =
-            self.0.client.dial_with_retries().await?;
-        let mut subscribed = Subscriptions::default();
-        let number = loop {
+        // If every waiting task tried in its turn, the last of them would wait for all their tries.
+        if let Some(failure) = last_failure.as_ref()
+            && self.0.failures.load(Ordering::Relaxed) != failures_before
+        {
+            return Err(failure.clone());
+        }
+        let opened = self.open_next().await;
+        if let Err(failure) = &opened {
+            *last_failure = Some(failure.clone());
+            self.0.failures.fetch_add(1, Ordering::Relaxed);
+        }
+        opened
+    }
+
+    /// Opens the next connection and restores the subscriptions.
+    async fn open_next(&self) -> RedisResult<Usable> {
+        let client = &self.0.client;
+        let Dialed { connection, transport_info, progress, driver } =
+            client.dial_with_retries().await?;
+        let number = self.reconnects() + 1;
+        let mut opened = Usable { connection, progress, number };
+        let (mut subscribed, mut refused) = (Subscriptions::default(), Vec::new());
+        loop {
             let wanted = self.current(|now| now.subscriptions.clone());
             if wanted != subscribed {
-                for command in wanted.commands() {
-                    connection.req_packed_command(&command).await?;
-                }
+                refused = self.subscribe(&mut opened, &wanted).await?;
                 subscribed = wanted;
             }
             // A reply on the old connection may have been noted in the meantime.
-            let replaced = self.change(|now| {
-                (now.subscriptions == subscribed).then(|| {
-                    now.number += 1;
+            let is_replaced = self.change(|now| {
+                let is_complete = now.subscriptions == subscribed;
+                if is_complete {
+                    for (kind, name, _) in &refused {
+                        now.subscriptions.remove(*kind, name);
+                    }
                     now.is_lost = false;
-                    now.connection = connection.clone();
+                    now.usable = opened.clone();
                     now.transport_info = transport_info.clone();
-                    now.number
-                })
+                }
+                is_complete
             });
-            if let Some(number) = replaced {
-                break number;
+            if is_replaced {
+                break;
             }
-        };
+        }
         self.restore_after(driver, number);
-        Ok((connection, number))
+        for (kind, name, reason) in refused {
+            if let Some(sender) = client.push_sender() {
+                let kind = match kind {
+                    Kind::Channel => PushKind::Unsubscribe,
+                    Kind::Pattern => PushKind::PUnsubscribe,
+                    Kind::ShardChannel => PushKind::SUnsubscribe,
+                };
+                let data = [name, reason.into_bytes()].map(Value::BulkString).to_vec();
+                let _ = sender.send(PushInfo { kind, data }); // fails if nobody receives any more
+            }
+        }
+        Ok(opened)
+    }
+
+    /// Subscribes a new connection. Returns what the server has refused.
+    async fn subscribe(
+        &self,
+        opened: &mut Usable,
+        wanted: &Subscriptions,
+    ) -> RedisResult<Vec<Refused>> {
+        let mut commands = redis::pipe();
+        for (kind, name) in wanted.iter() {
+            commands.add_command(kind.subscribe(name));
+        }
+        let (count, connection) = (commands.len(), &mut opened.connection);
+        let limit = self.0.client.response_timeout();
+        let replies = connection.req_packed_commands(&commands, 0, count);
+        let replies = opened.progress.wait(limit, replies).await;
+        let replies = replies.unwrap_or_else(|| Err(no_progress(limit)))?;
+        let refused = wanted.iter().zip(replies).filter_map(|((kind, name), reply)| match reply {
+            Value::ServerError(reason) => {
+                Some((kind, name.clone(), RedisError::from(reason).to_string()))
+            }
+            _ => None,
+        });
+        Ok(refused.collect())
     }
 
     /// Waits for the end of the connection with this number. If it has subscriptions, opens the
@@ -138,8 +210,8 @@ impl Connection {
             let _ = driver.await;
             while let Some(connection) = shared.upgrade().map(Self) {
                 let is_restored = connection.change(|now| {
-                    now.is_lost |= now.number == number;
-                    now.number != number || now.subscriptions.is_empty()
+                    now.is_lost |= now.usable.number == number;
+                    now.usable.number != number || now.subscriptions.is_empty()
                 });
                 if is_restored || connection.usable().await.is_ok() {
                     return;
@@ -155,35 +227,73 @@ impl Connection {
     /// number. Returns whether they must be carried out again, because a new connection has
     /// replaced that one and does not have them.
     fn note<'a>(&self, commands: impl Iterator<Item = &'a Cmd>, number: u64) -> bool {
-        let mut commands = commands.filter(|command| changes_subscriptions(command)).peekable();
+        let mut commands = commands.filter(|command| effect(command).is_some()).peekable();
         commands.peek().is_some()
             && self.change(|now| {
                 for command in commands {
                     now.subscriptions.note(command);
                 }
-                now.number != number
+                now.usable.number != number
             })
     }
 
-    /// Marks the connection as lost if the result is a connection error. A timeout is not one.
-    fn check_lost<T>(&self, number: u64, result: &RedisResult<T>) {
-        if let Err(error) = result
-            && is_connection_error(error)
-            && !error.is_timeout()
-        {
-            self.change(|now| now.is_lost |= now.number == number);
+    /// Waits for a reply on a connection. Marks the connection as lost if it is, or if it makes no
+    /// progress.
+    async fn reply<T>(
+        &self,
+        (number, progress): (u64, &Progress),
+        reply: impl Future<Output = RedisResult<T>>,
+    ) -> RedisResult<T> {
+        let limit = self.0.client.response_timeout();
+        let result = progress.wait(limit, reply).await;
+        let is_lost = match &result {
+            None => true,
+            // redis-rs's own limit of a reply may be short (`ClientBuilder::config`)
+            Some(Err(error)) => is_connection_error(error) && !error.is_timeout(),
+            Some(Ok(_)) => false,
+        };
+        if is_lost {
+            self.change(|now| now.is_lost |= now.usable.number == number);
         }
+        result.unwrap_or_else(|| Err(no_progress(limit)))
     }
+
+    /// Refuses a subscription in RESP2: its messages would be taken for replies.
+    fn check_protocol<'a>(&self, mut commands: impl Iterator<Item = &'a Cmd>) -> RedisResult<()> {
+        let subscribes = |command| matches!(effect(command), Some(Effect::Subscribe(_)));
+        if self.0.client.is_resp3() || !commands.any(subscribes) {
+            return Ok(());
+        }
+        let message = "subscriptions need RESP3: use ClientBuilder::push_sender, or ?protocol=3";
+        Err(RedisError::from((ErrorKind::InvalidClientConfig, message)))
+    }
+}
+
+fn is_error(value: &Value) -> bool {
+    matches!(value, Value::ServerError(_))
+}
+
+fn no_progress(limit: Option<std::time::Duration>) -> RedisError {
+    let message = format!("no byte from the server for {:?}", limit.unwrap_or_default());
+    io::Error::new(io::ErrorKind::TimedOut, message).into()
 }
 
 impl ConnectionLike for Connection {
     fn req_packed_command<'a>(&'a mut self, cmd: &'a Cmd) -> RedisFuture<'a, Value> {
         Box::pin(async move {
+            self.check_protocol(std::iter::once(cmd))?;
+            if let Some(split) = self.current(|now| now.subscriptions.split(cmd)) {
+                let mut replies = self.req_packed_commands(&split, 0, split.len()).await?;
+                let error = replies.iter().position(is_error);
+                let last = replies.len() - 1;
+                return Ok(replies.swap_remove(error.unwrap_or(last)));
+            }
             loop {
-                let (mut connection, number) = self.usable().await?;
-                let result = connection.req_packed_command(cmd).await;
-                self.check_lost(number, &result);
-                if result.is_err() || !self.note(std::iter::once(cmd), number) {
+                let Usable { mut connection, progress, number } = self.usable().await?;
+                let reply = connection.req_packed_command(cmd);
+                let result = self.reply((number, &progress), reply).await;
+                let is_done = matches!(&result, Ok(value) if !is_error(value));
+                if !is_done || !self.note(std::iter::once(cmd), number) {
                     return result;
                 }
             }
@@ -197,11 +307,16 @@ impl ConnectionLike for Connection {
         count: usize,
     ) -> RedisFuture<'a, Vec<Value>> {
         Box::pin(async move {
-            let (mut connection, number) = self.usable().await?;
-            let result = connection.req_packed_commands(pipeline, offset, count).await;
-            self.check_lost(number, &result);
+            self.check_protocol(pipeline.cmd_iter())?;
+            let Usable { mut connection, progress, number } = self.usable().await?;
+            let replies = connection.req_packed_commands(pipeline, offset, count);
+            let result = self.reply((number, &progress), replies).await;
+            let Ok(values) = &result else { return result };
+            // In a transaction, the replies are not one for each command.
+            let refused = |at: usize| offset == 0 && values.get(at).is_some_and(is_error);
+            let commands = pipeline.cmd_iter().enumerate().filter(|(at, _)| !refused(*at));
             // A pipeline may have other commands, which must not run twice.
-            if result.is_ok() && self.note(pipeline.cmd_iter(), number) {
+            if self.note(commands.map(|(_, command)| command), number) {
                 self.change(|now| now.is_lost = true);
             }
             result

@@ -69,6 +69,7 @@
 mod client;
 mod connection;
 mod pool;
+mod progress;
 mod subscriptions;
 mod tls;
 

@@ -1,24 +1,43 @@
 //! The subscriptions of a connection, so that they can be restored on the next one.
+//!
+//! The server confirms each name of a SUBSCRIBE on its own, while redis-rs expects one reply to a
+//! command: a second confirmation would be taken for the reply to the next command. So commands
+//! with several names are split into commands with one each.
 
 use std::collections::BTreeSet;
 
-use redis::{Arg, Cmd, cmd};
+use redis::{Arg, Cmd, Pipeline, cmd};
 
-/// The commands that change subscriptions.
-const COMMANDS: [&[u8]; 7] = [
-    b"SUBSCRIBE",
-    b"PSUBSCRIBE",
-    b"SSUBSCRIBE",
-    b"UNSUBSCRIBE",
-    b"PUNSUBSCRIBE",
-    b"SUNSUBSCRIBE",
-    b"RESET",
-];
+/// What a command does to subscriptions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Effect {
+    Subscribe(Kind),
+    Unsubscribe(Kind),
+    Reset,
+}
 
-/// Returns whether a command changes subscriptions.
-pub(crate) fn changes_subscriptions(command: &Cmd) -> bool {
-    let Some(Arg::Simple(name)) = command.args_iter().next() else { return false };
-    COMMANDS.iter().any(|known| known.eq_ignore_ascii_case(name))
+/// A kind of subscription.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Channel,
+    Pattern,
+    ShardChannel,
+}
+
+/// Returns what a command does to subscriptions, if anything.
+pub(crate) fn effect(command: &Cmd) -> Option<Effect> {
+    let Some(Arg::Simple(name)) = command.args_iter().next() else { return None };
+    let effects = [
+        ("SUBSCRIBE", Effect::Subscribe(Kind::Channel)),
+        ("PSUBSCRIBE", Effect::Subscribe(Kind::Pattern)),
+        ("SSUBSCRIBE", Effect::Subscribe(Kind::ShardChannel)),
+        ("UNSUBSCRIBE", Effect::Unsubscribe(Kind::Channel)),
+        ("PUNSUBSCRIBE", Effect::Unsubscribe(Kind::Pattern)),
+        ("SUNSUBSCRIBE", Effect::Unsubscribe(Kind::ShardChannel)),
+        ("RESET", Effect::Reset),
+    ];
+    let known = effects.iter().find(|(known, _)| known.as_bytes().eq_ignore_ascii_case(name));
+    known.map(|(_, effect)| *effect)
 }
 
 /// The channels and patterns that a connection is subscribed to.
@@ -34,62 +53,98 @@ impl Subscriptions {
         *self == Self::default()
     }
 
-    /// Notes a command that the server has carried out.
-    pub(crate) fn note(&mut self, command: &Cmd) {
-        let mut words = command.args_iter().filter_map(|word| match word {
-            Arg::Simple(bytes) => Some(bytes.to_vec()),
-            _ => None,
-        });
-        let Some(name) = words.next() else { return };
-        let (set, is_added) = match name.to_ascii_uppercase().as_slice() {
-            b"SUBSCRIBE" => (&mut self.channels, true),
-            b"PSUBSCRIBE" => (&mut self.patterns, true),
-            b"SSUBSCRIBE" => (&mut self.shard_channels, true),
-            b"UNSUBSCRIBE" => (&mut self.channels, false),
-            b"PUNSUBSCRIBE" => (&mut self.patterns, false),
-            b"SUNSUBSCRIBE" => (&mut self.shard_channels, false),
-            b"RESET" => {
-                *self = Self::default();
-                return;
-            }
-            _ => return,
-        };
-        let names: Vec<_> = words.collect();
-        match (is_added, names.is_empty()) {
-            (true, _) => set.extend(names),
-            (false, true) => set.clear(), // without arguments: from all
-            (false, false) => set.retain(|name| !names.contains(name)),
+    fn names(&mut self, kind: Kind) -> &mut BTreeSet<Vec<u8>> {
+        match kind {
+            Kind::Channel => &mut self.channels,
+            Kind::Pattern => &mut self.patterns,
+            Kind::ShardChannel => &mut self.shard_channels,
         }
     }
 
-    /// Returns the commands that subscribe a new connection.
-    pub(crate) fn commands(&self) -> impl Iterator<Item = Cmd> {
-        let Self { channels, patterns, shard_channels } = self;
-        let sets =
-            [("SUBSCRIBE", channels), ("PSUBSCRIBE", patterns), ("SSUBSCRIBE", shard_channels)];
-        sets.into_iter().filter(|(_, set)| !set.is_empty()).map(|(name, set)| {
-            let mut command = cmd(name);
-            for channel in set {
-                command.arg(channel);
+    /// Notes a command that the server has carried out.
+    pub(crate) fn note(&mut self, command: &Cmd) {
+        match effect(command) {
+            Some(Effect::Subscribe(kind)) => self.names(kind).extend(arguments(command)),
+            Some(Effect::Unsubscribe(kind)) => {
+                let names = self.names(kind);
+                let mut ended = arguments(command).peekable();
+                if ended.peek().is_none() {
+                    names.clear(); // without arguments: from all
+                }
+                ended.for_each(|name| drop(names.take(&name)));
             }
-            command
-        })
+            Some(Effect::Reset) => *self = Self::default(),
+            None => {}
+        }
     }
+
+    pub(crate) fn remove(&mut self, kind: Kind, name: &[u8]) {
+        self.names(kind).remove(name);
+    }
+
+    /// Returns all of them.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (Kind, &Vec<u8>)> {
+        let sets = [
+            (Kind::Channel, &self.channels),
+            (Kind::Pattern, &self.patterns),
+            (Kind::ShardChannel, &self.shard_channels),
+        ];
+        sets.into_iter().flat_map(|(kind, names)| names.iter().map(move |name| (kind, name)))
+    }
+
+    /// Returns a command that has several confirmations as commands with one each.
+    pub(crate) fn split(&self, command: &Cmd) -> Option<Pipeline> {
+        let kind = match effect(command)? {
+            Effect::Subscribe(kind) | Effect::Unsubscribe(kind) => kind,
+            Effect::Reset => return None,
+        };
+        let mut names: Vec<_> = arguments(command).collect();
+        if names.is_empty() {
+            names =
+                self.iter().filter(|(of, _)| *of == kind).map(|(_, name)| name.clone()).collect();
+        }
+        let Some(Arg::Simple(word)) = command.args_iter().next() else { return None };
+        let mut split = Pipeline::with_capacity(names.len());
+        for name in &names {
+            split.cmd(&String::from_utf8_lossy(word)).arg(name);
+        }
+        (names.len() > 1).then_some(split)
+    }
+}
+
+impl Kind {
+    /// Returns the command that subscribes to a name of this kind.
+    pub(crate) fn subscribe(self, name: &[u8]) -> Cmd {
+        let word = match self {
+            Self::Channel => "SUBSCRIBE",
+            Self::Pattern => "PSUBSCRIBE",
+            Self::ShardChannel => "SSUBSCRIBE",
+        };
+        cmd(word).arg(name).clone()
+    }
+}
+
+fn arguments(command: &Cmd) -> impl Iterator<Item = Vec<u8>> {
+    command.args_iter().skip(1).filter_map(|word| match word {
+        Arg::Simple(bytes) => Some(bytes.to_vec()),
+        _ => None,
+    })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn packed(subscriptions: &Subscriptions) -> Vec<String> {
-        let words = |command: &Cmd| {
-            let words = command.args_iter().filter_map(|word| match word {
-                Arg::Simple(bytes) => Some(String::from_utf8_lossy(bytes).into_owned()),
-                _ => None,
-            });
-            words.collect::<Vec<_>>().join(" ")
-        };
-        subscriptions.commands().map(|command| words(&command)).collect()
+    fn words(command: &Cmd) -> String {
+        let words = command.args_iter().filter_map(|word| match word {
+            Arg::Simple(bytes) => Some(String::from_utf8_lossy(bytes).into_owned()),
+            _ => None,
+        });
+        words.collect::<Vec<_>>().join(" ")
+    }
+
+    fn all(subscriptions: &Subscriptions) -> Vec<String> {
+        subscriptions.iter().map(|(kind, name)| words(&kind.subscribe(name))).collect()
     }
 
     #[test]
@@ -102,14 +157,34 @@ mod tests {
             (cmd("SSUBSCRIBE").arg("s"), true),
             (cmd("UNSUBSCRIBE").arg("b"), true),
         ] {
-            assert_eq!(changes_subscriptions(command), is_about_them);
+            assert_eq!(effect(command).is_some(), is_about_them);
             subscriptions.note(command);
         }
-        let all = ["SUBSCRIBE a c", "PSUBSCRIBE n.*", "SSUBSCRIBE s"];
-        assert_eq!(packed(&subscriptions), all);
+        let expected = ["SUBSCRIBE a", "SUBSCRIBE c", "PSUBSCRIBE n.*", "SSUBSCRIBE s"];
+        assert_eq!(all(&subscriptions), expected);
         subscriptions.note(&cmd("UNSUBSCRIBE"));
-        assert_eq!(packed(&subscriptions), all[1..]);
+        assert_eq!(all(&subscriptions), expected[2..]);
+        subscriptions.remove(Kind::Pattern, b"n.*");
+        assert_eq!(all(&subscriptions), expected[3..]);
         subscriptions.note(&cmd("RESET"));
         assert!(subscriptions.is_empty());
+    }
+
+    #[test]
+    fn splits_commands_with_several_confirmations() {
+        let mut subscriptions = Subscriptions::default();
+        let split = |subscriptions: &Subscriptions, command: &Cmd| {
+            let split = subscriptions.split(command)?;
+            Some(split.cmd_iter().map(words).collect::<Vec<_>>())
+        };
+        let subscribe = cmd("SUBSCRIBE").arg(&["a", "b"]).clone();
+        let expected = ["SUBSCRIBE a", "SUBSCRIBE b"].map(str::to_owned).to_vec();
+        assert_eq!(split(&subscriptions, &subscribe), Some(expected));
+        assert_eq!(split(&subscriptions, cmd("SUBSCRIBE").arg("a")), None);
+        assert_eq!(split(&subscriptions, &cmd("UNSUBSCRIBE")), None, "one confirmation");
+        assert_eq!(split(&subscriptions, cmd("MGET").arg(&["a", "b"])), None);
+        subscriptions.note(&subscribe);
+        let expected = ["UNSUBSCRIBE a", "UNSUBSCRIBE b"].map(str::to_owned).to_vec();
+        assert_eq!(split(&subscriptions, &cmd("UNSUBSCRIBE")), Some(expected));
     }
 }

@@ -237,3 +237,172 @@ async fn restores_subscriptions_after_a_restart() {
     assert_eq!(receivers, 1);
     while pushed.recv().await.expect("a push").kind != PushKind::Message {}
 }
+
+/// Commands that a new connection runs after it was opened again get their own replies.
+#[tokio::test]
+async fn restores_many_subscriptions_and_keeps_replies_in_order() {
+    let (_redis, port) = start(&[]);
+    let url = format!("redis://127.0.0.1:{port}?rdma=forbid&protocol=3");
+    let mut subscriber = connect(&url).await;
+    let names: Vec<_> = (0..5_000).map(|n| format!("channel-{n}")).collect();
+    redis::cmd("SUBSCRIBE").arg(&names).exec_async(&mut subscriber).await.expect("SUBSCRIBE");
+    let mut other = connect(&url).await;
+    for round in 0..2 {
+        for n in 0..200 {
+            let echo: String = redis::cmd("ECHO")
+                .arg(n)
+                .query_async(&mut subscriber)
+                .await
+                .unwrap_or_else(|error| panic!("round {round}, ECHO {n}: {error}"));
+            assert_eq!(echo, n.to_string());
+        }
+        if round == 0 {
+            let kill = redis::cmd("CLIENT").arg(&["KILL", "TYPE", "pubsub"]).clone();
+            kill.exec_async(&mut other).await.expect("CLIENT KILL");
+            let begun = Instant::now();
+            while subscriber.reconnects() == 0 {
+                assert!(begun.elapsed() < TIMEOUT, "the connection is opened again");
+                tokio::task::yield_now().await;
+            }
+        }
+    }
+    redis::cmd("UNSUBSCRIBE").exec_async(&mut subscriber).await.expect("from all");
+    assert_eq!(other.publish::<_, _, i64>("channel-7", "hello").await.expect("PUBLISH"), 0);
+}
+
+/// The server may take the permission for a channel away. Other subscriptions and commands go on.
+#[tokio::test]
+async fn fails_only_the_subscription_that_the_server_refuses() {
+    let (_redis, port) = start(&["--user", "me", "on", ">pw", "~*", "+@all", "&a", "&b"]);
+    let (pushes, mut pushed) = tokio::sync::mpsc::unbounded_channel();
+    let url = format!("redis://me:pw@127.0.0.1:{port}?rdma=forbid");
+    let client = ClientBuilder::open(&url).expect("valid URL").push_sender(pushes).build();
+    let mut subscriber = client.connect().await.expect("connect");
+    for channel in ["a", "b"] {
+        redis::cmd("SUBSCRIBE").arg(channel).exec_async(&mut subscriber).await.expect(channel);
+    }
+    let refused = redis::cmd("SUBSCRIBE").arg("c").exec_async(&mut subscriber).await;
+    let refused = refused.expect_err("not allowed").to_string();
+    assert!(refused.contains("no permissions"), "{refused}");
+    let mut admin = connect(&format!("redis://127.0.0.1:{port}?rdma=forbid")).await;
+    // Redis closes the connections of subscribers that have lost a permission.
+    let change = redis::cmd("ACL").arg(&["SETUSER", "me", "resetchannels", "&a"]).clone();
+    change.exec_async(&mut admin).await.expect("ACL SETUSER");
+    while pushed.recv().await.expect("a push").kind != PushKind::Disconnection {}
+    let () = subscriber.set("key", 1).await.expect("other commands work");
+    assert_eq!(admin.publish::<_, _, i64>("a", "hello").await.expect("PUBLISH"), 1);
+    let ended = tokio::time::timeout(TIMEOUT, async {
+        loop {
+            let push = pushed.recv().await.expect("a push");
+            if push.kind == PushKind::Unsubscribe {
+                return push.data;
+            }
+        }
+    });
+    let ended = format!("{:?}", ended.await.expect("the end of the subscription is reported"));
+    assert!(ended.contains("'b'") || ended.contains("\"b\""), "{ended}");
+    assert!(ended.contains("no permissions"), "{ended}");
+}
+
+/// All commands that wait for the same connection fail with it. None of them waits for its own.
+#[tokio::test]
+async fn waiting_commands_fail_together() {
+    let (mut redis, port) = start(&[]);
+    let url = format!("redis://127.0.0.1:{port}?rdma=forbid");
+    let builder = ClientBuilder::open(&url).expect("valid URL");
+    let client = builder.reconnect(2, Duration::from_millis(1)).build();
+    let mut connection = client.connect().await.expect("connect");
+    redis.kill();
+    let listener = tokio::net::TcpListener::bind(("127.0.0.1", port)).await.expect("listen");
+    let accepted = std::sync::Arc::new(std::sync::atomic::AtomicU64::new(0));
+    let counted = std::sync::Arc::clone(&accepted);
+    let refusing = tokio::spawn(async move {
+        loop {
+            drop(listener.accept().await);
+            counted.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        }
+    });
+    while connection.get::<_, Option<i64>>("a").await.is_ok() {}
+    let _ = connection.get::<_, Option<i64>>("a").await.expect_err("nobody answers");
+    let before = accepted.load(std::sync::atomic::Ordering::Relaxed);
+    let mut commands = tokio::task::JoinSet::new();
+    for _ in 0..20 {
+        let mut connection = connection.clone();
+        commands.spawn(async move { connection.get::<_, Option<i64>>("a").await });
+    }
+    for result in commands.join_all().await {
+        result.expect_err("nobody answers");
+    }
+    let tried = accepted.load(std::sync::atomic::Ordering::Relaxed) - before;
+    assert_eq!(tried, 2, "attempts for 20 commands");
+    refusing.abort();
+}
+
+/// In RESP2, a message of a subscription would be taken for the reply to another command.
+#[tokio::test]
+async fn rejects_subscriptions_in_resp2() {
+    let (_redis, port) = start(&[]);
+    let mut connection = connect(&format!("redis://127.0.0.1:{port}?rdma=forbid")).await;
+    for name in ["SUBSCRIBE", "psubscribe"] {
+        let subscribed = redis::cmd(name).arg("a").exec_async(&mut connection).await;
+        let error = subscribed.expect_err("RESP2").to_string();
+        assert!(error.contains("RESP3") && error.contains("push_sender"), "{error}");
+        let piped = redis::pipe().cmd(name).arg("a").exec_async(&mut connection).await;
+        piped.expect_err("RESP2");
+    }
+    let () = connection.set("a", 1).await.expect("the connection works");
+}
+
+/// A server that answers a GET slowly, a byte at a time, and nothing else.
+async fn slow_server(bytes: usize, pause: Duration) -> SocketAddr {
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("listen");
+    let address = listener.local_addr().expect("an address");
+    tokio::spawn(async move {
+        while let Ok((mut peer, _)) = listener.accept().await {
+            tokio::spawn(async move {
+                let mut request = Vec::new();
+                while peer.read_buf(&mut request).await.is_ok_and(|read| read > 0) {
+                    let text = String::from_utf8_lossy(&request).into_owned();
+                    if !text.ends_with("\r\n") {
+                        continue;
+                    }
+                    request.clear();
+                    for _ in text.matches("SETINFO") {
+                        peer.write_all(b"+OK\r\n").await.expect("answer");
+                    }
+                    if text.contains("GET") {
+                        let reply = format!("${bytes}\r\n{}\r\n", "x".repeat(bytes));
+                        for byte in reply.bytes() {
+                            tokio::time::sleep(pause).await;
+                            peer.write_all(&[byte]).await.expect("answer");
+                        }
+                    }
+                }
+            });
+        }
+    });
+    address
+}
+
+/// The limit is for a wait without progress: a reply that is slow, but arrives, has no limit.
+#[tokio::test]
+async fn limits_the_time_without_progress() {
+    let limit = Duration::from_secs(3);
+    let address = slow_server(3, Duration::from_millis(500)).await;
+    let open = |address: SocketAddr| {
+        let builder = ClientBuilder::open(&format!("redis://{address}?rdma=forbid"));
+        builder.expect("valid URL").response_timeout(Some(limit)).build()
+    };
+    let mut connection = open(address).connect().await.expect("connect");
+    let begun = Instant::now();
+    assert_eq!(connection.get::<_, String>("a").await.expect("a slow reply"), "xxx");
+    assert!(begun.elapsed() > limit, "the reply took longer than the limit");
+    // No answer at all: the next command uses a new connection.
+    let error = redis::cmd("PING").exec_async(&mut connection).await.expect_err("no answer");
+    assert!(error.is_timeout() && error.to_string().contains("3s"), "{error}");
+    assert_eq!(connection.reconnects(), 0);
+    let answered = redis::cmd("CLIENT").arg(&["SETINFO", "lib-name", "a"]).clone();
+    answered.exec_async(&mut connection).await.expect("a new connection");
+    assert_eq!(connection.reconnects(), 1);
+}

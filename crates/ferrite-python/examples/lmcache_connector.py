@@ -11,6 +11,7 @@ LMCache loads it by name (`external://` or its plugin framework). Put this file 
 A chunk is one key. It is read into LMCache's memory and sent from there, without a copy in Python.
 """
 import asyncio
+import logging
 from typing import List, Optional
 
 from lmcache.utils import CacheEngineKey
@@ -20,6 +21,7 @@ from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 import ferrite.asyncio
 
 PREFIX = "lmcache:"
+logger = logging.getLogger(__name__)
 
 
 class FerriteConnector(RemoteConnector):
@@ -79,13 +81,21 @@ class FerriteConnector(RemoteConnector):
         return True
 
     async def batched_get(self, keys: List[CacheEngineKey]) -> List[Optional[MemoryObj]]:
-        return await asyncio.gather(*map(self.get, keys))
+        # A chunk that fails is missing. The memory of the others must not get lost with it.
+        found = await asyncio.gather(*map(self.get, keys), return_exceptions=True)
+        for key, failed in zip(keys, found):
+            if isinstance(failed, Exception):
+                logger.warning("cannot read chunk %s: %s", key.to_string(), failed)
+        return [None if isinstance(chunk, BaseException) else chunk for chunk in found]
 
     def support_batched_put(self) -> bool:
         return True
 
     async def batched_put(self, keys: List[CacheEngineKey], memory_objs: List[MemoryObj]):
-        await asyncio.gather(*map(self.put, keys, memory_objs))
+        # LMCache reuses the memory of all chunks when this returns, so it waits for all of them.
+        done = await asyncio.gather(*map(self.put, keys, memory_objs), return_exceptions=True)
+        for failed in filter(None, done):
+            raise failed
 
     def remove_sync(self, key: CacheEngineKey) -> bool:
         removing = asyncio.run_coroutine_threadsafe(self.client.delete(_name(key)), self.loop)

@@ -23,7 +23,7 @@ MIB = 1 << 20
 class Server:
     """A redis-server of its own, with the options for connections to it."""
 
-    def __init__(self):
+    def __init__(self, *more):
         self.directory = tempfile.TemporaryDirectory()
         self.port = 26380 if IS_RDMA else _free_port()
         self.options = {"host": HOST, "port": self.port,
@@ -35,7 +35,7 @@ class Server:
             words = ["ip", "netns", "exec", "h1", *words, "--port", "0", "--loadmodule", MODULE,
                      "rdma", "require", "rdma-bind", HOST, "rdma-port", str(self.port)]
         else:
-            words += ["--port", str(self.port)]
+            words += ["--port", str(self.port), *more]
         self.process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
         self._wait()
 

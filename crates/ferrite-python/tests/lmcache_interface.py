@@ -1,7 +1,7 @@
 """The part of LMCache that its remote connectors see, for machines without LMCache and torch.
 
-The signatures are those of lmcache 0.5.6: `RemoteConnector`, `MemoryObj`, `CacheEngineKey` and
-`LocalCPUBackend.allocate`. The real package was not tested.
+The real package needs torch with CUDA. `test_lmcache_interface.py` compares this copy and the example
+with the source of the real package, of this version.
 """
 import abc
 import sys
@@ -9,6 +9,7 @@ import types
 
 import numpy as np
 
+VERSION = "0.5.6"
 
 class CacheEngineKey:
     def __init__(self, name):

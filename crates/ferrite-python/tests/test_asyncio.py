@@ -1,5 +1,8 @@
 """redis.asyncio over Ferrite's connections."""
 import asyncio
+import multiprocessing
+import os
+import signal
 
 import numpy as np
 import pytest
@@ -154,3 +157,55 @@ def test_cancelled_get_into_leaves_the_buffer_alone(options):
         assert await client.ping() and out == bytes(100)
 
     run(options, program)
+
+
+def test_cancelled_set_from_stores_nothing(server):
+    """The caller may use the buffer for something else after that."""
+    async def program(client):
+        value = bytearray(64 * MIB)
+        assert await client.ping()
+        cancelled = await client.client_id()
+        async with redis.asyncio.Redis(unix_socket_path=server.socket) as other:
+            os.kill(server.process.pid, signal.SIGSTOP)
+            try:
+                setting = asyncio.create_task(client.set_from("value", value))
+                connection = None
+                while connection is None or not connection._writer.transport._unsent:
+                    await asyncio.sleep(0)  # until the server's buffers are full
+                    connection = next(iter(client.connection_pool._in_use_connections), None)
+                setting.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await setting
+                value[:] = b"x" * len(value)
+            finally:
+                os.kill(server.process.pid, signal.SIGCONT)
+            while any(int(c["id"]) == cancelled for c in await other.client_list()):
+                pass
+            assert await other.get("value") is None
+            assert await client.ping()
+
+    run(server.options, program)
+
+
+def _in_a_child(options, results):
+    async def program(client):
+        results.put(await client.set("child", 1))
+
+    run(options, program)
+
+
+def test_works_in_a_forked_child(server):
+    async def program(client):
+        assert await client.ping()
+
+    run(server.options, program)
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    child = context.Process(target=_in_a_child, args=(server.options, results))
+    child.start()
+    try:
+        assert results.get(timeout=60) is True
+        child.join(60)
+        assert child.exitcode == 0
+    finally:
+        child.kill()

@@ -70,3 +70,39 @@ def test_missing_and_partial_chunks(server):
             assert await loop.run_in_executor(None, connector.remove_sync, key) is expected
 
     run(server, MIB, program)
+
+
+def test_a_batch_ends_only_when_all_its_chunks_are_done(server):
+    """LMCache reuses the memory of the chunks after that."""
+    async def program(connector, backend):
+        keys = [CacheEngineKey(name) for name in ("bad", "good")]
+        started, may_end, ended = asyncio.Event(), asyncio.Event(), []
+
+        class Client:
+            async def set_from(self, name, _):
+                if name.endswith("bad"):
+                    await started.wait()
+                    raise OSError("lost")
+                started.set()
+                await may_end.wait()
+                ended.append(name)
+
+        real, connector.client = connector.client, Client()
+        putting = asyncio.create_task(connector.batched_put(keys, [chunk(1, 10), chunk(2, 10)]))
+        await started.wait()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not putting.done()
+        may_end.set()
+        with pytest.raises(OSError, match="lost"):
+            await putting
+        assert ended == ["lmcache:good"]
+        connector.client = real
+
+        await connector.put(keys[1], chunk(3, MIB))
+        await connector.client.set("lmcache:bad", b"x" * (MIB + 1))  # larger than a chunk
+        bad, good = await connector.batched_get(keys)
+        assert bad is None and good.references == 1
+        assert sum(memory.references for memory in backend.allocated) == 1
+
+    run(server, MIB, program)

@@ -10,6 +10,7 @@
 """
 from ._native import __version__
 from .client import Redis
-from .connection import BufferTooSmallError, Connection, FallbackWarning
+from .connection import BufferTooSmallError, Connection, FallbackWarning, TlsConnection
 
-__all__ = ["BufferTooSmallError", "Connection", "FallbackWarning", "Redis", "__version__"]
+__all__ = ["BufferTooSmallError", "Connection", "FallbackWarning", "Redis", "TlsConnection",
+           "__version__"]

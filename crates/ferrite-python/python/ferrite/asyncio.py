@@ -1,5 +1,6 @@
 """The connection class and the client for redis.asyncio."""
 import asyncio
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 import redis
@@ -7,14 +8,21 @@ import redis.asyncio
 from redis.asyncio.retry import Retry
 
 from ._transport import StreamTransport
-from .buffers import byte_view
-from .client import default_retry, read_value_into
-from .connection import FerriteOptions, has_unread, size_of, store
+from .client import BufferCommands
+from .connection import TLS, FerriteOptions, has_unread, size_of, store
 
-__all__ = ["Connection", "Redis"]
+__all__ = ["Connection", "Redis", "TlsConnection"]
 
-# For connecting and for large values: each waits in a thread, without Python's lock.
-_threads = ThreadPoolExecutor(32, thread_name_prefix="ferrite")
+
+def _start_threads():
+    """For connecting and for large values: each waits in a thread, without Python's lock."""
+    global _threads
+    _threads = ThreadPoolExecutor(32, thread_name_prefix="ferrite")
+
+
+_start_threads()
+# A forked child has none of these threads, but its copy of the executor would wait for them.
+os.register_at_fork(after_in_child=_start_threads)
 
 
 class Connection(FerriteOptions, redis.asyncio.Connection):
@@ -23,6 +31,10 @@ class Connection(FerriteOptions, redis.asyncio.Connection):
     def __init__(self, *, rdma="prefer", local_address=None, **options):
         self._set_options(rdma, local_address)
         super().__init__(**options)
+
+    @property
+    def _is_open(self):
+        return self.is_connected
 
     async def _connect(self):
         loop = asyncio.get_running_loop()
@@ -75,38 +87,27 @@ def _close_when_done(connecting):
         connecting.result().close()
 
 
-class Redis(redis.asyncio.Redis):
+class TlsConnection(FerriteOptions, redis.asyncio.SSLConnection):
+    """redis.asyncio's own connection over TCP with TLS; see `ferrite.TlsConnection`."""
+
+    def __init__(self, *, rdma="prefer", local_address=None, **options):
+        self._set_options(rdma, local_address)
+        self._forbid_rdma()
+        super().__init__(**options)
+
+    @property
+    def transport(self):
+        return TLS if self.is_connected else None
+
+    async def read_value_into(self, view):
+        return store(await self.read_response(disable_decoding=True), view)
+
+
+class Redis(BufferCommands, redis.asyncio.Redis):
     """A `redis.asyncio.Redis` over `ferrite.asyncio.Connection`; see `ferrite.Redis`."""
 
-    def __init__(self, host="localhost", port=6379, db=0, *, connection_pool=None, **options):
-        is_own = connection_pool is None
-        if is_own:
-            options.setdefault("retry", default_retry(Retry))
-            connection_pool = redis.asyncio.ConnectionPool(
-                connection_class=Connection, host=host, port=port, db=db, **options)
-            options = {}
-        super().__init__(connection_pool=connection_pool, **options)
-        if is_own:
-            self.auto_close_connection_pool = True
+    _pool_class, _retry_class = redis.asyncio.ConnectionPool, Retry
 
-    @classmethod
-    def from_url(cls, url, **options):
-        """Like `redis.asyncio.Redis.from_url`, with the options of `ferrite.Connection`."""
-        pool = redis.asyncio.ConnectionPool.from_url(url, connection_class=Connection, **options)
-        client = cls(connection_pool=pool)
-        client.auto_close_connection_pool = True
-        return client
-
-    async def get_into(self, key, buffer):
-        """Reads a value into `buffer`; see `ferrite.Redis.get_into`."""
-        return await self.execute_command("GET", key, into=byte_view(buffer, writable=True))
-
-    async def set_from(self, key, buffer, **options):
-        """Sets a value from the memory of `buffer`. The options are those of `set`."""
-        return await self.set(key, byte_view(buffer, writable=False), **options)
-
-    async def parse_response(self, connection, command_name, **options):
-        view = options.pop("into", None)
-        if view is not None:
-            return await read_value_into(connection, view)
-        return await super().parse_response(connection, command_name, **options)
+    @staticmethod
+    def _connection_class(is_tls):
+        return TlsConnection if is_tls else Connection

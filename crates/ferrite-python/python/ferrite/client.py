@@ -4,35 +4,21 @@ from redis.backoff import ExponentialWithJitterBackoff
 from redis.retry import Retry
 
 from .buffers import byte_view
-from .connection import Connection, FerriteOptions
+from .connection import Connection, FerriteOptions, TlsConnection
 
 
-def default_retry(retry_class):
-    """Returns what redis-py uses for clients that make their own pool."""
-    return retry_class(ExponentialWithJitterBackoff(base=1, cap=10), 3)
-
-
-def read_value_into(connection, view):
-    """Checks that the connection is of Ferrite: others cannot read into a buffer."""
-    if not isinstance(connection, FerriteOptions):
-        raise TypeError(f"{type(connection).__name__} cannot read into a buffer: create the pool "
-                        "with connection_class=ferrite.Connection")
-    return connection.read_value_into(view)
-
-
-class Redis(redis.Redis):
-    """A `redis.Redis` over `ferrite.Connection`.
-
-    Pass `connection_pool`, or host and port with the options of `redis.ConnectionPool` and of
-    `ferrite.Connection`.
-    """
+class BufferCommands:
+    """What both clients add to those of redis-py, whose methods return values or awaitables."""
 
     def __init__(self, host="localhost", port=6379, db=0, *, connection_pool=None, **options):
         is_own = connection_pool is None
         if is_own:
-            options.setdefault("retry", default_retry(Retry))
-            connection_pool = redis.ConnectionPool(
-                connection_class=Connection, host=host, port=port, db=db, **options)
+            # what redis-py uses for clients that make their own pool
+            retry = self._retry_class(ExponentialWithJitterBackoff(base=1, cap=10), 3)
+            options.setdefault("retry", retry)
+            connection_class = self._connection_class(options.pop("ssl", False))
+            connection_pool = self._pool_class(
+                connection_class=connection_class, host=host, port=port, db=db, **options)
             options = {}
         super().__init__(connection_pool=connection_pool, **options)
         if is_own:
@@ -40,8 +26,11 @@ class Redis(redis.Redis):
 
     @classmethod
     def from_url(cls, url, **options):
-        """Like `redis.Redis.from_url`; `?rdma=require` and `&local_address=...` are options."""
-        pool = redis.ConnectionPool.from_url(url, connection_class=Connection, **options)
+        """Like redis-py's; `?rdma=require` and `&local_address=...` are options."""
+        pool = cls._pool_class.from_url(url, **options)
+        # Set afterwards: redis.asyncio ignores this option for rediss://. redis-py obeys it, and
+        # would send the password without TLS.
+        pool.connection_class = cls._connection_class(url.startswith("rediss://"))
         client = cls(connection_pool=pool)
         client.auto_close_connection_pool = True
         return client
@@ -61,6 +50,23 @@ class Redis(redis.Redis):
 
     def parse_response(self, connection, command_name, **options):
         view = options.pop("into", None)
-        if view is not None:
-            return read_value_into(connection, view)
-        return super().parse_response(connection, command_name, **options)
+        if view is None:
+            return super().parse_response(connection, command_name, **options)
+        if not isinstance(connection, FerriteOptions):
+            raise TypeError(f"{type(connection).__name__} cannot read into a buffer: create the "
+                            "pool with connection_class=ferrite.Connection")
+        return connection.read_value_into(view)
+
+
+class Redis(BufferCommands, redis.Redis):
+    """A `redis.Redis` over `ferrite.Connection`.
+
+    Pass `connection_pool`, or host and port with the options of `redis.ConnectionPool` and of
+    `ferrite.Connection`. `ssl=True` uses `ferrite.TlsConnection`.
+    """
+
+    _pool_class, _retry_class = redis.ConnectionPool, Retry
+
+    @staticmethod
+    def _connection_class(is_tls):
+        return TlsConnection if is_tls else Connection

@@ -5,6 +5,7 @@ import warnings
 
 import redis
 from redis.connection import Connection as RedisConnection
+from redis.connection import SSLConnection
 
 from ._native import Stream
 
@@ -13,6 +14,7 @@ try:
 except ImportError:  # another version of redis-py; its parsers in Python work unchanged
     _HiredisParser = None
 
+TLS = "TCP with TLS"
 POLICIES = ("prefer", "require", "forbid")
 
 
@@ -32,6 +34,8 @@ class BufferTooSmallError(ValueError):
 class FerriteOptions:
     """The options of both connection classes, and what a connection tells about its transport."""
 
+    _is_open = False  # each class says how redis-py tells
+
     def _set_options(self, rdma, local_address):
         if rdma not in POLICIES:
             raise ValueError(f"rdma={rdma!r}: expected one of {', '.join(POLICIES)}")
@@ -42,17 +46,22 @@ class FerriteOptions:
     @property
     def transport(self):
         """The transport in use, such as "RDMA (Ferrite)" or "TCP"; None while not connected."""
-        return self._stream.transport if self._stream and self.is_connected else None
+        return self._stream.transport if self._stream and self._is_open else None
 
     @property
     def device(self):
         """The RDMA device in use, or None."""
-        return self._stream.device if self._stream and self.is_connected else None
+        return self._stream.device if self._stream and self._is_open else None
 
     @property
     def fallback(self):
         """Why the connection uses TCP although RDMA was preferred, or None."""
-        return self._stream.fallback if self._stream and self.is_connected else None
+        return self._stream.fallback if self._stream and self._is_open else None
+
+    def _forbid_rdma(self):
+        if self.rdma == "require":
+            raise ValueError("rdma='require' with TLS: RDMA is not encrypted; use redis:// for "
+                             "RDMA, or leave rdma out")
 
     def _open_stream(self):
         """Connects to the first address of the host that answers. Waits."""
@@ -145,6 +154,10 @@ class Connection(FerriteOptions, RedisConnection):
         self._set_options(rdma, local_address)
         super().__init__(*args, **options)
 
+    @property
+    def _is_open(self):
+        return self._sock is not None
+
     def set_parser(self, parser_class):
         if _HiredisParser is not None and parser_class is _HiredisParser:
             parser_class = _Parser
@@ -175,3 +188,22 @@ class Connection(FerriteOptions, RedisConnection):
         if size is None:  # an error or a push message, which redis-py's parser handles
             return store(self.read_response(disable_decoding=True), view)
         return size_of(size, view)
+
+
+class TlsConnection(FerriteOptions, SSLConnection):
+    """A connection over TCP with TLS (`rediss://`): redis-py's own, with its `ssl_...` options.
+
+    RDMA is not encrypted, and is not used. `get_into` works, and copies the value once more.
+    """
+
+    def __init__(self, *args, rdma="prefer", local_address=None, **options):
+        self._set_options(rdma, local_address)
+        self._forbid_rdma()
+        super().__init__(*args, **options)
+
+    @property
+    def transport(self):
+        return TLS if self._sock is not None else None
+
+    def read_value_into(self, view):
+        return store(self.read_response(disable_decoding=True), view)

@@ -1,0 +1,120 @@
+//! The time limit of replies: it counts while no byte arrives or leaves.
+//!
+//! A limit for a whole reply would have to fit the largest value on the slowest network, and would
+//! notice a dead server as late.
+
+use std::io;
+use std::pin::{Pin, pin};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use ferrite_session::Session;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::time::{Instant, timeout_at};
+
+/// When a connection last moved a byte.
+#[derive(Debug)]
+pub(crate) struct Progress {
+    begun: Instant,
+    /// Microseconds after `begun`.
+    last_us: AtomicU64,
+}
+
+impl Progress {
+    fn note(&self) {
+        let us = u64::try_from(self.begun.elapsed().as_micros()).unwrap_or(u64::MAX);
+        self.last_us.store(us, Ordering::Relaxed);
+    }
+
+    fn last(&self) -> Instant {
+        self.begun + Duration::from_micros(self.last_us.load(Ordering::Relaxed))
+    }
+
+    /// Waits for a reply. Returns `None` if the connection makes no progress for this time.
+    pub(crate) async fn wait<T>(
+        &self,
+        limit: Option<Duration>,
+        reply: impl Future<Output = T>,
+    ) -> Option<T> {
+        let mut reply = pin!(reply);
+        let asked = Instant::now();
+        loop {
+            let from = self.last().max(asked);
+            let deadline = limit.and_then(|limit| from.checked_add(limit));
+            let Some(deadline) = deadline else { return Some(reply.await) };
+            if let Ok(done) = timeout_at(deadline, &mut reply).await {
+                return Some(done);
+            }
+            if self.last() <= from {
+                return None;
+            }
+        }
+    }
+}
+
+/// A session that notes its progress.
+pub(crate) struct Watched {
+    session: Session,
+    progress: Arc<Progress>,
+}
+
+impl Watched {
+    pub(crate) fn new(session: Session) -> (Self, Arc<Progress>) {
+        let progress = Arc::new(Progress { begun: Instant::now(), last_us: AtomicU64::new(0) });
+        (Self { session, progress: Arc::clone(&progress) }, progress)
+    }
+
+    /// Notes that bytes were moved.
+    fn noted(&self, moved: io::Result<usize>) -> Poll<io::Result<usize>> {
+        if moved.as_ref().is_ok_and(|bytes| *bytes > 0) {
+            self.progress.note();
+        }
+        Poll::Ready(moved)
+    }
+}
+
+impl AsyncRead for Watched {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        out: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let before = out.filled().len();
+        let read = ready!(Pin::new(&mut self.session).poll_read(cx, out));
+        self.noted(read.map(|()| out.filled().len() - before)).map_ok(|_| ())
+    }
+}
+
+impl AsyncWrite for Watched {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        let written = ready!(Pin::new(&mut self.session).poll_write(cx, bytes));
+        self.noted(written)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        pieces: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let written = ready!(Pin::new(&mut self.session).poll_write_vectored(cx, pieces));
+        self.noted(written)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.session.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.session).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.session).poll_shutdown(cx)
+    }
+}
