@@ -22,7 +22,7 @@ class StreamTransport(asyncio.Transport):
         self._unsent_bytes = 0
         self._high, self._low = 64 << 10, 16 << 10
         self._is_writing_paused = self._is_reading_paused = False
-        self._is_at_end = self._is_closing = self._is_closed = False
+        self._is_at_end = self._is_closed = False
         stream.settimeout(0)
         self._event = stream.fileno()
         loop.add_reader(self._event, self._ready)
@@ -41,7 +41,7 @@ class StreamTransport(asyncio.Transport):
 
     def _receive(self):
         for _ in range(CHUNKS_AT_ONCE):
-            if self._is_reading_paused or self._is_at_end or self._is_closing:
+            if self._is_reading_paused or self._is_at_end or self._is_closed:
                 return
             try:
                 data = self._stream.recv(CHUNK_BYTES)
@@ -59,7 +59,7 @@ class StreamTransport(asyncio.Transport):
         self._loop.call_soon(self._receive)
 
     def is_reading(self):
-        return not self._is_reading_paused and not self._is_closing
+        return not self._is_reading_paused and not self._is_closed
 
     def pause_reading(self):
         self._is_reading_paused = True
@@ -71,7 +71,7 @@ class StreamTransport(asyncio.Transport):
     # ---- writing ----
 
     def write(self, data):
-        if self._is_closing or not len(data):
+        if self._is_closed or not len(data):
             return
         self._unsent.append(memoryview(data))
         self._unsent_bytes += self._unsent[-1].nbytes
@@ -104,8 +104,6 @@ class StreamTransport(asyncio.Transport):
         if self._is_writing_paused and self._unsent_bytes <= self._low:
             self._is_writing_paused = False
             self._protocol.resume_writing()
-        if self._is_closing and not self._unsent:
-            self._finish(None)
 
     def set_write_buffer_limits(self, high=None, low=None):
         self._high = 64 << 10 if high is None else high
@@ -123,20 +121,22 @@ class StreamTransport(asyncio.Transport):
     # ---- the end ----
 
     def is_closing(self):
-        return self._is_closing
+        return self._is_closed
 
     def close(self):
-        if not self._is_closing:
-            self._is_closing = True
-            self._send_unsent()
+        """Closes at once. What is unsent is the rest of a command that its caller has given up.
 
-    def abort(self):
+        It may be in the caller's own buffer, which the caller may change from now on: if the rest
+        were sent, the server could store a value of old and new bytes.
+        """
         self._finish(None)
+
+    abort = close
 
     def _finish(self, error):
         if self._is_closed:
             return
-        self._is_closing = self._is_closed = True
+        self._is_closed = True
         self._unsent.clear()
         self._loop.remove_reader(self._event)
         self._stream.close()

@@ -8,7 +8,7 @@ from redis.asyncio.retry import Retry
 
 from ._transport import StreamTransport
 from .buffers import byte_view
-from .client import default_retry, read_value_into
+from .client import check_url, default_retry, read_value_into
 from .connection import FerriteOptions, has_unread, size_of, store
 
 __all__ = ["Connection", "Redis"]
@@ -92,6 +92,7 @@ class Redis(redis.asyncio.Redis):
     @classmethod
     def from_url(cls, url, **options):
         """Like `redis.asyncio.Redis.from_url`, with the options of `ferrite.Connection`."""
+        check_url(url)
         pool = redis.asyncio.ConnectionPool.from_url(url, connection_class=Connection, **options)
         client = cls(connection_pool=pool)
         client.auto_close_connection_pool = True

@@ -12,6 +12,14 @@ def default_retry(retry_class):
     return retry_class(ExponentialWithJitterBackoff(base=1, cap=10), 3)
 
 
+def check_url(url):
+    """Refuses URLs of other transports. redis-py would ignore rediss:// and use no encryption."""
+    scheme = url.partition("://")[0]
+    if scheme != "redis":
+        raise ValueError(f"{scheme}:// is not supported, expected redis://; for TLS (TCP only) and "
+                         "Unix sockets, use the client of redis-py")
+
+
 def read_value_into(connection, view):
     """Checks that the connection is of Ferrite: others cannot read into a buffer."""
     if not isinstance(connection, FerriteOptions):
@@ -41,6 +49,7 @@ class Redis(redis.Redis):
     @classmethod
     def from_url(cls, url, **options):
         """Like `redis.Redis.from_url`; `?rdma=require` and `&local_address=...` are options."""
+        check_url(url)
         pool = redis.ConnectionPool.from_url(url, connection_class=Connection, **options)
         client = cls(connection_pool=pool)
         client.auto_close_connection_pool = True
