@@ -13,6 +13,13 @@ import ferrite.asyncio
 MIB = 1 << 20
 
 
+def options_for(listener):
+    """Options for clients that send nothing but their commands."""
+    return {"host": "127.0.0.1", "port": listener.getsockname()[1], "rdma": "forbid",
+            "protocol": 2, "retry": None, "lib_name": None, "lib_version": None,
+            "socket_timeout": 60}
+
+
 @contextlib.contextmanager
 def serve(act):
     """Runs `act` with the first connection, in a thread. Yields the options for a client."""
@@ -25,9 +32,7 @@ def serve(act):
 
         thread = threading.Thread(target=run)
         thread.start()
-        yield {"host": "127.0.0.1", "port": listener.getsockname()[1], "rdma": "forbid",
-               "protocol": 2, "retry": None, "lib_name": None, "lib_version": None,
-               "socket_timeout": 60}
+        yield options_for(listener)
         thread.join()
 
 
@@ -79,3 +84,20 @@ def test_urls_of_other_transports_are_refused(client, url):
     with pytest.raises(ValueError, match="expected redis://") as refused:
         client.from_url(url)
     assert "secret" not in str(refused.value)
+
+
+def test_a_server_that_does_not_answer_holds_up_no_other(server):
+    async def program():
+        # The kernel accepts the connections.
+        with socket.create_server(("127.0.0.1", 0), backlog=128) as silent:
+            async with ferrite.asyncio.Redis(**options_for(silent)) as client:
+                waiting = [asyncio.create_task(client.get_into("key", bytearray(1)))
+                           for _ in range(64)]
+                for _ in range(20):
+                    async with ferrite.asyncio.Redis(**server.options) as other:
+                        assert await asyncio.wait_for(other.ping(), 30)
+                for task in waiting:
+                    task.cancel()
+                await asyncio.gather(*waiting, return_exceptions=True)
+
+    asyncio.run(program())

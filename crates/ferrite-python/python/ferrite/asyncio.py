@@ -13,8 +13,9 @@ from .connection import FerriteOptions, has_unread, size_of, store
 
 __all__ = ["Connection", "Redis"]
 
-# For connecting and for large values: each waits in a thread, without Python's lock.
-_threads = ThreadPoolExecutor(32, thread_name_prefix="ferrite")
+# For connecting and for large values: each waits in a thread, without Python's lock. A connection
+# needs one at most. There is no lower limit: a server that does not answer would hold up others.
+_threads = ThreadPoolExecutor(1 << 16, thread_name_prefix="ferrite")
 
 
 class Connection(FerriteOptions, redis.asyncio.Connection):
