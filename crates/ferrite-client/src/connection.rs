@@ -9,7 +9,8 @@
 //! connection. Messages that were published in the meantime are lost.
 
 use std::fmt;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, PoisonError, RwLock, Weak};
+use std::time::{Duration, Instant};
 
 use redis::aio::{ConnectionLike, MultiplexedConnection};
 use redis::{Cmd, Pipeline, RedisFuture, RedisResult, Value};
@@ -39,6 +40,8 @@ struct Current {
     number: u64,
     is_lost: bool,
     subscriptions: Subscriptions,
+    /// How long to wait before the subscriptions are restored, if this connection lives no longer.
+    pause: Duration,
 }
 
 impl Client {
@@ -59,9 +62,14 @@ impl Client {
 impl Connection {
     fn new(client: Client, dialed: Dialed) -> Self {
         let Dialed { connection, transport_info, driver } = dialed;
-        let subscriptions = Subscriptions::default();
-        let current =
-            Current { connection, transport_info, number: 0, is_lost: false, subscriptions };
+        let current = Current {
+            connection,
+            transport_info,
+            number: 0,
+            is_lost: false,
+            subscriptions: Subscriptions::default(),
+            pause: Duration::ZERO,
+        };
         let shared = Shared { client, current: RwLock::new(current), opening: Mutex::default() };
         let connection = Self(Arc::new(shared));
         connection.restore_after(driver, 0);
@@ -130,24 +138,28 @@ impl Connection {
         Ok((connection, number))
     }
 
-    /// Waits for the end of the connection with this number. If it has subscriptions, opens the
-    /// next one, for as long as anybody holds it.
+    /// Waits for the end of the connection with this number, and restores its subscriptions.
     fn restore_after(&self, driver: JoinHandle<()>, number: u64) {
-        let shared = Arc::downgrade(&self.0);
+        let (shared, opened) = (Arc::downgrade(&self.0), Instant::now());
         tokio::spawn(async move {
             let _ = driver.await;
-            while let Some(connection) = shared.upgrade().map(Self) {
-                let is_restored = connection.change(|now| {
-                    now.is_lost |= now.number == number;
-                    now.number != number || now.subscriptions.is_empty()
-                });
-                if is_restored || connection.usable().await.is_ok() {
-                    return;
-                }
-                let wait = connection.0.client.longest_wait();
-                drop(connection);
-                sleep(wait).await;
+            if let Some(connection) = shared.upgrade().map(Self) {
+                connection.note_end(number, opened.elapsed());
             }
+            restore(shared, number).await;
+        });
+    }
+
+    /// Notes that the connection with this number has ended. A server may close each one as soon
+    /// as it has subscribed: then the pauses grow.
+    fn note_end(&self, number: u64, lived: Duration) {
+        let (first, longest) = (self.0.client.first_wait(), self.0.client.longest_wait());
+        self.change(|now| {
+            now.is_lost |= now.number == number;
+            now.pause = match lived >= longest {
+                true => Duration::ZERO,
+                false => (now.pause * 2).max(first).min(longest),
+            };
         });
     }
 
@@ -156,13 +168,20 @@ impl Connection {
     /// replaced that one and does not have them.
     fn note<'a>(&self, commands: impl Iterator<Item = &'a Cmd>, number: u64) -> bool {
         let mut commands = commands.filter(|command| changes_subscriptions(command)).peekable();
-        commands.peek().is_some()
-            && self.change(|now| {
-                for command in commands {
-                    now.subscriptions.note(command);
-                }
-                now.number != number
-            })
+        if commands.peek().is_none() {
+            return false;
+        }
+        let (is_replaced, is_lost) = self.change(|now| {
+            for command in commands {
+                now.subscriptions.note(command);
+            }
+            (now.number != number, now.is_lost)
+        });
+        if is_lost && !is_replaced {
+            // The connection has ended before its subscriptions were known.
+            tokio::spawn(restore(Arc::downgrade(&self.0), number));
+        }
+        is_replaced
     }
 
     /// Marks the connection as lost if the result is a connection error. A timeout is not one.
@@ -173,6 +192,23 @@ impl Connection {
         {
             self.change(|now| now.is_lost |= now.number == number);
         }
+    }
+}
+
+/// Opens the connection after the one with this number if there are subscriptions, for as long as
+/// anybody holds it.
+async fn restore(shared: Weak<Shared>, number: u64) {
+    let pause = shared.upgrade().map(|it| Connection(it).current(|now| now.pause));
+    sleep(pause.unwrap_or_default()).await;
+    while let Some(connection) = shared.upgrade().map(Connection) {
+        let is_restored =
+            connection.current(|now| now.number != number || now.subscriptions.is_empty());
+        if is_restored || connection.usable().await.is_ok() {
+            return;
+        }
+        let wait = connection.0.client.longest_wait();
+        drop(connection);
+        sleep(wait).await;
     }
 }
 
