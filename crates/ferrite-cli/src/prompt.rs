@@ -132,8 +132,7 @@ impl Prompt {
         let is_kept = match parsed {
             Line::Empty => false,
             Line::Command(_, words) => !secret::is_secret(words),
-            // A line with unbalanced quotes may contain a mistyped password.
-            Line::Invalid(_) => !line.trim_start().to_ascii_lowercase().starts_with("auth"),
+            Line::Invalid(_) => !secret::may_be_secret(line),
             _ => true,
         };
         if is_kept

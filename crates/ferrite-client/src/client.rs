@@ -202,6 +202,11 @@ impl Client {
         Ok(Dialed { connection, transport_info, progress, driver: tokio::spawn(driver) })
     }
 
+    /// Returns the time between the first two attempts to open a connection.
+    pub(crate) fn first_wait(&self) -> Duration {
+        self.0.reconnect.wait
+    }
+
     /// Returns the longest time between two attempts to open a connection.
     pub(crate) fn longest_wait(&self) -> Duration {
         self.0.reconnect.wait_max

@@ -10,7 +10,8 @@
 //! server refuses to restore ends, and the receiver of push messages is told.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, PoisonError, RwLock, Weak};
+use std::time::{Duration, Instant};
 use std::{fmt, io};
 
 use redis::aio::{ConnectionLike, MultiplexedConnection};
@@ -44,6 +45,8 @@ struct Current {
     transport_info: TransportInfo,
     is_lost: bool,
     subscriptions: Subscriptions,
+    /// How long to wait before the subscriptions are restored, if this connection lives no longer.
+    pause: Duration,
 }
 
 /// What a command needs of a connection.
@@ -76,9 +79,13 @@ impl Client {
 impl Connection {
     fn new(client: Client, dialed: Dialed) -> Self {
         let Dialed { connection, transport_info, progress, driver } = dialed;
-        let usable = Usable { connection, progress, number: 0 };
-        let subscriptions = Subscriptions::default();
-        let current = Current { usable, transport_info, is_lost: false, subscriptions };
+        let current = Current {
+            usable: Usable { connection, progress, number: 0 },
+            transport_info,
+            is_lost: false,
+            subscriptions: Subscriptions::default(),
+            pause: Duration::ZERO,
+        };
         let current = RwLock::new(current);
         let (opening, failures) = (Mutex::default(), AtomicU64::new(0));
         let connection = Self(Arc::new(Shared { client, current, opening, failures }));
@@ -202,24 +209,28 @@ impl Connection {
         Ok(refused.collect())
     }
 
-    /// Waits for the end of the connection with this number. If it has subscriptions, opens the
-    /// next one, for as long as anybody holds it.
+    /// Waits for the end of the connection with this number, and restores its subscriptions.
     fn restore_after(&self, driver: JoinHandle<()>, number: u64) {
-        let shared = Arc::downgrade(&self.0);
+        let (shared, opened) = (Arc::downgrade(&self.0), Instant::now());
         tokio::spawn(async move {
             let _ = driver.await;
-            while let Some(connection) = shared.upgrade().map(Self) {
-                let is_restored = connection.change(|now| {
-                    now.is_lost |= now.usable.number == number;
-                    now.usable.number != number || now.subscriptions.is_empty()
-                });
-                if is_restored || connection.usable().await.is_ok() {
-                    return;
-                }
-                let wait = connection.0.client.longest_wait();
-                drop(connection);
-                sleep(wait).await;
+            if let Some(connection) = shared.upgrade().map(Self) {
+                connection.note_end(number, opened.elapsed());
             }
+            restore(shared, number).await;
+        });
+    }
+
+    /// Notes that the connection with this number has ended. A server may close each one as soon
+    /// as it has subscribed: then the pauses grow.
+    fn note_end(&self, number: u64, lived: Duration) {
+        let (first, longest) = (self.0.client.first_wait(), self.0.client.longest_wait());
+        self.change(|now| {
+            now.is_lost |= now.usable.number == number;
+            now.pause = match lived >= longest {
+                true => Duration::ZERO,
+                false => (now.pause * 2).max(first).min(longest),
+            };
         });
     }
 
@@ -228,13 +239,20 @@ impl Connection {
     /// replaced that one and does not have them.
     fn note<'a>(&self, commands: impl Iterator<Item = &'a Cmd>, number: u64) -> bool {
         let mut commands = commands.filter(|command| effect(command).is_some()).peekable();
-        commands.peek().is_some()
-            && self.change(|now| {
-                for command in commands {
-                    now.subscriptions.note(command);
-                }
-                now.usable.number != number
-            })
+        if commands.peek().is_none() {
+            return false;
+        }
+        let (is_replaced, is_lost) = self.change(|now| {
+            for command in commands {
+                now.subscriptions.note(command);
+            }
+            (now.usable.number != number, now.is_lost)
+        });
+        if is_lost && !is_replaced {
+            // The connection has ended before its subscriptions were known.
+            tokio::spawn(restore(Arc::downgrade(&self.0), number));
+        }
+        is_replaced
     }
 
     /// Waits for a reply on a connection. Marks the connection as lost if it is, or if it makes no
@@ -273,9 +291,26 @@ fn is_error(value: &Value) -> bool {
     matches!(value, Value::ServerError(_))
 }
 
-fn no_progress(limit: Option<std::time::Duration>) -> RedisError {
+fn no_progress(limit: Option<Duration>) -> RedisError {
     let message = format!("no byte from the server for {:?}", limit.unwrap_or_default());
     io::Error::new(io::ErrorKind::TimedOut, message).into()
+}
+
+/// Opens the connection after the one with this number if there are subscriptions, for as long as
+/// anybody holds it.
+async fn restore(shared: Weak<Shared>, number: u64) {
+    let pause = shared.upgrade().map(|it| Connection(it).current(|now| now.pause));
+    sleep(pause.unwrap_or_default()).await;
+    while let Some(connection) = shared.upgrade().map(Connection) {
+        let is_restored =
+            connection.current(|now| now.usable.number != number || now.subscriptions.is_empty());
+        if is_restored || connection.usable().await.is_ok() {
+            return;
+        }
+        let wait = connection.0.client.longest_wait();
+        drop(connection);
+        sleep(wait).await;
+    }
 }
 
 impl ConnectionLike for Connection {

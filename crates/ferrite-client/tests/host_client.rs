@@ -2,11 +2,15 @@
 //! URLs, host names, several servers, timeouts, TLS, and programs without tokio.
 
 use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use ferrite_client::redis::{self, AsyncCommands as _, PushKind};
 use ferrite_client::{Client, ClientBuilder, Connection, SessionTransport, rustls};
 use ferrite_testkit::{Engine, TIMEOUT, TempDir, free_port, pem};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::{TcpListener, TcpStream};
 
 /// Starts a server with a TCP port, and returns both.
 fn start(options: &[&str]) -> (Engine, u16) {
@@ -405,4 +409,45 @@ async fn limits_the_time_without_progress() {
     let answered = redis::cmd("CLIENT").arg(&["SETINFO", "lib-name", "a"]).clone();
     answered.exec_async(&mut connection).await.expect("a new connection");
     assert_eq!(connection.reconnects(), 1);
+}
+
+/// Answers as an engine, and closes the connection after it has confirmed a subscription.
+async fn close_after_subscribe(mut stream: TcpStream) -> std::io::Result<()> {
+    let mut input = vec![0; 4096];
+    loop {
+        let count = stream.read(&mut input).await?;
+        let commands = String::from_utf8_lossy(&input[..count]).to_uppercase();
+        for command in commands.split_inclusive('*').filter(|command| command.contains('$')) {
+            if command.contains("SUBSCRIBE") {
+                let reply = b">3\r\n$9\r\nsubscribe\r\n$4\r\nnews\r\n:1\r\n";
+                return stream.write_all(reply).await;
+            }
+            let is_hello = command.contains("HELLO");
+            let reply = if is_hello { "%1\r\n$5\r\nproto\r\n:3\r\n" } else { "+OK\r\n" };
+            stream.write_all(reply.as_bytes()).await?;
+        }
+        if count == 0 {
+            return Ok(());
+        }
+    }
+}
+
+/// Without pauses, there would be thousands of connections in this time.
+#[tokio::test]
+async fn pauses_before_it_restores_subscriptions_again() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    let at = listener.local_addr().expect("an address");
+    let opened = Arc::new(AtomicU32::new(0));
+    let counter = Arc::clone(&opened);
+    tokio::spawn(async move {
+        while let Ok((stream, _)) = listener.accept().await {
+            counter.fetch_add(1, Ordering::Relaxed);
+            tokio::spawn(close_after_subscribe(stream));
+        }
+    });
+    let mut subscriber = connect(&format!("redis://{at}?rdma=forbid&protocol=3")).await;
+    redis::cmd("SUBSCRIBE").arg("news").exec_async(&mut subscriber).await.expect("SUBSCRIBE");
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    let opened = opened.load(Ordering::Relaxed);
+    assert!((2..20).contains(&opened), "{opened} connections");
 }

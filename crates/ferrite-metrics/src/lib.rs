@@ -16,6 +16,7 @@
 //! costs nothing.
 #![forbid(unsafe_code)]
 
+mod connections;
 mod exposition;
 mod fabric;
 mod gateway;

@@ -19,16 +19,15 @@ use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::net::TcpStream;
-use tokio::sync::{Semaphore, oneshot};
+use tokio::sync::oneshot;
 use tokio::time::{sleep, timeout};
 
+use crate::connections::Connections;
 use crate::exposition::Exposition;
 
 /// The format of `/metrics`.
 pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-/// Connections at a time. A scraper needs one.
-const CONNECTIONS: usize = 16;
 /// Threads for what may block in the kernel: metrics that are being read, and a name.
 const BLOCKING_THREADS: usize = 2;
 /// How long a connection may be idle or take to send a request.
@@ -138,26 +137,31 @@ async fn serve(listener: TcpListener, program: Arc<dyn Program>) {
             return;
         }
     };
-    let places = Arc::new(Semaphore::new(CONNECTIONS));
+    let mut connections = Connections::default();
     loop {
-        let Ok(place) = Arc::clone(&places).acquire_owned().await else { return };
         let Ok(socket) = listener.accept().await.and_then(|(socket, _)| lifted(socket)) else {
             sleep(Duration::from_millis(100)).await; // too many open files
             continue;
         };
-        let program = Arc::clone(&program);
-        tokio::spawn(async move {
+        let (program, activity) = (Arc::clone(&program), connections.new_activity());
+        let uses = Arc::clone(&activity);
+        let task = tokio::spawn(async move {
             let answer = service_fn(|request| {
-                let program = Arc::clone(&program);
-                async move { Ok::<_, Infallible>(answer(&request, program).await) }
+                let (program, uses) = (Arc::clone(&program), Arc::clone(&uses));
+                uses.begin();
+                async move {
+                    let response = answer(&request, program).await;
+                    uses.end();
+                    Ok::<_, Infallible>(response)
+                }
             });
             let connection = hyper::server::conn::http1::Builder::new()
                 .timer(TokioTimer::new())
                 .header_read_timeout(HEADER_TIMEOUT)
                 .serve_connection(TokioIo::new(socket), answer);
             let _ = connection.await; // the client has gone, or speaks no HTTP
-            drop(place);
         });
+        connections.add(task.abort_handle(), activity);
     }
 }
 
@@ -250,9 +254,40 @@ mod tests {
 
     fn request(address: SocketAddr, path: &str) -> std::net::TcpStream {
         let mut socket = std::net::TcpStream::connect(address).expect("the admin port");
+        socket.set_read_timeout(Some(Duration::from_secs(30))).expect("set");
         write!(socket, "GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
             .expect("sent");
         socket
+    }
+
+    /// A program with metrics that are longer than the kernel buffers for a connection.
+    struct Long;
+
+    impl Program for Long {
+        fn metrics(&self, out: &mut Exposition) {
+            out.gauge("long", &"x".repeat(16 << 20), 1);
+        }
+
+        fn ready(&self) -> Ready {
+            Box::pin(async { Ok(()) })
+        }
+    }
+
+    #[test]
+    fn silent_clients_and_clients_that_do_not_read_keep_nobody_out() {
+        let port = AdminPort::bind("127.0.0.1:0".parse().expect("an address")).expect("a port");
+        let server = port.serve(Arc::new(Long)).expect("a thread");
+        let silent = || std::net::TcpStream::connect(server.address()).expect("a connection");
+        let does_not_read = || {
+            let mut socket = request(server.address(), "/metrics");
+            socket.read_exact(&mut [0; 1]).expect("the answer has begun");
+            socket
+        };
+        let _silent: Vec<_> = (0..17).map(|_| silent()).collect();
+        let _unread: Vec<_> = (0..17).map(|_| does_not_read()).collect();
+        let mut answer = String::new();
+        request(server.address(), "/live").read_to_string(&mut answer).expect("an answer");
+        assert!(answer.ends_with("live\n"), "{answer}");
     }
 
     #[test]

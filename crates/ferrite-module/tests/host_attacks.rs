@@ -310,6 +310,21 @@ fn a_client_over_the_output_limit_is_disconnected() {
     });
 }
 
+/// Clients that are disconnected again and again for the same reason do not fill the log.
+#[test]
+fn clients_over_the_output_limit_do_not_fill_the_log() {
+    on_each(&["--client-output-buffer-limit", "normal 1mb 1mb 1"], |server| {
+        of_module(server).ok(&["SET", "k", &"x".repeat(1 << 20)]);
+        for _ in 0..5 {
+            let mut client = of_module(server);
+            client.send(&vec![vec!["GETRANGE", "k", "0", "-1"]; 60]);
+            server.wait_until("the end of the session", || server.count("sessions") == 0);
+        }
+        let lines = server.log().matches("over the hard client-output-buffer-limit").count();
+        assert_eq!(lines, 1, "{}", server.log());
+    });
+}
+
 /// A client that stays above the soft limit is disconnected when its time is over.
 #[test]
 fn a_client_over_the_soft_limit_is_disconnected_in_time() {

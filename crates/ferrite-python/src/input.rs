@@ -14,6 +14,8 @@ use tokio::io::{AsyncRead as _, ReadBuf, ReadHalf};
 const READ_AHEAD: usize = 16 << 10;
 /// The longest header of a bulk reply is shorter than this.
 const HEADER_MAX: usize = 32;
+/// The size of a value is below this, so that sums with it do not overflow.
+const VALUE_MAX: usize = isize::MAX as usize - 2;
 
 pub(crate) struct Input {
     half: ReadHalf<Session>,
@@ -156,8 +158,8 @@ impl Input {
                 self.from += end + 2;
                 return Poll::Ready(match (is_null, size) {
                     (true, _) => Ok(Bulk::Null),
-                    (false, Some(size)) => Ok(Bulk::Value(size)),
-                    (false, None) => Err(invalid("a bulk reply without a size")),
+                    (false, Some(size)) if size < VALUE_MAX => Ok(Bulk::Value(size)),
+                    (false, _) => Err(invalid("a bulk reply without a size")),
                 });
             }
             if waiting.len() > HEADER_MAX {

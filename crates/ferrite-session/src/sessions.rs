@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use ferrite_fabric::{Link, Transport};
+use ferrite_fabric::{Link, LogLimit, Transport};
 use tokio::sync::Notify;
 
 use crate::connector::SessionTransport;
@@ -300,11 +300,14 @@ impl OpenSession {
         let held_bytes = entry.held.bytes();
         if entry.held.evict() {
             self.sessions.evicted.fetch_add(1, Ordering::Relaxed);
-            tracing::warn!(
-                session = entry.id,
-                held_bytes,
-                "client disconnected: sessions hold more memory than maxmemory-clients"
-            );
+            static LINES: LogLimit = LogLimit::new();
+            if let Some(others) = LINES.pass() {
+                tracing::warn!(
+                    session = entry.id,
+                    held_bytes,
+                    "client disconnected: sessions hold more memory than maxmemory-clients{others}"
+                );
+            }
             entry.kill();
         }
     }

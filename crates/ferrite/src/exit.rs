@@ -8,6 +8,7 @@ use ferrite_config::exit_code;
 use ferrite_verbs::{Absence, CompletionError, ErrorKind};
 use serde::Serialize;
 
+use crate::output::escape_controls;
 use crate::pingpong::ConnectionLost;
 use crate::server;
 use crate::settings::WrongSettings;
@@ -18,11 +19,11 @@ pub(crate) fn report(error: &anyhow::Error, json: bool) -> ExitCode {
     let failure = Failure::from_error(error);
     match crate::log::is_json() {
         true => tracing::error!("{}", failure.paragraph()),
-        false => eprintln!("ferrite: {}", failure.paragraph()),
+        false => eprintln!("ferrite: {}", escape_controls(&failure.paragraph())),
     }
     if json {
         match serde_json::to_string(&serde_json::json!({ "error": failure })) {
-            Ok(text) => println!("{text}"),
+            Ok(text) => println!("{}", escape_controls(&text)),
             Err(error) => eprintln!("ferrite: {error}"),
         }
     }

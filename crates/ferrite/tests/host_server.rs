@@ -8,6 +8,8 @@ mod server {
     pub(crate) mod harness;
 }
 
+use std::fs::Permissions;
+use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -122,6 +124,13 @@ fn check_prints_the_configuration_and_starts_nothing() {
         assert!(stdout.contains(part), "{part}: {stdout}");
     }
     assert!(!stdout.contains("hush"), "{stdout}");
+    for (mode, is_warned) in [(0o644, true), (0o600, false)] {
+        std::fs::set_permissions(&file, Permissions::from_mode(mode)).expect("permitted");
+        let log = text(&run(&["--check"], &file).stderr);
+        let warning = "all users of this host can read the value of requirepass";
+        assert_eq!(log.contains(warning), is_warned, "{log}");
+        assert!(!log.contains("hush"), "{log}");
+    }
     let object: Value =
         serde_json::from_slice(&run(&["--check", "--json"], &file).stdout).expect("JSON");
     assert!(

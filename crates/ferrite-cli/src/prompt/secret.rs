@@ -18,8 +18,16 @@ pub(super) fn is_secret(words: &[Vec<u8>]) -> bool {
         ]),
         [b"hello", ..] => says(&[b"auth"]),
         [b"migrate", ..] => says(&[b"auth", b"auth2"]),
+        [b"sentinel", ..] => says(&[b"auth-pass", b"auth-user", b"sentinel-pass"]),
         _ => false,
     }
+}
+
+/// Returns whether a line that cannot be split into words, because of its quotes, may contain a
+/// password.
+pub(super) fn may_be_secret(line: &str) -> bool {
+    let line = line.to_ascii_lowercase();
+    ["auth", "pass", "setuser"].iter().any(|part| line.contains(part))
 }
 
 #[cfg(test)]
@@ -39,10 +47,25 @@ mod tests {
             ("HELLO 3 SETNAME a AUTH user p", true),
             ("HELLO 3", false),
             ("MIGRATE host 1 k 0 1 AUTH2 user p", true),
+            ("SENTINEL SET mymaster auth-pass p", true),
+            ("SENTINEL CONFIG SET sentinel-pass p", true),
+            ("SENTINEL MASTERS", false),
             ("GET auth", false),
         ] {
             let words: Vec<_> = line.split(' ').map(|word| word.as_bytes().to_vec()).collect();
             assert_eq!(is_secret(&words), secret, "{line}");
+        }
+    }
+
+    #[test]
+    fn detects_passwords_in_lines_with_unbalanced_quotes() {
+        for (line, secret) in [
+            ("AUTH \"p", true),
+            ("CONFIG SET requirepass \"p", true),
+            ("acl SetUser me \">p", true),
+            ("SET key \"value", false),
+        ] {
+            assert_eq!(may_be_secret(line), secret, "{line}");
         }
     }
 }

@@ -124,12 +124,14 @@ class StreamTransport(asyncio.Transport):
         return self._is_closed
 
     def close(self):
-        """Closes at once. Other transports send the rest first; here it is in memory of the
-        caller, who uses it again once the command has failed, and the server would store that."""
+        """Closes at once. What is unsent is the rest of a command that its caller has given up.
+
+        It may be in the caller's own buffer, which the caller may change from now on: if the rest
+        were sent, the server could store a value of old and new bytes.
+        """
         self._finish(None)
 
-    def abort(self):
-        self._finish(None)
+    abort = close
 
     def _finish(self, error):
         if self._is_closed:

@@ -15,9 +15,11 @@ __all__ = ["Connection", "Redis", "TlsConnection"]
 
 
 def _start_threads():
-    """For connecting and for large values: each waits in a thread, without Python's lock."""
+    """For connecting and for large values: each waits in a thread, without Python's lock. A
+    connection needs one at most. No lower limit: a server that does not answer holds up no other.
+    """
     global _threads
-    _threads = ThreadPoolExecutor(32, thread_name_prefix="ferrite")
+    _threads = ThreadPoolExecutor(1 << 16, thread_name_prefix="ferrite")
 
 
 _start_threads()

@@ -27,6 +27,10 @@ class BufferCommands:
     @classmethod
     def from_url(cls, url, **options):
         """Like redis-py's; `?rdma=require` and `&local_address=...` are options."""
+        scheme = url.partition("://")[0]
+        if scheme not in ("redis", "rediss"):
+            raise ValueError(f"{scheme}:// is not supported, expected redis:// or rediss://; for "
+                             "Unix sockets, use the client of redis-py")
         pool = cls._pool_class.from_url(url, **options)
         # Set afterwards: redis.asyncio ignores this option for rediss://. redis-py obeys it, and
         # would send the password without TLS.

@@ -8,6 +8,7 @@ use std::future::Future;
 use std::io;
 use std::time::Duration;
 
+use ferrite_fabric::LogLimit;
 use tokio::sync::{Semaphore, SemaphorePermit};
 use tokio::time::{Instant, timeout, timeout_at};
 
@@ -118,7 +119,10 @@ impl<'a, C: Client> InProcessSession<'a, C> {
         }
         let limits = self.engine.client_limits();
         self.output.note(self.replies.len(), &limits).inspect_err(|error| {
-            tracing::warn!(client = self.record.id(), %error, "client disconnected");
+            static LINES: LogLimit = LogLimit::new();
+            if let Some(others) = LINES.pass() {
+                tracing::warn!(client = self.record.id(), %error, "client disconnected{others}");
+            }
         })
     }
 
@@ -131,7 +135,10 @@ impl<'a, C: Client> InProcessSession<'a, C> {
         let limit = self.engine.client_limits().query_bytes;
         if limit > 0 && ahead_max >= limit {
             let error = io::Error::other("client is over client-query-buffer-limit");
-            tracing::warn!(client = self.record.id(), %error, "client disconnected");
+            static LINES: LogLimit = LogLimit::new();
+            if let Some(others) = LINES.pass() {
+                tracing::warn!(client = self.record.id(), %error, "client disconnected{others}");
+            }
             return Err(error);
         }
         let more = ahead_max.saturating_mul(2);

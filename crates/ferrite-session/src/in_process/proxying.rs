@@ -3,6 +3,7 @@
 use std::io;
 use std::sync::atomic::Ordering;
 
+use ferrite_fabric::LogLimit;
 use ferrite_proto::SessionCommand;
 
 use super::InProcessSession;
@@ -218,10 +219,13 @@ impl<C: Client> InProcessSession<'_, C> {
     }
 
     pub(super) fn warn_of_unmarked_writes(&self) {
-        tracing::warn!(
-            client = self.record.id(),
-            "client disconnected: cannot mark its writes for WAIT"
-        );
+        static LINES: LogLimit = LogLimit::new();
+        if let Some(others) = LINES.pass() {
+            tracing::warn!(
+                client = self.record.id(),
+                "client disconnected: cannot mark its writes for WAIT{others}"
+            );
+        }
     }
 
     /// Returns how to handle the large command that has arrived in part. Returns `None` if there is

@@ -8,6 +8,7 @@ use ferrite_config::{Origin, Policy, Program, Setting, Values, address, file, ta
 use ferrite_fabric::{Fabric, Rdma};
 use ferrite_session::{fabric_config, open_fabric};
 
+use super::secret::warn_if_readable;
 use super::{ServerError, Sources};
 use crate::settings;
 
@@ -69,6 +70,13 @@ impl Config {
     /// Returns all values.
     pub(super) fn values(&self) -> &Values {
         &self.values
+    }
+
+    /// Warns if the file has passwords that all users of the host can read.
+    pub(super) fn warn_of_readable_passwords(&self, file: Option<&Path>) {
+        if let Some(file) = file {
+            warn_if_readable(file, &self.directives);
+        }
     }
 
     /// Returns the same with other values.

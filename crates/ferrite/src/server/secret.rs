@@ -3,6 +3,9 @@
 //! `--check` prints these lines. The engine quotes a line that it rejects, and ferrite passes that
 //! on to the log, which more people can read than the configuration.
 
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::Path;
+
 /// Replaces a secret.
 const HIDDEN: &str = "…";
 /// Parts of names whose values are secrets. An unknown directive with such a part, of a module or
@@ -32,6 +35,19 @@ pub(super) fn redact_quoted(line: &[u8]) -> Option<String> {
     let name = String::from_utf8_lossy(&quoted[..end]);
     let name = name.trim_matches(['"', '\'']);
     is_secret(name).then(|| format!("{QUOTE}{name} {HIDDEN}'\n"))
+}
+
+/// Warns of a configuration file with secrets that all users of the host can read.
+pub(super) fn warn_if_readable(file: &Path, directives: &[(String, String)]) {
+    let is_open = file.metadata().is_ok_and(|about| about.permissions().mode() & 0o004 != 0);
+    let name = directives.iter().map(|(name, _)| name).find(|name| is_secret(name));
+    if let Some(name) = name.filter(|_| is_open) {
+        tracing::warn!(
+            "{}: all users of this host can read the value of {name}; use an aclfile in the data \
+             directory instead, or let only ferrite's user read the file",
+            file.display()
+        );
+    }
 }
 
 fn is_secret(name: &str) -> bool {

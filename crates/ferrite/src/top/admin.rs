@@ -3,17 +3,14 @@
 use std::collections::BTreeMap;
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anyhow::{Context as _, bail, ensure};
 
 use super::snapshot::{LatencyRow, Snapshot};
-use super::source::Source;
+use super::source::{Answer, Source, TIMEOUT};
 use crate::address;
 
-const TIMEOUT: Duration = Duration::from_secs(5);
-/// The longest answer. A program has a few tens of kilobytes.
-const ANSWER_MAX: u64 = 16 << 20;
 const DEFAULT_PORT: u16 = 9121;
 
 /// Metrics, with a label where only one of its values counts, and their names here. Metrics of the
@@ -83,8 +80,14 @@ impl Admin {
         // Version 1.0: the answer is in one piece, and ends with the connection.
         let request = format!("GET /metrics HTTP/1.0\r\nHost: {}\r\n\r\n", self.host);
         stream.write_all(request.as_bytes())?;
-        let mut answer = String::new();
-        stream.take(ANSWER_MAX).read_to_string(&mut answer)?;
+        let (mut answer, mut input) = (Answer::new(), vec![0; 16 << 10]);
+        loop {
+            match stream.read(&mut input)? {
+                0 => break,
+                count => answer.add(&input[..count])?,
+            }
+        }
+        let answer = String::from_utf8(answer.bytes).context("the answer is not text")?;
         let (head, body) = answer.split_once("\r\n\r\n").context("the answer is not HTTP")?;
         let status = head.split_whitespace().nth(1).unwrap_or_default();
         ensure!(status == "200", "the answer is {}", head.lines().next().unwrap_or_default());
@@ -178,18 +181,20 @@ fn snapshot(samples: &[Sample]) -> Snapshot {
             sample.name == name && label.is_none_or(|(label, value)| sample.label(label) == value)
         });
         let first = found.next()?.count();
-        Some(found.fold(first, |sum, sample| sum + sample.count()))
+        Some(found.fold(first, |sum, sample| sum.saturating_add(sample.count())))
     };
     let mut totals = BTreeMap::new();
     for (metric, name) in TOTALS {
         if let Some(count) = sum(metric) {
-            *totals.entry(name).or_insert(0) += count;
+            let total: &mut u64 = totals.entry(name).or_default();
+            *total = total.saturating_add(count);
         }
     }
     // Flushed requests were under way when a connection ended: they are no errors.
     let errors = of("ferrite_rdma_completion_errors_total");
     let errors = errors.filter(|sample| !sample.label("status").contains("flush"));
-    totals.insert("completion_errors", errors.map(Sample::count).sum());
+    let errors = errors.map(Sample::count).fold(0, u64::saturating_add);
+    totals.insert("completion_errors", errors);
     let counts = |metric: &'static str, label: &'static str| {
         of(metric)
             .filter(|sample| sample.count() > 0)

@@ -94,7 +94,8 @@ fn session_lines(snapshot: &Snapshot) -> Vec<Line<'static>> {
         lines.push(Line::from(" none open").style(DIM));
     }
     let opened = ["opened_ferrite", "opened_valkey", "opened_tcp", "opened_tls"];
-    let opened = opened.map(|name| snapshot.total(name)).iter().sum();
+    let opened = opened.map(|name| snapshot.total(name));
+    let opened = opened.into_iter().fold(0, u64::saturating_add);
     lines.push(pair("opened", count(opened), 6));
     for name in ["refused", "killed", "evicted"] {
         lines.push(pair(name, count(snapshot.total(name)), 6));
@@ -111,7 +112,7 @@ fn operation_lines(app: &App) -> Vec<Line<'static>> {
     vec![
         Line::from(format!(" {:<9}{:>7}{:>7}", "commands", count(rate("called")), "called")),
         Line::from(format!(" {:<9}{:>7}{:>8}", "", count(rate("proxied")), "proxied")),
-        line("in, out", None, rate("in_bytes") + rate("out_bytes")),
+        line("in, out", None, rate("in_bytes").saturating_add(rate("out_bytes"))),
         line("send", Some(rate("send_ops")), rate("send_bytes")),
         line("receive", Some(rate("recv_ops")), rate("recv_bytes")),
         line("write", Some(rate("write_ops")), rate("write_bytes")),
@@ -144,9 +145,9 @@ fn latency_lines(snapshot: &Snapshot) -> Vec<Line<'static>> {
     // Commands that people measure first, then the slowest.
     let rank = |name: &str| !matches!(name, "get" | "set" | "send" | "write" | "read");
     rows.sort_by(|one, other| {
-        (rank(&one.name), other.p99_us)
-            .partial_cmp(&(rank(&other.name), one.p99_us))
-            .unwrap_or(std::cmp::Ordering::Equal)
+        // A total order, also if the engine reports something that is not a number.
+        let by_rank = rank(&one.name).cmp(&rank(&other.name));
+        by_rank.then(other.p99_us.total_cmp(&one.p99_us))
     });
     let rows = rows.into_iter().map(|row| {
         let name: String = row.name.chars().take(8).collect();

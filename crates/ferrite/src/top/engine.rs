@@ -5,16 +5,13 @@ use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anyhow::{Context as _, bail};
 use ferrite_proto::resp::{Limits, ReplyFramer, Value, encode_command};
 
 use super::snapshot::{LatencyRow, Session, Snapshot};
-use super::source::Source;
-
-/// How long to wait for a connection or a reply.
-const TIMEOUT: Duration = Duration::from_secs(5);
+use super::source::{Answer, Source, TIMEOUT};
 
 /// Counters of FERRITE STATS, and their names here.
 const TOTALS: [(&str, &str); 24] = [
@@ -177,16 +174,16 @@ impl Connection {
         let mut out = Vec::new();
         encode_command(words, &mut out);
         self.stream.write_all(&out).context("cannot write to the engine")?;
-        let (mut reply, mut input) = (Vec::new(), vec![0; 16 << 10]);
+        let (mut reply, mut input) = (Answer::new(), vec![0; 16 << 10]);
         loop {
             let count = self.stream.read(&mut input).context("no reply of the engine")?;
             if count == 0 {
                 bail!("the engine closed the connection");
             }
             let progress = self.framer.feed(&input[..count])?;
-            reply.extend(&input[..progress.consumed]);
+            reply.add(&input[..progress.consumed])?;
             if progress.complete {
-                return Ok(reply);
+                return Ok(reply.bytes);
             }
         }
     }

@@ -208,6 +208,24 @@ fn text_of_clients_cannot_control_the_terminal() {
 }
 
 #[test]
+fn draws_latencies_that_are_no_numbers() {
+    let mut random = 1_u64;
+    for rows in 40..60 {
+        let latency = (0..rows).map(|row| {
+            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            let values = [f64::NAN, f64::INFINITY, -5.0, f64::from(row)];
+            let p99_us = values[usize::try_from(random >> 62).expect("two bits")];
+            let name = format!("c{row}");
+            LatencyRow { name, count: None, p50_us: 1.0, p99_us, p99_9_us: f64::NAN }
+        });
+        let latency = latency.collect();
+        let mut app = app();
+        app.update(Ok(Snapshot { latency, ..snapshot(vec![]) }));
+        assert!(shown(&app).contains("p99.9"));
+    }
+}
+
+#[test]
 fn formats_numbers_and_times() {
     assert_eq!([0, 999, 12_345, 5_000_000].map(draw::count), ["0", "999", "12.3k", "5.0M"]);
     assert_eq!([0, 1023, 1536].map(draw::bytes), ["0 B", "1023 B", "1.5 KiB"]);
