@@ -171,7 +171,7 @@ fn tcp_continues_while_the_device_is_reset() {
     let (world, fixture) = world(|_| ());
     let verbs = fixture.verbs.as_ref().expect("fake provider");
     let at = fixture.hosts[0].ip;
-    let server = Fabric::builder(verbs).serving(at).build().expect("a fabric");
+    let server = Fabric::builder(verbs).serving(SocketAddr::new(at, 0)).build().expect("a fabric");
     let plain = Fabric::builder(verbs).rdma(Rdma::Forbid).build().expect("a fabric");
     let client = fixture.fabric(&fixture.hosts[1], &Config::default());
     let mut listener = server.listen(SocketAddr::new(at, 0)).expect("listen");

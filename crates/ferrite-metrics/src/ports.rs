@@ -1,9 +1,20 @@
 //! The counters of the host's RDMA ports, as the kernel shows them under `/sys/class/infiniband`.
+//!
+//! The driver may ask the card for each number. A card in trouble keeps the reader for seconds or
+//! for ever, so the devices are read on threads of their own. A scrape waits for them for a limited
+//! time, and never lacks the metrics of the program or of the other devices.
 
 use std::collections::BTreeMap;
-use std::fs;
-use std::io::Read as _;
-use std::path::Path;
+use std::ffi::CStr;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::fs::{CWD, Dir, Mode, OFlags, openat};
+use rustix::path::Arg;
 
 use crate::exposition::Exposition;
 
@@ -11,88 +22,243 @@ const DEVICES: &str = "/sys/class/infiniband";
 /// The interval at which a driver refreshes its counters: a setting, not a counter.
 const NO_COUNTER: &str = "lifespan";
 
+/// How long a scrape waits for the devices: shorter than `/ready` waits for its turn.
+const SCRAPE_WAIT: Duration = Duration::from_millis(500);
+/// How long a scrape waits before another thread reads the next devices. Mostly one is enough.
+const THREAD_WAIT: Duration = Duration::from_millis(50);
+/// The age from which on the numbers of a device are left out. Those of a device that needs longer
+/// than a scrape waits are shown by a later scrape.
+const AGE_MAX: Duration = Duration::from_secs(10);
+
 /// Writes the counters of all ports of this host, under the kernel's names.
 pub fn port_metrics(out: &mut Exposition) {
-    write(Path::new(DEVICES), out);
+    static READER: LazyLock<Mutex<Reader>> =
+        LazyLock::new(|| Mutex::new(Reader::new(DEVICES.into())));
+    // One scrape at a time: a device that another one reads would be missing here.
+    write(&lock(&READER).read(SCRAPE_WAIT), out);
 }
 
-fn write(devices: &Path, out: &mut Exposition) {
-    let (mut counters, mut states) = (Vec::new(), Vec::new());
-    for device in names(devices) {
-        let ports = devices.join(&device).join("ports");
-        for port in names(&ports) {
-            let of = ports.join(&port);
-            let state = fs::read_to_string(of.join("state")).unwrap_or_default();
-            states.push((device.clone(), port.clone(), state.contains("ACTIVE")));
-            let own = |(counter, value)| (device.clone(), port.clone(), counter, value);
-            counters.extend(port_counters(&of).into_iter().map(own));
+fn write(devices: &BTreeMap<String, Device>, out: &mut Exposition) {
+    let (mut active, mut counters, mut overdue) = (Vec::new(), Vec::new(), Vec::new());
+    for (name, device) in devices {
+        overdue.push((vec![("device", name.as_str())], u64::from(device.is_overdue())));
+        for port in device.recent() {
+            let labels = || vec![("device", name.as_str()), ("port", port.number.as_str())];
+            active.push((labels(), u64::from(port.is_active)));
+            for (counter, value) in &port.counters {
+                let mut labels = labels();
+                labels.push(("counter", counter));
+                counters.push((labels, *value));
+            }
         }
     }
-    let states: Vec<_> = states
-        .iter()
-        .map(|(device, port, is_active)| {
-            (vec![("device", device.as_str()), ("port", port)], u64::from(*is_active))
-        })
-        .collect();
-    out.gauges("port_active", "Whether a port of an RDMA device is active", &states);
-    let counters: Vec<_> = counters
-        .iter()
-        .map(|(device, port, counter, value)| {
-            let labels = vec![("device", device.as_str()), ("port", port), ("counter", counter)];
-            (labels, *value)
-        })
-        .collect();
+    out.gauges("port_active", "Whether a port of an RDMA device is active", &active);
+    let help = "Whether a device has not answered in time when its counters were read";
+    out.gauges("port_counters_overdue", help, &overdue);
     let help = "Counters of the RDMA ports of this host, under the kernel's names; \
                 port_xmit_data and port_rcv_data count units of 4 bytes";
     out.counters("port_counter", help, &counters);
 }
 
+/// Reads the devices below a directory.
+struct Reader {
+    directory: PathBuf,
+    devices: Arc<Mutex<BTreeMap<String, Device>>>,
+}
+
+/// What is known about a device.
+#[derive(Clone, Default)]
+struct Device {
+    /// Whether a thread reads it now.
+    is_being_read: bool,
+    is_reported: bool,
+    /// When it was read for the last time, and what it had.
+    last: Option<(Instant, Arc<Vec<Port>>)>,
+}
+
+struct Port {
+    number: String,
+    is_active: bool,
+    counters: BTreeMap<String, u64>,
+}
+
+impl Reader {
+    fn new(directory: PathBuf) -> Self {
+        Self { directory, devices: Arc::default() }
+    }
+
+    /// Returns the devices, with numbers that are new or not old.
+    fn read(&self, wait: Duration) -> BTreeMap<String, Device> {
+        let present = names(&self.directory);
+        let to_read: Vec<_> = {
+            let mut devices = lock(&self.devices);
+            devices.retain(|name, _| present.contains(name));
+            let is_idle =
+                |name: &String| devices.get(name).is_none_or(|device| !device.is_being_read);
+            present.into_iter().filter(is_idle).rev().collect()
+        };
+        let mut left = to_read.len();
+        let to_read = Arc::new(Mutex::new(to_read));
+        let (done, is_done) = channel();
+        let mut next_thread = Instant::now();
+        let deadline = next_thread + wait;
+        while left > 0 && Instant::now() < deadline {
+            if Instant::now() >= next_thread {
+                self.start(&to_read, &done);
+                next_thread += THREAD_WAIT;
+            }
+            let until = next_thread.min(deadline).saturating_duration_since(Instant::now());
+            if is_done.recv_timeout(until).is_ok() {
+                left -= 1;
+            }
+        }
+        let mut devices = lock(&self.devices);
+        for (name, device) in devices.iter_mut() {
+            device.report(name);
+        }
+        devices.clone()
+    }
+
+    /// Starts a thread that reads the devices of the list. Without one, they are left out.
+    fn start(&self, to_read: &Arc<Mutex<Vec<String>>>, done: &Sender<()>) {
+        if lock(to_read).is_empty() {
+            return;
+        }
+        let (to_read, done) = (Arc::clone(to_read), done.clone());
+        let (directory, devices) = (self.directory.clone(), Arc::clone(&self.devices));
+        let work = move || {
+            loop {
+                let Some(name) = lock(&to_read).pop() else { return };
+                lock(&devices).entry(name.clone()).or_default().is_being_read = true;
+                let ports = ports(&directory.join(&name).join("ports"));
+                if let Some(device) = lock(&devices).get_mut(&name) {
+                    device.is_being_read = false;
+                    device.last = Some((Instant::now(), Arc::new(ports)));
+                }
+                let _ = done.send(()); // the scrape may have ended
+            }
+        };
+        if let Err(error) = thread::Builder::new().name("ferrite-ports".into()).spawn(work) {
+            tracing::debug!("no thread to read the counters of RDMA ports: {error}");
+        }
+    }
+}
+
+impl Device {
+    /// Returns its ports, unless the numbers are old.
+    fn recent(&self) -> &[Port] {
+        match &self.last {
+            Some((at, ports)) if at.elapsed() < AGE_MAX => ports,
+            _ => &[],
+        }
+    }
+
+    /// Returns whether its numbers are left out because it does not answer.
+    fn is_overdue(&self) -> bool {
+        self.is_being_read && self.recent().is_empty()
+    }
+
+    /// Logs that the device does not answer, once, and that it does again.
+    fn report(&mut self, name: &str) {
+        match (self.is_overdue(), self.is_reported) {
+            (true, false) => tracing::warn!(
+                "RDMA device {name}: its counters could not be read in time; /metrics leaves them \
+                 out until the device answers"
+            ),
+            (false, true) => tracing::info!("RDMA device {name}: its counters can be read again"),
+            _ => return,
+        }
+        self.is_reported = !self.is_reported;
+    }
+}
+
+fn ports(directory: &Path) -> Vec<Port> {
+    let port = |number: String| {
+        let port = open(CWD, directory.join(&number).as_path(), OFlags::DIRECTORY)?;
+        let state = read_text(&port, c"state", |text| text.contains("ACTIVE"));
+        let is_active = state.unwrap_or_default();
+        Some(Port { number, is_active, counters: counters(&port) })
+    };
+    names(directory).into_iter().filter_map(port).collect()
+}
+
 /// Returns the counters of a port. If both directories have one, as `link_downed` of Soft-RoCE, the
 /// driver's own is taken: no sample may occur twice.
-fn port_counters(port: &Path) -> BTreeMap<String, u64> {
+fn counters(port: &OwnedFd) -> BTreeMap<String, u64> {
     let mut counters = BTreeMap::new();
-    for directory in ["counters", "hw_counters"].map(|name| port.join(name)) {
-        for counter in names(&directory).into_iter().filter(|name| name != NO_COUNTER) {
+    for directory in [c"counters", c"hw_counters"] {
+        let Some(directory) = open(port, directory, OFlags::DIRECTORY) else { continue };
+        let Ok(entries) = Dir::read_from(&directory) else { continue };
+        for entry in entries.flatten() {
+            let Ok(name) = entry.file_name().to_str() else { continue };
+            if name.starts_with('.') || name == NO_COUNTER {
+                continue;
+            }
+            let value = read_text(&directory, entry.file_name(), |text| text.trim().parse().ok());
             // Some counters exist without a value: the driver lacks them.
-            if let Some(value) = read_number(&directory.join(&counter)) {
-                counters.insert(counter, value);
+            if let Some(value) = value.flatten() {
+                counters.insert(name.to_owned(), value);
             }
         }
     }
     counters
 }
 
-/// Reads a number from a file with as few system calls as possible: a scrape reads a hundred files,
-/// and spends most of its time here.
-fn read_number(path: &Path) -> Option<u64> {
+/// Reads a small file with as few system calls as possible, and by a short path: a scrape reads
+/// hundreds of files, and spends most of its time here.
+fn read_text<T>(directory: &OwnedFd, name: &CStr, parse: impl FnOnce(&str) -> T) -> Option<T> {
+    let file = open(directory, name, OFlags::empty())?;
     let mut text = [0; 32]; // more than the digits of any u64
-    let length = fs::File::open(path).and_then(|mut file| file.read(&mut text)).ok()?;
-    std::str::from_utf8(&text[..length]).ok()?.trim().parse().ok()
+    let length = rustix::io::read(&file, &mut text).ok()?;
+    std::str::from_utf8(&text[..length]).ok().map(parse)
+}
+
+fn open(at: impl std::os::fd::AsFd, path: impl Arg, flags: OFlags) -> Option<OwnedFd> {
+    openat(at, path, flags | OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).ok()
 }
 
 /// Returns the names in a directory, sorted.
 fn names(directory: &Path) -> Vec<String> {
-    let entries = fs::read_dir(directory).into_iter().flatten().flatten();
+    let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
     let mut names: Vec<_> =
         entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
     names.sort();
     names
 }
 
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 #[cfg(test)]
 mod tests {
+    use std::fs;
+    use std::io::Write as _;
+
+    use ferrite_testkit::{TIMEOUT, TempDir, until};
+    use rustix::fs::{FileType, mknodat};
+
     use super::*;
-    use ferrite_testkit::TempDir;
+
+    /// Writes a file of the first port of a device.
+    fn file(directory: &TempDir, device: &str, name: &str, text: &str) -> PathBuf {
+        let path = directory.join(device).join("ports/1").join(name);
+        fs::create_dir_all(path.parent().expect("a parent")).expect("a directory");
+        fs::write(&path, text).expect("a file");
+        path
+    }
+
+    fn samples(devices: &BTreeMap<String, Device>) -> Vec<String> {
+        let mut out = Exposition::default();
+        write(devices, &mut out);
+        let text = out.into_text();
+        text.lines().filter(|line| !line.starts_with('#')).map(str::to_owned).collect()
+    }
 
     #[test]
     fn reads_the_counters_of_every_port_and_skips_what_is_none() {
         let directory = TempDir::new("ports");
-        let port = directory.join("mlx5_0/ports/1");
-        let file = |name: &str, text: &str| {
-            let path = port.join(name);
-            fs::create_dir_all(path.parent().expect("a parent")).expect("a directory");
-            fs::write(path, text).expect("a file");
-        };
+        let file = |name: &str, text: &str| file(&directory, "mlx5_0", name, text);
         file("state", "4: ACTIVE\n");
         file("counters/port_xmit_data", "12\n");
         file("counters/VL15_dropped", "N/A (no PMA)\n");
@@ -100,14 +266,15 @@ mod tests {
         file("hw_counters/link_downed", "1\n");
         file("hw_counters/out_of_sequence", "3\n");
         file("hw_counters/lifespan", "10\n");
-        let mut out = Exposition::default();
-        write(directory.path(), &mut out);
-        let text = out.into_text();
-        let samples: Vec<_> = text.lines().filter(|line| !line.starts_with('#')).collect();
+        // The other port has no counters, as that of a virtual function.
+        fs::create_dir_all(directory.join("mlx5_0/ports/2")).expect("a directory");
+        let reader = Reader::new(directory.path().into());
         assert_eq!(
-            samples,
+            samples(&reader.read(LONG)),
             [
                 "ferrite_port_active{device=\"mlx5_0\",port=\"1\"} 1",
+                "ferrite_port_active{device=\"mlx5_0\",port=\"2\"} 0",
+                "ferrite_port_counters_overdue{device=\"mlx5_0\"} 0",
                 "ferrite_port_counter_total{device=\"mlx5_0\",port=\"1\",\
                  counter=\"link_downed\"} 1",
                 "ferrite_port_counter_total{device=\"mlx5_0\",port=\"1\",\
@@ -116,5 +283,52 @@ mod tests {
                  counter=\"port_xmit_data\"} 12",
             ]
         );
+        fs::remove_dir_all(directory.join("mlx5_0")).expect("unplugged");
+        assert_eq!(samples(&reader.read(LONG)), [""; 0]);
+    }
+
+    /// Longer than a scrape of files in memory takes.
+    const LONG: Duration = Duration::from_secs(60);
+
+    /// A pipe without a writer keeps its reader, as a card does whose firmware hangs.
+    #[test]
+    fn device_that_does_not_answer_hides_no_other_and_comes_back() {
+        let directory = TempDir::new("ports-hang");
+        file(&directory, "mlx5_0", "counters/port_xmit_data", "1\n");
+        file(&directory, "mlx5_2", "counters/port_xmit_data", "3\n");
+        let counter = file(&directory, "mlx5_1", "counters/port_xmit_data", "");
+        fs::remove_file(&counter).expect("removed");
+        let pipe = directory.join("pipe");
+        mknodat(CWD, &pipe, FileType::Fifo, Mode::RWXU, 0).expect("a pipe");
+        fs::hard_link(&pipe, &counter).expect("a link");
+
+        let reader = Reader::new(directory.path().into());
+        let of = |device: &str, value| {
+            format!(
+                "ferrite_port_counter_total{{device=\"{device}\",port=\"1\",\
+                 counter=\"port_xmit_data\"}} {value}"
+            )
+        };
+        let overdue = |device: &str, is: u64| {
+            format!("ferrite_port_counters_overdue{{device=\"{device}\"}} {is}")
+        };
+        let others = [of("mlx5_0", 1), of("mlx5_2", 3), overdue("mlx5_0", 0), overdue("mlx5_1", 1)];
+        let has_others = |found: &[String]| others.iter().all(|sample| found.contains(sample));
+        until(TIMEOUT, "the other devices", || {
+            has_others(&samples(&reader.read(Duration::from_millis(100))))
+        });
+        // From now on nobody waits for the device, and no other thread reads it.
+        let begun = Instant::now();
+        assert!(has_others(&samples(&reader.read(LONG))));
+        assert!(begun.elapsed() < LONG / 2, "{:?}", begun.elapsed());
+
+        fs::remove_file(&counter).expect("removed");
+        fs::write(&counter, "9\n").expect("a file");
+        let mut writer = fs::OpenOptions::new().write(true).open(&pipe).expect("the other end");
+        writeln!(writer, "2").expect("written");
+        drop(writer);
+        until(TIMEOUT, "the device answers", || {
+            samples(&reader.read(LONG)).contains(&of("mlx5_1", 9))
+        });
     }
 }

@@ -390,7 +390,7 @@ fn listen(
     }
     // If no devices are named, only those that have one of these addresses are opened.
     let served: Vec<_> =
-        addresses.iter().map(|address| address.at.ip()).filter(|ip| !ip.is_loopback()).collect();
+        addresses.iter().map(|address| address.at).filter(|at| !at.ip().is_loopback()).collect();
     // The engine's main thread drives the fabric and must not wait for the kernel.
     let begin = || {
         let builder = served.iter().copied().fold(Fabric::system(), Builder::serving);

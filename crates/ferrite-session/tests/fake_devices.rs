@@ -87,6 +87,22 @@ fn loss_and_return_of_a_device_are_logged_with_its_name() {
     });
 }
 
+/// The device reports only changes, so the state is asked for when the device is opened.
+#[test]
+fn a_port_that_is_down_at_the_start_is_logged_with_its_device() {
+    Log::of(|log| {
+        let world = world();
+        world.device_down("rxe1");
+        let fabric = open(&world, &[]).expect("a fabric");
+        let text = log.text();
+        assert!(text.contains("WARN") && text.contains("rxe1 port 1 is down; to do: "), "{text}");
+        assert_eq!(fabric.stats().device_faults, ["rxe1: port 1 is down"]);
+        world.device_up("rxe1");
+        until_logged(&fabric, log, "RDMA device rxe1: port 1 is up again");
+        assert_eq!(fabric.stats().device_faults, [""; 0]);
+    });
+}
+
 #[test]
 fn a_port_that_goes_down_is_logged_once_with_its_device() {
     Log::of(|log| {

@@ -9,7 +9,7 @@ use anyhow::Context as _;
 use clap::Args;
 use ferrite_config::{Setting, Values, table};
 use ferrite_fabric::wire::Program;
-use ferrite_fabric::{Config, Fabric, ListenOptions, Listener, Rdma};
+use ferrite_fabric::{Builder, Config, Fabric, ListenOptions, Listener, Rdma};
 use ferrite_metrics::AdminServer;
 use ferrite_session::{
     EngineAddress, Gateway, GatewayConfig, GatewayStats, fabric_config, open_fabric, valkey_config,
@@ -103,7 +103,14 @@ async fn serve(setup: &Setup<'_>) -> anyhow::Result<ExitCode> {
     let values = &setup.values;
     let config = Config { program: Program::GATEWAY, ..fabric_config(values) };
     let rdma = config.rdma;
-    let fabric = open_fabric(values, &config, || Fabric::system().command_threads())?;
+    // If no devices are named, only those that have one of these addresses are opened.
+    let served: Vec<_> =
+        setup.listen.iter().copied().filter(|address| !address.ip().is_loopback()).collect();
+    let begin = || {
+        let builder = served.iter().copied().fold(Fabric::system(), Builder::serving);
+        builder.command_threads()
+    };
+    let fabric = open_fabric(values, &config, begin)?;
     tokio::spawn(fabric.drive());
     let listeners = setup.listen.iter().map(|at| listen(&fabric, *at, rdma, values));
     let listeners = listeners.collect::<anyhow::Result<Vec<_>>>()?;

@@ -7,6 +7,7 @@
 //! | `snapshot.rs` | the state at one moment, and rates |
 //! | `app.rs` | the state of the screen, and keys |
 //! | `draw.rs` `svg.rs` `once.rs` | the screen, as an SVG, as text and JSON |
+//! | `ascii.rs` | the screen for old terminals |
 //!
 //! A thread reads the state, so that keys work while a program does not answer.
 
@@ -24,6 +25,7 @@ use crate::{address, seconds};
 
 mod admin;
 mod app;
+mod ascii;
 mod draw;
 mod engine;
 mod once;
@@ -75,7 +77,7 @@ pub(crate) struct Options {
     #[arg(long, value_name = "SECONDS", value_parser = |text: &str| seconds::parse(text, 0.1),
           default_value = "1")]
     interval: Duration,
-    /// Print the state once and exit; also if stdout is not a terminal
+    /// Print the state once and exit; also if stdout is not a terminal, or TERM is dumb
     #[arg(long)]
     once: bool,
     /// Print the state once as JSON and exit
@@ -88,7 +90,8 @@ pub(crate) struct Options {
 
 const HELP: &str = "\
 Keys: ↑ ↓ select; Enter details; k kill (asks first); s sort by the next column; r reverse; / filter
-  by a part of address, user, transport, device or path; p pause; Esc back; q quit.
+  by a part of address, user, transport, device or path; p pause; Esc back; q quit. Tab shows the
+  boxes for which a small terminal has no place.
 
 Examples:
   ferrite top                                        the engine on this host
@@ -102,7 +105,7 @@ commands (INFO latencystats); those of an admin port are of RDMA operations.
 JSON fields: format (1), address, program, status, sessions[] (null with --admin): id, client_id,
   user, address, local_address, transport, device, path, age_s, held_bytes, in_bytes, out_bytes;
   transports {}, totals {}, fallbacks {}, memory {}, latency[]: name, count, p50_us, p99_us,
-  p99_9_us; devices {}, totals_per_s {}, session_bytes_per_s {id: [in, out]}.
+  p99_9_us; devices {}, totals_per_s {}, session_bytes_per_s {id: [in, out]}, devices_per_s {}.
 Failures print {error: {kind, message}}.";
 
 impl Options {
@@ -127,7 +130,7 @@ impl Options {
 pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     let source = options.source();
     let app = App::new(source.address());
-    if options.once || options.json || options.svg.is_some() || !std::io::stdout().is_terminal() {
+    if options.once || options.json || options.svg.is_some() || !has_screen() {
         return run_once(options, source, app);
     }
     // A first reading before the screen is taken over: its error is printed as usual.
@@ -139,6 +142,12 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     let outcome = run_screen(&mut terminal, &mut app, &watcher);
     ratatui::restore();
     outcome
+}
+
+/// Returns whether stdout is a terminal on which text can be placed.
+fn has_screen() -> bool {
+    let is_dumb = std::env::var("TERM").is_ok_and(|terminal| terminal == "dumb");
+    std::io::stdout().is_terminal() && !is_dumb
 }
 
 /// Reads the state twice, for the rates, and prints it.
@@ -158,8 +167,14 @@ fn run_screen(
     app: &mut App,
     watcher: &Watcher,
 ) -> anyhow::Result<()> {
+    let is_ascii_only = ascii::is_ascii_only(|name| std::env::var(name).ok());
     loop {
-        terminal.draw(|frame| draw::draw(frame, app))?;
+        terminal.draw(|frame| {
+            draw::draw(frame, app);
+            if is_ascii_only {
+                ascii::replace(frame.buffer_mut());
+            }
+        })?;
         if event::poll(KEY_WAIT)?
             && let Event::Key(key) = event::read()?
             && key.kind != KeyEventKind::Release

@@ -178,12 +178,47 @@ fn every_alert_has_its_section_in_the_book() {
     }
 }
 
+const RULES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../etc/prometheus/alerts.yml");
+
 /// `promtool` is in Debian's package `prometheus`, which the gate installs.
-#[test]
-fn promtool_accepts_the_rules() {
-    let rules = concat!(env!("CARGO_MANIFEST_DIR"), "/../../etc/prometheus/alerts.yml");
-    let output = Command::new("promtool").args(["check", "rules", rules]).output();
+fn promtool(arguments: &[&str]) {
+    let output = Command::new("promtool").args(arguments).output();
     let output = output.expect("promtool runs; it is in Debian's package prometheus");
     let text = [output.stdout, output.stderr].concat();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&text));
+}
+
+#[test]
+fn promtool_accepts_the_rules() {
+    promtool(&["check", "rules", RULES]);
+}
+
+/// Many cards have a second port that nobody has connected.
+#[test]
+fn alert_for_a_port_fires_only_if_it_was_active() {
+    let directory = TempDir::new("rules");
+    let test = directory.join("test.yml");
+    let text = format!(
+        r#"
+rule_files: [{RULES:?}]
+evaluation_interval: 1m
+tests:
+  - interval: 1m
+    input_series:
+      - {{series: 'ferrite_port_active{{device="mlx5_0",port="1"}}', values: "1x10 0x20"}}
+      - {{series: 'ferrite_port_active{{device="mlx5_0",port="2"}}', values: "0x30"}}
+    alert_rule_test:
+      - eval_time: 5m
+        alertname: FerritePortDown
+      - eval_time: 15m
+        alertname: FerritePortDown
+        exp_alerts:
+          - exp_labels: {{severity: warning, device: mlx5_0, port: "1"}}
+            exp_annotations:
+              summary: Port 1 of mlx5_0 is not active
+              runbook_url: operations/metrics.html#ferriteportdown
+"#
+    );
+    std::fs::write(&test, text).expect("a file");
+    promtool(&["test", "rules", test.to_str().expect("a path")]);
 }

@@ -9,7 +9,7 @@ use ferrite_verbs::{
     QueuePairConfig, SharedReceiveQueue,
 };
 
-use super::shared_device::{BATCH_MIN, Life, SharedDevice};
+use super::shared_device::{BATCH_MIN, Life, SharedDevice, inactive_ports};
 use super::slots::{ReceiveStock, Taker};
 use crate::config::Config;
 use crate::error::{Error, ErrorKind};
@@ -58,7 +58,9 @@ impl DeviceObjects {
         let (quirks, inline) = (context.device().quirks(), config.inline_threshold);
         let objects = Self::new(domain, index, quirks, (receives, entries), config)?;
         let in_flight_max = entries - receives;
-        Ok((Life { context, limits, quirks, in_flight_max, inline }, objects))
+        let inactive_ports = inactive_ports(&context, config.device_port);
+        let life = Life { context, limits, quirks, in_flight_max, inline, inactive_ports };
+        Ok((life, objects))
     }
 
     /// Creates queues for `receives` receives and `entries` completions.

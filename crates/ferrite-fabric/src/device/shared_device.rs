@@ -9,7 +9,7 @@ use std::collections::{BTreeSet, VecDeque};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
-use ferrite_verbs::{Context, DeviceQuirks, GidEntry, Limits};
+use ferrite_verbs::{Absence, Context, DeviceQuirks, GidEntry, Limits, Port};
 
 use crate::config::Config;
 use crate::error::{Error, ErrorKind};
@@ -33,7 +33,7 @@ pub(crate) struct SharedDevice {
     /// The GID table as it was last read. Reading it may wait for the kernel, so connections use
     /// this copy; the device reports changes.
     gids: Mutex<Option<Vec<GidEntry>>>,
-    /// The ports that the device has reported as down.
+    /// The ports that were down when the device was opened, or went down later.
     ports_down: Mutex<BTreeSet<u8>>,
 }
 
@@ -55,11 +55,14 @@ pub(crate) struct Life {
     pub(super) quirks: DeviceQuirks,
     pub(super) in_flight_max: u32,
     pub(super) inline: u32,
+    /// The ports that links would use, and that are not active: see [`inactive_ports`].
+    pub(super) inactive_ports: Vec<Port>,
 }
 
 impl SharedDevice {
     pub(crate) fn new(index: usize, life: Life) -> Self {
-        let Life { context, limits, quirks, in_flight_max, inline } = life;
+        let Life { context, limits, quirks, in_flight_max, inline, inactive_ports } = life;
+        let ports_down = Mutex::new(report_inactive(&context, &inactive_ports));
         let reports_last_receive = quirks.reports_last_receive;
         Self {
             name: context.device().name(),
@@ -73,19 +76,19 @@ impl SharedDevice {
             gone: AtomicBool::new(false),
             reports_last_receive: AtomicBool::new(reports_last_receive),
             gids: Mutex::new(None),
-            ports_down: Mutex::default(),
+            ports_down,
         }
     }
 
     /// Resumes with a device that came back. No link is left from before, so nothing is in flight
     /// and nobody waits.
     pub(crate) fn begin(&self, life: Life) {
-        let Life { context, limits, quirks, in_flight_max, inline } = life;
+        let Life { context, limits, quirks, in_flight_max, inline, inactive_ports } = life;
         self.in_flight.store(0, Ordering::Relaxed);
         self.in_flight_max.store(in_flight_max, Ordering::Relaxed);
         self.inline.store(inline, Ordering::Relaxed);
         lock(&self.waiting).clear();
-        lock(&self.ports_down).clear();
+        *lock(&self.ports_down) = report_inactive(&context, &inactive_ports);
         self.forget_gids();
         *lock(&self.device) = Device { context: Some(context), limits, quirks, absence: None };
         self.gone.store(false, Ordering::Release);
@@ -268,6 +271,27 @@ impl SharedDevice {
         self.has_waiting.store(false, Ordering::Release);
         std::mem::take(&mut lock(&self.waiting))
     }
+}
+
+/// Returns the ports of a device that links would use and that are not active now: the chosen one,
+/// or all if none is active. The other port of a card is often not connected, and nobody misses it.
+pub(super) fn inactive_ports(context: &Context, chosen: Option<u8>) -> Vec<Port> {
+    let mut ports = context.ports().unwrap_or_default();
+    ports.retain(|port| chosen.is_none_or(|chosen| chosen == port.number));
+    match ports.iter().any(Port::is_active) {
+        true => Vec::new(),
+        false => ports,
+    }
+}
+
+/// Logs that ports are not active when the device is opened. The device reports only changes.
+fn report_inactive(context: &Context, ports: &[Port]) -> BTreeSet<u8> {
+    for port in ports {
+        let (device, state) = (context.device().name(), port.state.to_string());
+        let absence = Absence::PortDown { device, port: port.number, state };
+        tracing::warn!("{absence}; to do: {}", absence.remedy());
+    }
+    ports.iter().map(|port| port.number).collect()
 }
 
 /// The fewest requests that a queue must hold.

@@ -1,6 +1,6 @@
 //! Building a fabric.
 
-use std::net::IpAddr;
+use std::net::SocketAddr;
 use std::os::fd::AsFd as _;
 use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::sync::{Arc, Mutex, RwLock};
@@ -31,7 +31,7 @@ use crate::wire::Hello;
 pub struct Builder {
     pub(super) verbs: Result<Verbs, Error>,
     pub(super) devices: Vec<String>,
-    pub(super) addresses: Vec<IpAddr>,
+    pub(super) addresses: Vec<SocketAddr>,
     pub(super) rdma: Option<Rdma>,
     pub(super) tls: Tls,
     pub(super) config: Config,
@@ -54,8 +54,9 @@ impl Builder {
     }
 
     /// Adds the device that has this address; other devices are not used unless they are added too.
-    /// `0.0.0.0` and `::` add all devices. Ignored if [`Builder::device`] was called.
-    pub fn serving(mut self, address: IpAddr) -> Self {
+    /// `0.0.0.0` and `::` add all devices. A link-local address needs its scope; the port does not
+    /// matter. Ignored if [`Builder::device`] was called.
+    pub fn serving(mut self, address: SocketAddr) -> Self {
         self.addresses.push(address);
         self
     }

@@ -3,7 +3,7 @@
 //! A device that cannot be used is left out, with the reason: one NIC without shared receive queues
 //! (EFA: `max_srq` is 0) must not prevent the use of the others.
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 use std::sync::Arc;
 
 use ferrite_verbs::{Absence, Device, EventChannel, ProtectionDomain, Verbs};
@@ -35,7 +35,7 @@ impl Devices {
     pub(super) fn open(
         verbs: &Verbs,
         names: &[String],
-        addresses: &[IpAddr],
+        addresses: &[SocketAddr],
         config: &mut Config,
     ) -> Result<Self, Error> {
         let mut devices = choose(verbs, names, addresses)?;
@@ -151,7 +151,7 @@ fn memory_needed(config: &Config, devices: usize) -> String {
     }
 }
 
-fn choose(verbs: &Verbs, names: &[String], addresses: &[IpAddr]) -> Result<Vec<Device>, Error> {
+fn choose(verbs: &Verbs, names: &[String], addresses: &[SocketAddr]) -> Result<Vec<Device>, Error> {
     if !names.is_empty() {
         return names.iter().map(|name| named(verbs, name)).collect();
     }
@@ -159,7 +159,7 @@ fn choose(verbs: &Verbs, names: &[String], addresses: &[IpAddr]) -> Result<Vec<D
     if devices.is_empty() {
         return Err(no_device());
     }
-    if addresses.is_empty() || addresses.iter().any(IpAddr::is_unspecified) {
+    if addresses.is_empty() || addresses.iter().any(|address| address.ip().is_unspecified()) {
         return Ok(devices);
     }
     let channel = verbs.open_event_channel()?;
@@ -168,7 +168,7 @@ fn choose(verbs: &Verbs, names: &[String], addresses: &[IpAddr]) -> Result<Vec<D
     let devices: Vec<_> =
         devices.into_iter().filter(|device| serve.contains(&device.name())).collect();
     if devices.is_empty() {
-        let addresses: Vec<_> = addresses.iter().map(ToString::to_string).collect();
+        let addresses: Vec<_> = addresses.iter().map(|at| at.ip().to_string()).collect();
         let what = format!(
             "no RDMA device has the address {} (`ferrite devices` lists those that they have)",
             addresses.join(" or ")
@@ -192,9 +192,10 @@ fn named(verbs: &Verbs, name: &str) -> Result<Device, Error> {
 
 /// Returns the name of the device that has an address. The connection manager knows it, for
 /// Ethernet and InfiniBand alike.
-fn device_at(channel: &EventChannel, address: IpAddr) -> Option<String> {
+fn device_at(channel: &EventChannel, mut address: SocketAddr) -> Option<String> {
     let id = channel.create_id().ok()?;
-    id.bind(SocketAddr::new(address, 0)).ok()?;
+    address.set_port(0); // any port: the address's own may be in use
+    id.bind(address).ok()?;
     id.device().map(|(device, _)| device)
 }
 

@@ -1,6 +1,7 @@
 //! How devices other than Soft-RoCE behave, on a fake that imitates them according to their
 //! sources.
 
+use std::net::SocketAddrV6;
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::mem::Purpose;
@@ -170,7 +171,7 @@ fn opens_only_the_device_that_has_the_address() {
         let world = world_with_devices(devices);
         let builder = Fabric::builder(&world.verbs()).config(server_config());
         let fabric =
-            builder.serving("10.0.0.1".parse().expect("an address")).build().expect("a fabric");
+            builder.serving("10.0.0.1:0".parse().expect("an address")).build().expect("a fabric");
         assert_eq!(fabric.devices(), ["fake1"]);
         let memory = fabric.stats().memory;
         assert!(memory.registered_bytes <= 40 << 20, "{devices} devices: {memory:?}");
@@ -180,10 +181,22 @@ fn opens_only_the_device_that_has_the_address() {
     let world = world_with_devices(2);
     let builder = Fabric::builder(&world.verbs()).rdma(Rdma::Require);
     let error = builder
-        .serving("10.0.0.9".parse().expect("an address"))
+        .serving("10.0.0.9:0".parse().expect("an address"))
         .build()
         .expect_err("no device has the address");
     assert!(error.to_string().contains("no RDMA device has the address 10.0.0.9"), "{error}");
+}
+
+/// The connection manager does not find a link-local address without its scope.
+#[test]
+fn opens_the_device_of_a_link_local_address() {
+    let world = world_with_devices(1);
+    world.add_device(DeviceSpec::new("fake9", "fe80::9".parse().expect("an address")));
+    let builder = Fabric::builder(&world.verbs()).rdma(Rdma::Require);
+    let at = SocketAddrV6::new("fe80::9".parse().expect("an address"), 6380, 0, 5);
+    let fabric = builder.serving(at.into()).build().expect("a fabric");
+    assert_eq!(fabric.devices(), ["fake9"]);
+    clear([fabric]);
 }
 
 /// A listener there would refuse every RDMA peer.
@@ -205,7 +218,7 @@ fn does_not_listen_for_rdma_at_the_address_of_a_device_that_is_left_out() {
 fn pins_memory_in_proportion_to_the_devices_and_within_the_limit() {
     for devices in [1, 2, 4, 8] {
         let world = world_with_devices(devices);
-        let any = "0.0.0.0".parse().expect("an address");
+        let any = "0.0.0.0:0".parse().expect("an address");
         let builder = Fabric::builder(&world.verbs()).config(server_config());
         let fabric = builder.serving(any).build().expect("a fabric");
         assert_eq!(fabric.devices().len(), usize::from(devices));

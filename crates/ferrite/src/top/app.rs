@@ -70,6 +70,10 @@ pub(super) struct App {
     pub(super) mode: Mode,
     /// The selected session, by its id: it stays selected when the order changes.
     pub(super) selected: Option<u64>,
+    /// The box that is drawn first: a small terminal has no place for all.
+    pub(super) first_box: usize,
+    /// The first line that is shown of the counters.
+    pub(super) first_counter: usize,
 }
 
 impl App {
@@ -86,6 +90,8 @@ impl App {
             filter: String::new(),
             mode: Mode::Table,
             selected: None,
+            first_box: 0,
+            first_counter: 0,
         }
     }
 
@@ -130,6 +136,19 @@ impl App {
         sessions
     }
 
+    /// Returns the counters of devices that match the filter, each with its value and its rate: the
+    /// fastest first.
+    pub(super) fn counters(&self) -> Vec<(&str, u64, u64)> {
+        let filter = self.filter.to_lowercase();
+        let all = self.snapshot.iter().flat_map(|snapshot| &snapshot.devices);
+        let matching = all.filter(|(name, _)| name.to_lowercase().contains(&filter));
+        let mut counters: Vec<_> = matching
+            .map(|(name, value)| (name.as_str(), *value, self.rates.device(name)))
+            .collect();
+        counters.sort_by_key(|(name, _, rate)| (std::cmp::Reverse(*rate), *name));
+        counters
+    }
+
     /// A filter matches a part of an address, user, transport, device, path or id.
     fn matches(&self, session: &Session) -> bool {
         let Session { id, address, user, transport, device, path, .. } = session;
@@ -157,6 +176,11 @@ impl App {
     }
 
     fn move_selection(&mut self, by: isize) {
+        if self.snapshot.as_ref().is_some_and(|snapshot| snapshot.sessions.is_none()) {
+            let last = self.counters().len().saturating_sub(1);
+            self.first_counter = self.first_counter.saturating_add_signed(by).min(last);
+            return;
+        }
         let sessions = self.sessions();
         let at = sessions.iter().position(|session| Some(session.id) == self.selected);
         let at = at.map_or(0, |at| at.saturating_add_signed(by));
@@ -198,6 +222,7 @@ impl App {
             KeyCode::PageDown => self.move_selection(10),
             KeyCode::Home => self.move_selection(isize::MIN),
             KeyCode::End => self.move_selection(isize::MAX),
+            KeyCode::Tab => self.first_box += 1,
             KeyCode::Char('s') => self.sort = self.sort.next(),
             KeyCode::Char('r') => self.is_reversed = !self.is_reversed,
             KeyCode::Char('p') => self.is_paused = !self.is_paused,

@@ -1,6 +1,7 @@
 //! Draws the state of the screen.
 
 use std::collections::BTreeMap;
+use std::iter::Peekable;
 
 use ratatui::Frame;
 use ratatui::layout::{Constraint, Layout, Rect};
@@ -13,6 +14,10 @@ use super::snapshot::{Session, Snapshot};
 
 /// Height of the boxes above the table, with their borders.
 const BOXES: u16 = 9;
+/// The least height of the sessions, and of the counters of devices, with another row of boxes
+/// above them.
+const SESSIONS_MIN: u16 = 10;
+const COUNTERS_MIN: u16 = 8;
 const DIM: Style = Style::new().fg(Color::DarkGray);
 
 /// Draws the whole screen.
@@ -27,34 +32,55 @@ pub(super) fn draw(frame: &mut Frame<'_>, app: &App) {
     draw_title(frame, app, title);
     let empty = Snapshot::default();
     let snapshot = app.snapshot.as_ref().unwrap_or(&empty);
-    let contents = [
+    let mut contents = [
         (22, " sessions ", session_lines(snapshot)),
         (30, " operations/s ", operation_lines(app)),
         (25, " pinned memory ", memory_lines(snapshot)),
         (32, " latency, µs ", latency_lines(snapshot)),
         (22, " fallbacks, devices ", device_lines(snapshot)),
     ];
-    let mut left = boxes;
-    for (width, name, lines) in contents {
-        // A narrow terminal shows the first ones. The last one gets all that is left.
-        if left.width < width {
-            break;
-        }
-        let is_last = name.starts_with(" fallbacks");
-        let area = Rect { width: if is_last { left.width } else { width }, ..left };
-        left = Rect { x: left.x + area.width, width: left.width - area.width, ..left };
-        let block = Block::bordered().border_style(DIM).title(name);
-        frame.render_widget(Paragraph::new(lines).block(block), area);
+    let count = contents.len();
+    contents.rotate_left(app.first_box % count);
+    let mut contents = contents.into_iter().peekable();
+    draw_boxes(frame, boxes, &mut contents);
+    // A narrow terminal that is high enough has another row of them.
+    let below = if snapshot.sessions.is_some() { SESSIONS_MIN } else { COUNTERS_MIN };
+    let mut table = table;
+    while table.height >= BOXES + below
+        && contents.peek().is_some_and(|(width, ..)| *width <= table.width)
+    {
+        let heights = [Constraint::Length(BOXES), Constraint::Min(0)];
+        let [row, rest] = Layout::vertical(heights).areas(table);
+        draw_boxes(frame, row, &mut contents);
+        table = rest;
     }
     match &snapshot.sessions {
         Some(_) => draw_sessions(frame, app, table),
-        None => draw_no_sessions(frame, app, table),
+        None => draw_counters(frame, app, table),
     }
-    draw_footer(frame, app, footer);
+    draw_footer(frame, app, footer, contents.next().is_some());
     match app.mode {
         Mode::Details => draw_details(frame, app),
         Mode::ConfirmKill(id) => draw_question(frame, app, id),
         Mode::Table | Mode::Filter => {}
+    }
+}
+
+/// A box: its width, its title and its lines.
+type Contents = (u16, &'static str, Vec<Line<'static>>);
+
+/// Draws the boxes that fit next to each other. The last one of all gets the space that is left.
+fn draw_boxes(
+    frame: &mut Frame<'_>,
+    mut left: Rect,
+    contents: &mut Peekable<impl Iterator<Item = Contents>>,
+) {
+    while let Some((width, name, lines)) = contents.next_if(|(width, ..)| *width <= left.width) {
+        let is_last = contents.peek().is_none();
+        let area = Rect { width: if is_last { left.width } else { width }, ..left };
+        left = Rect { x: left.x + area.width, width: left.width - area.width, ..left };
+        let block = Block::bordered().border_style(DIM).title(name);
+        frame.render_widget(Paragraph::new(lines).block(block), area);
     }
 }
 
@@ -176,7 +202,10 @@ fn device_lines(snapshot: &Snapshot) -> Vec<Line<'static>> {
     for (name, total) in [("failed links", "failed_links"), ("migrations", "migrations")] {
         lines.push(Line::from(format!(" {:>4} {name}", count(snapshot.total(total)))));
     }
-    lines.extend(numbers(&snapshot.devices, Color::Reset));
+    // Without sessions, the counters have a table of their own.
+    if snapshot.sessions.is_some() {
+        lines.extend(numbers(&snapshot.devices, Color::Reset));
+    }
     lines
 }
 
@@ -247,30 +276,63 @@ fn row(app: &App, session: &Session) -> Row<'static> {
     }))
 }
 
-fn draw_no_sessions(frame: &mut Frame<'_>, app: &App, area: Rect) {
-    let text = match app.snapshot {
-        None => "",
-        Some(_) => {
-            " An admin port does not list sessions. For the sessions of a module, give the engine's \
-             address: ferrite top HOST:PORT"
-        }
+/// Draws what an admin port has instead of sessions: the counters of the RDMA ports.
+fn draw_counters(frame: &mut Frame<'_>, app: &App, area: Rect) {
+    let counters = app.counters();
+    let has_any = app.snapshot.as_ref().is_some_and(|snapshot| !snapshot.devices.is_empty());
+    if !has_any {
+        let text = match app.snapshot {
+            None => "",
+            Some(_) => {
+                " An admin port does not list sessions, and no RDMA port of its host has counted \
+                 anything. For the sessions of a module, give the engine's address: ferrite top \
+                 HOST:PORT"
+            }
+        };
+        let block = Block::bordered().border_style(DIM).title(" RDMA ports ");
+        let text = Paragraph::new(text).style(DIM).wrap(Wrap { trim: false });
+        frame.render_widget(text.block(block), area);
+        return;
+    }
+    let right = |text: String| Cell::from(Line::from(text).right_aligned());
+    let heading = ["device, port, counter", "in all", "per second"];
+    let heading = Row::new(heading.map(|name| match name {
+        "device, port, counter" => Cell::from(name),
+        name => right(name.to_owned()),
+    }));
+    let shown = counters.iter().skip(app.first_counter);
+    let rows = shown.map(|(name, value, rate)| {
+        Row::new([Cell::from((*name).to_owned()), right(value.to_string()), right(count(*rate))])
+    });
+    let widths = [Constraint::Min(30), Constraint::Length(20), Constraint::Length(10)];
+    let title = match app.filter.is_empty() {
+        true => format!(" RDMA ports: {} counters ", counters.len()),
+        false => format!(" RDMA ports: {} counters match {:?} ", counters.len(), app.filter),
     };
-    let block = Block::bordered().border_style(DIM).title(" sessions ");
-    let text = Paragraph::new(text).style(DIM).wrap(Wrap { trim: false });
-    frame.render_widget(text.block(block), area);
+    let block = Block::bordered().border_style(DIM).title(title);
+    frame.render_widget(Table::new(rows, widths).header(heading.style(DIM)).block(block), area);
 }
 
-fn draw_footer(frame: &mut Frame<'_>, app: &App, area: Rect) {
+/// `has_more`: the terminal has no place for all boxes.
+fn draw_footer(frame: &mut Frame<'_>, app: &App, area: Rect, has_more: bool) {
+    let has_sessions = app.snapshot.as_ref().is_none_or(|snapshot| snapshot.sessions.is_some());
+    let keys = match (has_sessions, has_more) {
+        (true, false) => {
+            " ↑↓ select  Enter details  k kill  s sort  r reverse  / filter  p pause  q quit"
+        }
+        (true, true) => {
+            " Tab more  ↑↓ select  Enter details  k kill  s sort  r reverse  / filter  q quit"
+        }
+        (false, false) => " ↑↓ scroll  / filter  p pause  q quit",
+        (false, true) => " Tab more  ↑↓ scroll  / filter  p pause  q quit",
+    };
     let line = match (&app.mode, &app.message) {
         (Mode::Filter, _) => {
             Line::from(format!(" filter: {}▏  Enter keeps it, Esc clears it", app.filter))
         }
         (Mode::Details, _) => Line::from(" Esc back  k kill  q quit").style(DIM),
         (_, Some(message)) => Line::from(format!(" {message}")).fg(Color::Yellow),
-        _ => Line::from(
-            " ↑↓ select  Enter details  k kill  s sort  r reverse  / filter  p pause  q quit",
-        )
-        .style(DIM),
+        _ => Line::from(keys).style(DIM),
     };
     frame.render_widget(line, area);
 }

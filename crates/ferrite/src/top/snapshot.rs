@@ -91,6 +91,7 @@ pub(super) struct Rates {
     pub(super) totals_per_s: BTreeMap<&'static str, u64>,
     /// Bytes to the engine and to the client, by the id of the session.
     pub(super) session_bytes_per_s: BTreeMap<u64, (u64, u64)>,
+    pub(super) devices_per_s: BTreeMap<String, u64>,
 }
 
 impl Rates {
@@ -111,11 +112,23 @@ impl Rates {
             let input = per_second(in_bytes, session.in_bytes, time);
             (session.id, (input, per_second(out_bytes, session.out_bytes, time)))
         });
-        Self { totals_per_s: totals.collect(), session_bytes_per_s: sessions.collect() }
+        let devices = now.devices.iter().map(|(name, value)| {
+            let before = before.devices.get(name).copied().unwrap_or(*value);
+            (name.clone(), per_second(before, *value, time))
+        });
+        Self {
+            totals_per_s: totals.collect(),
+            session_bytes_per_s: sessions.collect(),
+            devices_per_s: devices.collect(),
+        }
     }
 
     pub(super) fn total(&self, name: &str) -> u64 {
         self.totals_per_s.get(name).copied().unwrap_or(0)
+    }
+
+    pub(super) fn device(&self, name: &str) -> u64 {
+        self.devices_per_s.get(name).copied().unwrap_or(0)
     }
 
     pub(super) fn session(&self, id: u64) -> (u64, u64) {

@@ -8,7 +8,7 @@ use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 
 use super::app::{Action, App, Mode};
 use super::snapshot::{LatencyRow, Session, Snapshot};
-use super::{draw, svg};
+use super::{ascii, draw, svg};
 
 fn session(id: u64, transport: &str, out_bytes: u64) -> Session {
     Session {
@@ -196,6 +196,88 @@ fn fits_any_size_of_the_terminal() {
             terminal.draw(|frame| draw::draw(frame, &app)).expect("it draws");
         }
     }
+}
+
+fn shown_at(app: &App, (columns, rows): (u16, u16)) -> String {
+    let mut terminal = Terminal::new(TestBackend::new(columns, rows)).expect("a screen");
+    terminal.draw(|frame| draw::draw(frame, app)).expect("it draws");
+    terminal.backend().to_string()
+}
+
+const SMALL: (u16, u16) = (80, 24);
+
+#[test]
+fn a_small_terminal_shows_the_other_boxes_by_a_key() {
+    let mut app = app();
+    let screen = shown_at(&app, SMALL);
+    assert!(!screen.contains("latency") && screen.contains(" Tab more "), "{screen}");
+    assert!(screen.contains("q quit") && screen.contains("10.0.0.2:40000"), "{screen}");
+    press(&mut app, &[KeyCode::Tab; 3]);
+    let screen = shown_at(&app, SMALL);
+    assert!(screen.contains("p99.9") && screen.contains("3 no device"), "{screen}");
+    let screen = shown_at(&app, (80, 40));
+    assert!(screen.contains("p99.9") && screen.contains("registered"), "{screen}");
+    assert!(screen.contains("10.0.0.2:40000") && !screen.contains("Tab more"), "{screen}");
+}
+
+/// A host with 8 cards of 2 ports has hundreds of counters.
+#[test]
+fn counters_of_many_ports_are_scrolled_and_filtered() {
+    let state = |fast: u64| {
+        let mut state = Snapshot { sessions: None, ..snapshot(Vec::new()) };
+        for (device, port) in (0..8).flat_map(|device| [(device, 1), (device, 2)]) {
+            for counter in ["port_rcv_data", "port_xmit_data", "port_xmit_wait"] {
+                state.devices.insert(format!("mlx5_{device} {port} {counter}"), 70_000);
+            }
+        }
+        state.devices.insert("mlx5_6 2 port_xmit_data".into(), fast);
+        state
+    };
+    let (first, mut second) = (state(1000), state(5000));
+    second.taken = first.taken + Duration::from_secs(1);
+    let mut app = App::new("10.0.0.100:9121".into());
+    app.update(Ok(first));
+    app.update(Ok(second));
+    let line = |screen: &str, text: &str| screen.lines().position(|line| line.contains(text));
+    for size in [SMALL, (132, 30)] {
+        let screen = shown_at(&app, size);
+        let fast = line(&screen, "mlx5_6 2 port_xmit_data").expect("the counter that moves");
+        assert!(line(&screen, "mlx5_0 1 port_rcv_data").is_none_or(|at| fast < at), "{screen}");
+        let fast = screen.lines().nth(fast).expect("a line");
+        assert!(fast.contains("5000") && fast.contains("4.0k"), "{screen}");
+        assert!(screen.contains("48 counters"), "{screen}");
+        assert_eq!(screen.contains("p99.9"), size != SMALL, "{screen}");
+        assert_eq!(screen.contains(" Tab more "), size == SMALL, "{screen}");
+    }
+    press(&mut app, &[KeyCode::End]);
+    let screen = shown_at(&app, SMALL);
+    assert!(screen.contains("mlx5_7 2 port_xmit_wait"), "{screen}");
+    press(&mut app, &[KeyCode::Home]);
+    let typed: Vec<_> = "/mlx5_3 1".chars().map(KeyCode::Char).collect();
+    press(&mut app, &typed);
+    let screen = shown_at(&app, SMALL);
+    assert!(screen.contains("3 counters match") && screen.contains("mlx5_3 1"), "{screen}");
+}
+
+#[test]
+fn a_terminal_without_utf_8_gets_ascii() {
+    let mut terminal = Terminal::new(TestBackend::new(80, 24)).expect("a screen");
+    let app = app();
+    let drawn = terminal.draw(|frame| {
+        draw::draw(frame, &app);
+        ascii::replace(frame.buffer_mut());
+    });
+    drawn.expect("it draws");
+    let screen = terminal.backend().to_string();
+    assert!(screen.is_ascii() && screen.contains("+ sessions ---"), "{screen}");
+    let by = |set: &'static [(&str, &str)]| {
+        let value =
+            |name: &str| set.iter().find(|(set, _)| *set == name).map(|(_, to)| (*to).into());
+        ascii::is_ascii_only(value)
+    };
+    assert!(by(&[("LANG", "C")]) && by(&[("LANG", "en_US.UTF-8"), ("LC_ALL", "POSIX")]));
+    assert!(by(&[("LANG", "C.UTF-8"), ("TERM", "vt220")]));
+    assert!(!by(&[]) && !by(&[("LANG", "C.utf8"), ("LC_ALL", ""), ("TERM", "xterm")]));
 }
 
 #[test]

@@ -43,8 +43,30 @@ pub(super) fn tcp_error(call: &'static str, addr: SocketAddr) -> impl Fn(Errno) 
             Errno::ADDRNOTAVAIL if call == "bind" => {
                 "; this host has no such address (`ip addr` lists those it has)"
             }
+            Errno::INVAL if lacks_scope(addr) => {
+                "; a link-local address needs its interface, as in [fe80::1%eth0]:6380"
+            }
             _ => "",
         };
         Error::new(kind, format!("{call} {addr} over TCP: {errno}{hint}"))
+    }
+}
+
+/// Returns whether an address is valid on one link only, and the link is not named.
+fn lacks_scope(addr: SocketAddr) -> bool {
+    matches!(addr, SocketAddr::V6(at) if at.ip().is_unicast_link_local() && at.scope_id() == 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn asks_for_the_interface_of_a_link_local_address() {
+        let error =
+            |at: &str| tcp_error("bind", at.parse().expect("an address"))(Errno::INVAL).to_string();
+        assert!(error("[fe80::1]:6380").contains("needs its interface"));
+        assert!(!error("[fe80::1%2]:6380").contains("interface"));
+        assert!(!error("[2001:db8::1]:6380").contains("interface"));
     }
 }
