@@ -70,3 +70,9 @@ def test_missing_and_partial_chunks(server):
             assert await loop.run_in_executor(None, connector.remove_sync, key) is expected
 
     run(server, MIB, program)
+
+
+def test_a_missing_url_is_named(server):
+    backend = Backend(MIB, {"save_chunk_meta": False})
+    with pytest.raises(ValueError, match="^set ferrite_url in extra_config"):
+        FerriteConnector(None, backend, backend.config)

@@ -9,7 +9,7 @@ from redis.asyncio.retry import Retry
 from ._transport import StreamTransport
 from .buffers import byte_view
 from .client import default_retry, read_value_into
-from .connection import FerriteOptions, has_unread, size_of, store
+from .connection import FerriteOptions, checked_url, has_unread, size_of, store
 
 __all__ = ["Connection", "Redis"]
 
@@ -21,7 +21,7 @@ class Connection(FerriteOptions, redis.asyncio.Connection):
     """A redis.asyncio connection over RDMA or TCP; the options are those of ferrite.Connection."""
 
     def __init__(self, *, rdma="prefer", local_address=None, **options):
-        self._set_options(rdma, local_address)
+        self._set_options(rdma, local_address, options)
         super().__init__(**options)
 
     async def _connect(self):
@@ -92,7 +92,8 @@ class Redis(redis.asyncio.Redis):
     @classmethod
     def from_url(cls, url, **options):
         """Like `redis.asyncio.Redis.from_url`, with the options of `ferrite.Connection`."""
-        pool = redis.asyncio.ConnectionPool.from_url(url, connection_class=Connection, **options)
+        pool = redis.asyncio.ConnectionPool.from_url(
+            checked_url(url), connection_class=Connection, **options)
         client = cls(connection_pool=pool)
         client.auto_close_connection_pool = True
         return client

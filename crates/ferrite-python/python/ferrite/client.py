@@ -4,7 +4,7 @@ from redis.backoff import ExponentialWithJitterBackoff
 from redis.retry import Retry
 
 from .buffers import byte_view
-from .connection import Connection, FerriteOptions
+from .connection import Connection, FerriteOptions, checked_url
 
 
 def default_retry(retry_class):
@@ -40,8 +40,12 @@ class Redis(redis.Redis):
 
     @classmethod
     def from_url(cls, url, **options):
-        """Like `redis.Redis.from_url`; `?rdma=require` and `&local_address=...` are options."""
-        pool = redis.ConnectionPool.from_url(url, connection_class=Connection, **options)
+        """Like `redis.Redis.from_url`; `?rdma=require` and `&local_address=...` are options.
+
+        `redis+rdma://` is another name for `redis://`. `rediss://` is refused: there is no TLS.
+        """
+        pool = redis.ConnectionPool.from_url(
+            checked_url(url), connection_class=Connection, **options)
         client = cls(connection_pool=pool)
         client.auto_close_connection_pool = True
         return client

@@ -1,4 +1,5 @@
 """The connection class for redis-py, and what it shares with the one for redis.asyncio."""
+import ipaddress
 import socket
 import threading
 import warnings
@@ -14,6 +15,22 @@ except ImportError:  # another version of redis-py; its parsers in Python work u
     _HiredisParser = None
 
 POLICIES = ("prefer", "require", "forbid")
+
+NO_TLS = "ferrite connections have no TLS; use redis.Redis, which has it over TCP"
+
+
+def checked_url(url):
+    """Returns a URL that redis-py reads, or raises: what it would ignore must not be lost.
+
+    redis-py chooses the class of connections by the scheme. With a class given, as here, it would
+    connect to rediss:// without TLS.
+    """
+    scheme, separator, rest = url.partition("://")
+    if separator and scheme == "rediss":
+        raise ValueError(f"rediss://: {NO_TLS}")
+    if separator and scheme == "unix":
+        raise ValueError("unix://: ferrite connections need a host; use redis.Redis")
+    return f"redis://{rest}" if separator and scheme == "redis+rdma" else url
 
 
 class FallbackWarning(RuntimeWarning):
@@ -32,9 +49,14 @@ class BufferTooSmallError(ValueError):
 class FerriteOptions:
     """The options of both connection classes, and what a connection tells about its transport."""
 
-    def _set_options(self, rdma, local_address):
+    def _set_options(self, rdma, local_address, others):
         if rdma not in POLICIES:
             raise ValueError(f"rdma={rdma!r}: expected one of {', '.join(POLICIES)}")
+        if local_address is not None:
+            _check_address(local_address)
+        for name in others:
+            if name.startswith("ssl"):
+                raise ValueError(f"{name}: {NO_TLS}")
         self.rdma = rdma
         self.local_address = local_address
         self._stream = None
@@ -54,6 +76,13 @@ class FerriteOptions:
         """Why the connection uses TCP although RDMA was preferred, or None."""
         return self._stream.fallback if self._stream and self.is_connected else None
 
+    def _error_message(self, exception):
+        """What redis-py raises if no connection can be made. Ours have a text and no number."""
+        if len(exception.args) != 1:
+            return super()._error_message(exception)
+        host, text = self._host_error(), str(exception)
+        return f"Error connecting to {host}: {text.removeprefix(f'{host}: ')}"
+
     def _open_stream(self):
         """Connects to the first address of the host that answers. Waits."""
         error = OSError("the host has no address")
@@ -70,6 +99,13 @@ class FerriteOptions:
             self._stream = stream
             return stream
         raise error
+
+
+def _check_address(text):
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        raise ValueError(f"local_address={text!r}: expected an IP address of this host") from None
 
 
 def _written(family, address):
@@ -142,7 +178,7 @@ class Connection(FerriteOptions, RedisConnection):
     """
 
     def __init__(self, *args, rdma="prefer", local_address=None, **options):
-        self._set_options(rdma, local_address)
+        self._set_options(rdma, local_address, options)
         super().__init__(*args, **options)
 
     def set_parser(self, parser_class):
