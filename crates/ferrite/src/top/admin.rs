@@ -85,7 +85,9 @@ impl Admin {
         stream.write_all(request.as_bytes())?;
         let mut answer = String::new();
         stream.take(ANSWER_MAX).read_to_string(&mut answer)?;
-        let (head, body) = answer.split_once("\r\n\r\n").context("the answer is not HTTP")?;
+        let (head, body) = answer
+            .split_once("\r\n\r\n")
+            .context("the answer is not HTTP; is it the port of admin-listen?")?;
         let status = head.split_whitespace().nth(1).unwrap_or_default();
         ensure!(status == "200", "the answer is {}", head.lines().next().unwrap_or_default());
         Ok(body.to_owned())

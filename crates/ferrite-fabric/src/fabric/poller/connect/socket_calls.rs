@@ -43,6 +43,9 @@ pub(super) fn tcp_error(call: &'static str, addr: SocketAddr) -> impl Fn(Errno) 
             Errno::ADDRNOTAVAIL if call == "bind" => {
                 "; this host has no such address (`ip addr` lists those it has)"
             }
+            Errno::ACCESS if call == "bind" && addr.port() < 1024 => {
+                "; ports below 1024 need root or CAP_NET_BIND_SERVICE: choose another port"
+            }
             _ => "",
         };
         Error::new(kind, format!("{call} {addr} over TCP: {errno}{hint}"))
