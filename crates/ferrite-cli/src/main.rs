@@ -123,11 +123,11 @@ async fn run_unattended(server: &mut Server, mode: Mode) -> anyhow::Result<()> {
 }
 
 /// Prints the transport of the connection on stderr with `--verbose`, and if the connection has
-/// fallen back to TCP and `--rdma` was given or a person reads it.
+/// fallen back to TCP and `--rdma` was given. Otherwise [`Server::connect`] warns on a terminal.
 fn report_transport(server: &Server) {
     let Some(transport_info) = server.transport_info() else { return };
-    let is_read = server.settings.is_rdma_explicit || std::io::stderr().is_terminal();
-    if server.settings.verbose || (transport_info.is_fallback && is_read) {
+    let is_fallback = transport_info.is_fallback && server.settings.is_rdma_explicit;
+    if server.settings.verbose || is_fallback {
         output::write_stderr(&transport_info.description);
     }
 }

@@ -5,7 +5,7 @@ use std::io::{Read as _, Write as _};
 use std::net::{IpAddr, TcpListener, TcpStream, UdpSocket};
 use std::process::{Command, Output, Stdio};
 
-use ferrite_testkit::{Engine, free_port};
+use ferrite_testkit::{Engine, Terminal, free_port};
 
 const CLI: &str = env!("CARGO_BIN_EXE_ferrite-cli");
 
@@ -162,4 +162,29 @@ fn warns_before_sending_a_password_in_clear_text() {
         !has_warning(&preferred) && preferred.contains("over TCP: "),
         "the fallback is reported instead: {preferred}"
     );
+}
+
+#[test]
+fn a_terminal_gets_one_line_about_a_fallback_and_none_for_loopback() {
+    let Some(ip) = address().map(|ip| ip.to_string()) else { return }; // only loopback exists
+    let port = free_port().to_string();
+    let arguments = ["--bind", &ip, "127.0.0.1", "--port", &port, "--protected-mode", "no"];
+    let _redis = Engine::redis(&arguments);
+    let lines = |host: &str, words: &[&str]| {
+        let mut command = Command::new(CLI);
+        command.args(["-h", host, "-p", &port]).args(words).env_remove("REDISCLI_AUTH");
+        let (status, text) = Terminal::start(&command, 1000, 30).finish();
+        assert!(status.success(), "{text}");
+        let lines = text.lines().filter(|line| !["", "PONG"].contains(&line.trim_end()));
+        lines.map(str::to_owned).collect::<Vec<_>>()
+    };
+    assert_eq!(lines("127.0.0.1", &["PING"]), [""; 0], "nobody else can listen");
+    let remote = lines(&ip, &["PING"]);
+    assert_eq!(remote.len(), 1, "{remote:?}");
+    assert!(remote[0].starts_with("warning: RDMA is unavailable ("), "{remote:?}");
+    for words in [["--rdma", "prefer", "PING"].as_slice(), &["--verbose", "PING"]] {
+        let explicit = lines(&ip, words);
+        assert_eq!(explicit.len(), 1, "{words:?}: {explicit:?}");
+        assert!(explicit[0].starts_with("over TCP: RDMA is unavailable: "), "{explicit:?}");
+    }
 }

@@ -39,9 +39,24 @@ pub const TABLE: [(&str, &str); 7] = [
 /// Returns the table for `--help`.
 #[must_use]
 pub fn help() -> String {
-    let entries = TABLE.iter().map(|(code, meaning)| format!("{code} {meaning}"));
-    format!("Exit codes: {}.", entries.collect::<Vec<_>>().join("; ").replace('`', ""))
+    let mut text = String::from("Exit codes:");
+    for (code, meaning) in TABLE {
+        text += &format!("\n  {code:6}");
+        let mut column = 8;
+        for word in meaning.split(' ') {
+            if column + 1 + word.len() > WIDTH {
+                text += &format!("\n{:8}", "");
+                column = 8;
+            }
+            text += &format!(" {word}");
+            column += 1 + word.len();
+        }
+    }
+    text
 }
+
+/// The width of the lines of `--help`, which fit on most terminals.
+const WIDTH: usize = 80;
 
 /// Returns the table for the book.
 #[must_use]
@@ -59,7 +74,8 @@ mod tests {
         for code in [SUCCESS, FAILURE, USAGE, UNAVAILABLE, INTERNAL, ENGINE] {
             assert_eq!(TABLE.iter().filter(|(known, _)| *known == code.to_string()).count(), 1);
         }
-        assert!(help().contains("69 RDMA is required"), "{}", help());
+        assert!(help().contains("\n  69     RDMA is required"), "{}", help());
+        assert!(help().lines().all(|line| line.len() <= WIDTH), "{}", help());
         assert!(TABLE.iter().any(|(_, meaning)| meaning.contains(&BY_SIGNAL.to_string())));
     }
 }

@@ -63,6 +63,23 @@ pub struct AdminServer {
     thread: Option<JoinHandle<()>>,
 }
 
+/// Returns what to do about a TCP port that cannot be opened, as the end of a message.
+#[must_use]
+pub fn listen_hint(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::AddrInUse => {
+            "; choose another port, or stop the program that has it (`ss -ltnp` lists it)"
+        }
+        io::ErrorKind::AddrNotAvailable => {
+            "; this host has no such address (`ip addr` lists those it has)"
+        }
+        io::ErrorKind::PermissionDenied => {
+            "; ports below 1024 need root or CAP_NET_BIND_SERVICE: choose another port"
+        }
+        _ => "",
+    }
+}
+
 impl AdminPort {
     /// Listens.
     ///
@@ -74,8 +91,10 @@ impl AdminPort {
             listener.set_nonblocking(true)?;
             Ok(Self { address: listener.local_addr()?, listener })
         };
-        bound()
-            .map_err(|error: io::Error| format!("cannot open the admin port at {address}: {error}"))
+        bound().map_err(|error: io::Error| {
+            let hint = listen_hint(&error);
+            format!("cannot open the admin port at {address}: {error}{hint}")
+        })
     }
 
     /// Returns the listening descriptor, for programs that close it in forked children.

@@ -183,7 +183,7 @@ fn errors_name_the_wrong_argument() {
                 "rdma-bind \"localhost:1\": expected auto (where the engine listens), or addresses",
             ),
             (&["rx-size", "8mb"], "rx-size \"8mb\": expected a size from 4kb to 2mb"),
-            (&["engine", "nowhere"], "engine \"nowhere\": expected auto, unix:/PATH or HOST:PORT"),
+            (&["engine", "nowhere"], "engine \"nowhere\": expected unix:/PATH or HOST:PORT"),
         ] {
             let log = log_of_failed_load(&program, arguments, &[]);
             assert!(log.contains(&format!("ferrite: not loaded: {error}")), "{arguments:?}: {log}");

@@ -32,6 +32,8 @@ class FerriteConnector(RemoteConnector):
         settings = config.extra_config or {}
         if self.save_chunk_meta:
             raise ValueError("set save_chunk_meta: false: a chunk is stored without metadata")
+        if "ferrite_url" not in settings:
+            raise ValueError("set ferrite_url in extra_config, such as redis://10.0.0.1:6380/0")
         self.loop, self.local_cpu_backend = loop, local_cpu_backend
         self.client = ferrite.asyncio.Redis.from_url(
             settings["ferrite_url"], socket_timeout=float(settings.get("ferrite_timeout", 30)))

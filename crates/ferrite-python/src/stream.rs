@@ -86,7 +86,9 @@ impl Stream {
             connector = connector.timeout(timeout);
         }
         let mut connecting = Box::pin(connector.connect(peer));
-        let session = wait(py, &background, None, |cx, _| connecting.as_mut().poll(cx))?;
+        let session = wait(py, &background, None, |cx, _| {
+            connecting.as_mut().poll(cx).map_err(|error| with_remedy(rdma, error))
+        })?;
         Ok(Self::new(background.clone(), peer, session))
     }
 
@@ -381,6 +383,17 @@ fn with<H, T>(
 
 fn closed() -> io::Error {
     io::Error::new(io::ErrorKind::NotConnected, "the stream is closed")
+}
+
+/// Adds what to do about a missing RDMA. Where RDMA is only preferred, the server is to blame.
+fn with_remedy(rdma: Rdma, error: io::Error) -> io::Error {
+    let cause = error.get_ref().and_then(|cause| cause.downcast_ref::<ferrite_fabric::Error>());
+    match cause.and_then(ferrite_fabric::Error::remedy) {
+        Some(remedy) if rdma == Rdma::Require => {
+            io::Error::new(error.kind(), format!("{error}; to do: {remedy}"))
+        }
+        _ => error,
+    }
 }
 
 fn parsed<T: std::str::FromStr<Err: std::fmt::Display>>(text: &str) -> PyResult<T> {

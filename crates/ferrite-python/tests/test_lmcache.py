@@ -106,3 +106,9 @@ def test_a_batch_ends_only_when_all_its_chunks_are_done(server):
         assert sum(memory.references for memory in backend.allocated) == 1
 
     run(server, MIB, program)
+
+
+def test_a_missing_url_is_named(server):
+    backend = Backend(MIB, {"save_chunk_meta": False})
+    with pytest.raises(ValueError, match="^set ferrite_url in extra_config"):
+        FerriteConnector(None, backend, backend.config)

@@ -8,7 +8,8 @@ import pytest
 import redis
 
 import ferrite
-from conftest import IS_RDMA, MIB
+import ferrite.asyncio
+from conftest import HOST, IS_RDMA, MIB
 
 pytestmark = pytest.mark.filterwarnings("ignore::ferrite.FallbackWarning")
 
@@ -243,8 +244,9 @@ def test_fallback_warns_once_and_require_raises(server):
     assert len(texts) == 1 and f"127.0.0.1:{server.port}: over TCP instead of RDMA" in texts[0]
     pool = redis.ConnectionPool(connection_class=ferrite.Connection,
                                 **{**server.options, "rdma": "require"})
-    with pytest.raises(redis.ConnectionError, match="RDMA"):
+    with pytest.raises(redis.ConnectionError, match="RDMA.*; to do: ") as raised:
         redis.Redis(connection_pool=pool).ping()
+    assert str(raised.value).startswith(f"Error connecting to 127.0.0.1:{server.port}: no RDMA")
 
 
 def test_policy_and_url(server):
@@ -253,10 +255,22 @@ def test_policy_and_url(server):
     url = f"redis://{server.options['host']}:{server.port}/1?rdma={server.options['rdma']}"
     with ferrite.Redis.from_url(url) as client:
         assert client.ping() and client.client_info()["db"] == 1
+    with ferrite.Redis.from_url(url.replace("redis:", "redis+rdma:")) as client:
+        assert client.ping()
+
+
+@pytest.mark.parametrize("package", [ferrite, ferrite.asyncio])
+def test_options_without_effect_are_refused(package):
+    """TLS above all: a client that asks for it must never send a password without it."""
+    with pytest.raises(ValueError, match="^ssl_ca_certs: this connection has no TLS"):
+        package.Connection(ssl_ca_certs="ca.crt")
+    with pytest.raises(ValueError, match="^local_address='eth0': expected an IP address"):
+        package.Connection(local_address="eth0")
 
 
 def test_refused_connection_is_a_connection_error(server):
     options = {**server.options, "port": 1, "socket_connect_timeout": 5}
     pool = redis.ConnectionPool(connection_class=ferrite.Connection, **options)
-    with pytest.raises((redis.ConnectionError, redis.TimeoutError)):
+    with pytest.raises((redis.ConnectionError, redis.TimeoutError)) as raised:
         redis.Redis(connection_pool=pool).ping()
+    assert IS_RDMA or str(raised.value).startswith(f"Error connecting to {HOST}:1: ")

@@ -11,7 +11,7 @@ use ferrite_config::{
 };
 use serde_json::{Value, json};
 
-use crate::settings;
+use crate::{output, settings};
 
 /// Show every setting with its value and its origin, or check a file
 ///
@@ -95,8 +95,8 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<ExitCode> {
     match &options.action {
         None => show(options)?,
         Some(Action::Check { file, json }) => return check(file, *json),
-        Some(Action::Schema) => println!("{}", serde_json::to_string_pretty(&schema::schema())?),
-        Some(Action::Reference { file: None }) => print!("{}", reference::markdown()),
+        Some(Action::Schema) => output::print_json(&schema::schema())?,
+        Some(Action::Reference { file: None }) => output::write(&reference::markdown())?,
         Some(Action::Reference { file: Some(file) }) => {
             let name = file.display();
             let page = std::fs::read_to_string(file).with_context(|| name.to_string())?;
@@ -117,9 +117,9 @@ fn show(options: &Options) -> anyhow::Result<()> {
     if options.json {
         let settings: Vec<_> = values.iter().map(|(setting, _)| entry(&values, setting)).collect();
         let all = json!({"program": values.program().name(), "settings": settings});
-        println!("{}", serde_json::to_string_pretty(&all)?);
+        output::print_json(&all)?;
     } else {
-        print!("{}", text(&values, options.config.as_deref()));
+        output::write(&text(&values, options.config.as_deref()))?;
     }
     Ok(())
 }
@@ -191,7 +191,7 @@ fn text(values: &Values, file: Option<&Path>) -> String {
 
 fn check(path: &Path, json: bool) -> anyhow::Result<ExitCode> {
     let name = path.display().to_string();
-    let text = std::fs::read_to_string(path).with_context(|| name.clone())?;
+    let text = settings::read_file(path)?;
     let problems = file::read(Program::Server, &text).err().unwrap_or_default();
     if json {
         let list: Vec<_> = problems
@@ -200,11 +200,11 @@ fn check(path: &Path, json: bool) -> anyhow::Result<ExitCode> {
                 json!({"line": problem.line, "key": problem.key, "message": problem.message})
             })
             .collect();
-        println!("{}", serde_json::to_string_pretty(&json!({"file": name, "problems": list}))?);
+        output::print_json(&json!({"file": name, "problems": list}))?;
     } else if problems.is_empty() {
-        println!("{name}: valid");
+        output::write(&format!("{name}: valid\n"))?;
     } else {
-        println!("{}", settings::list(&name, &problems));
+        output::write(&format!("{}\n", settings::list(&name, &problems)))?;
     }
     Ok(ExitCode::from(match problems.is_empty() {
         true => exit_code::SUCCESS,

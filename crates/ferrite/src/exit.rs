@@ -8,7 +8,7 @@ use ferrite_config::exit_code;
 use ferrite_verbs::{Absence, CompletionError, ErrorKind};
 use serde::Serialize;
 
-use crate::output::escape_controls;
+use crate::output::{self, StdoutError, escape_controls};
 use crate::pingpong::ConnectionLost;
 use crate::server;
 use crate::settings::WrongSettings;
@@ -16,6 +16,9 @@ use crate::settings::WrongSettings;
 /// Prints the paragraph on stderr, and the object on stdout if `json`. The object is one line, like
 /// the events of the programs that run for long.
 pub(crate) fn report(error: &anyhow::Error, json: bool) -> ExitCode {
+    if error.downcast_ref::<StdoutError>().is_some_and(StdoutError::is_broken_pipe) {
+        return ExitCode::from(exit_code::FAILURE);
+    }
     let failure = Failure::from_error(error);
     match crate::log::is_json() {
         true => tracing::error!("{}", failure.paragraph()),
@@ -23,7 +26,7 @@ pub(crate) fn report(error: &anyhow::Error, json: bool) -> ExitCode {
     }
     if json {
         match serde_json::to_string(&serde_json::json!({ "error": failure })) {
-            Ok(text) => println!("{}", escape_controls(&text)),
+            Ok(text) => output::write_line(&text),
             Err(error) => eprintln!("ferrite: {error}"),
         }
     }

@@ -20,9 +20,9 @@ use serde::Serialize;
 use crate::admin::{self, GatewayAdmin};
 use crate::engine_probe::wait_for_engine;
 use crate::reload::Reload;
-use crate::settings::{self, Flags, GatewayProgram};
+use crate::settings::{self, Flags, GatewayProgram, WrongSettings};
 use crate::signals::Signals;
-use crate::{address, log};
+use crate::{address, log, output};
 
 /// Accept RDMA clients for an unmodified engine: Redis, Valkey, KeyDB, Dragonfly, Garnet
 ///
@@ -60,8 +60,8 @@ second. Clients get an error until it answers.
 
 On SIGTERM and SIGINT it accepts no new clients, delivers outstanding replies and exits with code 0.
 A client in the middle of a command delays that while it keeps sending, and for 1 s afterwards.
-A second signal stops it at once, with exit code 1. On SIGHUP it reads its settings again and applies
-those that can change (`ferrite config` and the book say which); the log names the others.
+A second signal stops it at once, with exit code 1. On SIGHUP it reads its settings again and
+applies those that can change (`ferrite config` and the book say which); the log names the others.
 
 JSON lines: {event: listening, address, addresses[], engine, devices[], rdma, admin?},
   {event: ended, sessions {valkey, ferrite, tcp}, refused, engine_failures, to_engine_bytes, to_client_bytes}.
@@ -78,7 +78,7 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<ExitCode> {
             .map_err(|why| anyhow::anyhow!("--listen: {why}"))?,
         engine: text(&values, &table::ENGINE)
             .parse()
-            .map_err(|why| anyhow::anyhow!("--engine: {why}"))?,
+            .map_err(|why| WrongSettings(format!("--engine: {why}")))?,
         values,
     };
     // One thread: sessions only copy bytes, and need no wake-ups across threads this way.
@@ -213,7 +213,7 @@ fn report_listening(
             rdma: rdma.to_string(),
             admin,
         };
-        println!("{}", serde_json::to_string(&line).expect("plain values"));
+        output::print_event(&line);
         return;
     }
     let over = match (devices.is_empty(), rdma) {
@@ -263,7 +263,7 @@ fn report_ended(json: bool, stats: GatewayStats) {
             to_engine_bytes,
             to_client_bytes,
         };
-        println!("{}", serde_json::to_string(&line).expect("plain values"));
+        output::print_event(&line);
         return;
     }
     tracing::info!(

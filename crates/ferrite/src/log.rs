@@ -38,12 +38,18 @@ pub(crate) fn install(values: &Values) {
     let base = tracing_subscriber::registry().with(filter);
     let installed = match is_json {
         true => base.with(layer.event_format(JsonLines)).try_init(),
-        false => base.with(layer.with_ansi(std::io::stderr().is_terminal())).try_init(),
+        false => base.with(layer.with_ansi(has_colors())).try_init(),
     };
     // Fails only if a log is installed already, and that one is as good.
     if installed.is_ok() {
         let _ = LOG.set(Log { level, is_json });
     }
+}
+
+/// Returns whether lines may have colors: on a terminal, unless NO_COLOR is set.
+fn has_colors() -> bool {
+    let is_refused = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
+    std::io::stderr().is_terminal() && !is_refused
 }
 
 /// Changes the level to that of the settings.

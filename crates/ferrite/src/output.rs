@@ -1,8 +1,33 @@
-//! Prints the result of a command: a JSON object for scripts, text for people.
+//! Prints results and events on stdout: JSON for scripts, text for people.
+//!
+//! `println!` panics if nobody reads stdout any more (`| head`) or a disk is full. A result that
+//! cannot be written is a failure of the command; an event that cannot be written is none, because
+//! the program has other work to do.
 
-use std::fmt::Write as _;
+use std::fmt::{self, Write as _};
+use std::io::{self, Write as _};
 
 use serde::Serialize;
+
+/// Stdout cannot be written.
+#[derive(Debug)]
+pub(crate) struct StdoutError(io::Error);
+
+impl fmt::Display for StdoutError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "cannot write to stdout: {}", self.0)
+    }
+}
+
+impl std::error::Error for StdoutError {}
+
+impl StdoutError {
+    /// Returns whether the reader has gone, as `head` does when it has its lines. That needs no
+    /// message.
+    pub(crate) fn is_broken_pipe(&self) -> bool {
+        self.0.kind() == io::ErrorKind::BrokenPipe
+    }
+}
 
 /// Prints `result` on stdout, as indented JSON or as the text that `text` returns.
 pub(crate) fn print<T: Serialize>(
@@ -10,12 +35,30 @@ pub(crate) fn print<T: Serialize>(
     json: bool,
     text: impl FnOnce(&T) -> String,
 ) -> anyhow::Result<()> {
-    if json {
-        println!("{}", escape_controls(&serde_json::to_string_pretty(result)?));
-    } else {
-        print!("{}", escape_controls(&text(result)));
+    if json { print_json(result) } else { Ok(write(&text(result))?) }
+}
+
+/// Prints a result on stdout as indented JSON.
+pub(crate) fn print_json(result: &impl Serialize) -> anyhow::Result<()> {
+    Ok(write(&format!("{}\n", serde_json::to_string_pretty(result)?))?)
+}
+
+/// Writes a text to stdout. Text of a peer in it cannot control the terminal.
+pub(crate) fn write(text: &str) -> Result<(), StdoutError> {
+    let (text, mut stdout) = (escape_controls(text), io::stdout().lock());
+    stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()).map_err(StdoutError)
+}
+
+/// Prints an event on stdout, as one line of JSON. Goes on if that fails.
+pub(crate) fn print_event(event: &impl Serialize) {
+    if let Ok(text) = serde_json::to_string(event) {
+        write_line(&text);
     }
-    Ok(())
+}
+
+/// Writes a line about an event to stdout. Goes on if that fails.
+pub(crate) fn write_line(text: &str) {
+    let _ = write(&format!("{text}\n"));
 }
 
 /// Replaces the characters by which text of a peer could control a terminal, or change the order of

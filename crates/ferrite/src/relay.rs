@@ -5,11 +5,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use anyhow::Context as _;
 use clap::Args;
 use ferrite_config::{Values, table};
 use ferrite_fabric::{Fabric, LogLimit, Rdma};
-use ferrite_metrics::AdminServer;
+use ferrite_metrics::{AdminServer, listen_hint};
 use ferrite_session::{Connector, SessionTransport, fabric_config, open_fabric, pump};
 use serde::Serialize;
 use tokio::io::AsyncWriteExt as _;
@@ -19,7 +18,7 @@ use crate::admin::{self, RelayAdmin, RelayCounters};
 use crate::reload::Reload;
 use crate::settings::{self, Flags, RelayProgram, WrongSettings};
 use crate::signals::Signals;
-use crate::{address, log};
+use crate::{address, log, output};
 
 /// Carry TCP clients of this host over RDMA to a server
 ///
@@ -96,15 +95,9 @@ async fn serve(setup: &Setup<'_>) -> anyhow::Result<()> {
     if let Some(local) = setup.local {
         connector = connector.local(local);
     }
-    let listening = TcpListener::bind(setup.listen).await;
-    let listener = match listening {
-        Err(error) if error.kind() == std::io::ErrorKind::AddrInUse => anyhow::bail!(
-            "cannot listen on {}: {error}; choose another port, or stop the program that has it \
-             (`ss -ltnp` names it)",
-            setup.listen
-        ),
-        other => other.with_context(|| format!("cannot listen on {}", setup.listen))?,
-    };
+    let listener = TcpListener::bind(setup.listen).await.map_err(|error| {
+        anyhow::anyhow!("cannot listen on {}: {error}{}", setup.listen, listen_hint(&error))
+    })?;
     let counters = Arc::new(RelayCounters::default());
     let admin = admin::start(&setup.values, || {
         let (connector, counters) = (connector.clone(), Arc::clone(&counters));
@@ -187,7 +180,7 @@ fn report_listening(setup: &Setup<'_>, rdma: Rdma, address: SocketAddr, admin: O
     if *json {
         let rdma = rdma.to_string();
         let line = Listening { event: "listening", address, to: *to, rdma, admin };
-        println!("{}", serde_json::to_string(&line).expect("plain values"));
+        output::print_event(&line);
     } else {
         tracing::info!("relay listening on {address}, server {to} (RDMA: {rdma})");
         admin::report(admin);
@@ -222,7 +215,7 @@ fn report_ended(json: bool, counters: &RelayCounters) {
             to_server_bytes,
             to_client_bytes,
         };
-        println!("{}", serde_json::to_string(&line).expect("plain values"));
+        output::print_event(&line);
     } else {
         tracing::info!(
             "relay ended: sessions over RDMA {rdma}, over TCP {tcp}, failed {failed}, \

@@ -30,6 +30,7 @@ use plan::Plan;
 use supervise::Supervisor;
 
 use crate::log as log_lines;
+use crate::output::StdoutError;
 use crate::settings;
 
 /// How long `--version` of an engine may take. Usually it takes milliseconds.
@@ -83,7 +84,7 @@ impl<'a> Sources<'a> {
 const HELP: &str = "\
 Examples:
   ferrite server                                     the installed engine, RDMA on port 6380
-  ferrite server --config /etc/ferrite.toml --check  check the file, print the configuration
+  ferrite server --config /etc/ferrite/ferrite.toml --check
   ferrite-cli -h 192.0.2.1 -p 6380 PING              from another host
 
 Signals: SIGTERM and SIGINT stop the engine as SHUTDOWN does (it saves); a second one kills it.
@@ -104,6 +105,7 @@ JSON lines: {event: ready, pid, program, module, unix_socket, engine, tcp_port, 
 pub(crate) fn run(options: &Options) -> anyhow::Result<ExitCode> {
     let code = try_run(options).map_err(|error| match error.is::<ServerError>() {
         true => error,
+        false if error.is::<StdoutError>() => error,
         false => ServerError::internal(&error).into(),
     })?;
     Ok(ExitCode::from(code))
@@ -121,7 +123,7 @@ fn try_run(options: &Options) -> anyhow::Result<u8> {
     if options.check {
         let version = runtime.block_on(version(&plan.engine))?;
         config.check_rdma()?;
-        events::check(options.json, &plan, &version);
+        events::check(options.json, &plan, &version)?;
         return Ok(0);
     }
     let _directory = plan.runtime_dir.as_deref().map(PrivateDir::make).transpose()?;

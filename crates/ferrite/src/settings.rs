@@ -61,17 +61,20 @@ impl<P: HasSettings> Flags<P> {
     }
 }
 
+/// Reads the text of a configuration file.
+pub(crate) fn read_file(path: &Path) -> Result<String, WrongSettings> {
+    std::fs::read_to_string(path)
+        .map_err(|error| WrongSettings(format!("cannot read {}: {error}", path.display())))
+}
+
 /// Reads a file and the environment.
 pub(crate) fn read(program: Program, path: Option<&Path>) -> anyhow::Result<Values> {
     let mut values = match path {
         None => Values::new(program),
         Some(path) => {
-            let name = path.display();
-            let text = std::fs::read_to_string(path)
-                .map_err(|error| WrongSettings(format!("{name}: {error}")))?;
-            file::read(program, &text)
-                .map_err(|problems| WrongSettings(list(&name.to_string(), &problems)))?
-                .values
+            let text = read_file(path)?;
+            let wrong = |problems: Vec<_>| list(&path.display().to_string(), &problems);
+            file::read(program, &text).map_err(|problems| WrongSettings(wrong(problems)))?.values
         }
     };
     read_environment(&mut values)?;

@@ -6,7 +6,7 @@ use std::net::TcpStream;
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 
-use ferrite_testkit::TempDir;
+use ferrite_testkit::{TempDir, Terminal};
 use serde_json::Value;
 
 /// This host has no usable RDMA.
@@ -228,7 +228,9 @@ fn writes_man_pages_and_completions() {
     for name in ["ferrite.1", "ferrite-server.1", "ferrite.bash", "_ferrite", "ferrite.fish"] {
         let written = std::fs::read_to_string(directory.path().join(name)).expect(name);
         assert!(written.contains("ferrite"), "{name}");
-        assert!(!written.contains("write-manuals"), "{name} has what users do not need");
+        for internal in ["write-manuals", "server-exec"] {
+            assert!(!written.contains(internal), "{name} has what users do not need: {internal}");
+        }
     }
     for name in ["ferrite-help.1", "ferrite-bench-help-kv.1"] {
         assert!(!directory.path().join(name).exists(), "{name} has what another page has");
@@ -242,9 +244,120 @@ fn prints_help_and_version() {
     for line in ["\ncommit: ", "\nbuild: ", "-linux-", "\nrdma-core: "] {
         assert!(version.contains(line), "{line:?} is not in {version}");
     }
-    assert!(text(&ferrite(&["--help"]).stdout).contains("69 RDMA is required and unavailable"));
+    assert!(text(&ferrite(&["--help"]).stdout).contains("69     RDMA is required and unavailable"));
     for command in [&["devices"][..], &["pingpong"], &["bench", "fabric"]] {
         let help = ferrite(&[command, &["--help"]].concat());
         assert!(help.status.success() && text(&help.stdout).contains("JSON fields"), "{command:?}");
     }
+}
+
+/// Returns a pipe that nobody reads.
+fn closed_pipe() -> Stdio {
+    let (reader, writer) = std::io::pipe().expect("a pipe");
+    drop(reader);
+    writer.into()
+}
+
+#[test]
+fn stdout_that_nobody_reads_ends_a_command_without_a_message() {
+    for arguments in [&["config"][..], &["config", "schema"], &["--version"]] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
+        let output = command.args(arguments).stdout(closed_pipe()).output().expect("ferrite");
+        assert_eq!(text(&output.stderr), "", "{arguments:?}");
+        assert_eq!(output.status.code(), Some(1), "{arguments:?}");
+    }
+}
+
+#[test]
+fn a_full_disk_behind_stdout_is_a_failure_with_its_cause() {
+    for arguments in [&["config"][..], &["config", "reference"], &["--version"]] {
+        let full = std::fs::File::options().write(true).open("/dev/full").expect("/dev/full");
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
+        let output = command.args(arguments).stdout(full).output().expect("ferrite");
+        let message = text(&output.stderr);
+        assert!(
+            message.starts_with("ferrite: cannot write to stdout: No space left"),
+            "{arguments:?}: {message}"
+        );
+        assert_eq!(output.status.code(), Some(1), "{arguments:?}");
+    }
+}
+
+#[test]
+fn a_gateway_goes_on_without_a_reader_of_its_events() {
+    let arguments = ["gateway", "--json", "--rdma", "forbid", "--listen", "127.0.0.1:0"];
+    let mut gateway = Command::new(env!("CARGO_BIN_EXE_ferrite"))
+        .args(arguments)
+        .args(["--engine", "127.0.0.1:1"])
+        .stdout(closed_pipe())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("a gateway");
+    // The warning about the engine follows the event that it listens.
+    let mut log = BufReader::new(gateway.stderr.take().expect("stderr"));
+    let mut line = String::new();
+    log.read_line(&mut line).expect("a line");
+    assert!(line.contains("does not answer"), "{line}");
+    let pid = gateway.id().to_string();
+    assert!(Command::new("kill").arg(pid).status().expect("kill").success());
+    let status = gateway.wait().expect("its end");
+    let mut rest = String::new();
+    log.read_to_string(&mut rest).expect("the log");
+    assert_eq!((status.code(), rest.as_str()), (Some(0), ""));
+}
+
+#[test]
+fn a_file_that_cannot_be_read_is_wrong_usage() {
+    for arguments in [
+        &["config", "check", "/nonexistent.toml"][..],
+        &["config", "--config", "/nonexistent.toml"],
+        &["gateway", "--config", "/nonexistent.toml"],
+        &["server", "--config", "/nonexistent.toml"],
+    ] {
+        let output = ferrite(arguments);
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}");
+        assert_eq!(
+            text(&output.stderr),
+            "ferrite: cannot read /nonexistent.toml: No such file or directory (os error 2)\n",
+            "{arguments:?}"
+        );
+    }
+}
+
+#[test]
+fn colors_of_the_log_obey_no_color() {
+    let lines = |no_color: &str| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
+        // An address for documentation: the relay logs that there is no RDMA, then fails.
+        command.args(["relay", "--to", "127.0.0.1:1", "--listen", "192.0.2.1:7000"]);
+        command.env("NO_COLOR", no_color);
+        let (status, text) = Terminal::start(&command, 500, 30).finish();
+        assert_eq!(status.code(), Some(1), "{text}");
+        text
+    };
+    let hint = "; this host has no such address (`ip addr` lists those it has)";
+    let plain = lines("1");
+    assert!(!plain.contains('\x1b') && plain.contains(hint), "{plain}");
+    if !has_device() {
+        assert!(plain.contains(" WARN RDMA is unavailable"), "{plain}");
+        assert!(lines("").contains('\x1b'), "an empty NO_COLOR is none");
+    }
+}
+
+#[test]
+fn the_gateway_needs_the_address_of_its_engine() {
+    for engine in ["auto", "127.0.0.1"] {
+        let output = ferrite(&["gateway", "--listen", "127.0.0.1:0", "--engine", engine]);
+        let message = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{message}");
+        assert!(message.contains("HOST:PORT"), "{message}");
+    }
+}
+
+#[test]
+fn a_benchmark_names_the_socket_that_it_cannot_open() {
+    let output = ferrite(&["bench", "kv", "--unix", "/nonexistent/socket"]);
+    let message = text(&output.stderr);
+    assert!(message.contains("cannot connect: /nonexistent/socket: No such file"), "{message}");
+    assert_eq!(output.status.code(), Some(1));
 }

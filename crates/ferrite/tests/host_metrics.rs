@@ -128,6 +128,10 @@ fn admin_port_in_use_is_named() {
     let message = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{message}");
     assert!(message.contains(&format!("cannot open the admin port at {address}")), "{message}");
+    assert!(
+        message.contains("; choose another port, or stop the program that has it"),
+        "{message}"
+    );
 }
 
 /// Returns the words that begin with `ferrite_`.

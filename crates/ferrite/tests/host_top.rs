@@ -143,7 +143,7 @@ fn explains_why_there_is_nothing_to_see() {
     assert!(stderr(&output).contains("the engine has no Ferrite module"), "{}", stderr(&output));
     let (secret, _) = engine(&["--requirepass", "hush"]);
     let socket = secret.socket().to_str().expect("UTF-8").to_owned();
-    assert!(stderr(&run(&["--unix", &socket])).contains("NOAUTH"));
+    assert!(stderr(&run(&["--unix", &socket])).contains("set REDISCLI_AUTH"));
     let wrong = run(&["--unix", &socket, "--user", "default", "--auth", "wrong"]);
     assert!(stderr(&wrong).contains("AUTH: WRONGPASS"), "{}", stderr(&wrong));
     let right = run(&["--unix", &socket, "--interval", "0.1", "--auth", "hush"]);

@@ -273,5 +273,5 @@ fn engine(text: &str) -> Result<(), &'static str> {
         Some(path) => !path.is_empty(),
         None => text == "auto" || text.starts_with('/') || is_socket(text),
     };
-    if is_valid { Ok(()) } else { Err("auto, unix:/PATH or HOST:PORT") }
+    if is_valid { Ok(()) } else { Err("unix:/PATH or HOST:PORT, or auto in the module") }
 }

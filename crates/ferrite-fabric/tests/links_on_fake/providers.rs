@@ -130,6 +130,12 @@ fn leaves_out_a_device_without_srq_and_serves_on_the_other() {
     let mut listener = server.listen(fixture.hosts[1].any_port()).expect("listen");
     let client = fixture.fabric(&fixture.hosts[1], &Config::default());
     flood(&fixture, &server, &client, &mut listener, 1);
+    // A connection over the device that was left out fails with the reason.
+    let options = ConnectOptions::new().local(fixture.hosts[0].any_port()).rdma(Rdma::Require);
+    let calling = server.connect_with(listener.local_addr(), &options);
+    let error = drive(&[&server], calling).expect_err("the device is not used");
+    assert!(error.to_string().contains("fake1 has 0 receives"), "{error}");
+    assert!(error.is_unavailable(), "{error:?}");
     // On its own, the device is an error, not a panic.
     let alone =
         Fabric::builder(verbs).device("fake1").rdma(Rdma::Require).build().expect_err("no SRQ");

@@ -31,7 +31,7 @@ class Connection(FerriteOptions, redis.asyncio.Connection):
     """A redis.asyncio connection over RDMA or TCP; the options are those of ferrite.Connection."""
 
     def __init__(self, *, rdma="prefer", local_address=None, **options):
-        self._set_options(rdma, local_address)
+        self._set_options(rdma, local_address, options)
         super().__init__(**options)
 
     @property
@@ -93,7 +93,7 @@ class TlsConnection(FerriteOptions, redis.asyncio.SSLConnection):
     """redis.asyncio's own connection over TCP with TLS; see `ferrite.TlsConnection`."""
 
     def __init__(self, *, rdma="prefer", local_address=None, **options):
-        self._set_options(rdma, local_address)
+        self._set_options(rdma, local_address, {})
         self._forbid_rdma()
         super().__init__(**options)
 

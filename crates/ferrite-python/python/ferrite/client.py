@@ -4,7 +4,7 @@ from redis.backoff import ExponentialWithJitterBackoff
 from redis.retry import Retry
 
 from .buffers import byte_view
-from .connection import Connection, FerriteOptions, TlsConnection
+from .connection import Connection, FerriteOptions, TlsConnection, checked_url
 
 
 class BufferCommands:
@@ -26,11 +26,11 @@ class BufferCommands:
 
     @classmethod
     def from_url(cls, url, **options):
-        """Like redis-py's; `?rdma=require` and `&local_address=...` are options."""
-        scheme = url.partition("://")[0]
-        if scheme not in ("redis", "rediss"):
-            raise ValueError(f"{scheme}:// is not supported, expected redis:// or rediss://; for "
-                             "Unix sockets, use the client of redis-py")
+        """Like redis-py's; `?rdma=require` and `&local_address=...` are options.
+
+        `redis+rdma://` is another name for `redis://`. `rediss://` is TLS over TCP.
+        """
+        url = checked_url(url)
         pool = cls._pool_class.from_url(url, **options)
         # Set afterwards: redis.asyncio ignores this option for rediss://. redis-py obeys it, and
         # would send the password without TLS.

@@ -1,4 +1,5 @@
 """The connection class for redis-py, and what it shares with the one for redis.asyncio."""
+import ipaddress
 import socket
 import threading
 import warnings
@@ -16,6 +17,19 @@ except ImportError:  # another version of redis-py; its parsers in Python work u
 
 TLS = "TCP with TLS"
 POLICIES = ("prefer", "require", "forbid")
+
+NO_TLS = "this connection has no TLS; use ferrite.TlsConnection, over TCP"
+SCHEMES = ("redis", "redis+rdma", "rediss")
+
+
+def checked_url(url):
+    """Returns a URL that redis-py reads, or raises."""
+    scheme, _, rest = url.partition("://")
+    if scheme not in SCHEMES:
+        expected = ", ".join(f"{known}://" for known in SCHEMES)
+        raise ValueError(f"{scheme}:// is not supported, expected one of {expected}; for Unix "
+                         "sockets, use redis.Redis")
+    return f"redis://{rest}" if scheme == "redis+rdma" else url
 
 
 class FallbackWarning(RuntimeWarning):
@@ -36,9 +50,14 @@ class FerriteOptions:
 
     _is_open = False  # each class says how redis-py tells
 
-    def _set_options(self, rdma, local_address):
+    def _set_options(self, rdma, local_address, others):
         if rdma not in POLICIES:
             raise ValueError(f"rdma={rdma!r}: expected one of {', '.join(POLICIES)}")
+        if local_address is not None:
+            _check_address(local_address)
+        for name in others:
+            if name.startswith("ssl"):
+                raise ValueError(f"{name}: {NO_TLS}")
         self.rdma = rdma
         self.local_address = local_address
         self._stream = None
@@ -63,6 +82,13 @@ class FerriteOptions:
             raise ValueError("rdma='require' with TLS: RDMA is not encrypted; use redis:// for "
                              "RDMA, or leave rdma out")
 
+    def _error_message(self, exception):
+        """What redis-py raises if no connection can be made. Ours have a text and no number."""
+        if len(exception.args) != 1:
+            return super()._error_message(exception)
+        host, text = self._host_error(), str(exception)
+        return f"Error connecting to {host}: {text.removeprefix(f'{host}: ')}"
+
     def _open_stream(self):
         """Connects to the first address of the host that answers. Waits."""
         error = OSError("the host has no address")
@@ -79,6 +105,13 @@ class FerriteOptions:
             self._stream = stream
             return stream
         raise error
+
+
+def _check_address(text):
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        raise ValueError(f"local_address={text!r}: expected an IP address of this host") from None
 
 
 def _written(family, address):
@@ -151,7 +184,7 @@ class Connection(FerriteOptions, RedisConnection):
     """
 
     def __init__(self, *args, rdma="prefer", local_address=None, **options):
-        self._set_options(rdma, local_address)
+        self._set_options(rdma, local_address, options)
         super().__init__(*args, **options)
 
     @property
@@ -197,7 +230,7 @@ class TlsConnection(FerriteOptions, SSLConnection):
     """
 
     def __init__(self, *args, rdma="prefer", local_address=None, **options):
-        self._set_options(rdma, local_address)
+        self._set_options(rdma, local_address, {})
         self._forbid_rdma()
         super().__init__(*args, **options)
 

@@ -12,6 +12,7 @@ use super::watch::Watch;
 use super::wire::{Memory, Request};
 use super::{Mode, Op, Options, endpoint, rounds};
 use crate::choice::name;
+use crate::output;
 
 /// A client that was served.
 #[derive(Debug, Serialize)]
@@ -36,7 +37,7 @@ pub(super) fn run(options: &Options, listen: SocketAddr) -> anyhow::Result<()> {
         let Some(connection) = listener.next_request(Duration::from_secs(3600))? else { continue };
         let outcome = serve(&verbs, options, &connection);
         match outcome {
-            Ok(served) => print(&served, options.json)?,
+            Ok(served) => print(&served, options.json),
             // With --forever, a failed client does not stop the server.
             Err(error) if options.forever => eprintln!("ferrite: {error:#}"),
             Err(error) => return Err(error),
@@ -87,19 +88,18 @@ fn serve(
     })
 }
 
-fn print(served: &Served, json: bool) -> anyhow::Result<()> {
+fn print(served: &Served, json: bool) {
     if json {
-        println!("{}", serde_json::to_string(served)?);
-        return Ok(());
+        output::print_event(served);
+        return;
     }
     let peer = served.peer.map_or("a client".to_owned(), |peer| peer.to_string());
-    println!(
+    output::write_line(&format!(
         "served {peer} on {}: {} of {} bytes, {} mode, {} rounds, every message checked",
         served.device,
         name(&served.op),
         served.size_bytes,
         name(&served.mode),
         served.rounds
-    );
-    Ok(())
+    ));
 }

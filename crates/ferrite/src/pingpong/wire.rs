@@ -69,7 +69,10 @@ impl fmt::Display for Malformed {
             Self::Short { len, wanted } => {
                 write!(f, "received {len} bytes of private data, expected {wanted}")
             }
-            Self::Magic => f.write_str("the peer is not a ferrite pingpong"),
+            Self::Magic => f.write_str(
+                "the peer is not `ferrite pingpong`, but another program at that port; run \
+                 `ferrite pingpong --listen` there, with a free port",
+            ),
             Self::Version(version) => {
                 write!(
                     f,

@@ -97,7 +97,7 @@ impl Config {
 
     fn read(file: &Path) -> Result<Self, String> {
         let name = file.display().to_string();
-        let text = std::fs::read_to_string(file).map_err(|error| format!("{name}: {error}"))?;
+        let text = settings::read_file(file).map_err(|error| error.to_string())?;
         let read = file::read(Program::Server, &text)
             .map_err(|problems| settings::list(&name, &problems))?;
         Self::with_environment(read.values, read.directives)

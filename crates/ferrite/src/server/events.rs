@@ -7,6 +7,7 @@ use serde::Serialize;
 
 use super::plan::Plan;
 use super::ready::Report;
+use crate::output;
 
 #[derive(Serialize)]
 struct Ready<'a> {
@@ -63,29 +64,30 @@ struct Check<'a> {
 }
 
 /// Prints the result of `--check`: the command and the configuration.
-pub(super) fn check(json: bool, plan: &Plan, version: &str) {
+pub(super) fn check(json: bool, plan: &Plan, version: &str) -> anyhow::Result<()> {
     let Plan { engine: program, module, socket: unix_socket, .. } = plan;
     let (module, configuration) = (module.as_deref(), plan.redacted_lines());
     if json {
-        print(true, &Check { program, version, module, unix_socket, configuration });
-        return;
+        let check = Check { program, version, module, unix_socket, configuration };
+        return Ok(output::write(&format!("{}\n", serde_json::to_string(&check)?))?);
     }
-    println!("engine   {} ({version})", program.display());
-    match module {
-        Some(module) => println!("module   {}", module.display()),
-        None => println!("module   none (RDMA is disabled)"),
-    }
-    println!("command  {} -", program.display());
-    println!("with this on its standard input:");
+    let module = match module {
+        Some(module) => module.display().to_string(),
+        None => "none (RDMA is disabled)".to_owned(),
+    };
+    let program = program.display();
+    let mut text = format!(
+        "engine   {program} ({version})\nmodule   {module}\ncommand  {program} -\n\
+         with this on its standard input:\n"
+    );
     for line in &configuration {
-        println!("  {line}");
+        text += &format!("  {line}\n");
     }
+    Ok(output::write(&text)?)
 }
 
 fn print(json: bool, line: &impl Serialize) {
-    use std::io::Write as _;
-    if json && let Ok(text) = serde_json::to_string(line) {
-        // A closed stdout must not stop the engine.
-        let _ = writeln!(std::io::stdout(), "{text}");
+    if json {
+        output::print_event(line);
     }
 }

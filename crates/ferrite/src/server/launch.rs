@@ -4,13 +4,13 @@
 //! It would have to do so between fork and exec, which needs unsafe code in Rust. So ferrite starts
 //! itself again with the hidden command `server-exec`, which asks and then executes the engine.
 
+use std::ffi::OsString;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, PermissionsExt as _};
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{ExitCode, ExitStatus, Stdio};
 
 use anyhow::Context as _;
-use clap::Args;
 use rustix::process::{
     Pid, Signal, geteuid, getppid, kill_process, set_parent_process_death_signal,
 };
@@ -21,12 +21,30 @@ use super::ServerError;
 use super::log::EngineLog;
 use super::plan::{PRIVATE_DIR, Plan};
 
-/// Execute an engine that stops when its parent dies (used by `ferrite server`)
-#[derive(Args)]
+/// The arguments of `ferrite server-exec`.
 pub(crate) struct ExecOptions {
     parent: i32,
     program: PathBuf,
 }
+
+impl ExecOptions {
+    /// Reads the arguments of a process if they are those of `server-exec`.
+    ///
+    /// The command is no part of the command line: completions would offer it, even if it were
+    /// hidden.
+    pub(crate) fn requested(arguments: impl Iterator<Item = OsString>) -> Option<Self> {
+        let arguments: Vec<_> = arguments.skip(1).collect();
+        match &arguments[..] {
+            [command, parent, program] if command == COMMAND => {
+                Some(Self { parent: parent.to_str()?.parse().ok()?, program: program.into() })
+            }
+            _ => None,
+        }
+    }
+}
+
+/// The name of the command.
+const COMMAND: &str = "server-exec";
 
 /// Replaces this process by the engine. Returns only on failure.
 pub(crate) fn exec(options: &ExecOptions) -> anyhow::Result<ExitCode> {
@@ -57,7 +75,7 @@ impl Engine {
         // Runs the same binary even if an upgrade has replaced the file.
         let mut process = Command::new("/proc/self/exe")
             .arg0("ferrite")
-            .arg("server-exec")
+            .arg(COMMAND)
             .arg(std::process::id().to_string())
             .arg(&plan.engine)
             // Signals from the terminal reach ferrite only; it stops the engine itself.

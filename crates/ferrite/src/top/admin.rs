@@ -88,7 +88,9 @@ impl Admin {
             }
         }
         let answer = String::from_utf8(answer.bytes).context("the answer is not text")?;
-        let (head, body) = answer.split_once("\r\n\r\n").context("the answer is not HTTP")?;
+        let (head, body) = answer
+            .split_once("\r\n\r\n")
+            .context("the answer is not HTTP; is it the port of admin-listen?")?;
         let status = head.split_whitespace().nth(1).unwrap_or_default();
         ensure!(status == "200", "the answer is {}", head.lines().next().unwrap_or_default());
         Ok(body.to_owned())

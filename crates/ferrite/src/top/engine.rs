@@ -105,9 +105,12 @@ impl Engine {
 /// Returns an error reply, or what it means.
 fn explained(text: &[u8]) -> String {
     let text = String::from_utf8_lossy(text).into_owned();
-    match text.contains("unknown command") {
-        true => "the engine has no Ferrite module".into(),
-        false => text,
+    if text.contains("unknown command") {
+        "the engine has no Ferrite module; for a gateway or a relay use --admin".into()
+    } else if text.starts_with("NOAUTH") {
+        "the engine asks for a password: set REDISCLI_AUTH, and --user for another user".into()
+    } else {
+        text
     }
 }
 

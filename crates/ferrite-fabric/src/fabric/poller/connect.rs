@@ -357,10 +357,17 @@ pub(crate) fn device_of<'a>(shared: &'a Shared, id: &CmId) -> Result<&'a Arc<Sha
     let Some((device, port)) = id.device() else {
         return Err(Error::new(ErrorKind::System, "the connection manager reported no device"));
     };
-    let found = shared.devices.iter().find(|shared| shared.name == device).ok_or_else(|| {
-        let what = format!("the address belongs to {device}, which this fabric does not use");
-        Error::new(ErrorKind::Misuse, what)
-    })?;
+    let found = shared.devices.iter().find(|shared| shared.name == device);
+    let found =
+        found.ok_or_else(|| match shared.unused.iter().find(|(name, _)| *name == device) {
+            // The reason why the device was left out, such as the locked-memory limit.
+            Some((_, error)) => error.clone(),
+            None => {
+                let what =
+                    format!("the address belongs to {device}, which this fabric does not use");
+                Error::new(ErrorKind::Misuse, what)
+            }
+        })?;
     let local = id.local_addr().map(|local| local.ip());
     shared.device_choice.check(found, port, local)?;
     Ok(found)

@@ -17,6 +17,7 @@ use super::protocol::{
 use super::side::{self, Side, name};
 use super::{Measure, Options, bandwidth, latency};
 use crate::choice::Op;
+use crate::output;
 
 pub(super) fn run(options: &Options, listen: SocketAddr) -> anyhow::Result<()> {
     let verbs = Verbs::system()?;
@@ -31,7 +32,7 @@ pub(super) fn run(options: &Options, listen: SocketAddr) -> anyhow::Result<()> {
         let peer = first.peer_addr();
         let outcome = serve(&fabric, &mut pending, first, &message);
         match outcome.with_context(|| format!("serving {}", name(peer))) {
-            Ok(served) => served.print(options.json)?,
+            Ok(served) => served.print(options.json),
             Err(error) if options.once => return Err(error),
             // A failed client does not stop the server.
             Err(error) => eprintln!("ferrite: {error:#}"),
@@ -253,14 +254,16 @@ fn expose_until_stop(side: &Side, size: u32, rights: Rights) -> anyhow::Result<u
 }
 
 impl Served {
-    fn print(&self, json: bool) -> anyhow::Result<()> {
+    fn print(&self, json: bool) {
         if json {
-            println!("{}", serde_json::to_string(self)?);
-            return Ok(());
+            output::print_event(self);
+            return;
         }
         let Self { peer, device, links, idle, cases } = self;
         let idle = if *idle == 0 { String::new() } else { format!(" and {idle} idle") };
-        println!("served {} on {device}: links {links}{idle}, cases {cases}", name(*peer));
-        Ok(())
+        let peer = name(*peer);
+        output::write_line(&format!(
+            "served {peer} on {device}: links {links}{idle}, cases {cases}"
+        ));
     }
 }

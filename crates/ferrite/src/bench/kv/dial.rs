@@ -63,7 +63,10 @@ impl Dialer {
                     software: false,
                     fallback: None,
                 };
-                Ok((Box::new(UnixStream::connect(path).await?), transport_info))
+                let stream = UnixStream::connect(path).await.map_err(|error| {
+                    io::Error::new(error.kind(), format!("{}: {error}", path.display()))
+                })?;
+                Ok((Box::new(stream), transport_info))
             }
             Self::Net { connector, server } => {
                 let session = connector.connect(*server).await?;

@@ -45,7 +45,11 @@ where
     line.push(b'\n');
     stream.write_all(&line).await?;
     let answer = stream.read_u8().await.context("the server disconnected")?;
-    ensure!(answer == b'\n', "the server does not use the protocol of ferrite bench");
+    ensure!(
+        answer == b'\n',
+        "the server does not use the protocol of ferrite bench; run `ferrite bench stream --listen` \
+         there, with a free port"
+    );
     let mut buf = vec![0x5a; test.size_bytes as usize];
     let mut recorder = Recorder::new(1)?;
     let started = Instant::now();

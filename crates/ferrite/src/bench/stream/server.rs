@@ -9,6 +9,7 @@ use serde::Serialize;
 
 use super::fabric::name;
 use super::{Options, exchange, fabric};
+use crate::output;
 
 /// A client that was served.
 #[derive(Debug, Serialize)]
@@ -30,9 +31,9 @@ pub(super) fn run(options: &Options, listen: SocketAddr) -> anyhow::Result<()> {
         let (stream, peer) = fabric.block_on(listener.accept())?;
         match serve(&fabric, stream, peer).with_context(|| format!("serving {}", name(Some(peer))))
         {
-            Ok(served) if options.json => println!("{}", serde_json::to_string(&served)?),
+            Ok(served) if options.json => output::print_event(&served),
             Ok(Served { peer, device, tests }) => {
-                println!("served {peer} on {device}: tests {tests}");
+                output::write_line(&format!("served {peer} on {device}: tests {tests}"));
             }
             Err(error) if options.once => return Err(error),
             // A failed client does not stop the server.

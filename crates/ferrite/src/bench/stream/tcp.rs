@@ -15,6 +15,7 @@ use tokio::runtime::{self, Runtime};
 use super::client::tests;
 use super::report::{Report, Row};
 use super::{Options, Over, exchange};
+use crate::output;
 
 pub(super) fn listen(options: &Options, over: Over, local: SocketAddr) -> anyhow::Result<()> {
     runtime()?.block_on(async {
@@ -101,7 +102,7 @@ where
         tests += 1;
     }
     if !options.json {
-        println!("served a client: tests {tests}");
+        output::write_line(&format!("served a client: tests {tests}"));
     }
     Ok(())
 }

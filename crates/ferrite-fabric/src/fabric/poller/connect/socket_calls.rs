@@ -46,6 +46,9 @@ pub(super) fn tcp_error(call: &'static str, addr: SocketAddr) -> impl Fn(Errno) 
             Errno::INVAL if lacks_scope(addr) => {
                 "; a link-local address needs its interface, as in [fe80::1%eth0]:6380"
             }
+            Errno::ACCESS if call == "bind" && addr.port() < 1024 => {
+                "; ports below 1024 need root or CAP_NET_BIND_SERVICE: choose another port"
+            }
             _ => "",
         };
         Error::new(kind, format!("{call} {addr} over TCP: {errno}{hint}"))
