@@ -72,7 +72,9 @@ impl State {
     pub(super) fn bind(&mut self, id: Id, addr: SocketAddr) -> Result<(), Errno> {
         let reuse = self.at_phase(id, &[Phase::Idle])?.reuse;
         // The kernel's `cma_check_linklocal` (`drivers/infiniband/core/cma.c`).
-        if matches!(addr, SocketAddr::V6(at) if at.ip().is_unicast_link_local() && at.scope_id() == 0)
+        if let SocketAddr::V6(at) = addr
+            && at.ip().is_unicast_link_local()
+            && at.scope_id() == 0
         {
             return Err(Errno::INVAL);
         }
