@@ -28,4 +28,6 @@ pub use fabric::fabric_metrics;
 pub use gateway::gateway_metrics;
 pub use ports::port_metrics;
 pub use program::{listener_metrics, program_metrics};
-pub use server::{AdminPort, AdminServer, CONTENT_TYPE, Program, Ready, engine_answers};
+pub use server::{
+    AdminPort, AdminServer, CONTENT_TYPE, Program, Ready, engine_answers, server_answers,
+};

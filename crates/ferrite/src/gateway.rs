@@ -22,7 +22,7 @@ use crate::engine_probe::wait_for_engine;
 use crate::reload::Reload;
 use crate::settings::{self, Flags, GatewayProgram};
 use crate::signals::Signals;
-use crate::{address, log};
+use crate::{address, log, output};
 
 /// Accept RDMA clients for an unmodified engine: Redis, Valkey, KeyDB, Dragonfly, Garnet
 ///
@@ -206,7 +206,7 @@ fn report_listening(
             rdma: rdma.to_string(),
             admin,
         };
-        println!("{}", serde_json::to_string(&line).expect("plain values"));
+        output::print_event(&line);
         return;
     }
     let over = match (devices.is_empty(), rdma) {
@@ -256,7 +256,7 @@ fn report_ended(json: bool, stats: GatewayStats) {
             to_engine_bytes,
             to_client_bytes,
         };
-        println!("{}", serde_json::to_string(&line).expect("plain values"));
+        output::print_event(&line);
         return;
     }
     tracing::info!(

@@ -19,7 +19,7 @@ use crate::admin::{self, RelayAdmin, RelayCounters};
 use crate::reload::Reload;
 use crate::settings::{self, Flags, RelayProgram, WrongSettings};
 use crate::signals::Signals;
-use crate::{address, log};
+use crate::{address, log, output};
 
 /// Carry TCP clients of this host over RDMA to a server
 ///
@@ -187,7 +187,7 @@ fn report_listening(setup: &Setup<'_>, rdma: Rdma, address: SocketAddr, admin: O
     if *json {
         let rdma = rdma.to_string();
         let line = Listening { event: "listening", address, to: *to, rdma, admin };
-        println!("{}", serde_json::to_string(&line).expect("plain values"));
+        output::print_event(&line);
     } else {
         tracing::info!("relay listening on {address}, server {to} (RDMA: {rdma})");
         admin::report(admin);
@@ -222,7 +222,7 @@ fn report_ended(json: bool, counters: &RelayCounters) {
             to_server_bytes,
             to_client_bytes,
         };
-        println!("{}", serde_json::to_string(&line).expect("plain values"));
+        output::print_event(&line);
     } else {
         tracing::info!(
             "relay ended: sessions over RDMA {rdma}, over TCP {tcp}, failed {failed}, \

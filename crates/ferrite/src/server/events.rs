@@ -7,6 +7,7 @@ use serde::Serialize;
 
 use super::plan::Plan;
 use super::ready::Report;
+use crate::output;
 
 #[derive(Serialize)]
 struct Ready<'a> {
@@ -63,29 +64,30 @@ struct Check<'a> {
 }
 
 /// Prints the result of `--check`: the command and the configuration.
-pub(super) fn check(json: bool, plan: &Plan, version: &str) {
+pub(super) fn check(json: bool, plan: &Plan, version: &str) -> anyhow::Result<()> {
     let Plan { engine: program, module, socket: unix_socket, .. } = plan;
     let (module, configuration) = (module.as_deref(), plan.redacted_lines());
+    let check = Check { program, version, module, unix_socket, configuration };
     if json {
-        print(true, &Check { program, version, module, unix_socket, configuration });
-        return;
+        print(true, &check);
+        return Ok(());
     }
-    println!("engine   {} ({version})", program.display());
-    match module {
-        Some(module) => println!("module   {}", module.display()),
-        None => println!("module   none (RDMA is disabled)"),
-    }
-    println!("command  {} -", program.display());
-    println!("with this on its standard input:");
-    for line in &configuration {
-        println!("  {line}");
-    }
+    output::print(&check, false, |check| {
+        let (program, lines) = (program.display(), check.configuration.iter());
+        let module = match module {
+            Some(module) => module.display().to_string(),
+            None => "none (RDMA is disabled)".into(),
+        };
+        let lines: String = lines.map(|line| format!("  {line}\n")).collect();
+        format!(
+            "engine   {program} ({version})\nmodule   {module}\ncommand  {program} -\n\
+             with this on its standard input:\n{lines}"
+        )
+    })
 }
 
 fn print(json: bool, line: &impl Serialize) {
-    use std::io::Write as _;
-    if json && let Ok(text) = serde_json::to_string(line) {
-        // A closed stdout must not stop the engine.
-        let _ = writeln!(std::io::stdout(), "{text}");
+    if json {
+        output::print_event(line);
     }
 }
