@@ -4,6 +4,7 @@ use std::fmt;
 use std::time::Duration;
 
 use crate::kind::Kind;
+use crate::time::Unit;
 use crate::{size, time};
 
 /// The value of a setting.
@@ -106,6 +107,14 @@ impl fmt::Display for Value {
     }
 }
 
+/// Formats a bound as a bare number of this unit, or with its own unit if it is no whole number.
+fn bound(unit: Unit, time: Duration) -> String {
+    match unit.count(time) {
+        0 if !time.is_zero() => time::format(time),
+        count => count.to_string(),
+    }
+}
+
 impl Kind {
     /// Describes the values.
     #[must_use]
@@ -119,8 +128,8 @@ impl Kind {
             Self::Time { bare: Some(unit), min, max } => format!(
                 "a number of {} from {} to {}, or a time with its unit",
                 unit.name(),
-                unit.count(*min),
-                unit.count(*max)
+                bound(*unit, *min),
+                bound(*unit, *max)
             ),
             Self::Time { bare: None, min, max } => {
                 format!(
@@ -157,7 +166,7 @@ impl Kind {
             Self::Number { min, max } => format!("{min} to {max}"),
             Self::Size { min, max } => format!("{} to {}", size::format(*min), size::format(*max)),
             Self::Time { bare: Some(unit), min, max } => {
-                format!("{} to {}", unit.count(*min), unit.count(*max))
+                format!("{} to {}", bound(*unit, *min), bound(*unit, *max))
             }
             Self::Time { min, max, .. } => {
                 format!("{} to {}", time::format(*min), time::format(*max))

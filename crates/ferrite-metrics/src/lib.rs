@@ -31,4 +31,5 @@ pub use ports::port_metrics;
 pub use program::{listener_metrics, program_metrics};
 pub use server::{
     AdminPort, AdminServer, CONTENT_TYPE, Program, Ready, engine_answers, listen_hint,
+    server_answers,
 };

@@ -11,13 +11,14 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use ferrite_fabric::descriptors::lift;
-use ferrite_session::{EngineAccess, EngineAddress, EngineSocket};
+use ferrite_session::{EngineAccess, EngineAddress, EngineSocket, probe_access};
 use http_body_util::Full;
 use hyper::body::{Bytes, Incoming};
 use hyper::header::{ALLOW, CONTENT_TYPE as CONTENT_TYPE_HEADER};
 use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio::sync::oneshot;
 use tokio::time::{sleep, timeout};
@@ -32,6 +33,10 @@ pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; cha
 const BLOCKING_THREADS: usize = 2;
 /// How long a connection may be idle or take to send a request.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(60);
+/// How long a connection is used for further requests, and how long its last answer may take then.
+/// Otherwise a few clients that do not read their answers would occupy all places for ever.
+const CONNECTION_TIME: Duration = Duration::from_secs(60);
+const LAST_ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long the answer of a program that is not ready may take.
 const READY_TIMEOUT: Duration = Duration::from_secs(1);
 
@@ -165,22 +170,35 @@ async fn serve(listener: TcpListener, program: Arc<dyn Program>) {
         let (program, activity) = (Arc::clone(&program), connections.new_activity());
         let uses = Arc::clone(&activity);
         let task = tokio::spawn(async move {
-            let answer = service_fn(|request| {
-                let (program, uses) = (Arc::clone(&program), Arc::clone(&uses));
-                uses.begin();
-                async move {
-                    let response = answer(&request, program).await;
-                    uses.end();
-                    Ok::<_, Infallible>(response)
-                }
-            });
-            let connection = hyper::server::conn::http1::Builder::new()
-                .timer(TokioTimer::new())
-                .header_read_timeout(HEADER_TIMEOUT)
-                .serve_connection(TokioIo::new(socket), answer);
-            let _ = connection.await; // the client has gone, or speaks no HTTP
+            serve_client(socket, program, &uses).await;
         });
         connections.add(task.abort_handle(), activity);
+    }
+}
+
+/// Answers the requests of a client until it closes the connection, or its time is over.
+async fn serve_client<S>(socket: S, program: Arc<dyn Program>, activity: &Activity)
+where
+    S: AsyncRead + AsyncWrite + Unpin,
+{
+    let answer = service_fn(|request| {
+        let program = Arc::clone(&program);
+        activity.begin();
+        async move {
+            let response = answer(&request, program).await;
+            activity.end();
+            Ok::<_, Infallible>(response)
+        }
+    });
+    let connection = hyper::server::conn::http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(HEADER_TIMEOUT)
+        .serve_connection(TokioIo::new(socket), answer);
+    let mut connection = std::pin::pin!(connection);
+    // An error means that the client has gone, or speaks no HTTP.
+    if timeout(CONNECTION_TIME, connection.as_mut()).await.is_err() {
+        connection.as_mut().graceful_shutdown();
+        let _ = timeout(LAST_ANSWER_TIMEOUT, connection).await;
     }
 }
 
@@ -236,13 +254,28 @@ fn text(status: StatusCode, body: String) -> Response<Full<Bytes>> {
 /// # Errors
 /// The text says why not.
 pub async fn engine_answers(address: &EngineAddress) -> Result<(), String> {
-    let failed = |error: io::Error| format!("the engine at {address} does not answer: {error}");
-    let mut socket = EngineSocket::connect(address).await.map_err(failed)?;
-    match socket.probe_access().await.map_err(failed)? {
-        EngineAccess::Refused(why) => {
-            Err(format!("the engine at {address} refuses clients: {}", why.trim_end()))
+    let name = format!("the engine at {address}");
+    match EngineSocket::connect(address).await {
+        Ok(socket) => server_answers(&name, socket).await,
+        Err(error) => Err(format!("{name} does not answer: {error}")),
+    }
+}
+
+/// Finds out whether a server answers a command on a new connection, as [`engine_answers`] does.
+///
+/// # Errors
+/// The text says why not. An error reply such as `-LOADING`, or that of a gateway without an
+/// engine, is a reason.
+pub async fn server_answers<S>(name: &str, mut connection: S) -> Result<(), String>
+where
+    S: AsyncRead + AsyncWrite + Unpin,
+{
+    match probe_access(&mut connection).await {
+        Ok(EngineAccess::Refused(why)) => {
+            Err(format!("{name} refuses clients: {}", why.trim_end()))
         }
-        _ => Ok(()),
+        Ok(_) => Ok(()),
+        Err(error) => Err(format!("{name} does not answer: {error}")),
     }
 }
 
@@ -251,6 +284,8 @@ mod tests {
     use std::io::{Read as _, Write as _};
     use std::sync::Mutex;
     use std::sync::mpsc::{Receiver, Sender, channel};
+
+    use tokio::io::AsyncWriteExt as _;
 
     use super::*;
 
@@ -269,6 +304,17 @@ mod tests {
         fn ready(&self) -> Ready {
             Box::pin(async { Ok(()) })
         }
+    }
+
+    /// A client that asks and does not read occupies a place of a few, but not for ever.
+    #[tokio::test(start_paused = true)]
+    async fn ends_the_connection_of_a_client_that_does_not_read() {
+        let (begun, end) = (channel().0, Mutex::new(channel().1));
+        let (mut client, socket) = tokio::io::duplex(64); // shorter than an answer
+        client.write_all(b"GET /live HTTP/1.1\r\n\r\n").await.expect("sent");
+        let served = serve_client(socket, Arc::new(Slow { begun, end }));
+        let day = Duration::from_secs(86_400);
+        timeout(day, served).await.expect("the connection ends");
     }
 
     fn request(address: SocketAddr, path: &str) -> std::net::TcpStream {

@@ -44,7 +44,6 @@ pub(crate) mod flag {
     pub(crate) const EVENT_CLIENT_CONNECTED: u64 = 0;
     pub(crate) const EVENT_CLIENT_DISCONNECTED: u64 = 1;
     pub(crate) const EVENT_SHUTDOWN: u64 = 5;
-    pub(crate) const EVENT_CRON_LOOP: u64 = 8;
     pub(crate) const EVENT_LOOP: u64 = 15;
     pub(crate) const EVENT_LOOP_AFTER_SLEEP: u64 = 1;
     pub(crate) const EVENT_CONFIG: u64 = 16;

@@ -130,9 +130,7 @@ fn start(context: Context<'_>, options: &Options) -> Result<(), String> {
         return Err("the engine refused to register the module's INFO sections".into());
     }
     with_module(|module| module.start(context)).unwrap_or(Ok(()))?;
-    for event in
-        [flag::EVENT_CLIENT, flag::EVENT_SHUTDOWN, flag::EVENT_CONFIG, flag::EVENT_CRON_LOOP]
-    {
+    for event in [flag::EVENT_CLIENT, flag::EVENT_SHUTDOWN, flag::EVENT_CONFIG] {
         subscribe(context, event);
     }
     Ok(())
@@ -278,7 +276,7 @@ unsafe extern "C" fn on_info(raw: *mut RawInfo, for_crash_report: c_int) {
 }
 
 /// Handles the engine's events: connects and disconnects of clients, shutdown, changed settings,
-/// the timer, and iterations of the event loop.
+/// and iterations of the event loop.
 unsafe extern "C" fn on_event(
     raw: *mut RawContext,
     event: RawEvent,
@@ -310,7 +308,6 @@ unsafe extern "C" fn on_event(
         }
         with_module(|module| match event.id {
             flag::EVENT_SHUTDOWN => module.shut_down(),
-            flag::EVENT_CRON_LOOP => module.on_cron(context),
             flag::EVENT_CONFIG => module.follow_engine(context),
             _ => {}
         });

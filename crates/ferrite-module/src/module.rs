@@ -15,7 +15,7 @@ use crate::calls::Calls;
 use crate::capacity;
 use crate::descriptors;
 use crate::event_loop;
-use crate::listen::{self, Address, Host};
+use crate::listen::{self, Host};
 use crate::options::{Options, SettingValue};
 use crate::slice;
 use crate::target::{Sockets, target};
@@ -44,10 +44,6 @@ pub(crate) struct Module {
     pub(crate) service: Service,
     admin: Option<AdminServer>,
     callbacks: Callbacks,
-    /// The hosts that were resolved, with their addresses.
-    resolved: Option<(Vec<Host>, Vec<Address>)>,
-    /// The engine has begun to shut down. It may still abort the shutdown.
-    is_shutting_down: bool,
 }
 
 /// The module; one per process, as there is one engine. Only the engine's main thread uses it.
@@ -80,8 +76,7 @@ fn lock() -> Option<MutexGuard<'static, Option<Module>>> {
 impl Module {
     pub(crate) fn new(options: Options, callbacks: Callbacks) -> Self {
         let service = Service::Off("not started yet".into());
-        let (admin, resolved) = (None, None);
-        Self { options, service, admin, callbacks, resolved, is_shutting_down: false }
+        Self { options, service, admin: None, callbacks }
     }
 
     /// Checks that the settings fit together: the engine's configuration sets them one by one.
@@ -119,7 +114,9 @@ impl Module {
         context: Context<'_>,
         endpoints: (EngineAddress, Vec<Host>),
     ) -> Result<(Fabric, Gateway), String> {
-        let started = self.resolve(endpoints).and_then(|endpoints| {
+        let (target, hosts) = endpoints;
+        let resolved = listen::resolve(&hosts, self.options.port());
+        let started = resolved.and_then(|addresses| {
             let protected = is_protected(context);
             let queue = match self.options.call_path() {
                 true => enable_call_path(context, self.callbacks),
@@ -133,7 +130,7 @@ impl Module {
                 false => self.options.clone(),
             };
             let (transport, (fabric, runtime)) =
-                Transport::start(&options, endpoints, protected, queue.clone())?;
+                Transport::start(&options, (target, hosts, addresses), protected, queue.clone())?;
             slice::set_length(self.options.slice());
             let shown = (fabric.clone(), transport.gateway.clone());
             if let Some(queue) = queue {
@@ -154,20 +151,6 @@ impl Module {
         // Hosts first: an unusable engine socket matters only if the module listens at all.
         let hosts = listen::hosts(&self.options, &sockets)?;
         Ok((self.target(&sockets)?, hosts))
-    }
-
-    /// Resolves the hosts, once: a listener that starts again after an aborted shutdown must not
-    /// make the engine wait for a name server.
-    fn resolve(
-        &mut self,
-        (target, hosts): (EngineAddress, Vec<Host>),
-    ) -> Result<(EngineAddress, Vec<Host>, Vec<Address>), String> {
-        if self.resolved.as_ref().is_none_or(|(known, _)| *known != hosts) {
-            let addresses = listen::resolve(&hosts, self.options.port())?;
-            self.resolved = Some((hosts.clone(), addresses));
-        }
-        let addresses = self.resolved.as_ref().map(|(_, addresses)| addresses.clone());
-        Ok((target, hosts, addresses.unwrap_or_default()))
     }
 
     fn target(&self, sockets: &Sockets) -> Result<EngineAddress, String> {
@@ -225,29 +208,15 @@ impl Module {
 
     /// Stops the listener because the engine exits. The engine's final save is over, so a write
     /// made now would be lost. Therefore no more calls are made, and only existing replies are
-    /// delivered.
+    /// delivered. An engine that cannot save aborts its shutdown before this.
     pub(crate) fn shut_down(&mut self) {
         call_path::set(None);
         self.admin = None; // it holds the fabric, which would not end
         let off = Service::Off("the engine is shutting down".into());
-        if let Service::On(transport) = std::mem::replace(&mut self.service, off) {
-            self.is_shutting_down = true;
-            if !transport.stop() {
-                tracing::warn!("sessions did not stop in time");
-            }
-        }
-    }
-
-    /// Handles the engine's timer event. If the engine has aborted a shutdown, for example because
-    /// it could not save, this starts the listener again.
-    pub(crate) fn on_cron(&mut self, context: Context<'_>) {
-        if std::mem::take(&mut self.is_shutting_down)
-            && let Err(why) = self.start(context)
+        if let Service::On(transport) = std::mem::replace(&mut self.service, off)
+            && !transport.stop()
         {
-            tracing::error!(
-                "the engine aborted its shutdown, but the RDMA listener cannot restart: {why}"
-            );
-            self.service = Service::Off(why);
+            tracing::warn!("sessions did not stop in time");
         }
     }
 }

@@ -13,10 +13,10 @@ use std::sync::LazyLock;
 use std::time::Duration;
 
 use ferrite_config::{
-    Kind, Policy, Program, Setting, TakesEffect, Value, Values, address, find, nearest, table,
+    Kind, Program, Setting, TakesEffect, Value, Values, address, find, nearest, table,
 };
 use ferrite_fabric::Rdma;
-use ferrite_session::EngineAddress;
+use ferrite_session::{EngineAddress, rdma_policy};
 
 /// The settings that CONFIG has. An index into this list identifies a setting to the engine.
 pub(crate) static SETTINGS: LazyLock<Vec<&'static Setting>> =
@@ -203,11 +203,7 @@ impl Options {
     }
 
     pub(crate) fn rdma(&self) -> Rdma {
-        match self.0.policy() {
-            Ok(Policy::Require) => Rdma::Require,
-            Ok(Policy::Forbid) => Rdma::Forbid,
-            Ok(Policy::Prefer) | Err(_) => Rdma::Prefer,
-        }
+        rdma_policy(&self.0)
     }
 
     pub(crate) fn max_clients(&self) -> usize {

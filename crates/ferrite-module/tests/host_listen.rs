@@ -66,6 +66,28 @@ fn listens_where_the_engine_listens() {
     }
 }
 
+/// Kills an engine while a child of it saves. Returns the child's process id.
+fn kill_while_it_saves(server: &mut Engine) -> String {
+    server.ask::<String>(&["SET", "k", "v"]);
+    // The save takes a minute per key.
+    server.ask::<String>(&["CONFIG", "SET", "rdb-key-save-delay", "60000000"]);
+    server.ask::<String>(&["BGSAVE"]);
+    let started = "Background saving started by pid ";
+    server.wait_for_log(started);
+    let log = server.log();
+    let child = log.split(started).nth(1).and_then(|rest| rest.split_whitespace().next());
+    server.signal("KILL");
+    server.wait();
+    child.expect("a number").to_owned()
+}
+
+/// Returns whether this process still runs, and ends it.
+fn ends(child: &str) -> bool {
+    let is_running = Path::new("/proc").join(child).exists();
+    let _ = std::process::Command::new("kill").args(["-s", "KILL", child]).status();
+    is_running
+}
+
 /// An engine that is killed while it saves leaves a child process behind. The child must not keep
 /// the module's port open.
 #[test]
@@ -79,26 +101,33 @@ fn a_restarted_engine_listens_while_the_old_child_still_saves() {
             options: &["port 0", "save \"\""],
         };
         let mut server = Engine::start_from_file(&start);
-        server.ask::<String>(&["SET", "k", "v"]);
-        // The save takes a minute per key.
-        server.ask::<String>(&["CONFIG", "SET", "rdb-key-save-delay", "60000000"]);
-        server.ask::<String>(&["BGSAVE"]);
-        let started = "Background saving started by pid ";
-        server.wait_for_log(started);
-        let log = server.log();
-        let child = log
-            .split(started)
-            .nth(1)
-            .and_then(|rest| rest.split_whitespace().next())
-            .expect("a number");
-        server.signal("KILL");
-        server.wait();
+        let child = kill_while_it_saves(&mut server);
         server.restart();
-        let is_saving = Path::new("/proc").join(child).exists();
         let reply = ping("127.0.0.1", &own);
-        let _ = std::process::Command::new("kill").args(["-s", "KILL", child]).status();
-        assert!(is_saving, "{}", server.log());
+        assert!(ends(&child), "{}", server.log());
         assert_eq!(reply, Some(true), "{}", server.log());
+    }
+}
+
+/// The same for the admin port, with and without a listener.
+#[test]
+fn a_child_that_saves_does_not_keep_the_admin_port_open() {
+    for program in engines() {
+        for arguments in [&["rdma-bind", "127.0.0.1"][..], &[]] {
+            let [own, admin] = [free_port().to_string(), free_port().to_string()];
+            let admin = format!("127.0.0.1:{admin}");
+            let own = ["rdma-port", &own, "admin-listen", &admin];
+            let arguments = [&own, arguments].concat();
+            // It listens on no address, so neither does the module unless it is told to.
+            let options = ["port 0", "bind \"\"", "save \"\""];
+            let start = Start { program: &program, module: Some(&arguments), options: &options };
+            let mut server = Engine::start_from_file(&start);
+            TcpStream::connect(&admin).expect("the admin port");
+            let child = kill_while_it_saves(&mut server);
+            let is_open = TcpStream::connect(&admin).is_ok();
+            assert!(ends(&child), "{}", server.log());
+            assert!(!is_open, "{arguments:?}");
+        }
     }
 }
 

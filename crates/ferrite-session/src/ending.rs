@@ -18,6 +18,9 @@ const QUIET_TIME: Duration = Duration::from_millis(100);
 /// arrive, but the engine is not working on it yet.
 const QUIET_TIME_PARTIAL: Duration = Duration::from_secs(1);
 
+/// How long a killed session may wait for the reply to the command that the engine is running.
+const LAST_REPLY_TIMEOUT: Duration = Duration::from_secs(1);
+
 /// Tells sessions that the gateway shuts down.
 #[derive(Clone)]
 pub(crate) struct Shutdown {
@@ -43,6 +46,19 @@ async fn wait_for_kill(entry: &Entry) {
             return wait_for_stall(&entry.moved, STALL_TIMEOUT).await;
         }
         entry.ended.notified().await;
+    }
+    wait_for_reply(&entry.moved).await;
+}
+
+/// Waits until the client has the reply to its pending command, for a moment.
+///
+/// A client that kills its own session gets the reply first, as with CLIENT KILL. A session that
+/// only copies bytes cannot know who has killed it.
+async fn wait_for_reply(moved: &Moved) {
+    let (until, (_, before)) = (Instant::now() + LAST_REPLY_TIMEOUT, moved.both());
+    let is_pending = || moved.is_asking.load(Ordering::Relaxed) && moved.both().1 == before;
+    while is_pending() && Instant::now() < until {
+        sleep(QUIET_TIME / 20).await;
     }
 }
 

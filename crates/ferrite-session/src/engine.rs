@@ -137,59 +137,65 @@ impl EngineSocket {
             }
         }
     }
+}
 
-    /// Finds out whether the engine accepts commands without a password. Must be the first command
-    /// on the connection.
-    ///
-    /// # Errors
-    /// Returns an error if the connection fails, or if the server does not speak RESP.
-    pub async fn probe_access(&mut self) -> io::Result<EngineAccess> {
-        // Some operators rename PING. An unknown command says nothing about passwords.
-        let mut access = self.probe_with(b"PING\r\n").await?;
-        if matches!(&access, EngineAccess::Refused(error) if error.contains("unknown command")) {
-            access = self.probe_with(b"ECHO ferrite\r\n").await?;
-        }
-        Ok(access)
+/// Finds out whether a server accepts commands without a password. Must be the first command on the
+/// connection.
+///
+/// # Errors
+/// Returns an error if the connection fails, or if the server does not speak RESP.
+pub async fn probe_access<S>(server: &mut S) -> io::Result<EngineAccess>
+where
+    S: AsyncRead + AsyncWrite + Unpin,
+{
+    // Some operators rename PING. An unknown command says nothing about passwords.
+    let mut access = probe_with(server, b"PING\r\n").await?;
+    if matches!(&access, EngineAccess::Refused(error) if error.contains("unknown command")) {
+        access = probe_with(server, b"ECHO ferrite\r\n").await?;
     }
+    Ok(access)
+}
 
-    async fn probe_with(&mut self, command: &[u8]) -> io::Result<EngineAccess> {
-        // An engine that refuses the connection sends the reason and closes it. Then the write may
-        // fail although there is a reply to read.
-        let _ = self.write_all(command).await; // if it fails, so does the read, which says why
-        let reply = self.read_line().await?;
-        match reply[0] {
-            b'+' => Ok(EngineAccess::Open),
-            b'$' => self.read_line().await.map(|_| EngineAccess::Open),
-            // Engines ask for a login before they check permissions.
-            b'-' if reply.starts_with(b"-NOPERM") => Ok(EngineAccess::Open),
-            b'-' if reply.starts_with(b"-NOAUTH") => Ok(EngineAccess::NeedsPassword),
-            b'-' => Ok(EngineAccess::Refused(String::from_utf8_lossy(&reply).into_owned())),
-            TLS_ALERT => {
-                Err(invalid_reply("the engine's port expects TLS, which is not supported"))
-            }
-            _ => Err(invalid_reply("the reply to PING is not RESP")),
-        }
+async fn probe_with<S>(server: &mut S, command: &[u8]) -> io::Result<EngineAccess>
+where
+    S: AsyncRead + AsyncWrite + Unpin,
+{
+    // An engine that refuses the connection sends the reason and closes it. Then the write may
+    // fail although there is a reply to read. If there is none, the read fails and says why.
+    if server.write_all(command).await.is_ok() {
+        let _ = server.flush().await;
     }
+    let reply = read_line(server).await?;
+    match reply[0] {
+        b'+' => Ok(EngineAccess::Open),
+        b'$' => read_line(server).await.map(|_| EngineAccess::Open),
+        // Engines ask for a login before they check permissions.
+        b'-' if reply.starts_with(b"-NOPERM") => Ok(EngineAccess::Open),
+        b'-' if reply.starts_with(b"-NOAUTH") => Ok(EngineAccess::NeedsPassword),
+        b'-' => Ok(EngineAccess::Refused(String::from_utf8_lossy(&reply).into_owned())),
+        TLS_ALERT => Err(invalid_reply("the engine's port expects TLS, which is not supported")),
+        _ => Err(invalid_reply("the reply to PING is not RESP")),
+    }
+}
 
-    /// Reads a line with its end.
-    async fn read_line(&mut self) -> io::Result<Vec<u8>> {
-        let mut line = Vec::new();
-        while line.last() != Some(&b'\n') {
-            if line.len() >= REPLY_MAX {
-                return Err(invalid_reply("the reply to PING is too long"));
-            }
-            match self.read_u8().await {
-                Ok(byte) => line.push(byte),
-                // An alert is shorter than a line, and the server closes after it.
-                Err(_) if line.first() == Some(&TLS_ALERT) => return Ok(line),
-                Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
-                    return Err(io::Error::new(error.kind(), CLOSED));
-                }
-                Err(error) => return Err(error),
-            }
+/// Reads a line with its end.
+async fn read_line<S: AsyncRead + Unpin>(server: &mut S) -> io::Result<Vec<u8>> {
+    let mut line = Vec::new();
+    while line.last() != Some(&b'\n') {
+        if line.len() >= REPLY_MAX {
+            return Err(invalid_reply("the reply to PING is too long"));
         }
-        Ok(line)
+        match server.read_u8().await {
+            Ok(byte) => line.push(byte),
+            // An alert is shorter than a line, and the server closes after it.
+            Err(_) if line.first() == Some(&TLS_ALERT) => return Ok(line),
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
+                return Err(io::Error::new(error.kind(), CLOSED));
+            }
+            Err(error) => return Err(error),
+        }
     }
+    Ok(line)
 }
 
 fn invalid_reply(why: &str) -> io::Error {
@@ -262,7 +268,7 @@ mod tests {
         let (ours, mut theirs) = UnixStream::pair()?;
         theirs.write_all(reply).await?;
         drop(theirs);
-        EngineSocket::Unix(ours).probe_access().await
+        probe_access(&mut EngineSocket::Unix(ours)).await
     }
 
     #[tokio::test]

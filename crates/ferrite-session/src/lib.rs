@@ -28,7 +28,7 @@ mod tls;
 mod url;
 
 pub use connector::{ConnectError, Connector, Session, SessionTransport};
-pub use engine::{EngineAccess, EngineAddress, EngineSocket};
+pub use engine::{EngineAccess, EngineAddress, EngineSocket, probe_access};
 pub use frames::{client_config, server_config};
 pub use gateway::{Gateway, GatewayConfig, GatewayStats};
 pub use in_process_engine::{
@@ -37,7 +37,7 @@ pub use in_process_engine::{
 };
 pub use pump::{Moved, pump};
 pub use sessions::{Killed, SessionInfo};
-pub use settings::{fabric_config, open_fabric, valkey_config};
+pub use settings::{fabric_config, open_fabric, rdma_policy, valkey_config};
 pub use stream::{ValkeyConfig, ValkeyStream};
 pub use tls::TlsFiles;
 pub use url::{Host, ServerUrl, UrlError};

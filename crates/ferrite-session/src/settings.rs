@@ -25,7 +25,7 @@ pub fn fabric_config(values: &Values) -> Config {
     let frames = (IN_FLIGHT_BYTES / recv_buffer_size.max(1)).clamp(2, 1024);
     Config {
         memory: pool_config(values, recv_buffer_size),
-        rdma: rdma(values),
+        rdma: rdma_policy(values),
         device_port: Some(values.number(&RDMA_DEVICE_PORT)).filter(|port| *port > 0),
         gid_index: u32::try_from(values.number::<i64>(&RDMA_GID_INDEX)).ok(),
         busy_poll_us: microseconds(values.time(&BUSY_POLL_US)),
@@ -84,7 +84,8 @@ pub fn valkey_config(values: &Values) -> ValkeyConfig {
 }
 
 /// Returns whether links may use RDMA. Contradictions were reported when the values were read.
-fn rdma(values: &Values) -> Rdma {
+#[must_use]
+pub fn rdma_policy(values: &Values) -> Rdma {
     match values.policy() {
         Ok(Policy::Require) => Rdma::Require,
         Ok(Policy::Forbid) => Rdma::Forbid,

@@ -8,10 +8,9 @@ use ferrite_config::{Values, table};
 use ferrite_fabric::Fabric;
 use ferrite_metrics::{
     AdminPort, AdminServer, Exposition, Program, Ready, engine_answers, fabric_metrics,
-    gateway_metrics, listener_metrics, port_metrics, program_metrics,
+    gateway_metrics, listener_metrics, port_metrics, program_metrics, server_answers,
 };
 use ferrite_session::{Connector, Gateway, Moved};
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
 /// Opens the admin port if the settings have one.
 pub(crate) fn start<P: Program>(
@@ -91,17 +90,8 @@ impl Program for RelayAdmin {
     fn ready(&self) -> Ready {
         let (connector, to) = (self.connector.clone(), self.to);
         Box::pin(async move {
-            let mut session = connector.connect(to).await.map_err(|error| error.to_string())?;
-            let mut reply = [0];
-            let asked = async {
-                session.write_all(b"PING\r\n").await?;
-                session.flush().await?;
-                session.read_exact(&mut reply).await
-            };
-            match asked.await {
-                Ok(_) => Ok(()),
-                Err(error) => Err(format!("the server at {to} does not answer: {error}")),
-            }
+            let session = connector.connect(to).await.map_err(|error| error.to_string())?;
+            server_answers(&format!("the server at {to}"), session).await
         })
     }
 }

@@ -47,10 +47,15 @@ impl<F: Fn() -> anyhow::Result<Values>> Reload<F> {
 /// The settings that have changed.
 pub(crate) struct Changes {
     /// Those that take effect while the program runs.
-    pub(crate) now: Vec<&'static Setting>,
+    pub(crate) now: Vec<Change>,
     /// Those that need a new start.
-    pub(crate) later: Vec<&'static Setting>,
-    lines: Vec<String>,
+    later: Vec<&'static Setting>,
+}
+
+/// A setting that has changed.
+pub(crate) struct Change {
+    pub(crate) setting: &'static Setting,
+    line: String,
 }
 
 impl Changes {
@@ -65,18 +70,17 @@ impl Changes {
             Some(value) => value.to_string(),
             None => "unset".into(),
         };
-        let line = |setting: &&'static Setting| {
+        let change = |setting: &'static Setting| {
             let (old, new) = (show(before, setting), show(after, setting));
-            format!("{} is now {new} (was {old})", setting.name)
+            Change { setting, line: format!("{} is now {new} (was {old})", setting.name) }
         };
-        let lines = now.iter().map(line).collect();
-        Self { now, later, lines }
+        Self { now: now.into_iter().map(change).collect(), later }
     }
 
     /// Returns the values that apply now: the new ones, except for settings that need a new start.
     pub(crate) fn applied_to(&self, before: &Values, after: &Values) -> Values {
         let mut values = before.clone();
-        for setting in &self.now {
+        for Change { setting, .. } in &self.now {
             if let Some(value) = &after.entry(setting).value {
                 // It was checked when it was read.
                 let _ = values.replace(setting, value.clone());
@@ -87,7 +91,8 @@ impl Changes {
 
     /// Logs what has changed, and what would change at the next start.
     pub(crate) fn report(&self) {
-        match self.lines.as_slice() {
+        let lines: Vec<_> = self.now.iter().map(|change| change.line.as_str()).collect();
+        match lines.as_slice() {
             [] => tracing::info!("SIGHUP received: no setting that can change has changed"),
             lines => tracing::info!("SIGHUP received: {}", lines.join(", ")),
         }
@@ -115,7 +120,8 @@ mod tests {
             after.set_text(setting, None, text, Origin::File { line: 1 }).expect(text);
         }
         let changes = Changes::between(&before, &after);
-        assert_eq!(changes.lines, ["max-clients is now 5 (was 10000)"]);
+        let lines: Vec<_> = changes.now.iter().map(|change| change.line.as_str()).collect();
+        assert_eq!(lines, ["max-clients is now 5 (was 10000)"]);
         assert_eq!(changes.later.iter().map(|it| it.name).collect::<Vec<_>>(), ["rdma-device"]);
         let applied = changes.applied_to(&before, &after);
         assert_eq!(applied.number::<u32>(&table::MAX_CLIENTS), 5);

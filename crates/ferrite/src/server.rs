@@ -128,7 +128,7 @@ fn try_run(options: &Options) -> anyhow::Result<u8> {
     }
     let _directory = plan.runtime_dir.as_deref().map(PrivateDir::make).transpose()?;
     let status = runtime
-        .block_on(async { Supervisor::new(config, sources, &plan, options.json)?.run().await })?;
+        .block_on(async { Supervisor::new(config, sources, plan, options.json)?.run().await })?;
     let code = error::exit_code(status);
     tracing::info!("the engine {}", error::describe_exit(status));
     events::ended(options.json, code);

@@ -118,12 +118,19 @@ impl Options {
             (None, Some(address)) => Address::Tcp(address),
             (None, None) => Address::Tcp(([127, 0, 0, 1], DEFAULT_PORT).into()),
         };
-        let password = self.auth.clone().or_else(|| std::env::var("REDISCLI_AUTH").ok());
-        let credentials = match (password, &self.user) {
-            (Some(password), user) => user.iter().cloned().chain([password]).collect(),
-            (None, _) => Vec::new(),
-        };
-        Box::new(Engine::new(address, credentials))
+        // As redis-cli: an empty variable is none.
+        let variable = std::env::var("REDISCLI_AUTH").ok().filter(|password| !password.is_empty());
+        let password = self.auth.clone().or(variable);
+        Box::new(Engine::new(address, credentials(self.user.clone(), password)))
+    }
+}
+
+/// Returns the arguments of AUTH; none if there is nothing to log in with. A user without a
+/// password may need none (`nopass`), and otherwise the engine says so.
+fn credentials(user: Option<String>, password: Option<String>) -> Vec<String> {
+    match (user, password) {
+        (Some(user), password) => vec![user, password.unwrap_or_default()],
+        (None, password) => password.into_iter().collect(),
     }
 }
 

@@ -176,6 +176,7 @@ fn gateway_reads_its_settings_again_on_sighup() {
     let log = directory.path().join("log");
     let mut gateway = Command::new(env!("CARGO_BIN_EXE_ferrite"))
         .args(["gateway", "--json", "--listen", "127.0.0.1:0", "--rdma", "forbid", "--log", "json"])
+        .args(["--admin-listen", "127.0.0.1:0"])
         .args(["--protected-mode", "no", "--engine", "unix:/nonexistent", "--config"])
         .arg(&file)
         .stdout(Stdio::piped())
@@ -183,7 +184,6 @@ fn gateway_reads_its_settings_again_on_sighup() {
         .spawn()
         .expect("ferrite starts");
     let event = first_event(&mut gateway);
-    let address = event["address"].as_str().expect("an address");
     let new = "[network]\nrdma_device = \"a\"\n[network.rdma]\nmax_connections = 1\n";
     directory.file("ferrite.toml", new);
     ferrite_testkit::process::signal("HUP", gateway.id());
@@ -195,18 +195,34 @@ fn gateway_reads_its_settings_again_on_sighup() {
     assert_eq!(changed["level"], "INFO");
     let message = "SIGHUP received: max-clients is now 1 (was 10000)";
     assert_eq!(changed["message"], message);
-    // The first client waits for the engine's answer, or is told that there is none.
-    let ask = |client: &mut TcpStream| {
-        client.set_read_timeout(Some(ferrite_testkit::TIMEOUT)).expect("a timeout");
-        client.write_all(b"PING\r\n").expect("to write");
-        let mut reply = String::new();
-        let _ = client.read_to_string(&mut reply);
-        reply
-    };
-    let reply = ask(&mut TcpStream::connect(address).expect("it listens"));
-    assert!(reply.contains("cannot connect to the engine"), "{reply}");
+    let admin = event["admin"].as_str().expect("an address");
+    let mut client = TcpStream::connect(admin).expect("it listens");
+    client.set_read_timeout(Some(ferrite_testkit::TIMEOUT)).expect("a timeout");
+    client.write_all(b"GET /metrics HTTP/1.0\r\n\r\n").expect("to write");
+    let mut metrics = String::new();
+    client.read_to_string(&mut metrics).expect("the metrics");
+    assert!(metrics.contains("\nferrite_sessions_max 1\n"), "{metrics}");
     ferrite_testkit::process::signal("TERM", gateway.id());
     assert!(gateway.wait().expect("it ends").success());
+}
+
+/// A script may read the first event only, and close its end of the pipe.
+#[test]
+fn a_closed_stdout_does_not_fail_a_gateway_or_a_relay() {
+    let gateway = ["gateway", "--listen", "127.0.0.1:0", "--engine", "unix:/nonexistent"];
+    let relay = ["relay", "--listen", "127.0.0.1:0", "--to", "127.0.0.1:1"];
+    for arguments in [&gateway[..], &relay] {
+        let mut process = Command::new(env!("CARGO_BIN_EXE_ferrite"))
+            .args(arguments)
+            .args(["--json", "--rdma", "forbid"])
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("ferrite starts");
+        assert_eq!(first_event(&mut process)["event"], "listening"); // and closes the pipe
+        ferrite_testkit::process::signal("TERM", process.id());
+        assert_eq!(process.wait().expect("it ends").code(), Some(0), "{arguments:?}");
+    }
 }
 
 #[test]

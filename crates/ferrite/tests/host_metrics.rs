@@ -92,6 +92,9 @@ fn counters_of_the_relay_move_with_traffic() {
     assert_eq!(samples["ferrite_relay_bytes_total{direction=\"to_server\"}"], 6.0);
     assert_eq!(relay.get("/ready"), (200, "ready\n".into()));
     redis.kill();
+    let why = "refuses clients: -ERR Ferrite gateway: cannot connect to the engine\n";
+    let (status, answer) = relay.get("/ready");
+    assert!(status == 503 && answer.ends_with(why), "{status} {answer}");
     drop(gateway);
     assert_eq!(relay.get("/ready").0, 503);
 }

@@ -51,6 +51,11 @@ fn run(arguments: &[&str], file: &Path) -> Output {
         .expect("ferrite starts")
 }
 
+/// Returns the process id of the engine, which the event `ready` has.
+fn pid(event: &Value) -> u32 {
+    u32::try_from(event["pid"].as_u64().expect("an id")).expect("an id")
+}
+
 fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
@@ -448,6 +453,50 @@ fn sighup_applies_settings_that_can_change() {
     }
 }
 
+/// Settings that SIGHUP has changed stay when the engine is started again.
+#[test]
+fn settings_of_sighup_survive_a_restart_of_the_engine() {
+    let (directory, network) = (directory(), network());
+    let own = "restart = \"on-failure\"\nrestart_delay = \"100ms\"";
+    let write = |network: &str| {
+        let setup = Setup { server: own, network, ..Setup::default() };
+        directory.file("ferrite.toml", setup.text(directory.path()));
+    };
+    let setup = Setup { server: own, network: &network, ..Setup::default() };
+    let mut server = Server::start(&directory, &setup);
+    let event = server.event("ready");
+    write(&format!("{network}\n[network.rdma]\nmax_connections = 77"));
+    server.signal("HUP");
+    server.until_logged("max-clients is now 77 (was 10000)");
+    signal("KILL", pid(&event));
+    server.event("restarting");
+    let event = server.event("ready");
+    let max = connect(&event).text(&["CONFIG", "GET", "ferrite.max-clients"]);
+    assert!(max.contains("77"), "{max}");
+}
+
+/// The log does not claim what the engine did not take, and the next SIGHUP tries again.
+#[test]
+fn sighup_tries_again_what_the_engine_did_not_take() {
+    let (directory, network) = (directory(), network());
+    let mut server = Server::start(&directory, &Setup { network: &network, ..Setup::default() });
+    let event = server.event("ready");
+    let changed = format!("{network}\n[network.rdma]\nmax_connections = 77");
+    let setup = Setup { network: &changed, ..Setup::default() };
+    directory.file("ferrite.toml", setup.text(directory.path()));
+    let mut client = connect(&event);
+    client.ok(&["CONFIG", "SET", "requirepass", "secret"]);
+    server.signal("HUP");
+    server.until_logged("the engine did not take ferrite.max-clients 77: -NOAUTH");
+    server.until_logged("SIGHUP received: no setting that can change has changed");
+    assert!(!server.log().contains("max-clients is now"), "{}", server.log());
+    client.ok(&["CONFIG", "SET", "requirepass", ""]);
+    server.signal("HUP");
+    server.until_logged("max-clients is now 77 (was 10000)");
+    let max = client.text(&["CONFIG", "GET", "ferrite.max-clients"]);
+    assert!(max.contains("77"), "{max}");
+}
+
 /// With `log_format = "json"` every line of the log is an object, also those of the engine.
 #[test]
 fn log_can_be_json() {
@@ -530,9 +579,7 @@ fn exits_or_restarts_after_the_engine_was_killed() {
     let directory = directory();
     let network = network();
     let mut server = Server::start(&directory, &Setup { network: &network, ..Setup::default() });
-    let kill = |event: &Value| {
-        signal("KILL", u32::try_from(event["pid"].as_u64().expect("an id")).expect("an id"));
-    };
+    let kill = |event: &Value| signal("KILL", pid(event));
     kill(&server.event("ready"));
     assert_eq!(server.end().0, Some(137), "{}", server.log());
 

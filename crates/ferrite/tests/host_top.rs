@@ -114,7 +114,8 @@ fn prints_once_for_scripts() {
     let run = |arguments: &[&str]| {
         let mut command = top();
         command.args(["top", "--interval", "0.1", "--unix"]).arg(engine.socket());
-        command.args(arguments).output().expect("ferrite starts")
+        // As for redis-cli, an empty password is none.
+        command.args(arguments).env("REDISCLI_AUTH", "").output().expect("ferrite starts")
     };
     let output = run(&["--json"]);
     assert!(output.status.success(), "{}", stderr(&output));
@@ -146,6 +147,8 @@ fn explains_why_there_is_nothing_to_see() {
     assert!(stderr(&run(&["--unix", &socket])).contains("set REDISCLI_AUTH"));
     let wrong = run(&["--unix", &socket, "--user", "default", "--auth", "wrong"]);
     assert!(stderr(&wrong).contains("AUTH: WRONGPASS"), "{}", stderr(&wrong));
+    let without = run(&["--unix", &socket, "--user", "default"]);
+    assert!(stderr(&without).contains("AUTH: WRONGPASS"), "{}", stderr(&without));
     let right = run(&["--unix", &socket, "--interval", "0.1", "--auth", "hush"]);
     assert!(right.status.success(), "{}", stderr(&right));
     let refused = run(&["127.0.0.1:1", "--json"]);

@@ -18,6 +18,16 @@ fn every_default_parses() {
 }
 
 #[test]
+fn bounds_of_each_range_parse() {
+    for setting in all() {
+        let range = setting.kind.range();
+        for bound in range.split(" to ").filter(|bound| !bound.is_empty()) {
+            setting.parse(bound).unwrap_or_else(|why| panic!("{} {bound}: {why}", setting.name));
+        }
+    }
+}
+
+#[test]
 fn port_in_the_table_is_the_shared_constant() {
     assert_eq!(RDMA_PORT.default, CLIENT_PORT.to_string());
 }

@@ -24,7 +24,6 @@ static SLOTS: [Slot; 64] = [const {
 
 /// Makes forked children close these descriptors, instead of those of an earlier call.
 pub(crate) fn close_in_children(descriptors: impl IntoIterator<Item = RawFd>) {
-    static ONCE: Once = Once::new();
     let mut descriptors = descriptors.into_iter();
     for slot in &SLOTS {
         slot.descriptor.store(-1, Ordering::SeqCst);
@@ -32,11 +31,7 @@ pub(crate) fn close_in_children(descriptors: impl IntoIterator<Item = RawFd>) {
             slot.set(descriptor);
         }
     }
-    // SAFETY: the handler exists as long as this library. If the library were unloaded, the C
-    // library would remove its handlers.
-    ONCE.call_once(|| unsafe {
-        libc::pthread_atfork(None, None, Some(in_child));
-    });
+    handle_forks();
 }
 
 /// Makes forked children close this descriptor, too.
@@ -45,6 +40,17 @@ pub(crate) fn close_also_in_children(descriptor: RawFd) {
     if let Some(slot) = free {
         slot.set(descriptor);
     }
+    handle_forks();
+}
+
+/// Makes the C library call the handler in forked children.
+fn handle_forks() {
+    static ONCE: Once = Once::new();
+    // SAFETY: the handler exists as long as this library. If the library were unloaded, the C
+    // library would remove its handlers.
+    ONCE.call_once(|| unsafe {
+        libc::pthread_atfork(None, None, Some(in_child));
+    });
 }
 
 impl Slot {

@@ -7,69 +7,35 @@
 use std::ffi::{CStr, c_int};
 use std::ptr;
 
-use super::table::{GetChoice, GetNumber, GetText, SetChoice, SetNumber, SetText};
+use super::table::{GetChoice, GetNumber, GetText, RawReply, SetChoice, SetNumber, SetText};
 use super::{Context, OK, api, c_string};
 
 impl Context<'_> {
     /// Returns one of the engine's own settings; `None` if the engine has no such setting or
     /// refuses CONFIG GET.
     pub(crate) fn config(self, name: &CStr) -> Option<String> {
-        let api = api();
         // `E` returns errors as replies. Without it Valkey 9.1 crashes when it refuses a call, for
         // example because CONFIG is renamed.
         //
-        // SAFETY: there are two strings for the two `c` in the format. The reply and its elements
-        // are not used after the reply is freed.
+        // SAFETY: there are two strings for the two `c` in the format. `take_text` gets the reply
+        // of this call, and nobody else has it.
         unsafe {
-            let reply = (api.call)(
-                self.raw(),
-                c"CONFIG".as_ptr(),
-                c"Ecc".as_ptr(),
-                c"GET".as_ptr(),
-                name.as_ptr(),
-            );
-            if reply.is_null() {
-                return None;
-            }
-            // Null if the reply is not an array, or has no second element.
-            let value = (api.call_reply_array_element)(reply, 1);
-            let mut text = None;
-            if !value.is_null() {
-                let mut len = 0;
-                let bytes = (api.call_reply_string_ptr)(value, &raw mut len);
-                if !bytes.is_null() {
-                    let bytes = std::slice::from_raw_parts(bytes.cast::<u8>(), len);
-                    text = Some(String::from_utf8_lossy(bytes).into_owned());
-                }
-            }
-            (api.free_call_reply)(reply);
-            text
+            let (config, get) = (c"CONFIG".as_ptr(), c"GET".as_ptr());
+            let reply = (api().call)(self.raw(), config, c"Ecc".as_ptr(), get, name.as_ptr());
+            take_text(reply, Some(1))
         }
     }
 
     /// Returns whether clients are connected to the engine: it has started already. True if the
     /// engine refuses INFO.
     pub(crate) fn has_clients(self) -> bool {
-        let api = api();
-        // SAFETY: there is one string for the one `c` in the format. The reply is not used after it
-        // is freed.
+        // SAFETY: there is one string for the one `c` in the format. `take_text` gets the reply of
+        // this call, and nobody else has it.
         let text = unsafe {
-            let name = c"INFO".as_ptr();
-            let reply = (api.call)(self.raw(), name, c"Ec".as_ptr(), c"clients".as_ptr());
-            if reply.is_null() {
-                return true;
-            }
-            let mut len = 0;
-            let bytes = (api.call_reply_string_ptr)(reply, &raw mut len);
-            let mut text = String::new();
-            if !bytes.is_null() {
-                let bytes = std::slice::from_raw_parts(bytes.cast::<u8>(), len);
-                text = String::from_utf8_lossy(bytes).into_owned();
-            }
-            (api.free_call_reply)(reply);
-            text
+            let (info, clients) = (c"INFO".as_ptr(), c"clients".as_ptr());
+            take_text((api().call)(self.raw(), info, c"Ec".as_ptr(), clients), None)
         };
-        !text.lines().any(|line| line == "connected_clients:0")
+        !text.is_some_and(|text| text.lines().any(|line| line == "connected_clients:0"))
     }
 
     pub(crate) fn register_number(
@@ -164,5 +130,34 @@ impl Context<'_> {
     pub(crate) fn load_configs(self) -> bool {
         // SAFETY: the context is the engine's.
         unsafe { (api().load_configs)(self.raw()) == OK }
+    }
+}
+
+/// Frees a reply and returns its text, or that of the element with this index; `None` if it has no
+/// such text.
+///
+/// # Safety
+/// `reply` is null, or the engine made it for the caller, who does not use it afterwards.
+unsafe fn take_text(reply: *mut RawReply, element: Option<usize>) -> Option<String> {
+    let api = api();
+    // SAFETY: the caller guarantees a valid reply. An element and the text live as long as it does,
+    // and the text is copied before it is freed. Both functions return null if there is nothing.
+    unsafe {
+        ptr::NonNull::new(reply)?;
+        let part = match element {
+            Some(index) => (api.call_reply_array_element)(reply, index),
+            None => reply,
+        };
+        let mut text = None;
+        if !part.is_null() {
+            let mut len = 0;
+            let bytes = (api.call_reply_string_ptr)(part, &raw mut len);
+            if !bytes.is_null() {
+                let bytes = std::slice::from_raw_parts(bytes.cast::<u8>(), len);
+                text = Some(String::from_utf8_lossy(bytes).into_owned());
+            }
+        }
+        (api.free_call_reply)(reply);
+        text
     }
 }

@@ -17,7 +17,7 @@ use tokio::time::{sleep, timeout};
 
 use super::{Gateway, GatewayConfig};
 use crate::ending::{Shutdown, wait_for_end};
-use crate::engine::{EngineAccess, EngineSocket};
+use crate::engine::{EngineAccess, EngineSocket, probe_access};
 use crate::in_process::{self, ProxyConnection, ServeOutcome};
 use crate::in_process_engine::Client;
 use crate::polled_when_woken::PolledWhenWoken;
@@ -202,7 +202,7 @@ impl Gateway {
         let GatewayConfig { engine: address, name, .. } = config;
         let connected = async {
             let mut engine = EngineSocket::connect(address).await?;
-            let access = if is_guarded { Some(engine.probe_access().await?) } else { None };
+            let access = if is_guarded { Some(probe_access(&mut engine).await?) } else { None };
             Ok::<_, io::Error>((engine, access))
         };
         let timed_out = || {

@@ -4,9 +4,9 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use ferrite_config::{Origin, Policy, Program, Setting, Values, address, file, table};
+use ferrite_config::{Origin, Program, Setting, Values, address, file, table};
 use ferrite_fabric::{Fabric, Rdma};
-use ferrite_session::{fabric_config, open_fabric};
+use ferrite_session::{fabric_config, open_fabric, rdma_policy};
 
 use super::secret::warn_if_readable;
 use super::{ServerError, Sources};
@@ -147,11 +147,7 @@ impl Config {
 
     /// Returns whether clients may, must or must not use RDMA.
     pub(super) fn rdma(&self) -> Rdma {
-        match self.values.policy() {
-            Ok(Policy::Require) => Rdma::Require,
-            Ok(Policy::Forbid) => Rdma::Forbid,
-            Ok(Policy::Prefer) | Err(_) => Rdma::Prefer,
-        }
+        rdma_policy(&self.values)
     }
 
     /// Opens the devices as the module will, if RDMA is required.

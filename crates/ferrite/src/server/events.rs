@@ -67,23 +67,22 @@ struct Check<'a> {
 pub(super) fn check(json: bool, plan: &Plan, version: &str) -> anyhow::Result<()> {
     let Plan { engine: program, module, socket: unix_socket, .. } = plan;
     let (module, configuration) = (module.as_deref(), plan.redacted_lines());
+    let check = Check { program, version, module, unix_socket, configuration };
     if json {
-        let check = Check { program, version, module, unix_socket, configuration };
         return Ok(output::write(&format!("{}\n", serde_json::to_string(&check)?))?);
     }
-    let module = match module {
-        Some(module) => module.display().to_string(),
-        None => "none (RDMA is disabled)".to_owned(),
-    };
-    let program = program.display();
-    let mut text = format!(
-        "engine   {program} ({version})\nmodule   {module}\ncommand  {program} -\n\
-         with this on its standard input:\n"
-    );
-    for line in &configuration {
-        text += &format!("  {line}\n");
-    }
-    Ok(output::write(&text)?)
+    output::print(&check, false, |check| {
+        let (program, lines) = (program.display(), check.configuration.iter());
+        let module = match module {
+            Some(module) => module.display().to_string(),
+            None => "none (RDMA is disabled)".into(),
+        };
+        let lines: String = lines.map(|line| format!("  {line}\n")).collect();
+        format!(
+            "engine   {program} ({version})\nmodule   {module}\ncommand  {program} -\n\
+             with this on its standard input:\n{lines}"
+        )
+    })
 }
 
 fn print(json: bool, line: &impl Serialize) {

@@ -72,6 +72,11 @@ impl Plan {
         Ok(Self { engine, module, socket, runtime_dir, engine_config, lines })
     }
 
+    /// Adapts the configuration to settings that SIGHUP has changed since, for the next engine.
+    pub(super) fn follow(&mut self, config: &Config) {
+        self.lines = lines(config, &self.socket, self.module.as_deref());
+    }
+
     /// Returns the engine's configuration. Reads `engine_config`, which may hold any bytes.
     pub(super) fn text(&self) -> Vec<u8> {
         let mut text = Vec::new();

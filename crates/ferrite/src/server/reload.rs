@@ -29,21 +29,16 @@ pub(super) async fn reload(
             return None;
         }
     };
-    let changes = Changes::between(current.values(), read.values());
-    let for_module =
-        changes.now.iter().filter(|setting| setting.has(Program::Module) && setting.in_config);
-    for setting in for_module {
-        let Some(value) = &read.values().entry(setting).value else { continue };
-        let (name, text) = (format!("ferrite.{}", setting.name), config_text(setting, value));
-        let set = config_set(socket, current.password(), (&name, &text));
-        let why = match tokio::time::timeout(TIMEOUT, set).await {
-            Ok(Ok(reply)) if reply.starts_with('+') => continue,
-            Ok(Ok(reply)) => reply.trim_end().to_owned(),
-            Ok(Err(error)) => error.to_string(),
-            Err(_) => "no answer in time".into(),
-        };
-        tracing::warn!("the engine did not take {name} {text}: {why}");
+    let mut changes = Changes::between(current.values(), read.values());
+    let mut taken = Vec::new();
+    for change in changes.now {
+        let is_for_module = change.setting.has(Program::Module) && change.setting.in_config;
+        // The next SIGHUP tries again what the engine did not take.
+        if !is_for_module || is_taken(current, &read, change.setting, socket).await {
+            taken.push(change);
+        }
     }
+    changes.now = taken;
     changes.report();
     let directives = read.changed_directives(current);
     if !directives.is_empty() {
@@ -55,6 +50,22 @@ pub(super) async fn reload(
     let applied = current.with_values(changes.applied_to(current.values(), read.values()));
     log::set_level(applied.values());
     Some(applied)
+}
+
+/// Changes a setting of the module in the running engine. Returns whether the engine took it; if
+/// not, the log says why.
+async fn is_taken(current: &Config, read: &Config, setting: &Setting, socket: &Path) -> bool {
+    let Some(value) = &read.values().entry(setting).value else { return false };
+    let (name, text) = (format!("ferrite.{}", setting.name), config_text(setting, value));
+    let set = config_set(socket, current.password(), (&name, &text));
+    let why = match tokio::time::timeout(TIMEOUT, set).await {
+        Ok(Ok(reply)) if reply.starts_with('+') => return true,
+        Ok(Ok(reply)) => reply.trim_end().to_owned(),
+        Ok(Err(error)) => error.to_string(),
+        Err(_) => "no answer in time".into(),
+    };
+    tracing::warn!("the engine did not take {name} {text}: {why}; send SIGHUP again to retry");
+    false
 }
 
 /// Returns a value as the engine's CONFIG SET takes it: without the units of time, which it does

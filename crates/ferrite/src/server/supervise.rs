@@ -47,7 +47,7 @@ pub(super) struct Supervisor<'a> {
     /// SIGHUP changes it.
     pub(super) config: Config,
     sources: Sources<'a>,
-    pub(super) plan: &'a Plan,
+    plan: Plan,
     pub(super) json: bool,
     pub(super) notify: Notify,
     signals: Signals,
@@ -74,7 +74,7 @@ impl<'a> Supervisor<'a> {
     pub(super) fn new(
         config: Config,
         sources: Sources<'a>,
-        plan: &'a Plan,
+        plan: Plan,
         json: bool,
     ) -> anyhow::Result<Self> {
         Ok(Self {
@@ -165,6 +165,7 @@ impl<'a> Supervisor<'a> {
 
     /// Runs one engine from its start to its end.
     async fn run_once(&mut self) -> anyhow::Result<RunEnd> {
+        self.plan.follow(&self.config);
         let Self { config, sources, plan, json, notify, signals, was_ready } = self;
         let password = config.password().map(str::to_owned);
         let mut engine = match Engine::start(plan).await {

@@ -9,14 +9,17 @@ use ferrite_verbs::Access;
 
 use super::Poller;
 use crate::device::shared_device::SharedDevice;
-use crate::device::slots::SendQueue;
-use crate::error::ErrorKind;
+use crate::device::slots::{InFlight, SendQueue};
+use crate::error::{Error, ErrorKind};
 use crate::fabric::Shared;
 use crate::fabric::timers::Timer;
 use crate::link::core::RequestContext;
 use crate::link::shared::LinkShared;
 use crate::link::state::Destroying;
 use crate::source::Source;
+
+/// A send queue with the requests that were in flight when it was destroyed.
+pub(super) type Destroyed = (SendQueue<RequestContext>, Vec<InFlight<RequestContext>>);
 
 /// A link whose requests have not been flushed by then is destroyed with requests in flight.
 const DRAIN: Duration = Duration::from_secs(2);
@@ -142,7 +145,7 @@ impl Poller {
             });
         match destroying {
             Destroying::Gone => self.forget(shared, link),
-            Destroying::Queue(queue) => self.destroy(shared, link, queue),
+            Destroying::Queue(queue) => self.destroy(shared, link, *queue),
             // The last completion of the requests in flight calls this again, or else the timer.
             Destroying::NotYet if by_force => {
                 self.timers.add(self.now + DRAIN, Timer::Drain(link.name));
@@ -156,29 +159,33 @@ impl Poller {
         &mut self,
         shared: &Shared,
         link: &Arc<LinkShared>,
-        queue: Box<SendQueue<RequestContext>>,
+        queue: SendQueue<RequestContext>,
     ) {
-        let work = |(queue, in_flight): &mut (Box<SendQueue<RequestContext>>, Vec<_>)| {
-            Ok(queue.destroy(|it| in_flight.push(it))?)
-        };
-        let (link, own) = (Arc::clone(link), (queue, Vec::new()));
-        self.command(
-            shared,
-            link.source(),
-            own,
-            work,
-            move |poller, shared, (queue, in_flight), gone| {
-                link.with_wakes(&mut poller.wakes, |state, _, wakes| {
-                    state.end_destroy(*queue, in_flight, wakes);
-                });
-                if gone.is_ok() {
-                    poller.forget(shared, &link);
-                } else {
-                    // Try again later.
-                    poller.timers.add(poller.now + DRAIN, Timer::Drain(link.name));
-                }
-            },
-        );
+        let destroyed = Arc::clone(link);
+        self.destroy_queue(shared, link, queue, move |poller, shared, (queue, in_flight), gone| {
+            destroyed.with_wakes(&mut poller.wakes, |state, _, wakes| {
+                state.end_destroy(queue, in_flight, wakes);
+            });
+            if gone.is_ok() {
+                poller.forget(shared, &destroyed);
+            } else {
+                // Try again later.
+                poller.timers.add(poller.now + DRAIN, Timer::Drain(destroyed.name));
+            }
+        });
+    }
+
+    /// Destroys the queue pair of a link, where that may block. Then calls `then` with the queue,
+    /// the requests that were in flight, and whether the queue pair is gone.
+    pub(super) fn destroy_queue(
+        &mut self,
+        shared: &Shared,
+        link: &Arc<LinkShared>,
+        queue: SendQueue<RequestContext>,
+        then: impl FnOnce(&mut Self, &Shared, Destroyed, Result<(), Error>) + Send + 'static,
+    ) {
+        let work = |(queue, in_flight): &mut Destroyed| Ok(queue.destroy(|it| in_flight.push(it))?);
+        self.command(shared, link.source(), (queue, Vec::new()), work, then);
     }
 
     /// Removes a link whose queue pair is gone from all tables.

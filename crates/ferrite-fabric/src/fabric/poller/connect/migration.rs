@@ -6,12 +6,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::dialing::{Dial, Purpose};
-use crate::device::slots::{InFlight, SendQueue};
 use crate::error::{Error, ErrorKind};
 use crate::fabric::Shared;
 use crate::fabric::poller::Poller;
+use crate::fabric::poller::link_lifecycle::Destroyed;
 use crate::fabric::timers::Timer;
-use crate::link::core::{ActiveTransport, RequestContext};
+use crate::link::core::ActiveTransport;
 use crate::link::name::LinkName;
 use crate::link::shared::LinkShared;
 use crate::link::tcp::TcpPath;
@@ -47,19 +47,10 @@ impl Poller {
         self.end_upgrade(link);
         let queue = link.with_wakes(&mut self.wakes, |state, _, _| state.begin_detach());
         let Some(queue) = queue else { return };
-        let (link, own) = (Arc::clone(link), (queue, Vec::new()));
-        let work = |(queue, in_flight): &mut (SendQueue<RequestContext>, Vec<_>)| {
-            Ok(queue.destroy(|it| in_flight.push(it))?)
-        };
-        self.command(
-            shared,
-            link.source(),
-            own,
-            work,
-            move |poller, shared, (queue, in_flight), gone| {
-                poller.finish_downgrade(shared, &link, queue, in_flight, gone);
-            },
-        );
+        let detached = Arc::clone(link);
+        self.destroy_queue(shared, link, queue, move |poller, shared, destroyed, gone| {
+            poller.finish_downgrade(shared, &detached, destroyed, gone);
+        });
     }
 
     /// Second step of a downgrade: the queue pair was destroyed, or that failed.
@@ -67,8 +58,7 @@ impl Poller {
         &mut self,
         shared: &Shared,
         link: &Arc<LinkShared>,
-        queue: SendQueue<RequestContext>,
-        in_flight: Vec<InFlight<RequestContext>>,
+        (queue, in_flight): Destroyed,
         gone: Result<(), Error>,
     ) {
         let route = link.route();

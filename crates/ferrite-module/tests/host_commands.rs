@@ -1,0 +1,154 @@
+//! The command FERRITE in real engines: replies, permissions, and the end of sessions.
+
+mod module {
+    pub(crate) mod harness;
+}
+
+use std::path::Path;
+
+use ferrite_testkit::Engine;
+use ferrite_testkit::engine::{REDIS, engines};
+use ferrite_testkit::resp::Client;
+use module::harness::start;
+
+#[test]
+fn ferrite_commands_reply() {
+    for program in engines() {
+        let mut server = start(&program, &[], &["--enable-debug-command", "no"]);
+        let help: Vec<String> = server.ask(&["FERRITE", "HELP"]);
+        assert!(help.iter().any(|line| line.starts_with("KILL")), "{help:?}");
+        assert_eq!(server.ask::<String>(&["FERRITE", "CLIENTS"]), "");
+        let stats: std::collections::BTreeMap<String, String> = server.ask(&["ferrite", "stats"]);
+        assert_eq!(stats["sessions"], "0");
+        assert!(
+            stats.contains_key("rdma_connections")
+                && stats.contains_key("rdma_fallbacks_no_device"),
+            "{stats:?}"
+        );
+        for (words, error) in [
+            (&["FERRITE", "KILL", "1"][..], "no session has the id 1"),
+            (&["FERRITE", "KILL", "one"], "invalid session id"),
+            (&["FERRITE", "KILL"], "wrong number of arguments"),
+            (&["FERRITE", "HELP", "me"], "wrong number of arguments"),
+            (&["FERRITE", "NOPE"], "unknown subcommand"),
+            (&["FERRITE"], "wrong number of arguments"),
+            (&["MODULE", "UNLOAD", "ferrite"], "unload"),
+        ] {
+            let reply = server.refusal(words);
+            assert!(reply.to_lowercase().contains(error), "{words:?}: {reply}");
+        }
+        // INFO has the module's sections only by name and with `everything`.
+        assert!(!server.ask::<String>(&["INFO"]).contains("ferrite_status"));
+        assert!(server.ask::<String>(&["INFO", "everything"]).contains("ferrite_status"));
+        let rdma: String = server.ask(&["INFO", "ferrite_rdma"]);
+        assert!(
+            rdma.contains("ferrite_rdma_connections:0") && !rdma.contains("ferrite_status"),
+            "{rdma}"
+        );
+        // ACL rules by name work in every engine; those by category not in Redis 7.0.
+        let has_categories = program != Path::new(REDIS);
+        for (rule, may) in
+            [("-ferrite|stats", false), ("-@admin", !has_categories), ("-@scripting", true)]
+        {
+            let () = server.ask(&["ACL", "SETUSER", "some", "reset", "on", ">pw", "+@all", rule]);
+            let mut connection = server.connection().expect("a connection");
+            let () = redis::cmd("AUTH").arg(&["some", "pw"]).query(&mut connection).expect("AUTH");
+            let () = redis::cmd("FERRITE")
+                .arg("HELP")
+                .query::<redis::Value>(&mut connection)
+                .map(drop)
+                .expect("HELP");
+            let answer = redis::cmd("FERRITE").arg("STATS").query::<redis::Value>(&mut connection);
+            assert_eq!(answer.is_ok(), may, "{rule}: {answer:?}");
+        }
+        server.assert_healthy();
+    }
+}
+
+/// Logs in as a user with these rights and runs a command.
+fn as_limited_user(
+    server: &Engine,
+    rules: &[&str],
+    words: &[&str],
+) -> redis::RedisResult<redis::Value> {
+    let mut user = vec!["ACL", "SETUSER", "limited", "reset", "on", ">pw", "+@all"];
+    user.extend(rules);
+    let () = server.ask(&user);
+    let mut connection = server.connection().expect("a connection");
+    let () = redis::cmd("AUTH").arg(&["limited", "pw"]).query(&mut connection).expect("AUTH");
+    redis::cmd(words[0]).arg(&words[1..]).query(&mut connection)
+}
+
+/// Redis 7.0 has no ACL categories for commands of modules, so the right to the corresponding
+/// command of the engine decides.
+#[test]
+fn admin_commands_need_the_right_to_the_engines_own() {
+    for program in engines() {
+        let mut server = start(&program, &[], &[]);
+        for (rules, words, may) in [
+            (&["-@admin", "-@dangerous"][..], &["FERRITE", "KILL", "1"][..], false),
+            (&["-client|kill"], &["FERRITE", "KILL", "1"], false),
+            (&["-client"], &["FERRITE", "KILL", "1"], false),
+            (&["-@all", "+ferrite"], &["FERRITE", "KILL", "1"], false),
+            (&["-@all", "+ferrite", "+client|kill"], &["FERRITE", "KILL", "1"], true),
+            (&["-client|list"], &["FERRITE", "KILL", "1"], true),
+            (&["-@admin", "-@dangerous"], &["FERRITE", "CLIENTS"], false),
+            (&["-client|list"], &["FERRITE", "CLIENTS"], false),
+            (&["-client|kill"], &["FERRITE", "CLIENTS"], true),
+            (&["-@admin", "-@dangerous"], &["FERRITE", "STATS"], false),
+            (&["-info"], &["FERRITE", "DOCTOR"], false),
+            (&["-@all", "+ferrite", "+info"], &["FERRITE", "DOCTOR"], true),
+            (&["-@admin", "-@dangerous"], &["FERRITE", "HELP"], true),
+            (&["-@admin", "-@dangerous"], &["FERRITE", "MARK"], true),
+        ] {
+            let answer = as_limited_user(&server, rules, words);
+            let is_denied = answer.as_ref().is_err_and(|error| error.code() == Some("NOPERM"));
+            assert_eq!(is_denied, !may, "{rules:?} {words:?} on {}: {answer:?}", program.display());
+        }
+        // A user with all rights.
+        assert!(server.refusal(&["FERRITE", "KILL", "1"]).contains("no session has the id 1"));
+        server.assert_healthy();
+    }
+}
+
+/// A client that ends its own session gets the reply first, as with CLIENT KILL.
+#[test]
+fn clients_can_kill_their_own_sessions() {
+    for program in engines() {
+        for call_path in ["yes", "no"] {
+            let mut server = start(&program, &["call-path", call_path], &[]);
+            for _ in 0..5 {
+                let mut client = Client::to_tcp(server.info("address"));
+                let sessions = client.text(&["FERRITE", "CLIENTS"]);
+                let id = sessions.split(' ').next().and_then(|id| id.strip_prefix("id="));
+                assert_eq!(client.text(&["FERRITE", "KILL", id.expect("a session")]), "+OK");
+                assert_eq!(client.next_reply(), None, "closed");
+                server.wait_until("no session", || server.count("sessions") == 0);
+            }
+            server.assert_healthy();
+        }
+    }
+}
+
+/// A session that waits for its engine ends, too.
+#[test]
+fn kills_a_session_whose_command_blocks() {
+    for program in engines() {
+        for call_path in ["yes", "no"] {
+            let mut server = start(&program, &["call-path", call_path], &[]);
+            let mut client = Client::to_tcp(server.info("address"));
+            assert!(client.try_send(&[vec!["BLPOP", "list", "0"]]));
+            server.wait_until("a blocked client", || {
+                server.ask::<String>(&["INFO", "clients"]).contains("blocked_clients:1")
+            });
+            let sessions: String = server.ask(&["FERRITE", "CLIENTS"]);
+            let id = sessions.split(' ').next().and_then(|id| id.strip_prefix("id="));
+            let () = server.ask(&["FERRITE", "KILL", id.expect("a session")]);
+            assert_eq!(client.next_reply(), None, "closed");
+            server.wait_until("no blocked client", || {
+                server.ask::<String>(&["INFO", "clients"]).contains("blocked_clients:0")
+            });
+            server.assert_healthy();
+        }
+    }
+}
