@@ -60,14 +60,15 @@ enum Command {
     Server(server::Options),
     Top(top::Options),
     Config(config::Options),
-    #[command(hide = true)]
-    ServerExec(server::ExecOptions),
 }
 
 fn main() -> ExitCode {
     if let Some(directory) = manuals::requested(std::env::args_os()) {
         let written = manuals::write(Cli::command(), &directory).map(|()| ExitCode::SUCCESS);
         return written.unwrap_or_else(|error| exit::report(&error.into(), false));
+    }
+    if let Some(options) = server::ExecOptions::requested(std::env::args_os()) {
+        return server::exec(&options).unwrap_or_else(|error| exit::report(&error, false));
     }
     let cli = Cli::try_parse_from(with_json_last(std::env::args_os().collect()))
         .unwrap_or_else(|error| exit_with_usage_error(&error));
@@ -86,7 +87,6 @@ fn main() -> ExitCode {
         Command::Server(options) => (server::run(&options), options.json),
         Command::Top(options) => (top::run(&options).map(done), options.json),
         Command::Config(options) => (config::run(&options), options.json()),
-        Command::ServerExec(options) => (server::exec(&options), false),
     };
     outcome.unwrap_or_else(|error| exit::report(&error, json))
 }

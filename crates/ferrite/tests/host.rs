@@ -228,7 +228,9 @@ fn writes_man_pages_and_completions() {
     for name in ["ferrite.1", "ferrite-server.1", "ferrite.bash", "_ferrite", "ferrite.fish"] {
         let written = std::fs::read_to_string(directory.path().join(name)).expect(name);
         assert!(written.contains("ferrite"), "{name}");
-        assert!(!written.contains("write-manuals"), "{name} has what users do not need");
+        for hidden in ["write-manuals", "server-exec"] {
+            assert!(!written.contains(hidden), "{name} has what users do not need: {hidden}");
+        }
     }
     for name in ["ferrite-help.1", "ferrite-bench-help-kv.1"] {
         assert!(!directory.path().join(name).exists(), "{name} has what another page has");

@@ -4,13 +4,13 @@
 //! It would have to do so between fork and exec, which needs unsafe code in Rust. So ferrite starts
 //! itself again with the hidden command `server-exec`, which asks and then executes the engine.
 
+use std::ffi::OsString;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, PermissionsExt as _};
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{ExitCode, ExitStatus, Stdio};
 
 use anyhow::Context as _;
-use clap::Args;
 use rustix::process::{
     Pid, Signal, geteuid, getppid, kill_process, set_parent_process_death_signal,
 };
@@ -21,11 +21,24 @@ use super::ServerError;
 use super::log::EngineLog;
 use super::plan::{PRIVATE_DIR, Plan};
 
-/// Execute an engine that stops when its parent dies (used by `ferrite server`)
-#[derive(Args)]
+/// The arguments of the hidden command `server-exec`. It is no command of the command line's own
+/// definition: completions would offer it, even if it were hidden there.
 pub(crate) struct ExecOptions {
     parent: i32,
     program: PathBuf,
+}
+
+impl ExecOptions {
+    /// Returns them if the arguments of ferrite are that command.
+    pub(crate) fn requested(arguments: impl Iterator<Item = OsString>) -> Option<Self> {
+        let arguments: Vec<_> = arguments.skip(1).collect();
+        match &arguments[..] {
+            [command, parent, program] if command == "server-exec" => {
+                Some(Self { parent: parent.to_str()?.parse().ok()?, program: program.into() })
+            }
+            _ => None,
+        }
+    }
 }
 
 /// Replaces this process by the engine. Returns only on failure.
