@@ -23,7 +23,7 @@ use tokio::net::TcpStream;
 use tokio::sync::oneshot;
 use tokio::time::{sleep, timeout};
 
-use crate::connections::Connections;
+use crate::connections::{Activity, Connections};
 use crate::exposition::Exposition;
 
 /// The format of `/metrics`.
@@ -310,9 +310,10 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn ends_the_connection_of_a_client_that_does_not_read() {
         let (begun, end) = (channel().0, Mutex::new(channel().1));
+        let activity = Connections::default().new_activity();
         let (mut client, socket) = tokio::io::duplex(64); // shorter than an answer
         client.write_all(b"GET /live HTTP/1.1\r\n\r\n").await.expect("sent");
-        let served = serve_client(socket, Arc::new(Slow { begun, end }));
+        let served = serve_client(socket, Arc::new(Slow { begun, end }), &activity);
         let day = Duration::from_secs(86_400);
         timeout(day, served).await.expect("the connection ends");
     }

@@ -153,7 +153,10 @@ impl Input {
             }
             if let Some(end) = waiting.windows(2).position(|pair| pair == b"\r\n") {
                 let (kind, number) = (waiting[0], waiting.get(1..end).unwrap_or_default());
-                let size = std::str::from_utf8(number).ok().and_then(|text| text.parse().ok());
+                // No memory is as large as what a signed number cannot hold.
+                let number_of = |text: &str| text.parse::<isize>().ok();
+                let size = std::str::from_utf8(number).ok().and_then(number_of);
+                let size = size.and_then(|size| usize::try_from(size).ok());
                 let is_null = kind == b'_' || number == b"-1";
                 self.from += end + 2;
                 return Poll::Ready(match (is_null, size) {

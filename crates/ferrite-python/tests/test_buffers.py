@@ -1,12 +1,14 @@
 """get_into and set_from."""
 import array
+import socket
+import threading
 
 import numpy as np
 import pytest
 import redis
 
 import ferrite
-from conftest import MIB
+from conftest import IS_RDMA, MIB
 
 pytestmark = pytest.mark.filterwarnings("ignore::ferrite.FallbackWarning")
 
@@ -114,6 +116,29 @@ def test_other_commands_and_retries(large):
     connection._sock.close()  # lost without notice
     large.connection_pool.release(connection)
     assert large.get_into("absent", out) is None
+
+
+@pytest.mark.skipif(IS_RDMA, reason="the server here has TCP only")
+def test_impossible_sizes_are_errors():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+
+        def answer():
+            peer, _ = listener.accept()
+            with peer:
+                while (request := peer.recv(1000)) and b"GET\r\n" not in request:
+                    peer.sendall(b"+OK\r\n" * request.count(b"SETINFO"))
+                peer.sendall(b"$18446744073709551615\r\nabc")
+                peer.recv(1)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        port = listener.getsockname()[1]
+        with ferrite.Redis("127.0.0.1", port, retry=None, protocol=2) as client:
+            with pytest.raises(redis.ConnectionError, match="a bulk reply without a size"):
+                client.get_into("value", bytearray(10))
+        thread.join(60)
 
 
 def test_needs_a_connection_of_ferrite(server):

@@ -220,6 +220,15 @@ fn measures_commands_with_placeholders() {
     assert!(redis.ask("DBSIZE").starts_with(":20\r\n"), "it removes its own keys");
 }
 
+/// Such replies belong to no request, so there is no latency to measure.
+#[test]
+fn refuses_commands_with_several_replies() {
+    let redis = Redis::start();
+    let bench = redis.bench(&["--command", "SUBSCRIBE a b"]).args(SHORT).output();
+    let message = stderr(&bench.expect("ferrite starts"));
+    assert!(message.contains("more replies than requests"), "{message}");
+}
+
 #[test]
 fn authenticates_as_a_user() {
     let redis = Redis::start();

@@ -207,8 +207,9 @@ impl LoadConnection {
                             let reply = String::from_utf8_lossy(&rest[..progress.consumed]);
                             first_error.get_or_insert_with(|| reply.trim_end().to_owned());
                         }
-                        left -= u32::from(progress.complete);
                         rest = &rest[progress.consumed..];
+                        let complete = u32::from(progress.complete);
+                        left = left.checked_sub(complete).ok_or_else(too_many_replies)?;
                     }
                 }
                 Ok(errors)
@@ -227,6 +228,12 @@ impl LoadConnection {
         let done = tokio::time::timeout(REPLY_TIMEOUT, exchanged).await;
         Ok(done.context("the server did not answer within 30 s")??)
     }
+}
+
+fn too_many_replies() -> io::Error {
+    let message = "the server sent more replies than requests; SUBSCRIBE, MONITOR and other \
+                   commands with several replies cannot be measured";
+    io::Error::new(io::ErrorKind::InvalidData, message)
 }
 
 fn closed_by_server(reply: Option<&str>) -> io::Error {
