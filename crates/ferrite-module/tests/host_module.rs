@@ -29,6 +29,7 @@ fn loads_and_says_why_there_is_no_rdma() {
         assert!(server.info("engine").starts_with("unix:/"));
         let doctor: String = server.ask(&["FERRITE", "DOCTOR"]);
         assert!(doctor.contains("[warn]") && doctor.contains("to do: "), "{doctor}");
+        assert!(!doctor.contains("RDMA devices in use"), "none is: {doctor}");
         let modules: String = format!("{:?}", server.ask::<redis::Value>(&["MODULE", "LIST"]));
         assert!(modules.contains("ferrite"), "{modules}");
         server.assert_healthy();
