@@ -32,7 +32,7 @@ const OPTIONS: [(&str, &str); 27] = [
     ("--ldb", "use redis-cli --ldb --eval over TCP"),
     ("--ldb-sync-mode", "use redis-cli --ldb-sync-mode --eval over TCP"),
     ("--lru-test", "use ferrite bench kv --zipf 0.99"),
-    ("--mptcp", "TCP of ferrite-cli uses one path; leave it out"),
+    ("--mptcp", "ferrite-cli does not use multipath TCP; leave the option out"),
     ("--quoted-pattern", "use --pattern, without quotes"),
     ("--rdb", REPLICA),
     ("--replica", REPLICA),

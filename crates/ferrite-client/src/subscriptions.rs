@@ -92,7 +92,8 @@ impl Subscriptions {
         sets.into_iter().flat_map(|(kind, names)| names.iter().map(move |name| (kind, name)))
     }
 
-    /// Returns a command that has several confirmations as commands with one each.
+    /// Splits a command that the server confirms several times, once for each name, into commands
+    /// with one name each. Returns `None` if the command needs no split.
     pub(crate) fn split(&self, command: &Cmd) -> Option<Pipeline> {
         let kind = match effect(command)? {
             Effect::Subscribe(kind) | Effect::Unsubscribe(kind) => kind,

@@ -96,7 +96,7 @@ struct Reader<'a> {
 impl Reader<'_> {
     /// Reads a section and its subsections.
     fn take(&mut self, section: &str, table: &DeTable<'_>) {
-        // In the file's order, so that an error concerns the later of two keys.
+        // In the file's order: if two keys contradict each other, the error names the later one.
         let mut entries: Vec<_> = table.iter().collect();
         entries.sort_by_key(|(key, _)| key.span().start);
         for (key, value) in entries {

@@ -34,7 +34,7 @@ pub(crate) fn target(sockets: &Sockets) -> Result<EngineAddress, String> {
         let tls = sockets.tls_port.as_deref().is_some_and(|port| port != "0");
         let has = if tls { "only a TLS port" } else { "no port at all" };
         return Err(format!(
-            "the engine has {has}, and sessions need a socket of the engine without TLS; set \
+            "the engine has {has}, and sessions need a socket that does not use TLS; set \
              unixsocket /PATH in its configuration (only this host can reach a Unix socket)"
         ));
     }

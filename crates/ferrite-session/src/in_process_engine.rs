@@ -37,7 +37,8 @@ pub trait InProcessEngine: Send + Sync {
     fn is_open_to_all(&self) -> Option<bool>;
 
     /// Returns whether the engine was at `maxclients` when a client was accepted, or at some time
-    /// since it was handed over to the gateway. The engine's own port would have rejected it.
+    /// since the client was handed over to the gateway. If so, the engine's own port would have
+    /// rejected the client.
     fn was_full(&self, _accepted: Instant, _handed_over: Instant) -> bool {
         false
     }

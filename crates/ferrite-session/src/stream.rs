@@ -66,7 +66,8 @@ impl Default for ValkeyConfig {
     fn default() -> Self {
         // A few writes in flight keep the wire busy. More of them would be small writes that are
         // better merged into one. The fabric's queue pairs retry forever if the peer has no
-        // receives posted, so there is no need to limit the number of unseen writes.
+        // receives posted, so a client may send any number of writes before it hears from the
+        // server.
         let proto = ferrite_proto::Config {
             max_writes_in_flight: 8,
             max_unseen: None,
@@ -89,7 +90,7 @@ pub struct ValkeyStream {
     /// When a client that has received nothing until then probes the peer.
     probe_at: Option<Instant>,
     has_received: bool,
-    /// Runs from the shutdown until the server disconnects.
+    /// Limits how long a server that shuts down waits for its client to disconnect.
     linger: Option<Pin<Box<Sleep>>>,
     /// Why the connection has ended.
     failure: Option<Error>,

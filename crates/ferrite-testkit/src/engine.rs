@@ -103,8 +103,8 @@ impl Engine {
         Self::start(&Start::redis(options))
     }
 
-    /// Starts an engine from a configuration file with the lines `options`, and waits until it
-    /// answers.
+    /// Starts an engine whose options are in a configuration file, not on its command line, and
+    /// waits until it answers.
     #[must_use]
     pub fn start_from_file(start: &Start<'_>) -> Self {
         let directory = TempDir::new("engine");

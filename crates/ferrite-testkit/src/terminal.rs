@@ -13,7 +13,7 @@ use rustix::termios::{Winsize, tcsetwinsize};
 use crate::process::exit_within;
 use crate::wait::{TIMEOUT, until_or};
 
-/// A pseudo-terminal, at the end of the person: shows what programs write on it, and takes keys.
+/// The user's end of a pseudo-terminal: records what programs write, and sends them keys.
 #[derive(Debug)]
 pub struct Screen {
     keys: File,

@@ -98,7 +98,10 @@ impl Changes {
         }
         if !self.later.is_empty() {
             let names: Vec<_> = self.later.iter().map(|setting| setting.name).collect();
-            tracing::warn!("changed, and needs a new start to take effect: {}", names.join(", "));
+            tracing::warn!(
+                "these changed settings need a new start to take effect: {}",
+                names.join(", ")
+            );
         }
     }
 }

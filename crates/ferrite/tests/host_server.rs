@@ -438,7 +438,7 @@ fn sighup_applies_settings_that_can_change() {
         directory.file("ferrite.toml", setup.text(directory.path()));
         server.signal("HUP");
         server.until_logged("max-clients is now 77 (was 10000)");
-        server.until_logged("needs a new start to take effect: rdma-gid-index");
+        server.until_logged("need a new start to take effect: rdma-gid-index");
         server.until_logged("needs a new start or CONFIG SET in the engine: maxmemory-samples");
         assert!(max().contains("77"), "{}", max());
         let slice = connect(&event).text(&["CONFIG", "GET", "ferrite.slice-us"]);

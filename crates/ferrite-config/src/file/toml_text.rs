@@ -54,7 +54,8 @@ pub(super) fn expected(
         return why;
     }
     match kind {
-        // Nobody asks for a value that is the only one: say why there is no other.
+        // The setting has only one valid value, and the user wants another: explain why there is
+        // none.
         Kind::Choice([_]) => {
             let reason = setting.meaning.split(';').next().unwrap_or_default();
             format!("{}: {}", in_file(kind, alias), lower_first(reason))

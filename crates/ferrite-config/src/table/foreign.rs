@@ -63,7 +63,7 @@ pub const FOREIGN: &[Foreign] = &[
     row("rdma_cqe_poll_once", "32", ""),
     row("rdma_gid_index", "-1 (the largest)", "-1 is the entry of the local address"),
     row("rdma_port", "1", "the address decides, which is right on devices with two ports"),
-    row("rdma_device", "empty (the first active)", "the devices that have the listen address"),
+    row("rdma_device", "empty (the first active)", "the devices with the listen address are used"),
     row("rdma_memory_pool_initial_size_mb", "1024", GROWS),
     row("rdma_memory_pool_increase_size_mb", "1024", GROWS),
     row("rdma_memory_pool_max_regions", "16", "regions are smaller"),

@@ -220,7 +220,7 @@ pub static LOG_LEVEL: Setting = setting(
     "observability.log_level",
     Kind::Choice(&["error", "warn", "info", "debug", "trace"]),
     "info",
-    "The least important log lines to write. `info` has changes of state, `debug` the rest.",
+    "The lowest level of log lines to write. `info` adds changes of state, `debug` the rest.",
 )
 .of(LOGGING)
 .takes_effect(TakesEffect::AtOnce);

@@ -17,8 +17,8 @@ use super::files::Roots;
 use super::snapshot::Snapshot;
 use super::surroundings::Surroundings;
 
-/// For healthy links. Every idle link asks for one now and then; with thousands of links, that is
-/// all the time.
+/// The cache for healthy links. Every idle link takes a baseline now and then, so with thousands of
+/// links there are requests all the time.
 static BASELINES: Shared = Shared::new(Duration::from_secs(1), 50);
 /// For failed links. Short enough not to be from before the fault, and long enough that a thousand
 /// links that fail together need only a few measurements. Baselines cannot be used here: one of

@@ -60,8 +60,8 @@ pub struct FabricStats {
     /// reclaimed when no link is left that could hold them; on other devices only when the fabric
     /// ends.
     pub receives_overdue: u64,
-    /// Receives that ended links may have taken without a trace, because the device did not report
-    /// their last receive in time. As many others were posted in their place.
+    /// Receives that may be lost: a link ended, and the device did not report in time that the
+    /// link's queue pair had taken its last receive. As many others were posted in their place.
     pub receives_missing: u64,
     /// Passes of the driver; each polls every completion queue.
     pub passes: u64,

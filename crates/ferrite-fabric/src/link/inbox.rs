@@ -22,7 +22,7 @@ pub(crate) enum Violation {
     Channel { channel: u16, channels: u16 },
     #[error("more than {max} bytes of messages under way")]
     TooLarge { max: u64 },
-    #[error("more than {max} frames of messages under way")]
+    #[error("more than {max} frames of unfinished messages")]
     TooMany { max: u64 },
     #[error("an empty frame that is not the last of its message")]
     Empty,

@@ -248,7 +248,7 @@ impl Core {
             let domains = lock(&self.domains);
             match domains.get(index) {
                 Some(None) => None,
-                Some(Some(_)) => Some(format!("domain {index} of the pool was not retired")),
+                Some(Some(_)) => Some(format!("cannot restore domain {index}: it is not retired")),
                 None => {
                     let count = domains.len();
                     Some(format!("cannot restore domain {index}: the pool has {count} domains"))

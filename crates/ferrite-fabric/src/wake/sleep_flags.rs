@@ -95,7 +95,8 @@ mod tests {
         }
 
         /// One iteration of the event loop: sleeps until the descriptor is readable, and runs at
-        /// most one task, as if its time were over then. Returns how many it ran.
+        /// most one task, as if that task had used up the event-loop slice. Returns how many it
+        /// ran.
         fn iterate(&self) -> usize {
             sleep(Some(&self.event_fd));
             self.event_fd.clear();

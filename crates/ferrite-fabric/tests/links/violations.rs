@@ -200,7 +200,7 @@ pub(crate) fn endless_message_of_one_byte_frames(fixture: &Fixture) {
         let held = harness.host.stats().memory.receive.in_use_bytes;
         assert!(held <= most, "{held} bytes are held for one message, {idle} when idle");
     }
-    harness.check_ends_with("more than 128 frames of messages under way");
+    harness.check_ends_with("more than 128 frames of unfinished messages");
 }
 
 pub(crate) fn fin_ack_without_fin(fixture: &Fixture) {

@@ -198,8 +198,8 @@ impl<C: Client> InProcessSession<'_, C> {
             };
             let Some(event) = event else {
                 if client_ended {
-                    // By now the engine would have replied to a client without a login, and to the
-                    // session's own command.
+                    // The engine replies sooner than this to a client that has not logged in, and
+                    // to the session's own command. A reply that is still missing never comes.
                     let is_late = check_interval == LAST_CHECK
                         && (!is_authenticated || self.record.id().is_none());
                     is_given_up = self.give_up_waiting(is_late).await?;

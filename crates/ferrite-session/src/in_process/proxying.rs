@@ -78,9 +78,11 @@ impl<C: Client> InProcessSession<'_, C> {
         if outcome == ExchangeOutcome::Answered { self.refresh_access().await } else { Ok(outcome) }
     }
 
-    /// Returns whether the engine may reject a command that would pin the session, because the
-    /// client has not logged in. Such a session must not be pinned: a client without a password
-    /// could leave the queue for such clients ([`BeforeAuthQueue`]) with a single command.
+    /// Returns whether the engine may reject commands because the client has not logged in.
+    ///
+    /// A command that the engine rejects must not pin the session. Otherwise, a client without a
+    /// password could leave the queue of unauthenticated clients ([`BeforeAuthQueue`]) with a
+    /// single command.
     ///
     /// [`BeforeAuthQueue`]: super::limits::BeforeAuthQueue
     pub(super) fn may_be_refused(&self) -> bool {

@@ -21,8 +21,8 @@ pub(crate) const REPLIES_MAX: usize = 64 << 10;
 const LONG_VALUE: usize = 32 << 10;
 /// The size of a block, and of a write.
 const BLOCK: usize = 64 << 10;
-/// The most bytes that one client's replies hold in blocks. More are never in flight to one client,
-/// and all clients share the device's memory.
+/// The most bytes that one client's replies hold in blocks. No client has more bytes in flight, so
+/// more blocks would only take memory of the device, which all clients share.
 const BLOCKS_MAX: usize = 1 << 20;
 /// The smallest block. A shorter end of a value is sent together with the next reply.
 const BLOCK_MIN: usize = 1 << 10;

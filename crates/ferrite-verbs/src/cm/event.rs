@@ -25,8 +25,8 @@ pub struct CmEvent {
     pub kind: CmEventKind,
     /// 0, a negative error number, or for a rejection the code of its [`RejectReason`].
     pub status: i32,
-    /// The private data that the peer sent (for a connection request: see there). The CM pads it
-    /// with zeros to the size of its message.
+    /// The private data that the peer sent. The CM pads it with zeros to the size of its message.
+    /// Empty for a connection request: see [`ConnectionRequest::private_data`].
     pub private_data: Vec<u8>,
     /// The connection request, if this is one. Dropping it rejects the connection.
     pub request: Option<ConnectionRequest>,

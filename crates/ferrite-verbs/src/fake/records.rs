@@ -321,7 +321,7 @@ pub(super) struct QueuePair {
     /// Entries posted and not yet freed by a polled completion.
     pub(super) sends_used: u32,
     pub(super) receives_used: u32,
-    /// Sends that succeeded without a completion since the last one.
+    /// Sends since the last completion that succeeded without a completion of their own.
     pub(super) unsignaled: u32,
     pub(super) unacked: usize,
     pub(super) raw: Ptr<sys::ibv_qp>,

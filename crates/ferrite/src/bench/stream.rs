@@ -79,10 +79,11 @@ pub(crate) struct Options {
     #[arg(long, value_name = "MIB", default_value_t = 64, conflicts_with = "listen",
           value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
     mib: u64,
-    /// Microseconds for which both sides busy-poll at most before they sleep [default: 500, the
+    /// Longest time in microseconds that both sides busy-poll before they sleep [default: 500, the
     /// fabric's own default]
     ///
-    /// They poll for less if answers take less. From 1000000 on, they never sleep.
+    /// If answers arrive sooner, both sides poll for a shorter time. From 1000000 on, they never
+    /// sleep.
     #[arg(long, value_name = "MICROSECONDS", conflicts_with = "listen")]
     busy_poll_us: Option<u32>,
     /// Largest frame that this side receives [default: 8kb]

@@ -249,7 +249,8 @@ impl Side {
         }
     }
 
-    /// Returns whether the queue pair of this path accepts requests, because it was not stopped.
+    /// Returns the path that uses this wire, if its queue pair accepts requests. It accepts none
+    /// after the link has failed, or if a link that is migrating has lost this path.
     fn path_on(&mut self, wire: u64) -> Option<&mut Path> {
         let is_stopped = self.core.failure().is_some();
         let is_lost = self.core.transport() == ActiveTransport::Migrating;
