@@ -20,7 +20,7 @@ pub(crate) struct Limits {
 pub(crate) enum Violation {
     #[error("a frame on channel {channel}, but there are only {channels} channels")]
     Channel { channel: u16, channels: u16 },
-    #[error("more than {max} bytes of messages under way")]
+    #[error("more than {max} bytes of unfinished messages")]
     TooLarge { max: u64 },
     #[error("more than {max} frames of unfinished messages")]
     TooMany { max: u64 },
