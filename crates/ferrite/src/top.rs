@@ -6,7 +6,7 @@
 //! | `engine.rs` `admin.rs` | an engine with the module, and an admin port |
 //! | `snapshot.rs` | the state at one moment, and rates |
 //! | `app.rs` | the state of the screen, and keys |
-//! | `draw.rs` `svg.rs` `once.rs` | the screen, as an SVG, as text and JSON |
+//! | `draw.rs` `svg.rs` `once.rs` | draw the state on the screen, as an SVG, and as text or JSON |
 //! | `ascii.rs` | the screen for old terminals |
 //!
 //! A thread reads the state, so that keys work while a program does not answer.

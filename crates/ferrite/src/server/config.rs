@@ -153,7 +153,8 @@ impl Config {
 
     /// If RDMA is required, checks that the devices can be opened as the module will open them.
     ///
-    /// # Errors Fails if RDMA is unavailable on this host, or to this user.
+    /// # Errors
+    /// Fails if RDMA is unavailable on this host, or to this user.
     pub(super) fn check_rdma(&self) -> Result<(), ServerError> {
         if self.rdma() != Rdma::Require {
             return Ok(());

@@ -1,8 +1,8 @@
 //! Passes the engine's own file on, without the lines that name its log file and its pid file.
 //!
-//! The file often belongs to another engine that runs already. An engine opens the log file at the
-//! end of each included file, before it reads that a later line overrides it. So ferrite reads the
-//! file itself instead of passing an `include` line.
+//! The file often belongs to another engine that runs already. At the end of each included file, an
+//! engine opens the log file that is set so far, even if a later line sets another one. So ferrite
+//! reads the file itself instead of passing an `include` line.
 
 use std::path::{Path, PathBuf};
 
