@@ -27,7 +27,7 @@ pub(crate) fn parse<const DEFAULT_PORT: u16>(text: &str) -> Result<SocketAddr, S
     found.first().copied().ok_or_else(|| format!("{host} has no address"))
 }
 
-/// Parses addresses that commas separate.
+/// Parses a comma-separated list of addresses.
 pub(crate) fn parse_all<const DEFAULT_PORT: u16>(text: &str) -> Result<Vec<SocketAddr>, String> {
     words(text).map(parse::<DEFAULT_PORT>).collect()
 }

@@ -1,4 +1,4 @@
-//! What the gateway and the relay show at their admin ports.
+//! The metrics and the readiness that the gateway and the relay show at their admin ports.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -23,14 +23,14 @@ pub(crate) fn start<P: Program>(
     server.map(Some).map_err(anyhow::Error::msg)
 }
 
-/// Says where the admin port is.
+/// Logs the address of the metrics, if there is an admin port.
 pub(crate) fn report(address: Option<SocketAddr>) {
     if let Some(address) = address {
         tracing::info!("metrics at http://{address}/metrics");
     }
 }
 
-/// The gateway. It is ready while the engine answers.
+/// The gateway, as its admin port shows it. It is ready while the engine answers.
 pub(crate) struct GatewayAdmin {
     pub(crate) fabric: Fabric,
     pub(crate) gateway: Gateway,
@@ -60,7 +60,8 @@ pub(crate) struct RelayCounters {
     pub(crate) moved: Moved,
 }
 
-/// The relay. It is ready while the server answers over a session like those of its clients.
+/// The relay, as its admin port shows it. It is ready while the server answers over a new session,
+/// which the relay opens as it does for a client.
 pub(crate) struct RelayAdmin {
     pub(crate) fabric: Fabric,
     pub(crate) connector: Connector,

@@ -34,7 +34,8 @@ impl Options {
 }
 
 impl Options {
-    /// Returns what is wrong with options that are right by themselves.
+    /// Returns the message for an error that clap does not find, such as two options that
+    /// contradict each other.
     pub(crate) fn contradiction(&self) -> Option<&'static str> {
         match &self.benchmark {
             Benchmark::Kv(options) => options.contradiction(),

@@ -17,7 +17,7 @@ pub(crate) enum Op {
 
 impl Op {
     /// Returns the name of the reported latency in JSON, and the divisor that turns a round trip
-    /// into it. A read has no half: it ends where it started.
+    /// into it. A read is a full round trip, which is not halved.
     pub(crate) fn latency_measure(self) -> (&'static str, f64) {
         if self == Self::Read { ("round_trip", 1.0) } else { ("half_round_trip", 2.0) }
     }

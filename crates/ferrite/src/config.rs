@@ -124,7 +124,7 @@ fn show(options: &Options) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Sets names and values by turns. Names may have leading hyphens.
+/// Sets the settings in `words`, which are names and values by turns. Names may start with `--`.
 fn set_flags(values: &mut Values, words: &[String]) -> anyhow::Result<()> {
     for pair in words.chunks(2) {
         let name = pair[0].trim_start_matches("--");

@@ -148,7 +148,8 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     if broken.len() < inventory.devices.len() {
         return Ok(());
     }
-    // The first one tells by its kind whether RDMA is unavailable to this user.
+    // Opens the first device again for its error, whose kind tells whether RDMA is unavailable to
+    // this user.
     let first = Verbs::system()?.devices()?.first().map(Device::open);
     first.transpose().context("cannot open any of the devices")?;
     anyhow::bail!("cannot open any of the devices")
@@ -245,8 +246,8 @@ impl PortEntry {
     }
 }
 
-/// Returns the network interfaces of a device even if it has no address: those of its card, or for
-/// Soft-RoCE the one below it.
+/// Returns the network interface of a device even if it has no address: the only one of its card,
+/// or for Soft-RoCE the one below it. Empty if the card has several.
 fn netdevs_of(device: &str) -> Vec<String> {
     let sysfs = std::path::Path::new("/sys/class/infiniband").join(device);
     if let Ok(parent) = std::fs::read_to_string(sysfs.join("parent")) {

@@ -10,7 +10,8 @@ use tokio::time::{sleep, timeout};
 /// How long the engine may take to answer, and the pause before the next attempt.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// Returns when the engine answers. Until then it warns once of each reason, and tries again.
+/// Returns when the engine answers. Until then, tries again and again, and warns whenever the
+/// reason of the failure changes.
 pub(crate) async fn wait_for_engine(engine: &EngineAddress) {
     let mut warned = None;
     loop {

@@ -13,8 +13,8 @@ use crate::pingpong::ConnectionLost;
 use crate::server;
 use crate::settings::WrongSettings;
 
-/// Prints the paragraph on stderr, and the object on stdout if `json`. The object is one line, like
-/// the events of the programs that run for long.
+/// Prints the paragraph on stderr, and the object on stdout if `json` is set. The object is one
+/// line, like the events of long-running programs. Prints nothing if the reader of stdout has gone.
 pub(crate) fn report(error: &anyhow::Error, json: bool) -> ExitCode {
     if error.downcast_ref::<StdoutError>().is_some_and(StdoutError::is_broken_pipe) {
         return ExitCode::from(exit_code::FAILURE);

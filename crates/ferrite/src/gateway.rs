@@ -81,7 +81,8 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<ExitCode> {
             .map_err(|why| WrongSettings(format!("--engine: {why}")))?,
         values,
     };
-    // One thread: sessions only copy bytes, and need no wake-ups across threads this way.
+    // One thread is enough, because sessions only copy bytes, and it avoids wake-ups between
+    // threads.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(serve(&setup))
 }
@@ -117,7 +118,8 @@ async fn serve(setup: &Setup<'_>) -> anyhow::Result<ExitCode> {
     let mut config = GatewayConfig::new(setup.engine.clone());
     reconfigure(&mut config, values);
     let gateway = Gateway::new(config);
-    // Before anybody learns that the gateway runs: an unhandled SIGHUP would end it.
+    // Handles signals before anybody learns that the gateway runs: an unhandled SIGHUP would end
+    // it.
     let read = || setup.options.flags.values(setup.options.config.as_deref());
     let (mut signals, reload) = (Signals::new()?, Reload::new(values, read)?);
     let (stop, stop_requested) = tokio::sync::watch::channel(());
@@ -130,7 +132,7 @@ async fn serve(setup: &Setup<'_>) -> anyhow::Result<ExitCode> {
     tokio::spawn(async move { wait_for_engine(&engine).await });
     let serving = listeners.into_iter().map(|listener| {
         let mut stop_requested = stop_requested.clone();
-        // It has changed when the sender is gone.
+        // `changed` fails when `stop` is dropped, which is the request to stop.
         gateway.serve(listener, async move { while stop_requested.changed().await.is_ok() {} })
     });
     let second_signal = async {
@@ -144,7 +146,7 @@ async fn serve(setup: &Setup<'_>) -> anyhow::Result<ExitCode> {
     });
     let forced = tokio::select! {
         served = try_join_all(serving) => served.map(|_| false)?,
-        () = second_signal => true, // dropping `serve` closes all sessions
+        () = second_signal => true, // drops the futures of `serve`, which closes all sessions
         never = reloading => match never {},
     };
     if forced {
@@ -169,11 +171,12 @@ fn listen(
     values: &Values,
 ) -> anyhow::Result<Listener> {
     let options = ListenOptions::new().rdma(rdma).accept_foreign_peers();
-    // Other listeners may have the same port of the other family.
+    // Another listener may use the same port with IPv4.
     let options = if at.is_ipv6() { options.one_family() } else { options };
     let listener = fabric.listen_with(at, &options);
     let listener = listener.with_context(|| format!("cannot listen on {at}"))?;
-    // The setting names a device for RDMA, and this is another one.
+    // `rdma-device` names devices, and the address belongs to another one. That is an error, not a
+    // reason to listen over TCP only.
     let other = listener.absence().filter(|error| error.is_other_device());
     if let Some(error) = other.filter(|_| values.is_given(&table::RDMA_DEVICE)) {
         return Err(error.clone()).with_context(|| format!("cannot listen on {at}"));

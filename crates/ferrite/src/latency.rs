@@ -1,9 +1,9 @@
 //! Measures round trips with the CPU's counter and reports percentiles.
 //!
 //! The recorder reads the clock right after each post, while the message is on its way. Two such
-//! moments are one round trip apart. It reads the CPU's time stamp counter where that is steady:
+//! moments are one round trip apart. The clock is the CPU's time stamp counter, if that is steady:
 //! reading the kernel's clock costs a system call on hosts that do not map it into the process
-//! (many guests).
+//! (many virtual machines).
 
 use std::time::Instant;
 
@@ -13,7 +13,8 @@ use serde::{Serialize, Serializer};
 /// Records the duration of round trips.
 pub(crate) struct Recorder {
     clock: quanta::Clock,
-    /// The same moment on both clocks. A second pair at the end gives the length of a tick.
+    /// The start, in ticks and on the kernel's clock. A second pair at the end gives the length of
+    /// a tick.
     started: (u64, Instant),
     warmup: u64,
     posted: u64,

@@ -1,4 +1,4 @@
-//! The log of the programs that run for long: one line on stderr for each event, as text or JSON.
+//! The log of long-running programs: one line on stderr for each event, as text or JSON.
 //!
 //! ```text
 //! 2026-11-18T07:40:00.123456Z  WARN RDMA device mlx5_0: port 1 went down
@@ -40,7 +40,7 @@ pub(crate) fn install(values: &Values) {
         true => base.with(layer.event_format(JsonLines)).try_init(),
         false => base.with(layer.with_ansi(has_colors())).try_init(),
     };
-    // Fails only if a log is installed already, and that one is as good.
+    // Fails only if a log is installed already, which then stays in use.
     if installed.is_ok() {
         let _ = LOG.set(Log { level, is_json });
     }
@@ -74,12 +74,13 @@ fn level(values: &Values) -> LevelFilter {
     level.unwrap_or(LevelFilter::INFO)
 }
 
-/// Returns the time in UTC, as in the lines of text.
+/// Returns the time in UTC, in the format of the text log.
 fn now() -> String {
     jiff::Timestamp::now().strftime("%Y-%m-%dT%H:%M:%S%.6fZ").to_string()
 }
 
-/// Prints a line of another program, whose level is known, as one of ours. Text stays as it is.
+/// Passes a line of another program on to our log. A text log gets `line` unchanged; a JSON log
+/// gets an object with the source, the level and the message.
 pub(crate) fn pass_on(source: &str, level: &str, message: &str, line: &[u8]) {
     // stderr may be closed.
     let _ = match is_json() {
@@ -109,7 +110,7 @@ pub(crate) fn show_status(text: &str) {
 struct Lines;
 
 impl std::io::Write for Lines {
-    /// Writes a line at once, so that it does not mix with others.
+    /// Writes a line in one call, so that it does not mix with others.
     fn write(&mut self, line: &[u8]) -> std::io::Result<usize> {
         let mut stderr = std::io::stderr().lock();
         let erase = IS_STATUS_SHOWN.swap(false, Ordering::Relaxed);

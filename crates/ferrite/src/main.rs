@@ -117,7 +117,7 @@ fn with_json_last(mut words: Vec<OsString>) -> Vec<OsString> {
     };
     if let Some(at) = is_misplaced {
         let json = words.remove(at);
-        // Everything behind `--` belongs to somebody else.
+        // Words behind `--` are not options of ferrite.
         let end = words.iter().position(|word| word == "--").unwrap_or(words.len());
         words.insert(end, json);
     }

@@ -1,8 +1,8 @@
 //! Prints results and events on stdout: JSON for scripts, text for people.
 //!
 //! `println!` panics if nobody reads stdout any more (`| head`) or a disk is full. A result that
-//! cannot be written is a failure of the command; an event that cannot be written is none, because
-//! the program has other work to do.
+//! cannot be written is a failure of the command; an event that cannot be written is dropped,
+//! because the program has other work to do.
 
 use std::fmt::{self, Write as _};
 use std::io::{self, Write as _};
@@ -22,8 +22,8 @@ impl fmt::Display for StdoutError {
 impl std::error::Error for StdoutError {}
 
 impl StdoutError {
-    /// Returns whether the reader has gone, as `head` does when it has its lines. That needs no
-    /// message.
+    /// Returns whether the reader has gone, as `head` does when it has its lines. Such a failure
+    /// needs no message.
     pub(crate) fn is_broken_pipe(&self) -> bool {
         self.0.kind() == io::ErrorKind::BrokenPipe
     }
@@ -43,20 +43,21 @@ pub(crate) fn print_json(result: &impl Serialize) -> anyhow::Result<()> {
     Ok(write(&format!("{}\n", serde_json::to_string_pretty(result)?))?)
 }
 
-/// Writes a text to stdout. Text of a peer in it cannot control the terminal.
+/// Writes a text to stdout. Escapes control characters, so that a peer's text cannot control the
+/// terminal.
 pub(crate) fn write(text: &str) -> Result<(), StdoutError> {
     let (text, mut stdout) = (escape_controls(text), io::stdout().lock());
     stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()).map_err(StdoutError)
 }
 
-/// Prints an event on stdout, as one line of JSON. Goes on if that fails.
+/// Prints an event on stdout, as one line of JSON. Ignores failures.
 pub(crate) fn print_event(event: &impl Serialize) {
     if let Ok(text) = serde_json::to_string(event) {
         write_line(&text);
     }
 }
 
-/// Writes a line about an event to stdout. Goes on if that fails.
+/// Writes a line about an event to stdout. Ignores failures.
 pub(crate) fn write_line(text: &str) {
     let _ = write(&format!("{text}\n"));
 }

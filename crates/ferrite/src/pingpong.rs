@@ -9,8 +9,8 @@
 //! | `client.rs` `server.rs` `report.rs` | the two sides, and the output |
 //!
 //! The loops read no clock except the measuring one, and have no timeout. A second thread watches
-//! the connection. It ends a stuck one by stopping the queue pair, which wakes the loop with a
-//! failed completion.
+//! the connection. If the connection is stuck, this thread stops the queue pair, which wakes the
+//! loop with a failed completion.
 
 use std::net::SocketAddr;
 use std::time::Duration;

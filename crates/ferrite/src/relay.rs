@@ -81,7 +81,8 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
         json: options.json,
         values,
     };
-    // One thread: sessions only copy bytes, and need no wake-ups across threads this way.
+    // One thread is enough, because sessions only copy bytes, and it avoids wake-ups between
+    // threads.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(serve(&setup))
 }
@@ -103,7 +104,7 @@ async fn serve(setup: &Setup<'_>) -> anyhow::Result<()> {
         let (connector, counters) = (connector.clone(), Arc::clone(&counters));
         Arc::new(RelayAdmin { fabric: fabric.clone(), connector, to: setup.to, counters })
     })?;
-    // Before anybody learns that the relay runs: an unhandled SIGHUP would end it.
+    // Handles signals before anybody learns that the relay runs: an unhandled SIGHUP would end it.
     let read = || setup.options.flags.values(setup.options.config.as_deref());
     let (mut signals, reload) = (Signals::new()?, Reload::new(&setup.values, read)?);
     let admin_address = admin.as_ref().map(AdminServer::address);
@@ -127,7 +128,7 @@ async fn serve(setup: &Setup<'_>) -> anyhow::Result<()> {
                     tokio::time::sleep(std::time::Duration::from_millis(100)).await;
                 }
             },
-            // It exits at once, so there is no second signal to wait for.
+            // The relay exits at once, so there is no second signal to wait for.
             () = signals.next() => break,
             never = &mut reloading => match never {},
         }

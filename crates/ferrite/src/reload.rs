@@ -14,13 +14,13 @@ pub(crate) struct Reload<F> {
 }
 
 impl<F: Fn() -> anyhow::Result<Values>> Reload<F> {
-    /// Handles the signal from now on. `read` reads the file, the environment and the flags.
+    /// Handles SIGHUP from now on. `read` reads the file, the environment and the flags.
     pub(crate) fn new(current: &Values, read: F) -> std::io::Result<Self> {
         let hung_up = signal(SignalKind::hangup())?;
         Ok(Self { hung_up, current: current.clone(), read })
     }
 
-    /// Waits for signals for ever, and calls `apply` with the values that result from each.
+    /// Waits for SIGHUP forever. After each, calls `apply` with the values that apply from then on.
     pub(crate) async fn run(mut self, apply: impl Fn(&Values)) -> std::convert::Infallible {
         loop {
             if self.hung_up.recv().await.is_none() {
@@ -82,7 +82,7 @@ impl Changes {
         let mut values = before.clone();
         for Change { setting, .. } in &self.now {
             if let Some(value) = &after.entry(setting).value {
-                // It was checked when it was read.
+                // Cannot fail: the value was checked when it was read.
                 let _ = values.replace(setting, value.clone());
             }
         }
@@ -118,7 +118,7 @@ mod tests {
         for (setting, text) in [
             (&table::MAX_CLIENTS, "5"),
             (&table::RDMA_DEVICE, "rxe1"),
-            (&table::DRAIN, "5"), // the default, in other words
+            (&table::DRAIN, "5"), // the default, written in another way
         ] {
             after.set_text(setting, None, text, Origin::File { line: 1 }).expect(text);
         }

@@ -29,7 +29,8 @@ impl HasSettings for RelayProgram {
     const PROGRAM: Program = Program::Relay;
 }
 
-/// Settings that are wrong: in a file, in the environment or in flags. May have several lines.
+/// Settings that are wrong: in a file, in the environment or in flags. The message may have several
+/// lines.
 #[derive(Debug)]
 pub(crate) struct WrongSettings(pub(crate) String);
 
@@ -100,7 +101,7 @@ pub(crate) fn warn_of_unknown_variables() {
     }
 }
 
-/// Checks values that may contradict each other.
+/// Checks that the values do not contradict each other.
 pub(crate) fn check(values: &Values) -> anyhow::Result<()> {
     let Err(wrong) = values.check() else { return Ok(()) };
     let wrong: Vec<_> =
@@ -210,7 +211,7 @@ mod tests {
         parsed.flags.values(None).map_err(|error| error.to_string())
     }
 
-    /// A flag with a value that the setting accepts, and that is not the default.
+    /// Returns a value that the setting accepts, usually not the default.
     fn other_value(setting: &Setting) -> String {
         match setting.kind {
             Kind::Switch if setting.default == "yes" => "no".into(),

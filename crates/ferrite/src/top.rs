@@ -6,7 +6,7 @@
 //! | `engine.rs` `admin.rs` | an engine with the module, and an admin port |
 //! | `snapshot.rs` | the state at one moment, and rates |
 //! | `app.rs` | the state of the screen, and keys |
-//! | `draw.rs` `svg.rs` `once.rs` | the screen, as an SVG, as text and JSON |
+//! | `draw.rs` `svg.rs` `once.rs` | draw the state on the screen, as an SVG, and as text or JSON |
 //! | `ascii.rs` | the screen for old terminals |
 //!
 //! A thread reads the state, so that keys work while a program does not answer.
@@ -118,15 +118,16 @@ impl Options {
             (None, Some(address)) => Address::Tcp(address),
             (None, None) => Address::Tcp(([127, 0, 0, 1], DEFAULT_PORT).into()),
         };
-        // As redis-cli: an empty variable is none.
+        // As in redis-cli, an empty variable counts as unset.
         let variable = std::env::var("REDISCLI_AUTH").ok().filter(|password| !password.is_empty());
         let password = self.auth.clone().or(variable);
         Box::new(Engine::new(address, credentials(self.user.clone(), password)))
     }
 }
 
-/// Returns the arguments of AUTH; none if there is nothing to log in with. A user without a
-/// password may need none (`nopass`), and otherwise the engine says so.
+/// Returns the arguments of AUTH; none if neither a user nor a password is given. A user without a
+/// password is tried with an empty one: the user may need none (`nopass`), and otherwise the engine
+/// reports an error.
 fn credentials(user: Option<String>, password: Option<String>) -> Vec<String> {
     match (user, password) {
         (Some(user), password) => vec![user, password.unwrap_or_default()],
@@ -140,7 +141,7 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     if options.once || options.json || options.svg.is_some() || !has_screen() {
         return run_once(options, source, app);
     }
-    // A first reading before the screen is taken over: its error is printed as usual.
+    // Reads the state once before the screen is taken over, so that an error is printed as usual.
     let mut source = source;
     let mut app = app;
     app.update(Ok(source.poll()?));
@@ -205,13 +206,14 @@ fn run_screen(
     }
 }
 
-/// What the watcher reports.
+/// A report of the watcher.
 enum News {
     State(Box<anyhow::Result<Snapshot>>),
     Killed(u64, anyhow::Result<()>),
 }
 
-/// A thread that reads the state at intervals and kills sessions. It ends with its channels.
+/// A thread that reads the state at intervals and kills sessions. The thread ends when the
+/// `Watcher` is dropped, which closes both channels.
 struct Watcher {
     news: Receiver<News>,
     kills: Sender<u64>,
@@ -242,7 +244,7 @@ impl Watcher {
     }
 
     fn kill(&self, id: u64) {
-        // The thread ends only with this value.
+        // Does not fail: the thread ends only when this value is dropped.
         let _ = self.kills.send(id);
     }
 }

@@ -6,7 +6,7 @@
 //! | `key_space.rs` | the names of a run's keys |
 //! | `command.rs` | the requests: GET and SET, or commands of the user |
 //! | `measure.rs` | the order of tests, transports and turns |
-//! | `load.rs` | the threads of a turn, and the keys before and after |
+//! | `load.rs` | runs the threads of a turn; writes keys before the tests and removes them after |
 //! | `dial.rs` `connection.rs` | one connection, in a closed loop or at a rate |
 //! | `run.rs` | what connections have measured |
 //! | `interrupt.rs` | signals |
@@ -213,7 +213,8 @@ pub(super) enum Transport {
 }
 
 impl Options {
-    /// Returns what is wrong with options that are right by themselves.
+    /// Returns the message for an error that clap does not find, such as two options that
+    /// contradict each other.
     pub(super) fn contradiction(&self) -> Option<&'static str> {
         if self.threads > self.connections {
             return Some("--threads must not be larger than --connections");

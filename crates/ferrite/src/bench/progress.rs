@@ -13,8 +13,8 @@ const TICK: Duration = Duration::from_millis(100);
 pub(super) struct Progress(ProgressBar);
 
 impl Progress {
-    /// Creates a bar of this length; hidden if stderr is not a terminal. `template` is one of
-    /// indicatif.
+    /// Creates a bar of this length; hidden if stderr is not a terminal. `template` is in
+    /// indicatif's syntax.
     pub(super) fn new(length: u64, template: &str) -> Self {
         if !std::io::stderr().is_terminal() {
             return Self(ProgressBar::hidden());

@@ -8,7 +8,7 @@
 //! | `tcp.rs` | the two sides over TCP: Ferrite's stream and tokio's |
 //! | `report.rs` | the result |
 //!
-//! The test is that of `rstream` (rdmacm-utils), so that the two can be compared.
+//! The test is the same as that of `rstream` (rdmacm-utils), so that the results can be compared.
 
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};

@@ -121,7 +121,7 @@ fn render_limits(out: &mut String, opened: &Opened, verbose: bool) {
     }
 }
 
-/// Returns name and value of every limit, by their serde names.
+/// Returns the name and the value of every limit. The names are those in JSON.
 fn rows(limits: &LimitsEntry) -> Vec<(String, String)> {
     match serde_json::to_value(limits) {
         Ok(serde_json::Value::Object(fields)) => {

@@ -72,8 +72,8 @@ pub(super) fn params() -> ConnectParams<'static> {
         reads_in: 1,
         reads_out: 1,
         retries: 7,
-        // The peer always has receives posted. If it has none, it is stuck, and the watcher ends
-        // the connection.
+        // 7 means to retry forever. A peer without posted receives is stuck, and then the watcher
+        // ends the connection.
         rnr_retries: 7,
     }
 }

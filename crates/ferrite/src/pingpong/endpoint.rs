@@ -22,12 +22,14 @@ use super::wire::Memory;
 use super::{Mode, Op};
 
 const CACHE_LINE: usize = 64;
-/// Number of posted receives. One message is in flight; the others allow late reposting.
+/// Number of posted receives. Only one message is in flight; the other receives allow a side to
+/// repost late.
 const RECV_DEPTH: u32 = 16;
 const SEND_DEPTH: u32 = 128;
-/// One of this many sends is signaled. Its completion frees the queue up to it.
+/// One of this many sends is signaled. Its completion frees the queue entries of all sends up to
+/// it.
 const SIGNAL_EVERY: u64 = 50;
-/// The `wr_id` of receives. Sends have their count.
+/// The `wr_id` of receives. The `wr_id` of a send is its number, from 1.
 const RECV_ID: u64 = u64::MAX;
 /// Number of empty polls between two checks of the connection.
 const SPINS_PER_CHECK: u32 = 1 << 14;
@@ -40,7 +42,7 @@ pub(super) fn access() -> Access {
 /// Creates the queue pair and its endpoint on the device that the CM chose.
 ///
 /// Posts receives if the operation needs them, because the peer may send as soon as the connection
-/// stands.
+/// is established.
 pub(super) fn open(
     context: &Context,
     id: &CmId,
@@ -104,7 +106,7 @@ pub(super) struct Endpoint {
     inline: bool,
     /// Whether the next completion raises an event.
     armed: bool,
-    /// Number of posted sends, and how many of them are known to have left the queue.
+    /// Number of posted sends. The first `reaped` of them are known to have left the queue.
     posted: u64,
     reaped: u64,
 }
@@ -256,8 +258,8 @@ impl Endpoint {
                 watch.check()?;
             }
         }
-        // A device may write the bytes of a packet in any order: the others may come a moment
-        // later.
+        // A device may write the bytes of a packet in any order: other bytes may arrive a moment
+        // after the last one.
         let mut tries = 0;
         while let Err(error) = self.verify(round) {
             tries += 1;
@@ -266,7 +268,7 @@ impl Endpoint {
         if self.posted - self.reaped >= 2 * SIGNAL_EVERY { self.reap_ready() } else { Ok(()) }
     }
 
-    /// Takes the completions of sends that have arrived already.
+    /// Takes the completions of sends that are ready, without waiting.
     fn reap_ready(&mut self) -> anyhow::Result<()> {
         let mut completion = [WorkCompletion::default()];
         while self.cq.poll(&mut completion)? > 0 {

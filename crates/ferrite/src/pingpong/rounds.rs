@@ -1,5 +1,5 @@
-//! The measured loops. In each round they do the same work as perftest, and leave everything else
-//! for later.
+//! The measured loops. A round does the same work as in perftest, and also numbers and checks the
+//! message. All other checks follow after the last round.
 
 use std::time::Duration;
 
@@ -50,7 +50,8 @@ pub(super) fn client(
     endpoint.verify_pattern()
 }
 
-/// The number in the server's memory for reads. It is constant: the server takes no part in them.
+/// The number in the server's memory for reads. It is constant, because the server takes no part in
+/// reads.
 const READ_ROUND: u64 = 0;
 
 /// Runs the server's side of `rounds` rounds.
@@ -84,7 +85,8 @@ pub(super) fn server(
         Op::Read => return serve_reads((qp, endpoint), watch),
     }
     endpoint.verify_pattern()?;
-    // The last message may be on its way until the client has left. The watcher limits the wait.
+    // The last message may still be on its way; it has arrived when the client disconnects. The
+    // watcher limits the wait.
     watch.peer_leaves_within(Duration::MAX)?;
     Ok(())
 }

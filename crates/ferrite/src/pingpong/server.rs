@@ -63,7 +63,7 @@ fn serve(
     let Request { op, mode, size, inline, .. } = request;
     let (qp, mut endpoint) = endpoint::open(&context, id, op, mode, size, inline)?;
     rounds::prepare(request.op, &mut endpoint);
-    // As on the client. Kernels that reject it here use the client's value.
+    // The same timeout as on the client. Kernels that reject it here use the client's value.
     let _ = id.set_ack_timeout(14);
 
     let memory: Memory =

@@ -113,8 +113,8 @@ impl Watch {
     ///
     /// # Errors
     ///
-    /// The error of `work`; if the connection was lost, the reason for that instead of the flushed
-    /// completion that it caused.
+    /// Returns the error of `work`. If the connection was lost, returns the reason of the loss
+    /// instead: the error of `work` may only name a flushed completion.
     pub(super) fn over<T>(
         &self,
         id: &CmId,
@@ -126,7 +126,8 @@ impl Watch {
             let result = work();
             self.finished.store(true, Ordering::Relaxed);
             if result.is_ok() {
-                // Fails if the peer disconnected first. The event wakes the watcher at once.
+                // Fails if the peer disconnected first. The event of the disconnection wakes the
+                // watcher at once.
                 let _ = id.disconnect();
             }
             result
@@ -142,7 +143,8 @@ impl Watch {
         self.done.store(round, Ordering::Relaxed);
     }
 
-    /// Fails if the connection was lost. For loops that no completion can wake.
+    /// Fails if the connection was lost. Polling loops call this, because they may get no
+    /// completion.
     pub(super) fn check(&self) -> Result<(), ConnectionLost> {
         self.lost.get().map_or(Ok(()), |lost| Err(lost.clone()))
     }

@@ -43,13 +43,14 @@ pub(super) struct Config {
     pub(super) shutdown_timeout: Duration,
     pub(super) bind: Vec<String>,
     pub(super) port: Option<u16>,
-    /// The module's addresses and names. None: the addresses on which the engine listens.
+    /// The addresses and host names on which the module listens. If empty, the module listens where
+    /// the engine does.
     pub(super) rdma_listen: Vec<String>,
     pub(super) rdma_port: u16,
     pub(super) is_cluster: bool,
     /// Lines of the engine's own configuration: name and rest of the line.
     pub(super) directives: Vec<(String, String)>,
-    /// All values, for those that are passed on to the module.
+    /// All values; some of them are passed on to the module.
     values: Values,
 }
 
@@ -79,7 +80,7 @@ impl Config {
         }
     }
 
-    /// Returns the same with other values.
+    /// Returns the same configuration with other values. The directives stay.
     pub(super) fn with_values(&self, values: Values) -> Self {
         Self::new(values, self.directives.clone())
     }
@@ -150,10 +151,10 @@ impl Config {
         rdma_policy(&self.values)
     }
 
-    /// Opens the devices as the module will, if RDMA is required.
+    /// If RDMA is required, checks that the devices can be opened as the module will open them.
     ///
     /// # Errors
-    /// RDMA is unavailable here, to this user.
+    /// Fails if RDMA is unavailable on this host, or to this user.
     pub(super) fn check_rdma(&self) -> Result<(), ServerError> {
         if self.rdma() != Rdma::Require {
             return Ok(());
@@ -166,7 +167,7 @@ impl Config {
         })
     }
 
-    /// Returns whether there is to be an admin port.
+    /// Returns whether the settings ask for an admin port.
     pub(super) fn has_admin_port(&self) -> bool {
         self.values.text(&table::ADMIN_LISTEN).is_some_and(|text| text != "off")
     }
@@ -174,7 +175,8 @@ impl Config {
     /// Returns the settings that are passed on to the module: its arguments and their values.
     pub(super) fn for_module(&self) -> impl Iterator<Item = (&'static str, String)> {
         let given = self.values.iter().filter(|(setting, _)| {
-            // The policy has an argument of its own, whatever spelt it.
+            // Without the RDMA policy: several keys can set it, so `plan.rs` passes the resulting
+            // policy as an argument of its own.
             setting.has(Program::Module)
                 && setting.in_config
                 && setting.name != table::RDMA.name

@@ -1,18 +1,19 @@
 //! Passes the engine's own file on, without the lines that name its log file and its pid file.
 //!
-//! The file often belongs to another engine that runs already. An engine opens the log file at the
-//! end of each included file, before it reads that a later line overrides it. So ferrite reads the
-//! file itself instead of passing an `include` line.
+//! The file often belongs to another engine that runs already. At the end of each included file, an
+//! engine opens the log file that is set so far, even if a later line sets another one. So ferrite
+//! reads the file itself instead of passing an `include` line.
 
 use std::path::{Path, PathBuf};
 
 /// Directives that ferrite sets itself.
 const DROPPED: [&str; 2] = ["logfile", "pidfile"];
-/// The depth from which files are left to the engine: they include each other.
+/// The depth of nested includes from which on files are left to the engine: such files probably
+/// include each other.
 const DEPTH_MAX: u32 = 16;
 
 /// Appends the lines of `file`, and of the files that it includes. If ferrite cannot read the file,
-/// appends `include`, the line that includes it, and the engine reports the cause.
+/// appends `include`, which is the line that includes the file; the engine then reports the cause.
 pub(super) fn expand(include: &str, file: &Path, out: &mut Vec<u8>) {
     expand_nested(include.as_bytes(), file, out, 0);
 }

@@ -2,7 +2,8 @@
 //!
 //! Only the child itself can ask the kernel for a signal at its parent's death (PR_SET_PDEATHSIG).
 //! It would have to do so between fork and exec, which needs unsafe code in Rust. So ferrite starts
-//! itself again with the hidden command `server-exec`, which asks and then executes the engine.
+//! itself again with the hidden command `server-exec`, which asks for the signal and then executes
+//! the engine.
 
 use std::ffi::OsString;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, PermissionsExt as _};
@@ -30,7 +31,7 @@ pub(crate) struct ExecOptions {
 impl ExecOptions {
     /// Reads the arguments of a process if they are those of `server-exec`.
     ///
-    /// The command is no part of the command line: completions would offer it, even if it were
+    /// clap does not know this command: if it did, completions would offer the command, even if
     /// hidden.
     pub(crate) fn requested(arguments: impl Iterator<Item = OsString>) -> Option<Self> {
         let arguments: Vec<_> = arguments.skip(1).collect();
@@ -49,7 +50,7 @@ const COMMAND: &str = "server-exec";
 /// Replaces this process by the engine. Returns only on failure.
 pub(crate) fn exec(options: &ExecOptions) -> anyhow::Result<ExitCode> {
     set_parent_process_death_signal(Some(Signal::TERM)).context("PR_SET_PDEATHSIG")?;
-    // The parent may have died before the call above.
+    // The parent may have died before the call above; then no signal would come.
     if getppid().map(Pid::as_raw_pid) == Some(options.parent) {
         let error = std::process::Command::new(&options.program).arg("-").exec();
         return Err(
@@ -124,7 +125,8 @@ impl Engine {
         self.signal(Signal::KILL);
     }
 
-    /// Sends a signal, unless the process has been waited for: its id may then belong to another.
+    /// Sends a signal, unless the process has been waited for: its id may then belong to another
+    /// process.
     fn signal(&self, signal: Signal) {
         if self.process.id().is_some() {
             let _ = kill_process(self.pid, signal);
@@ -138,8 +140,8 @@ pub(super) struct PrivateDir(PathBuf);
 impl PrivateDir {
     /// Creates the directory, or takes over an existing one that is ours and closed to others.
     ///
-    /// Such a directory was left by a killed ferrite with the same process id. In a container that
-    /// is the usual case.
+    /// Such a directory was left by a killed ferrite with the same process id. In a container,
+    /// ferrite usually has the same process id at every start.
     pub(super) fn make(path: &Path) -> anyhow::Result<Self> {
         path.parent().into_iter().for_each(remove_left_over);
         let made = std::fs::DirBuilder::new().mode(0o700).create(path);
@@ -151,8 +153,8 @@ impl PrivateDir {
     }
 }
 
-/// Removes the directories of killed ferrites: nobody has their process ids, and no engine listens
-/// there any more.
+/// Removes the directories of killed ferrite processes. No process has the id in the directory's
+/// name, and no engine listens in the directory any more.
 fn remove_left_over(parent: &Path) {
     for entry in parent.read_dir().into_iter().flatten().flatten() {
         let (path, name) = (entry.path(), entry.file_name());

@@ -10,13 +10,14 @@ use tokio::task::JoinHandle;
 use super::secret;
 use crate::log;
 
-/// Number of lines kept to explain why an engine did not start. An error in its configuration has
-/// four.
+/// Number of lines kept to explain why an engine did not start. An error in the engine's
+/// configuration takes four lines.
 const LINES_KEPT: usize = 4;
-/// How long to wait for more output of an engine that has ended. A child of it that saves may hold
-/// the output open.
+/// How long to wait for more output of an engine that has ended. A child process of the engine that
+/// saves data may hold the output open.
 const OUTPUT_TIMEOUT: Duration = Duration::from_millis(500);
-/// Markers between the stamp of a line and its text: warning, notice, verbose, debug.
+/// Markers of the level, between the stamp of a line (process id, role and time) and its text:
+/// warning, notice, verbose, debug.
 const LEVELS: [&str; 4] = [" # ", " * ", " - ", " . "];
 /// Precedes the module's text in the log of any engine.
 const MODULE: &str = "> ferrite: ";
@@ -90,7 +91,8 @@ impl EngineLog {
 
     /// Waits until all output has been passed on, or until [`OUTPUT_TIMEOUT`].
     pub(super) async fn end(&mut self) {
-        // A finished task must not be polled again, even if this call is cancelled and repeated.
+        // Removes each task right after its end: a finished task must not be polled again, even if
+        // this call is cancelled and repeated.
         while let Some(reader) = self.readers.last_mut() {
             let _ = tokio::time::timeout(OUTPUT_TIMEOUT, reader).await;
             self.readers.pop();
@@ -112,8 +114,8 @@ fn lock(tail: &Mutex<LogTail>) -> MutexGuard<'_, LogTail> {
     tail.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Returns the level and the text of an engine's line, in our words. A line without a stamp is an
-/// error.
+/// Returns the level of an engine's line, as our log names it, and the text of the line. A line
+/// without a stamp is an error.
 fn level_and_text(line: &str) -> (&'static str, &str) {
     let Some(text) = text_after_stamp(line) else { return ("ERROR", line) };
     let level = match line[..line.len() - text.len()].trim_end().chars().last() {

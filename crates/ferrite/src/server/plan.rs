@@ -14,7 +14,7 @@ use super::{ServerError, find, include, secret};
 /// The longest path of a Unix socket, in bytes (`sun_path` without the NUL at its end).
 const SOCKET_NAME_MAX: usize = 107;
 
-/// Starts the name of a private directory; the process id follows.
+/// The start of a private directory's name; the process id follows.
 pub(super) const PRIVATE_DIR: &str = "ferrite-server-";
 
 /// The engine, its module and its configuration.
@@ -24,9 +24,10 @@ pub(super) struct Plan {
     /// `None` if RDMA is forbidden: the engine runs without the module.
     pub(super) module: Option<PathBuf>,
     pub(super) socket: PathBuf,
-    /// A directory for the socket that ferrite creates and removes; `None` if it exists already.
+    /// A directory for the socket, which ferrite creates and removes. `None` if the settings or
+    /// systemd say where the socket belongs.
     pub(super) runtime_dir: Option<PathBuf>,
-    /// Comes first, so that `lines` override it.
+    /// The user's configuration file of the engine. It comes first, so that `lines` override it.
     engine_config: Option<PathBuf>,
     lines: Vec<Line>,
 }
@@ -72,7 +73,8 @@ impl Plan {
         Ok(Self { engine, module, socket, runtime_dir, engine_config, lines })
     }
 
-    /// Adapts the configuration to settings that SIGHUP has changed since, for the next engine.
+    /// Adapts the configuration to settings that SIGHUP has changed, for the next start of the
+    /// engine.
     pub(super) fn follow(&mut self, config: &Config) {
         self.lines = lines(config, &self.socket, self.module.as_deref());
     }
@@ -141,10 +143,11 @@ fn module_arguments(config: &Config, socket: &Path) -> Vec<String> {
     arguments.extend([
         ("rdma-port", config.rdma_port.to_string()),
         ("rdma", config.rdma().to_string()),
-        // The module asks CONFIG for it otherwise, which fails if CONFIG is renamed.
+        // Without this argument, the module asks CONFIG for the socket, which fails if CONFIG is
+        // renamed.
         ("engine", quoted(&format!("unix:{}", socket.display()))),
     ]);
-    // An empty list is a word, too.
+    // An empty value must still be a word of the line.
     let word = |value: String| if value.is_empty() { quoted("") } else { value };
     arguments.extend(config.for_module().map(|(name, value)| (name, word(value))));
     arguments.into_iter().flat_map(|(name, value)| [name.to_owned(), value]).collect()

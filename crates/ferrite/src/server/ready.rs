@@ -136,7 +136,8 @@ async fn command(engine: &mut BufReader<UnixStream>, arguments: &[&str]) -> io::
     Ok(String::from_utf8_lossy(&text).into_owned())
 }
 
-/// Builds the report from the replies to INFO server and INFO ferrite. Errors have no fields.
+/// Builds the report from the replies to INFO server and INFO ferrite. A reply that is an error has
+/// no fields.
 fn report(server: &str, module: &str) -> Report {
     let fields: BTreeMap<&str, &str> = server
         .lines()
@@ -166,7 +167,7 @@ fn report(server: &str, module: &str) -> Report {
 }
 
 impl Loading {
-    /// Reads the reply to INFO persistence. An error has no fields.
+    /// Reads the reply to INFO persistence. A reply that is an error has no fields.
     fn from_info(info: &str) -> Self {
         let field = |name: &str| {
             let mut lines = info.lines();

@@ -33,7 +33,8 @@ pub(super) async fn reload(
     let mut taken = Vec::new();
     for change in changes.now {
         let is_for_module = change.setting.has(Program::Module) && change.setting.in_config;
-        // The next SIGHUP tries again what the engine did not take.
+        // A setting that the engine does not take keeps its old value, so the next SIGHUP tries
+        // again.
         if !is_for_module || is_taken(current, &read, change.setting, socket).await {
             taken.push(change);
         }

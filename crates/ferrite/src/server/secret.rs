@@ -11,14 +11,16 @@ const HIDDEN: &str = "…";
 /// Parts of names whose values are secrets. An unknown directive with such a part, of a module or
 /// of a later engine, is hidden to be safe.
 const SECRET_PARTS: [&str; 5] = ["pass", "auth", "secret", "token", "credential"];
-/// Names that contain such a part but have no secret value.
+/// Names that contain one of [`SECRET_PARTS`] but have no secret value.
 const HARMLESS: [&str; 2] = ["tls-auth-clients", "tls-auth-clients-user"];
 /// Other names with secret values. The new name of a renamed command is a secret too.
 const SECRET_NAMES: [&str; 3] = ["user", "rename-command", "sentinel"];
-/// Names that are so long that a slip of the keyboard cannot make another known name of them. A
-/// rejected line may have a mistyped name and a real password.
+/// Names whose values are hidden even if the name is mistyped: a rejected line may have a mistyped
+/// name and a real password. The names are so long that a few slips do not make another known name
+/// of them.
 const MISTYPED: [&str; 4] = ["requirepass", "masterauth", "primaryauth", "tls-key-file-pass"];
-/// The number of slips: letters that are wrong, missing or additional. Swapped letters are two.
+/// The most slips in a mistyped name: letters that are wrong, missing or additional. Two swapped
+/// letters are two slips.
 const SLIPS_MAX: usize = 2;
 /// The start of a line in which an engine quotes its configuration.
 const QUOTE: &str = ">>> '";

@@ -44,7 +44,7 @@ const IN_USE: &str = "already in use";
 
 /// Runs one engine after another.
 pub(super) struct Supervisor<'a> {
-    /// SIGHUP changes it.
+    /// The current settings, which SIGHUP can change.
     pub(super) config: Config,
     sources: Sources<'a>,
     plan: Plan,
@@ -88,8 +88,8 @@ impl<'a> Supervisor<'a> {
         })
     }
 
-    /// Runs engines until the last one ends. Returns its exit status. If one of them has been ready
-    /// and the last one failed, prints the event for its end, before the caller prints the error.
+    /// Runs engines until one ends that is not restarted. Returns its exit status. If it failed,
+    /// and any engine has been ready, prints the `ended` event before the caller prints the error.
     pub(super) async fn run(mut self) -> anyhow::Result<ExitStatus> {
         let ended = self.run_all().await;
         let error = ended.as_ref().err().and_then(|error| error.downcast_ref::<ServerError>());
@@ -242,7 +242,8 @@ fn exit_error(status: ExitStatus, message: Option<String>) -> ServerError {
     ServerError::engine(status, format!("the engine {}{message}", describe_exit(status)))
 }
 
-/// Adds the module's log line as the reason if the engine did not tell its state. Waits for it.
+/// If the engine did not report the module's state, waits for the module's log line and adds it as
+/// the reason.
 async fn with_logged_reason(report: Report, engine: &Engine) -> Report {
     let mut tries = 0..LOG_TRIES;
     while report.status == "unknown"
@@ -258,7 +259,7 @@ async fn with_logged_reason(report: Report, engine: &Engine) -> Report {
 /// Fails if RDMA is required and the module does not listen over RDMA.
 fn check_rdma(report: Report, rdma: Rdma) -> Result<Report, ServerError> {
     match (rdma, report.status.as_str()) {
-        // Unknown is fine: where RDMA is required, the module does not load without it.
+        // An unknown state is fine: if RDMA is required and unavailable, the module does not load.
         (Rdma::Require, "listening" | "unknown") | (Rdma::Prefer | Rdma::Forbid, _) => Ok(report),
         _ => Err(ServerError::no_rdma(format!(
             "RDMA is required (server.rdma): {}",

@@ -13,8 +13,9 @@ use crate::address;
 
 const DEFAULT_PORT: u16 = 9121;
 
-/// Metrics, with a label where only one of its values counts, and their names here. Metrics of the
-/// same name are added: a program is a gateway or a relay.
+/// Metrics and their names in `Snapshot::totals`. If a metric has a label here, only samples with
+/// that label count. Metrics with the same name are added: a program has either the gateway's or
+/// the relay's.
 const TOTALS: [(&str, &str); 28] = [
     ("ferrite_sessions_refused_total", "refused"),
     ("ferrite_sessions_killed_total", "killed"),
@@ -77,7 +78,7 @@ impl Admin {
         let mut stream = TcpStream::connect_timeout(&self.address, TIMEOUT)?;
         stream.set_read_timeout(Some(TIMEOUT))?;
         stream.set_write_timeout(Some(TIMEOUT))?;
-        // Version 1.0: the answer is in one piece, and ends with the connection.
+        // HTTP 1.0: the answer is not chunked, and ends with the connection.
         let request = format!("GET /metrics HTTP/1.0\r\nHost: {}\r\n\r\n", self.host);
         stream.write_all(request.as_bytes())?;
         let (mut answer, mut input) = (Answer::new(), vec![0; 16 << 10]);

@@ -1,4 +1,5 @@
-//! The state of the screen, and what keys do to it. Knows nothing about terminals and sources.
+//! The state of the screen, and what keys do to it. This module knows nothing about terminals and
+//! sources.
 
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 
@@ -35,7 +36,7 @@ impl Sort {
     }
 }
 
-/// What the keys do.
+/// The part of the screen that receives the keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Mode {
     Table,
@@ -61,7 +62,7 @@ pub(super) struct App {
     pub(super) rates: Rates,
     /// Why the last attempt to read the state failed.
     pub(super) error: Option<String>,
-    /// The result of the last kill.
+    /// The progress or the result of the last kill.
     pub(super) message: Option<String>,
     pub(super) sort: Sort,
     pub(super) is_reversed: bool,
@@ -95,7 +96,8 @@ impl App {
         }
     }
 
-    /// Takes a new state, or the reason why there is none. The last state stays on the screen.
+    /// Takes a new state, or the reason why there is none. Without a new state, or during a pause,
+    /// the last state stays on the screen.
     pub(super) fn update(&mut self, polled: anyhow::Result<Snapshot>) {
         match polled {
             Err(error) => self.error = Some(format!("{error:#}")),
@@ -117,7 +119,8 @@ impl App {
         let mut sessions: Vec<_> = all.filter(|session| self.matches(session)).collect();
         let rate = |session: &Session| self.rates.session(session.id);
         sessions.sort_by(|one, other| {
-            // Largest first, and then by id, so that equal rows do not change places.
+            // Rates, sizes and ages: largest first. Equal rows are in the order of their ids, so
+            // that they do not change places.
             let order = match self.sort {
                 Sort::OutRate => rate(other).1.cmp(&rate(one).1),
                 Sort::InRate => rate(other).0.cmp(&rate(one).0),
@@ -149,7 +152,8 @@ impl App {
         counters
     }
 
-    /// A filter matches a part of an address, user, transport, device, path or id.
+    /// Returns whether the filter is a part of the session's address, user, transport, device or
+    /// path, or equals its id.
     fn matches(&self, session: &Session) -> bool {
         let Session { id, address, user, transport, device, path, .. } = session;
         let filter = self.filter.to_lowercase();
@@ -163,7 +167,8 @@ impl App {
         self.snapshot.as_ref()?.sessions.iter().flatten().find(|session| session.id == selected)
     }
 
-    /// Selects the first session if the selected one is gone.
+    /// Selects the first session if the selected one is gone, but not while a box shows the details
+    /// of the selected one or asks whether to kill it.
     fn keep_selection(&mut self) {
         let sessions = self.sessions();
         if sessions.iter().any(|session| Some(session.id) == self.selected) {

@@ -14,8 +14,8 @@ use super::snapshot::{Session, Snapshot};
 
 /// Height of the boxes above the table, with their borders.
 const BOXES: u16 = 9;
-/// The least height of the sessions, and of the counters of devices, with another row of boxes
-/// above them.
+/// The least height that another row of boxes must leave for the sessions, or for the counters of
+/// devices.
 const SESSIONS_MIN: u16 = 10;
 const COUNTERS_MIN: u16 = 8;
 const DIM: Style = Style::new().fg(Color::DarkGray);
@@ -43,7 +43,7 @@ pub(super) fn draw(frame: &mut Frame<'_>, app: &App) {
     contents.rotate_left(app.first_box % count);
     let mut contents = contents.into_iter().peekable();
     draw_boxes(frame, boxes, &mut contents);
-    // A narrow terminal that is high enough has another row of them.
+    // If not all boxes fit into one row, a terminal that is high enough gets further rows.
     let below = if snapshot.sessions.is_some() { SESSIONS_MIN } else { COUNTERS_MIN };
     let mut table = table;
     while table.height >= BOXES + below
@@ -168,7 +168,8 @@ fn latency_lines(snapshot: &Snapshot) -> Vec<Line<'static>> {
     }
     let heading = format!(" {:<8}{:>7}{:>7}{:>7}", "", "p50", "p99", "p99.9");
     let mut rows: Vec<_> = snapshot.latency.iter().collect();
-    // Commands that people measure first, then the slowest.
+    // First the operations that people often measure, then the others; the slowest first in both
+    // groups.
     let rank = |name: &str| !matches!(name, "get" | "set" | "send" | "write" | "read");
     rows.sort_by(|one, other| {
         // A total order, also if the engine reports something that is not a number.
@@ -313,7 +314,8 @@ fn draw_counters(frame: &mut Frame<'_>, app: &App, area: Rect) {
     frame.render_widget(Table::new(rows, widths).header(heading.style(DIM)).block(block), area);
 }
 
-/// `has_more`: the terminal has no place for all boxes.
+/// Draws the keys, the filter or a message. `has_more` tells that the terminal has no place for all
+/// boxes.
 fn draw_footer(frame: &mut Frame<'_>, app: &App, area: Rect, has_more: bool) {
     let has_sessions = app.snapshot.as_ref().is_none_or(|snapshot| snapshot.sessions.is_some());
     let keys = match (has_sessions, has_more) {
@@ -337,7 +339,7 @@ fn draw_footer(frame: &mut Frame<'_>, app: &App, area: Rect, has_more: bool) {
     frame.render_widget(line, area);
 }
 
-/// Returns the middle of the screen.
+/// Returns an area of this size in the middle of the screen, or less if the screen is smaller.
 fn middle(frame: &Frame<'_>, width: u16, height: u16) -> Rect {
     let area = frame.area();
     let (width, height) = (width.min(area.width), height.min(area.height));
@@ -397,7 +399,7 @@ fn draw_question(frame: &mut Frame<'_>, app: &App, id: u64) {
     frame.render_widget(Paragraph::new(lines).block(block), area);
 }
 
-/// Formats a number with at most four digits and a unit of 1,000.
+/// Formats a number in units of 1,000.
 pub(super) fn count(number: u64) -> String {
     scaled(number, 1000, &["", "k", "M", "G", "T", "P", "E"])
 }

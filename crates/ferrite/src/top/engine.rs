@@ -13,7 +13,7 @@ use ferrite_proto::resp::{Limits, ReplyFramer, Value, encode_command};
 use super::snapshot::{LatencyRow, Session, Snapshot};
 use super::source::{Answer, Source, TIMEOUT};
 
-/// Counters of FERRITE STATS, and their names here.
+/// Counters of FERRITE STATS, and their names in `Snapshot::totals`.
 const TOTALS: [(&str, &str); 24] = [
     ("begun_ferrite", "opened_ferrite"),
     ("begun_valkey", "opened_valkey"),
@@ -102,7 +102,7 @@ impl Engine {
     }
 }
 
-/// Returns an error reply, or what it means.
+/// Returns an explanation of an error reply, or the reply itself.
 fn explained(text: &[u8]) -> String {
     let text = String::from_utf8_lossy(text).into_owned();
     if text.contains("unknown command") {
@@ -126,7 +126,7 @@ impl Source for Engine {
         let stats = self.request(&["FERRITE", "STATS"], |value| Ok(fields(value)))?;
         let clients = self.text(&["FERRITE", "CLIENTS"])?;
         let server = self.text(&["INFO", "server"])?;
-        // Valkey and Redis have it since 7.0. It is empty with `latency-tracking no`.
+        // Redis since 7.0 and Valkey have this section. It is empty with `latency-tracking no`.
         let latency = self.text(&["INFO", "latencystats"]).unwrap_or_default();
         Ok(snapshot(&stats, &clients, &server, &latency))
     }

@@ -20,12 +20,13 @@ pub(super) struct Snapshot {
     pub(super) transports: BTreeMap<String, u64>,
     /// Counters that only grow.
     pub(super) totals: BTreeMap<&'static str, u64>,
-    /// Links over TCP instead of RDMA, by cause; only those that occurred.
+    /// Links over TCP instead of RDMA, by cause. Causes that did not occur are left out.
     pub(super) fallbacks: BTreeMap<String, u64>,
     /// Pinned memory in bytes, by use.
     pub(super) memory: BTreeMap<&'static str, u64>,
     pub(super) latency: Vec<LatencyRow>,
-    /// Counters of devices that are not zero: the name with its device, and the value.
+    /// Counters of devices that are not zero, by name. In those of an admin port, the name includes
+    /// the device and the port.
     pub(super) devices: BTreeMap<String, u64>,
     #[serde(skip)]
     pub(super) taken: Instant,
@@ -95,7 +96,8 @@ pub(super) struct Rates {
 }
 
 impl Rates {
-    /// A counter that went back belongs to a program that was restarted: its rate is zero.
+    /// Returns the rates. A counter that went back belongs to a program that was restarted: its
+    /// rate is zero.
     pub(super) fn between(before: &Snapshot, now: &Snapshot) -> Self {
         let time = now.taken.saturating_duration_since(before.taken);
         let totals = now.totals.iter().map(|(name, value)| {
@@ -107,7 +109,7 @@ impl Rates {
         let sessions = now.sessions.iter().flatten().map(|session| {
             let (in_bytes, out_bytes) = match old.get(&session.id) {
                 Some(old) => (old.in_bytes, old.out_bytes),
-                None => (0, 0), // it began in between
+                None => (0, 0), // the session began in between
             };
             let input = per_second(in_bytes, session.in_bytes, time);
             (session.id, (input, per_second(out_bytes, session.out_bytes, time)))

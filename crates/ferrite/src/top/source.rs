@@ -28,7 +28,7 @@ pub(super) trait Source: Send {
 pub(super) const TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a whole answer may take.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(15);
-/// The longest answer. A program has a few tens of kilobytes, and some hundred bytes per session.
+/// The longest answer. A program sends a few tens of kilobytes, and some hundred bytes per session.
 const ANSWER_MAX: usize = 16 << 20;
 
 /// An answer that arrives in pieces. One that never ends is an error: the program that sends it

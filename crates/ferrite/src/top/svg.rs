@@ -48,7 +48,7 @@ fn looks_alike(one: &Cell, other: &Cell) -> bool {
     (one.fg, one.bg, one.modifier) == (other.fg, other.bg, other.modifier)
 }
 
-/// Writes cells that look alike. Their width is given: fonts differ.
+/// Writes cells that look alike as one text. The text has an explicit width, because fonts differ.
 fn run(buffer: &Buffer, row: u16, column: u16, end: u16, out: &mut String) {
     let cell = &buffer[(column, row)];
     let (mut front, mut back) = (colour(cell.fg, FOREGROUND), colour(cell.bg, BACKGROUND));

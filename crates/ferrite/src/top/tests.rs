@@ -143,7 +143,7 @@ fn shows_a_session_in_detail() {
     {
         assert!(screen.contains(expected), "no {expected:?} in\n{screen}");
     }
-    // It ends while its details are shown.
+    // The session ends while its details are shown.
     app.update(Ok(snapshot(vec![session(2, "tcp", 0)])));
     assert!(shown(&app).contains("the session has ended"), "{}", shown(&app));
     press(&mut app, &[KeyCode::Esc]);

@@ -1,8 +1,8 @@
 //! The loops that measure bandwidth.
 //!
 //! Each link has up to `window` operations in flight. When the oldest is acknowledged, the next one
-//! is posted. The warm-up runs to its last acknowledgement. Then the clock runs from the first post
-//! to the last acknowledgement.
+//! is posted. The warm-up ends when its last operation is acknowledged. Then the clock runs from
+//! the first measured post to the last acknowledgement.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -29,7 +29,8 @@ pub(super) struct Transferred {
     pub(super) time: Duration,
 }
 
-/// Runs the client's side. Also returns the number of all operations, with the warm-up.
+/// Runs the client's side. Returns the measurement, and the number of operations including the
+/// warm-up.
 pub(super) fn client(side: &Side, case: &Case) -> anyhow::Result<(Transferred, u64)> {
     side.fabric.block_on(async {
         let mut streams = Stream::all(side, case).await?;
@@ -37,7 +38,8 @@ pub(super) fn client(side: &Side, case: &Case) -> anyhow::Result<(Transferred, u
         let started = Instant::now();
         let messages = run_streams(&mut streams, Budget::new(0, case.amount)).await?;
         let time = started.elapsed();
-        // For send, the server counts on every link. Otherwise it waits on the control link.
+        // For send, the server receives on every link until `Stop`. Otherwise it waits for `Stop`
+        // on the control link.
         let links = if case.op == Op::Send { &side.links[..] } else { &side.links[..1] };
         for link in links {
             send_control(link, &Request::Stop)?;
@@ -106,7 +108,7 @@ struct Stream<'a> {
 enum Work {
     Send(Buf),
     Write(GrantToken, Buf),
-    /// Reads into these buffers, which are not in flight.
+    /// Reads. The buffers are spare: no read in flight uses them.
     Read(GrantToken, Vec<BufMut>),
 }
 
@@ -164,7 +166,7 @@ impl<'a> Stream<'a> {
         Ok(match &mut self.work {
             Work::Send(message) => {
                 let mut sending = self.link.send(DATA, message.clone());
-                // The first poll posts it. On a link that is down it fails at once.
+                // The first poll posts the message, and fails if the link is down.
                 match Pin::new(&mut sending).poll(cx) {
                     Poll::Pending => Operation::Sending(sending),
                     Poll::Ready(sent) => {

@@ -22,7 +22,7 @@ use crate::choice::{Mode, Op, name};
 use crate::exit;
 use crate::latency::Latency;
 
-/// How long the server may take for its first answer, and more for each link that it accepts.
+/// How long the server may take for its first answer, plus [`LINK_TIMEOUT`] for each link.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 const LINK_TIMEOUT: Duration = Duration::from_millis(20);
 
@@ -74,7 +74,7 @@ pub(super) fn run(options: &Options, peer: SocketAddr) -> anyhow::Result<ExitCod
     Ok(failure.map_or(ExitCode::SUCCESS, |failure| exit::report(&failure, false)))
 }
 
-/// Opens the links. Returns them, and the resources that the server holds then.
+/// Opens the links. Returns them, and the resources that the server holds when all are open.
 async fn connect(
     fabric: &Fabric,
     options: &Options,
@@ -105,7 +105,7 @@ async fn within<T>(
     reply: impl Future<Output = anyhow::Result<T>>,
 ) -> anyhow::Result<T> {
     let (timer, expired) = tokio::sync::oneshot::channel::<()>();
-    // Ends with the process.
+    // The thread is never joined: it ends after `time`, or with the process.
     std::thread::spawn(move || {
         std::thread::sleep(time);
         drop(timer);

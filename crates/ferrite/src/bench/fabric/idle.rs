@@ -15,7 +15,7 @@ use super::protocol::{Reply, Request, Resources, send_control};
 use super::side::Side;
 use crate::exit::fabric_kind_name;
 
-/// Limits the time to open all of them.
+/// Limits the time to open all idle links.
 const TIMEOUT: Duration = Duration::from_secs(600);
 /// Number of links closed at a time: as many as the fabric opens at a time.
 const CLOSING: usize = 64;
@@ -103,10 +103,11 @@ impl Idle {
         Ok(Self { links, figures })
     }
 
-    /// Tells the server how many links are open, until it has as many. Returns its resources then.
+    /// Reports the number of open links to the server, and again after each lost link, until the
+    /// server has as many. Returns the server's resources at that time.
     ///
-    /// A server under load may end a handshake that is complete for this side, so that it waits in
-    /// vain for that link until this side reports the loss.
+    /// A server under load may give up a handshake that is complete for the client. The server then
+    /// waits in vain for that link, until the client reports a smaller number.
     async fn confirm(side: &Side, links: &[Link]) -> anyhow::Result<Resources> {
         let control = side.control_link();
         let mut ends: FuturesUnordered<_> = links.iter().map(Link::ended).collect();

@@ -132,7 +132,8 @@ fn write_back(side: &Side, size: u32) -> anyhow::Result<u64> {
     Ok(0)
 }
 
-/// Values of the last byte. Memory starts with 0.
+/// Values that writes give to the last byte by turns. The byte starts as 0, so that the first write
+/// changes it, too.
 const VALUES: [u8; 2] = [1, 2];
 const STOP: u8 = 3;
 

@@ -25,7 +25,7 @@ pub(super) enum Amount {
     Time(Duration),
 }
 
-/// What a link can queue, by the fabric's settings.
+/// How much a link can queue, by the fabric's settings.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct QueueLimits {
     pub(super) messages: usize,

@@ -1,6 +1,7 @@
 //! The control messages between the two sides: lines of JSON on channel 0. Measured data uses
-//! channel 1. The line end is for servers of another protocol: Redis and Valkey then answer with an
-//! error, which the client reports, instead of waiting for the rest of a command.
+//! channel 1. Each message ends with a newline because of servers of another protocol: after it,
+//! Redis and Valkey answer with an error, which the client reports. Without it, they would wait for
+//! the rest of a command.
 //!
 //! ```text
 //!   client                                     server
@@ -16,7 +17,7 @@
 //!   end, and closes
 //! ```
 //!
-//! A grant is sent as plain bytes on its own link.
+//! A grant is sent as plain bytes over the link that it is for.
 
 use anyhow::{Context as _, ensure};
 use ferrite_fabric::wire::GrantToken;

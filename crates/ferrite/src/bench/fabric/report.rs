@@ -19,7 +19,7 @@ use crate::exit::Failure;
 use crate::latency::{self, Latency};
 use crate::output;
 
-/// The path of the messages.
+/// The path of the messages: device, MTU and addresses.
 #[derive(Debug, Clone, Serialize)]
 pub(in crate::bench) struct PathInfo {
     device: String,

@@ -73,7 +73,7 @@ impl PendingLinks {
         .await
     }
 
-    /// Returns another link of the client process of `of`.
+    /// Returns another link from the process that opened the link `of`.
     async fn next_of_process(&mut self, of: &Link) -> Result<Link, Error> {
         let instance = of.peer_hello().instance;
         if let Some(at) =
@@ -174,7 +174,7 @@ impl Session {
             match fabric.block_on(receive_control(self.side.control_link()))? {
                 Request::Test(test) => self.test(&test)?,
                 Request::Idle => fabric.block_on(self.take_idle(pending))?,
-                Request::IdleOpen { .. } => {} // crossed with our reply; the client counts itself
+                Request::IdleOpen { .. } => {} // sent before our reply arrived: nothing to do
                 Request::End => break,
                 other => bail!("received {other:?}, expected a test"),
             }

@@ -42,7 +42,7 @@ impl Side {
     pub(super) fn expose(&self, size: u32, rights: Rights) -> anyhow::Result<Vec<Region>> {
         let regions = self.links.iter().map(|link| {
             let mut buf = self.fabric.buffer(size as usize)?;
-            buf.fill(0); // hides the last user's data from the peer
+            buf.fill(0); // the peer must not see what the buffer held before
             let region = link.register_memory(buf, rights).map_err(|(_, error)| error)?;
             link.post_bytes(CONTROL, &region.grant(link).encode())?;
             Ok(region)

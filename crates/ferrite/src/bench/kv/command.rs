@@ -49,7 +49,7 @@ enum Part {
 const PLACEHOLDERS: [(&[u8], Part); 3] =
     [(b"__key__", Part::Key), (b"__data__", Part::Data), (b"__rand_int__", Part::RandomInteger)];
 
-/// What placeholders stand for.
+/// The values that replace placeholders.
 pub(super) struct Values<'a> {
     pub(super) key_space: &'a KeySpace,
     pub(super) keys: &'a Keys,

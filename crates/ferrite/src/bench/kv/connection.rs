@@ -26,7 +26,7 @@ pub(super) struct Plan {
     pub(super) key_count: u32,
     pub(super) key_space: Arc<KeySpace>,
     pub(super) value: Vec<u8>,
-    /// The measured time.
+    /// How long to measure, after the warm-up.
     pub(super) measured: Duration,
 }
 
@@ -82,8 +82,8 @@ impl LoadConnection {
         Ok(())
     }
 
-    /// Sends requests until the time is over. `shared` has what it has measured so far, also if it
-    /// fails.
+    /// Sends requests until the time is over. Records every batch in `shared`, so that a failure
+    /// does not lose earlier results.
     pub(super) async fn run(
         mut self,
         plan: &Plan,
@@ -111,8 +111,9 @@ impl LoadConnection {
                 }
             } else {
                 due = now;
-                // The measured time starts here, not before: a batch of the warm-up may have taken
-                // longer than warm-up and measured time together.
+                // The measured time starts with the first batch after the warm-up, not at a fixed
+                // time: the last batch of the warm-up may take longer than warm-up and measured
+                // time together.
                 if !is_warm && now >= from {
                     (from, until, is_warm) = (now, now + plan.measured, true);
                 }

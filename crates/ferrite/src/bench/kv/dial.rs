@@ -38,7 +38,7 @@ impl Dialer {
             return Ok(Self::Unix(path.clone()));
         }
         let server = options.server.context("no server given")?;
-        // Enough receives for replies on all connections at once.
+        // Four receives for each connection, so that all can receive replies at once; at most 512.
         let recv_queue_depth = options.connections.saturating_mul(4).clamp(64, 512);
         let config =
             Config { busy_poll_us: options.busy_poll_us, recv_queue_depth, ..client_config() };

@@ -6,8 +6,9 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
 
-/// A file for a result. It is opened before the benchmark, so that a path that cannot be written
-/// does not cost a run. Without a result, a new file is removed and an old one stays as it was.
+/// A file for a result. It is opened before the benchmark, so that a path that cannot be written is
+/// an error at once, not after the measurements. Without a result, a file that [`open`](Self::open)
+/// created is removed, and an older file stays as it was.
 pub(super) struct ResultFile {
     path: PathBuf,
     file: File,
@@ -24,7 +25,7 @@ impl ResultFile {
 
     /// Replaces the contents.
     pub(super) fn write(&mut self, text: &str) -> anyhow::Result<()> {
-        // A pipe has neither a length nor a position.
+        // Fails for a pipe, which has neither a length nor a position.
         let _ = self.file.set_len(0).and_then(|()| self.file.rewind());
         self.is_left_over = false;
         self.file.write_all(text.as_bytes()).with_context(|| cannot_write(&self.path))

@@ -22,7 +22,7 @@ impl Interrupt {
             let _entered = runtime.enter();
             Signals::new()?
         };
-        // Ends with the process.
+        // The thread is never joined: it ends with the process.
         std::thread::Builder::new().name("signals".into()).spawn(move || {
             runtime.block_on(async {
                 signals.next().await;

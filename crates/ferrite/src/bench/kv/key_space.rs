@@ -25,9 +25,9 @@ impl KeySpace {
         format!("{}{key}", self.prefix)
     }
 
-    /// Notes that a SET is about to be sent.
+    /// Records that a command with a key of this run is about to be sent.
     pub(super) fn mark_written(&self) {
-        // Reads first: all connections share this line of the cache.
+        // Reads first, to write only once: all threads share this cache line.
         if !self.is_written() {
             self.is_written.store(true, Ordering::Relaxed);
         }

@@ -34,7 +34,7 @@ pub(super) struct Turn<'a> {
     pub(super) on_tick: Option<&'a (dyn Fn(Duration, u64) + Sync)>,
 }
 
-/// What the threads of a turn share.
+/// The state that the threads of a turn share.
 struct Shared {
     plan: Plan,
     /// All connections start when the last one is open.
@@ -44,7 +44,8 @@ struct Shared {
 }
 
 impl Turn<'_> {
-    /// Runs all connections. A failure ends all of them; the result has what was measured before.
+    /// Runs all connections. If one fails, all end. Returns the results up to then, and the
+    /// failure.
     pub(super) fn run(&self) -> anyhow::Result<(Run, Option<anyhow::Error>)> {
         let Options { connections, threads, keys, zipf, size, .. } = *self.options;
         let shared = Arc::new(Shared {
@@ -132,7 +133,8 @@ impl Turn<'_> {
     }
 }
 
-/// Writes every key once, for tests that read. Calls `on_tick` with the number of keys.
+/// Writes every key once, for tests that read. Calls `on_tick` with the number of keys written so
+/// far.
 pub(super) fn fill(
     options: &Options,
     rdma: Rdma,

@@ -1,7 +1,7 @@
 //! The order of a benchmark: its tests, and the transports of a test in turns.
 //!
-//! Transports of a comparison run in turns, every second time in reverse order, so that a change
-//! of the machine's speed meets all of them alike.
+//! A comparison measures its transports by turns, every second time in reverse order, so that a
+//! change of the machine's speed affects all transports alike.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -34,13 +34,13 @@ pub(super) struct Measured {
 }
 
 impl Measured {
-    /// Takes the failure if there is nothing else.
+    /// Takes the failure if there are no results.
     pub(super) fn failure_without_results(&mut self) -> Option<anyhow::Error> {
         if self.series.is_empty() { self.failure.take() } else { None }
     }
 
-    /// Returns the latencies of all tests for a plot. Lines of one test look alike, and so do lines
-    /// of one transport.
+    /// Returns a line of the plot for each test and transport. In a comparison, the lines of a
+    /// transport form a group.
     pub(super) fn lines(&self) -> Vec<Line> {
         let transport = |series: &Series| {
             series.run.transport_info.as_ref().map_or("", |info| &info.transport).to_owned()
@@ -55,7 +55,7 @@ impl Measured {
     }
 }
 
-/// Returns the time that a benchmark takes, in milliseconds, without the keys.
+/// Returns the time that a benchmark takes, in milliseconds, without writing and removing the keys.
 pub(super) fn length(options: &Options) -> u64 {
     let series = options.requests().len() * options.policies().len();
     let turns = if options.compare.is_empty() { 1 } else { options.turns };
@@ -66,7 +66,8 @@ pub(super) fn length(options: &Options) -> u64 {
 /// Runs all tests. Calls `save` after each of them.
 ///
 /// # Errors
-/// The benchmark cannot begin. Later failures are in the result.
+/// Fails if the keys cannot be written, or if the CPU time of the server cannot be read. Other
+/// failures are in the result.
 pub(super) fn run(
     options: &Options,
     key_space: &Arc<KeySpace>,
@@ -149,8 +150,8 @@ impl Bench<'_> {
         Ok(all)
     }
 
-    /// Measures one test over one transport for a part of the time. Returns the failure that ended
-    /// it early.
+    /// Measures one test over one transport for one turn. Returns the failure that ended the turn
+    /// early.
     fn run_turn(
         &mut self,
         series: &mut Series,
@@ -179,7 +180,7 @@ impl Bench<'_> {
         let on_tick = progress.is_shown().then_some(on_tick);
         let turn = Turn { options, rdma, requests, measured, key_space, interrupt, on_tick };
         let (run, failure) = turn.run()?;
-        // After a failure, the process may be gone.
+        // After a failure, the server's process may be gone.
         series.server_cpu_us = match (before, options.server_pid, &failure) {
             (Some(before), Some(pid), None) => {
                 Some(series.server_cpu_us.unwrap_or(0.0) + cpu::used(pid)? - before)

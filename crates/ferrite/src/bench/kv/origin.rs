@@ -5,7 +5,7 @@ use std::sync::LazyLock;
 /// Options whose value is not shown.
 const SECRETS: [&str; 1] = ["--auth"];
 
-/// Returns the lines for a picture.
+/// Returns the lines that stand below a plot.
 pub(super) fn lines() -> [String; 2] {
     [format!("ferrite {}, {}", version(), date()), command_line()]
 }
@@ -14,7 +14,7 @@ pub(super) fn version() -> &'static str {
     env!("CARGO_PKG_VERSION")
 }
 
-/// Returns the local time at which the result was first asked for, to the minute.
+/// Returns the local time of the first call, to the minute.
 pub(super) fn date() -> &'static str {
     static DATE: LazyLock<String> =
         LazyLock::new(|| jiff::Zoned::now().strftime("%Y-%m-%d %H:%M %Z").to_string());

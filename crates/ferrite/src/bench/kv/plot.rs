@@ -15,10 +15,10 @@ const MARGINS: [f64; 3] = [64.0, 110.0, 84.0];
 const CHARACTER_WIDTH: f64 = 7.6;
 /// Distance of two labels, so that they do not overlap.
 const LABEL_HEIGHT: f64 = 17.0;
-/// The number of characters of the command line in a line of the picture.
+/// The width, in characters, at which the text below the plot is wrapped.
 const FOOTER_CHARACTERS: usize = 118;
 const FOOTER_LINES: usize = 3;
-/// Points for each nine.
+/// Points of a line for each nine of the percentile.
 const STEPS_PER_NINE: u32 = 8;
 const NINES_MAX: u32 = 6;
 /// Colours that people with colour blindness can tell apart.
@@ -31,7 +31,7 @@ pub(super) struct Line {
     test: String,
     /// The transport, if there are several.
     group: Option<String>,
-    /// Number of nines of the percentile, and microseconds.
+    /// For each point, the number of nines of the percentile, and the latency in microseconds.
     points: Vec<(f64, f64)>,
 }
 
@@ -82,7 +82,7 @@ fn style(line: &Line, lines: &[Line]) -> (&'static str, &'static str) {
     }
 }
 
-/// Where things are in the picture.
+/// The edges of the plot within the picture, and the ranges of its axes.
 struct Area {
     above: f64,
     bottom: f64,
@@ -195,7 +195,8 @@ fn axes(area: &Area, out: &mut String) {
     );
 }
 
-/// Draws the lines. Each label stands on the right with a sample of its line, joined to its end.
+/// Draws the lines. Each label stands on the right, next to a sample of its line, and is joined to
+/// the end of that line.
 fn curves(area: &Area, lines: &[Line], out: &mut String) {
     let mut labels = Vec::new();
     for line in lines {
@@ -285,7 +286,7 @@ fn percentile(nines: u32) -> String {
     }
 }
 
-/// Formats a multiple of a power of ten of a microsecond with its unit.
+/// Formats `factor` times ten to the power of `decade` microseconds, with a unit.
 fn time(decade: f64, factor: f64) -> String {
     let (unit, above) = match decade {
         below if below < 0.0 => ("ns", -3.0),

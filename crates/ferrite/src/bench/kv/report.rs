@@ -11,8 +11,8 @@ use crate::exit::Failure;
 use crate::latency::{Latency, RoundTrips, two_decimals};
 use crate::output;
 
-/// The share of late requests from which on the report says that the rate is too high. Below it, a
-/// few pauses of the machine explain them.
+/// The share of late requests above which the report says that the rate is too high. A smaller
+/// share can come from a few pauses of the machine.
 const LATE_SHARE: f64 = 0.01;
 
 /// The result of one test over one transport.
@@ -274,7 +274,7 @@ impl<'a> Report<'a> {
     }
 }
 
-/// Writes what is special about a row.
+/// Writes notes below a row: partial result, first error, too many late requests.
 fn notes(row: &Row, out: &mut String) {
     if !row.complete {
         let _ = writeln!(out, "      partial result: ended after {:.2} s", row.seconds);

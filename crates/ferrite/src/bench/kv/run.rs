@@ -1,4 +1,4 @@
-//! What connections have measured.
+//! The results of connections, and their sums.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -20,7 +20,7 @@ pub(super) struct Run {
     pub(super) first_error: Option<String>,
     /// Requests that were sent later than they were due.
     pub(super) late: u64,
-    /// Requests with those of the warm-up.
+    /// All requests, including those of the warm-up.
     pub(super) all_requests: u64,
     /// In nanoseconds.
     pub(super) latency: Histogram<u64>,
@@ -40,14 +40,14 @@ impl Run {
         })
     }
 
-    /// Adds what ran at the same time.
+    /// Adds a result that was measured at the same time.
     pub(super) fn add_concurrent(&mut self, other: &Self) {
         let seconds = self.seconds.max(other.seconds);
         self.add_next(other);
         self.seconds = seconds;
     }
 
-    /// Adds what ran after this.
+    /// Adds a result that was measured after this one.
     pub(super) fn add_next(&mut self, other: &Self) {
         self.transport_info = self.transport_info.take().or_else(|| other.transport_info.clone());
         self.seconds += other.seconds;
@@ -61,7 +61,8 @@ impl Run {
 }
 
 /// The result of one connection so far. It outlives the connection, so that nothing is lost if the
-/// connection fails. The connection locks it once for each batch, and is almost always alone.
+/// connection fails. The connection locks it for each batch; other threads lock it only to show the
+/// progress, and at the end.
 pub(super) struct SharedRun(Mutex<Run>);
 
 impl SharedRun {

@@ -1,4 +1,5 @@
-//! The test itself, over any stream. Each round has a number of writes there, then as many back.
+//! The test itself, over any stream. In each round, the client sends a number of writes, then the
+//! server sends as many back.
 //!
 //! ```text
 //!   client                                        server

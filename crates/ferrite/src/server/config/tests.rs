@@ -1,4 +1,4 @@
-//! What the server makes of a file, and the shipped example.
+//! Tests of the settings that a file gives, and of the shipped example.
 
 use super::*;
 
@@ -24,7 +24,7 @@ fn shipped_example_is_valid_and_complete() {
         });
         assert!(found, "packaging/ferrite.toml does not show {}", setting.key);
     }
-    // What is not in a comment is the default.
+    // Keys that are not in a comment have their default values.
     let file = file::read(Program::Server, EXAMPLE).expect("the example");
     for (setting, entry) in file.values.iter() {
         assert_eq!(
