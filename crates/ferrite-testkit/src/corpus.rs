@@ -30,11 +30,11 @@ pub fn every_input_passes(checks: &[Check]) {
     }
 }
 
-/// Checks that every corpus that belongs to this crate by name has a check. The other crates test
-/// theirs.
+/// Checks that the corpora that `is_ours` selects by name are exactly those of `checks`. Other
+/// crates test their own corpora.
 ///
 /// # Panics
-/// If one has none.
+/// If a corpus has no check, or a check has no corpus.
 pub fn every_corpus_has_a_check(checks: &[Check], is_ours: impl Fn(&str) -> bool) {
     let folders = fs::read_dir(corpora()).expect("corpus directory");
     let folders = folders.map(|entry| entry.expect("directory entry").file_name().into_string());

@@ -23,7 +23,8 @@ impl TempDir {
             let path = std::env::temp_dir().join(name);
             match std::fs::create_dir(&path) {
                 Ok(()) => return Self(path),
-                // Of a killed process, or of a process in another guest with the same id.
+                // Left by a killed process, or created by a process in another guest with the same
+                // id.
                 Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
                 Err(error) => panic!("cannot create {}: {error}", path.display()),
             }

@@ -52,7 +52,7 @@ impl<'a> Start<'a> {
         words
     }
 
-    /// Returns the lines of a configuration file. `options` are lines, too.
+    /// Returns the lines of a configuration file. Here, each of `options` is a whole line.
     fn lines(&self, directory: &Path) -> String {
         let mut lines = vec![
             format!("dir {}", directory.display()),
@@ -104,7 +104,8 @@ impl Engine {
     }
 
     /// Starts an engine whose options are in a configuration file, not on its command line, and
-    /// waits until it answers.
+    /// waits until it answers. Each option is a line of the file, and the defaults of [`Start`] for
+    /// TCP and persistence do not apply.
     #[must_use]
     pub fn start_from_file(start: &Start<'_>) -> Self {
         let directory = TempDir::new("engine");
@@ -140,8 +141,8 @@ impl Engine {
         let _ = self.process.wait();
     }
 
-    /// Starts an engine that has exited again, with the same options and in the same directory, and
-    /// waits until it answers.
+    /// Starts the engine again, with the same options and in the same directory, and waits until it
+    /// answers. Kills it before, if it still runs.
     pub fn restart(&mut self) {
         self.kill();
         self.process = launch(&self.program, &self.arguments);
@@ -254,7 +255,7 @@ fn launch(program: &Path, arguments: &[OsString]) -> Child {
 /// Returns whether an engine replies on this socket.
 fn replies_to_ping(socket: &Path) -> bool {
     let Ok(mut stream) = UnixStream::connect(socket) else { return false };
-    // Between two looks at whether the process still runs.
+    // Short, because the caller checks between two attempts whether the process still runs.
     let _ = stream.set_read_timeout(Some(Duration::from_secs(1)));
     let mut reply = String::new();
     stream.write_all(b"PING\r\n").is_ok()
@@ -277,7 +278,7 @@ mod commands {
         /// Opens a connection to the engine's own socket.
         ///
         /// # Errors
-        /// The engine does not accept it.
+        /// The engine does not accept the connection.
         pub fn connection(&self) -> RedisResult<redis::Connection> {
             redis::Client::open(format!("unix://{}", self.socket().display()))?.get_connection()
         }

@@ -20,7 +20,7 @@ pub const HELLO: Hello = Hello {
     program: Program::UNKNOWN,
 };
 
-/// Encodes an offer at this address of a queue pair that does not exist.
+/// Encodes an offer of a queue pair at this address. The queue pair does not exist.
 #[must_use]
 pub fn offer(ip: IpAddr) -> Vec<u8> {
     let gid = match ip {

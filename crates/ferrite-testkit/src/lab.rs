@@ -34,8 +34,8 @@ pub fn verbs() -> Verbs {
     Verbs::system().expect("rdma-core")
 }
 
-/// Returns the factor for deadlines: 1 on User-Mode Linux, more where everything is emulated and
-/// slower.
+/// Returns the factor for deadlines: 1 on User-Mode Linux, 4 on the other kernels of the lab, where
+/// everything is emulated and slower.
 #[must_use]
 pub fn slowdown() -> u32 {
     if std::env::var("FERRITE_LAB_KERNEL").is_ok_and(|kernel| kernel != "uml") { 4 } else { 1 }
@@ -44,7 +44,7 @@ pub fn slowdown() -> u32 {
 /// Returns an address of a host with a port that the system picks.
 ///
 /// # Panics
-/// If the host's address is none.
+/// If the host's address is not an IP address.
 #[must_use]
 pub fn any_port((_, ip): (&str, &str)) -> SocketAddr {
     SocketAddr::new(ip.parse().expect("an address"), 0)

@@ -1,4 +1,5 @@
-//! What tests of several crates share. A dev-dependency of the other crates; no product uses it.
+//! Code that the tests of several crates share. Other crates have it as a dev-dependency; no
+//! product uses it.
 //!
 //! | module | contents | feature |
 //! |---|---|---|

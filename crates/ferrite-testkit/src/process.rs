@@ -106,7 +106,7 @@ impl PeerProcess {
     /// rest of the line.
     ///
     /// # Panics
-    /// If there is none in time, or another one.
+    /// If no line arrives in time, or if the line does not begin with `word`.
     #[track_caller]
     pub fn expect_line(&self, word: &str) -> String {
         let line =

@@ -27,7 +27,7 @@ impl Random {
     /// # Panics
     /// If `len` is 0.
     pub fn index(&mut self, len: usize) -> usize {
-        self.below(len as u64) as usize // below a usize
+        self.below(len as u64) as usize // fits: below `len`
     }
 
     /// Puts items into random order.

@@ -61,7 +61,7 @@ impl Transport for UnixStream {
     }
 }
 
-/// The shortest wait: bytes that have already arrived are read even after a limit.
+/// The shortest wait: bytes that have already arrived are read even after the limit has passed.
 const SHORTEST: Duration = Duration::from_millis(1);
 
 /// What a client receives.
@@ -127,7 +127,7 @@ impl<T: Transport> Connection<T> {
     /// Receives the next reply.
     ///
     /// # Errors
-    /// The bytes are not a reply: SYNC sends newlines while it works.
+    /// The bytes are not a reply. For example, SYNC sends newlines while it works.
     pub fn try_receive(&mut self, limit: Duration) -> Result<Response, String> {
         let started = Instant::now();
         let mut framer = ReplyFramer::new(Limits { inline_bytes: 1 << 20, ..Limits::default() });
@@ -149,7 +149,8 @@ impl<T: Transport> Connection<T> {
         }
     }
 
-    /// Receives everything until the engine closes the connection, or a timeout if it does not.
+    /// Receives everything until the engine closes the connection. Returns [`Response::Timeout`] if
+    /// it does not close it in time.
     pub fn receive_until_close(&mut self, limit: Duration) -> Response {
         let started = Instant::now();
         loop {

@@ -19,7 +19,7 @@ pub struct Screen {
     keys: File,
     output: Arc<Mutex<Vec<u8>>>,
     reader: Option<JoinHandle<()>>,
-    /// Where the text ends that was last expected.
+    /// Offset in the output: the end of the text that [`Screen::expect_next`] found last.
     seen: usize,
 }
 
@@ -41,7 +41,8 @@ impl Screen {
         let (mut screen, all) = (keys.try_clone().expect("a descriptor"), Arc::clone(&output));
         let reader = std::thread::spawn(move || {
             let mut bytes = [0; 4096];
-            // When no program has the terminal any more, Linux reports an error and no end.
+            // When no program has the terminal any more, Linux reports an error instead of the end
+            // of the file.
             while let Ok(count @ 1..) = screen.read(&mut bytes) {
                 all.lock().unwrap_or_else(PoisonError::into_inner).extend(&bytes[..count]);
             }
@@ -70,7 +71,7 @@ impl Screen {
         until_or(TIMEOUT, text, || self.text().contains(text), || self.text());
     }
 
-    /// Waits for a text behind the one that was last expected in this way.
+    /// Waits for a text after the one that the previous call of this function found.
     ///
     /// # Panics
     /// If it does not appear in time.
@@ -104,8 +105,8 @@ pub struct Terminal {
 }
 
 impl Terminal {
-    /// Starts a program with stdin, stdout and stderr on a terminal of this size, which sends it
-    /// signals: Ctrl-C interrupts it.
+    /// Starts a program with stdin, stdout and stderr on a terminal of this size. This is the
+    /// program's controlling terminal, so Ctrl-C interrupts it.
     ///
     /// # Panics
     /// If there is no terminal, or the program cannot be started.
@@ -115,8 +116,8 @@ impl Terminal {
         let end = || program.try_clone().expect("a descriptor");
         let mut command = with_controlling_terminal(command);
         command.stdin(end()).stdout(end()).stderr(end()).env("TERM", "xterm-256color");
-        // The command and its end of the terminal are dropped here: only when all ends are closed,
-        // the output ends.
+        // The command and its end of the terminal are dropped here, because the output ends only
+        // when all copies of this end are closed.
         Self { child: command.spawn().expect("the program starts"), screen }
     }
 
@@ -140,7 +141,7 @@ impl Terminal {
     }
 }
 
-/// Returns a command that makes stdin the program's controlling terminal first.
+/// Returns a command that makes stdin the controlling terminal and then runs `program`.
 fn with_controlling_terminal(program: &Command) -> Command {
     let mut command = Command::new("setsid"); // of util-linux, which every Debian has
     command.arg("--ctty").arg(program.get_program()).args(program.get_args());

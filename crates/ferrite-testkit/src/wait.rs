@@ -11,16 +11,17 @@ use std::time::{Duration, Instant};
 /// Longer than any step of a test takes, on a busy machine and on the slowest kernel of the lab.
 pub const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The first and the longest pause between two looks at a condition.
+/// The first and the longest pause between two checks of a condition.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(20));
 
-/// Looks at a condition again and again. Returns whether it came true within `limit`.
+/// Checks a condition again and again. Returns whether it came true within `limit`.
 #[must_use]
 pub fn comes_true(limit: Duration, mut condition: impl FnMut() -> bool) -> bool {
     let deadline = Instant::now() + limit;
     let mut pause = PAUSES.0;
     loop {
-        // The clock first: a thread that did not run for long must still look once more.
+        // Reads the clock first: a thread that did not run for a long time must still check once
+        // more.
         let is_last = Instant::now() >= deadline;
         if condition() {
             return true;
@@ -71,7 +72,7 @@ pub async fn until_async(what: &str, mut condition: impl AsyncFnMut() -> bool) {
     }
 }
 
-/// Runs a future on this thread. Whatever it waits for is driven by other threads.
+/// Runs a future on this thread. Other threads must drive whatever the future waits for.
 ///
 /// # Panics
 /// If it is not ready within `limit`.

@@ -41,7 +41,7 @@ codes! {
     pub struct AsyncEventKind, unknown: "unknown event" {
         /// Completions are lost, and the queue is unusable.
         CQ_ERROR = sys::ibv_event_type::IBV_EVENT_CQ_ERR.0, "completion queue overran";
-        /// Everything posted to it flushes.
+        /// Everything posted to the queue pair is flushed.
         QP_FATAL = sys::ibv_event_type::IBV_EVENT_QP_FATAL.0, "queue pair failed";
         /// The peer asked for something that this queue pair does not allow.
         QP_REQUEST_ERROR = sys::ibv_event_type::IBV_EVENT_QP_REQ_ERR.0,
@@ -53,7 +53,7 @@ codes! {
         ESTABLISHED = sys::ibv_event_type::IBV_EVENT_COMM_EST.0, "connection is established";
         /// All sends posted before the drain request are done.
         SEND_QUEUE_DRAINED = sys::ibv_event_type::IBV_EVENT_SQ_DRAINED.0, "send queue is drained";
-        /// Close everything on it.
+        /// Close everything on the device.
         DEVICE_FATAL = sys::ibv_event_type::IBV_EVENT_DEVICE_FATAL.0,
             "device failed or was removed";
         /// Traffic can pass.
@@ -62,7 +62,7 @@ codes! {
         PORT_ERROR = sys::ibv_event_type::IBV_EVENT_PORT_ERR.0, "port went down";
         /// See [`Context::gids`].
         GID_CHANGE = sys::ibv_event_type::IBV_EVENT_GID_CHANGE.0, "addresses of the port changed";
-        /// The receives in it are lost.
+        /// The receives in the queue are lost.
         SRQ_ERROR = sys::ibv_event_type::IBV_EVENT_SRQ_ERR.0, "shared receive queue failed";
         /// See [`crate::SharedReceiveQueue::arm_limit`].
         SRQ_LIMIT = sys::ibv_event_type::IBV_EVENT_SRQ_LIMIT_REACHED.0,
@@ -96,7 +96,7 @@ impl Context {
         Ok(Some(event))
     }
 
-    /// Returns the next event, waiting up to `timeout`; `None` if that passed.
+    /// Returns the next event, waiting up to `timeout`; `None` if `timeout` passed.
     ///
     /// # Errors
     /// If the device was removed.

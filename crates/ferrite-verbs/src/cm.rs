@@ -1,9 +1,9 @@
 //! RDMA CM: finds a peer by IP address and performs the connection handshake.
 //!
-//! Safe forms of librdmacm's identifiers and events. [`connect`] and [`accept`] combine the steps
-//! for callers that may block. Queue pairs belong to us, not to librdmacm: the CM only carries
-//! their numbers and computes their attributes. So one device context serves all connections, and a
-//! queue pair is the same object no matter how the peers found each other.
+//! This module wraps librdmacm's identifiers and events in safe types. [`connect`] and [`accept`]
+//! combine the steps for callers that may block. Queue pairs belong to us, not to librdmacm: the CM
+//! only carries their numbers and computes their attributes. So one device context serves all
+//! connections, and a queue pair is the same object no matter how the peers found each other.
 
 use std::net::SocketAddr;
 use std::ptr::NonNull;
@@ -82,8 +82,8 @@ unsafe impl Sync for CmId {}
 impl Drop for CmId {
     fn drop(&mut self) {
         self.channel.id_infos().remove(&self.key);
-        // SAFETY: created for us and destroyed once; no queue pair was attached to it. Every event
-        // of it is acknowledged where it is fetched, so this does not wait for long.
+        // SAFETY: created for us and destroyed once; no queue pair was attached to it. Its events
+        // are acknowledged as soon as they are fetched, so this call does not wait for long.
         let rc = unsafe { (self.cm().rdma_destroy_id)(self.raw.as_ptr()) };
         if !crate::leak::count_unless_released(rc) {
             // The identifier still points to the channel, so leak that too.
@@ -97,8 +97,8 @@ impl Drop for CmId {
 
 /// Makes librdmacm close the devices that were removed.
 ///
-/// librdmacm opens each device once, and checks only in this call whether it still exists. The
-/// kernel cannot finish removing a Soft-RoCE device while a process holds it open.
+/// librdmacm opens each device once, and checks only in `rdma_get_devices` whether it still exists.
+/// The kernel cannot finish removing a Soft-RoCE device while a process holds it open.
 #[cold]
 fn close_removed_devices(cm: &sys::CmFunctions) {
     if let (Some(devices), Some(free)) = (cm.rdma_get_devices, cm.rdma_free_devices) {
@@ -136,14 +136,14 @@ impl CmId {
         self.key
     }
 
-    /// Returns the channel that delivers its events.
+    /// Returns the channel that delivers the events of this identifier.
     #[must_use]
     pub fn channel(&self) -> &EventChannel {
         &self.channel
     }
 
-    /// Returns the device and port that it is bound to. `None` before an address is bound or
-    /// resolved, and for a listener on all addresses.
+    /// Returns the device and port that the identifier is bound to. `None` before an address is
+    /// bound or resolved, and for a listener on all addresses.
     #[must_use]
     pub fn device(&self) -> Option<(String, u8)> {
         self.info().device
@@ -347,7 +347,7 @@ impl CmId {
     }
 
     /// Restricts a listener on `[::]` to IPv6. Otherwise it listens on IPv4 as well, and occupies
-    /// the port there.
+    /// the port for both families.
     ///
     /// # Errors
     /// If the address is already bound.

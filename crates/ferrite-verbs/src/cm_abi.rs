@@ -1,5 +1,5 @@
-//! The parts of RDMA CM's C interface that the fake provider shares: socket addresses, and the
-//! sizes of private data.
+//! The parts of RDMA CM's C interface that the safe types and the fake provider share: socket
+//! addresses, and the sizes of private data.
 
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV6};
 

@@ -90,7 +90,8 @@ impl Context {
     /// has already destroyed all objects and unpinned all memory of this context:
     /// `ib_uverbs_free_hw_resources` (in its `drivers/infiniband/core/uverbs_main.c`) calls
     /// `uverbs_destroy_ufile_hw` (`rdma_core.c`), whose last step closes the event files. These
-    /// then report EPOLLERR (`ib_uverbs_event_poll`). Soft-RoCE waits for its users instead.
+    /// then report EPOLLERR (`ib_uverbs_event_poll`). When a Soft-RoCE device is removed, the
+    /// kernel waits for the users of the device instead.
     #[must_use]
     pub fn is_disassociated(&self) -> bool {
         use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -241,11 +242,11 @@ pub(crate) fn exceeded(asked: &[(&str, u32, u32)]) -> Option<String> {
     Some(format!("{name} is {asked}, the device allows {max}"))
 }
 
-/// Makes a file descriptor from the verbs libraries non-blocking: callers wait themselves, with a
-/// deadline.
+/// Makes a file descriptor from the verbs libraries non-blocking: callers do their own waiting,
+/// with a deadline.
 pub(crate) fn set_nonblocking(fd: BorrowedFd<'_>, what: &str) -> Result<(), Error> {
     if cfg!(miri) {
-        return Ok(()); // Miri has no such call; it only reads events that exist
+        return Ok(()); // Miri has no such call; tests under Miri read only events that exist
     }
     let flags = rustix::fs::fcntl_getfl(fd).map_err(|errno| Error::os("fcntl", errno, what))?;
     rustix::fs::fcntl_setfl(fd, flags | rustix::fs::OFlags::NONBLOCK)

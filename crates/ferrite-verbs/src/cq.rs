@@ -56,7 +56,8 @@ impl Context {
     /// the number that the device has).
     ///
     /// # Errors
-    /// [`ErrorKind::DeviceLimit`] if the device has no queue that deep; otherwise lack of memory.
+    /// [`ErrorKind::DeviceLimit`] if the device does not support that depth; otherwise lack of
+    /// memory.
     pub fn create_completion_queue(
         &self,
         depth: u32,
@@ -121,7 +122,8 @@ impl CompletionChannel {
         Ok(Some(CqKey(key.addr())))
     }
 
-    /// Returns the next queue that has an event, waiting up to `timeout`; `None` if that passed.
+    /// Returns the next queue that has an event, waiting up to `timeout`; `None` if `timeout`
+    /// passed.
     ///
     /// # Errors
     /// If the device was removed.
@@ -199,8 +201,8 @@ impl CompletionQueue {
 
     /// Returns how many completions fit.
     ///
-    /// More completions than that, if not polled, overrun the queue. It then breaks, and only an
-    /// async event reports it.
+    /// If more completions wait to be polled, the queue overruns: it breaks, and only an async
+    /// event reports this.
     #[must_use]
     pub fn depth(&self) -> u32 {
         // SAFETY: the queue is alive; the field changes only by resizing, which we do not do.
@@ -225,9 +227,9 @@ impl CompletionQueue {
             .map_err(|_| Error::new(ErrorKind::System, "ibv_poll_cq", format!("returned {got}")))
     }
 
-    /// Requests one event for the next completion. With `solicited_only`: for the next one that its
-    /// sender marked, or that failed. Poll once more after this call: completions that arrived
-    /// before it raise no event.
+    /// Requests one event for the next completion. With `solicited_only`, requests it for the next
+    /// completion that failed or that its sender marked as solicited. Poll once more after this
+    /// call: completions that arrived before it raise no event.
     ///
     /// # Errors
     /// If the device was removed.

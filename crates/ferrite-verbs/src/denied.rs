@@ -1,7 +1,8 @@
 //! Finds the device file that this process may not use.
 //!
-//! rdma-core does not say so: librdmacm searches for another file when it may not open the one it
-//! found, and returns the error of that search. So the files are asked directly.
+//! rdma-core does not report a denied file: librdmacm searches for another file when it may not
+//! open the one it found, and returns the error of that search. So this module checks the files
+//! itself.
 
 use std::path::{Path, PathBuf};
 
@@ -16,7 +17,7 @@ pub(crate) const DEVICES: &str = "uverbs";
 pub(crate) const CM: &str = "rdma_cm";
 
 /// Returns the first file whose name starts with `prefix` that this process may not open, or the
-/// directory if that is closed.
+/// directory if the process may not read it.
 pub(crate) fn denied_file(prefix: &str) -> Option<PathBuf> {
     if cfg!(miri) {
         return None; // Miri has no accessat
@@ -39,8 +40,8 @@ fn denied_in(directory: &Path, prefix: &str) -> Option<PathBuf> {
 /// Returns whether the effective user lacks the permission. A missing file is not denied.
 fn is_denied(path: &Path, access: Access) -> bool {
     let asked = match accessat(CWD, path, access, AtFlags::EACCESS) {
-        // Not the file's answer: old container engines refuse system calls that they do not know
-        // with EPERM, here faccessat2. The older call asks for the real user.
+        // This error is not about the file: old container engines refuse unknown system calls, here
+        // faccessat2, with EPERM. The older call checks the real user instead of the effective one.
         Err(Errno::PERM | Errno::NOSYS) => accessat(CWD, path, access, AtFlags::empty()),
         asked => asked,
     };

@@ -132,7 +132,7 @@ impl Device {
         Some(link.file_name()?.to_string_lossy().into_owned())
     }
 
-    /// Returns what its provider does differently. Reads sysfs: ask once.
+    /// Returns the quirks of the device's provider. Each call reads sysfs, so keep the result.
     #[must_use]
     pub fn quirks(&self) -> DeviceQuirks {
         DeviceQuirks::of_driver(self.driver().as_deref())
@@ -140,7 +140,8 @@ impl Device {
 
     /// Returns the device's file, if this process may not open it.
     pub(crate) fn denied_file(&self) -> Option<PathBuf> {
-        // Soft-RoCE has no bus device that names its file.
+        // Soft-RoCE has no bus device that names its file; then the files of all devices are
+        // checked.
         let files = self.sysfs_path("device/infiniband_verbs").read_dir();
         let file = files.ok().and_then(|mut files| files.next()?.ok());
         match file {

@@ -53,7 +53,7 @@ pub enum Absence {
         /// The error that librdmacm reported.
         detail: String,
     },
-    /// The device exists, but none of its ports is active.
+    /// The device exists, but the requested port is not active, or no port is.
     #[error("RDMA port down: {device} port {port} is {state}")]
     PortDown {
         /// The device name.
@@ -66,7 +66,7 @@ pub enum Absence {
 }
 
 impl Absence {
-    /// Returns what to do about it.
+    /// Returns the remedy: what an operator can do to make RDMA available.
     #[must_use]
     pub fn remedy(&self) -> String {
         match self {
@@ -117,7 +117,7 @@ pub enum ErrorKind {
     /// A cgroup (the rdma controller) allows no more objects, or the device is busy: stop creating
     /// them, or raise the limit.
     CgroupLimit,
-    /// The process has no file descriptors left.
+    /// The process or the host has no file descriptors left.
     FileDescriptors,
     /// The request exceeds a limit of the device: ask for less.
     DeviceLimit,
@@ -146,7 +146,7 @@ pub enum ErrorKind {
 }
 
 impl ErrorKind {
-    /// Returns whether this process cannot use RDMA on this host: it is absent, or the user may
+    /// Returns whether this process cannot use RDMA on this host: RDMA is absent, or the user may
     /// not use the devices or pin the memory.
     #[must_use]
     pub fn is_unavailable(self) -> bool {
@@ -404,8 +404,8 @@ pub(crate) fn last_errno() -> Errno {
 
 /// Sets the C library's error number of this thread.
 ///
-/// Callers set it to 0 before calls that some providers fail without setting errno (bnxt_re: a
-/// queue pair with too many inline bytes). Otherwise a number from an earlier call would look like
+/// Some providers fail without setting errno (bnxt_re: a queue pair with too many inline bytes). So
+/// callers set it to 0 before such calls. Otherwise a number from an earlier call would look like
 /// the cause.
 pub(crate) fn set_errno(raw: i32) {
     unsafe extern "C" {

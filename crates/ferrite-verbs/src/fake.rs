@@ -35,8 +35,8 @@
 //! Reliable connections as in the verbs specification and in Soft-RoCE: states; queue capacities
 //! that become free when completions are polled; keys, bounds and permissions on both sides;
 //! flushing in order; receiver-not-ready; shared receive queues; memory windows of type 2B; events
-//! and their acknowledgement; `EBUSY` while children exist. RDMA CM has the events and the padding
-//! that librdmacm gives for identifiers without a queue pair.
+//! and their acknowledgement; `EBUSY` while children exist. For RDMA CM, the fake gives the same
+//! events and padding as librdmacm does for identifiers without a queue pair.
 //!
 //! Everything happens at once, on the caller's thread, under one lock. No packet is in flight, no
 //! thread runs in the background, and the same calls give the same completions. There is no time
@@ -147,9 +147,9 @@ impl World {
         self.with(|state| state.inject(call_name(call), Errno::from_raw_os_error(errno)));
     }
 
-    /// Makes every call of the C function `call` wait until [`World::let_go`]. The real
-    /// `ibv_modify_qp` waits for a second while the kernel resolves the hardware address of a
-    /// silent peer (`ib_resolve_eth_dmac` in Linux).
+    /// Makes every call of the C function `call` wait until [`World::let_go`]. This imitates calls
+    /// that block: the real `ibv_modify_qp` waits for a second while the kernel resolves the
+    /// hardware address of a silent peer (`ib_resolve_eth_dmac` in Linux).
     ///
     /// # Panics
     /// As [`World::fail_next`].
@@ -256,9 +256,9 @@ impl World {
     ///
     /// An async event tells the users, the kernel destroys all their objects, the event descriptors
     /// report an error, and every command fails with EIO, including destroys. (libibverbs passes
-    /// that on unless RDMAV_ALLOW_DISASSOC_DESTROY is set: `libibverbs/cmd_write.h`.) The kernel
-    /// does this if the driver allows it, as mlx5 and most others do (`ib_uverbs_remove_one` and
-    /// `ib_uverbs_free_hw_resources` in its `drivers/infiniband/core/uverbs_main.c`).
+    /// this error on unless RDMAV_ALLOW_DISASSOC_DESTROY is set: `libibverbs/cmd_write.h`.) The
+    /// kernel does this if the driver allows it, as mlx5 and most others do (`ib_uverbs_remove_one`
+    /// and `ib_uverbs_free_hw_resources` in its `drivers/infiniband/core/uverbs_main.c`).
     ///
     /// # Panics
     /// If there is no such device.
@@ -294,7 +294,8 @@ impl World {
         Sizes { largest_region: largest, ..state.sizes }
     }
 
-    /// Runs `call`. C functions without an object that it calls belong to this world.
+    /// Runs `call` in this world: the C functions that it calls without an object belong to this
+    /// world.
     pub(crate) fn enter<T>(&self, call: impl FnOnce() -> T) -> T {
         struct Leave;
         impl Drop for Leave {
@@ -394,7 +395,7 @@ pub struct DeviceSpec {
     pub max_srq: u32,
     pub max_srq_wr: u32,
     pub max_srq_sge: u32,
-    /// Reads that a queue pair may have outstanding, and those that it serves.
+    /// Reads that a queue pair may have outstanding, and reads that it serves at a time.
     pub max_reads: u32,
     /// Whether destroying a queue pair removes its unpolled completions and returns their receives
     /// to the shared receive queue. mlx5 does (`mlx5_destroy_qp` in rdma-core's
@@ -420,14 +421,15 @@ pub struct DeviceSpec {
     /// errno keeps its old value. bnxt_re does this (`bnxt_re_check_qp_limits` and
     /// `bnxt_re_create_qp` in rdma-core's `providers/bnxt_re/verbs.c`).
     pub refuses_silently: bool,
-    /// What the port carries, as verbs number it: 1 is 256 bytes, 5 is 4096. The connection manager
-    /// takes the path MTU from the port of the side that connects, and the other side gets it with
-    /// the request, whatever its own port carries (`cma_resolve_iboe_route` in the kernel's
-    /// `drivers/infiniband/core/cma.c`, `cm_init_qp_rtr_attr` in `cm.c`).
+    /// The MTU of the port, as a verbs code: 1 is 256 bytes, 5 is 4096. The connection manager
+    /// takes the path MTU from the port of the side that connects. The other side gets it with the
+    /// request and uses it, whatever the MTU of its own port (`cma_resolve_iboe_route` in the
+    /// kernel's `drivers/infiniband/core/cma.c`, `cm_init_qp_rtr_attr` in `cm.c`).
     pub active_mtu: u32,
-    /// The port that has the addresses. The earlier ones are active and have none, as on a
-    /// ConnectX-3, which is one device with two ports (`mlx4_ib_query_device` in the kernel's
-    /// `drivers/infiniband/hw/mlx4/main.c` sets `phys_port_cnt`).
+    /// The port that has the addresses, which is the last one. The earlier ones are active too, but
+    /// have none of the addresses, as on a ConnectX-3, which is one device with two ports
+    /// (`mlx4_ib_query_device` in the kernel's `drivers/infiniband/hw/mlx4/main.c` sets
+    /// `phys_port_cnt`).
     pub port: u8,
     /// Whether `ibv_device` says that the device speaks iWARP, as those of `siw` and `irdma` do
     /// (`decode_knode_type` in rdma-core's `libibverbs/init.c`).
@@ -468,7 +470,8 @@ impl DeviceSpec {
     }
 }
 
-/// The sizes that programs have asked for: the latest of each kind.
+/// The sizes that programs have asked for: the largest live region, and the latest of each other
+/// kind.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Sizes {
@@ -480,7 +483,7 @@ pub struct Sizes {
     pub inline: u32,
     /// Receives in a shared receive queue.
     pub shared_receive_queue: u32,
-    /// Completions that were asked for at a time.
+    /// Completions that one poll asked for.
     pub poll_batch: usize,
     /// Bytes of the largest live region; `None` if there is none.
     pub largest_region: Option<usize>,
@@ -503,6 +506,6 @@ pub struct Objects {
     pub event_channels: usize,
     /// Includes the identifiers of requests that nobody has fetched.
     pub cm_ids: usize,
-    /// Fetched, but not acknowledged.
+    /// Events that were fetched, but not acknowledged.
     pub unacked_events: usize,
 }

@@ -15,14 +15,14 @@ use crate::sys;
 pub struct Gid(pub [u8; 16]);
 
 impl Gid {
-    /// Returns the IP address that it represents on RoCE (IPv4 is stored as `::ffff:a.b.c.d`).
+    /// Returns the IP address that the GID represents on RoCE (IPv4 is stored as `::ffff:a.b.c.d`).
     #[must_use]
     pub fn ip(self) -> IpAddr {
         let v6 = Ipv6Addr::from(self.0);
         v6.to_ipv4_mapped().map_or(IpAddr::V6(v6), IpAddr::V4)
     }
 
-    /// Returns the IPv4 address, if it is one.
+    /// Returns the IPv4 address, if the GID represents one.
     #[must_use]
     pub fn ipv4(self) -> Option<Ipv4Addr> {
         Ipv6Addr::from(self.0).to_ipv4_mapped()
@@ -35,7 +35,8 @@ impl Gid {
     }
 
     fn is_unset(self) -> bool {
-        // Unused entries read as zero, or as the default prefix with a zero interface.
+        // Unused entries are all zeros, or have the default prefix (fe80::) and a zero interface
+        // identifier.
         self.0 == [0; 16] || (self.is_link_local() && self.0[8..] == [0; 8])
     }
 }
@@ -68,7 +69,7 @@ codes! {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct GidEntry {
-    /// The port it belongs to.
+    /// The number of the port that the entry belongs to.
     pub port: u8,
     /// The index in the table, as in `rdma_gid_index` and `ib_send_lat -x`.
     pub index: u32,

@@ -19,10 +19,11 @@
 //! | `fake.rs` | a software provider behind the same table (feature `fake`) |
 //!
 //! Safety: safe code cannot make the device access freed memory. A [`MemoryRegion`] owns its bytes
-//! and never lends them. A queue that was given a part of a region keeps it registered until the
-//! queue is destroyed. Code that brings its own memory does so through `unsafe` calls with a
-//! written contract ([`ProtectionDomain::register`], [`Sge::from_raw`]). If the device refuses to
-//! release an object, the object and its memory are leaked and counted ([`leaked_objects`]).
+//! and never lends them. A queue that was given a part of a region keeps the region registered
+//! until the queue is destroyed. Code that brings its own memory does so through `unsafe` calls
+//! with a written contract ([`ProtectionDomain::register`], [`Sge::from_raw`]). If the device
+//! refuses to release an object, the object and its memory are leaked and counted
+//! ([`leaked_objects`]).
 //!
 //! Codes that this version does not know are kept as numbers.
 //!

@@ -1,14 +1,14 @@
 //! Which rdma-core this process uses.
 //!
-//! libibverbs has no call that returns its version. Its file name ends with it:
-//! `libibverbs.so.1.14.44.0` is of rdma-core 44.0. The kernel's list of mapped files has that name,
-//! also where the program asked for `libibverbs.so.1`.
+//! libibverbs has no call that returns its version. The version is at the end of its file name:
+//! `libibverbs.so.1.14.44.0` belongs to rdma-core 44.0. The kernel's list of mapped files shows
+//! this name even though the program opened `libibverbs.so.1`.
 
 use crate::table::{LIBIBVERBS, Verbs};
 
 /// Returns the version and the file of rdma-core for people, or why there is none.
 ///
-/// Loads the library if that has not been done.
+/// Loads the library if it is not loaded yet.
 #[must_use]
 pub fn rdma_core() -> String {
     if let Err(absence) = Verbs::system() {
@@ -18,7 +18,7 @@ pub fn rdma_core() -> String {
     mapped_file(&maps).map_or_else(|| format!("unknown version ({LIBIBVERBS})"), describe)
 }
 
-/// Returns the path of libibverbs in the format of `/proc/PID/maps`.
+/// Returns the path of libibverbs from `maps`, which has the format of `/proc/PID/maps`.
 fn mapped_file(maps: &str) -> Option<&str> {
     let paths = maps.lines().filter_map(|line| line.find('/').map(|start| &line[start..]));
     paths.into_iter().find(|path| file_name(path).starts_with("libibverbs.so."))

@@ -21,18 +21,18 @@ use crate::sys;
 pub struct Access(u32);
 
 impl Access {
-    /// The device may only read it: a source of sends and writes.
+    /// The device may only read the region: a source of sends and writes.
     pub const READ_ONLY: Self = Self(0);
-    /// The device may write it: a target of receives and of reads from a peer.
+    /// The device may write to the region: a target of receives and of reads from a peer.
     pub const LOCAL: Self = Self(sys::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE.0);
-    /// A peer that has the key may read it.
+    /// A peer that has the key may read the region.
     pub const REMOTE_READ: Self =
         Self(Self::LOCAL.0 | sys::ibv_access_flags::IBV_ACCESS_REMOTE_READ.0);
-    /// A peer that has the key may write it.
+    /// A peer that has the key may write to the region.
     pub const REMOTE_WRITE: Self =
         Self(Self::LOCAL.0 | sys::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE.0);
-    /// Memory windows may be bound to it ([`MemoryRegion::window`]), and the device may write it.
-    /// Without a window, peers cannot access it.
+    /// Memory windows may be bound to the region ([`MemoryRegion::window`]), and the device may
+    /// write to it. Without a window, peers cannot access the region.
     pub const WINDOWS: Self = Self(Self::LOCAL.0 | sys::ibv_access_flags::IBV_ACCESS_MW_BIND.0);
     /// The device may write out of order: faster on some hosts, ignored where it is not supported.
     /// Poll completions, never the memory itself.
@@ -69,7 +69,8 @@ impl std::ops::BitOr for Access {
 #[derive(Debug)]
 pub struct MemoryRegion(Arc<Registration>);
 
-/// Memory of the peer, in numbers that the peer sent; only the peer's device checks them.
+/// A part of the peer's memory, described by numbers that the peer sent. Only the peer's device
+/// checks them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RemoteSlice {
     /// Address in the peer's process.
@@ -400,7 +401,7 @@ mod tests {
         assert_eq!(error.kind(), ErrorKind::DeviceGone, "{error}");
         assert_eq!((region.to_vec(0, 4), world.objects().memory_regions), (b"mine".to_vec(), 1));
 
-        // A queue may still make the device access it.
+        // The queue pair may still make the device access the region.
         let cq = context.create_completion_queue(4, None, 0).expect("queue");
         let qp = domain.create_queue_pair(&QueuePairConfig::new(&cq)).expect("queue pair");
         qp.modify(&QueuePairAttributes::init(1, Access::LOCAL)).expect("init");

@@ -1,16 +1,16 @@
 //! Memory windows: parts of a region that only the peer of one queue pair may access.
 //!
 //! The key of a region is valid on every queue pair of its protection domain. A window of type 2 is
-//! bound to one queue pair by a work request, and the device refuses its key on any other. (Types
-//! 2A and 2B of the specification differ only in whether the domain is checked too.) The region
-//! below needs [`Access::WINDOWS`] and no remote rights of its own.
+//! bound to one queue pair by a work request, and the device refuses its key on any other queue
+//! pair. (Types 2A and 2B of the specification differ only in whether the domain is checked too.)
+//! The region that contains the window needs [`Access::WINDOWS`] and no remote rights of its own.
 //!
 //! A window is bound once: it is created, bound with
 //! [`SendRequest::bind`](crate::SendRequest::bind), and released. Requests posted later to the same
 //! queue pair start after the binding.
 //!
 //! Release a window before its queue pair. A Soft-RoCE window holds a reference to its queue pair,
-//! and destroying the queue pair waits until that is released.
+//! and destroying the queue pair waits until the window is released.
 
 use std::ops::Range;
 use std::ptr::NonNull;
@@ -69,9 +69,9 @@ impl MemoryRegion {
 }
 
 impl ProtectionDomain {
-    /// Creates a window and releases it, to find out whether the device supports windows. Its flags
-    /// are not reliable: bnxt_re's kernel driver has windows, but its provider in rdma-core has no
-    /// call for them.
+    /// Creates a window and releases it, to find out whether the device supports windows. The
+    /// device's flags are not reliable: bnxt_re's kernel driver has windows, but its provider in
+    /// rdma-core has no call for them.
     ///
     /// # Errors
     /// As [`MemoryRegion::window`].
@@ -83,7 +83,8 @@ impl ProtectionDomain {
     fn allocate_window(&self, what: impl Fn() -> String) -> Result<NonNull<sys::ibv_mw>, Error> {
         let context = self.context();
         let what = || format!("{} on {}", what(), context.device().name());
-        // SAFETY: the context is open; the provider filled the operations when it was opened.
+        // SAFETY: the context is open; the provider filled the operations when the context was
+        // opened.
         let ops = unsafe { &(*context.raw()).ops };
         let (Some(allocate), Some(_)) = (ops.alloc_mw, ops.dealloc_mw) else {
             let error = Error::new(ErrorKind::DeviceLimit, "ibv_alloc_mw", what());
@@ -94,7 +95,7 @@ impl ProtectionDomain {
         NonNull::new(raw).ok_or_else(|| Error::last("ibv_alloc_mw", what()))
     }
 
-    /// Called once for each window, or again after a failure.
+    /// Releases a window. Callers call this once for each window, and again only after a failure.
     fn release_window(&self, raw: NonNull<sys::ibv_mw>) -> i32 {
         // SAFETY: the context is open while the domain is; the operation existed when the window
         // was created.
@@ -118,7 +119,8 @@ fn choose_key(first: u32) -> u32 {
 }
 
 impl MemoryWindow {
-    /// Returns what the peer of the bound queue pair may address: send these numbers to it.
+    /// Returns the memory that the peer of the bound queue pair may access: send these numbers to
+    /// the peer.
     #[must_use]
     pub fn remote(&self) -> RemoteSlice {
         RemoteSlice { addr: self.addr, len: self.len, rkey: self.rkey }
@@ -146,8 +148,8 @@ impl MemoryWindow {
         rc
     }
 
-    /// Returns the fields of the work request that binds the window; the caller adds number and
-    /// flags.
+    /// Returns the fields of the work request that binds the window; the caller adds the request's
+    /// number and flags.
     pub(crate) fn binding(&self) -> sys::ibv_send_wr__bindgen_ty_4__bindgen_ty_1 {
         let bind_info = sys::ibv_mw_bind_info {
             mr: self.region.as_ref().map_or(std::ptr::null_mut(), |region| region.raw()),

@@ -55,7 +55,8 @@ impl Context {
     /// Returns one port, if it is active.
     ///
     /// # Errors
-    /// [`Absence::PortDown`] if it is not; or there is no such port, or the device was removed.
+    /// [`Absence::PortDown`] if the port is not active. Other errors if there is no such port, or
+    /// the device was removed.
     pub fn active_port_numbered(&self, number: u8) -> Result<Port, Error> {
         let port = self.port(number)?;
         if port.is_active() {
@@ -80,9 +81,9 @@ impl Context {
     }
 
     /// Returns whether the device no longer carries out commands: it was removed, or it has failed
-    /// and the kernel has not taken it away yet. A port query reaches the device, so it shows
-    /// this (`mlx5_query_port` in the kernel's `drivers/infiniband/hw/mlx5/main.c`); device limits
-    /// may be cached.
+    /// and the kernel has not taken it away yet. A port query shows this, because it reaches the
+    /// device (`mlx5_query_port` in the kernel's `drivers/infiniband/hw/mlx5/main.c`). A query of
+    /// the device's limits may be answered from a cache.
     #[must_use]
     pub fn is_dead(&self) -> bool {
         let gone = [Errno::IO, Errno::NODEV].map(|errno| Some(errno.raw_os_error()));
@@ -98,8 +99,9 @@ impl Port {
         // ibv_query_port is an inline function in C. It calls the function of the extended context
         // if there is one, else the exported symbol, which fills only the fields of the first ABI.
         // SAFETY: the context is open. A context whose `abi_compat` is all ones is embedded in a
-        // `verbs_context`, whose `sz` is its size counted from the end. `query_port` is its first
-        // field, so it may be read only if `sz` covers the whole struct as we know it.
+        // `verbs_context`. New fields are added at the front of that struct, so its `sz` counts
+        // bytes from the end. `query_port` is the first field that we know, so it may be read only
+        // if `sz` covers the whole struct as we know it.
         let rc = unsafe {
             let extended = raw
                 .cast::<u8>()

@@ -25,9 +25,9 @@ pub use attributes::{Path, PeerAddress, QueuePairAttributes};
 pub struct QueuePairConfig {
     /// The queue for completions of sends, writes and reads.
     pub send_cq: CompletionQueue,
-    /// The queue for completions of receives; may be the same.
+    /// The queue for completions of receives; may be the same as `send_cq`.
     pub recv_cq: CompletionQueue,
-    /// The queue to take receives from, instead of a receive queue of its own.
+    /// The shared receive queue, if the queue pair has no receive queue of its own.
     pub srq: Option<SharedReceiveQueue>,
     /// Entries of the send queue.
     pub max_send_wr: u32,
@@ -65,7 +65,7 @@ impl QueuePairConfig {
 /// to it.
 pub struct QueuePair {
     raw: NonNull<sys::ibv_qp>,
-    /// Set by [`QueuePair::destroy`]; only `Drop` follows.
+    /// Set by [`QueuePair::destroy`], so that `Drop` does not destroy the queue pair again.
     destroyed: bool,
     capacity: Capacity,
     // Dropped after `Drop` has destroyed `raw`: first the memory, then the parents.
@@ -163,7 +163,7 @@ impl ProtectionDomain {
         });
         match limit {
             Some(limit) => error.with_kind(ErrorKind::DeviceLimit).because(limit),
-            // Devices do not report their maximum of inline bytes, so this is only likely.
+            // Devices do not report their maximum of inline bytes, so this cause is only likely.
             None if error.kind() == ErrorKind::Misuse && config.max_inline > 0 => error
                 .with_kind(ErrorKind::DeviceLimit)
                 .because("the device may not support that many inline bytes"),
@@ -288,7 +288,7 @@ impl QueuePair {
     }
 
     /// Stops the queue pair: everything posted completes as flushed. There is no other way to
-    /// cancel.
+    /// cancel posted requests.
     ///
     /// # Errors
     /// If the device was removed.
@@ -303,7 +303,8 @@ impl QueuePair {
     pub fn post_send(&self, requests: &[SendRequest<'_>]) -> Result<(), PostError> {
         self.held.hold(requests);
         let raw = self.raw();
-        // SAFETY: the queue pair is alive; the provider filled the operations when it was opened.
+        // SAFETY: the queue pair is alive; the provider filled the operations when the context was
+        // opened.
         let post = unsafe { (*(*raw).context).ops.post_send };
         post_chained("ibv_post_send", requests, |head, refused| match post {
             // SAFETY: the chain is valid for the call, and the memory it names outlives its use:

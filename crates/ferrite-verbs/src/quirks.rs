@@ -1,5 +1,5 @@
-//! How providers differ where no query tells. This is the only place that asks which driver a
-//! device has: everything else asks for a property.
+//! Differences between providers that no query reports. Outside of tests, only this module decides
+//! by the driver of a device; all other code asks for a property.
 
 /// The peculiarities of a device's provider: see [`Device::quirks`](crate::Device::quirks).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -8,8 +8,8 @@ pub struct DeviceQuirks {
     /// The kernel emulates the network card: functional, but slow.
     pub is_software: bool,
     /// The shared receive queue is a ring, so receives are taken in the order in which they were
-    /// posted. A receive that later ones overtake is lost. Whether other providers keep the order
-    /// or lose receives is unknown.
+    /// posted. If later receives complete and an earlier one does not, a failed queue pair may have
+    /// lost the earlier one. Whether other providers keep the order or lose receives is unknown.
     pub takes_receives_in_order: bool,
     /// When the device refuses a request of the peer, the queue pair may fail without a completion
     /// and without an event.

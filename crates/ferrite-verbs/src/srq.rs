@@ -19,7 +19,7 @@ pub struct SharedReceiveQueue(Arc<Inner>);
 
 struct Inner {
     raw: NonNull<sys::ibv_srq>,
-    /// Set by [`SharedReceiveQueue::destroy`]; only `Drop` follows.
+    /// Set by [`SharedReceiveQueue::destroy`], so that `Drop` does not destroy the queue again.
     destroyed: bool,
     domain: ProtectionDomain,
     held: PostedRegistrations,
@@ -124,7 +124,8 @@ impl SharedReceiveQueue {
     pub fn post_recv(&self, requests: &[RecvRequest<'_>]) -> Result<(), PostError> {
         self.0.held.hold(requests);
         let (raw, post) = (self.raw(), {
-            // SAFETY: the queue is alive; the provider filled the operations when it was opened.
+            // SAFETY: the queue is alive; the provider filled the operations when the context was
+            // opened.
             unsafe { (*(*self.raw()).context).ops.post_srq_recv }
         });
         post_chained("ibv_post_srq_recv", requests, |head, refused| match post {
@@ -138,7 +139,7 @@ impl SharedReceiveQueue {
     /// Requests one async event for when fewer than `limit` receives are left.
     ///
     /// # Errors
-    /// If the device does not support it, or was removed.
+    /// If the device does not support limits, or was removed.
     pub fn arm_limit(&self, limit: u32) -> Result<(), Error> {
         let mut attr = sys::ibv_srq_attr { srq_limit: limit, ..Default::default() };
         let mask = sys::ibv_srq_attr_mask::IBV_SRQ_LIMIT.0.cast_signed();
@@ -149,7 +150,7 @@ impl SharedReceiveQueue {
         check("ibv_modify_srq", rc, || format!("limit {limit}"))
     }
 
-    /// Returns the limit that is armed; 0 after its event.
+    /// Returns the armed limit. It is 0 if none is armed, for example after the event.
     ///
     /// # Errors
     /// If the device was removed.
@@ -178,7 +179,7 @@ impl PostedRegistrations {
     /// Keeps every registration in `requests` alive. A queue sees few regions, so a linear scan is
     /// faster than a set. Memory from [`Sge::from_raw`] has no registration here and costs nothing.
     pub(crate) fn hold<R: Request>(&self, requests: &[R]) {
-        // Plain loops: for each request of a busy link these are a few instructions.
+        // Plain loops of a few instructions, because they run for every request of a busy link.
         for request in requests {
             for owner in request.local().iter().filter_map(Sge::owner) {
                 self.hold_one(owner);

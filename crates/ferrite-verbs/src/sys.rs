@@ -1,7 +1,7 @@
 //! The C interface of rdma-core: generated types and function tables, private to this crate.
 //!
-//! `cargo xtask bindings` writes `bindings.rs` (types, layout assertions) and `functions.rs`
-//! (what dlopen must find). Nothing here is linked.
+//! `cargo xtask bindings` writes `bindings.rs` (types, layout assertions) and `functions.rs` (the
+//! functions to look up in the libraries). Nothing here is linked.
 
 #[expect(
     non_camel_case_types,

@@ -44,8 +44,8 @@ impl Verbs {
         self.cm.clone()
     }
 
-    /// Runs a call that has no object to belong to (list devices, open the CM). With the fake
-    /// provider, this tells the call which of the fakes in this process it belongs to.
+    /// Runs a C call that takes no object (list devices, open the CM). With the fake provider, this
+    /// tells the call which `World` of this process it belongs to.
     pub(crate) fn call_global<T>(&self, call: impl FnOnce() -> T) -> T {
         #[cfg(feature = "fake")]
         if let Some(world) = &self.world {

@@ -23,7 +23,7 @@ impl WorkCompletion {
         Status(self.0.status.0)
     }
 
-    /// Returns the number of the queue pair that it belongs to.
+    /// Returns the number of the queue pair that the request belongs to.
     #[must_use]
     pub fn qp_num(&self) -> u32 {
         self.0.qp_num
@@ -180,11 +180,11 @@ impl Status {
 #[error("queue pair {qp_num:#x}: {status} (status {}): {}", .status.code(), .status.likely_cause())]
 #[non_exhaustive]
 pub struct CompletionError {
-    /// How it ended.
+    /// How the request ended.
     pub status: Status,
     /// The number that the request was posted with.
     pub wr_id: u64,
-    /// The queue pair it belongs to.
+    /// The number of the queue pair that the request belongs to.
     pub qp_num: u32,
     /// The vendor's own code, for its support staff.
     pub vendor_error: u32,

@@ -51,7 +51,7 @@ impl<'a> Sge<'a> {
         self.raw.length
     }
 
-    /// Returns whether it has no bytes.
+    /// Returns whether the piece has no bytes.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.raw.length == 0
@@ -115,9 +115,9 @@ impl<'a> SendRequest<'a> {
         Self { wr_id, kind: RequestKind::Operation(operation), local, flags: 0 }
     }
 
-    /// Creates a request that binds `window` to the queue pair it is posted to. Once executed, the
-    /// peer has the window's rights. Requests posted later start after that. If the window is
-    /// released before the request has completed, the request fails.
+    /// Creates a request that binds `window` to the queue pair it is posted to. Once the request is
+    /// executed, the peer has the window's rights. Requests posted later start after the binding.
+    /// If the window is released before the request has completed, the request fails.
     #[must_use]
     pub fn bind(wr_id: u64, window: &'a MemoryWindow) -> Self {
         Self { wr_id, kind: RequestKind::Bind(window), local: &[], flags: 0 }
@@ -354,8 +354,9 @@ pub(crate) fn post_chained<R: Request>(
             let refused = offset.filter(|bytes| bytes % size_of::<R::Raw>() == 0);
             let refused = refused.map(|bytes| bytes / size_of::<R::Raw>()).filter(|at| *at < len);
             let error = post_error(call, rc);
-            // Soft-RoCE fails in this way with all requests in the queue: `rxe_post_send` in
-            // rdma-core's providers/rxe/rxe.c, when its doorbell (`post_send_db`) fails.
+            // Soft-RoCE can fail without naming a refused request, with all requests in the queue:
+            // `rxe_post_send` in rdma-core's providers/rxe/rxe.c, when its doorbell
+            // (`post_send_db`) fails.
             let error = match refused {
                 Some(_) => error,
                 None => error.because(

@@ -8,8 +8,8 @@ use ferrite_fabric::{Config, Fabric, Rdma};
 use super::{TEST_TIMEOUT, slowdown, verbs};
 use crate::wait::{join, until};
 
-/// Returns settings under which a dead or stalled peer is detected within `stalled_after`, instead
-/// of a quarter of a minute.
+/// Returns settings under which a dead or stalled peer is detected within [`stalled_after`]: sooner
+/// than the 18 s of the default settings.
 #[must_use]
 pub fn short_timeouts() -> Config {
     Config {
@@ -20,8 +20,8 @@ pub fn short_timeouts() -> Config {
     }
 }
 
-/// Returns how long it takes at most to give up a silent peer: until the keepalive, and then until
-/// the time for an answer is over.
+/// Returns how long it takes at most to give up on a silent peer: the time until the keepalive, and
+/// then the time for an answer.
 #[must_use]
 pub fn stalled_after(config: &Config) -> Duration {
     // The accepting side waits a third longer before it sends a keepalive.
@@ -60,12 +60,12 @@ impl Host {
     #[track_caller]
     pub fn finish(self) {
         let Self { fabric, driver } = self;
-        // The close timeout, plus 2 s to give up requests in flight, after which links are removed
-        // by force.
+        // Links close within the close timeout. Links whose requests are still in flight 2 s later
+        // are removed by force. Another 2 s are a margin.
         let limit = fabric.config().close_timeout + Duration::from_secs(4) * slowdown();
         until(limit, "links are gone", || fabric.stats().links == 0);
         let stats = fabric.stats();
-        // In all tests a receive fills its block exactly.
+        // In all tests, a receive buffer fills its block of memory exactly.
         let posted = stats.receives_posted * u64::from(fabric.config().recv_buffer_size);
         assert_eq!(stats.memory.receive.in_use_bytes, posted, "receive memory: {stats:?}");
         assert_eq!(stats.memory.send.in_use_bytes, 0, "send memory: {stats:?}");

@@ -37,7 +37,7 @@ pub struct Restore(pub &'static str);
 
 impl Drop for Restore {
     fn drop(&mut self) {
-        // Not `sh`: a second panic would hide the first.
+        // Does not call `sh`, because a second panic would hide the first.
         let restored =
             Command::new("sh").args(["-c", self.0]).status().is_ok_and(|status| status.success());
         assert!(restored || std::thread::panicking(), "cannot restore the network: {}", self.0);
@@ -46,9 +46,9 @@ impl Drop for Restore {
 }
 
 /// A wire that can be made bad under traffic. The fault is on the bridge's port to the other host,
-/// not on the sending interface. Replacing a queueing discipline there makes sends fail for a
-/// moment, and Soft-RoCE ends a queue pair for good when a send fails. If that is the queue pair of
-/// the connection manager (GSI), the device can make no connections any more.
+/// not on the sending interface. Replacing the queueing discipline of the sending interface makes
+/// sends fail for a moment, and Soft-RoCE ends a queue pair for good when a send fails. If that is
+/// the queue pair of the connection manager (GSI), the device can make no connections any more.
 #[derive(Debug)]
 pub struct Wire {
     netdevs: &'static [&'static str],

@@ -21,7 +21,7 @@ impl LeakCheck {
     }
 
     /// Starts the check for tests that use only these devices. librdmacm keeps devices open once it
-    /// has opened them, so it opens them here.
+    /// has opened them, so this function makes it open them before it counts objects.
     ///
     /// # Panics
     /// If a device cannot be opened.

@@ -123,7 +123,8 @@ impl Client {
     /// Reads the next reply, as [`Client::next_reply`] does.
     ///
     /// # Errors
-    /// No reply arrives in time, or the bytes are not a reply: SYNC sends newlines while it works.
+    /// No reply arrives in time, or the bytes are not a reply. For example, SYNC sends newlines
+    /// while it works.
     pub fn next_within(&mut self, time: Duration) -> Result<Option<Vec<u8>>, String> {
         match self.0.try_receive(time)? {
             Response::Reply(reply) => Ok(Some(reply)),
@@ -148,7 +149,7 @@ impl Client {
     /// Reads the next replies.
     ///
     /// # Panics
-    /// If there are not as many.
+    /// If fewer replies arrive.
     #[track_caller]
     pub fn replies(&mut self, count: usize) -> Vec<Vec<u8>> {
         (0..count).map(|_| self.next_reply().expect("a reply")).collect()
@@ -201,7 +202,7 @@ impl Client {
     /// Runs a command whose reply must be OK.
     ///
     /// # Panics
-    /// If it is another.
+    /// If the reply is another.
     #[track_caller]
     pub fn ok<W: AsRef<[u8]> + std::fmt::Debug>(&mut self, words: &[W]) {
         assert_eq!(self.ask(words), "+OK", "{words:?}");

@@ -1,7 +1,8 @@
 //! Blocking handshakes with a deadline: resolve, connect, accept.
 //!
-//! Each connection has its own event channel, so every event on it belongs to that connection.
-//! Callers with many connections use the events directly.
+//! Each outgoing connection has its own event channel, so every event on it belongs to that
+//! connection. An accepted connection shares the channel of its listener. Callers with many
+//! connections use the events directly.
 
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
@@ -12,8 +13,8 @@ use crate::mr::Access;
 use crate::qp::{QueuePair, State};
 use crate::table::Verbs;
 
-/// Resolves the device and the path for `peer`, from `local` if given. Then create the queue pair
-/// on that device ([`CmId::device`]) and call [`connect`].
+/// Resolves the device and the path for `peer`, from `local` if given. The caller then creates the
+/// queue pair on that device ([`CmId::device`]) and calls [`connect`].
 ///
 /// # Errors
 /// [`ErrorKind::NoRoute`], [`ErrorKind::Timeout`], or an error that says why RDMA is unavailable.
@@ -49,7 +50,7 @@ fn resolve_once(
     peer: SocketAddr,
     attempt_timeout: Duration,
 ) -> Result<CmId, Error> {
-    // The kernel reports when its own timeout has ended; wait a little longer to get that event.
+    // The kernel sends an event when its own timeout ends; wait a little longer to receive it.
     let deadline = Instant::now() + attempt_timeout + Duration::from_millis(100);
     let id = verbs.open_event_channel()?.create_id()?;
     id.resolve_address(local, peer, attempt_timeout)?;

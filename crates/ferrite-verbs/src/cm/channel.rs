@@ -24,13 +24,13 @@ pub struct EventChannel(Arc<ChannelInner>);
 struct ChannelInner {
     raw: NonNull<sys::rdma_event_channel>,
     cm: &'static sys::CmFunctions,
-    /// Held while an event is fetched, until the identifier of a connection request has its key.
-    /// Until then, no other thread may fetch an event of that identifier. Calls on identifiers do
-    /// not take this lock, so fetching never waits for them.
+    /// Held while an event is fetched and copied. Copying a connection request gives the new
+    /// identifier its key; before that, no other thread may fetch an event of that identifier.
+    /// Calls on identifiers do not take this lock, so fetching never waits for them.
     fetching: Mutex<()>,
     /// Addresses and device of each identifier. librdmacm writes them to the identifier's struct
-    /// while it fetches an event, without a lock; this is a copy that any thread may read. Never
-    /// held across a call to librdmacm.
+    /// while it fetches an event, without a lock; this is a copy that any thread may read. The lock
+    /// is never held across a call to librdmacm.
     id_infos: Mutex<HashMap<CmKey, IdInfo>>,
     /// Set once an identifier got the event that its device is being removed.
     device_removed: AtomicBool,
@@ -88,7 +88,7 @@ impl Verbs {
     ///
     /// # Errors
     /// [`Absence::NoCm`] without rdma_ucm, [`Absence::NoLibrary`] without librdmacm,
-    /// [`ErrorKind::Permission`](crate::ErrorKind::Permission) if the user may not use it.
+    /// [`ErrorKind::Permission`](crate::ErrorKind::Permission) if the user may not use RDMA CM.
     pub fn open_event_channel(&self) -> Result<EventChannel, Error> {
         let cm = self.cm()?;
         // SAFETY: no preconditions.

@@ -19,7 +19,7 @@ use crate::sys::rdma_cm_event_type as Event;
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct CmEvent {
-    /// The identifier that it is about; for a connection request, the listener.
+    /// The identifier that the event is about; for a connection request, the listener.
     pub id: CmKey,
     /// What happened.
     pub kind: CmEventKind,
@@ -48,8 +48,8 @@ pub struct ConnectionRequest {
 }
 
 impl EventChannel {
-    /// Returns the next event, without waiting. A call that another thread makes on an identifier
-    /// of this channel does not block it.
+    /// Returns the next event, without waiting. Calls of other threads on identifiers of this
+    /// channel do not block this call.
     ///
     /// # Errors
     /// If the connection manager is no longer available.
@@ -76,7 +76,7 @@ impl EventChannel {
         Ok(Some(event))
     }
 
-    /// Returns the next event, waiting up to `timeout`; `None` if that passed.
+    /// Returns the next event, waiting up to `timeout`; `None` if `timeout` passed.
     ///
     /// # Errors
     /// If the connection manager is no longer available.

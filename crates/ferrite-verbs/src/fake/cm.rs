@@ -72,8 +72,8 @@ impl State {
     pub(super) fn publish_addresses(&mut self, id: Id) {
         let Some(found) = self.identifiers.get(&id) else { return };
         let device = found.device.and_then(|device| self.devices.get(&device));
-        // SAFETY: the identifier is alive while it is in the map. Its owner reads these fields, but
-        // is inside a call on it now, or does not know it yet.
+        // SAFETY: the identifier is alive while it is in the map. The owner of the identifier reads
+        // these fields, but is inside a call on the identifier now, or does not know it yet.
         unsafe {
             let raw = found.raw.0;
             if let Some(local) = found.local {
@@ -102,7 +102,8 @@ impl State {
         for event in unfetched.into_iter().filter(|event| event.listener == Some(id)) {
             self.remove_identifier(event.id);
         }
-        // SAFETY: it is in no map any more. Its owner is destroying it, or never saw it.
+        // SAFETY: the identifier is in no map any more. Its owner is destroying it, or never saw
+        // it.
         unsafe { object::free(gone.raw) };
     }
 
@@ -155,7 +156,7 @@ impl State {
                     | Mask::IBV_QP_MIN_RNR_TIMER.0)
             }
             RTS if agreed => {
-                // The side that requested the connection decides.
+                // The side that requested the connection decides the retry count.
                 let asked = if found.is_passive {
                     found.received.retry_count
                 } else {

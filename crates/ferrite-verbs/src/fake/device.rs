@@ -1,4 +1,4 @@
-//! Devices and contexts: the device list, and what happens to devices.
+//! Devices and contexts: the device list, port changes, and removal.
 
 mod queries;
 

@@ -29,7 +29,7 @@ pub(super) unsafe fn enter<C, T>(
 }
 
 /// Like [`enter`], for a call that may have to wait: `step` runs again after every change of the
-/// world, until `timeout` passes (EBUSY).
+/// world, until there is no change for `timeout` (EBUSY).
 ///
 /// # Safety
 /// As [`enter`].

@@ -2,8 +2,8 @@
 //!
 //! Nothing runs by itself. A post executes on the caller's thread, under the world's lock, as far
 //! as it can. A request that cannot continue (the peer has no receive, or is not ready yet) stays
-//! in `pending`, and [`State::settle`] tries it again after every change. No time passes: a retry
-//! that would end in failure fails at once.
+//! in its send queue. Its queue pair stays in `pending`, and [`State::settle`] tries the request
+//! again after every change. No time passes: a retry that would end in failure fails at once.
 
 mod reading;
 
@@ -144,8 +144,8 @@ impl State {
         }
     }
 
-    /// Returns whether the packets of a request, and of the answer to a read, are not larger than
-    /// what both ports carry: others are lost.
+    /// Returns whether both ports carry packets as large as those of the request or, for a read, of
+    /// its answer. Larger packets are lost.
     fn carries(&self, from: Id, to: Id, send: &Send) -> bool {
         let bytes = |code: u32| 128_u64 << code;
         let [from, to] = [from, to].map(|id| &self.queue_pairs[&id]);
@@ -217,7 +217,7 @@ impl State {
         self.fail(id);
     }
 
-    /// Completes a send. A success that was not to be signaled gives no completion.
+    /// Completes a send. An unsignaled request that succeeds gives no completion.
     fn complete_send(&mut self, id: Id, send: &Send, why: Status) {
         let Some(qp) = self.queue_pairs.get_mut(&id) else { return };
         if why == Status::IBV_WC_SUCCESS && !send.signaled && !qp.all_signaled {
@@ -369,7 +369,7 @@ impl State {
 
 enum Peer {
     Ready(Id),
-    /// It exists, but is not ready to receive yet: a device would resend until it is.
+    /// The peer exists, but is not ready to receive yet: a device would resend until it is.
     NotReady,
     Unreachable,
 }

@@ -71,7 +71,7 @@ impl State {
 
     pub(super) fn bind(&mut self, id: Id, addr: SocketAddr) -> Result<(), Errno> {
         let reuse = self.at_phase(id, &[Phase::Idle])?.reuse;
-        // The kernel's `cma_check_linklocal` (`drivers/infiniband/core/cma.c`).
+        // As in the kernel's `cma_check_linklocal` (`drivers/infiniband/core/cma.c`).
         if let SocketAddr::V6(at) = addr
             && at.ip().is_unicast_link_local()
             && at.scope_id() == 0
@@ -121,8 +121,8 @@ impl State {
         Ok(())
     }
 
-    /// Resolves `target` from `source`. Without a source, uses the first other device that is up,
-    /// or else the target's own device.
+    /// Resolves `target` from `source`. Without a source, uses the first device that is up and does
+    /// not have the target address, or else the target's own device.
     pub(super) fn resolve_address(
         &mut self,
         id: Id,
@@ -305,7 +305,8 @@ impl State {
             Phase::Connected => {
                 self.set_phase(id, Phase::Disconnecting);
                 if !self.send_disconnect(id) {
-                    // A real kernel resends the disconnect request until it gives up.
+                    // A real kernel resends the disconnect request before it gives up; the fake
+                    // gives up at once.
                     self.set_phase(id, Phase::Disconnected);
                     let status = -Errno::TIMEDOUT.raw_os_error();
                     self.send_plain_event(id, Kind::RDMA_CM_EVENT_DISCONNECTED, status);
@@ -389,7 +390,7 @@ impl State {
     }
 }
 
-/// Pads private data with zeros to the size of the message, as it arrives.
+/// Pads private data with zeros to the size of the message, as the peer receives it.
 fn padded(mut data: Vec<u8>, len: usize) -> Result<Vec<u8>, Errno> {
     if data.len() > len {
         return Err(Errno::INVAL);

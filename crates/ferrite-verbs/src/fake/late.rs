@@ -1,7 +1,7 @@
 //! A device that reports late: completions and LAST_WQE_REACHED wait until they are released.
 //!
 //! Hardware flushes a failed queue pair in its firmware, and its driver passes the event on from a
-//! work queue, so both can take long on a busy host (`mlx5_ib_qp_event` and
+//! work queue, so completions and event can be late on a busy host (`mlx5_ib_qp_event` and
 //! `mlx5_ib_handle_qp_event` in the kernel's `drivers/infiniband/hw/mlx5/qp.c`).
 
 use super::World;
@@ -11,7 +11,8 @@ use super::state::State;
 use crate::sys;
 
 impl World {
-    /// Delays completions and LAST_WQE_REACHED of all devices until this is turned off.
+    /// Starts or ends a delay of completions and LAST_WQE_REACHED of all devices. When the delay
+    /// ends, the devices report everything that they have held back.
     pub fn delay_completions(&self, is_on: bool) {
         self.with(|state| {
             state.late.is_on = is_on;

@@ -1,7 +1,8 @@
 //! Protection domains and memory regions: what a key allows, and the copying of data.
 //!
-//! This is the only place that touches callers' memory. Bytes are copied one by one as relaxed
-//! atomics: for Rust (and for Miri) the fake is another thread that shares the memory.
+//! Only this module accesses the memory that callers register or send inline. Bytes are copied one
+//! by one as relaxed atomics: for Rust (and for Miri) the fake is another thread that shares the
+//! memory.
 
 use std::ffi::{c_int, c_uint, c_void};
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -237,7 +238,7 @@ pub(super) unsafe extern "C" fn dereg_mr(mr: *mut sys::ibv_mr) -> c_int {
     // SAFETY: the caller's region is alive until here, and not used after.
     code(unsafe {
         enter("ibv_dereg_mr", mr, |state, id| {
-            // Like Soft-RoCE: not before its windows are released.
+            // Like Soft-RoCE: a region cannot be deregistered while a window is bound to it.
             if state.windows.values().any(|window| window.is_bound_to_region(id)) {
                 return Err(Errno::INVAL);
             }

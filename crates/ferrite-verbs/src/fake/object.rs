@@ -8,7 +8,7 @@
 //!                 └────────────────────────┘
 //! ```
 //!
-//! Every C function of the fake starts in [`enter`](super::enter::enter) and ends in [`code`],
+//! Most C functions of the fake start in [`enter`](super::enter::enter) and end in [`code`],
 //! [`minus_one`] or [`pointer`]; between them, safe code runs on the locked
 //! [`State`](super::state::State).
 
@@ -154,7 +154,7 @@ pub(super) struct Events<T> {
     queue: VecDeque<T>,
     fd: PipeReader,
     /// Writes a byte when the first event arrives. Once this end is closed, the descriptor reports
-    /// an error.
+    /// a hang-up.
     signal: Option<PipeWriter>,
 }
 

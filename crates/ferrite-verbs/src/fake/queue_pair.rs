@@ -84,7 +84,7 @@ impl State {
                 _ => qp.state = to,
             }
         }
-        // Peers may have been waiting for this.
+        // Requests of peers may have been waiting for this change.
         self.settle();
         Ok(())
     }
@@ -256,7 +256,8 @@ pub(super) unsafe extern "C" fn destroy_qp(qp: *mut sys::ibv_qp) -> c_int {
             match state.queue_pairs.get(&id) {
                 None => return Poll::Ready(Err(state.no_object())),
                 Some(qp) if qp.unacked > 0 => return Poll::Pending,
-                // As the specification requires for windows of type 2B; Soft-RoCE waits for them.
+                // As the specification requires for windows of type 2B; Soft-RoCE waits until they
+                // are released.
                 Some(_)
                     if state.windows.values().any(|window| window.is_bound_to_queue_pair(id)) =>
                 {
@@ -277,7 +278,7 @@ pub(super) unsafe extern "C" fn destroy_qp(qp: *mut sys::ibv_qp) -> c_int {
                     state.remove_completions(qp.send_cq, qp.number);
                 }
                 object::free(qp.raw);
-                // Peers that wait for it get no answer any more.
+                // Requests of peers that wait for this queue pair get no answer any more.
                 state.settle();
             }
             Poll::Ready(Ok(()))

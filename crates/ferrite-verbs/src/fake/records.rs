@@ -1,4 +1,4 @@
-//! The objects of a world, as plain data. The files beside this one have the rules for them.
+//! The objects of a world, as plain data. The other files of this folder implement their rules.
 
 use std::collections::VecDeque;
 use std::net::{IpAddr, SocketAddr};
@@ -36,8 +36,8 @@ pub(super) struct Device {
 
 impl Drop for Device {
     fn drop(&mut self) {
-        // SAFETY: created by `add_device` for this device alone. Whoever has these pointers also
-        // holds the world, which is being dropped.
+        // SAFETY: created by `add_device` for this device alone. Every holder of these pointers
+        // also holds the world; the world is being dropped, so there is no holder.
         unsafe {
             object::free(self.cm_context);
             object::free(self.raw);
@@ -124,7 +124,7 @@ pub(super) struct Piece {
     pub(super) lkey: u32,
 }
 
-/// Memory that a key allows to access.
+/// Memory that a key gives access to.
 #[derive(Clone, Copy)]
 pub(super) struct Span {
     pub(super) at: usize,
@@ -214,12 +214,12 @@ impl Window {
         (within && bound.access & access == access).then_some(bound.region)
     }
 
-    /// Returns whether it is bound to `region`.
+    /// Returns whether the window is bound to `region`.
     pub(super) fn is_bound_to_region(&self, region: Id) -> bool {
         self.bound.as_ref().is_some_and(|bound| bound.region == region)
     }
 
-    /// Returns whether it is bound to `qp`.
+    /// Returns whether the window is bound to `qp`.
     pub(super) fn is_bound_to_queue_pair(&self, qp: Id) -> bool {
         self.bound.as_ref().is_some_and(|bound| bound.qp == qp)
     }
@@ -239,7 +239,7 @@ pub(super) struct Queue {
     pub(super) depth: usize,
     pub(super) armed: Armed,
     pub(super) overrun: bool,
-    /// Events of both kinds that were fetched and not acknowledged.
+    /// Completion events and async events that were fetched and not acknowledged.
     pub(super) unacked: usize,
     pub(super) raw: Ptr<sys::ibv_cq>,
 }
@@ -390,9 +390,10 @@ pub(super) struct Identifier {
     pub(super) remote: Option<SocketAddr>,
     pub(super) device: Option<Id>,
     pub(super) peer: Option<Id>,
-    /// Whether it owns its local port; an accepted connection shares the listener's.
+    /// Whether the identifier owns its local port; an accepted connection shares the listener's
+    /// port.
     pub(super) owns_port: bool,
-    /// Whether a connection request created it.
+    /// Whether a connection request created the identifier.
     pub(super) is_passive: bool,
     pub(super) reuse: bool,
     pub(super) tos: u8,
@@ -440,6 +441,6 @@ impl Params {
 pub(super) struct Late {
     pub(super) is_on: bool,
     pub(super) completions: Vec<(Id, Entry)>,
-    /// Contexts and queue pairs that have taken their last receive.
+    /// The context and the id of each queue pair that has taken its last receive.
     pub(super) last_receives: Vec<(Id, Id)>,
 }

@@ -21,13 +21,13 @@ pub(super) struct State {
     pub(super) next_port: u16,
     pub(super) device_lists: usize,
     pub(super) forks: sys::ibv_fork_status,
-    /// Whether the kernel has destroyed objects by itself.
+    /// Whether a device was disassociated, so that the kernel has destroyed objects by itself.
     pub(super) disassociated: bool,
     pub(super) late: Late,
     faults: HashMap<&'static str, VecDeque<Errno>>,
     /// Calls that wait until they are released: see [`World::hold`].
     pub(super) held: BTreeSet<&'static str>,
-    /// How many calls wait in each of them.
+    /// How many calls of each held function wait.
     pub(super) waiting: BTreeMap<&'static str, usize>,
     /// The calls that each thread has made.
     pub(super) calls: HashMap<ThreadId, BTreeSet<&'static str>>,

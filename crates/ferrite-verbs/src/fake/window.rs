@@ -1,4 +1,5 @@
-//! Memory windows of type 2B: a work request binds them to a queue pair; all others refuse them.
+//! Memory windows of type 2B: a work request binds a window to one queue pair, and all other queue
+//! pairs refuse its key.
 //!
 //! The rules are those of the specification (10.6.7), as implemented in Soft-RoCE's `rxe_mw.c`.
 

@@ -1,4 +1,4 @@
-//! What a queue pair is connected with: a path, the address of a peer, and the attributes of each
+//! The data that connects a queue pair: a path, the address of a peer, and the attributes of each
 //! change of state.
 
 use std::fmt;

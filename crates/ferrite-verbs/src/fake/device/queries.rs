@@ -1,4 +1,4 @@
-//! What a context tells: limits, ports, addresses and async events.
+//! Queries of a context: limits, ports, addresses and async events.
 
 use std::ffi::c_int;
 use std::net::Ipv6Addr;
