@@ -1,11 +1,12 @@
-//! The inside of a link: a connection between two Ferrite peers, over RDMA or TCP. Users have a
-//! [`Link`](crate::Link).
+//! The inside of a link: a connection between two Ferrite peers, over RDMA or TCP. Users hold it as
+//! a [`Link`](crate::Link).
 //!
 //! | file | what it is |
 //! |---|---|
 //! | `core.rs` | the protocol, without I/O: credits, closing, grants, migration |
-//! | `outbox.rs` `inbox.rs` | messages into frames in fair turns, and frames into messages: pure |
-//! | `state.rs` | what the link's lock protects: the core, and the paths that it drives |
+//! | `outbox.rs` | cuts messages into frames, one channel after another, without I/O |
+//! | `inbox.rs` | assembles frames into messages, without I/O |
+//! | `state.rs` | what the link's lock protects: the core, and the I/O on its RDMA and TCP paths |
 //! | `tcp.rs` `tls.rs` `socket.rs` | the TCP connection of a link |
 //! | `tickets.rs` `ops.rs` | how futures learn of results |
 //! | `shared.rs` | what the fabric and users share |

@@ -14,8 +14,8 @@
 //! |---|---|
 //! | `credits.rs` | how many frames may be under way |
 //! | `closing.rs` | how a link closes in good order |
-//! | `ending.rs` | when a link or its path is over, and who learns it |
-//! | `grants.rs` | which grants are over, and who knows it |
+//! | `ending.rs` | how a link or its path ends, and which tasks learn of it |
+//! | `grants.rs` | which grants are revoked, and which revocations are confirmed |
 //! | `liveness.rs` | when a silent peer is asked, and given up |
 //! | `migration.rs` | how a link goes on over another path |
 //! | `upgrade.rs` | how a link goes from TCP to RDMA |
@@ -23,8 +23,8 @@
 //! | `tcp.rs` | the same on a TCP connection |
 //!
 //! ```text
-//!   Opening ──► Up ──► closing ──► Down(closed)     closing: nothing new is taken, what was queued is
-//!      │         │        │                         delivered, then both sides say farewell
+//!   Opening ──► Up ──► closing ──► Down(closed)     closing: no new messages, queued ones are
+//!      │         │        │                         delivered, then both sides send Fin and FinAck
 //!      └─────────┴────────┴──────► Down(first failure)
 //! ```
 
@@ -77,7 +77,7 @@ use upgrade::Upgrade;
 /// Tasks to be woken when the link's lock is free again.
 pub(crate) type Wakes = Vec<Waker>;
 
-/// How far a link is.
+/// The phase of a link's life.
 pub(crate) enum Phase {
     Opening,
     Up,
@@ -153,7 +153,7 @@ impl LinkCore {
         }
     }
 
-    /// Ends the handshake with the peer's hello.
+    /// Completes the handshake: applies the peer's hello, and opens the link.
     pub(crate) fn open(&mut self, peer: Hello, now: Instant) {
         self.set_peer(peer);
         let common = peer.features & self.limits.hello.features;
@@ -191,7 +191,7 @@ impl LinkCore {
         }
     }
 
-    /// Returns the failure, or an error for operations that outlive the link.
+    /// Returns the failure, or a general error if the link has none.
     pub(crate) fn failure_or_gone(&self) -> Error {
         let gone = || Error::new(ErrorKind::Closed, "the link is gone");
         self.failure().cloned().unwrap_or_else(gone)
@@ -281,8 +281,8 @@ impl LinkCore {
     /// Returns the next message, or `None` if there is none yet.
     ///
     /// # Errors
-    /// The link is down, and everything that arrived before was taken. Kind `Closed` after an
-    /// orderly close.
+    /// The link is down, or the peer has closed it, and every message that arrived before was
+    /// taken. Kind `Closed` after an orderly close.
     pub(crate) fn pop(&mut self) -> Result<Option<Message>, Error> {
         if let Some(arrived) = self.inbox.pop() {
             self.count_consumed();
@@ -389,7 +389,7 @@ impl LinkCore {
         let has_no_path =
             self.migration.transport != ActiveTransport::Rdma && !self.migration.has_connection;
         if self.grants.waiting() == 0 || has_no_path || self.migration.lost.is_some() {
-            return; // there is no revocation to confirm, or no path: later
+            return; // nothing to confirm, or no path to confirm it on yet
         }
         let Self { grants, controls, migration, .. } = self;
         grants.answer(controls, |grant| is_used(grant) || migration.repeats(grant));
@@ -423,7 +423,7 @@ impl LinkCore {
         }
     }
 
-    /// Returns the time, if someone waits for the operation.
+    /// Returns the current time if someone waits for the operation; otherwise 0.
     fn began(&self, ticket: Option<Ticket>) -> u64 {
         if ticket.is_some() { self.limits.clock.raw() } else { 0 }
     }

@@ -28,7 +28,7 @@ pub(crate) enum Violation {
     Empty,
 }
 
-/// A complete message.
+/// A complete message, or the notice of a one-sided write.
 #[derive(Debug)]
 pub(crate) enum Arrived<B> {
     Message { channel: u16, parts: Parts<B>, bytes: usize },
@@ -38,7 +38,7 @@ pub(crate) enum Arrived<B> {
 struct Partial<B> {
     channel: u16,
     parts: Parts<B>,
-    /// This is not the number of parts, because the last frame may be empty.
+    /// May be more than the number of parts, because the last frame may be empty.
     frames: usize,
     bytes: usize,
 }
@@ -83,7 +83,7 @@ impl<B: AsRef<[u8]>> Inbox<B> {
             return Ok(true);
         }
         if len == 0 && more {
-            return Err(Violation::Empty); // otherwise a peer could continue for ever
+            return Err(Violation::Empty); // only the last frame of a message may be empty
         }
         if self.partial_bytes + len > max {
             return Err(Violation::TooLarge { max });

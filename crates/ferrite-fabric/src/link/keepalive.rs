@@ -2,7 +2,7 @@
 //!
 //! Thousands of links may start, or become silent, at the same moment. If all sent keepalives
 //! together, the burst would delay others, and the answers might find no receives. So each link
-//! waits for a different time, and for another one each time.
+//! waits for a pseudo-random time, and chooses a new one after each keepalive.
 //!
 //! Only one side sends keepalives: the side that accepted the link waits longer than any caller.
 
@@ -17,7 +17,7 @@ pub(crate) struct Keepalive {
 }
 
 impl Keepalive {
-    /// Starts with a wait of half of the interval to all of it.
+    /// Starts with a wait between half of the interval and all of it.
     pub(crate) fn new(keepalive: Duration, serial: u64) -> Self {
         let mut new = Self { keepalive, dice: serial, wait: Duration::ZERO };
         new.wait = keepalive / 2 + keepalive / 512 * new.roll();
@@ -28,7 +28,8 @@ impl Keepalive {
         if is_caller { self.wait } else { self.keepalive / 3 * 4 }
     }
 
-    /// Chooses the next wait after a keepalive: three quarters of the interval to all of it.
+    /// Chooses the next wait after a keepalive, between three quarters of the interval and all of
+    /// it.
     pub(crate) fn asked(&mut self) {
         self.wait = self.keepalive / 4 * 3 + self.keepalive / 1024 * self.roll();
     }

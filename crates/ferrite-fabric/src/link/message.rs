@@ -8,8 +8,9 @@ use crate::mem::Buf;
 
 /// Something that a peer sent.
 ///
-/// The bytes lie where the device put them: one piece per frame, none copied. A message of one
-/// frame becomes [`Bytes`] without a copy.
+/// There is one piece per frame. Large pieces lie where the device put them; small ones may be
+/// copied, so that they do not hold a whole receive buffer. A message of one frame becomes
+/// [`Bytes`] without a copy.
 ///
 /// ```
 /// # fn show(message: ferrite_fabric::Message) {
@@ -41,7 +42,7 @@ impl Message {
     }
 
     /// Returns the 32 bits of the peer's [`Link::rdma_write_imm`](crate::Link::rdma_write_imm).
-    /// Such a message has no bytes of its own: they went to the memory that was granted to the
+    /// Such a message has no bytes: those of the write went to the memory that was granted to the
     /// peer.
     #[must_use]
     pub fn notice(&self) -> Option<u32> {
@@ -122,7 +123,7 @@ pub(crate) enum Parts<B> {
     Many(Vec<B>),
 }
 
-/// Room for the pieces of a message that has several: as many as most of those have.
+/// The initial capacity of the list of pieces. Most messages of several pieces need no more.
 const SEVERAL: usize = 8;
 
 impl<B> Parts<B> {

@@ -1,5 +1,6 @@
-//! The futures of a link. Each holds the number of an operation, never its memory. Dropping a
-//! future forgets only the answer.
+//! The futures of a link. They do not hold the memory of their operations, so dropping a future
+//! forgets only the result. The exception is a [`Sending`] whose message is not in the queue yet:
+//! it holds the message.
 
 use std::fmt;
 use std::future::Future;
@@ -13,8 +14,8 @@ use super::tickets::Ticket;
 use crate::error::{Error, ErrorKind};
 use crate::mem::{Buf, BufMut};
 
-/// A message on its way: ready when the peer's device has all of it. Dropping it does not take the
-/// message back.
+/// A message on its way: ready when the peer's device has all of it. Dropping this drops a message
+/// that is not in the queue yet; a message in the queue is sent all the same.
 ///
 /// ```no_run
 /// # use ferrite_fabric::{Error, Link, mem::Buf};
@@ -123,7 +124,7 @@ impl Writing {
 /// A failed read, with the buffer that it should have filled.
 #[derive(Debug)]
 pub struct ReadError {
-    /// Why.
+    /// The cause of the failure.
     pub error: Error,
     /// The buffer that was given to the read. Its contents are undefined.
     pub buf: Option<BufMut>,

@@ -180,8 +180,8 @@ impl Outbox {
         let ends_part = end == part.len();
         let more = !(ends_part && queued.rest.is_empty());
         if more && !queued.begun {
-            // A message that needs the peer's whole allowance is sent while no other is unfinished.
-            // Otherwise it would never be sent.
+            // A message begins only if the peer has room for it besides the other unfinished
+            // messages, or if there are none.
             let bytes = self.under_way_bytes + queued.total;
             queued.frames = frames(queued.part.iter().chain(&queued.rest), allowed.segment_bytes);
             let frames = self.under_way_frames + queued.frames;

@@ -1,5 +1,5 @@
-//! The slot table and the tickets as a link uses them, under its lock, for loom: one posts, one
-//! reaps, and a future is asked, woken and dropped meanwhile.
+//! Loom tests of the slot table and the tickets, which a link uses under its lock: one thread
+//! posts, one reaps, and meanwhile futures are polled, woken and dropped.
 
 use std::collections::VecDeque;
 use std::sync::Arc;

@@ -1,4 +1,5 @@
-//! A link as the fabric and its users share it: the state behind its lock, and what never changes.
+//! A link as the fabric and its users share it: the state behind the link's lock, and data that
+//! needs no such lock.
 
 mod sending;
 
@@ -144,13 +145,14 @@ impl LinkShared {
         lock(&self.route).device.as_ref().is_some_and(|on| on.index == device.index)
     }
 
-    /// Runs `act` under the lock, and nothing else. `act` only reads, takes what has arrived, or
-    /// registers a waker: nothing that gives the fabric work.
+    /// Runs `act` under the lock, without the follow-up work of [`LinkShared::with`]. So `act` may
+    /// only read, take what has arrived, or register a waker: nothing that gives the fabric work.
     pub(crate) fn peek<R>(&self, act: impl FnOnce(&mut LinkState) -> R) -> R {
         act(&mut lock(&self.state))
     }
 
-    /// Runs `act` under the lock, then wakes tasks outside of it.
+    /// Runs `act` under the lock. Then, without the lock, wakes tasks and calls the fabric if
+    /// necessary.
     pub(crate) fn with<R>(
         &self,
         act: impl FnOnce(&mut LinkState, &LinkEnv<'_>, &mut Wakes) -> R,
@@ -163,7 +165,7 @@ impl LinkShared {
         result
     }
 
-    /// Like [`LinkShared::with`], for callers that wake later.
+    /// Like [`LinkShared::with`], for callers that wake the tasks themselves, later.
     pub(crate) fn with_wakes<R>(
         &self,
         wakes: &mut Wakes,
@@ -196,7 +198,8 @@ impl LinkShared {
         Error::completion(kind, what, status)
     }
 
-    /// Finds the likely causes of a failure in the link's current state; `None` on TCP.
+    /// Returns a function that finds the likely causes of a failure in the link's current state;
+    /// `None` on TCP.
     pub(crate) fn diagnosis(
         &self,
         failure: Failure,
@@ -257,8 +260,8 @@ impl LinkShared {
         })
     }
 
-    /// Reads bytes for a stream on `channel` from the TCP socket into `out`. Returns false if they
-    /// are not in the kernel.
+    /// Reads bytes for a stream on `channel` from the TCP socket straight into `out`. Returns false
+    /// if nothing could be read in this way.
     #[cfg(feature = "tokio")]
     pub(crate) fn read_through(&self, channel: u16, out: &mut ReadBuf<'_>) -> Result<bool, Error> {
         self.with(|state, env, wakes| {
@@ -281,7 +284,7 @@ impl LinkShared {
         lock(&self.state).core.abandon(ticket);
     }
 
-    /// Returns the reason of the link's end, once the link is down and nothing is in flight.
+    /// Returns why the link is down. If it is not down, `waker` is called when it is.
     pub(crate) fn ended(&self, waker: &Waker) -> Option<Error> {
         let mut state = lock(&self.state);
         let over = state.failure().cloned();

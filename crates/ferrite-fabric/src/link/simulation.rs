@@ -36,7 +36,7 @@ use super::core::ActiveTransport;
 use crate::error::{Error, ErrorKind};
 use crate::mem::Pool;
 
-/// Number of adversary actions in a run. After them, nothing bad happens.
+/// Number of actions in a run before the adversary stops.
 const ACTIONS: usize = 1500;
 /// Number of actions after which, without an adversary, every operation must be answered and a
 /// closing link must have ended.
@@ -331,7 +331,7 @@ impl Simulation {
         self.sides[side].on_timer(self.now)
     }
 
-    /// Lets the caller start an upgrade to RDMA, or withdraw from one.
+    /// Lets the caller start an upgrade to RDMA, or either side withdraw from one.
     fn upgrade(&mut self, side: usize) -> Result<(), Violation> {
         let withdraws = !self.is_calm && self.random.chance(15);
         let is_gone = !self.is_calm && self.random.chance(3);

@@ -19,7 +19,7 @@ pub(crate) fn send(socket: &OwnedFd, slices: &[IoSlice<'_>]) -> io::Result<Optio
     }
 }
 
-/// Reads; `None` if nothing has arrived, 0 at the end.
+/// Reads; `None` if nothing has arrived, 0 at the end of the stream.
 pub(crate) fn receive(
     socket: &OwnedFd,
     slices: &mut [IoSliceMut<'_>],

@@ -1,8 +1,8 @@
 //! A link with its I/O: the protocol (`core.rs`), the queue pair and the connection that carry it.
 //! Everything here happens under the link's lock.
 //!
-//! The core decides what is sent and what a frame means. Here it is posted, written, read and
-//! reaped.
+//! The core decides what is sent and what a frame means. This module posts, writes, reads and reaps
+//! for it.
 //!
 //! | file | what it drives |
 //! |---|---|
@@ -38,7 +38,7 @@ use crate::device::slots::SendQueue;
 use crate::error::{Error, ErrorKind};
 use crate::mem::Pool;
 
-/// Things from outside that the holder of the lock needs.
+/// Data outside of the lock that the methods of [`LinkState`] need.
 pub(crate) struct LinkEnv<'a> {
     pub(crate) index: u32,
     pub(crate) pool: &'a Pool,
@@ -97,7 +97,7 @@ impl LinkState {
         self.core.failure()
     }
 
-    /// Sends everything that may be sent, including frames that become due by that.
+    /// Sends everything that may be sent, including frames that become due once the rest was sent.
     pub(crate) fn pump(&mut self, env: &LinkEnv<'_>, wakes: &mut Wakes) {
         if !self.core.is_up() {
             return;

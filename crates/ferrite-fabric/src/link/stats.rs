@@ -2,8 +2,8 @@
 
 use super::kind::Kind;
 
-/// Counts of one link, or of all links of a fabric together. The names are those that `INFO rdma`
-/// will show.
+/// Counts of one link, or of all links of a fabric together. `INFO rdma` shows most of them, with
+/// the prefix `rdma_`.
 ///
 /// ```
 /// # fn show(link: &ferrite_fabric::Link) {
@@ -15,7 +15,7 @@ use super::kind::Kind;
 #[expect(missing_docs, reason = "the names say it")]
 #[non_exhaustive]
 pub struct LinkStats {
-    /// Frames that the peer's device acknowledged.
+    /// Frames that the peer's device acknowledged or, on TCP, that were written.
     pub send_ops: u64,
     pub send_bytes: u64,
     /// Messages and notices that were received completely.
@@ -34,7 +34,7 @@ pub struct LinkStats {
     pub moves: u64,
     /// The part of the bytes sent, written and read that went over TCP. The others went over RDMA.
     pub tcp_bytes: u64,
-    /// Windows for the peer that were not bound, because their path was lost.
+    /// Memory windows for the peer that were not bound, because their path was lost.
     pub binds_dropped: u64,
 }
 

@@ -1,8 +1,9 @@
 //! A TCP connection that carries a link: TCP frames out, TCP frames in. It does not know credits,
 //! tickets or messages.
 //!
-//! A sender writes at once, from where its bytes are. The fabric writes the rest when the kernel
-//! accepts more, and reads. Payload goes from the kernel straight into the application's buffer.
+//! A sender writes at once, from the memory that holds its bytes. The fabric writes the rest when
+//! the kernel accepts more, and reads. Payload goes from the kernel straight into the application's
+//! buffer.
 
 mod reading;
 
@@ -25,19 +26,19 @@ const OUT_BYTES: usize = 512 << 10;
 const OUT_FRAMES: usize = 128;
 /// Maximum number of slices for the kernel in one call.
 const SLICES: usize = 64;
-/// The same for a caller that writes at once.
+/// Maximum number of slices that a caller writes at once.
 pub(crate) const CALLERS_SLICES: usize = 15;
-/// Maximum number of frames that such a write is cut into.
+/// Maximum number of frames that a caller writes at once.
 const CALLERS_FRAMES: usize = 16;
-/// Frames of this size are read from the kernel straight into their buffer. Nothing is read beyond
-/// them, because that would have to be copied.
+/// A frame of at least this many bytes is large: its payload is read from the kernel straight into
+/// its buffer. At most the next head is read with it, because more would have to be copied.
 const LARGE: usize = 16 << 10;
 /// The number of bytes to read after a large frame, to see the next head.
 const PEEK: usize = 4 << 10;
 /// Maximum number of one-sided operations without an answer.
 const OPERATIONS: usize = 128;
-/// Maximum number of bytes that unanswered reads may request, except for a single read. A peer that
-/// requests twice as much violates the protocol.
+/// Maximum number of bytes that all unanswered reads together may request. A single read may
+/// request more. A peer that requests more than twice as much violates the protocol.
 const READ_BYTES: u64 = 4 << 20;
 /// The largest one-sided operation, which is the size of the largest buffer.
 const OPERATION_BYTES: usize = 2 << 20;
@@ -94,9 +95,9 @@ pub(crate) struct TcpPath {
     deferred: bool,
     /// Bytes that were read but not processed.
     stash: Vec<u8>,
-    /// Whether these contain data that only the fabric can process, and no event will report it.
+    /// Whether `stash` has data that only the fabric can process, and that no event will report.
     left_over: bool,
-    /// The unprocessed part of the scratch memory, during a call.
+    /// The unprocessed part of the scratch memory, between `begin_reading` and `end_reading`.
     chunk: Range<usize>,
     asked: VecDeque<Asked>,
     asked_reads: u64,
@@ -237,8 +238,8 @@ impl TcpPath {
         std::mem::take(&mut self.out).into_iter().filter_map(|leaving| leaving.request)
     }
 
-    /// The number of bytes in unread answers beyond which a peer violates the protocol: more than a
-    /// correct peer requests.
+    /// Returns whether the peer has requested too much: with an answer of `more` bytes, more bytes
+    /// would wait to be written to it than a correct peer requests.
     pub(super) fn is_overasked(&self, more: usize) -> bool {
         let answers = self.out.iter().filter(|leaving| leaving.is_answer);
         let waiting: usize = answers.map(|leaving| leaving.body.bytes().len()).sum();
@@ -251,10 +252,10 @@ impl TcpPath {
         self.out.len() > OUT_FRAMES + 4 * OPERATIONS
     }
 
-    /// Writes frames from the caller's memory, if nothing waits to be written: the first `len`
-    /// bytes of `slices`, in frames of at most `most` bytes with this `imm`. Returns how many
-    /// frames have begun, and their bytes. The rest of the last frame, if the kernel did not accept
-    /// it, is copied.
+    /// Writes frames straight from the caller's memory. Nothing else may wait to be written. The
+    /// frames have the first `len` bytes of `slices`, at most `most` bytes each, and this `imm`.
+    /// Returns how many frames have begun, and their bytes. If the kernel accepts only a part of a
+    /// frame, the rest of that frame is copied.
     pub(super) fn write_now(
         &mut self,
         imm: u32,
@@ -298,15 +299,16 @@ impl TcpPath {
         if sent == TCP_FRAME_HEADER_BYTES * count + len {
             return Ok((count, len));
         }
-        self.blocked = sent == 0 || self.is_plain(); // TLS may be full and the kernel not
-        // all but the last have the same size, and that one is not whole
+        // With TLS, the buffer of TLS may be full although the kernel's is not.
+        self.blocked = sent == 0 || self.is_plain();
+        // All frames but the last have the same size, and the last was not written completely.
         let whole = sent / (TCP_FRAME_HEADER_BYTES + most);
         let of_next = sent % (TCP_FRAME_HEADER_BYTES + most);
         if of_next == 0 {
             return Ok((whole, whole * most));
         }
-        // The rest has no bytes of the payload that was written, and only the remaining bytes of
-        // the head.
+        // A part of the next frame was written. Queue the rest of its head, and a copy of the rest
+        // of its payload.
         let gone = of_next.min(TCP_FRAME_HEADER_BYTES);
         let mut skip = whole * most + of_next - gone;
         let mut left = size_of(whole) - (of_next - gone);
@@ -327,7 +329,7 @@ impl TcpPath {
             request: None,
             is_answer: false,
         });
-        self.flush(|_| {})?; // TLS takes a part at a time
+        self.flush(|_| {})?; // TLS may accept only a part at a time
         Ok((whole + 1, whole * most + size_of(whole)))
     }
 

@@ -40,7 +40,7 @@ impl Tls {
         Ok(if taken == 0 && blocked { None } else { Some(taken) })
     }
 
-    /// Reads plain bytes; `None` if there are none, 0 at the end.
+    /// Reads plain bytes; `None` if there are none, 0 at the end of the stream.
     pub(crate) fn read(
         &mut self,
         socket: &OwnedFd,
@@ -83,7 +83,7 @@ impl Tls {
     }
 }
 
-/// The connection as rustls expects it.
+/// The socket, with the traits that rustls expects.
 struct Raw<'a>(&'a OwnedFd);
 
 impl Read for Raw<'_> {

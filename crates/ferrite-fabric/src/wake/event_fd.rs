@@ -34,7 +34,8 @@ mod real {
 
         /// Makes it readable.
         pub fn signal(&self) {
-            // It fails only if the counter is full, and then the eventfd is readable already.
+            // The write fails only if the counter is full, and then the eventfd is readable
+            // already.
             let _ = rustix::io::write(&self.0, &1_u64.to_ne_bytes());
         }
 

@@ -5,7 +5,8 @@
 //! sleep on the descriptor or do something else. These rules ensure that no driver sleeps while
 //! there is work:
 //!
-//! - A driver and a thread with a request see each other: the rule of [`SleepFlags`].
+//! - A driver that falls asleep and a thread with a request do not miss each other: see
+//!   [`SleepFlags`].
 //! - A driver that takes events from the descriptor may take those that were to wake another
 //!   driver. So it either prepares the descriptor for waiting again, as all drivers do before they
 //!   sleep, or signals the eventfd when it leaves ([`Mailbox::hand_over`]).
@@ -72,12 +73,12 @@ impl Mailbox {
         std::mem::take(&mut lock(&self.links))
     }
 
-    /// Lets the caller take events from the descriptor, with `take_events`.
+    /// Runs `take_events`, which takes events from the descriptor.
     pub(crate) fn awake<R>(&self, take_events: impl FnOnce() -> R) -> R {
         self.flags.get_up();
         let seen = take_events();
-        // Only now, because the events that were taken may include a signal that another driver
-        // sent us in between.
+        // Set only now: a driver that hands over in the meantime resets the flag and signals, and
+        // the events that were taken may include that signal.
         self.disarmed.swap(true, Ordering::SeqCst);
         seen
     }

@@ -322,7 +322,8 @@ fn loom_one_thread_blocks_while_another_polls() {
     }
 }
 
-/// The same with two that poll: one must not take away what the other hands over.
+/// Like the previous test, with two threads that poll: one must not take away the signal with which
+/// the other hands over.
 #[test]
 fn loom_one_thread_blocks_while_two_poll() {
     for checks_always in [false, true] {

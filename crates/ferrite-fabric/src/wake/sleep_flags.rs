@@ -8,10 +8,10 @@ use crate::sync::AtomicBool;
 
 /// Whether there is work, and whether the thread that does it sleeps.
 ///
-/// Before sleeping, the thread sets `asleep` and then checks `woken`. Whoever has work for it does
-/// it in the reverse order: it sets `woken` and then checks `asleep`. So at least one of the two
-/// sees the other. (The flags are always swapped, never just stored to: a swap sees the effects of
-/// the previous one, and loom models swaps best.)
+/// Before sleeping, the thread sets `asleep` and then checks `woken`. A thread that has work for it
+/// sets `woken` and then checks `asleep`. So at least one of the two sees the other's flag. (The
+/// flags are always swapped, never just stored to: a swap sees the effects of the previous one, and
+/// loom models swaps best.)
 #[derive(Debug)]
 pub struct SleepFlags {
     woken: AtomicBool,
@@ -32,7 +32,7 @@ impl SleepFlags {
     }
 
     /// Records that there is work. Returns whether the caller must make the thread's descriptor
-    /// readable, because it sleeps.
+    /// readable, because the thread sleeps.
     #[must_use]
     pub fn wake(&self) -> bool {
         self.woken.swap(true, Ordering::SeqCst);
@@ -75,7 +75,8 @@ mod tests {
     use crate::wake::event_fd::EventFd;
     use crate::wake::event_fd::model::sleep;
 
-    /// The module's task queue, reduced to what matters here. A change there must be repeated here.
+    /// The module's task queue, reduced to what matters here. A change of that queue must be
+    /// repeated here.
     struct TaskQueue {
         ready: Mutex<usize>,
         flags: SleepFlags,

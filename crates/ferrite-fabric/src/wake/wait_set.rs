@@ -63,7 +63,7 @@ impl WaitSet {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(system("epoll_create"))?;
         let flags = TimerfdFlags::NONBLOCK | TimerfdFlags::CLOEXEC;
         let clock = if cfg!(miri) {
-            // Miri has no timerfd; this one never becomes readable.
+            // Miri has no timerfd; this eventfd never becomes readable.
             eventfd(0, EventfdFlags::NONBLOCK).map_err(system("eventfd"))?
         } else {
             timerfd_create(TimerfdClockId::Monotonic, flags).map_err(system("timerfd_create"))?
@@ -99,7 +99,8 @@ impl WaitSet {
     /// Adds to `out` everything that is ready now, without waiting. Returns whether there may be
     /// more.
     ///
-    /// The flag says whether the descriptor reports an error: then it stays ready for ever.
+    /// The flag of an entry says whether its descriptor reports an error. Such a descriptor stays
+    /// ready for ever.
     pub(crate) fn ready(&self, out: &mut Vec<(Ready, bool)>) -> bool {
         let mut events =
             [epoll::Event { flags: epoll::EventFlags::IN, data: epoll::EventData::new_u64(0) }; 32];

@@ -52,7 +52,8 @@ impl Frame {
         control | more | u32::from_le_bytes([consumed_low, consumed_high, low, high])
     }
 
-    /// Decodes it: every number is a frame. The receiver must check whether the channel exists.
+    /// Decodes it: every number is a valid frame. The receiver must check whether the channel
+    /// exists.
     #[must_use]
     pub const fn from_imm(imm: u32) -> Self {
         let [consumed_low, consumed_high, low, high] = imm.to_le_bytes();

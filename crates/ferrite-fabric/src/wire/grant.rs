@@ -1,4 +1,5 @@
-//! The grant: what the owner of memory sends to a peer, in any message of the application.
+//! The grant token, which the owner of memory sends to a peer, in any message of the application.
+//! The peer needs it to access the memory.
 //!
 //! ```text
 //!   0       8      16     24     28       29         32      40
@@ -9,8 +10,8 @@
 //! ```
 //!
 //! The checksum protects against corruption, not against malice: anybody can compute it. The
-//! registration behind the remote key decides what a peer may access, and the owner can end it at
-//! any time.
+//! registration behind the remote key decides what a peer may access, and the owner can end that
+//! registration at any time.
 
 use std::fmt;
 use std::ops::BitOr;
@@ -185,7 +186,7 @@ pub enum GrantError {
         /// Number of received bytes.
         got: usize,
     },
-    /// It is not as it was sent.
+    /// Its checksum does not match.
     #[error("the grant is corrupt: its checksum does not match")]
     Check,
     /// No right, or one that this version does not know.

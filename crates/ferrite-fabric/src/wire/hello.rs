@@ -76,7 +76,7 @@ impl Features {
     pub const WRITE_IMM: Self = Self(1);
     /// Issues and uses grants: one-sided reads and writes.
     pub const ONE_SIDED: Self = Self(2);
-    /// Accepts TCP connections as well as RDMA: a link that loses its path continues there.
+    /// Accepts TCP connections as well as RDMA: a link that loses its path continues over TCP.
     pub const MOVE: Self = Self(4);
 
     /// Creates it from the bits on the wire. Unknown bits are kept.
@@ -119,7 +119,7 @@ impl BitOr for Features {
 pub struct Program(pub u8);
 
 impl Program {
-    /// It does not say.
+    /// The side does not say which.
     pub const UNKNOWN: Self = Self(0);
     /// The module inside an engine.
     pub const MODULE: Self = Self(1);
@@ -167,7 +167,7 @@ pub struct Hello {
     /// Random per process, to distinguish a restarted peer from the old one.
     pub instance: u64,
     /// Random per link. Whoever knows both sessions of a link can migrate it to another path. 0 if
-    /// it cannot migrate.
+    /// the link cannot migrate.
     pub session: u64,
     /// The largest packet that its port carries, in the encoding of verbs: 1 is 256 bytes, 5 is
     /// 4096. 0 if it does not say.
@@ -240,7 +240,7 @@ impl Hello {
             max_message_bytes: u64::from_le_bytes(field(bytes, 24)?),
             instance: u64::from_le_bytes(field(bytes, 32)?),
             session: u64::from_le_bytes(field(bytes, 40)?),
-            // Earlier versions reserved both.
+            // Earlier versions reserved these two bytes.
             program: field(bytes, 7).map_or(Program::UNKNOWN, |[program]| Program(program)),
             mtu: field(bytes, 6).filter(|[mtu]| *mtu <= 5).map_or(0, |[mtu]| mtu),
         })

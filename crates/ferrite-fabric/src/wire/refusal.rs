@@ -8,8 +8,8 @@
 //!   └──────────┴─────┴─────┴──────┴────────────────┴─────────────┴──────────────┘
 //! ```
 //!
-//! The layout is the same in every version: a peer that speaks another one must be able to read the
-//! reason. It must fit into the 148 bytes of private data of a CM rejection.
+//! The layout is the same in every version: a peer that speaks another version must be able to read
+//! the reason. A refusal must fit into the 148 bytes of private data of a CM rejection.
 
 use std::fmt;
 
@@ -131,7 +131,8 @@ impl Refusal {
         let text = bytes.get(TEXT_AT..)?;
         let text = &text[..text.len().min(text_bytes.into()).min(Self::TEXT_BYTES_MAX)];
         let mut text = String::from_utf8_lossy(text).replace(char::is_control, "?");
-        text.truncate(truncate(&text).len()); // replacement characters are longer
+        // A replacement character may be longer than the bytes that it replaces.
+        text.truncate(truncate(&text).len());
         Some(Self { version: Version { major, minor }, code, retry_after_ms, text })
     }
 }

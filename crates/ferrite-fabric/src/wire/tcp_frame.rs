@@ -3,22 +3,22 @@
 //! ```text
 //!   0      1          4     8         12    16      24       32
 //!   ┌──────┬──────────┬─────┬─────────┬─────┬───────┬────────┬ ─ ─ ─ ─ ┐
-//!   │ kind │ reserved │ imm │ payload │ op  │ grant │ offset │ payload │
+//!   │ kind │ reserved │ imm │   len   │ op  │ grant │ offset │ payload │
 //!   │  1   │    3     │  4  │    4    │  4  │   8   │   8    │         │
 //!   └──────┴──────────┴─────┴─────────┴─────┴───────┴────────┴ ─ ─ ─ ─ ┘
 //!   1 Frame     imm as over RDMA, and its payload
 //!   2 Write     op, grant, offset, and the bytes
 //!   3 WriteImm  the same, and imm for the peer
-//!   4 Read      op, grant, offset; `payload` is the number of requested bytes, none follow
+//!   4 Read      op, grant, offset; len is the number of requested bytes, and none follow
 //!   5 Done      op: the write was executed
 //!   6 Data      op, and the bytes that were read
 //!   7 Denied    op: the grant does not cover it, or was revoked
 //!
-//!   8 Offer     op: its number, and an address: offers to upgrade to RDMA
+//!   8 Offer     op: number of the offer, and an address: offers to upgrade to RDMA
 //!   9 Answer    op, and an address: accepts the offer
 //!  10 Withdraw  op: cancels the upgrade
 //!  11 Switch    op: the last frame of this side over TCP, except answers
-//!  12 Resume    offset: frames that arrived; RDMA is lost, and the rest is sent here
+//!  12 Resume    offset: number of received frames; RDMA is lost, and the rest is sent over TCP
 //!  13 Rekey     grant, offset, imm: address and key of a grant on the next device
 //! ```
 //!
@@ -50,8 +50,8 @@ pub enum TcpFrameKind {
 }
 
 impl TcpFrameKind {
-    /// Returns whether it is part of an upgrade or a migration. Only links that can migrate send
-    /// these.
+    /// Returns whether the frame is part of an upgrade or a migration. Only links that can migrate
+    /// send such frames.
     #[must_use]
     pub fn is_migration(self) -> bool {
         matches!(
@@ -77,15 +77,17 @@ pub struct TcpFrame {
     /// Its kind.
     pub kind: TcpFrameKind,
     /// The immediate data, as over RDMA: see [`Frame`](super::Frame). For a write with immediate
-    /// data, the application's.
+    /// data, the application's. For `Rekey`, the key.
     pub imm: u32,
     /// Number of payload bytes; for a read, the number of requested bytes.
     pub len: u32,
-    /// The number of a one-sided operation and of its answer.
+    /// The number of a one-sided operation, also in its answer. For frames of an upgrade, the
+    /// number of the offer.
     pub op: u32,
-    /// The grant of a one-sided operation.
+    /// The grant of a one-sided operation or of `Rekey`.
     pub grant: u64,
-    /// The offset in the grant.
+    /// The offset in the grant. For `Resume`, the number of received frames; for `Rekey`, the
+    /// address.
     pub offset: u64,
 }
 
@@ -161,7 +163,7 @@ impl TcpFrame {
         )
     }
 
-    /// Returns the number of bytes that follow it.
+    /// Returns the number of bytes that follow the header.
     #[must_use]
     pub fn follows(&self) -> usize {
         if self.has_payload() { self.len as usize } else { 0 }

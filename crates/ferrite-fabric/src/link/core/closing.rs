@@ -7,7 +7,7 @@ use crate::wire::Control;
 #[derive(Debug, Default)]
 pub(crate) struct Closing {
     is_requested: bool,
-    /// Whether the driver has not been told of the request.
+    /// Whether the driver has yet to learn of the request.
     is_new: bool,
     fin_sent: bool,
     fin_ack_sent: bool,
@@ -15,7 +15,8 @@ pub(crate) struct Closing {
 }
 
 impl Closing {
-    /// Accepts nothing new from now on. Queued messages are delivered first.
+    /// Requests the close. The link accepts nothing new from now on, and delivers queued messages
+    /// first.
     pub(crate) fn request(&mut self) {
         self.is_new |= !self.is_requested;
         self.is_requested = true;
@@ -30,7 +31,7 @@ impl Closing {
         std::mem::take(&mut self.is_new)
     }
 
-    /// Returns the next closing frame, if everything before it was sent.
+    /// Returns the next closing frame. The caller must have sent everything that precedes it.
     pub(crate) fn next_farewell(&mut self) -> Option<Control> {
         if self.is_requested && !self.fin_sent {
             self.fin_sent = true;
@@ -43,7 +44,8 @@ impl Closing {
         }
     }
 
-    /// Forgets the closing frames that were sent on a lost path. They are sent again on the next.
+    /// Forgets the closing frames that were sent on a lost path. They are sent again on the next
+    /// path.
     pub(crate) fn say_again(&mut self) {
         (self.fin_sent, self.fin_ack_sent) = (false, false);
     }

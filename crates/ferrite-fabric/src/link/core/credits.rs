@@ -93,7 +93,7 @@ impl Credits {
         self.consumed as u16
     }
 
-    /// Returns the same for a frame whose credits the peer ignores.
+    /// Like [`Credits::announce`], but does not note that the peer knows the credits.
     pub(crate) fn unannounced(&self) -> u16 {
         self.consumed as u16
     }

@@ -20,13 +20,13 @@ impl LinkCore {
         self.closing.take_request()
     }
 
-    /// Returns whether the peer has consumed everything and may have received our farewell. It may
-    /// then end at once, so its answer may be lost.
+    /// Returns whether the peer has consumed everything and may have received our `Fin`. The peer
+    /// may then end at once, so its `FinAck` may be lost.
     pub(crate) fn peer_has_everything(&self) -> bool {
         self.closing.fin_sent() && self.credits.is_all_acknowledged()
     }
 
-    /// Returns whether the peer was told that everything has arrived.
+    /// Returns whether this side has answered the peer's `Fin`.
     pub(crate) fn has_answered_farewell(&self) -> bool {
         self.closing.fin_ack_sent()
     }

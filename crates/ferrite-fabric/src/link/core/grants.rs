@@ -21,7 +21,7 @@ const UNANSWERED_MAX: usize = 64;
 /// The state of grants in both directions.
 #[derive(Debug, Default)]
 pub(crate) struct Grants {
-    /// The peer's revoked grants, and those of them that an operation under way still uses.
+    /// The peer's revoked grants, and those whose revocation this side has not confirmed yet.
     revoked: BTreeSet<u64>,
     in_use: Vec<u64>,
     /// Addresses and keys of the peer's grants on the current device, if they differ from those in

@@ -60,7 +60,7 @@ impl Liveness {
         self.asked.is_some_and(|asked| now.saturating_duration_since(asked) >= self.peer_timeout)
     }
 
-    /// Without a path, nothing can be heard from the peer.
+    /// Restarts the wait for the peer, which cannot be heard while there is no path.
     pub(crate) fn wait_for_path(&mut self, now: Instant) -> Look {
         self.last_heard = now;
         Look::Asked(now + self.peer_timeout)

@@ -53,7 +53,7 @@ pub(crate) struct Migration {
     /// Whether the peer may already use RDMA while this side uses TCP. Such a peer may report that
     /// its RDMA path is lost.
     pub(super) may_resume: bool,
-    /// Frames about paths, to be sent on the connection.
+    /// Frames about paths (`Offer`, `Resume` and so on), to be sent on the TCP connection.
     to_say: VecDeque<(TcpFrame, Body)>,
 }
 
@@ -308,7 +308,7 @@ impl LinkCore {
         true
     }
 
-    /// Ends the path because the peer has lost it. Returns false if the link has ended.
+    /// Ends the path because the peer has lost it. Returns false if the link cannot use another.
     pub(crate) fn lose_for_peer(&mut self) -> bool {
         self.lose(&Error::new(ErrorKind::LinkDown, "the peer has lost the path"))
     }
@@ -349,7 +349,7 @@ impl LinkCore {
     }
 
     /// Reports on the connection how many frames have arrived, once the lost path can deliver no
-    /// more. Continues there if the peer has reported the same.
+    /// more. If the peer has already reported its own number, the link continues on the connection.
     pub(crate) fn resume(&mut self, wakes: &mut Wakes) {
         let received = self.credits.received();
         let Migration { lost: Some(lost), has_connection: true, to_say, .. } = &mut self.migration
@@ -387,8 +387,8 @@ impl LinkCore {
     pub(super) fn on_resume(&mut self, received: u64, wakes: &mut Wakes) -> Result<(), Error> {
         let error = Error::new(ErrorKind::LinkDown, "the peer has lost the path");
         if self.migration.transport == ActiveTransport::Tcp {
-            // The peer was upgrading, and this side had not learned of it yet, or has withdrawn
-            // since.
+            // The peer has switched to RDMA, and this side has not learned of it yet, or has
+            // withdrawn since.
             if !std::mem::take(&mut self.migration.may_resume) {
                 return Err(super::protocol("a path that was not there is lost"));
             }
@@ -425,8 +425,8 @@ impl LinkCore {
                     self.complete(request, Held::Nothing, Ok(()), wakes);
                 }
                 Kind::Send | Kind::Notice => {
-                    // First come frames that the peer's device has received, but its software has
-                    // not.
+                    // First come earlier frames that the peer's device has received, but its
+                    // software has not.
                     self.repeat_until(&mut kept, request.frame, wakes);
                     let again = match kept.pop_front().map(|kept| kept.content) {
                         Some(KeptContent::Piece { channel, more, body }) => {
@@ -459,7 +459,8 @@ impl LinkCore {
         self.controls.extend(self.grants.unanswered());
     }
 
-    /// Sends earlier frames again that the peer's device has received, but its software has not.
+    /// Queues the kept frames before `frame` to be sent again: the peer's device has received them,
+    /// but its software has not.
     fn repeat_until(&mut self, kept: &mut VecDeque<KeptFrame>, frame: u64, wakes: &mut Wakes) {
         while let Some(KeptFrame { number, content }) =
             kept.pop_front_if(|kept| kept.number < frame)

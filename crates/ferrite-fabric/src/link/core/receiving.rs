@@ -67,7 +67,8 @@ impl LinkCore {
         Ok(())
     }
 
-    /// Counts a frame, unless it is a control frame. The notice of a write has no credits.
+    /// Counts a frame that is not a control frame. The notice of a write carries no credits,
+    /// because its immediate data is the application's.
     fn begin_frame(&mut self, frame: Frame, has_credits: bool) -> Result<(), Error> {
         if has_credits {
             self.acknowledge(frame)?;

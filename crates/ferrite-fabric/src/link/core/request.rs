@@ -7,10 +7,10 @@ use crate::link::kind::Kind;
 use crate::link::tickets::{Outcome, Ticket};
 
 /// The latency of one request in about this many is recorded even if nobody waits for it. Reading
-/// the clock for each would cost more than the rest of the record.
+/// the clock for every request would cost more than filling in the rest of its [`RequestContext`].
 const SAMPLED: u32 = 16;
 
-/// Comes back with the completion of a request.
+/// The data of a request that the link needs when the request completes.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct RequestContext {
     pub(crate) ticket: Option<Ticket>,
@@ -27,13 +27,13 @@ pub(crate) struct RequestContext {
 }
 
 impl RequestContext {
-    /// Returns whether it is a one-sided operation on this grant. The kind is checked too, because
-    /// sends have the grant number 0, which is also a valid grant.
+    /// Returns whether the request is a one-sided operation on this grant. The kind is checked too,
+    /// because sends have the grant number 0, which is also a valid grant.
     pub(crate) fn uses(&self, grant: u64) -> bool {
         self.grant == grant && self.kind.is_one_sided()
     }
 
-    /// Records how long it took, if its start is known.
+    /// Records how long the request took, if its start is known.
     pub(crate) fn record_latency(&self, limits: &OwnLimits) {
         if self.begun != 0 {
             let histogram = match self.kind {
@@ -53,7 +53,7 @@ pub(super) struct Sampler {
 }
 
 impl Default for Sampler {
-    /// Chooses the first request, so that short links are seen, too.
+    /// Chooses the first request, so that short-lived links are measured, too.
     fn default() -> Self {
         Self { since: SAMPLED }
     }

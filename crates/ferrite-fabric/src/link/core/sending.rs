@@ -21,8 +21,8 @@ pub(crate) enum Output {
         imm: u32,
         control: Control,
     },
-    /// A one-sided operation: its memory, and where the grant begins and its key, on the device
-    /// that carries the link.
+    /// A one-sided operation. `place` is the address and the key of the granted memory, on the
+    /// device that carries the link.
     OneSided {
         held: Held,
         place: (u64, u32),
@@ -66,15 +66,15 @@ impl LinkCore {
         (imm, request)
     }
 
-    /// Returns the immediate data for frames on this channel that the driver writes by itself.
-    /// [`LinkCore::on_written`] counts them.
+    /// Returns the immediate data for frames on this channel that the driver writes by itself,
+    /// without [`LinkCore::next_tcp_output`]. [`LinkCore::on_written`] counts these frames.
     pub(crate) fn imm_of(&self, channel: u16) -> u32 {
         let consumed = self.credits.unannounced();
         Frame { control: false, more: false, channel, consumed }.to_imm()
     }
 
-    /// Counts frames that the driver has written by itself, of at most `most` bytes each: their
-    /// number and their bytes.
+    /// Counts frames that the driver has written by itself, with `bytes` bytes in total. Each but
+    /// the last has `most` bytes.
     pub(crate) fn on_written(&mut self, frames: usize, bytes: usize, most: usize) {
         self.credits.send(frames as u64);
         self.credits.announce();
@@ -100,10 +100,11 @@ impl LinkCore {
         self.controls.is_empty() && self.outbox.is_empty()
     }
 
-    /// Returns the next frame or operation, in frames of at most `segment_bytes`.
+    /// Returns the next frame, of at most `segment_bytes`, or the next one-sided operation, if
+    /// `one_sided` allows one.
     #[inline]
     pub(crate) fn next_output(&mut self, segment_bytes: usize, one_sided: bool) -> Option<Output> {
-        // Senders ask until nothing is left, so that last answer must be cheap.
+        // Senders call this until it returns `None`, so that last call must be cheap.
         if self.is_idle() { None } else { self.take_output(segment_bytes, one_sided) }
     }
 
@@ -146,7 +147,7 @@ impl LinkCore {
         }
     }
 
-    /// Takes back a control frame for which there was no memory. It is sent with the next frame.
+    /// Takes back a control frame for which there was no memory. It will be the next output.
     pub(crate) fn put_back(&mut self, control: Control) {
         self.stats.controls_sent -= 1;
         self.controls.push_front(control);

@@ -39,7 +39,7 @@ impl LinkCore {
         (self.limits.hello.segment_bytes as usize).max(SEGMENT_BYTES)
     }
 
-    /// Returns the next frame about paths, on either transport.
+    /// Returns the next frame about paths, whichever transport carries the link.
     pub(crate) fn next_said(&mut self) -> Option<(TcpFrame, Body)> {
         self.migration.next_said()
     }
@@ -145,7 +145,8 @@ impl LinkCore {
         wakes: &mut Wakes,
     ) -> Result<(), Error> {
         let held = match (request.kind, data, held) {
-            // The data went into the waiting buffer, if it had the right length.
+            // Data of the right length was read into the buffer of the read, so `held` no longer
+            // has that buffer.
             (Kind::Read, Some(buf), Held::Nothing) => Held::Unique(buf),
             (Kind::Read, None, held) if result.is_err() => held,
             (Kind::Write | Kind::Notice, None, held) => held,

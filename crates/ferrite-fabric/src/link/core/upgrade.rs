@@ -10,10 +10,10 @@
 //! ```
 //!
 //! Each side's `Switch` is its last frame on TCP. The caller sends on RDMA once it has received the
-//! peer's `Switch`, and the peer once it has received the caller's first frame there (`GO`).
+//! peer's `Switch`, and the peer once it has received the caller's first frame on RDMA (`GO`).
 //!
 //! The caller numbers its offers, and every frame about an offer carries the number. So an answer
-//! or a withdrawal that crosses with the next offer is not mistaken for one to the next.
+//! or a withdrawal that crosses with the next offer is not taken to concern that one.
 
 use std::time::{Duration, Instant};
 
@@ -23,7 +23,8 @@ use super::{LinkCore, protocol};
 use crate::error::Error;
 use crate::wire::{Address, CONTROL_BYTES, Control, Frame, TcpFrame, TcpFrameKind};
 
-/// Control frames on a new queue pair.
+/// The numbers of `Ping` frames on a new queue pair: `PROBE` tests it, `GO` is the caller's first
+/// frame after the switch.
 const PROBE: u64 = u64::MAX - 1;
 const GO: u64 = u64::MAX;
 
@@ -91,8 +92,9 @@ impl Upgrade {
         self.peer_offer.or(self.switch.as_ref().map(|switch| switch.offer))
     }
 
-    /// Forgets an offer that the driver has not seen yet. Returns whether there was one. A driver
-    /// that is delayed must not end the link of a peer that makes offers and withdraws them.
+    /// Forgets an offer that the driver has not seen yet. Returns whether there was one. Without
+    /// this, a peer that makes offers and withdraws them while the driver is delayed would fill
+    /// `steps`, and the link would end.
     fn forget_untaken(&mut self, offer: u32) -> bool {
         let before = self.steps.len();
         self.steps.retain(|(of, step)| *of != offer || !matches!(step, Step::Offered(_)));
@@ -107,7 +109,7 @@ impl Upgrade {
 impl LinkCore {
     /// Notes that this side has a queue pair to upgrade to.
     pub(crate) fn begin_upgrade(&mut self) {
-        self.migration.may_resume = false; // the last upgrade has ended for both sides
+        self.migration.may_resume = false; // the previous upgrade has ended for both sides
         let offer = self.upgrade.peer_offer.unwrap_or_else(|| {
             self.upgrade.offers = self.upgrade.offers.wrapping_add(1);
             self.upgrade.offers
@@ -147,7 +149,7 @@ impl LinkCore {
         self.upgrade.step(if works { Step::Probed } else { Step::Failed });
     }
 
-    /// Sends this side's last frame on TCP as soon as nothing must be sent again.
+    /// Makes this side send its last frame on TCP, as soon as nothing must be sent again.
     pub(crate) fn switch(&mut self) {
         if let Some(switch) = &mut self.upgrade.switch {
             switch.is_begun = true;
@@ -170,11 +172,11 @@ impl LinkCore {
     pub(super) fn on_switch(&mut self, offer: u32) -> Result<bool, Error> {
         let is_current = |switch: &&mut Switch| switch.offer == offer && !switch.peer_has_said;
         let Some(switch) = self.upgrade.switch.as_mut().filter(is_current) else {
-            return Ok(false); // of an upgrade from which this side has withdrawn
+            return Ok(false); // it belongs to an upgrade from which this side has withdrawn
         };
         switch.peer_has_said = true;
         if !self.migration.is_caller {
-            switch.is_begun = true; // in that case the caller begins
+            switch.is_begun = true; // the caller begins, and the called side follows
             return Ok(false);
         }
         if !switch.is_said {
@@ -186,8 +188,8 @@ impl LinkCore {
     }
 
     /// Handles a frame on the queue pair of the upgrade: a probe, or the caller's first frame
-    /// there. Its credits may be older than those that came on TCP. Returns whether the link uses
-    /// RDMA from now on.
+    /// there. Its credits are ignored, because they may be older than those that came on TCP.
+    /// Returns whether the link uses RDMA from now on.
     pub(crate) fn on_upgrade_frame(&mut self, bytes: &[u8]) -> Result<bool, Error> {
         let is_ready =
             self.upgrade.switch.as_ref().is_some_and(|it| it.peer_has_said && it.is_said);
@@ -206,8 +208,8 @@ impl LinkCore {
         self.upgrade.switch = None;
         self.upgrade.attempt = None;
         self.upgrade.peer_offer = None;
-        // The peer may have said on TCP that it has lost this path already. Then what came over it
-        // counts, and no more than that: this side is on its way back.
+        // The peer may have reported on TCP that it has lost this path already. Then the frames
+        // that came over the path still count, but this side is on its way back to TCP.
         if self.migration.lost.is_none() {
             self.migration.transport = ActiveTransport::Rdma;
         }
@@ -252,7 +254,7 @@ impl LinkCore {
                 if self.upgrade.peer_offer.replace(offer).is_some() {
                     return Err(protocol("a second offer before the first was withdrawn"));
                 }
-                // The rest of an earlier offer is obsolete.
+                // `take_steps` drops obsolete steps of earlier offers.
                 self.upgrade.steps.push((offer, Step::Offered(address)));
             }
             _ => return Err(protocol("an offer at the wrong time")),
@@ -399,13 +401,15 @@ mod tests {
         hear(&mut core, TcpFrameKind::Switch, None);
         assert_eq!(said(&mut core), [TcpFrameKind::Answer, TcpFrameKind::Switch]);
 
-        // The caller's first frame on RDMA waits while TCP brings the news that it has left.
+        // The caller's first frame on RDMA waits while TCP brings the news that the caller has left
+        // RDMA.
         hear(&mut core, TcpFrameKind::Resume, None);
         let is_path = core.on_upgrade_frame(&Control::Ping(GO).encode()).expect("in order");
         assert!(is_path, "what came after that frame counts");
         assert_eq!(core.transport(), ActiveTransport::Migrating);
 
-        // This side finds out by itself as well. The caller does not say again what it has.
+        // This side finds out by itself as well. The caller does not report its received frames
+        // again.
         assert!(core.lose_for_peer() && core.is_to_be_detached());
         core.on_detached(Vec::new());
         core.resume(&mut Wakes::new());

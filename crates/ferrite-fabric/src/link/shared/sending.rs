@@ -94,8 +94,8 @@ impl LinkShared {
         });
     }
 
-    /// Sends an empty message even if the queue is full. It holds no memory, and a sender that
-    /// announces its last message must not wait.
+    /// Sends an empty message, which ends a stream, even if the queue is full. The message holds no
+    /// memory, and the end of a stream must not wait.
     #[cfg(feature = "tokio")]
     pub(crate) fn post_end(&self, channel: u16) -> Result<(), Error> {
         self.with(|state, env, wakes| {
@@ -145,8 +145,8 @@ impl LinkShared {
     }
 
     /// Sends up to `len` bytes of the slices over TCP, without a copy. Returns `None` if they must
-    /// be queued instead. If the kernel accepts no more, `waker` is called when it may, and the
-    /// rest stays with the caller.
+    /// be queued instead. If the kernel or the peer accepts no more now, `waker` is called when
+    /// more may be sent. The rest stays with the caller.
     #[cfg(feature = "tokio")]
     pub(crate) fn poll_send_through(
         &self,
@@ -179,7 +179,8 @@ impl LinkShared {
         })
     }
 
-    /// Queues a one-sided operation on `len` bytes at `offset` of the granted memory.
+    /// Queues a one-sided operation on the granted memory, from `offset` on. Its length is that of
+    /// the buffer in `held`.
     pub(crate) fn one_sided(
         &self,
         grant: &GrantToken,

@@ -158,7 +158,7 @@ impl Side {
         self.core.end(error, &mut self.wakes);
     }
 
-    /// Ends the connection.
+    /// Handles the end of the connection, which ends the link.
     pub(super) fn hang_up(&mut self) {
         self.end(self.core.hung_up());
     }

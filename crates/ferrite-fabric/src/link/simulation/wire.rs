@@ -21,7 +21,7 @@ pub(super) struct Acknowledgement {
     pub(super) value: Option<u64>,
 }
 
-/// An RDMA path. The index is the side at which packets arrive.
+/// An RDMA path. The arrays are indexed by the side at which packets arrive.
 #[derive(Default)]
 pub(super) struct RdmaWire {
     pub(super) packets: [VecDeque<(u64, Packet)>; 2],

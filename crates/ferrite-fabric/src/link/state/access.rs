@@ -17,7 +17,7 @@ impl LinkState {
         self.rdma.rights
     }
 
-    /// Gives the peer more rights, within those that its keys allow.
+    /// Gives the peer more rights on the queue pair. The peer's remote keys limit them further.
     pub(crate) fn allow(&mut self, more: Access) {
         let rights = self.rdma.rights | more;
         if rights == self.rdma.rights {
@@ -31,7 +31,7 @@ impl LinkState {
         self.allow_ahead();
     }
 
-    /// Gives the same rights on the queue pair of the upgrade, if it is ready.
+    /// Gives the peer the same rights on the queue pair of the upgrade, if it is ready.
     pub(crate) fn allow_ahead(&mut self) {
         if let Some(qp) = self.next.as_ref().and_then(|next| next.queue.qp()) {
             let _ = qp.modify(&QueuePairAttributes::change_access(self.rdma.rights));
@@ -44,9 +44,9 @@ impl LinkState {
         next.or(self.rdma.device.as_ref()).map(Arc::clone)
     }
 
-    /// Binds a window of `device` to the queue pair there. Later sends come after the bind. If the
-    /// path or the link is lost, nothing is bound; the peer learns of a new window when the link
-    /// moves to the next path.
+    /// Binds a window of `device` to the link's queue pair on that device. Sends that are queued
+    /// later are posted after the bind. If the path or the link is lost, nothing is bound; the peer
+    /// learns of a new window when the link migrates to the next path.
     pub(crate) fn bind(
         &mut self,
         device: &SharedDevice,

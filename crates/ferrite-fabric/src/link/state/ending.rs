@@ -17,13 +17,13 @@ pub(crate) enum Destroying {
 }
 
 impl LinkState {
-    /// Returns whether the link uses a queue pair.
+    /// Returns whether the link uses the queue pair with this number.
     pub(crate) fn is_carried_by(&self, number: u32) -> bool {
         self.rdma.queue.is_of(number)
     }
 
-    /// Handles a receive that a queue pair took. Returns whether that is the link's current or next
-    /// one.
+    /// Handles a receive that a queue pair took. Returns whether that queue pair is the link's
+    /// current or next one.
     pub(crate) fn on_taken(&self, qp: u32, receive: u64) -> bool {
         let own = self.is_carried_by(qp).then_some(&self.rdma.queue);
         own.or_else(|| self.next_queue(qp)).map(|queue| queue.on_taken(receive)).is_some()
@@ -40,12 +40,12 @@ impl LinkState {
         Some(std::mem::replace(&mut self.rdma.queue, SendQueue::none()))
     }
 
-    /// Second step: the queue pair is destroyed, and so are its requests in flight. No data can
-    /// arrive over it any more.
+    /// Second step of a downgrade: notes that the queue pair was destroyed, with these requests in
+    /// flight. No data can arrive over it any more.
     ///
     /// # Errors
-    /// The device did not release the queue pair, so the link cannot continue with that memory; or
-    /// the link has ended meanwhile.
+    /// The device did not release the queue pair and may still use the memory of its requests, so
+    /// the link cannot continue; or the link has ended meanwhile.
     pub(crate) fn end_detach(
         &mut self,
         queue: SendQueue<RequestContext>,
@@ -81,11 +81,11 @@ impl LinkState {
         }
     }
 
-    /// Returns whether the fabric must process the link: the link went down, nothing is in flight
-    /// any more, or a grant was released.
+    /// Returns whether the fabric must process the link, for example because the link went down,
+    /// its queue pair can be destroyed, or a grant was released.
     pub(crate) fn wants_attention(&self) -> bool {
         if self.is_away() {
-            return false; // when the command returns it
+            return false; // the fabric checks again when the command returns the queue pair
         }
         let has_path = self.rdma.queue.qp().is_some() || self.tcp.is_some();
         let is_down = self.failure().is_some() && has_path;
@@ -103,7 +103,7 @@ impl LinkState {
         self.tcp.as_ref().is_some_and(TcpPath::has_left_over)
     }
 
-    /// Returns, once, whether requests were flushed for a reason that is not known yet.
+    /// Like [`LinkState::has_flushed`], but returns true only once.
     pub(crate) fn take_flushed(&mut self) -> bool {
         self.has_flushed() && !std::mem::replace(&mut self.rdma.flush_called, true)
     }
@@ -120,7 +120,8 @@ impl LinkState {
         }
     }
 
-    /// Gives up waiting for that report: it did not come in time, and never will.
+    /// Gives up waiting for the report of the last receive: it did not come in time, and never
+    /// will.
     pub(crate) fn stop_waiting_for_last_receive(&mut self) {
         if self.failure().is_some() || self.core.is_to_be_detached() {
             self.rdma.queue.on_last_receive();
@@ -134,14 +135,15 @@ impl LinkState {
             || self.rdma.device.as_ref().is_none_or(|device| device.is_gone())
     }
 
-    /// Returns whether the queue pair has no request under way. The results of earlier requests are
-    /// in the completion queue.
+    /// Returns whether the queue pair can be destroyed: it has no request in flight, and takes no
+    /// more receives. Completions of its receives may still be in the completion queue.
     pub(crate) fn may_destroy(&self) -> bool {
         self.rdma.queue.in_flight() == 0 && self.took_last()
     }
 
-    /// First step of the end: closes the connection, and hands over the queue pair to be destroyed
-    /// if nothing is under way, or `by_force`. The caller has reaped the completion queue.
+    /// First step of the end: closes the connection, and hands over the queue pair to be destroyed,
+    /// if [`LinkState::may_destroy`] allows it or `by_force` is set. The caller has reaped the
+    /// completion queue.
     pub(crate) fn begin_destroy(&mut self, by_force: bool, wakes: &mut Wakes) -> Destroying {
         if self.close_tcp(wakes) {
             self.core.drop_partial();
@@ -160,8 +162,8 @@ impl LinkState {
         Destroying::Queue(Box::new(queue))
     }
 
-    /// Second step: the queue pair was destroyed with its requests in flight, or the device refused
-    /// and it is back.
+    /// Second step of the end: the queue pair was destroyed with these requests in flight, or the
+    /// device refused to destroy it and it is back in `queue`.
     pub(crate) fn end_destroy(
         &mut self,
         queue: SendQueue<RequestContext>,

@@ -51,7 +51,8 @@ impl LinkState {
             .map_err(|refused| refused.error.into())
     }
 
-    /// Handles a completion of the new queue pair. Returns false if it belongs to another one.
+    /// Handles a completion of the new queue pair. Returns false if it belongs to another queue
+    /// pair.
     pub(super) fn on_next_sent(&mut self, wc: &WorkCompletion) -> bool {
         let Some(next) = &mut self.next else { return false };
         let (mut entries, mut is_bind) = (0, false);
@@ -83,12 +84,12 @@ impl LinkState {
         self.next.as_ref().is_some_and(|next| next.device.index == device.index)
     }
 
-    /// Returns the slots of the next path, if this is its queue pair.
+    /// Returns the send queue of the next path, if its queue pair has the number `qp`.
     pub(super) fn next_queue(&self, qp: u32) -> Option<&SendQueue<RequestContext>> {
         self.next.as_ref().map(|next| &next.queue).filter(|queue| queue.is_of(qp))
     }
 
-    /// Returns the sequence number of the first packet on that queue pair.
+    /// Returns the sequence number of our first packet on the queue pair of the upgrade.
     pub(crate) fn next_psn(&self) -> u32 {
         self.next.as_ref().map_or(0, |next| next.psn)
     }

@@ -70,7 +70,7 @@ impl LinkState {
     /// Marks the peer as one of another protocol.
     pub(crate) fn make_raw(&mut self) {
         self.raw = Some(Box::default());
-        self.rdma.rights = Access::REMOTE_WRITE; // its window, and nothing is read
+        self.rdma.rights = Access::REMOTE_WRITE; // the peer writes to its window, and reads nothing
     }
 
     pub(crate) fn is_raw(&self) -> bool {
@@ -115,8 +115,7 @@ impl LinkState {
     }
 
     /// Queues a write of no bytes, to an address that nobody reads. The peer's software does not
-    /// notice it, but its device acknowledges it. It is signaled, unless a queued request is
-    /// signaled anyway.
+    /// notice it, but its device acknowledges it. Does nothing if other requests are queued.
     pub(crate) fn push_raw_probe(&mut self) {
         let probe = !self.has_raw_work();
         if let Some(raw) = self.raw.as_deref_mut().filter(|_| probe) {
@@ -130,7 +129,8 @@ impl LinkState {
         }
     }
 
-    /// Returns whether the link must close and no request under way is signaled.
+    /// Queues a probe for a link that closes, if its last requests were not signaled. The
+    /// completion of the probe completes them, too.
     pub(super) fn push_raw_farewell(&mut self) {
         if self.rdma.unsignaled > 0 {
             self.push_raw_probe();

@@ -33,11 +33,11 @@ pub(crate) struct RdmaPath {
     pub(super) unsignaled: usize,
     /// The first generation of the slots of the next queue pair.
     pub(crate) generation: u32,
-    /// Whether the last request was posted.
+    /// Whether the request of [`Kind::Last`] was posted.
     last_posted: bool,
     /// Completions of requests that were flushed before the reason was known.
     pub(super) flushed: Vec<WorkCompletion>,
-    /// Whether the fabric was told of them.
+    /// Whether the fabric was told of the flushed requests.
     pub(super) flush_called: bool,
 }
 
@@ -83,7 +83,7 @@ impl RdmaPath {
         self.device.as_ref().is_some_and(|device| device.is_pressed())
     }
 
-    /// Joins the line of links that wait for entries.
+    /// Joins the line of links that wait for entries of the completion queue.
     #[cold]
     fn wait(&self, link: u32) {
         if let Some(device) = &self.device {
@@ -163,8 +163,9 @@ impl LinkState {
         Ok(true)
     }
 
-    /// Decides whether the next request is signaled. It is if someone waits for it or for its
-    /// memory, or after too many unsignaled requests.
+    /// Decides whether the next request is signaled. It is signaled if someone waits for it or for
+    /// its memory, after too many unsignaled requests, or while many requests are in flight on the
+    /// device.
     pub(super) fn signal(&mut self, wanted: bool) -> bool {
         let run = (self.rdma.queue.room() + self.rdma.queue.in_flight()) / 4;
         let signaled = wanted || self.rdma.unsignaled >= run || self.rdma.is_pressed();
@@ -186,7 +187,7 @@ impl LinkState {
             let mut reserved = self.rdma.reserve(room);
             if reserved == 0 {
                 self.rdma.wait(env.index);
-                // Entries that were freed between the two calls would not wake this link.
+                // Try again: entries that were freed just before `wait` do not wake this link.
                 reserved = self.rdma.reserve(room);
                 if reserved == 0 {
                     return Ok(());
@@ -269,8 +270,8 @@ impl LinkState {
             None => return Ok(false),
             Some(Output::Data { imm, more, piece, mut request }) => {
                 let inline = request.bytes as usize <= self.rdma.inline;
-                // Inline requests hold no memory, so nobody waits for them. Of the others, the last
-                // frame of a message is signaled.
+                // The device copies inline requests at once, so their completions are not urgent.
+                // Of the other frames, the last one of a message is signaled.
                 let signaled = self.signal(request.ticket.is_some() || !inline && !more);
                 self.core.sample(signaled, &mut request);
                 let held = piece.map_or(Held::Nothing, Held::Shared);
@@ -289,8 +290,8 @@ impl LinkState {
         Ok(true)
     }
 
-    /// Adds a control frame. `false`: there is no memory at the moment, and it goes with the next
-    /// post, or when the fabric looks for memory again.
+    /// Adds a control frame. Returns false if there is no memory for it now. The frame is then sent
+    /// with the next post, or when the fabric looks for memory again.
     fn add_control(
         &mut self,
         imm: u32,
@@ -315,7 +316,7 @@ impl LinkState {
                 Err(error) => return Err(error),
             }
         };
-        // The acknowledgement of a keepalive by the peer's device is a sign of life, too.
+        // Keepalives are signaled, to learn whether at least the peer's device acknowledges them.
         let signaled = self.signal(!inline || matches!(control, Control::Ping(_)));
         let operation = Operation::SendImm(imm);
         let request = RequestContext {
@@ -383,7 +384,8 @@ impl LinkState {
             return;
         }
         if !ok && self.core.transport() == ActiveTransport::Migrating {
-            return; // it stays until the queue pair is destroyed, and is then sent on another path
+            // The request stays until the queue pair is destroyed. It is then sent on another path.
+            return;
         }
         if status == Status::FLUSHED && self.failure().is_none() {
             // An earlier request failed. An event or the peer will tell the cause.
@@ -393,8 +395,8 @@ impl LinkState {
         if ok {
             self.core.on_acknowledged_by_device();
         } else if self.failure().is_none() {
-            // The peer acknowledged everything before the farewell, so a peer that is gone by then
-            // has closed in an orderly way.
+            // The peer acknowledged everything that was sent before the closing frames. So a peer
+            // that is gone now has closed in an orderly way.
             let is_control =
                 self.rdma.queue.get(wc).is_some_and(|it| it.request.kind == Kind::Control);
             let error = match self.core.has_answered_farewell() && is_control {
@@ -445,7 +447,7 @@ impl LinkState {
         let is_wanted =
             self.failure().is_some() && !self.rdma.last_posted && self.rdma.queue.in_flight() > 0;
         if !is_wanted || self.rdma.queue.room() == 0 || self.rdma.reserve(1) == 0 {
-            return; // or else the clock ends it
+            return; // without this request, a timer ends the wait for the others
         }
         let request = RequestContext { kind: Kind::Last, ..RequestContext::default() };
         self.rdma.last_posted = true;
@@ -469,7 +471,7 @@ fn one_sided((base, rkey): (u64, u32), request: &RequestContext) -> Operation {
 /// Copies a small part of a message that may stay here for long, so that it does not hold a large
 /// receive.
 fn fitting(pool: &Pool, buf: BufMut) -> BufMut {
-    const SMALL: usize = 8; // the part is so small that copying it costs nothing
+    const SMALL: usize = 8; // up to an eighth of the receive, copying costs next to nothing
     if buf.len() > buf.capacity() / SMALL {
         return buf;
     }

@@ -22,7 +22,7 @@ use crate::wire::{TcpFrame, TcpFrameKind};
 /// cache, from which the application then reads.
 const SLICE_BYTES: usize = 256 << 10;
 
-/// A request of the peer for our memory: see `one_sided.rs`.
+/// A request of the peer for our memory. `fabric/regions.rs` executes it.
 pub(crate) enum Request<'a> {
     Write { grant: u64, offset: u64, bytes: &'a [u8] },
     Read { grant: u64, offset: u64, into: &'a mut [u8] },
@@ -95,8 +95,8 @@ impl LinkState {
     }
 
     /// Reads the arrived bytes of large frames on `channel` into `out`, if no other data comes
-    /// first. Returns false if there are none. The fabric needs no wake-up for the rest: it has an
-    /// event for it, now or already.
+    /// first. Returns false if there are none. The caller need not wake the fabric for other data:
+    /// the fabric has an event for it, or [`LinkState::wants_attention`] reports it.
     #[cfg(feature = "tokio")]
     pub(crate) fn read_through(
         &mut self,
@@ -155,7 +155,7 @@ impl LinkState {
         }
     }
 
-    /// Writes the frames about paths, on either transport.
+    /// Writes the frames about paths, whichever transport carries the link.
     fn write_said(&mut self) -> io::Result<()> {
         let Some(tcp) = &mut self.tcp else { return Ok(()) };
         while let Some((frame, body)) = self.core.next_said() {
@@ -171,8 +171,9 @@ impl LinkState {
         }
     }
 
-    /// Handles a readable or writable connection. Reads and delivers up to one slice. `serve`
-    /// executes the peer's requests for our memory, and returns false if one is not allowed.
+    /// Handles a readable or writable connection. Reads and delivers up to about `SLICE_BYTES`.
+    /// `serve` executes the peer's requests for our memory, and returns false if one is not
+    /// allowed.
     pub(crate) fn on_socket(
         &mut self,
         env: &LinkEnv<'_>,
@@ -218,7 +219,7 @@ impl LinkState {
         reading
     }
 
-    /// Reads up to one slice. Returns `None` if the peer has closed the connection.
+    /// Reads up to about `SLICE_BYTES`. Returns `None` if the peer has closed the connection.
     fn read_slice(
         &mut self,
         env: &LinkEnv<'_>,
@@ -325,8 +326,8 @@ impl LinkState {
         self.core.on_answer((held, request), data, result, wakes)
     }
 
-    /// Closes the connection of a link that is down, after its last frames. Fails everything that
-    /// waits for it. Returns false if there is no connection.
+    /// Closes the connection of a link that is down, after its last frames. Fails every request
+    /// that waits for the connection. Returns false if there is no connection.
     pub(super) fn close_tcp(&mut self, wakes: &mut Wakes) -> bool {
         let _ = self.write_said();
         let Some(mut tcp) = self.tcp.take() else { return false };

@@ -111,7 +111,7 @@ impl TcpPath {
     }
 
     /// Returns whether to leave the arrived data to a waiting reader, who reads it into the final
-    /// buffer. It is left once; the fabric reads the rest.
+    /// buffer. If the previous arrival was left to the reader, too, the fabric reads this one.
     pub(in crate::link) fn defers(&mut self) -> bool {
         let awaited = std::mem::take(&mut self.awaited);
         self.deferred = awaited && self.large && !self.deferred;
@@ -259,7 +259,7 @@ impl TcpPath {
         take(pool, tcp_frame.len as usize, self.account.as_ref()).map(Some)
     }
 
-    /// Returns whether a part of a TCP frame has arrived.
+    /// Returns whether a part of a payload was read.
     pub(in crate::link) fn has_begun(&self) -> bool {
         self.body.as_ref().is_some_and(|(_, _, filled)| *filled > 0)
     }

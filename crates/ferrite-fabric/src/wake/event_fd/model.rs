@@ -27,7 +27,7 @@ pub(crate) struct KernelState {
     /// Whether the next completion makes the descriptor readable.
     pub(crate) armed: bool,
     pub(crate) event: bool,
-    /// Whether the descriptor became readable since the edge-triggered sleeper went to sleep.
+    /// Whether the descriptor became readable since the edge-triggered sleeper last woke up.
     pub(crate) changed: bool,
 }
 
@@ -87,8 +87,8 @@ pub(crate) fn sleep(event_fd: Option<&EventFd>) {
     }
 }
 
-/// Waits for a change of the descriptor, edge-triggered as in tokio: earlier events that were not
-/// taken are not reported.
+/// Waits for a change of the descriptor, edge-triggered as in tokio: each change is reported once,
+/// even if its event is not taken.
 pub(crate) fn sleep_edge_triggered() {
     let mut kernel = lock(&KERNEL.state);
     while !std::mem::take(&mut kernel.changed) {
