@@ -104,13 +104,13 @@ impl ValkeyStream {
     /// Returns an error if there is no memory for the window, or if it cannot be registered.
     pub fn new(raw: RawConnection, role: Role, config: &ValkeyConfig) -> Result<Self, Error> {
         let mut buf = raw.pool().take_uncharged(config.window_bytes as usize, Purpose::Receive)?;
-        buf.fill(0); // the peer must not see data of the last user
+        buf.fill(0); // the peer must not see data of the memory's last user
         let memory = raw.expose(buf).map_err(|(_, error)| Error::from(error))?;
         Self::with_memory(raw, memory, role, config)
     }
 
     /// Creates a stream over an established connection. The window is registered on the fabric's
-    /// threads for that, if it has any.
+    /// command threads, if the fabric has any.
     ///
     /// # Errors
     /// Returns the same errors as [`ValkeyStream::new`].

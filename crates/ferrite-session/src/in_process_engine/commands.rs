@@ -10,7 +10,8 @@ use super::input::{FoundCommand, Input};
 /// The properties of a command that may be called in-process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Callable {
-    /// The number of words, its name included. If negative, the smallest number of words.
+    /// The number of words, its name included. If negative, its absolute value is the smallest
+    /// number of words.
     pub arity: i32,
     /// Whether it may write data, or be sent to replicas for another reason.
     pub writes: bool,
