@@ -50,12 +50,11 @@ pub(crate) mod flag {
     pub(crate) const READABLE: i32 = 1;
 }
 
-/// The functions of the engine that this process is. They stay the same if the module is loaded a
-/// second time.
+/// The functions of the engine that has loaded the module. They stay the same if the module is
+/// loaded a second time.
 static API: OnceLock<Api> = OnceLock::new();
 
-/// Returns the engine's functions. Every caller has a handle, and handles exist only after
-/// [`Context::find_api`] has succeeded.
+/// Returns the engine's functions. To be called only after [`Context::find_api`] has succeeded.
 fn api() -> &'static Api {
     API.get().expect("the API was found at load")
 }

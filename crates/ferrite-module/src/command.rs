@@ -245,7 +245,7 @@ fn doctor(module: &mut Module, _: u64, words: &[String]) -> Reply {
                 ),
             );
             match stats.device_faults.as_slice() {
-                [] if listener.devices.is_empty() => {} // said above
+                [] if listener.devices.is_empty() => {} // reported above
                 [] => say(true, "all RDMA devices in use are present and their ports are up"),
                 faults => faults.iter().for_each(|fault| say(false, fault)),
             }
