@@ -66,8 +66,8 @@ pub(crate) fn log(level: &CStr, text: &str) {
     for line in text.lines() {
         let line = c_string(&format!("ferrite: {line}"));
         // SAFETY: the format takes one string, which is valid. The context is null, which the
-        // engine allows for this function only: the context of a failed load may be gone when a
-        // thread logs.
+        // engine allows for this function. The context of the load is not used: after a failed load
+        // it may be gone when a thread logs.
         unsafe { (api.log)(ptr::null_mut(), level.as_ptr(), c"%s".as_ptr(), line.as_ptr()) };
     }
 }

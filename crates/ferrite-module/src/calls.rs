@@ -302,9 +302,9 @@ fn shows_authenticated(server: Server) -> bool {
     server.is_valkey && server.version >= 0x0009_0100
 }
 
-/// Reads the engine's limits for the memory that clients use. If the engine does not report a
-/// limit, a strict value replaces it: for output, the defaults of pub/sub clients; for queries, 1
-/// MiB. The other limits do not apply then.
+/// Reads the engine's limits for the memory that clients use. Unknown output limits are replaced by
+/// the strict defaults of pub/sub clients, and an unknown query limit by 1 MiB. Other unknown
+/// limits do not apply.
 fn client_limits(context: Context<'_>) -> ClientLimits {
     const UNKNOWN: ClientLimits = ClientLimits {
         hard_bytes: 32 << 20,

@@ -334,8 +334,8 @@ fn run(
         let _ = stop.send(true);
         while serving.join_next().await.is_some() {}
         let _ = report.send(Progress::SessionsEnded);
-        // If the main thread drove the fabric, it has stopped by now. Drive it here until peers
-        // have been notified.
+        // If the main thread drove the fabric, it has stopped by now. This thread drives the fabric
+        // until peers have been notified.
         driver.abort();
         let driver = tokio::spawn(fabric.drive());
         drop(fabric);

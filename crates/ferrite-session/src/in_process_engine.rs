@@ -44,7 +44,7 @@ pub trait InProcessEngine: Send + Sync {
     }
 
     /// Creates the engine's record of a new session's proxy connection. `gone` is notified when the
-    /// engine has freed that client.
+    /// engine has freed the client of that connection.
     fn new_client(&self, peer: Option<SocketAddr>, gone: Arc<Notify>) -> Arc<dyn ProxyClient>;
 
     /// Looks up a client's command by its name and first argument.
@@ -101,8 +101,8 @@ pub trait ProxyClient: Send + Sync {
     /// called.
     fn call(&self, commands: Commands<'_>, replies: &mut Replies) -> Called;
 
-    /// Returns the command after which WAIT on the proxy connection covers the writes of called
-    /// commands. It has one reply.
+    /// Returns the command that makes a later WAIT on the proxy connection cover the writes of
+    /// called commands. It has one reply.
     fn mark_writes(&self) -> &'static [u8];
 
     /// Returns whether the engine has run [`ProxyClient::mark_writes`] since the last call that

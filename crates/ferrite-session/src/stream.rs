@@ -51,8 +51,8 @@ fn now() -> Instant {
 #[derive(Debug, Clone)]
 pub struct ValkeyConfig {
     /// The initial size of the window, the memory that the peer writes to (default 64 KiB). It
-    /// stays pinned for as long as the connection lasts. 64 KiB, 512 KiB and 2 MiB waste no memory
-    /// of the pool's blocks. Valkey's own windows have 1 MiB.
+    /// stays pinned for as long as the connection lasts. 64 KiB, 512 KiB and 2 MiB waste no memory,
+    /// because the pool has blocks of these sizes. Valkey's own windows have 1 MiB.
     pub window_bytes: u32,
     /// The largest window, for clients that write much data at once (default 2 MiB). With many such
     /// clients it is smaller, because they share half of the receive memory. Only servers use this:
