@@ -153,7 +153,7 @@ fn invalid(message: impl Into<String>) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidInput, message.into())
 }
 
-/// Accepts any certificate, but checks that the server has its key.
+/// Accepts any certificate, but checks that the server has the certificate's private key.
 #[derive(Debug)]
 struct AcceptAnyCertificate(Arc<CryptoProvider>);
 

@@ -189,8 +189,8 @@ impl CallContext {
             let bytes: &[u8] =
                 if bytes.is_null() { &[] } else { std::slice::from_raw_parts(bytes.cast(), len) };
             // The engine sets `errno` if it refuses a command before it runs. A command that ran
-            // may by chance also leave an `errno`. If it returned an error, it has changed nothing,
-            // so running it again is safe.
+            // may by chance also leave an `errno`. If such a command returned an error, it has
+            // changed nothing, so it is safe to run it again.
             let is_refused = bytes.is_empty() || (errno != 0 && bytes[0] == b'-');
             if !is_refused {
                 out.extend_from_slice(bytes);

@@ -234,7 +234,8 @@ impl<C: Client> InProcessSession<'_, C> {
     /// none, or if its name has not arrived.
     pub(super) fn large_command(&mut self) -> Option<LargeCommand> {
         if !self.access.is_authenticated() && self.input.has_many_args() {
-            // The engine disconnects the client when it sees the number of arguments.
+            // Not gathered: the engine disconnects the client as soon as it sees the number of
+            // arguments.
             return Some(LargeCommand::Pins);
         }
         if !self.input.is_large(self.access.is_authenticated()) {

@@ -19,7 +19,7 @@ pub struct Callable {
     pub is_subcommand: bool,
     /// Whether it may fill a key that another client is blocked on (BLPOP and the like).
     pub unblocks: bool,
-    /// Whether it is GET, which has one argument, a key, and returns its value.
+    /// Whether it is GET, whose one argument is a key, and which returns the key's value.
     pub reads_string: bool,
 }
 

@@ -139,7 +139,8 @@ impl Input {
         plain_command(&self.buffer[..self.filled], self.taken, &mut self.words)
     }
 
-    /// Returns the end of the complete command in any form. Continues where the last attempt ended.
+    /// Returns the end of the next command if it is complete, whatever its form. Continues where
+    /// the last attempt ended.
     #[cold]
     fn find_framed(&mut self) -> Result<Option<usize>, CommandError> {
         let progress = self.framer.feed(&self.buffer[self.framed..self.filled])?;
@@ -254,7 +255,8 @@ impl Input {
     pub(crate) fn room(&mut self, max: usize) -> &mut [u8] {
         self.compact();
         if self.buffer.len() > 2 * LARGE_COMMAND as usize && self.filled < READ_MAX {
-            self.buffer.truncate(self.filled); // grown by a client that had sent far ahead
+            // The buffer had grown because the client had sent far ahead.
+            self.buffer.truncate(self.filled);
             self.buffer.shrink_to(self.filled + self.read_size);
         }
         let end = self.filled + self.read_size.min(max);
