@@ -46,7 +46,8 @@ impl Program for ModuleAdmin {
         let config = self.0.as_ref().map(|(_, gateway)| gateway.config()).map_err(Clone::clone);
         Box::pin(async move {
             let config = config.map_err(|why| format!("no listener: {why}"))?;
-            // As a client of the engine's socket: an engine that loads its data is not ready.
+            // Asks over the engine's socket, as a client does: an engine that loads its data is not
+            // ready.
             engine_answers(&config.engine).await
         })
     }

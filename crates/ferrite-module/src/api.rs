@@ -50,12 +50,11 @@ pub(crate) mod flag {
     pub(crate) const READABLE: i32 = 1;
 }
 
-/// The functions of the engine that this process is. They stay the same if the module is loaded a
-/// second time.
+/// The functions of the engine that has loaded the module. They stay the same if the module is
+/// loaded a second time.
 static API: OnceLock<Api> = OnceLock::new();
 
-/// Returns the engine's functions. Every caller has a handle, and handles exist only after
-/// [`Context::find_api`] has succeeded.
+/// Returns the engine's functions. To be called only after [`Context::find_api`] has succeeded.
 fn api() -> &'static Api {
     API.get().expect("the API was found at load")
 }
@@ -67,8 +66,8 @@ pub(crate) fn log(level: &CStr, text: &str) {
     for line in text.lines() {
         let line = c_string(&format!("ferrite: {line}"));
         // SAFETY: the format takes one string, which is valid. The context is null, which the
-        // engine allows for this function only: the context of a failed load may be gone when a
-        // thread logs.
+        // engine allows for this function. The context of the load is not used: after a failed load
+        // it may be gone when a thread logs.
         unsafe { (api.log)(ptr::null_mut(), level.as_ptr(), c"%s".as_ptr(), line.as_ptr()) };
     }
 }

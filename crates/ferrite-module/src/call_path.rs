@@ -1,5 +1,5 @@
-//! The call path: the calls of the engine that sessions share. Only the engine's main thread uses
-//! them.
+//! The call path: holds the [`Calls`] that all sessions share. Only the engine's main thread uses
+//! it.
 
 use std::cell::RefCell;
 
@@ -11,7 +11,7 @@ use crate::clients::ClientRecord;
 use crate::slice;
 
 thread_local! {
-    // Apart from the event loop's own state, which is borrowed while calls are made.
+    // Separate from the state in `event_loop.rs`, which is borrowed while sessions make calls.
     static CALLS: RefCell<Option<Calls>> = const { RefCell::new(None) };
 }
 

@@ -7,7 +7,7 @@
 //!
 //! | the engine checks | the call path |
 //! |---|---|
-//! | loading, a script that runs, paused clients | [`Calls::begin`] gives no batch |
+//! | loading, a script that runs, paused clients | [`Calls::begin`] begins no batch of calls |
 //! | NOAUTH | no batch unless the engine says that the client still exists and has the same user |
 //! | the user's rights | each call checks them |
 //! | READONLY, MASTERDOWN, redirects of a cluster | no batch on replicas and in clusters |
@@ -69,8 +69,8 @@ pub(crate) struct Calls {
     batch_key: Option<EngineString>,
     has_aof: bool,
     syncs_always: bool,
-    /// Makes the engine report the iterations of its event loop. That costs as much as a small
-    /// command each time, so it is called only when a reply first has to wait for an iteration.
+    /// Makes the engine report the iterations of its event loop. Each report costs as much as a
+    /// small command, so this is called only when a reply first has to wait for an iteration.
     subscribe_to_loop: fn(Context<'_>),
     /// The engine reports the iterations of its event loop, which replies may have to wait for.
     is_subscribed_to_loop: bool,
@@ -171,8 +171,8 @@ impl Calls {
             return Access::InProcess;
         }
         let in_transaction = info.flags & client_flag::MULTI != 0;
-        // The engine requires a login of nobody while its default user needs no password. That
-        // proves nothing for later, when it may need one.
+        // While its default user needs no password, the engine requires no login. That proves
+        // nothing for later, when the default user may need a password.
         let is_authenticated = is_proven || self.default_user_is_open() == Some(true);
         Access::Proxy { in_transaction, is_authenticated }
     }
@@ -245,8 +245,8 @@ impl Calls {
     /// Returns whether the replies of the last batch must wait for the event loop's next iteration.
     ///
     /// The engine writes the AOF at the end of an iteration, and synchronises it then with
-    /// `appendfsync always`. A reply sent earlier could confirm a write that is still lost. With
-    /// `always`, even the reply to a read could show such a write.
+    /// `appendfsync always`. A reply sent earlier could confirm a write that a crash can still
+    /// lose. With `always`, even the reply to a read could show such a write.
     pub(crate) fn replies_wait(&mut self, wrote: bool) -> bool {
         let wait = self.has_aof && (wrote || self.syncs_always);
         if wait && !std::mem::replace(&mut self.is_subscribed_to_loop, true) {
@@ -302,8 +302,9 @@ fn shows_authenticated(server: Server) -> bool {
     server.is_valkey && server.version >= 0x0009_0100
 }
 
-/// Reads the engine's limits for the memory that clients use. Limits that the engine does not
-/// report are set to strict values, the default of pub/sub clients.
+/// Reads the engine's limits for the memory that clients use. Unknown output limits are replaced by
+/// the strict defaults of pub/sub clients, and an unknown query limit by 1 MiB. Other unknown
+/// limits do not apply.
 fn client_limits(context: Context<'_>) -> ClientLimits {
     const UNKNOWN: ClientLimits = ClientLimits {
         hard_bytes: 32 << 20,
@@ -380,7 +381,7 @@ pub(crate) struct Batch<'a> {
     keys: &'a mut Keys,
     batch_key: Option<&'a EngineString>,
     resp3: bool,
-    /// A call may have left something to propagate to AOF and replicas. Even reads do, since they
+    /// A call may have left something to propagate to AOF and replicas. Even reads may, since they
     /// delete expired keys.
     must_propagate: bool,
     wrote: bool,

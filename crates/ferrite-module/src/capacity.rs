@@ -46,8 +46,8 @@ impl Capacity {
         }
     }
 
-    /// Returns whether the engine was full when a client was accepted, or at any time since its
-    /// first bytes arrived.
+    /// Returns whether the engine was full when a client was accepted, or at any time since
+    /// `first_bytes` (see [`was_full`]).
     fn was_full(&self, accepted: Instant, first_bytes: Instant) -> bool {
         self.full.is_some_and(|FullPeriod { since, until }| {
             let is_before_end = |at| until.is_none_or(|until| at <= until);
@@ -83,8 +83,9 @@ pub(crate) fn on_disconnected() {
     change(|Capacity { clients, max, .. }| (clients.saturating_sub(1), max));
 }
 
-/// Returns whether the engine's own port would have rejected a client that was accepted and sent
-/// its first bytes at these times.
+/// Returns whether the engine's own port would have rejected a client that the module's port
+/// accepted at `accepted`. `first_bytes` is when its first bytes arrived, or when it had sent none
+/// in time.
 pub(crate) fn was_full(accepted: Instant, first_bytes: Instant) -> bool {
     if CAPACITY.get().full.is_some_and(|full| full.until.is_none())
         && let Some(clients) = call_path::connected_clients()

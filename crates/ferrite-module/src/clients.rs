@@ -131,8 +131,8 @@ impl Drop for ClientRecord {
 }
 
 /// Runs FERRITE BIND or ATTEST: notes that the client that runs the command is the proxy connection
-/// of the session with this token. Returns false if there is no such session, or it has another
-/// connection.
+/// of the session with this token. Returns false if there is no such session, or if another client
+/// is its proxy connection.
 pub(crate) fn identify(context: Context<'_>, token: &str, is_attested: bool) -> bool {
     let id = context.client_id();
     // The lock is released at once, since dropping a record takes it.
@@ -149,7 +149,7 @@ pub(crate) fn identify(context: Context<'_>, token: &str, is_attested: bool) -> 
         && let Some(peer) = record.peer
     {
         // CLIENT LIST and ACL LOG show the peer's address until the client sets a name of its own.
-        // It may have done so already: after RESET, HELLO can log in and set a name.
+        // The client may have done so already: after RESET, HELLO can log in and set a name.
         context.name_client(&format!("ferrite:{peer}"));
     }
     state.is_identified = true;
@@ -162,8 +162,8 @@ pub(crate) fn identify(context: Context<'_>, token: &str, is_attested: bool) -> 
 /// calls made before.
 ///
 /// Returns false if the client is not the proxy connection of a session, or if its session has
-/// written nothing since the last MARK. Clients can send the command too, even without any right to
-/// write.
+/// written nothing since the last MARK. These checks are necessary because any client can send the
+/// command, even without the right to write.
 pub(crate) fn mark(context: Context<'_>) -> bool {
     let record = registry().by_id.get(&context.client_id()).and_then(Weak::upgrade);
     record.is_some_and(|record| {

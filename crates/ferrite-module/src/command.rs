@@ -32,8 +32,8 @@ const ADMIN: &CStr = c"admin deny-script allow-loading allow-stale";
 /// only the connection. Its argument is a secret, so it is neither monitored nor in the slow log.
 const BIND: &CStr =
     c"no-auth deny-script allow-loading allow-stale allow-busy no-monitor no-slowlog fast";
-/// Flags of ATTEST: those of BIND, but only after a login. If the engine runs it, the client has
-/// authenticated.
+/// Flags of ATTEST: those of BIND without `no-auth`. So if the engine runs ATTEST, the client has
+/// authenticated or need not.
 const ATTEST: &CStr =
     c"deny-script allow-loading allow-stale allow-busy no-monitor no-slowlog fast";
 /// Flags of MARK, which runs whatever the client's rights are, and which MONITOR does not show,
@@ -245,7 +245,7 @@ fn doctor(module: &mut Module, _: u64, words: &[String]) -> Reply {
                 ),
             );
             match stats.device_faults.as_slice() {
-                [] if listener.devices.is_empty() => {} // said above
+                [] if listener.devices.is_empty() => {} // reported above
                 [] => say(true, "all RDMA devices in use are present and their ports are up"),
                 faults => faults.iter().for_each(|fault| say(false, fault)),
             }

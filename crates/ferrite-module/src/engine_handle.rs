@@ -1,5 +1,5 @@
-//! The engine that this process is, as sessions use it: [`EngineHandle`] for all of them, and a
-//! [`ClientRecord`] for each.
+//! The interface through which sessions use the engine that they run in: one [`EngineHandle`] for
+//! all sessions, and a [`ClientRecord`] for each session.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use crate::clients::ClientRecord;
 use crate::slice;
 use crate::tasks::TaskQueue;
 
-/// The engine that this process is, as sessions use it.
+/// The engine that has loaded the module, as sessions use it.
 pub(crate) struct EngineHandle(pub(crate) Arc<TaskQueue>);
 
 impl InProcessEngine for EngineHandle {
@@ -85,7 +85,7 @@ impl ProxyClient for ClientRecord {
     }
 
     fn probe_login(&self) -> &'static [u8] {
-        // No session has an empty token, so this identifies nobody where it runs.
+        // No session has an empty token, so this identifies no session even if the engine runs it.
         b"*3\r\n$7\r\nFERRITE\r\n$6\r\nATTEST\r\n$0\r\n\r\n"
     }
 

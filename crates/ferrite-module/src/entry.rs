@@ -101,7 +101,8 @@ fn load(context: Context<'_>, arguments: &[String]) -> Result<(), String> {
     replace_module(Some(Module::new(options.clone(), callbacks)));
     let started = start(context, &options);
     if started.is_err() {
-        // Only here: a second load fails earlier and must not remove the module that runs.
+        // The module is removed only here: a second load fails earlier and must not remove the
+        // module that runs.
         replace_module(None);
     }
     started
@@ -246,8 +247,8 @@ unsafe extern "C" fn on_command(
     })
 }
 
-/// Runs the commands that sessions send over their proxy connections. They concern the client that
-/// runs them, and return an error to any other client. Returns `None` for other commands.
+/// Runs the commands that sessions send over their proxy connections. They concern the proxy
+/// connection that runs them; any other client gets an error. Returns `None` for other commands.
 fn internal_command(context: Context<'_>, name: &str, words: &[String]) -> Option<Reply> {
     let is = |other| name.eq_ignore_ascii_case(other);
     let is_done = match words {
@@ -266,7 +267,8 @@ fn internal_command(context: Context<'_>, name: &str, words: &[String]) -> Optio
 /// Adds the module's sections to INFO.
 unsafe extern "C" fn on_info(raw: *mut RawInfo, for_crash_report: c_int) {
     guard("INFO", (), || {
-        // SAFETY: the engine gave it to this callback, and it is valid until the callback returns.
+        // SAFETY: the engine gave `raw` to this callback, and it is valid until the callback
+        // returns.
         let Some(out) = (unsafe { Info::new(raw) }) else { return };
         let in_crash = for_crash_report != 0;
         let Some(sections) = with_module(|module| info::sections(module, in_crash)) else { return };

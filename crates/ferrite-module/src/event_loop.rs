@@ -25,7 +25,8 @@ thread_local! {
     // Only the engine's main thread ever sets these.
     static EVENT_LOOP: RefCell<Option<EventLoop>> = const { RefCell::new(None) };
     /// The number of events of [`EventLoop::main_descriptor`] to skip before the next slice. Set
-    /// after a slice that was cut short; until the next one, no other event starts a slice.
+    /// after a slice that was cut short. Until the next slice, events of the other descriptor are
+    /// ignored.
     static SKIPS_LEFT: Cell<Option<u8>> = const { Cell::new(None) };
 }
 
@@ -111,9 +112,10 @@ pub(crate) fn run_slice(descriptor: RawFd) {
         if !is_cut_short {
             return tasks.finish_pass();
         }
-        // The event loop reports our two descriptors one after the other, which would be two slices
-        // before other clients are served. It may also report ours before the sockets that proxied
-        // commands were written to.
+        // The event loop reports our two descriptors one after the other. If both started a slice,
+        // there would be two slices before other clients are served. After a slice that was ended
+        // early, the next event of the main descriptor is skipped as well: the event loop may
+        // report it before the sockets that proxied commands were written to.
         SKIPS_LEFT.set(Some(slice::must_yield().into()));
         if fabric.is_none() {
             queue.signal(); // with a fabric, the fabric's descriptor is readable

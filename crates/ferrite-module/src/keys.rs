@@ -4,9 +4,9 @@
 //! It gives the same reply as GET, checks the same rights, and counts as a keyspace hit or miss. It
 //! is not a command, so it does not appear in MONITOR, the slow log or the command statistics.
 //!
-//! Only long values can be read this way; short ones need a call. To open the key of a short value
-//! first would count the read twice. So the key path is used only for keys whose value was long at
-//! the last call.
+//! Only long values can be read this way; short ones need a call. If the key path opened the key of
+//! a short value before the call, the read would count twice. So the key path is used only for keys
+//! whose value was long at the last call.
 
 use ferrite_session::Replies;
 
@@ -21,7 +21,7 @@ const SLOTS: usize = 1 << 16;
 pub(crate) struct Keys {
     /// The command that the user must be allowed to run: GET.
     command: EngineString,
-    /// The length from which on a string is never encoded, whatever its key.
+    /// The length from which on a string always has the encoding `raw`, whatever its key.
     long_from: usize,
     /// One bit per slot: whether the last value there was long.
     long: Box<[u64; SLOTS / 64]>,
@@ -71,9 +71,9 @@ impl Keys {
     }
 }
 
-/// Returns the length from which on a string is never encoded. The engine stores strings of up to
-/// 44 bytes in one block with their metadata. Since Valkey 8.1 and Redis 8.0, longer ones may be in
-/// one block with their key.
+/// Returns the length from which on a string always has the encoding `raw`. The engine stores
+/// strings of up to 44 bytes in one block with their metadata (`embstr`). Since Valkey 8.1 and
+/// Redis 8.0, longer ones may be in one block with their key.
 fn long_from(server: Server) -> usize {
     let embeds_keys = server.version >= if server.is_valkey { 0x0008_0100 } else { 0x0008_0000 };
     if embeds_keys { 257 } else { 45 }
@@ -81,8 +81,8 @@ fn long_from(server: Server) -> usize {
 
 /// Returns the slot of a key, as an index into [`Keys::long`] and a bit.
 fn slot(key: &[u8]) -> (usize, u64) {
-    // A hash of the length and of eight bytes from either end, where names differ. A client that
-    // chooses keys with equal slots slows down only its own reads of them.
+    // A hash of the length and of eight bytes from each end, where the names of keys usually
+    // differ. A client that chooses keys with equal slots slows down only its own reads of them.
     let (first, last) = match (key.first_chunk(), key.last_chunk()) {
         (Some(first), Some(last)) => (u64::from_le_bytes(*first), u64::from_le_bytes(*last)),
         _ => (0, key.iter().fold(0, |all, byte| all << 8 | u64::from(*byte))),

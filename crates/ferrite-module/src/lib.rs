@@ -22,19 +22,21 @@
 //! | `transport.rs` | the thread `ferrite` |
 //! | `event_loop.rs` `slice.rs` `tasks.rs` | sessions on the engine's main thread: slices and futures |
 //! | `calls.rs` `call_path.rs` | commands that run in-process, not over the proxy connection |
-//! | `engine_handle.rs` | the engine that this process is, as sessions use it |
+//! | `engine_handle.rs` | the interface through which sessions use the engine that they run in |
 //! | `router.rs` `keys.rs` | which commands may be called; the key path, which reads long strings |
 //! | `capacity.rs` | whether the engine had reached `maxclients` when a client connected |
 //! | `descriptors.rs` | keeps sessions' file descriptors above the numbers that the engine needs |
 //! | `clients.rs` | the engine's view of each session's proxy connection |
 //! | `module.rs` | the module's state between load and the engine's shutdown |
 //! | `info.rs` `command.rs` | the contents of INFO and the subcommands of FERRITE |
+//! | `admin.rs` | the metrics and the readiness at the admin port |
 //! | `log.rs` | writes the library's messages to the engine's log |
 //!
-//! The thread `ferrite` never takes the engine's lock. The engine's main thread waits for it only
-//! at load, at shutdown, and for a few milliseconds in INFO. A crash here crashes somebody's
-//! database. Therefore no panic leaves a callback, and data from a peer reaches the module API only
-//! as arguments of calls that were checked first.
+//! The thread `ferrite` never takes the engine's lock. The engine's main thread waits for the
+//! thread `ferrite` only at load, at shutdown, and for a few milliseconds when INFO or FERRITE
+//! reads its counters. A crash here crashes somebody's database. Therefore no panic leaves a
+//! callback, and data from a peer reaches the module API only as arguments of calls that were
+//! checked first.
 
 mod admin;
 mod api;

@@ -45,7 +45,7 @@ impl WantedHosts {
 
     /// Updates the hosts to the engine's current configuration. Returns them if they have changed.
     ///
-    /// Names are compared, not resolved: that may take long, and the engine would wait.
+    /// Names are compared, not resolved: to resolve them may take long, and the engine would wait.
     pub(crate) fn follow(
         &mut self,
         now: Result<Vec<Host>, String>,
@@ -58,7 +58,7 @@ impl WantedHosts {
 /// Returns the hosts to listen on. Resolves nothing.
 ///
 /// # Errors
-/// There are none. The text says why and what to do.
+/// There are no hosts to listen on. The text says why and what to do.
 pub(crate) fn hosts(options: &Options, sockets: &Sockets) -> Result<Vec<Host>, String> {
     let is_off = |port: &Option<String>| port.as_deref() == Some("0");
     let has_tls = sockets.tls_port.as_deref().is_some_and(|port| port != "0");

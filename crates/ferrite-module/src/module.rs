@@ -29,7 +29,8 @@ pub(crate) enum Service {
     On(Box<Transport>),
 }
 
-/// What makes the engine call the module. The functions that it then calls have C's interface.
+/// Functions that make the engine call the module. They are in `entry.rs`, beside the C functions
+/// that the engine then calls.
 #[derive(Clone, Copy)]
 pub(crate) struct Callbacks {
     /// Makes the engine's event loop watch these descriptors, and run a slice when one is readable.
@@ -90,9 +91,9 @@ impl Module {
     /// Starts the listener and the admin port.
     ///
     /// # Errors
-    /// One of them cannot start. That is no fallback: clients would find nobody. Only if the engine
-    /// itself has no address, or none without TLS, and RDMA is not required, the reason is logged
-    /// and the engine runs without a listener.
+    /// One of them cannot start, so clients could not connect. There is one exception: if the
+    /// settings give no address to listen on, or no socket of the engine to connect to, and RDMA is
+    /// not required, the reason is logged and the engine runs without a listener.
     pub(crate) fn start(&mut self, context: Context<'_>) -> Result<(), String> {
         let admin_port = self.options.admin().map(AdminPort::bind).transpose()?;
         let listener = match self.endpoints(context) {
@@ -124,7 +125,8 @@ impl Module {
             };
             capacity::follow(context);
             descriptors::follow(capacity::max_clients(), self.options.max_clients());
-            // Retries may take long. While the engine starts, nobody waits for it.
+            // Retries may take long, and the engine waits for them. So they are made only while the
+            // engine starts and has no clients.
             let options = match context.has_clients() {
                 true => self.options.without_retries(),
                 false => self.options.clone(),
@@ -211,7 +213,7 @@ impl Module {
     /// delivered. An engine that cannot save aborts its shutdown before this.
     pub(crate) fn shut_down(&mut self) {
         call_path::set(None);
-        self.admin = None; // it holds the fabric, which would not end
+        self.admin = None; // the admin port holds the fabric, which would not end otherwise
         let off = Service::Off("the engine is shutting down".into());
         if let Service::On(transport) = std::mem::replace(&mut self.service, off)
             && !transport.stop()

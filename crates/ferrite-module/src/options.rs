@@ -129,7 +129,7 @@ impl Options {
         })
     }
 
-    /// Makes the first attempt to open the devices the only one.
+    /// Returns a copy of these options that allows only one attempt to open the devices.
     pub(crate) fn without_retries(&self) -> Self {
         let mut options = self.clone();
         let none = options.0.replace(&table::CONNECTION_RETRIES, Value::Number(0));
@@ -183,7 +183,7 @@ impl Options {
         Some(address::words(text).filter_map(address::host))
     }
 
-    /// Returns whether devices are named.
+    /// Returns whether `rdma-device` names devices.
     pub(crate) fn names_devices(&self) -> bool {
         !self.0.list(&table::RDMA_DEVICE).is_empty()
     }
@@ -219,8 +219,8 @@ impl Options {
         self.0.switch(&table::CALL_PATH)
     }
 
-    /// Returns whether the thread `ferrite` drives the devices of such sessions instead of the main
-    /// thread.
+    /// Returns whether the thread `ferrite` drives the RDMA devices, although sessions run on the
+    /// engine's main thread.
     pub(crate) fn poller_thread(&self) -> bool {
         self.0.switch(&table::POLLER_THREAD)
     }

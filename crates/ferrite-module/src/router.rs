@@ -42,7 +42,7 @@ const DATA_CATEGORIES: [&[u8]; 10] = [
     b"@hyperloglog",
     b"@geo",
 ];
-/// Commands in no such category that do not depend on their client either.
+/// Commands in none of these categories whose replies do not depend on their client either.
 const ALSO_CALLABLE: [&[u8]; 4] = [b"PING", b"ECHO", b"TIME", b"PUBLISH"];
 /// Flags of commands that are never called.
 const NEVER_FLAGS: [&[u8]; 5] = [b"noscript", b"blocking", b"admin", b"no_auth", b"module"];
@@ -59,7 +59,8 @@ const WRITE_FLAGS: [&[u8]; 2] = [b"write", b"may_replicate"];
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Rule {
     Is(CommandKind),
-    /// Depends on the subcommand. The table has it as `NAME|SUB`, with this original name.
+    /// Depends on the subcommand, which the table has as `NAME|SUB`. The field is NAME, the
+    /// command's original name.
     BySubcommand(Box<[u8]>),
 }
 
@@ -111,7 +112,7 @@ impl Router {
         ask: impl FnOnce(&[u8]) -> Option<Vec<u8>>,
     ) -> CommandKind {
         let mut folded = [0; NAME_MAX];
-        // Without a reply, or with a name that is too long for the table, it may be any command.
+        // If the engine does not reply, or the name cannot be in the table, it may be any command.
         let unknown = CommandKind::Session(SessionCommand::PinsToProxy);
         let Some(end) = fold(name, &mut folded) else { return unknown };
         if !self.rules.contains_key(&folded[..end]) {

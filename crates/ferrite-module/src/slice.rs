@@ -7,16 +7,17 @@ use std::time::Duration;
 use quanta::Instant;
 
 thread_local! {
-    /// How long a slice may last before the engine serves its other clients (`slice-us`). It is a
-    /// time because the cost of a session's work varies widely: from one command to a MiB of
-    /// values, and on Soft-RoCE all the work that hardware would do.
+    /// How long a slice may last before the engine serves its other clients (`slice-us`). The limit
+    /// is a time, and not a number of commands, because the cost of a session's work varies widely:
+    /// from one command to a MiB of values. On Soft-RoCE it includes the work that hardware would
+    /// do.
     static LENGTH: Cell<Duration> = const { Cell::new(Duration::ZERO) };
     /// Seconds between the start of the event loop and the start of this slice.
     static SECONDS: Cell<u64> = const { Cell::new(0) };
     /// When this slice is over.
     static END: Cell<Option<Instant>> = const { Cell::new(None) };
-    /// Ends this slice: a command was proxied in it, or a call wrote data that blocked clients may
-    /// wait for.
+    /// Whether this slice must end early: a command was proxied in it, or a call wrote data that
+    /// blocked clients may wait for.
     static MUST_YIELD: Cell<bool> = const { Cell::new(false) };
 }
 

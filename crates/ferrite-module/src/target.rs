@@ -15,7 +15,7 @@ pub(crate) struct Sockets {
 /// Returns the socket to connect to.
 ///
 /// # Errors
-/// There is none. The text says why and what to do.
+/// No such socket was found. The text says why and what to do.
 pub(crate) fn target(sockets: &Sockets) -> Result<EngineAddress, String> {
     let Some(port) = &sockets.port else {
         return Err(

@@ -155,7 +155,7 @@ impl Tasks {
     /// whether it polled any.
     pub(crate) fn run(&mut self, has_time: impl Fn() -> bool) -> bool {
         let mut ran = false;
-        self.queue.flags.take_woken(); // before the look at the queue
+        self.queue.flags.take_woken(); // before the queue is read
         let mut round = {
             let mut queue = self.queue.queue();
             let new = std::mem::take(&mut queue.new);

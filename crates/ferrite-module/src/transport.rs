@@ -63,7 +63,7 @@ pub(crate) struct Transport {
     progress: Receiver<Progress>,
     thread: Option<JoinHandle<()>>,
     last_stats: Box<FabricStats>,
-    /// The reply to a request for counters that did not arrive in time.
+    /// Receives the counters that the thread did not send in time.
     pending_stats: Option<Receiver<FabricStats>>,
     /// The hosts that the engine's configuration asks for. They may have changed since the listener
     /// started.
@@ -334,8 +334,8 @@ fn run(
         let _ = stop.send(true);
         while serving.join_next().await.is_some() {}
         let _ = report.send(Progress::SessionsEnded);
-        // If the main thread drove the fabric, it has stopped by now. Drive it here until peers
-        // have been notified.
+        // If the main thread drove the fabric, it has stopped by now. This thread drives the fabric
+        // until peers have been notified.
         driver.abort();
         let driver = tokio::spawn(fabric.drive());
         drop(fabric);
@@ -411,7 +411,7 @@ fn listen(
         let how = ListenOptions::new().rdma(rdma).accept_foreign_peers().one_family();
         match fabric.listen_with(at, &how) {
             Ok(listener) => {
-                // The setting names a device for RDMA, and this is another one.
+                // `rdma-device` names devices, but the address belongs to another device.
                 let other = listener.absence().filter(|error| error.is_other_device());
                 if let Some(error) = other.filter(|_| address.is_named && options.names_devices()) {
                     return Err(format!("cannot listen on {at}: {}", with_remedy(error)));
@@ -455,7 +455,7 @@ fn listen(
     unserved
         .iter()
         .for_each(|why| tracing::warn!("{why}; the engine's other addresses are served"));
-    // If no address has RDMA, the module reports the reason once for all.
+    // If no address has RDMA, the module reports the reason once for all addresses.
     if listeners.iter().any(|(_, has_rdma)| *has_rdma) {
         for listener in listeners.iter().map(|(listener, _)| listener) {
             if let Some(error) = listener.absence() {

@@ -128,15 +128,15 @@ impl Connector {
         self
     }
 
-    /// Sets another time limit for the attempt over RDMA.
+    /// Sets a different time limit for the attempt over RDMA.
     #[must_use]
     pub fn rdma_timeout(mut self, timeout: Duration) -> Self {
         self.rdma_timeout = Some(timeout);
         self
     }
 
-    /// Sets the configuration for servers that speak Valkey Over RDMA. Valkey's own server has been
-    /// tested with windows of 1 MiB; this configuration sets the size of ours.
+    /// Sets the configuration for servers that speak Valkey Over RDMA, such as the size of our
+    /// window. Valkey's own server has been tested with windows of 1 MiB.
     #[must_use]
     pub fn valkey(mut self, config: ValkeyConfig) -> Self {
         self.valkey = config;
@@ -245,7 +245,8 @@ impl Connector {
             Ok(SessionStream::Tls(Box::new(handshake?)))
         };
         let timed_out = || {
-            // An engine waits for the end of what it takes for a command.
+            // A port without TLS may never answer: the engine takes the TLS handshake for the
+            // beginning of a command, and waits for its end.
             let message = match is_connected.load(Ordering::Relaxed) {
                 true => format!("TLS handshake with {server} timed out; is it a TLS port?"),
                 false => "connection timed out".into(),
@@ -305,9 +306,9 @@ enum SessionStream {
 
 /// A connection to a server that speaks RESP: [`AsyncRead`] and [`AsyncWrite`].
 ///
-/// A server may refuse a client by an error and close at once. Over RDMA the first write then
-/// fails, where TCP would accept it. So that the reason is read, a session accepts that write too.
-/// The next write fails.
+/// A server may refuse a client: it sends an error and closes the connection. Over RDMA the
+/// client's first write then fails, where TCP would accept it. A session accepts that write as
+/// well, so that the caller goes on to read the server's error. The next write fails.
 pub struct Session {
     stream: SessionStream,
     fallback: Option<Fallback>,
@@ -337,7 +338,7 @@ impl Session {
         self.fallback.as_ref()
     }
 
-    /// Returns the program of the server, if that is a Ferrite peer over RDMA.
+    /// Returns the program of the server, if the server is a Ferrite peer over RDMA.
     #[must_use]
     pub fn server_program(&self) -> Option<Program> {
         match &self.stream {
@@ -387,7 +388,8 @@ impl AsyncRead for Session {
 }
 
 impl Session {
-    /// Accepts a write that failed because the peer has closed, once: see [`Session`].
+    /// Accepts a write that failed because the peer has closed, unless everything was read from the
+    /// peer: see [`Session`]. The next write returns the error.
     fn accept_failed(
         &mut self,
         polled: Poll<io::Result<usize>>,

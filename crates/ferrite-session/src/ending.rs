@@ -38,8 +38,8 @@ pub(crate) async fn wait_for_end(open: &OpenSession, shutdown: Shutdown) {
     }
 }
 
-/// Waits until the session is killed. Also returns when the engine has freed the session's client
-/// and the client reads no more of the replies that were made before.
+/// Waits until the session is killed. Also returns when the engine has freed the session's proxy
+/// connection, and the client has stopped reading the replies that were made before.
 async fn wait_for_kill(entry: &Entry) {
     while !entry.is_killed.load(Ordering::Relaxed) {
         if entry.is_gone() {
@@ -50,10 +50,10 @@ async fn wait_for_kill(entry: &Entry) {
     wait_for_reply(&entry.moved).await;
 }
 
-/// Waits until the client has the reply to its pending command, for a moment.
+/// Waits until the client has the reply to its pending command, at most [`LAST_REPLY_TIMEOUT`].
 ///
 /// A client that kills its own session gets the reply first, as with CLIENT KILL. A session that
-/// only copies bytes cannot know who has killed it.
+/// only copies bytes cannot know who has killed it, so it waits in any case.
 async fn wait_for_reply(moved: &Moved) {
     let (until, (_, before)) = (Instant::now() + LAST_REPLY_TIMEOUT, moved.both());
     let is_pending = || moved.is_asking.load(Ordering::Relaxed) && moved.both().1 == before;

@@ -61,7 +61,7 @@ impl fmt::Display for EngineAddress {
 
 /// The longest reply to the first command. Engines explain their protected mode in 1,000 bytes.
 const REPLY_MAX: usize = 4096;
-/// The first byte of a TLS server that gets no TLS.
+/// The first byte that a TLS server sends if the client does not use TLS.
 const TLS_ALERT: u8 = 0x15;
 const CLOSED: &str = "the engine closed the connection without a reply; if its port expects TLS, \
                       use its Unix socket or a port without TLS";
@@ -69,12 +69,12 @@ const CLOSED: &str = "the engine closed the connection without a reply; if its p
 /// Whether an engine accepts commands without a password.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum EngineAccess {
-    /// A command ran without a login.
+    /// The engine accepts commands without a login. It may deny some of them (`-NOPERM`).
     Open,
     /// The engine asks for a login.
     NeedsPassword,
-    /// The engine ran no command, and this is its reason: an error line of RESP with its end. For
-    /// example, it is at `maxclients`.
+    /// The engine rejected the command for another reason: it is at `maxclients`, for example.
+    /// Contains the engine's RESP error line with its line end.
     Refused(String),
 }
 
@@ -109,12 +109,13 @@ impl EngineSocket {
         match address {
             EngineAddress::Unix(path) => {
                 let socket = open(AddressFamily::UNIX)?;
-                connect(&socket, &SocketAddrUnix::new(path)?)?; // never in progress on Unix sockets
+                connect(&socket, &SocketAddrUnix::new(path)?)?; // never EINPROGRESS on Unix sockets
                 UnixStream::from_std(socket.into()).map(Self::Unix)
             }
             EngineAddress::Tcp(address) => {
                 let mut last = io::Error::from(io::ErrorKind::AddrNotAvailable);
-                // The system resolves an IPv6 address with its interface only without brackets.
+                // The system resolves an IPv6 address with a scope (`fe80::1%eth0`) only without
+                // brackets.
                 let (host, port) = address.rsplit_once(':').unwrap_or((address, ""));
                 let host = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
                 let found: Vec<_> = match (host, port.parse::<u16>()) {
@@ -139,8 +140,8 @@ impl EngineSocket {
     }
 }
 
-/// Finds out whether a server accepts commands without a password. Must be the first command on the
-/// connection.
+/// Finds out whether a server accepts commands without a password, by sending PING (or ECHO, if
+/// PING is unknown). Must be called before any command is sent on the connection.
 ///
 /// # Errors
 /// Returns an error if the connection fails, or if the server does not speak RESP.
@@ -169,7 +170,7 @@ where
     match reply[0] {
         b'+' => Ok(EngineAccess::Open),
         b'$' => read_line(server).await.map(|_| EngineAccess::Open),
-        // Engines ask for a login before they check permissions.
+        // Engines ask for a login before they check permissions, so this one needs no login.
         b'-' if reply.starts_with(b"-NOPERM") => Ok(EngineAccess::Open),
         b'-' if reply.starts_with(b"-NOAUTH") => Ok(EngineAccess::NeedsPassword),
         b'-' => Ok(EngineAccess::Refused(String::from_utf8_lossy(&reply).into_owned())),
@@ -187,7 +188,7 @@ async fn read_line<S: AsyncRead + Unpin>(server: &mut S) -> io::Result<Vec<u8>> 
         }
         match server.read_u8().await {
             Ok(byte) => line.push(byte),
-            // An alert is shorter than a line, and the server closes after it.
+            // A TLS alert has no line end, and the server closes the connection after it.
             Err(_) if line.first() == Some(&TLS_ALERT) => return Ok(line),
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
                 return Err(io::Error::new(error.kind(), CLOSED));
@@ -263,7 +264,7 @@ mod tests {
         }
     }
 
-    /// Returns the result of the probe at a server that sends this and closes.
+    /// Returns the result of the probe at a server that sends `reply` and closes the connection.
     async fn probe(reply: &[u8]) -> io::Result<EngineAccess> {
         let (ours, mut theirs) = UnixStream::pair()?;
         theirs.write_all(reply).await?;

@@ -29,8 +29,8 @@ pub use self::stats::GatewayStats;
 use crate::in_process_engine::InProcessEngine;
 use crate::sessions::{ClientTransport, Killed, SessionInfo, Sessions};
 
-/// Serves clients over RDMA and TCP with an engine that need not support RDMA. Clones share one
-/// gateway.
+/// Connects clients over RDMA and TCP to an engine, which need not support RDMA itself. Clones
+/// share one gateway.
 #[derive(Clone)]
 pub struct Gateway {
     config: Arc<RwLock<Arc<GatewayConfig>>>,
@@ -79,8 +79,9 @@ impl Gateway {
     }
 
     /// Asks a session to end, at the request of the engine's client `caller`. Returns `None` if
-    /// there is no such session. If it is the caller's own ([`Killed::Own`]), the session continues
-    /// until the caller of this function has sent the reply and closed the proxy connection.
+    /// there is no such session. If the session is that of `caller` itself, it is not asked to end:
+    /// after [`Killed::Own`], the engine must send the reply and close the session's proxy
+    /// connection.
     #[expect(clippy::must_use_candidate, reason = "called for its effect")]
     pub fn kill_for(&self, id: u64, caller: u64) -> Option<Killed> {
         self.sessions.kill(id, Some(caller))
@@ -141,12 +142,14 @@ impl Gateway {
         drop((foreign_peers, foreign_tcp_peers, listener));
         let _ = shutdown.send(true);
         let drained = async { while sessions.join_next().await.is_some() {} };
-        // Dropping `sessions` aborts those that have not finished in time.
+        // Dropping `sessions` aborts those that have not finished in time. Sessions inside the
+        // engine continue until the engine drops them.
         let _ = timeout(self.config().drain_timeout, drained).await;
         served
     }
 
-    /// Runs a session: as a task of this runtime, or where the surrounding engine runs it.
+    /// Runs a session as a task of this runtime, or, if the gateway is inside the engine, where the
+    /// engine runs it.
     fn spawn(
         &self,
         sessions: &mut JoinSet<()>,

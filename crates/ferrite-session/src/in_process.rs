@@ -68,8 +68,9 @@ pub(crate) enum ServeOutcome {
 
 /// The largest number of commands in a run. After that many, other sessions run first.
 const RUN_MAX: usize = 64;
-/// The same before authentication. Engines disconnect a client without a password, and log it, when
-/// more than 1 KiB of its replies are unread. The reply to an unknown command can have 300 bytes.
+/// The largest number of commands in a run before authentication. Engines disconnect a client that
+/// has not logged in, and log that, when more than 1 KiB of its replies are unread. The reply to an
+/// unknown command can have 300 bytes, so three replies fit.
 const RUN_MAX_BEFORE_AUTH: usize = 3;
 /// The number of consecutive reads after which gathered replies are sent in any case.
 const READS_PER_SEND: u8 = 32;
@@ -77,7 +78,8 @@ const READS_PER_SEND: u8 = 32;
 const OWN_REPLY_MAX: usize = 512;
 /// How deep replies may be nested. Scripts cannot nest them deeper than this.
 const DEPTH_MAX: u32 = 1 << 16;
-/// How long to wait for the engine's last replies after it has freed the client.
+/// How long to wait for the engine's last replies after it has freed the client, and then for the
+/// client to accept them.
 const LAST_REPLIES_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The path of the commands of a run.
@@ -249,8 +251,8 @@ impl<C: Client> InProcessSession<'_, C> {
             let (callable, command) = match kind {
                 CommandKind::Callable(callable) if self.may_call(&found) => (Some(callable), None),
                 CommandKind::Callable(_) | CommandKind::Plain => (None, None),
-                // Valkey 8.0 leaves a failed login out of EXEC's reply, so that the end of the
-                // reply cannot be found.
+                // If a login in a transaction fails, Valkey 8.0 leaves it out of EXEC's reply, so
+                // the end of that reply cannot be found.
                 CommandKind::Session(SessionCommand::ChangesIdentity) if self.in_transaction() => {
                     (None, Some(SessionCommand::PinsToProxy))
                 }
@@ -259,8 +261,8 @@ impl<C: Client> InProcessSession<'_, C> {
             let starts_apart = match (&route, callable) {
                 (None, _) => false,
                 (Some(Route::Call), None) | (Some(Route::Proxy(_)), Some(_)) => true,
-                // Valkey 8.0 sends no reply to a failed login while earlier replies are still
-                // unsent.
+                // These commands begin a run of their own. Logins are among them because Valkey 8.0
+                // sends no reply to a failed login while earlier replies are still unsent.
                 _ => matches!(
                     command,
                     Some(
@@ -373,14 +375,16 @@ impl<C: Client> InProcessSession<'_, C> {
         Ok(ExchangeOutcome::Answered)
     }
 
-    /// Makes the engine note that the client is active, by an empty line. Calls alone would leave
-    /// it idle for CLIENT LIST, CLIENT KILL and a `timeout` that is set later.
+    /// Sends an empty line over the proxy connection, so that the engine notes that the client is
+    /// active. With calls alone, the client would seem idle to CLIENT LIST, CLIENT KILL and a
+    /// `timeout` that is set later.
     #[cold]
     async fn show_activity(&mut self) {
         self.active_at = self.engine.seconds();
         let writes = &mut self.proxy_writes;
-        // A failure does not matter here. If the connection accepts nothing, it has other bytes
-        // that show activity, or it has ended, which is detected elsewhere.
+        // A failure does not matter here. If the connection accepts no byte, either earlier bytes
+        // are still unread, which show activity as well, or it has ended, which is detected
+        // elsewhere.
         std::future::poll_fn(|cx| {
             Poll::Ready(Pin::new(&mut *writes).poll_write(cx, EMPTY_LINE).is_ready())
         })
@@ -472,7 +476,9 @@ impl<C: Client> InProcessSession<'_, C> {
 
     /// Pins the session to the proxy path.
     async fn pin(mut self) -> io::Result<ServeOutcome> {
-        drop(self.acquire_permit().await?); // from here on the session waits for its client
+        // Waits in the queue, but does not keep the permit: from here on the session waits for its
+        // client.
+        drop(self.acquire_permit().await?);
         if !self.mark_before_pin().await? {
             return Ok(ServeOutcome::Closed);
         }
@@ -480,8 +486,8 @@ impl<C: Client> InProcessSession<'_, C> {
     }
 
     /// Hands the proxy connection over to the pump, with the bytes to send first. A session with
-    /// unmarked writes is closed instead: the pump does not notice WAIT, whose reply would cover
-    /// only older writes.
+    /// unmarked writes is closed instead: the pump does not notice a WAIT, and the engine's reply
+    /// to it would not cover these writes.
     async fn hand_over(mut self, mut unsent: Vec<u8>) -> io::Result<ServeOutcome> {
         self.write_replies().await?;
         if self.has_unmarked_writes {

@@ -44,7 +44,7 @@ pub trait InProcessEngine: Send + Sync {
     }
 
     /// Creates the engine's record of a new session's proxy connection. `gone` is notified when the
-    /// engine has freed that client.
+    /// engine has freed the client of that connection.
     fn new_client(&self, peer: Option<SocketAddr>, gone: Arc<Notify>) -> Arc<dyn ProxyClient>;
 
     /// Looks up a client's command by its name and first argument.
@@ -69,7 +69,8 @@ pub trait InProcessEngine: Send + Sync {
     /// be called before the engine has read these bytes.
     fn on_proxied(&self) {}
 
-    /// Waits until earlier writes are as durable as the engine makes them before it replies.
+    /// Waits until earlier writes are as durable as the engine makes writes before it replies to
+    /// them: in its AOF, if it has one, and synchronised if `appendfsync` is `always`.
     fn settled(&self) -> SessionFuture;
 
     /// Returns the engine's limits for the memory that clients use.
@@ -79,9 +80,9 @@ pub trait InProcessEngine: Send + Sync {
 /// A session's proxy connection, as the engine knows it: one of the engine's clients, by its id.
 pub trait ProxyClient: Send + Sync {
     /// Returns the command that identifies the proxy connection to the engine. The command has one
-    /// reply and runs whatever permissions the client has. It also learns what the engine shows
-    /// only to commands (the protocol version). It must be sent first, and again after
-    /// [`ProxyClient::identity_changes`].
+    /// reply and runs whatever permissions the client has. While it runs, it reads the client's
+    /// protocol version, which the engine shows only to a command of the client. It must be sent
+    /// first, and again after [`ProxyClient::identity_changes`].
     fn identify(&self) -> Vec<u8>;
 
     /// Returns a command that does nothing and has one reply. The reply begins with `-NOAUTH` if,
@@ -100,8 +101,8 @@ pub trait ProxyClient: Send + Sync {
     /// called.
     fn call(&self, commands: Commands<'_>, replies: &mut Replies) -> Called;
 
-    /// Returns the command after which WAIT on the proxy connection covers the writes of called
-    /// commands. It has one reply.
+    /// Returns the command that makes a later WAIT on the proxy connection cover the writes of
+    /// called commands. It has one reply.
     fn mark_writes(&self) -> &'static [u8];
 
     /// Returns whether the engine has run [`ProxyClient::mark_writes`] since the last call that
@@ -164,7 +165,8 @@ pub struct Called {
     /// How many commands have their reply. The next one, if there is one, was not executed.
     pub done: usize,
     /// Whether the next command may be called, but not yet. Either there are many replies, which
-    /// should be sent first, or the engine must serve clients that are blocked on what was written.
+    /// should be sent first, or the engine must first serve clients that are blocked on a key that
+    /// was just written.
     pub is_full: bool,
     /// Whether no command at all can be called at the moment, not just the next one.
     pub is_closed: bool,

@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll, Wake, Waker};
 
-/// Saves the polls of a future that is rarely ready, in a task that is woken often: the end of a
-/// session, next to its commands.
+/// Wraps a future that is rarely ready, in a task that is woken often, and saves most of its polls.
+/// A session uses it to wait for its end while it runs commands.
 pub(crate) struct PolledWhenWoken<F> {
     future: Pin<Box<F>>,
     own: Arc<OwnWaker>,
@@ -35,7 +35,7 @@ impl<F: Future> Future for PolledWhenWoken<F> {
     type Output = F::Output;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<F::Output> {
-        // The task's waker is stored before the look at `is_woken`, so that a wake between the two
+        // The task's waker is stored before `is_woken` is read, so that a wake between the two
         // reaches this task.
         self.own.set_task(cx.waker());
         if !self.own.is_woken.swap(false, Ordering::SeqCst) {

@@ -15,7 +15,7 @@ use std::task::{Context, Poll};
 use ferrite_proto::resp::{CommandFramer, Limits};
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _, BufReader, ReadBuf, copy_buf};
 
-/// The size of one write to a peer.
+/// The size of the buffer for each direction, and so of the largest write.
 pub(crate) const BUFFER: usize = 64 << 10;
 
 /// Counts the bytes of a session in each direction.
@@ -114,7 +114,7 @@ struct CountedEngine<'a, E> {
     moved: &'a Moved,
     /// Finds where the client's commands end. Only a complete command makes the engine owe a reply.
     framer: CommandFramer,
-    /// Whether the client has the engine's last reply, and the end after it.
+    /// Whether the client has the engine's last reply, and the end of the stream after it.
     is_delivered: &'a AtomicBool,
 }
 
@@ -158,7 +158,7 @@ impl<E: AsyncRead + Unpin> AsyncRead for CountedEngine<'_, E> {
         }
         match polled {
             // An engine that closes with unread commands resets the connection. To the client this
-            // is the end, in order and after the last reply.
+            // is an ordinary end of the stream, after the last reply.
             Poll::Ready(Err(error)) if is_disconnect(&error) => Poll::Ready(Ok(())),
             polled => polled,
         }

@@ -37,13 +37,13 @@ pub struct SessionInfo {
     pub held_bytes: usize,
     /// The time since the session began.
     pub age: Duration,
-    /// Bytes sent to the engine so far.
+    /// Bytes of commands passed to the engine so far, proxied or called in-process.
     pub to_engine_bytes: u64,
     /// Bytes sent to the client so far.
     pub to_client_bytes: u64,
 }
 
-/// The session that a client of the engine has ended.
+/// Whose session a client of the engine has asked to end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Killed {
     /// The client's own.
@@ -128,7 +128,8 @@ impl Entry {
 pub(crate) struct HeldBytes {
     bytes: AtomicUsize,
     all: Arc<AtomicUsize>,
-    /// Whether the session was asked to end because of its memory. It is not counted any more.
+    /// Whether the session was asked to end because of its memory. Its memory is not counted any
+    /// more.
     is_evicted: AtomicBool,
 }
 
@@ -180,7 +181,7 @@ impl Drop for HeldBytes {
 struct SessionList {
     open: BTreeMap<u64, Arc<Entry>>,
     last_id: u64,
-    /// Bytes that ended sessions have sent to the engine and to their clients.
+    /// Bytes that ended sessions have passed to the engine and sent to their clients.
     ended: (u64, u64),
 }
 
@@ -234,7 +235,8 @@ impl Sessions {
         self.list().open.len()
     }
 
-    /// Returns the bytes that all sessions, open and ended, have sent to the engine and to clients.
+    /// Returns the bytes that all sessions, open and ended, have passed to the engine and sent to
+    /// clients.
     pub(crate) fn moved(&self) -> (u64, u64) {
         let list = self.list();
         let add = |(to_engine, to_client), entry: &Arc<Entry>| {

@@ -72,7 +72,7 @@ fn pool_config(values: &Values, recv_buffer_size: u32) -> PoolConfig {
     }
 }
 
-/// Returns the windows of clients of Valkey Over RDMA.
+/// Returns the settings for clients of Valkey Over RDMA: the sizes of their windows.
 #[must_use]
 pub fn valkey_config(values: &Values) -> ValkeyConfig {
     let (first, largest) = (values.size(&RX_SIZE), values.size::<u32>(&RX_SIZE_MAX));
@@ -83,7 +83,8 @@ pub fn valkey_config(values: &Values) -> ValkeyConfig {
     }
 }
 
-/// Returns whether links may use RDMA. Contradictions were reported when the values were read.
+/// Returns whether links may use RDMA. Contradictory settings, which were reported when they were
+/// read, give [`Rdma::Prefer`].
 #[must_use]
 pub fn rdma_policy(values: &Values) -> Rdma {
     match values.policy() {
@@ -103,8 +104,8 @@ fn microseconds(time: Duration) -> u32 {
 /// device may need a while after the host has started. Blocks meanwhile.
 ///
 /// # Errors
-/// Those of [`Builder::build`] at the last attempt; and if `rdma-device` names a device that this
-/// host does not have, although it has others.
+/// Returns the error of [`Builder::build`] at the last attempt. Also returns an error if
+/// `rdma-device` names a device that this host does not have, although it has others.
 pub fn open_fabric(
     values: &Values,
     config: &Config,
@@ -121,7 +122,7 @@ pub fn open_fabric(
             };
         if retries == 0 || !may_help {
             let fabric = built?;
-            // Nobody names a device that does not exist in order to use TCP.
+            // A named device that does not exist is an error, not a reason to fall back to TCP.
             return match fabric.absence().filter(|error| error.is_unknown_device()) {
                 Some(error) => Err(error.clone()),
                 None => Ok(fabric),

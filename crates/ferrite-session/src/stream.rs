@@ -51,8 +51,8 @@ fn now() -> Instant {
 #[derive(Debug, Clone)]
 pub struct ValkeyConfig {
     /// The initial size of the window, the memory that the peer writes to (default 64 KiB). It
-    /// stays pinned for as long as the connection lasts. 64 KiB, 512 KiB and 2 MiB waste no memory
-    /// of the pool's blocks. Valkey's own windows have 1 MiB.
+    /// stays pinned for as long as the connection lasts. 64 KiB, 512 KiB and 2 MiB waste no memory,
+    /// because the pool has blocks of these sizes. Valkey's own windows have 1 MiB.
     pub window_bytes: u32,
     /// The largest window, for clients that write much data at once (default 2 MiB). With many such
     /// clients it is smaller, because they share half of the receive memory. Only servers use this:
@@ -104,13 +104,13 @@ impl ValkeyStream {
     /// Returns an error if there is no memory for the window, or if it cannot be registered.
     pub fn new(raw: RawConnection, role: Role, config: &ValkeyConfig) -> Result<Self, Error> {
         let mut buf = raw.pool().take_uncharged(config.window_bytes as usize, Purpose::Receive)?;
-        buf.fill(0); // the peer must not see data of the last user
+        buf.fill(0); // the peer must not see data of the memory's last user
         let memory = raw.expose(buf).map_err(|(_, error)| Error::from(error))?;
         Self::with_memory(raw, memory, role, config)
     }
 
     /// Creates a stream over an established connection. The window is registered on the fabric's
-    /// threads for that, if it has any.
+    /// command threads, if the fabric has any.
     ///
     /// # Errors
     /// Returns the same errors as [`ValkeyStream::new`].

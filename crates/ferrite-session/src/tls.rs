@@ -135,7 +135,7 @@ fn describe_pem(what: &str, file: &Path, error: pem::Error) -> io::Error {
 /// Describes a failure of TLS, with its fix if rustls's own words do not suggest one.
 pub(crate) fn explain(error: &io::Error) -> String {
     let text = error.to_string();
-    // rustls has no variants for these.
+    // Matches the text, because rustls has no variant for the first of these errors.
     if text.contains("UnsupportedCertVersion") {
         "the certificate is X.509 version 1, and version 3 is needed; sign it with an extension \
          (openssl x509 -req -extfile FILE ...)"
@@ -153,7 +153,7 @@ fn invalid(message: impl Into<String>) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidInput, message.into())
 }
 
-/// Accepts any certificate, but checks that the server has its key.
+/// Accepts any certificate, but checks that the server has the certificate's private key.
 #[derive(Debug)]
 struct AcceptAnyCertificate(Arc<CryptoProvider>);
 

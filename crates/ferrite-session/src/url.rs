@@ -125,7 +125,8 @@ fn parse(text: &str) -> Result<ServerUrl, String> {
         };
         // The common form redis://:password@host means no user.
         url.user = user.filter(|user| !user.is_empty()).map(percent_decode).transpose()?;
-        // A user may have an empty password (nopass). Without a user there is no login then.
+        // A user may have an empty password (nopass). Without a user, an empty password means no
+        // login.
         let has_password = !password.is_empty() || url.user.is_some();
         url.password = has_password.then(|| percent_decode(password)).transpose()?;
     }
@@ -150,7 +151,8 @@ fn parse_host(text: &str) -> Result<Host, String> {
     };
     let port = match port {
         Some(port) => {
-            // The text may be a password, if a host was forgotten behind it.
+            // The text may be a password, if the host after it was forgotten, so the error does not
+            // show it.
             let number = port.parse().ok().filter(|number| *number != 0);
             Some(number.ok_or("expected a port from 1 to 65535 after the last : of a host")?)
         }
@@ -276,7 +278,8 @@ mod tests {
         }
     }
 
-    /// A password with a character that ends the login in a URL, or without a host behind it.
+    /// Includes passwords with a character that ends the login in a URL, and passwords without a
+    /// host after them.
     #[test]
     fn errors_never_show_the_password() {
         for text in [

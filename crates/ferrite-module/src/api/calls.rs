@@ -30,11 +30,11 @@ use crate::router::NAME_MAX;
 const ARGS_MAX: usize = 32;
 
 /// The format of a user's call. Each `b` is an argument, passed as an address and a length. A call
-/// with fewer arguments uses the end of the string. The flags:
+/// with fewer arguments uses only the end of the string, with as many `b`. The flags:
 ///
 /// - `!`: propagate to AOF and replicas.
 /// - `E`: return a refusal as a reply.
-/// - `M`: refuse commands that use memory if there is none.
+/// - `M`: refuse commands that may need more memory if the engine is beyond `maxmemory`.
 /// - `S`: allow only what scripts may call, and writes only when scripts may write.
 /// - `C`: check the user's rights.
 /// - `3`: reply in RESP3.
@@ -46,7 +46,7 @@ const AS_MODULE: &CStr = c"bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbE";
 /// A value of `errno` on Linux.
 const EACCES: c_int = 13;
 
-/// A class of keyspace events that no engine has, and presumably no other module.
+/// A class of keyspace events that no engine uses, and presumably no other module.
 const OUR_EVENTS: c_int = 1 << 30;
 
 /// Flags of the engine's state; constants of the module API.
@@ -189,8 +189,8 @@ impl CallContext {
             let bytes: &[u8] =
                 if bytes.is_null() { &[] } else { std::slice::from_raw_parts(bytes.cast(), len) };
             // The engine sets `errno` if it refuses a command before it runs. A command that ran
-            // may by chance also leave an `errno`. If it returned an error, it has changed nothing,
-            // so running it again is safe.
+            // may by chance also leave an `errno`. If such a command returned an error, it has
+            // changed nothing, so it is safe to run it again.
             let is_refused = bytes.is_empty() || (errno != 0 && bytes[0] == b'-');
             if !is_refused {
                 out.extend_from_slice(bytes);

@@ -1,9 +1,9 @@
 //! Reads of string values in the engine's own memory.
 //!
-//! - Only strings that are not encoded can be read. To give access to any other, the engine would
-//!   convert it permanently.
-//! - An expired key is not deleted if the engine supports that. Redis 7.0 does not; there the
-//!   deletion is propagated with the batch
+//! - Only strings with the encoding `raw` can be read. To give access to a string with another
+//!   encoding, the engine would convert it permanently.
+//! - A read does not delete an expired key if the engine supports that ([`NOEXPIRE`]). Redis 7.0
+//!   does not support it; there the deletion is propagated with the batch
 //!   ([`CallContext::propagate`](super::calls::CallContext::propagate)).
 #![expect(
     unsafe_code,
@@ -29,7 +29,7 @@ pub(crate) enum Found {
     Long,
     /// The key does not exist.
     Nothing,
-    /// The value is of another kind, or the user may not read it. GET must be called.
+    /// The value is not a long string, or the user may not read it. GET must be called.
     Other,
 }
 

@@ -26,8 +26,8 @@ impl Context<'_> {
         }
     }
 
-    /// Returns whether clients are connected to the engine: it has started already. True if the
-    /// engine refuses INFO.
+    /// Returns whether clients are connected to the engine, which means that it has already
+    /// started. Also returns true if the engine refuses INFO.
     pub(crate) fn has_clients(self) -> bool {
         // SAFETY: there is one string for the one `c` in the format. `take_text` gets the reply of
         // this call, and nobody else has it.

@@ -191,9 +191,10 @@ impl Gateway {
         )
     }
 
-    /// Connects a client to the engine, or returns the error to send to the client. To the engine,
-    /// every client of the gateway seems local, so a guarded client is rejected if the engine
-    /// requires no password.
+    /// Connects a client to the engine, or returns the error to send to the client. If `is_guarded`
+    /// (protected mode applies to the client), the client is rejected if the engine requires no
+    /// password. The engine's own protected mode would not reject it, because every client of the
+    /// gateway seems local to the engine.
     async fn connect_engine(
         &self,
         config: &GatewayConfig,

@@ -31,9 +31,9 @@ pub struct GatewayStats {
     pub refused: u64,
     /// Clients that got no session because connecting to the engine failed.
     pub engine_failures: u64,
-    /// Sessions that were asked to end ([`Gateway::kill`]).
+    /// Sessions that were asked to end ([`Gateway::kill`], [`Gateway::kill_for`]).
     pub killed: u64,
-    /// Bytes sent to the engine.
+    /// Bytes of commands that sessions have passed to the engine, proxied or called in-process.
     pub to_engine_bytes: u64,
     /// Bytes sent to clients.
     pub to_client_bytes: u64,

@@ -23,13 +23,14 @@ const READ_AHEAD_MAX: usize = 256 << 10;
 /// The first and the longest interval between checks whether the client is blocked.
 const FIRST_CHECK: Duration = Duration::from_millis(1);
 const LAST_CHECK: Duration = Duration::from_millis(100);
-/// The size of a read of the client's input in the meantime.
+/// The size of a read of the client's input while one of its commands runs in the engine.
 const READ_AHEAD: usize = 1 << 10;
-/// The size of a read of a large command, and of a read from the engine.
+/// The size of a read of a large command, and of input while the client is blocked in the engine.
 const STREAM_READ: usize = 64 << 10;
+/// The least room for a read from the engine.
 const ENGINE_READ: usize = 16 << 10;
 
-/// The replies that must still arrive over the connection.
+/// The replies that must still arrive over the proxy connection.
 pub(super) struct ExpectedReplies {
     /// Whether a reply to a command of the session itself comes first.
     own: bool,
@@ -79,12 +80,13 @@ pub(super) enum Event {
     SentToClient(usize),
     /// This number of bytes was read from the engine.
     ReadFromEngine(usize),
-    /// The client's input was read into the room.
+    /// The client's input was read into `room` of [`next_event`].
     ReadFromClient,
 }
 
-/// Waits for the next event. Sends `unsent` to the engine and replies to the client, and reads from
-/// the engine and the client if there is room.
+/// Waits for the next event. Sends `unsent` to the engine and `replies` to the client. Reads from
+/// the engine if `engine_input` is given, and from the client if `room` is given. If both have sent
+/// something, `engine_first` decides which is read.
 pub(super) async fn next_event<C: Client>(
     (client, replies): (&mut C, &mut Replies),
     (writes, unsent): (&mut WriteHalf<ProxyConnection>, &[u8]),
@@ -97,7 +99,8 @@ pub(super) async fn next_event<C: Client>(
             && let Poll::Ready(sent) = Pin::new(&mut *writes).poll_write(cx, unsent)
         {
             return Poll::Ready(match sent {
-                // The engine has disconnected. Its last reply is read next, then the end.
+                // The engine has disconnected. Its last reply is read next, then the end of the
+                // stream.
                 Err(error) if is_disconnect(&error) => Ok(Event::SentToEngine(unsent.len())),
                 sent => sent.map(Event::SentToEngine),
             });
@@ -224,10 +227,10 @@ impl<C: Client> InProcessSession<'_, C> {
         }
     }
 
-    /// Gives up a command after the client has disconnected, and returns whether it has done so. As
-    /// on an ordinary socket, commands that were sent before still get their replies. Only a
-    /// command that is blocked in the engine is given up, or one that never gets a reply (because
-    /// it is incomplete, for example).
+    /// Gives up the pending commands of a client that has disconnected, and returns whether it has
+    /// done so. As on an ordinary socket, commands that were sent before the disconnect still get
+    /// their replies. They are given up only if the client is blocked in the engine, or if a
+    /// command never gets a reply (because it is incomplete, for example).
     async fn give_up_waiting(&mut self, is_unanswered: bool) -> io::Result<bool> {
         let gives_up = is_unanswered || self.record.is_blocked();
         if gives_up {
@@ -244,7 +247,8 @@ impl<C: Client> InProcessSession<'_, C> {
             let progress = match self.counter.feed(rest) {
                 Ok(progress) => progress,
                 Err(error) => {
-                    self.replies.bytes().extend_from_slice(rest); // the client must interpret it
+                    // Passed on unchanged: the client must interpret it.
+                    self.replies.bytes().extend_from_slice(rest);
                     self.engine_bytes.clear();
                     return Err(io::Error::other(error));
                 }

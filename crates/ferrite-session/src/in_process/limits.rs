@@ -18,8 +18,9 @@ use crate::in_process_engine::{BEFORE_AUTH, Client, ClientLimits, REPLIES_MAX};
 /// How many unauthenticated sessions may use the engine at a time. Each runs a few commands, then
 /// the next session follows.
 const BEFORE_AUTH_SESSIONS: usize = 2;
-/// How long a session keeps its permit at most. Engines reject a client without a password at once.
-/// But if it is unknown whether the client is authenticated, it may run a command that blocks.
+/// How long a session keeps its permit at most. Usually the engine rejects the client's commands at
+/// once. But a client of which it is unknown whether it has authenticated may run a command that
+/// blocks.
 const BEFORE_AUTH_PERMIT_TIME: Duration = Duration::from_millis(20);
 
 /// The queue of unauthenticated sessions that want to use the engine, in the order of their
@@ -108,7 +109,7 @@ impl<'a, C: Client> InProcessSession<'a, C> {
             return Ok(None);
         }
         self.write_replies_below(BEFORE_AUTH).await?;
-        Ok(self.paths.before_auth.0.acquire().await.ok()) // it is never closed
+        Ok(self.paths.before_auth.0.acquire().await.ok()) // the semaphore is never closed
     }
 
     /// Checks the unsent replies against the engine's limits.

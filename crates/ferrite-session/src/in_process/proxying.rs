@@ -14,7 +14,7 @@ use crate::in_process_engine::{Access, Client, CommandKind, PartialCommand, RunC
 /// The beginning of an engine's reply to a client that must log in first.
 const NOAUTH: &[u8] = b"-NOAUTH";
 
-/// How a large command is handled, which is proxied while it arrives.
+/// How to handle a large command, which is proxied while it arrives.
 pub(super) enum LargeCommand {
     /// It is proxied and has one reply.
     HasOneReply,
@@ -42,8 +42,8 @@ impl<C: Client> InProcessSession<'_, C> {
             self.record.identity_changes(command);
             self.must_identify = true;
         }
-        // Writes cannot be marked inside a transaction, and WAIT may follow inside it, or after the
-        // session was pinned.
+        // Writes are marked before MULTI, because they cannot be marked inside the transaction.
+        // WAIT may follow inside it, or after the session was pinned.
         let marks = command == Some(SessionCommand::BeginsTransaction) && self.is_mark_due();
         let mut bytes = if marks { self.record.mark_writes().to_vec() } else { Vec::new() };
         bytes.extend_from_slice(&self.input.bytes()[range_of(run)]);
@@ -89,8 +89,8 @@ impl<C: Client> InProcessSession<'_, C> {
         !self.access.is_authenticated() && !self.in_transaction()
     }
 
-    /// Proxies the command that would pin the session if the engine rejects it. Returns `None` if
-    /// the engine does not reject it.
+    /// Proxies the next command, which would pin the session, but only if the engine rejects it.
+    /// Returns `None`, and proxies nothing, if the engine does not reject it.
     pub(super) async fn proxy_if_refused(&mut self) -> io::Result<Option<ExchangeOutcome>> {
         if !self.may_be_refused() || !self.has_refusable() {
             return Ok(None);
@@ -119,7 +119,7 @@ impl<C: Client> InProcessSession<'_, C> {
         self.exchange_and_refresh(bytes, ExpectedReplies::of_client(1), false).await.map(Some)
     }
 
-    /// Returns whether the next command is complete, and ends for the engine where it ends for us.
+    /// Returns whether the next command is complete, and the engine finds its end at the same byte.
     fn has_refusable(&mut self) -> bool {
         let Ok(Some(found)) = self.input.peek() else { return false };
         let line = self.input.command(&found).and_then(|command| command.inline());
@@ -163,7 +163,7 @@ impl<C: Client> InProcessSession<'_, C> {
     /// Asks the engine for the client's state after commands were proxied.
     async fn refresh_access(&mut self) -> io::Result<ExchangeOutcome> {
         self.access = self.record.refresh();
-        // In a transaction the engine would queue the command as one of the client's own.
+        // In a transaction the engine would queue the session's command as one of the client's.
         let can_ask = matches!(self.access, Access::Proxy { in_transaction: false, .. });
         if can_ask && std::mem::take(&mut self.must_identify) {
             let outcome =
@@ -177,8 +177,8 @@ impl<C: Client> InProcessSession<'_, C> {
     }
 
     /// Proxies WAIT, after it has marked the writes of called commands on the proxy connection. If
-    /// the engine rejects the mark, its error is the reply, because WAIT would cover only older
-    /// writes.
+    /// the engine rejects the mark, WAIT is not sent, because it would cover only older writes. The
+    /// client gets the engine's error as the reply to WAIT.
     pub(super) async fn proxy_wait(&mut self, run: &[RunCommand]) -> io::Result<ExchangeOutcome> {
         if self.has_unmarked_writes && self.in_transaction() {
             // The engine rejected the mark before the transaction, and an error in place of this
@@ -234,7 +234,8 @@ impl<C: Client> InProcessSession<'_, C> {
     /// none, or if its name has not arrived.
     pub(super) fn large_command(&mut self) -> Option<LargeCommand> {
         if !self.access.is_authenticated() && self.input.has_many_args() {
-            // The engine disconnects the client when it sees the number of arguments.
+            // Not gathered: the engine disconnects the client as soon as it sees the number of
+            // arguments.
             return Some(LargeCommand::Pins);
         }
         if !self.input.is_large(self.access.is_authenticated()) {
@@ -243,7 +244,7 @@ impl<C: Client> InProcessSession<'_, C> {
         let pins = match self.input.partial_command() {
             PartialCommand::Unknown => return None,
             PartialCommand::Nameless => true,
-            // Commands that change the session are short in practice. A long one pins it.
+            // Commands that change the session are short in practice. A long one pins the session.
             PartialCommand::Named { name, first } => {
                 matches!(self.engine.look_up(name, first), CommandKind::Session(_))
             }
@@ -261,7 +262,9 @@ impl<C: Client> InProcessSession<'_, C> {
         &mut self,
         may_be_refused: bool,
     ) -> io::Result<Option<ExchangeOutcome>> {
-        drop(self.acquire_permit().await?); // from here on the session waits for its client
+        // Waits in the queue, but does not keep the permit: from here on the session waits for its
+        // client.
+        drop(self.acquire_permit().await?);
         if may_be_refused {
             match self.is_refused().await? {
                 Ok(true) => self.expect_login(),

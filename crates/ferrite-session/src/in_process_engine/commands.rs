@@ -10,7 +10,8 @@ use super::input::{FoundCommand, Input};
 /// The properties of a command that may be called in-process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Callable {
-    /// The number of words, its name included. If negative, the smallest number of words.
+    /// The number of words, its name included. If negative, its absolute value is the smallest
+    /// number of words.
     pub arity: i32,
     /// Whether it may write data, or be sent to replicas for another reason.
     pub writes: bool,
@@ -18,7 +19,7 @@ pub struct Callable {
     pub is_subcommand: bool,
     /// Whether it may fill a key that another client is blocked on (BLPOP and the like).
     pub unblocks: bool,
-    /// Whether it is GET, which has one argument, a key, and returns its value.
+    /// Whether it is GET, whose one argument is a key, and which returns the key's value.
     pub reads_string: bool,
 }
 

@@ -6,8 +6,9 @@ use ferrite_proto::resp::{
     Args, Command, CommandError, CommandFramer, Limits, Words, plain_command,
 };
 
-/// The limit, in bytes, before authentication: for unread replies, for incomplete commands, and for
-/// input that is read ahead, each. Together with the session's own memory this stays below 64 KiB.
+/// The limit in bytes before authentication, which applies separately to unread replies, to
+/// incomplete commands, and to input that is read ahead. With all three and its own memory, a
+/// session stays below 64 KiB.
 pub(crate) const BEFORE_AUTH: usize = 8 << 10;
 /// Commands beyond this size are streamed to the engine while they arrive, instead of being
 /// gathered here.
@@ -22,7 +23,7 @@ const NAME_MAX: usize = 64;
 /// The name of a command that has arrived in part, if it is known yet.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum PartialCommand<'a> {
-    /// Its name has not arrived, or not the first argument, which may name a subcommand.
+    /// Its name has not arrived, or its first argument has not, which may name a subcommand.
     Unknown,
     /// An inline command, or a command whose name is too long to be looked up.
     Nameless,
@@ -51,9 +52,10 @@ fn word<'a>(args: &mut Args<'a>) -> Word<'a> {
 pub(crate) struct FoundCommand {
     /// Its range in the buffer.
     pub(crate) range: Range<usize>,
-    /// The indexes of its words in the `words` of the input. Empty if it is not in the plain form.
+    /// The indexes of its words in the `words` of the input. Empty if it is not in the plain form
+    /// ([`plain_command`]).
     words: Range<usize>,
-    /// Where the first of them lies.
+    /// The range of its name, the first word, in the buffer.
     name: Range<usize>,
 }
 
@@ -119,7 +121,7 @@ impl Input {
     #[inline]
     pub(crate) fn peek(&mut self) -> Result<Option<FoundCommand>, CommandError> {
         if self.taken == self.filled {
-            return Ok(None); // as after every command that was sent alone
+            return Ok(None); // the usual case after a command that was sent alone
         }
         let first = self.words.len();
         let end = if self.framer.is_inside() { None } else { self.find_plain() };
@@ -137,7 +139,8 @@ impl Input {
         plain_command(&self.buffer[..self.filled], self.taken, &mut self.words)
     }
 
-    /// Returns the end of the complete command in any form. Continues where the last attempt ended.
+    /// Returns the end of the next command if it is complete, whatever its form. Continues where
+    /// the last attempt ended.
     #[cold]
     fn find_framed(&mut self) -> Result<Option<usize>, CommandError> {
         let progress = self.framer.feed(&self.buffer[self.framed..self.filled])?;
@@ -175,7 +178,7 @@ impl Input {
     pub(crate) fn forget_found(&mut self) {
         self.words.clear();
         // A client that keeps sending while its commands are proxied never leaves the buffer empty,
-        // so it is compacted here. Never more bytes are moved than are freed.
+        // so the buffer is compacted here. This never moves more bytes than it frees.
         if self.taken >= BEFORE_AUTH && self.taken >= self.filled - self.taken {
             self.compact();
         }
@@ -230,8 +233,8 @@ impl Input {
         self.buffer.capacity()
     }
 
-    /// Moves the arrived part of the next command to `out`, and returns whether the command is
-    /// complete. No other command of the input may be in use.
+    /// Replaces the contents of `out` by the arrived part of the next command, and returns whether
+    /// the command is complete. Ranges of commands become invalid.
     ///
     /// # Errors
     /// Returns an error if it is not a valid command. Only the engine can tell where it ends.
@@ -252,7 +255,8 @@ impl Input {
     pub(crate) fn room(&mut self, max: usize) -> &mut [u8] {
         self.compact();
         if self.buffer.len() > 2 * LARGE_COMMAND as usize && self.filled < READ_MAX {
-            self.buffer.truncate(self.filled); // grown by a client that had sent far ahead
+            // The buffer had grown because the client had sent far ahead.
+            self.buffer.truncate(self.filled);
             self.buffer.shrink_to(self.filled + self.read_size);
         }
         let end = self.filled + self.read_size.min(max);

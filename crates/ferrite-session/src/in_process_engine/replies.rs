@@ -1,7 +1,8 @@
 //! Replies that are to be sent to the client.
 //!
-//! Small replies are gathered in a buffer, which is copied into the device's memory when they are
-//! sent. A long value is copied into the device's memory at once, and is sent from there.
+//! Small replies are gathered in a buffer, which is copied into memory that is registered with the
+//! device when they are sent. A long value is copied into registered memory at once, and is sent
+//! from there.
 
 use std::collections::VecDeque;
 use std::io;
@@ -69,7 +70,8 @@ pub struct Replies {
     bytes: Vec<u8>,
     /// How many of the bytes were sent.
     sent: usize,
-    /// Blocks of long values, each with its position in `bytes`: it is sent before the byte there.
+    /// Blocks of long values, each with a position in `bytes`: the block is sent before the byte at
+    /// that position.
     blocks: VecDeque<(usize, Buf)>,
     block_bytes: usize,
     memory: Option<Pool>,

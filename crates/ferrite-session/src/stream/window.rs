@@ -1,6 +1,6 @@
 //! The memory that the peer writes to: small at first, larger for clients that write much at once.
 //!
-//! A peer that has filled its window waits one round trip until the next one is announced. With
+//! A peer that has filled its window waits one round trip until a window is announced again. With
 //! requests of a hundred bytes that is rare, and small windows keep thousands of connections cheap.
 //! A value of several megabytes would wait again and again.
 //!
@@ -24,13 +24,13 @@ const FEW_WRITES: u64 = 2;
 const SMALL_WRITE_BYTES: u64 = 512;
 
 /// A window may grow to 1/16 of the memory that is left for large windows, so that many clients end
-/// up with equal shares. It keeps its size as long as that is at most 1/8.
+/// up with equal shares. It keeps its size as long as its size is at most 1/8 of that memory.
 const SHARE: u64 = 16;
 
 pub(super) struct Window {
     memory: Exposed,
     bytes: u32,
-    /// The memory that replaces it as soon as it is registered, and its size.
+    /// The memory that replaces `memory` at an announcement once it is registered, and its size.
     next: Option<(Preparing, u32)>,
     /// The number of writes since the last announcement.
     notices: u64,
