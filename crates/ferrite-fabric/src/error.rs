@@ -83,7 +83,8 @@ struct Inner {
 enum Source {
     Verbs(ferrite_verbs::Error),
     Pool(PoolError),
-    /// RDMA was not tried because the payload would be unencrypted; the text is how to allow it.
+    /// RDMA was not tried because the payload would be unencrypted; the text says how to allow
+    /// that.
     ClearText(&'static str),
     /// The address is a loopback address, which RDMA cannot use.
     Loopback,
@@ -120,8 +121,8 @@ impl Error {
         }))
     }
 
-    /// Returns the error for a request that a device refused to post. Whatever the reason, the link
-    /// loses this path: the requests that follow would overtake the refused one.
+    /// Returns the error for a request that a device refused to accept. Whatever the reason, the
+    /// link loses this path: the requests that follow would overtake the refused one.
     pub(crate) fn refused_post(error: ferrite_verbs::Error) -> Self {
         let kind = match error.kind() {
             ferrite_verbs::ErrorKind::DeviceGone => ErrorKind::DeviceGone,

@@ -7,7 +7,7 @@
 //! | `link.rs` | [`Link`]: messages and one-sided operations to a Ferrite peer |
 //! | `raw_connection.rs` | [`RawConnection`]: a peer of another protocol |
 //! | `connecting.rs` | [`Fabric::connect`](crate::Fabric::connect) and its relatives |
-//! | `listener.rs` `foreign_peers.rs` | [`Listener`], and peers of other protocols that connect to it |
+//! | `listener.rs` `foreign_peers.rs` | [`Listener`], and the foreign peers that connect to it |
 //! | `region.rs` | [`Region`]: memory that peers are granted, and that can be revoked |
 
 mod connecting;

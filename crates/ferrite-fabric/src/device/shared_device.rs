@@ -250,7 +250,7 @@ impl SharedDevice {
         room as usize
     }
 
-    /// Gives entries that [`SharedDevice::reserve_receives`] took back to requests.
+    /// Undoes [`SharedDevice::reserve_receives`] for this number of entries.
     pub(crate) fn release_receives(&self, entries: usize) {
         self.in_flight_max.fetch_add(entries as u32, Ordering::Relaxed);
     }

@@ -342,8 +342,8 @@ impl<T> SendQueue<T> {
         })
     }
 
-    /// Posts the request that binds a window to the queue pair. The device executes requests that
-    /// are posted later after the binding.
+    /// Posts the request that binds a window to the queue pair. The device executes later requests
+    /// after the binding.
     ///
     /// Returns `Ok(false)` if nothing was posted, because the window is already closed or there is
     /// no room.

@@ -65,8 +65,8 @@ enum Job {
     /// The driver handles its result. If the fabric ends before the command has started, it is
     /// dropped together with everything it owns.
     Command(Box<dyn FnOnce() -> Finish + Send>),
-    /// It has no result for the driver. It always runs, even when the fabric ends: until then, a
-    /// device may use the memory that the job owns.
+    /// It has no result for the driver. It always runs, even when the fabric ends: until it has
+    /// run, a device may use the memory that it owns.
     Detached(Box<dyn FnOnce() + Send>),
 }
 
@@ -183,8 +183,8 @@ impl Drop for Commands {
 }
 
 impl Poller {
-    /// Runs `work` on a command thread, where it may block. Then calls `then` with `own` and the
-    /// result, in a pass of the driver. Without command threads, runs both at once.
+    /// Runs `work` with `own` on a command thread, where it may block. Then calls `then` with `own`
+    /// and the result, in a pass of the driver. Without command threads, runs both at once.
     pub(crate) fn command<O: Send + 'static, T: Send + 'static>(
         &mut self,
         shared: &Shared,

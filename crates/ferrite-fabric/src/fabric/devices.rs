@@ -134,8 +134,8 @@ fn divide(config: &Config, devices: usize) -> Config {
     config
 }
 
-/// Describes how much memory the devices pin when they are opened. For an error about the
-/// locked-memory limit, which has only the size of the call that failed.
+/// Describes how much memory the devices pin when they are opened. The text is added to an error
+/// about the locked-memory limit, which itself has only the size of the call that failed.
 fn memory_needed(config: &Config, devices: usize) -> String {
     /// Size of a queue's entry, on a device that pins the memory of its queues.
     const ENTRY_BYTES: usize = 64;

@@ -2,8 +2,8 @@
 //!
 //! A driver holds the poller while it makes a pass, and never blocks meanwhile. The cost of a pass
 //! does not depend on the number of idle links. Checking the descriptors is a system call. So a
-//! pass checks them only if the last check was a millisecond ago, if the driver has prepared to
-//! sleep since then, or if a TCP connection carries a link.
+//! pass checks them only if the last check was at least a millisecond ago, if the driver has
+//! prepared to sleep since then, or if a TCP connection carries a link.
 
 pub(crate) mod connect;
 mod due;

@@ -147,7 +147,7 @@ impl ReceiveStock {
         }
     }
 
-    /// Returns the number of receives that could be posted.
+    /// Returns the number of receives that are to be posted.
     pub(crate) fn missing(&self) -> usize {
         self.free.len()
     }
@@ -269,8 +269,8 @@ impl ReceiveStock {
                 None => Ok(()),
             };
             if let Err(refused) = posted {
-                // Not with `take`: that would count them as completed, although older ones have not
-                // been taken yet.
+                // Do not use `take` for the receives that were not posted: it would count them as
+                // completed, although older ones have not been taken yet.
                 for id in &ids[refused.posted..count] {
                     let slot = id.0 as u32 as usize;
                     self.slots[slot].buf = None;

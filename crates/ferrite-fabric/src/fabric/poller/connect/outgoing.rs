@@ -40,7 +40,7 @@ pub(crate) struct Outgoing {
     resolve_started: Instant,
     link: Option<(Arc<LinkShared>, ConnectedBy)>,
     reply: Reply,
-    /// The transport to use if this one fails.
+    /// How to connect over TCP if RDMA fails; `None` if TCP must not be used.
     pub(crate) tcp_fallback: Option<OverTcp>,
     /// Why the last attempt failed, in case the time runs out.
     last: Option<Error>,

@@ -363,11 +363,11 @@ impl Poller {
         let regions = shared.regions.access_for(&shared.pool, link, &device);
         link.with_wakes(&mut self.wakes, |state, _, _| {
             if !regions.is_empty() {
-                state.allow_ahead(); // grants may have been added since the queue pair was connected
+                state.allow_ahead(); // the queue pair may be older than these grants
             }
             for (grant, access) in regions {
-                // If there is no key, the peer keeps its old one, which the device refuses when the
-                // peer uses the grant.
+                // If there is no key to announce, the device refuses the peer when it uses the
+                // grant.
                 let remote = match &access {
                     RegionAccess::Shared(remote) => Some(*remote),
                     RegionAccess::Window(window) => state.bind_ahead(&device, window),
