@@ -30,19 +30,20 @@ pub struct Config {
     /// How RDMA connections are established: `cm`, `tcp-first` or `auto`. A connect may override
     /// it. Default: `auto`.
     pub connect: ConnectMode,
-    /// How long to poll for completions before sleeping, in microseconds. More reduces latency and
-    /// uses more CPU. A limit of 1 s or longer is not adapted. Default: 500.
+    /// How long to poll for completions before sleeping, in microseconds. A longer time reduces
+    /// latency and uses more CPU. From 1 s on, it is not adapted (see `adaptive_polling`). Default:
+    /// 500.
     pub busy_poll_us: u32,
-    /// Polls only while that pays: for twice as long as answers take, at most `busy_poll_us`. Waits
-    /// that are longer halve the time. So a fabric that is idle, or whose answers take longer,
-    /// sleeps at once. Default: true.
+    /// Adapts the polling time: a driver polls for twice as long as answers take, at most
+    /// `busy_poll_us`. Each wait that is longer than `busy_poll_us` halves that time. So a fabric
+    /// that is idle, or whose answers take longer, soon sleeps at once. Default: true.
     pub adaptive_polling: bool,
     /// Maximum number of completions to take at a time. Default: 32.
     pub poll_batch: usize,
     /// Maximum number of requests of a link that are posted to the device. Default: 128.
     pub send_queue_depth: u32,
-    /// Number of posted receives of a device, shared by all links. Default: 512. With the default
-    /// size below that is 4 MiB for each device.
+    /// Number of posted receives of a device, shared by all links. Default: 512, which is 4 MiB for
+    /// each device with the default `recv_buffer_size`.
     pub recv_queue_depth: u32,
     /// Size of a receive in bytes, and so of the largest frame that peers may send. Default: 8 KiB.
     ///
@@ -50,8 +51,8 @@ pub struct Config {
     /// that carry large messages: fewer frames, but small messages take eight times the memory.
     pub recv_buffer_size: u32,
     /// Maximum number of frames, for each link, that the peer has sent and this side has not
-    /// consumed. Default: 64. It is lower if there are so many links that together they could
-    /// exceed the receive reserve.
+    /// consumed. Default: 64. The number is lower if there are so many links that their peers
+    /// together could fill more than half of the receive reserve.
     pub window: u16,
     /// Number of channels of a link. Messages on one channel keep their order; a large one does not
     /// delay those on another channel. Default: 64.
@@ -81,20 +82,23 @@ pub struct Config {
     /// Acknowledgement timeout of a queue pair: 4.096 µs × 2^`ack_timeout`. Default: 14, which is
     /// 67 ms.
     pub ack_timeout: u8,
-    /// Retransmissions before the peer counts as dead. Default: 6, with the timeout above about
-    /// half a second. (Do not use 7: Soft-RoCE takes it as unlimited.)
+    /// Retransmissions before the peer counts as dead. Default: 6, which takes about half a second
+    /// with the default `ack_timeout`. (Do not use 7: Soft-RoCE takes it as unlimited.)
     pub retries: u8,
     /// Maximum number of handshakes in progress in each direction. Default: 64.
     ///
-    /// Further outgoing ones wait. One source address may use half of the incoming ones: beyond
-    /// that, a new handshake displaces the oldest one of its source, and beyond the total, the
-    /// oldest one of the busiest source. If that one has only just started, the new one is asked to
-    /// retry. TCP connections that have sent nothing are not counted; there may be 16 times as
-    /// many.
+    /// Further outgoing handshakes wait. Further incoming ones displace others:
+    ///
+    /// - One source address may use half of the limit. Beyond that, a new handshake displaces the
+    ///   oldest one of the same source.
+    /// - Beyond the whole limit, a new handshake displaces the oldest one of the busiest source.
+    /// - A handshake that has only just started is not displaced by a source that is as busy. The
+    ///   new handshake waits (TLS), or its peer is asked to retry (RDMA CM).
+    /// - TCP connections that have sent nothing are not counted; there may be 16 times as many.
     pub max_half_open: usize,
-    /// Accepts peers of other protocols on devices that have no memory windows for a single queue
-    /// pair. There, the memory that one peer writes to is open to all other peers, protected only
-    /// by a key with 8 bits that are hard to guess. Default: false.
+    /// Accepts peers of other protocols on devices that cannot restrict a memory window to a single
+    /// queue pair. On such a device, the memory that one peer writes to is open to all other peers,
+    /// protected only by a key with 8 bits that are hard to guess. Default: false.
     pub shared_windows: bool,
     /// How long to refuse RDMA connections of a source, after devices refused two of its requests
     /// (wrong keys, memory that is not its own). Each further such request doubles the time, up to
@@ -119,9 +123,10 @@ pub struct Config {
     pub upgrade_after: Duration,
     /// Keepalive interval: a peer that was silent for this long is probed. Default: 10 s.
     ///
-    /// The actual interval is chosen at random between three quarters of it and all of it (the
-    /// first between a half and all), so that links do not probe at the same time. The side that
-    /// opened the link probes; the other side does so a third later, if the first did not.
+    /// Each interval is chosen at random between three quarters of this value and all of it (the
+    /// first one between a half and all), so that links do not probe at the same time. The side
+    /// that opened the link probes. The other side probes only after a silence of four thirds of
+    /// this value.
     pub keepalive: Duration,
     /// How long a peer may leave a probe unanswered before the link counts as down. Default: 5 s.
     pub peer_timeout: Duration,

@@ -1,4 +1,4 @@
-//! Keeps the descriptors of connections above a given number.
+//! Keeps the descriptors of connections at or above a given number.
 //!
 //! For a library inside another program: the kernel assigns the lowest free number, and the program
 //! may need the low ones (an event loop with a table by number, `select`). Descriptor numbers
@@ -16,10 +16,11 @@ pub fn set_first(number: RawFd) {
     FIRST.store(number, Ordering::Relaxed);
 }
 
-/// Moves a connection's descriptor to such a number, if it is lower.
+/// Moves a connection's descriptor to a free number from the lowest allowed one ([`set_first`]) on,
+/// unless it already has such a number.
 ///
 /// # Errors
-/// Fails if none is free: the process has reached its limit (`RLIMIT_NOFILE`).
+/// Fails if no such number is free: the process has reached its limit (`RLIMIT_NOFILE`).
 pub fn lift(descriptor: OwnedFd) -> io::Result<OwnedFd> {
     let first = FIRST.load(Ordering::Relaxed);
     if descriptor.as_raw_fd() >= first {

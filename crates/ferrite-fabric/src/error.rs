@@ -83,7 +83,8 @@ struct Inner {
 enum Source {
     Verbs(ferrite_verbs::Error),
     Pool(PoolError),
-    /// RDMA was not tried because the payload would be unencrypted; the text is how to allow it.
+    /// RDMA was not tried because the payload would be unencrypted; the text says how to allow
+    /// that.
     ClearText(&'static str),
     /// The address is a loopback address, which RDMA cannot use.
     Loopback,
@@ -107,7 +108,7 @@ impl Error {
         }))
     }
 
-    /// Returns the error for a work request of a link that ended with `status`.
+    /// Returns the error for a link's work request that ended with `status`.
     pub(crate) fn completion(kind: ErrorKind, what: String, status: Status) -> Self {
         let causes = OnceLock::new();
         Self(Arc::new(Inner {
@@ -120,8 +121,8 @@ impl Error {
         }))
     }
 
-    /// Returns the error for a request that a device did not take. The path is lost with it,
-    /// whatever the reason: the requests after it would be out of order.
+    /// Returns the error for a request that a device refused to accept. Whatever the reason, the
+    /// link loses this path: the requests that follow would overtake the refused one.
     pub(crate) fn refused_post(error: ferrite_verbs::Error) -> Self {
         let kind = match error.kind() {
             ferrite_verbs::ErrorKind::DeviceGone => ErrorKind::DeviceGone,
@@ -137,8 +138,8 @@ impl Error {
         }))
     }
 
-    /// Returns the error for a message that finds no memory. That the pool cannot grow at the
-    /// moment is back-pressure, too: buffers come back.
+    /// Returns the error for a message for which the pool has no memory. A pool that cannot grow at
+    /// the moment is also back-pressure ([`ErrorKind::Full`]), because buffers become free again.
     pub(crate) fn no_memory(error: PoolError) -> Self {
         let mut error = Self::from(error);
         if error.kind() == ErrorKind::Resources
@@ -149,8 +150,8 @@ impl Error {
         error
     }
 
-    /// Returns the error as the failure of a link. `Full` says that waiting helps, which it never
-    /// does when a link is down.
+    /// Returns the error as the failure of a link. `Full` would tell the caller to wait, which is
+    /// useless when a link is down, so it becomes `LinkDown`.
     pub(crate) fn into_failure(self) -> Self {
         match self.kind() {
             ErrorKind::Full => Self::new(ErrorKind::LinkDown, self.to_string()),
@@ -242,7 +243,7 @@ impl Error {
         }))
     }
 
-    /// Appends to the text of an error that nobody else has yet.
+    /// Appends to the text of the error. Has no effect if the error has clones.
     pub(crate) fn append(mut self, text: &str) -> Self {
         if let Some(inner) = Arc::get_mut(&mut self.0) {
             inner.what += text;

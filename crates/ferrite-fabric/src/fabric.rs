@@ -14,7 +14,7 @@
 //! | `links.rs` `listener.rs` `regions.rs` | the links, listeners and regions, as users share them |
 //! | `timers.rs` | deadlines |
 //! | `busy_poll.rs` `spin.rs` | how long to poll before sleeping; the pauses between passes |
-//! | `drive.rs` | the ways to drive it: by hand, `block_on`, a tokio task, a thread |
+//! | `drive.rs` | the ways to drive a fabric: by hand, `block_on`, a tokio task, a thread |
 
 mod builder;
 mod busy_poll;
@@ -147,7 +147,8 @@ impl Drop for Shared {
     fn drop(&mut self) {
         // First, because a command may own a queue pair whose requests a link holds.
         self.commands.close();
-        // Futures may outlive the fabric, and nobody would complete them. Tell the peers first.
+        // Disconnect from the peers, then fail all links: futures may outlive the fabric, and
+        // nobody else would complete them.
         let poller = self.poller.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
         poller.hang_up();
         let links = self.links.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);

@@ -1,13 +1,13 @@
 //! What users of a fabric hold: links, listeners, regions, and the futures that lead to them.
 //!
-//! Each is a thin value: it owns its share of the fabric, and passes calls on.
+//! Each is a thin handle: it refers to state that the fabric's poller shares, and passes calls on.
 //!
 //! | file | what it is |
 //! |---|---|
 //! | `link.rs` | [`Link`]: messages and one-sided operations to a Ferrite peer |
 //! | `raw_connection.rs` | [`RawConnection`]: a peer of another protocol |
 //! | `connecting.rs` | [`Fabric::connect`](crate::Fabric::connect) and its relatives |
-//! | `listener.rs` `foreign_peers.rs` | [`Listener`], and the peers of other protocols that it got |
+//! | `listener.rs` `foreign_peers.rs` | [`Listener`], and the foreign peers that connect to it |
 //! | `region.rs` | [`Region`]: memory that peers are granted, and that can be revoked |
 
 mod connecting;

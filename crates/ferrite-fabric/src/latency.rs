@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// The last bucket, of about a quarter of an hour, also counts everything that took longer.
+/// The last bucket counts everything that took 2^39 ns (about nine minutes) or longer.
 const BUCKETS: usize = 41;
 
 /// The histograms by operation, shared by the fabric and its links.
@@ -35,8 +35,8 @@ impl Histogram {
     }
 }
 
-/// The latencies of operations, from their start to their completion: all that a caller waited for,
-/// and over RDMA also a sample of the others.
+/// The latencies of operations, from their start to their completion. Includes all operations that
+/// a caller waited for, and over RDMA also a sample of the others.
 ///
 /// ```
 /// # fn show(fabric: &ferrite_fabric::Fabric) {

@@ -1,4 +1,4 @@
-//! Which transport links use, and why they use another one.
+//! Which transport links use, and why a link uses TCP instead of RDMA.
 
 use std::fmt;
 use std::str::FromStr;
@@ -62,7 +62,7 @@ pub enum Attempts {
 }
 
 impl Rdma {
-    /// Decides which transports a connection may use. Links and sessions both ask here. With
+    /// Decides which transports a connection may use, for links and for sessions. With
     /// `must_encrypt`, nothing may be sent in clear text, which excludes RDMA.
     ///
     /// ```
@@ -101,11 +101,11 @@ impl Rdma {
 pub enum ConnectMode {
     /// With RDMA CM.
     Cm,
-    /// Over a TCP connection, which stays open: as the fallback, and because its end reveals that
-    /// the peer is gone. For networks that block RDMA CM.
+    /// Over a TCP connection, for networks that block RDMA CM. It stays open: as the fallback, and
+    /// because its end reveals that the peer is gone.
     TcpFirst,
-    /// With RDMA CM. If RDMA is preferred and RDMA CM fails, over TCP, from where the link is
-    /// upgraded when possible.
+    /// With RDMA CM. If that fails and RDMA is preferred, the link starts on TCP, and is upgraded
+    /// to RDMA when possible.
     #[default]
     Auto,
 }

@@ -2,8 +2,9 @@
 //!
 //! These numbers must be secret. Anybody who knows the session ids of a link can take it over; with
 //! a queue pair's next packet number, they can forge packets; with the token of a module's session,
-//! they can impersonate its connection to the fabric. The standard library's `RandomState` is
-//! seeded once per thread and counts from there: good for hash tables, but not secret.
+//! they can impersonate the session's connection to the engine. The standard library's
+//! `RandomState` is seeded once per thread and counts from there: good for hash tables, but not
+//! secret.
 
 use rustix::io::Errno;
 use rustix::rand::{GetRandomFlags, getrandom};
@@ -17,7 +18,8 @@ use crate::error::{Error, ErrorKind};
 pub fn random() -> Result<u64, Error> {
     let mut bytes = [0; 8];
     loop {
-        // So few bytes arrive all at once, or not at all (early during boot, when interrupted).
+        // The kernel returns so few bytes all at once. Only early during boot can a signal
+        // interrupt the call.
         match getrandom(&mut bytes, GetRandomFlags::empty()) {
             Ok(filled) if filled == bytes.len() => return Ok(u64::from_ne_bytes(bytes)),
             Ok(_) | Err(Errno::INTR) => {}

@@ -36,7 +36,8 @@ impl DeviceChoice {
     /// Checks a path that the connection manager has chosen.
     ///
     /// # Errors
-    /// [`ErrorKind::Unreachable`] if it is on another port, or has an address of another entry.
+    /// [`ErrorKind::Unreachable`] if the path is on another port, or if its local address belongs
+    /// to another entry of the GID table.
     pub(crate) fn check(
         self,
         device: &SharedDevice,
@@ -54,7 +55,7 @@ impl DeviceChoice {
         match (device.gid_entry(port, index), local.map(|local| local.to_canonical())) {
             (None, _) => wrong(format!("port {port} of {name} has no GID with index {index}")),
             (_, None) => Ok(()),
-            // A listener on all addresses: each connection is checked.
+            // A listener on all addresses passes; each of its connections is checked.
             (_, Some(local)) if local.is_unspecified() => Ok(()),
             (Some(entry), Some(local)) if entry.gid.ip().to_canonical() == local => Ok(()),
             (Some(entry), Some(local)) => wrong(format!(

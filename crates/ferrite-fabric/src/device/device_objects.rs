@@ -21,7 +21,8 @@ use crate::wake::wait_set::{Ready, WaitSet};
 /// Drop it only when no queue pair of the device is left: otherwise the device would still use the
 /// receives, so they are leaked.
 pub(crate) struct DeviceObjects {
-    /// Queue pairs that wait for their links. None of them has taken a receive.
+    /// Queue pairs that were created in advance and have no link yet. None of them has taken a
+    /// receive.
     pub(crate) prepared: Vec<QueuePair>,
     // In drop order. The stock destroys the shared receive queue and must hold the last handle of
     // it.
@@ -115,7 +116,7 @@ impl DeviceObjects {
         }
     }
 
-    /// Returns a builder for a link's queue pair. It uses a prepared one, if there is one.
+    /// Returns a builder for a link's queue pair, which uses a prepared queue pair if there is one.
     pub(crate) fn queue_pair_builder(
         &mut self,
         device: &Arc<SharedDevice>,
@@ -153,7 +154,8 @@ impl DeviceObjects {
             cq: self.cq.clone(),
             depth: device.send_queue_depth(config),
             device: Arc::clone(device),
-            // Before the queue pair exists: it cannot hold a receive that was taken earlier.
+            // Registered before the queue pair exists, so that every receive it can hold is taken
+            // later.
             taker: self.stock.taker(),
         }
     }

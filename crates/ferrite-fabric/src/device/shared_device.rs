@@ -1,9 +1,9 @@
 //! One device as links see it. The poller owns its verbs objects (`device_objects.rs`).
 //!
-//! All links of a device share one completion queue and one stock of receives, so an idle link
-//! needs neither. The completion queue must never overrun. Therefore each request in flight holds
-//! one of its entries from post to completion, even if it is not signaled: when a queue pair fails,
-//! every request completes. Links that find no free entry wait here in a queue.
+//! All links of a device share one completion queue and one stock of receives, so an idle link has
+//! none of its own. The completion queue must never overrun. Therefore each request in flight holds
+//! one of its entries from post to completion, even if the request is not signaled: when a queue
+//! pair fails, all its requests complete. Links that find no free entry wait here in a queue.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::Mutex;
@@ -41,7 +41,7 @@ pub(crate) struct SharedDevice {
 struct Device {
     /// For diagnoses of failed links; `None` while the device is gone.
     context: Option<Context>,
-    /// If the device is gone: those it had.
+    /// While the device is gone, the limits that it had before.
     limits: Limits,
     quirks: DeviceQuirks,
     /// Why the latest attempt to bring the device back failed.
@@ -250,7 +250,7 @@ impl SharedDevice {
         room as usize
     }
 
-    /// Gives such entries back.
+    /// Undoes [`SharedDevice::reserve_receives`] for this number of entries.
     pub(crate) fn release_receives(&self, entries: usize) {
         self.in_flight_max.fetch_add(entries as u32, Ordering::Relaxed);
     }
@@ -273,8 +273,9 @@ impl SharedDevice {
     }
 }
 
-/// Returns the ports of a device that links would use and that are not active now: the chosen one,
-/// or all if none is active. The other port of a card is often not connected, and nobody misses it.
+/// Returns the ports of a device that links may use (the chosen one, or all), if none of them is
+/// active. If at least one is active, returns none: the second port of a card is often not
+/// connected, and need not be reported.
 pub(super) fn inactive_ports(context: &Context, chosen: Option<u8>) -> Vec<Port> {
     let mut ports = context.ports().unwrap_or_default();
     ports.retain(|port| chosen.is_none_or(|chosen| chosen == port.number));

@@ -39,8 +39,8 @@ pub(crate) enum Held {
     Nothing,
     /// A few bytes that the device copies during the post. Only for inline requests.
     Copied([u8; 16]),
-    /// The device copies it during the post, after which it is released. Only for inline requests
-    /// that are never repeated.
+    /// A buffer that the device copies during the post, and that is released afterwards. Only for
+    /// inline requests that are never repeated.
     Passing(Buf),
     /// A buffer that the device reads.
     Shared(Buf),
@@ -50,7 +50,7 @@ pub(crate) enum Held {
     Binding(#[expect(dead_code, reason = "dropped when it is bound")] Binding),
 }
 
-/// A request to be posted. `request` is returned when it completes.
+/// A work request to be posted. The caller gets `request` back when the work request completes.
 pub(crate) struct Work<T> {
     pub(crate) operation: Operation,
     pub(crate) held: Held,
@@ -81,13 +81,15 @@ pub(crate) struct InFlight<T> {
 /// ```text
 ///   63      62 … 40     39 … 16      15 … 0
 ///   0       owner       generation   slot        a send, write or read of a link
-///   1       0           generation   slot        a receive (31 bits, 32 bits)
+///
+///   63      62 … 32                  31 … 0
+///   1       generation               slot        a receive
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct WorkId(pub(crate) u64);
 
 const RECEIVE: u64 = 1 << 63;
-/// More links than any device has queue pairs.
+/// The largest owner number. It allows more links than any device has queue pairs.
 pub(crate) const OWNER_MAX: u32 = (1 << 23) - 1;
 
 impl WorkId {
@@ -340,8 +342,8 @@ impl<T> SendQueue<T> {
         })
     }
 
-    /// Posts the request that binds a window to the queue pair. Requests that are posted later
-    /// start after it.
+    /// Posts the request that binds a window to the queue pair. The device executes later requests
+    /// after the binding.
     ///
     /// Returns `Ok(false)` if nothing was posted, because the window is already closed or there is
     /// no room.

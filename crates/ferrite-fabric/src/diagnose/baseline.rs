@@ -20,9 +20,10 @@ use super::surroundings::Surroundings;
 /// The cache for healthy links. Every idle link takes a baseline now and then, so with thousands of
 /// links there are requests all the time.
 static BASELINES: Shared = Shared::new(Duration::from_secs(1), 50);
-/// For failed links. Short enough not to be from before the fault, and long enough that a thousand
-/// links that fail together need only a few measurements. Baselines cannot be used here: one of
-/// them is often from just before the fault.
+/// The cache for failed links. The maximum age is short, so that a snapshot is not from before the
+/// fault. It is long enough that a thousand links that fail together need only a few measurements.
+/// The snapshots in `BASELINES` cannot be used here: the latest one is often from just before the
+/// fault.
 static CURRENT: Shared = Shared::new(FACTS_AGE, 10);
 static SURROUNDINGS: Mutex<Option<Arc<Surroundings>>> = Mutex::new(None);
 
@@ -33,8 +34,8 @@ const PORTS_MAX: usize = 64;
 /// The counters and the state of a port when a link on it was healthy.
 ///
 /// Take one when a link is opened, and again whenever its peer has answered, for example with each
-/// keepalive. The changes since then are those that happened while the peer was silent. It is
-/// cheap: the links of a port share it, and the port is measured at most once per second.
+/// keepalive. The changes since then are those that happened while the peer was silent. A baseline
+/// is cheap: the links of a port share it, and the port is measured at most once per second.
 #[derive(Clone)]
 pub struct Baseline(pub(super) Arc<Snapshot>);
 
@@ -83,9 +84,10 @@ fn is_fresh(shared: &Shared, taken: Instant, cost: Duration) -> bool {
 
 /// The latest snapshot of each port.
 struct Shared {
-    /// The maximum age for reuse,
+    /// A snapshot may be reused up to this age, or up to `cost_factor` times the duration of its
+    /// measurement, whichever is longer.
     max_age: Duration,
-    /// or this multiple of the time that measuring took, whichever is longer.
+    /// See `max_age`.
     cost_factor: u32,
     latest: Mutex<Vec<Arc<Snapshot>>>,
 }

@@ -31,9 +31,9 @@ pub(super) enum Meaning {
     LinkDown,
 }
 
-/// The names in Soft-RoCE, mlx5, bnxt_re and efa. Those in `counters` are InfiniBand's own, which
-/// RoCE drivers provide, too. Reading a file in `counters` may need a firmware command, so only few
-/// are used.
+/// The names in Soft-RoCE, mlx5, bnxt_re and efa. The files in `counters` are defined by
+/// InfiniBand, and RoCE drivers provide them, too. Reading a file in `counters` may need a firmware
+/// command, so only few are used.
 const NAMES: &[(Meaning, &str)] = &[
     (Meaning::Sent, "hw_counters/sent_pkts"),
     (Meaning::Sent, "hw_counters/tx_pkts"),
@@ -110,7 +110,7 @@ impl Counters {
             let by = now.value.checked_sub(then.value).unwrap_or(now.value);
             Some(Increase { name: now.name, by })
         });
-        // The first of equal ones: the driver's own before InfiniBand's.
+        // Of equal increases, this returns the first: the driver's own counter before InfiniBand's.
         of_both.rev().max_by_key(|increase| increase.by)
     }
 }

@@ -53,8 +53,8 @@ impl Facts {
         surroundings: &Surroundings,
         (local, peer): (Option<IpAddr>, Option<IpAddr>),
     ) -> Self {
-        // If both are only milliseconds apart, one snapshot may be the baseline and the current
-        // state.
+        // A baseline that is not older than the current state shows no changes. The current state
+        // may come from a cache.
         let then = then.filter(|then| then.taken < now.taken);
         let mut facts = Self { now: Some(now), then, ..Self::unmeasured(local, peer) };
         let Some(peer) = peer.filter(|_| !facts.is_infiniband()) else { return facts };
@@ -70,7 +70,8 @@ impl Facts {
         facts
     }
 
-    /// Returns the interface that the link uses: that of its address, or else the port's first.
+    /// Returns the interface that the link uses: the one that has its local address, or else the
+    /// port's first.
     pub(super) fn netdev(&self) -> Option<&Netdev> {
         let now = self.now.as_ref()?;
         let of = |snapshot: &Snapshot| snapshot.address(self.local?)?.netdev.clone();
@@ -78,8 +79,8 @@ impl Facts {
         name.and_then(|name| now.netdev(&name)).or_else(|| now.netdevs.first())
     }
 
-    /// Returns how far the counter with this meaning increased while the link was open; `None` if
-    /// that is not known.
+    /// Returns how far the counter with this meaning increased since the link was last known to be
+    /// healthy; `None` if that is not known.
     pub(super) fn increase(&self, meaning: Meaning) -> Option<Increase> {
         self.now.as_ref()?.counters.increase_since(&self.then.as_ref()?.counters, meaning)
     }
@@ -89,7 +90,8 @@ impl Facts {
         self.increase(meaning).filter(|increase| increase.by > 0)
     }
 
-    /// Returns how far a figure of the link's interface increased.
+    /// Returns how far a figure of the link's interface increased since the link was last known to
+    /// be healthy.
     pub(super) fn netdev_increase(&self, figure: impl Fn(&Netdev) -> Option<u64>) -> Option<u64> {
         let now = self.netdev()?;
         let then = self.then.as_ref()?.netdev(&now.name)?;
@@ -107,7 +109,7 @@ impl Facts {
         Some(self.now.as_ref()?.taken.duration_since(self.then.as_ref()?.taken))
     }
 
-    /// Returns the same in words: "in 1.2 s".
+    /// Returns [`Facts::age`] in words: "in 1.2 s".
     pub(super) fn period(&self) -> String {
         match self.age() {
             Some(age) if age < Duration::from_secs(120) => format!("in {:.1} s", age.as_secs_f64()),

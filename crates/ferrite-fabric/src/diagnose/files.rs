@@ -1,7 +1,7 @@
 //! Reads small kernel files, with a limit on the size.
 //!
-//! A host may have a hundred thousand routes or neighbours. Because of the limits, a diagnosis
-//! takes the same time there.
+//! A host may have a hundred thousand routes or neighbours. Because of the limit, a diagnosis takes
+//! no longer on such a host.
 
 use std::fs::File;
 use std::io::Read as _;
@@ -9,12 +9,13 @@ use std::net::{IpAddr, UdpSocket};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-/// Where kernel files are read: in other directories for tests.
+/// The directories from which kernel files are read. Tests use directories of their own.
 #[derive(Debug, Clone)]
 pub(super) struct Roots {
     pub(super) sys: PathBuf,
     pub(super) proc: PathBuf,
-    /// Returns whether an address belongs to this host. It may return true too often.
+    /// Returns whether an address belongs to this host. It may also return true for an address of
+    /// another host.
     pub(super) is_own: fn(IpAddr) -> bool,
 }
 

@@ -129,7 +129,8 @@ fn no_path(found: &mut Vec<Cause>, failure: Failure, facts: &Facts) {
             return;
         }
         Route::Other { netdev: other } => {
-            // An established link worked without it, and other routing tables are not visible.
+            // An established link has worked although this table has no route by its interface.
+            // Perhaps another routing table has one, which is not visible here.
             let connecting = failure == Failure::ConnectTimeout;
             found.push(cause(
                 if connecting { Likelihood::Likely } else { Likelihood::Possible },
@@ -244,8 +245,8 @@ fn unanswered(found: &mut Vec<Cause>, failure: Failure, facts: &Facts) {
         .map(str::to_owned),
     );
     let what = match failure {
-        // Not a single frame of any kind: that is not the fault of one peer, unless it is the only
-        // one.
+        // Not a single frame of any kind arrived. That is not the fault of one peer, unless no
+        // other host sends to this one.
         _ if receives_nothing && frames == Some(0) => format!(
             "nothing arrives here, from {peer} or anybody else: the path is interrupted at the \
              own switch port or beyond, or {peer} is down and nobody else sends"

@@ -1,4 +1,4 @@
-//! The state of a port at one moment: of the device, its interfaces and its counters.
+//! The state of a port at one moment, with its device, its interfaces and its counters.
 //!
 //! Two snapshots are compared: one from when a link was healthy, and one from when it had failed.
 
@@ -19,7 +19,7 @@ const NETDEVS_MAX: usize = 8;
 #[derive(Debug, Clone)]
 pub(super) struct Snapshot {
     pub(super) taken: Instant,
-    /// How long it took to take.
+    /// How long the measurement took.
     pub(super) cost: Duration,
     pub(super) device: String,
     pub(super) guid: u64,
@@ -32,7 +32,7 @@ pub(super) struct Snapshot {
     pub(super) port: PortView,
     /// The port's addresses; `None` if the device did not report them.
     pub(super) addresses: Option<Vec<Address>>,
-    /// Its interfaces, the one of its first address first.
+    /// The port's interfaces. The interface of the port's first address comes first.
     pub(super) netdevs: Vec<Netdev>,
     pub(super) counters: Counters,
 }
@@ -60,11 +60,11 @@ pub(super) struct Address {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Netdev {
     pub(super) name: String,
-    /// Whether the administrator has set it up.
+    /// Whether the administrator has enabled it (`ip link set … up`).
     pub(super) up: bool,
     /// `None` while it is not up.
     pub(super) carrier: Option<bool>,
-    /// The kernel's summary of both.
+    /// The kernel's summary of `up` and `carrier`.
     pub(super) operstate: String,
     pub(super) mtu_bytes: u32,
     /// How often it lost its carrier.
@@ -74,7 +74,7 @@ pub(super) struct Netdev {
 }
 
 impl Snapshot {
-    /// Takes a snapshot of a port. Nothing in it waits for the network.
+    /// Takes a snapshot of a port, without waiting for the network.
     pub(super) fn take(roots: &Roots, context: &Context, number: u8) -> Self {
         let started = Instant::now();
         let device = context.device().name();

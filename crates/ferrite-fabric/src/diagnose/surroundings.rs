@@ -2,8 +2,8 @@
 //! devices.
 //!
 //! It is read from procfs instead of netlink, which services are often not allowed to use. The
-//! disadvantage: only the main routing table is visible, and only neighbours with IPv4 addresses.
-//! The conclusions take that into account.
+//! disadvantage: only the main routing table is visible, and only routes and neighbours with IPv4
+//! addresses. The conclusions take that into account.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::sync::OnceLock;
@@ -52,7 +52,7 @@ pub(super) enum Route {
 pub(super) enum Neighbour {
     /// Nothing: there is no entry, or it is not visible.
     Unknown,
-    /// It did not answer when it was asked.
+    /// It did not answer ARP requests.
     Silent,
     /// It answered once, possibly long ago.
     Known,
@@ -157,7 +157,8 @@ impl Surroundings {
 }
 
 /// Parses `/proc/net/route`: a header line, then interface, destination, gateway, flags, …, metric
-/// (decimal), mask. Addresses are the bytes of the packet, printed as a number of this machine.
+/// (decimal), mask. An address is printed as the hexadecimal number that its bytes, in network
+/// order, form in this machine's byte order.
 fn parse_routes(text: &str) -> Vec<RouteEntry> {
     const UP: u32 = 0x1;
     const REJECT: u32 = 0x200;

@@ -47,7 +47,8 @@ pub(crate) struct Tls {
 }
 
 impl Builder {
-    /// Adds a device to use. Without any, all devices are used.
+    /// Adds a device to use. If neither this nor [`Builder::serving`] is called, all devices are
+    /// used.
     pub fn device(mut self, name: impl Into<String>) -> Self {
         self.devices.push(name.into());
         self
@@ -89,8 +90,8 @@ impl Builder {
     }
 
     /// Makes blocking calls to the kernel or the device (queue pairs, registrations, the connection
-    /// manager) on threads of the fabric: two at first, at most eight. Without it the driver makes
-    /// them.
+    /// manager) on threads of the fabric: two at first, at most eight. Otherwise the driver makes
+    /// these calls.
     ///
     /// For event loops that serve other clients, too: such a call takes a second if a peer
     /// stops answering at the wrong moment.

@@ -4,13 +4,14 @@
 //! the driver, which takes longer than many answers. So with adaptive polling, the driver learns
 //! how long it waits for answers, and polls twice as long, up to the limit that the user has set:
 //!
-//! - A wait up to the limit is worth a poll. The longest one counts, even if the driver slept.
+//! - A wait up to the limit is worth polling for. The driver learns the longest such wait, even if
+//!   it slept during a part of it.
 //! - A wait beyond the limit was polled for in vain, and halves what was learned. So a driver that
 //!   has nothing to wait for soon sleeps at once.
 //!
 //! Waits are measured with the clock that each pass reads anyway, and only between passes that
-//! found nothing: a busy driver does not measure. Drivers on several threads share this, and a lost
-//! update only costs a poll.
+//! found nothing: a busy driver does not measure. Drivers on several threads share this state
+//! without a lock: a lost update costs only a poll.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
@@ -19,7 +20,7 @@ use std::time::Duration;
 const UNADAPTED: Duration = Duration::from_secs(1);
 /// The shortest wait that is worth polling for. Halving ends here.
 const SHORTEST_NS: u64 = 1_000;
-/// Nothing was learned yet.
+/// The value of `expected_ns` before anything was learned.
 const UNKNOWN: u64 = u64::MAX;
 
 #[derive(Debug)]
@@ -66,7 +67,7 @@ impl BusyPoll {
         }
     }
 
-    /// The pass at the raw time `at` has found work.
+    /// Records that the pass at the raw time `at` has found work.
     pub(super) fn found_work(&self, at: u64) {
         if self.waiting_since.load(Ordering::Relaxed) != 0 {
             let since = self.waiting_since.swap(0, Ordering::Relaxed);
@@ -74,8 +75,8 @@ impl BusyPoll {
         }
     }
 
-    /// The pass at the raw time `at` has found nothing. Returns how long the driver has waited, if
-    /// it should poll on instead of sleeping.
+    /// Records that the pass at the raw time `at` has found nothing. Returns how long the driver
+    /// has waited, if it should poll on instead of sleeping.
     pub(super) fn poll_on(&self, at: u64) -> Option<Duration> {
         let since = match self.waiting_since.load(Ordering::Relaxed) {
             0 => {
@@ -88,8 +89,8 @@ impl BusyPoll {
         (waited < self.poll_ns()).then(|| Duration::from_nanos(waited))
     }
 
-    /// The program has acted, and may expect an answer: a new wait begins. If the last one ended
-    /// without an answer, after the whole poll, that was in vain.
+    /// Starts a new wait, because the program has acted and may expect an answer. If the last wait
+    /// has outlasted its poll without an answer, that poll was in vain, and is learned from.
     pub(super) fn expect_answer(&self) {
         if self.waiting_since.load(Ordering::Relaxed) == 0 {
             return;

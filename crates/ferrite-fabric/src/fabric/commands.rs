@@ -65,8 +65,8 @@ enum Job {
     /// The driver handles its result. If the fabric ends before the command has started, it is
     /// dropped together with everything it owns.
     Command(Box<dyn FnOnce() -> Finish + Send>),
-    /// It has no result for the driver. It always runs, even when the fabric ends: a device may use
-    /// the memory that it owns until then.
+    /// It has no result for the driver. It always runs, even when the fabric ends: until it has
+    /// run, a device may use the memory that it owns.
     Detached(Box<dyn FnOnce() + Send>),
 }
 
@@ -161,7 +161,8 @@ impl Commands {
         // One at a time: the thread that is joined may have started another one just before.
         loop {
             let Some(thread) = lock(&queue.threads).pop() else { break };
-            // The last handle of the fabric may be dropped in a `work` or in a `then`.
+            // A thread cannot join itself: a command may drop the last handle of the fabric, and
+            // then this runs on its thread.
             if thread.thread().id() != std::thread::current().id() {
                 let _ = thread.join();
             }
@@ -182,8 +183,8 @@ impl Drop for Commands {
 }
 
 impl Poller {
-    /// Runs `work` on `own` where it may block, and then calls `then` with `own` and the result: in
-    /// a pass, or at once if there are no command threads.
+    /// Runs `work` with `own` on a command thread, where it may block. Then calls `then` with `own`
+    /// and the result, in a pass of the driver. Without command threads, runs both at once.
     pub(crate) fn command<O: Send + 'static, T: Send + 'static>(
         &mut self,
         shared: &Shared,

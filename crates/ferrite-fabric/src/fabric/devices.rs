@@ -134,14 +134,14 @@ fn divide(config: &Config, devices: usize) -> Config {
     config
 }
 
-/// Describes how much memory the devices pin when they are opened, for an error about the limit:
-/// that error has only the size of the call that failed.
+/// Describes how much memory the devices pin when they are opened. The text is added to an error
+/// about the locked-memory limit, which itself has only the size of the call that failed.
 fn memory_needed(config: &Config, devices: usize) -> String {
-    /// Of a queue's entry, at a device that pins its queues.
+    /// Size of a queue's entry, on a device that pins the memory of its queues.
     const ENTRY_BYTES: usize = 64;
     let receives = config.recv_queue_depth as usize;
     let queues = (config.cq_size as usize + receives) * ENTRY_BYTES;
-    // Every device pins the receives of all.
+    // Every device pins the receives of all devices, because they share the pool.
     let all = receives.saturating_mul(devices);
     let each = config.memory.registered_at_start(all, config.recv_buffer_size as usize);
     let mib = ((each + queues) * devices).div_ceil(1 << 20);

@@ -80,7 +80,7 @@ impl Shared {
         result
     }
 
-    /// Returns whether links over TCP are served.
+    /// Returns whether a TCP connection carries a link.
     #[cfg(feature = "tokio")]
     fn uses_sockets(&self) -> bool {
         self.poller.try_lock().is_ok_and(|poller| poller.sockets.are_in_use())
@@ -149,7 +149,7 @@ impl Fabric {
         let shared = self.shared();
         let done = shared.pass().done;
         if shared.drivers.load(Ordering::SeqCst) > 0 {
-            shared.mailbox.hand_over(); // this may be the caller's last pass
+            shared.mailbox.hand_over(); // to another driver: this may be the caller's last pass
         }
         done
     }
@@ -299,8 +299,9 @@ impl Fabric {
                 } else {
                     match shared.arm() {
                         Armed::Sleep if shared.is_over() => return Ok(()), // as in `run`
-                        // tokio is edge-triggered. The next pass handles what is cleared here, and
-                        // a pass that leaves work does not let us sleep.
+                        // tokio is edge-triggered: it does not report again what is cleared here.
+                        // The next pass handles that, and `arm` does not allow sleep while a pass
+                        // has left work.
                         Armed::Sleep => fd.readable().await?.clear_ready(),
                         Armed::Retry => {}
                         Armed::Busy => tokio::time::sleep(BUSY_WAIT).await,

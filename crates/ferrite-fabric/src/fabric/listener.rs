@@ -27,8 +27,8 @@ pub(crate) struct ListenerShared {
     pub(crate) rdma: Mutex<Option<Half>>,
     /// The address that it listens on.
     ip: IpAddr,
-    /// It also listens for TCP: links can migrate there, and the listener survives the loss of its
-    /// device.
+    /// RDMA is preferred, so it also listens for TCP: links can migrate to TCP, and the listener
+    /// survives the loss of its device.
     pub(crate) can_migrate: bool,
     /// Every RDMA peer counts as a foreign peer, whether or not it sends a hello.
     pub(crate) foreign_peers_only: bool,
@@ -46,7 +46,7 @@ pub(crate) struct Queue {
 /// Waiting foreign peers, over RDMA or over TCP.
 pub(crate) struct AcceptQueue<T> {
     peers: VecDeque<T>,
-    /// Whether somebody accepts them.
+    /// Whether the program accepts such peers. Otherwise they are refused.
     pub(crate) is_open: bool,
     waiting: Wakes,
 }
@@ -117,7 +117,8 @@ impl ListenerShared {
         wakes.append(&mut queue.waiting);
     }
 
-    /// Queues a request without a hello. Returns it if nobody accepts foreign peers.
+    /// Queues the request of a foreign peer. Returns the request if nobody accepts foreign peers,
+    /// or if too many are waiting.
     pub(crate) fn foreign_peer(
         &self,
         request: ConnectionRequest,
@@ -171,7 +172,8 @@ pub struct ForeignTcpPeer {
     pub peer: SocketAddr,
     /// When it was accepted.
     pub accepted: Instant,
-    /// When it had sent something, or had not identified itself as one of our peers in time.
+    /// When the fabric found that the peer is foreign, because its first bytes were not a hello, or
+    /// gave up waiting for a hello.
     pub handed_over: Instant,
 }
 

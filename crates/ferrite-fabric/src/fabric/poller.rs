@@ -1,8 +1,9 @@
 //! One pass of the fabric: poll completions, deliver them, handle events and deadlines.
 //!
 //! A driver holds the poller while it makes a pass, and never blocks meanwhile. The cost of a pass
-//! does not depend on the number of idle links. Checking the descriptors is a system call, so it is
-//! done once a millisecond while completions arrive, and before and after sleeping.
+//! does not depend on the number of idle links. Checking the descriptors is a system call. So a
+//! pass checks them only if the last check was at least a millisecond ago, if the driver has
+//! prepared to sleep since then, or if a TCP connection carries a link.
 
 pub(crate) mod connect;
 mod due;
@@ -42,7 +43,8 @@ use crate::link::shared::LinkShared;
 use crate::link::state::LinkState;
 use crate::wake::wait_set::Ready;
 
-/// The interval between checks of the descriptors while completions arrive.
+/// The interval between checks of the descriptors while the driver polls and no TCP connection
+/// carries a link.
 const LOOK_EVERY: Duration = Duration::from_millis(1);
 /// The interval between attempts to get memory for receives.
 const REFILL_EVERY: Duration = Duration::from_millis(5);
@@ -54,12 +56,13 @@ const TIMERS_PER_PASS: usize = 32;
 pub(crate) struct Poller {
     /// By device index; `None` while the device is gone.
     pub(crate) device_objects: Vec<Option<DeviceObjects>>,
-    /// The rest of a queue whose queue pair a command owns, by device and queue pair number. The
-    /// queue pair may take receives until the command returns it.
+    /// Send queues of withdrawn upgrades whose queue pair a command still owns, by device and queue
+    /// pair number. They are kept because the queue pair may take receives until the command
+    /// returns it.
     pub(crate) orphans: HashMap<(usize, u32), SendQueue<RequestContext>>,
     /// Queue pairs that no longer belong to a link.
     leaving: Vec<Leaving>,
-    /// Queue pairs whose last receive no device has reported.
+    /// Queue pairs whose last receive the device has not reported in time.
     unreported: Vec<Unreported>,
     /// The searches for missing devices, by device index.
     searches: HashMap<usize, Search>,
@@ -91,11 +94,11 @@ pub(crate) struct Poller {
     shrinking: Shrinking,
     /// Futures to wake when the poller is unlocked.
     pub(crate) wakes: Wakes,
-    /// The time of the last check of the descriptors.
+    /// The time of the last check of the descriptors, or of a later call by the program.
     pub(crate) now: Instant,
     /// All events that had arrived by this time are handled.
     pub(crate) heard_all: Instant,
-    /// The same time as the raw value of the fabric's clock.
+    /// The time of the last check of the descriptors, as the raw value of the fabric's clock.
     looked: u64,
 }
 
@@ -167,7 +170,7 @@ impl Poller {
     fn reap(&mut self, shared: &Shared) -> usize {
         const BATCHES: usize = 4;
         let mut total = 0;
-        // Nothing below uses the field.
+        // Nothing that is called below uses the field.
         let mut device_objects = std::mem::take(&mut self.device_objects);
         for (device, objects) in shared.devices.iter().zip(&mut device_objects) {
             let Some(objects) = objects else { continue };
@@ -196,7 +199,7 @@ impl Poller {
                     link.with_wakes(&mut self.wakes, LinkState::pump);
                 }
             }
-            // In batches while busy, all when idle.
+            // Post missing receives in batches while busy, and all of them when idle.
             let (missing, posted) = (objects.stock.missing(), objects.stock.posted());
             if missing > 0 && (total == 0 || missing >= 8 || posted < 8) && !device.is_gone() {
                 // If this fails, the next pass tries again. Peers notice only back-pressure.
@@ -233,7 +236,7 @@ impl Poller {
         }
     }
 
-    /// Takes all completions that are there now, but not those that arrive meanwhile without end.
+    /// Takes all completions that are there now. Ends even if others keep arriving meanwhile.
     pub(crate) fn reap_all(&mut self, shared: &Shared) {
         let mut left: usize =
             self.device_objects.iter().flatten().map(|objects| objects.cq.depth() as usize).sum();
@@ -281,8 +284,8 @@ impl Poller {
             self.peer_was_refused(shared, link, true);
         }
         link.with_wakes(&mut self.wakes, |state, env, wakes| match wc.status() {
-            // A receive of a queue pair that the link no longer uses: it was not included in the
-            // count that the peer got, so the peer sends it again.
+            // A receive of a queue pair that the link no longer uses. It was not included in the
+            // number of received frames that the peer got, so the peer sends the frame again.
             _ if !state.on_taken(wc.qp_num(), number) => {}
             Status::SUCCESS => match state.on_received(env.pool, wc, buf, now, wakes) {
                 Ok(()) => state.pump(env, wakes),
@@ -318,8 +321,8 @@ impl Poller {
             match ready {
                 Ready::Completions(device) => {
                     let Some(objects) = &mut self.device_objects[device] else { continue };
-                    // One event, because the queue was armed once. A second one would be reported
-                    // again.
+                    // Take one event, because the queue was armed once. If there were a second one,
+                    // it would be reported again.
                     match objects.channel.next_event() {
                         Ok(Some(_)) => objects.armed = false,
                         // No more events will come, and the descriptor would stay ready for ever.
@@ -355,8 +358,8 @@ impl Poller {
         done
     }
 
-    /// Returns the number of receives that are posted, of those that failed links took, and of
-    /// those that they may have taken.
+    /// Returns how many receives are posted, how many are overdue, and how many may be missing: see
+    /// [`FabricStats`](crate::FabricStats).
     pub(crate) fn receives(&self) -> [u64; 3] {
         let stocks = self.device_objects.iter().flatten().map(|objects| &objects.stock);
         stocks.fold([0; 3], |[posted, overdue, missing], stock| {
@@ -380,7 +383,7 @@ impl Poller {
         let mut unarmed = false;
         for (device, objects) in shared.devices.iter().zip(&mut self.device_objects) {
             let Some(objects) = objects else { continue };
-            // Once armed it stays armed until its event was taken. Arming it again would be a
+            // A completion queue stays armed until its event was taken. Arming it again would be a
             // needless system call. A device that is gone has no more completions.
             if !objects.armed {
                 objects.armed = objects.cq.request_notify(false).is_ok();
@@ -388,7 +391,7 @@ impl Poller {
             }
         }
         if unarmed {
-            self.refill_later(); // so that this is tried again soon
+            self.refill_later(); // its timer wakes the driver, which then arms the queue again
         }
         let found = self.reap(shared);
         let soonest = self.timers.soonest();

@@ -105,7 +105,7 @@ impl Regions {
         stays: bool,
     ) -> Result<Arc<RegionShared>, (BufMut, Error)> {
         let exposed = match device {
-            // Each link with a grant gets a window of its own on it.
+            // Each link with a grant gets a window of its own into the region.
             Some(device) if device.has_windows() => pool.expose(buf, device.index, Access::WINDOWS),
             Some(device) => pool.expose(buf, device.index, access_of(rights)),
             None => pool.expose_without_device(buf),
@@ -121,8 +121,8 @@ impl Regions {
         });
         lock(&self.by_id).insert(id, Arc::downgrade(&region));
         if let Some(device) = device.filter(|device| device.is_gone()) {
-            // It has disappeared since the pool returned its domain, so this region may have been
-            // registered too late to be ended with the others.
+            // The device has disappeared during this call. The regions on it may have been ended
+            // before this one was in the table, so end them again.
             let mut wakes = Wakes::new();
             self.on_device_gone(device, stays, &mut wakes);
             wakes.into_iter().for_each(Waker::wake);
@@ -211,7 +211,7 @@ impl Regions {
     pub(crate) fn on_device_gone(&self, device: &SharedDevice, stays: bool, wakes: &mut Wakes) {
         let regions: Vec<_> = lock(&self.by_id).values().filter_map(Weak::upgrade).collect();
         for region in &regions {
-            // Peers that continue over TCP can still be served.
+            // Peers whose links continue over TCP can still access the region.
             if stays && let State::Live { exposed, .. } = &mut *lock(&region.state) {
                 exposed.unregister(device.index);
                 continue;
@@ -224,7 +224,7 @@ impl Regions {
         }
     }
 
-    /// Ends a revocation whose links had enough time.
+    /// Ends a revocation, because the links had enough time to release the grant.
     pub(crate) fn revocation_due(&self, id: u64, wakes: &mut Wakes) {
         if let Some(region) = self.get(id) {
             region.finish_if_released(wakes, true);
@@ -280,7 +280,7 @@ impl RegionShared {
         matches!(&*lock(&self.state), State::Live { .. })
     }
 
-    /// Copies bytes out of it; `false` if it is revoked.
+    /// Copies bytes out of the region; `false` if it is revoked.
     pub(crate) fn read(&self, offset: usize, out: &mut [u8]) -> bool {
         match &*lock(&self.state) {
             State::Live { exposed, .. } | State::Revoking { exposed, .. } => {
@@ -291,7 +291,7 @@ impl RegionShared {
         }
     }
 
-    /// Copies bytes into it; `false` if it is revoked.
+    /// Copies bytes into the region; `false` if it is revoked.
     pub(crate) fn write(&self, offset: usize, bytes: &[u8]) -> bool {
         match &mut *lock(&self.state) {
             State::Live { exposed, .. } | State::Revoking { exposed, .. } => {
@@ -302,7 +302,7 @@ impl RegionShared {
         }
     }
 
-    /// Ready when it is revoked, with its buffer.
+    /// Returns the region's buffer once the revocation is complete.
     pub(crate) fn poll_revoked(&self, waker: &Waker) -> Poll<Result<BufMut, Error>> {
         let over = || Error::new(ErrorKind::Misuse, "a future was polled again after it was ready");
         match &mut *lock(&self.state) {
@@ -316,8 +316,8 @@ impl RegionShared {
         }
     }
 
-    /// First step of a revocation: informs the links that have the grant. Returns `false` if it was
-    /// revoked before; otherwise they have some time to release it
+    /// First step of a revocation: informs the links that have the grant. Returns `false` if a
+    /// revocation has already begun. Otherwise the links have some time to release the grant
     /// ([`Regions::revocation_due`]).
     pub(crate) fn begin_revocation(&self, wakes: &mut Wakes) -> bool {
         let granted = match &mut *lock(&self.state) {

@@ -116,8 +116,8 @@ pub struct FabricStats {
     pub device_faults: Vec<String>,
     /// Links that ended because the peer requested memory or an operation that it had no right to.
     pub remote_access_errors: u64,
-    /// Handshakes that were refused because their source had caused several such access errors.
-    /// Included in [`FabricStats::refused`].
+    /// Handshakes that were refused because their source had caused several access errors (see
+    /// [`FabricStats::remote_access_errors`]). Included in [`FabricStats::refused`].
     pub refused_after_access_errors: u64,
     /// Peers of other protocols that were refused because the device cannot isolate them from each
     /// other. Included in [`FabricStats::refused`].

@@ -1,4 +1,5 @@
-//! Deadlines, soonest first. A deadline cannot be cancelled: its owner ignores it when it expires.
+//! Deadlines, soonest first. A deadline cannot be cancelled: if it no longer matters when it
+//! expires, the handler ignores it.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -19,7 +20,8 @@ pub(crate) enum Timer {
     Drain(LinkName),
     /// Stop waiting for the report that this link's queue pair has taken its last receive.
     LastReceive(LinkName),
-    /// The same for a queue pair that no longer belongs to a link.
+    /// Like `LastReceive`, for a queue pair that no longer belongs to a link (device index, queue
+    /// pair number).
     Leaving(usize, u32),
     /// Fail this link, whose requests were flushed, if no cause was reported.
     Flushed(LinkName),
@@ -43,11 +45,12 @@ pub(crate) enum Timer {
     Accept(u64),
     /// Listen again, if the device of this listener is back.
     Listen(u64),
-    /// Retry this handshake.
+    /// Retry this handshake. `u64::MAX`: end the handshakes that have waited too long for their
+    /// start.
     Retry(u64),
-    /// A grant has expired.
+    /// Revoke this region, which has expired.
     Expiry(u64),
-    /// The users of a revoked grant had enough time to release it.
+    /// End the revocation of this region: its peers had enough time to release the grant.
     Revocation(u64),
     /// Search for this missing device.
     FindDevice(usize),

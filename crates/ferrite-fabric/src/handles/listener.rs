@@ -183,7 +183,7 @@ impl Fabric {
                     Ok(Some(bound)) => (true, bound, None),
                     Ok(None) => (false, bound, None),
                     Err(error) if policy == Rdma::Require => return Err(error),
-                    // Another program uses the port.
+                    // Another program uses the port for RDMA.
                     Err(error) if error.kind() == ErrorKind::Misuse => {
                         tcp.into_iter().for_each(|tcp| poller.stop_listening_tcp(tcp));
                         return Err(error);
@@ -256,14 +256,14 @@ impl Fabric {
 }
 
 impl Listener {
-    /// Returns the descriptors that hold its port: of the TCP socket, and of the connection manager
-    /// for RDMA. For a process that forks without exec: a child that inherits them keeps the port
-    /// after its parent has ended.
+    /// Returns the descriptors that hold the listener's port: of the TCP socket, and of the
+    /// connection manager for RDMA. For a process that forks without exec: a child that inherits
+    /// them keeps the port after its parent has ended.
     #[must_use]
     pub fn descriptors(&self) -> Vec<RawFd> {
         self.fabric.shared().with_poller(|poller, _| {
             let tcp = self.tcp.and_then(|id| poller.listening_descriptor(id));
-            // Also if the RDMA half waits for its device to come back.
+            // True also while the RDMA half waits for its device to come back.
             let has_rdma = lock(&self.shared.rdma).is_some();
             let cm =
                 poller.cm.as_ref().filter(|_| has_rdma).map(|channel| channel.as_fd().as_raw_fd());
@@ -277,7 +277,7 @@ impl Listener {
         self.local
     }
 
-    /// Returns why it does not accept RDMA, if RDMA is preferred.
+    /// Returns why the listener could not accept RDMA when it was opened, if RDMA is preferred.
     #[must_use]
     pub fn absence(&self) -> Option<&Error> {
         self.absence.as_ref()
@@ -320,7 +320,7 @@ impl Drop for Listener {
             }
             poller.stop_listening_cm(&self.shared)
         });
-        drop(listening); // its identifier, after the poller was unlocked
+        drop(listening); // destroys the CM identifier while the poller is not locked
         for link in std::mem::take(&mut lock(&self.shared.queue).links) {
             link.close();
         }

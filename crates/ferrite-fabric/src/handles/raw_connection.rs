@@ -120,8 +120,9 @@ impl RawConnection {
         self.shared.peek(|state| state.raw_done(waker))
     }
 
-    /// Waits for the next arrival. Each arrival is returned once, in order, and those before the
-    /// end of the link come before the error.
+    /// Waits for the next arrival: a message, or a write with immediate data. Each arrival is
+    /// returned once, in order. After the link has ended, the remaining arrivals come before the
+    /// error.
     ///
     /// # Errors
     /// The reason why the link is down.
@@ -162,9 +163,10 @@ impl RawConnection {
 
     /// Creates zeroed memory of `len` bytes that the peer may write to, as with
     /// [`RawConnection::expose`]. Registering may take long. With command threads
-    /// ([`Builder::command_threads`](crate::Builder::command_threads)) it runs there, in the turn
-    /// of the peer's address; otherwise it runs at once. A peer cannot cause more registrations
-    /// than it has connections.
+    /// ([`Builder::command_threads`](crate::Builder::command_threads)) it runs there, after earlier
+    /// commands for the same peer address; otherwise it runs at once. The number of calls is not
+    /// limited: start one at a time for each connection, so that a peer cannot cause more
+    /// registrations than it has connections.
     pub fn prepare(&self, len: usize) -> Preparing {
         let (reply, receiver) = oneshot::channel();
         let commands = &self.fabric.shared().commands;
@@ -182,7 +184,7 @@ impl RawConnection {
                 return;
             }
             let prepared = pool.take_uncharged(len, Purpose::Receive).and_then(|mut buf| {
-                buf.fill(0); // what the last user left is not for the peer
+                buf.fill(0); // the peer must not get what the last user left
                 expose(&pool, &link, &device, buf).map_err(|(_, error)| error)
             });
             let _ = reply.send(prepared.map_err(Error::from));
@@ -280,8 +282,8 @@ fn gone() -> Error {
     Error::new(ErrorKind::Closed, "the fabric is gone")
 }
 
-/// Registers `buf` with the link's device and gives the link's peer access, if possible nobody
-/// else.
+/// Registers `buf` with the link's device and gives access to the link's peer. If the device has
+/// memory windows, nobody else gets access.
 fn expose(
     pool: &Pool,
     link: &LinkShared,

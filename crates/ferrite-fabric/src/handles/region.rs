@@ -19,8 +19,8 @@ use crate::wire::{GrantToken, Rights};
 
 /// A buffer that peers with a grant may access, until it is revoked.
 ///
-/// Dropping it revokes it at once, or as soon as the device has executed a grant that was issued
-/// just before.
+/// Dropping it revokes the region at once. If a grant was issued just before, this happens as soon
+/// as the device has executed that grant.
 ///
 /// ```
 /// use ferrite_fabric::wire::Rights;
@@ -96,7 +96,8 @@ impl Link {
     /// through this link's device.
     ///
     /// # Errors
-    /// The buffer comes back, with what the device or the locked-memory limit said.
+    /// Returns the buffer with the error if the registration fails, for example because of the
+    /// locked-memory limit.
     pub fn register_memory(&self, buf: BufMut, rights: Rights) -> Result<Region, (BufMut, Error)> {
         self.fabric().register_on(self.shared().device().as_ref(), buf, rights)
     }
@@ -113,7 +114,7 @@ impl Region {
         self.shared.grant_to(self.fabric.pool(), link.shared())
     }
 
-    /// Revokes it after `time`, like [`Region::revoke`].
+    /// Revokes the region after `time`, like [`Region::revoke`].
     #[must_use]
     pub fn expires_in(self, time: Duration) -> Self {
         let id = self.shared.id;
@@ -123,27 +124,28 @@ impl Region {
         self
     }
 
-    /// Returns its length in bytes, which is never 0.
+    /// Returns the length of the region in bytes, which is never 0.
     #[must_use]
     #[expect(clippy::len_without_is_empty, reason = "a region is never empty")]
     pub fn len(&self) -> usize {
         self.shared.remote.len as usize
     }
 
-    /// Returns the device through which it is accessible; `None` if only over TCP.
+    /// Returns the device through which peers access the region; `None` if they access it only over
+    /// TCP.
     #[must_use]
     pub fn device(&self) -> Option<&str> {
         self.shared.device.as_ref().map(|device| device.name.as_str())
     }
 
-    /// Returns whether peers can still access it.
+    /// Returns whether the region is neither revoked nor being revoked.
     #[must_use]
     pub fn is_live(&self) -> bool {
         self.shared.is_live()
     }
 
-    /// Copies bytes out of it. Returns `false` if it is revoked. A concurrent write of a peer may
-    /// be visible in part.
+    /// Copies bytes out of the region. Returns `false` if it is revoked. A concurrent write of a
+    /// peer may be visible in part.
     ///
     /// # Panics
     /// If the range exceeds the region.
@@ -152,8 +154,8 @@ impl Region {
         self.shared.read(offset, out)
     }
 
-    /// Copies bytes into it. Returns `false` if it is revoked. A peer that reads concurrently may
-    /// see only a part.
+    /// Copies bytes into the region. Returns `false` if it is revoked. A peer that reads
+    /// concurrently may see only a part.
     ///
     /// # Panics
     /// If the range exceeds the region.

@@ -18,13 +18,14 @@ use crate::mem::{BufMut, Pool, PoolError, Purpose};
 /// A queue pair that fails in the middle of a message may keep the receive that it had started,
 /// without completing it. (Soft-RoCE does; the specification only defines the event that a queue
 /// pair has taken its last receive.) The device may write that buffer as long as the queue pair
-/// exists, and nobody can tell which buffer it is. So a receive that was overtaken by two rounds of
-/// the whole queue counts as overdue: its buffer stays where it is, and another receive is posted
-/// in its place, so that the stock does not shrink.
+/// exists, and nobody can tell which buffer it is. So a receive counts as overdue when another one
+/// has completed that was posted more than two queue depths later. The buffer of an overdue receive
+/// stays where it is, and another receive is posted in its place, so that the stock does not
+/// shrink.
 ///
 /// An overdue receive comes back when it completes after all, or when no queue pair is left that
 /// can hold it. If the device takes receives in the order in which they were posted, a queue pair
-/// cannot hold a given receive in two cases:
+/// cannot hold a given receive in two cases (a younger receive is one that was posted later):
 ///
 /// - the queue pair was created after a younger receive had already been taken;
 /// - the queue pair has completed a younger receive: it works on one message at a time.
@@ -33,17 +34,18 @@ pub(crate) struct ReceiveStock {
     srq: Option<SharedReceiveQueue>,
     slots: Vec<ReceiveSlot>,
     free: Vec<usize>,
-    /// Slots that replaced overdue ones which completed after all.
+    /// Slots that are not in use: those of overdue receives that completed after all or were
+    /// reclaimed (other slots have replaced them), and surplus ones.
     spare: Vec<usize>,
     overdue: usize,
-    /// Receives that are posted in addition, in place of others that may be missing without a
-    /// trace: see [`ReceiveStock::expect_missing`].
+    /// Number of receives that are posted in addition to `depth`, because as many others may be
+    /// missing: see [`ReceiveStock::expect_missing`].
     extra: usize,
-    /// How much `extra` has fallen since [`ReceiveStock::take_found`].
+    /// How much `extra` has fallen since the last call of [`ReceiveStock::take_found`].
     found: usize,
     depth: usize,
-    /// Numbers of receives: the last posted, the youngest completed, and the youngest completed
-    /// when overdue receives were last looked for.
+    /// Sequence numbers of receives: the last posted, the youngest completed, and the one that was
+    /// the youngest completed when overdue receives were last searched for.
     posted: u64,
     youngest: u64,
     checked: u64,
@@ -52,15 +54,15 @@ pub(crate) struct ReceiveStock {
     block_bytes: usize,
     /// Whether the device takes receives in the order in which they were posted.
     in_order: bool,
-    /// One for each queue pair that receives from here. An entry whose queue pair is gone has no
-    /// other owner.
+    /// The sequence number in the [`Taker`] of each queue pair that receives from here. When the
+    /// queue pair is gone, this is the only reference.
     takers: Vec<Arc<AtomicU64>>,
 }
 
-/// A queue pair that takes receives from a stock: the youngest receive that it cannot hold any
-/// more.
+/// Registers a queue pair that takes receives from a stock. Contains a sequence number: the queue
+/// pair cannot hold any receive that is older.
 ///
-/// It must be dropped only after the device confirmed that the queue pair is destroyed; without a
+/// Drop it only after the device has confirmed that the queue pair is destroyed; without a
 /// confirmation, never.
 pub(crate) struct Taker(Arc<AtomicU64>);
 
@@ -145,7 +147,7 @@ impl ReceiveStock {
         }
     }
 
-    /// Returns the number of receives that could be posted.
+    /// Returns the number of receives that are to be posted.
     pub(crate) fn missing(&self) -> usize {
         self.free.len()
     }
@@ -156,10 +158,11 @@ impl ReceiveStock {
         (self.depth + self.extra - self.free.len()).min(self.depth)
     }
 
-    /// Posts `most` receives more at the next refill, because a queue pair may have taken as many
-    /// that never complete: its device did not report the last one, and providers such as mlx5
-    /// remove the completions of a queue pair that is destroyed. A queue without room for them
-    /// proves that none is missing.
+    /// Makes the next refill post `most` receives more, in place of those that a destroyed queue
+    /// pair may have taken without completing them. That is possible if the device did not report
+    /// the last receive of the queue pair: providers such as mlx5 remove the completions of a queue
+    /// pair that is destroyed. If the shared receive queue has no room for the additional receives,
+    /// none is missing.
     pub(crate) fn expect_missing(&mut self, most: usize) {
         self.extra += most;
         for _ in 0..most {
@@ -173,13 +176,14 @@ impl ReceiveStock {
         self.extra
     }
 
-    /// Returns how many receives that were thought missing are accounted for since this was last
-    /// asked.
+    /// Returns how many receives that were thought missing have been accounted for since the last
+    /// call.
     pub(crate) fn take_found(&mut self) -> usize {
         std::mem::take(&mut self.found)
     }
 
-    /// Up to `count` receives that were thought missing are accounted for. Returns how many.
+    /// Records that up to `count` receives that were thought missing are accounted for. Returns how
+    /// many.
     fn find(&mut self, count: usize) -> usize {
         let count = count.min(self.extra);
         self.extra -= count;
@@ -194,13 +198,13 @@ impl ReceiveStock {
         })
     }
 
-    /// Returns the number of receives that a queue pair took and has not completed.
+    /// Returns the number of overdue receives: a queue pair seems to have taken them without
+    /// completing them.
     pub(crate) fn overdue(&self) -> usize {
         self.overdue
     }
 
-    /// Marks the receives that were overtaken by two rounds as overdue, and makes room for others
-    /// in their place.
+    /// Finds receives that have become overdue, and makes room for others in their place.
     fn replace_overdue(&mut self) {
         let rounds = 2 * self.depth as u64;
         self.checked = self.youngest;
@@ -215,7 +219,7 @@ impl ReceiveStock {
             if self.find(1) == 0 {
                 let another = self.spare_slot();
                 self.free.push(another);
-            } // else it was replaced before
+            } // else an extra receive already replaces it
         }
     }
 
@@ -265,7 +269,8 @@ impl ReceiveStock {
                 None => Ok(()),
             };
             if let Err(refused) = posted {
-                // They must not count as taken: older ones have not been taken yet.
+                // Do not use `take` for the receives that were not posted: it would count them as
+                // completed, although older ones have not been taken yet.
                 for id in &ids[refused.posted..count] {
                     let slot = id.0 as u32 as usize;
                     self.slots[slot].buf = None;

@@ -29,8 +29,8 @@ pub(crate) struct Table<T> {
     /// The slots in flight, oldest first.
     order: VecDeque<u16>,
     capacity: u16,
-    /// The first generation of new slots. It is beyond those that an earlier owner of the same
-    /// numbers used.
+    /// The first generation of new slots. It is beyond those that an earlier table of the same link
+    /// number used.
     first_generation: u32,
 }
 
@@ -114,7 +114,7 @@ impl<T> Table<T> {
         }
     }
 
-    /// Returns the first generation for the next owner of these numbers.
+    /// Returns the first generation for the next table of the same link number.
     pub(crate) fn next_generation(&self) -> u32 {
         let used =
             self.slots.iter().map(|slot| slot.generation.wrapping_sub(self.first_generation));

@@ -84,7 +84,7 @@ pub(crate) enum Handshake {
         id: CmId,
         device: usize,
     },
-    /// A command owns the identifier of a handshake. The events that arrived meanwhile.
+    /// A command owns the identifier of a handshake. `events` have arrived meanwhile.
     Commanded {
         is_incoming: bool,
         events: Vec<CmEvent>,
@@ -99,7 +99,7 @@ pub(crate) struct Handshakes {
     /// Connects that wait before a retry.
     retrying: HashMap<u64, Box<Outgoing>>,
     next_retry: u64,
-    /// Handshakes that peers started.
+    /// Handshakes that peers started and that wait for the peer to finish.
     incoming: AdmissionQueue<CmKey>,
     /// Number of incoming handshakes that have a running command.
     commanded: usize,
@@ -204,7 +204,8 @@ impl Poller {
             }
             Handshake::Linked { id, link } => {
                 self.on_link_event(shared, &event, link);
-                // Keep it until the link is torn down, unless the device must be released.
+                // Keep the identifier until the link is torn down, unless the device must be
+                // released.
                 if event.kind != CmEventKind::DEVICE_REMOVAL
                     && self.link_named(shared, link).is_some()
                 {

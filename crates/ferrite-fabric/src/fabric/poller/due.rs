@@ -9,7 +9,7 @@ use crate::fabric::Shared;
 use crate::fabric::timers::Timer;
 
 impl Poller {
-    /// Does what is due.
+    /// Does what an expired deadline demands.
     pub(super) fn on_timer(&mut self, shared: &Shared, timer: Timer) {
         match timer {
             Timer::Keepalive(name) => {
@@ -55,8 +55,9 @@ impl Poller {
                     return; // the link has found another path
                 }
                 // No request of this side failed first, so probably one of the peer's did, and not
-                // every device reports that. Soft-RoCE also does this to correct peers on a host
-                // with too little CPU. So it is counted, but the peer is not excluded for it.
+                // every device reports that. Soft-RoCE also fails queue pairs of correct peers in
+                // this way, on a host with too little CPU. So the failure is counted, but the peer
+                // is not excluded for it.
                 self.peer_was_refused(shared, &link, false);
                 let what = format!(
                     "link to {} ({}): the queue pair failed, and nobody says why",

@@ -7,8 +7,9 @@
 //! A queue pair with a shared receive queue must be destroyed in this order (InfiniBand
 //! specification 10.2.9.3; `__ib_drain_srq` in the kernel's `drivers/infiniband/core/verbs.c`).
 //! When a queue pair is destroyed, providers such as mlx5 remove its completions that were not
-//! polled and free their entries of the shared queue. The stock would then count them as posted
-//! for ever, so a queue pair that was destroyed without the report makes it post others.
+//! polled and free their entries of the shared queue. The stock of receives would then count these
+//! receives as posted for ever. So if a queue pair is destroyed without the report, the stock posts
+//! others in their place.
 //!
 //! The queue pair of a link waits in the link's state. Queue pairs that no longer belong to a link
 //! wait here.
@@ -30,9 +31,10 @@ use crate::source::Source;
 /// How long to wait for the device's report that a queue pair has taken its last receive. Hardware
 /// mostly needs far less than a millisecond, but an event can be late on a busy host.
 const LAST_RECEIVE: Duration = Duration::from_secs(2);
-/// As long as that on a device that is known not to report it: it has flushed the queue by then.
+/// The same on a device that is known not to report it. The device has flushed the queue pair by
+/// then.
 const NO_LAST_RECEIVE: Duration = Duration::from_millis(100);
-/// Receives that the queue pair of an upgrade that was withdrawn can have taken at most.
+/// Maximum number of receives that the queue pair of a withdrawn upgrade can have taken.
 const PROBES: usize = 4;
 
 /// A queue pair that is about to be destroyed although the device has not reported its last
@@ -56,7 +58,7 @@ pub(crate) struct Leaving {
 
 impl Poller {
     /// Downgrades a link that has lost its RDMA path, as soon as the device has reported that
-    /// nothing more arrives there.
+    /// nothing more arrives over that path.
     pub(crate) fn downgrade_when_drained(&mut self, shared: &Shared, link: &Arc<LinkShared>) {
         let (drained, first) = link.with_wakes(&mut self.wakes, |state, _, _| {
             let drained = state.took_last();
@@ -77,14 +79,14 @@ impl Poller {
         self.timers.add(self.now + wait, Timer::LastReceive(link.name));
     }
 
-    /// Stops waiting for that report.
+    /// Stops waiting for the report that a link's queue pair has taken its last receive.
     pub(super) fn last_receive_timed_out(&mut self, shared: &Shared, link: &LinkShared) {
         self.expect_missing_receives(shared, link);
         link.with_wakes(&mut self.wakes, |state, _, _| state.stop_waiting_for_last_receive());
     }
 
-    /// Records that the queue pair of a link is destroyed without the report of its last receive,
-    /// if that is so.
+    /// If the queue pair of a link is about to be destroyed without the report of its last receive,
+    /// records that.
     pub(super) fn expect_missing_receives(&mut self, shared: &Shared, link: &LinkShared) {
         let route = link.route();
         let Some(device) = route.device else { return };
@@ -109,8 +111,8 @@ impl Poller {
         }
     }
 
-    /// A queue pair is gone. If the device did not report its last receive, the receives that it
-    /// may have taken along are replaced.
+    /// Replaces the receives that a destroyed queue pair may have taken along, if the device did
+    /// not report its last receive.
     pub(super) fn replace_missing_receives(&mut self, device: &SharedDevice, number: u32) {
         let is_it = |it: &Unreported| it.device == device.index && it.number == number;
         let Some(at) = self.unreported.iter().position(is_it) else { return };
@@ -171,7 +173,8 @@ impl Poller {
                 Ok(entries)
             };
             self.command(shared, source, queue, work, move |poller, shared, queue, entries| {
-                // The entries of one that was not destroyed are never used again.
+                // If the queue pair was not destroyed, its entries of the completion queue are
+                // never used again.
                 device.release(entries.unwrap_or(0));
                 drop(queue);
                 poller.forget_qp(&device, number, link);

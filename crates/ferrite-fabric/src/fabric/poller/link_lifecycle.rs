@@ -21,7 +21,8 @@ use crate::source::Source;
 /// A send queue with the requests that were in flight when it was destroyed.
 pub(super) type Destroyed = (SendQueue<RequestContext>, Vec<InFlight<RequestContext>>);
 
-/// A link whose requests have not been flushed by then is destroyed with requests in flight.
+/// How long to wait until the requests of a failed link are flushed. After that, its queue pair is
+/// destroyed with requests in flight.
 const DRAIN: Duration = Duration::from_secs(2);
 /// When requests were flushed, the cause is reported within this time or never: the device's event
 /// and the peer's disconnect take some milliseconds, a hundred on a busy host.
@@ -41,7 +42,8 @@ impl Poller {
         count
     }
 
-    /// Services a link that asked for it: it is closing or down, or a grant was released.
+    /// Services a link that asked for it, for example because it is closing or down, or because a
+    /// grant was released.
     pub(crate) fn service_link(&mut self, shared: &Shared, index: u32) {
         let Some(link) = self.link(shared, index) else { return };
         let (steps, lost, unread, starved) = link.with_wakes(&mut self.wakes, |state, _, _| {
@@ -146,7 +148,8 @@ impl Poller {
         match destroying {
             Destroying::Gone => self.forget(shared, link),
             Destroying::Queue(queue) => self.destroy(shared, link, *queue),
-            // The last completion of the requests in flight calls this again, or else the timer.
+            // The last completion of the requests in flight makes the driver call this again. If
+            // that completion does not come, the timer does.
             Destroying::NotYet if by_force => {
                 self.timers.add(self.now + DRAIN, Timer::Drain(link.name));
             }
@@ -175,8 +178,8 @@ impl Poller {
         });
     }
 
-    /// Destroys the queue pair of a link, where that may block. Then calls `then` with the queue,
-    /// the requests that were in flight, and whether the queue pair is gone.
+    /// Destroys the queue pair of a link in a command, because that may block. Then calls `then`
+    /// with the queue, the requests that were in flight, and whether the queue pair is gone.
     pub(super) fn destroy_queue(
         &mut self,
         shared: &Shared,
@@ -229,7 +232,7 @@ impl Poller {
         }
     }
 
-    /// Registers a link and its queue pair, so that completions find it.
+    /// Registers a link and its queue pair, so that completions find the link.
     pub(crate) fn register_link(&mut self, shared: &Shared, link: &Arc<LinkShared>) {
         let route = link.route();
         if let Some(device) = route.device {

@@ -1,5 +1,6 @@
 //! The RDMA half of a listener. A half on the address of a device disappears with the device. If
-//! the listener also accepts TCP, that continues, and the RDMA half returns with the device.
+//! the listener also accepts TCP, the TCP half continues, and the RDMA half returns with the
+//! device.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -56,12 +57,13 @@ impl Poller {
             return Err(Error::loopback(local));
         }
         let id = bind(&channel, at)?;
-        // Peers that came through another device would be refused one by one.
+        // If the fabric does not use this device, fail now: otherwise all peers would be refused
+        // one by one.
         if let Some((device, _)) = id.device()
             && let Err(error) = device_of(shared, &id)
         {
             if error.kind() != ErrorKind::Misuse {
-                return Err(error); // it is the device, but not the port or the address to use
+                return Err(error); // it says why this device, port or address cannot be used
             }
             let used: Vec<_> = shared.devices.iter().map(|device| device.name.as_str()).collect();
             return Err(Error::other_device(local.ip(), &device, &used));
@@ -97,7 +99,7 @@ impl Poller {
         }
     }
 
-    /// Handles the loss of the device whose address the listener uses.
+    /// Handles the loss of the device whose address a listener uses.
     pub(crate) fn lose_listener(
         &mut self,
         shared: &Shared,
@@ -125,7 +127,7 @@ impl Poller {
         self.lost_listeners.by_number.insert(number, lost);
     }
 
-    /// Tries to listen again where the device was.
+    /// Tries to listen again on the address of a device that was lost.
     pub(crate) fn listen_again(&mut self, shared: &Shared, number: u64) {
         let Some(at) = self.lost_listeners.by_number.get(&number).map(|lost| lost.at) else {
             return;
@@ -137,9 +139,9 @@ impl Poller {
                 shared.commands.discard(None, bound); // the listener was dropped
                 return;
             };
-            // Not on the command's thread: a request or the next removal could arrive before the
-            // identifier is registered, and nobody would know which listener it belongs to. This
-            // fails if the device has disappeared again.
+            // Listen here and not in the command. Otherwise a request or the next removal could
+            // arrive before the identifier is registered, and nobody would know which listener it
+            // belongs to. This fails if the device has disappeared again.
             let listens = bound.and_then(|id| {
                 let device = device_of(shared, &id)?;
                 if device.is_gone() {

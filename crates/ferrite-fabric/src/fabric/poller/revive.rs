@@ -166,9 +166,10 @@ impl Attempt {
         *seen = true;
         let context = device.open()?;
         context.active_port()?;
-        // First the step that fails while the device comes up. Without an identifier on the device,
-        // some removals would go unnoticed. A device that never had an address to bind to (an
-        // InfiniBand port without IPoIB) is used without an identifier, as at the start.
+        // Start with the step that fails while the device is still coming up. Without an identifier
+        // on the device, some removals would go unnoticed. A device that never had an address to
+        // bind to (an InfiniBand port without IPoIB) is used without an identifier, as at the
+        // start.
         let channel = self.channel.as_ref();
         let watching = channel.and_then(|channel| watch(channel, &context, &self.name));
         if watching.is_none() && self.had_address {

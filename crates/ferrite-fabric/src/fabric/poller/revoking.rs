@@ -1,4 +1,5 @@
-//! Starts the revocation of regions, and gives the peers that have them some time.
+//! Starts the revocation of regions, and sets the time by which peers must have released their
+//! grants.
 
 use std::time::Instant;
 

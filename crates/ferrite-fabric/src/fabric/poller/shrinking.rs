@@ -42,7 +42,8 @@ impl Poller {
     /// Releases memory that nobody has used for a while, and restarts the timer while there is
     /// more.
     pub(super) fn shrink(&mut self, shared: &Shared) {
-        // Read it first: buffers that are returned during the call may be missed.
+        // Read this before the call of `shrink`, which may miss buffers that are returned
+        // meanwhile.
         let returned = shared.pool.returned_bytes();
         self.shrinking.is_set = shared.pool.shrink(ARENAS);
         if self.shrinking.is_set {

@@ -28,11 +28,11 @@ use crate::wake::wait_set::Ready;
 /// Connections that have sent nothing are cheap: this many are allowed for each possible handshake.
 const SILENT_PER_HANDSHAKE: usize = 16;
 /// The delay after which a listener that ran out of descriptors or memory tries again. Nothing
-/// reports when there are some.
+/// reports when they become available again.
 const ACCEPT_AGAIN: Duration = Duration::from_millis(100);
 
 impl Poller {
-    /// Starts to listen; returns the connection's number and its address.
+    /// Starts to listen; returns the number of the listening socket and its address.
     pub(crate) fn listen_tcp(
         &mut self,
         shared: &Shared,

@@ -2,8 +2,8 @@
 //!
 //! No source may lock out others. There is a limit for each source and one for all. A connection
 //! that exceeds its source's limit displaces the oldest one of its own source. One that exceeds the
-//! total limit displaces the oldest one of the busiest source. A handshake that has only just
-//! started is not displaced, unless its source has more of them than the newcomer's.
+//! total limit displaces the oldest one of the busiest source. A connection that is younger than a
+//! grace period is not displaced, unless its source has more connections than the newcomer's.
 
 use std::cmp::Reverse;
 use std::collections::{HashMap, VecDeque};
@@ -17,7 +17,8 @@ use crate::source::Source;
 pub(crate) struct Limits {
     pub(crate) all: usize,
     pub(crate) each: usize,
-    /// A younger connection is not displaced by another one of a source that is just as busy.
+    /// A connection that is younger than this is not displaced, unless its source is busier than
+    /// the newcomer's.
     pub(crate) grace: Duration,
 }
 
@@ -25,16 +26,16 @@ pub(crate) struct Limits {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Admission<K> {
     Granted,
-    /// Granted if this one ends.
+    /// Granted if the caller ends the connection with this key.
     Displaces(K),
-    /// Not before this time, unless another one ends.
+    /// Not granted before this time, unless another connection ends.
     Wait(Instant),
 }
 
 /// Connections that are not links yet, by key.
 #[derive(Debug)]
 pub(crate) struct AdmissionQueue<K> {
-    /// The oldest first. No list is empty.
+    /// The connections of each source, the oldest first. No list is empty.
     sources: HashMap<Source, VecDeque<(K, Instant)>>,
     of: HashMap<K, Source>,
 }

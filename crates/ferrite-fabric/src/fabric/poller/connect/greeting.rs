@@ -37,7 +37,7 @@ use crate::wire::{
 pub(super) struct Greeting {
     pub(super) socket: OwnedFd,
     pub(super) tls: Option<Box<Tls>>,
-    /// How to reconnect to the peer.
+    /// The TLS settings with which to reconnect to the peer.
     pub(super) trusted: Option<(Arc<ClientConfig>, ServerName<'static>)>,
     /// The bytes to send, and how many of them were sent.
     pub(super) to_send: Vec<u8>,
@@ -49,7 +49,7 @@ pub(super) struct Greeting {
     pub(super) peer: SocketAddr,
     /// When the connection was started or accepted.
     pub(super) since: Instant,
-    /// The peer is refused: the connection ends when that is sent.
+    /// The peer is refused: the connection ends when the refusal is sent.
     pub(super) refusing: bool,
 }
 
@@ -58,7 +58,8 @@ pub(super) enum Side {
         connected: bool,
         purpose: Purpose,
     },
-    /// `resumes` is the link that continues here, and the number of our frames that its peer has.
+    /// `resumes` is the link that continues over this connection, and the number of our frames that
+    /// its peer has received.
     Answering {
         listener: Weak<ListenerShared>,
         resumes: Option<(Arc<LinkShared>, u64)>,
@@ -82,7 +83,8 @@ impl Poller {
                 let (peer, has_begun) = (greeting.peer, !greeting.heard.is_empty());
                 self.sockets.put_greeting(id, greeting);
                 if has_begun && self.sockets.silent.contains(id) {
-                    // A correct peer sends its hello at once, so half of one gets no grace period.
+                    // A correct peer sends its whole hello at once. So connections that have sent a
+                    // part of it have no grace period, and this one may displace them.
                     let limits = Limits { grace: Duration::ZERO, ..handshake_limits(shared) };
                     self.enter_half_open(shared, id, peer, limits);
                 }
@@ -238,8 +240,8 @@ impl Poller {
         }
     }
 
-    /// Advances the handshake by one step. Returns what the peer is once that is known and our
-    /// hello was sent.
+    /// Advances the handshake by one step. Returns the kind of the peer, once it is known and (for
+    /// a Ferrite peer) our hello was sent.
     fn step_greeting(
         &mut self,
         shared: &Shared,
@@ -262,7 +264,7 @@ impl Poller {
         }
         greeting.flush().map_err(|error| handshake_error(peer, &error))?;
         if greeting.refusing {
-            // Once it is sent, the connection ends.
+            // Once the refusal is sent, the connection ends.
             return match greeting.sent == greeting.to_send.len() {
                 true => Err(Error::new(ErrorKind::Refused, "refused")),
                 false => Ok(None),
@@ -355,7 +357,7 @@ impl Poller {
 
 impl Greeting {
     /// Returns whether the listener accepts foreign peers on this connection. Not with TLS: the
-    /// decrypted bytes would be useless to them.
+    /// program that serves foreign peers gets the bare socket and cannot decrypt it.
     fn accepts_foreign_peers(&self) -> bool {
         let Side::Answering { listener, .. } = &self.side else { return false };
         self.tls.is_none()

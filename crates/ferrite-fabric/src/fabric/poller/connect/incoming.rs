@@ -43,7 +43,7 @@ impl Recipient {
 /// A peer's request that is being accepted.
 struct Accepting {
     request: ConnectionRequest,
-    /// `None` for a foreign peer: it sent no hello and gets none.
+    /// `None` for a foreign peer, which gets no hello from this side.
     hello: Option<Hello>,
     moves: bool,
     recipient: Recipient,
@@ -86,7 +86,7 @@ impl Poller {
         let Some(request) = event.request else { return };
         let listener = match self.handshakes.by_key.get(&event.id) {
             Some(Handshake::Listening { listener, .. }) => Arc::clone(listener),
-            _ => return, // the listener is gone; dropping the request refuses it
+            _ => return, // the listener is gone; dropping the request refuses the peer
         };
         if let Some(wait) = self.strikes.wait(source(&request), self.now) {
             shared.counters.refused_after_access_errors.fetch_add(1, Ordering::Relaxed);
@@ -178,8 +178,8 @@ impl Poller {
         if self.handshakes.commanded >= COMMANDED_MAX {
             return false;
         }
-        // Measured up to `heard_all`: a handshake is not stalled because this loop was delayed, and
-        // the event that completes it may be queued behind this request.
+        // The age of handshakes is measured up to `heard_all`, not up to now. If this loop was
+        // delayed, the event that completes a handshake may be queued behind this request.
         match self.handshakes.incoming.admit(of(id), self.heard_all, handshake_limits(shared)) {
             Admission::Granted => true,
             Admission::Wait(_) => false,

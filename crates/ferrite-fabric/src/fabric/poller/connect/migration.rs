@@ -1,5 +1,5 @@
 //! Links that migrate from RDMA to TCP: the fabric's part. The rules are in
-//! `link/state/migration.rs`; the way back to RDMA is in [`upgrading`](super::upgrading).
+//! `link/core/migration.rs`; the way back to RDMA is in [`upgrading`](super::upgrading).
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -79,7 +79,7 @@ impl Poller {
             }
         });
         let Some((error, is_caller)) = detached else {
-            // Not at once: the caller may be about to attend to the link.
+            // Not at once: the caller of this function may be about to service the link.
             shared.mailbox.request_service(link.index);
             return;
         };
@@ -121,8 +121,8 @@ impl Poller {
         let Some(link) = self.link_named(shared, name) else { return };
         let now = self.now;
         link.with_wakes(&mut self.wakes, |state, _, wakes| {
-            // Only if the path whose timer this is was not replaced by another one that was lost
-            // later.
+            // The timer may belong to an earlier loss: meanwhile the link may have found another
+            // path and lost it, with a later deadline.
             if let Some(lost) =
                 state.core.lost().filter(|lost| lost.deadline.is_some_and(|by| by <= now))
             {

@@ -40,7 +40,7 @@ pub(crate) struct Outgoing {
     resolve_started: Instant,
     link: Option<(Arc<LinkShared>, ConnectedBy)>,
     reply: Reply,
-    /// The transport to use if this one fails.
+    /// How to connect over TCP if RDMA fails; `None` if TCP must not be used.
     pub(crate) tcp_fallback: Option<OverTcp>,
     /// Why the last attempt failed, in case the time runs out.
     last: Option<Error>,
@@ -120,7 +120,7 @@ impl Poller {
                 self.resolve(shared, outgoing);
             }
         }
-        // A timer reports those that wait too long.
+        // This timer ends those that wait too long.
         if let Some(next) = self.handshakes.waiting.front() {
             self.timers.add(next.deadline, Timer::Retry(u64::MAX));
         }
@@ -170,7 +170,7 @@ impl Poller {
         );
     }
 
-    /// The same with another value that the command owns meanwhile.
+    /// Like [`Poller::run_on_id`], with another value that the command owns meanwhile.
     fn run_on_id_with<O: Send + 'static, T: Send + 'static>(
         &mut self,
         shared: &Shared,
@@ -222,7 +222,8 @@ impl Poller {
         }
         match event.kind {
             CmEventKind::ADDRESS_ERROR | CmEventKind::ROUTE_ERROR => {
-                // Any other error (no device, no route) would be the same next time.
+                // Only a timeout is retried: any other error (no device, no route) would occur
+                // again.
                 let timed_out = event.status.abs() == rustix::io::Errno::TIMEDOUT.raw_os_error();
                 let error = Error::from(event.into_error(outgoing.peer));
                 if timed_out {
@@ -276,7 +277,7 @@ impl Poller {
     fn step(&mut self, shared: &Shared, mut outgoing: Box<Outgoing>, id: CmId, event: &CmEvent) {
         match event.kind {
             CmEventKind::ADDRESS_RESOLVED => {
-                // An earlier failure to resolve it no longer matters.
+                // An earlier failure to resolve the address no longer matters.
                 outgoing.last =
                     outgoing.last.take().filter(|last| last.kind() != ErrorKind::Unreachable);
                 let timeout = duration_between(outgoing.deadline, self.now);
@@ -452,7 +453,8 @@ impl Poller {
         });
         let mtu = match up {
             Ok(mtu) if !outgoing.is_over(self.now) => mtu,
-            // `wait_for_event` finds that the caller no longer waits.
+            // `wait_for_event` ends the handshake: the deadline has passed, or the caller no longer
+            // waits.
             Ok(_) => return self.wait_for_event(shared, outgoing, Ok(())),
             Err(error) => return self.wait_for_event(shared, outgoing, Err(error)),
         };

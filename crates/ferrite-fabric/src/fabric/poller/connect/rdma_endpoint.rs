@@ -67,7 +67,7 @@ impl EndpointSearch {
                 if !is_better {
                     continue;
                 }
-                // Not any active port: a device with several has the address on one of them.
+                // The port that has the address, not just any active port of the device.
                 match context.active_port_numbered(gid.port) {
                     Ok(port) => {
                         best = Some(RdmaEndpoint { device: Arc::clone(device), port, gid });

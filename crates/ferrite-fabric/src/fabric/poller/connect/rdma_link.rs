@@ -97,7 +97,8 @@ impl Poller {
         let state = LinkState::new(queue, Arc::clone(device), inline, limits);
         let (pool, mailbox) = (shared.pool.clone(), Arc::clone(&shared.mailbox));
         let link = Arc::new(LinkShared::new(name, state, pool, mailbox));
-        // The peer's address also decides which source pays for the link if it fails.
+        // Set the address now: it decides to which source the commands of the link are charged,
+        // even if the handshake fails.
         link.set_route(|route| route.peer = peer);
         self.register_link(shared, &link);
         self.end_queue_pair(shared, device);
@@ -156,7 +157,7 @@ pub(super) fn params<'a>(
 /// its own it may have outstanding.
 pub(super) fn reads(shared: &Shared, device: &SharedDevice) -> (u8, u8) {
     let limits = device.limits();
-    // A device may support none. It would refuse a queue pair that asks for one.
+    // A device may support no reads, and would refuse a queue pair that asks for one.
     let max =
         |device: u32| u8::try_from(device).unwrap_or(u8::MAX).min(shared.config.max_reads.max(1));
     (max(limits.max_qp_rd_atom), max(limits.max_qp_init_rd_atom))
@@ -166,24 +167,24 @@ pub(super) fn initialise(id: &CmId, qp: &QueuePair) -> Result<(), Error> {
     Ok(qp.modify(&id.queue_pair_attributes(State::INIT)?.access(Access::LOCAL))?)
 }
 
-/// What is decided about a queue pair before it is connected.
+/// The parameters with which a queue pair is connected.
 #[derive(Clone, Copy)]
 pub(super) struct Connection {
-    /// What the peer may do to our memory.
+    /// The peer's rights to our memory.
     pub(super) rights: Access,
     pub(super) reads_in: u8,
     pub(super) reads_out: u8,
     pub(super) ack_timeout: u8,
-    /// What the peer's port carries: 0 if it does not say so. `None` for a foreign peer, which
-    /// uses the connection manager's path MTU whatever ours is.
+    /// The code of the MTU of the peer's port; 0 if the peer did not report it. `None` for a
+    /// foreign peer, which uses the connection manager's path MTU whatever ours is.
     pub(super) peer_mtu: Option<u8>,
 }
 
 /// Moves the queue pair to ready-to-receive and then ready-to-send, as agreed with the connection
 /// manager. Returns the MTU.
 ///
-/// The connection manager knows the MTU of the port from which the connection was made. The other
-/// port may carry less, and then each larger packet is lost.
+/// The connection manager knows only the MTU of the port from which the connection was made. The
+/// port of the accepting side may carry less, and then each larger packet is lost.
 pub(super) fn bring_up(id: &CmId, qp: &QueuePair, with: Connection) -> Result<Mtu, Error> {
     let receive = id.queue_pair_attributes(State::READY_TO_RECEIVE)?;
     let (path, port) = (receive.mtu(), port_mtu(id, qp.domain().context())?);
@@ -194,8 +195,9 @@ pub(super) fn bring_up(id: &CmId, qp: &QueuePair, with: Connection) -> Result<Mt
     };
     let receive = receive.access(with.rights).reads_in(with.reads_in).rnr_timer(RNR_TIMER);
     qp.modify(&receive.path_mtu(mtu))?;
-    // Otherwise the peer's settings would decide how often to retry while it has no receives; some
-    // peers ask for no retries. Kernels before 5.1 do not know our timeout.
+    // Without this, the peer's settings would decide how often to retry while the peer has no
+    // receives; some peers ask for no retries. The timeout is set here because kernels before 5.1
+    // do not support `set_ack_timeout`.
     let send = id.queue_pair_attributes(State::READY_TO_SEND)?.reads_out(with.reads_out);
     qp.modify(&send.rnr_retries(RNR_RETRIES).ack_timeout(with.ack_timeout))?;
     Ok(mtu)

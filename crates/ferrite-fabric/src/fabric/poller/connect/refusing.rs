@@ -1,5 +1,5 @@
-//! Whom to refuse, and with which reason. Handshakes by RDMA CM and over TCP both ask here, so that
-//! a peer gets the same answer on either transport.
+//! Decides which peers to refuse, and with which reason. Handshakes by RDMA CM and over TCP both
+//! use it, so that a peer gets the same answer on either transport.
 
 use crate::fabric::Shared;
 use crate::fabric::listener::ListenerShared;
@@ -24,8 +24,8 @@ pub(super) fn without_hello(error: HelloError) -> Refusal {
     }
 }
 
-/// Returns the refusal of a new link, if there are too many: of the fabric, or in the listener's
-/// queue. A listener that is gone accepts none.
+/// Returns the refusal of a new link, if the fabric has too many links or the listener's queue is
+/// full. A listener that is gone counts as full.
 pub(super) fn of_new_link(shared: &Shared, listener: Option<&ListenerShared>) -> Option<Refusal> {
     if too_many_links(shared) {
         return Some(refusal(RefusalCode::LIMIT, 1000, MAX_CONNECTIONS));

@@ -56,13 +56,13 @@ pub(crate) struct Sockets {
     pub(super) admission_timer: bool,
     /// Handshakes of peers that want to resume a link, until that is possible or the link is gone.
     waiting_for_link: HashMap<LinkName, Vec<u64>>,
-    /// Connections that wait for pool memory, which nothing reports, and those over their own
-    /// budget, which are notified.
+    /// Connections that wait for pool memory, which a timer retries, and those over their own
+    /// budget, which are handled again when memory of their link is released.
     starved: HashSet<u64>,
     over_budget: HashSet<u64>,
     scratch: Vec<u8>,
-    /// Connections that carry a link, as opposed to being only its fallback. They are handled in
-    /// every pass.
+    /// Connections that carry a link, as opposed to being only its fallback. While there are any,
+    /// every pass checks the descriptors.
     carrying: HashSet<u64>,
     /// Receive memory of the links of each source.
     pub(super) sources: HashMap<Source, Account>,
@@ -120,7 +120,7 @@ impl Sockets {
         self.ready.extend(self.starved.drain());
     }
 
-    /// Makes a handshake wait until the link can be resumed, or is gone.
+    /// Makes a handshake wait until the link that it resumes can be resumed, or is gone.
     pub(super) fn wait_for(&mut self, link: LinkName, id: u64) {
         let waiting_for_link = self.waiting_for_link.entry(link).or_default();
         if !waiting_for_link.contains(&id) {
@@ -283,7 +283,7 @@ impl Poller {
             Reading::OverBudget => {
                 if self.sockets.over_budget.insert(id) {
                     link.call_on_credit();
-                    // Once more: some memory may have been released before that.
+                    // Handle it once more: some memory may have been released before that call.
                     self.sockets.on_ready(id);
                 }
             }

@@ -1,5 +1,5 @@
 //! Links that are upgraded from TCP to RDMA: the fabric's part. The rules are in
-//! `link/state/upgrading.rs`.
+//! `link/core/upgrade.rs`.
 //!
 //! Each step that needs a device is a command (`fabric/commands.rs`). The link knows the number of
 //! the attempt that it waits for. The results of other attempts, which it has withdrawn meanwhile,
@@ -363,10 +363,11 @@ impl Poller {
         let regions = shared.regions.access_for(&shared.pool, link, &device);
         link.with_wakes(&mut self.wakes, |state, _, _| {
             if !regions.is_empty() {
-                state.allow_ahead(); // there may be more grants than when it was connected
+                state.allow_ahead(); // the queue pair may be older than these grants
             }
             for (grant, access) in regions {
-                // Without a key the device refuses the peer when it uses the grant.
+                // If there is no key to announce, the device refuses the peer when it uses the
+                // grant.
                 let remote = match &access {
                     RegionAccess::Shared(remote) => Some(*remote),
                     RegionAccess::Window(window) => state.bind_ahead(&device, window),
@@ -408,7 +409,8 @@ impl Poller {
         });
         let Some((device, number)) = carried else { return };
         let name = device.name.clone();
-        // Before the route, so that a link that reports RDMA reports no fallback.
+        // Clear the fallback before the route changes, so that a link that reports RDMA reports no
+        // fallback.
         link.set_fallback(None);
         shared.counters.upgrades.fetch_add(1, Ordering::Relaxed);
         link.set_route(|route| (route.device, route.qp_num) = (Some(device), number));

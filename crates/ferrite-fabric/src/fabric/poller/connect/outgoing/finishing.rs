@@ -122,7 +122,8 @@ fn add_causes(shared: &Shared, outgoing: &Outgoing, error: Error) -> Error {
     if ![ErrorKind::Timeout, ErrorKind::Unreachable].contains(&error.kind()) {
         return error;
     }
-    // Without a device, the local address would select one: the diagnosis must not use another's.
+    // If the handshake has no device, the diagnosis uses the first device, without a local address:
+    // that address could belong to another device.
     let device = outgoing.id.as_ref().and_then(|id| device_of(shared, id).ok());
     let local = device.and_then(|_| outgoing.id.as_ref().and_then(CmId::local_addr));
     let context = device.or(shared.devices.first()).and_then(|device| device.context());
