@@ -15,7 +15,7 @@ const KNOWN: &[(&str, usize)] = &[
     ("bench/module-instructions", 15),
     ("bench/verbs-ratio", 5),
     ("lab/guest-init", 2),
-    ("crates/ferrite-fabric/src/link/core.rs", 2),
+    ("crates/ferrite-fabric/src/link/core.rs", 1),
     ("crates/ferrite-fabric/src/mem/stats.rs", 1),
 ];
 
