@@ -33,7 +33,7 @@ pub(in crate::mem) struct Heap {
     arenas: AtomicUsize,
     /// Blocks of this chunk and of higher ones are returned to the heap at once, not cached, so
     /// that the next blocks are taken from lower chunks. [`NONE`] unless most of the heap is free
-    /// although its blocks in use keep it from releasing an arena.
+    /// and yet a few blocks keep an arena in use that is not needed.
     returns_from: AtomicU32,
     state: Mutex<State>,
 }
