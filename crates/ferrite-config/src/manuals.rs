@@ -36,7 +36,7 @@ pub fn write(mut command: clap::Command, directory: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Removes the subcommands `help`: each other page would get a second one, of `help` for it.
+/// Removes the subcommands `help`: they would add one more page for each other page.
 fn without_help(command: clap::Command) -> clap::Command {
     command.disable_help_subcommand(true).mut_subcommands(without_help)
 }

@@ -138,7 +138,7 @@ impl Values {
         all.filter(|(setting, _)| setting.has(self.program))
     }
 
-    /// Sets a value, unless an origin with precedence has set it.
+    /// Sets a value, unless an origin of higher precedence has set it.
     ///
     /// # Errors
     /// The same origin has set another value.
@@ -362,8 +362,8 @@ impl Values {
         if wrong.is_empty() { Ok(()) } else { Err(wrong) }
     }
 
-    /// Returns the port of the addresses in `listen`, or 0 if their ports differ. `None` if it is
-    /// unset.
+    /// Returns the port of the addresses in `listen`, or 0 if their ports differ. `None` if
+    /// `listen` is unset.
     #[must_use]
     pub fn listen_port(&self) -> Option<u16> {
         let text = self.text(&table::LISTEN)?;

@@ -147,7 +147,7 @@ impl Endpoint {
         matches!(self.state, State::Closed(_))
     }
 
-    /// Returns the error of the peer that closed the connection, if one did.
+    /// Returns the error that closed the connection, if the peer caused one.
     #[must_use]
     pub fn error(&self) -> Option<ProtocolError> {
         match self.state {

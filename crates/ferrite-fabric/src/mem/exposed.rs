@@ -117,8 +117,8 @@ impl Exposed {
         Ok(window)
     }
 
-    /// Ends its registration on a device that is gone. If the device does not release it, it stays
-    /// registered.
+    /// Ends its registration on a device that is gone. If the device does not release the memory,
+    /// the registration stays.
     pub(crate) fn unregister(&mut self, index: usize) {
         let Held { registrations: Registrations { regions, windows }, .. } =
             self.held.as_mut().expect("held until it is revoked");

@@ -43,8 +43,8 @@ pub enum ProtocolError {
     /// Keepalives are not acknowledged, and nothing else arrives.
     #[error("the peer has been silent for {after:?}")]
     Dead {
-        /// The time since the oldest keepalive without acknowledgement was queued, or since the
-        /// last arrival if that is later.
+        /// The limit [`Config::dead_after`](super::Config::dead_after). It counts from the oldest
+        /// keepalive without acknowledgement, or from the last arrival if that is later.
         after: Duration,
     },
 }

@@ -6,7 +6,7 @@
 //! a lock. The module `mem` explains why these are shards and not thread-local storage.
 //!
 //! Locks are taken in the order shard, heap. The caller keeps the pool alive, so nothing that is
-//! dropped under a lock is the last owner of that lock.
+//! dropped under a lock can drop the pool, which owns that lock.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};

@@ -25,7 +25,7 @@ pub(in crate::mem) struct Heap {
     max_arenas: usize,
     /// Bytes that stay mapped although nobody uses them.
     kept_bytes: usize,
-    /// Locked while an arena is created: only callers that need it wait for it.
+    /// Locked while an arena is created: only callers that need the arena wait.
     pub(in crate::mem) growth: Mutex<()>,
     /// Whether the last free chunk was assigned since the last check.
     is_low: AtomicBool,

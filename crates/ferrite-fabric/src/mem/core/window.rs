@@ -55,8 +55,8 @@ impl Window {
         lock(&self.state).open.is_some()
     }
 
-    /// Calls `post` to post the request that binds it; `post` returns whether the device accepted
-    /// it. Returns `None` if it did not, or if the window is closed.
+    /// Calls `post` to post the request that binds the window; `post` returns whether the device
+    /// accepted the request. Returns `None` if the device did not, or if the window is closed.
     pub(crate) fn bind(
         self: &Arc<Self>,
         post: impl FnOnce(&MemoryWindow) -> bool,
