@@ -165,7 +165,7 @@ async fn serve(listener: TcpListener, program: Arc<dyn Program>) {
     let mut connections = Connections::default();
     loop {
         let Ok(socket) = listener.accept().await.and_then(|(socket, _)| lifted(socket)) else {
-            sleep(Duration::from_millis(100)).await; // mostly: too many open files
+            sleep(Duration::from_millis(100)).await; // for example, too many open files
             continue;
         };
         let (program, activity) = (Arc::clone(&program), connections.new_activity());
