@@ -106,7 +106,7 @@ fn describe(error: io::Error) -> io::Error {
         io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset if error.get_ref().is_none() => {
             closed()
         }
-        // In TLS 1.3, the server says so only after the handshake.
+        // In TLS 1.3, a server reports a missing client certificate only after the handshake.
         _ if error.to_string().contains("CertificateRequired") => io::Error::new(
             error.kind(),
             "the server requires a certificate of its clients; use --cert and --key",

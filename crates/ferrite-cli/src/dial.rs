@@ -18,7 +18,7 @@ use tokio::net::UnixStream;
 use crate::connection::Connection;
 use crate::settings::{Address, Settings, Tls};
 
-/// The time limit of RDMA without `--rdma` on the command line. A host without RDMA may never
+/// The time limit for RDMA if `--rdma` is not on the command line. A host without RDMA may never
 /// answer, and users who did not ask for RDMA should not wait long for it.
 const DEFAULT_RDMA_TIMEOUT: Duration = Duration::from_secs(1);
 
@@ -45,7 +45,7 @@ pub(crate) struct TransportInfo {
     /// Whether the connection uses TCP although RDMA was preferred.
     pub(crate) is_fallback: bool,
     /// The warning about such a fallback. `None` for a server on this host, because nobody can
-    /// listen there.
+    /// eavesdrop there.
     pub(crate) warning: Option<String>,
 }
 
@@ -56,8 +56,9 @@ impl TransportInfo {
 }
 
 impl Dialer {
-    /// Creates a dialer. A program that waits for people at a prompt cannot drive the fabric, so a
-    /// thread drives it then. Otherwise the runtime that dials does.
+    /// Creates a dialer. While an interactive program waits for input at the prompt, its runtime
+    /// cannot drive the fabric, so a separate thread drives it. Otherwise, the runtime that dials
+    /// does.
     pub(crate) fn new(settings: &Settings, is_interactive: bool) -> Self {
         let is_explicit = settings.is_rdma_explicit;
         Self {
@@ -115,7 +116,7 @@ impl Dialer {
 
     /// Tries the hosts in turn.
     async fn dial_hosts(&self, hosts: &[Host]) -> anyhow::Result<(Connection, TransportInfo)> {
-        self.fabric()?; // without RDMA that is required, no server can be reached
+        self.fabric()?; // fails if RDMA is required but unavailable: then no host can be reached
         let mut failures = Vec::new();
         for host in hosts {
             match self.dial_host(host).await {
@@ -138,7 +139,7 @@ impl Dialer {
         let connector = self.connector(fabric, host)?;
         let found = tokio::net::lookup_host((name, port)).await;
         let mut addresses: Vec<_> = found.map_err(|error| anyhow!("{name}: {error}"))?.collect();
-        // A name may have addresses of both kinds, and most RoCE networks use IPv4.
+        // IPv4 first: a name may have addresses of both kinds, and most RoCE networks use IPv4.
         addresses.sort_by_key(SocketAddr::is_ipv6);
         let mut last = anyhow!("{name} has no address");
         for address in addresses {
@@ -183,7 +184,7 @@ async fn dial_address(
 ) -> anyhow::Result<(Session, TransportInfo)> {
     let session = connector.open(address).await.map_err(|error| describe(fabric, error))?;
     let transport_info = match (session.fallback(), session.transport()) {
-        // With TLS, a fallback is no loss of encryption, and there is nothing to warn of.
+        // With TLS, a fallback to TCP loses no encryption, so there is nothing to warn of.
         (_, SessionTransport::Tls) => {
             TransportInfo::without_fallback("TLS", "over TCP with TLS".into())
         }

@@ -127,7 +127,8 @@ impl Docs {
             .max_by_key(|command| command.name.split(' ').count())?;
         let arguments = typed.len() - command.name.split(' ').count();
         let mut rest = command.parameters.as_str();
-        // As in redis-cli, optional parameters stay until the end.
+        // As in redis-cli, arguments remove parameters from the hint only up to the first optional
+        // one.
         for _ in 0..arguments {
             if rest.starts_with('[') {
                 break;

@@ -1,4 +1,4 @@
-//! Runs a command and prints its replies, also of commands whose replies have no end.
+//! Runs a command and prints its replies. Some commands, such as MONITOR, have replies without end.
 
 use std::io;
 
@@ -109,8 +109,8 @@ async fn receive_reply(
     }
 }
 
-/// Returns the module's section of INFO, for an engine that has no section `rdma` of its own. It is
-/// empty, and a note is printed, if the module is not loaded.
+/// Returns the module's section of INFO, for an engine that has no section `rdma` of its own. If
+/// the module is not loaded, the section is empty, and this prints a note.
 async fn info_rdma(server: &mut Server) -> anyhow::Result<Frame> {
     let frame = server.request(&["INFO", "ferrite_rdma"]).await?;
     if is_empty_text(&frame.value()?) {

@@ -122,8 +122,9 @@ async fn run_unattended(server: &mut Server, mode: Mode) -> anyhow::Result<()> {
     }
 }
 
-/// Prints the transport of the connection on stderr with `--verbose`, and if the connection has
-/// fallen back to TCP and `--rdma` was given. Otherwise [`Server::connect`] warns on a terminal.
+/// Prints the transport of the connection on stderr with `--verbose`, or if `--rdma` was given and
+/// the connection has fallen back to TCP. Without these options, [`Server::connect`] warns of a
+/// fallback if stderr is a terminal or a password is set.
 fn report_transport(server: &Server) {
     let Some(transport_info) = server.transport_info() else { return };
     let is_fallback = transport_info.is_fallback && server.settings.is_rdma_explicit;

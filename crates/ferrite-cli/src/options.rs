@@ -288,7 +288,8 @@ impl Options {
         let uri = self.uri.as_deref().map_or_else(|| Ok(ServerUrl::default()), str::parse);
         let uri: ServerUrl = uri.map_err(|error| WrongUsage(format!("-u: {error}")))?;
         let tls = self.tls(&uri)?;
-        // TLS is TCP only. The policy of rediss:// says so itself.
+        // TLS works only over TCP, so RDMA is forbidden by default. A rediss:// URI sets that
+        // itself.
         let asked = self.rdma.or(uri.rdma);
         let rdma = asked.unwrap_or(if tls.is_some() { Rdma::Forbid } else { Rdma::default() });
         let typed = self.password.clone().or(uri.password);

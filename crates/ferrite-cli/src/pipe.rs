@@ -32,7 +32,7 @@ struct Count {
 
 /// Sends stdin and prints the numbers of replies.
 ///
-/// # ErrorReplies
+/// # Errors
 /// Returns [`ErrorReplies`] if a reply was an error.
 pub(crate) async fn run(
     server: &mut Server,

@@ -18,7 +18,7 @@ pub(crate) enum Unit {
 pub(crate) struct Progress(ProgressBar);
 
 impl Progress {
-    /// Creates a bar for this amount of work; for an unknown amount without a bar, but with counts.
+    /// Creates a progress bar for this amount of work. If the amount is unknown, shows only counts.
     pub(crate) fn new(unit: Unit, amount: Option<u64>) -> Self {
         if !std::io::stderr().is_terminal() {
             return Self(ProgressBar::hidden());

@@ -27,7 +27,7 @@ const HISTORY_LINES: usize = 1000;
 /// Reads and runs commands until the user leaves.
 pub(crate) fn run(runtime: &Runtime, server: &mut Server) -> anyhow::Result<()> {
     let mut prompt = Prompt::new()?;
-    server.reports_transport = true; // the prompt does it
+    server.reports_transport = true; // the prompt itself reports it
     prompt.connect(runtime, server);
     loop {
         prompt.load_docs(runtime, server);

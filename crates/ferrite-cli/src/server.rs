@@ -90,7 +90,7 @@ impl Server {
         self.initialize().await
     }
 
-    /// Warns once if the connection has fallen back to TCP, and others could listen.
+    /// Warns once if the connection has fallen back to TCP, and others could eavesdrop.
     fn warn_of_clear_text(&mut self) {
         let warning =
             self.transport_info.as_ref().and_then(|transport_info| transport_info.warning.as_ref());
@@ -283,7 +283,7 @@ impl Server {
         };
         let database =
             if self.database == 0 { String::new() } else { format!("[{}]", self.database) };
-        // A Unix socket is visible by its path.
+        // For a Unix socket, the path already shows the transport.
         let transport = match &self.transport_info {
             Some(info) if matches!(self.settings.server, Address::Net(_)) => {
                 format!(" {}", info.name)

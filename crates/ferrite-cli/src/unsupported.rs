@@ -86,7 +86,7 @@ mod tests {
     use super::*;
     use crate::options::Options;
 
-    /// `valkey-cli --help` of 9.1 beyond redis-cli 7.0, and of Redis 8.
+    /// Options that redis-cli 7.0 lacks, from `--help` of valkey-cli 9.1 and redis-cli 8.
     const LATER: &str = "-t <timeout> -4 -6 --mptcp --hotkeys-count <n> --count <count> \
         --keystats --keystats-samples <n> --cursor <n> --top <n> --vset-recall <key> \
         --memkeys-samples <n> --cluster-yes --cluster-only-masters --cluster-only-primaries --rdma";

@@ -63,7 +63,7 @@ pub struct TransportInfo {
     pub fallback: Option<Fallback>,
 }
 
-/// An open connection, and the task that drives it, which ends with it.
+/// An open connection, and the task that drives it. The task ends with the connection.
 pub(crate) struct Dialed {
     pub(crate) connection: MultiplexedConnection,
     pub(crate) transport_info: TransportInfo,
@@ -78,7 +78,7 @@ pub struct ClientBuilder {
     connector: Connector,
     /// The servers, in the order in which they are tried.
     servers: Vec<Host>,
-    /// TLS with the name of the server that is connected to.
+    /// TLS in which each server's certificate must be valid for that server's own name.
     tls_by_host: Option<Arc<ClientConfig>>,
     connect_timeout: Duration,
     info: RedisConnectionInfo,
@@ -104,7 +104,7 @@ impl Client {
     /// ```
     ///
     /// - `redis://` (or `valkey://`) prefers RDMA. `?rdma=require` and `?rdma=forbid` change that.
-    /// - `redis+rdma://` is the same, for programs that want to say so.
+    /// - `redis+rdma://` means the same, for programs that want to name RDMA.
     /// - `rediss://` is TCP with TLS, with the authorities that the system trusts
     ///   ([`ClientBuilder::tls`] sets others). RDMA is not encrypted, and is not used.
     /// - `?protocol=3` selects RESP3, which push messages need.
@@ -151,8 +151,8 @@ impl Client {
         }
     }
 
-    /// Opens a connection to the first server that accepts one. A server that rejects the login is
-    /// an answer: no other is tried.
+    /// Opens a connection to the first server that accepts one. If a server rejects the login, that
+    /// is the result: no other server is tried.
     pub(crate) async fn dial(&self) -> RedisResult<Dialed> {
         current_runtime()?;
         let mut failures: Vec<(String, RedisError)> = Vec::new();
@@ -190,8 +190,8 @@ impl Client {
             device: session.device(),
             fallback: session.fallback().cloned(),
         };
-        // A server that accepts and never answers must not hold up the next one for as long as a
-        // large value may take.
+        // The login has the time limit of connecting, not that of replies: a server that accepts
+        // the connection and never answers must not hold up the next one for long.
         let (session, progress) = Watched::new(session);
         let login = MultiplexedConnection::new_with_config(info, session, config.clone());
         let login = timeout(self.0.connect_timeout, login).await.map_err(|_| {
@@ -265,8 +265,8 @@ fn parse_url(text: &str) -> RedisResult<ServerUrl> {
     })
 }
 
-/// Returns the addresses of a host. A name may have addresses of both kinds, and most RoCE networks
-/// use IPv4, so these come first.
+/// Returns the addresses of a host, IPv4 first: a name may have addresses of both kinds, and most
+/// RoCE networks use IPv4.
 async fn resolve(host: &Host) -> io::Result<Vec<SocketAddr>> {
     let found = tokio::net::lookup_host((host.name.as_str(), host.port_or_default())).await;
     let mut addresses: Vec<_> = found
@@ -358,7 +358,7 @@ impl ClientBuilder {
         self
     }
 
-    /// Sets the time limit for connecting: for RDMA, for TCP, and for the login, each.
+    /// Sets the time limit for connecting. It applies to RDMA, to TCP and to the login separately.
     pub fn connect_timeout(mut self, timeout: Duration) -> Self {
         self.connector = self.connector.timeout(timeout);
         self.connect_timeout = timeout;
@@ -372,8 +372,8 @@ impl ClientBuilder {
     /// required, connecting fails. [`ClientBuilder::plain_rdma_beside_tls`] allows RDMA in both
     /// cases.
     ///
-    /// `rustls` is [`ferrite_fabric::rustls`]. The caller chooses its cryptography (its feature
-    /// `ring` or `aws-lc-rs`).
+    /// Take `rustls` from [`ferrite_fabric::rustls`]. The caller chooses the cryptography by a
+    /// feature of rustls, `ring` or `aws-lc-rs`.
     pub fn tls(mut self, config: Arc<ClientConfig>, name: ServerName<'static>) -> Self {
         self.connector = self.connector.tls(config, name);
         self.tls_by_host = None;
@@ -381,7 +381,7 @@ impl ClientBuilder {
     }
 
     /// Allows RDMA, which is not encrypted, although TLS is configured for TCP. Meant for networks
-    /// where nobody untrusted can listen.
+    /// where nobody untrusted can eavesdrop.
     pub fn plain_rdma_beside_tls(mut self) -> Self {
         self.connector = self.connector.plain_rdma_beside_tls();
         self
@@ -393,9 +393,10 @@ impl ClientBuilder {
         self
     }
 
-    /// Sets the time limit for a reply while the connection makes no progress (default 1 min), or
-    /// none. A large value that arrives slowly has no limit. If no byte arrives or leaves for this
-    /// time, the command fails, and later commands use a new connection.
+    /// Sets how long a command waits for its reply while the connection makes no progress (default
+    /// 1 min); `None` for no limit. If no byte arrives or leaves for this time, the command fails,
+    /// and later commands use a new connection. A large value may take longer, as long as bytes
+    /// arrive.
     pub fn response_timeout(mut self, timeout: Option<Duration>) -> Self {
         self.response_timeout = timeout;
         self
@@ -422,8 +423,9 @@ impl ClientBuilder {
         self
     }
 
-    /// Sets how often a lost connection is tried before a command fails, and the time before the
-    /// second attempt (default 6 and 50 ms). The time doubles with each attempt, up to 2 s.
+    /// Sets how many attempts are made to open a lost connection before a command fails, and the
+    /// time before the second attempt (default 6 and 50 ms). The time doubles with each attempt, up
+    /// to 2 s.
     pub fn reconnect(mut self, tries: u32, wait: Duration) -> Self {
         (self.reconnect.tries, self.reconnect.wait) = (tries, wait);
         self

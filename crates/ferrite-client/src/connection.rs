@@ -1,8 +1,8 @@
 //! A connection that reconnects when the underlying one is lost.
 //!
-//! A command fails if the connection breaks before its reply. It may have been executed, and only
-//! the caller knows whether it may be sent twice. The next command opens a new connection, or waits
-//! until another task has opened it.
+//! A command fails if the connection breaks before its reply. The server may have executed the
+//! command, and only the caller knows whether it may be sent twice. The next command opens a new
+//! connection, or waits until another task has opened it.
 //!
 //! A connection with subscriptions is opened again at once, because its user may only be waiting
 //! for messages. The subscriptions are restored before any other command runs on the new
@@ -34,9 +34,10 @@ pub struct Connection(Arc<Shared>);
 struct Shared {
     client: Client,
     current: RwLock<Current>,
-    /// Held by the task that opens the next connection. It has the last failure to do so.
+    /// Locked by the task that opens the next connection. Contains the error of the last attempt
+    /// that failed.
     opening: Mutex<Option<RedisError>>,
-    /// The number of those failures.
+    /// The number of attempts that failed.
     failures: AtomicU64,
 }
 
@@ -45,7 +46,8 @@ struct Current {
     transport_info: TransportInfo,
     is_lost: bool,
     subscriptions: Subscriptions,
-    /// How long to wait before the subscriptions are restored, if this connection lives no longer.
+    /// How long to wait before the subscriptions of a lost connection are restored. The pause grows
+    /// while connections end soon after they were opened.
     pause: Duration,
 }
 
@@ -125,7 +127,8 @@ impl Connection {
         if let Some(usable) = usable() {
             return Ok(usable); // another task has opened it in the meantime
         }
-        // If every waiting task tried in its turn, the last of them would wait for all their tries.
+        // A task that waited for another's attempt shares its failure. If every waiting task tried
+        // in its turn, the last of them would wait for all their attempts.
         if let Some(failure) = last_failure.as_ref()
             && self.0.failures.load(Ordering::Relaxed) != failures_before
         {
@@ -153,7 +156,7 @@ impl Connection {
                 refused = self.subscribe(&mut opened, &wanted).await?;
                 subscribed = wanted;
             }
-            // A reply on the old connection may have been noted in the meantime.
+            // A reply on the old connection may have changed the subscriptions in the meantime.
             let is_replaced = self.change(|now| {
                 let is_complete = now.subscriptions == subscribed;
                 if is_complete {
@@ -221,8 +224,8 @@ impl Connection {
         });
     }
 
-    /// Notes that the connection with this number has ended. A server may close each one as soon
-    /// as it has subscribed: then the pauses grow.
+    /// Notes that the connection with this number has ended. If it was open only for a short time,
+    /// the next pause is longer: a server may close each connection as soon as it has subscribed.
     fn note_end(&self, number: u64, lived: Duration) {
         let (first, longest) = (self.0.client.first_wait(), self.0.client.longest_wait());
         self.change(|now| {
@@ -255,7 +258,7 @@ impl Connection {
         is_replaced
     }
 
-    /// Waits for a reply on a connection. Marks the connection as lost if it is, or if it makes no
+    /// Waits for a reply on a connection. Marks the connection as lost if it has failed or makes no
     /// progress.
     async fn reply<T>(
         &self,
@@ -266,7 +269,7 @@ impl Connection {
         let result = progress.wait(limit, reply).await;
         let is_lost = match &result {
             None => true,
-            // redis-rs's own limit of a reply may be short (`ClientBuilder::config`)
+            // A timeout is no loss: redis-rs's own limit may be short (`ClientBuilder::config`).
             Some(Err(error)) => is_connection_error(error) && !error.is_timeout(),
             Some(Ok(_)) => false,
         };
@@ -296,8 +299,8 @@ fn no_progress(limit: Option<Duration>) -> RedisError {
     io::Error::new(io::ErrorKind::TimedOut, message).into()
 }
 
-/// Opens the connection after the one with this number if there are subscriptions, for as long as
-/// anybody holds it.
+/// Replaces the connection with this number if there are subscriptions to restore. Tries until that
+/// succeeds, or until nobody holds the [`Connection`] any more.
 async fn restore(shared: Weak<Shared>, number: u64) {
     let pause = shared.upgrade().map(|it| Connection(it).current(|now| now.pause));
     sleep(pause.unwrap_or_default()).await;
@@ -347,10 +350,11 @@ impl ConnectionLike for Connection {
             let replies = connection.req_packed_commands(pipeline, offset, count);
             let result = self.reply((number, &progress), replies).await;
             let Ok(values) = &result else { return result };
-            // In a transaction, the replies are not one for each command.
+            // In a transaction, there is not one reply for each command.
             let refused = |at: usize| offset == 0 && values.get(at).is_some_and(is_error);
             let commands = pipeline.cmd_iter().enumerate().filter(|(at, _)| !refused(*at));
-            // A pipeline may have other commands, which must not run twice.
+            // The pipeline may have other commands, which must not run twice. So it is not sent
+            // again: a new connection restores the subscriptions.
             if self.note(commands.map(|(_, command)| command), number) {
                 self.change(|now| now.is_lost = true);
             }

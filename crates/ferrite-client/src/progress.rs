@@ -1,7 +1,7 @@
-//! The time limit of replies: it counts while no byte arrives or leaves.
+//! The time limit of replies, which counts only the time in which no byte arrives or leaves.
 //!
-//! A limit for a whole reply would have to fit the largest value on the slowest network, and would
-//! notice a dead server as late.
+//! A limit for a whole reply would have to fit the largest value on the slowest network, and a dead
+//! server would be noticed only after that time.
 
 use std::io;
 use std::pin::{Pin, pin};

@@ -69,7 +69,7 @@ impl Subscriptions {
                 let names = self.names(kind);
                 let mut ended = arguments(command).peekable();
                 if ended.peek().is_none() {
-                    names.clear(); // without arguments: from all
+                    names.clear(); // without arguments, it ends all of this kind
                 }
                 ended.for_each(|name| drop(names.take(&name)));
             }
@@ -82,7 +82,7 @@ impl Subscriptions {
         self.names(kind).remove(name);
     }
 
-    /// Returns all of them.
+    /// Returns all subscriptions.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (Kind, &Vec<u8>)> {
         let sets = [
             (Kind::Channel, &self.channels),

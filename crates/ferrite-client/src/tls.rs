@@ -13,7 +13,8 @@ pub(crate) fn system_config() -> RedisResult<Arc<ClientConfig>> {
     Ok(Arc::new(TlsFiles::default().client_config(provider()?)?))
 }
 
-/// Returns the cryptography that the program has installed, or ring if this crate has it.
+/// Returns the cryptography that the program has installed, or ring if this crate's feature `ring`
+/// is enabled.
 fn provider() -> RedisResult<Arc<CryptoProvider>> {
     if let Some(installed) = CryptoProvider::get_default() {
         return Ok(Arc::clone(installed));

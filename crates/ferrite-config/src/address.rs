@@ -47,7 +47,7 @@ pub fn words(text: &str) -> impl Iterator<Item = &str> {
     text.split([',', ' ']).filter(|word| !word.is_empty())
 }
 
-/// Returns whether a text may be the name of a host. Only its resolution says whether it is.
+/// Returns whether a text has the form of a host name. Only resolving it shows whether it is one.
 #[must_use]
 pub fn is_name(text: &str) -> bool {
     text.chars().all(|c| c.is_ascii_alphanumeric() || "-._".contains(c))

@@ -18,7 +18,7 @@ pub struct Build {
 
 impl Build {
     /// Returns the text of `--version`. Its first line has name and version only, as scripts
-    /// expect. `rdma_core` is what this host has at run time.
+    /// expect. `rdma_core` describes the rdma-core that this host has at run time.
     #[must_use]
     pub fn describe(&self, rdma_core: &str) -> String {
         let Self { program, version, commit, profile, target } = self;

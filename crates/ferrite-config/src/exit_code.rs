@@ -14,7 +14,8 @@ pub const UNAVAILABLE: u8 = 69;
 pub const INTERNAL: u8 = 70;
 /// `ferrite server` finds no engine or module, or the engine does not answer (EX_OSERR).
 pub const ENGINE: u8 = 71;
-/// `ferrite server` adds the number of the signal that killed the engine, as shells do.
+/// Added to the number of the signal that killed the engine: `ferrite server` exits with the sum,
+/// as shells do.
 pub const BY_SIGNAL: u8 = 128;
 
 /// Each code, as text, with its meaning.

@@ -12,7 +12,7 @@ use crate::setting::{Alias, Program, Setting};
 use crate::table;
 use crate::values::{Origin, Values};
 
-/// Sections in which the names of other RDMA software may stand, too.
+/// Sections that also accept the names that other RDMA software uses.
 const ALIAS_SECTIONS: [&str; 2] = ["network", "network.rdma"];
 
 /// A file that was read.
@@ -78,7 +78,8 @@ pub fn read(program: Program, text: &str) -> Result<File, Vec<Problem>> {
         }
     }
     let Reader { file, mut problems, .. } = reader;
-    // A value that is no TOML is also of the wrong type: once is enough.
+    // A value that is not TOML would be reported twice, also as a value of the wrong type: keep
+    // only the error of the syntax.
     let broken = problems.iter().filter(|problem| problem.key.is_empty());
     let broken: Vec<_> = broken.map(|problem| problem.line).collect();
     problems.retain(|problem| problem.key.is_empty() || !broken.contains(&problem.line));
@@ -143,7 +144,7 @@ impl Reader<'_> {
         };
         let value = value.map_err(|why| toml_text::expected(&setting.kind, alias, why, setting))?;
         if !setting.has(self.file.values.program()) {
-            return Ok(()); // checked, and left to its program
+            return Ok(()); // only checked: this program does not use it
         }
         let set = self.file.values.set(setting, value, Origin::File { line });
         set.map_err(|contradiction| contradiction.to_string())
@@ -189,7 +190,7 @@ fn find(section: &str, full: &str) -> Option<(&'static Setting, Option<&'static 
     })
 }
 
-/// Returns whether a text may be a key, to name it in an error of the syntax.
+/// Returns whether a text may be a key, so that a syntax error can name it.
 fn is_key(text: &str) -> bool {
     !text.is_empty() && text.chars().all(|c| c.is_ascii_alphanumeric() || "-_.\"".contains(c))
 }
@@ -218,7 +219,7 @@ fn unknown_key(full: &str) -> String {
             let flag = setting.name.replace('-', "_");
             (distance(setting.short_key(), &plain).min(distance(&flag, &plain)), setting.key)
         });
-        // The start of a name is as good as a name: `busy_poll` of `busy_poll_us`.
+        // The start of a name counts as one change: `busy_poll` for `busy_poll_us`.
         let near = near.map(|(changes, key)| {
             let short = key.rsplit('.').next().unwrap_or_default();
             let starts = plain.len() > 3 && short.starts_with(&plain);

@@ -11,7 +11,7 @@ impl Program {
 }
 
 /// Finds a program's setting by its name, by the last part of its key in the file, or by a name
-/// that other software uses for it. The latter comes with its alias.
+/// that other software uses for it. In the last case, also returns the alias.
 #[must_use]
 pub fn find(program: Program, name: &str) -> Option<(&'static Setting, Option<&'static Alias>)> {
     let is = |known: &str| !known.is_empty() && known.eq_ignore_ascii_case(name);

@@ -11,8 +11,8 @@ use clap_complete::Shell;
 
 /// Returns the directory if the arguments of a program are `--write-manuals DIRECTORY`.
 ///
-/// The option is no part of a program's command line: completions would offer it, even if it were
-/// hidden.
+/// The option is not part of a program's clap definition, because completions would offer it even
+/// if it were hidden.
 pub fn requested(arguments: impl Iterator<Item = OsString>) -> Option<PathBuf> {
     let arguments: Vec<_> = arguments.skip(1).collect();
     match &arguments[..] {
@@ -36,7 +36,7 @@ pub fn write(mut command: clap::Command, directory: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Removes the subcommands `help`, which would have one page for each page there is.
+/// Removes the subcommands `help`: they would add one more page for each other page.
 fn without_help(command: clap::Command) -> clap::Command {
     command.disable_help_subcommand(true).mut_subcommands(without_help)
 }

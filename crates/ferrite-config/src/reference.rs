@@ -84,7 +84,7 @@ fn reloads(setting: &Setting) -> impl Fn(Program) -> bool {
     move |program| program != Program::Module && setting.has(program)
 }
 
-/// Returns the default; where programs differ, each of them.
+/// Returns the default, followed by the defaults of single programs that differ.
 fn defaults(setting: &Setting) -> String {
     let text = |text: &str| if text.is_empty() { "unset".into() } else { format!("`{text}`") };
     let first = text(setting.default);
@@ -148,7 +148,8 @@ mod tests {
         for foreign in FOREIGN.iter().filter(|foreign| setting_of(foreign).is_some()) {
             let setting = setting_of(foreign).expect("just found");
             let there = foreign.default.split(' ').next().unwrap_or_default();
-            // The default there is valid here, and where ours is another there is a reason.
+            // The other software's default is a valid value here, and if ours differs, the table
+            // says why.
             let (_, alias) = crate::find(Program::Gateway, foreign.name).unwrap_or((setting, None));
             let value = match (there, alias) {
                 ("empty", _) => continue,

@@ -13,7 +13,8 @@ pub fn schema() -> Value {
     for setting in table::all().filter(|setting| !setting.key.is_empty()) {
         let (path, name) = setting.key.rsplit_once('.').unwrap_or(("", setting.key));
         insert(&mut root, path, name, property(setting));
-        // Other software has all its names in one place.
+        // These keys may also stand in [network.rdma], because other software has all its names in
+        // one place.
         if path == "network" && name.starts_with("rdma_") {
             let mut property = property(setting);
             property["deprecated"] = json!(true);

@@ -58,9 +58,9 @@ impl TakesEffect {
 /// Another name of a setting, as other RDMA software spells it.
 #[derive(Debug, Clone, Copy)]
 pub struct Alias {
-    /// The name, as it is written there.
+    /// The name, as the other software spells it.
     pub name: &'static str,
-    /// How its values are written.
+    /// How values under this name are written.
     pub form: AliasForm,
 }
 

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-/// The units, in nanoseconds. The schema has them, too.
+/// The units, in nanoseconds. The JSON schema uses them, too.
 pub(crate) const UNITS: &[(&str, u64)] = &[
     ("us", 1_000),
     ("ms", 1_000_000),
@@ -45,8 +45,8 @@ impl Unit {
     }
 }
 
-/// Parses `500us`, `10ms`, `2.5s`, `5m` or `1h`. A number without a unit is one of `bare`, if that
-/// is given.
+/// Parses `500us`, `10ms`, `2.5s`, `5m` or `1h`. A number without a unit is in the unit `bare`; if
+/// that is `None`, it is an error.
 ///
 /// # Errors
 /// The text says what was expected.

@@ -93,7 +93,7 @@ fn words(text: &str) -> Vec<String> {
     words
 }
 
-/// As an argument of the module or a flag. The result parses to the same value.
+/// Formats the value as an argument of the module or a flag. The result parses to the same value.
 impl fmt::Display for Value {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -107,7 +107,8 @@ impl fmt::Display for Value {
     }
 }
 
-/// Formats a bound as a bare number of this unit, or with its own unit if it is no whole number.
+/// Formats a bound as a whole number of this unit, rounded down. A bound that is less than 1 of the
+/// unit gets a smaller unit.
 fn bound(unit: Unit, time: Duration) -> String {
     match unit.count(time) {
         0 if !time.is_zero() => time::format(time),

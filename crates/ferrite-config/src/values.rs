@@ -9,7 +9,7 @@ use crate::setting::{Alias, Program, Setting};
 use crate::table;
 use crate::value::Value;
 
-/// Where a value comes from. A later one takes precedence over an earlier one.
+/// Where a value comes from. A later variant takes precedence over an earlier one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Origin {
     /// The table.
@@ -102,7 +102,7 @@ impl Policy {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Values {
     program: Program,
-    /// Indexed like the table. Those of other programs are unset.
+    /// Indexed like the table. Settings that the program does not have are unset.
     entries: Vec<Entry>,
 }
 
@@ -113,7 +113,7 @@ impl Values {
         let entries = table::all().map(|setting| {
             let default = Some(setting.default_in(program)).filter(|text| !text.is_empty());
             let default = default.filter(|_| setting.has(program));
-            // A test holds that every default parses.
+            // A test checks that every default parses.
             let value = default.and_then(|text| setting.parse(text).ok());
             Entry { value, origin: Origin::Default }
         });
@@ -138,7 +138,7 @@ impl Values {
         all.filter(|(setting, _)| setting.has(self.program))
     }
 
-    /// Sets a value, unless a later origin has set it.
+    /// Sets a value, unless an origin of higher precedence has set it.
     ///
     /// # Errors
     /// The same origin has set another value.
@@ -188,7 +188,7 @@ impl Values {
         self.set(setting, value, origin).map_err(|contradiction| contradiction.to_string())
     }
 
-    /// Sets what the environment has. `variable` returns the value of an environment variable.
+    /// Sets the values that environment variables have. `variable` returns the value of a variable.
     /// Variables that Kubernetes sets for a Service are ignored.
     ///
     /// # Errors
@@ -209,7 +209,7 @@ impl Values {
         Ok(())
     }
 
-    /// Returns whether the setting has a value that is not the default.
+    /// Returns whether the value was set, even if it is the same as the default.
     #[must_use]
     pub fn is_given(&self, setting: &Setting) -> bool {
         self.entry(setting).origin != Origin::Default
@@ -267,12 +267,12 @@ impl Values {
         }
     }
 
-    /// Returns whether links may, must or must not use RDMA. Three settings say so: `rdma`,
-    /// `rdma_enabled` and `rdma_fallback`. Those of the latest origin count: a flag overrides all
-    /// three in the file.
+    /// Returns whether links may, must or must not use RDMA. Three settings decide this: `rdma`,
+    /// `rdma_enabled` and `rdma_fallback`. Only those from the origin with the highest precedence
+    /// count: a flag overrides all three in the file.
     ///
     /// # Errors
-    /// They contradict each other; the text says how.
+    /// The settings contradict each other; the text says how.
     pub fn policy(&self) -> Result<Policy, String> {
         let rank = |setting| self.entry(setting).origin.rank();
         let all = [&table::RDMA, &table::RDMA_ENABLED, &table::RDMA_FALLBACK];
@@ -313,10 +313,10 @@ impl Values {
         }
     }
 
-    /// Makes `rdma` say what the three settings say together, and the other two unset.
+    /// Sets `rdma` to the policy that the three settings give together, and unsets the other two.
     ///
     /// # Errors
-    /// They contradict each other.
+    /// The settings contradict each other.
     pub fn settle_policy(&mut self) -> Result<(), String> {
         let policy = self.policy()?;
         let value = Some(Value::Text(policy.name().into()));
@@ -333,7 +333,7 @@ impl Values {
     /// Checks what no single setting can: values that contradict each other.
     ///
     /// # Errors
-    /// All of them, each with the setting that should change.
+    /// All contradictions, each with the setting that should change.
     pub fn check(&self) -> Result<(), Vec<(&'static Setting, String)>> {
         let mut wrong = Vec::new();
         if let Err(why) = self.policy() {
@@ -362,7 +362,8 @@ impl Values {
         if wrong.is_empty() { Ok(()) } else { Err(wrong) }
     }
 
-    /// Returns the port of the addresses in `listen`; 0 if they differ.
+    /// Returns the port of the addresses in `listen`, or 0 if their ports differ. `None` if
+    /// `listen` is unset.
     #[must_use]
     pub fn listen_port(&self) -> Option<u16> {
         let text = self.text(&table::LISTEN)?;

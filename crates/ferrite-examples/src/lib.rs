@@ -141,7 +141,7 @@ pub fn patient_config() -> AsyncConnectionConfig {
     AsyncConnectionConfig::new().set_response_timeout(Some(Duration::from_secs(60)))
 }
 
-/// Returns bytes of which neighbours differ.
+/// Returns bytes in a pattern in which neighbours always differ.
 #[must_use]
 pub fn pattern(len: usize) -> Vec<u8> {
     (0..len as u64).map(|at| at.wrapping_mul(0x9e37_79b9_7f4a_7c15).to_be_bytes()[0]).collect()

@@ -19,7 +19,7 @@ impl RunningExample {
             .expect("target directory")
             .join("examples")
             .join(name);
-        // `timeout` exits with the example, and stops it when it is stopped itself.
+        // `timeout` exits when the example exits, and stops the example when it is stopped itself.
         let child = Command::new("timeout")
             .arg("120")
             .arg(built)
@@ -87,7 +87,7 @@ pub(crate) fn web(arguments: &[String], transport: &str) {
     }
 }
 
-/// Makes every test a test of the calling target.
+/// Defines a test in the calling target for each example.
 macro_rules! run_suite {
     ($run:path) => {
         #[test]

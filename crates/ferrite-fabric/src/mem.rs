@@ -58,8 +58,8 @@
 //! Freed blocks are kept in a few shards, each with its own mutex; a thread always uses the same
 //! shard. Thread-local caches would save an uncontended lock, but blocks in another thread's cache
 //! would be out of reach. A pool at its limit would refuse memory that is free, a dropped pool
-//! would stay pinned until every thread has ended, and nobody could count the cached blocks. Any
-//! thread that needs the memory can empty the shards.
+//! would stay pinned until every thread has ended, and nobody could count the cached blocks. With
+//! shards, any thread that needs the memory can empty all of them.
 
 mod arena;
 mod budget;

@@ -43,8 +43,8 @@ const CHANNEL: u16 = 0;
 
 /// A connection as a byte stream: a replacement for `tokio::net::TcpStream`.
 ///
-/// A write copies the bytes and returns, so that many writes are in progress at a time. A peer that
-/// does not read stops the writer when the link's queue is full. Nothing has to be flushed.
+/// A write copies the bytes and returns, so that many writes are in progress at a time. If the peer
+/// does not read, writes wait as soon as the link's queue is full. Nothing has to be flushed.
 /// Dropping the stream delivers what was written, as long as the fabric is driven; then the peer
 /// reads the end.
 ///
@@ -87,7 +87,7 @@ impl Stream {
     /// Connects to a [`StreamListener`].
     ///
     /// # Errors
-    /// Those of [`Fabric::connect`], with the corresponding kinds of TCP.
+    /// Those of [`Fabric::connect`], with the error kinds that TCP sockets use.
     pub async fn connect(fabric: &Fabric, peer: SocketAddr) -> io::Result<Self> {
         Self::connect_with(fabric, peer, &ConnectOptions::new()).await
     }
@@ -134,7 +134,8 @@ impl Stream {
         self.link().local_addr().ok_or_else(|| io::ErrorKind::NotConnected.into())
     }
 
-    /// Splits it into halves for different tasks. [`OwnedReadHalf::reunite`] joins them again.
+    /// Splits the stream into halves for different tasks. [`OwnedReadHalf::reunite`] joins them
+    /// again.
     #[must_use]
     pub fn into_split(self) -> (OwnedReadHalf, OwnedWriteHalf) {
         split::split(self.reader, self.writer)
@@ -142,8 +143,8 @@ impl Stream {
 
     /// Returns the next bytes without a copy, where the device wrote them; empty at the end.
     ///
-    /// They occupy memory of the receive reserve, a block of `recv_buffer_size` for each frame:
-    /// pass them on, but do not keep them.
+    /// The bytes occupy memory of the receive reserve, a block of `recv_buffer_size` for each
+    /// frame: pass them on, but do not keep them.
     ///
     /// # Errors
     /// Returns the failure of the link.

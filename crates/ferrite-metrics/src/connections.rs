@@ -1,24 +1,24 @@
 //! The open connections of the admin port.
 //!
-//! Beyond the limit, the connection that was unused for longest is closed. Clients that send
-//! nothing, and clients that do not read their answers, then keep no scraper out.
+//! Beyond the limit, the connection that was unused for longest is closed. So clients that send
+//! nothing, and clients that do not read their answers, cannot lock out a scraper.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use tokio::task::AbortHandle;
 
-/// Connections at a time. A scraper needs one.
+/// The maximum number of open connections. A scraper needs one.
 const CONNECTIONS: usize = 16;
 
-/// The open connections, and the number of uses so far.
+/// The open connections, and the number of uses so far, which is the clock for `last_use`.
 #[derive(Debug, Default)]
 pub(crate) struct Connections {
     open: Vec<(AbortHandle, Arc<Activity>)>,
     uses: Arc<AtomicU64>,
 }
 
-/// When a connection was last used: accepted, or sent a request.
+/// When a connection was last used, that is, accepted or given a request.
 #[derive(Debug)]
 pub(crate) struct Activity {
     last_use: AtomicU64,
@@ -52,13 +52,13 @@ impl Connections {
 }
 
 impl Activity {
-    /// A request has arrived.
+    /// Notes that a request has arrived.
     pub(crate) fn begin(&self) {
         self.is_answering.store(true, Ordering::Relaxed);
         self.last_use.store(self.uses.fetch_add(1, Ordering::Relaxed), Ordering::Relaxed);
     }
 
-    /// Its answer is complete. The client may take its time to read it.
+    /// Notes that the answer to the request is ready. The client may not have read it yet.
     pub(crate) fn end(&self) {
         self.is_answering.store(false, Ordering::Relaxed);
     }

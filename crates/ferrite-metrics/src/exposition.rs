@@ -1,6 +1,6 @@
-//! Writes samples in the text format, by `prometheus-client`.
+//! Writes samples in the text format, with the crate `prometheus-client`.
 //!
-//! The values are read at each scrape, so none of the crate's own counters are used.
+//! The values are read at each scrape, so the counter types of that crate are not used.
 
 use std::fmt;
 
@@ -12,7 +12,7 @@ use prometheus_client::encoding::{
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Registry;
 
-/// The values of a family: its labels and the number, for each.
+/// The samples of a family: the labels and the number of each.
 type Samples<'a> = &'a [(Vec<(&'a str, &'a str)>, u64)];
 
 /// A histogram of the operations of one kind.

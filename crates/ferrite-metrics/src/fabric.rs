@@ -65,8 +65,8 @@ fn operations(stats: &FabricStats, out: &mut Exposition) {
     out.counters("rdma_completion_errors", help, &errors);
 }
 
-/// Returns how often each status occurred. Those that can be expected are there from the start: a
-/// query of Prometheus does not see the increase of a counter that begins with 1.
+/// Returns how often each status occurred. Expected errors are listed from the start, with 0:
+/// Prometheus sees no increase in a counter whose first value is 1.
 fn errors(stats: &FabricStats) -> Vec<(String, u64)> {
     let seen = &stats.errors;
     let count = |status| seen.iter().find(|(other, _)| *other == status).map_or(0, |(_, n)| *n);
@@ -83,7 +83,7 @@ fn histogram<'a>(op: &'a str, latency: &LatencyStats) -> Histogram<'a> {
     let mut sum = 0.0;
     for (bound, count) in latency.buckets() {
         let bound = bound.as_nanos() as f64 / 1e9;
-        // A bucket begins at half of its bound, so three quarters of it are its middle.
+        // A bucket begins at half of its bound, so its middle is at three quarters of the bound.
         sum += bound * 0.75 * count as f64;
         if let Some(bucket) = buckets.iter_mut().find(|(upper, _)| bound <= *upper) {
             bucket.1 += count;

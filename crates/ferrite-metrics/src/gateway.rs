@@ -1,4 +1,4 @@
-//! The metrics of a gateway, also of the one inside the engine.
+//! The metrics of a gateway, whether it is a program of its own or inside the engine.
 
 use ferrite_session::{Gateway, GatewayStats, SessionTransport};
 

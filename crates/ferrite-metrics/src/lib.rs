@@ -11,9 +11,9 @@
 //!   ports         the counters of the host's RDMA ports, as the kernel has them
 //! ```
 //!
-//! A separate crate, because it opens a port and depends on an HTTP server, which clients need not.
-//! Nothing is counted for it: a scrape reads the counters that exist anyway. Without a scrape it
-//! costs nothing.
+//! This is a separate crate, because it opens a port and depends on an HTTP server, which clients
+//! do not need. No counter exists only for it: a scrape reads the counters that exist anyway.
+//! Without a scrape it costs nothing.
 #![forbid(unsafe_code)]
 
 mod connections;

@@ -1,8 +1,8 @@
 //! The counters of the host's RDMA ports, as the kernel shows them under `/sys/class/infiniband`.
 //!
-//! The driver may ask the card for each number. A card in trouble keeps the reader for seconds or
-//! for ever, so the devices are read on threads of their own. A scrape waits for them for a limited
-//! time, and never lacks the metrics of the program or of the other devices.
+//! For each number, the driver may ask the card. A card in trouble can block the reader for seconds
+//! or for ever, so separate threads read the devices. A scrape waits for them for a limited time,
+//! and always has the metrics of the program and of the other devices.
 
 use std::collections::BTreeMap;
 use std::ffi::CStr;
@@ -22,19 +22,21 @@ const DEVICES: &str = "/sys/class/infiniband";
 /// The interval at which a driver refreshes its counters: a setting, not a counter.
 const NO_COUNTER: &str = "lifespan";
 
-/// How long a scrape waits for the devices: shorter than `/ready` waits for its turn.
+/// How long a scrape waits for the devices. This is shorter than the time limit of `/ready`, which
+/// may have to wait for a thread that a scrape uses.
 const SCRAPE_WAIT: Duration = Duration::from_millis(500);
-/// How long a scrape waits before another thread reads the next devices. Mostly one is enough.
+/// How long a scrape waits until it starts another thread for the devices that are left. One thread
+/// is mostly enough.
 const THREAD_WAIT: Duration = Duration::from_millis(50);
-/// The age from which on the numbers of a device are left out. Those of a device that needs longer
-/// than a scrape waits are shown by a later scrape.
+/// The age from which on the numbers of a device are left out. If a device takes longer than a
+/// scrape waits, a later scrape shows its numbers.
 const AGE_MAX: Duration = Duration::from_secs(10);
 
 /// Writes the counters of all ports of this host, under the kernel's names.
 pub fn port_metrics(out: &mut Exposition) {
     static READER: LazyLock<Mutex<Reader>> =
         LazyLock::new(|| Mutex::new(Reader::new(DEVICES.into())));
-    // One scrape at a time: a device that another one reads would be missing here.
+    // One scrape at a time: a device that another scrape is reading would be missing in this one.
     write(&lock(&READER).read(SCRAPE_WAIT), out);
 }
 
@@ -87,7 +89,8 @@ impl Reader {
         Self { directory, devices: Arc::default() }
     }
 
-    /// Returns the devices, with numbers that are new or not old.
+    /// Reads the devices for at most `wait`. Returns all devices, each with the result of its last
+    /// complete reading.
     fn read(&self, wait: Duration) -> BTreeMap<String, Device> {
         let present = names(&self.directory);
         let to_read: Vec<_> = {
@@ -119,7 +122,7 @@ impl Reader {
         devices.clone()
     }
 
-    /// Starts a thread that reads the devices of the list. Without one, they are left out.
+    /// Starts a thread that reads the devices of the list. If no thread can be started, logs that.
     fn start(&self, to_read: &Arc<Mutex<Vec<String>>>, done: &Sender<()>) {
         if lock(to_read).is_empty() {
             return;
@@ -182,8 +185,8 @@ fn ports(directory: &Path) -> Vec<Port> {
     names(directory).into_iter().filter_map(port).collect()
 }
 
-/// Returns the counters of a port. If both directories have one, as `link_downed` of Soft-RoCE, the
-/// driver's own is taken: no sample may occur twice.
+/// Returns the counters of a port. If both directories have a counter of the same name, such as
+/// `link_downed` of Soft-RoCE, the driver's own (`hw_counters`) is used: no sample may occur twice.
 fn counters(port: &OwnedFd) -> BTreeMap<String, u64> {
     let mut counters = BTreeMap::new();
     for directory in [c"counters", c"hw_counters"] {
@@ -290,7 +293,7 @@ mod tests {
     /// Longer than a scrape of files in memory takes.
     const LONG: Duration = Duration::from_secs(60);
 
-    /// A pipe without a writer keeps its reader, as a card does whose firmware hangs.
+    /// A pipe without a writer blocks its reader, like a card whose firmware hangs.
     #[test]
     fn device_that_does_not_answer_hides_no_other_and_comes_back() {
         let directory = TempDir::new("ports-hang");

@@ -1,4 +1,4 @@
-//! Which program it is.
+//! The metrics of the program itself: its name and version, and whether it accepts clients.
 
 use crate::exposition::Exposition;
 

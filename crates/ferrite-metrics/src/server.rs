@@ -29,21 +29,22 @@ use crate::exposition::Exposition;
 /// The format of `/metrics`.
 pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-/// Threads for what may block in the kernel: metrics that are being read, and a name.
+/// Threads for calls that may block in the kernel: reading metrics, and looking up a name.
 const BLOCKING_THREADS: usize = 2;
 /// How long a connection may be idle or take to send a request.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(60);
-/// How long a connection is used for further requests, and how long its last answer may take then.
-/// Otherwise a few clients that do not read their answers would occupy all places for ever.
+/// How long a connection may send requests. After that, `LAST_ANSWER_TIMEOUT` limits how long its
+/// last answer may take. Without these limits, a few clients that do not read their answers would
+/// occupy all connections for ever.
 const CONNECTION_TIME: Duration = Duration::from_secs(60);
 const LAST_ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
-/// How long the answer of a program that is not ready may take.
+/// How long `/ready` waits for the program. Without an answer by then, the program is not ready.
 const READY_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The answer to `/ready`: why not, if not.
+/// The result of a check for `/ready`. The error says why the program is not ready.
 pub type Ready = Pin<Box<dyn Future<Output = Result<(), String>> + Send>>;
 
-/// What a program shows at its admin port. The server's thread calls it.
+/// What a program shows at its admin port. Threads of the server call these methods.
 pub trait Program: Send + Sync + 'static {
     /// Writes the current metrics.
     fn metrics(&self, out: &mut Exposition);
@@ -60,7 +61,7 @@ pub struct AdminPort {
 }
 
 /// A running admin port. Dropping it closes the port, and waits for nothing that may take long: the
-/// module does so on the engine's main thread.
+/// module drops it on the engine's main thread.
 #[derive(Debug)]
 pub struct AdminServer {
     address: SocketAddr,
@@ -86,7 +87,7 @@ pub fn listen_hint(error: &io::Error) -> &'static str {
 }
 
 impl AdminPort {
-    /// Listens.
+    /// Listens on `address`.
     ///
     /// # Errors
     /// The text says why that is not possible.
@@ -128,7 +129,7 @@ impl AdminPort {
                     _ = stopped => {}
                 }
             });
-            // The kernel may still read counters or look up a name. Nobody waits for it.
+            // A thread may still be reading counters or looking up a name. Do not wait for it.
             runtime.shutdown_background();
         });
         let thread = Some(thread.map_err(failed)?);
@@ -164,7 +165,7 @@ async fn serve(listener: TcpListener, program: Arc<dyn Program>) {
     let mut connections = Connections::default();
     loop {
         let Ok(socket) = listener.accept().await.and_then(|(socket, _)| lifted(socket)) else {
-            sleep(Duration::from_millis(100)).await; // too many open files
+            sleep(Duration::from_millis(100)).await; // for example, too many open files
             continue;
         };
         let (program, activity) = (Arc::clone(&program), connections.new_activity());
@@ -202,7 +203,7 @@ where
     }
 }
 
-/// Moves a connection's descriptor out of the way of the surrounding program.
+/// Moves a connection's descriptor to a high number, out of the way of the program: see [`lift`].
 fn lifted(socket: TcpStream) -> io::Result<TcpStream> {
     let socket = std::net::TcpStream::from(lift(socket.into_std()?.into())?);
     TcpStream::from_std(socket)
@@ -216,7 +217,7 @@ async fn answer(request: &Request<Incoming>, program: Arc<dyn Program>) -> Respo
     }
     match request.uri().path() {
         "/metrics" => {
-            // A device in trouble may keep the reader of its counters for seconds.
+            // A device in trouble may block the reader of its counters for seconds.
             let read = tokio::task::spawn_blocking(move || {
                 let mut out = Exposition::default();
                 program.metrics(&mut out);
@@ -249,7 +250,7 @@ fn text(status: StatusCode, body: String) -> Response<Full<Bytes>> {
     response
 }
 
-/// Finds out whether an engine answers a command. One that asks for a password answers.
+/// Checks whether an engine answers a command. Asking for a password is an answer.
 ///
 /// # Errors
 /// The text says why not.
@@ -261,11 +262,11 @@ pub async fn engine_answers(address: &EngineAddress) -> Result<(), String> {
     }
 }
 
-/// Finds out whether a server answers a command on a new connection, as [`engine_answers`] does.
+/// Checks whether a server answers a command on a new connection, as [`engine_answers`] does.
 ///
 /// # Errors
-/// The text says why not. An error reply such as `-LOADING`, or that of a gateway without an
-/// engine, is a reason.
+/// The text says why not. An error reply is such a reason, for example `-LOADING`, or that of a
+/// gateway without an engine.
 pub async fn server_answers<S>(name: &str, mut connection: S) -> Result<(), String>
 where
     S: AsyncRead + AsyncWrite + Unpin,
@@ -289,7 +290,7 @@ mod tests {
 
     use super::*;
 
-    /// Its metrics take as long as nothing is received.
+    /// A program whose metrics take until `end` receives something.
     struct Slow {
         begun: Sender<()>,
         end: Mutex<Receiver<()>>,
@@ -306,7 +307,8 @@ mod tests {
         }
     }
 
-    /// A client that asks and does not read occupies a place of a few, but not for ever.
+    /// A client that sends a request and does not read the answer occupies one of the few
+    /// connections, but not for ever.
     #[tokio::test(start_paused = true)]
     async fn ends_the_connection_of_a_client_that_does_not_read() {
         let (begun, end) = (channel().0, Mutex::new(channel().1));

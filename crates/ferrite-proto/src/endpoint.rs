@@ -6,8 +6,8 @@
 //!   Connecting, Open ── the peer violates the protocol, or is dead ──► Closed, with the error
 //! ```
 //!
-//! The peer's announcement is accepted while connecting: its completion may be polled before the
-//! event that the connection is established.
+//! An endpoint accepts the peer's announcement while it is still connecting: the driver may poll
+//! the completion of that message before it gets the event that the connection is established.
 
 mod config;
 mod error;
@@ -31,8 +31,7 @@ use outbox::{NextMessage, Outbox};
 /// The two ends of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Role {
-    /// The side that connected. It sends no keepalives, and feature messages only if the driver
-    /// asks for them.
+    /// The side that connected. It sends neither keepalives nor feature messages.
     Client,
     /// The side that accepted. It sends keepalives and answers questions about features.
     Server,
@@ -95,8 +94,8 @@ pub struct Endpoint {
     unseen: u32,
     /// When [`handle_timeout`](Self::handle_timeout) last saw that something had arrived.
     last_arrival: Option<Instant>,
-    /// Whether something arrived since then. A flag, because reading the clock can be a system
-    /// call, which would cost more than handling the arrival.
+    /// Whether something arrived since that call. This is a flag and not a time, because reading
+    /// the clock can be a system call, which would cost more than handling the arrival.
     has_arrival: bool,
     stats: Stats,
 }
@@ -130,7 +129,7 @@ impl Endpoint {
 
     // ---- state ---------------------------------------------------------------------------
 
-    /// Returns which end it is.
+    /// Returns whether this is the client or the server.
     #[must_use]
     pub fn role(&self) -> Role {
         self.role
@@ -148,7 +147,7 @@ impl Endpoint {
         matches!(self.state, State::Closed(_))
     }
 
-    /// Returns the error of the peer, if that closed the connection.
+    /// Returns the error that closed the connection, if the peer caused one.
     #[must_use]
     pub fn error(&self) -> Option<ProtocolError> {
         match self.state {
@@ -157,14 +156,14 @@ impl Endpoint {
         }
     }
 
-    /// Returns the peer's last announcement. Before the first, nothing can be written, not even an
-    /// error.
+    /// Returns the peer's last announcement. Before the first one, this end can write nothing, not
+    /// even an error reply.
     #[must_use]
     pub fn peer_window(&self) -> Option<Registration> {
         self.send.registration()
     }
 
-    /// Returns the range of our memory that has arrived and is not consumed.
+    /// Returns the range of our memory whose bytes have arrived and are not consumed.
     #[must_use]
     pub fn readable(&self) -> std::ops::Range<u32> {
         self.receive.readable()
@@ -274,8 +273,8 @@ impl Endpoint {
             if !self.outbox.queue_keepalive(now, self.config.max_keepalives) {
                 self.stats.keepalives_skipped += 1;
             }
-            // From now, not from when it was due: a driver that is late sends one keepalive, not
-            // several.
+            // The interval counts from now, not from when the keepalive was due: a driver that is
+            // late sends one keepalive, not several.
             self.state =
                 State::Open { next_keepalive: now.checked_add(self.config.keepalive_interval) };
         }
@@ -284,9 +283,10 @@ impl Endpoint {
 
     // ---- actions --------------------------------------------------------------------
 
-    /// Plans the next write, of at most `available` bytes, the oldest first. The driver posts it
-    /// with these bytes and reports it with [`handle_writes_sent`](Self::handle_writes_sent).
-    /// Returns `None` if nothing can be written now; try again after the next event.
+    /// Plans the next write, of at most `available` bytes. The driver posts it with the oldest
+    /// bytes that it has to send, and reports its completion with
+    /// [`handle_writes_sent`](Self::handle_writes_sent). Returns `None` if nothing can be written
+    /// now; try again after the next event.
     pub fn write_plan(&mut self, available: usize) -> Option<Write> {
         if available == 0 || !self.is_open() {
             return None;
@@ -311,7 +311,7 @@ impl Endpoint {
         Some(write)
     }
 
-    /// Consumes the first `bytes` of what is readable, which the reader has copied out.
+    /// Consumes the first `bytes` readable bytes, which the reader has copied out.
     ///
     /// # Panics
     /// If fewer bytes are readable.
@@ -333,9 +333,9 @@ impl Endpoint {
     /// support that.
     ///
     /// # Panics
-    /// If this is not the moment ([`is_to_announce`](Self::is_to_announce)), if the memory has no
-    /// bytes, or if this is a client and the length differs: a Valkey server accepts only one
-    /// length, and crashes otherwise.
+    /// If [`is_to_announce`](Self::is_to_announce) returns `false`, if the memory has no bytes, or
+    /// if this is a client and the length differs: a Valkey server accepts only one length, and
+    /// crashes otherwise.
     pub fn replace_memory(&mut self, memory: Registration) {
         assert!(self.is_to_announce(), "the peer may write to the announced memory");
         assert!(memory.length > 0, "the memory has no bytes");
@@ -349,8 +349,8 @@ impl Endpoint {
         self.memory = memory;
     }
 
-    /// Closes the connection: nothing more is sent, and arrivals are ignored. The driver
-    /// disconnects; the protocol has no message for it.
+    /// Closes the connection: nothing more is sent, and arrivals are ignored. The driver must then
+    /// disconnect, because the protocol has no message that closes a connection.
     pub fn close(&mut self) {
         if !self.is_closed() {
             self.state = State::Closed(None);
@@ -404,7 +404,8 @@ impl Endpoint {
             && self.config.max_unseen.is_some_and(|limit| self.unseen >= limit)
     }
 
-    /// Returns `false` after our own close, and the error after an error of the peer.
+    /// Returns `true` while the connection is not closed, `false` after our own
+    /// [`close`](Self::close), and the error if an error of the peer closed it.
     fn alive(&self) -> Result<bool, ProtocolError> {
         match self.state {
             State::Closed(Some(error)) => Err(error),

@@ -4,7 +4,7 @@
 //!   message    the 32-byte control messages
 //!   window     linear buffers: one side fills them to the last byte, the other re-announces them
 //!   endpoint   one end of a connection, client or server: events in, messages and writes out
-//!   resp       finds where a RESP command or reply ends, whatever the pieces; views of whole ones
+//!   resp       finds where RESP commands and replies end, in pieces of any size; views of them
 //!   session_command   commands that change the state of a connection, by their identity
 //! ```
 //!

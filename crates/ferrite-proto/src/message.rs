@@ -113,7 +113,7 @@ impl Message {
     }
 }
 
-/// Returns `N` bytes from `at` on, which exist in the layout above.
+/// Returns the `N` bytes of a field that begins at `at`; see the layout at the top of this file.
 fn field<const N: usize>(bytes: &[u8; MESSAGE_BYTES], at: usize) -> [u8; N] {
     std::array::from_fn(|index| bytes[at + index])
 }

@@ -77,8 +77,8 @@ impl Default for Limits {
 /// How far a framer got in the bytes that it was fed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Progress {
-    /// Bytes that belong to the frame: all of them, unless the frame ended before.
+    /// How many of the bytes belong to the frame: all, unless the frame ends before the last one.
     pub consumed: usize,
-    /// Whether the frame ends after them. The next byte begins the next frame.
+    /// Whether the frame ends after these bytes. The next byte begins the next frame.
     pub complete: bool,
 }

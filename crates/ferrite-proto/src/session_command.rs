@@ -1,27 +1,28 @@
 //! Commands that change a connection's own state, by their identity.
 //!
-//! A server that runs some commands itself and proxies the others to the engine must know after
-//! which proxied commands the engine's view of the client may differ. It then asks the engine;
-//! nothing here keeps or guesses that state. An identity is the engine's original name of a
-//! command, whatever name the client typed: `rename-command` changes names, not identities.
+//! A server that runs some commands itself and proxies the others to the engine must know which
+//! proxied commands may change what the engine has recorded about the client. After such a command
+//! it asks the engine; nothing here keeps or guesses that state. An identity is the engine's
+//! original name of a command, whatever name the client typed: `rename-command` changes names, not
+//! identities.
 
 /// What a proxied command means for the session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SessionCommand {
-    /// It may change the database, a transaction or tracking. The engine shows these by the
+    /// It may change the database, a transaction or tracking. The engine reports these for a
     /// client's id.
     ChangesState,
     /// It begins a transaction (MULTI), in which the session cannot run commands of its own.
     BeginsTransaction,
     /// It may change the user, the authentication or the protocol version (AUTH, HELLO). The engine
-    /// shows these in full only to a command that the client itself runs.
+    /// reports these in full only to a command that the client itself runs.
     ChangesIdentity,
     /// It returns the connection to its initial state, without a user (RESET).
     Resets,
     /// It asks about earlier writes of this client (WAIT, WAITAOF).
     AsksForWrites,
-    /// From here on replies cannot be counted, or the engine does not show the state that it sets:
-    /// the session stays on the proxy path for good.
+    /// After it, replies cannot be counted, or the engine does not report the state that the
+    /// command sets. The session stays on the proxy path for good.
     PinsToProxy,
 }
 

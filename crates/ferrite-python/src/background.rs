@@ -3,8 +3,9 @@
 //! Callers wait in their own threads. The thread here moves the frames of all streams and keeps
 //! them alive while Python does something else. It never takes Python's lock.
 //!
-//! A forked child has no such thread. It gets its own when it first connects; what belongs to the
-//! parent is left untouched, because its memory and queues are the parent's.
+//! A forked child does not have the parent's thread. It gets its own when it first connects. It
+//! does not touch the parent's runtime and fabrics, because their memory and queues belong to the
+//! parent.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -26,7 +27,7 @@ pub(crate) struct Background {
 }
 
 impl Background {
-    /// Returns that of this process.
+    /// Returns the background of this process. Creates it if there is none yet.
     pub(crate) fn of_this_process() -> PyResult<Arc<Self>> {
         let mut background = BACKGROUND.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(background) = background.as_ref().filter(|known| known.is_of_this_process()) {
@@ -64,7 +65,7 @@ impl Background {
             Rdma::Prefer | Rdma::Require => (&self.with_rdma, Rdma::Prefer),
         };
         let mut fabric = fabric.lock().unwrap_or_else(PoisonError::into_inner);
-        // Without a device it is built again: devices may come later.
+        // A fabric without a device is built again, because devices may appear later.
         if let Some(fabric) = fabric.as_ref()
             && (rdma == Rdma::Forbid || fabric.absence().is_none())
         {

@@ -1,8 +1,9 @@
 //! The memory of Python objects as slices, without a copy.
 //!
-//! Separate, because this is the crate's only unsafe code. Python's buffer protocol pins the memory
-//! while a buffer is held. It does not lock it: a program that uses the same object in another
-//! thread during the call sees bytes of both, as with `socket.recv_into` of Python itself.
+//! This is a file of its own, because it has the crate's only unsafe code. Python's buffer protocol
+//! pins the memory while a buffer is held. It does not lock the memory: a program that uses the
+//! same object in another thread during the call sees bytes of both, as with `socket.recv_into` of
+//! Python itself.
 #![expect(unsafe_code, reason = "slices of memory that Python owns")]
 
 use std::slice;

@@ -10,7 +10,7 @@ use std::task::{Context, Poll, ready};
 use ferrite_session::Session;
 use tokio::io::{AsyncRead as _, ReadBuf, ReadHalf};
 
-/// Bytes read at a time before it is known where they belong.
+/// How many bytes to read at a time before the header has shown where they belong.
 const READ_AHEAD: usize = 16 << 10;
 /// The longest header of a bulk reply is shorter than this.
 const HEADER_MAX: usize = 32;
@@ -20,7 +20,7 @@ const VALUE_MAX: usize = isize::MAX as usize - 2;
 pub(crate) struct Input {
     half: ReadHalf<Session>,
     ahead: Vec<u8>,
-    /// The part of `ahead` that was received and not yet taken.
+    /// `from..to` is the part of `ahead` that was received and not yet taken.
     from: usize,
     to: usize,
     is_at_end: bool,
@@ -127,7 +127,7 @@ impl Input {
         let BulkProgress::Body { size, read } = progress else { return Poll::Pending };
         let fits = *size <= out.len();
         while *read < *size + 2 {
-            // The line end, and a value that does not fit, go elsewhere.
+            // The line end, and a value that does not fit, are read and dropped.
             let mut dropped = [0; 4096];
             let room = match fits && *read < *size {
                 true => &mut out[*read..*size],
@@ -153,7 +153,7 @@ impl Input {
             }
             if let Some(end) = waiting.windows(2).position(|pair| pair == b"\r\n") {
                 let (kind, number) = (waiting[0], waiting.get(1..end).unwrap_or_default());
-                // No memory is as large as what a signed number cannot hold.
+                // A size that does not fit an `isize` is invalid: no memory is that large.
                 let number_of = |text: &str| text.parse::<isize>().ok();
                 let size = std::str::from_utf8(number).ok().and_then(number_of);
                 let size = size.and_then(|size| usize::try_from(size).ok());

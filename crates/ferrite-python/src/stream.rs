@@ -4,7 +4,7 @@
 //! are seen. One thread may receive while another sends, and a third may close: both then return.
 //!
 //! With a timeout of 0, calls do not wait. A call that would wait raises `BlockingIOError`, and the
-//! eventfd of [`Stream::fileno`] becomes readable when it is worth another try.
+//! eventfd of [`Stream::fileno`] becomes readable when it is time to call again.
 
 use std::future::poll_fn;
 use std::io;
@@ -30,7 +30,7 @@ use crate::background::Background;
 use crate::buffer::{Source, Target};
 use crate::input::{Bulk, BulkProgress, Input};
 
-/// The longest wait without a look for signals.
+/// The longest wait between two checks for signals.
 const SLICE: Duration = Duration::from_millis(200);
 
 /// A connection to a server, over RDMA or TCP.
@@ -43,7 +43,7 @@ pub(crate) struct Stream {
     closing: Notify,
     is_closed: AtomicBool,
     timeout: Mutex<Option<Duration>>,
-    /// Wakes an event loop; made when it is first asked for.
+    /// Wakes an event loop; created at the first call of `fileno`.
     event: OnceLock<Arc<Event>>,
     peer: SocketAddr,
     /// RDMA or TCP, in words.
@@ -338,13 +338,13 @@ impl Wake for Event {
     }
 
     fn wake_by_ref(self: &Arc<Self>) {
-        // It fails only if the counter is full, and then the eventfd is readable.
+        // The write fails only if the counter is full, and then the eventfd is readable anyway.
         let _ = rustix::io::write(&self.0, &1_u64.to_ne_bytes());
     }
 }
 
-/// Polls until it is ready, without Python's lock. `poll` gets the time of the last progress, which
-/// it may update: the limit is for a wait without progress.
+/// Calls `poll` until it is ready, without Python's lock. `poll` gets the time of the last
+/// progress, which it may update: the limit is for a wait without progress.
 fn wait<T: Send>(
     py: Python<'_>,
     background: &Background,
@@ -385,7 +385,8 @@ fn closed() -> io::Error {
     io::Error::new(io::ErrorKind::NotConnected, "the stream is closed")
 }
 
-/// Adds what to do about a missing RDMA. Where RDMA is only preferred, the server is to blame.
+/// Adds the remedy for missing RDMA if RDMA is required. If it is only preferred, TCP has failed as
+/// well, so missing RDMA is not the cause.
 fn with_remedy(rdma: Rdma, error: io::Error) -> io::Error {
     let cause = error.get_ref().and_then(|cause| cause.downcast_ref::<ferrite_fabric::Error>());
     match cause.and_then(ferrite_fabric::Error::remedy) {

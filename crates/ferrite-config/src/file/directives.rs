@@ -19,7 +19,7 @@ const RESERVED: [(&str, &str); 11] = [
     ("ferrite", "set the module's settings in [network] and [network.rdma] instead"),
 ];
 
-/// Returns the lines that follow the directive's name; a list gives several.
+/// Returns the rest of the directive's line, after its name. A list gives several lines.
 pub(super) fn lines(name: &str, value: &DeValue<'_>) -> Result<Vec<String>, String> {
     let plain = name.to_ascii_lowercase();
     let first = plain.split('.').next().unwrap_or_default();

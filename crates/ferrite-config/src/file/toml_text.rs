@@ -38,14 +38,14 @@ pub(super) fn of(
     }
 }
 
-/// Returns the error for a text that does not parse, in the file's own words where they differ.
+/// Returns the error for a text that does not parse, in the file's syntax where that differs.
 pub(super) fn expected(
     kind: &Kind,
     alias: Option<&Alias>,
     why: String,
     setting: &Setting,
 ) -> String {
-    // The likeliest mistake: the port for clients.
+    // The likeliest mistake is to give the port for clients.
     if std::ptr::eq(setting, &raw const crate::table::RDMA_DEVICE_PORT) {
         return "expected a port of the device, 0 to 254; set the port for clients in rdma_listen"
             .into();

@@ -21,7 +21,8 @@ use super::lock;
 pub enum Pages {
     /// The system's ordinary pages.
     Normal,
-    /// Ordinary pages that the kernel was asked to merge (`madvise`): likely, but not certain.
+    /// Ordinary pages that the kernel was asked to merge into huge ones (`madvise`). Whether it has
+    /// done so is not known.
     Transparent,
     /// 2 MiB pages from the host's reserve (`vm.nr_hugepages`).
     Huge,
@@ -30,11 +31,11 @@ pub enum Pages {
 /// Mapped and registered memory. The arena never accesses its bytes: that is up to the blocks cut
 /// from it.
 pub(super) struct Arena {
-    /// In the order of the pool's domains; `None` where the device is gone. They must be released
-    /// before the memory: see `drop`.
+    /// In the order of the pool's domains; `None` where the device is gone. The regions must be
+    /// released before the memory: see `drop`.
     regions: Mutex<Vec<Option<MemoryRegion>>>,
-    /// The local keys of the regions; 0 where the device is gone. Outside of their lock, because
-    /// they are read for each posted request.
+    /// The local keys of the regions; 0 where the device is gone. Not under the lock of `regions`,
+    /// because a key is read for each posted request.
     lkeys: Box<[AtomicU32]>,
     memory: Mapping,
     pages: Pages,
@@ -85,7 +86,8 @@ impl Arena {
 
     /// Stores the registration for the pool's `domain`, which has none.
     pub(super) fn restore(&self, domain: usize, region: MemoryRegion) {
-        // Relaxed: anybody who posts on the domain's queues got them later, through locks.
+        // Relaxed is enough: a thread that posts on the domain's queues gets these later, through
+        // locks.
         self.lkeys[domain].store(region.lkey(), Ordering::Relaxed);
         if let Some(before) = lock(&self.regions)[domain].replace(region) {
             self.release(before);
@@ -117,7 +119,8 @@ impl Arena {
     /// Ends a registration.
     pub(super) fn release(&self, region: MemoryRegion) {
         if let Err((region, _)) = region.deregister() {
-            // The device may still write. Dropping the region tries once more and counts the leak.
+            // The device may still write. Dropping the region tries once more to release it, and
+            // counts a leak if that fails.
             self.memory.is_leaked.store(true, Ordering::Relaxed);
             drop(region);
         }
@@ -206,8 +209,8 @@ impl Mapping {
         let _ = unsafe { madvise(self.at.as_ptr().cast(), self.len, Advice::LinuxDontFork) };
     }
 
-    /// Prefers pages of the device's own memory node. Best effort: if the host refuses, it is just
-    /// slower.
+    /// Asks the kernel for pages of the device's own NUMA node. Best effort: if the host refuses,
+    /// accesses are only slower.
     fn prefer_node(&self, node: u32) {
         const BITS: usize = u64::BITS as usize;
         let mut nodes = [0_u64; 16];

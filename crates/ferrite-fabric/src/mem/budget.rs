@@ -9,8 +9,8 @@ use super::lock;
 /// A limit on the memory held for one user, such as a peer. Clones share it.
 ///
 /// A buffer is charged by the size of its block when it is taken, and credited when its last handle
-/// is dropped, whoever holds it then: the charge moves with the buffer. Reaching the limit is an
-/// error that the caller must handle, never a wait.
+/// is dropped, whoever holds that handle: the charge moves with the buffer. Reaching the limit is
+/// an error that the caller must handle, never a wait.
 ///
 /// ```
 /// use ferrite_fabric::mem::{Account, Purpose};
@@ -74,9 +74,9 @@ impl Account {
         }))
     }
 
-    /// Creates an account that shares the limit of this one with others like it. The first
-    /// `free_bytes` that it holds are not shared: it can always have them, whatever the others
-    /// hold.
+    /// Creates an account that is a part of this one. What the part holds beyond `free_bytes` is
+    /// also charged to this account, so that all its parts share its limit. The first `free_bytes`
+    /// are charged only to the part, which can have them whatever the other parts hold.
     #[must_use]
     pub fn part(&self, name: impl Into<Arc<str>>, limit_bytes: u64, free_bytes: u64) -> Self {
         let parent = Some(Parent { account: self.clone(), free_bytes });
@@ -149,7 +149,8 @@ impl Account {
         wakes.append(&mut held.waiters);
     }
 
-    /// Wakes `waker` once or twice, when this account or its parent holds less than now.
+    /// Wakes `waker` at the next credit to this account, and again at the next credit to its
+    /// parent.
     pub(crate) fn wake_on_credit(&self, waker: &Waker) {
         let waiters = &mut lock(&self.0.held).waiters;
         if !waiters.iter().any(|waiting| waiting.will_wake(waker)) {

@@ -1,6 +1,6 @@
 //! Size classes and purposes, by which blocks are kept separate.
 
-/// Size of a chunk: arenas are divided into chunks, and it is the largest block.
+/// The size of a chunk, and of the largest block. Arenas are divided into chunks.
 pub(super) const CHUNK_BYTES: usize = 2 << 20;
 
 /// The size of a block. A buffer uses a block of the smallest class that holds it.

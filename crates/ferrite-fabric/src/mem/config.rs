@@ -18,22 +18,23 @@ use super::error::PoolError;
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PoolConfig {
-    /// Registered when the pool is built. It is divided between sends and receives in proportion to
-    /// their limits, with at least 2 MiB for each unless it is 0. Default: 4 MiB.
+    /// Bytes to register when the pool is built. They are divided between sends and receives in
+    /// proportion to their limits, with at least 2 MiB for each unless this is 0. Default: 4 MiB.
     pub memory_pool_initial: usize,
-    /// Registered at a time when a heap is exhausted. Default: 4 MiB.
+    /// Bytes to register at a time when a heap is exhausted. Default: 4 MiB.
     pub memory_pool_increase: usize,
-    /// The most that is ever registered, including receives. Every device of a pool pins it
-    /// separately, and each counts against the locked-memory limit; a fabric divides it among its
-    /// devices. Default: 1 GiB.
+    /// The most bytes that the pool ever has, for sends and receives together. Every device of the
+    /// pool pins all of them, and each registration counts against the locked-memory limit; so a
+    /// fabric divides its setting by the number of its devices. Default: 1 GiB.
     pub memory_pool_max: usize,
-    /// The part of it that only receives may use; sends have the rest. At least 2 MiB for either.
-    /// Default: 512 MiB.
+    /// The part of `memory_pool_max` that only receives may use; sends may use only the rest. Each
+    /// part is at least 2 MiB. Default: 512 MiB.
     pub receive_reserve: usize,
-    /// Registered for receives when the pool is built, and kept; at least their part of
-    /// `memory_pool_initial`. Default: 0.
+    /// Bytes to register for receives when the pool is built, and to keep. If the receives' part of
+    /// `memory_pool_initial` is larger, that part is registered instead. Default: 0.
     pub receive_initial: usize,
-    /// The largest region to register. A larger amount is registered in several. Default: no limit.
+    /// The largest region to register. A larger amount is registered in several regions. Default:
+    /// no limit.
     pub max_region: usize,
     /// Maximum number of regions, half of them for sends and half for receives. Default: no limit.
     pub max_regions: usize,
@@ -45,9 +46,10 @@ pub struct PoolConfig {
     pub cache_shards: usize,
     /// Uses 2 MiB pages: from the host's reserve, or else merged by the kernel. Default: false.
     pub huge_pages: bool,
-    /// Maximum number of free blocks, of one class and purpose, in a thread's cache. Default: 128.
+    /// Maximum number of free blocks of one class and purpose in one cache. Default: 128.
     pub thread_cache_blocks: usize,
-    /// The same in bytes: larger classes keep fewer blocks, or none. Default: 256 KiB.
+    /// Maximum size of these blocks together, in bytes: larger classes keep fewer blocks, or none.
+    /// Default: 256 KiB.
     pub thread_cache_bytes: usize,
 }
 
@@ -129,12 +131,13 @@ impl PoolConfig {
         self.max_regions / Purpose::ALL.len()
     }
 
-    /// Returns what a heap keeps although nobody uses it.
+    /// Returns how many bytes a heap keeps although nobody uses them.
     pub(super) fn kept_of(&self, purpose: Purpose) -> usize {
         if purpose == Purpose::Receive { self.receive_initial } else { 0 }
     }
 
-    /// Returns what is registered for each device once `receives` receives of `bytes` are posted.
+    /// Returns how many bytes are registered for each device once `receives` receives of `bytes`
+    /// bytes are posted.
     pub(crate) fn registered_at_start(&self, receives: usize, bytes: usize) -> usize {
         let Ok(config) = self.clone().checked() else { return 0 };
         let block = SizeClass::holding(bytes).map_or(bytes, SizeClass::bytes);

@@ -1,8 +1,8 @@
 //! The shared state of a pool: its heaps, caches and counters, and how blocks are taken and
 //! returned.
 //!
-//! The files below it are the parts that refer back to it: a slab keeps its pool alive, and so
-//! does every buffer in it.
+//! The submodules are the parts of a pool that refer back to this state: a slab keeps it alive, and
+//! so does every buffer in the slab.
 //!
 //! ```text
 //!   slab ◄─ heap ◄─ cache        free blocks
@@ -150,7 +150,8 @@ impl Core {
                     }
                 },
             };
-            // The host provides no more, but quarantine and caches may hold some that is free.
+            // The heap cannot grow, but the quarantine and the caches may hold blocks that can be
+            // used.
             self.retry_quarantined();
             self.cache.drain(purpose, heap);
             heap.take(self, class, 1, &mut one);
@@ -160,8 +161,8 @@ impl Core {
         }
     }
 
-    /// Grows before that is needed, if there is a background executor: otherwise the next caller
-    /// would wait for the registration.
+    /// Grows the heap before it is exhausted, if there is a background executor: otherwise the next
+    /// caller would wait for the registration.
     #[cold]
     fn grow_ahead(self: &Arc<Self>, purpose: Purpose) {
         let Some(background) = self.background.get() else { return };
@@ -191,14 +192,14 @@ impl Core {
         Ok(())
     }
 
-    /// Returns arenas to the system that nobody has used for a while. Returns whether more can be
-    /// released later, if nobody uses it.
+    /// Gives arenas that nobody has used for a while back to the system, up to `most` for each
+    /// purpose. Returns whether more can be released later, if they stay unused.
     pub(super) fn shrink(&self, most: usize) -> bool {
         let mut has_more = false;
         for (purpose, heap) in Purpose::ALL.into_iter().zip(&self.heaps) {
             self.cache.drain(purpose, heap);
-            // No arena may be created, or registered with a domain, meanwhile. If one is right now,
-            // do not wait for that.
+            // Meanwhile, no arena may be created or registered with a domain. If another thread is
+            // doing so, do not wait for it.
             let Ok(registering) = self.registering.try_lock() else {
                 has_more = true;
                 continue;
@@ -300,13 +301,14 @@ impl Core {
         }
     }
 
-    /// Keeps a buffer that the device has not released, so that it is never used.
+    /// Keeps a buffer that the device has not released, so that nobody uses it until it is
+    /// released.
     pub(super) fn quarantine(&self, registrations: Registrations, buf: BufMut) {
         self.counters.quarantined_bytes.fetch_add(buf.block_bytes() as u64, Ordering::Relaxed);
         self.hold(registrations, buf);
     }
 
-    /// Holds it until the next attempt; for ever if the pool is gone.
+    /// Holds the buffer until the next attempt to release it. Leaks it if the pool is closed.
     fn hold(&self, registrations: Registrations, buf: BufMut) {
         let mut quarantine = lock(&self.quarantine);
         if quarantine.closed {
@@ -348,7 +350,8 @@ impl Core {
 }
 
 /// Leaks the buffer and with it the mapping, because the device may write there for ever. Dropping
-/// the registrations tries once more and counts the leak ([`ferrite_verbs::leaked_objects`]).
+/// the registrations tries once more to release them, and counts a leak if that fails
+/// ([`ferrite_verbs::leaked_objects`]).
 fn leak(registrations: Registrations, buf: BufMut) {
     std::mem::forget(buf);
     drop(registrations);

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::class::Purpose;
 use super::error::{Budget, PoolError};
 
-/// Counted as it happens, by all who hold the pool.
+/// Counters that are updated when the event happens, by everything that shares the pool.
 #[derive(Default)]
 pub(super) struct Counters {
     pub(super) growths: AtomicU64,

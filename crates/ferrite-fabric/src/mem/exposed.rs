@@ -1,8 +1,8 @@
 //! Memory that a peer may read or write.
 //!
-//! The peer needs no consent for each access, and can be stopped only by invalidating its key. So
-//! there is never a `&[u8]` into this memory: bytes are copied in and out. It becomes a buffer
-//! again only when the device has confirmed that the key is invalid.
+//! The peer does not ask before an access, and can be stopped only by invalidating its key. So
+//! there is never a `&[u8]` into this memory: bytes are copied in and out. The memory becomes a
+//! buffer again only when the device has confirmed that the key is invalid.
 #![expect(
     unsafe_code,
     reason = "registers memory for remote access; the block states its obligations"
@@ -20,8 +20,9 @@ use super::error::PoolError;
 
 /// A buffer that [`Pool::expose`](super::Pool::expose) exposed to a peer.
 ///
-/// Dropping it revokes it, too. If the device does not release it then, the buffer goes into
-/// quarantine: it is counted in the statistics, and not used again while the device may write it.
+/// Dropping it revokes it, too. If the device does not release the memory then, the buffer goes
+/// into quarantine: it is counted in the statistics, and not used again while the device may write
+/// it.
 ///
 /// ```
 /// use ferrite_fabric::mem::Purpose;
@@ -48,7 +49,8 @@ pub struct Exposed {
 }
 
 struct Held {
-    /// The registrations on devices. Without any, peers can access it only through this process.
+    /// The registrations on devices. Without any, peers can access the buffer only through this
+    /// process.
     registrations: Registrations,
     buf: BufMut,
 }
@@ -90,8 +92,8 @@ impl Exposed {
     }
 
     /// Exposes it to the peer of one queue pair on a device, through a window that must be bound to
-    /// that queue pair. The memory under the window is registered without remote rights, unless it
-    /// already was with some.
+    /// that queue pair. The memory is registered for this without remote rights, unless the device
+    /// has a registration of it already.
     pub(super) fn open_window(
         &mut self,
         index: usize,
@@ -110,13 +112,13 @@ impl Exposed {
             error
         })?;
         let window = Window::new(window);
-        windows.retain(|(_, window)| window.is_open()); // those of links that are gone are closed
+        windows.retain(|(_, window)| window.is_open()); // windows of links that are gone are closed
         windows.push((index, Arc::clone(&window)));
         Ok(window)
     }
 
-    /// Ends its registration on a device that is gone. If the device does not release it, it stays
-    /// registered.
+    /// Ends its registration on a device that is gone. If the device does not release the memory,
+    /// the registration stays.
     pub(crate) fn unregister(&mut self, index: usize) {
         let Held { registrations: Registrations { regions, windows }, .. } =
             self.held.as_mut().expect("held until it is revoked");
@@ -124,7 +126,7 @@ impl Exposed {
         let Some(at) = regions.iter().position(|(on, _)| *on == index) else { return };
         let (_, region) = regions.swap_remove(at);
         if let Err((region, _)) = region.deregister() {
-            // Under the index of no domain: tried again at the end.
+            // Kept under an index that no domain has: the last release tries again.
             regions.push((usize::MAX, region));
         }
     }
@@ -141,8 +143,8 @@ impl Exposed {
         self.held.as_ref().expect("held until it is revoked")
     }
 
-    /// Returns what the peer needs to address it: send it these numbers. Without a device, all but
-    /// the length are 0.
+    /// Returns the numbers that the peer needs to address the memory: send them to the peer.
+    /// Without a device, all but the length are 0.
     #[must_use]
     pub fn remote(&self) -> RemoteSlice {
         let registrations = &self.held().registrations;

@@ -152,7 +152,7 @@ impl Drop for Handle {
 impl Pool {
     /// Returns a builder for a pool whose memory all of `domains` may use, one for each device of
     /// the process. Their order gives the indices for [`BufMut::raw_parts`] and [`Pool::expose`].
-    /// Without domains it is plain memory.
+    /// Without domains, the memory is not registered.
     pub fn builder(domains: &[ProtectionDomain]) -> Builder {
         Builder { domains: domains.to_vec(), config: PoolConfig::default() }
     }
@@ -369,7 +369,7 @@ impl Pool {
         buf.is_of(&self.0.core)
     }
 
-    /// Returns the domains that it is registered with.
+    /// Returns the domains that the pool's memory is registered with.
     #[must_use]
     pub fn domains(&self) -> Vec<ProtectionDomain> {
         self.0.core.live_domains()
@@ -384,9 +384,9 @@ impl Pool {
         self.0.core.retire(index);
     }
 
-    /// Replaces a retired domain, because its device is back. Registers all memory with it, and
-    /// memory that the pool grows by later. Buffers in use can be used with it, too. Callers that
-    /// need the pool to grow wait meanwhile.
+    /// Replaces a retired domain, because its device is back. Registers all memory of the pool with
+    /// the new domain, also memory that is added later. Buffers that are in use now can be used
+    /// with it, too. Meanwhile, callers that need the pool to grow wait.
     ///
     /// Nothing may be in flight on the index: requests with the keys of the old domain are invalid
     /// in the new one, and are answered with protection errors.

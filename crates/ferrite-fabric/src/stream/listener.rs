@@ -42,7 +42,7 @@ use crate::source::UNKNOWN_PEER;
 pub struct StreamListener(Listener);
 
 impl StreamListener {
-    /// Listens on an address of the fabric's devices; port 0 picks one.
+    /// Listens on an address of the fabric's devices; port 0 picks a free port.
     ///
     /// # Errors
     /// Those of [`Fabric::listen`]. An address in use is [`io::ErrorKind::AddrInUse`].
@@ -72,7 +72,7 @@ impl StreamListener {
     }
 
     /// Like [`StreamListener::accept`], for manual polling. A new stream wakes every waker that was
-    /// registered since the last one.
+    /// registered since the previous stream.
     pub fn poll_accept(&self, cx: &mut Context<'_>) -> Poll<io::Result<(Stream, SocketAddr)>> {
         match self.0.next(Some(cx.waker())) {
             Ok(Some(link)) => {

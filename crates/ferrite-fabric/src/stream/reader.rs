@@ -13,8 +13,8 @@ use crate::handles::Link;
 use crate::link::message::Parts;
 use crate::mem::Buf;
 
-/// A reader with less space is served from what the fabric has already read: otherwise it would
-/// make too many system calls.
+/// The smallest buffer of a caller that is filled directly from the kernel. A smaller one is filled
+/// from what the fabric has already read: direct reads would take too many system calls.
 const DIRECT_READ_MIN: usize = 16 << 10;
 
 pub(super) struct Reader {
@@ -93,7 +93,7 @@ impl Reader {
                 break;
             }
             match self.link.shared().receive(Some(cx.waker())) {
-                // Messages of other users of the link.
+                // Drops notices of one-sided writes, and messages on other channels.
                 Ok(Some(message)) if message.notice().is_some() || message.channel() != CHANNEL => {
                 }
                 Ok(Some(message)) => self.take(message.into_parts()),

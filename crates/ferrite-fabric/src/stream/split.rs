@@ -44,7 +44,8 @@ pub struct OwnedReadHalf(Reader);
 /// ```
 pub struct OwnedWriteHalf(Writer);
 
-/// The halves belong to different streams; they are returned here.
+/// The error of [`OwnedReadHalf::reunite`] if the halves belong to different streams. Contains
+/// both.
 #[derive(Debug)]
 pub struct ReuniteError(pub OwnedReadHalf, pub OwnedWriteHalf);
 
@@ -75,7 +76,7 @@ impl OwnedReadHalf {
         if !self.0.link.is_same(&other.0.link) {
             return Err(ReuniteError(self, other));
         }
-        // So that dropping it does not end the stream.
+        // Dropping `other` must not end the stream.
         let over = std::mem::replace(&mut other.0.over, true);
         let mut writer = Writer::new(self.0.link.clone());
         writer.over = over;

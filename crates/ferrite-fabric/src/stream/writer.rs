@@ -75,7 +75,7 @@ impl Writer {
             ready!(shared.poll_room(len as u64, cx.waker()))?;
             match shared.post(CHANNEL, buf.slice(..len)) {
                 Ok(()) => break,
-                // Another user of the link was faster.
+                // Another user of the link has filled the queue meanwhile.
                 Err((_, error)) if error.kind() == ErrorKind::Full => {}
                 Err((_, error)) => return Poll::Ready(Err(error.into())),
             }
@@ -119,7 +119,7 @@ impl Writer {
             gather(slices, &mut buf);
             match shared.post(CHANNEL, buf.freeze()) {
                 Ok(()) => return Poll::Ready(Ok(len)),
-                // Another user of the link was faster.
+                // Another user of the link has filled the queue meanwhile.
                 Err((_, error)) if error.kind() == ErrorKind::Full => {}
                 Err((_, error)) => return Poll::Ready(Err(error.into())),
             }
@@ -151,8 +151,8 @@ impl Writer {
         if self.link.shared().poll_progress(cx.waker()) {
             return Poll::Pending;
         }
-        // Other links hold all the memory, and their progress does not wake us. A few inline bytes
-        // need none.
+        // Other links hold all the memory, and their progress does not wake this task. A few inline
+        // bytes need no memory of the pool.
         let len = total.min(INLINE_MIN);
         if self.send_now(slices, len)? {
             return Poll::Ready(Ok(len));

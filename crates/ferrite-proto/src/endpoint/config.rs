@@ -15,8 +15,8 @@ use std::time::Duration;
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Config {
-    /// The longest window that a peer may announce. It costs nothing here: bytes are gathered from
-    /// where they are. Default 1 GiB.
+    /// The longest window that a peer may announce. A long window takes no memory on this side: the
+    /// driver gathers the bytes of a write from wherever they are. Default 1 GiB.
     pub max_peer_window: u32,
     /// The longest single write. Default 1 GiB; a network card accepts at most 2 GiB.
     pub max_write: u32,
@@ -33,11 +33,11 @@ pub struct Config {
     /// sent it. It proves nothing for requests sent while it was on its way. So the limit must be
     /// at most half of the server's receives, better a quarter.
     ///
-    /// A client whose queue pair retries (RNR retry 7) needs no limit. The longest wait is the
-    /// server's keepalive interval.
+    /// A client whose queue pair retries (RNR retry 7) needs no limit. A write that the limit holds
+    /// back waits at most for the server's next keepalive.
     ///
-    /// Servers have no such limit. They would wait for ever, because clients send no keepalives.
-    /// They need none, because their network card retries for as long as it takes.
+    /// The limit does not apply to servers. A server could wait for ever, because clients send no
+    /// keepalives. It needs no limit, because its network card retries for as long as it takes.
     pub max_unseen: Option<u32>,
     /// How often a server sends a keepalive. Default 3 s. Clients send none.
     pub keepalive_interval: Duration,
@@ -70,7 +70,7 @@ impl Config {
     /// Checks whether an endpoint can work with this configuration.
     ///
     /// # Errors
-    /// Names a field that is zero: nothing would ever be sent, or everything at once.
+    /// If a field is zero. The error has the name of that field.
     pub fn check(&self) -> Result<(), ConfigError> {
         let zero = [
             ("max_peer_window", self.max_peer_window == 0),

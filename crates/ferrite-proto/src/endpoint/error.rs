@@ -22,8 +22,8 @@ pub enum ProtocolError {
     /// The peer violated the rules of the windows.
     #[error(transparent)]
     Window(#[from] WindowError),
-    /// A write has more bytes than its immediate says. Fewer are legal: writes without an immediate
-    /// may have gone before.
+    /// A write has more bytes than its immediate says. Fewer are legal: the immediate also counts
+    /// the bytes of earlier writes without an immediate.
     #[error("the peer wrote {byte_len} bytes, but its immediate says {immediate}")]
     Immediate {
         /// The number in the immediate.
@@ -43,8 +43,8 @@ pub enum ProtocolError {
     /// Keepalives are not acknowledged, and nothing else arrives.
     #[error("the peer has been silent for {after:?}")]
     Dead {
-        /// Since the oldest keepalive without acknowledgement, or since the last arrival if that is
-        /// later.
+        /// The limit [`Config::dead_after`](super::Config::dead_after). It counts from the oldest
+        /// keepalive without acknowledgement, or from the last arrival if that is later.
         after: Duration,
     },
 }

@@ -13,7 +13,7 @@ use crate::message::Message;
 /// one is reported as sent.
 pub const MESSAGES_IN_FLIGHT: usize = 32;
 
-/// Maximum number of feature messages that wait.
+/// Maximum number of feature messages that wait to be polled.
 pub(super) const FEATURES_WAITING: usize = 16;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -62,7 +62,7 @@ impl Outbox {
         room
     }
 
-    /// Returns since when the oldest keepalive waits for its completion.
+    /// Returns when the oldest keepalive without a completion was queued.
     pub(super) fn oldest_keepalive(&self) -> Option<Instant> {
         self.keepalives.front().copied()
     }

@@ -14,11 +14,11 @@ impl Endpoint {
                     return Err(ProtocolError::TooManyQuestions { asked: FEATURES_WAITING + 1 });
                 }
             }
-            // An endpoint never asks as a client: no features are defined.
+            // An endpoint never asks for features as a client, because none are defined.
             (Message::GetServerFeature { .. }, Role::Client) => {
                 return Err(ProtocolError::UnaskedFeatures);
             }
-            // It has no answer, and no feature has an effect.
+            // This message has no answer, and no feature is defined that could have an effect.
             (Message::SetClientFeature { .. }, _) => self.stats.features_received += 1,
             (Message::Keepalive, _) => self.stats.keepalives_received += 1,
             (Message::RegisterXferMemory(registration), _) => {

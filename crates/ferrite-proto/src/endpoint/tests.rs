@@ -153,7 +153,7 @@ fn server_sends_keepalives_and_detects_a_dead_peer() {
     assert_eq!(server.poll_message(), None, "no more than three");
     assert_eq!((server.stats().keepalives_sent, server.stats().keepalives_skipped), (3, 2));
 
-    // Acknowledged: the oldest one left was queued at 6 s.
+    // The first keepalive is acknowledged: the oldest one left was queued at 6 s.
     server.handle_message_sent();
     let dead = ProtocolError::Dead { after: 30 * second };
     server.handle_timeout(now + 35 * second).expect("alive");
@@ -221,7 +221,7 @@ fn client_waits_for_an_arrival_from_the_server() {
     let mut client = ready(Role::Client, config.clone(), now);
     for _ in 0..3 {
         client.write_plan(1).expect("below the limit");
-        client.handle_writes_sent(1); // by the network card: not an arrival
+        client.handle_writes_sent(1); // the local completion is not an arrival
     }
     assert_eq!((client.write_plan(1), client.writable()), (None, 0));
     assert_eq!(client.stats().stalled_by_silence, 1);
@@ -270,7 +270,6 @@ fn messages_in_flight_are_bounded() {
     assert!(server.poll_message().is_some());
 }
 
-/// Checks that every counter is updated.
 #[test]
 fn every_counter_is_updated() {
     let now = Instant::now();

@@ -50,7 +50,8 @@ impl<'a> Command<'a> {
     }
 
     /// Parses bytes that a [`CommandFramer`] has found to be one command, without framing them
-    /// again. Other bytes may have fewer arguments than they state.
+    /// again. For other bytes, [`args`](Self::args) may return fewer arguments than the command
+    /// states.
     #[must_use]
     pub fn framed(bytes: &'a [u8]) -> Option<Self> {
         if let Some(rest) = bytes.strip_prefix(b"*") {

@@ -6,10 +6,10 @@
 //!   \r\n    *0\r\n    *-1\r\n               empty: complete commands without arguments
 //! ```
 //!
-//! As in Redis, the byte after `\r`, which should be `\n`, and the two bytes after a bulk string
-//! are skipped without a check, unless [`Limits::exact_ends`] is set: Valkey 9.1 checks some of
-//! them. Redis waits for the rest of a line even if it can no longer be a number; this framer does
-//! not.
+//! As in Redis, the framer does not check the byte after `\r`, which should be `\n`, or the two
+//! bytes after a bulk string. It checks them if [`Limits::exact_ends`] is set, because Valkey 9.1
+//! checks some of them. If a line can no longer be a number, Redis still waits for the rest of the
+//! line; this framer reports the error at once.
 
 use super::number::Length;
 use super::{Limits, Progress};
@@ -104,7 +104,8 @@ impl CommandFramer {
         }
     }
 
-    /// Consumes the next bytes, up to the end of a command. Feed the rest again.
+    /// Consumes the next bytes, up to the end of a command. Feed the bytes after it in the next
+    /// call.
     ///
     /// # Errors
     /// If the bytes are not a command. All later calls return the same error.

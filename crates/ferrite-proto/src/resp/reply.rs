@@ -6,7 +6,7 @@
 //!   *2  ~2  >2  %2                            that many values follow, twice as many in a map
 //!   |1                                        attributes: pairs, then the value they belong to
 //!   $?  ;4 …  ;0                              a string in chunks
-//!   *?  ~?  %?  …  .                          values until the end
+//!   *?  ~?  %?  …  .                          values until the end marker
 //!   $-1  *-1                                  the nulls of RESP2
 //! ```
 //!
@@ -69,7 +69,7 @@ impl ReplyFramer {
         self.frame_bytes
     }
 
-    /// Consumes the next bytes, up to the end of a reply. Feed the rest again.
+    /// Consumes the next bytes, up to the end of a reply. Feed the bytes after it in the next call.
     ///
     /// # Errors
     /// If the bytes are not a reply. All later calls return the same error.
@@ -159,7 +159,7 @@ impl ReplyFramer {
             b'.' if self.stream_may_end() => line(Scalar::End),
             got => return Err(ReplyError::Type { got }),
         };
-        // Attributes may follow attributes; all of them belong to the next other value.
+        // Attributes may follow attributes; all belong to the next value that is not attributes.
         self.attributed &= matches!(kind, b'|');
         Ok(state)
     }
@@ -277,7 +277,8 @@ impl ReplyFramer {
                     return Err(ReplyError::TooDeep { limit: self.limits.depth });
                 }
                 self.levels.push(level);
-                // Attributes before these attributes wait with them for the value.
+                // Earlier attributes belong to the same value as these: the flag is set when these
+                // end.
                 self.attributed = false;
                 State::Type
             }

@@ -95,7 +95,7 @@ impl<'a> Value<'a> {
         Reader { rest: bytes }.value()
     }
 
-    /// Appends the value in RESP3: nulls in that version's form, streamed aggregates with their
+    /// Appends the value in RESP3: nulls in the form of RESP3, streamed aggregates with their
     /// length.
     pub fn encode(&self, into: &mut Vec<u8>) {
         match self {
@@ -160,7 +160,8 @@ struct Reader<'a> {
 }
 
 impl<'a> Reader<'a> {
-    /// Recurses only as deep as the framer allowed: attributes before a value are read in a loop.
+    /// Reads a value. Recurses only as deep as the framer allowed: attributes before a value are
+    /// read in a loop.
     fn value(&mut self) -> Result<Value<'a>, ReplyError> {
         let mut attributes = None;
         while let Some(rest) = self.rest.strip_prefix(b"|") {
@@ -336,7 +337,7 @@ mod tests {
         let value = Box::new(Value::Array(Vec::new()));
         let attributes = vec![pair.clone(), pair];
         assert_eq!(Value::parse(&bytes), Ok(Value::Attributed { attributes, value }));
-        // However many there are, this does not recurse.
+        // Many attributes before one value must not recurse: the stack would overflow.
         let mut many = b"|0\r\n".repeat(100_000);
         many.extend_from_slice(b"_\r\n");
         assert!(Value::parse(&many).is_ok());

@@ -1,4 +1,5 @@
-//! A fast path for commands in the plain form that clients send: finds end and words in one pass.
+//! A fast path for commands in the plain form that clients send: finds the end of a command and its
+//! words in one pass.
 
 use std::ops::Range;
 

@@ -52,7 +52,7 @@ impl ReceiveWindow {
         self.length
     }
 
-    /// Returns whether the window was announced, and not filled and consumed since.
+    /// Returns whether the window was announced, and has not been both filled and consumed since.
     #[must_use]
     pub fn is_open(&self) -> bool {
         self.open

@@ -1,8 +1,8 @@
 //! Buffers: [`BufMut`] while one owner fills it, [`Buf`] when many read it.
 //!
-//! Neither knows whether the device is using it. A reference from `deref` borrows the value, and an
-//! operation in flight owns the value. So while the device may access the bytes, nobody can have a
-//! conflicting reference.
+//! Neither type knows whether the device is using the memory. A reference from `deref` borrows the
+//! value, and an operation in flight owns the value. So while the device may access the bytes,
+//! nobody can have a conflicting reference.
 #![expect(
     unsafe_code,
     reason = "makes slices of registered memory; each block states its obligations"
@@ -119,7 +119,8 @@ impl Span {
 pub struct BufMut(Span);
 
 impl BufMut {
-    /// Returns its length. Unlike that of the slice it does not look for the memory.
+    /// Returns its length. Unlike `len` of the slice, this does not compute the address of the
+    /// bytes.
     #[must_use]
     pub fn len(&self) -> usize {
         self.0.len as usize
@@ -160,8 +161,8 @@ impl BufMut {
         Buf(self.0)
     }
 
-    /// Moves the charge for its block to `account`. For a receive that was posted without knowing
-    /// its peer, once a peer's message is in it.
+    /// Moves the charge for its block to `account`. Meant for a receive that was posted before its
+    /// peer was known, when a message of a peer has arrived in it.
     ///
     /// # Errors
     /// [`PoolError::OverBudget`]; the charge then stays where it was.
@@ -185,8 +186,8 @@ impl BufMut {
         self.0.lease.slab().purpose
     }
 
-    /// Returns how often its block had been returned when it was taken. Together with the address
-    /// it identifies this use of the block.
+    /// Returns how often its block had been returned to the pool when this buffer was taken.
+    /// Together with the address, the number identifies this use of the block.
     #[must_use]
     pub fn generation(&self) -> u32 {
         self.0.lease.generation()
@@ -262,7 +263,8 @@ impl fmt::Debug for BufMut {
 pub struct Buf(Span);
 
 impl Buf {
-    /// Returns its length. Unlike that of the slice it does not look for the memory.
+    /// Returns its length. Unlike `len` of the slice, this does not compute the address of the
+    /// bytes.
     #[must_use]
     pub fn len(&self) -> usize {
         self.0.len as usize

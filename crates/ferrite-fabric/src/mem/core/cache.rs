@@ -1,12 +1,12 @@
 //! Caches of free blocks, between the threads and the heaps.
 //!
-//! Each thread uses one shard, chosen by the order in which threads first came here. There are as
-//! many shards as CPUs, so threads seldom share one. Blocks are also counted under the shard's
-//! lock, so that counting costs no atomic addition; the totals in bytes can be read without a lock.
-//! The parent module explains why these are shards and not thread-local storage.
+//! Each thread uses one shard, chosen by the order in which threads first came here. By default
+//! there are as many shards as CPUs, so threads seldom share one. Blocks are also counted under the
+//! shard's lock, so that counting costs no atomic addition; the totals in bytes can be read without
+//! a lock. The module `mem` explains why these are shards and not thread-local storage.
 //!
 //! Locks are taken in the order shard, heap. The caller keeps the pool alive, so nothing that is
-//! dropped under a lock is the last owner of that lock.
+//! dropped under a lock can drop the pool, which owns that lock.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -17,7 +17,7 @@ use super::slab::Block;
 use crate::mem::class::{Purpose, SizeClass};
 use crate::mem::lock;
 
-/// With more CPUs than this, threads share shards.
+/// The maximum number of shards. With more CPUs than this, threads share shards.
 const MAX_SHARDS: usize = 64;
 
 pub(in crate::mem) struct Cache {
@@ -113,7 +113,8 @@ impl Cache {
         flows.fold(0, |sum: u64, flow| sum.wrapping_add(flow.returned.load(Ordering::Relaxed)))
     }
 
-    /// Keeps a block. If its magazine is full, passes half of it on to `heap`.
+    /// Adds a block to its magazine. Passes half of a full magazine on to `heap`, and all of it if
+    /// the heap wants the block back.
     pub(in crate::mem) fn keep(&self, block: Block, heap: &Heap) {
         let (purpose, class) = (block.slab.purpose, block.slab.class);
         let mut shard = self.shard();

@@ -1,10 +1,10 @@
 //! A heap: the arenas of one purpose, their chunks, and which class each chunk is assigned to.
 //!
-//! A chunk is assigned to a class when one needs it, and is free again when its last block was
-//! returned. So a burst of one size does not keep memory from the others. The lowest chunks are
-//! used first, which lets the higher ones become free. Everything is under one lock; the caches in
-//! front of it (`cache.rs`) come here in batches. Growing happens outside of that lock, under one
-//! of its own.
+//! A chunk is assigned to a class when the class needs it, and is free again when its last block
+//! was returned. So a burst of one size does not keep memory from the other sizes. The lowest
+//! chunks are used first, which lets the higher ones become free. One lock protects the state; the
+//! caches in front of the heap (`cache.rs`) take and return blocks in batches. The heap grows
+//! without that lock, under another one (`growth`).
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
@@ -25,15 +25,15 @@ pub(in crate::mem) struct Heap {
     max_arenas: usize,
     /// Bytes that stay mapped although nobody uses them.
     kept_bytes: usize,
-    /// Locked while an arena is created: only callers that need it wait for it.
+    /// Locked while an arena is created: only callers that need the arena wait.
     pub(in crate::mem) growth: Mutex<()>,
     /// Whether the last free chunk was assigned since the last check.
     is_low: AtomicBool,
     /// Number of arenas, for readers without the lock.
     arenas: AtomicUsize,
-    /// Blocks of chunks from this one on are returned here at once, so that the next ones are taken
-    /// from lower chunks. [`NONE`] unless most of the heap is free and yet keeps an arena in use
-    /// that it does not need.
+    /// Blocks of this chunk and of higher ones are returned to the heap at once, not cached, so
+    /// that the next blocks are taken from lower chunks. [`NONE`] unless most of the heap is free
+    /// and yet a few blocks keep an arena in use that is not needed.
     returns_from: AtomicU32,
     state: Mutex<State>,
 }
@@ -45,7 +45,8 @@ struct State {
     chunks: Vec<Chunk>,
     /// Indices of chunks whose arena was released.
     vacant: Vec<u32>,
-    /// Number of arenas that nobody used at the last check, minus one.
+    /// Number of arenas that could have been released at the last check and were not: those that
+    /// nobody used, except the first arena and a spare one.
     idle_before: usize,
     /// Chunks that are not assigned to a class.
     free: BTreeSet<u32>,
@@ -56,12 +57,12 @@ struct State {
 }
 
 struct Chunk {
-    /// `None` if it was released.
+    /// `None` if the arena was released.
     arena: Option<Arc<Arena>>,
     offset: usize,
     assigned: Option<Assigned>,
-    /// Its previous assignment. Often it is assigned to the same class again, and creating a slab
-    /// takes longer than taking a hundred blocks.
+    /// The previous assignment of the chunk. Often a chunk is assigned to the same class again, and
+    /// creating a slab takes longer than taking a hundred blocks.
     previous: Option<Assigned>,
 }
 
@@ -98,9 +99,9 @@ impl Heap {
         }
     }
 
-    /// Puts up to `want` blocks of `class` into `out`: as many as there are in chunks of that
-    /// class. Assigns a free chunk only if there are none, or if those blocks are to be returned
-    /// and the free chunk is lower.
+    /// Puts up to `want` blocks of `class` into `out`, from the chunks of that class. If these have
+    /// no free block, assigns a free chunk to the class. It also does so if they have free blocks
+    /// only in chunks from `returns_from` on, and a free chunk is lower.
     pub(in crate::mem) fn take(
         &self,
         core: &Arc<Core>,
@@ -136,8 +137,8 @@ impl Heap {
         }
     }
 
-    /// Takes back all but the last `keep` of `blocks`. If the heap is closed it leaves them where
-    /// they are: the caller drops them, outside of every lock.
+    /// Takes back all but the last `keep` of `blocks`. If the heap is closed, leaves the blocks
+    /// where they are: the caller drops them, outside of every lock.
     pub(in crate::mem) fn take_back(&self, blocks: &mut Vec<Block>, keep: usize) {
         let state = &mut *lock(&self.state);
         if state.closed {
@@ -202,8 +203,8 @@ impl Heap {
     }
 
     /// Takes out up to `most` arenas that nobody used, neither now nor at the previous call. The
-    /// first arena stays, and one more, because the next caller would have to wait for its
-    /// registration.
+    /// first arena stays. So does one unused arena, because otherwise the next caller that needs
+    /// one would wait for a registration.
     ///
     /// The caller drops the arenas outside of every lock, which ends their registration. Also
     /// returns whether there are more that may be taken out at the next call.
@@ -292,9 +293,10 @@ impl State {
         self.free.first().is_some_and(|first| *first < chunk)
     }
 
-    /// Returns how many of the lowest chunks are enough for twice the blocks in use, and at least
-    /// those of the first arena, which stays. Blocks of these may stay in caches: a chunk whose
-    /// blocks are all returned must be assigned again, which costs more than a block.
+    /// Returns how many of the lowest chunks have room for twice the bytes in use; at least the
+    /// number of chunks in the first arena, which stays. Blocks of these chunks may stay in caches:
+    /// a chunk whose blocks are all returned must be assigned again, which costs more than taking a
+    /// block.
     fn chunks_in_need(&self) -> u32 {
         let in_use = self.mapped_bytes - self.free_bytes();
         let first = self.arenas.first().map_or(0, |arena| arena.len());

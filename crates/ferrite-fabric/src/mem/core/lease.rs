@@ -111,7 +111,7 @@ impl Clone for Lease {
     fn clone(&self) -> Self {
         let handles = self.meta().refs.fetch_add(1, Ordering::Relaxed);
         if handles > MAX_HANDLES {
-            std::process::abort(); // as `Arc` does: the program forgets clones in a loop
+            std::process::abort(); // as `Arc` does: the program must be leaking clones in a loop
         }
         Self { slab: self.slab, index: self.index }
     }
@@ -136,8 +136,8 @@ impl Drop for Lease {
         if let Some(account) = account {
             account.credit(slab.class.bytes());
         }
-        // With a count of its own: others may take the block and close the pool before `release`
-        // returns.
+        // The block gets a count of its own, because others may take it and close the pool before
+        // `release` returns: `slab` must live until then.
         let block = Block { slab: Arc::clone(&slab), index };
         slab.core.release(block);
     }

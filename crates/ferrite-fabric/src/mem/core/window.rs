@@ -1,17 +1,18 @@
 //! How peers access exposed memory: registrations, and memory windows on them.
 //!
-//! A registration with remote rights is open to every queue pair of its domain. A registration with
-//! a window is closed, and the window is open to the queue pair that it is bound to.
+//! A registration with remote rights is open to every queue pair of its domain. A registration for
+//! windows has no remote rights: a peer can access the memory only through a window, on the queue
+//! pair that the window is bound to.
 //!
 //! A window must be closed before its queue pair is destroyed, which the link ensures, and before
-//! the registration under it ends, which the owner of the exposed memory ensures. It belongs to
-//! both, and the first to end closes it. But a window whose bind request is still in flight must
-//! not be closed: the request would fail and break the link. In that case the memory waits for the
-//! request.
+//! the registration under it ends, which the owner of the exposed memory ensures. Both hold the
+//! window, and the first of them to end closes it. But a window whose bind request is still in
+//! flight must not be closed: the request would fail and break the link. In that case the memory
+//! waits for the request.
 //!
-//! Each window has a registration of its own, of the same bytes. Soft-RoCE checks an access against
-//! the bounds of the registration, not of the window, and lets a started access continue until the
-//! registration ends.
+//! Each exposed buffer has a registration of its own, of exactly its bytes, under its windows.
+//! Soft-RoCE needs that: it checks an access against the bounds of the registration, not of the
+//! window, and lets a started access continue until the registration ends.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
@@ -54,8 +55,8 @@ impl Window {
         lock(&self.state).open.is_some()
     }
 
-    /// Calls `post` to post the request that binds it; `post` returns whether the device accepted
-    /// it. Returns `None` if it did not, or if the window is closed.
+    /// Calls `post` to post the request that binds the window; `post` returns whether the device
+    /// accepted the request. Returns `None` if the device did not, or if the window is closed.
     pub(crate) fn bind(
         self: &Arc<Self>,
         post: impl FnOnce(&MemoryWindow) -> bool,
@@ -79,7 +80,8 @@ impl Window {
         })
     }
 
-    /// Keeps memory until the window is bound. Returns it if no request is in flight.
+    /// Keeps memory until the bind request in flight has completed. Returns the memory if no
+    /// request is in flight, or if the window is closed.
     fn keep(
         &self,
         registrations: Registrations,
@@ -147,8 +149,8 @@ impl Registrations {
         first
     }
 
-    /// Closes all and returns the buffer to its pool: now, or when the last of the windows that are
-    /// being bound is.
+    /// Closes all and returns the buffer to its pool: now, or when the last bind request in flight
+    /// has completed.
     pub(in crate::mem) fn release(mut self, mut buf: BufMut) {
         let mut bound = Vec::new();
         while let Some((index, window)) = self.windows.pop() {

@@ -29,7 +29,8 @@ pub(super) enum State {
         format: Option<u8>,
         chunk: bool,
     },
-    /// After the bytes of a string. `feed` tells whether `\r` was received.
+    /// After the bytes of a string. `feed` tells whether `\r` was received, so that `\n` must
+    /// follow.
     BlobEnd {
         feed: bool,
         chunk: bool,
