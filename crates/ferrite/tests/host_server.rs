@@ -372,10 +372,12 @@ fn waits_for_loading_and_notifies_systemd() {
     assert!(loading > 1 && started.elapsed() > Duration::from_secs(5), "{loading}: {ready}");
     second.event("ready");
     // A terminal shows the progress in one line, which the next line of the log erases.
-    let shown = screen.text();
-    assert!(shown.contains("\r\x1b[Kthe engine is loading its data: "), "{shown}");
-    let (_, after) = shown.rsplit_once(" s left").expect("the progress");
-    assert!(after.starts_with("\r\x1b[K"), "{after}");
+    screen.expect("\r\x1b[Kthe engine is loading its data: ");
+    let is_erased = || {
+        let shown = screen.text();
+        shown.rsplit_once(" s left").is_some_and(|(_, after)| after.starts_with("\r\x1b[K"))
+    };
+    until_or(TIMEOUT, "the progress is erased", is_erased, || screen.text());
     second.signal("TERM");
     assert_eq!(next(), "STOPPING=1\nSTATUS=stopping the engine");
     assert_eq!(second.end().0, Some(0));
