@@ -148,7 +148,8 @@ impl KeyStats {
         Ok(has_more)
     }
 
-    /// Returns the index of a type. Adds the type if it is new, that is, of a module.
+    /// Returns the index of a type. Adds the type if it is not in the list yet, as types that
+    /// modules define.
     fn kind(&mut self, name: &str) -> usize {
         self.kinds.iter().position(|kind| kind.name == name).unwrap_or_else(|| {
             self.kinds.push(TypeStats::new(name, None, "?"));

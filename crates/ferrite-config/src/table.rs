@@ -66,7 +66,7 @@ const CLUSTER: &str = "the cluster bus and slot migration use TCP only; remove t
 const ALL: &[Program] = &Program::ALL;
 /// Programs that accept clients.
 const SERVING: &[Program] = &[Program::Module, Program::Gateway, Program::Server];
-/// The module, and the server that passes it on.
+/// Programs that accept the module's settings: the module, and the server, which passes them on.
 const MODULE: &[Program] = &[Program::Module, Program::Server];
 const SERVER: &[Program] = &[Program::Server];
 

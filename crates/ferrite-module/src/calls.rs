@@ -65,7 +65,8 @@ pub(crate) struct Calls {
     /// The engine shows whether a client has authenticated.
     shows_authenticated: bool,
     client_limits: ClientLimits,
-    /// On Redis 7.0, the key of the event that ends a batch. See [`CallContext::propagate`].
+    /// The name of the key in the keyspace event that is sent after each batch on Redis 7.0. See
+    /// [`CallContext::propagate`].
     batch_key: Option<EngineString>,
     has_aof: bool,
     syncs_always: bool,

@@ -138,7 +138,7 @@ impl Snapshot {
     }
 
     pub(super) fn is_infiniband(&self) -> bool {
-        // An old driver that does not report the link layer is InfiniBand.
+        // A port whose old driver does not report the link layer counts as InfiniBand.
         matches!(self.port, PortView::Seen { link_layer, .. } if link_layer != LinkLayer::ETHERNET)
     }
 }

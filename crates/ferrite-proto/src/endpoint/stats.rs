@@ -13,7 +13,7 @@ pub struct Stats {
     pub registrations_received: u64,
     /// Keepalives among the messages sent.
     pub keepalives_sent: u64,
-    /// Keepalives that were due while too many had no acknowledgement.
+    /// Keepalives that were skipped because too many were unacknowledged.
     pub keepalives_skipped: u64,
     /// Keepalives among the messages received.
     pub keepalives_received: u64,

@@ -89,8 +89,11 @@ impl<C: Client> InProcessSession<'_, C> {
         !self.access.is_authenticated() && !self.in_transaction()
     }
 
-    /// Proxies the next command, which would pin the session, but only if the engine rejects it.
-    /// Returns `None`, and proxies nothing, if the engine does not reject it.
+    /// Handles a command that would pin the session, of a client that has not logged in.
+    ///
+    /// Asks the engine first, by another command, whether it rejects the client's commands. If so,
+    /// proxies the next command and does not pin the session. Otherwise returns `None` and sends
+    /// nothing more.
     pub(super) async fn proxy_if_refused(&mut self) -> io::Result<Option<ExchangeOutcome>> {
         if !self.may_be_refused() || !self.has_refusable() {
             return Ok(None);

@@ -37,7 +37,7 @@ impl Callable {
 #[derive(Debug, Clone)]
 pub(crate) struct RunCommand {
     pub(crate) found: FoundCommand,
-    /// Its properties, if it is to be called.
+    /// The command's properties if it runs in-process; `None` if it is proxied.
     pub(crate) callable: Option<Callable>,
 }
 

@@ -76,14 +76,14 @@ impl Taker {
 /// A receive that completed.
 pub(crate) struct Taken {
     pub(crate) buf: BufMut,
-    /// Its sequence number, counted by posts.
+    /// Its number in the order in which receives were posted.
     pub(crate) number: u64,
 }
 
 struct ReceiveSlot {
     generation: u32,
     buf: Option<BufMut>,
-    /// The sequence number of the receive, counted by posts.
+    /// The receive's number in the order in which receives were posted.
     posted_at: u64,
     overdue: bool,
 }

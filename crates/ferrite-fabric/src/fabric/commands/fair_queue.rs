@@ -24,8 +24,8 @@ const SLOW_SOURCES_MAX: usize = 1024;
 pub(super) struct FairQueue<J> {
     threads: usize,
     queues: HashMap<Option<Source>, SourceQueue<J>>,
-    /// Peers whose next job may run, in `quick` or in `slow`: each peer once, and none that has a
-    /// running job.
+    /// Peers whose next job may run. Each is either in `quick` or in `slow`, once. A peer with a
+    /// running job is in neither.
     quick: VecDeque<Source>,
     slow: VecDeque<Source>,
     /// Number of running jobs of peers; `slow_under_way` counts those taken from `slow`.

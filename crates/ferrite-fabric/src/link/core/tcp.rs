@@ -44,8 +44,8 @@ impl LinkCore {
         self.migration.next_said()
     }
 
-    /// Returns the next thing to write to the connection. `may_ask` tells whether a one-sided
-    /// operation that reads this many bytes may be sent.
+    /// Returns the next thing to write to the connection. `may_ask` gets a number of bytes, and
+    /// tells whether a one-sided operation that reads as many may be sent.
     pub(crate) fn next_tcp_output(
         &mut self,
         may_ask: impl FnOnce(u64) -> bool,

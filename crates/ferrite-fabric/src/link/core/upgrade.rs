@@ -28,7 +28,7 @@ use crate::wire::{Address, CONTROL_BYTES, Control, Frame, TcpFrame, TcpFrameKind
 const PROBE: u64 = u64::MAX - 1;
 const GO: u64 = u64::MAX;
 
-/// Maximum number of steps that wait for the driver.
+/// Maximum number of steps that wait for the fabric's driver (see `fabric/drive.rs`).
 const STEPS_MAX: usize = 8;
 
 /// A step of a migration that the driver must take.
@@ -63,7 +63,7 @@ pub(crate) struct Upgrade {
     backoff: Option<Duration>,
     /// The time of the next attempt.
     due: Option<Instant>,
-    /// Steps for the driver, with the numbers of their offers.
+    /// Steps that the driver must still take, each with the number of the offer it belongs to.
     steps: Vec<(u32, Step)>,
 }
 

@@ -3,7 +3,7 @@
 //! No source may lock out others. There is a limit for each source and one for all. A connection
 //! that exceeds its source's limit displaces the oldest one of its own source. One that exceeds the
 //! total limit displaces the oldest one of the busiest source. A connection that is younger than a
-//! grace period is not displaced, unless its source has more connections than the newcomer's.
+//! grace period is not displaced, unless its source has more connections than that of the new one.
 
 use std::cmp::Reverse;
 use std::collections::{HashMap, VecDeque};
