@@ -206,7 +206,7 @@ pub(crate) fn endless_message_of_one_byte_frames(fixture: &Fixture) {
 pub(crate) fn fin_ack_without_fin(fixture: &Fixture) {
     let mut harness = ViolationHarness::new(fixture, &Config::default());
     harness.verbs_peer.control(Control::FinAck, &[]);
-    harness.check_ends_with("a farewell that was not sent");
+    harness.check_ends_with("FinAck, but no Fin was sent");
 }
 
 pub(crate) fn frame_after_fin(fixture: &Fixture) {
@@ -231,7 +231,7 @@ pub(crate) fn ping_flood(fixture: &Fixture) {
             &[&harness.host],
         );
     }
-    harness.check_ends_with("more questions than answers fit");
+    harness.check_ends_with("too many requests that wait for an answer");
 }
 
 /// Every ping gets a pong as long as the peer takes them.

@@ -90,7 +90,7 @@ impl LinkCore {
             return Ok(()); // nobody would receive the answer
         }
         if self.controls.len() + self.grants.waiting() >= CONTROLS_MAX {
-            return Err(protocol("more questions than answers fit"));
+            return Err(protocol("too many requests that wait for an answer"));
         }
         match control {
             Control::Credit | Control::Pong(_) => {}
@@ -111,7 +111,7 @@ impl LinkCore {
                 self.fail(Error::new(ErrorKind::Closed, "the link is closed"), wakes);
             }
             Control::FinAck => {
-                return Err(protocol("an answer to a farewell that was not sent"));
+                return Err(protocol("FinAck, but no Fin was sent"));
             }
         }
         Ok(())

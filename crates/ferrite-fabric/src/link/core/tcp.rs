@@ -112,7 +112,7 @@ impl LinkCore {
         wakes: &mut Wakes,
     ) -> Result<bool, Error> {
         if !self.migration.is_possible {
-            return Err(protocol("a migration of a link that stays where it is"));
+            return Err(protocol("a migration frame on a link that cannot migrate"));
         }
         let &TcpFrame { kind, imm, op, grant, offset, .. } = frame;
         match (kind, body) {
@@ -125,7 +125,7 @@ impl LinkCore {
             (TcpFrameKind::Resume, None) => self.on_resume(offset, wakes)?,
             (TcpFrameKind::Rekey, None) => {
                 if !self.grants.on_moved(grant, offset, imm) {
-                    return Err(protocol("more grants than anyone has"));
+                    return Err(protocol("too many grants"));
                 }
             }
             _ => return Err(protocol("a TCP frame without its payload")),

@@ -124,7 +124,7 @@ impl Side {
             TcpFrameKind::Read => Ok(Some(answer(TcpFrameKind::Denied, Vec::new()))),
             _ => {
                 let Some((expected, held, request)) = self.asked.pop_front() else {
-                    return violation("an answer to no question");
+                    return violation("an answer without a request");
                 };
                 if expected != op {
                     return violation("an answer to another question");

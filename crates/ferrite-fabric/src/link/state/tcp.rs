@@ -273,7 +273,7 @@ impl LinkState {
         self.core.on_heard(now);
         let Self { core, tcp: Some(tcp), .. } = self else { return Ok(()) };
         if tcp.is_flooded() {
-            return Err(protocol("more questions than it takes answers to"));
+            return Err(protocol("requests whose answers it does not read"));
         }
         let &TcpFrame { kind, imm, len, op, grant, offset } = frame;
         match (kind, body) {
@@ -321,7 +321,7 @@ impl LinkState {
     ) -> Result<(), Error> {
         let Some(Asked { held, request, .. }) = self.tcp.as_mut().and_then(|tcp| tcp.answered(op))
         else {
-            return Err(protocol("an answer to no question"));
+            return Err(protocol("an answer without a request"));
         };
         self.core.on_answer((held, request), data, result, wakes)
     }
