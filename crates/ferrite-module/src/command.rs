@@ -149,8 +149,8 @@ fn kill(module: &mut Module, caller: u64, words: &[String]) -> Reply {
         Service::Off(_) => None,
     };
     match killed {
-        Some(Killed::Other) => Reply::Simple("OK".into()),
-        Some(Killed::Own) => Reply::LastSimple("OK".into()),
+        Some(Killed::CloseClient(client)) => Reply::SimpleAndClose("OK".into(), client),
+        Some(Killed::Ending) => Reply::Simple("OK".into()),
         None => Reply::Error(format!("ERR no session has the id {id}; see FERRITE CLIENTS")),
     }
 }

@@ -152,3 +152,28 @@ fn kills_a_session_whose_command_blocks() {
         }
     }
 }
+
+/// A killed session runs no further command, as with CLIENT KILL, even if its client waits for no
+/// reply and never stops sending.
+#[test]
+fn killed_sessions_run_no_further_command() {
+    for program in engines() {
+        let mut server = start(&program, &[], &[]);
+        let mut client = Client::to_tcp(server.info("address"));
+        assert!(client.try_send(&[vec!["CLIENT", "REPLY", "OFF"], vec!["SET", "count", "0"]]));
+        let writer = std::thread::spawn(move || while client.try_send(&[vec!["INCR", "count"]]) {});
+        let count = || server.ask::<Option<u64>>(&["GET", "count"]).unwrap_or(0);
+        server.wait_until("writes", || count() > 100);
+        let sessions: String = server.ask(&["FERRITE", "CLIENTS"]);
+        let id = sessions.split(' ').next().and_then(|id| id.strip_prefix("id="));
+        // A transaction, so that no other command runs between the two.
+        let mut kill = redis::pipe();
+        kill.atomic().cmd("FERRITE").arg("KILL").arg(id).cmd("GET").arg("count");
+        let mut admin = server.connection().expect("a connection");
+        let ((), at_kill): ((), u64) = kill.query(&mut admin).expect("kill the session");
+        writer.join().expect("the writer does not panic");
+        server.wait_until("no session", || server.count("sessions") == 0);
+        assert_eq!(count(), at_kill, "on {}", program.display());
+        server.assert_healthy();
+    }
+}

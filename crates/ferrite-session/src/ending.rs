@@ -50,7 +50,8 @@ async fn wait_for_kill(entry: &Entry) {
     wait_for_reply(&entry.moved).await;
 }
 
-/// Waits until the client has the reply to its pending command, at most [`LAST_REPLY_TIMEOUT`].
+/// Waits until the client has the reply to its pending command, at most [`LAST_REPLY_TIMEOUT`]. No
+/// further command goes to the engine meanwhile.
 ///
 /// A client that kills its own session gets the reply first, as with CLIENT KILL. A session that
 /// only copies bytes cannot know who has killed it, so it waits in any case.

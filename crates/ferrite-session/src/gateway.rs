@@ -79,9 +79,8 @@ impl Gateway {
     }
 
     /// Asks a session to end, at the request of the engine's client `caller`. Returns `None` if
-    /// there is no such session. If the session is that of `caller` itself, it is not asked to end:
-    /// after [`Killed::Own`], the engine must send the reply and close the session's proxy
-    /// connection.
+    /// there is no such session. If the session is that of `caller` itself, it ends when the engine
+    /// has sent the reply and closed its client.
     #[expect(clippy::must_use_candidate, reason = "called for its effect")]
     pub fn kill_for(&self, id: u64, caller: u64) -> Option<Killed> {
         self.sessions.kill(id, Some(caller))

@@ -29,6 +29,8 @@ pub struct Moved {
     pub is_asking: AtomicBool,
     /// Whether the last command that [`pump`] has sent to the engine is still incomplete.
     pub is_partial: AtomicBool,
+    /// Whether [`pump`] drops the client's bytes from now on, because the session was killed.
+    pub drops_commands: AtomicBool,
 }
 
 impl Moved {
@@ -172,6 +174,9 @@ impl<E: AsyncWrite + Unpin> AsyncWrite for CountedEngine<'_, E> {
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
+        if this.moved.drops_commands.load(Ordering::Relaxed) {
+            return Poll::Ready(Ok(bytes.len()));
+        }
         let polled = Pin::new(&mut *this.engine).poll_write(cx, bytes);
         match polled {
             Poll::Ready(Ok(count)) => {
@@ -233,6 +238,24 @@ mod tests {
         assert_eq!(received, "-ERR why\r\n");
         // The pump ends although the client has not closed its side.
         pumping.await.expect("pump does not panic").expect("pump ends without an error");
+    }
+
+    /// A killed session sends no further command, but still gets the reply to the last one.
+    #[tokio::test]
+    async fn drops_the_commands_of_a_killed_session() {
+        let (mut client, mut outside) = UnixStream::pair().expect("create a socket pair");
+        let (mut engine, mut inside) = UnixStream::pair().expect("create a socket pair");
+        let moved = Moved::default();
+        moved.drops_commands.store(true, Ordering::Relaxed);
+        client.write_all(b"PING\r\n").await.expect("write to the gateway");
+        engine.write_all(b"+OK\r\n").await.expect("write the reply");
+        engine.shutdown().await.expect("close");
+        pump(&mut outside, &mut inside, &moved).await.expect("pump ends without an error");
+        drop((outside, inside));
+        let (mut received, mut ran) = (String::new(), String::new());
+        client.read_to_string(&mut received).await.expect("read until the end of the stream");
+        engine.read_to_string(&mut ran).await.expect("read until the end of the stream");
+        assert_eq!((received.as_str(), ran.as_str()), ("+OK\r\n", ""));
     }
 
     /// An engine that has replied and then reset its connection.

@@ -43,13 +43,15 @@ pub struct SessionInfo {
     pub to_client_bytes: u64,
 }
 
-/// Whose session a client of the engine has asked to end.
+/// What remains to be done after a session was killed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Killed {
-    /// The client's own.
-    Own,
-    /// Another client's.
-    Other,
+    /// The engine must close its client with this id. Otherwise it would still run the commands
+    /// that it has received.
+    CloseClient(u64),
+    /// Nothing: the session closes its proxy connection. The engine's client is not known, so it
+    /// may run the commands that have already reached its socket.
+    Ending,
 }
 
 /// The transport that a client connected over.
@@ -109,6 +111,7 @@ pub(crate) struct Entry {
 
 impl Entry {
     fn kill(&self) {
+        self.moved.drops_commands.store(true, Ordering::Relaxed);
         self.is_killed.store(true, Ordering::Relaxed);
         self.ended.notify_one();
     }
@@ -269,16 +272,16 @@ impl Sessions {
         entries.iter().map(info).collect()
     }
 
-    /// Asks a session to end, unless it is that of the engine's client `caller`. Returns `None` if
-    /// there is no session with this number.
+    /// Asks a session to end, unless it is that of the engine's client `caller`: the caller gets
+    /// its reply first. Returns `None` if there is no session with this number.
     pub(crate) fn kill(&self, id: u64, caller: Option<u64>) -> Option<Killed> {
         let entry = self.list().open.get(&id).cloned()?;
         self.killed.fetch_add(1, Ordering::Relaxed);
-        if caller.is_some() && entry.client_id() == caller {
-            return Some(Killed::Own);
+        let client = entry.client_id();
+        if client.is_none() || client != caller {
+            entry.kill();
         }
-        entry.kill();
-        Some(Killed::Other)
+        Some(client.map_or(Killed::Ending, Killed::CloseClient))
     }
 
     fn list(&self) -> MutexGuard<'_, SessionList> {

@@ -16,8 +16,8 @@ use super::{Context, OK, api, c_string};
 pub(crate) enum Reply {
     Error(String),
     Simple(String),
-    /// A simple string, after which the engine disconnects the caller.
-    LastSimple(String),
+    /// A simple string, after which the engine disconnects the client with this id.
+    SimpleAndClose(String, u64),
     Text(String),
     Lines(Vec<String>),
     Map(Vec<(String, Value)>),
@@ -80,10 +80,13 @@ impl Context<'_> {
                 Reply::Simple(text) => {
                     (api.reply_with_simple_string)(self.raw(), c_string(text).as_ptr())
                 }
-                Reply::LastSimple(text) => {
-                    (api.reply_with_simple_string)(self.raw(), c_string(text).as_ptr());
-                    // The engine still sends the replies of the client that runs this command.
-                    (api.close_client)(self.raw(), self.client_id())
+                Reply::SimpleAndClose(text, client) => {
+                    let answer =
+                        (api.reply_with_simple_string)(self.raw(), c_string(text).as_ptr());
+                    // A client that closes itself still gets its replies. The client may be gone
+                    // already: then this fails, and the goal is reached.
+                    let _ = (api.close_client)(self.raw(), *client);
+                    answer
                 }
                 Reply::Text(text) => {
                     (api.reply_with_verbatim_string)(self.raw(), text.as_ptr().cast(), text.len())
