@@ -13,6 +13,7 @@
 //!   fuzz/artifacts/TARGET        findings: the next run tries them first, until they are removed
 //! ```
 
+mod inputs;
 mod session_diff;
 
 use std::fs;
@@ -148,28 +149,25 @@ fn build(root: &Path, host: &str, target: Option<&str>) -> anyhow::Result<()> {
 }
 
 fn fuzz(root: &Path, program: &Path, target: &str, extent: Extent) -> anyhow::Result<Output> {
+    let seeds = root.join("fuzz/corpus").join(target);
+    if !seeds.is_dir() {
+        bail!("{target} has no corpus: add an input or two to fuzz/corpus/{target}");
+    }
     let (found, extent) = match extent {
-        Extent::Seconds(seconds) => {
-            ("target/fuzz/corpus", vec![format!("-max_total_time={seconds}")])
+        Extent::Seconds(seconds) => ("target/fuzz/corpus", format!("-max_total_time={seconds}")),
+        Extent::Runs(runs) => {
+            inputs::write(&root.join("target/fuzz/runs").join(target), &seeds, runs)?;
+            ("target/fuzz/runs", "-runs=0".into()) // runs what is in the folders, and ends
         }
-        // An empty directory and a fixed seed, so that the inputs are the same each time.
-        Extent::Runs(runs) => ("target/fuzz/runs", vec![format!("-runs={runs}"), "-seed=1".into()]),
     };
     let found = root.join(found).join(target);
-    if extent.len() > 1 && found.exists() {
-        fs::remove_dir_all(&found).with_context(|| format!("cannot remove {}", found.display()))?;
-    }
-    let seeds = root.join("fuzz/corpus").join(target);
     let artifacts = root.join("fuzz/artifacts").join(target);
     for folder in [&found, &artifacts] {
         fs::create_dir_all(folder)
             .with_context(|| format!("cannot create {}", folder.display()))?;
     }
-    if !seeds.is_dir() {
-        bail!("{target} has no corpus: add an input or two to fuzz/corpus/{target}");
-    }
     Command::new(program)
-        .args(extent)
+        .arg(extent)
         .arg(format!("-timeout={INPUT_TIMEOUT_S}"))
         .arg(format!("-rss_limit_mb={MEMORY_MB}"))
         .arg("-print_final_stats=1")
