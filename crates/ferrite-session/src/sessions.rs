@@ -107,8 +107,8 @@ pub(crate) struct Entry {
     pub(crate) is_killed: AtomicBool,
     /// Whether the session has killed itself. It ends when the engine closes its client.
     pub(crate) is_closing: AtomicBool,
-    /// Notified when `is_killed` or `is_closing` is set, and when the engine has freed the session's
-    /// client.
+    /// Notified when `is_killed` or `is_closing` is set, and when the engine has freed the
+    /// session's client.
     pub(crate) ended: Arc<Notify>,
 }
 
