@@ -85,6 +85,12 @@ pub(crate) fn user_of(id: u64) -> Option<String> {
     with_calls(|calls| calls.user_of(id))?
 }
 
+/// Makes the engine free a client at once. Returns false if there is no such client, or nothing can
+/// be called now.
+pub(crate) fn kill_client(id: u64) -> bool {
+    with_calls(|calls| calls.kill_client(id)).unwrap_or(false)
+}
+
 /// Returns how many clients the engine has; `None` if that is unknown.
 pub(crate) fn connected_clients() -> Option<u64> {
     with_calls(|calls| calls.connected_clients())?

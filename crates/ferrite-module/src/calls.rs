@@ -283,6 +283,17 @@ impl Calls {
         self.context.with_user_name(id, |name| String::from_utf8_lossy(name).into_owned())
     }
 
+    /// Frees a client at once, and returns whether there was one. The client must not be the one
+    /// that runs a command now.
+    ///
+    /// `DeauthenticateAndCloseClient` would free it only before the event loop sleeps. Until then a
+    /// blocked client could still take an element that another client adds, and lose it.
+    pub(crate) fn kill_client(&self, id: u64) -> bool {
+        let id = id.to_string();
+        let killed = self.context.ask(c"CLIENT", &[b"KILL", b"ID", id.as_bytes()]);
+        killed.as_deref() == Some(b":1\r\n")
+    }
+
     /// Returns the engine's limits for the memory that clients use.
     pub(crate) fn client_limits(&self) -> ClientLimits {
         self.client_limits

@@ -6,6 +6,7 @@ use std::fmt::Write as _;
 use ferrite_session::{Killed, SessionInfo, SessionTransport};
 
 use crate::api::Reply;
+use crate::api::clients::{client_flag, client_info};
 use crate::call_path;
 use crate::info;
 use crate::module::{Module, Service, command_paths};
@@ -145,14 +146,30 @@ fn kill(module: &mut Module, caller: u64, words: &[String]) -> Reply {
         );
     };
     let killed = match &module.service {
+        // The engine revokes the login of a client that closes itself: the rest of the transaction
+        // would run as the user `default`, whose rights a script could then use.
+        Service::On(transport)
+            if transport.gateway.client_id(id) == Some(caller) && is_in_transaction(caller) =>
+        {
+            return Reply::Error(
+                "ERR a transaction cannot end its own session; run FERRITE KILL after EXEC".into(),
+            );
+        }
         Service::On(transport) => transport.gateway.kill_for(id, caller),
         Service::Off(_) => None,
     };
     match killed {
+        Some(Killed::CloseClient(client)) if client != caller && call_path::kill_client(client) => {
+            Reply::Simple("OK".into())
+        }
         Some(Killed::CloseClient(client)) => Reply::SimpleAndClose("OK".into(), client),
         Some(Killed::Ending) => Reply::Simple("OK".into()),
         None => Reply::Error(format!("ERR no session has the id {id}; see FERRITE CLIENTS")),
     }
+}
+
+fn is_in_transaction(client: u64) -> bool {
+    client_info(client).is_some_and(|info| info.flags & client_flag::MULTI != 0)
 }
 
 fn stats(module: &mut Module, _: u64, words: &[String]) -> Reply {

@@ -177,3 +177,88 @@ fn killed_sessions_run_no_further_command() {
         server.assert_healthy();
     }
 }
+
+/// A killed session whose command blocks takes no element that arrives after the kill, as with
+/// CLIENT KILL. The kill may run in a transaction.
+#[test]
+fn killed_sessions_take_no_element_that_they_waited_for() {
+    for program in engines() {
+        let mut server = start(&program, &[], &["--appendonly", "yes"]);
+        let mut client = Client::to_tcp(server.info("address"));
+        assert!(client.try_send(&[vec!["BLPOP", "list", "0"]]));
+        server.wait_until("a blocked client", || {
+            server.ask::<String>(&["INFO", "clients"]).contains("blocked_clients:1")
+        });
+        let sessions: String = server.ask(&["FERRITE", "CLIENTS"]);
+        let id = sessions.split(' ').next().and_then(|id| id.strip_prefix("id="));
+        let mut kill = redis::pipe();
+        kill.atomic().cmd("LPUSH").arg(&["before", "1"]);
+        kill.cmd("FERRITE").arg("KILL").arg(id).cmd("LPUSH").arg(&["list", "element"]);
+        let mut admin = server.connection().expect("a connection");
+        let _: (u64, String, u64) = kill.query(&mut admin).expect("kill the session");
+        assert_eq!(client.next_reply(), None, "closed");
+        for how in ["in memory", "in the AOF"] {
+            let left: Vec<String> = server.ask(&["LRANGE", "list", "0", "-1"]);
+            assert_eq!(left, ["element"], "{how}, {}", program.display());
+            assert_eq!(server.ask::<u64>(&["LLEN", "before"]), 1, "{how}, {}", program.display());
+            server.restart();
+            server.wait_until("loaded data", || server.try_ask::<u64>(&["DBSIZE"]).is_ok());
+        }
+        server.assert_healthy();
+    }
+}
+
+/// The engine revokes the login of a client that closes itself. In a transaction, the commands
+/// after that would have the rights of the user `default`.
+#[test]
+fn a_transaction_that_kills_its_own_session_gets_no_other_rights() {
+    for program in engines() {
+        let mut server = start(&program, &[], &[]);
+        let rules = ["on", ">pw", "~*", "+@all", "-flushall"];
+        let () = server.ask(&[&["ACL", "SETUSER", "limited"][..], &rules].concat());
+        let () = server.ask(&["SET", "key", "value"]);
+        let mut client = Client::to_tcp(server.info("address"));
+        client.ok(&["AUTH", "limited", "pw"]);
+        let sessions = client.text(&["FERRITE", "CLIENTS"]);
+        let id = sessions.split(' ').next().and_then(|id| id.strip_prefix("id="));
+        let id = id.expect("a session");
+        client.ok(&["MULTI"]);
+        client.send(&[
+            vec!["FERRITE", "KILL", id],
+            vec!["EVAL", "return redis.pcall('FLUSHALL')", "0"],
+            vec!["EVAL", "return redis.call('SET', 'key', 'later')", "0"],
+            vec!["EXEC"],
+        ]);
+        let replies = client.replies(4);
+        let reply = String::from_utf8_lossy(&replies[3]);
+        assert!(reply.starts_with("*3\r\n-ERR a transaction cannot end its own"), "{reply}");
+        assert!(reply.ends_with("+OK\r\n"), "the other commands run: {reply}");
+        assert_eq!(server.ask::<String>(&["GET", "key"]), "later", "on {}", program.display());
+        assert_eq!(client.text(&["FERRITE", "KILL", id]), "+OK");
+        assert_eq!(client.next_reply(), None, "closed");
+        server.assert_healthy();
+    }
+}
+
+/// Engines close a client that kills itself after its reply, so never if there is no reply. The
+/// session ends nevertheless.
+#[test]
+fn clients_without_replies_can_kill_their_own_sessions() {
+    for program in engines() {
+        for mode in ["OFF", "SKIP"] {
+            let mut server = start(&program, &[], &[]);
+            let mut client = Client::to_tcp(server.info("address"));
+            let sessions = client.text(&["FERRITE", "CLIENTS"]);
+            let id = sessions.split(' ').next().and_then(|id| id.strip_prefix("id="));
+            client.send(&[
+                vec!["CLIENT", "REPLY", mode],
+                vec!["FERRITE", "KILL", id.expect("a session")],
+                vec!["SET", "key", "value"],
+            ]);
+            assert_eq!(client.next_reply(), None, "closed");
+            server.wait_until("no session", || server.count("sessions") == 0);
+            assert_eq!(server.ask::<u64>(&["EXISTS", "key"]), 0, "on {}", program.display());
+            server.assert_healthy();
+        }
+    }
+}

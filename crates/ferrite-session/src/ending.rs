@@ -39,10 +39,11 @@ pub(crate) async fn wait_for_end(open: &OpenSession, shutdown: Shutdown) {
 }
 
 /// Waits until the session is killed. Also returns when the engine has freed the session's proxy
-/// connection, and the client has stopped reading the replies that were made before.
+/// connection, or was asked to close it, and the client has stopped reading the replies that were
+/// made before. Engines never close a client that has turned its replies off and kills itself.
 async fn wait_for_kill(entry: &Entry) {
     while !entry.is_killed.load(Ordering::Relaxed) {
-        if entry.is_gone() {
+        if entry.is_gone() || entry.is_closing.load(Ordering::Relaxed) {
             return wait_for_stall(&entry.moved, STALL_TIMEOUT).await;
         }
         entry.ended.notified().await;

@@ -71,6 +71,13 @@ impl Gateway {
         self.sessions.all()
     }
 
+    /// Returns the engine's client id of a session, by the session's number ([`SessionInfo::id`]).
+    /// Returns `None` if there is no such session, or its client is not known.
+    #[must_use]
+    pub fn client_id(&self, id: u64) -> Option<u64> {
+        self.sessions.client_id(id)
+    }
+
     /// Asks a session to end, by its number ([`SessionInfo::id`]). Returns false if there is no
     /// such session.
     #[expect(clippy::must_use_candidate, reason = "called for its effect")]

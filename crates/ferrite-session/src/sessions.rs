@@ -105,7 +105,10 @@ pub(crate) struct Entry {
     pub(crate) held: HeldBytes,
     /// Whether the session was asked to end.
     pub(crate) is_killed: AtomicBool,
-    /// Notified when `is_killed` is set, and when the engine has freed the session's client.
+    /// Whether the session has killed itself. It ends when the engine closes its client.
+    pub(crate) is_closing: AtomicBool,
+    /// Notified when `is_killed` or `is_closing` is set, and when the engine has freed the
+    /// session's client.
     pub(crate) ended: Arc<Notify>,
 }
 
@@ -113,6 +116,13 @@ impl Entry {
     fn kill(&self) {
         self.moved.drops_commands.store(true, Ordering::Relaxed);
         self.is_killed.store(true, Ordering::Relaxed);
+        self.ended.notify_one();
+    }
+
+    /// Notes that the engine closes the session's client after the pending replies.
+    fn close(&self) {
+        self.moved.drops_commands.store(true, Ordering::Relaxed);
+        self.is_closing.store(true, Ordering::Relaxed);
         self.ended.notify_one();
     }
 
@@ -211,8 +221,8 @@ impl Sessions {
         list.last_id += 1;
         let (id, before) = (list.last_id, list.open.len());
         let (begun, moved, ended) = (Instant::now(), Moved::default(), Arc::default());
-        let (is_called, is_killed, record) =
-            (AtomicBool::new(false), AtomicBool::new(false), OnceLock::new());
+        let [is_called, is_killed, is_closing] = [const { AtomicBool::new(false) }; 3];
+        let record = OnceLock::new();
         let (bytes, is_evicted) = (AtomicUsize::new(0), AtomicBool::new(false));
         let held = HeldBytes { bytes, all: Arc::clone(&self.held), is_evicted };
         let entry = Entry {
@@ -226,6 +236,7 @@ impl Sessions {
             record,
             held,
             is_killed,
+            is_closing,
             ended,
         };
         let entry = Arc::new(entry);
@@ -278,10 +289,17 @@ impl Sessions {
         let entry = self.list().open.get(&id).cloned()?;
         self.killed.fetch_add(1, Ordering::Relaxed);
         let client = entry.client_id();
-        if client.is_none() || client != caller {
-            entry.kill();
+        match client.is_some() && client == caller {
+            true => entry.close(),
+            false => entry.kill(),
         }
         Some(client.map_or(Killed::Ending, Killed::CloseClient))
+    }
+
+    /// Returns the client id of a session's proxy connection, if the session exists and its client
+    /// is known.
+    pub(crate) fn client_id(&self, id: u64) -> Option<u64> {
+        self.list().open.get(&id)?.client_id()
     }
 
     fn list(&self) -> MutexGuard<'_, SessionList> {
