@@ -31,7 +31,7 @@ pub fn markdown() -> String {
     for foreign in FOREIGN {
         out.push_str(&foreign_row(foreign));
     }
-    out.push_str("\n## Exit codes\n\nAll programs use these codes:\n\n");
+    out.push_str("\n## Exit codes\n\nThe exit codes of all programs:\n\n");
     out.push_str(&exit_code::markdown());
     out
 }

@@ -111,8 +111,8 @@ pub static HUGE_PAGES: Setting = setting(
     "network.rdma.huge_pages",
     Kind::Switch,
     "no",
-    "Use huge pages of 2 MiB for registered memory. If the host has none reserved \
-     (`vm.nr_hugepages`), ask the kernel for transparent huge pages instead.",
+    "Use huge pages of 2 MiB for registered memory. If the host has too few \
+     reserved (`vm.nr_hugepages`), ask the kernel for transparent huge pages instead.",
 );
 
 /// Whether memory is pinned. It always is.
