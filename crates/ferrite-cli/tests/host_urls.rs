@@ -120,8 +120,14 @@ fn authenticates_with_a_client_certificate() {
 #[test]
 fn refuses_tls_options_that_contradict_each_other() {
     for (words, why) in [
-        (&["--tls", "--rdma", "require", "PING"][..], "TLS is TCP only, and RDMA"),
-        (&["-u", "rediss://host", "--rdma", "require", "PING"], "TLS is TCP only, and RDMA"),
+        (
+            &["--tls", "--rdma", "require", "PING"][..],
+            "TLS works only over TCP, but RDMA is required",
+        ),
+        (
+            &["-u", "rediss://host", "--rdma", "require", "PING"],
+            "TLS works only over TCP, but RDMA is required",
+        ),
         (&["-u", "rediss://host?rdma=require", "PING"], "TLS, which is TCP only"),
         (&["--cacert", "file", "PING"], "--cacert needs --tls or a rediss:// URI"),
         (&["--insecure", "PING"], "--insecure needs --tls"),
