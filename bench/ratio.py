@@ -190,7 +190,7 @@ class CpuPerCommand:
 def parser(text, rounds):
     options = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--rounds", type=int, default=rounds, help="alternating rounds (at least 9 for a verdict)")
-    options.add_argument("--kernel", default="uml", help="the lab's kernel")
+    options.add_argument("--kernel", default="uml", help="kernel of the lab's guest: uml, stock or newer")
     options.add_argument("--guest", metavar="FILE", help=argparse.SUPPRESS)
     return options
 
@@ -211,7 +211,8 @@ def raise_priority():
     try:
         os.nice(-10)
     except PermissionError:
-        print("not root: other load on this host will increase the spread", file=sys.stderr)
+        print("not root, so the guest gets no priority: other load on this host will increase the spread",
+              file=sys.stderr)
 
 
 def publish_host_times(ended):

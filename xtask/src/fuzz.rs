@@ -74,7 +74,11 @@ pub(crate) fn run(root: &Path, options: &Options) -> anyhow::Result<ExitCode> {
     if options.target.as_deref() == Some(session_diff::NAME) {
         return session_diff::run(root, &options.session_diff, options.seconds);
     }
-    ensure!(!options.session_diff.any(), "this option requires the target {}", session_diff::NAME);
+    ensure!(
+        !options.session_diff.any(),
+        "options of session-diff were given: name the target {}, too, or remove them",
+        session_diff::NAME
+    );
     let metadata = cargo(root).args(["metadata", "--no-deps", "--format-version", "1"]).output()?;
     ensure!(metadata.status.success(), "cannot read fuzz/Cargo.toml");
     let mut targets = targets(&serde_json::from_slice(&metadata.stdout)?)?;

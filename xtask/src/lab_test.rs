@@ -207,7 +207,7 @@ fn run_in(
 fn build(root: &Path, binaries: &Path, metadata: &Path, suite: &Suite) -> anyhow::Result<()> {
     let programs =
         cargo(root).args(["build", "--quiet", "--all-features"]).args(PROGRAMS).status()?;
-    ensure!(programs.success(), "cannot build the programs");
+    ensure!(programs.success(), "cannot build the programs that the tests start");
     // The same nextest, found in PATH, must write and read the list.
     let list = Command::new("cargo-nextest")
         .current_dir(root)

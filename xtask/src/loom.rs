@@ -14,7 +14,7 @@ use clap::Args;
 
 #[derive(Args)]
 pub(crate) struct Options {
-    /// Explore four preemptions, for up to 30 s each: about ten minutes in all
+    /// Explore up to four preemptions, for at most 30 s in each test: about ten minutes in all
     #[arg(long)]
     long: bool,
     /// Number of times that a running thread may be preempted [default: 2; 4 with --long]

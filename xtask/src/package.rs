@@ -42,7 +42,7 @@ pub(crate) struct Options {
     /// Version of the packages [default: that of the workspace]
     #[arg(long, value_name = "VERSION")]
     package_version: Option<String>,
-    /// Build only these
+    /// Kinds of packages to build
     #[arg(long, value_enum, value_delimiter = ',', default_value = "deb,rpm,sbom")]
     only: Vec<Kind>,
 }

@@ -17,10 +17,10 @@ pub(crate) struct Options {
     /// Number of seeds to run
     #[arg(long, default_value_t = 10_000, conflicts_with = "seed")]
     seeds: u64,
-    /// The first of them
+    /// First seed to run
     #[arg(long, default_value_t = 0, conflicts_with = "seed")]
     first: u64,
-    /// Run this seed only, and print what happens
+    /// Run only this seed, and print each event
     #[arg(long)]
     seed: Option<u64>,
 }

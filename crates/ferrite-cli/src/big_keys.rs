@@ -114,7 +114,7 @@ impl KeyStats {
                 bail!("TYPE returned an error: {}", String::from_utf8_lossy(text));
             }
             let Value::Simple(name) = reply else {
-                bail!("invalid reply to TYPE: expected a status");
+                bail!("invalid reply to TYPE: expected a simple string");
             };
             if name != b"none" {
                 measured.push((key, self.kind(&String::from_utf8_lossy(name))));
@@ -133,7 +133,8 @@ impl KeyStats {
         for ((key, kind), is_requested) in measured.into_iter().zip(requested) {
             let mut size = 0;
             if is_requested {
-                let frame = sizes.next().context("the reply with a size is missing")?;
+                let frame =
+                    sizes.next().context("the server sent no reply with the size of a key")?;
                 match frame.value()? {
                     Value::Integer(number) => size = u64::try_from(number).unwrap_or(0),
                     _ => output::write_stderr(format_args!(

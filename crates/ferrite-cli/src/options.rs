@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, anyhow, ensure};
 use clap::{ArgAction, Parser, ValueEnum};
+use ferrite_config::number;
 use ferrite_fabric::Rdma;
 use ferrite_proto::resp::unquote;
 use ferrite_session::{Host, ServerUrl, TlsFiles};
@@ -43,7 +44,8 @@ pub(crate) struct Options {
     #[arg(short = 'h', value_name = "HOST", default_value = "127.0.0.1", help_heading = "Server")]
     host: String,
     /// Server port
-    #[arg(short = 'p', value_name = "PORT", default_value_t = 6379, help_heading = "Server")]
+    #[arg(short = 'p', value_name = "PORT", default_value_t = 6379, help_heading = "Server",
+          value_parser = number::<u16>(0, u16::MAX))]
     port: u16,
     /// Unix socket of the server, instead of host and port
     #[arg(short = 's', value_name = "PATH", conflicts_with_all = ["rdma", "local"], help_heading = "Server")]
@@ -62,7 +64,8 @@ pub(crate) struct Options {
     #[arg(long, help_heading = "Server")]
     no_auth_warning: bool,
     /// Database number [default: 0]
-    #[arg(short = 'n', value_name = "NUMBER", help_heading = "Server")]
+    #[arg(short = 'n', value_name = "NUMBER", help_heading = "Server",
+          value_parser = number::<u32>(0, u32::MAX))]
     database: Option<u32>,
     /// Use RESP2 (default, except with --json and --quoted-json)
     #[arg(short = '2', conflicts_with = "resp3", help_heading = "Server")]
@@ -131,7 +134,8 @@ pub(crate) struct Options {
     #[arg(long, value_name = "YES_OR_NO", value_enum, help_heading = "Output")]
     show_pushes: Option<YesNo>,
     /// Fail on replies with more than BYTES bytes or BYTES/64 values; 0 for no limit
-    #[arg(long, value_name = "BYTES", default_value_t = 1 << 30, help_heading = "Output")]
+    #[arg(long, value_name = "BYTES", default_value_t = 1 << 30, help_heading = "Output",
+          value_parser = number::<u64>(0, u64::MAX))]
     max_reply_bytes: u64,
 
     /// Read the last argument from stdin
@@ -148,6 +152,7 @@ pub(crate) struct Options {
         short = 'r',
         value_name = "COUNT",
         default_value_t = 1,
+        value_parser = number::<i64>(i64::MIN, i64::MAX),
         allow_hyphen_values = true,
         help_heading = "Commands"
     )]
@@ -170,6 +175,7 @@ pub(crate) struct Options {
         long,
         value_name = "SECONDS",
         default_value_t = 30,
+        value_parser = number::<u64>(0, u64::MAX),
         requires = "pipe",
         help_heading = "Modes"
     )]
@@ -194,13 +200,15 @@ pub(crate) struct Options {
     #[arg(long, group = "mode", help_heading = "Modes")]
     memkeys: bool,
     /// With --memkeys: number of elements to sample in a key; 0 for all
-    #[arg(long, value_name = "COUNT", requires = "memkeys", help_heading = "Modes")]
+    #[arg(long, value_name = "COUNT", requires = "memkeys", help_heading = "Modes",
+          value_parser = number::<u64>(0, u64::MAX))]
     memkeys_samples: Option<u64>,
     /// With --scan, --bigkeys and --memkeys: only keys that match PATTERN
     #[arg(long, value_name = "PATTERN", allow_hyphen_values = true, help_heading = "Modes")]
     pattern: Option<OsString>,
     /// With --scan, --bigkeys and --memkeys: keys per SCAN call
-    #[arg(long, value_name = "COUNT", help_heading = "Modes")]
+    #[arg(long, value_name = "COUNT", help_heading = "Modes",
+          value_parser = number::<u64>(0, u64::MAX))]
     count: Option<u64>,
 
     /// Print this help
@@ -359,8 +367,8 @@ impl Options {
         }
         let is_rdma_required = self.rdma.or(uri.rdma) == Some(Rdma::Require);
         if wants_tls && is_rdma_required {
-            let why = "TLS is TCP only, and RDMA, which is required, is not encrypted; leave one \
-                       of them out";
+            let why = "TLS works only over TCP, but RDMA is required; remove the option for TLS or \
+                       the one for RDMA";
             return Err(WrongUsage(why.into()).into());
         }
         Ok(wants_tls.then(|| Tls {
@@ -410,8 +418,9 @@ impl Options {
         let mut words: Vec<_> = self.command.into_iter().map(OsString::into_vec).collect();
         if self.quoted_input {
             let plain: Result<_, _> = words.iter().map(|word| unquote(word)).collect();
-            words =
-                plain.map_err(|_| anyhow!("--quoted-input: each argument must be one string"))?;
+            words = plain.map_err(|_| {
+                anyhow!("--quoted-input: each argument must be one word or one quoted string")
+            })?;
         }
         if let Some(file) = self.eval {
             words = eval(&file, words)?;
@@ -426,7 +435,7 @@ impl Options {
             let tag = tag.into_vec();
             let tagged = words.iter_mut().find(|word| **word == tag);
             *tagged.with_context(|| {
-                format!("-X: no argument is {}", String::from_utf8_lossy(&tag))
+                format!("-X: the command has no argument {}", String::from_utf8_lossy(&tag))
             })? = stdin()?;
         }
         Ok(Mode::Command(words))

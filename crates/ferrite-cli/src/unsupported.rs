@@ -9,15 +9,14 @@ const CLUSTER: &str = "ferrite-cli does not follow redirects of a cluster; conne
 const CLUSTER_MANAGER: &str = "use redis-cli --cluster, which works over TCP at the nodes' ports";
 const REPLICA: &str = "use redis-cli over TCP at the engine's port: replication is not carried \
                        over RDMA";
-const ADDRESS_KIND: &str = "give -h an address of that kind instead of a name";
-const CIPHERS: &str = "ferrite-cli uses TLS 1.3 with the ciphers of rustls; leave it out";
+const CIPHERS: &str = "ferrite-cli uses TLS 1.3 and chooses the cipher itself; remove the option";
 const HOT_KEYS: &str = "use redis-cli --hotkeys, or OBJECT FREQ on single keys";
 const KEY_STATISTICS: &str = "use --bigkeys or --memkeys";
 
 /// The options, each with what to use instead.
 const OPTIONS: [(&str, &str); 27] = [
-    ("-4", ADDRESS_KIND),
-    ("-6", ADDRESS_KIND),
+    ("-4", "give -h an IPv4 address instead of a name"),
+    ("-6", "give -h an IPv6 address instead of a name"),
     ("-c", CLUSTER),
     ("--askpass", "set the environment variable REDISCLI_AUTH"),
     ("--cluster", CLUSTER_MANAGER),
@@ -32,7 +31,7 @@ const OPTIONS: [(&str, &str); 27] = [
     ("--ldb", "use redis-cli --ldb --eval over TCP"),
     ("--ldb-sync-mode", "use redis-cli --ldb-sync-mode --eval over TCP"),
     ("--lru-test", "use ferrite bench kv --zipf 0.99"),
-    ("--mptcp", "ferrite-cli does not use multipath TCP; leave the option out"),
+    ("--mptcp", "ferrite-cli does not use multipath TCP; remove the option"),
     ("--quoted-pattern", "use --pattern, without quotes"),
     ("--rdb", REPLICA),
     ("--replica", REPLICA),
@@ -69,8 +68,8 @@ fn explanation(error: &clap::Error) -> Option<String> {
         }
         // valkey-cli has an option of this name without a value.
         ErrorKind::ValueValidation | ErrorKind::InvalidValue if option.starts_with("--rdma ") => {
-            let explanation = "--rdma needs a policy: prefer, require or forbid; what valkey-cli \
-                               calls --rdma is --rdma require";
+            let explanation = "--rdma needs a policy: prefer, require or forbid; --rdma of \
+                               valkey-cli corresponds to --rdma require";
             Some(explanation.into())
         }
         _ => None,

@@ -118,10 +118,29 @@ fn authenticates_with_a_client_certificate() {
 }
 
 #[test]
+fn wrong_ports_and_schemes_are_answered_with_what_is_expected() {
+    for (words, why) in [
+        (&["-p", "abc", "PING"], "expected a number from 0 to 65535"),
+        (&["-p", "65536", "PING"], "expected a number from 0 to 65535"),
+        (&["-u", "reds://host", "PING"], "-u: unknown scheme reds://; expected redis://"),
+    ] {
+        let output = run(words);
+        assert_eq!(output.status.code(), Some(2), "{words:?}");
+        assert!(stderr(&output).contains(why), "{words:?}: {}", stderr(&output));
+    }
+}
+
+#[test]
 fn refuses_tls_options_that_contradict_each_other() {
     for (words, why) in [
-        (&["--tls", "--rdma", "require", "PING"][..], "TLS is TCP only, and RDMA"),
-        (&["-u", "rediss://host", "--rdma", "require", "PING"], "TLS is TCP only, and RDMA"),
+        (
+            &["--tls", "--rdma", "require", "PING"][..],
+            "TLS works only over TCP, but RDMA is required",
+        ),
+        (
+            &["-u", "rediss://host", "--rdma", "require", "PING"],
+            "TLS works only over TCP, but RDMA is required",
+        ),
         (&["-u", "rediss://host?rdma=require", "PING"], "TLS, which is TCP only"),
         (&["--cacert", "file", "PING"], "--cacert needs --tls or a rediss:// URI"),
         (&["--insecure", "PING"], "--insecure needs --tls"),

@@ -147,7 +147,7 @@ fn connects_by_uri() {
     assert_eq!(stderr, "over RDMA, device rxe2, to a Ferrite gateway\n");
     let (code, _, stderr) = run(&uri, &["--tls"]);
     assert_eq!(code, Some(2), "{stderr}");
-    assert!(stderr.contains("TLS is TCP only"), "{stderr}");
+    assert!(stderr.contains("TLS works only over TCP"), "{stderr}");
     server.end();
 }
 

@@ -22,17 +22,17 @@ pub const BY_SIGNAL: u8 = 128;
 pub const TABLE: [(&str, &str); 7] = [
     ("0", "success"),
     ("1", "failure; for `ferrite-cli -e` an error reply"),
-    ("2", "wrong usage, a wrong file or environment variable, or contradicting settings"),
+    ("2", "wrong usage, an error in a file or environment variable, or contradicting settings"),
     (
         "69",
-        "RDMA is required and unavailable: a library, kernel support, a device, a port, the \
-         permission or the locked memory is missing; the message says which and what to do",
+        "RDMA is required and unavailable: a library, kernel support, a device, a port, a \
+         permission or enough locked memory is missing; the message says which and what to do",
     ),
     ("70", "internal failure of `ferrite server`"),
     (
         "71",
-        "`ferrite server`: engine or module missing, or the engine does not answer, or it ends \
-         with code 0 before it is ready",
+        "`ferrite server`: the engine or the module is missing, the engine does not answer, or \
+         the engine exits with code 0 before it is ready",
     ),
     ("others", "`ferrite server`: the engine's own code; 128 + N if signal N killed the engine"),
 ];

@@ -28,6 +28,7 @@ mod lookup;
 #[cfg(feature = "manuals")]
 pub mod manuals;
 mod nearest;
+mod number;
 pub mod reference;
 #[cfg(feature = "file")]
 pub mod schema;
@@ -42,6 +43,7 @@ pub use build::Build;
 pub use kind::Kind;
 pub use lookup::find;
 pub use nearest::nearest;
+pub use number::number;
 pub use setting::{Alias, AliasForm, Program, Setting, TakesEffect};
 pub use value::Value;
 pub use values::{Contradiction, Entry, Origin, Policy, Values};

@@ -31,7 +31,7 @@ pub fn markdown() -> String {
     for foreign in FOREIGN {
         out.push_str(&foreign_row(foreign));
     }
-    out.push_str("\n## Exit codes\n\nOf all programs:\n\n");
+    out.push_str("\n## Exit codes\n\nThe exit codes of all programs:\n\n");
     out.push_str(&exit_code::markdown());
     out
 }
@@ -44,8 +44,9 @@ const HEAD: &str = "\
 const FOREIGN_HEAD: &str = "
 ## Names of other RDMA software
 
-Files, arguments of the module and flags accept these names, too. The first ones are those of
-Ferrite's first documentation, the others are brpc's; brpc's stand in `[network.rdma]`.
+Files, arguments of the module and flags accept these names, too. Names that start with `network.`
+come from Ferrite's first documentation, the others from brpc. In a file, write names of brpc in the
+section `[network.rdma]`.
 
 | name there | default there | our name | our default | why it differs |
 |---|---|---|---|---|

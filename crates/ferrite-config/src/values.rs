@@ -340,14 +340,14 @@ impl Values {
             wrong.push((&table::RDMA, why));
         }
         if self.program == Program::Server && self.listen_port() == Some(0) {
-            let why = "the module listens on all addresses at one port: give each address the \
-                       same port from 1 to 65535, or none";
+            let why = "the module uses one port for all addresses: give each address the same \
+                       port from 1 to 65535, or no port";
             wrong.push((&table::LISTEN, why.into()));
         }
         if let Some(word) = self.list(&table::BIND).iter().find(|word| !is_bind_address(word)) {
             let why = format!(
-                "{word:?} is no address: expected IP addresses or names without ports, * or ::*; a \
-                 leading - allows an address to be missing"
+                "{word:?} is not an address: expected IP addresses or names without ports, * or \
+                 ::*; with - before an address, the engine starts even if this host lacks it"
             );
             wrong.push((&table::BIND, why));
         }
@@ -404,8 +404,8 @@ impl Values {
         let block = table::BLOCKS.into_iter().find(|block| *block >= buffer).unwrap_or(buffer);
         if buffers.saturating_mul(block) > reserve {
             let why = format!(
-                "{buffers} buffers of {} (in blocks of {}) exceed receive-reserve, which is {}; raise it or lower \
-                 recv-buffer-size",
+                "{buffers} buffers of {} (in blocks of {}) exceed receive-reserve, which is {}; raise \
+                 receive-reserve or lower recv-buffer-size",
                 format(buffer),
                 format(block),
                 format(reserve)
@@ -431,12 +431,12 @@ impl Values {
         let enough = 2 * largest.div_ceil(step);
         let format = crate::size::format;
         Some(format!(
-            "cannot be reached: memory-pool-max-regions is {regions}, half of it for sends and \
-             half for receives, and {each} regions of memory-pool-increase {} are {}, not {}; raise \
-             memory-pool-max-regions to {enough}, or memory-pool-increase",
+            "the pool cannot grow that far: its larger part (sends or receives) is {}, but half of \
+             memory-pool-max-regions ({each} of {regions} regions of {}) gives only {}; raise \
+             memory-pool-max-regions to {enough}, or raise memory-pool-increase",
+            format(largest),
             format(step),
-            format(each * step),
-            format(largest)
+            format(each * step)
         ))
     }
 }

@@ -46,22 +46,22 @@ fn operations(stats: &FabricStats, out: &mut Exposition) {
     out.counters("rdma_operations", "Operations of links, by type", &operations);
     let bytes: Vec<_> =
         by_type([totals.send_bytes, totals.recv_bytes, totals.read_bytes, totals.write_bytes]);
-    out.counters("rdma_bytes", "Bytes of these operations", &bytes);
-    let help = "The part of the bytes sent, read and written that went over TCP";
+    out.counters("rdma_bytes", "Bytes of the operations of links, by type", &bytes);
+    let help = "Bytes sent, read and written over TCP; they are part of ferrite_rdma_bytes_total";
     out.counter("rdma_tcp_bytes", help, totals.tcp_bytes);
     let latencies = [
         ("send", &stats.send_latency),
         ("write", &stats.write_latency),
         ("read", &stats.read_latency),
     ];
-    let help = "From the post to the completion, of all operations that a caller waited for and of \
-                a sample of the others; the sum is estimated from the buckets";
+    let help = "Time of an operation from post to completion; measured for all operations that a \
+                caller waited for and a sample of the others; the sum is estimated from the buckets";
     let latencies = latencies.into_iter().map(|(op, latency)| histogram(op, latency)).collect();
     out.histograms("rdma_latency_seconds", help, latencies);
     let errors = errors(stats);
     let errors: Vec<_> =
         errors.iter().map(|(status, count)| (vec![("status", status.as_str())], *count)).collect();
-    let help = "Requests that failed, by status; flushed ones were pending when a link ended";
+    let help = "Work requests that failed, by status; flushed: they were pending when a link ended";
     out.counters("rdma_completion_errors", help, &errors);
 }
 
@@ -96,9 +96,13 @@ fn links(stats: &FabricStats, out: &mut Exposition) {
     out.gauge("rdma_links", "Links that are open, over RDMA or TCP", stats.links);
     let ways = [("accepted", stats.accepted), ("connected", stats.connected)];
     let ways = ways.map(|(by, count)| (vec![("by", by)], count));
-    out.counters("rdma_links_opened", "Links that a peer or this side has opened", &ways);
+    out.counters(
+        "rdma_links_opened",
+        "Links opened, by a peer (accepted) or by this program (connected)",
+        &ways,
+    );
     out.counter("rdma_links_failed", "Links that ended with an error", stats.failed_links);
-    out.counter("rdma_peers_refused", "Peers that were refused", stats.refused);
+    out.counter("rdma_peers_refused", "Peers that were rejected", stats.refused);
     let help = "Links that ended because the peer accessed memory without a right to it";
     out.counter("rdma_remote_access_errors", help, stats.remote_access_errors);
     let causes = stats.fallbacks.map(|(cause, count)| (cause.to_string(), count));
@@ -109,19 +113,31 @@ fn links(stats: &FabricStats, out: &mut Exposition) {
     let help = "RDMA paths that were lost without ending the link";
     out.counter("rdma_migrations", help, stats.totals.moves);
     out.counter("rdma_connect_retries", "Handshakes that were retried", stats.connect_retries);
-    let help = "Times that no connection was accepted for lack of descriptors or memory";
+    let help = "Failures to accept a connection, for lack of descriptors or memory";
     out.counter("rdma_accept_failures", help, stats.accept_failures);
     out.counter("rdma_devices_lost", "Devices removed or failed", stats.devices_lost);
     out.counter("rdma_devices_back", "Devices that came back", stats.devices_back);
-    let help = "Devices that cannot restrict memory to a single peer";
+    let help = "Devices without type 2 memory windows, which restrict memory to one peer";
     out.gauge("rdma_devices_without_windows", help, stats.devices_without_windows);
 }
 
 fn driver(stats: &FabricStats, out: &mut Exposition) {
-    out.gauge("rdma_requests_in_flight", "Requests posted and not completed", stats.in_flight);
-    out.gauge("rdma_receives_posted", "Receives that wait for messages", stats.receives_posted);
-    out.gauge("rdma_receives_overdue", "Receives lost with failed links", stats.receives_overdue);
-    out.counter("rdma_passes", "Passes of the driver", stats.passes);
+    out.gauge(
+        "rdma_requests_in_flight",
+        "Requests posted to devices and not completed",
+        stats.in_flight,
+    );
+    out.gauge("rdma_receives_posted", "Receives posted and not completed", stats.receives_posted);
+    out.gauge(
+        "rdma_receives_overdue",
+        "Receives that failed links took and did not complete",
+        stats.receives_overdue,
+    );
+    out.counter(
+        "rdma_passes",
+        "Passes of the driver, the loop that polls completions and handles events",
+        stats.passes,
+    );
     out.counter("rdma_completions", "Completions that were polled", stats.completions);
     let help = "Polls of a completion queue that found completions";
     out.counter("rdma_batches", help, stats.batches);

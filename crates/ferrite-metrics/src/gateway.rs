@@ -19,10 +19,10 @@ pub fn gateway_metrics(gateway: &Gateway, out: &mut Exposition) {
         let count = open.iter().filter(|session| session.transport == transport).count();
         (vec![("transport", name)], count as u64)
     });
-    out.gauges("sessions", "Sessions that are open, by their transport now", &by_transport);
+    out.gauges("sessions", "Open sessions, by their current transport", &by_transport);
     let held = open.iter().map(|session| session.held_bytes as u64).sum();
     out.gauge("session_held_bytes", "Memory held for pending commands and replies", held);
-    out.gauge("sessions_max", "Sessions that are allowed", gateway.config().max_clients as u64);
+    out.gauge("sessions_max", "Maximum number of sessions", gateway.config().max_clients as u64);
     let GatewayStats {
         valkey_sessions,
         ferrite_sessions,
@@ -43,9 +43,9 @@ pub fn gateway_metrics(gateway: &Gateway, out: &mut Exposition) {
     out.counters("sessions_opened", "Clients that have connected, by kind", &kinds);
     out.counter("sessions_refused", "Clients that were rejected", refused);
     out.counter("sessions_killed", "Sessions that an operator has ended", killed);
-    let help = "Sessions ended because all together held more than maxmemory-clients";
+    let help = "Sessions ended because all sessions together held more than maxmemory-clients";
     out.counter("sessions_evicted", help, evicted);
-    let help = "Clients without a session because the engine could not be reached";
+    let help = "Clients that got no session because the engine could not be reached";
     out.counter("engine_connect_failures", help, engine_failures);
     let bytes = [("to_engine", to_engine_bytes), ("to_client", to_client_bytes)];
     let bytes = bytes.map(|(direction, count)| (vec![("direction", direction)], count));
@@ -54,5 +54,9 @@ pub fn gateway_metrics(gateway: &Gateway, out: &mut Exposition) {
     let paths = paths.map(|(path, count)| (vec![("path", path)], count));
     let help = "Commands of in-process sessions: called in the engine, or sent to its socket";
     out.counters("commands", help, &paths);
-    out.counter("sessions_pinned", "In-process sessions that stay on the proxy path", pinned);
+    out.counter(
+        "sessions_pinned",
+        "In-process sessions that were pinned to the proxy path",
+        pinned,
+    );
 }

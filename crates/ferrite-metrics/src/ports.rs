@@ -55,7 +55,7 @@ fn write(devices: &BTreeMap<String, Device>, out: &mut Exposition) {
         }
     }
     out.gauges("port_active", "Whether a port of an RDMA device is active", &active);
-    let help = "Whether a device has not answered in time when its counters were read";
+    let help = "1 if a device does not answer reads of its counters, which are then left out";
     out.gauges("port_counters_overdue", help, &overdue);
     let help = "Counters of the RDMA ports of this host, under the kernel's names; \
                 port_xmit_data and port_rcv_data count units of 4 bytes";
@@ -142,7 +142,7 @@ impl Reader {
             }
         };
         if let Err(error) = thread::Builder::new().name("ferrite-ports".into()).spawn(work) {
-            tracing::debug!("no thread to read the counters of RDMA ports: {error}");
+            tracing::debug!("cannot start a thread to read the counters of RDMA ports: {error}");
         }
     }
 }

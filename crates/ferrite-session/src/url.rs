@@ -99,6 +99,10 @@ fn parse(text: &str) -> Result<ServerUrl, String> {
         "unix" | "redis+unix" | "valkey+unix" => {
             return Err("a URL cannot name a Unix socket; ferrite-cli has -s PATH".into());
         }
+        // Anything else may be a part of a password, and is not shown.
+        scheme if scheme.bytes().all(|byte| byte.is_ascii_lowercase() || byte == b'+') => {
+            return Err(format!("unknown scheme {scheme}://; {EXPECTED}"));
+        }
         _ => return Err(EXPECTED.into()),
     }
     let end = rest.find(['/', '?', '#']).unwrap_or(rest.len());
@@ -329,7 +333,8 @@ mod tests {
     #[test]
     fn explains_what_is_wrong() {
         for (text, why) in [
-            ("http://host", "expected redis://"),
+            ("reds://host", "unknown scheme reds://; expected redis://"),
+            ("me:secret@host://", "expected redis://"),
             ("host", "expected redis://"),
             ("unix:///tmp/socket", "a URL cannot name a Unix socket"),
             ("redis://host:port", "expected a port from 1 to 65535"),

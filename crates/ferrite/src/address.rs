@@ -12,7 +12,9 @@ pub(crate) fn parse<const DEFAULT_PORT: u16>(text: &str) -> Result<SocketAddr, S
     let Some((host, port)) = split(text) else {
         let port = text.rsplit_once(':').map(|(_, port)| port);
         return Err(match port.filter(|port| !port.is_empty() && port.parse::<u16>().is_err()) {
-            Some(port) if text.matches(':').count() == 1 => format!("{port:?} is not a port"),
+            Some(port) if text.matches(':').count() == 1 => {
+                format!("{port:?} is not a port number (0 to 65535)")
+            }
             _ => "expected ADDRESS or ADDRESS:PORT ([ADDRESS]:PORT for IPv6)".to_owned(),
         });
     };
@@ -24,7 +26,7 @@ pub(crate) fn parse<const DEFAULT_PORT: u16>(text: &str) -> Result<SocketAddr, S
     // Prefer IPv4 if the name has both: most RoCE networks use it.
     let mut found: Vec<_> = found.collect();
     found.sort_by_key(SocketAddr::is_ipv6);
-    found.first().copied().ok_or_else(|| format!("{host} has no address"))
+    found.first().copied().ok_or_else(|| format!("the name {host} has no IP address"))
 }
 
 /// Parses a comma-separated list of addresses.
@@ -58,8 +60,8 @@ mod tests {
 
     #[test]
     fn explains_invalid_addresses() {
-        assert_eq!(parsed("10.0.0.1:http"), "\"http\" is not a port");
-        assert_eq!(parsed("10.0.0.1:70000"), "\"70000\" is not a port");
+        assert_eq!(parsed("10.0.0.1:http"), "\"http\" is not a port number (0 to 65535)");
+        assert_eq!(parsed("10.0.0.1:70000"), "\"70000\" is not a port number (0 to 65535)");
         for bad in ["", ":7471", "[10.0.0.1", "a:b:1"] {
             assert!(parsed(bad).starts_with("expected ADDRESS"), "{bad}: {}", parsed(bad));
         }

@@ -78,7 +78,7 @@ impl Program for RelayAdmin {
         let opened = [("rdma", count(rdma)), ("tcp", count(tcp))];
         let opened = opened.map(|(transport, count)| (vec![("transport", transport)], count));
         out.counters("relay_sessions_opened", "Sessions to the server, by transport", &opened);
-        let help = "Clients without a session because the server could not be reached";
+        let help = "Clients that got no session because the relay could not connect to the server";
         out.counter("relay_connect_failures", help, count(failed));
         let (to_server, to_client) = moved.both();
         let bytes = [("to_server", to_server), ("to_client", to_client)];

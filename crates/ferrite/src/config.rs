@@ -31,7 +31,7 @@ pub(crate) struct Options {
     /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
-    /// Flags of the program, or arguments of the module: name and value by turns
+    /// Flags of the program, or arguments of the module: a name, its value, the next name, …
     #[arg(last = true, value_name = "FLAGS")]
     flags: Vec<String>,
 }
@@ -43,7 +43,8 @@ Examples:
   ferrite config check /etc/ferrite.toml                 all errors of a file
   ferrite config schema > ferrite.schema.json            for editors
 
-JSON: {program, settings[{name, key, value, origin, line?, variable, default, expected, meaning}]}.
+JSON: {program, settings[{name, key, value, origin, line?, variable, default, expected,
+  takes_effect, memory, meaning}]}.
   check: {file, problems[{line, key, message}]}; exit code 2 if there are problems.";
 
 #[derive(Subcommand)]
@@ -60,7 +61,7 @@ enum Action {
     Schema,
     /// Print the tables of the reference page, or write them into FILE
     Reference {
-        /// A page with the two marks between which the tables belong
+        /// A page with two marker lines, between which the tables are written
         file: Option<PathBuf>,
     },
 }
@@ -101,7 +102,7 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<ExitCode> {
             let name = file.display();
             let page = std::fs::read_to_string(file).with_context(|| name.to_string())?;
             let Some(new) = reference::replace_in(&page) else {
-                bail!("{name}: lacks the lines {:?} and {:?}", reference::BEGIN, reference::END);
+                bail!("{name} lacks the lines {:?} and {:?}", reference::BEGIN, reference::END);
             };
             std::fs::write(file, new).with_context(|| name.to_string())?;
         }
@@ -135,10 +136,10 @@ fn set_flags(values: &mut Values, words: &[String]) -> anyhow::Result<()> {
         let program = values.program();
         let Some((setting, alias)) = find(program, name) else {
             let known = program.settings().map(|setting| setting.name);
-            bail!(
-                "unknown setting {name}; the nearest is {}",
-                nearest(name, known).unwrap_or("none")
-            );
+            match nearest(name, known) {
+                Some(near) => bail!("unknown setting {name}; the nearest known one is {near}"),
+                None => bail!("unknown setting {name}"),
+            }
         };
         let set = values.set_text(setting, alias, text, Origin::Flag);
         set.map_err(|why| anyhow::anyhow!("{name} {text}: {why}"))?;
@@ -245,7 +246,7 @@ mod tests {
         };
         assert_eq!(
             wrong(&["rdma-prot", "1"]),
-            "unknown setting rdma-prot; the nearest is rdma-port"
+            "unknown setting rdma-prot; the nearest known one is rdma-port"
         );
         assert!(wrong(&["rdma_max_sge", "0"]).contains("recv_buffer_size"));
         assert_eq!(wrong(&["cq-size"]), "cq-size has no value");

@@ -15,7 +15,7 @@ const INTERVAL: Duration = Duration::from_secs(1);
 pub(crate) async fn wait_for_engine(engine: &EngineAddress) {
     let mut warned = None;
     loop {
-        let late = || format!("the engine at {engine} does not answer within {INTERVAL:?}");
+        let late = || format!("the engine at {engine} did not answer within {INTERVAL:?}");
         let answer = timeout(INTERVAL, engine_answers(engine)).await;
         match answer.unwrap_or_else(|_| Err(late())) {
             Ok(()) => break,

@@ -106,8 +106,8 @@ impl Failure {
             };
             let _ = write!(
                 text,
-                "RDMA is unavailable on this host. It needs a library, kernel support, a device \
-                 and the connection manager; {what} missing: "
+                "RDMA is unavailable on this host. RDMA needs a library, kernel support, a device \
+                 with an active port, and the connection manager; {what} missing: "
             );
         }
         text += &self.message;

@@ -39,7 +39,7 @@ pub(crate) struct Options {
     /// Configuration file (ferrite.toml); flags override it
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Print a line of JSON when it listens and when it ends
+    /// Print a line of JSON when the gateway listens and when it ends
     #[arg(long)]
     pub(crate) json: bool,
     #[command(flatten)]
@@ -58,10 +58,11 @@ Set LimitMEMLOCK=infinity in its systemd unit.
 If the engine does not answer at start, the gateway warns with the reason and tries again every
 second. Clients get an error until it answers.
 
-On SIGTERM and SIGINT it accepts no new clients, delivers outstanding replies and exits with code 0.
-A client in the middle of a command delays that while it keeps sending, and for 1 s afterwards.
-A second signal stops it at once, with exit code 1. On SIGHUP it reads its settings again and
-applies those that can change (`ferrite config` and the book say which); the log names the others.
+On SIGTERM and SIGINT the gateway accepts no new clients, delivers outstanding replies and exits
+with code 0. A client that is in the middle of sending a command delays the exit until it has sent
+nothing for 1 s. The exit takes at most the time of --drain. A second signal closes all sessions at
+once; the exit code is then 1. On SIGHUP the gateway reads its settings again and applies those that
+can change (takes_effect in `ferrite config --program gateway --json`); the log names the others.
 
 JSON lines: {event: listening, address, addresses[], engine, devices[], rdma, admin?},
   {event: ended, sessions {valkey, ferrite, tcp}, refused, engine_failures, to_engine_bytes, to_client_bytes}.

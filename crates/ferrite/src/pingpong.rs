@@ -16,6 +16,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use clap::Args;
+use ferrite_config::number;
 
 use crate::choice::{Mode, Op};
 use crate::{address, seconds};
@@ -74,22 +75,23 @@ pub(crate) struct Options {
     op: Op,
     /// Message size in bytes
     #[arg(long, value_name = "BYTES", default_value_t = 64, conflicts_with = "listen",
-          value_parser = clap::value_parser!(u32).range(1..=i64::from(wire::SIZE_MAX)))]
+          value_parser = number::<u32>(1, wire::SIZE_MAX))]
     size: u32,
     /// Number of measured rounds
     #[arg(long, value_name = "COUNT", default_value_t = 1000, conflicts_with = "listen",
-          value_parser = clap::value_parser!(u64).range(1..=1_000_000_000))]
+          value_parser = number::<u64>(1, 1_000_000_000))]
     iters: u64,
     /// Number of rounds before the measured ones
     #[arg(long, value_name = "COUNT", default_value_t = 100, conflicts_with = "listen",
-          value_parser = clap::value_parser!(u32).range(1..))]
+          value_parser = number::<u32>(1, u32::MAX))]
     warmup: u32,
     /// How both sides wait for completions (event does not work with write, which completes nothing
     /// at the receiver)
     #[arg(long, value_enum, default_value_t = Mode::Poll, conflicts_with = "listen")]
     mode: Mode,
     /// Send messages up to this size inline, inside the work request, if the device can
-    #[arg(long, value_name = "BYTES", default_value_t = 220, conflicts_with = "listen")]
+    #[arg(long, value_name = "BYTES", default_value_t = 220, conflicts_with = "listen",
+          value_parser = number::<u32>(0, u32::MAX))]
     inline: u32,
     /// Give up after this many seconds without progress
     #[arg(long, value_name = "SECONDS", default_value = "10",

@@ -34,7 +34,7 @@ pub(crate) struct Options {
     /// Configuration file (ferrite.toml); flags override it
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Print a line of JSON when it listens and when it ends
+    /// Print a line of JSON when the relay listens and when it ends
     #[arg(long)]
     pub(crate) json: bool,
     #[command(flatten)]
@@ -69,7 +69,7 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     settings::warn_of_unknown_variables();
     let wrong = |name: &'static str| move |why: String| anyhow::anyhow!("--{name}: {why}");
     let Some(to) = values.text(&table::TO) else {
-        return Err(WrongSettings("--to is missing: the server's address".into()).into());
+        return Err(WrongSettings("--to is missing; give the address of the server".into()).into());
     };
     let listen = values.text(&table::RELAY_LISTEN).unwrap_or_default();
     let local = values.text(&table::LOCAL).map(address::parse::<0>).transpose();

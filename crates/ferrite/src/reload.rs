@@ -35,9 +35,7 @@ impl<F: Fn() -> anyhow::Result<Values>> Reload<F> {
                     changes.report();
                 }
                 Err(error) => {
-                    tracing::error!(
-                        "SIGHUP received, but the settings stay as they are: {error:#}"
-                    );
+                    tracing::error!("SIGHUP received, but no setting was changed: {error:#}");
                 }
             }
         }
@@ -93,15 +91,12 @@ impl Changes {
     pub(crate) fn report(&self) {
         let lines: Vec<_> = self.now.iter().map(|change| change.line.as_str()).collect();
         match lines.as_slice() {
-            [] => tracing::info!("SIGHUP received: no setting that can change has changed"),
+            [] => tracing::info!("SIGHUP received: no setting was changed"),
             lines => tracing::info!("SIGHUP received: {}", lines.join(", ")),
         }
         if !self.later.is_empty() {
             let names: Vec<_> = self.later.iter().map(|setting| setting.name).collect();
-            tracing::warn!(
-                "these changed settings need a new start to take effect: {}",
-                names.join(", ")
-            );
+            tracing::warn!("restart to apply these changed settings: {}", names.join(", "));
         }
     }
 }

@@ -45,7 +45,7 @@ const VERSION_TIMEOUT: Duration = Duration::from_secs(10);
 #[derive(Args)]
 #[command(after_help = HELP)]
 pub(crate) struct Options {
-    /// Configuration file (packaging/ferrite.toml shows every key)
+    /// Configuration file; the packages install one with every key as /etc/ferrite/ferrite.toml
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
     /// Check the file, print the command and the engine's configuration, and exit
@@ -54,10 +54,10 @@ pub(crate) struct Options {
     /// Print a line of JSON when the engine is ready, before a restart and at the end
     #[arg(long)]
     pub(crate) json: bool,
-    /// Form of log lines: text or json (default text)
+    /// Format of log lines: text or json (default text)
     #[arg(long, value_name = "CHOICE", value_parser = parser(&table::LOG))]
     log: Option<String>,
-    /// Least level to log: error, warn, info, debug or trace (default info)
+    /// Lowest level to log: error, warn, info, debug or trace (default info)
     #[arg(long, value_name = "CHOICE", value_parser = parser(&table::LOG_LEVEL))]
     log_level: Option<String>,
 }
@@ -87,14 +87,15 @@ Examples:
   ferrite server --config /etc/ferrite/ferrite.toml --check
   ferrite-cli -h 192.0.2.1 -p 6380 PING              from another host
 
-Signals: SIGTERM and SIGINT stop the engine as SHUTDOWN does (it saves); a second one kills it.
+Signals: SIGTERM and SIGINT stop the engine as SHUTDOWN does (it saves its data); a second signal
+  kills the engine.
   SIGHUP reads the file again and applies the settings that can change; the log names the others.
   If ferrite itself is killed, the engine gets SIGTERM.
 
 Exit codes: the engine's own (0 after SIGTERM, and after SHUTDOWN by a client);
-  128 + N if signal N killed it; 2 wrong usage or file; 69 RDMA is required and unavailable;
-  70 internal failure of ferrite; 71 engine or module missing, or the engine does not answer, or it
-  ends with code 0 before it is ready.
+  128 + N if signal N killed the engine; 2 wrong usage, or an error in the file; 69 RDMA is required
+  and unavailable; 70 internal failure of ferrite; 71 the engine or the module is missing, the engine
+  does not answer, or it exits with code 0 before it is ready.
 
 JSON lines: {event: ready, pid, program, module, unix_socket, engine, tcp_port, status, address,
   devices[], reason}, {event: restarting, code, restart, delay_seconds}, {event: ended, code}

@@ -159,11 +159,11 @@ impl<P: HasSettings> Args for Flags<P> {
 
 /// Returns the flag of a setting, with its unit, range and default.
 fn flag(setting: &'static Setting, program: Program) -> Arg {
-    let meaning = setting.meaning.replace('`', "");
+    let meaning = setting.meaning;
     let first = meaning.split_inclusive(". ").next().unwrap_or_default();
     let first = first.trim_end().trim_end_matches('.');
     let range = match (setting.kind, setting.kind.range()) {
-        (Kind::Choice(choices), _) => format!(", of {}", choices.join(", ")),
+        (Kind::Choice(choices), _) => format!("; one of {}", choices.join(", ")),
         (_, range) if range.is_empty() => range,
         (_, range) => format!(", {range}"),
     };

@@ -77,7 +77,7 @@ pub(crate) struct Options {
     #[arg(long, value_name = "SECONDS", value_parser = |text: &str| seconds::parse(text, 0.1),
           default_value = "1")]
     interval: Duration,
-    /// Print the state once and exit; also if stdout is not a terminal, or TERM is dumb
+    /// Print the state once and exit (default if stdout is not a terminal, or TERM is dumb)
     #[arg(long)]
     once: bool,
     /// Print the state once as JSON and exit
@@ -95,7 +95,7 @@ Keys: ↑ ↓ select; Enter details; k kill (asks first); s sort by the next col
 
 Examples:
   ferrite top                                        the engine on this host
-  REDISCLI_AUTH=… ferrite top 10.0.0.1 --user admin  another one, with a password
+  REDISCLI_AUTH=… ferrite top 10.0.0.1 --user admin  another engine, with a password
   ferrite top --admin http://10.0.0.1:9121           the admin port of a gateway or a relay
   ferrite top --json | jq '.sessions[].address'      for scripts
 

@@ -188,7 +188,7 @@ fn gateway_reads_its_settings_again_on_sighup() {
     directory.file("ferrite.toml", new);
     ferrite_testkit::process::signal("HUP", gateway.id());
     let shown = || std::fs::read_to_string(&log).expect("the log");
-    let is_told = || shown().contains("need a new start to take effect: rdma-device");
+    let is_told = || shown().contains("restart to apply these changed settings: rdma-device");
     ferrite_testkit::wait::until_or(ferrite_testkit::TIMEOUT, "the change", is_told, shown);
     let changed = shown().lines().find(|line| line.contains("max-clients")).map(str::to_owned);
     let changed: Value = serde_json::from_str(&changed.expect("a line")).expect("JSON");

@@ -87,7 +87,7 @@ fn report(name: &str, cycle: &Cycle, findings: &mut Findings) {
         .collect();
     let others = match cycle.members.len() - cycle.steps.len() {
         0 => String::new(),
-        _ => format!("; all that {first} is in a cycle with: {}", cycle.members.join(", ")),
+        _ => format!("; {first} is in cycles with all of: {}", cycle.members.join(", ")),
     };
     let what =
         format!("import cycle in {}: {}{others}", place(name, &cycle.parent), uses.join(", "));
@@ -277,7 +277,7 @@ mod tests {
         ];
         let found = found(&files);
         assert_eq!(found.len(), 1);
-        assert!(found[0].ends_with("; all that a is in a cycle with: a, b, c"), "{found:?}");
+        assert!(found[0].ends_with("; a is in cycles with all of: a, b, c"), "{found:?}");
     }
 
     #[test]

@@ -29,7 +29,7 @@ pub(super) fn check(file: &str, code: &str, findings: &mut Findings) {
     for (start, _) in code.match_indices("#[") {
         if sets_path(attribute(&code[start + 1..])) {
             let line = code[..start].matches('\n').count() + 1;
-            findings.fail(file, line, "`#[path]` includes a file of another place", REMEDY);
+            findings.fail(file, line, "`#[path]` is not allowed here", REMEDY);
         }
     }
 }

@@ -33,7 +33,7 @@ fn check_against(known: &[(&str, usize)], file: &str, text: &str, findings: &mut
     let wide = wide_lines(file, text);
     let allowed = known.iter().find(|(name, _)| *name == file).map_or(0, |(_, count)| *count);
     if allowed > wide.len() {
-        let what = format!("KNOWN allows {file} {allowed} wide lines, it has {}", wide.len());
+        let what = format!("KNOWN allows {allowed} wide lines in {file}, which has {}", wide.len());
         findings.fail(THIS_FILE, 1, what, "lower the number, or remove the entry");
     }
     if allowed < wide.len() {
@@ -170,7 +170,7 @@ mod tests {
         let text = format!("#!/bin/sh\n{}\n{}\n", words(101), words(102));
         assert_eq!(found_with("lab/x", &text, &[("lab/x", 2)]), [""; 0]);
         assert_eq!(found_with("lab/x", &text, &[("lab/x", 1)]).len(), 2);
-        let what = "1: KNOWN allows lab/x 3 wide lines, it has 2";
+        let what = "1: KNOWN allows 3 wide lines in lab/x, which has 2";
         assert_eq!(found_with("lab/x", &text, &[("lab/x", 3)]), [what]);
     }
 }

@@ -117,7 +117,7 @@ fn report(
     findings: &mut Findings,
 ) {
     if let Some((_, instead)) = list.iter().find(|(forbidden, _)| *forbidden == word) {
-        let what = format!("`{name}` has the word `{word}`, for example `{instead}` instead");
+        let what = format!("`{name}` contains `{word}`; write, for example, `{instead}` instead");
         findings.fail(file, line, what, REMEDY);
     }
 }

@@ -138,7 +138,7 @@ fn errors_say_what_a_key_expects() {
         ("[network]\nrdma_listen = \"a:b:c\"", "expected addresses or names"),
         (
             "[network]\nbind = [\"127.0.0.1\", \"localhost:6379\"]",
-            "\"localhost:6379\" is no address",
+            "\"localhost:6379\" is not an address",
         ),
         ("[network]\nrdma_enabled = \"yes\"", "expected true or false"),
         ("[network]\nbind = [1]", "expected a quoted string"),
@@ -149,8 +149,8 @@ fn errors_say_what_a_key_expects() {
         ("[server]\nshutdown_timeout = \"5 m\"", "no space between them: write 5m"),
         (
             "[network.rdma]\nmemory_pool_max = \"8gb\"",
-            "512 regions of memory-pool-increase 4mb are 2gb, not 7680mb; raise \
-             memory-pool-max-regions to 3840",
+            "is 7680mb, but half of memory-pool-max-regions (512 of 1024 regions of 4mb) gives only \
+             2gb; raise memory-pool-max-regions to 3840",
         ),
         ("[network.rdma]\npin_memory = false", "rdma_enabled = false"),
         ("[network.rdma]\nrdma_recv_block_type = \"x\"", "expected \"default\" or \"large\""),

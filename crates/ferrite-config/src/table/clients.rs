@@ -39,8 +39,9 @@ pub static RX_SIZE: Setting = setting(
     "network.rdma.rx_size",
     Kind::Size { min: WINDOW_MIN, max: CHUNK },
     "64kb",
-    "Window that a client of Valkey Over RDMA writes to at first; pinned while it is connected. \
-     64kb, 512kb and 2mb waste nothing.",
+    "Initial size of the window: the receive buffer that a client of Valkey Over RDMA writes to. It \
+     is pinned while the client is connected. 8kb, 64kb, 512kb and 2mb fill their memory blocks \
+     exactly.",
 )
 .of(SERVING)
 .takes_effect(TakesEffect::ForNewClients)
@@ -52,8 +53,8 @@ pub static RX_SIZE_MAX: Setting = setting(
     "network.rdma.rx_size_max",
     Kind::Size { min: WINDOW_MIN, max: CHUNK },
     "2mb",
-    "Largest window, for clients that fill theirs in one or two writes; less for each when there \
-     are many. A value below `rx-size` counts as `rx-size`.",
+    "Maximum size of a window. Windows grow only for clients that fill them in one or two writes, \
+     and grow less when many clients share the memory. A value below `rx-size` counts as `rx-size`.",
 )
 .of(SERVING)
 .takes_effect(TakesEffect::ForNewClients)
@@ -65,9 +66,9 @@ pub static SHARED_WINDOWS: Setting = setting(
     "network.rdma.shared_windows",
     Kind::Switch,
     "no",
-    "For devices without memory windows of type 2. `no`: clients of Valkey Over RDMA are rejected \
-     there. `yes`: they are served, and a client that finds another's key can write commands in \
-     its name.",
+    "Whether clients of Valkey Over RDMA may use devices that lack type 2 memory windows. `no`: \
+     such clients are rejected. `yes`: they are served, but a client that finds out the rkey \
+     of another client can send commands in its name.",
 )
 .of(SERVING);
 
@@ -77,8 +78,9 @@ pub static PROTECTED_MODE: Setting = setting(
     "",
     Kind::Switch,
     "yes",
-    "Reject clients of other hosts, and all over RDMA, while the engine asks for no password. To \
-     the engine, clients of the gateway seem to come from this host.",
+    "While the engine requires no password, reject clients from other hosts and all clients over \
+     RDMA. The engine's own protected mode cannot do that: all clients of the gateway reach it from \
+     the gateway's host.",
 )
 .of(&[Program::Gateway])
 .takes_effect(TakesEffect::ForNewClients);
@@ -93,7 +95,7 @@ pub static DRAIN: Setting = setting(
         max: Duration::from_secs(86_400),
     },
     "5s",
-    "Time for sessions to receive outstanding replies after SIGTERM or SIGINT.",
+    "How long sessions may take to receive outstanding replies after SIGTERM or SIGINT.",
 )
 .of(&[Program::Gateway])
 .takes_effect(TakesEffect::AtOnce);
@@ -115,8 +117,8 @@ pub static POLLER_THREAD: Setting = setting(
     "network.rdma.poller_thread",
     Kind::Switch,
     "no",
-    "`yes`: a thread of the module drives the devices, and the main thread only runs sessions. \
-     Worth it only with a CPU of its own.",
+    "`yes`: a thread of the module drives the devices, and the engine's main thread only runs \
+     sessions. Use it only if the thread can have a CPU of its own.",
 )
 .of(MODULE);
 

@@ -26,7 +26,8 @@ pub static MEMORY_POOL_INITIAL: Setting = setting(
     "network.rdma.memory_pool_initial",
     Kind::Size { min: 0, max: POOL_MAX },
     "4mb",
-    "Memory to register at start, for sends and receives together. Rounded up to 2mb.",
+    "Memory to register at start, for sends and receives together. Rounded up to a multiple \
+     of 2mb.",
 )
 .memory("this much for each device, from the start")
 .aliases(&[alias("rdma_memory_pool_initial_size_mb", AliasForm::Mebibytes)]);
@@ -37,7 +38,7 @@ pub static MEMORY_POOL_INCREASE: Setting = setting(
     "network.rdma.memory_pool_increase",
     Kind::Size { min: 1, max: POOL_MAX },
     "4mb",
-    "Memory to register at a time when the pool is exhausted. Rounded up to 2mb.",
+    "Memory to add whenever the pool is exhausted. Rounded up to a multiple of 2mb.",
 )
 .aliases(&[alias("rdma_memory_pool_increase_size_mb", AliasForm::Mebibytes)]);
 
@@ -47,7 +48,7 @@ pub static MEMORY_POOL_MAX: Setting = setting(
     "network.rdma.memory_pool_max",
     Kind::Size { min: 2 * CHUNK, max: POOL_MAX },
     "1gb",
-    "The most memory that is ever registered, of all devices together.",
+    "Maximum amount of registered memory, for all devices together.",
 )
 .memory("this much");
 
@@ -67,7 +68,7 @@ pub static MEMORY_POOL_MAX_REGIONS: Setting = setting(
     "network.rdma.memory_pool_max_regions",
     Kind::Number { min: 2, max: 1_000_000 },
     "1024",
-    "Maximum number of registered regions of the pool. When they are used up, it does not grow.",
+    "Maximum number of memory regions of the pool. The pool does not grow beyond it.",
 )
 .memory("this many times `memory-pool-increase`, within `memory-pool-max`")
 .aliases(&[alias("rdma_memory_pool_max_regions", AliasForm::Same)]);
@@ -87,10 +88,10 @@ pub static MEMORY_POOL_BUCKETS: Setting = setting(
     "network.rdma.memory_pool_buckets",
     Kind::Number { min: 0, max: 64 },
     "0",
-    "Caches of free buffers, each with its own lock; a thread always uses the same one. 0: one \
-     for each CPU.",
+    "Number of caches of free buffers. Each has its own lock, and a thread always uses the same \
+     one. 0: one cache for each CPU.",
 )
-.memory("256 KiB for each, size of buffer and purpose")
+.memory("256 KiB for each cache, purpose (send, receive) and size of buffers")
 .aliases(&[alias("rdma_memory_pool_buckets", AliasForm::Same)]);
 
 /// Blocks in a cache.
@@ -99,8 +100,8 @@ pub static THREAD_CACHE_BLOCKS: Setting = setting(
     "network.rdma.thread_cache_blocks",
     Kind::Number { min: 0, max: 1_000_000 },
     "128",
-    "Maximum number of free buffers, of one size and purpose, in each of these caches; at most \
-     256 KiB.",
+    "Maximum number of free buffers of one size and purpose (send, receive) in each cache of \
+     `memory-pool-buckets`; all of them together have at most 256 KiB.",
 )
 .aliases(&[alias("rdma_memory_pool_tls_cache_num", AliasForm::Same)]);
 
@@ -110,7 +111,8 @@ pub static HUGE_PAGES: Setting = setting(
     "network.rdma.huge_pages",
     Kind::Switch,
     "no",
-    "Use pages of 2 MiB: from the host's reserve (`vm.nr_hugepages`), or else merged by the kernel.",
+    "Use huge pages of 2 MiB for registered memory. If the host has too few \
+     reserved (`vm.nr_hugepages`), ask the kernel for transparent huge pages instead.",
 );
 
 /// Whether memory is pinned. It always is.
@@ -119,6 +121,6 @@ pub static PIN_MEMORY: Setting = setting(
     "network.rdma.pin_memory",
     Kind::Switch,
     "yes",
-    "Registered memory is always pinned, because a device accesses it. `no` is refused: use \
-     `rdma forbid`, which registers none.",
+    "Registered memory is always pinned, because a device accesses it. `no` is refused; to \
+     pin none, use `rdma forbid`.",
 );

@@ -37,7 +37,7 @@ pub static RDMA: Setting = setting(
     Kind::Choice(&["prefer", "require", "forbid"]),
     "prefer",
     "Whether RDMA may, must or must not be used. `prefer` uses TCP where RDMA does not work, and \
-     says so. `require` does not start without RDMA and serves no TCP. `forbid` uses TCP only; \
+     reports why. `require` does not start without RDMA and serves no TCP. `forbid` uses TCP only; \
      `ferrite server` then starts the engine without the module.",
 );
 
@@ -69,7 +69,7 @@ pub static RDMA_BIND: Setting = setting(
     "auto",
     "Addresses or names of this host to listen on, separated by commas; 0.0.0.0 and :: mean all. \
      `auto`: the addresses on which the engine listens. Names are resolved when the module starts. \
-     A loopback address takes TCP only.",
+     A loopback address accepts TCP only.",
 )
 .of(&[Program::Module]);
 
@@ -91,7 +91,8 @@ pub static LISTEN: Setting = setting(
     "",
     "Addresses or names for clients, separated by commas, each with an optional port (6380 by \
      default); IPv6 in brackets, with its interface if it is link-local. `ferrite server` passes \
-     them on as `rdma-bind` and `rdma-port`; without them the module listens where the engine does.",
+     them to the module as `rdma-bind` and `rdma-port`. Unset: the module listens on the engine's \
+     addresses.",
 )
 .of(&[Program::Gateway, Program::Server])
 .default_in_program(&[(Program::Gateway, "0.0.0.0")]);
@@ -112,7 +113,7 @@ pub static TO: Setting = setting(
     "",
     Kind::Text(address_or_name),
     "",
-    "The server's address, with an optional port (6380 by default). Required.",
+    "Address of the server to connect to, with an optional port (6380 by default). Required.",
 )
 .of(&[Program::Relay]);
 
@@ -143,8 +144,8 @@ pub static ENGINE: Setting = setting(
     "",
     Kind::Text(engine),
     "auto",
-    "The engine's own socket: `unix:/PATH` or `HOST:PORT`. In the module, `auto` asks the engine's \
-     CONFIG; set it if CONFIG is renamed.",
+    "The engine's own socket: `unix:/PATH` or `HOST:PORT`. `auto` (only in the module): \
+     ask the engine with CONFIG GET. If the engine renames CONFIG, set the socket here.",
 )
 .of(&[Program::Module, Program::Gateway])
 .default_in_program(&[(Program::Gateway, "127.0.0.1:6379")]);
@@ -156,7 +157,7 @@ pub static RDMA_DEVICE: Setting = setting(
     Kind::List,
     "",
     "RDMA devices to use, separated by commas (`ferrite devices` lists them). Unset: the devices \
-     that have an address to listen on, or all.",
+     that have one of the listen addresses; all devices in the relay, and with 0.0.0.0 or ::.",
 )
 .memory("36 MiB for each device");
 
@@ -214,7 +215,7 @@ pub static RETRY_DELAY: Setting = setting(
         max: Duration::from_secs(600),
     },
     "1s",
-    "Delay before each of these retries.",
+    "Delay before each retry of `connection-retries`.",
 );
 
 /// The address of the admin port.
@@ -224,8 +225,8 @@ pub static ADMIN_LISTEN: Setting = setting(
     Kind::Text(admin_address),
     "off",
     "Address and port for `/metrics` (Prometheus), `/ready` and `/live` over HTTP. `off`: there is \
-     no admin port. It asks for no password, so keep it on a loopback or management address. \
-     `ferrite server` passes it on to the module.",
+     no admin port. The admin port requires no password, so use a loopback or management address. \
+     `ferrite server` passes the address to the module, which serves the port.",
 );
 
 /// Accepts the module's addresses. Their port is a setting of its own.

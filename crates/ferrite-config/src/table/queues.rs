@@ -43,8 +43,8 @@ pub static RECV_QUEUE_DEPTH: Setting = setting(
     "network.rdma.recv_queue_depth",
     Kind::Number { min: 16, max: 65_536 },
     "512",
-    "Number of posted receives of a device, shared by all its links. With several devices each \
-     has its share, at least 64.",
+    "Number of receives to post on a device, shared by all its links. Several devices divide the \
+     number among them, at least 64 for each.",
 )
 .default_in_program(&[(Program::Relay, "64")])
 .memory("this many times `recv-buffer-size` for each device")
@@ -56,8 +56,8 @@ pub static RECV_BUFFER_SIZE: Setting = setting(
     "network.rdma.recv_buffer_size",
     Kind::Size { min: 256, max: CHUNK },
     "64kb",
-    "Size of a receive, and so of the largest frame that Ferrite peers may send. 8kb, 64kb and 2mb \
-     fill their memory blocks exactly.",
+    "Size of a receive, and so of the largest frame that Ferrite peers may send. 8kb, 64kb, 512kb \
+     and 2mb fill their memory blocks exactly.",
 )
 .memory("`recv-queue-depth` times this for each device")
 .aliases(&[alias(
@@ -71,8 +71,8 @@ pub static RECV_BUFFER_POOL_SIZE: Setting = setting(
     "network.rdma.recv_buffer_pool_size",
     Kind::Number { min: 0, max: 1_000_000 },
     "0",
-    "Receive buffers to register at start and to keep. 0: as many as receives are posted; more \
-     are registered when they are needed.",
+    "Number of receive buffers to register at start and to keep. 0: as many as there are posted \
+     receives. More are registered when they are needed.",
 )
 .memory("this many times `recv-buffer-size`");
 
@@ -113,8 +113,8 @@ pub static PREPARED_QP_COUNT: Setting = setting(
     "network.rdma.prepared_qp_count",
     Kind::Number { min: 0, max: 16_384 },
     "0",
-    "Queue pairs that each device creates in advance, so that a new connection need not wait for \
-     its own. Used ones are replaced.",
+    "Number of queue pairs to create in advance on each device, so that new connections need not \
+     wait for theirs. Each one that is used is replaced.",
 )
 .memory("`send-queue-depth` requests for each")
 .aliases(&[alias("rdma_prepared_qp_cnt", AliasForm::Same)]);
@@ -147,9 +147,10 @@ pub static BUSY_POLL_US: Setting = setting(
     "network.rdma.busy_poll_us",
     Kind::Time { bare: Some(Unit::Microseconds), min: Duration::ZERO, max: Duration::from_secs(1) },
     "0us",
-    "Busy-poll for completions for at most this long before sleeping: less latency for more CPU. \
-     `adaptive-polling` shortens it, unless it is 1 s. In the module it needs `poller-thread yes`: \
-     the engine's own event loop is called when something has arrived.",
+    "Busy-poll for completions for at most this long before sleeping: less latency for more CPU \
+     time. `adaptive-polling` shortens the time, unless it is 1 s. In the module it is useful only \
+     with `poller-thread yes` or `call-path no`; otherwise the engine's event loop calls the module \
+     when something has arrived.",
 )
 .takes_effect(TakesEffect::AtOnce);
 
@@ -159,7 +160,7 @@ pub static ADAPTIVE_POLLING: Setting = setting(
     "network.rdma.adaptive_polling",
     Kind::Switch,
     "yes",
-    "`yes`: busy-poll for twice as long as answers take, at most for `busy-poll-us`. A longer wait \
-     halves the time, so an idle program sleeps at once. `no`: busy-poll for `busy-poll-us` before \
-     every sleep.",
+    "`yes`: busy-poll for twice as long as answers usually take, but at most for `busy-poll-us`. \
+     Each wait longer than `busy-poll-us` halves the time, so an idle program soon does not poll at \
+     all. `no`: busy-poll for `busy-poll-us` before every sleep.",
 );

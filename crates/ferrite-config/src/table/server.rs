@@ -59,7 +59,8 @@ pub static ENGINE_CONFIG: Setting = setting(
     "server.engine_config",
     PATH,
     "",
-    "A configuration file of the engine to start from. Other settings override it.",
+    "A configuration file of the engine. `ferrite server` passes its lines on, except `logfile` and \
+     `pidfile`. Other settings override them.",
 )
 .of(SERVER);
 
@@ -69,7 +70,7 @@ pub static DATA_DIR: Setting = setting(
     "server.data_dir",
     PATH,
     "",
-    "The engine's data directory. Unset: as its configuration says, or the current directory.",
+    "The engine's data directory. Unset: `dir` of `engine-config`, or the current directory.",
 )
 .of(SERVER);
 
@@ -79,8 +80,8 @@ pub static RUNTIME_DIR: Setting = setting(
     "server.runtime_dir",
     PATH,
     "",
-    "The directory of the engine's Unix socket. Unset: RUNTIME_DIRECTORY, or a private directory \
-     in XDG_RUNTIME_DIR or /tmp.",
+    "The directory of the engine's Unix socket. Unset: the directory in the environment variable \
+     RUNTIME_DIRECTORY, or else a private directory in XDG_RUNTIME_DIR or /tmp.",
 )
 .of(SERVER);
 
@@ -90,7 +91,7 @@ pub static UNIX_SOCKET: Setting = setting(
     "server.unix_socket",
     PATH,
     "",
-    "The path of the Unix socket itself, up to 107 bytes. Unset: in the runtime directory.",
+    "The path of the engine's Unix socket, at most 107 bytes. Unset: a file in `runtime-dir`.",
 )
 .of(SERVER);
 
@@ -100,7 +101,7 @@ pub static RESTART: Setting = setting(
     "server.restart",
     Kind::Choice(&["no", "on-failure"]),
     "no",
-    "Whether to start an engine again that was ready and failed.",
+    "Whether to restart an engine that fails after it was ready.",
 )
 .of(SERVER)
 .takes_effect(TakesEffect::AtOnce);
@@ -122,8 +123,8 @@ pub static RESTART_LIMIT: Setting = setting(
     "server.restart_limit",
     Kind::Number { min: 0, max: 1_000_000 },
     "5",
-    "Number of restarts in a row before `ferrite server` gives up. A start that ran for a minute \
-     resets it.",
+    "Number of restarts in a row before `ferrite server` gives up. The count begins again when the \
+     engine has been ready for a minute.",
 )
 .of(SERVER)
 .takes_effect(TakesEffect::AtOnce);
@@ -134,7 +135,8 @@ pub static STARTUP_TIMEOUT: Setting = setting(
     "server.startup_timeout",
     TIME,
     "60s",
-    "How long the engine may give no answer before it is ready. Time to load data does not count.",
+    "How long a starting engine may leave requests unanswered before `ferrite server` stops it. \
+     Time to load data does not count.",
 )
 .of(SERVER);
 
@@ -145,7 +147,7 @@ pub static SHUTDOWN_TIMEOUT: Setting = setting(
     "server.shutdown_timeout",
     TIME,
     "5m",
-    "How long the engine may take to save and end before it is killed and unsaved data is lost.",
+    "How long the engine may take to save and exit; then it is killed, and unsaved data is lost.",
 )
 .of(SERVER)
 .takes_effect(TakesEffect::AtOnce);
@@ -156,7 +158,7 @@ pub static BIND: Setting = setting(
     "network.bind",
     Kind::List,
     "",
-    "The engine's own addresses for TCP. Unset: as its configuration says.",
+    "The engine's own addresses for TCP. Unset: `bind` of `engine-config`, or the engine's default.",
 )
 .of(SERVER);
 
@@ -166,7 +168,7 @@ pub static PORT: Setting = setting(
     "network.port",
     Kind::Number { min: 0, max: 65_535 },
     "",
-    "The engine's own port for TCP. Unset: as its configuration says.",
+    "The engine's own port for TCP. Unset: `port` of `engine-config`, or the engine's default.",
 )
 .of(SERVER);
 
@@ -220,7 +222,7 @@ pub static LOG_LEVEL: Setting = setting(
     "observability.log_level",
     Kind::Choice(&["error", "warn", "info", "debug", "trace"]),
     "info",
-    "The lowest level of log lines to write. `info` adds changes of state, `debug` the rest.",
+    "Log lines of this level and above are written. `info`: changes of state. `debug`: details.",
 )
 .of(LOGGING)
 .takes_effect(TakesEffect::AtOnce);

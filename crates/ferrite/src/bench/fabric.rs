@@ -19,6 +19,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
+use ferrite_config::number;
 use serde::{Deserialize, Serialize};
 
 use crate::choice::{Mode, Op};
@@ -102,15 +103,15 @@ pub(crate) struct Options {
     mode: Mode,
     /// Number of links; latency uses one after the other, bandwidth all at once
     #[arg(long, value_name = "COUNT", default_value_t = 1, conflicts_with = "listen",
-          value_parser = clap::value_parser!(u32).range(1..=i64::from(LINKS_MAX)))]
+          value_parser = number::<u32>(1, LINKS_MAX))]
     links: u32,
     /// Number of further links to open before measuring, all at once; they stay idle
     #[arg(long, value_name = "COUNT", default_value_t = 0, conflicts_with = "listen",
-          value_parser = clap::value_parser!(u32).range(0..=i64::from(IDLE_MAX)))]
+          value_parser = number::<u32>(0, IDLE_MAX))]
     idle: u32,
     /// Number of measured operations of each case [default: 1000 for latency]
     #[arg(long, value_name = "COUNT", conflicts_with_all = ["listen", "seconds"],
-          value_parser = clap::value_parser!(u64).range(1..=1_000_000_000))]
+          value_parser = number::<u64>(1, 1_000_000_000))]
     iters: Option<u64>,
     /// Measured time of each case, in seconds [default: 2 for bandwidth]
     #[arg(long, value_name = "SECONDS", conflicts_with = "listen",
@@ -119,12 +120,12 @@ pub(crate) struct Options {
     /// Number of operations before the measured ones [default: 100 for latency, a full window for
     /// bandwidth]
     #[arg(long, value_name = "COUNT", conflicts_with = "listen",
-          value_parser = clap::value_parser!(u64).range(1..=1_000_000_000))]
+          value_parser = number::<u64>(1, 1_000_000_000))]
     warmup: Option<u64>,
     /// Operations in flight on each link for bandwidth; fewer if they exceed the bytes that a link
     /// can queue
     #[arg(long, value_name = "COUNT", default_value_t = 16, conflicts_with = "listen",
-          value_parser = clap::value_parser!(u32).range(1..=1024))]
+          value_parser = number::<u32>(1, 1024))]
     window: u32,
     /// Largest frame that this side receives [default: 8kb]; a larger message comes in several
     ///

@@ -25,6 +25,7 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use clap::{Args, ValueEnum};
+use ferrite_config::number;
 use ferrite_fabric::Rdma;
 use serde::Serialize;
 
@@ -90,7 +91,7 @@ pub(crate) struct Options {
     compare: Vec<Transport>,
     /// With --compare: number of turns of each transport, which share the measured time
     #[arg(long, value_name = "COUNT", default_value_t = 3, requires = "compare",
-          value_parser = clap::value_parser!(u32).range(1..=1000))]
+          value_parser = number::<u32>(1, 1000))]
     turns: u32,
     /// Tests to run, separated by commas [default: set,get; none with --command]
     #[arg(long, value_enum, value_delimiter = ',')]
@@ -101,7 +102,7 @@ pub(crate) struct Options {
     command: Vec<Template>,
     /// Percentage of GETs in a mixed test
     #[arg(long, value_name = "PERCENT", default_value_t = 90,
-          value_parser = clap::value_parser!(u8).range(0..=100))]
+          value_parser = number::<u8>(0, 100))]
     gets: u8,
     /// Size of a value in bytes, such as 64 or 16kb; up to 512mb
     #[arg(long, value_name = "SIZE",
@@ -109,19 +110,19 @@ pub(crate) struct Options {
     size: u32,
     /// Requests in flight on each connection
     #[arg(long, value_name = "COUNT", default_value_t = 1,
-          value_parser = clap::value_parser!(u32).range(1..=10_000))]
+          value_parser = number::<u32>(1, 10_000))]
     pipeline: u32,
     /// Number of connections
     #[arg(long, value_name = "COUNT", default_value_t = 10,
-          value_parser = clap::value_parser!(u32).range(1..=10_000))]
+          value_parser = number::<u32>(1, 10_000))]
     connections: u32,
     /// Number of client threads
     #[arg(long, value_name = "COUNT", default_value_t = 1,
-          value_parser = clap::value_parser!(u32).range(1..=256))]
+          value_parser = number::<u32>(1, 256))]
     threads: u32,
     /// Number of different keys
     #[arg(long, value_name = "COUNT", default_value_t = 10_000,
-          value_parser = clap::value_parser!(u32).range(1..=10_000_000))]
+          value_parser = number::<u32>(1, 10_000_000))]
     keys: u32,
     /// Leave the keys in the server at the end
     #[arg(long)]
@@ -131,7 +132,7 @@ pub(crate) struct Options {
     zipf: Option<f64>,
     /// Requests per second of all connections together, due at fixed times (an open loop)
     #[arg(long, value_name = "REQUESTS",
-          value_parser = clap::value_parser!(u64).range(1..=100_000_000))]
+          value_parser = number::<u64>(1, 100_000_000))]
     rate: Option<u64>,
     /// Measured time of each test, in seconds
     #[arg(long, value_name = "SECONDS", value_parser = |text: &str| seconds::parse(text, 0.1),
@@ -149,10 +150,11 @@ pub(crate) struct Options {
     #[arg(long, value_name = "NAME")]
     user: Option<String>,
     /// Process id of a server on this host, to measure its CPU time per request
-    #[arg(long, value_name = "PID")]
+    #[arg(long, value_name = "PID", value_parser = number::<u32>(1, u32::MAX))]
     server_pid: Option<u32>,
     /// Microseconds to busy-poll for completions before sleeping, with RDMA
-    #[arg(long, value_name = "MICROSECONDS", default_value_t = 50)]
+    #[arg(long, value_name = "MICROSECONDS", default_value_t = 50,
+          value_parser = number::<u32>(0, u32::MAX))]
     busy_poll_us: u32,
     /// Write a plot of the latencies of all tests by percentile to this file (SVG)
     #[arg(long, value_name = "FILE")]

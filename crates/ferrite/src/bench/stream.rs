@@ -14,6 +14,7 @@ use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 
 use clap::{Args, ValueEnum};
+use ferrite_config::number;
 use ferrite_fabric::{Config, Fabric, Rdma};
 use ferrite_verbs::Verbs;
 use serde::Serialize;
@@ -73,18 +74,19 @@ pub(crate) struct Options {
     size: Vec<u32>,
     /// Number of rounds for latency
     #[arg(long, value_name = "COUNT", default_value_t = 1000, conflicts_with = "listen",
-          value_parser = clap::value_parser!(u64).range(1..=1_000_000_000))]
+          value_parser = number::<u64>(1, 1_000_000_000))]
     rounds: u64,
     /// MiB in each direction for bandwidth, rounded down to whole writes
     #[arg(long, value_name = "MIB", default_value_t = 64, conflicts_with = "listen",
-          value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
+          value_parser = number::<u64>(1, 1_000_000))]
     mib: u64,
     /// Longest time in microseconds that both sides busy-poll before they sleep [default: 500, the
     /// fabric's own default]
     ///
     /// If answers arrive sooner, both sides poll for a shorter time. From 1000000 on, they never
     /// sleep.
-    #[arg(long, value_name = "MICROSECONDS", conflicts_with = "listen")]
+    #[arg(long, value_name = "MICROSECONDS", conflicts_with = "listen",
+          value_parser = number::<u32>(0, u32::MAX))]
     busy_poll_us: Option<u32>,
     /// Largest frame that this side receives [default: 8kb]
     ///

@@ -153,7 +153,7 @@ impl Endpoint {
         let last = self.region.load(self.stride + self.size - 1);
         ensure!(
             u64::from_be_bytes(number) == round && last == low_byte(round),
-            "message {round} arrived as {}, ending in {last:#04x}: the data is corrupt",
+            "message {round} arrived with number {} and last byte {last:#04x}: the data is corrupt",
             u64::from_be_bytes(number)
         );
         Ok(())

@@ -64,8 +64,8 @@ pub(super) fn module(choice: &Choice, own: &Path) -> Result<PathBuf, String> {
     places.iter().find(|place| place.is_file()).cloned().ok_or_else(|| {
         let places: Vec<_> = places.iter().map(|place| place.display().to_string()).collect();
         format!(
-            "no module found: looked for {}; install it there, or set server.module \
-             (docs/book)",
+            "the module was not found: looked for {}; install it there, or set server.module to its \
+             path",
             places.join(", ")
         )
     })

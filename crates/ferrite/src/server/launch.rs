@@ -89,7 +89,7 @@ impl Engine {
             .stderr(Stdio::piped())
             .kill_on_drop(true)
             .spawn()
-            .context("cannot start /proc/self/exe")?;
+            .context("cannot start another ferrite process (/proc/self/exe) to run the engine")?;
         let mut log = EngineLog::new();
         if let Some(output) = process.stdout.take() {
             log.follow(output);
@@ -147,7 +147,10 @@ impl PrivateDir {
         let made = std::fs::DirBuilder::new().mode(0o700).create(path);
         let made = made.or_else(|error| if is_left_over(path) { Ok(()) } else { Err(error) });
         made.with_context(|| {
-            format!("cannot create {} (set server.runtime_dir to use another)", path.display())
+            format!(
+                "cannot create {} (set server.runtime_dir to use another directory)",
+                path.display()
+            )
         })?;
         Ok(Self(path.to_owned()))
     }

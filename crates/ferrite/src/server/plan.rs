@@ -45,8 +45,8 @@ impl Plan {
             find::engine(&config.engine, path.as_deref()).map_err(ServerError::cannot_start)?;
         if config.rdma() == Rdma::Forbid && config.has_admin_port() {
             return Err(ServerError::config(
-                "observability.admin_listen: the module serves the admin port, and `rdma forbid` \
-                 starts the engine without it",
+                "observability.admin_listen: the module serves the admin port, but `rdma forbid` \
+                 starts the engine without the module; remove one of the two settings",
             ));
         }
         let own = std::env::current_exe().unwrap_or_else(|_| "/".into());

@@ -206,7 +206,10 @@ impl Report {
             "listening" => format!("clients at {address} over RDMA ({})", self.devices.join(", ")),
             "tcp-only" => format!("clients at {address} over TCP only, no RDMA: {reason}"),
             "none" => "without RDMA".into(),
-            "unknown" => format!("state unknown without a password; the module logged: {reason}"),
+            "unknown" => format!(
+                "state unknown: the engine rejects INFO (is a password missing?); the module \
+                 logged: {reason}"
+            ),
             _ => format!("no RDMA listener: {reason}"),
         };
         format!("ready: {engine}{tcp}; {rdma}")

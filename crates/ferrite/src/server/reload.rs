@@ -25,7 +25,7 @@ pub(super) async fn reload(
     let read = match Config::load(sources) {
         Ok(read) => read,
         Err(why) => {
-            tracing::error!("SIGHUP received, but the settings stay as they are: {why}");
+            tracing::error!("SIGHUP received, but no setting was changed: {why}");
             return None;
         }
     };
@@ -44,7 +44,8 @@ pub(super) async fn reload(
     let directives = read.changed_directives(current);
     if !directives.is_empty() {
         tracing::warn!(
-            "changed in [engine], and needs a new start or CONFIG SET in the engine: {}",
+            "these directives of [engine] have changed; restart to apply them, or change them in the \
+             engine with CONFIG SET: {}",
             directives.join(", ")
         );
     }
@@ -63,9 +64,9 @@ async fn is_taken(current: &Config, read: &Config, setting: &Setting, socket: &P
         Ok(Ok(reply)) if reply.starts_with('+') => return true,
         Ok(Ok(reply)) => reply.trim_end().to_owned(),
         Ok(Err(error)) => error.to_string(),
-        Err(_) => "no answer in time".into(),
+        Err(_) => format!("no answer within {} s", TIMEOUT.as_secs()),
     };
-    tracing::warn!("the engine did not take {name} {text}: {why}; send SIGHUP again to retry");
+    tracing::warn!("CONFIG SET {name} {text} failed: {why}; send SIGHUP again to retry");
     false
 }
 

@@ -45,8 +45,8 @@ pub(super) fn warn_if_readable(file: &Path, directives: &[(String, String)]) {
     let name = directives.iter().map(|(name, _)| name).find(|name| is_secret(name));
     if let Some(name) = name.filter(|_| is_open) {
         tracing::warn!(
-            "{}: all users of this host can read the value of {name}; use an aclfile in the data \
-             directory instead, or let only ferrite's user read the file",
+            "{}: all users of this host can read the value of {name}; allow only ferrite's user to \
+             read the file, or use an aclfile in the data directory instead",
             file.display()
         );
     }

@@ -68,7 +68,9 @@ impl Admin {
         let rest = match url.split_once("://") {
             None => url,
             Some(("http", rest)) => rest,
-            Some((scheme, _)) => return Err(format!("{scheme} is not supported; expected http")),
+            Some((scheme, _)) => {
+                return Err(format!("{scheme}:// is not supported; expected http://HOST:PORT"));
+            }
         };
         let host = rest.trim_end_matches('/').trim_end_matches("/metrics").to_owned();
         Ok(Self { address: address::parse::<DEFAULT_PORT>(&host)?, host })
@@ -93,7 +95,7 @@ impl Admin {
             .split_once("\r\n\r\n")
             .context("the answer is not HTTP; is it the port of admin-listen?")?;
         let status = head.split_whitespace().nth(1).unwrap_or_default();
-        ensure!(status == "200", "the answer is {}", head.lines().next().unwrap_or_default());
+        ensure!(status == "200", "the HTTP status is {}", head.lines().next().unwrap_or_default());
         Ok(body.to_owned())
     }
 }

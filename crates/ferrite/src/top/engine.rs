@@ -108,7 +108,8 @@ fn explained(text: &[u8]) -> String {
     if text.contains("unknown command") {
         "the engine has no Ferrite module; for a gateway or a relay use --admin".into()
     } else if text.starts_with("NOAUTH") {
-        "the engine asks for a password: set REDISCLI_AUTH, and --user for another user".into()
+        "the engine requires a password: set REDISCLI_AUTH, and --user unless the user is default"
+            .into()
     } else {
         text
     }
@@ -179,7 +180,7 @@ impl Connection {
         self.stream.write_all(&out).context("cannot write to the engine")?;
         let (mut reply, mut input) = (Answer::new(), vec![0; 16 << 10]);
         loop {
-            let count = self.stream.read(&mut input).context("no reply of the engine")?;
+            let count = self.stream.read(&mut input).context("no reply from the engine")?;
             if count == 0 {
                 bail!("the engine closed the connection");
             }

@@ -114,7 +114,7 @@ async fn within<T>(
         Either::Left((reply, _)) => reply,
         Either::Right(_) => bail!(
             "connected, but no answer within {} s: `ferrite bench fabric --listen` serves another \
-             client there, or another program listens",
+             client there, or another program listens on that port",
             time.as_secs()
         ),
     }

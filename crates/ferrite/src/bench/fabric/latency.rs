@@ -183,7 +183,10 @@ impl<'a> Target<'a> {
         let mut reads = 0_u32;
         loop {
             let mut byte = [0];
-            ensure!(self.ours.read(last, &mut byte), "the memory was revoked");
+            ensure!(
+                self.ours.read(last, &mut byte),
+                "the memory that the peer writes to was revoked"
+            );
             if byte[0] == expected || byte[0] == STOP {
                 return Ok(byte[0]);
             }

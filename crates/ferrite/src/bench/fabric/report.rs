@@ -39,7 +39,7 @@ impl PathInfo {
             device: device.name(),
             driver: device.driver(),
             software: device.quirks().is_software,
-            mtu_bytes: link.mtu().context("the link has no path")?.bytes(),
+            mtu_bytes: link.mtu().context("the link has no RDMA path")?.bytes(),
             local: link.local_addr(),
             peer: link.peer_addr(),
         })

@@ -5,7 +5,7 @@ use anyhow::Context as _;
 /// Returns the microseconds that a process has used so far, in user and kernel mode.
 pub(super) fn used(pid: u32) -> anyhow::Result<f64> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"))
-        .with_context(|| format!("no process {pid} on this host (--server-pid)"))?;
+        .with_context(|| format!("--server-pid {pid}: this host has no such process"))?;
     let ticks = ticks(&stat).with_context(|| format!("cannot parse /proc/{pid}/stat"))?;
     let per_second = rustix::param::clock_ticks_per_second();
     #[expect(clippy::cast_precision_loss, reason = "2^53 ticks are longer than any process lives")]

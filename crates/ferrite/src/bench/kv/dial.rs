@@ -37,7 +37,8 @@ impl Dialer {
         if let Some(path) = &options.unix {
             return Ok(Self::Unix(path.clone()));
         }
-        let server = options.server.context("no server given")?;
+        let server =
+            options.server.context("no server given: give the server's address, or --unix")?;
         // Four receives for each connection, so that all can receive replies at once; at most 512.
         let recv_queue_depth = options.connections.saturating_mul(4).clamp(64, 512);
         let config =
