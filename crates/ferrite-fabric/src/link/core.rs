@@ -6,9 +6,10 @@
 //!   the clock ──────────────────► └──────────┘
 //! ```
 //!
-//! The core takes events, bytes and the time, and says what is to be sent. The driver
-//! (`link/state.rs`) posts, writes, reads and reaps. So two cores can be run against each other in
-//! virtual time (`link/simulation.rs`).
+//! The core takes events, bytes and the time, and says what is to be sent. The *driver* of a core
+//! is the code that does its I/O: `link/state.rs` posts, writes, reads and reaps, and the fabric's
+//! poller takes the steps of an upgrade. So two cores can be run against each other in virtual time
+//! (`link/simulation.rs`).
 //!
 //! | file | what it decides |
 //! |---|---|

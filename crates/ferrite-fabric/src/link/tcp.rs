@@ -238,9 +238,9 @@ impl TcpPath {
         std::mem::take(&mut self.out).into_iter().filter_map(|leaving| leaving.request)
     }
 
-    /// Returns whether the peer has requested too much: with an answer of `more` bytes, more bytes
-    /// would wait to be written to it than a correct peer requests.
-    pub(super) fn is_overasked(&self, more: usize) -> bool {
+    /// Returns whether a read of `more` bytes is too much. With its answer, more bytes would wait to
+    /// be written to the peer than a correct peer requests.
+    pub(super) fn exceeds_read_limit(&self, more: usize) -> bool {
         let answers = self.out.iter().filter(|leaving| leaving.is_answer);
         let waiting: usize = answers.map(|leaving| leaving.body.bytes().len()).sum();
         waiting > 0 && (waiting + more) as u64 > 2 * READ_BYTES

@@ -294,7 +294,7 @@ impl LinkState {
                 tcp.answer(op, done, Body::Nothing);
             }
             (TcpFrameKind::Read, None) => {
-                if tcp.is_overasked(len as usize) {
+                if tcp.exceeds_read_limit(len as usize) {
                     return Err(protocol("more reads at a time than are answered"));
                 }
                 let mut bytes = vec![0; len as usize].into_boxed_slice();
