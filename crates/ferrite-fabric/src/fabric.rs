@@ -340,7 +340,8 @@ impl Shared {
         static LINES: [LogLimit; FallbackCause::ALL.len()] =
             [const { LogLimit::new() }; FallbackCause::ALL.len()];
         if let Some(others) = LINES[fallback.cause.index()].pass() {
-            tracing::warn!(%peer, cause = %fallback.cause, "link to {peer} {fallback}{others}");
+            let cause = fallback.cause;
+            tracing::warn!(%peer, %cause, "link to {peer} runs {fallback}{others}");
         }
     }
 

@@ -79,7 +79,7 @@ impl LinkState {
 
     fn raw(&mut self) -> Result<&mut RawConnection, Error> {
         self.core.check_open()?;
-        self.raw.as_deref_mut().ok_or_else(|| Error::new(ErrorKind::Misuse, "not a raw link"))
+        self.raw.as_deref_mut().ok_or_else(|| Error::new(ErrorKind::Misuse, "not a raw connection"))
     }
 
     /// Queues a message.
@@ -221,7 +221,7 @@ impl LinkState {
                 raw.messages += 1;
                 raw.message_bytes += buf.len();
                 if raw.messages > MESSAGES_MAX || raw.message_bytes > MESSAGE_BYTES_MAX {
-                    return Err(protocol("more messages than are taken"));
+                    return Err(protocol("too many messages at once"));
                 }
                 raw.arrivals.push_back(Arrival::Message(buf[..].into()));
             }
