@@ -469,7 +469,7 @@ impl LinkCore {
             kept.pop_front_if(|kept| kept.number < frame)
         {
             let KeptContent::Piece { channel, more, body } = content else {
-                let what = "the path was lost together with the notice of a write";
+                let what = "the path was lost, and with it the immediate data of a write";
                 self.end(Error::new(ErrorKind::LinkDown, what), wakes);
                 return;
             };
