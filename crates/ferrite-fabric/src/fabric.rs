@@ -340,8 +340,7 @@ impl Shared {
         static LINES: [LogLimit; FallbackCause::ALL.len()] =
             [const { LogLimit::new() }; FallbackCause::ALL.len()];
         if let Some(others) = LINES[fallback.cause.index()].pass() {
-            let cause = fallback.cause;
-            tracing::warn!(%peer, %cause, "link to {peer} runs {fallback}{others}");
+            tracing::warn!(%peer, cause = %fallback.cause, "link to {peer} {fallback}{others}");
         }
     }
 
