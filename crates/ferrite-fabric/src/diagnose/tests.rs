@@ -147,7 +147,7 @@ const CASES: &[Case] = &[
             scenario.route = Route::Missing;
         },
         Certain,
-        ["own interface h2 is down", "h2 is down, port 1 of rxe2 is down", "ip link set h2 up"],
+        ["local interface h2 is down", "h2 is down, port 1 of rxe2 is down", "ip link set h2 up"],
     ),
     (
         Failure::NoKeepalive,
@@ -169,7 +169,7 @@ const CASES: &[Case] = &[
             };
         },
         Certain,
-        ["own port is not active", "port 1 of rxe2 is initialising", "subnet manager"],
+        ["local port is not active", "port 1 of rxe2 is initialising", "subnet manager"],
     ),
     (
         RETRY,
@@ -406,7 +406,7 @@ const CASES: &[Case] = &[
         Likely,
         ["a bug on this side", "", "report"],
     ),
-    (Failure::Completion(Status::FATAL), |_| {}, Certain, ["own device failed", "fatal", "dmesg"]),
+    (Failure::Completion(Status::FATAL), |_| {}, Certain, ["device failed", "fatal", "dmesg"]),
     (
         Failure::Completion(Status::BAD_RESPONSE),
         |_| {},
