@@ -148,7 +148,7 @@ impl fmt::Display for Cause {
 ///     failure: Failure::Completion(Status::RETRY_EXCEEDED),
 /// });
 /// assert_eq!(causes[0].likelihood, Likelihood::Certain);
-/// assert_eq!(causes[0].what, "the own port is not active");
+/// assert_eq!(causes[0].what, "the local port is not active");
 /// assert_eq!(causes[0].evidence, "port 1 of fake1 is down");
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```

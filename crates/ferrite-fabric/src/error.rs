@@ -207,8 +207,8 @@ impl Error {
         Self(Arc::new(Inner {
             kind: ErrorKind::Absent,
             what: format!(
-                "an RDMA device cannot listen on {local}: it uses the host's TCP ports, and TCP \
-                 already has this one"
+                "an RDMA device cannot listen on {local}: it uses the host's TCP ports, and \
+                 Ferrite already listens on this port over TCP"
             ),
             status: None,
             refusal: None,

@@ -184,7 +184,7 @@ fn own_interface_down() {
     check_best_cause(
         &link.causes(failure),
         Likelihood::Certain,
-        &["the own interface h2 is down"],
+        &["the local interface h2 is down"],
         "rxe2 is down",
     );
 }
@@ -255,7 +255,7 @@ fn queue_pair_stopped_locally() {
         &causes,
         Likelihood::Likely,
         &["this side stopped the queue pair"],
-        "the own port is active",
+        "the local port is active",
     );
 }
 
@@ -281,7 +281,7 @@ fn diagnoses_a_thousand_links_quickly() {
         check_best_cause(
             &link.causes(failure),
             Likelihood::Certain,
-            &["the own interface h2 is down"],
+            &["the local interface h2 is down"],
             "",
         );
     }

@@ -110,7 +110,7 @@ fn memlock_is_explained() {
         let PoolError::Register(cause) = &error else { panic!("{error}") };
         assert_eq!(cause.kind(), ferrite_verbs::ErrorKind::Memlock, "{error:?}");
         assert_eq!(error.kind(), ErrorKind::Refused);
-        assert!(error.to_string().contains("memlock is 8 MiB, 4 MiB needed"), "{error}");
+        assert!(error.to_string().contains("limit is 8 MiB, but 4 MiB more are needed"), "{error}");
         assert!(error.remedy().is_some_and(|remedy| remedy.contains("LimitMEMLOCK=infinity")));
         // Memory that was registered before still works.
         drop(taken);

@@ -179,7 +179,8 @@ impl Module {
                  restart the engine to apply the change"
             ),
             Some(Err(why)) => tracing::warn!(
-                "the module keeps listening on {current} until the engine restarts, although {why}"
+                "the engine's addresses have changed, but the module keeps listening on {current}: \
+                 {why}"
             ),
         }
         let protected_mode = is_protected(context);
@@ -189,7 +190,8 @@ impl Module {
                 Ok(target) => config.engine = target,
                 Err(why) => {
                     tracing::warn!(
-                        "sessions keep connecting to the engine at {}, although {why}",
+                        "the engine's sockets have changed, but sessions keep connecting to {}: \
+                         {why}",
                         config.engine
                     );
                 }

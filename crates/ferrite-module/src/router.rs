@@ -98,7 +98,7 @@ impl Router {
             }
         }
         if router.len() == 0 {
-            return Err("the engine's command table has no command that may be called".into());
+            return Err("the engine's command table has no command that can run in-process".into());
         }
         Ok(router)
     }

@@ -325,7 +325,8 @@ fn clients_over_the_output_limit_do_not_fill_the_log() {
     });
 }
 
-/// A client that stays above the soft limit is disconnected when its time is over.
+/// A client that stays above the soft limit is disconnected when its time is over, and the log says
+/// so.
 #[test]
 fn a_client_over_the_soft_limit_is_disconnected_in_time() {
     on_each(&["--client-output-buffer-limit", "normal 0 1mb 1"], |server| {
@@ -333,6 +334,9 @@ fn a_client_over_the_soft_limit_is_disconnected_in_time() {
         client.ok(&["SET", "k", &"x".repeat(1 << 20)]);
         client.send(&vec![vec!["GETRANGE", "k", "0", "-1"]; 20]);
         server.wait_until("the end of the session", || server.count("sessions") == 0);
+        let log = server.log();
+        assert_eq!(log.matches("over the soft client-output-buffer-limit").count(), 1, "{log}");
+        assert!(!log.contains(" with 0 unread bytes"), "{log}");
     });
 }
 

@@ -337,12 +337,12 @@ impl Endpoint {
     /// if this is a client and the length differs: a Valkey server accepts only one length, and
     /// crashes otherwise.
     pub fn replace_memory(&mut self, memory: Registration) {
-        assert!(self.is_to_announce(), "the peer may write to the announced memory");
+        assert!(self.is_to_announce(), "the peer may still write to the memory");
         assert!(memory.length > 0, "the memory has no bytes");
         let may = self.role == Role::Server || memory.length == self.memory.length;
         assert!(
             may,
-            "a server accepts only one length: {}, not {}",
+            "a client's memory must keep its length of {} bytes, not {}",
             self.memory.length, memory.length
         );
         self.receive = ReceiveWindow::new(memory.length);

@@ -434,7 +434,7 @@ impl<C: Client> InProcessSession<'_, C> {
                 may_read.then_some(&mut room),
                 false,
             );
-            let event = self.output.watch(event).await?;
+            let event = self.output.watch(self.record.id(), event).await?;
             let count = room.filled().len();
             match event {
                 // A client that has closed its side may still read replies.

@@ -13,6 +13,7 @@
 #![forbid(unsafe_code)]
 
 mod connector;
+mod disconnect_log;
 mod ending;
 mod engine;
 mod frames;

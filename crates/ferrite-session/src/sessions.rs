@@ -12,6 +12,7 @@ use ferrite_fabric::{Link, LogLimit, Transport};
 use tokio::sync::Notify;
 
 use crate::connector::SessionTransport;
+use crate::disconnect_log::log_disconnect;
 use crate::in_process_engine::ProxyClient;
 use crate::pump::Moved;
 
@@ -324,13 +325,12 @@ impl OpenSession {
         if entry.held.evict() {
             self.sessions.evicted.fetch_add(1, Ordering::Relaxed);
             static LINES: LogLimit = LogLimit::new();
-            if let Some(others) = LINES.pass() {
-                tracing::warn!(
-                    session = entry.id,
-                    held_bytes,
-                    "client disconnected: sessions hold more memory than maxmemory-clients{others}"
-                );
-            }
+            let why = format_args!(
+                "sessions hold more memory than maxmemory-clients, and session {} holds the most \
+                 ({held_bytes} bytes)",
+                entry.id
+            );
+            log_disconnect(&LINES, entry.client_id(), why);
             entry.kill();
         }
     }

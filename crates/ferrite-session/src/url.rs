@@ -189,8 +189,8 @@ impl ServerUrl {
                 }
                 if self.is_tls && rdma == Rdma::Require {
                     return Err(format!(
-                        "{scheme}:// asks for TLS, which is TCP only, and rdma=require for RDMA, \
-                         which is not encrypted; use redis+rdma:// or leave rdma=require out"
+                        "{scheme}:// means TLS over TCP, but rdma=require means RDMA, which is not \
+                         encrypted; use redis+rdma:// or remove rdma=require"
                     ));
                 }
                 self.rdma = Some(rdma);
@@ -355,7 +355,7 @@ mod tests {
             ("redis://host?rdma=maybe", "rdma: invalid value maybe: expected prefer"),
             ("redis://host?db=1", "unknown parameter \"db\": expected rdma or protocol"),
             ("redis://host?protocol=4", "protocol=4: expected 2 or 3"),
-            ("rediss://host?rdma=require", "rediss:// asks for TLS, which is TCP only"),
+            ("rediss://host?rdma=require", "rediss:// means TLS over TCP, but"),
             ("redis+rdma://host?rdma=forbid", "redis+rdma:// and rdma=forbid contradict"),
         ] {
             let error = text.parse::<ServerUrl>().expect_err(text).to_string();

@@ -111,7 +111,7 @@ impl PeerProcess {
     pub fn expect_line(&self, word: &str) -> String {
         let line =
             self.lines.recv_timeout(TIMEOUT).unwrap_or_else(|error| panic!("{word}: {error}"));
-        let rest = line.strip_prefix(word).unwrap_or_else(|| panic!("{word} expected, not {line}"));
+        let rest = line.strip_prefix(word).unwrap_or_else(|| panic!("expected {word}, got {line}"));
         rest.trim().to_owned()
     }
 

@@ -33,7 +33,7 @@ impl Screen {
         let flags = OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC;
         let person = openpt(flags).expect("a pseudo-terminal");
         grantpt(&person).and_then(|()| unlockpt(&person)).expect("a usable pseudo-terminal");
-        let program = ioctl_tiocgptpeer(&person, flags).expect("its other end");
+        let program = ioctl_tiocgptpeer(&person, flags).expect("the program's end of the terminal");
         let size = Winsize { ws_row: rows, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 };
         tcsetwinsize(&program, size).expect("a size");
         let keys = File::from(person);
@@ -133,7 +133,8 @@ impl Terminal {
     #[track_caller]
     pub fn finish(mut self) -> (ExitStatus, String) {
         let status = exit_within(&mut self.child, TIMEOUT);
-        let status = status.unwrap_or_else(|| panic!("it still runs: {}", self.screen.text()));
+        let status =
+            status.unwrap_or_else(|| panic!("the program still runs: {}", self.screen.text()));
         if let Some(reader) = self.screen.reader.take() {
             let _ = reader.join();
         }

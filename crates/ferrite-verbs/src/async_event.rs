@@ -69,7 +69,7 @@ codes! {
             "shared receive queue fell below its limit";
         /// The queue pair failed and takes nothing more from its shared receive queue.
         LAST_RECEIVE = sys::ibv_event_type::IBV_EVENT_QP_LAST_WQE_REACHED.0,
-            "last receive of the queue pair";
+            "queue pair takes no more shared receives";
     }
 }
 

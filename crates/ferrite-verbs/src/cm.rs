@@ -425,7 +425,7 @@ fn private_data_len(call: &'static str, data: &[u8], max: usize) -> Result<u8, E
         _ => Err(Error::new(
             ErrorKind::Misuse,
             call,
-            format!("{} bytes of private data, {max} fit", data.len()),
+            format!("{} bytes of private data, but only {max} fit", data.len()),
         )),
     }
 }
@@ -442,7 +442,7 @@ fn no_route_if_no_device(error: Error, addr: SocketAddr) -> Error {
         return error;
     }
     error.with_kind(ErrorKind::NoRoute).because(format!(
-        "no RDMA device has the address {}; `ferrite devices` lists the usable ones",
+        "no RDMA device has the address {}; `ferrite devices` lists the addresses of RDMA devices",
         addr.ip()
     ))
 }

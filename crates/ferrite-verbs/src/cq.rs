@@ -254,7 +254,7 @@ impl CompletionQueue {
             return Err(Error::new(
                 ErrorKind::Misuse,
                 "ibv_get_cq_event",
-                "the queue has no channel",
+                "the completion queue has no channel",
             ));
         };
         let deadline = std::time::Instant::now() + timeout;

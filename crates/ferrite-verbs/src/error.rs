@@ -239,19 +239,21 @@ impl Error {
             (Some(Cause::Absence(absence)), _) => Some(absence.remedy()),
             (Some(Cause::Memlock(memlock)), _) => Some(memlock.remedy()),
             (_, ErrorKind::Permission) => Some(
-                "add the user to the group that has the files (mostly rdma), or write a udev rule \
-                 (KERNEL==\"uverbs*|rdma_cm\", MODE=\"0666\"); log in or start the service again"
+                "add the user to the group of the files in /dev/infiniband (usually rdma), or \
+                 write a udev rule (KERNEL==\"uverbs*|rdma_cm\", MODE=\"0666\"); then log in \
+                 again, or restart the service"
                     .into(),
             ),
             (_, ErrorKind::CgroupLimit) => Some(
                 "compare rdma.current with rdma.max of the process's cgroup, and raise rdma.max \
-                 (systemd has no setting for it: write the file); without such a limit the device \
-                 was busy: try again"
+                 (systemd has no setting for it: write the file); if rdma.max does not limit the \
+                 device, it was busy: try again"
                     .into(),
             ),
-            (_, ErrorKind::FileDescriptors) => {
-                Some("raise the limit: ulimit -n, or LimitNOFILE= in the unit".into())
-            }
+            (_, ErrorKind::FileDescriptors) => Some(
+                "raise the limit of open files: ulimit -n, or LimitNOFILE= in the systemd unit"
+                    .into(),
+            ),
             (_, ErrorKind::AddressInUse) => Some(
                 "choose another port, or stop the program that has it (`ss -ltnp` names it; for \
                  RDMA, `rdma resource show cm_id`)"

@@ -145,7 +145,7 @@ impl ProtectionDomain {
     #[cold]
     fn create_error(&self, config: &QueuePairConfig) -> Error {
         let asked = format!(
-            "send {}×{}, receive {}×{}, inline {}",
+            "send {} WRs of {} SGEs, receive {} WRs of {} SGEs, inline {} bytes",
             config.max_send_wr,
             config.max_send_sge,
             config.max_recv_wr,

@@ -104,7 +104,7 @@ impl SharedReceiveQueue {
             let error = Error::new(
                 ErrorKind::Misuse,
                 "ibv_destroy_srq",
-                "a queue pair or another clone still uses it",
+                "a queue pair or another clone still uses the queue",
             );
             return Err((self, error));
         };

@@ -114,7 +114,7 @@ codes! {
         FLUSHED = sys::ibv_wc_status::IBV_WC_WR_FLUSH_ERR.0, "flushed";
         /// The memory window cannot be bound in this way.
         BIND = sys::ibv_wc_status::IBV_WC_MW_BIND_ERR.0, "memory window bind error";
-        /// The peer broke the protocol.
+        /// The peer's device sent an unexpected response.
         BAD_RESPONSE = sys::ibv_wc_status::IBV_WC_BAD_RESP_ERR.0, "bad response";
         /// A write from the peer caused a protection fault here.
         LOCAL_ACCESS = sys::ibv_wc_status::IBV_WC_LOC_ACCESS_ERR.0, "local access error";
@@ -147,13 +147,13 @@ impl Status {
         match self {
             Self::SUCCESS => "no error",
             Self::LOCAL_LENGTH => "the message is longer than the posted receive",
-            Self::LOCAL_QP_OPERATION => "our port went down, or the request is malformed",
+            Self::LOCAL_QP_OPERATION => "the local port went down, or the request is malformed",
             Self::LOCAL_PROTECTION => {
                 "the local memory is not registered, or not for this operation"
             }
             Self::FLUSHED => "the queue pair had failed before: see its first error",
             Self::BIND => "the window is bound already, or its region does not allow it",
-            Self::BAD_RESPONSE => "the peer broke the protocol",
+            Self::BAD_RESPONSE => "the peer's device sent an unexpected response",
             Self::LOCAL_ACCESS => "a write from the peer caused a protection fault here",
             Self::REMOTE_INVALID_REQUEST => {
                 "the message does not fit the peer's receive, or the peer does not allow the \
@@ -165,7 +165,7 @@ impl Status {
                 "the peer does not answer: host or port down, path broken, or its queue pair gone"
             }
             Self::RNR_RETRY_EXCEEDED => {
-                "the peer posts no receives: it is stuck, or slower than its credits promise"
+                "the peer has no receives posted: its process is stuck, or posts them too slowly"
             }
             Self::REMOTE_ABORTED => "the peer aborted the operation",
             Self::FATAL => "the device failed",

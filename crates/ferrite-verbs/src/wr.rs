@@ -336,8 +336,10 @@ pub(crate) fn post_chained<R: Request>(
             len += 1;
         }
         if len == 0 {
-            let asked =
-                format!("{} scatter/gather entries in one request", requests[posted].local().len());
+            let asked = format!(
+                "a request has {} scatter/gather entries, at most {CHAIN_SGES} are allowed",
+                requests[posted].local().len()
+            );
             return Err(PostError {
                 posted,
                 error: Error::new(ErrorKind::DeviceLimit, call, asked),

@@ -246,7 +246,10 @@ fn memlock_error_names_the_limit() {
         assert_eq!(error.kind(), ErrorKind::Memlock, "{error:?}");
         let memlock = *error.memlock().unwrap();
         assert_eq!((memlock.limit_bytes, memlock.needed_bytes), (8 << 20, 64 << 20));
-        assert!(error.to_string().contains("memlock is 8 MiB, 64 MiB needed"), "{error}");
+        assert!(
+            error.to_string().contains("limit is 8 MiB, but 64 MiB more are needed"),
+            "{error}"
+        );
         assert!(error.remedy().unwrap().contains("LimitMEMLOCK=infinity"));
         return;
     }

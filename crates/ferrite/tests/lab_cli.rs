@@ -247,7 +247,11 @@ fn pingpong_reports_that_nobody_listens() {
     let output = output(&["pingpong", "10.0.0.1:7499", "--bind", "10.0.0.2", "--json"]);
     let error = error_of(&output);
     assert_eq!(error["kind"], "rejected");
-    assert!(text(&output.stderr).contains("nobody listens there"), "{}", text(&output.stderr));
+    assert!(
+        text(&output.stderr).contains("no program listens on this port"),
+        "{}",
+        text(&output.stderr)
+    );
 }
 
 #[test]
@@ -267,7 +271,7 @@ fn explains_an_address_without_a_device() {
     let output = command.output().expect("timeout starts");
     let error = error_of(&output);
     assert_eq!(error["kind"], "no_route", "{error}");
-    assert!(text(&output.stderr).contains("`ferrite devices` lists the usable ones"), "{error}");
+    assert!(text(&output.stderr).contains("`ferrite devices` lists the addresses"), "{error}");
 }
 
 #[test]
@@ -606,7 +610,10 @@ fn names_the_whole_memory_that_is_needed() {
     let output = limited(8, &gateway);
     let message = text(&output.stderr);
     assert_eq!(output.status.code(), Some(69), "{message}");
-    assert!(message.contains("memlock is 8 MiB") && message.contains("for 2 devices"), "{message}");
+    assert!(
+        message.contains("the locked-memory limit is 8 MiB") && message.contains("for 2 devices"),
+        "{message}"
+    );
     let needed = message.split("about ").nth(1).and_then(|rest| rest.split(' ').next());
     let needed: u64 = needed.and_then(|number| number.parse().ok()).expect("a number of MiB");
     assert!(needed > 8, "{message}");

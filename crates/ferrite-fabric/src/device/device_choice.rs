@@ -59,7 +59,7 @@ impl DeviceChoice {
             (_, Some(local)) if local.is_unspecified() => Ok(()),
             (Some(entry), Some(local)) if entry.gid.ip().to_canonical() == local => Ok(()),
             (Some(entry), Some(local)) => wrong(format!(
-                "{local} is not the address of GID index {index} of {name}, which is {}",
+                "GID index {index} of {name} has the address {}, not {local}",
                 entry.gid.ip()
             )),
         }

@@ -180,8 +180,8 @@ fn check(context: &Context, limits: &Limits) -> Result<(), Error> {
     match least.into_iter().find(|(_, has, needs)| has < needs) {
         None => Ok(()),
         Some((what, has, needs)) => {
-            let what =
-                format!("{} has {has} {what}, Ferrite needs {needs}", context.device().name());
+            let name = context.device().name();
+            let what = format!("{name} supports {has} {what}, but Ferrite needs {needs}");
             Err(Error::new(ErrorKind::Absent, what))
         }
     }

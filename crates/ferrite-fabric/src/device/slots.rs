@@ -204,7 +204,7 @@ impl<T> SendQueue<T> {
 
     /// Takes the queue pair back from the command.
     pub(crate) fn take_back(&mut self, qp: QueuePair) {
-        debug_assert_eq!(qp.number(), self.number, "the queue pair of another queue");
+        debug_assert_eq!(qp.number(), self.number, "the queue pair belongs to another queue");
         (self.qp, self.is_away) = (Some(qp), false);
     }
 
@@ -239,7 +239,7 @@ impl<T> SendQueue<T> {
             inline || !is_passing && !matches!(held, Held::Copied(_)),
             "only an inline request may own copied bytes"
         );
-        debug_assert!(self.added.len() < BATCH, "more than a batch");
+        debug_assert!(self.added.len() < BATCH, "more requests than a batch holds");
         let claimed = self.table.claim(InFlight { held, request });
         debug_assert!(claimed.is_ok(), "more requests than there is room for");
         if let Ok(key) = claimed {

@@ -31,7 +31,7 @@ pub(super) fn own_side(found: &mut Vec<Cause>, facts: &Facts) {
             ),
             None => ("is being removed", "sysfs no longer shows it"),
         };
-        let remedy = "close everything on it, and open it again when it is back".into();
+        let remedy = "close all objects of the device, and open it again when it is back".into();
         found.push(cause(
             Likelihood::Certain,
             format!("the device {device} {what}"),
@@ -52,9 +52,9 @@ pub(super) fn own_side(found: &mut Vec<Cause>, facts: &Facts) {
                 netdev.map(|netdev| format!("; {} carries {}", netdev.name, netdev.mtu_bytes));
             found.push(cause(
                 Likelihood::Likely,
-                "the own MTU was reduced below the size of the link's packets".to_owned(),
+                "the MTU of this host was reduced below the size of the link's packets".to_owned(),
                 format!(
-                    "packets of {before} bytes, port now {mtu_bytes}{}",
+                    "packets of {before} bytes, port carries {mtu_bytes} now{}",
                     of_netdev.unwrap_or_default()
                 ),
                 Some("restore the interface's MTU, or reconnect".into()),
@@ -88,13 +88,13 @@ fn port_down(found: &mut Vec<Cause>, facts: &Facts) {
     match facts.netdev().filter(|netdev| !netdev.is_usable() && !facts.is_infiniband()) {
         Some(netdev) if !netdev.up => found.push(cause(
             Likelihood::Certain,
-            format!("the own interface {} is down", netdev.name),
+            format!("the local interface {} is down", netdev.name),
             format!("{} is {}, {of_port}", netdev.name, netdev.operstate),
             Some(format!("ip link set {} up", netdev.name)),
         )),
         Some(netdev) => found.push(cause(
             Likelihood::Certain,
-            format!("the own interface {} has no carrier", netdev.name),
+            format!("the local interface {} has no carrier", netdev.name),
             format!("{} is {}, {of_port}", netdev.name, netdev.operstate),
             Some("check cable, transceiver and switch port".into()),
         )),
@@ -106,7 +106,7 @@ fn port_down(found: &mut Vec<Cause>, facts: &Facts) {
             };
             found.push(cause(
                 Likelihood::Certain,
-                "the own port is not active",
+                "the local port is not active",
                 of_port,
                 Some(remedy.into()),
             ));
@@ -128,7 +128,7 @@ fn port_flapped(found: &mut Vec<Cause>, facts: &Facts) {
     let Some(evidence) = counted.or(losses) else { return };
     found.push(cause(
         likelihood_by_age(facts),
-        "the own port went down and came back".to_owned(),
+        "the local port went down and came back".to_owned(),
         format!("{evidence} {}", facts.period()),
         Some("reconnect; if it happens again, check cable, transceiver and switch port".into()),
     ));

@@ -151,7 +151,8 @@ fn no_path(found: &mut Vec<Cause>, failure: Failure, facts: &Facts) {
             Likelihood::Likely,
             format!("RoCE v1 is not routed, and {peer} is in another network"),
             format!(
-                "the own address is of type RoCE v1, and the path to {peer} goes through {gateway}"
+                "the local address is of type RoCE v1, and the path to {peer} goes through \
+                 {gateway}"
             ),
             Some("use RoCE v2: cma_roce_mode -d DEVICE -m 2, or another device".into()),
         ));
@@ -249,7 +250,7 @@ fn unanswered(found: &mut Vec<Cause>, failure: Failure, facts: &Facts) {
         // other host sends to this one.
         _ if receives_nothing && frames == Some(0) => format!(
             "nothing arrives here, from {peer} or anybody else: the path is interrupted at the \
-             own switch port or beyond, or {peer} is down and nobody else sends"
+             switch port of this host or beyond, or {peer} is down and nobody else sends"
         ),
         Failure::ConnectTimeout if facts.knows_peer() => format!(
             "the host {peer} is known, but does not answer RDMA packets: no RDMA device has that \
@@ -280,9 +281,9 @@ fn healthy(facts: &Facts) -> Option<String> {
     let PortView::Seen { state: PortState::ACTIVE, .. } = now.port else { return None };
     match facts.netdev() {
         Some(netdev) if netdev.carrier == Some(true) => {
-            Some(format!("the own port is active and {} has carrier", netdev.name))
+            Some(format!("the local port is active and {} has carrier", netdev.name))
         }
-        _ => Some("the own port is active".into()),
+        _ => Some("the local port is active".into()),
     }
 }
 
@@ -341,8 +342,8 @@ fn stalled_peer(found: &mut Vec<Cause>, failure: Failure, facts: &Facts) {
     let not_ready = counted(Meaning::PeerNotReady);
     let what = if (not_ready.is_some() && facts.is_recent()) || failure != Failure::NoKeepalive {
         format!(
-            "the process at {peer} posts no receives: it is stuck, stopped, or slower than its \
-             credits promise"
+            "the process at {peer} posts no receives: it is stuck or stopped, or posts them too \
+             slowly"
         )
     } else {
         format!("the process at {peer} is stopped, stuck, or starved of CPU time")
@@ -370,8 +371,7 @@ fn by_status(status: Status, facts: &Facts) -> Vec<Cause> {
         Status::FLUSHED => vec![
             (
                 Likelihood::Likely,
-                "this side stopped the queue pair, or its device did after an error of its own"
-                    .into(),
+                "this side stopped the queue pair, or the local device did after an error".into(),
                 Some("check dmesg"),
             ),
             (
@@ -411,7 +411,7 @@ fn by_status(status: Status, facts: &Facts) -> Vec<Cause> {
         )],
         Status::FATAL => vec![(
             Likelihood::Certain,
-            "the own device failed".into(),
+            "the local device failed".into(),
             Some("check dmesg; reset it (devlink dev reload), or use another device"),
         )],
         Status::LOCAL_QP_OPERATION => vec![(

@@ -147,7 +147,7 @@ const CASES: &[Case] = &[
             scenario.route = Route::Missing;
         },
         Certain,
-        ["own interface h2 is down", "h2 is down, port 1 of rxe2 is down", "ip link set h2 up"],
+        ["local interface h2 is down", "h2 is down, port 1 of rxe2 is down", "ip link set h2 up"],
     ),
     (
         Failure::NoKeepalive,
@@ -169,7 +169,7 @@ const CASES: &[Case] = &[
             };
         },
         Certain,
-        ["own port is not active", "port 1 of rxe2 is initialising", "subnet manager"],
+        ["local port is not active", "port 1 of rxe2 is initialising", "subnet manager"],
     ),
     (
         RETRY,
@@ -190,7 +190,11 @@ const CASES: &[Case] = &[
         RETRY,
         |scenario| scenario.now.netdevs[0].mtu_bytes = 1500,
         Likely,
-        ["own MTU was reduced", "packets of 4096 bytes, port now 4096; h2 carries 1500", "restore"],
+        [
+            "MTU of this host was reduced",
+            "packets of 4096 bytes, port carries 4096 now; h2 carries 1500",
+            "restore",
+        ],
     ),
     (
         FLUSHED,
@@ -302,7 +306,8 @@ const CASES: &[Case] = &[
         [
             "nothing arrives here, from 10.0.0.1 or anybody else",
             "transport retry exceeded; in 3.0 s rxe2 sent 8 packets and received none; \
-             completer_retry_err +7; h2 received 0 frames; the own port is active and h2 has carrier",
+             completer_retry_err +7; h2 received 0 frames; the local port is active and h2 \
+             has carrier",
             "ping -I h2 10.0.0.1",
         ],
     ),
@@ -357,7 +362,7 @@ const CASES: &[Case] = &[
         Likely,
         [
             "10.0.0.1 does not answer",
-            "transport retry exceeded; the own port is active",
+            "transport retry exceeded; the local port is active",
             "ping -I h2",
         ],
     ),
@@ -376,7 +381,7 @@ const CASES: &[Case] = &[
     ),
     (RNR, |_| {}, Likely, ["posts no receives", "receiver not ready", "on 10.0.0.1"]),
     // The status of the completion.
-    (FLUSHED, |_| {}, Likely, ["this side stopped the queue pair", "the own port is active", ""]),
+    (FLUSHED, |_| {}, Likely, ["this side stopped the queue pair", "the local port is active", ""]),
     (
         Failure::Completion(Status::LOCAL_QP_OPERATION),
         |scenario| scenario.then = None,
@@ -401,7 +406,7 @@ const CASES: &[Case] = &[
         Likely,
         ["a bug on this side", "", "report"],
     ),
-    (Failure::Completion(Status::FATAL), |_| {}, Certain, ["own device failed", "fatal", "dmesg"]),
+    (Failure::Completion(Status::FATAL), |_| {}, Certain, ["device failed", "fatal", "dmesg"]),
     (
         Failure::Completion(Status::BAD_RESPONSE),
         |_| {},
@@ -469,7 +474,7 @@ fn old_changes_are_only_possible_causes() {
     let causes = rank(RETRY, &old());
     assert!(causes[0].what.starts_with("nothing arrives here"), "{causes:#?}");
     for what in
-        ["the own port went down and came back", "this host cannot send packets to 10.0.0.1"]
+        ["the local port went down and came back", "this host cannot send packets to 10.0.0.1"]
     {
         let cause = causes.iter().find(|cause| cause.what == what).expect("still there");
         assert_eq!(cause.likelihood, Possible);

@@ -170,7 +170,8 @@ fn choose(verbs: &Verbs, names: &[String], addresses: &[SocketAddr]) -> Result<V
     if devices.is_empty() {
         let addresses: Vec<_> = addresses.iter().map(|at| at.ip().to_string()).collect();
         let what = format!(
-            "no RDMA device has the address {} (`ferrite devices` lists those that they have)",
+            "no RDMA device has the address {} (`ferrite devices` lists the addresses of RDMA \
+             devices)",
             addresses.join(" or ")
         );
         return Err(Error::new(ErrorKind::Absent, what));

@@ -242,8 +242,8 @@ impl Fabric {
         if self.config().shared_windows {
             tracing::warn!(
                 "{local}: {devices} cannot restrict memory to one connection (no memory windows \
-                 of type 2): a Valkey Over RDMA client that finds another client's key can write \
-                 commands in its name (rdma-shared-windows yes)"
+                 of type 2): a Valkey Over RDMA client that finds another client's memory key \
+                 (rkey) can send commands as that client (rdma-shared-windows yes)"
             );
         } else {
             tracing::warn!(

@@ -6,9 +6,10 @@
 //!   the clock ──────────────────► └──────────┘
 //! ```
 //!
-//! The core takes events, bytes and the time, and says what is to be sent. The driver
-//! (`link/state.rs`) posts, writes, reads and reaps. So two cores can be run against each other in
-//! virtual time (`link/simulation.rs`).
+//! The core takes events, bytes and the time, and says what is to be sent. The *driver* of a core
+//! is the code that does its I/O: `link/state.rs` posts, writes, reads and reaps, and the fabric's
+//! poller takes the steps of an upgrade. So two cores can be run against each other in virtual time
+//! (`link/simulation.rs`).
 //!
 //! | file | what it decides |
 //! |---|---|
@@ -232,12 +233,15 @@ impl LinkCore {
 
     pub(crate) fn check_message(&self, channel: u16, bytes: u64) -> Result<(), Error> {
         if channel >= self.peer.channels {
-            let what = format!("channel {channel}: the peer has {}", self.peer.channels);
+            let what = format!(
+                "channel {channel} does not exist: the peer has {} channels",
+                self.peer.channels
+            );
             return Err(Error::new(ErrorKind::Misuse, what));
         }
         if bytes > self.peer.max_message_bytes {
             let what = format!(
-                "a message of {bytes} bytes: the peer takes {} (max_message_bytes)",
+                "a message of {bytes} bytes is too long: the peer accepts {} (max_message_bytes)",
                 self.peer.max_message_bytes
             );
             return Err(Error::new(ErrorKind::TooLarge, what));
@@ -251,7 +255,8 @@ impl LinkCore {
         let frames = frames(parts, self.peer.segment_bytes as usize);
         if frames > max {
             let what = format!(
-                "a message of {frames} frames: the peer takes {max}; send fewer, larger parts"
+                "a message of {frames} frames is too long: the peer accepts {max}; send fewer, \
+                 larger parts"
             );
             return Err(Error::new(ErrorKind::TooLarge, what));
         }

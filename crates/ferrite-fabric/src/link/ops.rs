@@ -95,7 +95,7 @@ impl fmt::Debug for Sending {
 
 /// A read of a peer's memory. Returns the buffer, filled or with the failure. Dropping this does
 /// not stop the read; the buffer returns to its pool when the device has finished with it.
-#[must_use = "the buffer comes back only through this"]
+#[must_use = "only this future returns the buffer"]
 pub struct Reading {
     link: Arc<LinkShared>,
     ticket: Option<Ticket>,
@@ -103,7 +103,7 @@ pub struct Reading {
 
 /// A write to a peer's memory. Ready when the peer's device has all the bytes. Dropping this does
 /// not cancel the write.
-#[must_use = "whether it arrived is known only through this; it goes on without"]
+#[must_use = "only this future tells whether the write arrived; the write goes on without it"]
 pub struct Writing {
     link: Arc<LinkShared>,
     ticket: Option<Ticket>,
@@ -237,5 +237,5 @@ impl Future for Ending {
 }
 
 fn over() -> Error {
-    Error::new(ErrorKind::Misuse, "a future that was ready was asked again")
+    Error::new(ErrorKind::Misuse, "a future was polled again after it was ready")
 }

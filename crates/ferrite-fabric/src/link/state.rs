@@ -103,7 +103,7 @@ impl LinkState {
             return;
         }
         if self.core.is_closing() && self.raw.is_some() {
-            self.push_raw_farewell();
+            self.push_raw_closing_probe();
         }
         if let Err(error) = self.send_all(env, wakes) {
             self.core.fail(error, wakes);

@@ -238,9 +238,9 @@ impl TcpPath {
         std::mem::take(&mut self.out).into_iter().filter_map(|leaving| leaving.request)
     }
 
-    /// Returns whether the peer has requested too much: with an answer of `more` bytes, more bytes
-    /// would wait to be written to it than a correct peer requests.
-    pub(super) fn is_overasked(&self, more: usize) -> bool {
+    /// Returns whether a read of `more` bytes is too much: with its answer, more bytes would wait
+    /// to be written to the peer than a correct peer requests.
+    pub(super) fn exceeds_read_limit(&self, more: usize) -> bool {
         let answers = self.out.iter().filter(|leaving| leaving.is_answer);
         let waiting: usize = answers.map(|leaving| leaving.body.bytes().len()).sum();
         waiting > 0 && (waiting + more) as u64 > 2 * READ_BYTES
@@ -264,7 +264,7 @@ impl TcpPath {
         most: usize,
     ) -> io::Result<(usize, usize)> {
         debug_assert!(self.is_written(), "frames keep their order");
-        debug_assert!(slices.len() <= CALLERS_SLICES, "the caller takes so many at a time");
+        debug_assert!(slices.len() <= CALLERS_SLICES, "the caller passes at most this many");
         let count = len.div_ceil(most).clamp(1, CALLERS_FRAMES);
         let len = len.min(count * most);
         let size_of = |frame: usize| most.min(len - frame * most);
@@ -283,7 +283,7 @@ impl TcpPath {
             while left > 0 {
                 if here.is_empty() {
                     let Some(next) = rest.next() else {
-                        return Err(invalid("a frame of more bytes than there are".into()));
+                        return Err(invalid("the slices have fewer bytes than the frame".into()));
                     };
                     here = next;
                     continue;

@@ -32,7 +32,10 @@ fn memlock_too_small() {
             .expect_err("the pool exceeds memlock");
         show("memlock too small for the pool", &error);
         assert_eq!(error.kind(), ErrorKind::Resources, "{error:?}");
-        assert!(error.to_string().contains("memlock is 8 MiB, 16 MiB needed"), "{error}");
+        assert!(
+            error.to_string().contains("limit is 8 MiB, but 16 MiB more are needed"),
+            "{error}"
+        );
         assert!(
             error.remedy().is_some_and(|remedy| remedy.contains("LimitMEMLOCK=infinity")),
             "{error}"

@@ -125,7 +125,7 @@ fn own_carrier_lost() {
     let since = Instant::now();
     let lost = fault("ip link set p2 down", "ip link set p2 up");
     let error = pair.fails_during("own carrier lost", since, RETRIES_TAKE, || drop(lost));
-    assert!(error.to_string().contains("the own interface h2 has no carrier"), "{error}");
+    assert!(error.to_string().contains("the local interface h2 has no carrier"), "{error}");
 }
 
 /// Drops everything that the peer sends.

@@ -213,7 +213,7 @@ pub(crate) fn frame_after_fin(fixture: &Fixture) {
     let mut harness = ViolationHarness::new(fixture, &Config::default());
     harness.verbs_peer.post(Some(frame(true, false, 0, 0)), &Control::Fin.encode());
     harness.verbs_peer.post(Some(frame(false, false, 0, 0)), b"one more thing");
-    harness.check_ends_with("a frame after the last");
+    harness.check_ends_with("a data frame after Fin");
 }
 
 /// Floods the link with pings and never takes the pongs.

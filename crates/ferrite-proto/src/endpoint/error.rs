@@ -24,7 +24,7 @@ pub enum ProtocolError {
     Window(#[from] WindowError),
     /// A write has more bytes than its immediate says. Fewer are legal: the immediate also counts
     /// the bytes of earlier writes without an immediate.
-    #[error("the peer wrote {byte_len} bytes, but its immediate says {immediate}")]
+    #[error("the peer wrote {byte_len} bytes, but its immediate data says {immediate}")]
     Immediate {
         /// The number in the immediate.
         immediate: u32,
@@ -33,12 +33,12 @@ pub enum ProtocolError {
     },
     /// A server sent its features to a client, which never asks for them.
     #[error("the server sent features that were not requested")]
-    UnaskedFeatures,
-    /// A client asks for features faster than answers can be sent.
-    #[error("the client asked for features {asked} times without taking an answer")]
-    TooManyQuestions {
-        /// Questions without an answer.
-        asked: usize,
+    UnrequestedFeatures,
+    /// A client requests features faster than replies can be sent.
+    #[error("the client requested features {requests} times without receiving a reply")]
+    TooManyFeatureRequests {
+        /// Requests without a reply.
+        requests: usize,
     },
     /// Keepalives are not acknowledged, and nothing else arrives.
     #[error("the peer has been silent for {after:?}")]

@@ -11,12 +11,14 @@ impl Endpoint {
                 self.stats.features_received += 1;
                 let answer = Message::GetServerFeature { select, features: self.config.features };
                 if !self.outbox.queue_feature(answer) {
-                    return Err(ProtocolError::TooManyQuestions { asked: FEATURES_WAITING + 1 });
+                    return Err(ProtocolError::TooManyFeatureRequests {
+                        requests: FEATURES_WAITING + 1,
+                    });
                 }
             }
             // An endpoint never asks for features as a client, because none are defined.
             (Message::GetServerFeature { .. }, Role::Client) => {
-                return Err(ProtocolError::UnaskedFeatures);
+                return Err(ProtocolError::UnrequestedFeatures);
             }
             // This message has no answer, and no feature is defined that could have an effect.
             (Message::SetClientFeature { .. }, _) => self.stats.features_received += 1,

@@ -66,14 +66,14 @@ fn replaces_memory_between_two_announcements() {
 }
 
 #[test]
-#[should_panic(expected = "the peer may write to the announced memory")]
+#[should_panic(expected = "the peer may still write to the memory")]
 fn panics_if_announced_memory_is_replaced() {
     let mut server = ready(Role::Server, Config::default(), Instant::now());
     server.replace_memory(OURS);
 }
 
 #[test]
-#[should_panic(expected = "a server accepts only one length: 16, not 17")]
+#[should_panic(expected = "a client's memory must keep its length of 16 bytes, not 17")]
 fn panics_if_a_client_changes_the_length() {
     let now = Instant::now();
     let mut client = ready(Role::Client, Config::default(), now);
@@ -200,7 +200,7 @@ fn server_answers_feature_questions() {
     for _ in 0..FEATURES_WAITING {
         server.handle_message(&question).expect("not too many");
     }
-    let too_many = ProtocolError::TooManyQuestions { asked: FEATURES_WAITING + 1 };
+    let too_many = ProtocolError::TooManyFeatureRequests { requests: FEATURES_WAITING + 1 };
     assert_eq!(server.handle_message(&question), Err(too_many));
 }
 
@@ -211,7 +211,7 @@ fn client_rejects_features_that_it_did_not_request() {
         .handle_message(&Message::SetClientFeature { select: 0, features: 1 }.encode())
         .expect("ignored");
     let answer = Message::GetServerFeature { select: 0, features: 9 }.encode();
-    assert_eq!(client.handle_message(&answer), Err(ProtocolError::UnaskedFeatures));
+    assert_eq!(client.handle_message(&answer), Err(ProtocolError::UnrequestedFeatures));
 }
 
 #[test]

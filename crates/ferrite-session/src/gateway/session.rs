@@ -185,9 +185,9 @@ impl Gateway {
         self.counters.refused.fetch_add(1, Ordering::Relaxed);
         format!(
             "-DENIED The {name} is in protected mode, because the engine behind it requires no \
-             password. In the engine, give the user default a password (requirepass), or turn it \
-             off (ACL SETUSER default off) and add a user; or {unprotect_hint} to allow access without \
-             a password.\r\n"
+             password. In the engine, give the user default a password (requirepass), or disable \
+             this user (ACL SETUSER default off) and add another; or {unprotect_hint} to allow \
+             access without a password.\r\n"
         )
     }
 

@@ -191,7 +191,7 @@ impl<C: Client> InProcessSession<'_, C> {
                 reads_client.then_some(&mut room),
                 true,
             );
-            let event = self.output.watch(event);
+            let event = self.output.watch(self.record.id(), event);
             let checks_blocked =
                 if client_ended { !is_given_up } else { is_far_ahead && is_authenticated };
             let event = if checks_blocked {

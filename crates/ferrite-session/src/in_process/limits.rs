@@ -13,6 +13,7 @@ use tokio::sync::{Semaphore, SemaphorePermit};
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::InProcessSession;
+use crate::disconnect_log::log_disconnect;
 use crate::in_process_engine::{BEFORE_AUTH, Client, ClientLimits, REPLIES_MAX};
 
 /// How many unauthenticated sessions may use the engine at a time. Each runs a few commands, then
@@ -56,6 +57,7 @@ pub(super) async fn run_with_permit<T>(
 pub(super) struct OutputGuard {
     over_soft_since: Option<Instant>,
     soft_time: Duration,
+    unread: usize,
 }
 
 impl OutputGuard {
@@ -71,7 +73,7 @@ impl OutputGuard {
             self.over_soft_since = None;
             return Ok(());
         }
-        self.soft_time = limits.soft_time;
+        (self.soft_time, self.unread) = (limits.soft_time, unread);
         let since = *self.over_soft_since.get_or_insert_with(Instant::now);
         if since.elapsed() >= limits.soft_time {
             Err(limit_exceeded("soft", unread))
@@ -80,17 +82,19 @@ impl OutputGuard {
         }
     }
 
-    /// Waits for an event, at most until the client has been over the soft limit for too long.
+    /// Waits for an event of this client, at most until the client has been over the soft limit for
+    /// too long.
     pub(super) async fn watch<T>(
         &self,
+        client: Option<u64>,
         event: impl Future<Output = io::Result<T>>,
     ) -> io::Result<T> {
-        match self.over_soft_since {
-            None => event.await,
-            Some(since) => timeout_at(since + self.soft_time, event)
-                .await
-                .unwrap_or_else(|_| Err(limit_exceeded("soft", 0))),
-        }
+        let Some(since) = self.over_soft_since else { return event.await };
+        timeout_at(since + self.soft_time, event).await.unwrap_or_else(|_| {
+            let error = limit_exceeded("soft", self.unread);
+            log_output_limit(client, &error);
+            Err(error)
+        })
     }
 }
 
@@ -98,6 +102,11 @@ fn limit_exceeded(which: &str, unread: usize) -> io::Error {
     io::Error::other(format!(
         "client is over the {which} client-output-buffer-limit with {unread} unread bytes"
     ))
+}
+
+fn log_output_limit(client: Option<u64>, error: &io::Error) {
+    static LINES: LogLimit = LogLimit::new();
+    log_disconnect(&LINES, client, error);
 }
 
 impl<'a, C: Client> InProcessSession<'a, C> {
@@ -119,12 +128,9 @@ impl<'a, C: Client> InProcessSession<'a, C> {
             return Ok(());
         }
         let limits = self.engine.client_limits();
-        self.output.note(self.replies.len(), &limits).inspect_err(|error| {
-            static LINES: LogLimit = LogLimit::new();
-            if let Some(others) = LINES.pass() {
-                tracing::warn!(client = self.record.id(), %error, "client disconnected{others}");
-            }
-        })
+        self.output
+            .note(self.replies.len(), &limits)
+            .inspect_err(|error| log_output_limit(self.record.id(), error))
     }
 
     /// Returns the next, larger limit for reading ahead while the client is blocked in the engine.
@@ -137,9 +143,7 @@ impl<'a, C: Client> InProcessSession<'a, C> {
         if limit > 0 && ahead_max >= limit {
             let error = io::Error::other("client is over client-query-buffer-limit");
             static LINES: LogLimit = LogLimit::new();
-            if let Some(others) = LINES.pass() {
-                tracing::warn!(client = self.record.id(), %error, "client disconnected{others}");
-            }
+            log_disconnect(&LINES, self.record.id(), &error);
             return Err(error);
         }
         let more = ahead_max.saturating_mul(2);
@@ -190,8 +194,9 @@ mod tests {
         guard.note(1001, &limits(0, 1000)).expect("over the limit, but not for long");
         guard.note(999, &limits(0, 1000)).expect("below the limit again");
         guard.note(1001, &limits(0, 1000)).expect("over the limit, but not for long");
-        assert!(guard.watch(std::future::ready(Ok(()))).await.is_ok());
-        assert!(guard.watch(forever()).await.is_err());
+        assert!(guard.watch(None, std::future::ready(Ok(()))).await.is_ok());
+        let error = guard.watch(None, forever()).await.expect_err("over the limit for too long");
+        assert!(error.to_string().ends_with("with 1001 unread bytes"), "{error}");
         assert!(guard.note(1001, &limits(0, 1000)).is_err());
     }
 }

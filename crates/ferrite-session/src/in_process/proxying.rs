@@ -9,6 +9,7 @@ use ferrite_proto::SessionCommand;
 use super::InProcessSession;
 use super::exchange::{ExchangeOutcome, ExpectedReplies};
 use super::limits::run_with_permit;
+use crate::disconnect_log::log_disconnect;
 use crate::in_process_engine::{Access, Client, CommandKind, PartialCommand, RunCommand, range_of};
 
 /// The beginning of an engine's reply to a client that must log in first.
@@ -225,12 +226,8 @@ impl<C: Client> InProcessSession<'_, C> {
 
     pub(super) fn warn_of_unmarked_writes(&self) {
         static LINES: LogLimit = LogLimit::new();
-        if let Some(others) = LINES.pass() {
-            tracing::warn!(
-                client = self.record.id(),
-                "client disconnected: cannot mark its writes for WAIT{others}"
-            );
-        }
+        let why = "the engine refused FERRITE MARK, so a WAIT would not cover all its writes";
+        log_disconnect(&LINES, self.record.id(), why);
     }
 
     /// Returns how to handle the large command that has arrived in part. Returns `None` if there is

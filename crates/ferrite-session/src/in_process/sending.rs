@@ -47,7 +47,7 @@ impl<C: Client> InProcessSession<'_, C> {
         while self.replies.len() >= bytes {
             let (client, replies) = (&mut *self.client, &mut self.replies);
             let written = std::future::poll_fn(|cx| replies.poll_write(client, cx));
-            match self.output.watch(written).await? {
+            match self.output.watch(self.record.id(), written).await? {
                 0 => return Err(io::ErrorKind::WriteZero.into()),
                 count => self.on_sent_to_client(count).await?,
             }

@@ -48,7 +48,7 @@ impl LeakCheck {
         // Identifiers linger in timewait, and the objects of a killed process disappear after the
         // process.
         let _ = comes_true(TEST_TIMEOUT, || left().is_empty());
-        assert_eq!(left(), [], "more than at the start: {:?}", self.0);
+        assert_eq!(left(), [], "more objects than at the start: {:?}", self.0);
         assert_eq!(ferrite_verbs::leaked_objects(), 0, "some objects could not be released");
     }
 }

@@ -51,8 +51,9 @@ impl Memlock {
     /// Returns how to raise the limit.
     #[must_use]
     pub fn remedy(&self) -> String {
-        "raise it: LimitMEMLOCK=infinity in the systemd unit, `ulimit -l unlimited` in a shell, or \
-         `* - memlock unlimited` in /etc/security/limits.conf (log in again)"
+        "raise the locked-memory limit: LimitMEMLOCK=infinity in the systemd unit, `ulimit -l \
+         unlimited` in a shell, or `* - memlock unlimited` in /etc/security/limits.conf (log in \
+         again)"
             .into()
     }
 }
@@ -61,7 +62,8 @@ impl fmt::Display for Memlock {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "memlock is {}, {} needed and {} in use: LimitMEMLOCK=infinity",
+            "the locked-memory limit is {}, but {} more are needed and {} are in use; set \
+             LimitMEMLOCK=infinity",
             Size(self.limit_bytes),
             Size(self.needed_bytes),
             Size(self.in_use_bytes)
@@ -118,7 +120,8 @@ mod tests {
         let memlock = Memlock { limit_bytes: 8 << 20, in_use_bytes: 4096, needed_bytes: 64 << 20 };
         assert_eq!(
             memlock.to_string(),
-            "memlock is 8 MiB, 64 MiB needed and 4 KiB in use: LimitMEMLOCK=infinity"
+            "the locked-memory limit is 8 MiB, but 64 MiB more are needed and 4 KiB are in use; \
+             set LimitMEMLOCK=infinity"
         );
     }
 }

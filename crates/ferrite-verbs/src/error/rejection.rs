@@ -15,9 +15,10 @@ codes! {
     /// Why a connection was rejected (InfiniBand specification, table 108).
     pub struct RejectReason, unknown: "reason" {
         /// The port is wrong, or the server is not running.
-        NO_LISTENER = 8, "nobody listens there (reason 8)";
+        NO_LISTENER = 8, "no program listens on this port (reason 8)";
         /// A queue pair number was reused too soon.
-        STALE_CONNECTION = 10, "the peer still knows an older connection (reason 10)";
+        STALE_CONNECTION = 10,
+            "the peer has not closed an older connection of this queue pair number (reason 10)";
         /// The application rejected the connection; the private data says why.
         BY_APPLICATION = 28, "the application refused (reason 28)";
     }

@@ -157,7 +157,7 @@ pub(crate) fn rejects_too_long_private_data(fixture: &Fixture) {
     let params = ConnectParams { private_data: &data, ..params(&PairConfig::default()) };
     let error = id.connect(&params).expect_err("too long");
     assert_eq!(error.kind(), ErrorKind::Misuse);
-    assert!(error.to_string().contains("57 bytes of private data, 56 fit"), "{error}");
+    assert!(error.to_string().contains("57 bytes of private data, but only 56 fit"), "{error}");
 }
 
 /// Connects from exchanged addresses alone, without RDMA CM.

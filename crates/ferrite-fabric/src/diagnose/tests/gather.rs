@@ -235,7 +235,7 @@ fn queries_the_device() {
     };
     assert_eq!(
         causes(&subject)[0].what,
-        "this side stopped the queue pair, or its device did after an error of its own"
+        "this side stopped the queue pair, or the local device did after an error"
     );
     world.remove_device("diagnose-removed");
     until(|| causes(&subject)[0].likelihood == Likelihood::Certain);

@@ -60,7 +60,7 @@ impl Poller {
                 // is not excluded for it.
                 self.peer_was_refused(shared, &link, false);
                 let what = format!(
-                    "link to {} ({}): the queue pair failed, and nobody says why",
+                    "link to {} ({}): the queue pair failed; no cause reported",
                     link.peer_name(),
                     link.transport()
                 );

@@ -82,8 +82,8 @@ impl Poller {
         if device.set_gone() {
             shared.counters.devices_lost.fetch_add(1, Ordering::Relaxed);
             tracing::warn!(
-                "RDMA device {}: {why}; its links end or go on over TCP, and it is used again when \
-                 it is back",
+                "RDMA device {}: {why}; its links end or continue over TCP; the device is used \
+                 again when it is back",
                 device.name
             );
         }

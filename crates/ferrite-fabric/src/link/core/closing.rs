@@ -32,7 +32,7 @@ impl Closing {
     }
 
     /// Returns the next closing frame. The caller must have sent everything that precedes it.
-    pub(crate) fn next_farewell(&mut self) -> Option<Control> {
+    pub(crate) fn next_closing_frame(&mut self) -> Option<Control> {
         if self.is_requested && !self.fin_sent {
             self.fin_sent = true;
             Some(Control::Fin)
@@ -74,18 +74,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn says_each_farewell_once_on_a_path() {
+    fn returns_each_closing_frame_once_on_a_path() {
         let mut closing = Closing::default();
-        assert_eq!(closing.next_farewell(), None);
+        assert_eq!(closing.next_closing_frame(), None);
         closing.request();
         closing.request();
         assert!(closing.take_request() && !closing.take_request());
         closing.on_peer_fin();
-        assert_eq!(closing.next_farewell(), Some(Control::Fin));
-        assert_eq!(closing.next_farewell(), Some(Control::FinAck));
-        assert_eq!(closing.next_farewell(), None);
+        assert_eq!(closing.next_closing_frame(), Some(Control::Fin));
+        assert_eq!(closing.next_closing_frame(), Some(Control::FinAck));
+        assert_eq!(closing.next_closing_frame(), None);
         closing.say_again();
         assert!(!closing.fin_sent() && !closing.fin_ack_sent() && closing.peer_has_closed());
-        assert_eq!(closing.next_farewell(), Some(Control::Fin));
+        assert_eq!(closing.next_closing_frame(), Some(Control::Fin));
     }
 }

@@ -25,7 +25,7 @@ pub(crate) enum CreditViolation {
     NeverSent,
     #[error("more frames than it had credits for")]
     BeyondWindow,
-    #[error("it has frames that were never sent, or lost some")]
+    #[error("it reports more received frames than were sent, or fewer than it consumed")]
     Resumed,
 }
 

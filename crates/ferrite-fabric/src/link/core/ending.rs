@@ -27,7 +27,7 @@ impl LinkCore {
     }
 
     /// Returns whether this side has answered the peer's `Fin`.
-    pub(crate) fn has_answered_farewell(&self) -> bool {
+    pub(crate) fn has_answered_fin(&self) -> bool {
         self.closing.fin_ack_sent()
     }
 

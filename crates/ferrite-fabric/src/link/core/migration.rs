@@ -316,7 +316,10 @@ impl LinkCore {
     /// Leaves RDMA at the application's request.
     pub(crate) fn leave_rdma(&mut self) -> bool {
         self.migration.transport == ActiveTransport::Rdma
-            && self.lose(&Error::new(ErrorKind::LinkDown, "told to leave RDMA"))
+            && self.lose(&Error::new(
+                ErrorKind::LinkDown,
+                "the application moved the link from RDMA to TCP",
+            ))
     }
 
     /// Keeps a request that the device did not accept, for the next path.
@@ -390,7 +393,7 @@ impl LinkCore {
             // The peer has switched to RDMA, and this side has not learned of it yet, or has
             // withdrawn since.
             if !std::mem::take(&mut self.migration.may_resume) {
-                return Err(super::protocol("a path that was not there is lost"));
+                return Err(super::protocol("Resume, but the link did not use RDMA"));
             }
             self.migration.transport = ActiveTransport::Migrating;
             self.migration.lost = Some(LostPath::new(&error));
@@ -398,7 +401,7 @@ impl LinkCore {
         self.lose(&error);
         if let Some(lost) = &mut self.migration.lost {
             if lost.peer_received.replace(received).is_some() {
-                return Err(super::protocol("one path is lost twice"));
+                return Err(super::protocol("a second Resume for the same path"));
             }
             if lost.is_detached && lost.is_told {
                 self.go_on(received, wakes);
@@ -466,7 +469,7 @@ impl LinkCore {
             kept.pop_front_if(|kept| kept.number < frame)
         {
             let KeptContent::Piece { channel, more, body } = content else {
-                let what = "the path was lost together with the notice of a write";
+                let what = "the path was lost, and with it the immediate data of a write";
                 self.end(Error::new(ErrorKind::LinkDown, what), wakes);
                 return;
             };

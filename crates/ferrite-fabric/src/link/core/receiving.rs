@@ -74,7 +74,7 @@ impl LinkCore {
             self.acknowledge(frame)?;
         }
         if self.closing.peer_has_closed() {
-            return Err(protocol("a frame after the last"));
+            return Err(protocol("a data frame after Fin"));
         }
         Ok(self.credits.on_received()?)
     }

@@ -164,8 +164,8 @@ impl LinkCore {
             && self.migration.is_all_said()
             && self.migration.transport != ActiveTransport::Migrating
         {
-            while let Some(farewell) = self.closing.next_farewell() {
-                self.controls.push_back(farewell);
+            while let Some(frame) = self.closing.next_closing_frame() {
+                self.controls.push_back(frame);
             }
         }
         // Credits are returned after half a window, unless another frame carries them earlier.

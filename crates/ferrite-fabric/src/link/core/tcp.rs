@@ -117,7 +117,8 @@ impl LinkCore {
         let &TcpFrame { kind, imm, op, grant, offset, .. } = frame;
         match (kind, body) {
             (TcpFrameKind::Offer | TcpFrameKind::Answer, Some(body)) => {
-                let address = Address::decode(body).ok_or_else(|| protocol("a wrong address"))?;
+                let address =
+                    Address::decode(body).ok_or_else(|| protocol("an invalid RDMA address"))?;
                 self.on_negotiation(kind, op, Some(address))?;
             }
             (TcpFrameKind::Withdraw, None) => self.on_negotiation(kind, op, None)?,
@@ -151,7 +152,7 @@ impl LinkCore {
             (Kind::Read, None, held) if result.is_err() => held,
             (Kind::Write | Kind::Notice, None, held) => held,
             (_, _, held) => {
-                let error = protocol("an answer to another question");
+                let error = protocol("an answer that does not fit its request");
                 self.complete(request, held, Err(error.clone()), wakes);
                 return Err(error);
             }

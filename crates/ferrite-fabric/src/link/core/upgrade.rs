@@ -180,7 +180,7 @@ impl LinkCore {
             return Ok(false);
         }
         if !switch.is_said {
-            return Err(protocol("a switch that nobody asked for"));
+            return Err(protocol("Switch, but this side has not sent Switch"));
         }
         self.arrive();
         self.controls.push_front(Control::Ping(GO));
@@ -200,7 +200,7 @@ impl LinkCore {
                 Ok(true)
             }
             Ok(Control::Ping(PROBE)) => Ok(false),
-            _ => Err(protocol("a frame on a path that is not there yet")),
+            _ => Err(protocol("a frame on the new queue pair before the switch")),
         }
     }
 
@@ -225,7 +225,7 @@ impl LinkCore {
         address: Option<Address>,
     ) -> Result<(), Error> {
         if self.upgrade.steps.len() > STEPS_MAX {
-            return Err(protocol("more offers and withdrawals than are answered"));
+            return Err(protocol("too many offers and withdrawals at once"));
         }
         let is_current = self.upgrade.offer() == Some(offer);
         match (kind, address) {
@@ -257,7 +257,7 @@ impl LinkCore {
                 // `take_steps` drops obsolete steps of earlier offers.
                 self.upgrade.steps.push((offer, Step::Offered(address)));
             }
-            _ => return Err(protocol("an offer at the wrong time")),
+            _ => return Err(protocol("an Offer or Answer from the wrong side")),
         }
         Ok(())
     }

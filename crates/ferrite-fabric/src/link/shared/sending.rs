@@ -24,7 +24,7 @@ impl LinkShared {
         waker: Option<&Waker>,
     ) -> Result<Ticket, (Vec<Buf>, Error)> {
         self.queue(channel, parts, waker, true)
-            .map(|ticket| ticket.expect("a ticket was asked for"))
+            .map(|ticket| ticket.expect("a ticket was requested"))
     }
 
     pub(crate) fn queue(
@@ -202,7 +202,8 @@ impl LinkShared {
                 format!("the grant is for {}, not {rights}", grant.rights),
             ))
         } else if grant.range(offset, len as u64).is_none() {
-            let what = format!("{len} bytes at {offset} of a grant of {}", grant.len);
+            let what =
+                format!("{len} bytes at offset {offset} exceed the grant of {} bytes", grant.len);
             Some(Error::new(ErrorKind::Denied, what))
         } else {
             None
@@ -215,7 +216,10 @@ impl LinkShared {
                 return Err((held, error));
             }
             if state.core.is_revoked(grant.grant) {
-                return Err((held, Error::new(ErrorKind::Denied, "the peer took its grant back")));
+                return Err((
+                    held,
+                    Error::new(ErrorKind::Denied, "the peer has revoked the grant"),
+                ));
             }
             if !state.core.has_room(len as u64) {
                 return Err((held, full()));
@@ -226,7 +230,7 @@ impl LinkShared {
                 OneSided { kind, held, ticket: None, grant, base, rkey, offset, bytes, imm };
             let ticket = state.core.push_one_sided(operation, true);
             state.pump(env, wakes);
-            Ok(ticket.expect("a ticket was asked for"))
+            Ok(ticket.expect("a ticket was requested"))
         })
     }
 }
@@ -240,5 +244,5 @@ fn full() -> Error {
 }
 
 fn foreign() -> Error {
-    Error::new(ErrorKind::Misuse, "the buffer is of another fabric's pool")
+    Error::new(ErrorKind::Misuse, "the buffer belongs to another fabric's pool")
 }

@@ -127,7 +127,7 @@ impl Side {
                     return violation("an answer without a request");
                 };
                 if expected != op {
-                    return violation("an answer to another question");
+                    return violation("an answer that does not fit its request");
                 }
                 let (held, data) = match kind {
                     TcpFrameKind::Data => (Held::Nothing, Some(self.buffer(bytes))),

@@ -37,7 +37,7 @@ impl LinkState {
     pub(crate) fn probe(&mut self) -> Result<(), Error> {
         let Some(next) = &mut self.next else { return Ok(()) };
         if next.device.reserve(1) == 0 {
-            return Err(Error::new(ErrorKind::Full, "the device has too much to do"));
+            return Err(Error::new(ErrorKind::Full, "the device's completion queue has no room"));
         }
         let (imm, bytes) = self.core.probe();
         let request = RequestContext {

@@ -1,8 +1,8 @@
 //! The state of a link whose peer speaks another protocol: plain requests, and received data in
 //! order.
 //!
-//! Ferrite adds nothing on the wire: no hello, no credits, no keepalive, no farewell. Data from the
-//! peer is counted, not interpreted.
+//! Ferrite adds nothing on the wire: no hello, no credits, no keepalive, no closing frames. Data
+//! from the peer is counted, not interpreted.
 
 use std::collections::VecDeque;
 use std::task::Waker;
@@ -79,7 +79,7 @@ impl LinkState {
 
     fn raw(&mut self) -> Result<&mut RawConnection, Error> {
         self.core.check_open()?;
-        self.raw.as_deref_mut().ok_or_else(|| Error::new(ErrorKind::Misuse, "not a raw link"))
+        self.raw.as_deref_mut().ok_or_else(|| Error::new(ErrorKind::Misuse, "not a raw connection"))
     }
 
     /// Queues a message.
@@ -131,7 +131,7 @@ impl LinkState {
 
     /// Queues a probe for a link that closes, if its last requests were not signaled. The
     /// completion of the probe completes them, too.
-    pub(super) fn push_raw_farewell(&mut self) {
+    pub(super) fn push_raw_closing_probe(&mut self) {
         if self.rdma.unsignaled > 0 {
             self.push_raw_probe();
         }
@@ -221,7 +221,7 @@ impl LinkState {
                 raw.messages += 1;
                 raw.message_bytes += buf.len();
                 if raw.messages > MESSAGES_MAX || raw.message_bytes > MESSAGE_BYTES_MAX {
-                    return Err(protocol("more messages than are taken"));
+                    return Err(protocol("too many messages at once"));
                 }
                 raw.arrivals.push_back(Arrival::Message(buf[..].into()));
             }

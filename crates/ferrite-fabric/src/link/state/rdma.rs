@@ -399,7 +399,7 @@ impl LinkState {
             // that is gone now has closed in an orderly way.
             let is_control =
                 self.rdma.queue.get(wc).is_some_and(|it| it.request.kind == Kind::Control);
-            let error = match self.core.has_answered_farewell() && is_control {
+            let error = match self.core.has_answered_fin() && is_control {
                 true => Error::new(ErrorKind::Closed, "the peer has closed the link"),
                 false => failure(status),
             };

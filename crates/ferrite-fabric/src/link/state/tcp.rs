@@ -273,7 +273,7 @@ impl LinkState {
         self.core.on_heard(now);
         let Self { core, tcp: Some(tcp), .. } = self else { return Ok(()) };
         if tcp.is_flooded() {
-            return Err(protocol("requests whose answers it does not read"));
+            return Err(protocol("too many requests without reading the answers"));
         }
         let &TcpFrame { kind, imm, len, op, grant, offset } = frame;
         match (kind, body) {
@@ -294,8 +294,8 @@ impl LinkState {
                 tcp.answer(op, done, Body::Nothing);
             }
             (TcpFrameKind::Read, None) => {
-                if tcp.is_overasked(len as usize) {
-                    return Err(protocol("more reads at a time than are answered"));
+                if tcp.exceeds_read_limit(len as usize) {
+                    return Err(protocol("reads of too many bytes at once"));
                 }
                 let mut bytes = vec![0; len as usize].into_boxed_slice();
                 let done = serve(Request::Read { grant, offset, into: &mut bytes });
@@ -304,7 +304,7 @@ impl LinkState {
             (TcpFrameKind::Done, None) => self.on_answer(op, None, Ok(()), wakes)?,
             (TcpFrameKind::Data, Some(body)) => self.on_answer(op, Some(body), Ok(()), wakes)?,
             (TcpFrameKind::Denied, None) => {
-                let what = "the peer refused: the grant is over, or does not cover this";
+                let what = "the peer refused: the grant has ended, or does not cover the access";
                 self.on_answer(op, None, Err(Error::new(ErrorKind::Denied, what)), wakes)?;
             }
             _ => return Err(protocol("a TCP frame without its payload")),

@@ -70,7 +70,7 @@ impl TcpPath {
                 receive(&self.socket, &mut [IoSliceMut::new(&mut head), place, next])?
             };
             let Some(got) = got.and_then(|got| got.checked_sub(TCP_FRAME_HEADER_BYTES)) else {
-                return Err(invalid("the head of a frame that was seen before is missing".into()));
+                return Err(invalid("a frame header that was peeked cannot be read".into()));
             };
             self.stash.extend_from_slice(&next[..got.saturating_sub(room)]);
             let got = got.min(room);
@@ -198,13 +198,13 @@ impl TcpPath {
                 continue;
             }
             let Some(tcp_frame) = TcpFrame::decode(&self.head) else {
-                return Err(invalid(format!("a tcp_frame of kind {}", self.head[0])));
+                return Err(invalid(format!("a TCP frame of unknown kind {}", self.head[0])));
             };
             let most =
                 if tcp_frame.kind == TcpFrameKind::Frame { largest } else { OPERATION_BYTES };
             if tcp_frame.len as usize > most {
                 return Err(invalid(format!(
-                    "a tcp_frame of {} bytes, {most} are allowed",
+                    "a TCP frame of {} bytes, at most {most} are allowed",
                     tcp_frame.len
                 )));
             }
@@ -214,7 +214,7 @@ impl TcpPath {
                     .is_some_and(|class| class.bytes() as u64 > account.limit_bytes())
             {
                 return Err(invalid(format!(
-                    "a tcp_frame of {} bytes, which is never taken here",
+                    "a TCP frame of {} bytes, more than the memory budget of the peer's host",
                     tcp_frame.len
                 )));
             }

@@ -480,5 +480,5 @@ fn assert_expected(error: &Error, kinds: &[ErrorKind]) {
     // A flushed request reports the first cause, unless the peer, whose request failed, did not
     // report it in time.
     let text = error.to_string();
-    assert!(!text.contains("flush") || text.contains("nobody says why"), "{text}");
+    assert!(!text.contains("flush") || text.contains("no cause reported"), "{text}");
 }

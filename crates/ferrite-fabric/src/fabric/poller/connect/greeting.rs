@@ -210,8 +210,7 @@ impl Poller {
     pub(super) fn reject_resume_answer(&mut self, shared: &Shared, link: &Arc<LinkShared>) {
         link.with_wakes(&mut self.wakes, |state, _, wakes| {
             let Some(lost) = state.core.lost() else { return };
-            let what =
-                format!("{}; and the answer at the peer's address names another link", lost.error);
+            let what = format!("{}; the peer's address answered for another link", lost.error);
             let error =
                 Error::new(lost.error.kind(), what).with_causes(lost.error.causes().to_vec());
             state.core.end(error, wakes);

@@ -414,7 +414,10 @@ impl Poller {
         event: &CmEvent,
     ) -> Result<(Arc<LinkShared>, ConnectedBy, Hello, QueuePair), Error> {
         let Some((link, by)) = outgoing.link.clone() else {
-            return Err(Error::new(ErrorKind::System, "a response without a request"));
+            return Err(Error::new(
+                ErrorKind::System,
+                "the peer answered a request that was never sent",
+            ));
         };
         let ours = link.with_wakes(&mut self.wakes, |state, _, _| *state.core.peer());
         let hello = match (outgoing.protocol, Hello::decode(&event.private_data)) {

@@ -291,7 +291,7 @@ impl Poller {
         let peer = *peer;
         self.find_endpoint(shared, link, attempt, move |poller, shared, link, endpoint| {
             if endpoint.device.index != device.index {
-                let what = "another device now has the address";
+                let what = "the local address now belongs to another RDMA device";
                 return Err(Error::new(ErrorKind::DeviceGone, what));
             }
             poller.connect_queue_pair(shared, link, attempt, &endpoint, &peer);
