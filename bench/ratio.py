@@ -187,9 +187,9 @@ class CpuPerCommand:
 # ---- on the host -------------------------------------------------------------------------
 
 
-def parser(text, rounds):
+def parser(text, rounds, help_of_rounds="alternating rounds (at least 9 for a verdict)"):
     options = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--rounds", type=int, default=rounds, help="alternating rounds (at least 9 for a verdict)")
+    options.add_argument("--rounds", type=int, default=rounds, help=help_of_rounds)
     options.add_argument("--kernel", default="uml", help="kernel of the lab's guest: uml, stock or newer")
     options.add_argument("--guest", metavar="FILE", help=argparse.SUPPRESS)
     return options
@@ -263,14 +263,23 @@ def best(samples, most):
 def judge(name, ratios, bar, most, more=""):
     """Prints the line of one measure; returns whether it passed. With `most`, the bar is a maximum,
     otherwise a minimum."""
-    ratios = sorted(ratios)
     value = statistics.median(ratios)
-    middle = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
+    middle = quartiles(ratios)
     passed = value <= bar if most else value >= bar
     verdict = "NOISY" if middle[2] > NOISY * middle[0] else "pass" if passed else "FAIL"
-    print(f"{name} {value:.3f} {'<=' if most else '>='}{bar} {verdict} (middle half {middle[0]:.2f}–{middle[2]:.2f}, "
-          f"all {ratios[0]:.2f}–{ratios[-1]:.2f}{more})")
+    print(f"{name} {value:.3f} {'<=' if most else '>='}{bar} {verdict} ({spread(ratios)}{more})")
     return verdict == "pass"
+
+
+def quartiles(ratios):
+    return statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
+
+
+def spread(ratios, digits=2):
+    """Formats how far the ratios of the rounds differ."""
+    low, _, high = quartiles(ratios)
+    return (f"middle half {low:.{digits}f}–{high:.{digits}f}, "
+            f"all {min(ratios):.{digits}f}–{max(ratios):.{digits}f}")
 
 
 def print_cpu(of, ours, theirs):

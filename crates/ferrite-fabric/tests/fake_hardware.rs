@@ -4,6 +4,9 @@
 
 #[expect(dead_code, unused_imports, unused_macros, reason = "parts of the link suite")]
 mod links;
+mod links_on_fake {
+    pub(crate) mod world;
+}
 
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
@@ -15,18 +18,11 @@ use ferrite_testkit::free_port;
 use ferrite_verbs::fake::{DeviceSpec, World};
 use links::isolation::ForeignPeerServer;
 use links::pair::{drive, open_link, until};
-use links::{Fixture, Host, TEST_TIMEOUT};
+use links::{Fixture, TEST_TIMEOUT};
 
 /// Makes two hosts; `change` changes the device of the first.
 fn world(change: impl FnOnce(&mut DeviceSpec)) -> (World, Fixture) {
-    let world = World::new();
-    let hosts = [Host::new("fake1", "127.0.0.1"), Host::new("fake2", "127.0.0.2")];
-    let mut first = DeviceSpec::new("fake1", hosts[0].ip);
-    change(&mut first);
-    world.add_device(first);
-    world.add_device(DeviceSpec::new("fake2", hosts[1].ip));
-    let verbs = world.verbs();
-    (world, Fixture { verbs: Some(verbs), tls: None, hosts, work_divisor: 1, storm_divisor: 1 })
+    links_on_fake::world::world(["127.0.0.1", "127.0.0.2"], change)
 }
 
 /// bnxt_re: the kernel reports memory windows, but the provider cannot create any. The fabric

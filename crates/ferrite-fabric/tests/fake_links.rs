@@ -4,30 +4,26 @@
 mod links;
 mod links_on_fake {
     mod breakage;
+    mod devices;
     mod faults;
     mod providers;
     mod revival;
+    pub(crate) mod world;
 }
 
 use ferrite_fabric::{Config, ErrorKind};
 use ferrite_verbs::fake::{DeviceSpec, Objects, World};
 use links::isolation::ForeignPeerServer;
-use links::{Fixture, Host, run_suite};
+use links::{Fixture, run_suite};
 
-/// Makes two hosts, `fake1` and `fake2`.
-fn world() -> (World, Fixture) {
-    let world = World::new();
-    let hosts = [Host::new("fake1", "10.0.0.1"), Host::new("fake2", "10.0.0.2")];
-    for host in &hosts {
-        world.add_device(DeviceSpec::new(&host.device, host.ip));
-    }
-    let verbs = world.verbs();
-    (world, Fixture { verbs: Some(verbs), tls: None, hosts, work_divisor: 1, storm_divisor: 1 })
+/// Makes two hosts; `change` changes the device of the first.
+fn world(change: impl FnOnce(&mut DeviceSpec)) -> (World, Fixture) {
+    links_on_fake::world::world(["10.0.0.1", "10.0.0.2"], change)
 }
 
 /// Runs a test in a world of its own and checks that it leaves nothing behind.
 fn run(test: impl FnOnce(&Fixture)) {
-    let (world, fixture) = world();
+    let (world, fixture) = world(|_| {});
     test(&fixture);
     drop(fixture);
     assert_eq!(world.objects(), Objects::default());
@@ -40,19 +36,7 @@ run_suite!(crate::run);
 /// settings allow it.
 #[test]
 fn rejects_foreign_peers_on_a_device_without_windows() {
-    let world = World::new();
-    let hosts = [Host::new("fake1", "10.0.0.1"), Host::new("fake2", "10.0.0.2")];
-    let [with, without] = [true, false];
-    for (host, queue_pair_windows) in hosts.iter().zip([without, with]) {
-        world.add_device(DeviceSpec {
-            queue_pair_windows,
-            ..DeviceSpec::new(&host.device, host.ip)
-        });
-    }
-    let verbs = world.verbs();
-    let fixture =
-        Fixture { verbs: Some(verbs), tls: None, hosts, work_divisor: 1, storm_divisor: 1 };
-
+    let (world, fixture) = world(|device| device.queue_pair_windows = false);
     let server = ForeignPeerServer::new(&fixture, &Config::default());
     let error = server.refused();
     assert_eq!(error.kind(), ErrorKind::Refused, "{error}");

@@ -14,6 +14,7 @@ pub(crate) mod one_sided;
 pub(crate) mod pair;
 pub(crate) mod pressure;
 pub(crate) mod raw_connections;
+pub(crate) mod revocation;
 pub(crate) mod storm;
 pub(crate) mod verbs_peer;
 pub(crate) mod violations;
@@ -130,7 +131,8 @@ macro_rules! run_suite {
                 connects_to_itself, keeps_handshakes_when_the_listener_was_delayed);
             run_suite!(@ $run, one_sided:
                 failed_registration_returns_the_buffer, forged_grants_end_the_link,
-                use_after_revocation_ends_the_link, owner_reports_the_first_cause);
+                owner_reports_the_first_cause);
+            run_suite!(@ $run, revocation: use_after_revocation_ends_the_link);
         }
     };
     (over any transport: $run:path) => {
@@ -164,10 +166,11 @@ macro_rules! run_suite {
             refuses_links_beyond_max_connections, fifty_concurrent_connects);
         run_suite!(@ $run, one_sided:
             read_returns_granted_bytes, write_changes_only_its_range, notices_keep_their_order,
-            denies_what_the_grant_does_not_cover, revokes_an_unused_grant,
-            revokes_many_grants_at_once, revokes_during_reads_and_writes, revocation_has_a_deadline,
-            grants_expire, dropping_a_region_revokes_it, revokes_after_the_link_ended,
-            dropped_operations_complete);
+            denies_what_the_grant_does_not_cover, dropped_operations_complete);
+        run_suite!(@ $run, revocation:
+            revokes_an_unused_grant, revokes_many_grants_at_once, revokes_during_reads_and_writes,
+            revocation_has_a_deadline, grants_expire, dropping_a_region_revokes_it,
+            revokes_after_the_link_ended);
     };
     (@ $run:path, $module:ident: $($test:ident),*) => {
         mod $module {

@@ -2,6 +2,10 @@
 
 mod model;
 mod wire;
+mod pool {
+    mod devices;
+    mod exposed;
+}
 
 use std::collections::BTreeMap;
 use std::sync::mpsc;
@@ -11,7 +15,7 @@ use ferrite_fabric::mem::{
     Account, Budget, Buf, BufMut, Builder, ErrorKind, Pool, PoolError, Purpose, SizeClass,
 };
 use ferrite_verbs::fake::{DeviceSpec, World};
-use ferrite_verbs::{Access, ProtectionDomain, RemoteSlice, Status};
+use ferrite_verbs::{Access, ProtectionDomain};
 
 const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
@@ -349,134 +353,6 @@ fn charges_accounts_by_block_and_moves_the_charge() {
 }
 
 #[test]
-fn reports_a_refused_registration() {
-    let world = World::new();
-    world.fail_next("ibv_reg_mr", ENOMEM);
-    let error = small(&world).build().expect_err("the injected failure");
-    let PoolError::Register(cause) = &error else { panic!("{error}") };
-    assert_eq!(error.to_string(), cause.to_string());
-    assert!(error.to_string().starts_with("ibv_reg_mr (2097152 bytes on fake1): "), "{error}");
-    assert_eq!((error.kind(), error.remedy()), (ErrorKind::Refused, cause.remedy()));
-    assert_eq!(world.objects().memory_regions, 0);
-}
-
-#[test]
-fn works_when_it_cannot_grow() {
-    let (world, pool) = small_pool();
-    let first = pool.take_uncharged(2 * MIB, Purpose::Send).expect("memory");
-    world.fail_next("ibv_reg_mr", ENOMEM);
-    let error = pool.take_uncharged(1, Purpose::Send).expect_err("the injected failure");
-    assert_eq!(error.kind(), ErrorKind::Refused);
-    assert_eq!(pool.stats().failures.register, 1);
-    drop(first);
-    // The cache holds a block of another class in the only chunk. The pool empties the cache
-    // instead of failing.
-    drop(pool.take_uncharged(1, Purpose::Send).expect("no growth needed"));
-    world.fail_next("ibv_reg_mr", ENOMEM);
-    drop(pool.take_uncharged(2 * MIB, Purpose::Send).expect("the caches are emptied"));
-    assert_eq!(pool.stats().failures.register, 2);
-    pool.take_uncharged(1, Purpose::Send).expect("no growth needed");
-    let _first = pool.take_uncharged(2 * MIB, Purpose::Send).expect("it may grow again");
-}
-
-#[test]
-fn registers_with_every_device_or_none() {
-    let world = World::new();
-    let one = domain(&world, "fake1", "10.0.0.1");
-    let mut spec = DeviceSpec::new("fake2", "10.0.0.2".parse().expect("an address"));
-    spec.max_mr = 5; // for all devices together: two arenas on both, and half of a third
-    world.add_device(spec);
-    let context = world.verbs().device("fake2").and_then(|device| device.open()).expect("device");
-    let other = context.allocate_protection_domain().expect("domain");
-    let pool = Pool::builder(&[one, other]).memory_pool_increase(2 * MIB).build().expect("pool");
-    assert_eq!((pool.domains().len(), world.objects().memory_regions), (2, 4));
-    assert_eq!(pool.stats().registered_bytes, 8 * MIB as u64);
-    let _first = pool.take_uncharged(2 * MIB, Purpose::Send).expect("memory");
-    let error = pool.take_uncharged(2 * MIB, Purpose::Send).expect_err("the second device refuses");
-    assert!(error.to_string().contains("fake2"), "{error}");
-    assert_eq!(world.objects().memory_regions, 4);
-}
-
-/// Removes a device and opens it again under the same name.
-fn add_device_again(world: &World, name: &str, ip: &str) -> ProtectionDomain {
-    world.remove_device(name);
-    domain(world, name, ip)
-}
-
-#[test]
-fn restores_a_device() {
-    let (world, pool) = small_pool();
-    let early = pool.take_uncharged(2 * MIB, Purpose::Send).expect("memory");
-    pool.retire_domain(0);
-    assert_eq!((world.objects().memory_regions, pool.domains().len()), (0, 0));
-    // The pool grows while there is no device.
-    let meanwhile = pool.take_uncharged(2 * MIB, Purpose::Send).expect("memory");
-    let (meanwhile, error) =
-        pool.expose(meanwhile, 0, Access::REMOTE_READ).expect_err("the device is gone");
-    assert_eq!(error.kind(), ErrorKind::DeviceGone, "{error}");
-    let domain = add_device_again(&world, "fake1", "10.0.0.1");
-    pool.restore_domain(0, &domain).expect("restored");
-    assert_eq!((world.objects().memory_regions, pool.domains().len()), (3, 1));
-    // The pool grows afterwards, with the new domain.
-    let late = pool.take_uncharged(2 * MIB, Purpose::Send).expect("memory");
-    assert_eq!(world.objects().memory_regions, 4);
-    let exposed = pool.expose(meanwhile, 0, Access::REMOTE_READ).expect("device is back");
-    drop((early, exposed, late, pool, domain));
-    assert_eq!(world.objects().memory_regions, 0);
-}
-
-/// A device can be removed while the pool grows, before anybody has noticed.
-#[test]
-fn grows_beside_a_device_that_was_just_removed() {
-    let (world, pool) = small_pool();
-    let early = pool.take_uncharged(2 * MIB, Purpose::Send).expect("memory");
-    world.remove_device("fake1");
-    let meanwhile = pool.take_uncharged(2 * MIB, Purpose::Send).expect("memory for TCP");
-    pool.retire_domain(0);
-    let domain = domain(&world, "fake1", "10.0.0.1");
-    pool.restore_domain(0, &domain).expect("restored");
-    assert_eq!((world.objects().memory_regions, pool.domains().len()), (3, 1));
-    drop((early, meanwhile, pool, domain));
-    assert_eq!(world.objects().memory_regions, 0);
-}
-
-#[test]
-fn restores_a_device_completely_or_not_at_all() {
-    let world = World::new();
-    let domains = [domain(&world, "fake1", "10.0.0.1"), domain(&world, "fake2", "10.0.0.2")];
-    let pool = Pool::builder(&domains).memory_pool_initial(4 * MIB).build().expect("pool");
-    let error = pool.restore_domain(0, &domains[0]).expect_err("the domain was not retired");
-    assert_eq!(error.kind(), ErrorKind::Misuse, "{error}");
-    let error = pool.restore_domain(2, &domains[0]).expect_err("there is no such domain");
-    assert_eq!(error.kind(), ErrorKind::Misuse, "{error}");
-    pool.retire_domain(1);
-    // A device with room for only one of the two arenas.
-    world.remove_device("fake2");
-    let small = DeviceSpec {
-        max_mr: 1,
-        ..DeviceSpec::new("fake2", "10.0.0.2".parse().expect("an address"))
-    };
-    world.add_device(small);
-    let context = world.verbs().device("fake2").and_then(|device| device.open()).expect("device");
-    let too_small = context.allocate_protection_domain().expect("domain");
-    let error = pool.restore_domain(1, &too_small).expect_err("the device has no room");
-    assert_eq!(error.kind(), ErrorKind::Refused, "{error}");
-    assert!(error.to_string().contains("fake2"), "{error}");
-    assert_eq!(
-        (world.objects().memory_regions, pool.domains().len()),
-        (2, 1),
-        "the attempt must leave nothing behind"
-    );
-    drop((too_small, context));
-    let again = add_device_again(&world, "fake2", "10.0.0.2");
-    assert_eq!((world.objects().memory_regions, pool.domains().len()), (2, 1));
-    pool.restore_domain(1, &again).expect("restored");
-    assert_eq!((world.objects().memory_regions, pool.domains().len()), (4, 2));
-    drop((pool, domains, again));
-    assert_eq!(world.objects().memory_regions, 0);
-}
-
-#[test]
 fn rejects_invalid_arguments() {
     let plain = Pool::builder(&[]).build().expect("memory without a device");
     assert_eq!(plain.take_uncharged(5, Purpose::Send).expect("a buffer").len(), 5);
@@ -498,145 +374,6 @@ fn rejects_invalid_arguments() {
     let (_, error) = other.expose(buf, 0, Access::REMOTE_READ).expect_err("empty buffer");
     assert_eq!(error.kind(), ErrorKind::Misuse, "{error}");
     assert_eq!(world.objects().memory_regions, 2);
-}
-
-const HOSTS: [(&str, &str); 2] = [("fake1", "10.0.0.1"), ("fake2", "10.0.0.2")];
-
-/// Returns the host under test with its pool, and a peer. Each test needs a new connection, because
-/// a refused access breaks it.
-fn with_peer() -> (World, wire::End, wire::End, Pool) {
-    let world = World::new();
-    for (name, ip) in HOSTS {
-        world.add_device(DeviceSpec::new(name, ip.parse().expect("an address")));
-    }
-    let [host, peer] = wire::connect(&world.verbs(), HOSTS);
-    let pool = Pool::builder(std::slice::from_ref(&host.domain)).build().expect("pool");
-    (world, host, peer, pool)
-}
-
-#[test]
-fn peer_writes_until_revoked() {
-    let (world, host, peer, pool) = with_peer();
-    let mut buf = pool.take_uncharged(4096, Purpose::Receive).expect("memory");
-    buf.fill(0);
-    let mut exposed =
-        pool.expose(buf, 0, Access::REMOTE_WRITE | Access::REMOTE_READ).expect("exposed");
-    assert_eq!(
-        (exposed.len(), pool.stats().exposed_bytes, world.objects().memory_regions),
-        (4096, 4096, 3)
-    );
-    let target = exposed.remote();
-    assert_eq!(peer.write(b"from the peer", target), Status::SUCCESS);
-    let mut copy = [0; 13];
-    exposed.read(0, &mut copy);
-    assert_eq!(&copy, b"from the peer");
-    exposed.write(4090, b"to you");
-    let end = RemoteSlice { addr: target.addr + 4090, len: 6, ..target };
-    assert_eq!(peer.read(6, end), (Status::SUCCESS, b"to you".to_vec()));
-
-    let before = world.objects().memory_regions;
-    let buf = exposed.revoke().expect("revoked");
-    assert_eq!((pool.stats().exposed_regions, world.objects().memory_regions), (0, before - 1));
-    assert_eq!(peer.write(b"too late", target), Status::REMOTE_ACCESS);
-    assert_eq!(&buf[..13], b"from the peer");
-    drop(host);
-}
-
-#[test]
-fn peer_can_access_only_exposed_memory() {
-    for (offset, rights) in [
-        (0, Access::REMOTE_READ),    // read only
-        (-1, Access::REMOTE_WRITE),  // one byte before the range
-        (100, Access::REMOTE_WRITE), // one byte behind the range, still within the block
-    ] {
-        let (_world, _host, peer, pool) = with_peer();
-        let _neighbours =
-            [0; 8].map(|_: i32| pool.take_uncharged(100, Purpose::Receive).expect("memory"));
-        let buf = pool.take_uncharged(100, Purpose::Receive).expect("memory");
-        let exposed = pool.expose(buf, 0, rights).expect("exposed");
-        let remote = exposed.remote();
-        let target =
-            RemoteSlice { addr: remote.addr.wrapping_add_signed(offset), len: 1, ..remote };
-        assert_eq!(peer.write(b"!", target), Status::REMOTE_ACCESS, "{offset}");
-    }
-}
-
-#[test]
-fn dropping_exposed_memory_revokes_it() {
-    let (_world, _host, peer, pool) = with_peer();
-    let buf = pool.take_uncharged(100, Purpose::Receive).expect("memory");
-    let exposed = pool.expose(buf, 0, Access::REMOTE_WRITE).expect("exposed");
-    let target = exposed.remote();
-    drop(exposed);
-    assert_eq!(peer.write(b"too late", target), Status::REMOTE_ACCESS);
-    assert_eq!((in_use(&pool), pool.stats().exposed_bytes), (0, 0));
-}
-
-#[test]
-fn memory_that_the_device_keeps_is_not_reused() {
-    let (world, pool) = small_pool();
-    let peer = Account::new("peer", MIB as u64);
-    let buf = pool.take(100, Purpose::Receive, &peer).expect("memory");
-    let exposed = pool.expose(buf, 0, Access::REMOTE_WRITE).expect("exposed");
-    world.fail_next("ibv_dereg_mr", EIO);
-    let (exposed, error) = exposed.revoke().expect_err("the injected failure");
-    assert!(error.to_string().contains("ibv_dereg_mr (100 bytes)"), "{error}");
-    let addr = exposed.remote().addr;
-    assert_eq!(pool.stats().exposed_bytes, 100, "the memory is still exposed");
-
-    world.fail_next("ibv_dereg_mr", EIO);
-    drop(exposed);
-    let stats = pool.stats();
-    assert_eq!(
-        (stats.exposed_bytes, stats.quarantined_bytes, stats.failures.deregister),
-        (0, 256, 2)
-    );
-    assert_eq!((in_use(&pool), peer.used_bytes()), (256, 256));
-    for _ in 0..1000 {
-        assert_ne!(
-            pool.take_uncharged(100, Purpose::Receive).expect("memory").raw_parts(0).addr,
-            addr
-        );
-    }
-    world.fail_next("ibv_dereg_mr", EIO);
-    assert_eq!((pool.retry_quarantined(), pool.stats().quarantined_bytes), (0, 256));
-    assert_eq!(pool.retry_quarantined(), 1);
-    assert_eq!((in_use(&pool), pool.stats().quarantined_bytes, peer.used_bytes()), (0, 0, 0));
-}
-
-#[test]
-fn retries_quarantined_memory_before_failing() {
-    let (world, pool) = small_pool();
-    let buf = pool.take_uncharged(2 * MIB, Purpose::Receive).expect("memory");
-    let exposed = pool.expose(buf, 0, Access::REMOTE_WRITE).expect("exposed");
-    world.fail_next("ibv_dereg_mr", EIO);
-    drop(exposed);
-    let (taken, _) = exhaust(&pool, 2 * MIB, Purpose::Receive);
-    assert_eq!((taken.len(), pool.stats().quarantined_bytes), (4, 0));
-}
-
-#[test]
-fn drops_a_pool_with_quarantined_memory() {
-    // The device releases the memory in time: nothing is left.
-    let (world, pool) = small_pool();
-    let expose = |pool: &Pool| {
-        let buf = pool.take_uncharged(100, Purpose::Receive).expect("memory");
-        pool.expose(buf, 0, Access::REMOTE_WRITE).expect("exposed")
-    };
-    let exposed = expose(&pool);
-    world.fail_next("ibv_dereg_mr", EIO);
-    drop(exposed);
-    drop(pool);
-    assert_eq!(world.objects().memory_regions, 0);
-
-    // The device does not, and nothing is left to retry: the arena stays forever.
-    let (world, pool) = small_pool();
-    let exposed = expose(&pool);
-    drop(pool);
-    assert_eq!(world.objects().memory_regions, 2);
-    world.fail_next("ibv_dereg_mr", EIO);
-    drop(exposed);
-    assert_eq!(world.objects().memory_regions, 1);
 }
 
 /// Every counter is incremented somewhere: a counter that never moves misleads its readers.

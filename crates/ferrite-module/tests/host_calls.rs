@@ -2,12 +2,15 @@
 //! the engine's own socket. `host_calls_guards` tests when commands must not be called.
 
 mod client;
+mod host_calls {
+    mod random;
+    mod values;
+}
 
 use std::time::Duration;
 
-use client::{Pair, calls, commands, of_module, start, words};
+use client::{Pair, calls, of_module, start, words};
 use ferrite_testkit::engine::engines;
-use ferrite_testkit::resp::Client;
 
 /// The pattern of KEYS matches only one key, since the order of several keys can differ.
 #[test]
@@ -86,118 +89,6 @@ fn info_rdma_returns_the_modules_section() {
         client.send(&["AUTH bob x", "INFO rdma"].map(words));
         assert_eq!(client.next_reply().as_deref(), Some(&b"+OK\r\n"[..]));
         assert!(client.next_reply().expect("a reply").starts_with(b"-NOPERM"));
-    }
-}
-
-/// Random commands of the engine with random arguments give equal replies. In the end both
-/// databases have the same keys with the same types and encodings.
-#[test]
-fn random_commands_give_equal_replies() {
-    const KEYS: [&str; 8] = ["k0", "k1", "k2", "k3", "k4", "k5", "k6", "k7"];
-    const ARGS: [&str; 48] = [
-        "1",
-        "2",
-        "10",
-        "-3",
-        "1.5",
-        "abc",
-        "",
-        "a",
-        "b",
-        "c",
-        "*",
-        "1-1",
-        "5-0",
-        "MAXLEN",
-        "~",
-        "LIMIT",
-        "COUNT",
-        "NX",
-        "XX",
-        "GT",
-        "WITHSCORES",
-        "LEFT",
-        "RIGHT",
-        "BEFORE",
-        "[a",
-        "(1",
-        "-",
-        "+",
-        "-inf",
-        "+inf",
-        "BYSCORE",
-        "REV",
-        "KEEPTTL",
-        "GET",
-        "u8",
-        "#0",
-        "INCRBY",
-        "m",
-        "km",
-        "ASC",
-        "MATCH",
-        "REPLACE",
-        "STORE",
-        "MKSTREAM",
-        "AND",
-        "NOT",
-        "WEIGHTS",
-        "a long one, which \
-        is more than forty-four bytes and so encoded otherwise",
-    ];
-    // Not tested here: their replies depend on time, chance or the engine's state, or they change
-    // the connection or the whole engine.
-    const EXCLUDED: &str = " SPOP SRANDMEMBER HRANDFIELD ZRANDMEMBER RANDOMKEY TIME CLUSTERSCAN INFO ROLE LASTSAVE LOLWUT DUMP XINFO \
-        MEMORY CLIENT CONFIG ACL DEBUG MODULE FERRITE FUNCTION SCRIPT SLOWLOG LATENCY COMMANDLOG COMMAND CLUSTER PUBSUB AUTH HELLO SELECT \
-        SWAPDB FLUSHALL MOVE SHUTDOWN SAVE BGSAVE BGREWRITEAOF FAILOVER REPLICAOF SLAVEOF REPLCONF SYNC PSYNC MIGRATE RESET QUIT MONITOR \
-        SUBSCRIBE PSUBSCRIBE SSUBSCRIBE UNSUBSCRIBE PUNSUBSCRIBE SUNSUBSCRIBE MULTI EXEC DISCARD WATCH WAIT WAITAOF PFSELFTEST PFDEBUG \
-        BLPOP BRPOP BLMOVE BRPOPLPUSH BZPOPMIN BZPOPMAX BLMPOP BZMPOP XREAD XREADGROUP EVAL EVALSHA EVAL_RO EVALSHA_RO FCALL FCALL_RO SCAN \
-        READONLY READWRITE ASKING RESTORE-ASKING XADD XAUTOCLAIM XCLAIM OBJECT EXPIRETIME PEXPIRETIME PTTL TTL KEYS ";
-    for program in engines() {
-        let mut server = start(&program, &[]);
-        let mut pair = Pair::in_two_databases(&server);
-        let mut names = commands(&mut pair.native);
-        names.retain(|name| !EXCLUDED.contains(&format!(" {} ", name[0])));
-        let mut state = 7u64; // of a linear congruential generator
-        let mut pick = |count: usize| {
-            state = state
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1_442_695_040_888_963_407);
-            usize::try_from(state >> 33).expect("31 bits") % count
-        };
-        let called = calls(&server, || {
-            for _ in 0..4000 {
-                let mut command = names[pick(names.len())].clone();
-                command.push(KEYS[pick(KEYS.len())].into());
-                for _ in 0..pick(5) {
-                    let is_key = pick(3) == 0;
-                    command.push(
-                        if is_key { KEYS[pick(KEYS.len())] } else { ARGS[pick(ARGS.len())] }.into(),
-                    );
-                }
-                // Sets and hashes return their elements in any order.
-                let sorted = |reply: Vec<u8>| {
-                    let mut lines: Vec<_> =
-                        reply.split(|byte| *byte == b'\n').map(<[u8]>::to_vec).collect();
-                    lines.sort();
-                    lines
-                };
-                let (called, native) = (pair.module.raw(&command), pair.native.raw(&command));
-                if called != native {
-                    assert_eq!(
-                        sorted(called.clone()),
-                        sorted(native.clone()),
-                        "{command:?}: {called:?} {native:?}"
-                    );
-                }
-            }
-        });
-        assert!(called > 1000, "only {called} were called");
-        for key in KEYS {
-            pair.same(&["TYPE", key]);
-            pair.same(&["OBJECT", "ENCODING", key]);
-        }
-        server.assert_healthy();
     }
 }
 
@@ -289,47 +180,6 @@ fn called_writes_notify_other_clients() {
             messages[0].contains("\r\nset\r\n") && messages[1].contains("\r\nm\r\n"),
             "{messages:?}"
         );
-        server.assert_healthy();
-    }
-}
-
-/// Sends every command of the engine with too few, too many and some fitting arguments.
-#[test]
-fn no_command_crashes_the_engine() {
-    const EXCLUDED: &str = " SHUTDOWN DEBUG FAILOVER MIGRATE MONITOR QUIT REPLICAOF SLAVEOF ";
-    for program in engines() {
-        let mut server = start(&program, &["--appendonly", "yes"]);
-        let mut names = commands(&mut server.client());
-        names.retain(|name| {
-            !EXCLUDED.contains(&format!(" {} ", name[0])) && name != &["CLIENT", "PAUSE"]
-        });
-        assert!(names.len() > 300, "{}", names.len());
-        let address = server.info("address");
-        let mut client = Client::to_tcp(&address);
-        for name in &names {
-            for more in ["", " key", " key 1", " key 0 1", " key value 1 2", " 1 key 0-0 + - 5"] {
-                let line = format!("{}{more}", name.join(" "));
-                client.send(&[words(&line)]);
-                // After a command that changes the connection, or that blocks, the next command is
-                // sent on a new connection.
-                let changes_connection =
-                    ["SUBSCRIBE", "SYNC", "REPLY", "TRACKING", "RESET", "MULTI", "WATCH", "KILL"];
-                let is_changed = changes_connection.iter().any(|word| line.contains(word));
-                if is_changed {
-                    std::thread::sleep(Duration::from_millis(20));
-                }
-                if is_changed
-                    || !matches!(client.next_within(Duration::from_millis(200)), Ok(Some(_)))
-                {
-                    client = Client::to_tcp(&address);
-                }
-            }
-        }
-        let mut after = Pair::new(&server);
-        assert_eq!(after.same(&["PING"]), "+PONG");
-        // The exact number depends on which replies the test did not wait for.
-        let called = server.count("commands_called");
-        assert!(called > 100, "{called}");
         server.assert_healthy();
     }
 }
@@ -446,121 +296,6 @@ fn a_scan_finds_all_keys() {
             }
         }
         assert_eq!(found.len(), 500);
-        server.assert_healthy();
-    }
-}
-
-/// Commands and replies that are larger than a window.
-#[test]
-fn large_values_arrive_whole() {
-    let large = "0123456789abcdef".repeat(1 << 18); // 4 MiB
-    for program in engines() {
-        let mut server = start(&program, &[]);
-        let mut pair = Pair::new(&server);
-        pair.module.ok(&["SET", "large", &large]);
-        assert_eq!(pair.same(&["STRLEN", "large"]), format!(":{}", large.len()));
-        assert!(pair.same(&["GET", "large"]).ends_with(&large));
-        let many: Vec<_> = ["RPUSH", "many"]
-            .into_iter()
-            .map(String::from)
-            .chain((0..30).map(|n| format!("{n}{}", &large[..9000])))
-            .collect();
-        assert_eq!(pair.module.ask(&many), ":30");
-        pair.same(&["LRANGE", "many", "0", "-1"]);
-        // More arguments than a call can have.
-        let more: Vec<_> = ["RPUSH", "more"]
-            .into_iter()
-            .map(String::from)
-            .chain((0..5000).map(|n| n.to_string()))
-            .collect();
-        assert_eq!(pair.module.ask(&more), ":5000");
-        pair.same(&["LRANGE", "more", "0", "-1"]);
-        server.assert_healthy();
-    }
-}
-
-/// Returns a number in a section of INFO; 0 if it is missing.
-fn statistic(client: &mut Client, section: &str, name: &str) -> u64 {
-    let all = client.ask(&["INFO", section]);
-    let value = all.lines().find_map(|line| line.strip_prefix(name));
-    value.map_or(0, |value| value.split(',').next().unwrap_or_default().parse().expect("a number"))
-}
-
-/// The key path returns the same values as GET, and the engine counts the same keyspace hits and
-/// misses. It is only not counted as a command.
-#[test]
-fn long_values_take_the_key_path() {
-    for program in engines() {
-        let mut server = start(&program, &["--appendonly", "yes"]);
-        let mut pair = Pair::new(&server);
-        pair.native.ok(&["DEBUG", "SET-ACTIVE-EXPIRE", "0"]);
-        pair.native.ok(&["CONFIG", "SET", "maxmemory-policy", "allkeys-lfu"]);
-        for protocol in ["2", "3"] {
-            for client in [&mut pair.module, &mut pair.native] {
-                client.raw(&["HELLO", protocol]);
-            }
-            pair.native.ok(&["CONFIG", "RESETSTAT"]);
-            for length in [300, 1024, 100_000] {
-                let value = "v".repeat(length);
-                pair.module.ok(&["SET", "key", &value]);
-                for _ in 0..20 {
-                    assert_eq!(pair.module.ask(&["GET", "key"]), format!("${length}\r\n{value}"));
-                }
-            }
-            let mut count = |section, name| statistic(&mut pair.native, section, name);
-            assert_eq!(
-                count("commandstats", "cmdstat_get:calls="),
-                1,
-                "only the first GET is a call"
-            );
-            assert_eq!(
-                (count("stats", "keyspace_hits:"), count("stats", "keyspace_misses:")),
-                (60, 0)
-            );
-            let touched = pair.native.ask(&["OBJECT", "FREQ", "key"]);
-            assert!(
-                touched.trim_start_matches(':').parse::<u64>().expect("a number") > 5,
-                "{touched}"
-            );
-            // The key gets a value of another kind.
-            pair.module.ok(&["SET", "key", "short"]);
-            pair.same(&["GET", "key"]);
-            pair.same(&["OBJECT", "ENCODING", "key"]);
-            for change in
-                ["SET key 12345", "DEL key", "RPUSH key element", "DEL key", "SET key last PX 1"]
-            {
-                // A long value first, so that the next GET tries the key path.
-                let long = "v".repeat(1000);
-                pair.native.ask(&["DEL", "key"]);
-                pair.native.ok(&["SET", "key", &long]);
-                pair.same(&["GET", "key"]);
-                pair.native.ask(&["DEL", "key"]);
-                pair.native.ask(&words(change));
-                std::thread::sleep(Duration::from_millis(5));
-                let (encoding, answer) = (
-                    pair.native.ask(&["OBJECT", "ENCODING", "key"]),
-                    pair.module.ask(&["GET", "key"]),
-                );
-                assert_eq!(answer, pair.native.ask(&["GET", "key"]), "{change}");
-                if !change.ends_with("PX 1") {
-                    assert_eq!(
-                        encoding,
-                        pair.native.ask(&["OBJECT", "ENCODING", "key"]),
-                        "{change}"
-                    );
-                }
-                pair.native.ask(&["DEL", "key"]);
-            }
-        }
-        // A user without the right to the key gets an error.
-        let long = "v".repeat(1000);
-        pair.native.ok(&["SET", "key", &long]);
-        pair.module.ask(&["GET", "key"]);
-        pair.native.ok(&words("ACL SETUSER bob on nopass ~b* +get +auth"));
-        let mut bob = Pair::new(&server);
-        bob.same(&["AUTH", "bob", "any"]);
-        assert!(bob.same(&["GET", "key"]).starts_with("-NOPERM"));
-        (0..20).for_each(|_| drop(pair.native.ask(&["PING"]))); // iterations of the event loop
         server.assert_healthy();
     }
 }

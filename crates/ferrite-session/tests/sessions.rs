@@ -8,6 +8,7 @@ pub(crate) mod gateway;
 pub(crate) mod hostile;
 pub(crate) mod idle;
 pub(crate) mod isolation;
+pub(crate) mod rejections;
 pub(crate) mod streams;
 
 use std::net::{IpAddr, SocketAddr};
@@ -114,13 +115,14 @@ macro_rules! run_suite {
             serves_ferrite_peers,
             serves_tcp_clients,
             detects_the_servers_protocol,
-            tells_rejected_clients_why,
-            late_writers_read_why_they_were_rejected,
-            writers_of_too_large_values_read_why_they_were_rejected,
-            passes_the_engines_rejection_on,
             survives_an_engine_restart,
             finishes_pending_commands_before_it_ends,
             does_not_wait_for_half_a_command);
+        run_suite!(@ $run, rejections:
+            tells_rejected_clients_why,
+            late_writers_read_why_they_were_rejected,
+            writers_of_too_large_values_read_why_they_were_rejected,
+            passes_the_engines_rejection_on);
         run_suite!(@ $run, isolation:
             protects_windows_from_other_clients,
             rejects_clients_that_guess_keys);

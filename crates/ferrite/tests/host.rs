@@ -3,10 +3,13 @@
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::TcpStream;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
+use std::time::Instant;
 
-use ferrite_testkit::{TempDir, Terminal};
+use ferrite_testkit::process::{KillOnDrop, signal};
+use ferrite_testkit::wait::until_or;
+use ferrite_testkit::{TIMEOUT, TempDir, Terminal};
 use serde_json::Value;
 
 /// This host has no usable RDMA.
@@ -158,52 +161,146 @@ fn gateway_listens_on_several_addresses_and_names() {
     for address in addresses {
         // The engine does not answer, and the gateway says so.
         let mut client = TcpStream::connect(address.as_str().expect("text")).expect("it listens");
-        client.set_read_timeout(Some(ferrite_testkit::TIMEOUT)).expect("a timeout");
+        client.set_read_timeout(Some(TIMEOUT)).expect("a timeout");
         client.write_all(b"PING\r\n").expect("to write");
         let mut reply = String::new();
         let _ = client.read_to_string(&mut reply);
         assert!(reply.starts_with("-ERR Ferrite gateway: cannot connect"), "{address}: {reply}");
     }
-    ferrite_testkit::process::signal("TERM", gateway.id());
+    signal("TERM", gateway.id());
     assert!(gateway.wait().expect("it ends").success());
+}
+
+/// A gateway or relay whose log, in JSON, is a file.
+struct Logged {
+    process: KillOnDrop,
+    listening: Value,
+    log: PathBuf,
+}
+
+impl Logged {
+    fn start(directory: &TempDir, arguments: &[&str]) -> Self {
+        let log = directory.path().join("log");
+        let process = Command::new(env!("CARGO_BIN_EXE_ferrite"))
+            .args(arguments)
+            .args(["--listen", "127.0.0.1:0", "--rdma", "forbid", "--json", "--log", "json"])
+            .stdout(Stdio::piped())
+            .stderr(std::fs::File::create(&log).expect("a log"))
+            .spawn();
+        let mut process = KillOnDrop(process.expect("ferrite starts"));
+        let listening = first_event(&mut process.0);
+        Self { process, listening, log }
+    }
+
+    /// Returns the address that an event has under this name.
+    fn address(&self, name: &str) -> &str {
+        self.listening[name].as_str().expect("an address")
+    }
+
+    fn lines(&self) -> Vec<Value> {
+        let log = std::fs::read_to_string(&self.log).expect("the log");
+        log.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect()
+    }
+
+    /// Returns the level and the message of the lines whose message contains `text`.
+    fn logged(&self, text: &str) -> Vec<(String, String)> {
+        let of = |line: &Value, name: &str| line[name].as_str().unwrap_or_default().to_owned();
+        let lines = self.lines();
+        let lines = lines.iter().map(|line| (of(line, "level"), of(line, "message")));
+        lines.filter(|(_, message)| message.contains(text)).collect()
+    }
+
+    /// Sends SIGHUP and waits for a line whose message contains `text`.
+    fn reload(&self, text: &str) {
+        signal("HUP", self.process.0.id());
+        let log = || std::fs::read_to_string(&self.log).expect("the log");
+        until_or(TIMEOUT, text, || log().contains(text), log);
+    }
+
+    fn stop(mut self) {
+        signal("TERM", self.process.0.id());
+        assert!(self.process.0.wait().expect("it ends").success());
+    }
+}
+
+/// Returns everything that a server sends to a client with this request.
+fn answer(address: &str, request: &str) -> String {
+    let mut client = TcpStream::connect(address).expect("it listens");
+    client.set_read_timeout(Some(TIMEOUT)).expect("a timeout");
+    let _ = client.write_all(request.as_bytes()); // the server may have closed already
+    let mut answer = Vec::new();
+    let _ = client.read_to_end(&mut answer);
+    text(&answer)
 }
 
 /// SIGHUP applies what can change, and the log has a time, a level and the changes.
 #[test]
 fn gateway_reads_its_settings_again_on_sighup() {
-    let directory = ferrite_testkit::TempDir::new("reload");
+    let directory = TempDir::new("reload");
     let file = directory.file("ferrite.toml", "");
-    let log = directory.path().join("log");
-    let mut gateway = Command::new(env!("CARGO_BIN_EXE_ferrite"))
-        .args(["gateway", "--json", "--listen", "127.0.0.1:0", "--rdma", "forbid", "--log", "json"])
-        .args(["--admin-listen", "127.0.0.1:0"])
-        .args(["--protected-mode", "no", "--engine", "unix:/nonexistent", "--config"])
-        .arg(&file)
-        .stdout(Stdio::piped())
-        .stderr(std::fs::File::create(&log).expect("a log"))
-        .spawn()
-        .expect("ferrite starts");
-    let event = first_event(&mut gateway);
+    let gateway = Logged::start(
+        &directory,
+        &[
+            &["gateway", "--protected-mode", "no", "--engine", "unix:/nonexistent"][..],
+            &["--admin-listen", "127.0.0.1:0", "--config", file.to_str().expect("UTF-8")],
+        ]
+        .concat(),
+    );
     let new = "[network]\nrdma_device = \"a\"\n[network.rdma]\nmax_connections = 1\n";
     directory.file("ferrite.toml", new);
-    ferrite_testkit::process::signal("HUP", gateway.id());
-    let shown = || std::fs::read_to_string(&log).expect("the log");
-    let is_told = || shown().contains("restart to apply these changed settings: rdma-device");
-    ferrite_testkit::wait::until_or(ferrite_testkit::TIMEOUT, "the change", is_told, shown);
-    let changed = shown().lines().find(|line| line.contains("max-clients")).map(str::to_owned);
-    let changed: Value = serde_json::from_str(&changed.expect("a line")).expect("JSON");
-    assert_eq!(changed["level"], "INFO");
-    let message = "SIGHUP received: max-clients is now 1 (was 10000)";
-    assert_eq!(changed["message"], message);
-    let admin = event["admin"].as_str().expect("an address");
-    let mut client = TcpStream::connect(admin).expect("it listens");
-    client.set_read_timeout(Some(ferrite_testkit::TIMEOUT)).expect("a timeout");
-    client.write_all(b"GET /metrics HTTP/1.0\r\n\r\n").expect("to write");
-    let mut metrics = String::new();
-    client.read_to_string(&mut metrics).expect("the metrics");
+    gateway.reload("restart to apply these changed settings: rdma-device");
+    let changed = "SIGHUP received: max-clients is now 1 (was 10000)";
+    assert_eq!(gateway.logged("max-clients"), [("INFO".into(), changed.into())]);
+    let metrics = answer(gateway.address("admin"), "GET /metrics HTTP/1.0\r\n\r\n");
     assert!(metrics.contains("\nferrite_sessions_max 1\n"), "{metrics}");
-    ferrite_testkit::process::signal("TERM", gateway.id());
-    assert!(gateway.wait().expect("it ends").success());
+    gateway.stop();
+}
+
+/// A level below which nothing was logged before, a file with an error, and a file without it.
+#[test]
+fn relay_reads_its_settings_again_on_sighup() {
+    let directory = TempDir::new("relay-reload");
+    let set = |level: &str, poll: &str| {
+        let logs = format!("[observability]\nlog_level = \"{level}\"\n");
+        let text = format!("{logs}[network.rdma]\nbusy_poll_us = {poll}\n");
+        directory.file("ferrite.toml", &text)
+    };
+    let file = set("error", "0");
+    let config = ["--config", file.to_str().expect("UTF-8")];
+    let relay =
+        Logged::start(&directory, &[&["relay", "--to", "127.0.0.1:1"], &config[..]].concat());
+    assert!(relay.lines().is_empty(), "only errors are logged: {:?}", relay.lines());
+
+    set("info", "0");
+    // A line of the new level, so the new level applies.
+    relay.reload("SIGHUP received: log-level is now info (was error)");
+
+    set("nonsense", "7");
+    relay.reload("the settings stay as they are: ");
+    let [(level, message)] = &relay.logged("the settings stay")[..] else { panic!("one line") };
+    assert_eq!(level, "ERROR");
+    assert!(message.contains("/ferrite.toml:2: observability.log_level: "), "{message}");
+
+    set("info", "7");
+    // Nothing of the file with the error was taken, and the level is still the one before it.
+    relay.reload("SIGHUP received: busy-poll-us is now 7us (was 0us)");
+    relay.stop();
+}
+
+/// Clients that fail again and again for the same reason do not fill the relay's log.
+#[test]
+fn relay_logs_a_failing_server_once_a_minute() {
+    let directory = TempDir::new("relay-log");
+    let relay = Logged::start(&directory, &["relay", "--to", "127.0.0.1:1"]);
+    let begun = Instant::now();
+    for _ in 0..20 {
+        let answer = answer(relay.address("address"), "PING\r\n");
+        assert_eq!(answer, "-ERR Ferrite relay: cannot connect to the server\r\n");
+    }
+    let minutes = begun.elapsed().as_secs() / 60;
+    let lines = relay.logged("cannot connect to the server");
+    assert!((1..=1 + minutes).contains(&(lines.len() as u64)), "{lines:?}");
+    relay.stop();
 }
 
 /// A script may read the first event only, and close its end of the pipe.
@@ -220,7 +317,7 @@ fn a_closed_stdout_does_not_fail_a_gateway_or_a_relay() {
             .spawn()
             .expect("ferrite starts");
         assert_eq!(first_event(&mut process)["event"], "listening"); // and closes the pipe
-        ferrite_testkit::process::signal("TERM", process.id());
+        signal("TERM", process.id());
         assert_eq!(process.wait().expect("it ends").code(), Some(0), "{arguments:?}");
     }
 }

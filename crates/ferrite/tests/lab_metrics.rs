@@ -20,7 +20,11 @@ const PLAIN_GATEWAY: &str = "10.0.0.1:6387";
 const MOVED_ELSEWHERE: [(&str, &str, &str); 15] = [
     ("port_counters_overdue", "ferrite-metrics/src/ports.rs", "overdue(\"mlx5_1\", 1)"),
     ("memory_", "ferrite-fabric/tests/pool.rs", "fn every_counter_is_incremented"),
-    ("sessions_evicted_total", "ferrite-module/tests/host_attacks.rs", "(\"sessions_evicted\"), 4"),
+    (
+        "sessions_evicted_total",
+        "ferrite-module/tests/host_attacks/memory.rs",
+        "(\"sessions_evicted\"), 4",
+    ),
     ("rdma_peers_refused_total", "ferrite-fabric/tests/fake_links.rs", "refused_without_windows"),
     ("rdma_tcp_bytes_total", "ferrite-fabric/tests/streams/bytes.rs", "tcp_bytes, over_tcp"),
     (

@@ -19,7 +19,7 @@ const ENOMEM: i32 = 12;
 
 /// Runs a test in a world of its own and checks that it leaves nothing behind.
 pub(crate) fn run(test: impl FnOnce(&World, &Fixture)) {
-    let (world, fixture) = crate::world();
+    let (world, fixture) = crate::world(|_| {});
     test(&world, &fixture);
     drop(fixture);
     assert_eq!(world.objects(), Objects::default());

@@ -187,7 +187,7 @@ fn retries_until_the_device_works() {
         ("ibv_post_srq_recv", 5),
     ];
     let worlds = CALLS.map(|(call, errno)| {
-        let (world, fixture) = crate::world();
+        let (world, fixture) = crate::world(|_| {});
         let fabric = fixture.fabric(&fixture.hosts[0], &Config::default());
         let listener = fabric.listen("0.0.0.0:0".parse().expect("an address")).expect("listen");
         remove_device_from(&world, &fixture.hosts[0], &fabric, &[]);

@@ -2,9 +2,9 @@
 
 use ferrite_proto::resp::{Limits, Progress, ReplyFramer};
 
+use super::differences::broadcasts::Broadcasts;
 use super::differences::{
-    Broadcasts, is_about_a_flood, is_monitor_line, is_push, is_same, may_be_missing, normalised,
-    put_in_order,
+    is_about_a_flood, is_monitor_line, is_push, is_same, may_be_missing, normalised, put_in_order,
 };
 
 /// Splits bytes into complete replies.

@@ -6,54 +6,16 @@
 //!        ─► bursts of one to six commands for one client ─► pieces ─► order among the clients
 //! ```
 
+mod pieces;
+mod setup;
+
 use std::collections::VecDeque;
+
+use ferrite_testkit::Random;
+use setup::setup;
 
 use super::commands::{Command, CommandGenerator, KINDS, Kind, chance, pick};
 use super::session::{Action, Part, Session, Setup, Step, Stop, Word, encode, push};
-use ferrite_testkit::Random;
-
-/// Commands that may be renamed, with their new names.
-const RENAMES: &[(&str, &str)] = &[
-    ("SUBSCRIBE", "sub2"),
-    ("UNSUBSCRIBE", "unsub2"),
-    ("PSUBSCRIBE", "psub2"),
-    ("AUTH", "login"),
-    ("SELECT", "usedb"),
-    ("MULTI", "begin"),
-    ("EXEC", "commit"),
-    ("DISCARD", "rollback"),
-    ("WATCH", "guard"),
-    ("UNWATCH", "unguard"),
-    ("CLIENT", "conn"),
-    ("HELLO", "hi"),
-    ("RESET", "restart"),
-    ("QUIT", "bye"),
-    ("GET", "fetch"),
-    ("SET", "store"),
-    ("EVAL", "lua"),
-    ("BLPOP", "take"),
-    ("WAIT", "sync2"),
-    ("SWAPDB", "swap2"),
-    ("CONFIG", "conf"),
-    ("COMMAND", "commands"),
-];
-/// Commands that may be disabled: neither the observer nor a flooding client needs them.
-const DISABLED: &[&str] = &[
-    "SUBSCRIBE",
-    "MULTI",
-    "EXEC",
-    "WATCH",
-    "HELLO",
-    "RESET",
-    "QUIT",
-    "EVAL",
-    "APPEND",
-    "SWAPDB",
-    "COMMAND",
-];
-
-/// The length from which on a command is often sent in two pieces.
-const LONG_COMMAND: usize = 4000;
 
 /// The kinds of commands that follow a command with many words.
 const AFTER_MANY: &[Kind] = &[
@@ -67,21 +29,6 @@ const AFTER_MANY: &[Kind] = &[
     Kind::Watch,
     Kind::Strings,
     Kind::Strings,
-];
-
-/// Definitions of the user `default`.
-const DEFAULT_USERS: &[&str] = &[
-    "user default on nopass ~* &* +@all",
-    "user default on nopass ~* &* +@all",
-    "user default on nopass ~public:* &* +@all -@admin -@dangerous",
-    "user default on nopass ~public:* resetchannels +@all -@admin -@dangerous -incr",
-    "user default on >pw ~* &* +@all",
-    "user default off nopass ~* &* +@all",
-];
-const USERS: &[&str] = &[
-    "user admin on >right ~* &* +@all",
-    "user low on >p ~low:* ~shared &ch* +@all -@admin -@dangerous",
-    "user reader on >r %R~* &* +@read +@connection +@transaction +@pubsub -@dangerous",
 ];
 
 struct Generator {
@@ -118,24 +65,6 @@ pub(crate) fn session(seed: u64) -> Session {
     };
     let steps = generator.steps();
     Session { seed, setup: generator.setup, steps: Vec::new() }.with_steps(steps)
-}
-
-fn setup(random: &mut Random) -> Setup {
-    let mut renames = Vec::new();
-    if chance(random, 40) {
-        for _ in 0..=random.below(3) {
-            let (name, typed) = pick(random, RENAMES);
-            renames.push((name, typed));
-        }
-    }
-    if chance(random, 10) {
-        renames.push((pick(random, DISABLED), ""));
-    }
-    renames.sort_unstable();
-    renames.dedup_by_key(|(name, _)| *name);
-    let default = pick(random, DEFAULT_USERS);
-    let users = [default].iter().chain(USERS).map(|line| (*line).to_owned()).collect();
-    Setup { renames, users, clients: 2 + random.below(4) as usize }
 }
 
 /// Omits some kinds and prefers others. If every session had all kinds, two given kinds would
@@ -419,61 +348,6 @@ impl Generator {
             self.queue(client, Action::Reconnect);
         }
     }
-
-    /// Sends bytes in one or more pieces, with or without waiting in between. If a header is split,
-    /// it is that of the command at `focus`.
-    fn send_in_pieces(&mut self, client: usize, parts: Vec<Part>, wait_ms: u64, focus: usize) {
-        // The header of a command with many words is often sent first.
-        let is_long =
-            parts.iter().any(|part| matches!(part, Part::Raw(bytes) if bytes.len() > LONG_COMMAND));
-        let rests = chance(&mut self.random, if is_long { 90 } else { 70 });
-        let cuts = match self.random.below(4) {
-            0..3 if is_long && rests => self.head_cuts(&parts, focus),
-            _ => self.cuts(&parts, rests, focus),
-        };
-        let mut pieces = cut(parts, &cuts).into_iter().peekable();
-        while let Some(parts) = pieces.next() {
-            let is_last = pieces.peek().is_none();
-            let wait_ms = if is_last { wait_ms } else { 0 };
-            let settle = is_last || rests;
-            self.queue(client, Action::Write { parts, settle, wait_ms, returns_id: false });
-        }
-    }
-
-    /// Returns positions after `*N`, after `$N` of the name, after the name, or all of them.
-    fn head_cuts(&mut self, parts: &[Part], focus: usize) -> Vec<usize> {
-        let Some(Part::Raw(first)) = parts.first() else { return Vec::new() };
-        let ends = first.iter().enumerate().skip(focus).filter(|(_, byte)| **byte == b'\n');
-        let ends: Vec<_> = ends.map(|(at, _)| at + 1).take(3).collect();
-        match self.random.below(7) {
-            0..4 => ends.first().copied().into_iter().collect(),
-            4 => ends.get(1).copied().into_iter().collect(),
-            5 => ends.get(2).copied().into_iter().collect(),
-            _ => ends,
-        }
-    }
-
-    /// Returns where to split the first part, which is raw.
-    fn cuts(&mut self, parts: &[Part], rests: bool, focus: usize) -> Vec<usize> {
-        let Some(Part::Raw(first)) = parts.first() else { return Vec::new() };
-        let len = first.len() as u64;
-        match self.random.below(20) {
-            0..7 => self.head_cuts(parts, focus),
-            7 if len < 60 => (1..first.len()).collect(),
-            8 if len < 300 && !rests => (1..first.len()).collect(),
-            9..12 => {
-                let cut = |random: &mut Random| 1 + random.below(len.max(2) - 1) as usize;
-                let mut cuts: Vec<_> =
-                    (0..=self.random.below(3)).map(|_| cut(&mut self.random)).collect();
-                cuts.sort_unstable();
-                cuts.dedup();
-                cuts
-            }
-            // Before the last line end and within it.
-            12 => vec![first.len().saturating_sub(2), first.len().saturating_sub(1)],
-            _ => Vec::new(),
-        }
-    }
 }
 
 /// Returns the length of the bytes; `None` if they contain the id of a client.
@@ -483,24 +357,6 @@ fn raw_len(parts: &[Part]) -> Option<usize> {
         [Part::Raw(bytes)] => Some(bytes.len()),
         _ => None,
     }
-}
-
-/// Splits the parts at these positions. Client ids are never split.
-fn cut(parts: Vec<Part>, cuts: &[usize]) -> Vec<Vec<Part>> {
-    let mut parts = parts.into_iter();
-    let Some(Part::Raw(mut first)) = parts.next() else { return Vec::new() };
-    let mut pieces = Vec::new();
-    for cut in cuts.iter().rev().filter(|cut| **cut > 0) {
-        if *cut < first.len() {
-            pieces.push(vec![Part::Raw(first.split_off(*cut))]);
-        }
-    }
-    pieces.push(vec![Part::Raw(first)]);
-    pieces.reverse();
-    if let Some(last) = pieces.last_mut() {
-        last.extend(parts);
-    }
-    pieces
 }
 
 fn word(text: &str) -> Word {
@@ -567,18 +423,5 @@ mod tests {
             }
         }
         assert!(pauses > 10, "{pauses}");
-    }
-
-    #[test]
-    fn pieces_add_up_to_the_whole() {
-        let whole =
-            vec![Part::Raw(b"*2\r\n$4\r\nPING".to_vec()), Part::Id(1), Part::Raw(b"x".to_vec())];
-        let pieces = cut(whole.clone(), &[4, 8]);
-        assert_eq!(pieces.len(), 3);
-        assert_eq!(pieces[0], [Part::Raw(b"*2\r\n".to_vec())]);
-        let joined: usize =
-            pieces.iter().flatten().filter(|part| matches!(part, Part::Raw(_))).count();
-        assert_eq!(joined, 4);
-        assert_eq!(pieces[2][1..], whole[1..]);
     }
 }

@@ -5,9 +5,10 @@ use std::time::{Duration, Instant};
 use ferrite_proto::resp::Value;
 
 use super::compare::{Tolerance, first_difference, replies, take_equal};
-use super::differences::{
-    Broadcasts, acl_log, ends_with_rejected_header, has_silent_quit, is_cut_off_at_the_end,
-    is_cut_off_without_login,
+use super::differences::acl_log;
+use super::differences::broadcasts::Broadcasts;
+use super::differences::ends::{
+    ends_with_rejected_header, has_silent_quit, is_cut_off_at_the_end, is_cut_off_without_login,
 };
 use super::flood;
 use super::session::{Action, Part, Session, Setup, Step, excerpt};
