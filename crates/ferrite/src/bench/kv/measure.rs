@@ -67,8 +67,8 @@ pub(super) fn length(options: &Options) -> u64 {
 /// Runs all tests. Calls `save` after each of them.
 ///
 /// # Errors
-/// Fails if a transport of a comparison is missing, if the keys cannot be written, or if the CPU time of the server cannot be read. Other
-/// failures are in the result.
+/// Fails if a transport of a comparison is missing, if the keys cannot be written, or if the CPU
+/// time of the server cannot be read. Other failures are in the result.
 pub(super) fn run(
     options: &Options,
     key_space: &Arc<KeySpace>,
