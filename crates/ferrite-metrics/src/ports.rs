@@ -28,6 +28,12 @@ const SCRAPE_WAIT: Duration = Duration::from_millis(500);
 /// How long a scrape waits until it starts another thread for the devices that are left. One thread
 /// is mostly enough.
 const THREAD_WAIT: Duration = Duration::from_millis(50);
+/// How many devices a scrape reads in any case: those whose numbers are oldest. A scrape of more
+/// devices each second would cost more than 1 % of a core.
+const READ_ALWAYS: usize = 32;
+/// The age from which on a scrape reads a device again, however many there are. Until then it shows
+/// the previous numbers.
+const FRESH: Duration = Duration::from_secs(5);
 /// The age from which on the numbers of a device are left out. If a device takes longer than a
 /// scrape waits, a later scrape shows its numbers.
 const AGE_MAX: Duration = Duration::from_secs(10);
@@ -65,6 +71,8 @@ fn write(devices: &BTreeMap<String, Device>, out: &mut Exposition) {
 /// Reads the devices below a directory.
 struct Reader {
     directory: PathBuf,
+    /// The age up to which numbers need not be read again: [`FRESH`].
+    fresh: Duration,
     devices: Arc<Mutex<BTreeMap<String, Device>>>,
 }
 
@@ -86,19 +94,17 @@ struct Port {
 
 impl Reader {
     fn new(directory: PathBuf) -> Self {
-        Self { directory, devices: Arc::default() }
+        Self { directory, fresh: FRESH, devices: Arc::default() }
     }
 
-    /// Reads the devices for at most `wait`. Returns all devices, each with the result of its last
-    /// complete reading.
+    /// Reads the devices whose turn it is, for at most `wait`. Returns all devices, each with the
+    /// result of its last complete reading.
     fn read(&self, wait: Duration) -> BTreeMap<String, Device> {
         let present = names(&self.directory);
         let to_read: Vec<_> = {
             let mut devices = lock(&self.devices);
             devices.retain(|name, _| present.contains(name));
-            let is_idle =
-                |name: &String| devices.get(name).is_none_or(|device| !device.is_being_read);
-            present.into_iter().filter(is_idle).rev().collect()
+            self.due(present, &devices)
         };
         let mut left = to_read.len();
         let to_read = Arc::new(Mutex::new(to_read));
@@ -120,6 +126,23 @@ impl Reader {
             device.report(name);
         }
         devices.clone()
+    }
+
+    /// Returns the devices that a scrape reads, the last one first: all whose numbers are missing
+    /// or not fresh, and, up to [`READ_ALWAYS`] in total, those whose numbers are oldest. Devices
+    /// that are being read are left out.
+    fn due(&self, present: Vec<String>, devices: &BTreeMap<String, Device>) -> Vec<String> {
+        let read_at = |name: &str| {
+            devices.get(name).and_then(|device| device.last.as_ref()).map(|(at, _)| *at)
+        };
+        let is_idle = |name: &String| devices.get(name).is_none_or(|device| !device.is_being_read);
+        let mut due: Vec<_> = present.into_iter().filter(is_idle).collect();
+        due.sort_by_key(|name| read_at(name)); // those that were never read come first
+        let is_stale = |name: &String| read_at(name).is_none_or(|at| at.elapsed() >= self.fresh);
+        let count = due.iter().take_while(|name| is_stale(name)).count();
+        due.truncate(count.max(READ_ALWAYS));
+        due.reverse();
+        due
     }
 
     /// Starts a thread that reads the devices of the list. If no thread can be started, logs that.
@@ -288,6 +311,40 @@ mod tests {
         );
         fs::remove_dir_all(directory.join("mlx5_0")).expect("unplugged");
         assert_eq!(samples(&reader.read(LONG)), [""; 0]);
+    }
+
+    /// The driver may ask the card for each counter, so reading costs time.
+    #[test]
+    fn scrape_of_many_devices_reads_a_part_of_them() {
+        const DEVICES: usize = READ_ALWAYS * 2 + 8;
+        let directory = TempDir::new("ports-many");
+        let write_all = |value: &str| {
+            for device in 0..DEVICES {
+                let device = format!("mlx5_{device}");
+                file(&directory, &device, "counters/port_xmit_data", value);
+            }
+        };
+        let mut reader = Reader::new(directory.path().into());
+        reader.fresh = LONG;
+        // The files have a new value each time, which shows the devices that were read.
+        let read = |reader: &Reader, value: &str| {
+            write_all(value);
+            let devices = reader.read(LONG);
+            let values = devices.values().map(|device| {
+                let (_, ports) = device.last.as_ref().expect("it was read");
+                ports[0].counters["port_xmit_data"]
+            });
+            values.collect::<Vec<_>>()
+        };
+        let count = |values: &[u64], value| values.iter().filter(|one| **one == value).count();
+        assert_eq!(count(&read(&reader, "1"), 1), DEVICES, "all are new");
+        assert_eq!(count(&read(&reader, "2"), 2), READ_ALWAYS);
+        let third = read(&reader, "3");
+        assert_eq!((count(&third, 3), count(&third, 2)), (READ_ALWAYS, READ_ALWAYS));
+        let fourth = read(&reader, "4");
+        assert_eq!((count(&fourth, 4), count(&fourth, 1)), (READ_ALWAYS, 0), "the oldest first");
+        reader.fresh = Duration::ZERO;
+        assert_eq!(count(&read(&reader, "5"), 5), DEVICES, "none is fresh");
     }
 
     /// Longer than a scrape of files in memory takes.

@@ -87,8 +87,9 @@ pub(crate) fn watch_readable(descriptor: RawFd, call: FdFn) -> bool {
 
 /// Makes the engine's event loop stop watching a descriptor.
 pub(crate) fn unwatch(descriptor: RawFd) {
+    let Some(api) = API.get() else { return };
     // SAFETY: the engine ignores a descriptor that it does not watch.
-    unsafe { (api().event_loop_del)(descriptor, flag::READABLE) };
+    unsafe { (api.event_loop_del)(descriptor, flag::READABLE) };
 }
 
 /// The kind and version of an engine.

@@ -191,13 +191,14 @@ fn doctor(module: &mut Module, _: u64, words: &[String]) -> Reply {
     };
     match &mut module.service {
         Service::Off(why) => say(false, &format!("no listener: {why}")),
+        Service::On(transport) if transport.state.why_ended().is_some() => {
+            let why = transport.state.why_ended().unwrap_or_default();
+            say(false, &format!("no listener: {why}; restart the engine"));
+        }
         Service::On(transport) => {
             let listener = transport.listener.clone();
             let config = transport.gateway.config();
             match &listener.absence {
-                _ if !transport.is_alive() => {
-                    say(false, "the transport thread has ended; see the engine's log");
-                }
                 Some(why) => {
                     say(false, &format!("{}: TCP only, no RDMA: {why}", listener.all_addresses()));
                 }

@@ -51,6 +51,13 @@ impl EventLoop {
     fn main_descriptor(&self) -> RawFd {
         self.fabric.as_ref().map_or(self.queue.as_fd(), AsFd::as_fd).as_raw_fd()
     }
+
+    /// Drops all sessions, which closes their connections.
+    fn end(self) {
+        self.descriptors().into_iter().for_each(api::unwatch);
+        let _entered = self.runtime.enter(); // sessions that are dropped may have timers
+        drop(self.tasks);
+    }
 }
 
 /// Starts to run sessions on this thread. Returns the descriptors that the engine's event loop must
@@ -70,9 +77,7 @@ pub(crate) fn start(queue: Arc<TaskQueue>, fabric: Option<Fabric>, runtime: Hand
 /// Drops all sessions, which closes their connections.
 pub(crate) fn stop() {
     if let Some(event_loop) = EVENT_LOOP.take() {
-        event_loop.descriptors().into_iter().for_each(api::unwatch);
-        let _entered = event_loop.runtime.enter(); // sessions that are dropped may have timers
-        drop(event_loop.tasks);
+        event_loop.end();
     }
 }
 
@@ -81,6 +86,11 @@ pub(crate) fn stop() {
 pub(crate) fn run_slice(descriptor: RawFd) {
     EVENT_LOOP.with(|event_loop| {
         let Ok(mut event_loop) = event_loop.try_borrow_mut() else { return };
+        if event_loop.as_ref().is_some_and(|running| running.queue.must_end()) {
+            let ended = event_loop.take();
+            drop(event_loop);
+            return ended.into_iter().for_each(EventLoop::end);
+        }
         let Some(event_loop) = &mut *event_loop else { return };
         // A descriptor that is skipped stays readable, and the event loop reports it again.
         match SKIPS_LEFT.get() {
@@ -132,4 +142,42 @@ pub(crate) fn on_loop_iteration() {
             event_loop.queue.on_loop_iteration();
         }
     });
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use super::*;
+
+    /// A session that notes when it is dropped.
+    struct Session(Arc<AtomicBool>);
+
+    impl Drop for Session {
+        fn drop(&mut self) {
+            self.0.store(true, Ordering::SeqCst);
+        }
+    }
+
+    /// The runtime of the thread `ferrite` has ended: a session that ran on would panic.
+    #[test]
+    fn drops_the_sessions_when_their_runtime_ends() {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
+        let queue = TaskQueue::new().expect("an eventfd");
+        let descriptor = start(Arc::clone(&queue), None, runtime.handle().clone())[0];
+        slice::set_length(std::time::Duration::from_secs(60));
+        let is_dropped = Arc::new(AtomicBool::new(false));
+        let session = Session(Arc::clone(&is_dropped));
+        queue.spawn(Box::pin(async move {
+            let _session = session;
+            std::future::pending::<()>().await;
+        }));
+        run_slice(descriptor);
+        assert!(!is_dropped.load(Ordering::SeqCst), "the session waits");
+        queue.end();
+        drop(runtime);
+        run_slice(descriptor);
+        assert!(is_dropped.load(Ordering::SeqCst));
+        run_slice(descriptor); // nothing is left to run
+    }
 }

@@ -28,25 +28,33 @@ pub(crate) fn sections(module: &mut Module, in_crash: bool) -> Sections {
             text(&mut general, "reason", one_line(why));
         }
         Service::On(transport) => {
+            let ended = transport.state.why_ended();
             let listener = &transport.listener;
-            let status = match (transport.is_alive(), &listener.absence) {
-                (false, _) => "ended",
-                (true, Some(_)) => "tcp-only",
-                (true, None) => "listening",
+            let (status, reason) = match (ended, &listener.absence) {
+                (Some(why), _) => ("ended", Some(why)),
+                (None, Some(why)) => ("tcp-only", Some(why.as_str())),
+                (None, None) => ("listening", None),
             };
             text(&mut general, "status", status);
-            if let Some(absence) = &listener.absence {
-                text(&mut general, "reason", one_line(absence));
+            if let Some(reason) = reason {
+                text(&mut general, "reason", one_line(reason));
             }
-            let addresses = listener.addresses.iter().map(|(address, _)| address.to_string());
-            text(&mut general, "address", addresses.collect::<Vec<_>>().join(","));
-            text(&mut general, "devices", listener.devices.join(","));
+            if ended.is_none() {
+                let addresses = listener.addresses.iter().map(|(address, _)| address.to_string());
+                text(&mut general, "address", addresses.collect::<Vec<_>>().join(","));
+                text(&mut general, "devices", listener.devices.join(","));
+            }
             if !in_crash {
+                let has_ended = ended.is_some();
                 text(&mut general, "engine", transport.gateway.config().engine.to_string());
                 let sessions = transport.gateway.sessions();
                 self::sessions(&mut general, &sessions);
                 gateway(&mut general, &transport.gateway.stats());
-                fabric(&mut rdma, transport.stats(), &sessions);
+                // The thread that reads the fabric's counters has ended, and old ones would say
+                // that links are open.
+                if !has_ended {
+                    fabric(&mut rdma, transport.stats(), &sessions);
+                }
             }
         }
     }

@@ -4,11 +4,11 @@
 use std::os::fd::RawFd;
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 
-use ferrite_fabric::{Fabric, Rdma};
+use ferrite_fabric::Rdma;
 use ferrite_metrics::{AdminPort, AdminServer};
-use ferrite_session::{EngineAddress, Gateway};
+use ferrite_session::EngineAddress;
 
-use crate::admin;
+use crate::admin::{self, ShownListener};
 use crate::api::Context;
 use crate::call_path;
 use crate::calls::Calls;
@@ -114,7 +114,7 @@ impl Module {
         &mut self,
         context: Context<'_>,
         endpoints: (EngineAddress, Vec<Host>),
-    ) -> Result<(Fabric, Gateway), String> {
+    ) -> Result<ShownListener, String> {
         let (target, hosts) = endpoints;
         let resolved = listen::resolve(&hosts, self.options.port());
         let started = resolved.and_then(|addresses| {
@@ -134,7 +134,11 @@ impl Module {
             let (transport, (fabric, runtime)) =
                 Transport::start(&options, (target, hosts, addresses), protected, queue.clone())?;
             slice::set_length(self.options.slice());
-            let shown = (fabric.clone(), transport.gateway.clone());
+            let shown = ShownListener {
+                fabric: fabric.clone(),
+                gateway: transport.gateway.clone(),
+                state: transport.state.clone(),
+            };
             if let Some(queue) = queue {
                 let fabric = (!self.options.poller_thread()).then_some(fabric);
                 (self.callbacks.watch)(&event_loop::start(queue, fabric, runtime))?;
@@ -171,6 +175,9 @@ impl Module {
         let sockets = sockets(context);
         let target = self.target(&sockets);
         let Service::On(transport) = &mut self.service else { return };
+        if transport.state.why_ended().is_some() {
+            return; // nothing listens any more
+        }
         let current = transport.listener.all_addresses();
         match transport.wanted.follow(listen::hosts(&self.options, &sockets)) {
             None => {}

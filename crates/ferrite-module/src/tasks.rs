@@ -22,6 +22,8 @@ pub(crate) struct TaskQueue {
     iterations: AtomicU64,
     /// How often the event loop has run the queue.
     passes: AtomicU64,
+    /// Whether the event loop must drop all futures: see [`TaskQueue::end`].
+    must_end: AtomicBool,
 }
 
 #[derive(Default)]
@@ -36,8 +38,14 @@ struct Queue {
 impl TaskQueue {
     pub(crate) fn new() -> Result<Arc<Self>, Error> {
         let event_fd = EventFd::new()?;
-        let (queue, iterations, passes) = (Mutex::default(), AtomicU64::new(0), AtomicU64::new(0));
-        Ok(Arc::new(Self { queue, flags: SleepFlags::asleep(), event_fd, iterations, passes }))
+        Ok(Arc::new(Self {
+            queue: Mutex::default(),
+            flags: SleepFlags::asleep(),
+            event_fd,
+            iterations: AtomicU64::new(0),
+            passes: AtomicU64::new(0),
+            must_end: AtomicBool::new(false),
+        }))
     }
 
     fn queue(&self) -> MutexGuard<'_, Queue> {
@@ -69,6 +77,17 @@ impl TaskQueue {
     /// Makes the eventfd unreadable again.
     pub(crate) fn clear_signal(&self) {
         self.event_fd.clear();
+    }
+
+    /// Makes the event loop drop all futures, because the runtime that they use ends.
+    pub(crate) fn end(&self) {
+        self.must_end.store(true, Ordering::SeqCst);
+        self.signal();
+    }
+
+    /// Returns whether the event loop must drop all futures.
+    pub(crate) fn must_end(&self) -> bool {
+        self.must_end.load(Ordering::SeqCst)
     }
 
     /// Returns how often the event loop has run the queue.

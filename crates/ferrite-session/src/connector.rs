@@ -35,6 +35,7 @@ use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 
 use crate::stream::{ValkeyConfig, ValkeyStream};
+use crate::tcp_keepalive::enable_tcp_keepalive;
 use crate::tls;
 
 /// The fix that the error names if RDMA is not tried because TLS is configured.
@@ -232,6 +233,7 @@ impl Connector {
             let tcp = self.connect_tcp(server).await?;
             is_connected.store(true, Ordering::Relaxed);
             tcp.set_nodelay(true)?;
+            enable_tcp_keepalive(&tcp);
             let Some((tls, name)) = &self.tls else { return Ok(SessionStream::Tcp(tcp)) };
             let handshake = tls.connect(name.clone(), tcp).await;
             let handshake = handshake.map_err(|error| {
@@ -482,6 +484,8 @@ mod tests {
         let session = connect("127.0.0.2").await.expect("connect");
         let (_, peer) = listener.accept().await.expect("accept");
         assert_eq!(peer.ip().to_string(), "127.0.0.2");
+        let SessionStream::Tcp(socket) = &session.stream else { panic!("not TCP") };
+        assert!(rustix::net::sockopt::socket_keepalive(socket).expect("an option"));
         drop(session);
         for elsewhere in ["192.0.2.1", "::1"] {
             let error = connect(elsewhere).await.expect_err("no such local address").to_string();

@@ -16,6 +16,8 @@ use rustix::net::{
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, ReadBuf};
 use tokio::net::{TcpSocket, TcpStream, UnixStream, lookup_host};
 
+use crate::tcp_keepalive::enable_tcp_keepalive;
+
 /// The address where an engine listens: `unix:/run/redis.sock`, an absolute path, or `host:port`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum EngineAddress {
@@ -129,6 +131,7 @@ impl EngineSocket {
                     match socket.connect(address).await {
                         Ok(stream) => {
                             stream.set_nodelay(true)?;
+                            enable_tcp_keepalive(&stream);
                             return Ok(Self::Tcp(stream));
                         }
                         Err(error) => last = error,
@@ -262,6 +265,16 @@ mod tests {
         for wrong in ["", "unix:", "localhost", ":6379", "localhost:0", "localhost:http"] {
             assert!(wrong.parse::<EngineAddress>().is_err(), "{wrong}");
         }
+    }
+
+    /// Otherwise a subscriber behind a gateway would not notice that the engine's host has died.
+    #[tokio::test]
+    async fn tcp_connections_have_keepalive() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("listen");
+        let address = listener.local_addr().expect("an address").to_string();
+        let socket = EngineSocket::connect(&EngineAddress::Tcp(address)).await.expect("connect");
+        let EngineSocket::Tcp(socket) = &socket else { panic!("not TCP") };
+        assert!(rustix::net::sockopt::socket_keepalive(socket).expect("an option"));
     }
 
     /// Returns the result of the probe at a server that sends `reply` and closes the connection.

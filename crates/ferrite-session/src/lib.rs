@@ -25,6 +25,7 @@ mod pump;
 mod sessions;
 mod settings;
 mod stream;
+mod tcp_keepalive;
 mod tls;
 mod url;
 
@@ -40,5 +41,6 @@ pub use pump::{Moved, pump};
 pub use sessions::{Killed, SessionInfo};
 pub use settings::{fabric_config, open_fabric, rdma_policy, valkey_config};
 pub use stream::{ValkeyConfig, ValkeyStream};
+pub use tcp_keepalive::enable_tcp_keepalive;
 pub use tls::TlsFiles;
 pub use url::{Host, ServerUrl, UrlError};

@@ -90,9 +90,18 @@ impl Program for RelayAdmin {
 
     fn ready(&self) -> Ready {
         let (connector, to) = (self.connector.clone(), self.to);
-        Box::pin(async move {
-            let session = connector.connect(to).await.map_err(|error| error.to_string())?;
-            server_answers(&format!("the server at {to}"), session).await
-        })
+        Box::pin(async move { relay_server_answers(&connector, to).await })
+    }
+}
+
+/// Checks whether the relay's server answers over a new session.
+pub(crate) async fn relay_server_answers(
+    connector: &Connector,
+    to: SocketAddr,
+) -> Result<(), String> {
+    let name = format!("the server at {to}");
+    match connector.connect(to).await {
+        Ok(session) => server_answers(&name, session).await,
+        Err(error) => Err(format!("{name} does not answer: {error}")),
     }
 }

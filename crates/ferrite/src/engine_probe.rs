@@ -1,5 +1,5 @@
-//! Asks the engine at start whether it answers, so that an operator learns of a wrong address
-//! before the first client does.
+//! Asks the engine or the server at start whether it answers, so that an operator learns of a wrong
+//! address before the first client does.
 
 use std::time::Duration;
 
@@ -7,17 +7,29 @@ use ferrite_metrics::engine_answers;
 use ferrite_session::EngineAddress;
 use tokio::time::{sleep, timeout};
 
-/// How long the engine may take to answer, and the pause before the next attempt.
+/// The pause before the next attempt, and how long an engine may take to answer.
 const INTERVAL: Duration = Duration::from_secs(1);
 
 /// Returns when the engine answers. Until then, tries again and again, and warns whenever the
 /// reason of the failure changes.
-pub(crate) async fn wait_for_engine(engine: &EngineAddress) {
+pub(crate) async fn wait_for_engine(engine: EngineAddress) {
+    let name = format!("the engine at {engine}");
+    let ask = || {
+        let engine = engine.clone();
+        async move { engine_answers(&engine).await }
+    };
+    wait_for(name, INTERVAL, ask).await;
+}
+
+/// Like [`wait_for_engine`], for a program whose answer `ask` waits for, at most for `limit`.
+pub(crate) async fn wait_for<F>(name: String, limit: Duration, ask: impl Fn() -> F)
+where
+    F: Future<Output = Result<(), String>>,
+{
     let mut warned = None;
     loop {
-        let late = || format!("the engine at {engine} did not answer within {INTERVAL:?}");
-        let answer = timeout(INTERVAL, engine_answers(engine)).await;
-        match answer.unwrap_or_else(|_| Err(late())) {
+        let late = || format!("{name} did not answer within {limit:?}");
+        match timeout(limit, ask()).await.unwrap_or_else(|_| Err(late())) {
             Ok(()) => break,
             Err(why) if warned.as_ref() == Some(&why) => {}
             Err(why) => {
@@ -28,6 +40,6 @@ pub(crate) async fn wait_for_engine(engine: &EngineAddress) {
         sleep(INTERVAL).await;
     }
     if warned.is_some() {
-        tracing::info!("the engine at {engine} answers now");
+        tracing::info!("{name} answers now");
     }
 }

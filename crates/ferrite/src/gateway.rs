@@ -129,8 +129,7 @@ async fn serve(setup: &Setup<'_>) -> anyhow::Result<ExitCode> {
     })?;
     let admin_address = admin.as_ref().map(AdminServer::address);
     report_listening(setup, rdma, (&fabric, &listeners), admin_address);
-    let engine = setup.engine.clone();
-    tokio::spawn(async move { wait_for_engine(&engine).await });
+    tokio::spawn(wait_for_engine(setup.engine.clone()));
     let serving = listeners.into_iter().map(|listener| {
         let mut stop_requested = stop_requested.clone();
         // `changed` fails when `stop` is dropped, which is the request to stop.

@@ -4,17 +4,21 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use clap::Args;
 use ferrite_config::{Values, table};
 use ferrite_fabric::{Fabric, LogLimit, Rdma};
 use ferrite_metrics::{AdminServer, listen_hint};
-use ferrite_session::{Connector, SessionTransport, fabric_config, open_fabric, pump};
+use ferrite_session::{
+    Connector, SessionTransport, enable_tcp_keepalive, fabric_config, open_fabric, pump,
+};
 use serde::Serialize;
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::{TcpListener, TcpStream};
 
-use crate::admin::{self, RelayAdmin, RelayCounters};
+use crate::admin::{self, RelayAdmin, RelayCounters, relay_server_answers};
+use crate::engine_probe::wait_for;
 use crate::reload::Reload;
 use crate::settings::{self, Flags, RelayProgram, WrongSettings};
 use crate::signals::Signals;
@@ -41,6 +45,9 @@ pub(crate) struct Options {
     flags: Flags<RelayProgram>,
 }
 
+/// How long the server may take to answer at start. Both transports may be tried in this time.
+const PROBE_TIMEOUT: Duration = Duration::from_secs(30);
+
 /// The settings, with the addresses parsed.
 struct Setup<'a> {
     options: &'a Options,
@@ -56,7 +63,8 @@ Examples:
   ferrite relay --to 10.0.0.1        clients connect to 127.0.0.1:6379
   ferrite relay --to 10.0.0.1:6380 --listen 127.0.0.1:7000 --rdma require
 
-If the relay cannot connect to the server, the client gets an error (-ERR …) and is disconnected;
+At start the relay asks the server for an answer. If none comes, it warns with the reason and tries
+again every second. If the relay cannot connect to the server, the client gets an error (-ERR …) and is disconnected;
 the cause is on stderr. The relay ends on SIGTERM and SIGINT, with exit code 0. On SIGHUP it reads
 its settings again and applies those that can change; the log names the others.
 
@@ -109,6 +117,12 @@ async fn serve(setup: &Setup<'_>) -> anyhow::Result<()> {
     let (mut signals, reload) = (Signals::new()?, Reload::new(&setup.values, read)?);
     let admin_address = admin.as_ref().map(AdminServer::address);
     report_listening(setup, rdma, listener.local_addr()?, admin_address);
+    let (probed, to) = (connector.clone(), setup.to);
+    let ask = move || {
+        let connector = probed.clone();
+        async move { relay_server_answers(&connector, to).await }
+    };
+    tokio::spawn(wait_for(format!("the server at {to}"), PROBE_TIMEOUT, ask));
     let reloading =
         reload.run(|values| fabric.set_busy_poll_us(fabric_config(values).busy_poll_us));
     let mut reloading = std::pin::pin!(reloading);
@@ -125,7 +139,7 @@ async fn serve(setup: &Setup<'_>) -> anyhow::Result<()> {
                     if let Some(others) = LINES.pass() {
                         tracing::warn!(%error, "cannot accept a client{others}");
                     }
-                    tokio::time::sleep(std::time::Duration::from_millis(100)).await;
+                    tokio::time::sleep(Duration::from_millis(100)).await;
                 }
             },
             // The relay exits at once, so there is no second signal to wait for.
@@ -144,6 +158,7 @@ async fn relay_client(
     counters: Arc<RelayCounters>,
 ) {
     let _ = client.set_nodelay(true);
+    enable_tcp_keepalive(&client);
     let mut session = match connector.connect(to).await {
         Ok(session) => session,
         Err(error) => {

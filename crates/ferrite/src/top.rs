@@ -37,7 +37,7 @@ mod tests;
 
 use admin::Admin;
 use app::{Action, App};
-use engine::{Address, Engine};
+use engine::{Address, Engine, NO_TLS};
 use snapshot::Snapshot;
 use source::Source;
 
@@ -57,8 +57,11 @@ const PICTURE: (u16, u16) = (132, 32);
 pub(crate) struct Options {
     /// The engine's address: IP (IPv6 in brackets) or name, and :PORT (default 6379)
     /// [default: 127.0.0.1]
-    #[arg(value_name = "ENGINE", value_parser = address::parse::<DEFAULT_PORT>)]
+    #[arg(value_name = "ENGINE", value_parser = parse_engine)]
     engine: Option<SocketAddr>,
+    /// A flag of other clients: it is an error that says what to do instead
+    #[arg(long, hide = true)]
+    tls: bool,
     /// The engine's Unix socket, instead of an address
     #[arg(long, value_name = "PATH", conflicts_with = "engine")]
     unix: Option<PathBuf>,
@@ -102,10 +105,12 @@ Examples:
 Rates are the difference of two readings, --interval apart. Latencies of an engine are those of its
 commands (INFO latencystats); those of an admin port are of RDMA operations.
 
+There is no TLS. For an engine with only a TLS port, use its Unix socket or the admin port.
+
 JSON fields: format (1), address, program, status, sessions[] (null with --admin): id, client_id,
   user, address, local_address, transport, device, path, age_s, held_bytes, in_bytes, out_bytes;
   transports {}, totals {}, fallbacks {}, memory {}, latency[]: name, count, p50_us, p99_us,
-  p99_9_us; devices {}, totals_per_s {}, session_bytes_per_s {id: [in, out]}, devices_per_s {}.
+  p99_9_us (or the engine's latency-tracking-info-percentiles); devices {}, totals_per_s {}, session_bytes_per_s {id: [in, out]}, devices_per_s {}.
 Failures print {error: {kind, message}}.";
 
 impl Options {
@@ -125,6 +130,21 @@ impl Options {
     }
 }
 
+/// Parses the address of an engine, also as `redis://ADDRESS`.
+fn parse_engine(text: &str) -> Result<SocketAddr, String> {
+    match text.split_once("://") {
+        None => address::parse::<DEFAULT_PORT>(text),
+        Some(("redis", rest)) if !rest.contains(['@', '?']) => {
+            address::parse::<DEFAULT_PORT>(rest.trim_end_matches('/'))
+        }
+        Some(("redis", _)) => Err("expected redis://ADDRESS:PORT; the user is --user, the \
+                                   password REDISCLI_AUTH"
+            .into()),
+        Some(("rediss", _)) => Err(NO_TLS.into()),
+        Some((scheme, _)) => Err(format!("{scheme} is not supported; expected redis")),
+    }
+}
+
 /// Returns the arguments of AUTH; none if neither a user nor a password is given. A user without a
 /// password is tried with an empty one: the user may need none (`nopass`), and otherwise the engine
 /// reports an error.
@@ -136,6 +156,7 @@ fn credentials(user: Option<String>, password: Option<String>) -> Vec<String> {
 }
 
 pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
+    anyhow::ensure!(!options.tls, "{NO_TLS}");
     let source = options.source();
     let app = App::new(source.address());
     if options.once || options.json || options.svg.is_some() || !has_screen() {

@@ -108,7 +108,7 @@ fn reports_a_lost_engine_and_connects_again() {
 
 #[test]
 fn prints_once_for_scripts() {
-    let (engine, port) = engine(&[]);
+    let (engine, port) = engine(&["--latency-tracking-info-percentiles", "75 100"]);
     let mut client = Client::to_tcp(("127.0.0.1", port));
     assert_eq!(client.text(&["SET", "key", "value"]), "+OK");
     let run = |arguments: &[&str]| {
@@ -125,11 +125,14 @@ fn prints_once_for_scripts() {
     assert!(state["totals"]["called"].as_u64().is_some_and(|count| count > 0), "{state}");
     assert!(state["totals_per_s"]["called"].is_u64(), "{state}");
     assert!(state["memory"]["registered"].is_u64(), "{state}");
+    assert!(state["latency"][0]["p75_us"].is_number(), "{state}");
+    assert!(state["latency"][0]["p50_us"].is_null(), "{state}");
     // stdout is not a terminal: no screen.
     let output = run(&[]);
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success() && !text.contains('\x1b'), "{text}");
     assert!(text.contains("127.0.0.1:") && text.contains("transport"), "{text}");
+    assert!(text.contains("latency, set: p75 "), "{text}");
 }
 
 #[test]
@@ -154,6 +157,30 @@ fn explains_why_there_is_nothing_to_see() {
     let refused = run(&["127.0.0.1:1", "--json"]);
     assert!(stderr(&refused).contains("cannot connect to 127.0.0.1:1"), "{}", stderr(&refused));
     assert!(String::from_utf8_lossy(&refused.stdout).starts_with("{\"error\":"));
+}
+
+#[test]
+fn says_that_it_has_no_tls() {
+    let run = |arguments: &[&str]| {
+        let output = top().arg("top").args(arguments).output().expect("it starts");
+        assert!(!output.status.success() && output.stdout.is_empty(), "{output:?}");
+        stderr(&output)
+    };
+    for arguments in [&["rediss://127.0.0.1"][..], &["127.0.0.1", "--tls"]] {
+        let text = run(arguments);
+        assert!(text.contains("ferrite top has no TLS; use the engine's Unix socket"), "{text}");
+    }
+    // A TLS port answers a command without TLS with an alert.
+    let listener = TcpListener::bind("127.0.0.1:0").expect("listen");
+    let address = listener.local_addr().expect("an address").to_string();
+    std::thread::spawn(move || {
+        let (mut client, _) = listener.accept().expect("a client");
+        client.read_exact(&mut [0; 1]).expect("a command");
+        client.write_all(b"\x15\x03\x03\x00\x02\x02\x46").expect("an alert");
+        let _ = client.read_to_end(&mut Vec::new());
+    });
+    let text = run(&[&address]);
+    assert!(text.contains("the engine's port expects TLS; ferrite top has no TLS"), "{text}");
 }
 
 /// Serves these metrics, and an error for other paths.

@@ -9,7 +9,6 @@ use std::time::Duration;
 
 use ferrite_fabric::{ConnectingRaw, Error, ForeignTcpPeer, LogLimit};
 use ferrite_proto::Role;
-use rustix::net::sockopt;
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::sync::watch;
@@ -24,13 +23,12 @@ use crate::polled_when_woken::PolledWhenWoken;
 use crate::pump::{BUFFER, pump_after};
 use crate::sessions::{ClientTransport, OpenSession};
 use crate::stream::{ValkeyConfig, ValkeyStream};
+use crate::tcp_keepalive::enable_tcp_keepalive;
 
 /// The error that engines send beyond `maxclients`, word for word.
 const MAX_CLIENTS_ERROR: &str = "-ERR max number of clients reached\r\n";
 /// How long a client may take to read the last bytes before its connection is closed.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
-/// The idle time after which the kernel probes a TCP client.
-const TCP_KEEPALIVE: Duration = Duration::from_secs(300);
 /// The number of sessions after which keepalives to clients of Valkey Over RDMA become rarer.
 /// Clients get one every 3 s at first, every 6 s beyond this number and every 9 s beyond twice this
 /// number. A server with thousands of clients would do little else otherwise. Even the longest
@@ -83,7 +81,7 @@ impl Gateway {
     ) {
         let ForeignTcpPeer { socket, heard, peer, accepted, handed_over, .. } = foreign_peer;
         let local = socket.local_addr().ok();
-        let _ = enable_keepalive(&socket); // the session also works without keepalive
+        enable_tcp_keepalive(&socket);
         let Ok(socket) = TcpStream::from_std(socket) else { return };
         // Not an engine's socket, but it must be shut down in the same way when it is dropped.
         let socket = EngineSocket::Tcp(socket);
@@ -246,15 +244,6 @@ impl Gateway {
             }
         }
     }
-}
-
-/// Enables TCP keepalive, as engines do by default (`tcp-keepalive 300`). Without it, a client that
-/// vanishes without closing would keep its session forever.
-fn enable_keepalive(socket: &std::net::TcpStream) -> rustix::io::Result<()> {
-    sockopt::set_tcp_keepidle(socket, TCP_KEEPALIVE)?;
-    sockopt::set_tcp_keepintvl(socket, TCP_KEEPALIVE / 3)?;
-    sockopt::set_tcp_keepcnt(socket, 3)?;
-    sockopt::set_socket_keepalive(socket, true)
 }
 
 /// Sends a client the reason for its rejection, and closes the connection.

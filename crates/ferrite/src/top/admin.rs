@@ -247,13 +247,13 @@ fn latency(samples: &[Sample]) -> Vec<LatencyRow> {
     let row = |(op, mut buckets): (&str, Vec<(f64, u64)>)| {
         buckets.sort_by(|one, other| one.0.total_cmp(&other.0));
         let count = buckets.last().map(|bucket| bucket.1).filter(|count| *count > 0)?;
-        let at = |quantile| quantile_us(&buckets, count, quantile);
+        let percentiles = [("p50", 0.5), ("p99", 0.99), ("p99.9", 0.999)];
+        let percentiles = percentiles
+            .map(|(name, quantile)| (name.to_owned(), quantile_us(&buckets, count, quantile)));
         Some(LatencyRow {
             name: op.to_owned(),
             count: Some(count),
-            p50_us: at(0.5),
-            p99_us: at(0.99),
-            p99_9_us: at(0.999),
+            percentiles: percentiles.into(),
         })
     };
     buckets.into_iter().filter_map(row).collect()

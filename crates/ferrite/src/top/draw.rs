@@ -10,7 +10,7 @@ use ratatui::text::{Line, Span};
 use ratatui::widgets::{Block, Cell, Clear, Paragraph, Row, Table, TableState, Wrap};
 
 use super::app::{App, Mode, Sort};
-use super::snapshot::{Session, Snapshot};
+use super::snapshot::{LatencyRow, Session, Snapshot};
 
 /// Height of the boxes above the table, with their borders.
 const BOXES: u16 = 9;
@@ -163,10 +163,28 @@ fn memory_lines(snapshot: &Snapshot) -> Vec<Line<'static>> {
 }
 
 fn latency_lines(snapshot: &Snapshot) -> Vec<Line<'static>> {
-    if snapshot.latency.is_empty() {
-        return vec![Line::from(" not reported").style(DIM)];
-    }
-    let heading = format!(" {:<8}{:>7}{:>7}{:>7}", "", "p50", "p99", "p99.9");
+    let Some(first) = snapshot.latency.first() else {
+        let mut lines = vec![Line::from(" not reported").style(DIM)];
+        // An admin port has latencies as soon as there are operations.
+        if snapshot.sessions.is_some() {
+            lines.push(Line::from(" see CONFIG GET latency-track*").style(DIM));
+        }
+        return lines;
+    };
+    // All rows have the same percentiles. There is place for three: if there are more, the first
+    // and the two highest.
+    let all: Vec<&str> = first.percentiles.iter().map(|(name, _)| name.as_str()).collect();
+    let columns = match &all[..] {
+        [lowest, .., high, highest] => vec![*lowest, *high, *highest],
+        few => few.to_vec(),
+    };
+    let heading: String = columns.iter().map(|name| format!("{name:>7.7}")).collect();
+    let heading = format!(" {:<8}{heading}", "");
+    let slowest = |row: &LatencyRow| {
+        // With the default percentiles p99: the highest one is often a single outlier.
+        let column = columns.get(1).or(columns.first());
+        column.and_then(|name| row.at(name)).unwrap_or_default()
+    };
     let mut rows: Vec<_> = snapshot.latency.iter().collect();
     // First the operations that people often measure, then the others; the slowest first in both
     // groups.
@@ -174,15 +192,16 @@ fn latency_lines(snapshot: &Snapshot) -> Vec<Line<'static>> {
     rows.sort_by(|one, other| {
         // A total order, also if the engine reports something that is not a number.
         let by_rank = rank(&one.name).cmp(&rank(&other.name));
-        by_rank.then(other.p99_us.total_cmp(&one.p99_us))
+        by_rank.then(slowest(other).total_cmp(&slowest(one)))
     });
     let rows = rows.into_iter().map(|row| {
         let name: String = row.name.chars().take(8).collect();
-        let figures = [row.p50_us, row.p99_us, row.p99_9_us].map(|us| match us {
-            1000.0.. => format!("{us:>7.0}"),
-            _ => format!("{us:>7.1}"),
+        let figures = columns.iter().map(|column| match row.at(column) {
+            Some(us @ 1000.0..) => format!("{us:>7.0}"),
+            Some(us) => format!("{us:>7.1}"),
+            None => format!("{:>7}", "-"),
         });
-        Line::from(format!(" {name:<8}{}", figures.concat()))
+        Line::from(format!(" {name:<8}{}", figures.collect::<String>()))
     });
     [Line::from(heading).style(DIM)].into_iter().chain(rows).collect()
 }

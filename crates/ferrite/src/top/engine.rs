@@ -56,6 +56,10 @@ const DEVICES: [&str; 5] = [
     "rdma_devices_without_windows",
 ];
 const FALLBACKS: &str = "rdma_fallbacks_";
+/// The first byte that a TLS server sends if the client does not use TLS.
+const TLS_ALERT: u8 = 0x15;
+pub(super) const NO_TLS: &str = "ferrite top has no TLS; use the engine's Unix socket (--unix), a \
+    port without TLS, or the module's admin port (--admin)";
 
 /// Where the engine is.
 #[derive(Debug, Clone)]
@@ -181,6 +185,14 @@ impl Connection {
         let (mut reply, mut input) = (Answer::new(), vec![0; 16 << 10]);
         loop {
             let count = self.stream.read(&mut input).context("no reply from the engine")?;
+            // A TLS port answers with an alert, or closes the connection.
+            let is_first = reply.bytes.is_empty();
+            if is_first && input[..count].first() == Some(&TLS_ALERT) {
+                bail!("the engine's port expects TLS; {NO_TLS}");
+            }
+            if count == 0 && is_first {
+                bail!("the engine closed the connection; if its port expects TLS: {NO_TLS}");
+            }
             if count == 0 {
                 bail!("the engine closed the connection");
             }
@@ -294,20 +306,18 @@ fn session(line: &str) -> Option<Session> {
 }
 
 /// Parses a line of INFO latencystats, such as
-/// `latency_percentiles_usec_get:p50=1.003,p99=5.023,p99.9=9.023`.
+/// `latency_percentiles_usec_get:p50=1.003,p99=5.023,p99.9=9.023`. The engine's setting
+/// `latency-tracking-info-percentiles` says which percentiles there are.
 fn latency_row(line: &str) -> Option<LatencyRow> {
     let (name, values) = line.strip_prefix("latency_percentiles_usec_")?.split_once(':')?;
-    let at = |percentile: &str| {
-        let mut values = values.trim().split(',');
-        values.find_map(|value| value.strip_prefix(percentile)?.strip_prefix('=')?.parse().ok())
-    };
-    Some(LatencyRow {
-        name: name.replace('|', " "),
-        count: None,
-        p50_us: at("p50")?,
-        p99_us: at("p99")?,
-        p99_9_us: at("p99.9")?,
-    })
+    let percentiles = values.trim().split(',').filter_map(|value| {
+        let (percentile, us) = value.split_once('=')?;
+        percentile.strip_prefix('p')?.parse::<f64>().ok()?;
+        Some((percentile.to_owned(), us.parse().ok()?))
+    });
+    let percentiles: Vec<_> = percentiles.collect();
+    let name = name.replace('|', " ");
+    (!percentiles.is_empty()).then_some(LatencyRow { name, count: None, percentiles })
 }
 
 #[cfg(test)]
@@ -345,8 +355,19 @@ mod tests {
         assert_eq!((sessions[0].in_bytes, sessions[0].out_bytes), (100, 200));
         assert_eq!((sessions[1].client_id, sessions[1].path.as_str()), (None, "proxy"));
         assert_eq!(
-            (snapshot.latency[0].name.as_str(), snapshot.latency[0].p99_9_us),
-            ("config get", 9.023)
+            (snapshot.latency[0].name.as_str(), snapshot.latency[0].at("p99.9")),
+            ("config get", Some(9.023))
         );
+    }
+
+    #[test]
+    fn reads_other_percentiles_than_the_default_ones() {
+        let row = latency_row("latency_percentiles_usec_get:p75=1.5,p100=8.25").expect("a row");
+        assert_eq!(row.percentiles, [("p75".to_owned(), 1.5), ("p100".to_owned(), 8.25)]);
+        assert_eq!(
+            serde_json::to_string(&row).expect("JSON"),
+            r#"{"name":"get","count":null,"p75_us":1.5,"p100_us":8.25}"#
+        );
+        assert_eq!(latency_row("latency_percentiles_usec_get:"), None, "no percentiles");
     }
 }

@@ -46,11 +46,12 @@ fn text(app: &App, snapshot: &Snapshot) -> String {
         let _ = writeln!(out, "devices, {name}: {number}");
     }
     for row in &snapshot.latency {
-        let _ = writeln!(
-            out,
-            "latency, {}: p50 {:.2} µs, p99 {:.2} µs, p99.9 {:.2} µs",
-            row.name, row.p50_us, row.p99_us, row.p99_9_us
-        );
+        let figures = row.percentiles.iter().map(|(name, us)| format!("{name} {us:.2} µs"));
+        let _ = writeln!(out, "latency, {}: {}", row.name, figures.collect::<Vec<_>>().join(", "));
+    }
+    // An admin port has latencies as soon as there are operations.
+    if snapshot.latency.is_empty() && snapshot.sessions.is_some() {
+        let _ = writeln!(out, "latency: not reported; see CONFIG GET latency-track*");
     }
     for (transport, number) in &snapshot.transports {
         let _ = writeln!(out, "sessions, {transport}: {number}");

@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use serde::Serialize;
+use serde::ser::SerializeMap as _;
+use serde::{Serialize, Serializer};
 
 use crate::latency::two_decimals;
 
@@ -72,18 +73,38 @@ pub(super) struct Session {
     pub(super) out_bytes: u64,
 }
 
-/// Percentiles of one kind of operation, in microseconds.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+/// Percentiles of one kind of operation.
+#[derive(Debug, Clone, PartialEq)]
 pub(super) struct LatencyRow {
     pub(super) name: String,
     /// The number of operations; `None` if the source does not report it.
     pub(super) count: Option<u64>,
-    #[serde(serialize_with = "two_decimals")]
-    pub(super) p50_us: f64,
-    #[serde(serialize_with = "two_decimals")]
-    pub(super) p99_us: f64,
-    #[serde(serialize_with = "two_decimals")]
-    pub(super) p99_9_us: f64,
+    /// The percentiles that the source reports, such as `p99.9`, in microseconds.
+    pub(super) percentiles: Vec<(String, f64)>,
+}
+
+impl LatencyRow {
+    /// Returns a percentile in microseconds, if the source reports it.
+    pub(super) fn at(&self, percentile: &str) -> Option<f64> {
+        self.percentiles.iter().find(|(name, _)| name == percentile).map(|(_, us)| *us)
+    }
+}
+
+/// A figure that is written with two decimals.
+#[derive(Serialize)]
+struct Rounded(#[serde(serialize_with = "two_decimals")] f64);
+
+impl Serialize for LatencyRow {
+    /// Writes a percentile such as `p99.9` as the field `p99_9_us`.
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        let mut row = to.serialize_map(None)?;
+        row.serialize_entry("name", &self.name)?;
+        row.serialize_entry("count", &self.count)?;
+        for (percentile, us) in &self.percentiles {
+            row.serialize_entry(&format!("{}_us", percentile.replace('.', "_")), &Rounded(*us))?;
+        }
+        row.end()
+    }
 }
 
 /// Changes per second between two snapshots.

@@ -27,6 +27,11 @@ fn session(id: u64, transport: &str, out_bytes: u64) -> Session {
     }
 }
 
+fn row<const N: usize>(name: &str, percentiles: [(&str, f64); N]) -> LatencyRow {
+    let percentiles = percentiles.map(|(name, us)| (name.to_owned(), us)).into();
+    LatencyRow { name: name.into(), count: None, percentiles }
+}
+
 fn snapshot(sessions: Vec<Session>) -> Snapshot {
     let mut transports = std::collections::BTreeMap::new();
     for session in &sessions {
@@ -40,13 +45,7 @@ fn snapshot(sessions: Vec<Session>) -> Snapshot {
         totals: [("called", 1000), ("send_ops", 500), ("completion_errors", 2)].into(),
         fallbacks: [("no device".to_owned(), 3)].into(),
         memory: [("registered", 64 << 20), ("limit", 256 << 20), ("windows", 5 << 20)].into(),
-        latency: vec![LatencyRow {
-            name: "get".into(),
-            count: None,
-            p50_us: 1.5,
-            p99_us: 9.25,
-            p99_9_us: 14_286.8,
-        }],
+        latency: vec![row("get", [("p50", 1.5), ("p99", 9.25), ("p99.9", 14_286.8)])],
         ..Snapshot::default()
     }
 }
@@ -297,14 +296,28 @@ fn draws_latencies_that_are_no_numbers() {
             random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
             let values = [f64::NAN, f64::INFINITY, -5.0, f64::from(row)];
             let p99_us = values[usize::try_from(random >> 62).expect("two bits")];
-            let name = format!("c{row}");
-            LatencyRow { name, count: None, p50_us: 1.0, p99_us, p99_9_us: f64::NAN }
+            let percentiles = [("p50", 1.0), ("p99", p99_us), ("p99.9", f64::NAN)];
+            self::row(&format!("c{row}"), percentiles)
         });
         let latency = latency.collect();
         let mut app = app();
         app.update(Ok(Snapshot { latency, ..snapshot(vec![]) }));
         assert!(shown(&app).contains("p99.9"));
     }
+}
+
+#[test]
+fn shows_the_percentiles_that_the_engine_reports() {
+    let mut app = app();
+    let four = [("p25", 1.0), ("p75", 2.5), ("p90", 3.5), ("p100", 4.5)];
+    app.update(Ok(Snapshot { latency: vec![row("get", four)], ..snapshot(vec![]) }));
+    let screen = shown(&app);
+    assert!(screen.contains("p25    p90   p100") && !screen.contains("p75"), "{screen}");
+    assert!(screen.contains("get         1.0    3.5    4.5"), "{screen}");
+    app.update(Ok(Snapshot { latency: vec![row("get", [("p50", 7.5)])], ..snapshot(vec![]) }));
+    assert!(shown(&app).contains("get         7.5"), "{}", shown(&app));
+    app.update(Ok(Snapshot { latency: vec![], ..snapshot(vec![]) }));
+    assert!(shown(&app).contains("see CONFIG GET latency-track*"), "{}", shown(&app));
 }
 
 #[test]

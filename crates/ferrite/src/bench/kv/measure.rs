@@ -10,6 +10,7 @@ use anyhow::Context as _;
 use ferrite_fabric::Rdma;
 
 use super::command::Requests;
+use super::dial::Dialer;
 use super::interrupt::Interrupt;
 use super::key_space::KeySpace;
 use super::load::{self, Turn};
@@ -66,8 +67,8 @@ pub(super) fn length(options: &Options) -> u64 {
 /// Runs all tests. Calls `save` after each of them.
 ///
 /// # Errors
-/// Fails if the keys cannot be written, or if the CPU time of the server cannot be read. Other
-/// failures are in the result.
+/// Fails if a transport of a comparison is missing, if the keys cannot be written, or if the CPU
+/// time of the server cannot be read. Other failures are in the result.
 pub(super) fn run(
     options: &Options,
     key_space: &Arc<KeySpace>,
@@ -76,6 +77,7 @@ pub(super) fn run(
     mut save: impl FnMut(&Measured) -> anyhow::Result<()>,
 ) -> anyhow::Result<Measured> {
     let policies = options.policies();
+    check_transports(options, &policies)?;
     let tests = options.requests();
     if tests.iter().any(|requests| requests.needs_keys()) {
         let all = options.keys;
@@ -98,6 +100,21 @@ pub(super) fn run(
         }
     }
     Ok(measured)
+}
+
+/// Opens a connection over each transport of a comparison, so that a missing one is noticed before
+/// the others are measured.
+fn check_transports(options: &Options, policies: &[Rdma]) -> anyhow::Result<()> {
+    if policies.len() < 2 {
+        return Ok(()); // the first connections of the test fail at once
+    }
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    runtime.block_on(async {
+        for policy in policies {
+            Dialer::new(options, *policy)?.connect().await.context("cannot connect")?;
+        }
+        Ok(())
+    })
 }
 
 /// The state of a benchmark.
