@@ -141,7 +141,7 @@ fn refuses_tls_options_that_contradict_each_other() {
             &["-u", "rediss://host", "--rdma", "require", "PING"],
             "TLS works only over TCP, but RDMA is required",
         ),
-        (&["-u", "rediss://host?rdma=require", "PING"], "TLS, which is TCP only"),
+        (&["-u", "rediss://host?rdma=require", "PING"], "rediss:// means TLS over TCP"),
         (&["--cacert", "file", "PING"], "--cacert needs --tls or a rediss:// URI"),
         (&["--insecure", "PING"], "--insecure needs --tls"),
     ] {

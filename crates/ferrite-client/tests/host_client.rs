@@ -136,7 +136,7 @@ async fn explains_invalid_urls() {
         ("redis://", "no host is given"),
         ("", "no host is given"),
         ("host:0", "expected a port from 1 to 65535"),
-        ("rediss://host?rdma=require", "TLS, which is TCP only"),
+        ("rediss://host?rdma=require", "rediss:// means TLS over TCP"),
         ("redis://me:secret@host?db=1", "unknown parameter \"db\""),
         ("redis://me:sec/ret@host", "write / as %2F"),
         ("me:secret", "expected a port"),

@@ -411,7 +411,7 @@ const CASES: &[Case] = &[
         Failure::Completion(Status::BAD_RESPONSE),
         |_| {},
         Possible,
-        ["broke the protocol", "bad response", ""],
+        ["unexpected response", "bad response", ""],
     ),
 ];
 

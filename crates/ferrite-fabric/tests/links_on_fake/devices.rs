@@ -22,7 +22,7 @@ fn leaves_out_a_device_without_srq_and_serves_on_the_other() {
     let [(name, error)] = server.unused_devices() else { panic!("{:?}", server.unused_devices()) };
     assert_eq!(name, "fake1");
     assert!(
-        error.to_string().contains("fake1 has 0 receives in a shared receive queue"),
+        error.to_string().contains("fake1 supports 0 receives in a shared receive queue"),
         "{error}"
     );
     let mut listener = server.listen(fixture.hosts[1].any_port()).expect("listen");
@@ -32,7 +32,7 @@ fn leaves_out_a_device_without_srq_and_serves_on_the_other() {
     let options = ConnectOptions::new().local(fixture.hosts[0].any_port()).rdma(Rdma::Require);
     let calling = server.connect_with(listener.local_addr(), &options);
     let error = drive(&[&server], calling).expect_err("the device is not used");
-    assert!(error.to_string().contains("fake1 has 0 receives"), "{error}");
+    assert!(error.to_string().contains("fake1 supports 0 receives"), "{error}");
     assert!(error.is_unavailable(), "{error:?}");
     // On its own, the device is an error, not a panic.
     let alone =

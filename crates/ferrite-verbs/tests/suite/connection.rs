@@ -95,7 +95,7 @@ pub(crate) fn connect_without_a_listener_is_rejected(fixture: &Fixture) {
     let error =
         cm::connect(&id, &parts.qp, ACCESS, &params(&config), TIMEOUT).expect_err("a rejection");
     assert_eq!(error.kind(), ErrorKind::Rejected, "{error}");
-    assert!(error.to_string().contains("nobody listens"), "{error}");
+    assert!(error.to_string().contains("no program listens"), "{error}");
 }
 
 pub(crate) fn disconnect_reaches_both_sides(fixture: &Fixture) {

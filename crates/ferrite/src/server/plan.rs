@@ -254,7 +254,7 @@ mod tests {
         assert!(lines.last().is_some_and(|line| line.ends_with(" admin-listen 127.0.0.1:9121")));
         let file = format!("[server]\nengine = \"/bin/true\"\nrdma = \"forbid\"\n{admin}");
         let error = Plan::new(&Config::parse(&file).expect("right")).expect_err("no module");
-        assert!(error.to_string().contains("without it"), "{error}");
+        assert!(error.to_string().contains("without the module"), "{error}");
     }
 
     #[test]
