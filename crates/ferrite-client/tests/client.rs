@@ -18,7 +18,8 @@ use tokio::task::JoinHandle;
 
 pub(crate) const HOSTS: [&str; 2] = ["10.0.0.1", "10.0.0.2"];
 
-/// Longer than a test with large values takes on a busy machine. nextest ends what hangs before.
+/// Longer than a test with large values takes on a busy machine. nextest usually ends a test that
+/// hangs earlier (`slow-timeout` in .config/nextest.toml).
 const LONG: Duration = Duration::from_secs(600);
 
 /// Runs a test, which must end in time.

@@ -1,4 +1,4 @@
-//! The fallback matrix on real devices: {fault} × {prefer, require, forbid} × {cm, tcp-first}
+//! The fallback matrix on Soft-RoCE: {fault} × {prefer, require, forbid} × {cm, tcp-first}
 //! (`cargo xtask lab-test fallback`).
 //!
 //! Each cell opens a link from 10.0.0.2 to 10.0.0.1 during a fault. `prefer` must give a link on

@@ -119,7 +119,7 @@ fn memlock_is_explained() {
             .memory_pool_initial(64 * MIB)
             .build()
             .expect_err("the pool exceeds memlock");
-        assert!(error.to_string().contains("32 MiB needed"), "{error}");
+        assert!(error.to_string().contains("32 MiB more are needed"), "{error}");
         return;
     }
     let runner = std::env::var(RUNNER).unwrap_or_default();

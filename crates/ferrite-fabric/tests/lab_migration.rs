@@ -1,5 +1,5 @@
-//! Links that lose their RDMA path and continue, on real devices (`cargo xtask lab-test
-//! migration`).
+//! Links that lose their RDMA path and continue, on Soft-RoCE devices in the lab's guest (`cargo
+//! xtask lab-test migration`).
 //!
 //! The link is from 10.0.0.2 (rxe2 on h2) to 10.0.0.1 (rxe1 on h1), in one guest. TCP between the
 //! two uses the guest's loopback, so that a fault of an interface or of a wire affects RDMA alone.

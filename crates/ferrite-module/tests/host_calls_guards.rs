@@ -380,8 +380,8 @@ fn invalid_replies_are_passed_on() {
     let wrong = "redis.setresp(3) return {big_number = 'no number'}";
     for program in engines() {
         let mut server = start(&program, &[]);
-        // Not by the session itself: one that has written would be ended, so that WAIT is never
-        // wrong.
+        // Another client writes the key. A session with writes of its own would be closed at the
+        // invalid reply, because a later WAIT would not cover them.
         server.client().ok(&["SET", "k", "v"]);
         for script in [deep, wrong] {
             let mut pair = Pair::new(&server);

@@ -173,8 +173,8 @@ fn link_local() -> Option<String> {
     })
 }
 
-/// A listener that cannot be is no fallback: the engine would run without the port that clients
-/// expect.
+/// The module does not load if it cannot listen on an address that was named: the engine would run
+/// without the port that clients expect.
 #[test]
 fn refuses_to_load_if_a_named_address_cannot_be_used() {
     let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
@@ -192,7 +192,8 @@ fn refuses_to_load_if_a_named_address_cannot_be_used() {
             assert!(!status.success(), "{log}");
             assert!(log.contains("ferrite: not loaded: ") && log.contains(why), "{log}");
         }
-        // A running engine refuses as well, goes on, and can load the module afterwards.
+        // In a running engine, MODULE LOAD fails as well. The engine goes on, and can load the
+        // module afterwards on a free port.
         let mut server = Engine::start(&Start { program: &program, ..Start::redis(&[]) });
         let module = module();
         let load = ["MODULE", "LOAD", module.to_str().expect("UTF-8"), "rdma-bind", "127.0.0.1"];

@@ -30,8 +30,8 @@ impl Source {
         }
         // SAFETY: the buffer is contiguous (checked by `of`), so that `len` bytes follow `start`.
         // Python keeps them allocated and in place while `self.0` is held, which the result
-        // borrows. No byte is uninitialised: Python has none. Nobody writes to them meanwhile, or
-        // the caller in Python has broken the rule of this file.
+        // borrows. Foreign code allocated them, so they count as initialised. The Python program
+        // must not write to them during the call (see the top of this file).
         unsafe { slice::from_raw_parts(start, len) }
     }
 }

@@ -1,4 +1,4 @@
-//! Faults on real devices: each is reported as a typed error, in time (`cargo xtask lab-test
+//! Faults on Soft-RoCE: each is reported as a typed error, in time (`cargo xtask lab-test
 //! faults`).
 //!
 //! The rows are those of lab/README.md. Each test breaks the guest's network with an operator's

@@ -28,7 +28,7 @@ pub(crate) struct Options {
 }
 
 const JSON_HELP: &str = "\
-JSON fields, stable within a value of `format`:
+JSON fields (`name?` may be absent; `format` changes if others change):
   format (1), devices[], connection_manager {available, error?, remedy?}
   devices[]: name, driver?, software, guid, numa_node?, firmware, completion_vectors, limits {…},
     ports[], error? (the device could not be opened or queried; firmware, completion_vectors,

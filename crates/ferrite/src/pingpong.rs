@@ -108,7 +108,7 @@ Examples:
   ferrite pingpong 10.0.0.1 --bind 10.0.0.2                on the second
   ferrite pingpong 10.0.0.1 --op read --size 4096 --json   another test with the same server
 
-JSON fields of the client, stable within a value of `format`:
+JSON fields of the client (`name?` may be absent; `format` changes if others change):
   format (1), role (client), op, mode, size_bytes, iterations, warmup, inline, local, peer,
   device, software, port, gid {index, address, type}, mtu_bytes, measure (half_round_trip or
   round_trip), latency_us {min, p50, p90, p99, p99_9, max, mean}, seconds

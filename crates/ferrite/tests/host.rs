@@ -277,7 +277,9 @@ fn relay_reads_its_settings_again_on_sighup() {
 
     set("nonsense", "7");
     relay.reload("no setting was changed: ");
-    let [(level, message)] = &relay.logged("no setting was changed")[..] else { panic!("one line") };
+    let [(level, message)] = &relay.logged("no setting was changed")[..] else {
+        panic!("one line")
+    };
     assert_eq!(level, "ERROR");
     assert!(message.contains("/ferrite.toml:2: observability.log_level: "), "{message}");
 

@@ -167,8 +167,8 @@ pub static RDMA_DEVICE_PORT: Setting = setting(
     "network.rdma_port",
     Kind::Number { min: 0, max: 254 },
     "0",
-    "Physical port of the devices to use, counted from 1; links on other ports use TCP. 0: every \
-     port whose address is used. (The port for clients is `rdma-port` or `listen`.)",
+    "Port of the RDMA devices that links may use, counted from 1; links whose address belongs to \
+     another port use TCP. 0: any port. (Clients connect to `rdma-port` or `listen`.)",
 );
 
 /// The index of the GID.
@@ -191,7 +191,7 @@ pub static CONNECTION_TIMEOUT: Setting = setting(
         max: Duration::from_secs(600),
     },
     "5s",
-    "Maximum duration of a handshake, of accepted and of outgoing connections.",
+    "Maximum duration of a handshake, for accepted and for outgoing connections.",
 );
 
 /// Retries before TCP is used.

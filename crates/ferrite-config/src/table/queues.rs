@@ -116,7 +116,7 @@ pub static PREPARED_QP_COUNT: Setting = setting(
     "Number of queue pairs to create in advance on each device, so that new connections need not \
      wait for theirs. Each one that is used is replaced.",
 )
-.memory("`send-queue-depth` requests for each")
+.memory("`send-queue-depth` entries of 64 to 256 bytes for each queue pair")
 .aliases(&[alias("rdma_prepared_qp_cnt", AliasForm::Same)]);
 
 /// Whether receives are handed on without a copy.

@@ -33,7 +33,8 @@ pub(crate) struct SharedDevice {
     /// The GID table as it was last read. Reading it may wait for the kernel, so connections use
     /// this copy; the device reports changes.
     gids: Mutex<Option<Vec<GidEntry>>>,
-    /// The ports that were down when the device was opened, or went down later.
+    /// The ports known to be down. Opening the device adds its usable ports only if none is active;
+    /// later events add and remove ports.
     ports_down: Mutex<BTreeSet<u8>>,
 }
 

@@ -99,9 +99,9 @@ impl ListenerShared {
         .await
     }
 
-    /// Returns whether a connection to this address is meant for the listener. The kernel is not
-    /// always so strict: a listener on 127.0.0.1 also gets connections to any address of the device
-    /// that the kernel chose for it.
+    /// Returns whether a connection to this address is meant for the listener. The kernel puts a
+    /// listener on 127.0.0.1 on a device of its choice, and then also delivers connections to other
+    /// addresses of that device.
     pub(crate) fn is_at(&self, local: Option<SocketAddr>) -> bool {
         let ip = self.ip.to_canonical();
         ip.is_unspecified() || local.is_some_and(|local| local.ip().to_canonical() == ip)

@@ -220,7 +220,7 @@ impl LinkShared {
         *lock(&self.baseline) = context.map(|context| Baseline::take(&context, port));
     }
 
-    /// Makes the fabric process the link when some of the memory that the peer holds is returned.
+    /// Wakes the driver for this link when its account for received TCP data gets memory back.
     pub(crate) fn call_on_credit(&self) {
         if let Some(tcp) = &lock(&self.state).tcp {
             tcp.wake_on_credit(&self.waker);

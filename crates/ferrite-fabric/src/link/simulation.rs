@@ -9,7 +9,7 @@
 //! ```
 //!
 //! A seed determines a run. The simulator checks that
-//! - every message arrives once and in order, and every notice after its write;
+//! - every message arrives once and in order, and the immediate data of a write after its bytes;
 //! - no write reaches memory that was released;
 //! - honest peers do not violate the protocol;
 //! - every operation is answered, and every link ends.

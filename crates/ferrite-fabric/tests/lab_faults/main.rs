@@ -1,4 +1,4 @@
-//! Faults under links on real devices: each ends in success or in a typed error, in time, and
+//! Faults under links on Soft-RoCE: each ends in success or in a typed error, in time, and
 //! leaves nothing behind. Run them with `cargo xtask lab-test faults`; `-- --success-output
 //! immediate` shows how the errors read.
 //!

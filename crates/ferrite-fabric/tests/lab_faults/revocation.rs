@@ -42,7 +42,7 @@ fn revokes_while_peers_read() {
         host.finish();
         return;
     }
-    // The third link, and the fabric of all links.
+    // Opens the third link. This fabric also accepts the links of the two child processes.
     let pair = Pair::start(short_timeouts(), short_timeouts());
     let fabric = pair.own.fabric.clone();
     let mut listener = fabric.listen(any_port(OWN)).expect("a listener");

@@ -40,7 +40,7 @@ impl Spec {
         self.tips.iter().any(|has| has == tip)
     }
 
-    /// Returns whether the command may block. WAIT does not have the flag `blocking`.
+    /// Returns whether the command may block. Redis 7.0 does not give WAIT the flag `blocking`.
     pub(crate) fn waits(&self) -> bool {
         self.is("blocking") || self.name.starts_with("wait")
     }

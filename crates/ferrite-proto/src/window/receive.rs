@@ -99,7 +99,7 @@ impl ReceiveWindow {
     pub fn consume(&mut self, bytes: u32) -> bool {
         assert!(
             bytes <= self.filled - self.consumed,
-            "cannot consume {bytes} bytes of {:?}",
+            "cannot consume {bytes} bytes: only the range {:?} is readable",
             self.readable()
         );
         self.consumed += bytes;
@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "cannot consume 2 bytes of 0..1")]
+    #[should_panic(expected = "cannot consume 2 bytes: only the range 0..1 is readable")]
     fn panics_if_more_is_consumed_than_arrived() {
         let mut window = ReceiveWindow::new(4);
         window.announce();

@@ -19,7 +19,8 @@ const NOAUTH: &[u8] = b"-NOAUTH";
 pub(super) enum LargeCommand {
     /// It is proxied and has one reply.
     HasOneReply,
-    /// It is proxied and has one reply if the engine rejects it. Otherwise it pins the session.
+    /// The session first asks the engine whether the client must log in. If so, the command is
+    /// proxied and has one reply. Otherwise it pins the session.
     MayBeRefused,
     /// It pins the session.
     Pins,

@@ -145,11 +145,11 @@ Examples:
   ferrite bench fabric 10.0.0.1 --op read --size 4kb,64kb --seconds 5  reads of two sizes
   ferrite bench fabric 10.0.0.1 --links 10 --idle 2000 --op send     next to 2,000 idle links
 
-JSON fields of the client, stable within a value of `format`:
+JSON fields of the client (`name?` may be absent; `format` changes if others change):
   format (1), role (client), device, driver?, software, mtu_bytes, mode, links, local, peer,
   idle? {asked, open, seconds, pinned_bytes_per_link, kept, close_seconds, failures {…}},
   server {links, registered_bytes, receives_posted} (before the first case), results[], notes[],
-  error? (the results so far, if a case fails after others)
+  error? (if a case fails after others; results[] then has those so far)
   results[]: op, measure, size_bytes, seconds, client and server {passes, completions, sleeps},
     for latency: latency_of (half_round_trip or round_trip), iterations, warmup,
       latency_us {min, p50, p90, p99, p99_9, max, mean}

@@ -128,7 +128,7 @@ Examples:
   ferrite bench stream 10.0.0.1 --over tcp             the same over TCP
   ferrite bench stream 10.0.0.1 --over tokio           over TCP, without Ferrite
 
-JSON fields of the client, stable within a value of `format`:
+JSON fields of the client (`name?` may be absent; `format` changes if others change):
   format (1), role (client), over, busy_poll_us, results[],
     for RDMA: device, driver?, software, mtu_bytes, local, peer
   results[]: measure, size_bytes, rounds, transfers, seconds, us_per_transfer, mib_per_s,

@@ -43,7 +43,7 @@ fn text(app: &App, snapshot: &Snapshot) -> String {
         let _ = writeln!(out, "fallbacks to TCP, {cause}: {number}");
     }
     for (name, number) in &snapshot.devices {
-        let _ = writeln!(out, "devices, {name}: {number}");
+        let _ = writeln!(out, "device counter, {name}: {number}");
     }
     for row in &snapshot.latency {
         let figures = row.percentiles.iter().map(|(name, us)| format!("{name} {us:.2} µs"));

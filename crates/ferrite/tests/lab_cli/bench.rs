@@ -240,7 +240,7 @@ fn bench_fabric_names_a_server_of_another_protocol() {
     assert!(message.contains("the peer is a Redis or Valkey server"), "{message}");
 }
 
-/// A peer that connects and stays silent does not keep the benchmark waiting for ever.
+/// A server that accepts the connection and stays silent does not block the benchmark for ever.
 #[test]
 fn bench_fabric_does_not_wait_for_a_silent_peer() {
     let server = Server::of(STREAM, &[]); // sends nothing before its client has

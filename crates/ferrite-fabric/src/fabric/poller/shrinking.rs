@@ -1,11 +1,10 @@
-//! Returns memory that a burst needed to the system.
+//! Releases pool memory to the system after a burst.
 //!
 //! While the pool is larger than at the start and buffers have been returned to it, a timer runs
 //! every 5 s. It releases the memory that nobody has used since the last time. When nothing is left
 //! to release, the timer stops until buffers have been returned again.
 //!
-//! An idle fabric does not wake up for this. Buffers that other threads return while it sleeps are
-//! noticed the next time it is awake.
+//! Returning a buffer does not wake a sleeping driver. The driver notices it in its next pass.
 
 use std::time::Duration;
 

@@ -131,7 +131,7 @@ impl LinkState {
         Ok(any)
     }
 
-    /// Writes everything that may be sent.
+    /// Writes what may be sent, until nothing is left or the socket accepts no more.
     pub(super) fn write_all(&mut self, wakes: &mut Wakes) -> Result<(), Error> {
         let Self { core, tcp: Some(tcp), .. } = self else { return Ok(()) };
         loop {

@@ -22,7 +22,7 @@ use crate::source::{Source, UNKNOWN_PEER};
 use crate::wire::{Hello, HelloError, Refusal, RefusalCode};
 
 const NO_WINDOWS: &str =
-    "the server's device cannot keep clients' memory apart (rdma-shared-windows); use TCP";
+    "the server's RDMA device has no type 2 memory windows and rdma-shared-windows is no; use TCP";
 
 /// The recipient of a link when the handshake is done.
 pub(crate) enum Recipient {
