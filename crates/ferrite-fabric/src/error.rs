@@ -408,15 +408,7 @@ impl From<PoolError> for Error {
             Pool::DeviceGone => ErrorKind::DeviceGone,
             Pool::Misuse => ErrorKind::Misuse,
         };
-        let (what, source) = (error.to_string(), Some(Source::Pool(error)));
-        Self(Arc::new(Inner {
-            kind,
-            what,
-            status: None,
-            refusal: None,
-            causes: OnceLock::new(),
-            source,
-        }))
+        Self::with_source(kind, error.to_string(), Source::Pool(error))
     }
 }
 

@@ -239,7 +239,7 @@ impl Fallback {
 
 impl fmt::Display for Fallback {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "over TCP instead of RDMA ({}): {}", self.cause, self.error)?;
+        write!(f, "uses TCP instead of RDMA ({}): {}", self.cause, self.error)?;
         match self.error.remedy() {
             Some(remedy) => write!(f, "; to do: {remedy}"),
             None => Ok(()),
@@ -255,7 +255,7 @@ mod tests {
     fn encryption_is_a_cause_with_a_remedy() {
         let fallback = Fallback::new(Error::clear_text("say so"));
         assert_eq!(fallback.cause, FallbackCause::Encryption);
-        let expected = "over TCP instead of RDMA (encryption): TLS is configured, and RDMA payload \
+        let expected = "uses TCP instead of RDMA (encryption): TLS is configured, and RDMA payload \
                         is clear text; to do: say so";
         assert_eq!(fallback.to_string(), expected);
     }

@@ -191,11 +191,11 @@ fn doctor(module: &mut Module, _: u64, words: &[String]) -> Reply {
     };
     match &mut module.service {
         Service::Off(why) => say(false, &format!("no listener: {why}")),
-        Service::On(transport) if transport.state.why_ended().is_some() => {
-            let why = transport.state.why_ended().unwrap_or_default();
-            say(false, &format!("no listener: {why}; restart the engine"));
-        }
         Service::On(transport) => {
+            if let Some(why) = transport.state.why_ended() {
+                say(false, &format!("no listener: {why}; restart the engine"));
+                return Reply::Text(report);
+            }
             let listener = transport.listener.clone();
             let config = transport.gateway.config();
             match &listener.absence {

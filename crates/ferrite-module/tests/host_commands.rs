@@ -119,15 +119,23 @@ fn clients_can_kill_their_own_sessions() {
             let mut server = start(&program, &["call-path", call_path], &[]);
             for _ in 0..5 {
                 let mut client = Client::to_tcp(server.info("address"));
-                let sessions = client.text(&["FERRITE", "CLIENTS"]);
-                let id = sessions.split(' ').next().and_then(|id| id.strip_prefix("id="));
-                assert_eq!(client.text(&["FERRITE", "KILL", id.expect("a session")]), "+OK");
+                let id = client.first_session();
+                assert_eq!(client.text(&["FERRITE", "KILL", &id]), "+OK");
                 assert_eq!(client.next_reply(), None, "closed");
                 server.wait_until("no session", || server.count("sessions") == 0);
             }
             server.assert_healthy();
         }
     }
+}
+
+/// Makes the client block, and returns the id of its session.
+fn block(server: &Engine, client: &mut Client) -> String {
+    assert!(client.try_send(&[vec!["BLPOP", "list", "0"]]));
+    server.wait_until("a blocked client", || {
+        server.ask::<String>(&["INFO", "clients"]).contains("blocked_clients:1")
+    });
+    server.client().first_session()
 }
 
 /// A session that waits for its engine ends, too.
@@ -137,13 +145,7 @@ fn kills_a_session_whose_command_blocks() {
         for call_path in ["yes", "no"] {
             let mut server = start(&program, &["call-path", call_path], &[]);
             let mut client = Client::to_tcp(server.info("address"));
-            assert!(client.try_send(&[vec!["BLPOP", "list", "0"]]));
-            server.wait_until("a blocked client", || {
-                server.ask::<String>(&["INFO", "clients"]).contains("blocked_clients:1")
-            });
-            let sessions: String = server.ask(&["FERRITE", "CLIENTS"]);
-            let id = sessions.split(' ').next().and_then(|id| id.strip_prefix("id="));
-            let () = server.ask(&["FERRITE", "KILL", id.expect("a session")]);
+            let () = server.ask(&["FERRITE", "KILL", &block(&server, &mut client)]);
             assert_eq!(client.next_reply(), None, "closed");
             server.wait_until("no blocked client", || {
                 server.ask::<String>(&["INFO", "clients"]).contains("blocked_clients:0")
@@ -164,8 +166,7 @@ fn killed_sessions_run_no_further_command() {
         let writer = std::thread::spawn(move || while client.try_send(&[vec!["INCR", "count"]]) {});
         let count = || server.ask::<Option<u64>>(&["GET", "count"]).unwrap_or(0);
         server.wait_until("writes", || count() > 100);
-        let sessions: String = server.ask(&["FERRITE", "CLIENTS"]);
-        let id = sessions.split(' ').next().and_then(|id| id.strip_prefix("id="));
+        let id = server.client().first_session();
         // A transaction, so that no other command runs between the two.
         let mut kill = redis::pipe();
         kill.atomic().cmd("FERRITE").arg("KILL").arg(id).cmd("GET").arg("count");
@@ -185,12 +186,7 @@ fn killed_sessions_take_no_element_that_they_waited_for() {
     for program in engines() {
         let mut server = start(&program, &[], &["--appendonly", "yes"]);
         let mut client = Client::to_tcp(server.info("address"));
-        assert!(client.try_send(&[vec!["BLPOP", "list", "0"]]));
-        server.wait_until("a blocked client", || {
-            server.ask::<String>(&["INFO", "clients"]).contains("blocked_clients:1")
-        });
-        let sessions: String = server.ask(&["FERRITE", "CLIENTS"]);
-        let id = sessions.split(' ').next().and_then(|id| id.strip_prefix("id="));
+        let id = block(&server, &mut client);
         let mut kill = redis::pipe();
         kill.atomic().cmd("LPUSH").arg(&["before", "1"]);
         kill.cmd("FERRITE").arg("KILL").arg(id).cmd("LPUSH").arg(&["list", "element"]);
@@ -219,12 +215,10 @@ fn a_transaction_that_kills_its_own_session_gets_no_other_rights() {
         let () = server.ask(&["SET", "key", "value"]);
         let mut client = Client::to_tcp(server.info("address"));
         client.ok(&["AUTH", "limited", "pw"]);
-        let sessions = client.text(&["FERRITE", "CLIENTS"]);
-        let id = sessions.split(' ').next().and_then(|id| id.strip_prefix("id="));
-        let id = id.expect("a session");
+        let id = client.first_session();
         client.ok(&["MULTI"]);
         client.send(&[
-            vec!["FERRITE", "KILL", id],
+            vec!["FERRITE", "KILL", &id],
             vec!["EVAL", "return redis.pcall('FLUSHALL')", "0"],
             vec!["EVAL", "return redis.call('SET', 'key', 'later')", "0"],
             vec!["EXEC"],
@@ -234,7 +228,7 @@ fn a_transaction_that_kills_its_own_session_gets_no_other_rights() {
         assert!(reply.starts_with("*3\r\n-ERR a transaction cannot end its own"), "{reply}");
         assert!(reply.ends_with("+OK\r\n"), "the other commands run: {reply}");
         assert_eq!(server.ask::<String>(&["GET", "key"]), "later", "on {}", program.display());
-        assert_eq!(client.text(&["FERRITE", "KILL", id]), "+OK");
+        assert_eq!(client.text(&["FERRITE", "KILL", &id]), "+OK");
         assert_eq!(client.next_reply(), None, "closed");
         server.assert_healthy();
     }
@@ -248,11 +242,10 @@ fn clients_without_replies_can_kill_their_own_sessions() {
         for mode in ["OFF", "SKIP"] {
             let mut server = start(&program, &[], &[]);
             let mut client = Client::to_tcp(server.info("address"));
-            let sessions = client.text(&["FERRITE", "CLIENTS"]);
-            let id = sessions.split(' ').next().and_then(|id| id.strip_prefix("id="));
+            let id = client.first_session();
             client.send(&[
                 vec!["CLIENT", "REPLY", mode],
-                vec!["FERRITE", "KILL", id.expect("a session")],
+                vec!["FERRITE", "KILL", &id],
                 vec!["SET", "key", "value"],
             ]);
             assert_eq!(client.next_reply(), None, "closed");

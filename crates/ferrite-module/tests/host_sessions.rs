@@ -37,9 +37,7 @@ fn a_client_that_kills_its_own_session_gets_the_reply() {
             if pins {
                 client.ok(&["CLIENT", "NO-EVICT", "on"]);
             }
-            let line = client.text(&["FERRITE", "CLIENTS"]);
-            let id = line.split_whitespace().next().and_then(|field| field.strip_prefix("id="));
-            let id = id.expect("the field id").to_owned();
+            let id = client.first_session();
             client.send(&[vec!["FERRITE", "KILL", &id], vec!["PING"]]);
             assert_eq!(client.next_reply().as_deref(), Some(&b"+OK\r\n"[..]), "pinned: {pins}");
             assert_eq!(client.next_reply(), None, "pinned: {pins}");

@@ -241,7 +241,7 @@ def test_fallback_warns_once_and_require_raises(server):
             with ferrite.Redis(**server.options) as client:
                 client.ping()
     texts = [str(w.message) for w in found if w.category is ferrite.FallbackWarning]
-    assert len(texts) == 1 and f"127.0.0.1:{server.port}: over TCP instead of RDMA" in texts[0]
+    assert len(texts) == 1 and f"127.0.0.1:{server.port}: uses TCP instead of RDMA" in texts[0]
     pool = redis.ConnectionPool(connection_class=ferrite.Connection,
                                 **{**server.options, "rdma": "require"})
     with pytest.raises(redis.ConnectionError, match="RDMA.*; to do: ") as raised:

@@ -3,6 +3,7 @@
 
 use std::io::{ErrorKind, Read as _, Write as _};
 use std::net::TcpStream;
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use ferrite_testkit::engine::engines;
@@ -78,20 +79,25 @@ fn a_deleted_users_session_ends() {
     });
 }
 
+const TOO_MANY: &[u8] = b"-ERR max number of clients reached\r\n";
+
+/// Starts an engine and connects as many clients to it as it allows. Returns its address, too.
+fn start_full(program: &Path) -> (Engine, String, Vec<Client>) {
+    let server = start(program, &["--maxclients", "10"]);
+    let address = server.info("address");
+    let mut held: Vec<_> = (0..10).map(|_| server.client()).collect();
+    held.iter_mut().for_each(|client| assert_eq!(client.ask(&["PING"]), "+PONG"));
+    (server, address, held)
+}
+
 /// S3: a client beyond maxclients ran commands before it was rejected.
 #[test]
 fn rejects_clients_beyond_maxclients_before_their_first_command() {
     for program in engines() {
-        let mut server = start(&program, &["--maxclients", "10"]);
-        let address = server.info("address");
-        let mut held: Vec<_> = (0..10).map(|_| server.client()).collect();
-        held.iter_mut().for_each(|client| assert_eq!(client.ask(&["PING"]), "+PONG"));
+        let (mut server, address, mut held) = start_full(&program);
         let mut late = Client::to_tcp(&address);
         late.send(&[vec!["SET", "over1", "1"], vec!["SET", "over2", "1"]]);
-        assert_eq!(
-            late.next_reply().as_deref(),
-            Some(&b"-ERR max number of clients reached\r\n"[..])
-        );
+        assert_eq!(late.next_reply().as_deref(), Some(TOO_MANY));
         assert_eq!(late.next_reply(), None);
         assert_eq!(held[0].ask(&["DBSIZE"]), ":0");
         drop(held);
@@ -105,10 +111,7 @@ fn rejects_clients_beyond_maxclients_before_their_first_command() {
 #[test]
 fn rejects_clients_that_came_while_the_engine_was_full() {
     for program in engines() {
-        let mut server = start(&program, &["--maxclients", "10"]);
-        let address = server.info("address");
-        let mut held: Vec<_> = (0..10).map(|_| server.client()).collect();
-        held.iter_mut().for_each(|client| assert_eq!(client.ask(&["PING"]), "+PONG"));
+        let (mut server, address, mut held) = start_full(&program);
         let mut late = Client::to_tcp(&address);
         // After these the engine's event loop has run, and the module has accepted the connection.
         (0..20).for_each(|_| assert_eq!(held[0].ask(&["PING"]), "+PONG"));
@@ -117,10 +120,7 @@ fn rejects_clients_that_came_while_the_engine_was_full() {
             held[0].ask(&["INFO", "clients"]).contains("connected_clients:9\r\n")
         });
         late.send(&[vec!["SET", "over", "1"]]);
-        assert_eq!(
-            late.next_reply().as_deref(),
-            Some(&b"-ERR max number of clients reached\r\n"[..])
-        );
+        assert_eq!(late.next_reply().as_deref(), Some(TOO_MANY));
         assert_eq!(late.next_reply(), None);
         let mut next = Client::to_tcp(&address);
         next.ok(&["SET", "next", "1"]);

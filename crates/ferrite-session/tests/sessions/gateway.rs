@@ -252,7 +252,7 @@ pub(crate) async fn detects_the_servers_protocol(harness: Harness) {
     let (session, _accepted) = (session.expect("connect"), accepted.expect("accept"));
     assert_eq!(session.transport(), SessionTransport::Tcp);
     let fallback = session.fallback().expect("fallback with its cause");
-    assert!(fallback.to_string().contains("over TCP instead of RDMA"), "{fallback}");
+    assert!(fallback.to_string().contains("uses TCP instead of RDMA"), "{fallback}");
     let counted: u64 = server.client.stats().fallbacks.iter().map(|(_, count)| count).sum();
     assert_eq!(counted, 1);
     let requiring = preferring.clone().rdma(Rdma::Require).connect(at).await;

@@ -199,6 +199,18 @@ impl Client {
         line.unwrap_or_else(|| panic!("no {field} in {info}")).trim_end().into()
     }
 
+    /// Returns the id of the first session in FERRITE CLIENTS.
+    ///
+    /// # Panics
+    /// If there is no session.
+    #[track_caller]
+    #[must_use]
+    pub fn first_session(&mut self) -> String {
+        let sessions = self.text(&["FERRITE", "CLIENTS"]);
+        let id = sessions.split(' ').next().and_then(|field| field.strip_prefix("id="));
+        id.unwrap_or_else(|| panic!("no session: {sessions:?}")).to_owned()
+    }
+
     /// Runs a command whose reply must be OK.
     ///
     /// # Panics
