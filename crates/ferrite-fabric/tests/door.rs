@@ -139,8 +139,8 @@ fn rejects_a_resume_without_a_move() {
     until(&[&fabric], "the greeting is refused", || fabric.stats().refused == 1);
 }
 
-/// Links of one source that never finish a message hold little of the receive memory. An honest peer
-/// of the same source still gets a link. A link that begins a write of too many bytes ends.
+/// Links of one source that never finish a message hold little of the receive memory. An honest
+/// peer of the same source still gets a link. A link that begins a write of too many bytes ends.
 #[test]
 fn unfinished_messages_are_charged_to_who_sends_them() {
     let config = Config { window: 16, max_message_bytes: 64 << 10, ..Config::default() };

@@ -134,7 +134,8 @@ fn one_that_blocks_while_another_polls() {
     });
 }
 
-/// Two threads poll for their answers and sometimes sleep. No wake-up is lost between the two.
+/// Two threads poll for their answers and sometimes sleep. No wake-up is lost between polling and
+/// sleeping.
 #[test]
 fn two_threads_that_poll_adaptively() {
     for busy_poll_us in [5, Config::default().busy_poll_us] {

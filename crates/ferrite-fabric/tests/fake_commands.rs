@@ -41,7 +41,7 @@ fn address(host: &str) -> SocketAddr {
 }
 
 fn config() -> Config {
-    // The fabric checks the configured GID index for each connection, which needs a call.
+    // The fabric checks the configured GID index for each connection.
     Config { busy_poll_us: 0, gid_index: Some(GID_INDEX), ..Config::default() }
 }
 

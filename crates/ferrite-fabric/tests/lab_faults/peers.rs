@@ -133,7 +133,7 @@ fn peer_stopped_briefly() {
 }
 
 /// A process connects and then never drives its fabric. This side limits the memory that it keeps
-/// for the process, and gives it up.
+/// for the peer, and gives up the peer.
 #[test]
 fn peer_never_polls() {
     if let Some(target) = role() {

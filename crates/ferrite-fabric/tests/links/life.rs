@@ -314,7 +314,7 @@ pub(crate) fn detects_a_stalled_peer(fixture: &Fixture) {
     let error = failed(drive(&[&pair.a.fabric], pair.a.link.recv()), "the peer is stopped");
     let after = begun.elapsed();
     assert_eq!(error.kind(), ErrorKind::PeerStalled, "{error}");
-    // It takes at least half of the keepalive interval, then the whole `peer_timeout`.
+    // The detection takes at least half of the keepalive interval, then the whole `peer_timeout`.
     assert!(after >= Duration::from_millis(390), "{after:?}");
     assert!(after < Duration::from_secs(3), "{after:?}");
     pair.clear();

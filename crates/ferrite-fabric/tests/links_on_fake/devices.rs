@@ -44,7 +44,7 @@ fn leaves_out_a_device_without_srq_and_serves_on_the_other() {
     assert_eq!(world.objects(), Objects::default());
 }
 
-/// A device that fails in one of these calls is left out, too.
+/// A device that refuses queues or memory is left out, too.
 #[test]
 fn leaves_out_devices_that_refuse_queues_or_memory() {
     for call in ["ibv_open_device", "ibv_alloc_pd", "ibv_create_cq", "ibv_create_srq", "ibv_reg_mr"]
@@ -104,7 +104,7 @@ fn opens_the_device_of_a_link_local_address() {
     clear([fabric]);
 }
 
-/// A listener at such an address would refuse every RDMA peer.
+/// A listener at the address of an unused device would refuse every RDMA peer.
 #[test]
 fn does_not_listen_for_rdma_at_the_address_of_a_device_that_is_left_out() {
     let world = world_with_devices(2);

@@ -78,7 +78,7 @@ fn wait_is_correct_after_replies_and_commands_that_cannot_be_framed() {
     }
 }
 
-/// WAIT is correct even if the engine refuses the FERRITE MARK before the session is pinned.
+/// WAIT is correct even if the engine refuses the FERRITE MARK that the module sends before.
 #[test]
 fn wait_is_correct_if_the_mark_is_refused() {
     let refuse_writes =
