@@ -1,5 +1,5 @@
-//! Admission over TCP: connections that send nothing, too little or too much keep no other peer
-//! out.
+//! Admission over TCP: connections that send nothing, too little or too much do not keep other
+//! peers out.
 #![cfg(not(miri))] // Miri has no network
 
 #[expect(dead_code, unused_imports, unused_macros, reason = "parts of the link suite")]
@@ -31,7 +31,7 @@ fn listen(fabric: &Fabric) -> Listener {
     fabric.listen("127.0.0.1:0".parse().expect("an address")).expect("listen")
 }
 
-/// Checks that an honest peer gets a link in less than a fifth of the handshake timeout.
+/// Checks that an honest peer gets a link within 4 s, long before silent connections time out.
 fn check_honest_peer_connects(fabric: &Fabric, listener: &mut Listener) {
     let client = self::fabric(Config::default());
     let begun = Instant::now();
@@ -69,14 +69,14 @@ fn half_a_hello_keeps_nobody_out() {
     drop(held);
 }
 
-/// A connection is handed over as a client at its first byte that cannot belong to a hello: its
+/// A connection is handed over as a client at its first byte that cannot belong to a hello. Its
 /// session begins then, as on the engine's own port.
 #[test]
 fn hands_over_clients_at_their_first_foreign_byte() {
     let fabric = fabric(few_handshakes());
     let listener = listen(&fabric);
     let foreign_peers = listener.foreign_tcp_peers();
-    // More connections than there may be handshakes.
+    // There are more connections than handshakes are allowed at a time.
     let held: Vec<_> = (0..20).map(|_| connect(&fabric, listener.local_addr(), b"*")).collect();
     for _ in &held {
         assert_eq!(drive(&[&fabric], foreign_peers.next()).expect("a client").heard, b"*");
@@ -88,8 +88,8 @@ fn hands_over_clients_at_their_first_foreign_byte() {
     assert_eq!(drive(&[&fabric], foreign_peers.next()).expect("a client").heard, b"FRE");
 }
 
-/// A client of a connection pool may send nothing for long, and is served when it does. Such
-/// clients are limited only by the number of sessions.
+/// A client of a connection pool may send nothing for a long time, but is served as soon as it
+/// sends. Only the limit on sessions bounds the number of such clients.
 #[test]
 fn hands_over_silent_clients_when_many_wait() {
     let fabric = fabric(few_handshakes());
@@ -139,8 +139,8 @@ fn rejects_a_resume_without_a_move() {
     until(&[&fabric], "the greeting is refused", || fabric.stats().refused == 1);
 }
 
-/// Links of one source that never finish a message, or begin a write, hold little of the receive
-/// memory. Other peers are not affected, nor is another, honest link of the same source.
+/// Links of one source that never finish a message hold little of the receive memory. An honest
+/// peer of the same source still gets a link. A link that begins a write of too many bytes ends.
 #[test]
 fn unfinished_messages_are_charged_to_who_sends_them() {
     let config = Config { window: 16, max_message_bytes: 64 << 10, ..Config::default() };
@@ -154,7 +154,7 @@ fn unfinished_messages_are_charged_to_who_sends_them() {
             TcpFrame { kind: TcpFrameKind::Frame, imm, len, op: 0, grant: 0, offset: 0 };
         [&tcp_frame.encode()[..], &vec![7; len as usize]].concat()
     };
-    // Half a message, and messages that nobody takes.
+    // The peer sends half a message, then whole messages that the application never takes.
     let words =
         [&greeting[..], &frame(32 << 10, true), &frame(32 << 10, false).repeat(15)].concat();
     let mut held = Vec::new();
@@ -184,8 +184,8 @@ fn unfinished_messages_are_charged_to_who_sends_them() {
     until(&[&fabric], "all memory is returned", || fabric.stats().memory.receive.in_use_bytes == 0);
 }
 
-/// Links that have used up their budget are read again when some of it is returned, and not before:
-/// the fabric sleeps.
+/// A link that has used up its budget is read again only when some of the budget is returned. Until
+/// then, the fabric sleeps.
 #[test]
 fn links_over_their_budget_wait_for_memory() {
     let config = Config { window: 16, max_message_bytes: 64 << 10, ..Config::default() };
@@ -209,7 +209,7 @@ fn links_over_their_budget_wait_for_memory() {
             (peer, link)
         })
         .collect();
-    // As many messages as the window allows, which nobody takes.
+    // Each peer sends as many messages as the window allows. Nobody takes them yet.
     let mut left = vec![16 * frame.len(); links.len()];
     let write = |left: &mut Vec<usize>| {
         for ((peer, _), left) in links.iter().zip(left) {
@@ -256,7 +256,7 @@ fn accepts_again_when_descriptors_are_free() {
     let fabric = fabric(Config::default());
     let listener = listen(&fabric);
     let foreign_peers = listener.foreign_tcp_peers();
-    // The client's side is connected already and needs no descriptor.
+    // Connects the client before the descriptors run out, because its socket needs one.
     let address = listener.local_addr();
     let client = TcpStream::connect(address).expect("a connection");
     let was = getrlimit(Resource::Nofile);

@@ -11,7 +11,7 @@ use std::time::Duration;
 use ferrite_fabric::{Config, Fabric, Link, Rdma};
 use ferrite_verbs::fake::{DeviceSpec, World};
 
-/// Far longer than needed: a lost wake-up is never repeated.
+/// Far longer than needed. After a lost wake-up, a test would wait forever.
 const TEST_TIMEOUT: Duration = Duration::from_secs(if cfg!(miri) { 600 } else { 20 });
 const ROUNDS: usize = if cfg!(miri) { 10 } else { 2000 };
 
@@ -134,7 +134,8 @@ fn one_that_blocks_while_another_polls() {
     });
 }
 
-/// Two threads that poll for their answers and sleep now and then: no wake-up is lost in between.
+/// Two threads poll for their answers and sometimes sleep. No wake-up is lost between polling and
+/// sleeping.
 #[test]
 fn two_threads_that_poll_adaptively() {
     for busy_poll_us in [5, Config::default().busy_poll_us] {
@@ -142,7 +143,7 @@ fn two_threads_that_poll_adaptively() {
     }
 }
 
-/// The program's own event loop calls the fabric, and nothing arrives.
+/// The program's own event loop calls the fabric while nothing arrives.
 #[test]
 fn a_loop_without_answers_stops_polling() {
     const LONGEST_US: u32 = 100_000;
@@ -191,8 +192,8 @@ fn several_drivers_all_end() {
     });
 }
 
-/// Opens and closes links while their driver sleeps: connection manager events, calls and timers at
-/// the same time.
+/// Opens and closes links while their driver sleeps, so that connection manager events, calls and
+/// timers occur at the same time.
 fn open_and_close_links(loopback: &Loopback) {
     let mut listener = loopback.fabric.listen(([10, 0, 0, 1], 0).into()).expect("listen");
     let address = listener.local_addr();

@@ -1,4 +1,4 @@
-//! Which calls the thread that drives a fabric makes itself when the fabric has command threads, on
+//! When a fabric has command threads, the thread that drives it makes no blocking calls itself. On
 //! the fake provider.
 
 use std::net::SocketAddr;
@@ -14,7 +14,8 @@ const SERVER: &str = "127.0.0.1";
 const CLIENT: &str = "127.0.0.2";
 const TEST_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Calls that neither enter the firmware nor block: the data path, and taking events.
+/// Calls that neither enter the firmware nor block: the data path, reading events, and
+/// disconnecting.
 const NON_BLOCKING: [&str; 10] = [
     "ibv_ack_cq_events",
     "ibv_get_async_event",
@@ -28,8 +29,8 @@ const NON_BLOCKING: [&str; 10] = [
     "rdma_get_cm_event",
 ];
 
-/// The change to the error state, which the thread that detects a link's failure makes itself: the
-/// device must accept nothing more from then on.
+/// The call that changes a queue pair to the error state. The thread that detects a link's failure
+/// makes this call itself, so that the device accepts nothing more from then on.
 const MODIFY_TO_ERROR: &str = "ibv_modify_qp";
 
 /// The entry of the fake's GID table that has its address.
@@ -40,7 +41,7 @@ fn address(host: &str) -> SocketAddr {
 }
 
 fn config() -> Config {
-    // A choice of the GID is checked for each connection.
+    // The fabric checks the configured GID index for each connection.
     Config { busy_poll_us: 0, gid_index: Some(GID_INDEX), ..Config::default() }
 }
 
@@ -122,7 +123,7 @@ fn driving_thread_makes_no_call_that_may_wait() {
     let to = listener.local_addr();
     world.forget_calls();
 
-    // Links made both ways, used and closed.
+    // Opens, uses and closes a link in each connect mode.
     for mode in [ConnectMode::Cm, ConnectMode::TcpFirst] {
         let there = while_driving(&server, &client, move |client| connect(client, to, mode));
         let here = accept(&server, &mut listener);
@@ -130,7 +131,7 @@ fn driving_thread_makes_no_call_that_may_wait() {
         while_driving(&server, &client, move |client| drop(client.block_on(there.close())));
         drive_until(&server, "the link ends", || here.failure().is_some());
     }
-    // Foreign peers: one that gets memory to write to, and one that is gone before it is accepted.
+    // The first foreign peer gets memory to write to. The second is gone before it is accepted.
     let foreign_peers = listener.foreign_peers();
     for stays in [true, false] {
         let raw = while_driving(&server, &client, move |client| {
@@ -163,8 +164,8 @@ fn driving_thread_makes_no_call_that_may_wait() {
     assert!(slow.is_empty(), "{slow:?}");
 }
 
-/// Destroying an identifier waits for the kernel, which is removing the device at that time
-/// (`cma_process_remove` in its `drivers/infiniband/core/cma.c`).
+/// Destroying an identifier blocks while the kernel removes the device (`cma_process_remove` in the
+/// kernel's `drivers/infiniband/core/cma.c`).
 #[test]
 fn driving_thread_destroys_no_identifier_when_the_device_is_removed() {
     for is_announced in [true, false] {

@@ -1,5 +1,5 @@
-//! Handshakes that a peer does not finish, or in which it violates the protocol: nothing of them is
-//! left, and other peers are not affected. On the fake provider.
+//! Handshakes that a peer does not finish, or in which it violates the protocol, leave nothing
+//! behind and do not affect other peers. On the fake provider.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -94,7 +94,7 @@ impl HalfPeer {
 }
 
 /// A peer violates the protocol before it finishes the handshake, then finishes it, then
-/// disconnects. By then its number belongs to another link, which must not be mistaken for it.
+/// disconnects. By then another link has the number of the failed link, and must not be affected.
 #[test]
 fn failed_handshake_does_not_affect_other_links() {
     let world = world(3);
@@ -120,13 +120,13 @@ fn failed_handshake_does_not_affect_other_links() {
         assert!(here.failure().is_none(), "{:?}", here.failure());
         drop((there, here));
         until("both links are gone", || server.stats().links == 0 && client.stats().links == 0);
-        // The first round creates the objects that stay.
+        // The first round creates objects that stay, so later rounds are compared with it.
         let before = *identifiers.get_or_insert_with(|| world.objects().cm_ids);
         until("no identifier is left over", || world.objects().cm_ids <= before);
     }
 }
 
-/// Handshakes that wait for the kernel count against their source.
+/// Handshakes that wait for the kernel count towards the limit of their source.
 #[test]
 fn blocked_handshakes_do_not_keep_other_sources_out() {
     let world = world(3);
@@ -167,7 +167,7 @@ fn handshakes_begin_while_other_sources_block() {
         id.connect(&ConnectParams { qp_num: 0x1234, ..params(&HELLO.encode()) })
             .expect("a request");
         requests.push(id);
-        // The queue pair is created, then blocks in `ibv_modify_qp`.
+        // The handshake creates its queue pair, then blocks in `ibv_modify_qp`.
         let made = || world.objects().queue_pairs - before;
         if !comes_true(TEST_TIMEOUT, || made() == requests.len()) {
             world.let_go("ibv_modify_qp");
@@ -194,8 +194,8 @@ fn cleanup_of_a_failed_handshake_does_not_delay_the_server() {
     let id = id.expect("a route");
     id.connect(&ConnectParams { qp_num: 0x1234, ..params(&HELLO.encode()) }).expect("a request");
     until("the request is refused", || server.stats().refused > 0);
-    // A device of the server is removed and added: looking for it is a command of the server
-    // itself.
+    // A device of the server is removed and added. The search for the device is a command of the
+    // server itself.
     world.remove_device("fake3");
     until("the device is lost", || server.stats().devices_lost == 1);
     world.add_device(DeviceSpec::new("fake3", "10.0.0.3".parse().expect("an address")));
@@ -204,7 +204,7 @@ fn cleanup_of_a_failed_handshake_does_not_delay_the_server() {
     assert!(is_back, "the server's own command waits for the peer's queue pair");
 }
 
-/// A peer that guesses keys before its handshake is finished is refused, too.
+/// A peer that guesses keys is refused, even if it does so before its handshake is finished.
 #[test]
 fn access_errors_during_the_handshake_count() {
     let world = world(2);
@@ -230,7 +230,7 @@ fn access_errors_during_the_handshake_count() {
     until("the source is refused", || server.stats().refused_after_access_errors == 1);
 }
 
-/// Many connections of one host request windows at a time and get them one after the other.
+/// Many connections of one host request windows at the same time and get them one after the other.
 #[test]
 fn many_connections_get_windows_in_turn() {
     let world = world(2);
@@ -267,7 +267,7 @@ fn concurrent_charges_leave_no_trace() {
     std::thread::scope(|scope| {
         scope.spawn(|| {
             for _ in 0..20_000 {
-                // with the other thread's block still within the free bytes of `link`
+                // Together with the other thread's block, this is within the free bytes of `link`.
                 let _ = pool.take(64 << 10, Purpose::Receive, &link);
             }
         });

@@ -46,7 +46,7 @@ fn treats_windows_that_cannot_be_created_as_none() {
     server.end(Vec::new());
 }
 
-/// On the same device, reads and writes between Ferrite peers work.
+/// Reads and writes between Ferrite peers work on a device that cannot create windows.
 #[test]
 fn grants_work_without_windows() {
     let (_world, fixture) = world(|device| device.windows_only_in_kernel = true);
@@ -76,8 +76,8 @@ fn opens_links_when_inline_is_refused_without_errno() {
     let _ = open_link(&client, &fixture.hosts[1], &server, &mut listener);
 }
 
-/// A queue pair is refused once, for a reason that has nothing to do with inline data. Later ones
-/// still get all of it.
+/// A queue pair is refused once, for a reason that has nothing to do with inline data. Later queue
+/// pairs still get the full inline size.
 #[test]
 fn one_refusal_does_not_limit_inline_data() {
     const EINVAL: i32 = 22;
@@ -95,7 +95,7 @@ fn one_refusal_does_not_limit_inline_data() {
 }
 
 /// An InfiniBand port without IPoIB has no address that the connection manager can bind to. The
-/// device is used before a reset, and also after it.
+/// fabric uses such a device again after a reset.
 #[test]
 fn a_device_without_an_address_comes_back() {
     let (world, fixture) = world(|device| device.addresses.clear());
@@ -113,8 +113,8 @@ fn a_device_without_an_address_comes_back() {
     }
 }
 
-/// A device with a single window: it is free again after the probe at the start, and after the
-/// client's connection.
+/// The device has a single window. It is free again after the fabric's probe at the start, and
+/// after the client's connection.
 #[test]
 fn releases_the_only_window() {
     let (_world, fixture) = world(|device| device.max_mw = 1);
@@ -183,7 +183,7 @@ fn tcp_continues_while_the_device_is_reset() {
         assert_eq!(got.expect("a message").to_vec(), b"still here");
         world.add_device(DeviceSpec::new("fake1", at));
         until(&[&server], "the device is back", || server.stats().devices_back == round);
-        // The listener is ready a moment later.
+        // The RDMA listener is ready a moment after the device is back.
         let options = ConnectOptions::new().local(fixture.hosts[1].any_port()).rdma(Rdma::Require);
         let begun = Instant::now();
         let there = loop {
@@ -219,10 +219,10 @@ fn rdma_only_listener_ends_with_its_device() {
     assert_eq!(error.kind(), ErrorKind::DeviceGone);
 }
 
-/// Software iWARP needs a TCP port of the host to listen (`siw_create_listen` in the kernel's
-/// `drivers/infiniband/sw/siw/siw_cm.c`): the port of our own TCP listener. One such device is
-/// enough for EADDRINUSE on `0.0.0.0`, where the kernel listens on all devices or on none
-/// (`cma_listen_on_all`).
+/// Software iWARP listens on a TCP port of the host (`siw_create_listen` in the kernel's
+/// `drivers/infiniband/sw/siw/siw_cm.c`), which our own TCP listener already uses. On `0.0.0.0` the
+/// kernel listens on all devices or on none (`cma_listen_on_all`), so one iWARP device is enough
+/// for EADDRINUSE.
 #[test]
 fn falls_back_to_tcp_when_iwarp_needs_the_port() {
     const EADDRINUSE: i32 = 98;
@@ -242,7 +242,7 @@ fn falls_back_to_tcp_when_iwarp_needs_the_port() {
     assert_eq!(server.listen(at).expect_err("the port is in use").kind(), ErrorKind::Misuse);
 }
 
-/// Two hosts, and what `change` made of the device of the first.
+/// Makes two hosts with a fabric each; `change` changes the device of the first.
 fn two_hosts(change: impl FnOnce(&mut DeviceSpec)) -> (World, [Fabric; 2]) {
     let world = World::new();
     let mut first = DeviceSpec::new("fake1", "127.0.0.1".parse().expect("an address"));
@@ -275,8 +275,8 @@ fn linked([server, client]: &[Fabric; 2]) -> (Listener, [Link; 2]) {
     (listener, [there.expect("connect"), here.expect("accept")])
 }
 
-/// A driver may fail to arm a completion queue once: `ibv_req_notify_cq` is a command of its own
-/// where the provider has no doorbell for it (`ibv_cmd_req_notify_cq` in rdma-core).
+/// A driver may fail to arm a completion queue once. If the provider has no doorbell for it,
+/// `ibv_req_notify_cq` is a kernel command (`ibv_cmd_req_notify_cq` in rdma-core).
 #[test]
 fn receives_messages_when_a_completion_queue_could_not_be_armed_once() {
     let (world, fabrics) = two_hosts(|_| {});

@@ -1,4 +1,4 @@
-//! The link test suite on the fake provider, and tests that only the fake can run: every fault, on
+//! The link test suite on the fake provider, and tests of faults that only the fake can cause on
 //! demand.
 
 mod links;

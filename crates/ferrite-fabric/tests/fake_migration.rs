@@ -56,7 +56,8 @@ impl MigratingLink {
         let verbs = world.verbs();
         let fabrics = [0, 1].map(|at| {
             let builder = Fabric::builder(&verbs).device(HOSTS[at].0).config(config());
-            // One of the two runs its commands at once, the other on threads.
+            // The first fabric runs its commands on the driver thread, the second on command
+            // threads.
             let builder = if at == 1 { builder.command_threads() } else { builder };
             let fabric = builder.build().expect("a fabric");
             fabric.spawn_thread().expect("a thread");
@@ -93,8 +94,8 @@ impl MigratingLink {
     }
 }
 
-/// A peer with a large window that never receives anything does not decide how many frames this
-/// side keeps for it.
+/// A peer with a large window receives nothing. This side limits the frames that it keeps for the
+/// peer, whatever the window.
 #[test]
 fn limits_the_frames_that_it_keeps() {
     let world = World::new();
@@ -131,7 +132,7 @@ fn limits_the_frames_that_it_keeps() {
     drop((a, b, listener));
 }
 
-/// Devices refuse requests that have room in the queue: mlx5 with ENOMEM (`mlx5_wq_overflow` in
+/// Devices may refuse requests although the queue has room: mlx5 with ENOMEM (`mlx5_wq_overflow` in
 /// rdma-core's `providers/mlx5/qp.c`), others with EAGAIN, EBUSY or EINVAL.
 #[test]
 fn migrates_when_a_post_is_refused() {
@@ -175,8 +176,9 @@ fn migrates_when_a_queue_pair_breaks() {
     drop(pair.listener);
 }
 
-/// A peer that resumes its link learns what has arrived only after the queue pair has taken its
-/// last receive. The device does not report when that is, so that it takes two seconds.
+/// When a peer resumes its link, the fabric reports which frames arrived only after the queue pair
+/// has taken its last receive. This device does not report its last receive, so the fabric waits
+/// for two seconds.
 #[test]
 fn resume_waits_for_the_last_receive() {
     let silent = DeviceSpec { reports_last_receive: false, ..spec(1) };
@@ -191,8 +193,8 @@ fn resume_waits_for_the_last_receive() {
     pair.wait_until_on(Transport::Rdma);
 }
 
-/// The link is on RDMA before the application gets it, without the connection manager. The TCP
-/// connection stays and shows when the peer is gone.
+/// The link upgrades to RDMA without the connection manager before the application gets it. The TCP
+/// connection stays open and shows when the peer is gone.
 #[test]
 fn tcp_first() {
     let pair = MigratingLink::with_connect_mode(ConnectMode::TcpFirst);
@@ -322,8 +324,8 @@ fn grants_survive() {
     assert_eq!(buf[100], 8);
 }
 
-/// A grant is made after the path was lost but before the fabric noticed. Its bind is dropped, and
-/// it gets a new window on the next path.
+/// A grant is made after the path was lost but before the fabric noticed. The grant's bind is
+/// dropped, and the grant gets a new window on the next path.
 #[test]
 fn grant_on_a_lost_path_gets_a_new_window() {
     let world = World::new();
@@ -346,7 +348,7 @@ fn grant_on_a_lost_path_gets_a_new_window() {
         here.register_memory(buf, Rights::READ).map_err(|(_, error)| error).expect("a region");
     let first = region.grant(&here);
     assert_eq!(here.stats().binds_dropped, 0);
-    // From here on, the server is driven only by the reads.
+    // Nothing drives the server until `reads`, so the server does not notice the lost path before.
     assert!(here.leave_rdma());
     let token = region.grant(&here);
     assert_eq!(here.stats().binds_dropped, 1);
@@ -368,7 +370,7 @@ fn grant_on_a_lost_path_gets_a_new_window() {
     assert_eq!(here.stats().binds_dropped, 1);
 }
 
-/// Operations that are pending when the path breaks complete on the other path, each exactly once.
+/// Operations that are pending when the path breaks complete on the next path, each exactly once.
 #[test]
 fn pending_operations_complete_once() {
     let pair = MigratingLink::new();

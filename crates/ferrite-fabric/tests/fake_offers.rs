@@ -166,7 +166,7 @@ fn accepts_an_offer_after_one_was_withdrawn() {
     assert!(harness.link.failure().is_none());
 }
 
-/// The kernel takes long to bring up a queue pair: other peers do not wait for that.
+/// While the kernel is slow to bring up a queue pair, other peers do not wait.
 #[test]
 fn serves_others_while_an_offer_waits_for_the_kernel() {
     let mut harness = OfferHarness::new();

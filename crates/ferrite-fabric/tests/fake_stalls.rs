@@ -67,7 +67,7 @@ impl StallHarness {
         Self { world, server, honest, blocking, listener, pair }
     }
 
-    /// Checks that messages travel both ways between the honest client and the server: a blocked
+    /// Checks that messages travel both ways between the honest client and the server. A blocked
     /// driver thread would prevent that.
     fn check_honest_client(&self) {
         let (server, honest) = (self.server.clone(), self.honest.clone());
@@ -151,7 +151,7 @@ fn serves_others_while_a_lost_path_is_destroyed() {
     assert_eq!((here.transport(), here.stats().moves), (Transport::Tcp, 1));
 }
 
-/// The same, and the link is aborted meanwhile.
+/// A link is aborted while the queue pair of its lost path is being destroyed.
 #[test]
 fn forgets_a_link_that_ends_while_its_lost_path_is_destroyed() {
     let mut harness = StallHarness::new();
@@ -171,8 +171,8 @@ fn forgets_a_link_that_ends_while_its_lost_path_is_destroyed() {
     harness.check_honest_client();
 }
 
-/// A peer disappears, and the fabric queries the device for the cause. The link fails at once; its
-/// causes are known later.
+/// A peer disappears, and the fabric queries the device for the cause. The link fails at once. The
+/// causes of its error are known later.
 #[test]
 fn serves_others_while_a_failure_is_diagnosed() {
     let mut harness = StallHarness::new();

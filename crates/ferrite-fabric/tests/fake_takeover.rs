@@ -1,5 +1,5 @@
-//! What keeps a third party from taking over a link, on the fake provider and this host's TCP. The
-//! test plays the peer by hand and can send anything.
+//! A third party cannot take over a link. On the fake provider and this host's TCP. The test plays
+//! the peer by hand and can send anything.
 
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -68,7 +68,7 @@ fn read_frame(socket: &mut TcpStream, kind: TcpFrameKind) -> Vec<u8> {
     }
 }
 
-/// An attacker who forges packets must know the next packet number.
+/// An attacker who forges packets must know the next packet number, so it must not be predictable.
 #[test]
 fn packet_numbers_differ_from_connection_to_connection() {
     let (_world, verbs) = world();
@@ -86,8 +86,8 @@ fn packet_numbers_differ_from_connection_to_connection() {
             Address::decode(&offered).expect("an address").psn
         })
         .collect();
-    // Four random numbers of 24 bits: two are the same in about one of three million runs, three
-    // never.
+    // These are random numbers of 24 bits. Two of the four are equal in about one of three million
+    // runs. Three equal numbers are too rare to occur.
     let mut distinct = numbers.clone();
     distinct.sort_unstable();
     distinct.dedup();
@@ -99,7 +99,7 @@ fn packet_numbers_differ_from_connection_to_connection() {
 fn resumed(reply: impl FnOnce(Resume) -> Option<Resume>) -> (TcpStream, Link, Fabric) {
     let (world, verbs) = world();
     let fabric = fabric(&verbs);
-    // The real port first: all ports are free in the fake connection manager.
+    // Binds the real TCP port first. In the fake connection manager, every port is free.
     let tcp = TcpListener::bind(address(THEIRS)).expect("a port");
     let peer = tcp.local_addr().expect("an address");
     let listener = cm::Listener::bind(&verbs, peer, 4).expect("the same port over RDMA");

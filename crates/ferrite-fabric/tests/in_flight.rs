@@ -15,7 +15,7 @@ use ferrite_verbs::fake::{DeviceSpec, Objects, World};
 /// Receives of each side. The window is larger, so that more can be sent than there are receives.
 const RECEIVES: usize = 16;
 const SEGMENT: usize = 8 << 10;
-/// Longer than the inline threshold. Every copied byte costs Miri a millisecond.
+/// Longer than the inline threshold, but short, because every copied byte costs Miri a millisecond.
 const LEN: usize = 40;
 const INLINE: usize = 20;
 /// A timeout that Miri does not reach.
@@ -171,7 +171,8 @@ fn reads_and_writes_of_granted_memory() {
     });
 }
 
-/// Sends more than the peer has receives for: the device holds the rest until the link is given up.
+/// Sends more messages than the peer has receives. The device holds the rest until the peer posts
+/// receives or the link ends.
 fn fill(pair: &Pair) {
     let (near, _) = pair.ends();
     for _ in 0..RECEIVES + 4 {
@@ -191,7 +192,7 @@ fn dropped_futures() {
             .expect("a region");
         let grant = region.grant(far);
         fill(&pair);
-        // Queued behind messages that the device cannot send yet.
+        // This message is queued behind messages that the device cannot send yet.
         let mut sending = Box::pin(near.send(0, pair.buffer(0, 6)));
         assert!(poll(sending.as_mut()).is_pending());
         let reading = near.rdma_read(&grant, 0, pair.buffer(0, 0)).expect("room in the queue");

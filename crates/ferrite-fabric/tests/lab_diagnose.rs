@@ -2,7 +2,7 @@
 //! diagnose`).
 //!
 //! The link is from 10.0.0.2 (rxe2 on h2) to 10.0.0.1 (rxe1 on h1). Each test breaks something with
-//! an operator's tools, and restores it however it ends.
+//! an operator's tools, and restores it even if the test fails.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::{Duration, Instant};
@@ -115,7 +115,7 @@ impl Link {
     }
 }
 
-/// The kernel's counters may be 10 ms old.
+/// Waits until the kernel's counters are current. They may be 10 ms old.
 fn counters_settle() {
     std::thread::sleep(Duration::from_millis(20));
 }
@@ -158,7 +158,7 @@ fn black_hole() {
     let _fault = fault("tc qdisc add dev p2 root netem loss 100%", "tc qdisc del dev p2 root");
     let failure = link.failure();
     assert_eq!(failure, Failure::Completion(Status::RETRY_EXCEEDED));
-    // Frames of other protocols may or may not arrive.
+    // Frames of other protocols may or may not arrive, so either cause is right.
     let silent =
         ["nothing arrives here, from 10.0.0.1 or anybody else", "10.0.0.1 does not answer"];
     let causes = link.causes(failure);
@@ -285,7 +285,7 @@ fn diagnoses_a_thousand_links_quickly() {
             "",
         );
     }
-    // Without shared results it would take 3 s in the fastest guest. Emulated, and with shared
-    // results, it takes 1 s.
+    // Without shared results, the loop would take 3 s in the fastest guest. With shared results, it
+    // takes 1 s even in an emulated guest.
     assert!(start.elapsed() < Duration::from_secs(3), "took {:?}", start.elapsed());
 }

@@ -13,7 +13,7 @@ fn example(name: &str) -> Command {
     let built: PathBuf =
         test.parent().and_then(|deps| deps.parent()).expect("target").join("examples").join(name);
     assert!(built.exists(), "{} must be built with the tests", built.display());
-    // Starts it as cargo would.
+    // Starts the example as cargo would, with the configured runner.
     let runner = std::env::var("CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER").unwrap_or_default();
     let mut words = runner.split_whitespace().map(Into::into).chain([built]);
     let mut command = Command::new(words.next().expect("a program"));

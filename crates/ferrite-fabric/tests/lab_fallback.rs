@@ -1,10 +1,13 @@
 //! The fallback matrix on Soft-RoCE: {fault} × {prefer, require, forbid} × {cm, tcp-first}
 //! (`cargo xtask lab-test fallback`).
 //!
-//! Each cell opens a link from 10.0.0.2 to 10.0.0.1 during a fault. `prefer` must give a link on
-//! TCP that reports its cause and is counted, and that upgrades to RDMA once the fault is gone.
-//! `require` must give an error of the right kind. `forbid` must give a link on TCP without a
-//! fallback report. All within the deadline.
+//! Each cell opens a link from 10.0.0.2 to 10.0.0.1 during a fault. Within the deadline, each
+//! setting must have this result:
+//!
+//! - `prefer`: a link on TCP that reports its cause and is counted. It upgrades to RDMA once the
+//!   fault is gone.
+//! - `require`: an error of the right kind.
+//! - `forbid`: a link on TCP without a fallback report.
 #![expect(clippy::print_stdout, reason = "prints the matrix")]
 
 use std::net::SocketAddr;
@@ -22,9 +25,10 @@ use ferrite_testkit::lab::{
 };
 use ferrite_testkit::{until, within};
 
-/// An attempt that fails takes at most `connection_timeout` (2 s here), over RDMA and over TCP.
+/// A failed attempt takes at most `connection_timeout` (2 s here) over RDMA, and as long over TCP.
 const DEADLINE: Duration = Duration::from_secs(5);
-/// The upgrade to RDMA: the next attempt, or the next look for a device.
+/// The limit for the upgrade to RDMA, which waits for the next attempt or the next search for a
+/// device.
 const BACK_WITHIN: Duration = Duration::from_secs(20);
 /// Tells a child the address of the parent's listener.
 const TARGET: &str = "FERRITE_TARGET";
@@ -72,7 +76,7 @@ fn check_echo(link: &Link, what: &str) {
 }
 
 /// Checks all cells of one fault. In the cells of `prefer`, `lift(true)` ends the fault and
-/// `lift(false)` causes it again. It returns false if the fault cannot be ended.
+/// `lift(false)` causes it again. `lift` returns false if the fault cannot be ended.
 fn check_cells(
     name: &str,
     target: SocketAddr,
@@ -153,7 +157,7 @@ fn check_cells(
     }
 }
 
-/// Returns the address of the parent's listener, in a child.
+/// Returns the address of the parent's listener if this process is a child.
 fn target() -> Option<SocketAddr> {
     std::env::var(TARGET).ok().map(|target| target.parse().expect("an address"))
 }
@@ -293,8 +297,8 @@ fn peer_without_rdma() {
     });
 }
 
-/// The queue pair fails while the link is in use: with `prefer` the link continues over TCP and
-/// returns to RDMA, with `require` it cannot leave RDMA. With `forbid` there is no queue pair.
+/// The queue pair fails while the link is in use. With `prefer`, the link continues over TCP and
+/// returns to RDMA. With `require`, it cannot leave RDMA. With `forbid`, there is no queue pair.
 #[test]
 fn queue_pair_error() {
     let (_peer, addr) = peer(Rdma::Prefer);

@@ -20,7 +20,7 @@ fn domain(device: &str) -> ProtectionDomain {
     context.allocate_protection_domain().expect("domain")
 }
 
-/// The guest has no huge pages reserved: the pool reports which pages it uses instead, and works.
+/// The guest has no huge pages reserved. The pool uses other pages and reports which.
 #[test]
 fn falls_back_from_huge_pages() {
     let pool = Pool::builder(&[domain("rxe1")]).huge_pages(true).build().expect("pool");
@@ -37,7 +37,7 @@ fn falls_back_from_huge_pages() {
     buf.fill(1);
 }
 
-/// 64 MiB on both devices, in steps; everything is released again.
+/// A pool grows in steps to 66 MiB on two devices, and releases everything again.
 #[test]
 fn grows_on_two_devices() {
     let domains = ["rxe1", "rxe2"].map(domain);

@@ -20,7 +20,7 @@ use ferrite_testkit::{Random, until, within};
 use migration::traffic::Traffic;
 
 /// Longer than any of these faults takes: the device's retries (about half a second) or the next
-/// look for a device (8 s), and the upgrade back to RDMA.
+/// search for a device (8 s), then the upgrade back to RDMA.
 const TEST_TIMEOUT: Duration = Duration::from_secs(40);
 
 /// A link that can migrate, and its fabrics.
@@ -138,7 +138,7 @@ fn random_faults() {
     traffic.wait_for(100, TEST_TIMEOUT, "at first");
     let (begun, mut gaps) = (Instant::now(), Vec::new());
     for at in 0..faults {
-        // Mostly while on RDMA, sometimes during a migration.
+        // Most faults occur while on RDMA, some during a migration.
         if next(4) > 0 {
             pair.wait_until_on(Transport::Rdma);
         }

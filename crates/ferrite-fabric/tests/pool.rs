@@ -170,7 +170,7 @@ fn memory_moves_between_size_classes() {
     for class in SizeClass::ALL.into_iter().chain(SizeClass::ALL.into_iter().rev()) {
         let (taken, _) = exhaust(&pool, class.bytes(), Purpose::Receive);
         assert_eq!(taken.len() * class.bytes(), 8 * MIB, "{class:?}");
-        // Blocks in the caches of other threads are found, too.
+        // The next round must find these blocks in the cache of another thread.
         std::thread::spawn(move || drop(taken)).join().expect("no panic");
         assert_eq!(in_use(&pool), 0);
     }
@@ -407,7 +407,7 @@ fn every_counter_is_incremented() {
     drop(exposed);
     look(&pool);
 
-    // More than any address space has.
+    // No address space has this much memory.
     let world = World::new();
     let huge =
         small(&world).memory_pool_max(1 << 50).memory_pool_increase(1 << 49).huge_pages(true);

@@ -162,7 +162,7 @@ pub(crate) fn pattern(from: usize, len: usize) -> Vec<u8> {
         .collect()
 }
 
-/// Returns a length up to `most`, small ones as often as large ones.
+/// Returns a random length up to `most`. Small lengths are as frequent as large ones.
 pub(crate) fn length(random: &mut Random, most: usize) -> usize {
     let bits = random.index(most.ilog2() as usize + 1);
     1 + random.index((2 << bits).min(most))

@@ -39,8 +39,8 @@ impl Pair {
         reply
     }
 
-    /// Connects both, each to its own empty database, so that the writes of one do not change the
-    /// replies of the other.
+    /// Connects both clients, each to its own empty database, so that the writes of one do not
+    /// change the replies of the other.
     pub(crate) fn in_two_databases(server: &Engine) -> Self {
         let mut pair = Self::new(server);
         pair.module.ok(&["SELECT", "1"]);

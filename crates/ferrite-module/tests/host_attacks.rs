@@ -1,6 +1,6 @@
-//! Attacks that were once possible, with the number of the review's finding (S1 and so on). They
-//! all fail at the engine's own port, and so they must at the module's. The tests need no RDMA,
-//! since sessions over TCP take the same path.
+//! Attacks that were once possible, with the number of the review's finding (S1 and so on). All of
+//! them fail at the engine's own port, and must fail at the module's port, too. The tests need no
+//! RDMA, since sessions over TCP take the same path.
 
 mod client;
 mod host_attacks {

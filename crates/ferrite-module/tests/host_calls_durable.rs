@@ -1,5 +1,5 @@
-//! The durability of called writes: an acknowledged write is in the AOF and reaches replicas
-//! exactly once, and WAIT is correct.
+//! The durability of writes that the module calls in-process: an acknowledged write is in the AOF
+//! and reaches replicas exactly once, and WAIT is correct.
 
 mod client;
 
@@ -34,8 +34,8 @@ fn restart(server: &mut Engine) {
 fn acknowledged_writes_survive_a_kill() {
     const AT_A_TIME: usize = 8;
     for program in engines() {
-        // Not `everysec`: during a synchronisation the engine delays its writes to the AOF by up to
-        // two seconds but still sends replies, over TCP as well.
+        // Leaves out `everysec`: during an fsync, the engine delays its writes to the AOF by up to
+        // two seconds but still sends replies, also at its own port.
         for fsync in ["always", "no"] {
             let mut server = start_with_aof(&program, fsync);
             for _ in 0..3 {
@@ -95,7 +95,7 @@ fn replies_wait_for_the_aof() {
             let mut caller = of_module(&server);
             let [mut first, mut last] = [(); 2].map(|()| server.client());
             caller.ok(&["SET", "key", "before"]);
-            // One iteration has the write and then a long command.
+            // One iteration of the event loop runs the write and then a long command.
             first.send(&[vec!["DEBUG", "SLEEP", "0.6"]]);
             std::thread::sleep(Duration::from_millis(200));
             caller.send(&[vec!["SET", "key", "after"]]);
@@ -115,19 +115,20 @@ fn replies_wait_for_the_aof() {
 fn replies_to_reads_wait_for_the_aof() {
     for program in engines() {
         let mut server = start_with_aof(&program, "always");
-        // The engine may also serve the read before the write, which shows nothing.
+        // The engine may run the read before the write. Then the attempt shows nothing.
         let shown = (0..10).any(|_| reads_what_was_just_written(&mut server));
         assert!(shown, "no iteration had the write before the read");
     }
 }
 
 /// Kills the engine when a client has read a write of the same iteration, and checks that the write
-/// was kept. Returns whether the client has read it.
+/// was kept. Returns true if the client read the written value.
 fn reads_what_was_just_written(server: &mut Engine) -> bool {
     let mut caller = of_module(server);
     let [mut first, mut writer, mut last] = [(); 3].map(|()| server.client());
     caller.ok(&["SET", "key", "before"]);
-    // One iteration has a write, a read of the same key, and then a long command.
+    // One iteration of the event loop runs a write, a read of the same key, and then a long
+    // command.
     first.send(&[vec!["DEBUG", "SLEEP", "0.6"]]);
     std::thread::sleep(Duration::from_millis(200));
     writer.send(&[vec!["SET", "key", "after!"]]);
@@ -166,7 +167,7 @@ fn replicas_get_called_writes_and_wait_covers_them() {
         assert_eq!(caller.ask(&["WAIT", "1", "10000"]), ":1");
         let seen = |server: &Engine| server.client().ask(&["LRANGE", "list", "0", "-1"]);
         assert_eq!(seen(&primary), seen(&replica));
-        // While the replica is stopped.
+        // While the replica is stopped, WAIT counts none.
         replica.signal("STOP");
         caller.ok(&["SET", "key", "unseen"]);
         assert_eq!(caller.ask(&["WAIT", "1", "200"]), ":0");

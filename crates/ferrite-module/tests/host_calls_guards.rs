@@ -1,6 +1,6 @@
-//! Commands are not called when the engine would refuse them or treat them differently. This tests
-//! states of the engine, users' rights, and calls that have crashed engines. Every reply is
-//! compared with that of the engine's own socket.
+//! The module does not call commands in-process when the engine would refuse them or treat them
+//! differently. The tests cover states of the engine, users' rights, and calls that have crashed
+//! engines. Every reply is compared with that of the engine's own socket.
 
 mod client;
 
@@ -28,7 +28,7 @@ fn keys_expire_with_the_aof_enabled() {
             pair.module.send(&names.iter().map(|name| vec!["GET", name]).collect::<Vec<_>>());
             assert!(pair.module.replies(50).iter().all(|reply| reply == b"$-1\r\n"));
             assert_eq!(pair.same(&["DBSIZE"]), ":0");
-            // Reads that delete expired keys while the engine's active expiry does the same.
+            // Now reads delete expired keys while the engine's active expiry does the same.
             pair.native.ok(&["DEBUG", "SET-ACTIVE-EXPIRE", "1"]);
             pair.native.ok(&["CONFIG", "SET", "hz", "500"]);
             for _ in 0..40 {
@@ -46,7 +46,7 @@ fn keys_expire_with_the_aof_enabled() {
     }
 }
 
-/// While clients are paused, a called write must not reach replicas, and would crash the engine.
+/// While clients are paused, no write may reach replicas. A called write would crash the engine.
 #[test]
 fn paused_clients_wait() {
     for program in engines() {
@@ -74,8 +74,8 @@ fn paused_clients_wait() {
     }
 }
 
-/// A write called while a script runs would take effect in the middle of the script. The script
-/// ends when that happens, or when it is killed.
+/// A write called while a script runs would take effect in the middle of the script. This script
+/// ends when it sees such a write, or when it is killed.
 #[test]
 fn nothing_is_called_while_a_script_runs() {
     const UNTIL_CHANGED: &str = "while redis.call('get','key')=='before' do end return 'changed'";
@@ -181,8 +181,8 @@ fn calls_respect_the_users_rights() {
         admin.ok(&words("ACL SETUSER bob -get +del"));
         assert!(bob.same(&["GET", "b"]).starts_with("-NOPERM"));
         assert_eq!(bob.module.ask(&["DEL", "b"]), ":1");
-        // The session of a disabled user continues, as at the engine's own port. That of a deleted
-        // user ends.
+        // The session of a disabled user continues, as at the engine's own port. The session of a
+        // deleted user ends.
         admin.ok(&words("ACL SETUSER bob off"));
         assert_eq!(bob.same(&["SET", "b", "1"]), "+OK");
         assert_eq!(admin.ask(&["ACL", "DELUSER", "bob"]), ":1");
@@ -255,8 +255,8 @@ fn writes_are_refused_as_at_the_engines_own_port() {
         pair.native.ok(&["CONFIG", "SET", "min-replicas-to-write", "1"]);
         assert!(pair.same(&["SET", "key", "other"]).starts_with("-NOREPLICAS"));
         pair.native.ok(&["CONFIG", "SET", "min-replicas-to-write", "0"]);
-        // A replica whose primary is unreachable. It does not delete expired keys but hides them.
-        // Redis 7.0 does not hide them from calls.
+        // The engine becomes a replica of an unreachable primary. A replica does not delete expired
+        // keys but hides them. Redis 7.0 does not hide them from calls.
         pair.module.ok(&["SET", "short", "value", "PX", "300"]);
         pair.native.ok(&["REPLICAOF", "127.0.0.1", "1"]);
         std::thread::sleep(Duration::from_millis(400));

@@ -45,7 +45,7 @@ fn ferrite_commands_reply() {
             rdma.contains("ferrite_rdma_connections:0") && !rdma.contains("ferrite_status"),
             "{rdma}"
         );
-        // ACL rules by name work in every engine; those by category not in Redis 7.0.
+        // ACL rules by name work in every engine. Rules by category do not work in Redis 7.0.
         let has_categories = program != Path::new(REDIS);
         for (rule, may) in
             [("-ferrite|stats", false), ("-@admin", !has_categories), ("-@scripting", true)]
@@ -105,7 +105,7 @@ fn admin_commands_need_the_right_to_the_engines_own() {
             let is_denied = answer.as_ref().is_err_and(|error| error.code() == Some("NOPERM"));
             assert_eq!(is_denied, !may, "{rules:?} {words:?} on {}: {answer:?}", program.display());
         }
-        // A user with all rights.
+        // A user with all rights may run the command.
         assert!(server.refusal(&["FERRITE", "KILL", "1"]).contains("no session has the id 1"));
         server.assert_healthy();
     }
@@ -138,7 +138,7 @@ fn block(server: &Engine, client: &mut Client) -> String {
     server.client().first_session()
 }
 
-/// A session that waits for its engine ends, too.
+/// FERRITE KILL also ends a session that waits for the engine.
 #[test]
 fn kills_a_session_whose_command_blocks() {
     for program in engines() {
@@ -167,7 +167,7 @@ fn killed_sessions_run_no_further_command() {
         let count = || server.ask::<Option<u64>>(&["GET", "count"]).unwrap_or(0);
         server.wait_until("writes", || count() > 100);
         let id = server.client().first_session();
-        // A transaction, so that no other command runs between the two.
+        // Uses a transaction, so that no other command runs between KILL and GET.
         let mut kill = redis::pipe();
         kill.atomic().cmd("FERRITE").arg("KILL").arg(id).cmd("GET").arg("count");
         let mut admin = server.connection().expect("a connection");
@@ -204,8 +204,8 @@ fn killed_sessions_take_no_element_that_they_waited_for() {
     }
 }
 
-/// The engine revokes the login of a client that closes itself. In a transaction, the commands
-/// after that would have the rights of the user `default`.
+/// The engine revokes the login of a client that closes itself. In a transaction, the later
+/// commands would then have the rights of the user `default`.
 #[test]
 fn a_transaction_that_kills_its_own_session_gets_no_other_rights() {
     for program in engines() {
@@ -234,8 +234,8 @@ fn a_transaction_that_kills_its_own_session_gets_no_other_rights() {
     }
 }
 
-/// Engines close a client that kills itself after its reply, so never if there is no reply. The
-/// session ends nevertheless.
+/// An engine closes a client that kills itself once the reply is sent. Without a reply, the engine
+/// never closes it. The module must still end the session.
 #[test]
 fn clients_without_replies_can_kill_their_own_sessions() {
     for program in engines() {

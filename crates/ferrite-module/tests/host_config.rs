@@ -11,7 +11,8 @@ use ferrite_testkit::engine::{REDIS, engines};
 use ferrite_testkit::{Engine, Start, free_port};
 use module::harness::{connect, log_of_failed_load, rejection, start};
 
-/// Lines of the engine's configuration set the settings one by one.
+/// Lines of the engine's configuration set the settings one by one. The module checks them
+/// together.
 #[test]
 fn settings_in_the_engines_configuration_must_fit_together() {
     for program in engines() {
@@ -154,14 +155,15 @@ fn config_has_the_settings_of_the_table() {
     }
 }
 
-/// The names of other RDMA software are arguments, with the values that they have there.
+/// The module accepts the settings of other RDMA software as arguments, with the names and default
+/// values that they have there.
 #[test]
 fn accepts_the_names_of_other_software() {
     let arguments = ferrite_config::table::FOREIGN.iter().filter_map(|foreign| {
         let name = foreign.name.rsplit('.').next().expect("a name");
         let value = foreign.default.split(' ').next().expect("a value");
         let is_argument = ferrite_config::table::refused(name).is_none() && value != "empty";
-        // Both documentations have it, with other values.
+        // Two programs document this setting, with different defaults.
         let is_second = name == "rdma_gid_index" && value == "-1";
         (is_argument && !is_second && name != "rdma_recv_block_type").then_some([name, value])
     });

@@ -38,7 +38,7 @@ fn listens_where_the_engine_listens() {
         let log = server.log();
         let lines = log.matches(", TCP only: ").count() + log.matches("takes TCP only").count();
         assert_eq!(lines, 1, "one line for all addresses: {log}");
-        // With two addresses, then with all.
+        // The engine listens on two addresses, then on all.
         drop(server);
         let server =
             start(&program, &arguments, &["--port", &tcp, "--bind", "127.0.0.2 127.0.0.3"]);
@@ -109,7 +109,7 @@ fn a_restarted_engine_listens_while_the_old_child_still_saves() {
     }
 }
 
-/// The same for the admin port, with and without a listener.
+/// The child must not keep the admin port open either, whether or not the module has a listener.
 #[test]
 fn a_child_that_saves_does_not_keep_the_admin_port_open() {
     for program in engines() {
@@ -118,7 +118,8 @@ fn a_child_that_saves_does_not_keep_the_admin_port_open() {
             let admin = format!("127.0.0.1:{admin}");
             let own = ["rdma-port", &own, "admin-listen", &admin];
             let arguments = [&own, arguments].concat();
-            // It listens on no address, so neither does the module unless it is told to.
+            // The engine listens on no address, so the module listens only if `rdma-bind` names
+            // one.
             let options = ["port 0", "bind \"\"", "save \"\""];
             let start = Start { program: &program, module: Some(&arguments), options: &options };
             let mut server = Engine::start_from_file(&start);
@@ -173,8 +174,8 @@ fn link_local() -> Option<String> {
     })
 }
 
-/// The module does not load if it cannot listen on an address that was named: the engine would run
-/// without the port that clients expect.
+/// The module does not load if it cannot listen on an address that was named. Otherwise the engine
+/// would run without the port that clients expect.
 #[test]
 fn refuses_to_load_if_a_named_address_cannot_be_used() {
     let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
@@ -246,8 +247,8 @@ fn does_not_listen_if_the_engine_has_no_address() {
     }
 }
 
-/// Mutual TLS may be the engine's only authentication. So the module accepts no clear text beside
-/// it without `allow-clear-text yes`.
+/// Mutual TLS may be the engine's only authentication. So if the engine serves only TLS, the module
+/// accepts no clear text without `allow-clear-text yes`.
 #[test]
 fn refuses_clear_text_beside_tls_alone() {
     let made = rcgen::generate_simple_self_signed(["127.0.0.1".to_owned()]).expect("a certificate");
@@ -282,7 +283,7 @@ fn refuses_clear_text_beside_tls_alone() {
 }
 
 /// Silent connections do not count as handshakes. A client is served at once although its address
-/// has hundreds of them.
+/// has hundreds of silent connections.
 #[test]
 fn silent_connections_keep_nobody_out() {
     for program in engines() {

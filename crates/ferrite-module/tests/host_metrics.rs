@@ -27,7 +27,7 @@ fn sample(port: u16, name: &str) -> u64 {
 fn start(program: &Path, own: u16, admin: u16) -> Engine {
     let (own, admin) = (own.to_string(), format!("127.0.0.1:{admin}"));
     let arguments = ["rdma-bind", "127.0.0.1", "rdma-port", &own, "admin-listen", &admin];
-    // The engine answers nobody while a script runs.
+    // With this option, the engine answers nobody while a script runs.
     let options = &["--lua-time-limit", "0"];
     Engine::start(&Start { program, module: Some(&arguments), options })
 }

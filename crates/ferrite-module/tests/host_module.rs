@@ -58,8 +58,8 @@ fn half_closed_clients_get_all_replies() {
                 assert_eq!(server.ask::<usize>(&["GET", "n"]), count, "{command:?}");
             }
         }
-        // The replies are larger than the socket buffers: the module sees the end while replies
-        // still wait for the client.
+        // The replies are larger than the socket buffers, so that the module sees the end while
+        // replies still wait for the client.
         let () = server.ask(&["SET", "large", &"x".repeat(1 << 20)]);
         let mut client = connect(&server);
         client
@@ -195,7 +195,7 @@ fn closes_sessions_when_the_engine_shuts_down() {
     }
 }
 
-/// The engine cannot save and aborts its shutdown: sessions continue.
+/// The engine cannot save and aborts its shutdown. Sessions continue.
 #[test]
 fn an_aborted_shutdown_ends_no_session() {
     for program in engines() {
@@ -309,8 +309,8 @@ fn works_without_config_if_addresses_are_named() {
     }
 }
 
-/// Starts an engine that also has a TCP port for replicas and other cluster nodes. Returns that
-/// port too.
+/// Starts an engine that also has a TCP port for replicas and other cluster nodes. Also returns
+/// that port.
 fn node(program: &Path, options: &[&str]) -> (Engine, String) {
     let (port, own) = (free_port().to_string(), free_port().to_string());
     let options = [&["--port", &port, "--bind", "127.0.0.1"], options].concat();

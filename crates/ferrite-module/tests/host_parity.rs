@@ -1,5 +1,5 @@
-//! Every command gives the same reply through the module as at the engine's own port, on a host
-//! without RDMA: over TCP at the module's port. The engines are Debian's Redis, Valkey if the lab
+//! Every command gives the same reply through the module as at the engine's own port. These tests
+//! use TCP at the module's port and need no RDMA. The engines are Debian's Redis, Valkey if the lab
 //! has built it, and those in FERRITE_ENGINES. `FERRITE_MODULE_ARGS` adds arguments of the module.
 #![expect(clippy::print_stderr, reason = "reports what was compared")]
 

@@ -47,8 +47,8 @@ fn a_client_that_kills_its_own_session_gets_the_reply() {
     });
 }
 
-/// RESET clears the name. The module sets its own again, unless the client has done so first: HELLO
-/// can log in and set a name at the same time.
+/// RESET clears the name. The module then sets its own name again, unless the client sets one
+/// first. HELLO can log in and set a name at the same time.
 #[test]
 fn a_name_that_comes_with_the_login_is_kept() {
     on_each_with_password(|_, mut admin| {
@@ -64,7 +64,7 @@ fn a_name_that_comes_with_the_login_is_kept() {
     });
 }
 
-/// S11: WAIT after a session was pinned to proxy inside a transaction.
+/// S11: WAIT was wrong after a session was pinned to proxy inside a transaction.
 #[test]
 fn wait_is_correct_after_a_pin_inside_a_transaction() {
     for program in engines() {
@@ -178,8 +178,8 @@ fn a_blocked_client_that_closes_takes_no_element() {
     });
 }
 
-/// Valkey 9.1 rejects a bulk string without CRLF at its end; other engines accept it. Sessions do
-/// the same as their engine.
+/// Valkey 9.1 rejects a bulk string without CRLF at its end, and other engines accept it. Sessions
+/// do the same as their engine.
 #[test]
 fn malformed_commands_get_the_engines_reply() {
     on_each(&[], |server| {
@@ -322,7 +322,7 @@ fn clients_that_need_no_login_can_subscribe() {
 }
 
 /// Valkey 8.0 sends no reply to a failed login while earlier replies are still in its buffer. So
-/// before a login the session must not have commands of its own in front of the client's.
+/// before a login, the session must not send commands of its own before those of the client.
 #[test]
 fn failed_logins_get_a_reply_before_a_login() {
     on_each_with_password(|server, mut admin| {
@@ -369,8 +369,8 @@ fn sessions_before_a_login_end_with_their_clients() {
     });
 }
 
-/// A client that logs in as `default`, which needs no password, may be blocked like any other. Its
-/// disconnect is noticed behind much unread input.
+/// A client that logs in as `default`, which needs no password, may be blocked like any other. The
+/// module notices the client's disconnect even behind much unread input.
 #[test]
 fn a_blocked_client_that_came_back_to_the_default_user_ends() {
     on_each(&[], |server| {
@@ -414,8 +414,8 @@ fn commands_of_clients_that_disconnect_during_a_pause_do_not_run() {
     });
 }
 
-/// A client that has written logs in as `default`, which Redis 7.0 does not show as a login. Then
-/// it is pinned to proxy, and the session continues.
+/// A client writes, then logs in as `default`, which Redis 7.0 does not show as a login. Then the
+/// session is pinned to proxy and continues.
 #[test]
 fn sessions_that_have_written_survive_another_login() {
     on_each(&[], |server| {

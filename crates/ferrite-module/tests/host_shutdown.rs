@@ -1,4 +1,4 @@
-//! No acknowledged write is lost when an engine shuts down or fails over; over TCP.
+//! No acknowledged write is lost when an engine shuts down or fails over. The clients use TCP.
 //! `FERRITE_SHUTDOWNS=50` runs 50 rounds of each test.
 
 mod client;

@@ -181,7 +181,7 @@ fn log_of_failed_load(arguments: &[&str]) -> String {
     log
 }
 
-/// Nobody names a device in order to use TCP.
+/// An operator who names a device wants RDMA, so the module does not fall back to TCP.
 #[test]
 fn refuses_to_load_with_a_wrong_device() {
     let log = log_of_failed_load(&["rdma-bind", HOST, "rdma-device", "mlx5_0"]);
@@ -198,7 +198,7 @@ fn sh(line: &str) {
     assert!(status.success(), "{line}");
 }
 
-/// On drop, makes the device again.
+/// Creates the device again on drop.
 struct RestoreDevice;
 
 impl Drop for RestoreDevice {

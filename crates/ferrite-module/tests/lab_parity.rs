@@ -1,7 +1,8 @@
 //! Every command gives the same reply over RDMA as at the engine's own TCP port, in the lab's guest
 //! (`cargo xtask lab-test parity`). Engines are on 10.0.0.1 (rxe1), clients on 10.0.0.2 (rxe2). The
-//! cases and states are those of `host_parity`. Only Debian's Redis and few cases are tested unless
-//! FERRITE_ENGINES is set: it names other engines, or is empty for all that are available.
+//! cases and states are those of `host_parity`. Without FERRITE_ENGINES, only Debian's Redis and
+//! few cases are tested. FERRITE_ENGINES names other engines, or is empty for all that are
+//! available.
 #![expect(clippy::print_stderr, reason = "reports what was compared")]
 
 mod parity;
@@ -42,8 +43,8 @@ impl Transport for OverRdma {
 }
 
 fn each(state: impl Fn(&Way<'_>, &Path)) {
-    // One thread, which also drives the fabric while it waits: switching threads is slow in the
-    // guest.
+    // Uses one thread, which also drives the fabric while it waits, because switching threads is
+    // slow in the guest.
     let runtime = Rc::new(Builder::new_current_thread().enable_all().build().expect("a runtime"));
     let inside = runtime.enter();
     let config = Config { busy_poll_us: 0, ..Config::default() };

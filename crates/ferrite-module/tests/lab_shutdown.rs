@@ -1,5 +1,5 @@
-//! No acknowledged write is lost when an engine shuts down or fails over; over RDMA. For 50 rounds
-//! of each test: `cargo xtask lab-test lab_shutdown --runner "env FERRITE_SHUTDOWNS=50"`.
+//! No acknowledged write is lost when an engine shuts down or fails over. The clients use RDMA. For
+//! 50 rounds of each test: `cargo xtask lab-test lab_shutdown --runner "env FERRITE_SHUTDOWNS=50"`.
 
 mod shutdown;
 

@@ -226,8 +226,8 @@ fn offers_of_an_unreachable_address_do_not_stall_the_engine() {
             let reply = next_frame(&mut client).await;
             assert_eq!(reply, Some(TcpFrameKind::Withdraw), "the offer is declined");
         }
-        // All at once, as in the attack. Only one offer at a time is allowed, so the second ends
-        // the link.
+        // Sends all offers at once, as in the attack. Only one offer at a time is allowed, so the
+        // second ends the link.
         let mut client = greeted(99).await;
         client.write_all(&offer(SILENT).repeat(8)).await.expect("to write");
         while next_frame(&mut client).await.is_some() {}
@@ -262,7 +262,8 @@ async fn connects(fabric: Fabric) {
         let options =
             ConnectOptions::new().local(format!("{CLIENT}:0").parse().expect("an address"));
         let connecting = fabric.connect_raw(target(), &options);
-        // Half are given up at once. The others disconnect as soon as they are connected.
+        // Half of the connects are given up at once. The others disconnect as soon as they are
+        // connected.
         if number % 2 == 0 {
             drop(connecting);
         } else {

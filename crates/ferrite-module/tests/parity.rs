@@ -1,5 +1,5 @@
-//! Sends the same commands to two equal engines: to one over its own TCP port, to the other through
-//! the module. The replies must be equal, byte for byte unless two engines can never agree.
+//! Sends the same commands to two equal engines, to one over its own TCP port and to the other
+//! through the module. The replies must be equal byte for byte, unless two engines can never agree.
 //!
 //! ```text
 //!   spec: COMMAND, COMMAND DOCS ─► generate: argument lists ─┐
@@ -69,7 +69,8 @@ impl Node {
             "--enable-debug-command",
             "yes",
         ];
-        // Strings of at most 1 MiB, and no statistics of times.
+        // Limits strings to 1 MiB and disables statistics of times, so that replies can be
+        // compared.
         let comparable = [
             "--proto-max-bulk-len",
             "1mb",
@@ -239,11 +240,11 @@ impl<'a> Comparison<'a> {
     }
 
     /// If more clients than `before` are blocked at the engine with the direct connection, waits
-    /// until that holds for the other engine too. It waits for a second at most; a real difference
-    /// is found later.
+    /// until that is true at the other engine, too. Waits for a second at most, because a real
+    /// difference is found later.
     fn wait_until_both_block(&mut self, before: [u64; 2]) {
-        // An engine may read this query before a command that was sent earlier, but not the next
-        // query.
+        // An engine may read this first query before a command that was sent earlier. It reads the
+        // next query after that command.
         self.blocked_clients();
         let started = Instant::now();
         loop {
@@ -434,8 +435,8 @@ fn send(connections: &mut [Connection; 2], words: &Words) {
     connections.iter_mut().for_each(|connection| connection.send(&bytes));
 }
 
-/// Receives a response from both. If only one of them is silent, it gets more time: an engine that
-/// is late on a busy machine is not a difference, but one that never replies is.
+/// Receives a response from both engines. If only one is silent, it gets more time. An engine that
+/// is late on a busy machine is not a difference, but an engine that never replies is.
 fn receive(connections: &mut [Connection; 2], limit: Duration) -> [Response; 2] {
     let mut responses = connections.each_mut().map(|connection| connection.receive(limit));
     if responses.contains(&Response::Timeout) && responses[0] != responses[1] {

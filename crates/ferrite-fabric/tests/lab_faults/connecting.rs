@@ -1,4 +1,5 @@
-//! Connects to nobody, to unreachable addresses, and many at once.
+//! Connects that fail because nobody listens or the address is unreachable, and many connects at
+//! once.
 
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
@@ -15,7 +16,7 @@ use crate::pair::{Peer, connect, show};
 
 /// The timeout of a handshake in these tests. The kernel would wait for 81 s.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
-/// The time beyond that to wake up and to diagnose the failure.
+/// The time beyond `CONNECT_TIMEOUT` to wake up and to diagnose the failure.
 const SLACK: Duration = Duration::from_secs(1);
 /// The limit for an immediate answer. Resolving an unknown neighbour takes a quarter of a second.
 const SOON: Duration = Duration::from_secs(1);
@@ -59,7 +60,7 @@ fn fails_when_no_host_has_the_address() {
     leak_check.end();
 }
 
-/// Addresses that no RDMA device has: one of this host, and one without a route.
+/// No RDMA device has these addresses: two of this host, and one without a route.
 #[test]
 fn fails_when_no_device_has_the_address() {
     let leak_check = LeakCheck::begin();
@@ -87,7 +88,7 @@ fn fails_when_no_device_has_the_address() {
         CONNECT_TIMEOUT + SLACK,
     );
     assert_eq!(error.kind(), ErrorKind::Unreachable, "{error:?}");
-    // The other device of this host, which the fabric may not use.
+    // `PEER` is the other device of this host, which the fabric may not use.
     let error =
         failure(&own, Some(any_port(PEER)), "10.0.0.2:7471".parse().expect("an address"), SOON);
     assert_eq!(error.kind(), ErrorKind::Misuse, "{error:?}");
@@ -95,12 +96,12 @@ fn fails_when_no_device_has_the_address() {
     leak_check.end();
 }
 
-/// The configured timeout holds, not the kernel's.
+/// A connect fails after the configured timeout, which is shorter than the kernel's.
 #[test]
 fn times_out_in_a_black_hole() {
     let leak_check = LeakCheck::begin();
     let (own, peer) = (Host::new(&[OWN.0], Config::default()), Peer::start(short_timeouts()));
-    // Resolves the neighbour first: otherwise it would look as if nobody had the address.
+    // Resolves the neighbour first. Otherwise the connect would fail as if no host had the address.
     let link = connect(&own, peer.addr).expect("a link");
     drop(within(TEST_TIMEOUT, "the grant", link.recv()).expect("a message with the grant"));
     within(TEST_TIMEOUT, "closing", link.close()).expect("closed cleanly");
@@ -119,7 +120,7 @@ fn times_out_in_a_black_hole() {
     leak_check.end();
 }
 
-/// Many more connects than handshakes may be pending: all succeed, and each link works.
+/// There are many more connects than handshakes may be pending. All succeed, and each link works.
 #[test]
 fn five_hundred_concurrent_connects() {
     const LINKS: usize = 500;

@@ -1,5 +1,6 @@
 //! A device is removed under traffic (`rdma link delete`). The kernel notifies programs that have
-//! an identifier on it, and waits until the last user of a Soft-RoCE device has released it.
+//! an identifier on the device, and waits until the last user of a Soft-RoCE device has released
+//! it.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -63,8 +64,8 @@ impl Removal {
     }
 }
 
-/// Waits until this host holds no more objects on a device than `first`. Identifiers linger in
-/// timewait.
+/// Waits until this host holds no more objects on a device than `first`. This takes time because
+/// identifiers linger in timewait.
 #[track_caller]
 fn wait_until_no_more_held(device: &str, first: &BTreeMap<String, u64>) {
     let is_more = |(what, count): (String, u64)| count > first.get(&what).copied().unwrap_or(0);
@@ -73,7 +74,8 @@ fn wait_until_no_more_held(device: &str, first: &BTreeMap<String, u64>) {
     });
 }
 
-/// The only device of a fabric is removed. The fabric releases it when it ends.
+/// The only device of a fabric is removed. The removal completes at the latest when the fabric
+/// ends.
 #[test]
 fn own_device_removed() {
     let pair = Pair::start(short_timeouts(), short_timeouts());
@@ -99,13 +101,14 @@ fn own_device_removed() {
     leak_check.end();
 }
 
-/// The peer's process holds its device until its fabric releases it. This side is notified at once.
+/// The peer's process holds the removed device until the peer's fabric releases it. This side is
+/// notified at once.
 #[test]
 fn peer_device_removed() {
     if role().is_some() {
         return serve_as_peer(short_timeouts());
     }
-    // Not on the peer's device: librdmacm would hold it in this process.
+    // Leaves out the peer's device, which librdmacm would otherwise hold in this process.
     let leak_check = LeakCheck::with(&[OWN]);
     let (process, addr) = peer("devices::peer_device_removed");
     let own = Host::new(&[OWN.0], short_timeouts());
@@ -132,15 +135,15 @@ fn peer_device_removed() {
     leak_check.end();
 }
 
-/// A fabric on two devices continues on the other one, and the removal completes while the fabric
-/// runs.
+/// A fabric on two devices loses one and continues on the other. The removal completes while the
+/// fabric runs.
 #[test]
 fn one_of_two_devices_removed() {
     let leak_check = LeakCheck::begin();
     let own = Host::new(&[OWN.0, PEER.0], short_timeouts());
     let peer = Peer::start(Config::default());
     let lost = connect(&own, peer.addr).expect("a link");
-    // The other device, connected to itself.
+    // Connects the other device to itself.
     let options = ConnectOptions::new().local(any_port(PEER));
     let kept = within(TEST_TIMEOUT, "a connect", own.fabric.connect_with(peer.addr, &options))
         .expect("a link");
@@ -275,7 +278,7 @@ fn check_peer_device_returns(test: &str, everywhere: &str, times: usize) {
     if role().is_some() {
         return serve_at(everywhere.parse().expect("an address"), short_timeouts(), || ());
     }
-    // Not on the peer's device: librdmacm would hold it in this process.
+    // Leaves out the peer's device, which librdmacm would otherwise hold in this process.
     let leak_check = LeakCheck::with(&[OWN]);
     let (process, addr) = peer(test);
     let addr = SocketAddr::new(any_port(PEER).ip(), addr.port());

@@ -40,7 +40,7 @@ fn memlock_too_small() {
             error.remedy().is_some_and(|remedy| remedy.contains("LimitMEMLOCK=infinity")),
             "{error}"
         );
-        // With less memory it works.
+        // A fabric with fewer receives needs less memory.
         let config = Config { recv_queue_depth: 64, ..Config::default() };
         let fabric = Fabric::builder(&verbs())
             .rdma(Rdma::Require)
@@ -98,7 +98,7 @@ impl Group {
     fn allow(device: &str, more: u64) {
         let current =
             std::fs::read_to_string(format!("{GROUP}/rdma.current")).expect("rdma.current");
-        // rxe1 hca_handle=1 hca_object=12
+        // An example of a line: rxe1 hca_handle=1 hca_object=12
         let line = current.lines().find(|line| line.starts_with(device)).expect("the device");
         let objects = line.split_once("hca_object=").expect("a count").1.trim();
         let limit = objects.parse::<u64>().expect("a count") + more;
@@ -108,8 +108,8 @@ impl Group {
 
 impl Drop for Group {
     fn drop(&mut self) {
-        // Linux 6.1 keeps a limit in a list of the device after the group is gone, and fails when
-        // the device is removed.
+        // Linux 6.1 keeps the limit in a list of the device after the group is gone, and fails when
+        // the device is removed. So this lifts the limit first.
         for (device, _) in HOSTS {
             let none = format!("{device} hca_handle=max hca_object=max");
             let _ = std::fs::write(format!("{GROUP}/rdma.max"), none);
@@ -118,8 +118,8 @@ impl Drop for Group {
     }
 }
 
-/// Plays a peer that may create so many objects beyond those of its fabric: a link takes a queue
-/// pair and a memory region for its grant.
+/// Plays a peer that may create `objects` more objects than its fabric has. Each link takes two of
+/// them: a queue pair, and a memory region for its grant.
 fn serve_with_objects(objects: u64) {
     Group::join();
     // Enough memory that the pool need not grow, which would take a region.
@@ -127,7 +127,7 @@ fn serve_with_objects(objects: u64) {
     serve_as_peer_after(Config { memory, ..short_timeouts() }, || Group::allow(PEER.0, objects));
 }
 
-/// A peer without free queue pairs reports that. Its existing links are not affected.
+/// A peer without free queue pairs says so in its refusal. Its existing links are not affected.
 #[test]
 fn peer_queue_pairs_exhausted() {
     if role().is_some() {
@@ -165,7 +165,7 @@ fn peer_queue_pairs_exhausted() {
     leak_check.end();
 }
 
-/// The local side has no queue pairs left: a connect reports that, and the existing link is not
+/// The local side has no queue pairs left. A connect reports that, and the existing link is not
 /// affected. The same holds for memory regions.
 #[test]
 fn own_objects_exhausted() {
@@ -221,8 +221,8 @@ fn no_room_for_a_fabric() {
     leak_check.end();
 }
 
-/// A completion queue smaller than the number of requests that the links could have in flight: they
-/// take turns, and it never overruns.
+/// The completion queue is smaller than the number of requests that the links could have in flight.
+/// The links take turns, and the queue never overruns.
 #[test]
 fn completion_queue_too_small() {
     let small = || Config { cq_size: 40, recv_queue_depth: 16, ..short_timeouts() };

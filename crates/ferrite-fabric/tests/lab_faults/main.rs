@@ -1,11 +1,11 @@
-//! Faults under links on Soft-RoCE: each ends in success or in a typed error, in time, and
-//! leaves nothing behind. Run them with `cargo xtask lab-test faults`; `-- --success-output
-//! immediate` shows how the errors read.
+//! Faults under links on Soft-RoCE. Each ends in success or in a typed error, in time, and leaves
+//! nothing behind. Run them with `cargo xtask lab-test faults`. Add `-- --success-output immediate`
+//! to see how the errors read.
 //!
 //! The link is from 10.0.0.2 (rxe2 on h2), the local side `OWN`, to 10.0.0.1 (rxe1 on h1), the peer
 //! `PEER`. For faults of a process, the peer is a process: the test runs itself again in another
-//! role. Every wait has a deadline, stated as a constant with its reason. All tests work on all
-//! kernels of the lab: none needs a network namespace of its own.
+//! role. Every wait has a deadline, stated as a constant with its reason. No test needs a network
+//! namespace of its own, so that all tests work on all kernels of the lab.
 //!
 //! | file | what |
 //! |---|---|

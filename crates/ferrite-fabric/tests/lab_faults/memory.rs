@@ -12,7 +12,7 @@ use ferrite_testkit::{join, until, within};
 use crate::pair::{connect, show};
 
 const MIB: usize = 1 << 20;
-/// Long enough that no keepalive wakes the fabric during a test: only the application can.
+/// Long enough that no keepalive wakes the fabric during a test. Only the application can wake it.
 const KEEPALIVE: Duration = Duration::from_secs(30);
 /// Peers retry within a millisecond when there was no receive, so this only allows for a slow
 /// machine.
@@ -45,7 +45,7 @@ fn two_links(own: &Host, small: &Host) -> [(Link, Link); 2] {
     })
 }
 
-/// An application keeps every message that it receives.
+/// An application keeps every message that it receives, until the peers have to wait.
 #[test]
 fn peers_wait_while_all_messages_are_kept() {
     const MESSAGES: u32 = 1000;
@@ -67,7 +67,7 @@ fn peers_wait_while_all_messages_are_kept() {
             assert_eq!(number(&message) as usize, kept.len(), "messages out of order");
             kept.push(message);
         }
-        // Messages in flight have arrived, too.
+        // This also waits for messages in flight.
         let stats = keeper.fabric.stats();
         stats.receives_posted == 0 && stats.memory.receive.in_use_bytes == 2 * MIB as u64
     });
@@ -116,8 +116,8 @@ fn peers_wait_while_all_messages_are_kept() {
     leak_check.end();
 }
 
-/// A message that the peer has no memory for cannot block the peer's other links: it is rejected,
-/// or its link ends.
+/// The peer has no memory for a large message. The message is rejected, or its link ends, so that
+/// it cannot block the peer's other links.
 #[test]
 fn message_larger_than_the_memory_blocks_no_other_link() {
     let leak_check = LeakCheck::begin();

@@ -12,9 +12,9 @@ use ferrite_verbs::Status;
 
 use crate::pair::{Pair, Peer, connect, show};
 
-/// The device waits 67 ms for an acknowledgement, seven times (`ack_timeout` 14, `retries` 6): half
-/// a second. But Soft-RoCE does not retry while packets wait for the neighbour's address, and the
-/// kernel takes three more seconds to give that up.
+/// The device waits 67 ms for an acknowledgement, seven times (`ack_timeout` 14, `retries` 6),
+/// which is half a second. But Soft-RoCE does not retry while packets wait for the neighbour's
+/// address, and the kernel gives up on that address only three seconds later.
 const RETRIES_TAKE: Duration = Duration::from_secs(5);
 
 /// Returns the default settings, except that idle links send no keepalive within these outages and
@@ -42,7 +42,7 @@ fn check_echo(link: &Link) {
     });
 }
 
-/// An outage shorter than the retries: the link stalls, then continues, whichever direction was
+/// The outage is shorter than the retries. The link stalls, then continues, whichever direction was
 /// cut.
 #[test]
 fn path_cut_briefly() {
@@ -67,7 +67,7 @@ fn path_cut_briefly() {
 ///   packet, however short the outage, where hardware would retry. Soft-RoCE of Linux 6.1 waits:
 ///   the link stalls and continues.
 /// - The peer's interface: the peer's end behaves as above. This end fails when its retries are
-///   used up, if the outage is longer than that or the other end is down.
+///   used up, because the outage was too long or the peer's end has failed.
 fn take_interface_down(netdev: &str, restore: &'static str, outage: Duration) {
     let _recreate = RecreateDevices;
     let pair = Pair::start(nearly_default(), nearly_default());
@@ -141,8 +141,8 @@ fn black_hole() {
     assert_eq!(error.status(), Some(Status::RETRY_EXCEEDED), "{error}");
 }
 
-/// When the device retries forever (7 retries mean that to Soft-RoCE), a timeout ends the link. The
-/// error must not claim that the peer's device answers.
+/// If the device retries forever, a timeout ends the link. To Soft-RoCE, 7 retries mean forever.
+/// The error must not claim that the peer's device answers.
 #[test]
 fn black_hole_with_endless_retries() {
     let config = Config { retries: 7, ..short_timeouts() };

@@ -183,7 +183,7 @@ impl Pair {
     }
 }
 
-/// Checks that all traffic fails with the same error, the first one: see [`Pair::fails_during`].
+/// Checks that all traffic fails with the link's first error. See [`Pair::fails_during`].
 #[track_caller]
 pub(crate) fn check_all_traffic_fails(
     fault: &str,

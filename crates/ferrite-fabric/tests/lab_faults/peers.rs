@@ -17,7 +17,7 @@ use crate::traffic::Traffic;
 /// The kernel closes the identifiers of a dead process at once. The peer is notified by a message
 /// that is repeated if lost.
 const NOTIFIED_WITHIN: Duration = Duration::from_secs(2);
-/// The time beyond the configured one, for the fabric to wake up and to diagnose the failure.
+/// The time beyond the configured timeout, for the fabric to wake up and to diagnose the failure.
 const SLACK: Duration = Duration::from_secs(1);
 
 #[test]
@@ -45,9 +45,9 @@ fn peer_killed() {
     leak_check.end();
 }
 
-/// The device of a stopped peer still works: reads and writes succeed, and so do messages until the
-/// credits are used up. Then the local send queue fills and reports that. The peer is given up when
-/// it has not answered in time.
+/// The device of a stopped peer still works. Reads and writes succeed, and so do messages until the
+/// credits are used up. Then the local send queue fills, and posts report that. The local side
+/// gives up the peer when it has not answered in time.
 #[test]
 fn peer_stopped() {
     if role().is_some() {
@@ -87,8 +87,8 @@ fn peer_stopped() {
         stalled + SLACK,
     );
     assert!(!error.causes().is_empty(), "{error}");
-    // Not too early: the connecting side sends a keepalive after half of `keepalive` at the
-    // earliest.
+    // The link must not fail too early. The connecting side sends a keepalive after half of
+    // `keepalive` at the earliest.
     let earliest = config.keepalive / 2 + config.peer_timeout - Duration::from_millis(200);
     assert!(since.elapsed() >= earliest, "given up after {:?}", since.elapsed());
     let error =
@@ -118,7 +118,7 @@ fn peer_stopped_briefly() {
     let traffic = Traffic::start(&link);
     process.stop();
     // The keepalive is sent after `keepalive` at the latest. The peer is given up after half of
-    // that plus `peer_timeout` at the earliest.
+    // `keepalive` plus `peer_timeout` at the earliest.
     std::thread::sleep(config.keepalive + config.peer_timeout / 4);
     process.signal("CONT");
     traffic.check_progress("after the stop");
@@ -132,8 +132,8 @@ fn peer_stopped_briefly() {
     leak_check.end();
 }
 
-/// A process that connects and then never drives its fabric: the memory kept for it is bounded, and
-/// it is given up.
+/// A process connects and then never drives its fabric. This side limits the memory that it keeps
+/// for the peer, and gives up the peer.
 #[test]
 fn peer_never_polls() {
     if let Some(target) = role() {
@@ -188,8 +188,8 @@ fn peer_never_polls() {
     leak_check.end();
 }
 
-/// This process does not run between its keepalive and the time limit for the answer, which arrived
-/// long before.
+/// This process does not run from its keepalive until the time limit for the answer has passed. The
+/// answer arrived long before, so the link must not fail.
 #[test]
 fn starved_process_does_not_blame_the_peer() {
     let leak_check = LeakCheck::begin();

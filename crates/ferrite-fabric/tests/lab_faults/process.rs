@@ -11,7 +11,7 @@ use futures_channel::oneshot;
 
 use crate::pair::{Event, serve_all};
 
-/// Returns a future that is ready when the parent wants the child to end, when called in a child.
+/// Returns a future that is ready when the parent closes the input of this process, a child.
 pub(crate) fn end_of_input() -> oneshot::Receiver<()> {
     let (sender, receiver) = oneshot::channel();
     std::thread::spawn(move || {
@@ -26,12 +26,12 @@ pub(crate) fn serve_as_peer(config: Config) {
     serve_as_peer_after(config, || ());
 }
 
-/// The same; calls `prepare` once the peer listens.
+/// Like [`serve_as_peer`], but calls `prepare` once the peer listens.
 pub(crate) fn serve_as_peer_after(config: Config, prepare: impl FnMut()) {
     serve_at(any_port(PEER), config, prepare);
 }
 
-/// The same, listening on another address than the peer's.
+/// Like [`serve_as_peer_after`], but listens on `at`.
 pub(crate) fn serve_at(at: SocketAddr, config: Config, mut prepare: impl FnMut()) {
     let host = Host::new(&[PEER.0], config);
     let serving = serve_all(host.fabric.clone(), at, end_of_input(), |event| match event {

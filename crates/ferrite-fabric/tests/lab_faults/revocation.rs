@@ -1,10 +1,10 @@
 //! Revocation under load: peers read a region in tight loops while its owner revokes it and reuses
 //! the memory.
 //!
-//! The owner is the local host. One child reads over the link that has the grant: it learns of the
-//! revocation, and keeps its link. Another child obtained the token elsewhere and keeps reading: it
-//! loses its link, and no other link is affected. Neither ever sees a byte of what the memory holds
-//! afterwards. A third link of the owner has traffic all the time.
+//! The owner is the local host. One child reads over the link that has the grant. It learns of the
+//! revocation and keeps its link. Another child, the thief, obtained the token elsewhere and keeps
+//! reading. It loses its link, and no other link is affected. Neither child ever reads a byte that
+//! the owner writes after the revocation. A third link of the owner has traffic all the time.
 
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
@@ -26,7 +26,7 @@ const NEW: u8 = 0x55;
 const ROUNDS: usize = 10;
 /// Reads that a child has in flight.
 const AT_ONCE: usize = 4;
-/// The readers answer when their reads in flight are done: a few reads.
+/// The readers answer when their few reads in flight are done.
 const REVOKED_WITHIN: Duration = Duration::from_secs(1);
 
 #[test]
@@ -42,7 +42,8 @@ fn revokes_while_peers_read() {
         host.finish();
         return;
     }
-    // Opens the third link. This fabric also accepts the links of the two child processes.
+    // The pair is the third link. Its local fabric also accepts the links of the two child
+    // processes.
     let pair = Pair::start(short_timeouts(), short_timeouts());
     let fabric = pair.own.fabric.clone();
     let mut listener = fabric.listen(any_port(OWN)).expect("a listener");
@@ -81,7 +82,7 @@ fn revokes_while_peers_read() {
             show("the thief's link, at the owner", &error);
         }
         assert_eq!(error.kind(), ErrorKind::LinkDown, "{error:?}");
-        // The reader's own fabric refused its reads; its link works.
+        // The reader's own fabric refused its reads. Its link still works.
         let message = within(TEST_TIMEOUT, "the reader reports the refusal", reader_link.recv())
             .expect("reader's link is up");
         assert_eq!(message.to_vec(), b"denied");
@@ -137,8 +138,8 @@ fn read_after_revocation(fabric: &Fabric, target: SocketAddr) {
         if round == 0 {
             show("the thief's link, at the thief", &error);
         }
-        // The owner's device refuses the read and its fabric disconnects: on a busy host the
-        // disconnect can be noticed first.
+        // The owner's device refuses the read, and the owner's fabric disconnects. On a busy host,
+        // the thief may notice the disconnect first.
         let expected = [ErrorKind::Denied, ErrorKind::LinkDown];
         assert!(expected.contains(&error.kind()), "{error:?}");
         assert!(

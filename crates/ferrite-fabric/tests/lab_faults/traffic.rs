@@ -200,7 +200,7 @@ async fn writes(
     Ok(())
 }
 
-/// Describes which bytes are wrong: whole packets point at the device, anything else at a buffer.
+/// Describes which bytes are wrong. Whole packets point at the device, anything else at a buffer.
 fn difference(bytes: &[u8], expected: &[u8]) -> String {
     let wrong: Vec<usize> = (0..bytes.len()).filter(|at| bytes[*at] != expected[*at]).collect();
     format!("{} differ, from {:?} to {:?}", wrong.len(), wrong.first(), wrong.last())

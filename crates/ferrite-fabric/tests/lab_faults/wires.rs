@@ -34,8 +34,8 @@ fn loss_of_5_percent() {
     check_works_under("loss 5%");
 }
 
-/// The peer's interface carries smaller packets, and the connection manager knows only this one's
-/// MTU.
+/// The peer's interface carries smaller packets. The connection manager knows only the MTU of the
+/// local interface.
 #[test]
 fn mtu_that_is_smaller_at_the_peer() {
     let _restore = fault("ip link set h1 mtu 1500", "ip link set h1 mtu 9000");
@@ -46,7 +46,7 @@ fn mtu_that_is_smaller_at_the_peer() {
 
 const REORDER: &str = "delay 10ms reorder 25% 50%";
 
-/// With reads of one packet: [`long_reads_reordered`] shows why.
+/// Reads one packet at a time, because longer reads may fail: see [`long_reads_reordered`].
 #[test]
 fn delay_with_reordering() {
     let wire = Wire::new(&["h1", "h2"]);
@@ -60,7 +60,7 @@ fn delay_with_reordering() {
 
 /// Soft-RoCE treats read responses that arrive out of order as a fatal error (`check_ack` in
 /// drivers/infiniband/sw/rxe/rxe_comp.c), where hardware repeats the request. The link fails and
-/// reports it. If the order is kept by chance, the link continues.
+/// reports the error. If the order is kept by chance, the link continues.
 #[test]
 fn long_reads_reordered() {
     let wire = Wire::new(&["h1", "h2"]);
@@ -82,7 +82,7 @@ fn duplicates() {
     check_works_under("duplicate 20%");
 }
 
-/// The packet checksum detects damage: what arrives is correct.
+/// The packet checksum detects damage, so that all delivered bytes are correct.
 #[test]
 fn damage() {
     check_works_under("corrupt 5%");

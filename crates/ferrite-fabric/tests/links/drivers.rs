@@ -139,7 +139,7 @@ fn in_time<F: Future>(future: F) -> F::Output {
     wait(future, TEST_TIMEOUT).expect("in time")
 }
 
-/// Fabrics on threads of their own, clients on others.
+/// Each fabric is driven by a thread of its own, and clients run on other threads.
 pub(crate) fn dedicated_threads(fixture: &Fixture) {
     for busy_poll_us in [0, 50] {
         let (a, b, mut listener) = fabrics(fixture, &Config { busy_poll_us, ..Config::default() });
@@ -165,8 +165,8 @@ pub(crate) fn dedicated_threads(fixture: &Fixture) {
     }
 }
 
-/// Several threads send on one link, each driving the fabric with its own future, while another
-/// receives.
+/// Several threads send on one link while another receives. Each sender drives the fabric with its
+/// own future.
 pub(crate) fn one_link_many_threads(fixture: &Fixture) {
     const SENDERS: u16 = 4;
     let (a, b, mut listener) = fabrics(fixture, &Config::default());
@@ -178,7 +178,7 @@ pub(crate) fn one_link_many_threads(fixture: &Fixture) {
     thread::scope(|scope| {
         for channel in 0..SENDERS {
             let (a, there) = (&a, &there);
-            // All of them drive the fabric, in turns.
+            // The senders take turns at driving the fabric.
             scope.spawn(move || {
                 for number in 0..each {
                     let buf = filled(a, &pattern(number, (number % 700) as usize));
@@ -204,8 +204,8 @@ pub(crate) fn one_link_many_threads(fixture: &Fixture) {
     driving.join().expect("no panic");
 }
 
-/// A plain epoll loop that knows only the fabric's descriptor. A wait that ends by its time limit
-/// means a lost wake-up.
+/// Runs a plain epoll loop that knows only the fabrics' descriptors. A wait that reaches its time
+/// limit means a lost wake-up.
 fn run_in_epoll_loop(fixture: &Fixture, busy_poll_us: u32, trigger: epoll::EventFlags) {
     let pair = Pair::with(fixture, &Config { busy_poll_us, ..Config::default() });
     let rounds = 200 / fixture.work_divisor.min(10) as u64;
@@ -225,7 +225,7 @@ fn run_in_epoll_loop(fixture: &Fixture, busy_poll_us: u32, trigger: epoll::Event
         end.fabric.progress();
     }
     while answered < rounds {
-        // Handles whatever `progress` delivered before it waits.
+        // Before the loop waits again, it handles everything that `progress` delivered.
         let mut busy = true;
         while std::mem::take(&mut busy) {
             while let Some(message) = pair.b.link.try_recv().expect("link is up") {
@@ -265,7 +265,6 @@ pub(crate) fn epoll_loop_edge_triggered(fixture: &Fixture) {
     }
 }
 
-/// An idle fabric sleeps.
 pub(crate) fn idle_fabrics_sleep(fixture: &Fixture) {
     let (a, b, mut listener) = fabrics(fixture, &Config::default());
     let driving = [&a, &b].map(|fabric| fabric.spawn_thread().expect("a thread"));
@@ -407,8 +406,8 @@ fn use_at_random(link: &Link, random: &mut Random) {
     }
 }
 
-/// A `progress_with` call that breaks off is called again until everything is done. An idle fabric
-/// sleeps, even if the callback always breaks off.
+/// If the callback of `progress_with` breaks off, later calls continue until everything is done. An
+/// idle fabric sleeps, even if the callback always breaks off.
 pub(crate) fn progress_continues_after_a_break(fixture: &Fixture) {
     let pair = Pair::new(fixture);
     let is_readable = || {

@@ -157,7 +157,7 @@ fn thread_cpu_time() -> Duration {
 }
 
 /// The application keeps received messages until there is no memory for more. Peers wait, and
-/// continue when it releases them.
+/// continue when the application releases the messages.
 pub(crate) fn receive_memory_runs_out(fixture: &Fixture) {
     let memory =
         PoolConfig { receive_reserve: 2 << 20, memory_pool_max: 64 << 20, ..PoolConfig::default() };
@@ -226,7 +226,7 @@ pub(crate) fn rejects_messages_larger_than_the_receive_memory(fixture: &Fixture)
     pair.end();
 }
 
-/// When the send memory is used up, sends fail; they work again once memory is returned.
+/// When the send memory is used up, sends fail. They work again once memory is returned.
 pub(crate) fn send_memory_runs_out(fixture: &Fixture) {
     let memory =
         PoolConfig { memory_pool_max: 8 << 20, receive_reserve: 6 << 20, ..PoolConfig::default() };
@@ -246,7 +246,7 @@ pub(crate) fn send_memory_runs_out(fixture: &Fixture) {
         failed(pair.drive(pair.a.link.send_bytes(0, b"x")), "no memory").kind(),
         ErrorKind::Full
     );
-    // Receiving works without send memory. Control frames are sent once there is some.
+    // Receiving works without send memory. Control frames wait until there is send memory.
     for number in 0..200_u32 {
         pair.b.link.post_bytes(0, &number.to_le_bytes()).expect("room in the queue");
     }
@@ -262,7 +262,6 @@ pub(crate) fn send_memory_runs_out(fixture: &Fixture) {
     pair.end();
 }
 
-/// The statistics add up.
 pub(crate) fn statistics_add_up(fixture: &Fixture) {
     let mut pair = Pair::new(fixture);
     let [a, b] = pair.another(fixture);

@@ -62,7 +62,7 @@ pub(crate) fn fails_when_no_host_has_the_address(fixture: &Fixture) {
     clear([fabric]);
 }
 
-/// A peer that receives the request but never answers.
+/// A peer gets the request but never answers.
 pub(crate) fn times_out_without_an_answer(fixture: &Fixture) {
     let [host, peer] = &fixture.hosts;
     let [a, b] = [peer, host].map(|host| fixture.fabric(host, &Config::default()));
@@ -286,8 +286,8 @@ pub(crate) fn displaces_stalled_handshakes(fixture: &Fixture) {
     };
     id.connect(&params).expect("connect");
     until(&[&b], "the handshake is half open", || b.stats().links == 1);
-    // The second peer may be told to retry, retries, and gets its turn long before the timeout of
-    // the first.
+    // The listener may tell the second peer to retry. The second peer gets its turn long before the
+    // timeout of the first.
     let begun = Instant::now();
     let options = ConnectOptions::new().local(peer.any_port()).timeout(Duration::from_secs(10));
     let connecting = a.connect_with(listener.local_addr(), &options);
@@ -370,8 +370,8 @@ pub(crate) fn keeps_handshakes_when_the_listener_was_delayed(fixture: &Fixture) 
     until(&[&server], "the handshake is half open", || server.stats().links == 1);
     run_for(&[&server], step); // sends the answer, which `first` has not read yet
     let another = connect(&second, peer, &listener);
-    run_for(&[&second], step); // sends its request, before
-    run_for(&[&first], step); // completes the first handshake
+    run_for(&[&second], step); // sends the second request
+    run_for(&[&first], step); // then completes the first handshake
     std::thread::sleep(timeout / 10);
     let accept = async {
         [listener.accept().await.expect("a link"), listener.accept().await.expect("a link")]

@@ -124,7 +124,7 @@ pub(crate) fn cannot_write_another_peers_window(fixture: &Fixture) {
     server.end(vec![victim, attacker]);
 }
 
-/// A peer that does so twice is not admitted for a while. Existing connections stay.
+/// A peer that causes two access errors is not admitted for a while. Existing connections stay.
 pub(crate) fn refuses_peers_after_repeated_access_errors(fixture: &Fixture) {
     let server = ForeignPeerServer::new(fixture, &Config::default());
     let victim = server.client();
@@ -144,8 +144,8 @@ pub(crate) fn refuses_peers_after_repeated_access_errors(fixture: &Fixture) {
     server.end(vec![victim, one, other]);
 }
 
-/// A grant token is worth nothing on another link: its use breaks that link. The link that it was
-/// granted to can still use it.
+/// A grant token works only on the link that it was granted to. Its use on another link ends that
+/// other link.
 pub(crate) fn grants_work_only_on_their_link(fixture: &Fixture) {
     let mut pair = Pair::new(fixture);
     let [thief, at] = pair.another(fixture);
@@ -153,7 +153,7 @@ pub(crate) fn grants_work_only_on_their_link(fixture: &Fixture) {
         pair.b.link.register_memory(pair.b.fabric.buffer(100).expect("memory"), Rights::READ);
     let region = region.map_err(|(_, error)| error).expect("a region");
     let token = region.grant(&pair.b.link);
-    // Gives the queue pair of the other link access rights too.
+    // A grant of its own gives access rights to the queue pair of the thief's link, too.
     let own = pair.b.link.register_memory(pair.b.fabric.buffer(10).expect("memory"), Rights::READ);
     let own = own.map_err(|(_, error)| error).expect("a region");
     let own_token = own.grant(&at);
@@ -178,7 +178,7 @@ pub(crate) fn dropping_memory_before_its_window_is_bound(fixture: &Fixture) {
     let client = server.client();
     let remote = client.window.remote();
     let before = server.fabrics[1].stats().memory.receive.in_use_bytes;
-    // The requests stay pending: nobody drives the peer.
+    // The requests stay pending, because nobody drives the peer.
     for _ in 0..20 {
         client.ours.send_message(&[1; 32]).expect("queued");
         drop(client.expose());

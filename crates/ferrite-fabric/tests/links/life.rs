@@ -78,8 +78,8 @@ pub(crate) fn closing_delivers_what_was_sent(fixture: &Fixture) {
     }
 }
 
-/// With a slow receiver, everything is delivered before the end. Messages that are not taken yet
-/// can still be received after it.
+/// With a slow receiver, everything is delivered before the link ends. Messages that the
+/// application has not taken by then can still be received.
 pub(crate) fn closing_waits_for_a_slow_receiver(fixture: &Fixture) {
     let config = Config { window: 8, ..Config::default() };
     let pair = Pair::with(fixture, &config);
@@ -233,7 +233,7 @@ pub(crate) fn abort_fails_pending_operations(fixture: &Fixture) {
     pair.clear();
 }
 
-/// A message of which only a part arrived is not delivered.
+/// A message that arrived only in part is not delivered.
 pub(crate) fn partial_messages_are_not_delivered(fixture: &Fixture) {
     let slow = Config { poll_batch: 1, ..Config::default() };
     for passes in 1..14 {
@@ -261,8 +261,8 @@ pub(crate) fn partial_messages_are_not_delivered(fixture: &Fixture) {
     }
 }
 
-/// The peer's fabric is dropped with everything on it: it announces the close, but does not wait
-/// for the answer.
+/// The peer's fabric is dropped with its link and its listener. It announces the close, but does
+/// not wait for the answer.
 pub(crate) fn dropping_the_peers_fabric_ends_the_link(fixture: &Fixture) {
     let Pair { a, b, listener } = Pair::with(fixture, &Config { window: 2, ..Config::default() });
     let sending =
@@ -307,20 +307,19 @@ pub(crate) fn dropping_the_fabric_fails_pending_futures(fixture: &Fixture) {
     clear([b.fabric]);
 }
 
-/// A peer whose process is stopped: its device still answers, but the process does not.
+/// The peer's process is stopped. Its device still answers, but the process does not.
 pub(crate) fn detects_a_stalled_peer(fixture: &Fixture) {
     let pair = Pair::with(fixture, &short_timeouts());
     let begun = Instant::now();
     let error = failed(drive(&[&pair.a.fabric], pair.a.link.recv()), "the peer is stopped");
     let after = begun.elapsed();
     assert_eq!(error.kind(), ErrorKind::PeerStalled, "{error}");
-    // At least half of the keepalive interval, then the whole peer_timeout.
+    // The detection takes at least half of the keepalive interval, then the whole `peer_timeout`.
     assert!(after >= Duration::from_millis(390), "{after:?}");
     assert!(after < Duration::from_secs(3), "{after:?}");
     pair.clear();
 }
 
-/// Idle links stay up.
 pub(crate) fn idle_links_stay_up(fixture: &Fixture) {
     let config = Config { keepalive: Duration::from_millis(50), ..short_timeouts() };
     let mut pair = Pair::with(fixture, &config);

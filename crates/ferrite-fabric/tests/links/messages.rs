@@ -7,8 +7,8 @@ use futures_util::join;
 use super::pair::{End, Pair, failed, filled, pattern, poll_once};
 use super::{Fixture, KIB, MIB};
 
-/// Sizes around every boundary (empty, inline, one frame, several frames, a whole buffer), with all
-/// three ways to send.
+/// Sends messages of sizes around every boundary (empty, inline, one frame, several frames, a whole
+/// buffer) in all three ways.
 pub(crate) fn every_size_arrives(fixture: &Fixture) {
     let pair = Pair::new(fixture);
     let config = pair.a.fabric.config();
@@ -57,7 +57,7 @@ pub(crate) fn every_size_arrives(fixture: &Fixture) {
     pair.end();
 }
 
-/// A message larger than a buffer, and one sent in parts of various sizes, including empty ones.
+/// Sends a message larger than a buffer, and one in parts of various sizes, including empty parts.
 pub(crate) fn messages_larger_than_a_buffer(fixture: &Fixture) {
     let pair = Pair::new(fixture);
     let len = 20 * MIB / fixture.work_divisor;
@@ -81,8 +81,8 @@ pub(crate) fn messages_larger_than_a_buffer(fixture: &Fixture) {
     pair.end();
 }
 
-/// Posts until there is no room, waits, and continues; the other side receives at its own pace. The
-/// number of messages exceeds the 16 bits of the frame counters.
+/// One side posts until there is no room, waits, and continues. The other side receives at its own
+/// pace. The number of messages exceeds the 16 bits of the frame counters.
 pub(crate) fn many_in_order(fixture: &Fixture) {
     let pair = Pair::new(fixture);
     let count = 70_000 / fixture.work_divisor as u64;
@@ -121,7 +121,7 @@ fn pattern_of(number: u64, len: usize) -> Vec<u8> {
     bytes
 }
 
-/// Messages of all sizes on four channels at once.
+/// Sends messages of many sizes on four channels at once.
 pub(crate) fn channels_keep_their_order(fixture: &Fixture) {
     let pair = Pair::with(fixture, &Config { channels: 4, ..Config::default() });
     let each = 60 / fixture.work_divisor.min(3) as u64;
@@ -165,7 +165,7 @@ pub(crate) fn large_messages_do_not_delay_small_ones(fixture: &Fixture) {
     for number in 0..SMALL {
         pair.a.link.post_bytes(2, &pattern_of(number, 64)).expect("room in the queue");
     }
-    // Frames that the device already has go first. Then the channels take turns, a frame each.
+    // Frames that the device already has go first. Then the channels take turns, one frame each.
     let frames = config.send_queue_depth + u32::from(config.window) + SMALL as u32;
     let ahead = u64::from(frames) * fixture.segment_bytes(&config);
     for number in 0..SMALL {
@@ -181,8 +181,8 @@ pub(crate) fn large_messages_do_not_delay_small_ones(fixture: &Fixture) {
     pair.end();
 }
 
-/// The same with the default limit on queued bytes: small sends wait for room, and still arrive
-/// before the large message.
+/// A large message fills the queue up to the default limit on bytes. Small sends wait for room, and
+/// still arrive before the large message.
 pub(crate) fn small_messages_overtake_a_full_queue(fixture: &Fixture) {
     const SMALL: usize = 64;
     let pair = Pair::new(fixture);

@@ -15,7 +15,7 @@ pub(crate) fn region(owner: &End, bytes: &[u8], rights: Rights) -> (Region, Gran
     let region =
         owner.link.register_memory(buffer(&owner.fabric, bytes), rights).expect("a region");
     let token = region.grant(&owner.link);
-    // Encoded and decoded, as it travels.
+    // Encodes and decodes the token, as on its way to the peer.
     (region, GrantToken::decode(&token.encode()).expect("a grant"))
 }
 
@@ -57,7 +57,7 @@ pub(crate) fn read_returns_granted_bytes(fixture: &Fixture) {
             let buf = pair.drive(reading).expect("read");
             assert!(buf[..] == bytes[offset..offset + len], "{len} bytes at {offset}");
         }
-        // Many reads at once, more than the devices accept at a time.
+        // Starts more reads than the devices accept at a time.
         let reading = (0..200).map(|number| {
             let buf = from.fabric.buffer(1000).expect("memory");
             from.link.rdma_read(&token, number * 1000, buf).expect("allowed")
@@ -107,7 +107,7 @@ pub(crate) fn notices_keep_their_order(fixture: &Fixture) {
     let (from, to) = (&pair.a, &pair.b);
     let (region, token) = region(to, &[0; 4096], Rights::READ_WRITE);
     for round in 0..20_u32 {
-        // Any 32 bits are allowed, also those that look like our own frames.
+        // Any 32 bits are allowed, even those that look like the immediate data of a frame.
         let imm = round.wrapping_mul(0x9e37_79b9) ^ 0xC000_0000;
         let bytes = pattern(round.into(), 4096);
         let writing = from
@@ -121,7 +121,7 @@ pub(crate) fn notices_keep_their_order(fixture: &Fixture) {
         assert_eq!(pair.receive(to).to_vec(), round.to_le_bytes());
         pair.drive(writing).expect("written");
     }
-    // More writes than the window allows: they wait for credit.
+    // These are more writes than the window allows, so some wait for credit.
     let writing: Vec<_> = (0..300)
         .map(|imm| {
             from.link
@@ -140,7 +140,8 @@ pub(crate) fn notices_keep_their_order(fixture: &Fixture) {
     pair.end();
 }
 
-/// What the grant does not cover is denied locally: the buffer is returned, and the link stays up.
+/// Operations that the grant does not cover are denied locally. The buffer is returned, and the
+/// link stays up.
 pub(crate) fn denies_what_the_grant_does_not_cover(fixture: &Fixture) {
     let pair = Pair::new(fixture);
     let End { fabric, link } = &pair.a;
@@ -201,8 +202,8 @@ pub(crate) fn failed_registration_returns_the_buffer(fixture: &Fixture) {
     pair.end();
 }
 
-/// A peer that accesses more than it was granted loses its link through the device. Other links are
-/// not affected.
+/// The device ends the link of a peer that accesses more than it was granted. Other links are not
+/// affected.
 pub(crate) fn forged_grants_end_the_link(fixture: &Fixture) {
     type Forge = fn(GrantToken) -> GrantToken;
     let config = Config { access_back_off: Duration::ZERO, ..Config::default() };
@@ -258,8 +259,8 @@ pub(crate) fn dropped_operations_complete(fixture: &Fixture) {
     pair.end();
 }
 
-/// The peer reads memory without a grant. The owner's pending requests report the first cause, not
-/// flushed requests.
+/// The peer reads memory without a grant. The owner's pending requests report that cause, and not
+/// that they were flushed.
 pub(crate) fn owner_reports_the_first_cause(fixture: &Fixture) {
     let config =
         Config { recv_queue_depth: 16, window: 30, send_queue_depth: 20, ..Config::default() };

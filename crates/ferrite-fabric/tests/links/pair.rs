@@ -199,7 +199,7 @@ pub(crate) fn pattern(seed: u64, len: usize) -> Vec<u8> {
     pattern_from(seed, 0, len)
 }
 
-/// Returns `len` bytes of that pattern from `offset` on, which is a multiple of 8.
+/// Returns `len` bytes of [`pattern`] from `offset` on. The offset is a multiple of 8.
 pub(crate) fn pattern_from(seed: u64, offset: usize, len: usize) -> Vec<u8> {
     const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
     let mut bytes = Vec::with_capacity(len + 8);

@@ -8,7 +8,7 @@ use futures_util::join;
 use super::pair::{Pair, failed, filled, pattern, poll_once};
 use super::{Fixture, KIB};
 
-/// A peer that receives nothing: the window and the send queue fill up, and further posts fail.
+/// The peer receives nothing. The window and the send queue fill up, and further posts fail.
 /// Everything that was posted arrives in the end.
 pub(crate) fn sender_stops_when_nobody_receives(fixture: &Fixture) {
     let config = Config { window: 16, send_queue_messages: 100, ..Config::default() };
@@ -44,7 +44,7 @@ pub(crate) fn sender_stops_when_nobody_receives(fixture: &Fixture) {
     pair.end();
 }
 
-/// The same limit in bytes: large messages fill the queue before their number does.
+/// The send queue also has a limit in bytes. Large messages reach it before their number does.
 pub(crate) fn queued_bytes_are_limited(fixture: &Fixture) {
     let config = Config { send_queue_bytes: 1 << 20, window: 4, ..Config::default() };
     let pair = Pair::with(fixture, &config);
@@ -68,7 +68,7 @@ pub(crate) fn queued_bytes_are_limited(fixture: &Fixture) {
     pair.end();
 }
 
-/// The smallest window, in both directions at once, with messages of several frames.
+/// Both sides send messages of several frames at once, with the smallest window.
 pub(crate) fn window_of_two(fixture: &Fixture) {
     let pair = Pair::with(fixture, &Config { window: 2, ..Config::default() });
     assert_eq!((pair.a.link.peer_hello().window, pair.b.link.peer_hello().window), (2, 2));
@@ -97,7 +97,7 @@ pub(crate) fn window_of_two(fixture: &Fixture) {
     pair.end();
 }
 
-/// The smallest frames: a message of 64 KiB takes 256 of them.
+/// With the smallest frames, a message of 64 KiB takes 256 frames.
 pub(crate) fn smallest_segments(fixture: &Fixture) {
     let config = Config { recv_buffer_size: 256, window: 8, ..Config::default() };
     let pair = Pair::with(fixture, &config);
@@ -114,7 +114,7 @@ pub(crate) fn smallest_segments(fixture: &Fixture) {
     pair.end();
 }
 
-/// More senders than the queue has places: each waits for room, is woken, and sends.
+/// There are more senders than places in the queue. Each waits for room, is woken, and sends.
 pub(crate) fn senders_wait_for_room(fixture: &Fixture) {
     let config = Config { send_queue_messages: 4, window: 4, ..Config::default() };
     let pair = Pair::with(fixture, &config);
@@ -152,8 +152,8 @@ pub(crate) fn senders_wait_for_room(fixture: &Fixture) {
     pair.end();
 }
 
-/// Fewer receives than the windows of all links allow: the device holds up the senders, and nothing
-/// is lost.
+/// There are fewer receives than the windows of all links allow. The device delays the senders, and
+/// nothing is lost.
 pub(crate) fn few_receives_lose_nothing(fixture: &Fixture) {
     let config = Config { recv_queue_depth: 16, ..Config::default() };
     let mut pair = Pair::with(fixture, &config);
@@ -175,7 +175,7 @@ pub(crate) fn few_receives_lose_nothing(fixture: &Fixture) {
     pair.end();
 }
 
-/// Many small parts take many frames: the limit is the number of frames that the peer may have to
+/// Many small parts take many frames. The limit is the number of frames that the peer may have to
 /// keep.
 pub(crate) fn limits_the_number_of_parts(fixture: &Fixture) {
     let config = Config { max_message_bytes: 256 << 10, window: 16, ..Config::default() };
@@ -186,7 +186,7 @@ pub(crate) fn limits_the_number_of_parts(fixture: &Fixture) {
     let parts = |count| std::iter::repeat_n(part.clone(), count).collect::<Vec<_>>();
     let error = failed(pair.drive(pair.a.link.send_parts(0, parts(most + 1))), "too many frames");
     assert_eq!(error.kind(), ErrorKind::TooLarge, "{error}");
-    // On several channels at once, they wait for each other.
+    // Such messages on several channels at once wait for each other.
     let sending = (0..8).map(|channel| pair.a.link.send_parts(channel, parts(most)));
     let receiving = async {
         for _ in 0..8 {
@@ -200,8 +200,8 @@ pub(crate) fn limits_the_number_of_parts(fixture: &Fixture) {
     pair.end();
 }
 
-/// Both ends of many links send as much as they can and receive nothing. Neither pins more than its
-/// limit, nothing is lost, and the memory is unpinned afterwards.
+/// Both ends of many links send as much as they can and receive nothing. Neither fabric pins more
+/// than its limit, nothing is lost, and the memory is unpinned afterwards.
 pub(crate) fn pinned_memory_stays_within_its_limit(fixture: &Fixture) {
     const LIMIT: usize = 32 << 20;
     const LINKS: usize = 8; // their windows are 4 MiB each
@@ -253,8 +253,8 @@ pub(crate) fn pinned_memory_stays_within_its_limit(fixture: &Fixture) {
         }
     }
     drop(links);
-    // The initial memory, one step for the posted receives, and one spare step for each purpose.
-    // Receives stay where they are until they are used.
+    // What stays pinned: the initial memory, one step for the posted receives, and one spare step
+    // for each purpose. Posted receives stay where they are until they are used.
     let rest = (config.memory.memory_pool_initial + 3 * config.memory.memory_pool_increase) as u64;
     pair.until("the memory is unpinned", || {
         for (from, to) in pair.directions() {

@@ -1,4 +1,4 @@
-//! Raw connections, which carry other protocols: two of them connect and exchange arbitrary bytes.
+//! Raw connections, which carry other protocols: two ends connect and exchange arbitrary bytes.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! Revocation of grants: whenever it happens, the peer can do nothing afterwards.
+//! Revocation of grants: after it, the peer cannot access the memory, whatever was in progress.
 
 use std::time::{Duration, Instant};
 
@@ -11,8 +11,8 @@ use super::one_sided::{assert_up, region};
 use super::pair::{Pair, buffer, failed, filled, pattern};
 use super::{Fixture, KIB};
 
-/// A grant that nobody uses is revoked: the peer's next use is denied on its side, and the link
-/// stays up.
+/// The owner revokes a grant that nobody uses. The peer's own side denies its next use, and the
+/// link stays up.
 pub(crate) fn revokes_an_unused_grant(fixture: &Fixture) {
     let pair = Pair::new(fixture);
     let (region, token) = region(&pair.b, &pattern(1, 1000), Rights::READ_WRITE);
@@ -53,8 +53,8 @@ pub(crate) fn revokes_many_grants_at_once(fixture: &Fixture) {
 }
 
 /// Revokes a grant while the peer reads and writes without pause. Each operation finishes or is
-/// denied, and the link stays up. Once the owner has its buffer again, not one byte of it is read
-/// or written.
+/// denied, and the link stays up. Once the owner has its buffer back, the peer neither reads nor
+/// writes a byte of it.
 pub(crate) fn revokes_during_reads_and_writes(fixture: &Fixture) {
     let pair = Pair::new(fixture);
     let rounds = 40 / fixture.work_divisor.min(10) as u64;
@@ -175,7 +175,7 @@ pub(crate) fn revocation_has_a_deadline(fixture: &Fixture) {
     let buf = super::pair::drive(&[&pair.b.fabric], region.revoke()).expect("revoked");
     assert!(begun.elapsed() >= Duration::from_millis(290), "{:?}", begun.elapsed());
     assert!(begun.elapsed() < Duration::from_secs(4), "{:?}", begun.elapsed());
-    // The peer learns of the revocation at last, and the link stays up.
+    // When the peer is driven again, it learns of the revocation, and the link stays up.
     pair.run_for(Duration::from_millis(50));
     assert!(pair.a.link.rdma_read(&token, 0, pair.a.fabric.buffer(1).expect("memory")).is_err());
     assert_up(&pair);
@@ -183,7 +183,6 @@ pub(crate) fn revocation_has_a_deadline(fixture: &Fixture) {
     pair.end();
 }
 
-/// A grant with an expiry time.
 pub(crate) fn grants_expire(fixture: &Fixture) {
     let pair = Pair::new(fixture);
     let (region, token) = region(&pair.b, &[1; 100], Rights::READ);
@@ -203,7 +202,7 @@ pub(crate) fn grants_expire(fixture: &Fixture) {
     pair.end();
 }
 
-/// Dropping a region invalidates the key at once. Its buffer is free when the device has released
+/// Dropping a region invalidates its key at once. The buffer is free when the device has released
 /// it.
 pub(crate) fn dropping_a_region_revokes_it(fixture: &Fixture) {
     let mut pair = Pair::new(fixture);
@@ -227,7 +226,7 @@ pub(crate) fn dropping_a_region_revokes_it(fixture: &Fixture) {
     pair.end();
 }
 
-/// Revokes a grant while its link is going down, or after it ended.
+/// Revokes a grant while its link is going down, or after the link ended.
 pub(crate) fn revokes_after_the_link_ended(fixture: &Fixture) {
     let mut pair = Pair::new(fixture);
     for round in 0..3 {

@@ -2,8 +2,9 @@
 //! any moment, to peers that disappear at any moment. Every message that arrives is complete and
 //! correct, and in the end all memory is returned.
 //!
-//! Each message, each region and each cell of a region has bytes derived from its name. If a buffer
-//! were freed or reused while a device has it, bytes of one would appear in another.
+//! Each message, each region and each cell of a region has a number as its name, and bytes derived
+//! from that name. If a buffer were freed or reused while a device has it, bytes of one name would
+//! appear under another.
 //!
 //! Each run prints its seed. `FERRITE_SEED` replays a run as far as timing allows. `FERRITE_STORM`
 //! sets the number of operations; the default is 100,000, half of that in the lab and a hundredth
@@ -41,7 +42,7 @@ fn operations(fixture: &Fixture) -> u64 {
 }
 
 fn run(fixture: &Fixture, random: Random, config: Config, operations: u64) {
-    // The end of a run waits for links that were dropped with messages left to take.
+    // At its end, a run waits for links that were dropped while messages were left to receive.
     let config = Config { close_timeout: Duration::from_millis(500), ..config };
     let begun = Instant::now();
     let mut storm = Storm::new(fixture, random, config, operations);

@@ -1,4 +1,4 @@
-//! A peer made of plain verbs, which can send anything, also what the protocol forbids.
+//! A peer made of plain verbs, which can send anything, even what the protocol forbids.
 
 use std::net::SocketAddr;
 use std::time::Instant;
@@ -16,7 +16,7 @@ use super::{Fixture, Host, TEST_TIMEOUT};
 
 const BLOCK: usize = 8 << 10;
 const RECEIVES: usize = 128;
-/// Send requests that it may have outstanding.
+/// Maximum number of outstanding send requests.
 const SENDS: usize = 512;
 
 /// This bit marks the `wr_id` of every receive.
@@ -29,9 +29,9 @@ pub(crate) struct VerbsPeer {
     region: MemoryRegion,
     /// Where in `region` the next bytes are sent from.
     next: usize,
-    /// Keeps completed receives: no receive is posted again.
+    /// If true, the peer does not post completed receives again.
     pub(crate) deaf: bool,
-    /// Messages that arrived while it waited for a send completion.
+    /// Messages that arrived while the peer waited for a send completion.
     early: Vec<Received>,
     _domain: ProtectionDomain,
 }
@@ -67,8 +67,8 @@ impl VerbsPeer {
         }
     }
 
-    /// Connects to a listener with this private data while it drives `fabrics`. Also returns the
-    /// private data of the answer.
+    /// Connects to a listener with this private data and drives `fabrics` meanwhile. Also returns
+    /// the private data of the answer.
     pub(crate) fn connect(
         fixture: &Fixture,
         to: SocketAddr,
@@ -99,8 +99,8 @@ impl VerbsPeer {
         })
     }
 
-    /// Waits for a connection request and accepts it with this private data, while it drives
-    /// `fabrics`.
+    /// Waits for a connection request and accepts it with this private data. Drives `fabrics`
+    /// meanwhile.
     pub(crate) fn accept(
         fixture: &Fixture,
         listener: &Listener,
@@ -148,7 +148,8 @@ impl VerbsPeer {
 
     /// Posts a send without waiting for it.
     pub(crate) fn post(&mut self, imm: Option<u32>, bytes: &[u8]) {
-        // Each message has its own place: the device may not have read the one before.
+        // Each message has its own place, because the device may not have read the previous one
+        // yet.
         if self.next + bytes.len() > self.region.len() {
             self.next = RECEIVES * BLOCK;
         }

@@ -1,5 +1,5 @@
-//! Peers that violate the protocol: each loses its own link, with the reason, and no other link is
-//! affected.
+//! Peers that violate the protocol: each loses its own link with an error that says why. No other
+//! link is affected.
 
 use std::time::{Duration, Instant};
 
@@ -172,7 +172,8 @@ pub(crate) fn unknown_channel(fixture: &Fixture) {
     harness.check_ends_with("channel 4, but there are only 4 channels");
 }
 
-/// A message that never ends fails the link: in full frames by its size, in empty frames at once.
+/// A message that never ends fails the link. With full frames, the message becomes too large. An
+/// empty frame fails the link at once.
 pub(crate) fn endless_message(fixture: &Fixture) {
     let config = Config { max_message_bytes: 256 << 10, ..Config::default() };
     let mut harness = ViolationHarness::new(fixture, &config);
@@ -257,7 +258,7 @@ pub(crate) fn pings_are_answered(fixture: &Fixture) {
     harness.check_other_link();
 }
 
-/// A frame larger than a receive: the device ends this link and no other.
+/// A peer sends a frame larger than a receive. The device ends this link and no other.
 pub(crate) fn frame_larger_than_a_receive(fixture: &Fixture) {
     let mut harness = ViolationHarness::new(fixture, &Config::default());
     harness.verbs_peer.post(Some(frame(false, false, 0, 0)), &[1; 8 * KIB + 1]);
@@ -281,8 +282,8 @@ pub(crate) fn peer_disappears(fixture: &Fixture) {
     clear([well_behaved, host]);
 }
 
-/// A peer that never returns credit violates nothing, and memory use stays bounded. But it must
-/// answer pings.
+/// A peer that never returns credit violates nothing, and memory use stays bounded. But the peer
+/// must answer pings.
 pub(crate) fn never_returns_credit(fixture: &Fixture) {
     let config = Config {
         send_queue_messages: 10,
@@ -356,7 +357,7 @@ pub(crate) fn may_revoke_many_grants(fixture: &Fixture) {
         let mut answers = 0;
         while answers < AT_A_TIME {
             answers += harness.verbs_peer.received().len();
-            // Both: the test takes longer than the keepalive interval.
+            // Drives both fabrics, because the test takes longer than the keepalive interval.
             pass(&[&harness.host, &harness.well_behaved]);
             assert!(
                 Instant::now() < deadline,

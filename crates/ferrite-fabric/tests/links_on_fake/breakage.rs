@@ -25,7 +25,7 @@ struct PendingOperations {
 }
 
 /// Returns settings under which operations stay pending. The peer is not driven and has 16
-/// receives; the device holds further requests, and the send queue holds the rest.
+/// receives. The device holds further requests, and the send queue holds the rest.
 fn config_that_blocks() -> Config {
     Config { recv_queue_depth: 16, window: 30, send_queue_depth: 20, ..Config::default() }
 }
@@ -53,7 +53,7 @@ impl PendingOperations {
             from.link.rdma_write_imm(&token, 0, buf, imm).expect("room in the queue")
         });
         let writing = writing.collect();
-        // Drops the region: its buffer is free or in quarantine once the link is gone.
+        // Drops the region. Its buffer is free or in quarantine once the link is gone.
         pair.b.fabric.poll();
         std::mem::drop(region.expires_in(Duration::from_secs(3600)));
         Self { sending, reading, writing }
@@ -108,7 +108,7 @@ fn check_fault(kinds: &[ErrorKind], fault: impl FnOnce(&World, &Pair)) {
         }
         drop(errors);
         let Pair { a, b, listener } = pair;
-        // The peer's side ends too, for a reason of its own, or when it is dropped.
+        // The peer's link ends, too: with an error of its own, or because it is dropped here.
         drop((a.link, b.link, listener));
         let pools = [&a.fabric, &b.fabric].map(|fabric| fabric.pool().clone());
         run_for(&[&a.fabric, &b.fabric], Duration::from_millis(20));

@@ -1,4 +1,5 @@
-//! Which devices a fabric opens, which it leaves out, and devices that the kernel takes away.
+//! Which devices a fabric opens, which it leaves out, and how it handles devices that the kernel
+//! takes away.
 
 use std::net::SocketAddrV6;
 use std::time::{Duration, Instant};
@@ -34,7 +35,7 @@ fn leaves_out_a_device_without_srq_and_serves_on_the_other() {
     let error = drive(&[&server], calling).expect_err("the device is not used");
     assert!(error.to_string().contains("fake1 supports 0 receives"), "{error}");
     assert!(error.is_unavailable(), "{error:?}");
-    // On its own, the device is an error, not a panic.
+    // A fabric on this device alone fails with an error, not with a panic.
     let alone =
         Fabric::builder(verbs).device("fake1").rdma(Rdma::Require).build().expect_err("no SRQ");
     assert_eq!(alone.kind(), ErrorKind::Absent, "{alone}");
@@ -43,7 +44,7 @@ fn leaves_out_a_device_without_srq_and_serves_on_the_other() {
     assert_eq!(world.objects(), Objects::default());
 }
 
-/// A device that fails for another reason is left out in the same way.
+/// A device that refuses queues or memory is left out, too.
 #[test]
 fn leaves_out_devices_that_refuse_queues_or_memory() {
     for call in ["ibv_open_device", "ibv_alloc_pd", "ibv_create_cq", "ibv_create_srq", "ibv_reg_mr"]
@@ -103,7 +104,7 @@ fn opens_the_device_of_a_link_local_address() {
     clear([fabric]);
 }
 
-/// A listener there would refuse every RDMA peer.
+/// A listener at the address of an unused device would refuse every RDMA peer.
 #[test]
 fn does_not_listen_for_rdma_at_the_address_of_a_device_that_is_left_out() {
     let world = world_with_devices(2);
@@ -128,7 +129,7 @@ fn pins_memory_in_proportion_to_the_devices_and_within_the_limit() {
         assert_eq!(fabric.devices().len(), usize::from(devices));
         let idle = fabric.stats().memory.registered_bytes;
         assert!(idle <= u64::from(devices) * (40 << 20), "{devices} devices: {idle}");
-        // Takes all there is.
+        // Takes all memory of the pool.
         let mut held = Vec::new();
         for purpose in Purpose::ALL {
             while let Ok(buf) = fabric.pool().take_uncharged(2 << 20, purpose) {

@@ -1,4 +1,4 @@
-//! Faults that only the fake provider can cause: every call that can fail fails once. The error is
+//! Faults that only the fake provider can cause: each call that can fail does so once. The error is
 //! reported, and the failed attempt leaves nothing behind.
 
 use std::time::{Duration, Instant};
@@ -86,7 +86,7 @@ fn failed_calls_while_listening() {
 }
 
 /// Every step of a handshake fails once, on either side. The connecting side gets an error in time,
-/// the next attempt succeeds, and nothing is left of the first.
+/// the next attempt succeeds, and the failed attempt leaves nothing behind.
 #[test]
 fn failed_calls_during_the_handshake() {
     for call in [
@@ -138,7 +138,7 @@ fn connect_with_a_fault(world: &World, fixture: &Fixture, fault: &str, skip: u32
         assert_root_cause(error, &kinds);
     }
     drop((made, connecting));
-    // Something has hit the fault by now, or one of the following calls does.
+    // A call has failed by now, or one of the following calls will.
     run_for(&[&a, &b], Duration::from_millis(5));
     while let Some(link) = poll_once(&mut listener.accept()) {
         drop(link);
@@ -157,8 +157,8 @@ fn connect_with_a_fault(world: &World, fixture: &Fixture, fault: &str, skip: u32
     clear([a, b]);
 }
 
-/// A refusal or a disconnect that cannot be sent: the peer still gets an error or a close, and
-/// nothing hangs.
+/// A refusal or a disconnect cannot be sent. The peer still gets an error or a close, and nothing
+/// hangs.
 #[test]
 fn failed_reject_and_disconnect() {
     run(|world, fixture| {
@@ -203,7 +203,7 @@ fn failed_post_ends_the_link() {
         for case in 0..6 {
             let [a, b] = pair.another(fixture);
             let error = match case {
-                // The call itself posts.
+                // In the first four cases, the call itself posts.
                 0 => {
                     world.fail_next("ibv_post_send", EIO);
                     failed(a.post_bytes(0, b"x"), "the post must fail")
@@ -233,16 +233,16 @@ fn failed_post_ends_the_link() {
                     assert!(failed_read.buf.is_some(), "the buffer must be returned");
                     failed_read.error
                 }
-                // The post happens later, when the peer returns credit: the waiting future is
-                // woken.
+                // In the last two cases, the post happens later, when the peer returns credit. Its
+                // failure wakes the waiting future.
                 4 | 5 => {
                     let mut sending: Vec<_> =
                         (0..8).map(|_| a.send(0, filled(&pair.a.fabric, &[1; 1000]))).collect();
                     for future in &mut sending {
                         assert!(poll_once(future).is_none());
                     }
-                    // The window is 2: the post of the third send fails, and the last one is still
-                    // queued.
+                    // The window is 2, so the post of the third send fails while the last send is
+                    // still queued.
                     let waiting = sending.remove(if case == 4 { 2 } else { 7 });
                     drive(&[&pair.b.fabric], b.recv()).expect("first message");
                     world.fail_next("ibv_post_send", EIO);
@@ -279,7 +279,7 @@ fn failed_receive_posts_are_retried() {
     });
 }
 
-/// Calls that fail once while everything else works: no message is lost.
+/// Each of these calls fails once while everything else works. No message is lost.
 #[test]
 fn transient_failures_lose_nothing() {
     for call in [
@@ -385,7 +385,7 @@ fn failed_deregistration_quarantines_the_memory() {
             .register_memory(buffer(&pair.b.fabric, &[1; 100]), Rights::READ)
             .expect("a region");
         let _token = region.grant(&pair.b.link);
-        // Fails once for the revocation and once for the drop.
+        // The deregistration fails for the revocation, and again for the drop.
         world.fail_next("ibv_dereg_mr", 16);
         world.fail_next("ibv_dereg_mr", 16);
         let error = pair.drive(region.revoke()).expect_err("deregistration must fail");

@@ -13,8 +13,8 @@ use crate::links::isolation::ForeignPeerServer;
 use crate::links::pair::{clear, connect, drive, open_link, run_for, until};
 use crate::world;
 
-/// Returns the receives that a fabric has posted, those that links took along, and the bytes of
-/// both.
+/// Returns the number of posted receives, the number of receives that failed links took without
+/// completing them, and the bytes of both.
 fn receives(fabric: &Fabric) -> (u64, u64, u64) {
     let stats = fabric.stats();
     (stats.receives_posted, stats.receives_overdue, stats.memory.receive.in_use_bytes)
@@ -105,8 +105,8 @@ pub(super) fn server_config() -> Config {
     Config { recv_buffer_size: 64 << 10, ..Config::default() }
 }
 
-/// A post failed and the provider does not say which request it refused: all of them may be in its
-/// queue.
+/// A post fails, and the provider does not say which request it refused. Any of the requests may be
+/// in its queue.
 #[test]
 fn ends_the_link_when_a_post_fails_without_naming_a_request() {
     for bytes in [16, 4096] {
@@ -128,7 +128,7 @@ fn ends_the_link_when_a_post_fails_without_naming_a_request() {
     }
 }
 
-/// A failed post of the request that binds a window: the request may be in the queue, and then its
+/// The post of a request that binds a window fails. The request may be in the queue. Then its
 /// memory stays in use until it completes.
 #[test]
 fn ends_the_connection_when_a_bind_fails_without_naming_a_request() {
@@ -146,8 +146,8 @@ fn ends_the_connection_when_a_bind_fails_without_naming_a_request() {
     assert_eq!(world.objects(), Objects::default());
 }
 
-/// A provider refuses a request that has room in the queue: mlx5 with ENOMEM (`mlx5_wq_overflow` in
-/// rdma-core's `providers/mlx5/qp.c`), others with EAGAIN, EBUSY or EINVAL.
+/// A provider refuses a request although the queue has room: mlx5 with ENOMEM (`mlx5_wq_overflow`
+/// in rdma-core's `providers/mlx5/qp.c`), others with EAGAIN, EBUSY or EINVAL.
 #[test]
 fn ends_the_link_with_link_down_when_a_post_is_refused() {
     for errno in [11, 12, 16, 22] {
@@ -158,7 +158,7 @@ fn ends_the_link_with_link_down_when_a_post_is_refused() {
             let mut listener = server.listen(fixture.hosts[0].any_port()).expect("listen");
             let [there, here] = open_link(&client, &fixture.hosts[1], &server, &mut listener);
             world.fail_next("ibv_post_send", errno);
-            let _ = there.post_bytes(0, &vec![7; bytes]); // may report the failure, or the next one
+            let _ = there.post_bytes(0, &vec![7; bytes]); // may report the failure
             let failure = there.failure().expect("the link has failed");
             assert_eq!(failure.kind(), ErrorKind::LinkDown, "errno {errno}: {failure}");
             let sent = drive(&[&server, &client], there.send_bytes(0, b"one more"));
@@ -170,8 +170,8 @@ fn ends_the_link_with_link_down_when_a_post_is_refused() {
     }
 }
 
-/// Opens a link whose server takes eight messages, and ends it while no completion is reported.
-/// Returns when both fabrics have let go of it.
+/// Opens a link, sends eight messages to the server, and ends the link while no completion is
+/// reported. Returns when both fabrics have released the link.
 fn end_link_without_completions(
     (world, fixture): (&World, &Fixture),
     [server, client]: [&Fabric; 2],
@@ -196,7 +196,7 @@ fn end_link_without_completions(
     world.delay_completions(false);
 }
 
-/// mlx5 removes the completions of a destroyed queue pair, so the fabric waits for late ones.
+/// mlx5 removes the completions of a destroyed queue pair, so the fabric first waits for late ones.
 #[test]
 fn keeps_all_receives_when_flushes_are_late() {
     let (world, fixture) = world(|device| device.cleans_completions = true);
@@ -214,8 +214,8 @@ fn keeps_all_receives_when_flushes_are_late() {
     clear([server, client]);
 }
 
-/// A device that reports nothing for longer than that: others are posted in place of the receives
-/// that may be missing.
+/// The device reports nothing for longer than the fabric waits. The fabric posts other receives in
+/// place of those that may be missing.
 #[test]
 fn replaces_receives_that_a_silent_device_took_along() {
     let (world, fixture) = world(|device| device.cleans_completions = true);
@@ -229,7 +229,7 @@ fn replaces_receives_that_a_silent_device_took_along() {
         });
     }
     assert_eq!(server.stats().receives_missing, 24, "as many as the three links took");
-    // Two rounds of the queue show which ones are missing.
+    // After the queue has been used up twice, the fabric knows which receives are missing.
     let [there, here] = open_link(&client, &fixture.hosts[1], &server, &mut listener);
     for _ in 0..300 {
         let (sent, message) =
@@ -292,9 +292,9 @@ fn refuses_a_foreign_peer_whose_packets_are_too_large() {
     assert_eq!(world.objects(), Objects::default());
 }
 
-/// Devices run out of registrations for a while: mlx5 with EAGAIN or ENOMEM when its firmware has
-/// no pages (`mlx5_cmd_exec` and `give_pages` in the kernel's
-/// `drivers/net/ethernet/mellanox/mlx5`). Without inline data even a credit needs registered
+/// Devices may run out of registrations for a while. mlx5 then fails with EAGAIN or ENOMEM because
+/// its firmware has no pages (`mlx5_cmd_exec` and `give_pages` in the kernel's
+/// `drivers/net/ethernet/mellanox/mlx5`). Without inline data, even a credit needs registered
 /// memory.
 #[test]
 fn keeps_links_when_memory_cannot_grow_for_a_while() {
@@ -318,7 +318,7 @@ fn keeps_links_when_memory_cannot_grow_for_a_while() {
         let error = here.post_bytes(0, &[7; 300]).expect_err("there is no memory");
         assert_eq!(error.kind(), ErrorKind::Full, "{error}");
         (0..20).for_each(|_| world.fail_next("ibv_reg_mr", errno));
-        // More than the window, so that credits must come back.
+        // Sends more messages than the window allows, so that credits must come back.
         let mut received = 0;
         until(&[&server, &client], "all messages arrive", || {
             let _ = there.post_bytes(0, &[7; 300]);

@@ -38,7 +38,8 @@ fn restore_device(world: &World, host: &Host, fabric: &Fabric) {
     assert!(fabric.missing_devices().is_empty());
 }
 
-/// Checks two links: messages of several sizes both ways, and reads of newly registered memory.
+/// Checks both ends of a link: messages of several sizes both ways, and reads of newly registered
+/// memory.
 fn check_links(fabrics: [&Fabric; 2], links: [&Link; 2]) {
     for (from, to) in [(0, 1), (1, 0)] {
         for len in [10, 3 * KIB, 60 * KIB] {
@@ -61,8 +62,8 @@ fn check_links(fabrics: [&Fabric; 2], links: [&Link; 2]) {
     }
 }
 
-/// The device of the connecting side returns. Buffers taken before still work afterwards;
-/// operations on regions registered before fail.
+/// The device of the connecting side returns. Buffers taken before still work afterwards. Regions
+/// registered before do not.
 #[test]
 fn connecting_side_device_returns() {
     run(|world, fixture| {
@@ -146,7 +147,7 @@ fn listener_device_returns() {
     });
 }
 
-/// An unused device is removed and comes back; links on the other device are not affected.
+/// An unused device is removed and comes back. Links on the other device are not affected.
 #[test]
 fn unused_device_returns() {
     run(|world, fixture| {
@@ -192,7 +193,7 @@ fn retries_until_the_device_works() {
         let listener = fabric.listen("0.0.0.0:0".parse().expect("an address")).expect("listen");
         remove_device_from(&world, &fixture.hosts[0], &fabric, &[]);
         let held = world.objects();
-        // The device has two addresses, and an identifier is tried on each.
+        // The device has two addresses, and the fabric tries an identifier on each.
         let times = if call.starts_with("rdma") { 2 } else { 1 };
         (0..times).for_each(|_| world.fail_next(call, errno));
         add(&world, &fixture.hosts[0]);
@@ -263,7 +264,8 @@ fn device_removed_while_returning() {
             add(world, host);
             std::thread::sleep(Duration::from_millis(pause));
         }
-        // Each attempt may have missed it: the last one begins a second after the last removal.
+        // Each attempt may have missed the device. The last attempt begins a second after the last
+        // removal.
         let is_back = || fabric.missing_devices().is_empty();
         ferrite_testkit::until(TEST_TIMEOUT, "the device is back", is_back);
         let target = std::net::SocketAddr::new(host.ip, listener.local_addr().port());

@@ -13,7 +13,7 @@ pub(crate) struct Traffic {
     stop: Arc<AtomicBool>,
     received: [Arc<AtomicU64>; 2],
     longest_gap_us: Arc<AtomicU64>,
-    /// The errors that ended it.
+    /// The errors that ended the traffic.
     errors: Arc<Mutex<Vec<String>>>,
     threads: Vec<JoinHandle<Result<(), String>>>,
 }
@@ -87,7 +87,7 @@ impl Traffic {
         Self { stop, received, longest_gap_us, errors, threads }
     }
 
-    /// Returns the number of messages received at either end.
+    /// Returns the number of messages received at each end.
     pub(crate) fn received(&self) -> [u64; 2] {
         [0, 1].map(|at| self.received[at].load(Ordering::Relaxed))
     }
@@ -96,7 +96,7 @@ impl Traffic {
         if !self.threads.iter().any(JoinHandle::is_finished) {
             return None;
         }
-        // The other threads may report their errors, too. Some wait until the test ends them.
+        // Other threads may report errors soon, too. Some threads wait until the test ends them.
         let _ = comes_true(Duration::from_millis(300), || {
             self.threads.iter().all(JoinHandle::is_finished)
         });

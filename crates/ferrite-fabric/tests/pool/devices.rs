@@ -42,7 +42,7 @@ fn registers_with_every_device_or_none() {
     let world = World::new();
     let one = domain(&world, "fake1", "10.0.0.1");
     let mut spec = DeviceSpec::new("fake2", "10.0.0.2".parse().expect("an address"));
-    spec.max_mr = 5; // for all devices together: two arenas on both, and half of a third
+    spec.max_mr = 5; // for all devices together: two arenas on both devices, and a third on one
     world.add_device(spec);
     let context = world.verbs().device("fake2").and_then(|device| device.open()).expect("device");
     let other = context.allocate_protection_domain().expect("domain");

@@ -1,4 +1,4 @@
-//! Memory that a peer may write, and quarantine of memory that a device does not let go.
+//! Memory that a peer may write, and quarantine of memory that a device does not release.
 
 use ferrite_fabric::mem::{Account, Pool, Purpose};
 use ferrite_verbs::fake::{DeviceSpec, World};
@@ -10,7 +10,7 @@ use crate::{EIO, MIB, exhaust, in_use, small_pool};
 const HOSTS: [(&str, &str); 2] = [("fake1", "10.0.0.1"), ("fake2", "10.0.0.2")];
 
 /// Returns the host under test with its pool, and a peer. Each test needs a new connection, because
-/// a refused access breaks it.
+/// a refused access breaks the connection.
 fn with_peer() -> (World, wire::End, wire::End, Pool) {
     let world = World::new();
     for (name, ip) in HOSTS {
@@ -124,7 +124,7 @@ fn retries_quarantined_memory_before_failing() {
 
 #[test]
 fn drops_a_pool_with_quarantined_memory() {
-    // The device releases the memory in time: nothing is left.
+    // The device releases the memory in time, and nothing is left.
     let (world, pool) = small_pool();
     let expose = |pool: &Pool| {
         let buf = pool.take_uncharged(100, Purpose::Receive).expect("memory");
@@ -136,7 +136,8 @@ fn drops_a_pool_with_quarantined_memory() {
     drop(pool);
     assert_eq!(world.objects().memory_regions, 0);
 
-    // The device does not, and nothing is left to retry: the arena stays forever.
+    // The device does not release the memory, and no pool is left to retry. The arena stays
+    // forever.
     let (world, pool) = small_pool();
     let exposed = expose(&pool);
     drop(pool);

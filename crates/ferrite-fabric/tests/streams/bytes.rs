@@ -27,7 +27,7 @@ pub(crate) async fn every_size_arrives(fixture: StreamFixture) {
     pair.end().await;
 }
 
-/// Writes and reads of random sizes, compared byte by byte.
+/// Writes and reads pieces of random sizes, and compares them byte by byte.
 pub(crate) async fn random_sizes(fixture: StreamFixture) {
     for seed in 1..=4 {
         let total = 4 * MIB / fixture.work_divisor;
@@ -177,7 +177,7 @@ pub(crate) async fn ignores_messages_on_other_channels(fixture: StreamFixture) {
 }
 
 /// Nobody waits for the writes of a stream. Over RDMA, the latency of some of them is recorded.
-/// Over TCP, their bytes are counted as such.
+/// Over TCP, their bytes are counted as TCP bytes.
 pub(crate) async fn samples_latency(fixture: StreamFixture) {
     let mut pair = fixture.pair().await;
     for size in [10, 8 * KIB] {

@@ -21,8 +21,8 @@ pub(crate) async fn slow_reader_stops_the_writer(fixture: StreamFixture) {
     while let Ok(result) = timeout(4 * SHORT, a.write(&chunk[written % chunk.len()..])).await {
         written += result.expect("write");
     }
-    // The queue, the peer's window, and one message in flight. Over TCP only the window, because
-    // nothing is queued.
+    // The limit is the queue, the peer's window, and one message in flight. Over TCP, it is only
+    // the window, because nothing is queued.
     let most = if fixture.is_tcp() { 64 * 64 * KIB } else { MIB + 64 * 8 * KIB + 128 * KIB };
     assert!((MIB..=most).contains(&written), "{written} bytes");
     let held = fabrics.connecting_fabric().pool().stats().send.in_use_bytes;
@@ -86,7 +86,7 @@ pub(crate) async fn works_without_free_memory(fixture: StreamFixture) {
     fabrics.clear().await;
 }
 
-/// A peer that accepts only messages up to 1 KiB.
+/// The peer accepts only messages up to 1 KiB.
 pub(crate) async fn peer_accepts_only_small_messages(fixture: StreamFixture) {
     let config =
         Config { max_message_bytes: KIB as u64, recv_buffer_size: KIB as u32, ..Config::default() };
@@ -100,7 +100,7 @@ pub(crate) async fn peer_accepts_only_small_messages(fixture: StreamFixture) {
     fabrics.clear().await;
 }
 
-/// Reads and writes are cancelled at any time: no byte is lost or repeated.
+/// Reads and writes are cancelled at any time. No byte is lost or repeated.
 pub(crate) async fn cancelling_loses_nothing(fixture: StreamFixture) {
     let config = Config { send_queue_bytes: 128 << 10, ..Config::default() };
     let Pair { mut a, mut b, fabrics } = fixture.pair_with(&config).await;

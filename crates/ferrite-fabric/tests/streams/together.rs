@@ -45,7 +45,7 @@ pub(crate) async fn many_streams(fixture: StreamFixture) {
     fabrics.clear().await;
 }
 
-/// `copy_bidirectional` between two streams: both ends communicate and close through it.
+/// Two ends communicate and close through a relay that runs `copy_bidirectional`.
 pub(crate) async fn relay(fixture: StreamFixture) {
     let fabrics = fixture.fabrics(&Config::default());
     let [client, mut inner] = fabrics.open_stream().await;
@@ -64,7 +64,7 @@ pub(crate) async fn relay(fixture: StreamFixture) {
     fabrics.clear().await;
 }
 
-/// One thread for the fabrics, the client and the server: none may starve another.
+/// The fabrics, the client and the server run on one thread. None may starve another.
 pub(crate) async fn on_one_thread(fixture: StreamFixture) {
     let (done, finished) = std::sync::mpsc::channel();
     let thread = std::thread::spawn(move || {

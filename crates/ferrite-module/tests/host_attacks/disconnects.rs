@@ -113,7 +113,8 @@ fn rejects_clients_that_came_while_the_engine_was_full() {
     for program in engines() {
         let (mut server, address, mut held) = start_full(&program);
         let mut late = Client::to_tcp(&address);
-        // After these the engine's event loop has run, and the module has accepted the connection.
+        // After these commands, the engine's event loop has run, and the module has accepted the
+        // connection.
         (0..20).for_each(|_| assert_eq!(held[0].ask(&["PING"]), "+PONG"));
         drop(held.pop());
         server.wait_until("room for a client", || {
@@ -146,7 +147,6 @@ fn silent_connections_take_no_descriptors_of_the_engines() {
         server.wait_until("all are accepted", || open_files(server) > silent.len());
         assert_eq!(server.client().ask(&["PING"]), "+PONG");
         assert_eq!(of_module(server).ask(&["PING"]), "+PONG");
-        // Now all of them send a command at once.
         for mut client in &silent {
             client.write_all(b"*1\r\n$4\r\nPING\r\n").expect("to send");
         }
@@ -161,7 +161,7 @@ fn silent_connections_take_no_descriptors_of_the_engines() {
     });
 }
 
-/// The session of a client that lost its power stayed forever. TCP keepalive ends it.
+/// The session of a client that lost its power stayed forever. TCP keepalive must end it.
 #[test]
 fn clients_that_vanish_are_detected_by_keepalive() {
     on_each(&[], |server| {

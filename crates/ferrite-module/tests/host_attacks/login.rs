@@ -1,4 +1,4 @@
-//! Attacks on who a client is: logins, users, and the commands by which sessions identify
+//! Attacks on the identity of clients: logins, users, and the commands by which sessions identify
 //! themselves.
 
 use std::time::Duration;
@@ -8,7 +8,7 @@ use ferrite_testkit::resp::Client;
 use crate::client::of_module;
 use crate::{SECRET, address, on_each};
 
-/// S1: a command with many replies whose name arrives late. The module took one of its surplus
+/// S1: the name of a command with many replies arrived late. The module mistook one of the surplus
 /// replies for the reply to a login.
 #[test]
 fn surplus_replies_are_no_login() {
@@ -125,7 +125,7 @@ fn sessions_can_be_matched_with_the_engines_clients() {
     });
 }
 
-/// Before a login, the engine rejects a large command as soon as it has read its header.
+/// Before a login, the engine rejects a large command as soon as it has read the command's header.
 #[test]
 fn large_commands_are_rejected_before_a_login() {
     on_each(&["--requirepass", "x"], |server| {

@@ -70,8 +70,7 @@ fn clients_over_the_output_limit_do_not_fill_the_log() {
     });
 }
 
-/// A client that stays above the soft limit is disconnected when its time is over, and the log says
-/// so.
+/// A client that stays above the soft limit for too long is disconnected, and the log says so.
 #[test]
 fn a_client_over_the_soft_limit_is_disconnected_in_time() {
     on_each(&["--client-output-buffer-limit", "normal 0 1mb 1"], |server| {
@@ -85,14 +84,14 @@ fn a_client_over_the_soft_limit_is_disconnected_in_time() {
     });
 }
 
-/// The replies of all sessions together are limited by maxmemory-clients. Beyond it, the sessions
-/// with the most unread replies are ended, each counted once.
+/// `maxmemory-clients` limits the replies of all sessions together. Beyond this limit, the module
+/// ends the sessions with the most unread replies, and counts each once.
 #[test]
 fn evicts_the_largest_sessions_beyond_maxmemory_clients() {
     on_each(&["--maxmemory-clients", "8mb"], |server| {
         let mut small = of_module(server);
         small.ok(&["SET", "k", &"x".repeat(1 << 20)]);
-        // Each of them exceeds the limit by itself, whatever its socket buffers hold.
+        // Each of these clients exceeds the limit alone, whatever its socket buffers hold.
         let mut large: Vec<_> = (0..4).map(|_| of_module(server)).collect();
         large
             .iter_mut()

@@ -1,4 +1,4 @@
-//! WAIT, and FERRITE MARK, by which WAIT counts the writes of in-process commands.
+//! WAIT, and FERRITE MARK, which makes WAIT cover the writes of in-process commands.
 
 use std::path::Path;
 
@@ -34,8 +34,8 @@ fn wait_is_correct_whatever_the_users_rights() {
     }
 }
 
-/// Returns the reply to WAIT after a client has written and `act` has run, while the replica is
-/// stopped and cannot have the write. `None` if the client was disconnected.
+/// Returns the reply to WAIT, or `None` if the client was disconnected. Before that, the client
+/// writes and `act` runs, while the replica is stopped and cannot get the write.
 fn wait_after(program: &Path, act: impl Fn(&mut Client, &mut Client)) -> Option<String> {
     let mut primary =
         start(program, &["--port", &free_port().to_string(), "--repl-diskless-sync-delay", "0"]);
@@ -49,7 +49,7 @@ fn wait_after(program: &Path, act: impl Fn(&mut Client, &mut Client)) -> Option<
     replica.signal("STOP");
     client.ok(&["SET", "k", "newer"]);
     act(&mut client, &mut admin);
-    // To disconnect the client is correct too: then it gets no wrong reply.
+    // Disconnecting the client is correct, too, because the client then gets no wrong reply.
     let sent = client.try_send(&[vec!["WAIT", "1", "300"]]);
     let reply = if sent { client.next_reply() } else { None };
     replica.signal("CONT");
@@ -57,7 +57,8 @@ fn wait_after(program: &Path, act: impl Fn(&mut Client, &mut Client)) -> Option<
     reply.map(|reply| String::from_utf8_lossy(&reply).trim_end().to_owned())
 }
 
-/// Before a session is pinned to proxy, its called writes are marked; otherwise it is ended.
+/// Before a session is pinned to the proxy path, the module marks the session's in-process writes.
+/// If it cannot, it ends the session.
 #[test]
 fn wait_is_correct_after_replies_and_commands_that_cannot_be_framed() {
     for program in engines() {
@@ -77,7 +78,7 @@ fn wait_is_correct_after_replies_and_commands_that_cannot_be_framed() {
     }
 }
 
-/// As the test before, but the engine refuses FERRITE MARK.
+/// WAIT is correct even if the engine refuses the FERRITE MARK that the module sends before.
 #[test]
 fn wait_is_correct_if_the_mark_is_refused() {
     let refuse_writes =
@@ -92,7 +93,7 @@ fn wait_is_correct_if_the_mark_is_refused() {
         let in_transaction = wait_after(&program, |client, admin| {
             refuse_writes(admin);
             client.ok(&["MULTI"]);
-            // The reply to EXEC would have the reply to this queued WAIT.
+            // The reply to EXEC would contain the reply to this queued WAIT.
             let sent = client.try_send(&[vec!["WAIT", "1", "0"], vec!["EXEC"]]);
             let replies = [client.next_reply(), client.next_reply()]
                 .into_iter()
@@ -121,7 +122,7 @@ fn wait_fails_if_its_mark_is_refused() {
     });
 }
 
-/// A client can send FERRITE MARK itself. Since that writes to the append-only file and to
+/// A client can send FERRITE MARK itself. Since the command writes to the append-only file and to
 /// replicas, it fails unless the session has written before.
 #[test]
 fn mark_fails_unless_the_session_has_written() {

@@ -1,4 +1,4 @@
-//! Values of all lengths: long ones are read by their key instead of by a call.
+//! Values of all lengths. For long values, the module opens the key itself instead of calling GET.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use ferrite_testkit::resp::Client;
 
 use crate::client::{Pair, start, words};
 
-/// Commands and replies that are larger than a window.
+/// Commands and replies that are larger than a window arrive unchanged.
 #[test]
 fn large_values_arrive_whole() {
     let large = "0123456789abcdef".repeat(1 << 18); // 4 MiB
@@ -24,7 +24,7 @@ fn large_values_arrive_whole() {
             .collect();
         assert_eq!(pair.module.ask(&many), ":30");
         pair.same(&["LRANGE", "many", "0", "-1"]);
-        // More arguments than a call can have.
+        // This command has more arguments than a call can have.
         let more: Vec<_> = ["RPUSH", "more"]
             .into_iter()
             .map(String::from)
@@ -44,7 +44,7 @@ fn statistic(client: &mut Client, section: &str, name: &str) -> u64 {
 }
 
 /// The key path returns the same values as GET, and the engine counts the same keyspace hits and
-/// misses. It is only not counted as a command.
+/// misses. But the engine does not count these reads as commands.
 #[test]
 fn long_values_take_the_key_path() {
     for program in engines() {
@@ -86,7 +86,7 @@ fn long_values_take_the_key_path() {
             for change in
                 ["SET key 12345", "DEL key", "RPUSH key element", "DEL key", "SET key last PX 1"]
             {
-                // A long value first, so that the next GET tries the key path.
+                // Sets a long value first, so that the next GET tries the key path.
                 let long = "v".repeat(1000);
                 pair.native.ask(&["DEL", "key"]);
                 pair.native.ok(&["SET", "key", &long]);
@@ -117,7 +117,7 @@ fn long_values_take_the_key_path() {
         let mut bob = Pair::new(&server);
         bob.same(&["AUTH", "bob", "any"]);
         assert!(bob.same(&["GET", "key"]).starts_with("-NOPERM"));
-        (0..20).for_each(|_| drop(pair.native.ask(&["PING"]))); // iterations of the event loop
+        (0..20).for_each(|_| drop(pair.native.ask(&["PING"]))); // lets the event loop run
         server.assert_healthy();
     }
 }

@@ -237,8 +237,8 @@ impl CommandGenerator<'_> {
             ]),
             Kind::Script => self.script(),
             Kind::Blocking => self.blocking(),
-            // Not DBSIZE: it counts keys whose time is over until the engine deletes them, by its
-            // clock.
+            // DBSIZE is left out, because it counts expired keys until the engine deletes them,
+            // which depends on the clock.
             Kind::Databases => self.one_of(&[
                 "SWAPDB 0 1",
                 "SWAPDB 1 2",
@@ -406,8 +406,8 @@ impl CommandGenerator<'_> {
         }
     }
 
-    /// Generates a command with many words: up to more than the engine or the module buffers as a
-    /// whole.
+    /// Generates a command with many words, sometimes more than the engine or the module buffers as
+    /// a whole.
     fn many(&mut self) -> Command {
         let count = self.pick(&[10, 1000, 1025, 5000, 44_000, 60_000, 60_000]);
         let mut command = self.one_of(&[

@@ -12,7 +12,8 @@ pub(crate) fn replies(bytes: &[u8]) -> Vec<&[u8]> {
     let mut found = Vec::new();
     let mut rest = bytes;
     loop {
-        // A new framer for each reply: an incomplete one is parsed again when more has arrived.
+        // Uses a new framer for each reply: an incomplete reply is parsed again when more bytes
+        // arrive.
         match ReplyFramer::new(Limits { inline_bytes: 1 << 20, ..Limits::default() }).feed(rest) {
             Ok(Progress { consumed, complete: true }) if consumed > 0 => {
                 let (reply, after) = rest.split_at(consumed);
@@ -20,7 +21,7 @@ pub(crate) fn replies(bytes: &[u8]) -> Vec<&[u8]> {
                 rest = after;
             }
             Ok(_) => return found,
-            // This is not a reply: it is shown as it is and never equal to one.
+            // These bytes are not a reply. They are shown as they are and never equal to a reply.
             Err(_) => {
                 found.push(rest);
                 return found;
@@ -29,8 +30,8 @@ pub(crate) fn replies(bytes: &[u8]) -> Vec<&[u8]> {
     }
 }
 
-/// The differences that are tolerated: because of bugs of the engine, or because they are not
-/// defined for a client.
+/// The differences that are tolerated, because of bugs of the engine or because the behaviour is
+/// not defined for a client.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Tolerance {
     /// A failed AUTH may have no reply.

@@ -8,15 +8,15 @@ use std::collections::BTreeMap;
 
 use ferrite_proto::resp::{Limits, Progress, ReplyFramer, Value};
 
-/// Values in a HELLO reply, by the word before them.
+/// Values in a HELLO reply that may differ, by the word before them, with the reason.
 const HELLO: &[(&str, &str)] = &[
     ("id", "two engines give their clients different ids"),
     ("rdma-port", "an argument of the module, in the list of modules"),
     ("engine", "an argument of the module, in the list of modules"),
 ];
 
-/// The word before HELLO's list of modules, whose order is that of a hash table with a random seed.
-/// Valkey 9.1 has a second module, its own.
+/// The word before HELLO's list of modules. The list is in the order of a hash table with a random
+/// seed. Valkey 9.1 has a second module of its own.
 const MODULES: &[u8] = b"modules";
 
 /// A reply that may be missing on engines with this bug: `addAuthErrReply` of Redis 7.2 and Valkey
@@ -24,7 +24,7 @@ const MODULES: &[u8] = b"modules";
 /// the input was split into reads.
 const MAY_BE_MISSING: &[u8] = b"-WRONGPASS ";
 
-/// Fields of a line of CLIENT INFO and CLIENT LIST.
+/// Fields of a line of CLIENT INFO and CLIENT LIST that may differ, with the reason.
 const CLIENT_INFO: &[(&str, &str)] = &[
     ("id", "two engines give their clients different ids"),
     ("addr", "the engine sees the proxy connection, not the client (the book's Limits)"),
@@ -57,7 +57,7 @@ const PROXY_NAME: &str = "ferrite:";
 /// A flag of a CLIENT INFO line: the proxy connection is a Unix socket.
 const UNIX_SOCKET_FLAG: char = 'U';
 
-/// Fields of an entry of ACL LOG.
+/// Fields of an entry of ACL LOG that may differ, with the reason.
 const ACL_LOG: &[(&str, &str)] = &[
     ("age-seconds", "the clock"),
     ("client-info", "a CLIENT INFO line with addresses and ids"),
@@ -99,15 +99,15 @@ fn is_listed(table: &[(&str, &str)], name: &[u8]) -> bool {
     table.iter().any(|(listed, _)| listed.as_bytes() == name)
 }
 
-/// Returns a reply without the parts that may differ. It works on single words, not on nested
-/// values, since engines put pushes into arrays and omit elements from the array of EXEC.
+/// Returns a reply without the parts that may differ. Works on single words, not on nested values,
+/// since engines put pushes into arrays and omit elements from the array of EXEC.
 pub(crate) fn normalised(reply: &[u8]) -> Vec<u8> {
     let mut out = Vec::new();
     let mut before: [&[u8]; 3] = [b""; 3];
     let mut rest = reply;
     while let Some((head, payload, after)) = word(rest) {
-        // Pushes within another reply, such as EXEC's, have no order either. One that comes alone
-        // is normalised by its words.
+        // Pushes within another reply, such as that of EXEC, have no defined order either. A push
+        // on its own is normalised word by word below.
         if !out.is_empty()
             && let (pushes, after) = leading_pushes(rest)
             && !pushes.is_empty()
@@ -135,7 +135,7 @@ pub(crate) fn normalised(reply: &[u8]) -> Vec<u8> {
             b"id" => before[0] == b"proto",
             name => is_listed(HELLO, name),
         };
-        // In RESP3 such a text has its format as a prefix.
+        // In RESP3, such a text has the prefix `txt:`.
         let plain = payload.map(|text| text.strip_prefix(b"txt:").unwrap_or(text));
         match plain {
             Some(text) if text.starts_with(b"id=") => {
@@ -183,7 +183,7 @@ fn in_order<'a>(head: &[u8], mut rest: &'a [u8]) -> Option<(Vec<u8>, &'a [u8])> 
     count.map(|_| ([head, b"\n"].concat().into_iter().chain(elements.concat()).collect(), rest))
 }
 
-/// A line, the string that follows it if it is the header of one, and the remaining bytes.
+/// A line, the string after it if the line is the header of a string, and the remaining bytes.
 type Split<'a> = (&'a [u8], Option<&'a [u8]>, &'a [u8]);
 
 /// Splits off the first word.
@@ -203,7 +203,7 @@ fn word(bytes: &[u8]) -> Option<Split<'_>> {
 }
 
 /// Returns whether two normalised replies are equal. Where the engine has no client name, the
-/// module may have the name that it set, also within the array of EXEC.
+/// module may have the name that it set. This also applies within the array of EXEC.
 pub(crate) fn is_same(engine: &[u8], module: &[u8]) -> bool {
     let [lines, mut others] = [engine, module].map(|reply| reply.split(|byte| *byte == b'\n'));
     let mut is_next = |line: &[u8]| {
@@ -363,7 +363,7 @@ mod tests {
     use super::*;
 
     /// PSUBSCRIBE of two patterns in a transaction gives EXEC's array one element too many, so that
-    /// what comes after it seems to belong to it.
+    /// the next bytes seem to belong to the array.
     #[test]
     fn pushes_within_another_reply_have_no_order() {
         let push = |pattern: &str| {

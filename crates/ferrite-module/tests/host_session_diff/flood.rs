@@ -1,5 +1,5 @@
-//! A client that is stopped while it sends without a pause. When the command that stops it has its
-//! reply, and the engine has served one more request, no further command of the client may run.
+//! A client is stopped while it sends without a pause. Once the stopping command has its reply and
+//! the engine has served one more request, no further command of the client may run.
 
 use std::fmt;
 use std::io::{Read as _, Write as _};
@@ -25,9 +25,9 @@ const FULL_FLOW: i64 = 500;
 /// The outcome of a flood.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Outcome {
-    /// The replies that do not depend on the time: to the login and to the command that stops it.
+    /// The replies that do not depend on the time: to the login and to the stopping command.
     replies: Vec<String>,
-    /// The number of commands that ran after it was stopped.
+    /// The number of commands that ran after the client was stopped.
     pub(crate) went_on: i64,
     has_ended: bool,
 }

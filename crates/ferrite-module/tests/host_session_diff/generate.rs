@@ -173,8 +173,8 @@ impl Generator {
         let count = pick(&mut self.random, &[1, 1, 1, 2, 3, 4, 6]);
         let mut kinds: Vec<_> = (0..count).map(|_| self.kind()).collect();
         if let Some(at) = kinds.iter().position(|kind| *kind == Kind::Many) {
-            // One is enough. A module that miscounts its replies would misread those of the
-            // commands after it.
+            // One command with many words is enough. If the module miscounts its replies, the
+            // module misreads the replies to the commands after it.
             kinds.truncate(at + 1);
             kinds.drain(..if chance(&mut self.random, 70) { at } else { 0 });
             for _ in 0..=self.random.below(3) {
@@ -194,10 +194,10 @@ impl Generator {
             wait_ms = command.wait_ms;
             if wait_ms > 0 {
                 if kind == Kind::Pause {
-                    // The next command waits for the end of the pause. Both are sent in one piece:
-                    // whether commands that another client sends between two pieces are paused is
-                    // not defined, and if that client then shuts down its side, the engine drops
-                    // its paused commands.
+                    // The next command waits for the end of the pause. Both commands are sent in
+                    // one piece, so that no other client can send in between. Whether the other
+                    // client's commands were paused would not be defined. If that client then shut
+                    // down its side, the engine would drop its paused commands.
                     encode(&self.generate(client, Kind::Strings).words, &mut parts);
                     self.queue(
                         client,
@@ -215,7 +215,7 @@ impl Generator {
     fn generate(&mut self, client: usize, kind: Kind) -> Command {
         let command =
             CommandGenerator { random: &mut self.random, setup: &self.setup }.generate(kind);
-        // It is not known when a command after a blocked one runs.
+        // If the client is blocked, it is not known when this command runs.
         if command.wait_ms > 0 && self.may_be_blocked[client] {
             return CommandGenerator { random: &mut self.random, setup: &self.setup }
                 .generate(Kind::Strings);
@@ -260,8 +260,8 @@ impl Generator {
             if chance(&mut self.random, 20) { 1 + self.random.below(20) as usize } else { 0 };
         let last = self.queues[client].back_mut().map(|step| &mut step.action);
         let Some(Action::Write { parts, settle, wait_ms: 0, .. }) = last else {
-            // When an engine sees the end, it drops commands that wait for the clock. That is a
-            // race.
+            // When an engine sees the end, it drops commands that wait for the clock. The outcome
+            // would be a race.
             return;
         };
         *settle = rests;

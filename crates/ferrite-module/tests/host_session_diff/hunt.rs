@@ -10,7 +10,7 @@ use super::side::EngineSetup;
 
 /// How long shortening a session may take.
 const SHORTENING: Duration = Duration::from_secs(90);
-/// How often a difference is tried to be reproduced.
+/// How many runs try to reproduce a difference.
 const TRIES: usize = 3;
 
 /// The options of a hunt.
@@ -38,7 +38,8 @@ pub(crate) struct Summary {
     pub(crate) unreproduced: usize,
     /// Seeds with reproducible differences.
     pub(crate) findings: Vec<u64>,
-    /// Sessions in which only the replies were compared: the sides have served different clients.
+    /// Sessions in which only the replies were compared, because the sides served different
+    /// clients.
     pub(crate) without_data: usize,
 }
 

@@ -1,6 +1,6 @@
-//! Stateful differential fuzzing: runs whole sessions of several clients at two equal engines, at
-//! one over its own port, at the other through the module. Replies, closed connections, decisions
-//! of the ACL and the final dataset must be equal.
+//! Stateful differential fuzzing: runs whole sessions of several clients at two equal engines. The
+//! clients use the own port of one engine, and the module's port of the other. Replies, closed
+//! connections, decisions of the ACL and the final dataset must be equal.
 //!
 //! ```text
 //!                                     ┌─► engine A, its own port ──┐

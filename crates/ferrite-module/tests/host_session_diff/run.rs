@@ -44,14 +44,15 @@ pub(crate) struct Finding {
     pub(crate) transcript: Vec<String>,
 }
 
-/// Two engines. The clients of engine 0 use its own port, those of engine 1 the module's.
+/// Two engines. The clients of engine 0 use its own port, the clients of engine 1 the module's
+/// port.
 pub(crate) struct Pair {
     sides: [Side; 2],
     tolerance: Tolerance,
     setup: Setup,
     sent: Vec<SentInput>,
-    /// One side disconnected a client that the other serves on: it refused a command by its header,
-    /// or has a stricter limit. From then on, their ACL logs and their data may differ.
+    /// One side disconnected a client that the other still serves, because it refused a command by
+    /// its header or has a stricter limit. From then on, the sides' ACL logs and data may differ.
     serves_different_clients: bool,
 }
 
@@ -145,7 +146,7 @@ impl Pair {
                     let what = format!("engine: {}\n    module: {}", outcomes[0], outcomes[1]);
                     return Err((Kind::Flood, what));
                 }
-                // If the flood could not be stopped, its last commands are served first.
+                // If the flood could not be stopped, this waits until its last commands are served.
                 self.settle()?;
                 self.sides.iter_mut().for_each(|side| drop(side.observe(&format!("DEL {key}"))));
                 self.settle()?;
@@ -169,8 +170,8 @@ impl Pair {
         all.any(|(other, sent)| other != client && sent.wait == Wait::WithMore)
     }
 
-    /// Updates which clients are blocked. It asks the engine at its own port, which knows the
-    /// clients by their addresses.
+    /// Updates which clients are blocked. Asks the engine at its own port, which knows the clients
+    /// by their addresses.
     fn update_waits(&mut self) {
         if self.sent.iter().all(|sent| !sent.may_wait) {
             return;
@@ -221,7 +222,7 @@ impl Pair {
         Ok(())
     }
 
-    /// Notes the ids that both engines have returned to this client, if both have.
+    /// Stores the ids that the engines have returned to this client, if both have returned one.
     fn learn_id(&mut self, client: usize) {
         let ids =
             self.sides.each_ref().map(|side| match &replies(&side.clients[client].received)[..] {
@@ -284,7 +285,7 @@ impl Pair {
                 let both = [(one, &engine.server, "engine"), (other, &module.server, "module")];
                 let ends = both.map(|(client, server, name)| {
                     if client.is_closed {
-                        // The last line usually says why.
+                        // The last line of the log usually says why.
                         let (log, close) = (server.log(), "\n    log: ");
                         let why = log.lines().last().map(|line| format!("{close}{line}"));
                         format!("\n    {name} closed the connection{}", why.unwrap_or_default())
@@ -310,15 +311,16 @@ impl Pair {
         Ok(())
     }
 
-    /// Returns whether one engine has disconnected this client, or will, and the other has not, for
-    /// a reason that depends on how the input was split into reads.
+    /// Returns whether it is allowed that one engine has disconnected this client, or will, and the
+    /// other has not. Most of the allowed reasons depend on how the input was split into reads.
     fn may_engines_disagree(&mut self, client: usize) -> bool {
         if self.sides.iter().any(|side| ends_with_rejected_header(&side.clients[client].received)) {
             self.serves_different_clients = true;
             return true;
         }
         let [engine, module] = &mut self.sides;
-        // If the module cannot ask for a limit, it has a strict one of its own.
+        // If CONFIG is renamed, the module cannot ask for the limit and uses a strict one of its
+        // own.
         if self.setup.renames.iter().any(|(name, _)| *name == "CONFIG")
             && module.clients[client].is_closed
             && module.server.log().contains("client is over client-query-buffer-limit")

@@ -27,7 +27,7 @@ pub(crate) enum Stop {
     KillId,
     KillUser,
     DeleteUser,
-    /// In one transaction, so that the name exists again at once.
+    /// Deletes and creates the user in one transaction, so that the name exists again at once.
     RecreateUser,
 }
 
@@ -90,9 +90,9 @@ pub(crate) struct Session {
 }
 
 impl Session {
-    /// Returns the same session with other steps. Between steps of different clients it waits until
-    /// the engines are idle: the order of two clients is defined only if the first has been served
-    /// before the second sends.
+    /// Returns the same session with other steps. Between steps of different clients, the session
+    /// waits until the engines are idle. The order of two clients is defined only if the first has
+    /// been served before the second sends.
     pub(crate) fn with_steps(&self, mut steps: Vec<Step>) -> Self {
         for at in 0..steps.len() {
             let client = steps[at].client;

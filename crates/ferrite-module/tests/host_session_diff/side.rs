@@ -20,8 +20,8 @@ const DATABASES: usize = 4;
 /// The observer's user, which no generated command changes.
 const OBSERVER: &str = "user observer on >observer ~* &* +@all";
 
-/// The name is the same for both engines, since errors of ACL LOAD contain it. Each engine has its
-/// own folder.
+/// The name of the ACL file. Both engines use the same name, since errors of ACL LOAD contain it.
+/// Each engine has its own folder.
 const ACL_FILE: &str = "users.acl";
 
 /// The engine to start, and the module's setting.
@@ -37,7 +37,7 @@ pub(crate) struct Client {
     socket: Option<TcpStream>,
     /// Bytes that the socket has not accepted yet.
     unsent: Vec<u8>,
-    /// Whether the client shuts down its side after these bytes.
+    /// Whether the client shuts down its side after the unsent bytes.
     ends: bool,
     pub(crate) has_ended_writing: bool,
     /// Bytes that were received and not compared yet.
@@ -48,7 +48,7 @@ pub(crate) struct Client {
 }
 
 impl Client {
-    /// Sends and receives as much as possible without blocking. Returns whether that was anything.
+    /// Sends and receives as much as possible without blocking. Returns whether any bytes moved.
     fn exchange(&mut self) -> bool {
         let Some(socket) = &mut self.socket else { return false };
         let mut any = false;
@@ -130,7 +130,7 @@ impl Side {
         let own = format!("127.0.0.1:{port}");
         let mut arguments = vec!["rdma-port", &module_port, "rdma-bind", "127.0.0.1"];
         if setup.typed("CONFIG") != "CONFIG" {
-            // The module cannot find out where the engine listens.
+            // If CONFIG is renamed, the module cannot find out where the engine listens.
             arguments.extend(["engine", &own]);
         }
         if let Some(value) = &engine.call_path {
@@ -154,8 +154,8 @@ impl Side {
         }
     }
 
-    /// Waits until the engine listens on both ports. If another process took one of them first, it
-    /// starts the engine again with other ports.
+    /// Waits until the engine listens on both ports. If another process took one of the ports
+    /// first, starts the engine again with other ports.
     pub(crate) fn await_listeners(&mut self) {
         for _ in 0..10 {
             let mut is_up = false;
@@ -168,8 +168,9 @@ impl Side {
                 std::thread::sleep(Duration::from_millis(5));
             }
             if !has_ended && self.listens() {
-                // The engine deletes expired keys at random times, and reports that to clients that
-                // track them. It still deletes those that a command uses.
+                // Active expiry deletes keys at random times, and the engine notifies clients that
+                // track them. Without it, the engine still deletes the expired keys that a command
+                // uses.
                 assert_eq!(self.observe("DEBUG SET-ACTIVE-EXPIRE 0"), b"+OK\r\n");
                 self.clients = (0..self.setup.clients).map(|_| Client::default()).collect();
                 return;
@@ -211,8 +212,9 @@ impl Side {
     /// Disconnects a client. It reconnects when it next sends.
     ///
     /// The module connects to the engine only after the client's first bytes, which show the
-    /// protocol. So it is decided then whether `default` needs a password. At the engine's own port
-    /// that is decided when the client connects. Therefore clients connect and send at once.
+    /// protocol. Only then does the engine decide whether `default` needs a password. At its own
+    /// port, the engine decides that when the client connects. Therefore clients connect and send
+    /// at once.
     pub(crate) fn reconnect(&mut self, client: usize) {
         self.clients[client] = Client::default();
     }
@@ -268,7 +270,7 @@ impl Side {
         }
     }
 
-    /// Sends and receives as much as possible without blocking. Returns whether that was anything.
+    /// Sends and receives as much as possible without blocking. Returns whether any bytes moved.
     pub(crate) fn exchange(&mut self) -> bool {
         self.clients.iter_mut().fold(false, |any, client| client.exchange() | any)
     }

@@ -1,7 +1,7 @@
 //! A client that works on its own keys and compares every reply with its model of them.
 //!
-//! Connections are lost in the middle of commands. Then the engine may have run the commands
-//! without a reply up to any one of them. The client reads its keys back to find out up to which.
+//! Connections are lost in the middle of commands. Then the engine may have run any number of the
+//! commands without a reply, in order. The client reads its keys back to find out how many.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -21,8 +21,7 @@ use crate::model::{self, Model, Value, Words, is_refusal, keys_of};
 use crate::world::World;
 use ferrite_testkit::Random;
 
-/// The most that any step may take, whatever happens: including the pause of a failover and the
-/// timeout of a link.
+/// The most that any step may take, including the pause of a failover and the timeout of a link.
 const TIMEOUT: Duration = Duration::from_secs(90);
 /// How long to wait before checking for a lost peer. A client of Valkey Over RDMA does not notice
 /// that its peer closed the connection while the wire was cut.
@@ -230,8 +229,8 @@ impl Client {
         Ok(())
     }
 
-    /// Finds out which of the commands `rest` the engine has run before the connection was lost. It
-    /// may have run any number of them, in order.
+    /// Finds out which of the commands `rest` the engine has run before the connection was lost.
+    /// The engine may have run any number of them, in order.
     async fn settle(&mut self, world: &World, rest: &[Words], transaction: Option<Transaction>) {
         world.settled.fetch_add(1, Ordering::Relaxed);
         let mut queued = transaction.map(|transaction| transaction.queued);
@@ -268,8 +267,8 @@ impl Client {
         self.model.settle(&touched, state);
     }
 
-    /// Waits until the engine has closed the last connection. Before, it may still run commands of
-    /// that connection.
+    /// Waits until the engine has closed the last connection. Until then, the engine may still run
+    /// commands of that connection.
     async fn wait_until_disconnected(&self, world: &World) {
         let name = format!("name={} ", self.name());
         let started = Instant::now();

@@ -34,7 +34,8 @@ impl Connection {
         Ok(Self::new(Box::new(UnixStream::connect(path).await?)))
     }
 
-    /// Sends commands and reads their replies. If it fails, `replies` has those that arrived.
+    /// Sends commands and reads their replies. If that fails, `replies` has the replies that
+    /// arrived.
     pub(crate) async fn exchange(
         &mut self,
         commands: &[Words],

@@ -51,9 +51,9 @@ const SETTINGS: &[(&str, &[&str])] = &[
     ("latency-tracking", &["yes", "no"]),
 ];
 
-/// Adds a queueing discipline to the switch ports of both hosts, and removes it when it is dropped.
-/// The hosts' own interfaces cannot be used: replacing a queueing discipline there makes sends fail
-/// for a moment, and Soft-RoCE ends a queue pair when a send fails.
+/// Adds a queueing discipline to the switch ports of both hosts, and removes it on drop. The hosts'
+/// own interfaces cannot be used: replacing a queueing discipline there makes sends fail for a
+/// moment, and Soft-RoCE ends a queue pair when a send fails.
 pub(crate) struct Wires(());
 
 const PORTS: [&str; 2] = ["p1", "p2"];
@@ -89,7 +89,7 @@ pub(crate) struct Faults {
     round: Vec<&'static str>,
     pub(crate) done: Vec<(&'static str, u64)>,
     started: Instant,
-    /// Print every fault: FERRITE_SOAK_FAULTS is set.
+    /// Whether to print every fault. `FERRITE_SOAK_FAULTS` enables it.
     is_verbose: bool,
 }
 
@@ -179,7 +179,7 @@ impl Faults {
         }
     }
 
-    /// Kills processes with several clients each, which cannot close their connections then.
+    /// Kills processes with several clients each, so that they cannot close their connections.
     async fn kill_processes(&mut self) {
         let own = std::env::current_exe().expect("the path of this test");
         let spawn = |_| {
@@ -257,14 +257,14 @@ impl Faults {
         self.world.flushes.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Fails over to the replica, which then has all acknowledged writes: the primary waits for it.
+    /// Fails over to the replica. The primary waits until the replica has all acknowledged writes.
     async fn fail_over(&mut self) {
         let (from, to) = (self.primary(), 1 - self.primary());
         let started = Instant::now();
         let mut reply;
         loop {
             let port = self.world.tcp[to].port().to_string();
-            // Clients wait until the replica has everything. It may still be at its first
+            // Clients wait until the replica has everything. The replica may still be at its first
             // synchronisation.
             reply =
                 self.ask(from, &["FAILOVER", "TO", "127.0.0.1", &port, "TIMEOUT", "10000"]).await;

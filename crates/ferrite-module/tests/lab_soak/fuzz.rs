@@ -22,7 +22,7 @@ use crate::connection::ByteStream;
 use crate::world::World;
 use ferrite_testkit::Random;
 
-/// The timeout of one attempt. The wire may be bad, and clients may be rejected; then the attempt
+/// The timeout of one attempt. The wire may be bad, and clients may be rejected. Then the attempt
 /// is abandoned.
 const LIMIT: Duration = Duration::from_secs(5);
 /// How many peers there are in a round.
@@ -32,7 +32,7 @@ const AT_A_TIME: usize = 6;
 const FIRST_ADDRESS: u64 = 64;
 const ADDRESSES: u64 = 64;
 
-/// Adds these addresses to the clients' device, and removes them when it is dropped.
+/// Adds these addresses to the clients' device, and removes them on drop.
 pub(crate) struct Addresses(());
 
 impl Addresses {

@@ -143,7 +143,8 @@ fn engines_survive_all_faults() {
         tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
     let mut watch = Watch::default();
     runtime.expect("a runtime").block_on(async {
-        // Short times, so that clients soon notice an engine that a cut has separated from them.
+        // Uses short times, so that clients soon notice that a cut has separated them from an
+        // engine.
         let (keepalive, peer_timeout) = (Duration::from_secs(1), Duration::from_secs(2));
         let config = Config { busy_poll_us: 0, keepalive, peer_timeout, ..client_config() };
         let fabric = Fabric::system()
@@ -170,8 +171,8 @@ fn engines_survive_all_faults() {
         let [rounds, rejected] =
             [&world.hostile_rounds, &world.rejected].map(|counter| counter.load(Ordering::Relaxed));
         eprintln!("peers that violate the protocol: {rejected} rejected in {rounds} rounds");
-        // Of the six peers of an address, some access memory that is not theirs. In a few rounds
-        // there may be none.
+        // Usually some of the six peers of an address access memory that is not theirs. In a few
+        // rounds, none of them may do so.
         assert!(rounds < 10 || rejected > 0, "no peer was rejected for repeated violations");
         drop(faults);
         drop(world);

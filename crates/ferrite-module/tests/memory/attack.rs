@@ -69,7 +69,7 @@ pub(crate) struct Attack {
 }
 
 impl Attack {
-    /// Starts all of them at once, from many addresses of this host.
+    /// Starts all attackers at once, from many addresses of this host.
     pub(crate) fn start(target: SocketAddr, size: Size) -> Self {
         let (stop, stopped) = watch::channel(false);
         let progress = Arc::new(Progress::default());
@@ -177,8 +177,8 @@ async fn send_commands(target: SocketAddr, number: usize, most: u64, progress: A
     }
 }
 
-/// Opens a link over TCP. Also returns the server's hello. A server takes a peer whose greeting is
-/// late for a client of the engine, and does not answer it.
+/// Opens a link over TCP. Also returns the server's hello. If a greeting is late, the server treats
+/// the peer as a client of the engine and does not answer the greeting.
 async fn greet(target: SocketAddr, number: usize) -> io::Result<(TcpStream, Hello)> {
     let greeting = greet_once(target, number);
     tokio::time::timeout(GREETING_TIMEOUT, greeting).await.map_err(io::Error::from)?
@@ -195,8 +195,8 @@ async fn greet_once(target: SocketAddr, number: usize) -> io::Result<(TcpStream,
     Ok((socket, theirs.hello))
 }
 
-/// Sends the frames of one message up to the window, but never the last one. It reconnects when the
-/// server ends the link because it sends no keepalives.
+/// Sends the frames of one message up to the window, but never the last one. Sends no keepalives,
+/// so the server ends the link. Then it reconnects.
 async fn begin_messages(target: SocketAddr, number: usize, progress: Arc<Progress>) {
     let mut is_counted = false;
     loop {
@@ -223,7 +223,7 @@ fn unfinished(theirs: &Hello) -> Vec<u8> {
     frame.repeat(frames.min(theirs.window.into()) as usize)
 }
 
-/// Returns whether a link was opened for them.
+/// Sends unsolicited `Resume` frames on a new link. Returns false if the link could not be opened.
 async fn send_resumes(target: SocketAddr, number: usize) -> bool {
     let Ok((mut socket, _)) = greet(target, number).await else {
         tokio::time::sleep(Duration::from_millis(100)).await;
@@ -231,7 +231,7 @@ async fn send_resumes(target: SocketAddr, number: usize) -> bool {
     };
     let resume =
         TcpFrame { kind: TcpFrameKind::Resume, imm: 0, len: 0, op: 0, grant: 0, offset: 0 };
-    // The server closes the link at the first of them.
+    // The server closes the link at the first frame.
     let _ = socket.write_all(&resume.encode().repeat(RESUMES_PER_LINK)).await;
     true
 }

@@ -12,8 +12,8 @@ pub(crate) const PASSWORD: &str = "x";
 
 const MIB: u64 = 1 << 20;
 /// How much memory may remain after the attack, since allocators keep some. The C library's
-/// allocator keeps most of it, as it does for the engine's own clients. There the test only checks
-/// that the next attack reuses it.
+/// allocator keeps most of the memory, as it does for the engine's own clients. With that
+/// allocator, the test only checks that the next attack reuses the memory.
 const LEFT_OVER: u64 = 16 * MIB;
 /// How long it may take until the memory is freed.
 const FREE_TIMEOUT: Duration = Duration::from_secs(60);
@@ -101,7 +101,7 @@ pub(crate) fn attack(server: &mut Engine, plan: &Plan) {
     let address = address(&mut admin);
     let keeps_pages = admin.ask(&["INFO", "memory"]).contains("mem_allocator:libc");
     let honest = Honest::start(&address, PASSWORD);
-    // As long as under attack, so that the engine has allocated what the honest clients need.
+    // Waits as long as an attack lasts, so that the engine has allocated what honest clients need.
     std::thread::sleep(plan.holds);
     let before = held(server, &mut admin);
     let (lines, started) = (server.log().lines().count(), Instant::now());

@@ -13,8 +13,8 @@ pub(crate) struct Amount {
 
 pub(crate) type Words = Vec<Vec<u8>>;
 
-/// Extreme values. There are no small positive numbers, which as a time could expire while the test
-/// runs. There is no -2147483648, which as a count would give a reply of that many elements.
+/// Extreme values. Small positive numbers are left out: as an expiry time, they could expire while
+/// the test runs. -2147483648 is left out: as a count, it would give a reply of that many elements.
 const EDGES: &[&[u8]] = &[
     b"",
     b"0",

@@ -1,7 +1,7 @@
 //! The keys that commands work on: every type, in every encoding that a few commands can create,
 //! with and without an expiry. Both engines have the same keys.
 
-/// Prefixes of keys, which in a cluster give them slots of three kinds.
+/// Prefixes of keys. In a cluster, they put the keys into slots of three kinds.
 #[derive(Clone, Copy)]
 pub(crate) struct Tags {
     /// The prefix of almost all keys.

@@ -1,13 +1,13 @@
 //! Cases written by hand: commands that change the connection or the engine, that have no reply or
 //! cause messages without a request, and input that is not a command.
 //!
-//! They are in `scripts.txt`, each after a line with its name. A line is a command with its words
-//! as redis-cli takes them; `raw` sends bytes. Two things may stand before the command:
+//! They are in `scripts.txt`, each after a line with its name. A line is a command in the syntax of
+//! redis-cli, or `raw` and the bytes to send. Two things may stand before the command:
 //!
 //! - `2:`: the line is for a second connection.
-//! - Brackets with what is received after it: a number of replies (1 by default), `end` (everything
-//!   until the connection is closed) or `quiet` (nothing). With `~` only the types of the replies
-//!   are compared.
+//! - Brackets with what is received after the command: a number of replies (1 by default), `end`
+//!   (everything until the connection is closed) or `quiet` (nothing). With `~` only the types of
+//!   the replies are compared.
 //!
 //! A line without a command receives messages that an earlier line has caused.
 

@@ -12,7 +12,7 @@ use super::{Comparison, LONG, Node, Pace, SHORT, Way, name, send, words};
 use ferrite_testkit::resp::{Connection, Response, encode};
 use ferrite_testkit::{TempDir, free_port};
 
-/// For states in which most commands are refused, or all in the same way: a few cases are enough.
+/// Few cases, for states in which the engine refuses most commands or treats all in the same way.
 const FEW: Amount = Amount { good: 3, spoiled: 3 };
 const HELLO_3: &str = "HELLO 3";
 /// Makes both engines delete expired keys only on access, so that they have the same keys.
@@ -266,7 +266,8 @@ pub(crate) fn restricted(way: &Way<'_>, program: &Path) {
     comparison.finish();
 }
 
-/// Paused clients: which commands still get replies, and the replies of the others after the pause.
+/// Compares which commands get replies while clients are paused, and the other replies after the
+/// pause.
 pub(crate) fn paused(way: &Way<'_>, program: &Path) {
     const AT_ONCE: usize = 128;
     for (kind, order) in [("all", "CLIENT PAUSE 4000 ALL"), ("writes", "CLIENT PAUSE 600000 WRITE")]
@@ -281,7 +282,7 @@ pub(crate) fn paused(way: &Way<'_>, program: &Path) {
             comparison.make_keys();
             let mut connections: Vec<[Connection; 2]> =
                 batch.iter().map(|_| comparison.open()).collect();
-            // So that all sessions have their proxy connections before the pause begins.
+            // A PING makes all sessions open their proxy connections before the pause begins.
             connections
                 .iter_mut()
                 .flatten()
@@ -293,8 +294,8 @@ pub(crate) fn paused(way: &Way<'_>, program: &Path) {
                 .collect();
             comparison.order(order);
             for (connections, words) in connections.iter_mut().zip(&cases) {
-                // So that commands wait in the same order at both engines. An engine that pauses
-                // all clients cannot be asked how many wait.
+                // Waits after each command, so that commands queue in the same order at both
+                // engines. An engine that pauses all clients cannot be asked how many are blocked.
                 if kind == "all" {
                     send(connections, words);
                     std::thread::sleep(Duration::from_millis(5));

@@ -43,7 +43,8 @@ impl Peer {
     }
 }
 
-/// What the other end of a link may access: a region to read, and one with cells to read and write.
+/// The memory that the other end of a link may access: a region to read, and one with cells to read
+/// and write.
 pub(super) struct Granted {
     pub(super) name: u64,
     pub(super) readable: Region,
@@ -52,7 +53,7 @@ pub(super) struct Granted {
 }
 
 impl Granted {
-    /// Returns `None` when there is no memory at the moment.
+    /// Registers and grants both regions. Returns `None` if there is no memory at the moment.
     pub(super) fn new(link: &Link, name: u64) -> Option<Self> {
         let fabric = link.fabric();
         let register = |bytes: &[u8], rights| {

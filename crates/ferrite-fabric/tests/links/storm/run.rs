@@ -33,12 +33,12 @@ struct Slot {
     /// message that arrived.
     next: [[u64; CHANNELS]; 2],
     last: [[Option<u64>; CHANNELS]; 2],
-    /// Messages sent through a future that arrived. They are sent when the future is polled, in no
-    /// particular order.
+    /// Messages that arrived and were sent through a future. A future sends its message when it is
+    /// polled, so these messages arrive in no particular order.
     seen: HashSet<(usize, u16, u64)>,
 }
 
-/// A future that is kept, with what its result must be.
+/// A future that is kept for a while, with what is needed to check its result.
 enum Kept {
     Sending(Sending),
     Writing(Writing),
@@ -142,7 +142,8 @@ impl<'f> Storm<'f> {
         }
     }
 
-    /// Opens links until there are enough, counting those that are still connecting.
+    /// Removes failed links. Opens a link if there are too few, counting those that are still
+    /// connecting.
     fn replace_links(&mut self) {
         self.slots.retain(|slot| slot.ends.iter().all(|end| end.failure().is_none()));
         let peers = [0, 1].map(|at: usize| self.peers[at].serial);
@@ -236,7 +237,7 @@ impl<'f> Storm<'f> {
         match self.random.below(10) {
             0..3 => {}
             3..5 => {
-                // Polled once, then dropped.
+                // The future is polled once, then dropped.
                 self.poll(&mut kept);
             }
             _ => return self.kept.push_back((kept, peer)),
@@ -361,7 +362,7 @@ impl<'f> Storm<'f> {
                 self.keep_or_drop(Kept::Revoking(readable.revoke()), peer);
                 self.keep_or_drop(Kept::Revoking(cells.revoke()), peer);
             }
-            // The peer is not notified, and its link may break because of that.
+            // A drop does not notify the peer, so its link may break.
             30 => self.slots[at].granted = None,
             _ => {}
         }
@@ -416,7 +417,7 @@ impl<'f> Storm<'f> {
                 Ok(())
             }),
             Kept::Revoking(future) => poll_once(future).map(|revoked| {
-                // No peer may read this any more.
+                // No peer may read the new bytes.
                 revoked.map(|mut buf| buf.fill(0xdd))
             }),
         };
@@ -477,8 +478,8 @@ impl<'f> Storm<'f> {
 
 fn assert_expected(error: &Error, kinds: &[ErrorKind]) {
     assert!(kinds.contains(&error.kind()), "{error:?}");
-    // A flushed request reports the first cause, unless the peer, whose request failed, did not
-    // report it in time.
+    // A flushed request reports the first cause. But if a request of the peer failed, the peer may
+    // not have reported that cause in time.
     let text = error.to_string();
     assert!(!text.contains("flush") || text.contains("no cause reported"), "{text}");
 }

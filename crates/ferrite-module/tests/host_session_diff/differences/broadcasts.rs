@@ -10,12 +10,12 @@ use crate::session::Setup;
 /// How invalidations of CLIENT TRACKING BCAST may reach a client.
 ///
 /// Engines collect the keys until the end of an event-loop iteration
-/// (`trackingBroadcastInvalidationMessages` in `beforeSleep`). Then they send them according to the
-/// client's protocol and tracking at that time. Which these are depends on how the input was split
-/// into reads, also at the engine's own port.
+/// (`trackingBroadcastInvalidationMessages` in `beforeSleep`). Then they send the keys according to
+/// the client's protocol and tracking at that time. Both depend on how the input was split into
+/// reads, also at the engine's own port.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(crate) enum Broadcasts {
-    /// The client has not requested them.
+    /// The client has not requested broadcasts.
     #[default]
     None,
     /// The same keys may be in one message or in several.
@@ -26,14 +26,14 @@ pub(crate) enum Broadcasts {
 }
 
 impl Broadcasts {
-    /// Determines them for a client that has sent these bytes, of which the first `compared` have
-    /// had their replies compared.
+    /// Returns how broadcasts may reach a client that has sent these bytes. The replies to the
+    /// first `compared` bytes have already been compared.
     pub(crate) fn of(setup: &Setup, sent: &[u8], compared: usize) -> Self {
         let has_sent = |word: &str, from: usize| {
             sent[from..].windows(word.len()).any(|part| part.eq_ignore_ascii_case(word.as_bytes()))
         };
         let changes = ["HELLO", "RESET", "TRACKING"].map(|name| setup.typed(name));
-        // A word that ends in the bytes after `compared`.
+        // Returns whether this word ends after `compared`.
         let is_new =
             |word: &str| has_sent(word, compared.saturating_sub(word.len().saturating_sub(1)));
         match has_sent("BCAST", 0) {
@@ -63,7 +63,8 @@ impl Broadcasts {
     }
 }
 
-/// Returns the keys of an invalidation. That of FLUSHALL has no keys and is not collected.
+/// Returns the keys of an invalidation. The invalidation of FLUSHALL has no keys, and engines do
+/// not collect it.
 fn invalidated(reply: &[u8]) -> Vec<Vec<u8>> {
     let Ok(Value::Push(values)) = Value::parse(reply) else { return Vec::new() };
     match &values[..] {

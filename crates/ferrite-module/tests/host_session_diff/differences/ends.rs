@@ -8,7 +8,8 @@ use crate::compare::replies;
 ///
 /// Engines with the fix of CVE-2025-21605 limit such clients to 1 KiB of unread replies. A reply of
 /// unknown length uses 16 KiB at once. A RESET removes the login while earlier replies, of any
-/// size, are still unwritten. Unless the session sets a limit of its own, there is no other reason.
+/// size, are still unwritten. Unless the session sets a limit of its own, there is no other reason
+/// to disconnect.
 pub(crate) fn is_cut_off_without_login(log: &str, has_own_limit: bool) -> bool {
     let few = if has_own_limit { 64 << 10 } else { u64::MAX };
     let cut_off = log.lines().filter(|line| line.contains("overcoming of output buffer limits"));
@@ -35,10 +36,10 @@ pub(crate) fn has_silent_quit(client_list: &[u8]) -> bool {
         .any(|flags| flags.contains('c'))
 }
 
-/// Returns whether a client that has shut down its side received less from one engine only because
-/// of that. After writing 64 KiB, an engine continues in the next iteration of its event loop,
-/// where it first reads the end and disconnects the client. The engine behind the module does the
-/// same to the proxy connection of a pinned session.
+/// Returns whether one engine sent less only because the client had shut down its side. After
+/// writing 64 KiB, an engine continues in the next iteration of its event loop, where it first
+/// reads the end and disconnects the client. The engine behind the module does the same to the
+/// proxy connection of a pinned session.
 pub(crate) fn is_cut_off_at_the_end(one: &[u8], other: &[u8]) -> bool {
     const AT_ONCE: usize = 64 << 10; // NET_MAX_WRITES_PER_EVENT
     if one.len().min(other.len()) < AT_ONCE {
@@ -61,13 +62,12 @@ pub(crate) fn is_cut_off_at_the_end(one: &[u8], other: &[u8]) -> bool {
         let [rest, more] = [rest_of(short, &some), rest_of(long, &others)];
         return rest.len() < more.len() && more.starts_with(rest);
     }
-    // Where the order is not defined, other replies are left on each side: as many as there was
-    // room for.
+    // Where the order is not defined, each side has other replies, as many as were written.
     unordered
         .all(|(l, r)| order_field(l).is_some() && is_same(&without_order(l), &without_order(r)))
 }
 
-/// A normalised reply without the field that is in any order.
+/// Returns a normalised reply without the field that determines its order.
 fn without_order(reply: &[u8]) -> Vec<u8> {
     let plain = normalised(reply);
     let Some((_, name)) = order_field(reply) else { return plain };

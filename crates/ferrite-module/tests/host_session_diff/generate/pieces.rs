@@ -6,12 +6,12 @@ use super::Generator;
 use crate::commands::chance;
 use crate::session::{Action, Part};
 
-/// The length from which on a command is often sent in two pieces.
+/// Commands longer than this are often sent in two pieces.
 const LONG_COMMAND: usize = 4000;
 
 impl Generator {
     /// Sends bytes in one or more pieces, with or without waiting in between. If a header is split,
-    /// it is that of the command at `focus`.
+    /// it is the header of the command at `focus`.
     pub(super) fn send_in_pieces(
         &mut self,
         client: usize,
