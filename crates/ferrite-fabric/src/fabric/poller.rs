@@ -384,8 +384,9 @@ impl Poller {
         let mut unarmed = false;
         for (device, objects) in shared.devices.iter().zip(&mut self.device_objects) {
             let Some(objects) = objects else { continue };
-            // A completion queue stays armed until its event was taken. Arming it again would be a
-            // needless system call. A device that is gone has no more completions.
+            // A completion queue stays armed until its event was taken. Arming it again would be
+            // needless, and is a system call on some devices. A device that is gone has no more
+            // completions.
             if !objects.armed {
                 objects.armed = objects.cq.request_notify(false).is_ok();
                 unarmed |= !objects.armed && !device.is_gone();
