@@ -381,7 +381,8 @@ impl Shared {
 }
 
 impl AsFd for Fabric {
-    /// Becomes readable when there is work. The caller then calls [`Fabric::progress`].
+    /// Returns the descriptor that becomes readable when there is work. The caller then calls
+    /// [`Fabric::progress`].
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.shared().waits.as_fd()
     }

@@ -189,8 +189,8 @@ fn check(context: &Context, limits: &Limits) -> Result<(), Error> {
     }
 }
 
-/// Creates a queue pair. It runs in a command, because creating may block. The device objects are
-/// kept while a builder exists ([`DeviceObjects::under_way`]).
+/// Creates a queue pair. For links, this runs in a command, because creating may block. The device
+/// objects are kept while a builder exists ([`DeviceObjects::under_way`]).
 pub(crate) struct QueuePairBuilder {
     prepared: Option<QueuePair>,
     domain: ProtectionDomain,

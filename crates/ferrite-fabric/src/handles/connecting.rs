@@ -227,8 +227,8 @@ impl Fabric {
     }
 
     /// Connects by RDMA CM to a peer that speaks another protocol. The connect starts at once.
-    /// Dropping the future cancels it. Only the local address and the timeout of the options are
-    /// used.
+    /// Dropping the future cancels it. Of the options, only the local address and the timeout
+    /// affect the connection.
     ///
     /// # Errors
     /// Like [`Fabric::connect`]. [`ErrorKind::Misuse`] if RDMA is forbidden, or if the options
@@ -238,8 +238,8 @@ impl Fabric {
     }
 
     /// Connects by RDMA CM to a peer whose protocol is unknown. The request has a hello. If the
-    /// response has none, the peer speaks another protocol. Only the local address and the timeout
-    /// of the options are used.
+    /// response has none, the peer speaks another protocol. Of the options, only the local address
+    /// and the timeout affect the connection.
     ///
     /// # Errors
     /// Like [`Fabric::connect_raw`].

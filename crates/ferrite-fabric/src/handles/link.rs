@@ -98,7 +98,7 @@ impl Link {
     /// which do not wait.
     ///
     /// # Errors
-    /// The link is down or closing.
+    /// Returns an error if the link is down or closing.
     pub async fn room(&self) -> Result<(), Error> {
         std::future::poll_fn(|cx| self.shared().poll_room(0, cx.waker())).await
     }
@@ -112,8 +112,8 @@ impl Link {
         self.send_parts(channel, parts).await
     }
 
-    /// Queues a message and does not report its delivery. The message is delivered after the
-    /// earlier ones, or the link goes down. Allocates nothing.
+    /// Queues a message and does not report its delivery. The message is delivered after earlier
+    /// messages of the channel, or the link goes down. Allocates nothing.
     ///
     /// # Errors
     /// Returns the buffer. The kind is [`ErrorKind::Full`] if the queue is full (back-pressure).
