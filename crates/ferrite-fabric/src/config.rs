@@ -21,10 +21,10 @@ pub struct Config {
     /// Whether links use RDMA: `prefer`, `require` or `forbid`. Listeners and connects may override
     /// it. Default: `prefer`.
     pub rdma: Rdma,
-    /// The port of the devices to use; links whose address belongs to another port use TCP.
+    /// The port of the devices to use. Links whose address belongs to another port use TCP.
     /// Default: any.
     pub device_port: Option<u8>,
-    /// The entry of the port's GID table to use; links with another local address use TCP. Default:
+    /// The entry of the port's GID table to use. Links with another local address use TCP. Default:
     /// the entry of the local address, RoCE v2 if there is one.
     pub gid_index: Option<u32>,
     /// How RDMA connections are established: `cm`, `tcp-first` or `auto`. A connect may override
@@ -34,7 +34,7 @@ pub struct Config {
     /// latency and uses more CPU. From 1 s on, it is not adapted (see `adaptive_polling`). Default:
     /// 500.
     pub busy_poll_us: u32,
-    /// Adapts the polling time: a driver polls for twice as long as answers take, at most
+    /// Adapts the polling time. A driver polls for twice as long as answers take, at most
     /// `busy_poll_us`. Each wait that is longer than `busy_poll_us` halves that time. So a fabric
     /// that is idle, or whose answers take longer, soon sleeps at once. Default: true.
     pub adaptive_polling: bool,
@@ -45,17 +45,19 @@ pub struct Config {
     /// Number of posted receives of a device, shared by all links. Default: 512, which is 4 MiB for
     /// each device with the default `recv_buffer_size`.
     pub recv_queue_depth: u32,
-    /// Size of a receive in bytes, and so of the largest frame that peers may send. Default: 8 KiB.
+    /// Size of a receive in bytes, which is also the size of the largest frame that peers may send.
+    /// Default: 8 KiB.
     ///
     /// Receives of 8 KiB, 64 KiB and 2 MiB fill their memory block exactly. Use 64 KiB for links
-    /// that carry large messages: fewer frames, but small messages take eight times the memory.
+    /// that carry large messages. They then need fewer frames, but small messages take eight times
+    /// the memory.
     pub recv_buffer_size: u32,
     /// Maximum number of frames, for each link, that the peer has sent and this side has not
     /// consumed. Default: 64. The number is lower if there are so many links that their peers
     /// together could fill more than half of the receive reserve.
     pub window: u16,
-    /// Number of channels of a link. Messages on one channel keep their order; a large one does not
-    /// delay those on another channel. Default: 64.
+    /// Number of channels of a link. Messages on one channel keep their order. A large message does
+    /// not delay messages on other channels. Default: 64.
     pub channels: u16,
     /// The largest message that peers may send, at most a quarter of the receive reserve. Default:
     /// 64 MiB.
@@ -63,13 +65,13 @@ pub struct Config {
     /// Maximum number of messages and operations that wait on a link before it reports that it is
     /// full. Default: 1,024.
     pub send_queue_messages: usize,
-    /// Maximum number of bytes that wait on a link; one message may always wait. Default: 16 MiB.
+    /// Maximum number of bytes that wait on a link. One message may always wait. Default: 16 MiB.
     pub send_queue_bytes: u64,
     /// Payloads up to this size are sent inline, with the request, if the device supports it.
     /// Default: 220.
     pub inline_threshold: u32,
-    /// Number of queue pairs that each device creates in advance. Used ones are replaced.
-    /// Default: 0.
+    /// Number of queue pairs that each device creates in advance. Used ones are replaced. Default:
+    /// 0.
     pub prepared_queue_pairs: usize,
     /// Logs each RDMA connection: its peer, device, port, queue pair and MTU. Default: false.
     pub trace_connections: bool,
@@ -83,26 +85,27 @@ pub struct Config {
     /// 67 ms.
     pub ack_timeout: u8,
     /// Retransmissions before the peer counts as dead. Default: 6, which takes about half a second
-    /// with the default `ack_timeout`. (Do not use 7: Soft-RoCE takes it as unlimited.)
+    /// with the default `ack_timeout`. Do not use 7, because Soft-RoCE takes it as unlimited.
     pub retries: u8,
     /// Maximum number of handshakes in progress in each direction. Default: 64.
     ///
-    /// Further outgoing handshakes wait. Further incoming ones displace others:
+    /// Further outgoing handshakes wait. Further incoming handshakes displace others:
     ///
     /// - One source address may use half of the limit. Beyond that, a new handshake displaces the
     ///   oldest one of the same source.
     /// - Beyond the whole limit, a new handshake displaces the oldest one of the busiest source.
-    /// - A handshake that has only just started is not displaced by a source that is as busy. The
-    ///   new handshake waits (TLS), or its peer is asked to retry (RDMA CM).
-    /// - TCP connections that have sent nothing are not counted; there may be 16 times as many.
+    /// - A handshake that has only just started is not displaced, unless its source is busier than
+    ///   the new one's. The new handshake waits (TLS), or its peer is asked to retry (RDMA CM).
+    /// - TCP connections that have sent nothing are not counted. There may be 16 times as many of
+    ///   them.
     pub max_half_open: usize,
     /// Accepts peers of other protocols on devices that cannot restrict a memory window to a single
     /// queue pair. On such a device, the memory that one peer writes to is open to all other peers,
     /// protected only by a key with 8 bits that are hard to guess. Default: false.
     pub shared_windows: bool,
     /// How long to refuse RDMA connections of a source, after devices refused two of its requests
-    /// (wrong keys, memory that is not its own). Each further such request doubles the time, up to
-    /// 10 minutes. Zero disables it. Default: 1 s.
+    /// (wrong keys, or memory of others). Each further refused request doubles the time, up to 10
+    /// minutes. Zero disables the exclusion. Default: 1 s.
     pub access_back_off: Duration,
     /// The program that peers see in the hello. Default: unknown.
     pub program: Program,
@@ -110,27 +113,27 @@ pub struct Config {
     pub max_connections: usize,
     /// Maximum duration of a handshake. Default: 5 s.
     pub connection_timeout: Duration,
-    /// Retries over RDMA after the first attempt failed, before the connect fails or uses TCP.
-    /// Default: 0, because a link that uses TCP tries to upgrade by itself.
+    /// Number of retries over RDMA after the first attempt failed. After them, the connect fails or
+    /// uses TCP. Default: 0, because a link that uses TCP tries to upgrade by itself.
     pub connection_retries: u32,
     /// Delay before each retry. Default: 1 s.
     pub retry_delay: Duration,
-    /// How long a link that has lost its RDMA path may search for another, if RDMA is preferred.
-    /// Default: 10 s.
+    /// How long a link that has lost its RDMA path may search for another path, if RDMA is
+    /// preferred. Default: 10 s.
     pub move_timeout: Duration,
     /// Delay before a link on TCP tries to upgrade to RDMA, if RDMA is preferred. Each failed
     /// attempt doubles the delay, up to 30 s. Default: 1 s.
     pub upgrade_after: Duration,
     /// Keepalive interval: a peer that was silent for this long is probed. Default: 10 s.
     ///
-    /// Each interval is chosen at random between three quarters of this value and all of it (the
-    /// first one between a half and all), so that links do not probe at the same time. The side
-    /// that opened the link probes. The other side probes only after a silence of four thirds of
-    /// this value.
+    /// Each interval is random, between three quarters of this value and all of it, so that links
+    /// do not probe at the same time. The first interval is between a half and all of it. The side
+    /// that opened the link probes. The accepting side probes only after a silence of four thirds
+    /// of this value.
     pub keepalive: Duration,
     /// How long a peer may leave a probe unanswered before the link counts as down. Default: 5 s.
     pub peer_timeout: Duration,
-    /// How long a closing link may take to deliver what was sent. Default: 5 s.
+    /// How long a closing link may take to deliver the messages that were sent. Default: 5 s.
     pub close_timeout: Duration,
 }
 

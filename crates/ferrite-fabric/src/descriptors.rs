@@ -1,8 +1,8 @@
-//! Keeps the descriptors of connections at or above a given number.
+//! Keeps the descriptors of connections at or above a minimum number.
 //!
-//! For a library inside another program: the kernel assigns the lowest free number, and the program
-//! may need the low ones (an event loop with a table by number, `select`). Descriptor numbers
-//! belong to the whole process, and so does this setting.
+//! This is for a library inside another program. The kernel assigns the lowest free number, but the
+//! program may need the low numbers, for example for an event loop with a table by number, or for
+//! `select`. Descriptor numbers belong to the whole process, and so does this setting.
 
 use std::io;
 use std::os::fd::{AsRawFd as _, OwnedFd, RawFd};
@@ -10,14 +10,14 @@ use std::sync::atomic::{AtomicI32, Ordering};
 
 static FIRST: AtomicI32 = AtomicI32::new(0);
 
-/// Sets the lowest descriptor number for new connections. If none is free from there on,
+/// Sets the lowest descriptor number for new connections. If no number from there on is free,
 /// connections are refused.
 pub fn set_first(number: RawFd) {
     FIRST.store(number, Ordering::Relaxed);
 }
 
-/// Moves a connection's descriptor to a free number from the lowest allowed one ([`set_first`]) on,
-/// unless it already has such a number.
+/// Moves a connection's descriptor to a free number at or above the minimum ([`set_first`]), unless
+/// it already has such a number.
 ///
 /// # Errors
 /// Fails if no such number is free: the process has reached its limit (`RLIMIT_NOFILE`).

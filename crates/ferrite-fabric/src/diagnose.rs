@@ -1,9 +1,9 @@
-//! Why a link failed: the likely causes, ranked by measurements.
+//! Finds the likely causes of a link's failure, ranked by measurements.
 //!
-//! A completion says "transport retry exceeded" and nothing more. But the host knows much more: the
-//! state of its own port, how the port's counters changed, whether there is a route to the peer,
-//! whether the next host answers ARP. [`causes`] evaluates all of it and returns likely causes,
-//! with evidence and a remedy.
+//! A completion says only "transport retry exceeded". But the host knows much more: the state of
+//! its own port, how the port's counters changed, whether there is a route to the peer, and whether
+//! the next host answers ARP. [`causes`] evaluates all of these facts. It returns the likely
+//! causes, each with evidence and a remedy.
 //!
 //! ```text
 //! Baseline::take ── healthy link ──┐
@@ -20,8 +20,8 @@
 //! | `facts.rs` | the measurements for one link, as plain data |
 //! | `rank.rs` `own_side.rs` | from facts to causes, without I/O |
 //!
-//! A diagnosis reads kernel files and queries the device. It sends nothing and waits for nothing,
-//! because threads call it that must not block. Links that fail together share the measurements.
+//! A diagnosis reads kernel files and queries the device. It sends nothing and does not wait,
+//! because its callers must not block. Links that fail together share the measurements.
 
 mod baseline;
 mod counters;
@@ -46,16 +46,16 @@ use facts::Facts;
 /// A link that failed.
 #[derive(Debug, Clone, Copy)]
 pub struct Subject<'a> {
-    /// The device that it used.
+    /// The device that the link used.
     pub context: &'a Context,
     /// The port of the device, from 1.
     pub port: u8,
-    /// Its local address on that port (not the one of an additional TCP connection).
+    /// The link's local address on that port (not the address of an additional TCP connection).
     pub local: Option<SocketAddr>,
     /// The peer's address.
     pub peer: Option<SocketAddr>,
-    /// The state of the port when the link was last known to be healthy. Without it, counters are
-    /// meaningless.
+    /// The state of the port when the link was last known to be healthy. Without this baseline,
+    /// counters are meaningless.
     pub baseline: Option<&'a Baseline>,
     /// How the failure was noticed.
     pub failure: Failure,
@@ -71,19 +71,18 @@ pub enum Failure {
     ConnectTimeout,
     /// The peer's device acknowledges frames, but its process does not answer.
     NoKeepalive,
-    /// Neither the peer's device nor its process answers, and the local device has not given up
-    /// yet.
+    /// Neither the peer's device nor its process answers. The local device is still retrying.
     NoAcknowledgement,
 }
 
 /// How certain a [`Cause`] is, in ascending order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Likelihood {
-    /// Nothing contradicts it.
+    /// Nothing contradicts the cause.
     Possible,
-    /// A measurement indicates it, or failures of this kind usually mean it.
+    /// A measurement indicates the cause, or failures of this kind usually mean it.
     Likely,
-    /// It was measured, and explains the failure.
+    /// The cause was measured, and explains the failure.
     Certain,
 }
 
@@ -101,13 +100,13 @@ impl fmt::Display for Likelihood {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Cause {
-    /// How certain it is.
+    /// How certain the cause is.
     pub likelihood: Likelihood,
     /// The cause, as a clause.
     pub what: String,
-    /// The measurement behind it.
+    /// The measurement that indicates the cause.
     pub evidence: String,
-    /// What to do about it, or what to check next.
+    /// How to fix the cause, or what to check next.
     pub remedy: Option<String>,
 }
 
@@ -122,12 +121,12 @@ impl fmt::Display for Cause {
     }
 }
 
-/// Returns the likely causes of a failure, the best first, at most five. If one is certain, only
-/// certain ones are returned.
+/// Returns at most five likely causes of a failure, the best first. If one of them is certain,
+/// returns only certain causes.
 ///
-/// It reads about fifty small kernel files and queries the device a few times: well under a
-/// millisecond on a host, some milliseconds in the lab. The measurements are reused for all links
-/// that fail within the next 20 ms.
+/// Reads about fifty small kernel files and queries the device a few times. This takes well under a
+/// millisecond on a host, and some milliseconds in the lab. The measurements are reused for all
+/// links that fail within the next 20 ms.
 ///
 /// ```
 /// use ferrite_fabric::diagnose::{Baseline, Failure, Likelihood, Subject, causes};

@@ -18,24 +18,24 @@ use crate::wire::Refusal;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ErrorKind {
-    /// RDMA is unavailable: use another transport. See [`Error::absence`].
+    /// RDMA is unavailable. Use another transport. See [`Error::absence`].
     Absent,
-    /// A resource of the host or the device is exhausted; the text has the figures. Free some of
-    /// it, or raise the limit.
+    /// A resource of the host or the device is exhausted. The text has the figures. Free some of
+    /// the resource, or raise its limit.
     Resources,
-    /// A queue is full (back-pressure): continue when it has room again.
+    /// A queue is full (back-pressure). Continue when it has room again.
     Full,
     /// The peer refused. See [`Error::refusal`].
     Refused,
-    /// There is no route to the peer, or it does not answer: try another address, or later.
+    /// There is no route to the peer, or it does not answer. Try another address, or try later.
     Unreachable,
     /// The deadline passed.
     Timeout,
-    /// The link failed: reconnect, perhaps to another host.
+    /// The link failed. Reconnect, perhaps to another host.
     LinkDown,
     /// The peer's device responds, but its process does not.
     PeerStalled,
-    /// The link was closed, by either side.
+    /// Either side closed the link.
     Closed,
     /// The peer violated the protocol. The link is down, and retrying is useless.
     Protocol,
@@ -43,10 +43,10 @@ pub enum ErrorKind {
     Denied,
     /// The size exceeds what the peer or the configuration allows.
     TooLarge,
-    /// The local device was removed or failed: reconnect over another device, or over this one when
+    /// The local device was removed or failed. Reconnect over another device, or over this one when
     /// it is back.
     DeviceGone,
-    /// The call was invalid: a bug in the caller.
+    /// The call was invalid. This is a bug in the caller.
     Misuse,
     /// Any other error that the system reported.
     System,
@@ -83,12 +83,12 @@ struct Inner {
 enum Source {
     Verbs(ferrite_verbs::Error),
     Pool(PoolError),
-    /// RDMA was not tried because the payload would be unencrypted; the text says how to allow
-    /// that.
+    /// RDMA was not tried because the payload would be unencrypted. The text says how to allow RDMA
+    /// nevertheless.
     ClearText(&'static str),
     /// The address is a loopback address, which RDMA cannot use.
     Loopback,
-    /// A device uses the host's TCP ports for RDMA, and TCP already has this one.
+    /// A device uses the host's TCP ports for RDMA, and a TCP listener already has this port.
     TcpOwnsPort,
     /// The caller has named a device that this host does not have.
     UnknownDevice,
@@ -121,8 +121,8 @@ impl Error {
         }))
     }
 
-    /// Returns the error for a request that a device refused to accept. Whatever the reason, the
-    /// link loses this path: the requests that follow would overtake the refused one.
+    /// Returns the error for a request that a device refused to accept. The link always loses this
+    /// path, because later requests would overtake the refused one.
     pub(crate) fn refused_post(error: ferrite_verbs::Error) -> Self {
         let kind = match error.kind() {
             ferrite_verbs::ErrorKind::DeviceGone => ErrorKind::DeviceGone,
@@ -175,7 +175,7 @@ impl Error {
     }
 
     /// Returns the error for RDMA that was not tried because the payload must be encrypted.
-    /// `remedy` says how the caller can allow it nevertheless. For
+    /// `remedy` says how the caller can allow RDMA nevertheless. For
     /// [`Fabric::fell_back_to_tcp`](crate::Fabric::fell_back_to_tcp).
     #[must_use]
     pub fn clear_text(remedy: &'static str) -> Self {
@@ -201,8 +201,8 @@ impl Error {
         }))
     }
 
-    /// Returns the error for a device that needs a TCP port of the host to listen for RDMA, as
-    /// iWARP does, when our own TCP listener uses that port.
+    /// Returns the error for a device, such as iWARP, that needs a TCP port of the host to listen
+    /// for RDMA. Our own TCP listener already uses that port.
     pub(crate) fn tcp_owns_port(local: std::net::SocketAddr) -> Self {
         Self(Arc::new(Inner {
             kind: ErrorKind::Absent,
@@ -217,7 +217,7 @@ impl Error {
         }))
     }
 
-    /// Returns the error for a device that the caller has named and this host does not have.
+    /// Returns the error for a device that the caller has named but that this host does not have.
     pub(crate) fn unknown_device(name: &str, existing: &[String]) -> Self {
         let what = format!("no RDMA device {name}; devices: {}", existing.join(", "));
         Self::with_source(ErrorKind::Absent, what, Source::UnknownDevice)
@@ -263,8 +263,8 @@ impl Error {
         matches!(self.0.source, Some(Source::OtherDevice))
     }
 
-    /// Returns whether this process cannot use RDMA on this host: it is absent, or the user may
-    /// not use the devices or pin the memory.
+    /// Returns whether this process cannot use RDMA on this host. Either RDMA is absent, or the
+    /// user may not use the devices or pin the memory.
     #[must_use]
     pub fn is_unavailable(&self) -> bool {
         self.kind() == ErrorKind::Absent
@@ -305,13 +305,13 @@ impl Error {
         self.0.kind
     }
 
-    /// Returns the status of the work request that failed first, if that ended the link.
+    /// Returns the status of the work request that failed first, if that failure ended the link.
     #[must_use]
     pub fn status(&self) -> Option<Status> {
         self.0.status
     }
 
-    /// Returns the peer's refusal, if it speaks our protocol and refused.
+    /// Returns the peer's refusal, if the peer speaks our protocol and refused.
     #[must_use]
     pub fn refusal(&self) -> Option<&Refusal> {
         self.0.refusal.as_ref()
@@ -326,7 +326,7 @@ impl Error {
         }
     }
 
-    /// Returns why RDMA is absent, if that is the error.
+    /// Returns why RDMA is absent, if its absence is the error.
     #[must_use]
     pub fn absence(&self) -> Option<&Absence> {
         match &self.0.source {
@@ -336,8 +336,8 @@ impl Error {
     }
 
     /// Returns likely causes, the likeliest first, from measurements at the time of the failure. A
-    /// fabric with [command threads](crate::Builder::command_threads) measures there, so the causes
-    /// become available shortly after the error.
+    /// fabric with [command threads](crate::Builder::command_threads) measures on these threads, so
+    /// the causes become available shortly after the error.
     #[must_use]
     pub fn causes(&self) -> &[Cause] {
         self.0.causes.get().map_or(&[], Vec::as_slice)
@@ -351,7 +351,7 @@ impl Error {
         }
     }
 
-    /// Returns what to do about it, if that is known.
+    /// Returns how to fix the error, if that is known.
     #[must_use]
     pub fn remedy(&self) -> Option<String> {
         match &self.0.source {

@@ -1,5 +1,5 @@
-//! The fabric: devices, completions, links, and one descriptor to wait on. It has no threads and no
-//! runtime of its own unless the caller asks for them.
+//! The fabric: devices, completions, links, and one descriptor to wait on. It has threads or a
+//! runtime only if the caller asks for them.
 //!
 //! | file | what it is |
 //! |---|---|
@@ -66,9 +66,9 @@ pub use stats::FabricStats;
 
 /// Drives links over one or more devices. Clones share it.
 ///
-/// It does nothing by itself: it is driven by [`Fabric::block_on`], by a tokio task
-/// ([`Fabric::drive`]), by a thread ([`Fabric::spawn_thread`]), or by hand from any event loop:
-/// wait until its descriptor ([`AsFd`]) is readable, then call [`Fabric::progress`].
+/// A fabric does nothing by itself. It is driven by [`Fabric::block_on`], by a tokio task
+/// ([`Fabric::drive`]), by a thread ([`Fabric::spawn_thread`]), or by any event loop. An event loop
+/// waits until the fabric's descriptor ([`AsFd`]) is readable, then calls [`Fabric::progress`].
 ///
 /// ```
 /// use ferrite_fabric::{Config, Fabric};
@@ -107,7 +107,7 @@ impl Drop for Handle {
 }
 
 pub(crate) struct Shared {
-    // `drop` below depends on the order in which these are released.
+    // `drop` below relies on the order in which these fields are dropped.
     poller: Mutex<Poller>,
     pub(crate) links: RwLock<Links>,
     pub(crate) regions: Regions,
@@ -115,9 +115,9 @@ pub(crate) struct Shared {
     pub(crate) pool: Pool,
     /// `None` if this host has no RDMA.
     pub(crate) verbs: Option<Verbs>,
-    /// Why there is no device, if there is none.
+    /// Why there is no device. `None` if there is one.
     absence: Option<Error>,
-    /// Whether the caller reports that RDMA is unavailable.
+    /// Whether the caller reports that RDMA is unavailable, instead of the fabric.
     pub(crate) is_quiet: bool,
     /// Devices that could not be used, each with the reason.
     unused: Vec<(String, Error)>,
@@ -125,14 +125,14 @@ pub(crate) struct Shared {
     pub(crate) config: Config,
     pub(crate) device_choice: DeviceChoice,
     busy_poll: BusyPoll,
-    /// Whether the kernel emulates a device, and needs CPU time for it.
+    /// Whether the kernel emulates a device and needs CPU time for it.
     has_software_device: bool,
     pub(crate) commands: Arc<Commands>,
     pub(crate) mailbox: Arc<Mailbox>,
     pub(crate) waits: WaitSet,
     /// Distinguishes this process from an earlier one in the hellos that it sends.
     instance: u64,
-    /// Only drivers hold the fabric: the last [`Handle`] was dropped.
+    /// Whether the last [`Handle`] was dropped, so that only drivers hold the fabric.
     abandoned: AtomicBool,
     /// Number of tasks and threads that drive the fabric, including those in `block_on`, plus one
     /// if an event loop calls `progress`.
@@ -145,9 +145,10 @@ pub(crate) struct Shared {
 
 impl Drop for Shared {
     fn drop(&mut self) {
-        // First, because a command may own a queue pair whose requests a link holds.
+        // Close the commands first, because a command may own a queue pair whose requests a link
+        // holds.
         self.commands.close();
-        // Disconnect from the peers, then fail all links: futures may outlive the fabric, and
+        // Disconnect from the peers, then fail all links. Futures may outlive the fabric, and
         // nobody else would complete them.
         let poller = self.poller.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
         poller.hang_up();
@@ -156,10 +157,11 @@ impl Drop for Shared {
             link.with(|state, _, wakes| {
                 state.core.fail(Error::new(ErrorKind::Closed, "the fabric is gone"), wakes);
                 state.destroy(wakes);
-                drop(state.end_upgrade()); // its queue pair uses receives, too
+                drop(state.end_upgrade()); // the upgrade's queue pair uses receives, too
             });
         }
-        // Last, because receives must outlive the queue pairs that use them.
+        // Drop the device objects last, because receives must outlive the queue pairs that use
+        // them.
         poller.drop_device_objects();
     }
 }
@@ -179,8 +181,8 @@ impl Fabric {
         }
     }
 
-    /// Returns a builder for a fabric on this host: with its RDMA devices, or over TCP if it has
-    /// none.
+    /// Returns a builder for a fabric on this host. The fabric uses the host's RDMA devices, or TCP
+    /// if there are none.
     ///
     /// ```
     /// use ferrite_fabric::{Config, Fabric, Rdma};
@@ -207,8 +209,8 @@ impl Fabric {
         Builder { verbs, devices, addresses, rdma, tls, config, command_threads, is_quiet }
     }
 
-    /// Logs and counts a fallback to TCP, as for links. For programs that open connections of other
-    /// protocols over TCP although RDMA was preferred.
+    /// Logs and counts a fallback to TCP in the same way as for links. For programs that open
+    /// connections of other protocols over TCP although RDMA was preferred.
     #[must_use]
     pub fn fell_back_to_tcp(&self, peer: SocketAddr, error: Error) -> Fallback {
         let fallback = Fallback::new(error);
@@ -235,7 +237,7 @@ impl Fabric {
     /// Takes a buffer of `len` bytes from the pool, to be filled and sent.
     ///
     /// # Errors
-    /// Those of [`Pool::take`].
+    /// Returns the errors of [`Pool::take`].
     pub fn buffer(&self, len: usize) -> Result<BufMut, Error> {
         Ok(self.pool().take_uncharged(len, Purpose::Send)?)
     }
@@ -310,8 +312,8 @@ impl Shared {
         );
     }
 
-    /// Starts the search for the likely causes of an error of `link`, as a command because it reads
-    /// kernel files and queries the device.
+    /// Starts the search for the likely causes of an error of `link`. The search runs as a command,
+    /// because it reads kernel files and queries the device.
     ///
     /// Every holder of the returned error sees the causes once they are found.
     #[cold]
@@ -323,13 +325,14 @@ impl Shared {
         error
     }
 
-    /// Returns the error for the first request of a link that failed.
+    /// Returns the error for the first failed request of a link.
     #[cold]
     pub(crate) fn completion_error(&self, link: &LinkShared, status: Status) -> Error {
         self.diagnose(link, link.completion_error(status), Failure::Completion(status))
     }
 
-    /// Records that a link uses TCP although RDMA was preferred. Call it once for each link.
+    /// Records that a link uses TCP although RDMA was preferred. Must be called once for each
+    /// fallback.
     pub(crate) fn fell_back(&self, link: &LinkShared, fallback: Fallback) {
         self.count_fallback(&link.peer_name(), &fallback);
         link.set_fallback(Some(fallback));
@@ -352,8 +355,8 @@ impl Shared {
         let config = &self.config;
         let each = config.memory.receive_reserve as u64 / 2 / (links as u64 + 1);
         let fits = each / u64::from(config.recv_buffer_size);
-        // A message occupies receives until it is complete: up to twice as many as it needs if its
-        // frames are short. A message that occupied all receives would stop every link.
+        // An incomplete message occupies receives. With short frames, it occupies up to twice as
+        // many receives as it needs. A message that occupied all receives would stop every link.
         let largest =
             (config.memory.receive_reserve as u64 / 4).max(config.recv_buffer_size.into());
         Hello {
@@ -368,16 +371,18 @@ impl Shared {
             channels: config.channels,
             max_message_bytes: config.max_message_bytes.min(largest),
             instance: self.instance,
-            // A link migrates only if it has an id that nobody can guess; 0 means that it has none.
+            // A link migrates only if it has an id that nobody can guess. 0 means that it has no
+            // id.
             session: if moves { random().map_or(0, |id| id.max(1)) } else { 0 },
-            mtu: 0, // until a port is known
+            mtu: 0, // not known before a port is chosen
             program: config.program,
         }
     }
 }
 
 impl AsFd for Fabric {
-    /// Becomes readable when there is work: then call [`Fabric::progress`].
+    /// Returns the descriptor that becomes readable when there is work. The caller then calls
+    /// [`Fabric::progress`].
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.shared().waits.as_fd()
     }

@@ -1,10 +1,10 @@
-//! Internals for the fuzz targets (`fuzz/`), behind the feature of the same name. Not part of the
+//! Internals for the fuzz targets (`fuzz/`), behind the feature `fuzzing`. They are not part of the
 //! public interface.
 
 use crate::link::inbox;
 use crate::link::message::Parts;
 
-/// Assembles frames to messages, without a device.
+/// Assembles frames into messages, without a device.
 pub struct Inbox(inbox::Inbox<Vec<u8>>);
 
 #[derive(Debug, PartialEq, Eq)]

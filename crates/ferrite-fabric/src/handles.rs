@@ -1,14 +1,16 @@
-//! What users of a fabric hold: links, listeners, regions, and the futures that lead to them.
+//! The objects that users of a fabric hold: links, listeners, regions, and the futures that return
+//! them.
 //!
-//! Each is a thin handle: it refers to state that the fabric's poller shares, and passes calls on.
+//! Each object is a thin handle. It refers to state that it shares with the fabric's poller, and
+//! forwards calls to it.
 //!
 //! | file | what it is |
 //! |---|---|
 //! | `link.rs` | [`Link`]: messages and one-sided operations to a Ferrite peer |
 //! | `raw_connection.rs` | [`RawConnection`]: a peer of another protocol |
-//! | `connecting.rs` | [`Fabric::connect`](crate::Fabric::connect) and its relatives |
+//! | `connecting.rs` | [`Fabric::connect`](crate::Fabric::connect) and similar calls |
 //! | `listener.rs` `foreign_peers.rs` | [`Listener`], and the foreign peers that connect to it |
-//! | `region.rs` | [`Region`]: memory that peers are granted, and that can be revoked |
+//! | `region.rs` | [`Region`]: memory that peers may access until it is revoked |
 
 mod connecting;
 mod foreign_peers;

@@ -4,7 +4,8 @@ use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// The last bucket counts everything that took 2^39 ns (about nine minutes) or longer.
+/// Number of buckets. The last bucket counts operations that took 2^39 ns (about nine minutes) or
+/// longer.
 const BUCKETS: usize = 41;
 
 /// The histograms by operation, shared by the fabric and its links.
@@ -36,7 +37,7 @@ impl Histogram {
 }
 
 /// The latencies of operations, from their start to their completion. Includes all operations that
-/// a caller waited for, and over RDMA also a sample of the others.
+/// a caller waited for. Over RDMA, it also includes a sample of the other operations.
 ///
 /// ```
 /// # fn show(fabric: &ferrite_fabric::Fabric) {
@@ -69,7 +70,7 @@ impl LatencyStats {
     }
 
     /// Returns a duration within which `percent` of the operations finished, accurate to a factor
-    /// of two. Zero if there were none.
+    /// of two. Returns zero if there were no operations.
     #[must_use]
     pub fn within(&self, percent: f64) -> Duration {
         let wanted = self.count() as f64 * percent / 100.0;

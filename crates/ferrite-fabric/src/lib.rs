@@ -13,12 +13,12 @@
 //! | [`wire`] | the wire format of links |
 //! | [`diagnose`] | the likely causes of a link's failure, from measurements |
 //!
-//! A module uses only those below it in this table.
+//! A module uses only modules below it in this table.
 //!
-//! Memory safety: a buffer is a value. Its owner may use its memory; the device may use that memory
-//! only while an operation owns the value. `unsafe` is confined to `src/mem`, to
-//! `src/device/slots.rs` and `src/device/slots/receives.rs`, where requests in flight own their
-//! buffers, and to `src/fabric/watch.rs`.
+//! Memory safety: a buffer is a value. Its owner may use its memory. The device may use that memory
+//! only while an operation owns the value. `unsafe` is confined to `src/mem`, to the slots, where
+//! requests in flight own their buffers (`src/device/slots.rs` and `src/device/slots/receives.rs`),
+//! and to `src/fabric/watch.rs`.
 
 mod config;
 pub mod descriptors;

@@ -1,4 +1,4 @@
-//! Limits log lines that a peer can cause to one a minute, and counts the suppressed ones.
+//! Limits the log lines that a peer can cause to one per minute, and counts the suppressed lines.
 
 use std::fmt;
 use std::sync::Mutex;
@@ -29,7 +29,8 @@ struct State {
     suppressed: u64,
 }
 
-/// The number of lines that were suppressed since the last one. Displays as nothing if it is 0.
+/// The number of lines that were suppressed since the last written line. Displays as nothing if it
+/// is 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Suppressed(u64);
 
@@ -41,7 +42,7 @@ impl LogLimit {
     }
 
     /// Returns the number of suppressed lines if a line may be written now. Otherwise counts this
-    /// one as suppressed.
+    /// line as suppressed.
     #[must_use]
     pub fn pass(&self) -> Option<Suppressed> {
         self.pass_at(Instant::now())

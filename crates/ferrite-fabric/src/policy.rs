@@ -1,4 +1,4 @@
-//! Which transport links use, and why a link uses TCP instead of RDMA.
+//! The choice of the transport for links, and the reason why a link uses TCP instead of RDMA.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,7 +7,7 @@ use ferrite_verbs::Absence;
 
 use crate::error::{Error, ErrorKind};
 
-/// Whether links use RDMA: preferred, required or forbidden. The setting `rdma`.
+/// Whether links use RDMA: preferred, required or forbidden. This is the setting `rdma`.
 ///
 /// ```
 /// use ferrite_fabric::Rdma;
@@ -18,7 +18,7 @@ use crate::error::{Error, ErrorKind};
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Rdma {
-    /// RDMA if it works, otherwise TCP. Never silently: see [`Fallback`].
+    /// RDMA if it works, otherwise TCP. A fallback to TCP is always reported: see [`Fallback`].
     #[default]
     Prefer,
     /// RDMA, or an error.
@@ -55,7 +55,7 @@ impl FromStr for Rdma {
 pub enum Attempts {
     /// Only RDMA.
     Rdma,
-    /// RDMA, and TCP if that fails.
+    /// RDMA, and TCP if RDMA fails.
     RdmaThenTcp,
     /// Only TCP.
     Tcp,
@@ -63,7 +63,7 @@ pub enum Attempts {
 
 impl Rdma {
     /// Decides which transports a connection may use, for links and for sessions. With
-    /// `must_encrypt`, nothing may be sent in clear text, which excludes RDMA.
+    /// `must_encrypt`, clear text is forbidden, which excludes RDMA.
     ///
     /// ```
     /// use ferrite_fabric::{Attempts, Rdma};
@@ -89,7 +89,7 @@ impl Rdma {
     }
 }
 
-/// How RDMA connections are established. The setting `connect`.
+/// How RDMA connections are established. This is the setting `connect`.
 ///
 /// ```
 /// use ferrite_fabric::ConnectMode;
@@ -101,11 +101,11 @@ impl Rdma {
 pub enum ConnectMode {
     /// With RDMA CM.
     Cm,
-    /// Over a TCP connection, for networks that block RDMA CM. It stays open: as the fallback, and
-    /// because its end reveals that the peer is gone.
+    /// Over a TCP connection, for networks that block RDMA CM. The TCP connection stays open. It is
+    /// the fallback, and its end reveals that the peer is gone.
     TcpFirst,
-    /// With RDMA CM. If that fails and RDMA is preferred, the link starts on TCP, and is upgraded
-    /// to RDMA when possible.
+    /// With RDMA CM. If RDMA CM fails and RDMA is preferred, the link starts on TCP, and is
+    /// upgraded to RDMA when possible.
     #[default]
     Auto,
 }

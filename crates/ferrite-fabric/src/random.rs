@@ -1,10 +1,9 @@
 //! Unpredictable numbers, from the operating system's generator.
 //!
-//! These numbers must be secret. Anybody who knows the session ids of a link can take it over; with
-//! a queue pair's next packet number, they can forge packets; with the token of a module's session,
-//! they can impersonate the session's connection to the engine. The standard library's
-//! `RandomState` is seeded once per thread and counts from there: good for hash tables, but not
-//! secret.
+//! These numbers must be secret. Anybody who knows the session ids of a link can take it over.
+//! Anybody who knows a queue pair's next packet number can forge packets. Anybody who knows the
+//! token of a module's session can impersonate the session's connection to the engine. The standard
+//! library's `RandomState` is not secret: it is seeded once per thread and counts from there.
 
 use rustix::io::Errno;
 use rustix::rand::{GetRandomFlags, getrandom};
@@ -18,8 +17,8 @@ use crate::error::{Error, ErrorKind};
 pub fn random() -> Result<u64, Error> {
     let mut bytes = [0; 8];
     loop {
-        // The kernel returns so few bytes all at once. Only early during boot can a signal
-        // interrupt the call.
+        // The kernel returns so few bytes all at once. A signal can interrupt the call only early
+        // during boot.
         match getrandom(&mut bytes, GetRandomFlags::empty()) {
             Ok(filled) if filled == bytes.len() => return Ok(u64::from_ne_bytes(bytes)),
             Ok(_) | Err(Errno::INTR) => {}

@@ -1,12 +1,12 @@
 //! Identifies a peer wherever peers are counted, limited or blocked: handshakes in progress,
 //! commands, memory, requests that a device refused.
 //!
-//! All of these use the same definition, because a peer that counted as two sources somewhere would
-//! get two shares there.
+//! All of these use the same definition. Otherwise a peer could count as two sources somewhere, and
+//! would get two shares there.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
-/// Stands for the address of a peer whose address is unknown.
+/// The address that stands for an unknown peer address.
 pub(crate) const UNKNOWN_PEER: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED), 0);
 
 /// The origin of a peer: an IPv4 address, or the first 64 bits of an IPv6 address, because one host

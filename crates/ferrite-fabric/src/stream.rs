@@ -7,12 +7,12 @@
 //! | `split.rs` | the two directions as separate halves |
 //! | `listener.rs` | accepts streams |
 //!
-//! Bytes are sent as messages on channel 0; message boundaries have no meaning. An empty message
-//! says that the sender writes no more; the other direction continues. A peer that closes the link
-//! in good order ends both directions.
+//! Bytes are sent as messages on channel 0. Message boundaries have no meaning. An empty message
+//! says that the sender writes no more, while the other direction continues. If a peer closes the
+//! link in an orderly way, both directions end.
 //!
-//! The end of a stream is never confused with a failure: a reader sees the end only if the peer
-//! announced it.
+//! A reader sees the end of the stream only if the peer announced it. So it never mistakes a
+//! failure for the end.
 
 mod listener;
 mod reader;
@@ -44,11 +44,11 @@ const CHANNEL: u16 = 0;
 /// A connection as a byte stream: a replacement for `tokio::net::TcpStream`.
 ///
 /// A write copies the bytes and returns, so that many writes are in progress at a time. If the peer
-/// does not read, writes wait as soon as the link's queue is full. Nothing has to be flushed.
-/// Dropping the stream delivers what was written, as long as the fabric is driven; then the peer
-/// reads the end.
+/// does not read, writes wait as soon as the link's queue is full. Flushing is not needed. Dropping
+/// the stream delivers the written bytes, as long as the fabric is driven. Then the peer reads the
+/// end.
 ///
-/// Reads and writes may be cancelled: bytes that were not returned are still unread, and a write
+/// Reads and writes may be cancelled. Bytes that were not returned are still unread, and a write
 /// that was not ready has sent nothing.
 ///
 /// ```
@@ -87,7 +87,7 @@ impl Stream {
     /// Connects to a [`StreamListener`].
     ///
     /// # Errors
-    /// Those of [`Fabric::connect`], with the error kinds that TCP sockets use.
+    /// Returns the errors of [`Fabric::connect`], with the error kinds that TCP sockets use.
     pub async fn connect(fabric: &Fabric, peer: SocketAddr) -> io::Result<Self> {
         Self::connect_with(fabric, peer, &ConnectOptions::new()).await
     }
@@ -104,15 +104,15 @@ impl Stream {
         Ok(Self::new(fabric.connect_with(peer, options).await?))
     }
 
-    /// Creates a stream over a link. Both sides must use the link as a stream: other messages on
+    /// Creates a stream over a link. Both sides must use the link as a stream. Other messages on
     /// channel 0 would be taken for bytes, and messages on other channels are dropped.
     #[must_use]
     pub fn new(link: Link) -> Self {
         Self { writer: Writer::new(link.clone()), reader: Reader::new(link) }
     }
 
-    /// Returns the underlying link, for its statistics and addresses, and for [`Link::abort`],
-    /// which the peer sees as a failure.
+    /// Returns the underlying link. It has statistics and addresses, and [`Link::abort`], which the
+    /// peer sees as a failure.
     #[must_use]
     pub fn link(&self) -> &Link {
         &self.reader.link
@@ -121,7 +121,7 @@ impl Stream {
     /// Returns the peer's address.
     ///
     /// # Errors
-    /// [`io::ErrorKind::NotConnected`] if the device does not know it.
+    /// [`io::ErrorKind::NotConnected`] if the device does not know the address.
     pub fn peer_addr(&self) -> io::Result<SocketAddr> {
         self.link().peer_addr().ok_or_else(|| io::ErrorKind::NotConnected.into())
     }
@@ -141,10 +141,11 @@ impl Stream {
         split::split(self.reader, self.writer)
     }
 
-    /// Returns the next bytes without a copy, where the device wrote them; empty at the end.
+    /// Returns the next bytes without a copy, in the buffer that the device wrote. Returns no bytes
+    /// at the end of the stream.
     ///
-    /// The bytes occupy memory of the receive reserve, a block of `recv_buffer_size` for each
-    /// frame: pass them on, but do not keep them.
+    /// The bytes occupy memory of the receive reserve, with a block of `recv_buffer_size` for each
+    /// frame. Pass them on, but do not keep them.
     ///
     /// # Errors
     /// Returns the failure of the link.
@@ -192,7 +193,7 @@ impl AsyncWrite for Stream {
         true
     }
 
-    /// Returns at once: what was written is already being sent.
+    /// Returns at once, because the written bytes are already being sent.
     fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
         Poll::Ready(Ok(()))
     }

@@ -1,5 +1,5 @@
-//! Locks and flags for the code that loom checks. With `--cfg loom` they are loom's (`cargo xtask
-//! loom`).
+//! Locks and flags for the code that loom checks. With `--cfg loom`, they are loom's types (`cargo
+//! xtask loom`).
 
 #[cfg(not(all(test, loom)))]
 pub(crate) use std::sync::{Mutex, atomic::AtomicBool};
@@ -15,8 +15,8 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> loom::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
-/// Runs `act` in every interleaving within the bounds (`LOOM_MAX_PREEMPTIONS`, `LOOM_MAX_DURATION`)
-/// and prints their number.
+/// Runs `act` in every interleaving within the bounds (`LOOM_MAX_PREEMPTIONS`,
+/// `LOOM_MAX_DURATION`), and prints the number of interleavings.
 #[cfg(all(test, loom))]
 #[expect(clippy::print_stdout, reason = "`cargo xtask loom` reads it")]
 pub(crate) fn explore(what: &str, act: impl Fn() + Send + Sync + 'static) {

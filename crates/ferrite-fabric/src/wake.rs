@@ -1,4 +1,4 @@
-//! How the drivers of a fabric sleep, and what wakes them.
+//! How the drivers of a fabric sleep and are woken.
 //!
 //! | file | what it is |
 //! |---|---|

@@ -1,4 +1,4 @@
-//! Which port of a device, and which entry of its GID table, links may use.
+//! The choice of the port and of the GID table entry that links may use.
 
 use std::net::IpAddr;
 
@@ -8,7 +8,7 @@ use super::shared_device::SharedDevice;
 use crate::config::Config;
 use crate::error::{Error, ErrorKind};
 
-/// The settings `device_port` and `gid_index`. `None`: any.
+/// The settings `device_port` and `gid_index`. `None` means any.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct DeviceChoice {
     port: Option<u8>,
@@ -20,7 +20,8 @@ impl DeviceChoice {
         Self { port: config.device_port, gid_index: config.gid_index }
     }
 
-    /// Reads what [`DeviceChoice::check`] needs, so that the first connection does not have to.
+    /// Reads what [`DeviceChoice::check`] needs, so that the first connection does not have to read
+    /// it.
     pub(crate) fn prepare(self, device: &SharedDevice) {
         if let Some(index) = self.gid_index {
             device.gid_entry(self.port.unwrap_or(1), index);
@@ -55,7 +56,7 @@ impl DeviceChoice {
         match (device.gid_entry(port, index), local.map(|local| local.to_canonical())) {
             (None, _) => wrong(format!("port {port} of {name} has no GID with index {index}")),
             (_, None) => Ok(()),
-            // A listener on all addresses passes; each of its connections is checked.
+            // A listener on all addresses passes, because each of its connections is checked later.
             (_, Some(local)) if local.is_unspecified() => Ok(()),
             (Some(entry), Some(local)) if entry.gid.ip().to_canonical() == local => Ok(()),
             (Some(entry), Some(local)) => wrong(format!(

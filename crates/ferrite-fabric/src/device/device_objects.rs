@@ -1,5 +1,5 @@
-//! The verbs objects of a device that all its links share. The poller owns them, so that polling
-//! completions needs no lock, and so that it can release them when the device disappears.
+//! The verbs objects of a device that all its links share. The poller owns them. So polling
+//! completions needs no lock, and the poller can release the objects when the device disappears.
 
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -18,14 +18,14 @@ use crate::wake::wait_set::{Ready, WaitSet};
 
 /// The shared verbs objects of a device.
 ///
-/// Drop it only when no queue pair of the device is left: otherwise the device would still use the
-/// receives, so they are leaked.
+/// Must be dropped only when no queue pair of the device is left. Otherwise the device would still
+/// use the receives, so they are leaked.
 pub(crate) struct DeviceObjects {
     /// Queue pairs that were created in advance and have no link yet. None of them has taken a
     /// receive.
     pub(crate) prepared: Vec<QueuePair>,
-    // In drop order. The stock destroys the shared receive queue and must hold the last handle of
-    // it.
+    // These fields are in drop order. The stock destroys the shared receive queue, and must hold
+    // its last handle.
     srq: SharedReceiveQueue,
     pub(crate) stock: ReceiveStock,
     pub(crate) cq: CompletionQueue,
@@ -50,7 +50,7 @@ impl DeviceObjects {
         let context = domain.context().clone();
         let mut limits = context.limits()?;
         check(&context, &limits)?;
-        // A device may report windows that it cannot allocate: treat those as missing from the
+        // A device may report windows that it cannot allocate. Treat these as missing from the
         // start.
         limits.queue_pair_windows = limits.queue_pair_windows && domain.try_window().is_ok();
         let receives = config.recv_queue_depth.clamp(BATCH_MIN, limits.max_srq_wr);
@@ -106,8 +106,8 @@ impl DeviceObjects {
         waits.remove(self.context.as_fd());
     }
 
-    /// Posts the missing receives. Pool exhaustion is not an error: peers wait until there is
-    /// memory.
+    /// Posts the missing receives. Pool exhaustion is not an error, because peers wait until there
+    /// is memory.
     pub(crate) fn refill(&mut self, pool: &Pool) -> Result<(), Error> {
         match self.stock.refill(pool) {
             Ok(()) => Ok(()),
@@ -116,7 +116,8 @@ impl DeviceObjects {
         }
     }
 
-    /// Returns a builder for a link's queue pair, which uses a prepared queue pair if there is one.
+    /// Returns a builder for a link's queue pair. The builder uses a prepared queue pair if there
+    /// is one.
     pub(crate) fn queue_pair_builder(
         &mut self,
         device: &Arc<SharedDevice>,
@@ -126,7 +127,8 @@ impl DeviceObjects {
         QueuePairBuilder { prepared, ..self.new_queue_pair(device, config) }
     }
 
-    /// Creates the prepared queue pairs of a device that was just opened. Fewer if it refuses.
+    /// Creates the prepared queue pairs of a device that was just opened. Stops if the device
+    /// refuses one.
     pub(crate) fn prepare_all(&mut self, device: &Arc<SharedDevice>, config: &Config) {
         while self.prepared.len() < config.prepared_queue_pairs {
             match self.new_queue_pair(device, config).build() {
@@ -154,15 +156,15 @@ impl DeviceObjects {
             cq: self.cq.clone(),
             depth: device.send_queue_depth(config),
             device: Arc::clone(device),
-            // Registered before the queue pair exists, so that every receive it can hold is taken
-            // later.
+            // Register before the queue pair exists, so that every receive that the queue pair can
+            // hold is taken after the registration.
             taker: self.stock.taker(),
         }
     }
 }
 
-/// Checks that a device can do what the fabric needs. EFA has no shared receive queues: `max_srq`
-/// is 0. iWARP has no immediate data.
+/// Checks that a device has the features that the fabric needs. EFA has no shared receive queues:
+/// `max_srq` is 0. iWARP has no immediate data.
 fn check(context: &Context, limits: &Limits) -> Result<(), Error> {
     if context.device().is_iwarp() {
         let what = format!(
@@ -187,8 +189,8 @@ fn check(context: &Context, limits: &Limits) -> Result<(), Error> {
     }
 }
 
-/// Creates a queue pair, in a command because that may block. The device objects are kept while a
-/// builder exists ([`DeviceObjects::under_way`]).
+/// Creates a queue pair. For links, this runs in a command, because creating may block. The device
+/// objects are kept while a builder exists ([`DeviceObjects::under_way`]).
 pub(crate) struct QueuePairBuilder {
     prepared: Option<QueuePair>,
     domain: ProtectionDomain,
@@ -223,14 +225,15 @@ impl QueuePairBuilder {
         };
         let wanted = device.inline();
         let (mut inline, mut made) = (wanted, create(wanted));
-        // A device does not report its inline limit: it refuses a queue pair that exceeds it.
+        // A device does not report its inline limit, but refuses a queue pair that exceeds the
+        // limit.
         while inline > 0 && made.as_ref().is_err_and(|error| may_mean_inline_limit(error.kind())) {
             inline = if inline > 64 { 64 } else { 0 };
             made = create(inline);
         }
         let mut qp = made?;
-        // The limit applies until the device is reset, so the device must refuse twice. The first
-        // refusal may have had a cause that has passed.
+        // The recorded limit applies until the device is reset, so record it only if the device
+        // refuses twice. The first refusal may have had a temporary cause.
         if inline < wanted {
             match create(wanted) {
                 Ok(larger) => qp = larger,
@@ -241,9 +244,9 @@ impl QueuePairBuilder {
     }
 }
 
-/// Returns whether a device may report this error if `max_inline` is too large. Each driver has its
-/// own error number for that, and bnxt_re has none. Errors with another known cause, such as a lack
-/// of memory, are excluded.
+/// Returns whether a device may report this error if `max_inline` is too large. Each driver has a
+/// different error number for that, and bnxt_re has none. Errors with another known cause, such as
+/// a lack of memory, are excluded.
 fn may_mean_inline_limit(kind: ferrite_verbs::ErrorKind) -> bool {
     use ferrite_verbs::ErrorKind;
     matches!(kind, ErrorKind::DeviceLimit | ErrorKind::Misuse | ErrorKind::System)

@@ -1,4 +1,4 @@
-//! Maps queue pairs to links. Looked up for every message that arrives.
+//! Maps queue pairs to links. The map is used for every message that arrives.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
@@ -16,7 +16,7 @@ impl QueuePairs {
         self.0.insert(key(device, number), link);
     }
 
-    /// Forgets a queue pair, if it belongs to that link.
+    /// Removes a queue pair, if it belongs to `link`.
     pub(crate) fn remove(&mut self, device: usize, number: u32, link: u32) {
         if self.get(device, number) == Some(link) {
             self.0.remove(&key(device, number));
@@ -28,8 +28,8 @@ fn key(device: usize, number: u32) -> u64 {
     (device as u64) << 32 | u64::from(number)
 }
 
-/// A fast hasher. The keys are queue pair numbers that the device assigns, so a peer cannot choose
-/// colliding ones, and spreading the bits is enough.
+/// A fast hasher. The device assigns the queue pair numbers that are the keys, so a peer cannot
+/// choose colliding ones. Spreading the bits is enough.
 #[derive(Default)]
 struct Multiply(u64);
 

@@ -1,9 +1,10 @@
-//! One device as links see it. The poller owns its verbs objects (`device_objects.rs`).
+//! The part of a device that links use. The poller owns the verbs objects (`device_objects.rs`).
 //!
 //! All links of a device share one completion queue and one stock of receives, so an idle link has
 //! none of its own. The completion queue must never overrun. Therefore each request in flight holds
-//! one of its entries from post to completion, even if the request is not signaled: when a queue
-//! pair fails, all its requests complete. Links that find no free entry wait here in a queue.
+//! one entry of the queue from post to completion. That includes requests that are not signaled,
+//! because all requests of a queue pair complete when it fails. Links that find no free entry wait
+//! in a queue of this module.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::Mutex;
@@ -25,22 +26,22 @@ pub(crate) struct SharedDevice {
     /// Links that wait for a free entry.
     waiting: Mutex<VecDeque<u32>>,
     has_waiting: AtomicBool,
-    /// The largest inline payload. Found out when the first queue pair is created.
+    /// The largest inline payload. It is determined when the first queue pair is created.
     inline: AtomicU32,
     gone: AtomicBool,
     /// Whether the device reports that a queue pair has taken its last receive.
     reports_last_receive: AtomicBool,
     /// The GID table as it was last read. Reading it may wait for the kernel, so connections use
-    /// this copy; the device reports changes.
+    /// this copy. The device reports changes.
     gids: Mutex<Option<Vec<GidEntry>>>,
-    /// The ports known to be down. Opening the device adds its usable ports only if none is active;
-    /// later events add and remove ports.
+    /// The ports known to be down. Opening the device adds its usable ports only if none of them is
+    /// active. Later events add and remove ports.
     ports_down: Mutex<BTreeSet<u8>>,
 }
 
 /// The device's current state.
 struct Device {
-    /// For diagnoses of failed links; `None` while the device is gone.
+    /// For diagnoses of failed links. `None` while the device is gone.
     context: Option<Context>,
     /// While the device is gone, the limits that it had before.
     limits: Limits,
@@ -56,7 +57,7 @@ pub(crate) struct Life {
     pub(super) quirks: DeviceQuirks,
     pub(super) in_flight_max: u32,
     pub(super) inline: u32,
-    /// The ports that links would use, and that are not active: see [`inactive_ports`].
+    /// The usable ports, if none of them is active: see [`inactive_ports`].
     pub(super) inactive_ports: Vec<Port>,
 }
 
@@ -81,8 +82,8 @@ impl SharedDevice {
         }
     }
 
-    /// Resumes with a device that came back. No link is left from before, so nothing is in flight
-    /// and nobody waits.
+    /// Puts a device that came back into use again. No earlier link is left, so nothing is in
+    /// flight and no link waits.
     pub(crate) fn begin(&self, life: Life) {
         let Life { context, limits, quirks, in_flight_max, inline, inactive_ports } = life;
         self.in_flight.store(0, Ordering::Relaxed);
@@ -103,7 +104,7 @@ impl SharedDevice {
         })
     }
 
-    /// Returns an entry of the GID table. Reads the table if that is the first call since it has
+    /// Returns an entry of the GID table. Reads the table if this is the first call since the table
     /// changed.
     pub(crate) fn gid_entry(&self, port: u8, index: u32) -> Option<GidEntry> {
         let mut gids = lock(&self.gids);
@@ -113,7 +114,7 @@ impl SharedDevice {
         gids.iter().flatten().find(|entry| entry.port == port && entry.index == index).cloned()
     }
 
-    /// Records that a port is down, and logs it if that is news.
+    /// Records that a port is down, and logs it if the port was up before.
     pub(crate) fn port_went_down(&self, port: u8) {
         if lock(&self.ports_down).insert(port) {
             tracing::warn!("RDMA device {}: port {port} went down", self.name);
@@ -127,7 +128,7 @@ impl SharedDevice {
         }
     }
 
-    /// Returns what is wrong with the device at the moment: it is gone, or its ports are down.
+    /// Returns the device's current fault: it is gone, or its ports are down.
     pub(crate) fn fault(&self) -> Option<String> {
         if self.is_gone() {
             return Some(self.absence().to_string());
@@ -136,7 +137,7 @@ impl SharedDevice {
         (!down.is_empty()).then(|| format!("{}: port {} is down", self.name, down.join(", ")))
     }
 
-    /// Notes that the GID table has changed.
+    /// Records that the GID table has changed.
     pub(crate) fn forget_gids(&self) {
         *lock(&self.gids) = None;
     }
@@ -151,7 +152,7 @@ impl SharedDevice {
         lock(&self.device).limits.clone()
     }
 
-    /// Returns what the provider of the device does differently.
+    /// Returns how the device's provider differs from others.
     pub(crate) fn quirks(&self) -> DeviceQuirks {
         lock(&self.device).quirks
     }
@@ -180,8 +181,8 @@ impl SharedDevice {
         self.gone.load(Ordering::Acquire)
     }
 
-    /// Marks the device as gone, so that nothing new starts on it. Returns `false` if it already
-    /// was.
+    /// Marks the device as gone, so that nothing new starts on it. Returns `false` if it was
+    /// already gone.
     pub(crate) fn set_gone(&self) -> bool {
         !self.gone.swap(true, Ordering::AcqRel)
     }
@@ -200,12 +201,12 @@ impl SharedDevice {
         self.inline.load(Ordering::Relaxed)
     }
 
-    /// Records that the device accepted an inline payload of `bytes`; more may be refused.
+    /// Records that the device accepted an inline payload of `bytes`, and may refuse a larger one.
     pub(super) fn limit_inline(&self, bytes: u32) {
         self.inline.fetch_min(bytes, Ordering::Relaxed);
     }
 
-    /// Reserves up to `wanted` entries of the completion queue and returns how many it got.
+    /// Reserves up to `wanted` entries of the completion queue. Returns how many were reserved.
     pub(crate) fn reserve(&self, wanted: usize) -> usize {
         let wanted = wanted as u32; // at most a batch
         let before = self.in_flight.fetch_add(wanted, Ordering::Relaxed);
@@ -233,8 +234,7 @@ impl SharedDevice {
         self.in_flight.load(Ordering::Relaxed)
     }
 
-    /// Returns whether the device reports that a queue pair has taken its last receive, as far as
-    /// is known.
+    /// Returns whether the device is known to report that a queue pair has taken its last receive.
     pub(crate) fn reports_last_receive(&self) -> bool {
         self.reports_last_receive.load(Ordering::Relaxed)
     }
@@ -244,7 +244,7 @@ impl SharedDevice {
     }
 
     /// Takes entries of the completion queue away from requests, for up to `wanted` more receives.
-    /// Returns for how many there is room.
+    /// Returns the number of entries.
     pub(crate) fn reserve_receives(&self, wanted: usize) -> usize {
         let room = (self.in_flight_max() / 2).min(u32::try_from(wanted).unwrap_or(u32::MAX));
         self.in_flight_max.fetch_sub(room, Ordering::Relaxed);
@@ -275,8 +275,8 @@ impl SharedDevice {
 }
 
 /// Returns the ports of a device that links may use (the chosen one, or all), if none of them is
-/// active. If at least one is active, returns none: the second port of a card is often not
-/// connected, and need not be reported.
+/// active. If at least one is active, returns an empty list: the second port of a card is often not
+/// connected, and that need not be reported.
 pub(super) fn inactive_ports(context: &Context, chosen: Option<u8>) -> Vec<Port> {
     let mut ports = context.ports().unwrap_or_default();
     ports.retain(|port| chosen.is_none_or(|chosen| chosen == port.number));
@@ -286,7 +286,8 @@ pub(super) fn inactive_ports(context: &Context, chosen: Option<u8>) -> Vec<Port>
     }
 }
 
-/// Logs that ports are not active when the device is opened. The device reports only changes.
+/// Logs the ports that are not active when the device is opened, because the device reports only
+/// later changes. Returns their numbers.
 fn report_inactive(context: &Context, ports: &[Port]) -> BTreeSet<u8> {
     for port in ports {
         let (device, state) = (context.device().name(), port.state.to_string());
@@ -296,5 +297,5 @@ fn report_inactive(context: &Context, ports: &[Port]) -> BTreeSet<u8> {
     ports.iter().map(|port| port.number).collect()
 }
 
-/// The fewest requests that a queue must hold.
+/// The minimum number of requests that a queue must hold.
 pub(super) const BATCH_MIN: u32 = 16;

@@ -1,18 +1,18 @@
 //! Work requests in flight, and the memory they own.
 //!
-//! Only here and in `receives.rs` does the fabric pass memory to a device by address. It is sound
+//! The fabric passes memory to a device by address only here and in `receives.rs`. This is sound
 //! because:
 //!
 //! - A request is recorded in its slot, with the buffer by value, *before* it is posted. Nobody can
-//!   drop or reuse a buffer that the device may access; a future that waits for the request holds
+//!   drop or reuse a buffer that the device may access. A future that waits for the request holds
 //!   only a number.
 //! - A buffer leaves its slot in one of two cases: the request's completion was polled, or the
-//!   queue was destroyed and the device confirmed it. Without the confirmation the buffers stay for
-//!   ever. A receive buffer is also taken back when every queue pair that could hold it was
+//!   queue was destroyed and the device confirmed it. Without the confirmation, the buffers stay
+//!   for ever. A receive buffer is also taken back when every queue pair that could hold it was
 //!   destroyed (`ReceiveStock`).
 //! - While a buffer that the device writes is in a slot, nobody has a reference into it: `BufMut`
-//!   is the only handle of its block. A buffer that the device reads may have other readers: a
-//!   `Buf` is never written.
+//!   is the only handle of its block. A buffer that the device reads may have other readers,
+//!   because a `Buf` is never written.
 #![expect(
     unsafe_code,
     reason = "passes addresses of buffers to the device; each block states its obligations"
@@ -35,12 +35,12 @@ pub(crate) const BATCH: usize = 8;
 /// The memory that a request owns.
 #[derive(Debug)]
 pub(crate) enum Held {
-    /// None: there is no payload, or the device has already copied it.
+    /// No memory: there is no payload, or the device has already copied it.
     Nothing,
     /// A few bytes that the device copies during the post. Only for inline requests.
     Copied([u8; 16]),
-    /// A buffer that the device copies during the post, and that is released afterwards. Only for
-    /// inline requests that are never repeated.
+    /// A buffer that the device copies during the post, and that is then released. Only for inline
+    /// requests that are never repeated.
     Passing(Buf),
     /// A buffer that the device reads.
     Shared(Buf),
@@ -59,14 +59,14 @@ pub(crate) struct Work<T> {
     pub(crate) request: T,
 }
 
-/// A request that has its slot and was not posted yet.
+/// A request that has a slot but was not posted yet.
 #[derive(Clone, Copy)]
 struct Added {
     key: Key,
     operation: Operation,
     signaled: bool,
     inline: bool,
-    /// Whether its memory is released after the post.
+    /// Whether the request's memory is released after the post.
     is_passing: bool,
 }
 
@@ -76,7 +76,7 @@ pub(crate) struct InFlight<T> {
     pub(crate) request: T,
 }
 
-/// A request's number as the device returns it: the owner, and the key of its slot.
+/// A request's number as the device returns it. It consists of the owner and the key of the slot.
 ///
 /// ```text
 ///   63      62 … 40     39 … 16      15 … 0
@@ -116,7 +116,7 @@ impl WorkId {
 
 /// A queue pair and everything that was posted to its send queue.
 pub(crate) struct SendQueue<T> {
-    /// `None` after it was destroyed, and while a command owns it.
+    /// `None` after the queue pair was destroyed, and while a command owns it.
     qp: Option<QueuePair>,
     number: u32,
     /// Whether a command owns the queue pair.
@@ -129,9 +129,11 @@ pub(crate) struct SendQueue<T> {
     domain: usize,
     /// Present as long as the queue pair exists.
     taker: Option<Taker>,
-    /// The queue pair takes no more receives: all its completions are in the completion queue.
+    /// Whether the queue pair takes no more receives. All its completions are then in the
+    /// completion queue.
     took_last: bool,
-    /// Windows that are bound to the queue pair, or about to be. They must be closed before it.
+    /// Windows that are bound to the queue pair, or about to be. They must be closed before it is
+    /// destroyed.
     windows: Vec<Weak<Window>>,
 }
 
@@ -181,19 +183,19 @@ impl<T> SendQueue<T> {
         self.qp.as_ref()
     }
 
-    /// Returns whether `qp` is the number of its queue pair.
+    /// Returns whether `qp` is the number of this queue's queue pair.
     pub(crate) fn is_of(&self, qp: u32) -> bool {
         (self.qp.is_some() || self.is_away) && self.number == qp
     }
 
-    /// Lends the queue pair to a command. Nothing can be posted until it is back.
+    /// Lends the queue pair to a command. Nothing can be posted until the command returns it.
     pub(crate) fn lend(&mut self) -> Option<QueuePair> {
         let qp = self.qp.take();
         self.is_away |= qp.is_some();
         qp
     }
 
-    /// Returns the number of its queue pair, even while a command owns that.
+    /// Returns the number of the queue pair, even while a command owns the queue pair.
     pub(crate) fn number(&self) -> u32 {
         self.number
     }
@@ -229,8 +231,8 @@ impl<T> SendQueue<T> {
         self.added.len()
     }
 
-    /// Adds a request to those that [`SendQueue::post`] posts. There must be [`SendQueue::room`],
-    /// and less than a [`BATCH`] may have been added.
+    /// Adds a request to those that [`SendQueue::post`] posts. The queue must have
+    /// [`SendQueue::room`], and fewer than [`BATCH`] requests may have been added.
     #[inline]
     pub(crate) fn add(&mut self, work: Work<T>) {
         let Work { operation, held, signaled, inline, request } = work;
@@ -247,7 +249,7 @@ impl<T> SendQueue<T> {
         }
     }
 
-    /// Posts what was added.
+    /// Posts the added requests.
     ///
     /// # Errors
     /// Returns the device's error, and the requests that were not posted.
@@ -308,11 +310,11 @@ impl<T> SendQueue<T> {
         qp.post_send(&requests[..added.len().min(N)])
     }
 
-    /// Posts one request whose payload the device copies before this returns, so that it needs no
-    /// registered memory.
+    /// Posts one request whose payload the device copies before this returns. The payload therefore
+    /// needs no registered memory.
     ///
     /// # Errors
-    /// Returns the device's error, and whether the request is in flight nevertheless.
+    /// Returns the device's error, which also says whether the request is in flight nevertheless.
     pub(crate) fn post_inline(
         &mut self,
         operation: Operation,
@@ -349,7 +351,7 @@ impl<T> SendQueue<T> {
     /// no room.
     ///
     /// # Errors
-    /// Returns the device's error, and whether the request is in flight nevertheless.
+    /// Returns the device's error, which also says whether the request is in flight nevertheless.
     pub(crate) fn post_bind(
         &mut self,
         window: &Arc<Window>,
@@ -399,16 +401,16 @@ impl<T> SendQueue<T> {
     }
 
     /// Records that the queue pair has taken its last receive: the device reported it, or had
-    /// enough time.
+    /// enough time to report it.
     pub(crate) fn on_last_receive(&mut self) {
         self.took_last = true;
     }
 
     /// Returns whether the queue pair has taken its last receive.
     ///
-    /// Destroy it only after that, and after polling its completions. mlx5 and other drivers remove
-    /// completions that were not polled, and the stock would count their receives as posted for
-    /// ever.
+    /// The queue pair must be destroyed only after that, and after its completions were polled.
+    /// mlx5 and other drivers remove completions that were not polled, and the stock would count
+    /// their receives as posted for ever.
     pub(crate) fn took_last(&self) -> bool {
         self.took_last || self.qp.is_none()
     }
@@ -418,8 +420,9 @@ impl<T> SendQueue<T> {
         self.table.get_mut(WorkId(wc.wr_id()).key()).map(|it| &*it)
     }
 
-    /// Handles a completion: passes each request that it completes to `each`. The named request
-    /// comes last, with `true`. Returns `false` if it names no request in flight.
+    /// Handles a completion: passes each request that it completes to `each`. The request that the
+    /// completion names comes last, with `true`. Returns `false` if the completion names no request
+    /// in flight.
     pub(crate) fn complete(
         &mut self,
         wc: &WorkCompletion,
@@ -434,7 +437,8 @@ impl<T> SendQueue<T> {
     /// The caller must have polled its completions (see [`SendQueue::took_last`]).
     ///
     /// # Errors
-    /// Returns the device's error if it did not destroy the queue pair; nothing has changed then.
+    /// Returns the device's error if the device did not destroy the queue pair. The queue pair and
+    /// the requests are unchanged then, but windows may be closed.
     pub(crate) fn destroy(&mut self, mut each: impl FnMut(InFlight<T>)) -> Result<(), Error> {
         self.close_windows()?;
         let Some(qp) = self.qp.take() else { return Ok(()) };

@@ -1,11 +1,11 @@
-//! Cached snapshots of ports: the baseline from when links were healthy, and the current state when
-//! links fail.
+//! Cached snapshots of ports: the baseline from the time when links were healthy, and the current
+//! state when links fail.
 //!
 //! Thousands of links may be opened, or may fail, at the same moment. A snapshot costs a hundred
-//! system calls, so callers within a short time share one. However slow the host or its device is,
-//! measuring takes at most a fiftieth of the time while links are healthy, and a tenth when they
-//! fail. Nothing is locked while a file is read: two concurrent callers may both measure, and one
-//! of the results is kept.
+//! system calls, so callers within a short time share one. Measuring takes at most a fiftieth of
+//! the time while links are healthy, and a tenth when they fail, even if the host or its device is
+//! slow. No lock is held while a file is read. Two concurrent callers may both measure, and one of
+//! the results is kept.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -21,9 +21,9 @@ use super::surroundings::Surroundings;
 /// links there are requests all the time.
 static BASELINES: Shared = Shared::new(Duration::from_secs(1), 50);
 /// The cache for failed links. The maximum age is short, so that a snapshot is not from before the
-/// fault. It is long enough that a thousand links that fail together need only a few measurements.
-/// The snapshots in `BASELINES` cannot be used here: the latest one is often from just before the
-/// fault.
+/// fault. But it is long enough that a thousand links that fail together need only a few
+/// measurements. The snapshots in `BASELINES` cannot be used here, because the latest one is often
+/// from just before the fault.
 static CURRENT: Shared = Shared::new(FACTS_AGE, 10);
 static SURROUNDINGS: Mutex<Option<Arc<Surroundings>>> = Mutex::new(None);
 
@@ -33,14 +33,14 @@ const PORTS_MAX: usize = 64;
 
 /// The counters and the state of a port when a link on it was healthy.
 ///
-/// Take one when a link is opened, and again whenever its peer has answered, for example with each
-/// keepalive. The changes since then are those that happened while the peer was silent. A baseline
-/// is cheap: the links of a port share it, and the port is measured at most once per second.
+/// Take a baseline when a link is opened, and again whenever its peer has answered, for example
+/// with each keepalive. Later changes then happened while the peer was silent. A baseline is cheap:
+/// the links of a port share it, and the port is measured at most once per second.
 #[derive(Clone)]
 pub struct Baseline(pub(super) Arc<Snapshot>);
 
 impl Baseline {
-    /// Measures port `port`, unless that was done within the last second.
+    /// Measures port `port`, unless it was measured within the last second.
     #[must_use]
     pub fn take(context: &Context, port: u8) -> Self {
         Self(BASELINES.snapshot(context, port))
@@ -76,8 +76,8 @@ pub(super) fn surroundings() -> Arc<Surroundings> {
     read
 }
 
-/// Returns whether a measurement from `taken`, which took `cost`, may be reused by the rules of
-/// `shared`.
+/// Returns whether a measurement may be reused by the rules of `shared`. `taken` is its time, and
+/// `cost` is how long it took.
 fn is_fresh(shared: &Shared, taken: Instant, cost: Duration) -> bool {
     taken.elapsed() < shared.max_age.max(shared.cost_factor * cost)
 }

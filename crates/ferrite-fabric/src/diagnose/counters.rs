@@ -1,4 +1,4 @@
-//! The counters of a port by their meaning: every driver has its own names.
+//! The counters of a port by their meaning, because every driver has its own names.
 
 use std::path::Path;
 
@@ -31,8 +31,8 @@ pub(super) enum Meaning {
     LinkDown,
 }
 
-/// The names in Soft-RoCE, mlx5, bnxt_re and efa. The files in `counters` are defined by
-/// InfiniBand, and RoCE drivers provide them, too. Reading a file in `counters` may need a firmware
+/// The names of the counters in Soft-RoCE, mlx5, bnxt_re and efa. InfiniBand defines the files in
+/// `counters`, and RoCE drivers provide them, too. Reading a file in `counters` may need a firmware
 /// command, so only few are used.
 const NAMES: &[(Meaning, &str)] = &[
     (Meaning::Sent, "hw_counters/sent_pkts"),
@@ -82,10 +82,10 @@ struct Counter {
     value: u64,
 }
 
-/// By how much a counter increased.
+/// The increase of a counter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Increase {
-    /// The driver's name for it.
+    /// The driver's name for the counter.
     pub(super) name: &'static str,
     pub(super) by: u64,
 }
@@ -100,17 +100,18 @@ impl Counters {
         Self(found.collect())
     }
 
-    /// Returns the counter with this meaning that increased most since `then`; `None` if the driver
-    /// has none.
+    /// Returns the counter with this meaning that increased most since `then`. Returns `None` if
+    /// the driver has no such counter.
     pub(super) fn increase_since(&self, then: &Self, meaning: Meaning) -> Option<Increase> {
         let of_both = self.0.iter().filter(|now| now.meaning == meaning).filter_map(|now| {
             let then =
                 then.0.iter().find(|then| then.meaning == meaning && then.name == now.name)?;
-            // Smaller than before: it was reset, or (32 bits on mlx5) has wrapped around.
+            // A smaller value means that the counter was reset or has wrapped around (32 bits on
+            // mlx5).
             let by = now.value.checked_sub(then.value).unwrap_or(now.value);
             Some(Increase { name: now.name, by })
         });
-        // Of equal increases, this returns the first: the driver's own counter before InfiniBand's.
+        // If increases are equal, return the first: the driver's own counter before InfiniBand's.
         of_both.rev().max_by_key(|increase| increase.by)
     }
 }

@@ -1,4 +1,5 @@
-//! The measurements for one failed link: plain data, from which `rank.rs` draws conclusions.
+//! The measurements for one failed link. This is plain data, from which `rank.rs` draws
+//! conclusions.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -9,10 +10,10 @@ use super::counters::{Increase, Meaning};
 use super::snapshot::{Netdev, Snapshot};
 use super::surroundings::{LocalPeer, Neighbour, Route, Surroundings};
 
-/// The minimum that RoCE v2 adds to a packet's payload: IPv4, UDP, BTH, RETH, ICRC.
+/// The minimum number of bytes that RoCE v2 adds to a packet's payload: IPv4, UDP, BTH, RETH, ICRC.
 pub(super) const HEADERS: u32 = 20 + 8 + 12 + 16 + 4;
 
-/// A change longer ago than this is no longer a likely cause.
+/// A change that is older than this is no longer a likely cause.
 const RECENT: Duration = Duration::from_secs(60);
 
 /// The measurements for one failed link.
@@ -20,7 +21,7 @@ const RECENT: Duration = Duration::from_secs(60);
 pub(super) struct Facts {
     pub(super) local: Option<IpAddr>,
     pub(super) peer: Option<IpAddr>,
-    /// The current state of the port; `None` if it was not measured, because it could not explain
+    /// The current state of the port. `None` if it was not measured, because it could not explain
     /// this kind of failure.
     pub(super) now: Option<Arc<Snapshot>>,
     /// The state of the port when the link was healthy.
@@ -33,7 +34,7 @@ pub(super) struct Facts {
 }
 
 impl Facts {
-    /// Returns facts without measurements, for a failure that they could not explain.
+    /// Returns facts without measurements, for a failure that measurements could not explain.
     pub(super) fn unmeasured(local: Option<IpAddr>, peer: Option<IpAddr>) -> Self {
         Self {
             local,
@@ -53,8 +54,8 @@ impl Facts {
         surroundings: &Surroundings,
         (local, peer): (Option<IpAddr>, Option<IpAddr>),
     ) -> Self {
-        // A baseline that is not older than the current state shows no changes. The current state
-        // may come from a cache.
+        // Ignore a baseline that is not older than the current state, because it shows no changes.
+        // The current state may come from a cache.
         let then = then.filter(|then| then.taken < now.taken);
         let mut facts = Self { now: Some(now), then, ..Self::unmeasured(local, peer) };
         let Some(peer) = peer.filter(|_| !facts.is_infiniband()) else { return facts };
@@ -70,8 +71,8 @@ impl Facts {
         facts
     }
 
-    /// Returns the interface that the link uses: the one that has its local address, or else the
-    /// port's first.
+    /// Returns the interface that the link uses. This is the interface that has the link's local
+    /// address, or else the port's first interface.
     pub(super) fn netdev(&self) -> Option<&Netdev> {
         let now = self.now.as_ref()?;
         let of = |snapshot: &Snapshot| snapshot.address(self.local?)?.netdev.clone();
@@ -79,37 +80,37 @@ impl Facts {
         name.and_then(|name| now.netdev(&name)).or_else(|| now.netdevs.first())
     }
 
-    /// Returns how far the counter with this meaning increased since the link was last known to be
-    /// healthy; `None` if that is not known.
+    /// Returns the increase of the counter with this meaning since the link was last known to be
+    /// healthy. Returns `None` if the increase is not known.
     pub(super) fn increase(&self, meaning: Meaning) -> Option<Increase> {
         self.now.as_ref()?.counters.increase_since(&self.then.as_ref()?.counters, meaning)
     }
 
-    /// Like [`Facts::increase`], but only if it increased at all.
+    /// Like [`Facts::increase`], but returns `None` if the counter did not increase.
     pub(super) fn increased(&self, meaning: Meaning) -> Option<Increase> {
         self.increase(meaning).filter(|increase| increase.by > 0)
     }
 
-    /// Returns how far a figure of the link's interface increased since the link was last known to
-    /// be healthy.
+    /// Returns the increase of a figure of the link's interface since the link was last known to be
+    /// healthy.
     pub(super) fn netdev_increase(&self, figure: impl Fn(&Netdev) -> Option<u64>) -> Option<u64> {
         let now = self.netdev()?;
         let then = self.then.as_ref()?.netdev(&now.name)?;
         Some(figure(now)?.saturating_sub(figure(then)?))
     }
 
-    /// Returns whether the increases are recent: with an old baseline, counters also include old
+    /// Returns whether the increases are recent. With an old baseline, counters also include old
     /// problems.
     pub(super) fn is_recent(&self) -> bool {
         self.age().is_some_and(|age| age < RECENT)
     }
 
-    /// Returns how long ago the link was known to be healthy.
+    /// Returns how long ago the link was last known to be healthy.
     fn age(&self) -> Option<Duration> {
         Some(self.now.as_ref()?.taken.duration_since(self.then.as_ref()?.taken))
     }
 
-    /// Returns [`Facts::age`] in words: "in 1.2 s".
+    /// Returns [`Facts::age`] in words, for example "in 1.2 s".
     pub(super) fn period(&self) -> String {
         match self.age() {
             Some(age) if age < Duration::from_secs(120) => format!("in {:.1} s", age.as_secs_f64()),

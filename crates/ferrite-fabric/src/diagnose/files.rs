@@ -1,7 +1,7 @@
-//! Reads small kernel files, with a limit on the size.
+//! Reads small kernel files, up to a maximum size.
 //!
-//! A host may have a hundred thousand routes or neighbours. Because of the limit, a diagnosis takes
-//! no longer on such a host.
+//! A host may have a hundred thousand routes or neighbours. Because of the maximum, a diagnosis on
+//! such a host takes no longer than on others.
 
 use std::fs::File;
 use std::io::Read as _;
@@ -21,7 +21,7 @@ pub(super) struct Roots {
 
 impl Roots {
     pub(super) fn system() -> Self {
-        // Only a local address can be bound (unless ip_nonlocal_bind is set).
+        // Only a local address can be bound, unless ip_nonlocal_bind is set.
         let is_own = |ip: IpAddr| UdpSocket::bind((ip, 0)).is_ok();
         Self { sys: "/sys".into(), proc: "/proc".into(), is_own }
     }
@@ -37,9 +37,9 @@ impl Roots {
     }
 }
 
-/// Returns the first word of a file; `None` if it is empty or cannot be read.
+/// Returns the first word of a file. Returns `None` if the file is empty or cannot be read.
 pub(super) fn word(path: &Path) -> Option<String> {
-    // One read, because such files return everything at once.
+    // One read is enough, because such files return everything at once.
     let mut bytes = [0; 256];
     let len = File::open(path).ok()?.read(&mut bytes).ok()?;
     let text = std::str::from_utf8(&bytes[..len]).ok()?;
@@ -51,7 +51,7 @@ pub(super) fn number<T: FromStr>(path: &Path) -> Option<T> {
     word(path)?.parse().ok()
 }
 
-/// Returns the start of a table, in whole lines, and whether that is all of it.
+/// Returns the start of a table, in whole lines, and whether this is the whole table.
 pub(super) fn table(path: &Path, limit: u64) -> Option<(String, bool)> {
     let mut text = String::new();
     File::open(path).ok()?.take(limit + 1).read_to_string(&mut text).ok()?;

@@ -1,4 +1,4 @@
-//! Causes on the local side: the second half of `rank.rs`.
+//! Finds causes on the local side, for `rank.rs`.
 
 use ferrite_verbs::{GidType, PortState};
 
@@ -115,7 +115,7 @@ fn port_down(found: &mut Vec<Cause>, facts: &Facts) {
     }
 }
 
-/// Returns the likelihood of a cause that only a counter shows.
+/// Returns the likelihood of a cause that only a counter indicates.
 fn likelihood_by_age(facts: &Facts) -> Likelihood {
     if facts.is_recent() { Likelihood::Likely } else { Likelihood::Possible }
 }

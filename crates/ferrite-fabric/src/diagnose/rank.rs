@@ -1,4 +1,4 @@
-//! From measurements to likely causes, without I/O.
+//! Derives likely causes from measurements, without I/O.
 //!
 //! A cause is certain only if a measurement shows it and it explains the failure by itself. It is
 //! likely if a measurement indicates it, or if failures of this kind usually mean it. It is
@@ -26,7 +26,7 @@ pub(super) fn rank(failure: Failure, facts: &Facts) -> Vec<Cause> {
             own_side(&mut found, facts);
             stalled_peer(&mut found, failure, facts);
         }
-        // The peer had no receive posted, rather than being unreachable.
+        // The peer had no receive posted, so it is reachable.
         Failure::NoAcknowledgement if facts.increased(Meaning::PeerNotReady).is_some() => {
             stalled_peer(&mut found, failure, facts);
         }
@@ -44,10 +44,10 @@ pub(super) fn rank(failure: Failure, facts: &Facts) -> Vec<Cause> {
             _ => found.extend(by_status(status, facts)),
         },
     }
-    // The sort is stable: equally likely causes keep their order.
+    // The sort is stable, so equally likely causes keep their order.
     found.sort_by_key(|cause| Reverse(cause.likelihood));
     if found.first().is_some_and(|best| best.likelihood == Likelihood::Certain) {
-        // If one is certain, guesses are not needed.
+        // If a cause is certain, guesses are not needed.
         found.retain(|cause| cause.likelihood == Likelihood::Certain);
     }
     found.truncate(CAUSES_MAX);
@@ -113,7 +113,7 @@ fn same_host(found: &mut Vec<Cause>, facts: &Facts) {
     }
 }
 
-/// Adds causes for a missing path to the peer, or a next host on it that does not answer.
+/// Adds causes for a missing path to the peer, or for a next host on the path that does not answer.
 fn no_path(found: &mut Vec<Cause>, failure: Failure, facts: &Facts) {
     // While the local interface is down, its routes are missing too.
     let Some(netdev) = facts.netdev().filter(|netdev| netdev.is_usable()) else { return };
@@ -129,8 +129,9 @@ fn no_path(found: &mut Vec<Cause>, failure: Failure, facts: &Facts) {
             return;
         }
         Route::Other { netdev: other } => {
-            // An established link has worked although this table has no route by its interface.
-            // Perhaps another routing table has one, which is not visible here.
+            // An established link has worked although this table has no route through its
+            // interface. Perhaps another routing table, which is not visible here, has such a
+            // route.
             let connecting = failure == Failure::ConnectTimeout;
             found.push(cause(
                 if connecting { Likelihood::Likely } else { Likelihood::Possible },
@@ -246,8 +247,8 @@ fn unanswered(found: &mut Vec<Cause>, failure: Failure, facts: &Facts) {
         .map(str::to_owned),
     );
     let what = match failure {
-        // Not a single frame of any kind arrived. That is not the fault of one peer, unless no
-        // other host sends to this one.
+        // Not a single frame of any kind arrived. One peer cannot cause that, unless no other host
+        // sends to this host.
         _ if receives_nothing && frames == Some(0) => format!(
             "nothing arrives here, from {peer} or anybody else: the path is interrupted at the \
              switch port of this host or beyond, or {peer} is down and nobody else sends"

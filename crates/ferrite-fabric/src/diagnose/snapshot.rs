@@ -1,6 +1,7 @@
 //! The state of a port at one moment, with its device, its interfaces and its counters.
 //!
-//! Two snapshots are compared: one from when a link was healthy, and one from when it had failed.
+//! Two snapshots are compared: one from the time when a link was healthy, and one from after its
+//! failure.
 
 use std::net::IpAddr;
 use std::os::unix::fs::MetadataExt as _;
@@ -12,7 +13,7 @@ use ferrite_verbs::{Context, ErrorKind, GidEntry, GidType, LinkLayer, PortState}
 use super::counters::Counters;
 use super::files::{Roots, number, word};
 
-/// Maximum number of interfaces of a port to read: VLANs can create many.
+/// Maximum number of interfaces of a port to read, because VLANs can create many.
 const NETDEVS_MAX: usize = 8;
 
 /// The state of a port at one moment.
@@ -24,13 +25,13 @@ pub(super) struct Snapshot {
     pub(super) device: String,
     pub(super) guid: u64,
     pub(super) number: u8,
-    /// Identifies the device among those that ever had this name: one that is created again has
-    /// another number. `None` if it is not in sysfs.
+    /// Distinguishes the device from earlier devices of the same name. A device that is created
+    /// again has another number. `None` if the device is not in sysfs.
     pub(super) instance: Option<u64>,
-    /// Soft-RoCE: packets go through the host's own IP stack.
+    /// Whether the device is Soft-RoCE, whose packets go through the host's own IP stack.
     pub(super) soft: bool,
     pub(super) port: PortView,
-    /// The port's addresses; `None` if the device did not report them.
+    /// The port's addresses. `None` if the device did not report them.
     pub(super) addresses: Option<Vec<Address>>,
     /// The port's interfaces. The interface of the port's first address comes first.
     pub(super) netdevs: Vec<Netdev>,
@@ -40,9 +41,9 @@ pub(super) struct Snapshot {
 /// The device's report about its port.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum PortView {
-    /// Nothing useful.
+    /// The device reported nothing useful.
     Unknown,
-    /// The device is gone, with its error.
+    /// The device is gone. Contains its error.
     Gone(String),
     /// The port's state.
     Seen { state: PortState, link_layer: LinkLayer, mtu_bytes: u32 },
@@ -60,16 +61,16 @@ pub(super) struct Address {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Netdev {
     pub(super) name: String,
-    /// Whether the administrator has enabled it (`ip link set … up`).
+    /// Whether the administrator has enabled the interface (`ip link set … up`).
     pub(super) up: bool,
-    /// `None` while it is not up.
+    /// `None` while the interface is not up.
     pub(super) carrier: Option<bool>,
     /// The kernel's summary of `up` and `carrier`.
     pub(super) operstate: String,
     pub(super) mtu_bytes: u32,
-    /// How often it lost its carrier.
+    /// How often the interface lost its carrier.
     pub(super) carrier_losses: Option<u64>,
-    /// Received frames; on most cards RDMA frames are not counted.
+    /// Number of received frames. On most cards it does not include RDMA frames.
     pub(super) frames_received: Option<u64>,
 }
 
@@ -126,7 +127,7 @@ impl Snapshot {
 
     /// Returns the address `ip` of this port.
     pub(super) fn address(&self, ip: IpAddr) -> Option<&Address> {
-        // RoCE v2 first, because the table can contain an address twice.
+        // Prefer RoCE v2, because the table can contain an address twice.
         let mut found = self.addresses.iter().flatten().filter(|address| address.ip == ip);
         let first = found.next()?;
         Some(found.find(|other| other.kind == GidType::ROCE_V2).unwrap_or(first))
@@ -144,8 +145,8 @@ impl Snapshot {
 }
 
 impl Netdev {
-    /// Reads an interface; `None` if this process does not see it (it may be in another network
-    /// namespace).
+    /// Reads an interface. Returns `None` if this process does not see the interface, which may be
+    /// in another network namespace.
     pub(super) fn read(roots: &Roots, name: String) -> Option<Self> {
         let directory = roots.netdev(&name);
         let flags = hexadecimal(&directory.join("flags"))?;
@@ -160,7 +161,7 @@ impl Netdev {
         })
     }
 
-    /// Returns whether frames can pass.
+    /// Returns whether frames can pass through the interface.
     pub(super) fn is_usable(&self) -> bool {
         self.up && self.carrier != Some(false)
     }

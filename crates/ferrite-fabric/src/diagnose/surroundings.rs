@@ -1,9 +1,9 @@
 //! The host's view of the network: routes, the ARP table, and the addresses of its other RDMA
 //! devices.
 //!
-//! It is read from procfs instead of netlink, which services are often not allowed to use. The
-//! disadvantage: only the main routing table is visible, and only routes and neighbours with IPv4
-//! addresses. The conclusions take that into account.
+//! The tables are read from procfs, because services are often not allowed to use netlink. Procfs
+//! shows only the main routing table, and only routes and neighbours with IPv4 addresses. The
+//! conclusions take that into account.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::sync::OnceLock;
@@ -12,9 +12,9 @@ use std::time::{Duration, Instant};
 use super::files::{Roots, table, word};
 use super::snapshot::Netdev;
 
-/// Maximum bytes to read of a table: about 3,000 neighbours or 2,000 routes.
+/// Maximum number of bytes to read of a table: about 3,000 neighbours or 2,000 routes.
 const TABLE_MAX: u64 = 256 << 10;
-/// Maximum number of addresses per port, and of devices, to search.
+/// Maximum number of addresses per port to search, and of devices.
 const GIDS_MAX: u32 = 16;
 const DEVICES_MAX: usize = 16;
 
@@ -22,13 +22,13 @@ const DEVICES_MAX: usize = 16;
 #[derive(Debug, Clone)]
 pub(super) struct Surroundings {
     pub(super) taken: Instant,
-    /// How long it took to read.
+    /// How long reading took.
     pub(super) cost: Duration,
-    /// `None` if they cannot be read, or if there are too many.
+    /// `None` if the routes cannot be read, or if there are too many.
     routes: Option<Vec<RouteEntry>>,
-    /// As many as fit into the read limit.
+    /// The neighbours that fit into the read limit.
     neighbours: Vec<NeighbourEntry>,
-    /// The addresses of this host's RDMA devices. Read only on demand, because that needs many
+    /// The addresses of this host's RDMA devices. They are read on demand, because that needs many
     /// files.
     own: OnceLock<Vec<OwnAddress>>,
     roots: Roots,
@@ -37,7 +37,7 @@ pub(super) struct Surroundings {
 /// How packets to the peer leave this host.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Route {
-    /// It cannot be determined.
+    /// The route cannot be determined.
     Unknown,
     /// Through the link's own interface, with or without a gateway.
     Own { gateway: Option<Ipv4Addr> },
@@ -50,11 +50,11 @@ pub(super) enum Route {
 /// The host's knowledge of the next host on the path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Neighbour {
-    /// Nothing: there is no entry, or it is not visible.
+    /// There is no entry, or it is not visible.
     Unknown,
-    /// It did not answer ARP requests.
+    /// The next host did not answer ARP requests.
     Silent,
-    /// It answered once, possibly long ago.
+    /// The next host answered once, possibly long ago.
     Known,
 }
 
@@ -63,7 +63,7 @@ pub(super) enum Neighbour {
 pub(super) struct LocalPeer {
     pub(super) device: String,
     pub(super) netdev: Option<Netdev>,
-    /// Whether the interface accepts packets from an address of this host: Soft-RoCE needs that.
+    /// Whether the interface accepts packets from an address of this host. Soft-RoCE needs that.
     pub(super) accepts_local: Option<bool>,
 }
 
@@ -99,7 +99,7 @@ impl Surroundings {
         let started = Instant::now();
         let routes = table(&roots.proc.join("net/route"), TABLE_MAX);
         let neighbours = table(&roots.proc.join("net/arp"), TABLE_MAX);
-        // A part of the routes is worse than none: the best one may be missing.
+        // If the table was truncated, use no routes, because the best one may be missing.
         let routes = routes.filter(|(_, whole)| *whole).map(|(text, _)| parse_routes(&text));
         let neighbours = neighbours.map(|(text, _)| parse_neighbours(&text)).unwrap_or_default();
         let taken = Instant::now();
@@ -118,11 +118,11 @@ impl Surroundings {
         let (Some(routes), IpAddr::V4(peer)) = (&self.routes, peer) else { return Route::Unknown };
         let fitting = |entry: &&RouteEntry| u32::from(peer) & entry.mask == entry.destination;
         let best = |routes: &mut dyn Iterator<Item = &RouteEntry>| {
-            // The longest prefix, then the lowest metric, like the kernel.
+            // Like the kernel, prefer the longest prefix, then the lowest metric.
             routes.min_by_key(|entry| (!entry.mask, entry.metric)).cloned()
         };
-        // The kernel looks for a route through the link's interface, even if there is a better one
-        // through another.
+        // The kernel looks for a route through the link's interface, even if there is a better
+        // route through another interface.
         let own = best(&mut routes.iter().filter(fitting).filter(|entry| entry.netdev == netdev));
         match (own, best(&mut routes.iter().filter(fitting))) {
             (Some(own), _) => Route::Own { gateway: own.gateway },
@@ -131,7 +131,7 @@ impl Surroundings {
         }
     }
 
-    /// Returns what is known of `ip` on the interface `netdev`.
+    /// Returns the ARP state of `ip` on the interface `netdev`.
     pub(super) fn neighbour(&self, ip: IpAddr, netdev: &str) -> Neighbour {
         match self.neighbours.iter().find(|entry| entry.ip == ip && entry.netdev == netdev) {
             Some(entry) if entry.complete => Neighbour::Known,
@@ -157,8 +157,8 @@ impl Surroundings {
 }
 
 /// Parses `/proc/net/route`: a header line, then interface, destination, gateway, flags, …, metric
-/// (decimal), mask. An address is printed as the hexadecimal number that its bytes, in network
-/// order, form in this machine's byte order.
+/// (decimal), mask. Each address is a hexadecimal number. Its bytes are in network order, and the
+/// number is printed in this machine's byte order.
 fn parse_routes(text: &str) -> Vec<RouteEntry> {
     const UP: u32 = 0x1;
     const REJECT: u32 = 0x200;

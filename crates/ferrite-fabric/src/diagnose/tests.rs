@@ -1,4 +1,4 @@
-//! Tests of the ranking, with a table of cases; `tests/gather.rs` tests how facts are gathered.
+//! Tests the ranking with a table of cases. `tests/gather.rs` tests how facts are gathered.
 
 mod gather;
 
@@ -30,7 +30,7 @@ struct Scenario {
     route: Route,
     neighbour: Neighbour,
     local_peer: Option<LocalPeer>,
-    /// How far counters increased since `then`.
+    /// The increases of counters since `then`.
     increases: Vec<(Meaning, &'static str, u64)>,
 }
 
@@ -114,8 +114,8 @@ fn local_peer(up: bool, accepts_local: bool) -> LocalPeer {
     LocalPeer { device: "rxe1".into(), netdev: Some(netdev), accepts_local: Some(accepts_local) }
 }
 
-/// A case: the failure, the fault, and the best cause (its likelihood, and words of its
-/// description, evidence and remedy).
+/// A case: the failure, the fault, and the best cause. The best cause has a likelihood, and words
+/// of its description, evidence and remedy.
 type Case = (Failure, fn(&mut Scenario), Likelihood, [&'static str; 3]);
 
 const CASES: &[Case] = &[
@@ -353,7 +353,7 @@ const CASES: &[Case] = &[
     (
         RETRY,
         |scenario| {
-            // iWARP: the table contains only the card's address.
+            // On iWARP, the table contains only the card's address.
             let ip = "fe80::1".parse().expect("an address");
             scenario.now.addresses =
                 Some(vec![Address { ip, kind: GidType::INFINIBAND, netdev: None }]);
@@ -460,7 +460,7 @@ fn lists_guesses_last() {
     assert!(rank(Failure::Completion(Status::SUCCESS), &Scenario::new().facts()).is_empty());
 }
 
-/// A port that went down a week ago is not why the link failed now.
+/// A port that went down a week ago is not the likely cause of a failure now.
 #[test]
 fn old_changes_are_only_possible_causes() {
     let old = || {

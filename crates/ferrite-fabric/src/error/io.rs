@@ -1,13 +1,13 @@
-//! Conversion to the standard library's errors, so that a stream that replaces TCP fails as TCP
-//! does.
+//! Converts errors to the standard library's errors, so that a stream that replaces TCP fails like
+//! TCP.
 
 use std::io;
 
 use super::{Error, ErrorKind, Source};
 
 impl From<Error> for io::Error {
-    /// The kind is the one that a TCP stream would report. The original error stays inside, with
-    /// its text, causes and remedy: use `io_error.get_ref()` and a downcast.
+    /// Converts to the error kind that a TCP stream would report. The original error stays inside,
+    /// with its text, causes and remedy. Get it with `io_error.get_ref()` and a downcast.
     ///
     /// ```
     /// # fn show(error: ferrite_fabric::Error) {

@@ -54,9 +54,9 @@ impl Builder {
         self
     }
 
-    /// Adds the device that has this address; other devices are not used unless they are added too.
-    /// `0.0.0.0` and `::` add all devices. A link-local address needs its scope; the port does not
-    /// matter. Ignored if [`Builder::device`] was called.
+    /// Adds the device that has this address. Other devices are not used unless they are added,
+    /// too. `0.0.0.0` and `::` add all devices. A link-local address needs its scope. The port does
+    /// not matter. Ignored if [`Builder::device`] was called.
     pub fn serving(mut self, address: SocketAddr) -> Self {
         self.addresses.push(address);
         self
@@ -68,12 +68,13 @@ impl Builder {
         self
     }
 
-    /// Sets TLS for links over TCP: `client` has the trusted certificates for connects, `server`
-    /// the own certificate for listeners.
+    /// Sets TLS for links over TCP. `client` has the trusted certificates for connects. `server`
+    /// has this side's certificate for listeners.
     ///
-    /// Without `client`, connects use plain text; without `server`, listeners do. The caller
-    /// chooses the cryptography provider (`rustls` with the feature `ring` or `aws_lc_rs`). The
-    /// peer's certificate must be for its IP address, unless the connect specifies another name.
+    /// Without `client`, connects use plain text. Without `server`, listeners use plain text. The
+    /// caller chooses the cryptography provider (`rustls` with the feature `ring` or `aws_lc_rs`).
+    /// The peer's certificate must be for its IP address, unless the connect specifies another
+    /// name.
     pub fn tls(
         mut self,
         client: Option<Arc<ClientConfig>>,
@@ -93,15 +94,15 @@ impl Builder {
     /// manager) on threads of the fabric: two at first, at most eight. Otherwise the driver makes
     /// these calls.
     ///
-    /// For event loops that serve other clients, too: such a call takes a second if a peer
-    /// stops answering at the wrong moment.
+    /// Use this for event loops that also serve other clients. Such a call can take a second if a
+    /// peer stops answering at the wrong moment.
     pub fn command_threads(mut self) -> Self {
         self.command_threads = true;
         self
     }
 
     /// Leaves it to the caller to report that RDMA is unavailable ([`Fabric::absence`],
-    /// [`Listener::absence`](crate::Listener::absence)). Without this, the fabric logs it.
+    /// [`Listener::absence`](crate::Listener::absence)). By default, the fabric logs that.
     pub fn caller_reports_absence(mut self) -> Self {
         self.is_quiet = true;
         self
@@ -109,15 +110,15 @@ impl Builder {
 
     /// Opens the devices, registers memory and posts receives.
     ///
-    /// A device that cannot be used is left out ([`Fabric::unused_devices`]) if there is another.
-    /// If RDMA is preferred but unavailable, the fabric has no device; [`Fabric::absence`] returns
-    /// the reason.
+    /// A device that cannot be used is left out ([`Fabric::unused_devices`]) if there is another
+    /// device. If RDMA is preferred but unavailable, the fabric has no device, and
+    /// [`Fabric::absence`] returns the reason.
     ///
     /// # Errors
     /// - [`ErrorKind::Misuse`] if settings contradict each other.
     /// - If RDMA is required: [`ErrorKind::Absent`] if it is unavailable, and
-    ///   [`ErrorKind::Resources`] if the locked-memory limit or the device refuses, with figures
-    ///   and a remedy.
+    ///   [`ErrorKind::Resources`] if the locked-memory limit or the device refuses. The error then
+    ///   has figures and a remedy.
     pub fn build(self) -> Result<Fabric, Error> {
         let Self { verbs, devices, addresses, rdma, tls, mut config, command_threads, is_quiet } =
             self;

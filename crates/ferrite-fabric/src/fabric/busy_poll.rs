@@ -1,22 +1,22 @@
-//! How long a driver that has found nothing polls before it sleeps.
+//! Decides how long a driver polls after it has found no work, before it sleeps.
 //!
-//! A message that arrives during a poll is handled at once. One that arrives after it has to wake
+//! A message that arrives while the driver polls is handled at once. A later message has to wake
 //! the driver, which takes longer than many answers. So with adaptive polling, the driver learns
-//! how long it waits for answers, and polls twice as long, up to the limit that the user has set:
+//! how long it waits for answers. It polls twice as long, up to the limit that the user has set:
 //!
 //! - A wait up to the limit is worth polling for. The driver learns the longest such wait, even if
 //!   it slept during a part of it.
-//! - A wait beyond the limit was polled for in vain, and halves what was learned. So a driver that
-//!   has nothing to wait for soon sleeps at once.
+//! - If a wait exceeds the limit, the driver has polled in vain. The learned value is then halved.
+//!   So a driver that has nothing to wait for soon sleeps at once.
 //!
-//! Waits are measured with the clock that each pass reads anyway, and only between passes that
-//! found nothing: a busy driver does not measure. Drivers on several threads share this state
-//! without a lock: a lost update costs only a poll.
+//! Waits are measured with the clock that each pass reads anyway. A wait starts at the first pass
+//! that found nothing, so a busy driver does not measure. Drivers on several threads share this
+//! state without a lock. A lost update costs only one poll.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
-/// Polls that may last this long or longer are not adapted.
+/// Polling is not adapted if the limit is this long or longer.
 const UNADAPTED: Duration = Duration::from_secs(1);
 /// The shortest wait that is worth polling for. Halving ends here.
 const SHORTEST_NS: u64 = 1_000;
@@ -28,9 +28,9 @@ pub(crate) struct BusyPoll {
     clock: quanta::Clock,
     is_adaptive: bool,
     limit_us: AtomicU32,
-    /// How long answers take, in nanoseconds: 0 if not worth polling for.
+    /// The expected time until an answer, in nanoseconds. 0 means that polling is not worth it.
     expected_ns: AtomicU64,
-    /// When the first pass of this wait found nothing, as the clock's raw value; 0 if the last pass
+    /// When the first pass of this wait found nothing, as the clock's raw value. 0 if the last pass
     /// found work.
     waiting_since: AtomicU64,
 }
@@ -75,8 +75,8 @@ impl BusyPoll {
         }
     }
 
-    /// Records that the pass at the raw time `at` has found nothing. Returns how long the driver
-    /// has waited, if it should poll on instead of sleeping.
+    /// Records that the pass at the raw time `at` has found nothing. If the driver should continue
+    /// to poll, returns how long it has waited. Returns `None` if it should sleep.
     pub(super) fn poll_on(&self, at: u64) -> Option<Duration> {
         let since = match self.waiting_since.load(Ordering::Relaxed) {
             0 => {
@@ -90,7 +90,7 @@ impl BusyPoll {
     }
 
     /// Starts a new wait, because the program has acted and may expect an answer. If the last wait
-    /// has outlasted its poll without an answer, that poll was in vain, and is learned from.
+    /// lasted longer than its poll and had no answer, learns that this poll was in vain.
     pub(super) fn expect_answer(&self) {
         if self.waiting_since.load(Ordering::Relaxed) == 0 {
             return;
@@ -101,7 +101,7 @@ impl BusyPoll {
         }
     }
 
-    /// Learns from a wait.
+    /// Updates the expected time from the length of a wait.
     fn learn(&self, waited_ns: u64) {
         let limit_ns = self.limit_ns();
         if !self.adapts_to(limit_ns) {
@@ -128,7 +128,7 @@ mod tests {
 
     const LIMIT_US: u32 = 200;
 
-    /// A driver that makes a pass every microsecond, on a clock that only it advances.
+    /// A driver that makes a pass every microsecond. Only the driver advances its clock.
     struct Driver {
         clock: quanta::Clock,
         mock: Arc<quanta::Mock>,
@@ -143,7 +143,8 @@ mod tests {
             Self { clock, mock, poll }
         }
 
-        /// Waits for an answer that takes `micros`. Returns how many passes it polled for it.
+        /// Waits for an answer that takes `micros`. Returns the number of passes that polled for
+        /// it.
         fn wait(&self, micros: u64) -> u64 {
             let begun = self.clock.raw();
             let mut passes = 0;

@@ -1,10 +1,11 @@
-//! Calls that may block in the kernel or in a device's firmware, run off the driver's thread.
+//! Runs calls that may block in the kernel or in a device's firmware, on threads other than the
+//! driver's.
 //!
 //! Creating, modifying and destroying a queue pair, registering memory, and most calls of the
 //! connection manager are firmware commands or wait for kernel locks. They usually take tens of
-//! microseconds, but a full second if the kernel has to resolve the hardware address of a peer that
-//! does not answer. The program that drives the fabric may be a database, so the driver never makes
-//! these calls itself:
+//! microseconds. They take a full second if the kernel has to resolve the hardware address of a
+//! peer that does not answer. The program that drives the fabric may be a database, so the driver
+//! leaves these calls to command threads:
 //!
 //! ```text
 //!   driver:          command(own, work, then)
@@ -14,22 +15,23 @@
 //!   driver:          then(own, result)
 //! ```
 //!
-//! - A command owns what it works on and returns it with its result. Nobody else has access to it
-//!   in the meantime, so no lock is needed. If a command panics, it has failed: what it owned is
-//!   returned, and the commands after it still run.
+//! - A command owns the objects that it works on, and returns them with its result. Nobody else has
+//!   access to them in the meantime, so no lock is needed. A command that panics counts as failed.
+//!   Its objects are returned, and later commands still run.
 //! - Commands of one source (a peer, or this process) run in the order in which they were
 //!   submitted. Sources are served round-robin, one command each. A source whose commands take a
 //!   second occupies one thread, and other sources continue on the other threads (`fair_queue.rs`).
-//! - Up to [`THREADS_MAX`] threads, there is always an idle one: a thread that takes a command and
-//!   leaves no idle thread behind starts another.
-//! - A source may have [`WAITING_PER_SOURCE_MAX`] commands waiting. A caller that is about to
-//!   submit a command on behalf of a peer first checks [`Commands::has_room`], and refuses the peer
-//!   if there is none. Commands that release something are always accepted.
-//! - Posting, polling and arming stay with the driver: they do not enter the kernel.
+//! - While there are fewer than [`THREADS_MAX`] threads, one is always idle. A thread that takes a
+//!   command and leaves no idle thread behind starts another thread.
+//! - A source may have [`WAITING_PER_SOURCE_MAX`] commands waiting. Before a caller submits a
+//!   command on behalf of a peer, it checks [`Commands::has_room`], and refuses the peer if there
+//!   is no room. Commands that release something are always accepted.
+//! - The driver itself posts, polls and arms, because these calls do not enter the kernel on
+//!   network cards.
 //!
 //! Without the threads ([`Builder::command_threads`](super::Builder::command_threads)) the caller
 //! runs each command at once. That suits deterministic tests, and programs that have nothing else
-//! to do in the meantime.
+//! to do meanwhile.
 
 mod fair_queue;
 
@@ -47,38 +49,38 @@ use crate::source::Source;
 use crate::wake::mailbox::Mailbox;
 use fair_queue::{FairQueue, RunningJob};
 
-/// Maximum number of waiting commands of one source; further ones are refused.
+/// Maximum number of waiting commands of one source. Beyond it, [`Commands::has_room`] is false.
 const WAITING_PER_SOURCE_MAX: usize = 64;
-/// Maximum number of waiting commands of all sources. Beyond it, only sources that have none
-/// waiting may add one.
+/// Maximum number of waiting commands of all sources. Beyond it, a source has room only if it has
+/// no command waiting.
 const WAITING_MAX: usize = 1024;
-/// Number of threads at the start, and at most. A thread that was started stays.
+/// The initial and the maximum number of threads. A thread that was started stays.
 const THREADS: usize = 2;
 const THREADS_MAX: usize = 8;
-/// Maximum number of results that one pass handles; the rest is left to the next pass.
+/// Maximum number of results that one pass handles. The next pass handles the rest.
 const RESULTS_PER_PASS: usize = 32;
 
 /// Handles the result of a command, in a pass of the driver.
 type Finish = Box<dyn FnOnce(&mut Poller, &Shared) + Send>;
 
 enum Job {
-    /// The driver handles its result. If the fabric ends before the command has started, it is
-    /// dropped together with everything it owns.
+    /// A job whose result the driver handles. If the fabric ends before the job has started, the
+    /// job is dropped together with everything it owns.
     Command(Box<dyn FnOnce() -> Finish + Send>),
-    /// It has no result for the driver. It always runs, even when the fabric ends: until it has
-    /// run, a device may use the memory that it owns.
+    /// A job without a result for the driver. It always runs, even when the fabric ends, because a
+    /// device may use the memory that the job owns until the job has run.
     Detached(Box<dyn FnOnce() + Send>),
 }
 
 /// Runs commands, on threads of their own or inline.
 pub(crate) struct Commands {
-    /// `None`: the caller runs each command at once.
+    /// `None` if the caller runs each command at once.
     queue: Option<Arc<Queue>>,
 }
 
 struct Queue {
     state: Mutex<State>,
-    /// A job may be available, or the queue was closed.
+    /// Notified when a job may be available or the queue was closed.
     job_ready: Condvar,
     threads: Mutex<Vec<JoinHandle<()>>>,
     results: Mutex<VecDeque<Finish>>,
@@ -130,8 +132,8 @@ impl Commands {
         own < WAITING_PER_SOURCE_MAX && (own == 0 || all < WAITING_MAX)
     }
 
-    /// Runs `work`, which has no result for the driver. `work` must own everything that it needs:
-    /// if it panics, that is dropped.
+    /// Runs `work`, which has no result for the driver. `work` must own everything that it needs.
+    /// If `work` panics, these objects are dropped.
     pub(crate) fn run(
         &self,
         source: impl Into<Option<Source>>,
@@ -148,8 +150,7 @@ impl Commands {
         self.run(source, move || drop(thing));
     }
 
-    /// Ends the threads. Afterwards detached jobs run at once, in the caller, and commands never
-    /// run.
+    /// Ends the threads. Afterwards the caller runs detached jobs at once, and commands never run.
     pub(super) fn close(&self) {
         let Some(queue) = &self.queue else { return };
         let left = {
@@ -158,11 +159,12 @@ impl Commands {
             state.jobs.take_all()
         };
         queue.job_ready.notify_all();
-        // One at a time: the thread that is joined may have started another one just before.
+        // Join one thread at a time, because a thread may have started another one just before it
+        // ended.
         loop {
             let Some(thread) = lock(&queue.threads).pop() else { break };
-            // A thread cannot join itself: a command may drop the last handle of the fabric, and
-            // then this runs on its thread.
+            // A thread cannot join itself. This function runs on a command thread if a command
+            // drops the last handle of the fabric.
             if thread.thread().id() != std::thread::current().id() {
                 let _ = thread.join();
             }
@@ -176,7 +178,8 @@ impl Commands {
 }
 
 impl Drop for Commands {
-    /// Ends the threads if building the fabric failed; otherwise the fabric has closed it already.
+    /// Ends the threads if building the fabric failed. Otherwise the fabric has already closed the
+    /// queue.
     fn drop(&mut self) {
         self.close();
     }
@@ -210,8 +213,8 @@ impl Poller {
         }
     }
 
-    /// Handles the results that have arrived and returns their number. Call it after emptying the
-    /// mailbox: a command thread adds its result before it wakes the driver.
+    /// Handles the results that have arrived and returns their number. Must be called after
+    /// emptying the mailbox, because a command thread adds its result before it wakes the driver.
     pub(super) fn finish_commands(&mut self, shared: &Shared) -> usize {
         let Some(queue) = &shared.commands.queue else { return 0 };
         if !queue.has_results.load(Ordering::SeqCst) {
@@ -284,8 +287,8 @@ impl Queue {
         }
     }
 
-    /// Waits for the next job; `None` once the queue is closed. If no other thread is idle, it
-    /// first starts one, up to [`THREADS_MAX`].
+    /// Waits for the next job. Returns `None` once the queue is closed. If no other thread is idle,
+    /// starts another thread first, up to [`THREADS_MAX`].
     fn next(self: &Arc<Self>) -> Option<(RunningJob, Job)> {
         let mut state = lock(&self.state);
         loop {
@@ -315,7 +318,7 @@ impl Queue {
 /// Calls `work` and returns its result.
 ///
 /// # Errors
-/// Returns an error if `work` panics; the thread survives.
+/// Returns an error if `work` panics. The thread survives.
 fn catch_panic<T>(work: impl FnOnce() -> T) -> Result<T, Error> {
     std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)).map_err(|_| {
         tracing::error!("a device command panicked");
@@ -343,7 +346,7 @@ mod tests {
     }
 
     /// Submits a command that reports when it has started and then blocks. Returns the channel for
-    /// the report, and one whose end lets the command finish.
+    /// the report, and a sender. Dropping the sender lets the command finish.
     fn submit_blocking(commands: &Commands, of: Option<Source>) -> (Receiver<()>, Sender<()>) {
         let ((begun, begins), (go, may)) = (channel(), channel());
         commands.run(of, move || {
@@ -441,7 +444,7 @@ mod tests {
             drop(go);
         });
         assert_eq!(Arc::strong_count(&thing), 1);
-        commands.discard(None, thing); // after the close: dropped at once
+        commands.discard(None, thing); // dropped at once, because the queue is closed
         drop(waits);
     }
 

@@ -1,7 +1,7 @@
 //! Opens the devices that a fabric uses.
 //!
-//! A device that cannot be used is left out, with the reason: one NIC without shared receive queues
-//! (EFA: `max_srq` is 0) must not prevent the use of the others.
+//! A device that cannot be used is left out, and the reason is recorded. One NIC without shared
+//! receive queues (EFA: `max_srq` is 0) must not prevent the use of the other devices.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use crate::error::{Error, ErrorKind};
 use crate::mem::Pool;
 use crate::wake::wait_set::WaitSet;
 
-/// Minimum number of receives for a device, however many devices share the limit.
+/// Minimum number of receives for a device, even if many devices share the limit.
 const RECEIVES_MIN: u32 = 64;
 
 /// The opened devices of a fabric, with everything it holds on them.
@@ -30,8 +30,9 @@ pub(super) struct Devices {
 }
 
 impl Devices {
-    /// Opens the devices with these names; without names, those with these addresses; without
-    /// either, all. Divides the settings among several devices: see [`divide`].
+    /// Opens the devices with these names. If there are no names, opens the devices with these
+    /// addresses. If there are no addresses either, opens all devices. Divides the settings among
+    /// several devices: see [`divide`].
     pub(super) fn open(
         verbs: &Verbs,
         names: &[String],
@@ -65,7 +66,7 @@ impl Devices {
         }
     }
 
-    /// Opens all devices, or returns the index of one that cannot be used.
+    /// Opens all devices. The error has the index of a device that cannot be used.
     fn open_all(devices: &[Device], config: &Config) -> Result<Self, (usize, Error)> {
         let mut made = Vec::new();
         for (index, device) in devices.iter().enumerate() {
@@ -116,9 +117,9 @@ fn open_device(
 
 /// Returns the settings for a fabric with this number of devices.
 ///
-/// Every device pins all of the pool's memory. Therefore each device gets a share of the limits:
-/// all of them together stay below `memory_pool_max`, and the pinned memory grows with the number
-/// of devices, not with its square.
+/// Every device pins all of the pool's memory. Therefore each device gets a share of the limits.
+/// All devices together then stay below `memory_pool_max`. The pinned memory grows with the number
+/// of devices, and not with the square of that number.
 fn divide(config: &Config, devices: usize) -> Config {
     let mut config = config.clone();
     if devices > 1 {
@@ -135,7 +136,7 @@ fn divide(config: &Config, devices: usize) -> Config {
 }
 
 /// Describes how much memory the devices pin when they are opened. The text is added to an error
-/// about the locked-memory limit, which itself has only the size of the call that failed.
+/// about the locked-memory limit, because that error has only the size of the failed call.
 fn memory_needed(config: &Config, devices: usize) -> String {
     /// Size of a queue's entry, on a device that pins the memory of its queues.
     const ENTRY_BYTES: usize = 64;
@@ -179,7 +180,7 @@ fn choose(verbs: &Verbs, names: &[String], addresses: &[SocketAddr]) -> Result<V
     Ok(devices)
 }
 
-/// Returns the device with this name. If no device has it, the error lists those that exist.
+/// Returns the device with this name. If there is none, the error lists the devices that exist.
 fn named(verbs: &Verbs, name: &str) -> Result<Device, Error> {
     let mut devices = verbs.devices()?;
     match devices.iter().position(|device| device.name() == name) {
@@ -191,11 +192,11 @@ fn named(verbs: &Verbs, name: &str) -> Result<Device, Error> {
     }
 }
 
-/// Returns the name of the device that has an address. The connection manager knows it, for
-/// Ethernet and InfiniBand alike.
+/// Returns the name of the device that has an address. Asks the connection manager, which knows it
+/// for Ethernet and for InfiniBand.
 fn device_at(channel: &EventChannel, mut address: SocketAddr) -> Option<String> {
     let id = channel.create_id().ok()?;
-    address.set_port(0); // any port: the address's own may be in use
+    address.set_port(0); // any port, because the given port may be in use
     id.bind(address).ok()?;
     id.device().map(|(device, _)| device)
 }

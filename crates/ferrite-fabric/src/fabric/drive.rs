@@ -1,5 +1,5 @@
-//! The ways to drive a fabric. All do the same: passes while there is work, then a short spin, then
-//! sleep.
+//! The ways to drive a fabric. Each way makes passes while there is work, then polls for a short
+//! time, then sleeps.
 
 use std::future::Future;
 use std::ops::{ControlFlow, Deref};
@@ -18,25 +18,25 @@ use crate::mem::lock;
 use crate::wake::event_fd::EventFd;
 use crate::wake::wakeup::Wakeup;
 
-/// How to continue when there was nothing to do.
+/// How to continue when there was no work.
 #[derive(PartialEq, Eq)]
 enum Armed {
     /// Wait for the descriptor.
     Sleep,
-    /// There is work after all: make another pass.
+    /// There is work now, so make another pass.
     Retry,
     /// Another thread is driving the fabric at this moment.
     Busy,
 }
 
-/// How long to leave the fabric to another thread that is driving it.
+/// How long to wait while another thread drives the fabric.
 const BUSY_WAIT: Duration = Duration::from_millis(1);
 
-/// What a pass found.
+/// The result of a pass.
 struct Pass {
-    /// How much there was to do: 0 if another thread is making a pass.
+    /// How much work was done. 0 if another thread is making a pass.
     done: usize,
-    /// When it was made, as the clock's raw value.
+    /// When the pass was made, as the clock's raw value.
     at: u64,
 }
 
@@ -68,7 +68,7 @@ impl Shared {
         if armed && !woken { Armed::Sleep } else { Armed::Retry }
     }
 
-    /// Runs `act` with the poller, then wakes the futures that it completed.
+    /// Runs `act` with the poller, then wakes the futures that `act` completed.
     pub(crate) fn with_poller<R>(&self, act: impl FnOnce(&mut super::Poller, &Self) -> R) -> R {
         let mut poller = lock(&self.poller);
         let result = act(&mut poller, self);
@@ -140,27 +140,27 @@ impl Shared {
 }
 
 impl Fabric {
-    /// Makes one pass: takes completions, delivers messages, wakes futures. Returns how much there
-    /// was to do. Never waits.
+    /// Makes one pass: takes completions, delivers messages, wakes futures. Returns how much work
+    /// was done. Never waits.
     ///
-    /// For callers that spin. A caller that wants to sleep calls [`Fabric::progress`].
+    /// Use this in a loop that spins. A caller that wants to sleep calls [`Fabric::progress`].
     #[expect(clippy::must_use_candidate, reason = "called for its effect")]
     pub fn poll(&self) -> usize {
         let shared = self.shared();
         let done = shared.pass().done;
         if shared.drivers.load(Ordering::SeqCst) > 0 {
-            shared.mailbox.hand_over(); // to another driver: this may be the caller's last pass
+            shared.mailbox.hand_over(); // this may be the caller's last pass
         }
         done
     }
 
     /// Does all the work there is, polls a little longer (`busy_poll_us`), and prepares the
-    /// descriptor for waiting. Returns how much there was to do.
+    /// descriptor for waiting. Returns how much work was done.
     ///
-    /// When this returns, wait until the descriptor is readable, then call it again. Also call it
-    /// after submitting work to the fabric, before waiting. The descriptor stays readable while
-    /// there is work, so a loop that uses edge-triggered events (`EPOLLET`) must check it before it
-    /// waits.
+    /// When this returns, wait until the descriptor is readable, then call this function again.
+    /// Also call it after submitting work to the fabric, before waiting. The descriptor stays
+    /// readable while there is work, so a loop that uses edge-triggered events (`EPOLLET`) must
+    /// check it before waiting.
     #[expect(clippy::must_use_candidate, reason = "called for its effect")]
     pub fn progress(&self) -> usize {
         match self.progress_with(|| ControlFlow::Continue(false)) {
@@ -170,17 +170,18 @@ impl Fabric {
 
     /// Like [`Fabric::progress`], for a loop that also runs futures.
     ///
-    /// `work` is called after each pass, to run the futures which that pass has woken. It returns
-    /// whether it did anything, or breaks because the loop has other things to do. The descriptor
-    /// is prepared when neither the fabric nor `work` finds more to do.
+    /// `work` is called after each pass, to run the futures that the pass has woken. It returns
+    /// whether it did anything, or breaks because the loop has other things to do. When neither the
+    /// fabric nor `work` finds more to do, the descriptor is prepared for waiting.
     ///
-    /// Returns how much there was to do. The result is a break if the loop was interrupted with
-    /// more work left; the descriptor is readable then.
+    /// Returns how much work was done. The result is `Break` if the loop was interrupted with more
+    /// work left. The descriptor is readable then.
     pub fn progress_with(
         &self,
         mut work: impl FnMut() -> ControlFlow<(), bool>,
     ) -> ControlFlow<usize, usize> {
-        /// A busy link must not keep the caller's loop from its other descriptors.
+        /// Maximum amount of work in one call, so that a busy link does not keep the caller's loop
+        /// from its other descriptors.
         const ENOUGH: usize = 1024;
         let shared = self.shared();
         let (mut total, mut first) = (0, true);
@@ -194,8 +195,8 @@ impl Fabric {
             let worked = work();
             done += usize::from(worked == ControlFlow::Continue(true));
             total += done;
-            // Until something was done, this only busy-polls (`busy_poll_us`), and a break is
-            // ignored.
+            // Before any work was done, this loop only busy-polls (`busy_poll_us`), and ignores a
+            // break.
             if total >= ENOUGH || worked.is_break() && total > 0 {
                 shared.mailbox.wake();
                 return ControlFlow::Break(total);
@@ -225,9 +226,9 @@ impl Fabric {
         }
     }
 
-    /// Changes how long to poll for completions before sleeping;
-    /// [`Config::busy_poll_us`](crate::Config) is the initial value. For programs that sleep until
-    /// a peer connects and then want low latency.
+    /// Changes how long to poll for completions before sleeping. The initial value is
+    /// [`Config::busy_poll_us`](crate::Config). For programs that sleep until a peer connects and
+    /// then want low latency.
     pub fn set_busy_poll_us(&self, busy_poll_us: u32) {
         self.shared().busy_poll.set_limit_us(busy_poll_us);
     }
@@ -275,7 +276,7 @@ impl Fabric {
     /// `tokio::spawn(fabric.drive())`.
     ///
     /// # Errors
-    /// Fails if tokio cannot watch the descriptor (its I/O driver is not enabled).
+    /// Fails if tokio cannot watch the descriptor because its I/O driver is not enabled.
     #[cfg(feature = "tokio")]
     pub fn drive(&self) -> impl Future<Output = std::io::Result<()>> + Send + 'static {
         let driving = Driving::new(Arc::clone(self.shared()));
@@ -287,7 +288,7 @@ impl Fabric {
                 let pass = shared.pass();
                 if pass.done > 0 {
                     if shared.uses_sockets() {
-                        // Let more data arrive at our sockets: fewer, longer reads.
+                        // Let more data arrive at our sockets, so that reads are fewer and longer.
                         tokio::task::yield_now().await;
                     } else {
                         yield_to_woken_tasks().await;
@@ -298,10 +299,10 @@ impl Fabric {
                     tokio::task::yield_now().await;
                 } else {
                     match shared.arm() {
-                        Armed::Sleep if shared.is_over() => return Ok(()), // as in `run`
-                        // tokio is edge-triggered: it does not report again what is cleared here.
-                        // The next pass handles that, and `arm` does not allow sleep while a pass
-                        // has left work.
+                        Armed::Sleep if shared.is_over() => return Ok(()), // as in `Shared::run`
+                        // tokio is edge-triggered, so it does not report the cleared readiness
+                        // again. The next pass handles the work behind it, and `arm` does not allow
+                        // sleep while a pass has left work.
                         Armed::Sleep => fd.readable().await?.clear_ready(),
                         Armed::Retry => {}
                         Armed::Busy => tokio::time::sleep(BUSY_WAIT).await,
@@ -321,8 +322,9 @@ impl Fabric {
     }
 }
 
-/// Yields to the tasks that were woken. Unlike `tokio::task::yield_now` it does not poll all
-/// descriptors, which would be a system call and four clock readings in the middle of a round trip.
+/// Yields to the tasks that were woken. Unlike `tokio::task::yield_now`, it does not poll all
+/// descriptors. That would cost a system call and four clock readings in the middle of a round
+/// trip.
 #[cfg(feature = "tokio")]
 fn yield_to_woken_tasks() -> impl Future<Output = ()> {
     let mut yielded = false;

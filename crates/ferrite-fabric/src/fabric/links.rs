@@ -19,8 +19,8 @@ pub(crate) struct Links {
 #[derive(Default)]
 struct Place {
     link: Option<Arc<LinkShared>>,
-    /// The first generation of the next link's slots, so that a late completion of an earlier link
-    /// matches nothing.
+    /// The first generation of the next link's slots. It ensures that a late completion of an
+    /// earlier link matches no slot.
     next_generation: u32,
 }
 

@@ -1,4 +1,5 @@
-//! What a listener shares with the poller: the links and foreign peers that wait to be accepted.
+//! The state that a listener shares with the poller: links and foreign peers that wait to be
+//! accepted.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -18,19 +19,20 @@ use crate::mem::lock;
 pub(crate) const BACKLOG: usize = 1024;
 /// Maximum number of RDMA requests of foreign peers that wait to be accepted.
 const FOREIGN_PEERS: usize = 64;
-/// Maximum number of TCP connections of foreign peers that wait to be accepted; they cost less.
+/// Maximum number of TCP connections of foreign peers that wait to be accepted. They cost less than
+/// RDMA requests.
 const FOREIGN_TCP_PEERS: usize = 1024;
 
 pub(crate) struct ListenerShared {
     pub(crate) queue: Mutex<Queue>,
-    /// The RDMA half, if it listens for RDMA.
+    /// The RDMA half, if the listener accepts RDMA.
     pub(crate) rdma: Mutex<Option<Half>>,
-    /// The address that it listens on.
+    /// The address that the listener is bound to.
     ip: IpAddr,
-    /// RDMA is preferred, so it also listens for TCP: links can migrate to TCP, and the listener
-    /// survives the loss of its device.
+    /// Whether RDMA is preferred, so that the listener also accepts TCP. Links can then migrate to
+    /// TCP, and the listener survives the loss of its device.
     pub(crate) can_migrate: bool,
-    /// Every RDMA peer counts as a foreign peer, whether or not it sends a hello.
+    /// Whether every RDMA peer counts as a foreign peer, even if it sends a hello.
     pub(crate) foreign_peers_only: bool,
 }
 
@@ -46,7 +48,7 @@ pub(crate) struct Queue {
 /// Waiting foreign peers, over RDMA or over TCP.
 pub(crate) struct AcceptQueue<T> {
     peers: VecDeque<T>,
-    /// Whether the program accepts such peers. Otherwise they are refused.
+    /// Whether the program accepts foreign peers over this transport. Otherwise they are refused.
     pub(crate) is_open: bool,
     waiting: Wakes,
 }
@@ -118,7 +120,7 @@ impl ListenerShared {
     }
 
     /// Queues the request of a foreign peer. Returns the request if nobody accepts foreign peers,
-    /// or if too many are waiting.
+    /// or if too many foreign peers are waiting.
     pub(crate) fn foreign_peer(
         &self,
         request: ConnectionRequest,
@@ -157,7 +159,7 @@ impl ListenerShared {
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Half {
     Listening(CmKey),
-    /// Its number among the lost listeners.
+    /// The device is gone. The number identifies the entry among the lost listeners.
     Lost(u64),
 }
 
@@ -170,10 +172,10 @@ pub struct ForeignTcpPeer {
     pub heard: Vec<u8>,
     /// The peer's address.
     pub peer: SocketAddr,
-    /// When it was accepted.
+    /// When the connection was accepted.
     pub accepted: Instant,
-    /// When the fabric found that the peer is foreign, because its first bytes were not a hello, or
-    /// gave up waiting for a hello.
+    /// When the fabric handed the connection over. Either the first bytes were not a hello, or the
+    /// fabric stopped waiting for a hello.
     pub handed_over: Instant,
 }
 

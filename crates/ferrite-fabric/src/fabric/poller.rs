@@ -49,8 +49,8 @@ const LOOK_EVERY: Duration = Duration::from_millis(1);
 /// The interval between attempts to get memory for receives.
 const REFILL_EVERY: Duration = Duration::from_millis(5);
 
-/// Maximum number of expired timers that one pass handles, for the same reason as
-/// `CM_EVENTS_PER_PASS`.
+/// Maximum number of expired timers that one pass handles, so that many timers do not delay the
+/// completions of other links.
 const TIMERS_PER_PASS: usize = 32;
 
 pub(crate) struct Poller {
@@ -83,7 +83,7 @@ pub(crate) struct Poller {
     /// Links that asked for attention.
     pub(super) pending_links: VecDeque<u32>,
     ready: Vec<(Ready, bool)>,
-    /// Whether the descriptor was prepared for waiting and not checked since.
+    /// Whether the driver has prepared to sleep since the last check of the descriptors.
     armed: bool,
     /// Whether the last check left events that will not be reported again.
     unfinished: bool,
@@ -127,7 +127,7 @@ impl Poller {
             clock_set: None,
             pending_links: VecDeque::new(),
             ready: Vec::new(),
-            armed: true, // the descriptor was not checked yet
+            armed: true, // the descriptors were not checked yet
             unfinished: false,
             starved: false,
             starved_links: HashSet::new(),
@@ -140,10 +140,10 @@ impl Poller {
     }
 
     /// Makes a pass: polls completions, and handles events and deadlines when it is time. Returns
-    /// how much there was to do. `at` is the time, as the raw value of the fabric's clock.
+    /// how much work the pass did. `at` is the time, as the raw value of the fabric's clock.
     pub(crate) fn pass(&mut self, shared: &Shared, at: u64) -> usize {
         let mut done = 0;
-        // First, because the rest of the pass uses `self.now`.
+        // Check the descriptors first, because the rest of the pass uses `self.now`.
         if self.armed
             || self.sockets.are_in_use()
             || shared.clock.delta(self.looked, at) >= LOOK_EVERY
@@ -170,7 +170,7 @@ impl Poller {
     fn reap(&mut self, shared: &Shared) -> usize {
         const BATCHES: usize = 4;
         let mut total = 0;
-        // Nothing that is called below uses the field.
+        // The functions called below do not use `self.device_objects`.
         let mut device_objects = std::mem::take(&mut self.device_objects);
         for (device, objects) in shared.devices.iter().zip(&mut device_objects) {
             let Some(objects) = objects else { continue };
@@ -236,7 +236,7 @@ impl Poller {
         }
     }
 
-    /// Takes all completions that are there now. Ends even if others keep arriving meanwhile.
+    /// Takes all completions that have arrived so far. Terminates even if more keep arriving.
     pub(crate) fn reap_all(&mut self, shared: &Shared) {
         let mut left: usize =
             self.device_objects.iter().flatten().map(|objects| objects.cq.depth() as usize).sum();
@@ -284,8 +284,9 @@ impl Poller {
             self.peer_was_refused(shared, link, true);
         }
         link.with_wakes(&mut self.wakes, |state, env, wakes| match wc.status() {
-            // A receive of a queue pair that the link no longer uses. It was not included in the
-            // number of received frames that the peer got, so the peer sends the frame again.
+            // This receive belongs to a queue pair that the link no longer uses. The count of
+            // received frames that the peer was told does not include it, so the peer sends the
+            // frame again.
             _ if !state.on_taken(wc.qp_num(), number) => {}
             Status::SUCCESS => match state.on_received(env.pool, wc, buf, now, wakes) {
                 Ok(()) => state.pump(env, wakes),
@@ -308,7 +309,7 @@ impl Poller {
         self.link(shared, name.index).filter(|link| link.name == name)
     }
 
-    /// Checks the descriptors and the deadlines; returns how much there was to do. Not inlined, so
+    /// Checks the descriptors and the deadlines. Returns how much work there was. Not inlined, so
     /// that instruction counts can exclude it: how often it runs depends on the clock.
     #[inline(never)]
     fn look(&mut self, shared: &Shared) -> usize {
@@ -321,8 +322,8 @@ impl Poller {
             match ready {
                 Ready::Completions(device) => {
                     let Some(objects) = &mut self.device_objects[device] else { continue };
-                    // Take one event, because the queue was armed once. If there were a second one,
-                    // it would be reported again.
+                    // Take only one event, because the queue was armed once. The descriptor would
+                    // report a second event again.
                     match objects.channel.next_event() {
                         Ok(Some(_)) => objects.armed = false,
                         // No more events will come, and the descriptor would stay ready for ever.
@@ -377,21 +378,22 @@ impl Poller {
         self.device_objects.clear();
     }
 
-    /// Prepares for sleep: afterwards the descriptor becomes readable when there is something to
-    /// do. Returns `false` if there already is.
+    /// Prepares for sleep. Afterwards the descriptor becomes readable when there is something to
+    /// do. Returns `false` if there already is something to do.
     pub(crate) fn arm(&mut self, shared: &Shared) -> bool {
         let mut unarmed = false;
         for (device, objects) in shared.devices.iter().zip(&mut self.device_objects) {
             let Some(objects) = objects else { continue };
-            // A completion queue stays armed until its event was taken. Arming it again would be a
-            // needless system call. A device that is gone has no more completions.
+            // A completion queue stays armed until its event was taken. Arming it again would be
+            // needless, and is a system call on some devices. A device that is gone has no more
+            // completions.
             if !objects.armed {
                 objects.armed = objects.cq.request_notify(false).is_ok();
                 unarmed |= !objects.armed && !device.is_gone();
             }
         }
         if unarmed {
-            self.refill_later(); // its timer wakes the driver, which then arms the queue again
+            self.refill_later(); // the refill timer wakes the driver, which then arms the queue
         }
         let found = self.reap(shared);
         let soonest = self.timers.soonest();

@@ -1,20 +1,20 @@
 //! Memory that peers access directly: regions, grants and their revocation.
 //!
 //! A region ([`Region`](crate::Region)) is a buffer registered for remote access. A peer learns of
-//! it through a [`GrantToken`], which the application sends like any other bytes. Revocation has
-//! two steps, because a device cannot stop an access in the middle without breaking the peer's
-//! connection:
+//! it through a [`GrantToken`], which the application sends like any other bytes. A device cannot
+//! stop an access in the middle without breaking the peer's connection. So a revocation has two
+//! steps:
 //!
 //! 1. The fabric informs every link that has the grant. The peer's fabric starts no new operation
-//!    with it, waits for those in progress, and confirms.
-//! 2. When all have confirmed, or their time is over, the registration ends. From then on the
-//!    device refuses the key, whoever uses it. A peer that ignored the revocation loses its link
-//!    with its next access; others are not affected.
+//!    with the grant, waits for operations in progress, and confirms.
+//! 2. When all links have confirmed, or their time is over, the registration ends. From then on the
+//!    device refuses the key for every peer. A peer that ignored the revocation loses its link with
+//!    its next access. Other links are not affected.
 //!
-//! If the device has memory windows of type 2, each link with a grant gets a window of its own,
-//! bound to its queue pair: a token that is passed on is worthless on another link. On other
-//! devices keys are valid for all links of the device. There a grant only says who *should* use it:
-//! a peer that passes its token on gives its own rights away, until they are revoked for all.
+//! If the device has memory windows of type 2, each link with a grant gets its own window, bound to
+//! its queue pair. A token that is passed on is then worthless on another link. On other devices,
+//! keys are valid for all links of the device. A grant then only says who *should* use it. A peer
+//! that passes its token on gives its own rights away, until the grant is revoked for all.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -31,12 +31,12 @@ use crate::link::state::Request;
 use crate::mem::{BufMut, Exposed, Pool, Window, lock};
 use crate::wire::{GrantToken, Rights};
 
-/// A region, as its owner and the fabric share it.
+/// A region, shared between its owner and the fabric.
 pub(crate) struct RegionShared {
     pub(crate) id: u64,
     pub(crate) rights: Rights,
     pub(crate) remote: RemoteSlice,
-    /// `None` if it is only accessible over TCP.
+    /// `None` if the region is only accessible over TCP.
     pub(crate) device: Option<Arc<SharedDevice>>,
     state: Mutex<State>,
 }
@@ -46,7 +46,7 @@ enum State {
         exposed: Exposed,
         granted: Vec<Weak<LinkShared>>,
     },
-    /// Waits until links (by number) have released the grant, at most until the timer expires.
+    /// Links (by number) have yet to release the grant. The timer limits the wait.
     Revoking {
         exposed: Exposed,
         waiting: Vec<u32>,
@@ -94,8 +94,8 @@ pub(crate) struct Regions {
 }
 
 impl Regions {
-    /// Registers `buf` on `device`, or for peers over TCP only. With `stays`, the region remains
-    /// accessible over TCP if the device disappears.
+    /// Registers `buf` on `device`, or for peers over TCP only. If `stays`, the region remains
+    /// accessible over TCP after the device disappears.
     pub(crate) fn register(
         &self,
         pool: &Pool,
@@ -105,7 +105,7 @@ impl Regions {
         stays: bool,
     ) -> Result<Arc<RegionShared>, (BufMut, Error)> {
         let exposed = match device {
-            // Each link with a grant gets a window of its own into the region.
+            // Each link with a grant gets its own window into the region.
             Some(device) if device.has_windows() => pool.expose(buf, device.index, Access::WINDOWS),
             Some(device) => pool.expose(buf, device.index, access_of(rights)),
             None => pool.expose_without_device(buf),
@@ -121,8 +121,8 @@ impl Regions {
         });
         lock(&self.by_id).insert(id, Arc::downgrade(&region));
         if let Some(device) = device.filter(|device| device.is_gone()) {
-            // The device has disappeared during this call. The regions on it may have been ended
-            // before this one was in the table, so end them again.
+            // The device has disappeared during this call. Its regions may have been ended before
+            // this region was in the table, so end them again.
             let mut wakes = Wakes::new();
             self.on_device_gone(device, stays, &mut wakes);
             wakes.into_iter().for_each(Waker::wake);
@@ -139,8 +139,8 @@ impl Regions {
         lock(&self.by_id).get(&id).and_then(Weak::upgrade)
     }
 
-    /// Executes a request of the peer of `link` that came over TCP. Returns `false` if no grant
-    /// allows it.
+    /// Executes a request that the peer of `link` sent over TCP. Returns `false` if no grant allows
+    /// it.
     pub(crate) fn serve(&self, link: &Arc<LinkShared>, request: Request<'_>) -> bool {
         let (grant, offset, len, needs) = match &request {
             Request::Write { grant, offset, bytes } => {
@@ -158,7 +158,7 @@ impl Regions {
                 let given = granted.iter().any(|given| given.as_ptr() == Arc::as_ptr(link));
                 given.then_some(exposed)
             }
-            // A link may use the grant until it has released it.
+            // A link may use the grant until it has released the grant.
             State::Revoking { exposed, waiting, .. } => {
                 waiting.contains(&link.index).then_some(exposed)
             }
@@ -172,8 +172,8 @@ impl Regions {
         true
     }
 
-    /// Returns how the peer of `link` can access its granted regions on `device`. Registers them
-    /// there if necessary.
+    /// Returns how the peer of `link` can access its granted regions on `device`. Registers the
+    /// regions on `device` if necessary.
     pub(crate) fn access_for(
         &self,
         pool: &Pool,
@@ -206,7 +206,7 @@ impl Regions {
         }
     }
 
-    /// Ends all registrations on a device that is gone. With `stays`, regions remain accessible
+    /// Ends all registrations on a device that is gone. If `stays`, the regions remain accessible
     /// over TCP.
     pub(crate) fn on_device_gone(&self, device: &SharedDevice, stays: bool, wakes: &mut Wakes) {
         let regions: Vec<_> = lock(&self.by_id).values().filter_map(Weak::upgrade).collect();
@@ -244,12 +244,12 @@ fn access_of(rights: Rights) -> Access {
 }
 
 impl RegionShared {
-    /// Grants the peer of `link` access. Returns the token that it needs.
+    /// Grants the peer of `link` access. Returns the token that the peer needs.
     pub(crate) fn grant_to(&self, pool: &Pool, link: &Arc<LinkShared>) -> GrantToken {
         let RemoteSlice { addr, len, rkey } = self.remote;
         let mut token = GrantToken { grant: self.id, addr, len, rkey, rights: self.rights };
         let access = access_of(self.rights);
-        // The link may be on another device than the region, or may have been on none when the
+        // The link may be on another device than the region. Or it may have had no device when the
         // region was created.
         let device = link.with(|state, _, _| {
             state.allow(access);
@@ -280,7 +280,7 @@ impl RegionShared {
         matches!(&*lock(&self.state), State::Live { .. })
     }
 
-    /// Copies bytes out of the region; `false` if it is revoked.
+    /// Copies bytes out of the region. Returns `false` if it is revoked.
     pub(crate) fn read(&self, offset: usize, out: &mut [u8]) -> bool {
         match &*lock(&self.state) {
             State::Live { exposed, .. } | State::Revoking { exposed, .. } => {
@@ -291,7 +291,7 @@ impl RegionShared {
         }
     }
 
-    /// Copies bytes into the region; `false` if it is revoked.
+    /// Copies bytes into the region. Returns `false` if it is revoked.
     pub(crate) fn write(&self, offset: usize, bytes: &[u8]) -> bool {
         match &mut *lock(&self.state) {
             State::Live { exposed, .. } | State::Revoking { exposed, .. } => {
@@ -358,8 +358,8 @@ impl RegionShared {
         };
     }
 
-    /// Second step of a revocation: ends the registration if no link is waited for, or if
-    /// `by_force`.
+    /// Second step of a revocation: ends the registration if all links have released the grant, or
+    /// if `by_force`.
     fn finish_if_released(&self, wakes: &mut Wakes, by_force: bool) {
         let state = &mut *lock(&self.state);
         match state {

@@ -1,24 +1,25 @@
-//! What a driver does between two passes that found nothing.
+//! The pause of a driver between two passes that found nothing.
 //!
-//! The peer or the kernel may be waiting for our CPU. The kernel needs it for every message if it
-//! emulates the device: its worker runs on the CPU that posted the message, and a program that only
-//! spins keeps it waiting for up to a scheduler tick. But yielding the CPU is a system call in the
-//! middle of a round trip. So a driver spins for about as long as a short message and its answer
-//! take, and yields every few passes from then on.
+//! The peer or the kernel may be waiting for our CPU. If the kernel emulates the device, it needs
+//! our CPU for every message: its worker runs on the CPU that posted the message. A program that
+//! only spins delays the worker for up to a scheduler tick. But yielding the CPU is a system call
+//! in the middle of a round trip. So a driver first spins for about as long as a short message and
+//! its answer take. From then on it yields every few passes.
 
 use std::time::Duration;
 
-/// Longer than a short message and its answer take on a network card.
+/// How long to spin before yielding, on a network card. A short message and its answer take less
+/// time.
 const ROUND_TRIP: Duration = Duration::from_micros(100);
-/// About as long as most of them take if the kernel emulates the device. Without any wait, the
-/// median of `bench/fabric-ratio` was a tenth longer; with 100 us, its slowest messages took twice
-/// as long.
+/// How long to spin before yielding, if the kernel emulates the device. Most short messages and
+/// their answers take about this long. If the driver yielded at once, the median of
+/// `bench/fabric-ratio` was a tenth longer. With 100 us, its slowest messages took twice as long.
 const SOFTWARE_ROUND_TRIP: Duration = Duration::from_micros(60);
-/// One of this many passes yields.
+/// One in this many passes yields.
 const UNTIL_YIELD: u32 = 8;
 
 pub(super) struct Spin {
-    /// The wait after which a driver yields.
+    /// How long a driver spins before it starts to yield.
     until: Duration,
     passes: u32,
 }
@@ -29,7 +30,7 @@ impl Spin {
         Self { until, passes: 0 }
     }
 
-    /// Waits a moment before the next pass. `idle` is how long the driver has found nothing.
+    /// Pauses before the next pass. `idle` is how long the driver has found nothing.
     pub(super) fn pause(&mut self, idle: Duration) {
         if self.must_yield(idle) {
             std::thread::yield_now();

@@ -10,7 +10,7 @@ use crate::link::LinkStats;
 use crate::mem::{PoolStats, lock};
 use crate::policy::FallbackCause;
 
-/// More than the number of completion statuses that verbs define.
+/// Larger than the number of completion statuses that verbs define.
 const STATUSES: usize = 32;
 
 #[derive(Default)]
@@ -44,7 +44,7 @@ pub(crate) struct Counters {
     pub(crate) shared_windows: AtomicU64,
 }
 
-/// A snapshot of a fabric's counters and of what it holds.
+/// A snapshot of a fabric's counters and of its resources.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct FabricStats {
@@ -56,14 +56,15 @@ pub struct FabricStats {
     pub in_flight: u64,
     /// Receives that are posted and wait for messages.
     pub receives_posted: u64,
-    /// Receives that a failed link took without completing them. On Soft-RoCE their memory is
-    /// reclaimed when no link is left that could hold them; on other devices only when the fabric
-    /// ends.
+    /// Receives that a failed link took without completing them. On Soft-RoCE, their memory is
+    /// reclaimed when no link is left that could hold them. On other devices, it is reclaimed only
+    /// when the fabric ends.
     pub receives_overdue: u64,
     /// Receives that may be lost: a link ended, and the device did not report in time that the
-    /// link's queue pair had taken its last receive. As many others were posted in their place.
+    /// link's queue pair had taken its last receive. The same number of receives was posted in
+    /// their place.
     pub receives_missing: u64,
-    /// Passes of the driver; each polls every completion queue.
+    /// Passes of the driver. Each pass polls every completion queue.
     pub passes: u64,
     /// Completions that were polled.
     pub completions: u64,
@@ -91,8 +92,8 @@ pub struct FabricStats {
     pub unknown_receives: u64,
     /// Links that use TCP although RDMA was preferred, by cause.
     pub fallbacks: [(FallbackCause, u64); FallbackCause::ALL.len()],
-    /// Polls of a completion queue that found completions: `completions / batches` is the mean
-    /// batch size.
+    /// Polls of a completion queue that found completions. The mean batch size is `completions /
+    /// batches`.
     pub batches: u64,
     /// Handshakes that were retried.
     pub connect_retries: u64,

@@ -1,8 +1,9 @@
-//! Sources whose requests a device refused: wrong keys, addresses out of bounds, missing rights.
+//! Counts the requests of each source that a device refused: wrong keys, addresses out of bounds,
+//! missing rights.
 //!
 //! Correct software never sends such requests, so one mistake is forgiven. A peer that guesses keys
-//! loses its connection with each guess. From the second guess on it cannot connect for a while,
-//! and each further guess doubles that time.
+//! loses its connection with each guess. From the second guess on, it cannot connect over RDMA for
+//! a while. Each further guess doubles that time.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -11,14 +12,15 @@ use crate::source::Source;
 
 /// The longest exclusion, however many strikes a source has.
 const MOST: Duration = Duration::from_secs(600);
-/// The strikes of a source are forgotten after this long without another one.
+/// The strikes of a source are forgotten after this time without another strike.
 const FORGIVEN: Duration = Duration::from_secs(1800);
-/// Maximum number of sources to remember. Beyond it the one with the oldest strike is forgotten.
+/// Maximum number of sources to remember. Beyond it, the source with the oldest strike is
+/// forgotten.
 const SOURCES_MAX: usize = 4096;
 
 /// Counts strikes by source.
 pub(crate) struct Strikes {
-    /// The exclusion after the second strike; each further strike doubles it.
+    /// The exclusion after the second strike. Each further strike doubles it.
     first: Duration,
     by_source: HashMap<Source, Strike>,
 }
@@ -33,7 +35,7 @@ impl Strikes {
         Self { first, by_source: HashMap::new() }
     }
 
-    /// Records that a request of `source` was refused; returns how long the source is excluded.
+    /// Records that a request of `source` was refused. Returns how long the source is excluded.
     pub(crate) fn record(&mut self, source: Source, now: Instant) -> Option<Duration> {
         if !self.by_source.contains_key(&source) && self.by_source.len() >= SOURCES_MAX {
             self.by_source

@@ -1,4 +1,4 @@
-//! Deadlines, soonest first. A deadline cannot be cancelled: if it no longer matters when it
+//! Deadlines, soonest first. A deadline cannot be cancelled. If it no longer matters when it
 //! expires, the handler ignores it.
 
 use std::cmp::Reverse;
@@ -9,12 +9,12 @@ use ferrite_verbs::CmKey;
 
 use crate::link::name::LinkName;
 
-/// What to do when a deadline expires.
+/// The action when a deadline expires.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Timer {
     /// Check whether the peer of this link is alive.
     Keepalive(LinkName),
-    /// Fail this link if it has not delivered what was sent before the close.
+    /// Fail this link if it has not yet delivered the data that was sent before the close.
     Close(LinkName),
     /// Destroy the queue pair of this link, whether or not requests are in flight.
     Drain(LinkName),
@@ -41,16 +41,16 @@ pub(crate) enum Timer {
     Greeting(u64),
     /// Check whether waiting connections may start their handshakes.
     Admission,
-    /// Try again to accept connections of this listener, which had no descriptors left.
+    /// Try again to accept connections of this listener, which ran out of descriptors or memory.
     Accept(u64),
     /// Listen again, if the device of this listener is back.
     Listen(u64),
-    /// Retry this handshake. `u64::MAX`: end the handshakes that have waited too long for their
-    /// start.
+    /// Retry this handshake. `u64::MAX` means to end the handshakes that have waited too long for
+    /// their start.
     Retry(u64),
     /// Revoke this region, which has expired.
     Expiry(u64),
-    /// End the revocation of this region: its peers had enough time to release the grant.
+    /// End the revocation of this region, because its peers had enough time to release the grant.
     Revocation(u64),
     /// Search for this missing device.
     FindDevice(usize),

@@ -1,5 +1,5 @@
-//! Registers the fabric's descriptor with tokio. In its own file because tokio 1.54 made the
-//! registration `unsafe`.
+//! Registers the fabric's descriptor with tokio. This code has its own file because tokio 1.54 made
+//! the registration `unsafe`.
 #![expect(unsafe_code, reason = "AsyncFd::register requires a descriptor that stays open")]
 
 use std::io;

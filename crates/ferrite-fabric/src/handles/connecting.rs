@@ -46,8 +46,8 @@ impl ConnectOptions {
         Self::default()
     }
 
-    /// Sets the local address, which selects the device. Set it on hosts with several devices:
-    /// otherwise the kernel may pick another one that reaches the peer.
+    /// Sets the local address, which selects the device. Set it on hosts with several devices.
+    /// Otherwise the kernel may pick any device that reaches the peer.
     pub fn local(mut self, addr: SocketAddr) -> Self {
         self.local = Some(addr);
         self
@@ -65,21 +65,21 @@ impl ConnectOptions {
         self
     }
 
-    /// Sets TLS for a link that uses TCP: what to trust, and the name that the peer's certificate
-    /// must have.
+    /// Sets TLS for a link that uses TCP. `config` says which certificates to trust, and the peer's
+    /// certificate must have `name`.
     pub fn tls(mut self, config: Arc<ClientConfig>, name: ServerName<'static>) -> Self {
         self.tls = Some((config, name));
         self
     }
 
-    /// Allows nothing in clear text. RDMA payload is clear text, so the link uses TCP with TLS: see
+    /// Forbids clear text. RDMA payload is clear text, so the link uses TCP with TLS: see
     /// [`ConnectOptions::tls`].
     pub fn require_encryption(mut self) -> Self {
         self.require_encryption = true;
         self
     }
 
-    /// Sets how long the handshake may take on each transport, including the wait until it may
+    /// Sets how long the handshake may take on each transport, including the time that it waits to
     /// start.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = Some(timeout);
@@ -122,7 +122,7 @@ impl ConnectingRaw {
 
 impl Drop for Connecting {
     fn drop(&mut self) {
-        // Close a link that was opened but that nobody will take.
+        // Close a link that was opened but will not be taken.
         self.reply.close();
         if let Ok(Some(Ok(link))) = self.reply.try_recv() {
             link.close();
@@ -177,7 +177,7 @@ impl fmt::Debug for Connecting {
 }
 
 impl Fabric {
-    /// Opens a link to a peer. Starts at once; dropping the future cancels it.
+    /// Opens a link to a peer. The connect starts at once. Dropping the future cancels it.
     ///
     /// # Errors
     /// [`ErrorKind::Unreachable`], [`ErrorKind::Refused`] or [`ErrorKind::Timeout`], with likely
@@ -226,19 +226,20 @@ impl Fabric {
         connecting
     }
 
-    /// Connects by RDMA CM to a peer that speaks another protocol. Starts at once; dropping the
-    /// future cancels it. Only the local address and the timeout of the options are used.
+    /// Connects by RDMA CM to a peer that speaks another protocol. The connect starts at once.
+    /// Dropping the future cancels it. Of the options, only the local address and the timeout
+    /// affect the connection.
     ///
     /// # Errors
-    /// Like [`Fabric::connect`]. [`ErrorKind::Misuse`] if the options require encryption, which
-    /// RDMA does not have, or if RDMA is forbidden.
+    /// Like [`Fabric::connect`]. [`ErrorKind::Misuse`] if RDMA is forbidden, or if the options
+    /// require encryption, which RDMA does not have.
     pub fn connect_raw(&self, peer: SocketAddr, options: &ConnectOptions) -> ConnectingRaw {
         ConnectingRaw(self.call_by_rdma(peer, options, PeerProtocol::Other))
     }
 
-    /// Connects by RDMA CM to a peer whose protocol is unknown. It sends a hello; a peer whose
-    /// response has none speaks another protocol. Only the local address and the timeout of the
-    /// options are used.
+    /// Connects by RDMA CM to a peer whose protocol is unknown. The request has a hello. If the
+    /// response has none, the peer speaks another protocol. Of the options, only the local address
+    /// and the timeout affect the connection.
     ///
     /// # Errors
     /// Like [`Fabric::connect_raw`].
@@ -283,7 +284,7 @@ impl Fabric {
         });
     }
 
-    /// Decides whether to try RDMA, and how to use TCP if that is allowed.
+    /// Decides whether to try RDMA, and how to use TCP if TCP is allowed.
     fn ways(
         &self,
         peer: SocketAddr,

@@ -1,4 +1,4 @@
-//! Foreign peers: peers that do not speak our protocol. The program that knows their protocol
+//! Foreign peers are peers that do not speak our protocol. A program that knows their protocol
 //! serves them.
 
 use std::fmt;
@@ -23,8 +23,8 @@ impl Listener {
         ForeignPeers { listener: Arc::clone(&self.shared), fabric: self.fabric.clone() }
     }
 
-    /// Accepts TCP peers that do not send a hello, instead of refusing them. Only without TLS, and
-    /// only if the listener accepts TCP at all.
+    /// Accepts TCP peers that do not send a hello, instead of refusing them. This has an effect
+    /// only if the listener accepts TCP without TLS.
     #[must_use]
     pub fn foreign_tcp_peers(&self) -> ForeignTcpPeers {
         lock(&self.shared.queue).foreign_tcp_peers.is_open = true;
@@ -32,7 +32,7 @@ impl Listener {
     }
 }
 
-/// RDMA peers without a hello: their requests, for a program that knows their protocol.
+/// The requests of RDMA peers that send no hello, for a program that knows their protocol.
 ///
 /// ```no_run
 /// # async fn show(listener: ferrite_fabric::Listener) -> Result<(), ferrite_fabric::Error> {
@@ -56,8 +56,8 @@ impl ForeignPeers {
         self.listener.next_peer(|queue| &mut queue.foreign_peers).await
     }
 
-    /// Accepts the peer as a raw connection, without our framing. Starts at once; dropping the
-    /// future gives the connection up.
+    /// Accepts the peer as a raw connection, without our framing. The handshake starts at once.
+    /// Dropping the future closes the connection.
     ///
     /// # Errors
     /// Fails if there are too many connections, if the device has no more queue pairs, or if the

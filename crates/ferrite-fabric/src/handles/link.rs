@@ -38,8 +38,8 @@ impl fmt::Display for Transport {
     }
 }
 
-/// A connection to a Ferrite peer. Clones share it. When the last one is dropped, the link delivers
-/// what was sent and closes.
+/// A connection to a Ferrite peer. Clones share it. When the last clone is dropped, the link
+/// delivers the messages that were sent, and closes.
 ///
 /// Messages on one channel arrive once and in order, or the link goes down. A large message does
 /// not delay messages on other channels.
@@ -76,29 +76,29 @@ impl Link {
         &self.0.shared
     }
 
-    /// Returns whether both are handles of the same connection.
+    /// Returns whether both handles refer to the same connection.
     #[cfg(feature = "tokio")]
     pub(crate) fn is_same(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    /// Sends a message on a channel. Waits for room in the queue, then until the peer's device has
-    /// the message.
+    /// Sends a message on a channel. The future waits for room in the queue, then until the peer's
+    /// device has the message.
     pub fn send(&self, channel: u16, buf: impl Into<Buf>) -> Sending {
         self.send_parts(channel, vec![buf.into()])
     }
 
-    /// Sends a message of several buffers, as [`Link::send`] does. A message larger than 2 MiB
-    /// needs several.
+    /// Sends a message that consists of several buffers, as [`Link::send`] does. A message larger
+    /// than 2 MiB needs several buffers.
     pub fn send_parts(&self, channel: u16, parts: Vec<Buf>) -> Sending {
         Sending::new(Arc::clone(self.shared()), channel, parts)
     }
 
-    /// Waits until the queue has room. For [`Link::post`] and the one-sided operations, which do
-    /// not wait.
+    /// Waits until the queue has room. Useful before [`Link::post`] and the one-sided operations,
+    /// which do not wait.
     ///
     /// # Errors
-    /// The link is down or closing.
+    /// Returns an error if the link is down or closing.
     pub async fn room(&self) -> Result<(), Error> {
         std::future::poll_fn(|cx| self.shared().poll_room(0, cx.waker())).await
     }
@@ -106,14 +106,14 @@ impl Link {
     /// Copies `bytes` into buffers of the pool and sends them.
     ///
     /// # Errors
-    /// Those of [`Pool::take`], and of [`Sending`].
+    /// Returns the errors of [`Pool::take`] and of [`Sending`].
     pub async fn send_bytes(&self, channel: u16, bytes: &[u8]) -> Result<(), Error> {
         let parts = self.copy(bytes)?;
         self.send_parts(channel, parts).await
     }
 
-    /// Queues a message and does not report its delivery: the message is delivered in its turn, or
-    /// the link goes down. Allocates nothing.
+    /// Queues a message and does not report its delivery. The message is delivered after earlier
+    /// messages of the channel, or the link goes down. Allocates nothing.
     ///
     /// # Errors
     /// Returns the buffer. The kind is [`ErrorKind::Full`] if the queue is full (back-pressure).
@@ -146,8 +146,7 @@ impl Link {
     }
 
     /// Waits for the next message. Messages that arrived before the link ended are still delivered.
-    /// After them, the result is an error; its kind is [`ErrorKind::Closed`] after an orderly
-    /// close.
+    /// The result after them is an error. Its kind is [`ErrorKind::Closed`] after an orderly close.
     pub fn recv(&self) -> Receiving<'_> {
         Receiving(self.shared())
     }
@@ -163,8 +162,8 @@ impl Link {
     /// Reads `buf.len()` bytes at `offset` of the memory that the peer has granted.
     ///
     /// # Errors
-    /// At once, with the buffer: [`ErrorKind::Denied`] if the grant does not cover the range,
-    /// [`ErrorKind::Full`] if the queue is full. Later failures are reported by [`Reading`].
+    /// Returns the buffer at once with [`ErrorKind::Denied`] if the grant does not cover the range,
+    /// or with [`ErrorKind::Full`] if the queue is full. [`Reading`] reports later failures.
     pub fn rdma_read(
         &self,
         grant: &GrantToken,
@@ -218,32 +217,32 @@ impl Link {
             .map_err(|(_, error)| error)
     }
 
-    /// Closes the link: it accepts nothing new, delivers what was sent, and then both sides
-    /// disconnect. Messages of the peer that arrived before can still be received. The link closes
-    /// even if this is not awaited.
+    /// Closes the link. The link accepts nothing new and delivers the messages that were sent. Then
+    /// both sides disconnect. Messages of the peer that arrived before the close can still be
+    /// received. The link closes even if the future is not awaited.
     ///
     /// # Errors
-    /// The failure, if the link did not close in an orderly way; [`ErrorKind::Timeout`] if the peer
-    /// did not receive everything in time.
+    /// Returns the failure if the link did not close in an orderly way, and [`ErrorKind::Timeout`]
+    /// if the peer did not receive everything in time.
     pub fn close(&self) -> Ending {
         self.shared().close();
         Ending(Arc::clone(self.shared()))
     }
 
-    /// Waits until the link ends, whichever side ends it.
+    /// Waits until either side has ended the link.
     pub fn ended(&self) -> Ending {
         Ending(Arc::clone(self.shared()))
     }
 
-    /// Ends the link now. Everything under way fails.
+    /// Ends the link now. All operations in progress fail.
     pub fn abort(&self) {
         self.shared().fail(Error::new(ErrorKind::Closed, "the link was aborted on this side"));
     }
 
-    /// Moves the link from RDMA to TCP now, as if the path were lost. Use it before maintenance of
-    /// a network card, or in tests. Nothing is lost. The link returns to RDMA by itself, after
-    /// `upgrade_after` at the earliest. Returns false if the link cannot migrate or does not use
-    /// RDMA.
+    /// Migrates the link from RDMA to TCP now, as if the path were lost. Use it before maintenance
+    /// of a network card, or in tests. No message is lost. The link returns to RDMA by itself,
+    /// after `upgrade_after` at the earliest. Returns `false` if the link cannot migrate or does
+    /// not use RDMA.
     #[expect(clippy::must_use_candidate, reason = "called for its effect")]
     pub fn leave_rdma(&self) -> bool {
         self.shared().with(|state, _, _| state.core.leave_rdma())
@@ -296,19 +295,20 @@ impl Link {
         self.shared().fallback()
     }
 
-    /// Returns the device that the link uses; `None` on TCP.
+    /// Returns the device that the link uses, or `None` on TCP.
     #[must_use]
     pub fn device(&self) -> Option<String> {
         self.shared().device().map(|device| device.name.clone())
     }
 
-    /// Returns the path MTU; `None` on TCP.
+    /// Returns the path MTU, or `None` on TCP.
     #[must_use]
     pub fn mtu(&self) -> Option<Mtu> {
         self.shared().route().mtu
     }
 
-    /// Returns the number of the queue pair, as logs and the device's tools show it; `None` on TCP.
+    /// Returns the number of the queue pair, as logs and the device's tools show it. Returns `None`
+    /// on TCP.
     #[must_use]
     pub fn qp_num(&self) -> Option<u32> {
         let route = self.shared().route();

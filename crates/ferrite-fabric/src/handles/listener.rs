@@ -18,7 +18,7 @@ use crate::link::core::keep;
 use crate::mem::lock;
 use crate::policy::{Attempts, Rdma};
 
-/// Accepts links of peers. Dropping it stops listening; accepted links stay open.
+/// Accepts links of peers. Dropping the listener stops listening. Accepted links stay open.
 ///
 /// ```no_run
 /// # async fn show(fabric: ferrite_fabric::Fabric) -> Result<(), Box<dyn std::error::Error>> {
@@ -32,7 +32,7 @@ use crate::policy::{Attempts, Rdma};
 pub struct Listener {
     pub(super) fabric: Fabric,
     pub(super) shared: Arc<ListenerShared>,
-    /// The number of the TCP half, if it listens for TCP.
+    /// The number of the TCP half, if the listener accepts TCP.
     tcp: Option<u64>,
     local: SocketAddr,
     absence: Option<Error>,
@@ -75,28 +75,28 @@ impl ListenOptions {
         self
     }
 
-    /// Accepts foreign peers from the start: those that come before the program calls
-    /// [`Listener::foreign_peers`] or [`Listener::foreign_tcp_peers`] wait for it. Otherwise they
-    /// are refused until then.
+    /// Accepts foreign peers from the start. Peers that connect before the program calls
+    /// [`Listener::foreign_peers`] or [`Listener::foreign_tcp_peers`] wait for that call. Without
+    /// this option, they are refused until then.
     pub fn accept_foreign_peers(mut self) -> Self {
         self.accept_foreign_peers = true;
         self
     }
 
-    /// Restricts `[::]` to IPv6, so that another listener can use `0.0.0.0` with the same port.
-    /// Otherwise it accepts both.
+    /// Restricts `[::]` to IPv6, so that another listener can use `0.0.0.0` with the same port. By
+    /// default, `[::]` accepts both families.
     pub fn one_family(mut self) -> Self {
         self.one_family = true;
         self
     }
 
-    /// Sets TLS for TCP: peers without TLS are refused there.
+    /// Sets TLS for TCP. Peers that connect over TCP without TLS are refused.
     pub fn tls(mut self, config: Arc<ServerConfig>) -> Self {
         self.tls = Some(config);
         self
     }
 
-    /// Refuses everything that is not encrypted. RDMA payload is clear text, so only TCP with TLS
+    /// Refuses connections that are not encrypted. RDMA payload is clear text, so only TCP with TLS
     /// is accepted: see [`ListenOptions::tls`].
     pub fn require_encryption(mut self) -> Self {
         self.require_encryption = true;
@@ -105,14 +105,14 @@ impl ListenOptions {
 }
 
 impl Fabric {
-    /// Listens on an address of this host, for RDMA and TCP as configured. Port 0 picks a port, the
-    /// same for both.
+    /// Listens on an address of this host, for RDMA and TCP as configured. Port 0 picks a free
+    /// port, which is the same for RDMA and TCP.
     ///
     /// - A loopback address accepts only TCP: RDMA has no loopback, and the kernel would open the
     ///   port to other hosts.
-    /// - If the device that has the address is removed or reset, the listener continues with TCP,
-    ///   and accepts RDMA again some seconds after the device is back. A listener for RDMA alone
-    ///   ends.
+    /// - If the device that has the address is removed or reset, the listener continues with TCP.
+    ///   It accepts RDMA again some seconds after the device is back. A listener that accepts only
+    ///   RDMA ends.
     /// - A listener on all addresses (`0.0.0.0` or `[::]`) never loses RDMA.
     ///
     /// # Errors
@@ -133,7 +133,8 @@ impl Fabric {
         local: SocketAddr,
         options: &ListenOptions,
     ) -> Result<Listener, Error> {
-        /// A port that is free for TCP may be in use for RDMA, so try several.
+        /// Number of attempts to find a free port. A port that is free for TCP may be in use for
+        /// RDMA.
         const TRIES: usize = 8;
         let policy = options.rdma.unwrap_or(self.config().rdma);
         let policy = match policy.attempts(options.require_encryption)? {
@@ -194,7 +195,7 @@ impl Fabric {
             });
             match opened {
                 Ok((has_rdma, tcp, local, absence)) => {
-                    // If the whole fabric has no RDMA, that was logged when it was built.
+                    // If the whole fabric has no RDMA, the builder has already logged that.
                     let is_news = self.absence().is_none() && !self.shared().is_quiet;
                     if let Some(error) = absence.as_ref().filter(|_| is_news) {
                         tracing::warn!("{local} takes TCP only, not RDMA: {}", error.with_remedy());
@@ -227,7 +228,7 @@ impl Fabric {
 }
 
 impl Fabric {
-    /// Logs which devices cannot isolate peers of other protocols, and the consequences.
+    /// Logs the devices that cannot isolate peers of other protocols, and the consequences.
     fn warn_of_shared_memory(&self, local: SocketAddr) {
         let devices = &self.shared().devices;
         let without: Vec<_> = devices
@@ -256,14 +257,14 @@ impl Fabric {
 }
 
 impl Listener {
-    /// Returns the descriptors that hold the listener's port: of the TCP socket, and of the
-    /// connection manager for RDMA. For a process that forks without exec: a child that inherits
-    /// them keeps the port after its parent has ended.
+    /// Returns the descriptors that hold the listener's port: the TCP socket, and the connection
+    /// manager's channel for RDMA. A process that forks without exec needs them. A child that
+    /// inherits them keeps the port after its parent has ended.
     #[must_use]
     pub fn descriptors(&self) -> Vec<RawFd> {
         self.fabric.shared().with_poller(|poller, _| {
             let tcp = self.tcp.and_then(|id| poller.listening_descriptor(id));
-            // True also while the RDMA half waits for its device to come back.
+            // This is also true while the RDMA half waits for its device to come back.
             let has_rdma = lock(&self.shared.rdma).is_some();
             let cm =
                 poller.cm.as_ref().filter(|_| has_rdma).map(|channel| channel.as_fd().as_raw_fd());
@@ -271,7 +272,7 @@ impl Listener {
         })
     }
 
-    /// Returns the address that it listens on.
+    /// Returns the address that the listener is bound to.
     #[must_use]
     pub fn local_addr(&self) -> SocketAddr {
         self.local

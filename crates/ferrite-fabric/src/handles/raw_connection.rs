@@ -1,4 +1,4 @@
-//! Connections to peers of other protocols: plain requests, without Ferrite's framing.
+//! Connections to peers of other protocols. They carry plain requests, without Ferrite's framing.
 
 use std::fmt;
 use std::future::Future;
@@ -52,7 +52,7 @@ impl RawConnection {
     /// Sends a few bytes into a receive of the peer.
     ///
     /// # Errors
-    /// The link is down, or there is no memory.
+    /// Returns an error if the link is down, or if there is no memory.
     pub fn send_message(&self, message: &[u8]) -> Result<(), Error> {
         let mut buf = self.pool().take_uncharged(message.len(), Purpose::Send)?;
         buf.copy_from_slice(message);
@@ -67,16 +67,17 @@ impl RawConnection {
     /// returns to the pool when the peer's device has the bytes.
     ///
     /// # Errors
-    /// The link is down.
+    /// Returns an error if the link is down.
     pub fn write(&self, buf: impl Into<Buf>, addr: u64, rkey: u32, imm: u32) -> Result<(), Error> {
         self.push_write(buf.into(), addr, rkey, imm, false)
     }
 
-    /// Writes like [`RawConnection::write`], without a completion of its own: the write is reported
-    /// as done together with the next message or write that is not quiet. That saves an interrupt.
+    /// Writes like [`RawConnection::write`], but the write has no completion of its own. It is
+    /// reported as done together with the next message or write that is not quiet. That saves an
+    /// interrupt.
     ///
     /// # Errors
-    /// The link is down.
+    /// Returns an error if the link is down.
     pub fn write_quietly(
         &self,
         buf: impl Into<Buf>,
@@ -87,8 +88,8 @@ impl RawConnection {
         self.push_write(buf.into(), addr, rkey, imm, true)
     }
 
-    /// Asks the peer's device for an acknowledgement, which the peer's software does not notice.
-    /// Without an acknowledgement the link goes down. Use it to check whether a silent peer is
+    /// Asks the peer's device for an acknowledgement. The peer's software does not notice this.
+    /// Without an acknowledgement the link goes down. Use this to check whether a silent peer is
     /// still alive.
     pub fn probe(&self) {
         self.shared.with(|state, env, wakes| {
@@ -114,7 +115,7 @@ impl RawConnection {
     }
 
     /// Returns how many requests are done. They complete in the order in which they were made.
-    /// `waker` is called when more are done.
+    /// `waker` is called when more requests are done.
     #[must_use]
     pub fn done(&self, waker: Option<&Waker>) -> Done {
         self.shared.peek(|state| state.raw_done(waker))
@@ -125,7 +126,7 @@ impl RawConnection {
     /// error.
     ///
     /// # Errors
-    /// The reason why the link is down.
+    /// Returns the reason why the link is down.
     pub async fn arrival(&self) -> Result<Arrival, Error> {
         std::future::poll_fn(|cx| self.poll_arrival(cx.waker())).await
     }
@@ -133,7 +134,7 @@ impl RawConnection {
     /// Polls for the next arrival, as [`RawConnection::arrival`] does.
     ///
     /// # Errors
-    /// The reason why the link is down.
+    /// Returns the reason why the link is down.
     pub fn poll_arrival(&self, waker: &Waker) -> Poll<Result<Arrival, Error>> {
         self.shared.peek(|state| match state.pop_arrival() {
             Ok(Some(arrival)) => Poll::Ready(Ok(arrival)),
@@ -163,10 +164,10 @@ impl RawConnection {
 
     /// Creates zeroed memory of `len` bytes that the peer may write to, as with
     /// [`RawConnection::expose`]. Registering may take long. With command threads
-    /// ([`Builder::command_threads`](crate::Builder::command_threads)) it runs there, after earlier
-    /// commands for the same peer address; otherwise it runs at once. The number of calls is not
-    /// limited: start one at a time for each connection, so that a peer cannot cause more
-    /// registrations than it has connections.
+    /// ([`Builder::command_threads`](crate::Builder::command_threads)) it runs on such a thread,
+    /// after earlier commands for the same peer address. Otherwise it runs at once. The number of
+    /// calls is not limited. Start one at a time for each connection, so that a peer cannot cause
+    /// more registrations than it has connections.
     pub fn prepare(&self, len: usize) -> Preparing {
         let (reply, receiver) = oneshot::channel();
         let commands = &self.fabric.shared().commands;
@@ -184,7 +185,7 @@ impl RawConnection {
                 return;
             }
             let prepared = pool.take_uncharged(len, Purpose::Receive).and_then(|mut buf| {
-                buf.fill(0); // the peer must not get what the last user left
+                buf.fill(0); // the peer must not see data of the last user
                 expose(&pool, &link, &device, buf).map_err(|(_, error)| error)
             });
             let _ = reply.send(prepared.map_err(Error::from));
@@ -192,10 +193,11 @@ impl RawConnection {
         Preparing(receiver)
     }
 
-    /// Completes all requests, then disconnects. The connection closes even if this is not awaited.
+    /// Completes all requests, then disconnects. The connection closes even if the future is not
+    /// awaited.
     ///
     /// # Errors
-    /// The failure, if the connection did not close in an orderly way.
+    /// Returns the failure if the connection did not close in an orderly way.
     pub fn close(&self) -> Ending {
         self.shared.close();
         Ending(Arc::clone(&self.shared))
@@ -261,7 +263,7 @@ impl RawConnection {
 pub struct Preparing(oneshot::Receiver<Result<Exposed, Error>>);
 
 impl Preparing {
-    /// Returns the memory, or the reason why there is none, once one of them is known.
+    /// Returns the memory, or the reason why there is none. Returns `None` while neither is known.
     pub fn try_take(&mut self) -> Option<Result<Exposed, Error>> {
         match self.0.try_recv() {
             Ok(prepared) => prepared,

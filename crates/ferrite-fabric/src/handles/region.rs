@@ -17,10 +17,10 @@ use crate::mem::BufMut;
 use crate::policy::Rdma;
 use crate::wire::{GrantToken, Rights};
 
-/// A buffer that peers with a grant may access, until it is revoked.
+/// A buffer that peers with a grant may access, until the region is revoked.
 ///
-/// Dropping it revokes the region at once. If a grant was issued just before, this happens as soon
-/// as the device has executed that grant.
+/// Dropping the region revokes it at once. If a grant was issued just before, the region is revoked
+/// as soon as the device has executed that grant.
 ///
 /// ```
 /// use ferrite_fabric::wire::Rights;
@@ -56,7 +56,7 @@ impl Fabric {
     /// Registers `buf` on a device, so that peers with a grant ([`Region::grant`]) can access it
     /// within `rights`.
     ///
-    /// **Peers see the contents of the buffer**: overwrite what its previous user left there.
+    /// **Peers see the contents of the buffer**, so overwrite the data of its previous user.
     ///
     /// # Errors
     /// Returns the buffer with the error if the registration fails, for example because of the
@@ -92,8 +92,8 @@ impl Fabric {
 }
 
 impl Link {
-    /// Registers `buf` so that peers may reach it: see [`Fabric::register_memory`]. It is reachable
-    /// through this link's device.
+    /// Registers `buf` so that peers may access it: see [`Fabric::register_memory`]. Peers access
+    /// it through this link's device.
     ///
     /// # Errors
     /// Returns the buffer with the error if the registration fails, for example because of the
@@ -104,8 +104,8 @@ impl Link {
 }
 
 impl Region {
-    /// Returns the token that the peer of `link` needs, to be sent to it over this link. The link
-    /// is informed when the region is revoked.
+    /// Returns the token that the peer of `link` needs. Send it to the peer over this link. The
+    /// link is informed when the region is revoked.
     ///
     /// If the device has memory windows, the token is valid on this link only, and each grant uses
     /// one of the device's windows.
@@ -131,8 +131,8 @@ impl Region {
         self.shared.remote.len as usize
     }
 
-    /// Returns the device through which peers access the region; `None` if they access it only over
-    /// TCP.
+    /// Returns the device through which peers access the region, or `None` if they access it only
+    /// over TCP.
     #[must_use]
     pub fn device(&self) -> Option<&str> {
         self.shared.device.as_ref().map(|device| device.name.as_str())
@@ -155,7 +155,7 @@ impl Region {
     }
 
     /// Copies bytes into the region. Returns `false` if it is revoked. A peer that reads
-    /// concurrently may see only a part.
+    /// concurrently may see only a part of the bytes.
     ///
     /// # Panics
     /// If the range exceeds the region.
@@ -164,12 +164,12 @@ impl Region {
         self.shared.write(offset, bytes)
     }
 
-    /// Revokes the region: when the future is ready, no peer can read or write any byte of it.
+    /// Revokes the region. When the future is ready, no peer can read or write any byte of it.
     /// Peers have `peer_timeout` to finish operations in progress.
     ///
     /// # Errors
-    /// Returns the device's error if it did not end the registration; the memory is then never used
-    /// again.
+    /// Returns the device's error if the device did not end the registration. The memory is then
+    /// never used again.
     pub fn revoke(self) -> Revoking {
         self.fabric.shared().with_poller(|poller, shared| {
             poller.revoke_region(shared, &self.shared);
@@ -194,7 +194,8 @@ impl fmt::Debug for Region {
     }
 }
 
-/// A region that is being revoked: see [`Region::revoke`]. Dropping it revokes at once.
+/// A region that is being revoked: see [`Region::revoke`]. Dropping this future revokes the region
+/// at once.
 #[derive(Debug)]
 #[must_use = "only this future returns the buffer"]
 pub struct Revoking {

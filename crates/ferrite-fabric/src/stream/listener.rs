@@ -10,8 +10,8 @@ use crate::fabric::Fabric;
 use crate::handles::Listener;
 use crate::source::UNKNOWN_PEER;
 
-/// Accepts streams of peers, like `tokio::net::TcpListener`. Dropping it stops listening; accepted
-/// streams stay open.
+/// Accepts streams of peers, like `tokio::net::TcpListener`. Dropping the listener stops listening.
+/// Accepted streams stay open.
 ///
 /// ```
 /// use ferrite_fabric::{Fabric, Stream, StreamListener};
@@ -42,28 +42,28 @@ use crate::source::UNKNOWN_PEER;
 pub struct StreamListener(Listener);
 
 impl StreamListener {
-    /// Listens on an address of the fabric's devices; port 0 picks a free port.
+    /// Listens on an address of the fabric's devices. Port 0 picks a free port.
     ///
     /// # Errors
-    /// Those of [`Fabric::listen`]. An address in use is [`io::ErrorKind::AddrInUse`].
+    /// Returns the errors of [`Fabric::listen`]. An address in use is [`io::ErrorKind::AddrInUse`].
     pub fn bind(fabric: &Fabric, local: SocketAddr) -> io::Result<Self> {
         Ok(Self(fabric.listen(local)?))
     }
 
-    /// Accepts the links of `listener` as streams. The peers must use them as streams, too.
+    /// Accepts the links of `listener` as streams. The peers must use these links as streams, too.
     #[must_use]
     pub fn new(listener: Listener) -> Self {
         Self(listener)
     }
 
-    /// Returns the address that it listens on.
+    /// Returns the address that the listener is bound to.
     #[must_use]
     pub fn local_addr(&self) -> SocketAddr {
         self.0.local_addr()
     }
 
     /// Waits for the next stream and returns it with the peer's address. Safe to cancel: a stream
-    /// that was not taken stays in the queue.
+    /// that was not returned stays in the queue.
     ///
     /// # Errors
     /// Fails if the listener's device has disappeared.

@@ -13,8 +13,9 @@ use crate::handles::Link;
 use crate::link::message::Parts;
 use crate::mem::Buf;
 
-/// The smallest buffer of a caller that is filled directly from the kernel. A smaller one is filled
-/// from what the fabric has already read: direct reads would take too many system calls.
+/// The minimum size of a caller's buffer that is filled directly from the kernel. A smaller buffer
+/// is filled from the bytes that the fabric has already read, because direct reads would take too
+/// many system calls.
 const DIRECT_READ_MIN: usize = 16 << 10;
 
 pub(super) struct Reader {
@@ -22,7 +23,7 @@ pub(super) struct Reader {
     /// The piece that is being read, from `at` on.
     piece: Option<Buf>,
     at: usize,
-    /// The pieces that follow it in the same message.
+    /// The pieces that follow the current piece in the same message.
     rest: std::vec::IntoIter<Buf>,
     /// Whether the peer writes no more.
     over: bool,
@@ -76,7 +77,8 @@ impl Reader {
             && self.link.shared().read_through(CHANNEL, out)?)
     }
 
-    /// Returns the rest of the current piece, or the next one; empty at the end.
+    /// Returns the rest of the current piece, or the next piece. Returns no bytes at the end of the
+    /// stream.
     pub(super) fn poll_bytes(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<Bytes>> {
         let budget = ready!(coop::poll_proceed(cx));
         ready!(self.poll_piece(cx))?;
@@ -93,7 +95,7 @@ impl Reader {
                 break;
             }
             match self.link.shared().receive(Some(cx.waker())) {
-                // Drops notices of one-sided writes, and messages on other channels.
+                // Drop notices of one-sided writes, and messages on other channels.
                 Ok(Some(message)) if message.notice().is_some() || message.channel() != CHANNEL => {
                 }
                 Ok(Some(message)) => self.take(message.into_parts()),
@@ -104,7 +106,8 @@ impl Reader {
         Poll::Ready(Ok(()))
     }
 
-    /// Continues with what has already arrived. A failure is reported after everything was read.
+    /// Continues with the next piece that has already arrived. A failure is reported after all
+    /// pieces were read.
     fn next_piece(&mut self) {
         if self.piece.is_some() || self.over {
             return;
@@ -135,7 +138,7 @@ impl Reader {
         self.at = 0;
     }
 
-    /// Ends the stream if the peer closed the link in good order. Anything else is a failure.
+    /// Ends the stream if the peer closed the link in an orderly way. Any other end is a failure.
     fn ended(&mut self, error: Error) -> io::Result<()> {
         if error.kind() != ErrorKind::Closed {
             return Err(error.into());

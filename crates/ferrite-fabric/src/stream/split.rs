@@ -30,8 +30,8 @@ use crate::handles::Link;
 /// ```
 pub struct OwnedReadHalf(Reader);
 
-/// The writing half of a [`Stream`]: see [`Stream::into_split`]. When it is dropped, the peer reads
-/// the end of the stream after everything that was written, as after
+/// The writing half of a [`Stream`]: see [`Stream::into_split`]. After it is dropped, the peer
+/// reads all written bytes and then the end of the stream, as after
 /// [`poll_shutdown`](tokio::io::AsyncWrite::poll_shutdown).
 ///
 /// ```
@@ -44,8 +44,8 @@ pub struct OwnedReadHalf(Reader);
 /// ```
 pub struct OwnedWriteHalf(Writer);
 
-/// The error of [`OwnedReadHalf::reunite`] if the halves belong to different streams. Contains
-/// both.
+/// The error of [`OwnedReadHalf::reunite`] if the halves belong to different streams. It contains
+/// both halves.
 #[derive(Debug)]
 pub struct ReuniteError(pub OwnedReadHalf, pub OwnedWriteHalf);
 
@@ -94,7 +94,7 @@ impl OwnedWriteHalf {
 
 impl Drop for OwnedWriteHalf {
     fn drop(&mut self) {
-        let _ = self.0.shutdown(); // it fails only if the link is down
+        let _ = self.0.shutdown(); // fails only if the link is down
     }
 }
 
@@ -129,7 +129,7 @@ impl AsyncWrite for OwnedWriteHalf {
         true
     }
 
-    /// Returns at once: what was written is already being sent.
+    /// Returns at once, because the written bytes are already being sent.
     fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
         Poll::Ready(Ok(()))
     }

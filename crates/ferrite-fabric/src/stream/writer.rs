@@ -3,8 +3,8 @@
 //! Over RDMA, a write copies the bytes into registered memory, queues the message and returns,
 //! without waiting for an acknowledgement. The link's queue limits how much may wait
 //! (`send_queue_messages`, `send_queue_bytes`), and the peer's window limits how much is in flight.
-//! Over TCP, the bytes go to the kernel directly, without a queue: what the kernel does not accept
-//! stays with the caller.
+//! Over TCP, the bytes go to the kernel directly, without a queue. The caller keeps the bytes that
+//! the kernel does not accept.
 
 use std::io::{self, IoSlice};
 use std::task::{Context, Poll, ready};
@@ -17,8 +17,8 @@ use crate::handles::{Link, Transport};
 use crate::link::tcp::CALLERS_SLICES;
 use crate::mem::{Buf, ErrorKind as PoolErrorKind, Purpose};
 
-/// Maximum number of bytes to copy at a time: a block of the pool. Several are being sent while the
-/// next is copied.
+/// Maximum number of bytes to copy at a time, which is a block of the pool. Several blocks are
+/// being sent while the next one is copied.
 const CHUNK: usize = 64 << 10;
 /// Up to this size, bytes are gathered on the stack to be sent inline.
 const SMALL: usize = 256;
@@ -38,8 +38,8 @@ impl Writer {
         Self { link, chunk: most.clamp(1, CHUNK), over: false }
     }
 
-    /// Sends a part of the slices, at least one byte unless they are empty. Returns the number of
-    /// bytes.
+    /// Sends a part of the slices, and at least one byte unless they are empty. Returns the number
+    /// of bytes sent.
     pub(super) fn poll_write(
         &self,
         cx: &mut Context<'_>,
@@ -59,13 +59,13 @@ impl Writer {
         Poll::Ready(Ok(written))
     }
 
-    /// Sends a part of `buf` without a copy. Returns the number of bytes.
+    /// Sends a part of `buf` without a copy. Returns the number of bytes sent.
     pub(super) fn poll_write_buf(
         &self,
         cx: &mut Context<'_>,
         buf: &Buf,
     ) -> Poll<io::Result<usize>> {
-        // Over TCP, a write of bytes does not copy either.
+        // Over TCP, `poll_write` does not copy either.
         if self.over || buf.is_empty() || self.link.transport() != Transport::Rdma {
             return self.poll_write(cx, &[IoSlice::new(buf)]);
         }
@@ -126,7 +126,7 @@ impl Writer {
         }
     }
 
-    /// Sends the first `len` bytes inline at once, if possible; returns whether it did.
+    /// Sends the first `len` bytes inline at once, if possible. Returns whether they were sent.
     fn send_now(&self, slices: &[IoSlice<'_>], len: usize) -> io::Result<bool> {
         let mut gathered = [0; SMALL];
         let bytes = match slices {
@@ -139,8 +139,8 @@ impl Writer {
         Ok(self.link.shared().send_now(CHANNEL, bytes)?)
     }
 
-    /// Handles a pool that is exhausted or cannot grow at the moment, which is not a failure:
-    /// operations in progress will return blocks.
+    /// Handles a pool that is exhausted or cannot grow at the moment. This is not a failure,
+    /// because operations in progress will return blocks.
     #[cold]
     fn poll_without_memory(
         &self,
@@ -167,7 +167,7 @@ impl Writer {
             return Ok(());
         }
         match self.link.shared().post_end(CHANNEL) {
-            // If the peer is gone already, there is nobody to tell.
+            // If the link is already closed, the peer needs no notice.
             Err(error) if error.kind() != ErrorKind::Closed => Err(error.into()),
             _ => Ok(()),
         }
@@ -200,7 +200,7 @@ mod tests {
         }
     }
 
-    /// The link may end between a failed attempt to send and the request to wait for memory.
+    /// Covers a link that ends between a failed attempt to send and the request to wait for memory.
     #[test]
     fn a_writer_that_waits_for_memory_is_woken_although_the_link_has_ended() {
         let fabric = Fabric::system().rdma(Rdma::Forbid).build().expect("a fabric");

@@ -1,4 +1,4 @@
-//! An eventfd: a descriptor that stays readable from `signal` until `clear`. Under loom it is a
+//! An eventfd: a descriptor that stays readable from `signal` until `clear`. Under loom, it is a
 //! plain flag (`event_fd/model.rs`).
 
 #[cfg(not(all(test, loom)))]
@@ -22,7 +22,7 @@ mod real {
     pub struct EventFd(OwnedFd);
 
     impl EventFd {
-        /// Creates it, not readable.
+        /// Creates an eventfd that is not readable.
         ///
         /// # Errors
         /// Fails if the process has no descriptor left.
@@ -32,14 +32,13 @@ mod real {
                 .map_err(|errno| Error::new(ErrorKind::System, format!("eventfd: {errno}")))
         }
 
-        /// Makes it readable.
+        /// Makes the eventfd readable.
         pub fn signal(&self) {
-            // The write fails only if the counter is full, and then the eventfd is readable
-            // already.
+            // The write fails only if the counter is full. The eventfd is already readable then.
             let _ = rustix::io::write(&self.0, &1_u64.to_ne_bytes());
         }
 
-        /// Makes it unreadable again.
+        /// Makes the eventfd unreadable again.
         pub fn clear(&self) {
             let _ = rustix::io::read(&self.0, &mut [0; 8]);
         }

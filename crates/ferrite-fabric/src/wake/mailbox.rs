@@ -1,15 +1,15 @@
-//! Requests from other threads to the fabric's driver, which wake it if it sleeps, and the
-//! hand-over between several drivers.
+//! Requests from other threads to the fabric's driver, and the hand-over between several drivers. A
+//! request wakes a sleeping driver.
 //!
-//! Any number of threads may drive a fabric at the same time. One of them makes a pass; the others
-//! sleep on the descriptor or do something else. These rules ensure that no driver sleeps while
-//! there is work:
+//! Any number of threads may drive a fabric at the same time. One of them makes a pass, and the
+//! others sleep on the descriptor or do something else. These rules ensure that no driver sleeps
+//! while there is work:
 //!
 //! - A driver that falls asleep and a thread with a request do not miss each other: see
 //!   [`SleepFlags`].
-//! - A driver that takes events from the descriptor may take those that were to wake another
+//! - A driver that takes events from the descriptor may take an event that should wake another
 //!   driver. So it either prepares the descriptor for waiting again, as all drivers do before they
-//!   sleep, or signals the eventfd when it leaves ([`Mailbox::hand_over`]).
+//!   sleep, or signals the eventfd when it stops driving ([`Mailbox::hand_over`]).
 //! - A future is woken through an eventfd of its own thread (`wakeup.rs`), because the mailbox's
 //!   eventfd wakes any driver.
 //!
@@ -26,9 +26,11 @@ use crate::sync::{AtomicBool, Mutex, lock};
 pub(crate) struct Mailbox {
     /// Links that need attention from the driver.
     links: Mutex<Vec<u32>>,
-    /// Whether there are requests, and whether a driver waits on the descriptor, or is about to.
+    /// Whether there are requests, and whether a driver waits on the descriptor or is about to
+    /// wait.
     flags: SleepFlags,
-    /// Whether events were taken from the descriptor and it was not prepared for waiting since.
+    /// Whether events were taken from the descriptor, and it was not prepared for waiting since
+    /// then.
     disarmed: AtomicBool,
     event_fd: EventFd,
 }
@@ -77,14 +79,14 @@ impl Mailbox {
     pub(crate) fn awake<R>(&self, take_events: impl FnOnce() -> R) -> R {
         self.flags.get_up();
         let seen = take_events();
-        // Set only now: a driver that hands over in the meantime resets the flag and signals, and
-        // the events that were taken may include that signal.
+        // Set the flag only now. A driver that hands over in the meantime resets the flag and
+        // signals, and the taken events may include that signal.
         self.disarmed.swap(true, Ordering::SeqCst);
         seen
     }
 
-    /// Records that the descriptor is prepared for waiting. Returns `false` if there is work after
-    /// all.
+    /// Records that the descriptor is prepared for waiting. Returns `false` if there is work
+    /// meanwhile.
     pub(crate) fn fall_asleep(&self) -> bool {
         if !self.flags.fall_asleep() {
             return false;

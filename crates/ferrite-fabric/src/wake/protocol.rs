@@ -1,10 +1,10 @@
 //! A loom model of how a fabric's drivers sleep and are woken. It explores every interleaving of a
 //! few threads.
 //!
-//! The [`Mailbox`] and the [`Wakeup`] are the real ones; everything around them is simplified: the
-//! kernel and the device are those of `event_fd/model.rs`. The loops are those of `poller.rs` and
-//! `drive.rs`, reduced to what matters here: a change there must be repeated here. A driver that
-//! sleeps although there is work shows up as a deadlock.
+//! The [`Mailbox`] and the [`Wakeup`] are the real ones. The kernel and the device are the
+//! simplified ones of `event_fd/model.rs`. The loops are reduced copies of those in `poller.rs` and
+//! `drive.rs`, so a change of those loops must be repeated here. A driver that sleeps although
+//! there is work causes a deadlock.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -20,13 +20,13 @@ use super::wakeup::Wakeup;
 use crate::sync::{explore, lock};
 
 struct Poller {
-    /// Whether the descriptor was prepared for waiting and not checked since.
+    /// Whether the driver has prepared to sleep since the last check of the descriptor.
     armed: bool,
     /// Whether the completion queue is armed and its event was not taken yet.
     asked: bool,
 }
 
-/// The counterpart of `Shared`.
+/// The model of `Shared`.
 struct Model {
     /// Locked during a pass.
     poller: Mutex<Poller>,
@@ -34,10 +34,10 @@ struct Model {
     drivers: AtomicUsize,
     over: AtomicBool,
     futures: [Mutex<Future>; 2],
-    /// Number of links that were attended to.
+    /// Number of links that were serviced.
     attended: AtomicUsize,
-    /// Whether every pass checks the descriptor, as if a millisecond had passed, and not only the
-    /// first one after a sleep.
+    /// Whether every pass checks the descriptor, as if a millisecond had passed. Otherwise, only
+    /// the first pass after a sleep checks it.
     checks_always: bool,
     /// Whether `run` sleeps edge-triggered, as with tokio.
     edge_triggered: bool,
@@ -129,7 +129,7 @@ impl Model {
         }
     }
 
-    /// `Fabric::poll`.
+    /// Models `Fabric::poll`.
     fn poll(&self) {
         self.pass();
         if self.drivers.load(Ordering::SeqCst) > 0 {
@@ -137,7 +137,8 @@ impl Model {
         }
     }
 
-    /// `Shared::run` or `Fabric::drive`, until `over` is set and `links` links were attended to.
+    /// Models `Shared::run` or `Fabric::drive`, until `over` is set and `links` links were
+    /// serviced.
     fn run(&self, links: usize) {
         loop {
             if self.pass() > 0 {
@@ -160,7 +161,7 @@ impl Model {
         self.leave();
     }
 
-    /// `Fabric::progress`.
+    /// Models `Fabric::progress`.
     fn progress(&self) {
         while self.pass() > 0 {}
         match self.arm() {
@@ -170,7 +171,7 @@ impl Model {
         }
     }
 
-    /// `Fabric::block_on` of a future that the device completes.
+    /// Models `Fabric::block_on` of a future that the device completes.
     fn block_on(&self, future: usize) {
         self.begin();
         let wakeup = Arc::new(Wakeup::new());
@@ -194,7 +195,7 @@ impl Model {
         self.leave();
     }
 
-    /// Drops the last handle of the fabric.
+    /// Models dropping the last handle of the fabric.
     fn abandon(&self) {
         self.over.store(true, Ordering::Release);
         self.mailbox.notify();
@@ -210,7 +211,7 @@ fn join(threads: impl IntoIterator<Item = thread::JoinHandle<()>>) {
     threads.into_iter().for_each(|thread| thread.join().expect("the thread ends without a panic"));
 }
 
-/// Two threads ask for attention while the driver falls asleep, again and again.
+/// Two threads request service while the driver falls asleep.
 #[test]
 fn loom_drivers_never_sleep_over_a_request() {
     for (checks_always, edge_triggered) in
@@ -219,7 +220,7 @@ fn loom_drivers_never_sleep_over_a_request() {
         explore("drivers never sleep over a request", move || {
             let model = Model::with_sleep(checks_always, edge_triggered);
             model.begin();
-            // `run` ends when both links were attended to.
+            // `run` ends when both links were serviced.
             model.over.store(true, Ordering::Release);
             let callers =
                 [1, 2].map(|link| spawn(&model, move |model| model.mailbox.request_service(link)));
@@ -271,8 +272,8 @@ fn loom_all_drivers_end() {
     }
 }
 
-/// Two threads wait, each for its own future. A sleeping one is woken by the other, or by its own
-/// completion.
+/// Two threads wait, each for its own future. A sleeping thread is woken by the other thread, or by
+/// its own completion.
 #[test]
 fn loom_two_threads_block_at_once() {
     for checks_always in [false, true] {
@@ -289,7 +290,7 @@ fn loom_two_threads_block_at_once() {
     }
 }
 
-/// One thread blocks while another drives; then the fabric ends.
+/// One thread blocks while another drives. Then the fabric ends.
 #[test]
 fn loom_one_thread_blocks_while_another_drives() {
     for (checks_always, edge_triggered) in [(false, false), (true, false), (false, true)] {
@@ -305,7 +306,8 @@ fn loom_one_thread_blocks_while_another_drives() {
     }
 }
 
-/// One thread blocks; another makes a single pass and takes the event that was to wake the first.
+/// One thread blocks. Another thread makes a single pass and takes the event that should wake the
+/// first thread.
 #[test]
 fn loom_one_thread_blocks_while_another_polls() {
     for checks_always in [false, true] {
@@ -322,8 +324,8 @@ fn loom_one_thread_blocks_while_another_polls() {
     }
 }
 
-/// Like the previous test, with two threads that poll: one must not take away the signal with which
-/// the other hands over.
+/// Like the previous test, but two threads poll. One of them must not take away the signal with
+/// which the other hands over.
 #[test]
 fn loom_one_thread_blocks_while_two_poll() {
     for checks_always in [false, true] {

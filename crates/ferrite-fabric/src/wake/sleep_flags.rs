@@ -1,17 +1,17 @@
-//! The rule by which a thread sleeps without missing work. All sleeping of Ferrite follows it: the
-//! drivers of a fabric (`mailbox.rs`), threads that wait for a future (`wakeup.rs`), and the
-//! module's tasks in the engine's event loop.
+//! The rule by which a thread sleeps without missing work. All sleeping threads of Ferrite follow
+//! it: the drivers of a fabric (`mailbox.rs`), threads that wait for a future (`wakeup.rs`), and
+//! the module's tasks in the engine's event loop.
 
 use std::sync::atomic::Ordering;
 
 use crate::sync::AtomicBool;
 
-/// Whether there is work, and whether the thread that does it sleeps.
+/// Whether there is work, and whether the thread that does the work sleeps.
 ///
 /// Before sleeping, the thread sets `asleep` and then checks `woken`. A thread that has work for it
-/// sets `woken` and then checks `asleep`. So at least one of the two sees the other's flag. (The
-/// flags are always swapped, never just stored to: a swap sees the effects of the previous one, and
-/// loom models swaps best.)
+/// sets `woken` and then checks `asleep`. So at least one of the two threads sees the other's flag.
+/// The flags are always swapped and never just stored to. A swap sees the effects of the previous
+/// swap, and loom models swaps best.
 #[derive(Debug)]
 pub struct SleepFlags {
     woken: AtomicBool,
@@ -45,19 +45,20 @@ impl SleepFlags {
         self.woken.load(Ordering::SeqCst)
     }
 
-    /// Returns whether there was work, and resets that. The thread looks for the work after this.
+    /// Returns whether there was work, and resets that flag. The thread must look for the work
+    /// after this.
     pub fn take_woken(&self) -> bool {
         self.woken.load(Ordering::Relaxed) && self.woken.swap(false, Ordering::SeqCst)
     }
 
-    /// Records that the thread sleeps from now on. Returns `false` if there is work after all.
+    /// Records that the thread sleeps from now on. Returns `false` if there is work meanwhile.
     #[must_use]
     pub fn fall_asleep(&self) -> bool {
         self.asleep.swap(true, Ordering::SeqCst);
         !self.is_woken()
     }
 
-    /// Records that the thread is awake: nobody needs to make its descriptor readable.
+    /// Records that the thread is awake, so that nobody needs to make its descriptor readable.
     pub fn get_up(&self) {
         self.asleep.swap(false, Ordering::SeqCst);
     }
@@ -75,8 +76,7 @@ mod tests {
     use crate::wake::event_fd::EventFd;
     use crate::wake::event_fd::model::sleep;
 
-    /// The module's task queue, reduced to what matters here. A change of that queue must be
-    /// repeated here.
+    /// A reduced copy of the module's task queue. A change of that queue must be repeated here.
     struct TaskQueue {
         ready: Mutex<usize>,
         flags: SleepFlags,
@@ -95,9 +95,9 @@ mod tests {
             }
         }
 
-        /// One iteration of the event loop: sleeps until the descriptor is readable, and runs at
-        /// most one task, as if that task had used up the event-loop slice. Returns how many it
-        /// ran.
+        /// Makes one iteration of the event loop. Sleeps until the descriptor is readable, and runs
+        /// at most one task, as if that task had used up the event-loop slice. Returns the number
+        /// of tasks that ran.
         fn iterate(&self) -> usize {
             sleep(Some(&self.event_fd));
             self.event_fd.clear();
@@ -117,7 +117,7 @@ mod tests {
         }
     }
 
-    /// A task that is never run shows up as a deadlock.
+    /// A task that never runs causes a deadlock.
     #[test]
     fn loom_task_queue_runs_every_task() {
         explore("a task queue and two threads that wake", || {

@@ -63,7 +63,7 @@ impl WaitSet {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(system("epoll_create"))?;
         let flags = TimerfdFlags::NONBLOCK | TimerfdFlags::CLOEXEC;
         let clock = if cfg!(miri) {
-            // Miri has no timerfd; this eventfd never becomes readable.
+            // Miri has no timerfd. This eventfd never becomes readable.
             eventfd(0, EventfdFlags::NONBLOCK).map_err(system("eventfd"))?
         } else {
             timerfd_create(TimerfdClockId::Monotonic, flags).map_err(system("timerfd_create"))?
@@ -82,7 +82,7 @@ impl WaitSet {
             .map_err(system("epoll_ctl"))
     }
 
-    /// Adds a socket, edge-triggered: an event is reported once, so the caller must read or write
+    /// Adds a socket, edge-triggered. Each event is reported once, so the caller must read or write
     /// until the socket would block.
     pub(crate) fn add_socket(&self, fd: BorrowedFd<'_>, ready: Ready) -> Result<(), Error> {
         use epoll::EventFlags as Flags;
@@ -96,8 +96,8 @@ impl WaitSet {
         let _ = epoll::delete(&self.epoll, fd); // the descriptor may never have been added
     }
 
-    /// Adds to `out` everything that is ready now, without waiting. Returns whether there may be
-    /// more.
+    /// Adds all event sources that are ready now to `out`, without waiting. Returns whether there
+    /// may be more.
     ///
     /// The flag of an entry says whether its descriptor reports an error. Such a descriptor stays
     /// ready for ever.

@@ -10,17 +10,17 @@ use super::sleep_flags::SleepFlags;
 
 pub(crate) struct Wakeup {
     flags: SleepFlags,
-    /// Created when its thread first sleeps; `None` if the process has no descriptor left.
+    /// Created when the waker's thread first sleeps. `None` if the process has no descriptor left.
     event_fd: OnceLock<Option<EventFd>>,
 }
 
 impl Wakeup {
-    /// Creates the waker as woken, so that the future is polled a first time.
+    /// Creates the waker in the woken state, so that the future is polled a first time.
     pub(crate) fn new() -> Self {
         Self { flags: SleepFlags::woken(), event_fd: OnceLock::new() }
     }
 
-    /// Returns whether the future must be polled again, and resets that.
+    /// Returns whether the future must be polled again, and resets that flag.
     pub(crate) fn take(&self) -> bool {
         self.flags.take_woken()
     }
@@ -29,7 +29,7 @@ impl Wakeup {
         self.flags.is_woken()
     }
 
-    /// Calls `wait`, which also waits for the eventfd, unless the future was woken meanwhile.
+    /// Calls `wait`, unless the future was woken meanwhile. `wait` must also wait for the eventfd.
     /// Without an eventfd, `wait` must return soon.
     pub(crate) fn sleep(&self, wait: impl FnOnce(Option<&EventFd>)) {
         let event_fd = self.event_fd.get_or_init(|| EventFd::new().ok()).as_ref();

@@ -16,36 +16,36 @@ use crate::mem::{BufMut, Pool, PoolError, Purpose};
 /// A shared receive queue and the buffers in it.
 ///
 /// A queue pair that fails in the middle of a message may keep the receive that it had started,
-/// without completing it. (Soft-RoCE does; the specification only defines the event that a queue
-/// pair has taken its last receive.) The device may write that buffer as long as the queue pair
-/// exists, and nobody can tell which buffer it is. So a receive counts as overdue when another one
-/// has completed that was posted more than two queue depths later. The buffer of an overdue receive
-/// stays where it is, and another receive is posted in its place, so that the stock does not
+/// without completing it. Soft-RoCE does this. The specification only defines the event that a
+/// queue pair has taken its last receive. The device may write that buffer as long as the queue
+/// pair exists, and nobody can tell which buffer it is. So a receive counts as overdue when a
+/// receive that was posted more than two queue depths later has completed. The buffer of an overdue
+/// receive stays in its slot. Another receive is posted in its place, so that the stock does not
 /// shrink.
 ///
 /// An overdue receive comes back when it completes after all, or when no queue pair is left that
 /// can hold it. If the device takes receives in the order in which they were posted, a queue pair
 /// cannot hold a given receive in two cases (a younger receive is one that was posted later):
 ///
-/// - the queue pair was created after a younger receive had already been taken;
-/// - the queue pair has completed a younger receive: it works on one message at a time.
+/// - The queue pair was created after a younger receive had already been taken.
+/// - The queue pair has completed a younger receive. A queue pair works on one message at a time.
 pub(crate) struct ReceiveStock {
     /// `None` only during the drop.
     srq: Option<SharedReceiveQueue>,
     slots: Vec<ReceiveSlot>,
     free: Vec<usize>,
-    /// Slots that are not in use: those of overdue receives that completed after all or were
-    /// reclaimed (other slots have replaced them), and surplus ones.
+    /// Slots that are not in use: surplus slots, and slots of overdue receives that completed after
+    /// all or were reclaimed. Other slots have already replaced the slots of overdue receives.
     spare: Vec<usize>,
     overdue: usize,
-    /// Number of receives that are posted in addition to `depth`, because as many others may be
-    /// missing: see [`ReceiveStock::expect_missing`].
+    /// Number of receives that are posted in addition to `depth`, because the same number of
+    /// receives may be missing: see [`ReceiveStock::expect_missing`].
     extra: usize,
     /// How much `extra` has fallen since the last call of [`ReceiveStock::take_found`].
     found: usize,
     depth: usize,
-    /// Sequence numbers of receives: the last posted, the youngest completed, and the one that was
-    /// the youngest completed when overdue receives were last searched for.
+    /// Sequence numbers of receives: the last posted one, the youngest completed one, and the value
+    /// of `youngest` at the last search for overdue receives.
     posted: u64,
     youngest: u64,
     checked: u64,
@@ -59,11 +59,11 @@ pub(crate) struct ReceiveStock {
     takers: Vec<Arc<AtomicU64>>,
 }
 
-/// Registers a queue pair that takes receives from a stock. Contains a sequence number: the queue
-/// pair cannot hold any receive that is older.
+/// Registers a queue pair that takes receives from a stock. It contains a sequence number. The
+/// queue pair cannot hold any receive with a lower number.
 ///
-/// Drop it only after the device has confirmed that the queue pair is destroyed; without a
-/// confirmation, never.
+/// Must be dropped only after the device has confirmed that the queue pair is destroyed. Without a
+/// confirmation, it must never be dropped.
 pub(crate) struct Taker(Arc<AtomicU64>);
 
 impl Taker {
@@ -95,7 +95,7 @@ impl ReceiveSlot {
 }
 
 impl ReceiveStock {
-    /// Creates a stock of up to `depth` receives of `block_bytes` each; none is posted yet.
+    /// Creates a stock of up to `depth` receives of `block_bytes` each. None of them is posted yet.
     pub(crate) fn new(
         srq: SharedReceiveQueue,
         depth: usize,
@@ -152,17 +152,17 @@ impl ReceiveStock {
         self.free.len()
     }
 
-    /// Returns the number of receives that wait for messages. Those that may be missing do not
+    /// Returns the number of receives that wait for messages. Receives that may be missing do not
     /// count.
     pub(crate) fn posted(&self) -> usize {
         (self.depth + self.extra - self.free.len()).min(self.depth)
     }
 
-    /// Makes the next refill post `most` receives more, in place of those that a destroyed queue
-    /// pair may have taken without completing them. That is possible if the device did not report
-    /// the last receive of the queue pair: providers such as mlx5 remove the completions of a queue
-    /// pair that is destroyed. If the shared receive queue has no room for the additional receives,
-    /// none is missing.
+    /// Makes the next refill post `most` more receives. They replace receives that a destroyed
+    /// queue pair may have taken without completing them. This can happen if the device did not
+    /// report the last receive of the queue pair, because providers such as mlx5 remove the
+    /// completions of a destroyed queue pair. If the shared receive queue has no room for the
+    /// additional receives, none is missing.
     pub(crate) fn expect_missing(&mut self, most: usize) {
         self.extra += most;
         for _ in 0..most {
@@ -176,14 +176,14 @@ impl ReceiveStock {
         self.extra
     }
 
-    /// Returns how many receives that were thought missing have been accounted for since the last
-    /// call.
+    /// Returns how many receives, previously counted as possibly missing, were accounted for since
+    /// the last call.
     pub(crate) fn take_found(&mut self) -> usize {
         std::mem::take(&mut self.found)
     }
 
-    /// Records that up to `count` receives that were thought missing are accounted for. Returns how
-    /// many.
+    /// Records that up to `count` receives, counted as possibly missing, are accounted for. Returns
+    /// their number.
     fn find(&mut self, count: usize) -> usize {
         let count = count.min(self.extra);
         self.extra -= count;
@@ -198,7 +198,7 @@ impl ReceiveStock {
         })
     }
 
-    /// Returns the number of overdue receives: a queue pair seems to have taken them without
+    /// Returns the number of overdue receives. A queue pair seems to have taken them without
     /// completing them.
     pub(crate) fn overdue(&self) -> usize {
         self.overdue
@@ -219,14 +219,15 @@ impl ReceiveStock {
             if self.find(1) == 0 {
                 let another = self.spare_slot();
                 self.free.push(another);
-            } // else an extra receive already replaces it
+            } // else: an extra receive already replaces it
         }
     }
 
     /// Posts receives until none is missing, or until the pool or the device refuses.
     ///
     /// # Errors
-    /// Returns the error of the pool or the device; receives that were posted before stay posted.
+    /// Returns the error of the pool or the device. Receives that were posted before the error stay
+    /// posted.
     pub(crate) fn refill(&mut self, pool: &Pool) -> Result<(), PoolError> {
         if self.youngest - self.checked > self.depth as u64 {
             self.replace_overdue();
@@ -249,8 +250,8 @@ impl ReceiveStock {
                     }
                 };
                 let parts = buf.raw_parts(self.domain);
-                // SAFETY: the slot owns the buffer, whose only handle this is, until the completion
-                // or the end of the queue.
+                // SAFETY: the slot owns the buffer until the completion or the end of the queue,
+                // and this is the buffer's only handle.
                 pieces[count] = unsafe { Sge::from_raw(parts.addr, parts.len, parts.lkey) };
                 let place = &mut self.slots[slot];
                 place.generation = place.generation.wrapping_add(1);
@@ -269,8 +270,8 @@ impl ReceiveStock {
                 None => Ok(()),
             };
             if let Err(refused) = posted {
-                // Do not use `take` for the receives that were not posted: it would count them as
-                // completed, although older ones have not been taken yet.
+                // Do not use `take` for the receives that were not posted. It would count them as
+                // completed, although older receives have not been taken yet.
                 for id in &ids[refused.posted..count] {
                     let slot = id.0 as u32 as usize;
                     self.slots[slot].buf = None;
@@ -293,7 +294,7 @@ impl ReceiveStock {
         Ok(())
     }
 
-    /// Takes the buffer of a receive that completed; `None` if `wr_id` names no posted receive.
+    /// Takes the buffer of a completed receive. Returns `None` if `wr_id` names no posted receive.
     pub(crate) fn take(&mut self, wr_id: u64) -> Option<Taken> {
         let (slot, generation) = (wr_id as u32 as usize, (wr_id >> 32) as u32 & 0x7fff_ffff);
         let place = self.slots.get_mut(slot)?;
@@ -330,16 +331,16 @@ mod tests {
 
     use super::*;
 
-    /// Returns a stock of four receives. The first was taken and never completed during four
-    /// rounds.
+    /// Returns a stock of four receives. The first receive was taken, but did not complete during
+    /// four rounds.
     fn stock_with_lost_receive(in_order: bool) -> (ReceiveStock, Pool, Taker) {
         let world = World::new();
         world.add_device(DeviceSpec::new("fake1", "10.0.0.1".parse().expect("an address")));
         let context =
             world.verbs().device("fake1").and_then(|device| device.open()).expect("device");
         let domain = context.allocate_protection_domain().expect("domain");
-        // Deeper than the stock: the device still holds the receives that the test takes out by
-        // hand.
+        // This queue is deeper than the stock, because the device still holds the receives that the
+        // test takes out by hand.
         let srq = domain.create_shared_receive_queue(64, 1).expect("queue");
         let pool = Pool::builder(&[domain]).build().expect("pool");
         let mut stock = ReceiveStock::new(srq, 4, 256, 0, in_order);

@@ -1,8 +1,8 @@
-//! The slot table: requests in flight by key, in the order in which they were posted. It does not
-//! know about devices.
+//! The slot table: requests in flight by key, in the order in which they were posted. This module
+//! does not depend on devices.
 //!
-//! A key is a slot and its generation, which changes with each use of the slot. A completion whose
-//! key does not match a request in flight exactly has no effect, however late or often it comes.
+//! A key is a slot and its generation, which changes with each use of the slot. A completion has no
+//! effect unless its key exactly matches a request in flight, even if it comes late or twice.
 
 use std::collections::VecDeque;
 
@@ -13,7 +13,7 @@ pub(crate) struct Key {
     pub(crate) generation: u32,
 }
 
-/// Generations have 24 bits: a key repeats after 16 million uses of its slot.
+/// Generations have 24 bits, so a key repeats after 16 million uses of its slot.
 pub(crate) const GENERATION_MASK: u32 = 0x00ff_ffff;
 
 struct Slot<T> {
@@ -23,14 +23,14 @@ struct Slot<T> {
 
 /// Entries in flight, at most `capacity`.
 pub(crate) struct Table<T> {
-    /// Grows on demand: a link that has sent nothing has no slots.
+    /// Grows on demand, so a link that has sent nothing has no slots.
     slots: Vec<Slot<T>>,
     free: Vec<u16>,
     /// The slots in flight, oldest first.
     order: VecDeque<u16>,
     capacity: u16,
-    /// The first generation of new slots. It is beyond those that an earlier table of the same link
-    /// number used.
+    /// The first generation of new slots. It is higher than the generations that an earlier table
+    /// of the same link number used.
     first_generation: u32,
 }
 
@@ -54,7 +54,8 @@ impl<T> Table<T> {
         usize::from(self.capacity) - self.order.len()
     }
 
-    /// Puts `entry` into a slot, as the newest. Returns it as the error if no slot is free.
+    /// Puts `entry` into a slot, as the newest entry. Returns `entry` as the error if no slot is
+    /// free.
     pub(crate) fn claim(&mut self, entry: T) -> Result<Key, T> {
         if self.room() == 0 {
             return Err(entry);
@@ -69,7 +70,7 @@ impl<T> Table<T> {
         Ok(Key { slot, generation: place.generation })
     }
 
-    /// Takes the newest entry back, because it was not posted after all.
+    /// Takes the newest entry back, because it was not posted.
     pub(crate) fn undo(&mut self) -> Option<T> {
         let slot = self.order.pop_back()?;
         self.vacate(slot)
@@ -81,9 +82,9 @@ impl<T> Table<T> {
         if place.generation == key.generation { place.entry.as_mut() } else { None }
     }
 
-    /// Completes the entry with this key and all older ones, since a reliable connection completes
-    /// in order. Passes each to `each`, the named one last and with `true`. Returns `false` if no
-    /// entry with this key is in flight.
+    /// Completes the entry with this key and all older ones, because a reliable connection
+    /// completes in order. Passes each entry to `each`. The entry with this key comes last, with
+    /// `true`. Returns `false` if no entry with this key is in flight.
     pub(crate) fn complete(&mut self, key: Key, mut each: impl FnMut(T, bool)) -> bool {
         if self.get_mut(key).is_none() {
             return false;
@@ -105,7 +106,7 @@ impl<T> Table<T> {
         self.order.iter().filter_map(|slot| self.slots[usize::from(*slot)].entry.as_ref())
     }
 
-    /// Removes all entries. Call it when no completion can arrive any more.
+    /// Removes all entries. Must be called only when no completion can arrive any more.
     pub(crate) fn drain(&mut self, mut each: impl FnMut(T)) {
         while let Some(slot) = self.order.pop_front() {
             if let Some(entry) = self.vacate(slot) {

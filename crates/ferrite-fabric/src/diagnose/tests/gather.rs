@@ -1,4 +1,4 @@
-//! Gathers facts from directories made for the test, and from a fake device.
+//! Tests that facts are gathered from directories made for the test, and from a fake device.
 
 use std::fs;
 use std::net::{IpAddr, Ipv4Addr};
@@ -159,8 +159,8 @@ fn reads_routes_neighbours_and_local_peers() {
     assert_eq!(nothing.neighbour(PEER, "n1"), Neighbour::Unknown);
 }
 
-/// The best route may be missing in a truncated table, so no routes are used then. Neighbours are
-/// used as far as they were read.
+/// A truncated table may lack the best route, so its routes are not used. Its neighbours are used
+/// as far as they were read.
 #[test]
 fn limits_long_tables() {
     let files = Files::new("long");
@@ -254,7 +254,7 @@ fn links_of_a_port_share_snapshots() {
     assert!(format!("{first:?}").starts_with("Baseline(diagnose-shared port 1, "), "{first:?}");
 }
 
-/// Waits for a condition. Measurements are cached for a while, longer if measuring is slow.
+/// Waits for a condition. Measurements are cached for a while, and for longer if measuring is slow.
 fn until(mut done: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(30);
     while !done() {

@@ -1,34 +1,37 @@
 //! Decides which source's command runs next, so that no peer can take the threads from the others.
-//! It does not know about threads.
+//! The queue does not start or manage threads.
 //!
 //! - Commands of one source run one after the other, in the order in which they were submitted. A
-//!   source therefore occupies one thread at most.
-//! - This process is a source of its own. It never waits for peers: they share all threads but one.
-//! - Nobody can predict that a peer will be slow. A source is *slow* for a minute after the kernel
-//!   or the device let one of its commands wait. Slow sources share half of the threads,
-//!   round-robin. However many slow sources there are, the other half serves the rest.
+//!   source therefore occupies at most one thread.
+//! - This process is also a source. It never waits for peers, because peers share all threads
+//!   except one.
+//! - Nobody can predict that a peer will be slow. A source counts as *slow* for a minute after one
+//!   of its commands had to wait for the kernel or the device. Slow sources share half of the
+//!   threads, round-robin. The other half serves the other sources, however many slow sources there
+//!   are.
 
 use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
 use crate::source::Source;
 
-/// A command that takes this long was waiting for something: others are a thousand times faster.
+/// A command that takes this long had to wait. Other commands are about a thousand times faster.
 const SLOW: Duration = Duration::from_millis(100);
 /// How long a source counts as slow after such a command.
 const SLOW_FOR: Duration = Duration::from_secs(60);
-/// Maximum number of slow sources to remember. Beyond it none are added until some have expired.
+/// Maximum number of slow sources to remember. Beyond it, none is added until some have expired.
 const SLOW_SOURCES_MAX: usize = 1024;
 
-/// Waiting jobs by source (`None`: this process), for a given number of threads.
+/// Waiting jobs by source, for a given number of threads. The source `None` is this process.
 pub(super) struct FairQueue<J> {
     threads: usize,
     queues: HashMap<Option<Source>, SourceQueue<J>>,
-    /// Peers whose next job may run. Each is either in `quick` or in `slow`, once. A peer with a
-    /// running job is in neither.
+    /// Peers whose next job may run. Each such peer is once in either `quick` or `slow`. A peer
+    /// with a running job is in neither queue.
     quick: VecDeque<Source>,
     slow: VecDeque<Source>,
-    /// Number of running jobs of peers; `slow_under_way` counts those taken from `slow`.
+    /// Number of running jobs of peers. `slow_under_way` counts the jobs that were taken from
+    /// `slow`.
     peers_under_way: usize,
     slow_under_way: usize,
     was_slow: HashMap<Source, Instant>,
@@ -61,7 +64,7 @@ impl<J> FairQueue<J> {
         }
     }
 
-    /// Returns the number of waiting jobs: those of one source, and those of all.
+    /// Returns the number of waiting jobs of one source and of all sources.
     pub(super) fn waiting(&self, source: Option<Source>) -> (usize, usize) {
         (self.queues.get(&source).map_or(0, |queue| queue.jobs.len()), self.waiting)
     }
@@ -117,7 +120,7 @@ impl<J> FairQueue<J> {
         }
     }
 
-    /// Takes out all waiting jobs. [`FairQueue::done`] may still be called for running ones.
+    /// Takes out all waiting jobs. [`FairQueue::done`] may still be called for running jobs.
     pub(super) fn take_all(&mut self) -> Vec<J> {
         self.quick.clear();
         self.slow.clear();
@@ -205,7 +208,7 @@ mod tests {
     #[test]
     fn limits_slow_sources_to_half_of_the_threads() {
         let (mut jobs, mut now) = (FairQueue::new(THREADS), Instant::now());
-        // A hundred sources, each slow once.
+        // Each of a hundred sources is slow once.
         for number in 0..100 {
             jobs.push(source(number), number, now);
             for (running, _) in start_all(&mut jobs) {
@@ -218,7 +221,7 @@ mod tests {
         jobs.push(source(100), 100, now);
         let (quick, job) = jobs.next().expect("a quick source does not wait");
         assert_eq!(job, 100);
-        // Slow sources are served even if quick ones never pause.
+        // Slow sources are served even if quick sources never pause.
         (101..200).for_each(|number| jobs.push(source(number), number, now));
         jobs.done(slow[0].0, SLOW, now);
         jobs.done(slow[1].0, SLOW, now);

@@ -2,9 +2,10 @@
 //! identifiers of established links.
 //!
 //! Everything here runs in the poller's pass and never blocks. Each event of the connection manager
-//! advances a handshake by one step, and a timer ends those that make no progress. Calls to the
-//! kernel or the device are commands (`fabric/commands.rs`). A command owns the identifier while it
-//! runs; events that arrive before its result wait for it.
+//! advances a handshake by one step, and a timer ends handshakes that make no progress. Calls to
+//! the kernel or the device that may block run as commands (`fabric/commands.rs`). A command owns
+//! the identifier while it runs. Events that arrive meanwhile are handled after the command's
+//! result.
 //!
 //! ```text
 //!   outgoing   resolve address ─► resolve route ─► connect (hello) ─► response (hello)
@@ -62,7 +63,7 @@ pub(crate) use upgrade_waiter::UpgradeWaiter;
 pub(crate) enum Handshake {
     Listening {
         id: CmId,
-        /// Its address, and whether `[::]` means only IPv6.
+        /// The listener's address, and whether `[::]` means only IPv6.
         at: (SocketAddr, bool),
         listener: Arc<ListenerShared>,
     },
@@ -74,12 +75,14 @@ pub(crate) enum Handshake {
         mtu: Mtu,
         recipient: Recipient,
     },
-    /// The link by its name, because its number may be reused before an event arrives.
+    /// An established link. It is stored by name, because its index may be reused before an event
+    /// arrives.
     Linked {
         id: CmId,
         link: LinkName,
     },
-    /// Bound to an address of a device, only to learn when a device without links is removed.
+    /// An identifier that is bound to an address of a device, only to learn when a device without
+    /// links is removed.
     Watching {
         id: CmId,
         device: usize,
@@ -137,7 +140,7 @@ impl Handshakes {
         self.put(key, listening);
     }
 
-    /// Watches `device` through `id`. Returns earlier identifiers of the device.
+    /// Watches `device` through `id`. Returns the identifiers that watched the device before.
     pub(crate) fn watch(&mut self, id: CmId, device: usize) -> Vec<Handshake> {
         let is_earlier = |_: &CmKey, handshake: &mut Handshake| match handshake {
             Handshake::Watching { device: of, .. } => *of == device,
@@ -166,7 +169,7 @@ impl Handshakes {
         if let Some(Handshake::Linked { id, .. } | Handshake::Incoming { id, .. }) =
             self.by_key.get(&key)
         {
-            let _ = id.disconnect(); // it fails if there is no connection any more
+            let _ = id.disconnect(); // fails if the connection is already gone
         }
     }
 }
@@ -211,7 +214,8 @@ impl Poller {
                 {
                     self.handshakes.put(key, Handshake::Linked { id, link });
                 } else {
-                    // Destroying it may block, most of all while the device is being removed.
+                    // Destroying the identifier may block, especially while the device is being
+                    // removed.
                     shared.commands.discard(None, id);
                 }
             }
@@ -241,7 +245,7 @@ impl Poller {
         let Some(link) = self.link_named(shared, name) else { return };
         match event.kind {
             CmEventKind::DISCONNECTED => {
-                // Deliver what arrived before the disconnect first.
+                // First deliver the messages that arrived before the disconnect.
                 self.reap_all(shared);
                 if failed_silently(&link) {
                     self.peer_was_refused(shared, &link, true);
@@ -329,7 +333,7 @@ fn handshake_limits(shared: &Shared) -> Limits {
     Limits { all, each: all.div_ceil(2), grace: shared.config.connection_timeout / 20 }
 }
 
-/// Returns the limits of this side for a link.
+/// Returns this side's limits for a link.
 fn own_limits(shared: &Shared, hello: Hello, name: LinkName) -> OwnLimits {
     let config = &shared.config;
     OwnLimits {
@@ -343,7 +347,7 @@ fn own_limits(shared: &Shared, hello: Hello, name: LinkName) -> OwnLimits {
     }
 }
 
-/// Binds an identifier to an address of the device; `None` if the device has none.
+/// Binds an identifier to an address of the device. Returns `None` if no address can be bound.
 pub(crate) fn watch(channel: &EventChannel, context: &Context, device: &str) -> Option<CmId> {
     let gids = context.gids().ok()?;
     gids.iter().find_map(|entry| {
@@ -361,7 +365,7 @@ pub(crate) fn device_of<'a>(shared: &'a Shared, id: &CmId) -> Result<&'a Arc<Sha
     let found = shared.devices.iter().find(|shared| shared.name == device);
     let found =
         found.ok_or_else(|| match shared.unused.iter().find(|(name, _)| *name == device) {
-            // The reason why the device was left out, such as the locked-memory limit.
+            // The error says why the device was left out, for example the locked-memory limit.
             Some((_, error)) => error.clone(),
             None => {
                 let what =
@@ -374,8 +378,8 @@ pub(crate) fn device_of<'a>(shared: &'a Shared, id: &CmId) -> Result<&'a Arc<Sha
     Ok(found)
 }
 
-/// Returns whether the queue pair of a working link has failed without a failure on this side: then
-/// a request of the peer was refused. Not every device reports that.
+/// Returns whether a link's queue pair is in ERROR although this side has no failure. On a device
+/// that does not report refused requests, this means that the device refused a request of the peer.
 fn failed_silently(link: &LinkShared) -> bool {
     let hides = link.device().is_some_and(|device| device.quirks().hides_refused_requests);
     let failed = |state: &mut LinkState| {

@@ -1,4 +1,4 @@
-//! Deadlines that have expired, and what each means.
+//! Handles expired timers.
 
 use ferrite_verbs::Status;
 
@@ -9,13 +9,14 @@ use crate::fabric::Shared;
 use crate::fabric::timers::Timer;
 
 impl Poller {
-    /// Does what an expired deadline demands.
+    /// Handles an expired timer.
     pub(super) fn on_timer(&mut self, shared: &Shared, timer: Timer) {
         match timer {
             Timer::Keepalive(name) => {
                 let Some(link) = self.link_named(shared, name) else { return };
                 if link.with(|state, _, _| state.core.is_overdue(self.now)) {
-                    // This side may have been too busy to poll: the answer may already be here.
+                    // This side may have been too busy to poll, and the answer may already have
+                    // arrived.
                     self.reap_all(shared);
                 }
                 match link.on_timer(self.now) {
@@ -54,10 +55,10 @@ impl Poller {
                 if !link.with(|state, _, _| state.has_flushed()) {
                     return; // the link has found another path
                 }
-                // No request of this side failed first, so probably one of the peer's did, and not
-                // every device reports that. Soft-RoCE also fails queue pairs of correct peers in
-                // this way, on a host with too little CPU. So the failure is counted, but the peer
-                // is not excluded for it.
+                // No request of this side failed first. Probably the device refused a request of
+                // the peer, which not every device reports. Soft-RoCE also fails queue pairs of
+                // correct peers in this way, on a host with too little CPU. So the failure is
+                // counted, but the peer is not excluded for it.
                 self.peer_was_refused(shared, &link, false);
                 let what = format!(
                     "link to {} ({}): the queue pair failed; no cause reported",

@@ -10,9 +10,9 @@ use crate::error::{Error, ErrorKind};
 use crate::fabric::Shared;
 use crate::policy::Rdma;
 
-/// Maximum number of events of a device and of the connection manager that one pass handles. They
-/// need system calls, and thousands of them must not delay the completions of other links. The rest
-/// is left to the next pass.
+/// Maximum number of events of a device and of the connection manager that one pass handles. Each
+/// event needs system calls, and thousands of events must not delay the completions of other links.
+/// The next pass handles the rest.
 const DEVICE_EVENTS_PER_PASS: usize = 64;
 const CM_EVENTS_PER_PASS: usize = 16;
 
@@ -31,7 +31,7 @@ impl Poller {
                     | AsyncEventKind::QP_ACCESS_ERROR,
                     Subject::QueuePair(number),
                 ) => {
-                    // Completions that arrived before have more details.
+                    // Completions that arrived before this event give more details.
                     self.reap_all(shared);
                     let index = self.by_qp.get(device.index, number);
                     if let Some(link) = index.and_then(|index| self.link(shared, index)) {
@@ -66,7 +66,7 @@ impl Poller {
         count
     }
 
-    /// Handles a device that the kernel has removed: its descriptors report an error from now on.
+    /// Handles a device that the kernel has removed. Its descriptors report an error from now on.
     pub(super) fn device_removed(&mut self, shared: &Shared, device: usize) {
         if let Some(objects) = &self.device_objects[device] {
             shared.waits.remove(objects.context.as_fd());
@@ -100,8 +100,8 @@ impl Poller {
         self.retire_if_unused(shared, device.index);
     }
 
-    /// Releases a device that is gone, when no link is left on it: the kernel cannot finish
-    /// removing a Soft-RoCE device that is in use.
+    /// Releases a device that is gone, once no link uses it. The kernel cannot finish removing a
+    /// Soft-RoCE device that is in use.
     pub(crate) fn retire_if_unused(&mut self, shared: &Shared, device: usize) {
         let device = &shared.devices[device];
         if !device.is_gone() {

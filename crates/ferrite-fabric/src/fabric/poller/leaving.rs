@@ -1,4 +1,4 @@
-//! Destroying queue pairs: from the ERROR state to the end.
+//! Destroys queue pairs, starting from the ERROR state.
 //!
 //! ```text
 //!   to ERROR ──► LAST_WQE_REACHED, or 2 s ──► poll the completion queue ──► destroy
@@ -6,10 +6,11 @@
 //!
 //! A queue pair with a shared receive queue must be destroyed in this order (InfiniBand
 //! specification 10.2.9.3; `__ib_drain_srq` in the kernel's `drivers/infiniband/core/verbs.c`).
-//! When a queue pair is destroyed, providers such as mlx5 remove its completions that were not
-//! polled and free their entries of the shared queue. The stock of receives would then count these
-//! receives as posted for ever. So if a queue pair is destroyed without the report, the stock posts
-//! others in their place.
+//! When a queue pair is destroyed, providers such as mlx5 discard its completions that were not
+//! polled, and free the entries of the shared receive queue that belong to these completions. The
+//! stock of receives (`device/slots/receives.rs`) would then count these receives as posted for
+//! ever. So if a queue pair is destroyed before LAST_WQE_REACHED was reported, the stock posts
+//! other receives in their place.
 //!
 //! The queue pair of a link waits in the link's state. Queue pairs that no longer belong to a link
 //! wait here.
@@ -31,8 +32,8 @@ use crate::source::Source;
 /// How long to wait for the device's report that a queue pair has taken its last receive. Hardware
 /// mostly needs far less than a millisecond, but an event can be late on a busy host.
 const LAST_RECEIVE: Duration = Duration::from_secs(2);
-/// The same on a device that is known not to report it. The device has flushed the queue pair by
-/// then.
+/// How long to wait on a device that is known not to report the last receive. By then, the device
+/// has flushed the queue pair.
 const NO_LAST_RECEIVE: Duration = Duration::from_millis(100);
 /// Maximum number of receives that the queue pair of a withdrawn upgrade can have taken.
 const PROBES: usize = 4;
@@ -42,7 +43,7 @@ const PROBES: usize = 4;
 pub(super) struct Unreported {
     device: usize,
     number: u32,
-    /// How many receives it can have taken that will not complete.
+    /// How many receives the queue pair can have taken that will not complete.
     receives: usize,
 }
 
@@ -50,7 +51,8 @@ pub(super) struct Unreported {
 pub(crate) struct Leaving {
     device: Arc<SharedDevice>,
     number: u32,
-    /// The link that it belonged to, and the source that its command is charged to.
+    /// The link that the queue pair belonged to, and the source that the destroy command is charged
+    /// to.
     link: u32,
     source: Source,
     queue: SendQueue<RequestContext>,
@@ -85,8 +87,8 @@ impl Poller {
         link.with_wakes(&mut self.wakes, |state, _, _| state.stop_waiting_for_last_receive());
     }
 
-    /// If the queue pair of a link is about to be destroyed without the report of its last receive,
-    /// records that.
+    /// Records the queue pair of a link, if it is about to be destroyed without the report of its
+    /// last receive.
     pub(super) fn expect_missing_receives(&mut self, shared: &Shared, link: &LinkShared) {
         let route = link.route();
         let Some(device) = route.device else { return };
@@ -95,7 +97,8 @@ impl Poller {
             !is_over || state.took_last() || state.is_away()
         });
         if !is_reported {
-            // Peers of our protocol keep to the window; control frames come in addition.
+            // A peer that speaks our protocol sends at most `window` frames, and some control
+            // frames.
             let receives = match link.is_raw() {
                 true => shared.config.recv_queue_depth as usize,
                 false => usize::from(shared.config.window) + 16,
@@ -111,7 +114,7 @@ impl Poller {
         }
     }
 
-    /// Replaces the receives that a destroyed queue pair may have taken along, if the device did
+    /// Replaces the receives that were possibly lost with a destroyed queue pair, if the device did
     /// not report its last receive.
     pub(super) fn replace_missing_receives(&mut self, device: &SharedDevice, number: u32) {
         let is_it = |it: &Unreported| it.device == device.index && it.number == number;
@@ -150,8 +153,8 @@ impl Poller {
         }
     }
 
-    /// Destroys the waiting queue pairs that match. If the device does not destroy one, it is
-    /// leaked with its memory and counted.
+    /// Destroys the waiting queue pairs that match. If the device fails to destroy a queue pair,
+    /// the queue pair and its memory are leaked and counted.
     pub(super) fn destroy_leaving(&mut self, shared: &Shared, matches: impl Fn(&Leaving) -> bool) {
         if !self.leaving.iter().any(&matches) {
             return;

@@ -1,5 +1,5 @@
-//! Links that need attention from the driver: they are closing, they are down, or they have a step
-//! to make that only the driver can do. Links are also registered and forgotten here.
+//! Services links that are closing, that are down, or that need a step that only the driver can
+//! take. Also registers and forgets links.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -24,11 +24,11 @@ pub(super) type Destroyed = (SendQueue<RequestContext>, Vec<InFlight<RequestCont
 /// How long to wait until the requests of a failed link are flushed. After that, its queue pair is
 /// destroyed with requests in flight.
 const DRAIN: Duration = Duration::from_secs(2);
-/// When requests were flushed, the cause is reported within this time or never: the device's event
-/// and the peer's disconnect take some milliseconds, a hundred on a busy host.
+/// How long to wait for the cause after requests were flushed. The device's event and the peer's
+/// disconnect take some milliseconds, and about a hundred on a busy host.
 const FLUSHED: Duration = Duration::from_millis(500);
-/// Maximum number of links to attend to in one pass, because that needs system calls. The rest is
-/// left to the next pass.
+/// Maximum number of links that one pass services, because servicing a link needs system calls. The
+/// next pass services the rest.
 const LINKS_PER_PASS: usize = 64;
 
 impl Poller {
@@ -102,8 +102,8 @@ impl Poller {
     }
 
     /// Handles a request of the peer that the device refused, which also ended the link. Counts it
-    /// once for each link, and records a strike against the source if `is_certain`. Ignored if this
-    /// side is closing the link: its memory may be gone before the peer knows.
+    /// once for each link, and records a strike against the source if `is_certain`. Does nothing if
+    /// this side is closing the link, because its memory may be gone before the peer knows.
     #[cold]
     pub(crate) fn peer_was_refused(
         &mut self,
@@ -120,7 +120,7 @@ impl Poller {
             return;
         }
         let errors = shared.counters.remote_access_errors.fetch_add(1, Ordering::Relaxed) + 1;
-        // A peer that had a grant may not know yet that it was revoked.
+        // A peer that had a grant may not know yet that the grant was revoked.
         let Some(peer) = link.route().peer.filter(|_| is_certain && !had_grants) else { return };
         if let Some(wait) = self.strikes.record(Source::of(peer), self.now) {
             let wait = wait.as_secs();
@@ -138,7 +138,7 @@ impl Poller {
             state.failure().is_some() && state.may_destroy()
         });
         if ready || by_force {
-            self.reap_all(shared); // the device would remove these completions
+            self.reap_all(shared); // destroying would discard these completions
         }
         let destroying =
             link.with_wakes(&mut self.wakes, |state, _, wakes| match state.failure() {
@@ -148,8 +148,8 @@ impl Poller {
         match destroying {
             Destroying::Gone => self.forget(shared, link),
             Destroying::Queue(queue) => self.destroy(shared, link, *queue),
-            // The last completion of the requests in flight makes the driver call this again. If
-            // that completion does not come, the timer does.
+            // The driver calls this again after the last completion in flight, or after the timer
+            // if that completion does not come.
             Destroying::NotYet if by_force => {
                 self.timers.add(self.now + DRAIN, Timer::Drain(link.name));
             }

@@ -1,6 +1,6 @@
-//! The RDMA half of a listener. A half on the address of a device disappears with the device. If
-//! the listener also accepts TCP, the TCP half continues, and the RDMA half returns with the
-//! device.
+//! The RDMA half of a listener. If it listens on the address of a device, it stops when the device
+//! is removed. If the listener also accepts TCP, the TCP half continues, and the RDMA half resumes
+//! when the device is back.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -17,7 +17,7 @@ use crate::fabric::listener::{BACKLOG, Half, ListenerShared};
 use crate::fabric::timers::Timer;
 use crate::mem::lock;
 
-/// The delay before another attempt to listen: at first, and at most.
+/// The first and the longest delay before another attempt to listen.
 const FIRST_DELAY: Duration = Duration::from_secs(1);
 const LAST_DELAY: Duration = Duration::from_secs(8);
 
@@ -47,7 +47,7 @@ impl Poller {
         listener: &Arc<ListenerShared>,
     ) -> Result<SocketAddr, Error> {
         if shared.devices.is_empty() {
-            return Err(shared.no_rdma()); // every RDMA peer would be refused
+            return Err(shared.no_rdma()); // otherwise every RDMA peer would be refused
         }
         let channel = self.cm(shared)?;
         let (local, one_family) = at;
@@ -57,13 +57,13 @@ impl Poller {
             return Err(Error::loopback(local));
         }
         let id = bind(&channel, at)?;
-        // If the fabric does not use this device, fail now: otherwise all peers would be refused
-        // one by one.
+        // If the fabric does not use this device, fail now. Otherwise each peer would be refused
+        // later.
         if let Some((device, _)) = id.device()
             && let Err(error) = device_of(shared, &id)
         {
             if error.kind() != ErrorKind::Misuse {
-                return Err(error); // it says why this device, port or address cannot be used
+                return Err(error); // says why the device, port or address cannot be used
             }
             let used: Vec<_> = shared.devices.iter().map(|device| device.name.as_str()).collect();
             return Err(Error::other_device(local.ip(), &device, &used));
@@ -75,7 +75,7 @@ impl Poller {
 
     fn listen_by(&mut self, id: CmId, at: At, listener: &Arc<ListenerShared>) -> Result<(), Error> {
         id.listen(BACKLOG as u32).map_err(|error| match error.kind() {
-            // The bind found the port free for RDMA, but our TCP listener has it.
+            // The bind for RDMA succeeded, but our own TCP listener uses the port.
             ferrite_verbs::ErrorKind::AddressInUse if listener.can_migrate => {
                 Error::tcp_owns_port(at.0)
             }
@@ -140,8 +140,8 @@ impl Poller {
                 return;
             };
             // Listen here and not in the command. Otherwise a request or the next removal could
-            // arrive before the identifier is registered, and nobody would know which listener it
-            // belongs to. This fails if the device has disappeared again.
+            // arrive before the identifier is registered, and no listener would be found for that
+            // event. Listening fails if the device has disappeared again.
             let listens = bound.and_then(|id| {
                 let device = device_of(shared, &id)?;
                 if device.is_gone() {

@@ -9,7 +9,7 @@ use crate::device::shared_device::SharedDevice;
 use crate::fabric::Shared;
 
 impl Poller {
-    /// Creates the next prepared queue pair of a device, if one is missing. A command does it;
+    /// Creates the next prepared queue pair of a device, if one is missing. Runs as a command, and
     /// links do not wait for it.
     pub(crate) fn prepare_queue_pairs(&mut self, shared: &Shared, device: &Arc<SharedDevice>) {
         let Some(objects) = self.device_objects[device.index].as_mut() else { return };

@@ -1,5 +1,4 @@
-//! Devices that come back: a device that disappeared is searched for until one of the same name is
-//! there and works.
+//! Searches for a removed device until a device of the same name exists and works.
 //!
 //! ```text
 //!   in use ── removed or failed ──► gone: no new links; existing links end
@@ -11,9 +10,9 @@
 //!
 //! Only udev announces new devices, so the fabric polls for them with a timer. A fabric that has
 //! all its devices has no such timer. The device keeps its index, and with it its domain in the
-//! pool: buffers that are in use remain valid for the device that came back. A search takes as long
-//! as registering the pool's memory, and releasing a device as long as deregistering it. Both are
-//! commands, which run one after the other.
+//! pool: buffers that are in use remain valid for the device that came back. A search registers the
+//! pool's memory, and releasing a device deregisters it. Both take long, so they run as commands,
+//! one after the other.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -31,7 +30,7 @@ use crate::fabric::Shared;
 use crate::fabric::timers::Timer;
 use crate::mem::Pool;
 
-/// The delay before a search: at first, and at most.
+/// The first and the longest delay before a search.
 const FIRST_DELAY: Duration = Duration::from_secs(1);
 const LAST_DELAY: Duration = Duration::from_secs(8);
 
@@ -40,15 +39,16 @@ const LAST_DELAY: Duration = Duration::from_secs(8);
 pub(super) struct Search {
     /// The delay before the next attempt.
     wait: Duration,
-    /// The latest attempt found the device, but could not use it: it is still coming up.
+    /// Whether the latest attempt found the device but could not use it, because it is still coming
+    /// up.
     seen: bool,
 }
 
 impl Search {
     const FIRST: Self = Self { wait: FIRST_DELAY, seen: false };
 
-    /// Returns the next step after an attempt that failed. A device that has just appeared will
-    /// soon be usable, so the delays start over.
+    /// Returns the search after an attempt that failed. A device that has just appeared will soon
+    /// be usable, so the delays start over.
     fn next(self, seen: bool) -> Self {
         if seen && !self.seen {
             return Self { seen, ..Self::FIRST };
@@ -116,7 +116,7 @@ impl Poller {
         );
     }
 
-    /// Resumes with a device that came back.
+    /// Puts a device that came back into use again.
     fn reattach_device(
         &mut self,
         shared: &Shared,
@@ -148,7 +148,7 @@ struct Attempt {
     config: Config,
     name: String,
     device: usize,
-    /// Whether the connection manager could bind to an address of the device before.
+    /// Whether the connection manager could bind to an address of the device earlier.
     had_address: bool,
 }
 
@@ -160,7 +160,8 @@ struct Found {
 }
 
 impl Attempt {
-    /// Opens the device of this name and creates all its objects, or none.
+    /// Opens the device of this name and creates all its objects. If a step fails, releases all of
+    /// them.
     fn revive(&self, seen: &mut bool) -> Result<Found, Error> {
         let device = self.verbs.as_ref().map_err(Clone::clone)?.device(&self.name)?;
         *seen = true;
@@ -190,7 +191,7 @@ fn no_address(device: &str) -> Error {
     Error::new(ErrorKind::Absent, format!("{device} has no address yet"))
 }
 
-/// Releases everything on a device. The receives go first, because they use the registrations.
+/// Releases everything on a device. Drops the receives first, because they use the registrations.
 fn release(objects: DeviceObjects, pool: &Pool, device: usize) {
     drop(objects);
     pool.retire_domain(device);

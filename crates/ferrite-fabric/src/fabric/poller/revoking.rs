@@ -16,7 +16,7 @@ impl Poller {
         }
     }
 
-    /// Revokes a region whose time is over.
+    /// Revokes a region whose lifetime is over.
     pub(super) fn region_expired(&mut self, shared: &Shared, id: u64) {
         if let Some(region) = shared.regions.get(id) {
             self.revoke_region(shared, &region);

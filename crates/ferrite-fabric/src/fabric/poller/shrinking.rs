@@ -1,10 +1,11 @@
 //! Releases pool memory to the system after a burst.
 //!
 //! While the pool is larger than at the start and buffers have been returned to it, a timer runs
-//! every 5 s. It releases the memory that nobody has used since the last time. When nothing is left
-//! to release, the timer stops until buffers have been returned again.
+//! every 5 s. Each run releases the memory that nobody has used since the previous run. When
+//! nothing is left to release, the timer stops until buffers have been returned again.
 //!
-//! Returning a buffer does not wake a sleeping driver. The driver notices it in its next pass.
+//! Returning a buffer does not wake a sleeping driver. The driver notices the returned buffer in
+//! its next pass.
 
 use std::time::Duration;
 
@@ -12,7 +13,8 @@ use super::Poller;
 use crate::fabric::Shared;
 use crate::fabric::timers::Timer;
 
-/// The interval, and the number of arenas to release at a time: deregistering takes a while.
+/// The interval between two runs, and the maximum number of arenas that one run releases.
+/// Deregistering an arena takes a while.
 const EVERY: Duration = Duration::from_secs(5);
 const ARENAS: usize = 8;
 
@@ -94,7 +96,7 @@ mod tests {
         }
         assert_eq!(deadline(&fabric), None, "no buffer was returned");
         let last = taken.pop().expect("one");
-        // Return a small one.
+        // Return a small buffer.
         taken.push(pool.take_uncharged(64, Purpose::Send).expect("memory"));
         drop(taken.pop());
         assert!(deadline(&fabric).is_some(), "a buffer was returned");

@@ -1,5 +1,5 @@
-//! The kernel as the loom model sees it: an eventfd is a flag, and the device is one completion
-//! queue that reports a completion if it was armed.
+//! The loom model of the kernel. An eventfd is a flag. The device is one completion queue, which
+//! reports a completion if it was armed.
 
 use std::os::fd::{AsFd, BorrowedFd};
 
@@ -9,7 +9,7 @@ use crate::error::Error;
 use crate::sync::lock;
 
 loom::lazy_static! {
-    /// One for each execution of the model.
+    /// Each execution of the model has its own kernel.
     pub(crate) static ref KERNEL: Kernel =
         Kernel { state: Mutex::new(KernelState::default()), changed: Condvar::new() };
 }
@@ -87,7 +87,7 @@ pub(crate) fn sleep(event_fd: Option<&EventFd>) {
     }
 }
 
-/// Waits for a change of the descriptor, edge-triggered as in tokio: each change is reported once,
+/// Waits for a change of the descriptor, edge-triggered as in tokio. Each change is reported once,
 /// even if its event is not taken.
 pub(crate) fn sleep_edge_triggered() {
     let mut kernel = lock(&KERNEL.state);

@@ -1,4 +1,4 @@
-//! TCP listeners: accept connections, and start the handshakes with their peers.
+//! TCP listeners. They accept connections and start the handshakes with the peers.
 
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, AsRawFd as _, OwnedFd, RawFd};
@@ -25,14 +25,15 @@ use crate::log_limit::LogLimit;
 use crate::source::{Source, UNKNOWN_PEER};
 use crate::wake::wait_set::Ready;
 
-/// Connections that have sent nothing are cheap: this many are allowed for each possible handshake.
+/// Number of silent connections that are allowed for each possible handshake. A connection that has
+/// sent nothing is cheap.
 const SILENT_PER_HANDSHAKE: usize = 16;
 /// The delay after which a listener that ran out of descriptors or memory tries again. Nothing
 /// reports when they become available again.
 const ACCEPT_AGAIN: Duration = Duration::from_millis(100);
 
 impl Poller {
-    /// Starts to listen; returns the number of the listening socket and its address.
+    /// Starts to listen. Returns the number of the listening socket and its address.
     pub(crate) fn listen_tcp(
         &mut self,
         shared: &Shared,
@@ -122,7 +123,7 @@ impl Poller {
     ) {
         let tls = match tls.map(Tls::server).transpose() {
             Ok(tls) => tls.map(Box::new),
-            Err(_) => return, // a configuration without a certificate: no handshake is possible
+            Err(_) => return, // without a certificate, no handshake is possible
         };
         let _ = sockopt::set_tcp_nodelay(&socket, true);
         let id = self.sockets.next;

@@ -1,9 +1,11 @@
-//! Admission control: connections that are not links yet, counted by source.
+//! Admission control for connections that are not links yet. It counts them by source.
 //!
-//! No source may lock out others. There is a limit for each source and one for all. A connection
-//! that exceeds its source's limit displaces the oldest one of its own source. One that exceeds the
-//! total limit displaces the oldest one of the busiest source. A connection that is younger than a
-//! grace period is not displaced, unless its source has more connections than that of the new one.
+//! No source may lock out others. There is a limit for each source and a limit for all. A
+//! connection that exceeds its source's limit displaces the oldest connection of its own source. A
+//! connection that exceeds the total limit displaces the oldest connection of the busiest source. A
+//! connection that is younger than a grace period is not displaced, with one exception: at the
+//! total limit, if its source has more connections than the new one's source, including the new
+//! one.
 
 use std::cmp::Reverse;
 use std::collections::{HashMap, VecDeque};
@@ -18,7 +20,7 @@ pub(crate) struct Limits {
     pub(crate) all: usize,
     pub(crate) each: usize,
     /// A connection that is younger than this is not displaced, unless its source is busier than
-    /// the newcomer's.
+    /// the new connection's source.
     pub(crate) grace: Duration,
 }
 
@@ -47,7 +49,7 @@ impl<K> Default for AdmissionQueue<K> {
 }
 
 impl<K: Copy + Eq + Hash> AdmissionQueue<K> {
-    /// Decides about another connection of a source.
+    /// Decides whether to admit another connection of a source.
     pub(crate) fn admit(&self, source: Source, now: Instant, limits: Limits) -> Admission<K> {
         let here = self.count(source);
         let (busiest, ignores_grace) = if here >= limits.each {
@@ -75,7 +77,7 @@ impl<K: Copy + Eq + Hash> AdmissionQueue<K> {
         self.sources.entry(source).or_default().push_back((key, now));
     }
 
-    /// Removes a connection; returns whether it was here.
+    /// Removes a connection. Returns whether it was in the queue.
     pub(crate) fn leave(&mut self, key: K) -> bool {
         let Some(source) = self.of.remove(&key) else { return false };
         if let Some(line) = self.sources.get_mut(&source) {

@@ -1,4 +1,4 @@
-//! Outgoing connections: what they are for, and how to dial over TCP.
+//! The purpose of outgoing connections, and the parameters of connecting over TCP.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ pub(crate) type Opened = Result<Arc<LinkShared>, Error>;
 
 /// The purpose of an outgoing connection.
 pub(crate) enum Purpose {
-    /// A new link; with the reason if RDMA was preferred and failed.
+    /// A new link. If RDMA was preferred and failed, the [`Fallback`] says why.
     Link(Reply, Option<Fallback>),
     /// A new link that is to be upgraded to RDMA at once.
     Rdma(Reply, Rdma),

@@ -1,5 +1,5 @@
 //! Handshakes over TCP: two peers exchange hellos, or one refuses the other. A peer that sends
-//! something else is a foreign peer.
+//! other data than a hello is a foreign peer.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::net::SocketAddr;
@@ -43,13 +43,13 @@ pub(super) struct Greeting {
     pub(super) to_send: Vec<u8>,
     pub(super) sent: usize,
     pub(super) heard: Vec<u8>,
-    /// Our hello; the accepting side creates it after it has received the peer's.
+    /// Our hello. The accepting side creates it after it has received the peer's hello.
     pub(super) ours: Option<Hello>,
     pub(super) side: Side,
     pub(super) peer: SocketAddr,
     /// When the connection was started or accepted.
     pub(super) since: Instant,
-    /// The peer is refused: the connection ends when the refusal is sent.
+    /// Whether the peer is refused. The connection then ends when the refusal is sent.
     pub(super) refusing: bool,
 }
 
@@ -59,7 +59,7 @@ pub(super) enum Side {
         purpose: Purpose,
     },
     /// `resumes` is the link that continues over this connection, and the number of our frames that
-    /// its peer has received.
+    /// the peer has received on that link.
     Answering {
         listener: Weak<ListenerShared>,
         resumes: Option<(Arc<LinkShared>, u64)>,
@@ -83,8 +83,9 @@ impl Poller {
                 let (peer, has_begun) = (greeting.peer, !greeting.heard.is_empty());
                 self.sockets.put_greeting(id, greeting);
                 if has_begun && self.sockets.silent.contains(id) {
-                    // A correct peer sends its whole hello at once. So connections that have sent a
-                    // part of it have no grace period, and this one may displace them.
+                    // A correct peer sends its whole hello at once. So connections that have sent
+                    // only a part of a hello have no grace period, and this connection may displace
+                    // them.
                     let limits = Limits { grace: Duration::ZERO, ..handshake_limits(shared) };
                     self.enter_half_open(shared, id, peer, limits);
                 }
@@ -124,7 +125,8 @@ impl Poller {
         }
     }
 
-    /// Turns a silent connection into a handshake if it is admitted; otherwise it waits.
+    /// Turns a silent connection into a handshake if it is admitted. Otherwise the connection
+    /// waits.
     fn enter_half_open(
         &mut self,
         shared: &Shared,
@@ -151,7 +153,8 @@ impl Poller {
         true
     }
 
-    /// Lets waiting connections try again: handshakes may now be old enough to be displaced.
+    /// Lets waiting connections try again, because handshakes may now be old enough to be
+    /// displaced.
     pub(crate) fn admit_waiting(&mut self, shared: &Shared) {
         self.sockets.admission_timer = false;
         for _ in 0..shared.config.max_half_open {
@@ -160,9 +163,9 @@ impl Poller {
         }
     }
 
-    /// Ends a connection that has made no progress, so that another can be admitted. A silent one
-    /// may be a pooled client of another protocol: it goes to the listener's foreign peers, earlier
-    /// than it otherwise would.
+    /// Ends a connection that has made no progress, so that another can be admitted. A silent
+    /// connection may be a pooled client of another protocol. It goes to the listener's foreign
+    /// peers, earlier than after the timeout.
     pub(super) fn displace(&mut self, shared: &Shared, id: u64) {
         self.sockets.leave_admission(id);
         let Some(greeting) = self.sockets.take_greeting(id) else { return };
@@ -204,9 +207,9 @@ impl Poller {
         }
     }
 
-    /// Ends a link without a path, because the answer at its peer's address was for another link or
-    /// for none. The sender is not its peer, or is a peer with a wrong state. Nothing that it sends
-    /// may reach the link.
+    /// Ends a link without a path, because its peer's address answered for another link or for no
+    /// link. The sender is not the link's peer, or is a peer with a wrong state. No data of that
+    /// sender may reach the link.
     pub(super) fn reject_resume_answer(&mut self, shared: &Shared, link: &Arc<LinkShared>) {
         link.with_wakes(&mut self.wakes, |state, _, wakes| {
             let Some(lost) = state.core.lost() else { return };
@@ -222,7 +225,8 @@ impl Poller {
         let Some(greeting) = self.sockets.take_greeting(id) else { return };
         self.sockets.leave_admission(id);
         if greeting.heard.is_empty() && greeting.accepts_foreign_peers() {
-            // It may be a pooled client that has nothing to send yet. Ferrite peers send at once.
+            // The peer may be a pooled client that has nothing to send yet. Ferrite peers send at
+            // once.
             self.hand_to_listener(shared, *greeting);
             return;
         }
@@ -355,15 +359,16 @@ impl Poller {
 }
 
 impl Greeting {
-    /// Returns whether the listener accepts foreign peers on this connection. Not with TLS: the
-    /// program that serves foreign peers gets the bare socket and cannot decrypt it.
+    /// Returns whether the listener accepts foreign peers on this connection. A connection with TLS
+    /// has no foreign peers: the program that serves them gets the plain socket and cannot decrypt
+    /// its data.
     fn accepts_foreign_peers(&self) -> bool {
         let Side::Answering { listener, .. } = &self.side else { return false };
         self.tls.is_none()
             && listener.upgrade().is_some_and(|listener| listener.accepts_foreign_tcp_peers())
     }
 
-    /// Sends what is left to send.
+    /// Sends the rest of `to_send`, and the data that TLS has to send.
     fn flush(&mut self) -> io::Result<()> {
         loop {
             let rest = &self.to_send[self.sent..];
@@ -383,8 +388,8 @@ impl Greeting {
         }
     }
 
-    /// Reads what has arrived, up to the longest greeting; returns whether the peer has ended the
-    /// connection.
+    /// Reads what has arrived, up to the length of the longest greeting. Returns whether the peer
+    /// has ended the connection.
     fn read(&mut self) -> io::Result<bool> {
         while self.heard.len() < GREETING_BYTES.max(REFUSAL_BYTES_MAX) {
             let mut bytes = [0; 256];
@@ -410,7 +415,7 @@ impl Greeting {
     }
 }
 
-/// Returns whether these may be the first bytes of a hello or of a refusal.
+/// Returns whether `heard` may be the start of a hello or of a refusal.
 fn may_become_greeting(heard: &[u8]) -> bool {
     [MAGIC, REFUSAL_MAGIC].iter().any(|magic| magic.starts_with(heard))
 }
@@ -423,7 +428,8 @@ fn handshake_error(peer: SocketAddr, error: &io::Error) -> Error {
     Error::new(kind, format!("{peer} during the handshake over TCP: {error}"))
 }
 
-/// Combines the errors of both transports. The kind is that of RDMA, which was preferred.
+/// Combines the errors of both transports. The kind is that of the RDMA error, because RDMA was
+/// preferred.
 fn combine_errors(error: Error, fallback: Option<Fallback>) -> Error {
     match fallback {
         None => error,

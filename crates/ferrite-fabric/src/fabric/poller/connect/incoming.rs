@@ -171,8 +171,9 @@ impl Poller {
         }
     }
 
-    /// Returns whether this peer may start a handshake. If there are too many, it first ends the
-    /// oldest one of the busiest source: a correct peer finishes long before that.
+    /// Returns whether this peer may start a handshake. If there are too many handshakes, first
+    /// ends the oldest one of the busiest source. A correct peer finishes long before its handshake
+    /// is the oldest.
     fn may_start(&mut self, shared: &Shared, id: &CmId) -> bool {
         // Each source has its own limit for commands; this limit is for all sources together.
         if self.handshakes.commanded >= COMMANDED_MAX {
@@ -191,7 +192,7 @@ impl Poller {
         }
     }
 
-    /// First step: creates a queue pair and connects it to the peer's.
+    /// First step: creates a queue pair and connects it to the peer's queue pair.
     fn accept(&mut self, shared: &Shared, accepting: Accepting) {
         let begun = device_of(shared, &accepting.request.id).cloned();
         let begun = begun.and_then(|device| Ok((self.begin_queue_pair(shared, &device)?, device)));
@@ -203,7 +204,7 @@ impl Poller {
         let reads_in = reads_in.min(accepting.request.reads_in_wanted);
         let reads_out = reads_out.min(accepting.request.reads_out_max);
         let (ack_timeout, source) = (shared.config.ack_timeout, accepting.source());
-        // The same rights as `make_raw` sets.
+        // These are the rights that `make_raw` sets.
         let rights = if accepting.hello.is_none() { Access::REMOTE_WRITE } else { Access::LOCAL };
         self.handshakes.command(accepting.request.id.key(), true);
         let peer_mtu = accepting.hello.map(|hello| hello.mtu);
@@ -221,8 +222,8 @@ impl Poller {
         });
     }
 
-    /// Second step: creates the link, then accepts. The peer may send as soon as it has the
-    /// response.
+    /// Second step: creates the link, then accepts. The link comes first because the peer may send
+    /// as soon as it has the response.
     fn accept_over(
         &mut self,
         shared: &Shared,
@@ -280,8 +281,8 @@ impl Poller {
                             poller.now + shared.config.connection_timeout,
                             Timer::Handshake(key),
                         );
-                        // The peer may have violated the protocol already. That ended the link, and
-                        // so ends the handshake.
+                        // The peer may already have violated the protocol, which ended the link.
+                        // Then the handshake ends, too.
                         if let Some(error) = failure(&link) {
                             poller.resume(shared, key, None);
                             shared.commands.discard(source, request.id);

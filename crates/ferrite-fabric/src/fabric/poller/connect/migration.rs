@@ -1,5 +1,5 @@
-//! Links that migrate from RDMA to TCP: the fabric's part. The rules are in
-//! `link/core/migration.rs`; the way back to RDMA is in [`upgrading`](super::upgrading).
+//! The fabric's part of migrating links from RDMA to TCP. The rules are in
+//! `link/core/migration.rs`. The way back to RDMA is in [`upgrading`](super::upgrading).
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -43,7 +43,7 @@ impl Poller {
     /// Destroys the queue pair of a link that has lost its RDMA path, and then searches for another
     /// path.
     pub(crate) fn downgrade(&mut self, shared: &Shared, link: &Arc<LinkShared>) {
-        self.reap_all(shared); // count what has arrived, so that it is not sent again
+        self.reap_all(shared); // count received frames, so that the peer does not resend them
         self.end_upgrade(link);
         let queue = link.with_wakes(&mut self.wakes, |state, _, _| state.begin_detach());
         let Some(queue) = queue else { return };
@@ -53,7 +53,7 @@ impl Poller {
         });
     }
 
-    /// Second step of a downgrade: the queue pair was destroyed, or that failed.
+    /// Second step of a downgrade, after the attempt to destroy the queue pair.
     fn finish_downgrade(
         &mut self,
         shared: &Shared,
@@ -73,13 +73,13 @@ impl Poller {
                     })
                 }
                 Err(error) => {
-                    state.core.end(error, wakes); // no effect if it has ended meanwhile
+                    state.core.end(error, wakes); // no effect if the link has ended meanwhile
                     None
                 }
             }
         });
         let Some((error, is_caller)) = detached else {
-            // Not at once: the caller of this function may be about to service the link.
+            // Do not service the link here: the caller of this function may be about to service it.
             shared.mailbox.request_service(link.index);
             return;
         };
@@ -121,8 +121,8 @@ impl Poller {
         let Some(link) = self.link_named(shared, name) else { return };
         let now = self.now;
         link.with_wakes(&mut self.wakes, |state, _, wakes| {
-            // The timer may belong to an earlier loss: meanwhile the link may have found another
-            // path and lost it, with a later deadline.
+            // The timer may belong to an earlier loss. The link may have found another path
+            // meanwhile and lost that path, too, with a later deadline.
             if let Some(lost) =
                 state.core.lost().filter(|lost| lost.deadline.is_some_and(|by| by <= now))
             {
@@ -145,8 +145,9 @@ impl Poller {
             Some((Resume { yours, mine, received }, lost.next_dial()))
         });
         let (Some((resume, number)), Some(peer)) = (resume, link.route().peer) else { return };
-        // From the same local address, because only that address may be upgraded to RDMA again. But
-        // it may be gone, so every other attempt leaves the address to the kernel.
+        // Dial from the same local address, because the link can be upgraded to RDMA only from that
+        // address. But the address may be gone, so in every second attempt the kernel chooses the
+        // local address.
         let local = link.route().local.map(|local| SocketAddr::new(local.ip(), 0));
         let local = local.filter(|local| number % 2 == 0 && local.is_ipv4() == peer.is_ipv4());
         let tls = link.tls();
@@ -222,7 +223,8 @@ impl Poller {
         }
     }
 
-    /// Continues the link over this connection, after both sides have said what they have received.
+    /// Continues the link over this connection, after both sides have announced how many frames
+    /// they have received.
     pub(crate) fn resume_link(
         &mut self,
         link: &Arc<LinkShared>,

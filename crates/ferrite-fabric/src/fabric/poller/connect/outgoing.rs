@@ -22,27 +22,27 @@ use crate::policy::Rdma;
 use crate::source::Source;
 use crate::wire::{Hello, HelloError, Refusal, RefusalCode};
 
-/// The kernel can miss the moment when a neighbour's address becomes known, and then checks again
-/// only when its timeout expires. So the first attempt has a short timeout, and later ones have
-/// longer ones.
+/// The timeout of the first attempt to resolve the peer's address. The kernel can miss the moment
+/// when a neighbour's address becomes known, and then checks again only when the timeout expires.
+/// So the first timeout is short, and each later one is longer.
 const FIRST_RESOLVE: Duration = Duration::from_millis(250);
 
 /// A handshake that this side started.
 pub(crate) struct Outgoing {
-    /// `None` while it waits to start.
+    /// `None` while the handshake waits to start.
     id: Option<CmId>,
     peer: SocketAddr,
     local: Option<SocketAddr>,
     deadline: Instant,
-    /// The timeout for the next attempt to resolve the peer's address, and when the last one
-    /// started.
+    /// The timeout for the next attempt to resolve the peer's address, and the start of the last
+    /// attempt.
     resolve_timeout: Duration,
     resolve_started: Instant,
     link: Option<(Arc<LinkShared>, ConnectedBy)>,
     reply: Reply,
     /// How to connect over TCP if RDMA fails; `None` if TCP must not be used.
     pub(crate) tcp_fallback: Option<OverTcp>,
-    /// Why the last attempt failed, in case the time runs out.
+    /// Why the last attempt failed. The caller gets this error if the deadline passes.
     last: Option<Error>,
     pub(crate) protocol: PeerProtocol,
     /// The timeout of each attempt, and how many more there may be.
@@ -54,9 +54,9 @@ pub(crate) struct Outgoing {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum PeerProtocol {
     Ferrite,
-    /// Another protocol: no hello is sent.
+    /// Another protocol. No hello is sent.
     Other,
-    /// The protocol is not known: the peer's response decides.
+    /// Unknown. The peer's response decides.
     Unknown,
 }
 
@@ -120,7 +120,7 @@ impl Poller {
                 self.resolve(shared, outgoing);
             }
         }
-        // This timer ends those that wait too long.
+        // This timer ends the handshakes that wait too long.
         if let Some(next) = self.handshakes.waiting.front() {
             self.timers.add(next.deadline, Timer::Retry(u64::MAX));
         }
@@ -148,7 +148,7 @@ impl Poller {
         }
     }
 
-    /// Runs `work` on the identifier in a command, because it may block, and then continues with
+    /// Runs `work` on the identifier in a command, because `work` may block. Then continues with
     /// `then`.
     fn run_on_id<T: Send + 'static>(
         &mut self,
@@ -170,7 +170,7 @@ impl Poller {
         );
     }
 
-    /// Like [`Poller::run_on_id`], with another value that the command owns meanwhile.
+    /// Like [`Poller::run_on_id`], but the command also owns `own` meanwhile.
     fn run_on_id_with<O: Send + 'static, T: Send + 'static>(
         &mut self,
         shared: &Shared,
@@ -188,7 +188,7 @@ impl Poller {
         });
     }
 
-    /// Waits for the next event of the connection manager, if the call that causes it has
+    /// Waits for the next event of the connection manager, if the call that causes the event has
     /// succeeded.
     fn wait_for_event(
         &mut self,
@@ -222,7 +222,7 @@ impl Poller {
         }
         match event.kind {
             CmEventKind::ADDRESS_ERROR | CmEventKind::ROUTE_ERROR => {
-                // Only a timeout is retried: any other error (no device, no route) would occur
+                // Only a timeout is retried. Any other error (no device, no route) would occur
                 // again.
                 let timed_out = event.status.abs() == rustix::io::Errno::TIMEDOUT.raw_os_error();
                 let error = Error::from(event.into_error(outgoing.peer));
@@ -273,7 +273,7 @@ impl Poller {
         }
     }
 
-    /// Makes the next step of a handshake.
+    /// Takes the next step of a handshake.
     fn step(&mut self, shared: &Shared, mut outgoing: Box<Outgoing>, id: CmId, event: &CmEvent) {
         match event.kind {
             CmEventKind::ADDRESS_RESOLVED => {
@@ -450,14 +450,14 @@ impl Poller {
     ) {
         let up = up.and_then(|mtu| {
             match link.with_wakes(&mut self.wakes, |state, _, _| state.failure().cloned()) {
-                Some(error) => Err(error), // it failed meanwhile
+                Some(error) => Err(error), // the link failed meanwhile
                 None => Ok(mtu),
             }
         });
         let mtu = match up {
             Ok(mtu) if !outgoing.is_over(self.now) => mtu,
-            // `wait_for_event` ends the handshake: the deadline has passed, or the caller no longer
-            // waits.
+            // The deadline has passed, or the caller no longer waits. `wait_for_event` ends the
+            // handshake.
             Ok(_) => return self.wait_for_event(shared, outgoing, Ok(())),
             Err(error) => return self.wait_for_event(shared, outgoing, Err(error)),
         };
@@ -473,8 +473,8 @@ impl Poller {
     }
 }
 
-/// Corrects the error of a peer that disconnected after its response: the next steps then fail as
-/// misuse, but that is not a mistake of this side.
+/// Corrects the error after a peer has disconnected after its response. The next steps then fail
+/// with `Misuse`, although this side made no mistake.
 fn as_disconnect(peer: SocketAddr, error: Error) -> Error {
     match error.kind() {
         ErrorKind::Misuse => Error::new(

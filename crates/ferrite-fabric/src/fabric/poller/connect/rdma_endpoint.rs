@@ -1,11 +1,11 @@
-//! The RDMA path that corresponds to a TCP connection: our own address for it, and the one that the
-//! peer may announce.
+//! Finds the RDMA address that corresponds to this side's end of a TCP connection, and checks the
+//! RDMA address that the peer announces.
 //!
-//! Peers exchange these addresses over TCP, before either has proved anything. A GID that the
-//! kernel does not know makes it resolve a hardware address for up to a second, and the owner of
-//! that address would get packets from us. So each side may announce only one address: the GID of
-//! its end of the TCP connection. GIDs that do not correspond to an IP address are refused: those
-//! of InfiniBand, and the link-local ones of RoCE unless TCP itself uses that link-local address.
+//! Peers exchange these addresses over TCP, before either side is authenticated. If the kernel does
+//! not know a GID, it resolves a hardware address for up to a second, and the owner of that address
+//! would get packets from us. So each side may announce only one address: the GID of its end of the
+//! TCP connection. GIDs that do not correspond to an IP address are refused. These are the GIDs of
+//! InfiniBand, and the link-local GIDs of RoCE unless TCP itself uses that link-local address.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -28,7 +28,8 @@ pub(super) struct RdmaEndpoint {
     pub(super) gid: GidEntry,
 }
 
-/// The search for a path. It queries the devices for ports and addresses, so it may block.
+/// The search for a local endpoint. It queries the devices for ports and addresses, so it may
+/// block.
 pub(super) struct EndpointSearch {
     devices: Vec<Arc<SharedDevice>>,
     choice: DeviceChoice,
@@ -41,10 +42,10 @@ impl EndpointSearch {
         Self { devices: shared.devices.clone(), choice, no_rdma: shared.no_rdma() }
     }
 
-    /// Finds the device that has the local address of the TCP connection; prefers RoCE v2 to v1.
+    /// Finds the device that has the local address of the TCP connection. Prefers RoCE v2 to v1.
     ///
     /// # Errors
-    /// Fails if no device has that address, or if the device with it cannot be used now.
+    /// Fails if no device has that address, or if the device that has it cannot be used now.
     pub(super) fn find(&self, local: Option<SocketAddr>) -> Result<RdmaEndpoint, Error> {
         let local = local.map(|local| local.ip().to_canonical());
         let mut best: Option<RdmaEndpoint> = None;
@@ -67,7 +68,7 @@ impl EndpointSearch {
                 if !is_better {
                     continue;
                 }
-                // The port that has the address, not just any active port of the device.
+                // Use the port that has the address, not just any active port of the device.
                 match context.active_port_numbered(gid.port) {
                     Ok(port) => {
                         best = Some(RdmaEndpoint { device: Arc::clone(device), port, gid });
@@ -103,7 +104,7 @@ impl RdmaEndpoint {
     }
 }
 
-/// Everything that is needed to connect a queue pair to the peer's.
+/// The parameters that connect a queue pair to the peer's queue pair.
 pub(super) struct QueuePairSetup {
     pub(super) path: Path,
     to: PeerAddress,
@@ -161,7 +162,7 @@ impl QueuePairSetup {
 /// Checks that the RDMA address that a peer announces belongs to its end of the TCP connection.
 ///
 /// # Errors
-/// [`ErrorKind::Denied`] if it is another one, or does not correspond to an IP address.
+/// [`ErrorKind::Denied`] if it belongs to another address, or does not correspond to an IP address.
 pub(super) fn check_peer(named: &Address, peer: Option<SocketAddr>) -> Result<(), Error> {
     let named = Gid(named.gid);
     match peer.map(|peer| peer.ip().to_canonical()) {

@@ -1,5 +1,5 @@
-//! The queue pair of a link: created in a command, connected as agreed with the connection manager,
-//! and registered with its link.
+//! The queue pair of a link. It is created in a command, connected as agreed with the connection
+//! manager, and registered with its link.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -19,15 +19,16 @@ use crate::link::state::LinkState;
 use crate::source::Source;
 use crate::wire::Hello;
 
-/// RNR timer: a peer that finds no posted receive waits 640 µs (the CM would choose 655 ms).
+/// RNR timer: a peer that finds no posted receive waits 640 µs. The connection manager would choose
+/// 655 ms.
 pub(super) const RNR_TIMER: u8 = 12;
-/// Unlimited retries to a peer without posted receives: it has stopped consuming, which is
+/// Unlimited retries to a peer without posted receives. Such a peer has stopped consuming, which is
 /// back-pressure and not a failure.
 pub(super) const RNR_RETRIES: u8 = 7;
 
 impl Poller {
-    /// Returns a builder for a queue pair on `device`. Call [`Poller::end_queue_pair`] when it has
-    /// finished or failed.
+    /// Returns a builder for a queue pair on `device`. The caller must call
+    /// [`Poller::end_queue_pair`] when the build has finished or failed.
     pub(super) fn begin_queue_pair(
         &mut self,
         shared: &Shared,
@@ -97,7 +98,7 @@ impl Poller {
         let state = LinkState::new(queue, Arc::clone(device), inline, limits);
         let (pool, mailbox) = (shared.pool.clone(), Arc::clone(&shared.mailbox));
         let link = Arc::new(LinkShared::new(name, state, pool, mailbox));
-        // Set the address now: it decides to which source the commands of the link are charged,
+        // Set the address now, because it decides which source the link's commands are charged to,
         // even if the handshake fails.
         link.set_route(|route| route.peer = peer);
         self.register_link(shared, &link);
@@ -123,7 +124,7 @@ impl Poller {
         shared.is_well(link);
         shared.trace(link);
         self.handshakes.put(key, Handshake::Linked { id, link: link.name });
-        self.timers.add(self.now, Timer::Keepalive(link.name)); // its handler sets the next one
+        self.timers.add(self.now, Timer::Keepalive(link.name)); // its handler starts it again
         // Messages that arrived meanwhile may need a reply.
         link.with_wakes(&mut self.wakes, LinkState::pump);
     }
@@ -153,8 +154,8 @@ pub(super) fn params<'a>(
     }
 }
 
-/// Returns how many reads of the peer a queue pair of this device serves at a time, and how many of
-/// its own it may have outstanding.
+/// Returns how many of the peer's reads a queue pair of this device serves at a time, and how many
+/// of its own reads may be outstanding.
 pub(super) fn reads(shared: &Shared, device: &SharedDevice) -> (u8, u8) {
     let limits = device.limits();
     // A device may support no reads, and would refuse a queue pair that asks for one.
@@ -175,16 +176,16 @@ pub(super) struct Connection {
     pub(super) reads_in: u8,
     pub(super) reads_out: u8,
     pub(super) ack_timeout: u8,
-    /// The code of the MTU of the peer's port; 0 if the peer did not report it. `None` for a
-    /// foreign peer, which uses the connection manager's path MTU whatever ours is.
+    /// The code of the MTU of the peer's port, or 0 if the peer did not report it. `None` for a
+    /// foreign peer, which always uses the connection manager's path MTU.
     pub(super) peer_mtu: Option<u8>,
 }
 
 /// Moves the queue pair to ready-to-receive and then ready-to-send, as agreed with the connection
 /// manager. Returns the MTU.
 ///
-/// The connection manager knows only the MTU of the port from which the connection was made. The
-/// port of the accepting side may carry less, and then each larger packet is lost.
+/// The connection manager knows only the MTU of the connecting side's port. The accepting side's
+/// port may have a smaller MTU, and would lose each larger packet.
 pub(super) fn bring_up(id: &CmId, qp: &QueuePair, with: Connection) -> Result<Mtu, Error> {
     let receive = id.queue_pair_attributes(State::READY_TO_RECEIVE)?;
     let (path, port) = (receive.mtu(), port_mtu(id, qp.domain().context())?);
@@ -195,9 +196,9 @@ pub(super) fn bring_up(id: &CmId, qp: &QueuePair, with: Connection) -> Result<Mt
     };
     let receive = receive.access(with.rights).reads_in(with.reads_in).rnr_timer(RNR_TIMER);
     qp.modify(&receive.path_mtu(mtu))?;
-    // Without this, the peer's settings would decide how often to retry while the peer has no
-    // receives; some peers ask for no retries. The timeout is set here because kernels before 5.1
-    // do not support `set_ack_timeout`.
+    // Set the RNR retries here. Otherwise the peer's settings decide how often to retry while the
+    // peer has no receives, and some peers ask for no retries. Set the timeout here, because
+    // kernels before 5.1 do not support `set_ack_timeout`.
     let send = id.queue_pair_attributes(State::READY_TO_SEND)?.reads_out(with.reads_out);
     qp.modify(&send.rnr_retries(RNR_RETRIES).ack_timeout(with.ack_timeout))?;
     Ok(mtu)

@@ -1,5 +1,5 @@
-//! Decides which peers to refuse, and with which reason. Handshakes by RDMA CM and over TCP both
-//! use it, so that a peer gets the same answer on either transport.
+//! Decides which peers to refuse, and with which reason. Handshakes by RDMA CM and over TCP share
+//! this code, so that a peer gets the same answer on either transport.
 
 use crate::fabric::Shared;
 use crate::fabric::listener::ListenerShared;
@@ -36,7 +36,7 @@ pub(super) fn of_new_link(shared: &Shared, listener: Option<&ListenerShared>) ->
 
 pub(super) const MAX_CONNECTIONS: &str = "max_connections is reached";
 
-/// Returns whether the fabric has as many links as it may have.
+/// Returns whether the number of links has reached `max_connections`.
 pub(super) fn too_many_links(shared: &Shared) -> bool {
     let links = shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner).len();
     links >= shared.config.max_connections

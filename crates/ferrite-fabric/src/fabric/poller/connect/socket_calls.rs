@@ -1,4 +1,4 @@
-//! System calls on TCP sockets, and the errors that they become.
+//! System calls on TCP sockets, and the conversion of their errors.
 
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
@@ -29,7 +29,7 @@ pub(super) fn tcp_error(call: &'static str, addr: SocketAddr) -> impl Fn(Errno) 
             | Errno::NETDOWN
             | Errno::HOSTDOWN
             | Errno::ADDRNOTAVAIL
-            // From this local address, the peer is not reachable.
+            // The peer cannot be reached from this local address.
             | Errno::INVAL => ErrorKind::Unreachable,
             Errno::TIMEDOUT => ErrorKind::Timeout,
             Errno::ADDRINUSE | Errno::ACCESS => ErrorKind::Misuse,
@@ -55,7 +55,7 @@ pub(super) fn tcp_error(call: &'static str, addr: SocketAddr) -> impl Fn(Errno) 
     }
 }
 
-/// Returns whether an address is valid on one link only, and the link is not named.
+/// Returns whether an address is link-local and lacks the interface.
 fn lacks_scope(addr: SocketAddr) -> bool {
     matches!(addr, SocketAddr::V6(at) if at.ip().is_unicast_link_local() && at.scope_id() == 0)
 }

@@ -34,7 +34,7 @@ use crate::source::Source;
 use crate::wake::wait_set::Ready;
 use crate::wire;
 
-/// Maximum number of connections that one pass handles, and that it accepts from a listener.
+/// Maximum number of connections that one pass handles, and that one pass accepts from a listener.
 pub(super) const SOCKETS_PER_PASS: usize = 16;
 /// Size of the buffer for bytes that have no other buffer yet. All connections share it.
 const SCRATCH_BYTES: usize = 64 << 10;
@@ -50,19 +50,21 @@ pub(crate) struct Sockets {
     pub(super) silent: AdmissionQueue<u64>,
     /// Handshakes that have started and not finished.
     pub(super) half_open: AdmissionQueue<u64>,
-    /// TLS handshakes that wait until fewer are half open, and whether the timer for them is
-    /// running.
+    /// TLS handshakes that wait until fewer handshakes are half open, and whether the timer for
+    /// them is running.
     pub(super) waiting: VecDeque<u64>,
     pub(super) admission_timer: bool,
-    /// Handshakes of peers that want to resume a link, until that is possible or the link is gone.
+    /// Handshakes of peers that want to resume a link. They wait until the link can be resumed or
+    /// is gone.
     waiting_for_link: HashMap<LinkName, Vec<u64>>,
-    /// Connections that wait for pool memory, which a timer retries, and those over their own
-    /// budget, which are handled again when memory of their link is released.
+    /// `starved` connections wait for pool memory, and a timer retries them. `over_budget`
+    /// connections exceed their own budget, and are handled again when memory of their link is
+    /// released.
     starved: HashSet<u64>,
     over_budget: HashSet<u64>,
     scratch: Vec<u8>,
-    /// Connections that carry a link, as opposed to being only its fallback. While there are any,
-    /// every pass checks the descriptors.
+    /// Connections that carry a link now. Other connections are only the fallback of a link. While
+    /// this set is not empty, every pass checks the descriptors.
     carrying: HashSet<u64>,
     /// Receive memory of the links of each source.
     pub(super) sources: HashMap<Source, Account>,
@@ -76,7 +78,7 @@ pub(super) enum Use {
 }
 
 impl Sockets {
-    /// Returns whether any connection carries a link: then every pass checks the descriptors.
+    /// Returns whether any connection carries a link. If so, every pass checks the descriptors.
     pub(crate) fn are_in_use(&self) -> bool {
         !self.carrying.is_empty()
     }
@@ -107,8 +109,8 @@ impl Sockets {
         }
     }
 
-    /// Handles a connection again that was over its budget: some of its memory may have been
-    /// released.
+    /// Handles a connection again that was over its budget, because some of its memory may have
+    /// been released.
     pub(crate) fn on_credit(&mut self, id: u64) {
         if self.over_budget.remove(&id) {
             self.on_ready(id);
@@ -120,7 +122,7 @@ impl Sockets {
         self.ready.extend(self.starved.drain());
     }
 
-    /// Makes a handshake wait until the link that it resumes can be resumed, or is gone.
+    /// Makes a handshake wait until the link that it wants to resume can be resumed or is gone.
     pub(super) fn wait_for(&mut self, link: LinkName, id: u64) {
         let waiting_for_link = self.waiting_for_link.entry(link).or_default();
         if !waiting_for_link.contains(&id) {
@@ -144,13 +146,13 @@ impl Sockets {
     pub(super) fn leave_admission(&mut self, id: u64) {
         self.leave_silent(id);
         if self.half_open.leave(id) {
-            // The latest one, because it is the least likely to be slow on purpose.
+            // Take the latest one, because it is the least likely to be slow on purpose.
             self.ready.extend(self.waiting.pop_back());
         }
     }
 
-    /// Removes a connection from the silent ones. It also stops waiting: it was admitted or has
-    /// ended.
+    /// Removes a connection from the silent ones, and from those that wait for admission. The
+    /// connection was admitted or has ended.
     pub(super) fn leave_silent(&mut self, id: u64) {
         if self.silent.leave(id) {
             self.waiting.retain(|waiting| *waiting != id);
@@ -239,7 +241,7 @@ impl Poller {
         self.timers.add(deadline, Timer::Greeting(id));
     }
 
-    /// Handles the connections that are ready; returns how many.
+    /// Handles the connections that are ready. Returns how many there were.
     pub(crate) fn serve_sockets(&mut self, shared: &Shared) -> usize {
         let count = self.sockets.ready.len().min(SOCKETS_PER_PASS);
         for _ in 0..count {
@@ -283,7 +285,8 @@ impl Poller {
             Reading::OverBudget => {
                 if self.sockets.over_budget.insert(id) {
                     link.call_on_credit();
-                    // Handle it once more: some memory may have been released before that call.
+                    // Handle the connection once more, because memory may have been released before
+                    // that call.
                     self.sockets.on_ready(id);
                 }
             }
@@ -296,7 +299,7 @@ mod tests {
     use super::*;
     use crate::source::tests::source;
 
-    /// Otherwise the queue would grow with every connection that ever waited.
+    /// Checks that the queue does not grow with every connection that ever waited.
     #[test]
     fn connections_that_ended_do_not_wait_for_admission() {
         let (mut sockets, peer, now) = (Sockets::default(), source("10.0.0.1"), Instant::now());

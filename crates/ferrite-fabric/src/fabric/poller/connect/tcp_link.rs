@@ -1,4 +1,4 @@
-//! Links over TCP, from the moment when both hellos are known: a new link, or one that resumes.
+//! Creates or resumes links over TCP after both hellos were exchanged.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ use crate::source::Source;
 use crate::wire::{self, GREETING_BYTES, Hello};
 
 impl Poller {
-    /// Turns a connection into a link, or resumes one, after both hellos.
+    /// Creates a link over a connection, or resumes a link, after both hellos.
     pub(super) fn become_link(
         &mut self,
         shared: &Shared,
@@ -64,7 +64,8 @@ impl Poller {
             side => side,
         };
         let theirs = theirs.hello;
-        // Reserved only now: a number that is reserved for a link that never opens would be lost.
+        // Reserve the number only now. A number that is reserved for a link that never opens would
+        // be lost.
         let with_name = |ours| Some((reserve_name(shared)?, ours));
         let Some((name, ours)) = ours.and_then(with_name) else {
             if let Side::Dialing {
@@ -80,7 +81,7 @@ impl Poller {
         let encrypted = tls.is_some();
         let account = match &side {
             Side::Answering { .. } => Some(self.account_of(shared, peer, &ours)),
-            Side::Dialing { .. } => None, // this side chose to connect
+            Side::Dialing { .. } => None, // no account: this side chose to connect
         };
         let path = TcpPath::new(socket, tls, early).charged_to(account);
         let mut state = LinkState::over_tcp(path, own_limits(shared, ours, name));
@@ -95,7 +96,7 @@ impl Poller {
         self.register_link(shared, &link);
         self.assign_to_link(id, name);
         link.set_tls(trusted);
-        self.timers.add(self.now, Timer::Keepalive(name)); // its handler sets the next one
+        self.timers.add(self.now, Timer::Keepalive(name)); // its handler starts it again
         match side {
             Side::Dialing { purpose: Purpose::Resume(..), .. } => {}
             Side::Dialing { purpose: Purpose::Rdma(reply, policy), .. } => {
@@ -126,9 +127,10 @@ impl Poller {
         }
     }
 
-    /// Returns the account for memory that a peer's link receives over TCP. The link has a limit of
-    /// its own; what it does not need to make progress counts against the limit of its source. A
-    /// message that has started can always be completed, otherwise links would wait for each other.
+    /// Returns the account for memory that a peer's link receives over TCP. The link has its own
+    /// limit. Memory beyond what the link needs to make progress also counts against the limit of
+    /// its source. A message that has started can always be completed. Otherwise links would wait
+    /// for each other.
     fn account_of(&mut self, shared: &Shared, peer: SocketAddr, hello: &Hello) -> Account {
         let frame = u64::from(hello.segment_bytes).max(SEGMENT_BYTES as u64);
         // Memory blocks are up to eight times as large as their contents.

@@ -27,8 +27,8 @@ impl Poller {
         self.upgrade_waiters.insert(link.name, UpgradeWaiter { reply, policy });
         let moves = link.with_wakes(&mut self.wakes, |state, _, _| state.core.can_migrate());
         if moves {
-            // Schedule the next attempt first: if the offer fails, that sets its own time for the
-            // next attempt.
+            // Schedule the next attempt first. If the offer fails, the failure changes the time of
+            // the next attempt.
             self.upgrade_in(link, shared.config.connection_timeout);
             self.offer(shared, link);
         } else {

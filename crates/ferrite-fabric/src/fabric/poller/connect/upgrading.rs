@@ -1,9 +1,8 @@
-//! Links that are upgraded from TCP to RDMA: the fabric's part. The rules are in
-//! `link/core/upgrade.rs`.
+//! The fabric's part of upgrading links from TCP to RDMA. The rules are in `link/core/upgrade.rs`.
 //!
 //! Each step that needs a device is a command (`fabric/commands.rs`). The link knows the number of
-//! the attempt that it waits for. The results of other attempts, which it has withdrawn meanwhile,
-//! are discarded.
+//! the attempt that it waits for. The results of other attempts are discarded, because the link has
+//! withdrawn from them meanwhile.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -63,7 +62,7 @@ impl Poller {
             if self.upgrade_waiters.contains_key(&name) {
                 let what = format!("{} did not upgrade to RDMA in time", link.peer_name());
                 self.first_upgrade_failed(shared, &link, Error::new(ErrorKind::Timeout, what));
-                return; // it has scheduled the next attempt
+                return; // this call has scheduled the next attempt
             }
         }
         self.upgrade_in(&link, wait);
@@ -77,7 +76,8 @@ impl Poller {
         self.begin_upgrade(shared, link, None);
     }
 
-    /// Creates a queue pair on the device for the path, and connects it to `peer` if that is known.
+    /// Creates a queue pair on the device for the path, and connects it to `peer` if `peer` is
+    /// known.
     fn begin_upgrade(&mut self, shared: &Shared, link: &Arc<LinkShared>, peer: Option<Address>) {
         let attempt = link.with_wakes(&mut self.wakes, |state, _, _| state.core.begin_attempt());
         self.find_endpoint(shared, link, attempt, move |poller, shared, link, endpoint| {
@@ -89,8 +89,8 @@ impl Poller {
         });
     }
 
-    /// Finds the device for the path, in a command because that may block. Then continues with
-    /// `next`, unless the link has withdrawn from the attempt. An error ends the attempt.
+    /// Finds the device for the path, in a command because the search may block. Then continues
+    /// with `next`, unless the link has withdrawn from the attempt. An error ends the attempt.
     fn find_endpoint(
         &mut self,
         shared: &Shared,
@@ -124,7 +124,8 @@ impl Poller {
         link.with_wakes(&mut self.wakes, |state, _, _| state.core.is_at(attempt))
     }
 
-    /// Creates the queue pair, in the INIT state or connected to the peer's.
+    /// Creates the queue pair. Leaves it in the INIT state, or connects it to the peer's queue
+    /// pair.
     fn create_upgrade_queue_pair(
         &mut self,
         shared: &Shared,
@@ -167,8 +168,8 @@ impl Poller {
         });
     }
 
-    /// Announces the queue pair to the peer: as an offer, or as the answer to one if it is
-    /// connected.
+    /// Announces the queue pair to the peer. A connected queue pair is announced as the answer to
+    /// an offer, any other as an offer.
     fn announce_queue_pair(
         &mut self,
         shared: &Shared,
@@ -269,8 +270,8 @@ impl Poller {
         Ok(())
     }
 
-    /// Handles the peer's answer, which names its queue pair: connects ours to it and probes the
-    /// path.
+    /// Handles the peer's answer, which names the peer's queue pair. Connects our queue pair to it
+    /// and probes the path.
     fn accept_answer(
         &mut self,
         shared: &Shared,
@@ -331,9 +332,9 @@ impl Poller {
             });
             let probed = match (back, brought) {
                 (Err(qp), _) => {
-                    // The upgrade was withdrawn meanwhile, and left the queue pair to us.
+                    // The upgrade was withdrawn meanwhile. Its queue pair must be destroyed here.
                     if let Some(mut queue) = poller.orphans.remove(&(device.index, number)) {
-                        let _ = qp.stop(); // as `end_upgrade` would have
+                        let _ = qp.stop(); // `end_upgrade` could not stop it
                         queue.take_back(qp);
                         poller.destroy_when_drained(&device, queue, &link);
                     }
@@ -366,7 +367,7 @@ impl Poller {
                 state.allow_ahead(); // the queue pair may be older than these grants
             }
             for (grant, access) in regions {
-                // If there is no key to announce, the device refuses the peer when it uses the
+                // If there is no key to announce, the device will refuse the peer's use of the
                 // grant.
                 let remote = match &access {
                     RegionAccess::Shared(remote) => Some(*remote),
@@ -392,8 +393,8 @@ impl Poller {
         let ended = link.with_wakes(&mut self.wakes, |state, _, _| state.end_upgrade());
         let Some((device, queue)) = ended else { return };
         if queue.is_away() {
-            // A command owns the queue pair and will find that it is not needed. Until then the
-            // queue pair may hold a receive.
+            // A command owns the queue pair and will destroy it later. Until then the queue pair
+            // may hold a receive.
             self.orphans.insert((device.index, queue.number()), queue);
         } else {
             self.destroy_when_drained(&device, queue, link);
@@ -442,8 +443,8 @@ impl Poller {
     }
 }
 
-/// Refuses an address that is not the peer's, before a queue pair is created for it and before the
-/// kernel resolves it.
+/// Refuses an address that is not the peer's. Must be called before a queue pair is created for the
+/// address and before the kernel resolves it.
 fn check_offer(shared: &Shared, link: &LinkShared, peer: &Address) -> Result<(), Error> {
     check_peer(peer, link.route().peer).inspect_err(|_| {
         shared.counters.offers_refused.fetch_add(1, Ordering::Relaxed);

@@ -50,7 +50,7 @@ impl Poller {
         if let Some(outgoing) = self.handshakes.retrying.remove(&ticket) {
             self.handshakes.waiting.push_front(outgoing);
         } else {
-            // Some may have reached their deadline before they could start.
+            // Some handshakes may have reached their deadline before they could start.
             let waiting = std::mem::take(&mut self.handshakes.waiting);
             let (over, waiting): (VecDeque<_>, _) =
                 waiting.into_iter().partition(|outgoing| outgoing.is_over(self.now));
@@ -122,16 +122,16 @@ fn add_causes(shared: &Shared, outgoing: &Outgoing, error: Error) -> Error {
     if ![ErrorKind::Timeout, ErrorKind::Unreachable].contains(&error.kind()) {
         return error;
     }
-    // If the handshake has no device, the diagnosis uses the first device, without a local address:
-    // that address could belong to another device.
+    // If the handshake has no device, the diagnosis uses the first device. It then gets no local
+    // address, because that address could belong to another device.
     let device = outgoing.id.as_ref().and_then(|id| device_of(shared, id).ok());
     let local = device.and_then(|_| outgoing.id.as_ref().and_then(CmId::local_addr));
     let context = device.or(shared.devices.first()).and_then(|device| device.context());
     let Some(context) = context else { return error };
     let (peer, shown) = (Some(outgoing.peer), error.clone());
     let port = outgoing.id.as_ref().and_then(CmId::device).map_or(1, |(_, port)| port);
-    // In a command, because it may block. Every holder of the error sees the causes once they are
-    // found.
+    // The diagnosis runs in a command, because it may block. Every holder of the error sees the
+    // causes once they are found.
     shared.commands.run(Source::of_any(peer), move || {
         let failure = Failure::ConnectTimeout;
         let subject = Subject { context: &context, port, local, peer, baseline: None, failure };
