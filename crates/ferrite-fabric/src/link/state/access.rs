@@ -17,7 +17,8 @@ impl LinkState {
         self.rdma.rights
     }
 
-    /// Gives the peer more rights on the queue pair. The peer's remote keys limit them further.
+    /// Gives the peer more rights on the queue pair. The remote keys of the grants limit them
+    /// further.
     pub(crate) fn allow(&mut self, more: Access) {
         let rights = self.rdma.rights | more;
         if rights == self.rdma.rights {
