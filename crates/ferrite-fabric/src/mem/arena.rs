@@ -1,7 +1,7 @@
 //! An arena: one mapping, registered once with every domain of the pool.
 //!
-//! It is registered for local use only: a remote key for an arena would expose every buffer in it.
-//! Memory for peers is registered separately (`exposed.rs`).
+//! An arena is registered for local use only, because a remote key for an arena would expose every
+//! buffer in it. Memory for peers is registered separately (`exposed.rs`).
 #![expect(unsafe_code, reason = "maps and registers memory; each block states its obligations")]
 
 use std::ptr::NonNull;
@@ -16,26 +16,26 @@ use super::error::PoolError;
 use super::lock;
 
 /// The kind of pages under an arena. [`Pages::Normal`] although huge pages were requested means
-/// that the host supports neither kind.
+/// that the host supports neither kind of huge pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Pages {
     /// The system's ordinary pages.
     Normal,
-    /// Ordinary pages that the kernel was asked to merge into huge ones (`madvise`). Whether it has
-    /// done so is not known.
+    /// Ordinary pages that the kernel was asked to merge into huge ones (`madvise`). It is not
+    /// known whether the kernel has done so.
     Transparent,
     /// 2 MiB pages from the host's reserve (`vm.nr_hugepages`).
     Huge,
 }
 
-/// Mapped and registered memory. The arena never accesses its bytes: that is up to the blocks cut
-/// from it.
+/// Mapped and registered memory. The arena never accesses its bytes; only the owners of its blocks
+/// do.
 pub(super) struct Arena {
-    /// In the order of the pool's domains; `None` where the device is gone. The regions must be
-    /// released before the memory: see `drop`.
+    /// The registrations, in the order of the pool's domains; `None` where the device is gone. The
+    /// regions must be released before the memory: see `drop`.
     regions: Mutex<Vec<Option<MemoryRegion>>>,
-    /// The local keys of the regions; 0 where the device is gone. Not under the lock of `regions`,
-    /// because a key is read for each posted request.
+    /// The local keys of the regions; 0 where the device is gone. They are not under the lock of
+    /// `regions`, because a key is read for each posted request.
     lkeys: Box<[AtomicU32]>,
     memory: Mapping,
     pages: Pages,
@@ -63,8 +63,8 @@ impl Arena {
             let Some(domain) = domain else { continue };
             match arena.register(domain) {
                 Ok(region) => arena.restore(index, region),
-                // The device was removed a moment ago, and nobody has retired its domain yet. The
-                // other devices, and TCP, need the memory.
+                // The device was removed a moment ago, and its domain is not retired yet. The other
+                // devices, and TCP, need the memory.
                 Err(_) if domain.context().is_dead() => {}
                 Err(error) => return Err(error),
             }
@@ -84,10 +84,10 @@ impl Arena {
         Ok(unsafe { domain.register(self.memory.at, self.memory.len, Access::LOCAL) }?)
     }
 
-    /// Stores the registration for the pool's `domain`, which has none.
+    /// Stores the registration for the pool's domain with this index, which must have none.
     pub(super) fn restore(&self, domain: usize, region: MemoryRegion) {
-        // Relaxed is enough: a thread that posts on the domain's queues gets these later, through
-        // locks.
+        // Relaxed is enough: a thread that posts on the domain's queues gets the queues later,
+        // through locks.
         self.lkeys[domain].store(region.lkey(), Ordering::Relaxed);
         if let Some(before) = lock(&self.regions)[domain].replace(region) {
             self.release(before);
@@ -209,8 +209,8 @@ impl Mapping {
         let _ = unsafe { madvise(self.at.as_ptr().cast(), self.len, Advice::LinuxDontFork) };
     }
 
-    /// Asks the kernel for pages of the device's own NUMA node. Best effort: if the host refuses,
-    /// accesses are only slower.
+    /// Asks the kernel for pages of the device's own NUMA node. If the host refuses, accesses are
+    /// only slower.
     fn prefer_node(&self, node: u32) {
         const BITS: usize = u64::BITS as usize;
         let mut nodes = [0_u64; 16];
