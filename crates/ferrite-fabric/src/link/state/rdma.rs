@@ -271,7 +271,7 @@ impl LinkState {
             Some(Output::Data { imm, more, piece, mut request }) => {
                 let inline = request.bytes as usize <= self.rdma.inline;
                 // The device copies inline requests at once, so their completions are not urgent.
-                // Among the other frames, only the last one of a message is signaled.
+                // Among the other frames, the last one of a message is always signaled.
                 let signaled = self.signal(request.ticket.is_some() || !inline && !more);
                 self.core.sample(signaled, &mut request);
                 let held = piece.map_or(Held::Nothing, Held::Shared);
