@@ -56,7 +56,7 @@
 //!
 //! Freed blocks are kept in a few shards, each with its own mutex. A thread always uses the same
 //! shard. Thread-local caches would save an uncontended lock, but other threads could not reach the
-//! blocks in them. A pool at its limit would refuse memory that is free, a dropped pool would stay
+//! blocks in them. A pool at its limit would refuse memory that is free. A dropped pool would stay
 //! pinned until every thread has ended, and nobody could count the cached blocks. With shards, any
 //! thread that needs the memory can empty all of them.
 
@@ -84,7 +84,7 @@ pub use exposed::Exposed;
 pub use pool::{Builder, Pool};
 pub use stats::{Failures, HeapStats, PageStats, PoolStats};
 
-/// Locks a mutex and ignores poisoning: a panic under one of our locks leaves the data consistent,
+/// Locks a mutex and ignores poisoning. A panic under one of our locks leaves the data consistent,
 /// because each critical section either moves whole values or counts.
 pub(crate) fn lock<T>(mutex: &std::sync::Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)

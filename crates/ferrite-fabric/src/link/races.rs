@@ -1,4 +1,4 @@
-//! Loom tests of the slot table and the tickets, which a link uses under its lock: one thread
+//! Loom tests of the slot table and the tickets, which a link uses under its lock. One thread
 //! posts, one reaps, and meanwhile futures are polled, woken and dropped.
 
 use std::collections::VecDeque;

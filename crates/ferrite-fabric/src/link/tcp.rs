@@ -228,7 +228,7 @@ impl TcpPath {
         if let Some((TcpFrame { kind: TcpFrameKind::Data, .. }, buf, _)) = self.body.take()
             && let Some(asked) = self.asked.front_mut()
         {
-            asked.held = Held::Unique(buf); // its payload was read in part
+            asked.held = Held::Unique(buf); // a part of the payload was read into the buffer
         }
         std::mem::take(&mut self.asked)
     }
@@ -239,8 +239,8 @@ impl TcpPath {
         std::mem::take(&mut self.out).into_iter().filter_map(|leaving| leaving.request)
     }
 
-    /// Returns whether a read of `more` bytes is too much: with its answer, more bytes would wait
-    /// to be written to the peer than a correct peer requests.
+    /// Returns whether a read of `more` bytes exceeds the limit. With its answer, more data would
+    /// wait to be written than a correct peer requests.
     pub(super) fn exceeds_read_limit(&self, more: usize) -> bool {
         let answers = self.out.iter().filter(|leaving| leaving.is_answer);
         let waiting: usize = answers.map(|leaving| leaving.body.bytes().len()).sum();

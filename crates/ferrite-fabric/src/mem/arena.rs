@@ -78,9 +78,9 @@ impl Arena {
         // SAFETY: the mapping is valid for its length and outlives the region: `drop` releases the
         // regions first, and keeps the mapping if a release fails. A caller that does not store the
         // region with the others calls `release`, which keeps the mapping in the same way. The
-        // owner of each buffer keeps Rust references into it and the device's accesses apart, as
-        // the contract of `Sge::from_raw` demands; without remote rights there is no other way to
-        // access it.
+        // owner of each buffer keeps Rust references into the buffer and the device's accesses
+        // apart, as the contract of `Sge::from_raw` demands. Without remote rights there is no
+        // other way to access the buffer.
         Ok(unsafe { domain.register(self.memory.at, self.memory.len, Access::LOCAL) }?)
     }
 
@@ -149,8 +149,8 @@ struct Mapping {
     is_leaked: AtomicBool,
 }
 
-// SAFETY: it is an address range that is valid anywhere in the process; the leases cut from it
-// control access to the bytes.
+// SAFETY: a mapping is an address range that is valid anywhere in the process. The leases cut from
+// it control access to the bytes.
 unsafe impl Send for Mapping {}
 // SAFETY: as above.
 unsafe impl Sync for Mapping {}
@@ -186,7 +186,7 @@ impl Mapping {
         let before = mapping.at.as_ptr().align_offset(CHUNK_BYTES);
         let after = CHUNK_BYTES - before;
         // SAFETY: `before + len + after` is the length of the mapping, so all three parts lie in
-        // it, and nobody uses the two that are cut off. A cut that fails only leaves a few unused
+        // it. Nobody uses the two parts that are cut off. A cut that fails only leaves a few unused
         // addresses behind.
         unsafe {
             let start = mapping.at;
@@ -216,10 +216,10 @@ impl Mapping {
         let mut nodes = [0_u64; 16];
         let Some(word) = nodes.get_mut(node as usize / BITS) else { return };
         *word = 1 << (node as usize % BITS);
-        // The kernel uses one bit less than specified.
+        // The kernel uses one bit less than the number that it is given.
         let bits = nodes.len() * BITS + 1;
-        // SAFETY: mbind(2) with our own mapping, a mask that is valid for `bits - 1` bits, and no
-        // flags: it changes where pages will come from, not their contents.
+        // SAFETY: mbind(2) gets our own mapping, a mask that is valid for `bits - 1` bits, and no
+        // flags. The call changes where pages will come from, not their contents.
         let _ = unsafe {
             libc::syscall(
                 libc::SYS_mbind,

@@ -1,7 +1,7 @@
 //! The shared state of a pool: its heaps, caches and counters, and how blocks are taken and
 //! returned.
 //!
-//! The submodules are the parts of a pool that refer back to this state: a slab keeps the state
+//! The submodules are the parts of a pool that refer back to this state. A slab keeps the state
 //! alive, and every buffer in the slab keeps the slab alive.
 //!
 //! ```text

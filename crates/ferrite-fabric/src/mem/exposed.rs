@@ -21,8 +21,8 @@ use super::error::PoolError;
 /// A buffer that [`Pool::expose`](super::Pool::expose) exposed to a peer.
 ///
 /// Dropping an exposed buffer revokes it, too. If the device does not release the memory, the
-/// buffer goes into quarantine: the statistics count it, and it is not reused while the device may
-/// write it.
+/// buffer goes into quarantine. The statistics count the buffer, and it is not reused while the
+/// device may write it.
 ///
 /// ```
 /// use ferrite_fabric::mem::Purpose;

@@ -1,4 +1,4 @@
-//! Received frames: their meaning, and the violations of a peer.
+//! Handling of received frames, and of a peer's violations of the protocol.
 
 use std::time::Instant;
 

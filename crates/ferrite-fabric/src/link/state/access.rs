@@ -46,8 +46,8 @@ impl LinkState {
     }
 
     /// Binds a window of `device` to the link's queue pair on that device. Sends that are queued
-    /// later are posted after the bind. If the path or the link is lost, nothing is bound; the peer
-    /// learns of a new window when the link migrates to the next path.
+    /// later are posted after the bind. If the path or the link is lost, nothing is bound. The peer
+    /// then learns of a new window when the link migrates to the next path.
     pub(crate) fn bind(
         &mut self,
         device: &SharedDevice,

@@ -32,10 +32,10 @@ pub enum Arrival {
     Written {
         /// The number of notices.
         notices: u64,
-        /// The sum of their immediate data.
+        /// The sum of the immediate data of these notices.
         sum: u64,
-        /// The number of bytes in the notified writes, as reported by the device. The peer may have
-        /// written more before them.
+        /// The number of bytes in these writes, as reported by the device. The peer may have
+        /// written more bytes before, without a notice.
         bytes: u64,
     },
 }

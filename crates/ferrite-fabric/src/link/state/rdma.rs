@@ -163,9 +163,9 @@ impl LinkState {
         Ok(true)
     }
 
-    /// Decides whether the next request is signaled. It is signaled if someone waits for it or for
-    /// its memory, after too many unsignaled requests, or while many requests are in flight on the
-    /// device.
+    /// Decides whether the next request is signaled. `wanted` tells whether someone waits for the
+    /// request or for its memory. A request is also signaled after too many unsignaled ones, and
+    /// while many requests are in flight on the device.
     pub(super) fn signal(&mut self, wanted: bool) -> bool {
         let run = (self.rdma.queue.room() + self.rdma.queue.in_flight()) / 4;
         let signaled = wanted || self.rdma.unsignaled >= run || self.rdma.is_pressed();

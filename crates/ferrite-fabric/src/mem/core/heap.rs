@@ -31,9 +31,9 @@ pub(in crate::mem) struct Heap {
     is_low: AtomicBool,
     /// Number of arenas, for readers without the lock.
     arenas: AtomicUsize,
-    /// Blocks of this chunk and of higher ones are returned to the heap at once and not cached, so
-    /// that the next blocks are taken from lower chunks. The value is [`NONE`], unless most of the
-    /// heap is free but a few blocks keep an unneeded arena in use.
+    /// Blocks of this chunk and of higher ones are returned to the heap at once and not cached. So
+    /// the next blocks are taken from lower chunks. The value is [`NONE`], unless most of the heap
+    /// is free but a few blocks keep an unneeded arena in use.
     returns_from: AtomicU32,
     state: Mutex<State>,
 }

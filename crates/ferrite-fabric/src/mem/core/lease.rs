@@ -93,9 +93,9 @@ impl Lease {
         if !self.is_unique() {
             return None;
         }
-        // SAFETY: this is the only lease of the block, and `&mut self` prevents that a second one
-        // is created, or that this one is used otherwise, while the result lives. The load above
-        // orders us after the leases that are gone.
+        // SAFETY: this is the only lease of the block. While the result lives, `&mut self` prevents
+        // that a second lease is created, or that this one is used otherwise. The load above orders
+        // this access after those of the leases that are gone.
         Some(unsafe { &mut *self.meta().charge.get() })
     }
 

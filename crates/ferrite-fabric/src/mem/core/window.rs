@@ -1,7 +1,7 @@
 //! How peers access exposed memory: registrations, and memory windows on them.
 //!
 //! A registration with remote rights is open to every queue pair of its domain. A registration for
-//! windows has no remote rights: a peer can access the memory only through a window, on the queue
+//! windows has no remote rights. A peer can access such memory only through a window, on the queue
 //! pair that the window is bound to.
 //!
 //! A window must be closed before its queue pair is destroyed; the link ensures that. It must also
