@@ -1,4 +1,4 @@
-//! Any bytes as a grant.
+//! Decodes any bytes as a grant.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| ferrite_fuzz::grant(bytes));

@@ -1,4 +1,4 @@
-//! Any bytes as the hello of a CM request.
+//! Decodes any bytes as the hello of a CM request.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| ferrite_fuzz::hello(bytes));

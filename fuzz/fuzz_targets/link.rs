@@ -1,4 +1,4 @@
-//! Any peer at the other end of a link.
+//! Connects a link to a peer with arbitrary behaviour.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| ferrite_fuzz::link(bytes));

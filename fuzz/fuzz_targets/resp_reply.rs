@@ -1,4 +1,4 @@
-//! Any bytes as replies, in any pieces, compared with another decoder.
+//! Parses any bytes as replies, in any pieces, and compares with another decoder.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {

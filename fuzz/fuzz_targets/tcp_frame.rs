@@ -1,4 +1,4 @@
-//! Any bytes as data over TCP: headers of TCP frames, addresses, greetings.
+//! Decodes any bytes as data over TCP: headers of TCP frames, addresses, greetings.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| ferrite_fuzz::tcp_frame(bytes));

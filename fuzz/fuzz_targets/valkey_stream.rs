@@ -1,4 +1,4 @@
-//! Any peer at the other end of a stream that speaks Valkey's protocol.
+//! Connects a stream of Valkey's protocol to a peer with arbitrary behaviour.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| ferrite_fuzz::valkey_stream(bytes));

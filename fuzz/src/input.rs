@@ -1,6 +1,6 @@
 //! Interprets random bytes as steps, numbers and payload.
 
-/// The remaining bytes. Numbers read behind the end are zero.
+/// The remaining bytes. Numbers read past the end are zero.
 pub(super) struct Input<'a>(pub(super) &'a [u8]);
 
 impl<'a> Input<'a> {
@@ -18,7 +18,8 @@ impl<'a> Input<'a> {
         u32::from_be_bytes(std::array::from_fn(|_| self.byte()))
     }
 
-    /// Returns the kind of a step and its argument: the low and the high 4 bits of a byte.
+    /// Returns the kind of a step and its argument, which are the low and the high 4 bits of a
+    /// byte.
     pub(super) fn step(&mut self) -> (u8, u8) {
         let byte = self.byte();
         (byte & 15, byte >> 4)

@@ -1,7 +1,7 @@
 //! The checks of all targets, by the crate whose code they test.
 //!
-//! Each crate's corpus test includes its own file of checks by path. This crate does the same, so
-//! that their submodules are found in the same place.
+//! Each crate's corpus test includes its own file of checks by path. This crate includes them by
+//! path, too, so that the submodules of the checks are found in the same place.
 
 #[path = "fabric/checks.rs"]
 pub mod fabric;

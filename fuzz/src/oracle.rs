@@ -1,7 +1,8 @@
-//! Compares our reply decoder with another one, the crate redis-protocol. Where both accept bytes,
-//! they must agree on the value and on its end. Where only one accepts, the reason is one of these:
+//! Compares our reply decoder with another one, the crate redis-protocol. If both accept the bytes,
+//! they must agree on the value and on its end. If only one accepts them, the reason must be one of
+//! these:
 //!
-//! | accepted only by the other | because |
+//! | accepted only by redis-protocol | because |
 //! |---|---|
 //! | lengths such as `+5` and `007` | Redis never writes them, and refuses them in commands |
 //! | line ends within lines, anything after `_` | RESP does not allow them |
@@ -11,7 +12,7 @@
 //! | nesting without limit | it costs memory |
 //! | `HELLO`, `;` and `.` as frames of their own | they are requests, and parts of streams |
 //!
-//! | accepted only by ours | because the other |
+//! | accepted only by ours | because redis-protocol |
 //! |---|---|
 //! | streamed strings and aggregates | leaves their assembly to its user |
 //! | nulls of RESP2 among RESP3, and the reverse | accepts one version at a time |
@@ -24,10 +25,12 @@ use ferrite_proto::resp::{Limits, ReplyError, ReplyFramer, Value};
 use redis_protocol::resp2::types::OwnedFrame as Frame2;
 use redis_protocol::resp3::types::{OwnedFrame as Frame3, Resp3Frame as _, VerbatimStringFormat};
 
-/// The other decoder has no depth limit and could overflow the stack.
+/// Maximum number of bytes to compare. The other decoder has no depth limit, so more bytes could
+/// overflow the stack.
 const BYTES_MAX: usize = 4096;
 
-/// Compares all replies in the bytes after the first, which is a seed for another check.
+/// Compares all replies in the bytes. The first byte is skipped, because it is a seed for another
+/// check.
 pub fn replies(bytes: &[u8]) {
     let Some((_, mut rest)) = bytes.split_first() else { return };
     if rest.len() > BYTES_MAX {
@@ -60,7 +63,7 @@ pub fn replies(bytes: &[u8]) {
     }
 }
 
-/// Checks that only our stricter rules refuse what the other decoder accepts.
+/// Checks that only our stricter rules refuse bytes that the other decoder accepts.
 fn refused(error: ReplyError, taken: bool) {
     let strict = match error {
         ReplyError::Length
@@ -117,7 +120,7 @@ fn has(bytes: &[u8], needles: &[&[u8]]) -> bool {
     needles.iter().any(|needle| bytes.windows(needle.len()).any(|window| window == *needle))
 }
 
-/// Returns whether `holds` is true for the value or for one inside it.
+/// Returns whether `holds` is true for the value or for a value inside it.
 fn any(value: &Value<'_>, holds: &dyn Fn(&Value<'_>) -> bool) -> bool {
     let in_pairs = |pairs: &[(Value<'_>, Value<'_>)]| {
         pairs.iter().any(|(key, value)| any(key, holds) || any(value, holds))
@@ -218,7 +221,7 @@ fn same3(theirs: &Frame3, ours: &Value<'_>) -> bool {
             }
             (Frame3::Array { data, .. }, Value::Array(ours))
             | (Frame3::Push { data, .. }, Value::Push(ours)) => all(data, ours),
-            // Compares in both directions: a set keeps a repeated value once.
+            // Compares in both directions, because a set keeps a repeated value only once.
             (Frame3::Set { data, .. }, Value::Set(ours)) => {
                 data.iter().all(|theirs| ours.iter().any(|ours| same3(theirs, ours)))
                     && ours.iter().all(|ours| data.iter().any(|theirs| same_raw(theirs, ours)))
@@ -228,7 +231,7 @@ fn same3(theirs: &Frame3, ours: &Value<'_>) -> bool {
         }
 }
 
-/// Compares in both directions: a map keeps one of several pairs with the same key.
+/// Compares in both directions, because a map keeps only one of several pairs with the same key.
 fn same_pairs<'a>(
     theirs: impl Iterator<Item = (&'a Frame3, &'a Frame3)> + Clone,
     ours: &[(Value<'_>, Value<'_>)],
@@ -241,8 +244,8 @@ fn same_pairs<'a>(
         && ours.iter().all(|(key, _)| theirs.clone().any(|(other, _)| same_raw(other, key)))
 }
 
-/// Compares without attributes, by which the other decoder does not distinguish keys, and treats
-/// all NaNs as equal.
+/// Compares without attributes, because the other decoder ignores them when it compares keys.
+/// Treats all NaNs as equal.
 fn same_raw(theirs: &Frame3, ours: &Value<'_>) -> bool {
     let ours = match ours {
         Value::Attributed { value, .. } => &**value,

@@ -1,9 +1,8 @@
 //! Registered memory: pools of buffers that the device may read and write.
 //!
-//! Registering memory is slow and pins it. So large pieces are registered at a time, once per
-//! device, and buffers are cut from them. A [`Pool`] does that; [`BufMut`] and [`Buf`] are its
-//! buffers, an [`Account`] limits how much a user may hold, and [`Exposed`] is the only memory that
-//! a peer can access.
+//! Registering memory is slow and pins it. So a [`Pool`] registers large pieces at a time, once per
+//! device, and cuts buffers from them. [`BufMut`] and [`Buf`] are its buffers. An [`Account`]
+//! limits how much a user may hold. [`Exposed`] is the only memory that a peer can access.
 //!
 //! # Life cycle of a buffer
 //!
@@ -30,11 +29,11 @@
 //! # Requests in flight
 //!
 //! Dropping the last handle of a buffer returns its block at once, and the next owner overwrites
-//! it. So **whoever passes a buffer's [`RawParts`] to the device must own the buffer until the
-//! completion was polled** or the queue pair is destroyed. The fabric's slots ensure that, and the
-//! `unsafe` [`Sge::from_raw`](ferrite_verbs::Sge::from_raw) requires it: the parts reach a device
-//! only through that function. The pool itself does not know what the device does, and does not
-//! need to.
+//! the block. So **code that passes a buffer's [`RawParts`] to the device must own the buffer until
+//! the completion was polled** or the queue pair is destroyed. The fabric's slots ensure this rule.
+//! The `unsafe` [`Sge::from_raw`](ferrite_verbs::Sge::from_raw) requires it, and the parts reach a
+//! device only through that function. The pool itself does not know, and need not know, what the
+//! device does.
 //!
 //! # Isolation of sends and receives
 //!
@@ -50,16 +49,16 @@
 //!   Buf, BufMut ─── one count of the Slab per block
 //! ```
 //!
-//! The pool's metadata lies in ordinary memory. A peer that writes wherever its keys allow
-//! overwrites bytes of buffers that were exposed to it, but never a pointer.
+//! The pool's metadata lies in ordinary memory. A peer can overwrite only the bytes of buffers that
+//! were exposed to it, and never a pointer.
 //!
 //! # Caches
 //!
-//! Freed blocks are kept in a few shards, each with its own mutex; a thread always uses the same
-//! shard. Thread-local caches would save an uncontended lock, but blocks in another thread's cache
-//! would be out of reach. A pool at its limit would refuse memory that is free, a dropped pool
-//! would stay pinned until every thread has ended, and nobody could count the cached blocks. With
-//! shards, any thread that needs the memory can empty all of them.
+//! Freed blocks are kept in a few shards, each with its own mutex. A thread always uses the same
+//! shard. Thread-local caches would save an uncontended lock, but other threads could not reach the
+//! blocks in them. A pool at its limit would refuse memory that is free. A dropped pool would stay
+//! pinned until every thread has ended, and nobody could count the cached blocks. With shards, any
+//! thread that needs the memory can empty all of them.
 
 mod arena;
 mod budget;
@@ -85,7 +84,7 @@ pub use exposed::Exposed;
 pub use pool::{Builder, Pool};
 pub use stats::{Failures, HeapStats, PageStats, PoolStats};
 
-/// Locks a mutex and ignores poisoning: a panic under one of our locks leaves the data consistent,
+/// Locks a mutex and ignores poisoning. A panic under one of our locks leaves the data consistent,
 /// because each critical section either moves whole values or counts.
 pub(crate) fn lock<T>(mutex: &std::sync::Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)

@@ -1,5 +1,5 @@
-//! The wire format of links: pure values and their bytes, no I/O. `docs/book/src/protocol/links.md`
-//! describes it for peers in other languages.
+//! The wire format of links: values and their bytes, without I/O. `docs/book/src/protocol/links.md`
+//! describes the format for peers in other languages.
 //!
 //! | message | where it is sent |
 //! |---|---|
@@ -38,7 +38,7 @@ fn field<const N: usize>(bytes: &[u8], at: usize) -> Option<[u8; N]> {
     bytes.get(at..)?.first_chunk().copied()
 }
 
-/// Writes a field of a message. `at` and the length are constants of the layout.
+/// Writes a field of a message. `at` and `N` are constants of the layout.
 fn put<const N: usize>(bytes: &mut [u8], at: usize, field: [u8; N]) {
     bytes[at..at + N].copy_from_slice(&field);
 }

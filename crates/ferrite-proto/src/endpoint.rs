@@ -6,8 +6,9 @@
 //!   Connecting, Open ── the peer violates the protocol, or is dead ──► Closed, with the error
 //! ```
 //!
-//! An endpoint accepts the peer's announcement while it is still connecting: the driver may poll
-//! the completion of that message before it gets the event that the connection is established.
+//! An endpoint accepts the peer's announcement even while it is connecting. The reason is that the
+//! driver may poll the completion of that message before the event that the connection is
+//! established.
 
 mod config;
 mod error;
@@ -41,7 +42,7 @@ pub enum Role {
 enum State {
     Connecting,
     Open {
-        /// For servers only.
+        /// When the next keepalive is due; `None` for clients.
         next_keepalive: Option<Instant>,
     },
     Closed(Option<ProtocolError>),
@@ -84,18 +85,19 @@ pub struct Endpoint {
     role: Role,
     config: Config,
     state: State,
-    /// The memory that we announce.
+    /// The memory that we announce to the peer.
     memory: Registration,
     receive: ReceiveWindow,
     send: SendWindow,
     outbox: Outbox,
     writes_in_flight: u32,
-    /// Writes and messages handed out since the last arrival from the peer.
+    /// Writes and messages that were handed out since the last arrival from the peer.
     unseen: u32,
     /// When [`handle_timeout`](Self::handle_timeout) last saw that something had arrived.
     last_arrival: Option<Instant>,
-    /// Whether something arrived since that call. This is a flag and not a time, because reading
-    /// the clock can be a system call, which would cost more than handling the arrival.
+    /// Whether something arrived since the last call of [`handle_timeout`](Self::handle_timeout).
+    /// This is a flag and not a time, because reading the clock can be a system call, which would
+    /// cost more than handling the arrival.
     has_arrival: bool,
     stats: Stats,
 }
@@ -156,8 +158,8 @@ impl Endpoint {
         }
     }
 
-    /// Returns the peer's last announcement. Before the first one, this end can write nothing, not
-    /// even an error reply.
+    /// Returns the peer's last announcement. Before the first announcement, this end cannot write
+    /// anything, not even an error reply.
     #[must_use]
     pub fn peer_window(&self) -> Option<Registration> {
         self.send.registration()
@@ -178,7 +180,7 @@ impl Endpoint {
 
     // ---- events ---------------------------------------------------------------------
 
-    /// Handles that the connection is established. A second call does nothing.
+    /// Handles the event that the connection is established. A second call does nothing.
     ///
     /// # Errors
     /// If an error of the peer has already closed the connection.
@@ -211,7 +213,7 @@ impl Endpoint {
     }
 
     /// Handles a receive that completed with an immediate (in host byte order): bytes of the stream
-    /// are in our memory. `byte_len` is the length of the write that the network card reports.
+    /// are in our memory. `byte_len` is the length of the write, as the network card reports it.
     ///
     /// # Errors
     /// If the peer violated the protocol. The connection is then closed.
@@ -239,8 +241,8 @@ impl Endpoint {
         assert!(self.outbox.complete_oldest(), "no message is in flight");
     }
 
-    /// Handles that the oldest `count` writes in flight have completed locally, by their own
-    /// completions or by that of a later request.
+    /// Handles the local completion of the oldest `count` writes in flight. They may have completed
+    /// by their own completions or by that of a later request.
     ///
     /// # Panics
     /// If fewer writes are in flight.
@@ -273,8 +275,8 @@ impl Endpoint {
             if !self.outbox.queue_keepalive(now, self.config.max_keepalives) {
                 self.stats.keepalives_skipped += 1;
             }
-            // The interval counts from now, not from when the keepalive was due: a driver that is
-            // late sends one keepalive, not several.
+            // The interval counts from now, not from the time at which the keepalive was due. So a
+            // late driver sends one keepalive, not several.
             self.state =
                 State::Open { next_keepalive: now.checked_add(self.config.keepalive_interval) };
         }
@@ -283,8 +285,8 @@ impl Endpoint {
 
     // ---- actions --------------------------------------------------------------------
 
-    /// Plans the next write, of at most `available` bytes. The driver posts it with the oldest
-    /// bytes that it has to send, and reports its completion with
+    /// Plans the next write, of at most `available` bytes. The driver posts the write with the
+    /// oldest bytes that it has to send, and reports the completion with
     /// [`handle_writes_sent`](Self::handle_writes_sent). Returns `None` if nothing can be written
     /// now; try again after the next event.
     pub fn write_plan(&mut self, available: usize) -> Option<Write> {
@@ -322,20 +324,21 @@ impl Endpoint {
         self.stats.bytes_consumed += u64::from(bytes);
     }
 
-    /// Returns whether our memory is full, everything in it is consumed, and the next
+    /// Returns whether our memory is full and everything in it is consumed, so that the next
     /// [`poll_message`](Self::poll_message) will announce it again.
     #[must_use]
     pub fn is_to_announce(&self) -> bool {
         self.is_open() && !self.receive.is_open() && self.outbox.has_announcement()
     }
 
-    /// Announces other memory than before from now on. Its length may differ: Valkey's clients
-    /// support that.
+    /// Announces other memory from now on. Its length may differ, because Valkey's clients support
+    /// that.
     ///
     /// # Panics
-    /// If [`is_to_announce`](Self::is_to_announce) returns `false`, if the memory has no bytes, or
-    /// if this is a client and the length differs: a Valkey server accepts only one length, and
-    /// crashes otherwise.
+    /// - If [`is_to_announce`](Self::is_to_announce) returns `false`.
+    /// - If the memory has no bytes.
+    /// - If this is a client and the length differs: a Valkey server accepts only one length, and
+    ///   crashes otherwise.
     pub fn replace_memory(&mut self, memory: Registration) {
         assert!(self.is_to_announce(), "the peer may still write to the memory");
         assert!(memory.length > 0, "the memory has no bytes");
@@ -349,7 +352,7 @@ impl Endpoint {
         self.memory = memory;
     }
 
-    /// Closes the connection: nothing more is sent, and arrivals are ignored. The driver must then
+    /// Closes the connection. Nothing more is sent, and arrivals are ignored. The driver must then
     /// disconnect, because the protocol has no message that closes a connection.
     pub fn close(&mut self) {
         if !self.is_closed() {

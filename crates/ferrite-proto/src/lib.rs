@@ -4,13 +4,13 @@
 //!   message    the 32-byte control messages
 //!   window     linear buffers: one side fills them to the last byte, the other re-announces them
 //!   endpoint   one end of a connection, client or server: events in, messages and writes out
-//!   resp       finds where RESP commands and replies end, in pieces of any size; views of them
+//!   resp       finds the ends of RESP commands and replies in pieces of any size, and gives views
 //!   session_command   commands that change the state of a connection, by their identity
 //! ```
 //!
 //! A driver owns the memory, the queues and the clock, and makes no protocol decision. It passes
-//! completions to [`Endpoint`], then does what the `poll_*` methods return. Nothing that a peer
-//! sends can make this crate panic, and no number from a peer decides how much is allocated.
+//! completions to [`Endpoint`], and then carries out what the `poll_*` methods return. No input
+//! from a peer can make this crate panic, and no number from a peer decides how much is allocated.
 #![forbid(unsafe_code)]
 
 pub mod endpoint;

@@ -1,5 +1,5 @@
-//! The control messages of Valkey Over RDMA: exactly 32 bytes each, integers in big endian, carried
-//! by a SEND.
+//! The control messages of Valkey Over RDMA. Each has exactly 32 bytes, has integers in big endian,
+//! and is sent with a SEND.
 //!
 //! ```text
 //!   0        2        4                16       24         28     32
@@ -13,7 +13,8 @@
 //!   └────────┴─────────────────────────┴────────┴──────────┴──────┘
 //! ```
 //!
-//! Reserved bytes are sent as zero and ignored on receipt. So 32 zero bytes are a valid message.
+//! Reserved bytes are sent as zero and ignored on receipt. So 32 zero bytes are a valid message,
+//! `GetServerFeature`.
 
 /// The size of every [`Message`] in bytes.
 pub const MESSAGE_BYTES: usize = 32;
@@ -45,12 +46,12 @@ pub enum Message {
     /// A client's question about the server's features, or the server's answer. The question has no
     /// features set.
     GetServerFeature {
-        /// The page of features: no meaning is defined, the answer repeats it.
+        /// The page of features. No meaning is defined; the answer repeats it.
         select: u16,
         /// The server's features, as bits.
         features: u64,
     },
-    /// The features that a client wants to use. It has no answer.
+    /// The features that a client wants to use. The message has no answer.
     SetClientFeature {
         /// The page of features.
         select: u16,
@@ -93,7 +94,7 @@ impl Message {
     /// Decodes a message.
     ///
     /// # Errors
-    /// If it does not have 32 bytes, or its opcode is unknown.
+    /// If the message does not have 32 bytes, or its opcode is unknown.
     pub fn decode(bytes: &[u8]) -> Result<Self, MessageError> {
         let bytes: &[u8; MESSAGE_BYTES] =
             bytes.try_into().map_err(|_| MessageError::Length { got: bytes.len() })?;

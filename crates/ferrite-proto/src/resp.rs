@@ -1,11 +1,12 @@
 //! RESP, in both versions: finds where a command or a reply ends, and gives views of complete ones.
 //!
-//! Framers accept pieces of any size and keep only numbers: they copy no byte, and allocate nothing
-//! because of a number from a peer. They report where a frame ends. A caller that has the whole
+//! Framers accept pieces of any size and keep only numbers. They copy no byte, and no number from a
+//! peer makes them allocate memory. They report where a frame ends. A caller that has the whole
 //! frame in one piece reads it with [`Command`] or [`Value`].
 //!
-//! Commands end where Redis and Valkey end them, with the same leniency. A proxy must see the same
-//! boundaries as the server behind it, or a client could hide one command in another.
+//! The framer ends commands where Redis and Valkey end them, with the same leniency. A proxy must
+//! see the same boundaries as the server behind it. Otherwise a client could hide one command in
+//! another.
 
 mod args;
 mod command;
@@ -39,8 +40,8 @@ pub use words::{Words, plain_command};
 pub struct Limits {
     /// The longest bulk string. Default 512 MiB, as in `proto-max-bulk-len`.
     pub bulk_bytes: u64,
-    /// The maximum number of arguments of a command. Default 1,048,576, which Redis had before it
-    /// dropped the limit.
+    /// The maximum number of arguments of a command. Default 1,048,576, the limit that Redis once
+    /// had.
     pub multibulk_args: u64,
     /// Whether lines and bulk strings of a command must end in `\r\n`. Engines check this to
     /// different degrees. Default: no.
@@ -77,7 +78,8 @@ impl Default for Limits {
 /// How far a framer got in the bytes that it was fed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Progress {
-    /// How many of the bytes belong to the frame: all, unless the frame ends before the last one.
+    /// How many of the bytes belong to the frame. These are all bytes, unless the frame ends
+    /// earlier.
     pub consumed: usize,
     /// Whether the frame ends after these bytes. The next byte begins the next frame.
     pub complete: bool,

@@ -1,35 +1,37 @@
 //! Commands that change a connection's own state, by their identity.
 //!
-//! A server that runs some commands itself and proxies the others to the engine must know which
-//! proxied commands may change what the engine has recorded about the client. After such a command
-//! it asks the engine; nothing here keeps or guesses that state. An identity is the engine's
-//! original name of a command, whatever name the client typed: `rename-command` changes names, not
-//! identities.
+//! A server that runs some commands itself proxies the others to the engine. It must know which
+//! proxied commands may change the client's state in the engine. After such a command it asks the
+//! engine for the state; this module neither keeps nor guesses it.
+//!
+//! An identity is the engine's original name of a command, whatever name the client typed:
+//! `rename-command` changes names, not identities.
 
 /// What a proxied command means for the session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SessionCommand {
-    /// It may change the database, a transaction or tracking. The engine reports these for a
-    /// client's id.
+    /// The command may change the database, a transaction or tracking. The engine reports these for
+    /// a client's id.
     ChangesState,
-    /// It begins a transaction (MULTI), in which the session cannot run commands of its own.
+    /// The command begins a transaction (MULTI). The session cannot run commands itself in a
+    /// transaction.
     BeginsTransaction,
-    /// It may change the user, the authentication or the protocol version (AUTH, HELLO). The engine
-    /// reports these in full only to a command that the client itself runs.
+    /// The command may change the user, the authentication or the protocol version (AUTH, HELLO).
+    /// The engine reports these in full only to a command that the client itself runs.
     ChangesIdentity,
-    /// It returns the connection to its initial state, without a user (RESET).
+    /// The command returns the connection to its initial state, without a user (RESET).
     Resets,
-    /// It asks about earlier writes of this client (WAIT, WAITAOF).
+    /// The command asks about earlier writes of this client (WAIT, WAITAOF).
     AsksForWrites,
-    /// After it, replies cannot be counted, or the engine does not report the state that the
-    /// command sets. The session stays on the proxy path for good.
+    /// After the command, replies cannot be counted, or the engine does not report the state that
+    /// the command sets. The session stays on the proxy path for good.
     PinsToProxy,
 }
 
 impl SessionCommand {
     /// Classifies a command by its identity, `NAME` or `NAME|SUBCOMMAND` in capitals.
-    /// `is_connection` says whether it is in the engine's category `@connection`. Returns `None`
-    /// for a command that has exactly one reply and leaves its connection as it was.
+    /// `is_connection` tells whether the command is in the engine's category `@connection`. Returns
+    /// `None` for a command that has exactly one reply and does not change its connection.
     #[must_use]
     pub fn of(identity: &[u8], is_connection: bool) -> Option<Self> {
         Some(match identity {
@@ -58,7 +60,8 @@ impl SessionCommand {
             | b"CLIENT|PAUSE"
             | b"CLIENT|UNPAUSE"
             | b"CLIENT|UNBLOCK" => return None,
-            // NO-EVICT, NO-TOUCH, CAPA, READONLY, ASKING, and whatever later engines add.
+            // This covers NO-EVICT, NO-TOUCH, CAPA, READONLY, ASKING, and commands of later
+            // engines.
             _ if is_connection || identity.starts_with(b"CLIENT|") => Self::PinsToProxy,
             _ => return None,
         })

@@ -1,15 +1,15 @@
-//! The two windows of a connection: memory of the peer that we may write, and memory of ours that
-//! the peer may write.
+//! The two windows of a connection: memory of the peer that we may write, and our memory that the
+//! peer may write.
 //!
-//! A window is a linear buffer. There is no ring, no wrap and no partial credit:
+//! A window is a linear buffer. It is not a ring, does not wrap, and gives no partial credit:
 //!
 //! ```text
 //!   announced ──► filled to exactly the last byte ──► consumed to the last ──► announced again
 //! ```
 //!
-//! A sender that leaves a byte unfilled blocks its direction for ever. A receiver that announces
-//! early cannot know which writes still go to the old window, because an immediate says how many
-//! bytes arrived, not where. So these types allow neither.
+//! A sender that leaves a byte unfilled blocks its direction for ever. A receiver must not announce
+//! early: it could not know which writes still go to the old window, because an immediate says how
+//! many bytes arrived, not where. These types prevent both mistakes.
 
 mod receive;
 mod send;
@@ -21,7 +21,7 @@ pub use send::{SendWindow, Write};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum WindowError {
-    /// The registration has no bytes: no write could ever fill it.
+    /// The registration has no bytes, so no write could ever fill it.
     #[error("the peer registered no bytes")]
     Empty,
     /// The registration is longer than the limit.

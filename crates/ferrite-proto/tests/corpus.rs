@@ -1,5 +1,5 @@
 //! Runs the checks of the fuzz targets on their committed corpora (`fuzz/corpus`) and on random
-//! bytes: inputs that a fuzzer once found fail here, without a fuzzer.
+//! bytes. So inputs that a fuzzer once found are tested without a fuzzer.
 
 use ferrite_testkit::corpus;
 use proptest::collection::vec;

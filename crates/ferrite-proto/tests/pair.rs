@@ -1,5 +1,5 @@
-//! Two connected endpoints in virtual time and virtual memory: for any sizes, splits and order of
-//! events, all bytes arrive as sent and no side waits for ever.
+//! Two connected endpoints in virtual time and virtual memory. For any sizes, splits and order of
+//! events, all bytes must arrive as sent, and no side may wait for ever.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -49,7 +49,7 @@ impl Side {
         }
     }
 
-    /// Queues more bytes to send; neighbouring bytes differ.
+    /// Queues more bytes to send. Neighbouring bytes differ.
     fn queue(&mut self, bytes: usize) {
         let from = self.outgoing.len();
         self.outgoing.extend((from..from + bytes).map(|at| (at * 7 % 251) as u8));
@@ -138,7 +138,7 @@ impl Pair {
         pair
     }
 
-    /// Returns one of the sides, and the other.
+    /// Returns one of the sides and its peer. `second` selects the server as the first of the two.
     fn both(&mut self, second: bool) -> (&mut Side, &mut Side) {
         let [client, server] = &mut self.sides;
         if second { (server, client) } else { (client, server) }
@@ -171,7 +171,7 @@ impl Pair {
         }
     }
 
-    /// Runs everything that can happen, until all bytes have arrived.
+    /// Runs everything that can happen until all bytes have arrived.
     fn finish(&mut self) {
         let mut waits = 0;
         while !self.is_finished() {
@@ -185,7 +185,7 @@ impl Pair {
                 waits = 0;
                 continue;
             }
-            // Only a client that waits for an arrival from the server needs time to pass.
+            // Time must pass only for a client that waits for an arrival from the server.
             waits += 1;
             assert!(waits < 3, "no side can continue");
             let due = self.sides.iter().filter_map(|side| side.endpoint.poll_timeout()).min();
@@ -272,8 +272,8 @@ proptest! {
     }
 }
 
-/// A client sends byte by byte to a server that sends nothing. It never takes more of the server's
-/// receives than allowed, and keepalives let it continue.
+/// A client sends byte by byte to a server that sends nothing. The client never takes more of the
+/// server's receives than allowed, and keepalives let it continue.
 #[test]
 fn does_not_overrun_a_silent_server() {
     let mut pair = Pair::new(&Config::default(), [64, 1 << 20]);
@@ -287,7 +287,7 @@ fn does_not_overrun_a_silent_server() {
     client.queue(100_000);
     for round in 0..5 {
         client.post(1, server);
-        // Completions of the network card do not show that the server has seen anything.
+        // Completions of the network card do not show that the server's software has seen anything.
         client.complete(usize::MAX);
         assert!(server.arrivals.len() <= 256, "round {round}");
     }

@@ -1,6 +1,6 @@
-//! Compares the framer with a real `redis-server`: both must see the same commands in the same
-//! bytes, valid or not. Otherwise a gateway could be made to forward a command that it did not
-//! check.
+//! Compares the framer with a real `redis-server`. Both must see the same commands in the same
+//! bytes, valid or not. Otherwise a client could make a gateway forward a command that the gateway
+//! did not check.
 
 use std::io::{Read, Write};
 use std::net::Shutdown;
@@ -55,11 +55,13 @@ fn redis_sees_the_same_commands() {
         match (error, refusal) {
             (None, None) => prop_assert_eq!(replies, commands),
             (None, Some(refusal)) => prop_assert!(false, "only Redis refuses: {}", refusal),
-            // Redis still waits for the end of a line that can no longer be a number.
+            // Redis still waits for the end of a line that can no longer be a number, so it has not
+            // replied.
             (Some(_), None) => prop_assert_eq!(replies, commands),
             (Some(error), Some(refusal)) => {
                 prop_assert_eq!(replies, commands + 1);
-                // Redis prints the wrong byte unescaped.
+                // For `ExpectedBulk` the texts differ, because Redis prints the wrong byte
+                // unescaped.
                 let same = refusal == format!("-ERR {error}\r\n");
                 prop_assert!(
                     same || matches!(error, CommandError::ExpectedBulk { .. }),
@@ -94,13 +96,13 @@ fn ours(bytes: &[u8]) -> (usize, Option<CommandError>) {
     (commands, None)
 }
 
-/// Returns how many replies these bytes get, and the last one if it is a protocol error.
+/// Returns how many replies Redis sends to these bytes, and the last one if it is a protocol error.
 fn replies(server: &Engine, bytes: &[u8]) -> (usize, Option<String>) {
     let mut stream = UnixStream::connect(server.socket()).expect("a listening server");
     stream.write_all(bytes).expect("a short message");
     stream.shutdown(Shutdown::Write).expect("an open stream");
     let mut answer = Vec::new();
-    // A server that refuses a command may close before it has read everything.
+    // The server may close the connection before it has read everything, if it refuses a command.
     let _ = stream.read_to_end(&mut answer);
     let mut framer = ReplyFramer::new(Limits::default());
     let (mut rest, mut replies, mut refusal) = (&answer[..], 0, None);

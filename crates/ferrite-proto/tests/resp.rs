@@ -1,4 +1,4 @@
-//! RESP that is encoded and parsed again, whole and in pieces of any size.
+//! Encodes RESP and parses it again, whole and in pieces of any size.
 
 use ferrite_proto::resp::{
     Command, CommandFramer, Limits, Progress, ReplyFramer, Value, encode_command, encode_status,
@@ -88,7 +88,7 @@ fn replies() -> impl Strategy<Value = Reply> {
     })
 }
 
-/// Feeds `bytes` in pieces of the given sizes, over and over. Returns where frames end.
+/// Feeds `bytes` in pieces whose sizes cycle through `sizes`. Returns where frames end.
 fn ends<E: std::fmt::Debug>(
     bytes: &[u8],
     sizes: &[usize],
@@ -197,7 +197,7 @@ fn parses_replies_of_redis() {
     }
 }
 
-/// The largest bulk string that Redis accepts, in pieces: the framer keeps none of it.
+/// Feeds the largest bulk string that Redis accepts, in pieces. The framer keeps none of it.
 #[test]
 fn does_not_buffer_half_a_gigabyte() {
     let mut framer = ReplyFramer::new(Limits::default());

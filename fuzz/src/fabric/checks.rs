@@ -1,11 +1,10 @@
-//! Properties that must hold for any bytes: a check for each decoder, and two for whole links, over
-//! RDMA and over TCP. A check panics if a property does not hold.
+//! Properties that must hold for any bytes. There is a check for each decoder, and two checks for
+//! whole links, one over RDMA and one over TCP. A check panics if a property does not hold.
 //!
-//! This file is separate from the fuzz targets because a test of ferrite-fabric (`tests/corpus.rs`)
-//! includes it and runs the same checks over the committed corpora. So it must not depend on the
-//! fuzzer.
+//! A test of ferrite-fabric (`tests/corpus.rs`) includes this file, too, and runs the same checks
+//! on the committed corpora. So this file must not depend on the fuzzer.
 //!
-//! A new target needs a check, its line in [`CHECKS`] and in `lib.rs`, a `[[bin]]`, a file in
+//! A new target needs a check, a line in [`CHECKS`] and in `lib.rs`, a `[[bin]]`, a file in
 //! `fuzz_targets`, and a folder in `corpus`.
 
 mod connection;
@@ -38,7 +37,7 @@ pub const CHECKS: &[(&str, Check)] = &[
     ("connection", connection),
 ];
 
-/// A hello is accepted only with limits that we can serve, and survives re-encoding.
+/// Checks that a hello is accepted only with limits that we can serve, and survives re-encoding.
 pub fn hello(bytes: &[u8]) {
     let hello = match Hello::decode(bytes) {
         Ok(hello) => hello,
@@ -69,7 +68,7 @@ pub fn hello(bytes: &[u8]) {
     assert_eq!(Hello::decode(&padded(bytes)), Ok(hello));
 }
 
-/// A refusal of any version can be decoded, and contains no control characters.
+/// Checks that a refusal of any version can be decoded, and contains no control characters.
 pub fn refusal(bytes: &[u8]) {
     let ours = bytes.starts_with(&REFUSAL_MAGIC) && bytes.len() >= 13;
     let decoded = Refusal::decode(bytes);
@@ -84,7 +83,7 @@ pub fn refusal(bytes: &[u8]) {
     assert_eq!(Refusal::decode(&padded(&again)).as_ref(), Some(&refusal));
 }
 
-/// A control message survives re-encoding.
+/// Checks that a control message survives re-encoding.
 pub fn control(bytes: &[u8]) {
     match Control::decode(bytes) {
         Ok(message) => {
@@ -102,8 +101,8 @@ pub fn control(bytes: &[u8]) {
     }
 }
 
-/// A grant survives re-encoding, and no range of it leaves the granted memory. The bytes are tried
-/// as they are and with a matching checksum, which a fuzzer would hardly guess.
+/// Checks that a grant survives re-encoding, and that no range of it leaves the granted memory. The
+/// bytes are tried as they are, and with a matching checksum, which a fuzzer would hardly guess.
 pub fn grant(bytes: &[u8]) {
     check_grant(bytes);
     if let Some((head, tail)) = bytes.split_first_chunk::<32>() {
@@ -126,7 +125,7 @@ fn check_grant(bytes: &[u8]) {
     assert_eq!(again[..29], bytes[..29], "all but the reserved bytes");
     assert_eq!(GrantToken::decode(&padded(&again)), Ok(token));
 
-    // Ranges that the fuzzer chooses, and those at the boundaries.
+    // Tries ranges that the fuzzer chooses, and ranges at the boundaries.
     let chosen = |at: usize| {
         bytes.get(at..).and_then(<[u8]>::first_chunk).map_or(0, |n| u64::from_le_bytes(*n))
     };
@@ -143,7 +142,7 @@ fn check_grant(bytes: &[u8]) {
     }
 }
 
-/// What arrives over TCP survives re-encoding: the header of a TCP frame, the address that may
+/// Checks that data over TCP survives re-encoding: the header of a TCP frame, the address that may
 /// follow it, and the greeting before all frames.
 pub fn tcp_frame(bytes: &[u8]) {
     if let Some(head) = bytes.first_chunk::<TCP_FRAME_HEADER_BYTES>() {
@@ -212,7 +211,7 @@ fn padded(bytes: &[u8]) -> Vec<u8> {
     [bytes, &[0; 8]].concat()
 }
 
-/// The checksum of a grant, implemented a second time.
+/// Computes the checksum of a grant, independently of the crate under test.
 fn fnv_1a_64(bytes: &[u8]) -> u64 {
     let mut hash: u64 = 0xCBF2_9CE4_8422_2325;
     for byte in bytes {

@@ -1,10 +1,11 @@
-//! A link over TCP to a real fabric on this host's loopback, whose peer sends what the input bytes
+//! A link over TCP to a real fabric on this host's loopback. The peer sends what the input bytes
 //! say: valid and invalid TCP frames of all kinds, greetings, or raw bytes. The fabric must not
-//! panic or hang, and must itself send nothing but TCP frames. It must end the link with a fitting
-//! error, complete all pending operations, return all memory, and keep serving another link
-//! meanwhile.
+//! panic or hang, and must itself send only TCP frames. It must end the link with a fitting error,
+//! complete all pending operations and return all memory. Meanwhile it must keep serving another
+//! link.
 //!
-//! What a link does with frames is not checked here: that is the same as over RDMA (`link.rs`).
+//! This check does not cover how a link handles frames, because that is the same as over RDMA
+//! (`link.rs`).
 //!
 //! ```text
 //!   first byte  even: a valid greeting comes first; odd: all bytes are sent as they are
@@ -31,13 +32,13 @@ use ferrite_fabric::wire::{
 use ferrite_fabric::{Config, ErrorKind, Fabric, Link, Listener, Rdma, Region};
 
 const HOUR: Duration = Duration::from_secs(3600);
-/// Only the kernel takes time here.
+/// The maximum time to wait. Only the kernel takes time here.
 const TEST_TIMEOUT: Duration = Duration::from_secs(5);
 /// The largest frame over TCP, unless `segment_bytes` is larger.
 const FRAME_BYTES: usize = 64 << 10;
 const REGION_BYTES: usize = 1000;
 
-/// Whatever arrives over a connection, the fabric and its other links continue.
+/// Checks that the fabric and its other links continue, whatever arrives over a connection.
 pub fn connection(bytes: &[u8]) {
     if cfg!(miri) {
         return; // Miri has no network
@@ -53,7 +54,7 @@ struct Harness {
     fabric: Fabric,
     listener: Listener,
     region: Region,
-    /// Both ends of a link that must not be affected.
+    /// Both ends of a link that the run must not affect.
     bystanders: [Link; 2],
     idle: Counts,
 }
@@ -130,7 +131,7 @@ impl Harness {
         }
         drop(link);
         self.until("nothing is left of the run", |harness| {
-            // The greeting may have been valid.
+            // The greeting may have been valid, so there may be a link to accept.
             drop(harness.listener.try_accept().expect("listener is up"));
             waiting.retain_mut(|(_, future)| {
                 future.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending()
@@ -268,7 +269,8 @@ fn sent<F: Future + 'static>(future: F) -> Waiting {
 struct Peer {
     stream: TcpStream,
     unread: Vec<u8>,
-    /// Counted frames received, for valid credits.
+    /// Number of received frames that need credits. The peer returns valid credits with this
+    /// number.
     frames: u16,
     stopped_reading: bool,
 }
@@ -277,7 +279,7 @@ impl Peer {
     fn new(listener: &Listener) -> Self {
         let stream = TcpStream::connect(listener.local_addr()).expect("connect");
         stream.set_nonblocking(true).expect("set nonblocking");
-        // Frees the port at once: there are thousands of runs per second.
+        // This frees the port at once, because there are thousands of runs per second.
         rustix::net::sockopt::set_socket_linger(&stream, Some(Duration::ZERO))
             .expect("set SO_LINGER");
         Self { stream, unread: Vec::new(), frames: 0, stopped_reading: false }
@@ -322,7 +324,8 @@ impl Peer {
         let follows = TcpFrame::decode(&tcp_frame).map_or(0, |tcp_frame| tcp_frame.follows());
         let here = if byte & 128 == 0 { follows } else { follows / 2 };
         let mut bytes = tcp_frame.to_vec();
-        // When it is taken as an address, its MTU may be valid.
+        // The payload has this value in every byte, so that its MTU may be valid if the payload is
+        // an address.
         bytes.resize(TCP_FRAME_HEADER_BYTES + here.min(3 << 20), byte >> 4 & 3);
         if let Some(message) = control.filter(|message| here >= message.len()) {
             bytes[TCP_FRAME_HEADER_BYTES..][..message.len()].copy_from_slice(&message);
@@ -330,7 +333,7 @@ impl Peer {
         bytes
     }
 
-    /// Sends all bytes, unless the connection is closed or the fabric reads no more.
+    /// Sends all bytes, unless the connection is closed or the fabric stops reading.
     fn send(&mut self, fabric: &Fabric, mut bytes: &[u8]) {
         let begun = Instant::now();
         while !bytes.is_empty() && begun.elapsed() < TEST_TIMEOUT / 4 {
@@ -352,7 +355,7 @@ impl Peer {
         }
     }
 
-    /// Takes what the fabric has sent, which must be TCP frames.
+    /// Takes the data that the fabric has sent, which must be TCP frames.
     fn take_frames(&mut self) {
         if self.stopped_reading {
             return;

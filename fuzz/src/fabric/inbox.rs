@@ -9,11 +9,11 @@ use std::collections::VecDeque;
 use ferrite_fabric::fuzzing::{Arrived, Inbox};
 
 const CHANNELS: u16 = 6;
-/// A few frames, so that inputs reach the limit.
+/// The limit on incomplete messages: only a few frames, so that inputs reach it.
 const MAX_BYTES: usize = 600;
 
-/// Each message is delivered once, complete, in order and only on existing channels. Incomplete
-/// messages never exceed the limit. Every frame is counted until its message is taken.
+/// Checks that each message is delivered once, complete, in order and only on existing channels.
+/// Incomplete messages never exceed the limit. Every frame is counted until its message is taken.
 pub fn inbox(bytes: &[u8]) {
     let mut inbox = Inbox::new(CHANNELS, MAX_BYTES as u64);
     let mut model = Model::default();

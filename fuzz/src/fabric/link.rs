@@ -1,7 +1,8 @@
-//! A link whose peer acts as the input bytes say, through plain verbs on the fake provider: frames
-//! with any immediate data, control messages, writes with a notice, credit that it does not have.
-//! After every step the link must have done what the rules of `docs/book/src/protocol/links.md` say
-//! (`model.rs`): delivered, answered, returned credit, or failed.
+//! A link whose peer acts as the input bytes say, through plain verbs on the fake provider. The
+//! peer sends frames with any immediate data, control messages, writes with a notice, and invalid
+//! credits. After every step the link must have done what the rules of
+//! `docs/book/src/protocol/links.md` require (`model.rs`): delivered, answered, returned credits,
+//! or failed.
 //!
 //! ```text
 //!   a step     low 3 bits of a byte; its other bits and the following bytes are arguments
@@ -31,7 +32,7 @@ use ferrite_verbs::{
 
 use model::{Arrived, Model};
 
-/// The limits of one side: low, so that inputs reach them.
+/// The limits of one side. They are low, so that inputs reach them.
 struct Limits {
     segment: usize,
     window: u16,
@@ -44,12 +45,14 @@ const PEERS: Limits = Limits { segment: 256, window: 3, channels: 2, message: 51
 
 const TEST_TIMEOUT: Duration = Duration::from_secs(10);
 const HOUR: Duration = Duration::from_secs(3600);
-/// Receives of the link's device, and of its peer.
+/// Number of receives of the link's device, and of its peer.
 const RECEIVES: u32 = 32;
-/// Passes of the fabric after which everything must have happened: no step has to wait.
+/// Maximum number of calls of `Fabric::progress` until everything has happened. No step has to
+/// wait.
 const PASSES: usize = 100;
 
-/// Whatever a peer does, a link follows the protocol, and fails exactly when the peer violates it.
+/// Checks that a link follows the protocol whatever its peer does, and fails exactly when the peer
+/// violates the protocol.
 pub fn link(bytes: &[u8]) {
     thread_local! {
         static HARNESS: RefCell<Option<Harness>> = const { RefCell::new(None) };
@@ -158,7 +161,7 @@ fn received(link: &Link) -> Result<Option<Arrived>, ferrite_fabric::ErrorKind> {
     }))
 }
 
-/// Everything that outlives a run: building a fabric takes longer than the run itself.
+/// Everything that outlives a run, because building a fabric takes longer than the run itself.
 struct Harness {
     listener: Listener,
     fabric: Fabric,
@@ -259,11 +262,11 @@ impl Harness {
     }
 }
 
-/// The other end, made of plain verbs.
+/// The peer, which uses plain verbs.
 struct Peer {
     qp: QueuePair,
     cq: CompletionQueue,
-    /// Room for every receive, and for one payload to send.
+    /// Memory for every receive, and for one payload to send.
     region: MemoryRegion,
     id: CmId,
 }
@@ -308,7 +311,7 @@ impl Peer {
         self.qp.post_send(&[request]).map_err(|refused| refused.error).expect("room in the queue");
     }
 
-    /// Takes what the link has sent.
+    /// Takes the frames that the link has sent.
     fn take_frames(&self, model: &mut Model) {
         let mut out = [WorkCompletion::default(); 16];
         loop {

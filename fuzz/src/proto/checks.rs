@@ -1,8 +1,8 @@
-//! Properties of ferrite-proto that must hold for any bytes from a peer. A check panics if one does
-//! not.
+//! Properties of ferrite-proto that must hold for any bytes from a peer. A check panics if a
+//! property does not hold.
 //!
-//! A test of ferrite-proto (`tests/corpus.rs`) includes this file, too. So it must not depend on
-//! the fuzzer, nor on the other decoder to which `oracle.rs` compares.
+//! A test of ferrite-proto (`tests/corpus.rs`) includes this file, too. So this file must depend
+//! neither on the fuzzer nor on the other decoder that `oracle.rs` uses.
 
 mod endpoint;
 #[path = "../input.rs"]

@@ -29,8 +29,8 @@ use super::input::Input;
 
 const PEER_LIMIT: u32 = 200;
 
-/// Writes stay within the window that the peer registered, reads return only received bytes, and
-/// only protocol violations end the connection.
+/// Checks that writes stay within the window that the peer registered, that reads return only
+/// received bytes, and that only protocol violations end the connection.
 pub fn valkey_endpoint(bytes: &[u8]) {
     let mut input = Input(bytes);
     let (first, length) = (input.byte(), u32::from(input.byte()) + 1);
@@ -61,7 +61,7 @@ struct Harness {
     model: Model,
 }
 
-/// The rules, in their shortest form.
+/// The rules of the windows, in their shortest form.
 #[derive(Default)]
 struct Model {
     established: bool,
@@ -148,7 +148,7 @@ impl Harness {
         let is_valid = match Message::decode(bytes) {
             Err(_) => Some(false),
             Ok(Message::Keepalive | Message::SetClientFeature { .. }) => Some(true),
-            // Too many requests at a time are an error.
+            // The model does not know the result, because too many requests at a time are an error.
             Ok(Message::GetServerFeature { .. }) if self.endpoint.role() == Role::Server => None,
             Ok(Message::GetServerFeature { .. }) => Some(false),
             Ok(Message::RegisterXferMemory(new)) => {
@@ -237,7 +237,7 @@ impl Harness {
         }
     }
 
-    /// Checks that the result is what the model expects, if it knows.
+    /// Checks that the result is the one that the model expects, if the model knows it.
     fn outcome(&mut self, result: Result<(), ProtocolError>, is_valid: Option<bool>) {
         match self.model.ended {
             Some(Some(error)) => assert_eq!(result, Err(error), "an error is final"),

@@ -1,5 +1,5 @@
-//! Commands and replies in pieces: their ends do not depend on the pieces, and complete ones can be
-//! parsed.
+//! Commands and replies in pieces. Their ends must not depend on the pieces, and complete ones must
+//! be parsed.
 //!
 //! ```text
 //!   first byte   a seed for the lengths of the pieces
@@ -13,7 +13,7 @@ use ferrite_proto::resp::{
     encode_command,
 };
 
-/// Small, so that inputs reach them.
+/// Limits that are small enough for inputs to reach them.
 const LIMITS: Limits = Limits {
     bulk_bytes: 300,
     multibulk_args: 20,
@@ -25,7 +25,8 @@ const LIMITS: Limits = Limits {
     reply_values: 60,
 };
 
-/// A complete command has as many arguments as it announces, and they survive re-encoding.
+/// Checks that a complete command has as many arguments as it announces, and that they survive
+/// re-encoding.
 pub fn resp_command(bytes: &[u8]) {
     let Some((seed, bytes)) = bytes.split_first() else { return };
     let mut framer = CommandFramer::new(LIMITS);
@@ -66,7 +67,7 @@ pub fn resp_command(bytes: &[u8]) {
     assert!(error.is_none_or(|error| error.to_string().starts_with("Protocol error: ")));
 }
 
-/// A complete reply can be parsed, and survives re-encoding.
+/// Checks that a complete reply can be parsed, and survives re-encoding.
 pub fn resp_reply(bytes: &[u8]) {
     let Some((seed, bytes)) = bytes.split_first() else { return };
     let mut framer = ReplyFramer::new(LIMITS);
@@ -89,10 +90,10 @@ pub fn resp_reply(bytes: &[u8]) {
                 value.encode(&mut again);
                 let mut and_again = Vec::new();
                 Value::parse(&again).expect("our own encoding").encode(&mut and_again);
-                // Compares encodings, not values: a double may be NaN.
+                // Compares encodings and not values, because a double may be NaN.
                 assert_eq!(again, and_again);
             }
-            // The framer does not check doubles, and nothing else is left unchecked.
+            // The framer checks everything except doubles.
             Err(error) => assert_eq!(error, ReplyError::Double),
         }
     }
@@ -101,7 +102,7 @@ pub fn resp_reply(bytes: &[u8]) {
     assert!(error.is_none_or(|error| error.to_string().starts_with("Protocol error")));
 }
 
-/// Feeds all bytes in pieces. Returns where frames end, and the error that stopped it.
+/// Feeds all bytes in pieces. Returns where frames end, and the error that stopped the framer.
 fn frames<E: Debug + Copy + PartialEq>(
     bytes: &[u8],
     seed: usize,

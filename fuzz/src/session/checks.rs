@@ -1,7 +1,8 @@
-//! Properties of ferrite-session that must hold for any peer. A check panics if one does not.
+//! Properties of ferrite-session that must hold for any peer. A check panics if a property does not
+//! hold.
 //!
-//! A test of ferrite-session (`tests/corpus.rs`) includes this file, too. So it must not depend on
-//! the fuzzer.
+//! A test of ferrite-session (`tests/corpus.rs`) includes this file, too. So this file must not
+//! depend on the fuzzer.
 
 #[path = "../input.rs"]
 mod input;

@@ -1,8 +1,8 @@
 //! A stream of Valkey's protocol, in either role, through its driver and the fabric. Its peer acts
-//! as the input bytes say, through plain verbs on the fake provider. The application must read what
-//! the peer wrote, its own writes must change the peer's memory and nothing else, and the
-//! connection must end exactly when the peer violates the protocol (`model.rs`). In the end nothing
-//! may be left.
+//! as the input bytes say, through plain verbs on the fake provider. The application must read the
+//! bytes that the peer wrote. Its own writes must change only the peer's registered memory. The
+//! connection must end exactly when the peer violates the protocol (`model.rs`). At the end, all
+//! memory and all requests must be released.
 //!
 //! ```text
 //!   first byte  role
@@ -45,18 +45,19 @@ use super::input::Input;
 use model::{Ending, Model};
 use peer::Peer;
 
-/// The length of our own window: small, so that it is used up often.
+/// The length of our own window. It is small, so that it is used up often.
 const WINDOW: u32 = 200;
 /// The longest window that a peer may announce.
 const PEER_WINDOW_MAX: u32 = 1 << 16;
 const TEST_TIMEOUT: Duration = Duration::from_secs(10);
 const HOUR: Duration = Duration::from_secs(3600);
 const RECEIVES: u32 = 64;
-/// Passes of the fabric after which everything must have happened: no step has to wait.
+/// Maximum number of calls of `Fabric::progress` until everything has happened. No step has to
+/// wait.
 const PASSES: usize = 100;
 
-/// Whatever a peer does, a stream follows the protocol, and fails exactly when the peer violates
-/// it.
+/// Checks that a stream follows the protocol whatever its peer does, and fails exactly when the
+/// peer violates the protocol.
 pub fn valkey_stream(bytes: &[u8]) {
     thread_local! {
         static HARNESS: RefCell<Option<Harness>> = const { RefCell::new(None) };
@@ -71,7 +72,7 @@ fn run_session(harness: &mut Harness, bytes: &[u8]) {
         Role::Client => harness.connect_client(),
         Role::Server => harness.accept_peer(),
     };
-    // The model expects a window that stays the same.
+    // The model expects a window that never changes its size.
     let mut config =
         ValkeyConfig { window_bytes: WINDOW, window_max_bytes: WINDOW, ..ValkeyConfig::default() };
     config.proto.max_peer_window = PEER_WINDOW_MAX;
@@ -84,7 +85,7 @@ fn run_session(harness: &mut Harness, bytes: &[u8]) {
         step(harness, &mut run, &mut input);
         harness.settle(&mut run);
     }
-    // Data that arrived before the end can be read after it.
+    // Data that arrived before the end of the connection can still be read.
     if run.model.ending != Ending::Unknown {
         while read(harness, &mut run, 100) {
             harness.settle(&mut run);
@@ -233,8 +234,8 @@ fn write(harness: &Harness, run: &mut Run, count: usize) {
     let entered = harness.runtime.enter();
     let polled = Pin::new(&mut run.stream).poll_write(&mut Context::from_waker(&waker), &bytes);
     drop((entered, waker));
-    // A write for which there is room need not look at what has arrived. A stream that looks keeps
-    // the waker, unless it has ended.
+    // If there is room, a write need not handle the data that has arrived. A stream that does
+    // handle it keeps the waker, unless the stream has ended.
     if Arc::strong_count(&kept) > 1 || matches!(polled, Poll::Ready(Err(_))) {
         run.model.drive();
     } else {
@@ -251,14 +252,14 @@ fn write(harness: &Harness, run: &mut Run, count: usize) {
     }
 }
 
-/// A waker that does nothing. Its reference count tells whether somebody keeps it.
+/// A waker that does nothing. Its reference count tells whether someone keeps it.
 struct NoWake;
 
 impl Wake for NoWake {
     fn wake(self: Arc<Self>) {}
 }
 
-/// Everything that outlives a run: building a fabric takes longer than the run itself.
+/// Everything that outlives a run, because building a fabric takes longer than the run itself.
 struct Harness {
     foreign_peers: ForeignPeers,
     listener: Listener,
@@ -266,7 +267,7 @@ struct Harness {
     peers: cm::Listener,
     domain: ProtectionDomain,
     verbs: Verbs,
-    /// With a paused clock.
+    /// The runtime, whose clock is paused.
     runtime: Runtime,
     world: World,
 }
@@ -366,7 +367,7 @@ impl Harness {
         (raw, peer)
     }
 
-    /// Lets everything pending happen.
+    /// Lets the fabric and the peer process everything that is pending.
     fn settle(&self, run: &mut Run) {
         self.fabric.progress();
         run.peer.take_messages(&mut run.model);

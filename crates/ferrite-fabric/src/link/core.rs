@@ -6,10 +6,10 @@
 //!   the clock ──────────────────► └──────────┘
 //! ```
 //!
-//! The core takes events, bytes and the time, and says what is to be sent. The *driver* of a core
-//! is the code that does its I/O: `link/state.rs` posts, writes, reads and reaps, and the fabric's
-//! poller takes the steps of an upgrade. So two cores can be run against each other in virtual time
-//! (`link/simulation.rs`).
+//! The core takes events, bytes and the time, and decides what to send. The *driver* of a core is
+//! the code that does the core's I/O: `link/state.rs` posts work requests, polls completions, and
+//! reads and writes the socket. The fabric's poller takes the steps of an upgrade. Because the core
+//! does no I/O, two cores can run against each other in virtual time (`link/simulation.rs`).
 //!
 //! | file | what it decides |
 //! |---|---|
@@ -17,11 +17,11 @@
 //! | `closing.rs` | how a link closes in good order |
 //! | `ending.rs` | how a link or its path ends, and which tasks learn of it |
 //! | `grants.rs` | which grants are revoked, and which revocations are confirmed |
-//! | `liveness.rs` | when a silent peer is asked, and given up |
-//! | `migration.rs` | how a link goes on over another path |
+//! | `liveness.rs` | when a silent peer gets a keepalive, and when it is given up |
+//! | `migration.rs` | how a link continues on another path |
 //! | `upgrade.rs` | how a link goes from TCP to RDMA |
 //! | `sending.rs` `receiving.rs` | what is sent next, what a frame means |
-//! | `tcp.rs` | the same on a TCP connection |
+//! | `tcp.rs` | the same for a TCP connection |
 //!
 //! ```text
 //!   Opening ──► Up ──► closing ──► Down(closed)     closing: no new messages, queued ones are
@@ -365,7 +365,7 @@ impl LinkCore {
         self.liveness.on_heard(now);
     }
 
-    /// The peer's device has acknowledged a request.
+    /// Notes that the peer's device has acknowledged a request.
     pub(crate) fn on_acknowledged_by_device(&mut self) {
         self.liveness.on_acknowledged();
     }
@@ -388,8 +388,8 @@ impl LinkCore {
         self.grants.has_released()
     }
 
-    /// Confirms revocations of the peer's grants that nothing uses any more. `is_used` tells which
-    /// are used by requests in flight.
+    /// Confirms revocations of the peer's grants that nothing uses any more. `is_used` returns
+    /// whether a request in flight uses a grant.
     pub(crate) fn answer_revocations(&mut self, is_used: impl Fn(u64) -> bool) {
         let has_no_path =
             self.migration.transport != ActiveTransport::Rdma && !self.migration.has_connection;

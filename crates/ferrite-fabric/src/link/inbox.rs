@@ -1,6 +1,6 @@
 //! Received data: assembles frames into messages, and keeps messages until the application takes
-//! them. It uses neither devices nor memory pools. [`Limits`] and the link's credits bound
-//! everything that a peer can make it keep.
+//! them. The inbox uses neither devices nor memory pools. [`Limits`] and the link's credits bound
+//! the data that a peer can make it keep.
 
 use std::collections::VecDeque;
 
@@ -10,8 +10,9 @@ use super::message::Parts;
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Limits {
     pub(crate) channels: u16,
-    /// The limits on bytes and frames of all unfinished messages together.
+    /// The limit on the bytes of all unfinished messages together.
     pub(crate) max_message_bytes: u64,
+    /// The limit on the frames of all unfinished messages together.
     pub(crate) max_frames: u64,
 }
 
@@ -38,7 +39,8 @@ pub(crate) enum Arrived<B> {
 struct Partial<B> {
     channel: u16,
     parts: Parts<B>,
-    /// May be more than the number of parts, because the last frame may be empty.
+    /// The number of frames. It may exceed the number of parts, because the last frame may be
+    /// empty.
     frames: usize,
     bytes: usize,
 }
@@ -50,7 +52,7 @@ pub(crate) struct Inbox<B> {
     /// Frames of the messages in `ready`. The peer gets their credits back when the messages are
     /// taken.
     ready_frames: usize,
-    /// Unfinished messages, at most one per channel; rarely more than a few.
+    /// Unfinished messages, at most one per channel. There are rarely more than a few.
     partial: Vec<Partial<B>>,
     partial_bytes: u64,
     partial_frames: u64,
@@ -129,13 +131,13 @@ impl<B: AsRef<[u8]>> Inbox<B> {
         Some(arrived)
     }
 
-    /// Returns whether nothing is here, not even a part of a message.
+    /// Returns whether the inbox has nothing, not even a part of a message.
     #[cfg(feature = "tokio")]
     pub(crate) fn is_empty(&self) -> bool {
         self.ready.is_empty() && self.partial.is_empty()
     }
 
-    /// Returns the number of frames whose messages nobody has taken.
+    /// Returns the number of frames of complete messages that the application has not taken.
     pub(crate) fn ready_frames(&self) -> usize {
         self.ready_frames
     }

@@ -1,10 +1,11 @@
-//! How long a silent peer is left alone before it gets a keepalive.
+//! How long a peer may be silent before it gets a keepalive.
 //!
 //! Thousands of links may start, or become silent, at the same moment. If all sent keepalives
-//! together, the burst would delay others, and the answers might find no receives. So each link
-//! waits for a pseudo-random time, and chooses a new one after each keepalive.
+//! together, the burst would delay other traffic, and the answers might find no posted receives. So
+//! each link waits for a pseudo-random time, and chooses a new one after each keepalive.
 //!
-//! Only one side sends keepalives: the side that accepted the link waits longer than any caller.
+//! Normally only the caller sends keepalives, because the side that accepted the link waits longer
+//! than any caller.
 
 use std::time::Duration;
 
@@ -34,7 +35,7 @@ impl Keepalive {
         self.wait = self.keepalive / 4 * 3 + self.keepalive / 1024 * self.roll();
     }
 
-    /// Returns one of 256 numbers, evenly distributed even for consecutive serials.
+    /// Returns one of 256 numbers. They are evenly distributed, even for consecutive serials.
     fn roll(&mut self) -> u32 {
         self.dice = self.dice.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         (self.dice >> 56) as u32

@@ -10,10 +10,10 @@ pub(crate) enum Kind {
     Control,
     Send,
     Write,
-    /// A write that notifies the peer.
+    /// A write with immediate data, which notifies the peer.
     Notice,
     Read,
-    /// A frame that is sent again. It was counted the first time.
+    /// A frame that is sent again. The statistics counted it the first time.
     Again,
     /// Binds a memory window.
     Bind,

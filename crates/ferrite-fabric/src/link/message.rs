@@ -6,10 +6,10 @@ use bytes::{Bytes, BytesMut};
 
 use crate::mem::Buf;
 
-/// Something that a peer sent.
+/// A message from the peer, or the notice of a one-sided write.
 ///
-/// There is one piece per frame. Large pieces lie where the device put them; small ones may be
-/// copied, so that they do not hold a whole receive buffer. A message of one frame becomes
+/// A message has one piece per frame. Large pieces stay where the device put them. Small pieces may
+/// be copied, so that they do not hold a whole receive buffer. A message of one frame becomes
 /// [`Bytes`] without a copy.
 ///
 /// ```
@@ -41,9 +41,9 @@ impl Message {
         self.channel
     }
 
-    /// Returns the 32 bits of the peer's [`Link::rdma_write_imm`](crate::Link::rdma_write_imm).
-    /// Such a message has no bytes: those of the write went to the memory that was granted to the
-    /// peer.
+    /// Returns the 32 bits of the peer's [`Link::rdma_write_imm`](crate::Link::rdma_write_imm). A
+    /// message with a notice has no bytes, because the write put its bytes into the memory that was
+    /// granted to the peer.
     #[must_use]
     pub fn notice(&self) -> Option<u32> {
         self.notice
@@ -114,7 +114,7 @@ impl fmt::Debug for Message {
     }
 }
 
-/// The pieces of a message; one is the common case and needs no list.
+/// The pieces of a message. A single piece, which is the common case, needs no list.
 #[derive(Debug, Default)]
 pub(crate) enum Parts<B> {
     #[default]

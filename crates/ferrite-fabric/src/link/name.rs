@@ -1,6 +1,6 @@
 //! The name of a link within its fabric.
 
-/// Identifies a link: by its number, which is reused, and by its serial, which is not.
+/// Identifies a link by its index, which later links reuse, and by its serial, which is unique.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct LinkName {
     pub(crate) index: u32,

@@ -14,8 +14,9 @@ use super::tickets::Ticket;
 use crate::error::{Error, ErrorKind};
 use crate::mem::{Buf, BufMut};
 
-/// A message on its way: ready when the peer's device has all of it. Dropping this drops a message
-/// that is not in the queue yet; a message in the queue is sent all the same.
+/// The future of a sent message. It is ready when the peer's device has the whole message, or, on
+/// TCP, when the kernel has it. Dropping the future drops a message that is not in the queue yet. A
+/// message in the queue is sent all the same.
 ///
 /// ```no_run
 /// # use ferrite_fabric::{Error, Link, mem::Buf};
@@ -93,16 +94,17 @@ impl fmt::Debug for Sending {
     }
 }
 
-/// A read of a peer's memory. Returns the buffer, filled or with the failure. Dropping this does
-/// not stop the read; the buffer returns to its pool when the device has finished with it.
+/// A read of a peer's memory. Returns the filled buffer, or the failure together with the buffer.
+/// Dropping this does not stop the read; the buffer returns to its pool when the device has
+/// finished with it.
 #[must_use = "only this future returns the buffer"]
 pub struct Reading {
     link: Arc<LinkShared>,
     ticket: Option<Ticket>,
 }
 
-/// A write to a peer's memory. Ready when the peer's device has all the bytes. Dropping this does
-/// not cancel the write.
+/// A write to a peer's memory. Ready when the peer's device has acknowledged all the bytes, or, on
+/// TCP, when the peer has stored them. Dropping this does not cancel the write.
 #[must_use = "only this future tells whether the write arrived; the write goes on without it"]
 pub struct Writing {
     link: Arc<LinkShared>,
@@ -202,7 +204,7 @@ impl fmt::Debug for Writing {
     }
 }
 
-/// The next message. Dropping this is safe: a message that nobody took stays in the link.
+/// The future of the next message. Dropping it loses no message: the message stays in the link.
 #[derive(Debug)]
 #[must_use = "futures do nothing unless awaited"]
 pub struct Receiving<'a>(pub(crate) &'a Arc<LinkShared>);

@@ -1,8 +1,9 @@
-//! Data to send: messages by channel, one-sided operations, and the order between them. It does no
-//! I/O.
+//! Data to send: messages by channel, one-sided operations, and the order between them. The outbox
+//! does no I/O.
 //!
-//! Each channel with something to send sends one frame in its turn, and the one-sided operations
-//! have a turn, too. So a large message delays a small one on another channel by one frame.
+//! The channels and the one-sided operations are served round-robin: a channel sends one frame, the
+//! one-sided operations send one operation. So a large message delays a small one on another
+//! channel by only one frame.
 
 use std::collections::VecDeque;
 
@@ -21,7 +22,7 @@ pub(crate) struct QueuedMessage {
     sent: usize,
     /// The total number of bytes.
     total: u64,
-    /// The number of frames, known once the first was sent.
+    /// The number of frames of a message with several. It is computed when the first frame is sent.
     frames: u64,
     begun: bool,
     ticket: Option<Ticket>,
@@ -31,7 +32,7 @@ impl QueuedMessage {
     pub(crate) fn new(parts: impl IntoIterator<Item = Buf>, ticket: Option<Ticket>) -> Self {
         let mut parts = parts.into_iter().filter(|part| !part.is_empty());
         let part = parts.next();
-        let rest: VecDeque<Buf> = parts.collect(); // empty messages do not allocate
+        let rest: VecDeque<Buf> = parts.collect(); // does not allocate if there is only one part
         let total = part.iter().chain(&rest).map(|part| part.len() as u64).sum();
         Self { part, rest, sent: 0, total, frames: 0, begun: false, ticket }
     }
@@ -60,7 +61,7 @@ pub(crate) enum Next {
     OneSided(OneSided),
 }
 
-/// The amount that the peer accepts now.
+/// Limits on what may be sent now.
 pub(crate) struct Allowed<'a> {
     /// Largest frame.
     pub(crate) segment_bytes: usize,
@@ -87,7 +88,7 @@ pub(crate) struct Outbox {
     /// The channels that were ever used.
     queues: Vec<Queue>,
     one_sided: VecDeque<OneSided>,
-    /// The next turn: 0 for the one-sided operations, then the queues.
+    /// The queue that is served next: 0 for the one-sided operations, then the queues.
     turn: usize,
     waiting: usize,
     waiting_bytes: u64,
@@ -181,7 +182,7 @@ impl Outbox {
         let more = !(ends_part && queued.rest.is_empty());
         if more && !queued.begun {
             // A message begins only if the peer has room for it besides the other unfinished
-            // messages, or if there are none.
+            // messages, or if there are no others.
             let bytes = self.under_way_bytes + queued.total;
             queued.frames = frames(queued.part.iter().chain(&queued.rest), allowed.segment_bytes);
             let frames = self.under_way_frames + queued.frames;

@@ -1,4 +1,4 @@
-//! Loom tests of the slot table and the tickets, which a link uses under its lock: one thread
+//! Loom tests of the slot table and the tickets, which a link uses under its lock. One thread
 //! posts, one reaps, and meanwhile futures are polled, woken and dropped.
 
 use std::collections::VecDeque;
@@ -29,7 +29,7 @@ struct Link {
 
 impl Link {
     fn new() -> Arc<Self> {
-        // one slot, so that it is reused
+        // With a single slot, every request reuses it.
         let (table, tickets) = (Table::new(1, 0), Tickets::default());
         let state = Mutex::new(State { table, tickets, completed: VecDeque::new() });
         Arc::new(Self { state, changed: Condvar::new() })
@@ -55,7 +55,8 @@ impl Link {
         ticket
     }
 
-    /// Takes this many completions. Each is delivered twice, and the second must find nothing.
+    /// Takes this many completions. Each is processed twice, and the second time must find no
+    /// request.
     fn reap(&self, count: usize) {
         for _ in 0..count {
             let mut wakes = Vec::new();
@@ -103,7 +104,7 @@ fn name(what: u32) -> String {
     Error::new(ErrorKind::Misuse, what.to_string()).to_string()
 }
 
-/// The result is an error, because an error can carry a name.
+/// Returns a result that names its request. Only an error can carry the name.
 fn outcome(what: u32) -> Outcome {
     Outcome { result: Err(Error::new(ErrorKind::Misuse, what.to_string())), buf: None }
 }

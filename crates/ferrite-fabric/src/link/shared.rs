@@ -1,5 +1,5 @@
-//! A link as the fabric and its users share it: the state behind the link's lock, and data that
-//! needs no such lock.
+//! A link as the fabric and its users share it: the state behind the link's lock, and data outside
+//! of that lock.
 
 mod sending;
 
@@ -46,8 +46,8 @@ pub(crate) struct LinkShared {
     baseline: Mutex<Option<Baseline>>,
 }
 
-/// Makes the fabric process a link. If the link's number has been reused, this does no harm to the
-/// new link.
+/// Makes the fabric process a link. If another link has reused the index since, the fabric
+/// processes that link once more, which is harmless.
 struct Caller {
     mailbox: Arc<Mailbox>,
     index: u32,
@@ -69,7 +69,7 @@ pub(crate) struct Route {
     pub(crate) mtu: Option<Mtu>,
     /// The connection manager's identifier, if it created the link.
     pub(crate) cm_key: Option<CmKey>,
-    /// On TCP: the fabric's number of the connection, and whether it is encrypted.
+    /// On TCP: the fabric's number of the connection, and whether the connection is encrypted.
     pub(crate) socket: Option<u64>,
     pub(crate) encrypted: bool,
     pub(crate) local: Option<SocketAddr>,
@@ -146,13 +146,13 @@ impl LinkShared {
     }
 
     /// Runs `act` under the lock, without the follow-up work of [`LinkShared::with`]. So `act` may
-    /// only read, take what has arrived, or register a waker: nothing that gives the fabric work.
+    /// only read, take arrived data, or register a waker. It must not create work for the fabric.
     pub(crate) fn peek<R>(&self, act: impl FnOnce(&mut LinkState) -> R) -> R {
         act(&mut lock(&self.state))
     }
 
-    /// Runs `act` under the lock. Then, without the lock, wakes tasks and calls the fabric if
-    /// necessary.
+    /// Runs `act` under the lock. Then, without the lock, wakes tasks and, if necessary, asks the
+    /// fabric to process the link.
     pub(crate) fn with<R>(
         &self,
         act: impl FnOnce(&mut LinkState, &LinkEnv<'_>, &mut Wakes) -> R,
@@ -220,7 +220,7 @@ impl LinkShared {
         *lock(&self.baseline) = context.map(|context| Baseline::take(&context, port));
     }
 
-    /// Wakes the driver for this link when its account for received TCP data gets memory back.
+    /// Makes the fabric process the link when the account for received TCP data gets memory back.
     pub(crate) fn call_on_credit(&self) {
         if let Some(tcp) = &lock(&self.state).tcp {
             tcp.wake_on_credit(&self.waker);

@@ -1,10 +1,10 @@
-//! A simulator: runs two link cores against each other, in virtual time, with an adversary between
+//! A simulator: runs two link cores against each other in virtual time, with an adversary between
 //! them.
 //!
 //! ```text
 //!   application ─► core ─► wires (RDMA paths and TCP connections) ─► core ─► application
 //!
-//!   adversary: delays, cuts paths, refuses posts, runs pools dry, stalls readers, withdraws
+//!   adversary: delays, cuts paths, refuses posts, exhausts pools, stalls readers, withdraws
 //!              upgrades, lets time pass
 //! ```
 //!
@@ -14,8 +14,8 @@
 //! - honest peers do not violate the protocol;
 //! - every operation is answered, and every link ends.
 //!
-//! `cargo xtask simulate --seeds N` runs many seeds. `FERRITE_SEED=N` repeats one and prints its
-//! events.
+//! `cargo xtask simulate --seeds N` runs many seeds. `FERRITE_SEED=N` repeats one seed and prints
+//! its events.
 
 #![expect(clippy::print_stderr, clippy::print_stdout, reason = "shows a run to whoever repeats it")]
 
@@ -38,8 +38,8 @@ use crate::mem::Pool;
 
 /// Number of actions in a run before the adversary stops.
 const ACTIONS: usize = 1500;
-/// Number of actions after which, without an adversary, every operation must be answered and a
-/// closing link must have ended.
+/// Number of actions, without the adversary, within which every operation must be answered and a
+/// closing link must end.
 const SETTLING: usize = 60_000;
 
 /// A violation of a rule.
@@ -78,12 +78,13 @@ struct Simulation {
     sides: [Side; 2],
     wires: Wires,
     is_shown: bool,
-    /// The adversary has stopped.
+    /// Whether the adversary has stopped.
     is_calm: bool,
-    /// The sides that close on their own. The other side closes when it learns of that.
+    /// The sides that close on their own. Any other side closes when its peer has closed.
     closers: [bool; 2],
-    /// How often RDMA was lost, and regained.
+    /// How often a side has lost RDMA.
     losses: usize,
+    /// How often a side has upgraded to RDMA.
     upgrades: usize,
 }
 
@@ -150,7 +151,8 @@ impl Simulation {
         })
     }
 
-    /// Runs the simulation until a condition holds. Fails if it never does.
+    /// Runs the simulation until a condition holds. Fails if that takes more than [`SETTLING`]
+    /// actions.
     fn act_until(&mut self, otherwise: &str, is_so: fn(&Self) -> bool) -> Result<(), Violation> {
         for _ in 0..SETTLING {
             if is_so(self) {
@@ -162,7 +164,7 @@ impl Simulation {
         violation(format!("{otherwise}: {}", states.join("; ")))
     }
 
-    /// Closes the link. The adversary may cut the path while the last frame is on its way.
+    /// Closes the link. The adversary may cut the path while closing frames are under way.
     fn close(&mut self) -> Result<(), Violation> {
         self.show(|| format!("closing, by {:?}", self.closers));
         let closers = self.closers;
@@ -219,7 +221,7 @@ impl Simulation {
     }
 
     fn receive(&mut self, side: usize) -> Result<(), Violation> {
-        // Lets a reader stall.
+        // The adversary lets readers stall.
         if !self.is_calm && self.random.chance(30) {
             return Ok(());
         }
@@ -344,7 +346,7 @@ impl Simulation {
         self.pump(side)
     }
 
-    /// Breaks a path, or one that is being established, for both sides.
+    /// Cuts an RDMA path for both sides. The path may belong to an unfinished upgrade.
     fn cut(&mut self) -> Result<(), Violation> {
         if let Some(wire) = self.wires.pick_rdma(&mut self.random) {
             self.wires.cut(wire);

@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags};
 
-/// Writes; `None` if the kernel accepts nothing now.
+/// Writes the slices. Returns `None` if the kernel accepts nothing now.
 pub(crate) fn send(socket: &OwnedFd, slices: &[IoSlice<'_>]) -> io::Result<Option<usize>> {
     let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
     loop {
@@ -19,7 +19,7 @@ pub(crate) fn send(socket: &OwnedFd, slices: &[IoSlice<'_>]) -> io::Result<Optio
     }
 }
 
-/// Reads; `None` if nothing has arrived, 0 at the end of the stream.
+/// Reads into the slices. Returns `None` if nothing has arrived, and 0 at the end of the stream.
 pub(crate) fn receive(
     socket: &OwnedFd,
     slices: &mut [IoSliceMut<'_>],

@@ -1,16 +1,15 @@
-//! A link with its I/O: the protocol (`core.rs`), the queue pair and the connection that carry it.
-//! Everything here happens under the link's lock.
+//! A link with its I/O: the protocol (`core.rs`), and the queue pair and the connection that carry
+//! it. Everything here happens under the link's lock.
 //!
-//! The core decides what is sent and what a frame means. This module posts, writes, reads and reaps
-//! for it.
+//! The core decides what is sent and what a frame means. This module does the core's I/O.
 //!
 //! | file | what it drives |
 //! |---|---|
 //! | `rdma.rs` | the queue pair: posts and completions |
 //! | `tcp.rs` | the connection: frames out, frames in |
 //! | `next_path.rs` | the queue pair that the link is upgraded to |
-//! | `access.rs` | what the peer may reach of our memory |
-//! | `ending.rs` | how queue pair and connection end |
+//! | `access.rs` | the peer's access to our memory |
+//! | `ending.rs` | how the queue pair and the connection end |
 //! | `raw_connection.rs` | a peer that speaks another protocol |
 
 mod access;
@@ -55,7 +54,7 @@ pub(crate) struct LinkState {
     raw: Option<Box<raw_connection::RawConnection>>,
     /// Whether the fabric was told that the link is down.
     pub(crate) is_announced: bool,
-    /// Whether the device refused a request of the peer.
+    /// Whether the device has refused a request of the peer.
     pub(crate) peer_was_refused: bool,
     /// Whether something waits for memory and no completion of this link will free any. The fabric
     /// then retries after a while.
@@ -163,7 +162,7 @@ impl LinkState {
         }))
     }
 
-    /// The peer's connection manager has disconnected.
+    /// Handles a disconnect by the peer's connection manager.
     pub(crate) fn on_disconnected(&mut self, wakes: &mut Wakes, what: impl FnOnce() -> Error) {
         if self.raw.is_some() {
             self.core.fail(Error::new(ErrorKind::Closed, "the peer has closed the link"), wakes);
@@ -195,7 +194,7 @@ impl LinkState {
     }
 
     /// Continues over another connection. Returns false if the link already has a path or a
-    /// connection.
+    /// connection, or has not destroyed its queue pair yet.
     pub(crate) fn resume_over(
         &mut self,
         tcp: TcpPath,

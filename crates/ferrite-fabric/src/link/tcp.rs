@@ -1,9 +1,9 @@
-//! A TCP connection that carries a link: TCP frames out, TCP frames in. It does not know credits,
+//! A TCP connection that carries a link: it writes and reads TCP frames. It does not know credits,
 //! tickets or messages.
 //!
 //! A sender writes at once, from the memory that holds its bytes. The fabric writes the rest when
-//! the kernel accepts more, and reads. Payload goes from the kernel straight into the application's
-//! buffer.
+//! the kernel accepts more. The fabric also reads. Large payloads go from the kernel straight into
+//! the application's buffer.
 
 mod reading;
 
@@ -20,8 +20,8 @@ use crate::device::slots::Held;
 use crate::mem::{Account, BufMut};
 use crate::wire::{TCP_FRAME_HEADER_BYTES, TcpFrame, TcpFrameKind};
 
-/// The limits on unwritten data, in bytes and in TCP frames. Beyond them, the outbox keeps the
-/// rest.
+/// The limits on unwritten data, in bytes and in TCP frames. The outbox keeps everything beyond
+/// them.
 const OUT_BYTES: usize = 512 << 10;
 const OUT_FRAMES: usize = 128;
 /// Maximum number of slices for the kernel in one call.
@@ -31,14 +31,15 @@ pub(crate) const CALLERS_SLICES: usize = 15;
 /// Maximum number of frames that a caller writes at once.
 const CALLERS_FRAMES: usize = 16;
 /// A frame of at least this many bytes is large: its payload is read from the kernel straight into
-/// its buffer. At most the next head is read with it, because more would have to be copied.
+/// its buffer. At most the next frame's header is read along with the payload, because further
+/// bytes would have to be copied.
 const LARGE: usize = 16 << 10;
-/// The number of bytes to read after a large frame, to see the next head.
+/// The number of bytes to read after a large frame, to get the next header.
 const PEEK: usize = 4 << 10;
 /// Maximum number of one-sided operations without an answer.
 const OPERATIONS: usize = 128;
-/// Maximum number of bytes that all unanswered reads together may request. A single read may
-/// request more. A peer that requests more than twice as much violates the protocol.
+/// Maximum number of bytes that all unanswered reads together may request; a single read may
+/// request more. A peer that requests more than twice this limit violates the protocol.
 const READ_BYTES: u64 = 4 << 20;
 /// The largest one-sided operation, which is the size of the largest buffer.
 const OPERATION_BYTES: usize = 2 << 20;
@@ -85,7 +86,7 @@ pub(crate) struct TcpPath {
     blocked: bool,
     head: [u8; TCP_FRAME_HEADER_BYTES],
     head_len: usize,
-    /// The payload that is being read, and the number of bytes read.
+    /// The payload that is being read: its frame, its buffer, and the number of bytes read.
     body: Option<(TcpFrame, BufMut, usize)>,
     /// Whether the last frame was a large one.
     large: bool,
@@ -138,7 +139,7 @@ impl TcpPath {
         }
     }
 
-    /// Charges received data to this account.
+    /// Sets the account to charge for received data.
     pub(crate) fn charged_to(mut self, account: Option<Account>) -> Self {
         self.account = account;
         self
@@ -227,7 +228,7 @@ impl TcpPath {
         if let Some((TcpFrame { kind: TcpFrameKind::Data, .. }, buf, _)) = self.body.take()
             && let Some(asked) = self.asked.front_mut()
         {
-            asked.held = Held::Unique(buf); // its payload was read in part
+            asked.held = Held::Unique(buf); // a part of the payload was read into the buffer
         }
         std::mem::take(&mut self.asked)
     }
@@ -238,8 +239,8 @@ impl TcpPath {
         std::mem::take(&mut self.out).into_iter().filter_map(|leaving| leaving.request)
     }
 
-    /// Returns whether a read of `more` bytes is too much: with its answer, more bytes would wait
-    /// to be written to the peer than a correct peer requests.
+    /// Returns whether a read of `more` bytes exceeds the limit. With its answer, more data would
+    /// wait to be written than a correct peer requests.
     pub(super) fn exceeds_read_limit(&self, more: usize) -> bool {
         let answers = self.out.iter().filter(|leaving| leaving.is_answer);
         let waiting: usize = answers.map(|leaving| leaving.body.bytes().len()).sum();

@@ -1,6 +1,6 @@
-//! Tickets: how a future learns the result of its operation. The future has the number, the link
-//! has the result. Dropping the future only gives up the ticket; the operation continues with its
-//! memory.
+//! Tickets: how a future learns the result of its operation. The future has a ticket, and the link
+//! stores the result. Dropping the future only gives up the ticket; the operation continues and
+//! keeps its memory.
 
 use std::task::{Poll, Waker};
 
@@ -14,7 +14,7 @@ pub(crate) struct Ticket {
     generation: u32,
 }
 
-/// The result of an operation. A read returns its buffer in either case.
+/// The result of an operation. A read returns its buffer even if it failed.
 #[derive(Debug)]
 pub(crate) struct Outcome {
     pub(crate) result: Result<(), Error>,

@@ -1,4 +1,5 @@
-//! TLS on a TCP path, by rustls: plain bytes on this side, records on the other. It never waits.
+//! TLS on a TCP path, with rustls. Callers pass and get plain bytes, the socket carries records. No
+//! call waits.
 
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::os::fd::OwnedFd;
@@ -28,7 +29,7 @@ impl Tls {
         self.0.wants_write()
     }
 
-    /// Accepts plain bytes and writes records; `None` if it accepts nothing now.
+    /// Accepts plain bytes and writes records. Returns `None` if it accepts nothing now.
     pub(crate) fn write(
         &mut self,
         socket: &OwnedFd,
@@ -40,7 +41,7 @@ impl Tls {
         Ok(if taken == 0 && blocked { None } else { Some(taken) })
     }
 
-    /// Reads plain bytes; `None` if there are none, 0 at the end of the stream.
+    /// Reads plain bytes. Returns `None` if there are none, and 0 at the end of the stream.
     pub(crate) fn read(
         &mut self,
         socket: &OwnedFd,

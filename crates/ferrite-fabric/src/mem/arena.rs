@@ -1,7 +1,7 @@
 //! An arena: one mapping, registered once with every domain of the pool.
 //!
-//! It is registered for local use only: a remote key for an arena would expose every buffer in it.
-//! Memory for peers is registered separately (`exposed.rs`).
+//! An arena is registered for local use only, because a remote key for an arena would expose every
+//! buffer in it. Memory for peers is registered separately (`exposed.rs`).
 #![expect(unsafe_code, reason = "maps and registers memory; each block states its obligations")]
 
 use std::ptr::NonNull;
@@ -16,26 +16,26 @@ use super::error::PoolError;
 use super::lock;
 
 /// The kind of pages under an arena. [`Pages::Normal`] although huge pages were requested means
-/// that the host supports neither kind.
+/// that the host supports neither kind of huge pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Pages {
     /// The system's ordinary pages.
     Normal,
-    /// Ordinary pages that the kernel was asked to merge into huge ones (`madvise`). Whether it has
-    /// done so is not known.
+    /// Ordinary pages that the kernel was asked to merge into huge ones (`madvise`). It is not
+    /// known whether the kernel has done so.
     Transparent,
     /// 2 MiB pages from the host's reserve (`vm.nr_hugepages`).
     Huge,
 }
 
-/// Mapped and registered memory. The arena never accesses its bytes: that is up to the blocks cut
-/// from it.
+/// Mapped and registered memory. The arena never accesses its bytes; only the owners of its blocks
+/// do.
 pub(super) struct Arena {
-    /// In the order of the pool's domains; `None` where the device is gone. The regions must be
-    /// released before the memory: see `drop`.
+    /// The registrations, in the order of the pool's domains; `None` where the device is gone. The
+    /// regions must be released before the memory: see `drop`.
     regions: Mutex<Vec<Option<MemoryRegion>>>,
-    /// The local keys of the regions; 0 where the device is gone. Not under the lock of `regions`,
-    /// because a key is read for each posted request.
+    /// The local keys of the regions; 0 where the device is gone. They are not under the lock of
+    /// `regions`, because a key is read for each posted request.
     lkeys: Box<[AtomicU32]>,
     memory: Mapping,
     pages: Pages,
@@ -63,8 +63,8 @@ impl Arena {
             let Some(domain) = domain else { continue };
             match arena.register(domain) {
                 Ok(region) => arena.restore(index, region),
-                // The device was removed a moment ago, and nobody has retired its domain yet. The
-                // other devices, and TCP, need the memory.
+                // The device was removed a moment ago, and its domain is not retired yet. The other
+                // devices, and TCP, need the memory.
                 Err(_) if domain.context().is_dead() => {}
                 Err(error) => return Err(error),
             }
@@ -78,16 +78,16 @@ impl Arena {
         // SAFETY: the mapping is valid for its length and outlives the region: `drop` releases the
         // regions first, and keeps the mapping if a release fails. A caller that does not store the
         // region with the others calls `release`, which keeps the mapping in the same way. The
-        // owner of each buffer keeps Rust references into it and the device's accesses apart, as
-        // the contract of `Sge::from_raw` demands; without remote rights there is no other way to
-        // access it.
+        // owner of each buffer keeps Rust references into the buffer and the device's accesses
+        // apart, as the contract of `Sge::from_raw` demands. Without remote rights there is no
+        // other way to access the buffer.
         Ok(unsafe { domain.register(self.memory.at, self.memory.len, Access::LOCAL) }?)
     }
 
-    /// Stores the registration for the pool's `domain`, which has none.
+    /// Stores the registration for the pool's domain with this index, which must have none.
     pub(super) fn restore(&self, domain: usize, region: MemoryRegion) {
-        // Relaxed is enough: a thread that posts on the domain's queues gets these later, through
-        // locks.
+        // Relaxed is enough: a thread that posts on the domain's queues gets the queues later,
+        // through locks.
         self.lkeys[domain].store(region.lkey(), Ordering::Relaxed);
         if let Some(before) = lock(&self.regions)[domain].replace(region) {
             self.release(before);
@@ -149,8 +149,8 @@ struct Mapping {
     is_leaked: AtomicBool,
 }
 
-// SAFETY: it is an address range that is valid anywhere in the process; the leases cut from it
-// control access to the bytes.
+// SAFETY: a mapping is an address range that is valid anywhere in the process. The leases cut from
+// it control access to the bytes.
 unsafe impl Send for Mapping {}
 // SAFETY: as above.
 unsafe impl Sync for Mapping {}
@@ -186,7 +186,7 @@ impl Mapping {
         let before = mapping.at.as_ptr().align_offset(CHUNK_BYTES);
         let after = CHUNK_BYTES - before;
         // SAFETY: `before + len + after` is the length of the mapping, so all three parts lie in
-        // it, and nobody uses the two that are cut off. A cut that fails only leaves a few unused
+        // it. Nobody uses the two parts that are cut off. A cut that fails only leaves a few unused
         // addresses behind.
         unsafe {
             let start = mapping.at;
@@ -209,17 +209,17 @@ impl Mapping {
         let _ = unsafe { madvise(self.at.as_ptr().cast(), self.len, Advice::LinuxDontFork) };
     }
 
-    /// Asks the kernel for pages of the device's own NUMA node. Best effort: if the host refuses,
-    /// accesses are only slower.
+    /// Asks the kernel for pages of the device's own NUMA node. If the host refuses, accesses are
+    /// only slower.
     fn prefer_node(&self, node: u32) {
         const BITS: usize = u64::BITS as usize;
         let mut nodes = [0_u64; 16];
         let Some(word) = nodes.get_mut(node as usize / BITS) else { return };
         *word = 1 << (node as usize % BITS);
-        // The kernel uses one bit less than specified.
+        // The kernel uses one bit less than the number that it is given.
         let bits = nodes.len() * BITS + 1;
-        // SAFETY: mbind(2) with our own mapping, a mask that is valid for `bits - 1` bits, and no
-        // flags: it changes where pages will come from, not their contents.
+        // SAFETY: mbind(2) gets our own mapping, a mask that is valid for `bits - 1` bits, and no
+        // flags. The call changes where pages will come from, not their contents.
         let _ = unsafe {
             libc::syscall(
                 libc::SYS_mbind,

@@ -6,11 +6,11 @@ use std::task::Waker;
 use super::error::{Budget, PoolError};
 use super::lock;
 
-/// A limit on the memory held for one user, such as a peer. Clones share it.
+/// A limit on the memory held for one user, such as a peer. Clones share the limit.
 ///
-/// A buffer is charged by the size of its block when it is taken, and credited when its last handle
-/// is dropped, whoever holds that handle: the charge moves with the buffer. Reaching the limit is
-/// an error that the caller must handle, never a wait.
+/// When a buffer is taken, the account is charged for the size of the block. The account is
+/// credited when the last handle of the buffer is dropped, whoever holds that handle. Reaching the
+/// limit is an error that the caller must handle, never a wait.
 ///
 /// ```
 /// use ferrite_fabric::mem::{Account, Purpose};
@@ -43,20 +43,20 @@ struct Inner {
 #[derive(Debug, Default)]
 struct Held {
     bytes: u64,
-    /// To be woken when some memory is credited.
+    /// Tasks to wake when some memory is credited.
     waiters: Vec<Waker>,
 }
 
-/// An account that is charged for a part of what this one holds.
+/// An account that is charged for a part of the memory that this account holds.
 #[derive(Debug)]
 struct Parent {
     account: Account,
-    /// The parent is charged only for what exceeds this.
+    /// The parent is charged only for the bytes beyond this number.
     free_bytes: u64,
 }
 
 impl Inner {
-    /// Returns the parent, and how much of `used` it is charged for.
+    /// Returns the parent, and the part of `used` that it is charged for.
     fn parent(&self, used: u64) -> Option<(&Account, u64)> {
         self.parent.as_ref().map(|parent| (&parent.account, used.saturating_sub(parent.free_bytes)))
     }
@@ -74,9 +74,9 @@ impl Account {
         }))
     }
 
-    /// Creates an account that is a part of this one. What the part holds beyond `free_bytes` is
-    /// also charged to this account, so that all its parts share its limit. The first `free_bytes`
-    /// are charged only to the part, which can have them whatever the other parts hold.
+    /// Creates an account that is a part of this one. The bytes that the part holds beyond
+    /// `free_bytes` are also charged to this account, so all parts share its limit. The first
+    /// `free_bytes` are charged only to the part, so the part can always have them.
     #[must_use]
     pub fn part(&self, name: impl Into<Arc<str>>, limit_bytes: u64, free_bytes: u64) -> Self {
         let parent = Some(Parent { account: self.clone(), free_bytes });
@@ -88,7 +88,7 @@ impl Account {
         Arc::strong_count(&self.0) == 1
     }
 
-    /// Returns its name.
+    /// Returns the name of the account.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.0.name
@@ -100,7 +100,7 @@ impl Account {
         self.0.limit_bytes
     }
 
-    /// Returns how much it holds.
+    /// Returns how many bytes the account holds.
     #[must_use]
     pub fn used_bytes(&self) -> u64 {
         lock(&self.0.held).bytes
@@ -129,7 +129,7 @@ impl Account {
         Ok(())
     }
 
-    /// Credits what [`Account::charge`] charged.
+    /// Credits bytes that [`Account::charge`] has charged.
     pub(super) fn credit(&self, bytes: usize) {
         let mut wakes = Vec::new();
         self.credit_and(bytes as u64, &mut wakes);

@@ -59,7 +59,7 @@ impl SizeClass {
     }
 }
 
-/// What a buffer is for. Sends and receives have separate heaps, so that neither can starve the
+/// The purpose of a buffer. Sends and receives have separate heaps, so that neither can starve the
 /// other.
 ///
 /// ```

@@ -23,33 +23,34 @@ pub struct PoolConfig {
     pub memory_pool_initial: usize,
     /// Bytes to register at a time when a heap is exhausted. Default: 4 MiB.
     pub memory_pool_increase: usize,
-    /// The most bytes that the pool ever has, for sends and receives together. Every device of the
-    /// pool pins all of them, and each registration counts against the locked-memory limit; so a
+    /// Maximum number of bytes of the pool, for sends and receives together. Every device of the
+    /// pool pins all of them, and each registration counts against the locked-memory limit. So a
     /// fabric divides its setting by the number of its devices. Default: 1 GiB.
     pub memory_pool_max: usize,
     /// The part of `memory_pool_max` that only receives may use; sends may use only the rest. Each
     /// part is at least 2 MiB. Default: 512 MiB.
     pub receive_reserve: usize,
-    /// Bytes to register for receives when the pool is built, and to keep. If the receives' part of
-    /// `memory_pool_initial` is larger, that part is registered instead. Default: 0.
+    /// Bytes to register for receives when the pool is built, and to keep. The receives' part of
+    /// `memory_pool_initial` is registered instead if it is larger. Default: 0.
     pub receive_initial: usize,
     /// The largest region to register. A larger amount is registered in several regions. Default:
     /// no limit.
     pub max_region: usize,
     /// Maximum number of regions, half of them for sends and half for receives. Default: no limit.
     pub max_regions: usize,
-    /// A received message below this size is copied out of its receive buffer, which is then free
-    /// for others at once. Default: 0.
+    /// A received message below this size is copied out of its receive buffer, so that the buffer
+    /// is free at once. Default: 0.
     pub copy_below: usize,
-    /// Number of caches of free blocks; a thread always uses the same one. 0: one for each CPU.
+    /// Number of caches of free blocks. A thread always uses the same cache. 0: one for each CPU.
     /// Default: 0.
     pub cache_shards: usize,
-    /// Uses 2 MiB pages: from the host's reserve, or else merged by the kernel. Default: false.
+    /// Whether to use 2 MiB pages: from the host's reserve, or else merged by the kernel. Default:
+    /// false.
     pub huge_pages: bool,
     /// Maximum number of free blocks of one class and purpose in one cache. Default: 128.
     pub thread_cache_blocks: usize,
-    /// Maximum size of these blocks together, in bytes: larger classes keep fewer blocks, or none.
-    /// Default: 256 KiB.
+    /// Maximum total size in bytes of the free blocks of one class and purpose in one cache. So
+    /// larger classes keep fewer blocks, or none. Default: 256 KiB.
     pub thread_cache_bytes: usize,
 }
 
@@ -73,7 +74,7 @@ impl Default for PoolConfig {
 }
 
 impl PoolConfig {
-    /// Rounds the sizes to whole chunks, or returns what is wrong with them.
+    /// Rounds the sizes to whole chunks. Returns an error if a setting is invalid.
     pub(super) fn checked(mut self) -> Result<Self, PoolError> {
         for limit in [&mut self.memory_pool_max, &mut self.receive_reserve, &mut self.max_region] {
             *limit = *limit / CHUNK_BYTES * CHUNK_BYTES;
@@ -126,17 +127,17 @@ impl PoolConfig {
         }
     }
 
-    /// Returns a purpose's part of the regions.
+    /// Returns the maximum number of regions for a purpose.
     pub(super) fn regions_of(&self, _: Purpose) -> usize {
         self.max_regions / Purpose::ALL.len()
     }
 
-    /// Returns how many bytes a heap keeps although nobody uses them.
+    /// Returns how many bytes a heap keeps even if they are unused.
     pub(super) fn kept_of(&self, purpose: Purpose) -> usize {
         if purpose == Purpose::Receive { self.receive_initial } else { 0 }
     }
 
-    /// Returns how many bytes are registered for each device once `receives` receives of `bytes`
+    /// Returns how many bytes are registered with each device once `receives` receives of `bytes`
     /// bytes are posted.
     pub(crate) fn registered_at_start(&self, receives: usize, bytes: usize) -> usize {
         let Ok(config) = self.clone().checked() else { return 0 };
@@ -148,8 +149,9 @@ impl PoolConfig {
         config.initial_of(Purpose::Send) + receive
     }
 
-    /// Returns a purpose's part of what is registered at the start: at least a chunk, so that a
-    /// host that refuses even that does so when the pool is built.
+    /// Returns how many bytes to register for a purpose when the pool is built. Unless
+    /// `memory_pool_initial` is 0, that is at least a chunk: a host that refuses even a chunk is
+    /// then detected early.
     pub(super) fn initial_of(&self, purpose: Purpose) -> usize {
         if self.memory_pool_initial == 0 {
             return self.kept_of(purpose);

@@ -1,8 +1,8 @@
 //! The shared state of a pool: its heaps, caches and counters, and how blocks are taken and
 //! returned.
 //!
-//! The submodules are the parts of a pool that refer back to this state: a slab keeps it alive, and
-//! so does every buffer in the slab.
+//! The submodules are the parts of a pool that refer back to this state. A slab keeps the state
+//! alive, and every buffer in the slab keeps the slab alive.
 //!
 //! ```text
 //!   slab ◄─ heap ◄─ cache        free blocks
@@ -35,20 +35,20 @@ use super::lock;
 
 pub(super) struct Core {
     pub(super) config: PoolConfig,
-    /// `None` where the device is gone. Never locked during a registration, so that readers do not
-    /// wait.
+    /// The protection domains; `None` where the device is gone. The lock is never held during a
+    /// registration, so readers do not wait.
     domains: Mutex<Vec<Option<ProtectionDomain>>>,
     /// Locked while an arena is created, or while a domain is retired or restored, so that no arena
     /// is registered with a retired domain.
     registering: Mutex<()>,
     /// The memory node of the first device that has one.
     pub(super) numa_node: Option<u32>,
-    /// Indexed by [`Purpose`].
+    /// The heaps, indexed by [`Purpose`].
     pub(super) heaps: [Heap; Purpose::ALL.len()],
     pub(super) cache: Cache,
     pub(super) counters: Counters,
     quarantine: Mutex<Quarantine>,
-    /// Runs calls that may block in the device. If not set, the caller makes them itself.
+    /// Runs calls that may block in the device. Without it, the calling thread makes these calls.
     background: OnceLock<Background>,
 }
 
@@ -150,8 +150,7 @@ impl Core {
                     }
                 },
             };
-            // The heap cannot grow, but the quarantine and the caches may hold blocks that can be
-            // used.
+            // The heap cannot grow, but the quarantine and the caches may hold usable blocks.
             self.retry_quarantined();
             self.cache.drain(purpose, heap);
             heap.take(self, class, 1, &mut one);
@@ -161,7 +160,7 @@ impl Core {
         }
     }
 
-    /// Grows the heap before it is exhausted, if there is a background executor: otherwise the next
+    /// Grows the heap before it is exhausted, if there is a background executor. Otherwise the next
     /// caller would wait for the registration.
     #[cold]
     fn grow_ahead(self: &Arc<Self>, purpose: Purpose) {
@@ -192,14 +191,14 @@ impl Core {
         Ok(())
     }
 
-    /// Gives arenas that nobody has used for a while back to the system, up to `most` for each
-    /// purpose. Returns whether more can be released later, if they stay unused.
+    /// Returns arenas that were unused for a while to the system, up to `most` for each purpose.
+    /// Returns whether more can be released later, if they stay unused.
     pub(super) fn shrink(&self, most: usize) -> bool {
         let mut has_more = false;
         for (purpose, heap) in Purpose::ALL.into_iter().zip(&self.heaps) {
             self.cache.drain(purpose, heap);
-            // Meanwhile, no arena may be created or registered with a domain. If another thread is
-            // doing so, do not wait for it.
+            // While arenas are taken out, no arena may be created or registered with a domain. If
+            // another thread is doing so, do not wait for it.
             let Ok(registering) = self.registering.try_lock() else {
                 has_more = true;
                 continue;
@@ -242,8 +241,8 @@ impl Core {
 
     /// Registers all arenas with a domain that replaces a retired one; all or nothing.
     pub(super) fn restore(&self, index: usize, domain: &ProtectionDomain) -> Result<(), PoolError> {
-        // An arena that is about to be created waits for this lock, and is then registered with the
-        // restored domain, too.
+        // An arena that another thread is about to create waits for this lock. It is then
+        // registered with the restored domain, too.
         let _registering = lock(&self.registering);
         let wrong = {
             let domains = lock(&self.domains);
@@ -301,8 +300,7 @@ impl Core {
         }
     }
 
-    /// Keeps a buffer that the device has not released, so that nobody uses it until it is
-    /// released.
+    /// Keeps a buffer that the device has not released yet, so that nobody uses it.
     pub(super) fn quarantine(&self, registrations: Registrations, buf: BufMut) {
         self.counters.quarantined_bytes.fetch_add(buf.block_bytes() as u64, Ordering::Relaxed);
         self.hold(registrations, buf);

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::class::Purpose;
 use super::error::{Budget, PoolError};
 
-/// Counters that are updated when the event happens, by everything that shares the pool.
+/// Counters that every user of the pool updates when an event happens.
 #[derive(Default)]
 pub(super) struct Counters {
     pub(super) growths: AtomicU64,

@@ -25,7 +25,7 @@ use super::class::Purpose;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum PoolError {
-    /// A limit is reached (back-pressure). Returned buffers make room.
+    /// A limit is reached (back-pressure). Room becomes available when buffers are returned.
     #[error("{which} is exhausted: {asked} bytes requested, {used} of {limit} in use")]
     OverBudget {
         /// The limit that was reached.
@@ -93,12 +93,12 @@ impl fmt::Display for Budget {
 pub enum ErrorKind {
     /// Slow down, and retry when buffers were returned.
     Exhausted,
-    /// The host does not provide more pinned memory: continue with what there is, fall back, or
-    /// raise the limit.
+    /// The host does not provide more pinned memory. Continue with the available memory, fall back,
+    /// or raise the limit.
     Refused,
-    /// The device is gone: reconnect over another, or fall back.
+    /// The device is gone. Reconnect over another, or fall back.
     DeviceGone,
-    /// The caller made a mistake: retrying is useless.
+    /// The caller made a mistake. Retrying is useless.
     Misuse,
 }
 
@@ -121,7 +121,7 @@ impl PoolError {
         }
     }
 
-    /// Returns what to do about it, if that is known.
+    /// Returns a remedy for the error, if one is known.
     #[must_use]
     pub fn remedy(&self) -> Option<String> {
         match self {

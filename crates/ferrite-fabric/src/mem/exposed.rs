@@ -2,7 +2,7 @@
 //!
 //! The peer does not ask before an access, and can be stopped only by invalidating its key. So
 //! there is never a `&[u8]` into this memory: bytes are copied in and out. The memory becomes a
-//! buffer again only when the device has confirmed that the key is invalid.
+//! buffer again only after the device has confirmed that the key is invalid.
 #![expect(
     unsafe_code,
     reason = "registers memory for remote access; the block states its obligations"
@@ -20,9 +20,9 @@ use super::error::PoolError;
 
 /// A buffer that [`Pool::expose`](super::Pool::expose) exposed to a peer.
 ///
-/// Dropping it revokes it, too. If the device does not release the memory then, the buffer goes
-/// into quarantine: it is counted in the statistics, and not used again while the device may write
-/// it.
+/// Dropping an exposed buffer revokes it, too. If the device does not release the memory, the
+/// buffer goes into quarantine. The statistics count the buffer, and it is not reused while the
+/// device may write it.
 ///
 /// ```
 /// use ferrite_fabric::mem::Purpose;
@@ -44,7 +44,7 @@ use super::error::PoolError;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct Exposed {
-    /// `None` only after `revoke` has taken it.
+    /// The memory; `None` only after `revoke` has taken it.
     held: Option<Held>,
 }
 
@@ -56,7 +56,7 @@ struct Held {
 }
 
 impl Exposed {
-    /// Exposes a buffer to peers that this process serves: no device has access.
+    /// Exposes a buffer to peers whose requests this process executes. No device has access.
     pub(super) fn new(buf: BufMut) -> Self {
         let counters = &buf.core().counters;
         counters.exposed_regions.fetch_add(1, Ordering::Relaxed);
@@ -64,7 +64,7 @@ impl Exposed {
         Self { held: Some(Held { registrations: Registrations::default(), buf }) }
     }
 
-    /// Also exposes it to peers on a device. Returns how they address it.
+    /// Also exposes the buffer to peers on a device. Returns how they address it.
     pub(super) fn register(
         &mut self,
         index: usize,
@@ -91,9 +91,9 @@ impl Exposed {
         }))
     }
 
-    /// Exposes it to the peer of one queue pair on a device, through a window that must be bound to
-    /// that queue pair. The memory is registered for this without remote rights, unless the device
-    /// has a registration of it already.
+    /// Exposes the buffer to the peer of one queue pair on a device, through a window. The window
+    /// must be bound to that queue pair. The memory is registered without remote rights, unless the
+    /// device already has a registration of it.
     pub(super) fn open_window(
         &mut self,
         index: usize,
@@ -117,7 +117,7 @@ impl Exposed {
         Ok(window)
     }
 
-    /// Ends its registration on a device that is gone. If the device does not release the memory,
+    /// Ends the registration on a device that is gone. If the device does not release the memory,
     /// the registration stays.
     pub(crate) fn unregister(&mut self, index: usize) {
         let Held { registrations: Registrations { regions, windows }, .. } =
@@ -126,7 +126,7 @@ impl Exposed {
         let Some(at) = regions.iter().position(|(on, _)| *on == index) else { return };
         let (_, region) = regions.swap_remove(at);
         if let Err((region, _)) = region.deregister() {
-            // Kept under an index that no domain has: the last release tries again.
+            // The region is kept under an index that no domain has. The final release tries again.
             regions.push((usize::MAX, region));
         }
     }
@@ -143,7 +143,7 @@ impl Exposed {
         self.held.as_ref().expect("held until it is revoked")
     }
 
-    /// Returns the numbers that the peer needs to address the memory: send them to the peer.
+    /// Returns the numbers that the peer needs to address the memory. Send them to the peer.
     /// Without a device, all but the length are 0.
     #[must_use]
     pub fn remote(&self) -> RemoteSlice {
@@ -155,17 +155,17 @@ impl Exposed {
         }
     }
 
-    /// Returns its length in bytes, which is never 0.
+    /// Returns the length in bytes, which is never 0.
     #[must_use]
     #[expect(clippy::len_without_is_empty, reason = "an exposed buffer is never empty")]
     pub fn len(&self) -> usize {
         self.held().buf.len()
     }
 
-    /// Copies bytes out of it. A concurrent write of the peer may be visible in part.
+    /// Copies bytes out of the memory. A concurrent write of the peer may be visible in part.
     ///
     /// # Panics
-    /// If the range exceeds it.
+    /// If the range exceeds the memory.
     pub fn read(&self, offset: usize, out: &mut [u8]) {
         match self.held() {
             Held { registrations, buf } if registrations.regions.is_empty() => {
@@ -175,10 +175,10 @@ impl Exposed {
         }
     }
 
-    /// Copies bytes into it. A peer that reads concurrently may see only a part.
+    /// Copies bytes into the memory. A peer that reads concurrently may see only a part.
     ///
     /// # Panics
-    /// If the range exceeds it.
+    /// If the range exceeds the memory.
     pub fn write(&mut self, offset: usize, bytes: &[u8]) {
         match self.held.as_mut().expect("held until it is revoked") {
             Held { registrations, buf } if registrations.regions.is_empty() => {
@@ -188,11 +188,12 @@ impl Exposed {
         }
     }
 
-    /// Invalidates the keys and returns the buffer: no access of the peer is in progress or can
+    /// Invalidates the keys and returns the buffer. No access of the peer is in progress or can
     /// start any more.
     ///
     /// # Errors
-    /// Returns the device's error if it did not release the memory, which is then still exposed.
+    /// Returns the device's error if the device did not release the memory. The memory is then
+    /// still exposed.
     pub fn revoke(mut self) -> Result<BufMut, (Self, PoolError)> {
         let Held { mut registrations, buf } = self.held.take().expect("held until it is revoked");
         match registrations.close() {

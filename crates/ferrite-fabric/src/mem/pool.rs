@@ -114,7 +114,7 @@ impl Builder {
     }
 }
 
-/// Registered memory, cut into buffers. Clones share it.
+/// Registered memory, cut into buffers. Clones share the memory.
 ///
 /// When the last clone is dropped, free memory is returned to the system at once. Buffers in use
 /// stay valid, and each arena is released with its last buffer.
@@ -157,8 +157,8 @@ impl Pool {
         Builder { domains: domains.to_vec(), config: PoolConfig::default() }
     }
 
-    /// Takes a buffer of `len` bytes, charged to `account` by the size of its block. Its contents
-    /// are whatever the previous user left there.
+    /// Takes a buffer of `len` bytes. The account is charged for the size of the buffer's block.
+    /// The contents are whatever the previous user left there.
     ///
     /// # Errors
     /// - [`PoolError::OverBudget`] if the account or the heap is exhausted: slow down, and retry
@@ -180,8 +180,8 @@ impl Pool {
         self.0.core.config.copy_below
     }
 
-    /// Takes a buffer that is charged to no account yet (see [`BufMut::charge_to`]), such as a
-    /// receive that is posted before its sender is known.
+    /// Takes a buffer that is charged to no account yet (see [`BufMut::charge_to`]). An example is
+    /// a receive that is posted before its sender is known.
     ///
     /// # Errors
     /// Like [`Pool::take`].
@@ -218,10 +218,11 @@ impl Pool {
     }
 
     /// Exposes the buffer to peers that are connected through the domain with this index, within
-    /// `access`, until it is revoked. Registers exactly its bytes, which count against the
-    /// locked-memory limit a second time.
+    /// `access`, until the buffer is revoked. Registers exactly the bytes of the buffer. These
+    /// bytes count against the locked-memory limit a second time.
     ///
-    /// **The peer sees the contents of the buffer**: overwrite what the previous user left there.
+    /// **The peer sees the contents of the buffer**: overwrite the bytes that the previous user
+    /// left there.
     ///
     /// # Errors
     /// Returns the buffer with:
@@ -259,7 +260,7 @@ impl Pool {
         self.0.core.set_background(background);
     }
 
-    /// Exposes a buffer to peers that this process serves itself: nothing is registered.
+    /// Exposes a buffer to peers whose requests this process executes. Nothing is registered.
     ///
     /// # Errors
     /// Returns the buffer with [`PoolError::Misuse`] if it is empty or belongs to another pool.
@@ -322,8 +323,9 @@ impl Pool {
         self.0.core.retry_quarantined()
     }
 
-    /// Returns up to `most` arenas of each purpose to the system: those that no buffer used,
-    /// neither now nor at the previous call. The initial memory and one more arena stay.
+    /// Returns up to `most` arenas of each purpose to the system, if no buffer uses them now and
+    /// none did at the previous call. The first arena, one unused arena, and
+    /// [`PoolConfig::receive_initial`] bytes for receives stay.
     ///
     /// Returns `false` if nothing more can be released until buffers are returned. Fabrics call
     /// this every few seconds while it returns `true`.
@@ -343,9 +345,9 @@ impl Pool {
         self.0.core.cache.returned_bytes()
     }
 
-    /// Returns the bytes of blocks in use, without taking a lock:
-    /// [`HeapStats::in_use_bytes`](super::HeapStats). For frequent calls, where [`Pool::stats`]
-    /// would cost too much.
+    /// Returns the bytes of blocks in use, like [`HeapStats::in_use_bytes`](super::HeapStats), but
+    /// without taking a lock. This is for frequent calls, where [`Pool::stats`] would cost too
+    /// much.
     #[must_use]
     pub fn in_use_bytes(&self, purpose: Purpose) -> u64 {
         self.0.core.cache.in_use_bytes(purpose)
@@ -363,7 +365,7 @@ impl Pool {
         buf.is_of(&self.0.core)
     }
 
-    /// Like [`Pool::owns`].
+    /// Returns whether a mutable buffer belongs to this pool.
     #[must_use]
     pub fn owns_mut(&self, buf: &BufMut) -> bool {
         buf.is_of(&self.0.core)
@@ -378,23 +380,24 @@ impl Pool {
     /// Ends every registration with the domain with this index, because its device goes away. The
     /// buffers stay.
     ///
-    /// Nothing may be in flight on it: destroy its queue pairs and shared receive queues first.
-    /// Otherwise the device answers the remaining requests with protection errors.
+    /// Nothing may be in flight on the domain: destroy its queue pairs and shared receive queues
+    /// first. Otherwise the device answers the remaining requests with protection errors.
     pub fn retire_domain(&self, index: usize) {
         self.0.core.retire(index);
     }
 
     /// Replaces a retired domain, because its device is back. Registers all memory of the pool with
-    /// the new domain, also memory that is added later. Buffers that are in use now can be used
-    /// with it, too. Meanwhile, callers that need the pool to grow wait.
+    /// the new domain, including memory that is added later. Buffers that are in use now can be
+    /// used with the new domain, too. During the call, other callers that need the pool to grow
+    /// wait.
     ///
-    /// Nothing may be in flight on the index: requests with the keys of the old domain are invalid
-    /// in the new one, and are answered with protection errors.
+    /// Nothing may be in flight on the old domain. Requests with its keys are invalid in the new
+    /// domain, and are answered with protection errors.
     ///
     /// # Errors
-    /// [`PoolError::Register`] if the device or the locked-memory limit refuses; then nothing is
-    /// registered with it. [`PoolError::Misuse`] if there is no domain with this index, or if it
-    /// was not retired.
+    /// [`PoolError::Register`] if the device or the locked-memory limit refuses; nothing is
+    /// registered with the new domain then. [`PoolError::Misuse`] if there is no domain with this
+    /// index, or if it was not retired.
     ///
     /// ```
     /// # use ferrite_fabric::mem::{Pool, Purpose};
@@ -416,8 +419,8 @@ impl Pool {
         self.0.core.restore(index, domain)
     }
 
-    /// Returns a snapshot of its counters. They are read one after the other, so they add up only
-    /// while nobody takes or returns buffers. Does not wait for a registration in progress.
+    /// Returns a snapshot of the pool's counters. They are read one after the other, so they add up
+    /// only while nobody takes or returns buffers. Does not wait for a registration in progress.
     #[must_use]
     pub fn stats(&self) -> PoolStats {
         PoolStats::of(&self.0.core)

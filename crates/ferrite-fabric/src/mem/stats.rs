@@ -1,4 +1,4 @@
-//! The statistics of a pool: plain numbers, copied at once.
+//! The statistics of a pool, as plain numbers.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -35,11 +35,11 @@ pub struct PoolStats {
     pub mapped_bytes: u64,
     /// Registered bytes: the mapped bytes, once for every domain.
     pub registered_bytes: u64,
-    /// The most bytes that are ever registered.
+    /// Maximum number of registered bytes: the maximum of both heaps, once for every domain.
     pub registered_max_bytes: u64,
     /// Number of mappings.
     pub arenas: u64,
-    /// How often it has grown since it was built.
+    /// How often the pool has grown since it was built.
     pub growths: u64,
     /// The mapped bytes by kind of page. Shows whether the host provided huge pages.
     pub pages: PageStats,
@@ -72,7 +72,7 @@ pub struct PageStats {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct HeapStats {
-    /// The maximum.
+    /// The maximum number of bytes.
     pub max_bytes: u64,
     /// Bytes that are mapped.
     pub mapped_bytes: u64,
@@ -100,7 +100,7 @@ pub struct Failures {
     pub too_large: u64,
     /// The system had no memory.
     pub map: u64,
-    /// A registration was refused, of an arena or of an exposed buffer.
+    /// The device or the kernel refused to register an arena or an exposed buffer.
     pub register: u64,
     /// A device did not release an exposed buffer.
     pub deregister: u64,
@@ -166,7 +166,7 @@ impl PoolStats {
     /// Returns every number with its name, for an exporter.
     #[must_use]
     pub fn counters(&self) -> Vec<(String, u64)> {
-        // Without `..`, so that a new field must be given a name here.
+        // The pattern has no `..`, so that a new field must be given a name here.
         let Self {
             mapped_bytes,
             registered_bytes,

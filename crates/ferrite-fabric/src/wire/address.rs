@@ -28,22 +28,22 @@ pub const ADDRESS_BYTES: usize = 40;
 pub struct Address {
     /// The queue pair number.
     pub qp_num: u32,
-    /// The sequence number of the first packet that it sends.
+    /// The sequence number of the first packet that the queue pair sends.
     pub psn: u32,
-    /// Its local identifier (InfiniBand).
+    /// The local identifier of the port (InfiniBand).
     pub lid: u16,
     /// The path MTU in the encoding of verbs: 1 is 256 bytes, 5 is 4096.
     pub mtu: u8,
-    /// Number of reads of the peer that it serves at a time.
+    /// Number of the peer's reads that the queue pair serves at a time.
     pub reads_in: u8,
-    /// Number of reads that it may have outstanding.
+    /// Number of reads that the queue pair may have outstanding.
     pub reads_out: u8,
-    /// Its GID.
+    /// The GID of the port.
     pub gid: [u8; 16],
 }
 
 impl Address {
-    /// Encodes it.
+    /// Encodes the address.
     #[must_use]
     pub fn encode(&self) -> [u8; ADDRESS_BYTES] {
         let mut bytes = [0; ADDRESS_BYTES];

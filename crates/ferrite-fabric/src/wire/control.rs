@@ -24,24 +24,26 @@ pub const CONTROL_BYTES: usize = 16;
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Control {
-    /// No content: its frame returns credit when there is nothing else to send.
+    /// No content. The frame returns credits when there is nothing else to send.
     Credit,
-    /// Asks for a sign of life.
+    /// Asks the peer for a sign of life.
     Ping(u64),
-    /// Answers a ping, with its number.
+    /// Answers a ping, with the ping's number.
     Pong(u64),
-    /// Revokes a grant of the sender: the peer must not start another operation with it.
+    /// Revokes a grant of the sender. The peer must not start another operation with that grant.
     Revoke(u64),
-    /// Answers a revocation: no operation with this grant is in progress.
+    /// Answers a revocation. No operation with this grant is in progress.
     Revoked(u64),
-    /// Everything was sent: no message follows, and none is accepted from the application any more.
+    /// The sender has sent everything. No message follows, and the sender accepts none from its
+    /// application any more.
     Fin,
-    /// Answers a fin: everything up to it was received, and everything of this side was sent.
+    /// Answers a `Fin`. The sender has received everything up to the `Fin`, and has sent everything
+    /// of its own.
     FinAck,
 }
 
 impl Control {
-    /// Encodes it.
+    /// Encodes the message.
     #[must_use]
     pub fn encode(&self) -> [u8; CONTROL_BYTES] {
         let (kind, value) = match *self {
@@ -59,10 +61,10 @@ impl Control {
         bytes
     }
 
-    /// Decodes a control message. The value of a kind without one is ignored.
+    /// Decodes a control message. The value is ignored if the kind has none.
     ///
     /// # Errors
-    /// Fails if it is too short, or if its kind is unknown.
+    /// Fails if the message is too short, or if its kind is unknown.
     pub fn decode(bytes: &[u8]) -> Result<Self, ControlError> {
         let short = ControlError::Short { got: bytes.len() };
         let value = u64::from_le_bytes(field(bytes, 8).ok_or(short)?);
@@ -92,7 +94,7 @@ impl Control {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ControlError {
-    /// It is too short.
+    /// The message is too short.
     #[error("a control message of {got} bytes, {CONTROL_BYTES} expected")]
     Short {
         /// Number of received bytes.

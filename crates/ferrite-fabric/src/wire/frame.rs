@@ -8,8 +8,8 @@
 //!   └─────────┴──────┴────────────────┴────────────────┘
 //! ```
 //!
-//! So a payload has no header: it lies in the receiver's buffer as it did in the sender's, and
-//! every frame returns credit.
+//! So a payload has no header: it arrives in the receiver's buffer exactly as it was in the
+//! sender's. Every frame returns credits.
 
 /// The immediate data of a two-sided frame.
 ///
@@ -22,9 +22,9 @@
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Frame {
-    /// The payload is a [`Control`](super::Control) message, not one of the application.
+    /// Whether the payload is a [`Control`](super::Control) message, not one of the application.
     pub control: bool,
-    /// Another frame of this message follows on the channel.
+    /// Whether another frame of this message follows on the channel.
     pub more: bool,
     /// The channel of the message, up to [`Frame::CHANNEL_MAX`].
     pub channel: u16,
@@ -40,8 +40,8 @@ impl Frame {
     const CONTROL: u32 = 1 << 31;
     const MORE: u32 = 1 << 30;
 
-    /// Encodes it. A channel beyond [`Frame::CHANNEL_MAX`] is a mistake of the caller: its upper
-    /// bits are lost.
+    /// Encodes the frame. A channel beyond [`Frame::CHANNEL_MAX`] is a mistake of the caller: the
+    /// channel's upper bits are lost.
     #[must_use]
     pub const fn to_imm(self) -> u32 {
         debug_assert!(self.channel <= Self::CHANNEL_MAX, "a channel of more than 14 bits");
@@ -52,7 +52,7 @@ impl Frame {
         control | more | u32::from_le_bytes([consumed_low, consumed_high, low, high])
     }
 
-    /// Decodes it: every number is a valid frame. The receiver must check whether the channel
+    /// Decodes a frame. Every number is a valid frame. The receiver must check whether the channel
     /// exists.
     #[must_use]
     pub const fn from_imm(imm: u32) -> Self {

@@ -1,5 +1,5 @@
-//! The grant token, which the owner of memory sends to a peer, in any message of the application.
-//! The peer needs it to access the memory.
+//! The grant token. The owner of memory sends it to a peer, in any message of the application. The
+//! peer needs it to access the memory.
 //!
 //! ```text
 //!   0       8      16     24     28       29         32      40
@@ -39,12 +39,12 @@ pub struct Rights(u8);
 impl Rights {
     /// Read the memory.
     pub const READ: Self = Self(1);
-    /// Write to it.
+    /// Write to the memory.
     pub const WRITE: Self = Self(2);
-    /// Both.
+    /// Read and write the memory.
     pub const READ_WRITE: Self = Self(3);
 
-    /// Creates it from the bits on the wire, if they are valid.
+    /// Creates rights from the bits on the wire, if the bits are valid.
     #[must_use]
     pub const fn from_bits(bits: u8) -> Option<Self> {
         match bits {
@@ -59,7 +59,7 @@ impl Rights {
         self.0
     }
 
-    /// Returns whether it contains all of `others`.
+    /// Returns whether these rights contain all of `others`.
     #[must_use]
     pub const fn contains(self, others: Self) -> bool {
         self.0 & others.0 == others.0
@@ -97,20 +97,20 @@ impl fmt::Display for Rights {
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GrantToken {
-    /// Its number, with which it is revoked.
+    /// The number of the grant, which is used to revoke it.
     pub grant: u64,
     /// The start of the memory, as the owner's device addresses it.
     pub addr: u64,
-    /// Its length in bytes.
+    /// The length of the memory in bytes.
     pub len: u64,
     /// The remote key.
     pub rkey: u32,
-    /// What the peer may do with it.
+    /// What the peer may do with the memory.
     pub rights: Rights,
 }
 
 impl GrantToken {
-    /// Encodes it.
+    /// Encodes the token.
     #[must_use]
     pub fn encode(&self) -> [u8; GRANT_BYTES] {
         let mut bytes = [0; GRANT_BYTES];
@@ -124,10 +124,10 @@ impl GrantToken {
         bytes
     }
 
-    /// Decodes a grant.
+    /// Decodes a token.
     ///
     /// # Errors
-    /// In this order: it is too short, it is corrupt, its rights are invalid.
+    /// Fails in this order: the token is too short, is corrupt, or has invalid rights.
     pub fn decode(bytes: &[u8]) -> Result<Self, GrantError> {
         let short = GrantError::Short { got: bytes.len() };
         let check = u64::from_le_bytes(field(bytes, CHECKED_BYTES).ok_or(short)?);
@@ -169,7 +169,7 @@ fn fnv_1a_64(bytes: &[u8]) -> u64 {
     })
 }
 
-/// Why bytes are not a valid grant.
+/// Why bytes are not a valid grant token.
 ///
 /// ```
 /// use ferrite_fabric::wire::{GrantError, GrantToken};
@@ -180,16 +180,16 @@ fn fnv_1a_64(bytes: &[u8]) -> u64 {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum GrantError {
-    /// It is too short.
+    /// The token is too short.
     #[error("the grant has {got} bytes, expected {GRANT_BYTES}")]
     Short {
         /// Number of received bytes.
         got: usize,
     },
-    /// Its checksum does not match.
+    /// The checksum does not match.
     #[error("the grant is corrupt: its checksum does not match")]
     Check,
-    /// No right, or one that this version does not know.
+    /// The token has no right, or one that this version does not know.
     #[error("the grant has invalid rights {bits:#x}")]
     Rights {
         /// The bits.

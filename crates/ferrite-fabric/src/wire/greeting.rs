@@ -1,4 +1,4 @@
-//! The greeting: what each side of a TCP connection sends first.
+//! The greeting: the first bytes that each side of a TCP connection sends.
 //!
 //! ```text
 //!   0       48     49         56      64      72         80
@@ -19,25 +19,25 @@ pub const GREETING_BYTES: usize = 80;
 /// The first bytes of a TCP connection, in each direction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Greeting {
-    /// The same as over RDMA.
+    /// The hello, with the same content as over RDMA.
     pub hello: Hello,
-    /// For a link that already exists.
+    /// The link that continues on this connection; `None` for a new link.
     pub resume: Option<Resume>,
 }
 
-/// Which link continues here, and from which frame.
+/// Tells which link continues here, and from which frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Resume {
     /// The recipient's session of the link.
     pub yours: u64,
     /// The sender's session of the link.
     pub mine: u64,
-    /// Number of frames that the sender has received: the next one is the first to be sent again.
+    /// Number of frames that the sender has received. The recipient sends the later ones again.
     pub received: u64,
 }
 
 impl Resume {
-    /// Returns whether this answers `request`: both name the same link, each from its own side.
+    /// Returns whether this answers `request`: it names the same link, as seen from the other side.
     #[must_use]
     pub fn answers(&self, request: &Self) -> bool {
         (self.yours, self.mine) == (request.mine, request.yours)
@@ -45,7 +45,7 @@ impl Resume {
 }
 
 impl Greeting {
-    /// Encodes it.
+    /// Encodes the greeting.
     ///
     /// ```
     /// use ferrite_fabric::wire::{Features, Greeting, Hello, Program, Resume, Version};

@@ -13,7 +13,7 @@
 //!   └───────────────────┴──────────┴─────────┘
 //! ```
 //!
-//! Magic and version have the same position in every version; everything else may change with the
+//! Magic and version have the same position in every version. Everything else may change with the
 //! major version. A hello must fit into the 56 bytes of private data of a CM request.
 
 use std::fmt;
@@ -27,8 +27,8 @@ pub const HELLO_BYTES: usize = 48;
 /// The first bytes of a [`Hello`].
 pub const MAGIC: [u8; 4] = *b"FRTE";
 
-/// A version of the protocol. Peers with different major versions are incompatible; a minor version
-/// adds only what older peers may ignore.
+/// A version of the protocol. Peers with different major versions are incompatible. A minor version
+/// adds only things that older peers may ignore.
 ///
 /// ```
 /// use ferrite_fabric::wire::Version;
@@ -76,10 +76,10 @@ impl Features {
     pub const WRITE_IMM: Self = Self(1);
     /// Issues and uses grants: one-sided reads and writes.
     pub const ONE_SIDED: Self = Self(2);
-    /// Accepts TCP connections as well as RDMA: a link that loses its path continues over TCP.
+    /// Accepts TCP connections as well as RDMA. A link that loses its path continues over TCP.
     pub const MOVE: Self = Self(4);
 
-    /// Creates it from the bits on the wire. Unknown bits are kept.
+    /// Creates features from the bits on the wire. Unknown bits are kept.
     #[must_use]
     pub const fn from_bits(bits: u64) -> Self {
         Self(bits)
@@ -91,7 +91,7 @@ impl Features {
         self.0
     }
 
-    /// Returns whether it contains all of `others`.
+    /// Returns whether these features contain all of `others`.
     #[must_use]
     pub const fn contains(self, others: Self) -> bool {
         self.0 & others.0 == others.0
@@ -114,12 +114,13 @@ impl BitOr for Features {
     }
 }
 
-/// The program that a side belongs to. For people: no rule of the protocol depends on it.
+/// The program that a side belongs to. It is information for people; no rule of the protocol
+/// depends on it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct Program(pub u8);
 
 impl Program {
-    /// The side does not say which.
+    /// The side does not tell its program.
     pub const UNKNOWN: Self = Self(0);
     /// The module inside an engine.
     pub const MODULE: Self = Self(1);
@@ -127,7 +128,7 @@ impl Program {
     pub const GATEWAY: Self = Self(2);
 }
 
-/// The description of one side. The limits are those that its sender accepts, not those that it
+/// The description of one side. The limits say what the sender of the hello accepts, not what it
 /// will use.
 ///
 /// ```
@@ -152,48 +153,48 @@ impl Program {
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Hello {
-    /// The protocol version that it speaks.
+    /// The protocol version of the sender.
     pub version: Version,
-    /// Its capabilities.
+    /// The capabilities of the sender.
     pub features: Features,
-    /// The largest payload of one frame that it accepts.
+    /// The largest payload of one frame that the sender accepts.
     pub segment_bytes: u32,
-    /// Number of frames that may be sent to it before the first credit is returned.
+    /// Number of frames that may be sent to the sender of the hello before it returns credits.
     pub window: u16,
-    /// Number of channels that it serves, numbered from 0.
+    /// Number of channels that the sender serves. Channels are numbered from 0.
     pub channels: u16,
-    /// The largest message that it accepts.
+    /// The largest message that the sender accepts.
     pub max_message_bytes: u64,
-    /// Random per process, to distinguish a restarted peer from the old one.
+    /// A random number per process, to distinguish a restarted peer from the old one.
     pub instance: u64,
-    /// Random per link. Whoever knows both sessions of a link can migrate it to another path. 0 if
-    /// the link cannot migrate.
+    /// A random number per link; 0 if the link cannot migrate. A peer that knows both sessions of a
+    /// link can migrate it to another path.
     pub session: u64,
-    /// The largest packet that its port carries, in the encoding of verbs: 1 is 256 bytes, 5 is
-    /// 4096. 0 if it does not say.
+    /// The largest packet that the sender's port carries, in the encoding of verbs: 1 is 256 bytes,
+    /// 5 is 4096. 0 if unknown.
     pub mtu: u8,
-    /// The program that it belongs to.
+    /// The program that the sender belongs to.
     pub program: Program,
 }
 
 impl Hello {
     /// The valid range of [`Hello::segment_bytes`].
     pub const SEGMENT_BYTES: RangeInclusive<u32> = 256..=2 << 20;
-    /// The valid range of [`Hello::window`]: less than half of the 16 bits in which credits are
-    /// counted.
+    /// The valid range of [`Hello::window`]: less than half of the range of the 16-bit credit
+    /// counter.
     pub const WINDOW: RangeInclusive<u16> = 2..=32_767;
     /// The valid range of [`Hello::channels`]: a frame has 14 bits for the channel.
     pub const CHANNELS: RangeInclusive<u16> = 1..=16_384;
 
-    /// Returns the maximum number of frames of incomplete messages. Each frame takes a receive,
-    /// however short it is.
+    /// Returns the maximum number of frames of incomplete messages. Even a short frame takes a
+    /// whole receive.
     #[must_use]
     pub fn max_frames(&self) -> u64 {
         let whole = self.max_message_bytes / u64::from(self.segment_bytes.max(1));
         whole.saturating_mul(2).saturating_add(self.window.into())
     }
 
-    /// Encodes it, valid or not: see [`Hello::check`].
+    /// Encodes the hello, valid or not: see [`Hello::check`].
     #[must_use]
     pub fn encode(&self) -> [u8; HELLO_BYTES] {
         let mut bytes = [0; HELLO_BYTES];
@@ -212,8 +213,8 @@ impl Hello {
     /// Decodes a hello of our major version.
     ///
     /// # Errors
-    /// In this order: it is not a hello, it is too short, it has another major version, a limit is
-    /// out of range.
+    /// Fails in this order: the bytes are not a hello, are too short, have another major version,
+    /// or a limit is out of range.
     pub fn decode(bytes: &[u8]) -> Result<Self, HelloError> {
         if !bytes.starts_with(&MAGIC) {
             return Err(HelloError::ForeignPeer);
@@ -240,13 +241,13 @@ impl Hello {
             max_message_bytes: u64::from_le_bytes(field(bytes, 24)?),
             instance: u64::from_le_bytes(field(bytes, 32)?),
             session: u64::from_le_bytes(field(bytes, 40)?),
-            // Earlier versions reserved these two bytes.
+            // These two bytes were reserved at first, so any value is accepted.
             program: field(bytes, 7).map_or(Program::UNKNOWN, |[program]| Program(program)),
             mtu: field(bytes, 6).filter(|[mtu]| *mtu <= 5).map_or(0, |[mtu]| mtu),
         })
     }
 
-    /// Checks whether a peer would accept these limits. For a hello that is about to be sent.
+    /// Checks whether a peer would accept these limits. Call this before sending a hello.
     ///
     /// # Errors
     /// [`HelloError::Value`] for the first limit that is out of range.
@@ -281,16 +282,17 @@ impl Hello {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum HelloError {
-    /// It does not start with [`MAGIC`]: not one of our peers, for example a Valkey client.
+    /// The bytes do not start with [`MAGIC`]: the peer is not one of ours, for example a Valkey
+    /// client.
     #[error("the peer does not speak our protocol")]
     ForeignPeer,
-    /// It starts like a hello but is too short.
+    /// The bytes start like a hello but are too short.
     #[error("the hello has {got} bytes, expected {HELLO_BYTES}")]
     Short {
         /// Number of received bytes.
         got: usize,
     },
-    /// Another major version; the rest was not decoded.
+    /// The peer has another major version. The rest was not decoded.
     #[error("the peer speaks version {theirs}, we speak {}", Version::CURRENT)]
     Version {
         /// The peer's version.
@@ -299,9 +301,9 @@ pub enum HelloError {
     /// A limit is out of range.
     #[error("{field} {value} of the hello is out of range")]
     Value {
-        /// The field.
+        /// The name of the field.
         field: &'static str,
-        /// Its value.
+        /// The value of the field.
         value: u64,
     },
 }

@@ -8,8 +8,8 @@
 //!   └──────────┴─────┴─────┴──────┴────────────────┴─────────────┴──────────────┘
 //! ```
 //!
-//! The layout is the same in every version: a peer that speaks another version must be able to read
-//! the reason. A refusal must fit into the 148 bytes of private data of a CM rejection.
+//! The layout is the same in every version, because a peer that speaks another version must be able
+//! to read the reason. A refusal must fit into the 148 bytes of private data of a CM rejection.
 
 use std::fmt;
 
@@ -36,19 +36,19 @@ const TEXT_AT: usize = 13;
 pub struct RefusalCode(pub u16);
 
 impl RefusalCode {
-    /// No common version of the protocol.
+    /// There is no common version of the protocol.
     pub const VERSION: Self = Self(1);
     /// Too many half-open links.
     pub const BUSY: Self = Self(2);
     /// Too many links.
     pub const LIMIT: Self = Self(3);
-    /// The configuration forbids it.
+    /// The configuration forbids the link.
     pub const POLICY: Self = Self(4);
     /// The peer is shutting down.
     pub const SHUTDOWN: Self = Self(5);
     /// The hello was invalid.
     pub const PROTOCOL: Self = Self(6);
-    /// No memory for another link.
+    /// There is no memory for another link.
     pub const MEMORY: Self = Self(7);
     /// The request did not come from a Ferrite peer.
     pub const FOREIGN_PEER: Self = Self(8);
@@ -93,7 +93,7 @@ pub struct Refusal {
     pub version: Version,
     /// The reason, for programs.
     pub code: RefusalCode,
-    /// When to try again at the earliest; 0 if unknown.
+    /// The shortest time to wait before another attempt, in milliseconds; 0 if unknown.
     pub retry_after_ms: u32,
     /// The reason, for people. Truncated to [`Refusal::TEXT_BYTES_MAX`].
     pub text: String,
@@ -103,7 +103,7 @@ impl Refusal {
     /// Maximum length of the text in bytes.
     pub const TEXT_BYTES_MAX: usize = 120;
 
-    /// Encodes it, in at most [`REFUSAL_BYTES_MAX`] bytes.
+    /// Encodes the refusal, in at most [`REFUSAL_BYTES_MAX`] bytes.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
         let text = truncate(&self.text);
@@ -117,8 +117,8 @@ impl Refusal {
         bytes
     }
 
-    /// Decodes a refusal of any version; `None` if it is not one. The text is for logs: it is
-    /// truncated where the bytes end, and made printable.
+    /// Decodes a refusal of any version. Returns `None` if the bytes are not a refusal. The text is
+    /// for logs: it is truncated where the bytes end, and made printable.
     #[must_use]
     pub fn decode(bytes: &[u8]) -> Option<Self> {
         if !bytes.starts_with(&REFUSAL_MAGIC) {
@@ -144,7 +144,7 @@ impl fmt::Display for Refusal {
     }
 }
 
-/// Returns as many whole characters as fit.
+/// Returns as many whole characters as fit into [`Refusal::TEXT_BYTES_MAX`].
 fn truncate(text: &str) -> &str {
     &text[..text.floor_char_boundary(Refusal::TEXT_BYTES_MAX)]
 }
@@ -193,7 +193,7 @@ mod tests {
 
     #[test]
     fn truncates_long_texts_at_a_character() {
-        let long = refusal(&"ü€".repeat(40)); // 5 bytes each: 120 bytes are 24 of them
+        let long = refusal(&"ü€".repeat(40)); // 5 bytes each, so 24 of them are 120 bytes
         let bytes = long.encode();
         assert_eq!((bytes.len(), bytes[12]), (REFUSAL_BYTES_MAX, 120));
         assert_eq!(Refusal::decode(&bytes), Some(refusal(&"ü€".repeat(24))));

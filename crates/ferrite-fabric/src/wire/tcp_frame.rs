@@ -8,11 +8,11 @@
 //!   └──────┴──────────┴─────┴─────────┴─────┴───────┴────────┴ ─ ─ ─ ─ ┘
 //!   1 Frame     imm as over RDMA, and its payload
 //!   2 Write     op, grant, offset, and the bytes
-//!   3 WriteImm  the same, and imm for the peer
+//!   3 WriteImm  as Write, and imm for the peer
 //!   4 Read      op, grant, offset; len is the number of requested bytes, and none follow
 //!   5 Done      op: the write was executed
 //!   6 Data      op, and the bytes that were read
-//!   7 Denied    op: the grant does not cover it, or was revoked
+//!   7 Denied    op: the grant does not cover the operation, or was revoked
 //!
 //!   8 Offer     op: number of the offer, and an address: offers to upgrade to RDMA
 //!   9 Answer    op, and an address: accepts the offer
@@ -22,8 +22,8 @@
 //!  13 Rekey     grant, offset, imm: address and key of a grant on the next device
 //! ```
 //!
-//! The peer's fabric executes one-sided operations in the order in which they arrive, among the
-//! frames, as a queue pair does.
+//! The peer's fabric executes one-sided operations and frames in the order in which they arrive, as
+//! a queue pair does.
 
 use super::{field, put};
 
@@ -74,10 +74,10 @@ impl TcpFrameKind {
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TcpFrame {
-    /// Its kind.
+    /// The kind of the frame.
     pub kind: TcpFrameKind,
-    /// The immediate data, as over RDMA: see [`Frame`](super::Frame). For a write with immediate
-    /// data, the application's. For `Rekey`, the key.
+    /// The immediate data, as over RDMA: see [`Frame`](super::Frame). For `WriteImm`, the
+    /// application's immediate data. For `Rekey`, the key.
     pub imm: u32,
     /// Number of payload bytes; for a read, the number of requested bytes.
     pub len: u32,
@@ -92,7 +92,7 @@ pub struct TcpFrame {
 }
 
 impl TcpFrame {
-    /// Encodes it.
+    /// Encodes the header.
     #[must_use]
     pub fn encode(&self) -> [u8; TCP_FRAME_HEADER_BYTES] {
         let kind = match self.kind {
@@ -120,7 +120,7 @@ impl TcpFrame {
         bytes
     }
 
-    /// Decodes the header of a TCP frame; `None` if its kind is unknown.
+    /// Decodes the header of a TCP frame. Returns `None` if its kind is unknown.
     #[must_use]
     pub fn decode(bytes: &[u8; TCP_FRAME_HEADER_BYTES]) -> Option<Self> {
         let kind = match bytes[0] {

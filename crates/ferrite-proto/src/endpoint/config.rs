@@ -15,8 +15,8 @@ use std::time::Duration;
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Config {
-    /// The longest window that a peer may announce. A long window takes no memory on this side: the
-    /// driver gathers the bytes of a write from wherever they are. Default 1 GiB.
+    /// The longest window that a peer may announce. A long window takes no memory on this side,
+    /// because the driver gathers the bytes of a write from wherever they are. Default 1 GiB.
     pub max_peer_window: u32,
     /// The longest single write. Default 1 GiB; a network card accepts at most 2 GiB.
     pub max_write: u32,
@@ -24,30 +24,30 @@ pub struct Config {
     /// for [`MESSAGES_IN_FLIGHT`](super::MESSAGES_IN_FLIGHT) messages. Default 512.
     pub max_writes_in_flight: u32,
     /// Maximum number of writes and messages that a client sends without an arrival from the
-    /// server. Beyond it, no write starts. Default 256.
+    /// server. At the limit, no write starts. Default 256.
     ///
     /// Each write and each message takes one of the server's receives (assume 1024) until the
     /// server's software has processed it. If a write finds no receive, the connection to a Valkey
     /// server fails. A local completion does not prove that the server's software has processed a
-    /// request. A message from the server does, for all requests that had arrived when the server
-    /// sent it. It proves nothing for requests sent while it was on its way. So the limit must be
-    /// at most half of the server's receives, better a quarter.
+    /// request. A message from the server proves it for all requests that had arrived when the
+    /// server sent the message, but not for later requests. So the limit must be at most half of
+    /// the server's receives, better a quarter.
     ///
     /// A client whose queue pair retries (RNR retry 7) needs no limit. A write that the limit holds
     /// back waits at most for the server's next keepalive.
     ///
     /// The limit does not apply to servers. A server could wait for ever, because clients send no
-    /// keepalives. It needs no limit, because its network card retries for as long as it takes.
+    /// keepalives. A server needs no limit either, because its network card retries without end.
     pub max_unseen: Option<u32>,
     /// How often a server sends a keepalive. Default 3 s. Clients send none.
     pub keepalive_interval: Duration,
-    /// Maximum number of keepalives without a local completion; beyond it, none are sent. Default
-    /// 3.
+    /// Maximum number of keepalives without a local completion. At the limit, no further ones are
+    /// sent. Default 3.
     pub max_keepalives: u32,
-    /// How long a keepalive may have no local completion, while nothing arrives, before the peer
-    /// counts as dead. Default 30 s.
+    /// How long a keepalive may stay without a local completion, while nothing arrives, before the
+    /// peer counts as dead. Default 30 s.
     pub dead_after: Duration,
-    /// The features that a server reports when asked. Default 0: none are defined.
+    /// The features that a server reports when asked. Default 0, because no features are defined.
     pub features: u64,
 }
 
@@ -70,7 +70,7 @@ impl Config {
     /// Checks whether an endpoint can work with this configuration.
     ///
     /// # Errors
-    /// If a field is zero. The error has the name of that field.
+    /// If a field that must not be 0 is 0. The error has the name of that field.
     pub fn check(&self) -> Result<(), ConfigError> {
         let zero = [
             ("max_peer_window", self.max_peer_window == 0),
@@ -88,7 +88,7 @@ impl Config {
     }
 }
 
-/// A setting with which an endpoint cannot work.
+/// A setting that an endpoint cannot work with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("{field} must not be 0")]
 pub struct ConfigError {

@@ -22,8 +22,8 @@ pub enum ProtocolError {
     /// The peer violated the rules of the windows.
     #[error(transparent)]
     Window(#[from] WindowError),
-    /// A write has more bytes than its immediate says. Fewer are legal: the immediate also counts
-    /// the bytes of earlier writes without an immediate.
+    /// A write has more bytes than its immediate says. Fewer bytes are legal, because the immediate
+    /// also counts the bytes of earlier writes without an immediate.
     #[error("the peer wrote {byte_len} bytes, but its immediate data says {immediate}")]
     Immediate {
         /// The number in the immediate.

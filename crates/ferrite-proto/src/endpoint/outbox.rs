@@ -1,8 +1,8 @@
 //! Control messages that wait to be polled, and those in flight (without a local completion).
 //!
-//! The queue is bounded whatever the peer does: an announcement is a flag, feature messages and
-//! keepalives have limits, and at most [`MESSAGES_IN_FLIGHT`] are handed out before the first
-//! completes.
+//! The queue is bounded whatever the peer does. An announcement is a flag, feature messages and
+//! keepalives have limits, and at most [`MESSAGES_IN_FLIGHT`] messages are handed out before the
+//! first completes.
 
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -43,7 +43,7 @@ impl Outbox {
         self.announcement
     }
 
-    /// Queues a feature message; returns whether there was room.
+    /// Queues a feature message. Returns whether there was room.
     pub(super) fn queue_feature(&mut self, message: Message) -> bool {
         let room = self.features.len() < FEATURES_WAITING;
         if room {
@@ -52,7 +52,7 @@ impl Outbox {
         room
     }
 
-    /// Queues a keepalive; returns whether fewer than `limit` were waiting or in flight.
+    /// Queues a keepalive, if fewer than `limit` are waiting or in flight. Returns whether it did.
     pub(super) fn queue_keepalive(&mut self, now: Instant, limit: u32) -> bool {
         let room = self.keepalives.len() < limit as usize;
         if room {
@@ -87,7 +87,7 @@ impl Outbox {
         Some(next)
     }
 
-    /// Removes the oldest message in flight, which has completed; returns whether there was one.
+    /// Removes the oldest message in flight, which has completed. Returns whether there was one.
     pub(super) fn complete_oldest(&mut self) -> bool {
         let Some(keepalive) = self.in_flight.pop_front() else { return false };
         if keepalive {

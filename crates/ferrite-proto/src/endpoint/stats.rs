@@ -25,13 +25,13 @@ pub struct Stats {
     pub bytes_written: u64,
     /// Immediates received.
     pub immediates: u64,
-    /// Bytes that these report.
+    /// Bytes that these immediates report.
     pub bytes_received: u64,
     /// Bytes that the reader consumed.
     pub bytes_consumed: u64,
     /// Writes that had to wait because the peer's window was full or not announced.
     pub stalled_by_window: u64,
-    /// Writes that had to wait because too many had no local completion.
+    /// Writes that had to wait because too many earlier writes had no local completion.
     pub stalled_by_completions: u64,
     /// Writes that had to wait because nothing arrived from the peer after too many requests.
     pub stalled_by_silence: u64,

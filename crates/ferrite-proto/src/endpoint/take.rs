@@ -20,7 +20,7 @@ impl Endpoint {
             (Message::GetServerFeature { .. }, Role::Client) => {
                 return Err(ProtocolError::UnrequestedFeatures);
             }
-            // This message has no answer, and no feature is defined that could have an effect.
+            // This message has no answer. It has no effect, because no feature is defined.
             (Message::SetClientFeature { .. }, _) => self.stats.features_received += 1,
             (Message::Keepalive, _) => self.stats.keepalives_received += 1,
             (Message::RegisterXferMemory(registration), _) => {

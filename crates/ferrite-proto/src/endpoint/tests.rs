@@ -1,5 +1,5 @@
-//! Tests of single endpoints: what they send, accept and refuse. `tests/pair.rs` connects two of
-//! them.
+//! Tests of single endpoints: the messages that they send, accept and refuse. `tests/pair.rs` tests
+//! two connected endpoints.
 
 use std::time::Duration;
 
@@ -19,7 +19,7 @@ fn open(role: Role, config: Config, now: Instant) -> Endpoint {
     endpoint
 }
 
-/// Returns an open endpoint that knows where to write.
+/// Returns an open endpoint that has the peer's announcement.
 fn ready(role: Role, config: Config, now: Instant) -> Endpoint {
     let mut endpoint = open(role, config, now);
     endpoint.handle_message(&Message::RegisterXferMemory(THEIRS).encode()).expect("the first one");
@@ -153,18 +153,18 @@ fn server_sends_keepalives_and_detects_a_dead_peer() {
     assert_eq!(server.poll_message(), None, "no more than three");
     assert_eq!((server.stats().keepalives_sent, server.stats().keepalives_skipped), (3, 2));
 
-    // The first keepalive is acknowledged: the oldest one left was queued at 6 s.
+    // The first keepalive is acknowledged. The oldest remaining one was queued at 6 s.
     server.handle_message_sent();
     let dead = ProtocolError::Dead { after: 30 * second };
     server.handle_timeout(now + 35 * second).expect("alive");
-    // An arrival: the silence counts from the next call of `handle_timeout`.
+    // After an arrival, the silence counts from the next call of `handle_timeout`.
     server.handle_immediate(1, 1).expect("room");
     server.handle_timeout(now + 38 * second).expect("alive");
     server.handle_timeout(now + 67 * second).expect("alive");
     assert_eq!(server.poll_timeout(), Some(now + 68 * second));
     assert_eq!(server.handle_timeout(now + 68 * second), Err(dead));
 
-    // All keepalives are acknowledged: the peer is never dead.
+    // If all keepalives are acknowledged, the peer is never dead.
     let mut server = open(Role::Server, Config::default(), now);
     server.handle_timeout(now + 3 * second).expect("alive");
     server.poll_message().expect("a keepalive");

@@ -29,7 +29,7 @@ impl<'a> Command<'a> {
     /// Parses exactly one command, within the default limits.
     ///
     /// # Errors
-    /// If the bytes are not a command, not a whole one, or more than one.
+    /// If the bytes are not a command, are an incomplete command, or are more than one command.
     pub fn parse(bytes: &'a [u8]) -> Result<Self, CommandError> {
         Self::parse_within(bytes, Limits::default())
     }
@@ -37,7 +37,7 @@ impl<'a> Command<'a> {
     /// Parses exactly one command.
     ///
     /// # Errors
-    /// If the bytes are not a command, not a whole one, or more than one.
+    /// If the bytes are not a command, are an incomplete command, or are more than one command.
     pub fn parse_within(bytes: &'a [u8], limits: Limits) -> Result<Self, CommandError> {
         match CommandFramer::new(limits).feed(bytes)? {
             Progress { complete: false, .. } => return Err(CommandError::Incomplete),
@@ -62,7 +62,7 @@ impl<'a> Command<'a> {
         Some(Self { count: 0, body: line.strip_suffix(b"\r").unwrap_or(line), inline: true })
     }
 
-    /// Returns the line of an inline command, without its end. `None` for a multibulk.
+    /// Returns the line of an inline command, without its line end. Returns `None` for a multibulk.
     #[must_use]
     pub fn inline(&self) -> Option<&'a [u8]> {
         self.inline.then_some(self.body)
@@ -83,8 +83,8 @@ pub struct Args<'a> {
 }
 
 impl Args<'_> {
-    /// Returns the stated length of the next argument, even if the argument has not arrived. `None`
-    /// if there is no next argument, or if its length has not arrived.
+    /// Returns the stated length of the next argument, even if the argument has not arrived.
+    /// Returns `None` if there is no next argument, or if its length has not arrived.
     #[must_use]
     pub fn announced(&self) -> Option<usize> {
         self.count.checked_sub(1)?;
@@ -110,7 +110,7 @@ impl<'a> Iterator for Args<'a> {
 
 impl ExactSizeIterator for Args<'_> {}
 
-/// Parses a count and the two bytes after it; returns the count and the rest. A negative count
+/// Parses a count and the two bytes after it. Returns the count and the rest. A negative count
 /// gives 0.
 fn header(bytes: &[u8]) -> Option<(usize, &[u8])> {
     let end = bytes.iter().position(|byte| *byte == b'\r')?;

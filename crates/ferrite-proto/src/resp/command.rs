@@ -9,7 +9,7 @@
 //! As in Redis, the framer does not check the byte after `\r`, which should be `\n`, or the two
 //! bytes after a bulk string. It checks them if [`Limits::exact_ends`] is set, because Valkey 9.1
 //! checks some of them. If a line can no longer be a number, Redis still waits for the rest of the
-//! line; this framer reports the error at once.
+//! line. This framer reports the error at once.
 
 use super::number::Length;
 use super::{Limits, Progress};
@@ -46,7 +46,7 @@ enum State {
     },
     /// After `*`.
     Count(Length),
-    /// After the `\r` of the count: how many arguments follow.
+    /// After the `\r` of the count. `args` is the number of arguments that follow.
     CountEnd {
         args: u64,
     },
@@ -104,8 +104,8 @@ impl CommandFramer {
         }
     }
 
-    /// Consumes the next bytes, up to the end of a command. Feed the bytes after it in the next
-    /// call.
+    /// Consumes the next bytes, up to the end of a command. Feed the bytes after that end in the
+    /// next call.
     ///
     /// # Errors
     /// If the bytes are not a command. All later calls return the same error.
@@ -134,8 +134,8 @@ impl CommandFramer {
         }
     }
 
-    /// Returns how many of the bytes (at least one is given) are consumed, and the next state:
-    /// `None` at the end of the command.
+    /// Returns how many of the bytes are consumed, and the next state, which is `None` at the end
+    /// of the command. `rest` must not be empty.
     fn step(&self, rest: &[u8]) -> Result<(usize, Option<State>), CommandError> {
         let first = rest.first().copied().unwrap_or_default();
         Ok(match self.state {
@@ -193,13 +193,13 @@ impl CommandFramer {
         })
     }
 
-    /// Consumes the line of an inline command up to its end; `before` bytes of it were consumed
-    /// before.
+    /// Consumes the line of an inline command up to its end. `before` is the number of its bytes
+    /// that were consumed earlier.
     fn inline(&self, before: u32, rest: &[u8]) -> Result<(usize, Option<State>), CommandError> {
         let room = (self.limits.inline_bytes.saturating_sub(before) as usize).saturating_add(1);
         let within = rest.get(..room).unwrap_or(rest);
-        // Redis searches for the end of the line as in a C string: it would not find one after a
-        // zero byte.
+        // Redis searches for the end of the line as in a C string. So it would not find a line end
+        // after a zero byte.
         match within.iter().position(|byte| matches!(byte, b'\n' | 0)) {
             Some(at) if within.get(at) == Some(&0) => Err(CommandError::InlineZero),
             Some(at) => Ok((at + 1, None)),
@@ -212,8 +212,8 @@ impl CommandFramer {
     }
 }
 
-/// Returns whether `bytes`, the next of the `left` remaining bytes of a bulk string, fit a string
-/// that ends in `\r\n`.
+/// Returns whether the next bytes of a bulk string are compatible with an end in `\r\n`. `left`
+/// bytes of the string remain, including `bytes` and the line end.
 fn ends_exactly(bytes: &[u8], left: u64) -> bool {
     let from_end =
         |count| usize::try_from(left.checked_sub(count)?).ok().and_then(|at| bytes.get(at));
@@ -236,7 +236,7 @@ pub enum CommandError {
         /// The byte in place of `$`.
         got: u8,
     },
-    /// A line or a bulk string does not end in `\r\n`: with [`Limits::exact_ends`] only.
+    /// A line or a bulk string does not end in `\r\n`. Occurs only with [`Limits::exact_ends`].
     #[error("Protocol error: expected CRLF")]
     LineEnd,
     /// An inline command exceeds the limit.
@@ -245,10 +245,12 @@ pub enum CommandError {
     /// An inline command contains a zero byte, so that Redis would not find its end.
     #[error("Protocol error: zero byte in inline request")]
     InlineZero,
-    /// The command is not complete: from [`Command::parse`](super::Command::parse) only.
+    /// The command is not complete. Only [`Command::parse`](super::Command::parse) and
+    /// [`Command::parse_within`](super::Command::parse_within) return this.
     #[error("Protocol error: incomplete command")]
     Incomplete,
-    /// There is more than one command: from [`Command::parse`](super::Command::parse) only.
+    /// There is more than one command. Only [`Command::parse`](super::Command::parse) and
+    /// [`Command::parse_within`](super::Command::parse_within) return this.
     #[error("Protocol error: unexpected bytes after the command")]
     Trailing,
 }
@@ -298,7 +300,7 @@ mod tests {
             b"PING\n",
             b"12345678\n",
             b"$4\r\n",
-            // As lenient as Redis.
+            // Redis accepts these wrong line ends, too.
             b"*1\rx$4\ryPINGzz",
         ] {
             let complete = Ok(Progress { consumed: command.len(), complete: true });

@@ -23,12 +23,12 @@ pub fn encode_bulk(bytes: &[u8], into: &mut Vec<u8>) {
     blob(b'$', bytes, into);
 }
 
-/// Appends a status such as `OK`. Line ends in it become spaces.
+/// Appends a status such as `OK`. Line ends in the text become spaces.
 pub fn encode_status(text: &str, into: &mut Vec<u8>) {
     line(b'+', text.as_bytes(), into);
 }
 
-/// Appends an error such as `ERR no such key`. Line ends in it become spaces.
+/// Appends an error such as `ERR no such key`. Line ends in the text become spaces.
 pub fn encode_error(text: &str, into: &mut Vec<u8>) {
     line(b'-', text.as_bytes(), into);
 }
@@ -65,8 +65,8 @@ pub struct Head {
 }
 
 impl Head {
-    /// Creates a header without the formatting of the standard library, which takes as long as
-    /// copying a small value.
+    /// Creates a header. It does not use the formatting of the standard library, which takes as
+    /// long as copying a small value.
     #[must_use]
     pub fn new(kind: u8, len: usize) -> Self {
         let mut bytes = *b"000000000000000000000\r\n";

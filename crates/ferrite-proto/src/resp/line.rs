@@ -1,4 +1,5 @@
-//! Splits lines that people type into arguments. White space separates arguments, except in quotes.
+//! Splits lines that people type into arguments. White space separates arguments, except inside
+//! quotes.
 //!
 //! In double quotes, `\n \r \t \b \a` and `\xff` stand for one byte each, and any other byte after
 //! a backslash stands for itself. In single quotes only `\'` is special. A closing quote ends the
@@ -12,7 +13,7 @@ pub struct Unbalanced;
 /// Splits a line into its arguments, as redis-cli does.
 ///
 /// # Errors
-/// A quote is not closed, or not followed by white space.
+/// If a quote is not closed, or is not followed by white space.
 pub fn split_line(line: &[u8]) -> Result<Vec<Vec<u8>>, Unbalanced> {
     let mut arguments = Vec::new();
     let mut rest = line;
@@ -31,7 +32,8 @@ pub fn split_line(line: &[u8]) -> Result<Vec<Vec<u8>>, Unbalanced> {
 /// Parses exactly one argument, quoted or not.
 ///
 /// # Errors
-/// A quote is not closed, or there is no argument, or more than one.
+/// If a quote is not closed or is not followed by white space, or if there is not exactly one
+/// argument.
 pub fn unquote(text: &[u8]) -> Result<Vec<u8>, Unbalanced> {
     let mut arguments = split_line(text)?;
     match (arguments.pop(), arguments.is_empty()) {
@@ -104,7 +106,7 @@ fn single_quoted(mut argument: Vec<u8>, mut rest: &[u8]) -> Result<(Vec<u8>, &[u
     }
 }
 
-/// Ends an argument after its closing quote, which white space must follow.
+/// Ends an argument after its closing quote. White space or the end of the line must follow.
 fn end_quoted(argument: Vec<u8>, rest: &[u8]) -> Result<(Vec<u8>, &[u8]), Unbalanced> {
     match rest.first() {
         Some(byte) if !is_space(*byte) => Err(Unbalanced),

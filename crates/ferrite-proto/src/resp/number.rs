@@ -1,6 +1,7 @@
 //! Integers, parsed byte by byte.
 
-/// A number in the form that Redis accepts as a length: no `+`, no leading zero, no `-0`, 64 bits.
+/// A number in the form that Redis accepts as a length: a signed 64-bit number without `+`, leading
+/// zeros or `-0`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct Length {
     negative: bool,
@@ -9,7 +10,7 @@ pub(super) struct Length {
 }
 
 impl Length {
-    /// Adds the next byte. Returns `None` if no such number begins like this.
+    /// Adds the next byte. Returns `None` if no valid number begins with these bytes.
     pub(super) fn push(&mut self, byte: u8) -> Option<()> {
         match byte {
             b'-' if !self.negative && self.digits == 0 => self.negative = true,
@@ -36,7 +37,7 @@ impl Length {
     }
 }
 
-/// A number in the form of replies: a sign of either kind and leading zeros are allowed.
+/// A number in the form of replies, which may have `+` or `-` and leading zeros.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct Integer {
     sign: Option<u8>,
@@ -45,7 +46,7 @@ pub(super) struct Integer {
 }
 
 impl Integer {
-    /// Adds the next byte. Returns `None` if no such number begins like this.
+    /// Adds the next byte. Returns `None` if no valid number begins with these bytes.
     pub(super) fn push(&mut self, byte: u8) -> Option<()> {
         match byte {
             b'-' | b'+' if self.sign.is_none() && !self.any => self.sign = Some(byte),

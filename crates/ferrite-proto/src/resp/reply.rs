@@ -10,8 +10,8 @@
 //!   $-1  *-1                                  the nulls of RESP2
 //! ```
 //!
-//! Attributes belong to the frame of their value. A push is a frame of its own, never inside
-//! another.
+//! Attributes belong to the frame of their value. A push is a frame of its own, and is never inside
+//! another value.
 
 mod error;
 mod state;
@@ -69,7 +69,8 @@ impl ReplyFramer {
         self.frame_bytes
     }
 
-    /// Consumes the next bytes, up to the end of a reply. Feed the bytes after it in the next call.
+    /// Consumes the next bytes, up to the end of a reply. Feed the bytes after that end in the next
+    /// call.
     ///
     /// # Errors
     /// If the bytes are not a reply. All later calls return the same error.
@@ -104,7 +105,7 @@ impl ReplyFramer {
         }
     }
 
-    /// Returns how many of the bytes (at least one is given) are consumed, and the next state.
+    /// Returns how many of the bytes are consumed, and the next state. `rest` must not be empty.
     fn step(&mut self, rest: &[u8]) -> Result<(usize, State), ReplyError> {
         let first = rest.first().copied().unwrap_or_default();
         let next = match self.state {
@@ -159,7 +160,8 @@ impl ReplyFramer {
             b'.' if self.stream_may_end() => line(Scalar::End),
             got => return Err(ReplyError::Type { got }),
         };
-        // Attributes may follow attributes; all belong to the next value that is not attributes.
+        // Attributes may follow attributes. All of them belong to the next value that is not an
+        // attribute.
         self.attributed &= matches!(kind, b'|');
         Ok(state)
     }
@@ -169,7 +171,8 @@ impl ReplyFramer {
         !self.attributed && matches!(stream, Some(Remaining::Stream { odd: false, .. }))
     }
 
-    /// Consumes a line of text up to its end; `before` bytes of it were consumed before.
+    /// Consumes a line of text up to its end. `before` is the number of its bytes that were
+    /// consumed earlier.
     fn text(&self, before: u32, rest: &[u8]) -> Result<(usize, State), ReplyError> {
         let room = (self.limits.inline_bytes.saturating_sub(before) as usize).saturating_add(1);
         let within = rest.get(..room).unwrap_or(rest);
@@ -277,8 +280,8 @@ impl ReplyFramer {
                     return Err(ReplyError::TooDeep { limit: self.limits.depth });
                 }
                 self.levels.push(level);
-                // Earlier attributes belong to the same value as these: the flag is set when these
-                // end.
+                // Earlier attributes belong to the same value as these attributes. The flag is set
+                // again when these end.
                 self.attributed = false;
                 State::Type
             }
@@ -331,7 +334,8 @@ fn push_size_byte(size: Size, byte: u8) -> Result<Size, ReplyError> {
     }
 }
 
-/// Consumes the bytes of a string. A verbatim string has at least four: its format and a colon.
+/// Consumes the bytes of a string. A verbatim string has at least four bytes: three for its format,
+/// and a colon.
 fn blob(
     left: u64,
     format: Option<u8>,

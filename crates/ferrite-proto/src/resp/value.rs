@@ -1,4 +1,4 @@
-//! A view of a complete reply. Strings stay where they were received; only the lists of aggregates
+//! A view of a complete reply. Strings stay where they were received. Only the lists of aggregates
 //! are allocated.
 
 use super::encode::{blob, header, line};
@@ -28,7 +28,7 @@ pub enum Value<'a> {
     Bulk(&'a [u8]),
     /// A string in chunks.
     Chunks(Vec<&'a [u8]>),
-    /// Null: that of RESP3, and both of RESP2.
+    /// Null: the null of RESP3, or one of the two nulls of RESP2.
     Null,
     /// A boolean.
     Boolean(bool),
@@ -36,7 +36,7 @@ pub enum Value<'a> {
     Double {
         /// The number.
         value: f64,
-        /// The text as received: servers differ in how many digits they write.
+        /// The text as received, because servers differ in how many digits they write.
         text: &'a [u8],
     },
     /// An integer of any size, in decimal digits.
@@ -50,7 +50,8 @@ pub enum Value<'a> {
         /// The string.
         text: &'a [u8],
     },
-    /// Values in order, sent with their number or streamed; sets and maps may be streamed, too.
+    /// Values in order. Their number was stated, or they were streamed. Sets and maps may be
+    /// streamed, too.
     Array(Vec<Self>),
     /// Values without an order. Duplicates are not removed.
     Set(Vec<Self>),
@@ -68,13 +69,14 @@ pub enum Value<'a> {
 }
 
 impl<'a> Value<'a> {
-    /// The maximum depth that is parsed, whatever the limits say: each level is a recursive call.
+    /// The maximum depth that is parsed, whatever the limits say, because each level is a recursive
+    /// call.
     pub const MAX_DEPTH: u32 = 128;
 
     /// Parses exactly one reply, within the default limits.
     ///
     /// # Errors
-    /// If the bytes are not a reply, not a whole one, or more than one.
+    /// If the bytes are not a reply, are an incomplete reply, or are more than one reply.
     pub fn parse(bytes: &'a [u8]) -> Result<Self, ReplyError> {
         Self::parse_within(bytes, Limits::default())
     }
@@ -82,7 +84,7 @@ impl<'a> Value<'a> {
     /// Parses exactly one reply.
     ///
     /// # Errors
-    /// If the bytes are not a reply, not a whole one, or more than one.
+    /// If the bytes are not a reply, are an incomplete reply, or are more than one reply.
     pub fn parse_within(bytes: &'a [u8], limits: Limits) -> Result<Self, ReplyError> {
         let limits = Limits { depth: limits.depth.min(Self::MAX_DEPTH), ..limits };
         match ReplyFramer::new(limits).feed(bytes)? {
@@ -95,7 +97,7 @@ impl<'a> Value<'a> {
         Reader { rest: bytes }.value()
     }
 
-    /// Appends the value in RESP3: nulls in the form of RESP3, streamed aggregates with their
+    /// Appends the value in RESP3. Nulls get the form of RESP3, and streamed aggregates get their
     /// length.
     pub fn encode(&self, into: &mut Vec<u8>) {
         match self {
@@ -105,7 +107,7 @@ impl<'a> Value<'a> {
             Self::Bulk(bytes) => blob(b'$', bytes, into),
             Self::Chunks(chunks) => {
                 line(b'$', b"?", into);
-                // An empty chunk would mark the end.
+                // An empty chunk would mark the end of the string.
                 chunks
                     .iter()
                     .filter(|chunk| !chunk.is_empty())
@@ -153,15 +155,15 @@ enum Count {
     Stream,
 }
 
-/// Reads bytes that a framer has found to be a whole reply. If they end early, that is a bug of
-/// ours, which gives an error and not a panic.
+/// Reads bytes that a framer has found to be a whole reply. If they end early, that is a bug in
+/// this crate. The reader then returns an error and does not panic.
 struct Reader<'a> {
     rest: &'a [u8],
 }
 
 impl<'a> Reader<'a> {
-    /// Reads a value. Recurses only as deep as the framer allowed: attributes before a value are
-    /// read in a loop.
+    /// Reads a value. Recurses only as deep as the framer allowed, because attributes before a
+    /// value are read in a loop.
     fn value(&mut self) -> Result<Value<'a>, ReplyError> {
         let mut attributes = None;
         while let Some(rest) = self.rest.strip_prefix(b"|") {
@@ -258,7 +260,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Returns `None` for a null.
+    /// Reads the values of an aggregate. Returns `None` for a null.
     fn values(&mut self) -> Result<Option<Vec<Value<'a>>>, ReplyError> {
         self.each(Self::value)
     }
@@ -287,7 +289,8 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// Parses a double as Rust does, which accepts all that RESP3 writes: `inf`, `-inf` and `nan` too.
+/// Parses a double as Rust does. Rust accepts all forms of RESP3, including `inf`, `-inf` and
+/// `nan`.
 fn double(text: &[u8]) -> Option<f64> {
     std::str::from_utf8(text).ok()?.parse().ok()
 }
@@ -337,7 +340,8 @@ mod tests {
         let value = Box::new(Value::Array(Vec::new()));
         let attributes = vec![pair.clone(), pair];
         assert_eq!(Value::parse(&bytes), Ok(Value::Attributed { attributes, value }));
-        // Many attributes before one value must not recurse: the stack would overflow.
+        // Many attributes before one value must not cause recursion, because the stack would
+        // overflow.
         let mut many = b"|0\r\n".repeat(100_000);
         many.extend_from_slice(b"_\r\n");
         assert!(Value::parse(&many).is_ok());

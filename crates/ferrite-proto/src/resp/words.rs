@@ -1,5 +1,5 @@
-//! A fast path for commands in the plain form that clients send: finds the end of a command and its
-//! words in one pass.
+//! A fast path for commands in the plain form that clients send. It finds the end of a command and
+//! its words in one pass.
 
 use std::ops::Range;
 
@@ -8,11 +8,11 @@ const WORDS_MAX: usize = 33;
 /// The maximum number of digits in the length of a plain word.
 const DIGITS_MAX: usize = 7;
 
-/// Finds the whole command at `at` in `bytes`, appends the ranges of its words to `places`, and
-/// returns where it ends.
+/// Finds the whole command at `at` in `bytes`, and appends the ranges of its words to `places`.
+/// Returns where the command ends.
 ///
 /// Returns `None` if the command is not whole or not in the plain form (few words, exact line
-/// ends). Then a [`CommandFramer`](super::CommandFramer) must parse it.
+/// ends). A [`CommandFramer`](super::CommandFramer) must then parse the command.
 ///
 /// ```
 /// use ferrite_proto::resp::{Words, plain_command};
@@ -41,7 +41,7 @@ fn find(bytes: &[u8], at: usize, places: &mut Vec<Range<usize>>) -> Option<usize
     }
     for _ in 0..count {
         let (size, start) = line(bytes, at, b'$')?;
-        let end = start + size; // no overflow: few digits
+        let end = start + size; // the sum cannot overflow, because a length has few digits
         if bytes.get(end..)?.first_chunk() != Some(b"\r\n") {
             return None;
         }
@@ -51,7 +51,7 @@ fn find(bytes: &[u8], at: usize, places: &mut Vec<Range<usize>>) -> Option<usize
     Some(at)
 }
 
-/// Parses the number after `kind` at `at`; returns it and where the next line begins.
+/// Parses the number after `kind` at `at`. Returns the number and the start of the next line.
 #[inline]
 fn line(bytes: &[u8], at: usize, kind: u8) -> Option<(usize, usize)> {
     let digit = |byte: u8| usize::from(byte.wrapping_sub(b'0'));
@@ -72,8 +72,8 @@ fn line(bytes: &[u8], at: usize, kind: u8) -> Option<(usize, usize)> {
     long_line(bytes, at + 1)
 }
 
-/// Parses the number at `at`, which does not begin with a zero; returns it and where the next line
-/// begins.
+/// Parses the number at `at`, which does not begin with a zero. Returns the number and the start of
+/// the next line.
 fn long_line(bytes: &[u8], at: usize) -> Option<(usize, usize)> {
     let mut number = 0;
     for (index, byte) in bytes.get(at..)?.iter().take(DIGITS_MAX + 1).enumerate() {
@@ -191,7 +191,7 @@ mod tests {
     }
 
     proptest! {
-        /// The framer finds the same command, with the same end.
+        /// Checks that the framer finds the same command, with the same end.
         #[test]
         fn agrees_with_the_framer(
             words in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..20), 1..4),

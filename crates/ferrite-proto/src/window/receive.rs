@@ -11,9 +11,9 @@ use super::WindowError;
 ///   ├─ taken ──────┼─ readable ────┼─ room ──────┤
 /// ```
 ///
-/// The window is closed until it is announced: a peer that writes earlier violates the protocol.
-/// When the last byte is consumed, the window is closed again, and must be announced again with the
-/// same length.
+/// The window is closed until it is announced. A peer that writes earlier violates the protocol.
+/// When the last byte is consumed, the window closes, and must be announced again with the same
+/// length.
 ///
 /// ```
 /// use ferrite_proto::ReceiveWindow;
@@ -33,9 +33,9 @@ use super::WindowError;
 pub struct ReceiveWindow {
     length: u32,
     open: bool,
-    /// At most `length`.
+    /// The number of bytes that have arrived; at most `length`.
     filled: u32,
-    /// At most `filled`.
+    /// The number of bytes that the reader has taken; at most `filled`.
     consumed: u32,
 }
 
@@ -46,13 +46,14 @@ impl ReceiveWindow {
         Self { length, open: false, filled: 0, consumed: 0 }
     }
 
-    /// Returns how many bytes the peer may write in all, from one announcement to the next.
+    /// Returns how many bytes the peer may write in total from one announcement to the next.
     #[must_use]
     pub fn length(&self) -> u32 {
         self.length
     }
 
-    /// Returns whether the window was announced, and has not been both filled and consumed since.
+    /// Returns whether the window is open: it was announced, and not all of it is filled and
+    /// consumed.
     #[must_use]
     pub fn is_open(&self) -> bool {
         self.open
@@ -70,13 +71,13 @@ impl ReceiveWindow {
         self.consumed..self.filled
     }
 
-    /// Opens the window, because its registration is sent: the peer may write from now on. Does
+    /// Opens the window. The caller sends the registration, so the peer may write from now on. Does
     /// nothing while the window is open.
     pub fn announce(&mut self) {
         self.open = true;
     }
 
-    /// Records the bytes that an immediate reports.
+    /// Adds the bytes that an immediate reports.
     ///
     /// # Errors
     /// If there is no room for them. The window is then unchanged.
@@ -90,8 +91,8 @@ impl ReceiveWindow {
         Ok(())
     }
 
-    /// Consumes `bytes`, which the reader took. Returns whether the window must be announced again:
-    /// it is then closed and empty.
+    /// Consumes `bytes`, which the reader has taken. Returns whether the window must be announced
+    /// again. The window is then closed and empty.
     ///
     /// # Panics
     /// If fewer bytes are readable.

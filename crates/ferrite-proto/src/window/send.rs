@@ -1,4 +1,4 @@
-//! The window that we write at the peer: its last registration, and how far that is filled.
+//! The window that we write at the peer: its last registration, and how much of that is filled.
 
 use super::WindowError;
 use crate::message::Registration;
@@ -12,8 +12,8 @@ pub struct Write {
     pub rkey: u32,
     /// The number of bytes.
     pub len: u32,
-    /// The number of bytes since the last immediate, for the peer. In host byte order; verbs
-    /// expects network byte order.
+    /// The number of bytes since the last immediate, for the peer. This is in host byte order;
+    /// verbs expects network byte order.
     pub immediate: u32,
 }
 
@@ -22,8 +22,9 @@ pub struct Write {
 /// A registration is accepted in three cases: it is the first, the previous one is filled to the
 /// last byte, or nothing was written to the previous one. In each case no byte is on its way to the
 /// old memory, whether the new memory is the same or not. Any other registration is an error of the
-/// peer, which could not tell the bytes of the old one from those of the new. Address, length and
-/// key may change from one to the next; every registration is filled from its first byte.
+/// peer, because the peer could not tell the bytes in the old memory from those in the new.
+/// Address, length and key may differ between registrations. Every registration is filled from its
+/// first byte.
 ///
 /// ```
 /// use ferrite_proto::{Registration, SendWindow, WindowError};
@@ -49,7 +50,7 @@ pub struct Write {
 pub struct SendWindow {
     limit: u32,
     registration: Option<Registration>,
-    /// At most the registration's length.
+    /// The number of bytes written to the registration; at most its length.
     offset: u32,
 }
 
@@ -75,8 +76,8 @@ impl SendWindow {
     /// Records a registration of the peer.
     ///
     /// # Errors
-    /// If it is empty, too long, past the end of the address space, or too early. The window is
-    /// then unchanged.
+    /// If the registration is empty, too long, past the end of the address space, or too early. The
+    /// window is then unchanged.
     pub fn register(&mut self, registration: Registration) -> Result<(), WindowError> {
         let Registration { addr, length, .. } = registration;
         if length == 0 {
@@ -108,7 +109,8 @@ impl SendWindow {
         if len == 0 {
             return None;
         }
-        // No overflow: the offset is within the registration, which ends at a valid address.
+        // The sum cannot overflow: the offset is within the registration, which ends at a valid
+        // address.
         let remote_addr = registration.addr.checked_add(self.offset.into())?;
         self.offset = self.offset.checked_add(len)?;
         Some(Write { remote_addr, rkey: registration.rkey, len, immediate: len })
@@ -157,7 +159,7 @@ mod tests {
 
     #[test]
     fn accepts_a_registration_when_empty_or_full() {
-        // Accepted: the first, the same again with nothing written, another with nothing written.
+        // While nothing is written, the same registration and another one are accepted.
         let mut window = registered();
         window.register(MEMORY).expect("the same");
         let other = Registration { addr: 0x9000, length: 3, rkey: 2 };
@@ -166,7 +168,8 @@ mod tests {
             window.write(1, 100).map(|write| (write.remote_addr, write.rkey)),
             Some((0x9000, 2))
         );
-        // Refused while it is partly filled; accepted when it is full, also with another length.
+        // A partly filled window refuses a registration. A full one accepts it, even with another
+        // length.
         let early = WindowError::Early { offset: 1, length: 3 };
         assert_eq!(window.register(other), Err(early));
         assert_eq!(window.room(), 2);

@@ -1,4 +1,4 @@
-//! The rules of `docs/book/src/protocol/links.md`, implemented a second time: how a link must react
+//! A second implementation of the rules in `docs/book/src/protocol/links.md`: how a link must react
 //! to its peer.
 
 use std::collections::VecDeque;
@@ -17,37 +17,41 @@ pub(super) enum Arrived {
 
 #[derive(Default)]
 pub(super) struct Model {
-    /// The error with which the link must be down.
+    /// The error that the link must have failed with.
     pub(super) down: Option<ErrorKind>,
-    /// Counted frames to the link, how many of them it has consumed, and for how many of them it
-    /// has returned credit.
+    /// Number of frames to the link that need credits.
     received: u64,
+    /// Number of these frames that the link has consumed.
     consumed: u64,
+    /// Number of these frames that the link has returned credits for.
     credited: u64,
-    /// Counted frames from the link, and how many of them the peer has acknowledged.
+    /// Number of frames from the link that need credits.
     sent: u64,
+    /// Number of these frames that the peer has acknowledged.
     acknowledged: u64,
     /// Incomplete messages to the link, by channel.
     partial: Vec<(u16, Vec<Vec<u8>>)>,
-    /// Messages to the link that the application has not taken. Each with the number of its frames,
-    /// and of the receive buffers that it keeps.
+    /// Messages to the link that the application has not taken. Each has its number of frames and
+    /// the number of receive buffers that it keeps.
     ready: VecDeque<(Arrived, u64, usize)>,
     /// Messages of the link's application that have not arrived completely.
     queued: [VecDeque<Vec<u8>>; PEERS.channels as usize],
-    /// What has arrived of the first of them, by channel.
+    /// The bytes that have arrived of the first queued message, by channel.
     arriving: [Vec<u8>; PEERS.channels as usize],
     /// Answers that the link must still send.
     answers: VecDeque<Control>,
-    /// Whether the application has closed the link, the link has sent Fin, the peer has sent Fin,
-    /// and the link has answered with FinAck.
+    /// Whether the application has closed the link.
     pub(super) closing: bool,
+    /// Whether the link has sent Fin.
     fin: bool,
+    /// Whether the peer has sent Fin.
     peer_fin: bool,
+    /// Whether the link has sent FinAck.
     fin_ack: bool,
 }
 
 impl Model {
-    /// Returns the credit that an honest peer sends.
+    /// Returns the credits that an honest peer sends.
     pub(super) fn count(&self) -> u16 {
         self.sent as u16
     }

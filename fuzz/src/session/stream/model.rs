@@ -1,4 +1,4 @@
-//! The rules of Valkey's protocol, implemented a second time, as far as a stream's peer and its
+//! A second implementation of the rules of Valkey's protocol, as far as a stream's peer and its
 //! application see them.
 
 use std::collections::VecDeque;
@@ -7,10 +7,12 @@ use ferrite_proto::{Message, Registration, Role};
 
 use super::{PEER_WINDOW_MAX, WINDOW};
 
-/// Feature requests that may arrive between two runs of the driver, which answers them all.
+/// Maximum number of feature requests between two runs of the driver. Each run answers all
+/// requests.
 const FEATURE_REQUESTS_MAX: usize = 16;
 
-/// Messages that may arrive before the driver runs: the fabric keeps no more, and disconnects.
+/// Maximum number of messages that may arrive before the driver runs. The fabric keeps no more, and
+/// disconnects the peer.
 const UNTAKEN_MAX: usize = 1024;
 
 /// Whether and how the connection has ended.
@@ -26,7 +28,8 @@ pub(super) enum Ending {
 /// Something that arrived but was not handled yet.
 enum Event {
     Message(Vec<u8>, bool),
-    /// Writes: the sum of the announced bytes, and the sum of the written bytes.
+    /// Writes with immediate data: the sum of the announced bytes, and the sum of the written
+    /// bytes.
     Written(u64, u64),
     Violation,
 }
@@ -35,17 +38,19 @@ pub(super) struct Model {
     role: Role,
     pub(super) ending: Ending,
     events: VecDeque<Event>,
-    /// The content of the stream's window, the offset at which an honest peer continues, and the
-    /// state of the stream.
+    /// The content of the stream's window.
     window: Vec<u8>,
+    /// The offset at which an honest peer continues to write.
     due_at: u32,
+    /// The state of the stream's window.
     announced: bool,
     filled: u32,
     consumed: u32,
-    /// The peer's window, whether it really has that memory, and how much of it is written.
+    /// The peer's window, and whether the peer really has that memory.
     theirs: Option<(Registration, bool)>,
+    /// Number of bytes that were written to the peer's window.
     written: u32,
-    /// Writes of which the peer was not notified yet.
+    /// Writes that the peer was not notified of yet.
     unannounced: VecDeque<(Registration, u32, Vec<u8>)>,
     feature_requests: usize,
 }
@@ -73,8 +78,8 @@ impl Model {
         self.events.is_empty()
     }
 
-    /// Returns whether the fabric has already disconnected the peer, although the stream does not
-    /// know it yet.
+    /// Returns whether the fabric has already disconnected the peer. The stream may not know this
+    /// yet.
     pub(super) fn is_disconnected(&self) -> bool {
         matches!(self.events.back(), Some(Event::Violation))
     }
@@ -102,8 +107,8 @@ impl Model {
         }
     }
 
-    /// Records that the peer sends a message. `is_real` says whether memory that it registers is
-    /// its own.
+    /// Records that the peer sends a message. `is_real` tells whether memory that the peer
+    /// registers is its own.
     pub(super) fn message(&mut self, bytes: &[u8], is_real: bool) {
         let untaken =
             self.events.iter().filter(|event| matches!(event, Event::Message(..))).count();
@@ -118,7 +123,7 @@ impl Model {
         self.events.push_back(Event::Violation);
     }
 
-    /// Handles what arrived, as the stream does.
+    /// Handles everything that arrived, as the stream does.
     pub(super) fn drive(&mut self) {
         self.feature_requests = 0;
         while let Some(event) = self.events.pop_front() {

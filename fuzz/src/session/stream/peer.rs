@@ -1,4 +1,4 @@
-//! The other end, made of plain verbs.
+//! The peer, which uses plain verbs.
 
 use ferrite_proto::{MESSAGE_BYTES, Message, Registration};
 use ferrite_verbs::fake::World;
@@ -11,10 +11,10 @@ use ferrite_verbs::{
 use super::model::Model;
 use super::{RECEIVES, slice};
 
-/// Its memory: a part that the stream may write, and as much before and behind it that the stream
-/// may not.
+/// The size of the peer's memory. The peer registers only parts of the middle half, so the stream
+/// must not write to the first and the last quarter.
 pub(super) const MEMORY: usize = 1024;
-/// Room for a receive.
+/// The size of a receive.
 const PLACE: usize = 2 * MESSAGE_BYTES;
 /// The content of memory that was never written.
 pub(super) const UNTOUCHED: u8 = 0xa5;
@@ -22,7 +22,8 @@ pub(super) const UNTOUCHED: u8 = 0xa5;
 pub(super) struct Peer {
     qp: QueuePair,
     cq: CompletionQueue,
-    /// The memory that it may register, then room for every receive, then for the payload to send.
+    /// The memory that the peer may register, then memory for every receive, then for the payload
+    /// to send.
     region: MemoryRegion,
     id: CmId,
     /// The stream's window, where the peer may write.
@@ -93,14 +94,15 @@ impl Peer {
             .expect("room in the queue");
     }
 
-    /// Returns a part of its memory as a registration: never the first and the last bytes.
+    /// Returns a part of the peer's memory as a registration. It never includes the first and the
+    /// last quarter.
     pub(super) fn memory(&self, at: usize, length: usize) -> Registration {
         let at = at + MEMORY / 4;
         let remote = self.region.remote(at..at + length);
         Registration { addr: remote.addr, length: length as u32, rkey: remote.rkey }
     }
 
-    /// Returns the offset of an address in its memory.
+    /// Returns the offset of an address in the peer's memory.
     fn offset(&self, addr: u64) -> usize {
         (addr - self.region.remote(0..1).addr) as usize
     }
@@ -141,7 +143,7 @@ impl Peer {
         world.break_queue_pair(self.qp.number());
     }
 
-    /// Takes what the stream has sent.
+    /// Takes the data that the stream has sent.
     pub(super) fn take_messages(&mut self, model: &mut Model) {
         let mut out = [WorkCompletion::default(); 16];
         loop {
@@ -177,8 +179,7 @@ impl Peer {
         }
     }
 
-    /// Checks that nothing was written before the first and behind the last byte that it ever
-    /// registers.
+    /// Checks that the stream wrote only to the part of the memory that the peer may register.
     fn check_untouched(&self) {
         let may_be = MEMORY / 4..MEMORY / 4 + 512;
         for range in [0..may_be.start, may_be.end..MEMORY] {

@@ -9,7 +9,7 @@ pub(crate) enum Body {
     /// A control message.
     Few([u8; CONTROL_BYTES]),
     Buf(Buf),
-    /// A copy of bytes that belong to someone else.
+    /// Bytes outside the memory pool, for example a copy of the application's bytes.
     Loose(Box<[u8]>),
 }
 

@@ -7,7 +7,7 @@ use crate::wire::Control;
 #[derive(Debug, Default)]
 pub(crate) struct Closing {
     is_requested: bool,
-    /// Whether the driver has yet to learn of the request.
+    /// Whether [`Closing::take_request`] has not reported the request yet.
     is_new: bool,
     fin_sent: bool,
     fin_ack_sent: bool,

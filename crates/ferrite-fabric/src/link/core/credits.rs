@@ -1,21 +1,22 @@
 //! Credits: how many frames each side may have under way.
 //!
-//! The receiver's window limits the frames that are sent but not consumed. A frame is consumed when
-//! it became part of an unfinished message, or when the application has taken its message. Every
-//! frame carries the number of consumed frames so far, modulo 2^16. A side that has nothing else to
-//! send reports it in a control frame.
+//! The receiver's window limits the frames that are sent but not consumed. The receiver consumes a
+//! frame of an unfinished message at once, and the frames of a complete message when the
+//! application takes the message. Every frame carries the number of consumed frames so far, modulo
+//! 2^16. A side that has nothing else to send reports this number in a control frame.
 //!
 //! ```text
 //!   our frames:         acknowledged <= sent
 //!   the peer's frames:  announced <= consumed <= received
 //! ```
 //!
-//! The peer has consumed our `acknowledged` frames, and knows that `announced` of its own were
-//! consumed. The sender stops at `sent == acknowledged + window`. The receiver never sees more than
-//! `announced + window`, because the sender knows only what was announced to it.
+//! The peer has consumed the first `acknowledged` of our frames, and knows that we have consumed
+//! the first `announced` of its frames. The sender stops at `sent == acknowledged + window`. The
+//! receiver never sees more than `announced + window`, because the sender knows only what was
+//! announced to it.
 
-/// Maximum number of frames under way on a link, whatever the peer's window. The sender keeps each
-/// of them until the peer has consumed it, so the peer alone must not set the limit.
+/// Maximum number of frames under way on a link, even if the peer's window is larger. The sender
+/// keeps each frame until the peer has consumed it, so the peer alone must not set the limit.
 const UNDER_WAY_MAX: u64 = 1024;
 
 /// A violation of the credit rules by the peer.
@@ -32,9 +33,9 @@ pub(crate) enum CreditViolation {
 /// Counts frames in both directions.
 #[derive(Debug, Clone)]
 pub(crate) struct Credits {
-    /// The window of this side, which limits the peer's frames under way, and the window of the
-    /// peer.
+    /// The window of this side, which limits the peer's frames under way.
     own_window: u64,
+    /// The window of the peer, which limits our frames under way.
     peer_window: u64,
     sent: u64,
     acknowledged: u64,
@@ -72,7 +73,7 @@ impl Credits {
         self.sent += frames;
     }
 
-    /// Returns the number of sent frames, which is the number of the last one.
+    /// Returns the number of sent frames, which is also the number of the last frame.
     pub(crate) fn sent(&self) -> u64 {
         self.sent
     }
@@ -87,7 +88,7 @@ impl Credits {
         self.acknowledged == self.sent
     }
 
-    /// Returns the credits for the next frame. The peer knows them from then on.
+    /// Returns the credits to put into the next frame, and notes that the peer will know them.
     pub(crate) fn announce(&mut self) -> u16 {
         self.announced = self.consumed;
         self.consumed as u16
@@ -117,7 +118,7 @@ impl Credits {
         Ok(())
     }
 
-    /// Counts a refused frame, which uses a credit all the same.
+    /// Counts a refused frame, which uses a credit like any other frame.
     pub(crate) fn on_refused(&mut self) {
         self.received += 1;
     }
@@ -127,13 +128,13 @@ impl Credits {
         self.received
     }
 
-    /// Marks all frames as consumed, except those of messages that nobody has taken.
+    /// Marks all frames as consumed, except those of messages that the application has not taken.
     pub(crate) fn on_consumed(&mut self, unread_frames: usize) {
         self.consumed = self.consumed.max(self.received.saturating_sub(unread_frames as u64));
     }
 
-    /// Returns whether a control frame must return credits to the peer. That is due after half a
-    /// window.
+    /// Returns whether half a window was consumed since the last announcement. A control frame must
+    /// then return the credits to the peer.
     pub(crate) fn is_announcement_due(&self) -> bool {
         let news = self.consumed - self.announced;
         news > 0 && news >= self.own_window / 2
@@ -190,8 +191,8 @@ mod tests {
     fn consumed_frames_never_become_unread_again() {
         let mut credits = Credits::new(8, 8);
         (0..3).for_each(|_| credits.on_received().expect("within the window"));
-        credits.on_consumed(0); // parts of an unfinished message
-        credits.on_consumed(3); // which is whole now, and unread
+        credits.on_consumed(0); // the frames are parts of an unfinished message
+        credits.on_consumed(3); // the message is complete, and unread
         assert_eq!(credits.announce(), 3);
     }
 

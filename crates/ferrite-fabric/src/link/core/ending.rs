@@ -4,8 +4,8 @@ use super::{LinkCore, Phase, Waiters, Wakes, outcome};
 use crate::error::{Error, ErrorKind};
 
 impl LinkCore {
-    /// Requests the end of the link. The link accepts no new messages, and delivers those in the
-    /// queue first.
+    /// Requests the end of the link. The link accepts no new messages, and delivers the queued ones
+    /// first.
     pub(crate) fn close(&mut self) {
         self.closing.request();
     }
@@ -59,9 +59,10 @@ impl LinkCore {
         [message, room, end].into_iter().for_each(|waiting| wakes.append(waiting));
     }
 
-    /// The peer's connection manager has disconnected.
+    /// Handles a disconnect by the peer's connection manager.
     pub(crate) fn on_disconnected(&mut self, wakes: &mut Wakes, what: impl FnOnce() -> Error) {
-        // If the path can be replaced, the link looks for another: the peer may have more to send.
+        // A link that can migrate looks for another path instead, unless this side has sent
+        // `FinAck`: the peer may have more to send.
         let is_in_order = self.closing.fin_ack_sent()
             || !self.migration.is_possible && self.peer_has_everything();
         if is_in_order {

@@ -1,5 +1,5 @@
-//! Grants: memory of one side that the other may use, and how each side learns that a grant is
-//! over.
+//! Grants: memory that one side lets the other access, and how each side learns that a grant has
+//! ended.
 //!
 //! ```text
 //!   owner                      peer
@@ -12,8 +12,8 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use crate::wire::Control;
 
-/// Maximum number of the peer's revoked grants to remember. The oldest are forgotten beyond that,
-/// and the device refuses their use.
+/// Maximum number of the peer's revoked grants to remember. Beyond that, this side forgets the
+/// lowest numbers, and the device refuses the use of those grants.
 const REVOKED_MAX: usize = 1 << 16;
 /// Maximum number of our revocations without an answer. Further ones wait.
 const UNANSWERED_MAX: usize = 64;
@@ -21,22 +21,24 @@ const UNANSWERED_MAX: usize = 64;
 /// The state of grants in both directions.
 #[derive(Debug, Default)]
 pub(crate) struct Grants {
-    /// The peer's revoked grants, and those whose revocation this side has not confirmed yet.
+    /// The peer's revoked grants.
     revoked: BTreeSet<u64>,
+    /// The peer's revoked grants whose revocation this side has not confirmed yet.
     in_use: Vec<u64>,
     /// Addresses and keys of the peer's grants on the current device, if they differ from those in
     /// the tokens.
     moved: BTreeMap<u64, (u64, u32)>,
-    /// Our revocations that were not sent, and those without an answer.
+    /// Our revocations that were not sent yet.
     to_revoke: VecDeque<u64>,
+    /// Our revocations that were sent and have no answer.
     unanswered: Vec<u64>,
-    /// Our grants that the peer has released, for the driver.
+    /// Our grants that the peer has released, until the driver takes them.
     released: Vec<u64>,
 }
 
 impl Grants {
-    /// Revokes a grant of ours. Returns the frame to send now, if any. Further ones follow the
-    /// peer's answers.
+    /// Revokes a grant of ours. Returns the frame to send now, if any. If too many revocations are
+    /// unanswered, the frame is sent after an answer of the peer.
     pub(crate) fn revoke(&mut self, grant: u64) -> Option<Control> {
         self.to_revoke.push_back(grant);
         self.next_revocation()
@@ -105,7 +107,7 @@ impl Grants {
     }
 
     /// Notes the address of a grant of the peer on the next device. Returns false if the peer
-    /// reports more grants than it can have.
+    /// reports more than [`REVOKED_MAX`] grants.
     pub(crate) fn on_moved(&mut self, grant: u64, base: u64, rkey: u32) -> bool {
         let fits = self.moved.len() < REVOKED_MAX || self.moved.contains_key(&grant);
         if fits {

@@ -1,5 +1,5 @@
-//! Liveness of the peer: a peer that is silent for long gets a keepalive, and is given up if it
-//! does not answer.
+//! Liveness of the peer: a peer that is silent for too long gets a keepalive. If the peer does not
+//! answer, its path or its link fails.
 
 use std::time::{Duration, Instant};
 

@@ -7,9 +7,10 @@
 //!    └─────────── Resume both ways ◄── Migrating ◄─────┘ without a connection: caller reconnects
 //! ```
 //!
-//! Frames that were sent over RDMA are kept until the peer has consumed them. When the path is
-//! lost, each side first destroys its queue pair, so that no more data can arrive over it. Then it
-//! reports how many frames it has received, and the other sends the rest again, on TCP.
+//! Each side keeps the frames that it sent over RDMA until the peer has consumed them. When the
+//! path is lost, each side first destroys its queue pair, so that no more data can arrive on that
+//! path. Then it reports how many frames it has received, and the other side sends the remaining
+//! frames again, on TCP.
 //!
 //! A write that was under way is repeated, unless a later frame has arrived. In that case the write
 //! was executed, because a queue pair keeps the order. The upgrade is in `upgrade.rs`.
@@ -33,7 +34,7 @@ const KEPT_BYTES_MAX: usize = 4 << 20;
 pub(crate) enum ActiveTransport {
     Rdma,
     Tcp,
-    /// None at the moment.
+    /// No transport: the old path is lost, and there is no new one yet.
     Migrating,
 }
 
@@ -44,16 +45,17 @@ pub(crate) struct Migration {
     pub(crate) is_caller: bool,
     /// Whether a lost path can be replaced by another.
     pub(crate) is_possible: bool,
-    /// Whether there is a TCP connection. It carries the link, or is kept for a downgrade.
+    /// Whether there is a TCP connection. The connection carries the link, or is kept for a
+    /// downgrade.
     pub(crate) has_connection: bool,
     pub(crate) lost: Option<LostPath>,
     kept: VecDeque<KeptFrame>,
     kept_bytes: usize,
     again: VecDeque<Again>,
-    /// Whether the peer may already use RDMA while this side uses TCP. Such a peer may report that
-    /// its RDMA path is lost.
+    /// Whether the peer may already use RDMA while this side uses TCP. In this state the peer may
+    /// report that its RDMA path is lost.
     pub(super) may_resume: bool,
-    /// Frames about paths (`Offer`, `Resume` and so on), to be sent on the TCP connection.
+    /// Migration frames (`Offer`, `Resume` and so on), to be sent on the TCP connection.
     to_say: VecDeque<(TcpFrame, Body)>,
 }
 
@@ -69,7 +71,7 @@ enum KeptContent {
         more: bool,
         body: Body,
     },
-    /// The notice of a write. The request holds the bytes until the peer's device has them.
+    /// The notice (the immediate data) of a write. The request in flight holds the written bytes.
     Notice,
 }
 
@@ -94,9 +96,9 @@ pub(crate) struct LostPath {
     dials: u32,
     /// The number of our frames that the peer has received, once it has reported that.
     peer_received: Option<u64>,
-    /// Requests that were under way on the queue pair, the oldest first, and those that could not
-    /// be posted after them.
+    /// Requests that were in flight on the queue pair, the oldest first.
     under_way: VecDeque<InFlight<RequestContext>>,
+    /// Requests that could not be posted. They follow `under_way`.
     not_posted: VecDeque<InFlight<RequestContext>>,
 }
 
@@ -168,7 +170,7 @@ impl Migration {
         }
     }
 
-    /// Keeps a copy of a frame whose bytes belong to the caller.
+    /// Keeps a copy of a frame whose bytes belong to the application.
     pub(super) fn keep_bytes(&mut self, number: u64, channel: u16, bytes: &[u8]) {
         if self.keeps() {
             let body = Body::Loose(Box::from(bytes));
@@ -192,7 +194,7 @@ impl Migration {
         }
     }
 
-    /// Returns whether there is nothing to send again, and no frame about paths.
+    /// Returns whether there is nothing to send again, and no migration frame to send.
     pub(super) fn is_all_said(&self) -> bool {
         self.again.is_empty() && self.to_say.is_empty()
     }
@@ -212,19 +214,19 @@ impl Migration {
         self.again.pop_front()
     }
 
-    /// Queues a frame about paths, if there is a connection.
+    /// Queues a migration frame, if there is a connection.
     pub(super) fn say(&mut self, frame: TcpFrame, body: Body) {
         if self.has_connection {
             self.to_say.push_back((frame, body));
         }
     }
 
-    /// Returns the next frame about paths.
+    /// Returns the next migration frame.
     pub(super) fn next_said(&mut self) -> Option<(TcpFrame, Body)> {
         self.to_say.pop_front()
     }
 
-    /// Drops everything, because the link is down. Returns the operations that were to be repeated.
+    /// Drops everything, because the link is down. Returns the unfinished operations.
     pub(super) fn end(&mut self) -> Vec<(Held, RequestContext)> {
         self.kept.clear();
         self.kept_bytes = 0;
@@ -238,7 +240,7 @@ impl Migration {
     }
 }
 
-/// Creates a frame about paths without a payload.
+/// Creates a migration frame without a payload.
 pub(super) fn path_frame(kind: TcpFrameKind, offset: u64) -> TcpFrame {
     TcpFrame { kind, imm: 0, len: 0, op: 0, grant: 0, offset }
 }
@@ -284,7 +286,7 @@ impl LinkCore {
         self.limits.hello.session
     }
 
-    /// Ends the path if the link can use another. Returns false if it cannot.
+    /// Ends the path if only the path failed and the link can use another. Otherwise returns false.
     pub(crate) fn lose(&mut self, error: &Error) -> bool {
         let is_of_path = matches!(
             error.kind(),
@@ -313,7 +315,8 @@ impl LinkCore {
         self.lose(&Error::new(ErrorKind::LinkDown, "the peer has lost the path"))
     }
 
-    /// Leaves RDMA at the application's request.
+    /// Leaves RDMA at the application's request. Returns false if the link does not use RDMA, or
+    /// cannot migrate.
     pub(crate) fn leave_rdma(&mut self) -> bool {
         self.migration.transport == ActiveTransport::Rdma
             && self.lose(&Error::new(
@@ -370,8 +373,9 @@ impl LinkCore {
         }
     }
 
-    /// Continues over a new connection. Both sides reported in its greeting how many frames they
-    /// have received. Returns false if the link already has a path or a connection.
+    /// Continues over a new connection. Both sides reported in the connection's greeting how many
+    /// frames they have received. Returns false if the link already has a path or a connection, or
+    /// has not destroyed its queue pair yet.
     pub(crate) fn resume_over(&mut self, peer_received: u64, wakes: &mut Wakes) -> bool {
         let Migration { lost: Some(lost), has_connection, .. } = &mut self.migration else {
             return false;
@@ -390,8 +394,8 @@ impl LinkCore {
     pub(super) fn on_resume(&mut self, received: u64, wakes: &mut Wakes) -> Result<(), Error> {
         let error = Error::new(ErrorKind::LinkDown, "the peer has lost the path");
         if self.migration.transport == ActiveTransport::Tcp {
-            // The peer has switched to RDMA, and this side has not learned of it yet, or has
-            // withdrawn since.
+            // The peer has switched to RDMA. This side has not learned of the switch yet, or has
+            // withdrawn from the upgrade since.
             if !std::mem::take(&mut self.migration.may_resume) {
                 return Err(super::protocol("Resume, but the link did not use RDMA"));
             }
@@ -428,8 +432,8 @@ impl LinkCore {
                     self.complete(request, Held::Nothing, Ok(()), wakes);
                 }
                 Kind::Send | Kind::Notice => {
-                    // First come earlier frames that the peer's device has received, but its
-                    // software has not.
+                    // Earlier frames may have reached the peer's device, but not its software. They
+                    // are sent again first.
                     self.repeat_until(&mut kept, request.frame, wakes);
                     let again = match kept.pop_front().map(|kept| kept.content) {
                         Some(KeptContent::Piece { channel, more, body }) => {
@@ -454,8 +458,8 @@ impl LinkCore {
         if self.failure().is_some() {
             return;
         }
-        // Control frames may be lost, so they are sent again. The closing frames follow when
-        // everything was sent.
+        // The path may have lost control frames, so credits and revocations are sent again. The
+        // closing frames follow once everything else was sent.
         self.closing.say_again();
         self.controls.clear();
         self.controls.push_back(Control::Credit);

@@ -1,4 +1,4 @@
-//! Received frames: their meaning, and the violations of a peer.
+//! Handling of received frames, and of a peer's violations of the protocol.
 
 use std::time::Instant;
 
@@ -13,7 +13,7 @@ use crate::wire::{Control, Frame};
 const CONTROLS_MAX: usize = 1024;
 
 impl LinkCore {
-    /// Handles a frame with its payload, or the notice of a write, which has none.
+    /// Handles a frame with its payload, or the notice of a write, which has no payload.
     ///
     /// # Errors
     /// The peer violated the protocol.
@@ -68,7 +68,7 @@ impl LinkCore {
     }
 
     /// Counts a frame that is not a control frame. The notice of a write carries no credits,
-    /// because its immediate data is the application's.
+    /// because its immediate data belongs to the application.
     fn begin_frame(&mut self, frame: Frame, has_credits: bool) -> Result<(), Error> {
         if has_credits {
             self.acknowledge(frame)?;
@@ -79,7 +79,7 @@ impl LinkCore {
         Ok(self.credits.on_received()?)
     }
 
-    /// Counts a refused write with a notice, which uses a credit all the same.
+    /// Counts a refused write with a notice, which uses a credit like any other.
     pub(crate) fn on_refused_notice(&mut self) {
         self.credits.on_refused();
         self.count_consumed();

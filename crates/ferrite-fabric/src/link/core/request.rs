@@ -6,8 +6,9 @@ use crate::error::Error;
 use crate::link::kind::Kind;
 use crate::link::tickets::{Outcome, Ticket};
 
-/// The latency of one request in about this many is recorded even if nobody waits for it. Reading
-/// the clock for every request would cost more than filling in the rest of its [`RequestContext`].
+/// The latency of about one request in this many is recorded even if nobody waits for the request.
+/// Reading the clock for every request would cost more than filling in the rest of its
+/// [`RequestContext`].
 const SAMPLED: u32 = 16;
 
 /// The data of a request that the link needs when the request completes.
@@ -16,7 +17,7 @@ pub(crate) struct RequestContext {
     pub(crate) ticket: Option<Ticket>,
     pub(crate) kind: Kind,
     pub(crate) bytes: u32,
-    /// The number of frames sent so far, including this one if it is a frame.
+    /// The number of frames sent so far, including this request if it is a frame.
     pub(crate) frame: u64,
     /// For one-sided operations: the grant, the offset in it, and the immediate data for the peer.
     pub(crate) grant: u64,
@@ -60,8 +61,8 @@ impl Default for Sampler {
 }
 
 impl LinkCore {
-    /// Notes the start of a request over RDMA, if it is chosen. Only a signaled request has a
-    /// completion of its own, which tells when it was done.
+    /// Notes the start of a request over RDMA, if the sampler chooses it. The sampler chooses only
+    /// signaled requests, because only these have a completion of their own.
     pub(crate) fn sample(&mut self, signaled: bool, request: &mut RequestContext) {
         self.sampler.since = self.sampler.since.saturating_add(1);
         if signaled && self.sampler.since > SAMPLED && request.ticket.is_none() {

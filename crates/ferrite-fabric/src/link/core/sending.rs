@@ -52,8 +52,8 @@ impl LinkCore {
             && !self.upgrade.is_switching()
     }
 
-    /// Begins a message of one frame that is sent at once over RDMA. Returns its immediate data and
-    /// its record.
+    /// Begins a message of one frame that is sent at once over RDMA. Returns the frame's immediate
+    /// data and its request context.
     pub(crate) fn send_now(&mut self, channel: u16, bytes: &[u8]) -> (u32, RequestContext) {
         let imm = self.data_frame(channel, false);
         self.migration.keep_bytes(self.credits.sent(), channel, bytes);
@@ -73,8 +73,8 @@ impl LinkCore {
         Frame { control: false, more: false, channel, consumed }.to_imm()
     }
 
-    /// Counts frames that the driver has written by itself, with `bytes` bytes in total. Each but
-    /// the last has `most` bytes.
+    /// Counts frames that the driver has written by itself, with `bytes` bytes in total. Every
+    /// frame except the last has `most` bytes.
     pub(crate) fn on_written(&mut self, frames: usize, bytes: usize, most: usize) {
         self.credits.send(frames as u64);
         self.credits.announce();
@@ -104,7 +104,7 @@ impl LinkCore {
     /// `one_sided` allows one.
     #[inline]
     pub(crate) fn next_output(&mut self, segment_bytes: usize, one_sided: bool) -> Option<Output> {
-        // Senders call this until it returns `None`, so that last call must be cheap.
+        // Senders call this until it returns `None`, so the call that returns `None` must be cheap.
         if self.is_idle() { None } else { self.take_output(segment_bytes, one_sided) }
     }
 
@@ -147,7 +147,7 @@ impl LinkCore {
         }
     }
 
-    /// Takes back a control frame for which there was no memory. It will be the next output.
+    /// Takes back a control frame for which there was no memory. It becomes the next output.
     pub(crate) fn put_back(&mut self, control: Control) {
         self.stats.controls_sent -= 1;
         self.controls.push_front(control);

@@ -1,5 +1,5 @@
-//! The protocol on a TCP connection: the same frames, and one-sided operations that the peer
-//! serves.
+//! The protocol on a TCP connection: the same frames, and one-sided operations that the peer's
+//! software executes.
 
 use super::body::Body;
 use super::migration::{ActiveTransport, Again};
@@ -11,7 +11,7 @@ use crate::mem::BufMut;
 use crate::wire::{Address, CONTROL_BYTES, Frame, TcpFrame, TcpFrameKind};
 
 /// The largest frame on TCP, unless the receiver's `segment_bytes` is larger. TCP needs no posted
-/// receives, so larger frames cost nothing.
+/// receives, so large frames need no extra memory there.
 pub(crate) const SEGMENT_BYTES: usize = 64 << 10;
 
 /// The next thing to write to the connection.
@@ -39,13 +39,13 @@ impl LinkCore {
         (self.limits.hello.segment_bytes as usize).max(SEGMENT_BYTES)
     }
 
-    /// Returns the next frame about paths, whichever transport carries the link.
+    /// Returns the next migration frame. It is sent on TCP even while RDMA carries the link.
     pub(crate) fn next_said(&mut self) -> Option<(TcpFrame, Body)> {
         self.migration.next_said()
     }
 
-    /// Returns the next thing to write to the connection. `may_ask` gets a number of bytes, and
-    /// tells whether a one-sided operation that reads as many may be sent.
+    /// Returns the next thing to write to the connection. `may_ask` returns whether a one-sided
+    /// operation that reads the given number of bytes may be sent.
     pub(crate) fn next_tcp_output(
         &mut self,
         may_ask: impl FnOnce(u64) -> bool,
@@ -101,7 +101,7 @@ impl LinkCore {
         self.complete(request, Held::Nothing, Ok(()), wakes);
     }
 
-    /// Handles a frame about paths. Returns whether the link uses RDMA from now on.
+    /// Handles a migration frame. Returns whether the link uses RDMA from now on.
     ///
     /// # Errors
     /// The peer violated the protocol.
@@ -146,8 +146,7 @@ impl LinkCore {
         wakes: &mut Wakes,
     ) -> Result<(), Error> {
         let held = match (request.kind, data, held) {
-            // Data of the right length was read into the buffer of the read, so `held` no longer
-            // has that buffer.
+            // The answer was read into the buffer of the read, so `held` no longer has that buffer.
             (Kind::Read, Some(buf), Held::Nothing) => Held::Unique(buf),
             (Kind::Read, None, held) if result.is_err() => held,
             (Kind::Write | Kind::Notice, None, held) => held,

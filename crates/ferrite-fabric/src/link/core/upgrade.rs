@@ -10,10 +10,11 @@
 //! ```
 //!
 //! Each side's `Switch` is its last frame on TCP. The caller sends on RDMA once it has received the
-//! peer's `Switch`, and the peer once it has received the caller's first frame on RDMA (`GO`).
+//! peer's `Switch`. The peer sends on RDMA once it has received the caller's first frame there
+//! (`GO`).
 //!
-//! The caller numbers its offers, and every frame about an offer carries the number. So an answer
-//! or a withdrawal that crosses with the next offer is not taken to concern that one.
+//! The caller numbers its offers, and every frame about an offer carries the number. So a late
+//! answer or withdrawal is not mistaken for one that belongs to the next offer.
 
 use std::time::{Duration, Instant};
 
@@ -23,12 +24,13 @@ use super::{LinkCore, protocol};
 use crate::error::Error;
 use crate::wire::{Address, CONTROL_BYTES, Control, Frame, TcpFrame, TcpFrameKind};
 
-/// The numbers of `Ping` frames on a new queue pair: `PROBE` tests it, `GO` is the caller's first
-/// frame after the switch.
+/// The numbers of `Ping` frames on a new queue pair. `PROBE` tests the queue pair, and `GO` is the
+/// caller's first frame after the switch.
 const PROBE: u64 = u64::MAX - 1;
 const GO: u64 = u64::MAX;
 
-/// Maximum number of steps that wait for the fabric's driver (see `fabric/drive.rs`).
+/// The peer violates the protocol if it sends an offer, answer or withdrawal while more than this
+/// many steps wait for the driver (see `fabric/drive.rs`).
 const STEPS_MAX: usize = 8;
 
 /// A step of a migration that the driver must take.
@@ -55,15 +57,16 @@ pub(crate) struct Upgrade {
     switch: Option<Switch>,
     /// The number of offers that this side has made.
     offers: u32,
-    /// The peer's current offer. Until one side withdraws it, the peer may not make another.
+    /// The number of the peer's current offer. The peer may make another only after one side has
+    /// withdrawn this one.
     peer_offer: Option<u32>,
-    /// The number of the driver's current or last command; `None` without an upgrade.
+    /// The number of the current command for the upgrade; `None` if no upgrade is under way.
     attempt: Option<u64>,
     attempts: u64,
     backoff: Option<Duration>,
     /// The time of the next attempt.
     due: Option<Instant>,
-    /// Steps that the driver must still take, each with the number of the offer it belongs to.
+    /// Steps that the driver must still take, each with the number of its offer.
     steps: Vec<(u32, Step)>,
 }
 
@@ -120,7 +123,7 @@ impl LinkCore {
     /// Sends a frame about the upgrade.
     pub(crate) fn say(&mut self, kind: TcpFrameKind, address: Option<&Address>) {
         let Some(op) = self.upgrade.offer() else {
-            return; // the peer has received nothing that could be answered or withdrawn
+            return; // there is no offer to answer or withdraw
         };
         if kind == TcpFrameKind::Withdraw {
             self.upgrade.peer_offer = None; // the peer may make another offer
@@ -144,7 +147,7 @@ impl LinkCore {
         (frame.to_imm(), Control::Ping(PROBE).encode())
     }
 
-    /// The probe, or a bind, has completed on the new queue pair.
+    /// Notes that the probe, or a bind, has completed on the new queue pair.
     pub(crate) fn on_probed(&mut self, works: bool) {
         self.upgrade.step(if works { Step::Probed } else { Step::Failed });
     }
@@ -162,8 +165,8 @@ impl LinkCore {
         if !self.migration.repeats_nothing() || std::mem::replace(&mut switch.is_said, true) {
             return None;
         }
-        // The caller switches to RDMA when it receives this. It may lose RDMA again before this
-        // side learns of the switch.
+        // The caller switches to RDMA when it receives this frame. It may then lose RDMA again
+        // before this side learns of the switch.
         self.migration.may_resume = !self.migration.is_caller;
         Some(TcpFrame { op: switch.offer, ..path_frame(TcpFrameKind::Switch, 0) })
     }
@@ -172,7 +175,7 @@ impl LinkCore {
     pub(super) fn on_switch(&mut self, offer: u32) -> Result<bool, Error> {
         let is_current = |switch: &&mut Switch| switch.offer == offer && !switch.peer_has_said;
         let Some(switch) = self.upgrade.switch.as_mut().filter(is_current) else {
-            return Ok(false); // it belongs to an upgrade from which this side has withdrawn
+            return Ok(false); // the frame belongs to an upgrade from which this side has withdrawn
         };
         switch.peer_has_said = true;
         if !self.migration.is_caller {
@@ -188,8 +191,8 @@ impl LinkCore {
     }
 
     /// Handles a frame on the queue pair of the upgrade: a probe, or the caller's first frame
-    /// there. Its credits are ignored, because they may be older than those that came on TCP.
-    /// Returns whether the link uses RDMA from now on.
+    /// there. The frame's credits are ignored, because they may be older than those that came on
+    /// TCP. Returns whether the link uses RDMA from now on.
     pub(crate) fn on_upgrade_frame(&mut self, bytes: &[u8]) -> Result<bool, Error> {
         let is_ready =
             self.upgrade.switch.as_ref().is_some_and(|it| it.peer_has_said && it.is_said);
@@ -208,8 +211,8 @@ impl LinkCore {
         self.upgrade.switch = None;
         self.upgrade.attempt = None;
         self.upgrade.peer_offer = None;
-        // The peer may have reported on TCP that it has lost this path already. Then the frames
-        // that came over the path still count, but this side is on its way back to TCP.
+        // The peer may have reported on TCP that it has lost this path already. Then frames that
+        // came over the path still count, but this side is going back to TCP.
         if self.migration.lost.is_none() {
             self.migration.transport = ActiveTransport::Rdma;
         }
@@ -217,7 +220,7 @@ impl LinkCore {
         self.upgrade.step(Step::Arrived);
     }
 
-    /// Handles an offer of this number, an answer to it, or its withdrawal.
+    /// Handles an offer, an answer or a withdrawal. `offer` is the number of the offer.
     pub(super) fn on_negotiation(
         &mut self,
         kind: TcpFrameKind,
@@ -314,7 +317,7 @@ impl LinkCore {
     }
 
     /// Returns the steps that are still relevant, without those of offers that were withdrawn
-    /// meanwhile.
+    /// since.
     pub(crate) fn take_steps(&mut self) -> Vec<Step> {
         let current = self.upgrade.switch.as_ref().map(|switch| switch.offer);
         let is_current = |(offer, step): &(u32, Step)| match step {
@@ -373,12 +376,12 @@ mod tests {
         core
     }
 
-    /// The caller says something about paths, with the number of its first offer.
+    /// Passes a migration frame of the caller's first offer to the core.
     fn hear(core: &mut LinkCore, kind: TcpFrameKind, body: Option<&[u8]>) {
         hear_of(1, core, kind, body);
     }
 
-    /// The same with the number of another offer.
+    /// Passes a migration frame of this offer to the core.
     fn hear_of(offer: u32, core: &mut LinkCore, kind: TcpFrameKind, body: Option<&[u8]>) {
         let frame = TcpFrame { op: offer, ..path_frame(kind, 0) };
         assert!(!core.on_path_frame(&frame, body, &mut Wakes::new()).expect("in order"));
@@ -401,14 +404,14 @@ mod tests {
         hear(&mut core, TcpFrameKind::Switch, None);
         assert_eq!(said(&mut core), [TcpFrameKind::Answer, TcpFrameKind::Switch]);
 
-        // The caller's first frame on RDMA waits while TCP brings the news that the caller has left
-        // RDMA.
+        // On TCP, this side learns that the caller has left RDMA. The caller's first frame on RDMA
+        // is processed only after that.
         hear(&mut core, TcpFrameKind::Resume, None);
         let is_path = core.on_upgrade_frame(&Control::Ping(GO).encode()).expect("in order");
         assert!(is_path, "what came after that frame counts");
         assert_eq!(core.transport(), ActiveTransport::Migrating);
 
-        // This side finds out by itself as well. The caller does not report its received frames
+        // This side also detects the loss by itself. The caller does not report its received frames
         // again.
         assert!(core.lose_for_peer() && core.is_to_be_detached());
         core.on_detached(Vec::new());

@@ -56,7 +56,7 @@ impl LinkShared {
         })
     }
 
-    /// Ready when another message of `bytes` may be queued.
+    /// Returns `Ready` if another message of `bytes` may be queued. Otherwise keeps `waker`.
     pub(crate) fn poll_room(&self, bytes: u64, waker: &Waker) -> Poll<Result<(), Error>> {
         let mut state = lock(&self.state);
         if let Err(error) = state.core.check_open() {
@@ -86,7 +86,7 @@ impl LinkShared {
     pub(crate) fn wait_for_memory(&self, waker: &Waker) {
         self.with(|state, _, wakes| {
             if state.failure().is_some() {
-                wakes.push(waker.clone()); // nobody serves a link that is down
+                wakes.push(waker.clone()); // the fabric does not process a link that is down
                 return;
             }
             state.core.wake_on_room(waker);
@@ -179,8 +179,8 @@ impl LinkShared {
         })
     }
 
-    /// Queues a one-sided operation on the granted memory, from `offset` on. Its length is that of
-    /// the buffer in `held`.
+    /// Queues a one-sided operation on the granted memory, from `offset` on. Its length is the
+    /// length of the buffer in `held`.
     pub(crate) fn one_sided(
         &self,
         grant: &GrantToken,

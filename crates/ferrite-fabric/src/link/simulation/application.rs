@@ -5,13 +5,13 @@ use std::collections::VecDeque;
 use super::{Violation, violation};
 use crate::link::tickets::Ticket;
 
-/// Channels that are used.
+/// Number of channels.
 pub(super) const CHANNELS: u16 = 3;
 
 /// An operation without an answer yet.
 pub(super) struct Operation {
     pub(super) ticket: Ticket,
-    /// The written value, or 0.
+    /// The written value; 0 if the operation is not a write.
     pub(super) written: u64,
     pub(super) is_read: bool,
 }
@@ -20,17 +20,19 @@ pub(super) struct Operation {
 pub(super) struct Application {
     /// Messages of the peer that have not arrived, by channel.
     expected: [VecDeque<Vec<u8>>; CHANNELS as usize],
-    /// Notices of the peer's writes, in order.
+    /// Notices of the peer's writes that have not arrived, in order.
     expected_notices: VecDeque<u32>,
     taken: usize,
     pub(super) operations: Vec<Operation>,
-    /// The memory that the peer may use: the number of its grant, and one value.
+    /// The number of the grant of this side's memory.
     pub(super) grant: u64,
+    /// The granted memory, which is a single value.
     pub(super) value: u64,
     pub(super) is_revoked: bool,
     pub(super) is_released: bool,
-    /// The last value that this side wrote to the peer, and the last that was acknowledged.
+    /// The last value that this side wrote to the peer.
     pub(super) last_written: u64,
+    /// The last written value that was acknowledged.
     pub(super) last_answered: u64,
     /// Operations on the peer's grant that were refused.
     pub(super) refused: usize,

@@ -178,7 +178,7 @@ impl Side {
         self.end(Error::new(kind, "the peer does not know the link"));
     }
 
-    /// Returns whether something of the peer is on its way or unprocessed.
+    /// Returns whether data from the peer is on its way or unprocessed.
     pub(super) fn has_unread(&self, wires: &mut Wires, side: usize) -> bool {
         let unread = |path: &Path, wires: &mut Wires| {
             !path.completions.is_empty() || !wires.rdma(path.wire).packets[side].is_empty()

@@ -81,7 +81,7 @@ impl Wires {
     pub(super) fn pick_rdma(&mut self, random: &mut Random) -> Option<u64> {
         let whole: Vec<_> =
             self.rdma.iter().filter(|(_, it)| !it.is_cut).map(|(id, _)| *id).collect();
-        // Mostly the newest, because the others are seldom in use.
+        // Mostly picks the newest path, because older paths are seldom in use.
         match whole.len() {
             0 => None,
             len if random.chance(80) => Some(whole[len - 1]),

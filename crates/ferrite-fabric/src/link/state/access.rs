@@ -17,7 +17,8 @@ impl LinkState {
         self.rdma.rights
     }
 
-    /// Gives the peer more rights on the queue pair. The peer's remote keys limit them further.
+    /// Gives the peer more rights on the queue pair. The remote keys of the grants limit them
+    /// further.
     pub(crate) fn allow(&mut self, more: Access) {
         let rights = self.rdma.rights | more;
         if rights == self.rdma.rights {
@@ -45,8 +46,8 @@ impl LinkState {
     }
 
     /// Binds a window of `device` to the link's queue pair on that device. Sends that are queued
-    /// later are posted after the bind. If the path or the link is lost, nothing is bound; the peer
-    /// learns of a new window when the link migrates to the next path.
+    /// later are posted after the bind. If the path or the link is lost, nothing is bound. The peer
+    /// then learns of a new window when the link migrates to the next path.
     pub(crate) fn bind(
         &mut self,
         device: &SharedDevice,

@@ -44,8 +44,8 @@ impl LinkState {
     /// flight. No data can arrive over it any more.
     ///
     /// # Errors
-    /// The device did not release the queue pair and may still use the memory of its requests, so
-    /// the link cannot continue; or the link has ended meanwhile.
+    /// The device did not release the queue pair, and may still use the memory of its requests, so
+    /// the link cannot continue. Or the link has ended in the meantime.
     pub(crate) fn end_detach(
         &mut self,
         queue: SendQueue<RequestContext>,
@@ -81,8 +81,8 @@ impl LinkState {
         }
     }
 
-    /// Returns whether the fabric must process the link, for example because the link went down,
-    /// its queue pair can be destroyed, or a grant was released.
+    /// Returns whether the fabric must process the link. Reasons are, for example, that the link
+    /// went down, that its queue pair can be destroyed, or that a grant was released.
     pub(crate) fn wants_attention(&self) -> bool {
         if self.is_away() {
             return false; // the fabric checks again when the command returns the queue pair
@@ -162,8 +162,8 @@ impl LinkState {
         Destroying::Queue(Box::new(queue))
     }
 
-    /// Second step of the end: the queue pair was destroyed with these requests in flight, or the
-    /// device refused to destroy it and it is back in `queue`.
+    /// Second step of the end. Either the queue pair was destroyed with these requests in flight,
+    /// or the device refused to destroy it and the queue pair is back in `queue`.
     pub(crate) fn end_destroy(
         &mut self,
         queue: SendQueue<RequestContext>,

@@ -73,7 +73,7 @@ impl LinkState {
         self.core.end_upgrade();
         let NextPath { queue, device, .. } = self.next.take()?;
         if let Some(qp) = queue.qp() {
-            let _ = qp.stop(); // fails only if the device was removed, which has stopped it
+            let _ = qp.stop(); // fails only if the device was removed, and then nothing runs
         }
         self.rdma.generation = queue.next_generation();
         Some((device, queue))

@@ -16,9 +16,9 @@ use crate::link::core::{RequestContext, Wakes, keep, protocol};
 use crate::link::kind::Kind;
 use crate::mem::{Buf, BufMut};
 
-/// Limits on messages that nobody has taken yet, and on their bytes. Messages are copied, so that a
-/// few bytes do not hold a whole receive. A peer that sends faster than the application reads costs
-/// no more than this.
+/// Limits on the messages that the application has not taken yet, and on their bytes. Messages are
+/// copied, so that a few bytes do not hold a whole receive buffer. A peer that sends faster than
+/// the application reads cannot use more memory than this.
 const MESSAGES_MAX: usize = 1024;
 const MESSAGE_BYTES_MAX: usize = 256 << 10;
 
@@ -32,10 +32,10 @@ pub enum Arrival {
     Written {
         /// The number of notices.
         notices: u64,
-        /// The sum of their immediate data.
+        /// The sum of the immediate data of these notices.
         sum: u64,
-        /// The number of bytes in the notified writes, as reported by the device. The peer may have
-        /// written more before them.
+        /// The number of bytes in these writes, as reported by the device. The peer may have
+        /// written more bytes before, without a notice.
         bytes: u64,
     },
 }
@@ -114,8 +114,8 @@ impl LinkState {
         Ok(())
     }
 
-    /// Queues a write of no bytes, to an address that nobody reads. The peer's software does not
-    /// notice it, but its device acknowledges it. Does nothing if other requests are queued.
+    /// Queues a write of zero bytes. The peer's software does not notice it, but the peer's device
+    /// acknowledges it. Does nothing if other requests are queued.
     pub(crate) fn push_raw_probe(&mut self) {
         let probe = !self.has_raw_work();
         if let Some(raw) = self.raw.as_deref_mut().filter(|_| probe) {
@@ -130,7 +130,7 @@ impl LinkState {
     }
 
     /// Queues a probe for a link that closes, if its last requests were not signaled. The
-    /// completion of the probe completes them, too.
+    /// completion of the probe completes those requests, too.
     pub(super) fn push_raw_closing_probe(&mut self) {
         if self.rdma.unsignaled > 0 {
             self.push_raw_probe();
@@ -141,8 +141,8 @@ impl LinkState {
         self.raw.as_ref().is_some_and(|raw| !raw.outgoing.is_empty())
     }
 
-    /// Returns the next request. The last one in the queue is signaled unless it is quiet, so that
-    /// the memory of all is released soon.
+    /// Returns the next request. The last request in the queue is signaled unless it is quiet. Its
+    /// completion releases the memory of all requests before it.
     pub(super) fn next_raw_work(&mut self) -> Option<Work<RequestContext>> {
         let raw = self.raw.as_deref_mut()?;
         let Outgoing { operation, held, bytes, quiet } = raw.outgoing.pop_front()?;
@@ -156,7 +156,7 @@ impl LinkState {
         let kind = match operation {
             Operation::Send => Kind::Control,
             Operation::WriteImm(..) => Kind::Notice,
-            _ => Kind::Write, // a probe, which is not counted
+            _ => Kind::Write, // a probe, which `Done` does not count
         };
         let mut request = RequestContext { kind, bytes: bytes as u32, ..RequestContext::default() };
         if kind == Kind::Notice {

@@ -83,7 +83,7 @@ impl RdmaPath {
         self.device.as_ref().is_some_and(|device| device.is_pressed())
     }
 
-    /// Joins the line of links that wait for entries of the completion queue.
+    /// Queues the link to wait for entries of the completion queue.
     #[cold]
     fn wait(&self, link: u32) {
         if let Some(device) = &self.device {
@@ -128,7 +128,7 @@ impl LinkState {
     #[cold]
     fn stop(&mut self) {
         if let Some(qp) = self.rdma.queue.qp() {
-            let _ = qp.stop(); // a removed device has stopped it
+            let _ = qp.stop(); // fails only if the device was removed, and then nothing runs
             self.rdma.is_running = false;
         }
         if self.core.failure().is_none() {
@@ -163,9 +163,9 @@ impl LinkState {
         Ok(true)
     }
 
-    /// Decides whether the next request is signaled. It is signaled if someone waits for it or for
-    /// its memory, after too many unsignaled requests, or while many requests are in flight on the
-    /// device.
+    /// Decides whether the next request is signaled. `wanted` tells whether someone waits for the
+    /// request or for its memory. A request is also signaled after too many unsignaled ones, and
+    /// while many requests are in flight on the device.
     pub(super) fn signal(&mut self, wanted: bool) -> bool {
         let run = (self.rdma.queue.room() + self.rdma.queue.in_flight()) / 4;
         let signaled = wanted || self.rdma.unsignaled >= run || self.rdma.is_pressed();
@@ -225,7 +225,7 @@ impl LinkState {
     }
 
     fn post_bind(&mut self, window: &Arc<Window>) -> Result<(), Error> {
-        let signaled = self.signal(true); // memory may wait for it
+        let signaled = self.signal(true); // the window is held until the bind completes
         let request = RequestContext { kind: Kind::Bind, ..RequestContext::default() };
         match self.rdma.queue.post_bind(window, signaled, request) {
             Ok(posted) => {
@@ -239,7 +239,7 @@ impl LinkState {
         }
     }
 
-    /// The device did not accept the rest of the batch.
+    /// Handles the requests of a batch that the device did not accept.
     #[cold]
     fn on_unposted(
         &mut self,
@@ -259,7 +259,7 @@ impl LinkState {
         if migrates { Ok(()) } else { Err(error) }
     }
 
-    /// Adds the next request to those that are to be posted; returns `false` if there is none.
+    /// Adds the next request to the batch to post. Returns false if there is none.
     fn add_next(&mut self, env: &LinkEnv<'_>) -> Result<bool, Error> {
         if self.raw.is_some() {
             let work = self.next_raw_work();
@@ -271,7 +271,7 @@ impl LinkState {
             Some(Output::Data { imm, more, piece, mut request }) => {
                 let inline = request.bytes as usize <= self.rdma.inline;
                 // The device copies inline requests at once, so their completions are not urgent.
-                // Of the other frames, the last one of a message is signaled.
+                // Among the other frames, the last one of a message is always signaled.
                 let signaled = self.signal(request.ticket.is_some() || !inline && !more);
                 self.core.sample(signaled, &mut request);
                 let held = piece.map_or(Held::Nothing, Held::Shared);
@@ -291,7 +291,7 @@ impl LinkState {
     }
 
     /// Adds a control frame. Returns false if there is no memory for it now. The frame is then sent
-    /// with the next post, or when the fabric looks for memory again.
+    /// with the next post, or when the fabric retries.
     fn add_control(
         &mut self,
         imm: u32,
@@ -395,8 +395,8 @@ impl LinkState {
         if ok {
             self.core.on_acknowledged_by_device();
         } else if self.failure().is_none() {
-            // The peer acknowledged everything that was sent before the closing frames. So a peer
-            // that is gone now has closed in an orderly way.
+            // The peer has acknowledged everything that this side sent before the closing frames.
+            // So if the peer is gone now, the link was closed in good order.
             let is_control =
                 self.rdma.queue.get(wc).is_some_and(|it| it.request.kind == Kind::Control);
             let error = match self.core.has_answered_fin() && is_control {
@@ -468,8 +468,8 @@ fn one_sided((base, rkey): (u64, u32), request: &RequestContext) -> Operation {
     }
 }
 
-/// Copies a small part of a message that may stay here for long, so that it does not hold a large
-/// receive.
+/// Copies a small part of a message. The part may stay here for long, and must not hold a large
+/// receive buffer.
 fn fitting(pool: &Pool, buf: BufMut) -> BufMut {
     const SMALL: usize = 8; // up to an eighth of the receive, copying costs next to nothing
     if buf.len() > buf.capacity() / SMALL {

@@ -18,8 +18,8 @@ use crate::mem::Pool;
 use crate::wire::Frame;
 use crate::wire::{TcpFrame, TcpFrameKind};
 
-/// The number of bytes to read before other links are served. It is small enough for the CPU's
-/// cache, from which the application then reads.
+/// The number of bytes to read before other links are served. They fit into the CPU's cache, so
+/// that the application reads them from there.
 const SLICE_BYTES: usize = 256 << 10;
 
 /// A request of the peer for our memory. `fabric/regions.rs` executes it.
@@ -42,8 +42,8 @@ pub(crate) enum Reading {
 }
 
 impl LinkState {
-    /// Writes a small message at once. Returns false if it must be queued. At most one frame goes
-    /// from the caller's memory to the kernel.
+    /// Writes a small message at once, from the caller's memory. Returns false if the message must
+    /// be queued, for example because it needs several frames.
     pub(super) fn write_now(&mut self, channel: u16, bytes: &[u8]) -> Result<bool, Error> {
         if bytes.len() > self.core.tcp_segment() {
             return Ok(false);
@@ -155,7 +155,7 @@ impl LinkState {
         }
     }
 
-    /// Writes the frames about paths, whichever transport carries the link.
+    /// Writes the migration frames, whichever transport carries the link.
     fn write_said(&mut self) -> io::Result<()> {
         let Some(tcp) = &mut self.tcp else { return Ok(()) };
         while let Some((frame, body)) = self.core.next_said() {

@@ -236,7 +236,8 @@ impl TcpPath {
         }
     }
 
-    /// Returns the buffer for the payload: that of the waiting read, if the frame answers one.
+    /// Returns the buffer for the payload. For the answer to a read, that is the buffer of the
+    /// read.
     fn place_for(
         &mut self,
         tcp_frame: &TcpFrame,

@@ -1,4 +1,4 @@
-//! Buffers: [`BufMut`] while one owner fills it, [`Buf`] when many read it.
+//! Buffers: a [`BufMut`] has one owner, who may write it. A [`Buf`] may have many readers.
 //!
 //! Neither type knows whether the device is using the memory. A reference from `deref` borrows the
 //! value, and an operation in flight owns the value. So while the device may access the bytes,
@@ -22,8 +22,8 @@ use crate::mem::class::Purpose;
 use crate::mem::error::PoolError;
 
 /// How the device addresses a buffer: the arguments of
-/// [`Sge::from_raw`](ferrite_verbs::Sge::from_raw), whose contract applies to their use: **own the
-/// buffer until the completion**.
+/// [`Sge::from_raw`](ferrite_verbs::Sge::from_raw). The contract of that function applies: **own
+/// the buffer until the completion**.
 ///
 /// ```
 /// # use ferrite_fabric::mem::{Pool, Purpose};
@@ -39,11 +39,11 @@ use crate::mem::error::PoolError;
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RawParts {
-    /// The address of its first byte.
+    /// The address of the first byte.
     pub addr: u64,
-    /// Its length.
+    /// The length in bytes.
     pub len: u32,
-    /// The key for the requested domain. It has no remote rights.
+    /// The local key for the requested domain. The key has no remote rights.
     pub lkey: u32,
 }
 
@@ -119,14 +119,14 @@ impl Span {
 pub struct BufMut(Span);
 
 impl BufMut {
-    /// Returns its length. Unlike `len` of the slice, this does not compute the address of the
-    /// bytes.
+    /// Returns the length of the buffer. Unlike `len` of the slice, this does not compute the
+    /// address of the bytes.
     #[must_use]
     pub fn len(&self) -> usize {
         self.0.len as usize
     }
 
-    /// Returns whether it has no bytes.
+    /// Returns whether the buffer has no bytes.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0.len == 0
@@ -140,13 +140,13 @@ impl BufMut {
         buf
     }
 
-    /// Returns how long it may become: up to the end of its block.
+    /// Returns the largest possible length of the buffer, which is limited by the end of its block.
     #[must_use]
     pub fn capacity(&self) -> usize {
         self.0.capacity()
     }
 
-    /// Changes its length. Added bytes are whatever the block contains.
+    /// Changes the length of the buffer. Added bytes have whatever contents the block has there.
     ///
     /// # Panics
     /// If `len` is more than the capacity.
@@ -155,14 +155,14 @@ impl BufMut {
         self.0.len = len as u32; // a block is at most 2 MiB
     }
 
-    /// Makes it shareable; nobody can write it from now on.
+    /// Makes the buffer shareable. Nobody can write it from now on.
     #[must_use]
     pub fn freeze(self) -> Buf {
         Buf(self.0)
     }
 
-    /// Moves the charge for its block to `account`. Meant for a receive that was posted before its
-    /// peer was known, when a message of a peer has arrived in it.
+    /// Moves the charge for the buffer's block to `account`. This is for a receive that was posted
+    /// before its sender was known: it is charged once a message has arrived in it.
     ///
     /// # Errors
     /// [`PoolError::OverBudget`]; the charge then stays where it was.
@@ -171,7 +171,7 @@ impl BufMut {
         charged.inspect_err(|error| self.0.lease.slab().core.counters.count_failure(error))
     }
 
-    /// Returns how the device addresses it, in the pool's `domain`.
+    /// Returns how the device of the pool's `domain` addresses the buffer.
     ///
     /// # Panics
     /// If the pool has no domain with this index.
@@ -180,13 +180,13 @@ impl BufMut {
         self.0.raw_parts(domain)
     }
 
-    /// Returns what it was taken for.
+    /// Returns the purpose for which the buffer was taken.
     #[must_use]
     pub fn purpose(&self) -> Purpose {
         self.0.lease.slab().purpose
     }
 
-    /// Returns how often its block had been returned to the pool when this buffer was taken.
+    /// Returns how often the block had been returned to the pool when this buffer was taken.
     /// Together with the address, the number identifies this use of the block.
     #[must_use]
     pub fn generation(&self) -> u32 {
@@ -197,7 +197,7 @@ impl BufMut {
         self.0.at()
     }
 
-    /// Returns the size of its block, which is what it is charged for.
+    /// Returns the size of the buffer's block, which is the size that an account is charged for.
     pub(in crate::mem) fn block_bytes(&self) -> usize {
         self.0.lease.slab().class.bytes()
     }
@@ -263,20 +263,20 @@ impl fmt::Debug for BufMut {
 pub struct Buf(Span);
 
 impl Buf {
-    /// Returns its length. Unlike `len` of the slice, this does not compute the address of the
-    /// bytes.
+    /// Returns the length of the buffer. Unlike `len` of the slice, this does not compute the
+    /// address of the bytes.
     #[must_use]
     pub fn len(&self) -> usize {
         self.0.len as usize
     }
 
-    /// Returns whether it has no bytes.
+    /// Returns whether the buffer has no bytes.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0.len == 0
     }
 
-    /// Returns a part of it, which keeps the whole block in use.
+    /// Returns a part of the buffer. The part keeps the whole block in use.
     ///
     /// # Panics
     /// If the range exceeds the buffer.
@@ -305,8 +305,8 @@ impl Buf {
         })
     }
 
-    /// Converts it to a mutable buffer, if this is the only handle. Its capacity reaches to the end
-    /// of the block.
+    /// Converts the buffer to a mutable one, if this is the only handle. The capacity then reaches
+    /// to the end of the block.
     ///
     /// # Errors
     /// Returns the buffer itself if there are other handles on the block.
@@ -314,7 +314,7 @@ impl Buf {
         if self.0.lease.is_unique() { Ok(BufMut(self.0)) } else { Err(self) }
     }
 
-    /// Returns how the device addresses it, in the pool's `domain`.
+    /// Returns how the device of the pool's `domain` addresses the buffer.
     ///
     /// # Panics
     /// If the pool has no domain with this index.
@@ -327,7 +327,7 @@ impl Buf {
         Arc::ptr_eq(&self.0.lease.slab().core, core)
     }
 
-    /// Returns what it was taken for.
+    /// Returns the purpose for which the buffer was taken.
     #[must_use]
     pub fn purpose(&self) -> Purpose {
         self.0.lease.slab().purpose
@@ -361,7 +361,8 @@ impl AsRef<[u8]> for Buf {
 }
 
 impl From<Buf> for Bytes {
-    /// Converts it without a copy: the block is returned when the last of the `Bytes` is dropped.
+    /// Converts the buffer without a copy. The block is returned when the last of the `Bytes` is
+    /// dropped.
     fn from(buf: Buf) -> Self {
         Self::from_owner(buf)
     }

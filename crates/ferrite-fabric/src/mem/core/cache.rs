@@ -1,12 +1,12 @@
 //! Caches of free blocks, between the threads and the heaps.
 //!
-//! Each thread uses one shard, chosen by the order in which threads first came here. By default
+//! Each thread uses one shard, assigned in the order in which threads first use a cache. By default
 //! there are as many shards as CPUs, so threads seldom share one. Blocks are also counted under the
-//! shard's lock, so that counting costs no atomic addition; the totals in bytes can be read without
-//! a lock. The module `mem` explains why these are shards and not thread-local storage.
+//! shard's lock, so counting costs no atomic addition. The totals in bytes can be read without a
+//! lock. The module `mem` explains why the caches are shards and not thread-local.
 //!
-//! Locks are taken in the order shard, heap. The caller keeps the pool alive, so nothing that is
-//! dropped under a lock can drop the pool, which owns that lock.
+//! Locks are taken in the order shard, heap. The caller keeps the pool alive. So dropping something
+//! under a lock never drops the pool, which owns that lock.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -30,7 +30,7 @@ pub(in crate::mem) struct Cache {
 #[repr(align(128))]
 struct Shard {
     magazines: Mutex<Magazines>,
-    /// By purpose. Written only under the lock.
+    /// The bytes taken and returned, by purpose. They are written only under the lock.
     flows: [Flow; Purpose::ALL.len()],
 }
 
@@ -57,8 +57,8 @@ pub(in crate::mem) struct Magazines {
 #[derive(Default)]
 pub(in crate::mem) struct Magazine {
     pub(in crate::mem) blocks: Vec<Block>,
-    /// Totals. A block may be returned to another shard than it was taken from, so only the sums
-    /// over all shards are meaningful.
+    /// Total number of blocks taken from and returned to this magazine. A block may be returned to
+    /// another shard than it was taken from, so only the sums over all shards are meaningful.
     taken: u64,
     returned: u64,
 }
@@ -71,8 +71,8 @@ pub(in crate::mem) struct Tally {
 }
 
 impl Cache {
-    /// Creates magazines of at most `blocks` blocks and `bytes` bytes, in `shards` shards (0: one
-    /// for each CPU).
+    /// Creates magazines of at most `blocks` blocks and `bytes` bytes, in `shards` shards. 0 shards
+    /// means one for each CPU.
     pub(in crate::mem) fn new(shards: usize, blocks: usize, bytes: usize) -> Self {
         let cpus = std::thread::available_parallelism().map_or(1, usize::from);
         let capacities = SizeClass::ALL.map(|class| blocks.min(bytes / class.bytes()));
@@ -92,8 +92,8 @@ impl Cache {
         Held { magazines: lock(&shard.magazines), flows: &shard.flows }
     }
 
-    /// Returns the bytes of blocks in use, without a lock. Exact only while nobody takes or returns
-    /// blocks.
+    /// Returns the bytes of blocks in use, without a lock. The result is exact only while nobody
+    /// takes or returns blocks.
     pub(in crate::mem) fn in_use_bytes(&self, purpose: Purpose) -> u64 {
         let net = self.shards.iter().map(|shard| &shard.flows[purpose.index()]).fold(
             0_u64,
@@ -102,19 +102,20 @@ impl Cache {
                     .wrapping_sub(flow.returned.load(Ordering::Relaxed))
             },
         );
-        // Negative if a block was taken from a shard that was already read, and returned to one
-        // that was not.
+        // The sum is negative if a block was taken from a shard that was already read, and returned
+        // to one that was not.
         u64::try_from(net.cast_signed()).unwrap_or(0)
     }
 
-    /// Returns the total bytes ever returned. While this does not change, nothing has become free.
+    /// Returns the total bytes that were ever returned. While this does not change, no block was
+    /// freed.
     pub(in crate::mem) fn returned_bytes(&self) -> u64 {
         let flows = self.shards.iter().flat_map(|shard| &shard.flows);
         flows.fold(0, |sum: u64, flow| sum.wrapping_add(flow.returned.load(Ordering::Relaxed)))
     }
 
-    /// Adds a block to its magazine. Passes half of a full magazine on to `heap`, and all of it if
-    /// the heap wants the block back.
+    /// Adds a block to its magazine. If the magazine is full, passes half of it on to `heap`. If
+    /// the heap wants the block back, passes the whole magazine on.
     pub(in crate::mem) fn keep(&self, block: Block, heap: &Heap) {
         let (purpose, class) = (block.slab.purpose, block.slab.class);
         let mut shard = self.shard();
@@ -163,7 +164,7 @@ impl Cache {
         }
     }
 
-    /// Returns the totals. Exact only while nobody takes or returns blocks.
+    /// Returns the totals. They are exact only while nobody takes or returns blocks.
     pub(in crate::mem) fn tally(&self) -> [[Tally; SizeClass::ALL.len()]; Purpose::ALL.len()] {
         let mut tallies = [[Tally::default(); SizeClass::ALL.len()]; Purpose::ALL.len()];
         for shard in &self.shards {
@@ -175,8 +176,8 @@ impl Cache {
                 tally.cached += magazine.blocks.len() as u64;
             }
         }
-        // Negative if a block was taken from a shard that was already read, and returned to one
-        // that was not.
+        // The sum is negative if a block was taken from a shard that was already read, and returned
+        // to one that was not.
         for tally in tallies.as_flattened_mut() {
             tally.in_use = u64::try_from(tally.in_use.cast_signed()).unwrap_or(0);
         }
@@ -223,12 +224,12 @@ fn add(flow: &AtomicU64, class: SizeClass) {
     flow.store(flow.load(Ordering::Relaxed).wrapping_add(class.bytes() as u64), Ordering::Relaxed);
 }
 
-/// Returns the thread's number. Threads are numbered as they first come here.
+/// Returns the thread's number. Threads get numbers in the order in which they first call this.
 fn thread_number() -> usize {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
     thread_local! {
-        // Without a destructor, because other thread-local values may drop buffers at the very end
-        // of a thread.
+        // The value has no destructor, because other thread-local values may drop buffers at the
+        // very end of a thread.
         static NUMBER: Cell<usize> = const { Cell::new(usize::MAX) };
     }
     NUMBER.with(|number| {

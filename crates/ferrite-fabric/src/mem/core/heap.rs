@@ -2,9 +2,9 @@
 //!
 //! A chunk is assigned to a class when the class needs it, and is free again when its last block
 //! was returned. So a burst of one size does not keep memory from the other sizes. The lowest
-//! chunks are used first, which lets the higher ones become free. One lock protects the state; the
-//! caches in front of the heap (`cache.rs`) take and return blocks in batches. The heap grows
-//! without that lock, under another one (`growth`).
+//! chunks are used first, which lets the higher ones become free. One lock protects the state. The
+//! caches in front of the heap (`cache.rs`) take and return blocks in batches. The heap grows under
+//! a second lock (`growth`), so that other callers do not wait.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
@@ -16,24 +16,24 @@ use crate::mem::arena::Arena;
 use crate::mem::class::{CHUNK_BYTES, Purpose, SizeClass};
 use crate::mem::lock;
 
-/// No chunk has this number.
+/// The value for "no chunk".
 const NONE: u32 = u32::MAX;
 
 pub(in crate::mem) struct Heap {
     purpose: Purpose,
     pub(in crate::mem) max_bytes: usize,
     max_arenas: usize,
-    /// Bytes that stay mapped although nobody uses them.
+    /// Bytes that stay mapped even if they are unused.
     kept_bytes: usize,
-    /// Locked while an arena is created: only callers that need the arena wait.
+    /// Locked while an arena is created. Only callers that need the arena wait.
     pub(in crate::mem) growth: Mutex<()>,
     /// Whether the last free chunk was assigned since the last check.
     is_low: AtomicBool,
     /// Number of arenas, for readers without the lock.
     arenas: AtomicUsize,
-    /// Blocks of this chunk and of higher ones are returned to the heap at once, not cached, so
-    /// that the next blocks are taken from lower chunks. [`NONE`] unless most of the heap is free
-    /// and yet a few blocks keep an arena in use that is not needed.
+    /// Blocks of this chunk and of higher ones are returned to the heap at once and not cached. So
+    /// the next blocks are taken from lower chunks. The value is [`NONE`], unless most of the heap
+    /// is free but a few blocks keep an unneeded arena in use.
     returns_from: AtomicU32,
     state: Mutex<State>,
 }
@@ -45,14 +45,14 @@ struct State {
     chunks: Vec<Chunk>,
     /// Indices of chunks whose arena was released.
     vacant: Vec<u32>,
-    /// Number of arenas that could have been released at the last check and were not: those that
-    /// nobody used, except the first arena and a spare one.
+    /// Number of arenas that the last check could have released but did not. These are unused
+    /// arenas, without the first arena and a spare one.
     idle_before: usize,
     /// Chunks that are not assigned to a class.
     free: BTreeSet<u32>,
     /// For each class, its chunks with free blocks.
     partial: [BTreeSet<u32>; SizeClass::ALL.len()],
-    /// The last [`Pool`](super::Pool) was dropped: blocks are no longer accepted.
+    /// Whether the last [`Pool`](super::Pool) was dropped. Blocks are then no longer accepted.
     closed: bool,
 }
 
@@ -99,9 +99,9 @@ impl Heap {
         }
     }
 
-    /// Puts up to `want` blocks of `class` into `out`, from the chunks of that class. If these have
-    /// no free block, assigns a free chunk to the class. It also does so if they have free blocks
-    /// only in chunks from `returns_from` on, and a free chunk is lower.
+    /// Puts up to `want` blocks of `class` into `out`, from the chunks of that class. If these
+    /// chunks have no free block, assigns a free chunk to the class. Also assigns one if the class
+    /// has free blocks only in chunks from `returns_from` on, and a lower chunk is free.
     pub(in crate::mem) fn take(
         &self,
         core: &Arc<Core>,
@@ -138,7 +138,7 @@ impl Heap {
     }
 
     /// Takes back all but the last `keep` of `blocks`. If the heap is closed, leaves the blocks
-    /// where they are: the caller drops them, outside of every lock.
+    /// where they are. The caller then drops them, outside of every lock.
     pub(in crate::mem) fn take_back(&self, blocks: &mut Vec<Block>, keep: usize) {
         let state = &mut *lock(&self.state);
         if state.closed {
@@ -160,7 +160,7 @@ impl Heap {
         }
     }
 
-    /// Returns whether the last free chunk was assigned since the last call: then the heap must
+    /// Returns whether the last free chunk was assigned since the last call. The heap must then
     /// grow soon.
     pub(in crate::mem) fn take_is_low(&self) -> bool {
         self.is_low.load(Ordering::Relaxed) && self.is_low.swap(false, Ordering::Relaxed)
@@ -171,8 +171,8 @@ impl Heap {
         lock(&self.state).free.is_empty()
     }
 
-    /// Returns how large an arena of at most `step` bytes may be without exceeding the maximum: 0
-    /// if there may be no more arenas.
+    /// Returns how large an arena of at most `step` bytes may be without exceeding the maximum.
+    /// Returns 0 if there may be no more arenas.
     pub(in crate::mem) fn room(&self, step: usize) -> usize {
         let state = lock(&self.state);
         if state.arenas.len() >= self.max_arenas {
@@ -181,7 +181,7 @@ impl Heap {
         step.min(self.max_bytes - state.mapped_bytes)
     }
 
-    /// Adds the chunks of an arena. The caller holds `growth`, or no other thread has the heap yet.
+    /// Adds the chunks of an arena. The caller holds `growth`, or the pool is still being built.
     pub(in crate::mem) fn add(&self, arena: &Arc<Arena>) {
         let state = &mut *lock(&self.state);
         for offset in (0..arena.len()).step_by(CHUNK_BYTES) {
@@ -202,12 +202,12 @@ impl Heap {
         self.arenas.store(state.arenas.len(), Ordering::Relaxed);
     }
 
-    /// Takes out up to `most` arenas that nobody used, neither now nor at the previous call. The
-    /// first arena stays. So does one unused arena, because otherwise the next caller that needs
-    /// one would wait for a registration.
+    /// Takes out up to `most` arenas that are unused now and were unused at the previous call. The
+    /// first arena stays. One unused arena stays, too: without it, the next caller that needs an
+    /// arena would wait for a registration.
     ///
     /// The caller drops the arenas outside of every lock, which ends their registration. Also
-    /// returns whether there are more that may be taken out at the next call.
+    /// returns whether the next call may take out more.
     pub(in crate::mem) fn take_idle(&self, most: usize) -> (Vec<Arc<Arena>>, bool) {
         let state = &mut *lock(&self.state);
         let is_used = |arena: &Arc<Arena>| {
@@ -252,18 +252,18 @@ impl Heap {
         (taken, state.idle_before > 0 && may_shrink)
     }
 
-    /// Returns whether a block must be returned at once, because a few blocks like it keep the heap
+    /// Returns whether a block must be returned at once, because a few such blocks keep the heap
     /// from shrinking.
     pub(in crate::mem) fn wants_back(&self, block: &Block) -> bool {
         block.slab.chunk >= self.returns_from.load(Ordering::Relaxed)
     }
 
-    /// Returns whether it has more than its first arena and a spare one.
+    /// Returns whether the heap has more than its first arena and a spare one.
     pub(in crate::mem) fn has_grown(&self) -> bool {
         self.arenas.load(Ordering::Relaxed) > 2
     }
 
-    /// Returns what it holds now.
+    /// Returns the memory that the heap holds now.
     pub(in crate::mem) fn holdings(&self) -> Holdings {
         let state = lock(&self.state);
         Holdings {
@@ -273,7 +273,7 @@ impl Heap {
         }
     }
 
-    /// Releases everything: from now on each arena lives as long as one of its blocks is in use.
+    /// Releases everything. From now on each arena lives as long as one of its blocks is in use.
     pub(in crate::mem) fn close(&self) {
         let rest =
             std::mem::replace(&mut *lock(&self.state), State { closed: true, ..State::default() });
@@ -293,10 +293,10 @@ impl State {
         self.free.first().is_some_and(|first| *first < chunk)
     }
 
-    /// Returns how many of the lowest chunks have room for twice the bytes in use; at least the
-    /// number of chunks in the first arena, which stays. Blocks of these chunks may stay in caches:
-    /// a chunk whose blocks are all returned must be assigned again, which costs more than taking a
-    /// block.
+    /// Returns how many of the lowest chunks have room for twice the bytes in use. This is at least
+    /// the number of chunks in the first arena, which always stays. Blocks of these chunks may stay
+    /// in caches. Otherwise a chunk whose blocks are all returned must be assigned again, which
+    /// costs more than taking a block.
     fn chunks_in_need(&self) -> u32 {
         let in_use = self.mapped_bytes - self.free_bytes();
         let first = self.arenas.first().map_or(0, |arena| arena.len());
@@ -312,7 +312,7 @@ impl State {
             previous
         } else {
             let slab = Slab::new(core, chunk.arena.as_ref()?, chunk.offset, index, purpose, class);
-            // In reverse, so that the lowest is taken first.
+            // The order is reversed, so that the lowest block is taken first.
             let free = (0..class.blocks_per_chunk() as u32).rev().collect();
             Some(Assigned { slab: Arc::new(slab), free })
         };

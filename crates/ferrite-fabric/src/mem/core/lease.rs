@@ -1,8 +1,8 @@
 //! A lease: a counted handle on a block that is in use. Handles are counted only here.
 //!
-//! All leases of a block together own one count of its slab. The first lease gets it from its
-//! [`Block`], and the last one turns it back into a block. So cloning is one atomic addition, and
-//! neither slab, arena nor pool can be dropped before the last lease.
+//! All leases of a block together own one reference count of its slab. The first lease gets the
+//! count from its [`Block`], and the last one turns it back into a block. So cloning is one atomic
+//! addition, and neither slab, arena nor pool can be dropped before the last lease.
 #![expect(
     unsafe_code,
     reason = "reference counts in the block's metadata; each block states its obligations"
@@ -16,7 +16,8 @@ use super::slab::{Block, Meta, Slab};
 use crate::mem::budget::Account;
 use crate::mem::error::PoolError;
 
-/// More handles than any program has, and far from wrapping even if all threads add at once.
+/// Maximum number of handles of a block. No program needs more, and the counter cannot wrap even if
+/// all threads add at once.
 const MAX_HANDLES: u32 = u32::MAX / 2;
 
 pub(in crate::mem) struct Lease {
@@ -51,8 +52,8 @@ impl Lease {
         unsafe { self.slab.as_ref() }
     }
 
-    /// Returns the first byte of the block. It is valid for the bytes of its class while a lease
-    /// lives.
+    /// Returns the first byte of the block. The address is valid for the size of the block's class
+    /// while a lease lives.
     pub(in crate::mem) fn at(&self) -> NonNull<u8> {
         self.slab().at(self.index)
     }
@@ -61,8 +62,8 @@ impl Lease {
         self.meta().generation.load(Ordering::Relaxed)
     }
 
-    /// Returns whether this is the only handle. If so, all accesses of earlier handles have
-    /// happened before.
+    /// Returns whether this is the only handle. If so, all accesses of earlier handles happened
+    /// before this call.
     pub(in crate::mem) fn is_unique(&self) -> bool {
         self.meta().refs.load(Ordering::Acquire) == 1
     }
@@ -87,14 +88,14 @@ impl Lease {
         }
     }
 
-    /// Returns the account that is charged; `None` if there are other handles.
+    /// Returns the account that is charged for the block; `None` if there are other handles.
     fn charge_mut(&mut self) -> Option<&mut Option<Account>> {
         if !self.is_unique() {
             return None;
         }
-        // SAFETY: this is the only lease of the block, and `&mut self` prevents that a second one
-        // is created, or that this one is used otherwise, while the result lives. The load above
-        // orders us after the leases that are gone.
+        // SAFETY: this is the only lease of the block. While the result lives, `&mut self` prevents
+        // that a second lease is created, or that this one is used otherwise. The load above orders
+        // this access after those of the leases that are gone.
         Some(unsafe { &mut *self.meta().charge.get() })
     }
 
@@ -123,7 +124,7 @@ impl Drop for Lease {
         if meta.refs.fetch_sub(1, Ordering::Release) != 1 {
             return;
         }
-        // All accesses of other handles happen before the block is used again.
+        // This orders all accesses of other handles before the next use of the block.
         fence(Ordering::Acquire);
         // SAFETY: the count has reached 0, so no other lease exists or can be created, and the cell
         // is ours.

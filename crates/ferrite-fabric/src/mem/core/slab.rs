@@ -1,7 +1,8 @@
 //! A slab: a chunk that was assigned to a size class, with the metadata of its blocks.
 //!
-//! The metadata lies in ordinary memory, away from the bytes it describes. A slab lives while the
-//! heap lists it or one of its blocks is in use, and keeps the arena and the pool alive that long.
+//! The metadata lies in ordinary memory, away from the bytes that it describes. A slab lives while
+//! the heap lists it or one of its blocks is in use. It keeps the arena and the pool alive for that
+//! time.
 
 use std::cell::UnsafeCell;
 use std::ptr::NonNull;
@@ -30,10 +31,10 @@ pub(in crate::mem) struct Slab {
 pub(in crate::mem) struct Meta {
     /// Number of handles; 0 while the block is free.
     pub(in crate::mem) refs: AtomicU32,
-    /// How often the block was returned.
+    /// How often the block was returned to the pool.
     pub(in crate::mem) generation: AtomicU32,
-    /// The account that is charged for it. Only the block's single lease may access it: see
-    /// `lease.rs`.
+    /// The account that is charged for the block. Only the block's single lease may access this
+    /// field: see `lease.rs`.
     pub(in crate::mem) charge: UnsafeCell<Option<Account>>,
 }
 
@@ -68,8 +69,8 @@ impl Slab {
     }
 }
 
-/// A free block, as a value. At most one exists for each block: in a free list, in a cache, or in
-/// transit. Dropping it loses the block, but does no other harm.
+/// A free block, as a value. At most one value exists for each block: in a free list, in a cache,
+/// or in transit. Dropping the value loses the block, but does no other harm.
 pub(in crate::mem) struct Block {
     pub(in crate::mem) slab: Arc<Slab>,
     pub(in crate::mem) index: u32,

@@ -1,18 +1,18 @@
 //! How peers access exposed memory: registrations, and memory windows on them.
 //!
 //! A registration with remote rights is open to every queue pair of its domain. A registration for
-//! windows has no remote rights: a peer can access the memory only through a window, on the queue
+//! windows has no remote rights. A peer can access such memory only through a window, on the queue
 //! pair that the window is bound to.
 //!
-//! A window must be closed before its queue pair is destroyed, which the link ensures, and before
-//! the registration under it ends, which the owner of the exposed memory ensures. Both hold the
-//! window, and the first of them to end closes it. But a window whose bind request is still in
-//! flight must not be closed: the request would fail and break the link. In that case the memory
-//! waits for the request.
+//! A window must be closed before its queue pair is destroyed; the link ensures that. It must also
+//! be closed before the registration under it ends; the owner of the exposed memory ensures that.
+//! Both hold the window, and the first of them to end closes it. But a window whose bind request is
+//! still in flight must not be closed, because the request would fail and break the link. In that
+//! case the memory is released only after the request has completed.
 //!
-//! Each exposed buffer has a registration of its own, of exactly its bytes, under its windows.
-//! Soft-RoCE needs that: it checks an access against the bounds of the registration, not of the
-//! window, and lets a started access continue until the registration ends.
+//! Each exposed buffer has its own registration under its windows, of exactly the bytes of the
+//! buffer. Soft-RoCE needs that: it checks an access against the bounds of the registration, not of
+//! the window. It also lets an access that has started continue until the registration ends.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
@@ -29,11 +29,11 @@ pub(crate) struct Window {
 }
 
 struct State {
-    /// `None` when it is closed.
+    /// The window; `None` when it is closed.
     open: Option<MemoryWindow>,
-    /// Whether the request that binds it is in flight.
+    /// Whether the request that binds the window is in flight.
     binding: bool,
-    /// Memory to release when that request has completed. The peer has no access to it any more.
+    /// Memory to release when the bind request has completed. The peer can no longer access it.
     left: Option<(Registrations, BufMut)>,
 }
 
@@ -46,7 +46,7 @@ impl Window {
         })
     }
 
-    /// Returns how the peer of the queue pair that it is bound to addresses it.
+    /// Returns how the peer addresses the window, on the queue pair that the window is bound to.
     pub(crate) fn remote(&self) -> RemoteSlice {
         self.remote
     }
@@ -55,8 +55,9 @@ impl Window {
         lock(&self.state).open.is_some()
     }
 
-    /// Calls `post` to post the request that binds the window; `post` returns whether the device
-    /// accepted the request. Returns `None` if the device did not, or if the window is closed.
+    /// Calls `post` to post the request that binds the window. `post` returns whether the device
+    /// accepted the request. Returns `None` if the device did not accept it, or if the window is
+    /// closed.
     pub(crate) fn bind(
         self: &Arc<Self>,
         post: impl FnOnce(&MemoryWindow) -> bool,
@@ -67,10 +68,10 @@ impl Window {
         posted.then(|| Binding(Arc::clone(self)))
     }
 
-    /// Closes it, bound or not: no access with its key can start any more.
+    /// Closes the window, bound or not. No access with its key can start any more.
     ///
     /// # Errors
-    /// Returns the device's error if it did not close; the window is then still open.
+    /// Returns the device's error if the window could not be closed. The window is then still open.
     pub(crate) fn close(&self) -> Result<(), Error> {
         let mut state = lock(&self.state);
         let Some(window) = state.open.take() else { return Ok(()) };
@@ -124,13 +125,15 @@ impl std::fmt::Debug for Binding {
 /// All registrations and windows of one exposed buffer.
 #[derive(Default)]
 pub(in crate::mem) struct Registrations {
-    /// By domain index.
+    /// The windows, each with the index of its domain.
     pub(in crate::mem) windows: Vec<(usize, Arc<Window>)>,
+    /// The registrations, each with the index of its domain.
     pub(in crate::mem) regions: Vec<(usize, MemoryRegion)>,
 }
 
 impl Registrations {
-    /// Closes all. Returns the device's first error; what could not be closed stays here.
+    /// Closes all windows and registrations. Returns the device's first error; those that could not
+    /// be closed stay here.
     pub(in crate::mem) fn close(&mut self) -> Option<Error> {
         let mut first = None;
         self.windows.retain(|(_, window)| match window.close() {
@@ -149,8 +152,8 @@ impl Registrations {
         first
     }
 
-    /// Closes all and returns the buffer to its pool: now, or when the last bind request in flight
-    /// has completed.
+    /// Closes everything and returns the buffer to its pool: now, or when the last bind request in
+    /// flight has completed.
     pub(in crate::mem) fn release(mut self, mut buf: BufMut) {
         let mut bound = Vec::new();
         while let Some((index, window)) = self.windows.pop() {

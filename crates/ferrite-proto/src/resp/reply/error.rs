@@ -49,7 +49,7 @@ pub enum ReplyError {
     /// A boolean is neither `t` nor `f`.
     #[error("Protocol error: invalid boolean")]
     Boolean,
-    /// A verbatim string does not begin with three letters and a colon.
+    /// A verbatim string does not begin with a format of three bytes and a colon.
     #[error("Protocol error: invalid verbatim string")]
     Verbatim,
     /// A line does not end in `\r\n`.
@@ -61,10 +61,12 @@ pub enum ReplyError {
     /// A string is not followed by `\r\n`.
     #[error("Protocol error: invalid end of a string")]
     BlobEnd,
-    /// The reply is not complete: from [`Value::parse`](crate::resp::Value::parse) only.
+    /// The reply is not complete. Only [`Value::parse`](crate::resp::Value::parse) and
+    /// [`Value::parse_within`](crate::resp::Value::parse_within) return this.
     #[error("Protocol error: incomplete reply")]
     Incomplete,
-    /// There is more than one reply: from [`Value::parse`](crate::resp::Value::parse) only.
+    /// There is more than one reply. Only [`Value::parse`](crate::resp::Value::parse) and
+    /// [`Value::parse_within`](crate::resp::Value::parse_within) return this.
     #[error("Protocol error: unexpected bytes after the reply")]
     Trailing,
 }

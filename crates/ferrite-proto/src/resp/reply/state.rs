@@ -1,4 +1,5 @@
-//! The state of a [`ReplyFramer`](super::ReplyFramer): only numbers, whatever it was fed.
+//! The state of a [`ReplyFramer`](super::ReplyFramer). It consists only of numbers, whatever bytes
+//! were fed.
 
 use super::ReplyError;
 use crate::resp::number::{Integer, Length};
@@ -22,15 +23,14 @@ pub(super) enum State {
     },
     /// After the `\r` of a line.
     LineEnd(AfterLine),
-    /// In the bytes of a string. `format` is the position in the format of a verbatim string, until
-    /// that ends.
+    /// In the bytes of a string. `format` is the position in the format of a verbatim string;
+    /// `None` after the format, and for other strings.
     Blob {
         left: u64,
         format: Option<u8>,
         chunk: bool,
     },
-    /// After the bytes of a string. `feed` tells whether `\r` was received, so that `\n` must
-    /// follow.
+    /// After the bytes of a string. `feed` tells whether `\r` was received. Then `\n` must follow.
     BlobEnd {
         feed: bool,
         chunk: bool,
@@ -101,7 +101,7 @@ pub(super) struct Level {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Remaining {
     Values(u64),
-    /// Values until the end marker, which may come only between the pairs of a map.
+    /// Values until the end marker. In a map, the marker may come only between pairs.
     Stream {
         map: bool,
         odd: bool,

@@ -55,7 +55,7 @@ fn finds_the_end_of_replies() {
         b">2\r\n+message\r\n$1\r\nx\r\n",
         b"%1\r\n+k\r\n+v\r\n",
         b"%0\r\n",
-        // Attributes: before a value and inside one, empty and several.
+        // Attributes before a value and inside one, without pairs, and several in a row.
         b"|1\r\n+ttl\r\n:3\r\n*1\r\n|0\r\n|1\r\n+a\r\n+b\r\n:1\r\n",
         b"|0\r\n>1\r\n+x\r\n",
         b"|1\r\n+k\r\n|0\r\n+v\r\n+OK\r\n",
