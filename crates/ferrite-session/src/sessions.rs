@@ -351,8 +351,8 @@ impl Drop for OpenSession {
 mod tests {
     use super::*;
 
-    /// An evicted session may run for a moment longer. No other session is evicted for it in the
-    /// meantime.
+    /// An evicted session may run for a moment longer. In the meantime, its memory does not cause
+    /// the eviction of another session.
     #[test]
     fn evicts_the_largest_session_once_and_stops_counting_it() {
         let sessions = Arc::<Sessions>::default();
