@@ -81,8 +81,7 @@ impl Module {
         Self { options, service, admin: None, callbacks }
     }
 
-    /// Checks that the settings fit together, which is not checked when the engine's configuration
-    /// sets them one by one.
+    /// Checks that the settings fit together, after the engine has set them one by one.
     ///
     /// # Errors
     /// Returns an error that names each wrong setting and says why it is wrong.

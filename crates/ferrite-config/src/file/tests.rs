@@ -1,4 +1,4 @@
-//! Correct files, and wrong ones with all their errors.
+//! Tests of correct files, and of wrong files with all their errors.
 
 use std::time::Duration;
 
