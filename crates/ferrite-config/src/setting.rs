@@ -37,7 +37,7 @@ impl Program {
 pub enum TakesEffect {
     /// When the program starts.
     AtStart,
-    /// At once. CONFIG SET (in the module) or SIGHUP (in the other programs) may change it.
+    /// At once. CONFIG SET (in the module) or SIGHUP (in other programs) may change the value.
     AtOnce,
     /// For clients that connect from then on. CONFIG SET (in the module) or SIGHUP (in the other
     /// programs) may change it.
@@ -68,11 +68,11 @@ pub struct Alias {
 /// How the value under another name is written.
 #[derive(Debug, Clone, Copy)]
 pub enum AliasForm {
-    /// Like the values of the setting itself.
+    /// The value is written like the values of the setting itself.
     Same,
-    /// As a number of mebibytes.
+    /// The value is a number of mebibytes.
     Mebibytes,
-    /// As one of these words, each with the value that it stands for.
+    /// The value is one of these words, each with the value of the setting that it stands for.
     Words(&'static [(&'static str, &'static str)]),
 }
 

@@ -42,7 +42,8 @@ const AGE_MAX: Duration = Duration::from_secs(10);
 pub fn port_metrics(out: &mut Exposition) {
     static READER: LazyLock<Mutex<Reader>> =
         LazyLock::new(|| Mutex::new(Reader::new(DEVICES.into())));
-    // One scrape at a time: a device that another scrape is reading would be missing in this one.
+    // Only one scrape runs at a time. A device that another scrape is reading would be missing
+    // here.
     write(&lock(&READER).read(SCRAPE_WAIT), out);
 }
 
@@ -231,8 +232,8 @@ fn counters(port: &OwnedFd) -> BTreeMap<String, u64> {
     counters
 }
 
-/// Reads a small file with as few system calls as possible, and by a short path, because a scrape
-/// reads hundreds of files and spends most of its time here.
+/// Reads a small file with few system calls and by a short path. A scrape reads hundreds of files,
+/// and spends most of its time here.
 fn read_text<T>(directory: &OwnedFd, name: &CStr, parse: impl FnOnce(&str) -> T) -> Option<T> {
     let file = open(directory, name, OFlags::empty())?;
     let mut text = [0; 32]; // more than the digits of any u64

@@ -109,7 +109,7 @@ fn clients(module: &mut Module, _: u64, words: &[String]) -> Reply {
     }
 }
 
-/// Formats a session as a line like those of CLIENT LIST.
+/// Formats a session as a line, as in CLIENT LIST.
 fn line(session: &SessionInfo) -> String {
     let address = |address: Option<std::net::SocketAddr>| {
         address.map_or("?".into(), |address| address.to_string())

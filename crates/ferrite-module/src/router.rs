@@ -246,8 +246,8 @@ fn fold(name: &[u8], into: &mut [u8]) -> Option<usize> {
     Some(name.len())
 }
 
-/// The hash function FNV-1a. Clients can choose the names that are looked up, but only names that
-/// the engine knows are in the table, so a hash without a secret is safe.
+/// The hash function FNV-1a. A hash without a secret is safe: clients can choose the names that are
+/// looked up, but the table has only names that the engine knows.
 struct NameHasher(u64);
 
 impl Default for NameHasher {

@@ -391,8 +391,8 @@ impl AsyncRead for Session {
 
 impl Session {
     /// If a write failed because the peer has closed the connection, reports success, and lets the
-    /// next write return the error ([`Session`] says why). Does not do so once everything was read
-    /// from the peer.
+    /// next write return the error ([`Session`] says why). Once everything was read from the peer,
+    /// returns the error at once.
     fn accept_failed(
         &mut self,
         polled: Poll<io::Result<usize>>,

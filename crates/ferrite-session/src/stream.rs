@@ -65,9 +65,8 @@ pub struct ValkeyConfig {
 impl Default for ValkeyConfig {
     fn default() -> Self {
         // A few writes in flight keep the wire busy. More of them would be small writes that are
-        // better merged into one. The fabric's queue pairs retry forever if the peer has no
-        // receives posted, so a client may send any number of writes before it hears from the
-        // server.
+        // better merged into one. If the peer has no receives posted, the fabric's queue pairs
+        // retry forever. So a client may send any number of writes before the server answers.
         let proto = ferrite_proto::Config {
             max_writes_in_flight: 8,
             max_unseen: None,

@@ -27,13 +27,13 @@ const SYSTEM_BUNDLES: [&str; 4] = [
 /// The files of a client that uses TLS, all in PEM.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TlsFiles {
-    /// The authorities to trust, instead of those of the system.
+    /// The authorities to trust, instead of the system's.
     pub ca_certificates: Option<PathBuf>,
     /// A directory of files with authorities to trust.
     pub ca_directory: Option<PathBuf>,
     /// The certificate of the client with its chain, and its private key.
     pub client: Option<(PathBuf, PathBuf)>,
-    /// Whether to accept any certificate of the server. Anybody on the path can then read and
+    /// Whether to accept any certificate of the server. If so, anybody on the path can read and
     /// change everything.
     pub is_insecure: bool,
 }

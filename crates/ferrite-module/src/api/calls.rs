@@ -174,9 +174,9 @@ impl CallContext {
         };
         buffer.copy_from_slice(name);
         let errno = __errno_location();
-        // SAFETY: `errno` is this thread's. The name ends with a zero. The format has as many `b`
-        // as there are arguments, each of which is valid until the call returns. The reply is used
-        // only before it is freed, and has the length that the engine returns.
+        // SAFETY: `errno` is this thread's. The name ends with a zero. The format has one `b` for
+        // each argument, and every argument is valid until the call returns. The reply is used only
+        // before it is freed, and has the length that the engine returns.
         unsafe {
             *errno = 0;
             let reply = self.raw_call(terminated.as_ptr().cast(), &format[skipped..], count, arg);

@@ -1,4 +1,4 @@
-//! Closes the listener's descriptors in forked children of the engine, such as that of BGSAVE.
+//! Closes the listener's descriptors in forked children of the engine, such as the child of BGSAVE.
 //!
 //! A child that outlives its engine would keep the port open, and a restarted engine could not
 //! listen on it. The engine also closes its own listeners in its children.

@@ -96,8 +96,8 @@ impl Window {
         true
     }
 
-    /// Returns the next larger size. Windows grow by one size class at a time, because a client
-    /// keeps its window until it has filled it, and the first clients must not take everything.
+    /// Returns the next larger size. Windows grow by one size class at a time, so that the first
+    /// clients do not take all the memory. A client keeps its window until it has filled it.
     fn next_larger(&self) -> u32 {
         class_bytes()
             .find(|&bytes| bytes > self.bytes)
