@@ -39,7 +39,8 @@ pub(crate) async fn wait_for_end(open: &OpenSession, shutdown: Shutdown) {
 }
 
 /// Waits until one of these happens:
-/// - The session is killed, and its client has got the reply to the pending command.
+/// - The session is killed, and its client has got the reply to the pending command, or
+///   [`LAST_REPLY_TIMEOUT`] is over.
 /// - The engine has freed the session's client, or was asked to close it, and the client has
 ///   stopped reading the replies that were made before.
 ///
