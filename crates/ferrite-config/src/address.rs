@@ -1,4 +1,4 @@
-//! Addresses as text: a host with an optional port. The one parser for files, arguments and flags.
+//! Parses addresses, each a host with an optional port, in files, arguments and flags.
 
 use std::net::{IpAddr, Ipv6Addr};
 
@@ -47,7 +47,7 @@ pub fn words(text: &str) -> impl Iterator<Item = &str> {
     text.split([',', ' ']).filter(|word| !word.is_empty())
 }
 
-/// Returns whether a text has the form of a host name. Only resolving it shows whether it is one.
+/// Returns whether a text has the form of a host name. The name need not exist.
 #[must_use]
 pub fn is_name(text: &str) -> bool {
     text.chars().all(|c| c.is_ascii_alphanumeric() || "-._".contains(c))

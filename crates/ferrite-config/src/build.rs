@@ -1,12 +1,12 @@
 //! How a program was built: what `--version` prints.
 
-/// How a program was built. [`build!`](crate::build!) fills it in the program's own crate, because
-/// the build script of that crate finds the commit.
+/// How a program was built. [`build!`](crate::build!) creates this value in the program's own
+/// crate, because the build script of that crate finds the commit.
 #[derive(Debug, Clone, Copy)]
 pub struct Build {
     /// The name of the program.
     pub program: &'static str,
-    /// Its version.
+    /// The version of the program.
     pub version: &'static str,
     /// The commit of the source, or `unknown`.
     pub commit: &'static str,

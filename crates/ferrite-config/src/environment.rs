@@ -21,8 +21,8 @@ pub fn is_of_kubernetes(name: &str, value: &str) -> bool {
     is_address || is_of_port || name.contains("_SERVICE_HOST") || name.contains("_SERVICE_PORT")
 }
 
-/// Returns a warning for each variable whose name is nearly that of a setting. Other variables that
-/// start with `FERRITE_` belong to other programs.
+/// Returns a warning for each variable whose name nearly is the name of a setting. Other variables
+/// that start with `FERRITE_` belong to other programs.
 pub fn warnings(variables: impl IntoIterator<Item = (String, String)>) -> Vec<String> {
     let known: Vec<_> = table::all().map(crate::Setting::variable).collect();
     let warn = |(name, value): (String, String)| {

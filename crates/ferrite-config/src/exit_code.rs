@@ -1,6 +1,6 @@
 //! The exit codes of all programs: one table for the programs, their help and the book.
 //!
-//! Codes from 64 on are those of sysexits.h.
+//! The codes 69 to 71 are those of sysexits.h.
 
 /// The program has done what it was asked to.
 pub const SUCCESS: u8 = 0;

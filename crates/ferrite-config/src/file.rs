@@ -18,7 +18,7 @@ const ALIAS_SECTIONS: [&str; 2] = ["network", "network.rdma"];
 /// A file that was read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct File {
-    /// The values of the program that reads it. Keys of other programs are only checked.
+    /// The values of the program that reads the file. Keys of other programs are only checked.
     pub values: Values,
     /// Lines of the engine's own configuration, from `[engine]`: name and rest of the line.
     pub directives: Vec<(String, String)>,
@@ -27,9 +27,9 @@ pub struct File {
 /// An error in a file.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Problem {
-    /// Counted from 1; 0 if it concerns no single line.
+    /// The number of the line, counted from 1. Zero if the error concerns no single line.
     pub line: usize,
-    /// The key with its sections. Empty if the text is no TOML.
+    /// The key with its sections. Empty if the text is not valid TOML.
     pub key: String,
     /// What is wrong, and what to do.
     pub message: String,
@@ -49,7 +49,7 @@ impl fmt::Display for Problem {
 /// defaults.
 ///
 /// # Errors
-/// All errors, in the order of their lines.
+/// Returns all errors, in the order of their lines.
 pub fn read(program: Program, text: &str) -> Result<File, Vec<Problem>> {
     let mut reader = Reader {
         text,
@@ -78,8 +78,8 @@ pub fn read(program: Program, text: &str) -> Result<File, Vec<Problem>> {
         }
     }
     let Reader { file, mut problems, .. } = reader;
-    // A value that is not TOML would be reported twice, also as a value of the wrong type: keep
-    // only the error of the syntax.
+    // A value that is not valid TOML would be reported twice: as a syntax error, and as a value of
+    // the wrong type. Only the syntax error is kept.
     let broken = problems.iter().filter(|problem| problem.key.is_empty());
     let broken: Vec<_> = broken.map(|problem| problem.line).collect();
     problems.retain(|problem| problem.key.is_empty() || !broken.contains(&problem.line));
@@ -97,7 +97,8 @@ struct Reader<'a> {
 impl Reader<'_> {
     /// Reads a section and its subsections.
     fn take(&mut self, section: &str, table: &DeTable<'_>) {
-        // In the file's order: if two keys contradict each other, the error names the later one.
+        // The keys are read in the file's order. If two keys contradict each other, the error names
+        // the later one.
         let mut entries: Vec<_> = table.iter().collect();
         entries.sort_by_key(|(key, _)| key.span().start);
         for (key, value) in entries {

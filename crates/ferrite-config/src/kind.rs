@@ -11,30 +11,30 @@ pub enum Kind {
     Switch,
     /// A whole number.
     Number {
-        /// The smallest.
+        /// The smallest number.
         min: i64,
-        /// The largest.
+        /// The largest number.
         max: i64,
     },
     /// A number of bytes, with a unit or without.
     Size {
-        /// The smallest.
+        /// The smallest size.
         min: u64,
-        /// The largest.
+        /// The largest size.
         max: u64,
     },
     /// A duration.
     Time {
-        /// The unit of a number without one. `None`: the unit must be given.
+        /// The unit of a number that has none. `None` if the unit must be given.
         bare: Option<Unit>,
-        /// The shortest.
+        /// The shortest duration.
         min: Duration,
-        /// The longest.
+        /// The longest duration.
         max: Duration,
     },
     /// One of these words.
     Choice(&'static [&'static str]),
-    /// A text that the function accepts; its error describes what it accepts.
+    /// A text that the function accepts. The function's error describes what it accepts.
     Text(fn(&str) -> Result<(), &'static str>),
     /// Words without spaces, separated by commas; in files also a list.
     List,

@@ -25,7 +25,7 @@ pub fn requested(arguments: impl Iterator<Item = OsString>) -> Option<PathBuf> {
 /// bash, zsh and fish.
 ///
 /// # Errors
-/// If a file cannot be written.
+/// Returns an error if a file cannot be written.
 pub fn write(mut command: clap::Command, directory: &Path) -> io::Result<()> {
     std::fs::create_dir_all(directory)?;
     clap_mangen::generate_to(without_help(command.clone()), directory)?;
@@ -36,7 +36,7 @@ pub fn write(mut command: clap::Command, directory: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Removes the subcommands `help`: they would add one more page for each other page.
+/// Removes the subcommands `help`, because they would add one more page for each other page.
 fn without_help(command: clap::Command) -> clap::Command {
     command.disable_help_subcommand(true).mut_subcommands(without_help)
 }

@@ -5,7 +5,7 @@ pub fn nearest<'a>(wrong: &str, known: impl IntoIterator<Item = &'a str>) -> Opt
     known.into_iter().min_by_key(|name| distance(name, wrong))
 }
 
-/// Returns the name that needs the fewest changes, if it needs at most `most`.
+/// Returns the name that needs the fewest changes, if it needs at most `most` changes.
 pub(crate) fn nearest_within<'a>(
     wrong: &str,
     known: impl IntoIterator<Item = &'a str>,
@@ -14,7 +14,8 @@ pub(crate) fn nearest_within<'a>(
     nearest(wrong, known).filter(|name| distance(name, wrong) <= most)
 }
 
-/// Returns how many characters to insert, remove, replace or swap with their neighbour.
+/// Returns how many characters must be inserted, removed, replaced, or swapped with their neighbour
+/// to turn `a` into `b`.
 pub(crate) fn distance(a: &str, b: &str) -> usize {
     let (a, b): (Vec<_>, Vec<_>) = (a.chars().collect(), b.chars().collect());
     let mut rows = vec![vec![0; b.len() + 1]; a.len() + 1];

@@ -37,14 +37,15 @@ impl Program {
 pub enum TakesEffect {
     /// When the program starts.
     AtStart,
-    /// At once: CONFIG SET may change it in the module.
+    /// At once. CONFIG SET (in the module) or SIGHUP (in other programs) may change the value.
     AtOnce,
-    /// For clients that connect from then on: CONFIG SET may change it in the module.
+    /// For clients that connect from then on. CONFIG SET (in the module) or SIGHUP (in the other
+    /// programs) may change it.
     ForNewClients,
 }
 
 impl TakesEffect {
-    /// Describes it for people.
+    /// Returns a description for people, such as `at start`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -67,38 +68,38 @@ pub struct Alias {
 /// How the value under another name is written.
 #[derive(Debug, Clone, Copy)]
 pub enum AliasForm {
-    /// Like the values of the setting itself.
+    /// The value is written like the values of the setting itself.
     Same,
-    /// As a number of mebibytes.
+    /// The value is a number of mebibytes.
     Mebibytes,
-    /// As one of these words, each with the value that it stands for.
+    /// The value is one of these words, each with the value of the setting that it stands for.
     Words(&'static [(&'static str, &'static str)]),
 }
 
 /// A setting.
 #[derive(Debug)]
 pub struct Setting {
-    /// Its name as an argument of the module, in CONFIG (`ferrite.<name>`) and as a flag.
+    /// The name as an argument of the module, in CONFIG (`ferrite.<name>`) and as a flag.
     pub name: &'static str,
-    /// Its key in `ferrite.toml`, with the sections. Empty if the file does not have it.
+    /// The key in `ferrite.toml`, with the sections. Empty if the file does not have the setting.
     pub key: &'static str,
-    /// Its names in other RDMA software.
+    /// The names in other RDMA software.
     pub aliases: &'static [Alias],
-    /// The type of its value.
+    /// The type of the value.
     pub kind: Kind,
-    /// Its default, as text. Empty if it is unset by default.
+    /// The default, as text. Empty if the setting is unset by default.
     pub default: &'static str,
     /// Defaults of single programs that differ.
     pub other_defaults: &'static [(Program, &'static str)],
-    /// The programs that have it.
+    /// The programs that have the setting.
     pub programs: &'static [Program],
     /// When a new value takes effect.
     pub takes_effect: TakesEffect,
-    /// Whether the module registers it with the engine's CONFIG.
+    /// Whether the module registers the setting with the engine's CONFIG.
     pub in_config: bool,
-    /// The memory that it may cost at worst. Empty if it costs none worth mentioning.
+    /// The memory that the setting may cost at worst. Empty if it costs none worth mentioning.
     pub memory: &'static str,
-    /// What it does.
+    /// What the setting does.
     pub meaning: &'static str,
 }
 
@@ -131,7 +132,7 @@ impl Setting {
     /// Parses a value.
     ///
     /// # Errors
-    /// The text says what was expected.
+    /// Returns an error that says what was expected.
     pub fn parse(&self, text: &str) -> Result<Value, String> {
         Value::parse(&self.kind, text)
     }
@@ -147,7 +148,7 @@ impl Alias {
     /// Parses a value that was given under this name.
     ///
     /// # Errors
-    /// The text says what was expected.
+    /// Returns an error that says what was expected.
     pub fn parse(&self, setting: &Setting, text: &str) -> Result<Value, String> {
         match self.form {
             AliasForm::Same => setting.parse(text),

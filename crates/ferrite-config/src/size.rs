@@ -1,4 +1,4 @@
-//! Sizes in bytes: the one parser for files, arguments and flags.
+//! Parses and formats sizes in bytes, for files, arguments and flags alike.
 //!
 //! The units are those of the engine's configuration, because the engine itself parses the value of
 //! `CONFIG SET ferrite.rx-size 64kb`: `k` is 1,000 bytes and `kb` is 1,024. `KiB` is 1,024 as well.
@@ -21,7 +21,7 @@ const UNITS: [(&str, u64); 11] = [
 /// Parses `65536`, `64kb`, `64KiB`, `64k` (64,000), `1gb` and so on, in upper or lower case.
 ///
 /// # Errors
-/// The text says what was expected.
+/// Returns an error that says what was expected.
 pub fn parse(text: &str) -> Result<u64, String> {
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let unit = text[digits.len()..].to_ascii_lowercase();
@@ -35,7 +35,7 @@ pub fn parse(text: &str) -> Result<u64, String> {
 /// Parses a size from `min` to `max` bytes.
 ///
 /// # Errors
-/// The text says what was expected.
+/// Returns an error that says what was expected.
 pub fn parse_within(text: &str, min: u64, max: u64) -> Result<u64, String> {
     match parse(text)? {
         bytes if (min..=max).contains(&bytes) => Ok(bytes),

@@ -1,6 +1,6 @@
 //! The table: every setting, in the order of the reference page.
 //!
-//! One file per area. A constant that several settings or programs share is here.
+//! There is one file per area. A constant that several settings or programs share is in this file.
 
 mod clients;
 mod foreign;
@@ -30,7 +30,8 @@ pub const CLIENTS_MAX: u32 = 16_000;
 pub const LINKS_MAX: u32 = 16_384;
 /// The smallest window that a client of Valkey Over RDMA writes to.
 pub const WINDOW_MIN: u64 = 4 << 10;
-/// The largest such window, and the largest buffer: a chunk of the memory pool.
+/// The largest window that a client of Valkey Over RDMA writes to, and the largest buffer: a chunk
+/// of the memory pool.
 pub const CHUNK: u64 = 2 << 20;
 
 /// The sizes of the memory pool's blocks. A buffer uses the smallest block that holds it.
@@ -78,13 +79,14 @@ pub fn all() -> impl Iterator<Item = &'static Setting> {
 /// Returns why a name is refused, if it is, and what to do instead.
 #[must_use]
 pub fn refused(name: &str) -> Option<&'static str> {
-    // Without a section: an argument, a flag, or a name of other software.
+    // A name without a section is an argument, a flag, or a name of other software.
     let full = format!("network.rdma.{}", name.replace('-', "_"));
     let found = REFUSED.iter().find(|(key, _)| *key == name || *key == full);
     found.map(|(_, instead)| *instead)
 }
 
-/// Returns a setting of all programs that takes effect at start. The functions below change that.
+/// Returns a setting of all programs that takes effect at start. The functions below change these
+/// properties.
 const fn setting(
     name: &'static str,
     key: &'static str,

@@ -1,4 +1,4 @@
-//! Durations: the one parser for files, arguments and flags.
+//! Parses and formats durations, for files, arguments and flags alike.
 
 use std::time::Duration;
 
@@ -45,11 +45,11 @@ impl Unit {
     }
 }
 
-/// Parses `500us`, `10ms`, `2.5s`, `5m` or `1h`. A number without a unit is in the unit `bare`; if
-/// that is `None`, it is an error.
+/// Parses `500us`, `10ms`, `2.5s`, `5m` or `1h`. A number without a unit is in the unit `bare`. If
+/// `bare` is `None`, it is an error.
 ///
 /// # Errors
-/// The text says what was expected.
+/// Returns an error that says what was expected.
 pub fn parse(text: &str, bare: Option<Unit>) -> Result<Duration, String> {
     let error = || match bare {
         Some(unit) => format!("expected a number in {}, or with a unit: 500ms, 10s", unit.name()),
@@ -61,7 +61,7 @@ pub fn parse(text: &str, bare: Option<Unit>) -> Result<Duration, String> {
         unit => unit,
     };
     let (_, nanoseconds) = *UNITS.iter().find(|(name, _)| *name == unit).ok_or_else(error)?;
-    // In whole nanoseconds, so that a fraction such as 0.1s is exact.
+    // The calculation is in whole nanoseconds, so that a fraction such as 0.1s is exact.
     let (whole, fraction) = digits.split_once('.').unwrap_or((digits, "0"));
     let is_number = |part: &str| !part.is_empty() && part.bytes().all(|b| b.is_ascii_digit());
     if !is_number(whole) || !is_number(fraction) || fraction.len() > 9 {

@@ -10,17 +10,17 @@ use crate::{size, time};
 /// The value of a setting.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Value {
-    /// Of [`Kind::Switch`].
+    /// A value of [`Kind::Switch`].
     Switch(bool),
-    /// Of [`Kind::Number`].
+    /// A value of [`Kind::Number`].
     Number(i64),
-    /// Of [`Kind::Size`], in bytes.
+    /// A value of [`Kind::Size`], in bytes.
     Size(u64),
-    /// Of [`Kind::Time`].
+    /// A value of [`Kind::Time`].
     Time(Duration),
-    /// Of [`Kind::Choice`] and [`Kind::Text`].
+    /// A value of [`Kind::Choice`] or [`Kind::Text`].
     Text(String),
-    /// Of [`Kind::List`].
+    /// A value of [`Kind::List`].
     List(Vec<String>),
 }
 

@@ -12,11 +12,11 @@ use crate::value::Value;
 /// Where a value comes from. A later variant takes precedence over an earlier one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Origin {
-    /// The table.
+    /// The default in the table.
     Default,
     /// `ferrite.toml`, at this line.
     File {
-        /// Counted from 1.
+        /// The number of the line, counted from 1.
         line: usize,
     },
     /// The environment variable [`Setting::variable`].
@@ -61,7 +61,7 @@ pub struct Entry {
 pub struct Contradiction {
     /// The earlier value.
     pub before: String,
-    /// Where it comes from.
+    /// Where the earlier value comes from.
     pub origin: Origin,
 }
 
@@ -80,14 +80,14 @@ impl fmt::Display for Contradiction {
 pub enum Policy {
     /// RDMA where it works, else TCP.
     Prefer,
-    /// RDMA or nothing.
+    /// RDMA only.
     Require,
     /// TCP only.
     Forbid,
 }
 
 impl Policy {
-    /// Returns the word for it, as in the setting `rdma`.
+    /// Returns the word for the policy in the setting `rdma`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -141,7 +141,7 @@ impl Values {
     /// Sets a value, unless an origin of higher precedence has set it.
     ///
     /// # Errors
-    /// The same origin has set another value.
+    /// Returns an error if the same origin has set another value.
     pub fn set(
         &mut self,
         setting: &Setting,
@@ -163,7 +163,8 @@ impl Values {
     /// Replaces a value, whatever its origin: for CONFIG SET.
     ///
     /// # Errors
-    /// The value is outside of the setting's limits; the text says what was expected.
+    /// Returns an error that says what was expected, if the value is outside of the setting's
+    /// limits.
     pub fn replace(&mut self, setting: &Setting, value: Value) -> Result<(), String> {
         value.check(&setting.kind)?;
         self.entries[index(setting)] = Entry { value: Some(value), origin: Origin::Flag };
@@ -173,7 +174,7 @@ impl Values {
     /// Parses a value and sets it.
     ///
     /// # Errors
-    /// The text says what was expected.
+    /// Returns an error that says what was expected.
     pub fn set_text(
         &mut self,
         setting: &Setting,
@@ -192,7 +193,7 @@ impl Values {
     /// Variables that Kubernetes sets for a Service are ignored.
     ///
     /// # Errors
-    /// The text names the variable and says what was expected.
+    /// Returns an error that names the variable and says what was expected.
     pub fn set_from_environment(
         &mut self,
         variable: impl Fn(&str) -> Option<String>,
@@ -272,7 +273,7 @@ impl Values {
     /// count: a flag overrides all three in the file.
     ///
     /// # Errors
-    /// The settings contradict each other; the text says how.
+    /// Returns an error that says how the settings contradict each other.
     pub fn policy(&self) -> Result<Policy, String> {
         let rank = |setting| self.entry(setting).origin.rank();
         let all = [&table::RDMA, &table::RDMA_ENABLED, &table::RDMA_FALLBACK];
@@ -316,7 +317,7 @@ impl Values {
     /// Sets `rdma` to the policy that the three settings give together, and unsets the other two.
     ///
     /// # Errors
-    /// The settings contradict each other.
+    /// Returns an error if the settings contradict each other.
     pub fn settle_policy(&mut self) -> Result<(), String> {
         let policy = self.policy()?;
         let value = Some(Value::Text(policy.name().into()));
@@ -330,10 +331,11 @@ impl Values {
         Ok(())
     }
 
-    /// Checks what no single setting can: values that contradict each other.
+    /// Checks what the parser of a single setting cannot, such as values that contradict each
+    /// other.
     ///
     /// # Errors
-    /// All contradictions, each with the setting that should change.
+    /// Returns all errors, each with the setting that should change.
     pub fn check(&self) -> Result<(), Vec<(&'static Setting, String)>> {
         let mut wrong = Vec::new();
         if let Err(why) = self.policy() {
@@ -362,7 +364,7 @@ impl Values {
         if wrong.is_empty() { Ok(()) } else { Err(wrong) }
     }
 
-    /// Returns the port of the addresses in `listen`, or 0 if their ports differ. `None` if
+    /// Returns the port of the addresses in `listen`, or 0 if their ports differ. Returns `None` if
     /// `listen` is unset.
     #[must_use]
     pub fn listen_port(&self) -> Option<u16> {
@@ -417,7 +419,7 @@ impl Values {
 }
 
 impl Values {
-    /// Returns why the pool cannot grow to its maximum: it has too few regions for that.
+    /// Returns why the pool cannot grow to its maximum, if it has too few regions for that.
     fn too_few_regions(&self, max: u64, reserve: u64) -> Option<String> {
         let regions: u64 = self.number(&table::MEMORY_POOL_MAX_REGIONS);
         let step = self.size::<u64>(&table::MEMORY_POOL_INCREASE).next_multiple_of(table::CHUNK);

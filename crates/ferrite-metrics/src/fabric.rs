@@ -4,7 +4,7 @@ use ferrite_fabric::{Fabric, FabricStats, LatencyStats, Status};
 
 use crate::exposition::{Exposition, Histogram};
 
-/// The powers of two of the smallest and the largest bucket's bound, in nanoseconds: 256 ns and
+/// The bounds of the smallest and the largest bucket, as powers of two in nanoseconds: 256 ns and
 /// 17 s.
 const BOUNDS: std::ops::RangeInclusive<u32> = 8..=34;
 
@@ -65,8 +65,8 @@ fn operations(stats: &FabricStats, out: &mut Exposition) {
     out.counters("rdma_completion_errors", help, &errors);
 }
 
-/// Returns how often each status occurred. Expected errors are listed from the start, with 0:
-/// Prometheus sees no increase in a counter whose first value is 1.
+/// Returns how often each status occurred. Expected errors are listed from the start, with 0,
+/// because Prometheus sees no increase in a counter whose first value is 1.
 fn errors(stats: &FabricStats) -> Vec<(String, u64)> {
     let seen = &stats.errors;
     let count = |status| seen.iter().find(|(other, _)| *other == status).map_or(0, |(_, n)| *n);

@@ -3,7 +3,7 @@
 //! ```text
 //!   AdminPort     the port, before it is served
 //!   AdminServer   a thread of its own, with its own runtime: /metrics, /ready, /live
-//!   Program       what a program gives it: metrics to write, and whether it is ready
+//!   Program       what a program provides: metrics to write, and whether it is ready
 //!   Exposition    writes samples in the text format, with their help and type
 //!   program       which program this is, and its version
 //!   fabric        the metrics of a fabric: operations, latency, links, memory
@@ -12,8 +12,8 @@
 //! ```
 //!
 //! This is a separate crate, because it opens a port and depends on an HTTP server, which clients
-//! do not need. No counter exists only for it: a scrape reads the counters that exist anyway.
-//! Without a scrape it costs nothing.
+//! do not need. No counter exists only for this crate: a scrape reads the counters that exist
+//! anyway. Without a scrape, the crate costs nothing.
 #![forbid(unsafe_code)]
 
 mod connections;

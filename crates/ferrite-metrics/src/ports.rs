@@ -28,21 +28,22 @@ const SCRAPE_WAIT: Duration = Duration::from_millis(500);
 /// How long a scrape waits until it starts another thread for the devices that are left. One thread
 /// is mostly enough.
 const THREAD_WAIT: Duration = Duration::from_millis(50);
-/// How many devices a scrape reads in any case: those whose numbers are oldest. A scrape of more
-/// devices each second would cost more than 1 % of a core.
+/// How many devices a scrape reads in any case. It reads those with the oldest numbers. A scrape of
+/// more devices each second would cost more than 1 % of a core.
 const READ_ALWAYS: usize = 32;
-/// The age from which on a scrape reads a device again, however many there are. Until then it shows
-/// the previous numbers.
+/// The age at which a scrape reads a device again, however many devices there are. Until then it
+/// shows the previous numbers.
 const FRESH: Duration = Duration::from_secs(5);
-/// The age from which on the numbers of a device are left out. If a device takes longer than a
-/// scrape waits, a later scrape shows its numbers.
+/// The age at which the numbers of a device are left out. If a device takes longer than a scrape
+/// waits, a later scrape shows its numbers.
 const AGE_MAX: Duration = Duration::from_secs(10);
 
 /// Writes the counters of all ports of this host, under the kernel's names.
 pub fn port_metrics(out: &mut Exposition) {
     static READER: LazyLock<Mutex<Reader>> =
         LazyLock::new(|| Mutex::new(Reader::new(DEVICES.into())));
-    // One scrape at a time: a device that another scrape is reading would be missing in this one.
+    // Only one scrape runs at a time. A device that another scrape is reading would be missing
+    // here.
     write(&lock(&READER).read(SCRAPE_WAIT), out);
 }
 
@@ -79,10 +80,10 @@ struct Reader {
 /// What is known about a device.
 #[derive(Clone, Default)]
 struct Device {
-    /// Whether a thread reads it now.
+    /// Whether a thread reads the device now.
     is_being_read: bool,
     is_reported: bool,
-    /// When it was read for the last time, and what it had.
+    /// When the device was last read, and the ports that it had.
     last: Option<(Instant, Arc<Vec<Port>>)>,
 }
 
@@ -97,7 +98,7 @@ impl Reader {
         Self { directory, fresh: FRESH, devices: Arc::default() }
     }
 
-    /// Reads the devices whose turn it is, for at most `wait`. Returns all devices, each with the
+    /// Reads the devices that are due, for at most `wait`. Returns all devices, each with the
     /// result of its last complete reading.
     fn read(&self, wait: Duration) -> BTreeMap<String, Device> {
         let present = names(&self.directory);
@@ -128,9 +129,9 @@ impl Reader {
         devices.clone()
     }
 
-    /// Returns the devices that a scrape reads, the last one first: all whose numbers are missing
-    /// or not fresh, and, up to [`READ_ALWAYS`] in total, those whose numbers are oldest. Devices
-    /// that are being read are left out.
+    /// Returns the devices that a scrape reads, in reverse order. These are all devices whose
+    /// numbers are missing or not fresh. Devices with the oldest numbers are added, up to
+    /// [`READ_ALWAYS`] in total. Devices that are being read are left out.
     fn due(&self, present: Vec<String>, devices: &BTreeMap<String, Device>) -> Vec<String> {
         let read_at = |name: &str| {
             devices.get(name).and_then(|device| device.last.as_ref()).map(|(at, _)| *at)
@@ -171,7 +172,7 @@ impl Reader {
 }
 
 impl Device {
-    /// Returns its ports, unless the numbers are old.
+    /// Returns the ports of the device, unless the numbers are old.
     fn recent(&self) -> &[Port] {
         match &self.last {
             Some((at, ports)) if at.elapsed() < AGE_MAX => ports,
@@ -179,12 +180,12 @@ impl Device {
         }
     }
 
-    /// Returns whether its numbers are left out because it does not answer.
+    /// Returns whether the numbers of the device are left out because it does not answer.
     fn is_overdue(&self) -> bool {
         self.is_being_read && self.recent().is_empty()
     }
 
-    /// Logs that the device does not answer, once, and that it does again.
+    /// Logs once that the device does not answer, and once that it answers again.
     fn report(&mut self, name: &str) {
         match (self.is_overdue(), self.is_reported) {
             (true, false) => tracing::warn!(
@@ -209,7 +210,8 @@ fn ports(directory: &Path) -> Vec<Port> {
 }
 
 /// Returns the counters of a port. If both directories have a counter of the same name, such as
-/// `link_downed` of Soft-RoCE, the driver's own (`hw_counters`) is used: no sample may occur twice.
+/// `link_downed` of Soft-RoCE, the driver's own (`hw_counters`) is used, because no sample may
+/// occur twice.
 fn counters(port: &OwnedFd) -> BTreeMap<String, u64> {
     let mut counters = BTreeMap::new();
     for directory in [c"counters", c"hw_counters"] {
@@ -221,7 +223,7 @@ fn counters(port: &OwnedFd) -> BTreeMap<String, u64> {
                 continue;
             }
             let value = read_text(&directory, entry.file_name(), |text| text.trim().parse().ok());
-            // Some counters exist without a value: the driver lacks them.
+            // Some counters exist without a value, because the driver does not support them.
             if let Some(value) = value.flatten() {
                 counters.insert(name.to_owned(), value);
             }
@@ -230,8 +232,8 @@ fn counters(port: &OwnedFd) -> BTreeMap<String, u64> {
     counters
 }
 
-/// Reads a small file with as few system calls as possible, and by a short path: a scrape reads
-/// hundreds of files, and spends most of its time here.
+/// Reads a small file with few system calls and by a short path. A scrape reads hundreds of files,
+/// and spends most of its time here.
 fn read_text<T>(directory: &OwnedFd, name: &CStr, parse: impl FnOnce(&str) -> T) -> Option<T> {
     let file = open(directory, name, OFlags::empty())?;
     let mut text = [0; 32]; // more than the digits of any u64
@@ -292,7 +294,7 @@ mod tests {
         file("hw_counters/link_downed", "1\n");
         file("hw_counters/out_of_sequence", "3\n");
         file("hw_counters/lifespan", "10\n");
-        // The other port has no counters, as that of a virtual function.
+        // Port 2 has no counters, like the port of a virtual function.
         fs::create_dir_all(directory.join("mlx5_0/ports/2")).expect("a directory");
         let reader = Reader::new(directory.path().into());
         assert_eq!(

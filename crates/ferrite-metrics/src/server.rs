@@ -1,4 +1,5 @@
-//! The admin port's HTTP server, on a thread of its own: the program's work never waits for it.
+//! The admin port's HTTP server. It has a thread of its own, so that the program never waits for
+//! it.
 
 use std::convert::Infallible;
 use std::future::Future;
@@ -60,8 +61,8 @@ pub struct AdminPort {
     address: SocketAddr,
 }
 
-/// A running admin port. Dropping it closes the port, and waits for nothing that may take long: the
-/// module drops it on the engine's main thread.
+/// A running admin port. Dropping it closes the port without a long wait, because the module drops
+/// it on the engine's main thread.
 #[derive(Debug)]
 pub struct AdminServer {
     address: SocketAddr,
@@ -90,7 +91,7 @@ impl AdminPort {
     /// Listens on `address`.
     ///
     /// # Errors
-    /// The text says why that is not possible.
+    /// Returns an error that says why the port cannot be opened.
     pub fn bind(address: SocketAddr) -> Result<Self, String> {
         let bound = || {
             let listener = TcpListener::from(lift(TcpListener::bind(address)?.into())?);
@@ -112,7 +113,7 @@ impl AdminPort {
     /// Serves requests until the result is dropped.
     ///
     /// # Errors
-    /// No thread can be started.
+    /// Returns an error if the runtime or the thread cannot be started.
     pub fn serve(self, program: Arc<dyn Program>) -> Result<AdminServer, String> {
         let Self { listener, address } = self;
         let failed = |error: io::Error| format!("cannot serve the admin port: {error}");
@@ -138,7 +139,7 @@ impl AdminPort {
 }
 
 impl AdminServer {
-    /// Returns the address that it listens on.
+    /// Returns the address that the server listens on.
     #[must_use]
     pub fn address(&self) -> SocketAddr {
         self.address
@@ -250,10 +251,10 @@ fn text(status: StatusCode, body: String) -> Response<Full<Bytes>> {
     response
 }
 
-/// Checks whether an engine answers a command. Asking for a password is an answer.
+/// Checks whether an engine answers a command. A reply that asks for a password is an answer.
 ///
 /// # Errors
-/// The text says why not.
+/// Returns an error that says why the engine does not answer.
 pub async fn engine_answers(address: &EngineAddress) -> Result<(), String> {
     let name = format!("the engine at {address}");
     match EngineSocket::connect(address).await {
@@ -265,8 +266,8 @@ pub async fn engine_answers(address: &EngineAddress) -> Result<(), String> {
 /// Checks whether a server answers a command on a new connection, as [`engine_answers`] does.
 ///
 /// # Errors
-/// The text says why not. An error reply is such a reason, for example `-LOADING`, or that of a
-/// gateway without an engine.
+/// Returns an error that says why the server does not answer. Other error replies are not answers
+/// either, for example `-LOADING`, or the error of a gateway without an engine.
 pub async fn server_answers<S>(name: &str, mut connection: S) -> Result<(), String>
 where
     S: AsyncRead + AsyncWrite + Unpin,

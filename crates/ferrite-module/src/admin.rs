@@ -1,7 +1,7 @@
-//! What the module shows at its admin port.
+//! The module's admin port, which shows metrics and readiness.
 //!
-//! The port has a thread of its own, which calls nothing of the module API but the log. A scrape
-//! reads the counters that the module has anyway, and never waits for the engine.
+//! The port has a thread of its own. It calls only the log function of the module API. A scrape
+//! reads counters that the module keeps anyway, and never waits for the engine.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ use ferrite_session::Gateway;
 use crate::api::fork;
 use crate::transport::ThreadState;
 
-/// What the admin port shows of the listener.
+/// The listener's objects whose state the admin port shows.
 pub(crate) struct ShownListener {
     pub(crate) fabric: Fabric,
     pub(crate) gateway: Gateway,

@@ -1,8 +1,8 @@
 //! Safe wrappers of the engine's module API, whose functions are in `table.rs`.
 //!
 //! Handles ([`Context`], [`Info`]) are valid until the callback that received them returns. Every
-//! function except [`log`] is for the engine's main thread. Handles cannot leave that thread, since
-//! pointers are not [`Send`].
+//! function except [`log`] must be called on the engine's main thread. Handles cannot leave that
+//! thread, since pointers are not [`Send`].
 #![expect(
     unsafe_code,
     reason = "calls by function pointers, with pointers that the engine gave us"
@@ -54,7 +54,7 @@ pub(crate) mod flag {
 /// loaded a second time.
 static API: OnceLock<Api> = OnceLock::new();
 
-/// Returns the engine's functions. To be called only after [`Context::find_api`] has succeeded.
+/// Returns the engine's functions. Must be called only after [`Context::find_api`] has succeeded.
 fn api() -> &'static Api {
     API.get().expect("the API was found at load")
 }
@@ -100,12 +100,12 @@ pub(crate) struct Server {
     pub(crate) version: u32,
 }
 
-/// A context that the engine passed to a callback, valid until that returns.
+/// A context that the engine passed to a callback. It is valid until the callback returns.
 #[derive(Clone, Copy)]
 pub(crate) struct Context<'a>(ptr::NonNull<RawContext>, PhantomData<&'a ()>);
 
 impl<'a> Context<'a> {
-    /// Wraps a context; `None` if it is null.
+    /// Wraps a context. Returns `None` if it is null.
     ///
     /// # Safety
     /// The engine passed `raw` to a callback that runs on its main thread and outlives `'a`, or
@@ -117,7 +117,7 @@ impl<'a> Context<'a> {
     /// Finds the functions of the API. Must be called before any other function.
     ///
     /// # Errors
-    /// The names of the functions that the engine does not have.
+    /// Returns the names of the functions that the engine does not have.
     pub(crate) fn find_api(self) -> Result<(), Vec<&'static str>> {
         // SAFETY: every context begins with this function of the engine.
         let found = unsafe { Api::find(self.0.as_ref().get_api) };
@@ -127,14 +127,16 @@ impl<'a> Context<'a> {
     /// Writes to the engine's log when the other functions of the API were not found.
     pub(crate) fn log_without_api(self, text: &str) {
         type Log = unsafe extern "C" fn(*mut RawContext, *const c_char, *const c_char, ...);
-        // SAFETY: as in `find_api`; the type is that of the function in the table.
+        // SAFETY: every context begins with this function of the engine. The type is that of the
+        // function in the table.
         let log: Option<Log> = unsafe {
             find(self.0.as_ref().get_api, "RedisModule_Log\0")
                 .map(|found| std::mem::transmute(found))
         };
         if let Some(log) = log {
             let text = c_string(text);
-            // SAFETY: as in `log`.
+            // SAFETY: the format takes one string, which is valid. The engine allows a null context
+            // for this function.
             unsafe { log(ptr::null_mut(), c"warning".as_ptr(), c"%s".as_ptr(), text.as_ptr()) };
         }
     }
@@ -156,8 +158,8 @@ impl<'a> Context<'a> {
     }
 
     pub(crate) fn server(self) -> Server {
-        // SAFETY: as in `find_api`; only Valkey has a function of this name. The other function
-        // takes no arguments.
+        // SAFETY: every context begins with the function that finds others. `get_server_version`
+        // takes no arguments. Only Valkey has a function with the name that is looked up here.
         let (is_valkey, version) = unsafe {
             let known = find(self.0.as_ref().get_api, "ValkeyModule_GetServerVersion\0");
             (known.is_some(), (api().get_server_version)())
@@ -180,8 +182,8 @@ impl<'a> Context<'a> {
         made == OK
     }
 
-    /// Creates a subcommand, with ACL categories if the engine has these for commands of modules.
-    /// Returns false if the engine refuses.
+    /// Creates a subcommand, with ACL categories if the engine supports them for commands of
+    /// modules. Returns false if the engine refuses.
     pub(crate) fn create_subcommand(
         self,
         of: &CStr,
@@ -191,7 +193,8 @@ impl<'a> Context<'a> {
         call: CommandFn,
     ) -> bool {
         let full = c_string(&format!("{}|{}", of.to_string_lossy(), name.to_string_lossy()));
-        // SAFETY: as above; the function remains valid, since the library is never unloaded.
+        // SAFETY: the engine copies the strings. The function remains valid, since the library is
+        // never unloaded.
         unsafe {
             let parent = (api().get_command)(self.raw(), of.as_ptr());
             if parent.is_null()
@@ -221,8 +224,8 @@ impl<'a> Context<'a> {
     }
 
     /// Subscribes to a server event, or unsubscribes (`None`). Returns false if the engine refuses.
-    /// To be called only when the load can no longer fail, since the engine keeps the subscriptions
-    /// of a failed load.
+    /// Must be called only when the load can no longer fail, since the engine keeps the
+    /// subscriptions of a failed load.
     pub(crate) fn subscribe(self, id: u64, call: Option<EventFn>) -> bool {
         // SAFETY: the function remains valid, since the library is never unloaded. It reads only
         // version 1 of each event.
@@ -238,7 +241,7 @@ impl<'a> Context<'a> {
     }
 }
 
-/// Returns the text of one of the engine's strings; empty if `raw` is null.
+/// Returns the text of one of the engine's strings. Returns an empty text if `raw` is null.
 ///
 /// # Safety
 /// `raw` is null, or the engine passed it to a callback that still runs.
@@ -247,7 +250,7 @@ pub(crate) unsafe fn text_of(raw: *const RawString) -> String {
         return String::new();
     }
     let mut len = 0;
-    // SAFETY: the caller guarantees a valid string, and the bytes live as long as it does.
+    // SAFETY: the caller guarantees a valid string, and the bytes live as long as the string.
     let bytes = unsafe {
         let bytes = (api().string_ptr_len)(raw, &raw mut len);
         std::slice::from_raw_parts(bytes.cast::<u8>(), len)

@@ -11,7 +11,8 @@ use crate::clients::ClientRecord;
 use crate::slice;
 
 thread_local! {
-    // Separate from the state in `event_loop.rs`, which is borrowed while sessions make calls.
+    // Separate from the state in `event_loop.rs`, because that state is borrowed while sessions
+    // make calls.
     static CALLS: RefCell<Option<Calls>> = const { RefCell::new(None) };
 }
 

@@ -2,8 +2,8 @@
 //! proxy connection.
 //!
 //! `RedisModule_Call` skips checks that the engine makes before it runs a client's command. The
-//! call path makes up for each of them, so that a call never does what the same command on a
-//! connection would not:
+//! call path makes up for each of them, so that a call does only what the same command would do on
+//! a connection:
 //!
 //! | the engine checks | the call path |
 //! |---|---|
@@ -34,8 +34,8 @@ use crate::clients::{ClientRecord, DEFAULT_USER};
 use crate::keys::Keys;
 use crate::router::Router;
 
-/// States of the engine in which nothing is called. Calls could work in part on replicas and in
-/// clusters, but would need many more checks there, which the proxy path makes anyway.
+/// States of the engine in which nothing is called. On replicas and in clusters, calls would need
+/// many more checks, which the engine makes anyway for proxied commands.
 const NOT_NOW: i32 = state::SCRIPT
     | state::MULTI
     | state::LOADING
@@ -51,7 +51,7 @@ const PROPAGATES: u32 = 0x0007_0200;
 /// The most users in [`Calls::denied_users`].
 const DENIED_MAX: usize = 64;
 
-/// Calls of the engine, on its main thread and from its event loop.
+/// Makes calls to the engine, on its main thread and from its event loop.
 pub(crate) struct Calls {
     context: CallContext,
     router: Router,
@@ -62,7 +62,7 @@ pub(crate) struct Calls {
     /// path then adds a second one. For these users the rights are checked before the call, at some
     /// cost, so that each user gets a double entry only once.
     denied_users: Vec<Box<[u8]>>,
-    /// The engine shows whether a client has authenticated.
+    /// Whether the engine shows if a client has authenticated.
     shows_authenticated: bool,
     client_limits: ClientLimits,
     /// The name of the key in the keyspace event that is sent after each batch on Redis 7.0. See
@@ -73,10 +73,11 @@ pub(crate) struct Calls {
     /// Makes the engine report the iterations of its event loop. Each report costs as much as a
     /// small command, so this is called only when a reply first has to wait for an iteration.
     subscribe_to_loop: fn(Context<'_>),
-    /// The engine reports the iterations of its event loop, which replies may have to wait for.
+    /// Whether the engine reports the iterations of its event loop, which replies may have to wait
+    /// for.
     is_subscribed_to_loop: bool,
-    /// The engine closes idle connections (`timeout`). Proxy connections are idle while commands
-    /// are called.
+    /// Whether the engine closes idle connections (`timeout`). Proxy connections are idle while
+    /// commands are called.
     has_idle_timeout: bool,
 }
 
@@ -84,7 +85,7 @@ impl Calls {
     /// Prepares calls.
     ///
     /// # Errors
-    /// This engine cannot be called, and all commands must be proxied.
+    /// Returns an error if this engine cannot be called. Then all commands must be proxied.
     pub(crate) fn new(
         context: Context<'_>,
         subscribe_to_loop: fn(Context<'_>),
@@ -178,8 +179,8 @@ impl Calls {
         Access::Proxy { in_transaction, is_authenticated }
     }
 
-    /// Returns whether FERRITE ATTEST, which needs a login, is the only way to find out if the
-    /// client has authenticated, and the client may run it.
+    /// Returns whether only FERRITE ATTEST, which needs a login, can show that the client has
+    /// authenticated. Returns false if the client may not run it.
     pub(crate) fn needs_attestation(&mut self, client: &ClientRecord) -> bool {
         let (is_default, is_proven) = {
             let state = client.state();
@@ -256,8 +257,8 @@ impl Calls {
         wait
     }
 
-    /// Returns whether a client that connects now is the user `default` without a password. `None`
-    /// if the engine does not say, for example because ACL is renamed.
+    /// Returns whether a client that connects now is the user `default` without a password. Returns
+    /// `None` if the engine does not say, for example because ACL is renamed.
     pub(crate) fn default_user_is_open(&self) -> Option<bool> {
         self.context.ask(c"ACL", &[b"GETUSER", b"default"]).as_deref().map(is_open)
     }
@@ -309,7 +310,8 @@ pub(crate) enum NoBatch {
     Stale,
 }
 
-/// Returns whether the engine shows if a client has authenticated. Valkey 9.1 is the first.
+/// Returns whether the engine shows if a client has authenticated. Valkey 9.1 is the first engine
+/// that does.
 fn shows_authenticated(server: Server) -> bool {
     server.is_valkey && server.version >= 0x0009_0100
 }
@@ -363,7 +365,7 @@ fn has_idle_timeout(context: Context<'_>) -> bool {
     context.config(c"timeout").is_some_and(|seconds| seconds != "0")
 }
 
-/// Returns whether `appendfsync` is `always`. If the engine does not say, it is assumed to be.
+/// Returns whether `appendfsync` is `always`. Returns true if the engine does not say.
 fn syncs_always(context: Context<'_>) -> bool {
     context.config(c"appendfsync").is_none_or(|when| when == "always")
 }
@@ -388,13 +390,14 @@ pub(crate) struct Batch<'a> {
     /// The name of the client's user.
     name: &'a [u8],
     denied_users: &'a mut Vec<Box<[u8]>>,
-    /// The user has been denied a command before, so each call checks the user's rights first.
+    /// Whether each call checks the user's rights first, because the user has been denied a command
+    /// before.
     checks_rights_first: bool,
     keys: &'a mut Keys,
     batch_key: Option<&'a EngineString>,
     resp3: bool,
-    /// A call may have left something to propagate to AOF and replicas. Even reads may, since they
-    /// delete expired keys.
+    /// Whether a call may have left something to propagate to AOF and replicas. Even reads may,
+    /// since they delete expired keys.
     must_propagate: bool,
     wrote: bool,
 }
@@ -480,7 +483,7 @@ mod tests {
         assert_eq!(memory_or_percent("0", 5000), 0);
     }
 
-    /// With replies in the form of Redis 7.0 and Valkey 9.1.
+    /// Redis 7.0 and Valkey 9.1 send replies of this form.
     #[test]
     fn recognises_a_user_without_a_password() {
         let reply = |flags: &[&str]| {

@@ -1,10 +1,10 @@
-//! Whether the engine had reached `maxclients` when a client connected.
+//! Tracks whether the engine had reached `maxclients` when a client connected.
 //!
 //! The engine's own port rejects a client at the moment it accepts the connection. A session opens
 //! its proxy connection some iterations of the event loop later, after the client's first bytes. If
-//! another client left in between, the session would get in although the engine's own port would
-//! have rejected it. So this file tracks, by the engine's events, when the engine was full.
-//! Everything here runs on the engine's main thread.
+//! another client left in between, the session would be accepted although the engine's own port
+//! would have rejected its client. So this file tracks, by the engine's events, when the engine was
+//! full. Everything here runs on the engine's main thread.
 
 use std::cell::Cell;
 use std::time::Instant;
@@ -79,13 +79,14 @@ pub(crate) fn on_connected() {
 }
 
 pub(crate) fn on_disconnected() {
-    // Saturating: the engine reports the disconnect of a link to a primary, but not its connect.
+    // Saturates, because the engine reports the disconnect of a link to a primary, but not the
+    // connect.
     change(|Capacity { clients, max, .. }| (clients.saturating_sub(1), max));
 }
 
 /// Returns whether the engine's own port would have rejected a client that the module's port
-/// accepted at `accepted`. `first_bytes` is when its first bytes arrived, or when it had sent none
-/// in time.
+/// accepted at `accepted`. `first_bytes` is when the client's first bytes arrived, or when the
+/// module stopped waiting for them.
 pub(crate) fn was_full(accepted: Instant, first_bytes: Instant) -> bool {
     if CAPACITY.get().full.is_some_and(|full| full.until.is_none())
         && let Some(clients) = call_path::connected_clients()

@@ -9,8 +9,8 @@
 //!   the engine frees the client (KILL, DELUSER, timeout) ──► its event ends the session's calls
 //! ```
 //!
-//! [`ClientState`] holds what the engine reported last. Two of its fields cannot be read from the
-//! engine at any time, or not from every engine:
+//! [`ClientState`] holds what the engine reported last. Two of its fields can be read only at
+//! certain times, or only from certain engines:
 //!
 //! - The protocol version. The engine shows it only to a command of the client, so FERRITE BIND
 //!   notes it.
@@ -50,17 +50,18 @@ pub(crate) struct ClientState {
     pub(crate) user: Box<[u8]>,
     pub(crate) db: u16,
     pub(crate) resp3: bool,
-    /// The engine has run FERRITE BIND or ATTEST since the last command that may have changed the
-    /// client's identity.
+    /// Whether the engine has run FERRITE BIND or ATTEST since the last command that may have
+    /// changed the client's identity.
     pub(crate) is_identified: bool,
-    /// The client, of the user `default`, has authenticated or did not need to.
+    /// Whether a client of the user `default` has authenticated, or did not need to.
     pub(crate) is_default_proven: bool,
-    /// After a connect or RESET: the next refresh must check whether the default user needs a
-    /// password.
+    /// Whether the next refresh must check if the default user needs a password. True after a
+    /// connect or RESET.
     pub(crate) is_new: bool,
-    /// The client's name in the engine does not show the address of the session's peer.
+    /// Whether the client's name in the engine must still be set to the address of the session's
+    /// peer.
     pub(crate) is_unnamed: bool,
-    /// Calls have written, and FERRITE MARK has not run since.
+    /// Whether calls have written data since FERRITE MARK last ran.
     pub(crate) is_mark_due: bool,
 }
 
@@ -135,7 +136,7 @@ impl Drop for ClientRecord {
 /// is its proxy connection.
 pub(crate) fn identify(context: Context<'_>, token: &str, is_attested: bool) -> bool {
     let id = context.client_id();
-    // The lock is released at once, since dropping a record takes it.
+    // The lock is released at once, since dropping a record takes the same lock.
     let record = registry().by_token.get(token).and_then(Weak::upgrade);
     let Some(record) = record else { return false };
     let known = record.id.load(Ordering::Relaxed);

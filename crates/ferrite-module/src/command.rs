@@ -29,16 +29,16 @@ pub(crate) struct Subcommand {
 type Run = fn(&mut Module, u64, &[String]) -> Reply;
 
 const ADMIN: &CStr = c"admin deny-script allow-loading allow-stale";
-/// Flags of BIND, which runs before a login and whatever the client's rights are, since it concerns
-/// only the connection. Its argument is a secret, so it is neither monitored nor in the slow log.
+/// Flags of BIND. It runs before a login and whatever the client's rights are, since it concerns
+/// only the connection. Its argument is a secret, so neither MONITOR nor the slow log shows it.
 const BIND: &CStr =
     c"no-auth deny-script allow-loading allow-stale allow-busy no-monitor no-slowlog fast";
 /// Flags of ATTEST: those of BIND without `no-auth`. So if the engine runs ATTEST, the client has
-/// authenticated or need not.
+/// authenticated or need not authenticate.
 const ATTEST: &CStr =
     c"deny-script allow-loading allow-stale allow-busy no-monitor no-slowlog fast";
-/// Flags of MARK, which runs whatever the client's rights are, and which MONITOR does not show,
-/// since the client has not sent it. Without `write`, WAIT would count only older writes.
+/// Flags of MARK. It runs whatever the client's rights are. MONITOR does not show it, since the
+/// client has not sent it. Without `write`, WAIT would count only older writes.
 const MARK: &CStr = c"no-auth write deny-script no-monitor no-slowlog fast";
 /// The ACL categories of commands for administrators.
 const ADMINS: &CStr = c"admin dangerous";
@@ -109,7 +109,7 @@ fn clients(module: &mut Module, _: u64, words: &[String]) -> Reply {
     }
 }
 
-/// Formats a session in the way of CLIENT LIST.
+/// Formats a session as a line, as in CLIENT LIST.
 fn line(session: &SessionInfo) -> String {
     let address = |address: Option<std::net::SocketAddr>| {
         address.map_or("?".into(), |address| address.to_string())
@@ -146,8 +146,8 @@ fn kill(module: &mut Module, caller: u64, words: &[String]) -> Reply {
         );
     };
     let killed = match &module.service {
-        // The engine revokes the login of a client that closes itself: the rest of the transaction
-        // would run as the user `default`, whose rights a script could then use.
+        // The engine revokes the login of a client that closes itself. The rest of the transaction
+        // would then run as the user `default`, and a script in it could use that user's rights.
         Service::On(transport)
             if transport.gateway.client_id(id) == Some(caller) && is_in_transaction(caller) =>
         {

@@ -1,10 +1,10 @@
 //! Keeps the file descriptors of sessions above the numbers that the engine needs.
 //!
 //! The engine's event loop has a table indexed by descriptor, with `maxclients` and a few more
-//! entries. It accepts a client whose descriptor is beyond the table, but never reads from it. The
-//! kernel always assigns the lowest free number. So connections to the module's port, even ones
-//! that never log in, could use up the numbers that the engine needs for its own clients, files and
-//! replicas.
+//! entries. The engine accepts a client whose descriptor is beyond the table, but never reads from
+//! that client. The kernel always assigns the lowest free number. So connections to the module's
+//! port, even ones that never log in, could use up the numbers that the engine needs for its own
+//! clients, files and replicas.
 
 use ferrite_fabric::descriptors;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -36,8 +36,8 @@ pub(crate) fn follow(engine_clients: u64, sessions: usize) {
     descriptors::set_first(i32::try_from(first(engine, limit)).unwrap_or(i32::MAX));
 }
 
-/// Returns the lowest descriptor of sessions. If the limit is too low for both, the engine and the
-/// sessions get half each.
+/// Returns the lowest descriptor of sessions. If the limit is too low for the engine and the
+/// sessions, they get half each.
 fn first(engine: u64, limit: u64) -> u64 {
     engine.min(limit / 2)
 }

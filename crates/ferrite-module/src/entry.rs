@@ -430,7 +430,7 @@ mod tests {
         assert_eq!(guard("a test", ERR, || OK), OK);
     }
 
-    /// As after a load that failed: there is neither a module nor an engine.
+    /// After a load that failed, there is neither a module nor an engine.
     #[test]
     fn callbacks_return_without_a_module() {
         let nothing = std::ptr::null_mut();

@@ -24,16 +24,16 @@ use crate::tasks::{TaskQueue, Tasks};
 thread_local! {
     // Only the engine's main thread ever sets these.
     static EVENT_LOOP: RefCell<Option<EventLoop>> = const { RefCell::new(None) };
-    /// The number of events of [`EventLoop::main_descriptor`] to skip before the next slice. Set
-    /// after a slice that was cut short. Until the next slice, events of the other descriptor are
-    /// ignored.
+    /// The number of events of [`EventLoop::main_descriptor`] to skip before the next slice. It is
+    /// set after a slice that was cut short. Until the next slice, events of any other descriptor
+    /// are ignored.
     static SKIPS_LEFT: Cell<Option<u8>> = const { Cell::new(None) };
 }
 
 /// The sessions on the main thread, and what they need to run.
 struct EventLoop {
     tasks: Tasks,
-    /// `None` if the thread `ferrite` drives it (`poller-thread yes`).
+    /// `None` if the thread `ferrite` drives the fabric (`poller-thread yes`).
     fabric: Option<Fabric>,
     queue: Arc<TaskQueue>,
     /// The runtime whose sockets and timers the sessions use.
@@ -81,8 +81,8 @@ pub(crate) fn stop() {
     }
 }
 
-/// Runs a slice after `descriptor` became readable. Does nothing inside another slice: a call may
-/// make the engine process its descriptors.
+/// Runs a slice after `descriptor` became readable. Does nothing inside another slice, because a
+/// call may make the engine process its descriptors.
 pub(crate) fn run_slice(descriptor: RawFd) {
     EVENT_LOOP.with(|event_loop| {
         let Ok(mut event_loop) = event_loop.try_borrow_mut() else { return };
@@ -124,8 +124,8 @@ pub(crate) fn run_slice(descriptor: RawFd) {
         }
         // The event loop reports our two descriptors one after the other. If both started a slice,
         // there would be two slices before other clients are served. After a slice that was ended
-        // early, the next event of the main descriptor is skipped as well: the event loop may
-        // report it before the sockets that proxied commands were written to.
+        // early, the next event of the main descriptor is skipped as well. The event loop may
+        // report this event before it reports the sockets that proxied commands were written to.
         SKIPS_LEFT.set(Some(slice::must_yield().into()));
         if fabric.is_none() {
             queue.signal(); // with a fabric, the fabric's descriptor is readable
@@ -159,7 +159,7 @@ mod tests {
         }
     }
 
-    /// The runtime of the thread `ferrite` has ended: a session that ran on would panic.
+    /// If the runtime of the thread `ferrite` has ended, a session that continued would panic.
     #[test]
     fn drops_the_sessions_when_their_runtime_ends() {
         let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");

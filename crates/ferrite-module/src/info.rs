@@ -15,8 +15,8 @@ pub(crate) struct Sections {
     pub(crate) rdma: Fields,
 }
 
-/// Returns the module's INFO sections. In a crash report it leaves out everything that needs a
-/// lock, since the crashed thread may hold it.
+/// Returns the module's INFO sections. In a crash report, leaves out everything that needs a lock,
+/// since the crashed thread may hold the lock.
 pub(crate) fn sections(module: &mut Module, in_crash: bool) -> Sections {
     let (mut general, mut rdma) = (Vec::new(), Vec::new());
     text(&mut general, "version", env!("CARGO_PKG_VERSION"));
@@ -50,8 +50,8 @@ pub(crate) fn sections(module: &mut Module, in_crash: bool) -> Sections {
                 let sessions = transport.gateway.sessions();
                 self::sessions(&mut general, &sessions);
                 gateway(&mut general, &transport.gateway.stats());
-                // The thread that reads the fabric's counters has ended, and old ones would say
-                // that links are open.
+                // If the thread that reads the fabric's counters has ended, they are left out. Old
+                // counters would say that links are open.
                 if !has_ended {
                     fabric(&mut rdma, transport.stats(), &sessions);
                 }

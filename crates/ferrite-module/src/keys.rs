@@ -1,8 +1,9 @@
 //! The key path: GET without a call. It copies the value once, from the engine's memory to the send
 //! buffer. A call makes three copies.
 //!
-//! It gives the same reply as GET, checks the same rights, and counts as a keyspace hit or miss. It
-//! is not a command, so it does not appear in MONITOR, the slow log or the command statistics.
+//! The key path gives the same reply as GET, checks the same rights, and counts as a keyspace hit
+//! or miss. It is not a command, so it does not appear in MONITOR, the slow log or the command
+//! statistics.
 //!
 //! Only long values can be read this way; short ones need a call. If the key path opened the key of
 //! a short value before the call, the read would count twice. So the key path is used only for keys
@@ -21,7 +22,7 @@ const SLOTS: usize = 1 << 16;
 pub(crate) struct Keys {
     /// The command that the user must be allowed to run: GET.
     command: EngineString,
-    /// The length from which on a string always has the encoding `raw`, whatever its key.
+    /// The length from which a string always has the encoding `raw`, whatever its key.
     long_from: usize,
     /// One bit per slot: whether the last value there was long.
     long: Box<[u64; SLOTS / 64]>,
@@ -71,9 +72,9 @@ impl Keys {
     }
 }
 
-/// Returns the length from which on a string always has the encoding `raw`. The engine stores
-/// strings of up to 44 bytes in one block with their metadata (`embstr`). Since Valkey 8.1 and
-/// Redis 8.0, longer ones may be in one block with their key.
+/// Returns the length from which a string always has the encoding `raw`. The engine stores strings
+/// of up to 44 bytes in one block with their metadata (`embstr`). Since Valkey 8.1 and Redis 8.0,
+/// longer strings may be in one block with their key.
 fn long_from(server: Server) -> usize {
     let embeds_keys = server.version >= if server.is_valkey { 0x0008_0100 } else { 0x0008_0000 };
     if embeds_keys { 257 } else { 45 }

@@ -34,9 +34,9 @@
 //!
 //! The thread `ferrite` never takes the engine's lock. The engine's main thread waits for the
 //! thread `ferrite` only at load, at shutdown, and for a few milliseconds when INFO or FERRITE
-//! reads its counters. A crash here crashes somebody's database. Therefore no panic leaves a
-//! callback, and data from a peer reaches the module API only as arguments of calls that were
-//! checked first.
+//! reads that thread's counters. A crash here crashes somebody's database. Therefore no panic
+//! leaves a callback, and data from a peer reaches the module API only as arguments of calls that
+//! were checked first.
 
 mod admin;
 mod api;

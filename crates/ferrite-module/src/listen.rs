@@ -12,15 +12,15 @@ use crate::target::Sockets;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Address {
     pub(crate) at: SocketAddr,
-    /// It is no error if this host does not have the address (a `-` in the engine's `bind`).
+    /// Whether this host may lack the address without an error (a `-` in the engine's `bind`).
     pub(crate) may_be_absent: bool,
-    /// The address is from `rdma-bind`, not from the engine's `bind`.
+    /// Whether the address is from `rdma-bind`, and not from the engine's `bind`.
     pub(crate) is_named: bool,
 }
 
 impl Address {
-    /// Returns the RDMA policy for this address. Loopback addresses never accept RDMA, since it
-    /// comes from other hosts.
+    /// Returns the RDMA policy for this address. Loopback addresses never accept RDMA, since RDMA
+    /// clients are on other hosts.
     pub(crate) fn rdma(&self, policy: Rdma) -> Rdma {
         if self.at.ip().is_loopback() { Rdma::Forbid } else { policy }
     }
@@ -45,7 +45,7 @@ impl WantedHosts {
 
     /// Updates the hosts to the engine's current configuration. Returns them if they have changed.
     ///
-    /// Names are compared, not resolved: to resolve them may take long, and the engine would wait.
+    /// Names are compared, not resolved, because resolving may take long and the engine would wait.
     pub(crate) fn follow(
         &mut self,
         now: Result<Vec<Host>, String>,
@@ -58,7 +58,7 @@ impl WantedHosts {
 /// Returns the hosts to listen on. Resolves nothing.
 ///
 /// # Errors
-/// There are no hosts to listen on. The text says why and what to do.
+/// Returns an error if there are no hosts to listen on. The text says why and what to do.
 pub(crate) fn hosts(options: &Options, sockets: &Sockets) -> Result<Vec<Host>, String> {
     let is_off = |port: &Option<String>| port.as_deref() == Some("0");
     let has_tls = sockets.tls_port.as_deref().is_some_and(|port| port != "0");
@@ -97,7 +97,7 @@ pub(crate) fn hosts(options: &Options, sockets: &Sockets) -> Result<Vec<Host>, S
 /// Resolves hosts to addresses with this port, each address once. May take long.
 ///
 /// # Errors
-/// A name has no address. The text names it.
+/// Returns an error if a name has no address. The text names it.
 pub(crate) fn resolve(hosts: &[Host], port: u16) -> Result<Vec<Address>, String> {
     let mut found: Vec<Address> = Vec::new();
     for Host { word, may_be_absent, is_named } in hosts {

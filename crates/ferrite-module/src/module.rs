@@ -47,7 +47,8 @@ pub(crate) struct Module {
     callbacks: Callbacks,
 }
 
-/// The module; one per process, as there is one engine. Only the engine's main thread uses it.
+/// The module. There is one per process, because there is one engine. Only the engine's main thread
+/// uses it.
 static MODULE: Mutex<Option<Module>> = Mutex::new(None);
 
 /// Runs `act` with the module.
@@ -80,10 +81,10 @@ impl Module {
         Self { options, service, admin: None, callbacks }
     }
 
-    /// Checks that the settings fit together: the engine's configuration sets them one by one.
+    /// Checks that the settings fit together, after the engine has set them one by one.
     ///
     /// # Errors
-    /// The text names each wrong setting and says why.
+    /// Returns an error that names each wrong setting and says why it is wrong.
     pub(crate) fn check_options(&self) -> Result<(), String> {
         self.options.check()
     }
@@ -91,9 +92,10 @@ impl Module {
     /// Starts the listener and the admin port.
     ///
     /// # Errors
-    /// One of them cannot start, so clients could not connect. There is one exception: if the
-    /// settings give no address to listen on, or no socket of the engine to connect to, and RDMA is
-    /// not required, the reason is logged and the engine runs without a listener.
+    /// Returns an error if one of them cannot start, so that clients could not connect. There is
+    /// one exception: the settings give no address to listen on, or no socket of the engine to
+    /// connect to, and RDMA is not required. Then the reason is logged, and the engine runs without
+    /// a listener.
     pub(crate) fn start(&mut self, context: Context<'_>) -> Result<(), String> {
         let admin_port = self.options.admin().map(AdminPort::bind).transpose()?;
         let listener = match self.endpoints(context) {
@@ -109,7 +111,7 @@ impl Module {
         Ok(())
     }
 
-    /// Starts the listener. Returns what the admin port shows of it.
+    /// Starts the listener. Returns the objects whose state the admin port shows.
     fn listen(
         &mut self,
         context: Context<'_>,
@@ -154,7 +156,8 @@ impl Module {
     /// Returns the engine's socket that sessions connect to, and the hosts to listen on.
     fn endpoints(&self, context: Context<'_>) -> Result<(EngineAddress, Vec<Host>), String> {
         let sockets = sockets(context);
-        // Hosts first: an unusable engine socket matters only if the module listens at all.
+        // The hosts come first, because an unusable engine socket matters only if the module
+        // listens.
         let hosts = listen::hosts(&self.options, &sockets)?;
         Ok((self.target(&sockets)?, hosts))
     }
@@ -255,7 +258,7 @@ fn sockets(context: Context<'_>) -> Sockets {
 }
 
 /// Returns whether the engine is in protected mode, where clients of other hosts need a password.
-/// If the engine does not say, it is assumed to be.
+/// Returns true if the engine does not say.
 fn is_protected(context: Context<'_>) -> bool {
     context.config(c"protected-mode").is_none_or(|value| value != "no")
 }

@@ -30,7 +30,7 @@ pub(crate) enum Shape {
         range: [i64; 2],
         is_size: bool,
     },
-    /// One of these words. Its value is the word's index.
+    /// One of these words. The value is the word's index.
     Choice(Vec<CString>),
     Text,
 }
@@ -59,7 +59,7 @@ impl Shape {
 
 const NO_YES: [&str; 2] = ["no", "yes"];
 
-/// The value of a setting as the engine has it. A choice is its index.
+/// The value of a setting as the engine has it. The value of a choice is its index.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum SettingValue {
     Number(i64),
@@ -85,7 +85,7 @@ impl Options {
     /// Parses `key value` pairs. The later of two values for one setting applies.
     ///
     /// # Errors
-    /// The text names the wrong argument and says what was expected.
+    /// Returns an error that names the wrong argument and says what was expected.
     pub(crate) fn from_arguments(arguments: &[String]) -> Result<Self, String> {
         let mut values = Values::new(Program::Module);
         for pair in arguments.chunks(2) {
@@ -121,7 +121,7 @@ impl Options {
     /// Checks that the values fit together.
     ///
     /// # Errors
-    /// The text names each wrong setting and says why.
+    /// Returns an error that names each wrong setting and says why it is wrong.
     pub(crate) fn check(&self) -> Result<(), String> {
         self.0.check().map_err(|wrong| {
             let wrong = wrong.iter().map(|(setting, why)| format!("{}: {why}", setting.name));
@@ -164,7 +164,7 @@ impl Options {
     /// Changes a setting.
     ///
     /// # Errors
-    /// The value is outside of the setting's limits.
+    /// Returns an error if the value is outside of the setting's limits.
     pub(crate) fn set(&mut self, index: usize, value: SettingValue) -> Result<(), String> {
         let setting = SETTINGS[index];
         let text = match (value, &setting.kind) {
@@ -242,7 +242,7 @@ impl Options {
     }
 }
 
-/// Returns the word with this index; a text that no setting accepts if there is none.
+/// Returns the word with this index. If there is none, returns a text that no setting accepts.
 fn word(words: &[&str], index: i64) -> String {
     let word = usize::try_from(index).ok().and_then(|index| words.get(index));
     word.map_or_else(|| index.to_string(), |word| (*word).to_owned())
@@ -277,7 +277,8 @@ mod tests {
         assert_eq!(options.slice(), Duration::from_micros(500));
     }
 
-    /// As the engine does: it registers each setting with its current value, and sets that.
+    /// The engine does the same: it registers each setting with its current value, and sets this
+    /// value.
     #[test]
     fn every_setting_survives_the_engines_representation() {
         let mut options = options("rdma-fallback none rx-size 1mb busy-poll-us 50").expect("valid");

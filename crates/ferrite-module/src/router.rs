@@ -5,7 +5,7 @@
 //! (COMMAND INFO). The reply has the command's original name, its flags and its ACL categories.
 //!
 //! A command that is called in-process has no client connection. So only commands whose reply
-//! depends on nothing but the data, the arguments and the user's rights may be called:
+//! depends only on the data, the arguments and the user's rights may be called:
 //!
 //! - They are in an ACL category of a data type.
 //! - Scripts may run them.
@@ -42,7 +42,7 @@ const DATA_CATEGORIES: [&[u8]; 10] = [
     b"@hyperloglog",
     b"@geo",
 ];
-/// Commands in none of these categories whose replies do not depend on their client either.
+/// Commands that are in none of these categories, but whose replies do not depend on their client.
 const ALSO_CALLABLE: [&[u8]; 4] = [b"PING", b"ECHO", b"TIME", b"PUBLISH"];
 /// Flags of commands that are never called.
 const NEVER_FLAGS: [&[u8]; 5] = [b"noscript", b"blocking", b"admin", b"no_auth", b"module"];
@@ -59,8 +59,8 @@ const WRITE_FLAGS: [&[u8]; 2] = [b"write", b"may_replicate"];
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Rule {
     Is(CommandKind),
-    /// Depends on the subcommand, which the table has as `NAME|SUB`. The field is NAME, the
-    /// command's original name.
+    /// The kind depends on the subcommand, which is in the table as `NAME|SUB`. The field is NAME,
+    /// the command's original name.
     BySubcommand(Box<[u8]>),
 }
 
@@ -78,7 +78,7 @@ impl Router {
     /// does not know a name whose command was renamed or disabled.
     ///
     /// # Errors
-    /// The engine does not give a usable table.
+    /// Returns an error if the engine does not give a usable table.
     pub(crate) fn new(ask: impl Fn(&[&[u8]]) -> Option<Vec<u8>>) -> Result<Self, String> {
         let table = ask(&[]).ok_or("the engine refused COMMAND (is it renamed?)")?;
         let Ok(Value::Array(commands)) = Value::parse(&table) else {
@@ -213,7 +213,7 @@ fn callable(
     let arity = i32::try_from(arity).ok()?;
     let is_subcommand = name.contains(&b'|');
     let writes = has(flags, &WRITE_FLAGS);
-    // These may create a list, a sorted set or a stream that a client is blocked on.
+    // These commands may create a list, a sorted set or a stream that a client is blocked on.
     let unblocks =
         writes && (has(categories, &BLOCKING_CATEGORIES) || CREATE_ANY_TYPE.contains(&name));
     let reads_string = name == b"GET";
@@ -246,8 +246,8 @@ fn fold(name: &[u8], into: &mut [u8]) -> Option<usize> {
     Some(name.len())
 }
 
-/// FNV-1a. Clients can choose the names that are looked up, but only names that the engine knows
-/// are in the table, so a hash without a secret is safe.
+/// The hash function FNV-1a. A hash without a secret is safe: clients can choose the names that are
+/// looked up, but the table has only names that the engine knows.
 struct NameHasher(u64);
 
 impl Default for NameHasher {
@@ -275,7 +275,7 @@ impl Hasher for NameHasher {
 mod tests {
     use super::*;
 
-    /// Returns a row of the command table as Redis 7.0 sends it; `subcommands` are such rows.
+    /// Returns a row of the command table as Redis 7.0 sends it. `subcommands` are also rows.
     fn row(name: &str, flags: &[&str], categories: &[&str], subcommands: &[String]) -> String {
         let list = |words: &[&str]| {
             words

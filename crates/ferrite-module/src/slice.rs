@@ -9,8 +9,8 @@ use quanta::Instant;
 thread_local! {
     /// How long a slice may last before the engine serves its other clients (`slice-us`). The limit
     /// is a time, and not a number of commands, because the cost of a session's work varies widely:
-    /// from one command to a MiB of values. On Soft-RoCE it includes the work that hardware would
-    /// do.
+    /// from one command to a MiB of values. On Soft-RoCE, the cost includes the work that hardware
+    /// would do.
     static LENGTH: Cell<Duration> = const { Cell::new(Duration::ZERO) };
     /// Seconds between the start of the event loop and the start of this slice.
     static SECONDS: Cell<u64> = const { Cell::new(0) };

@@ -1,9 +1,10 @@
-//! Which of the engine's own sockets the proxy path connects to: the Unix socket if the engine has
-//! one, otherwise its TCP port at an address that it listens on.
+//! Chooses the engine's own socket that the proxy path connects to: the Unix socket if the engine
+//! has one, otherwise the TCP port at an address that the engine listens on.
 
 use ferrite_session::EngineAddress;
 
-/// The engine's socket settings as `CONFIG GET` returns them; `None` where it returns none.
+/// The engine's socket settings as `CONFIG GET` returns them. A setting that it does not return is
+/// `None`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Sockets {
     pub(crate) unixsocket: Option<String>,
@@ -15,7 +16,7 @@ pub(crate) struct Sockets {
 /// Returns the socket to connect to.
 ///
 /// # Errors
-/// No such socket was found. The text says why and what to do.
+/// Returns an error if no such socket was found. The text says why and what to do.
 pub(crate) fn target(sockets: &Sockets) -> Result<EngineAddress, String> {
     let Some(port) = &sockets.port else {
         return Err(

@@ -95,8 +95,8 @@ impl TaskQueue {
         self.passes.load(Ordering::Relaxed)
     }
 
-    /// Wakes the tasks that wait for an iteration of the event loop. Writes made before it are in
-    /// the AOF now, if the engine has one.
+    /// Wakes the tasks that wait for an iteration of the event loop. Writes made before that
+    /// iteration are in the AOF now, if the engine has one.
     pub(crate) fn on_loop_iteration(&self) {
         self.iterations.fetch_add(1, Ordering::SeqCst);
         let settle_waiters = std::mem::take(&mut self.queue().settle_waiters);

@@ -31,8 +31,8 @@ use crate::tasks::TaskQueue;
 /// How long the thread may take to open devices and register memory. A slow host needs some hundred
 /// milliseconds.
 const START_TIMEOUT: Duration = Duration::from_secs(30);
-/// How long the engine's main thread waits for counters, since the database serves nobody
-/// meanwhile. After that it uses the previous counters.
+/// How long the engine's main thread waits for counters. The time is short because the database
+/// serves nobody meanwhile. After that the main thread uses the previous counters.
 const STATS_TIMEOUT: Duration = Duration::from_millis(5);
 /// How long the whole shutdown may take. After that the process exits, and the kernel closes the
 /// connections.
@@ -58,8 +58,8 @@ impl Transport {
     /// Starts the thread and listens.
     ///
     /// # Errors
-    /// Nothing listens; the text says why. If RDMA is required, missing RDMA is an error. If it is
-    /// preferred, the listener then accepts TCP only.
+    /// Returns an error if nothing listens. The text says why. If RDMA is required, missing RDMA is
+    /// an error. If RDMA is preferred and missing, the listener accepts TCP only.
     pub(crate) fn start(
         options: &Options,
         (target, hosts, addresses): (EngineAddress, Vec<Host>, Vec<Address>),
@@ -79,7 +79,7 @@ impl Transport {
             let ran = catch_unwind(AssertUnwindSafe(|| {
                 run((&options, &addresses), config, queue, received, &reports);
             }));
-            // A panic at the start or at the end of the thread. Others are handled in `run`.
+            // This is a panic at the start or at the end of the thread. `run` handles other panics.
             if let Err(panic) = ran {
                 let why = panicked("the transport thread", &*panic);
                 tracing::error!("{why}");

@@ -10,9 +10,9 @@
 //! ```
 //!
 //! Over TCP, a session is plain RESP, which engines and gateways both understand. If the caller has
-//! configured TLS, it is RESP within TLS. RDMA is then not used, because it is not encrypted,
-//! unless the caller allows that explicitly. If RDMA was preferred, this counts as a fallback, with
-//! its cause.
+//! configured TLS, the session is RESP within TLS. RDMA is not encrypted, so the connector then
+//! does not use RDMA, unless the caller allows it explicitly. If RDMA was preferred,
+//! [`Session::fallback`] reports why it was not used.
 
 use std::fmt;
 use std::io::{self, IoSlice};
@@ -144,7 +144,7 @@ impl Connector {
         self
     }
 
-    /// Enables TLS over TCP, with a server whose certificate is valid for this name.
+    /// Enables TLS over TCP. The server's certificate must be valid for `name`.
     ///
     /// RDMA is not encrypted. If RDMA is preferred, it is not tried, and [`Session::fallback`]
     /// reports that. If RDMA is required, connecting is an error.
@@ -157,8 +157,8 @@ impl Connector {
         self
     }
 
-    /// Allows RDMA, which is not encrypted, although TLS is configured for TCP. Meant for networks
-    /// where nobody untrusted can listen.
+    /// Allows RDMA, which is not encrypted, although TLS is configured for TCP. Use this only on
+    /// networks where nobody untrusted can listen.
     #[must_use]
     pub fn plain_rdma_beside_tls(mut self) -> Self {
         self.allows_plain_rdma = true;
@@ -179,7 +179,7 @@ impl Connector {
     /// Opens a session like [`Connector::connect`], and reports the error of each transport.
     ///
     /// # Errors
-    /// Like [`Connector::connect`].
+    /// Returns an error in the same cases as [`Connector::connect`].
     pub async fn open(&self, server: SocketAddr) -> Result<Session, ConnectError> {
         let must_encrypt = self.tls.is_some() && !self.allows_plain_rdma;
         let attempts = self.rdma.attempts(must_encrypt).map_err(|_| {
@@ -248,7 +248,7 @@ impl Connector {
         };
         let timed_out = || {
             // A port without TLS may never answer: the engine takes the TLS handshake for the
-            // beginning of a command, and waits for its end.
+            // beginning of a command, and waits for the rest of the command.
             let message = match is_connected.load(Ordering::Relaxed) {
                 true => format!("TLS handshake with {server} timed out; is it a TLS port?"),
                 false => "connection timed out".into(),
@@ -306,11 +306,11 @@ enum SessionStream {
     Tls(Box<TlsStream<TcpStream>>),
 }
 
-/// A connection to a server that speaks RESP: [`AsyncRead`] and [`AsyncWrite`].
+/// A connection to a server that speaks RESP. Implements [`AsyncRead`] and [`AsyncWrite`].
 ///
-/// A server may refuse a client: it sends an error and closes the connection. Over RDMA the
-/// client's first write then fails, where TCP would accept it. A session accepts that write as
-/// well, so that the caller goes on to read the server's error. The next write fails.
+/// A server may refuse a client: it sends an error and closes the connection. Over TCP, the
+/// client's first write then still succeeds. Over RDMA it fails, but a session reports success all
+/// the same, so that the caller goes on to read the server's error. The next write fails.
 pub struct Session {
     stream: SessionStream,
     fallback: Option<Fallback>,
@@ -390,8 +390,9 @@ impl AsyncRead for Session {
 }
 
 impl Session {
-    /// Accepts a write that failed because the peer has closed, unless everything was read from the
-    /// peer: see [`Session`]. The next write returns the error.
+    /// If a write failed because the peer has closed the connection, reports success, and lets the
+    /// next write return the error ([`Session`] says why). Once everything was read from the peer,
+    /// returns the error at once.
     fn accept_failed(
         &mut self,
         polled: Poll<io::Result<usize>>,

@@ -38,9 +38,14 @@ pub(crate) async fn wait_for_end(open: &OpenSession, shutdown: Shutdown) {
     }
 }
 
-/// Waits until the session is killed. Also returns when the engine has freed the session's proxy
-/// connection, or was asked to close it, and the client has stopped reading the replies that were
-/// made before. Engines never close a client that has turned its replies off and kills itself.
+/// Waits until one of these happens:
+/// - The session is killed, and its client has got the reply to the pending command, or
+///   [`LAST_REPLY_TIMEOUT`] is over.
+/// - The engine has freed the session's client, or was asked to close it, and the client has
+///   stopped reading the replies that were made before.
+///
+/// The request to close is enough, because engines never close a client that has turned its replies
+/// off and kills itself.
 async fn wait_for_kill(entry: &Entry) {
     while !entry.is_killed.load(Ordering::Relaxed) {
         if entry.is_gone() || entry.is_closing.load(Ordering::Relaxed) {
@@ -77,7 +82,7 @@ async fn wait_for_stall(moved: &Moved, time: Duration) {
 }
 
 /// Waits until the gateway shuts down and the session has been quiet for a moment. If the engine
-/// keeps running, this also waits for its reply to a command that was sent to it.
+/// keeps running, also waits for the engine's reply to a pending command.
 async fn wait_for_quiet_shutdown(moved: &Moved, mut shutdown: Shutdown) {
     let _ = shutdown.signal.wait_for(|ended| *ended).await; // a dropped gateway has shut down, too
     let (mut last, mut since) = (moved.total(), Instant::now());

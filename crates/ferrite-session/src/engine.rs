@@ -61,7 +61,8 @@ impl fmt::Display for EngineAddress {
     }
 }
 
-/// The longest reply to the first command. Engines explain their protected mode in 1,000 bytes.
+/// The longest reply to the first command. The error of an engine in protected mode has about 1,000
+/// bytes.
 const REPLY_MAX: usize = 4096;
 /// The first byte that a TLS server sends if the client does not use TLS.
 const TLS_ALERT: u8 = 0x15;
@@ -92,8 +93,8 @@ pub enum EngineSocket {
 
 impl Drop for EngineSocket {
     fn drop(&mut self) {
-        // Closing is not enough: the child's copy would keep the connection open, and a client that
-        // is blocked in BLPOP would pop an element that nobody receives.
+        // Closing is not enough: a forked child's descriptor would keep the connection open. A
+        // client that is blocked in BLPOP would then pop an element that nobody receives.
         let _ = match self {
             Self::Unix(socket) => shutdown(socket, Shutdown::Both),
             Self::Tcp(socket) => shutdown(socket, Shutdown::Both),
@@ -182,7 +183,7 @@ where
     }
 }
 
-/// Reads a line with its end.
+/// Reads a line, including its line end.
 async fn read_line<S: AsyncRead + Unpin>(server: &mut S) -> io::Result<Vec<u8>> {
     let mut line = Vec::new();
     while line.last() != Some(&b'\n') {
@@ -267,7 +268,8 @@ mod tests {
         }
     }
 
-    /// Otherwise a subscriber behind a gateway would not notice that the engine's host has died.
+    /// Without keepalive, a subscriber behind a gateway would not notice that the engine's host has
+    /// died.
     #[tokio::test]
     async fn tcp_connections_have_keepalive() {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("listen");
@@ -277,7 +279,7 @@ mod tests {
         assert!(rustix::net::sockopt::socket_keepalive(socket).expect("an option"));
     }
 
-    /// Returns the result of the probe at a server that sends `reply` and closes the connection.
+    /// Probes a server that sends `reply` and closes the connection.
     async fn probe(reply: &[u8]) -> io::Result<EngineAccess> {
         let (ours, mut theirs) = UnixStream::pair()?;
         theirs.write_all(reply).await?;

@@ -10,7 +10,7 @@
 use ferrite_fabric::Config;
 
 const FRAME_BYTES: u32 = 64 << 10;
-/// Bytes in flight of a link, in frames of whatever size.
+/// The maximum number of bytes in flight on a link, whatever the size of its frames.
 pub(crate) const IN_FLIGHT_BYTES: u32 = 1 << 20;
 const FRAMES_IN_FLIGHT: u16 = (IN_FLIGHT_BYTES / FRAME_BYTES) as u16;
 /// The largest message of a stream. A partly received message occupies our memory, even for a

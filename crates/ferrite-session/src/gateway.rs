@@ -86,8 +86,8 @@ impl Gateway {
     }
 
     /// Asks a session to end, at the request of the engine's client `caller`. Returns `None` if
-    /// there is no such session. If the session is that of `caller` itself, it ends when the engine
-    /// has sent the reply and closed its client.
+    /// there is no such session. If the session belongs to `caller` itself, it ends when the engine
+    /// has sent the reply and closed the client.
     #[expect(clippy::must_use_candidate, reason = "called for its effect")]
     pub fn kill_for(&self, id: u64, caller: u64) -> Option<Killed> {
         self.sessions.kill(id, Some(caller))

@@ -62,7 +62,8 @@ pub(crate) struct CommandPaths {
 pub(crate) enum ServeOutcome {
     /// The client has disconnected, or the engine has.
     Closed,
-    /// The session is pinned to the proxy path. The bytes in `unsent` must be sent first.
+    /// The session is pinned to the proxy path. The bytes in `unsent` must be sent to the engine
+    /// first.
     Pinned { proxy: ProxyConnection, unsent: Vec<u8> },
 }
 
@@ -85,7 +86,7 @@ const LAST_REPLIES_TIMEOUT: Duration = Duration::from_secs(1);
 /// The path of the commands of a run.
 enum Route {
     Call,
-    /// Proxied. The last command may have this effect on the session.
+    /// The run is proxied. Its last command may have this effect on the session.
     Proxy(Option<SessionCommand>),
     /// The run is a single command, and these bytes are proxied in its place.
     Instead(&'static [u8]),
@@ -382,9 +383,9 @@ impl<C: Client> InProcessSession<'_, C> {
     async fn show_activity(&mut self) {
         self.active_at = self.engine.seconds();
         let writes = &mut self.proxy_writes;
-        // A failure does not matter here. If the connection accepts no byte, either earlier bytes
-        // are still unread, which show activity as well, or it has ended, which is detected
-        // elsewhere.
+        // A failure does not matter here. The connection accepts no byte in two cases. Either the
+        // engine has not read earlier bytes yet, which show activity as well, or the connection has
+        // ended, which is detected elsewhere.
         std::future::poll_fn(|cx| {
             Poll::Ready(Pin::new(&mut *writes).poll_write(cx, EMPTY_LINE).is_ready())
         })
@@ -476,8 +477,8 @@ impl<C: Client> InProcessSession<'_, C> {
 
     /// Pins the session to the proxy path.
     async fn pin(mut self) -> io::Result<ServeOutcome> {
-        // Waits in the queue, but does not keep the permit: from here on the session waits for its
-        // client.
+        // The session waits in the queue, but does not keep the permit, because from here on it
+        // waits for its client.
         drop(self.acquire_permit().await?);
         if !self.mark_before_pin().await? {
             return Ok(ServeOutcome::Closed);

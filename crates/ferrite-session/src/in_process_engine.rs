@@ -50,8 +50,8 @@ pub trait InProcessEngine: Send + Sync {
     /// Looks up a client's command by its name and first argument.
     fn look_up(&self, name: &[u8], first: Option<&[u8]>) -> CommandKind;
 
-    /// Returns the command that is proxied in place of the one with these words, if it must be
-    /// replaced.
+    /// Returns the bytes to proxy in place of the command with these words, or `None` if the
+    /// command must not be replaced.
     fn instead(&self, words: Args<'_>) -> Option<&'static [u8]>;
 
     /// Returns whether sessions may continue. If not, they yield, because the event-loop slice is
@@ -69,8 +69,9 @@ pub trait InProcessEngine: Send + Sync {
     /// be called before the engine has read these bytes.
     fn on_proxied(&self) {}
 
-    /// Waits until earlier writes are as durable as the engine makes writes before it replies to
-    /// them: in its AOF, if it has one, and synchronised if `appendfsync` is `always`.
+    /// Waits until earlier writes have the durability that the engine guarantees before it replies
+    /// to a write. They are in the engine's AOF, if it has one, and synchronised if `appendfsync`
+    /// is `always`.
     fn settled(&self) -> SessionFuture;
 
     /// Returns the engine's limits for the memory that clients use.
@@ -79,17 +80,17 @@ pub trait InProcessEngine: Send + Sync {
 
 /// A session's proxy connection, as the engine knows it: one of the engine's clients, by its id.
 pub trait ProxyClient: Send + Sync {
-    /// Returns the command that identifies the proxy connection to the engine. The command has one
-    /// reply and runs whatever permissions the client has. While it runs, it reads the client's
-    /// protocol version, which the engine shows only to a command of the client. It must be sent
-    /// first, and again after [`ProxyClient::identity_changes`].
+    /// Returns the command that identifies the proxy connection to the engine. The session sends it
+    /// first, and again after [`ProxyClient::identity_changes`]. The command has one reply and runs
+    /// whatever permissions the client has. While it runs, it reads the client's protocol version,
+    /// which the engine shows only to a command of the client.
     fn identify(&self) -> Vec<u8>;
 
     /// Returns a command that does nothing and has one reply. The reply begins with `-NOAUTH` if,
     /// and only if, the engine rejects all commands of the client except a login.
     fn probe_login(&self) -> &'static [u8];
 
-    /// Notes that a command is proxied that may change the user, the authentication or the protocol
+    /// Notes that a proxied command may change the user, the authentication or the protocol
     /// version.
     fn identity_changes(&self, command: SessionCommand);
 
@@ -102,7 +103,7 @@ pub trait ProxyClient: Send + Sync {
     fn call(&self, commands: Commands<'_>, replies: &mut Replies) -> Called;
 
     /// Returns the command that makes a later WAIT on the proxy connection cover the writes of
-    /// called commands. It has one reply.
+    /// called commands. The command has one reply.
     fn mark_writes(&self) -> &'static [u8];
 
     /// Returns whether the engine has run [`ProxyClient::mark_writes`] since the last call that
@@ -128,11 +129,11 @@ pub enum Access {
     Proxy {
         /// Whether the client has an open transaction, in which proxied commands are queued.
         in_transaction: bool,
-        /// Whether the engine treats the client as authenticated, by a password or because it
-        /// requires none.
+        /// Whether the engine treats the client as authenticated, either by a password or because
+        /// the engine requires none.
         is_authenticated: bool,
     },
-    /// The engine has freed the client, or is about to.
+    /// The engine has freed the client, or is about to free it.
     Gone,
 }
 
@@ -151,18 +152,18 @@ impl Access {
 /// How a command is handled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CommandKind {
-    /// It may be called in-process.
+    /// The command may be called in-process.
     Callable(Callable),
-    /// It goes over the proxy connection, and has this effect on the session.
+    /// The command goes over the proxy connection, and has this effect on the session.
     Session(SessionCommand),
-    /// It goes over the proxy connection, has one reply and does not change the session.
+    /// The command goes over the proxy connection, has one reply and does not change the session.
     Plain,
 }
 
 /// The result of [`ProxyClient::call`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Called {
-    /// How many commands have their reply. The next one, if there is one, was not executed.
+    /// How many commands have their reply. The command after them, if any, was not executed.
     pub done: usize,
     /// Whether the next command may be called, but not yet. Either there are many replies, which
     /// should be sent first, or the engine must first serve clients that are blocked on a key that
@@ -193,6 +194,7 @@ pub struct ClientLimits {
     pub query_bytes: usize,
     /// `timeout`: a client that sends nothing for this long is disconnected.
     pub silent_time: Duration,
-    /// `maxmemory-clients`: beyond this, the session that holds the most memory is disconnected.
+    /// `maxmemory-clients`: if all sessions together hold more, the session that holds the most
+    /// memory is disconnected.
     pub all_clients_bytes: usize,
 }

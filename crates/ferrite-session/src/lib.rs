@@ -7,7 +7,7 @@
 //!   ServerUrl        the URL of a server; TlsFiles: certificates and keys of a client
 //!   Gateway          the server side: accepts all kinds of clients and connects each to the engine
 //!   in_process       sessions inside the engine: calls commands in-process, proxies the others
-//!   InProcessEngine  the interface of the engine that such a session runs in
+//!   InProcessEngine  the interface to the engine that an in-process session runs in
 //!   frames           fabric settings for sessions, above all the frame size
 //! ```
 #![forbid(unsafe_code)]

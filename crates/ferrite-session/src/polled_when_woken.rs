@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll, Wake, Waker};
 
-/// Wraps a future that is rarely ready, in a task that is woken often, and saves most of its polls.
-/// A session uses it to wait for its end while it runs commands.
+/// Saves most polls of a future that is rarely ready, in a task that is woken often. A session uses
+/// it to wait for its end while it runs commands.
 pub(crate) struct PolledWhenWoken<F> {
     future: Pin<Box<F>>,
     own: Arc<OwnWaker>,

@@ -3,7 +3,7 @@
 //!
 //! The bytes are not changed, so every command works: the engine sees an ordinary client. The pump
 //! only finds out where commands end, so that a gateway can shut down between two of them. A slow
-//! reader costs one buffer for each direction and the contents of its window; beyond that, the
+//! reader costs one buffer for each direction, and the contents of its window. Beyond that, the
 //! engine's own output limits apply.
 
 use std::future::{Future as _, poll_fn};
@@ -48,7 +48,8 @@ impl Moved {
     }
 }
 
-/// Copies bytes until the engine closes its connection, which it also does when the client closes.
+/// Copies bytes until the engine closes its connection. The engine also closes it when the client
+/// closes.
 ///
 /// The engine may disconnect a client that is still sending (after a protocol error, or CLIENT
 /// KILL). Then the engine's last reply is delivered first, and bytes that the client sends in the
@@ -184,8 +185,8 @@ impl<E: AsyncWrite + Unpin> AsyncWrite for CountedEngine<'_, E> {
                 this.track_commands(&bytes[..count]);
                 Poll::Ready(Ok(count))
             }
-            // The engine is gone, but the client may still lack its last reply: drop what cannot be
-            // sent, so that the reply is delivered.
+            // The engine is gone, but the client may still lack the engine's last reply. The bytes
+            // that cannot be sent are dropped, so that the reply is delivered.
             Poll::Ready(Err(error))
                 if is_disconnect(&error) && !this.is_delivered.load(Ordering::Relaxed) =>
             {
@@ -217,7 +218,8 @@ mod tests {
     use super::*;
 
     /// The engine replies and disconnects while the client is still sending. The client receives
-    /// the reply, then the end of the stream. The pump may see the two events in either order.
+    /// the reply, then the end of the stream. The pump may notice the disconnect before or after it
+    /// reads the reply.
     #[tokio::test]
     async fn delivers_the_last_reply_of_an_engine_that_disconnects() {
         for _ in 0..50 {

@@ -1,6 +1,6 @@
-//! The list of a gateway's open sessions, which can be listed and killed by number.
+//! The list of a gateway's open sessions. They can be listed, and killed by their number.
 //!
-//! Any thread may use it. Its lock is held only while the list is read or changed.
+//! Any thread may use the list. Its lock is held only while the list is read or changed.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -50,8 +50,8 @@ pub enum Killed {
     /// The engine must close its client with this id. Otherwise it would still run the commands
     /// that it has received.
     CloseClient(u64),
-    /// Nothing: the session closes its proxy connection. The engine's client is not known, so it
-    /// may run the commands that have already reached its socket.
+    /// Nothing: the session closes its proxy connection. The session's client in the engine is not
+    /// known, so the engine may still run commands that have already reached its socket.
     Ending,
 }
 
@@ -65,8 +65,8 @@ pub(crate) enum ClientTransport {
 }
 
 impl ClientTransport {
-    /// Returns whether the client uses RDMA, or has used it before. Its addresses may then be what
-    /// the peer itself has told the connection manager, so they prove nothing.
+    /// Returns whether the client uses RDMA, or has used it before. The client's addresses then
+    /// prove nothing, because they may be what the client itself has told the connection manager.
     pub(crate) fn is_rdma(&self) -> bool {
         match self {
             Self::Ferrite(link) => {
@@ -106,7 +106,8 @@ pub(crate) struct Entry {
     pub(crate) held: HeldBytes,
     /// Whether the session was asked to end.
     pub(crate) is_killed: AtomicBool,
-    /// Whether the session has killed itself. It ends when the engine closes its client.
+    /// Whether the session's own client has asked to kill the session. The session ends when the
+    /// engine closes the client.
     pub(crate) is_closing: AtomicBool,
     /// Notified when `is_killed` or `is_closing` is set, and when the engine has freed the
     /// session's client.
@@ -138,7 +139,7 @@ impl Entry {
     }
 }
 
-/// The memory that a session holds, and the total of all sessions, of which it is a part.
+/// The memory that a session holds. `all` is the total of all sessions, including this one.
 pub(crate) struct HeldBytes {
     bytes: AtomicUsize,
     all: Arc<AtomicUsize>,
@@ -284,8 +285,8 @@ impl Sessions {
         entries.iter().map(info).collect()
     }
 
-    /// Asks a session to end, unless it is that of the engine's client `caller`: the caller gets
-    /// its reply first. Returns `None` if there is no session with this number.
+    /// Asks a session to end. If the session belongs to the engine's client `caller`, it ends only
+    /// after the client has got its reply. Returns `None` if there is no session with this number.
     pub(crate) fn kill(&self, id: u64, caller: Option<u64>) -> Option<Killed> {
         let entry = self.list().open.get(&id).cloned()?;
         self.killed.fetch_add(1, Ordering::Relaxed);
@@ -350,8 +351,8 @@ impl Drop for OpenSession {
 mod tests {
     use super::*;
 
-    /// An evicted session may run for a moment longer. No other session is evicted for it in the
-    /// meantime.
+    /// An evicted session may run for a moment longer. In the meantime, its memory does not cause
+    /// the eviction of another session.
     #[test]
     fn evicts_the_largest_session_once_and_stops_counting_it() {
         let sessions = Arc::<Sessions>::default();

@@ -1,5 +1,5 @@
-//! From the table of settings to the fabric: the one place where the values of `ferrite-config`
-//! become those of [`Config`]. The module, the gateway and the relay all use it.
+//! Converts the settings of `ferrite-config` to the fabric's [`Config`], for the module, the
+//! gateway and the relay.
 
 use std::time::Duration;
 
@@ -41,7 +41,7 @@ pub fn fabric_config(values: &Values) -> Config {
         trace_connections: values.switch(&TRACE_VERBOSE),
         cq_size: values.number(&CQ_SIZE),
         shared_windows: values.switch(&SHARED_WINDOWS),
-        // Above the largest number of clients, so that rejected ones can receive the reason.
+        // More than the maximum number of clients, so that rejected clients can receive the reason.
         max_connections: LINKS_MAX as usize,
         connection_timeout: values.time(&CONNECTION_TIMEOUT),
         connection_retries: values.number(&CONNECTION_RETRIES),
@@ -100,8 +100,8 @@ fn microseconds(time: Duration) -> u32 {
 
 /// Opens the devices for a program that accepts clients, with these settings.
 ///
-/// If RDMA is unavailable, tries again `connection-retries` times, each after `retry-delay-ms`: a
-/// device may need a while after the host has started. Blocks meanwhile.
+/// If RDMA is unavailable, tries again up to `connection-retries` times, because a device may need
+/// a while after the host has started. Blocks for `retry-delay-ms` before each retry.
 ///
 /// # Errors
 /// Returns the error of [`Builder::build`] at the last attempt. Also returns an error if

@@ -54,9 +54,9 @@ pub struct ValkeyConfig {
     /// stays pinned for as long as the connection lasts. 64 KiB, 512 KiB and 2 MiB waste no memory,
     /// because the pool has blocks of these sizes. Valkey's own windows have 1 MiB.
     pub window_bytes: u32,
-    /// The largest window, for clients that write much data at once (default 2 MiB). With many such
-    /// clients it is smaller, because they share half of the receive memory. Only servers use this:
-    /// towards a Valkey server the window keeps its initial size.
+    /// The largest window, for clients that write much data at once (default 2 MiB). With many of
+    /// these clients the limit is smaller, because they share half of the receive memory. Only
+    /// servers use this setting: towards a Valkey server the window keeps its initial size.
     pub window_max_bytes: u32,
     /// Timeouts and limits of the protocol.
     pub proto: ferrite_proto::Config,
@@ -65,9 +65,8 @@ pub struct ValkeyConfig {
 impl Default for ValkeyConfig {
     fn default() -> Self {
         // A few writes in flight keep the wire busy. More of them would be small writes that are
-        // better merged into one. The fabric's queue pairs retry forever if the peer has no
-        // receives posted, so a client may send any number of writes before it hears from the
-        // server.
+        // better merged into one. If the peer has no receives posted, the fabric's queue pairs
+        // retry forever. So a client may send any number of writes before the server answers.
         let proto = ferrite_proto::Config {
             max_writes_in_flight: 8,
             max_unseen: None,
@@ -77,7 +76,7 @@ impl Default for ValkeyConfig {
     }
 }
 
-/// One end of a Valkey Over RDMA connection: [`AsyncRead`] and [`AsyncWrite`].
+/// One end of a Valkey Over RDMA connection. Implements [`AsyncRead`] and [`AsyncWrite`].
 pub struct ValkeyStream {
     raw: RawConnection,
     window: Window,
@@ -87,7 +86,7 @@ pub struct ValkeyStream {
     unsignaled: UnsignaledWrites,
     role: Role,
     clock: Pin<Box<Sleep>>,
-    /// When a client that has received nothing until then probes the peer.
+    /// When a client probes the peer, if it receives nothing until then.
     probe_at: Option<Instant>,
     has_received: bool,
     /// Limits how long a server that shuts down waits for its client to disconnect.
@@ -297,8 +296,8 @@ impl ValkeyStream {
         Poll::Ready(self.post(buf.freeze(), &plan))
     }
 
-    /// Writes a part of `buf` without copying it, and returns the number of bytes. Otherwise like
-    /// [`AsyncWrite::poll_write`].
+    /// Writes a part of `buf` like [`AsyncWrite::poll_write`], but without copying it. Returns the
+    /// number of bytes.
     ///
     /// # Errors
     /// Returns an error if the connection has failed.
@@ -311,11 +310,11 @@ impl ValkeyStream {
         Poll::Ready(self.post(buf.slice(..plan.len as usize), &plan))
     }
 
-    /// Returns how many of `total` bytes can be sent now. It is zero only if `total` is zero:
-    /// otherwise this waits until at least one byte can be sent.
+    /// Returns how many of `total` bytes can be sent now. Returns zero only if `total` is zero.
+    /// Otherwise waits until at least one byte can be sent.
     fn poll_writable(&mut self, cx: &mut Context<'_>, total: usize) -> Poll<io::Result<usize>> {
-        // A write for which there is room need not wait for events. The next read processes them,
-        // or the first write for which there is no room.
+        // A write that fits need not wait for events. They are processed by the next read, or by
+        // the first write that does not fit.
         let wanted = total.min(WRITE_MAX);
         let has_room = self.endpoint.writable() as usize >= wanted && self.failure.is_none();
         if wanted == 0 || has_room {
@@ -346,8 +345,8 @@ impl ValkeyStream {
         }
     }
 
-    /// Waits a moment before the next attempt. The pool does not notify anyone when it has memory
-    /// again.
+    /// Waits a moment before the next attempt to get memory. The pool does not notify anyone when
+    /// it has memory again.
     #[cold]
     fn wait_for_memory(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<usize>> {
         self.clock.as_mut().reset((now() + MEMORY_RETRY).into());

@@ -1,8 +1,8 @@
 //! TCP keepalive: the kernel probes a silent peer, and ends the connection if no answer comes.
 //!
 //! A peer whose host has died sends nothing, not even a close. A program that only waits, such as a
-//! subscriber, would wait for ever. Links between Ferrite peers do without: they have keepalives of
-//! their own.
+//! subscriber, would wait for ever. Links between Ferrite peers do not use TCP keepalive, because
+//! they have their own keepalives.
 
 use std::os::fd::AsFd;
 use std::time::Duration;
@@ -15,8 +15,8 @@ const IDLE: Duration = Duration::from_secs(30);
 const INTERVAL: Duration = Duration::from_secs(10);
 const PROBES: u32 = 3;
 
-/// Enables TCP keepalive on a connection. A failure is ignored, since the connection also works
-/// without.
+/// Enables TCP keepalive on a connection. A failure is ignored, because the connection also works
+/// without keepalive.
 pub fn enable_tcp_keepalive(socket: impl AsFd) {
     let enable = || {
         sockopt::set_tcp_keepidle(&socket, IDLE)?;

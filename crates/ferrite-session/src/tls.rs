@@ -27,14 +27,14 @@ const SYSTEM_BUNDLES: [&str; 4] = [
 /// The files of a client that uses TLS, all in PEM.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TlsFiles {
-    /// The authorities to trust, instead of those of the system.
+    /// The authorities to trust, instead of the system's.
     pub ca_certificates: Option<PathBuf>,
-    /// A directory of such files.
+    /// A directory of files with authorities to trust.
     pub ca_directory: Option<PathBuf>,
     /// The certificate of the client with its chain, and its private key.
     pub client: Option<(PathBuf, PathBuf)>,
-    /// Accept any certificate of the server. Anybody on the path can then read and change
-    /// everything.
+    /// Whether to accept any certificate of the server. If so, anybody on the path can read and
+    /// change everything.
     pub is_insecure: bool,
 }
 
@@ -132,7 +132,7 @@ fn describe_pem(what: &str, file: &Path, error: pem::Error) -> io::Error {
     io::Error::new(kind, format!("cannot read the {what} {}: {cause}", file.display()))
 }
 
-/// Describes a failure of TLS, with its fix if rustls's own words do not suggest one.
+/// Describes a failure of TLS. Adds a fix if rustls's own message does not suggest one.
 pub(crate) fn explain(error: &io::Error) -> String {
     let text = error.to_string();
     // Matches the text, because rustls has no variant for the first of these errors.
@@ -201,7 +201,7 @@ mod tests {
 
     use super::*;
 
-    /// Made by `openssl x509 -req` without extensions.
+    /// A certificate that was made by `openssl x509 -req` without extensions.
     const VERSION_1: &str = "\
 -----BEGIN CERTIFICATE-----
 MIIBFjCBvQIUCqCxj7oX1uge5VS8+fsCGCD7uB8wCgYIKoZIzj0EAwIwDTELMAkG

@@ -15,7 +15,7 @@ use std::str::FromStr;
 
 use ferrite_fabric::Rdma;
 
-/// The port of servers that are named without one.
+/// The port of a server for which the URL gives no port.
 const DEFAULT_PORT: u16 = 6379;
 
 /// The parts of a URL.
@@ -99,7 +99,7 @@ fn parse(text: &str) -> Result<ServerUrl, String> {
         "unix" | "redis+unix" | "valkey+unix" => {
             return Err("a URL cannot name a Unix socket; ferrite-cli has -s PATH".into());
         }
-        // Anything else may be a part of a password, and is not shown.
+        // Any other text may be a part of a password, so the error does not show it.
         scheme if scheme.bytes().all(|byte| byte.is_ascii_lowercase() || byte == b'+') => {
             return Err(format!("unknown scheme {scheme}://; {EXPECTED}"));
         }
@@ -170,7 +170,8 @@ fn parse_host(text: &str) -> Result<Host, String> {
     if name.is_empty() {
         return Err("a host is missing before or after a comma or a port".into());
     }
-    // In an address, % stands only before its scope. RFC 6874 writes %25, most people write %.
+    // In an IPv6 address, % stands only before the scope. RFC 6874 writes %25, but most people
+    // write %.
     let name = if is_bracketed { name.replacen("%25", "%", 1) } else { percent_decode(name)? };
     if name.contains(|char: char| char.is_control() || char.is_whitespace()) {
         return Err("a host must not have spaces or control characters".into());

@@ -1,4 +1,4 @@
-//! What a test makes the library log.
+//! Captures the log of the library in a test.
 
 use std::sync::{Arc, Mutex};
 
@@ -11,7 +11,7 @@ impl Log {
         String::from_utf8(self.0.lock().expect("no panic").clone()).expect("text")
     }
 
-    /// Runs `act` with this log.
+    /// Runs `act` with a new log.
     pub(crate) fn of(act: impl FnOnce(&Self)) {
         let log = Self::default();
         let writer = log.clone();

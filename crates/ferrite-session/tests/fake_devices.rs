@@ -1,5 +1,5 @@
-//! Devices that are named wrongly, that go and that return, on the fake provider: operators learn
-//! it by the device's name.
+//! Tests, on the fake provider, what operators learn about devices that do not exist, that fail and
+//! that return. The messages name the device.
 
 mod captured_log;
 
@@ -34,7 +34,7 @@ fn open(world: &World, settings: &[(&str, &str)]) -> Result<Fabric, Error> {
     open_fabric(&values, &fabric_config(&values), || Fabric::builder(&world.verbs()))
 }
 
-/// Drives a fabric until the log has a line.
+/// Drives a fabric until the log contains `line`.
 fn until_logged(fabric: &Fabric, log: &Log, line: &str) {
     let begun = Instant::now();
     while !log.text().contains(line) {
@@ -52,7 +52,7 @@ fn refuses_a_device_that_does_not_exist() {
         assert_eq!(error.to_string(), "no RDMA device mlx5_0; devices: rxe1, rxe2", "{policy}");
         assert!(error.is_unavailable() && error.remedy().is_some(), "{policy}");
     }
-    // A host without any device falls back, whatever was named.
+    // A host without any device falls back to TCP, even if a device is named.
     let fabric = open(&World::new(), &[("rdma-device", "mlx5_0")]).expect("over TCP");
     assert!(fabric.absence().is_some());
     open(&world(), &[("rdma-device", "mlx5_0"), ("rdma", "forbid")]).expect("no device is used");
@@ -62,7 +62,8 @@ fn refuses_a_device_that_does_not_exist() {
 fn a_device_that_was_named_does_not_hide_that_the_address_has_another() {
     let fabric = open(&world(), &[("rdma-device", "rxe2")]).expect("a fabric");
     let at = "127.0.0.1:0".parse().expect("an address");
-    // The fake's devices have loopback addresses, which are refused if no device has them.
+    // The fake devices have loopback addresses. Listening there fails if no open device has the
+    // address.
     let options = ListenOptions::new().rdma(Rdma::Require);
     let error = fabric.listen_with(at, &options).expect_err("the address of rxe1");
     assert_eq!(error.kind(), ErrorKind::Unreachable, "{error}");
@@ -87,7 +88,8 @@ fn loss_and_return_of_a_device_are_logged_with_its_name() {
     });
 }
 
-/// The device reports only changes, so the state is asked for when the device is opened.
+/// A device reports only changes of its ports, so the fabric queries their state when it opens the
+/// device.
 #[test]
 fn a_port_that_is_down_at_the_start_is_logged_with_its_device() {
     Log::of(|log| {

@@ -1,5 +1,6 @@
-//! Every setting of other RDMA software, by its name there, and its effect on the fake provider.
-//! The module, the gateway and the relay all open their fabric in this way.
+//! Tests that every setting of other RDMA software is accepted by its name there, and has its
+//! effect on the fake provider. The module, the gateway and the relay open their fabrics in the
+//! same way.
 
 mod captured_log;
 
@@ -39,7 +40,7 @@ fn world() -> World {
     world
 }
 
-/// Opens a fabric with settings by their names in other software.
+/// Opens a fabric with these settings, which have their names in other software.
 fn try_open(world: &World, settings: &[(&str, &str)]) -> Result<Fabric, Error> {
     let values = values(settings);
     open_fabric(&values, &fabric_config(&values), || Fabric::builder(&world.verbs()))
@@ -79,7 +80,7 @@ fn until(fabrics: &[&Fabric], mut condition: impl FnMut() -> bool) {
     );
 }
 
-/// A link from rxe2, which has defaults, to rxe1, which has these settings.
+/// A link from rxe2, with default settings, to rxe1, with the given settings.
 struct Pair {
     world: World,
     here: Fabric,
@@ -129,7 +130,7 @@ impl Pair {
 
     /// Returns the sizes of the blocks that a received message of `len` bytes holds.
     fn blocks_of_message(&self, len: usize) -> [u64; SizeClass::ALL.len()] {
-        // All receives are posted again before and after the message is taken.
+        // The blocks are counted while all receives are posted, before and after the message.
         let posted = self.here.stats().receives_posted;
         let before = self.here.pool().stats().receive.in_use_blocks;
         self.drive(self.peer.send_bytes(0, &vec![7; len])).expect("sent");
@@ -222,7 +223,7 @@ fn prepared_queue_pairs_are_used_and_replaced() {
     assert_eq!(world.objects().queue_pairs, 0);
 }
 
-/// No queue pair can be created any more, but one is prepared.
+/// The device allows one queue pair, and the fabric has prepared it.
 #[test]
 fn accepting_a_link_uses_a_prepared_queue_pair() {
     let world = World::new();
@@ -303,7 +304,7 @@ fn delay_between_retries_is_kept() {
     assert!(begun.elapsed() >= Duration::from_millis(80));
 }
 
-/// Of two handshakes that nobody answers, the one with the shorter timeout ends first.
+/// If nobody answers two handshakes, the one with the shorter timeout ends first.
 #[test]
 fn handshake_ends_after_the_connection_timeout() {
     let world = world();
@@ -370,7 +371,7 @@ fn receive_buffers_are_registered_at_start_and_kept() {
     let many = on_rxe1(&world(), &[&buffers[..], &[("recv_buffer_pool_size", "10000")]].concat());
     let receives = |fabric: &Fabric| fabric.pool().stats().receive.mapped_bytes;
     assert!(receives(&plain) < 8 * MIB, "{}", receives(&plain));
-    // In blocks of 8 KiB.
+    // Each buffer takes a block of 8 KiB.
     assert!(receives(&many) >= 10_000 * (8 << 10), "{}", receives(&many));
 }
 
@@ -454,7 +455,8 @@ fn registered_memory_is_pinned() {
     assert!(wrong[0].1.contains("rdma_enabled = false"), "{}", wrong[0].1);
 }
 
-/// Counts the passes of a call that finds nothing to do: many if it polls, a few if it does not.
+/// Counts the passes of a call that finds nothing to do. There are many if the call polls, and a
+/// few if it does not.
 #[test]
 fn busy_polling_lasts_as_set_and_adapts() {
     const FEW: u64 = 10;

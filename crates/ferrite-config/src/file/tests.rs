@@ -1,11 +1,11 @@
-//! Correct files, and wrong ones with all their errors.
+//! Tests of correct files, and of wrong files with all their errors.
 
 use std::time::Duration;
 
 use super::*;
 use crate::table::*;
 
-/// The configuration blocks of Ferrite's first documentation, unchanged.
+/// The configuration blocks of Ferrite's first documentation, without the keys that are refused.
 const FIRST_DOCUMENTATION: &str = include_str!("tests/first_documentation.toml");
 /// The parameters of brpc's RDMA documentation with the defaults that it states.
 const BRPC: &str = include_str!("tests/brpc.toml");

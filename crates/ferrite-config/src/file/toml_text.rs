@@ -54,8 +54,8 @@ pub(super) fn expected(
         return why;
     }
     match kind {
-        // The setting has only one valid value, and the user wants another: explain why there is
-        // none.
+        // The setting has only one valid value, and the user wants another. The error explains why
+        // there is no other.
         Kind::Choice([_]) => {
             let reason = setting.meaning.split(';').next().unwrap_or_default();
             format!("{}: {}", in_file(kind, alias), lower_first(reason))

@@ -1,13 +1,14 @@
 //! The names of other RDMA software, with the defaults there and why ours differ.
 //!
-//! The first documentation of Ferrite and brpc's RDMA documentation. The book has it as a table.
+//! The names are from Ferrite's first documentation and from brpc's RDMA documentation. The book
+//! shows them as a table.
 
 /// A setting of other RDMA software.
 #[derive(Debug, Clone, Copy)]
 pub struct Foreign {
-    /// Its name there, as a file of ours accepts it.
+    /// The name in the other software, as our file accepts it.
     pub name: &'static str,
-    /// Its default, or the value of the example, there.
+    /// The default in the other software, or the value in its example.
     pub default: &'static str,
     /// Why our default differs. Empty if it does not.
     pub why: &'static str,
@@ -22,7 +23,7 @@ const ONE_FRAME: &str = "so a value of 64 KiB needs only one frame";
 const PORT_OF_ADDRESS: &str =
     "the local address selects the port, so devices with two ports work, too";
 
-/// All of them.
+/// All settings of other RDMA software.
 pub const FOREIGN: &[Foreign] = &[
     // Keys of the first documentation, in its table [network].
     row("network.rdma_enabled", "true", ""),

@@ -20,7 +20,7 @@ pub(super) const SETTINGS: &[&Setting] = &[
 /// The largest amount of memory of a pool that the table allows.
 const POOL_MAX: u64 = 1 << 40;
 
-/// Registered at start.
+/// The memory that is registered at start.
 pub static MEMORY_POOL_INITIAL: Setting = setting(
     "memory-pool-initial",
     "network.rdma.memory_pool_initial",
@@ -32,7 +32,7 @@ pub static MEMORY_POOL_INITIAL: Setting = setting(
 .memory("this much for each device, from the start")
 .aliases(&[alias("rdma_memory_pool_initial_size_mb", AliasForm::Mebibytes)]);
 
-/// Registered at a time.
+/// The memory that is registered at a time.
 pub static MEMORY_POOL_INCREASE: Setting = setting(
     "memory-pool-increase",
     "network.rdma.memory_pool_increase",
@@ -42,7 +42,7 @@ pub static MEMORY_POOL_INCREASE: Setting = setting(
 )
 .aliases(&[alias("rdma_memory_pool_increase_size_mb", AliasForm::Mebibytes)]);
 
-/// The most that is registered.
+/// The largest amount of registered memory.
 pub static MEMORY_POOL_MAX: Setting = setting(
     "memory-pool-max",
     "network.rdma.memory_pool_max",
@@ -52,7 +52,7 @@ pub static MEMORY_POOL_MAX: Setting = setting(
 )
 .memory("this much");
 
-/// The part for receives.
+/// The part of the memory for receives.
 pub static RECEIVE_RESERVE: Setting = setting(
     "receive-reserve",
     "network.rdma.receive_reserve",
@@ -62,7 +62,7 @@ pub static RECEIVE_RESERVE: Setting = setting(
 )
 .memory("part of `memory-pool-max`");
 
-/// The most regions.
+/// The largest number of memory regions.
 pub static MEMORY_POOL_MAX_REGIONS: Setting = setting(
     "memory-pool-max-regions",
     "network.rdma.memory_pool_max_regions",
@@ -73,7 +73,7 @@ pub static MEMORY_POOL_MAX_REGIONS: Setting = setting(
 .memory("this many times `memory-pool-increase`, within `memory-pool-max`")
 .aliases(&[alias("rdma_memory_pool_max_regions", AliasForm::Same)]);
 
-/// The largest region.
+/// The size of the largest memory region.
 pub static MAX_MR_SIZE: Setting = setting(
     "max-mr-size",
     "network.rdma.max_mr_size",
@@ -82,7 +82,7 @@ pub static MAX_MR_SIZE: Setting = setting(
     "Maximum size of one registered region. A larger amount is registered in several regions.",
 );
 
-/// Shards of the cache.
+/// The number of caches of free buffers.
 pub static MEMORY_POOL_BUCKETS: Setting = setting(
     "memory-pool-buckets",
     "network.rdma.memory_pool_buckets",
@@ -94,7 +94,7 @@ pub static MEMORY_POOL_BUCKETS: Setting = setting(
 .memory("256 KiB for each cache, purpose (send, receive) and size of buffers")
 .aliases(&[alias("rdma_memory_pool_buckets", AliasForm::Same)]);
 
-/// Blocks in a cache.
+/// The largest number of free buffers in a cache.
 pub static THREAD_CACHE_BLOCKS: Setting = setting(
     "thread-cache-blocks",
     "network.rdma.thread_cache_blocks",
@@ -115,7 +115,7 @@ pub static HUGE_PAGES: Setting = setting(
      reserved (`vm.nr_hugepages`), ask the kernel for transparent huge pages instead.",
 );
 
-/// Whether memory is pinned. It always is.
+/// Whether memory is pinned. Only `yes` is valid.
 pub static PIN_MEMORY: Setting = setting(
     "pin-memory",
     "network.rdma.pin_memory",

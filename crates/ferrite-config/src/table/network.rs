@@ -30,7 +30,7 @@ pub(super) const SETTINGS: &[&Setting] = &[
 ];
 
 /// Whether links may use RDMA.
-// Not in [network]: `network.rdma` is a table.
+// The key is not in [network], because `network.rdma` is a table.
 pub static RDMA: Setting = setting(
     "rdma",
     "server.rdma",
@@ -83,7 +83,7 @@ pub static RDMA_PORT: Setting = setting(
 )
 .of(&[Program::Module]);
 
-/// The gateway's address, and the module's under the server.
+/// The addresses of the gateway, or of the module under `ferrite server`.
 pub static LISTEN: Setting = setting(
     "listen",
     "network.rdma_listen",
@@ -117,7 +117,7 @@ pub static TO: Setting = setting(
 )
 .of(&[Program::Relay]);
 
-/// The relay's own address.
+/// The local address that the relay connects from.
 pub static LOCAL: Setting = setting(
     "local",
     "",

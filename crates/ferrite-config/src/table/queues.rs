@@ -22,7 +22,7 @@ pub(super) const SETTINGS: &[&Setting] = &[
     &ADAPTIVE_POLLING,
 ];
 
-/// Requests of a link at the device.
+/// The largest number of requests that a link posts to the device.
 pub static SEND_QUEUE_DEPTH: Setting = setting(
     "send-queue-depth",
     "network.rdma.send_queue_depth",
@@ -37,7 +37,7 @@ pub static SEND_QUEUE_DEPTH: Setting = setting(
     alias("rdma_prepared_qp_size", AliasForm::Same),
 ]);
 
-/// Posted receives of a device.
+/// The number of posted receives of a device.
 pub static RECV_QUEUE_DEPTH: Setting = setting(
     "recv-queue-depth",
     "network.rdma.recv_queue_depth",
@@ -76,7 +76,7 @@ pub static RECV_BUFFER_POOL_SIZE: Setting = setting(
 )
 .memory("this many times `recv-buffer-size`");
 
-/// Entries of a completion queue.
+/// The number of entries of a completion queue.
 pub static CQ_SIZE: Setting = setting(
     "cq-size",
     "network.rdma.cq_size",
@@ -87,7 +87,7 @@ pub static CQ_SIZE: Setting = setting(
 )
 .memory("64 to 128 bytes for each entry and device");
 
-/// Completions to take at a time.
+/// The largest number of completions to take at a time.
 pub static POLL_BATCH: Setting = setting(
     "poll-batch",
     "network.rdma.poll_batch",

@@ -106,7 +106,7 @@ pub static RESTART: Setting = setting(
 .of(SERVER)
 .takes_effect(TakesEffect::AtOnce);
 
-/// The first delay.
+/// The delay before the first restart.
 pub static RESTART_DELAY: Setting = setting(
     "restart-delay",
     "server.restart_delay",
@@ -117,7 +117,7 @@ pub static RESTART_DELAY: Setting = setting(
 .of(SERVER)
 .takes_effect(TakesEffect::AtOnce);
 
-/// The most restarts.
+/// The largest number of restarts in a row.
 pub static RESTART_LIMIT: Setting = setting(
     "restart-limit",
     "server.restart_limit",
@@ -202,7 +202,7 @@ pub static CLUSTER_TRANSPORT: Setting = setting(
 )
 .of(SERVER);
 
-/// The programs that write a log of their own. The module writes to the engine's.
+/// The programs that write a log of their own. The module writes to the engine's log.
 const LOGGING: &[Program] = &[Program::Gateway, Program::Server, Program::Relay];
 
 /// The form of log lines.

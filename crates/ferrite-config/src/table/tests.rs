@@ -1,4 +1,4 @@
-//! The table keeps its own rules.
+//! Tests that the table keeps its own rules.
 
 use std::collections::HashSet;
 
@@ -58,7 +58,7 @@ fn each_name_finds_its_setting() {
             }
         }
     }
-    // The port of the device in other software; the port for clients has a hyphen.
+    // In other software, `rdma_port` is the port of the device. Our port for clients has a hyphen.
     let (found, _) = find(Program::Module, "rdma_port").expect("a name");
     assert!(std::ptr::eq(found, &RDMA_DEVICE_PORT));
     assert!(find(Program::Module, "rdma-prot").is_none());

@@ -1,4 +1,4 @@
-//! Origins, contradictions, and the policy.
+//! Tests of origins, contradictions, and the policy.
 
 use super::*;
 use crate::table::{

@@ -6,8 +6,8 @@
 //! - Always pass `E`. Without it Valkey 9.1 crashes when it refuses a call.
 //! - Always pass `!` for a user's calls. Without it Redis 7.0 propagates no write of the batch to
 //!   AOF and replicas.
-//! - On Redis 7.0, call [`CallContext::propagate`] after a batch. Otherwise it crashes before its
-//!   event loop sleeps.
+//! - On Redis 7.0, call [`CallContext::propagate`] after a batch. Otherwise the engine crashes
+//!   before its event loop sleeps.
 //!
 //! `crate::calls` decides which commands may be called, and when.
 #![expect(
@@ -30,7 +30,7 @@ use crate::router::NAME_MAX;
 const ARGS_MAX: usize = 32;
 
 /// The format of a user's call. Each `b` is an argument, passed as an address and a length. A call
-/// with fewer arguments uses only the end of the string, with as many `b`. The flags:
+/// with fewer arguments uses only the end of the string, with one `b` for each argument. The flags:
 ///
 /// - `!`: propagate to AOF and replicas.
 /// - `E`: return a refusal as a reply.
@@ -139,9 +139,9 @@ impl CallContext {
 
     /// Propagates the writes of a batch to the AOF and to replicas, on Redis 7.0.
     ///
-    /// Redis 7.0 propagates when a context of its own ends, and calls from the event loop have no
-    /// such context. A keyspace event has one. So this sends an event, to which only this module
-    /// subscribes. Later engines propagate with each call.
+    /// Redis 7.0 propagates writes when one of its own contexts ends, and calls from the event loop
+    /// have no such context. A keyspace event has one. So this function sends an event to which
+    /// only this module subscribes. Later engines propagate with each call.
     pub(crate) fn propagate(&mut self, key: &EngineString) {
         let raw = self.raw.as_ptr();
         // SAFETY: the context is never freed; the function remains valid; the engine only reads
@@ -174,9 +174,9 @@ impl CallContext {
         };
         buffer.copy_from_slice(name);
         let errno = __errno_location();
-        // SAFETY: `errno` is this thread's. The name ends with a zero. The format has as many `b`
-        // as there are arguments, each of which is valid until the call returns. The reply is used
-        // only before it is freed, and has the length that the engine returns.
+        // SAFETY: `errno` is this thread's. The name ends with a zero. The format has one `b` for
+        // each argument, and every argument is valid until the call returns. The reply is used only
+        // before it is freed, and has the length that the engine returns.
         unsafe {
             *errno = 0;
             let reply = self.raw_call(terminated.as_ptr().cast(), &format[skipped..], count, arg);
@@ -207,7 +207,7 @@ impl CallContext {
     /// Calls the engine with up to [`ARGS_MAX`] arguments.
     ///
     /// # Safety
-    /// `name` ends with a zero, and `format` has `count` times `b`.
+    /// `name` ends with a zero, and `format` contains `b` `count` times.
     unsafe fn raw_call<'a>(
         &self,
         name: *const c_char,
@@ -221,7 +221,8 @@ impl CallContext {
         // enough.
         macro_rules! call {
             ($($index:literal)*) => {
-                // SAFETY: there is a pair for each `b`, and maybe more. The context is never freed.
+                // SAFETY: each `b` has an address and a length, and there may be more of them. The
+                // context is never freed.
                 unsafe {
                     (api().call)(
                         self.raw.as_ptr(), name, format.as_ptr() $(, at($index).0, at($index).1)*
@@ -251,7 +252,7 @@ pub(crate) enum Outcome {
     Done,
     /// The command did not run, and nothing was appended.
     Refused,
-    /// As [`Outcome::Refused`], because the user lacks the right.
+    /// Like [`Outcome::Refused`], but because the user lacks the right.
     Denied,
 }
 
@@ -290,8 +291,8 @@ impl UserCalls<'_> {
 
 impl Drop for UserCalls<'_> {
     fn drop(&mut self) {
-        // SAFETY: the context is never freed, and the user is removed from it before it is freed.
-        // This frees only the module's handle; the user itself belongs to the engine.
+        // SAFETY: the context is never freed. The user is removed from the context before the
+        // handle is freed. The handle is the module's; the user itself belongs to the engine.
         unsafe {
             if let Some(set_user) = api().set_context_user {
                 set_user(self.context.raw.as_ptr(), ptr::null());
@@ -316,7 +317,7 @@ impl EngineString {
         NonNull::new(raw).map(|raw| Self(raw, PhantomData))
     }
 
-    /// Takes ownership of a string that the engine created; `None` if it is null.
+    /// Takes ownership of a string that the engine created. Returns `None` if it is null.
     ///
     /// # Safety
     /// The caller owns the string, and nobody else uses it.

@@ -1,4 +1,4 @@
-//! Queries about the engine's clients by their ids. For the engine's main thread only.
+//! Queries about the engine's clients by their ids. They must be made on the engine's main thread.
 #![expect(
     unsafe_code,
     reason = "calls by function pointers, with pointers that the engine gave us"

@@ -1,4 +1,4 @@
-//! Closes the listener's descriptors in forked children of the engine, such as that of BGSAVE.
+//! Closes the listener's descriptors in forked children of the engine, such as the child of BGSAVE.
 //!
 //! A child that outlives its engine would keep the port open, and a restarted engine could not
 //! listen on it. The engine also closes its own listeners in its children.
@@ -9,7 +9,7 @@ use std::os::fd::RawFd;
 use std::sync::Once;
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 
-/// A descriptor with the file that it belonged to when it was registered. Its number may have been
+/// A registered descriptor, and the file that it belonged to at that time. Its number may have been
 /// reused for another file since.
 struct Slot {
     descriptor: AtomicI32,
@@ -63,8 +63,8 @@ impl Slot {
     }
 }
 
-/// Returns the device and inode of a descriptor's file. It makes only system calls, since it also
-/// runs in forked children.
+/// Returns the device and inode of a descriptor's file. Makes only system calls, since it also runs
+/// in forked children.
 fn file_of(descriptor: RawFd) -> Option<(u64, u64)> {
     let mut status = MaybeUninit::<libc::stat>::uninit();
     // SAFETY: the structure has the right size, and is initialised if the call succeeds.

@@ -3,7 +3,7 @@
 //! - Only strings with the encoding `raw` can be read. To give access to a string with another
 //!   encoding, the engine would convert it permanently.
 //! - A read does not delete an expired key if the engine supports that ([`NOEXPIRE`]). Redis 7.0
-//!   does not support it; there the deletion is propagated with the batch
+//!   does not support it. There, the deletion is propagated with the batch
 //!   ([`CallContext::propagate`](super::calls::CallContext::propagate)).
 #![expect(
     unsafe_code,

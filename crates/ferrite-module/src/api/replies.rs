@@ -43,8 +43,8 @@ impl Info<'_> {
         ptr::NonNull::new(raw).map(|raw| Self(raw, PhantomData))
     }
 
-    /// Writes a section. The engine prefixes its name and those of its fields with the module's
-    /// name. It skips sections that were not requested.
+    /// Writes a section. The engine prefixes the names of the section and of its fields with the
+    /// module's name. It skips sections that were not requested.
     pub(crate) fn section(&self, name: &CStr, fields: &[(String, Value)]) {
         // SAFETY: the engine copies the strings.
         unsafe {
@@ -83,8 +83,8 @@ impl Context<'_> {
                 Reply::SimpleAndClose(text, client) => {
                     let answer =
                         (api.reply_with_simple_string)(self.raw(), c_string(text).as_ptr());
-                    // A client that closes itself still gets its replies. The client may be gone
-                    // already: then this fails, and the goal is reached.
+                    // A client that closes itself still gets its replies. If the client is already
+                    // gone, this fails, which does not matter.
                     let _ = (api.close_client)(self.raw(), *client);
                     answer
                 }

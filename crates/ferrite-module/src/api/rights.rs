@@ -17,11 +17,11 @@ use super::{Context, OK, api};
 impl Context<'_> {
     /// Returns whether the client that runs this command has the right to run the command `words`.
     ///
-    /// Returns false if that is unknown: if the caller is not a client of the engine (but another
-    /// module), if the client has no user, or if the engine has no such command.
+    /// Returns false if the engine cannot tell. Then the caller is another module and not a client,
+    /// the client has no user, or the engine has no such command.
     pub(crate) fn caller_may(self, words: &[&str]) -> bool {
-        // The name is read by the client's id because `GetCurrentUserName` of Redis 7.0 crashes
-        // for a client without a user. Other modules call commands with such clients.
+        // The name is read by the client's id because `GetCurrentUserName` of Redis 7.0 crashes for
+        // a client without a user. Other modules call commands with clients that have no user.
         //
         // SAFETY: the context is that of a command. The result is a new string that we own.
         let name = unsafe { (api().client_user_name)(self.raw(), self.client_id()) };

@@ -1,4 +1,4 @@
-//! Settings: reads those of the engine, and registers those of the module with it.
+//! Reads the engine's settings, and registers the module's settings with the engine.
 #![expect(
     unsafe_code,
     reason = "calls by function pointers, with pointers that the engine gave us"
@@ -80,7 +80,8 @@ impl Context<'_> {
         let numbers: Vec<_> = (0..).take(names.len()).collect::<Vec<c_int>>();
         let count = numbers.len() as c_int; // small
         let private = ptr::without_provenance_mut(index);
-        // SAFETY: as above; both lists have `count` entries, and the engine copies them.
+        // SAFETY: the engine copies the strings and both lists, which have `count` entries. The
+        // functions remain valid. `private` is an index that is never dereferenced.
         let made = unsafe {
             (api().register_enum_config)(
                 self.raw(),
@@ -109,7 +110,8 @@ impl Context<'_> {
     ) -> bool {
         let default = c_string(default);
         let private = ptr::without_provenance_mut(index);
-        // SAFETY: as above.
+        // SAFETY: the engine copies the strings, and the functions remain valid. `private` is an
+        // index that is never dereferenced.
         let made = unsafe {
             (api().register_string_config)(
                 self.raw(),
@@ -133,15 +135,16 @@ impl Context<'_> {
     }
 }
 
-/// Frees a reply and returns its text, or that of the element with this index; `None` if it has no
-/// such text.
+/// Frees a reply, and returns its text or, if `element` is given, the text of the element with this
+/// index. Returns `None` if there is no such text.
 ///
 /// # Safety
 /// `reply` is null, or the engine made it for the caller, who does not use it afterwards.
 unsafe fn take_text(reply: *mut RawReply, element: Option<usize>) -> Option<String> {
     let api = api();
-    // SAFETY: the caller guarantees a valid reply. An element and the text live as long as it does,
-    // and the text is copied before it is freed. Both functions return null if there is nothing.
+    // SAFETY: the caller guarantees a valid reply. An element and the text live as long as the
+    // reply, and the text is copied before the reply is freed. Both functions return null if there
+    // is nothing.
     unsafe {
         ptr::NonNull::new(reply)?;
         let part = match element {

@@ -81,7 +81,7 @@ pub(crate) type SetChoice =
 pub(crate) type GetText = unsafe extern "C" fn(*const c_char, *mut c_void) -> *mut RawString;
 pub(crate) type SetText =
     unsafe extern "C" fn(*const c_char, *mut RawString, *mut c_void, *mut *mut RawString) -> c_int;
-/// The argument `applyfn`, which is not used: always a null pointer.
+/// The type of the argument `applyfn`, which is not used: the pointer is always null.
 pub(super) type NoApply = *const c_void;
 
 macro_rules! table {
@@ -99,7 +99,7 @@ macro_rules! table {
             /// Finds all functions.
             ///
             /// # Errors
-            /// The names of the required functions that this engine does not have.
+            /// Returns the names of the required functions that this engine does not have.
             ///
             /// # Safety
             /// `get_api` is the engine's function.
@@ -120,11 +120,12 @@ macro_rules! table {
                     $field: {
                         let found = $field.unwrap_or(ptr::null_mut()); // never null here
                         // SAFETY: the function of this name has this type in every version of the
-                        // API's header, and the pointer is not null, since none is missing.
+                        // API's header, and the pointer is not null, since no function is missing.
                         unsafe { std::mem::transmute::<*mut c_void, $kind>(found) }
                     },
                 )+ $(
-                    // SAFETY: as above.
+                    // SAFETY: the caller guarantees that `get_api` is the engine's. The name ends
+                    // with a zero, and the function of this name has this type.
                     $maybe: unsafe {
                         find(get_api, concat!("RedisModule_", $maybe_name, "\0"))
                             .map(|found| std::mem::transmute::<*mut c_void, $maybe_kind>(found))
@@ -252,7 +253,8 @@ table! { required {
 /// `get_api` is the engine's function, and `name` ends with a zero.
 pub(super) unsafe fn find(get_api: GetApi, name: &str) -> Option<*mut c_void> {
     let mut found = ptr::null_mut();
-    // SAFETY: the caller guarantees both. The engine reads the name and writes one pointer.
+    // SAFETY: the caller guarantees that `get_api` is the engine's function and that `name` ends
+    // with a zero. The engine reads the name and writes one pointer.
     let answer = unsafe { get_api(name.as_ptr().cast(), &raw mut found) };
     (answer == OK && !found.is_null()).then_some(found)
 }

@@ -11,11 +11,10 @@ use crate::options::Options;
 const NO_RDMA_ON_LOOPBACK: &str = "loopback addresses take no RDMA; to do: bind the engine, or \
     the module (rdma-bind), to an address of an RDMA device";
 
-/// Listeners, each with whether it accepts RDMA.
+/// The listeners. Each flag says whether the listener accepts RDMA.
 pub(super) type Listeners = Vec<(Listener, bool)>;
 
-/// Listens on the addresses. Also returns, for each of the engine's addresses that cannot be
-/// served, why not.
+/// Listens on the addresses. Also returns why some of the engine's addresses cannot be served.
 pub(super) fn listen(
     options: &Options,
     addresses: &[Address],

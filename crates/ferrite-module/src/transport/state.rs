@@ -1,8 +1,8 @@
-//! Whether the thread `ferrite` serves clients, for other threads to read.
+//! The state of the thread `ferrite`, for other threads to read.
 
 use std::sync::{Arc, OnceLock};
 
-/// Whether the thread serves clients, or why it does not any more. Clones share one state.
+/// Tells whether the thread serves clients, or why it does not any more. Clones share one state.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct ThreadState(Arc<OnceLock<String>>);
 

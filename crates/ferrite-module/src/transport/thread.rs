@@ -1,8 +1,9 @@
-//! What runs on the thread `ferrite`: the gateway's listeners, and the driver of the fabric.
+//! The code that runs on the thread `ferrite`: the gateway's listeners, and the driver of the
+//! fabric.
 //!
-//! The thread ends when the main thread asks for it, or when it cannot serve clients any more. Then
-//! it says why, and the sessions on the main thread end, too, because their timers and sockets
-//! belong to this thread's runtime.
+//! The thread ends when the main thread asks for it, or when it cannot serve clients any more. In
+//! the second case, the thread reports why. The sessions on the main thread then end as well,
+//! because their timers and sockets belong to this thread's runtime.
 
 use std::any::Any;
 use std::net::SocketAddr;
@@ -26,11 +27,11 @@ use crate::listen::Address;
 use crate::options::Options;
 use crate::tasks::TaskQueue;
 
-/// How long sessions may take to deliver their replies at shutdown, and peers to be notified after
-/// that. The engine runs no more commands by then.
+/// How long sessions may take to deliver their replies at shutdown. Afterwards, the thread may take
+/// as long again to notify peers. The engine runs no more commands by then.
 pub(super) const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
 /// If the main thread has not driven the fabric for this long, it is busy, and the thread `ferrite`
-/// takes over. Otherwise peers would take this process for dead.
+/// polls the fabric. Otherwise peers would take this process for dead.
 const BUSY_AFTER: Duration = Duration::from_millis(500);
 
 /// A request from the engine's main thread.
@@ -53,10 +54,10 @@ pub(super) enum Progress {
 /// The handles with which the main thread drives the fabric and runs sessions.
 pub(super) type MainThreadHandles = (Fabric, Handle);
 
-/// What the listener serves, as determined at its start.
+/// The addresses and devices of the listener, as determined at its start.
 #[derive(Debug, Clone)]
 pub(crate) struct ListenerInfo {
-    /// The listening addresses, each with whether it accepts RDMA.
+    /// The listening addresses. Each flag says whether the address accepts RDMA.
     pub(crate) addresses: Vec<(SocketAddr, bool)>,
     /// RDMA devices.
     pub(crate) devices: Vec<String>,
@@ -90,7 +91,7 @@ impl ListenerInfo {
     }
 }
 
-/// Where the thread reports to the main thread.
+/// The channels over which the thread reports to the main thread.
 pub(super) struct Reports {
     /// The result of the start.
     pub(super) started: SyncSender<Result<(Gateway, ListenerInfo, MainThreadHandles), String>>,
@@ -187,8 +188,8 @@ pub(super) fn run(
     });
 }
 
-/// Starts a task for each listener, which ends when `stopped` becomes true. If a listener fails,
-/// its task returns why.
+/// Starts a task for each listener. The task ends when `stopped` becomes true. If the listener
+/// fails, the task returns why.
 fn start_serving(
     serving: &mut JoinSet<Result<(), String>>,
     listeners: Listeners,

@@ -31,8 +31,9 @@ const MAX_CLIENTS_ERROR: &str = "-ERR max number of clients reached\r\n";
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 /// The number of sessions after which keepalives to clients of Valkey Over RDMA become rarer.
 /// Clients get one every 3 s at first, every 6 s beyond this number and every 9 s beyond twice this
-/// number. A server with thousands of clients would do little else otherwise. Even the longest
-/// interval is shorter than the 10 s after which our own client probes a silent server.
+/// number. At a fixed interval, a server with thousands of clients would do little but send
+/// keepalives. Even the longest interval is shorter than the 10 s after which our own client probes
+/// a silent server.
 const SESSIONS_PER_KEEPALIVE_STEP: usize = 1000;
 /// The buffer of a pinned session, for each direction. It is small because the client may not have
 /// authenticated.
@@ -83,7 +84,8 @@ impl Gateway {
         let local = socket.local_addr().ok();
         enable_tcp_keepalive(&socket);
         let Ok(socket) = TcpStream::from_std(socket) else { return };
-        // Not an engine's socket, but it must be shut down in the same way when it is dropped.
+        // This is a client's socket. [`EngineSocket`] is used because it shuts the socket down when
+        // it is dropped.
         let socket = EngineSocket::Tcp(socket);
         let (reader, writer) = tokio::io::split(socket);
         let mut client = tokio::io::join(io::Cursor::new(heard).chain(reader), writer);
@@ -162,7 +164,8 @@ impl Gateway {
                 };
                 open.entry.is_called.store(false, Ordering::Relaxed);
                 match outcome {
-                    // Runs on the runtime's own thread, to save the engine's time.
+                    // A pinned session runs on the runtime's own thread, so that it takes no time
+                    // from the engine's threads.
                     Ok(ServeOutcome::Pinned { proxy, unsent }) => {
                         let passing =
                             pass_through(client, proxy, unsent, PINNED_BUFFER, open, shutdown);
@@ -189,10 +192,11 @@ impl Gateway {
         )
     }
 
-    /// Connects a client to the engine, or returns the error to send to the client. If `is_guarded`
-    /// (protected mode applies to the client), the client is rejected if the engine requires no
-    /// password. The engine's own protected mode would not reject it, because every client of the
-    /// gateway seems local to the engine.
+    /// Connects a client to the engine, or returns the error to send to the client.
+    ///
+    /// If protected mode applies to the client (`is_guarded`) and the engine requires no password,
+    /// the client is rejected. The engine's own protected mode would not reject the client, because
+    /// every client of the gateway seems local to the engine.
     async fn connect_engine(
         &self,
         config: &GatewayConfig,

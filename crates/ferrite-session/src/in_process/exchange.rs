@@ -49,7 +49,7 @@ impl ExpectedReplies {
         Self { own: true, replies: 0 }
     }
 
-    /// Also expects a reply to a command of the session itself, before the others, if `own`.
+    /// If `own`, also expects a reply to a command of the session itself, before the other replies.
     pub(super) fn after_own(self, own: bool) -> Self {
         Self { own, ..self }
     }
@@ -66,9 +66,9 @@ pub(super) enum ExchangeOutcome {
     Answered,
     /// The engine has disconnected.
     Disconnected,
-    /// The ends of replies cannot be found any more: the engine has sent an invalid reply, which
-    /// scripts can produce, or the client an invalid command. The bytes in `unsent` must still be
-    /// sent.
+    /// The ends of replies cannot be found any more. Either the engine has sent an invalid reply,
+    /// which scripts can produce, or the client has sent an invalid command. The bytes in `unsent`
+    /// must still be sent to the engine.
     OutOfSync { unsent: Vec<u8> },
 }
 
@@ -247,7 +247,7 @@ impl<C: Client> InProcessSession<'_, C> {
             let progress = match self.counter.feed(rest) {
                 Ok(progress) => progress,
                 Err(error) => {
-                    // Passed on unchanged: the client must interpret it.
+                    // The client gets the invalid bytes unchanged, and must interpret them.
                     self.replies.bytes().extend_from_slice(rest);
                     self.engine_bytes.clear();
                     return Err(io::Error::other(error));

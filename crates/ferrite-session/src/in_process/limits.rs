@@ -20,8 +20,8 @@ use crate::in_process_engine::{BEFORE_AUTH, Client, ClientLimits, REPLIES_MAX};
 /// the next session follows.
 const BEFORE_AUTH_SESSIONS: usize = 2;
 /// How long a session keeps its permit at most. Usually the engine rejects the client's commands at
-/// once. But a client of which it is unknown whether it has authenticated may run a command that
-/// blocks.
+/// once. But the client may have authenticated without the session's knowledge, and may then run a
+/// command that blocks.
 const BEFORE_AUTH_PERMIT_TIME: Duration = Duration::from_millis(20);
 
 /// The queue of unauthenticated sessions that want to use the engine, in the order of their
@@ -134,7 +134,8 @@ impl<'a, C: Client> InProcessSession<'a, C> {
     }
 
     /// Returns the next, larger limit for reading ahead while the client is blocked in the engine.
-    /// Only by reading on can the client's disconnect be noticed; the engine does the same.
+    /// The session must keep reading to notice that the client disconnects. The engine reads ahead
+    /// for the same reason.
     ///
     /// # Errors
     /// Returns an error if the client is over `client-query-buffer-limit`.
@@ -150,8 +151,8 @@ impl<'a, C: Client> InProcessSession<'a, C> {
         Ok(if limit > 0 { more.min(limit) } else { more })
     }
 
-    /// Records the memory that this session holds, and evicts the largest session if all together
-    /// hold too much.
+    /// Records the memory that this session holds, and evicts the largest session if all sessions
+    /// together hold too much.
     ///
     /// # Errors
     /// Returns an error if this session was evicted.

@@ -13,8 +13,8 @@ use crate::in_process_engine::InProcessEngine;
 /// An empty command, to which engines send no reply.
 pub(super) const EMPTY_LINE: &[u8] = b"\n";
 
-/// A session's own connection to the engine's socket. If the session runs inside the engine, writes
-/// to the connection are reported to it ([`InProcessEngine::on_proxied`]).
+/// A session's own connection to the engine's socket. If the session runs inside the engine, the
+/// connection reports its writes to the engine ([`InProcessEngine::on_proxied`]).
 pub(crate) struct ProxyConnection {
     socket: EngineSocket,
     engine: Option<Arc<dyn InProcessEngine>>,

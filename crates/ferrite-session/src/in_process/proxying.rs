@@ -17,12 +17,12 @@ const NOAUTH: &[u8] = b"-NOAUTH";
 
 /// How to handle a large command, which is proxied while it arrives.
 pub(super) enum LargeCommand {
-    /// It is proxied and has one reply.
+    /// The command is proxied and has one reply.
     HasOneReply,
     /// The session first asks the engine whether the client must log in. If so, the command is
     /// proxied and has one reply. Otherwise it pins the session.
     MayBeRefused,
-    /// It pins the session.
+    /// The command pins the session.
     Pins,
 }
 
@@ -44,8 +44,8 @@ impl<C: Client> InProcessSession<'_, C> {
             self.record.identity_changes(command);
             self.must_identify = true;
         }
-        // Writes are marked before MULTI, because they cannot be marked inside the transaction.
-        // WAIT may follow inside it, or after the session was pinned.
+        // Writes are marked before MULTI, because they cannot be marked inside the transaction. A
+        // WAIT may follow inside the transaction, or after the session was pinned.
         let marks = command == Some(SessionCommand::BeginsTransaction) && self.is_mark_due();
         let mut bytes = if marks { self.record.mark_writes().to_vec() } else { Vec::new() };
         bytes.extend_from_slice(&self.input.bytes()[range_of(run)]);
@@ -91,7 +91,7 @@ impl<C: Client> InProcessSession<'_, C> {
         !self.access.is_authenticated() && !self.in_transaction()
     }
 
-    /// Handles a command that would pin the session, of a client that has not logged in.
+    /// Handles a command that would pin the session, if the client has not logged in.
     ///
     /// Asks the engine first, by another command, whether it rejects the client's commands. If so,
     /// proxies the next command and does not pin the session. Otherwise returns `None` and sends
@@ -104,7 +104,7 @@ impl<C: Client> InProcessSession<'_, C> {
         run_with_permit(permit, self.proxy_refused()).await
     }
 
-    /// Does the work of [`Self::proxy_if_refused`] while it holds the permit.
+    /// Does the work of [`Self::proxy_if_refused`] while the permit is held.
     ///
     /// A login is not rejected, but it has one reply as well. If an administrator gives the client
     /// access between the probe and the command, the reply of a command that changes the session
@@ -159,7 +159,7 @@ impl<C: Client> InProcessSession<'_, C> {
     }
 
     /// Notes that the proxied command may be a login. Inline commands are not parsed here, so any
-    /// of them may be one.
+    /// of them may be a login.
     fn expect_login(&mut self) {
         self.record.identity_changes(SessionCommand::ChangesIdentity);
         self.must_identify = true;
@@ -207,8 +207,9 @@ impl<C: Client> InProcessSession<'_, C> {
         self.proxy(run, Some(SessionCommand::AsksForWrites)).await
     }
 
-    /// Returns whether there are writes to mark and they can be marked. In a transaction they
-    /// cannot: the mark would become one of its commands, with a reply inside EXEC's.
+    /// Returns whether there are writes to mark and they can be marked. Inside a transaction they
+    /// cannot be marked: the mark would become a command of the transaction, and its reply a part
+    /// of EXEC's reply.
     pub(super) fn is_mark_due(&self) -> bool {
         self.has_unmarked_writes && !self.in_transaction()
     }
@@ -231,12 +232,12 @@ impl<C: Client> InProcessSession<'_, C> {
         log_disconnect(&LINES, self.record.id(), why);
     }
 
-    /// Returns how to handle the large command that has arrived in part. Returns `None` if there is
-    /// none, or if its name has not arrived.
+    /// Returns how to handle a large command that has arrived in part. Returns `None` if there is
+    /// no large command, or if its name has not arrived.
     pub(super) fn large_command(&mut self) -> Option<LargeCommand> {
         if !self.access.is_authenticated() && self.input.has_many_args() {
-            // Not gathered: the engine disconnects the client as soon as it sees the number of
-            // arguments.
+            // The arguments are not gathered here, because the engine disconnects the client as
+            // soon as it sees their number.
             return Some(LargeCommand::Pins);
         }
         if !self.input.is_large(self.access.is_authenticated()) {
@@ -263,8 +264,8 @@ impl<C: Client> InProcessSession<'_, C> {
         &mut self,
         may_be_refused: bool,
     ) -> io::Result<Option<ExchangeOutcome>> {
-        // Waits in the queue, but does not keep the permit: from here on the session waits for its
-        // client.
+        // The session waits in the queue, but does not keep the permit, because from here on it
+        // waits for its client.
         drop(self.acquire_permit().await?);
         if may_be_refused {
             match self.is_refused().await? {

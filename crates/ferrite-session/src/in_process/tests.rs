@@ -1,4 +1,4 @@
-//! Tests of when replies are sent, and from which memory.
+//! Tests when replies are sent, and from which memory.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use crate::sessions::{ClientTransport, Sessions};
 struct ScriptedClient<'a> {
     pieces: VecDeque<&'a [u8]>,
     written: Vec<Vec<u8>>,
-    /// The most bytes that it accepts in a write.
+    /// The most bytes that the client accepts in a write.
     takes: usize,
 }
 
@@ -62,7 +62,8 @@ impl AsyncWrite for ScriptedClient<'_> {
 
 impl Client for ScriptedClient<'_> {}
 
-/// An engine that calls every command, and its client, which is identified from the start.
+/// A fake engine that calls every command. It is also the [`ProxyClient`], which is identified from
+/// the start.
 #[derive(Default)]
 struct CallingEngine {
     /// Whether the event-loop slice is always used up.

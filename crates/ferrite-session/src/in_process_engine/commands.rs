@@ -1,5 +1,4 @@
-//! Commands that are about to be called, with the properties that were found when they were looked
-//! up.
+//! Commands that are about to be called, each with the properties that its lookup has found.
 
 use std::ops::Range;
 
@@ -10,21 +9,21 @@ use super::input::{FoundCommand, Input};
 /// The properties of a command that may be called in-process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Callable {
-    /// The number of words, its name included. If negative, its absolute value is the smallest
-    /// number of words.
+    /// The number of words, including the command's name. A negative value -N means at least N
+    /// words.
     pub arity: i32,
-    /// Whether it may write data, or be sent to replicas for another reason.
+    /// Whether the command may write data, or be sent to replicas for another reason.
     pub writes: bool,
-    /// Whether it is one of several commands with the same name, selected by the first argument.
+    /// Whether the command is one of several with the same name, which the first argument selects.
     pub is_subcommand: bool,
-    /// Whether it may fill a key that another client is blocked on (BLPOP and the like).
+    /// Whether the command may fill a key that another client is blocked on (BLPOP and the like).
     pub unblocks: bool,
-    /// Whether it is GET, whose one argument is a key, and which returns the key's value.
+    /// Whether the command is GET: its only argument is a key, and its reply is the key's value.
     pub reads_string: bool,
 }
 
 impl Callable {
-    /// Returns whether the command may have this number of words, its name included.
+    /// Returns whether the command may have this number of words, including its name.
     #[must_use]
     #[inline]
     pub fn takes(self, words: usize) -> bool {

@@ -6,9 +6,9 @@ use ferrite_proto::resp::{
     Args, Command, CommandError, CommandFramer, Limits, Words, plain_command,
 };
 
-/// The limit in bytes before authentication, which applies separately to unread replies, to
-/// incomplete commands, and to input that is read ahead. With all three and its own memory, a
-/// session stays below 64 KiB.
+/// The limit in bytes before authentication. It applies separately to unread replies, to incomplete
+/// commands, and to input that is read ahead. With all three and its other memory, a session stays
+/// below 64 KiB.
 pub(crate) const BEFORE_AUTH: usize = 8 << 10;
 /// Commands beyond this size are streamed to the engine while they arrive, instead of being
 /// gathered here.
@@ -23,11 +23,13 @@ const NAME_MAX: usize = 64;
 /// The name of a command that has arrived in part, if it is known yet.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum PartialCommand<'a> {
-    /// Its name has not arrived, or its first argument has not, which may name a subcommand.
+    /// The name has not arrived, or the first argument, which may name a subcommand, has not
+    /// arrived.
     Unknown,
     /// An inline command, or a command whose name is too long to be looked up.
     Nameless,
-    /// Its name, and its first argument unless that is too long to name a subcommand.
+    /// The name, and the first argument if there is one and it is short enough to name a
+    /// subcommand.
     Named { name: &'a [u8], first: Option<&'a [u8]> },
 }
 
@@ -50,17 +52,17 @@ fn word<'a>(args: &mut Args<'a>) -> Word<'a> {
 /// A complete command in the input.
 #[derive(Debug, Clone)]
 pub(crate) struct FoundCommand {
-    /// Its range in the buffer.
+    /// The command's range in the buffer.
     pub(crate) range: Range<usize>,
-    /// The indexes of its words in the `words` of the input. Empty if it is not in the plain form
-    /// ([`plain_command`]).
+    /// The indexes of the command's words in the `words` of the input. Empty if the command is not
+    /// in the plain form ([`plain_command`]).
     words: Range<usize>,
-    /// The range of its name, the first word, in the buffer.
+    /// The range of the command's name, its first word, in the buffer.
     name: Range<usize>,
 }
 
 impl FoundCommand {
-    /// Whether it is in the plain form, and its words are known.
+    /// Returns whether the command is in the plain form, so that its words are known.
     #[inline]
     pub(crate) fn is_plain(&self) -> bool {
         !self.words.is_empty()
@@ -158,7 +160,7 @@ impl Input {
         (self.taken, self.framed) = (found.range.end, found.range.end);
     }
 
-    /// Returns the words of a command. There are none if it is not in the plain form.
+    /// Returns the words of a command. Returns no words if the command is not in the plain form.
     #[inline]
     pub(crate) fn words(&self, found: &FoundCommand) -> Words<'_> {
         Words::new(&self.buffer, self.words.get(found.words.clone()).unwrap_or_default())
@@ -202,7 +204,7 @@ impl Input {
             && self.framer.frame_bytes().saturating_add(self.framer.wanted()) > large
     }
 
-    /// Returns whether a command has arrived in part that has more arguments than engines accept
+    /// Returns whether the command that has arrived in part has more arguments than engines accept
     /// before a login.
     pub(crate) fn has_many_args(&self) -> bool {
         const BEFORE_AUTH_ARGS: usize = 10;
@@ -237,7 +239,7 @@ impl Input {
     /// the command is complete. Ranges of commands become invalid.
     ///
     /// # Errors
-    /// Returns an error if it is not a valid command. Only the engine can tell where it ends.
+    /// Returns an error if the command is invalid. Then only the engine can tell where it ends.
     pub(crate) fn stream(&mut self, out: &mut Vec<u8>) -> Result<bool, CommandError> {
         let (end, is_whole) = match self.peek()? {
             Some(found) => (found.range.end, true),

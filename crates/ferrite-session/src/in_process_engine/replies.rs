@@ -1,8 +1,8 @@
 //! Replies that are to be sent to the client.
 //!
-//! Small replies are gathered in a buffer, which is copied into memory that is registered with the
-//! device when they are sent. A long value is copied into registered memory at once, and is sent
-//! from there.
+//! Small replies are gathered in a buffer. When they are sent, the buffer is copied into memory
+//! that is registered with the device. A long value is copied into registered memory at once, and
+//! is sent from there.
 
 use std::collections::VecDeque;
 use std::io;
@@ -16,7 +16,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 
 use crate::stream::ValkeyStream;
 
-/// The bytes of replies that are gathered before they are sent.
+/// How many bytes of replies are gathered before they are sent.
 pub(crate) const REPLIES_MAX: usize = 64 << 10;
 /// From this length on, a value is put into blocks of its own. Shorter values share a buffer.
 const LONG_VALUE: usize = 32 << 10;

@@ -65,8 +65,8 @@ impl Window {
         self.memory.read(from as usize, out);
     }
 
-    /// Resizes the window if necessary, and returns whether it is in other memory now. To be called
-    /// when the window is full and everything was read from it.
+    /// Resizes the window if necessary, and returns whether it is in other memory now. Must be
+    /// called when the window is full and everything was read from it.
     pub(super) fn resize(&mut self, raw: &RawConnection) -> bool {
         let writes = std::mem::take(&mut self.notices).max(1);
         if self.next.is_some() {
@@ -96,16 +96,16 @@ impl Window {
         true
     }
 
-    /// Returns the next larger size. Windows grow by one size class at a time, because a client
-    /// keeps its window until it has filled it, and the first clients must not take everything.
+    /// Returns the next larger size. Windows grow by one size class at a time, so that the first
+    /// clients do not take all the memory. A client keeps its window until it has filled it.
     fn next_larger(&self) -> u32 {
         class_bytes()
             .find(|&bytes| bytes > self.bytes)
             .map_or(self.large_bytes, |it| it.min(self.large_bytes))
     }
 
-    /// Returns the wanted size if there is memory for it, else the largest smaller size class for
-    /// which there is.
+    /// Returns the wanted size if there is memory for it. Otherwise returns the largest smaller
+    /// size class for which there is memory, or else the initial size.
     fn affordable_bytes(&self, wanted: u32, raw: &RawConnection) -> u32 {
         let (used, max) =
             (raw.pool().in_use_bytes(Purpose::Receive), raw.pool().max_bytes(Purpose::Receive));

@@ -1,7 +1,7 @@
-//! Measures what misbehaving clients cost others. A client sends commands all the time, over one
-//! connection, while an attacker alternates between attacks and pauses. The test compares the
+//! Measures what misbehaving clients cost other clients. A client sends commands all the time, over
+//! one connection, while an attacker alternates between attacks and pauses. The test compares the
 //! client's p99 latency during attacks with its p99 during the pauses. It also checks that the
-//! gateway holds no more memory afterwards than before.
+//! gateway does not hold more memory afterwards than before.
 //!
 //! ```text
 //!   the client    command, reply, command, reply, …                        a thread of its own
@@ -9,9 +9,10 @@
 //!   measured       pause    attack    pause    attack    pause    attack    medians of p99s
 //! ```
 //!
-//! Attacker, gateway, engine and client share the guest's two CPUs, so an attack that is nothing
-//! but a heavy load slows others down in any case. Such attacks are compared with a neighbour: a
-//! client that obeys the protocol and sends commands as fast as it gets replies, during the pauses.
+//! The attacker, the gateway, the engine and the client share the guest's two CPUs, so an attack
+//! that only causes load slows others down in any case. Such an attack is compared with a
+//! neighbour, which runs during the pauses. The neighbour is a client that obeys the protocol and
+//! sends commands as fast as it gets replies.
 #![expect(
     clippy::print_stdout,
     reason = "prints the measurements for `cargo xtask lab-test beside -- --no-capture`"
@@ -201,8 +202,8 @@ pub(crate) async fn unfinished_connects(harness: Harness) {
             let id = cm::resolve(&it.harness.verbs, Some(any_port(1)), it.address, TIMEOUT);
             let id = id.expect("resolve the route");
             begun += 1;
-            // Each uses another number: the kernel takes two requests of one queue pair for the
-            // same.
+            // Each request has its own queue pair number. Otherwise the kernel would take two
+            // requests for the same one.
             id.connect(&ConnectParams { qp_num: 0x1_0000 + begun, ..connect_params() })
                 .expect("request a connection");
             (id, begun)
@@ -214,7 +215,7 @@ pub(crate) async fn unfinished_connects(harness: Harness) {
                 let (id, begun) = begin();
                 unfinished.push(id);
                 total = begun;
-                // Not all at once, as if they came from many hosts.
+                // The requests are spread over time, as if they came from many hosts.
                 sleep(Duration::from_millis(2)).await;
             }
             it.wait_for_pause().await;

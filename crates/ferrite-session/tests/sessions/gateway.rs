@@ -104,7 +104,7 @@ where
     connection
 }
 
-/// redis-rs over Valkey Over RDMA: a command, a pipeline, a transaction.
+/// redis-rs runs a command, a pipeline and a transaction over Valkey Over RDMA.
 pub(crate) async fn runs_commands(harness: Harness) {
     let redis = Engine::redis(&[]);
     let server = TestServer::start(&harness, unprotected(&redis));
@@ -286,7 +286,7 @@ pub(crate) async fn read_until_end(mut stream: ValkeyStream) -> String {
 }
 
 /// While the engine is down, the gateway disconnects its clients and sends new ones an error. When
-/// the engine is back, it serves clients again.
+/// the engine is back, the gateway serves clients again.
 pub(crate) async fn survives_an_engine_restart(harness: Harness) {
     let mut redis = Engine::redis(&[]);
     let server = TestServer::start(&harness, unprotected(&redis));

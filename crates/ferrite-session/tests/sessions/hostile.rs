@@ -1,5 +1,5 @@
-//! Tests of clients that violate the protocol. Each loses its own connection, without an effect on
-//! other clients.
+//! Tests of clients that violate the protocol. Each of them loses its own connection, without an
+//! effect on other clients.
 
 use std::time::Duration;
 
@@ -125,7 +125,7 @@ pub(crate) async fn disconnects_clients_that_violate_the_protocol(harness: Harne
     server.end().await;
 }
 
-/// Thousands of writes of one byte each are slow, but correct.
+/// Thousands of writes of one byte each are slow, but they are processed correctly.
 pub(crate) async fn accepts_tiny_writes(harness: Harness) {
     let redis = Engine::redis(&[]);
     let server = TestServer::start(&harness, unprotected(&redis));

@@ -46,7 +46,7 @@ async fn let_an_hour_pass<const N: usize>(
         tokio::time::advance(STEP).await;
         steps += 1;
         let begun = Instant::now();
-        // This never waits: a paused clock advances by itself when all tasks wait.
+        // This loop never waits, because a paused clock advances by itself when all tasks wait.
         while idle[receiver].stats().messages_received < first + u64::from(steps) {
             assert!(begun.elapsed() < STEP_TIMEOUT, "no keepalive after {:?}", steps * STEP);
             std::future::poll_fn(|cx| {
@@ -99,7 +99,7 @@ async fn wait_for_failure<T>(harness: Harness, vanish: impl FnOnce() -> T) {
     tokio::time::pause();
     let begun = Instant::now();
     let error = loop {
-        // This never waits: a paused clock advances by itself when all tasks wait.
+        // This loop never waits, because a paused clock advances by itself when all tasks wait.
         tokio::time::advance(STEP).await;
         let mut bytes = [0];
         let polled = std::future::poll_fn(|cx| {

@@ -1,5 +1,5 @@
-//! Tests with an attacker that uses plain verbs to access the window of another client, and that
-//! knows everything that it could know: the window's address and key.
+//! Tests with an attacker that uses plain verbs to access the window of another client. The
+//! attacker knows the window's address and key.
 
 use std::net::SocketAddr;
 use std::time::Instant;
@@ -131,7 +131,7 @@ impl Victim {
 }
 
 /// The device rejects each attempt, and the server counts it. The victim's session continues, and
-/// no byte of the attacker's reaches the engine.
+/// no byte of the attacker reaches the engine.
 pub(crate) async fn protects_windows_from_other_clients(harness: Harness) {
     let redis = Engine::redis(&[]);
     let server = TestServer::start(&harness, unprotected(&redis));

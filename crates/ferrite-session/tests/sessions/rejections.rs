@@ -1,4 +1,4 @@
-//! Tests of clients that are rejected: over RDMA they read why, as they do over TCP.
+//! Tests that rejected clients can read the reason over RDMA, as they can over TCP.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use tokio::net::UnixStream;
 use super::gateway::{TestServer, read_until_end, unprotected};
 use super::{Harness, any_port};
 
-/// A client that writes after it was rejected still reads why, as it does over TCP.
+/// A client that writes after its rejection can still read the reason, as it can over TCP.
 pub(crate) async fn late_writers_read_why_they_were_rejected(harness: Harness) {
     let redis = Engine::redis(&[]);
     let server =
@@ -121,8 +121,8 @@ pub(crate) async fn tells_rejected_clients_why(harness: Harness) {
     server.end().await;
 }
 
-/// In protected mode the gateway asks the engine whether it needs a password. An error of another
-/// kind is not an answer: the client gets it, and no advice to turn protected mode off.
+/// In protected mode the gateway asks the engine whether it needs a password. If the engine replies
+/// with another error, the client gets that error, without the advice to turn protected mode off.
 pub(crate) async fn passes_the_engines_rejection_on(harness: Harness) {
     let protected = |redis: &Engine| GatewayConfig { protected_mode: true, ..unprotected(redis) };
     let full = Engine::redis(&["--requirepass", "secret", "--maxclients", "2"]);

@@ -107,9 +107,9 @@ pub(crate) async fn shrinks_windows_when_memory_is_short(harness: Harness) {
     let (mut client, mut server, fabrics) = pair(&harness, &config).await;
     let pool = fabrics[0].pool();
     let mut taken = Vec::new();
-    // Each pair: how many MiB are left for large windows (up to half a MiB more), and the server's
-    // window in KiB then. The window does not exceed 512 KiB, because this client writes at most
-    // 64 KiB at once.
+    // Each pair has the number of MiB that are left for large windows, and the resulting size of
+    // the server's window in KiB. Up to half a MiB more may be left. The window does not exceed 512
+    // KiB, because this client writes at most 64 KiB at once.
     for (left, window) in [(100, 512), (5, 512), (2, 64), (0, 16), (2, 64), (100, 512)] {
         let (left, block) = (left << 20, 512 << 10);
         let bytes_left = || {

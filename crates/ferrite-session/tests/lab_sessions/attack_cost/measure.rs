@@ -85,8 +85,8 @@ impl Attacker {
     }
 }
 
-/// Starts a thread with a runtime of its own, so that its work slows others down no more than a
-/// separate process would.
+/// Starts a thread with a runtime of its own, so that its work affects others only as much as the
+/// work of a separate process.
 fn spawn_thread(
     harness: Harness,
     act: impl AsyncFnOnce(Harness) + Send + 'static,
@@ -174,8 +174,8 @@ where
     compare(harness, name, None, attack).await;
 }
 
-/// Compares latencies during an attack with latencies in the pauses, in which the neighbour runs if
-/// there is one.
+/// Compares latencies during an attack with latencies in the pauses. If there is a neighbour, it
+/// runs in the pauses.
 pub(super) async fn compare<F>(
     harness: Harness,
     name: &str,
@@ -273,8 +273,8 @@ async fn join(thread: JoinHandle<()>, name: &str) {
     assert!(joined.is_ok(), "the {name} has panicked");
 }
 
-/// Returns the least that the gateway holds over 200 ms, that is, between two commands of the
-/// client.
+/// Returns the least that the gateway holds within 200 ms. This is what it holds between two
+/// commands of the client.
 async fn least_held(server: &TestServer) -> (u64, u64, u64) {
     let mut least = server.holds();
     for _ in 0..100 {
