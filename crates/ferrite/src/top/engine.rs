@@ -47,7 +47,7 @@ const MEMORY: [(&str, &str); 5] = [
     ("rdma_memory_receive_bytes", "receive"),
     ("rdma_memory_windows_bytes", "windows"),
 ];
-/// Counters of devices: what went wrong, and what is missing.
+/// Counters of failures and changes of devices.
 const DEVICES: [&str; 5] = [
     "rdma_retry_exceeded",
     "rdma_remote_access_errors",

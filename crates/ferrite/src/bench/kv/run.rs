@@ -60,9 +60,9 @@ impl Run {
     }
 }
 
-/// The result of one connection so far. It outlives the connection, so that nothing is lost if the
-/// connection fails. The connection locks it for each batch; other threads lock it only to show the
-/// progress, and at the end.
+/// The result of one connection so far. It outlives the connection, so that no result is lost if
+/// the connection fails. The connection locks it for each batch. Other threads lock it only to show
+/// the progress, and at the end.
 pub(super) struct SharedRun(Mutex<Run>);
 
 impl SharedRun {
