@@ -85,7 +85,7 @@ fn run(settings: Settings, mode: Mode) -> anyhow::Result<()> {
         mode => runtime.block_on(run_unattended(&mut server, mode)),
     };
     let outcome = outcome.and_then(|()| runtime.block_on(server.confirm_unanswered()));
-    // A task may still be blocked reading stdin: do not wait for it.
+    // A task may still be blocked reading stdin. Does not wait for this task.
     runtime.shutdown_background();
     outcome
 }
