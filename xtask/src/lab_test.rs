@@ -179,7 +179,7 @@ fn run_in(
 
     let timeout_s = options.timeout.unwrap_or(default_timeout_s);
     let colour = if std::io::stderr().is_terminal() { "always" } else { "never" };
-    // Cargo's own variable, so that a test that starts itself again can use it too.
+    // This is cargo's own variable, so that a test that runs itself again can use it, too.
     let runner =
         options.runner.iter().map(|runner| format!("CARGO_TARGET_{TARGET}_RUNNER={runner}"));
     let status = Command::new(root.join("lab/lab"))

@@ -54,7 +54,7 @@ fn may_contain(file: &str, entry: &Entry<'_>) -> bool {
         return package
             .is_some_and(|rest| rest.starts_with(folder(entry)) && file.ends_with(".rs"));
     };
-    rest.starts_with(folder(entry)) && file.ends_with(".rs") // the package is not in crates/, like xtask
+    rest.starts_with(folder(entry)) && file.ends_with(".rs") // such as xtask, not in crates/
 }
 
 /// Returns the folder of the entry's test. Targets share modules, so any file in this folder may
