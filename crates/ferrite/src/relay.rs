@@ -112,7 +112,8 @@ async fn serve(setup: &Setup<'_>) -> anyhow::Result<()> {
         let (connector, counters) = (connector.clone(), Arc::clone(&counters));
         Arc::new(RelayAdmin { fabric: fabric.clone(), connector, to: setup.to, counters })
     })?;
-    // Handles signals before it reports that the relay runs: an unhandled SIGHUP would end it.
+    // Handles signals before it reports that the relay runs: an unhandled SIGHUP would end
+    // the relay.
     let read = || setup.options.flags.values(setup.options.config.as_deref());
     let (mut signals, reload) = (Signals::new()?, Reload::new(&setup.values, read)?);
     let admin_address = admin.as_ref().map(AdminServer::address);

@@ -90,10 +90,11 @@ impl EngineLog {
         }));
     }
 
-    /// Waits until all output has been passed on, or until [`OUTPUT_TIMEOUT`].
+    /// Waits until all output has been passed on, but at most for [`OUTPUT_TIMEOUT`] for stdout and
+    /// for stderr each.
     pub(super) async fn end(&mut self) {
-        // Removes each task right after its end: a finished task must not be polled again, even if
-        // this call is cancelled and repeated.
+        // Removes each task right after waiting for it: a finished task must not be polled again,
+        // even if this call is cancelled and repeated.
         while let Some(reader) = self.readers.last_mut() {
             let _ = tokio::time::timeout(OUTPUT_TIMEOUT, reader).await;
             self.readers.pop();

@@ -5,7 +5,7 @@
 //! start ──► starting ── answers ──► ready ── fails, restart = "on-failure" ──► delay ──► start
 //!              │                      │
 //!              ├─ exits ──► error     ├─ exits ──► exit code, or error
-//!              └──────────────────────┴─ SIGTERM, SIGINT ──► SIGTERM to it, later SIGKILL ──► exit
+//!              └──────────────────────┴─ SIGTERM, SIGINT ──► stop the engine ──► exit
 //! ```
 
 use std::os::unix::process::ExitStatusExt as _;

@@ -71,7 +71,7 @@ pub(super) enum Address {
 /// An engine with the module.
 pub(super) struct Engine {
     address: Address,
-    /// The arguments of AUTH; empty if there is no password.
+    /// The arguments of AUTH; empty if neither a user nor a password is given.
     credentials: Vec<String>,
     connection: Option<Connection>,
 }

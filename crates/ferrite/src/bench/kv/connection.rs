@@ -131,7 +131,7 @@ impl LoadConnection {
         }
     }
 
-    /// Adds an answered batch to the result, unless it belongs to the warm-up.
+    /// Adds an answered batch to the result. A batch of the warm-up only counts in `all_requests`.
     fn record(&self, run: &mut Run, due: Instant, from: Instant, errors: u32) {
         let done = Instant::now();
         let count = u64::from(self.pipeline);
