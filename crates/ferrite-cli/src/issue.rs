@@ -25,7 +25,7 @@ pub(crate) enum CommandSource {
 enum ReplyMode {
     /// One reply.
     Once,
-    /// Replies until the connection ends.
+    /// Replies until the connection ends, or until a reply is an error.
     Stream { is_pubsub: bool },
     /// No reply on success, because the server exits.
     Shutdown,
@@ -152,8 +152,8 @@ async fn print_reply(
     report_refusal(server.track_state(words, &reply).await)
 }
 
-/// Prints messages, or the commands of other clients (MONITOR), until the connection ends or the
-/// user interrupts.
+/// Prints messages, or the commands of other clients (MONITOR). Stops when the connection ends,
+/// when a reply is an error, or when the user interrupts.
 async fn print_stream(server: &mut Server, is_pubsub: bool) -> anyhow::Result<()> {
     let style = server.settings.format.style;
     if is_pubsub && style != Style::Raw {

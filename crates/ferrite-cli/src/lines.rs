@@ -13,7 +13,7 @@ use crate::issue::{self, CommandSource};
 use crate::server::Server;
 use crate::{exit, output};
 
-/// Prints the duration of a command that took at least this long.
+/// In the human style, the duration of a command that took at least this long is printed.
 const SLOW_COMMAND: Duration = Duration::from_millis(500);
 
 /// A parsed line.
@@ -105,7 +105,8 @@ fn connect(runtime: &Runtime, server: &mut Server) {
     }
 }
 
-/// Runs a command, and prints its duration if that was long. Reports a failure of the connection.
+/// Runs a command. Reports a failure of the connection. In the human style, prints the duration of
+/// a slow command.
 ///
 /// # Errors
 /// Returns an error if stdout is closed.

@@ -33,7 +33,7 @@ struct Count {
 /// Sends stdin and prints the numbers of replies.
 ///
 /// # Errors
-/// Returns [`ErrorReplies`] if a reply was an error.
+/// Returns [`ErrorReplies`] if a reply was an error, or if the replies did not come in time.
 pub(crate) async fn run(
     server: &mut Server,
     reply_timeout: Option<Duration>,
@@ -86,7 +86,7 @@ pub(crate) async fn run(
     Ok(())
 }
 
-/// Some replies were errors. They have been printed already.
+/// Some replies were errors, or did not come in time. This has been printed already.
 #[derive(Debug)]
 pub(crate) struct ErrorReplies;
 

@@ -162,8 +162,8 @@ impl Server {
         }
     }
 
-    /// Sends a command and returns its reply. If the connection is lost, reconnects until that
-    /// succeeds.
+    /// Sends a command and returns its reply. If the connection is lost, reconnects and sends the
+    /// command again, until that succeeds or the server rejects the login.
     pub(crate) async fn request_with_reconnects(
         &mut self,
         words: &[&str],

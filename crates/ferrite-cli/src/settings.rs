@@ -59,7 +59,8 @@ pub(crate) struct Settings {
     /// The time limit for connecting. It applies to RDMA and to TCP separately.
     pub(crate) timeout: Duration,
     pub(crate) rdma: Rdma,
-    /// Whether `--rdma` was on the command line. If so, a fallback to TCP is always reported.
+    /// Whether `--rdma` or the URI sets the RDMA policy. If so, a fallback to TCP is always
+    /// reported.
     pub(crate) is_rdma_explicit: bool,
     pub(crate) local: Option<SocketAddr>,
     pub(crate) verbose: bool,

@@ -24,8 +24,8 @@ use crate::connection::Connection;
 /// A pool of connections: a `redis::aio::ConnectionLike` that any number of tasks can use at the
 /// same time. Clones share the pool.
 ///
-/// - A command goes to the connection with the fewest commands in flight. If all have
-///   commands in flight, the pool opens a further connection.
+/// - A command goes to the connection with the fewest commands in flight. If all have commands
+///   in flight, the pool opens a further connection.
 /// - Commands that are in flight at the same time may run in any order.
 /// - A pipeline goes to one connection as a whole.
 /// - Use [`Pool::dedicated`] for commands that change the connection itself (SELECT, WATCH,
@@ -183,11 +183,12 @@ impl fmt::Debug for Pool {
 /// A connection of a [`Pool`] for exclusive use: a `redis::aio::ConnectionLike`.
 ///
 /// When it is dropped, it returns to the pool in its current state. Undo WATCH and SELECT before
-/// that, or call [`Dedicated::discard`]. If its last command was cancelled, the connection is
-/// closed instead, because the server may still be running the command.
+/// that, or call [`Dedicated::discard`]. If its last command was cancelled or has timed out, the
+/// connection is closed instead, because the server may still be running the command.
 pub struct Dedicated {
     connection: Connection,
-    /// Whether a command is in flight, or was cancelled.
+    /// Whether the connection must not return to the pool: a command is in flight, was cancelled or
+    /// has timed out.
     is_busy: bool,
     pool: Pool,
     // Released after the connection has returned to the pool: fields are dropped after `drop` has
@@ -207,8 +208,8 @@ impl Dedicated {
         self.is_busy = true;
     }
 
-    /// Records that the command is done. A command with a timeout is not done: its reply may still
-    /// come.
+    /// Records that the command is done. After a timeout, the command is not done: its reply may
+    /// still come.
     fn settle<T>(&mut self, result: &RedisResult<T>) {
         self.is_busy = matches!(result, Err(error) if error.is_timeout());
     }
