@@ -18,8 +18,8 @@ use tokio::net::UnixStream;
 use crate::connection::Connection;
 use crate::settings::{Address, Settings, Tls};
 
-/// The time limit for RDMA if neither `--rdma` nor the URI sets the RDMA policy. A host without RDMA
-/// may never answer, and users who did not ask for RDMA should not wait long for it.
+/// The time limit for RDMA if neither `--rdma` nor the URI sets the RDMA policy. A host without
+/// RDMA may never answer, and users who did not ask for RDMA should not wait long for it.
 const DEFAULT_RDMA_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Opens connections.
