@@ -1,5 +1,5 @@
 # shellcheck shell=bash disable=SC2034     # versions are for the scripts
-# Installs what .ci/run and .ci/long need, on a machine that has only Debian 12 and rustup.
+# Installs the programs for .ci/run and .ci/long, on a machine that has only Debian 12 and rustup.
 
 # Tools that take minutes to build are kept outside the checkout, like the lab's kernels.
 CACHE=${XDG_CACHE_HOME:-$HOME/.cache}/ferrite-ci
@@ -13,8 +13,8 @@ GENERATE_RPM=0.21.1
 CYCLONEDX=0.5.9
 export PATH=$CACHE/bin:$PATH
 
-# Keeps the build output for the next checkout, so that it need not build the dependencies again.
-# It is not in the home directory, because tests run programs as other users.
+# Keeps the build output for the next checkout, so that dependencies need not be built again. The
+# output is not in the home directory, because tests run programs as other users.
 use_built() {
   local built=/var/cache/ferrite-ci/target
   [ -n "${CI:-}" ] && [ ! -e target ] && [ ! -L target ] && mkdir -p $built 2>/dev/null || return 0
@@ -45,15 +45,16 @@ install_compiler() {
   rustc --version
 }
 
-# install_tool CRATE VERSION COMMAND…: unless COMMAND --version prints VERSION
-# TOOL_FEATURES: an argument of `cargo install` that chooses the features of the crate
+# install_tool CRATE VERSION COMMAND…: installs CRATE, unless COMMAND --version prints VERSION
+# TOOL_FEATURES: an argument of `cargo install` that selects the features of the crate
 install_tool() {
   local said root=$PWD
   said=$("${@:3}" --version 2>/dev/null | head -1 | sed 's/ v/ /' || true)
   said=${said/cargo-cyclonedx-cyclonedx/cargo-cyclonedx}
   if [[ "$said " != "$1 $2 "* ]]; then
-    # From another directory, so that no setting of this project applies.  A partial build is kept,
-    # so that the next run can continue it.  Not optimised: these tools mostly wait.
+    # Builds in another directory, so that no setting of this project applies.  A partial build is
+    # kept, so that the next run can continue it.  The tools are not optimised, because they mostly
+    # wait.
     (cd / && RUSTUP_TOOLCHAIN=$(cd "$root" && channel) CARGO_PROFILE_DEV_DEBUG=0 \
       cargo install --quiet --locked --debug --root "$CACHE" --target-dir "$CACHE/build" \
         ${TOOL_FEATURES:+"$TOOL_FEATURES"} --version "$2" "$1")

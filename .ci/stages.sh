@@ -11,8 +11,8 @@ CANNOT_RUN=77                                    # a stage's exit code if someth
 HARD_LIMIT=${HARD_LIMIT:-5400}                   # seconds for all stages
 KILL_AFTER=${KILL_AFTER:-30}                     # seconds that a stage has to end after its limit
 
-# The caller's variables must not change which tests run, how often, or what they test.  Those of
-# the lab, such as the place of its kernels, belong to the machine and are kept.
+# The caller's variables must not change which tests run, how often, or what they test.  Variables
+# of the lab, such as the place of its kernels, belong to the machine and are kept.
 for name in "${!FERRITE_@}" "${!NEXTEST_@}"; do [[ $name == FERRITE_LAB_* ]] || unset "$name"; done
 unset name
 export CARGO_INCREMENTAL=0 CARGO_NET_RETRY=5 CARGO_TERM_COLOR=never
@@ -28,8 +28,8 @@ as_root() { if [ "$(id -u)" = 0 ]; then "$@"; else sudo "$@"; fi; }
 
 # ---- for the scripts -----------------------------------------------------------------------
 
-# The script calls this with its own arguments, after it has defined its functions.  If it was
-# started with `--stage NAME`, it is the process of one stage.
+# The script calls this function with its own arguments, after it has defined its functions.  With
+# the arguments `--stage NAME`, this process runs only that stage.
 stage_process() {
   [ "${1:-}" = --stage ] || return 0
   "$2"
@@ -70,7 +70,7 @@ run_stage() {      # run_stage NAME: returns 0 only if the stage passed
   printf '\n=== %s\n' "$name"
   exec 3> >(exec tee "$log")
   tee=$!
-  # In the background, so that this script handles a signal at once.
+  # Runs in the background, so that this script handles a signal at once.
   timeout -k "$KILL_AFTER" "$limit" "$BASH" "$SCRIPT" --stage "$name" \
     </dev/null >&3 2>&1 3>&- & CHILD=$!
   exec 3>&-
@@ -130,7 +130,7 @@ count() {          # count NAME LOG
   [ $((passed + failed)) -eq 0 ] || DETAIL[$1]="$passed passed, $failed failed, $flaky flaky"
 }
 
-# CPU time of all processes that have ended and were waited for.
+# Prints the CPU time of all child processes that have ended and were waited for.
 cpu_seconds() {    # fields 16 and 17 of the file; the name before them may have spaces
   sed 's/^.*) //' /proc/$$/stat |
     awk -v ticks="$(getconf CLK_TCK)" '{print int(($14 + $15) / ticks)}'

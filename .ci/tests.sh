@@ -1,5 +1,5 @@
 # shellcheck shell=bash disable=SC2034     # LAB_CORE and LAB_MEASURED are for the scripts
-# The tests of .ci/run and .ci/long, and how to run them.
+# Selects and runs the tests of .ci/run and .ci/long.
 
 nextest() {        # nextest ARGUMENTS…: on this machine
   cargo nextest run --locked --all-features --no-fail-fast \
@@ -12,9 +12,9 @@ lab-test() {       # lab-test KERNEL EXPRESSION OPTIONS…: in the lab's guest
 }
 
 # Tests that measure time (how long another client waits, the cost of a message next to a thousand
-# links) or repeat for depth (a thousand times through all objects).
+# links), or repeat for depth (all objects a thousand times).
 LAB_MEASURED='test(=churn::a_thousand_lives_leave_nothing) or test(/^measured_isolation::/)
   or test(=fabrics::idle_links_cost_nothing)'
-# The basic suites, without those tests.
+# The basic suites, without the tests in LAB_MEASURED.
 LAB_CORE="binary(/^lab_(verbs|mem|links|streams|sessions|module|server|metrics)$/)
   and not ($LAB_MEASURED)"

@@ -10,7 +10,7 @@ from xml.sax.saxutils import escape
 WIDTH, COLUMNS, GAP = 750, 2, 14
 PANEL_WIDTH = (WIDTH - GAP * (COLUMNS + 1)) / COLUMNS
 LEFT, PLOT_HEIGHT, TITLE, AXIS, LEGEND_ROW = 62, 120, 26, 22, 15
-LEGEND_WIDE = 24  # with a name of more characters, the legend has one column
+LEGEND_WIDE = 24  # if a name has more characters, the legend has one column
 # Colours that people with colour blindness can tell apart.
 COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000",
            "#8c6d31"]

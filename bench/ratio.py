@@ -21,12 +21,12 @@ import time
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 FERRITE = os.path.join(ROOT, "target/release/ferrite")
 MODULE = os.path.join(ROOT, "target/release/libferrite_module.so")
-NOISY = 1.5  # if the quartiles differ by more than this factor, the median means nothing: no pass
+NOISY = 1.5  # if the quartiles differ by more than this factor, the result is too noisy to pass
 ATTEMPTS = 5
-# The host writes its stolen and its used CPU seconds to this file, and the guest reads them.
+# The host writes the stolen and the used CPU seconds to this file, and the guest reads them.
 HOST = os.path.join(ROOT, "target/bench/host")
 STARVED = 0.1  # a run is repeated if more than this share of the host's CPU time was stolen
-REPEAT_BUDGET_S = 1200  # for all repetitions; then starved runs count too
+REPEAT_BUDGET_S = 1200  # seconds for all repetitions; after that, starved runs count, too
 DISCLAIMER = "Soft-RoCE: ratios only; the microseconds and MiB/s say nothing about hardware"
 
 
@@ -71,7 +71,7 @@ class Guest:
         self.port = port
         self.repeat_budget_s = repeat_budget_s
         self.attempts = attempts
-        self.runs, self.starved = 0, 0  # runs that count, and how many of them were starved
+        self.runs, self.starved = 0, 0  # number of runs that count, and of starved runs among them
         self.repeated = []
         self.work = {}  # the guest's counts during the last run
 
@@ -166,7 +166,7 @@ def host_s():
             with open(HOST, encoding="ascii") as file:
                 stolen, worked = file.read().split()
             return float(stolen), float(worked)
-        except (OSError, ValueError):  # the host is writing it
+        except (OSError, ValueError):  # the host is writing the file
             time.sleep(0.01)
     return 0.0, 0.0
 

@@ -1,9 +1,9 @@
 //! `cargo xtask bindings`: generates `ferrite-verbs/src/sys` from the rdma-core headers.
 //!
-//! Maintainers run it when the oldest supported rdma-core changes. Everyone else builds from the
-//! committed result, without headers or clang. Types come from bindgen unchanged. Functions become
-//! a table that is filled by dlopen, because Ferrite never links rdma-core: the loader would have
-//! to find every function declared in the bindings.
+//! Maintainers run this command when the oldest supported rdma-core changes. Everyone else builds
+//! from the committed result, without headers or clang. bindgen's types are used unchanged.
+//! Functions become a table that dlopen fills, because Ferrite never links rdma-core: the loader
+//! would have to find every function declared in the bindings.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -15,7 +15,7 @@ use anyhow::{Context, Result, bail, ensure};
 const DIR: &str = "crates/ferrite-verbs/src/sys";
 
 /// One struct of function pointers per library. Optional functions may be missing in the oldest
-/// supported rdma-core (44, Debian 12) or in a provider; callers work without them.
+/// supported rdma-core (44, Debian 12) or in a provider. Callers work without them.
 const TABLES: &[TableSpec] = &[
     TableSpec {
         name: "IbvFunctions",
@@ -126,8 +126,8 @@ fn bindgen(root: &Path) -> Result<String> {
     let mut command = Command::new(&program);
     command
         .arg(root.join(DIR).join("wrapper.h"))
-        // C enums become newtypes: a value newer than these headers must not be undefined
-        // behaviour.
+        // C enums become newtypes, so that a value that is newer than these headers is not
+        // undefined behaviour.
         .args(["--default-enum-style", "newtype", "--no-doc-comments", "--with-derive-default"])
         .args(["--rust-target", "1.85", "--rust-edition", "2024"])
         .args(["--allowlist-var", "RDMA_OPTION_.*"]);

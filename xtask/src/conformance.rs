@@ -1,9 +1,9 @@
 //! `cargo xtask conformance`: runs the suite of link tests over every transport, and prints how
-//! many tests each has passed.
+//! many tests have passed over each.
 //!
-//! The fake provider, TCP and TLS run on this machine, RDMA in the lab's guest. Tests of RDMA
-//! itself are counted separately, because TCP does not run them. Tests that only one target has,
-//! such as faults of the fake provider, run but are not counted.
+//! The tests with the fake provider, TCP and TLS run on this machine. The tests with RDMA run in
+//! the lab's guest. Tests of RDMA itself are counted separately, because TCP does not run them.
+//! Tests that only one target has, such as faults of the fake provider, run but are not counted.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead as _, BufReader};
@@ -93,7 +93,8 @@ enum Kind {
 /// Parses a line such as `PASS [   0.010s] (1/5) ferrite-fabric::tcp_links life::dropping_closes`.
 fn result_of(line: &str) -> Option<(&str, Kind, bool)> {
     let line = line.trim_start();
-    // A pass at the second try is a pass. A failed first try is no result, nor is FLAKY at the end.
+    // A pass at the second try counts as a pass. A failed first try and the final FLAKY are no
+    // results.
     let passed = line.starts_with("PASS [") || line.starts_with("TRY 2 PASS [");
     let failed = line.starts_with("FAIL [")
         || line.starts_with("TIMEOUT [")

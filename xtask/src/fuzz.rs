@@ -1,10 +1,11 @@
 //! `cargo xtask fuzz [TARGET] [--seconds N | --runs N]`: fuzzes every decoder of data from peers.
 //!
 //! With `--runs` the inputs are the same each time, so that CI fails only because of a change. The
-//! target `session-diff` is another kind of fuzzing and runs only on request: `session_diff.rs`.
+//! target `session-diff` is a different kind of fuzzing and runs only on request: see
+//! `session_diff.rs`.
 //!
 //! Builds the targets of `fuzz/` with the pinned compiler and libFuzzer, and runs them one by one.
-//! It needs neither a nightly compiler nor cargo-fuzz. The LLVM flags are those of cargo-fuzz
+//! This needs neither a nightly compiler nor cargo-fuzz. The LLVM flags are those of cargo-fuzz
 //! without a sanitizer: the decoders have no `unsafe`, so a sanitizer would find nothing.
 //!
 //! ```text
@@ -24,8 +25,8 @@ use anyhow::{Context as _, bail, ensure};
 use clap::Args;
 use serde_json::Value;
 
-/// Instruments every edge, and the operands of comparisons, from which the fuzzer learns magic
-/// numbers.
+/// Instruments every edge and the operands of comparisons. The fuzzer learns magic numbers from
+/// these operands.
 const INSTRUMENTED: &[&str] = &[
     "--cfg=fuzzing",
     "-Cpasses=sancov-module",
@@ -57,7 +58,7 @@ pub(crate) struct Options {
     session_diff: session_diff::SessionOptions,
 }
 
-/// When a target has run enough.
+/// How long a target runs: for a time, or for a number of inputs.
 #[derive(Clone, Copy)]
 enum Extent {
     Seconds(u32),
@@ -110,7 +111,7 @@ pub(crate) fn run(root: &Path, options: &Options) -> anyhow::Result<ExitCode> {
     Ok(if all_clean { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// Returns cargo for the workspace of the fuzz targets.
+/// Returns a cargo command in the workspace of the fuzz targets.
 fn cargo(root: &Path) -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.current_dir(root.join("fuzz")).stderr(Stdio::inherit());
@@ -126,8 +127,8 @@ fn targets(metadata: &Value) -> anyhow::Result<Vec<String>> {
     Ok(names.map(Into::into).collect())
 }
 
-/// Returns the host's target triple. With `--target`, cargo does not apply the flags to build
-/// scripts, which could not be linked with them.
+/// Returns the host's target triple, for `--target`. With that option, cargo does not apply the
+/// flags to build scripts, which could not be linked with them.
 fn host() -> anyhow::Result<String> {
     let rustc = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
     let version = Command::new(rustc).arg("-vV").output().context("cannot start rustc")?;
@@ -142,7 +143,7 @@ fn build(root: &Path, host: &str, target: Option<&str>) -> anyhow::Result<()> {
         .args(["build", "--quiet", "--locked", "--release", "--target", host, "--target-dir"])
         .arg(root.join("target/fuzz"))
         .args(chosen)
-        // Overrides all other settings of flags.
+        // Overrides all other compiler flags.
         .env("CARGO_ENCODED_RUSTFLAGS", INSTRUMENTED.join("\x1F"))
         .status()?;
     ensure!(
@@ -161,7 +162,7 @@ fn fuzz(root: &Path, program: &Path, target: &str, extent: Extent) -> anyhow::Re
         Extent::Seconds(seconds) => ("target/fuzz/corpus", format!("-max_total_time={seconds}")),
         Extent::Runs(runs) => {
             inputs::write(&root.join("target/fuzz/runs").join(target), &seeds, runs)?;
-            ("target/fuzz/runs", "-runs=0".into()) // runs what is in the folders, and ends
+            ("target/fuzz/runs", "-runs=0".into()) // runs the inputs in the folders, and ends
         }
     };
     let found = root.join(found).join(target);
@@ -176,7 +177,7 @@ fn fuzz(root: &Path, program: &Path, target: &str, extent: Extent) -> anyhow::Re
         .arg(format!("-rss_limit_mb={MEMORY_MB}"))
         .arg("-print_final_stats=1")
         .arg(format!("-artifact_prefix={}/", artifacts.display()))
-        .args([found, seeds, artifacts]) // libFuzzer writes new inputs to the first
+        .args([found, seeds, artifacts]) // libFuzzer writes new inputs to the first folder
         .output()
         .with_context(|| format!("cannot start {}", program.display()))
 }
@@ -193,7 +194,7 @@ struct Outcome {
 #[derive(Debug, PartialEq)]
 enum FuzzResult {
     Clean,
-    /// The input is in this file.
+    /// A finding. The input is in this file.
     Found(String),
     /// The fuzzer failed, not the target.
     Broken,
@@ -227,7 +228,7 @@ fn line(root: &Path, outcome: &Outcome) -> String {
     format!("{runs:>10} runs  {edges:>5} edges  {result}")
 }
 
-/// Returns the part of the output with the reason: the panic, or the last lines.
+/// Returns the part of the output that shows the cause: the panic, or the last lines.
 fn failure_excerpt(output: &str) -> &str {
     const BYTES: usize = 4000;
     let from = output.find("\nthread '").unwrap_or(0);

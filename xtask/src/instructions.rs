@@ -2,12 +2,12 @@
 //! recorded figures.
 //!
 //! Runs `crates/ferrite-fabric/benches/instructions.rs` under callgrind, with gungraun, and reads
-//! callgrind's own output. Subtracts the instructions inside the fake provider: callgrind records
-//! the inclusive cost of every call, so the calls to the fake's entry points give it exactly. It
-//! also subtracts calls whose number depends on the time.
+//! callgrind's own output. Subtracts the instructions inside the fake provider. Callgrind records
+//! the inclusive cost of every call, so the calls to the fake's entry points give this number
+//! exactly. Also subtracts calls whose number depends on the time.
 //!
-//! A figure that rose by more than [`RISE_MAX_PERCENT`] is a failure. `--record` writes the new
-//! figures, to be committed with the change that explains them.
+//! The command fails if a figure rose by more than [`RISE_MAX_PERCENT`]. `--record` writes the new
+//! figures. Commit them with the change that explains them.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -24,7 +24,7 @@ const OUT: &str = "target/instructions";
 const MESSAGES: u64 = 1000;
 const RISE_MAX_PERCENT: f64 = 5.0;
 
-/// The provider's functions that open links call.
+/// Functions of the fake provider that a link calls while it is open.
 const PROVIDER: &[&str] = &[
     "ferrite_verbs::fake::execution::post_send",
     "ferrite_verbs::fake::completion::poll_cq",
@@ -85,7 +85,7 @@ fn locked_version(lock: &str, package: &str) -> anyhow::Result<String> {
     Ok(version.with_context(|| format!("{package} is not in Cargo.lock"))?.to_owned())
 }
 
-/// Builds and runs the benchmarks. Returns the counts of each.
+/// Builds and runs the benchmarks. Returns the counts of each benchmark.
 fn measure(root: &Path) -> anyhow::Result<BTreeMap<String, Counts>> {
     let out = root.join(OUT);
     if out.exists() {
@@ -150,8 +150,8 @@ fn per_message(instructions: u64) -> u64 {
 
 /// Reads the total, and the cost of calls to the functions above, from a profile of callgrind.
 ///
-/// Callgrind's manual describes the format; names are not compressed. A call has three lines. The
-/// last one has the caller's line number and the cost.
+/// Callgrind's manual describes the format. Names are not compressed. A call has three lines. The
+/// last line has the caller's line number and the cost.
 fn counts(profile: &str) -> anyhow::Result<Counts> {
     let all =
         profile.lines().find_map(|line| line.strip_prefix("summary: ")).context("no summary")?;
@@ -170,7 +170,8 @@ fn counts(profile: &str) -> anyhow::Result<Counts> {
             lines.nth(1).and_then(|line| line.split(' ').nth(1)).context("a call has no cost")?;
         *sum += cost.parse::<u64>()?;
     }
-    // Every benchmark posts. A name that is no longer there would count the fake as the fabric's.
+    // Every benchmark posts. If a function was renamed, the fake's instructions would count as the
+    // fabric's.
     ensure!(
         profile.lines().any(|line| line.strip_prefix("cfn=") == Some(PROVIDER[0])),
         "no call to {}: does PROVIDER have the current names of the fake's functions?",

@@ -1,9 +1,9 @@
 //! `cargo xtask interop [FILTER]`: runs Valkey's own programs against each other and against
 //! Ferrite, in the lab's guest.
 //!
-//! `lab/lab setup valkey` builds Valkey from Debian's source package in the lab's cache. Nothing of
-//! it is in this repository. The tests are the integration test `lab_interop` of ferrite, which
-//! `cargo xtask lab-test` leaves out because it needs that build.
+//! `lab/lab setup valkey` builds Valkey from Debian's source package in the lab's cache. This
+//! repository contains no part of Valkey. The tests are the integration test `lab_interop` of
+//! ferrite. `cargo xtask lab-test` leaves it out, because it needs Valkey.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};

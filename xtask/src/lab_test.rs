@@ -1,11 +1,11 @@
 //! `cargo xtask lab-test [FILTER]`: runs the tests that need an RDMA device, in one boot of the
 //! lab.
 //!
-//! Such tests are in integration tests called `lab_*` (`crates/*/tests/lab_*.rs`).
-//! `.config/nextest.toml` keeps them out of a plain test run. They are built on this machine and
-//! run in the guest, which sees this machine's files at the same paths. Two metadata files spare
-//! nextest a call of cargo there. Anything that keeps the tests from running is a failure, never a
-//! skip.
+//! These tests are integration tests called `lab_*` (`crates/*/tests/lab_*.rs`).
+//! `.config/nextest.toml` excludes them from a plain test run. They are built on this machine and
+//! run in the guest, which sees this machine's files at the same paths. Two metadata files allow
+//! nextest to run in the guest without cargo. Any cause that keeps the tests from running is a
+//! failure, never a skip.
 
 use std::ffi::OsString;
 use std::fs;
@@ -90,12 +90,12 @@ impl Suite {
         }
     }
 
-    /// Returns the tests that cargo builds. It builds the whole workspace, so that features are the
-    /// same and all suites share the build.
+    /// Returns the tests that cargo builds. Cargo builds the whole workspace, so that all suites
+    /// have the same features and share the build.
     fn targets(&self) -> &'static [&'static str] {
         match self {
             Self::Own => &["--workspace", "--test", "lab_*"],
-            // The module is built with its own tests.
+            // Cargo builds the module together with the module's own tests.
             Self::Interop { .. } => {
                 &["--workspace", "--test", "lab_interop", "--test", "lab_module"]
             }
@@ -179,7 +179,7 @@ fn run_in(
 
     let timeout_s = options.timeout.unwrap_or(default_timeout_s);
     let colour = if std::io::stderr().is_terminal() { "always" } else { "never" };
-    // Cargo's own variable, so that a test that starts itself again can use it too.
+    // This is cargo's own variable, so that a test that runs itself again can use it, too.
     let runner =
         options.runner.iter().map(|runner| format!("CARGO_TARGET_{TARGET}_RUNNER={runner}"));
     let status = Command::new(root.join("lab/lab"))

@@ -1,10 +1,10 @@
 //! `cargo xtask loom [--long]`: runs the tests that explore all interleavings of a few threads.
 //!
-//! They are unit tests of ferrite-fabric whose names begin with `loom_`. They are built with `--cfg
-//! loom`, which replaces locks and flags by loom's (`crates/ferrite-fabric/src/sync.rs`), and
-//! without the feature `tokio`, because that crate has another meaning for the setting. An
-//! exploration is complete up to a number of preemptions. Two find most bugs; each further one
-//! takes about twenty times as long.
+//! These tests are unit tests of ferrite-fabric whose names begin with `loom_`. They are built with
+//! `--cfg loom`, which replaces locks and flags by loom's (`crates/ferrite-fabric/src/sync.rs`).
+//! They are built without the feature `tokio`, because the crate tokio interprets that setting in
+//! its own way. An exploration is complete up to a number of preemptions. Two preemptions find most
+//! bugs. Each further one takes about twenty times as long.
 
 use std::path::Path;
 use std::process::{Command, ExitCode};

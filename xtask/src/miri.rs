@@ -1,6 +1,6 @@
-//! `cargo xtask miri [--long]`: runs those tests of memory, slots and links that Miri supports.
+//! `cargo xtask miri [--long]`: runs the tests of memory, slots and links that Miri supports.
 //!
-//! Miri comes with nightly compilers only. Any installed nightly with Miri will do; the pinned
+//! Only nightly compilers include Miri. Any installed nightly with Miri will do. The pinned
 //! compiler stays unchanged. Properties of a run:
 //!
 //! - The target is riscv64. On x86, Miri cannot run the instruction that reads the clock; riscv64
@@ -54,7 +54,7 @@ pub(crate) fn run(root: &Path, options: &Options) -> anyhow::Result<ExitCode> {
     let mut passed = true;
     for (test, filters) in SHORT.iter().chain(more) {
         for seed in 0..seeds {
-            // Both models in parallel: Miri uses one CPU.
+            // Runs both models in parallel, because Miri uses one CPU.
             let started = Instant::now();
             let runs = MODELS.map(|(model, flag)| {
                 let mut run =
@@ -101,7 +101,7 @@ fn command(root: &Path, toolchain: &str, test: &str, filters: &[&str], flags: &s
     command
 }
 
-/// Returns `rustup run TOOLCHAIN …`, without the variables of the cargo that runs xtask.
+/// Returns `rustup run TOOLCHAIN …`, without the variables that the cargo of this xtask has set.
 fn rustup(toolchain: &str) -> Command {
     let mut command = Command::new("rustup");
     command.args(["run", toolchain]);

@@ -10,8 +10,8 @@
 //!                ──► SHA256SUMS
 //! ```
 //!
-//! Two builds of one commit should give the same files, in whatever directory: paths are replaced,
-//! and times are those of the commit. `packaging/reproducible` checks it.
+//! Two builds of one commit should give the same files, in any directory: paths are replaced, and
+//! times are those of the commit. `packaging/reproducible` checks this.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -28,10 +28,10 @@ const FILES: [(&str, &str); 3] = [
     ("ferrite-cli", "ferrite-cli"),
     ("libferrite_module.so", "ferrite.so"),
 ];
-/// The crates that are packages: directory, and name of the package.
+/// The crates that become packages: the directory, and the name of the package.
 const PACKAGES: [(&str, &str); 2] =
     [("ferrite", "ferrite"), ("ferrite-module", "ferrite-redis-module")];
-/// Where the source is, for debuggers and in the SBOM.
+/// The path of the source, for debuggers and in the SBOM.
 const SOURCE: &str = "/usr/src/ferrite";
 const SBOM: &str = "sbom.cdx.json";
 const MAINTAINER: &str = "The Ferrite authors <maintainers@ferrite.invalid>";
@@ -59,7 +59,7 @@ pub(crate) fn run(root: &Path, options: &Options) -> anyhow::Result<ExitCode> {
     build.compile()?;
     build.make_assets()?;
     if build.out.exists() {
-        fs::remove_dir_all(&build.out)?; // packages of an earlier version
+        fs::remove_dir_all(&build.out)?; // it may contain packages of an earlier version
     }
     fs::create_dir_all(&build.out)?;
     for kind in &options.only {
@@ -75,7 +75,8 @@ pub(crate) fn run(root: &Path, options: &Options) -> anyhow::Result<ExitCode> {
 
 struct Build {
     root: PathBuf,
-    /// Cargo's target directory. It is a separate one, because the flags differ from other builds.
+    /// Cargo's target directory. It is separate, because the flags differ from those of other
+    /// builds.
     target: PathBuf,
     dist: PathBuf,
     out: PathBuf,
@@ -166,12 +167,14 @@ impl Build {
         Ok(())
     }
 
-    /// Compresses a file as Debian wants documents: best, without name and time.
+    /// Compresses a file as Debian requires for documents: with the best compression, without name
+    /// and time.
     fn compress(&self, file: &Path) -> anyhow::Result<()> {
         run_to_end(self.command("gzip").args(["-9", "-n"]).arg(file))
     }
 
-    /// Packages need a changelog in Debian's format. CHANGELOG.md has the changes themselves.
+    /// Returns a changelog in Debian's format, which packages need. CHANGELOG.md has the changes
+    /// themselves.
     fn debian_changelog(&self, package: &str) -> anyhow::Result<String> {
         let mut date = self.command("date");
         let date = output(date.args(["-R", "-d", &format!("@{}", self.epoch)]))?;
@@ -183,7 +186,7 @@ impl Build {
     }
 
     /// Writes the file without debug symbols into `dist/stripped`, and the symbols into
-    /// `dist/debug`. Debuggers find them by the link, or by the build ID.
+    /// `dist/debug`. Debuggers find the symbols by the debug link, or by the build ID.
     fn strip(&self, built: &Path, name: &str) -> anyhow::Result<()> {
         let debug = self.dist.join("debug").join(format!("{name}.debug"));
         let stripped = self.dist.join("stripped").join(name);
@@ -258,14 +261,14 @@ impl Build {
     }
 }
 
-/// Moves a file, and makes the directory that it goes to.
+/// Moves a file, and creates the directory for it.
 fn place(from: &Path, to: &Path) -> anyhow::Result<()> {
     fs::create_dir_all(to.parent().context("no directory")?)?;
     fs::rename(from, to)
         .with_context(|| format!("cannot move {} to {}", from.display(), to.display()))
 }
 
-/// Returns the commit, marked if files differ from it.
+/// Returns the commit, with a mark if files differ from it.
 fn commit(root: &Path) -> anyhow::Result<String> {
     let commit = git(root, &["rev-parse", "--short=12", "HEAD"])?;
     let changes = git(root, &["status", "--porcelain", "--untracked-files=no"])?;

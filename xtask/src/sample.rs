@@ -2,8 +2,8 @@
 //! person can judge how the project reads. The same seed and the same code give the same sample.
 //!
 //! A comment is a block of comment lines without code between them. User-visible strings are the
-//! literals of programs (messages, log lines, output) and the help texts of their options. Texts
-//! of one or two words are left out: there is nothing to read twice.
+//! literals of programs (messages, log lines, output) and the help texts of their options. Texts of
+//! one or two words are left out, because they are always easy to read.
 
 use std::fs;
 use std::path::Path;
@@ -16,7 +16,7 @@ use crate::tidy::{self, quotes};
 
 const MIN_WORDS: usize = 3;
 
-/// Code before a literal that no user reads: reasons for lints, and panics that are bugs.
+/// Code that precedes a literal that no user reads: reasons for lints, and panics that are bugs.
 const NOT_SHOWN: &[&str] = &["reason =", ".expect(", "unreachable!(", "assert!(", "env!("];
 
 #[derive(Args)]
@@ -92,14 +92,14 @@ fn strings_of(file: &str, text: &str) -> Vec<Sample> {
         }
     }
     if text.contains("use clap::") {
-        // clap shows a doc comment as it is written, so help texts have no full stop.
+        // clap shows a doc comment unchanged, so help texts have no full stop.
         let docs = blocks(&text).into_iter().filter(|(_, text)| !text.ends_with(['.', ':']));
         found.extend(docs.filter_map(|(line, text)| sample(file, line, &text)));
     }
     found
 }
 
-/// Returns blocks of comment lines, with the line of the first.
+/// Returns the blocks of comment lines, each with the number of its first line.
 fn blocks(text: &str) -> Vec<(usize, String)> {
     let mut blocks: Vec<(usize, String)> = Vec::new();
     let mut is_open = false;

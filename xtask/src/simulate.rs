@@ -2,7 +2,7 @@
 //! (`crates/ferrite-fabric/src/link/simulation.rs`), once for each seed.
 //!
 //! The simulator is a unit test of ferrite-fabric, because it drives the private core of a link. It
-//! is built in release mode, and gets its numbers by environment variables.
+//! is built in release mode, and reads its parameters from environment variables.
 
 use std::path::Path;
 use std::process::{Command, ExitCode};

@@ -5,7 +5,7 @@
 //! quotes (`quotes.rs`), files included by path (`paths.rs`), retries of tests (`retries.rs`), the
 //! places of `unsafe` and the visibility of the bindings (with `source.rs`), and the name, first
 //! line and size of files. Every violation is one line, `file:line: what: remedy`. The lists in
-//! these files are the rules; review a change to them as a decision.
+//! these files are the rules. Review a change to a list as a decision.
 
 mod cycles;
 mod imports;
@@ -45,11 +45,12 @@ const VERBS: &str = "crates/ferrite-verbs/src/";
 const LINES_WARN: usize = 500;
 const LINES_FAIL: usize = 700;
 
-/// Directories of a user's own files. Concatenated, because this file must not break the rule.
+/// Directories of a user's own files. The names are concatenated, because this file must obey the
+/// rule.
 const MACHINE_DIRS: [&str; 3] =
     [concat!("/", "work/"), concat!("/", "root/"), concat!("/", "home/")];
 
-/// One broken rule.
+/// A violation of one rule.
 #[derive(Debug, PartialEq)]
 struct Violation {
     file: String,

@@ -1,7 +1,7 @@
-//! `--bigkeys` and `--memkeys`: find the largest key of each type, and averages.
+//! `--bigkeys` and `--memkeys`: find the largest key of each type, and compute averages.
 //!
-//! For the keys of each SCAN call, the types are requested in one pipeline, then the sizes in
-//! another. Keys that were deleted in the meantime are skipped.
+//! For the keys of each SCAN call, one pipeline requests the types and another requests the sizes.
+//! Keys that were deleted in the meantime are skipped.
 
 use std::fmt::Write as _;
 
@@ -19,9 +19,9 @@ use crate::settings::Scan;
 /// How the size of a key is measured.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Measure {
-    /// By the number of its elements, or the bytes of a string.
+    /// The number of elements, or the length of a string in bytes.
     Elements,
-    /// By its memory, with this number of samples.
+    /// The memory of the key, estimated from this number of samples.
     Memory(Option<u64>),
 }
 
@@ -95,7 +95,7 @@ impl KeyStats {
         Self { measure, kinds: BUILT_IN_TYPES.map(kind).into(), keys: 0, key_bytes: 0 }
     }
 
-    /// Measures the keys of one SCAN call. Returns whether there may be more.
+    /// Measures the keys of one SCAN call. Returns whether there may be more keys.
     async fn step(
         &mut self,
         server: &mut Server,
@@ -149,8 +149,8 @@ impl KeyStats {
         Ok(has_more)
     }
 
-    /// Returns the index of a type. Adds the type if it is not in the list yet, as types that
-    /// modules define.
+    /// Returns the index of a type. Adds the type if it is not in the list yet: modules can define
+    /// types.
     fn kind(&mut self, name: &str) -> usize {
         self.kinds.iter().position(|kind| kind.name == name).unwrap_or_else(|| {
             self.kinds.push(TypeStats::new(name, None, "?"));
@@ -158,7 +158,8 @@ impl KeyStats {
         })
     }
 
-    /// Appends the command that requests the size of a key. Returns false if there is none.
+    /// Appends the command that requests the size of a key. Returns false if there is no such
+    /// command.
     fn encode_size_request(&self, key: &[u8], kind: usize, bytes: &mut Vec<u8>) -> bool {
         match (self.measure, self.kinds[kind].size_command) {
             (Measure::Memory(None), _) => encode_command([b"MEMORY", &b"USAGE"[..], key], bytes),

@@ -24,7 +24,7 @@ pub(crate) struct Connection {
 pub(crate) struct Replies {
     reader: ReadHalf<Box<dyn Duplex>>,
     framer: ReplyFramer,
-    /// Bytes that were read and not returned yet. The framer has seen the first `framed` of them.
+    /// Bytes that were read but not returned yet. The framer has seen the first `framed` bytes.
     bytes: Vec<u8>,
     framed: usize,
 }
@@ -38,7 +38,7 @@ impl Frame {
         Value::parse(&self.0).map_err(invalid_reply)
     }
 
-    /// Returns whether it is a push message, that is, not a reply to a command.
+    /// Returns whether the frame is a push message, that is, not a reply to a command.
     pub(crate) fn is_push(&self) -> bool {
         self.0.first() == Some(&b'>')
     }
@@ -100,7 +100,7 @@ fn closed() -> io::Error {
     io::Error::new(io::ErrorKind::UnexpectedEof, "Server closed the connection")
 }
 
-/// Gives a disconnect the same message, whether reading or writing notices it.
+/// Gives a disconnect the same message, no matter whether a read or a write notices it.
 fn describe(error: io::Error) -> io::Error {
     match error.kind() {
         io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset if error.get_ref().is_none() => {
@@ -115,7 +115,7 @@ fn describe(error: io::Error) -> io::Error {
     }
 }
 
-/// About how much memory a value takes in addition to its own bytes.
+/// About how many bytes of memory a value takes in addition to its own bytes.
 const VALUE_BYTES: u64 = 64;
 
 fn limits(reply_bytes: u64) -> Limits {

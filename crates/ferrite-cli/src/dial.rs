@@ -18,13 +18,13 @@ use tokio::net::UnixStream;
 use crate::connection::Connection;
 use crate::settings::{Address, Settings, Tls};
 
-/// The time limit for RDMA if `--rdma` is not on the command line. A host without RDMA may never
-/// answer, and users who did not ask for RDMA should not wait long for it.
+/// The time limit for RDMA if neither `--rdma` nor the URI sets the RDMA policy. A host without
+/// RDMA may never answer, and users who did not ask for RDMA should not wait long for it.
 const DEFAULT_RDMA_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Opens connections.
 pub(crate) struct Dialer {
-    /// Built when it is first needed. A Unix socket needs none.
+    /// Built when it is first needed. A Unix socket needs no fabric.
     fabric: OnceCell<Fabric>,
     rdma: Rdma,
     rdma_timeout: Duration,
@@ -44,7 +44,7 @@ pub(crate) struct TransportInfo {
     pub(crate) name: &'static str,
     /// Whether the connection uses TCP although RDMA was preferred.
     pub(crate) is_fallback: bool,
-    /// The warning about such a fallback. `None` for a server on this host, because nobody can
+    /// The warning about a fallback to TCP. `None` for a server on this host, because nobody can
     /// eavesdrop there.
     pub(crate) warning: Option<String>,
 }
@@ -57,8 +57,8 @@ impl TransportInfo {
 
 impl Dialer {
     /// Creates a dialer. While an interactive program waits for input at the prompt, its runtime
-    /// cannot drive the fabric, so a separate thread drives it. Otherwise, the runtime that dials
-    /// does.
+    /// cannot drive the fabric, so a separate thread drives the fabric. In other modes, the runtime
+    /// that opens the connection drives it.
     pub(crate) fn new(settings: &Settings, is_interactive: bool) -> Self {
         let is_explicit = settings.is_rdma_explicit;
         Self {
@@ -116,7 +116,7 @@ impl Dialer {
 
     /// Tries the hosts in turn.
     async fn dial_hosts(&self, hosts: &[Host]) -> anyhow::Result<(Connection, TransportInfo)> {
-        self.fabric()?; // fails if RDMA is required but unavailable: then no host can be reached
+        self.fabric()?; // if RDMA is required but unavailable, this fails: no host can be reached
         let mut failures = Vec::new();
         for host in hosts {
             match self.dial_host(host).await {
@@ -139,7 +139,8 @@ impl Dialer {
         let connector = self.connector(fabric, host)?;
         let found = tokio::net::lookup_host((name, port)).await;
         let mut addresses: Vec<_> = found.map_err(|error| anyhow!("{name}: {error}"))?.collect();
-        // IPv4 first: a name may have addresses of both kinds, and most RoCE networks use IPv4.
+        // Tries IPv4 first: a name may have addresses of both kinds, and most RoCE networks use
+        // IPv4.
         addresses.sort_by_key(SocketAddr::is_ipv6);
         let mut last = anyhow!("{name} has no address");
         for address in addresses {
@@ -184,7 +185,7 @@ async fn dial_address(
 ) -> anyhow::Result<(Session, TransportInfo)> {
     let session = connector.open(address).await.map_err(|error| describe(fabric, error))?;
     let transport_info = match (session.fallback(), session.transport()) {
-        // With TLS, a fallback to TCP loses no encryption, so there is nothing to warn of.
+        // With TLS, a fallback to TCP loses no encryption, so it needs no warning.
         (_, SessionTransport::Tls) => {
             TransportInfo::without_fallback("TLS", "over TCP with TLS".into())
         }
@@ -202,8 +203,8 @@ async fn dial_address(
     Ok((session, transport_info))
 }
 
-/// Describes how each transport failed. On a host without RDMA only TCP was tried, so only its
-/// error is reported.
+/// Describes how each transport failed. On a host without RDMA, only TCP was tried, so only the
+/// error of TCP is reported.
 fn describe(fabric: &Fabric, error: ConnectError) -> anyhow::Error {
     match (error.rdma, error.tcp.map(without_number)) {
         (Some(rdma), Some(tcp)) if fabric.absence().is_none() => {

@@ -1,5 +1,5 @@
 //! The server's documentation of its commands (`COMMAND DOCS`, Redis 7 and Valkey), for help,
-//! completion and hints. An older server returns only names (`COMMAND`), so there are no hints.
+//! completion and hints. An older server returns only the names (`COMMAND`), so there are no hints.
 
 use std::fmt::Write as _;
 
@@ -41,7 +41,8 @@ Commands of the prompt itself:
 ";
 
 impl Docs {
-    /// Requests the documentation from the server. It is empty if the server returns none.
+    /// Requests the documentation from the server. Returns empty documentation if the server has
+    /// none.
     pub(crate) async fn fetch(server: &mut Server) -> Self {
         for (words, read) in [
             (&["COMMAND", "DOCS"][..], Self::from_docs as fn(&Value<'_>) -> Option<Self>),
@@ -127,8 +128,8 @@ impl Docs {
             .max_by_key(|command| command.name.split(' ').count())?;
         let arguments = typed.len() - command.name.split(' ').count();
         let mut rest = command.parameters.as_str();
-        // As in redis-cli, arguments remove parameters from the hint only up to the first optional
-        // one.
+        // As in redis-cli, typed arguments remove parameters from the hint only up to the first
+        // optional parameter.
         for _ in 0..arguments {
             if rest.starts_with('[') {
                 break;
@@ -268,8 +269,8 @@ fn pairs<'a, 'b>(value: &'a Value<'b>) -> Option<Vec<(&'a Value<'b>, &'a Value<'
 fn text(value: &Value<'_>) -> Option<String> {
     match value {
         Value::Bulk(text) | Value::Simple(text) | Value::Verbatim { text, .. } => {
-            // Escaped here, because hints and help contain our own escape sequences and are not
-            // escaped again.
+            // Escapes the text here, because hints and help contain our own escape sequences and
+            // are not escaped again.
             Some(escape_text(&String::from_utf8_lossy(text)).replace(['\n', '\r', '\t'], " "))
         }
         _ => None,

@@ -32,7 +32,7 @@ impl std::fmt::Display for WrongUsage {
 
 impl std::error::Error for WrongUsage {}
 
-/// Prints an error, unless that is done already or pointless, and returns the exit code.
+/// Prints an error, unless it was printed already or needs no message. Returns the exit code.
 pub(crate) fn report(error: &anyhow::Error) -> ExitCode {
     let is_reported = error.is::<OutputClosed>() || error.is::<ErrorReplies>();
     if !is_reported {

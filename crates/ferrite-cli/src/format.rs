@@ -28,7 +28,7 @@ pub(crate) enum Style {
     Csv,
     /// JSON. Bytes that are not UTF-8 become U+0080 to U+00FF.
     Json,
-    /// JSON whose strings are escaped as for people, so that no byte is lost.
+    /// JSON whose strings have the same escapes as in the human format, so that no byte is lost.
     QuotedJson,
 }
 
@@ -59,7 +59,7 @@ impl Format {
             }
             Style::Human => {
                 human::write(reply, &mut out);
-                return out; // its lines already end with a newline
+                return out; // the lines of this format already end with a newline
             }
             Style::Raw => {
                 raw::write(reply, &self.element_delimiter, &mut out);
@@ -72,8 +72,8 @@ impl Format {
         out
     }
 
-    /// Formats an error in a line that was not sent to the server. It goes to stdout, as in
-    /// redis-cli.
+    /// Formats the error for an invalid line, which was not sent to the server. The error goes to
+    /// stdout, as in redis-cli.
     pub(crate) fn usage_error(&self, text: &str) -> Vec<u8> {
         match self.style {
             Style::Json | Style::QuotedJson => self.reply(&Value::Error(text.as_bytes()), false),

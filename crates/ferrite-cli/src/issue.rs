@@ -1,4 +1,4 @@
-//! Runs a command and prints its replies. Some commands, such as MONITOR, have replies without end.
+//! Runs a command and prints its replies. Some commands, such as MONITOR, have endless replies.
 
 use std::io;
 
@@ -14,9 +14,9 @@ use crate::server::{ConnectError, Server};
 /// Where commands come from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum CommandSource {
-    /// The command line: one command, and any failure ends the program.
+    /// The command line. It has one command, and any failure ends the program.
     CommandLine,
-    /// The terminal or stdin: a failure is reported, and the next command runs.
+    /// The terminal or stdin. A failure is reported, and the next command runs.
     Lines,
 }
 
@@ -25,13 +25,13 @@ pub(crate) enum CommandSource {
 enum ReplyMode {
     /// One reply.
     Once,
-    /// Replies until the connection ends.
+    /// Replies until the connection ends, or until a reply is an error.
     Stream { is_pubsub: bool },
-    /// None on success, because the server exits.
+    /// No reply on success, because the server exits.
     Shutdown,
 }
 
-/// Runs a command `repeat` times, forever if that is negative.
+/// Runs a command `repeat` times, or forever if `repeat` is negative.
 ///
 /// # Errors
 /// Returns an error if the connection fails. With `-e` on the command line, also if a reply is an
@@ -76,8 +76,8 @@ pub(crate) async fn run(
     Ok(())
 }
 
-/// Reports a rejected login, but does not fail because of it: the server rejects each command with
-/// its own error.
+/// Reports a rejected login without failing: the server then rejects each command with its own
+/// error.
 pub(crate) fn report_refusal(connected: Result<(), ConnectError>) -> anyhow::Result<()> {
     match connected {
         Ok(()) => Ok(()),
@@ -152,13 +152,13 @@ async fn print_reply(
     report_refusal(server.track_state(words, &reply).await)
 }
 
-/// Prints messages, or the commands of other clients (MONITOR), until the connection ends or the
-/// user interrupts.
+/// Prints messages, or the commands of other clients (MONITOR). Stops when the connection ends,
+/// when a reply is an error, or when the user interrupts.
 async fn print_stream(server: &mut Server, is_pubsub: bool) -> anyhow::Result<()> {
     let style = server.settings.format.style;
     if is_pubsub && style != Style::Raw {
         let line = "Reading messages... (press Ctrl-C to quit)";
-        // Not on stdout with JSON, since the line is not JSON.
+        // With JSON, this line goes to stderr, because it is not JSON.
         if output::is_json(style) {
             output::write_stderr(line);
         } else {

@@ -33,7 +33,7 @@ impl Samples {
         self.sum / self.count.max(1)
     }
 
-    /// Formats the statistics in milliseconds, as redis-cli does. JSON has microseconds as well.
+    /// Formats the statistics in milliseconds, as redis-cli does. JSON also has microseconds.
     fn line(&self, style: Style) -> String {
         let Self { count, min, max, .. } = self;
         let (min_ms, max_ms, mean_ms) =
@@ -55,8 +55,8 @@ impl Samples {
     }
 }
 
-/// Measures the latency. For people, it updates one line until interrupted. Otherwise it prints one
-/// line at the end of the interval; with `history`, one for each interval.
+/// Measures the latency. For people, updates one line until interrupted. In other styles, prints
+/// one line at the end of the interval. With `history`, prints one line for each interval.
 pub(crate) async fn run(server: &mut Server, history: bool) -> anyhow::Result<()> {
     let style = server.settings.format.style;
     let default = if history { HISTORY_INTERVAL } else { UNATTENDED_INTERVAL };

@@ -1,4 +1,4 @@
-//! Runs commands from stdin, one per line. After a failure, it continues with the next line.
+//! Runs commands from stdin, one per line. After a failure, continues with the next line.
 
 use std::io::BufRead as _;
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use crate::issue::{self, CommandSource};
 use crate::server::Server;
 use crate::{exit, output};
 
-/// From this duration on, the time that a command took is printed.
+/// In the human style, the duration of a command that took at least this long is printed.
 const SLOW_COMMAND: Duration = Duration::from_millis(500);
 
 /// A parsed line.
@@ -22,15 +22,15 @@ pub(crate) enum Line {
     Empty,
     /// `quit` or `exit`.
     Exit,
-    /// A command of the prompt itself: `:set …` and the like.
+    /// A command of the prompt itself, such as `:set …`.
     PromptCommand(Vec<Vec<u8>>),
     /// `connect HOST PORT`.
     Connect(String, u16),
     Clear,
     Help(Vec<Vec<u8>>),
-    /// A command, and how often to run it.
+    /// A command, and the number of times to run it.
     Command(i64, Vec<Vec<u8>>),
-    /// An invalid line, and why.
+    /// An invalid line, and the reason.
     Invalid(&'static str),
 }
 
@@ -105,8 +105,8 @@ fn connect(runtime: &Runtime, server: &mut Server) {
     }
 }
 
-/// Runs a command, and prints the time that it took if that was long. Reports a failure of the
-/// connection.
+/// Runs a command. Reports a failure of the connection. In the human style, prints the duration of
+/// a slow command.
 ///
 /// # Errors
 /// Returns an error if stdout is closed.

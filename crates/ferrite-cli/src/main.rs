@@ -85,7 +85,7 @@ fn run(settings: Settings, mode: Mode) -> anyhow::Result<()> {
         mode => runtime.block_on(run_unattended(&mut server, mode)),
     };
     let outcome = outcome.and_then(|()| runtime.block_on(server.confirm_unanswered()));
-    // A task may still be blocked reading stdin: do not wait for it.
+    // A task may still be blocked reading stdin. Does not wait for this task.
     runtime.shutdown_background();
     outcome
 }
@@ -122,9 +122,9 @@ async fn run_unattended(server: &mut Server, mode: Mode) -> anyhow::Result<()> {
     }
 }
 
-/// Prints the transport of the connection on stderr with `--verbose`, or if `--rdma` was given and
-/// the connection has fallen back to TCP. Without these options, [`Server::connect`] warns of a
-/// fallback if stderr is a terminal or a password is set.
+/// Prints the transport of the connection on stderr with `--verbose`. Also prints it if `--rdma` or
+/// the URI sets the RDMA policy and the connection has fallen back to TCP. In other cases,
+/// [`Server::connect`] warns of a fallback if stderr is a terminal or a password is set.
 fn report_transport(server: &Server) {
     let Some(transport_info) = server.transport_info() else { return };
     let is_fallback = transport_info.is_fallback && server.settings.is_rdma_explicit;

@@ -1,5 +1,5 @@
-//! The command line: redis-cli's options, and options for RDMA. They are checked once, and become
-//! [`Settings`] and a [`Mode`].
+//! The command line: redis-cli's options, and options for RDMA. The options are checked once, and
+//! become [`Settings`] and a [`Mode`].
 
 use std::ffi::OsString;
 use std::io::{IsTerminal as _, Read as _};
@@ -52,7 +52,7 @@ pub(crate) struct Options {
     socket: Option<PathBuf>,
     // No doc comment: rustdoc would take the brackets for links.
     #[arg(short = 'u', value_name = "URI", help = URI_HELP, help_heading = "Server")]
-    // Parsed later: clap's own message would show the whole URI, with the password.
+    // The URI is parsed later: clap's own message would show the whole URI, with the password.
     uri: Option<String>,
     /// Password; safer in the environment variable REDISCLI_AUTH, where other users cannot see it
     #[arg(short = 'a', long = "pass", value_name = "PASSWORD", help_heading = "Server")]
@@ -296,8 +296,8 @@ impl Options {
         let uri = self.uri.as_deref().map_or_else(|| Ok(ServerUrl::default()), str::parse);
         let uri: ServerUrl = uri.map_err(|error| WrongUsage(format!("-u: {error}")))?;
         let tls = self.tls(&uri)?;
-        // TLS works only over TCP, so RDMA is forbidden by default. A rediss:// URI sets that
-        // itself.
+        // TLS works only over TCP, so RDMA is forbidden by default. A rediss:// URI forbids it,
+        // too.
         let asked = self.rdma.or(uri.rdma);
         let rdma = asked.unwrap_or(if tls.is_some() { Rdma::Forbid } else { Rdma::default() });
         let typed = self.password.clone().or(uri.password);
@@ -352,7 +352,7 @@ impl Options {
         Host { name: host.name.clone(), port: host.port.or(Some(self.port)) }
     }
 
-    /// Returns the settings of TLS, if it is asked for by --tls or rediss://.
+    /// Returns the settings of TLS if --tls or rediss:// asks for TLS.
     fn tls(&self, uri: &ServerUrl) -> anyhow::Result<Option<Tls>> {
         let wants_tls = self.tls || uri.is_tls;
         let options = [

@@ -1,8 +1,8 @@
 //! Writes to stdout, which may be a closed pipe, and to stderr.
 //!
-//! No other module writes to them, except `progress.rs`, whose bar has no text from a server. Most
-//! of the output comes from a server, so output to a terminal is escaped here (`terminal.rs`).
-//! Files and pipes get the original bytes.
+//! No other module writes to stdout or stderr, except `progress.rs`, whose bar shows no text from a
+//! server. Most of the output comes from a server, so this module escapes output to a terminal
+//! (`terminal.rs`). Files and pipes get the original bytes.
 
 use std::borrow::Cow;
 use std::fmt::Display;
@@ -11,7 +11,7 @@ use std::io::{self, IsTerminal as _, Write as _};
 use crate::format::Style;
 use crate::terminal;
 
-/// The error if the reader of stdout has closed the pipe. It ends the program without a message.
+/// The reader of stdout has closed the pipe. This error ends the program without a message.
 #[derive(Debug)]
 pub(crate) struct OutputClosed;
 
@@ -23,7 +23,7 @@ impl std::fmt::Display for OutputClosed {
 
 impl std::error::Error for OutputClosed {}
 
-/// Writes bytes to stdout and flushes it, since the reader may wait for them. Escapes control
+/// Writes bytes to stdout and flushes stdout, since the reader may wait for them. Escapes control
 /// characters on a terminal.
 pub(crate) fn write(bytes: &[u8]) -> anyhow::Result<()> {
     write_own(&if io::stdout().is_terminal() {
@@ -33,8 +33,8 @@ pub(crate) fn write(bytes: &[u8]) -> anyhow::Result<()> {
     })
 }
 
-/// Writes bytes to stdout and flushes it, without escaping. The bytes may contain our own escape
-/// sequences; text from a server must be escaped before.
+/// Writes bytes to stdout and flushes stdout, without escaping. The bytes may contain our own
+/// escape sequences. The caller must escape text from a server.
 pub(crate) fn write_own(bytes: &[u8]) -> anyhow::Result<()> {
     let mut stdout = io::stdout().lock();
     stdout.write_all(bytes).and_then(|()| stdout.flush()).map_err(|error| match error.kind() {

@@ -1,7 +1,7 @@
 //! `--pipe`: sends stdin to the server as fast as possible, and counts the replies.
 //!
 //! The commands are not parsed, so the number of replies is unknown. Therefore the last command is
-//! an ECHO of a unique text: its reply is the last one.
+//! an ECHO of a unique text. Its reply is the last one.
 
 use std::cell::Cell;
 use std::hash::{BuildHasher as _, Hasher as _};
@@ -33,7 +33,7 @@ struct Count {
 /// Sends stdin and prints the numbers of replies.
 ///
 /// # Errors
-/// Returns [`ErrorReplies`] if a reply was an error.
+/// Returns [`ErrorReplies`] if a reply was an error, or if the replies did not come in time.
 pub(crate) async fn run(
     server: &mut Server,
     reply_timeout: Option<Duration>,
@@ -60,7 +60,7 @@ pub(crate) async fn run(
             sent.context("Error writing to the server")?;
             progress.add_done(count as u64);
         }
-        // The line end terminates an unfinished last line. The server ignores empty lines.
+        // The line end completes an unfinished last line. The server ignores empty lines.
         let mut last = b"\r\n".to_vec();
         encode_command(["ECHO", &mark], &mut last);
         is_all_sent.set(true);
@@ -86,7 +86,7 @@ pub(crate) async fn run(
     Ok(())
 }
 
-/// The error if some replies were errors. They have been printed already.
+/// Some replies were errors, or did not come in time. This has been printed already.
 #[derive(Debug)]
 pub(crate) struct ErrorReplies;
 

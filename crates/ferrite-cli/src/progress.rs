@@ -1,4 +1,5 @@
-//! A progress bar on stderr, for modes that take long. There is none if stderr is not a terminal.
+//! A progress bar on stderr, for modes that take long. The bar is hidden if stderr is not a
+//! terminal.
 
 use std::io::IsTerminal as _;
 use std::time::Duration;
@@ -14,7 +15,7 @@ pub(crate) enum Unit {
     Keys,
 }
 
-/// A progress bar, shown or not.
+/// A progress bar, visible or hidden.
 pub(crate) struct Progress(ProgressBar);
 
 impl Progress {

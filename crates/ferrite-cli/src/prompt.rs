@@ -62,7 +62,7 @@ pub(crate) fn run(runtime: &Runtime, server: &mut Server) -> anyhow::Result<()> 
                     }
                 })?;
                 if interrupted {
-                    // The reply may still come, so the old connection cannot be used any more.
+                    // The reply may still come, so the old connection must not be used any more.
                     output::write(b"\n")?;
                     prompt.connect(runtime, server);
                 } else {
@@ -92,7 +92,7 @@ impl Prompt {
         editor.set_helper(Some(Assistant { docs: Docs::default(), shows_hints: Cell::new(true) }));
         let history = history_file();
         if let Some(file) = &history {
-            let _ = editor.load_history(file); // the first time, the file does not exist
+            let _ = editor.load_history(file); // fails the first time: the file does not exist
         }
         Ok(Self { editor, history, reported: String::new() })
     }
@@ -106,7 +106,7 @@ impl Prompt {
         self.report_transport(server);
     }
 
-    /// Reports the transport of the connection if it is not the one that was reported last.
+    /// Reports the transport of the connection if it differs from the one reported last.
     fn report_transport(&mut self, server: &Server) {
         if let Some(transport_info) = server.transport_info()
             && transport_info.description != self.reported
@@ -175,7 +175,7 @@ impl Prompt {
 }
 
 /// Returns the history file: `FERRITECLI_HISTFILE`, or a file in the home directory. Returns `None`
-/// if that is `/dev/null` or empty.
+/// if the variable is `/dev/null` or empty.
 fn history_file() -> Option<PathBuf> {
     let home = || std::env::var_os("HOME").filter(|home| !home.is_empty());
     let file = match std::env::var_os("FERRITECLI_HISTFILE") {

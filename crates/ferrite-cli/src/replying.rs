@@ -1,7 +1,7 @@
-//! Tracks CLIENT REPLY: which commands the server replies to, so that ferrite-cli does not wait for
-//! a reply that never comes. redis-cli waits forever.
+//! Tracks CLIENT REPLY, which decides whether the server replies to a command. ferrite-cli
+//! therefore does not wait for a reply that never comes. redis-cli waits forever.
 
-/// The state that the server is in after the last CLIENT REPLY.
+/// The state of the server after the last CLIENT REPLY.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum Replying {
     /// The server replies to all commands.
@@ -14,7 +14,7 @@ pub(crate) enum Replying {
 }
 
 impl Replying {
-    /// Returns whether the server replies to a command, and the state after it.
+    /// Returns whether the server replies to a command, and the state after the command.
     pub(crate) fn after<A: AsRef<[u8]>>(self, words: &[A]) -> (bool, Self) {
         match (self, requested_state(words)) {
             (_, Some(Self::On)) => (true, Self::On),

@@ -1,4 +1,4 @@
-//! `--scan`: lists all keys. Also has the cursor that other modes scan with.
+//! `--scan`: lists all keys. This module also has the cursor for the other modes that scan.
 
 use anyhow::{Context as _, bail, ensure};
 use ferrite_proto::resp::Value;
@@ -19,7 +19,7 @@ impl<'a> Cursor<'a> {
         Self { scan, at: b"0".to_vec() }
     }
 
-    /// Returns the next keys, possibly none, and whether there may be more.
+    /// Returns the next keys, possibly none, and whether there may be more keys.
     pub(crate) async fn step(
         &mut self,
         server: &mut Server,

@@ -1,5 +1,5 @@
-//! The server as the user sees it: a connection that is opened again when it is lost, a database,
-//! and a transaction.
+//! The server from the user's point of view: a connection that is opened again when it is lost, a
+//! database, and a transaction.
 
 use std::io::{self, IsTerminal as _};
 use std::time::Duration;
@@ -33,10 +33,11 @@ pub(crate) struct Server {
     /// During a transaction, the database before MULTI.
     transaction: Option<u32>,
     replying: Replying,
-    /// Whether the last command has no reply, so that it is unknown whether the server has run it.
+    /// Whether the last command has no reply. It is then unknown whether the server has run the
+    /// command.
     is_unanswered: bool,
-    /// Whether the transport is reported elsewhere, or the warning was already printed. Then no
-    /// warning is needed.
+    /// Whether the transport is reported elsewhere, or the warning was already printed. No warning
+    /// is needed in these cases.
     pub(crate) reports_transport: bool,
 }
 
@@ -90,7 +91,7 @@ impl Server {
         self.initialize().await
     }
 
-    /// Warns once if the connection has fallen back to TCP, and others could eavesdrop.
+    /// Warns once if the connection has fallen back to TCP and others could eavesdrop.
     fn warn_of_clear_text(&mut self) {
         let warning =
             self.transport_info.as_ref().and_then(|transport_info| transport_info.warning.as_ref());
@@ -146,7 +147,7 @@ impl Server {
         }
     }
 
-    /// Sends a command and returns its reply. Push messages in the meantime are dropped.
+    /// Sends a command and returns its reply. Drops push messages that arrive before the reply.
     pub(crate) async fn request<A: AsRef<[u8]>>(&mut self, words: &[A]) -> anyhow::Result<Frame> {
         let (is_replied_to, after) = self.replying.after(words);
         ensure!(is_replied_to, "the server sends no replies; run CLIENT REPLY ON");
@@ -161,8 +162,8 @@ impl Server {
         }
     }
 
-    /// Sends a command and returns its reply. If the connection is lost, this reconnects for as
-    /// long as it takes.
+    /// Sends a command and returns its reply. If the connection is lost, reconnects and sends the
+    /// command again, until that succeeds or the server rejects the login.
     pub(crate) async fn request_with_reconnects(
         &mut self,
         words: &[&str],
@@ -198,11 +199,11 @@ impl Server {
     }
 
     /// Checks that the server accepts CLIENT REPLY, before a command that turns replies off.
-    /// Returns the error reply if it does not.
+    /// Returns the error reply if the server does not accept it.
     ///
     /// A server that does not know or does not allow CLIENT REPLY would send an error, although no
-    /// reply is expected. That error would be taken for the reply to the next command. So CLIENT
-    /// REPLY ON is sent first, which always has a reply.
+    /// reply is expected. ferrite-cli would take that error for the reply to the next command.
+    /// Therefore this function first sends CLIENT REPLY ON, which always has a reply.
     pub(crate) async fn check_client_reply(
         &mut self,
         words: &[Vec<u8>],
@@ -216,7 +217,7 @@ impl Server {
         Ok(is_refused.then_some(frame))
     }
 
-    /// Waits until the server has run commands that have no reply. To be called before the program
+    /// Waits until the server has run commands that have no reply. Call this before the program
     /// closes the connection.
     pub(crate) async fn confirm_unanswered(&mut self) -> anyhow::Result<()> {
         if !self.is_unanswered || !self.is_connected() {
@@ -237,7 +238,7 @@ impl Server {
             .ok_or_else(|| io::Error::new(io::ErrorKind::NotConnected, "not connected"))
     }
 
-    /// Takes the connection out of the server. The server is disconnected then.
+    /// Takes the connection out of this value, which is disconnected from then on.
     pub(crate) fn take_connection(&mut self) -> io::Result<Connection> {
         self.connection
             .take()

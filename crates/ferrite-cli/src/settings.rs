@@ -1,4 +1,4 @@
-//! The settings and the mode that the command line results in.
+//! The settings and the mode that the command line asks for.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -14,7 +14,7 @@ use crate::format::Format;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Address {
     Unix(PathBuf),
-    /// Hosts that are tried in this order. There is at least one.
+    /// Hosts, in the order in which they are tried. There is at least one.
     Net(Vec<Host>),
 }
 
@@ -35,7 +35,7 @@ impl fmt::Display for Address {
 pub(crate) enum Protocol {
     Resp2,
     Resp3,
-    /// RESP3, or RESP2 if the server does not support it. For `--json`.
+    /// RESP3, or RESP2 if the server does not support RESP3. Used for `--json`.
     Resp3IfKnown,
 }
 
@@ -56,16 +56,17 @@ pub(crate) struct Settings {
     pub(crate) password: Option<String>,
     pub(crate) database: u32,
     pub(crate) protocol: Protocol,
-    /// The time limit for connecting, for RDMA and TCP each.
+    /// The time limit for connecting. It applies to RDMA and to TCP separately.
     pub(crate) timeout: Duration,
     pub(crate) rdma: Rdma,
-    /// Whether `--rdma` was on the command line. Then a fallback to TCP is always reported.
+    /// Whether `--rdma` or the URI sets the RDMA policy. If so, a fallback to TCP is always
+    /// reported.
     pub(crate) is_rdma_explicit: bool,
     pub(crate) local: Option<SocketAddr>,
     pub(crate) verbose: bool,
     pub(crate) format: Format,
     pub(crate) shows_pushes: bool,
-    /// How often the command runs; forever if negative.
+    /// How many times the command runs; forever if negative.
     pub(crate) repeat: i64,
     pub(crate) interval: Option<Duration>,
     pub(crate) fails_on_error: bool,
@@ -95,6 +96,6 @@ pub(crate) enum Mode {
     Stat,
     Scan(Scan),
     BigKeys(Scan),
-    /// With the number of elements to sample in a key.
+    /// The scan, and the number of elements to sample in a key.
     MemoryKeys(Scan, Option<u64>),
 }

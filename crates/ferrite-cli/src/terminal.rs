@@ -1,16 +1,16 @@
-//! Makes text from a server safe for a terminal: it must not move the cursor, change the title, or
-//! type for the user.
+//! Makes text from a server safe for a terminal. The text must not move the cursor, change the
+//! title, or type for the user.
 //!
-//! Control characters are replaced by readable escapes, and so are characters that change the order
-//! of the text. Line ends, tabs and all other UTF-8 characters stay. Files and pipes get the
-//! original bytes (see `output.rs`).
+//! Replaces control characters, and characters that change the order of the text, by readable
+//! escapes. Keeps line ends, tabs and all other UTF-8 characters. Files and pipes get the original
+//! bytes (see `output.rs`).
 
 use std::borrow::Cow;
 use std::fmt::Write as _;
 
 /// Returns the bytes in a form that is safe for a terminal.
 pub(crate) fn escape(bytes: &[u8]) -> Cow<'_, [u8]> {
-    // The usual case: nothing to escape.
+    // In the usual case there are no characters to escape.
     if bytes.iter().all(|byte| matches!(byte, b' '..=b'~' | b'\n' | b'\t')) {
         return Cow::Borrowed(bytes);
     }
@@ -19,7 +19,8 @@ pub(crate) fn escape(bytes: &[u8]) -> Cow<'_, [u8]> {
         let mut chars = chunk.valid().chars().peekable();
         while let Some(char) = chars.next() {
             match char {
-                // Part of a line end. Alone it would move the cursor to the start of the line.
+                // This is a part of a line end. Alone, it would move the cursor to the start of the
+                // line.
                 '\r' if chars.peek() == Some(&'\n') => out.push(char),
                 '\n' | '\t' => out.push(char),
                 '\r' => out.push_str("\\r"),
@@ -31,7 +32,7 @@ pub(crate) fn escape(bytes: &[u8]) -> Cow<'_, [u8]> {
                 other => out.push(other),
             }
         }
-        // Not UTF-8: a terminal may take such a byte for the start of an escape sequence.
+        // These bytes are not UTF-8. A terminal may take one for the start of an escape sequence.
         for byte in chunk.invalid() {
             push(&mut out, format_args!("\\x{byte:02x}"));
         }

@@ -1,4 +1,4 @@
-//! Options of redis-cli and valkey-cli that ferrite-cli does not have, and what to use instead.
+//! Options of redis-cli and valkey-cli that ferrite-cli does not have, each with its replacement.
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 
@@ -13,7 +13,7 @@ const CIPHERS: &str = "ferrite-cli uses TLS 1.3 and chooses the cipher itself; r
 const HOT_KEYS: &str = "use redis-cli --hotkeys, or OBJECT FREQ on single keys";
 const KEY_STATISTICS: &str = "use --bigkeys or --memkeys";
 
-/// The options, each with what to use instead.
+/// The options, each with its replacement.
 const OPTIONS: [(&str, &str); 27] = [
     ("-4", "give -h an IPv4 address instead of a name"),
     ("-6", "give -h an IPv6 address instead of a name"),
@@ -44,7 +44,7 @@ const OPTIONS: [(&str, &str); 27] = [
     ("--vset-recall", "use redis-cli --vset-recall"),
 ];
 
-/// Prints an error of the command line and exits: with code 2, or 0 after `--help`.
+/// Prints an error of the command line and exits with code 2. After `--help`, exits with code 0.
 pub(crate) fn exit(error: &clap::Error) -> ! {
     if let Some(line) = explanation(error) {
         output::write_stderr(line);
@@ -53,7 +53,8 @@ pub(crate) fn exit(error: &clap::Error) -> ! {
     error.exit()
 }
 
-/// Returns what to say about an option that redis-cli or valkey-cli has, and ferrite-cli has not.
+/// Returns the explanation for an option that redis-cli or valkey-cli has, but ferrite-cli does
+/// not.
 fn explanation(error: &clap::Error) -> Option<String> {
     let Some(ContextValue::String(option)) = error.get(ContextKind::InvalidArg) else {
         return None;

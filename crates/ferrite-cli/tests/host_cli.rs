@@ -42,7 +42,7 @@ fn stderr(output: &Output) -> String {
     String::from_utf8(output.stderr.clone()).expect("UTF-8")
 }
 
-/// Starts a server with a TCP port, and returns both.
+/// Starts a server with a TCP port. Returns the server and the port.
 fn start_with_port() -> (Engine, String) {
     let port = free_port().to_string();
     (start(&["--bind", "127.0.0.1", "--port", &port]), port)
@@ -51,7 +51,8 @@ fn start_with_port() -> (Engine, String) {
 #[test]
 fn reports_why_it_uses_tcp() {
     let (_redis, port) = start_with_port();
-    // Without --rdma nothing is reported for a server on this host, with or without RDMA.
+    // Without --rdma, ferrite-cli reports no transport for a server on this host, with or without
+    // RDMA.
     let quiet = cli(&["-h", "localhost", "-p", &port, "PING"]).output().expect("start ferrite-cli");
     assert_eq!((stdout(&quiet).as_str(), stderr(&quiet).as_str()), ("PONG\n", ""));
     let forbidden = cli(&["-p", &port, "--rdma", "forbid", "--verbose", "PING"])
@@ -76,8 +77,8 @@ fn reports_why_it_uses_tcp() {
     assert!(stdout(&by_uri).contains(" db=5 "), "{}", stdout(&by_uri));
 }
 
-/// INFO rdma is empty if the module is not loaded. The output must not look like that of an engine
-/// without RDMA clients.
+/// INFO rdma is empty if the module is not loaded. ferrite-cli explains this: the output must not
+/// look like that of an engine without RDMA clients.
 #[test]
 fn explains_an_empty_info_rdma() {
     let (_redis, port) = start_with_port();
@@ -174,7 +175,7 @@ fn names_options_of_redis_cli_that_it_does_not_have() {
 #[test]
 fn connects_from_the_local_address_over_tcp() {
     let (redis, port) = start_with_port();
-    // In protected mode, 127.0.0.2 is another host to the engine.
+    // In protected mode, the engine treats 127.0.0.2 as another host.
     run(&redis, &["CONFIG", "SET", "protected-mode", "no"]);
     let run_from = |local: &str| {
         let words = ["-p", &port, "--rdma", "forbid", "--local", local, "CLIENT", "INFO"];
@@ -338,13 +339,13 @@ fn reconnects_after_a_lost_connection() {
         &["-n", "2"],
         b"SET k v\nCLIENT KILL TYPE normal SKIPME no\nGET k\nGET k\n",
     );
-    // The reply to CLIENT KILL may arrive or not.
+    // The reply to CLIENT KILL may or may not arrive.
     assert!(stdout(&output).ends_with("v\n"), "{}", stdout(&output));
     assert_eq!(stderr(&output), "Error: Server closed the connection\n");
 }
 
 /// ferrite-cli does not wait for replies that the server does not send (redis-cli waits forever).
-/// It does wait until the server has run the commands before it exits.
+/// Before it exits, it waits until the server has run the commands.
 #[test]
 fn follows_client_reply() {
     let redis = start(&[]);
@@ -432,7 +433,7 @@ fn runs_an_interactive_prompt() {
     assert!(!kept.contains("AUTH"), "{kept}");
 }
 
-/// In place of a text on the screen: waits until the server reports a blocked client.
+/// Stands for a text on the screen: the test waits until the server reports a blocked client.
 const BLOCKED: &str = "BLOCKED";
 
 fn wait_for_blocked(redis: &Engine) {

@@ -61,7 +61,7 @@ fn prints_what_redis_cli_prints_for_arguments() {
     assert!(wrong.is_empty(), "{wrong}");
 }
 
-/// Every line is valid JSON, whatever the reply, also where redis-cli exits.
+/// Every line is valid JSON for every reply, even where redis-cli exits.
 #[test]
 fn prints_valid_json() {
     let redis = engine::start(&[]);
@@ -77,12 +77,12 @@ fn prints_valid_json() {
             assert!(parsed.is_ok(), "{words:?}: {}", line.escape_ascii());
             count += 1;
         }
-        // More lines than cases, since some cases have several commands or repeat one.
+        // There are more lines than cases, because some cases have several commands or repeat one.
         assert!(count > cases.len(), "{count}");
     }
 }
 
-/// Returns the arguments of a case, if it is one command that can be given to a process.
+/// Returns the arguments of a case, if it consists of one command that can be given to a process.
 fn arguments(case: &Case) -> Option<Vec<Vec<u8>>> {
     let [command] = case.commands.as_slice() else { return None };
     let words = words(command.as_bytes())?;
@@ -91,7 +91,7 @@ fn arguments(case: &Case) -> Option<Vec<Vec<u8>>> {
     (!is_for_the_prompt && !has_zero).then_some(words)
 }
 
-/// Runs such a case as a process, and returns what it prints and its exit code.
+/// Runs a case with one command as a process. Returns its output and its exit code.
 fn run_process(program: &Program, style: Style, case: &Case) -> String {
     let arguments = arguments(case).expect("one command");
     let arguments = arguments.iter().map(|word| OsStr::from_bytes(word));

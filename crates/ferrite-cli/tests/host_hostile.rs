@@ -9,8 +9,8 @@ use ferrite_testkit::{Engine, Terminal, free_port};
 
 const CLI: &str = env!("CARGO_BIN_EXE_ferrite-cli");
 
-/// Starts a server that answers each command, whatever it is, with the next of these replies.
-/// Returns its port.
+/// Starts a server that answers each command, whatever the command is, with the next of these
+/// replies. Returns the server's port.
 fn server(replies: &[&[u8]]) -> String {
     let replies: Vec<_> = replies.iter().map(|reply| reply.to_vec()).collect();
     serve(move |mut client| {
@@ -37,7 +37,7 @@ fn cli(port: &str, words: &[&str]) -> Output {
     command.env_remove("REDISCLI_AUTH").output().expect("start ferrite-cli")
 }
 
-/// Returns what a terminal gets, from stdout and stderr together.
+/// Returns the bytes that a terminal gets, from stdout and stderr together.
 fn on_terminal(port: &str, words: &[&str]) -> Vec<u8> {
     let line = format!("{CLI} -p {port} --rdma forbid {}", words.join(" "));
     let mut command = Command::new("script");
@@ -110,8 +110,8 @@ fn limits_endless_replies() {
     }
 }
 
-/// Returns an address of this host that is not loopback, so that others could listen in principle.
-/// Connecting the UDP socket sends nothing.
+/// Returns an address of this host that is not loopback: others could eavesdrop on it in principle.
+/// Connecting the UDP socket sends no packet.
 fn address() -> Option<IpAddr> {
     let socket = UdpSocket::bind("0.0.0.0:0").ok()?;
     socket.connect("192.0.2.1:9").ok()?;

@@ -5,7 +5,7 @@ use std::process::{Command, Output, Stdio};
 
 use ferrite_testkit::{Engine, Screen, TempDir};
 
-/// Runs ferrite-cli with stderr on a terminal. Returns its output and what the terminal shows.
+/// Runs ferrite-cli with stderr on a terminal. Returns its output and the terminal's screen.
 fn run(redis: &Engine, arguments: &[&str], stdin: Stdio) -> (Output, Screen) {
     let (screen, terminal) = Screen::open(100, 30);
     let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite-cli"));

@@ -18,12 +18,13 @@ fn stderr(output: &Output) -> String {
     String::from_utf8(output.stderr.clone()).expect("UTF-8")
 }
 
-/// A server that speaks TLS only, and requires a certificate of its clients if `authenticates`.
+/// A server that speaks only TLS. It requires a certificate from its clients if `authenticates` is
+/// set.
 struct TlsServer {
     _redis: Engine,
     _files: TempDir,
     port: String,
-    /// The certificate, which is its own authority, and its key.
+    /// The self-signed certificate, and its key.
     cert: String,
     key: String,
 }
@@ -82,7 +83,7 @@ fn connects_over_tls() {
     assert_eq!(untrusted.status.code(), Some(1));
     let error = stderr(&untrusted);
     assert!(error.contains("invalid peer certificate") && error.contains("--cacert"), "{error}");
-    // The certificate is not valid for the address, unless --sni says which name is expected.
+    // The certificate is not valid for the address. It is valid only for the name that --sni gives.
     let by_address = ["-p", &server.port, "--tls", "--cacert", &server.cert];
     let other_name = run(&[&by_address[..], &["PING"]].concat());
     assert_eq!(other_name.status.code(), Some(1));
@@ -91,7 +92,7 @@ fn connects_over_tls() {
     assert_eq!(stdout(&named), "PONG\n", "{}", stderr(&named));
 }
 
-/// The engine takes the handshake for a command, and waits for its end.
+/// The engine takes the handshake for a command, and waits for the end of that command.
 #[test]
 fn says_that_a_port_may_not_speak_tls() {
     let port = free_port().to_string();

@@ -1,5 +1,6 @@
-//! Tests of ferrite-cli over RDMA, in the lab's guest (`cargo xtask lab-test ferrite-cli::`). It
-//! connects from 10.0.0.2 (rxe2) to a gateway on 10.0.0.1 (rxe1) with a real `redis-server`.
+//! Tests of ferrite-cli over RDMA, in the lab's guest (`cargo xtask lab-test ferrite-cli::`).
+//! ferrite-cli connects from 10.0.0.2 (rxe2) to a gateway on 10.0.0.1 (rxe1) with a real
+//! `redis-server`.
 #![expect(clippy::print_stdout, reason = "prints the numbers of equal and different cases")]
 
 mod compare {
@@ -96,7 +97,7 @@ fn compare() {
     server.end();
 }
 
-/// The transport is reported, and large values and many commands at once go through.
+/// Reports the transport, and carries large values and many commands at once.
 #[test]
 fn runs_all_modes_over_rdma() {
     let server = TestServer::start();
@@ -128,8 +129,8 @@ fn runs_all_modes_over_rdma() {
     server.end();
 }
 
-/// A URI requires RDMA, and names a server that is not there before the one that is. TLS, which
-/// RDMA does not have, is refused beside it.
+/// A URI requires RDMA, and names an unreachable server before a reachable one. TLS together with
+/// RDMA is rejected, because TLS works only over TCP.
 #[test]
 fn connects_by_uri() {
     let server = TestServer::start();
@@ -151,7 +152,7 @@ fn connects_by_uri() {
     server.end();
 }
 
-/// The prompt shows the transport, and `:transport` more of it.
+/// The prompt shows the transport, and `:transport` shows details.
 #[test]
 fn shows_the_transport_in_the_prompt() {
     let server = TestServer::start();
@@ -176,8 +177,8 @@ fn shows_the_transport_in_the_prompt() {
     server.end();
 }
 
-/// If the server has no RDMA, connecting fails where RDMA is required. Where it is preferred,
-/// ferrite-cli uses TCP and reports the reason.
+/// The server has no RDMA. If RDMA is required, connecting fails. If RDMA is preferred, ferrite-cli
+/// uses TCP and reports the reason.
 #[test]
 fn falls_back_to_tcp() {
     let port = free_port().to_string();

@@ -1,4 +1,4 @@
-//! The client: the settings of its connections, and how one is opened.
+//! The client: the settings of its connections, and how it opens one.
 
 use std::io;
 use std::net::SocketAddr;
@@ -20,8 +20,8 @@ use tokio::time::{sleep, timeout};
 use crate::progress::{Progress, Watched};
 use crate::tls;
 
-/// The time limit for a wait without progress. Commands that take the server longer than this are
-/// rare, and a network that moves no byte for this long is broken.
+/// The time limit for a wait without progress. Few commands take the server longer than this. A
+/// network that moves no byte for this long is broken.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Opens connections to one server. Cheap to clone.
@@ -44,9 +44,9 @@ pub struct Client(Arc<ClientBuilder>);
 /// How a lost connection is opened again.
 #[derive(Debug, Clone, Copy)]
 struct Reconnect {
-    /// The number of attempts in a row, after which a command fails.
+    /// The number of failed attempts in a row after which a command fails.
     tries: u32,
-    /// The time before the second attempt. It doubles before each further one.
+    /// The time before the second attempt. It doubles before each further attempt.
     wait: Duration,
     wait_max: Duration,
 }
@@ -55,7 +55,7 @@ struct Reconnect {
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct TransportInfo {
-    /// RDMA to a Ferrite peer or a Valkey server, or TCP, with TLS or without.
+    /// RDMA to a Ferrite peer or a Valkey server, or TCP with or without TLS.
     pub transport: SessionTransport,
     /// The RDMA device, if the connection uses RDMA.
     pub device: Option<String>,
@@ -88,16 +88,16 @@ pub struct ClientBuilder {
     reconnect: Reconnect,
 }
 
-/// Returns redis-rs's own options without its limit of 500 ms for a whole reply, which fails large
-/// values. Start from these for [`ClientBuilder::config`].
+/// Returns redis-rs's own options without its limit of 500 ms for a whole reply, which is too short
+/// for large values. Start from these options for [`ClientBuilder::config`].
 #[must_use]
 pub fn connection_config() -> AsyncConnectionConfig {
     AsyncConnectionConfig::new().set_response_timeout(None)
 }
 
 impl Client {
-    /// Creates a client for a URL, with a fabric of its own, which the calling tokio runtime
-    /// drives. It uses RDMA where available, else TCP, unless the URL says otherwise.
+    /// Creates a client for a URL, with a fabric of its own. The calling tokio runtime drives the
+    /// fabric. The client uses RDMA where available, else TCP, unless the URL says otherwise.
     ///
     /// ```text
     /// redis://[[USER:]PASSWORD@]HOST[:PORT][,HOST[:PORT]]...[/DATABASE][?NAME=VALUE[&...]]
@@ -110,8 +110,8 @@ impl Client {
     /// - `?protocol=3` selects RESP3, which push messages need.
     /// - `HOST:PORT` without a scheme is `redis://HOST:PORT`.
     ///
-    /// Several servers are tried in the given order, each with all its addresses, whenever a
-    /// connection is opened. The first that accepts is used.
+    /// Whenever a connection is opened, the servers are tried in the given order, each with all its
+    /// addresses. The first server that accepts is used.
     ///
     /// # Errors
     /// Returns an error if the URL is invalid, if RDMA is required and this host cannot use it, or
@@ -120,8 +120,8 @@ impl Client {
         Ok(ClientBuilder::open(url)?.build())
     }
 
-    /// Returns a builder for a client on an existing fabric, which the caller must drive. A fabric
-    /// that is built for this should use [`client_config`], which makes large values faster.
+    /// Returns a builder for a client on an existing fabric, which the caller must drive. Build
+    /// that fabric with [`client_config`], which makes large values faster.
     pub fn builder(fabric: &Fabric, server: SocketAddr) -> ClientBuilder {
         let name = match server {
             SocketAddr::V6(v6) if v6.scope_id() != 0 => format!("{}%{}", v6.ip(), v6.scope_id()),
@@ -130,7 +130,7 @@ impl Client {
         ClientBuilder::new(fabric, vec![Host { name, port: Some(server.port()) }])
     }
 
-    /// Like [`Client::builder`], but takes the URL of [`Client::open`].
+    /// Works like [`Client::builder`], but takes the URL of [`Client::open`].
     ///
     /// # Errors
     /// Returns an error if the URL is invalid.
@@ -151,8 +151,8 @@ impl Client {
         }
     }
 
-    /// Opens a connection to the first server that accepts one. If a server rejects the login, that
-    /// is the result: no other server is tried.
+    /// Opens a connection to the first server that accepts one. If a server rejects the login,
+    /// returns that error without trying another server.
     pub(crate) async fn dial(&self) -> RedisResult<Dialed> {
         current_runtime()?;
         let mut failures: Vec<(String, RedisError)> = Vec::new();
@@ -190,8 +190,8 @@ impl Client {
             device: session.device(),
             fallback: session.fallback().cloned(),
         };
-        // The login has the time limit of connecting, not that of replies: a server that accepts
-        // the connection and never answers must not hold up the next one for long.
+        // The login has the time limit of connecting, not that of replies. A server that accepts
+        // the connection and never answers must not delay the next server for long.
         let (session, progress) = Watched::new(session);
         let login = MultiplexedConnection::new_with_config(info, session, config.clone());
         let login = timeout(self.0.connect_timeout, login).await.map_err(|_| {
@@ -278,7 +278,8 @@ async fn resolve(host: &Host) -> io::Result<Vec<SocketAddr>> {
     Ok(addresses)
 }
 
-/// Returns the only failure as it is, or one error that names each server with its cause.
+/// Returns a single failure unchanged. Combines several failures into one error that names each
+/// server with its cause.
 fn summarize(mut failures: Vec<(String, RedisError)>) -> RedisError {
     if failures.len() == 1 {
         return failures.remove(0).1;
@@ -307,11 +308,11 @@ impl ClientBuilder {
         }
     }
 
-    /// Returns a builder for the URL of [`Client::open`], with a fabric of its own, which the
-    /// calling tokio runtime drives.
+    /// Returns a builder for the URL of [`Client::open`], with a fabric of its own. The calling
+    /// tokio runtime drives the fabric.
     ///
     /// # Errors
-    /// Like [`Client::open`].
+    /// Fails like [`Client::open`].
     pub fn open(url: &str) -> RedisResult<Self> {
         let url = parse_url(url)?;
         let runtime = current_runtime()?;
@@ -365,7 +366,7 @@ impl ClientBuilder {
         self
     }
 
-    /// Enables TLS over TCP (`rediss`), with a server whose certificate is valid for this name.
+    /// Enables TLS over TCP (`rediss`). The server's certificate must be valid for this name.
     ///
     /// RDMA is not encrypted. If RDMA is preferred, it is not tried, and
     /// [`TransportInfo::fallback`](crate::TransportInfo::fallback) reports that. If RDMA is
@@ -380,8 +381,8 @@ impl ClientBuilder {
         self
     }
 
-    /// Allows RDMA, which is not encrypted, although TLS is configured for TCP. Meant for networks
-    /// where nobody untrusted can eavesdrop.
+    /// Allows RDMA, which is not encrypted, although TLS is configured for TCP. Use this only in
+    /// networks where no untrusted party can eavesdrop.
     pub fn plain_rdma_beside_tls(mut self) -> Self {
         self.connector = self.connector.plain_rdma_beside_tls();
         self
@@ -396,7 +397,7 @@ impl ClientBuilder {
     /// Sets how long a command waits for its reply while the connection makes no progress (default
     /// 1 min); `None` for no limit. If no byte arrives or leaves for this time, the command fails,
     /// and later commands use a new connection. A large value may take longer, as long as bytes
-    /// arrive.
+    /// keep arriving.
     pub fn response_timeout(mut self, timeout: Option<Duration>) -> Self {
         self.response_timeout = timeout;
         self
@@ -415,7 +416,7 @@ impl ClientBuilder {
         self
     }
 
-    /// Replaces all of redis-rs's own options, also the receiver of push messages. Start from
+    /// Replaces all of redis-rs's own options, including the receiver of push messages. Start from
     /// [`connection_config`]: redis-rs's own limit for a whole reply is 500 ms, which is too short
     /// for large values.
     pub fn config(mut self, config: AsyncConnectionConfig) -> Self {
@@ -423,9 +424,9 @@ impl ClientBuilder {
         self
     }
 
-    /// Sets how many attempts are made to open a lost connection before a command fails, and the
-    /// time before the second attempt (default 6 and 50 ms). The time doubles with each attempt, up
-    /// to 2 s.
+    /// Sets the number of attempts to open a lost connection before a command fails, and the time
+    /// before the second attempt (default 6 and 50 ms). The time doubles with each attempt, up to 2
+    /// s.
     pub fn reconnect(mut self, tries: u32, wait: Duration) -> Self {
         (self.reconnect.tries, self.reconnect.wait) = (tries, wait);
         self

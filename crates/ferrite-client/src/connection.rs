@@ -1,13 +1,14 @@
-//! A connection that reconnects when the underlying one is lost.
+//! A connection that reconnects when the underlying connection is lost.
 //!
 //! A command fails if the connection breaks before its reply. The server may have executed the
 //! command, and only the caller knows whether it may be sent twice. The next command opens a new
 //! connection, or waits until another task has opened it.
 //!
-//! A connection with subscriptions is opened again at once, because its user may only be waiting
-//! for messages. The subscriptions are restored before any other command runs on the new
-//! connection. Messages that were published in the meantime are lost. A subscription that the
-//! server refuses to restore ends, and the receiver of push messages is told.
+//! A connection with subscriptions is opened again without waiting for the next command, because
+//! its user may only be waiting for messages. The subscriptions are restored before any other
+//! command runs on the new connection. Messages that were published in the meantime are lost. If
+//! the server refuses to restore a subscription, that subscription ends, and the receiver of push
+//! messages gets a message.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, Weak};
@@ -27,17 +28,17 @@ use crate::progress::Progress;
 use crate::subscriptions::{Effect, Kind, Subscriptions, effect};
 
 /// A connection to a server: a `redis::aio::ConnectionLike` that any number of tasks can use at the
-/// same time. Clones share it.
+/// same time. Clones share the connection.
 #[derive(Clone)]
 pub struct Connection(Arc<Shared>);
 
 struct Shared {
     client: Client,
     current: RwLock<Current>,
-    /// Locked by the task that opens the next connection. Contains the error of the last attempt
-    /// that failed.
+    /// Locked by the task that opens the next connection. Contains the error of the last failed
+    /// attempt.
     opening: Mutex<Option<RedisError>>,
-    /// The number of attempts that failed.
+    /// The number of failed attempts.
     failures: AtomicU64,
 }
 
@@ -51,7 +52,7 @@ struct Current {
     pause: Duration,
 }
 
-/// What a command needs of a connection.
+/// The parts of a connection that a command needs.
 #[derive(Clone)]
 struct Usable {
     connection: MultiplexedConnection,
@@ -60,11 +61,11 @@ struct Usable {
     number: u64,
 }
 
-/// A subscription that the server has refused to restore, and why.
+/// A subscription that the server has refused to restore, and the reason.
 type Refused = (Kind, Vec<u8>, String);
 
 impl Client {
-    /// Opens a connection. Its clones share it, and can use it at the same time.
+    /// Opens a connection. Its clones share the connection, and can use it at the same time.
     ///
     /// # Errors
     /// Returns an error if the server cannot be reached, or rejects the login.
@@ -72,7 +73,7 @@ impl Client {
         Ok(Connection::new(self.clone(), self.dial().await?))
     }
 
-    /// Like [`Client::connect`], but retries as often as for a lost connection.
+    /// Works like [`Client::connect`], but retries as often as for a lost connection.
     pub(crate) async fn connect_with_retries(&self) -> RedisResult<Connection> {
         Ok(Connection::new(self.clone(), self.dial_with_retries().await?))
     }
@@ -101,7 +102,7 @@ impl Connection {
         self.current(|current| current.transport_info.clone())
     }
 
-    /// Returns how often the connection was opened again.
+    /// Returns how many times the connection was opened again.
     #[must_use]
     pub fn reconnects(&self) -> u64 {
         self.current(|current| current.usable.number)
@@ -125,10 +126,10 @@ impl Connection {
         let failures_before = self.0.failures.load(Ordering::Relaxed);
         let mut last_failure = self.0.opening.lock().await;
         if let Some(usable) = usable() {
-            return Ok(usable); // another task has opened it in the meantime
+            return Ok(usable); // another task has opened this in the meantime
         }
-        // A task that waited for another's attempt shares its failure. If every waiting task tried
-        // in its turn, the last of them would wait for all their attempts.
+        // A task that waited for another task's attempt shares the failure of that attempt. If all
+        // waiting tasks tried one after the other, the last task would wait for all the attempts.
         if let Some(failure) = last_failure.as_ref()
             && self.0.failures.load(Ordering::Relaxed) != failures_before
         {
@@ -188,7 +189,7 @@ impl Connection {
         Ok(opened)
     }
 
-    /// Subscribes a new connection. Returns what the server has refused.
+    /// Subscribes a new connection. Returns the subscriptions that the server has refused.
     async fn subscribe(
         &self,
         opened: &mut Usable,
@@ -224,8 +225,9 @@ impl Connection {
         });
     }
 
-    /// Notes that the connection with this number has ended. If it was open only for a short time,
-    /// the next pause is longer: a server may close each connection as soon as it has subscribed.
+    /// Records that the connection with this number has ended. If it was open only for a short
+    /// time, the next pause is longer: a server may close each connection as soon as it has
+    /// subscribed.
     fn note_end(&self, number: u64, lived: Duration) {
         let (first, longest) = (self.0.client.first_wait(), self.0.client.longest_wait());
         self.change(|now| {
@@ -237,9 +239,9 @@ impl Connection {
         });
     }
 
-    /// Notes the subscriptions of commands that were carried out on the connection with this
-    /// number. Returns whether they must be carried out again, because a new connection has
-    /// replaced that one and does not have them.
+    /// Records the subscriptions of commands that ran on the connection with this number. Returns
+    /// whether the commands must run again, because a new connection without these subscriptions
+    /// has replaced it.
     fn note<'a>(&self, commands: impl Iterator<Item = &'a Cmd>, number: u64) -> bool {
         let mut commands = commands.filter(|command| effect(command).is_some()).peekable();
         if commands.peek().is_none() {
@@ -252,7 +254,7 @@ impl Connection {
             (now.usable.number != number, now.is_lost)
         });
         if is_lost && !is_replaced {
-            // The connection has ended before its subscriptions were known.
+            // The connection ended before its subscriptions were known.
             tokio::spawn(restore(Arc::downgrade(&self.0), number));
         }
         is_replaced
@@ -269,7 +271,8 @@ impl Connection {
         let result = progress.wait(limit, reply).await;
         let is_lost = match &result {
             None => true,
-            // A timeout is no loss: redis-rs's own limit may be short (`ClientBuilder::config`).
+            // A timeout does not mean a lost connection: redis-rs's own limit may be short
+            // (`ClientBuilder::config`).
             Some(Err(error)) => is_connection_error(error) && !error.is_timeout(),
             Some(Ok(_)) => false,
         };
@@ -279,7 +282,7 @@ impl Connection {
         result.unwrap_or_else(|| Err(no_progress(limit)))
     }
 
-    /// Refuses a subscription in RESP2: its messages would be taken for replies.
+    /// Rejects a subscription in RESP2, because redis-rs would take its messages for replies.
     fn check_protocol<'a>(&self, mut commands: impl Iterator<Item = &'a Cmd>) -> RedisResult<()> {
         let subscribes = |command| matches!(effect(command), Some(Effect::Subscribe(_)));
         if self.0.client.is_resp3() || !commands.any(subscribes) {
@@ -300,7 +303,7 @@ fn no_progress(limit: Option<Duration>) -> RedisError {
 }
 
 /// Replaces the connection with this number if there are subscriptions to restore. Tries until that
-/// succeeds, or until nobody holds the [`Connection`] any more.
+/// succeeds, or until the last [`Connection`] is dropped.
 async fn restore(shared: Weak<Shared>, number: u64) {
     let pause = shared.upgrade().map(|it| Connection(it).current(|now| now.pause));
     sleep(pause.unwrap_or_default()).await;
@@ -350,11 +353,11 @@ impl ConnectionLike for Connection {
             let replies = connection.req_packed_commands(pipeline, offset, count);
             let result = self.reply((number, &progress), replies).await;
             let Ok(values) = &result else { return result };
-            // In a transaction, there is not one reply for each command.
+            // In a transaction, the replies do not correspond to the commands one by one.
             let refused = |at: usize| offset == 0 && values.get(at).is_some_and(is_error);
             let commands = pipeline.cmd_iter().enumerate().filter(|(at, _)| !refused(*at));
-            // The pipeline may have other commands, which must not run twice. So it is not sent
-            // again: a new connection restores the subscriptions.
+            // The pipeline may have other commands, which must not run twice. Therefore it is not
+            // sent again: a new connection restores the subscriptions.
             if self.note(commands.map(|(_, command)| command), number) {
                 self.change(|now| now.is_lost = true);
             }

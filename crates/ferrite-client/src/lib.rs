@@ -61,9 +61,9 @@
 //!
 //! # Outside of tokio
 //!
-//! All of this works only inside a tokio runtime. Outside of one, opening a client, connecting and
-//! every command return an error of the kind `InvalidClientConfig`. The runtime must have I/O and
-//! time (`enable_all`): tokio itself panics where one of them is missing.
+//! All of this works only inside a tokio runtime. Outside of a runtime, opening a client,
+//! connecting and every command return an error of the kind `InvalidClientConfig`. The runtime must
+//! have I/O and time enabled (`enable_all`): tokio itself panics if one of them is missing.
 #![forbid(unsafe_code)]
 
 mod client;

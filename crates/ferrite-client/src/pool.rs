@@ -2,8 +2,8 @@
 //!
 //! A single connection can have any number of commands in flight, so it is enough for most
 //! programs. Several connections help with large values: replies come in the order of their
-//! commands, so a small reply waits for a large one before it. A command that blocks in the server
-//! (BLPOP) delays all later commands on the same connection.
+//! commands, so a small reply waits for a large reply before it. They also help with commands that
+//! block in the server (BLPOP), which delay all later commands on the same connection.
 //!
 //! ```text
 //!   Pool ── commands ──► the shared connection with the fewest in flight ──┐
@@ -24,8 +24,8 @@ use crate::connection::Connection;
 /// A pool of connections: a `redis::aio::ConnectionLike` that any number of tasks can use at the
 /// same time. Clones share the pool.
 ///
-/// - A command goes to the connection with the fewest commands in flight. If all have some, a
-///   further connection is opened.
+/// - A command goes to the connection with the fewest commands in flight. If all have commands
+///   in flight, the pool opens a further connection.
 /// - Commands that are in flight at the same time may run in any order.
 /// - A pipeline goes to one connection as a whole.
 /// - Use [`Pool::dedicated`] for commands that change the connection itself (SELECT, WATCH,
@@ -49,7 +49,7 @@ pub struct Pool(Arc<Shared>);
 struct Shared {
     client: Client,
     slots: Box<[Slot]>,
-    /// The same client without a response timeout.
+    /// The same client, but without a response timeout.
     blocking_client: Client,
     /// Dedicated connections that are not in use.
     idle: Mutex<Vec<Connection>>,
@@ -63,7 +63,7 @@ struct Slot {
     in_flight: AtomicUsize,
 }
 
-/// Counts a command in flight. It is a guard because a command can be cancelled at any time.
+/// Counts a command in flight. This is a guard, because a command can be cancelled at any time.
 struct InFlight<'a>(&'a Slot);
 
 impl Drop for InFlight<'_> {
@@ -73,8 +73,8 @@ impl Drop for InFlight<'_> {
 }
 
 impl Client {
-    /// Creates a pool of up to `size` connections (at least one). Each is opened when it is first
-    /// needed.
+    /// Creates a pool of up to `size` connections (at least one). Each connection is opened when it
+    /// is first needed.
     #[must_use]
     pub fn pool(&self, size: usize) -> Pool {
         Pool::new(self, size)
@@ -94,11 +94,11 @@ impl Pool {
     }
 
     /// Returns a connection for exclusive use until it is dropped. Use it for commands that block
-    /// in the server (BLPOP, XREAD BLOCK, WAIT), and for those that change the connection. It has
-    /// no response timeout, whatever the client's settings are.
+    /// in the server (BLPOP, XREAD BLOCK, WAIT), and for those that change the connection. It never
+    /// has a response timeout, even if the client's settings have one.
     ///
-    /// Dedicated connections exist in addition to the shared ones, and there are at most as many.
-    /// If all are in use, this waits until one is dropped.
+    /// Dedicated connections exist in addition to the shared ones, and are limited to the same
+    /// number. If all are in use, this waits until one is dropped.
     ///
     /// # Errors
     /// Returns an error if the server cannot be reached, or rejects the login.
@@ -127,7 +127,8 @@ impl Pool {
         change(&mut self.0.idle.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Returns the connection with the fewest commands in flight, and counts one more there.
+    /// Returns the connection with the fewest commands in flight, and counts a further command
+    /// there.
     async fn next(&self) -> RedisResult<(Connection, InFlight<'_>)> {
         // Two tasks may choose the same connection at once, which only affects the balance.
         let in_flight = |slot: &&Slot| slot.in_flight.load(Ordering::Relaxed);
@@ -181,15 +182,17 @@ impl fmt::Debug for Pool {
 
 /// A connection of a [`Pool`] for exclusive use: a `redis::aio::ConnectionLike`.
 ///
-/// When it is dropped, it returns to the pool in its current state. So undo WATCH and SELECT
-/// before, or call [`Dedicated::discard`]. If its last command was cancelled, the connection is
-/// closed instead, because the server may still be running the command.
+/// When it is dropped, it returns to the pool in its current state. Undo WATCH and SELECT before
+/// that, or call [`Dedicated::discard`]. If its last command was cancelled or has timed out, the
+/// connection is closed instead, because the server may still be running the command.
 pub struct Dedicated {
     connection: Connection,
-    /// Whether a command is in flight, or was cancelled.
+    /// Whether the connection must not return to the pool: a command is in flight, was cancelled or
+    /// has timed out.
     is_busy: bool,
     pool: Pool,
-    // Released after the connection has returned to the pool: fields are dropped after `drop`.
+    // Released after the connection has returned to the pool: fields are dropped after `drop` has
+    // run.
     _permit: OwnedSemaphorePermit,
 }
 
@@ -200,12 +203,13 @@ impl Dedicated {
         self.connection.transport_info()
     }
 
-    /// Closes the connection. The pool opens another one when it needs one.
+    /// Closes the connection. The pool opens another one when necessary.
     pub fn discard(mut self) {
         self.is_busy = true;
     }
 
-    /// Notes that the command is done. After a timeout it is not: its reply may still come.
+    /// Records that the command is done. After a timeout, the command is not done: its reply may
+    /// still come.
     fn settle<T>(&mut self, result: &RedisResult<T>) {
         self.is_busy = matches!(result, Err(error) if error.is_timeout());
     }

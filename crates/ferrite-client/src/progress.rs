@@ -1,6 +1,6 @@
 //! The time limit of replies, which counts only the time in which no byte arrives or leaves.
 //!
-//! A limit for a whole reply would have to fit the largest value on the slowest network, and a dead
+//! A limit for a whole reply would have to fit the largest value on the slowest network. A dead
 //! server would be noticed only after that time.
 
 use std::io;
@@ -14,7 +14,7 @@ use ferrite_session::Session;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::{Instant, timeout_at};
 
-/// When a connection last moved a byte.
+/// The time at which a connection last moved a byte.
 #[derive(Debug)]
 pub(crate) struct Progress {
     begun: Instant,
@@ -32,7 +32,7 @@ impl Progress {
         self.begun + Duration::from_micros(self.last_us.load(Ordering::Relaxed))
     }
 
-    /// Waits for a reply. Returns `None` if the connection makes no progress for this time.
+    /// Waits for a reply. Returns `None` if the connection makes no progress for the time `limit`.
     pub(crate) async fn wait<T>(
         &self,
         limit: Option<Duration>,
@@ -54,7 +54,7 @@ impl Progress {
     }
 }
 
-/// A session that notes its progress.
+/// A session that records its progress.
 pub(crate) struct Watched {
     session: Session,
     progress: Arc<Progress>,
@@ -66,7 +66,7 @@ impl Watched {
         (Self { session, progress: Arc::clone(&progress) }, progress)
     }
 
-    /// Notes that bytes were moved.
+    /// Records that bytes were moved.
     fn noted(&self, moved: io::Result<usize>) -> Poll<io::Result<usize>> {
         if moved.as_ref().is_ok_and(|bytes| *bytes > 0) {
             self.progress.note();

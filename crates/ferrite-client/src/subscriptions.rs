@@ -1,14 +1,14 @@
 //! The subscriptions of a connection, so that they can be restored on the next one.
 //!
-//! The server confirms each name of a SUBSCRIBE on its own, while redis-rs expects one reply to a
-//! command: a second confirmation would be taken for the reply to the next command. So commands
-//! with several names are split into commands with one each.
+//! The server confirms each name of a SUBSCRIBE separately, but redis-rs expects one reply to a
+//! command. It would take a second confirmation for the reply to the next command. Therefore
+//! commands with several names are split into commands with one name each.
 
 use std::collections::BTreeSet;
 
 use redis::{Arg, Cmd, Pipeline, cmd};
 
-/// What a command does to subscriptions.
+/// The effect of a command on subscriptions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Effect {
     Subscribe(Kind),
@@ -24,7 +24,7 @@ pub(crate) enum Kind {
     ShardChannel,
 }
 
-/// Returns what a command does to subscriptions, if anything.
+/// Returns the effect of a command on subscriptions, if it has one.
 pub(crate) fn effect(command: &Cmd) -> Option<Effect> {
     let Some(Arg::Simple(name)) = command.args_iter().next() else { return None };
     let effects = [
@@ -61,7 +61,7 @@ impl Subscriptions {
         }
     }
 
-    /// Notes a command that the server has carried out.
+    /// Records a command that the server has carried out.
     pub(crate) fn note(&mut self, command: &Cmd) {
         match effect(command) {
             Some(Effect::Subscribe(kind)) => self.names(kind).extend(arguments(command)),
@@ -69,7 +69,7 @@ impl Subscriptions {
                 let names = self.names(kind);
                 let mut ended = arguments(command).peekable();
                 if ended.peek().is_none() {
-                    names.clear(); // without arguments, it ends all of this kind
+                    names.clear(); // without arguments, the command ends all of this kind
                 }
                 ended.for_each(|name| drop(names.take(&name)));
             }
@@ -92,8 +92,8 @@ impl Subscriptions {
         sets.into_iter().flat_map(|(kind, names)| names.iter().map(move |name| (kind, name)))
     }
 
-    /// Splits a command that the server confirms several times, once for each name, into commands
-    /// with one name each. Returns `None` if the command needs no split.
+    /// Splits a command that the server confirms once for each name into commands with one name
+    /// each. Returns `None` if the command needs no split.
     pub(crate) fn split(&self, command: &Cmd) -> Option<Pipeline> {
         let kind = match effect(command)? {
             Effect::Subscribe(kind) | Effect::Unsubscribe(kind) => kind,

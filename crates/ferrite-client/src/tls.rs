@@ -1,4 +1,4 @@
-//! TLS of URLs with `rediss://`.
+//! The TLS settings of `rediss://` URLs.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use ferrite_fabric::rustls::pki_types::ServerName;
 use ferrite_session::TlsFiles;
 use redis::{ErrorKind, RedisError, RedisResult};
 
-/// Returns TLS with the authorities that the system trusts.
+/// Returns TLS settings with the authorities that the system trusts.
 pub(crate) fn system_config() -> RedisResult<Arc<ClientConfig>> {
     Ok(Arc::new(TlsFiles::default().client_config(provider()?)?))
 }

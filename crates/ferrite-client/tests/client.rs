@@ -18,8 +18,8 @@ use tokio::task::JoinHandle;
 
 pub(crate) const HOSTS: [&str; 2] = ["10.0.0.1", "10.0.0.2"];
 
-/// Longer than a test with large values takes on a busy machine. nextest usually ends a test that
-/// hangs earlier (`slow-timeout` in .config/nextest.toml).
+/// Longer than a test with large values takes on a busy machine. nextest usually ends a hanging
+/// test earlier (`slow-timeout` in .config/nextest.toml).
 const LONG: Duration = Duration::from_secs(600);
 
 /// Runs a test, which must end in time.
@@ -85,7 +85,7 @@ fn builder(verbs: &Verbs, server: SocketAddr) -> ClientBuilder {
     Client::builder(&fabric(verbs, 1), server).local(any_port(1))
 }
 
-/// Typed commands, a pipeline, RESP3, and several tasks on one connection.
+/// Runs typed commands, a pipeline, RESP3 commands, and several tasks on one connection.
 pub(crate) async fn runs_commands(verbs: &Verbs) {
     let redis = Engine::redis(&[]);
     let server = TestServer::start(verbs, &redis);
@@ -121,7 +121,7 @@ pub(crate) async fn runs_commands(verbs: &Verbs) {
     server.end().await;
 }
 
-/// While the engine is down, commands fail. When it is back, the connection works again.
+/// While the engine is down, commands fail. After its restart, the connection works again.
 pub(crate) async fn reconnects_after_an_engine_restart(verbs: &Verbs) {
     let mut redis = Engine::redis(&[]);
     let server = TestServer::start(verbs, &redis);
@@ -146,8 +146,8 @@ pub(crate) async fn reconnects_after_an_engine_restart(verbs: &Verbs) {
     server.end().await;
 }
 
-/// If the server has no RDMA, connecting fails where RDMA is required. Where it is preferred, the
-/// client uses TCP and reports the cause.
+/// The server has no RDMA. If RDMA is required, connecting fails. If RDMA is preferred, the client
+/// uses TCP and reports the cause.
 pub(crate) async fn falls_back_to_tcp(verbs: &Verbs) {
     let at = SocketAddr::from(([127, 0, 0, 1], free_port()));
     let redis = Engine::redis(&["--bind", "127.0.0.1", "--port", &at.port().to_string()]);
@@ -166,8 +166,8 @@ pub(crate) async fn falls_back_to_tcp(verbs: &Verbs) {
     drop((connection, redis));
 }
 
-/// A pool opens connections only when it needs them, and no more than its size. A command that
-/// blocks in the server does not delay the others.
+/// A pool opens connections only when it needs them, and at most as many as its size. A command
+/// that blocks in the server does not delay the others.
 pub(crate) async fn pool_opens_connections_on_demand(verbs: &Verbs) {
     let redis = Engine::redis(&[]);
     let server = TestServer::start(verbs, &redis);
@@ -262,7 +262,7 @@ pub(crate) async fn pool_gives_out_dedicated_connections(verbs: &Verbs) {
     server.end().await;
 }
 
-/// The pool opens connections again that the engine has closed.
+/// The pool reopens connections that the engine has closed.
 pub(crate) async fn pool_reconnects(verbs: &Verbs) {
     let redis = Engine::redis(&[]);
     let server = TestServer::start(verbs, &redis);
@@ -292,8 +292,8 @@ pub(crate) async fn pool_reconnects(verbs: &Verbs) {
     server.end().await;
 }
 
-/// A URL sets the policy, the database and the protocol, and names several servers. The first one
-/// that accepts is used.
+/// A URL sets the policy, the database and the protocol, and names several servers. The client uses
+/// the first server that accepts.
 pub(crate) async fn connects_by_url(verbs: &Verbs) {
     let redis = Engine::redis(&[]);
     let server = TestServer::start(verbs, &redis);
@@ -311,7 +311,7 @@ pub(crate) async fn connects_by_url(verbs: &Verbs) {
     server.end().await;
 }
 
-/// The default settings are fit for values of 64 MiB. redis-rs's own limit of 500 ms is not.
+/// The default settings suit values of 64 MiB. redis-rs's own limit of 500 ms does not.
 pub(crate) async fn carries_values_of_64_mib(verbs: &Verbs) {
     let redis = Engine::redis(&[]);
     let server = TestServer::start(verbs, &redis);
@@ -333,7 +333,7 @@ fn large_value() -> Vec<u8> {
     value
 }
 
-/// A subscriber that only waits for messages gets them again after its connection was lost.
+/// A subscriber that only waits for messages gets messages again after its connection was lost.
 pub(crate) async fn restores_subscriptions(verbs: &Verbs) {
     let redis = Engine::redis(&[]);
     let server = TestServer::start(verbs, &redis);
@@ -440,7 +440,7 @@ pub(crate) async fn connects_over_tls(verbs: &Verbs) {
     server.end().await;
 }
 
-/// Makes every test a test of the calling target.
+/// Defines every test in the calling target.
 macro_rules! run_suite {
     ($run:path) => {
         #[test]

@@ -6,7 +6,7 @@ use client::{HOSTS, run_suite};
 use ferrite_verbs::Verbs;
 use ferrite_verbs::fake::{DeviceSpec, Objects, World};
 
-/// Runs a test in a `World` of its own, and checks that it leaves no objects behind.
+/// Runs a test in a `World` of its own, and checks that no verbs objects are left.
 fn run(test: impl AsyncFnOnce(&Verbs)) {
     let world = World::new();
     for (device, ip) in [("rxe1", HOSTS[0]), ("rxe2", HOSTS[1])] {

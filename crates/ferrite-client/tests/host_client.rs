@@ -12,7 +12,7 @@ use ferrite_testkit::{Engine, TIMEOUT, TempDir, free_port, pem};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 
-/// Starts a server with a TCP port, and returns both.
+/// Starts a server with a TCP port. Returns the server and the port.
 fn start(options: &[&str]) -> (Engine, u16) {
     let port = free_port();
     let listen = ["--bind", "127.0.0.1", "--port", &port.to_string()];
@@ -44,7 +44,7 @@ async fn opens_urls_with_login_database_and_host_name() {
     assert_eq!(plain.transport_info().transport, SessionTransport::Tcp);
 }
 
-/// Servers that cannot be resolved, refuse, or accept and never answer are passed over.
+/// The client skips servers that cannot be resolved, that refuse, or that accept and never answer.
 #[tokio::test]
 async fn tries_several_servers_in_order() {
     let (_first, first) = start(&[]);
@@ -76,7 +76,7 @@ async fn client_info_or_error(connection: &mut Connection) -> redis::RedisResult
     redis::cmd("CLIENT").arg("INFO").query_async(connection).await
 }
 
-/// redis-rs's own limit for a reply is 500 ms.
+/// redis-rs's own limit for a reply, 500 ms, would be too short.
 #[tokio::test]
 async fn waits_long_enough_for_large_values() {
     let (_redis, port) = start(&["--enable-debug-command", "yes"]);
@@ -109,7 +109,7 @@ fn returns_an_error_outside_of_tokio() {
     let mut pool = client.pool(1);
     explains(poll_once(pool.get::<_, Option<String>>("a")).expect_err("no runtime"));
     explains(poll_once(pool.dedicated()).expect_err("no runtime"));
-    // Connections that exist already.
+    // These connections were opened inside a runtime.
     let mut connection = runtime.block_on(client.connect()).expect("connect");
     explains(poll_once(connection.get::<_, Option<String>>("a")).expect_err("no runtime"));
     let mut pipeline = redis::pipe();
@@ -117,7 +117,7 @@ fn returns_an_error_outside_of_tokio() {
     explains(poll_once(pipeline).expect_err("no runtime"));
     let value = runtime.block_on(connection.get::<_, Option<String>>("a"));
     assert_eq!(value.expect("inside the runtime, it still works"), None);
-    drop((connection, pool)); // outside of the runtime, too
+    drop((connection, pool)); // dropping them outside of the runtime works, too
 }
 
 /// Runs a future that must be ready at once.
@@ -171,7 +171,7 @@ async fn never_shows_the_password() {
     assert!(!shown.contains("secret"), "{shown}");
 }
 
-/// A user without a password, an address in brackets, and a scope.
+/// The URLs have a user without a password, an address in brackets, and a scope.
 #[tokio::test]
 async fn opens_odd_urls() {
     let port = free_port();
@@ -222,7 +222,7 @@ async fn rediss_checks_the_certificate() {
     assert!(client_info(&mut connection).await.contains(" db=2 "));
 }
 
-/// The server is away for a while: the subscriber comes back by itself.
+/// The server is down for a while. The subscriber reconnects by itself.
 #[tokio::test]
 async fn restores_subscriptions_after_a_restart() {
     let (mut redis, port) = start(&[]);
@@ -242,7 +242,7 @@ async fn restores_subscriptions_after_a_restart() {
     while pushed.recv().await.expect("a push").kind != PushKind::Message {}
 }
 
-/// Commands that a new connection runs after it was opened again get their own replies.
+/// After a reconnect, each command gets its own reply.
 #[tokio::test]
 async fn restores_many_subscriptions_and_keeps_replies_in_order() {
     let (_redis, port) = start(&[]);
@@ -274,7 +274,7 @@ async fn restores_many_subscriptions_and_keeps_replies_in_order() {
     assert_eq!(other.publish::<_, _, i64>("channel-7", "hello").await.expect("PUBLISH"), 0);
 }
 
-/// The server may take the permission for a channel away. Other subscriptions and commands go on.
+/// The server may revoke the permission for a channel. Other subscriptions and commands continue.
 #[tokio::test]
 async fn fails_only_the_subscription_that_the_server_refuses() {
     let (_redis, port) = start(&["--user", "me", "on", ">pw", "~*", "+@all", "&a", "&b"]);
@@ -308,7 +308,8 @@ async fn fails_only_the_subscription_that_the_server_refuses() {
     assert!(ended.contains("no permissions"), "{ended}");
 }
 
-/// All commands that wait for the same connection fail with it. None of them waits for its own.
+/// All commands that wait for the same connection attempt fail with it. No command starts an
+/// attempt of its own.
 #[tokio::test]
 async fn waiting_commands_fail_together() {
     let (mut redis, port) = start(&[]);
@@ -357,7 +358,8 @@ async fn rejects_subscriptions_in_resp2() {
     let () = connection.set("a", 1).await.expect("the connection works");
 }
 
-/// A server that answers a GET slowly, a byte at a time, and nothing else.
+/// Starts a server that answers GET slowly, one byte at a time, and CLIENT SETINFO at once. It
+/// answers no other command.
 async fn slow_server(bytes: usize, pause: Duration) -> SocketAddr {
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("listen");
@@ -389,7 +391,7 @@ async fn slow_server(bytes: usize, pause: Duration) -> SocketAddr {
     address
 }
 
-/// The limit is for a wait without progress: a reply that is slow, but arrives, has no limit.
+/// The limit applies to a wait without progress. A slow reply that keeps arriving has no limit.
 #[tokio::test]
 async fn limits_the_time_without_progress() {
     let limit = Duration::from_secs(3);
@@ -402,7 +404,7 @@ async fn limits_the_time_without_progress() {
     let begun = Instant::now();
     assert_eq!(connection.get::<_, String>("a").await.expect("a slow reply"), "xxx");
     assert!(begun.elapsed() > limit, "the reply took longer than the limit");
-    // No answer at all: the next command uses a new connection.
+    // The server does not answer this at all. The next command uses a new connection.
     let error = redis::cmd("PING").exec_async(&mut connection).await.expect_err("no answer");
     assert!(error.is_timeout() && error.to_string().contains("3s"), "{error}");
     assert_eq!(connection.reconnects(), 0);
@@ -432,7 +434,7 @@ async fn close_after_subscribe(mut stream: TcpStream) -> std::io::Result<()> {
     }
 }
 
-/// Without pauses, there would be thousands of connections in this time.
+/// Without pauses, the client would open thousands of connections in this time.
 #[tokio::test]
 async fn pauses_before_it_restores_subscriptions_again() {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");

@@ -8,13 +8,13 @@ use ferrite_client::{Client, ClientBuilder, SessionTransport};
 use ferrite_testkit::Engine;
 use ferrite_verbs::Verbs;
 
-/// Runs a test on the guest's two hosts, and checks that it leaves no objects behind.
+/// Runs a test on the guest's two hosts, and checks that no verbs objects are left.
 fn run(test: impl AsyncFnOnce(&Verbs)) {
     client::run(&Verbs::system().expect("load rdma-core"), test);
     assert_eq!(ferrite_verbs::leaked_objects(), 0);
 }
 
-/// A program that knows nothing but a URL uses RDMA. The address selects one of the guest's hosts.
+/// A program that has only a URL uses RDMA. The address selects one of the guest's hosts.
 #[test]
 fn opens_urls_over_rdma() {
     run(async |verbs| {

@@ -76,7 +76,7 @@ async fn answer(
 
 type RequestBody = Full<Bytes>;
 
-/// hyper's handle for requests, of either version.
+/// hyper's handle for requests, for HTTP/1 or HTTP/2.
 enum Sender {
     One(hyper::client::conn::http1::SendRequest<RequestBody>),
     Two(hyper::client::conn::http2::SendRequest<RequestBody>),

@@ -1,5 +1,5 @@
-//! A cache of large values, such as a language model server keeps for prompts that it has seen.
-//! Writes blobs of 1 to 64 MiB, reads them back and compares them.
+//! A cache of large values, like the one that a language model server keeps for prompts that it has
+//! seen. Writes blobs of 1 to 64 MiB, reads them back and compares them.
 //!
 //! ```text
 //! # SERVER, for example, 10.0.0.1:6380; LOCAL is the local IP address, which selects the device

@@ -37,8 +37,8 @@ async fn main() -> anyhow::Result<()> {
             let receivers: u64 = publisher.publish(CHANNEL, format!("message {number}")).await?;
             ensure!(receivers == 1, "expected one subscriber, found {receivers}");
         }
-        // Both connections share one sender of pushes. If the publisher were dropped here, its
-        // disconnection would look like the subscriber's.
+        // Both connections send their pushes through one sender. If the publisher were dropped
+        // here, its disconnection would look like the subscriber's.
         Ok(publisher)
     });
 
@@ -54,7 +54,7 @@ async fn main() -> anyhow::Result<()> {
                 ensure!(payload == format!("message {received}"), "out of order: {payload}");
                 received += 1;
             }
-            // The client connects again and restores the subscription, but messages may be lost,
+            // The client would reconnect and restore the subscription. But messages may be lost,
             // and this example counts all of them.
             PushKind::Disconnection => anyhow::bail!("lost the connection to the server"),
             _ => {}

@@ -1,5 +1,5 @@
 //! redis-rs over RDMA to a real `redis-server`, which supports only sockets. A relay of ten lines
-//! connects the two.
+//! copies bytes between RDMA streams and the server's socket.
 //!
 //! ```text
 //! lab/lab run -n 2 -- target/debug/examples/redis 10.0.0.1 10.0.0.2
@@ -27,7 +27,8 @@ fn main() -> anyhow::Result<()> {
         let server = listener.local_addr();
         let relaying = tokio::spawn(relay(listener, redis.socket.clone()));
         let stream = hosts.connector().connect(server).await?;
-        // redis-rs waits for half a second by default: too short for a server in an emulated guest.
+        // redis-rs waits only for half a second by default, which is too short in an emulated
+        // guest.
         let config =
             AsyncConnectionConfig::new().set_response_timeout(Some(Duration::from_secs(30)));
         let info = RedisConnectionInfo::default();

@@ -2,8 +2,8 @@
 //! client for the server in the arguments.
 //!
 //! Each example of streams runs client and server in one process, so that a single command starts
-//! it. Each end has a fabric, on the device with the end's address. All bytes between the two ends
-//! go through the devices.
+//! both. Each side has its own fabric, on the device with the side's address. All bytes between the
+//! two sides go through the devices.
 #![forbid(unsafe_code)]
 #![expect(clippy::print_stdout, reason = "examples print their results")]
 
@@ -28,7 +28,7 @@ pub struct Hosts {
 
 /// Runs an example on a tokio runtime. The program's arguments are the addresses of the server and
 /// the client. The example returns how many bytes it has sent in each direction. This function
-/// checks that the links have carried at least as many.
+/// checks that the links have carried at least that many.
 ///
 /// # Errors
 /// Returns the example's error, or an error if the host has no RDMA.
@@ -79,7 +79,7 @@ impl Hosts {
         Connector { fabric: self.client.clone(), local: SocketAddr::new(self.client_ip, 0) }
     }
 
-    /// Waits until all links have ended, because only then all bytes are counted.
+    /// Waits until all links have ended. All bytes are counted only then.
     async fn settle(&self) -> anyhow::Result<()> {
         for _ in 0..1000 {
             if self.client.stats().links + self.server.stats().links == 0 {
@@ -141,7 +141,7 @@ pub fn patient_config() -> AsyncConnectionConfig {
     AsyncConnectionConfig::new().set_response_timeout(Some(Duration::from_secs(60)))
 }
 
-/// Returns bytes in a pattern in which neighbours always differ.
+/// Returns a pattern of bytes in which neighbours always differ.
 #[must_use]
 pub fn pattern(len: usize) -> Vec<u8> {
     (0..len as u64).map(|at| at.wrapping_mul(0x9e37_79b9_7f4a_7c15).to_be_bytes()[0]).collect()

@@ -7,7 +7,7 @@ use std::net::TcpStream;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 
-/// A running example, which is stopped on drop. Cargo puts examples next to the tests.
+/// A running example; drop stops it. Cargo puts examples next to the tests.
 struct RunningExample(Child);
 
 impl RunningExample {
@@ -19,7 +19,7 @@ impl RunningExample {
             .expect("target directory")
             .join("examples")
             .join(name);
-        // `timeout` exits when the example exits, and stops the example when it is stopped itself.
+        // `timeout` exits when the example exits. When `timeout` is stopped, it stops the example.
         let child = Command::new("timeout")
             .arg("120")
             .arg(built)
@@ -44,7 +44,7 @@ impl RunningExample {
 impl Drop for RunningExample {
     fn drop(&mut self) {
         if let Ok(None) = self.0.try_wait() {
-            // Not with `Child::kill`: `timeout` cannot pass SIGKILL on to the example.
+            // Does not use `Child::kill`: `timeout` cannot pass SIGKILL on to the example.
             let _ = Command::new("kill").arg(self.0.id().to_string()).status();
             let _ = self.0.wait();
         }

@@ -1,5 +1,4 @@
-//! Runs the examples of ferrite-client with a `redis-server` over TCP, on a host that needs no
-//! RDMA.
+//! Runs the examples of ferrite-client with a `redis-server` over TCP, on any host.
 
 mod client_examples;
 

@@ -37,7 +37,7 @@ class FerriteConnector(RemoteConnector):
         self.loop, self.local_cpu_backend = loop, local_cpu_backend
         self.client = ferrite.asyncio.Redis.from_url(
             settings["ferrite_url"], socket_timeout=float(settings.get("ferrite_timeout", 30)))
-        # Each transfer has a connection of its own; more of them would only queue at the device.
+        # Each transfer has a connection of its own. More transfers would only queue at the device.
         self.transfers = asyncio.Semaphore(int(settings.get("ferrite_transfers", 8)))
 
     async def exists(self, key: CacheEngineKey) -> bool:
@@ -83,7 +83,7 @@ class FerriteConnector(RemoteConnector):
         return True
 
     async def batched_get(self, keys: List[CacheEngineKey]) -> List[Optional[MemoryObj]]:
-        # A chunk that fails is missing. The memory of the others must not get lost with it.
+        # A failed chunk counts as missing. The memory of the other chunks must not be lost with it.
         found = await asyncio.gather(*map(self.get, keys), return_exceptions=True)
         for key, failed in zip(keys, found):
             if isinstance(failed, Exception):
@@ -94,7 +94,8 @@ class FerriteConnector(RemoteConnector):
         return True
 
     async def batched_put(self, keys: List[CacheEngineKey], memory_objs: List[MemoryObj]):
-        # LMCache reuses the memory of all chunks when this returns, so it waits for all of them.
+        # LMCache reuses the memory of all chunks when this method returns, so it waits for all
+        # chunks.
         done = await asyncio.gather(*map(self.put, keys, memory_objs), return_exceptions=True)
         for failed in filter(None, done):
             raise failed

@@ -1,9 +1,9 @@
-//! The thread that drives the fabric, and the devices: one of each for a process.
+//! The background thread that drives the fabric, and the fabrics: one set per process.
 //!
-//! Callers wait in their own threads. The thread here moves the frames of all streams and keeps
-//! them alive while Python does something else. It never takes Python's lock.
+//! Callers wait in their own threads. The background thread moves the frames of all streams, and
+//! keeps the streams alive while Python does other work. It never takes Python's lock (the GIL).
 //!
-//! A forked child does not have the parent's thread. It gets its own when it first connects. It
+//! A forked child does not have the parent's thread. It starts its own when it first connects. It
 //! does not touch the parent's runtime and fabrics, because their memory and queues belong to the
 //! parent.
 
@@ -45,7 +45,8 @@ impl Background {
             with_rdma: Mutex::default(),
             tcp_only: Mutex::default(),
         });
-        // The parent's threads do not exist here: dropping its runtime would wait for them.
+        // The parent's threads do not exist in this process: dropping the parent's runtime would
+        // wait for them.
         std::mem::forget(background.replace(new.clone()));
         Ok(new)
     }

@@ -1,9 +1,9 @@
 //! The memory of Python objects as slices, without a copy.
 //!
 //! This is a file of its own, because it has the crate's only unsafe code. Python's buffer protocol
-//! pins the memory while a buffer is held. It does not lock the memory: a program that uses the
-//! same object in another thread during the call sees bytes of both, as with `socket.recv_into` of
-//! Python itself.
+//! pins the memory while a buffer is held, but does not lock it. If a program uses the same object
+//! in another thread during the call, the bytes of both are mixed. Python's own `socket.recv_into`
+//! behaves in the same way.
 #![expect(unsafe_code, reason = "slices of memory that Python owns")]
 
 use std::slice;
@@ -12,10 +12,10 @@ use pyo3::buffer::PyUntypedBuffer;
 use pyo3::exceptions::{PyBufferError, PyValueError};
 use pyo3::prelude::*;
 
-/// The bytes of an object that are read.
+/// The bytes of an object, for reading.
 pub(crate) struct Source(PyUntypedBuffer);
 
-/// The bytes of an object that are written.
+/// The bytes of an object, for writing.
 pub(crate) struct Target(PyUntypedBuffer);
 
 impl Source {
@@ -29,9 +29,9 @@ impl Source {
             return &[];
         }
         // SAFETY: the buffer is contiguous (checked by `of`), so that `len` bytes follow `start`.
-        // Python keeps them allocated and in place while `self.0` is held, which the result
-        // borrows. Foreign code allocated them, so they count as initialised. The Python program
-        // must not write to them during the call (see the top of this file).
+        // Python keeps these bytes allocated and in place while `self.0` is held, and the result
+        // borrows `self.0`. Foreign code allocated the bytes, so they count as initialised. The
+        // Python program must not write to them during the call (see the top of this file).
         unsafe { slice::from_raw_parts(start, len) }
     }
 }

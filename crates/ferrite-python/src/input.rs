@@ -1,7 +1,7 @@
-//! The receiving half of a stream, with the bytes that were received and not yet taken.
+//! The receiving half of a stream, with the bytes that were received but not yet taken.
 //!
-//! A bulk reply is read into the caller's buffer: only its header, and what came with the header,
-//! passes through the memory here.
+//! A bulk reply is read directly into the caller's buffer. Only its header, and the bytes that
+//! arrived together with the header, pass through the memory of this type.
 
 use std::io;
 use std::pin::Pin;
@@ -10,33 +10,33 @@ use std::task::{Context, Poll, ready};
 use ferrite_session::Session;
 use tokio::io::{AsyncRead as _, ReadBuf, ReadHalf};
 
-/// How many bytes to read at a time before the header has shown where they belong.
+/// How many bytes to read at a time while no header has shown where they belong.
 const READ_AHEAD: usize = 16 << 10;
-/// The longest header of a bulk reply is shorter than this.
+/// Every header of a bulk reply is shorter than this.
 const HEADER_MAX: usize = 32;
-/// The size of a value is below this, so that sums with it do not overflow.
+/// The size of a value is below this, so that adding the line end to it does not overflow.
 const VALUE_MAX: usize = isize::MAX as usize - 2;
 
 pub(crate) struct Input {
     half: ReadHalf<Session>,
     ahead: Vec<u8>,
-    /// `from..to` is the part of `ahead` that was received and not yet taken.
+    /// `from..to` is the part of `ahead` that was received but not yet taken.
     from: usize,
     to: usize,
     is_at_end: bool,
 }
 
-/// The reply to a command whose value goes into a buffer.
+/// The reply to a command whose value is read into a buffer.
 #[derive(Clone, Copy)]
 pub(crate) enum Bulk {
-    /// A value of this size. It is in the buffer, if the buffer is large enough.
+    /// A value of this size. The value is in the buffer if the buffer is large enough.
     Value(usize),
     Null,
-    /// An error or a push message: not taken from the input.
+    /// An error or a push message. It stays in the input.
     Other,
 }
 
-/// How much of a bulk reply was read.
+/// How much of a bulk reply has been read.
 pub(crate) enum BulkProgress {
     Header,
     Body { size: usize, read: usize },
@@ -58,7 +58,7 @@ impl Input {
         taken
     }
 
-    /// Puts bytes back, to be read first.
+    /// Puts bytes back, so that they are read next.
     pub(crate) fn unread(&mut self, bytes: &[u8]) {
         let mut all = [bytes, self.waiting()].concat();
         (self.from, self.to) = (0, all.len());
@@ -66,7 +66,7 @@ impl Input {
         self.ahead = all;
     }
 
-    /// Reads into `out`; returns the number of bytes, 0 at the end.
+    /// Reads into `out`. Returns the number of bytes, or 0 at the end.
     pub(crate) fn poll_read(
         &mut self,
         cx: &mut Context<'_>,
@@ -81,7 +81,7 @@ impl Input {
         Poll::Ready(Ok(out.filled().len()))
     }
 
-    /// Reads more into `ahead`; returns false at the end.
+    /// Reads more bytes into `ahead`. Returns false at the end.
     fn poll_ahead(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<bool>> {
         if self.from > 0 {
             self.ahead.copy_within(self.from..self.to, 0);
@@ -95,7 +95,7 @@ impl Input {
         Poll::Ready(Ok(read > 0))
     }
 
-    /// Waits until a read would not wait: there are bytes, or the end was reached.
+    /// Waits until a read would return at once, because there are bytes or the end was reached.
     pub(crate) fn poll_readable(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         if self.from == self.to && !self.is_at_end {
             ready!(self.poll_ahead(cx))?;
@@ -103,7 +103,7 @@ impl Input {
         Poll::Ready(Ok(()))
     }
 
-    /// Returns whether the peer has closed and everything was taken.
+    /// Returns whether the peer has closed and all bytes were taken.
     pub(crate) fn is_at_end(&self) -> bool {
         self.is_at_end && self.from == self.to
     }
@@ -127,7 +127,7 @@ impl Input {
         let BulkProgress::Body { size, read } = progress else { return Poll::Pending };
         let fits = *size <= out.len();
         while *read < *size + 2 {
-            // The line end, and a value that does not fit, are read and dropped.
+            // The line end is read and dropped. So is a value that does not fit.
             let mut dropped = [0; 4096];
             let room = match fits && *read < *size {
                 true => &mut out[*read..*size],
@@ -153,7 +153,7 @@ impl Input {
             }
             if let Some(end) = waiting.windows(2).position(|pair| pair == b"\r\n") {
                 let (kind, number) = (waiting[0], waiting.get(1..end).unwrap_or_default());
-                // A size that does not fit an `isize` is invalid: no memory is that large.
+                // A size that does not fit an `isize` is invalid, because no memory is that large.
                 let number_of = |text: &str| text.parse::<isize>().ok();
                 let size = std::str::from_utf8(number).ok().and_then(number_of);
                 let size = size.and_then(|size| usize::try_from(size).ok());

@@ -1,11 +1,11 @@
 //! The native part of the Python package `ferrite`: a stream to a Redis or Valkey server, with the
 //! methods of a Python socket.
 //!
-//! redis-py keeps its own work: packing commands, parsing replies, AUTH, HELLO, pub/sub, retries.
-//! It reads and writes through `stream::Stream`, over RDMA or TCP. The package's Python part
+//! redis-py still packs commands, parses replies, and handles AUTH, HELLO, pub/sub and retries. It
+//! reads and writes through `stream::Stream`, over RDMA or TCP. The package's Python part
 //! (`python/ferrite`) has the connection classes.
 //!
-//! | file | what it is |
+//! | file | part |
 //! |---|---|
 //! | `stream.rs` | the class `Stream` |
 //! | `input.rs` | the bytes received and not yet taken, and bulk replies read into a buffer |

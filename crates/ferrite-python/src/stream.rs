@@ -1,10 +1,11 @@
-//! The class `Stream`: a session with the methods of a Python socket that redis-py uses.
+//! The class `Stream`: a session with the methods of a Python socket that redis-py calls.
 //!
-//! Every call that may wait releases Python's lock. It waits in slices, so that signals (Ctrl-C)
-//! are seen. One thread may receive while another sends, and a third may close: both then return.
+//! Every call that may wait releases Python's lock. A call waits in short slices, so that it
+//! notices signals (Ctrl-C). One thread may receive while another sends. If a third thread closes
+//! the stream, both calls return.
 //!
-//! With a timeout of 0, calls do not wait. A call that would wait raises `BlockingIOError`, and the
-//! eventfd of [`Stream::fileno`] becomes readable when it is time to call again.
+//! With a timeout of 0, calls do not wait. A call that would wait raises `BlockingIOError`. The
+//! eventfd of [`Stream::fileno`] becomes readable when the caller should call again.
 
 use std::future::poll_fn;
 use std::io;
@@ -37,7 +38,7 @@ const SLICE: Duration = Duration::from_millis(200);
 #[pyclass(frozen, module = "ferrite._native")]
 pub(crate) struct Stream {
     background: Arc<Background>,
-    /// Absent after `close`.
+    /// `None` after `close`.
     input: Mutex<Option<Input>>,
     output: Mutex<Option<WriteHalf<Session>>>,
     closing: Notify,
@@ -61,8 +62,8 @@ pub(crate) struct Stream {
 
 #[pymethods]
 impl Stream {
-    /// Connects to `address`, an IP address with a port. The timeout in seconds is for each of RDMA
-    /// and TCP.
+    /// Connects to `address`, an IP address with a port. The timeout, in seconds, applies to RDMA
+    /// and to TCP separately.
     #[staticmethod]
     #[pyo3(signature = (address, rdma="prefer", timeout=None, local_address=None))]
     fn connect(
@@ -92,14 +93,14 @@ impl Stream {
         Ok(Self::new(background.clone(), peer, session))
     }
 
-    /// Receives up to `size` bytes; empty when the server has closed.
+    /// Receives up to `size` bytes. Returns no bytes when the server has closed.
     fn recv<'py>(&self, py: Python<'py>, size: usize) -> PyResult<Bound<'py, PyBytes>> {
         let mut received = vec![0; size];
         let len = self.receive(py, &mut received)?;
         Ok(PyBytes::new(py, &received[..len]))
     }
 
-    /// Receives into `buffer`; returns the number of bytes, 0 when the server has closed.
+    /// Receives into `buffer`. Returns the number of bytes, or 0 when the server has closed.
     #[pyo3(signature = (buffer, nbytes=0))]
     fn recv_into(
         &self,
@@ -113,8 +114,9 @@ impl Stream {
         self.receive(py, &mut bytes[..size])
     }
 
-    /// Receives a bulk reply with its value into `buffer`. Returns the value's size, -1 for a null,
-    /// or None for any other reply, which stays unread. A value larger than the buffer is dropped.
+    /// Receives a bulk reply with its value into `buffer`. Returns the value's size, or -1 for a
+    /// null. Returns None for any other reply, which stays unread. A value larger than the buffer
+    /// is dropped.
     #[pyo3(signature = (buffer, timeout=None))]
     fn recv_bulk_into(
         &self,
@@ -135,7 +137,7 @@ impl Stream {
         })
     }
 
-    /// Puts received bytes back, to be received first.
+    /// Puts received bytes back, so that they are received next.
     fn unrecv(&self, py: Python<'_>, data: &Bound<'_, PyAny>) -> PyResult<()> {
         let source = Source::of(data)?;
         let bytes = source.bytes();
@@ -162,15 +164,15 @@ impl Stream {
         })
     }
 
-    /// Sends some bytes of `data`; returns their number.
+    /// Sends some bytes of `data`. Returns their number.
     fn send(&self, py: Python<'_>, data: &Bound<'_, PyAny>) -> PyResult<usize> {
         let source = Source::of(data)?;
         let bytes = source.bytes();
         self.wait(py, |cx, _| self.poll_send(cx, bytes))
     }
 
-    /// Waits until there is something to receive, or the server has closed; returns False if the
-    /// timeout passes before.
+    /// Waits until there are bytes to receive, or the server has closed. Returns False if the
+    /// timeout passes first.
     #[pyo3(signature = (timeout=None))]
     fn can_recv(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
         let limit = duration(timeout)?;
@@ -184,12 +186,13 @@ impl Stream {
         }
     }
 
-    /// Returns whether the server has closed, as far as `can_recv` has seen, and all is received.
+    /// Returns whether `can_recv` has seen that the server has closed, and all bytes were received.
     fn is_at_end(&self, py: Python<'_>) -> bool {
         py.detach(|| lock(&self.input).as_ref().is_none_or(Input::is_at_end))
     }
 
-    /// Sets the time limit in seconds of a wait without progress; None: no limit; 0: do not wait.
+    /// Sets the time limit, in seconds, of a wait without progress. None means no limit, and 0
+    /// means not to wait.
     #[pyo3(signature = (timeout))]
     fn settimeout(&self, timeout: Option<f64>) -> PyResult<()> {
         *lock(&self.timeout) = duration(timeout)?;
@@ -214,14 +217,15 @@ impl Stream {
         (self.peer.ip().to_string(), self.peer.port())
     }
 
-    /// Ends the waiting calls of other threads. `how` is for compatibility: both directions end.
+    /// Ends the waiting calls of other threads. `how` exists for compatibility: both directions
+    /// end.
     fn shutdown(&self, how: i32) {
         let _ = how;
         self.is_closed.store(true, Ordering::SeqCst);
         self.closing.notify_waiters();
     }
 
-    /// Closes the stream. What was sent is still delivered.
+    /// Closes the stream. Bytes that were sent are still delivered.
     fn close(&self, py: Python<'_>) {
         self.shutdown(0);
         if self.background.is_of_this_process() {
@@ -329,7 +333,7 @@ impl Drop for Stream {
     }
 }
 
-/// An eventfd as a waker.
+/// A waker that makes an eventfd readable.
 struct Event(OwnedFd);
 
 impl Wake for Event {
@@ -343,8 +347,8 @@ impl Wake for Event {
     }
 }
 
-/// Calls `poll` until it is ready, without Python's lock. `poll` gets the time of the last
-/// progress, which it may update: the limit is for a wait without progress.
+/// Calls `poll` until it is ready, without Python's lock. `poll` gets the time of the last progress
+/// and may update it, because the limit applies to a wait without progress.
 fn wait<T: Send>(
     py: Python<'_>,
     background: &Background,
@@ -370,7 +374,7 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Polls one half. It is locked for this poll only.
+/// Polls one half, and locks it only during this poll.
 fn with<H, T>(
     half: &Mutex<Option<H>>,
     poll: impl FnOnce(&mut H) -> Poll<io::Result<T>>,
@@ -385,8 +389,8 @@ fn closed() -> io::Error {
     io::Error::new(io::ErrorKind::NotConnected, "the stream is closed")
 }
 
-/// Adds the remedy for missing RDMA if RDMA is required. If it is only preferred, TCP has failed as
-/// well, so missing RDMA is not the cause.
+/// Adds the remedy for missing RDMA if RDMA is required. If RDMA is only preferred, TCP has failed
+/// as well, so missing RDMA is not the cause.
 fn with_remedy(rdma: Rdma, error: io::Error) -> io::Error {
     let cause = error.get_ref().and_then(|cause| cause.downcast_ref::<ferrite_fabric::Error>());
     match cause.and_then(ferrite_fabric::Error::remedy) {

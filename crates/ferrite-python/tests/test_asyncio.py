@@ -145,7 +145,7 @@ def test_buffers(options):
 def test_cancelled_get_into_leaves_the_buffer_alone(options):
     async def program(client):
         out = bytearray(100)
-        # BLPOP's reply never comes, so that the read waits.
+        # BLPOP's reply never comes, so the read waits.
         reading = asyncio.create_task(
             client.execute_command("BLPOP", "nothing", 0, into=memoryview(out)))
         async with client.client() as other:

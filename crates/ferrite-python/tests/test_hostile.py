@@ -88,7 +88,7 @@ def test_urls_of_other_transports_are_refused(client, url):
 
 def test_a_server_that_does_not_answer_holds_up_no_other(server):
     async def program():
-        # The kernel accepts the connections.
+        # The kernel accepts the connections, but no program answers on them.
         with socket.create_server(("127.0.0.1", 0), backlog=128) as silent:
             async with ferrite.asyncio.Redis(**options_for(silent)) as client:
                 waiting = [asyncio.create_task(client.get_into("key", bytearray(1)))

@@ -62,7 +62,8 @@ def test_the_example_uses_what_exists():
     for name in ("MemoryObj", "TensorMemoryObj"):
         assert {"byte_array", "ref_count_down"} <= set(real("v1/memory_management.py", name))
     assert "to_string" in real("utils.py", "CacheEngineKey")
-    # The arguments with which LMCache creates external connectors, and the release after a put.
+    # Checks the arguments with which LMCache creates external connectors, and the release after a
+    # put.
     with open(os.path.join(SOURCE, "lmcache", CONNECTORS, "external_adapter.py")) as file:
         calls = [c for c in ast.walk(ast.parse(file.read())) if isinstance(c, ast.Call)]
     [create] = [c for c in calls if ast.unparse(c.func) == "connector_class"]

@@ -13,7 +13,8 @@ fn corpora() -> PathBuf {
     PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../fuzz/corpus"))
 }
 
-/// Runs every check over its corpus, so that earlier findings of a fuzzer are tested without one.
+/// Runs every check over its corpus, so that earlier findings of a fuzzer are tested without the
+/// fuzzer.
 ///
 /// # Panics
 /// If a check panics, or if a corpus is missing or empty.
@@ -30,7 +31,7 @@ pub fn every_input_passes(checks: &[Check]) {
     }
 }
 
-/// Checks that the corpora that `is_ours` selects by name are exactly those of `checks`. Other
+/// Checks that the corpora whose names `is_ours` selects are exactly those of `checks`. Other
 /// crates test their own corpora.
 ///
 /// # Panics

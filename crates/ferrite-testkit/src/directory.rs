@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 pub struct TempDir(PathBuf);
 
 impl TempDir {
-    /// Creates a directory. `name` says what it is for, to people who find it after a crash.
+    /// Creates a directory. `name` tells its purpose to people who find it after a crash.
     ///
     /// # Panics
     /// If the directory cannot be created.
@@ -18,13 +18,13 @@ impl TempDir {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         loop {
             let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-            // Short, because a Unix socket's path has at most 107 bytes.
+            // The name is short, because a Unix socket's path has at most 107 bytes.
             let name = format!("ferrite-{name}-{}-{number}", std::process::id());
             let path = std::env::temp_dir().join(name);
             match std::fs::create_dir(&path) {
                 Ok(()) => return Self(path),
-                // Left by a killed process, or created by a process in another guest with the same
-                // id.
+                // A killed process has left it, or a process with the same id in another guest has
+                // created it.
                 Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
                 Err(error) => panic!("cannot create {}: {error}", path.display()),
             }

@@ -16,8 +16,8 @@ use crate::process::{self, exit_within};
 use crate::resp::Client;
 use crate::wait::{TIMEOUT, until_or};
 
-/// How an engine is started. It has a Unix socket, a log file and a directory of its own, and by
-/// default no TCP port and no persistence.
+/// The options with which an engine is started. The engine has a Unix socket, a log file and a
+/// directory of its own. By default it has no TCP port and no persistence.
 #[derive(Debug, Clone, Copy)]
 pub struct Start<'a> {
     /// The engine's program.
@@ -29,7 +29,7 @@ pub struct Start<'a> {
 }
 
 impl<'a> Start<'a> {
-    /// Debian's Redis without the module.
+    /// Returns the options of Debian's Redis without the module.
     #[must_use]
     pub fn redis(options: &'a [&'a str]) -> Self {
         Self { program: Path::new(REDIS), options, module: None }
@@ -52,7 +52,7 @@ impl<'a> Start<'a> {
         words
     }
 
-    /// Returns the lines of a configuration file. Here, each of `options` is a whole line.
+    /// Returns the lines of a configuration file. Each element of `options` is a whole line here.
     fn lines(&self, directory: &Path) -> String {
         let mut lines = vec![
             format!("dir {}", directory.display()),
@@ -72,8 +72,8 @@ impl<'a> Start<'a> {
 const SOCKET: &str = "engine.sock";
 const LOG: &str = "log";
 
-/// Returns additional arguments of `loadmodule` for every engine, to run all tests with other
-/// settings: `FERRITE_MODULE_ARGS=call-path=no`.
+/// Returns additional arguments of `loadmodule` for every engine. They allow running all tests with
+/// other settings: `FERRITE_MODULE_ARGS=call-path=no`.
 fn more_arguments() -> Vec<String> {
     let given = std::env::var("FERRITE_MODULE_ARGS").unwrap_or_default();
     given.split([' ', '=']).filter(|word| !word.is_empty()).map(Into::into).collect()
@@ -104,8 +104,8 @@ impl Engine {
     }
 
     /// Starts an engine whose options are in a configuration file, not on its command line, and
-    /// waits until it answers. Each option is a line of the file, and the defaults of [`Start`] for
-    /// TCP and persistence do not apply.
+    /// waits until it answers. Each option is a line of the file. The defaults of [`Start`] for TCP
+    /// and persistence do not apply.
     #[must_use]
     pub fn start_from_file(start: &Start<'_>) -> Self {
         let directory = TempDir::new("engine");
@@ -115,7 +115,7 @@ impl Engine {
         engine
     }
 
-    /// Starts an engine without waiting for it.
+    /// Starts an engine without waiting until it answers.
     #[must_use]
     pub fn spawn(start: &Start<'_>) -> Self {
         let directory = TempDir::new("engine");
@@ -142,16 +142,16 @@ impl Engine {
     }
 
     /// Starts the engine again, with the same options and in the same directory, and waits until it
-    /// answers. Kills it before, if it still runs.
+    /// answers. Kills the engine first if it still runs.
     pub fn restart(&mut self) {
         self.kill();
         self.process = launch(&self.program, &self.arguments);
         self.wait_until_it_answers();
     }
 
-    /// Waits until the engine's event loop runs: it replies, if only with an error because it needs
-    /// a password or loads its data. A connection alone says little, because the engine listens
-    /// before it loads its modules.
+    /// Waits until the engine's event loop runs, that is, until the engine replies. The reply may
+    /// be an error, because the engine needs a password or loads its data. A connection is not
+    /// enough, because the engine listens before it loads its modules.
     fn wait_until_it_answers(&mut self) {
         let socket = self.socket();
         let log = self.directory.join(LOG);
@@ -195,7 +195,8 @@ impl Engine {
         self.wait_until(words, || self.log().contains(words));
     }
 
-    /// Waits until a condition holds. `what` describes it; the log explains a failure.
+    /// Waits until a condition holds. `what` describes the condition. The message of a failure
+    /// contains the log.
     #[track_caller]
     pub fn wait_until(&self, what: &str, condition: impl FnMut() -> bool) {
         until_or(TIMEOUT, what, condition, || self.log());
@@ -207,7 +208,7 @@ impl Engine {
         Client::to_socket(&self.socket())
     }
 
-    /// Sends a signal, by its name without "SIG".
+    /// Sends the signal with this name, which is given without "SIG".
     pub fn signal(&self, name: &str) {
         process::signal(name, self.process.id());
     }
@@ -215,7 +216,7 @@ impl Engine {
     /// Waits until the engine exits.
     ///
     /// # Panics
-    /// If it still runs after [`TIMEOUT`].
+    /// If the engine still runs after [`TIMEOUT`].
     pub fn wait(&mut self) -> ExitStatus {
         let status = exit_within(&mut self.process, TIMEOUT);
         status.unwrap_or_else(|| panic!("the engine does not exit: {}", self.log()))
@@ -255,7 +256,8 @@ fn launch(program: &Path, arguments: &[OsString]) -> Child {
 /// Returns whether an engine replies on this socket.
 fn replies_to_ping(socket: &Path) -> bool {
     let Ok(mut stream) = UnixStream::connect(socket) else { return false };
-    // Short, because the caller checks between two attempts whether the process still runs.
+    // The timeout is short, because the caller checks between two attempts whether the process
+    // still runs.
     let _ = stream.set_read_timeout(Some(Duration::from_secs(1)));
     let mut reply = String::new();
     stream.write_all(b"PING\r\n").is_ok()
@@ -286,7 +288,7 @@ mod commands {
         /// Runs a command over the engine's own socket.
         ///
         /// # Errors
-        /// The engine replies with an error, or with another type.
+        /// The engine replies with an error, or with a reply of another type.
         pub fn try_ask<T: FromRedisValue>(&self, words: &[&str]) -> RedisResult<T> {
             let mut connection = self.connection()?;
             connection.set_read_timeout(Some(TIMEOUT))?;
@@ -296,16 +298,16 @@ mod commands {
         /// Runs a command over the engine's own socket.
         ///
         /// # Panics
-        /// If that fails.
+        /// If the command fails.
         #[track_caller]
         pub fn ask<T: FromRedisValue>(&self, words: &[&str]) -> T {
             self.try_ask(words).unwrap_or_else(|error| panic!("{words:?}: {error}; {}", self.log()))
         }
 
-        /// Runs a command that the engine must refuse, and returns the error.
+        /// Runs a command that the engine must reject, and returns the error.
         ///
         /// # Panics
-        /// If the engine does not refuse it.
+        /// If the engine does not reject the command.
         #[track_caller]
         #[must_use]
         pub fn refusal(&self, words: &[&str]) -> String {
@@ -315,13 +317,13 @@ mod commands {
             }
         }
 
-        /// Returns a field of INFO ferrite, by its name without the prefix.
+        /// Returns the field of INFO ferrite with this name, which is given without the prefix.
         #[track_caller]
         #[must_use]
         pub fn info(&self, field: &str) -> String {
             let wanted = format!("ferrite_{field}:");
-            // While the transport thread is busy, INFO shows the previous counters. So this asks
-            // twice, and gives the thread a moment in between.
+            // While the transport thread is busy, INFO shows the previous counters. Therefore this
+            // asks twice, and gives the thread a moment in between.
             let _: String = self.ask(&["INFO", "ferrite"]);
             let mut found = None;
             self.wait_until(&wanted, || {

@@ -1,4 +1,4 @@
-//! The messages of a peer that a test plays by hand.
+//! Handshake messages of a peer that a test simulates.
 
 use std::net::IpAddr;
 

@@ -22,7 +22,7 @@ pub const HOSTS: [(&str, &str); 2] = [PEER, OWN];
 pub const PEER: (&str, &str) = ("rxe1", "10.0.0.1");
 /// Device and address of the host that connects.
 pub const OWN: (&str, &str) = ("rxe2", "10.0.0.2");
-/// Longer than anything takes in the lab without a fault, on the slowest kernel.
+/// Longer than any step takes in the lab without a fault, on the slowest kernel.
 pub const TEST_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Returns the system's verbs.
@@ -34,14 +34,14 @@ pub fn verbs() -> Verbs {
     Verbs::system().expect("rdma-core")
 }
 
-/// Returns the factor for deadlines: 1 on User-Mode Linux, 4 on the other kernels of the lab, where
-/// everything is emulated and slower.
+/// Returns the factor for deadlines: 1 on User-Mode Linux, 4 on the other kernels of the lab, which
+/// are emulated and slower.
 #[must_use]
 pub fn slowdown() -> u32 {
     if std::env::var("FERRITE_LAB_KERNEL").is_ok_and(|kernel| kernel != "uml") { 4 } else { 1 }
 }
 
-/// Returns an address of a host with a port that the system picks.
+/// Returns the address of a host with port 0, so that the system picks the port.
 ///
 /// # Panics
 /// If the host's address is not an IP address.

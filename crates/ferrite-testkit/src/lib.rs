@@ -1,5 +1,5 @@
-//! Code that the tests of several crates share. Other crates have it as a dev-dependency; no
-//! product uses it.
+//! Code that the tests of several crates share. Other crates use it only as a dev-dependency, so no
+//! product contains it.
 //!
 //! | module | contents | feature |
 //! |---|---|---|
@@ -12,10 +12,10 @@
 //! | `terminal` | a program on a pseudo-terminal | |
 //! | `corpus` | runs the fuzz targets' checks over their corpora | |
 //! | `lab` | the lab's hosts, faults on the wire, checks for leaks | `verbs`; `fabric` for hosts |
-//! | `handshake` | the messages of a peer that a test plays by hand | `fabric` |
+//! | `handshake` | handshake messages of a peer that a test simulates | `fabric` |
 //!
-//! Features keep a small crate's tests small: the tests of `ferrite-proto` start an engine without
-//! building the fabric.
+//! Features limit what a small crate's tests must build: the tests of `ferrite-proto` start an
+//! engine without building the fabric.
 
 pub mod corpus;
 pub mod directory;

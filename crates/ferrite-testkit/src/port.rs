@@ -3,15 +3,15 @@
 use std::net::TcpListener;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Returns a port that is free at the moment and that no other call in this process returns. It is
-/// below the kernel's range of ephemeral ports. Otherwise an outgoing connection could take it
-/// before the server listens, or a client could even connect to itself.
+/// Returns a port that is free at the moment and that no other call in this process returns. The
+/// port is below the kernel's range of ephemeral ports. Otherwise an outgoing connection could take
+/// the port before the server listens, or a client could even connect to itself.
 #[must_use]
 pub fn free_port() -> u16 {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     loop {
-        // Tests run at the same time in processes of their own, so each process begins at another
-        // port.
+        // Tests run at the same time in processes of their own, so each process begins with a
+        // different port.
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let number = std::process::id().wrapping_mul(31).wrapping_add(number);
         let port = 10_000 + (number % 20_000) as u16; // fits

@@ -1,4 +1,4 @@
-//! Processes of a test: signals, and tests that run themselves again to play another role.
+//! Processes of a test: signals, and tests that run themselves again in another role.
 
 use std::io::{BufRead as _, BufReader};
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
@@ -8,10 +8,10 @@ use std::time::Duration;
 use crate::wait::{TIMEOUT, comes_true, until};
 
 const ROLE: &str = "FERRITE_LAB_ROLE";
-/// The variable that tells cargo and nextest how to start tests, if not directly.
+/// The variable with the command through which cargo and nextest start tests, if there is one.
 const RUNNER: &str = "CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER";
 
-/// Sends a signal, by its name without "SIG".
+/// Sends the signal with this name, which is given without "SIG".
 ///
 /// # Panics
 /// If there is no such process.
@@ -53,8 +53,8 @@ pub fn role() -> Option<String> {
     std::env::var(ROLE).ok()
 }
 
-/// Returns a command that runs `test` of this executable again in a process of its own, as `role`,
-/// prefixed by the words of `wrapper`.
+/// Returns a command that runs `test` of this executable again as `role`, in a process of its own.
+/// The words of `wrapper` come before the command.
 #[must_use]
 pub fn rerun_as(test: &str, role: &str, wrapper: &[&str]) -> Command {
     let mut words: Vec<String> = wrapper.iter().map(|word| (*word).to_owned()).collect();
@@ -67,12 +67,12 @@ pub fn rerun_as(test: &str, role: &str, wrapper: &[&str]) -> Command {
     command
 }
 
-/// A test in another role, in a process of its own. It reports lines by [`report`], and ends when
-/// its standard input is closed. Drop kills it.
+/// A test that runs in another role, in a process of its own. It reports lines with [`report`], and
+/// ends when its standard input is closed. Drop kills it.
 #[derive(Debug)]
 pub struct PeerProcess {
     child: Child,
-    /// Closed to make the child end.
+    /// Closing it makes the child end.
     stdin: Option<ChildStdin>,
     lines: mpsc::Receiver<String>,
 }
@@ -92,7 +92,7 @@ impl PeerProcess {
         let out = BufReader::new(child.stdout.take().expect("its output"));
         std::thread::spawn(move || {
             for line in out.lines().map_while(Result::ok) {
-                // The test harness writes to the same output and does not end its lines.
+                // The test harness writes to the same output without ending its lines.
                 match line.split_once('@') {
                     Some((_, report)) => drop(sender.send(report.to_owned())),
                     None => println!("  (child) {line}"),
@@ -115,16 +115,16 @@ impl PeerProcess {
         rest.trim().to_owned()
     }
 
-    /// Sends a signal, by its name without "SIG".
+    /// Sends the signal with this name, which is given without "SIG".
     pub fn signal(&self, name: &str) {
         signal(name, self.child.id());
     }
 
-    /// Stops the process and waits until none of its threads runs any more: after the signal, they
-    /// may still run for a moment.
+    /// Stops the process and waits until all its threads have stopped: they may run for a moment
+    /// after the signal.
     ///
     /// # Panics
-    /// If they still run after [`TIMEOUT`].
+    /// If a thread still runs after [`TIMEOUT`].
     pub fn stop(&self) {
         self.signal("STOP");
         until(TIMEOUT, "the process is stopped", || {
@@ -137,10 +137,10 @@ impl PeerProcess {
         });
     }
 
-    /// Makes the child end. Returns the remaining lines that it reports.
+    /// Makes the child end. Returns the remaining lines that it has reported.
     ///
     /// # Panics
-    /// If it does not end in time and with success.
+    /// If the child does not end in time and with success.
     #[track_caller]
     pub fn finish(mut self) -> Vec<String> {
         drop(self.stdin.take());
@@ -158,7 +158,7 @@ impl Drop for PeerProcess {
     }
 }
 
-/// Reports something to the parent, when called in the child.
+/// Reports a line to the parent. Call it in the child.
 #[expect(clippy::print_stdout, reason = "the parent reads it")]
 pub fn report(word: &str, rest: impl std::fmt::Display) {
     println!("\n@{word} {rest}");

@@ -1,7 +1,8 @@
-//! Clients of an engine that see replies byte for byte.
+//! Clients of an engine that receive replies byte for byte.
 //!
-//! A [`Connection`] works over any [`Transport`] and reports what it sees, also a timeout or a
-//! closed connection. A [`Client`] is for tests that expect replies: it panics if there is none.
+//! A [`Connection`] works over any [`Transport`] and returns every result, even a timeout or a
+//! closed connection. A [`Client`] is for tests that expect replies: it panics if there is no
+//! reply.
 
 mod client;
 
@@ -25,7 +26,7 @@ pub trait Transport {
     /// Receives bytes. Returns 0 if the connection is closed.
     ///
     /// # Errors
-    /// `TimedOut` or `WouldBlock` if nothing arrives in time.
+    /// `TimedOut` or `WouldBlock` if no byte arrives in time.
     fn receive(&mut self, into: &mut [u8], limit: Duration) -> io::Result<usize>;
 }
 
@@ -64,12 +65,12 @@ impl Transport for UnixStream {
 /// The shortest wait: bytes that have already arrived are read even after the limit has passed.
 const SHORTEST: Duration = Duration::from_millis(1);
 
-/// What a client receives.
+/// The result of receiving.
 #[derive(Clone, PartialEq, Eq)]
 pub enum Response {
     /// A whole reply.
     Reply(Vec<u8>),
-    /// Nothing arrived in time.
+    /// No whole reply arrived in time.
     Timeout,
     /// The engine has closed the connection.
     Closed,
@@ -93,7 +94,7 @@ impl std::fmt::Debug for Response {
 #[derive(Debug)]
 pub struct Connection<T = Box<dyn Transport>> {
     transport: T,
-    /// Bytes that were received and not returned yet.
+    /// Bytes that were received but not returned yet.
     received: Vec<u8>,
 }
 
@@ -111,7 +112,7 @@ impl<T: Transport> Connection<T> {
         Self { transport, received: Vec::new() }
     }
 
-    /// Sends bytes. Errors are ignored; the next receive shows them.
+    /// Sends bytes. Ignores errors, because the next receive shows them.
     pub fn send(&mut self, bytes: &[u8]) {
         let _ = self.transport.send(bytes);
     }
@@ -149,8 +150,8 @@ impl<T: Transport> Connection<T> {
         }
     }
 
-    /// Receives everything until the engine closes the connection. Returns [`Response::Timeout`] if
-    /// it does not close it in time.
+    /// Receives all bytes until the engine closes the connection. Returns [`Response::Timeout`] if
+    /// the engine does not close the connection in time.
     pub fn receive_until_close(&mut self, limit: Duration) -> Response {
         let started = Instant::now();
         loop {
@@ -162,7 +163,7 @@ impl<T: Transport> Connection<T> {
         }
     }
 
-    /// Receives more bytes. Returns false if the connection is closed, and an error if nothing
+    /// Receives more bytes. Returns false if the connection is closed, and an error if no byte
     /// arrives in time.
     fn more(&mut self, limit: Duration) -> Result<bool, ()> {
         let mut buffer = [0; 64 << 10];
@@ -175,7 +176,7 @@ impl<T: Transport> Connection<T> {
             Err(error) if matches!(error.kind(), ErrorKind::TimedOut | ErrorKind::WouldBlock) => {
                 Err(())
             }
-            // A reset counts like an orderly close: clients cannot rely on either.
+            // A reset counts as an orderly close, because clients cannot rely on the difference.
             Err(_) => Ok(false),
         }
     }

@@ -13,7 +13,7 @@ use rustix::termios::{Winsize, tcsetwinsize};
 use crate::process::exit_within;
 use crate::wait::{TIMEOUT, until_or};
 
-/// The user's end of a pseudo-terminal: records what programs write, and sends them keys.
+/// The user's end of a pseudo-terminal. It records the output of programs, and sends keys to them.
 #[derive(Debug)]
 pub struct Screen {
     keys: File,
@@ -24,10 +24,10 @@ pub struct Screen {
 }
 
 impl Screen {
-    /// Opens a terminal of this size. Returns it, and the end for programs.
+    /// Opens a terminal of this size. Returns the user's end and the end for programs.
     ///
     /// # Panics
-    /// If there is no terminal.
+    /// If a pseudo-terminal cannot be opened.
     #[must_use]
     pub fn open(columns: u16, rows: u16) -> (Self, OwnedFd) {
         let flags = OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC;
@@ -41,8 +41,8 @@ impl Screen {
         let (mut screen, all) = (keys.try_clone().expect("a descriptor"), Arc::clone(&output));
         let reader = std::thread::spawn(move || {
             let mut bytes = [0; 4096];
-            // When no program has the terminal any more, Linux reports an error instead of the end
-            // of the file.
+            // When no program has the terminal open any more, Linux reports an error instead of the
+            // end of the file.
             while let Ok(count @ 1..) = screen.read(&mut bytes) {
                 all.lock().unwrap_or_else(PoisonError::into_inner).extend(&bytes[..count]);
             }
@@ -50,31 +50,31 @@ impl Screen {
         (Self { keys, output, reader: Some(reader), seen: 0 }, program)
     }
 
-    /// Returns everything that was written, with escape sequences.
+    /// Returns all output so far, with escape sequences.
     #[must_use]
     pub fn bytes(&self) -> Vec<u8> {
         self.output.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Returns everything that was written, as text with escape sequences.
+    /// Returns all output so far as text, with escape sequences.
     #[must_use]
     pub fn text(&self) -> String {
         String::from_utf8_lossy(&self.bytes()).into_owned()
     }
 
-    /// Waits until the output has this text.
+    /// Waits until the output contains this text.
     ///
     /// # Panics
-    /// If it does not appear in time.
+    /// If the text does not appear in time.
     #[track_caller]
     pub fn expect(&self, text: &str) {
         until_or(TIMEOUT, text, || self.text().contains(text), || self.text());
     }
 
-    /// Waits for a text after the one that the previous call of this function found.
+    /// Waits for a text after the text that the previous call of this function found.
     ///
     /// # Panics
-    /// If it does not appear in time.
+    /// If the text does not appear in time.
     #[track_caller]
     pub fn expect_next(&mut self, text: &str) {
         let end = || {
@@ -87,10 +87,10 @@ impl Screen {
         self.seen = end().unwrap_or(self.seen);
     }
 
-    /// Types on the terminal.
+    /// Types keys on the terminal.
     ///
     /// # Panics
-    /// If no program has the terminal any more.
+    /// If no program has the terminal open any more.
     pub fn type_keys(&mut self, keys: &str) {
         self.keys.write_all(keys.as_bytes()).expect("to type");
     }
@@ -100,7 +100,7 @@ impl Screen {
 #[derive(Debug)]
 pub struct Terminal {
     child: Child,
-    /// What the program shows.
+    /// The program's terminal.
     pub screen: Screen,
 }
 
@@ -109,14 +109,14 @@ impl Terminal {
     /// program's controlling terminal, so Ctrl-C interrupts it.
     ///
     /// # Panics
-    /// If there is no terminal, or the program cannot be started.
+    /// If a pseudo-terminal cannot be opened, or the program cannot be started.
     #[must_use]
     pub fn start(command: &Command, columns: u16, rows: u16) -> Self {
         let (screen, program) = Screen::open(columns, rows);
         let end = || program.try_clone().expect("a descriptor");
         let mut command = with_controlling_terminal(command);
         command.stdin(end()).stdout(end()).stderr(end()).env("TERM", "xterm-256color");
-        // The command and its end of the terminal are dropped here, because the output ends only
+        // The command with its end of the terminal is dropped here, because the output ends only
         // when all copies of this end are closed.
         Self { child: command.spawn().expect("the program starts"), screen }
     }
@@ -129,7 +129,7 @@ impl Terminal {
     /// Waits until the program exits. Returns its status and everything that it has written.
     ///
     /// # Panics
-    /// If it does not exit in time.
+    /// If the program does not exit in time.
     #[track_caller]
     pub fn finish(mut self) -> (ExitStatus, String) {
         let status = exit_within(&mut self.child, TIMEOUT);

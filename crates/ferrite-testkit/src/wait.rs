@@ -1,5 +1,5 @@
-//! Waiting for something with a deadline. A test never sleeps and hopes: it says what it waits for,
-//! and fails with these words if that does not happen.
+//! Waits for an event with a deadline. A test never sleeps for a fixed time. It names the event,
+//! and fails with this name if the event does not occur.
 
 use std::future::Future;
 use std::pin::pin;
@@ -8,20 +8,21 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{JoinHandle, Thread};
 use std::time::{Duration, Instant};
 
-/// Longer than any step of a test takes, on a busy machine and on the slowest kernel of the lab.
+/// Longer than any step of a test takes, even on a busy machine and on the slowest kernel of the
+/// lab.
 pub const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The first and the longest pause between two checks of a condition.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(20));
 
-/// Checks a condition again and again. Returns whether it came true within `limit`.
+/// Checks a condition repeatedly. Returns whether it became true within `limit`.
 #[must_use]
 pub fn comes_true(limit: Duration, mut condition: impl FnMut() -> bool) -> bool {
     let deadline = Instant::now() + limit;
     let mut pause = PAUSES.0;
     loop {
-        // Reads the clock first: a thread that did not run for a long time must still check once
-        // more.
+        // Reads the clock first, so that a thread that did not run for a long time still checks
+        // once more.
         let is_last = Instant::now() >= deadline;
         if condition() {
             return true;
@@ -34,20 +35,20 @@ pub fn comes_true(limit: Duration, mut condition: impl FnMut() -> bool) -> bool 
     }
 }
 
-/// Waits until `condition` holds. `what` describes it.
+/// Waits until `condition` holds. `what` describes the condition.
 ///
 /// # Panics
-/// If it does not hold within `limit`.
+/// If the condition does not hold within `limit`.
 #[track_caller]
 pub fn until(limit: Duration, what: &str, condition: impl FnMut() -> bool) {
     until_or(limit, what, condition, String::new);
 }
 
-/// Waits until `condition` holds, as [`until`] does. If it fails, the message ends with the result
-/// of `details`, such as a log.
+/// Waits until `condition` holds, like [`until`]. The message of a failure ends with the result of
+/// `details`, such as a log.
 ///
 /// # Panics
-/// If it does not hold within `limit`.
+/// If the condition does not hold within `limit`.
 #[track_caller]
 pub fn until_or(
     limit: Duration,
@@ -59,10 +60,11 @@ pub fn until_or(
     assert!(came_true, "timeout after {limit:?} waiting for: {what}; {}", details());
 }
 
-/// Waits in an async test until `condition` holds, as [`until`] does.
+/// Waits in an async test until `condition` holds, like [`until`].
 ///
 /// # Panics
-/// If it does not hold within [`TIMEOUT`]. The time is real, also where tokio's clock is paused.
+/// If the condition does not hold within [`TIMEOUT`]. The time is real, even if tokio's clock is
+/// paused.
 #[cfg(feature = "tokio")]
 pub async fn until_async(what: &str, mut condition: impl AsyncFnMut() -> bool) {
     let started = Instant::now();
@@ -72,10 +74,10 @@ pub async fn until_async(what: &str, mut condition: impl AsyncFnMut() -> bool) {
     }
 }
 
-/// Runs a future on this thread. Other threads must drive whatever the future waits for.
+/// Runs a future on this thread. Other threads must make the progress that the future waits for.
 ///
 /// # Panics
-/// If it is not ready within `limit`.
+/// If the future is not ready within `limit`.
 #[track_caller]
 pub fn within<F: Future>(limit: Duration, what: &str, future: F) -> F::Output {
     struct Unpark(Thread);

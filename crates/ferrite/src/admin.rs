@@ -30,7 +30,7 @@ pub(crate) fn report(address: Option<SocketAddr>) {
     }
 }
 
-/// The gateway, as its admin port shows it. It is ready while the engine answers.
+/// Serves the gateway's admin port. The gateway is ready while the engine answers.
 pub(crate) struct GatewayAdmin {
     pub(crate) fabric: Fabric,
     pub(crate) gateway: Gateway,
@@ -60,8 +60,8 @@ pub(crate) struct RelayCounters {
     pub(crate) moved: Moved,
 }
 
-/// The relay, as its admin port shows it. It is ready while the server answers over a new session,
-/// which the relay opens as it does for a client.
+/// Serves the relay's admin port. The relay is ready while the server answers over a new session,
+/// which the relay opens in the same way as for a client.
 pub(crate) struct RelayAdmin {
     pub(crate) fabric: Fabric,
     pub(crate) connector: Connector,

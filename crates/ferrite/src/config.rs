@@ -125,7 +125,8 @@ fn show(options: &Options) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Sets the settings in `words`, which are names and values by turns. Names may start with `--`.
+/// Sets the settings in `words`, which alternate between names and values. Names may start with
+/// `--`.
 fn set_flags(values: &mut Values, words: &[String]) -> anyhow::Result<()> {
     for pair in words.chunks(2) {
         let name = pair[0].trim_start_matches("--");

@@ -120,7 +120,7 @@ struct ConnectionManager {
     remedy: Option<String>,
 }
 
-/// The names are those of ibv_query_device(3).
+/// The limits of a device, with the names of ibv_query_device(3).
 #[derive(Debug, Default, Serialize)]
 struct LimitsEntry {
     vendor_id: u32,
@@ -148,8 +148,8 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     if broken.len() < inventory.devices.len() {
         return Ok(());
     }
-    // Opens the first device again for its error, whose kind tells whether RDMA is unavailable to
-    // this user.
+    // Opens the first device again to get its error. The kind of the error tells whether RDMA is
+    // unavailable to this user.
     let first = Verbs::system()?.devices()?.first().map(Device::open);
     first.transpose().context("cannot open any of the devices")?;
     anyhow::bail!("cannot open any of the devices")
@@ -246,15 +246,16 @@ impl PortEntry {
     }
 }
 
-/// Returns the network interface of a device even if it has no address: the only one of its card,
-/// or for Soft-RoCE the one below it. Empty if the card has several.
+/// Returns the network interface of a device, even if the interface has no address. For Soft-RoCE,
+/// it is the interface below the device. For a card with one interface, it is that one. Returns
+/// nothing if the card has several.
 fn netdevs_of(device: &str) -> Vec<String> {
     let sysfs = std::path::Path::new("/sys/class/infiniband").join(device);
     if let Ok(parent) = std::fs::read_to_string(sysfs.join("parent")) {
         return vec![parent.trim().to_owned()];
     }
-    // A card with several ports has an interface for each, but sysfs does not say which belongs to
-    // which port.
+    // A card with several ports has an interface for each port, but sysfs does not say which
+    // interface belongs to which port.
     let Ok(entries) = std::fs::read_dir(sysfs.join("device/net")) else { return Vec::new() };
     let mut names: Vec<_> =
         entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();

@@ -1,4 +1,4 @@
-//! Asks the engine or the server at start whether it answers, so that an operator learns of a wrong
+//! Checks at start that the engine or the server answers, so that an operator learns of a wrong
 //! address before the first client does.
 
 use std::time::Duration;
@@ -10,8 +10,8 @@ use tokio::time::{sleep, timeout};
 /// The pause before the next attempt, and how long an engine may take to answer.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// Returns when the engine answers. Until then, tries again and again, and warns whenever the
-/// reason of the failure changes.
+/// Returns when the engine answers. Until then, asks again and again, and warns whenever the cause
+/// of the failure changes.
 pub(crate) async fn wait_for_engine(engine: EngineAddress) {
     let name = format!("the engine at {engine}");
     let ask = || {
@@ -21,7 +21,8 @@ pub(crate) async fn wait_for_engine(engine: EngineAddress) {
     wait_for(name, INTERVAL, ask).await;
 }
 
-/// Like [`wait_for_engine`], for a program whose answer `ask` waits for, at most for `limit`.
+/// Works like [`wait_for_engine`], but calls `ask` to get an answer. Each answer may take up to
+/// `limit`.
 pub(crate) async fn wait_for<F>(name: String, limit: Duration, ask: impl Fn() -> F)
 where
     F: Future<Output = Result<(), String>>,

@@ -13,8 +13,9 @@ use crate::pingpong::ConnectionLost;
 use crate::server;
 use crate::settings::WrongSettings;
 
-/// Prints the paragraph on stderr, and the object on stdout if `json` is set. The object is one
-/// line, like the events of long-running programs. Prints nothing if the reader of stdout has gone.
+/// Prints the failure as a paragraph on stderr and, if `json` is set, as an object on stdout. The
+/// object is one line, like the events of long-running programs. Prints nothing if the reader of
+/// stdout has gone.
 pub(crate) fn report(error: &anyhow::Error, json: bool) -> ExitCode {
     if error.downcast_ref::<StdoutError>().is_some_and(StdoutError::is_broken_pipe) {
         return ExitCode::from(exit_code::FAILURE);
@@ -119,7 +120,7 @@ impl Failure {
 }
 
 /// Joins the causes from the outermost to the innermost. Leaves out a cause that the text already
-/// has.
+/// contains.
 fn message(error: &anyhow::Error) -> String {
     let mut text = String::new();
     for cause in error.chain().map(ToString::to_string) {

@@ -105,7 +105,8 @@ async fn serve(setup: &Setup<'_>) -> anyhow::Result<ExitCode> {
     let values = &setup.values;
     let config = Config { program: Program::GATEWAY, ..fabric_config(values) };
     let rdma = config.rdma;
-    // If no devices are named, only those that have one of these addresses are opened.
+    // If `rdma-device` names no devices, the fabric opens only those that have one of these
+    // addresses.
     let served: Vec<_> =
         setup.listen.iter().copied().filter(|address| !address.ip().is_loopback()).collect();
     let begin = || {
@@ -119,8 +120,8 @@ async fn serve(setup: &Setup<'_>) -> anyhow::Result<ExitCode> {
     let mut config = GatewayConfig::new(setup.engine.clone());
     reconfigure(&mut config, values);
     let gateway = Gateway::new(config);
-    // Handles signals before anybody learns that the gateway runs: an unhandled SIGHUP would end
-    // it.
+    // Handles signals before it reports that the gateway runs: an unhandled SIGHUP would
+    // end the gateway.
     let read = || setup.options.flags.values(setup.options.config.as_deref());
     let (mut signals, reload) = (Signals::new()?, Reload::new(values, read)?);
     let (stop, stop_requested) = tokio::sync::watch::channel(());
@@ -175,8 +176,8 @@ fn listen(
     let options = if at.is_ipv6() { options.one_family() } else { options };
     let listener = fabric.listen_with(at, &options);
     let listener = listener.with_context(|| format!("cannot listen on {at}"))?;
-    // `rdma-device` names devices, and the address belongs to another one. That is an error, not a
-    // reason to listen over TCP only.
+    // `rdma-device` names devices, but the address belongs to another device. That is an error, not
+    // a reason to listen over TCP only.
     let other = listener.absence().filter(|error| error.is_other_device());
     if let Some(error) = other.filter(|_| values.is_given(&table::RDMA_DEVICE)) {
         return Err(error.clone()).with_context(|| format!("cannot listen on {at}"));

@@ -1,9 +1,9 @@
 //! Measures round trips with the CPU's counter and reports percentiles.
 //!
-//! The recorder reads the clock right after each post, while the message is on its way. Two such
-//! moments are one round trip apart. The clock is the CPU's time stamp counter, if that is steady:
-//! reading the kernel's clock costs a system call on hosts that do not map it into the process
-//! (many virtual machines).
+//! The recorder reads the clock right after each post, while the message is on its way. The time
+//! between two readings is one round trip. The clock is the CPU's time stamp counter, if that
+//! counter is steady. Some hosts, such as many virtual machines, do not map the kernel's clock into
+//! the process: reading it there costs a system call.
 
 use std::time::Instant;
 
@@ -31,7 +31,7 @@ pub(crate) struct RoundTrips {
 impl Recorder {
     /// Creates a recorder that skips the first `warmup` round trips, at least one.
     pub(crate) fn new(warmup: u64) -> anyhow::Result<Self> {
-        /// About an hour. Longer round trips count as this.
+        /// About an hour. Longer round trips are recorded as this value.
         const LONGEST_TICKS: u64 = 1 << 43;
         let clock = quanta::Clock::new();
         let started = (clock.raw(), Instant::now());

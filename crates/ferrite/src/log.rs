@@ -46,7 +46,7 @@ pub(crate) fn install(values: &Values) {
     }
 }
 
-/// Returns whether lines may have colors: on a terminal, unless NO_COLOR is set.
+/// Returns whether lines may have colors: on a terminal, unless NO_COLOR is set and not empty.
 fn has_colors() -> bool {
     let is_refused = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
     std::io::stderr().is_terminal() && !is_refused

@@ -1,5 +1,5 @@
-//! The `ferrite` command: one module per subcommand, and a few that several subcommands share
-//! (addresses, choices, percentiles).
+//! The `ferrite` command. Each subcommand has a module; a few modules are shared by several
+//! subcommands (addresses, choices, percentiles).
 //!
 //! A subcommand returns its failure as an error. Only this file turns it into a message and an exit
 //! code.
@@ -106,7 +106,7 @@ fn exit_with_usage_error(error: &clap::Error) -> ! {
     error.exit()
 }
 
-/// Moves `--json` behind the commands, where it belongs: `ferrite --json config check FILE`.
+/// Moves `--json` after the commands, where clap expects it: `ferrite --json config check FILE`.
 fn with_json_last(mut words: Vec<OsString>) -> Vec<OsString> {
     let is_misplaced = match words.get(1..) {
         Some([first, _, ..]) if first == "--json" => Some(1),
@@ -117,7 +117,7 @@ fn with_json_last(mut words: Vec<OsString>) -> Vec<OsString> {
     };
     if let Some(at) = is_misplaced {
         let json = words.remove(at);
-        // Words behind `--` are not options of ferrite.
+        // Words after `--` are not options of ferrite.
         let end = words.iter().position(|word| word == "--").unwrap_or(words.len());
         words.insert(end, json);
     }

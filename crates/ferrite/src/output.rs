@@ -1,8 +1,8 @@
 //! Prints results and events on stdout: JSON for scripts, text for people.
 //!
-//! `println!` panics if nobody reads stdout any more (`| head`) or a disk is full. A result that
-//! cannot be written is a failure of the command; an event that cannot be written is dropped,
-//! because the program has other work to do.
+//! `println!` panics if nobody reads stdout any more (`| head`) or a disk is full. A command fails
+//! if it cannot write its result. An event that cannot be written is dropped, because the program
+//! has other work to do.
 
 use std::fmt::{self, Write as _};
 use std::io::{self, Write as _};
@@ -22,8 +22,8 @@ impl fmt::Display for StdoutError {
 impl std::error::Error for StdoutError {}
 
 impl StdoutError {
-    /// Returns whether the reader has gone, as `head` does when it has its lines. Such a failure
-    /// needs no message.
+    /// Returns whether the reader has closed the pipe, as `head` does after its last line. This
+    /// failure needs no message.
     pub(crate) fn is_broken_pipe(&self) -> bool {
         self.0.kind() == io::ErrorKind::BrokenPipe
     }
@@ -62,8 +62,8 @@ pub(crate) fn write_line(text: &str) {
     let _ = write(&format!("{text}\n"));
 }
 
-/// Replaces the characters by which text of a peer could control a terminal, or change the order of
-/// other text. Ends of lines and tabs stay. The escapes are those of JSON.
+/// Escapes the characters with which a peer's text could control a terminal or reorder other text.
+/// Keeps newlines and tabs. The escapes are those of JSON.
 pub(crate) fn escape_controls(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {

@@ -112,7 +112,8 @@ async fn serve(setup: &Setup<'_>) -> anyhow::Result<()> {
         let (connector, counters) = (connector.clone(), Arc::clone(&counters));
         Arc::new(RelayAdmin { fabric: fabric.clone(), connector, to: setup.to, counters })
     })?;
-    // Handles signals before anybody learns that the relay runs: an unhandled SIGHUP would end it.
+    // Handles signals before it reports that the relay runs: an unhandled SIGHUP would end
+    // the relay.
     let read = || setup.options.flags.values(setup.options.config.as_deref());
     let (mut signals, reload) = (Signals::new()?, Reload::new(&setup.values, read)?);
     let admin_address = admin.as_ref().map(AdminServer::address);
@@ -133,7 +134,8 @@ async fn serve(setup: &Setup<'_>) -> anyhow::Result<()> {
                     let (connector, counters) = (connector.clone(), Arc::clone(&counters));
                     tokio::spawn(relay_client(client, connector, setup.to, counters));
                 }
-                // Too many open files, or the client has disconnected. Accepts the next one.
+                // Either there are too many open files, or the client has disconnected. Accepts the
+                // next client.
                 Err(error) => {
                     static LINES: LogLimit = LogLimit::new();
                     if let Some(others) = LINES.pass() {

@@ -1,5 +1,5 @@
-//! SIGHUP: reads the settings again, says what has changed, and applies what can change while the
-//! program runs. The table in `ferrite-config` says which settings these are.
+//! SIGHUP: reads the settings again, reports which have changed, and applies those that can change
+//! while the program runs. The table in `ferrite-config` says which settings can.
 
 use ferrite_config::{Setting, TakesEffect, Values};
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -20,7 +20,8 @@ impl<F: Fn() -> anyhow::Result<Values>> Reload<F> {
         Ok(Self { hung_up, current: current.clone(), read })
     }
 
-    /// Waits for SIGHUP forever. After each, calls `apply` with the values that apply from then on.
+    /// Waits for SIGHUP forever. After each one, calls `apply` with the values that apply from then
+    /// on.
     pub(crate) async fn run(mut self, apply: impl Fn(&Values)) -> std::convert::Infallible {
         loop {
             if self.hung_up.recv().await.is_none() {
@@ -44,9 +45,9 @@ impl<F: Fn() -> anyhow::Result<Values>> Reload<F> {
 
 /// The settings that have changed.
 pub(crate) struct Changes {
-    /// Those that take effect while the program runs.
+    /// Settings that take effect while the program runs.
     pub(crate) now: Vec<Change>,
-    /// Those that need a new start.
+    /// Settings that take effect after a restart of the program.
     later: Vec<&'static Setting>,
 }
 
@@ -75,7 +76,7 @@ impl Changes {
         Self { now: now.into_iter().map(change).collect(), later }
     }
 
-    /// Returns the values that apply now: the new ones, except for settings that need a new start.
+    /// Returns the values that apply now: the new ones, except for settings that need a restart.
     pub(crate) fn applied_to(&self, before: &Values, after: &Values) -> Values {
         let mut values = before.clone();
         for Change { setting, .. } in &self.now {
@@ -87,7 +88,7 @@ impl Changes {
         values
     }
 
-    /// Logs what has changed, and what would change at the next start.
+    /// Logs which settings have changed, and which would change at the next start.
     pub(crate) fn report(&self) {
         let lines: Vec<_> = self.now.iter().map(|change| change.line.as_str()).collect();
         match lines.as_slice() {

@@ -1,4 +1,4 @@
-//! Durations given on the command line: a number of seconds, or with a unit.
+//! Durations given on the command line: a number of seconds, or a number with a unit.
 
 use std::time::Duration;
 

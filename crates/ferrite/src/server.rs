@@ -119,7 +119,7 @@ fn try_run(options: &Options) -> anyhow::Result<u8> {
     settings::warn_of_unknown_variables();
     config.warn_of_readable_passwords(sources.file());
     let plan = Plan::new(&config)?;
-    // A single thread: the engine gets SIGTERM when the thread that started it ends.
+    // A single thread, because the engine gets SIGTERM when the thread that started it ends.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     if options.check {
         let version = runtime.block_on(version(&plan.engine))?;

@@ -1,5 +1,5 @@
-//! The flags of a command that come from the table of settings, and the values that result from
-//! them, the environment and a file.
+//! The flags of a command that the table of settings defines. Combines them with the environment
+//! and a file into values.
 
 use std::fmt;
 use std::marker::PhantomData;

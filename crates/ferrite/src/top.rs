@@ -130,7 +130,7 @@ impl Options {
     }
 }
 
-/// Parses the address of an engine, also as `redis://ADDRESS`.
+/// Parses the address of an engine, with or without `redis://`.
 fn parse_engine(text: &str) -> Result<SocketAddr, String> {
     match text.split_once("://") {
         None => address::parse::<DEFAULT_PORT>(text),
@@ -146,8 +146,8 @@ fn parse_engine(text: &str) -> Result<SocketAddr, String> {
 }
 
 /// Returns the arguments of AUTH; none if neither a user nor a password is given. A user without a
-/// password is tried with an empty one: the user may need none (`nopass`), and otherwise the engine
-/// reports an error.
+/// password is tried with an empty password. The user may need none (`nopass`); otherwise the
+/// engine reports an error.
 fn credentials(user: Option<String>, password: Option<String>) -> Vec<String> {
     match (user, password) {
         (Some(user), password) => vec![user, password.unwrap_or_default()],
@@ -162,7 +162,7 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     if options.once || options.json || options.svg.is_some() || !has_screen() {
         return run_once(options, source, app);
     }
-    // Reads the state once before the screen is taken over, so that an error is printed as usual.
+    // Reads the state once before it takes over the screen, so that an error is printed as usual.
     let mut source = source;
     let mut app = app;
     app.update(Ok(source.poll()?));
@@ -227,7 +227,7 @@ fn run_screen(
     }
 }
 
-/// A report of the watcher.
+/// A message from the watcher.
 enum News {
     State(Box<anyhow::Result<Snapshot>>),
     Killed(u64, anyhow::Result<()>),

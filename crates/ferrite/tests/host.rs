@@ -1,5 +1,6 @@
-//! The `ferrite` command on a host without RDMA devices, as build hosts are. It starts, names the
-//! missing part and the remedy, and exits with its own code. rdma-core may be installed or not.
+//! The `ferrite` command on a host without RDMA devices, such as a build host. It starts, names the
+//! missing part and the remedy, and exits with the code for missing RDMA. rdma-core may be
+//! installed or not.
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::TcpStream;
@@ -12,7 +13,7 @@ use ferrite_testkit::wait::until_or;
 use ferrite_testkit::{TIMEOUT, TempDir, Terminal};
 use serde_json::Value;
 
-/// This host has no usable RDMA.
+/// The exit code on a host without usable RDMA.
 const UNAVAILABLE: i32 = 69;
 
 fn ferrite(arguments: &[&str]) -> Output {
@@ -136,7 +137,7 @@ fn config_check_prints_problems_and_exits_with_2() {
     assert!(text(&output.stdout).contains("ferrite.toml:2: network.rdma-device: "));
 }
 
-/// Returns what a program with `--json` and a piped stdout says first: that it listens.
+/// Returns the first event of a program with `--json` and a piped stdout: that it listens.
 fn first_event(program: &mut Child) -> Value {
     let mut line = String::new();
     let stdout = program.stdout.as_mut().expect("piped");
@@ -171,7 +172,7 @@ fn gateway_listens_on_several_addresses_and_names() {
     assert!(gateway.wait().expect("it ends").success());
 }
 
-/// A gateway or relay whose log, in JSON, is a file.
+/// A gateway or relay that logs JSON into a file.
 struct Logged {
     process: KillOnDrop,
     listening: Value,
@@ -192,7 +193,7 @@ impl Logged {
         Self { process, listening, log }
     }
 
-    /// Returns the address that an event has under this name.
+    /// Returns the address that the first event has under this name.
     fn address(&self, name: &str) -> &str {
         self.listening[name].as_str().expect("an address")
     }
@@ -233,7 +234,7 @@ fn answer(address: &str, request: &str) -> String {
     text(&answer)
 }
 
-/// SIGHUP applies what can change, and the log has a time, a level and the changes.
+/// SIGHUP applies the settings that can change. The log has a time, a level and the changes.
 #[test]
 fn gateway_reads_its_settings_again_on_sighup() {
     let directory = TempDir::new("reload");
@@ -256,7 +257,8 @@ fn gateway_reads_its_settings_again_on_sighup() {
     gateway.stop();
 }
 
-/// A level below which nothing was logged before, a file with an error, and a file without it.
+/// Reads three files in turn: one with a lower log level, one with an error, and one without the
+/// error.
 #[test]
 fn relay_reads_its_settings_again_on_sighup() {
     let directory = TempDir::new("relay-reload");
@@ -272,7 +274,7 @@ fn relay_reads_its_settings_again_on_sighup() {
     assert!(relay.lines().is_empty(), "only errors are logged: {:?}", relay.lines());
 
     set("info", "0");
-    // A line of the new level, so the new level applies.
+    // The old level did not log this line, so the new level applies.
     relay.reload("SIGHUP received: log-level is now info (was error)");
 
     set("nonsense", "7");
@@ -284,7 +286,8 @@ fn relay_reads_its_settings_again_on_sighup() {
     assert!(message.contains("/ferrite.toml:2: observability.log_level: "), "{message}");
 
     set("info", "7");
-    // Nothing of the file with the error was taken, and the level is still the one before it.
+    // The file with the error changed no setting: `busy-poll-us` was still 0, and the log level is
+    // not among the changes.
     relay.reload("SIGHUP received: busy-poll-us is now 7us (was 0us)");
     relay.stop();
 }
@@ -305,7 +308,7 @@ fn relay_logs_a_failing_server_once_a_minute() {
     relay.stop();
 }
 
-/// A script may read the first event only, and close its end of the pipe.
+/// A script may read only the first event, and then close its end of the pipe.
 #[test]
 fn a_closed_stdout_does_not_fail_a_gateway_or_a_relay() {
     let gateway = ["gateway", "--listen", "127.0.0.1:0", "--engine", "unix:/nonexistent"];
@@ -408,7 +411,7 @@ fn a_gateway_goes_on_without_a_reader_of_its_events() {
         .stderr(Stdio::piped())
         .spawn()
         .expect("a gateway");
-    // The warning about the engine follows the event that it listens.
+    // The warning about the engine follows the event `listening`.
     let mut log = BufReader::new(gateway.stderr.take().expect("stderr"));
     let mut line = String::new();
     log.read_line(&mut line).expect("a line");
@@ -443,7 +446,8 @@ fn a_file_that_cannot_be_read_is_wrong_usage() {
 fn colors_of_the_log_obey_no_color() {
     let lines = |no_color: &str| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
-        // An address for documentation: the relay logs that there is no RDMA, then fails.
+        // No host has this address, which is reserved for documentation. The relay logs that there
+        // is no RDMA, then fails.
         command.args(["relay", "--to", "127.0.0.1:1", "--listen", "192.0.2.1:7000"]);
         command.env("NO_COLOR", no_color);
         let (status, text) = Terminal::start(&command, 500, 30).finish();

@@ -169,7 +169,7 @@ fn keeps_results_when_the_server_goes() {
     let mut command = redis.bench(&["--test", "set,get", "--seconds", "600", "--warmup", "0"]);
     command.args(["--threads", "2", "--json", "--save"]).arg(&saved).arg("--plot").arg(&plot);
     let bench = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it starts");
-    // The keys that `get` reads are written by one connection. Then ten connections write.
+    // One connection writes the 10,000 keys for `get`. Then ten connections run the test `set`.
     until("requests are measured", || {
         let stats = redis.ask("INFO commandstats");
         let calls = stats.split_once("cmdstat_set:calls=").and_then(|(_, rest)| {
@@ -220,7 +220,7 @@ fn measures_commands_with_placeholders() {
     assert!(redis.ask("DBSIZE").starts_with(":20\r\n"), "it removes its own keys");
 }
 
-/// Such replies belong to no request, so there is no latency to measure.
+/// The replies to such a command belong to no single request, so there is no latency to measure.
 #[test]
 fn refuses_commands_with_several_replies() {
     let redis = Redis::start();

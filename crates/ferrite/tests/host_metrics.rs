@@ -94,7 +94,7 @@ fn relay_warns_of_a_server_that_does_not_answer_and_keeps_trying() {
     assert_eq!(relay.get("/ready"), (200, "ready\n".into()));
 }
 
-/// Otherwise the session of a client whose host has died would stay open for ever.
+/// Without keepalive, the session of a client whose host has died would stay open forever.
 #[test]
 fn relay_probes_silent_clients() {
     let redis = Engine::redis(&[]);
@@ -108,7 +108,7 @@ fn relay_probes_silent_clients() {
     let sockets = std::fs::read_to_string("/proc/net/tcp").expect("the sockets");
     let ends = format!(" {} {} ", hex(&relay.address), hex(&client));
     let socket = sockets.lines().find(|line| line.contains(&ends)).expect("the relay's socket");
-    // The timer, after the state and the queues: 2 is that of keepalive.
+    // The timer follows the state and the queues. Type 2 is the keepalive timer.
     let timer = socket.split_whitespace().nth(5).expect("a timer");
     assert!(timer.starts_with("02:"), "{socket}");
 }
@@ -131,7 +131,7 @@ fn counters_of_the_relay_move_with_traffic() {
     assert_eq!(relay.get("/ready").0, 503);
 }
 
-/// `host_top` has more figures, from a text that has all of them.
+/// `host_top` checks more figures, with a text that has all of them.
 #[test]
 fn top_shows_what_the_admin_ports_say() {
     let redis = Engine::redis(&[]);
@@ -147,7 +147,7 @@ fn top_shows_what_the_admin_ports_say() {
         let state: Value = serde_json::from_slice(&output.stdout).expect("JSON");
         let shown = state["program"].as_str().expect("text");
         assert!(shown.starts_with(&format!("ferrite {program} 0.")), "{state}");
-        // The relay also opens a session at the gateway to ask whether it answers.
+        // The relay also opens a session at the gateway, to check whether the gateway answers.
         let opened = state["totals"]["opened_tcp"].as_u64().expect("a number");
         assert!(opened == 1 || program == "gateway" && opened == 2, "{state}");
         assert!(state["memory"]["registered"].is_number(), "{state}");
@@ -203,7 +203,7 @@ fn rules_and_dashboard_name_only_metrics_that_exist() {
     let _: Value = serde_json::from_str(dashboard).expect("JSON");
 }
 
-/// Each alert has its section in the book, to which it links.
+/// Each alert links to its section in the book.
 #[test]
 fn every_alert_has_its_section_in_the_book() {
     let rules = include_str!("../../../etc/prometheus/alerts.yml");

@@ -1,7 +1,7 @@
 //! `ferrite server` with real engines on a host without RDMA: Debian's Redis, and Valkey where the
 //! lab has built it.
 //!
-//! Checks its messages, its exit codes, and that no engine is left behind. `lab_server` tests it
+//! Checks its messages, its exit codes, and that it leaves no engine behind. `lab_server` tests it
 //! over RDMA.
 
 mod server {
@@ -26,12 +26,12 @@ fn has_device() -> bool {
     Path::new("/sys/class/infiniband").read_dir().is_ok_and(|mut devices| devices.next().is_some())
 }
 
-/// Returns the available engines, as values for `server.engine`.
+/// Returns the paths of the available engines, as values for `server.engine`.
 fn engines() -> Vec<String> {
     engine::engines().iter().map(|path| path.display().to_string()).collect()
 }
 
-/// Returns a `[network]` section with ports of the test's own.
+/// Returns a `[network]` section with free ports.
 fn network() -> String {
     let (tcp, rdma) = (free_port(), free_port());
     format!("bind = \"127.0.0.1\"\nport = {tcp}\nrdma_listen = \"127.0.0.1:{rdma}\"")
@@ -48,7 +48,7 @@ fn run(arguments: &[&str], file: &Path) -> Output {
         .expect("ferrite starts")
 }
 
-/// Returns the process id of the engine, which the event `ready` has.
+/// Returns the process id of the engine from the event `ready`.
 fn pid(event: &Value) -> u32 {
     u32::try_from(event["pid"].as_u64().expect("an id")).expect("an id")
 }
@@ -73,7 +73,8 @@ fn serves_clients_and_saves_the_data_when_it_stops() {
         let socket = PathBuf::from(event["unix_socket"].as_str().expect("a path"));
         let private = std::fs::metadata(socket.parent().expect("a directory")).expect("it exists");
         assert_eq!(std::os::unix::fs::PermissionsExt::mode(&private.permissions()) & 0o777, 0o700);
-        // Through the module's port and the proxy connection to the private socket.
+        // The command goes through the module's port and the proxy connection to the private
+        // socket.
         Client::to_tcp(event["address"].as_str().expect("an address")).ok(&["SET", "key", "kept"]);
         let own = ("127.0.0.1", event["tcp_port"].as_u64().expect("a port") as u16);
         assert_eq!(Client::to_tcp(own).text(&["GET", "key"]), "kept");
@@ -102,7 +103,7 @@ fn serves_clients_and_saves_the_data_when_it_stops() {
     }
 }
 
-/// Names are accepted where addresses are. A Service of Kubernetes with the name `ferrite` sets
+/// Names are accepted wherever addresses are. A Kubernetes Service with the name `ferrite` sets
 /// FERRITE_PORT, which must not break the start.
 #[test]
 fn listens_on_names_beside_variables_of_kubernetes() {
@@ -130,8 +131,8 @@ fn runs_the_engine_without_the_module_if_rdma_is_disabled() {
     assert_eq!(connect(&event).text(&["MODULE", "LIST"]), "*0");
 }
 
-/// Loading takes longer than `startup_timeout`, which limits silence only. systemd is notified of
-/// each step.
+/// Loading takes longer than `startup_timeout`, which limits only the time without an answer.
+/// systemd is notified of each step.
 #[test]
 fn waits_for_loading_and_notifies_systemd() {
     let directory = directory();
@@ -175,7 +176,7 @@ fn waits_for_loading_and_notifies_systemd() {
         }
         let expected = "EXTEND_TIMEOUT_USEC=30000000\nSTATUS=the engine is loading its data";
         let progress = message.strip_prefix(expected).unwrap_or_else(|| panic!("{message}"));
-        // At first the engine does not say how far it is.
+        // At first the engine does not report its progress.
         assert!(progress.is_empty() || progress.contains(" %, "), "{message}");
         loading += usize::from(!progress.is_empty());
     };
@@ -230,7 +231,7 @@ fn engine_with_a_password_becomes_ready() {
     assert_ne!(event["status"], "unknown", "{event}");
 }
 
-/// With `log_format = "json"` every line of the log is an object, also those of the engine.
+/// With `log_format = "json"` every line of the log is an object, even the lines of the engine.
 #[test]
 fn log_can_be_json() {
     let (directory, network) = (directory(), network());
@@ -252,8 +253,8 @@ fn log_can_be_json() {
     assert!(lines.iter().any(|line| ready(line) && line["level"] == "INFO"), "{log}");
 }
 
-/// The file of another engine that runs already: ferrite leaves its pid file and its log file
-/// alone.
+/// The configuration file belongs to another engine that runs already. ferrite does not touch the
+/// pid file and the log file of that engine.
 #[test]
 fn ignores_pid_file_and_log_file_of_the_engines_file() {
     for engine in engines() {
@@ -286,7 +287,7 @@ fn ignores_pid_file_and_log_file_of_the_engines_file() {
     }
 }
 
-/// The configuration of the first documentation, as it is written there, reaches the module.
+/// The configuration in the first version of the documentation reaches the module unchanged.
 #[test]
 fn settings_of_the_first_documentation_reach_the_module() {
     let first = include_str!("../../ferrite-config/src/file/tests/first_documentation.toml");

@@ -11,15 +11,15 @@ use ferrite_testkit::wait::until_or;
 use ferrite_testkit::{Engine, Start, TIMEOUT, Terminal, free_port, until};
 use serde_json::Value;
 
-/// What a gateway's admin port can answer: written by hand, with a value for each figure that is
-/// shown. `host_metrics` has a real one.
+/// The answer of a gateway's admin port, written by hand, with a value for each figure that is
+/// shown. `host_metrics` uses a real admin port.
 const METRICS: &str = include_str!("top/metrics.txt");
 
 fn top() -> Command {
     Command::new(env!("CARGO_BIN_EXE_ferrite"))
 }
 
-/// An engine with the module, which listens over TCP at the returned port.
+/// Starts an engine with the module, which listens over TCP at the returned port.
 fn engine(options: &[&str]) -> (Engine, u16) {
     let port = free_port();
     let port_text = port.to_string();
@@ -29,7 +29,7 @@ fn engine(options: &[&str]) -> (Engine, u16) {
     (engine, port)
 }
 
-/// Returns what the terminal shows now.
+/// Returns the text that the terminal shows now.
 fn shown(terminal: &Terminal) -> String {
     let mut screen = vt100::Parser::new(32, 132, 0);
     screen.process(&terminal.screen.bytes());
@@ -114,7 +114,7 @@ fn prints_once_for_scripts() {
     let run = |arguments: &[&str]| {
         let mut command = top();
         command.args(["top", "--interval", "0.1", "--unix"]).arg(engine.socket());
-        // As for redis-cli, an empty password is none.
+        // As in redis-cli, an empty password counts as unset.
         command.args(arguments).env("REDISCLI_AUTH", "").output().expect("ferrite starts")
     };
     let output = run(&["--json"]);
@@ -127,7 +127,7 @@ fn prints_once_for_scripts() {
     assert!(state["memory"]["registered"].is_u64(), "{state}");
     assert!(state["latency"][0]["p75_us"].is_number(), "{state}");
     assert!(state["latency"][0]["p50_us"].is_null(), "{state}");
-    // stdout is not a terminal: no screen.
+    // stdout is not a terminal, so there is no screen.
     let output = run(&[]);
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success() && !text.contains('\x1b'), "{text}");

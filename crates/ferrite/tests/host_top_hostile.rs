@@ -4,7 +4,8 @@ use std::io::{Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
 use std::process::{Command, Output};
 
-/// What a terminal would obey: a title, a colour, and a control character of one byte.
+/// Control sequences that a terminal would obey: a title, a colour, and a control character of one
+/// byte.
 const EVIL: &str = "\x1b]0;owned\x07\x1b[31m\u{9b}2J";
 
 /// Serves every connection with `act`. Returns the address.
@@ -19,7 +20,7 @@ fn serve(act: impl Fn(TcpStream) + Send + Copy + 'static) -> String {
     address
 }
 
-/// Answers every command of `top` as an engine whose texts are evil.
+/// Answers every command of `top` as an engine whose texts contain [`EVIL`].
 fn evil_engine(mut stream: TcpStream) {
     let mut input = vec![0; 1024];
     while let Ok(count @ 1..) = stream.read(&mut input) {
@@ -42,7 +43,7 @@ fn evil_engine(mut stream: TcpStream) {
     }
 }
 
-/// Begins an answer and repeats a part of it until the reader has gone.
+/// Begins an answer and repeats a part of it until the reader disconnects.
 fn endless(mut stream: TcpStream, begin: &str, part: &str) {
     let _ = stream.read(&mut [0; 1024]);
     let parts = part.repeat(1000);
@@ -58,7 +59,7 @@ fn top(arguments: &[&str]) -> Output {
     command.output().expect("ferrite starts")
 }
 
-/// Whether a terminal would only print it.
+/// Returns whether the output contains only characters that a terminal prints.
 fn is_harmless(output: &[u8]) -> bool {
     let text = String::from_utf8_lossy(output);
     text.chars().all(|c| !c.is_control() || c == '\n')

@@ -1,5 +1,5 @@
-//! The `ferrite` command with Soft-RoCE devices, in the lab's guest: rxe1 on 10.0.0.1 (h1) and rxe2
-//! on 10.0.0.2 (h2).
+//! The `ferrite` command with Soft-RoCE devices, in the lab's virtual machine: rxe1 on 10.0.0.1
+//! (h1) and rxe2 on 10.0.0.2 (h2).
 
 mod lab_cli {
     mod bench;
@@ -50,7 +50,7 @@ impl Server {
     }
 
     fn of(sides: TwoSided, more: &[&str]) -> Self {
-        // A new port for every server: the CM keeps a port for a while after a connection.
+        // Each server gets a new port: the CM keeps a port in use for a while after a connection.
         static NEXT_PORT: AtomicU16 = AtomicU16::new(7500);
         let address = format!("10.0.0.1:{}", NEXT_PORT.fetch_add(1, Ordering::Relaxed));
         let mut child = ferrite(&[sides.0, &["--listen", &address], more].concat())
@@ -85,7 +85,7 @@ impl Server {
             .expect("ferrite starts")
     }
 
-    /// Waits until it ends by itself. Returns its exit code and its output.
+    /// Waits until the server ends by itself. Returns its exit code and its output.
     fn finish(mut self) -> (Option<i32>, String) {
         let status = self.child.wait().expect("it ends");
         let stdout = self.child.stdout.take().expect("piped");
@@ -153,7 +153,7 @@ fn error_of(output: &Output) -> Value {
 
 #[test]
 fn explains_an_address_without_a_device() {
-    // The lab's bridge carries no RDMA device.
+    // The lab's bridge has no RDMA device.
     let added = Command::new("ip").args(["addr", "replace", "192.0.2.9/24", "dev", "br0"]).status();
     assert!(added.expect("ip starts").success());
     let mut command = Command::new("timeout");

@@ -1,4 +1,5 @@
-//! `ferrite gateway`, `ferrite relay` and `ferrite bench kv` over RDMA, in the lab's guest.
+//! `ferrite gateway`, `ferrite relay` and `ferrite bench kv` over RDMA, in the lab's virtual
+//! machine.
 
 mod kv {
     pub(crate) mod suite;

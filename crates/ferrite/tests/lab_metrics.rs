@@ -1,4 +1,4 @@
-//! The metrics of module, gateway and relay over RDMA, in the lab's guest.
+//! The metrics of module, gateway and relay over RDMA, in the lab's virtual machine.
 
 mod metrics {
     pub(crate) mod harness;
@@ -16,7 +16,8 @@ const MODULE: &str = "10.0.0.1:6385";
 const GATEWAY: &str = "10.0.0.1:6386";
 const PLAIN_GATEWAY: &str = "10.0.0.1:6387";
 
-/// Metrics that this test does not move, and the text of the test that does.
+/// Metrics that stay 0 in this test. For each one, a file and a text in it: the test that
+/// increments it.
 const MOVED_ELSEWHERE: [(&str, &str, &str); 15] = [
     ("port_counters_overdue", "ferrite-metrics/src/ports.rs", "overdue(\"mlx5_1\", 1)"),
     ("memory_", "ferrite-fabric/tests/pool.rs", "fn every_counter_is_incremented"),
@@ -81,7 +82,7 @@ impl Seen {
         }
     }
 
-    /// Waits until a metric is not 0.
+    /// Waits until a metric is greater than 0.
     fn until_moved(&mut self, admin: &Admin, name: &str) {
         until(TIMEOUT, name, || {
             self.look(admin);
@@ -90,7 +91,7 @@ impl Seen {
     }
 }
 
-/// The module in an engine, and its admin port.
+/// Starts an engine with the module, and returns the module's admin port, too.
 fn start_module() -> (Engine, Admin) {
     let admin = format!("127.0.0.1:{}", free_port());
     let (ip, port) = MODULE.split_once(':').expect("an address");
@@ -111,8 +112,8 @@ fn start_relay(to: &str, rdma: &str) -> Running {
     Running::start(&[&["relay", "--to", to, "--rdma", rdma][..], &listen].concat())
 }
 
-/// Commands of each kind through the relay and the module, over RDMA. Returns sessions that are
-/// still open.
+/// Sends commands of each kind through the relay and the module, over RDMA. Returns sessions that
+/// are still open.
 fn use_module(seen: &mut Seen, engine: &Engine, module: &Admin, relay: &Running) -> [Client; 2] {
     let value = vec![b'x'; 100_000];
     let mut client = Client::to_tcp(&relay.address);
@@ -138,7 +139,7 @@ fn use_module(seen: &mut Seen, engine: &Engine, module: &Admin, relay: &Running)
     [client, subscriber]
 }
 
-/// More clients than are allowed, a relay that falls back to TCP, and an engine that goes away.
+/// Connects more clients than are allowed, lets a relay fall back to TCP, and stops the engine.
 fn use_gateway(seen: &mut Seen) {
     let mut redis = Engine::redis(&[]);
     let gateway = start_gateway(GATEWAY, &redis, &["--max-clients", "1"]);
@@ -182,7 +183,6 @@ fn every_metric_moves() {
     }
 }
 
-/// Each exception names a test that exists.
 #[test]
 fn exceptions_name_tests_that_exist() {
     let crates = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the directory of all");

@@ -1,5 +1,5 @@
-//! `ferrite server` over RDMA, in the lab's guest (`cargo xtask lab-test lab_server`): Debian's
-//! Redis on 10.0.0.1 (rxe1), a client on 10.0.0.2 (rxe2).
+//! `ferrite server` over RDMA, in the lab's virtual machine (`cargo xtask lab-test lab_server`):
+//! Debian's Redis on 10.0.0.1 (rxe1), a client on 10.0.0.2 (rxe2).
 
 mod server {
     pub(crate) mod harness;
@@ -24,8 +24,8 @@ const NETWORK: &str = "port = 0\nrdma_device = \"rxe1\"\nrdma_listen = \"10.0.0.
 const OPEN: &str = "protected-mode = false";
 const LONG: Duration = Duration::from_secs(120);
 
-/// Runs `test` with a client on the other host, over RDMA. It must end in time and release all
-/// verbs objects.
+/// Runs `test` with a client on the second host, over RDMA. The test must end in time and release
+/// all verbs objects.
 fn client(test: impl AsyncFnOnce(&mut Connection)) {
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
@@ -66,8 +66,8 @@ fn assert_listens_over_rdma(event: &Value) {
     assert_eq!(event["reason"], Value::Null, "{event}");
 }
 
-/// Returns a counter of INFO ferrite, read through the engine's own socket. It may be missing or
-/// out of date while the transport's thread is slow.
+/// Returns a counter of INFO ferrite, read through the engine's own socket. The counter may be
+/// missing or out of date while the transport's thread is slow.
 fn counter(event: &Value, field: &str) -> Option<u64> {
     let info = connect(event).text(&["INFO", "ferrite"]);
     let prefix = format!("ferrite_{field}:");
@@ -101,7 +101,7 @@ fn serves_rdma_clients_and_keeps_their_data() {
     client(async |connection| {
         assert_eq!(connection.get::<_, String>("key").await.expect("GET"), "kept");
         assert!(connection.get::<_, Vec<u8>>("large").await.expect("GET") == large);
-        // The server stops while a client waits: the client gets an error, and the engine exits
+        // The server stops while a client waits. The client gets an error, and the engine exits
         // with code 0.
         second.signal("TERM");
         let reply =
@@ -112,7 +112,7 @@ fn serves_rdma_clients_and_keeps_their_data() {
     assert_eq!(second.end().0, Some(0));
 }
 
-/// The module says in its hello what it is. The client could take it for a gateway otherwise.
+/// The module names itself in its hello, so that the client does not take it for a gateway.
 #[test]
 fn ferrite_cli_names_the_module() {
     let directory = directory();
@@ -154,7 +154,7 @@ fn restarted_engine_listens_over_rdma_again() {
     assert_eq!(server.event("ended")["code"], 0);
 }
 
-/// Where RDMA is required, a missing device does not lead to a fallback to TCP.
+/// If RDMA is required and the device is missing, the server does not fall back to TCP.
 #[test]
 fn exits_with_69_if_the_device_does_not_exist() {
     let directory = directory();

@@ -1,6 +1,6 @@
 //! Inputs for `--runs`: mutations of the committed inputs, the same in each run.
 //!
-//! libFuzzer's own mutations depend on what it observes, so they differ from run to run even with a
+//! libFuzzer's own mutations depend on its observations, so they differ from run to run even with a
 //! fixed seed: addresses are random, and some targets have threads.
 
 use std::fs;
@@ -12,7 +12,7 @@ use anyhow::{Context as _, ensure};
 const MUTATIONS_MAX: u64 = 8;
 /// The largest number of bytes that a mutation inserts, removes or copies.
 const CHUNK_MAX: usize = 32;
-/// Byte values at which decoders often change their mind.
+/// Byte values at which decoders often change their behaviour.
 const EDGE_VALUES: [u8; 8] = [0, 1, 0x0A, 0x0D, b'0', 0x7F, 0x80, 0xFF];
 
 /// Replaces the folder `inputs` by `count` mutations of the files in the folder `seeds`.

@@ -1,7 +1,8 @@
-//! `cargo xtask fuzz session-diff`: compares whole sessions with an engine and through the module.
+//! `cargo xtask fuzz session-diff`: runs whole sessions directly with an engine and through the
+//! module, and compares them.
 //!
-//! The test `host_session_diff` has the generator, the engines and the comparison. It needs no
-//! instrumented build: coverage does not show which state a client is in.
+//! The generator, the engines and the comparison are in the test `host_session_diff`. The test
+//! needs no instrumented build, because coverage does not show the state of a client.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
@@ -13,7 +14,7 @@ use clap::Args;
 /// The name of the pseudo target.
 pub(crate) const NAME: &str = "session-diff";
 
-/// Options of `session-diff` alone.
+/// Options that only `session-diff` has.
 #[derive(Args)]
 #[command(next_help_heading = "Options of session-diff")]
 pub(crate) struct SessionOptions {
@@ -51,7 +52,7 @@ pub(crate) fn run(
     seconds: Option<u32>,
 ) -> anyhow::Result<ExitCode> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).context("the clock is before 1970")?;
-    // Multiplied, so that the seeds of two runs do not overlap.
+    // Multiplies the time, so that the seeds of two runs do not overlap.
     let seed = options.seed.unwrap_or(now.as_secs() * 1000);
     let seconds = match (options.seed, seconds) {
         (Some(_), None) => None,
@@ -94,8 +95,8 @@ pub(crate) fn run(
 
 /// Makes the path of an existing file absolute. Leaves a bare name for the lookup in PATH.
 ///
-/// It does not resolve symbolic links: some packages have one program for several tasks, which
-/// depends on the name by which it is started.
+/// It does not resolve symbolic links. Some packages have one program for several tasks, and the
+/// name with which it is started selects the task.
 fn absolute_path(path: &Path) -> anyhow::Result<PathBuf> {
     if path.components().count() == 1 && !path.exists() {
         return Ok(path.into());

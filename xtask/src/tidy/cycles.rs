@@ -1,22 +1,22 @@
-//! Checks that sibling modules of a crate do not import each other in a circle. A module in a
-//! circle cannot be read, tested or moved without all the others. A module may use its parent and
-//! its children.
+//! Checks that sibling modules of a crate do not import each other in a cycle. A module in a cycle
+//! cannot be read, tested or moved without all the others. A module may use its parent and its
+//! children.
 //!
-//! An import through a re-export (`use crate::Error`, which the root takes from `error`) counts as
-//! an import of the module that has the item.
+//! An import through a re-export (`use crate::Error`, which the root imports from `error`) counts
+//! as an import of the module that defines the item.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use super::Findings;
 use super::imports::{self, Module, Use};
 
-/// The cycles that exist: crate, parent module, and the modules in the cycle. The list may only
-/// shrink.
+/// The known cycles: crate, parent module, and the modules in the cycle. The list may only shrink.
 const KNOWN: &[(&str, &str, &[&str])] = &[];
 
 const THIS_FILE: &str = "xtask/src/tidy/cycles.rs";
 
-/// The modules below one parent: which uses which, and the file and line of the first use.
+/// The modules below one parent. For each module: the siblings that it uses, and the file and line
+/// of the first use.
 type Siblings = BTreeMap<String, BTreeMap<String, (String, usize)>>;
 
 /// Source files of all crates.
@@ -29,12 +29,13 @@ struct Cycle {
     parent: String,
     /// In alphabetical order.
     members: Vec<String>,
-    /// A shortest circle through the first member: module, file and line of its use of the next.
+    /// A shortest cycle through the first member. Each step has a module, and the file and line of
+    /// its use of the next module.
     steps: Vec<(String, String, usize)>,
 }
 
 impl Crates {
-    /// Takes a source file, if it is one of a crate.
+    /// Adds a source file, if it belongs to a crate.
     pub(super) fn add(&mut self, file: &str, text: &str) {
         let Some((folder, rest)) = file.split_once("/src/") else { return };
         let Some(rest) = rest.strip_suffix(".rs") else { return };
@@ -107,7 +108,7 @@ fn cycles(modules: &[Module]) -> Vec<Cycle> {
             if done.contains(module) {
                 continue;
             }
-            // The members of a cycle are those that the module reaches and that reach it.
+            // A module belongs to the cycle if this module reaches it and it reaches this module.
             let members: Vec<_> = reached(module, siblings)
                 .into_iter()
                 .filter(|other| reached(other, siblings).contains(module))
@@ -123,7 +124,7 @@ fn cycles(modules: &[Module]) -> Vec<Cycle> {
     cycles
 }
 
-/// Returns the uses between siblings, by the path of their parent.
+/// Returns the uses between siblings, by the path of the parent.
 fn levels(modules: &[Module]) -> BTreeMap<String, Siblings> {
     let scope = Scope::new(modules);
     let mut levels: BTreeMap<String, Siblings> = BTreeMap::new();
@@ -145,7 +146,7 @@ fn levels(modules: &[Module]) -> BTreeMap<String, Siblings> {
     levels
 }
 
-/// Which modules a crate has, and what they import.
+/// The modules of a crate, and the names that they import.
 struct Scope<'a> {
     /// Each module with the names that it imports.
     modules: BTreeMap<&'a [String], BTreeMap<&'a str, &'a Use>>,
@@ -174,11 +175,12 @@ impl<'a> Scope<'a> {
             || (1..=path.len()).any(|len| self.tests.contains(&path[..len]))
     }
 
-    /// Returns the module that has the item. Follows imports; `None` for an item of another crate.
+    /// Returns the module that defines the item. Follows imports. Returns `None` for an item of
+    /// another crate.
     fn module_of(&self, used: &Use) -> Option<Vec<String>> {
         let mut path = used.path.clone();
         let mut sure = used.sure;
-        // A path through more re-exports than this goes in a circle.
+        // A path through more re-exports than this is a cycle.
         for _ in 0..16 {
             let len =
                 (0..=path.len()).rev().find(|len| self.modules.contains_key(&path[..*len]))?;
@@ -189,7 +191,7 @@ impl<'a> Scope<'a> {
                     path = import.path.iter().cloned().chain(rest).collect();
                     sure = import.sure;
                 }
-                // No child module has the name, so it is another crate's.
+                // No child module has the name, so it belongs to another crate.
                 _ if sure < path.len() && len <= sure => return None,
                 _ => return Some(path[..len].to_vec()),
             }
@@ -212,7 +214,7 @@ fn reached(module: &str, siblings: &Siblings) -> BTreeSet<String> {
     found
 }
 
-/// Returns a shortest way from the module back to itself, by breadth-first search.
+/// Returns a shortest path from the module back to itself, by breadth-first search.
 fn shortest(module: &str, siblings: &Siblings) -> Vec<(String, String, usize)> {
     let mut ways = VecDeque::from([vec![module]]);
     let mut seen = BTreeSet::new();

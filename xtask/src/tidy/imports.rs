@@ -1,10 +1,11 @@
-//! Reads which paths of its own crate a source file uses. It knows the lexical rules and the form
-//! of `use` declarations only, so it needs no dependency and cannot fail. Test modules are left
-//! out: what only tests import is no part of the design.
+//! Finds the paths of its own crate that a source file uses. It knows only the lexical rules and
+//! the form of `use` declarations, so it needs no dependency and cannot fail. Test modules are left
+//! out, because imports of tests are not part of the design.
 
 use super::source;
 
-/// What one module takes from its crate. An inline module `mod x { … }` is a module of its own.
+/// The paths that one module uses from its crate. An inline module `mod x { … }` is a module of its
+/// own.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct Module {
     /// Path inside the crate; empty for the root.
@@ -21,10 +22,11 @@ pub(super) struct Module {
 pub(super) struct Use {
     pub(super) line: usize,
     pub(super) path: Vec<String>,
-    /// The name that a `use` declaration gives it here; `None` for a path in code.
+    /// The name that a `use` declaration gives to the path; `None` for a path in code.
     pub(super) name: Option<String>,
-    /// The number of leading segments that are sure. All, except for a `use` that starts with a
-    /// name in scope: its path starts with this module's, and what follows may be another crate.
+    /// The number of leading segments that certainly belong to this crate. These are all segments,
+    /// with one exception: a `use` that starts with a name in scope. Its path starts with this
+    /// module's path, and the rest may belong to another crate.
     pub(super) sure: usize,
 }
 
@@ -35,7 +37,7 @@ struct Token<'a> {
     text: &'a str,
 }
 
-/// Returns the modules in a file: its own first, then the inline ones.
+/// Returns the modules in a file: the file's own module first, then the inline modules.
 pub(super) fn modules(path: Vec<String>, file: &str, text: &str) -> Vec<Module> {
     let code = source::code_only(text);
     let mut modules = Vec::new();
@@ -134,7 +136,7 @@ fn test_item(tokens: &[Token<'_>]) -> Option<usize> {
     Some(end + len)
 }
 
-/// Returns the number of tokens from an opening brace to its closing one.
+/// Returns the number of tokens from an opening brace to the matching closing brace.
 fn block_len(tokens: &[Token<'_>]) -> usize {
     let mut depth = 0;
     for (at, token) in tokens.iter().enumerate() {
@@ -180,7 +182,7 @@ fn read_use(tree: &[Token<'_>], prefix: &[&str], module: &mut Module) {
     add(&path, Some(name), first.line, module);
 }
 
-/// Splits the inside of `{…}` of a use tree at its own commas.
+/// Splits the contents of the outermost `{…}` of a use tree at its commas.
 fn branches<'t, 'a>(inside: &'t [Token<'a>]) -> Vec<&'t [Token<'a>]> {
     let mut depth = 0;
     inside
@@ -215,7 +217,7 @@ fn path_at<'a>(tokens: &[Token<'a>]) -> Vec<&'a str> {
     segments
 }
 
-/// Resolves `crate`, `super` and `self` at the start of a path, and adds it to the module.
+/// Resolves `crate`, `super` and `self` at the start of a path, and adds the path to the module.
 fn add(segments: &[&str], name: Option<&str>, line: usize, module: &mut Module) {
     let mut base = module.path.clone();
     let mut rest = segments;

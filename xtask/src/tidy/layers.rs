@@ -1,5 +1,5 @@
-//! Checks which workspace crate may depend on which. A layer imports only layers below it. Products
-//! never import each other. ferrite-verbs and ferrite-proto import no workspace crate.
+//! Checks which crate of the workspace may depend on which. A layer imports only layers below it.
+//! Products never import each other. ferrite-verbs and ferrite-proto import no workspace crate.
 
 use std::collections::BTreeSet;
 
@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use super::Findings;
 
-/// What tests share. Every crate may use it for its tests, and only for them.
+/// The crate with shared test code. Every crate may use it, but only for its tests.
 const TESTKIT: &str = "ferrite-testkit";
 
 /// Each crate with the crates that it may depend on. Includes planned crates.
@@ -66,7 +66,7 @@ pub(super) fn check(metadata: &Value, findings: &mut Findings) -> anyhow::Result
             if !names.contains(&target) {
                 continue; // not a workspace crate
             }
-            // Tests may use any lower layer, not only the next one, and the kit for tests.
+            // Tests may use the test kit and any lower layer, not only the next one.
             let test_only = dependency["kind"] == "dev";
             let for_tests = target == TESTKIT || below(name).contains(target);
             if allowed.contains(&target) || (test_only && for_tests) {

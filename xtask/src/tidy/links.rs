@@ -1,4 +1,4 @@
-//! Checks the links between Markdown files: the file exists, and so does the heading.
+//! Checks the links between Markdown files: the file and the heading must exist.
 //!
 //! Headings get the same anchors from GitHub and from mdBook: lower case, without punctuation, a
 //! hyphen for each blank, and a number for a repeated heading. Links to other sites are not
@@ -20,7 +20,7 @@ struct Page {
 }
 
 impl Pages {
-    /// Takes a file, if it is Markdown.
+    /// Adds a file, if it is Markdown.
     pub(super) fn add(&mut self, file: &str, text: &str) {
         if file.ends_with(".md") {
             self.0.insert(file.into(), page(text));
@@ -38,7 +38,7 @@ impl Pages {
         }
     }
 
-    /// Returns what is missing behind a link.
+    /// Returns the missing file or heading of a link's target.
     fn missing(&self, from: &str, target: &str, files: &[String]) -> Option<String> {
         let (path, anchor) = target.split_once('#').map_or((target, None), |(p, a)| (p, Some(a)));
         let Some(path) = resolve(from, path) else {
@@ -110,7 +110,7 @@ impl Page {
     }
 }
 
-/// Returns the anchor of a heading. Links and code in it count with their text.
+/// Returns the anchor of a heading. Links and code in the heading count as their text.
 fn anchor(heading: &str) -> String {
     let mut text = String::new();
     let mut rest = heading;
@@ -129,7 +129,7 @@ fn without_code(line: &str) -> String {
     pieces.map(|(at, piece)| if at % 2 == 0 { piece } else { " " }).collect()
 }
 
-/// Returns the targets in this repository: of `[text](target)` and of `[name]: target`.
+/// Returns the link targets in this repository: of `[text](target)` and of `[name]: target`.
 fn targets(line: &str) -> impl Iterator<Item = &str> {
     let inline = line.split("](").skip(1).filter_map(|rest| rest.split(')').next());
     let definition = line

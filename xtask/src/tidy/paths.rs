@@ -1,15 +1,15 @@
-//! Checks that no `#[path]` attribute includes a file of another place. Tests share code through
+//! Checks that no `#[path]` attribute includes a file from another place. Tests share code through
 //! `ferrite-testkit`, so that each file belongs to one module of one crate.
 
 use super::Findings;
 
 /// The places that may use `#[path]`: a file, or a directory with everything below it.
 ///
-/// The corpus tests run the checks of the fuzz targets. No crate of the workspace can hold these:
-/// they need the feature `fuzzing` of ferrite-fabric, which would then be on in every build of the
-/// workspace. The fuzz package is no member, because libFuzzer needs a C++ compiler and has a
-/// licence that we do not ship. Its own attributes keep the checks' submodules where the corpus
-/// tests look for them.
+/// The corpus tests run the checks of the fuzz targets. No crate of the workspace can contain these
+/// checks: they need the feature `fuzzing` of ferrite-fabric, which would then be enabled in every
+/// build of the workspace. The fuzz package is not a member of the workspace, because libFuzzer
+/// needs a C++ compiler and has a licence that we do not ship. The fuzz package's own `#[path]`
+/// attributes keep the submodules of the checks where the corpus tests look for them.
 const ALLOWED: &[&str] = &[
     "crates/ferrite-fabric/tests/corpus.rs",
     "crates/ferrite-proto/tests/corpus.rs",
@@ -34,7 +34,8 @@ pub(super) fn check(file: &str, code: &str, findings: &mut Findings) {
     }
 }
 
-/// Returns the attribute that begins at the bracket `rest` begins with, up to the matching bracket.
+/// Returns the attribute at the start of `rest`, from its opening bracket to the matching closing
+/// bracket.
 fn attribute(rest: &str) -> &str {
     let mut depth = 0;
     for (at, byte) in rest.bytes().enumerate() {
@@ -50,8 +51,8 @@ fn attribute(rest: &str) -> &str {
     rest
 }
 
-/// Returns whether an attribute has a word `path` with an equals sign behind it. `#[command(path =
-/// …)]` of another macro has one, too; there is none in the project.
+/// Returns whether an attribute has the word `path` followed by an equals sign. `#[command(path =
+/// …)]` of another macro would match, too, but the project has no such attribute.
 fn sets_path(attribute: &str) -> bool {
     let is_word = |c: char| c.is_alphanumeric() || c == '_';
     attribute.match_indices("path").any(|(at, word)| {

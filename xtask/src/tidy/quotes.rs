@@ -1,15 +1,16 @@
 //! Checks that the documentation quotes messages as the programs print them, so that a reader who
 //! searches for a message finds its page.
 //!
-//! Three things in README.md, SECURITY.md and docs/ count as quotes:
+//! Three kinds of text in README.md, SECURITY.md and docs/ count as quotes:
 //! - a code span with an ellipsis, `cannot listen on …`;
 //! - a code span in a table column whose heading contains the word "message" or "line";
 //! - a fenced block with the info string `text,output`, except its lines that start with `$ `.
 //!
 //! An ellipsis, a word with a digit, `<name>` and text in double quotes stand for values, and end a
 //! fragment. Each fragment of three or more words must be in one string literal of the crates,
-//! where a `{…}` may stand for one word. If the program composes a fragment, each clause must be in
-//! one. Tests are not searched: they may contain text that no program prints.
+//! where a `{…}` may stand for one word. If the program composes a fragment from several literals,
+//! each clause of the fragment must be in one literal. Tests are not searched, because they may
+//! contain text that no program prints.
 
 use std::fs;
 use std::path::Path;
@@ -84,7 +85,7 @@ fn words_of(string: &str) -> Literal {
     words.map(|word| (!word.contains(PLACEHOLDER)).then(|| word.into())).collect()
 }
 
-/// Returns whether a literal has the fragment, or literals have each of its clauses.
+/// Returns whether a literal contains the fragment, or literals contain each of its clauses.
 fn is_printed(fragment: &[&str], literals: &[Literal]) -> bool {
     let printed = |words: &[&str]| {
         words.len() < MIN_WORDS || literals.iter().any(|literal| contains(literal, words))
@@ -95,7 +96,8 @@ fn is_printed(fragment: &[&str], literals: &[Literal]) -> bool {
     }
 }
 
-/// Returns whether the words are in the literal. At least `MIN_WORDS` must be the literal's own.
+/// Returns whether the literal contains the words. At least `MIN_WORDS` words must not match a
+/// placeholder.
 fn contains(literal: &Literal, words: &[&str]) -> bool {
     literal.windows(words.len()).any(|window| {
         let mut own = 0;
@@ -154,7 +156,7 @@ fn quotes(text: &str) -> Vec<Quote> {
     let mut quotes = Vec::new();
     let mut prose = String::new(); // the text without blocks and tables, with the same lines
     let mut fence: Option<bool> = None; // inside a fenced block: whether it is output
-    let mut message_columns = Vec::new(); // of the table around this line
+    let mut message_columns = Vec::new(); // columns with messages, in the table around this line
     let lines = text.lines().collect::<Vec<_>>();
     for (at, &content) in lines.iter().enumerate() {
         if let Some(info) = content.trim_start().strip_prefix("```") {
@@ -192,7 +194,7 @@ fn cells(row: &str) -> Vec<String> {
     row.split('|').map(|cell| cell.replace('\0', "|")).collect()
 }
 
-/// Returns the code spans of a text, or those with an ellipsis only.
+/// Returns the code spans of a text: all of them, or only those with an ellipsis.
 fn spans(text: &str, all: bool) -> impl Iterator<Item = Quote> {
     let mut line = 1;
     let parts = text.split('`').enumerate().filter_map(move |(at, part)| {

@@ -1,8 +1,8 @@
-//! Checks which tests may be retried: those of the lab, and those in the quarantine.
+//! Checks which tests may be retried: only tests of the lab, and tests in the quarantine.
 //!
 //! `.config/quarantine.toml` is a configuration file of nextest, which accepts any filter and any
-//! number. This check requires one form: a cause, one existing test, one or two retries; at most
-//! ten entries.
+//! number. This check requires one form: a cause, one existing test, and one or two retries. There
+//! may be at most ten entries.
 
 use std::fs;
 use std::path::Path;
@@ -54,16 +54,16 @@ fn may_contain(file: &str, entry: &Entry<'_>) -> bool {
         return package
             .is_some_and(|rest| rest.starts_with(folder(entry)) && file.ends_with(".rs"));
     };
-    rest.starts_with(folder(entry)) && file.ends_with(".rs") // xtask
+    rest.starts_with(folder(entry)) && file.ends_with(".rs") // such as xtask, not in crates/
 }
 
-/// Returns the folder of the entry's test. Targets share modules, so any file in it may contain the
-/// test.
+/// Returns the folder of the entry's test. Targets share modules, so any file in this folder may
+/// contain the test.
 fn folder(entry: &Entry<'_>) -> &'static str {
     if entry.target.is_some() { "/tests/" } else { "/src/" }
 }
 
-/// Checks that nextest's own configuration allows retries for lab tests only.
+/// Checks that nextest's own configuration allows retries only for lab tests.
 fn check_retries(text: &str, findings: &mut Findings) {
     let mut section = "";
     for (line, content) in (1..).zip(text.lines()) {

@@ -1,5 +1,6 @@
-//! Separates Rust code from comments and literals, by the lexical rules only. It replaces them by
-//! blanks and keeps the lines. It is not a parser, so it needs no dependency and cannot fail.
+//! Separates Rust code from comments and literals, by the lexical rules only. It replaces comments
+//! and literals by blanks and keeps the lines. It is not a parser, so it needs no dependency and
+//! cannot fail.
 
 /// Returns the text with comments, strings and character literals replaced by blanks.
 pub(super) fn code_only(text: &str) -> String {
@@ -13,7 +14,7 @@ pub(super) fn code_only(text: &str) -> String {
     code
 }
 
-/// Returns the text without the contents of strings. Comments stay, and so do the line ends.
+/// Returns the text without the contents of strings. Keeps comments and line ends.
 pub(super) fn without_strings(text: &str) -> String {
     let mut kept = String::with_capacity(text.len());
     for (_, part, kind) in Parts::of(text) {
@@ -44,7 +45,8 @@ pub(crate) fn string_values(text: &str) -> Vec<String> {
     literals.map(value).collect()
 }
 
-/// Returns the value of a literal's content. Every escape but a line break and a quote is a blank.
+/// Returns the value of a literal's content. Every escape becomes a blank, except a line break and
+/// a quote.
 fn unescape(content: &str, is_raw: bool) -> String {
     if is_raw {
         return content.into();
@@ -118,8 +120,8 @@ fn prose_len(rest: &str, previous: char) -> usize {
     if rest.starts_with('\'') {
         return character_len(rest);
     }
-    // r"…", br#"…"#, cr"…": a prefix only at the start of a word. b"…" and c"…" need no special
-    // case.
+    // r"…", br#"…"# and cr"…" have a prefix, which counts only at the start of a word. b"…" and
+    // c"…" need no special case.
     let prefix = ["r", "br", "cr"].into_iter().find(|prefix| {
         let after = rest.strip_prefix(prefix).map(|after| after.trim_start_matches('#'));
         after.is_some_and(|after| after.starts_with('"'))
@@ -162,7 +164,8 @@ fn quoted_len(rest: &str, open: usize, quote: char) -> usize {
     rest.len()
 }
 
-/// Returns the length of a character literal: 'c' and '\n' are literals, 'static and 'label: not.
+/// Returns the length of a character literal: 'c' and '\n' are literals, 'static and 'label: are
+/// not.
 fn character_len(rest: &str) -> usize {
     let mut chars = rest[1..].chars();
     match (chars.next(), chars.next()) {

@@ -1,15 +1,15 @@
 //! Checks that lines have at most 100 columns, in Rust, Markdown, TOML and scripts.
 //!
-//! What cannot be wrapped does not count: a string in Rust or TOML (it ends where the text ends), a
-//! table in Markdown, in a doc comment or in the text at the top of a script, and a line of
-//! Markdown that has no second word to wrap at (a long link). Code blocks in Markdown show what a
-//! program prints.
+//! Text that cannot be wrapped does not count: a string in Rust or TOML (the columns of its
+//! contents do not count), a table in Markdown, in a doc comment or in the text at the top of a
+//! script, and a line of Markdown that has no second word to wrap at (a long link). Code blocks in
+//! Markdown do not count either, because they show the output of programs.
 
 use super::{Findings, is_generated, source};
 
 const COLUMNS: usize = 100;
 
-/// Files with wider lines, and how many. The list may only shrink.
+/// Files with wider lines, and the number of these lines. The list may only shrink.
 const KNOWN: &[(&str, usize)] = &[
     ("bench/idle-links", 6),
     ("bench/module-instructions", 15),
@@ -66,7 +66,7 @@ fn wide_lines(file: &str, text: &str) -> Vec<(usize, usize)> {
         let is_exempt = (is_markdown
             && (in_code_block || is_table(content) || is_one_word(content)))
             || (is_rust && is_table(content.trim_start().trim_start_matches(['/', '!'])))
-            // A pipe may begin a line of shell, but does not end it.
+            // A line of shell may begin with a pipe, but does not end with one.
             || (is_script && is_table(content) && content.ends_with('|'));
         if columns > COLUMNS && !is_exempt {
             wide.push((line, columns));
@@ -94,7 +94,7 @@ fn is_table(line: &str) -> bool {
     line.trim_start().starts_with('|')
 }
 
-/// Returns whether nothing can be moved to the next line: a link counts as one word.
+/// Returns whether the line has no place to wrap it. A link counts as one word.
 fn is_one_word(line: &str) -> bool {
     let text = line.trim_start_matches(|c: char| " -*>#".contains(c) || c.is_ascii_digit());
     let text = text.strip_prefix('.').unwrap_or(text).trim();

@@ -1,12 +1,13 @@
-//! Checks that words of the private vocabulary do not come back. Each has a word of the field that
-//! every reader knows.
+//! Checks that words of the old private vocabulary do not come back. Each of them has a common word
+//! that every reader of the field knows.
 //!
 //! The words are searched in identifiers, in file names, and in names of settings, INFO fields and
-//! environment variables. Prose is not checked: most of them are ordinary English there.
+//! environment variables. Prose is not checked, because most of these words are ordinary English
+//! there.
 
 use super::{Findings, GENERATED, source, within};
 
-/// Words that no name contains, with what to write instead.
+/// Words that no name may contain, with the word to write instead.
 const IN_NAMES: &[(&str, &str)] = &[
     ("attend", "serve"),
     ("attends", "serves"),
@@ -34,7 +35,7 @@ const IN_NAMES: &[(&str, &str)] = &[
     ("troubles", "faults"),
 ];
 
-/// Words that are fine in other names, but name no type and no module.
+/// Words that are fine in other names, but not in the name of a type or a module.
 const AS_TYPES: &[(&str, &str)] = &[
     ("around", "engine handle"),
     ("bare", "raw connection"),
@@ -99,7 +100,7 @@ fn check_code(file: &str, text: &str, findings: &mut Findings) {
         previous = name;
     }
     for (line, literal) in source::strings(text).into_iter().filter(|(_, text)| is_name(text)) {
-        // A name of ours that starts like this was found with the settings.
+        // A name that starts like this is reported together with the settings.
         if !literal.to_ascii_lowercase().starts_with("ferrite_") {
             for word in words_of(literal) {
                 report(file, line, literal, &word, IN_NAMES, findings);

@@ -16,8 +16,8 @@ pub(super) fn write(reply: &Value<'_>, out: &mut Vec<u8>) {
     write_indented(reply, 0, out);
 }
 
-/// Appends a reply. Lines after the first begin with `indent` spaces. The caller has indented the
-/// first line.
+/// Appends a reply. All lines except the first begin with `indent` spaces: the caller has indented
+/// the first line.
 fn write_indented(reply: &Value<'_>, indent: usize, out: &mut Vec<u8>) {
     match reply {
         Value::Error(text) | Value::BlobError(text) => line(b"(error) ", text, out),

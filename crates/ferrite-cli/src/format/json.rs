@@ -1,10 +1,11 @@
-//! Formats a reply as one line of valid JSON, which redis-cli's output is not always:
+//! Formats a reply as one line of valid JSON. redis-cli's output is not always valid. The
+//! differences:
 //!
 //! - an error is `{"error":"ERR …"}`, not `error:"ERR …"`;
 //! - `inf`, `-inf` and `nan` are strings, since JSON has no such numbers;
 //! - bytes that are not UTF-8 become the characters U+0080 to U+00FF (`--quoted-json` loses no
 //!   byte);
-//! - replies that are text, such as INFO's, are strings like any other.
+//! - replies that are text, such as INFO's, are strings like all others.
 
 use ferrite_proto::resp::Value;
 
@@ -15,7 +16,7 @@ use super::quote;
 pub(super) enum Strings {
     /// As plain text.
     Text,
-    /// With the escapes that people see at the terminal.
+    /// With the escapes of the human format.
     Quoted,
 }
 

@@ -6,7 +6,7 @@ use ferrite_proto::resp::Value;
 pub(super) fn write(reply: &Value<'_>, delimiter: &[u8], out: &mut Vec<u8>) {
     match reply {
         Value::Null => {}
-        // As in redis-cli, an error ends with a newline, also inside an array.
+        // As in redis-cli, an error ends with a newline, even inside an array.
         Value::Error(text) | Value::BlobError(text) => {
             out.extend_from_slice(text);
             out.push(b'\n');

@@ -7,7 +7,7 @@ fn shown(style: Style, bytes: &[u8]) -> String {
     String::from_utf8(Format::new(style).reply(&reply, false)).expect("UTF-8")
 }
 
-/// Each case is a reply, and its format for people, raw, as CSV and as JSON.
+/// Each case is a reply and its four formats: for people, raw, CSV and JSON.
 #[test]
 fn formats_every_type() {
     for (bytes, human, raw, csv, json) in [

@@ -1,4 +1,4 @@
-//! Completion and hints while a line is typed.
+//! Completion and hints while the user types a line.
 
 use std::borrow::Cow;
 use std::cell::Cell;

@@ -23,8 +23,7 @@ pub(super) fn is_secret(words: &[Vec<u8>]) -> bool {
     }
 }
 
-/// Returns whether a line that cannot be split into words, because of its quotes, may contain a
-/// password.
+/// Returns whether a line may contain a password, if its quotes prevent splitting it into words.
 pub(super) fn may_be_secret(line: &str) -> bool {
     let line = line.to_ascii_lowercase();
     ["auth", "pass", "setuser"].iter().any(|part| line.contains(part))

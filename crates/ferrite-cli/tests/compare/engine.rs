@@ -1,8 +1,8 @@
-//! The engine that redis-cli and ferrite-cli both talk to.
+//! The engine to which redis-cli and ferrite-cli connect.
 
 use ferrite_testkit::Engine;
 
-/// Starts a `redis-server` whose replies do not depend on time: it logs no slow commands.
+/// Starts a `redis-server` that logs no slow commands, so that its replies do not depend on time.
 pub(crate) fn start(options: &[&str]) -> Engine {
     let own = ["--enable-debug-command", "yes", "--slowlog-log-slower-than", "-1"];
     Engine::redis(&[&own, options].concat())

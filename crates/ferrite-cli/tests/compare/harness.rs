@@ -55,7 +55,7 @@ impl Program {
         output
     }
 
-    /// Runs all cases as lines on one connection, and returns what each case printed.
+    /// Runs all cases as lines on one connection, and returns the output of each case.
     pub(crate) fn outputs(&self, style: Style, cases: &[&Case]) -> Vec<String> {
         let output = self.run_with_stdin(style.1, lines(cases, &format!("ECHO {MARK}\n")));
         assert!(
@@ -66,7 +66,7 @@ impl Program {
         );
         let printed = escaped(&output.stdout);
         let mut parts: Vec<_> = printed.split(MARK).map(str::to_owned).collect();
-        parts.pop(); // what follows the last mark
+        parts.pop(); // the text after the last mark belongs to no case
         assert_eq!(parts.len(), cases.len(), "{}: a mark is missing", self.path);
         parts
     }
@@ -82,9 +82,9 @@ pub(crate) fn lines(cases: &[&Case], separator: &str) -> Vec<u8> {
     input.into_bytes()
 }
 
-/// Escapes bytes that are not printable ASCII, so that they can be compared; marks stay. Leaves out
-/// the lines with the duration of a command: commands that take half a second or more print it,
-/// which can be any command on a busy machine.
+/// Escapes bytes that are not printable ASCII, so that they can be compared. Keeps marks. Leaves
+/// out the lines with the duration of a command: a command that takes half a second or more prints
+/// one, which can happen to any command on a busy machine.
 pub(crate) fn escaped(bytes: &[u8]) -> String {
     let escape = |byte: &u8| match byte {
         b'\n' => "\n".to_owned(),
@@ -100,7 +100,7 @@ fn is_time(line: &str) -> bool {
     seconds.is_some_and(|seconds| seconds.contains('.') && seconds.parse::<f64>().is_ok())
 }
 
-/// Compares the outputs, prints how many are the same, and returns a description of what is wrong.
+/// Compares the outputs and prints how many are the same. Returns a description of the differences.
 pub(crate) fn judge(
     style: &str,
     way: &str,

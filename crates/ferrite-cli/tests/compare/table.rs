@@ -4,13 +4,13 @@
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Case {
     pub(crate) commands: Vec<String>,
-    /// Styles in which the output differs on purpose, and why.
+    /// Styles in which the output differs on purpose, and the reason.
     pub(crate) differs: Vec<Exception>,
-    /// Styles in which the case is left out, and why.
+    /// Styles in which the case is left out, and the reason.
     pub(crate) left_out: Vec<Exception>,
 }
 
-/// Styles for which a case is an exception, and why.
+/// Styles for which a case is an exception, and the reason.
 #[derive(Debug, Clone)]
 pub(crate) struct Exception {
     pub(crate) styles: Vec<String>,
@@ -18,7 +18,7 @@ pub(crate) struct Exception {
 }
 
 impl Case {
-    /// Returns why the output differs in a style, if it may.
+    /// Returns the reason if the output may differ in a style.
     pub(crate) fn difference(&self, style: &str) -> Option<&str> {
         reason(&self.differs, style)
     }

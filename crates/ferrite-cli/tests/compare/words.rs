@@ -1,5 +1,5 @@
-//! Splits commands of the table into words, to pass them as arguments. This is not the splitter of
-//! ferrite-cli, because that is under test.
+//! Splits commands of the table into words, to pass them as arguments. It does not use
+//! ferrite-cli's own splitter, because that is under test.
 
 /// Splits a command into its words; `None` if a quote is not closed.
 pub(crate) fn words(line: &[u8]) -> Option<Vec<Vec<u8>>> {

@@ -8,7 +8,7 @@ import collections
 import os
 
 CHUNK_BYTES = 64 << 10
-# Chunks in a row before other callbacks of the loop get a turn.
+# Number of chunks in a row before the event loop runs other callbacks.
 CHUNKS_AT_ONCE = 16
 
 

@@ -58,7 +58,7 @@ class Connection(FerriteOptions, redis.asyncio.Connection):
             return store(await self.read_response(disable_decoding=True), view)
         stream, reader, transport = self._stream, self._reader, self._writer.transport
         transport.pause_reading()
-        stream.unrecv(reader._buffer)  # what has arrived meanwhile
+        stream.unrecv(reader._buffer)  # bytes that have arrived in the meantime
         reader._buffer.clear()
         loop = asyncio.get_running_loop()
         reading = loop.run_in_executor(

@@ -13,7 +13,7 @@ class BufferCommands:
     def __init__(self, host="localhost", port=6379, db=0, *, connection_pool=None, **options):
         is_own = connection_pool is None
         if is_own:
-            # what redis-py uses for clients that make their own pool
+            # redis-py uses this for clients that create their own pool
             retry = self._retry_class(ExponentialWithJitterBackoff(base=1, cap=10), 3)
             options.setdefault("retry", retry)
             connection_class = self._connection_class(options.pop("ssl", False))
@@ -32,8 +32,8 @@ class BufferCommands:
         """
         url = checked_url(url)
         pool = cls._pool_class.from_url(url, **options)
-        # Set afterwards: redis.asyncio ignores this option for rediss://. redis-py obeys it, and
-        # would send the password without TLS.
+        # Sets the class afterwards, because redis.asyncio ignores this option for rediss://.
+        # redis-py does not ignore it, and would send the password without TLS.
         pool.connection_class = cls._connection_class(url.startswith("rediss://"))
         client = cls(connection_pool=pool)
         client.auto_close_connection_pool = True

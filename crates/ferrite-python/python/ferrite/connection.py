@@ -48,7 +48,7 @@ class BufferTooSmallError(ValueError):
 class FerriteOptions:
     """The options of both connection classes, and what a connection tells about its transport."""
 
-    _is_open = False  # each class says how redis-py tells
+    _is_open = False  # each connection class overrides this
 
     def _set_options(self, rdma, local_address, others):
         if rdma not in POLICIES:

@@ -1,15 +1,15 @@
-//! Where the engines and the module are.
+//! Finds the engines and the module.
 
 use std::path::{Path, PathBuf};
 
 /// Debian's Redis, which CI installs.
 pub const REDIS: &str = "redis-server";
 
-/// Returns the path of the module: the one that was built with this test, or the one that
-/// `FERRITE_MODULE` names.
+/// Returns the path of the module: the one that was built with this test, or the one in the
+/// variable `FERRITE_MODULE`.
 ///
 /// # Panics
-/// If it is not built.
+/// If the module is not built.
 #[must_use]
 pub fn module() -> PathBuf {
     if let Some(named) = std::env::var_os("FERRITE_MODULE") {

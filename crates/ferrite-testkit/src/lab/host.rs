@@ -8,8 +8,8 @@ use ferrite_fabric::{Config, Fabric, Rdma};
 use super::{TEST_TIMEOUT, slowdown, verbs};
 use crate::wait::{join, until};
 
-/// Returns settings under which a dead or stalled peer is detected within [`stalled_after`]: sooner
-/// than the 18 s of the default settings.
+/// Returns settings with which a dead or stalled peer is detected within [`stalled_after`]. This is
+/// sooner than the 18 s of the default settings.
 #[must_use]
 pub fn short_timeouts() -> Config {
     Config {
@@ -20,8 +20,8 @@ pub fn short_timeouts() -> Config {
     }
 }
 
-/// Returns how long it takes at most to give up on a silent peer: the time until the keepalive, and
-/// then the time for an answer.
+/// Returns the longest time until a fabric gives up a silent peer: the time until the keepalive,
+/// plus the time for an answer.
 #[must_use]
 pub fn stalled_after(config: &Config) -> Duration {
     // The accepting side waits a third longer before it sends a keepalive.
@@ -53,10 +53,11 @@ impl Host {
         Self { fabric, driver }
     }
 
-    /// Checks that nothing is left of the links, which were all dropped, and that the fabric ends.
+    /// Checks that no resources of the links are left, and that the fabric ends. The caller must
+    /// have dropped all links.
     ///
     /// # Panics
-    /// If something is left.
+    /// If a resource is left.
     #[track_caller]
     pub fn finish(self) {
         let Self { fabric, driver } = self;

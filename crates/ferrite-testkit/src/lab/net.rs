@@ -1,5 +1,5 @@
-//! Breaks the guest's network with an operator's tools (ip, tc, rdma), and restores it however the
-//! test ends.
+//! Breaks the guest's network with an operator's tools (ip, tc, rdma). Restores the network even if
+//! the test fails.
 
 use std::process::Command;
 
@@ -12,14 +12,14 @@ use crate::wait::comes_true;
 /// Runs a shell command.
 ///
 /// # Panics
-/// If it fails.
+/// If the command fails.
 #[track_caller]
 pub fn sh(command: &str) {
     let status = Command::new("sh").args(["-c", command]).status().expect("sh");
     assert!(status.success(), "{command}: {status}");
 }
 
-/// Breaks something with `cause`. Dropping the result restores it.
+/// Breaks a part of the network with the shell command `cause`. Dropping the result restores it.
 ///
 /// # Panics
 /// If `cause` fails.
@@ -37,7 +37,7 @@ pub struct Restore(pub &'static str);
 
 impl Drop for Restore {
     fn drop(&mut self) {
-        // Does not call `sh`, because a second panic would hide the first.
+        // Does not call `sh`, because a second panic would hide the first one.
         let restored =
             Command::new("sh").args(["-c", self.0]).status().is_ok_and(|status| status.success());
         assert!(restored || std::thread::panicking(), "cannot restore the network: {}", self.0);
@@ -45,10 +45,11 @@ impl Drop for Restore {
     }
 }
 
-/// A wire that can be made bad under traffic. The fault is on the bridge's port to the other host,
-/// not on the sending interface. Replacing the queueing discipline of the sending interface makes
-/// sends fail for a moment, and Soft-RoCE ends a queue pair for good when a send fails. If that is
-/// the queue pair of the connection manager (GSI), the device can make no connections any more.
+/// A wire on which a test can inject faults under traffic. The fault is on the bridge's port to the
+/// peer's host, not on the sending interface. Replacing the queueing discipline of the sending
+/// interface makes sends fail for a moment. When a send fails, Soft-RoCE ends the queue pair for
+/// good. If that is the queue pair of the connection manager (GSI), the device cannot make
+/// connections any more.
 #[derive(Debug)]
 pub struct Wire {
     netdevs: &'static [&'static str],
@@ -80,9 +81,9 @@ impl Wire {
     }
 }
 
-/// Waits until ports and addresses are back, which happens a moment after their interfaces come up.
+/// Waits until ports and addresses are back, a moment after their interfaces come up.
 fn wait_for_hosts() {
-    // A test that needs them fails with a better message than this could.
+    // If they do not come back, a test that needs them fails with a better message.
     let _ = comes_true(TEST_TIMEOUT, hosts_are_up);
 }
 
@@ -98,10 +99,12 @@ fn hosts_are_up() -> bool {
     })
 }
 
-/// Recreates the devices when the test ends. When the kernel cannot send a message of its
-/// connection manager because the interface is down, Soft-RoCE ends the queue pair that carries
-/// such messages (GSI) and never recovers it: the device can make no connections any more. So every
-/// test that takes an interface down begins with this.
+/// Recreates the devices when the test ends. Every test that takes an interface down begins with
+/// this.
+///
+/// If the interface is down, the kernel cannot send the messages of its connection manager.
+/// Soft-RoCE then ends the queue pair for these messages (GSI) and never recovers it, so the device
+/// cannot make connections any more.
 #[derive(Debug)]
 pub struct RecreateDevices;
 
@@ -116,8 +119,8 @@ impl Drop for RecreateDevices {
 }
 
 fn recreate(host: (&str, &str), netdev: &str) -> Option<()> {
-    // librdmacm holds the device too, and releases it when an identifier that received the removal
-    // event is destroyed.
+    // librdmacm holds the device, too. It releases the device when an identifier that received the
+    // removal event is destroyed.
     let listener = cm::Listener::bind(&verbs(), any_port(host), 1).ok()?;
     let mut removal = Command::new("rdma").args(["link", "delete", host.0]).spawn().ok()?;
     let event = listener.id().channel().wait_event(TEST_TIMEOUT).ok()??;

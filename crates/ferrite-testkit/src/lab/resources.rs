@@ -9,7 +9,7 @@ use super::{HOSTS, TEST_TIMEOUT, any_port, verbs};
 use crate::wait::comes_true;
 
 /// Checks at the end of a test that the kernel and this process hold no more RDMA objects than
-/// before.
+/// before the test.
 #[derive(Debug)]
 pub struct LeakCheck(BTreeMap<String, u64>);
 
@@ -20,8 +20,9 @@ impl LeakCheck {
         Self::with(&HOSTS)
     }
 
-    /// Starts the check for tests that use only these devices. librdmacm keeps devices open once it
-    /// has opened them, so this function makes it open them before it counts objects.
+    /// Starts the check for tests that use only these devices. librdmacm keeps a device open once
+    /// it has opened it. Therefore this function makes librdmacm open the devices before it counts
+    /// objects.
     ///
     /// # Panics
     /// If a device cannot be opened.
@@ -33,11 +34,11 @@ impl LeakCheck {
         Self(resources())
     }
 
-    /// Checks that nothing is left after everything was dropped. Fewer objects than at the start
-    /// are fine: an earlier test may have released its objects meanwhile.
+    /// Checks that no object is left after the test has dropped all of them. Fewer objects than at
+    /// the start are fine: an earlier test may have released its objects in the meantime.
     ///
     /// # Panics
-    /// If something is left.
+    /// If an object is left.
     #[track_caller]
     pub fn end(self) {
         let left = || -> Vec<(String, u64)> {
@@ -45,8 +46,8 @@ impl LeakCheck {
                 |(what, count): &(String, u64)| *count > self.0.get(what).copied().unwrap_or(0);
             resources().into_iter().filter(more).collect()
         };
-        // Identifiers linger in timewait, and the objects of a killed process disappear after the
-        // process.
+        // Identifiers remain in timewait for a while. The objects of a killed process disappear
+        // after the process.
         let _ = comes_true(TEST_TIMEOUT, || left().is_empty());
         assert_eq!(left(), [], "more objects than at the start: {:?}", self.0);
         assert_eq!(ferrite_verbs::leaked_objects(), 0, "some objects could not be released");

@@ -11,7 +11,7 @@ use ferrite_proto::resp::Value;
 use super::{Connection, Response, Transport, encode};
 use crate::wait::TIMEOUT;
 
-/// A socket of either kind.
+/// A TCP or Unix socket.
 #[derive(Debug)]
 enum Socket {
     Tcp(TcpStream),
@@ -52,7 +52,7 @@ impl Client {
     /// Connects over TCP.
     ///
     /// # Panics
-    /// If nobody listens there.
+    /// If no server listens at the address.
     #[track_caller]
     #[must_use]
     pub fn to_tcp(address: impl ToSocketAddrs) -> Self {
@@ -64,7 +64,7 @@ impl Client {
     /// Connects to a Unix socket.
     ///
     /// # Panics
-    /// If nobody listens there.
+    /// If no server listens at the socket.
     #[track_caller]
     #[must_use]
     pub fn to_socket(path: &Path) -> Self {
@@ -104,7 +104,7 @@ impl Client {
         self.0.transport.send(bytes).expect("the server reads");
     }
 
-    /// Sends bytes. Returns false if the server does not read them all within this time.
+    /// Sends bytes. Returns false if the server does not read all bytes within this time.
     #[must_use]
     pub fn write_within(&mut self, bytes: &[u8], time: Duration) -> bool {
         self.0.transport.limit_writes(time);
@@ -120,7 +120,7 @@ impl Client {
         self.next_within(TIMEOUT).expect("a reply in time")
     }
 
-    /// Reads the next reply, as [`Client::next_reply`] does.
+    /// Reads the next reply, like [`Client::next_reply`], but waits only for `time`.
     ///
     /// # Errors
     /// No reply arrives in time, or the bytes are not a reply. For example, SYNC sends newlines
@@ -136,7 +136,7 @@ impl Client {
     /// Reads until the received bytes end with `end`, and returns all of them.
     ///
     /// # Panics
-    /// If they do not in time, or if the server closes the connection.
+    /// If the bytes do not arrive in time, or if the server closes the connection.
     #[track_caller]
     pub fn read_until(&mut self, end: &[u8]) -> Vec<u8> {
         while !self.0.received.ends_with(end) {
@@ -158,7 +158,7 @@ impl Client {
     /// Runs a command and returns its reply.
     ///
     /// # Panics
-    /// If there is none.
+    /// If there is no reply.
     #[track_caller]
     pub fn raw<W: AsRef<[u8]>>(&mut self, words: &[W]) -> Vec<u8> {
         let words: Vec<_> = words.iter().map(AsRef::as_ref).collect();
@@ -169,7 +169,7 @@ impl Client {
     /// Runs a command and returns its reply as text, with its type character and header.
     ///
     /// # Panics
-    /// If there is none.
+    /// If there is no reply.
     #[track_caller]
     pub fn ask<W: AsRef<[u8]>>(&mut self, words: &[W]) -> String {
         String::from_utf8_lossy(&self.raw(words)).trim_end().into()
@@ -185,7 +185,7 @@ impl Client {
         text_of(&self.raw(words))
     }
 
-    /// Returns a field of INFO ferrite, by its name without the prefix.
+    /// Returns the field of INFO ferrite with this name, which is given without the prefix.
     ///
     /// # Panics
     /// If there is no such field.
@@ -214,7 +214,7 @@ impl Client {
     /// Runs a command whose reply must be OK.
     ///
     /// # Panics
-    /// If the reply is another.
+    /// If the reply is not OK.
     #[track_caller]
     pub fn ok<W: AsRef<[u8]> + std::fmt::Debug>(&mut self, words: &[W]) {
         assert_eq!(self.ask(words), "+OK", "{words:?}");

@@ -8,14 +8,14 @@
 //! | `measure.rs` | the order of tests, transports and turns |
 //! | `load.rs` | runs the threads of a turn; writes keys before the tests and removes them after |
 //! | `dial.rs` `connection.rs` | one connection, in a closed loop or at a rate |
-//! | `run.rs` | what connections have measured |
+//! | `run.rs` | the results of connections |
 //! | `interrupt.rs` | signals |
 //! | `cpu.rs` | CPU time of the server's process |
 //! | `report.rs` `plot.rs` | the result as text, JSON and SVG |
 //! | `file.rs` `origin.rs` | files for results; date, version and command line in them |
 //!
-//! Each thread has a runtime and a fabric of its own, and a share of the connections. It parses a
-//! reply only far enough to find its end, and to see whether it is an error.
+//! Each thread has its own runtime and fabric, and a share of the connections. A thread parses a
+//! reply only far enough to find its end and to see whether it is an error.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;

@@ -1,5 +1,5 @@
-//! The progress bar of a benchmark, on a terminal. A thread of the bar redraws it, so that it adds
-//! nothing to the measured times.
+//! The progress bar of a benchmark, on a terminal. The bar has its own thread, so that drawing does
+//! not add to the measured times.
 
 use std::io::IsTerminal as _;
 use std::time::Duration;
@@ -8,7 +8,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 const TICK: Duration = Duration::from_millis(100);
 
-/// Clones draw the same bar.
+/// A progress bar. Clones draw the same bar.
 #[derive(Clone)]
 pub(super) struct Progress(ProgressBar);
 

@@ -148,8 +148,8 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     }
 }
 
-/// Builds a fabric with the default settings except those in `options`. It uses the device with the
-/// address `local`, or all devices if none has it.
+/// Builds a fabric with the default settings except those in `options`. The fabric uses the device
+/// with the address `local`, or all devices if none has this address.
 fn fabric(verbs: &Verbs, local: Option<IpAddr>, options: &Options) -> anyhow::Result<Fabric> {
     let default = Config::default();
     let recv_buffer_size = options.recv_buffer_size.unwrap_or(default.recv_buffer_size);

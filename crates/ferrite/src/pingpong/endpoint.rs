@@ -62,7 +62,7 @@ pub(super) fn open(
     config.max_recv_wr = RECV_DEPTH;
     config.max_inline = if size <= inline && op != Op::Read { size } else { 0 };
     let qp = match domain.create_queue_pair(&config) {
-        // The device's inline limit can only be found by trying; go on without inline data.
+        // The only way to find the device's inline limit is to try. Continues without inline data.
         Err(error) if config.max_inline > 0 && error.kind() == ErrorKind::DeviceLimit => {
             config.max_inline = 0;
             domain.create_queue_pair(&config)?
@@ -87,8 +87,8 @@ pub(super) fn open(
     Ok((qp, endpoint))
 }
 
-/// Creates a channel that waits for an event in one system call. It needs no timeout: the watcher
-/// ends a wait for a dead peer by stopping the queue pair.
+/// Creates a channel that waits for an event in one system call. A wait needs no timeout: if the
+/// peer is dead, the watcher stops the queue pair, which ends the wait.
 fn blocking_channel(context: &Context) -> anyhow::Result<CompletionChannel> {
     let channel = context.create_completion_channel()?;
     let flags = fcntl_getfl(channel.as_fd())?;
@@ -106,7 +106,7 @@ pub(super) struct Endpoint {
     inline: bool,
     /// Whether the next completion raises an event.
     armed: bool,
-    /// Number of posted sends. The first `reaped` of them are known to have left the queue.
+    /// Number of posted sends. The first `reaped` of these are known to have left the queue.
     posted: u64,
     reaped: u64,
 }
@@ -258,8 +258,8 @@ impl Endpoint {
                 watch.check()?;
             }
         }
-        // A device may write the bytes of a packet in any order: other bytes may arrive a moment
-        // after the last one.
+        // A device may write the bytes of a packet in any order, so other bytes may arrive a moment
+        // after the last byte of the message.
         let mut tries = 0;
         while let Err(error) = self.verify(round) {
             tries += 1;
@@ -293,9 +293,9 @@ impl Endpoint {
         let mut spins = 0_u32;
         while self.cq.poll(&mut completion)? == 0 {
             match &self.channel {
-                // Arms the queue right after the event, so that the next sleep is one call, as in
-                // perftest. A completion from before the arming raises no event, so the loop polls
-                // once more.
+                // Arms the queue right after the event, so that the next sleep is one system call,
+                // as in perftest. A completion that arrived before the arming raises no event, so
+                // the loop polls once more.
                 Some(channel) => {
                     if self.armed {
                         channel.next_event()?;

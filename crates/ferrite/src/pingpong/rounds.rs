@@ -85,14 +85,14 @@ pub(super) fn server(
         Op::Read => return serve_reads((qp, endpoint), watch),
     }
     endpoint.verify_pattern()?;
-    // The last message may still be on its way; it has arrived when the client disconnects. The
+    // The last message may still be on its way. It has arrived when the client disconnects. The
     // watcher limits the wait.
     watch.peer_leaves_within(Duration::MAX)?;
     Ok(())
 }
 
-/// Waits while the client reads, which needs nothing from this side. Probes from time to time
-/// whether the client's device still answers.
+/// Waits while the client reads, which needs no work on this side. Probes from time to time whether
+/// the client's device still answers.
 fn serve_reads((qp, endpoint): (&QueuePair, &mut Endpoint), watch: &Watch) -> anyhow::Result<()> {
     const BETWEEN_PROBES: Duration = Duration::from_millis(500);
     let mut probes = 0;

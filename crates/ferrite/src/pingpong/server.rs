@@ -1,4 +1,4 @@
-//! The server: waits for a client, runs the rounds that it asks for, and prints what it did.
+//! The server: waits for a client, runs the rounds that the client asks for, and prints the result.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -63,7 +63,7 @@ fn serve(
     let Request { op, mode, size, inline, .. } = request;
     let (qp, mut endpoint) = endpoint::open(&context, id, op, mode, size, inline)?;
     rounds::prepare(request.op, &mut endpoint);
-    // The same timeout as on the client. Kernels that reject it here use the client's value.
+    // The same timeout as on the client. A kernel that rejects it here uses the client's value.
     let _ = id.set_ack_timeout(14);
 
     let memory: Memory =

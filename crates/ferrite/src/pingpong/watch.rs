@@ -2,8 +2,8 @@
 //!
 //! The loop itself has no timeout: reading a clock costs a system call on some hosts, and sleeping
 //! with a timeout costs two. The watcher receives the events of the connection manager and checks
-//! that the loop's counter grows. It ends a connection by stopping its queue pair: everything
-//! posted completes as flushed, which wakes the loop in either mode.
+//! that the loop's counter grows. To end a connection, the watcher stops the queue pair. All posted
+//! requests then complete as flushed, which wakes the loop in either mode.
 
 use std::fmt;
 use std::io::{IsTerminal as _, Write as _};
@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use ferrite_verbs::{CmEventKind, CmId, QueuePair};
 
-/// How often the watcher reads the counter. Too rare to affect the percentiles.
+/// How often the watcher reads the counter: too rarely to affect the percentiles.
 const TICK: Duration = Duration::from_millis(100);
 /// Progress is shown only after this time.
 const PROGRESS_AFTER: Duration = Duration::from_secs(2);
@@ -95,8 +95,8 @@ pub(super) struct Watch {
 }
 
 impl Watch {
-    /// Creates the state for `total` rounds (0 if this side cannot count them). Each must take less
-    /// than `timeout`.
+    /// Creates the state for `total` rounds (0 if this side cannot count them). Each round must
+    /// take less than `timeout`.
     pub(super) fn new(total: u64, timeout: Duration, show_progress: bool) -> Self {
         Self {
             total,
@@ -149,7 +149,7 @@ impl Watch {
         self.lost.get().map_or(Ok(()), |lost| Err(lost.clone()))
     }
 
-    /// Waits until the peer leaves. Returns `false` if it does not within `timeout`.
+    /// Waits until the peer leaves. Returns `false` if the peer does not leave within `timeout`.
     ///
     /// # Errors
     ///

@@ -175,8 +175,8 @@ impl Config {
     /// Returns the settings that are passed on to the module: its arguments and their values.
     pub(super) fn for_module(&self) -> impl Iterator<Item = (&'static str, String)> {
         let given = self.values.iter().filter(|(setting, _)| {
-            // Without the RDMA policy: several keys can set it, so `plan.rs` passes the resulting
-            // policy as an argument of its own.
+            // Leaves out the RDMA policy, because several keys can set it: `plan.rs` passes the
+            // resulting policy as an argument of its own.
             setting.has(Program::Module)
                 && setting.in_config
                 && setting.name != table::RDMA.name

@@ -65,8 +65,8 @@ pub(super) fn exit_code(status: ExitStatus) -> u8 {
     code.and_then(|code| u8::try_from(code).ok()).unwrap_or(INTERNAL)
 }
 
-/// Returns the cause of an engine's end: its last message, except after SIGKILL. An engine that
-/// gets SIGKILL has no time for a message, so its last one is about something else.
+/// Returns why an engine ended: its last message, except after SIGKILL. SIGKILL leaves an engine no
+/// time for a message, so the last message is about something else.
 pub(super) fn cause_of_exit(status: ExitStatus, last_message: Option<String>) -> Option<String> {
     if status.signal() == Some(rustix::process::Signal::KILL.as_raw()) {
         return Some("the kernel does this if memory runs out (see dmesg)".into());

@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 
 use super::config::Choice;
 
-/// Searched in this order. On a host with both, Valkey was probably added later, on purpose.
+/// Engines in the order of the search. On a host that has both, Valkey was probably added later, on
+/// purpose.
 const ENGINES: [&str; 2] = ["valkey-server", "redis-server"];
 /// The module's file as it is installed, and as cargo builds it.
 const MODULES: [&str; 2] = ["ferrite.so", "libferrite_module.so"];

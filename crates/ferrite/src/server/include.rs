@@ -1,19 +1,19 @@
 //! Passes the engine's own file on, without the lines that name its log file and its pid file.
 //!
 //! The file often belongs to another engine that runs already. At the end of each included file, an
-//! engine opens the log file that is set so far, even if a later line sets another one. So ferrite
-//! reads the file itself instead of passing an `include` line.
+//! engine opens the log file that is set so far, even if a later line sets another one. Therefore
+//! ferrite reads the file itself instead of passing an `include` line.
 
 use std::path::{Path, PathBuf};
 
 /// Directives that ferrite sets itself.
 const DROPPED: [&str; 2] = ["logfile", "pidfile"];
-/// The depth of nested includes from which on files are left to the engine: such files probably
-/// include each other.
+/// The depth of nested includes at which ferrite leaves the files to the engine. Files nested this
+/// deeply probably include each other.
 const DEPTH_MAX: u32 = 16;
 
 /// Appends the lines of `file`, and of the files that it includes. If ferrite cannot read the file,
-/// appends `include`, which is the line that includes the file; the engine then reports the cause.
+/// appends the line `include`, which includes the file. The engine then reports the cause.
 pub(super) fn expand(include: &str, file: &Path, out: &mut Vec<u8>) {
     expand_nested(include.as_bytes(), file, out, 0);
 }
@@ -47,8 +47,8 @@ fn split(line: &[u8]) -> (String, String) {
     (name.trim_matches(['"', '\'']).to_ascii_lowercase(), rest.trim().to_owned())
 }
 
-/// Returns the file that an `include` line names. `None` for patterns and relative paths, which
-/// depend on the directory of the engine; the engine reads those.
+/// Returns the file that an `include` line names. Returns `None` for patterns and relative paths,
+/// which depend on the engine's working directory: the engine reads those files.
 fn included_file(name: &str, rest: &str) -> Option<PathBuf> {
     let path = rest.strip_prefix('"').and_then(|rest| rest.strip_suffix('"')).unwrap_or(rest);
     let is_plain = path.starts_with('/') && !path.contains(['*', '?', '[', '\\', '"', '\'']);

@@ -1,9 +1,9 @@
 //! Starts the engine as a child process that does not outlive ferrite.
 //!
 //! Only the child itself can ask the kernel for a signal at its parent's death (PR_SET_PDEATHSIG).
-//! It would have to do so between fork and exec, which needs unsafe code in Rust. So ferrite starts
-//! itself again with the hidden command `server-exec`, which asks for the signal and then executes
-//! the engine.
+//! The child would have to ask between fork and exec, which needs unsafe code in Rust. Therefore
+//! ferrite starts itself again with the hidden command `server-exec`. That command asks for the
+//! signal and then executes the engine.
 
 use std::ffi::OsString;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, PermissionsExt as _};
@@ -31,8 +31,7 @@ pub(crate) struct ExecOptions {
 impl ExecOptions {
     /// Reads the arguments of a process if they are those of `server-exec`.
     ///
-    /// clap does not know this command: if it did, completions would offer the command, even if
-    /// hidden.
+    /// clap does not know this command: it would offer even a hidden command in completions.
     pub(crate) fn requested(arguments: impl Iterator<Item = OsString>) -> Option<Self> {
         let arguments: Vec<_> = arguments.skip(1).collect();
         match &arguments[..] {
@@ -50,7 +49,7 @@ const COMMAND: &str = "server-exec";
 /// Replaces this process by the engine. Returns only on failure.
 pub(crate) fn exec(options: &ExecOptions) -> anyhow::Result<ExitCode> {
     set_parent_process_death_signal(Some(Signal::TERM)).context("PR_SET_PDEATHSIG")?;
-    // The parent may have died before the call above; then no signal would come.
+    // The parent may have died before the call above. No signal would then come.
     if getppid().map(Pid::as_raw_pid) == Some(options.parent) {
         let error = std::process::Command::new(&options.program).arg("-").exec();
         return Err(
@@ -70,7 +69,7 @@ pub(super) struct Engine {
 impl Engine {
     /// Starts the engine and writes its configuration to its standard input.
     ///
-    /// Call it on a thread that lives as long as ferrite: the kernel signals the engine when the
+    /// Call this on a thread that lives as long as ferrite: the kernel signals the engine when the
     /// thread that started it ends.
     pub(super) async fn start(plan: &Plan) -> anyhow::Result<Self> {
         // Runs the same binary even if an upgrade has replaced the file.
@@ -79,7 +78,7 @@ impl Engine {
             .arg(COMMAND)
             .arg(std::process::id().to_string())
             .arg(&plan.engine)
-            // Signals from the terminal reach ferrite only; it stops the engine itself.
+            // Signals from the terminal reach only ferrite, which stops the engine itself.
             .process_group(0)
             .env_remove("NOTIFY_SOCKET")
             .env_remove("WATCHDOG_USEC")
@@ -125,8 +124,8 @@ impl Engine {
         self.signal(Signal::KILL);
     }
 
-    /// Sends a signal, unless the process has been waited for: its id may then belong to another
-    /// process.
+    /// Sends a signal, unless the process has been waited for: another process may have its id by
+    /// then.
     fn signal(&self, signal: Signal) {
         if self.process.id().is_some() {
             let _ = kill_process(self.pid, signal);
@@ -140,8 +139,8 @@ pub(super) struct PrivateDir(PathBuf);
 impl PrivateDir {
     /// Creates the directory, or takes over an existing one that is ours and closed to others.
     ///
-    /// Such a directory was left by a killed ferrite with the same process id. In a container,
-    /// ferrite usually has the same process id at every start.
+    /// A killed ferrite with the same process id leaves such a directory. In a container, ferrite
+    /// usually has the same process id at every start.
     pub(super) fn make(path: &Path) -> anyhow::Result<Self> {
         path.parent().into_iter().for_each(remove_left_over);
         let made = std::fs::DirBuilder::new().mode(0o700).create(path);
@@ -156,8 +155,8 @@ impl PrivateDir {
     }
 }
 
-/// Removes the directories of killed ferrite processes. No process has the id in the directory's
-/// name, and no engine listens in the directory any more.
+/// Removes the directories of killed ferrite processes. In such a directory no engine listens any
+/// more, and no process has the id in the directory's name.
 fn remove_left_over(parent: &Path) {
     for entry in parent.read_dir().into_iter().flatten().flatten() {
         let (path, name) = (entry.path(), entry.file_name());

@@ -1,4 +1,4 @@
-//! The engine's part of the log on stderr: its lines as they come, or as JSON.
+//! Writes the engine's log lines to stderr, unchanged or as JSON.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -49,7 +49,8 @@ impl LogTail {
         self.last.push_back(line.into());
     }
 
-    /// Returns the last log line, or the lines without a stamp that follow it: those are errors.
+    /// Returns the last log line. If lines without a stamp follow it, returns those instead: they
+    /// are errors.
     fn last_message(&self) -> Option<String> {
         let unstamped: Vec<_> =
             self.last.iter().rev().take_while(|line| text_after_stamp(line).is_none()).collect();
@@ -89,10 +90,11 @@ impl EngineLog {
         }));
     }
 
-    /// Waits until all output has been passed on, or until [`OUTPUT_TIMEOUT`].
+    /// Waits until all output has been passed on, but at most for [`OUTPUT_TIMEOUT`] for stdout and
+    /// for stderr each.
     pub(super) async fn end(&mut self) {
-        // Removes each task right after its end: a finished task must not be polled again, even if
-        // this call is cancelled and repeated.
+        // Removes each task right after waiting for it: a finished task must not be polled again,
+        // even if this call is cancelled and repeated.
         while let Some(reader) = self.readers.last_mut() {
             let _ = tokio::time::timeout(OUTPUT_TIMEOUT, reader).await;
             self.readers.pop();

@@ -1,5 +1,5 @@
-//! Notifies systemd (sd_notify(3)): one datagram per change, to the socket in NOTIFY_SOCKET.
-//! Without that variable it does nothing.
+//! Notifies systemd (sd_notify(3)): sends one datagram per change to the socket in NOTIFY_SOCKET.
+//! Does nothing if that variable is not set.
 
 use std::os::linux::net::SocketAddrExt as _;
 use std::os::unix::ffi::OsStrExt as _;

@@ -1,7 +1,8 @@
 //! The engine's program, and the configuration that it reads from its standard input.
 //!
-//! The configuration is not written to a file. So no file holds a password, and CONFIG REWRITE
-//! reports that there is no file instead of writing to one that the next start does not read.
+//! The configuration is not written to a file, so there is no second file with a password. CONFIG
+//! REWRITE reports that there is no file, instead of writing to a file that the next start does not
+//! read.
 
 use std::io::Write as _;
 use std::path::{Path, PathBuf};

@@ -1,7 +1,7 @@
 //! Waits until the engine is ready: it answers PING, and the module reports what it listens on.
 //!
 //! Queries the Unix socket with a few bytes of RESP. An engine that asks for a password counts as
-//! ready; the supervisor then takes the module's state from the log.
+//! ready. In that case the supervisor takes the module's state from the log.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -48,12 +48,12 @@ pub(super) struct Loading {
 
 /// The state in which the engine answered.
 enum Answer {
-    /// It is loading its data: alive, but not ready.
+    /// The engine is loading its data: it is alive, but not ready.
     Loading(Loading),
     Ready(Report),
 }
 
-/// Waits until the engine is ready. Calls `loading` at intervals while it loads its data.
+/// Waits until the engine is ready. Calls `loading` at intervals while the engine loads its data.
 ///
 /// # Errors
 ///
@@ -76,7 +76,7 @@ pub(super) async fn wait_until_ready(
                     loading(&progress);
                 }
             }
-            // Not listening yet, or busy.
+            // The engine does not listen yet, or is busy.
             Ok(Err(_)) | Err(_) if last_answer.elapsed() < silence_limit => {}
             _ => {
                 let (socket, seconds) = (socket.display(), silence_limit.as_secs_f32());
@@ -90,7 +90,7 @@ pub(super) async fn wait_until_ready(
 async fn query(socket: &Path, password: Option<&str>) -> io::Result<Answer> {
     let mut engine = BufReader::new(UnixStream::connect(socket).await?);
     if let Some(password) = password {
-        // If the password has changed since, the replies below are errors and the state is unknown.
+        // If the password has changed, the replies below are errors and the state is unknown.
         let _ = command(&mut engine, &["AUTH", password]).await?;
     }
     let answer = command(&mut engine, &["PING"]).await?;
@@ -104,7 +104,7 @@ async fn query(socket: &Path, password: Option<&str>) -> io::Result<Answer> {
     Ok(Answer::Ready(report(&server, &module)))
 }
 
-/// Changes a setting of the engine. Returns its reply.
+/// Changes a setting of the engine. Returns the engine's reply.
 pub(super) async fn config_set(
     socket: &Path,
     password: Option<&str>,

@@ -1,5 +1,5 @@
-//! SIGHUP: reads the file again. Settings of the module that can change go to the running engine by
-//! CONFIG SET, settings of ferrite itself apply at once, and the log names all others.
+//! SIGHUP: reads the file again. CONFIG SET passes the module's settings that can change to the
+//! running engine. Settings of ferrite itself apply at once. The log names all others.
 
 use std::path::Path;
 use std::time::Duration;
@@ -15,8 +15,8 @@ use crate::reload::Changes;
 /// How long the engine may take to answer.
 const TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Reads the settings again and applies what can change. Returns the settings that apply from now
-/// on; `None` if the file is wrong, and everything stays as it is.
+/// Reads the settings again and applies those that can change. Returns the settings that apply from
+/// now on. Returns `None` if the file is wrong; nothing changes then.
 pub(super) async fn reload(
     current: &Config,
     sources: Sources<'_>,
@@ -33,7 +33,7 @@ pub(super) async fn reload(
     let mut taken = Vec::new();
     for change in changes.now {
         let is_for_module = change.setting.has(Program::Module) && change.setting.in_config;
-        // A setting that the engine does not take keeps its old value, so the next SIGHUP tries
+        // A setting that the engine rejects keeps its old value, so that the next SIGHUP tries
         // again.
         if !is_for_module || is_taken(current, &read, change.setting, socket).await {
             taken.push(change);
@@ -54,8 +54,8 @@ pub(super) async fn reload(
     Some(applied)
 }
 
-/// Changes a setting of the module in the running engine. Returns whether the engine took it; if
-/// not, the log says why.
+/// Changes a setting of the module in the running engine. Returns whether the engine accepted it.
+/// If not, logs the reason.
 async fn is_taken(current: &Config, read: &Config, setting: &Setting, socket: &Path) -> bool {
     let Some(value) = &read.values().entry(setting).value else { return false };
     let (name, text) = (format!("ferrite.{}", setting.name), config_text(setting, value));
@@ -70,8 +70,8 @@ async fn is_taken(current: &Config, read: &Config, setting: &Setting, socket: &P
     false
 }
 
-/// Returns a value as the engine's CONFIG SET takes it: without the units of time, which it does
-/// not know.
+/// Returns a value as the engine's CONFIG SET accepts it: without units of time, which CONFIG SET
+/// does not know.
 fn config_text(setting: &Setting, value: &Value) -> String {
     match (&setting.kind, value) {
         (Kind::Time { bare: Some(unit), .. }, Value::Time(time)) => unit.count(*time).to_string(),

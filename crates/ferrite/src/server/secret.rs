@@ -1,26 +1,26 @@
 //! Hides passwords in lines of the engine's configuration.
 //!
-//! `--check` prints these lines. The engine quotes a line that it rejects, and ferrite passes that
-//! on to the log, which more people can read than the configuration.
+//! `--check` prints these lines. An engine quotes a line that it rejects, and ferrite passes the
+//! quote on to the log. More people can read the log than the configuration.
 
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 
 /// Replaces a secret.
 const HIDDEN: &str = "…";
-/// Parts of names whose values are secrets. An unknown directive with such a part, of a module or
-/// of a later engine, is hidden to be safe.
+/// Parts of names whose values are secrets. A directive that ferrite does not know, of a module or
+/// of a later engine, is hidden if its name contains such a part.
 const SECRET_PARTS: [&str; 5] = ["pass", "auth", "secret", "token", "credential"];
 /// Names that contain one of [`SECRET_PARTS`] but have no secret value.
 const HARMLESS: [&str; 2] = ["tls-auth-clients", "tls-auth-clients-user"];
 /// Other names with secret values. The new name of a renamed command is a secret too.
 const SECRET_NAMES: [&str; 3] = ["user", "rename-command", "sentinel"];
 /// Names whose values are hidden even if the name is mistyped: a rejected line may have a mistyped
-/// name and a real password. The names are so long that a few slips do not make another known name
-/// of them.
+/// name and a real password. These names are long, so a few typing errors do not turn them into
+/// another known name.
 const MISTYPED: [&str; 4] = ["requirepass", "masterauth", "primaryauth", "tls-key-file-pass"];
-/// The most slips in a mistyped name: letters that are wrong, missing or additional. Two swapped
-/// letters are two slips.
+/// The largest number of typing errors in a mistyped name: letters that are wrong, missing or
+/// additional. Two swapped letters are two errors.
 const SLIPS_MAX: usize = 2;
 /// The start of a line in which an engine quotes its configuration.
 const QUOTE: &str = ">>> '";
@@ -30,7 +30,8 @@ pub(super) fn redact(name: &str, rest: &str) -> String {
     if is_secret(name) { format!("{name} {HIDDEN}") } else { format!("{name} {rest}") }
 }
 
-/// Returns a line of the engine's log without the secret that it quotes; `None` if it has none.
+/// Returns a line of the engine's log without the secret that it quotes, or `None` if it quotes
+/// none.
 pub(super) fn redact_quoted(line: &[u8]) -> Option<String> {
     let quoted = line.strip_prefix(QUOTE.as_bytes())?;
     let end = quoted.iter().position(u8::is_ascii_whitespace).unwrap_or(quoted.len());

@@ -5,7 +5,7 @@
 //! start ──► starting ── answers ──► ready ── fails, restart = "on-failure" ──► delay ──► start
 //!              │                      │
 //!              ├─ exits ──► error     ├─ exits ──► exit code, or error
-//!              └──────────────────────┴─ SIGTERM, SIGINT ──► SIGTERM to it, later SIGKILL ──► exit
+//!              └──────────────────────┴─ SIGTERM, SIGINT ──► stop the engine ──► exit
 //! ```
 
 use std::os::unix::process::ExitStatusExt as _;
@@ -34,8 +34,8 @@ const STABLE_AFTER: Duration = Duration::from_secs(60);
 const LOADING_EXTENSION: Duration = Duration::from_secs(30);
 /// How long an engine that never answered may take to stop. It has nothing to save.
 const UNANSWERED_STOP_TIMEOUT: Duration = Duration::from_secs(10);
-/// How often, and at which interval, to look for the module's log line. The engine's reply comes
-/// through a socket and may arrive before the line, which comes through a pipe.
+/// How often, and at which interval, to look for the module's log line. The engine's reply arrives
+/// through a socket, possibly before the log line, which arrives through a pipe.
 const LOG_TRIES: u32 = 20;
 const LOG_PAUSE: Duration = Duration::from_millis(50);
 /// Part of the system's error text for an address in use. This failure does not mean that RDMA is
@@ -57,12 +57,12 @@ pub(super) struct Supervisor<'a> {
 
 /// How one run of the engine ended.
 enum RunEnd {
-    /// Ferrite stopped it after a signal.
+    /// Ferrite stopped the engine after a signal.
     Stopped(ExitStatus),
-    /// It ended by itself.
+    /// The engine ended by itself.
     Exited {
         status: ExitStatus,
-        /// How long it was ready; `None` if it never was.
+        /// How long the engine was ready; `None` if it never was.
         was_ready: Option<Duration>,
         /// The last messages of the engine and of the module.
         engine_message: Option<String>,
@@ -88,8 +88,9 @@ impl<'a> Supervisor<'a> {
         })
     }
 
-    /// Runs engines until one ends that is not restarted. Returns its exit status. If it failed,
-    /// and any engine has been ready, prints the `ended` event before the caller prints the error.
+    /// Runs engines until one ends that is not restarted. Returns the exit status of that engine.
+    /// If it failed, and any engine has been ready, prints the `ended` event before the caller
+    /// prints the error.
     pub(super) async fn run(mut self) -> anyhow::Result<ExitStatus> {
         let ended = self.run_all().await;
         let error = ended.as_ref().err().and_then(|error| error.downcast_ref::<ServerError>());
@@ -138,7 +139,8 @@ impl<'a> Supervisor<'a> {
         }
     }
 
-    /// Explains why an engine ended before it was ready, by its own message or the module's.
+    /// Explains why an engine ended before it was ready, with the engine's own message or the
+    /// module's.
     fn start_error(
         &self,
         status: ExitStatus,

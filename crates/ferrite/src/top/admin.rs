@@ -14,8 +14,8 @@ use crate::address;
 const DEFAULT_PORT: u16 = 9121;
 
 /// Metrics and their names in `Snapshot::totals`. If a metric has a label here, only samples with
-/// that label count. Metrics with the same name are added: a program has either the gateway's or
-/// the relay's.
+/// that label count. Metrics with the same name are added, because a program exports either the
+/// gateway's metrics or the relay's.
 const TOTALS: [(&str, &str); 28] = [
     ("ferrite_sessions_refused_total", "refused"),
     ("ferrite_sessions_killed_total", "killed"),
@@ -159,7 +159,7 @@ fn sample(line: &str) -> Option<Sample> {
     Some(Sample { name: name.to_owned(), labels, value })
 }
 
-/// Returns the value of a label up to its closing quote, and what follows.
+/// Returns the value of a label up to its closing quote, and the text after the quote.
 fn quoted(text: &str) -> Option<(String, &str)> {
     let (mut value, mut chars) = (String::new(), text.char_indices());
     while let Some((at, c)) = chars.next() {
@@ -195,7 +195,7 @@ fn snapshot(samples: &[Sample]) -> Snapshot {
             *total = total.saturating_add(count);
         }
     }
-    // Flushed requests were under way when a connection ended: they are no errors.
+    // Flushed requests were in flight when a connection ended. They are not errors.
     let errors = of("ferrite_rdma_completion_errors_total");
     let errors = errors.filter(|sample| !sample.label("status").contains("flush"));
     let errors = errors.map(Sample::count).fold(0, u64::saturating_add);

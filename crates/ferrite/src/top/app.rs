@@ -43,7 +43,7 @@ pub(super) enum Mode {
     /// Keys change the filter.
     Filter,
     Details,
-    /// Asks before it kills this session.
+    /// Asks the user before killing this session.
     ConfirmKill(u64),
 }
 
@@ -69,11 +69,11 @@ pub(super) struct App {
     pub(super) is_paused: bool,
     pub(super) filter: String,
     pub(super) mode: Mode,
-    /// The selected session, by its id: it stays selected when the order changes.
+    /// The id of the selected session. The session stays selected when the order changes.
     pub(super) selected: Option<u64>,
-    /// The box that is drawn first: a small terminal has no place for all.
+    /// The box that is drawn first: a small terminal has no space for all boxes.
     pub(super) first_box: usize,
-    /// The first line that is shown of the counters.
+    /// The first counter that is shown.
     pub(super) first_counter: usize,
 }
 
@@ -96,8 +96,8 @@ impl App {
         }
     }
 
-    /// Takes a new state, or the reason why there is none. Without a new state, or during a pause,
-    /// the last state stays on the screen.
+    /// Takes a new state, or the reason why there is none. If there is no new state, or during a
+    /// pause, the last state stays on the screen.
     pub(super) fn update(&mut self, polled: anyhow::Result<Snapshot>) {
         match polled {
             Err(error) => self.error = Some(format!("{error:#}")),
@@ -119,8 +119,8 @@ impl App {
         let mut sessions: Vec<_> = all.filter(|session| self.matches(session)).collect();
         let rate = |session: &Session| self.rates.session(session.id);
         sessions.sort_by(|one, other| {
-            // Rates, sizes and ages: largest first. Equal rows are in the order of their ids, so
-            // that they do not change places.
+            // Sorts rates, sizes and ages with the largest first. Equal rows are in the order of
+            // their ids, so that they do not change places.
             let order = match self.sort {
                 Sort::OutRate => rate(other).1.cmp(&rate(one).1),
                 Sort::InRate => rate(other).0.cmp(&rate(one).0),
@@ -139,8 +139,8 @@ impl App {
         sessions
     }
 
-    /// Returns the counters of devices that match the filter, each with its value and its rate: the
-    /// fastest first.
+    /// Returns the counters of devices that match the filter, each with its value and its rate. The
+    /// counter with the highest rate comes first.
     pub(super) fn counters(&self) -> Vec<(&str, u64, u64)> {
         let filter = self.filter.to_lowercase();
         let all = self.snapshot.iter().flat_map(|snapshot| &snapshot.devices);
@@ -167,8 +167,8 @@ impl App {
         self.snapshot.as_ref()?.sessions.iter().flatten().find(|session| session.id == selected)
     }
 
-    /// Selects the first session if the selected one is gone, but not while a box shows the details
-    /// of the selected one or asks whether to kill it.
+    /// Selects the first session if the selected one is gone. Keeps the selection while a box shows
+    /// the details of the selected session or asks whether to kill it.
     fn keep_selection(&mut self) {
         let sessions = self.sessions();
         if sessions.iter().any(|session| Some(session.id) == self.selected) {

@@ -3,7 +3,7 @@
 
 use ratatui::buffer::Buffer;
 
-/// Returns whether the terminal shows only ASCII, by its environment.
+/// Returns whether the terminal shows only ASCII, according to its environment variables.
 pub(super) fn is_ascii_only(variable: impl Fn(&str) -> Option<String>) -> bool {
     let of = |name: &str| variable(name).filter(|value| !value.is_empty());
     let locale = of("LC_ALL").or_else(|| of("LC_CTYPE")).or_else(|| of("LANG"));

@@ -14,8 +14,8 @@ use super::snapshot::{LatencyRow, Session, Snapshot};
 
 /// Height of the boxes above the table, with their borders.
 const BOXES: u16 = 9;
-/// The least height that another row of boxes must leave for the sessions, or for the counters of
-/// devices.
+/// The height that must remain for the sessions, or for the counters of devices, below another row
+/// of boxes.
 const SESSIONS_MIN: u16 = 10;
 const COUNTERS_MIN: u16 = 8;
 const DIM: Style = Style::new().fg(Color::DarkGray);
@@ -69,7 +69,7 @@ pub(super) fn draw(frame: &mut Frame<'_>, app: &App) {
 /// A box: its width, its title and its lines.
 type Contents = (u16, &'static str, Vec<Line<'static>>);
 
-/// Draws the boxes that fit next to each other. The last one of all gets the space that is left.
+/// Draws the boxes that fit next to each other. The last box of all gets the remaining width.
 fn draw_boxes(
     frame: &mut Frame<'_>,
     mut left: Rect,
@@ -165,14 +165,15 @@ fn memory_lines(snapshot: &Snapshot) -> Vec<Line<'static>> {
 fn latency_lines(snapshot: &Snapshot) -> Vec<Line<'static>> {
     let Some(first) = snapshot.latency.first() else {
         let mut lines = vec![Line::from(" not reported").style(DIM)];
-        // An admin port has latencies as soon as there are operations.
+        // An engine may not track latencies. An admin port always has them after the first
+        // operation.
         if snapshot.sessions.is_some() {
             lines.push(Line::from(" see CONFIG GET latency-track*").style(DIM));
         }
         return lines;
     };
-    // All rows have the same percentiles. There is place for three: if there are more, the first
-    // and the two highest.
+    // All rows have the same percentiles. There is space for three. If there are more, shows the
+    // lowest and the two highest.
     let all: Vec<&str> = first.percentiles.iter().map(|(name, _)| name.as_str()).collect();
     let columns = match &all[..] {
         [lowest, .., high, highest] => vec![*lowest, *high, *highest],
@@ -181,16 +182,17 @@ fn latency_lines(snapshot: &Snapshot) -> Vec<Line<'static>> {
     let heading: String = columns.iter().map(|name| format!("{name:>7.7}")).collect();
     let heading = format!(" {:<8}{heading}", "");
     let slowest = |row: &LatencyRow| {
-        // With the default percentiles p99: the highest one is often a single outlier.
+        // With the default percentiles, this is p99: the highest percentile is often a single
+        // outlier.
         let column = columns.get(1).or(columns.first());
         column.and_then(|name| row.at(name)).unwrap_or_default()
     };
     let mut rows: Vec<_> = snapshot.latency.iter().collect();
-    // First the operations that people often measure, then the others; the slowest first in both
-    // groups.
+    // Shows first the operations that people often measure, then the others. In both groups, the
+    // slowest comes first.
     let rank = |name: &str| !matches!(name, "get" | "set" | "send" | "write" | "read");
     rows.sort_by(|one, other| {
-        // A total order, also if the engine reports something that is not a number.
+        // This is a total order, even if the engine reports a value that is not a number.
         let by_rank = rank(&one.name).cmp(&rank(&other.name));
         by_rank.then(slowest(other).total_cmp(&slowest(one)))
     });
@@ -296,7 +298,7 @@ fn row(app: &App, session: &Session) -> Row<'static> {
     }))
 }
 
-/// Draws what an admin port has instead of sessions: the counters of the RDMA ports.
+/// Draws the counters of the RDMA ports, which an admin port has instead of sessions.
 fn draw_counters(frame: &mut Frame<'_>, app: &App, area: Rect) {
     let counters = app.counters();
     let has_any = app.snapshot.as_ref().is_some_and(|snapshot| !snapshot.devices.is_empty());
@@ -333,7 +335,7 @@ fn draw_counters(frame: &mut Frame<'_>, app: &App, area: Rect) {
     frame.render_widget(Table::new(rows, widths).header(heading.style(DIM)).block(block), area);
 }
 
-/// Draws the keys, the filter or a message. `has_more` tells that the terminal has no place for all
+/// Draws the keys, the filter or a message. `has_more` tells that the terminal has no space for all
 /// boxes.
 fn draw_footer(frame: &mut Frame<'_>, app: &App, area: Rect, has_more: bool) {
     let has_sessions = app.snapshot.as_ref().is_none_or(|snapshot| snapshot.sessions.is_some());

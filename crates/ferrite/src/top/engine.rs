@@ -47,7 +47,7 @@ const MEMORY: [(&str, &str); 5] = [
     ("rdma_memory_receive_bytes", "receive"),
     ("rdma_memory_windows_bytes", "windows"),
 ];
-/// Counters of devices: what went wrong, and what is missing.
+/// Counters of failures and changes of devices.
 const DEVICES: [&str; 5] = [
     "rdma_retry_exceeded",
     "rdma_remote_access_errors",
@@ -71,7 +71,7 @@ pub(super) enum Address {
 /// An engine with the module.
 pub(super) struct Engine {
     address: Address,
-    /// The arguments of AUTH; empty if there is no password.
+    /// The arguments of AUTH; empty if neither a user nor a password is given.
     credentials: Vec<String>,
     connection: Option<Connection>,
 }

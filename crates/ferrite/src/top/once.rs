@@ -49,7 +49,7 @@ fn text(app: &App, snapshot: &Snapshot) -> String {
         let figures = row.percentiles.iter().map(|(name, us)| format!("{name} {us:.2} µs"));
         let _ = writeln!(out, "latency, {}: {}", row.name, figures.collect::<Vec<_>>().join(", "));
     }
-    // An admin port has latencies as soon as there are operations.
+    // An engine may not track latencies. An admin port always has them after the first operation.
     if snapshot.latency.is_empty() && snapshot.sessions.is_some() {
         let _ = writeln!(out, "latency: not reported; see CONFIG GET latency-track*");
     }

@@ -1,4 +1,5 @@
-//! What a program reports at one moment, whatever the source, and the rates between two moments.
+//! The state that a program reports at one moment, from any source, and the rates between two
+//! states.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -8,7 +9,7 @@ use serde::{Serialize, Serializer};
 
 use crate::latency::two_decimals;
 
-/// What a program reports at one moment.
+/// The state that a program reports at one moment.
 #[derive(Debug, Clone, Serialize)]
 pub(super) struct Snapshot {
     /// The program and its version.
@@ -26,8 +27,8 @@ pub(super) struct Snapshot {
     /// Pinned memory in bytes, by use.
     pub(super) memory: BTreeMap<&'static str, u64>,
     pub(super) latency: Vec<LatencyRow>,
-    /// Counters of devices that are not zero, by name. In those of an admin port, the name includes
-    /// the device and the port.
+    /// Counters of devices that are not zero, by name. If they come from an admin port, the name
+    /// includes the device and the port.
     pub(super) devices: BTreeMap<String, u64>,
     #[serde(skip)]
     pub(super) taken: Instant,
@@ -117,7 +118,7 @@ pub(super) struct Rates {
 }
 
 impl Rates {
-    /// Returns the rates. A counter that went back belongs to a program that was restarted: its
+    /// Returns the rates. A counter that decreased belongs to a program that was restarted: its
     /// rate is zero.
     pub(super) fn between(before: &Snapshot, now: &Snapshot) -> Self {
         let time = now.taken.saturating_duration_since(before.taken);

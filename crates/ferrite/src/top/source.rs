@@ -31,8 +31,8 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(15);
 /// The longest answer. A program sends a few tens of kilobytes, and some hundred bytes per session.
 const ANSWER_MAX: usize = 16 << 20;
 
-/// An answer that arrives in pieces. One that never ends is an error: the program that sends it
-/// must not stop the watcher, or use up memory.
+/// An answer that arrives in pieces. An endless answer is an error, so that the sender can neither
+/// block the watcher nor use up its memory.
 pub(super) struct Answer {
     pub(super) bytes: Vec<u8>,
     begun: Instant,

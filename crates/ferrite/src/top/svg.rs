@@ -1,4 +1,4 @@
-//! A screen as an SVG: for the documentation, and for reports of bugs.
+//! Draws a screen as an SVG, for the documentation and for bug reports.
 
 use std::fmt::Write as _;
 
@@ -81,7 +81,7 @@ fn run(buffer: &Buffer, row: u16, column: u16, end: u16, out: &mut String) {
     );
 }
 
-/// Returns a colour of the terminal, as many terminals show it.
+/// Returns a terminal colour in the shade that many terminals use.
 fn colour(colour: Color, default: &'static str) -> &'static str {
     match colour {
         Color::Cyan => "#4ec9e0",

@@ -50,7 +50,7 @@ fn snapshot(sessions: Vec<Session>) -> Snapshot {
     }
 }
 
-/// An app that has seen two states, a second apart.
+/// Returns an app that has seen two states, a second apart.
 fn app() -> App {
     let mut app = App::new("10.0.0.100:6379".into());
     let all = [(1, "rdma-ferrite", 0), (2, "tcp", 0), (3, "rdma-valkey", 0)];

@@ -20,8 +20,8 @@ pub(crate) struct Network {
 struct Process(Child);
 
 impl Process {
-    /// Returns whether it runs slow device calls on threads of their own. Without a device there
-    /// are no such threads.
+    /// Returns whether the gateway runs slow device calls on threads of their own. Without a device
+    /// there are no such threads.
     fn has_command_threads(&self) -> bool {
         let threads =
             std::fs::read_dir(format!("/proc/{}/task", self.0.id())).expect("its threads");
@@ -115,7 +115,7 @@ fn report(output: &Output) -> Value {
     serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {stderr}"))
 }
 
-/// `ferrite bench fabric` against a server of Redis clients ends with an error that says so.
+/// `ferrite bench fabric` fails if the server speaks Redis' protocol, and its error says so.
 #[allow(dead_code, reason = "only the lab has devices")]
 pub(crate) fn bench_fabric_names_a_redis_server(network: &Network) {
     let setup = GatewaySetup::start(network, &["--protected-mode", "no"]);
@@ -204,8 +204,8 @@ pub(crate) fn gateway_carries_every_kind_of_load(network: &Network) {
         .iter()
         .map(|kind| ended["sessions"][kind].as_u64().expect("a count"))
         .sum();
-    // Each case that reads has one more connection, which writes the keys first. Each case has one
-    // that removes them.
+    // Each case that reads has an additional connection, which writes the keys first. Each case has
+    // another connection, which removes the keys.
     let removals = cases.len() as u64 + 1;
     assert_eq!(sessions, 10 + 10 + 1 + 3 + 3 + 1 + 10 + 1 + 10 + 1 + 10 + removals, "{ended}");
     assert!(ended["to_client_bytes"].as_u64().is_some_and(|bytes| bytes > 10_000), "{ended}");
@@ -307,7 +307,7 @@ pub(crate) fn relay_carries_load_and_reports_failures(network: &Network) {
 }
 
 /// A client that is blocked in the engine delays the end of the gateway by the drain time. A second
-/// signal does not wait for it.
+/// signal ends the gateway without this delay.
 pub(crate) fn second_signal_stops_the_gateway_at_once(network: &Network) {
     let mut setup = GatewaySetup::start(network, &["--protected-mode", "no", "--drain", "600"]);
     let relay = Relay::start(network, &setup.address);
@@ -318,7 +318,7 @@ pub(crate) fn second_signal_stops_the_gateway_at_once(network: &Network) {
         setup.redis.client().text(&["INFO", "clients"]).contains("blocked_clients:1")
     });
     process::signal("TERM", setup.gateway.0.id());
-    // The gateway has received the first signal when it accepts no more clients.
+    // Once the gateway accepts no more clients, it has received the first signal.
     until(TIMEOUT, "it accepts no more clients", || {
         let probe = Relay::start(network, &setup.address);
         let mut client = TcpStream::connect(&probe.address).expect("a connection");

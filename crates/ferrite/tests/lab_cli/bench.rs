@@ -190,8 +190,8 @@ fn bench_notices_a_killed_peer() {
             server.child.kill().expect("a live server");
             let since = Instant::now();
             let error = error_of(&client.wait_with_output().expect("it ends"));
-            // A dying process may lose its memory before its queue pairs. Then the first error is
-            // "denied".
+            // The kernel may free the memory of a dying process before its queue pairs. The first
+            // error is "denied" then.
             let kind = error["kind"].as_str().expect("a kind");
             assert!(["link_down", "denied"].contains(&kind), "{op} {measure}: {error}");
             assert!(
@@ -201,7 +201,7 @@ fn bench_notices_a_killed_peer() {
             );
         }
     }
-    // After a killed client, the server serves the next one.
+    // The server serves the next client after a client was killed.
     let server = Server::of(BENCH, &[]);
     let before = packets_sent();
     let mut first = server.start_client(&["--seconds", "600"]);
@@ -219,7 +219,7 @@ fn bench_reports_that_no_server_runs() {
     assert!(message.contains("`ferrite bench fabric --listen` must run there"), "{message}");
 }
 
-/// The port of a gateway or a module is not that of a benchmark.
+/// The user may give the port of a gateway or a module instead of that of a benchmark.
 #[test]
 fn bench_fabric_names_a_server_of_another_protocol() {
     let redis = ferrite_testkit::Engine::redis(&[]);
@@ -243,7 +243,7 @@ fn bench_fabric_names_a_server_of_another_protocol() {
 /// A server that accepts the connection and stays silent does not block the benchmark for ever.
 #[test]
 fn bench_fabric_does_not_wait_for_a_silent_peer() {
-    let server = Server::of(STREAM, &[]); // sends nothing before its client has
+    let server = Server::of(STREAM, &[]); // sends nothing before its client does
     let started = Instant::now();
     let output = output(&["bench", "fabric", &server.address, "--local", "10.0.0.2"]);
     let message = text(&output.stderr);

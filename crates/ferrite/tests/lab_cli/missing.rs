@@ -1,4 +1,4 @@
-//! What the commands say if a library, a device, a permission or memory is missing.
+//! The messages of the commands if a library, a device, a permission or memory is missing.
 
 use std::process::{Command, Output};
 
@@ -7,7 +7,8 @@ use ferrite_testkit::wait::comes_true;
 
 use crate::{output, text};
 
-/// Runs the command in a mount namespace of its own, in which `hide` has hidden something.
+/// Runs the command in a mount namespace of its own, after the shell command `hide` has hidden
+/// something.
 fn without(hide: &str, arguments: &[&str]) -> Output {
     let line = format!("{hide} && exec {} {}", env!("CARGO_BIN_EXE_ferrite"), arguments.join(" "));
     Command::new("unshare").args(["--mount", "sh", "-c", &line]).output().expect("unshare")
@@ -30,7 +31,7 @@ fn explains_a_missing_library() {
     expect_missing(&without(hide, &LISTEN), "the library is", "apt-get install libibverbs1");
 }
 
-/// Without the connection manager devices can be listed, but no connections be made.
+/// Without the connection manager, devices can be listed, but no connection can be made.
 #[test]
 fn explains_a_missing_connection_manager() {
     let hide = "mount --bind /dev/null /dev/infiniband/rdma_cm";
@@ -82,7 +83,7 @@ fn shows_a_port_that_is_down_with_its_remedy() {
     assert!(shown.contains("port 1: DOWN") && shown.contains("ip link set h1 up"), "{shown}");
 }
 
-/// Runs the command as a user who has no rights, after `prepare` in a mount namespace of its own.
+/// Runs the command as a user without rights, after `prepare`, in a mount namespace of its own.
 fn as_nobody(prepare: &str, arguments: &[&str]) -> Output {
     let nobody = "exec setpriv --reuid=65534 --regid=65534 --clear-groups";
     let program = env!("CARGO_BIN_EXE_ferrite");
@@ -108,7 +109,7 @@ fn explains_a_missing_permission() {
     }
 }
 
-/// The message says how much memory is needed in all. With that much it works.
+/// The message says how much memory is needed in all. The command works with that much.
 #[test]
 fn names_the_whole_memory_that_is_needed() {
     let open = "chmod 666 /dev/infiniband/*";
@@ -127,7 +128,7 @@ fn names_the_whole_memory_that_is_needed() {
     let needed = message.split("about ").nth(1).and_then(|rest| rest.split(' ').next());
     let needed: u64 = needed.and_then(|number| number.parse().ok()).expect("a number of MiB");
     assert!(needed > 8, "{message}");
-    // It ends by the time limit, not by an error.
+    // The time limit ends the gateway, not an error.
     let short = [&["timeout", "-s", "TERM", "5", env!("CARGO_BIN_EXE_ferrite")][..], &gateway];
     let line = format!(
         "{open} && ulimit -l {} && exec setpriv --reuid=65534 --regid=65534 --clear-groups {}",

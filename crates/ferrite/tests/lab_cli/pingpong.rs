@@ -16,7 +16,7 @@ fn pingpong_runs_every_operation_and_mode_over_the_wire() {
         ("write", "poll", "64"),
         ("read", "poll", "64"),
         ("read", "event", "64"),
-        // Several packets, too large for inline data; then the shortest message.
+        // First messages of several packets, too large for inline data; then the shortest message.
         ("send", "poll", "20000"),
         ("write", "poll", "20000"),
         ("read", "poll", "20000"),
@@ -85,7 +85,8 @@ fn pingpong_client_notices_a_killed_server() {
         let (output, took) =
             client_of_failing_server(more, |server| server.kill().expect("a live server"));
         let error = error_of(&output);
-        // Depends on which comes first: the CM's event, or a message that is not acknowledged.
+        // The kind depends on which comes first: the CM's event, or a message that is not
+        // acknowledged.
         let kind = error["kind"].as_str().expect("a kind");
         assert!(["disconnected", "completion_error"].contains(&kind), "{more:?}: {error}");
         assert!(took < Duration::from_secs(5), "{more:?}: {took:?}");

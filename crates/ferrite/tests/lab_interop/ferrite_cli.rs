@@ -1,12 +1,12 @@
-//! `ferrite-cli` as a client of the same servers, with RDMA required. It runs on the other host, as
-//! Ferrite's other clients do.
+//! Tests `ferrite-cli` as a client of the same servers, with RDMA required. It runs on the second
+//! host, like Ferrite's other clients.
 
 use serde_json::{Value, json};
 
 use crate::server::{TestServer, bytes, text};
 use crate::{LONG, SIZES, SOON};
 
-/// Each command is a process of its own. Also checks the reported transport.
+/// Runs each command in a process of its own, and checks the reported transport.
 pub(crate) fn cli_commands(server: &mut TestServer) {
     assert_eq!(server.ferrite_cli(&["PING"], b"", SOON), b"PONG\n");
     let transport_info = format!("over RDMA, device rxe2, to {}\n", server.description());
@@ -50,7 +50,7 @@ pub(crate) fn cli_values(server: &mut TestServer) {
     }
 }
 
-/// Thousands of commands without waiting, in RESP and as lines, small and large.
+/// Sends thousands of commands without waiting, in RESP and as lines, small and large.
 pub(crate) fn cli_pipe(server: &mut TestServer) {
     const COMMANDS: usize = 5000;
     let ending = format!("errors: 0, replies: {COMMANDS}\n");
@@ -72,7 +72,7 @@ pub(crate) fn cli_pipe(server: &mut TestServer) {
     assert_eq!(text(&server.engine(&["GET", "counter"])), COMMANDS.to_string());
 }
 
-/// Returns values of up to 4 KiB: all together are larger than the window of either side.
+/// Returns a value of up to 4 KiB. All values together are larger than the window of either side.
 fn value(number: usize) -> Vec<u8> {
     bytes(number, number * 37 % 4096)
 }
@@ -96,7 +96,7 @@ pub(crate) fn cli_resp3(server: &mut TestServer) {
 }
 
 /// Publishes far more than fits into any buffer at once. Each subscriber, with RESP2 or RESP3,
-/// prints all of it in order.
+/// prints all messages in order.
 pub(crate) fn cli_subscriptions(server: &mut TestServer) {
     const MESSAGES: usize = 20_000;
     let listening =

@@ -1,8 +1,8 @@
-//! Ferrite's own clients of the same servers: redis-rs over Ferrite's sessions (`ferrite-client`),
-//! and `ferrite bench kv`.
+//! Tests Ferrite's own clients with the same servers: redis-rs over Ferrite's sessions
+//! (`ferrite-client`), and `ferrite bench kv`.
 //!
-//! They run on the other host, so that their bytes cross the wire. With Valkey's server they use
-//! Valkey's protocol. Each test checks the transport.
+//! The clients run on the second host, so that their bytes cross the network. They use Valkey's
+//! protocol with Valkey's server. Each test checks the transport.
 
 use std::time::Instant;
 
@@ -17,7 +17,8 @@ use ferrite_testkit::wait::until_async;
 use crate::server::{CLIENT_HOST, TestServer, bytes};
 use crate::{LONG, SIZES, SOON};
 
-/// Runs `test` with a client. It must end in time, and its fabric must release all verbs objects.
+/// Runs `test` with a client. The test must end in time, and its fabric must release all verbs
+/// objects.
 fn run(server: &str, test: impl AsyncFnOnce(ClientBuilder)) {
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
@@ -67,7 +68,7 @@ pub(crate) fn client_values(server: &mut TestServer) {
     });
 }
 
-/// A thousand commands at a time, small and large.
+/// Sends pipelines of a thousand commands, small and large.
 pub(crate) fn client_pipelines(server: &mut TestServer) {
     run(&server.address(), async |client| {
         let mut connection = connect(server, &client.build()).await;
@@ -113,7 +114,8 @@ pub(crate) fn client_blocking_pops(server: &mut TestServer) {
     });
 }
 
-/// One connection publishes large pipelines. A subscriber on another gets all of it, in order.
+/// One connection publishes large pipelines. A subscriber on another connection gets all messages,
+/// in order.
 pub(crate) fn client_subscriptions(server: &mut TestServer) {
     const BATCHES: usize = 20;
     run(&server.address(), async |client| {
@@ -150,7 +152,7 @@ pub(crate) fn client_subscriptions(server: &mut TestServer) {
     });
 }
 
-/// A hundred connections at a time, each with a value of its own.
+/// Opens a hundred connections at a time, each with a value of its own.
 pub(crate) fn client_many(server: &mut TestServer) {
     run(&server.address(), async |client| {
         let client = client.build();
@@ -177,8 +179,8 @@ pub(crate) fn client_many(server: &mut TestServer) {
     server.until("clients are gone", SOON, || server.info("connected_clients") == 1);
 }
 
-/// After a restart of the server, commands in flight have failed and later ones succeed, over RDMA
-/// again.
+/// After a restart of the server, commands that were in flight have failed. Later commands succeed,
+/// again over RDMA.
 pub(crate) fn client_reconnects(server: &mut TestServer) {
     run(&server.address(), async |client| {
         let mut connection = connect(server, &client.build()).await;

@@ -1,15 +1,16 @@
 //! Interoperability with Valkey: `cargo xtask interop`.
 //!
-//! Clients are Valkey's own programs and Ferrite's (`ferrite-client`, `ferrite-cli`, `ferrite bench
-//! kv`). Servers are Ferrite's gateway, its module in Valkey's server, and that server's own
-//! listener. All combinations run the same tests: a test that fails with Valkey's listener too is
-//! not a fault of Ferrite.
+//! The clients are Valkey's own programs and Ferrite's (`ferrite-client`, `ferrite-cli`, `ferrite
+//! bench kv`). The servers are Ferrite's gateway, Ferrite's module in Valkey's server, and the RDMA
+//! listener of Valkey's server itself. All combinations run the same tests. A test that also fails
+//! with Valkey's listener shows no fault of Ferrite.
 //!
-//! The tests compare a client's output with the engine's data, read over its Unix socket. Every
-//! step has a time limit, because these clients may wait for ever for a message that they missed.
+//! The tests compare a client's output with the engine's data, which they read over the engine's
+//! Unix socket. Every step has a time limit, because these clients may wait forever for a message
+//! that they missed.
 //!
-//! `cargo xtask interop` builds Valkey and sets `FERRITE_VALKEY` to its directory. Without it the
-//! tests fail.
+//! `cargo xtask interop` builds Valkey and sets `FERRITE_VALKEY` to its directory. The tests fail
+//! if the variable is not set.
 
 mod ferrite_cli;
 mod ferrite_clients;
@@ -24,9 +25,9 @@ use ferrite_clients::{
 };
 use server::{ServerKind, TestServer, bytes, text};
 
-/// For steps that a client does at once.
+/// Time limit for steps that a client does at once.
 const SOON: Duration = Duration::from_secs(20);
-/// For megabytes, and for thousands of commands.
+/// Time limit for steps with megabytes, or with thousands of commands.
 const LONG: Duration = Duration::from_secs(90);
 
 /// Repetitions of tests in which the last reply races with the end of the connection.
@@ -124,7 +125,7 @@ fn subscriptions(server: &TestServer) {
         }
         assert_eq!(subscriber.lines(3, SOON), ["message", "news", &message]);
     }
-    // The test does not read between these, so that several arrive at once.
+    // The test does not read between these messages, so that several arrive at once.
     for number in 0..1000 {
         server.engine(&["PUBLISH", "news", &number.to_string()]);
     }
@@ -151,7 +152,7 @@ fn monitor_shows_commands(server: &TestServer) {
     assert!(line.ends_with(r#""SET" "seen" "yes""#), "{line}");
 }
 
-/// Thousands of keys in many replies, and a hundred thousand lines in one.
+/// Reads thousands of keys in many replies, and a hundred thousand lines in one reply.
 fn scans_and_large_arrays(server: &TestServer) {
     let script = "for i = 1, 5000 do redis.call('SET', 'key' .. i, i) end return 5000";
     assert_eq!(server.cli(&["EVAL", script, "0"], b"", SOON), b"5000\n");
@@ -181,7 +182,7 @@ fn many_clients_one_after_another(server: &TestServer) {
     for number in 1..=100 {
         assert_eq!(text(&server.cli(&["INCR", "visits"], b"", SOON)), format!("{number}\n"));
     }
-    // The remaining one is the connection of this test.
+    // The remaining client is the connection of this test.
     server.until("clients are gone", SOON, || server.info("connected_clients") == 1);
 }
 
@@ -212,7 +213,8 @@ fn clients_killed_during_a_reply(server: &TestServer) {
     );
 }
 
-/// A client that does not read for a while blocks no other, and gets its whole reply in the end.
+/// A client that does not read for a while blocks no other client, and gets its whole reply in the
+/// end.
 fn stopped_client_blocks_nobody(server: &TestServer) {
     let line = "x".repeat(1023);
     let value = format!("{line}\n").repeat(20 << 10);
@@ -227,7 +229,7 @@ fn stopped_client_blocks_nobody(server: &TestServer) {
     assert_eq!(client.finish(SOON), Some(0));
 }
 
-/// Valkey's own test program: four clients, values of 1 KiB, a BGSAVE at the same time.
+/// Runs Valkey's own test program: four clients, values of 1 KiB, and a BGSAVE at the same time.
 fn valkeys_rdma_test(server: &TestServer) {
     let output = server.run(
         "rdma-test",
@@ -254,7 +256,8 @@ fn benchmark_p1000(server: &TestServer) {
     server.benchmark(&SIMPLE_TESTS, &["-c", "4", "-P", "1000", "-n", "40000"], LONG);
 }
 
-/// Publishes far more than fits into any buffer at once. Each subscriber gets all of it, in order.
+/// Publishes far more than fits into any buffer at once. Each subscriber gets all messages, in
+/// order.
 fn flood_of_messages(server: &TestServer) {
     const MESSAGES: usize = 20_000;
     let mut subscribers: Vec<_> =
@@ -292,7 +295,7 @@ fn benchmark_c100_p16(server: &TestServer) {
     server.benchmark(&SIMPLE_TESTS, &["-c", "100", "-P", "16", "-n", "2000"], LONG);
 }
 
-/// Sessions of both protocols over RDMA, and none over TCP.
+/// Counts sessions of both protocols over RDMA, and none over TCP.
 #[test]
 fn module_counts_sessions_by_transport() {
     let mut server = TestServer::new(ServerKind::Module);
@@ -308,7 +311,8 @@ fn module_counts_sessions_by_transport() {
     );
 }
 
-/// Not with Valkey's own listener: for so many clients it needs more memory than the guest has.
+/// Valkey's own listener has no such test: for 300 clients it needs more memory than the virtual
+/// machine has.
 #[test]
 fn gateway_serves_a_benchmark_with_300_clients() {
     TestServer::new(ServerKind::Gateway(&[])).benchmark(
@@ -318,7 +322,7 @@ fn gateway_serves_a_benchmark_with_300_clients() {
     );
 }
 
-/// With windows as large as those of Valkey's own server.
+/// The windows are as large as those of Valkey's own server.
 #[test]
 fn gateway_with_larger_windows_carries_values() {
     values(&TestServer::new(ServerKind::Gateway(&["--rx-size", "1mb"])));

@@ -13,7 +13,7 @@ use ferrite_testkit::{Engine, Random, Start, until};
 use serde_json::Value;
 
 const HOST: &str = "10.0.0.1";
-/// The address of Ferrite's clients, so that bytes cross the wire.
+/// The address of Ferrite's clients. It is on the second host, so that bytes cross the network.
 pub(crate) const CLIENT_HOST: &str = "10.0.0.2";
 const VALKEY_PORT: &str = "6390";
 const GATEWAY_PORT: &str = "6391";
@@ -24,9 +24,9 @@ const MODULE_PORT: &str = "6392";
 pub(crate) enum ServerKind {
     /// Valkey's server itself.
     Valkey,
-    /// Ferrite's gateway in front of it, with these options.
+    /// Ferrite's gateway, with these options, in front of Valkey's server.
     Gateway(&'static [&'static str]),
-    /// Ferrite's module in it.
+    /// Ferrite's module in Valkey's server.
     Module,
 }
 
@@ -69,7 +69,7 @@ impl TestServer {
         }
     }
 
-    /// Returns what `ferrite-cli` calls the server.
+    /// Returns the name that `ferrite-cli` shows for the server.
     pub(crate) fn description(&self) -> &'static str {
         match self.kind {
             ServerKind::Valkey => "a server of Valkey Over RDMA",
@@ -117,8 +117,8 @@ impl TestServer {
     }
 
     fn ferrite_cli_command(&self, arguments: &[&str]) -> Command {
-        // It belongs to another package, so cargo sets no variable for it. It is built into the
-        // same directory.
+        // `ferrite-cli` belongs to another package, so cargo sets no variable for it. It is built
+        // into the same directory.
         let program = Path::new(env!("CARGO_BIN_EXE_ferrite")).with_file_name("ferrite-cli");
         let mut command = Command::new(program);
         command
@@ -134,7 +134,8 @@ impl TestServer {
         self.run("valkey-cli", &[&["--rdma"], arguments].concat(), input, limit)
     }
 
-    /// Returns the error with which the server rejects a client. valkey-cli exits with code 0.
+    /// Returns the error with which the server rejects a client. valkey-cli exits with code 0 even
+    /// then.
     pub(crate) fn refusal(&self, arguments: &[&str], limit: Duration) -> String {
         let output = text(&self.cli(arguments, b"", limit));
         assert!(output.starts_with("ERR "), "{output}");
@@ -160,7 +161,7 @@ impl TestServer {
         output
     }
 
-    /// Runs valkey-benchmark. Each test must finish, and no client be left.
+    /// Runs valkey-benchmark. Each test must finish, and no client may be left.
     pub(crate) fn benchmark(&self, tests: &[&str], more: &[&str], limit: Duration) {
         let names = tests.join(",").to_lowercase();
         let arguments = [&["--rdma", "--csv", "-t", &names], more].concat();
@@ -173,7 +174,7 @@ impl TestServer {
 
     fn client(&self, program: &str, arguments: &[&str]) -> Command {
         let mut command = Command::new(self.programs.join(program));
-        // Options come before the command of valkey-cli.
+        // The options of valkey-cli come before the command.
         command
             .args(["-h", HOST, "-p", self.port])
             .args(arguments)
@@ -228,7 +229,7 @@ impl TestServer {
     }
 }
 
-/// Starts Valkey's server, with its own RDMA listener or the module's, or with none.
+/// Starts Valkey's server with its own RDMA listener, with the module's, or without any.
 fn start_engine(programs: &Path, kind: ServerKind) -> Engine {
     let valkey = ["--rdma-bind", HOST, "--rdma-port", VALKEY_PORT];
     let module = ["rdma-bind", HOST, "rdma-port", MODULE_PORT, "rdma", "require"];
@@ -264,7 +265,7 @@ fn gateway(engine: &Path, more: &[&str]) -> Process {
     let mut process = Process::start(&mut command);
     let mut line = String::new();
     if json {
-        // One byte at a time: `end_gateway` reads the rest.
+        // Reads one byte at a time, so that the rest is left for `end_gateway`.
         let stdout = process.0.stdout.as_mut().expect("piped");
         while !line.ends_with('\n') {
             let mut byte = [0];
@@ -290,8 +291,8 @@ impl Process {
         Self(child.unwrap_or_else(|error| panic!("{command:?}: {error}")))
     }
 
-    /// Writes its input and waits for its end. Returns its output and its exit code; the code is
-    /// `None` if a signal ended it.
+    /// Writes the process's input and waits for its end. Returns its output and its exit code. The
+    /// code is `None` if a signal ended it.
     fn end(&mut self, input: &[u8], limit: Duration) -> (Vec<u8>, Option<i32>) {
         let mut stdin = self.0.stdin.take().expect("piped");
         let mut stdout = self.0.stdout.take().expect("piped");
@@ -311,7 +312,7 @@ impl Process {
         (output, code)
     }
 
-    /// Waits for its end. Returns its exit code, or `None` if it is still running.
+    /// Waits until the process ends. Returns its exit code, or `None` if it is still running.
     fn wait(&mut self, limit: Duration) -> Option<Option<i32>> {
         exit_within(&mut self.0, limit).map(|status| status.code())
     }
@@ -350,7 +351,7 @@ impl RunningClient {
         Self { child, lines }
     }
 
-    /// Returns the next lines that it prints.
+    /// Returns the next lines that the client prints.
     pub(crate) fn lines(&mut self, count: usize, limit: Duration) -> Vec<String> {
         let line = |_| self.lines.recv_timeout(limit).expect("a line of output");
         (0..count).map(line).collect()
@@ -360,7 +361,8 @@ impl RunningClient {
         self.child.signal(name);
     }
 
-    /// Waits until it ends by itself. Returns its exit code, or `None` if it is still running.
+    /// Waits until the client ends by itself. Returns its exit code, or `None` if it is still
+    /// running.
     pub(crate) fn finish(&mut self, limit: Duration) -> Option<i32> {
         self.child.wait(limit).flatten()
     }

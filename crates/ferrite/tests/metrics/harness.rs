@@ -1,4 +1,4 @@
-//! Programs with an admin port, and what it answers.
+//! Starts programs with an admin port, and reads its answers.
 #![allow(dead_code, reason = "no test binary uses all of it")]
 
 use std::collections::{BTreeMap, HashSet};
@@ -48,7 +48,8 @@ impl Admin {
         names.collect()
     }
 
-    /// Returns all samples. Checks that each follows its type and that the text ends as it must.
+    /// Returns all samples. Checks that each sample follows its type, and that the text ends with
+    /// its end marker.
     pub(crate) fn scrape(&self) -> BTreeMap<String, f64> {
         let (status, text) = self.get("/metrics");
         assert_eq!(status, 200);
@@ -90,7 +91,7 @@ impl Running {
         Self::spawn(&mut command(arguments))
     }
 
-    /// Also returns the lines of its log.
+    /// Starts the program, and also returns the lines of its log.
     pub(crate) fn start_logged(arguments: &[&str]) -> (Self, Receiver<String>) {
         let (reader, writer) = std::io::pipe().expect("a pipe");
         let running = Self::spawn(command(arguments).stderr(writer));

@@ -43,7 +43,7 @@ pub(crate) struct Server {
 }
 
 impl Server {
-    /// Starts it with the file of `setup`. Its log goes into the directory.
+    /// Starts the server with the file of `setup`. The server's log goes into the directory.
     pub(crate) fn start(directory: &TempDir, setup: &Setup<'_>) -> Self {
         Self::start_with(directory, setup, |_| {})
     }
@@ -57,7 +57,8 @@ impl Server {
         let log = directory.path().join("log");
         let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
         command.args(["server", "--json", "--config"]).arg(file);
-        // Its private directory inside ours, because a killed ferrite does not remove it.
+        // Puts the server's private directory into ours, because a killed ferrite does not remove
+        // it.
         command.env("XDG_RUNTIME_DIR", directory.path());
         command
             .stdin(Stdio::null())
@@ -105,7 +106,7 @@ impl Server {
         until_or(TIMEOUT, text, || self.log().contains(text), || self.log());
     }
 
-    /// Waits for its end. Returns the exit code and the rest of its standard output.
+    /// Waits until the server ends. Returns the exit code and the rest of its standard output.
     pub(crate) fn end(&mut self) -> (Option<i32>, String) {
         let status = exit_within(&mut self.process, TIMEOUT);
         let status = status.unwrap_or_else(|| panic!("it does not end: {}", self.log()));

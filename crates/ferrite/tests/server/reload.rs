@@ -5,7 +5,8 @@ use ferrite_testkit::process::signal;
 use crate::server::harness::{Server, Setup, connect, directory};
 use crate::{engines, network, pid};
 
-/// SIGHUP applies what can change, names what cannot, and keeps everything if the file is wrong.
+/// SIGHUP applies the settings that can change, and logs those that cannot. If the file is wrong,
+/// no setting changes.
 #[test]
 fn sighup_applies_settings_that_can_change() {
     for engine in engines() {
@@ -62,7 +63,7 @@ fn settings_of_sighup_survive_a_restart_of_the_engine() {
     assert!(max.contains("77"), "{max}");
 }
 
-/// The log does not claim what the engine did not take, and the next SIGHUP tries again.
+/// The log does not claim that a rejected setting changed, and the next SIGHUP tries again.
 #[test]
 fn sighup_tries_again_what_the_engine_did_not_take() {
     let (directory, network) = (directory(), network());

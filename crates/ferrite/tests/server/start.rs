@@ -1,4 +1,4 @@
-//! What can go wrong before the engine is ready, and `--check`, which starts nothing.
+//! Failures before the engine is ready, and `--check`, which starts no engine.
 
 use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt as _;
@@ -117,7 +117,7 @@ fn exits_with_69_if_rdma_is_required_and_unavailable() {
     }
 }
 
-/// A check that passes means a start that works: this one does not.
+/// A start would fail here, so the check must fail, too.
 #[test]
 fn check_exits_with_69_if_rdma_is_required_and_unavailable() {
     if has_device() {
@@ -172,7 +172,8 @@ fn program(directory: &ferrite_testkit::TempDir, script: &str) -> PathBuf {
     program
 }
 
-/// A program that is no engine, or an engine that prints its version, ends at once with code 0.
+/// A program that is not an engine ends at once with code 0. So does an engine that prints its
+/// version.
 #[test]
 fn reports_an_engine_that_ends_with_code_0_before_it_is_ready() {
     let directory = directory();

@@ -1,4 +1,4 @@
-//! How the server and its engine stop: by signals, in time, and if one of them is killed.
+//! How the server and its engine stop: on signals, in time, and if one of them is killed.
 
 use ferrite_testkit::TIMEOUT;
 use ferrite_testkit::process::{is_alive, signal};
@@ -11,7 +11,7 @@ use crate::{network, pid};
 /// Makes saving take longer than any test waits.
 const SLOW_SAVE: &str = "rdb-key-save-delay = 1000000";
 
-/// Writes data and sends SIGTERM: with [`SLOW_SAVE`] the engine does not stop by itself.
+/// Writes data and sends SIGTERM. With [`SLOW_SAVE`], the engine does not stop by itself.
 fn begin_slow_stop(server: &mut Server) {
     let event = server.event("ready");
     let script = "for i = 1, 100 do redis.call('SET', 'key' .. i, i) end return 1";

@@ -132,8 +132,8 @@ fn write_back(side: &Side, size: u32) -> anyhow::Result<u64> {
     Ok(0)
 }
 
-/// Values that writes give to the last byte by turns. The byte starts as 0, so that the first write
-/// changes it, too.
+/// Successive writes store these values in the last byte, alternately. The byte starts as 0, so
+/// that the first write changes it, too.
 const VALUES: [u8; 2] = [1, 2];
 const STOP: u8 = 3;
 
@@ -143,7 +143,8 @@ fn value(round: u64, links: usize) -> u8 {
     VALUES[usize::from(!(round / links as u64).is_multiple_of(2))]
 }
 
-/// On one link: our memory that the peer writes, and the peer's memory that we write.
+/// The memory of both sides on one link: ours, which the peer writes, and the peer's, which we
+/// write.
 struct Target<'a> {
     link: &'a Link,
     ours: Region,

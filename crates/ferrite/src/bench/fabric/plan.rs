@@ -78,7 +78,7 @@ fn case(options: &Options, limits: QueueLimits, measure: Measure, op: Op, size: 
     }
 }
 
-/// Returns the window, or less if a link cannot queue so much.
+/// Returns `window`, or a smaller window if a link cannot queue that many operations.
 fn fitting_window(window: u32, limits: QueueLimits, size: u32) -> u32 {
     let messages =
         u64::from(window).min(limits.messages as u64).min(limits.bytes / u64::from(size));
@@ -195,7 +195,7 @@ mod tests {
         ]);
         let shown: Vec<_> =
             cases.iter().map(|case| (case.op, case.size, case.window, case.warmup)).collect();
-        // The window is limited by the queue of 16 MiB.
+        // The queue of 16 MiB limits the window.
         let expected = [
             (Op::Read, 2 << 20, 8, 24),
             (Op::Read, 8 << 10, 16, 48),

@@ -1,7 +1,9 @@
 //! The control messages between the two sides: lines of JSON on channel 0. Measured data uses
-//! channel 1. Each message ends with a newline because of servers of another protocol: after it,
-//! Redis and Valkey answer with an error, which the client reports. Without it, they would wait for
-//! the rest of a command.
+//! channel 1.
+//!
+//! Each message ends with a newline, in case the server is Redis or Valkey. They read the line as a
+//! command and answer with an error, which the client reports. Without the newline, they would wait
+//! for the rest of the command.
 //!
 //! ```text
 //!   client                                     server
@@ -17,7 +19,7 @@
 //!   end, and closes
 //! ```
 //!
-//! A grant is sent as plain bytes over the link that it is for.
+//! Each grant is sent as plain bytes, over the link to which it belongs.
 
 use anyhow::{Context as _, ensure};
 use ferrite_fabric::wire::GrantToken;

@@ -174,7 +174,7 @@ impl Session {
             match fabric.block_on(receive_control(self.side.control_link()))? {
                 Request::Test(test) => self.test(&test)?,
                 Request::Idle => fabric.block_on(self.take_idle(pending))?,
-                Request::IdleOpen { .. } => {} // sent before our reply arrived: nothing to do
+                Request::IdleOpen { .. } => {} // the client sent this before it received our reply
                 Request::End => break,
                 other => bail!("received {other:?}, expected a test"),
             }

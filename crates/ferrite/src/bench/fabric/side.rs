@@ -78,8 +78,8 @@ impl Side {
     }
 }
 
-/// Builds a fabric with the default settings except those in `options`. It uses the device with the
-/// address `local`, or all devices if none has it. It sleeps while it waits.
+/// Builds a fabric with the default settings except those in `options`. The fabric uses the device
+/// with the address `local`, or all devices if none has this address. It sleeps while it waits.
 pub(super) fn fabric(
     verbs: &Verbs,
     local: Option<IpAddr>,

@@ -131,7 +131,7 @@ impl LoadConnection {
         }
     }
 
-    /// Adds an answered batch to the result, unless it belongs to the warm-up.
+    /// Adds an answered batch to the result. A batch of the warm-up only counts in `all_requests`.
     fn record(&self, run: &mut Run, due: Instant, from: Instant, errors: u32) {
         let done = Instant::now();
         let count = u64::from(self.pipeline);
@@ -184,7 +184,7 @@ impl LoadConnection {
     /// Sends the batch and waits for `replies` replies. Returns the number of errors among them.
     pub(super) async fn exchange(&mut self, replies: u32) -> anyhow::Result<u32> {
         let exchanged = async {
-            // Reads while it writes: a server may stop reading until its replies are read.
+            // Reads while it writes, because a server may stop reading until its replies are read.
             let (mut reader, mut writer) = tokio::io::split(&mut self.stream);
             let writing = async {
                 writer.write_all(&self.out).await?;
@@ -242,7 +242,8 @@ fn closed_by_server(reply: Option<&str>) -> io::Error {
     io::Error::new(io::ErrorKind::UnexpectedEof, format!("the server closed the connection{reply}"))
 }
 
-/// Waits until `due`, more exactly than by sleeping alone. Returns the current time.
+/// Waits until `due`. Sleeps first, then polls the clock, because a sleep may end too late. Returns
+/// the current time.
 async fn wait_until(due: Instant) -> Instant {
     const EARLY: Duration = Duration::from_millis(2);
     if let Some(early) = due.checked_sub(EARLY).filter(|early| *early > Instant::now()) {

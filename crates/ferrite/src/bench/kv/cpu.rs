@@ -12,8 +12,8 @@ pub(super) fn used(pid: u32) -> anyhow::Result<f64> {
     Ok(ticks as f64 * 1e6 / per_second as f64)
 }
 
-/// Returns the sum of fields 14 and 15: clock ticks in user and in kernel mode. The process name in
-/// field 2 stands in brackets and may contain closing brackets itself.
+/// Returns the sum of fields 14 and 15: clock ticks in user and in kernel mode. Field 2 is the
+/// process name in brackets. The name may itself contain closing brackets.
 fn ticks(stat: &str) -> Option<u64> {
     let mut fields = stat.rsplit_once(')')?.1.split_whitespace().skip(11);
     let (user, kernel) = (fields.next()?.parse::<u64>().ok()?, fields.next()?.parse::<u64>().ok()?);

@@ -39,7 +39,7 @@ impl Dialer {
         }
         let server =
             options.server.context("no server given: give the server's address, or --unix")?;
-        // Four receives for each connection, so that all can receive replies at once; at most 512.
+        // Four receives for each connection, so that all connections can receive replies at once.
         let recv_queue_depth = options.connections.saturating_mul(4).clamp(64, 512);
         let config =
             Config { busy_poll_us: options.busy_poll_us, recv_queue_depth, ..client_config() };

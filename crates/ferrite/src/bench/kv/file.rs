@@ -6,9 +6,9 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
 
-/// A file for a result. It is opened before the benchmark, so that a path that cannot be written is
-/// an error at once, not after the measurements. Without a result, a file that [`open`](Self::open)
-/// created is removed, and an older file stays as it was.
+/// A file for a result. It is opened before the first measurement, so that a path that cannot be
+/// written is reported at once. If there is no result, a file that [`open`](Self::open) created is
+/// removed, and an existing file stays unchanged.
 pub(super) struct ResultFile {
     path: PathBuf,
     file: File,
@@ -25,7 +25,7 @@ impl ResultFile {
 
     /// Replaces the contents.
     pub(super) fn write(&mut self, text: &str) -> anyhow::Result<()> {
-        // Fails for a pipe, which has neither a length nor a position.
+        // This fails for a pipe, which has neither a length nor a position.
         let _ = self.file.set_len(0).and_then(|()| self.file.rewind());
         self.is_left_over = false;
         self.file.write_all(text.as_bytes()).with_context(|| cannot_write(&self.path))

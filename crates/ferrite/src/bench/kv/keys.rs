@@ -16,7 +16,7 @@ impl Random {
         z ^ z >> 31
     }
 
-    /// Returns a number from 0 to 1, without 1.
+    /// Returns a random number that is at least 0 and less than 1.
     #[expect(clippy::cast_precision_loss, reason = "53 bits are exact")]
     fn unit(&mut self) -> f64 {
         (self.next() >> 11) as f64 / (1_u64 << 53) as f64
@@ -70,8 +70,8 @@ mod tests {
         let uniform = count(&Keys::new(100, None));
         assert!(uniform.iter().all(|count| (800..1200).contains(count)), "{uniform:?}");
         let zipf = count(&Keys::new(100, Some(1.0)));
-        // By Zipf's law with exponent 1: the first twice as often as the second, ten times as often
-        // as the tenth.
+        // With the exponent 1, the first key is twice as frequent as the second, and ten times as
+        // frequent as the tenth.
         let first = f64::from(zipf[0]);
         assert!((1.8..2.2).contains(&(first / f64::from(zipf[1]))), "{zipf:?}");
         assert!((8.5..11.5).contains(&(first / f64::from(zipf[9]))), "{zipf:?}");

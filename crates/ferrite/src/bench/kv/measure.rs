@@ -1,7 +1,7 @@
-//! The order of a benchmark: its tests, and the transports of a test in turns.
+//! The order of a benchmark: its tests, and the turns of the transports in each test.
 //!
-//! A comparison measures its transports by turns, every second time in reverse order, so that a
-//! change of the machine's speed affects all transports alike.
+//! A comparison alternates between its transports, and reverses their order every second time. A
+//! change of the machine's speed then affects all transports alike.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -102,11 +102,11 @@ pub(super) fn run(
     Ok(measured)
 }
 
-/// Opens a connection over each transport of a comparison, so that a missing one is noticed before
-/// the others are measured.
+/// Opens a connection over each transport of a comparison, so that a missing transport is noticed
+/// before any other is measured.
 fn check_transports(options: &Options, policies: &[Rdma]) -> anyhow::Result<()> {
     if policies.len() < 2 {
-        return Ok(()); // the first connections of the test fail at once
+        return Ok(()); // a single transport needs no check: its test fails at once
     }
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {

@@ -11,9 +11,9 @@ const WIDTH: f64 = 900.0;
 const HEIGHT: f64 = 560.0;
 /// Margins of the plot: above, below, left. The one on the right depends on the labels.
 const MARGINS: [f64; 3] = [64.0, 110.0, 84.0];
-/// The width of a character, at most: about what a sans-serif font of 13 pixels has.
+/// The largest width of a character, estimated for a sans-serif font of 13 pixels.
 const CHARACTER_WIDTH: f64 = 7.6;
-/// Distance of two labels, so that they do not overlap.
+/// The smallest distance between two labels, so that they do not overlap.
 const LABEL_HEIGHT: f64 = 17.0;
 /// The width, in characters, at which the text below the plot is wrapped.
 const FOOTER_CHARACTERS: usize = 118;
@@ -36,8 +36,8 @@ pub(super) struct Line {
 }
 
 impl Line {
-    /// Builds a line from latencies in nanoseconds. It ends at the percentile beyond which there is
-    /// less than one request.
+    /// Builds a line from latencies in nanoseconds. The line ends at the highest percentile that at
+    /// least one request exceeds.
     #[expect(clippy::cast_precision_loss, reason = "fewer than 2^53 nanoseconds and requests")]
     pub(super) fn new(test: &str, group: Option<&str>, latency: &Histogram<u64>) -> Self {
         let nines = (0..=NINES_MAX * STEPS_PER_NINE)
@@ -59,8 +59,8 @@ impl Line {
     }
 }
 
-/// Colour and pattern of a line. Groups have a colour each, and tests a pattern; without groups,
-/// tests have a colour each.
+/// Returns the colour and the pattern of a line. With groups, each group has a colour and each test
+/// has a pattern. Without groups, each test has a colour.
 fn style(line: &Line, lines: &[Line]) -> (&'static str, &'static str) {
     let index_of = |values: Vec<&str>, value: &str| {
         let mut different: Vec<&str> = Vec::new();

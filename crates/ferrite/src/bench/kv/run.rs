@@ -18,7 +18,8 @@ pub(super) struct Run {
     pub(super) errors: u64,
     /// The first error reply of the server.
     pub(super) first_error: Option<String>,
-    /// Requests that were sent later than they were due.
+    /// Requests that were sent too late: more than 1 ms, and more than an interval, after they were
+    /// due.
     pub(super) late: u64,
     /// All requests, including those of the warm-up.
     pub(super) all_requests: u64,
@@ -60,9 +61,9 @@ impl Run {
     }
 }
 
-/// The result of one connection so far. It outlives the connection, so that nothing is lost if the
-/// connection fails. The connection locks it for each batch; other threads lock it only to show the
-/// progress, and at the end.
+/// The result of one connection so far. It outlives the connection, so that no result is lost if
+/// the connection fails. The connection locks it for each batch. Other threads lock it only to show
+/// the progress, and at the end.
 pub(super) struct SharedRun(Mutex<Run>);
 
 impl SharedRun {

@@ -117,7 +117,8 @@ mod tests {
 
     use super::*;
 
-    /// Polls a future that waits for nothing outside of itself.
+    /// Polls a future to its end. The future must not wait for other threads, or for I/O of the
+    /// system.
     fn run<F: Future>(future: F) -> F::Output {
         let mut future = pin!(future);
         let mut context = Context::from_waker(Waker::noop());

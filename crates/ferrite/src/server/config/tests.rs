@@ -1,11 +1,10 @@
-//! Tests of the settings that a file gives, and of the shipped example.
+//! Tests the settings in a file, and the shipped example.
 
 use super::*;
 
 const EXAMPLE: &str = include_str!("../../../../../packaging/ferrite.toml");
 
-/// The shipped file sets nothing but defaults. The keys in its comments are valid, and it shows
-/// every key.
+/// The shipped file sets only defaults. It shows every key, and the keys in its comments are valid.
 #[test]
 fn shipped_example_is_valid_and_complete() {
     let shown: Vec<_> =
