@@ -1,4 +1,5 @@
-//! Events that a device reports outside of any request: port changes, broken queues, its removal.
+//! Events that a device reports outside of any request: port changes, broken queues, removal of the
+//! device.
 
 use std::os::fd::AsFd;
 use std::time::Duration;
@@ -90,8 +91,8 @@ impl Context {
         }
         // SAFETY: the event was just filled.
         let event = unsafe { AsyncEvent::from_raw(&raw) };
-        // SAFETY: taken above, acknowledged once. Destroying the subject waits for the
-        // acknowledgement, so the subject was alive while `from_raw` read it.
+        // SAFETY: the event was fetched above and is acknowledged once. Destroying the subject
+        // waits for the acknowledgement, so the subject was alive while `from_raw` read it.
         unsafe { (ibv.ibv_ack_async_event)(&raw mut raw) };
         Ok(Some(event))
     }

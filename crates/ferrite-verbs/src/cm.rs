@@ -1,9 +1,9 @@
 //! RDMA CM: finds a peer by IP address and performs the connection handshake.
 //!
 //! This module wraps librdmacm's identifiers and events in safe types. [`connect`] and [`accept`]
-//! combine the steps for callers that may block. Queue pairs belong to us, not to librdmacm: the CM
-//! only carries their numbers and computes their attributes. So one device context serves all
-//! connections, and a queue pair is the same object no matter how the peers found each other.
+//! combine the steps for callers that may block. This crate creates the queue pairs, not librdmacm.
+//! The CM only transmits their numbers and computes their attributes. So one device context serves
+//! all connections, and queue pairs are the same objects with and without the CM.
 
 use std::net::SocketAddr;
 use std::ptr::NonNull;
@@ -29,7 +29,7 @@ pub use event::{CmEvent, CmEventKind, ConnectionRequest};
 
 use channel::IdInfo;
 
-/// Distinguishes identifiers in events; never reused within a process.
+/// Tells CM identifiers apart in events. A key is never reused within a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct CmKey(usize);
 
@@ -57,7 +57,7 @@ pub struct ConnectParams<'a> {
     pub reads_in: u8,
     /// Reads that this side may have outstanding.
     pub reads_out: u8,
-    /// Resends before the peer counts as dead, 0 to 7.
+    /// Resends before the connection fails, 0 to 7.
     pub retries: u8,
     /// Resends to a peer that has no receive posted, 0 to 6; 7 resends for ever.
     pub rnr_retries: u8,
@@ -75,18 +75,18 @@ pub struct CmId {
 // SAFETY: any thread may call librdmacm on an identifier, concurrently with calls on other
 // identifiers and with the fetching of events.
 unsafe impl Send for CmId {}
-// SAFETY: the lock serialises calls on one identifier, which would change its struct at the same
-// time.
+// SAFETY: the lock serialises calls on one identifier. Without it, they would change the struct at
+// the same time.
 unsafe impl Sync for CmId {}
 
 impl Drop for CmId {
     fn drop(&mut self) {
         self.channel.id_infos().remove(&self.key);
-        // SAFETY: created for us and destroyed once; no queue pair was attached to it. Its events
-        // are acknowledged as soon as they are fetched, so this call does not wait for long.
+        // SAFETY: the identifier was created for us, is destroyed once, and has no queue pair. Its
+        // events are acknowledged as soon as they are fetched, so this call does not wait for long.
         let rc = unsafe { (self.cm().rdma_destroy_id)(self.raw.as_ptr()) };
         if !crate::leak::count_unless_released(rc) {
-            // The identifier still points to the channel, so leak that too.
+            // The identifier still points to the channel, so leak the channel too.
             std::mem::forget(self.channel.clone());
         }
         if self.channel.device_was_removed() {
@@ -97,8 +97,8 @@ impl Drop for CmId {
 
 /// Makes librdmacm close the devices that were removed.
 ///
-/// librdmacm opens each device once, and checks only in `rdma_get_devices` whether it still exists.
-/// The kernel cannot finish removing a Soft-RoCE device while a process holds it open.
+/// librdmacm opens each device once. Only `rdma_get_devices` checks whether the devices still
+/// exist. The kernel cannot finish removing a Soft-RoCE device while a process holds it open.
 #[cold]
 fn close_removed_devices(cm: &sys::CmFunctions) {
     if let (Some(devices), Some(free)) = (cm.rdma_get_devices, cm.rdma_free_devices) {
@@ -238,8 +238,9 @@ impl CmId {
     /// Starts to resolve the path; [`CmEventKind::ROUTE_RESOLVED`] or an error event follows.
     ///
     /// # Errors
-    /// If the state does not allow it; [`ErrorKind::NoRoute`] if the address does not belong to an
-    /// RDMA device (such as 127.0.0.1, which the kernel resolves but finds no path to).
+    /// [`ErrorKind::NoRoute`] if the address does not belong to an RDMA device. For example, the
+    /// kernel resolves the address 127.0.0.1, but finds no path to it. Other errors if the address
+    /// is not resolved yet.
     pub fn resolve_route(&self, timeout: Duration) -> Result<(), Error> {
         let _calling = self.lock();
         let peer = self.peer_addr();
@@ -255,9 +256,9 @@ impl CmId {
     /// Requests a connection from the peer.
     ///
     /// [`CmEventKind::CONNECT_RESPONSE`], a rejection or an error event follows. After
-    /// `CONNECT_RESPONSE`, move the queue pair to ready to send and call [`CmId::establish`]. The
-    /// kernel needs more than a minute to give up on a peer that does not answer: set a deadline of
-    /// your own.
+    /// `CONNECT_RESPONSE`, move the queue pair to ready to send and call [`CmId::establish`]. If
+    /// the peer does not answer, the kernel gives up only after more than a minute. So callers need
+    /// their own deadline.
     ///
     /// # Errors
     /// [`ErrorKind::Misuse`] if the private data does not fit.
@@ -273,7 +274,7 @@ impl CmId {
     /// Tells the peer that our queue pair is ready, after [`CmEventKind::CONNECT_RESPONSE`].
     ///
     /// # Errors
-    /// If the state does not allow it.
+    /// If the peer has not accepted the connection.
     pub fn establish(&self) -> Result<(), Error> {
         let _calling = self.lock();
         // SAFETY: the identifier is alive.
@@ -307,9 +308,9 @@ impl CmId {
 
     /// Ends the connection, or confirms that the peer has ended it.
     ///
-    /// The peer gets [`CmEventKind::DISCONNECTED`] at once. This side gets it when the peer has
-    /// confirmed (with this call, or by dropping its identifier). The queue pair is not touched:
-    /// stop it as well.
+    /// The peer gets [`CmEventKind::DISCONNECTED`] at once. This side gets the event when the peer
+    /// has confirmed, with this call or by dropping its identifier. This call does not change the
+    /// queue pair: the caller must stop it as well.
     ///
     /// # Errors
     /// If there is no connection.
@@ -330,7 +331,8 @@ impl CmId {
     }
 
     /// Sets how long to wait for an acknowledgement: 4.096 µs × 2^`encoded` (at most 31). Call it
-    /// before connecting. The kernel's default is about 2 s.
+    /// before connecting. On RoCE, the kernel's default is about 0.5 s, and about 2 s in older
+    /// versions (`CMA_IBOE_PACKET_LIFETIME` in its `drivers/infiniband/core/cma.c`).
     ///
     /// # Errors
     /// If the kernel does not support the option (before 5.1).
@@ -373,7 +375,7 @@ impl CmId {
     /// Returns the attributes that move a queue pair of this connection to `state`.
     ///
     /// # Errors
-    /// If the handshake has not come that far.
+    /// If the handshake has not reached the step that `state` needs.
     pub fn queue_pair_attributes(
         &self,
         state: crate::qp::State,
@@ -430,13 +432,13 @@ fn private_data_len(call: &'static str, data: &[u8], max: usize) -> Result<u8, E
     }
 }
 
-/// Converts the return value of librdmacm: 0, or −1 and errno.
+/// Converts the return value of librdmacm, which is 0, or −1 with the error in errno.
 fn check_errno(call: &'static str, rc: i32, context: impl FnOnce() -> String) -> Result<(), Error> {
     if rc == 0 { Ok(()) } else { Err(Error::last(call, context())) }
 }
 
-/// Corrects the kind of error for an address: ENODEV means that no RDMA device has the address, not
-/// that a device was removed.
+/// Corrects the kind of an error about an address. ENODEV means here that no RDMA device has the
+/// address, not that a device was removed.
 fn no_route_if_no_device(error: Error, addr: SocketAddr) -> Error {
     if error.kind() != ErrorKind::DeviceGone {
         return error;

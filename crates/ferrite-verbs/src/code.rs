@@ -1,9 +1,9 @@
 //! Named numbers of the C interface: states, statuses, kinds of event.
 //!
-//! They come from a device or a kernel that may be newer than this library. So an unknown number is
-//! kept, compared and printed; it never causes a panic or undefined behaviour.
+//! These numbers come from a device or a kernel that may be newer than this library. So an unknown
+//! number is kept, compared and printed. It never causes a panic or undefined behaviour.
 
-/// Declares a type for such a number, with a constant and a display text for each known value.
+/// Declares a type for one kind of number, with a constant and a display text for each known value.
 macro_rules! codes {
     (
         $(#[$meta:meta])*

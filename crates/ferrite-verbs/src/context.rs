@@ -11,7 +11,8 @@ use crate::error::{Error, check};
 use crate::sys;
 use crate::table::Verbs;
 
-/// An open device. Clones share it; it closes when the last object created from it is dropped.
+/// An open device. Clones share it. It closes when the last clone and the last object created from
+/// it are dropped. In this diagram, `A ◄─ B` means that B keeps A alive:
 ///
 /// ```text
 /// Device ◄─ Context ◄─┬─ ProtectionDomain ◄─┬─ MemoryRegion
@@ -28,7 +29,7 @@ struct Inner {
     device: Device,
 }
 
-// SAFETY: verbs contexts may be used from any thread at the same time; libibverbs locks inside.
+// SAFETY: any threads may use a verbs context at the same time: libibverbs locks internally.
 unsafe impl Send for Inner {}
 // SAFETY: as above.
 unsafe impl Sync for Inner {}
@@ -45,8 +46,11 @@ impl Device {
     /// Opens the device.
     ///
     /// # Errors
-    /// Fails without permission or file descriptors, at a cgroup's limit, if the device was
-    /// removed, or if memory cannot be protected against forks.
+    /// Fails if:
+    /// - the process lacks the permission, or has no file descriptors left,
+    /// - a cgroup's limit is reached,
+    /// - the device was removed,
+    /// - memory cannot be protected against forks.
     pub fn open(&self) -> Result<Context, Error> {
         Context::open(self)
     }
@@ -87,11 +91,11 @@ impl Context {
     /// was removed or its firmware was reset.
     ///
     /// From then on every command fails with EIO, including those that destroy objects. The kernel
-    /// has already destroyed all objects and unpinned all memory of this context:
-    /// `ib_uverbs_free_hw_resources` (in its `drivers/infiniband/core/uverbs_main.c`) calls
-    /// `uverbs_destroy_ufile_hw` (`rdma_core.c`), whose last step closes the event files. These
-    /// then report EPOLLERR (`ib_uverbs_event_poll`). When a Soft-RoCE device is removed, the
-    /// kernel waits for the users of the device instead.
+    /// has already destroyed all objects and unpinned all memory of this context. It does so in
+    /// `ib_uverbs_free_hw_resources` (`drivers/infiniband/core/uverbs_main.c`), which calls
+    /// `uverbs_destroy_ufile_hw` (`rdma_core.c`). The last step closes the event files, which then
+    /// report EPOLLERR (`ib_uverbs_event_poll`). When a Soft-RoCE device is removed, the kernel
+    /// waits for the users of the device instead.
     #[must_use]
     pub fn is_disassociated(&self) -> bool {
         use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -131,13 +135,14 @@ impl Context {
     }
 }
 
-/// Protects the device's memory against forks of this process (BGSAVE, for example). After a fork,
+/// Protects registered memory against forks of this process (BGSAVE, for example). After a fork,
 /// copy-on-write moves the parent's next write to another page, which the device does not see.
 ///
-/// From version 5.12 on, the kernel copies pinned pages for the child, and nothing needs to be
-/// done. On older kernels libibverbs marks everything that it registers, including the queues of
-/// its providers, so that children do not inherit it (`ibv_fork_init` in its `memory.c`). This
-/// costs one madvise per registration, and must be requested before the first registration.
+/// From version 5.12 on, the kernel copies pinned pages for the child, so this function does
+/// nothing. On older kernels it calls `ibv_fork_init` (`memory.c` in libibverbs). Then libibverbs
+/// marks all memory that it registers, including the queues of its providers, so that children do
+/// not inherit it. This costs one madvise per registration, and must be requested before the first
+/// registration.
 fn enable_fork_safety(verbs: &Verbs) -> Result<(), Error> {
     use sys::ibv_fork_status as Status;
     let ibv = verbs.ibv;
@@ -197,7 +202,8 @@ pub struct Limits {
     pub max_qp_rd_atom: u32,
     /// Reads that one of our queue pairs may have outstanding.
     pub max_qp_init_rd_atom: u32,
-    /// 0 if unknown: mlx4 supports windows, but does not report how many.
+    /// Maximum number of memory windows, or 0 if unknown: mlx4 supports windows, but does not
+    /// report how many.
     pub max_mw: u32,
     /// Whether the kernel reports memory windows that can be bound to one queue pair
     /// ([`crate::MemoryWindow`]). Not every user-space provider implements them: see
@@ -236,17 +242,17 @@ impl Limits {
     }
 }
 
-/// Returns a message for the first `(name, asked, maximum)` whose maximum is exceeded.
+/// Returns a message for the first `(name, asked, maximum)` in which `asked` exceeds `maximum`.
 pub(crate) fn exceeded(asked: &[(&str, u32, u32)]) -> Option<String> {
     let (name, asked, max) = asked.iter().find(|(_, asked, max)| asked > max)?;
     Some(format!("{name} is {asked}, the device allows {max}"))
 }
 
-/// Makes a file descriptor from the verbs libraries non-blocking: callers do their own waiting,
-/// with a deadline.
+/// Makes a file descriptor of the verbs libraries non-blocking, because callers wait with their own
+/// deadline.
 pub(crate) fn set_nonblocking(fd: BorrowedFd<'_>, what: &str) -> Result<(), Error> {
     if cfg!(miri) {
-        return Ok(()); // Miri has no such call; tests under Miri read only events that exist
+        return Ok(()); // Miri has no fcntl; tests under Miri read only events that exist
     }
     let flags = rustix::fs::fcntl_getfl(fd).map_err(|errno| Error::os("fcntl", errno, what))?;
     rustix::fs::fcntl_setfl(fd, flags | rustix::fs::OFlags::NONBLOCK)
@@ -279,6 +285,6 @@ pub(crate) fn wait_readable(
 /// # Safety
 /// `fd` is open and stays open for the lifetime that the caller gives the result.
 pub(crate) unsafe fn borrow_fd<'a>(fd: RawFd) -> BorrowedFd<'a> {
-    // SAFETY: the caller vouches for it.
+    // SAFETY: the caller guarantees that `fd` stays open.
     unsafe { BorrowedFd::borrow_raw(fd) }
 }

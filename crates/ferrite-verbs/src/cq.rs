@@ -13,7 +13,8 @@ use crate::error::{ENTRY_BYTES, Error, ErrorKind, last_errno, set_errno};
 use crate::sys;
 use crate::wc::WorkCompletion;
 
-/// A channel that delivers events of completion queues. Clones share it; many queues may use one.
+/// A channel that delivers events of completion queues. Clones share it. Many queues may use one
+/// channel.
 #[derive(Clone)]
 pub struct CompletionChannel(Arc<ChannelInner>);
 
@@ -29,7 +30,8 @@ unsafe impl Sync for ChannelInner {}
 
 impl Drop for ChannelInner {
     fn drop(&mut self) {
-        // SAFETY: created by us and destroyed once, after every queue on it (each holds an `Arc`).
+        // SAFETY: we created the channel, and it is destroyed once, after every queue on it (each
+        // holds an `Arc`).
         let rc = unsafe { (self.context.verbs().ibv.ibv_destroy_comp_channel)(self.raw.as_ptr()) };
         crate::leak::count_unless_released(rc);
     }
@@ -52,8 +54,8 @@ impl Context {
 
     /// Creates a completion queue for at least `depth` entries.
     ///
-    /// With a `channel`, the queue can wake waiting threads. `vector` chooses the interrupt (modulo
-    /// the number that the device has).
+    /// With a `channel`, the queue can wake waiting threads. `vector` chooses the interrupt, modulo
+    /// the number of completion vectors of the device.
     ///
     /// # Errors
     /// [`ErrorKind::DeviceLimit`] if the device does not support that depth; otherwise lack of
@@ -69,8 +71,8 @@ impl Context {
         let raw_channel = channel.map_or(std::ptr::null_mut(), |channel| channel.0.raw.as_ptr());
         let vector = (vector % self.completion_vectors()).cast_signed();
         set_errno(0);
-        // SAFETY: the context is open, the channel is alive and stays so (the queue holds it), and
-        // the queue's context pointer is only a number that is never dereferenced.
+        // SAFETY: the context is open. The channel is alive, and the queue keeps it alive. The
+        // queue's context pointer is only a number that is never dereferenced.
         let raw = unsafe {
             let key = std::ptr::without_provenance_mut(key);
             (self.verbs().ibv.ibv_create_cq)(
@@ -99,16 +101,16 @@ impl Context {
 }
 
 impl CompletionChannel {
-    /// Returns the next queue that has an event, without waiting. Each event answers one
-    /// [`CompletionQueue::request_notify`]; after it, request the next one, then poll until the
-    /// queue is empty.
+    /// Returns the next queue that has an event, without waiting. Each
+    /// [`CompletionQueue::request_notify`] gives at most one event. After an event, request the
+    /// next one, then poll until the queue is empty.
     ///
     /// # Errors
     /// If the device was removed.
     pub fn next_event(&self) -> Result<Option<CqKey>, Error> {
         let ibv = self.0.context.verbs().ibv;
         let (mut cq, mut key) = (std::ptr::null_mut(), std::ptr::null_mut());
-        // SAFETY: the channel is alive, both places are valid for the write.
+        // SAFETY: the channel is alive, and `cq` and `key` are valid for the write.
         let rc = unsafe { (ibv.ibv_get_cq_event)(self.0.raw.as_ptr(), &raw mut cq, &raw mut key) };
         if rc != 0 {
             return match last_errno() {
@@ -116,8 +118,7 @@ impl CompletionChannel {
                 errno => Err(Error::os("ibv_get_cq_event", errno, "")),
             };
         }
-        // Acknowledged at once.
-        // SAFETY: ibv_destroy_cq waits for the acknowledgement, so `cq` is valid until here.
+        // SAFETY: ibv_destroy_cq waits for this acknowledgement, so `cq` is still valid.
         unsafe { (ibv.ibv_ack_cq_events)(cq, 1) };
         Ok(Some(CqKey(key.addr())))
     }
@@ -172,11 +173,11 @@ unsafe impl Sync for QueueInner {}
 
 impl Drop for QueueInner {
     fn drop(&mut self) {
-        // SAFETY: created by us and destroyed once, after every queue pair on it (each holds an
-        // `Arc`); all its events are acknowledged where they are taken.
+        // SAFETY: we created the queue, and it is destroyed once, after every queue pair on it
+        // (each holds an `Arc`). All its events are acknowledged as soon as they are fetched.
         let rc = unsafe { (self.context.verbs().ibv.ibv_destroy_cq)(self.raw.as_ptr()) };
         if !crate::leak::count_unless_released(self.context.destroy_result(rc)) {
-            // The queue still points to the channel, so leak that too.
+            // The queue still points to the channel, so leak the channel too.
             std::mem::forget(self.channel.clone());
         }
     }
@@ -201,8 +202,8 @@ impl CompletionQueue {
 
     /// Returns how many completions fit.
     ///
-    /// If more completions wait to be polled, the queue overruns: it breaks, and only an async
-    /// event reports this.
+    /// If more completions than this wait to be polled, the queue overruns and is unusable. Only an
+    /// async event reports the overrun.
     #[must_use]
     pub fn depth(&self) -> u32 {
         // SAFETY: the queue is alive; the field changes only by resizing, which we do not do.
@@ -215,8 +216,9 @@ impl CompletionQueue {
     /// If the queue is broken.
     pub fn poll(&self, out: &mut [WorkCompletion]) -> Result<usize, Error> {
         let len = i32::try_from(out.len()).unwrap_or(i32::MAX);
-        // SAFETY: the queue is alive; the context's operations were filled by the provider when it
-        // was opened; `WorkCompletion` is `ibv_wc`, and `len` of them are valid for the write.
+        // SAFETY: the queue is alive. The provider filled the operations when the context was
+        // opened. `WorkCompletion` has the layout of `ibv_wc`, and `out` has room for `len` of
+        // them.
         let got = unsafe {
             match (*(*self.raw()).context).ops.poll_cq {
                 Some(poll) => poll(self.raw(), len, out.as_mut_ptr().cast()),
@@ -227,9 +229,9 @@ impl CompletionQueue {
             .map_err(|_| Error::new(ErrorKind::System, "ibv_poll_cq", format!("returned {got}")))
     }
 
-    /// Requests one event for the next completion. With `solicited_only`, requests it for the next
-    /// completion that failed or that its sender marked as solicited. Poll once more after this
-    /// call: completions that arrived before it raise no event.
+    /// Requests one event for the next completion. With `solicited_only`, only a failed completion
+    /// raises the event, or a message that the sender marked as solicited. Poll once more after
+    /// this call, because completions that arrived before it raise no event.
     ///
     /// # Errors
     /// If the device was removed.

@@ -1,7 +1,7 @@
 //! Finds the device file that this process may not use.
 //!
-//! rdma-core does not report a denied file: librdmacm searches for another file when it may not
-//! open the one it found, and returns the error of that search. So this module checks the files
+//! rdma-core does not report a denied file. If librdmacm may not open the file that it found, it
+//! searches for another one, and returns the error of that search. So this module checks the files
 //! itself.
 
 use std::path::{Path, PathBuf};
@@ -16,8 +16,8 @@ pub(crate) const DEVICES: &str = "uverbs";
 /// The file of the connection manager.
 pub(crate) const CM: &str = "rdma_cm";
 
-/// Returns the first file whose name starts with `prefix` that this process may not open, or the
-/// directory if the process may not read it.
+/// Returns the first file with a name that starts with `prefix` that this process may not open.
+/// Returns the directory if the process may not read the directory.
 pub(crate) fn denied_file(prefix: &str) -> Option<PathBuf> {
     if cfg!(miri) {
         return None; // Miri has no accessat
@@ -40,8 +40,9 @@ fn denied_in(directory: &Path, prefix: &str) -> Option<PathBuf> {
 /// Returns whether the effective user lacks the permission. A missing file is not denied.
 fn is_denied(path: &Path, access: Access) -> bool {
     let asked = match accessat(CWD, path, access, AtFlags::EACCESS) {
-        // This error is not about the file: old container engines refuse unknown system calls, here
-        // faccessat2, with EPERM. The older call checks the real user instead of the effective one.
+        // This error is not about the file. Old container engines refuse unknown system calls, here
+        // faccessat2, with EPERM. The second, older call checks the real user instead of the
+        // effective user.
         Err(Errno::PERM | Errno::NOSYS) => accessat(CWD, path, access, AtFlags::empty()),
         asked => asked,
     };
@@ -55,7 +56,7 @@ mod tests {
     #[test]
     fn missing_and_readable_files_are_not_denied() {
         assert_eq!(denied_in(Path::new("/nonexistent"), DEVICES), None);
-        // Every user may use these.
+        // Every user may use /dev/null.
         assert_eq!(denied_in(Path::new("/dev"), "null"), None);
     }
 
@@ -63,7 +64,7 @@ mod tests {
     fn names_the_first_file_that_is_denied() {
         use std::os::unix::fs::PermissionsExt as _;
         if rustix::process::geteuid().is_root() {
-            return; // root may use every file; the lab has a test as another user
+            return; // root may use every file; a lab test checks this as another user
         }
         let directory = std::env::temp_dir().join(format!("ferrite-denied-{}", std::process::id()));
         std::fs::create_dir(&directory).expect("a directory");

@@ -18,7 +18,7 @@ pub struct Device {
     index: usize,
 }
 
-/// The array that libibverbs returned; the device pointers in it are valid as long as it is.
+/// The array that libibverbs returned. Its device pointers are valid until the array is freed.
 pub(crate) struct List {
     pub(crate) verbs: Verbs,
     array: *mut *mut sys::ibv_device,
@@ -33,8 +33,8 @@ unsafe impl Sync for List {}
 
 impl Drop for List {
     fn drop(&mut self) {
-        // SAFETY: `array` came from ibv_get_device_list and is released once; every `Device` and
-        // `Context` that points into it holds an `Arc` of us.
+        // SAFETY: `array` came from ibv_get_device_list and is released once. No `Device` or
+        // `Context` points into it any more, because each of them holds an `Arc` of this list.
         unsafe { (self.verbs.ibv.ibv_free_device_list)(self.array) };
     }
 }
@@ -95,7 +95,7 @@ impl Device {
     /// Returns the name, such as `mlx5_0`.
     #[must_use]
     pub fn name(&self) -> String {
-        // SAFETY: the device pointer is valid while the list is, and the name is part of it.
+        // SAFETY: the device pointer is valid while the list is, and the device contains the name.
         unsafe { text((self.verbs().ibv.ibv_get_device_name)(self.raw())) }
     }
 
@@ -117,7 +117,7 @@ impl Device {
     /// Returns the NUMA node of the card, if it has one.
     #[must_use]
     pub fn numa_node(&self) -> Option<u32> {
-        // The file contains −1 if the bus does not report a node; that does not parse as `u32`.
+        // The file contains −1 if the bus does not report a node. −1 does not parse as `u32`.
         self.sysfs("device/numa_node")?.parse().ok()
     }
 
@@ -140,8 +140,8 @@ impl Device {
 
     /// Returns the device's file, if this process may not open it.
     pub(crate) fn denied_file(&self) -> Option<PathBuf> {
-        // Soft-RoCE has no bus device that names its file; then the files of all devices are
-        // checked.
+        // The bus device names the file. Soft-RoCE has no bus device, so for Soft-RoCE this checks
+        // the files of all devices.
         let files = self.sysfs_path("device/infiniband_verbs").read_dir();
         let file = files.ok().and_then(|mut files| files.next()?.ok());
         match file {

@@ -1,9 +1,10 @@
 //! Errors of this crate, with causes and remedies that an operator can act on.
 //!
-//! There are two types. [`Absence`] says why RDMA is unavailable on this host; a caller that may
-//! use TCP can fall back to it. [`Error`] says that a call failed; its [`ErrorKind`] tells the
-//! caller whether to retry, reconnect, fall back or stop. Every message names the call, its
-//! arguments, the cause and, where known, the remedy.
+//! There are two types. [`Absence`] says why RDMA is unavailable on this host, so that a caller can
+//! fall back to TCP. [`Error`] says that a call failed. Its [`ErrorKind`] tells the caller whether
+//! to retry, reconnect, fall back or stop. Its message names the call, its arguments and the cause;
+//! for an absence or a denied file, only the cause. [`Error::remedy`] returns the remedy, where one
+//! is known.
 
 use std::fmt;
 use std::io;
@@ -53,7 +54,7 @@ pub enum Absence {
         /// The error that librdmacm reported.
         detail: String,
     },
-    /// The device exists, but the requested port is not active, or no port is.
+    /// The device exists, but the requested port, or every port, is inactive.
     #[error("RDMA port down: {device} port {port} is {state}")]
     PortDown {
         /// The device name.
@@ -293,8 +294,8 @@ impl Error {
         }))
     }
 
-    /// Creates an error for `call` from the C library's errno; an errno of 0 means that no cause is
-    /// known.
+    /// Creates an error for `call` from the C library's errno. If errno is 0, the error says that
+    /// no error number was set.
     pub(crate) fn last(call: &'static str, context: impl Into<String>) -> Self {
         if io::Error::last_os_error().raw_os_error() == Some(0) {
             return Self::new(ErrorKind::System, call, context)
@@ -338,8 +339,8 @@ impl Error {
     }
 }
 
-/// Returns whether a call creates an object that counts towards the cgroup's limit. Only for such
-/// calls does the kernel report the limit, as EAGAIN (`ib_rdmacg_try_charge` in its
+/// Returns whether a call creates an object that counts towards the cgroup's limit. If the limit is
+/// reached, the kernel fails these calls, and no others, with EAGAIN (`ib_rdmacg_try_charge` in its
 /// `drivers/infiniband/core/cgroup.c`).
 fn creates_object(call: &str) -> bool {
     ["ibv_open_", "ibv_alloc_", "ibv_create_", "ibv_reg_"]
@@ -407,8 +408,8 @@ pub(crate) fn last_errno() -> Errno {
 /// Sets the C library's error number of this thread.
 ///
 /// Some providers fail without setting errno (bnxt_re: a queue pair with too many inline bytes). So
-/// callers set it to 0 before such calls. Otherwise a number from an earlier call would look like
-/// the cause.
+/// callers set errno to 0 before they create a queue or a queue pair. Otherwise a number from an
+/// earlier call would look like the cause.
 pub(crate) fn set_errno(raw: i32) {
     unsafe extern "C" {
         fn __errno_location() -> *mut std::ffi::c_int;
@@ -417,8 +418,8 @@ pub(crate) fn set_errno(raw: i32) {
     unsafe { *__errno_location() = raw };
 }
 
-/// Converts the return value of most verbs: 0, or an error number (some providers return −1 and set
-/// errno).
+/// Converts the return value of most verbs, which is 0 or an error number. Some providers return −1
+/// instead and set errno.
 pub(crate) fn check(
     call: &'static str,
     rc: i32,

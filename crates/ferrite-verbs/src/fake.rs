@@ -1,9 +1,9 @@
-//! A software provider behind the same function table: hosts, devices and wires that exist only in
+//! A software provider behind the same function table. Its hosts, devices and network exist only in
 //! this process.
 //!
-//! It lets the higher layers run without a device (under Miri, in a unit test, on a laptop). It
-//! also exposes them to rare events: a call that fails, a port that goes down, a black hole, a
-//! device that is removed.
+//! The higher layers can run on it without a device: under Miri, in a unit test, on a laptop. It
+//! can also cause rare events: a call that fails, a port that goes down, a black hole, a device
+//! that is removed.
 //!
 //! ```
 //! # use ferrite_verbs::fake::{DeviceSpec, Objects, World};
@@ -32,28 +32,36 @@
 //!
 //! # What it models
 //!
-//! Reliable connections as in the verbs specification and in Soft-RoCE: states; queue capacities
-//! that become free when completions are polled; keys, bounds and permissions on both sides;
-//! flushing in order; receiver-not-ready; shared receive queues; memory windows of type 2B; events
-//! and their acknowledgement; `EBUSY` while children exist. For RDMA CM, the fake gives the same
-//! events and padding as librdmacm does for identifiers without a queue pair.
+//! The fake models reliable connections as in the verbs specification and in Soft-RoCE:
+//! - the states of queue pairs, flushing in order, and receiver-not-ready,
+//! - queue entries that become free when completions are polled,
+//! - keys, bounds and permissions on both sides, and memory windows of type 2B,
+//! - shared receive queues,
+//! - events and their acknowledgement,
+//! - `EBUSY` while an object has children.
 //!
-//! Everything happens at once, on the caller's thread, under one lock. No packet is in flight, no
-//! thread runs in the background, and the same calls give the same completions. There is no time
-//! either. Where a device would retry and then fail, the fake fails at once. Where a device would
-//! retry until the cause disappears (`rnr_retry` 7, `timeout` 0, a peer that is not ready to
-//! receive yet), the request waits for that.
+//! For RDMA CM, the fake gives the same events and padding as librdmacm does for identifiers
+//! without a queue pair.
 //!
-//! It is stricter than devices where that finds bugs: local and remote keys differ and are never
-//! reused, queues are exactly as deep as requested, send queue entries become free only with a
-//! polled completion, and a queue pair cannot be destroyed before the windows that are bound to it.
+//! Every operation is executed at once, on the caller's thread, under one lock. No packet is in
+//! flight, no thread runs in the background, and the same calls give the same completions. No time
+//! passes either. Where a device would retry and then fail, the fake fails at once. A device may
+//! also retry until the cause disappears (`rnr_retry` 7, `timeout` 0, a peer that is not ready to
+//! receive yet). In these cases the request waits until the cause has disappeared.
+//!
+//! To find bugs, the fake is stricter than devices:
+//! - local and remote keys differ and are never reused,
+//! - queues are exactly as deep as requested,
+//! - send queue entries become free only with a polled completion,
+//! - a queue pair cannot be destroyed before the windows that are bound to it.
 //!
 //! # What it does not model
 //!
-//! Packet numbers, MTU, packet loss short of a black hole, partial transfers, UD and UC, atomics,
-//! memory windows of type 1, inline receives, resizing, the drained state of a send queue,
-//! TIMEWAIT_EXIT, memlock and cgroups (inject `ENOMEM` or `EAGAIN` instead), sysfs (a fake device
-//! has no driver, NUMA node or netdev).
+//! - packet numbers, splitting into packets, packet loss (except a black hole), partial transfers,
+//! - UD, UC, atomics, memory windows of type 1, inline receives,
+//! - resizing, the drained state of a send queue, TIMEWAIT_EXIT,
+//! - memlock and cgroups (inject `ENOMEM` or `EAGAIN` instead),
+//! - sysfs (a fake device has no driver, NUMA node or netdev).
 
 mod cm;
 mod completion;
@@ -88,8 +96,8 @@ use records::Subject;
 use state::State;
 pub(crate) use table::{CM, IBV};
 
-/// A set of hosts that are isolated from other worlds. Clones share it; it lives as long as
-/// anything created from it.
+/// A set of hosts that are isolated from other worlds. Clones share it. It lives as long as any
+/// object created from it.
 #[derive(Clone)]
 pub struct World(Arc<Inner>);
 
@@ -104,7 +112,7 @@ thread_local! {
     static CURRENT: RefCell<Vec<World>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Returns the name as it stands in the table of calls.
+/// Returns the static name of `call` from the table of calls.
 fn call_name(call: &str) -> &'static str {
     let known = table::CALLS.iter().find(|known| **known == call);
     known.unwrap_or_else(|| panic!("unknown C function: {call}"))
@@ -148,8 +156,9 @@ impl World {
     }
 
     /// Makes every call of the C function `call` wait until [`World::let_go`]. This imitates calls
-    /// that block: the real `ibv_modify_qp` waits for a second while the kernel resolves the
-    /// hardware address of a silent peer (`ib_resolve_eth_dmac` in Linux).
+    /// that block. For example, the real `ibv_modify_qp` waits for a second while the kernel
+    /// resolves the hardware address of a silent peer (`ib_resolve_eth_dmac` in Linux). It has no
+    /// effect on functions that take no object, such as `ibv_get_device_list`.
     ///
     /// # Panics
     /// As [`World::fail_next`].
@@ -205,7 +214,7 @@ impl World {
         self.with(|state| state.inject(execution::DOORBELL, Errno::from_raw_os_error(errno)));
     }
 
-    /// Takes a device's port down: its users get an async event, and its peers get no answer.
+    /// Takes a device's port down. Its users get an async event, and its peers get no answer.
     ///
     /// # Panics
     /// If there is no such device.
@@ -221,8 +230,8 @@ impl World {
         self.with_device(name, |state, device| state.set_port_up(device, true));
     }
 
-    /// Loses every packet between two devices (or from a device to itself) until [`World::heal`]:
-    /// requests fail with transport retry exceeded, and handshakes get no answer.
+    /// Loses every packet between two devices (or from a device to itself) until [`World::heal`].
+    /// Requests fail with "transport retry exceeded", and handshakes get no answer.
     ///
     /// # Panics
     /// If there is no such device.
@@ -232,7 +241,7 @@ impl World {
         });
     }
 
-    /// Ends a [`World::black_hole`]: waiting requests continue.
+    /// Ends a [`World::black_hole`]. Waiting requests continue.
     ///
     /// # Panics
     /// If there is no such device.
@@ -242,8 +251,8 @@ impl World {
         });
     }
 
-    /// Removes a device: its users get an async event and a CM event, its queue pairs fail, its
-    /// peers are disconnected, and from now on only destroy calls work on it.
+    /// Removes a device. Its users get an async event and a CM event, its queue pairs fail, and its
+    /// peers are disconnected. After that, only destroy calls work on its objects.
     ///
     /// # Panics
     /// If there is no such device.
@@ -254,11 +263,12 @@ impl World {
     /// Takes a device away from its users, as the kernel does when a device is removed or its
     /// firmware is reset.
     ///
-    /// An async event tells the users, the kernel destroys all their objects, the event descriptors
-    /// report an error, and every command fails with EIO, including destroys. (libibverbs passes
-    /// this error on unless RDMAV_ALLOW_DISASSOC_DESTROY is set: `libibverbs/cmd_write.h`.) The
-    /// kernel does this if the driver allows it, as mlx5 and most others do (`ib_uverbs_remove_one`
-    /// and `ib_uverbs_free_hw_resources` in its `drivers/infiniband/core/uverbs_main.c`).
+    /// The users get an async event, and all their objects are destroyed. Then the event
+    /// descriptors report an error, and every command fails with EIO, including destroys.
+    /// (libibverbs passes this error on unless RDMAV_ALLOW_DISASSOC_DESTROY is set:
+    /// `libibverbs/cmd_write.h`.) The kernel does this if the driver allows it. mlx5 and most other
+    /// drivers do (`ib_uverbs_remove_one` and `ib_uverbs_free_hw_resources` in the kernel's
+    /// `drivers/infiniband/core/uverbs_main.c`).
     ///
     /// # Panics
     /// If there is no such device.
@@ -266,8 +276,8 @@ impl World {
         self.with_device(name, State::disassociate);
     }
 
-    /// Breaks a queue pair: it moves to ERROR with an async event and is flushed. Returns `false`
-    /// if no queue pair has this number.
+    /// Breaks a queue pair. It moves to ERROR with an async event, and its requests are flushed.
+    /// Returns `false` if no queue pair has this number.
     #[expect(clippy::must_use_candidate, reason = "called for its effect")]
     pub fn break_queue_pair(&self, qp_num: u32) -> bool {
         self.with(|state| {
@@ -294,7 +304,7 @@ impl World {
         Sizes { largest_region: largest, ..state.sizes }
     }
 
-    /// Runs `call` in this world: the C functions that it calls without an object belong to this
+    /// Runs `call` in this world. C functions that take no object, called by `call`, use this
     /// world.
     pub(crate) fn enter<T>(&self, call: impl FnOnce() -> T) -> T {
         struct Leave;
@@ -397,41 +407,41 @@ pub struct DeviceSpec {
     pub max_srq_sge: u32,
     /// Reads that a queue pair may have outstanding, and reads that it serves at a time.
     pub max_reads: u32,
-    /// Whether destroying a queue pair removes its unpolled completions and returns their receives
-    /// to the shared receive queue. mlx5 does (`mlx5_destroy_qp` in rdma-core's
-    /// `providers/mlx5/verbs.c` calls `__mlx5_cq_clean` in `cq.c`, which frees the entries of the
-    /// shared queue), as do mlx4, hns and others; Soft-RoCE does not.
+    /// Whether destroying a queue pair removes its unpolled completions and frees the entries of
+    /// their receives in the shared receive queue. mlx5 does this: `mlx5_destroy_qp` (rdma-core's
+    /// `providers/mlx5/verbs.c`) calls `__mlx5_cq_clean` (`cq.c`), which frees the entries. mlx4,
+    /// hns and others do the same. Soft-RoCE does not.
     pub cleans_completions: bool,
     /// Whether the device reports IBV_EVENT_QP_LAST_WQE_REACHED when a queue pair with a shared
     /// receive queue fails. Soft-RoCE before Linux 6.11 does not (`flush_recv_queue` in the
     /// kernel's `drivers/infiniband/sw/rxe/rxe_resp.c`).
     pub reports_last_receive: bool,
-    /// Whether memory windows can be bound to a queue pair; if not, the device has no windows.
+    /// Whether memory windows can be bound to a queue pair. If not, the device has no windows.
     pub queue_pair_windows: bool,
-    /// Whether the kernel reports windows of type 2, but the user-space provider has none:
-    /// `ibv_alloc_mw` returns EOPNOTSUPP. bnxt_re is like this. `bnxt_re_query_device` in the
-    /// kernel's `drivers/infiniband/hw/bnxt_re/ib_verbs.c` sets IB_DEVICE_MEM_WINDOW_TYPE_2B and
-    /// `max_mw`. rdma-core's `providers/bnxt_re` has no `alloc_mw` in any version, so that
-    /// `libibverbs/dummy_ops.c` answers.
+    /// Whether the kernel reports windows of type 2, but the user-space provider has none, so that
+    /// `ibv_alloc_mw` returns EOPNOTSUPP. bnxt_re is an example. `bnxt_re_query_device` (the
+    /// kernel's `drivers/infiniband/hw/bnxt_re/ib_verbs.c`) sets IB_DEVICE_MEM_WINDOW_TYPE_2B and
+    /// `max_mw`. But no version of rdma-core's `providers/bnxt_re` has an `alloc_mw`, so the stub
+    /// in `libibverbs/dummy_ops.c` runs.
     pub windows_only_in_kernel: bool,
-    /// Whether `max_mw` is 0 although there are windows: `mlx4_ib_query_device` (the kernel's
-    /// `drivers/infiniband/hw/mlx4/main.c`) never sets it.
+    /// Whether `max_mw` is 0 although the device has windows. `mlx4_ib_query_device` (the kernel's
+    /// `drivers/infiniband/hw/mlx4/main.c`) never sets `max_mw`.
     pub hides_max_mw: bool,
     /// Whether a queue pair that exceeds the limits is refused without an error number, so that
     /// errno keeps its old value. bnxt_re does this (`bnxt_re_check_qp_limits` and
     /// `bnxt_re_create_qp` in rdma-core's `providers/bnxt_re/verbs.c`).
     pub refuses_silently: bool,
     /// The MTU of the port, as a verbs code: 1 is 256 bytes, 5 is 4096. The connection manager
-    /// takes the path MTU from the port of the side that connects. The other side gets it with the
-    /// request and uses it, whatever the MTU of its own port (`cma_resolve_iboe_route` in the
-    /// kernel's `drivers/infiniband/core/cma.c`, `cm_init_qp_rtr_attr` in `cm.c`).
+    /// takes the path MTU from the port of the connecting side (`cma_resolve_iboe_route` in the
+    /// kernel's `drivers/infiniband/core/cma.c`). The accepting side uses the MTU in the request,
+    /// even if its own port has a different MTU (`cm_init_qp_rtr_attr` in `cm.c`).
     pub active_mtu: u32,
-    /// The port that has the addresses, which is the last one. The earlier ones are active too, but
-    /// have none of the addresses, as on a ConnectX-3, which is one device with two ports
+    /// The number of the last port, which has the addresses. The earlier ports are active too, but
+    /// have none of the addresses. A ConnectX-3 is such a device with two ports
     /// (`mlx4_ib_query_device` in the kernel's `drivers/infiniband/hw/mlx4/main.c` sets
     /// `phys_port_cnt`).
     pub port: u8,
-    /// Whether `ibv_device` says that the device speaks iWARP, as those of `siw` and `irdma` do
+    /// Whether `ibv_device` says that the device speaks iWARP. It does for `siw` and `irdma`
     /// (`decode_knode_type` in rdma-core's `libibverbs/init.c`).
     pub is_iwarp: bool,
 }
@@ -470,8 +480,8 @@ impl DeviceSpec {
     }
 }
 
-/// The sizes that programs have asked for: the largest live region, and the latest of each other
-/// kind.
+/// The sizes that programs have asked for: the size of the largest live region, and the most recent
+/// value of each other kind.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Sizes {
@@ -485,7 +495,7 @@ pub struct Sizes {
     pub shared_receive_queue: u32,
     /// Completions that one poll asked for.
     pub poll_batch: usize,
-    /// Bytes of the largest live region; `None` if there is none.
+    /// Bytes of the largest live region; `None` if no region is live.
     pub largest_region: Option<usize>,
 }
 
@@ -504,7 +514,7 @@ pub struct Objects {
     pub shared_receive_queues: usize,
     pub queue_pairs: usize,
     pub event_channels: usize,
-    /// Includes the identifiers of requests that nobody has fetched.
+    /// Includes the identifiers of connection requests that are not fetched yet.
     pub cm_ids: usize,
     /// Events that were fetched, but not acknowledged.
     pub unacked_events: usize,

@@ -208,8 +208,9 @@ pub struct GidChoice {
 
 /// Chooses the best entry of `port`.
 ///
-/// RoCE v2 is preferred to v1, because only v2 is routed and most switches are set up for it. Then
-/// IPv4 is preferred to global IPv6, and that to link-local; then the lowest index.
+/// RoCE v2 is preferred to v1, because only v2 is routable and most switches are set up for v2.
+/// Among entries of one type, the order is IPv4, global IPv6, link-local. Among equal entries, the
+/// lowest index wins.
 #[must_use]
 pub fn choose_gid(port: &Port, entries: &[GidEntry]) -> Option<GidChoice> {
     let rank = |entry: &GidEntry| {

@@ -1,7 +1,7 @@
 //! Objects that could not be released.
 //!
-//! A failed destroy means that the device may still access the object's memory. `Drop` must neither
-//! panic nor block, so the object and its memory stay in place and are counted here.
+//! After a failed destroy, the device may still access the object's memory. `Drop` must neither
+//! panic nor block. So it leaks the object and its memory, and counts the leak here.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -9,7 +9,7 @@ static LEAKED: AtomicU64 = AtomicU64::new(0);
 
 /// Returns how many objects this process leaked because the device refused to release them.
 ///
-/// The number is 0 in normal operation; a test or a metric should watch it.
+/// The number is 0 in normal operation. Tests and metrics should watch it.
 #[must_use]
 pub fn leaked_objects() -> u64 {
     LEAKED.load(Ordering::Relaxed)

@@ -1,15 +1,15 @@
 //! RDMA verbs and RDMA CM, loaded at run time.
 //!
-//! The lowest layer of Ferrite: it makes every call into libibverbs and librdmacm, behind objects
-//! that keep their parents alive and can only be destroyed in the right order. Nothing is linked:
-//! where rdma-core is absent, [`Verbs::system`] returns an [`Absence`] with its remedy, and the
-//! program continues.
+//! This crate is the lowest layer of Ferrite and makes every call into libibverbs and librdmacm.
+//! Its objects keep their parents alive, so they can only be destroyed in the right order. The
+//! libraries are not linked. Where rdma-core is absent, [`Verbs::system`] returns an [`Absence`]
+//! with its remedy, and the program continues.
 //!
 //! | file | object |
 //! |---|---|
 //! | `table.rs` | [`Verbs`]: the libraries, opened with dlopen |
 //! | `device.rs` `context.rs` `port.rs` `gid.rs` | [`Device`], opened as [`Context`]; its [`Port`]s and [`GidEntry`]s |
-//! | `quirks.rs` | [`DeviceQuirks`]: how providers differ where no query tells |
+//! | `quirks.rs` | [`DeviceQuirks`]: differences between providers that no query reports |
 //! | `pd.rs` `mr.rs` `mw.rs` | [`ProtectionDomain`], [`MemoryRegion`], [`MemoryWindow`] |
 //! | `cq.rs` `wc.rs` | [`CompletionQueue`], [`CompletionChannel`], [`WorkCompletion`] |
 //! | `qp.rs` `srq.rs` `wr.rs` | [`QueuePair`], [`SharedReceiveQueue`], [`SendRequest`], [`RecvRequest`] |
@@ -19,13 +19,13 @@
 //! | `fake.rs` | a software provider behind the same table (feature `fake`) |
 //!
 //! Safety: safe code cannot make the device access freed memory. A [`MemoryRegion`] owns its bytes
-//! and never lends them. A queue that was given a part of a region keeps the region registered
-//! until the queue is destroyed. Code that brings its own memory does so through `unsafe` calls
+//! and never lends them. After a part of a region is posted to a queue, the queue keeps the region
+//! registered until the queue is destroyed. Callers can use their own memory through `unsafe` calls
 //! with a written contract ([`ProtectionDomain::register`], [`Sge::from_raw`]). If the device
 //! refuses to release an object, the object and its memory are leaked and counted
 //! ([`leaked_objects`]).
 //!
-//! Codes that this version does not know are kept as numbers.
+//! Unknown codes from the device or the kernel are kept as numbers.
 //!
 //! ```no_run
 //! # use ferrite_verbs::{Access, QueuePairConfig, Verbs};

@@ -6,7 +6,7 @@
 
 use crate::table::{LIBIBVERBS, Verbs};
 
-/// Returns the version and the file of rdma-core for people, or why there is none.
+/// Returns a text for display: the version and the file of rdma-core, or why it is unavailable.
 ///
 /// Loads the library if it is not loaded yet.
 #[must_use]
@@ -29,7 +29,7 @@ fn file_name(path: &str) -> &str {
 }
 
 fn describe(path: &str) -> String {
-    // The ABI's two numbers come first: libibverbs.so.1.14.44.0
+    // In libibverbs.so.1.14.44.0, the first two numbers are the ABI's and the rest is the version.
     let version = file_name(path).trim_start_matches("libibverbs.so.").splitn(3, '.').nth(2);
     format!("{} ({path})", version.unwrap_or("unknown version"))
 }

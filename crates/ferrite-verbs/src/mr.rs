@@ -1,9 +1,10 @@
 //! Registered memory, which the device may read and write.
 //!
 //! The device, and any peer that has the key, may change this memory at any moment. So this module
-//! never gives out a `&[u8]` into it: bytes are copied in and out. Higher layers that can prove
-//! that the device has finished (slots that own buffers until their completion) register their own
-//! memory with [`ProtectionDomain::register`] and are responsible for that proof.
+//! never gives out a `&[u8]` into the memory, but copies bytes in and out. A higher layer may be
+//! able to prove that the device has finished with a buffer, because it owns the buffer until the
+//! completion. Then it can register its own memory with [`ProtectionDomain::register`], and is
+//! responsible for that proof.
 
 use std::ops::Range;
 use std::ptr::NonNull;
@@ -34,15 +35,14 @@ impl Access {
     /// Memory windows may be bound to the region ([`MemoryRegion::window`]), and the device may
     /// write to it. Without a window, peers cannot access the region.
     pub const WINDOWS: Self = Self(Self::LOCAL.0 | sys::ibv_access_flags::IBV_ACCESS_MW_BIND.0);
-    /// The device may write out of order: faster on some hosts, ignored where it is not supported.
-    /// Poll completions, never the memory itself.
+    /// The device may write out of order, which is faster on some hosts. Devices and libraries that
+    /// do not support this ignore the flag. Poll completions, never the memory itself.
     pub const RELAXED_ORDERING: Self = Self(sys::ibv_access_flags::IBV_ACCESS_RELAXED_ORDERING.0);
 
     /// Flags that a device or a library may ignore (IBV_ACCESS_OPTIONAL_RANGE).
     const OPTIONAL: u32 = 0x3ff0_0000;
 
-    /// Returns the flags for a queue pair: without the optional ones, which only a registration may
-    /// have.
+    /// Returns the flags without the optional ones, which a queue pair does not accept.
     pub(crate) fn queue_pair_flags(self) -> u32 {
         self.0 & !Self::OPTIONAL
     }
@@ -64,25 +64,25 @@ impl std::ops::BitOr for Access {
 
 /// A registered region and, if this crate allocated it, its memory.
 ///
-/// Dropping it first deregisters it from the device and then frees the memory. Queues that were
-/// given a part of it keep it alive until they are destroyed.
+/// Dropping the region first deregisters it from the device and then frees the memory. If a part of
+/// the region was posted to a queue, the queue keeps the region alive until the queue is destroyed.
 #[derive(Debug)]
 pub struct MemoryRegion(Arc<Registration>);
 
-/// A part of the peer's memory, described by numbers that the peer sent. Only the peer's device
-/// checks them.
+/// A part of registered memory, described by the numbers with which a peer addresses it. Only the
+/// device of the memory's owner checks them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RemoteSlice {
-    /// Address in the peer's process.
+    /// Address in the process that owns the memory.
     pub addr: u64,
-    /// Length in bytes, for our own bookkeeping; it is not sent with a request.
+    /// Length in bytes, for the caller's bookkeeping; work requests do not use it.
     pub len: u64,
-    /// The peer's key.
+    /// The remote key of the memory.
     pub rkey: u32,
 }
 
-/// The registration itself, which queues keep alive. It gives no access to the bytes, so
-/// [`MemoryRegion`] stays their only owner.
+/// A registration, which queues keep alive. It gives no access to the bytes. Only [`MemoryRegion`]
+/// reads and writes them.
 pub(crate) struct Registration {
     raw: NonNull<sys::ibv_mr>,
     memory: Memory,
@@ -99,8 +99,8 @@ enum Memory {
     Borrowed(NonNull<u8>),
 }
 
-// SAFETY: the registration is a handle that any thread may use. Its memory is reached only through
-// `MemoryRegion`, which writes with `&mut self`.
+// SAFETY: the registration is a handle that any thread may use. Only `MemoryRegion` accesses its
+// memory, and writes need `&mut self`.
 unsafe impl Send for Registration {}
 // SAFETY: as above.
 unsafe impl Sync for Registration {}
@@ -114,12 +114,13 @@ impl Drop for Registration {
 }
 
 impl Registration {
-    /// Deregisters the memory and frees it; returns the error number. If the device refuses, it may
-    /// still write: the memory stays mapped, and the registration is unchanged.
+    /// Deregisters the memory and frees it; returns the error number. If the device refuses, the
+    /// memory stays mapped, because the device may still write to it. The registration is
+    /// unchanged.
     fn release(&mut self) -> i32 {
         let ibv = self.domain.context().verbs().ibv;
-        // SAFETY: registered by us and not released yet: a success sets `released`, and both
-        // callers have the only reference.
+        // SAFETY: we registered the memory, and it is not released yet: a success sets `released`.
+        // Both callers have the only reference to this registration.
         let rc = unsafe { (ibv.ibv_dereg_mr)(self.raw.as_ptr()) };
         let rc = self.domain.context().destroy_result(rc);
         if rc != 0 {
@@ -127,8 +128,9 @@ impl Registration {
         }
         self.released = true;
         if let Memory::Mapped(at) = self.memory {
-            // SAFETY: mapped by `allocate` with this length; the device has lost its permission, no
-            // reference into it was ever given out, and no queue pair uses it any more.
+            // SAFETY: `allocate` mapped the memory with this length. The device has lost its
+            // permission, no reference into the memory was ever given out, and no queue pair uses
+            // the memory any more.
             let _ = unsafe { munmap(at.as_ptr().cast(), self.len) };
         }
         rc
@@ -181,9 +183,10 @@ impl ProtectionDomain {
     /// As [`ProtectionDomain::allocate`].
     ///
     /// # Safety
-    /// `memory` must be valid for reads and writes of `len` bytes until the region and every queue
-    /// pair it was posted to are gone, and no Rust reference into it may be live while the device
-    /// or a peer may access the same bytes.
+    /// - `memory` must be valid for reads and writes of `len` bytes until the region and every
+    ///   queue that it was posted to are gone.
+    /// - No Rust reference into `memory` may be live while the device or a peer may access the same
+    ///   bytes.
     pub unsafe fn register(
         &self,
         memory: NonNull<u8>,
@@ -201,13 +204,15 @@ impl ProtectionDomain {
     ) -> Result<MemoryRegion, Error> {
         let (Memory::Mapped(at) | Memory::Borrowed(at)) = memory;
         let ibv = self.context().verbs().ibv;
-        // SAFETY: the domain is alive and the memory is valid for `len` bytes: by `allocate`, or as
-        // the caller of `register` promised. The fake provider keeps the address as a number.
+        // SAFETY: the domain is alive. The memory is valid for `len` bytes: `allocate` mapped it,
+        // or the caller of `register` guarantees it. The provenance is exposed because the fake
+        // provider keeps the address as a number.
         let raw = unsafe {
             let addr = at.as_ptr().expose_provenance();
             let memory = std::ptr::with_exposed_provenance_mut(addr);
             match ibv.ibv_reg_mr_iova2 {
-                // Like the inline function in C: only this call treats optional flags as optional.
+                // Only `ibv_reg_mr_iova2` treats optional flags as optional. The inline function in
+                // C makes the same choice.
                 Some(register) if access.0 & Access::OPTIONAL != 0 => {
                     register(self.raw(), memory, len, addr as u64, access.0)
                 }
@@ -274,7 +279,7 @@ impl MemoryRegion {
         unsafe { (*self.0.raw.as_ptr()).rkey }
     }
 
-    /// Returns a part of the region as a peer addresses it: send these numbers to the peer.
+    /// Returns the numbers with which a peer addresses a part of the region. Send them to the peer.
     ///
     /// # Panics
     /// If the range is not within the region.
@@ -292,11 +297,11 @@ impl MemoryRegion {
     /// Copies bytes into the region.
     ///
     /// # Panics
-    /// If they do not fit at `offset`.
+    /// If the bytes do not fit at `offset`.
     pub fn write(&mut self, offset: usize, bytes: &[u8]) {
         self.checked_len(&(offset..offset.saturating_add(bytes.len())));
-        // SAFETY: within the region, which is valid while the registration is; `&mut self` keeps
-        // other threads out, and the device is not part of Rust's memory model.
+        // SAFETY: the range is within the region, which is valid while the registration is. `&mut
+        // self` keeps other threads out, and the device is not part of Rust's memory model.
         unsafe {
             std::ptr::copy_nonoverlapping(
                 bytes.as_ptr(),
@@ -314,8 +319,9 @@ impl MemoryRegion {
     pub fn read(&self, offset: usize, out: &mut [u8]) {
         self.checked_len(&(offset..offset.saturating_add(out.len())));
         fence(Ordering::Acquire);
-        // SAFETY: within the region, which is valid while the registration is. If the device writes
-        // at the same time, the bytes may be torn, but they are still valid bytes.
+        // SAFETY: the range is within the region, which is valid while the registration is. If the
+        // device writes at the same time, the copy may mix old and new bytes, but any byte is
+        // valid.
         unsafe {
             std::ptr::copy_nonoverlapping(
                 self.0.at().as_ptr().add(offset),
@@ -328,7 +334,7 @@ impl MemoryRegion {
     /// Returns `len` bytes from `offset` as a vector.
     ///
     /// # Panics
-    /// If they are not within the region.
+    /// If the bytes are not within the region.
     #[must_use]
     pub fn to_vec(&self, offset: usize, len: usize) -> Vec<u8> {
         let mut out = vec![0; len];
@@ -336,24 +342,26 @@ impl MemoryRegion {
         out
     }
 
-    /// Returns one byte as the device last wrote it, for waiting on memory instead of a completion.
+    /// Returns one byte as the device last wrote it. Callers use this to wait for a change of the
+    /// memory instead of a completion.
     ///
     /// # Panics
     /// If `offset` is not within the region.
     #[must_use]
     pub fn load(&self, offset: usize) -> u8 {
         self.checked_len(&(offset..offset.saturating_add(1)));
-        // SAFETY: within the region; an atomic byte may be read while another writes it.
+        // SAFETY: the byte is within the region. An atomic load is sound while the byte is written.
         unsafe { AtomicU8::from_ptr(self.0.at().as_ptr().add(offset)) }.load(Ordering::Acquire)
     }
 
     /// Deregisters the region now and reports whether the device released it. After `Ok`, no peer
-    /// can access the memory. Dropping does the same, but can only count a failure.
+    /// can access the memory. Dropping the region also deregisters it, but can only count a
+    /// failure.
     ///
     /// # Errors
-    /// [`ErrorKind::Misuse`] while a queue that was given a part of the region, or a window on it,
-    /// is alive; otherwise the error of `ibv_dereg_mr`. The region is returned unchanged: the
-    /// device may still access its memory.
+    /// [`ErrorKind::Misuse`] while a window on the region, or a queue that a part of the region was
+    /// posted to, is alive. Otherwise the error of `ibv_dereg_mr`. The region is returned
+    /// unchanged, because the device may still access its memory.
     pub fn deregister(mut self) -> Result<(), (Self, Error)> {
         let context = |len| format!("{len} bytes");
         let Some(registration) = Arc::get_mut(&mut self.0) else {
@@ -395,7 +403,7 @@ mod tests {
         let mut region = domain.allocate(4096, Access::LOCAL).expect("region");
         region.write(0, b"mine");
 
-        // The device refuses: the region is returned unchanged, and the call can be repeated.
+        // If the device refuses, the region is returned unchanged, and the call can be repeated.
         world.fail_next("ibv_dereg_mr", 5);
         let (region, error) = region.deregister().expect_err("injected failure");
         assert_eq!(error.kind(), ErrorKind::DeviceGone, "{error}");

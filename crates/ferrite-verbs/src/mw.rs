@@ -2,12 +2,13 @@
 //!
 //! The key of a region is valid on every queue pair of its protection domain. A window of type 2 is
 //! bound to one queue pair by a work request, and the device refuses its key on any other queue
-//! pair. (Types 2A and 2B of the specification differ only in whether the domain is checked too.)
+//! pair. (With type 2B of the specification, the device also checks the domain; with 2A it does
+//! not.)
 //! The region that contains the window needs [`Access::WINDOWS`] and no remote rights of its own.
 //!
-//! A window is bound once: it is created, bound with
-//! [`SendRequest::bind`](crate::SendRequest::bind), and released. Requests posted later to the same
-//! queue pair start after the binding.
+//! A window is bound only once: it is created, bound with
+//! [`SendRequest::bind`](crate::SendRequest::bind), and released. Requests that are posted to the
+//! same queue pair after the bind request start after the binding.
 //!
 //! Release a window before its queue pair. A Soft-RoCE window holds a reference to its queue pair,
 //! and destroying the queue pair waits until the window is released.
@@ -26,7 +27,7 @@ const APPLICATION_KEY_BITS: u32 = 0xff;
 
 /// A window on a region: see [`MemoryRegion::window`].
 ///
-/// Dropping it ends the peer's access; the region stays registered until then.
+/// Dropping the window ends the peer's access. The window keeps the region registered.
 pub struct MemoryWindow {
     raw: NonNull<sys::ibv_mw>,
     /// The key that the window has once it is bound.
@@ -46,9 +47,9 @@ unsafe impl Sync for MemoryWindow {}
 impl MemoryRegion {
     /// Creates a window on a part of the region, with the remote rights in `access`.
     ///
-    /// Peers can use it after a queue pair of the same domain has executed
-    /// [`SendRequest::bind`](crate::SendRequest::bind). The bits of its key that are ours to choose
-    /// come from the operating system's random number generator.
+    /// The peer of a queue pair of the same domain can use the window after that queue pair has
+    /// executed [`SendRequest::bind`](crate::SendRequest::bind). The application may choose some
+    /// bits of the window's key. These come from the operating system's random number generator.
     ///
     /// # Errors
     /// [`ErrorKind::DeviceLimit`] if the provider has no memory windows; otherwise the error that
@@ -60,7 +61,7 @@ impl MemoryRegion {
         let remote = self.remote(range);
         let region = self.registration();
         let raw = region.domain().allocate_window(|| format!("{} bytes", remote.len))?;
-        // SAFETY: just created.
+        // SAFETY: the window was just created.
         let first = unsafe { (*raw.as_ptr()).rkey };
         let RemoteSlice { addr, len, .. } = remote;
         let region = Some(Arc::clone(region));
@@ -90,17 +91,18 @@ impl ProtectionDomain {
             let error = Error::new(ErrorKind::DeviceLimit, "ibv_alloc_mw", what());
             return Err(error.because("the device has no memory windows"));
         };
-        // SAFETY: the domain is alive; the owner of the window keeps it alive.
+        // SAFETY: the domain is alive, and the owner of the window keeps the domain alive.
         let raw = unsafe { allocate(self.raw(), sys::ibv_mw_type::IBV_MW_TYPE_2) };
         NonNull::new(raw).ok_or_else(|| Error::last("ibv_alloc_mw", what()))
     }
 
-    /// Releases a window. Callers call this once for each window, and again only after a failure.
+    /// Releases a window; returns the error number. Callers call this once for each window, and
+    /// again only after a failure.
     fn release_window(&self, raw: NonNull<sys::ibv_mw>) -> i32 {
         // SAFETY: the context is open while the domain is; the operation existed when the window
         // was created.
         let rc = match unsafe { (*self.context().raw()).ops.dealloc_mw } {
-            // SAFETY: created by us and not released yet.
+            // SAFETY: we created the window, and it is not released yet.
             Some(release) => unsafe { release(raw.as_ptr()) },
             None => rustix::io::Errno::NOSYS.raw_os_error(),
         };
@@ -112,23 +114,23 @@ impl ProtectionDomain {
 /// before binding, because a device may refuse an unchanged key.
 fn choose_key(first: u32) -> u32 {
     let mut byte = [0];
-    #[cfg(not(miri))] // Miri has no such call
+    #[cfg(not(miri))] // Miri has no getrandom
     let _ = rustix::rand::getrandom(&mut byte, rustix::rand::GetRandomFlags::empty());
     let step = 1 + u32::from(byte[0]) % APPLICATION_KEY_BITS;
     (first & !APPLICATION_KEY_BITS) | (first.wrapping_add(step) & APPLICATION_KEY_BITS)
 }
 
 impl MemoryWindow {
-    /// Returns the memory that the peer of the bound queue pair may access: send these numbers to
-    /// the peer.
+    /// Returns the numbers with which the peer of the bound queue pair addresses the window. Send
+    /// them to the peer.
     #[must_use]
     pub fn remote(&self) -> RemoteSlice {
         RemoteSlice { addr: self.addr, len: self.len, rkey: self.rkey }
     }
 
     /// Releases the window now and reports whether the device released it. After `Ok`, the peer
-    /// cannot start a new access. An access that has started may continue until the region is
-    /// deregistered, which waits for it.
+    /// cannot start a new access. An access that has already started may continue. Deregistering
+    /// the region waits for its end.
     ///
     /// # Errors
     /// The error that the device reported. The window is returned unchanged.

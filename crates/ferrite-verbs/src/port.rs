@@ -30,7 +30,7 @@ pub struct Port {
     pub gid_table_len: u32,
     /// The local identifier (InfiniBand).
     pub lid: u16,
-    /// Number of lanes times the speed of one, in Mbit/s; `None` if the port reports an unknown
+    /// Number of lanes times the speed of a lane, in Mbit/s; `None` if the port reports an unknown
     /// code.
     pub mbit_per_s: Option<u32>,
 }
@@ -80,10 +80,11 @@ impl Context {
         Err(Absence::PortDown { device: self.device().name(), port, state }.into())
     }
 
-    /// Returns whether the device no longer carries out commands: it was removed, or it has failed
-    /// and the kernel has not taken it away yet. A port query shows this, because it reaches the
-    /// device (`mlx5_query_port` in the kernel's `drivers/infiniband/hw/mlx5/main.c`). A query of
-    /// the device's limits may be answered from a cache.
+    /// Returns whether the device no longer carries out commands. This is so if the device was
+    /// removed, or if it has failed and the kernel has not taken it away yet. The check queries a
+    /// port, because a port query reaches the device (`mlx5_query_port` in the kernel's
+    /// `drivers/infiniband/hw/mlx5/main.c`). The kernel may answer a query of the device's limits
+    /// from a cache.
     #[must_use]
     pub fn is_dead(&self) -> bool {
         let gone = [Errno::IO, Errno::NODEV].map(|errno| Some(errno.raw_os_error()));
@@ -96,12 +97,13 @@ impl Port {
     fn query(context: &Context, number: u8) -> Result<Self, Error> {
         let mut attr = sys::ibv_port_attr::default();
         let raw = context.raw();
-        // ibv_query_port is an inline function in C. It calls the function of the extended context
-        // if there is one, else the exported symbol, which fills only the fields of the first ABI.
-        // SAFETY: the context is open. A context whose `abi_compat` is all ones is embedded in a
+        // In C, ibv_query_port is an inline function. It calls `query_port` of the extended context
+        // if there is one. Otherwise it calls the exported symbol, which fills only the fields of
+        // the first ABI. This code does the same.
+        // SAFETY: the context is open. If `abi_compat` is all ones, the context is embedded in a
         // `verbs_context`. New fields are added at the front of that struct, so its `sz` counts
-        // bytes from the end. `query_port` is the first field that we know, so it may be read only
-        // if `sz` covers the whole struct as we know it.
+        // bytes from the end. `query_port` may be read only if `sz` covers everything from
+        // `query_port` to the end.
         let rc = unsafe {
             let extended = raw
                 .cast::<u8>()
@@ -178,7 +180,7 @@ codes! {
 codes! {
     /// The link layer of a port.
     pub struct LinkLayer, unknown: "unknown link layer" {
-        /// Not reported, by an old driver; the link is InfiniBand.
+        /// An old driver did not report the link layer; the link is InfiniBand.
         UNSPECIFIED = 0, "unspecified";
         /// InfiniBand.
         INFINIBAND = 1, "InfiniBand";
@@ -187,17 +189,17 @@ codes! {
     }
 }
 
-/// A packet payload size, in the encoding of queue pairs.
+/// A packet payload size, in the encoding of verbs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Mtu(pub(crate) u32);
 
 impl Mtu {
-    /// 1024 bytes, as a RoCE port uses on Ethernet with an MTU of 1500 bytes.
+    /// 1024 bytes: the MTU of a RoCE port if Ethernet's MTU is 1500 bytes.
     pub const B1024: Self = Self(3);
     /// 4096 bytes.
     pub const B4096: Self = Self(5);
 
-    /// Creates an MTU from its verbs code, 1 to 5, which peers also exchange. Any other code counts
+    /// Creates an MTU from its verbs code, 1 to 5. Peers exchange this code. Any other code counts
     /// as the smallest MTU.
     #[must_use]
     pub fn from_code(code: u8) -> Self {

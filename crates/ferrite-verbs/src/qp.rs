@@ -61,14 +61,14 @@ impl QueuePairConfig {
 
 /// A reliable-connected queue pair.
 ///
-/// It is destroyed when dropped; after that the device accesses none of the memory that was posted
-/// to it.
+/// Dropping it destroys it. After that, the device accesses none of the memory that was posted to
+/// it.
 pub struct QueuePair {
     raw: NonNull<sys::ibv_qp>,
     /// Set by [`QueuePair::destroy`], so that `Drop` does not destroy the queue pair again.
     destroyed: bool,
     capacity: Capacity,
-    // Dropped after `Drop` has destroyed `raw`: first the memory, then the parents.
+    // Rust drops these fields after `Drop` has destroyed `raw`: first the memory, then the parents.
     held: PostedRegistrations,
     domain: ProtectionDomain,
     srq: Option<SharedReceiveQueue>,
@@ -121,8 +121,8 @@ impl ProtectionDomain {
             ..Default::default()
         };
         set_errno(0);
-        // SAFETY: domain, queues and `attr` are alive during the call; the queue pair keeps domain
-        // and queues alive after it.
+        // SAFETY: domain, queues and `attr` are alive during the call. After it, the queue pair
+        // keeps domain and queues alive.
         let raw = unsafe { (self.context().verbs().ibv.ibv_create_qp)(self.raw(), &raw mut attr) };
         let raw = NonNull::new(raw).ok_or_else(|| self.create_error(config))?;
         Ok(QueuePair {
@@ -183,8 +183,8 @@ impl QueuePair {
     }
 
     fn release(&mut self) -> i32 {
-        // SAFETY: created by us and destroyed once (`destroyed`); the parents are still alive:
-        // fields drop later.
+        // SAFETY: we created the queue pair, and `destroyed` ensures that it is destroyed once. Its
+        // parents are still alive, because the fields are dropped later.
         let rc = unsafe { (self.domain.context().verbs().ibv.ibv_destroy_qp)(self.raw()) };
         self.domain.context().destroy_result(rc)
     }
@@ -239,7 +239,7 @@ impl QueuePair {
         Ok(State(self.query()?.qp_state.0))
     }
 
-    /// Returns the retry and timeout settings in use, as the device reports them.
+    /// Returns the MTU and the retry and timeout settings, as the device reports them now.
     ///
     /// # Errors
     /// If the device was removed.
@@ -264,7 +264,7 @@ impl QueuePair {
             | mask::IBV_QP_RNR_RETRY.0
             | mask::IBV_QP_MIN_RNR_TIMER.0;
         let ibv = self.domain.context().verbs().ibv;
-        // SAFETY: the queue pair is alive, both structs are valid for the write.
+        // SAFETY: the queue pair is alive, and both structs are valid for the write.
         let rc = unsafe {
             (ibv.ibv_query_qp)(self.raw(), &raw mut attr, wanted.cast_signed(), &raw mut init)
         };
@@ -275,8 +275,9 @@ impl QueuePair {
     /// Applies attributes: usually moves the queue pair to its next state.
     ///
     /// # Errors
-    /// [`ErrorKind::Misuse`] if the state does not allow it; [`ErrorKind::NoRoute`] or
-    /// [`ErrorKind::Timeout`] if the peer's hardware address cannot be resolved.
+    /// [`ErrorKind::Misuse`] if the current state does not allow the change;
+    /// [`ErrorKind::NoRoute`] or [`ErrorKind::Timeout`] if the peer's hardware address cannot be
+    /// resolved.
     pub fn modify(&self, attributes: &QueuePairAttributes) -> Result<(), Error> {
         let mut attr = attributes.attr;
         let ibv = self.domain.context().verbs().ibv;
@@ -307,14 +308,15 @@ impl QueuePair {
         // opened.
         let post = unsafe { (*(*raw).context).ops.post_send };
         post_chained("ibv_post_send", requests, |head, refused| match post {
-            // SAFETY: the chain is valid for the call, and the memory it names outlives its use:
-            // held above, or guaranteed by the caller of `Sge::from_raw`.
+            // SAFETY: the chain is valid for the call. The memory that it names outlives its use:
+            // `hold` keeps it registered, or the caller of `Sge::from_raw` does.
             Some(post) => unsafe { post(raw, head, refused) },
             None => rustix::io::Errno::NOSYS.raw_os_error(),
         })
     }
 
-    /// Posts receives, in order. With a shared receive queue, post there instead.
+    /// Posts receives, in order. If the queue pair uses a shared receive queue, post to that queue
+    /// instead.
     ///
     /// # Errors
     /// [`ErrorKind::QueueFull`] if there is no room. The error tells how many requests were posted.

@@ -1,15 +1,16 @@
-//! Differences between providers that no query reports. Outside of tests, only this module decides
-//! by the driver of a device; all other code asks for a property.
+//! Differences between providers that no query reports. Outside of tests, only this module makes
+//! decisions by the driver of a device. All other code reads these properties.
 
 /// The peculiarities of a device's provider: see [`Device::quirks`](crate::Device::quirks).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DeviceQuirks {
-    /// The kernel emulates the network card: functional, but slow.
+    /// The kernel emulates the network card, which is slow.
     pub is_software: bool,
-    /// The shared receive queue is a ring, so receives are taken in the order in which they were
-    /// posted. If later receives complete and an earlier one does not, a failed queue pair may have
-    /// lost the earlier one. Whether other providers keep the order or lose receives is unknown.
+    /// The shared receive queue is a ring: the device takes receives in the order in which they
+    /// were posted. If later receives complete and an earlier one does not, a failed queue pair may
+    /// have lost the earlier one. For other providers, we do not know whether they keep the order
+    /// or lose receives.
     pub takes_receives_in_order: bool,
     /// When the device refuses a request of the peer, the queue pair may fail without a completion
     /// and without an event.
@@ -21,7 +22,7 @@ pub struct DeviceQuirks {
 }
 
 impl DeviceQuirks {
-    /// Returns the quirks of a driver, or of a network card if the driver is unknown.
+    /// Returns the quirks of a driver. An unknown driver gets those of a network card.
     pub(crate) fn of_driver(driver: Option<&str>) -> Self {
         let none = Self {
             is_software: false,

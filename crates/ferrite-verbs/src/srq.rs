@@ -12,8 +12,7 @@ use crate::wr::{PostError, RecvRequest, Request, Sge, post_chained};
 
 /// A queue of receives that any of its queue pairs may consume. Clones share it.
 ///
-/// When a queue pair fails, the receives that it has not consumed stay in the queue; nothing is
-/// flushed.
+/// When a queue pair fails, the remaining receives stay in the queue. They are not flushed.
 #[derive(Clone)]
 pub struct SharedReceiveQueue(Arc<Inner>);
 
@@ -33,8 +32,8 @@ unsafe impl Sync for Inner {}
 impl Inner {
     fn release(&mut self) -> i32 {
         let ibv = self.domain.context().verbs().ibv;
-        // SAFETY: created by us and destroyed once, after every queue pair on it (each holds an
-        // `Arc`).
+        // SAFETY: we created the queue, and it is destroyed once, after every queue pair on it
+        // (each holds an `Arc`).
         let rc = unsafe { (ibv.ibv_destroy_srq)(self.raw.as_ptr()) };
         self.domain.context().destroy_result(rc)
     }
@@ -129,14 +128,14 @@ impl SharedReceiveQueue {
             unsafe { (*(*self.raw()).context).ops.post_srq_recv }
         });
         post_chained("ibv_post_srq_recv", requests, |head, refused| match post {
-            // SAFETY: the chain is valid for the call, and the memory it names outlives its use:
-            // held above, or guaranteed by the caller of `Sge::from_raw`.
+            // SAFETY: the chain is valid for the call. The memory that it names outlives its use:
+            // `hold` keeps it registered, or the caller of `Sge::from_raw` does.
             Some(post) => unsafe { post(raw, head, refused) },
             None => rustix::io::Errno::NOSYS.raw_os_error(),
         })
     }
 
-    /// Requests one async event for when fewer than `limit` receives are left.
+    /// Requests one async event, which the device raises when fewer than `limit` receives are left.
     ///
     /// # Errors
     /// If the device does not support limits, or was removed.
@@ -150,7 +149,7 @@ impl SharedReceiveQueue {
         check("ibv_modify_srq", rc, || format!("limit {limit}"))
     }
 
-    /// Returns the armed limit. It is 0 if none is armed, for example after the event.
+    /// Returns the armed limit. It is 0 if no limit is armed, for example after the event.
     ///
     /// # Errors
     /// If the device was removed.
@@ -176,10 +175,10 @@ impl std::fmt::Debug for SharedReceiveQueue {
 pub(crate) struct PostedRegistrations(Mutex<Vec<Arc<Registration>>>);
 
 impl PostedRegistrations {
-    /// Keeps every registration in `requests` alive. A queue sees few regions, so a linear scan is
-    /// faster than a set. Memory from [`Sge::from_raw`] has no registration here and costs nothing.
+    /// Keeps every registration in `requests` alive. A queue uses few regions, so a linear scan is
+    /// faster than a set. An [`Sge::from_raw`] has no registration and is skipped.
     pub(crate) fn hold<R: Request>(&self, requests: &[R]) {
-        // Plain loops of a few instructions, because they run for every request of a busy link.
+        // These loops run for every request of a busy connection, so they must stay short.
         for request in requests {
             for owner in request.local().iter().filter_map(Sge::owner) {
                 self.hold_one(owner);

@@ -44,8 +44,8 @@ impl Verbs {
         self.cm.clone()
     }
 
-    /// Runs a C call that takes no object (list devices, open the CM). With the fake provider, this
-    /// tells the call which `World` of this process it belongs to.
+    /// Runs a C call that takes no object, for example to list the devices or to open the CM. With
+    /// the fake provider, the call runs in the `World` that this `Verbs` belongs to.
     pub(crate) fn call_global<T>(&self, call: impl FnOnce() -> T) -> T {
         #[cfg(feature = "fake")]
         if let Some(world) = &self.world {
@@ -89,7 +89,7 @@ fn load_system() -> Result<Verbs, Absence> {
 }
 
 fn open(name: &'static str) -> Result<Library, Absence> {
-    // RTLD_GLOBAL: providers are plugins that resolve libibverbs' symbols when it loads them.
+    // RTLD_GLOBAL, because libibverbs loads providers as plugins, which resolve its symbols.
     // SAFETY: the initialisers of rdma-core have no preconditions.
     unsafe { Library::open(Some(name), RTLD_NOW | RTLD_GLOBAL) }
         .map_err(|error| Absence::NoLibrary { library: name, detail: loader_text(&error) })
@@ -112,7 +112,7 @@ pub(crate) unsafe fn text(text: *const std::ffi::c_char) -> String {
     if text.is_null() {
         return String::new();
     }
-    // SAFETY: the caller vouches for it.
+    // SAFETY: the caller guarantees a terminated string that lives through the call.
     unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
 }
 

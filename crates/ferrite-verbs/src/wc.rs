@@ -35,7 +35,8 @@ impl WorkCompletion {
         Opcode(self.0.opcode.0)
     }
 
-    /// Returns the bytes received or read. Only meaningful on success of a receive or a read.
+    /// Returns the number of bytes received or read. Only meaningful for a successful receive or
+    /// read.
     #[must_use]
     pub fn byte_len(&self) -> u32 {
         self.0.byte_len
@@ -108,9 +109,9 @@ codes! {
         LOCAL_LENGTH = sys::ibv_wc_status::IBV_WC_LOC_LEN_ERR.0, "local length error";
         /// Our port went down, or the request is malformed.
         LOCAL_QP_OPERATION = sys::ibv_wc_status::IBV_WC_LOC_QP_OP_ERR.0, "local queue pair error";
-        /// The local memory is not registered, or not for this operation.
+        /// The local memory is not registered, or does not allow this operation.
         LOCAL_PROTECTION = sys::ibv_wc_status::IBV_WC_LOC_PROT_ERR.0, "local protection error";
-        /// The queue pair had failed before.
+        /// The queue pair failed or was stopped before the request was executed.
         FLUSHED = sys::ibv_wc_status::IBV_WC_WR_FLUSH_ERR.0, "flushed";
         /// The memory window cannot be bound in this way.
         BIND = sys::ibv_wc_status::IBV_WC_MW_BIND_ERR.0, "memory window bind error";

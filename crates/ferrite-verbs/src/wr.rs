@@ -13,8 +13,8 @@ use crate::sys;
 #[derive(Clone, Copy)]
 pub struct Sge<'a> {
     raw: sys::ibv_sge,
-    /// The registration that the queue must keep alive; `None` if the caller guarantees its
-    /// lifetime.
+    /// The registration that the queue must keep alive. `None` if the caller keeps the memory
+    /// registered.
     owner: Option<&'a Arc<Registration>>,
 }
 
@@ -34,12 +34,13 @@ impl MemoryRegion {
 }
 
 impl<'a> Sge<'a> {
-    /// Names memory by address and key, for callers that own it until the completion.
+    /// Creates an entry from an address and a key, for callers that own the memory until the
+    /// completion.
     ///
     /// # Safety
-    /// Until the work request has completed, or its queue pair is destroyed, the memory must stay
-    /// registered under `lkey` and mapped, and no Rust reference may conflict with the device's
-    /// access to it.
+    /// Until the work request has completed, or its queue is destroyed:
+    /// - the memory must stay mapped, and registered under `lkey`,
+    /// - no Rust reference may conflict with the device's access to the memory.
     #[must_use]
     pub unsafe fn from_raw(addr: u64, len: u32, lkey: u32) -> Self {
         Self { raw: sys::ibv_sge { addr, length: len, lkey }, owner: None }
@@ -115,9 +116,10 @@ impl<'a> SendRequest<'a> {
         Self { wr_id, kind: RequestKind::Operation(operation), local, flags: 0 }
     }
 
-    /// Creates a request that binds `window` to the queue pair it is posted to. Once the request is
-    /// executed, the peer has the window's rights. Requests posted later start after the binding.
-    /// If the window is released before the request has completed, the request fails.
+    /// Creates a request that binds `window` to the queue pair that it is posted to. Once the
+    /// request is executed, the peer has the window's rights. Requests that are posted later start
+    /// after the binding. If the window is released before the request has completed, the request
+    /// fails.
     #[must_use]
     pub fn bind(wr_id: u64, window: &'a MemoryWindow) -> Self {
         Self { wr_id, kind: RequestKind::Bind(window), local: &[], flags: 0 }
@@ -147,7 +149,7 @@ impl<'a> SendRequest<'a> {
         self.with(sys::ibv_send_flags::IBV_SEND_SIGNALED)
     }
 
-    /// Copies the bytes into the queue at once: the memory is free again when the post returns.
+    /// Copies the bytes into the queue during the post, so the memory may be reused afterwards.
     #[must_use]
     pub fn inline(self) -> Self {
         self.with(sys::ibv_send_flags::IBV_SEND_INLINE)
@@ -159,7 +161,7 @@ impl<'a> SendRequest<'a> {
         self.with(sys::ibv_send_flags::IBV_SEND_SOLICITED)
     }
 
-    /// Delays the start until earlier reads have finished.
+    /// Delays the start of the request until earlier reads have finished.
     #[must_use]
     pub fn fenced(self) -> Self {
         self.with(sys::ibv_send_flags::IBV_SEND_FENCE)
@@ -260,15 +262,16 @@ impl Request for RecvRequest<'_> {
     }
 }
 
-/// A post that stopped part-way: the first `posted` requests are in the queue, the rest are not.
+/// A post that failed: the first `posted` requests are in the queue, the rest are not.
 ///
-/// If the provider does not say which request it refused, it may have queued all of them. Then all
-/// count as posted, the device may access their memory, and the queue pair is unusable.
+/// If the provider does not say which request it refused, it may have queued all of them. In this
+/// case all requests of the call count as posted, the device may access their memory, and the queue
+/// pair is unusable.
 #[derive(Debug)]
 pub struct PostError {
     /// How many requests were accepted.
     pub posted: usize,
-    /// Why the next one was refused.
+    /// Why the next request was refused.
     pub error: Error,
 }
 
@@ -286,18 +289,19 @@ impl From<PostError> for Error {
     }
 }
 
-/// The common interface of both kinds of request, which [`post_chained`] converts to C structs.
+/// The common interface of send and receive requests, for [`post_chained`].
 pub(crate) trait Request: Copy {
     type Raw;
     fn local(&self) -> &[Sge<'_>];
-    /// Returns the C struct, whose scatter/gather list has been copied to `sges`.
+    /// Returns the C struct. The caller has copied the scatter/gather list to `sges`.
     fn to_raw(self, sges: *mut sys::ibv_sge) -> Self::Raw;
     fn link(raw: &mut Self::Raw, next: *mut Self::Raw);
 }
 
 /// Maximum number of requests that go to the device in one call.
 const CHAIN: usize = 8;
-/// Maximum number of scatter/gather entries in such a call; no device takes more in one request.
+/// Maximum number of scatter/gather entries that go to the device in one call. A single request
+/// with more entries is rejected, even if the device allows more.
 const CHAIN_SGES: usize = 32;
 
 /// Posts `requests` in chains that are built on the stack, without allocating.
@@ -313,8 +317,8 @@ pub(crate) fn post_chained<R: Request>(
     while posted < requests.len() {
         let mut wrs = [const { MaybeUninit::<R::Raw>::uninit() }; CHAIN];
         let mut sges = [const { MaybeUninit::<sys::ibv_sge>::uninit() }; CHAIN_SGES];
-        // One pointer to each array for all that follows: a second borrow would invalidate the
-        // first.
+        // The code below uses only these two pointers, because another borrow of the arrays would
+        // invalidate them.
         let (head, pieces) =
             (wrs.as_mut_ptr().cast::<R::Raw>(), sges.as_mut_ptr().cast::<sys::ibv_sge>());
         let (mut len, mut sges_used) = (0, 0);
@@ -323,8 +327,8 @@ pub(crate) fn post_chained<R: Request>(
             if sges_used + local.len() > CHAIN_SGES {
                 break;
             }
-            // SAFETY: `sges_used + local.len()` and `len` are within the arrays, as was checked
-            // above.
+            // SAFETY: the check above keeps the entries within `sges`, and `take(CHAIN)` keeps
+            // `len` within `wrs`.
             unsafe {
                 let list = pieces.add(sges_used);
                 for (at, sge) in local.iter().enumerate() {
@@ -356,9 +360,9 @@ pub(crate) fn post_chained<R: Request>(
             let refused = offset.filter(|bytes| bytes % size_of::<R::Raw>() == 0);
             let refused = refused.map(|bytes| bytes / size_of::<R::Raw>()).filter(|at| *at < len);
             let error = post_error(call, rc);
-            // Soft-RoCE can fail without naming a refused request, with all requests in the queue:
-            // `rxe_post_send` in rdma-core's providers/rxe/rxe.c, when its doorbell
-            // (`post_send_db`) fails.
+            // Soft-RoCE can queue all requests and then fail without naming a refused request. This
+            // happens if the doorbell (`post_send_db`) fails in `rxe_post_send` (rdma-core's
+            // providers/rxe/rxe.c).
             let error = match refused {
                 Some(_) => error,
                 None => error.because(

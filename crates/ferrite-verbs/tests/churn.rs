@@ -1,8 +1,9 @@
-//! A thousand connections: created, connected, used and dropped in random order, with peers that
-//! are killed. Nothing may be left.
+//! The test creates a thousand connections, uses them at random, and drops their objects in random
+//! order. It also kills some peers. Nothing may be left.
 //!
-//! `rdma resource show` counts what the kernel holds, and /proc/self/fd what we hold. Both must
-//! return to where they started. The test prints its seed, and `FERRITE_SEED` replays it.
+//! `rdma resource show` counts the kernel's objects, and /proc/self/fd shows the process's file
+//! descriptors. Both numbers must return to their initial values. The test prints its seed, and
+//! `FERRITE_SEED` replays it.
 
 use ferrite_testkit::Random;
 use ferrite_testkit::lab::LeakCheck;
@@ -16,9 +17,9 @@ use crate::suite::pair::{Mode, Pair, PairConfig, Parts, params};
 use crate::suite::{Fixture, TIMEOUT};
 
 const CONNECTIONS: u32 = 1000;
-/// The emulated kernel is about twenty times slower.
+/// Number of connections in an emulated guest, which is about twenty times slower.
 const CONNECTIONS_EMULATED: u32 = 100;
-/// One connection in this many has a peer in its own process, which is killed.
+/// One connection in this many has a peer in a separate process, which the test kills.
 const KILLED_EVERY: u32 = 50;
 
 #[test]
@@ -51,8 +52,8 @@ fn a_thousand_lives_leave_nothing() {
     leaks.end();
 }
 
-/// Creates a connection, uses it at random, and drops its objects one by one in random order,
-/// sometimes with requests in flight and sometimes without a disconnect.
+/// Creates a connection, uses it at random, and drops its objects one by one in random order.
+/// Sometimes requests are still in flight then, and sometimes there was no disconnect.
 fn run_connection(fixture: &Fixture, random: &mut Random) {
     let config = PairConfig {
         region_bytes: 16 << 10,
@@ -71,7 +72,8 @@ fn run_connection(fixture: &Fixture, random: &mut Random) {
             SendRequest::read(1, &local, remote)
         };
         from.post(request.signaled());
-        // Sometimes a request is still in flight when everything is dropped.
+        // In one of four cases the test does not wait, so that the request may still be in flight
+        // when everything is dropped.
         if random.below(4) > 0 {
             assert_eq!(from.reap(Mode::Poll).status(), Status::SUCCESS);
         }

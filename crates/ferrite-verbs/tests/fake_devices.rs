@@ -1,5 +1,5 @@
-//! The behaviour of devices and kernels other than the lab's, on the fake provider, which models it
-//! after their sources.
+//! Tests with devices and kernels that the lab does not have. The fake provider imitates their
+//! behaviour, as found in their source code.
 
 use std::time::{Duration, Instant};
 
@@ -16,7 +16,8 @@ fn world() -> World {
     world
 }
 
-/// When its doorbell fails, Soft-RoCE has queued all requests, and does not name a refused one.
+/// If the doorbell of Soft-RoCE fails, Soft-RoCE has already queued all requests, and does not name
+/// a refused one.
 #[test]
 fn counts_all_requests_as_posted_when_the_provider_names_none() {
     let world = world();
@@ -30,7 +31,7 @@ fn counts_all_requests_as_posted_when_the_provider_names_none() {
     world.fail_next_doorbell(EIO);
     let refused = qp.post_send(&requests).expect_err("injected failure");
     assert_eq!(refused.posted, 3, "{refused}");
-    // More requests than one chain: those of earlier chains are counted, too.
+    // If the provider names the first request of the first chain, no request counts as posted.
     let requests = [SendRequest::send(1, &[]); 11];
     qp.post_send(&requests[..8]).expect("room");
     world.fail_next("ibv_post_send", EIO);
@@ -38,7 +39,8 @@ fn counts_all_requests_as_posted_when_the_provider_names_none() {
     assert_eq!(refused.posted, 0, "the provider named the first: {refused}");
 }
 
-/// After the kernel has destroyed all objects, every destroy fails with EIO.
+/// After the kernel has destroyed all objects, every destroy call fails with EIO. This counts as
+/// success.
 #[test]
 fn releases_objects_of_a_device_that_the_kernel_took_away() {
     let world = world();
@@ -63,7 +65,8 @@ fn releases_objects_of_a_device_that_the_kernel_took_away() {
     assert_eq!(world.objects(), Objects::default());
 }
 
-/// EIO alone proves nothing: firmware that fails a command also reports it, and keeps the object.
+/// EIO alone does not prove that an object was destroyed. If the firmware fails a command, the call
+/// also returns EIO, and the object still exists.
 #[test]
 fn keeps_objects_of_a_device_that_only_fails_to_destroy_them() {
     let world = world();
@@ -90,14 +93,14 @@ fn prepares_for_forks_where_the_kernel_does_not() {
     assert!(world.is_fork_safe());
 }
 
-/// Real drivers pin queues too, and the completion queue is the first object that a fabric creates.
+/// Real drivers also pin the memory of queues, so creating a queue can reach the limit.
 #[test]
 #[cfg(not(miri))] // Miri has no processes
 fn names_the_locked_memory_limit_when_a_queue_is_refused() {
     const ENOMEM: i32 = 12;
     const ME: &str = "names_the_locked_memory_limit_when_a_queue_is_refused";
     if std::env::var_os("FERRITE_TEST_LIMITED").is_none() {
-        // CAP_IPC_LOCK, which root has, lifts the limit.
+        // Root has CAP_IPC_LOCK, which lifts the limit, so the child runs without it.
         let is_root = rustix::process::geteuid().is_root();
         let without = ["setpriv", "--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock"];
         let words = without.into_iter().filter(|_| is_root).chain(["prlimit", "--memlock=65536"]);
@@ -135,13 +138,13 @@ fn names_the_locked_memory_limit_when_a_queue_is_refused() {
     let cq = context.create_completion_queue(16, None, 0).expect("a queue");
     let config = QueuePairConfig { max_send_wr: 1024, ..QueuePairConfig::new(&cq) };
     expect_memlock_error("ibv_create_qp", &|| domain.create_queue_pair(&config).map(drop));
-    // If enough is left below the limit, the host itself is out of memory.
+    // If the limit allows the request, the error means that the host itself is out of memory.
     world.fail_next("ibv_create_cq", ENOMEM);
     let error = context.create_completion_queue(16, None, 0).expect_err("injected failure");
     assert_eq!(error.kind(), ferrite_verbs::ErrorKind::OutOfMemory, "{error}");
 }
 
-/// A call on an identifier can wait in the kernel; fetching events does not wait for it.
+/// A call on an identifier can wait in the kernel. Fetching events does not wait for that call.
 #[test]
 fn takes_events_while_a_call_on_another_identifier_waits() {
     let world = world();

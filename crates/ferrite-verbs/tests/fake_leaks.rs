@@ -1,5 +1,5 @@
-//! Objects that cannot be released are counted, and their memory stays mapped. This test runs alone
-//! in its process, because the counter belongs to the process.
+//! Objects that cannot be released are counted, and their memory stays mapped. This test has its
+//! own process, because all objects of a process share one counter.
 #![cfg(feature = "fake")]
 
 use ferrite_verbs::fake::{DeviceSpec, World};
@@ -33,14 +33,15 @@ fn failed_destroy_is_counted_and_keeps_memory_mapped() {
     assert!(!is_mapped(addr));
     assert_eq!(leaked_objects(), 0);
 
-    // The device refuses to release the region: it may still write there.
+    // If the device refuses to release the region, the memory stays mapped, because the device may
+    // still write to it.
     let region = domain.allocate(len, Access::LOCAL).expect("region");
     let addr = region.remote(0..1).addr;
     world.fail_next("ibv_dereg_mr", EIO);
     drop(region);
     assert_eq!((leaked_objects(), is_mapped(addr)), (1, true));
 
-    // The device refuses to release a queue pair: the memory posted to it stays mapped, too.
+    // If the device refuses to release a queue pair, the memory posted to it stays mapped.
     let cq = context.create_completion_queue(4, None, 0).expect("queue");
     let qp = domain.create_queue_pair(&QueuePairConfig::new(&cq)).expect("queue pair");
     qp.modify(&QueuePairAttributes::init(1, Access::LOCAL)).expect("init");
@@ -51,14 +52,14 @@ fn failed_destroy_is_counted_and_keeps_memory_mapped() {
     drop((region, qp));
     assert_eq!((leaked_objects(), is_mapped(addr)), (2, true));
 
-    // Parents cannot be released before their children: each refusal is counted, and nothing is
-    // freed below a child.
+    // The completion queue cannot be released before the leaked queue pair, so it is leaked and
+    // counted, too.
     drop(cq);
     assert_eq!(leaked_objects(), 3);
     let left = world.objects();
     assert_eq!((left.queue_pairs, left.completion_queues, left.memory_regions), (1, 1, 2));
 
-    // A CM identifier.
+    // A CM identifier that cannot be destroyed is counted.
     let id = world
         .verbs()
         .open_event_channel()

@@ -1,4 +1,4 @@
-//! The suite on the fake provider, and tests that only the fake allows: every fault, on demand.
+//! The suite on the fake provider, and tests of faults that only the fake provider can cause.
 #![cfg(feature = "fake")]
 
 mod suite;
@@ -17,7 +17,7 @@ use ferrite_verbs::{
 use suite::pair::{End, Mode, Pair, PairConfig};
 use suite::{Fixture, Host, run_suite};
 
-/// Two hosts, `fake1` and `fake2`.
+/// Creates a world with two hosts, `fake1` and `fake2`.
 fn world() -> (World, Fixture) {
     let world = World::new();
     let hosts = [Host::new("fake1", "10.0.0.1"), Host::new("fake2", "10.0.0.2")];
@@ -63,7 +63,8 @@ fn cm_events(end: &End) -> Vec<CmEventKind> {
         .collect()
 }
 
-/// Injects `errno` into `call`, runs `run`, and expects it to fail there with this kind of error.
+/// Injects `errno` into `call`, and expects that `run` fails in `call` with an error of kind
+/// `kind`.
 fn fails<T>(
     world: &World,
     call: &'static str,
@@ -159,7 +160,7 @@ fn failed_post_reports_how_many_were_posted() {
     world.fail_next("ibv_post_recv", ENOMEM);
     let error = to.qp.post_recv(&[RecvRequest::new(1, &[])]).expect_err("injected failure");
     assert_eq!((error.posted, error.error.kind()), (0, ErrorKind::QueueFull));
-    // A request with too many pieces in the middle of a chain.
+    // The second request of the chain has too many pieces.
     let wide = [piece[0]; 5];
     let remote = to.region.remote(0..64);
     let chain = [
@@ -301,7 +302,7 @@ fn responder_gets_an_event_for_a_refused_access() {
         async_events(to),
         [(AsyncEventKind::QP_ACCESS_ERROR, qp), (AsyncEventKind::LAST_RECEIVE, qp)]
     );
-    // A write with immediate data needs a receive; without one, nothing is written.
+    // A write with immediate data fails if no receive is posted.
     let pair = Pair::with(&fixture(), &PairConfig { rnr_retries: 0, ..Default::default() });
     let [to, from] = &pair.ends;
     let operation = Operation::WriteImm(to.region.remote(0..8), 7);

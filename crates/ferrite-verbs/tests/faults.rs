@@ -1,8 +1,8 @@
-//! Faults on Soft-RoCE: each is reported as a typed error, in time (`cargo xtask lab-test
-//! faults`).
+//! Faults on Soft-RoCE, which must be reported in time and with a typed error (`cargo xtask
+//! lab-test faults`).
 //!
-//! The rows are those of lab/README.md. Each test breaks the guest's network with an operator's
-//! tools (ip, tc, rdma), and repairs it when it ends, whether it passes or fails.
+//! The table of faults in lab/README.md lists them. Most tests break the guest's network with an
+//! operator's tools (ip, tc, rdma). They repair the network at the end, even if they fail.
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -32,7 +32,7 @@ fn write_until_failure(from: &End, to: &End, since: Instant) -> (Status, Duratio
     }
 }
 
-/// Connects a pair, checks that it works, causes a fault, and returns the status that the
+/// Connects a pair, checks that the pair works, and causes a fault. Returns the status that the
 /// connecting side (10.0.0.2) gets.
 fn status_under(cause: &str, repair: &'static str) -> (Pair, Status, Duration, Restore) {
     let pair = Pair::new(&lab());
@@ -88,9 +88,9 @@ fn carrier_lost() {
     assert_eq!(status, Status::RETRY_EXCEEDED, "after {after:?}");
 }
 
-/// Packets from 10.0.0.1 are dropped on the way (`p2`), not at the sender (`h1`). If a send failed
-/// at `h1`, even only while a queueing discipline is being installed, the queue pair of the
-/// connection manager would fail for good.
+/// Drops packets from 10.0.0.1 on the bridge's port `p2`, not at the sender (`h1`). A queueing
+/// discipline on `h1` could make a send fail, even just while it is being installed. Then the queue
+/// pair of the connection manager could fail, and would stay in error.
 const BLACK_HOLE: &str = "tc qdisc add dev p2 root netem loss 100%";
 const NO_BLACK_HOLE: &str = "tc qdisc del dev p2 root";
 
@@ -107,10 +107,11 @@ fn peer_address_removed() {
     assert_eq!(status, Status::RETRY_EXCEEDED, "after {after:?}");
 }
 
-/// Packets are lost, late, reordered, duplicated or corrupted, and only the latency shows it.
+/// Lost, late, reordered, duplicated or corrupted packets only increase the latency.
 #[test]
 fn bad_wire_only_slows_writes() {
-    // 268 ms, eight times: longer than the delays here, and than a resend that waits for one.
+    // The ack timeout of 268 ms is longer than the delays here. With 7 retries, Soft-RoCE resends
+    // for ever.
     let mut pair =
         Pair::with(&lab(), &PairConfig { retries: 7, ack_timeout: 16, ..Default::default() });
     for netem in
@@ -121,7 +122,7 @@ fn bad_wire_only_slows_writes() {
     }
 }
 
-/// An outage that is shorter than the retries only delays the writes.
+/// A short outage only delays the writes, because the device resends them.
 #[test]
 fn short_outage_only_delays_writes() {
     let mut pair =
@@ -150,7 +151,7 @@ fn write_and_compare(pair: &mut Pair, count: u8, during: &str) {
     }
 }
 
-/// The kernel would wait for more than a minute; our own deadline ends the attempt.
+/// The kernel would wait for more than a minute. The caller's deadline ends the attempt earlier.
 #[test]
 fn connect_times_out_in_a_black_hole() {
     let fixture = lab();
@@ -180,9 +181,10 @@ fn resolving_an_unused_address_fails() {
     assert!(error.to_string().contains("10.0.0.77"), "{error}");
 }
 
-/// The kernel removes a Soft-RoCE device only when its last user releases it, and notifies the
-/// holders of CM identifiers on it. (A driver that can remove it at once also raises the async
-/// event DEVICE_FATAL.) A program that then drops everything on the device lets the removal finish.
+/// The kernel notifies the owners of CM identifiers on the device. It removes a Soft-RoCE device
+/// only when the last user has released it. So the removal finishes when the program has dropped
+/// all objects on the device. (If a driver can remove its device at once, the kernel also raises
+/// the async event DEVICE_FATAL.)
 #[test]
 fn device_removed() {
     let pair = Pair::new(&lab());
@@ -200,7 +202,7 @@ fn device_removed() {
     assert_eq!(ferrite_verbs::leaked_objects(), 0, "everything could be released");
     let error = lab().verbs.device("rxe2").unwrap_err();
     assert_eq!(error.kind(), ErrorKind::DeviceGone, "{error:?}");
-    // The peer detects it with its next write at the latest.
+    // The peer detects the removal with its next write at the latest.
     to.post(SendRequest::write(1, &[to.region.sge(0..64)], target).signaled());
     let status = to.reap(Mode::Event).status();
     assert!([Status::RETRY_EXCEEDED, Status::FLUSHED].contains(&status), "{status}");
@@ -253,7 +255,7 @@ fn memlock_error_names_the_limit() {
         assert!(error.remedy().unwrap().contains("LimitMEMLOCK=infinity"));
         return;
     }
-    // Root has CAP_IPC_LOCK, which lifts the limit.
+    // The child runs as `nobody`, because root has CAP_IPC_LOCK, which lifts the limit.
     let mut child = rerun_test(
         "faults::memlock_error_names_the_limit",
         "child",
@@ -283,8 +285,8 @@ fn no_file_descriptors_left() {
     assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
 }
 
-/// Runs `test` in a child process in a cgroup with these rdma limits. In the child, joins the
-/// cgroup and returns `true`.
+/// Runs `test` again in a child process, in a cgroup with these rdma limits. In the child, joins
+/// the cgroup and returns `true`. In the parent, waits for the child and returns `false`.
 fn in_cgroup(test: &str, limits: &str) -> bool {
     let group = format!("/sys/fs/cgroup/{}", test.replace("::", "-"));
     if role().is_some() {
@@ -324,8 +326,8 @@ fn cgroup_limit_reached() {
     }
 }
 
-/// Creating more queue pairs than allowed gives a typed error; after all are released, new ones can
-/// be created.
+/// Creating more queue pairs than allowed gives a typed error. After the queue pairs are released,
+/// new ones can be created.
 #[test]
 fn objects_exhausted() {
     if in_cgroup("faults::objects_exhausted", "rxe1 hca_handle=max hca_object=100") {

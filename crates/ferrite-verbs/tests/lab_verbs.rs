@@ -1,4 +1,4 @@
-//! The suite on real devices: Soft-RoCE in the lab's guest (`cargo xtask lab-test verbs`).
+//! The suite on the kernel's Soft-RoCE devices, in the lab's guest (`cargo xtask lab-test verbs`).
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod churn;

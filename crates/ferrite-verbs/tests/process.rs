@@ -1,4 +1,5 @@
-//! Tests that need a second process: the test runs its own executable again, in another role.
+//! Helpers for tests that need a second process. The test runs its own executable again, in another
+//! role.
 
 use std::process::{Command, Stdio};
 
@@ -9,14 +10,15 @@ use crate::lab;
 use crate::suite::TIMEOUT;
 use crate::suite::pair::{PairConfig, Parts, params};
 
-/// Prepares to run `test` again as `role` in another process, with `wrapper` before the command.
+/// Returns a command that runs `test` again as `role` in another process. `wrapper` is put before
+/// the command.
 pub(crate) fn rerun_test(test: &str, role: &str, wrapper: &[&str]) -> Command {
     let mut command = rerun_as(test, role, wrapper);
     command.stdout(Stdio::null());
     command
 }
 
-/// Plays a role: connects to `target`, and waits to be killed.
+/// Runs in the child process: connects to `target`, and waits to be killed.
 pub(crate) fn connect_and_wait(target: &str) {
     let fixture = lab();
     let config = PairConfig::default();

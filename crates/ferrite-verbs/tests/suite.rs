@@ -1,8 +1,8 @@
-//! One suite for every provider: what a pair of hosts must be able to do.
+//! The tests that every provider must pass, with two hosts.
 //!
-//! `lab_verbs` runs it on Soft-RoCE devices in the lab's guest, `fake_verbs` on the fake provider.
-//! A test is a function of a [`Fixture`]; [`run_suite`] turns each into a `#[test]` of the calling
-//! target.
+//! `lab_verbs` runs this suite on Soft-RoCE devices in the lab's guest (see lab/README.md),
+//! `fake_verbs` on the fake provider. Each test is a function that takes a [`Fixture`].
+//! [`run_suite`] turns each function into a `#[test]` of the calling target.
 
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
@@ -17,7 +17,7 @@ pub(crate) mod shared;
 pub(crate) mod transfer;
 pub(crate) mod windows;
 
-/// Longer than any operation here takes, even on the slowest kernel.
+/// A timeout that is longer than any operation here, even on the slowest kernel.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Two hosts that can reach each other.

@@ -1,7 +1,7 @@
 //! Blocking handshakes with a deadline: resolve, connect, accept.
 //!
-//! Each outgoing connection has its own event channel, so every event on it belongs to that
-//! connection. An accepted connection shares the channel of its listener. Callers with many
+//! Each outgoing connection has its own event channel, so every event on that channel belongs to
+//! the connection. An accepted connection shares the channel of its listener. Callers with many
 //! connections use the events directly.
 
 use std::net::SocketAddr;
@@ -62,8 +62,8 @@ fn resolve_once(
 
 /// Connects `qp` through a resolved identifier and returns the peer's private data.
 ///
-/// `params.qp_num` and `params.srq` are taken from `qp`; `access` says what the peer may do with
-/// our memory.
+/// `params.qp_num` and `params.srq` are ignored, because `qp` provides these values. `access` says
+/// what the peer may do with our memory.
 ///
 /// # Errors
 /// [`ErrorKind::Rejected`] with the reason, [`ErrorKind::Unreachable`], [`ErrorKind::Timeout`].
@@ -76,7 +76,7 @@ pub fn connect(
 ) -> Result<Vec<u8>, Error> {
     let deadline = Instant::now() + timeout;
     let peer = id.peer_addr().unwrap_or(UNKNOWN_PEER);
-    // The caller may have initialised the queue pair before, to post receives.
+    // The caller may already have moved the queue pair to INIT, to post receives.
     if qp.state()? == State::RESET {
         qp.modify(&id.queue_pair_attributes(State::INIT)?.access(access))?;
     }
@@ -115,8 +115,8 @@ pub fn accept(
     let peer = id.peer_addr().unwrap_or(UNKNOWN_PEER);
     let deadline = Instant::now() + timeout;
     loop {
-        // The listener shares the channel. Events of other peers are ignored, and a connection
-        // request that arrives in the meantime is rejected by being dropped.
+        // The listener shares the channel, so this loop also gets events of other peers, and
+        // ignores them. Dropping a connection request rejects the request.
         let event = next_event(id.channel(), deadline, peer)?;
         if event.id == id.key() {
             return check_kind(event, CmEventKind::ESTABLISHED, peer).map(drop);
@@ -132,7 +132,7 @@ fn bring_up(
     reads_in: u8,
     reads_out: u8,
 ) -> Result<(), Error> {
-    // 640 µs. With the CM's default, a peer that finds no receive posted waits for 655 ms.
+    // 12 means 640 µs. With the CM's default, a peer that finds no receive posted waits for 655 ms.
     const RNR_TIMER: u8 = 12;
     let ready_to_receive = id.queue_pair_attributes(State::READY_TO_RECEIVE)?;
     qp.modify(&ready_to_receive.access(access).reads_in(reads_in).rnr_timer(RNR_TIMER))?;

@@ -25,12 +25,12 @@ struct ChannelInner {
     raw: NonNull<sys::rdma_event_channel>,
     cm: &'static sys::CmFunctions,
     /// Held while an event is fetched and copied. Copying a connection request gives the new
-    /// identifier its key; before that, no other thread may fetch an event of that identifier.
-    /// Calls on identifiers do not take this lock, so fetching never waits for them.
+    /// identifier its key. Until then, no other thread may fetch an event of that identifier. Calls
+    /// on identifiers do not take this lock, so fetching never waits for them.
     fetching: Mutex<()>,
-    /// Addresses and device of each identifier. librdmacm writes them to the identifier's struct
-    /// while it fetches an event, without a lock; this is a copy that any thread may read. The lock
-    /// is never held across a call to librdmacm.
+    /// Addresses and device of each identifier, as a copy that any thread may read. librdmacm
+    /// writes the originals to the identifier's struct without a lock, while it fetches an event.
+    /// The lock of this map is never held across a call to librdmacm.
     id_infos: Mutex<HashMap<CmKey, IdInfo>>,
     /// Set once an identifier got the event that its device is being removed.
     device_removed: AtomicBool,
@@ -50,8 +50,9 @@ impl IdInfo {
     /// # Safety
     /// The identifier is alive, and no other thread changes these fields meanwhile.
     pub(super) unsafe fn copy_local(&mut self, raw: *const sys::rdma_cm_id) {
-        // SAFETY: the caller vouches for it. The storage member covers the union, and librdmacm's
-        // own context of the device lives as long as the identifier.
+        // SAFETY: the caller guarantees that the identifier is alive and that no other thread
+        // changes these fields. The storage member covers the union. librdmacm's own context of the
+        // device lives as long as the identifier.
         unsafe {
             self.local = from_raw(&(*raw).route.addr.__bindgen_anon_1.src_storage);
             let verbs = (*raw).verbs;
@@ -77,8 +78,8 @@ unsafe impl Sync for ChannelInner {}
 
 impl Drop for ChannelInner {
     fn drop(&mut self) {
-        // SAFETY: created by us and destroyed once, after every identifier on it (each holds an
-        // `Arc`).
+        // SAFETY: we created the channel, and it is destroyed once, after every identifier on it
+        // (each holds an `Arc`).
         unsafe { (self.cm.rdma_destroy_event_channel)(self.raw.as_ptr()) };
     }
 }

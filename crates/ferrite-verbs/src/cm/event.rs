@@ -23,12 +23,12 @@ pub struct CmEvent {
     pub id: CmKey,
     /// What happened.
     pub kind: CmEventKind,
-    /// 0, a negative error number, or for a rejection the code of its [`RejectReason`].
+    /// 0, a negative error number, or the code of the [`RejectReason`] if the peer rejected.
     pub status: i32,
     /// The private data that the peer sent. The CM pads it with zeros to the size of its message.
     /// Empty for a connection request: see [`ConnectionRequest::private_data`].
     pub private_data: Vec<u8>,
-    /// The connection request, if this is one. Dropping it rejects the connection.
+    /// The connection request, if the event is one. Dropping it rejects the connection.
     pub request: Option<ConnectionRequest>,
 }
 
@@ -64,11 +64,12 @@ impl EventChannel {
                 errno => Err(Error::os("rdma_get_cm_event", errno, "")),
             };
         }
-        // SAFETY: fetched above and not acknowledged yet, and no other thread fetches.
+        // SAFETY: the event was fetched above and is not acknowledged yet, and no other thread
+        // fetches.
         let event = unsafe { CmEvent::take(raw, self) };
-        // Everything was copied, so the event is acknowledged at once: destroying an identifier
-        // waits for that.
-        // SAFETY: acknowledged once, and not used after.
+        // `take` has copied the event. It is acknowledged at once, because destroying an identifier
+        // waits for the acknowledgement of its events.
+        // SAFETY: the event is acknowledged once, and not used afterwards.
         unsafe { (self.functions().rdma_ack_cm_event)(raw) };
         if event.kind == CmEventKind::DEVICE_REMOVAL {
             self.note_device_removed();
@@ -86,8 +87,8 @@ impl EventChannel {
             if let Some(event) = self.next_event()? {
                 return Ok(Some(event));
             }
-            // librdmacm consumes some events internally, so a readable descriptor need not have one
-            // for us.
+            // librdmacm consumes some events internally. So there may be no event for us although
+            // the descriptor is readable.
             if !wait_readable(self.as_fd(), deadline.saturating_duration_since(Instant::now()))? {
                 return Ok(None);
             }
@@ -108,16 +109,16 @@ impl CmEvent {
     /// # Safety
     /// `raw` was fetched from `channel` and is not acknowledged yet, and no other thread fetches.
     unsafe fn take(raw: *mut sys::rdma_cm_event, channel: &EventChannel) -> Self {
-        // SAFETY: the event and the identifiers it names live until it is acknowledged.
+        // SAFETY: the event and the identifiers that it names live until it is acknowledged.
         let event = unsafe { &*raw };
         let kind = CmEventKind(event.event.0);
-        // SAFETY: every event we can get belongs to a connection (we create no UD identifiers); in
-        // an event without parameters they are zero.
+        // SAFETY: `conn` is the valid member of the union, because we create no UD identifiers. In
+        // an event without parameters, all its fields are zero.
         let param = unsafe { &event.param.conn };
         let mut private_data = if param.private_data.is_null() {
             Vec::new()
         } else {
-            // SAFETY: librdmacm keeps that many bytes there until the acknowledgement.
+            // SAFETY: librdmacm keeps `private_data_len` bytes there until the acknowledgement.
             unsafe {
                 std::slice::from_raw_parts(
                     param.private_data.cast::<u8>(),
@@ -132,7 +133,7 @@ impl CmEvent {
             .map(|raw| {
                 let key = CmKey::next();
                 let mut info = IdInfo::default();
-                // SAFETY: the identifier is new and nothing else uses it; from here on we own it.
+                // SAFETY: the identifier is new, and nothing else uses it. From now on we own it.
                 unsafe {
                     (*raw.as_ptr()).context = key.as_context();
                     info.copy_local(raw.as_ptr());
@@ -148,7 +149,7 @@ impl CmEvent {
                 }
             });
         let subject = if request.is_some() { event.listen_id } else { event.id };
-        // SAFETY: as above.
+        // SAFETY: the identifiers that the event names live until it is acknowledged.
         let id = CmKey(if subject.is_null() { 0 } else { unsafe { (*subject).context.addr() } });
         if kind == CmEventKind::ADDRESS_RESOLVED
             && let Some(info) = channel.id_infos().get_mut(&id)
@@ -161,8 +162,8 @@ impl CmEvent {
         Self { id, kind, status: event.status, private_data, request }
     }
 
-    /// Converts the event to an error, for a caller that waited for another step of a handshake
-    /// with `peer`.
+    /// Converts the event to an error, for a caller that waited for a different event in a
+    /// handshake with `peer`.
     #[must_use]
     pub fn into_error(self, peer: SocketAddr) -> Error {
         let error = Error::new(ErrorKind::System, "rdma_get_cm_event", peer.to_string());
@@ -193,17 +194,17 @@ impl CmEvent {
 codes! {
     /// What happened.
     pub struct CmEventKind, unknown: "unknown event" {
-        /// Next: [`CmId::resolve_route`].
+        /// The next step is [`CmId::resolve_route`].
         ADDRESS_RESOLVED = Event::RDMA_CM_EVENT_ADDR_RESOLVED.0, "address is resolved";
         /// The status is a negative error number.
         ADDRESS_ERROR = Event::RDMA_CM_EVENT_ADDR_ERROR.0, "address cannot be resolved";
-        /// Next: [`CmId::connect`].
+        /// The next step is [`CmId::connect`].
         ROUTE_RESOLVED = Event::RDMA_CM_EVENT_ROUTE_RESOLVED.0, "route is resolved";
         /// The status is a negative error number.
         ROUTE_ERROR = Event::RDMA_CM_EVENT_ROUTE_ERROR.0, "route cannot be resolved";
         /// See [`CmEvent::request`].
         CONNECT_REQUEST = Event::RDMA_CM_EVENT_CONNECT_REQUEST.0, "peer wants a connection";
-        /// Next: move the queue pair to ready to send, then call [`CmId::establish`].
+        /// Move the queue pair to ready to send, then call [`CmId::establish`].
         CONNECT_RESPONSE = Event::RDMA_CM_EVENT_CONNECT_RESPONSE.0, "peer accepted";
         /// The status is a negative error number.
         CONNECT_ERROR = Event::RDMA_CM_EVENT_CONNECT_ERROR.0, "connection failed";

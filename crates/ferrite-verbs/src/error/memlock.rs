@@ -1,13 +1,13 @@
 //! The locked-memory limit, explained with its numbers.
 //!
 //! `ibv_reg_mr` fails with ENOMEM both when the host is out of memory and when the process may not
-//! pin more. The second is by far the most common failure of a first RDMA set-up, so this module
-//! tells the two apart.
+//! pin more. A locked-memory limit that is too low is by far the most common failure of a first
+//! RDMA set-up. So this module tells the two causes apart.
 //!
-//! The same holds for queues. Providers keep them in the process's memory, and drivers pin that
-//! memory (`mlx5_ib_create_cq`, `create_srq_user` and `_create_user_qp` in the kernel's
-//! `drivers/infiniband/hw/mlx5`). The first queue is created before any memory is registered, so it
-//! is the first to hit the limit.
+//! Creating a queue can fail with ENOMEM for the same two causes. Providers keep queues in the
+//! process's memory, and drivers pin that memory (`mlx5_ib_create_cq`, `create_srq_user` and
+//! `_create_user_qp` in the kernel's `drivers/infiniband/hw/mlx5`). A program usually creates its
+//! first queue before it registers memory, so that queue hits the limit first.
 
 use std::fmt;
 
@@ -26,14 +26,14 @@ pub struct Memlock {
     pub limit_bytes: u64,
     /// Bytes that this process has already locked or pinned.
     pub in_use_bytes: u64,
-    /// Bytes that the failed call needed; an estimate for queues, whose entry size only the
-    /// provider knows.
+    /// Bytes that the failed call needed. For a queue this is an estimate, because only the
+    /// provider knows the size of an entry.
     pub needed_bytes: u64,
 }
 
 impl Memlock {
-    /// Returns the limit if it does not allow `needed_bytes` more. Returns `None` if no limit
-    /// applies to this process, or if enough is left.
+    /// Returns the limit if it does not allow `needed_bytes` more. Returns `None` if it does, or if
+    /// no limit applies to this process.
     pub(crate) fn exceeded_by(needed_bytes: u64) -> Option<Self> {
         if cfg!(miri) {
             return None; // Miri has no resource limits

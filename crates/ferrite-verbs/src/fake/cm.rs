@@ -1,4 +1,4 @@
-//! The functions of librdmacm: translation between C and [`handshake`](super::handshake).
+//! The C functions of librdmacm, which call the state machine in [`handshake`](super::handshake).
 
 use std::ffi::{c_int, c_void};
 use std::net::SocketAddr;
@@ -15,12 +15,13 @@ use crate::cm_abi::{RawAddress, from_raw};
 use crate::sys;
 use crate::sys::ibv_qp_attr_mask as Mask;
 
-/// The maximum backlog, also used if none is given.
+/// The maximum backlog, and the default if the caller gives none.
 const BACKLOG_MAX: usize = 1024;
-/// The kernel's value for RoCE if no ack timeout is set: 2 s.
+/// The ack timeout on RoCE if the caller sets none: 2 s, as in older kernels. Newer kernels use 17
+/// (0.5 s).
 const ACK_TIMEOUT: u8 = 19;
 
-/// A fetched event; freed when it is acknowledged.
+/// A fetched event. It is freed when it is acknowledged.
 #[repr(C)]
 struct FetchedEvent {
     raw: sys::rdma_cm_event,
@@ -68,12 +69,13 @@ impl State {
         Ok(id)
     }
 
-    /// Writes addresses and device to the C struct, where callers read them.
+    /// Writes the addresses and the device to the C struct, where callers read them.
     pub(super) fn publish_addresses(&mut self, id: Id) {
         let Some(found) = self.identifiers.get(&id) else { return };
         let device = found.device.and_then(|device| self.devices.get(&device));
         // SAFETY: the identifier is alive while it is in the map. The owner of the identifier reads
-        // these fields, but is inside a call on the identifier now, or does not know it yet.
+        // these fields, but not now: it is inside a call on the identifier, or does not know the
+        // identifier yet.
         unsafe {
             let raw = found.raw.0;
             if let Some(local) = found.local {
@@ -89,7 +91,7 @@ impl State {
         }
     }
 
-    /// Removes an identifier and, for a listener, the requests that nobody has fetched.
+    /// Removes an identifier and, for a listener, the requests that are not fetched yet.
     fn remove_identifier(&mut self, id: Id) {
         self.notify_peer_of_destroy(id);
         let Some(gone) = self.identifiers.remove(&id) else { return };
@@ -102,7 +104,7 @@ impl State {
         for event in unfetched.into_iter().filter(|event| event.listener == Some(id)) {
             self.remove_identifier(event.id);
         }
-        // SAFETY: the identifier is in no map any more. Its owner is destroying it, or never saw
+        // SAFETY: the identifier is in no map any more. Its owner is destroying it, or never got
         // it.
         unsafe { object::free(gone.raw) };
     }
@@ -196,16 +198,16 @@ impl State {
 }
 
 fn storage(addr: SocketAddr) -> sys::sockaddr_storage {
-    // SAFETY: a `RawAddress` is a whole storage.
+    // SAFETY: a `RawAddress` contains a whole `sockaddr_storage`.
     unsafe { RawAddress::from(addr).as_mut_ptr().cast::<sys::sockaddr_storage>().read() }
 }
 
 /// Reads a socket address.
 ///
 /// # Safety
-/// `addr` is null or points to a whole `sockaddr_storage`, as this crate passes it.
+/// `addr` is null or points to a whole `sockaddr_storage`. This crate always passes one.
 unsafe fn address(addr: *const sys::sockaddr) -> Option<SocketAddr> {
-    // SAFETY: the caller vouches for it.
+    // SAFETY: the caller guarantees a whole `sockaddr_storage`.
     (!addr.is_null()).then(|| from_raw(unsafe { &*addr.cast() }))?
 }
 
@@ -217,7 +219,7 @@ unsafe fn bytes(data: *const c_void, len: u8) -> Vec<u8> {
     if data.is_null() {
         return Vec::new();
     }
-    // SAFETY: the caller vouches for it.
+    // SAFETY: the caller guarantees `len` bytes.
     unsafe { std::slice::from_raw_parts(data.cast::<u8>(), len.into()) }.to_vec()
 }
 
@@ -226,7 +228,7 @@ unsafe fn bytes(data: *const c_void, len: u8) -> Vec<u8> {
 /// # Safety
 /// `raw` is null or valid, and so is the private data that it names.
 unsafe fn params(raw: *const sys::rdma_conn_param) -> Result<(Params, Vec<u8>), Errno> {
-    // SAFETY: the caller vouches for it.
+    // SAFETY: the caller guarantees that `raw` is null or valid.
     let raw = unsafe { raw.as_ref() }.ok_or(Errno::INVAL)?;
     let params = Params {
         qp_num: raw.qp_num,
@@ -237,7 +239,7 @@ unsafe fn params(raw: *const sys::rdma_conn_param) -> Result<(Params, Vec<u8>), 
         retry_count: raw.retry_count,
         rnr_retry_count: raw.rnr_retry_count,
     };
-    // SAFETY: as above.
+    // SAFETY: the caller guarantees that the private data is null or valid.
     Ok((params, unsafe { bytes(raw.private_data, raw.private_data_len) }))
 }
 
@@ -441,8 +443,8 @@ pub(super) unsafe extern "C" fn get_cm_event(
 }
 
 pub(super) unsafe extern "C" fn ack_cm_event(event: *mut sys::rdma_cm_event) -> c_int {
-    // SAFETY: the caller's event came from `get_cm_event`, is acknowledged once, and not used
-    // after.
+    // SAFETY: the caller's event came from `get_cm_event`, is acknowledged once, and is not used
+    // afterwards.
     let fetched = unsafe { Box::from_raw(event.cast::<FetchedEvent>()) };
     let FetchedEvent { counted_on, world, data, .. } = *fetched;
     drop(data);

@@ -1,5 +1,5 @@
-//! Completion queues and channels: completions in order, one event per notification request,
-//! overrun.
+//! Completion queues and channels, with completions in order, one event per notification request,
+//! and overrun.
 
 use std::collections::VecDeque;
 use std::ffi::{c_int, c_uint, c_void};
@@ -16,13 +16,13 @@ use super::state::State;
 use crate::sys;
 
 impl State {
-    /// Adds a completion, and an event if the queue was armed for it.
+    /// Adds a completion, and an event if the queue is armed for this kind of completion.
     pub(super) fn complete(&mut self, queue_id: Id, entry: Entry) {
         let Some(entry) = self.keep_late(queue_id, entry) else { return };
         let Some(queue) = self.queues.get_mut(&queue_id) else { return };
         let context = queue.context;
         if queue.entries.len() >= queue.depth {
-            // The completion is lost, and with it the entries that it would free.
+            // The completion is lost. The entries that it would free stay in use.
             if !std::mem::replace(&mut queue.overrun, true) {
                 self.notify(
                     context,
@@ -192,7 +192,7 @@ pub(super) unsafe extern "C" fn get_cq_event(
     cq_context: *mut *mut c_void,
 ) -> c_int {
     // SAFETY: the caller's channel is alive, and both places are valid for the write. The queue is
-    // alive: destroying it removes its events.
+    // alive, because destroying a queue removes its events.
     minus_one(unsafe {
         enter_until("ibv_get_cq_event", channel, None, |state, id| {
             let Some(channel) = state.channels.get_mut(&id) else {
@@ -210,7 +210,7 @@ pub(super) unsafe extern "C" fn get_cq_event(
 }
 
 pub(super) unsafe extern "C" fn ack_cq_events(cq: *mut sys::ibv_cq, nevents: c_uint) {
-    // SAFETY: the caller's queue is alive: destroying it waits for this.
+    // SAFETY: the caller's queue is alive, because destroying it waits for the acknowledgement.
     let _ = unsafe {
         enter("ibv_ack_cq_events", cq, |state, id| {
             if let Some(queue) = state.queues.get_mut(&id) {

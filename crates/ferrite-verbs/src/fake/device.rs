@@ -86,7 +86,7 @@ impl State {
             .map(|(id, _)| *id)
             .collect();
         let kept = |domain: Id| !domains.contains(&domain);
-        // The C structs that callers hold stay allocated, as those of a provider do.
+        // The C structs that callers hold stay allocated, as with a real provider.
         self.queue_pairs.retain(|_, qp| kept(qp.domain));
         self.by_qp_num.retain(|_, id| self.queue_pairs.contains_key(id));
         self.windows.retain(|_, window| kept(window.domain));
@@ -96,7 +96,7 @@ impl State {
         self.keys.retain(|_, id| self.regions.contains_key(id));
         self.domains.retain(|id, _| kept(*id));
         for context in self.contexts.values_mut().filter(|context| context.device == device) {
-            // Events about objects are dropped with the objects, as in `ib_uverbs_release_uevent`.
+            // Events about the destroyed objects are dropped, as in `ib_uverbs_release_uevent`.
             context
                 .events
                 .remove(|event| !matches!(event.subject, Subject::Device | Subject::Port(_)));
@@ -179,7 +179,7 @@ pub(super) unsafe extern "C" fn get_device_list(
         let mut list: Vec<_> =
             state.devices.values().filter(|d| !d.removed).map(|d| d.raw.0).collect();
         if !num_devices.is_null() {
-            // SAFETY: the caller's place for the number.
+            // SAFETY: the caller guarantees that `num_devices` is null or valid for the write.
             unsafe { *num_devices = c_int::try_from(list.len()).unwrap_or(c_int::MAX) };
         }
         if !list.is_empty() {
@@ -203,7 +203,7 @@ pub(super) unsafe extern "C" fn free_device_list(list: *mut *mut sys::ibv_device
             len += 1;
         }
         if len > 0 {
-            // Without a name no fault can be injected: this call cannot fail.
+            // The name is empty, so that no fault can be injected: this call cannot fail.
             let _ = enter("", *list, |state, _| {
                 state.device_lists = state.device_lists.saturating_sub(1);
                 Ok(())
@@ -222,7 +222,8 @@ pub(super) unsafe extern "C" fn fork_init() -> c_int {
         }
         if state.forks == Status::IBV_FORK_DISABLED {
             if !state.domains.is_empty() {
-                // Too late, as in the real `ibv_fork_init`: something is already registered.
+                // The real `ibv_fork_init` fails after the first registration. The fake fails
+                // already if a protection domain exists.
                 return Err(Errno::INVAL);
             }
             state.forks = Status::IBV_FORK_ENABLED;

@@ -1,4 +1,4 @@
-//! How a C function enters the world of the object that it is called on.
+//! Runs a C function in the world of the object that it is called on.
 
 use std::task::Poll;
 use std::time::Duration;
@@ -8,8 +8,8 @@ use rustix::io::Errno;
 use super::object::{Id, id_of, world_of};
 use super::state::State;
 
-/// Runs the C function `call` on the object behind `raw`: finds its world, locks it, and returns an
-/// injected failure instead if there is one.
+/// Runs the C function `call` on the object behind `raw`, with the object's world locked. If a
+/// failure was injected for `call`, returns that failure instead.
 ///
 /// # Safety
 /// `raw` is null or points to a live [`Object`].
@@ -19,7 +19,7 @@ pub(super) unsafe fn enter<C, T>(
     run: impl FnOnce(&mut State, Id) -> Result<T, Errno>,
 ) -> Result<T, Errno> {
     let mut run = Some(run);
-    // SAFETY: the caller vouches for `raw`.
+    // SAFETY: the caller guarantees that `raw` is null or points to a live object.
     unsafe {
         enter_until(call, raw, None, |state, id| match run.take() {
             Some(run) => Poll::Ready(run(state, id)),
@@ -28,8 +28,8 @@ pub(super) unsafe fn enter<C, T>(
     }
 }
 
-/// Like [`enter`], for a call that may have to wait: `step` runs again after every change of the
-/// world, until there is no change for `timeout` (EBUSY).
+/// Does the same as [`enter`] for a call that may have to wait. `step` runs again after every
+/// change of the world. If the world does not change for `timeout`, the call fails with EBUSY.
 ///
 /// # Safety
 /// As [`enter`].
@@ -39,7 +39,7 @@ pub(super) unsafe fn enter_until<C, T>(
     timeout: Option<Duration>,
     mut step: impl FnMut(&mut State, Id) -> Poll<Result<T, Errno>>,
 ) -> Result<T, Errno> {
-    // SAFETY: the caller vouches for `raw`.
+    // SAFETY: the caller guarantees that `raw` is null or points to a live object.
     let (world, id) =
         unsafe { (world_of(raw).ok_or(Errno::INVAL)?, id_of(raw).ok_or(Errno::INVAL)?) };
     let mut state = world.lock();

@@ -1,9 +1,10 @@
 //! Execution of work requests: what a send, a write or a read does on both sides.
 //!
-//! Nothing runs by itself. A post executes on the caller's thread, under the world's lock, as far
-//! as it can. A request that cannot continue (the peer has no receive, or is not ready yet) stays
-//! in its send queue. Its queue pair stays in `pending`, and [`State::settle`] tries the request
-//! again after every change. No time passes: a retry that would end in failure fails at once.
+//! A post executes its requests on the caller's thread, under the world's lock, as far as possible.
+//! A request that cannot continue stays in its send queue, for example because the peer has no
+//! receive or is not ready yet. Its queue pair stays in `pending`, and [`State::settle`] tries the
+//! request again after every change. No time passes: if a device would retry and then fail, the
+//! request fails at once.
 
 mod reading;
 
@@ -27,16 +28,16 @@ pub(super) use reading::pieces;
 
 pub(super) const MAX_MESSAGE_BYTES: u32 = 1 << 30;
 
-/// The name of an injected fault: a post fails although all its requests were queued.
+/// The name of an injected fault that fails a post after all its requests were queued.
 pub(super) const DOORBELL: &str = "doorbell";
 
-/// The value of `rnr_retry` for waiting for a receive for ever.
+/// The value of `rnr_retry` with which a request waits for a receive for ever.
 const RNR_FOR_EVER: u8 = 7;
 
 /// The result of executing the head of a send queue.
 enum Outcome {
     Done,
-    /// Cannot continue now: try again when something has changed.
+    /// The request cannot continue now, and is tried again after the next change.
     Wait,
     Fail(Status),
 }
@@ -47,7 +48,7 @@ enum Answer {
     ReceiverNotReady,
 }
 
-/// How the responder refused: the status of the requester's completion, and the async event for the
+/// A responder's refusal: the status of the requester's completion, and the async event for the
 /// responder's users.
 struct Refusal {
     why: Status,
@@ -70,7 +71,7 @@ impl State {
         }
     }
 
-    /// Executes the head of a send queue; returns `false` if there is nothing to do now.
+    /// Executes the head of a send queue; returns `false` if nothing could be executed.
     fn step(&mut self, id: Id) -> bool {
         let Some(qp) = self.queue_pairs.get_mut(&id).filter(|qp| qp.state == RTS) else {
             self.pending.remove(&id);
@@ -144,8 +145,8 @@ impl State {
         }
     }
 
-    /// Returns whether both ports carry packets as large as those of the request or, for a read, of
-    /// its answer. Larger packets are lost.
+    /// Returns whether both ports can carry the packets of the request or, for a read, of the
+    /// response. Packets that are larger than a port's MTU are lost.
     fn carries(&self, from: Id, to: Id, send: &Send) -> bool {
         let bytes = |code: u32| 128_u64 << code;
         let [from, to] = [from, to].map(|id| &self.queue_pairs[&id]);
@@ -287,7 +288,7 @@ impl State {
         }
     }
 
-    /// Completes everything that is posted to a failed queue pair, as flushed.
+    /// Completes everything that is posted to a failed queue pair with the status "flushed".
     pub(super) fn flush(&mut self, id: Id) {
         let Some(qp) = self.queue_pairs.get_mut(&id) else { return };
         let (number, queue) = (qp.number, qp.recv_cq);
@@ -334,7 +335,7 @@ impl State {
             .map(|d| d.id)
     }
 
-    /// Returns whether packets get from one device to the other.
+    /// Returns whether packets from one device reach the other device.
     pub(super) fn reaches(&self, from: Id, to: Id) -> bool {
         let alive = |id| self.devices.get(&id).is_some_and(Device::is_alive);
         alive(from) && alive(to) && !self.black_holes.contains(&(from.min(to), from.max(to)))
@@ -369,7 +370,7 @@ impl State {
 
 enum Peer {
     Ready(Id),
-    /// The peer exists, but is not ready to receive yet: a device would resend until it is.
+    /// The peer exists, but is not ready to receive yet. A device would resend until it is ready.
     NotReady,
     Unreachable,
 }

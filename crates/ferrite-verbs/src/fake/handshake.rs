@@ -12,8 +12,8 @@
 //! ```
 //!
 //! As in the kernel, the side that disconnects gets its own DISCONNECTED event only when the peer
-//! has answered, by disconnecting or by destroying its identifier. Messages arrive at once or, in a
-//! black hole, never.
+//! has answered. The peer answers by disconnecting or by destroying its identifier. Messages arrive
+//! at once or, in a black hole, never.
 
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 
@@ -121,8 +121,8 @@ impl State {
         Ok(())
     }
 
-    /// Resolves `target` from `source`. Without a source, uses the first device that is up and does
-    /// not have the target address, or else the target's own device.
+    /// Resolves `target` from `source`. Without a source, this uses the first device that is up and
+    /// does not have the target address. If there is none, it uses the target's own device.
     pub(super) fn resolve_address(
         &mut self,
         id: Id,
@@ -137,7 +137,7 @@ impl State {
                 Some(source) => source,
                 None => SocketAddr::new(self.source_for(to).ok_or(Errno::NODEV)?, 0),
             };
-            // An identifier that is bound to all addresses is bound again, to the source.
+            // An identifier that is bound to all addresses is bound again, now to the source.
             self.set_phase(id, Phase::Idle);
             self.bind(id, source)?;
         }
@@ -180,7 +180,7 @@ impl State {
             return Err(Errno::INVAL);
         };
         let Some(to) = self.device_with_ip(target.ip()).filter(|to| self.reaches(from, *to)) else {
-            // Nobody answers; the caller's deadline ends the attempt.
+            // The peer does not answer. The caller's deadline ends the attempt.
             return Ok(());
         };
         let listener = self.identifiers.iter().find(|(_, other)| {
@@ -330,7 +330,7 @@ impl State {
     }
 
     /// Sends a disconnect to the peer of `id`; returns `false` if the peer is unreachable or no
-    /// longer connected. Both sides may disconnect at the same time.
+    /// longer connected.
     fn send_disconnect(&mut self, id: Id) -> bool {
         let Some(peer) = self.reachable_peer(id) else { return false };
         match self.identifiers.get(&peer).map(|peer| peer.phase) {

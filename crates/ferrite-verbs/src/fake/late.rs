@@ -1,7 +1,8 @@
-//! A device that reports late: completions and LAST_WQE_REACHED wait until they are released.
+//! Devices that report late: completions and LAST_WQE_REACHED are held back until a test releases
+//! them. This file also has some controls and queries for tests.
 //!
-//! Hardware flushes a failed queue pair in its firmware, and its driver passes the event on from a
-//! work queue, so completions and event can be late on a busy host (`mlx5_ib_qp_event` and
+//! The firmware of a device flushes a failed queue pair, and the driver delivers the event from a
+//! kernel work queue. So completions and event can be late on a busy host (`mlx5_ib_qp_event` and
 //! `mlx5_ib_handle_qp_event` in the kernel's `drivers/infiniband/hw/mlx5/qp.c`).
 
 use super::World;
@@ -22,7 +23,8 @@ impl World {
         });
     }
 
-    /// Reports `count` changes of a device's GID table at once, as when a host gets many addresses.
+    /// Reports `count` changes of a device's GID table at once. This happens when a host gets many
+    /// addresses.
     ///
     /// # Panics
     /// If there is no such device.
@@ -47,7 +49,7 @@ impl World {
 }
 
 impl State {
-    /// Holds a completion back if the devices are late. Otherwise returns it.
+    /// Holds a completion back during a delay. Otherwise returns it.
     pub(super) fn keep_late(&mut self, queue: Id, entry: Entry) -> Option<Entry> {
         if !self.late.is_on {
             return Some(entry);
@@ -56,7 +58,7 @@ impl State {
         None
     }
 
-    /// Holds back the report of a last receive. Returns false if the devices are not late.
+    /// Holds back LAST_WQE_REACHED of a queue pair during a delay. Otherwise returns `false`.
     pub(super) fn keep_late_last_receive(&mut self, context: Id, qp: Id) -> bool {
         if self.late.is_on {
             self.late.last_receives.push((context, qp));
@@ -64,7 +66,7 @@ impl State {
         self.late.is_on
     }
 
-    /// Takes the late completions of a destroyed queue pair.
+    /// Takes the held-back completions of a destroyed queue pair.
     pub(super) fn take_late(&mut self, queue: Id, qp_num: u32) -> Vec<Entry> {
         let is_gone = |(of, entry): &(Id, Entry)| *of == queue && entry.wc.qp_num == qp_num;
         let (gone, kept): (Vec<_>, _) =

@@ -1,8 +1,8 @@
-//! Protection domains and memory regions: what a key allows, and the copying of data.
+//! Protection domains and memory regions: the checks of keys, and the copying of data.
 //!
-//! Only this module accesses the memory that callers register or send inline. Bytes are copied one
-//! by one as relaxed atomics: for Rust (and for Miri) the fake is another thread that shares the
-//! memory.
+//! Only this module accesses the memory that callers register or send inline. It copies registered
+//! memory byte by byte with relaxed atomics, because for Rust (and for Miri) the fake is another
+//! thread that shares the memory.
 
 use std::ffi::{c_int, c_uint, c_void};
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -88,7 +88,7 @@ impl State {
         let raw_context = self.usable(context)?.raw.context();
         let spec = &self.device_of(context)?.spec;
         let (max_bytes, max_mr) = (spec.max_mr_bytes, spec.max_mr as usize);
-        // As in the kernel: a peer may not write what the device itself may not write.
+        // As in the kernel, a peer may not write what the device itself may not write.
         let remote_only = access & REMOTE_WRITE != 0 && access & LOCAL_WRITE == 0;
         if len == 0 || len as u64 > max_bytes || remote_only || access & !KNOWN_ACCESS != 0 {
             return Err(Errno::INVAL);
@@ -97,7 +97,7 @@ impl State {
             return Err(Errno::NOMEM);
         }
         let id = self.new_id();
-        // 24 bits of ids last long enough for a test.
+        // A key has room for an id of 24 bits, which is enough for a test.
         let index = u32::try_from(id).ok().filter(|index| index >> 24 == 0).ok_or(Errno::NOMEM)?;
         let is_remote = access & (REMOTE_READ | REMOTE_WRITE) != 0;
         let raw = sys::ibv_mr {
@@ -124,7 +124,7 @@ impl State {
     }
 }
 
-/// Copies bytes between spans that have been checked, as many as the shorter side has.
+/// Copies bytes between spans that have been checked. The shorter side determines how many.
 pub(super) fn copy(from: &[Span], to: &[Span]) {
     let (mut from, mut to) = (from.iter().copied(), to.iter().copied());
     let empty = Span { at: 0, len: 0 };
@@ -150,10 +150,10 @@ fn copy_bytes(from: usize, to: usize, len: usize) {
     let from: *mut u8 = std::ptr::with_exposed_provenance_mut(from);
     let to: *mut u8 = std::ptr::with_exposed_provenance_mut(to);
     for at in 0..len {
-        // SAFETY: both ranges lie in regions that are registered now: a `Span` is created from one
-        // under the same lock, or from bytes of our own. Whoever registered them promised that they
-        // are valid until they are deregistered, which takes the same lock. Others may access them
-        // at the same time: hence atomics.
+        // SAFETY: each range is in a registered region or in bytes of our own, because a `Span` is
+        // created from one of them under the same lock. The owner of a region guarantees that its
+        // memory is valid until the region is deregistered, which takes the same lock. Others may
+        // access the memory at the same time, so this uses atomics.
         unsafe {
             let byte = AtomicU8::from_ptr(from.add(at)).load(Ordering::Relaxed);
             AtomicU8::from_ptr(to.add(at)).store(byte, Ordering::Relaxed);
@@ -161,7 +161,7 @@ fn copy_bytes(from: usize, to: usize, len: usize) {
     }
 }
 
-/// Copies bytes of callers' memory at once, for inline data, which needs no key.
+/// Copies inline data out of the caller's memory. Inline data needs no key.
 ///
 /// # Safety
 /// The pieces name memory that is valid for reads.
@@ -169,7 +169,8 @@ pub(super) unsafe fn read_inline(pieces: &[Piece]) -> Vec<AtomicU8> {
     let mut bytes = Vec::new();
     for piece in pieces {
         let from: *const u8 = std::ptr::with_exposed_provenance(piece.addr as usize);
-        // SAFETY: the caller vouches for it. Not an atomic read, which needs writable memory.
+        // SAFETY: the caller guarantees that the memory is valid for reads. The read is not atomic,
+        // because `AtomicU8` needs writable memory.
         let read = |at| unsafe { from.add(at).read_volatile() };
         bytes.extend((0..piece.len as usize).map(read).map(AtomicU8::new));
     }
@@ -227,8 +228,8 @@ pub(super) unsafe extern "C" fn reg_mr_iova2(
     iova: u64,
     access: c_uint,
 ) -> *mut sys::ibv_mr {
-    // SAFETY: the caller's domain is alive. Injected faults do not distinguish this call from
-    // `reg_mr`.
+    // This uses the name of `reg_mr`, so that injected faults apply to both calls.
+    // SAFETY: the caller's domain is alive.
     pointer(unsafe {
         enter("ibv_reg_mr", pd, |state, domain| state.register(domain, addr, length, iova, access))
     })
@@ -238,7 +239,7 @@ pub(super) unsafe extern "C" fn dereg_mr(mr: *mut sys::ibv_mr) -> c_int {
     // SAFETY: the caller's region is alive until here, and not used after.
     code(unsafe {
         enter("ibv_dereg_mr", mr, |state, id| {
-            // Like Soft-RoCE: a region cannot be deregistered while a window is bound to it.
+            // As in Soft-RoCE, a region cannot be deregistered while a window is bound to it.
             if state.windows.values().any(|window| window.is_bound_to_region(id)) {
                 return Err(Errno::INVAL);
             }

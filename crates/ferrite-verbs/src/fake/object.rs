@@ -1,4 +1,4 @@
-//! The C structs that callers hold, and the link from each to its world.
+//! The C structs that callers hold, and the reference from each struct to its world.
 //!
 //! ```text
 //! *mut ibv_qp ──► ┌ Object<ibv_qp> ────────┐
@@ -8,9 +8,9 @@
 //!                 └────────────────────────┘
 //! ```
 //!
-//! Most C functions of the fake start in [`enter`](super::enter::enter) and end in [`code`],
-//! [`minus_one`] or [`pointer`]; between them, safe code runs on the locked
-//! [`State`](super::state::State).
+//! Most C functions of the fake call [`enter`](super::enter::enter), which runs safe code on the
+//! locked [`State`](super::state::State). Then [`code`], [`minus_one`] or [`pointer`] converts the
+//! result.
 
 use std::collections::VecDeque;
 use std::ffi::c_int;
@@ -27,10 +27,10 @@ use rustix::io::Errno;
 use super::{Inner, World};
 use crate::sys;
 
-/// Identifies an object within its world; never reused.
+/// Identifies an object within its world. An id is never reused.
 pub(super) type Id = u64;
 
-/// How long a destroy waits for unacknowledged events; the C library would wait for ever.
+/// How long a destroy waits for unacknowledged events. The C library would wait for ever.
 pub(super) const ACK_WAIT: Duration = Duration::from_secs(5);
 
 /// The allocation behind a pointer that a caller holds.
@@ -65,7 +65,8 @@ impl<C> Object<C> {
 /// # Safety
 /// `raw` came from [`Object::for_caller`] or [`Object::for_world`], and nothing uses it any more.
 pub(super) unsafe fn free<C>(raw: Ptr<C>) {
-    // SAFETY: the caller vouches for it; the allocation was made as an `Object<C>`.
+    // SAFETY: the caller guarantees that `raw` came from `Object`, which allocated an `Object<C>`,
+    // and that nothing uses it any more.
     drop(unsafe { Box::from_raw(raw.0.cast::<Object<C>>()) });
 }
 
@@ -80,12 +81,12 @@ impl<C> Clone for Ptr<C> {
 
 impl<C> Copy for Ptr<C> {}
 
-// SAFETY: the pointer serves only as an identity here; what it points to is written only under the
-// world's lock, or by the caller that owns the object.
+// SAFETY: the C struct is written only under the world's lock, or by the caller that owns the
+// object. So the pointer may move to another thread.
 unsafe impl<C> Send for Ptr<C> {}
 
 impl Ptr<sys::verbs_context> {
-    /// Returns the pointer by which callers know a context: the part of it that the first ABI had.
+    /// Returns the pointer that callers use: to the part of the context that the first ABI defined.
     pub(super) fn context(self) -> *mut sys::ibv_context {
         self.0.wrapping_byte_add(offset_of!(sys::verbs_context, context)).cast()
     }
@@ -101,7 +102,8 @@ pub(super) fn extended(context: *mut sys::ibv_context) -> *mut sys::verbs_contex
 /// # Safety
 /// `raw` is null or points to a live [`Object`].
 pub(super) unsafe fn id_of<C>(raw: *mut C) -> Option<Id> {
-    // SAFETY: the caller vouches for it; `id` is never written after the object's creation.
+    // SAFETY: the caller guarantees that the object is alive. `id` is never written after the
+    // object's creation.
     (!raw.is_null()).then(|| unsafe { (*raw.cast::<Object<C>>()).id })
 }
 
@@ -120,12 +122,12 @@ pub(super) unsafe fn world_of<C>(raw: *mut C) -> Option<World> {
     }
 }
 
-/// Converts to the convention of verbs: 0, or an error number that is also in errno.
+/// Converts a result to the convention of verbs: 0, or an error number that is also in errno.
 pub(super) fn code(result: Result<(), Errno>) -> c_int {
     result.map_or_else(|errno| set_errno(errno).raw_os_error(), |()| 0)
 }
 
-/// Converts to the convention of librdmacm: 0, or −1 and errno.
+/// Converts a result to the convention of librdmacm: 0, or −1 with the error in errno.
 pub(super) fn minus_one(result: Result<(), Errno>) -> c_int {
     result.map_or_else(
         |errno| {
@@ -136,7 +138,8 @@ pub(super) fn minus_one(result: Result<(), Errno>) -> c_int {
     )
 }
 
-/// Converts to the convention of functions that create objects: a pointer, or null and errno.
+/// Converts a result to the convention of functions that create objects: a pointer, or null with
+/// the error in errno.
 pub(super) fn pointer<C>(result: Result<*mut C, Errno>) -> *mut C {
     result.unwrap_or_else(|errno| {
         set_errno(errno);
@@ -149,12 +152,12 @@ fn set_errno(errno: Errno) -> Errno {
     errno
 }
 
-/// A queue of events with a file descriptor that is readable exactly while there are any.
+/// A queue of events with a file descriptor that is readable exactly while the queue has events.
 pub(super) struct Events<T> {
     queue: VecDeque<T>,
     fd: PipeReader,
-    /// Writes a byte when the first event arrives. Once this end is closed, the descriptor reports
-    /// a hang-up.
+    /// The write end of the pipe. It gets a byte when an event arrives in an empty queue. Once it
+    /// is closed, the descriptor reports a hang-up.
     signal: Option<PipeWriter>,
 }
 
@@ -172,19 +175,19 @@ impl<T> Events<T> {
     pub(super) fn push(&mut self, event: T) {
         let Some(signal) = &self.signal else { return };
         if self.queue.is_empty() {
-            // Cannot block: the pipe is empty.
+            // This cannot block, because the pipe is empty.
             let _ = rustix::io::write(signal, &[1]);
         }
         self.queue.push_back(event);
     }
 
-    /// Closes the queue: no more events arrive.
+    /// Closes the queue, so that no more events arrive.
     pub(super) fn close(&mut self) {
         self.signal = None;
     }
 
-    /// Takes the first event. If there is none, returns `Pending` if the caller left the fd
-    /// blocking, otherwise EAGAIN.
+    /// Takes the first event. Without an event, returns EIO if the queue is closed, `Pending` if
+    /// the caller left the fd blocking, and EAGAIN otherwise.
     pub(super) fn take(&mut self) -> Poll<Result<T, Errno>> {
         if let Some(event) = self.queue.pop_front() {
             self.clear_signal();
@@ -194,7 +197,7 @@ impl<T> Events<T> {
             return Poll::Ready(Err(Errno::IO));
         }
         if cfg!(miri) {
-            // Miri has no such call; the descriptors of this crate never block.
+            // Miri has no fcntl. This crate makes all its descriptors non-blocking.
             return Poll::Ready(Err(Errno::AGAIN));
         }
         match fcntl_getfl(&self.fd) {
@@ -222,7 +225,7 @@ impl<T> Events<T> {
 
     fn clear_signal(&self) {
         if self.queue.is_empty() {
-            // Cannot block: the pipe contains a byte.
+            // This cannot block, because the pipe contains a byte.
             let _ = rustix::io::read(&self.fd, &mut [0_u8; 1]);
         }
     }

@@ -32,9 +32,9 @@ const TO_RTS: u32 = Mask::IBV_QP_TIMEOUT.0
     | Mask::IBV_QP_SQ_PSN.0
     | Mask::IBV_QP_MAX_QP_RD_ATOMIC.0;
 
-/// Returns the attributes that a transition requires and those that it allows, from the kernel's
-/// table for reliable connections; `None` if there is no such transition. The state "send queue
-/// drained" is left out.
+/// Returns the attributes that a transition requires, and the further attributes that it allows.
+/// Returns `None` if there is no such transition. The values are from the kernel's table for
+/// reliable connections, without the state "send queue drained".
 fn attributes(from: sys::ibv_qp_state, to: sys::ibv_qp_state) -> Option<(u32, u32)> {
     match (from, to) {
         (RESET, INIT) => Some((TO_INIT, 0)),
@@ -67,7 +67,7 @@ impl State {
             {
                 return Err(Errno::INVAL);
             }
-            // The kernel resolves the hardware address, and gives up after a while.
+            // The kernel resolves the hardware address, and gives up after a timeout.
             // SAFETY: both members of the union are plain bytes.
             self.device_at(unsafe { route.dgid.raw }).ok_or(Errno::TIMEDOUT)?;
         }
@@ -91,7 +91,7 @@ impl State {
 }
 
 impl QueuePair {
-    /// Resets the queue pair: what was posted is dropped, without completions.
+    /// Resets the queue pair, and drops everything posted to it without completions.
     fn reset(&mut self) {
         self.state = RESET;
         self.attr = sys::ibv_qp_attr::default();
@@ -164,7 +164,7 @@ pub(super) unsafe extern "C" fn create_qp(
                 return Err(Errno::NOMEM);
             }
             if srq.is_some() {
-                // As in the kernel: the sizes of its own receive queue are ignored.
+                // As in the kernel, the sizes of the queue pair's own receive queue are ignored.
                 (init.cap.max_recv_wr, init.cap.max_recv_sge) = (0, 0);
             }
             (state.sizes.send_queue, state.sizes.inline) = (cap.max_send_wr, cap.max_inline_data);
@@ -256,8 +256,8 @@ pub(super) unsafe extern "C" fn destroy_qp(qp: *mut sys::ibv_qp) -> c_int {
             match state.queue_pairs.get(&id) {
                 None => return Poll::Ready(Err(state.no_object())),
                 Some(qp) if qp.unacked > 0 => return Poll::Pending,
-                // As the specification requires for windows of type 2B; Soft-RoCE waits until they
-                // are released.
+                // The specification requires this error while windows of type 2B are bound.
+                // Soft-RoCE waits until the windows are released instead.
                 Some(_)
                     if state.windows.values().any(|window| window.is_bound_to_queue_pair(id)) =>
                 {
@@ -278,7 +278,8 @@ pub(super) unsafe extern "C" fn destroy_qp(qp: *mut sys::ibv_qp) -> c_int {
                     state.remove_completions(qp.send_cq, qp.number);
                 }
                 object::free(qp.raw);
-                // Requests of peers that wait for this queue pair get no answer any more.
+                // Requests of peers may have been waiting for this queue pair. They get no answer
+                // any more.
                 state.settle();
             }
             Poll::Ready(Ok(()))

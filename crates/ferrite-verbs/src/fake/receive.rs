@@ -207,8 +207,8 @@ pub(super) unsafe extern "C" fn post_srq_recv(
     unsafe { post("ibv_post_srq_recv", srq, wr, bad_wr, State::accept_shared) }
 }
 
-/// Passes the requests of a chain to `accept`, one by one, until it refuses one; then lets waiting
-/// senders continue.
+/// Passes the requests of a chain to `accept`, one by one, until `accept` refuses one. Then lets
+/// waiting senders continue.
 unsafe fn post<C>(
     call: &'static str,
     raw: *mut C,
@@ -216,7 +216,8 @@ unsafe fn post<C>(
     bad_wr: *mut *mut sys::ibv_recv_wr,
     accept: fn(&mut State, Id, &sys::ibv_recv_wr, Vec<Piece>) -> Result<(), Errno>,
 ) -> c_int {
-    // SAFETY: see the two callers.
+    // SAFETY: both callers guarantee that the object is alive, and that the chain and `bad_wr` are
+    // valid for the call.
     code(unsafe {
         *bad_wr = wr;
         enter(call, raw, |state, id| {

@@ -1,4 +1,4 @@
-//! The objects of a world, as plain data. The other files of this folder implement their rules.
+//! The objects of a world, as plain data. The other files of this folder implement their behaviour.
 
 use std::collections::VecDeque;
 use std::net::{IpAddr, SocketAddr};
@@ -12,7 +12,8 @@ pub(super) const LOCAL_WRITE: u32 = sys::ibv_access_flags::IBV_ACCESS_LOCAL_WRIT
 pub(super) const REMOTE_WRITE: u32 = sys::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE.0;
 pub(super) const REMOTE_READ: u32 = sys::ibv_access_flags::IBV_ACCESS_REMOTE_READ.0;
 
-/// Keys have an index and a tag: a local key used by a peer, or the other way round, is refused.
+/// The part of a key that is the tag; the rest is an index. The tag tells local keys from remote
+/// keys, so that a peer cannot use a local key, and a local request cannot use a remote key.
 pub(super) const KEY_TAG: u32 = 0xff;
 pub(super) const LOCAL_TAG: u32 = 0x01;
 pub(super) const REMOTE_TAG: u32 = 0x02;
@@ -36,8 +37,8 @@ pub(super) struct Device {
 
 impl Drop for Device {
     fn drop(&mut self) {
-        // SAFETY: created by `add_device` for this device alone. Every holder of these pointers
-        // also holds the world; the world is being dropped, so there is no holder.
+        // SAFETY: `add_device` created the objects for this device alone. Every holder of these
+        // pointers also holds the world. The world is being dropped, so there is no holder.
         unsafe {
             object::free(self.cm_context);
             object::free(self.raw);
@@ -107,7 +108,7 @@ pub(super) struct Domain {
 
 pub(super) struct Region {
     pub(super) domain: Id,
-    /// The address in memory. `iova` is the address that work requests use.
+    /// The address in memory. Work requests use `iova` instead.
     pub(super) at: usize,
     pub(super) iova: u64,
     pub(super) len: u64,
@@ -139,7 +140,7 @@ impl Span {
 }
 
 impl Region {
-    /// Returns `len` bytes of the region from `addr`; `None` if they are not within it.
+    /// Returns `len` bytes of the region from `addr`; `None` if they are not within the region.
     pub(super) fn part(&self, addr: u64, len: u64) -> Option<Span> {
         let offset = addr.checked_sub(self.iova)?;
         (offset.checked_add(len)? <= self.len).then_some(())?;
@@ -159,7 +160,7 @@ pub(super) struct Window {
     pub(super) raw: Ptr<sys::ibv_mw>,
 }
 
-/// What a window is bound to, and the range that it covers.
+/// The queue pair and the region that a window is bound to, and the range that it covers.
 pub(super) struct Bound {
     pub(super) qp: Id,
     pub(super) region: Id,
@@ -186,10 +187,10 @@ impl Binding {
     /// Reads a bind request.
     ///
     /// # Safety
-    /// The window and the region that it names are alive.
+    /// The window that `raw` names is alive; the region is null or alive.
     pub(super) unsafe fn from_raw(raw: &sys::ibv_send_wr__bindgen_ty_4__bindgen_ty_1) -> Self {
         let info = raw.bind_info;
-        // SAFETY: the caller vouches for both.
+        // SAFETY: the caller guarantees that window and region are alive.
         unsafe {
             Self {
                 window: id_of(raw.mw),
@@ -206,7 +207,7 @@ impl Binding {
 }
 
 impl Window {
-    /// Returns the region behind the window, if its key allows `access` to the peer of `qp`.
+    /// Returns the region behind the window, if the window allows this access to the peer of `qp`.
     pub(super) fn allows(&self, qp: Id, rkey: u32, addr: u64, len: u64, access: u32) -> Option<Id> {
         let bound = self.bound.as_ref().filter(|bound| bound.qp == qp && self.rkey == rkey)?;
         let offset = addr.checked_sub(bound.addr)?;
@@ -239,7 +240,7 @@ pub(super) struct Queue {
     pub(super) depth: usize,
     pub(super) armed: Armed,
     pub(super) overrun: bool,
-    /// Completion events and async events that were fetched and not acknowledged.
+    /// Completion events and async events that were fetched, but not acknowledged.
     pub(super) unacked: usize,
     pub(super) raw: Ptr<sys::ibv_cq>,
 }
@@ -254,7 +255,7 @@ pub(super) struct Entry {
 /// Work queue entries that a polled completion frees.
 #[derive(Clone, Copy)]
 pub(super) enum FreedEntries {
-    /// This many entries of the send queue, unless the queue pair was reset since this epoch.
+    /// `count` entries of the send queue. Nothing is freed if `qp` was reset since `epoch`.
     Sends {
         qp: Id,
         epoch: u32,
@@ -278,7 +279,7 @@ pub(super) struct SharedQueue {
     pub(super) context: Id,
     pub(super) domain: Id,
     pub(super) waiting: VecDeque<Receive>,
-    /// Receives posted and not yet freed by a polled completion.
+    /// Number of receives that were posted and are not yet freed by a polled completion.
     pub(super) used: u32,
     pub(super) max_wr: u32,
     pub(super) max_sge: u32,
@@ -314,14 +315,14 @@ pub(super) struct QueuePair {
     pub(super) state: sys::ibv_qp_state,
     /// The values that `ibv_modify_qp` set, field by field.
     pub(super) attr: sys::ibv_qp_attr,
-    /// Counts resets: completions from an earlier epoch free no entries.
+    /// Counts resets. Completions from an earlier epoch free no entries.
     pub(super) epoch: u32,
     pub(super) sends: VecDeque<Send>,
     pub(super) receives: VecDeque<Receive>,
-    /// Entries posted and not yet freed by a polled completion.
+    /// Number of entries that were posted and are not yet freed by a polled completion.
     pub(super) sends_used: u32,
     pub(super) receives_used: u32,
-    /// Sends since the last completion that succeeded without a completion of their own.
+    /// Number of sends since the last completion. All of them succeeded without a completion.
     pub(super) unsignaled: u32,
     pub(super) unacked: usize,
     pub(super) raw: Ptr<sys::ibv_qp>,
@@ -390,8 +391,8 @@ pub(super) struct Identifier {
     pub(super) remote: Option<SocketAddr>,
     pub(super) device: Option<Id>,
     pub(super) peer: Option<Id>,
-    /// Whether the identifier owns its local port; an accepted connection shares the listener's
-    /// port.
+    /// Whether the identifier owns its local port. An accepted connection does not: it shares the
+    /// listener's port.
     pub(super) owns_port: bool,
     /// Whether a connection request created the identifier.
     pub(super) is_passive: bool,
@@ -425,8 +426,8 @@ pub(super) enum Phase {
 }
 
 impl Params {
-    /// Returns the parameters as the peer sees them: reads that one side serves are reads that the
-    /// other may start.
+    /// Returns the parameters as the peer sees them. The reads that one side serves are the reads
+    /// that its peer may have outstanding.
     pub(super) fn seen_by_peer(self) -> Self {
         Self {
             responder_resources: self.initiator_depth,
@@ -436,7 +437,7 @@ impl Params {
     }
 }
 
-/// What a late device has not reported yet.
+/// Reports that devices hold back during [`super::World::delay_completions`].
 #[derive(Default)]
 pub(super) struct Late {
     pub(super) is_on: bool,

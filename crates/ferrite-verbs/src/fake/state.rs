@@ -21,18 +21,18 @@ pub(super) struct State {
     pub(super) next_port: u16,
     pub(super) device_lists: usize,
     pub(super) forks: sys::ibv_fork_status,
-    /// Whether a device was disassociated, so that the kernel has destroyed objects by itself.
+    /// Whether a device was disassociated. Then objects that callers still hold no longer exist.
     pub(super) disassociated: bool,
     pub(super) late: Late,
     faults: HashMap<&'static str, VecDeque<Errno>>,
-    /// Calls that wait until they are released: see [`World::hold`].
+    /// Functions whose calls wait until they are released: see [`World::hold`].
     pub(super) held: BTreeSet<&'static str>,
-    /// How many calls of each held function wait.
+    /// The number of waiting calls of each held function.
     pub(super) waiting: BTreeMap<&'static str, usize>,
     /// The calls that each thread has made.
     pub(super) calls: HashMap<ThreadId, BTreeSet<&'static str>>,
     pub(super) sizes: super::Sizes,
-    /// Pairs of devices, the smaller id first, that lose each other's packets.
+    /// Pairs of devices that lose each other's packets, with the smaller id first.
     pub(super) black_holes: BTreeSet<(Id, Id)>,
     pub(super) devices: BTreeMap<Id, Device>,
     pub(super) contexts: BTreeMap<Id, Context>,
@@ -46,7 +46,7 @@ pub(super) struct State {
     pub(super) srqs: BTreeMap<Id, SharedQueue>,
     pub(super) queue_pairs: BTreeMap<Id, QueuePair>,
     pub(super) by_qp_num: HashMap<u32, Id>,
-    /// Queue pairs that may have something to do: see `settle`.
+    /// Queue pairs that may have requests to execute: see `settle`.
     pub(super) pending: BTreeSet<Id>,
     pub(super) cm_channels: BTreeMap<Id, CmChannel>,
     pub(super) identifiers: BTreeMap<Id, Identifier>,
@@ -96,7 +96,7 @@ impl State {
         self.me.clone()
     }
 
-    /// Returns the world, for an object that keeps it alive.
+    /// Returns the world, for an object that keeps the world alive.
     pub(super) fn world(&self) -> Result<World, Errno> {
         self.me.upgrade().map(World).ok_or(Errno::NODEV)
     }

@@ -1,4 +1,4 @@
-//! The function tables behind a [`Verbs`](crate::Verbs) of the fake.
+//! The function tables that a [`Verbs`](crate::Verbs) of the fake provider uses.
 
 use super::{cm, completion, device, memory, queue_pair, receive};
 use crate::sys::{CmFunctions, IbvFunctions};
@@ -61,7 +61,8 @@ pub(crate) static CM: CmFunctions = CmFunctions {
     rdma_free_devices: None,
 };
 
-/// The calls that can be made to fail or to wait.
+/// The calls that tests can make fail ([`World::fail_next`](super::World::fail_next)). Those that
+/// take an object can also be made to wait ([`World::hold`](super::World::hold)).
 pub(super) const CALLS: &[&str] = &[
     "ibv_get_device_list",
     "ibv_fork_init",

@@ -1,4 +1,4 @@
-//! Tests of what the safe objects cannot provoke: C calls in the wrong order.
+//! Tests of C calls in the wrong order, which the safe types cannot make.
 
 use std::ffi::c_int;
 use std::ptr::null_mut;
@@ -13,7 +13,7 @@ const EAGAIN: c_int = 11;
 const EBUSY: c_int = 16;
 const EINVAL: c_int = 22;
 
-/// Opens the device of a world with one device.
+/// Creates a world with one device, and opens the device.
 fn open() -> (World, *mut sys::ibv_context) {
     let world = World::new();
     world.add_device(DeviceSpec::new("fake1", "10.0.0.1".parse().expect("an address")));
@@ -68,8 +68,8 @@ fn parents_are_busy_while_they_have_children() {
     assert_eq!(world.objects(), Objects::default());
 }
 
-/// Creates a queue pair on an armed completion queue with a channel, and flushes a receive through
-/// it.
+/// Creates a queue pair on an armed completion queue with a channel, and posts a receive that is
+/// flushed at once.
 unsafe fn flush_a_receive(
     context: *mut sys::ibv_context,
 ) -> (*mut sys::ibv_pd, *mut sys::ibv_comp_channel, *mut sys::ibv_cq, *mut sys::ibv_qp) {
@@ -102,8 +102,8 @@ unsafe fn flush_a_receive(
 #[test]
 fn destroy_waits_until_events_are_acknowledged() {
     let (world, context) = open();
-    // SAFETY: as above; the other thread acknowledges the queue's event while this one waits in its
-    // destruction, as the C interface allows.
+    // SAFETY: as above. The other thread acknowledges the queue's event while this thread waits in
+    // `ibv_destroy_cq`. The C interface allows this.
     unsafe {
         let (pd, channel, cq, qp) = flush_a_receive(context);
         let (mut got, mut key) = (null_mut(), null_mut());

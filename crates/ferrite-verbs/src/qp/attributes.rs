@@ -1,4 +1,4 @@
-//! The data that connects a queue pair: a path, the address of a peer, and the attributes of each
+//! The data that connects a queue pair: the path, the peer's address, and the attributes for each
 //! change of state.
 
 use std::fmt;
@@ -16,12 +16,13 @@ pub struct Path {
     pub mtu: Mtu,
     /// How long to wait for an acknowledgement: 4.096 µs × 2^value; 0 waits for ever.
     pub ack_timeout: u8,
-    /// Resends before [`crate::Status::RETRY_EXCEEDED`], 0 to 7; Soft-RoCE never gives up with 7.
+    /// Resends before [`crate::Status::RETRY_EXCEEDED`], 0 to 7. Soft-RoCE resends for ever with 7.
     pub retries: u8,
     /// Resends to a peer that has no receive posted, 0 to 6; 7 resends for ever.
     pub rnr_retries: u8,
-    /// How long the peer must wait when we have no receive posted (encoded: 0 is 655 ms, 1 is 10
-    /// µs, 12 is 640 µs; table 45 of the InfiniBand specification).
+    /// How long the peer must wait before it resends when we have no receive posted. The value is
+    /// encoded as in table 45 of the InfiniBand specification: 0 is 655 ms, 1 is 10 µs, 12 is 640
+    /// µs.
     pub rnr_timer: u8,
 }
 
@@ -128,14 +129,14 @@ impl QueuePairAttributes {
     }
 
     /// Sets how long a peer must wait when we have no receive posted (see [`Path::rnr_timer`]).
-    /// RDMA CM leaves it at 0, which is 655 ms.
+    /// RDMA CM leaves this timer at 0, which means 655 ms.
     #[must_use]
     pub fn rnr_timer(mut self, encoded: u8) -> Self {
         self.attr.min_rnr_timer = encoded;
         self.with_mask(&[sys::ibv_qp_attr_mask::IBV_QP_MIN_RNR_TIMER])
     }
 
-    /// Sets how often a request is resent to a peer that has no receive posted; 7 is for ever.
+    /// Sets how often a request is resent to a peer that has no receive posted. 7 means for ever.
     /// Valid in the change to ready to send.
     #[must_use]
     pub fn rnr_retries(mut self, retries: u8) -> Self {
@@ -171,8 +172,8 @@ impl QueuePairAttributes {
         self.with_mask(&[sys::ibv_qp_attr_mask::IBV_QP_ACCESS_FLAGS])
     }
 
-    /// Returns a change of what the peer may do with our memory, for a queue pair that is ready to
-    /// send.
+    /// Returns attributes that change what the peer may do with our memory, for a queue pair that
+    /// is ready to send.
     #[must_use]
     pub fn change_access(access: Access) -> Self {
         Self::new(sys::ibv_qp_state::IBV_QPS_RTS).access(access)

@@ -8,7 +8,8 @@ macro_rules! function_table {
             optional { $($optional:ident: $optional_type:ty,)* }
         }
     ) => {
-        /// Functions of one library; an optional one is `None` where the library is too old for it.
+        /// Functions of one library. An optional function is `None` if the library is too old to
+        /// have it.
         #[derive(Clone, Copy)]
         pub(crate) struct $table {
             $(pub(crate) $required: $required_type,)*
@@ -16,12 +17,11 @@ macro_rules! function_table {
         }
 
         impl $table {
-            /// Looks up every function; `Err` carries the name of a required function that is
-            /// missing.
+            /// Looks up every function. `Err` carries the name of a missing required function.
             ///
             /// # Safety
-            /// `library` must be the library the headers describe, and must stay loaded for as
-            /// long as the table is used.
+            /// `library` must be the library that the headers describe, and must stay loaded while
+            /// the table is in use.
             pub(crate) unsafe fn load(
                 library: &libloading::os::unix::Library,
             ) -> Result<Self, &'static str> {

@@ -1,4 +1,4 @@
-//! Connections on the fake provider: the connection manager, silent peers, and their ends.
+//! Connections on the fake provider: the connection manager, silent peers, and broken connections.
 
 use std::time::{Duration, Instant};
 
@@ -57,13 +57,13 @@ fn black_hole() {
     let (world, fixture) = world();
     let pair = Pair::new(&fixture);
     let [to, from] = &pair.ends;
-    // A send that waits for a receive fails, too.
+    // This send waits for a receive, and fails when the black hole begins.
     from.post(SendRequest::send(9, &[from.region.sge(0..8)]));
     world.black_hole("fake1", "fake2");
     let failed = from.reap(Mode::Poll).ok().expect_err("lost");
     assert_eq!((failed.status, failed.wr_id), (Status::RETRY_EXCEEDED, 9));
     assert_eq!(write_64(from, to), Status::FLUSHED);
-    // Nobody answers the handshake: the caller's deadline ends it.
+    // The peer does not answer the handshake, so the caller's deadline ends it.
     let listener = Listener::bind(&fixture.verbs, fixture.hosts[0].any_port(), 4).expect("listen");
     let target = listener.id().local_addr().expect("address");
     let id = cm::resolve(&fixture.verbs, Some(fixture.hosts[1].any_port()), target, TIMEOUT)
@@ -75,7 +75,7 @@ fn black_hole() {
     assert_eq!(error.expect_err("no answer").kind(), ErrorKind::Timeout);
     assert!(start.elapsed() >= deadline);
     assert!(listener.next_request(NOW).expect("events").is_none());
-    // The disconnect does not reach the peer, either.
+    // The disconnect does not reach the peer.
     from.id.disconnect().expect("disconnect");
     let event = from.id.channel().next_event().expect("events").expect("an event");
     assert_eq!((event.kind, event.status), (CmEventKind::DISCONNECTED, -ETIMEDOUT));
@@ -85,8 +85,8 @@ fn black_hole() {
     assert_eq!(write_64(&second_pair.ends[0], &second_pair.ends[1]), Status::SUCCESS);
 }
 
-/// Without RDMA CM, one side may send before the other is ready. Without a timeout, it also waits
-/// through a black hole.
+/// Without RDMA CM, one side may send before its peer is ready. The request waits until the peer is
+/// ready. Without an ack timeout, a request also waits until a black hole ends.
 #[test]
 fn requests_without_a_timeout_wait_for_the_peer() {
     let (world, fixture) = world();
@@ -127,7 +127,7 @@ fn requests_without_a_timeout_wait_for_the_peer() {
     assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
 }
 
-/// Covers the answers to a side that gives up during a handshake.
+/// If one side gives up during a handshake, its peer gets a rejection.
 #[test]
 fn abandoned_handshake_is_reported_to_the_other_side() {
     let (world, fixture) = world();
@@ -139,7 +139,7 @@ fn abandoned_handshake_is_reported_to_the_other_side() {
     let target = std::net::SocketAddr::new(host.ip, port);
     let params = params(&PairConfig::default());
     let ask = || {
-        // Without a source, the other host's device is used.
+        // Without a source address, the fake uses the device that does not have the target address.
         let id = cm::resolve(&fixture.verbs, None, target, TIMEOUT).expect("resolve");
         assert_eq!(id.local_addr().map(|addr| addr.ip()), Some(peer.ip));
         id.connect(&params).expect("connect");
@@ -151,14 +151,14 @@ fn abandoned_handshake_is_reported_to_the_other_side() {
     let refused = Some((CmEventKind::REJECTED, Some(RejectReason::BY_APPLICATION)));
     let (first, second) = (ask(), ask());
     assert_eq!((answer(&first), answer(&second)), (None, refused), "room for one request");
-    // The connecting side gives up: the holder of the request gets an event, and can no longer
-    // accept.
+    // If the connecting side gives up, the holder of the request gets an event, and can no longer
+    // accept the request.
     let request = listener.next_request(NOW).expect("events").expect("a request");
     drop(first);
     let event = listener.id().channel().next_event().expect("events").expect("an event");
     assert_eq!((event.kind, event.status, event.id), (CmEventKind::REJECTED, 4, request.id.key()));
     assert_eq!(request.id.accept(&params).map_err(|error| error.kind()), Err(ErrorKind::Misuse));
-    // The listener is dropped with a request that nobody fetched.
+    // Dropping the listener rejects a request that was not fetched.
     let third = ask();
     drop(listener);
     assert_eq!(answer(&third), refused);
@@ -170,8 +170,8 @@ fn open_fds() -> usize {
     std::fs::read_dir("/proc/self/fd").expect("proc").count()
 }
 
-/// Creates, connects, uses and drops objects in random order, with ends that fail: nothing may be
-/// left.
+/// The test creates connections, uses them at random, breaks some, and drops their objects in
+/// random order. Nothing may be left.
 #[test]
 fn a_thousand_connections_leave_nothing() {
     let (world, fixture) = world();

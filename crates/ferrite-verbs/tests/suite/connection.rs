@@ -86,7 +86,7 @@ pub(crate) fn dropping_a_request_rejects_it(fixture: &Fixture) {
 pub(crate) fn connect_without_a_listener_is_rejected(fixture: &Fixture) {
     let config = PairConfig::default();
     let [host, peer] = &fixture.hosts;
-    // A port that was free a moment ago.
+    // Use a port that a listener has just released, so that nothing listens on it.
     let listener = Listener::bind(&fixture.verbs, host.any_port(), 4).expect("listen");
     let target = listener.id().local_addr().expect("an address");
     drop(listener);
@@ -107,7 +107,8 @@ pub(crate) fn disconnect_reaches_both_sides(fixture: &Fixture) {
     for end in &pair.ends {
         let event = end.id.channel().wait_event(TIMEOUT).expect("events").expect("an event");
         assert_eq!((event.kind, event.id), (CmEventKind::DISCONNECTED, end.id.key()));
-        // The side that was disconnected confirms; for the other side, the call comes too late.
+        // On `ends[0]`, this call confirms the disconnect. On `ends[1]`, which requested it, the
+        // connection has already ended, and the call may fail.
         let _ = end.id.disconnect();
         end.qp.stop().expect("stop");
         assert_eq!(end.reap(Mode::Poll).status(), Status::FLUSHED);
@@ -121,7 +122,7 @@ pub(crate) fn settings_apply_to_the_queue_pair(fixture: &Fixture) {
     let path = pair.ends[1].qp.path().expect("path");
     assert_eq!((path.ack_timeout, path.retries, path.rnr_timer), (17, 5, 12), "{path:?}");
     assert!(path.mtu.bytes() >= 1024, "{path:?}");
-    // Each side announces in the handshake how often the other resends to it.
+    // In the handshake, each side announces how often its peer resends if no receive is posted.
     assert_eq!(pair.ends[0].qp.path().expect("path").rnr_retries, 3);
     let id = fixture
         .verbs
@@ -160,7 +161,7 @@ pub(crate) fn rejects_too_long_private_data(fixture: &Fixture) {
     assert!(error.to_string().contains("57 bytes of private data, but only 56 fit"), "{error}");
 }
 
-/// Connects from exchanged addresses alone, without RDMA CM.
+/// The queue pairs are connected with exchanged addresses, without RDMA CM.
 pub(crate) fn connects_without_cm(fixture: &Fixture) {
     let config = PairConfig::default();
     let mut sides: Vec<_> =

@@ -1,4 +1,4 @@
-//! Requests beyond a limit: each gives a typed error that names the limit.
+//! Requests beyond a limit, which give a typed error.
 
 use std::time::Instant;
 
@@ -26,7 +26,7 @@ pub(crate) fn full_queue_refuses_posts_until_it_drains(fixture: &Fixture) {
     };
     assert!(posted >= 8, "only {posted} requests fit, fewer than configured");
     assert_eq!((error.error.kind(), error.posted), (ErrorKind::QueueFull, 0), "{error}");
-    // The peer posts receives for all of them, and the queue drains.
+    // When the peer posts receives, the queue drains.
     for wr_id in 0..posted {
         pair.ends[0].receive_into(wr_id, 0..64);
     }
@@ -88,12 +88,12 @@ pub(crate) fn rejects_posts_in_the_wrong_state(fixture: &Fixture) {
         .post_send(&[SendRequest::send(1, &[parts.region.sge(0..8)])])
         .expect_err("not connected");
     assert_eq!(error.error.kind(), ErrorKind::Misuse, "{error}");
-    // Soft-RoCE queues the request before the kernel refuses it, and does not name it: then it
-    // counts as posted.
+    // Soft-RoCE queues the request before the kernel refuses it, and does not name the refused
+    // request. So the request counts as posted.
     assert!(error.posted <= 1, "{error}");
 }
 
-/// Unpolled completions overrun the queue; the device reports that only by an async event.
+/// Unpolled completions overrun the queue. The device reports the overrun only by an async event.
 pub(crate) fn reports_completion_queue_overrun(fixture: &Fixture) {
     let config = PairConfig { cq_depth: 4, max_send_wr: 64, ..Default::default() };
     let pair = Pair::with(fixture, &config);
@@ -114,7 +114,7 @@ pub(crate) fn reports_completion_queue_overrun(fixture: &Fixture) {
     };
     assert_eq!(event.subject, Subject::CompletionQueue(from.cq.key()));
     let mut out = [WorkCompletion::default(); 128];
-    // The rest of a broken queue depends on the device; polling it must not hang or panic.
+    // What is left in a broken queue depends on the device. Polling it must not hang or panic.
     let left = from.cq.poll(&mut out).unwrap_or(0) as u64;
     assert!(left < count, "no completion was lost: {left} of {count} are left");
 }

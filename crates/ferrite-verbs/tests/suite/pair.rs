@@ -51,10 +51,11 @@ pub(crate) struct PairConfig {
     pub(crate) inline: u32,
     pub(crate) retries: u8,
     pub(crate) rnr_retries: u8,
-    /// 14 is 67 ms: a dead peer is detected soon.
+    /// Encoded: 14 means 67 ms, so that a dead peer is detected soon.
     pub(crate) ack_timeout: u8,
-    /// What the peer may do, by the rights of the region and of the queue pair.
+    /// The access rights of the region.
     pub(crate) region_access: Access,
+    /// The access rights of the queue pair.
     pub(crate) access: Access,
     pub(crate) srq_receives: Option<u32>,
 }
@@ -78,7 +79,7 @@ impl Default for PairConfig {
     }
 }
 
-/// Both ends; `ends[0]` listened, `ends[1]` connected.
+/// Both ends of a connection: `ends[0]` listened, `ends[1]` connected.
 pub(crate) struct Pair {
     pub(crate) ends: [End; 2],
 }
@@ -134,7 +135,7 @@ pub(crate) fn params(config: &PairConfig) -> ConnectParams<'static> {
         qp_num: 0,
         srq: false,
         private_data: &[],
-        // Unequal, so that a mix-up shows.
+        // The two values differ, so that tests fail if they are swapped.
         reads_in: 5,
         reads_out: 3,
         retries: config.retries,
@@ -194,7 +195,7 @@ impl Parts {
             if self.cq.poll(&mut out).expect("poll") == 1 {
                 return Some(out[0]);
             }
-            // The guest has few CPUs, and one of them emulates the network card.
+            // The lab's guest has few CPUs, and Soft-RoCE needs one of them.
             std::thread::yield_now();
         }
         None

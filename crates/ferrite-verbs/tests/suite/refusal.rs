@@ -1,12 +1,12 @@
-//! Requests that the device refuses: each gives a typed status, and then the queue pair is in
-//! error.
+//! Requests that the device refuses. Each completes with a typed status, and then the queue pair is
+//! in the state ERROR.
 
 use ferrite_verbs::{Access, RecvRequest, RemoteSlice, SendRequest, State, Status};
 
 use super::Fixture;
 use super::pair::{End, Mode, Pair, PairConfig};
 
-/// Writes (or reads) 64 bytes at `remote` and expects a refusal, in both directions.
+/// Writes or reads 64 bytes at `remote` and expects a refusal, in both directions.
 fn expect_refusal(
     fixture: &Fixture,
     config: &PairConfig,
@@ -35,7 +35,7 @@ fn expect_refusal(
             assert!(std::time::Instant::now() < deadline, "the queue pair does not fail");
             std::thread::yield_now();
         }
-        // Everything after that is flushed: the first error is the one to report.
+        // All later requests are flushed, so only the first error names the cause.
         from.post(SendRequest::send(2, &local).signaled());
         let flushed = from.reap(Mode::Event);
         assert_eq!((flushed.status(), flushed.wr_id()), (Status::FLUSHED, 2));
@@ -73,7 +73,8 @@ pub(crate) fn refuses_reads_without_permission(fixture: &Fixture) {
     expect_refusal(fixture, &config, true, |to| to.region.remote(0..64));
 }
 
-/// The region allows the write, the queue pair does not. Devices differ in the status for that.
+/// The region allows the write, but the queue pair does not. Devices report different statuses for
+/// this.
 pub(crate) fn refuses_access_without_queue_pair_rights(fixture: &Fixture) {
     let config = PairConfig { access: Access::LOCAL, ..Default::default() };
     let pair = Pair::with(fixture, &config);
@@ -83,8 +84,8 @@ pub(crate) fn refuses_access_without_queue_pair_rights(fixture: &Fixture) {
     assert!([Status::REMOTE_ACCESS, Status::REMOTE_INVALID_REQUEST].contains(&status), "{status}");
 }
 
-/// A key of another protection domain gives "local protection" in the specification, "queue pair
-/// error" in Soft-RoCE of Linux 6.1, and "flushed" in that of Linux 7.
+/// For a key of another protection domain, the specification gives "local protection error",
+/// Soft-RoCE of Linux 6.1 "local queue pair error", and Soft-RoCE of Linux 7 "flushed".
 pub(crate) fn refuses_a_local_key_of_another_domain(fixture: &Fixture) {
     let pair = Pair::new(fixture);
     let [to, from] = &pair.ends;
@@ -100,8 +101,9 @@ pub(crate) fn refuses_a_local_key_of_another_domain(fixture: &Fixture) {
     assert_eq!(from.qp.state().expect("state"), State::ERROR);
 }
 
-/// The specification gives "invalid request" to the sender and "length" to the receiver; Soft-RoCE
-/// of Linux 7 gives "operation error" to both.
+/// The specification gives "remote invalid request" to the sender and "local length error" to the
+/// receiver. Soft-RoCE of Linux 7 gives "remote operation error" to the sender and "local queue
+/// pair error" to the receiver.
 pub(crate) fn refuses_a_message_longer_than_the_receive(fixture: &Fixture) {
     for (from, to) in [(0, 1), (1, 0)] {
         let pair = Pair::new(fixture);

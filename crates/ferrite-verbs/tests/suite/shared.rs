@@ -21,8 +21,7 @@ pub(crate) fn shared_receive_queue_serves_two_queue_pairs(fixture: &Fixture) {
         let refused =
             to_end.qp.post_recv(&[RecvRequest::new(1, &[])]).expect_err("it has a shared queue");
         assert_eq!(refused.error.kind(), ferrite_verbs::ErrorKind::Misuse);
-        // A second queue pair uses the same receives; it need not be connected to keep its parent
-        // alive.
+        // A second queue pair uses the same shared queue, but is not connected.
         let second = QueuePairConfig { srq: Some(srq.clone()), ..QueuePairConfig::new(&to_end.cq) };
         let second = to_end.domain.create_queue_pair(&second).expect("queue pair");
         second.modify(&QueuePairAttributes::init(1, Access::LOCAL)).expect("init");
@@ -75,7 +74,7 @@ pub(crate) fn shared_receive_queue_limit_raises_an_event(fixture: &Fixture) {
     assert_eq!(srq.armed_limit().expect("query"), 0);
 }
 
-/// Bytes arrive even if only the queue pairs are left.
+/// The bytes arrive even if only the sender's queue pair and completion queue are left.
 pub(crate) fn children_keep_parents_alive(fixture: &Fixture) {
     let pair = Pair::new(fixture);
     let [to, from] = pair.ends;

@@ -71,7 +71,7 @@ pub(crate) fn write_with_immediate(fixture: &Fixture) {
     for_all_modes(fixture, |pair, from, to, mode, size, seed| {
         let bytes = pattern(seed, size);
         pair.ends[from].region.write(0, &bytes);
-        // The receive that it consumes needs no memory: the writer names the target.
+        // The receive that the write consumes needs no memory, because the writer names the target.
         pair.ends[to].qp.post_recv(&[RecvRequest::new(5, &[])]).expect("post");
         let target = pair.ends[to].region.remote(0..size);
         let end = &pair.ends[from];
@@ -173,7 +173,7 @@ pub(crate) fn unsignaled_sends_give_no_completion(fixture: &Fixture) {
     }
 }
 
-/// Posts more requests than go to the device in one call.
+/// The test posts more requests than go to the device in one call.
 pub(crate) fn posts_more_requests_than_one_chain(fixture: &Fixture) {
     let mut pair = Pair::new(fixture);
     let [to, from] = &mut pair.ends;

@@ -1,5 +1,4 @@
-//! Memory windows: memory that the peer of one queue pair may access, and the peer of another may
-//! not.
+//! Memory windows: memory that only the peer of one queue pair may access.
 
 use std::ops::Range;
 use std::time::Instant;
@@ -12,7 +11,7 @@ use ferrite_verbs::{
 
 use super::{Fixture, Host, TIMEOUT};
 
-/// Number of clients, each with its own connection to a queue pair of one domain.
+/// Number of clients. Each is connected to its own queue pair of the server's protection domain.
 const CLIENTS: usize = 2;
 const REGION: usize = 4096;
 /// The range of the windows in these tests.
@@ -105,7 +104,7 @@ impl Harness {
         self.server.region.window(WINDOW, Access::REMOTE_WRITE).expect("a window")
     }
 
-    /// Returns a window that the first client may write.
+    /// Returns a window that the first client may write to.
     fn bound(&self) -> MemoryWindow {
         self.bound_on(WINDOW)
     }
@@ -136,7 +135,7 @@ pub(crate) fn bound_window_allows_writes(fixture: &Fixture) {
     assert!(harness.server.region.to_vec(0, REGION) == expected);
 }
 
-/// The attacker has its own connection to the same domain, the address and the key.
+/// The attacker knows the window's address and key, and has its own connection to the same domain.
 pub(crate) fn window_of_another_queue_pair_is_refused(fixture: &Fixture) {
     let harness = Harness::new(fixture);
     let window = harness.bound();
@@ -158,8 +157,8 @@ pub(crate) fn keys_of_the_region_under_a_window_are_refused(fixture: &Fixture) {
     assert!(harness.is_untouched());
 }
 
-/// Soft-RoCE checks only the bounds of the region (`check_rkey` in `rxe_resp.c`): there, a window
-/// needs a region of its own.
+/// Soft-RoCE checks only the bounds of the region (`check_rkey` in `rxe_resp.c`). So on Soft-RoCE,
+/// the window covers the whole region.
 pub(crate) fn access_outside_a_window_is_refused(fixture: &Fixture) {
     for by in [-1_i64, 1] {
         let harness = Harness::new(fixture);
@@ -206,7 +205,8 @@ pub(crate) fn deallocated_window_is_refused(fixture: &Fixture) {
     assert!(harness.is_untouched());
 }
 
-/// The specification gives "bind error", Soft-RoCE of Linux 7 gives "flushed".
+/// Asserts that a bind request failed. The specification gives "memory window bind error",
+/// Soft-RoCE of Linux 7 gives "flushed".
 fn assert_not_bound(status: Status) {
     assert!([Status::BIND, Status::FLUSHED].contains(&status), "{status}");
 }
@@ -224,7 +224,8 @@ pub(crate) fn bind_needs_a_region_that_allows_windows(fixture: &Fixture) {
     assert_not_bound(harness.server.post(0, SendRequest::bind(5, &window)).status());
 }
 
-/// Without remote rights on the queue pair, its peer can access nothing, not even its own window.
+/// Without remote rights on the queue pair, its peer can access no memory. This includes the window
+/// that is bound to the queue pair.
 pub(crate) fn queue_pair_without_rights_refuses_its_window(fixture: &Fixture) {
     let harness = Harness::with(fixture, Access::WINDOWS, Access::LOCAL);
     let window = harness.bound();

@@ -15,7 +15,7 @@ pub(in crate::fake) unsafe extern "C" fn query_device(
     context: *mut sys::ibv_context,
     attr: *mut sys::ibv_device_attr,
 ) -> c_int {
-    // SAFETY: the caller's context is open and its place is valid for the write.
+    // SAFETY: the caller's context is open, and the place for the result is valid for the write.
     code(unsafe {
         enter("ibv_query_device", extended(context), |state, id| {
             let device = state.device_of(id)?;
@@ -84,7 +84,8 @@ pub(super) unsafe extern "C" fn query_port_ex(
                 gid_tbl_len: GID_TABLE_LEN.into(),
                 max_msg_sz: execution::MAX_MESSAGE_BYTES,
                 pkey_tbl_len: 1,
-                // 4 lanes of 25 Gbit/s; physical state: link up, or disabled.
+                // The codes mean 4 lanes of 25 Gbit/s, and the physical state "link up" or
+                // "disabled".
                 active_width: 2,
                 active_speed: 32,
                 phys_state: if device.up { 5 } else { 3 },
@@ -198,8 +199,8 @@ pub(in crate::fake) unsafe extern "C" fn get_async_event(
 
 pub(in crate::fake) unsafe extern "C" fn ack_async_event(event: *mut sys::ibv_async_event) {
     use sys::ibv_event_type as Kind;
-    // SAFETY: the caller's event was filled by `get_async_event` and is acknowledged once: the
-    // object it names cannot have been destroyed.
+    // SAFETY: `get_async_event` filled the caller's event, and the event is acknowledged once. So
+    // the object that it names is not freed yet.
     unsafe {
         let element = (*event).element;
         let _ = match (*event).event_type {

@@ -1,4 +1,4 @@
-//! How posted work requests are read from the caller's memory.
+//! Reads posted work requests from the caller's memory.
 
 use std::ffi::c_int;
 
@@ -13,8 +13,9 @@ impl Send {
     /// Reads a work request.
     ///
     /// # Safety
-    /// `wr` and its list are valid for the call; so is the memory that it names, if that is to be
-    /// copied inline.
+    /// - `wr` and its scatter/gather list are valid for the call.
+    /// - For an inline request, the memory that the list names is valid for reads.
+    /// - For a bind request, the window is alive, and the region is null or alive.
     pub(super) unsafe fn from_raw(wr: &sys::ibv_send_wr) -> Result<Self, Errno> {
         use sys::ibv_send_flags as Flag;
         use sys::ibv_wr_opcode as Op;
@@ -29,7 +30,8 @@ impl Send {
             _ => return Err(Errno::INVAL),
         };
         let has = |flag: sys::ibv_send_flags| wr.send_flags & flag.0 != 0;
-        // SAFETY: the caller vouches for the list; the members of the unions are plain numbers.
+        // SAFETY: the caller guarantees that the list is valid. The members of the unions are plain
+        // numbers.
         let (pieces, remote, imm) =
             unsafe { (pieces(wr.sg_list, wr.num_sge), wr.wr.rdma, wr.__bindgen_anon_1.imm_data) };
         let len = pieces.iter().map(|piece| u64::from(piece.len)).sum();
@@ -43,7 +45,7 @@ impl Send {
             signaled: has(Flag::IBV_SEND_SIGNALED),
             solicited: has(Flag::IBV_SEND_SOLICITED),
             payload: if inline {
-                // SAFETY: the caller vouches for it.
+                // SAFETY: the caller guarantees that the memory of an inline request is valid.
                 Payload::Inline(unsafe { memory::read_inline(&pieces) })
             } else {
                 Payload::Pieces(pieces)
@@ -53,8 +55,8 @@ impl Send {
             remote_addr: remote.remote_addr,
             // `invalidate_rkey` and `imm_data` are at the same place in the union.
             rkey: if kind == Kind::Invalidate { imm } else { remote.rkey },
-            // SAFETY: the opcode says that this member was written, and its window and region are
-            // alive.
+            // SAFETY: the opcode says that this member was written. The caller guarantees that its
+            // window and region are alive.
             binding: (kind == Kind::Bind)
                 .then(|| unsafe { Binding::from_raw(&wr.__bindgen_anon_2.bind_mw) }),
         })
@@ -67,7 +69,7 @@ impl Send {
 /// `list` has `len` entries.
 pub(in crate::fake) unsafe fn pieces(list: *const sys::ibv_sge, len: c_int) -> Vec<Piece> {
     let len = usize::try_from(len).unwrap_or(0);
-    // SAFETY: the caller vouches for it.
+    // SAFETY: the caller guarantees that `list` has `len` entries.
     let read = |at| unsafe { list.add(at).read() };
     (0..len)
         .map(read)
