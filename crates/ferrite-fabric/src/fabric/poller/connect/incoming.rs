@@ -208,7 +208,8 @@ impl Poller {
         let rights = if accepting.hello.is_none() { Access::REMOTE_WRITE } else { Access::LOCAL };
         self.handshakes.command(accepting.request.id.key(), true);
         let peer_mtu = accepting.hello.map(|hello| hello.mtu);
-        let with = Connection { rights, reads_in, reads_out, ack_timeout, peer_mtu };
+        let rnr_timer = device.quirks().rnr_timer;
+        let with = Connection { rights, reads_in, reads_out, ack_timeout, rnr_timer, peer_mtu };
         let work = move |accepting: &mut Accepting| {
             let id = &accepting.request.id;
             let _ = id.set_ack_timeout(ack_timeout); // kernels before 5.1 do not support it

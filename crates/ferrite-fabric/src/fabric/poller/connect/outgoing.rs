@@ -60,11 +60,12 @@ pub(crate) enum PeerProtocol {
     Unknown,
 }
 
-/// The parameters of the request.
+/// The parameters of the request, and the device's RNR timer.
 #[derive(Clone, Copy)]
 struct ConnectedBy {
     reads_in: u8,
     reads_out: u8,
+    rnr_timer: u8,
 }
 
 impl Outgoing {
@@ -351,7 +352,8 @@ impl Poller {
         });
         link.set_tls(outgoing.tcp_fallback.as_ref().and_then(|tcp| tcp.tls.clone()));
         let params = params(shared, device, &link, &[]);
-        let by = ConnectedBy { reads_in: params.reads_in, reads_out: params.reads_out };
+        let ConnectParams { reads_in, reads_out, .. } = params;
+        let by = ConnectedBy { reads_in, reads_out, rnr_timer: device.quirks().rnr_timer };
         outgoing.link = Some((link, by));
         let Some(id) = outgoing.id.take() else { return };
         let context = device.context();
@@ -388,6 +390,7 @@ impl Poller {
             reads_in: by.reads_in,
             reads_out: by.reads_out,
             ack_timeout: shared.config.ack_timeout,
+            rnr_timer: by.rnr_timer,
             peer_mtu: (!is_raw).then_some(hello.mtu),
         };
         let work = move |id: &CmId, qp: &mut QueuePair| {

@@ -14,7 +14,7 @@ use ferrite_verbs::{
     Access, Gid, GidEntry, GidType, Mtu, Path, PeerAddress, Port, QueuePair, QueuePairAttributes,
 };
 
-use super::rdma_link::{RNR_RETRIES, RNR_TIMER, reads};
+use super::rdma_link::{RNR_RETRIES, reads};
 use crate::device::device_choice::DeviceChoice;
 use crate::device::shared_device::SharedDevice;
 use crate::error::{Error, ErrorKind};
@@ -132,7 +132,7 @@ impl QueuePairSetup {
             ack_timeout: config.ack_timeout,
             retries: config.retries,
             rnr_retries: RNR_RETRIES,
-            rnr_timer: RNR_TIMER,
+            rnr_timer: endpoint.device.quirks().rnr_timer,
         };
         let ours = endpoint.address(shared, 0, psn);
         let to =

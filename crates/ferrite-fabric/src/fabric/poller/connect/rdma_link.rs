@@ -19,9 +19,6 @@ use crate::link::state::LinkState;
 use crate::source::Source;
 use crate::wire::Hello;
 
-/// RNR timer: a peer that finds no posted receive waits 640 µs. The connection manager would choose
-/// 655 ms.
-pub(super) const RNR_TIMER: u8 = 12;
 /// Unlimited retries to a peer without posted receives. Such a peer has stopped consuming, which is
 /// back-pressure and not a failure.
 pub(super) const RNR_RETRIES: u8 = 7;
@@ -176,6 +173,9 @@ pub(super) struct Connection {
     pub(super) reads_in: u8,
     pub(super) reads_out: u8,
     pub(super) ack_timeout: u8,
+    /// See [`DeviceQuirks`](ferrite_verbs::DeviceQuirks). The connection manager would choose
+    /// 655 ms.
+    pub(super) rnr_timer: u8,
     /// The code of the MTU of the peer's port, or 0 if the peer did not report it. `None` for a
     /// foreign peer, which always uses the connection manager's path MTU.
     pub(super) peer_mtu: Option<u8>,
@@ -194,7 +194,7 @@ pub(super) fn bring_up(id: &CmId, qp: &QueuePair, with: Connection) -> Result<Mt
         None | Some(0) => path.min(port),
         Some(peer) => path.min(port).min(Mtu::from_code(peer)),
     };
-    let receive = receive.access(with.rights).reads_in(with.reads_in).rnr_timer(RNR_TIMER);
+    let receive = receive.access(with.rights).reads_in(with.reads_in).rnr_timer(with.rnr_timer);
     qp.modify(&receive.path_mtu(mtu))?;
     // Set the RNR retries here. Otherwise the peer's settings decide how often to retry while the
     // peer has no receives, and some peers ask for no retries. Set the timeout here, because
