@@ -53,8 +53,8 @@ pub struct Config {
     /// the memory.
     pub recv_buffer_size: u32,
     /// Maximum number of frames, for each link, that the peer has sent and this side has not
-    /// consumed. Default: 64. The number is lower if there are so many links that their peers
-    /// together could fill more than half of the receive reserve.
+    /// consumed. Default: 64. With many links, a new link gets fewer: at most its share of half of
+    /// the receive reserve. Links that exist keep theirs.
     pub window: u16,
     /// Number of channels of a link. Messages on one channel keep their order. A large message does
     /// not delay messages on other channels. Default: 64.

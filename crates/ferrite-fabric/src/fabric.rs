@@ -349,8 +349,8 @@ impl Shared {
 
     /// Returns the hello for this side's next link.
     ///
-    /// The window shrinks with the number of links, so that all peers together cannot fill more
-    /// than half of the memory for receives.
+    /// The window is at most the new link's share of half of the memory for receives. Links that
+    /// exist keep their larger windows, so all peers together may fill more than that half.
     pub(crate) fn hello(&self, links: usize, moves: bool) -> Hello {
         let config = &self.config;
         let each = config.memory.receive_reserve as u64 / 2 / (links as u64 + 1);
