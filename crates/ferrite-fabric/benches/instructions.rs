@@ -138,7 +138,7 @@ impl Pair {
         })
     }
 
-    /// Sends a message of several frames.
+    /// Sends messages of several frames each, and receives each one before the next is sent.
     fn post_large(&self, buf: &Buf, messages: usize) {
         for _ in 0..messages {
             self.sender.post(0, black_box(buf.clone())).map_err(|(_, error)| error).expect("room");

@@ -239,7 +239,7 @@ fn peer_posts_no_receives() {
     check_best_cause(
         &causes,
         Likelihood::Likely,
-        &["the process at 10.0.0.1 posts no receives"],
+        &["the process at 10.0.0.1 has no receives posted"],
         "rcvd_rnr_err +",
     );
 }

@@ -244,7 +244,8 @@ impl Model {
         Some(item.handle)
     }
 
-    /// Compares the pool's accounts with the model's.
+    /// Checks the contents of all buffers, that no two blocks overlap, and that the pool's
+    /// statistics and accounts match the model.
     fn check(&mut self) {
         let mut spans = Vec::new();
         let mut exposed_bytes = 0;

@@ -64,7 +64,7 @@ fn a_name_that_comes_with_the_login_is_kept() {
     });
 }
 
-/// S11: WAIT was wrong after a session was pinned to proxy inside a transaction.
+/// WAIT is right after a session was pinned to proxy inside a transaction. It once was not.
 #[test]
 fn wait_is_correct_after_a_pin_inside_a_transaction() {
     for program in engines() {

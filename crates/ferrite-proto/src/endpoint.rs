@@ -91,7 +91,8 @@ pub struct Endpoint {
     send: SendWindow,
     outbox: Outbox,
     writes_in_flight: u32,
-    /// Writes and messages that were handed out since the last arrival from the peer.
+    /// Number of writes and messages that the caller got to post since anything last arrived from
+    /// the peer.
     unseen: u32,
     /// When [`handle_timeout`](Self::handle_timeout) last saw that something had arrived.
     last_arrival: Option<Instant>,

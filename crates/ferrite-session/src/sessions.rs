@@ -174,7 +174,8 @@ impl HeldBytes {
         self.bytes.load(Ordering::Relaxed)
     }
 
-    /// Stops counting the session. Returns false if it was evicted before.
+    /// Marks the session as evicted and no longer counts its memory. Returns false if it was already
+    /// evicted.
     fn evict(&self) -> bool {
         let is_first = !self.is_evicted.swap(true, Ordering::Relaxed);
         self.count(0);

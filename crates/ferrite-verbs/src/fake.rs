@@ -436,10 +436,9 @@ pub struct DeviceSpec {
     /// kernel's `drivers/infiniband/core/cma.c`). The accepting side uses the MTU in the request,
     /// even if its own port has a different MTU (`cm_init_qp_rtr_attr` in `cm.c`).
     pub active_mtu: u32,
-    /// The number of the last port, which has the addresses. The earlier ports are active too, but
-    /// have none of the addresses. A ConnectX-3 is such a device with two ports
-    /// (`mlx4_ib_query_device` in the kernel's `drivers/infiniband/hw/mlx4/main.c` sets
-    /// `phys_port_cnt`).
+    /// The number of ports. Only the last one has the addresses; the others are active, too. A
+    /// ConnectX-3, for example, can have two ports (`phys_port_cnt` in the kernel's
+    /// `drivers/infiniband/hw/mlx4/main.c`).
     pub port: u8,
     /// Whether `ibv_device` says that the device speaks iWARP. It does for `siw` and `irdma`
     /// (`decode_knode_type` in rdma-core's `libibverbs/init.c`).

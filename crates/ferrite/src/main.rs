@@ -1,7 +1,7 @@
 //! The `ferrite` command. Each subcommand has a module; a few modules are shared by several
 //! subcommands (addresses, choices, percentiles).
 //!
-//! A subcommand returns its failure as an error. Only this file turns it into a message and an exit
+//! Most subcommands return a failure as an error. `exit.rs` turns it into a message and an exit
 //! code.
 #![forbid(unsafe_code)]
 #![expect(

@@ -68,7 +68,8 @@ pub const FOREIGN: &[Foreign] = &[
     row(
         "rdma_zerocopy_min_size",
         "512",
-        "copying costs more, and credits limit how many buffers a peer can occupy",
+        "copying a small message costs more than holding its buffer, and credits already limit \
+         the buffers that a peer can hold",
     ),
     row("rdma_recv_block_type", "default (8KB)", ONE_FRAME),
     row("rdma_prepared_qp_size", "128", ""),

@@ -343,7 +343,7 @@ fn stalled_peer(found: &mut Vec<Cause>, failure: Failure, facts: &Facts) {
     let not_ready = counted(Meaning::PeerNotReady);
     let what = if (not_ready.is_some() && facts.is_recent()) || failure != Failure::NoKeepalive {
         format!(
-            "the process at {peer} posts no receives: it is stuck or stopped, or posts them too \
+            "the process at {peer} has no receives posted: it is stuck, stopped, or posts them too \
              slowly"
         )
     } else {

@@ -377,9 +377,9 @@ const CASES: &[Case] = &[
         Failure::NoKeepalive,
         |scenario| scenario.increase(Meaning::PeerNotReady, "rnr_nak_retry_err", 6),
         Likely,
-        ["posts no receives", "rnr_nak_retry_err +6 in 3.0 s", "state T"],
+        ["has no receives posted", "rnr_nak_retry_err +6 in 3.0 s", "state T"],
     ),
-    (RNR, |_| {}, Likely, ["posts no receives", "receiver not ready", "on 10.0.0.1"]),
+    (RNR, |_| {}, Likely, ["has no receives posted", "receiver not ready", "on 10.0.0.1"]),
     // The status of the completion.
     (FLUSHED, |_| {}, Likely, ["this side stopped the queue pair", "the local port is active", ""]),
     (

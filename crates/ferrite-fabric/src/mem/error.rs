@@ -72,7 +72,7 @@ pub enum PoolError {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Budget {
-    /// The heap of a purpose is at its maximum.
+    /// The maximum size of the memory for sends or for receives.
     Heap(Purpose),
     /// An account, by its name.
     Account(Arc<str>),

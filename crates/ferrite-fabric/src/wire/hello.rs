@@ -167,8 +167,8 @@ pub struct Hello {
     pub max_message_bytes: u64,
     /// A random number per process, to distinguish a restarted peer from the old one.
     pub instance: u64,
-    /// A random number per link; 0 if the link cannot migrate. A peer that knows both sessions of a
-    /// link can migrate it to another path.
+    /// A random number that the sender chooses for this link; 0 if the link cannot migrate. A peer
+    /// that knows the numbers of both sides can migrate the link to another path.
     pub session: u64,
     /// The largest packet that the sender's port carries, in the encoding of verbs: 1 is 256 bytes,
     /// 5 is 4096. 0 if unknown.

@@ -11,7 +11,7 @@ use futures_channel::oneshot;
 
 use crate::pair::{Event, serve_all};
 
-/// Returns a future that is ready when the parent closes the input of this process, a child.
+/// Returns a future that is ready when the parent closes the stdin of this child process.
 pub(crate) fn end_of_input() -> oneshot::Receiver<()> {
     let (sender, receiver) = oneshot::channel();
     std::thread::spawn(move || {

@@ -66,7 +66,7 @@ fn revokes_while_peers_read() {
             .register_memory(buf, Rights::READ)
             .map_err(|(_, error)| error)
             .expect("a region");
-        let token = region.grant(&reader_link).encode(); // the thief has no grant
+        let token = region.grant(&reader_link).encode(); // valid only on this link
         for link in [&reader_link, &thief_link] {
             within(TEST_TIMEOUT, "the token is sent", link.send_bytes(0, &token)).expect("sent");
             within(TEST_TIMEOUT, "the token is used", link.recv()).expect("a message");

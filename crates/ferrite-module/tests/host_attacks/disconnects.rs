@@ -47,7 +47,7 @@ fn assert_disconnected_by(server: &Engine, client: Client, act: impl FnOnce(&mut
     });
 }
 
-/// S3: CLIENT KILL did not stop a client that kept sending.
+/// CLIENT KILL ends a session whose client keeps sending. It once did not.
 #[test]
 fn client_kill_stops_a_client_that_keeps_sending() {
     on_each(&[], |server| {
@@ -59,7 +59,8 @@ fn client_kill_stops_a_client_that_keeps_sending() {
     });
 }
 
-/// S3: the session of a deleted user continued as a new user of the same name.
+/// The session of a deleted user ends, even if a user of the same name is created at once. It once
+/// continued as the new user.
 #[test]
 fn a_deleted_users_session_ends() {
     on_each(&[], |server| {
@@ -90,7 +91,7 @@ fn start_full(program: &Path) -> (Engine, String, Vec<Client>) {
     (server, address, held)
 }
 
-/// S3: a client beyond maxclients ran commands before it was rejected.
+/// A client beyond maxclients runs no command. It once ran some before it was rejected.
 #[test]
 fn rejects_clients_beyond_maxclients_before_their_first_command() {
     for program in engines() {

@@ -8,8 +8,8 @@ use ferrite_testkit::resp::Client;
 use crate::client::of_module;
 use crate::{SECRET, address, on_each};
 
-/// S1: the name of a command with many replies arrived late. The module mistook one of the surplus
-/// replies for the reply to a login.
+/// The module does not take the surplus replies of a command for the reply to a login. It once did
+/// if the name of that command arrived late.
 #[test]
 fn surplus_replies_are_no_login() {
     on_each(&["--protected-mode", "no"], |server| {
@@ -49,8 +49,8 @@ fn surplus_replies_are_no_login() {
     });
 }
 
-/// S14: after a HELLO that logged in and then failed, the engine and the module had different
-/// users for the client.
+/// After a HELLO that logs in and then fails, the module has the same user for the client as the
+/// engine. It once had another.
 #[test]
 fn a_hello_that_fails_after_its_login_changes_the_user() {
     on_each(&[], |server| {
@@ -109,7 +109,7 @@ fn internal_commands_refuse_others() {
     });
 }
 
-/// S13: FERRITE CLIENTS shows the engine's client of a session, and ACL LOG the session's address.
+/// FERRITE CLIENTS shows the engine's client of a session, and ACL LOG the session's address.
 #[test]
 fn sessions_can_be_matched_with_the_engines_clients() {
     on_each(&[], |server| {

@@ -17,7 +17,8 @@ fn rss_mib(server: &Engine) -> usize {
         >> 10
 }
 
-/// S4: a client that had not authenticated and read nothing made the module store all its commands.
+/// The module stores few commands of a client that has not authenticated and reads nothing. It once
+/// stored all of them.
 #[test]
 fn a_client_that_never_authenticates_is_not_read_without_end() {
     on_each(&["--requirepass", "x"], |server| {
@@ -36,7 +37,8 @@ fn a_client_that_never_authenticates_is_not_read_without_end() {
     });
 }
 
-/// S5: the module stored unread replies beyond client-output-buffer-limit.
+/// The module disconnects a client whose unread replies exceed client-output-buffer-limit. It once
+/// stored them all.
 #[test]
 fn a_client_over_the_output_limit_is_disconnected() {
     on_each(&["--client-output-buffer-limit", "normal 1mb 1mb 1"], |server| {

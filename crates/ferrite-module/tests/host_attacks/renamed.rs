@@ -5,7 +5,7 @@ use ferrite_testkit::resp::Client;
 use crate::client::of_module;
 use crate::{SECRET, address, on_each};
 
-/// S2: with SUBSCRIBE renamed, three small commands caused a surplus reply.
+/// With SUBSCRIBE renamed, three small commands once caused a surplus reply.
 #[test]
 fn a_renamed_subscribe_is_a_subscribe() {
     on_each(&["--rename-command", "SUBSCRIBE", "sub2"], |server| {
@@ -25,7 +25,7 @@ fn a_renamed_subscribe_is_a_subscribe() {
     });
 }
 
-/// S2: with SELECT renamed, writes went to the previous database.
+/// With SELECT renamed, writes once went to the previous database.
 #[test]
 fn a_renamed_select_selects() {
     on_each(&["--rename-command", "SELECT", "sel"], |server| {
@@ -39,7 +39,7 @@ fn a_renamed_select_selects() {
     });
 }
 
-/// S2: with MULTI renamed, commands ran at once instead of being queued.
+/// With MULTI renamed, commands once ran at once instead of being queued.
 #[test]
 fn a_renamed_multi_queues() {
     on_each(
@@ -55,7 +55,7 @@ fn a_renamed_multi_queues() {
     );
 }
 
-/// S2: with AUTH renamed, calls kept the rights of the previous user.
+/// With AUTH renamed, calls once kept the rights of the previous user.
 #[test]
 fn a_renamed_auth_changes_the_user() {
     on_each(&["--rename-command", "AUTH", "xauth"], |server| {
@@ -68,7 +68,7 @@ fn a_renamed_auth_changes_the_user() {
     });
 }
 
-/// S2: with CLIENT renamed, REPLY SKIP made the session wait forever.
+/// With CLIENT renamed, REPLY SKIP once made the session wait forever.
 #[test]
 fn a_renamed_client_reply_skips() {
     on_each(&["--rename-command", "CLIENT", "xclient"], |server| {
@@ -90,7 +90,7 @@ fn sessions_work_if_acl_is_renamed() {
     });
 }
 
-/// S2: a command can be renamed to a name of any length.
+/// A command can be renamed to a name of any length.
 #[test]
 fn a_renamed_reset_with_a_long_name_resets() {
     let name = "reset-0123456789abcdef0123456789abcdef0123456789";

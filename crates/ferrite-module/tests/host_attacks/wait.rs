@@ -9,7 +9,8 @@ use ferrite_testkit::resp::Client;
 use crate::client::{of_module, start};
 use crate::{address, on_each};
 
-/// S11: for users without the right to FERRITE MARK, WAIT counted only older writes.
+/// WAIT covers the latest writes of users without the right to FERRITE MARK, too. It once counted
+/// only older writes.
 #[test]
 fn wait_is_correct_whatever_the_users_rights() {
     for program in engines() {
@@ -109,7 +110,7 @@ fn wait_is_correct_if_the_mark_is_refused() {
     }
 }
 
-/// S11: WAIT fails if the engine refuses the FERRITE MARK that it needs.
+/// WAIT fails if the engine refuses the FERRITE MARK that it needs.
 #[test]
 fn wait_fails_if_its_mark_is_refused() {
     on_each(&[], |server| {

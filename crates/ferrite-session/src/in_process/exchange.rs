@@ -99,8 +99,8 @@ pub(super) async fn next_event<C: Client>(
             && let Poll::Ready(sent) = Pin::new(&mut *writes).poll_write(cx, unsent)
         {
             return Poll::Ready(match sent {
-                // The engine has disconnected. Its last reply is read next, then the end of the
-                // stream.
+                // The engine has disconnected. The bytes count as sent, so that the caller goes on
+                // to read the engine's last reply and the end of the stream.
                 Err(error) if is_disconnect(&error) => Ok(Event::SentToEngine(unsent.len())),
                 sent => sent.map(Event::SentToEngine),
             });

@@ -61,7 +61,11 @@ impl Side {
         }
         let Some((frame, bytes)) = wires.tcp(tcp).frames[side].pop_front() else { return Ok(()) };
         if self.is_shown && frame.kind.is_migration() {
-            eprintln!("side {side} ({:?}) hears {:?}", self.core.transport(), frame.kind);
+            eprintln!(
+                "side {side} (transport {:?}) receives {:?}",
+                self.core.transport(),
+                frame.kind
+            );
         }
         self.core.on_heard(now);
         let answer = self.on_tcp_frame(&frame, &bytes, now)?;

@@ -32,7 +32,7 @@ impl Side {
         }
     }
 
-    /// Returns the link of a round. Rounds use one link after the other.
+    /// Returns the link of a round. The rounds use the links in turn.
     pub(super) fn link_of_round(&self, round: u64) -> &Link {
         let count = self.links.len() as u64;
         &self.links[usize::try_from(round % count).unwrap_or(0)]

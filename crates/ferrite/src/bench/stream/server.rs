@@ -33,7 +33,7 @@ pub(super) fn run(options: &Options, listen: SocketAddr) -> anyhow::Result<()> {
         {
             Ok(served) if options.json => output::print_event(&served),
             Ok(Served { peer, device, tests }) => {
-                output::write_line(&format!("served {peer} on {device}: tests {tests}"));
+                output::write_line(&format!("served {peer} on {device}, number of tests: {tests}"));
             }
             Err(error) if options.once => return Err(error),
             // A failed client does not stop the server.

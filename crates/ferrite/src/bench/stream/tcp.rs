@@ -102,7 +102,7 @@ where
         tests += 1;
     }
     if !options.json {
-        output::write_line(&format!("served a client: tests {tests}"));
+        output::write_line(&format!("served a client, number of tests: {tests}"));
     }
     Ok(())
 }
