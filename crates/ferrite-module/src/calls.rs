@@ -10,7 +10,8 @@
 //! | loading, a script that runs, paused clients | [`Calls::begin`] begins no batch of calls |
 //! | NOAUTH | no batch unless the engine says that the client still exists and has the same user |
 //! | the user's rights | each call checks them |
-//! | READONLY, MASTERDOWN, redirects of a cluster | no batch on replicas and in clusters |
+//! | redirects of a cluster | each call checks that its keys are served here; the key path is not used |
+//! | READONLY, MASTERDOWN | no batch on replicas |
 //! | MISCONF, NOREPLICAS, memory | each call checks; only the proxy path evicts keys |
 //! | unknown commands, arity | each call checks |
 //! | `timeout` | no batch: the proxy connection would be idle and be closed |
@@ -34,15 +35,14 @@ use crate::clients::{ClientRecord, DEFAULT_USER};
 use crate::keys::Keys;
 use crate::router::Router;
 
-/// States of the engine in which nothing is called. On replicas and in clusters, calls would need
-/// many more checks, which the engine makes anyway for proxied commands.
+/// States of the engine in which nothing is called. On replicas, calls would need many more checks,
+/// which the engine makes anyway for proxied commands.
 const NOT_NOW: i32 = state::SCRIPT
     | state::MULTI
     | state::LOADING
     | state::ASYNC_LOADING
     | state::CHILD
-    | state::REPLICA
-    | state::CLUSTER;
+    | state::REPLICA;
 
 /// Redis 7.2, the first version that propagates the writes of a call to AOF and replicas with the
 /// call.
@@ -237,6 +237,7 @@ impl Calls {
             denied_users: &mut self.denied_users,
             checks_rights_first,
             keys: &mut self.keys,
+            is_cluster: state & state::CLUSTER != 0,
             batch_key: self.batch_key.as_ref(),
             resp3: client_state.resp3,
             must_propagate: false,
@@ -394,6 +395,9 @@ pub(crate) struct Batch<'a> {
     /// before.
     checks_rights_first: bool,
     keys: &'a mut Keys,
+    /// Whether the engine is a node of a cluster. Then the key path is not used, because it does not
+    /// check whether this node serves the key's slot.
+    is_cluster: bool,
     batch_key: Option<&'a EngineString>,
     resp3: bool,
     /// Whether a call may have left something to propagate to AOF and replicas. Even reads may,
@@ -415,7 +419,8 @@ impl Batch<'_> {
             return false;
         }
         let Callable { writes, reads_string, .. } = callable;
-        let key = if reads_string && words.len() == 2 { words.get(1) } else { None };
+        let takes_key_path = reads_string && words.len() == 2 && !self.is_cluster;
+        let key = if takes_key_path { words.get(1) } else { None };
         if let Some(key) = key
             && let Some(exists) = self.keys.read(&mut self.user_calls, key, self.resp3, out)
         {
