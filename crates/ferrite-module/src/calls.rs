@@ -10,7 +10,7 @@
 //! | loading, a script that runs, paused clients | [`Calls::begin`] begins no batch of calls |
 //! | NOAUTH | no batch unless the engine says that the client still exists and has the same user |
 //! | the user's rights | each call checks them |
-//! | redirects of a cluster | each call checks that its keys are served here; the key path is not used |
+//! | redirects of a cluster | each call checks that its key is served here; commands with several keys, and the key path, are not used |
 //! | READONLY, MASTERDOWN | no batch on replicas |
 //! | MISCONF, NOREPLICAS, memory | each call checks; only the proxy path evicts keys |
 //! | unknown commands, arity | each call checks |
@@ -395,8 +395,13 @@ pub(crate) struct Batch<'a> {
     /// before.
     checks_rights_first: bool,
     keys: &'a mut Keys,
-    /// Whether the engine is a node of a cluster. Then the key path is not used, because it does not
-    /// check whether this node serves the key's slot.
+    /// Whether the engine is a node of a cluster.
+    ///
+    /// Then the key path is not used, because it does not check whether this node serves the key's
+    /// slot. A command that may have several keys is not called. A call with keys of different
+    /// slots would make Valkey 9.1 refuse the scripts of all clients from then on:
+    /// `clusterSlotByCommand` sets `READ_FLAGS_CROSSSLOT` in a client that `VM_Call` uses again, and
+    /// nothing resets it.
     is_cluster: bool,
     batch_key: Option<&'a EngineString>,
     resp3: bool,
@@ -414,6 +419,7 @@ impl Batch<'_> {
         // The arity is checked first: when Redis 7.0 checks the rights to a command with too few
         // words, it reads keys beyond them and crashes.
         if !callable.takes(words.len())
+            || (self.is_cluster && callable.has_several_keys && words.len() > 2)
             || (self.checks_rights_first && !self.user_calls.may_call(words.iter()))
         {
             return false;
