@@ -10,7 +10,8 @@
 //! | loading, a script that runs, paused clients | [`Calls::begin`] begins no batch of calls |
 //! | NOAUTH | no batch unless the engine says that the client still exists and has the same user |
 //! | the user's rights | each call checks them |
-//! | READONLY, MASTERDOWN, redirects of a cluster | no batch on replicas and in clusters |
+//! | redirects of a cluster | each call checks that its key is served here; commands with several keys, and the key path, are not used |
+//! | READONLY, MASTERDOWN | no batch on replicas |
 //! | MISCONF, NOREPLICAS, memory | each call checks; only the proxy path evicts keys |
 //! | unknown commands, arity | each call checks |
 //! | `timeout` | no batch: the proxy connection would be idle and be closed |
@@ -34,15 +35,14 @@ use crate::clients::{ClientRecord, DEFAULT_USER};
 use crate::keys::Keys;
 use crate::router::Router;
 
-/// States of the engine in which nothing is called. On replicas and in clusters, calls would need
-/// many more checks, which the engine makes anyway for proxied commands.
+/// States of the engine in which nothing is called. On replicas, calls would need many more checks,
+/// which the engine makes anyway for proxied commands.
 const NOT_NOW: i32 = state::SCRIPT
     | state::MULTI
     | state::LOADING
     | state::ASYNC_LOADING
     | state::CHILD
-    | state::REPLICA
-    | state::CLUSTER;
+    | state::REPLICA;
 
 /// Redis 7.2, the first version that propagates the writes of a call to AOF and replicas with the
 /// call.
@@ -237,6 +237,7 @@ impl Calls {
             denied_users: &mut self.denied_users,
             checks_rights_first,
             keys: &mut self.keys,
+            is_cluster: state & state::CLUSTER != 0,
             batch_key: self.batch_key.as_ref(),
             resp3: client_state.resp3,
             must_propagate: false,
@@ -394,6 +395,14 @@ pub(crate) struct Batch<'a> {
     /// before.
     checks_rights_first: bool,
     keys: &'a mut Keys,
+    /// Whether the engine is a node of a cluster.
+    ///
+    /// Then the key path is not used, because it does not check whether this node serves the key's
+    /// slot. A command that may have several keys is not called. A call with keys of different
+    /// slots would make Valkey 9.1 refuse the scripts of all clients from then on:
+    /// `clusterSlotByCommand` sets `READ_FLAGS_CROSSSLOT` in a client that `VM_Call` uses again, and
+    /// nothing resets it.
+    is_cluster: bool,
     batch_key: Option<&'a EngineString>,
     resp3: bool,
     /// Whether a call may have left something to propagate to AOF and replicas. Even reads may,
@@ -410,12 +419,14 @@ impl Batch<'_> {
         // The arity is checked first: when Redis 7.0 checks the rights to a command with too few
         // words, it reads keys beyond them and crashes.
         if !callable.takes(words.len())
+            || (self.is_cluster && callable.has_several_keys && words.len() > 2)
             || (self.checks_rights_first && !self.user_calls.may_call(words.iter()))
         {
             return false;
         }
         let Callable { writes, reads_string, .. } = callable;
-        let key = if reads_string && words.len() == 2 { words.get(1) } else { None };
+        let takes_key_path = reads_string && words.len() == 2 && !self.is_cluster;
+        let key = if takes_key_path { words.get(1) } else { None };
         if let Some(key) = key
             && let Some(exists) = self.keys.read(&mut self.user_calls, key, self.resp3, out)
         {

@@ -168,12 +168,14 @@ impl Router {
             return;
         }
         let (flags, categories) = (elements(fields.get(2)), elements(fields.get(6)));
+        let has_several_keys = fields.get(3) != fields.get(4) || has(flags, &[b"movablekeys"]);
         let arity = match fields.get(1) {
             Some(Value::Integer(arity)) => *arity,
             _ => return,
         };
+        let callable = callable(&identity, arity, flags, categories);
         let kind = match (
-            callable(&identity, arity, flags, categories),
+            callable.map(|callable| Callable { has_several_keys, ..callable }),
             session_command(&identity, flags, categories),
         ) {
             (_, Some(command)) => CommandKind::Session(command),
@@ -217,7 +219,14 @@ fn callable(
     let unblocks =
         writes && (has(categories, &BLOCKING_CATEGORIES) || CREATE_ANY_TYPE.contains(&name));
     let reads_string = name == b"GET";
-    is_callable.then_some(Callable { arity, is_subcommand, writes, unblocks, reads_string })
+    is_callable.then_some(Callable {
+        arity,
+        is_subcommand,
+        writes,
+        unblocks,
+        reads_string,
+        has_several_keys: true, // until the positions of its keys are known
+    })
 }
 
 fn elements<'a, 'b>(list: Option<&'b Value<'a>>) -> &'b [Value<'a>] {
@@ -375,8 +384,14 @@ mod tests {
         ] {
             let reads_string = name.eq_ignore_ascii_case("get");
             let is_subcommand = name == "object";
-            let callable =
-                Callable { arity: 2, writes, is_subcommand, unblocks: false, reads_string };
+            let callable = Callable {
+                arity: 2,
+                writes,
+                is_subcommand,
+                unblocks: false,
+                reads_string,
+                has_several_keys: false,
+            };
             assert!(callable.takes(2) && !callable.takes(1) && !callable.takes(3));
             let found = engine.look_up(&mut router, name, sub);
             assert_eq!(found, CommandKind::Callable(callable), "{name} {sub:?}");

@@ -4,12 +4,14 @@
 
 mod client;
 
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use client::{Pair, calls, of_module, start, words};
+use ferrite_testkit::cluster::{OTHER_NODE, node_options};
 use ferrite_testkit::engine::engines;
-use ferrite_testkit::free_port;
 use ferrite_testkit::resp::Client;
+use ferrite_testkit::{Engine, TempDir, free_port};
 
 /// Redis 7.0 crashes in each of these cases if the module does not propagate the deletions that
 /// calls make.
@@ -271,28 +273,101 @@ fn writes_are_refused_as_at_the_engines_own_port() {
     }
 }
 
+/// Starts a cluster node with half of the slots, and waits until it serves them.
+fn start_cluster_node(program: &Path, directory: &TempDir) -> Engine {
+    let options = node_options(program, directory);
+    let port = free_port().to_string();
+    let options = ["--port", &port].into_iter().chain(options.iter().map(String::as_str));
+    let server = start(program, &options.collect::<Vec<_>>());
+    server.wait_until("the cluster state ok", || {
+        server.ask::<String>(&["CLUSTER", "INFO"]).contains("cluster_state:ok")
+    });
+    server
+}
+
+/// A primary of a cluster calls commands on keys in its own slots. `bar` is in slot 5061, `hello`
+/// in 866, and `key` in 12539, which another node serves.
 #[test]
-fn commands_are_redirected_in_a_cluster() {
+fn calls_commands_on_own_slots_of_a_cluster() {
     for program in engines() {
-        let port = free_port().to_string();
-        let mut server = start(
-            &program,
-            &[
-                "--cluster-enabled",
-                "yes",
-                "--port",
-                &port,
-                "--cluster-port",
-                &free_port().to_string(),
-            ],
-        );
+        let directory = TempDir::new("cluster");
+        let mut server = start_cluster_node(&program, &directory);
         let mut pair = Pair::new(&server);
-        assert!(pair.same(&["GET", "key"]).starts_with("-CLUSTERDOWN"));
-        pair.native.ok(&["CLUSTER", "ADDSLOTSRANGE", "0", "16383"]);
-        server.wait_until("a working cluster", || pair.native.ask(&["GET", "key"]) == "$-1");
-        for line in ["SET key 1", "GET key", "MGET key other", "MSET key 1 other 2", "SELECT 1"] {
-            pair.same(&words(line));
+        let long = "v".repeat(1000);
+        let called = calls(&server, || {
+            for _ in 0..10 {
+                pair.same(&["SET", "bar", &long]);
+                assert_eq!(pair.same(&["GET", "bar"]), format!("$1000\r\n{long}"));
+                assert_eq!(pair.same(&["EXISTS", "bar"]), ":1");
+                pair.same(&["DBSIZE"]);
+            }
+        });
+        assert_eq!(called, 40, "on {}", program.display());
+        pair.same(&["MGET", "bar", "{bar}missing"]);
+        for (line, reply) in [
+            ("GET key", "-MOVED 12539 127.0.0.1:9"),
+            ("SET key value", "-MOVED 12539 127.0.0.1:9"),
+            ("MGET bar hello", "-CROSSSLOT"),
+        ] {
+            let got = pair.same(&words(line));
+            assert!(got.starts_with(reply), "{line}: {got}");
         }
+        pair.same(&["SELECT", "1"]);
+        server.assert_healthy();
+    }
+}
+
+/// After one call with keys of different slots, Valkey 9.1 would refuse the scripts of all clients.
+#[test]
+fn commands_with_keys_of_different_slots_do_not_break_scripts() {
+    for program in engines() {
+        let directory = TempDir::new("cluster");
+        let mut server = start_cluster_node(&program, &directory);
+        let mut pair = Pair::new(&server);
+        for line in ["MGET bar hello", "DEL bar hello", "SORT bar STORE hello", "RENAME bar hello"]
+        {
+            assert!(pair.same(&words(line)).starts_with("-CROSSSLOT"), "{line}");
+        }
+        for _ in 0..100 {
+            let script = "return redis.call('SET', KEYS[1], 'value')";
+            assert_eq!(pair.same(&["EVAL", script, "1", "bar"]), "+OK");
+        }
+        server.assert_healthy();
+    }
+}
+
+/// While slots migrate, clients get the redirects of the engine, whatever the key path has learned
+/// about a key.
+#[test]
+fn follows_slots_that_migrate() {
+    for program in engines() {
+        let directory = TempDir::new("cluster");
+        let mut server = start_cluster_node(&program, &directory);
+        let mut pair = Pair::new(&server);
+        let long = "v".repeat(1000);
+        let value = format!("$1000\r\n{long}");
+        pair.module.ok(&["SET", "bar", &long]);
+        assert_eq!(
+            (pair.same(&["GET", "bar"]), pair.same(&["GET", "bar"])),
+            (value.clone(), value)
+        );
+        pair.native.ok(&["CLUSTER", "SETSLOT", "5061", "MIGRATING", OTHER_NODE]);
+        assert!(pair.same(&["GET", "bar"]).starts_with("$1000"));
+        assert!(pair.same(&["GET", "{bar}missing"]).starts_with("-ASK 5061 127.0.0.1:9"));
+        assert!(pair.same(&["MGET", "bar", "{bar}missing"]).starts_with("-TRYAGAIN"));
+        pair.native.ok(&["CLUSTER", "SETSLOT", "5061", "STABLE"]);
+        assert_eq!(pair.same(&["GET", "{bar}missing"]), "$-1");
+        // The slot of the other node: only ASKING gives access to its keys.
+        pair.native.ok(&["CLUSTER", "SETSLOT", "12539", "IMPORTING", OTHER_NODE]);
+        pair.native.ok(&["ASKING"]);
+        pair.native.ok(&["SET", "key", &long]);
+        assert!(pair.same(&["GET", "key"]).starts_with("-MOVED 12539 127.0.0.1:9"));
+        pair.same(&["ASKING"]);
+        assert!(pair.same(&["GET", "key"]).starts_with("$1000"));
+        assert!(pair.same(&["GET", "key"]).starts_with("-MOVED"), "ASKING is for one command");
+        assert_eq!(pair.native.ask(&["DEL", "bar"]), ":1");
+        pair.native.ok(&["CLUSTER", "DELSLOTS", "5061"]);
+        assert!(pair.same(&["GET", "bar"]).starts_with("-CLUSTERDOWN"));
         server.assert_healthy();
     }
 }

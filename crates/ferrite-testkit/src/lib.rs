@@ -3,6 +3,7 @@
 //!
 //! | module | contents | feature |
 //! |---|---|---|
+//! | `cluster` | options of a cluster node that redirects | |
 //! | `engine` | starts Redis and Valkey, with and without the module | `redis` for typed replies |
 //! | `resp` | a client that returns replies byte for byte | |
 //! | `wait` | waits for a condition, a future or a thread, with a deadline | `tokio` for async |
@@ -17,6 +18,7 @@
 //! Features limit what a small crate's tests must build: the tests of `ferrite-proto` start an
 //! engine without building the fabric.
 
+pub mod cluster;
 pub mod corpus;
 pub mod directory;
 pub mod engine;

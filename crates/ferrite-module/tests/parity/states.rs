@@ -9,8 +9,9 @@ use super::generate::{self, Amount};
 use super::keys;
 use super::scripts::scripts;
 use super::{Comparison, LONG, Node, Pace, SHORT, Way, name, send, words};
+use ferrite_testkit::TempDir;
+use ferrite_testkit::cluster::node_options;
 use ferrite_testkit::resp::{Connection, Response, encode};
-use ferrite_testkit::{TempDir, free_port};
 
 /// Few cases, for states in which the engine refuses most commands or treats all in the same way.
 const FEW: Amount = Amount { good: 3, spoiled: 3 };
@@ -89,38 +90,10 @@ pub(crate) fn hand_written_scripts(way: &Way<'_>, program: &Path) {
 /// A cluster node with its own slots, slots of another node that is unreachable, and a slot that is
 /// migrating to that node.
 pub(crate) fn cluster(way: &Way<'_>, program: &Path) {
-    const OWN: &str = "1111111111111111111111111111111111111111";
-    const OTHER: &str = "2222222222222222222222222222222222222222";
     let directory = TempDir::new("parity");
-    // Without shard ids Valkey 9.1 fails an assertion in SPUBLISH. Redis 7.0 does not know them.
-    let shard = |id: &str| {
-        if name(program).starts_with("Valkey") { format!(",,shard-id={id}") } else { String::new() }
-    };
-    let (own_shard, other_shard) = (shard(OWN), shard(OTHER));
-    let nodes = [0, 1].map(|number| {
-        let bus = free_port().to_string();
-        let file = directory.join(&format!("nodes-{number}.conf"));
-        // The engine replaces its own address when it starts.
-        let known = format!(
-            "{OWN} 127.0.0.1:7@17{own_shard} myself,master - 0 0 1 connected 0-8191\n\
-             {OTHER} 127.0.0.1:9@19{other_shard} master - 0 0 2 connected 8192-16383\n\
-             vars currentEpoch 2 lastVoteEpoch 0\n"
-        );
-        std::fs::write(&file, known).expect("a file");
-        let file = file.to_str().expect("UTF-8");
-        let options = [
-            "--cluster-enabled",
-            "yes",
-            "--cluster-port",
-            &bus,
-            "--cluster-config-file",
-            file,
-            "--cluster-require-full-coverage",
-            "no",
-            // The other node never responds. When the engine notices that, the cluster is down.
-            "--cluster-node-timeout",
-            "3600000",
-        ];
+    let nodes = [(); 2].map(|()| {
+        let options = node_options(program, &directory);
+        let options: Vec<_> = options.iter().map(String::as_str).collect();
         Node::spawn(program, way, &options)
     });
     for node in &nodes {

@@ -90,6 +90,7 @@ impl InProcessEngine for CallingEngine {
             unblocks: false,
             is_subcommand: false,
             reads_string: false,
+            has_several_keys: false,
         })
     }
 
