@@ -11,7 +11,8 @@
 //! | NOAUTH | no batch unless the engine says that the client still exists and has the same user |
 //! | the user's rights | each call checks them |
 //! | redirects of a cluster | each call checks that its key is served here; commands with several keys, and the key path, are not used |
-//! | READONLY, MASTERDOWN | no batch on replicas |
+//! | READONLY | only reads are called on replicas |
+//! | MASTERDOWN | no batch on replicas without a connection to their primary, and on replicas of a cluster |
 //! | MISCONF, NOREPLICAS, memory | each call checks; only the proxy path evicts keys |
 //! | unknown commands, arity | each call checks |
 //! | `timeout` | no batch: the proxy connection would be idle and be closed |
@@ -35,14 +36,9 @@ use crate::clients::{ClientRecord, DEFAULT_USER};
 use crate::keys::Keys;
 use crate::router::Router;
 
-/// States of the engine in which nothing is called. On replicas, calls would need many more checks,
-/// which the engine makes anyway for proxied commands.
-const NOT_NOW: i32 = state::SCRIPT
-    | state::MULTI
-    | state::LOADING
-    | state::ASYNC_LOADING
-    | state::CHILD
-    | state::REPLICA;
+/// States of the engine in which nothing is called.
+const NOT_NOW: i32 =
+    state::SCRIPT | state::MULTI | state::LOADING | state::ASYNC_LOADING | state::CHILD;
 
 /// Redis 7.2, the first version that propagates the writes of a call to AOF and replicas with the
 /// call.
@@ -217,7 +213,9 @@ impl Calls {
         }
         let state = self.context.state();
         self.has_aof = state & state::AOF != 0;
+        let is_replica = state & state::REPLICA != 0;
         if state & NOT_NOW != 0
+            || (is_replica && !can_read_on_replica(state))
             || self.has_idle_timeout
             || self.context.is_paused()
             || !self.context.select(i32::from(client_state.db))
@@ -238,6 +236,7 @@ impl Calls {
             checks_rights_first,
             keys: &mut self.keys,
             is_cluster: state & state::CLUSTER != 0,
+            is_replica,
             batch_key: self.batch_key.as_ref(),
             resp3: client_state.resp3,
             must_propagate: false,
@@ -309,6 +308,16 @@ pub(crate) enum NoBatch {
     Closed,
     /// The client has changed since the last [`Calls::refresh`].
     Stale,
+}
+
+/// Returns whether reads can be called on a replica whose engine is in this state.
+///
+/// - While the replica has no connection to its primary, Redis 7.0 would read expired keys, and the
+///   engine may have to refuse reads (`replica-serve-stale-data`).
+/// - A replica of a cluster serves reads only to clients that have sent READONLY, which a call
+///   cannot tell the engine.
+fn can_read_on_replica(state: i32) -> bool {
+    state & state::REPLICA_IS_ONLINE != 0 && state & state::CLUSTER == 0
 }
 
 /// Returns whether the engine shows if a client has authenticated. Valkey 9.1 is the first engine
@@ -403,6 +412,8 @@ pub(crate) struct Batch<'a> {
     /// `clusterSlotByCommand` sets `READ_FLAGS_CROSSSLOT` in a client that `VM_Call` uses again, and
     /// nothing resets it.
     is_cluster: bool,
+    /// Whether the engine is a replica. Then only reads are called.
+    is_replica: bool,
     batch_key: Option<&'a EngineString>,
     resp3: bool,
     /// Whether a call may have left something to propagate to AOF and replicas. Even reads may,
@@ -419,6 +430,7 @@ impl Batch<'_> {
         // The arity is checked first: when Redis 7.0 checks the rights to a command with too few
         // words, it reads keys beyond them and crashes.
         if !callable.takes(words.len())
+            || (self.is_replica && callable.writes)
             || (self.is_cluster && callable.has_several_keys && words.len() > 2)
             || (self.checks_rights_first && !self.user_calls.may_call(words.iter()))
         {

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::Mutex;
 use std::time::Duration;
 
-use client::{of_module, start};
+use client::{Pair, calls, of_module, start};
 use ferrite_testkit::engine::engines;
 use ferrite_testkit::resp::Client;
 use ferrite_testkit::{Engine, Start, free_port};
@@ -179,6 +179,52 @@ fn replicas_get_called_writes_and_wait_covers_them() {
         assert_eq!(reader.ask(&["GET", "key"]), "$6\r\nunseen");
         assert!(reader.ask(&["SET", "key", "mine"]).starts_with("-READONLY"));
         primary.assert_healthy();
+        replica.assert_healthy();
+    }
+}
+
+/// A replica calls reads while it is connected to its primary. It hides expired keys, as at its own
+/// port, whether it calls reads or not.
+#[test]
+fn replicas_call_reads_while_they_are_connected() {
+    for program in engines() {
+        let port = free_port().to_string();
+        let primary = start(&program, &["--port", &port, "--repl-diskless-sync-delay", "0"]);
+        let mut replica = start(&program, &[]);
+        // Neither may delete the keys that expire.
+        primary.client().ok(&["DEBUG", "SET-ACTIVE-EXPIRE", "0"]);
+        replica.client().ok(&["REPLICAOF", "127.0.0.1", &port]);
+        let mut writer = of_module(&primary);
+        let long = "v".repeat(1000);
+        for (name, time) in [("short", "300"), ("kept", "600000")] {
+            writer.ok(&["SET", name, &long, "PX", time]);
+        }
+        replica.wait_until("the data", || replica.ask::<u64>(&["DBSIZE"]) == 2);
+        let mut pair = Pair::new(&replica);
+        let called = calls(&replica, || {
+            for _ in 0..10 {
+                assert!(pair.same(&["GET", "kept"]).starts_with("$1000"));
+                pair.same(&["MGET", "missing", "kept"]);
+                pair.same(&["EXISTS", "kept"]);
+            }
+            // Both clients are asked about the key only after it has expired.
+            replica.wait_until("the key expires", || pair.native.ask(&["EXISTS", "short"]) == ":0");
+            assert_eq!(pair.same(&["GET", "short"]), "$-1");
+            assert_eq!(pair.same(&["DBSIZE"]), ":2", "the key is hidden, not deleted");
+        });
+        assert_eq!(called, 32, "on {}", program.display());
+        assert!(pair.same(&["SET", "kept", "mine"]).starts_with("-READONLY"));
+        // Without its primary, the replica calls nothing.
+        drop(writer);
+        primary.signal("KILL");
+        replica.wait_until("the loss of the primary", || {
+            replica.ask::<String>(&["INFO", "replication"]).contains("master_link_status:down")
+        });
+        let called = calls(&replica, || {
+            assert_eq!(pair.same(&["GET", "short"]), "$-1");
+            assert!(pair.same(&["GET", "kept"]).starts_with("$1000"));
+        });
+        assert_eq!(called, 0, "on {}", program.display());
         replica.assert_healthy();
     }
 }

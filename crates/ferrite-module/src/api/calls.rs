@@ -57,6 +57,8 @@ pub(crate) mod state {
     pub(crate) const CLUSTER: i32 = 1 << 5;
     pub(crate) const AOF: i32 = 1 << 6;
     pub(crate) const LOADING: i32 = 1 << 13;
+    /// Whether a replica is synchronised and connected to its primary.
+    pub(crate) const REPLICA_IS_ONLINE: i32 = 1 << 17;
     pub(crate) const CHILD: i32 = 1 << 20;
     pub(crate) const ASYNC_LOADING: i32 = 1 << 23;
 }
