@@ -408,9 +408,9 @@ pub(crate) struct Batch<'a> {
     ///
     /// Then the key path is not used, because it does not check whether this node serves the key's
     /// slot. A command that may have several keys is not called. A call with keys of different
-    /// slots would make Valkey 9.1 refuse the scripts of all clients from then on:
-    /// `clusterSlotByCommand` sets `READ_FLAGS_CROSSSLOT` in a client that `VM_Call` uses again, and
-    /// nothing resets it.
+    /// slots would make Valkey 9.1 refuse the scripts of all clients from then on.
+    /// `clusterSlotByCommand` sets `READ_FLAGS_CROSSSLOT` in a client that `VM_Call` uses again,
+    /// and nothing resets it.
     is_cluster: bool,
     /// Whether the engine is a replica. Then only reads are called.
     is_replica: bool,
