@@ -156,8 +156,9 @@ impl DeviceObjects {
             cq: self.cq.clone(),
             depth: device.send_queue_depth(config),
             device: Arc::clone(device),
-            // Register before the queue pair exists, so that every receive that the queue pair can
-            // hold is taken after the registration.
+            // Register before the queue pair is created or, if it is a prepared one, before it is
+            // connected. So every receive that the queue pair can hold is taken after the
+            // registration.
             taker: self.stock.taker(),
         }
     }

@@ -1,11 +1,11 @@
 //! Destroys queue pairs, starting from the ERROR state.
 //!
 //! ```text
-//!   to ERROR ──► LAST_WQE_REACHED, or 2 s ──► poll the completion queue ──► destroy
+//!   to ERROR ──► LAST_WQE_REACHED, or a timeout ──► poll the completion queue ──► destroy
 //! ```
 //!
-//! A queue pair with a shared receive queue must be destroyed in this order (InfiniBand
-//! specification 10.2.9.3; `__ib_drain_srq` in the kernel's `drivers/infiniband/core/verbs.c`).
+//! For a queue pair with a shared receive queue, the InfiniBand specification recommends this order
+//! (10.3.1, quoted at `__ib_drain_srq` in the kernel's `drivers/infiniband/core/verbs.c`).
 //! When a queue pair is destroyed, providers such as mlx5 discard its completions that were not
 //! polled, and free the entries of the shared receive queue that belong to these completions. The
 //! stock of receives (`device/slots/receives.rs`) would then count these receives as posted for
@@ -51,8 +51,8 @@ pub(super) struct Unreported {
 pub(crate) struct Leaving {
     device: Arc<SharedDevice>,
     number: u32,
-    /// The link that the queue pair belonged to, and the source that the destroy command is charged
-    /// to.
+    /// The number of the link that the queue pair belonged to, and the source that the destroy
+    /// command is charged to.
     link: u32,
     source: Source,
     queue: SendQueue<RequestContext>,

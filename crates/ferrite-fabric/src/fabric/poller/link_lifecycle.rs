@@ -102,8 +102,9 @@ impl Poller {
     }
 
     /// Handles a request of the peer that the device refused, which also ended the link. Counts it
-    /// once for each link, and records a strike against the source if `is_certain`. Does nothing if
-    /// this side is closing the link, because its memory may be gone before the peer knows.
+    /// once for each link. Records a strike against the source if `is_certain`, unless the peer had
+    /// a grant. Does nothing if this side is closing the link, because its memory may be gone
+    /// before the peer knows.
     #[cold]
     pub(crate) fn peer_was_refused(
         &mut self,
@@ -223,7 +224,7 @@ impl Poller {
         self.by_qp.insert(device.index, number, link);
     }
 
-    /// Unregisters a queue pair that is gone.
+    /// Unregisters a queue pair that is gone, and replaces the receives that may be lost with it.
     pub(crate) fn forget_qp(&mut self, device: &SharedDevice, number: u32, link: u32) {
         self.by_qp.remove(device.index, number, link);
         self.replace_missing_receives(device, number);
