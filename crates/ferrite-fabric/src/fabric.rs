@@ -254,7 +254,7 @@ impl Fabric {
         self.shared().devices.iter().map(|device| device.name.as_str()).collect()
     }
 
-    /// Returns the devices of this host that the fabric cannot use, each with the reason.
+    /// Returns the devices that the fabric was to use but cannot, each with the reason.
     #[must_use]
     pub fn unused_devices(&self) -> &[(String, Error)] {
         &self.shared().unused

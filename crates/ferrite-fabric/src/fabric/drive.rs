@@ -142,7 +142,7 @@ impl Shared {
 
 impl Fabric {
     /// Makes one pass: takes completions, delivers messages, wakes futures. Returns how much work
-    /// was done. Never waits.
+    /// was done. Does not wait for work.
     ///
     /// Use this in a loop that spins. A caller that wants to sleep calls [`Fabric::progress`].
     #[expect(clippy::must_use_candidate, reason = "called for its effect")]

@@ -59,7 +59,7 @@ pub struct FabricStats {
     pub receives_posted: u64,
     /// Receives that a failed link took without completing them. On Soft-RoCE, their memory is
     /// reclaimed when no link is left that could hold them. On other devices, it is reclaimed only
-    /// when the fabric ends.
+    /// when the device is gone or the fabric ends.
     pub receives_overdue: u64,
     /// Receives that may be lost: a link ended, and the device did not report in time that the
     /// link's queue pair had taken its last receive. The same number of receives was posted in

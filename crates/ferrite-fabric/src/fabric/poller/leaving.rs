@@ -60,7 +60,7 @@ pub(crate) struct Leaving {
 
 impl Poller {
     /// Downgrades a link that has lost its RDMA path, as soon as the device has reported that
-    /// nothing more arrives over that path.
+    /// nothing more arrives over that path, or had enough time to report it.
     pub(crate) fn downgrade_when_drained(&mut self, shared: &Shared, link: &Arc<LinkShared>) {
         let (drained, first) = link.with_wakes(&mut self.wakes, |state, _, _| {
             let drained = state.took_last();
@@ -126,7 +126,7 @@ impl Poller {
     }
 
     /// Takes over a queue pair that was stopped, and destroys it once it has taken its last
-    /// receive.
+    /// receive, or after a timeout.
     pub(crate) fn destroy_when_drained(
         &mut self,
         device: &Arc<SharedDevice>,
