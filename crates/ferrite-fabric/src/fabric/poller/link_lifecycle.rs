@@ -133,7 +133,8 @@ impl Poller {
     }
 
     /// Destroys the queue pair of a link that is down and forgets the link, once nothing is in
-    /// flight (or at once if `by_force`).
+    /// flight and the queue pair has taken its last receive. With `by_force`, does not wait for
+    /// these.
     pub(super) fn tear_down(&mut self, shared: &Shared, link: &Arc<LinkShared>, by_force: bool) {
         let ready = link.with_wakes(&mut self.wakes, |state, _, _| {
             state.failure().is_some() && state.may_destroy()
@@ -149,11 +150,12 @@ impl Poller {
         match destroying {
             Destroying::Gone => self.forget(shared, link),
             Destroying::Queue(queue) => self.destroy(shared, link, *queue),
-            // The driver calls this again after the last completion in flight, or after the timer
-            // if that completion does not come.
+            // A command owns the queue pair, so the timer has to try again.
             Destroying::NotYet if by_force => {
                 self.timers.add(self.now + DRAIN, Timer::Drain(link.name));
             }
+            // The driver calls this again when the link needs service, or by force when the timer
+            // of the failure expires.
             Destroying::NotYet => {}
         }
     }
