@@ -98,8 +98,8 @@ pub struct Config {
     ///   oldest one of the same source.
     /// - Beyond the whole limit, a new handshake displaces the oldest one of the busiest source.
     /// - A handshake that has only just started is not displaced, unless its source is busier than
-    ///   the new one's. The new handshake waits (TLS), or its peer is asked to retry (RDMA CM). Over
-    ///   TCP without TLS, such a handshake can be displaced.
+    ///   the new one's. The new handshake waits (TLS), or its peer is asked to retry (RDMA CM).
+    ///   Over TCP without TLS, such a handshake can be displaced.
     /// - TCP connections that have sent nothing are not counted. There may be 16 times as many of
     ///   them.
     pub max_half_open: usize,

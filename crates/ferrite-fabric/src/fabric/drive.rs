@@ -158,7 +158,8 @@ impl Fabric {
     /// Does the work there is. If there is none, first polls for some, for up to `busy_poll_us`.
     /// Then prepares the descriptor for waiting. Returns how much work was done.
     ///
-    /// After much work, returns although there may be more, and leaves the descriptor readable.
+    /// If there is very much work, returns before all of it is done, and leaves the descriptor
+    /// readable.
     ///
     /// When this returns, wait until the descriptor is readable, then call this function again.
     /// Also call it after submitting work to the fabric, before waiting. The descriptor stays

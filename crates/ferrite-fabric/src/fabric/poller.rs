@@ -75,7 +75,7 @@ pub(crate) struct Poller {
     pub(crate) sockets: Sockets,
     /// Sources whose requests the devices refused.
     pub(crate) strikes: Strikes,
-    /// Links that can migrate, by their session number of this side.
+    /// Links that can migrate, by the session number that this side gave them.
     pub(crate) sessions: HashMap<u64, LinkName>,
     /// Links on TCP whose connect waits until they are upgraded to RDMA.
     pub(crate) upgrade_waiters: HashMap<LinkName, UpgradeWaiter>,

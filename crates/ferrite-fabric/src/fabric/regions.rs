@@ -95,8 +95,8 @@ pub(crate) struct Regions {
 }
 
 impl Regions {
-    /// Registers `buf` on `device`, or at first for peers over TCP only. If the device disappears
-    /// during this call and `stays`, the region remains accessible over TCP.
+    /// Registers `buf` on `device`, or at first for peers over TCP only. If `stays` is set
+    /// and the device disappears during this call, the region remains accessible over TCP.
     pub(crate) fn register(
         &self,
         pool: &Pool,

@@ -80,7 +80,7 @@ pub struct FabricStats {
     /// Peers that the fabric treated as speakers of another protocol: they sent no hello, or
     /// nothing in time, or the listener treats all RDMA peers in this way.
     pub foreign_peers: u64,
-    /// Unfinished handshakes that were ended to make room for those of other peers. A TCP
+    /// Unfinished handshakes that were ended to make room for other handshakes. A TCP
     /// connection that has sent nothing goes to the program that accepts foreign peers, if there is
     /// one.
     pub handshakes_displaced: u64,

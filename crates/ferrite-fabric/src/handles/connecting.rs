@@ -290,7 +290,7 @@ impl Fabric {
     }
 
     /// Decides whether to start by RDMA CM, and how to connect over TCP: at once, or if RDMA CM
-    /// fails. The latter is `None` if only RDMA CM may be used.
+    /// fails. The second value is `None` if only RDMA CM may be used.
     fn ways(
         &self,
         peer: SocketAddr,

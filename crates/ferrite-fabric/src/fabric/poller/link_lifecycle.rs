@@ -154,8 +154,8 @@ impl Poller {
             Destroying::NotYet if by_force => {
                 self.timers.add(self.now + DRAIN, Timer::Drain(link.name));
             }
-            // The driver calls this again when the link needs service, or by force when the timer
-            // of the failure expires.
+            // The driver calls this again when the link needs service, or by force when
+            // `Timer::Drain` expires.
             Destroying::NotYet => {}
         }
     }
