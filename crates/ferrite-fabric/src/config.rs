@@ -6,7 +6,8 @@ use crate::mem::PoolConfig;
 use crate::policy::{ConnectMode, Rdma};
 use crate::wire::Program;
 
-/// The settings of a [`Fabric`](crate::Fabric). The names are those that other RDMA software uses.
+/// The settings of a [`Fabric`](crate::Fabric). Many of the names are those that other RDMA
+/// software uses.
 ///
 /// ```
 /// use ferrite_fabric::Config;
@@ -21,11 +22,11 @@ pub struct Config {
     /// Whether links use RDMA: `prefer`, `require` or `forbid`. Listeners and connects may override
     /// it. Default: `prefer`.
     pub rdma: Rdma,
-    /// The port of the devices to use. Links whose address belongs to another port use TCP.
-    /// Default: any.
+    /// The port of the devices to use. A link whose local address belongs to another port cannot
+    /// use RDMA. Default: any.
     pub device_port: Option<u8>,
-    /// The entry of the port's GID table to use. Links with another local address use TCP. Default:
-    /// the entry of the local address, RoCE v2 if there is one.
+    /// The entry of the port's GID table to use. A link with another local address cannot use RDMA.
+    /// Default: the entry of the local address, RoCE v2 if there is one.
     pub gid_index: Option<u32>,
     /// How RDMA connections are established: `cm`, `tcp-first` or `auto`. A connect may override
     /// it. Default: `auto`.
@@ -42,8 +43,9 @@ pub struct Config {
     pub poll_batch: usize,
     /// Maximum number of requests of a link that are posted to the device. Default: 128.
     pub send_queue_depth: u32,
-    /// Number of posted receives of a device, shared by all links. Default: 512, which is 4 MiB for
-    /// each device with the default `recv_buffer_size`.
+    /// Number of posted receives of a device, shared by all its links. If the fabric has several
+    /// devices, they divide this number, but each has at least 64. Default: 512, which is 4 MiB
+    /// with the default `recv_buffer_size`.
     pub recv_queue_depth: u32,
     /// Size of a receive in bytes, which is also the size of the largest frame that peers may send.
     /// Default: 8 KiB.
@@ -87,7 +89,8 @@ pub struct Config {
     /// Retransmissions before the peer counts as dead. Default: 6, which takes about half a second
     /// with the default `ack_timeout`. Do not use 7, because Soft-RoCE takes it as unlimited.
     pub retries: u8,
-    /// Maximum number of handshakes in progress in each direction. Default: 64.
+    /// Maximum number of handshakes in progress. It applies separately to outgoing handshakes by
+    /// RDMA CM, to incoming ones by RDMA CM, and to incoming ones over TCP. Default: 64.
     ///
     /// Further outgoing handshakes wait. Further incoming handshakes displace others:
     ///
@@ -96,6 +99,7 @@ pub struct Config {
     /// - Beyond the whole limit, a new handshake displaces the oldest one of the busiest source.
     /// - A handshake that has only just started is not displaced, unless its source is busier than
     ///   the new one's. The new handshake waits (TLS), or its peer is asked to retry (RDMA CM).
+    ///   Over TCP without TLS, such a handshake can be displaced.
     /// - TCP connections that have sent nothing are not counted. There may be 16 times as many of
     ///   them.
     pub max_half_open: usize,
@@ -131,7 +135,8 @@ pub struct Config {
     /// that opened the link probes. The accepting side probes only after a silence of four thirds
     /// of this value.
     pub keepalive: Duration,
-    /// How long a peer may leave a probe unanswered before the link counts as down. Default: 5 s.
+    /// How long a peer may leave a probe unanswered before the link counts as down. Also how long
+    /// peers may take to release a grant that this side revokes. Default: 5 s.
     pub peer_timeout: Duration,
     /// How long a closing link may take to deliver the messages that were sent. Default: 5 s.
     pub close_timeout: Duration,

@@ -1,4 +1,5 @@
-//! Keeps the descriptors of connections at or above a minimum number.
+//! Moves descriptors to numbers at or above a minimum. The fabric does so for the TCP connections
+//! that it accepts. Other crates do so for their sockets with [`lift`].
 //!
 //! This is for a library inside another program. The kernel assigns the lowest free number, but the
 //! program may need the low numbers, for example for an event loop with a table by number, or for
@@ -10,8 +11,8 @@ use std::sync::atomic::{AtomicI32, Ordering};
 
 static FIRST: AtomicI32 = AtomicI32::new(0);
 
-/// Sets the lowest descriptor number for new connections. If no number from there on is free,
-/// connections are refused.
+/// Sets the lowest number for the descriptors that [`lift`] moves. If no number from there on is
+/// free, the fabric refuses TCP connections.
 pub fn set_first(number: RawFd) {
     FIRST.store(number, Ordering::Relaxed);
 }

@@ -15,13 +15,13 @@
 //! | file | what it is |
 //! |---|---|
 //! | `snapshot.rs` `counters.rs` | the state of a port at one moment |
-//! | `surroundings.rs` | routes, neighbours, addresses of this host's other devices |
+//! | `surroundings.rs` | routes, neighbours, addresses of this host's RDMA devices |
 //! | `baseline.rs` | [`Baseline`]: snapshots, shared by all links of a port |
 //! | `facts.rs` | the measurements for one link, as plain data |
 //! | `rank.rs` `own_side.rs` | from facts to causes, without I/O |
 //!
-//! A diagnosis reads kernel files and queries the device. It sends nothing and does not wait,
-//! because its callers must not block. Links that fail together share the measurements.
+//! A diagnosis reads kernel files and queries the device. It sends no packets and does not wait for
+//! other hosts. Links that fail together share the measurements.
 
 mod baseline;
 mod counters;

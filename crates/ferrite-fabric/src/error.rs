@@ -20,8 +20,8 @@ use crate::wire::Refusal;
 pub enum ErrorKind {
     /// RDMA is unavailable. Use another transport. See [`Error::absence`].
     Absent,
-    /// A resource of the host or the device is exhausted. The text has the figures. Free some of
-    /// the resource, or raise its limit.
+    /// A resource of the host or the device is exhausted, or this process may not use it. Free some
+    /// of the resource, raise its limit, or grant the permission.
     Resources,
     /// A queue is full (back-pressure). Continue when it has room again.
     Full,
@@ -46,7 +46,8 @@ pub enum ErrorKind {
     /// The local device was removed or failed. Reconnect over another device, or over this one when
     /// it is back.
     DeviceGone,
-    /// The call was invalid. This is a bug in the caller.
+    /// The call or a setting was invalid, or the address is in use. Correct it, because retrying is
+    /// useless.
     Misuse,
     /// Any other error that the system reported.
     System,

@@ -9,9 +9,12 @@
 //! | `poller/prepared.rs` | queue pairs that are created in advance |
 //! | `poller/leaving.rs` | queue pairs that wait to be destroyed |
 //! | `poller/shrinking.rs` | returning memory to the system |
-//! | `commands.rs` | calls that may block in the kernel, run on threads of their own |
-//! | `devices.rs` | which devices are used |
-//! | `links.rs` `listener.rs` `regions.rs` | the links, listeners and regions, as users share them |
+//! | `commands.rs` | calls that may block, run on threads of their own if the program asks for it |
+//! | `builder.rs` `devices.rs` | building a fabric; opening the devices that it uses |
+//! | `links.rs` | the table of the fabric's links |
+//! | `listener.rs` `regions.rs` | listeners and regions, shared by the poller and the handles |
+//! | `strikes.rs` | peers that are excluded from RDMA for a while |
+//! | `stats.rs` | the counters of a fabric |
 //! | `timers.rs` | deadlines |
 //! | `busy_poll.rs` `spin.rs` | how long to poll before sleeping; the pauses between passes |
 //! | `drive.rs` | the ways to drive a fabric: by hand, `block_on`, a tokio task, a thread |
@@ -93,8 +96,9 @@ pub use stats::FabricStats;
 #[derive(Clone)]
 pub struct Fabric(Arc<Handle>);
 
-/// The part that all clones of a [`Fabric`] share. A driver holds only [`Shared`], so it notices
-/// when the last `Handle` is dropped.
+/// The part that all clones of a [`Fabric`] share. It is dropped with the last clone. A task or
+/// thread that drives the fabric holds only [`Shared`], so it outlives the `Handle` and notices
+/// that the `Handle` was dropped.
 struct Handle {
     shared: Arc<Shared>,
 }
@@ -130,9 +134,11 @@ pub(crate) struct Shared {
     pub(crate) commands: Arc<Commands>,
     pub(crate) mailbox: Arc<Mailbox>,
     pub(crate) waits: WaitSet,
-    /// Distinguishes this process from an earlier one in the hellos that it sends.
+    /// A random number that this fabric sends in each hello. It distinguishes the fabric from
+    /// others, for example from that of an earlier process.
     instance: u64,
-    /// Whether the last [`Handle`] was dropped, so that only drivers hold the fabric.
+    /// Whether the [`Handle`] was dropped, so that only tasks and threads that drive the fabric
+    /// hold it.
     abandoned: AtomicBool,
     /// Number of tasks and threads that drive the fabric, including those in `block_on`, plus one
     /// if an event loop calls `progress`.
@@ -248,17 +254,18 @@ impl Fabric {
         self.shared().devices.iter().map(|device| device.name.as_str()).collect()
     }
 
-    /// Returns the devices of this host that the fabric cannot use, each with the reason.
+    /// Returns the devices that the fabric was to use but cannot, each with the reason.
     #[must_use]
     pub fn unused_devices(&self) -> &[(String, Error)] {
         &self.shared().unused
     }
 
     /// Returns the devices that were removed or failed and are not back, each with the result of
-    /// the latest attempt to open it.
+    /// the latest attempt to open it, if there was one.
     ///
-    /// The fabric looks for a missing device by itself, first after a second and later every 8
-    /// seconds. It resumes with the first device that has the same name.
+    /// Once nothing uses a missing device any more, the fabric searches for it. The delays between
+    /// attempts double from 1 to 8 seconds. They start over when a device of the same name appears
+    /// but cannot be used yet.
     #[must_use]
     pub fn missing_devices(&self) -> Vec<Error> {
         self.shared()
@@ -292,7 +299,7 @@ impl Shared {
         }
     }
 
-    /// Logs a link that was opened over RDMA, if the settings ask for that.
+    /// Logs a link that was opened over RDMA or upgraded to RDMA, if the settings ask for that.
     pub(crate) fn trace(&self, link: &LinkShared) {
         let route = link.route();
         let Some(device) = route.device.as_ref().filter(|_| self.config.trace_connections) else {
@@ -315,7 +322,8 @@ impl Shared {
     /// Starts the search for the likely causes of an error of `link`. The search runs as a command,
     /// because it reads kernel files and queries the device.
     ///
-    /// Every holder of the returned error sees the causes once they are found.
+    /// Every holder of the returned error sees the causes once they are found. There is no search
+    /// if the link is on TCP, or if too many commands of its source are waiting.
     #[cold]
     pub(crate) fn diagnose(&self, link: &LinkShared, error: Error, failure: Failure) -> Error {
         let (source, shown) = (link.source(), error.clone());

@@ -49,6 +49,7 @@ impl Histogram {
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct LatencyStats {
     /// Bucket `n` counts operations that took less than 2^n nanoseconds and at least half of that.
+    /// Bucket 0 counts those that took 0. The last bucket also counts those that took longer.
     buckets: [u64; BUCKETS],
 }
 
@@ -59,7 +60,8 @@ impl LatencyStats {
         self.buckets.iter().sum()
     }
 
-    /// Returns the upper bound and the count of each bucket that is not empty.
+    /// Returns the upper bound and the count of each bucket that is not empty. The last of all
+    /// buckets, with the bound 2^40 ns, also counts operations that took longer.
     pub fn buckets(&self) -> impl Iterator<Item = (Duration, u64)> {
         let bounds = self
             .buckets

@@ -2,8 +2,8 @@
 //!
 //! | module | what it is |
 //! |---|---|
-//! | `handles` | [`Link`], [`Listener`], [`Region`]: what users hold |
 //! | `stream` | [`Stream`], [`StreamListener`]: a link as a byte stream, like TCP |
+//! | `handles` | [`Link`], [`Listener`], [`Region`]: what users hold |
 //! | `fabric` | [`Fabric`]: completions, handshakes, timers, and the ways to drive it |
 //! | `link` | the inside of a link: the protocol, and its paths over RDMA and TCP |
 //! | `device` | one device: its verbs objects, and the requests in flight |
@@ -13,7 +13,7 @@
 //! | [`wire`] | the wire format of links |
 //! | [`diagnose`] | the likely causes of a link's failure, from measurements |
 //!
-//! A module uses only modules below it in this table.
+//! Of the modules in this table, each uses only those below it.
 //!
 //! Memory safety: a buffer is a value. Its owner may use its memory. The device may use that memory
 //! only while an operation owns the value. `unsafe` is confined to `src/mem`, to the slots, where

@@ -1,4 +1,5 @@
-//! Limits the log lines that a peer can cause to one per minute, and counts the suppressed lines.
+//! Limits the log lines that a peer can cause to one per minute for each cause, and counts the
+//! suppressed lines.
 
 use std::fmt;
 use std::sync::Mutex;

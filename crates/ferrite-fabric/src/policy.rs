@@ -99,7 +99,7 @@ impl Rdma {
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum ConnectMode {
-    /// With RDMA CM.
+    /// With RDMA CM. At present the same as [`ConnectMode::Auto`].
     Cm,
     /// Over a TCP connection, for networks that block RDMA CM. The TCP connection stays open. It is
     /// the fallback, and its end reveals that the peer is gone.
@@ -145,11 +145,12 @@ pub enum FallbackCause {
     NoDevice,
     /// The port of the device is down.
     PortDown,
-    /// The locked-memory limit or a limit of the device is reached.
+    /// A limit of this host, the device or the fabric is reached, for example the locked-memory
+    /// limit, or this process may not use the device.
     Resources,
     /// The peer refused.
     Refused,
-    /// There is no route to the peer over RDMA, or it does not answer.
+    /// There is no route to the peer over RDMA, it does not answer, or the RDMA path failed.
     Unreachable,
     /// The device was removed or failed.
     DeviceGone,

@@ -121,7 +121,7 @@ impl Stream {
     /// Returns the peer's address.
     ///
     /// # Errors
-    /// [`io::ErrorKind::NotConnected`] if the device does not know the address.
+    /// [`io::ErrorKind::NotConnected`] if the address is unknown.
     pub fn peer_addr(&self) -> io::Result<SocketAddr> {
         self.link().peer_addr().ok_or_else(|| io::ErrorKind::NotConnected.into())
     }
@@ -141,11 +141,11 @@ impl Stream {
         split::split(self.reader, self.writer)
     }
 
-    /// Returns the next bytes without a copy, in the buffer that the device wrote. Returns no bytes
-    /// at the end of the stream.
+    /// Returns the next bytes without a copy, in the buffer that the device wrote or, on TCP, that
+    /// the fabric read into. Returns no bytes at the end of the stream.
     ///
-    /// The bytes occupy memory of the receive reserve, with a block of `recv_buffer_size` for each
-    /// frame. Pass them on, but do not keep them.
+    /// The bytes occupy memory of the receive reserve. Over RDMA, each frame occupies a block of
+    /// `recv_buffer_size`. Pass the bytes on, but do not keep them.
     ///
     /// # Errors
     /// Returns the failure of the link.

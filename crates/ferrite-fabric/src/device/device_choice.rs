@@ -37,8 +37,8 @@ impl DeviceChoice {
     /// Checks a path that the connection manager has chosen.
     ///
     /// # Errors
-    /// [`ErrorKind::Unreachable`] if the path is on another port, or if its local address belongs
-    /// to another entry of the GID table.
+    /// [`ErrorKind::Unreachable`] if the path is on another port, if the port's GID table has no
+    /// entry with the chosen index, or if the path's local address belongs to another entry.
     pub(crate) fn check(
         self,
         device: &SharedDevice,

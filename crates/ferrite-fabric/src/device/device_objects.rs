@@ -32,7 +32,8 @@ pub(crate) struct DeviceObjects {
     pub(crate) channel: CompletionChannel,
     /// Whether the completion queue will report its next completion.
     pub(crate) armed: bool,
-    /// Number of running commands that create or own a queue pair of this device.
+    /// Number of running commands that create a queue pair of this device, or that own one that
+    /// does not carry a link.
     pub(crate) under_way: usize,
     /// Whether a command is creating a queue pair in advance.
     pub(crate) is_preparing: bool,
@@ -156,8 +157,9 @@ impl DeviceObjects {
             cq: self.cq.clone(),
             depth: device.send_queue_depth(config),
             device: Arc::clone(device),
-            // Register before the queue pair exists, so that every receive that the queue pair can
-            // hold is taken after the registration.
+            // Register before the queue pair is created or, if it is a prepared one, before it is
+            // connected. So every receive that the queue pair can hold is taken after the
+            // registration.
             taker: self.stock.taker(),
         }
     }

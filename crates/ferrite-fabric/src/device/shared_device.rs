@@ -26,13 +26,14 @@ pub(crate) struct SharedDevice {
     /// Links that wait for a free entry.
     waiting: Mutex<VecDeque<u32>>,
     has_waiting: AtomicBool,
-    /// The largest inline payload. It is determined when the first queue pair is created.
+    /// The largest payload that links send inline: the setting `inline_threshold`, or less if the
+    /// device has refused a queue pair with that limit.
     inline: AtomicU32,
     gone: AtomicBool,
     /// Whether the device reports that a queue pair has taken its last receive.
     reports_last_receive: AtomicBool,
-    /// The GID table as it was last read. Reading it may wait for the kernel, so connections use
-    /// this copy. The device reports changes.
+    /// The GID table as [`SharedDevice::gid_entry`] has last read it. Reading it may wait for the
+    /// kernel, so that function uses this copy. The device reports changes.
     gids: Mutex<Option<Vec<GidEntry>>>,
     /// The ports known to be down. Opening the device adds its usable ports only if none of them is
     /// active. Later events add and remove ports.
@@ -50,7 +51,7 @@ struct Device {
     absence: Option<Error>,
 }
 
-/// The properties of an opened device, fixed until it disappears.
+/// The properties of a device that was just opened.
 pub(crate) struct Life {
     pub(super) context: Context,
     pub(super) limits: Limits,
@@ -128,7 +129,7 @@ impl SharedDevice {
         }
     }
 
-    /// Returns the device's current fault: it is gone, or its ports are down.
+    /// Returns the device's current fault: it is gone, or at least one of its ports is down.
     pub(crate) fn fault(&self) -> Option<String> {
         if self.is_gone() {
             return Some(self.absence().to_string());

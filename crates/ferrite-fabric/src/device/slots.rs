@@ -1,15 +1,15 @@
 //! Work requests in flight, and the memory they own.
 //!
-//! The fabric passes memory to a device by address only here and in `receives.rs`. This is sound
-//! because:
+//! The fabric puts the addresses of local memory into work requests only here and in `receives.rs`.
+//! This is sound because:
 //!
 //! - A request is recorded in its slot, with the buffer by value, *before* it is posted. Nobody can
 //!   drop or reuse a buffer that the device may access. A future that waits for the request holds
 //!   only a number.
-//! - A buffer leaves its slot in one of two cases: the request's completion was polled, or the
-//!   queue was destroyed and the device confirmed it. Without the confirmation, the buffers stay
-//!   for ever. A receive buffer is also taken back when every queue pair that could hold it was
-//!   destroyed (`ReceiveStock`).
+//! - A buffer that the device may access leaves its slot in one of two cases: the completion of its
+//!   request or of a later one was polled, or the queue was destroyed and the device confirmed it.
+//!   Without the confirmation, the buffers stay for ever. A receive buffer is also taken back when
+//!   no queue pair is left that could hold it (`ReceiveStock`).
 //! - While a buffer that the device writes is in a slot, nobody has a reference into it: `BufMut`
 //!   is the only handle of its block. A buffer that the device reads may have other readers,
 //!   because a `Buf` is never written.
@@ -80,7 +80,7 @@ pub(crate) struct InFlight<T> {
 ///
 /// ```text
 ///   63      62 … 40     39 … 16      15 … 0
-///   0       owner       generation   slot        a send, write or read of a link
+///   0       owner       generation   slot        a request in a link's send queue
 ///
 ///   63      62 … 32                  31 … 0
 ///   1       generation               slot        a receive
@@ -129,8 +129,8 @@ pub(crate) struct SendQueue<T> {
     domain: usize,
     /// Present as long as the queue pair exists.
     taker: Option<Taker>,
-    /// Whether the queue pair takes no more receives. All its completions are then in the
-    /// completion queue.
+    /// Whether the queue pair takes no more receives, or the device had enough time to report that.
+    /// If it was reported, all its completions are in the completion queue.
     took_last: bool,
     /// Windows that are bound to the queue pair, or about to be. They must be closed before it is
     /// destroyed.
@@ -311,7 +311,7 @@ impl<T> SendQueue<T> {
     }
 
     /// Posts one request whose payload the device copies before this returns. The payload therefore
-    /// needs no registered memory.
+    /// needs no registered memory. Does nothing if there is no queue pair or no room.
     ///
     /// # Errors
     /// Returns the device's error, which also says whether the request is in flight nevertheless.
@@ -347,8 +347,8 @@ impl<T> SendQueue<T> {
     /// Posts the request that binds a window to the queue pair. The device executes later requests
     /// after the binding.
     ///
-    /// Returns `Ok(false)` if nothing was posted, because the window is already closed or there is
-    /// no room.
+    /// Returns `Ok(false)` if nothing was posted, because the window is already closed, or because
+    /// there is no queue pair or no room.
     ///
     /// # Errors
     /// Returns the device's error, which also says whether the request is in flight nevertheless.

@@ -10,10 +10,12 @@ use super::counters::{Increase, Meaning};
 use super::snapshot::{Netdev, Snapshot};
 use super::surroundings::{LocalPeer, Neighbour, Route, Surroundings};
 
-/// The minimum number of bytes that RoCE v2 adds to a packet's payload: IPv4, UDP, BTH, RETH, ICRC.
+/// The number of bytes that RoCE v2 over IPv4 adds to the payload of an RDMA write's first packet:
+/// IPv4, UDP, BTH, RETH, ICRC.
 pub(super) const HEADERS: u32 = 20 + 8 + 12 + 16 + 4;
 
-/// A change that is older than this is no longer a likely cause.
+/// If the baseline is this old or older, a counter's increase since then is only a possible cause,
+/// because it may have happened long ago.
 const RECENT: Duration = Duration::from_secs(60);
 
 /// The measurements for one failed link.

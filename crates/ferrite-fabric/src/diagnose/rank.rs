@@ -26,7 +26,7 @@ pub(super) fn rank(failure: Failure, facts: &Facts) -> Vec<Cause> {
             own_side(&mut found, facts);
             stalled_peer(&mut found, failure, facts);
         }
-        // The peer had no receive posted, so it is reachable.
+        // Probably this peer reported that it had no receive posted, so it is reachable.
         Failure::NoAcknowledgement if facts.increased(Meaning::PeerNotReady).is_some() => {
             stalled_peer(&mut found, failure, facts);
         }
@@ -213,7 +213,8 @@ fn packet_loss(found: &mut Vec<Cause>, facts: &Facts) {
     }
 }
 
-/// Adds the general cause that the peer does not answer, if nothing better was found.
+/// Adds the general cause that the peer does not answer. It is likely if no other likely cause was
+/// found, and otherwise possible.
 fn unanswered(found: &mut Vec<Cause>, failure: Failure, facts: &Facts) {
     let peer = facts.peer_name();
     let mut evidence = Vec::new();

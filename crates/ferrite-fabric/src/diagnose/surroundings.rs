@@ -1,9 +1,8 @@
-//! The host's view of the network: routes, the ARP table, and the addresses of its other RDMA
-//! devices.
+//! The host's view of the network: routes, the ARP table, and the addresses of its RDMA devices.
 //!
-//! The tables are read from procfs, because services are often not allowed to use netlink. Procfs
-//! shows only the main routing table, and only routes and neighbours with IPv4 addresses. The
-//! conclusions take that into account.
+//! The tables are read from procfs, because services are often not allowed to use netlink. The
+//! files that are read show only the main routing table, and only routes and neighbours with IPv4
+//! addresses. The conclusions take that into account.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::sync::OnceLock;

@@ -71,7 +71,8 @@ impl Builder {
     /// Sets TLS for links over TCP. `client` has the trusted certificates for connects. `server`
     /// has this side's certificate for listeners.
     ///
-    /// Without `client`, connects use plain text. Without `server`, listeners use plain text. The
+    /// Connects and listeners with TLS settings of their own do not use these. Without `client`,
+    /// other connects use plain text. Without `server`, other listeners use plain text. The
     /// caller chooses the cryptography provider (`rustls` with the feature `ring` or `aws_lc_rs`).
     /// The peer's certificate must be for its IP address, unless the connect specifies another
     /// name.
@@ -115,7 +116,8 @@ impl Builder {
     /// [`Fabric::absence`] returns the reason.
     ///
     /// # Errors
-    /// - [`ErrorKind::Misuse`] if settings contradict each other.
+    /// - [`ErrorKind::Misuse`] if a setting is out of range, or if settings contradict each other.
+    /// - [`ErrorKind::System`] if the kernel refuses a descriptor, a thread or random numbers.
     /// - If RDMA is required: [`ErrorKind::Absent`] if it is unavailable, and
     ///   [`ErrorKind::Resources`] if the locked-memory limit or the device refuses. The error then
     ///   has figures and a remedy.

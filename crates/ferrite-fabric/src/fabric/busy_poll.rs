@@ -18,7 +18,7 @@ use std::time::Duration;
 
 /// Polling is not adapted if the limit is this long or longer.
 const UNADAPTED: Duration = Duration::from_secs(1);
-/// The shortest wait that is worth polling for. Halving ends here.
+/// If halving gives less than this, the expected time becomes 0, and the driver sleeps at once.
 const SHORTEST_NS: u64 = 1_000;
 /// The value of `expected_ns` before anything was learned.
 const UNKNOWN: u64 = u64::MAX;

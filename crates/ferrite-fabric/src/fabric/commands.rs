@@ -150,7 +150,9 @@ impl Commands {
         self.run(source, move || drop(thing));
     }
 
-    /// Ends the threads. Afterwards the caller runs detached jobs at once, and commands never run.
+    /// Ends the threads after their current jobs. Then runs the waiting detached jobs, and drops
+    /// the waiting commands and the results. Afterwards the caller runs detached jobs at once, and
+    /// commands never run. Without threads, does nothing.
     pub(super) fn close(&self) {
         let Some(queue) = &self.queue else { return };
         let left = {
@@ -213,8 +215,9 @@ impl Poller {
         }
     }
 
-    /// Handles the results that have arrived and returns their number. Must be called after
-    /// emptying the mailbox, because a command thread adds its result before it wakes the driver.
+    /// Handles up to [`RESULTS_PER_PASS`] results that have arrived and returns their number. Must
+    /// be called after emptying the mailbox, because a command thread adds its result before it
+    /// wakes the driver.
     pub(super) fn finish_commands(&mut self, shared: &Shared) -> usize {
         let Some(queue) = &shared.commands.queue else { return 0 };
         if !queue.has_results.load(Ordering::SeqCst) {

@@ -16,7 +16,8 @@ use crate::error::{Error, ErrorKind};
 use crate::mem::Pool;
 use crate::wake::wait_set::WaitSet;
 
-/// Minimum number of receives for a device, even if many devices share the limit.
+/// Minimum number of receives for a device, even if many devices share `recv_queue_depth`. If
+/// `recv_queue_depth` is smaller, each device has that many.
 const RECEIVES_MIN: u32 = 64;
 
 /// The opened devices of a fabric, with everything it holds on them.

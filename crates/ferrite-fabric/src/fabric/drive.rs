@@ -1,5 +1,6 @@
-//! The ways to drive a fabric. Each way makes passes while there is work, then polls for a short
-//! time, then sleeps.
+//! The ways to drive a fabric. `Fabric::poll` makes a single pass. `Fabric::progress` leaves it to
+//! its caller to sleep. The others make passes while there is work, then poll for a short time,
+//! then sleep.
 
 use std::future::Future;
 use std::ops::{ControlFlow, Deref};
@@ -25,7 +26,7 @@ enum Armed {
     Sleep,
     /// There is work now, so make another pass.
     Retry,
-    /// Another thread is driving the fabric at this moment.
+    /// Another thread holds the poller at this moment, usually to make a pass.
     Busy,
 }
 
@@ -34,7 +35,7 @@ const BUSY_WAIT: Duration = Duration::from_millis(1);
 
 /// The result of a pass.
 struct Pass {
-    /// How much work was done. 0 if another thread is making a pass.
+    /// How much work was done. 0 if another thread holds the poller.
     done: usize,
     /// When the pass was made, as the clock's raw value.
     at: u64,
@@ -141,7 +142,7 @@ impl Shared {
 
 impl Fabric {
     /// Makes one pass: takes completions, delivers messages, wakes futures. Returns how much work
-    /// was done. Never waits.
+    /// was done. Does not wait for work.
     ///
     /// Use this in a loop that spins. A caller that wants to sleep calls [`Fabric::progress`].
     #[expect(clippy::must_use_candidate, reason = "called for its effect")]
@@ -154,8 +155,11 @@ impl Fabric {
         done
     }
 
-    /// Does all the work there is, polls a little longer (`busy_poll_us`), and prepares the
-    /// descriptor for waiting. Returns how much work was done.
+    /// Does the work there is. If there is none, first polls for some, for up to `busy_poll_us`.
+    /// Then prepares the descriptor for waiting. Returns how much work was done.
+    ///
+    /// If there is very much work, returns before all of it is done, and leaves the descriptor
+    /// readable.
     ///
     /// When this returns, wait until the descriptor is readable, then call this function again.
     /// Also call it after submitting work to the fabric, before waiting. The descriptor stays
@@ -171,17 +175,18 @@ impl Fabric {
     /// Like [`Fabric::progress`], for a loop that also runs futures.
     ///
     /// `work` is called after each pass, to run the futures that the pass has woken. It returns
-    /// whether it did anything, or breaks because the loop has other things to do. When neither the
-    /// fabric nor `work` finds more to do, the descriptor is prepared for waiting.
+    /// whether it did anything, or breaks because the loop has other things to do. A break has no
+    /// effect before this call has done any work. When neither the fabric nor `work` finds more to
+    /// do, the descriptor is prepared for waiting.
     ///
-    /// Returns how much work was done. The result is `Break` if the loop was interrupted with more
-    /// work left. The descriptor is readable then.
+    /// Returns how much work was done. The result is `Break` if `work` has interrupted the call, or
+    /// if the call has done much work. There may be more work then, and the descriptor is readable.
     pub fn progress_with(
         &self,
         mut work: impl FnMut() -> ControlFlow<(), bool>,
     ) -> ControlFlow<usize, usize> {
-        /// Maximum amount of work in one call, so that a busy link does not keep the caller's loop
-        /// from its other descriptors.
+        /// A call that has done this much work returns, so that a busy link does not keep the
+        /// caller's loop from its other descriptors.
         const ENOUGH: usize = 1024;
         let shared = self.shared();
         let (mut total, mut first) = (0, true);
@@ -272,7 +277,7 @@ impl Fabric {
         }
     }
 
-    /// Drives the fabric as a tokio task until all its handles are dropped:
+    /// Drives the fabric as a tokio task until all its handles are dropped and its links are gone:
     /// `tokio::spawn(fabric.drive())`.
     ///
     /// # Errors
@@ -312,7 +317,8 @@ impl Fabric {
         }
     }
 
-    /// Drives the fabric on a thread of its own until all its handles are dropped.
+    /// Drives the fabric on a thread of its own until all its handles are dropped and its links are
+    /// gone.
     ///
     /// # Errors
     /// Fails if the thread cannot be started.
@@ -337,7 +343,8 @@ fn yield_to_woken_tasks() -> impl Future<Output = ()> {
     })
 }
 
-/// Registers a driver of the fabric. When it is dropped, another driver takes over.
+/// Registers a driver of the fabric. When it is dropped, another driver takes over, if there is
+/// one.
 struct Driving<S: Deref<Target = Shared>>(S);
 
 impl<S: Deref<Target = Shared>> Driving<S> {

@@ -15,7 +15,8 @@ use crate::link::core::{Wakes, keep};
 use crate::link::shared::LinkShared;
 use crate::mem::lock;
 
-/// Maximum number of open links that wait to be accepted.
+/// Maximum number of open links that wait for the program to accept them. Also the backlog of the
+/// RDMA listener in the kernel.
 pub(crate) const BACKLOG: usize = 1024;
 /// Maximum number of RDMA requests of foreign peers that wait to be accepted.
 const FOREIGN_PEERS: usize = 64;

@@ -1,9 +1,10 @@
 //! One pass of the fabric: poll completions, deliver them, handle events and deadlines.
 //!
-//! A driver holds the poller while it makes a pass, and never blocks meanwhile. The cost of a pass
-//! does not depend on the number of idle links. Checking the descriptors is a system call. So a
-//! pass checks them only if the last check was at least a millisecond ago, if the driver has
-//! prepared to sleep since then, or if a TCP connection carries a link.
+//! A driver holds the poller while it makes a pass. It does not block meanwhile, if calls that may
+//! block run on command threads (`commands.rs`). The cost of a pass does not depend on the number
+//! of idle links. Checking the descriptors is a system call. So a pass checks them only if the last
+//! check was at least a millisecond ago, if the driver has prepared to sleep since then, or if a
+//! TCP connection carries a link.
 
 pub(crate) mod connect;
 mod due;
@@ -74,18 +75,18 @@ pub(crate) struct Poller {
     pub(crate) sockets: Sockets,
     /// Sources whose requests the devices refused.
     pub(crate) strikes: Strikes,
-    /// Links that can migrate, by the session number of this side.
+    /// Links that can migrate, by the session number that this side gave them.
     pub(crate) sessions: HashMap<u64, LinkName>,
     /// Links on TCP whose connect waits until they are upgraded to RDMA.
     pub(crate) upgrade_waiters: HashMap<LinkName, UpgradeWaiter>,
     pub(crate) timers: Timers,
     clock_set: Option<Instant>,
-    /// Links that asked for attention.
+    /// The numbers of links that asked for attention.
     pub(super) pending_links: VecDeque<u32>,
     ready: Vec<(Ready, bool)>,
     /// Whether the driver has prepared to sleep since the last check of the descriptors.
     armed: bool,
-    /// Whether the last check left events that will not be reported again.
+    /// Whether the last check may have left events. The driver must not sleep then.
     unfinished: bool,
     /// Whether the timer for another attempt to get memory is running.
     starved: bool,
@@ -96,7 +97,8 @@ pub(crate) struct Poller {
     pub(crate) wakes: Wakes,
     /// The time of the last check of the descriptors, or of a later call by the program.
     pub(crate) now: Instant,
-    /// All events that had arrived by this time are handled.
+    /// The time of the last check that left no events. All events that had arrived by then are
+    /// handled.
     pub(crate) heard_all: Instant,
     /// The time of the last check of the descriptors, as the raw value of the fabric's clock.
     looked: u64,

@@ -36,7 +36,8 @@ pub(crate) struct RegionShared {
     pub(crate) id: u64,
     pub(crate) rights: Rights,
     pub(crate) remote: RemoteSlice,
-    /// `None` if the region is only accessible over TCP.
+    /// The device that the region was created on; `None` if it was created without one. Links on
+    /// other devices can access the region, too: see [`RegionAccess`].
     pub(crate) device: Option<Arc<SharedDevice>>,
     state: Mutex<State>,
 }
@@ -94,8 +95,8 @@ pub(crate) struct Regions {
 }
 
 impl Regions {
-    /// Registers `buf` on `device`, or for peers over TCP only. If `stays`, the region remains
-    /// accessible over TCP after the device disappears.
+    /// Registers `buf` on `device`, or at first for peers over TCP only. If `stays` is set
+    /// and the device disappears during this call, the region remains accessible over TCP.
     pub(crate) fn register(
         &self,
         pool: &Pool,
@@ -198,7 +199,7 @@ impl Regions {
         region.finish_if_released(wakes, false);
     }
 
-    /// Releases all grants of a link that is down.
+    /// Makes all revocations stop waiting for a link that is down.
     pub(crate) fn on_link_down(&self, link: u32, wakes: &mut Wakes) {
         let ids: Vec<u64> = lock(&self.by_id).keys().copied().collect();
         for id in ids {
@@ -206,8 +207,9 @@ impl Regions {
         }
     }
 
-    /// Ends all registrations on a device that is gone. If `stays`, the regions remain accessible
-    /// over TCP.
+    /// Handles a device that is gone. If `stays`, live regions lose their registration on the
+    /// device and remain accessible over TCP. All other regions that were created on the device are
+    /// revoked at once.
     pub(crate) fn on_device_gone(&self, device: &SharedDevice, stays: bool, wakes: &mut Wakes) {
         let regions: Vec<_> = lock(&self.by_id).values().filter_map(Weak::upgrade).collect();
         for region in &regions {

@@ -8,14 +8,14 @@
 
 use std::time::Duration;
 
-/// How long to spin before yielding, on a network card. A short message and its answer take less
-/// time.
+/// How long to spin before yielding, if the kernel emulates no device. On a network card, a short
+/// message and its answer take less time.
 const ROUND_TRIP: Duration = Duration::from_micros(100);
 /// How long to spin before yielding, if the kernel emulates the device. Most short messages and
 /// their answers take about this long. If the driver yielded at once, the median of
 /// `bench/fabric-ratio` was a tenth longer. With 100 us, its slowest messages took twice as long.
 const SOFTWARE_ROUND_TRIP: Duration = Duration::from_micros(60);
-/// One in this many passes yields.
+/// After that time, one in this many passes yields.
 const UNTIL_YIELD: u32 = 8;
 
 pub(super) struct Spin {

@@ -48,7 +48,8 @@ pub(crate) struct Counters {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct FabricStats {
-    /// Number of links, including those that are closing.
+    /// Number of links, including those that are closing and those that are down but not yet
+    /// released.
     pub links: u64,
     /// Totals of all links, including those that are gone.
     pub totals: LinkStats,
@@ -58,7 +59,7 @@ pub struct FabricStats {
     pub receives_posted: u64,
     /// Receives that a failed link took without completing them. On Soft-RoCE, their memory is
     /// reclaimed when no link is left that could hold them. On other devices, it is reclaimed only
-    /// when the fabric ends.
+    /// when the device is gone or the fabric ends.
     pub receives_overdue: u64,
     /// Receives that may be lost: a link ended, and the device did not report in time that the
     /// link's queue pair had taken its last receive. The same number of receives was posted in
@@ -76,26 +77,30 @@ pub struct FabricStats {
     pub connected: u64,
     /// Peers that were refused.
     pub refused: u64,
-    /// Peers that do not speak our protocol.
+    /// Peers that the fabric treated as speakers of another protocol: they sent no hello, or
+    /// nothing in time, or the listener treats all RDMA peers in this way.
     pub foreign_peers: u64,
-    /// Peers that were disconnected to make room for others, because they had not identified
-    /// themselves.
+    /// Unfinished handshakes that were ended to make room for other handshakes. A TCP
+    /// connection that has sent nothing goes to the program that accepts foreign peers, if there is
+    /// one.
     pub handshakes_displaced: u64,
     /// Peers that were refused because they connected over RDMA to an address that the listener
     /// does not have.
     pub misdirected: u64,
-    /// Times that no connection could be accepted because descriptors or memory had run out.
+    /// Times that a TCP connection could not be accepted, for example because descriptors or memory
+    /// had run out.
     pub accept_failures: u64,
     /// Links that ended with an error.
     pub failed_links: u64,
-    /// Receives that completed for a queue pair that no link has.
+    /// Receive completions for a queue pair that no link has, or for a receive that is not posted.
     pub unknown_receives: u64,
-    /// Links that use TCP although RDMA was preferred, by cause.
+    /// Times that a link used TCP although RDMA was preferred, by cause. Includes the connections
+    /// that the program reported with [`Fabric::fell_back_to_tcp`].
     pub fallbacks: [(FallbackCause, u64); FallbackCause::ALL.len()],
     /// Polls of a completion queue that found completions. The mean batch size is `completions /
     /// batches`.
     pub batches: u64,
-    /// Handshakes that were retried.
+    /// Times that this side tried to connect by RDMA CM again.
     pub connect_retries: u64,
     /// Requests that failed, by status, including flushed ones.
     pub errors: Vec<(Status, u64)>,
@@ -107,7 +112,8 @@ pub struct FabricStats {
     pub read_latency: LatencyStats,
     /// Times that a link was upgraded from TCP to RDMA.
     pub upgrades: u64,
-    /// Upgrade offers that were refused because they named an address that is not the peer's.
+    /// Upgrade offers, and answers to offers, that were refused because they named an address that
+    /// is not the peer's.
     pub offers_refused: u64,
     /// Times that a device was removed or failed.
     pub devices_lost: u64,
@@ -116,6 +122,8 @@ pub struct FabricStats {
     /// The devices that are missing or have a port that is down, each with the reason.
     pub device_faults: Vec<String>,
     /// Links that ended because the peer requested memory or an operation that it had no right to.
+    /// Includes links whose queue pair failed without a reported cause, because not every device
+    /// reports this one.
     pub remote_access_errors: u64,
     /// Handshakes that were refused because their source had caused several access errors (see
     /// [`FabricStats::remote_access_errors`]). Included in [`FabricStats::refused`].
@@ -123,10 +131,10 @@ pub struct FabricStats {
     /// Peers of other protocols that were refused because the device cannot isolate them from each
     /// other. Included in [`FabricStats::refused`].
     pub refused_without_windows: u64,
-    /// Memory regions that were opened to every peer of a device, because it has no memory windows
-    /// for a single queue pair.
+    /// Memory regions of raw connections that were opened to every peer of a device, because the
+    /// device has no memory windows for a single queue pair.
     pub shared_windows: u64,
-    /// Devices in use that cannot restrict memory to a single queue pair.
+    /// Number of the fabric's devices that cannot restrict memory to a single queue pair.
     pub devices_without_windows: u64,
     /// The memory pool.
     pub memory: PoolStats,

@@ -14,7 +14,7 @@ use crate::source::Source;
 const MOST: Duration = Duration::from_secs(600);
 /// The strikes of a source are forgotten after this time without another strike.
 const FORGIVEN: Duration = Duration::from_secs(1800);
-/// Maximum number of sources to remember. Beyond it, the source with the oldest strike is
+/// Maximum number of sources to remember. Beyond it, the source whose last strike is the oldest is
 /// forgotten.
 const SOURCES_MAX: usize = 4096;
 
@@ -35,7 +35,8 @@ impl Strikes {
         Self { first, by_source: HashMap::new() }
     }
 
-    /// Records that a request of `source` was refused. Returns how long the source is excluded.
+    /// Records that a request of `source` was refused. Returns how long the source is excluded,
+    /// or `None` if it is not.
     pub(crate) fn record(&mut self, source: Source, now: Instant) -> Option<Duration> {
         if !self.by_source.contains_key(&source) && self.by_source.len() >= SOURCES_MAX {
             self.by_source

@@ -41,7 +41,7 @@ pub struct ConnectOptions {
 }
 
 impl ConnectOptions {
-    /// Returns the defaults: any local address, and the fabric's `connection_timeout`.
+    /// Returns the defaults: any local address, and the fabric's settings for the rest.
     pub fn new() -> Self {
         Self::default()
     }
@@ -80,7 +80,7 @@ impl ConnectOptions {
     }
 
     /// Sets how long the handshake may take on each transport, including the time that it waits to
-    /// start.
+    /// start. Each retry over RDMA (`connection_retries`) has this time again.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = Some(timeout);
         self
@@ -180,8 +180,13 @@ impl Fabric {
     /// Opens a link to a peer. The connect starts at once. Dropping the future cancels it.
     ///
     /// # Errors
-    /// [`ErrorKind::Unreachable`], [`ErrorKind::Refused`] or [`ErrorKind::Timeout`], with likely
-    /// causes.
+    /// - [`ErrorKind::Unreachable`], [`ErrorKind::Refused`] or [`ErrorKind::Timeout`] if the peer
+    ///   cannot be reached, refuses, or does not answer. If it did not answer over RDMA, the error
+    ///   has likely causes.
+    /// - [`ErrorKind::Protocol`] if the peer does not speak our protocol.
+    /// - [`ErrorKind::Absent`], [`ErrorKind::DeviceGone`] or [`ErrorKind::Resources`] if this side
+    ///   cannot open the link.
+    /// - [`ErrorKind::Misuse`] if the options contradict each other.
     pub fn connect(&self, peer: SocketAddr) -> Connecting {
         self.connect_with(peer, &ConnectOptions::new())
     }
@@ -284,7 +289,8 @@ impl Fabric {
         });
     }
 
-    /// Decides whether to try RDMA, and how to use TCP if TCP is allowed.
+    /// Decides whether to start by RDMA CM, and how to connect over TCP: at once, or if RDMA CM
+    /// fails. The second value is `None` if only RDMA CM may be used.
     fn ways(
         &self,
         peer: SocketAddr,

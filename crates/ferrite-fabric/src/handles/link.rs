@@ -83,7 +83,7 @@ impl Link {
     }
 
     /// Sends a message on a channel. The future waits for room in the queue, then until the peer's
-    /// device has the message.
+    /// device has the message or, on TCP, until the kernel has it.
     pub fn send(&self, channel: u16, buf: impl Into<Buf>) -> Sending {
         self.send_parts(channel, vec![buf.into()])
     }
@@ -121,8 +121,8 @@ impl Link {
         self.shared().post(channel, buf.into())
     }
 
-    /// Sends a message from any memory, as [`Link::post`] does. A small message goes to the device
-    /// at once, without a buffer.
+    /// Sends a message from any memory, as [`Link::post`] does. If nothing is queued before it, a
+    /// small message goes to the device or to the TCP socket at once, without a buffer.
     ///
     /// # Errors
     /// The kind is [`ErrorKind::Full`] if the queue or the pool is full (back-pressure).
@@ -229,7 +229,7 @@ impl Link {
         Ending(Arc::clone(self.shared()))
     }
 
-    /// Waits until either side has ended the link.
+    /// Waits until the link is down: either side has ended it, or it failed.
     pub fn ended(&self) -> Ending {
         Ending(Arc::clone(self.shared()))
     }

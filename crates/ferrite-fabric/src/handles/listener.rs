@@ -57,7 +57,8 @@ pub struct ListenOptions {
 }
 
 impl ListenOptions {
-    /// Returns the defaults: the fabric's settings, and TCP without TLS.
+    /// Returns the defaults: the fabric's settings, including those for TLS
+    /// ([`Builder::tls`](crate::Builder::tls)).
     pub fn new() -> Self {
         Self::default()
     }
@@ -116,10 +117,10 @@ impl Fabric {
     /// - A listener on all addresses (`0.0.0.0` or `[::]`) never loses RDMA.
     ///
     /// # Errors
-    /// [`ErrorKind::Misuse`](crate::ErrorKind::Misuse) if the address is in use or does not belong
-    /// to this host. If RDMA is required: [`ErrorKind::Absent`](crate::ErrorKind::Absent) if there
-    /// is no connection manager, [`ErrorKind::Unreachable`](crate::ErrorKind::Unreachable) if no
-    /// RDMA device has the address.
+    /// [`ErrorKind::Misuse`](crate::ErrorKind::Misuse) if the address is in use.
+    /// [`ErrorKind::Unreachable`](crate::ErrorKind::Unreachable) if this host does not have the
+    /// address or, if RDMA is required, if no RDMA device has it.
+    /// [`ErrorKind::Absent`](crate::ErrorKind::Absent) if RDMA is required but unavailable.
     pub fn listen(&self, local: SocketAddr) -> Result<Listener, Error> {
         self.listen_with(local, &ListenOptions::new())
     }

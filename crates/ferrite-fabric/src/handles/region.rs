@@ -92,8 +92,8 @@ impl Fabric {
 }
 
 impl Link {
-    /// Registers `buf` so that peers may access it: see [`Fabric::register_memory`]. Peers access
-    /// it through this link's device.
+    /// Registers `buf` so that peers may access it: see [`Fabric::register_memory`]. Registers it
+    /// on this link's device, or at first on no device if the link is on TCP.
     ///
     /// # Errors
     /// Returns the buffer with the error if the registration fails, for example because of the
@@ -131,8 +131,8 @@ impl Region {
         self.shared.remote.len as usize
     }
 
-    /// Returns the device through which peers access the region, or `None` if they access it only
-    /// over TCP.
+    /// Returns the device that the region was created on, or `None` if it was created for a link on
+    /// TCP. A link with a grant that is on another device accesses the region through that device.
     #[must_use]
     pub fn device(&self) -> Option<&str> {
         self.shared.device.as_ref().map(|device| device.name.as_str())

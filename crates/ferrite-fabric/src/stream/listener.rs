@@ -42,10 +42,11 @@ use crate::source::UNKNOWN_PEER;
 pub struct StreamListener(Listener);
 
 impl StreamListener {
-    /// Listens on an address of the fabric's devices. Port 0 picks a free port.
+    /// Listens on an address of this host. Port 0 picks a free port.
     ///
     /// # Errors
-    /// Returns the errors of [`Fabric::listen`]. An address in use is [`io::ErrorKind::AddrInUse`].
+    /// Returns the errors of [`Fabric::listen`]. An address in use is [`io::ErrorKind::AddrInUse`]
+    /// if it is in use for RDMA, and [`io::ErrorKind::InvalidInput`] if it is in use for TCP.
     pub fn bind(fabric: &Fabric, local: SocketAddr) -> io::Result<Self> {
         Ok(Self(fabric.listen(local)?))
     }

@@ -1,10 +1,10 @@
 //! The writing side of a stream: turns bytes into messages.
 //!
 //! Over RDMA, a write copies the bytes into registered memory, queues the message and returns,
-//! without waiting for an acknowledgement. The link's queue limits how much may wait
-//! (`send_queue_messages`, `send_queue_bytes`), and the peer's window limits how much is in flight.
-//! Over TCP, the bytes go to the kernel directly, without a queue. The caller keeps the bytes that
-//! the kernel does not accept.
+//! without waiting for an acknowledgement. A few bytes are sent inline instead. The link's queue
+//! limits how much may wait (`send_queue_messages`, `send_queue_bytes`), and the peer's window
+//! limits how much is in flight. Over TCP, the bytes go to the kernel directly, unless earlier
+//! messages are still queued. The caller keeps the bytes that the kernel does not accept.
 
 use std::io::{self, IoSlice};
 use std::task::{Context, Poll, ready};
@@ -126,7 +126,8 @@ impl Writer {
         }
     }
 
-    /// Sends the first `len` bytes inline at once, if possible. Returns whether they were sent.
+    /// Sends the first `len` bytes at once, if possible: inline over RDMA, or to the kernel over
+    /// TCP. Returns whether they were sent.
     fn send_now(&self, slices: &[IoSlice<'_>], len: usize) -> io::Result<bool> {
         let mut gathered = [0; SMALL];
         let bytes = match slices {

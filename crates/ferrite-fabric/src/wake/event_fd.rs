@@ -25,7 +25,7 @@ mod real {
         /// Creates an eventfd that is not readable.
         ///
         /// # Errors
-        /// Fails if the process has no descriptor left.
+        /// Fails if the process or the host has no descriptor or no memory left.
         pub fn new() -> Result<Self, Error> {
             eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)
                 .map(Self)

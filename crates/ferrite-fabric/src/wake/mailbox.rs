@@ -24,7 +24,7 @@ use crate::error::Error;
 use crate::sync::{AtomicBool, Mutex, lock};
 
 pub(crate) struct Mailbox {
-    /// Links that need attention from the driver.
+    /// The numbers of links that need attention from the driver.
     links: Mutex<Vec<u32>>,
     /// Whether there are requests, and whether a driver waits on the descriptor or is about to
     /// wait.

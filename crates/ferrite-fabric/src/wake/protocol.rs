@@ -1,5 +1,5 @@
-//! A loom model of how a fabric's drivers sleep and are woken. It explores every interleaving of a
-//! few threads.
+//! A loom model of how a fabric's drivers sleep and are woken. It explores the interleavings of a
+//! few threads, within the bounds that are set for loom.
 //!
 //! The [`Mailbox`] and the [`Wakeup`] are the real ones. The kernel and the device are the
 //! simplified ones of `event_fd/model.rs`. The loops are reduced copies of those in `poller.rs` and

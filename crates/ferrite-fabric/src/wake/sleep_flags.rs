@@ -1,6 +1,6 @@
-//! The rule by which a thread sleeps without missing work. All sleeping threads of Ferrite follow
-//! it: the drivers of a fabric (`mailbox.rs`), threads that wait for a future (`wakeup.rs`), and
-//! the module's tasks in the engine's event loop.
+//! The rule by which a thread that sleeps on a descriptor does not miss work. These follow it: the
+//! drivers of a fabric (`mailbox.rs`), threads that wait for a future (`wakeup.rs`), and the
+//! module's tasks in the engine's event loop.
 
 use std::sync::atomic::Ordering;
 

@@ -1,5 +1,5 @@
 //! One descriptor for everything a fabric waits for: completions, events of the connection manager
-//! and of the devices, wake-ups from other threads, and the timer.
+//! and of the devices, TCP sockets, wake-ups from other threads, and the timer.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
@@ -22,7 +22,7 @@ pub(crate) enum Ready {
     Cm,
     Mailbox,
     Clock,
-    /// The TCP connection with this number.
+    /// The TCP connection or TCP listener with this number.
     Socket(u64),
 }
 
@@ -96,11 +96,11 @@ impl WaitSet {
         let _ = epoll::delete(&self.epoll, fd); // the descriptor may never have been added
     }
 
-    /// Adds all event sources that are ready now to `out`, without waiting. Returns whether there
-    /// may be more.
+    /// Adds up to 32 event sources that are ready now to `out`, without waiting. Returns whether
+    /// there may be more.
     ///
-    /// The flag of an entry says whether its descriptor reports an error. Such a descriptor stays
-    /// ready for ever.
+    /// The flag of an entry says whether its descriptor reports an error or a hang-up. Unless it is
+    /// a socket, such a descriptor stays ready for ever.
     pub(crate) fn ready(&self, out: &mut Vec<(Ready, bool)>) -> bool {
         let mut events =
             [epoll::Event { flags: epoll::EventFlags::IN, data: epoll::EventData::new_u64(0) }; 32];

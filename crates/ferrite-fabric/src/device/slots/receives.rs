@@ -59,8 +59,8 @@ pub(crate) struct ReceiveStock {
     takers: Vec<Arc<AtomicU64>>,
 }
 
-/// Registers a queue pair that takes receives from a stock. It contains a sequence number. The
-/// queue pair cannot hold any receive with a lower number.
+/// Registers a queue pair that takes receives from a stock. It contains a sequence number. If the
+/// device takes receives in order, the queue pair cannot hold any receive with a lower number.
 ///
 /// Must be dropped only after the device has confirmed that the queue pair is destroyed. Without a
 /// confirmation, it must never be dropped.
@@ -129,7 +129,8 @@ impl ReceiveStock {
         Taker(passed)
     }
 
-    /// Takes back the overdue receives that only destroyed queue pairs could hold.
+    /// Takes back the overdue receives that no remaining queue pair can hold. Takes back none if
+    /// the device does not take receives in order.
     pub(crate) fn reclaim(&mut self) {
         self.takers.retain_mut(|taker| Arc::get_mut(taker).is_none());
         if self.overdue == 0 || !self.in_order {
@@ -161,8 +162,8 @@ impl ReceiveStock {
     /// Makes the next refill post `most` more receives. They replace receives that a destroyed
     /// queue pair may have taken without completing them. This can happen if the device did not
     /// report the last receive of the queue pair, because providers such as mlx5 remove the
-    /// completions of a destroyed queue pair. If the shared receive queue has no room for the
-    /// additional receives, none is missing.
+    /// completions of a destroyed queue pair. Each additional receive for which the
+    /// shared receive queue has no room shows that one receive is not missing.
     pub(crate) fn expect_missing(&mut self, most: usize) {
         self.extra += most;
         for _ in 0..most {

@@ -1,11 +1,11 @@
 //! Handshakes with peers, by RDMA CM or over TCP (`sockets.rs`), and the connection-manager
 //! identifiers of established links.
 //!
-//! Everything here runs in the poller's pass and never blocks. Each event of the connection manager
-//! advances a handshake by one step, and a timer ends handshakes that make no progress. Calls to
-//! the kernel or the device that may block run as commands (`fabric/commands.rs`). A command owns
-//! the identifier while it runs. Events that arrive meanwhile are handled after the command's
-//! result.
+//! Everything here runs while the caller holds the poller, and must not block. Each event of the
+//! connection manager advances a handshake by one step, and a timer ends handshakes that make no
+//! progress. Calls to the kernel or the device that may block run as commands
+//! (`fabric/commands.rs`). A command owns the identifier while it runs. Events that arrive
+//! meanwhile are handled after the command's result.
 //!
 //! ```text
 //!   outgoing   resolve address ─► resolve route ─► connect (hello) ─► response (hello)
@@ -378,8 +378,9 @@ pub(crate) fn device_of<'a>(shared: &'a Shared, id: &CmId) -> Result<&'a Arc<Sha
     Ok(found)
 }
 
-/// Returns whether a link's queue pair is in ERROR although this side has no failure. On a device
-/// that does not report refused requests, this means that the device refused a request of the peer.
+/// Returns whether a link's queue pair is in ERROR although this side has no failure, on a device
+/// that does not report refused requests. This means that the device refused a request of the peer.
+/// On other devices, returns false.
 fn failed_silently(link: &LinkShared) -> bool {
     let hides = link.device().is_some_and(|device| device.quirks().hides_refused_requests);
     let failed = |state: &mut LinkState| {

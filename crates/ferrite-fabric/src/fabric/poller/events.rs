@@ -75,7 +75,8 @@ impl Poller {
         }
     }
 
-    /// Fails all links of a device that no longer works.
+    /// Handles a device that no longer works: its links lose their RDMA path, and upgrades to it
+    /// end. Links that can migrate continue over TCP, and the others fail.
     pub(crate) fn device_gone(&mut self, shared: &Shared, device: usize, why: &str) {
         self.reap_all(shared);
         let device = &shared.devices[device];

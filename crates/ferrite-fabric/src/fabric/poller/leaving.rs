@@ -1,11 +1,11 @@
 //! Destroys queue pairs, starting from the ERROR state.
 //!
 //! ```text
-//!   to ERROR ──► LAST_WQE_REACHED, or 2 s ──► poll the completion queue ──► destroy
+//!   to ERROR ──► LAST_WQE_REACHED, or a timeout ──► poll the completion queue ──► destroy
 //! ```
 //!
-//! A queue pair with a shared receive queue must be destroyed in this order (InfiniBand
-//! specification 10.2.9.3; `__ib_drain_srq` in the kernel's `drivers/infiniband/core/verbs.c`).
+//! For a queue pair with a shared receive queue, the InfiniBand specification recommends this order
+//! (10.3.1, quoted at `__ib_drain_srq` in the kernel's `drivers/infiniband/core/verbs.c`).
 //! When a queue pair is destroyed, providers such as mlx5 discard its completions that were not
 //! polled, and free the entries of the shared receive queue that belong to these completions. The
 //! stock of receives (`device/slots/receives.rs`) would then count these receives as posted for
@@ -51,8 +51,8 @@ pub(super) struct Unreported {
 pub(crate) struct Leaving {
     device: Arc<SharedDevice>,
     number: u32,
-    /// The link that the queue pair belonged to, and the source that the destroy command is charged
-    /// to.
+    /// The number of the link that the queue pair belonged to, and the source that the destroy
+    /// command is charged to.
     link: u32,
     source: Source,
     queue: SendQueue<RequestContext>,
@@ -60,7 +60,7 @@ pub(crate) struct Leaving {
 
 impl Poller {
     /// Downgrades a link that has lost its RDMA path, as soon as the device has reported that
-    /// nothing more arrives over that path.
+    /// nothing more arrives over that path, or had enough time to report it.
     pub(crate) fn downgrade_when_drained(&mut self, shared: &Shared, link: &Arc<LinkShared>) {
         let (drained, first) = link.with_wakes(&mut self.wakes, |state, _, _| {
             let drained = state.took_last();
@@ -126,7 +126,7 @@ impl Poller {
     }
 
     /// Takes over a queue pair that was stopped, and destroys it once it has taken its last
-    /// receive.
+    /// receive, or after a timeout.
     pub(crate) fn destroy_when_drained(
         &mut self,
         device: &Arc<SharedDevice>,

@@ -102,8 +102,9 @@ impl Poller {
     }
 
     /// Handles a request of the peer that the device refused, which also ended the link. Counts it
-    /// once for each link, and records a strike against the source if `is_certain`. Does nothing if
-    /// this side is closing the link, because its memory may be gone before the peer knows.
+    /// once for each link. Records a strike against the source if `is_certain`, unless the peer had
+    /// a grant. Does nothing if this side is closing the link, because its memory may be gone
+    /// before the peer knows.
     #[cold]
     pub(crate) fn peer_was_refused(
         &mut self,
@@ -132,7 +133,8 @@ impl Poller {
     }
 
     /// Destroys the queue pair of a link that is down and forgets the link, once nothing is in
-    /// flight (or at once if `by_force`).
+    /// flight and the queue pair has taken its last receive. With `by_force`, does not wait for
+    /// these.
     pub(super) fn tear_down(&mut self, shared: &Shared, link: &Arc<LinkShared>, by_force: bool) {
         let ready = link.with_wakes(&mut self.wakes, |state, _, _| {
             state.failure().is_some() && state.may_destroy()
@@ -148,11 +150,12 @@ impl Poller {
         match destroying {
             Destroying::Gone => self.forget(shared, link),
             Destroying::Queue(queue) => self.destroy(shared, link, *queue),
-            // The driver calls this again after the last completion in flight, or after the timer
-            // if that completion does not come.
+            // A command owns the queue pair, so the timer has to try again.
             Destroying::NotYet if by_force => {
                 self.timers.add(self.now + DRAIN, Timer::Drain(link.name));
             }
+            // The driver calls this again when the link needs service, or by force when
+            // `Timer::Drain` expires.
             Destroying::NotYet => {}
         }
     }
@@ -223,7 +226,7 @@ impl Poller {
         self.by_qp.insert(device.index, number, link);
     }
 
-    /// Unregisters a queue pair that is gone.
+    /// Unregisters a queue pair that is gone, and replaces the receives that may be lost with it.
     pub(crate) fn forget_qp(&mut self, device: &SharedDevice, number: u32, link: u32) {
         self.by_qp.remove(device.index, number, link);
         self.replace_missing_receives(device, number);

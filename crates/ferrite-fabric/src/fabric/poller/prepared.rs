@@ -9,8 +9,8 @@ use crate::device::shared_device::SharedDevice;
 use crate::fabric::Shared;
 
 impl Poller {
-    /// Creates the next prepared queue pair of a device, if one is missing. Runs as a command, and
-    /// links do not wait for it.
+    /// Creates the prepared queue pairs of a device that are missing, one at a time. Each creation
+    /// runs as a command, and links do not wait for it.
     pub(crate) fn prepare_queue_pairs(&mut self, shared: &Shared, device: &Arc<SharedDevice>) {
         let Some(objects) = self.device_objects[device.index].as_mut() else { return };
         let is_full = objects.prepared.len() >= shared.config.prepared_queue_pairs;

@@ -2,17 +2,18 @@
 //!
 //! ```text
 //!   in use ── removed or failed ──► gone: no new links; existing links end
-//!     ▲                                │ the last link is gone
+//!     ▲                                │    or continue over TCP
+//!     │                                │ no link uses it any more
 //!     │                                ▼
 //!     └── found, all objects ◄────  retired: nothing is held; searched for
-//!         created again                after 1 s, later every 8 s
+//!         created again                after 1 s, then at delays up to 8 s
 //! ```
 //!
-//! Only udev announces new devices, so the fabric polls for them with a timer. A fabric that has
-//! all its devices has no such timer. The device keeps its index, and with it its domain in the
-//! pool: buffers that are in use remain valid for the device that came back. A search registers the
-//! pool's memory, and releasing a device deregisters it. Both take long, so they run as commands,
-//! one after the other.
+//! The verbs library does not announce new devices, so the fabric polls for them with a timer. A
+//! fabric that has all its devices has no such timer. The device keeps its index, and with it its
+//! domain in the pool: buffers that are in use remain valid for the device that came back. A search
+//! registers the pool's memory, and releasing a device deregisters it. Both take long, so they run
+//! as commands, one after the other.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

@@ -22,7 +22,7 @@ pub(crate) struct Kernel {
 #[derive(Default)]
 pub(crate) struct KernelState {
     pub(crate) event_fds: Vec<bool>,
-    /// The futures whose completions were not taken yet.
+    /// The numbers of the futures whose completions were not taken yet.
     pub(crate) completions: Vec<usize>,
     /// Whether the next completion makes the descriptor readable.
     pub(crate) armed: bool,

@@ -53,7 +53,7 @@ impl OverTcp {
         let Self { peer, local, timeout, tls, policy, upgrade } = self;
         let purpose = match fallback {
             None if upgrade => Purpose::Rdma(reply, policy),
-            // RDMA CM has failed, so the upgrade is tried later.
+            // With a fallback, RDMA CM has failed, so the upgrade is tried later.
             fallback => Purpose::Link(reply, fallback),
         };
         Dial { peer, local, deadline: now + timeout, tls, purpose }

@@ -1,5 +1,6 @@
 //! Handshakes over TCP: two peers exchange hellos, or one refuses the other. A peer that sends
-//! other data than a hello is a foreign peer.
+//! other data than a hello is a foreign peer. If the listener accepts foreign peers, so is a peer
+//! that sends nothing in time.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::net::SocketAddr;
@@ -163,9 +164,10 @@ impl Poller {
         }
     }
 
-    /// Ends a connection that has made no progress, so that another can be admitted. A silent
-    /// connection may be a pooled client of another protocol. It goes to the listener's foreign
-    /// peers, earlier than after the timeout.
+    /// Ends an unfinished handshake, so that another connection can be admitted. A silent
+    /// connection may be a pooled client of another protocol. If the listener accepts foreign
+    /// peers, the silent connection goes to them, earlier than after the timeout. Other connections
+    /// are closed.
     pub(super) fn displace(&mut self, shared: &Shared, id: u64) {
         self.sockets.leave_admission(id);
         let Some(greeting) = self.sockets.take_greeting(id) else { return };
@@ -388,8 +390,8 @@ impl Greeting {
         }
     }
 
-    /// Reads what has arrived, up to the length of the longest greeting. Returns whether the peer
-    /// has ended the connection.
+    /// Reads what has arrived, until it is at least as long as the longest greeting or refusal.
+    /// Returns whether the peer has ended the connection.
     fn read(&mut self) -> io::Result<bool> {
         while self.heard.len() < GREETING_BYTES.max(REFUSAL_BYTES_MAX) {
             let mut bytes = [0; 256];

@@ -171,9 +171,9 @@ impl Poller {
         }
     }
 
-    /// Returns whether this peer may start a handshake. If there are too many handshakes, first
-    /// ends the oldest one of the busiest source. A correct peer finishes long before its handshake
-    /// is the oldest.
+    /// Returns whether this peer may start a handshake. If there are too many handshakes, in total
+    /// or of the peer's source, first ends an older one, if the rules in `admission.rs` allow that.
+    /// A correct peer finishes long before its handshake is the oldest.
     fn may_start(&mut self, shared: &Shared, id: &CmId) -> bool {
         // Each source has its own limit for commands; this limit is for all sources together.
         if self.handshakes.commanded >= COMMANDED_MAX {

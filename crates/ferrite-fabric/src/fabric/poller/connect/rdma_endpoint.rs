@@ -1,11 +1,12 @@
 //! Finds the RDMA address that corresponds to this side's end of a TCP connection, and checks the
 //! RDMA address that the peer announces.
 //!
-//! Peers exchange these addresses over TCP, before either side is authenticated. If the kernel does
-//! not know a GID, it resolves a hardware address for up to a second, and the owner of that address
-//! would get packets from us. So each side may announce only one address: the GID of its end of the
-//! TCP connection. GIDs that do not correspond to an IP address are refused. These are the GIDs of
-//! InfiniBand, and the link-local GIDs of RoCE unless TCP itself uses that link-local address.
+//! Peers exchange these addresses over TCP, when they may not be authenticated yet. If the kernel
+//! does not know a GID, it resolves a hardware address for up to a second, and the owner of that
+//! address would get packets from us. So each side may announce only one address: the GID of its
+//! end of the TCP connection. GIDs that do not correspond to an IP address are refused. These are
+//! the GIDs of InfiniBand, and the link-local GIDs of RoCE unless TCP itself uses that link-local
+//! address.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;

@@ -66,7 +66,9 @@ impl Poller {
         });
     }
 
-    /// Creates and registers a link on `device` over a new queue pair.
+    /// Creates and registers a link on `device` over a new queue pair. Destroys the queue pair if
+    /// there can be no link. Calls [`Poller::end_queue_pair`] in either case, for a failed link
+    /// after the queue pair was destroyed.
     pub(super) fn create_link(
         &mut self,
         shared: &Shared,

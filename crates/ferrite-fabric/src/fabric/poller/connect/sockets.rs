@@ -46,7 +46,8 @@ pub(crate) struct Sockets {
     pub(super) next: u64,
     /// Connections that need to be handled.
     ready: VecDeque<u64>,
-    /// Handshakes of peers that have sent nothing yet. They are not counted as half open.
+    /// Connections of peers that have sent nothing yet, or whose TLS handshake is not admitted yet.
+    /// They are not counted as half open.
     pub(super) silent: AdmissionQueue<u64>,
     /// Handshakes that have started and not finished.
     pub(super) half_open: AdmissionQueue<u64>,
@@ -241,7 +242,7 @@ impl Poller {
         self.timers.add(deadline, Timer::Greeting(id));
     }
 
-    /// Handles the connections that are ready. Returns how many there were.
+    /// Handles up to [`SOCKETS_PER_PASS`] connections that are ready. Returns how many.
     pub(crate) fn serve_sockets(&mut self, shared: &Shared) -> usize {
         let count = self.sockets.ready.len().min(SOCKETS_PER_PASS);
         for _ in 0..count {

@@ -393,8 +393,8 @@ impl Poller {
         let ended = link.with_wakes(&mut self.wakes, |state, _, _| state.end_upgrade());
         let Some((device, queue)) = ended else { return };
         if queue.is_away() {
-            // A command owns the queue pair and will destroy it later. Until then the queue pair
-            // may hold a receive.
+            // A command owns the queue pair. When the command returns it, the poller destroys it.
+            // Until then the queue pair may hold a receive.
             self.orphans.insert((device.index, queue.number()), queue);
         } else {
             self.destroy_when_drained(&device, queue, link);

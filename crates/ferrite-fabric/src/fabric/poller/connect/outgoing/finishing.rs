@@ -117,7 +117,8 @@ impl Poller {
     }
 }
 
-/// Adds the likely causes if the handshake ended because the peer did not answer.
+/// Adds the likely causes if the handshake ended because the peer did not answer or could not be
+/// reached.
 fn add_causes(shared: &Shared, outgoing: &Outgoing, error: Error) -> Error {
     if ![ErrorKind::Timeout, ErrorKind::Unreachable].contains(&error.kind()) {
         return error;
