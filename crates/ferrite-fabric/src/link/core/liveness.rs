@@ -20,7 +20,7 @@ pub(crate) struct Liveness {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Silence {
     pub(crate) after: Duration,
-    /// Whether the peer's device has answered.
+    /// Whether the peer's device has acknowledged something since the keepalive.
     pub(crate) acknowledged: bool,
 }
 
