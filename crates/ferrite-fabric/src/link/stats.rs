@@ -34,7 +34,8 @@ pub struct LinkStats {
     pub moves: u64,
     /// The part of the bytes sent, written and read that went over TCP. The others went over RDMA.
     pub tcp_bytes: u64,
-    /// Memory windows for the peer that were not bound, because their path was lost.
+    /// Memory windows for the peer that were not bound, because the link was down or no longer used
+    /// their device.
     pub binds_dropped: u64,
 }
 

@@ -9,9 +9,9 @@
 //!     │ Ping(GO) over RDMA ───────────────────► │ both send over RDMA
 //! ```
 //!
-//! After its `Switch`, a side sends only migration frames on TCP, until RDMA is lost. The caller
-//! sends on RDMA once it has received the peer's `Switch`. The peer sends on RDMA once it has
-//! received the caller's first frame there (`GO`).
+//! After its `Switch`, a side sends only migration frames and answers to one-sided operations on
+//! TCP, until RDMA is lost. The caller sends on RDMA once it has received the peer's `Switch`. The
+//! peer sends on RDMA once it has received the caller's first frame there (`GO`).
 //!
 //! The caller numbers its offers, and every frame about an offer carries the number. So a late
 //! answer or withdrawal is not mistaken for one that belongs to the next offer.

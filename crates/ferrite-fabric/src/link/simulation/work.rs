@@ -12,7 +12,7 @@ use crate::link::outbox::OneSided;
 use crate::mem::Buf;
 
 impl Side {
-    /// Lets the application send something.
+    /// Lets the application send a message, or read or write the peer's granted memory.
     pub(super) fn offer_work(
         &mut self,
         peer: &mut Application,

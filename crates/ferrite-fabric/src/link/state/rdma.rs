@@ -388,7 +388,7 @@ impl LinkState {
             return;
         }
         if status == Status::FLUSHED && self.failure().is_none() {
-            // An earlier request failed. An event or the peer will tell the cause.
+            // The queue pair has failed. Another completion, an event or the peer tells the cause.
             self.rdma.flushed.push(*wc);
             return;
         }

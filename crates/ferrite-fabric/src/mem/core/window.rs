@@ -153,7 +153,8 @@ impl Registrations {
     }
 
     /// Closes everything and returns the buffer to its pool: now, or when the last bind request in
-    /// flight has completed.
+    /// flight has completed. If a device does not release the memory, the buffer goes into
+    /// quarantine.
     pub(in crate::mem) fn release(mut self, mut buf: BufMut) {
         let mut bound = Vec::new();
         while let Some((index, window)) = self.windows.pop() {
