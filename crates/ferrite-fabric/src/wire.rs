@@ -5,7 +5,7 @@
 //! |---|---|
 //! | [`Hello`] | private data of a CM request and its response; start of a greeting |
 //! | [`Greeting`] | first bytes of a TCP connection |
-//! | [`Refusal`] | private data of a CM rejection; instead of the accepting side's greeting on TCP |
+//! | [`Refusal`] | private data of a CM rejection; on TCP, the answer to a refused greeting |
 //! | [`Frame`] | immediate data of every two-sided frame |
 //! | [`Control`] | payload of a control frame |
 //! | [`TcpFrame`] | header of everything on a TCP connection after the greeting |
