@@ -9,8 +9,9 @@
 //! ```
 //!
 //! A seed determines a run. The simulator checks that
-//! - every message arrives once and in order, and the immediate data of a write after its bytes;
-//! - no write reaches memory that was released;
+//! - messages arrive in order and at most once, and all of them if the link closes in good order;
+//! - the immediate data of a write arrives after its bytes;
+//! - no read or write reaches memory that was released;
 //! - honest peers do not violate the protocol;
 //! - every operation is answered, and every link ends.
 //!

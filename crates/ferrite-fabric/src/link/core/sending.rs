@@ -1,4 +1,4 @@
-//! Sending: chooses the next frame, within the peer's credits.
+//! Sending: chooses the next frame or one-sided operation, within the peer's credits.
 
 use super::migration::ActiveTransport;
 use super::{LinkCore, RequestContext, Wakes};

@@ -73,7 +73,7 @@ impl LinkState {
         self.rdma.queue.is_away() || self.rdma.is_destroying
     }
 
-    /// Returns the first slot generation for the next queue pair with the link's number.
+    /// Returns the first slot generation for the link's next queue pair.
     pub(crate) fn next_generation(&self) -> u32 {
         match self.rdma.device {
             Some(_) => self.rdma.queue.next_generation(),

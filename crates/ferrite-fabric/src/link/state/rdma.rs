@@ -107,7 +107,7 @@ impl RdmaPath {
     }
 
     /// Takes the queue pair back from a command. If the link went down meanwhile, the queue pair is
-    /// stopped when the lock is released.
+    /// stopped before the lock is released.
     pub(crate) fn take_back(&mut self, qp: ferrite_verbs::QueuePair) {
         self.queue.take_back(qp);
         self.is_running = true;
