@@ -1,7 +1,7 @@
 //! Commands that change a connection's own state, by their identity.
 //!
 //! A server that runs some commands itself proxies the others to the engine. It must know which
-//! proxied commands may change the client's state in the engine. After such a command it asks the
+//! proxied commands may change the client's state in the engine. After each of these it asks the
 //! engine for the state; this module neither keeps nor guesses it.
 //!
 //! An identity is the engine's original name of a command, whatever name the client typed:

@@ -35,7 +35,7 @@ pub struct Account(Arc<Inner>);
 struct Inner {
     name: Arc<str>,
     limit_bytes: u64,
-    /// Locked while the parent is charged or credited, so that both change together.
+    /// Locked while the parent is charged or credited, so that both accounts change together.
     held: Mutex<Held>,
     parent: Option<Parent>,
 }

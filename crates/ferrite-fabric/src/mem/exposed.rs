@@ -144,8 +144,9 @@ impl Exposed {
         self.held.as_ref().expect("held until it is revoked")
     }
 
-    /// Returns the numbers that the peer needs to address the memory, on the first device to which
-    /// it is exposed. Send them to the peer. Without a device, all but the length are 0.
+    /// Returns the numbers that the peer needs to address the memory: through the first window, or
+    /// else on the first device to which the memory is exposed. Send them to the peer. Without a
+    /// device, all but the length are 0.
     #[must_use]
     pub fn remote(&self) -> RemoteSlice {
         let registrations = &self.held().registrations;

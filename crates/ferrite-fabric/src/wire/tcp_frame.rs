@@ -51,7 +51,7 @@ pub enum TcpFrameKind {
 
 impl TcpFrameKind {
     /// Returns whether the frame is part of an upgrade or a migration. Only links that can migrate
-    /// send such frames.
+    /// send these frames.
     #[must_use]
     pub fn is_migration(self) -> bool {
         matches!(

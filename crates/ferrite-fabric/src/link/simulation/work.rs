@@ -1,4 +1,4 @@
-//! The actions of both applications on the link.
+//! The actions of a side's application on the link.
 
 use std::task::{Poll, Waker};
 

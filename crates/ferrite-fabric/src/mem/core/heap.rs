@@ -252,8 +252,8 @@ impl Heap {
         (taken, state.idle_before > 0 && may_shrink)
     }
 
-    /// Returns whether a block must be returned at once, because a few such blocks keep the heap
-    /// from shrinking.
+    /// Returns whether a block must be returned at once: its chunk is one of those whose few blocks
+    /// keep the heap from shrinking.
     pub(in crate::mem) fn wants_back(&self, block: &Block) -> bool {
         block.slab.chunk >= self.returns_from.load(Ordering::Relaxed)
     }
