@@ -231,7 +231,8 @@ fn same3(theirs: &Frame3, ours: &Value<'_>) -> bool {
         }
 }
 
-/// Compares in both directions, because a map keeps only one of several pairs with the same key.
+/// Returns whether the other decoder's keys and values are among ours, and our keys among its keys.
+/// Does not compare pair by pair, because a map keeps only one of several pairs with the same key.
 fn same_pairs<'a>(
     theirs: impl Iterator<Item = (&'a Frame3, &'a Frame3)> + Clone,
     ours: &[(Value<'_>, Value<'_>)],

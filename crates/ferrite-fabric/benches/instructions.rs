@@ -23,7 +23,7 @@ use gungraun::{
     Callgrind, LibraryBenchmarkConfig, library_benchmark, library_benchmark_group, main,
 };
 
-/// Messages in each run; `cargo xtask instructions` divides by it.
+/// The number of messages or operations in each run; `cargo xtask instructions` divides by it.
 const MESSAGES: usize = 1000;
 const WARM_UP: usize = 200;
 const SMALL: usize = 64;
@@ -87,7 +87,7 @@ impl Pair {
         buf.freeze()
     }
 
-    /// Polls both ends until the message has arrived.
+    /// Polls the far end until the message has arrived, and then the near end once.
     fn receive(&self) {
         loop {
             self.far.poll();
@@ -99,7 +99,8 @@ impl Pair {
         self.near.poll(); // polls the completion
     }
 
-    /// Sends from the caller's memory, without waiting.
+    /// Sends from the caller's memory, without waiting for acknowledgements, and receives each
+    /// message before the next is sent.
     fn post(&self, messages: usize) {
         for _ in 0..messages {
             self.sender.post_bytes(0, black_box(&[7; SMALL])).expect("room");
@@ -107,7 +108,8 @@ impl Pair {
         }
     }
 
-    /// Sends from a buffer of the pool, and waits.
+    /// Sends from a buffer of the pool, waits for the acknowledgement, and receives each message
+    /// before the next is sent.
     fn send(&self, messages: usize) {
         self.near.block_on(async {
             for _ in 0..messages {

@@ -1,10 +1,11 @@
-//! The inside of a link: a connection between two Ferrite peers, over RDMA or TCP. Users hold it as
-//! a [`Link`](crate::Link).
+//! The inside of a link: a connection to a peer, over RDMA or TCP. Users hold it as a
+//! [`Link`](crate::Link), or as a [`RawConnection`](crate::RawConnection) if the peer speaks
+//! another protocol.
 //!
 //! | file | what it is |
 //! |---|---|
 //! | `core.rs` | the protocol, without I/O: credits, closing, grants, migration |
-//! | `outbox.rs` | cuts messages into frames, one channel after another, without I/O |
+//! | `outbox.rs` | cuts messages into frames, round-robin over the channels, without I/O |
 //! | `inbox.rs` | assembles frames into messages, without I/O |
 //! | `state.rs` | what the link's lock protects: the core, and the I/O on its RDMA and TCP paths |
 //! | `tcp.rs` `tls.rs` `socket.rs` | the TCP connection of a link |

@@ -23,7 +23,8 @@
 //!   │                       of the thread's shard; an excess goes back to the chunk, and a chunk
 //!   │                       whose blocks are all back is free for any class
 //!   ▼
-//!   deregistered and unmapped when the last Pool and the last buffer in it are gone
+//!   deregistered and unmapped when the last Pool and the last buffer in it are gone, or earlier
+//!   by Pool::shrink, if it is unused
 //! ```
 //!
 //! # Requests in flight
@@ -84,8 +85,8 @@ pub use exposed::Exposed;
 pub use pool::{Builder, Pool};
 pub use stats::{Failures, HeapStats, PageStats, PoolStats};
 
-/// Locks a mutex and ignores poisoning. A panic under one of our locks leaves the data consistent,
-/// because each critical section either moves whole values or counts.
+/// Locks a mutex and ignores poisoning. A panic under one of the pool's locks leaves the data
+/// consistent, because each critical section either moves whole values or counts.
 pub(crate) fn lock<T>(mutex: &std::sync::Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }

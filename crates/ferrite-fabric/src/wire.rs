@@ -3,11 +3,13 @@
 //!
 //! | message | where it is sent |
 //! |---|---|
-//! | [`Hello`] | private data of a CM request and its response; first bytes of a TCP connection |
-//! | [`Refusal`] | private data of a CM rejection; the answer over TCP |
+//! | [`Hello`] | private data of a CM request and its response; start of a greeting |
+//! | [`Greeting`] | first bytes of a TCP connection |
+//! | [`Refusal`] | private data of a CM rejection; on TCP, the answer to a refused greeting |
 //! | [`Frame`] | immediate data of every two-sided frame |
 //! | [`Control`] | payload of a control frame |
-//! | [`TcpFrame`] | header of everything on a TCP path |
+//! | [`TcpFrame`] | header of everything on a TCP connection after the greeting |
+//! | [`Address`] | payload of an `Offer` or `Answer` on TCP |
 //! | [`GrantToken`] | anywhere in the application's messages |
 //!
 //! All layouts follow the same rules. Integers are little-endian. Reserved bytes are sent as zeros

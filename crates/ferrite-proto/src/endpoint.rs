@@ -325,8 +325,8 @@ impl Endpoint {
         self.stats.bytes_consumed += u64::from(bytes);
     }
 
-    /// Returns whether our memory is full and everything in it is consumed, so that the next
-    /// [`poll_message`](Self::poll_message) will announce it again.
+    /// Returns whether our memory waits to be announced by [`poll_message`](Self::poll_message):
+    /// for the first time, or again because it is full and everything in it is consumed.
     #[must_use]
     pub fn is_to_announce(&self) -> bool {
         self.is_open() && !self.receive.is_open() && self.outbox.has_announcement()

@@ -9,8 +9,9 @@
 //! ```
 //!
 //! A driver owns the memory, the queues and the clock, and makes no protocol decision. It passes
-//! completions to [`Endpoint`], and then carries out what the `poll_*` methods return. No input
-//! from a peer can make this crate panic, and no number from a peer decides how much is allocated.
+//! completions to [`Endpoint`], and then posts what `poll_message` and `write_plan` return. No
+//! input from a peer can make this crate panic, and no number from a peer decides how much is
+//! allocated.
 #![forbid(unsafe_code)]
 
 pub mod endpoint;

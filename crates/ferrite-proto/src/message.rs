@@ -58,7 +58,7 @@ pub enum Message {
         /// The wanted features, as bits.
         features: u64,
     },
-    /// Carries no data. If it is not acknowledged, the peer is gone.
+    /// Carries no data. If the peer's network card does not acknowledge it, the peer is gone.
     Keepalive,
     /// Announces memory that the peer may write, from the first byte on.
     RegisterXferMemory(Registration),

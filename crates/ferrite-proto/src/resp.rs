@@ -4,9 +4,9 @@
 //! peer makes them allocate memory. They report where a frame ends. A caller that has the whole
 //! frame in one piece reads it with [`Command`] or [`Value`].
 //!
-//! The framer ends commands where Redis and Valkey end them, with the same leniency. A proxy must
-//! see the same boundaries as the server behind it. Otherwise a client could hide one command in
-//! another.
+//! [`CommandFramer`] ends commands where Redis and Valkey end them, with the same leniency. A proxy
+//! must see the same boundaries as the server behind it. Otherwise a client could hide one command
+//! in another.
 
 mod args;
 mod command;
@@ -43,8 +43,8 @@ pub struct Limits {
     /// The maximum number of arguments of a command. Default 1,048,576, the limit that Redis once
     /// had.
     pub multibulk_args: u64,
-    /// Whether lines and bulk strings of a command must end in `\r\n`. Engines check this to
-    /// different degrees. Default: no.
+    /// Whether the lines and bulk strings of a multibulk command must end in `\r\n`. Engines check
+    /// this to different degrees. Default: no.
     pub exact_ends: bool,
     /// The longest inline command and the longest line of a reply. Default 64 KiB.
     pub inline_bytes: u32,
@@ -54,7 +54,8 @@ pub struct Limits {
     /// How deep aggregates in a reply may be nested. Default 32. This is the only limit that costs
     /// memory: 24 bytes per level.
     pub depth: u32,
-    /// The maximum size of one reply in bytes, in any form. Default: no limit.
+    /// The maximum size of one whole reply in bytes, including lengths and line ends. Default: no
+    /// limit.
     pub reply_bytes: u64,
     /// The maximum number of values in one reply, including nested ones. Default: no limit.
     pub reply_values: u64,

@@ -1,7 +1,7 @@
 //! Commands that change a connection's own state, by their identity.
 //!
 //! A server that runs some commands itself proxies the others to the engine. It must know which
-//! proxied commands may change the client's state in the engine. After such a command it asks the
+//! proxied commands may change the client's state in the engine. After each of these it asks the
 //! engine for the state; this module neither keeps nor guesses it.
 //!
 //! An identity is the engine's original name of a command, whatever name the client typed:
@@ -23,15 +23,16 @@ pub enum SessionCommand {
     Resets,
     /// The command asks about earlier writes of this client (WAIT, WAITAOF).
     AsksForWrites,
-    /// After the command, replies cannot be counted, or the engine does not report the state that
-    /// the command sets. The session stays on the proxy path for good.
+    /// After the command, replies cannot be counted, the connection may end, or the engine does not
+    /// report the state that the command sets. The session stays on the proxy path for good.
     PinsToProxy,
 }
 
 impl SessionCommand {
     /// Classifies a command by its identity, `NAME` or `NAME|SUBCOMMAND` in capitals.
     /// `is_connection` tells whether the command is in the engine's category `@connection`. Returns
-    /// `None` for a command that has exactly one reply and does not change its connection.
+    /// `None` for a command that has exactly one reply and changes nothing that the session must
+    /// know.
     #[must_use]
     pub fn of(identity: &[u8], is_connection: bool) -> Option<Self> {
         Some(match identity {
@@ -41,7 +42,8 @@ impl SessionCommand {
             b"AUTH" | b"HELLO" => Self::ChangesIdentity,
             b"RESET" => Self::Resets,
             b"WAIT" | b"WAITAOF" => Self::AsksForWrites,
-            // These have several replies, have replies without a request, or end the connection.
+            // These have several replies or none, have replies without a request, or may end the
+            // connection.
             b"SUBSCRIBE" | b"PSUBSCRIBE" | b"SSUBSCRIBE" | b"UNSUBSCRIBE" | b"PUNSUBSCRIBE"
             | b"SUNSUBSCRIBE" | b"MONITOR" | b"SYNC" | b"PSYNC" | b"REPLCONF" | b"QUIT"
             | b"CLIENT|KILL" | b"CLIENT|REPLY" => Self::PinsToProxy,

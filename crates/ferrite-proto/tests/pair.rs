@@ -272,8 +272,8 @@ proptest! {
     }
 }
 
-/// A client sends byte by byte to a server that sends nothing. The client never takes more of the
-/// server's receives than allowed, and keepalives let it continue.
+/// A client sends byte by byte to a server that sends only keepalives. The client never takes more
+/// of the server's receives than allowed, and the keepalives let it continue.
 #[test]
 fn does_not_overrun_a_silent_server() {
     let mut pair = Pair::new(&Config::default(), [64, 1 << 20]);

@@ -161,7 +161,8 @@ proptest! {
     }
 }
 
-/// Replies of Redis 7.0 to `DEBUG PROTOCOL` with each of its types, and to `HELLO 3`.
+/// Parses replies like those of Redis 7.0 to `HELLO 3`, to `DEBUG PROTOCOL` with each of its types,
+/// and to an invalid command.
 #[test]
 fn parses_replies_of_redis() {
     let replies = [

@@ -1,5 +1,6 @@
-//! Properties that must hold for any bytes. There is a check for each decoder, and two checks for
-//! whole links, one over RDMA and one over TCP. A check panics if a property does not hold.
+//! Properties that must hold for any bytes. There is a check for each decoder, one for the
+//! reassembly of messages, and two for whole links, one over RDMA and one over TCP. A check panics
+//! if a property does not hold.
 //!
 //! A test of ferrite-fabric (`tests/corpus.rs`) includes this file, too, and runs the same checks
 //! on the committed corpora. So this file must not depend on the fuzzer.

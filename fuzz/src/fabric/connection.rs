@@ -1,8 +1,8 @@
 //! A link over TCP to a real fabric on this host's loopback. The peer sends what the input bytes
 //! say: valid and invalid TCP frames of all kinds, greetings, or raw bytes. The fabric must not
-//! panic or hang, and must itself send only TCP frames. It must end the link with a fitting error,
-//! complete all pending operations and return all memory. Meanwhile it must keep serving another
-//! link.
+//! panic or hang, and must itself send only TCP frames. If the link fails, its error must be of a
+//! fitting kind. At the end of a run, all pending operations must complete, and all memory must be
+//! returned. Another link must still work then.
 //!
 //! This check does not cover how a link handles frames, because that is the same as over RDMA
 //! (`link.rs`).

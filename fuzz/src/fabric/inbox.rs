@@ -2,6 +2,8 @@
 //!
 //! ```text
 //!   a step is two bytes:   kind (2 bits), more, channel (3 bits)  │  length, or bits of a notice
+//!   kind   0 1 a frame   2 a notice   3 the application takes a message; or, if the first byte is
+//!                                       255, the incomplete messages are dropped
 //! ```
 
 use std::collections::VecDeque;
@@ -9,7 +11,7 @@ use std::collections::VecDeque;
 use ferrite_fabric::fuzzing::{Arrived, Inbox};
 
 const CHANNELS: u16 = 6;
-/// The limit on incomplete messages: only a few frames, so that inputs reach it.
+/// The limit on the bytes of incomplete messages: only a few frames, so that inputs reach it.
 const MAX_BYTES: usize = 600;
 
 /// Checks that each message is delivered once, complete, in order and only on existing channels.

@@ -7,17 +7,17 @@
 //!   0           the connection is established
 //!   1           a message of any bytes: their number; the bytes
 //!   2           a well-formed message: opcode; select, features
-//!   3           a registration: length; any address and key
+//!   3           a registration: length; possibly an address near the end of the address space
 //!   4           immediate data: its value; the number of written bytes
 //!   5           any immediate data
 //!   6           the reader consumes
 //!   7           the application writes
 //!   8           messages are polled and posted
-//!   9           a message has completed
+//!   9           a message has completed, if one is in flight
 //!   10          writes have completed
 //!   11          time passes
-//!   12          nothing
 //!   13          the application closes
+//!   others      nothing
 //! ```
 
 use std::time::{Duration, Instant};
@@ -29,8 +29,9 @@ use super::input::Input;
 
 const PEER_LIMIT: u32 = 200;
 
-/// Checks that writes stay within the window that the peer registered, that reads return only
-/// received bytes, and that only protocol violations end the connection.
+/// Checks that writes stay within the window that the peer registered, and that reads return only
+/// received bytes. Only violations of the protocol, a dead client or the application may end the
+/// connection.
 pub fn valkey_endpoint(bytes: &[u8]) {
     let mut input = Input(bytes);
     let (first, length) = (input.byte(), u32::from(input.byte()) + 1);

@@ -20,6 +20,7 @@
 //!   12          time passes
 //!   13          the peer disconnects, or its queue pair breaks
 //!   14          the application shuts the stream down
+//!   15          nothing
 //! ```
 
 mod model;
@@ -111,7 +112,7 @@ struct Run {
     stream: ValkeyStream,
     peer: Peer,
     model: Model,
-    /// Bytes that the application has written so far.
+    /// The number of bytes that the application has written so far.
     written: usize,
 }
 
@@ -367,7 +368,8 @@ impl Harness {
         (raw, peer)
     }
 
-    /// Lets the fabric and the peer process everything that is pending.
+    /// Lets the fabric make a pass, and the peer take what the stream has sent. Checks that the
+    /// connection has not failed although the peer has kept to the protocol.
     fn settle(&self, run: &mut Run) {
         self.fabric.progress();
         run.peer.take_messages(&mut run.model);

@@ -7,9 +7,10 @@
 //! ```
 //!
 //! The core takes events, bytes and the time, and decides what to send. The *driver* of a core is
-//! the code that does the core's I/O: `link/state.rs` posts work requests, polls completions, and
-//! reads and writes the socket. The fabric's poller takes the steps of an upgrade. Because the core
-//! does no I/O, two cores can run against each other in virtual time (`link/simulation.rs`).
+//! the code that does the core's I/O: `link/state.rs` posts work requests, handles completions, and
+//! reads and writes the socket. The fabric's poller polls the completion queues, and takes the
+//! steps of an upgrade. Because the core does no I/O, two cores can run against each other in
+//! virtual time (`link/simulation.rs`).
 //!
 //! | file | what it decides |
 //! |---|---|
@@ -25,7 +26,8 @@
 //!
 //! ```text
 //!   Opening ──► Up ──► closing ──► Down(closed)     closing: no new messages, queued ones are
-//!      │         │        │                         delivered, then both sides send Fin and FinAck
+//!      │         │        │                         delivered, then Fin, which the peer answers
+//!      │         │        │                         with FinAck
 //!      └─────────┴────────┴──────► Down(first failure)
 //! ```
 
@@ -85,7 +87,7 @@ pub(crate) enum Phase {
     Down(Error),
 }
 
-/// Limits that the configuration sets for this side.
+/// The limits of this side, from its configuration, and what it needs to measure latencies.
 #[derive(Clone)]
 pub(crate) struct OwnLimits {
     pub(crate) hello: Hello,
@@ -212,7 +214,8 @@ impl LinkCore {
         }
     }
 
-    /// Returns whether another message of `bytes` may be queued.
+    /// Returns whether another message or one-sided operation of `bytes` bytes may be queued. An
+    /// empty queue accepts any size.
     pub(crate) fn has_room(&self, bytes: u64) -> bool {
         let waiting = self.outbox.waiting();
         waiting == 0
@@ -220,7 +223,7 @@ impl LinkCore {
                 && self.outbox.waiting_bytes() + bytes <= self.limits.queue_bytes
     }
 
-    /// Returns whether messages wait to be sent.
+    /// Returns whether messages or one-sided operations wait to be sent.
     #[cfg(feature = "tokio")]
     pub(crate) fn has_queued(&self) -> bool {
         !self.outbox.is_empty()
@@ -283,7 +286,7 @@ impl LinkCore {
         ticket
     }
 
-    /// Returns the next message, or `None` if there is none yet.
+    /// Returns the next message or notice; `None` if there is none yet.
     ///
     /// # Errors
     /// The link is down, or the peer has closed it, and every message that arrived before was
@@ -305,7 +308,7 @@ impl LinkCore {
         }
     }
 
-    /// Drops unfinished messages that can never be completed.
+    /// Drops all unfinished messages. The caller knows that their remaining frames cannot arrive.
     pub(crate) fn drop_partial(&mut self) {
         self.inbox.drop_partial();
     }
@@ -341,11 +344,11 @@ impl LinkCore {
         self.liveness.is_overdue(now)
     }
 
-    /// Checks the timers: sends a keepalive to a silent peer, and gives up one that does not
-    /// answer.
+    /// Checks the timers. Queues a keepalive if the peer was silent for too long. Returns `None` if
+    /// the link is not up.
     ///
     /// # Errors
-    /// The peer has not answered.
+    /// The peer has not answered a keepalive in time.
     pub(crate) fn on_timer(&mut self, now: Instant) -> Result<Option<Look>, Silence> {
         if !self.is_up() {
             return Ok(None);
@@ -412,7 +415,7 @@ impl LinkCore {
         self.finish(request, held, result, wakes);
     }
 
-    /// Reports the result of an operation to its future.
+    /// Reports the result of an operation to its future, and records the latency of a success.
     pub(crate) fn finish(
         &mut self,
         request: RequestContext,

@@ -6,7 +6,7 @@ use std::collections::VecDeque;
 
 use super::message::Parts;
 
-/// The limits for a peer, as announced in the hello.
+/// The limits for a peer, as announced in the hello of this side.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Limits {
     pub(crate) channels: u16,
@@ -47,10 +47,10 @@ struct Partial<B> {
 
 pub(crate) struct Inbox<B> {
     limits: Limits,
-    /// Complete messages, each with its number of frames.
+    /// Complete messages and notices, each with its number of frames.
     ready: VecDeque<(Arrived<B>, usize)>,
-    /// Frames of the messages in `ready`. The peer gets their credits back when the messages are
-    /// taken.
+    /// The number of frames in `ready`. The peer gets their credits back when the application takes
+    /// the messages, unless it got them while a message was unfinished.
     ready_frames: usize,
     /// Unfinished messages, at most one per channel. There are rarely more than a few.
     partial: Vec<Partial<B>>,
@@ -124,7 +124,7 @@ impl<B: AsRef<[u8]>> Inbox<B> {
         self.ready.push_back((arrived, frames));
     }
 
-    /// Returns the next complete message.
+    /// Returns the next complete message or notice.
     pub(crate) fn pop(&mut self) -> Option<Arrived<B>> {
         let (arrived, frames) = self.ready.pop_front()?;
         self.ready_frames -= frames;
@@ -137,12 +137,13 @@ impl<B: AsRef<[u8]>> Inbox<B> {
         self.ready.is_empty() && self.partial.is_empty()
     }
 
-    /// Returns the number of frames of complete messages that the application has not taken.
+    /// Returns the number of frames of the complete messages and notices that the application has
+    /// not taken.
     pub(crate) fn ready_frames(&self) -> usize {
         self.ready_frames
     }
 
-    /// Drops unfinished messages that can never be completed.
+    /// Drops all unfinished messages. The caller knows that their remaining frames cannot arrive.
     pub(crate) fn drop_partial(&mut self) {
         self.partial = Vec::new();
         self.partial_bytes = 0;

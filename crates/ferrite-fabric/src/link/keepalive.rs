@@ -4,8 +4,8 @@
 //! together, the burst would delay other traffic, and the answers might find no posted receives. So
 //! each link waits for a pseudo-random time, and chooses a new one after each keepalive.
 //!
-//! Normally only the caller sends keepalives, because the side that accepted the link waits longer
-//! than any caller.
+//! If both sides have the same interval, normally only the caller sends keepalives, because the
+//! side that accepted the link waits longer than the interval.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use std::time::Duration;
 pub(crate) struct Keepalive {
     keepalive: Duration,
     dice: u64,
-    /// The wait of the side that opened the link.
+    /// The current wait, if this side opened the link.
     wait: Duration,
 }
 
@@ -35,7 +35,8 @@ impl Keepalive {
         self.wait = self.keepalive / 4 * 3 + self.keepalive / 1024 * self.roll();
     }
 
-    /// Returns one of 256 numbers. They are evenly distributed, even for consecutive serials.
+    /// Returns a number from 0 to 255. The numbers are evenly distributed, even for consecutive
+    /// serials.
     fn roll(&mut self) -> u32 {
         self.dice = self.dice.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         (self.dice >> 56) as u32

@@ -13,7 +13,8 @@ pub(crate) enum Kind {
     /// A write with immediate data, which notifies the peer.
     Notice,
     Read,
-    /// A frame that is sent again. The statistics counted it the first time.
+    /// A frame that is sent again although the peer's device had acknowledged it. The statistics
+    /// counted it then.
     Again,
     /// Binds a memory window.
     Bind,

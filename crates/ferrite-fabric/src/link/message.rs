@@ -8,9 +8,9 @@ use crate::mem::Buf;
 
 /// A message from the peer, or the notice of a one-sided write.
 ///
-/// A message has one piece per frame. Large pieces stay where the device put them. Small pieces may
-/// be copied, so that they do not hold a whole receive buffer. A message of one frame becomes
-/// [`Bytes`] without a copy.
+/// A message has one piece per non-empty frame. Over RDMA, large pieces stay where the device put
+/// them. Small pieces may be copied, so that they do not hold a whole receive buffer. A message of
+/// one frame becomes [`Bytes`] without a copy.
 ///
 /// ```
 /// # fn show(message: ferrite_fabric::Message) {
@@ -35,15 +35,15 @@ impl Message {
         Self { channel: 0, notice: Some(imm), len: 0, parts: Parts::Empty }
     }
 
-    /// Returns the channel on which the message was sent.
+    /// Returns the channel on which the message was sent; 0 for a notice.
     #[must_use]
     pub fn channel(&self) -> u16 {
         self.channel
     }
 
-    /// Returns the 32 bits of the peer's [`Link::rdma_write_imm`](crate::Link::rdma_write_imm). A
-    /// message with a notice has no bytes, because the write put its bytes into the memory that was
-    /// granted to the peer.
+    /// Returns the 32 bits of the peer's [`Link::rdma_write_imm`](crate::Link::rdma_write_imm);
+    /// `None` for an ordinary message. A message with a notice has no bytes, because the write put
+    /// its bytes into the memory that was granted to the peer.
     #[must_use]
     pub fn notice(&self) -> Option<u32> {
         self.notice

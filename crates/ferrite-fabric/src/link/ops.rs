@@ -14,9 +14,9 @@ use super::tickets::Ticket;
 use crate::error::{Error, ErrorKind};
 use crate::mem::{Buf, BufMut};
 
-/// The future of a sent message. It is ready when the peer's device has the whole message, or, on
-/// TCP, when the kernel has it. Dropping the future drops a message that is not in the queue yet. A
-/// message in the queue is sent all the same.
+/// The future of a message to send. A poll queues the message once there is room. It is ready when
+/// the peer's device has the whole message, or, on TCP, when the kernel has it. Dropping the future
+/// drops a message that is not in the queue yet. A message in the queue is sent all the same.
 ///
 /// ```no_run
 /// # use ferrite_fabric::{Error, Link, mem::Buf};
@@ -128,7 +128,8 @@ impl Writing {
 pub struct ReadError {
     /// The cause of the failure.
     pub error: Error,
-    /// The buffer that was given to the read. Its contents are undefined.
+    /// The buffer that was given to the read, with any contents; `None` if the future was polled
+    /// again after it was ready.
     pub buf: Option<BufMut>,
 }
 
@@ -221,7 +222,7 @@ impl Future for Receiving<'_> {
     }
 }
 
-/// The end of a link; `Ok` after an orderly close.
+/// The future of the end of a link. Its result is `Ok` after an orderly close.
 #[derive(Debug)]
 #[must_use = "futures do nothing unless awaited"]
 pub struct Ending(pub(crate) Arc<LinkShared>);

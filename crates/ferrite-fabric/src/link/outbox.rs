@@ -18,11 +18,11 @@ pub(crate) struct QueuedMessage {
     /// The part that is being sent, unless the message is empty.
     part: Option<Buf>,
     rest: VecDeque<Buf>,
-    /// The bytes of `part` that were sent.
+    /// The number of bytes of `part` that were sent.
     sent: usize,
     /// The total number of bytes.
     total: u64,
-    /// The number of frames of a message with several. It is computed when the first frame is sent.
+    /// The number of frames of a message that needs several; 0 until its first frame is due.
     frames: u64,
     begun: bool,
     ticket: Option<Ticket>,
@@ -65,7 +65,7 @@ pub(crate) enum Next {
 pub(crate) struct Allowed<'a> {
     /// Largest frame.
     pub(crate) segment_bytes: usize,
-    /// The number of frames that the peer has room for.
+    /// The number of frames that may be sent now.
     pub(crate) credits: usize,
     /// The peer's limits on bytes and frames of all unfinished messages together.
     pub(crate) peer: &'a Hello,
@@ -73,7 +73,8 @@ pub(crate) struct Allowed<'a> {
     pub(crate) one_sided: bool,
 }
 
-/// Returns the number of frames for a message with these parts. Each part begins a new frame.
+/// Returns the number of frames for a message with these parts. Each part that is not empty begins
+/// a new frame. Returns 0 for an empty message, although it is sent as one frame.
 pub(crate) fn frames<'a>(parts: impl IntoIterator<Item = &'a Buf>, segment_bytes: usize) -> u64 {
     parts.into_iter().map(|part| part.len().div_ceil(segment_bytes) as u64).sum()
 }
@@ -88,11 +89,11 @@ pub(crate) struct Outbox {
     /// The channels that were ever used.
     queues: Vec<Queue>,
     one_sided: VecDeque<OneSided>,
-    /// The queue that is served next: 0 for the one-sided operations, then the queues.
+    /// What is served next: 0 stands for the one-sided operations, `n + 1` for `queues[n]`.
     turn: usize,
     waiting: usize,
     waiting_bytes: u64,
-    /// Bytes and frames of the messages that have begun and need more frames.
+    /// Total bytes and frames of the messages of which some frames were sent and others were not.
     under_way_bytes: u64,
     under_way_frames: u64,
 }
@@ -145,7 +146,8 @@ impl Outbox {
         None
     }
 
-    /// Returns how many bytes the next one-sided operation reads, if there is one.
+    /// Returns how many bytes the next one-sided operation reads, which is 0 for a write; `None` if
+    /// there is no operation.
     pub(crate) fn next_one_sided_reads(&self) -> Option<u64> {
         let next = self.one_sided.front()?;
         Some(if next.kind == Kind::Read { next.bytes.into() } else { 0 })
@@ -215,7 +217,7 @@ impl Outbox {
         Some(Next::Frame { channel, more, piece: Some(piece), ticket })
     }
 
-    /// Removes the operations that use a revoked grant.
+    /// Removes and returns the one-sided operations that use this grant.
     pub(crate) fn take_using(&mut self, grant: u64) -> VecDeque<OneSided> {
         let (taken, kept): (VecDeque<_>, _) = std::mem::take(&mut self.one_sided)
             .into_iter()
@@ -226,8 +228,8 @@ impl Outbox {
         taken
     }
 
-    /// Removes everything, because the link is down. Calls `each` with the ticket of each operation
-    /// and the memory that it holds.
+    /// Removes everything, because the link is down. Calls `each` for each message and operation
+    /// that has a ticket. The second argument is the memory of a one-sided operation.
     pub(crate) fn drain(&mut self, mut each: impl FnMut(Ticket, Held)) {
         for queue in self.queues.drain(..) {
             queue

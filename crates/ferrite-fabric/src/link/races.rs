@@ -1,5 +1,5 @@
-//! Loom tests of the slot table and the tickets, which a link uses under its lock. One thread
-//! posts, one reaps, and meanwhile futures are polled, woken and dropped.
+//! Loom tests of the slot table and the tickets, which a link uses under its lock. One thread reaps
+//! completions, while others post requests, and poll and drop the futures.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -131,7 +131,8 @@ impl Wake for Parker {
     }
 }
 
-/// Each future gets its own result in any order, and nothing is left over.
+/// Each future gets its own result, in whichever order the threads run. No request or ticket is
+/// left over.
 #[test]
 fn loom_every_waiter_gets_its_own() {
     explore("every waiter gets its own", || {

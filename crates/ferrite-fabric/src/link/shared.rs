@@ -101,7 +101,7 @@ impl LinkShared {
         }
     }
 
-    /// Returns the transport that the link uses now.
+    /// Returns the transport that the link uses now, and its destination.
     pub(crate) fn route(&self) -> Route {
         lock(&self.route).clone()
     }
@@ -247,7 +247,8 @@ impl LinkShared {
         }
     }
 
-    /// Returns the next message. If there is none, `waker` is called when one has arrived.
+    /// Returns the next message. If there is none, `waker` is called when one has arrived or the
+    /// link has ended.
     pub(crate) fn receive(&self, waker: Option<&Waker>) -> Result<Option<Message>, Error> {
         self.with(|state, env, wakes| {
             let message = state.core.pop()?;
@@ -307,10 +308,11 @@ impl LinkShared {
         self.with(|state, _, wakes| state.core.fail(error, wakes));
     }
 
-    /// Checks the timers. Returns when to check again, and whether the link is healthy.
+    /// Checks the timers. Returns when to check again, and whether the peer was heard from
+    /// recently.
     ///
     /// # Errors
-    /// The peer has not answered, so the link must fail.
+    /// The peer has not answered a keepalive in time, so its path or the link must fail.
     pub(crate) fn on_timer(
         &self,
         now: Instant,
@@ -339,7 +341,7 @@ impl fmt::Debug for LinkShared {
     }
 }
 
-/// Returns the buffer of a completed read.
+/// Returns the buffer of a read.
 pub(crate) fn unique(held: Held) -> Option<BufMut> {
     match held {
         Held::Unique(buf) => Some(buf),

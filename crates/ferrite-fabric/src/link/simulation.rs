@@ -9,8 +9,9 @@
 //! ```
 //!
 //! A seed determines a run. The simulator checks that
-//! - every message arrives once and in order, and the immediate data of a write after its bytes;
-//! - no write reaches memory that was released;
+//! - messages arrive in order and at most once, and all of them if the link closes in good order;
+//! - the immediate data of a write arrives after its bytes;
+//! - no read or write reaches memory that was released;
 //! - honest peers do not violate the protocol;
 //! - every operation is answered, and every link ends.
 //!
@@ -38,8 +39,8 @@ use crate::mem::Pool;
 
 /// Number of actions in a run before the adversary stops.
 const ACTIONS: usize = 1500;
-/// Number of actions, without the adversary, within which every operation must be answered and a
-/// closing link must end.
+/// Number of actions, without the adversary, within which every revocation must be answered. A
+/// closing link must end within as many, with every operation answered.
 const SETTLING: usize = 60_000;
 
 /// A violation of a rule.
@@ -82,7 +83,7 @@ struct Simulation {
     is_calm: bool,
     /// The sides that close on their own. Any other side closes when its peer has closed.
     closers: [bool; 2],
-    /// How often a side has lost RDMA.
+    /// How often `service` has detached a lost path.
     losses: usize,
     /// How often a side has upgraded to RDMA.
     upgrades: usize,
@@ -238,7 +239,8 @@ impl Simulation {
         self.sides[side].pump(&mut self.wires, side, (refuses, is_dry))
     }
 
-    /// Delivers a packet to the device of a side, which acknowledges it.
+    /// Delivers the next packet and the next acknowledgement on a random path to the device of a
+    /// side. The device acknowledges the packet.
     fn deliver_packet(&mut self, side: usize) -> Result<(), Violation> {
         let Some(wire) = self.wires.pick_rdma(&mut self.random) else { return Ok(()) };
         let [one, other] = &mut self.sides;
@@ -263,7 +265,8 @@ impl Simulation {
         self.pump(side)
     }
 
-    /// Runs the driver of a side: detaches lost paths, takes steps, reconnects.
+    /// Runs the driver of a side: detaches lost paths, takes steps, reconnects, closes after the
+    /// peer, and notices the end of the link.
     fn service(&mut self, side: usize) -> Result<(), Violation> {
         if self.sides[side].core.is_to_be_detached() {
             self.sides[side].detach(self.now)?;

@@ -1,4 +1,4 @@
-//! Calls on a TCP socket that never wait.
+//! Calls on a non-blocking TCP socket.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, OwnedFd};
@@ -6,7 +6,8 @@ use std::os::fd::{AsFd, OwnedFd};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags};
 
-/// Writes the slices. Returns `None` if the kernel accepts nothing now.
+/// Writes as much of the slices as the kernel accepts. Returns the number of bytes; `None` if the
+/// kernel accepts nothing now.
 pub(crate) fn send(socket: &OwnedFd, slices: &[IoSlice<'_>]) -> io::Result<Option<usize>> {
     let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
     loop {
@@ -19,7 +20,8 @@ pub(crate) fn send(socket: &OwnedFd, slices: &[IoSlice<'_>]) -> io::Result<Optio
     }
 }
 
-/// Reads into the slices. Returns `None` if nothing has arrived, and 0 at the end of the stream.
+/// Reads into the slices. Returns the number of bytes, which is 0 at the end of the stream; `None`
+/// if nothing has arrived.
 pub(crate) fn receive(
     socket: &OwnedFd,
     slices: &mut [IoSliceMut<'_>],

@@ -56,8 +56,8 @@ pub(crate) struct LinkState {
     pub(crate) is_announced: bool,
     /// Whether the device has refused a request of the peer.
     pub(crate) peer_was_refused: bool,
-    /// Whether something waits for memory and no completion of this link will free any. The fabric
-    /// then retries after a while.
+    /// Whether something waits for memory although perhaps no completion of this link will free
+    /// any. The fabric then retries after a while.
     pub(crate) is_starved: bool,
 }
 
@@ -138,8 +138,8 @@ impl LinkState {
         }
     }
 
-    /// Returns whether messages wait, or a request in flight holds a buffer. If so, a completion
-    /// will bring progress.
+    /// Returns whether messages or one-sided operations wait, or a request in flight holds a
+    /// buffer. If so, the link will wake the tasks that wait for room.
     #[cfg(feature = "tokio")]
     pub(crate) fn holds_memory(&self) -> bool {
         let has_buffer = |held: &Held| matches!(held, Held::Shared(_) | Held::Unique(_));
@@ -148,10 +148,10 @@ impl LinkState {
     }
 
     /// Checks the timers. Returns when to check again, and whether the peer was heard from
-    /// recently.
+    /// recently; `None` if the link is not up, or the peer speaks another protocol.
     ///
     /// # Errors
-    /// The peer has not answered.
+    /// The peer has not answered a keepalive in time.
     pub(crate) fn on_timer(&mut self, now: Instant) -> Result<Option<(Instant, bool)>, Silence> {
         if self.raw.is_some() {
             return Ok(None);
@@ -187,7 +187,8 @@ impl LinkState {
         }
     }
 
-    /// Reports over TCP how many frames have arrived, once the lost path can deliver no more.
+    /// Reports over TCP how many frames have arrived, once the lost path can deliver no more. If
+    /// the peer has already reported its own number, the link continues on TCP.
     pub(crate) fn resume(&mut self, wakes: &mut Wakes) {
         self.core.resume(wakes);
         self.answer_revocations();

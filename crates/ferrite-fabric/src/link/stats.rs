@@ -15,7 +15,7 @@ use super::kind::Kind;
 #[expect(missing_docs, reason = "the names say it")]
 #[non_exhaustive]
 pub struct LinkStats {
-    /// Frames that the peer's device acknowledged or, on TCP, that were written.
+    /// Frames of messages that the peer's device acknowledged or, on TCP, that were written.
     pub send_ops: u64,
     pub send_bytes: u64,
     /// Messages and notices that were received completely.
@@ -30,11 +30,12 @@ pub struct LinkStats {
     pub completion_errors: u64,
     /// Completions that matched no request in flight.
     pub stale_completions: u64,
-    /// RDMA paths that were lost without ending the link.
+    /// RDMA paths that were lost, or left at the application's request, without ending the link.
     pub moves: u64,
     /// The part of the bytes sent, written and read that went over TCP. The others went over RDMA.
     pub tcp_bytes: u64,
-    /// Memory windows for the peer that were not bound, because their path was lost.
+    /// Memory windows for the peer that were not bound, because the link was down or no longer used
+    /// their device.
     pub binds_dropped: u64,
 }
 

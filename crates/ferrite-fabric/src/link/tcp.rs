@@ -2,8 +2,8 @@
 //! tickets or messages.
 //!
 //! A sender writes at once, from the memory that holds its bytes. The fabric writes the rest when
-//! the kernel accepts more. The fabric also reads. Large payloads go from the kernel straight into
-//! the application's buffer.
+//! the kernel accepts more. The fabric also reads. Without TLS, a stream's reader can read large
+//! payloads from the kernel straight into its own buffer.
 
 mod reading;
 
@@ -20,8 +20,8 @@ use crate::device::slots::Held;
 use crate::mem::{Account, BufMut};
 use crate::wire::{TCP_FRAME_HEADER_BYTES, TcpFrame, TcpFrameKind};
 
-/// The limits on unwritten data, in bytes and in TCP frames. The outbox keeps everything beyond
-/// them.
+/// The limits on unwritten data, in bytes and in TCP frames, above which the path takes nothing
+/// more from the outbox. Answers to the peer and migration frames may exceed them.
 const OUT_BYTES: usize = 512 << 10;
 const OUT_FRAMES: usize = 128;
 /// Maximum number of slices for the kernel in one call.
@@ -34,7 +34,8 @@ const CALLERS_FRAMES: usize = 16;
 /// its buffer. At most the next frame's header is read along with the payload, because further
 /// bytes would have to be copied.
 const LARGE: usize = 16 << 10;
-/// The number of bytes to read after a large frame, to get the next header.
+/// Maximum number of bytes to read at once after a large frame, to get the next header. Also the
+/// smallest rest of a frame for which a reader reads from the kernel into its own buffer.
 const PEEK: usize = 4 << 10;
 /// Maximum number of one-sided operations without an answer.
 const OPERATIONS: usize = 128;
@@ -48,11 +49,11 @@ const OPERATION_BYTES: usize = 2 << 20;
 struct Leaving {
     head: [u8; TCP_FRAME_HEADER_BYTES],
     body: Body,
-    /// The bytes of head and payload that were written.
+    /// The number of bytes of head and payload that were written.
     gone: usize,
     /// The request to report when the frame was written.
     request: Option<RequestContext>,
-    /// Whether the frame answers a read of the peer.
+    /// Whether the frame answers a one-sided operation of the peer.
     is_answer: bool,
 }
 
@@ -71,7 +72,7 @@ pub(super) enum Arrival {
     Nothing,
     /// There is no memory for the payload now.
     NoMemory,
-    /// This peer gets no memory until it returns some.
+    /// The account for this peer's data is at its limit, until some of the data is dropped.
     OverBudget,
     /// The peer has closed the connection.
     End,
@@ -88,7 +89,7 @@ pub(crate) struct TcpPath {
     head_len: usize,
     /// The payload that is being read: its frame, its buffer, and the number of bytes read.
     body: Option<(TcpFrame, BufMut, usize)>,
-    /// Whether the last frame was a large one.
+    /// Whether the last payload was a large one.
     large: bool,
     /// Whether a stream's reader found nothing in the kernel, and waits.
     awaited: bool,

@@ -1,4 +1,4 @@
-//! An arena: one mapping, registered once with every domain of the pool.
+//! An arena: one mapping, registered once with every domain of the pool whose device is present.
 //!
 //! An arena is registered for local use only, because a remote key for an arena would expose every
 //! buffer in it. Memory for peers is registered separately (`exposed.rs`).
@@ -16,7 +16,7 @@ use super::error::PoolError;
 use super::lock;
 
 /// The kind of pages under an arena. [`Pages::Normal`] although huge pages were requested means
-/// that the host supports neither kind of huge pages.
+/// that the host provided neither kind of huge pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Pages {
     /// The system's ordinary pages.
@@ -205,12 +205,12 @@ impl Mapping {
     /// pages away from the device.
     fn exclude_from_fork(&self) {
         #[cfg(not(miri))] // Miri has neither forks nor this call
-        // SAFETY: the mapping is ours; if the kernel refuses, only child processes are affected.
+        // SAFETY: the mapping is ours; the advice changes only what forked children inherit.
         let _ = unsafe { madvise(self.at.as_ptr().cast(), self.len, Advice::LinuxDontFork) };
     }
 
-    /// Asks the kernel for pages of the device's own NUMA node. If the host refuses, accesses are
-    /// only slower.
+    /// Asks the kernel for pages of this NUMA node, which is the device's own. If the host refuses,
+    /// accesses are only slower.
     fn prefer_node(&self, node: u32) {
         const BITS: usize = u64::BITS as usize;
         let mut nodes = [0_u64; 16];

@@ -35,7 +35,7 @@ pub struct Account(Arc<Inner>);
 struct Inner {
     name: Arc<str>,
     limit_bytes: u64,
-    /// Locked while the parent is charged or credited, so that both change together.
+    /// Locked while the parent is charged or credited, so that both accounts change together.
     held: Mutex<Held>,
     parent: Option<Parent>,
 }
@@ -76,7 +76,7 @@ impl Account {
 
     /// Creates an account that is a part of this one. The bytes that the part holds beyond
     /// `free_bytes` are also charged to this account, so all parts share its limit. The first
-    /// `free_bytes` are charged only to the part, so the part can always have them.
+    /// `free_bytes` are charged only to the part, so the other parts cannot use them up.
     #[must_use]
     pub fn part(&self, name: impl Into<Arc<str>>, limit_bytes: u64, free_bytes: u64) -> Self {
         let parent = Some(Parent { account: self.clone(), free_bytes });

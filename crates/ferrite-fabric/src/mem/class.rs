@@ -13,7 +13,7 @@ pub(super) const CHUNK_BYTES: usize = 2 << 20;
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum SizeClass {
-    /// 256 bytes: control messages.
+    /// 256 bytes, for example for control messages.
     B256,
     /// 1 KiB.
     K1,
@@ -71,7 +71,7 @@ impl SizeClass {
 pub enum Purpose {
     /// Outgoing: sends, writes, and the local buffers of reads.
     Send,
-    /// Incoming: posted receives, windows that peers write to.
+    /// Incoming: posted receives, data that was read from TCP, and memory that peers write to.
     Receive,
 }
 

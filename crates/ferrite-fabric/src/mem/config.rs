@@ -21,7 +21,7 @@ pub struct PoolConfig {
     /// Bytes to register when the pool is built. They are divided between sends and receives in
     /// proportion to their limits, with at least 2 MiB for each unless this is 0. Default: 4 MiB.
     pub memory_pool_initial: usize,
-    /// Bytes to register at a time when a heap is exhausted. Default: 4 MiB.
+    /// Bytes to register at a time when a heap has no free chunk left. Default: 4 MiB.
     pub memory_pool_increase: usize,
     /// Maximum number of bytes of the pool, for sends and receives together. Every device of the
     /// pool pins all of them, and each registration counts against the locked-memory limit. So a
@@ -41,8 +41,8 @@ pub struct PoolConfig {
     /// A received message below this size is copied out of its receive buffer, so that the buffer
     /// is free at once. Default: 0.
     pub copy_below: usize,
-    /// Number of caches of free blocks. A thread always uses the same cache. 0: one for each CPU.
-    /// Default: 0.
+    /// Number of caches of free blocks, at most 64. A thread always uses the same cache. 0: one for
+    /// each CPU, at most 64. Default: 0.
     pub cache_shards: usize,
     /// Whether to use 2 MiB pages: from the host's reserve, or else merged by the kernel. Default:
     /// false.

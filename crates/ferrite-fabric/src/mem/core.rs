@@ -38,8 +38,8 @@ pub(super) struct Core {
     /// The protection domains; `None` where the device is gone. The lock is never held during a
     /// registration, so readers do not wait.
     domains: Mutex<Vec<Option<ProtectionDomain>>>,
-    /// Locked while an arena is created, or while a domain is retired or restored, so that no arena
-    /// is registered with a retired domain.
+    /// Locked while an arena is created, while unused arenas are taken out, and while a domain is
+    /// retired or restored. So no arena is registered with a retired domain.
     registering: Mutex<()>,
     /// The memory node of the first device that has one.
     pub(super) numa_node: Option<u32>,
@@ -92,7 +92,7 @@ impl Core {
         &self.heaps[purpose.index()]
     }
 
-    /// Takes a free block.
+    /// Takes a free block. Grows the heap if it has none.
     pub(super) fn take(
         self: &Arc<Self>,
         purpose: Purpose,
@@ -228,7 +228,7 @@ impl Core {
         lock(&self.domains).iter().flatten().cloned().collect()
     }
 
-    /// Ends every registration with one domain.
+    /// Ends the registration of every arena with one domain.
     pub(super) fn retire(&self, index: usize) {
         let _registering = lock(&self.registering);
         if let Some(domain) = lock(&self.domains).get_mut(index) {
@@ -292,7 +292,8 @@ impl Core {
         let _ = self.background.set(background); // called once: a fabric has one pool
     }
 
-    /// Runs `work`, which may block in the device.
+    /// Runs `work`, which may block in the device: on the background executor if there is one,
+    /// otherwise on this thread.
     pub(super) fn run_in_background(&self, work: impl FnOnce() + Send + 'static) {
         match self.background.get() {
             Some(background) => background(Box::new(work)),

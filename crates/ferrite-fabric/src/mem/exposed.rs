@@ -18,9 +18,10 @@ use super::core::buf::BufMut;
 use super::core::window::{Registrations, Window};
 use super::error::PoolError;
 
-/// A buffer that [`Pool::expose`](super::Pool::expose) exposed to a peer.
+/// A buffer that is exposed to peers: see [`Pool::expose`](super::Pool::expose) and
+/// [`Pool::expose_without_device`](super::Pool::expose_without_device).
 ///
-/// Dropping an exposed buffer revokes it, too. If the device does not release the memory, the
+/// Dropping an exposed buffer revokes it, too. If the device does not release the memory then, the
 /// buffer goes into quarantine. The statistics count the buffer, and it is not reused while the
 /// device may write it.
 ///
@@ -143,8 +144,9 @@ impl Exposed {
         self.held.as_ref().expect("held until it is revoked")
     }
 
-    /// Returns the numbers that the peer needs to address the memory. Send them to the peer.
-    /// Without a device, all but the length are 0.
+    /// Returns the numbers that the peer needs to address the memory: through the first window, or
+    /// else on the first device to which the memory is exposed. Send them to the peer. Without a
+    /// device, all but the length are 0.
     #[must_use]
     pub fn remote(&self) -> RemoteSlice {
         let registrations = &self.held().registrations;

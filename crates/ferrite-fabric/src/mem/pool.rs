@@ -89,8 +89,10 @@ impl Builder {
     /// Maps and registers the initial memory.
     ///
     /// # Errors
-    /// [`PoolError::Misuse`] if the sizes contradict each other; [`PoolError::Register`] if the
-    /// locked-memory limit or the device refuses, with figures and a remedy.
+    /// - [`PoolError::Misuse`] if a size is invalid, or the sizes contradict each other.
+    /// - [`PoolError::Map`] if the system has no memory.
+    /// - [`PoolError::Register`] if the locked-memory limit or the device refuses, with figures and
+    ///   a remedy.
     pub fn build(self) -> Result<Pool, PoolError> {
         let config = self.config.checked()?;
         let heaps = Purpose::ALL.map(|purpose| {
@@ -228,7 +230,7 @@ impl Pool {
     /// Returns the buffer with:
     /// - [`PoolError::Register`] if the device or the locked-memory limit refuses;
     /// - [`PoolError::Misuse`] if the buffer is empty or belongs to another pool;
-    /// - [`PoolError::NoDomain`] if there is no such domain.
+    /// - [`PoolError::NoDomain`] if there is no such domain, or its device is gone.
     pub fn expose(
         &self,
         buf: BufMut,
@@ -323,9 +325,9 @@ impl Pool {
         self.0.core.retry_quarantined()
     }
 
-    /// Returns up to `most` arenas of each purpose to the system, if no buffer uses them now and
-    /// none did at the previous call. The first arena, one unused arena, and
-    /// [`PoolConfig::receive_initial`] bytes for receives stay.
+    /// Returns up to `most` unused arenas of each purpose to the system, but no more than were
+    /// unused at the previous call, too. For each purpose, the first arena and one unused arena
+    /// stay. [`PoolConfig::receive_initial`] bytes for receives stay, too.
     ///
     /// Returns `false` if nothing more can be released until buffers are returned. Fabrics call
     /// this every few seconds while it returns `true`.
@@ -377,8 +379,8 @@ impl Pool {
         self.0.core.live_domains()
     }
 
-    /// Ends every registration with the domain with this index, because its device goes away. The
-    /// buffers stay.
+    /// Ends the registration of all arenas with the domain with this index, because its device goes
+    /// away. The buffers stay. The registrations of exposed buffers do not end.
     ///
     /// Nothing may be in flight on the domain: destroy its queue pairs and shared receive queues
     /// first. Otherwise the device answers the remaining requests with protection errors.
@@ -419,8 +421,9 @@ impl Pool {
         self.0.core.restore(index, domain)
     }
 
-    /// Returns a snapshot of the pool's counters. They are read one after the other, so they add up
-    /// only while nobody takes or returns buffers. Does not wait for a registration in progress.
+    /// Returns a snapshot of the pool's counters. They are not all read at the same instant, so
+    /// they add up only while nobody takes or returns buffers. Does not wait for a registration in
+    /// progress.
     #[must_use]
     pub fn stats(&self) -> PoolStats {
         PoolStats::of(&self.0.core)

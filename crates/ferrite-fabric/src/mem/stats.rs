@@ -33,9 +33,10 @@ use super::counters::Counters;
 pub struct PoolStats {
     /// Bytes that are mapped from the system.
     pub mapped_bytes: u64,
-    /// Registered bytes: the mapped bytes, once for every domain.
+    /// Registered bytes: the mapped bytes, once for every domain whose device is present. The
+    /// registrations of exposed buffers are not included.
     pub registered_bytes: u64,
-    /// Maximum number of registered bytes: the maximum of both heaps, once for every domain.
+    /// Maximum number of registered bytes: the sum of both heaps' maximums, once for every domain.
     pub registered_max_bytes: u64,
     /// Number of mappings.
     pub arenas: u64,
@@ -78,15 +79,15 @@ pub struct HeapStats {
     pub mapped_bytes: u64,
     /// Bytes of blocks in use.
     pub in_use_bytes: u64,
-    /// Bytes of blocks in the threads' caches.
+    /// Bytes of free blocks in the caches.
     pub cached_bytes: u64,
-    /// Bytes of free blocks and chunks.
+    /// Bytes of free blocks and chunks that are in no cache.
     pub free_bytes: u64,
     /// Number of blocks in use by [`SizeClass`], the smallest first.
     pub in_use_blocks: [u64; SizeClass::ALL.len()],
 }
 
-/// Counts of failures.
+/// Numbers of failures, by cause.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Failures {
@@ -100,7 +101,8 @@ pub struct Failures {
     pub too_large: u64,
     /// The system had no memory.
     pub map: u64,
-    /// The device or the kernel refused to register an arena or an exposed buffer.
+    /// The device or the kernel refused to register an arena or an exposed buffer, or to allocate a
+    /// memory window.
     pub register: u64,
     /// A device did not release an exposed buffer.
     pub deregister: u64,
@@ -163,7 +165,7 @@ impl PoolStats {
         }
     }
 
-    /// Returns every number with its name, for an exporter.
+    /// Returns every number except the memory node, with its name, for an exporter.
     #[must_use]
     pub fn counters(&self) -> Vec<(String, u64)> {
         // The pattern has no `..`, so that a new field must be given a name here.

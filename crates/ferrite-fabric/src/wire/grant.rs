@@ -9,9 +9,9 @@
 //!   └───────┴──────┴──────┴──────┴────────┴──────────┴───────┘
 //! ```
 //!
-//! The checksum protects against corruption, not against malice: anybody can compute it. The
-//! registration behind the remote key decides what a peer may access, and the owner can end that
-//! registration at any time.
+//! The checksum protects against corruption, not against malice: anybody can compute it. Over RDMA,
+//! the registration or memory window behind the remote key decides what a peer may access. Over
+//! TCP, the owner's fabric decides. The owner can end the access at any time.
 
 use std::fmt;
 use std::ops::BitOr;

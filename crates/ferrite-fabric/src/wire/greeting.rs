@@ -82,7 +82,7 @@ impl Greeting {
     /// Decodes a greeting.
     ///
     /// # Errors
-    /// Like [`Hello::decode`].
+    /// Like [`Hello::decode`]. An unknown kind is a [`HelloError::Value`].
     pub fn decode(bytes: &[u8]) -> Result<Self, HelloError> {
         let hello = Hello::decode(bytes.get(..HELLO_BYTES).unwrap_or(bytes))?;
         let short = HelloError::Short { got: bytes.len() };

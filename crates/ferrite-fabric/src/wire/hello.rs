@@ -76,7 +76,8 @@ impl Features {
     pub const WRITE_IMM: Self = Self(1);
     /// Issues and uses grants: one-sided reads and writes.
     pub const ONE_SIDED: Self = Self(2);
-    /// Accepts TCP connections as well as RDMA. A link that loses its path continues over TCP.
+    /// Can migrate: a link that loses RDMA continues over TCP, and a link over TCP can be upgraded
+    /// to RDMA.
     pub const MOVE: Self = Self(4);
 
     /// Creates features from the bits on the wire. Unknown bits are kept.
@@ -157,15 +158,17 @@ pub struct Hello {
     pub version: Version,
     /// The capabilities of the sender.
     pub features: Features,
-    /// The largest payload of one frame that the sender accepts.
+    /// The largest payload of one frame that the sender accepts over RDMA. Over TCP it accepts 64
+    /// KiB, or this if it is larger.
     pub segment_bytes: u32,
     /// Number of frames that may be sent to the sender of the hello before it returns credits.
     pub window: u16,
     /// Number of channels that the sender serves. Channels are numbered from 0.
     pub channels: u16,
-    /// The largest message that the sender accepts.
+    /// The largest message that the sender accepts, in bytes. Also limits the bytes of all
+    /// unfinished messages together.
     pub max_message_bytes: u64,
-    /// A random number per process, to distinguish a restarted peer from the old one.
+    /// A random number per fabric, to distinguish a restarted peer from the old one.
     pub instance: u64,
     /// A random number that the sender chooses for this link; 0 if the link cannot migrate. A peer
     /// that knows the numbers of both sides can migrate the link to another path.
@@ -186,8 +189,8 @@ impl Hello {
     /// The valid range of [`Hello::channels`]: a frame has 14 bits for the channel.
     pub const CHANNELS: RangeInclusive<u16> = 1..=16_384;
 
-    /// Returns the maximum number of frames of incomplete messages. Even a short frame takes a
-    /// whole receive.
+    /// Returns the maximum number of frames of all unfinished messages together. They are limited
+    /// because even a short frame may take a whole receive.
     #[must_use]
     pub fn max_frames(&self) -> u64 {
         let whole = self.max_message_bytes / u64::from(self.segment_bytes.max(1));

@@ -1,4 +1,4 @@
-//! The TCP frame: the header of everything that a link sends over TCP.
+//! The TCP frame: the header of everything that a link sends over TCP after the greeting.
 //!
 //! ```text
 //!   0      1          4     8         12    16      24       32
@@ -17,7 +17,7 @@
 //!   8 Offer     op: number of the offer, and an address: offers to upgrade to RDMA
 //!   9 Answer    op, and an address: accepts the offer
 //!  10 Withdraw  op: cancels the upgrade
-//!  11 Switch    op: the last frame of this side over TCP, except answers
+//!  11 Switch    op: from now on this side sends only 5 to 13 over TCP, until RDMA is lost
 //!  12 Resume    offset: number of received frames; RDMA is lost, and the rest is sent over TCP
 //!  13 Rekey     grant, offset, imm: address and key of a grant on the next device
 //! ```
@@ -51,7 +51,7 @@ pub enum TcpFrameKind {
 
 impl TcpFrameKind {
     /// Returns whether the frame is part of an upgrade or a migration. Only links that can migrate
-    /// send such frames.
+    /// send these frames.
     #[must_use]
     pub fn is_migration(self) -> bool {
         matches!(
@@ -61,7 +61,7 @@ impl TcpFrameKind {
     }
 }
 
-/// The header of everything on a TCP path.
+/// The header of everything on a TCP connection after the greeting.
 ///
 /// ```
 /// use ferrite_fabric::wire::{TcpFrame, TcpFrameKind};

@@ -1,16 +1,15 @@
 //! Control messages that wait to be polled, and those in flight (without a local completion).
 //!
 //! The queue is bounded whatever the peer does. An announcement is a flag, feature messages and
-//! keepalives have limits, and at most [`MESSAGES_IN_FLIGHT`] messages are handed out before the
-//! first completes.
+//! keepalives have limits, and at most [`MESSAGES_IN_FLIGHT`] messages are in flight.
 
 use std::collections::VecDeque;
 use std::time::Instant;
 
 use crate::message::Message;
 
-/// Maximum number of messages that [`poll_message`](super::Endpoint::poll_message) hands out before
-/// one is reported as sent.
+/// Maximum number of messages that [`poll_message`](super::Endpoint::poll_message) has returned and
+/// that the driver has not reported as sent.
 pub const MESSAGES_IN_FLIGHT: usize = 32;
 
 /// Maximum number of feature messages that wait to be polled.

@@ -3,9 +3,9 @@
 /// Counters of one endpoint since its creation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Stats {
-    /// Control messages handed out.
+    /// Control messages that `poll_message` returned.
     pub messages_sent: u64,
-    /// Control messages received.
+    /// Valid control messages received.
     pub messages_received: u64,
     /// Announcements of our window, among the messages sent.
     pub registrations_sent: u64,
@@ -19,20 +19,22 @@ pub struct Stats {
     pub keepalives_received: u64,
     /// Feature messages among the messages received.
     pub features_received: u64,
-    /// Writes handed out.
+    /// Writes that `write_plan` returned.
     pub writes: u64,
     /// Bytes of these writes.
     pub bytes_written: u64,
-    /// Immediates received.
+    /// Valid immediates received.
     pub immediates: u64,
     /// Bytes that these immediates report.
     pub bytes_received: u64,
     /// Bytes that the reader consumed.
     pub bytes_consumed: u64,
-    /// Writes that had to wait because the peer's window was full or not announced.
+    /// Calls of `write_plan` without a write, because the peer's window was full or not announced.
     pub stalled_by_window: u64,
-    /// Writes that had to wait because too many earlier writes had no local completion.
+    /// Calls of `write_plan` without a write, because too many earlier writes had no local
+    /// completion.
     pub stalled_by_completions: u64,
-    /// Writes that had to wait because nothing arrived from the peer after too many requests.
+    /// Calls of `write_plan` without a write, because nothing arrived from the peer after too many
+    /// requests.
     pub stalled_by_silence: u64,
 }

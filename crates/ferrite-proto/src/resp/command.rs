@@ -91,7 +91,7 @@ impl CommandFramer {
         self.frame_bytes
     }
 
-    /// Returns the minimum number of bytes that the current command still needs.
+    /// Returns a lower bound for the number of bytes that the current command still needs.
     #[must_use]
     pub fn wanted(&self) -> u64 {
         match self.state {
@@ -220,7 +220,7 @@ fn ends_exactly(bytes: &[u8], left: u64) -> bool {
     from_end(2).is_none_or(|byte| *byte == b'\r') && from_end(1).is_none_or(|byte| *byte == b'\n')
 }
 
-/// Why bytes are not a command, in the words of Redis.
+/// Why bytes are not a command. The texts are those of Redis where Redis has the same error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CommandError {

@@ -3,9 +3,10 @@
 //!
 //! In double quotes, `\n \r \t \b \a` and `\xff` stand for one byte each, and any other byte after
 //! a backslash stands for itself. In single quotes only `\'` is special. A closing quote ends the
-//! argument, so white space must follow it.
+//! argument, so white space or the end of the line must follow it.
 
-/// The error for a quote that is not closed, or that is not followed by white space.
+/// The error for a quote that is not closed, or that is followed by something other than white
+/// space. [`unquote`] also returns it if there is not exactly one argument.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[error("unbalanced quotes")]
 pub struct Unbalanced;
@@ -13,7 +14,7 @@ pub struct Unbalanced;
 /// Splits a line into its arguments, as redis-cli does.
 ///
 /// # Errors
-/// If a quote is not closed, or is not followed by white space.
+/// If a quote is not closed, or a closing quote is followed by something other than white space.
 pub fn split_line(line: &[u8]) -> Result<Vec<Vec<u8>>, Unbalanced> {
     let mut arguments = Vec::new();
     let mut rest = line;
@@ -32,8 +33,7 @@ pub fn split_line(line: &[u8]) -> Result<Vec<Vec<u8>>, Unbalanced> {
 /// Parses exactly one argument, quoted or not.
 ///
 /// # Errors
-/// If a quote is not closed or is not followed by white space, or if there is not exactly one
-/// argument.
+/// Like [`split_line`], and if there is not exactly one argument.
 pub fn unquote(text: &[u8]) -> Result<Vec<u8>, Unbalanced> {
     let mut arguments = split_line(text)?;
     match (arguments.pop(), arguments.is_empty()) {

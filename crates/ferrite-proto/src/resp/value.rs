@@ -1,5 +1,5 @@
-//! A view of a complete reply. Strings stay where they were received. Only the lists of aggregates
-//! are allocated.
+//! A view of a complete reply. Strings stay where they were received. Only the lists of values and
+//! chunks are allocated, and the boxes of attributed values.
 
 use super::encode::{blob, header, line};
 use super::number::Integer;
@@ -98,7 +98,7 @@ impl<'a> Value<'a> {
     }
 
     /// Appends the value in RESP3. Nulls get the form of RESP3, and streamed aggregates get their
-    /// length.
+    /// length. A string in chunks stays in chunks.
     pub fn encode(&self, into: &mut Vec<u8>) {
         match self {
             Self::Simple(text) => line(b'+', text, into),

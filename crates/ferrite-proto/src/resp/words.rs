@@ -11,8 +11,9 @@ const DIGITS_MAX: usize = 7;
 /// Finds the whole command at `at` in `bytes`, and appends the ranges of its words to `places`.
 /// Returns where the command ends.
 ///
-/// Returns `None` if the command is not whole or not in the plain form (few words, exact line
-/// ends). A [`CommandFramer`](super::CommandFramer) must then parse the command.
+/// Returns `None` if the command is not whole or not in the plain form: a multibulk of few words,
+/// with lengths of few digits and exact line ends. A [`CommandFramer`](super::CommandFramer) must
+/// then parse the command.
 ///
 /// ```
 /// use ferrite_proto::resp::{Words, plain_command};

@@ -20,9 +20,10 @@ pub struct Write {
 /// The memory of the peer that we may write.
 ///
 /// A registration is accepted in three cases: it is the first, the previous one is filled to the
-/// last byte, or nothing was written to the previous one. In each case no byte is on its way to the
-/// old memory, whether the new memory is the same or not. Any other registration is an error of the
-/// peer, because the peer could not tell the bytes in the old memory from those in the new.
+/// last byte, or nothing was written to the previous one. In each case a correct peer waits for no
+/// byte in the old memory, whether the new memory is the same or not. Any other registration is an
+/// error of the peer, because the peer could not tell the bytes in the old memory from those in the
+/// new.
 /// Address, length and key may differ between registrations. Every registration is filled from its
 /// first byte.
 ///

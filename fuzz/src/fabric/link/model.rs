@@ -31,8 +31,8 @@ pub(super) struct Model {
     acknowledged: u64,
     /// Incomplete messages to the link, by channel.
     partial: Vec<(u16, Vec<Vec<u8>>)>,
-    /// Messages to the link that the application has not taken. Each has its number of frames and
-    /// the number of receive buffers that it keeps.
+    /// Messages and notices to the link that the application has not taken. Each has its number of
+    /// frames and the number of receive buffers that it keeps.
     ready: VecDeque<(Arrived, u64, usize)>,
     /// Messages of the link's application that have not arrived completely.
     queued: [VecDeque<Vec<u8>>; PEERS.channels as usize],
@@ -223,7 +223,7 @@ impl Model {
         assert_eq!(self.fin_ack, self.peer_fin && self.all_sent(), "FinAck");
     }
 
-    /// Returns the number of receive buffers that the link may keep.
+    /// Returns the number of receive buffers that the link must be keeping.
     pub(super) fn kept_buffers(&self) -> usize {
         let partial: usize = self.partial.iter().map(|(_, pieces)| pieces.len()).sum();
         partial + self.ready.iter().map(|(.., buffers)| buffers).sum::<usize>()

@@ -1,4 +1,4 @@
-//! The payload of a frame on TCP.
+//! The payload of a frame that is sent on TCP, or kept so that it can be sent there.
 
 use crate::mem::Buf;
 use crate::wire::CONTROL_BYTES;

@@ -1,5 +1,5 @@
-//! The orderly close of a link: both sides deliver everything in their queues, send `Fin`, and
-//! answer the other's `Fin` with `FinAck`.
+//! The orderly close of a link. The side that closes sends everything in its queue, then `Fin`. The
+//! other side sends everything in its queue, then `FinAck`. Both sides may close at the same time.
 
 use crate::wire::Control;
 
@@ -63,7 +63,7 @@ impl Closing {
         self.peer_fin = true;
     }
 
-    /// Returns whether the peer has sent its last frame.
+    /// Returns whether the peer has sent `Fin`, after which it sends no more data.
     pub(crate) fn peer_has_closed(&self) -> bool {
         self.peer_fin
     }

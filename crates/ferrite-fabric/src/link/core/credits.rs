@@ -1,9 +1,11 @@
 //! Credits: how many frames each side may have under way.
 //!
-//! The receiver's window limits the frames that are sent but not consumed. The receiver consumes a
-//! frame of an unfinished message at once, and the frames of a complete message when the
-//! application takes the message. Every frame carries the number of consumed frames so far, modulo
-//! 2^16. A side that has nothing else to send reports this number in a control frame.
+//! The receiver's window limits the frames that are sent but not consumed. The receiver counts
+//! every frame as consumed, except the frames of complete messages that the application has not
+//! taken. The count never decreases: frames of an unfinished message stay consumed when it becomes
+//! complete. Every frame except the notice of a write carries the number of consumed frames so far,
+//! modulo 2^16. A side that has nothing else to send reports this number in a control frame once
+//! half a window was consumed.
 //!
 //! ```text
 //!   our frames:         acknowledged <= sent
@@ -15,8 +17,9 @@
 //! receiver never sees more than `announced + window`, because the sender knows only what was
 //! announced to it.
 
-/// Maximum number of frames under way on a link, even if the peer's window is larger. The sender
-/// keeps each frame until the peer has consumed it, so the peer alone must not set the limit.
+/// Maximum number of frames under way on a link, even if the peer's window is larger. On a link
+/// that can migrate, the sender keeps each frame until the peer has consumed it, so the peer alone
+/// must not set the limit.
 const UNDER_WAY_MAX: u64 = 1024;
 
 /// A violation of the credit rules by the peer.
@@ -118,7 +121,7 @@ impl Credits {
         Ok(())
     }
 
-    /// Counts a refused frame, which uses a credit like any other frame.
+    /// Counts a refused write with a notice, which uses a credit like a frame.
     pub(crate) fn on_refused(&mut self) {
         self.received += 1;
     }

@@ -38,7 +38,8 @@ impl LinkCore {
         }
     }
 
-    /// Ends the link. All operations under way fail with `error`, now or when they complete. Only
+    /// Ends the link. Queued operations, and those that wait for another path, fail with `error`
+    /// now. Requests in flight end when they complete, or when the queue pair is destroyed. Only
     /// the first failure counts.
     pub(crate) fn end(&mut self, error: Error, wakes: &mut Wakes) {
         if self.failure().is_some() {
@@ -61,8 +62,8 @@ impl LinkCore {
 
     /// Handles a disconnect by the peer's connection manager.
     pub(crate) fn on_disconnected(&mut self, wakes: &mut Wakes, what: impl FnOnce() -> Error) {
-        // A link that can migrate looks for another path instead, unless this side has sent
-        // `FinAck`: the peer may have more to send.
+        // Once this side has sent `FinAck`, the peer has nothing more to send. Before that it may
+        // have, so a link that can migrate looks for another path.
         let is_in_order = self.closing.fin_ack_sent()
             || !self.migration.is_possible && self.peer_has_everything();
         if is_in_order {

@@ -13,7 +13,8 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use crate::wire::Control;
 
 /// Maximum number of the peer's revoked grants to remember. Beyond that, this side forgets the
-/// lowest numbers, and the device refuses the use of those grants.
+/// lowest numbers, and only the peer refuses the use of those grants. Also the maximum number of
+/// the peer's grants whose new address is remembered.
 const REVOKED_MAX: usize = 1 << 16;
 /// Maximum number of our revocations without an answer. Further ones wait.
 const UNANSWERED_MAX: usize = 64;
@@ -37,8 +38,8 @@ pub(crate) struct Grants {
 }
 
 impl Grants {
-    /// Revokes a grant of ours. Returns the frame to send now, if any. If too many revocations are
-    /// unanswered, the frame is sent after an answer of the peer.
+    /// Revokes a grant of ours. Returns the next revocation to send now, if any. If too many
+    /// revocations are unanswered, [`Grants::next_revocation`] returns it after the peer's answer.
     pub(crate) fn revoke(&mut self, grant: u64) -> Option<Control> {
         self.to_revoke.push_back(grant);
         self.next_revocation()
@@ -106,8 +107,8 @@ impl Grants {
         });
     }
 
-    /// Notes the address of a grant of the peer on the next device. Returns false if the peer
-    /// reports more than [`REVOKED_MAX`] grants.
+    /// Notes the address and the key of a grant of the peer on the next device. Returns false if
+    /// the peer reports more than [`REVOKED_MAX`] grants.
     pub(crate) fn on_moved(&mut self, grant: u64, base: u64, rkey: u32) -> bool {
         let fits = self.moved.len() < REVOKED_MAX || self.moved.contains_key(&grant);
         if fits {
@@ -122,7 +123,7 @@ impl Grants {
         self.moved.get(&grant).copied()
     }
 
-    /// Drops all revocations, because the link is down.
+    /// Drops the revocations that wait to be sent or confirmed, because the link is down.
     pub(crate) fn end(&mut self) {
         self.in_use.clear();
         self.to_revoke.clear();

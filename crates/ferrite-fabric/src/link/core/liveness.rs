@@ -20,7 +20,7 @@ pub(crate) struct Liveness {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Silence {
     pub(crate) after: Duration,
-    /// Whether the peer's device has answered.
+    /// Whether the peer's device has acknowledged something since the keepalive.
     pub(crate) acknowledged: bool,
 }
 
@@ -31,7 +31,7 @@ pub(crate) enum Look {
     Well(Instant),
     /// Send a keepalive now, and check again at this time.
     Ask(Instant),
-    /// None: a keepalive is unanswered. Check again at this time.
+    /// None: a keepalive is unanswered, or the link has no path. Check again at this time.
     Asked(Instant),
 }
 

@@ -12,8 +12,9 @@
 //! path. Then it reports how many frames it has received, and the other side sends the remaining
 //! frames again, on TCP.
 //!
-//! A write that was under way is repeated, unless a later frame has arrived. In that case the write
-//! was executed, because a queue pair keeps the order. The upgrade is in `upgrade.rs`.
+//! A read or write that was under way is repeated. The exception is a write if a later frame has
+//! arrived: the write was executed, because a queue pair keeps the order. The upgrade is in
+//! `upgrade.rs`.
 
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -26,7 +27,8 @@ use crate::link::kind::Kind;
 use crate::mem::Buf;
 use crate::wire::{Control, TcpFrame, TcpFrameKind};
 
-/// Maximum number of bytes to keep for a migration, whatever the peer's window.
+/// A link that keeps this many bytes for a migration sends no more frames, whatever the peer's
+/// window.
 const KEPT_BYTES_MAX: usize = 4 << 20;
 
 /// The transport that carries the link.
@@ -226,7 +228,8 @@ impl Migration {
         self.to_say.pop_front()
     }
 
-    /// Drops everything, because the link is down. Returns the unfinished operations.
+    /// Drops everything except the unsent migration frames, because the link is down. Returns the
+    /// unfinished operations.
     pub(super) fn end(&mut self) -> Vec<(Held, RequestContext)> {
         self.kept.clear();
         self.kept_bytes = 0;
@@ -467,7 +470,7 @@ impl LinkCore {
     }
 
     /// Queues the kept frames before `frame` to be sent again: the peer's device has received them,
-    /// but its software has not.
+    /// but its software has not. Ends the link if one of them is the notice of a write.
     fn repeat_until(&mut self, kept: &mut VecDeque<KeptFrame>, frame: u64, wakes: &mut Wakes) {
         while let Some(KeptFrame { number, content }) =
             kept.pop_front_if(|kept| kept.number < frame)

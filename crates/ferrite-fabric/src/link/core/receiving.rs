@@ -9,7 +9,8 @@ use crate::link::outbox::OneSided;
 use crate::mem::BufMut;
 use crate::wire::{Control, Frame};
 
-/// Maximum number of unsent answers to a peer's control frames.
+/// Limit on the control frames that wait to be sent plus the peer's revocations that wait for an
+/// answer. A control frame of the peer beyond it is a violation of the protocol.
 const CONTROLS_MAX: usize = 1024;
 
 impl LinkCore {
@@ -79,7 +80,7 @@ impl LinkCore {
         Ok(self.credits.on_received()?)
     }
 
-    /// Counts a refused write with a notice, which uses a credit like any other.
+    /// Counts a refused write with a notice, which uses a credit like a frame.
     pub(crate) fn on_refused_notice(&mut self) {
         self.credits.on_refused();
         self.count_consumed();

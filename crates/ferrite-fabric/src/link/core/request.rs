@@ -6,8 +6,8 @@ use crate::error::Error;
 use crate::link::kind::Kind;
 use crate::link::tickets::{Outcome, Ticket};
 
-/// The latency of about one request in this many is recorded even if nobody waits for the request.
-/// Reading the clock for every request would cost more than filling in the rest of its
+/// Over RDMA, the latency of about one request in this many is recorded even if nobody waits for
+/// the request. Reading the clock for every request would cost more than filling in the rest of its
 /// [`RequestContext`].
 const SAMPLED: u32 = 16;
 
@@ -49,12 +49,12 @@ impl RequestContext {
 
 /// Chooses requests whose latency is recorded although nobody waits for them.
 pub(super) struct Sampler {
-    /// Requests since the last one that was chosen.
+    /// The number of requests since the last one that was chosen.
     since: u32,
 }
 
 impl Default for Sampler {
-    /// Chooses the first request, so that short-lived links are measured, too.
+    /// Chooses the first signaled request, so that short-lived links are measured, too.
     fn default() -> Self {
         Self { since: SAMPLED }
     }

@@ -1,4 +1,4 @@
-//! Sending: chooses the next frame, within the peer's credits.
+//! Sending: chooses the next frame or one-sided operation, within the peer's credits.
 
 use super::migration::ActiveTransport;
 use super::{LinkCore, RequestContext, Wakes};
@@ -36,7 +36,8 @@ impl LinkCore {
         if self.migration.keeps_too_much() { 0 } else { self.credits.available() }
     }
 
-    /// Returns whether a message may be sent at once, because nothing is queued before it.
+    /// Returns whether a message may be sent at once: the link is up and has a transport, nothing
+    /// must be sent before the message, and the peer's credits allow a frame.
     pub(crate) fn may_send_now(&self) -> bool {
         self.is_up()
             && self.outbox.is_empty()
@@ -153,8 +154,8 @@ impl LinkCore {
         self.controls.push_front(control);
     }
 
-    /// Queues the frames that become due once everything else was sent. Returns whether there are
-    /// any.
+    /// Wakes the tasks that wait for room. Queues the closing frames once everything else was sent,
+    /// and a credit frame if one is due. Returns whether there is anything new to send.
     pub(crate) fn after_sending(&mut self, wakes: &mut Wakes) -> bool {
         if self.has_room(0) {
             wakes.append(&mut self.waiters.room);

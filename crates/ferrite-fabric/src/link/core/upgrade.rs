@@ -9,9 +9,9 @@
 //!     │ Ping(GO) over RDMA ───────────────────► │ both send over RDMA
 //! ```
 //!
-//! Each side's `Switch` is its last frame on TCP. The caller sends on RDMA once it has received the
-//! peer's `Switch`. The peer sends on RDMA once it has received the caller's first frame there
-//! (`GO`).
+//! After its `Switch`, a side sends only migration frames and answers to one-sided operations on
+//! TCP, until RDMA is lost. The caller sends on RDMA once it has received the peer's `Switch`. The
+//! peer sends on RDMA once it has received the caller's first frame there (`GO`).
 //!
 //! The caller numbers its offers, and every frame about an offer carries the number. So a late
 //! answer or withdrawal is not mistaken for one that belongs to the next offer.
@@ -74,7 +74,7 @@ pub(crate) struct Upgrade {
 struct Switch {
     /// The number of the offer.
     offer: u32,
-    /// Whether this side has sent, or is about to send, its last frame on TCP.
+    /// Whether this side has sent, or is about to send, its `Switch`.
     is_begun: bool,
     is_said: bool,
     peer_has_said: bool,
@@ -85,7 +85,7 @@ impl Upgrade {
         self.switch.as_ref().is_some_and(|switch| switch.is_begun)
     }
 
-    /// Drops every offer, because the path is lost.
+    /// Forgets the peer's offer, because the path is lost.
     pub(super) fn on_path_lost(&mut self) {
         self.peer_offer = None;
     }
@@ -120,7 +120,7 @@ impl LinkCore {
         self.upgrade.switch = Some(Switch { offer, ..Switch::default() });
     }
 
-    /// Sends a frame about the upgrade.
+    /// Queues a frame about the current offer. Does nothing if there is no offer.
     pub(crate) fn say(&mut self, kind: TcpFrameKind, address: Option<&Address>) {
         let Some(op) = self.upgrade.offer() else {
             return; // there is no offer to answer or withdraw
@@ -133,7 +133,7 @@ impl LinkCore {
         self.migration.say(TcpFrame { len, op, ..path_frame(kind, 0) }, body);
     }
 
-    /// Tells the peer the address of a grant on the next device.
+    /// Queues a frame that tells the peer the address and the key of a grant on the next device.
     pub(crate) fn say_key(&mut self, grant: u64, addr: u64, rkey: u32) {
         let frame = TcpFrame { grant, imm: rkey, ..path_frame(TcpFrameKind::Rekey, addr) };
         self.migration.say(frame, Body::Nothing);
@@ -147,19 +147,20 @@ impl LinkCore {
         (frame.to_imm(), Control::Ping(PROBE).encode())
     }
 
-    /// Notes that the probe, or a bind, has completed on the new queue pair.
+    /// Notes that the probe of the new queue pair has succeeded, or that the probe or a bind has
+    /// failed.
     pub(crate) fn on_probed(&mut self, works: bool) {
         self.upgrade.step(if works { Step::Probed } else { Step::Failed });
     }
 
-    /// Makes this side send its last frame on TCP, as soon as nothing must be sent again.
+    /// Makes this side send its `Switch`, as soon as nothing must be sent again.
     pub(crate) fn switch(&mut self) {
         if let Some(switch) = &mut self.upgrade.switch {
             switch.is_begun = true;
         }
     }
 
-    /// Returns this side's last frame on TCP, if it is due.
+    /// Returns this side's `Switch`, if it is due.
     pub(super) fn next_switch(&mut self) -> Option<TcpFrame> {
         let switch = self.upgrade.switch.as_mut().filter(|switch| switch.is_begun)?;
         if !self.migration.repeats_nothing() || std::mem::replace(&mut switch.is_said, true) {
@@ -171,7 +172,7 @@ impl LinkCore {
         Some(TcpFrame { op: switch.offer, ..path_frame(TcpFrameKind::Switch, 0) })
     }
 
-    /// Handles the peer's last frame on TCP. Returns whether the link uses RDMA from now on.
+    /// Handles the peer's `Switch`. Returns whether this side uses RDMA from now on.
     pub(super) fn on_switch(&mut self, offer: u32) -> Result<bool, Error> {
         let is_current = |switch: &&mut Switch| switch.offer == offer && !switch.peer_has_said;
         let Some(switch) = self.upgrade.switch.as_mut().filter(is_current) else {
@@ -292,7 +293,8 @@ impl LinkCore {
         self.upgrade.attempt = None;
     }
 
-    /// Returns how long to wait before the next attempt: twice as long each time.
+    /// Returns how long to wait before the next attempt: `first`, then twice as long each time, up
+    /// to `most`.
     pub(crate) fn next_backoff(&mut self, first: Duration, most: Duration) -> Duration {
         let wait = self.upgrade.backoff.unwrap_or(first);
         self.upgrade.backoff = Some((wait * 2).min(most));

@@ -1,5 +1,5 @@
-//! Sending: messages and one-sided operations of the link's users. Each is checked, queued, and
-//! posted at once if the peer's credits allow.
+//! Sending: messages and one-sided operations of the link's users. Each is checked and queued. It
+//! is posted or written at once, if nothing is queued before it and the peer's credits allow.
 
 #[cfg(feature = "tokio")]
 use std::io::IoSlice;
@@ -106,13 +106,14 @@ impl LinkShared {
         })
     }
 
-    /// Returns whether the peer has sent its last frame, and everything before it has arrived.
+    /// Returns whether the peer's `Fin` has arrived. All data of the peer has then arrived, too.
     #[cfg(feature = "tokio")]
     pub(crate) fn peer_has_closed(&self) -> bool {
         lock(&self.state).core.peer_has_closed()
     }
 
-    /// Sends one buffer without waiting for an acknowledgement. Nothing is allocated.
+    /// Sends one buffer without waiting for an acknowledgement. The message needs neither a ticket
+    /// nor a list of parts.
     pub(crate) fn post(&self, channel: u16, buf: Buf) -> Result<(), (Buf, Error)> {
         if !self.pool.owns(&buf) {
             return Err((buf, foreign()));
@@ -144,9 +145,10 @@ impl LinkShared {
         })
     }
 
-    /// Sends up to `len` bytes of the slices over TCP, without a copy. Returns `None` if they must
-    /// be queued instead. If the kernel or the peer accepts no more now, `waker` is called when
-    /// more may be sent. The rest stays with the caller.
+    /// Sends up to `len` bytes of the slices over TCP. Copies only the rest of a frame that the
+    /// kernel accepts in part. Returns the number of bytes; `None` if they must be queued instead.
+    /// If the kernel or the peer accepts nothing now, returns `Pending`, and `waker` is called when
+    /// more may be sent.
     #[cfg(feature = "tokio")]
     pub(crate) fn poll_send_through(
         &self,

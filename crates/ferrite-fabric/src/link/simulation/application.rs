@@ -8,10 +8,11 @@ use crate::link::tickets::Ticket;
 /// Number of channels.
 pub(super) const CHANNELS: u16 = 3;
 
-/// An operation without an answer yet.
+/// A message or one-sided operation without an answer yet.
 pub(super) struct Operation {
     pub(super) ticket: Ticket,
-    /// The written value; 0 if the operation is not a write.
+    /// For a write, the written value. For a read, the highest value whose write had an answer when
+    /// the read began. For a message, 0.
     pub(super) written: u64,
     pub(super) is_read: bool,
 }
@@ -32,9 +33,9 @@ pub(super) struct Application {
     pub(super) is_released: bool,
     /// The last value that this side wrote to the peer.
     pub(super) last_written: u64,
-    /// The last written value that was acknowledged.
+    /// The highest written value whose write has an answer.
     pub(super) last_answered: u64,
-    /// Operations on the peer's grant that were refused.
+    /// The number of operations on the peer's grant that were refused.
     pub(super) refused: usize,
 }
 
@@ -82,7 +83,7 @@ impl Application {
         violation(format!("notice {imm} that was never sent, or twice"))
     }
 
-    /// Carries out a write of the peer's device.
+    /// Carries out a write of the peer.
     pub(super) fn on_write(&mut self, grant: u64, value: u64) -> Result<(), Violation> {
         if grant != self.grant || self.is_released {
             return violation("a write to memory that was released");
@@ -103,7 +104,7 @@ impl Application {
         self.operations.is_empty()
     }
 
-    /// Checks the end of a run. Returns how many messages were received.
+    /// Checks the end of a run. Returns how many messages and notices were received.
     pub(super) fn finish(&self, is_in_order: bool) -> Result<usize, Violation> {
         let missing: usize = self.expected.iter().map(VecDeque::len).sum();
         if is_in_order && missing > 0 {

@@ -291,7 +291,7 @@ impl Side {
         Ok(())
     }
 
-    /// Processes completions.
+    /// Processes up to `most` completions.
     pub(super) fn reap(&mut self, most: usize, now: Instant) -> Result<(), Violation> {
         for _ in 0..most {
             let next = self.next.as_mut().and_then(|next| next.completions.pop_front());
@@ -362,7 +362,8 @@ impl Side {
         }
     }
 
-    /// Destroys a lost path after its completions were processed.
+    /// Processes the completions of a lost path, destroys it, and reports the received frames to
+    /// the peer.
     pub(super) fn detach(&mut self, now: Instant) -> Result<(), Violation> {
         self.reap(usize::MAX, now)?;
         self.next = None;

@@ -1,4 +1,4 @@
-//! The upgrade of a side to RDMA, as `connect/upgrading.rs` drives it.
+//! The upgrade of a side to RDMA, as `fabric/poller/connect/upgrading.rs` drives it.
 
 use super::side::{Path, Side};
 use super::wire::{Packet, Wires};

@@ -1,4 +1,4 @@
-//! The actions of both applications on the link.
+//! The actions of a side's application on the link.
 
 use std::task::{Poll, Waker};
 
@@ -12,7 +12,7 @@ use crate::link::outbox::OneSided;
 use crate::mem::Buf;
 
 impl Side {
-    /// Lets the application send something.
+    /// Lets the application send a message, or read or write the peer's granted memory.
     pub(super) fn offer_work(
         &mut self,
         peer: &mut Application,

@@ -1,5 +1,6 @@
 //! Access of the peer to our memory: the rights of the queue pair, and the windows that are bound
-//! to it. A queue pair has no remote rights until something is granted.
+//! to it. A queue pair has no remote rights until something is granted. The exception is a raw
+//! connection, which allows writes from the start.
 
 use std::sync::Arc;
 
@@ -12,7 +13,7 @@ use crate::link::kind::Kind;
 use crate::mem::Window;
 
 impl LinkState {
-    /// Returns the rights of the current or next queue pair of the link.
+    /// Returns the peer's rights on the current and the next queue pair of the link.
     pub(crate) fn rights(&self) -> Access {
         self.rdma.rights
     }
@@ -39,15 +40,16 @@ impl LinkState {
         }
     }
 
-    /// Returns the current or next device of the link.
+    /// Returns the device of an upgrade under way; otherwise the link's device.
     pub(crate) fn next_device(&self) -> Option<Arc<SharedDevice>> {
         let next = self.next.as_ref().map(|next| &next.device);
         next.or(self.rdma.device.as_ref()).map(Arc::clone)
     }
 
-    /// Binds a window of `device` to the link's queue pair on that device. Sends that are queued
-    /// later are posted after the bind. If the path or the link is lost, nothing is bound. The peer
-    /// then learns of a new window when the link migrates to the next path.
+    /// Binds a window of `device` to the link's queue pair on that device, or to the queue pair of
+    /// an upgrade under way. Sends that are queued later are posted after the bind. If the link is
+    /// down or does not use `device`, nothing is bound. The peer then learns of a new window when
+    /// the link migrates to the next path.
     pub(crate) fn bind(
         &mut self,
         device: &SharedDevice,
@@ -68,8 +70,8 @@ impl LinkState {
         }
     }
 
-    /// Binds a window to the queue pair of the upgrade. Returns its address and key if that
-    /// succeeds.
+    /// Posts a request that binds a window to the queue pair of the upgrade. Returns the window's
+    /// address and key if the device has accepted the request.
     pub(crate) fn bind_ahead(
         &mut self,
         device: &SharedDevice,

@@ -30,8 +30,8 @@ impl LinkState {
     }
 
     /// First step of a downgrade: hands over the queue pair of a lost path, to be destroyed. The
-    /// caller has reaped the completion queue. Returns `None` if there is no queue pair, or a
-    /// command owns it.
+    /// caller has reaped the completion queue. Returns `None` if the link has not lost a path, if
+    /// the queue pair was destroyed already, or if a command owns it.
     pub(crate) fn begin_detach(&mut self) -> Option<SendQueue<RequestContext>> {
         if self.is_away() || !self.core.is_to_be_detached() {
             return None;
@@ -73,7 +73,7 @@ impl LinkState {
         self.rdma.queue.is_away() || self.rdma.is_destroying
     }
 
-    /// Returns the first slot generation for the next queue pair with the link's number.
+    /// Returns the first slot generation for the link's next queue pair.
     pub(crate) fn next_generation(&self) -> u32 {
         match self.rdma.device {
             Some(_) => self.rdma.queue.next_generation(),
@@ -113,7 +113,8 @@ impl LinkState {
         !self.rdma.flushed.is_empty()
     }
 
-    /// Notes the device's report that a queue pair of the link has taken its last receive.
+    /// Notes the device's report that the queue pair with the number `qp` has taken its last
+    /// receive, if that is the link's current queue pair.
     pub(crate) fn on_last_receive(&mut self, qp: u32) {
         if self.is_carried_by(qp) {
             self.rdma.queue.on_last_receive();
@@ -179,7 +180,7 @@ impl LinkState {
     }
 
     /// Destroys the queue pair at once, and closes the connection, because the fabric ends. Returns
-    /// whether the queue pair was destroyed.
+    /// whether there is no queue pair any more.
     pub(crate) fn destroy(&mut self, wakes: &mut Wakes) -> bool {
         if self.close_tcp(wakes) {
             self.core.drop_partial();

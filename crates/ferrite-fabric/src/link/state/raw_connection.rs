@@ -57,12 +57,12 @@ struct Outgoing {
     quiet: bool,
 }
 
-/// The completed requests of a raw connection: the peer's device has acknowledged them.
+/// Numbers of completed requests of a raw connection: the peer's device has acknowledged them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Done {
-    /// Messages.
+    /// The number of messages.
     pub messages: u64,
-    /// Writes.
+    /// The number of writes, which all have immediate data.
     pub writes: u64,
 }
 
@@ -95,7 +95,7 @@ impl LinkState {
         Ok(())
     }
 
-    /// Queues a write.
+    /// Queues a write with immediate data.
     pub(crate) fn push_raw_write(
         &mut self,
         buf: Buf,

@@ -107,7 +107,7 @@ impl RdmaPath {
     }
 
     /// Takes the queue pair back from a command. If the link went down meanwhile, the queue pair is
-    /// stopped when the lock is released.
+    /// stopped before the lock is released.
     pub(crate) fn take_back(&mut self, qp: ferrite_verbs::QueuePair) {
         self.queue.take_back(qp);
         self.is_running = true;
@@ -388,7 +388,7 @@ impl LinkState {
             return;
         }
         if status == Status::FLUSHED && self.failure().is_none() {
-            // An earlier request failed. An event or the peer will tell the cause.
+            // The queue pair has failed. Another completion, an event or the peer tells the cause.
             self.rdma.flushed.push(*wc);
             return;
         }

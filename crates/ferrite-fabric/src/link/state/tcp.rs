@@ -31,13 +31,13 @@ pub(crate) enum Request<'a> {
 /// The reason why reading stopped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Reading {
-    /// Everything that has arrived was read.
+    /// Everything that has arrived was read, or the link is down.
     Done,
     /// There may be more, but other links come first.
     More,
     /// There is no memory for more.
     NoMemory,
-    /// This peer gets no more memory until it returns some.
+    /// The account for this peer's data is at its limit, until some of the data is dropped.
     OverBudget,
 }
 
@@ -52,8 +52,9 @@ impl LinkState {
         Ok(sent.is_some())
     }
 
-    /// Writes the first `len` bytes of the slices, or as many as the kernel accepts, as messages of
-    /// one frame each. Returns the number of bytes; `None` if they must be queued.
+    /// Writes the first `len` bytes of the slices, or as many as the kernel and the peer's credits
+    /// allow, as messages of one frame each. Returns the number of bytes; `None` if they must be
+    /// queued.
     pub(crate) fn write_slices(
         &mut self,
         channel: u16,
@@ -79,8 +80,8 @@ impl LinkState {
         Ok(Some(bytes))
     }
 
-    /// Returns whether large writes go to the kernel without a copy. With TLS they do not, because
-    /// TLS copies anyway.
+    /// Returns whether large writes go to the kernel without a copy, and large reads come from
+    /// there without one. This needs TCP without TLS, because TLS copies anyway.
     #[cfg(feature = "tokio")]
     pub(crate) fn writes_through(&self) -> bool {
         self.core.transport() == ActiveTransport::Tcp
@@ -171,9 +172,9 @@ impl LinkState {
         }
     }
 
-    /// Handles a readable or writable connection. Reads and delivers up to about `SLICE_BYTES`.
-    /// `serve` executes the peer's requests for our memory, and returns false if one is not
-    /// allowed.
+    /// Handles a readable or writable connection. Reads and delivers up to about `SLICE_BYTES`, or
+    /// leaves them to a waiting reader. Then sends what may be sent. `serve` executes the peer's
+    /// requests for our memory, and returns false if one is not allowed.
     pub(crate) fn on_socket(
         &mut self,
         env: &LinkEnv<'_>,

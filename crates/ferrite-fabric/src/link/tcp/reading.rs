@@ -266,7 +266,7 @@ impl TcpPath {
     }
 }
 
-/// Returns a buffer for received data, charged to its sender.
+/// Returns a buffer for received data, charged to the account if there is one.
 fn take(pool: &Pool, len: usize, account: Option<&Account>) -> Result<BufMut, PoolError> {
     match account {
         Some(account) => pool.take(len, Purpose::Receive, account),

@@ -43,7 +43,7 @@ pub struct RawParts {
     pub addr: u64,
     /// The length in bytes.
     pub len: u32,
-    /// The local key for the requested domain. The key has no remote rights.
+    /// The local key for the requested domain, without remote rights; 0 if the device is gone.
     pub lkey: u32,
 }
 

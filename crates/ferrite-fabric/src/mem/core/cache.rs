@@ -1,9 +1,9 @@
 //! Caches of free blocks, between the threads and the heaps.
 //!
 //! Each thread uses one shard, assigned in the order in which threads first use a cache. By default
-//! there are as many shards as CPUs, so threads seldom share one. Blocks are also counted under the
-//! shard's lock, so counting costs no atomic addition. The totals in bytes can be read without a
-//! lock. The module `mem` explains why the caches are shards and not thread-local.
+//! there are as many shards as CPUs, at most 64, so threads seldom share one. Blocks are also
+//! counted under the shard's lock, so counting costs no atomic addition. The totals in bytes can be
+//! read without a lock. The module `mem` explains why the caches are shards and not thread-local.
 //!
 //! Locks are taken in the order shard, heap. The caller keeps the pool alive. So dropping something
 //! under a lock never drops the pool, which owns that lock.
@@ -57,8 +57,9 @@ pub(in crate::mem) struct Magazines {
 #[derive(Default)]
 pub(in crate::mem) struct Magazine {
     pub(in crate::mem) blocks: Vec<Block>,
-    /// Total number of blocks taken from and returned to this magazine. A block may be returned to
-    /// another shard than it was taken from, so only the sums over all shards are meaningful.
+    /// Total numbers of blocks that the threads of this shard have taken and returned. A block may
+    /// be returned to another shard than it was taken from, so only the sums over all shards are
+    /// meaningful.
     taken: u64,
     returned: u64,
 }
@@ -115,7 +116,8 @@ impl Cache {
     }
 
     /// Adds a block to its magazine. If the magazine is full, passes half of it on to `heap`. If
-    /// the heap wants the block back, passes the whole magazine on.
+    /// the heap wants the block back, passes the whole magazine on. If the cache is closed, drops
+    /// the block.
     pub(in crate::mem) fn keep(&self, block: Block, heap: &Heap) {
         let (purpose, class) = (block.slab.purpose, block.slab.class);
         let mut shard = self.shard();
@@ -212,14 +214,14 @@ impl Held<'_> {
         Some(block)
     }
 
-    /// Counts a block that was taken without passing through a magazine.
+    /// Counts a block that was taken, from a magazine or straight from the heap.
     pub(in crate::mem) fn count_taken(&mut self, purpose: Purpose, class: SizeClass) {
         self.magazine(purpose, class).taken += 1;
         add(&self.flows[purpose.index()].taken, class);
     }
 }
 
-/// Counts a block. The caller holds the shard's lock, so nobody else writes.
+/// Adds the bytes of a block. The caller holds the shard's lock, so nobody else writes.
 fn add(flow: &AtomicU64, class: SizeClass) {
     flow.store(flow.load(Ordering::Relaxed).wrapping_add(class.bytes() as u64), Ordering::Relaxed);
 }

@@ -202,9 +202,9 @@ impl Heap {
         self.arenas.store(state.arenas.len(), Ordering::Relaxed);
     }
 
-    /// Takes out up to `most` arenas that are unused now and were unused at the previous call. The
-    /// first arena stays. One unused arena stays, too: without it, the next caller that needs an
-    /// arena would wait for a registration.
+    /// Takes out up to `most` unused arenas, but no more than were unused at the previous call,
+    /// too. The first arena stays, and so do `kept_bytes` bytes. One unused arena stays, too:
+    /// without it, the next caller that needs an arena would wait for a registration.
     ///
     /// The caller drops the arenas outside of every lock, which ends their registration. Also
     /// returns whether the next call may take out more.
@@ -252,8 +252,8 @@ impl Heap {
         (taken, state.idle_before > 0 && may_shrink)
     }
 
-    /// Returns whether a block must be returned at once, because a few such blocks keep the heap
-    /// from shrinking.
+    /// Returns whether a block must be returned at once: its chunk is one of those whose few blocks
+    /// keep the heap from shrinking.
     pub(in crate::mem) fn wants_back(&self, block: &Block) -> bool {
         block.slab.chunk >= self.returns_from.load(Ordering::Relaxed)
     }

@@ -32,7 +32,8 @@ unsafe impl Send for Lease {}
 unsafe impl Sync for Lease {}
 
 impl Lease {
-    /// Takes a free block into use, charged to `account`.
+    /// Takes a free block into use. The caller has charged `account` for it; the last lease credits
+    /// the account.
     pub(in crate::mem) fn new(block: Block, account: Option<Account>) -> Self {
         let Block { slab, index } = block;
         let before = slab.meta(index).refs.swap(1, Ordering::Relaxed);

@@ -1,8 +1,8 @@
 //! A slab: a chunk that was assigned to a size class, with the metadata of its blocks.
 //!
 //! The metadata lies in ordinary memory, away from the bytes that it describes. A slab lives while
-//! the heap lists it or one of its blocks is in use. It keeps the arena and the pool alive for that
-//! time.
+//! the heap lists it, or one of its blocks is cached or in use. It keeps the arena and the pool's
+//! state alive for that time.
 
 use std::cell::UnsafeCell;
 use std::ptr::NonNull;
@@ -69,8 +69,8 @@ impl Slab {
     }
 }
 
-/// A free block, as a value. At most one value exists for each block: in a free list, in a cache,
-/// or in transit. Dropping the value loses the block, but does no other harm.
+/// A free block outside of its heap's free lists, as a value. At most one value exists for each
+/// block, in a cache or in transit. Dropping the value loses the block, but does no other harm.
 pub(in crate::mem) struct Block {
     pub(in crate::mem) slab: Arc<Slab>,
     pub(in crate::mem) index: u32,

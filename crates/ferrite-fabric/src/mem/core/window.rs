@@ -1,14 +1,14 @@
 //! How peers access exposed memory: registrations, and memory windows on them.
 //!
 //! A registration with remote rights is open to every queue pair of its domain. A registration for
-//! windows has no remote rights. A peer can access such memory only through a window, on the queue
+//! windows has no remote rights. A peer can access its memory only through a window, on the queue
 //! pair that the window is bound to.
 //!
 //! A window must be closed before its queue pair is destroyed; the link ensures that. It must also
 //! be closed before the registration under it ends; the owner of the exposed memory ensures that.
-//! Both hold the window, and the first of them to end closes it. But a window whose bind request is
-//! still in flight must not be closed, because the request would fail and break the link. In that
-//! case the memory is released only after the request has completed.
+//! The link and the owner hold the window, and the first of them to end closes it. But a window
+//! whose bind request is still in flight must not be closed, because the request would fail and
+//! break the link. In that case the memory is released only after the request has completed.
 //!
 //! Each exposed buffer has its own registration under its windows, of exactly the bytes of the
 //! buffer. Soft-RoCE needs that: it checks an access against the bounds of the registration, not of
@@ -153,7 +153,8 @@ impl Registrations {
     }
 
     /// Closes everything and returns the buffer to its pool: now, or when the last bind request in
-    /// flight has completed.
+    /// flight has completed. If a device does not release the memory, the buffer goes into
+    /// quarantine.
     pub(in crate::mem) fn release(mut self, mut buf: BufMut) {
         let mut bound = Vec::new();
         while let Some((index, window)) = self.windows.pop() {

@@ -16,10 +16,12 @@ pub enum ReplyError {
     /// A length is not a number.
     #[error("Protocol error: invalid length")]
     Length,
-    /// The length of a string is negative or exceeds the limit.
+    /// The length of a string is missing, negative or beyond the limit, or is `?` where RESP allows
+    /// no chunks.
     #[error("Protocol error: invalid bulk length")]
     BulkLength,
-    /// A number of elements is negative or exceeds the limit.
+    /// A number of elements is missing, negative or beyond the limit, or is `?` where RESP allows
+    /// no stream.
     #[error("Protocol error: invalid multibulk length")]
     AggregateLength,
     /// Values are nested deeper than the limit.
@@ -40,10 +42,11 @@ pub enum ReplyError {
         /// The limit.
         limit: u64,
     },
-    /// A number is invalid or has more than 64 bits.
+    /// An integer is invalid or has more than 64 bits, or a big number is invalid.
     #[error("Protocol error: invalid number")]
     Number,
-    /// A double is invalid.
+    /// A double is invalid. Only [`Value::parse`](crate::resp::Value::parse) and
+    /// [`Value::parse_within`](crate::resp::Value::parse_within) return this.
     #[error("Protocol error: invalid double")]
     Double,
     /// A boolean is neither `t` nor `f`.
