@@ -75,7 +75,7 @@ impl Pair {
         self.drive(to.link.recv()).expect("a message")
     }
 
-    /// Closes both links cleanly, then checks that nothing is left.
+    /// Closes both ends of the link cleanly, then checks that nothing is left.
     pub(crate) fn end(self) {
         let (a, b) = self.drive(async { join!(self.a.link.close(), self.b.link.close()) });
         assert!(a.is_ok() && b.is_ok(), "closing: {a:?}, {b:?}");

@@ -23,7 +23,7 @@ use super::{Fixture, pair};
 use ferrite_testkit::Random;
 use run::Storm;
 
-/// Number of operations in a run.
+/// Default number of operations in the long storm, before the division by `storm_divisor`.
 const OPERATIONS: u64 = 100_000;
 
 fn number(variable: &str) -> Option<u64> {
@@ -85,7 +85,7 @@ pub(crate) fn storms_with_extreme_settings(fixture: &Fixture) {
     }
 }
 
-/// Bytes of a message's header: its name and its number.
+/// Size in bytes of a message's header: its name and its number.
 const HEADER: usize = 16;
 
 /// Returns the bytes of a message: its name, its number on its channel, and bytes derived from the

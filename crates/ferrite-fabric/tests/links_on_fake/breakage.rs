@@ -16,8 +16,8 @@ use crate::links::pair::{
     run_for, until,
 };
 
-/// The operations that are pending on a link when it breaks: queued sends, requests that the device
-/// has, and a receive.
+/// The operations that are pending on a link when it breaks. The device already has some of them,
+/// the others are queued.
 struct PendingOperations {
     sending: Vec<ferrite_fabric::Sending>,
     reading: Vec<ferrite_fabric::Reading>,
