@@ -13,9 +13,9 @@ use ferrite_verbs::Status;
 use crate::pair::{Pair, Peer, connect, show};
 
 /// The limit for the device to use up its retries. It waits 67 ms for an acknowledgement, seven
-/// times (`ack_timeout` 14, `retries` 6), which is half a second. But Soft-RoCE does not retry while
-/// packets wait for the neighbour's address, and the kernel gives up on that address only three
-/// seconds later.
+/// times (`ack_timeout` 14, `retries` 6), which is half a second. But Soft-RoCE does not retry
+/// while packets wait for the neighbour's address, and the kernel gives up on that address only
+/// three seconds later.
 const RETRIES_TAKE: Duration = Duration::from_secs(5);
 
 /// Returns the default settings, except that idle links send no keepalive within these outages and
