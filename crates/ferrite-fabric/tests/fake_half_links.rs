@@ -152,8 +152,8 @@ fn blocked_handshakes_do_not_keep_other_sources_out() {
     assert!(!is_refused, "{refused} of the first {} were refused", many.len());
 }
 
-/// Each source whose handshakes block has a thread of its own, so that the next source does not
-/// wait.
+/// A source whose handshakes block occupies one command thread. Other command threads serve the
+/// next sources.
 #[test]
 fn handshakes_begin_while_other_sources_block() {
     let world = world(6);

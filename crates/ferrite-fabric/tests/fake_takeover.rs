@@ -1,5 +1,5 @@
-//! A third party cannot take over a link. On the fake provider and this host's TCP. The test plays
-//! the peer by hand and can send anything.
+//! A third party cannot take over a link, and connects do not use RDMA if the options forbid it. On
+//! the fake provider and this host's TCP. The test plays the peer by hand and can send anything.
 
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpListener, TcpStream};

@@ -406,7 +406,8 @@ fn a_renamed_command_is_unknown_by_its_original_name() {
     }
 }
 
-/// As at the engine's own port, no command of a client runs after its QUIT or its end by CLIENT KILL.
+/// As at the engine's own port, no command of a client runs after its QUIT, or after a CLIENT KILL
+/// that ends it.
 #[test]
 fn nothing_is_executed_after_quit_or_kill() {
     for program in engines() {

@@ -171,8 +171,8 @@ fn unused_device_returns() {
 
 /// The device is present but does not work yet: in each case, one call fails during the first
 /// attempt to use the device. The failed attempt leaves nothing behind, the reason is reported, and
-/// a later attempt succeeds. Each case has its own world. All run at the same time, because each has
-/// to wait for the retry timer.
+/// a later attempt succeeds. Each case has its own world. All run at the same time, because each
+/// has to wait for the retry timer.
 #[test]
 fn retries_until_the_device_works() {
     const CALLS: [(&str, i32); 11] = [

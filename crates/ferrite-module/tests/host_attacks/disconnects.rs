@@ -82,8 +82,8 @@ fn a_deleted_users_session_ends() {
 
 const TOO_MANY: &[u8] = b"-ERR max number of clients reached\r\n";
 
-/// Starts an engine and connects as many clients to it as it allows. Also returns the address of the
-/// module's port.
+/// Starts an engine and connects as many clients to it as it allows. Also returns the address of
+/// the module's port.
 fn start_full(program: &Path) -> (Engine, String, Vec<Client>) {
     let server = start(program, &["--maxclients", "10"]);
     let address = server.info("address");

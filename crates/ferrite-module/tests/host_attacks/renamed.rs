@@ -5,8 +5,8 @@ use ferrite_testkit::resp::Client;
 use crate::client::of_module;
 use crate::{SECRET, address, on_each};
 
-/// The module takes a renamed SUBSCRIBE for a SUBSCRIBE, which has a reply for each channel. It once
-/// took the second of these replies for the reply to the login that follows.
+/// The module takes a renamed SUBSCRIBE for a SUBSCRIBE, which has a reply for each channel. It
+/// once took the second of these replies for the reply to the login that follows.
 #[test]
 fn a_renamed_subscribe_is_a_subscribe() {
     on_each(&["--rename-command", "SUBSCRIBE", "sub2"], |server| {
@@ -56,8 +56,8 @@ fn a_renamed_multi_queues() {
     );
 }
 
-/// After a renamed AUTH, calls have the rights of the new user. They once kept those of the previous
-/// user.
+/// After a renamed AUTH, calls have the rights of the new user. They once kept those of the
+/// previous user.
 #[test]
 fn a_renamed_auth_changes_the_user() {
     on_each(&["--rename-command", "AUTH", "xauth"], |server| {
