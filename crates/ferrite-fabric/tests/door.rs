@@ -70,7 +70,7 @@ fn half_a_hello_keeps_nobody_out() {
     drop(held);
 }
 
-/// The listener hands a connection to its foreign peers at the first byte that cannot belong to a
+/// The listener hands a connection over as a foreign peer at the first byte that cannot belong to a
 /// hello.
 #[test]
 fn hands_over_clients_at_their_first_foreign_byte() {
@@ -89,7 +89,7 @@ fn hands_over_clients_at_their_first_foreign_byte() {
     assert_eq!(drive(&[&fabric], foreign_peers.next()).expect("a client").heard, b"FRE");
 }
 
-/// When one source has too many silent connections, the listener hands the oldest of them to its
+/// When one source has too many silent connections, the listener hands the oldest of them over as
 /// foreign peers. They may be clients of a connection pool that send only later.
 #[test]
 fn hands_over_silent_clients_when_many_wait() {

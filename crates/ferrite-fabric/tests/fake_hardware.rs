@@ -95,7 +95,7 @@ fn one_refusal_does_not_limit_inline_data() {
 }
 
 /// An InfiniBand port without IPoIB has no address that the connection manager can bind to. The
-/// fabric uses such a device again after a reset.
+/// fabric uses a device with such a port again after a reset.
 #[test]
 fn a_device_without_an_address_comes_back() {
     let (world, fixture) = world(|device| device.addresses.clear());

@@ -1,5 +1,5 @@
-//! The link test suite on the fake provider, and tests of faults that only the fake can cause on
-//! demand.
+//! The link test suite on the fake provider, and tests of faults and devices that the fake
+//! imitates.
 
 mod links;
 mod links_on_fake {

@@ -111,7 +111,7 @@ fn open_link(
 }
 
 /// While `rdma_accept` blocks for one peer's request, the server begins to answer another peer's
-/// request, and serves its existing link.
+/// request, and serves the honest client's link.
 #[test]
 fn handles_cm_events_while_a_cm_call_blocks() {
     let mut harness = StallHarness::new();

@@ -1,5 +1,4 @@
-//! Causes of failures on the kernel's own devices: Soft-RoCE in the lab's guest (`cargo xtask
-//! lab-test diagnose`).
+//! Causes of failures on Soft-RoCE devices in the lab's guest (`cargo xtask lab-test diagnose`).
 //!
 //! The link is from 10.0.0.2 (rxe2 on h2) to 10.0.0.1 (rxe1 on h1). Tests that break the network do
 //! so with an operator's tools, and restore it even if the test fails.

@@ -1,4 +1,4 @@
-//! The pool on a kernel's device: Soft-RoCE in the lab's guest (`cargo xtask lab-test mem`).
+//! The pool on Soft-RoCE devices in the lab's guest (`cargo xtask lab-test mem`).
 
 mod wire;
 

@@ -1,4 +1,4 @@
-//! A bad wire: packets are lost, delayed, reordered, duplicated or damaged, or may be only small.
+//! A bad wire: packets are lost, delayed, reordered, duplicated or damaged, or the MTU is smaller.
 //! Links slow down but keep working. There is one exception: on Soft-RoCE, long reads fail if their
 //! packets are reordered.
 

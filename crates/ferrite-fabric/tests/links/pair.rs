@@ -1,4 +1,4 @@
-//! Two fabrics on two hosts and a link between them, both driven by hand from one thread.
+//! Two fabrics on two hosts, both driven by hand from one thread, and a link between them.
 //!
 //! Every wait has a deadline. A future is polled again only after its waker was called, so that a
 //! lost wake-up fails the test.

@@ -1,6 +1,5 @@
-//! Faults that only the fake provider can cause: devices, ports, queue pairs and paths break while
-//! operations are pending. Every pending operation fails with the first cause, and all memory is
-//! returned.
+//! Devices, ports, queue pairs and paths of the fake provider break while operations are pending.
+//! Every pending operation fails with the first cause, and all memory is returned.
 
 use std::time::{Duration, Instant};
 

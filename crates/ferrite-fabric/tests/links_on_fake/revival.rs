@@ -1,5 +1,4 @@
-//! Faults that only the fake provider can cause at will: devices are removed and come back, and the
-//! fabrics that used them continue.
+//! Devices of the fake provider are removed and come back, and the fabrics that used them continue.
 
 use std::time::Duration;
 
