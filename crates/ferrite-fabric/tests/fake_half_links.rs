@@ -233,8 +233,8 @@ fn access_errors_during_the_handshake_count() {
     until("the source is refused", || server.stats().refused_after_access_errors == 1);
 }
 
-/// 100 connections of one host request windows at the same time, while the registration of memory is
-/// blocked. Each gets its window afterwards.
+/// 100 connections of one host request windows at the same time, while the registration of memory
+/// is blocked. Each gets its window afterwards.
 #[test]
 fn many_connections_get_windows_in_turn() {
     let world = world(2);

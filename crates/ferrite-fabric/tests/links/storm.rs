@@ -8,8 +8,8 @@
 //!
 //! Each run prints its seed. `FERRITE_SEED` replays a run as far as timing allows. `FERRITE_STORM`
 //! sets the number of operations of the long storm; the default is 100,000, half of that in the lab
-//! and over TLS, and a hundredth in an emulated lab. A short storm has a fiftieth of it. In the lab:
-//! `cargo xtask lab-test storm --runner "env FERRITE_STORM=100000 FERRITE_SEED=1"`.
+//! and over TLS, and a hundredth in an emulated lab. A short storm has a fiftieth of it. For the
+//! lab: `cargo xtask lab-test storm --runner "env FERRITE_STORM=100000 FERRITE_SEED=1"`.
 #![expect(clippy::print_stdout, reason = "prints the seed and the time that a run took")]
 
 mod peer;
