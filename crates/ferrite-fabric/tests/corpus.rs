@@ -1,5 +1,6 @@
-//! Runs the checks of the fuzz targets over their committed corpora (`fuzz/corpus`), so that
-//! earlier findings of a fuzzer are tested without one.
+//! Runs the checks of this crate's fuzz targets over their committed corpora (`fuzz/corpus`), so
+//! that earlier findings of a fuzzer are tested without one. Also tests that each of these corpora
+//! has a check.
 
 #[path = "../../../fuzz/src/fabric/checks.rs"]
 pub mod checks;

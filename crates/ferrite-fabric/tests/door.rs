@@ -1,5 +1,6 @@
-//! Admission over TCP: connections that send nothing, too little or too much do not keep other
-//! peers out.
+//! Admission over TCP. Connections that send nothing, too little or too much do not keep other
+//! peers out. Also tests foreign peers, `Resume`, and links and listeners that run out of memory or
+//! descriptors.
 #![cfg(not(miri))] // Miri has no network
 
 #[expect(dead_code, unused_imports, unused_macros, reason = "parts of the link suite")]
@@ -69,8 +70,8 @@ fn half_a_hello_keeps_nobody_out() {
     drop(held);
 }
 
-/// A connection is handed over as a client at its first byte that cannot belong to a hello. Its
-/// session begins then, as on the engine's own port.
+/// The listener hands a connection over as a foreign peer at the first byte that cannot belong to a
+/// hello.
 #[test]
 fn hands_over_clients_at_their_first_foreign_byte() {
     let fabric = fabric(few_handshakes());
@@ -88,8 +89,8 @@ fn hands_over_clients_at_their_first_foreign_byte() {
     assert_eq!(drive(&[&fabric], foreign_peers.next()).expect("a client").heard, b"FRE");
 }
 
-/// A client of a connection pool may send nothing for a long time, but is served as soon as it
-/// sends. Only the limit on sessions bounds the number of such clients.
+/// When one source has too many silent connections, the listener hands the oldest of them over as
+/// foreign peers. They may be clients of a connection pool that send only later.
 #[test]
 fn hands_over_silent_clients_when_many_wait() {
     let fabric = fabric(few_handshakes());
@@ -133,14 +134,15 @@ fn rejects_a_resume_without_a_move() {
     assert_eq!(error.kind(), ErrorKind::Protocol, "{error}");
     let fallbacks: u64 = fabric.stats().fallbacks.iter().map(|(_, count)| count).sum();
     assert_eq!(fallbacks, 0);
-    // A greeting cannot resume a link that is not lost, either.
+    // Nor can a greeting resume this link, because RDMA has never carried it.
     let resume = Some(Resume { yours: theirs.hello.session, mine: 9, received: 0 });
     let _again = connect(&fabric, listener.local_addr(), &Greeting { hello, resume }.encode());
     until(&[&fabric], "the greeting is refused", || fabric.stats().refused == 1);
 }
 
-/// Links of one source that never finish a message hold little of the receive memory. An honest
-/// peer of the same source still gets a link. A link that begins a write of too many bytes ends.
+/// Links of one source whose messages nobody takes hold at most an eighth of the receive reserve,
+/// plus 192 KiB for each link. An honest peer of the same source still gets a link. A link that
+/// begins a write of too many bytes ends.
 #[test]
 fn unfinished_messages_are_charged_to_who_sends_them() {
     let config = Config { window: 16, max_message_bytes: 64 << 10, ..Config::default() };
@@ -154,7 +156,8 @@ fn unfinished_messages_are_charged_to_who_sends_them() {
             TcpFrame { kind: TcpFrameKind::Frame, imm, len, op: 0, grant: 0, offset: 0 };
         [&tcp_frame.encode()[..], &vec![7; len as usize]].concat()
     };
-    // The peer sends half a message, then whole messages that the application never takes.
+    // Each peer sends as much of this as its socket accepts: a message of two frames, then 14
+    // messages of one frame. The application takes none of them.
     let words =
         [&greeting[..], &frame(32 << 10, true), &frame(32 << 10, false).repeat(15)].concat();
     let mut held = Vec::new();
@@ -184,8 +187,8 @@ fn unfinished_messages_are_charged_to_who_sends_them() {
     until(&[&fabric], "all memory is returned", || fabric.stats().memory.receive.in_use_bytes == 0);
 }
 
-/// A link that has used up its budget is read again only when some of the budget is returned. Until
-/// then, the fabric sleeps.
+/// A link that has used up its budget of receive memory is read again only when some of the budget
+/// is returned. Until then, the fabric sleeps.
 #[test]
 fn links_over_their_budget_wait_for_memory() {
     let config = Config { window: 16, max_message_bytes: 64 << 10, ..Config::default() };

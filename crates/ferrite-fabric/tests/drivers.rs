@@ -143,7 +143,8 @@ fn two_threads_that_poll_adaptively() {
     }
 }
 
-/// The program's own event loop calls the fabric while nothing arrives.
+/// The program's own event loop calls the fabric while nothing arrives. The calls soon stop
+/// busy-polling.
 #[test]
 fn a_loop_without_answers_stops_polling() {
     const LONGEST_US: u32 = 100_000;
@@ -192,8 +193,8 @@ fn several_drivers_all_end() {
     });
 }
 
-/// Opens and closes links while their driver sleeps, so that connection manager events, calls and
-/// timers occur at the same time.
+/// Opens and closes links on a thread that does not drive the fabric, so that connection manager
+/// events, calls and timers occur at the same time.
 fn open_and_close_links(loopback: &Loopback) {
     let mut listener = loopback.fabric.listen(([10, 0, 0, 1], 0).into()).expect("listen");
     let address = listener.local_addr();

@@ -1,5 +1,5 @@
-//! When a fabric has command threads, the thread that drives it makes no blocking calls itself. On
-//! the fake provider.
+//! When a fabric has command threads, the thread that drives it makes no blocking calls itself,
+//! except to change a queue pair to the error state. On the fake provider.
 
 use std::net::SocketAddr;
 use std::sync::mpsc::channel;
@@ -33,7 +33,7 @@ const NON_BLOCKING: [&str; 10] = [
 /// makes this call itself, so that the device accepts nothing more from then on.
 const MODIFY_TO_ERROR: &str = "ibv_modify_qp";
 
-/// The entry of the fake's GID table that has its address.
+/// The index in the fake's GID table of the entry with the device's address.
 const GID_INDEX: u32 = 1;
 
 fn address(host: &str) -> SocketAddr {

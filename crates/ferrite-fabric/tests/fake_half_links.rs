@@ -1,5 +1,6 @@
 //! Handshakes that a peer does not finish, or in which it violates the protocol, leave nothing
-//! behind and do not affect other peers. On the fake provider.
+//! behind and do not affect other peers. Also tests windows for many connections and concurrent
+//! charges to an account. On the fake provider.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -94,7 +95,8 @@ impl HalfPeer {
 }
 
 /// A peer violates the protocol before it finishes the handshake, then finishes it, then
-/// disconnects. By then another link has the number of the failed link, and must not be affected.
+/// disconnects. By then another link may have the number of the failed link, and must not be
+/// affected.
 #[test]
 fn failed_handshake_does_not_affect_other_links() {
     let world = world(3);
@@ -114,7 +116,7 @@ fn failed_handshake_does_not_affect_other_links() {
         let here = server.block_on(listener.accept()).expect("honest client's link");
         let _ = peer.id.disconnect();
         drop(peer);
-        // After a message there and back, all earlier events have been handled.
+        // When this message has arrived, the server has handled all earlier events.
         client.block_on(there.send_bytes(0, b"hello")).expect("sent");
         server.block_on(here.recv()).expect("a message");
         assert!(here.failure().is_none(), "{:?}", here.failure());
@@ -150,8 +152,8 @@ fn blocked_handshakes_do_not_keep_other_sources_out() {
     assert!(!is_refused, "{refused} of the first {} were refused", many.len());
 }
 
-/// Each source whose handshakes block has a thread of its own, so that the next source does not
-/// wait.
+/// A source whose handshakes block occupies one command thread. Other command threads serve the
+/// next sources.
 #[test]
 fn handshakes_begin_while_other_sources_block() {
     let world = world(6);
@@ -204,7 +206,8 @@ fn cleanup_of_a_failed_handshake_does_not_delay_the_server() {
     assert!(is_back, "the server's own command waits for the peer's queue pair");
 }
 
-/// A peer that guesses keys is refused, even if it does so before its handshake is finished.
+/// The server refuses a source that has caused two access errors, even if they occurred before a
+/// handshake was finished.
 #[test]
 fn access_errors_during_the_handshake_count() {
     let world = world(2);
@@ -230,7 +233,8 @@ fn access_errors_during_the_handshake_count() {
     until("the source is refused", || server.stats().refused_after_access_errors == 1);
 }
 
-/// Many connections of one host request windows at the same time and get them one after the other.
+/// 100 connections of one host request windows at the same time, while the registration of memory
+/// is blocked. Each gets its window afterwards.
 #[test]
 fn many_connections_get_windows_in_turn() {
     let world = world(2);

@@ -1,5 +1,5 @@
-//! How other network cards and their drivers behave, on a fake that imitates them according to
-//! their sources.
+//! The fabric on a fake provider that imitates various network cards, drivers and kernels,
+//! according to their sources.
 #![cfg(not(miri))] // Miri has no network
 
 #[expect(dead_code, unused_imports, unused_macros, reason = "parts of the link suite")]
@@ -95,7 +95,7 @@ fn one_refusal_does_not_limit_inline_data() {
 }
 
 /// An InfiniBand port without IPoIB has no address that the connection manager can bind to. The
-/// fabric uses such a device again after a reset.
+/// fabric uses a device with such a port again after a reset.
 #[test]
 fn a_device_without_an_address_comes_back() {
     let (world, fixture) = world(|device| device.addresses.clear());
@@ -137,7 +137,7 @@ fn uses_a_port_that_comes_up_later() {
     let _ = open_link(&client, &fixture.hosts[1], &server, &mut listener);
 }
 
-/// A device with the lowest possible limits.
+/// A device with very low limits.
 #[test]
 fn messages_on_the_smallest_device() {
     let (_world, fixture) = world(|device| {
@@ -236,7 +236,7 @@ fn falls_back_to_tcp_when_iwarp_needs_the_port() {
         let absence = listener.absence().expect("RDMA is unavailable");
         assert!(absence.remedy().is_some_and(|remedy| remedy.contains("iWARP")), "{absence}");
     }
-    // A port that another process uses for RDMA is still the caller's error.
+    // If another process uses the port for RDMA, `listen` still fails.
     world.fail_next("rdma_bind_addr", EADDRINUSE);
     let at = SocketAddr::new(fixture.hosts[0].ip, free_port());
     assert_eq!(server.listen(at).expect_err("the port is in use").kind(), ErrorKind::Misuse);

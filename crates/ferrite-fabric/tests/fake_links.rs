@@ -1,5 +1,5 @@
-//! The link test suite on the fake provider, and tests of faults that only the fake can cause on
-//! demand.
+//! The link test suite on the fake provider, and tests of faults and devices that the fake
+//! imitates.
 
 mod links;
 mod links_on_fake {
@@ -32,8 +32,8 @@ fn run(test: impl FnOnce(&Fixture)) {
 
 run_suite!(crate::run);
 
-/// A device that cannot isolate foreign peers from each other accepts none of them, unless the
-/// settings allow it.
+/// A fabric accepts no foreign peers on a device that cannot isolate them from each other, unless
+/// the settings allow it.
 #[test]
 fn rejects_foreign_peers_on_a_device_without_windows() {
     let (world, fixture) = world(|device| device.queue_pair_windows = false);

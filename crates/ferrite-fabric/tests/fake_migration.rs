@@ -1,4 +1,5 @@
-//! Links that lose their RDMA path and continue, on the fake provider and this host's TCP.
+//! Links that change between RDMA and TCP, or lose their RDMA path and get another. On the fake
+//! provider and this host's TCP.
 #![expect(clippy::print_stdout, reason = "prints the seed that replays a failure")]
 
 mod migration {
@@ -94,8 +95,8 @@ impl MigratingLink {
     }
 }
 
-/// A peer with a large window receives nothing. This side limits the frames that it keeps for the
-/// peer, whatever the window.
+/// A peer with a large window does not take any message at first. The sender limits the bytes that
+/// it keeps in order to send them again after a migration, whatever the window.
 #[test]
 fn limits_the_frames_that_it_keeps() {
     let world = World::new();
@@ -132,8 +133,9 @@ fn limits_the_frames_that_it_keeps() {
     drop((a, b, listener));
 }
 
-/// Devices may refuse requests although the queue has room: mlx5 with ENOMEM (`mlx5_wq_overflow` in
-/// rdma-core's `providers/mlx5/qp.c`), others with EAGAIN, EBUSY or EINVAL.
+/// A provider may refuse a post although the fabric counts room in the queue: mlx5 with ENOMEM, if
+/// its own count says that the queue is full (`mlx5_wq_overflow` in rdma-core's
+/// `providers/mlx5/qp.c`), others with EAGAIN, EBUSY or EINVAL.
 #[test]
 fn migrates_when_a_post_is_refused() {
     let pair = MigratingLink::new();
@@ -177,8 +179,8 @@ fn migrates_when_a_queue_pair_breaks() {
 }
 
 /// When a peer resumes its link, the fabric reports which frames arrived only after the queue pair
-/// has taken its last receive. This device does not report its last receive, so the fabric waits
-/// for two seconds.
+/// has taken its last receive. This device does not report that (LAST_WQE_REACHED), so the fabric
+/// waits for two seconds.
 #[test]
 fn resume_waits_for_the_last_receive() {
     let silent = DeviceSpec { reports_last_receive: false, ..spec(1) };
@@ -224,7 +226,8 @@ fn upgrades_over_the_port_that_has_the_address() {
     traffic.stop();
 }
 
-/// The connect retries as often as configured, then falls back to TCP or fails.
+/// A connect to a port on which nobody listens retries as often as configured, then fails, whether
+/// RDMA is required or preferred. It succeeds if a listener starts meanwhile.
 #[test]
 fn connect_retries_as_configured() {
     let pair = MigratingLink::new();
@@ -407,7 +410,7 @@ fn pending_operations_complete_once() {
     }
 }
 
-/// When the peer is gone for good, the link ends within `move_timeout`.
+/// When the peer is gone for good, the link ends soon after `move_timeout` (10 s) at the latest.
 #[test]
 fn ends_when_the_peer_is_gone() {
     let MigratingLink { world, fabrics: [a, b], links: [link, other], listener } =

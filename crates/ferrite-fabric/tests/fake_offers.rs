@@ -1,4 +1,5 @@
-//! Offers to upgrade to RDMA from a TCP client that violates the protocol, on the fake provider.
+//! Offers to upgrade to RDMA, valid and invalid, from a TCP client that the test plays by hand. On
+//! the fake provider.
 
 use std::io::{ErrorKind as IoErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};

@@ -12,7 +12,7 @@ use ferrite_fabric::{
 use ferrite_verbs::fake::{DeviceSpec, World};
 
 const SERVER: &str = "127.0.0.1";
-/// The host whose calls block.
+/// The host for whose links a call blocks.
 const BLOCKING: &str = "127.0.0.2";
 const ANOTHER: &str = "127.0.0.4";
 /// The host that must not be affected.
@@ -27,7 +27,7 @@ fn until(what: &str, done: impl FnMut() -> bool) {
     ferrite_testkit::until(TEST_TIMEOUT, what, done);
 }
 
-/// Blocks a call until this is dropped.
+/// Blocks all calls of one verbs function until this is dropped.
 struct BlockedCall<'a>(&'a World, &'static str);
 
 impl<'a> BlockedCall<'a> {
@@ -43,7 +43,7 @@ impl Drop for BlockedCall<'_> {
     }
 }
 
-/// A server, an honest client with a link to it, and a host whose calls will block.
+/// A server, an honest client with a link to it, and a client for whose links a call will block.
 struct StallHarness {
     world: World,
     server: Fabric,
@@ -110,7 +110,8 @@ fn open_link(
     (client.block_on(connecting).expect("a link"), here)
 }
 
-/// While one peer's request is being answered, another peer connects.
+/// While `rdma_accept` blocks for one peer's request, the server begins to answer another peer's
+/// request, and serves the honest client's link.
 #[test]
 fn handles_cm_events_while_a_cm_call_blocks() {
     let mut harness = StallHarness::new();
@@ -193,7 +194,8 @@ fn serves_others_while_a_failure_is_diagnosed() {
     drop(there);
 }
 
-/// Sessions query the memory in use on the driver thread whenever they renew a window.
+/// A query of the memory in use does not wait while the pool registers memory. Sessions make this
+/// query on the driver thread to choose the size of a window.
 #[test]
 fn reports_memory_in_use_while_memory_is_registered() {
     let world = World::new();

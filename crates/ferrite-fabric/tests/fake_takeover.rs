@@ -1,5 +1,5 @@
-//! A third party cannot take over a link. On the fake provider and this host's TCP. The test plays
-//! the peer by hand and can send anything.
+//! A third party cannot take over a link, and connects do not use RDMA if the options forbid it. On
+//! the fake provider and this host's TCP. The test plays the peer by hand and can send anything.
 
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -95,7 +95,7 @@ fn packet_numbers_differ_from_connection_to_connection() {
 }
 
 /// Opens an RDMA link to a peer made of plain verbs, breaks it, and answers the fabric's TCP
-/// connection with `reply`. Returns that connection and the link.
+/// connection with `reply`. Returns that connection, the link and the fabric.
 fn resumed(reply: impl FnOnce(Resume) -> Option<Resume>) -> (TcpStream, Link, Fabric) {
     let (world, verbs) = world();
     let fabric = fabric(&verbs);

@@ -12,10 +12,12 @@ use ferrite_fabric::wire::Rights;
 use ferrite_fabric::{Config, ErrorKind, Fabric, Link, Rdma};
 use ferrite_verbs::fake::{DeviceSpec, Objects, World};
 
-/// Receives of each side. The window is larger, so that more can be sent than there are receives.
+/// Number of receives that each side posts. The window is larger, so that more can be sent than
+/// there are receives.
 const RECEIVES: usize = 16;
 const SEGMENT: usize = 8 << 10;
-/// Longer than the inline threshold, but short, because every copied byte costs Miri a millisecond.
+/// Length of a message in a buffer, in bytes. It is longer than the inline threshold, but short,
+/// because every copied byte costs Miri a millisecond.
 const LEN: usize = 40;
 const INLINE: usize = 20;
 /// A timeout that Miri does not reach.

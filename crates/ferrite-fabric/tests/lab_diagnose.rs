@@ -1,8 +1,7 @@
-//! Causes of failures on real devices: Soft-RoCE in the lab's guest (`cargo xtask lab-test
-//! diagnose`).
+//! Causes of failures on Soft-RoCE devices in the lab's guest (`cargo xtask lab-test diagnose`).
 //!
-//! The link is from 10.0.0.2 (rxe2 on h2) to 10.0.0.1 (rxe1 on h1). Each test breaks something with
-//! an operator's tools, and restores it even if the test fails.
+//! The link is from 10.0.0.2 (rxe2 on h2) to 10.0.0.1 (rxe1 on h1). Tests that break the network do
+//! so with an operator's tools, and restore it even if the test fails.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::{Duration, Instant};
@@ -270,7 +269,7 @@ fn no_host_has_the_address() {
     check_best_cause(&causes, Likelihood::Likely, &down, "10.0.0.77 does not answer ARP on h2");
 }
 
-/// When a port fails, all its links fail. They are diagnosed one after the other on one thread.
+/// When a port fails, all its links fail, and one thread has to diagnose them all.
 #[test]
 fn diagnoses_a_thousand_links_quickly() {
     let link = Link::up();

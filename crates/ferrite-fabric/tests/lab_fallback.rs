@@ -4,10 +4,12 @@
 //! Each cell opens a link from 10.0.0.2 to 10.0.0.1 during a fault. Within the deadline, each
 //! setting must have this result:
 //!
-//! - `prefer`: a link on TCP that reports its cause and is counted. It upgrades to RDMA once the
-//!   fault is gone.
+//! - `prefer`: a link on TCP that reports its cause and is counted. If the test can end the fault,
+//!   the link then upgrades to RDMA.
 //! - `require`: an error of the right kind.
 //! - `forbid`: a link on TCP without a fallback report.
+//!
+//! The last test, `queue_pair_error`, is different: its fault occurs on an open link.
 #![expect(clippy::print_stdout, reason = "prints the matrix")]
 
 use std::net::SocketAddr;
@@ -30,7 +32,7 @@ const DEADLINE: Duration = Duration::from_secs(5);
 /// The limit for the upgrade to RDMA, which waits for the next attempt or the next search for a
 /// device.
 const BACK_WITHIN: Duration = Duration::from_secs(20);
-/// Tells a child the address of the parent's listener.
+/// The environment variable that tells a child the address of the parent's listener.
 const TARGET: &str = "FERRITE_TARGET";
 
 fn config() -> Config {
@@ -297,8 +299,9 @@ fn peer_without_rdma() {
     });
 }
 
-/// The queue pair fails while the link is in use. With `prefer`, the link continues over TCP and
-/// returns to RDMA. With `require`, it cannot leave RDMA. With `forbid`, there is no queue pair.
+/// The link leaves RDMA while it is in use, as after an error of its queue pair. With `prefer`, it
+/// continues over TCP and returns to RDMA. With `require`, it cannot leave RDMA. With `forbid`,
+/// there is no queue pair to test.
 #[test]
 fn queue_pair_error() {
     let (_peer, addr) = peer(Rdma::Prefer);

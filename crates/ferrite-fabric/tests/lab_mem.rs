@@ -1,4 +1,4 @@
-//! The pool on a real device: Soft-RoCE in the lab's guest (`cargo xtask lab-test mem`).
+//! The pool on Soft-RoCE devices in the lab's guest (`cargo xtask lab-test mem`).
 
 mod wire;
 
@@ -20,7 +20,8 @@ fn domain(device: &str) -> ProtectionDomain {
     context.allocate_protection_domain().expect("domain")
 }
 
-/// The guest has no huge pages reserved. The pool uses other pages and reports which.
+/// If the guest has no huge pages reserved, the pool uses other pages. It reports how much memory
+/// has which pages.
 #[test]
 fn falls_back_from_huge_pages() {
     let pool = Pool::builder(&[domain("rxe1")]).huge_pages(true).build().expect("pool");

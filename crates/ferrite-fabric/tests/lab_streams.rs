@@ -25,7 +25,7 @@ fn run(test: impl Test) {
 
 run_suite!(crate::run);
 
-/// Tells the child of the test below where to connect.
+/// The environment variable that tells the child of the test below where to connect.
 const PEER: &str = "FERRITE_LAB_STREAM_PEER";
 
 /// A killed process has not announced the end of its stream, so its peer must get an error.

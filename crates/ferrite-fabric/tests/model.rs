@@ -59,7 +59,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 
 const ACCOUNTS: [u64; 2] = [64 << 10, 4 << 20];
 
-/// A handle, the block that it refers to, and the bytes that it must read.
+/// A handle, the block that it refers to, and the bytes that a read through it must return.
 struct Item {
     handle: Handle,
     block: usize,

@@ -29,7 +29,7 @@ fn domain(world: &World, name: &str, ip: &str) -> ProtectionDomain {
     context.allocate_protection_domain().expect("domain")
 }
 
-/// Builds a small pool on one device: 8 MiB for each purpose, in steps of 2 MiB.
+/// Returns a builder for a small pool on one device: 8 MiB for each purpose, in steps of 2 MiB.
 fn small(world: &World) -> Builder {
     Pool::builder(&[domain(world, "fake1", "10.0.0.1")])
         .memory_pool_initial(4 * MIB)

@@ -133,7 +133,8 @@ impl Fabrics {
         &self.a
     }
 
-    /// Waits until no link is left, then checks that no memory is in use.
+    /// Waits until no link is left, then checks that no send memory is in use and no request is in
+    /// flight.
     pub(crate) async fn clear(self) {
         let Self { a, b, listener, .. } = self;
         drop(listener);

@@ -1,4 +1,5 @@
-//! The link test suite over TCP with TLS, on this host's own network.
+//! The link test suite over TCP with TLS, on this host's own network, without the tests of RDMA
+//! itself.
 #![cfg(not(miri))] // Miri cannot run the cryptography
 
 #[expect(dead_code, reason = "helpers of tests of RDMA itself")]

@@ -1,6 +1,6 @@
-//! Attacks that were once possible, with the number of the review's finding (S1 and so on). All of
-//! them fail at the engine's own port, and must fail at the module's port, too. The tests need no
-//! RDMA, since sessions over TCP take the same path.
+//! Attacks that fail at the engine's own port and must fail at the module's port, too. Many of them
+//! once succeeded there. Some tests check that honest clients work under the same conditions. The
+//! tests need no RDMA, since sessions over TCP take the same path.
 
 mod client;
 mod host_attacks {

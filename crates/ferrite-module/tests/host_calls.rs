@@ -1,6 +1,6 @@
-//! Commands that the module calls in-process give the same replies as on a connection. Every reply
-//! is compared with that of the engine's own socket. `host_calls_guards` tests when commands must
-//! not be called.
+//! Commands that the module calls in-process give the same replies as on a connection. Most tests
+//! compare every reply with that of the engine's own socket. `host_calls_guards` tests when
+//! commands must not be called.
 
 mod client;
 mod host_calls {

@@ -12,7 +12,7 @@ use ferrite_testkit::engine::engines;
 use ferrite_testkit::resp::Client;
 use ferrite_testkit::{Engine, Start, free_port};
 
-/// Starts an engine with an AOF that can be restarted.
+/// Starts an engine that has an AOF and can be restarted.
 fn start_with_aof(program: &Path, fsync: &str) -> Engine {
     let arguments =
         ["rdma-port", &free_port().to_string(), "rdma-bind", "127.0.0.1", "call-path", "yes"];
@@ -85,8 +85,8 @@ fn counter(server: &Engine, writer: usize) -> i64 {
     reply.trim_start_matches(':').parse().expect("a number")
 }
 
-/// The engine writes the AOF at the end of an iteration of its event loop. A reply within the
-/// iteration could acknowledge a write that is lost.
+/// The engine writes the AOF at the end of an iteration of its event loop. The module sends replies
+/// only after that, because an earlier reply could acknowledge a write that is lost.
 #[test]
 fn replies_wait_for_the_aof() {
     for program in engines() {

@@ -1,6 +1,6 @@
 //! The module does not call commands in-process when the engine would refuse them or treat them
 //! differently. The tests cover states of the engine, users' rights, and calls that have crashed
-//! engines. Every reply is compared with that of the engine's own socket.
+//! engines. Most replies are compared with those of the engine's own socket.
 
 mod client;
 
@@ -285,8 +285,9 @@ fn start_cluster_node(program: &Path, directory: &TempDir) -> Engine {
     server
 }
 
-/// A primary of a cluster calls commands on keys in its own slots. `bar` is in slot 5061, `hello`
-/// in 866, and `key` in 12539, which another node serves.
+/// In a primary of a cluster, the module calls commands without keys, and commands with one key in
+/// the node's own slots. `bar` is in slot 5061, `hello` in 866, and `key` in 12539, which another
+/// node serves.
 #[test]
 fn calls_commands_on_own_slots_of_a_cluster() {
     for program in engines() {
@@ -405,7 +406,8 @@ fn a_renamed_command_is_unknown_by_its_original_name() {
     }
 }
 
-/// The engine runs no command of a client that it is about to disconnect.
+/// As at the engine's own port, no command of a client runs after its QUIT, or after a CLIENT KILL
+/// that ends it.
 #[test]
 fn nothing_is_executed_after_quit_or_kill() {
     for program in engines() {
@@ -455,8 +457,8 @@ fn invalid_replies_are_passed_on() {
     let wrong = "redis.setresp(3) return {big_number = 'no number'}";
     for program in engines() {
         let mut server = start(&program, &[]);
-        // Another client writes the key. A session with writes of its own would be closed at the
-        // invalid reply, because a later WAIT would not cover them.
+        // Another client writes the key. The module may close a session with writes of its own at
+        // the invalid reply, if a later WAIT would not cover these writes.
         server.client().ok(&["SET", "k", "v"]);
         for script in [deep, wrong] {
             let mut pair = Pair::new(&server);

@@ -205,7 +205,8 @@ fn killed_sessions_take_no_element_that_they_waited_for() {
 }
 
 /// The engine revokes the login of a client that closes itself. In a transaction, the later
-/// commands would then have the rights of the user `default`.
+/// commands would then have the rights of the user `default`. So FERRITE KILL fails there if it
+/// names the client's own session.
 #[test]
 fn a_transaction_that_kills_its_own_session_gets_no_other_rights() {
     for program in engines() {

@@ -130,7 +130,7 @@ fn config_rewrite_keeps_the_modules_settings() {
     }
 }
 
-/// CONFIG has exactly the settings of the table, each with its default.
+/// CONFIG has exactly the settings of the table. The test also checks some of their defaults.
 #[test]
 fn config_has_the_settings_of_the_table() {
     for program in engines() {
@@ -155,8 +155,8 @@ fn config_has_the_settings_of_the_table() {
     }
 }
 
-/// The module accepts the settings of other RDMA software as arguments, with the names and default
-/// values that they have there.
+/// The module accepts most settings of other RDMA software as arguments, with the names and default
+/// values that they have there. For some that it refuses, the log says what to set instead.
 #[test]
 fn accepts_the_names_of_other_software() {
     let arguments = ferrite_config::table::FOREIGN.iter().filter_map(|foreign| {

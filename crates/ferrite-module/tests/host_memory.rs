@@ -3,9 +3,9 @@
 //! frames, all at once and from many addresses. The growth of memory and of the log must be
 //! bounded, and the memory must be freed when the attackers have gone.
 //!
-//! By default the test is small and measures no times. `FERRITE_MEMORY=full` (the stage `memory` of
-//! `.ci/long`) runs 1,000 clients of 100 MB, 100 links and 1,000,000 frames. It also compares the
-//! latency of honest clients with and without the attack, in alternating rounds.
+//! By default the test is small and checks no latencies. `FERRITE_MEMORY=full` (the stage `memory`
+//! of `.ci/long`) runs 1,000 clients of 100 MiB, 100 links and 1,000,000 frames. It also compares
+//! the latency of honest clients with and without the attack, in alternating rounds.
 //!
 //! | file | contents |
 //! |---|---|

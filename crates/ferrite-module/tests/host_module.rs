@@ -116,7 +116,8 @@ fn loads_once() {
     }
 }
 
-/// Retries would keep the clients of a running engine waiting for days.
+/// When the module is loaded into a running engine, it ignores `connection-retries`. The retries
+/// would keep the engine's clients waiting.
 #[test]
 fn does_not_retry_in_a_running_engine() {
     for program in engines() {
@@ -322,7 +323,8 @@ fn node(program: &Path, options: &[&str]) -> (Engine, String) {
     (server, port)
 }
 
-/// The module does not prevent a replica from serving its old data while it loads the new.
+/// The module does not prevent a replica from loading with `repl-diskless-load swapdb`, which keeps
+/// the old data available meanwhile.
 #[test]
 fn replicas_load_asynchronously() {
     for program in engines() {

@@ -1,6 +1,7 @@
-//! Every command gives the same reply through the module as at the engine's own port. These tests
-//! use TCP at the module's port and need no RDMA. The engines are Debian's Redis, Valkey if the lab
-//! has built it, and those in FERRITE_ENGINES. `FERRITE_MODULE_ARGS` adds arguments of the module.
+//! Every command gives the same reply through the module as at the engine's own port, with the
+//! exceptions in `parity/differences.rs`. These tests use TCP at the module's port and need no
+//! RDMA. The engines are Debian's Redis, Valkey if the lab has built it, and those in
+//! FERRITE_ENGINES. `FERRITE_MODULE_ARGS` adds arguments of the module.
 #![expect(clippy::print_stderr, reason = "reports what was compared")]
 
 mod parity;

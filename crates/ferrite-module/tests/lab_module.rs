@@ -1,6 +1,6 @@
 //! The module in a real engine with RDMA, in the lab's guest (`cargo xtask lab-test module`):
-//! Debian's Redis on 10.0.0.1 (rxe1), clients on 10.0.0.2 (rxe2). Each test checks by INFO that its
-//! sessions used RDMA.
+//! Debian's Redis on 10.0.0.1 (rxe1), clients on 10.0.0.2 (rxe2). Tests with sessions check by INFO
+//! that these used RDMA.
 #![expect(clippy::print_stderr, reason = "shows the progress of longer tests")]
 
 mod lab_module {
@@ -198,7 +198,7 @@ fn sh(line: &str) {
     assert!(status.success(), "{line}");
 }
 
-/// Creates the device again on drop.
+/// On drop, takes the interface up and creates the device again if it is missing.
 struct RestoreDevice;
 
 impl Drop for RestoreDevice {

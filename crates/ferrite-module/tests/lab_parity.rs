@@ -66,8 +66,8 @@ fn each(state: impl Fn(&Way<'_>, &Path)) {
         Box::new(OverRdma { runtime: Rc::clone(&runtime), session })
     };
     let arguments = ["rdma-bind", "10.0.0.1", "rdma", "require", "rdma-device", "rxe1"];
-    // Only the transport differs from `host_parity`, so a few cases of each command are enough by
-    // default.
+    // Only the transport and the default pace differ from `host_parity`, so a few cases of each
+    // command are enough by default.
     let (engines, amount) = match std::env::var_os("FERRITE_ENGINES") {
         Some(_) => (engines(), Amount { good: 4, spoiled: 6 }),
         None => (vec![REDIS.into()], Amount { good: 1, spoiled: 1 }),

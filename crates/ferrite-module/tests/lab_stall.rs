@@ -2,8 +2,8 @@
 //! Redis with the module on 10.0.0.1 (rxe1), clients on 10.0.0.2 (rxe2).
 //!
 //! The test sends a PING every 10 ms to the engine's own TCP port, which does not involve the
-//! module. Whatever keeps the main thread from its event loop delays the reply. Rounds with and
-//! without the attack alternate, under the same honest load over RDMA.
+//! module. Whatever keeps the main thread from its event loop delays the reply. In the second test,
+//! rounds with and without the attack alternate, under the same honest load over RDMA.
 //!
 //! The main thread and the thread that sends PING have real-time priority (`chrt`). In the lab, the
 //! attackers and the kernel's emulated devices use the same CPUs as the engine, and waiting for a

@@ -34,7 +34,7 @@ fn counter(server: &Engine, writer: usize) -> i64 {
 }
 
 /// Writes to the engine until no writer gets acknowledgements any more. `act` shuts the engine down
-/// meanwhile. Returns how many increments of each writer were acknowledged.
+/// or fails over meanwhile. Returns how many increments of each writer were acknowledged.
 fn write_until_shutdown(
     server: &mut Engine,
     connect: &dyn Fn(&Engine) -> Increment,

@@ -1,5 +1,5 @@
-//! The test creates a thousand connections, uses them at random, and drops their objects in random
-//! order. It also kills some peers. Nothing may be left.
+//! The test creates a thousand connections (a hundred in an emulated guest), uses them at random,
+//! and drops their objects in random order. It also kills some peers. Nothing may be left.
 //!
 //! `rdma resource show` counts the kernel's objects, and /proc/self/fd shows the process's file
 //! descriptors. Both numbers must return to their initial values. The test prints its seed, and

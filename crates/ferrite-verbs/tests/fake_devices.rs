@@ -1,5 +1,5 @@
-//! Tests with devices and kernels that the lab does not have. The fake provider imitates their
-//! behaviour, as found in their source code.
+//! Tests with devices, kernels and failures that the lab does not have. The fake provider imitates
+//! them, according to the source code.
 
 use std::time::{Duration, Instant};
 

@@ -1,4 +1,4 @@
-//! The suite on the fake provider, and tests of faults that only the fake provider can cause.
+//! The suite on the fake provider, and tests of faults that the fake provider imitates.
 #![cfg(feature = "fake")]
 
 mod suite;

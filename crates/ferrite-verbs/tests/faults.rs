@@ -1,5 +1,5 @@
-//! Faults on Soft-RoCE, which must be reported in time and with a typed error (`cargo xtask
-//! lab-test faults`).
+//! Faults on Soft-RoCE (`cargo xtask lab-test faults`). They must be reported in time and with a
+//! typed error, or must only delay the requests.
 //!
 //! The table of faults in lab/README.md lists them. Most tests break the guest's network with an
 //! operator's tools (ip, tc, rdma). They repair the network at the end, even if they fail.
@@ -32,8 +32,9 @@ fn write_until_failure(from: &End, to: &End, since: Instant) -> (Status, Duratio
     }
 }
 
-/// Connects a pair, checks that the pair works, and causes a fault. Returns the status that the
-/// connecting side (10.0.0.2) gets.
+/// Connects a pair, checks that the pair works, and causes a fault. Returns the pair, the first
+/// failed status that the connecting side (10.0.0.2) gets, the time since the fault, and a guard
+/// that repairs the fault when it is dropped.
 fn status_under(cause: &str, repair: &'static str) -> (Pair, Status, Duration, Restore) {
     let pair = Pair::new(&lab());
     let [to, from] = &pair.ends;

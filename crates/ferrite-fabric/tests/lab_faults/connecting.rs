@@ -14,7 +14,7 @@ use futures_util::stream::FuturesUnordered;
 
 use crate::pair::{Peer, connect, show};
 
-/// The timeout of a handshake in these tests. The kernel would wait for 81 s.
+/// The timeout of each connect that must fail. The kernel would wait for 81 s.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// The time beyond `CONNECT_TIMEOUT` to wake up and to diagnose the failure.
 const SLACK: Duration = Duration::from_secs(1);
@@ -60,7 +60,8 @@ fn fails_when_no_host_has_the_address() {
     leak_check.end();
 }
 
-/// No RDMA device has these addresses: two of this host, and one without a route.
+/// No RDMA device has these addresses: two of this host, and one without a route. The fabric also
+/// refuses to connect from the address of a device that it does not use.
 #[test]
 fn fails_when_no_device_has_the_address() {
     let leak_check = LeakCheck::begin();

@@ -19,13 +19,15 @@ use crate::pair::{Pair, Peer, check_all_traffic_fails, connect};
 use crate::process::{peer, serve_as_peer, serve_at};
 use crate::traffic::Traffic;
 
-/// The kernel's event arrives within milliseconds.
+/// The limit for traffic to fail after the removal begins. The kernel's event arrives within
+/// milliseconds.
 const NOTIFIED_WITHIN: Duration = Duration::from_secs(2);
-/// The fabric releases the device as soon as its links are gone, which takes 2 s at most.
+/// The limit for the removal to complete. The fabric releases the device as soon as its links are
+/// gone, which takes 2 s at most.
 const REMOVED_WITHIN: Duration = Duration::from_secs(5);
 
-/// The fabric looks for the device at least every 8 s, and again a second later if it was not
-/// ready.
+/// The limit for the fabric to use the device again. It looks for the device at least every 8 s,
+/// and again a second later if the device was not ready.
 const BACK_WITHIN: Duration = Duration::from_secs(12);
 /// How often a device is removed and added again.
 const TIMES: usize = 5;

@@ -18,7 +18,7 @@ use crate::traffic::Traffic;
 const NOBODY: u32 = 65534;
 const MIB: usize = 1 << 20;
 
-/// Runs as nobody: root has CAP_IPC_LOCK, which lifts the limit.
+/// The child runs as nobody, because root has CAP_IPC_LOCK, which lifts the limit.
 #[test]
 fn memlock_too_small() {
     if role().is_some() {
@@ -48,7 +48,7 @@ fn memlock_too_small() {
             .config(config)
             .build()
             .expect("a fabric");
-        // The error is the same when the limit is reached later.
+        // The error has the same kind when the limit is reached later.
         let mut taken = Vec::new();
         let error = loop {
             match fabric.buffer(2 * MIB) {

@@ -2,10 +2,11 @@
 //! nothing behind. Run them with `cargo xtask lab-test faults`. Add `-- --success-output immediate`
 //! to see how the errors read.
 //!
-//! The link is from 10.0.0.2 (rxe2 on h2), the local side `OWN`, to 10.0.0.1 (rxe1 on h1), the peer
-//! `PEER`. For faults of a process, the peer is a process: the test runs itself again in another
-//! role. Every wait has a deadline, stated as a constant with its reason. No test needs a network
-//! namespace of its own, so that all tests work on all kernels of the lab.
+//! The local side `OWN` is 10.0.0.2 (rxe2 on h2), the peer `PEER` is 10.0.0.1 (rxe1 on h1). Most
+//! links are from the local side to the peer. For faults of a process, the peer is a process: the
+//! test runs itself again in another role. Every wait has a deadline, stated as a constant with its
+//! reason. No test needs a network namespace of its own, so that all tests work on all kernels of
+//! the lab.
 //!
 //! | file | what |
 //! |---|---|

@@ -14,8 +14,8 @@ use crate::pair::{connect, show};
 const MIB: usize = 1 << 20;
 /// Long enough that no keepalive wakes the fabric during a test. Only the application can wake it.
 const KEEPALIVE: Duration = Duration::from_secs(30);
-/// Peers retry within a millisecond when there was no receive, so this only allows for a slow
-/// machine.
+/// The limit for a link to continue once there is memory. Peers retry within a millisecond when
+/// there was no receive, so this only allows for a slow machine.
 const RECOVERED_WITHIN: Duration = Duration::from_secs(2);
 
 /// Returns settings with 16 posted receives and memory for 256.

@@ -12,9 +12,10 @@ use ferrite_verbs::Status;
 
 use crate::pair::{Pair, Peer, connect, show};
 
-/// The device waits 67 ms for an acknowledgement, seven times (`ack_timeout` 14, `retries` 6),
-/// which is half a second. But Soft-RoCE does not retry while packets wait for the neighbour's
-/// address, and the kernel gives up on that address only three seconds later.
+/// The limit for the device to use up its retries. It waits 67 ms for an acknowledgement, seven
+/// times (`ack_timeout` 14, `retries` 6), which is half a second. But Soft-RoCE does not retry
+/// while packets wait for the neighbour's address, and the kernel gives up on that address only
+/// three seconds later.
 const RETRIES_TAKE: Duration = Duration::from_secs(5);
 
 /// Returns the default settings, except that idle links send no keepalive within these outages and
@@ -128,7 +129,7 @@ fn own_carrier_lost() {
     assert!(error.to_string().contains("the local interface h2 has no carrier"), "{error}");
 }
 
-/// Drops everything that the peer sends.
+/// A netem setting. On the wire from h1, it drops everything that the peer sends.
 const DROP_ALL: &str = "loss 100%";
 
 #[test]

@@ -183,7 +183,8 @@ impl Pair {
     }
 }
 
-/// Checks that all traffic fails with the link's first error. See [`Pair::fails_during`].
+/// Checks that all traffic fails within `limit` of `since`, with the link's first error, which has
+/// one of these kinds. Returns that error.
 #[track_caller]
 pub(crate) fn check_all_traffic_fails(
     fault: &str,

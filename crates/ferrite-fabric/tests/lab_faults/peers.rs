@@ -14,8 +14,8 @@ use crate::pair::{Peer, check_all_traffic_fails, connect, show};
 use crate::process::{end_of_input, peer, serve_as_peer};
 use crate::traffic::Traffic;
 
-/// The kernel closes the identifiers of a dead process at once. The peer is notified by a message
-/// that is repeated if lost.
+/// The limit for this side to notice that the peer's process is dead. The kernel closes the
+/// identifiers of a dead process at once, and sends a message that it repeats if lost.
 const NOTIFIED_WITHIN: Duration = Duration::from_secs(2);
 /// The time beyond the configured timeout, for the fabric to wake up and to diagnose the failure.
 const SLACK: Duration = Duration::from_secs(1);

@@ -24,9 +24,9 @@ const BYTES: usize = 16 << 10;
 const OLD: u8 = 0xAA;
 const NEW: u8 = 0x55;
 const ROUNDS: usize = 10;
-/// Reads that a child has in flight.
+/// Number of reads that a child has in flight.
 const AT_ONCE: usize = 4;
-/// The readers answer when their few reads in flight are done.
+/// The limit for a revocation. The reader answers when its few reads in flight are done.
 const REVOKED_WITHIN: Duration = Duration::from_secs(1);
 
 #[test]

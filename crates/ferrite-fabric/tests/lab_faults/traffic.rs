@@ -10,10 +10,12 @@ use ferrite_fabric::{Error, ErrorKind, Link};
 use ferrite_testkit::lab::TEST_TIMEOUT;
 use ferrite_testkit::{join, until, within};
 
-/// Bytes that the peer grants: the first half is only read, the second is written and read back.
+/// Number of bytes that the peer grants. The first half is only read, the second is written and
+/// read back.
 const REGION_BYTES: usize = 64 << 10;
 const HALF: u64 = REGION_BYTES as u64 / 2;
-/// Sizes of the messages of a burst: empty, inline, of one frame and of several.
+/// Sizes of the messages of a burst: empty, inline, of one frame and of several. The writes have
+/// the same sizes, except 0.
 const SIZES: [usize; 8] = [0, 8, 64, 220, 1000, 8192, 8193, 30_000];
 /// The time limit of the traffic: longer than any test.
 const LIFETIME: Duration = Duration::from_secs(300);
@@ -48,7 +50,7 @@ pub(crate) struct Traffic {
 #[derive(Default)]
 struct Shared {
     stop: AtomicBool,
-    /// Rounds of messages, of reads, and of writes.
+    /// Numbers of completed rounds: of messages, of reads, and of writes.
     rounds: [AtomicU64; 3],
 }
 
@@ -88,13 +90,15 @@ impl Traffic {
         traffic
     }
 
-    /// Checks that every kind of traffic continues.
+    /// Waits until every kind of traffic has completed three more rounds, or all traffic has ended.
+    /// [`stop`](Self::stop) finds failures.
     #[track_caller]
     pub(crate) fn check_progress(&self, when: &str) {
         self.rounds(&[0, 1, 2], 3, when);
     }
 
-    /// Checks that reads and writes continue, which need only the peer's device.
+    /// Waits for three more rounds of reads and of writes, which need only the peer's device, or
+    /// for the end of all traffic.
     #[track_caller]
     pub(crate) fn check_one_sided_progress(&self) {
         self.rounds(&[1, 2], 3, "one-sided");

@@ -1,5 +1,6 @@
-//! A bad wire: packets are lost, delayed, reordered, duplicated or damaged. Links slow down but
-//! keep working.
+//! A bad wire: packets are lost, delayed, reordered, duplicated or damaged, or the MTU is smaller.
+//! Links slow down but keep working. There is one exception: on Soft-RoCE, long reads fail if their
+//! packets are reordered.
 
 use std::time::{Duration, Instant};
 
@@ -12,7 +13,7 @@ const ROUNDS: u64 = 10;
 
 /// The MTU of the lab's devices.
 const ONE_PACKET: usize = 4096;
-/// Enough for three rounds over a slow wire.
+/// The limit for reordered reads to fail. It is enough for three rounds over a slow wire.
 const LONG_ENOUGH: Duration = Duration::from_secs(30);
 
 /// Checks traffic of each kind under `netem` on both sides.

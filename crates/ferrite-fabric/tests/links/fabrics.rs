@@ -1,4 +1,5 @@
-//! Fabrics with extreme settings: small queues, many links, little memory.
+//! Fabrics with extreme or invalid settings, many links or little memory, their statistics, and how
+//! they are dropped.
 
 use std::time::{Duration, Instant};
 

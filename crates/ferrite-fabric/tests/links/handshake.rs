@@ -143,7 +143,7 @@ pub(crate) fn dropping_the_listener_closes_pending_links(fixture: &Fixture) {
     a.link.post_bytes(0, b"still here").expect("room in the queue");
     let message = drive(&[&a.fabric, &b.fabric], b.link.recv()).expect("a message");
     assert_eq!(message.to_vec(), b"still here");
-    // The address is free again.
+    // Listens on the address again. The result is not checked.
     let listener = b.fabric.listen(target);
     drop((pending, message, a.link, b.link, listener));
     clear([a.fabric, b.fabric]);
@@ -318,7 +318,8 @@ pub(crate) fn refuses_links_beyond_max_connections(fixture: &Fixture) {
     clear([a, b]);
 }
 
-/// Many connects at once, with few handshakes at a time on either side: all succeed.
+/// Many connects at once: all succeed, even if one of the sides allows only four handshakes at a
+/// time.
 pub(crate) fn fifty_concurrent_connects(fixture: &Fixture) {
     let count = 50 / fixture.work_divisor.min(5);
     let [host, peer] = &fixture.hosts;

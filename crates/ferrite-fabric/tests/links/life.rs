@@ -201,7 +201,8 @@ pub(crate) fn closing_has_a_deadline(fixture: &Fixture) {
     pair.clear();
 }
 
-/// An abort fails all pending operations, on both sides.
+/// An abort fails the pending operations of its own side with `Closed`. At the peer, the link ends
+/// with `LinkDown`.
 pub(crate) fn abort_fails_pending_operations(fixture: &Fixture) {
     let pair = Pair::with(fixture, &Config { window: 4, ..Config::default() });
     let sending: Vec<_> =
@@ -307,7 +308,8 @@ pub(crate) fn dropping_the_fabric_fails_pending_futures(fixture: &Fixture) {
     clear([b.fabric]);
 }
 
-/// The peer's process is stopped. Its device still answers, but the process does not.
+/// The peer's fabric is not driven, as if its process were stopped. The peer's device or kernel
+/// still answers, but the process does not.
 pub(crate) fn detects_a_stalled_peer(fixture: &Fixture) {
     let pair = Pair::with(fixture, &short_timeouts());
     let begun = Instant::now();

@@ -8,7 +8,7 @@ use super::pair::{End, Pair, failed, filled, pattern, poll_once};
 use super::{Fixture, KIB, MIB};
 
 /// Sends messages of sizes around every boundary (empty, inline, one frame, several frames, a whole
-/// buffer) in all three ways.
+/// buffer) with `post_bytes`, `post` and `send`.
 pub(crate) fn every_size_arrives(fixture: &Fixture) {
     let pair = Pair::new(fixture);
     let config = pair.a.fabric.config();

@@ -1,4 +1,4 @@
-//! Two fabrics on two hosts and a link between them, both driven by hand from one thread.
+//! Two fabrics on two hosts, both driven by hand from one thread, and a link between them.
 //!
 //! Every wait has a deadline. A future is polled again only after its waker was called, so that a
 //! lost wake-up fails the test.
@@ -75,7 +75,7 @@ impl Pair {
         self.drive(to.link.recv()).expect("a message")
     }
 
-    /// Closes both links cleanly, then checks that nothing is left.
+    /// Closes both ends of the link cleanly, then checks that nothing is left.
     pub(crate) fn end(self) {
         let (a, b) = self.drive(async { join!(self.a.link.close(), self.b.link.close()) });
         assert!(a.is_ok() && b.is_ok(), "closing: {a:?}, {b:?}");

@@ -186,7 +186,7 @@ pub(crate) fn limits_the_number_of_parts(fixture: &Fixture) {
     let parts = |count| std::iter::repeat_n(part.clone(), count).collect::<Vec<_>>();
     let error = failed(pair.drive(pair.a.link.send_parts(0, parts(most + 1))), "too many frames");
     assert_eq!(error.kind(), ErrorKind::TooLarge, "{error}");
-    // Such messages on several channels at once wait for each other.
+    // Messages with as many parts as allowed, on eight channels at once, wait for each other.
     let sending = (0..8).map(|channel| pair.a.link.send_parts(channel, parts(most)));
     let receiving = async {
         for _ in 0..8 {

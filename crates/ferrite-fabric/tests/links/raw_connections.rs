@@ -126,7 +126,7 @@ pub(crate) fn closing_delivers_pending_writes(fixture: &Fixture) {
     ends.end();
 }
 
-/// A write outside the exposed memory ends this connection and no other.
+/// A write outside the exposed memory ends the connection, at both ends.
 pub(crate) fn writing_outside_the_window_ends_the_connection(fixture: &Fixture) {
     let ends = Ends::connect(fixture, &Config::default());
     let window = ends.window(&ends.b, 4096);

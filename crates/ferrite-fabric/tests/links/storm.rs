@@ -7,9 +7,9 @@
 //! appear under another.
 //!
 //! Each run prints its seed. `FERRITE_SEED` replays a run as far as timing allows. `FERRITE_STORM`
-//! sets the number of operations; the default is 100,000, half of that in the lab and a hundredth
-//! in an emulated lab. In the lab: `cargo xtask lab-test storm --runner "env FERRITE_STORM=100000
-//! FERRITE_SEED=1"`.
+//! sets the number of operations of the long storm; the default is 100,000, half of that in the lab
+//! and over TLS, and a hundredth in an emulated lab. A short storm has a fiftieth of it. For the
+//! lab: `cargo xtask lab-test storm --runner "env FERRITE_STORM=100000 FERRITE_SEED=1"`.
 #![expect(clippy::print_stdout, reason = "prints the seed and the time that a run took")]
 
 mod peer;
@@ -23,7 +23,7 @@ use super::{Fixture, pair};
 use ferrite_testkit::Random;
 use run::Storm;
 
-/// Number of operations in a run.
+/// Default number of operations in the long storm, before the division by `storm_divisor`.
 const OPERATIONS: u64 = 100_000;
 
 fn number(variable: &str) -> Option<u64> {
@@ -85,7 +85,7 @@ pub(crate) fn storms_with_extreme_settings(fixture: &Fixture) {
     }
 }
 
-/// Bytes of a message's header: its name and its number.
+/// Size in bytes of a message's header: its name and its number.
 const HEADER: usize = 16;
 
 /// Returns the bytes of a message: its name, its number on its channel, and bytes derived from the

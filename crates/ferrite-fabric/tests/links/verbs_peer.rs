@@ -162,7 +162,7 @@ impl VerbsPeer {
         self.qp.post_send(&[SendRequest::new(0, operation, local).signaled()]).expect("post");
     }
 
-    /// Reads the peer's memory.
+    /// Reads all bytes of the grant. Returns the status of the read, and the bytes.
     pub(crate) fn read(&mut self, token: &GrantToken, fabrics: &[&Fabric]) -> (Status, Vec<u8>) {
         let len = token.len as usize;
         let local = [self.region.sge(RECEIVES * BLOCK..RECEIVES * BLOCK + len)];

@@ -172,8 +172,8 @@ pub(crate) fn unknown_channel(fixture: &Fixture) {
     harness.check_ends_with("channel 4, but there are only 4 channels");
 }
 
-/// A message that never ends fails the link. With full frames, the message becomes too large. An
-/// empty frame fails the link at once.
+/// Messages that never end fail the link. With full frames on two channels, the unfinished messages
+/// of both channels together become too large. An empty frame fails the link at once.
 pub(crate) fn endless_message(fixture: &Fixture) {
     let config = Config { max_message_bytes: 256 << 10, ..Config::default() };
     let mut harness = ViolationHarness::new(fixture, &config);
@@ -342,7 +342,7 @@ pub(crate) fn ignores_a_revocation(fixture: &Fixture) {
     harness.check_other_link();
 }
 
-/// A peer may revoke any number of grants, one after the other, as owners of many grants do.
+/// A peer may revoke any number of grants. This one revokes 50 at a time.
 pub(crate) fn may_revoke_many_grants(fixture: &Fixture) {
     const AT_A_TIME: usize = 50;
     let mut harness = ViolationHarness::new(fixture, &Config::default());

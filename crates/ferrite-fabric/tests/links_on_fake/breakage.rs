@@ -1,6 +1,5 @@
-//! Faults that only the fake provider can cause: devices, ports, queue pairs and paths break while
-//! operations are pending. Every pending operation fails with the first cause, and all memory is
-//! returned.
+//! Devices, ports, queue pairs and paths of the fake provider break while operations are pending.
+//! Every pending operation fails with the first cause, and all memory is returned.
 
 use std::time::{Duration, Instant};
 
@@ -16,8 +15,8 @@ use crate::links::pair::{
     run_for, until,
 };
 
-/// The operations that are pending on a link when it breaks: queued sends, requests that the device
-/// has, and a receive.
+/// The operations that are pending on a link when it breaks. The device already has some of them,
+/// the others are queued.
 struct PendingOperations {
     sending: Vec<ferrite_fabric::Sending>,
     reading: Vec<ferrite_fabric::Reading>,

@@ -85,8 +85,9 @@ fn failed_calls_while_listening() {
     });
 }
 
-/// Every step of a handshake fails once, on either side. The connecting side gets an error in time,
-/// the next attempt succeeds, and the failed attempt leaves nothing behind.
+/// Each of these calls fails once during a handshake, on either side. The connecting side gets a
+/// link or an error in time, a later attempt succeeds, and the failed attempt leaves nothing
+/// behind.
 #[test]
 fn failed_calls_during_the_handshake() {
     for call in [

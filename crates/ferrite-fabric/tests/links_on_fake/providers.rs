@@ -1,5 +1,5 @@
-//! How devices other than Soft-RoCE behave, on a fake that imitates them according to their
-//! sources.
+//! The fabric on a fake that imitates various devices, their drivers and rdma-core's providers,
+//! according to their sources.
 
 use std::time::{Duration, Instant};
 
@@ -14,13 +14,14 @@ use crate::links::pair::{clear, connect, drive, open_link, run_for, until};
 use crate::world;
 
 /// Returns the number of posted receives, the number of receives that failed links took without
-/// completing them, and the bytes of both.
+/// completing them, and the bytes of receive memory in use.
 fn receives(fabric: &Fabric) -> (u64, u64, u64) {
     let stats = fabric.stats();
     (stats.receives_posted, stats.receives_overdue, stats.memory.receive.in_use_bytes)
 }
 
-/// Connects `together` clients that keep sending while the server aborts their links.
+/// Opens `together` links. The client sends eight messages on each, and the server aborts them all
+/// without taking a message.
 pub(super) fn flood(
     fixture: &Fixture,
     server: &Fabric,
@@ -146,8 +147,9 @@ fn ends_the_connection_when_a_bind_fails_without_naming_a_request() {
     assert_eq!(world.objects(), Objects::default());
 }
 
-/// A provider refuses a request although the queue has room: mlx5 with ENOMEM (`mlx5_wq_overflow`
-/// in rdma-core's `providers/mlx5/qp.c`), others with EAGAIN, EBUSY or EINVAL.
+/// A provider may refuse a post although the fabric counts room in the queue: mlx5 with ENOMEM, if
+/// its own count says that the queue is full (`mlx5_wq_overflow` in rdma-core's
+/// `providers/mlx5/qp.c`), others with EAGAIN, EBUSY or EINVAL.
 #[test]
 fn ends_the_link_with_link_down_when_a_post_is_refused() {
     for errno in [11, 12, 16, 22] {

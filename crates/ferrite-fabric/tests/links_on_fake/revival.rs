@@ -1,5 +1,4 @@
-//! Faults that only the fake provider can cause at will: devices are removed and come back, and the
-//! fabrics that used them continue.
+//! Devices of the fake provider are removed and come back, and the fabrics that used them continue.
 
 use std::time::Duration;
 
@@ -169,9 +168,10 @@ fn unused_device_returns() {
     });
 }
 
-/// The device is present but does not work yet: each call that can fail fails once. The failed
-/// attempt leaves nothing behind, the reason is reported, and the next attempt succeeds. Each case
-/// has its own world. All run at the same time, because each has to wait for the retry timer.
+/// The device is present but does not work yet: in each case, one call fails during the first
+/// attempt to use the device. The failed attempt leaves nothing behind, the reason is reported, and
+/// a later attempt succeeds. Each case has its own world. All run at the same time, because each
+/// has to wait for the retry timer.
 #[test]
 fn retries_until_the_device_works() {
     const CALLS: [(&str, i32); 11] = [

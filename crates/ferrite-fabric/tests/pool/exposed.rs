@@ -1,4 +1,4 @@
-//! Memory that a peer may write, and quarantine of memory that a device does not release.
+//! Memory that a peer may read or write, and quarantine of memory that a device does not release.
 
 use ferrite_fabric::mem::{Account, Pool, Purpose};
 use ferrite_verbs::fake::{DeviceSpec, World};

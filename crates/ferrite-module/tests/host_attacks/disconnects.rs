@@ -82,7 +82,8 @@ fn a_deleted_users_session_ends() {
 
 const TOO_MANY: &[u8] = b"-ERR max number of clients reached\r\n";
 
-/// Starts an engine and connects as many clients to it as it allows. Returns its address, too.
+/// Starts an engine and connects as many clients to it as it allows. Also returns the address of
+/// the module's port.
 fn start_full(program: &Path) -> (Engine, String, Vec<Client>) {
     let server = start(program, &["--maxclients", "10"]);
     let address = server.info("address");
@@ -136,9 +137,9 @@ fn open_files(server: &Engine) -> usize {
     std::fs::read_dir(format!("/proc/{}/fd", server.pid())).expect("a running engine").count()
 }
 
-/// Silent connections used up the descriptor numbers that the engine's event loop can handle. The
-/// engine then accepted clients at its own port but never read from them, and kept them open after
-/// they had gone.
+/// Silent connections do not use up the descriptor numbers that the engine's event loop can handle.
+/// They once did. The engine then accepted clients at its own port but never read from them, and
+/// kept them open after they had gone.
 #[test]
 fn silent_connections_take_no_descriptors_of_the_engines() {
     on_each(&["--maxclients", "40"], |server| {
@@ -162,7 +163,8 @@ fn silent_connections_take_no_descriptors_of_the_engines() {
     });
 }
 
-/// The session of a client that lost its power stayed forever. TCP keepalive must end it.
+/// The module enables TCP keepalive, which ends the session of a client that lost its power. Such a
+/// session once stayed forever.
 #[test]
 fn clients_that_vanish_are_detected_by_keepalive() {
     on_each(&[], |server| {

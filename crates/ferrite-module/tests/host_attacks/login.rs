@@ -125,7 +125,8 @@ fn sessions_can_be_matched_with_the_engines_clients() {
     });
 }
 
-/// Before a login, the engine rejects a large command as soon as it has read the command's header.
+/// Before a login, a large command is rejected as soon as its header has arrived, at the module's
+/// port as at the engine's own.
 #[test]
 fn large_commands_are_rejected_before_a_login() {
     on_each(&["--requirepass", "x"], |server| {

@@ -5,7 +5,8 @@ use ferrite_testkit::resp::Client;
 use crate::client::of_module;
 use crate::{SECRET, address, on_each};
 
-/// With SUBSCRIBE renamed, three small commands once caused a surplus reply.
+/// The module takes a renamed SUBSCRIBE for a SUBSCRIBE, which has a reply for each channel. It
+/// once took the second of these replies for the reply to the login that follows.
 #[test]
 fn a_renamed_subscribe_is_a_subscribe() {
     on_each(&["--rename-command", "SUBSCRIBE", "sub2"], |server| {
@@ -25,7 +26,7 @@ fn a_renamed_subscribe_is_a_subscribe() {
     });
 }
 
-/// With SELECT renamed, writes once went to the previous database.
+/// After a renamed SELECT, writes go to the new database. They once went to the previous one.
 #[test]
 fn a_renamed_select_selects() {
     on_each(&["--rename-command", "SELECT", "sel"], |server| {
@@ -39,7 +40,7 @@ fn a_renamed_select_selects() {
     });
 }
 
-/// With MULTI renamed, commands once ran at once instead of being queued.
+/// After a renamed MULTI, commands are queued. They once ran at once.
 #[test]
 fn a_renamed_multi_queues() {
     on_each(
@@ -55,7 +56,8 @@ fn a_renamed_multi_queues() {
     );
 }
 
-/// With AUTH renamed, calls once kept the rights of the previous user.
+/// After a renamed AUTH, calls have the rights of the new user. They once kept those of the
+/// previous user.
 #[test]
 fn a_renamed_auth_changes_the_user() {
     on_each(&["--rename-command", "AUTH", "xauth"], |server| {
@@ -68,7 +70,7 @@ fn a_renamed_auth_changes_the_user() {
     });
 }
 
-/// With CLIENT renamed, REPLY SKIP once made the session wait forever.
+/// With CLIENT renamed, REPLY SKIP skips one reply. It once made the session wait forever.
 #[test]
 fn a_renamed_client_reply_skips() {
     on_each(&["--rename-command", "CLIENT", "xclient"], |server| {

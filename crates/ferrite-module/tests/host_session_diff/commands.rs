@@ -125,7 +125,8 @@ impl CommandGenerator<'_> {
     }
 
     /// Generates a command from a line of words with placeholders: `K` is a key, `C` a channel, `N`
-    /// a number, `V` a value, `#` the id of a client.
+    /// a number or an invalid word, `V` a value, `#` the id of a client. In a word that begins with
+    /// `normal_`, underscores become spaces.
     fn line(&mut self, line: &str) -> Command {
         let mut words = Vec::new();
         for word in line.split(' ') {

@@ -51,7 +51,7 @@ const CLIENT_INFO: &[(&str, &str)] = &[
 ];
 
 /// The prefix of a proxy connection's name until the client sets one. The module names it after the
-/// client's address, so that CLIENT LIST and ACL LOG show where the client is (S13).
+/// client's address, so that CLIENT LIST and ACL LOG show where the client is.
 const PROXY_NAME: &str = "ferrite:";
 
 /// A flag of a CLIENT INFO line: the proxy connection is a Unix socket.
@@ -135,7 +135,7 @@ pub(crate) fn normalised(reply: &[u8]) -> Vec<u8> {
             b"id" => before[0] == b"proto",
             name => is_listed(HELLO, name),
         };
-        // In RESP3, such a text has the prefix `txt:`.
+        // In RESP3, a line of CLIENT INFO has the prefix `txt:`.
         let plain = payload.map(|text| text.strip_prefix(b"txt:").unwrap_or(text));
         match plain {
             Some(text) if text.starts_with(b"id=") => {

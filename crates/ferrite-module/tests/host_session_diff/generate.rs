@@ -105,8 +105,8 @@ impl Generator {
         self.queues[client].push_back(Step { client, action, burst: self.bursts });
     }
 
-    /// Logs a client in: client 0 mostly as an administrator, the others as any user or not at all.
-    /// Most clients then ask for their id.
+    /// Logs a client in: client 0 mostly as an administrator, a quarter of the others as `low` or
+    /// `reader`. The rest do not log in. Most clients then ask for their id.
     fn log_in(&mut self, client: usize) {
         let login = match client {
             0 if chance(&mut self.random, 80) => Some(("admin", "right")),

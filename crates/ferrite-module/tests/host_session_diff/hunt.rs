@@ -19,7 +19,7 @@ pub(crate) struct Hunt {
     /// The module's argument `call-path`; `None` for the module's default.
     pub(crate) call_path: Option<String>,
     pub(crate) seeds: std::ops::RangeInclusive<u64>,
-    /// No new session starts after this time.
+    /// After this time, only the session whose engines were already started still runs.
     pub(crate) time: Option<Duration>,
     /// Continue after a finding.
     pub(crate) keep_going: bool,

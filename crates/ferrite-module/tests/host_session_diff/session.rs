@@ -56,8 +56,8 @@ pub(crate) enum Action {
 pub(crate) struct Step {
     pub(crate) client: usize,
     pub(crate) action: Action,
-    /// Steps with the same number are pieces of one write. When a session is shortened, they are
-    /// dropped together.
+    /// Steps with the same number belong together, such as the pieces of one write. When a session
+    /// is shortened, they are dropped together.
     pub(crate) burst: usize,
 }
 

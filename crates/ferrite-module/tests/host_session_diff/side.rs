@@ -15,7 +15,7 @@ use ferrite_testkit::resp::{Connection, Response, encode};
 use ferrite_testkit::{Engine, Start, TempDir, free_port};
 
 pub(crate) const LONG: Duration = Duration::from_secs(20);
-/// Databases of each engine.
+/// Number of databases of each engine.
 const DATABASES: usize = 4;
 /// The observer's user, which no generated command changes.
 const OBSERVER: &str = "user observer on >observer ~* &* +@all";
@@ -24,7 +24,7 @@ const OBSERVER: &str = "user observer on >observer ~* &* +@all";
 /// Each engine has its own folder.
 const ACL_FILE: &str = "users.acl";
 
-/// The engine to start, and the module's setting.
+/// The engine to start, and the module's setting `call-path`.
 #[derive(Clone)]
 pub(crate) struct EngineSetup {
     pub(crate) program: PathBuf,

@@ -17,7 +17,7 @@ use super::session::{Part, Setup, push};
 const WAITING: &[&str] = &["BLPOP", "BRPOPLPUSH", "BLMOVE", "BZPOPMIN", "BLMPOP", "XREAD", "WAIT"];
 /// The length of the longest of these names with its line end.
 const LONGEST: usize = "BRPOPLPUSH\r\n".len();
-/// The most bytes of one write with inline commands.
+/// A write of fewer bytes than this may consist of inline commands.
 const TYPED: usize = 300;
 
 /// Whether a client is blocked in the engine.

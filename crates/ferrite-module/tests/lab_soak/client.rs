@@ -24,7 +24,8 @@ use ferrite_testkit::Random;
 /// The most that any step may take, including the pause of a failover and the timeout of a link.
 const TIMEOUT: Duration = Duration::from_secs(90);
 /// How long to wait before checking for a lost peer. A client of Valkey Over RDMA does not notice
-/// that its peer closed the connection while the wire was cut.
+/// that its peer closed the connection while the wire was cut. Also the timeout of one attempt to
+/// connect.
 const SILENCE: Duration = Duration::from_secs(4);
 
 /// How a client connects.
@@ -135,8 +136,8 @@ impl Client {
         }
     }
 
-    /// Waits for `what`. Returns `None` if a client of Valkey Over RDMA has lost its peer without
-    /// notice, because the wire was cut.
+    /// Waits for `what`. Returns `None` if a client of Valkey Over RDMA may have lost its peer
+    /// without notice, because the wire was cut.
     async fn unless_peer_is_lost<T>(
         &self,
         world: &World,
@@ -229,8 +230,8 @@ impl Client {
         Ok(())
     }
 
-    /// Finds out which of the commands `rest` the engine has run before the connection was lost.
-    /// The engine may have run any number of them, in order.
+    /// Finds out which of the commands `rest` the engine has run before the connection was lost,
+    /// and updates the model. The engine may have run any number of them, in order.
     async fn settle(&mut self, world: &World, rest: &[Words], transaction: Option<Transaction>) {
         world.settled.fetch_add(1, Ordering::Relaxed);
         let mut queued = transaction.map(|transaction| transaction.queued);

@@ -1,8 +1,8 @@
-//! Peers that violate the protocol. They may lose their own connection, but must not affect anybody
-//! else.
+//! Peers that violate the protocol or send invalid commands. They may lose their own connection,
+//! but must not affect anybody else.
 //!
-//! Engines reject a source address after repeated accesses to memory that is not its own. So these
-//! peers have their own addresses, one for each round.
+//! Engines reject a source address after repeated accesses to memory that is not its own. So the
+//! peers of [`violate_protocol`] have their own addresses, another in each round.
 
 use std::net::SocketAddr;
 use std::process::Command;

@@ -216,7 +216,8 @@ fn clients_to_be_killed() {
     });
 }
 
-/// Monitors the test for this many seconds, or until a client fails.
+/// Monitors the test for this many seconds, or until the task that causes faults ends. Panics if a
+/// client fails.
 async fn monitor(
     world: &World,
     servers: &mut [Engine; 2],

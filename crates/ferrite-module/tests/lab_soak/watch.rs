@@ -77,8 +77,8 @@ impl Watch {
         now
     }
 
-    /// Asserts that the last third of the samples is no higher than the middle third. The first
-    /// third is for warming up.
+    /// Asserts that the median of the last third of the samples is not much higher than that of the
+    /// middle third. The first third is for warming up.
     pub(crate) fn assert_flat(&self) {
         let third = self.samples.len() / 3;
         if third < 5 {
@@ -108,7 +108,8 @@ impl Watch {
     }
 }
 
-/// Waits until the engines use no more resources than before.
+/// Waits until the engines have no session, and no more descriptors, queue pairs and memory in use
+/// than before.
 pub(crate) fn wait_until_as_before(
     servers: &[Engine; 2],
     before: &[Resources; 2],

@@ -38,11 +38,11 @@ pub(crate) struct World {
     pub(crate) fault: Mutex<String>,
     pub(crate) commands: AtomicU64,
     pub(crate) checked: AtomicU64,
-    /// Connections that were lost in the middle of commands.
+    /// Number of connections that were lost in the middle of commands.
     pub(crate) settled: AtomicU64,
     pub(crate) refusals: AtomicU64,
     pub(crate) connected: AtomicU64,
-    /// Failed attempts to connect.
+    /// Number of failed attempts to connect.
     pub(crate) unconnected: AtomicU64,
     /// The last failure to connect, by transport.
     pub(crate) failures: Mutex<BTreeMap<Way, String>>,

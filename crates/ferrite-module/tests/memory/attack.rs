@@ -19,23 +19,23 @@ use tokio::task::JoinSet;
 /// The size of an attack.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Size {
-    /// Clients that send commands and read no reply.
+    /// Number of clients that send commands and read no reply.
     pub(crate) clients: usize,
-    /// The bytes that each of these clients tries to send.
+    /// Number of bytes that each of these clients tries to send.
     pub(crate) client_bytes: u64,
-    /// Links that begin a message and never finish it.
+    /// Number of links that begin a message and never finish it.
     pub(crate) links: usize,
-    /// Unsolicited `Resume` frames.
+    /// Number of unsolicited `Resume` frames.
     pub(crate) resumes: usize,
 }
 
-/// `Resume` frames sent on one link. The first ends the link, so the others show what a dead link
-/// costs.
+/// Number of `Resume` frames sent on one link. The first ends the link, so the others show what a
+/// dead link costs.
 const RESUMES_PER_LINK: usize = 1000;
-/// Concurrent links for `Resume` frames.
+/// Number of concurrent links for `Resume` frames.
 const RESUMING: usize = 8;
-/// The kernel's send buffer of one attacker. It is small because it is not what the test measures,
-/// and a thousand larger ones would use up the kernel's memory for sockets.
+/// The size in bytes of the kernel's send buffer of one attacker. It is small because it is not
+/// what the test measures, and a thousand larger ones would use up the kernel's memory for sockets.
 const SEND_BUFFER: u32 = 64 << 10;
 
 /// How long a server may take to answer a greeting, before it is sent again.
@@ -44,10 +44,10 @@ const GREETING_TIMEOUT: Duration = Duration::from_secs(5);
 /// What the attackers have done so far.
 #[derive(Debug, Default)]
 pub(crate) struct Progress {
-    /// Clients that have connected at least once.
+    /// Number of clients that have connected at least once.
     pub(crate) clients: AtomicUsize,
     pub(crate) client_bytes: AtomicU64,
-    /// Links that have sent as much of a message as their window allows.
+    /// Number of links that have sent as much of a message as their window allows.
     pub(crate) links: AtomicUsize,
     pub(crate) resumes: AtomicUsize,
 }
@@ -69,7 +69,7 @@ pub(crate) struct Attack {
 }
 
 impl Attack {
-    /// Starts all attackers at once, from many addresses of this host.
+    /// Starts all attackers at once. If the target is a loopback address, they use many addresses.
     pub(crate) fn start(target: SocketAddr, size: Size) -> Self {
         let (stop, stopped) = watch::channel(false);
         let progress = Arc::new(Progress::default());
@@ -133,7 +133,8 @@ async fn until(mut stopped: watch::Receiver<bool>, act: impl Future<Output = ()>
     let _ = stopped.wait_for(|stopped| *stopped).await;
 }
 
-/// Connects from one of 250 addresses, so that limits per source address do not stop the attack.
+/// Connects. If the target is a loopback address, connects from one of 250 addresses, so that
+/// limits per source address do not stop the attack.
 async fn connect(target: SocketAddr, number: usize) -> io::Result<TcpStream> {
     loop {
         let socket = TcpSocket::new_v4()?;

@@ -12,7 +12,7 @@ const PACE: Duration = Duration::from_millis(1);
 /// The value of `phase` that stops the clients.
 const STOP: usize = usize::MAX;
 
-/// The latencies of requests.
+/// The latencies of requests, each a SET and a GET.
 #[derive(Default)]
 pub(crate) struct Latencies(Vec<Duration>);
 

@@ -93,8 +93,9 @@ fn rss(pid: u32) -> u64 {
     line.split_whitespace().next().and_then(|kib| kib.parse::<u64>().ok()).expect("a number") << 10
 }
 
-/// Attacks an engine that has the password [`PASSWORD`], and checks its memory and its log. The
-/// module must listen on one address.
+/// Attacks an engine that has the password [`PASSWORD`]. Checks its memory, its log, that all
+/// attackers got sessions, and, if the plan says so, the latency of honest clients. The module must
+/// listen on one address.
 pub(crate) fn attack(server: &mut Engine, plan: &Plan) {
     let mut admin = server.client();
     admin.ok(&["AUTH", PASSWORD]);

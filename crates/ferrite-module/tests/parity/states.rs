@@ -195,7 +195,7 @@ pub(crate) fn busy(way: &Way<'_>, program: &Path) {
     comparison.finish();
 }
 
-/// An engine without free memory: it refuses new data, or has evicted all keys.
+/// An engine without free memory: it refuses new data, or may evict keys but has none left.
 pub(crate) fn out_of_memory(way: &Way<'_>, program: &Path) {
     for policy in ["noeviction", "allkeys-lru"] {
         let options = ["--maxmemory-policy", policy, "--maxmemory-eviction-tenacity", "100"];

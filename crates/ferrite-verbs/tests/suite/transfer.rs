@@ -1,4 +1,5 @@
-//! Every operation, in both directions, with polling and with events.
+//! Sends, writes and reads. The tests of single operations run in both directions, with polling and
+//! with events.
 
 use std::time::Duration;
 

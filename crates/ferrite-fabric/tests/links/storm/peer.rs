@@ -7,9 +7,9 @@ use ferrite_fabric::{Config, Fabric, Link, Listener, Region};
 use crate::links::pair::{pattern, poll_once};
 use crate::links::{Fixture, KIB};
 
-/// Bytes of a region.
+/// Size of a region in bytes.
 pub(super) const REGION: usize = 16 * KIB;
-/// Bytes of a cell, which is always written as a whole.
+/// Size in bytes of a cell, which is always written as a whole.
 pub(super) const CELL: usize = 256;
 
 pub(super) struct Peer {

@@ -142,8 +142,8 @@ impl<'f> Storm<'f> {
         }
     }
 
-    /// Removes failed links. Opens a link if there are too few, counting those that are still
-    /// connecting.
+    /// Removes failed links. Starts a connect if there are too few links, counting those that are
+    /// still connecting. Matches the two ends of new links.
     fn replace_links(&mut self) {
         self.slots.retain(|slot| slot.ends.iter().all(|end| end.failure().is_none()));
         let peers = [0, 1].map(|at: usize| self.peers[at].serial);

@@ -6,7 +6,8 @@ use super::Generator;
 use crate::commands::chance;
 use crate::session::{Action, Part};
 
-/// Commands longer than this are often sent in two pieces.
+/// If a burst has more raw bytes in a row than this, it is often split within the header of a
+/// command.
 const LONG_COMMAND: usize = 4000;
 
 impl Generator {

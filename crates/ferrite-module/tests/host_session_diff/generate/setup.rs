@@ -30,7 +30,8 @@ const RENAMES: &[(&str, &str)] = &[
     ("CONFIG", "conf"),
     ("COMMAND", "commands"),
 ];
-/// Commands that may be disabled: neither the observer nor a flooding client needs them.
+/// Commands that may be disabled. A flooding client does not need them. The observer needs MULTI
+/// and EXEC only for `Stop::RecreateUser`, which stops nobody without them.
 const DISABLED: &[&str] = &[
     "SUBSCRIBE",
     "MULTI",
