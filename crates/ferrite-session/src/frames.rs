@@ -4,13 +4,15 @@
 //! completion. With frames of 64 KiB instead of the fabric's default of 8 KiB, values of several
 //! megabytes were 1.5 times as fast on Soft-RoCE.
 //!
-//! Each link may have 1 MiB of frames in flight. With more, a few links together queue so much data
-//! for a slow device that acknowledgements arrive after its timeout, and it retransmits.
+//! With these settings, each link may have 1 MiB of frames in flight. With more, a few links
+//! together queue so much data for a slow device that acknowledgements arrive after its timeout,
+//! and it retransmits.
 
 use ferrite_fabric::Config;
 
 const FRAME_BYTES: u32 = 64 << 10;
-/// The maximum number of bytes in flight on a link, whatever the size of its frames.
+/// The maximum number of bytes in flight on a link. Only with frames of more than 512 KiB may a
+/// link have more: two frames (`fabric_config`).
 pub(crate) const IN_FLIGHT_BYTES: u32 = 1 << 20;
 const FRAMES_IN_FLIGHT: u16 = (IN_FLIGHT_BYTES / FRAME_BYTES) as u16;
 /// The largest message of a stream. A partly received message occupies our memory, even for a

@@ -1,8 +1,8 @@
 //! The interface between a session and the engine that it runs in.
 //!
 //! The engine knows a client's user, its database, whether it is in a transaction, and whether it
-//! still exists. A session keeps no copy of that. It asks [`ProxyClient`], which asks the engine by
-//! the client id of the session's proxy connection.
+//! still exists. A session does not track that itself. It asks [`ProxyClient`], which asks the
+//! engine by the client id of the session's proxy connection.
 
 mod commands;
 mod input;
