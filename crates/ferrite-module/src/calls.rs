@@ -20,8 +20,8 @@
 //! A GET of a long value takes the key path ([`Keys`]) instead, with the same checks and fewer
 //! copies.
 //!
-//! A command that a call refuses has not run. It goes over the proxy connection, where the engine
-//! gives its own reply, frees memory, or redirects.
+//! A command that a call refuses has changed nothing. It goes over the proxy connection, where the
+//! engine gives its own reply, frees memory, or redirects.
 
 use std::time::Duration;
 
@@ -246,6 +246,8 @@ impl Calls {
     }
 
     /// Returns whether the replies of the last batch must wait for the event loop's next iteration.
+    /// `wrote` says whether the batch may have written. If the replies must wait, makes the engine
+    /// report the iterations.
     ///
     /// The engine writes the AOF at the end of an iteration, and synchronises it then with
     /// `appendfsync always`. A reply sent earlier could confirm a write that a crash can still
@@ -400,8 +402,8 @@ pub(crate) struct Batch<'a> {
     /// Then the key path is not used, because it does not check whether this node serves the key's
     /// slot. A command that may have several keys is not called. A call with keys of different
     /// slots would make Valkey 9.1 refuse the scripts of all clients from then on:
-    /// `clusterSlotByCommand` sets `READ_FLAGS_CROSSSLOT` in a client that `VM_Call` uses again, and
-    /// nothing resets it.
+    /// `clusterSlotByCommand` sets `READ_FLAGS_CROSSSLOT` in a client that `VM_Call` uses again,
+    /// and nothing resets it.
     is_cluster: bool,
     batch_key: Option<&'a EngineString>,
     resp3: bool,
@@ -412,9 +414,9 @@ pub(crate) struct Batch<'a> {
 }
 
 impl Batch<'_> {
-    /// Runs a command and appends its reply to `out`. Returns false if the command was refused
-    /// before it ran. Then nothing was appended, and the command must be proxied, so that the
-    /// client gets the engine's own reply.
+    /// Runs a command and appends its reply to `out`. Returns false if the command was refused.
+    /// Then it has changed nothing, nothing was appended, and the command must be proxied, so that
+    /// the client gets the engine's own reply.
     pub(crate) fn call(&mut self, callable: Callable, words: Words<'_>, out: &mut Replies) -> bool {
         // The arity is checked first: when Redis 7.0 checks the rights to a command with too few
         // words, it reads keys beyond them and crashes.

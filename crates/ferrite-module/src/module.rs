@@ -92,10 +92,10 @@ impl Module {
     /// Starts the listener and the admin port.
     ///
     /// # Errors
-    /// Returns an error if one of them cannot start, so that clients could not connect. There is
-    /// one exception: the settings give no address to listen on, or no socket of the engine to
-    /// connect to, and RDMA is not required. Then the reason is logged, and the engine runs without
-    /// a listener.
+    /// Returns an error if the listener cannot start, or if the address of the admin port cannot be
+    /// bound. There is one exception: the settings give no address to listen on, or no socket of
+    /// the engine to connect to, and RDMA is not required. Then the reason is logged, and the
+    /// engine runs without a listener.
     pub(crate) fn start(&mut self, context: Context<'_>) -> Result<(), String> {
         let admin_port = self.options.admin().map(AdminPort::bind).transpose()?;
         let listener = match self.endpoints(context) {
@@ -169,8 +169,9 @@ impl Module {
         }
     }
 
-    /// Adapts to changed settings of the engine: its sockets, `maxclients` and protected mode.
-    /// Listeners keep their addresses until the engine restarts.
+    /// Adapts to changed settings of the engine: its sockets, `maxclients`, protected mode,
+    /// `timeout`, `appendfsync` and the limits for the memory of clients. Listeners keep their
+    /// addresses until the engine restarts.
     pub(crate) fn follow_engine(&mut self, context: Context<'_>) {
         call_path::follow_engine(context);
         capacity::follow(context);

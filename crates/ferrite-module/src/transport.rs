@@ -28,8 +28,8 @@ use crate::listen::{Address, Host, WantedHosts};
 use crate::options::Options;
 use crate::tasks::TaskQueue;
 
-/// How long the thread may take to open devices and register memory. A slow host needs some hundred
-/// milliseconds.
+/// How long the thread may take to open devices and register memory, in addition to the delays
+/// before retries. A slow host needs some hundred milliseconds.
 const START_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long the engine's main thread waits for counters. The time is short because the database
 /// serves nobody meanwhile. After that the main thread uses the previous counters.
