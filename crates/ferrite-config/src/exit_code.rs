@@ -12,7 +12,8 @@ pub const USAGE: u8 = 2;
 pub const UNAVAILABLE: u8 = 69;
 /// A bug, or a failure of the system (EX_SOFTWARE).
 pub const INTERNAL: u8 = 70;
-/// `ferrite server` finds no engine or module, or the engine does not answer (EX_OSERR).
+/// `ferrite server` finds no engine or module, the engine does not answer, or it exits with code 0
+/// before it is ready (EX_OSERR).
 pub const ENGINE: u8 = 71;
 /// Added to the number of the signal that killed the engine: `ferrite server` exits with the sum,
 /// as shells do.

@@ -98,8 +98,9 @@ impl Reader {
         Self { directory, fresh: FRESH, devices: Arc::default() }
     }
 
-    /// Reads the devices that are due, for at most `wait`. Returns all devices, each with the
-    /// result of its last complete reading.
+    /// Reads the devices that are due, and waits for the threads that read them for at most `wait`.
+    /// Returns all devices that any thread has begun to read, each with the result of its last
+    /// complete reading, if there is one.
     fn read(&self, wait: Duration) -> BTreeMap<String, Device> {
         let present = names(&self.directory);
         let to_read: Vec<_> = {
