@@ -60,13 +60,13 @@ pub(crate) struct Calls {
     user: Option<(Box<[u8]>, EngineString)>,
     /// Users who have been denied a command. A denied call adds an entry to ACL LOG, and the proxy
     /// path then adds a second one. For these users the rights are checked before the call, at some
-    /// cost, so that each user gets a double entry only once.
+    /// cost, so that each of these users gets a double entry only once.
     denied_users: Vec<Box<[u8]>>,
     /// Whether the engine shows if a client has authenticated.
     shows_authenticated: bool,
     client_limits: ClientLimits,
-    /// The name of the key in the keyspace event that is sent after each batch on Redis 7.0. See
-    /// [`CallContext::propagate`].
+    /// The name of the key in the keyspace event that Redis 7.0 needs after a batch that may have
+    /// written. `None` on later engines. See [`CallContext::propagate`].
     batch_key: Option<EngineString>,
     has_aof: bool,
     syncs_always: bool,

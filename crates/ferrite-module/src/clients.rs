@@ -12,8 +12,8 @@
 //! [`ClientState`] holds what the engine reported last. Two of its fields can be read only at
 //! certain times, or only from certain engines:
 //!
-//! - The protocol version. The engine shows it only to a command of the client, so FERRITE BIND
-//!   notes it.
+//! - The protocol version. The engine shows it only to a command of the client, so FERRITE BIND and
+//!   FERRITE ATTEST note it.
 //! - Whether a client of the user `default` has authenticated (before Valkey 9.1). Any other user
 //!   name is proof of a login. But clients that never authenticated, and clients whose user was
 //!   just deleted, also have the user `default`. For these, one of the following is proof: the

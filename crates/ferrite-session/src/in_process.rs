@@ -10,9 +10,10 @@
 //! ```
 //!
 //! Commands are taken in runs: consecutive commands that are all called, or all proxied. After each
-//! proxied run, the session asks the engine for the client's state ([`ProxyClient::refresh`]). Only
-//! after a command that was replaced ([`InProcessEngine::instead`]) it does not ask. The session
-//! infers nothing from replies; it counts them only to keep replies in the order of their commands.
+//! proxied run, the session asks the engine for the client's state ([`ProxyClient::refresh`]). It
+//! does not ask after a command that was replaced ([`InProcessEngine::instead`]). The session
+//! infers nothing from replies to the client's commands; it counts them only to keep replies in the
+//! order of their commands.
 //!
 //! The memory that a client can make a session hold is bounded. Before authentication, no input is
 //! read while too many replies are unread. Afterwards, replies are kept up to the engine's own

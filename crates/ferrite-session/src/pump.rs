@@ -18,12 +18,12 @@ use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _, BufReader, ReadBuf, c
 /// The size of [`pump`]'s buffer for each direction, and so of its largest write.
 pub(crate) const BUFFER: usize = 64 << 10;
 
-/// Counts the bytes of a session in each direction, and tells how far its commands are.
+/// Counts the bytes of a session in each direction, and holds flags about its commands.
 #[derive(Debug, Default)]
 pub struct Moved {
-    /// Bytes from the client to the engine.
+    /// The number of bytes from the client to the engine.
     pub to_engine: AtomicU64,
-    /// Bytes from the engine to the client.
+    /// The number of bytes from the engine to the client.
     pub to_client: AtomicU64,
     /// Whether [`pump`] has sent a complete command to the engine, and no byte has come back since.
     pub is_asking: AtomicBool,
@@ -34,13 +34,13 @@ pub struct Moved {
 }
 
 impl Moved {
-    /// Returns the bytes to the engine and the bytes to the client.
+    /// Returns the numbers of bytes to the engine and to the client.
     #[must_use]
     pub fn both(&self) -> (u64, u64) {
         (self.to_engine.load(Ordering::Relaxed), self.to_client.load(Ordering::Relaxed))
     }
 
-    /// Returns the bytes of both directions together.
+    /// Returns the number of bytes of both directions together.
     #[must_use]
     pub fn total(&self) -> u64 {
         let (to_engine, to_client) = self.both();

@@ -38,9 +38,9 @@ pub struct SessionInfo {
     pub held_bytes: usize,
     /// The time since the session began.
     pub age: Duration,
-    /// Bytes of commands passed to the engine so far, proxied or called in-process.
+    /// The number of bytes of commands passed to the engine so far, proxied or called in-process.
     pub to_engine_bytes: u64,
-    /// Bytes sent to the client so far.
+    /// The number of bytes sent to the client so far.
     pub to_client_bytes: u64,
 }
 
@@ -104,7 +104,8 @@ pub(crate) struct Entry {
     /// The engine's record of the session's proxy connection.
     pub(crate) record: OnceLock<Arc<dyn ProxyClient>>,
     pub(crate) held: HeldBytes,
-    /// Whether the session was asked to end, by someone else than its own client, or was evicted.
+    /// Whether the session was asked to end, or was evicted. Not set if the session's own client is
+    /// known to have asked: see `is_closing`.
     pub(crate) is_killed: AtomicBool,
     /// Whether the session's own client has asked to kill the session. The session ends when the
     /// engine closes the client, or when the client has stopped reading.
@@ -165,7 +166,7 @@ impl HeldBytes {
         }
     }
 
-    /// Returns the bytes that all sessions hold together.
+    /// Returns the number of bytes that all sessions hold together.
     pub(crate) fn total(&self) -> usize {
         self.all.load(Ordering::Relaxed)
     }
@@ -197,7 +198,8 @@ impl Drop for HeldBytes {
 struct SessionList {
     open: BTreeMap<u64, Arc<Entry>>,
     last_id: u64,
-    /// Bytes that ended sessions have passed to the engine and sent to their clients.
+    /// The numbers of bytes that ended sessions have passed to the engine and sent to their
+    /// clients.
     ended: (u64, u64),
 }
 
@@ -252,8 +254,8 @@ impl Sessions {
         self.list().open.len()
     }
 
-    /// Returns the bytes that all sessions, open and ended, have passed to the engine and sent to
-    /// clients.
+    /// Returns the numbers of bytes that all sessions, open and ended, have passed to the engine
+    /// and sent to clients.
     pub(crate) fn moved(&self) -> (u64, u64) {
         let list = self.list();
         let add = |(to_engine, to_client), entry: &Arc<Entry>| {

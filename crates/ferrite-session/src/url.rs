@@ -6,8 +6,8 @@
 //!
 //! | scheme | transport |
 //! |---|---|
-//! | `redis`, `valkey` | the caller's choice, unless there is a `?rdma=` |
-//! | `redis+rdma`, `valkey+rdma` | RDMA where available, else TCP; `?rdma=forbid` is an error |
+//! | `redis`, `valkey` | RDMA where available, else TCP; the caller or `?rdma=` changes that |
+//! | `redis+rdma`, `valkey+rdma` | the same, and `?rdma=forbid` is an error |
 //! | `rediss`, `valkeys` | TCP with TLS; RDMA only with `?rdma=prefer`, if the caller allows it |
 
 use std::fmt;
