@@ -48,7 +48,7 @@ pub(crate) struct Module {
 }
 
 /// The module. There is one per process, because there is one engine. Only the engine's main thread
-/// uses it.
+/// uses it, and a thread that crashes, for the crash report.
 static MODULE: Mutex<Option<Module>> = Mutex::new(None);
 
 /// Runs `act` with the module.
@@ -285,7 +285,7 @@ fn log_listening(transport: &Transport) {
     }
 }
 
-/// Describes which commands run in-process and which are proxied.
+/// Describes how many commands run in-process, and where the others are proxied to.
 pub(crate) fn command_paths(engine: &EngineAddress) -> String {
     match call_path::callable_commands() {
         Some(count) => {

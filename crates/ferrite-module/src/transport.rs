@@ -58,8 +58,9 @@ impl Transport {
     /// Starts the thread and listens.
     ///
     /// # Errors
-    /// Returns an error if nothing listens. The text says why. If RDMA is required, missing RDMA is
-    /// an error. If RDMA is preferred and missing, the listener accepts TCP only.
+    /// Returns an error if the module can listen on no address, or not on every address of
+    /// `rdma-bind`. The text says why. If RDMA is required, missing RDMA is an error. If RDMA is
+    /// preferred and missing, the listener accepts TCP only.
     pub(crate) fn start(
         options: &Options,
         (target, hosts, addresses): (EngineAddress, Vec<Host>, Vec<Address>),
