@@ -9,7 +9,8 @@ use crate::table;
 
 const PREFIX: &str = "FERRITE_";
 
-/// Returns whether Kubernetes has set this variable for a Service.
+/// Returns whether a variable has a name or a value as Kubernetes gives them to variables for a
+/// Service.
 #[must_use]
 pub fn is_of_kubernetes(name: &str, value: &str) -> bool {
     let scheme = value.split_once("://").map(|(scheme, _)| scheme);

@@ -10,9 +10,10 @@ pub const FAILURE: u8 = 1;
 pub const USAGE: u8 = 2;
 /// RDMA is required, and this host or this user cannot use it (EX_UNAVAILABLE).
 pub const UNAVAILABLE: u8 = 69;
-/// A bug, or a failure of the system (EX_SOFTWARE).
+/// A failure of `ferrite server` that has no code of its own, such as a bug (EX_SOFTWARE).
 pub const INTERNAL: u8 = 70;
-/// `ferrite server` finds no engine or module, or the engine does not answer (EX_OSERR).
+/// `ferrite server` finds no engine or module, the engine does not answer, or it exits with code 0
+/// before it is ready (EX_OSERR).
 pub const ENGINE: u8 = 71;
 /// Added to the number of the signal that killed the engine: `ferrite server` exits with the sum,
 /// as shells do.

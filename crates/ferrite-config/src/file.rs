@@ -49,7 +49,8 @@ impl fmt::Display for Problem {
 /// defaults.
 ///
 /// # Errors
-/// Returns all errors, in the order of their lines.
+/// Returns all errors, in the order of their lines. Whether values fit together is checked only if
+/// there is no other error.
 pub fn read(program: Program, text: &str) -> Result<File, Vec<Problem>> {
     let mut reader = Reader {
         text,
@@ -97,8 +98,8 @@ struct Reader<'a> {
 impl Reader<'_> {
     /// Reads a section and its subsections.
     fn take(&mut self, section: &str, table: &DeTable<'_>) {
-        // The keys are read in the file's order. If two keys contradict each other, the error names
-        // the later one.
+        // The keys are read in the file's order. If two keys give one setting different values, the
+        // error names the later one.
         let mut entries: Vec<_> = table.iter().collect();
         entries.sort_by_key(|(key, _)| key.span().start);
         for (key, value) in entries {

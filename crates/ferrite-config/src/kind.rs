@@ -7,7 +7,7 @@ use crate::time::Unit;
 /// The type of a setting's value.
 #[derive(Debug, Clone, Copy)]
 pub enum Kind {
-    /// `yes` or `no`; in files `true` or `false`.
+    /// `yes` or `no`, which can also be written `true` or `false`; in files only `true` or `false`.
     Switch,
     /// A whole number.
     Number {
@@ -36,6 +36,6 @@ pub enum Kind {
     Choice(&'static [&'static str]),
     /// A text that the function accepts. The function's error describes what it accepts.
     Text(fn(&str) -> Result<(), &'static str>),
-    /// Words without spaces, separated by commas; in files also a list.
+    /// Words separated by commas or spaces; in files also a list.
     List,
 }

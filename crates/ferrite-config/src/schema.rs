@@ -94,7 +94,8 @@ fn property(setting: &Setting) -> Value {
     property
 }
 
-/// Returns the default as the file writes it.
+/// Returns the default of `ferrite server`, as the file writes it. Returns `None` if the setting
+/// has no default there, or the server does not have the setting.
 fn default(setting: &Setting) -> Option<Value> {
     let program = setting.programs.iter().copied().find(|program| *program == Program::Server)?;
     Some(match setting.parse(setting.default_in(program)).ok()? {

@@ -1,7 +1,8 @@
 //! Parses and formats sizes in bytes, for files, arguments and flags alike.
 //!
 //! The units are those of the engine's configuration, because the engine itself parses the value of
-//! `CONFIG SET ferrite.rx-size 64kb`: `k` is 1,000 bytes and `kb` is 1,024. `KiB` is 1,024 as well.
+//! `CONFIG SET ferrite.rx-size 64kb`: `k` is 1,000 bytes and `kb` is 1,024. `KiB`, which
+//! the engine does not know, is 1,024 as well.
 
 /// The units with their factors, in lower case.
 const UNITS: [(&str, u64); 11] = [

@@ -1,6 +1,7 @@
 //! The table: every setting, in the order of the reference page.
 //!
-//! There is one file per area. A constant that several settings or programs share is in this file.
+//! There is one file per area, except that logs are in `server.rs`. A constant that several areas
+//! or programs share is in this file.
 
 mod clients;
 mod foreign;
@@ -19,12 +20,12 @@ pub use network::*;
 pub use queues::*;
 pub use server::*;
 
-/// The port for clients: the engine's default port plus one.
+/// The default port for clients: the engine's default port plus one.
 pub const CLIENT_PORT: u16 = 6380;
 /// The engine's default port.
 pub const ENGINE_PORT: u16 = 6379;
-/// The largest number of clients. It is below [`LINKS_MAX`], so that a program can still tell
-/// further clients why it rejects them.
+/// The largest value of [`MAX_CLIENTS`]. It is below [`LINKS_MAX`], so that a program can still
+/// tell further clients why it rejects them.
 pub const CLIENTS_MAX: u32 = 16_000;
 /// The largest number of links of a program.
 pub const LINKS_MAX: u32 = 16_384;
@@ -65,7 +66,7 @@ const REPLICATION: &str = "replication uses TCP only; remove the key";
 const CLUSTER: &str = "the cluster bus and slot migration use TCP only; remove the key";
 
 const ALL: &[Program] = &Program::ALL;
-/// Programs that accept clients.
+/// Programs that accept clients over RDMA.
 const SERVING: &[Program] = &[Program::Module, Program::Gateway, Program::Server];
 /// Programs that accept the module's settings: the module, and the server, which passes them on.
 const MODULE: &[Program] = &[Program::Module, Program::Server];

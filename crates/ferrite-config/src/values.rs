@@ -21,7 +21,7 @@ pub enum Origin {
     },
     /// The environment variable [`Setting::variable`].
     Environment,
-    /// A flag, or an argument of the module.
+    /// A flag, an argument of the module, or CONFIG SET.
     Flag,
 }
 
@@ -160,7 +160,7 @@ impl Values {
         Ok(())
     }
 
-    /// Replaces a value, whatever its origin: for CONFIG SET.
+    /// Replaces a value, whatever its origin: for the module's arguments and CONFIG SET.
     ///
     /// # Errors
     /// Returns an error that says what was expected, if the value is outside of the setting's

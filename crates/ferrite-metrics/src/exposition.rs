@@ -12,7 +12,7 @@ use prometheus_client::encoding::{
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Registry;
 
-/// The samples of a family: the labels and the number of each.
+/// The samples of a family: the labels and the value of each.
 type Samples<'a> = &'a [(Vec<(&'a str, &'a str)>, u64)];
 
 /// A histogram of the operations of one kind.

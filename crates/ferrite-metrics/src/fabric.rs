@@ -4,8 +4,8 @@ use ferrite_fabric::{Fabric, FabricStats, LatencyStats, Status};
 
 use crate::exposition::{Exposition, Histogram};
 
-/// The bounds of the smallest and the largest bucket, as powers of two in nanoseconds: 256 ns and
-/// 17 s.
+/// The upper bounds of the smallest and of the largest bucket, as powers of two in nanoseconds:
+/// 256 ns and 17 s. One more bucket, without a bound, follows.
 const BOUNDS: std::ops::RangeInclusive<u32> = 8..=34;
 
 /// Failures that hosts, networks and peers cause. The others are faults of a device or of Ferrite.

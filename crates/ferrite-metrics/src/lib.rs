@@ -13,7 +13,7 @@
 //!
 //! This is a separate crate, because it opens a port and depends on an HTTP server, which clients
 //! do not need. No counter exists only for this crate: a scrape reads the counters that exist
-//! anyway. Without a scrape, the crate costs nothing.
+//! anyway. Without a scrape, the crate uses no CPU time.
 #![forbid(unsafe_code)]
 
 mod connections;

@@ -31,8 +31,8 @@ const THREAD_WAIT: Duration = Duration::from_millis(50);
 /// How many devices a scrape reads in any case. It reads those with the oldest numbers. A scrape of
 /// more devices each second would cost more than 1 % of a core.
 const READ_ALWAYS: usize = 32;
-/// The age at which a scrape reads a device again, however many devices there are. Until then it
-/// shows the previous numbers.
+/// The age at which a scrape reads a device again, however many devices there are. Until then a
+/// scrape of more than [`READ_ALWAYS`] devices may show the previous numbers.
 const FRESH: Duration = Duration::from_secs(5);
 /// The age at which the numbers of a device are left out. If a device takes longer than a scrape
 /// waits, a later scrape shows its numbers.
@@ -98,8 +98,9 @@ impl Reader {
         Self { directory, fresh: FRESH, devices: Arc::default() }
     }
 
-    /// Reads the devices that are due, for at most `wait`. Returns all devices, each with the
-    /// result of its last complete reading.
+    /// Reads the devices that are due, and waits for the threads that read them for at most `wait`.
+    /// Returns all devices that any thread has begun to read, each with the result of its last
+    /// complete reading, if there is one.
     fn read(&self, wait: Duration) -> BTreeMap<String, Device> {
         let present = names(&self.directory);
         let to_read: Vec<_> = {

@@ -30,7 +30,8 @@ use crate::exposition::Exposition;
 /// The format of `/metrics`.
 pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-/// Threads for calls that may block in the kernel: reading metrics, and looking up a name.
+/// The number of threads for calls that may block in the kernel: reading metrics, and looking up a
+/// name.
 const BLOCKING_THREADS: usize = 2;
 /// How long a connection may be idle or take to send a request.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(60);

@@ -21,8 +21,8 @@
 //! A GET of a long value takes the key path ([`Keys`]) instead, with the same checks and fewer
 //! copies.
 //!
-//! A command that a call refuses has not run. It goes over the proxy connection, where the engine
-//! gives its own reply, frees memory, or redirects.
+//! A command that a call refuses has changed nothing. It goes over the proxy connection, where the
+//! engine gives its own reply, frees memory, or redirects.
 
 use std::time::Duration;
 
@@ -56,13 +56,13 @@ pub(crate) struct Calls {
     user: Option<(Box<[u8]>, EngineString)>,
     /// Users who have been denied a command. A denied call adds an entry to ACL LOG, and the proxy
     /// path then adds a second one. For these users the rights are checked before the call, at some
-    /// cost, so that each user gets a double entry only once.
+    /// cost, so that each of these users gets a double entry only once.
     denied_users: Vec<Box<[u8]>>,
     /// Whether the engine shows if a client has authenticated.
     shows_authenticated: bool,
     client_limits: ClientLimits,
-    /// The name of the key in the keyspace event that is sent after each batch on Redis 7.0. See
-    /// [`CallContext::propagate`].
+    /// The name of the key in the keyspace event that Redis 7.0 needs after a batch that may have
+    /// written. `None` on later engines. See [`CallContext::propagate`].
     batch_key: Option<EngineString>,
     has_aof: bool,
     syncs_always: bool,
@@ -245,6 +245,8 @@ impl Calls {
     }
 
     /// Returns whether the replies of the last batch must wait for the event loop's next iteration.
+    /// `wrote` says whether the batch may have written. If the replies must wait, makes the engine
+    /// report the iterations.
     ///
     /// The engine writes the AOF at the end of an iteration, and synchronises it then with
     /// `appendfsync always`. A reply sent earlier could confirm a write that a crash can still
@@ -423,9 +425,9 @@ pub(crate) struct Batch<'a> {
 }
 
 impl Batch<'_> {
-    /// Runs a command and appends its reply to `out`. Returns false if the command was refused
-    /// before it ran. Then nothing was appended, and the command must be proxied, so that the
-    /// client gets the engine's own reply.
+    /// Runs a command and appends its reply to `out`. Returns false if the command was refused.
+    /// Then it has changed nothing, nothing was appended, and the command must be proxied, so that
+    /// the client gets the engine's own reply.
     pub(crate) fn call(&mut self, callable: Callable, words: Words<'_>, out: &mut Replies) -> bool {
         // The arity is checked first: when Redis 7.0 checks the rights to a command with too few
         // words, it reads keys beyond them and crashes.

@@ -12,13 +12,13 @@
 //! [`ClientState`] holds what the engine reported last. Two of its fields can be read only at
 //! certain times, or only from certain engines:
 //!
-//! - The protocol version. The engine shows it only to a command of the client, so FERRITE BIND
-//!   notes it.
+//! - The protocol version. The engine shows it only to a command of the client, so FERRITE BIND and
+//!   FERRITE ATTEST note it.
 //! - Whether a client of the user `default` has authenticated (before Valkey 9.1). Any other user
 //!   name is proof of a login. But clients that never authenticated, and clients whose user was
 //!   just deleted, also have the user `default`. For these, one of the following is proof: the
-//!   default user needed no password when the client connected, or the engine has run FERRITE
-//!   ATTEST, which it refuses before a login.
+//!   default user needed no password when the client connected or sent RESET, or the engine has run
+//!   FERRITE ATTEST, which it refuses before a login.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -30,7 +30,7 @@ use tokio::sync::Notify;
 
 use crate::api::Context;
 
-/// The user of clients that have not logged in.
+/// The user of clients that have not logged in. Clients can also log in as this user.
 pub(crate) const DEFAULT_USER: &[u8] = b"default";
 
 /// A session's proxy connection.

@@ -9,13 +9,13 @@
 use ferrite_fabric::descriptors;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// Entries of the engine's table beyond `maxclients` (`CONFIG_FDSET_INCR`).
+/// The number of entries of the engine's table beyond `maxclients` (`CONFIG_FDSET_INCR`).
 const ENGINE_RESERVE: u64 = 128;
 /// The engine's default `maxclients`, used if the engine does not report its own.
 const DEFAULT_ENGINE_CLIENTS: u64 = 10_000;
-/// Descriptors per session: its client connection and its proxy connection.
+/// The number of descriptors of a session: its client connection and its proxy connection.
 const PER_SESSION: u64 = 2;
-/// Connections that are not yet sessions.
+/// The number of descriptors for connections that are not sessions yet.
 const PENDING_CONNECTIONS: u64 = 2048;
 
 /// Applies the engine's `maxclients` (zero if unknown) and the module's `max-clients`. Raises the

@@ -81,8 +81,9 @@ pub(crate) fn stop() {
     }
 }
 
-/// Runs a slice after `descriptor` became readable. Does nothing inside another slice, because a
-/// call may make the engine process its descriptors.
+/// Runs a slice after `descriptor` became readable, unless events are to be skipped
+/// ([`SKIPS_LEFT`]). If the sessions' runtime ends, drops all sessions instead. Does nothing inside
+/// another slice, because a call may make the engine process its descriptors.
 pub(crate) fn run_slice(descriptor: RawFd) {
     EVENT_LOOP.with(|event_loop| {
         let Ok(mut event_loop) = event_loop.try_borrow_mut() else { return };

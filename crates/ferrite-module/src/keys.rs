@@ -83,7 +83,8 @@ fn long_from(server: Server) -> usize {
 /// Returns the slot of a key, as an index into [`Keys::long`] and a bit.
 fn slot(key: &[u8]) -> (usize, u64) {
     // A hash of the length and of eight bytes from each end, where the names of keys usually
-    // differ. A client that chooses keys with equal slots slows down only its own reads of them.
+    // differ. A client that chooses keys with equal slots slows down only reads of keys in these
+    // slots.
     let (first, last) = match (key.first_chunk(), key.last_chunk()) {
         (Some(first), Some(last)) => (u64::from_le_bytes(*first), u64::from_le_bytes(*last)),
         _ => (0, key.iter().fold(0, |all, byte| all << 8 | u64::from(*byte))),

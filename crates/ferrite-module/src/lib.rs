@@ -8,15 +8,15 @@
 //!     ▼                                                 ▼
 //!   module ──── requests over a channel ────────────► sessions, each with its own proxy connection
 //!                                                     to the engine's Unix or TCP socket
-//!   event_loop (unless `call-path no`): the engine's event loop drives the fabric and runs the
-//!   sessions, which call the engine in-process where they can
+//!   event_loop (unless `call-path no`): the engine's event loop runs the sessions, which call the
+//!   engine in-process where they can, and drives the fabric (unless `poller-thread yes`)
 //! ```
 //!
 //! | file | contents |
 //! |---|---|
 //! | `api.rs` | safe wrappers of the module API's functions, found at load; `unsafe` |
 //! | `entry.rs` | the callbacks that the engine calls; `unsafe` |
-//! | `options.rs` | arguments and CONFIG: one table of names, defaults and limits |
+//! | `options.rs` | arguments and CONFIG: values of the table in `ferrite-config` |
 //! | `listen.rs` | the addresses that the module listens on |
 //! | `target.rs` | which of the engine's own sockets the proxy path connects to |
 //! | `transport.rs` | the thread `ferrite` |

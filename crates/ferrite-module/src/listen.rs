@@ -1,5 +1,6 @@
 //! The addresses to listen on: those that `rdma-bind` names, otherwise those that the engine itself
-//! listens on. There are none if the engine requires TLS and clear text was not allowed.
+//! listens on. There are none if the engine serves TLS only and clear text was not allowed, or if
+//! neither `rdma-bind` nor the engine gives an address.
 
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs as _};
 

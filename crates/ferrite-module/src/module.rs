@@ -48,7 +48,7 @@ pub(crate) struct Module {
 }
 
 /// The module. There is one per process, because there is one engine. Only the engine's main thread
-/// uses it.
+/// uses it, and a thread that crashes, for the crash report.
 static MODULE: Mutex<Option<Module>> = Mutex::new(None);
 
 /// Runs `act` with the module.
@@ -92,10 +92,10 @@ impl Module {
     /// Starts the listener and the admin port.
     ///
     /// # Errors
-    /// Returns an error if one of them cannot start, so that clients could not connect. There is
-    /// one exception: the settings give no address to listen on, or no socket of the engine to
-    /// connect to, and RDMA is not required. Then the reason is logged, and the engine runs without
-    /// a listener.
+    /// Returns an error if the listener cannot start, or if the address of the admin port cannot be
+    /// bound. There is one exception: the settings give no address to listen on, or no socket of
+    /// the engine to connect to, and RDMA is not required. Then the reason is logged, and the
+    /// engine runs without a listener.
     pub(crate) fn start(&mut self, context: Context<'_>) -> Result<(), String> {
         let admin_port = self.options.admin().map(AdminPort::bind).transpose()?;
         let listener = match self.endpoints(context) {
@@ -169,8 +169,9 @@ impl Module {
         }
     }
 
-    /// Adapts to changed settings of the engine: its sockets, `maxclients` and protected mode.
-    /// Listeners keep their addresses until the engine restarts.
+    /// Adapts to changed settings of the engine: its sockets, `maxclients`, protected mode,
+    /// `timeout`, `appendfsync` and the limits for the memory of clients. Listeners keep their
+    /// addresses until the engine restarts.
     pub(crate) fn follow_engine(&mut self, context: Context<'_>) {
         call_path::follow_engine(context);
         capacity::follow(context);
@@ -284,7 +285,7 @@ fn log_listening(transport: &Transport) {
     }
 }
 
-/// Describes which commands run in-process and which are proxied.
+/// Describes how many commands run in-process, and where the others are proxied to.
 pub(crate) fn command_paths(engine: &EngineAddress) -> String {
     match call_path::callable_commands() {
         Some(count) => {

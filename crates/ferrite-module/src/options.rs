@@ -230,7 +230,7 @@ impl Options {
         self.0.time(&table::SLICE_US)
     }
 
-    /// Returns how long retries to open the devices may take.
+    /// Returns the sum of the delays before all retries to open the devices.
     pub(crate) fn retries_last(&self) -> Duration {
         let retries: u32 = self.0.number(&table::CONNECTION_RETRIES);
         self.0.time(&table::RETRY_DELAY).saturating_mul(retries)

@@ -4,18 +4,19 @@
 //! `rename-command` can give any name to any command. So the router asks the engine about each name
 //! (COMMAND INFO). The reply has the command's original name, its flags and its ACL categories.
 //!
-//! A command that is called in-process has no client connection. So only commands whose reply
-//! depends only on the data, the arguments and the user's rights may be called:
+//! A command that is called in-process has no client connection. So only commands whose reply does
+//! not depend on their client may be called:
 //!
-//! - They are in an ACL category of a data type.
+//! - They are in an ACL category of commands on data, or are PING, ECHO, TIME or PUBLISH.
 //! - Scripts may run them.
-//! - They do not block.
+//! - They have none of the flags `blocking`, `admin` and `no_auth`.
 //! - They are not in the category @dangerous, whose commands are slow or rare (FLUSHALL, KEYS,
 //!   MIGRATE, SORT and others).
 //! - They are not commands of modules, which may do anything with their client.
+//! - They are not SCAN or RANDOMKEY, which may delete any expired key.
 //!
 //! Names that were unknown at load, for example of modules that were loaded later, are looked up
-//! when a client first sends them.
+//! when a client sends them.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
@@ -29,7 +30,7 @@ pub(crate) const NAME_MAX: usize = 32;
 /// The most names in one COMMAND INFO.
 const NAMES_PER_QUERY: usize = 31;
 
-/// The ACL categories of data types.
+/// The ACL categories of commands on data.
 const DATA_CATEGORIES: [&[u8]; 10] = [
     b"@keyspace",
     b"@string",
@@ -46,8 +47,8 @@ const DATA_CATEGORIES: [&[u8]; 10] = [
 const ALSO_CALLABLE: [&[u8]; 4] = [b"PING", b"ECHO", b"TIME", b"PUBLISH"];
 /// Flags of commands that are never called.
 const NEVER_FLAGS: [&[u8]; 5] = [b"noscript", b"blocking", b"admin", b"no_auth", b"module"];
-/// Commands that may delete any expired key. The engine replicates these deletions key by key;
-/// during a call it would replicate them as one transaction.
+/// Commands that are never called because they may delete any expired key. The engine replicates
+/// these deletions key by key; during a call it would replicate them as one transaction.
 const EXPIRE_ANY_KEY: [&[u8]; 2] = [b"SCAN", b"RANDOMKEY"];
 /// The ACL categories of data types that clients can be blocked on.
 const BLOCKING_CATEGORIES: [&[u8]; 4] = [b"@list", b"@sortedset", b"@stream", b"@geo"];

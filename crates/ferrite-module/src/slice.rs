@@ -12,7 +12,7 @@ thread_local! {
     /// from one command to a MiB of values. On Soft-RoCE, the cost includes the work that hardware
     /// would do.
     static LENGTH: Cell<Duration> = const { Cell::new(Duration::ZERO) };
-    /// Seconds between the start of the event loop and the start of this slice.
+    /// The number of seconds between the start of the event loop and the start of this slice.
     static SECONDS: Cell<u64> = const { Cell::new(0) };
     /// When this slice is over.
     static END: Cell<Option<Instant>> = const { Cell::new(None) };
@@ -50,7 +50,7 @@ pub(crate) fn has_time() -> bool {
     !MUST_YIELD.get() && END.get().is_some_and(|end| Instant::now() < end)
 }
 
-/// Returns the seconds between the start of the event loop and the start of this slice.
+/// Returns the number of seconds between the start of the event loop and the start of this slice.
 #[inline]
 pub(crate) fn seconds() -> u64 {
     SECONDS.get()

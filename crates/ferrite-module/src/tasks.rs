@@ -18,7 +18,7 @@ pub(crate) struct TaskQueue {
     /// The loom model of this is in `ferrite-fabric/src/wake/sleep_flags.rs`.
     flags: SleepFlags,
     event_fd: EventFd,
-    /// Iterations of the event loop that [`TaskQueue::on_loop_iteration`] has counted.
+    /// The number of iterations of the event loop since the engine first reported one.
     iterations: AtomicU64,
     /// How often the event loop has run the queue.
     passes: AtomicU64,
@@ -52,7 +52,8 @@ impl TaskQueue {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds a future, which runs to completion. It is dropped if [`Tasks`] is gone.
+    /// Adds a future, which runs until it completes, panics, or [`Tasks`] is dropped. Drops the
+    /// future if [`Tasks`] is already gone.
     pub(crate) fn spawn(&self, future: SessionFuture) {
         let mut queue = self.queue();
         if !queue.is_closed {

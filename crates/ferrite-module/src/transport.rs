@@ -28,8 +28,8 @@ use crate::listen::{Address, Host, WantedHosts};
 use crate::options::Options;
 use crate::tasks::TaskQueue;
 
-/// How long the thread may take to open devices and register memory. A slow host needs some hundred
-/// milliseconds.
+/// How long the thread may take to open devices and register memory, in addition to the delays
+/// before retries. A slow host needs some hundred milliseconds.
 const START_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long the engine's main thread waits for counters. The time is short because the database
 /// serves nobody meanwhile. After that the main thread uses the previous counters.
@@ -58,8 +58,9 @@ impl Transport {
     /// Starts the thread and listens.
     ///
     /// # Errors
-    /// Returns an error if nothing listens. The text says why. If RDMA is required, missing RDMA is
-    /// an error. If RDMA is preferred and missing, the listener accepts TCP only.
+    /// Returns an error if the module can listen on no address, or not on every address of
+    /// `rdma-bind`. The text says why. If RDMA is required, missing RDMA is an error. If RDMA is
+    /// preferred and missing, the listener accepts TCP only.
     pub(crate) fn start(
         options: &Options,
         (target, hosts, addresses): (EngineAddress, Vec<Host>, Vec<Address>),

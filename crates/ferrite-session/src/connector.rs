@@ -122,14 +122,15 @@ impl Connector {
         self
     }
 
-    /// Sets the time limit of each attempt: one over RDMA, and one over TCP.
+    /// Sets the time limit of each attempt: over RDMA, where each of the fabric's
+    /// `connection_retries` has the limit again, and over TCP.
     #[must_use]
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
         self
     }
 
-    /// Sets a different time limit for the attempt over RDMA.
+    /// Sets a different time limit for each attempt over RDMA.
     #[must_use]
     pub fn rdma_timeout(mut self, timeout: Duration) -> Self {
         self.rdma_timeout = Some(timeout);

@@ -1,4 +1,5 @@
-//! Decides when a session must end although neither its client nor its engine has disconnected.
+//! Decides when a session must end although neither its client nor its proxy connection has closed:
+//! it was killed, the engine frees its client, or the gateway shuts down.
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -9,13 +10,14 @@ use tokio::time::{Instant, sleep};
 use crate::pump::Moved;
 use crate::sessions::{Entry, OpenSession};
 
-/// How long a client may read nothing after the engine has closed its connection. Replies that were
-/// made before the close are still delivered to a client that keeps reading.
+/// How long a client may read nothing after the engine has freed it, or was asked to close it.
+/// Replies that were made before are still delivered to a client that keeps reading.
 const STALL_TIMEOUT: Duration = Duration::from_secs(2);
-/// A session that has moved no bytes for this long has nothing in flight.
+/// How long a session must have moved no bytes before it may end when the gateway shuts down.
 const QUIET_TIME: Duration = Duration::from_millis(100);
-/// The quiet time of a session whose client has sent only a part of a command. The rest may still
-/// arrive, but the engine is not working on it yet.
+/// The quiet time, instead of [`QUIET_TIME`], of a session whose client has sent only a part of a
+/// command to an engine that keeps running. The rest may still arrive, but the engine is not
+/// working on it yet.
 const QUIET_TIME_PARTIAL: Duration = Duration::from_secs(1);
 
 /// How long a killed session may wait for the reply to the command that the engine is running.
@@ -29,8 +31,8 @@ pub(crate) struct Shutdown {
     pub(crate) engine_keeps_running: bool,
 }
 
-/// Waits until a session must end: it was killed, the engine has freed its client, or the gateway
-/// shuts down and nothing is in flight.
+/// Waits until a session must end: it was killed, the engine has freed its client or was asked to
+/// close it, or the gateway shuts down and nothing is in flight.
 pub(crate) async fn wait_for_end(open: &OpenSession, shutdown: Shutdown) {
     tokio::select! {
         () = wait_for_quiet_shutdown(&open.entry.moved, shutdown) => {}
@@ -39,7 +41,7 @@ pub(crate) async fn wait_for_end(open: &OpenSession, shutdown: Shutdown) {
 }
 
 /// Waits until one of these happens:
-/// - The session is killed, and its client has got the reply to the pending command, or
+/// - The session is killed, and the engine has begun to reply to the pending command, or
 ///   [`LAST_REPLY_TIMEOUT`] is over.
 /// - The engine has freed the session's client, or was asked to close it, and the client has
 ///   stopped reading the replies that were made before.
@@ -56,8 +58,9 @@ async fn wait_for_kill(entry: &Entry) {
     wait_for_reply(&entry.moved).await;
 }
 
-/// Waits until the client has the reply to its pending command, at most [`LAST_REPLY_TIMEOUT`]. No
-/// further command goes to the engine meanwhile.
+/// Waits until the engine has begun to reply to the client's pending command, at most
+/// [`LAST_REPLY_TIMEOUT`]. Returns at once if [`pump`](crate::pump::pump) has sent no command that
+/// waits for a reply. The pump sends no further command to the engine meanwhile.
 ///
 /// A client that kills its own session gets the reply first, as with CLIENT KILL. A session that
 /// only copies bytes cannot know who has killed it, so it waits in any case.
@@ -81,8 +84,9 @@ async fn wait_for_stall(moved: &Moved, time: Duration) {
     }
 }
 
-/// Waits until the gateway shuts down and the session has been quiet for a moment. If the engine
-/// keeps running, also waits for the engine's reply to a pending command.
+/// Waits until the gateway shuts down and the session has been quiet for [`QUIET_TIME`]. If the
+/// engine keeps running, waits longer for the rest of a command ([`QUIET_TIME_PARTIAL`]), and also
+/// waits until the engine has begun to reply to a pending command.
 async fn wait_for_quiet_shutdown(moved: &Moved, mut shutdown: Shutdown) {
     let _ = shutdown.signal.wait_for(|ended| *ended).await; // a dropped gateway has shut down, too
     let (mut last, mut since) = (moved.total(), Instant::now());

@@ -18,7 +18,8 @@ use tokio::net::{TcpSocket, TcpStream, UnixStream, lookup_host};
 
 use crate::tcp_keepalive::enable_tcp_keepalive;
 
-/// The address where an engine listens: `unix:/run/redis.sock`, an absolute path, or `host:port`.
+/// The address where an engine listens: `unix:/run/redis.sock`, an absolute path, `host:port` or
+/// `tcp:host:port`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum EngineAddress {
     /// The path of a Unix socket.
@@ -61,8 +62,8 @@ impl fmt::Display for EngineAddress {
     }
 }
 
-/// The longest reply to the first command. The error of an engine in protected mode has about 1,000
-/// bytes.
+/// The largest number of bytes in a line of the reply to [`probe_access`]. The error of an engine
+/// in protected mode has about 1,000 bytes.
 const REPLY_MAX: usize = 4096;
 /// The first byte that a TLS server sends if the client does not use TLS.
 const TLS_ALERT: u8 = 0x15;
@@ -106,8 +107,9 @@ impl EngineSocket {
     /// Connects to an engine.
     ///
     /// # Errors
-    /// Returns the system's error if the name cannot be resolved or the connection fails. If a name
-    /// has several addresses, this is the error of the last one.
+    /// Returns the system's error if no socket can be opened, the name cannot be resolved or the
+    /// connection fails. If no address of a name accepts the connection, this is the error of the
+    /// last one.
     pub async fn connect(address: &EngineAddress) -> io::Result<Self> {
         match address {
             EngineAddress::Unix(path) => {
@@ -207,8 +209,8 @@ fn invalid_reply(why: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, why)
 }
 
-/// Opens a socket. Its descriptor is moved out of the range that the surrounding engine needs for
-/// its own clients, before the socket connects.
+/// Opens a socket. Inside an engine, moves its descriptor out of the range that the engine needs
+/// for its own clients ([`lift`]), before the socket connects.
 fn open(family: AddressFamily) -> io::Result<OwnedFd> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     lift(socket_with(family, SocketType::STREAM, flags, None)?)

@@ -8,7 +8,8 @@
 //! ```
 //!
 //! A gateway inside the engine ([`Gateway::inside`]) runs its sessions on the engine's threads, and
-//! runs commands in-process where it can (`in_process.rs`).
+//! runs commands in-process where it can (`in_process.rs`). Sessions that are pinned to the proxy
+//! path leave the engine's threads.
 
 mod config;
 mod session;
@@ -59,7 +60,8 @@ impl Gateway {
         Arc::clone(&self.config.read().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Changes the settings for clients that connect from now on.
+    /// Changes the settings for clients that connect from now on. Only the drain timeout applies to
+    /// all sessions.
     pub fn reconfigure(&self, change: impl FnOnce(&mut GatewayConfig)) {
         let mut config = self.config.write().unwrap_or_else(PoisonError::into_inner);
         change(Arc::make_mut(&mut config));
@@ -93,8 +95,9 @@ impl Gateway {
         self.sessions.kill(id, Some(caller))
     }
 
-    /// Accepts clients until `end` is ready, then lets sessions finish pending commands. The caller
-    /// must drive the listener's fabric in the meantime.
+    /// Accepts clients until `end` is ready or the listener fails. Then lets sessions finish
+    /// pending commands, at most for [`GatewayConfig::drain_timeout`]. The caller must drive the
+    /// listener's fabric in the meantime.
     ///
     /// # Errors
     /// Returns an error if the listener fails.

@@ -1,5 +1,5 @@
-//! A session inside the engine: data commands are called in-process, all others are proxied to the
-//! engine's own socket, in order.
+//! A session inside the engine: data commands are called in-process where the engine allows it, all
+//! others are proxied to the engine's own socket, in order.
 //!
 //! ```text
 //!   client ──► input ──► calls (ProxyClient::call) ─────────────────┐
@@ -11,7 +11,9 @@
 //!
 //! Commands are taken in runs: consecutive commands that are all called, or all proxied. After each
 //! proxied run, the session asks the engine for the client's state ([`ProxyClient::refresh`]). It
-//! infers nothing from replies; it counts them only to keep replies in the order of their commands.
+//! does not ask after a command that was replaced ([`InProcessEngine::instead`]). The session
+//! infers nothing from replies to the client's commands; it counts them only to keep replies in the
+//! order of their commands.
 //!
 //! The memory that a client can make a session hold is bounded. Before authentication, no input is
 //! read while too many replies are unread. Afterwards, replies are kept up to the engine's own
@@ -48,19 +50,21 @@ use proxy_connection::EMPTY_LINE;
 pub(crate) use proxy_connection::ProxyConnection;
 use proxying::LargeCommand;
 
-/// Counts on which path the commands of in-process sessions went.
+/// Counts on which path the commands of in-process sessions went. Also holds the queue of sessions
+/// before authentication.
 #[derive(Debug, Default)]
 pub(crate) struct CommandPaths {
     pub(crate) called: AtomicU64,
     pub(crate) proxied: AtomicU64,
-    /// Sessions that were pinned to the proxy path.
+    /// The number of sessions that were pinned to the proxy path.
     pub(crate) pinned: AtomicU64,
     pub(crate) before_auth: BeforeAuthQueue,
 }
 
 /// How the in-process part of a session has ended.
 pub(crate) enum ServeOutcome {
-    /// The client has disconnected, or the engine has.
+    /// The client or the engine has disconnected, or the session must disconnect the client. The
+    /// caller closes the client's connection.
     Closed,
     /// The session is pinned to the proxy path. The bytes in `unsent` must be sent to the engine
     /// first.
@@ -92,8 +96,8 @@ enum Route {
     Instead(&'static [u8]),
 }
 
-/// Serves a client until it disconnects, or until the session is pinned to the proxy path. `first`
-/// are the bytes that the client has already sent.
+/// Serves a client until the client or the engine disconnects, or until the session is pinned to
+/// the proxy path. `first` are the bytes that the client has already sent.
 ///
 /// # Errors
 /// Returns an error if a connection fails, or if the client exceeds a limit of the engine.
@@ -157,7 +161,7 @@ struct InProcessSession<'a, C> {
     counter: ReplyFramer,
     /// Whether the reply that has begun is a push message. `None` if no reply has begun.
     is_push: Option<bool>,
-    /// The last reply to a command of the session itself.
+    /// The last reply to a command of the session itself, at most [`OWN_REPLY_MAX`] bytes of it.
     own_reply: Vec<u8>,
     /// Replies to the client.
     replies: Replies,
@@ -168,7 +172,8 @@ struct InProcessSession<'a, C> {
     /// Whether calls have written data since the last mark for WAIT on the proxy connection
     /// ([`ProxyClient::mark_writes`]).
     has_unmarked_writes: bool,
-    /// When the engine last noted that the client is active ([`InProcessEngine::seconds`]).
+    /// The value of [`InProcessEngine::seconds`] when the session last showed the engine that the
+    /// client is active.
     active_at: u64,
 }
 
@@ -302,8 +307,8 @@ impl<C: Client> InProcessSession<'_, C> {
         route
     }
 
-    /// Looks up a command. The result is reused if the command has the same name as the one before.
-    /// Returns `None` if the command is empty.
+    /// Looks up a command. If the command `before` is called and has the same name, its properties
+    /// are reused, unless it is a subcommand. Returns `None` if the command is empty.
     fn look_up(&self, found: &FoundCommand, before: Option<&RunCommand>) -> Option<CommandKind> {
         if let Some(name) = self.input.name(found) {
             if let Some(RunCommand { found, callable: Some(callable) }) = before
@@ -475,7 +480,8 @@ impl<C: Client> InProcessSession<'_, C> {
         count > 0
     }
 
-    /// Pins the session to the proxy path.
+    /// Pins the session to the proxy path. Closes it instead if the writes of called commands
+    /// cannot be marked for a later WAIT.
     async fn pin(mut self) -> io::Result<ServeOutcome> {
         // The session waits in the queue, but does not keep the permit, because from here on it
         // waits for its client.

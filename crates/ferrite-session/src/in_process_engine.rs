@@ -1,8 +1,8 @@
 //! The interface between a session and the engine that it runs in.
 //!
 //! The engine knows a client's user, its database, whether it is in a transaction, and whether it
-//! still exists. A session keeps no copy of that. It asks [`ProxyClient`], which asks the engine by
-//! the client id of the session's proxy connection.
+//! still exists. A session does not track that itself. It asks [`ProxyClient`], which asks the
+//! engine by the client id of the session's proxy connection.
 
 mod commands;
 mod input;
@@ -81,9 +81,10 @@ pub trait InProcessEngine: Send + Sync {
 /// A session's proxy connection, as the engine knows it: one of the engine's clients, by its id.
 pub trait ProxyClient: Send + Sync {
     /// Returns the command that identifies the proxy connection to the engine. The session sends it
-    /// first, and again after [`ProxyClient::identity_changes`]. The command has one reply and runs
-    /// whatever permissions the client has. While it runs, it reads the client's protocol version,
-    /// which the engine shows only to a command of the client.
+    /// first, and again after [`ProxyClient::identity_changes`]. The command has one reply. The
+    /// first one runs whatever permissions the client has; a later one may be rejected before a
+    /// login. While it runs, it reads the client's protocol version, which the engine shows only to
+    /// a command of the client.
     fn identify(&self) -> Vec<u8>;
 
     /// Returns a command that does nothing and has one reply. The reply begins with `-NOAUTH` if,

@@ -1,5 +1,5 @@
-//! A future that is polled only if it was woken itself, and not when its task was woken for another
-//! reason.
+//! A future that, after its first poll, is polled only if it was woken itself, and not when its
+//! task was woken for another reason.
 
 use std::future::Future;
 use std::pin::Pin;

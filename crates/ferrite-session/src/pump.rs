@@ -1,8 +1,8 @@
 //! Copies bytes between a client and its connection to the engine, in both directions and in order,
-//! until one of them ends.
+//! until the engine closes its connection.
 //!
 //! The bytes are not changed, so every command works: the engine sees an ordinary client. The pump
-//! only finds out where commands end, so that a gateway can shut down between two of them. A slow
+//! finds out where commands end, so that a gateway can shut down between two of them. A slow
 //! reader costs one buffer for each direction, and the contents of its window. Beyond that, the
 //! engine's own output limits apply.
 
@@ -15,32 +15,32 @@ use std::task::{Context, Poll};
 use ferrite_proto::resp::{CommandFramer, Limits};
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _, BufReader, ReadBuf, copy_buf};
 
-/// The size of the buffer for each direction, and so of the largest write.
+/// The size of [`pump`]'s buffer for each direction, and so of its largest write.
 pub(crate) const BUFFER: usize = 64 << 10;
 
-/// Counts the bytes of a session in each direction.
+/// Counts the bytes of a session in each direction, and holds flags about its commands.
 #[derive(Debug, Default)]
 pub struct Moved {
-    /// Bytes from the client to the engine.
+    /// The number of bytes from the client to the engine.
     pub to_engine: AtomicU64,
-    /// Bytes from the engine to the client.
+    /// The number of bytes from the engine to the client.
     pub to_client: AtomicU64,
     /// Whether [`pump`] has sent a complete command to the engine, and no byte has come back since.
     pub is_asking: AtomicBool,
     /// Whether the last command that [`pump`] has sent to the engine is still incomplete.
     pub is_partial: AtomicBool,
-    /// Whether [`pump`] drops the client's bytes from now on, because the session was killed.
+    /// Whether [`pump`] drops the client's bytes from now on. Set when the session is killed.
     pub drops_commands: AtomicBool,
 }
 
 impl Moved {
-    /// Returns the bytes to the engine and the bytes to the client.
+    /// Returns the numbers of bytes to the engine and to the client.
     #[must_use]
     pub fn both(&self) -> (u64, u64) {
         (self.to_engine.load(Ordering::Relaxed), self.to_client.load(Ordering::Relaxed))
     }
 
-    /// Returns the bytes of both directions together.
+    /// Returns the number of bytes of both directions together.
     #[must_use]
     pub fn total(&self) -> u64 {
         let (to_engine, to_client) = self.both();
@@ -48,8 +48,8 @@ impl Moved {
     }
 }
 
-/// Copies bytes until the engine closes its connection. The engine also closes it when the client
-/// closes.
+/// Copies bytes until the engine closes its connection. When the client closes its side, the pump
+/// closes its side of the engine's connection, and the engine then closes the connection.
 ///
 /// The engine may disconnect a client that is still sending (after a protocol error, or CLIENT
 /// KILL). Then the engine's last reply is delivered first, and bytes that the client sends in the
@@ -111,7 +111,8 @@ where
     }
 }
 
-/// A connection to the engine that counts its bytes in [`Moved`].
+/// A connection to the engine that counts its bytes in [`Moved`]. It drops the commands of a killed
+/// session, and turns a disconnect by the engine into the end of the stream.
 struct CountedEngine<'a, E> {
     engine: &'a mut E,
     moved: &'a Moved,

@@ -38,17 +38,17 @@ pub struct SessionInfo {
     pub held_bytes: usize,
     /// The time since the session began.
     pub age: Duration,
-    /// Bytes of commands passed to the engine so far, proxied or called in-process.
+    /// The number of bytes of commands passed to the engine so far, proxied or called in-process.
     pub to_engine_bytes: u64,
-    /// Bytes sent to the client so far.
+    /// The number of bytes sent to the client so far.
     pub to_client_bytes: u64,
 }
 
 /// What remains to be done after a session was killed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Killed {
-    /// The engine must close its client with this id. Otherwise it would still run the commands
-    /// that it has received.
+    /// The caller must make the engine close its client with this id. Otherwise the engine would
+    /// still run the commands that it has received.
     CloseClient(u64),
     /// Nothing: the session closes its proxy connection. The session's client in the engine is not
     /// known, so the engine may still run commands that have already reached its socket.
@@ -104,10 +104,11 @@ pub(crate) struct Entry {
     /// The engine's record of the session's proxy connection.
     pub(crate) record: OnceLock<Arc<dyn ProxyClient>>,
     pub(crate) held: HeldBytes,
-    /// Whether the session was asked to end.
+    /// Whether the session was asked to end, or was evicted. Not set if the session's own client is
+    /// known to have asked: see `is_closing`.
     pub(crate) is_killed: AtomicBool,
     /// Whether the session's own client has asked to kill the session. The session ends when the
-    /// engine closes the client.
+    /// engine closes the client, or when the client has stopped reading.
     pub(crate) is_closing: AtomicBool,
     /// Notified when `is_killed` or `is_closing` is set, and when the engine has freed the
     /// session's client.
@@ -165,7 +166,7 @@ impl HeldBytes {
         }
     }
 
-    /// Returns the bytes that all sessions hold together.
+    /// Returns the number of bytes that all sessions hold together.
     pub(crate) fn total(&self) -> usize {
         self.all.load(Ordering::Relaxed)
     }
@@ -174,8 +175,8 @@ impl HeldBytes {
         self.bytes.load(Ordering::Relaxed)
     }
 
-    /// Marks the session as evicted and no longer counts its memory. Returns false if it was already
-    /// evicted.
+    /// Marks the session as evicted and no longer counts its memory. Returns false if it was
+    /// already evicted.
     fn evict(&self) -> bool {
         let is_first = !self.is_evicted.swap(true, Ordering::Relaxed);
         self.count(0);
@@ -197,7 +198,8 @@ impl Drop for HeldBytes {
 struct SessionList {
     open: BTreeMap<u64, Arc<Entry>>,
     last_id: u64,
-    /// Bytes that ended sessions have passed to the engine and sent to their clients.
+    /// The numbers of bytes that ended sessions have passed to the engine and sent to their
+    /// clients.
     ended: (u64, u64),
 }
 
@@ -206,7 +208,7 @@ struct SessionList {
 pub(crate) struct Sessions {
     list: Mutex<SessionList>,
     pub(crate) killed: AtomicU64,
-    /// Sessions that were ended because all sessions together held too much memory.
+    /// The number of sessions that were ended because all sessions together held too much memory.
     pub(crate) evicted: AtomicU64,
     held: Arc<AtomicUsize>,
 }
@@ -252,8 +254,8 @@ impl Sessions {
         self.list().open.len()
     }
 
-    /// Returns the bytes that all sessions, open and ended, have passed to the engine and sent to
-    /// clients.
+    /// Returns the numbers of bytes that all sessions, open and ended, have passed to the engine
+    /// and sent to clients.
     pub(crate) fn moved(&self) -> (u64, u64) {
         let list = self.list();
         let add = |(to_engine, to_client), entry: &Arc<Entry>| {
@@ -286,8 +288,9 @@ impl Sessions {
         entries.iter().map(info).collect()
     }
 
-    /// Asks a session to end. If the session belongs to the engine's client `caller`, it ends only
-    /// after the client has got its reply. Returns `None` if there is no session with this number.
+    /// Asks a session to end. `caller` is the id of the engine's client that asks. If the session
+    /// belongs to that client, it ends only after the client has got its reply. Returns `None` if
+    /// there is no session with this number.
     pub(crate) fn kill(&self, id: u64, caller: Option<u64>) -> Option<Killed> {
         let entry = self.list().open.get(&id).cloned()?;
         self.killed.fetch_add(1, Ordering::Relaxed);

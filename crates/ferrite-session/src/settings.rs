@@ -1,5 +1,6 @@
-//! Converts the settings of `ferrite-config` to the fabric's [`Config`], for the module, the
-//! gateway and the relay.
+//! Converts the settings of `ferrite-config` to the fabric's [`Config`] and to [`ValkeyConfig`],
+//! and opens the fabric with them. Used by the module and by the commands of `ferrite` that accept
+//! clients.
 
 use std::time::Duration;
 
@@ -100,8 +101,9 @@ fn microseconds(time: Duration) -> u32 {
 
 /// Opens the devices for a program that accepts clients, with these settings.
 ///
-/// If RDMA is unavailable, tries again up to `connection-retries` times, because a device may need
-/// a while after the host has started. Blocks for `retry-delay-ms` before each retry.
+/// If RDMA is not forbidden but unavailable, or the fabric cannot be built, tries again up to
+/// `connection-retries` times, because a device may need a while after the host has started. Blocks
+/// for `retry-delay-ms` before each retry. Does not retry after [`ErrorKind::Misuse`].
 ///
 /// # Errors
 /// Returns the error of [`Builder::build`] at the last attempt. Also returns an error if

@@ -26,7 +26,7 @@ use tokio::time::Sleep;
 
 use window::Window;
 
-/// The largest write: a block of the pool.
+/// The largest write, as large as a block of the pool.
 const WRITE_MAX: usize = 64 << 10;
 /// The time between attempts to get memory from an exhausted pool.
 const MEMORY_RETRY: Duration = Duration::from_millis(5);
@@ -37,9 +37,9 @@ const MEMORY_RETRY: Duration = Duration::from_millis(5);
 const LINGER: Duration = Duration::from_millis(500);
 
 /// How long a client receives nothing before it probes whether the peer's queue pair still exists.
-/// The probe may come after up to twice this time. Servers of Valkey Over RDMA send a keepalive
-/// every 3 s. Without the probe, a client would wait forever for a server that has crashed, or
-/// whose disconnect message was lost (the connection manager sends it once).
+/// The probe may come after up to twice this time. Valkey's server sends a keepalive every 3 s, and
+/// ours at least every 9 s. Without the probe, a client would wait forever for a server that has
+/// crashed, or whose disconnect message was lost (a process that exits does not send it again).
 const PROBE_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Returns the time of tokio's clock, which tests can pause and advance.
@@ -50,9 +50,9 @@ fn now() -> Instant {
 /// The settings of a [`ValkeyStream`].
 #[derive(Debug, Clone)]
 pub struct ValkeyConfig {
-    /// The initial size of the window, the memory that the peer writes to (default 64 KiB). It
-    /// stays pinned for as long as the connection lasts. 64 KiB, 512 KiB and 2 MiB waste no memory,
-    /// because the pool has blocks of these sizes. Valkey's own windows have 1 MiB.
+    /// The initial size of the window, the memory that the peer writes to (default 64 KiB). Each
+    /// connection has a pinned window for as long as it lasts. 64 KiB, 512 KiB and 2 MiB waste no
+    /// memory, because the pool has blocks of these sizes. Valkey's own windows have 1 MiB.
     pub window_bytes: u32,
     /// The largest window, for clients that write much data at once (default 2 MiB). With many of
     /// these clients the limit is smaller, because they share half of the receive memory. Only
@@ -248,7 +248,8 @@ impl ValkeyStream {
         }
     }
 
-    /// Copies out as much of the peer's data as fits, and returns the number of bytes.
+    /// Copies out as much of the peer's data as fits, and returns the number of bytes. Once a full
+    /// window is read, resizes it if necessary and announces it again.
     fn copy_out(&mut self, out: &mut ReadBuf<'_>) -> usize {
         let readable = self.endpoint.readable();
         let count = readable.len().min(out.remaining());
@@ -264,8 +265,8 @@ impl ValkeyStream {
         count
     }
 
-    /// Copies as much of `bytes` as can be sent now into one write, and returns the number of
-    /// bytes.
+    /// Copies as much of `bytes` as can be sent now, posts it as one write, and returns the number
+    /// of bytes.
     fn write_some(
         &mut self,
         cx: &mut Context<'_>,
@@ -296,8 +297,8 @@ impl ValkeyStream {
         Poll::Ready(self.post(buf.freeze(), &plan))
     }
 
-    /// Writes a part of `buf` like [`AsyncWrite::poll_write`], but without copying it. Returns the
-    /// number of bytes.
+    /// Writes the beginning of `buf` like [`AsyncWrite::poll_write`], but without copying it.
+    /// Returns the number of bytes.
     ///
     /// # Errors
     /// Returns an error if the connection has failed.
@@ -363,7 +364,8 @@ impl ValkeyStream {
 struct UnsignaledWrites {
     writes: u32,
     bytes: u32,
-    /// Half of the writes that may be in flight, so that one of these is always signaled.
+    /// Half of the number of writes that may be in flight. At least one of so many consecutive
+    /// writes is signaled.
     writes_max: u32,
 }
 

@@ -27,9 +27,10 @@ const SYSTEM_BUNDLES: [&str; 4] = [
 /// The files of a client that uses TLS, all in PEM.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TlsFiles {
-    /// The authorities to trust, instead of the system's.
+    /// A file with the authorities to trust, instead of the system's.
     pub ca_certificates: Option<PathBuf>,
-    /// A directory of files with authorities to trust.
+    /// A directory of files with authorities to trust, instead of the system's. They are trusted in
+    /// addition to those of [`TlsFiles::ca_certificates`].
     pub ca_directory: Option<PathBuf>,
     /// The certificate of the client with its chain, and its private key.
     pub client: Option<(PathBuf, PathBuf)>,
@@ -132,7 +133,7 @@ fn describe_pem(what: &str, file: &Path, error: pem::Error) -> io::Error {
     io::Error::new(kind, format!("cannot read the {what} {}: {cause}", file.display()))
 }
 
-/// Describes a failure of TLS. Adds a fix if rustls's own message does not suggest one.
+/// Describes a failure of TLS. Adds a fix for three frequent errors.
 pub(crate) fn explain(error: &io::Error) -> String {
     let text = error.to_string();
     // Matches the text, because rustls has no variant for the first of these errors.

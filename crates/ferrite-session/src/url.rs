@@ -6,7 +6,7 @@
 //!
 //! | scheme | transport |
 //! |---|---|
-//! | `redis`, `valkey` | RDMA where available, else TCP; `?rdma=` changes that |
+//! | `redis`, `valkey` | RDMA where available, else TCP; the caller or `?rdma=` changes that |
 //! | `redis+rdma`, `valkey+rdma` | the same, and `?rdma=forbid` is an error |
 //! | `rediss`, `valkeys` | TCP with TLS; RDMA only with `?rdma=prefer`, if the caller allows it |
 

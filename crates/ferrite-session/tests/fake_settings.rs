@@ -128,7 +128,7 @@ impl Pair {
         drive(&[&self.here, &self.there], future)
     }
 
-    /// Returns the sizes of the blocks that a received message of `len` bytes holds.
+    /// Returns how many blocks of each size class a received message of `len` bytes holds.
     fn blocks_of_message(&self, len: usize) -> [u64; SizeClass::ALL.len()] {
         // The blocks are counted while all receives are posted, before and after the message.
         let posted = self.here.stats().receives_posted;

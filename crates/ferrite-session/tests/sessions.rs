@@ -1,8 +1,9 @@
 //! A test suite for sessions that runs on every provider. It covers Valkey Over RDMA between two
 //! ends of our own, and clients of a real engine.
 //!
-//! A test is an async function of a [`Harness`], which tokio runs on two threads. Each of two hosts
-//! has a fabric.
+//! A test is an async function of a [`Harness`], which tokio runs on two threads. Tests that
+//! advance the clock use a runtime with one thread. There are two hosts, and each has its own
+//! fabrics.
 
 pub(crate) mod gateway;
 pub(crate) mod hostile;

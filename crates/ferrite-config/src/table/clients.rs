@@ -33,7 +33,7 @@ pub static MAX_CLIENTS: Setting = setting(
 .takes_effect(TakesEffect::AtOnce)
 .memory("`rx-size-max` for each client of Valkey Over RDMA, within `receive-reserve`");
 
-/// The first window of a client.
+/// The initial size of the window of a client of Valkey Over RDMA.
 pub static RX_SIZE: Setting = setting(
     "rx-size",
     "network.rdma.rx_size",
@@ -47,7 +47,7 @@ pub static RX_SIZE: Setting = setting(
 .takes_effect(TakesEffect::ForNewClients)
 .memory("this much for each client of Valkey Over RDMA");
 
-/// The largest window of a client.
+/// The largest size of the window of a client of Valkey Over RDMA.
 pub static RX_SIZE_MAX: Setting = setting(
     "rx-size-max",
     "network.rdma.rx_size_max",
@@ -60,7 +60,7 @@ pub static RX_SIZE_MAX: Setting = setting(
 .takes_effect(TakesEffect::ForNewClients)
 .memory("this much for each client of Valkey Over RDMA, within `receive-reserve`");
 
-/// Whether devices without isolated windows serve clients.
+/// Whether clients of Valkey Over RDMA may use devices that cannot restrict a window to one client.
 pub static SHARED_WINDOWS: Setting = setting(
     "rdma-shared-windows",
     "network.rdma.shared_windows",
@@ -72,7 +72,8 @@ pub static SHARED_WINDOWS: Setting = setting(
 )
 .of(SERVING);
 
-/// Whether clients of other hosts need a password.
+/// Whether the gateway rejects clients from other hosts and all clients over RDMA while the engine
+/// requires no password.
 pub static PROTECTED_MODE: Setting = setting(
     "protected-mode",
     "",
@@ -85,7 +86,7 @@ pub static PROTECTED_MODE: Setting = setting(
 .of(&[Program::Gateway])
 .takes_effect(TakesEffect::ForNewClients);
 
-/// How long the gateway waits for its sessions.
+/// How long the gateway waits for its sessions when it shuts down.
 pub static DRAIN: Setting = setting(
     "drain",
     "",
@@ -122,7 +123,7 @@ pub static POLLER_THREAD: Setting = setting(
 )
 .of(MODULE);
 
-/// How long sessions may use the engine's event loop.
+/// How long sessions may use the engine's event loop at a time.
 pub static SLICE_US: Setting = setting(
     "slice-us",
     "network.rdma.slice_us",
@@ -138,7 +139,7 @@ pub static SLICE_US: Setting = setting(
 .of(MODULE)
 .takes_effect(TakesEffect::AtOnce);
 
-/// Whether each connection is logged.
+/// Whether each RDMA connection is logged.
 pub static TRACE_VERBOSE: Setting = setting(
     "trace-verbose",
     "network.rdma.trace_verbose",

@@ -6,7 +6,7 @@
 /// A setting of other RDMA software.
 #[derive(Debug, Clone, Copy)]
 pub struct Foreign {
-    /// The name in the other software, as our file accepts it.
+    /// The name in the other software, as our file accepts or refuses it.
     pub name: &'static str,
     /// The default in the other software, or the value in its example.
     pub default: &'static str,
@@ -23,7 +23,7 @@ const ONE_FRAME: &str = "so a value of 64 KiB needs only one frame";
 const PORT_OF_ADDRESS: &str =
     "the local address selects the port, so devices with two ports work, too";
 
-/// All settings of other RDMA software.
+/// The settings of Ferrite's first documentation and of brpc's RDMA documentation.
 pub const FOREIGN: &[Foreign] = &[
     // Keys of the first documentation, in its table [network].
     row("network.rdma_enabled", "true", ""),

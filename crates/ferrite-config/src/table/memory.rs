@@ -17,7 +17,7 @@ pub(super) const SETTINGS: &[&Setting] = &[
     &PIN_MEMORY,
 ];
 
-/// The largest amount of memory of a pool that the table allows.
+/// The largest size that a setting of the pool's memory may have.
 const POOL_MAX: u64 = 1 << 40;
 
 /// The memory that is registered at start.
@@ -32,7 +32,7 @@ pub static MEMORY_POOL_INITIAL: Setting = setting(
 .memory("this much for each device, from the start")
 .aliases(&[alias("rdma_memory_pool_initial_size_mb", AliasForm::Mebibytes)]);
 
-/// The memory that is registered at a time.
+/// The memory that is added whenever the pool is exhausted.
 pub static MEMORY_POOL_INCREASE: Setting = setting(
     "memory-pool-increase",
     "network.rdma.memory_pool_increase",
@@ -52,7 +52,7 @@ pub static MEMORY_POOL_MAX: Setting = setting(
 )
 .memory("this much");
 
-/// The part of the memory for receives.
+/// The part of the memory that only receives and windows may use.
 pub static RECEIVE_RESERVE: Setting = setting(
     "receive-reserve",
     "network.rdma.receive_reserve",
@@ -94,7 +94,7 @@ pub static MEMORY_POOL_BUCKETS: Setting = setting(
 .memory("256 KiB for each cache, purpose (send, receive) and size of buffers")
 .aliases(&[alias("rdma_memory_pool_buckets", AliasForm::Same)]);
 
-/// The largest number of free buffers in a cache.
+/// The largest number of free buffers of one size and purpose in each cache.
 pub static THREAD_CACHE_BLOCKS: Setting = setting(
     "thread-cache-blocks",
     "network.rdma.thread_cache_blocks",

@@ -61,7 +61,7 @@ pub static RDMA_FALLBACK: Setting = setting(
 )
 .not_in_config();
 
-/// The module's addresses.
+/// The addresses that the module listens on.
 pub static RDMA_BIND: Setting = setting(
     "rdma-bind",
     "",
@@ -73,7 +73,7 @@ pub static RDMA_BIND: Setting = setting(
 )
 .of(&[Program::Module]);
 
-/// The module's port.
+/// The port that the module listens on.
 pub static RDMA_PORT: Setting = setting(
     "rdma-port",
     "",
@@ -83,7 +83,7 @@ pub static RDMA_PORT: Setting = setting(
 )
 .of(&[Program::Module]);
 
-/// The addresses of the gateway, or of the module under `ferrite server`.
+/// The addresses that the gateway, or the module under `ferrite server`, listens on.
 pub static LISTEN: Setting = setting(
     "listen",
     "network.rdma_listen",
@@ -97,7 +97,7 @@ pub static LISTEN: Setting = setting(
 .of(&[Program::Gateway, Program::Server])
 .default_in_program(&[(Program::Gateway, "0.0.0.0")]);
 
-/// The relay's address.
+/// The address that the relay listens on.
 pub static RELAY_LISTEN: Setting = setting(
     "listen",
     "",
@@ -107,7 +107,7 @@ pub static RELAY_LISTEN: Setting = setting(
 )
 .of(&[Program::Relay]);
 
-/// The relay's server.
+/// The address of the server that the relay connects to.
 pub static TO: Setting = setting(
     "to",
     "",
@@ -138,7 +138,7 @@ pub static ALLOW_CLEAR_TEXT: Setting = setting(
 )
 .of(MODULE);
 
-/// The engine's socket.
+/// The engine's own socket, which the module and the gateway connect to.
 pub static ENGINE: Setting = setting(
     "engine",
     "",
@@ -150,7 +150,7 @@ pub static ENGINE: Setting = setting(
 .of(&[Program::Module, Program::Gateway])
 .default_in_program(&[(Program::Gateway, "127.0.0.1:6379")]);
 
-/// The devices.
+/// The RDMA devices to use.
 pub static RDMA_DEVICE: Setting = setting(
     "rdma-device",
     "network.rdma_device",
@@ -161,7 +161,7 @@ pub static RDMA_DEVICE: Setting = setting(
 )
 .memory("36 MiB for each device");
 
-/// The port of the device.
+/// The port of the RDMA devices that links may use.
 pub static RDMA_DEVICE_PORT: Setting = setting(
     "rdma-device-port",
     "network.rdma_port",
@@ -171,7 +171,7 @@ pub static RDMA_DEVICE_PORT: Setting = setting(
      another port use TCP. 0: any port. (Clients connect to `rdma-port` or `listen`.)",
 );
 
-/// The index of the GID.
+/// The index of the entry in the port's GID table that links use.
 pub static RDMA_GID_INDEX: Setting = setting(
     "rdma-gid-index",
     "network.rdma_gid_index",
@@ -194,7 +194,7 @@ pub static CONNECTION_TIMEOUT: Setting = setting(
     "Maximum duration of a handshake, for accepted and for outgoing connections.",
 );
 
-/// Retries before TCP is used.
+/// The number of retries over RDMA before TCP is used.
 pub static CONNECTION_RETRIES: Setting = setting(
     "connection-retries",
     "network.rdma.connection_retries",
@@ -229,7 +229,7 @@ pub static ADMIN_LISTEN: Setting = setting(
      `ferrite server` passes the address to the module, which serves the port.",
 );
 
-/// Accepts the module's addresses. Their port is a setting of its own.
+/// Accepts `auto`, or addresses without ports: the module's port is a setting of its own.
 fn addresses(text: &str) -> Result<(), &'static str> {
     let mut words = address::words(text).peekable();
     let is_valid =
@@ -257,7 +257,7 @@ fn address_or_name(text: &str) -> Result<(), &'static str> {
     }
 }
 
-/// Accepts an IP address with a port. The system chooses a port for 0.
+/// Accepts `off`, or an IP address with a port. The system chooses a port for 0.
 fn admin_address(text: &str) -> Result<(), &'static str> {
     match text == "off" || text.parse::<std::net::SocketAddr>().is_ok() {
         true => Ok(()),

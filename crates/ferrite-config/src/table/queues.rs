@@ -37,7 +37,7 @@ pub static SEND_QUEUE_DEPTH: Setting = setting(
     alias("rdma_prepared_qp_size", AliasForm::Same),
 ]);
 
-/// The number of posted receives of a device.
+/// The number of receives to post on a device, or on several devices together.
 pub static RECV_QUEUE_DEPTH: Setting = setting(
     "recv-queue-depth",
     "network.rdma.recv_queue_depth",
@@ -65,7 +65,7 @@ pub static RECV_BUFFER_SIZE: Setting = setting(
     AliasForm::Words(&[("default", "8kb"), ("large", "64kb"), ("huge", "2mb")]),
 )]);
 
-/// Receive buffers that exist from the start.
+/// The number of receive buffers that are registered at start and kept.
 pub static RECV_BUFFER_POOL_SIZE: Setting = setting(
     "recv-buffer-pool-size",
     "network.rdma.recv_buffer_pool_size",
@@ -107,7 +107,7 @@ pub static INLINE_THRESHOLD: Setting = setting(
 )
 .memory("this much for each entry of a send queue");
 
-/// Queue pairs that are created in advance.
+/// The number of queue pairs that are created in advance on each device.
 pub static PREPARED_QP_COUNT: Setting = setting(
     "prepared-qp-count",
     "network.rdma.prepared_qp_count",

@@ -32,7 +32,7 @@ const TIME: Kind =
     Kind::Time { bare: None, min: Duration::from_millis(1), max: Duration::from_secs(7 * 86_400) };
 const PATH: Kind = Kind::Text(path);
 
-/// The engine.
+/// The engine's program, by its name or path.
 pub static ENGINE_PROGRAM: Setting = setting(
     "engine-program",
     "server.engine",
@@ -42,7 +42,7 @@ pub static ENGINE_PROGRAM: Setting = setting(
 )
 .of(SERVER);
 
-/// The module.
+/// The module's file.
 pub static MODULE_FILE: Setting = setting(
     "module-file",
     "server.module",
@@ -53,7 +53,7 @@ pub static MODULE_FILE: Setting = setting(
 )
 .of(SERVER);
 
-/// The engine's own configuration.
+/// The engine's own configuration file.
 pub static ENGINE_CONFIG: Setting = setting(
     "engine-config",
     "server.engine_config",
@@ -64,7 +64,7 @@ pub static ENGINE_CONFIG: Setting = setting(
 )
 .of(SERVER);
 
-/// The engine's data.
+/// The engine's data directory.
 pub static DATA_DIR: Setting = setting(
     "data-dir",
     "server.data_dir",
@@ -74,7 +74,7 @@ pub static DATA_DIR: Setting = setting(
 )
 .of(SERVER);
 
-/// The directory of the Unix socket.
+/// The directory of the engine's Unix socket.
 pub static RUNTIME_DIR: Setting = setting(
     "runtime-dir",
     "server.runtime_dir",
@@ -85,7 +85,7 @@ pub static RUNTIME_DIR: Setting = setting(
 )
 .of(SERVER);
 
-/// The Unix socket.
+/// The path of the engine's Unix socket.
 pub static UNIX_SOCKET: Setting = setting(
     "unix-socket",
     "server.unix_socket",
@@ -95,7 +95,7 @@ pub static UNIX_SOCKET: Setting = setting(
 )
 .of(SERVER);
 
-/// What to do when the engine fails.
+/// Whether to restart an engine that fails after it was ready.
 pub static RESTART: Setting = setting(
     "restart",
     "server.restart",
@@ -129,7 +129,7 @@ pub static RESTART_LIMIT: Setting = setting(
 .of(SERVER)
 .takes_effect(TakesEffect::AtOnce);
 
-/// How long a start may take.
+/// How long a starting engine may leave requests unanswered. Time to load data does not count.
 pub static STARTUP_TIMEOUT: Setting = setting(
     "startup-timeout",
     "server.startup_timeout",
@@ -140,7 +140,7 @@ pub static STARTUP_TIMEOUT: Setting = setting(
 )
 .of(SERVER);
 
-/// How long a shutdown may take.
+/// How long the engine may take to save and exit before it is killed.
 // Saving a large dataset takes minutes; a kill during that time loses data.
 pub static SHUTDOWN_TIMEOUT: Setting = setting(
     "shutdown-timeout",
@@ -152,7 +152,7 @@ pub static SHUTDOWN_TIMEOUT: Setting = setting(
 .of(SERVER)
 .takes_effect(TakesEffect::AtOnce);
 
-/// The engine's own addresses.
+/// The engine's own addresses for TCP.
 pub static BIND: Setting = setting(
     "bind",
     "network.bind",
@@ -162,7 +162,7 @@ pub static BIND: Setting = setting(
 )
 .of(SERVER);
 
-/// The engine's own port.
+/// The engine's own port for TCP.
 pub static PORT: Setting = setting(
     "port",
     "network.port",
@@ -172,7 +172,7 @@ pub static PORT: Setting = setting(
 )
 .of(SERVER);
 
-/// How replicas connect.
+/// How replicas connect. Only `tcp` is valid.
 pub static REPLICATION_TRANSPORT: Setting = setting(
     "replication-transport",
     "replication.transport",
@@ -192,7 +192,7 @@ pub static CLUSTER_ENABLED: Setting = setting(
 )
 .of(SERVER);
 
-/// How nodes of a cluster connect.
+/// How nodes of a cluster connect. Only `tcp` is valid.
 pub static CLUSTER_TRANSPORT: Setting = setting(
     "cluster-transport",
     "cluster.transport",

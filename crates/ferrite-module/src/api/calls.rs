@@ -252,7 +252,7 @@ impl CallContext {
 pub(crate) enum Outcome {
     /// The command ran, and its reply, which may be an error, was appended.
     Done,
-    /// The command did not run, and nothing was appended.
+    /// The command did not run, or it returned an error and changed nothing. Nothing was appended.
     Refused,
     /// Like [`Outcome::Refused`], but because the user lacks the right.
     Denied,

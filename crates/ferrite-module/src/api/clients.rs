@@ -1,4 +1,5 @@
-//! Queries about the engine's clients by their ids. They must be made on the engine's main thread.
+//! Queries about the engine's clients, and the name of a client. Only the engine's main thread may
+//! use these functions.
 #![expect(
     unsafe_code,
     reason = "calls by function pointers, with pointers that the engine gave us"

@@ -1,4 +1,5 @@
-//! Closes the listener's descriptors in forked children of the engine, such as the child of BGSAVE.
+//! Closes the descriptors of the module's listeners and of its admin port in forked children of the
+//! engine, such as the child of BGSAVE.
 //!
 //! A child that outlives its engine would keep the port open, and a restarted engine could not
 //! listen on it. The engine also closes its own listeners in its children.
@@ -17,12 +18,13 @@ struct Slot {
     inode: AtomicU64,
 }
 
-/// More slots than there are listening descriptors.
+/// The registered descriptors. Usually there are far fewer than slots; those that find no slot are
+/// not closed.
 static SLOTS: [Slot; 64] = [const {
     Slot { descriptor: AtomicI32::new(-1), device: AtomicU64::new(0), inode: AtomicU64::new(0) }
 }; 64];
 
-/// Makes forked children close these descriptors, instead of those of an earlier call.
+/// Makes forked children close these descriptors, instead of all that were registered before.
 pub(crate) fn close_in_children(descriptors: impl IntoIterator<Item = RawFd>) {
     let mut descriptors = descriptors.into_iter();
     for slot in &SLOTS {

@@ -14,7 +14,9 @@ const NO_RDMA_ON_LOOPBACK: &str = "loopback addresses take no RDMA; to do: bind 
 /// The listeners. Each flag says whether the listener accepts RDMA.
 pub(super) type Listeners = Vec<(Listener, bool)>;
 
-/// Listens on the addresses. Also returns why some of the engine's addresses cannot be served.
+/// Opens the fabric and listens on the addresses. Also returns, for each of the engine's addresses
+/// that cannot be served, why. Addresses that may be absent, and loopback addresses if RDMA is
+/// required, are not among them.
 pub(super) fn listen(
     options: &Options,
     addresses: &[Address],

@@ -30,8 +30,8 @@ use crate::tasks::TaskQueue;
 /// How long sessions may take to deliver their replies at shutdown. Afterwards, the thread may take
 /// as long again to notify peers. The engine runs no more commands by then.
 pub(super) const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
-/// If the main thread has not driven the fabric for this long, it is busy, and the thread `ferrite`
-/// polls the fabric. Otherwise peers would take this process for dead.
+/// How long the main thread may not drive the fabric before the thread `ferrite` polls it. If
+/// nobody did while the main thread is busy, peers would take this process for dead.
 const BUSY_AFTER: Duration = Duration::from_millis(500);
 
 /// A request from the engine's main thread.
@@ -59,7 +59,7 @@ pub(super) type MainThreadHandles = (Fabric, Handle);
 pub(crate) struct ListenerInfo {
     /// The listening addresses. Each flag says whether the address accepts RDMA.
     pub(crate) addresses: Vec<(SocketAddr, bool)>,
-    /// RDMA devices.
+    /// The names of the RDMA devices that the listener uses.
     pub(crate) devices: Vec<String>,
     /// Devices that cannot be used, and why.
     pub(crate) unused: Vec<String>,
@@ -248,8 +248,8 @@ pub(super) fn panicked(what: &str, panic: &(dyn Any + Send)) -> String {
     format!("a bug: {what} panicked: {}", text.unwrap_or("no message"))
 }
 
-/// Drives the fabric while the main thread is busy with something long, so that peers still get
-/// keepalives.
+/// Polls the fabric every [`BUSY_AFTER`] in which the main thread has not driven it. So peers still
+/// get keepalives while the main thread is busy with something long.
 async fn drive_while_main_thread_is_busy(
     fabric: Fabric,
     queue: Arc<TaskQueue>,

@@ -10,7 +10,8 @@ use crate::stream::ValkeyConfig;
 pub struct GatewayConfig {
     /// The address of the engine.
     pub engine: EngineAddress,
-    /// How long connecting to the engine may take (default 5 s).
+    /// How long connecting to the engine may take, including the check whether it requires a
+    /// password (default 5 s).
     pub engine_timeout: Duration,
     /// The maximum number of sessions; further clients are rejected (default 10,000).
     pub max_clients: usize,

@@ -29,11 +29,11 @@ use crate::tcp_keepalive::enable_tcp_keepalive;
 const MAX_CLIENTS_ERROR: &str = "-ERR max number of clients reached\r\n";
 /// How long a client may take to read the last bytes before its connection is closed.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
-/// The number of sessions after which keepalives to clients of Valkey Over RDMA become rarer.
-/// Clients get one every 3 s at first, every 6 s beyond this number and every 9 s beyond twice this
-/// number. At a fixed interval, a server with thousands of clients would do little but send
-/// keepalives. Even the longest interval is shorter than the 10 s after which our own client probes
-/// a silent server.
+/// The number of sessions from which on new clients of Valkey Over RDMA get keepalives less often.
+/// By default a client gets one every 3 s. A client that connects while there are at least this
+/// many sessions gets one every 6 s, and with at least twice as many every 9 s. At a fixed
+/// interval, a server with thousands of clients would do little but send keepalives. Even the
+/// longest interval is shorter than the 10 s after which our own client probes a silent server.
 const SESSIONS_PER_KEEPALIVE_STEP: usize = 1000;
 /// The buffer of a pinned session, for each direction. It is small because the client may not have
 /// authenticated.
@@ -286,8 +286,9 @@ fn is_local(peer: Option<SocketAddr>, local: Option<SocketAddr>, is_rdma: bool) 
     !is_rdma && peer.is_some_and(|peer| peer.is_loopback() || Some(peer) == local)
 }
 
-/// Copies bytes between a client and its connection to the engine, until one of them ends or the
-/// session must end. The engine gets the bytes in `unsent` first.
+/// Copies bytes between a client and its connection to the engine, until the engine closes the
+/// connection, a connection fails, or the session must end. The engine gets the bytes in `unsent`
+/// first.
 async fn pass_through<C>(
     mut client: C,
     mut engine: ProxyConnection,

@@ -19,32 +19,35 @@ pub(super) struct Counters {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct GatewayStats {
-    /// Sessions that are open now.
+    /// The number of sessions that are open now.
     pub sessions: usize,
-    /// Clients that have connected with Valkey Over RDMA.
+    /// The number of clients that have connected with Valkey Over RDMA.
     pub valkey_sessions: u64,
-    /// Ferrite peers that have connected.
+    /// The number of Ferrite peers that have connected.
     pub ferrite_sessions: u64,
-    /// Other clients that have connected, over TCP.
+    /// The number of other clients that have connected, all over TCP.
     pub tcp_sessions: u64,
-    /// Clients that were rejected.
+    /// The number of clients that the gateway itself has rejected: beyond the maximum number of
+    /// clients, by protected mode, or because a Valkey Over RDMA connection could not be set up.
     pub refused: u64,
-    /// Clients that got no session because connecting to the engine failed.
+    /// The number of clients that got no session because connecting to the engine failed, or
+    /// because the engine rejected the connection.
     pub engine_failures: u64,
-    /// Sessions that were asked to end ([`Gateway::kill`], [`Gateway::kill_for`]).
+    /// The number of sessions that were asked to end ([`Gateway::kill`], [`Gateway::kill_for`]).
     pub killed: u64,
-    /// Bytes of commands that sessions have passed to the engine, proxied or called in-process.
+    /// The number of bytes of commands that sessions have passed to the engine, proxied or called
+    /// in-process.
     pub to_engine_bytes: u64,
-    /// Bytes sent to clients.
+    /// The number of bytes sent to clients.
     pub to_client_bytes: u64,
-    /// Commands that were called in-process.
+    /// The number of commands that were called in-process.
     pub called: u64,
-    /// Commands of in-process sessions that went over their proxy connections.
+    /// The number of commands of in-process sessions that went over their proxy connections.
     pub proxied: u64,
-    /// Sessions that were pinned to the proxy path.
+    /// The number of sessions that were pinned to the proxy path.
     pub pinned: u64,
-    /// Sessions that were ended because all sessions together held more memory than the engine's
-    /// `maxmemory-clients`.
+    /// The number of sessions that were ended because all sessions together held more memory than
+    /// the engine's `maxmemory-clients`.
     pub evicted: u64,
 }
 

@@ -64,7 +64,7 @@ impl ExpectedReplies {
 pub(super) enum ExchangeOutcome {
     /// All replies have arrived.
     Answered,
-    /// The engine has disconnected.
+    /// The engine has disconnected, or the session must disconnect the client.
     Disconnected,
     /// The ends of replies cannot be found any more. Either the engine has sent an invalid reply,
     /// which scripts can produce, or the client has sent an invalid command. The bytes in `unsent`

@@ -1,8 +1,8 @@
 //! Limits for the memory that a client can make a session hold.
 //!
-//! The engine limits its own clients by `client-output-buffer-limit` and `maxmemory-clients`.
-//! Replies that are created in-process are not in the engine's buffers, so the same limits are
-//! applied here.
+//! The engine limits its own clients by `client-output-buffer-limit`, `client-query-buffer-limit`
+//! and `maxmemory-clients`. Replies and commands that a session holds are not in the engine's
+//! buffers, so the same limits are applied here.
 
 use std::future::Future;
 use std::io;
@@ -121,7 +121,8 @@ impl<'a, C: Client> InProcessSession<'a, C> {
         Ok(self.paths.before_auth.0.acquire().await.ok()) // the semaphore is never closed
     }
 
-    /// Checks the unsent replies against the engine's limits.
+    /// Checks the unsent replies against the engine's limits. Fewer than [`REPLIES_MAX`] bytes are
+    /// always allowed.
     pub(super) fn check_output(&mut self) -> io::Result<()> {
         if self.replies.len() < REPLIES_MAX {
             self.output.over_soft_since = None;

@@ -36,7 +36,8 @@ impl<C: Client> InProcessSession<'_, C> {
         self.check_output()
     }
 
-    /// Sends all replies, however long the client takes.
+    /// Sends all replies, however long the client takes, unless it is over the engine's soft limit
+    /// for too long.
     pub(super) async fn write_replies(&mut self) -> io::Result<()> {
         self.write_replies_below(1).await
     }

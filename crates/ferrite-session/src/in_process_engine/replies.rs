@@ -1,8 +1,8 @@
 //! Replies that are to be sent to the client.
 //!
-//! Small replies are gathered in a buffer. When they are sent, the buffer is copied into memory
-//! that is registered with the device. A long value is copied into registered memory at once, and
-//! is sent from there.
+//! Small replies are gathered in a buffer. When they are sent over RDMA, the buffer is copied into
+//! memory that is registered with the device. For a client over RDMA, a long value is copied into
+//! registered memory at once, as far as there is room, and is sent from there.
 
 use std::collections::VecDeque;
 use std::io;
@@ -20,7 +20,7 @@ use crate::stream::ValkeyStream;
 pub(crate) const REPLIES_MAX: usize = 64 << 10;
 /// From this length on, a value is put into blocks of its own. Shorter values share a buffer.
 const LONG_VALUE: usize = 32 << 10;
-/// The size of a block, and of a write.
+/// The largest size of a block.
 const BLOCK: usize = 64 << 10;
 /// The most bytes that one client's replies hold in blocks. No client has more bytes in flight, so
 /// more blocks would only take memory of the device, which all clients share.

@@ -130,7 +130,7 @@ pub(crate) async fn runs_commands(harness: Harness) {
     server.end().await;
 }
 
-/// The largest values are much larger than any window.
+/// The largest value is several times as large as the initial windows.
 pub(crate) async fn carries_large_values(harness: Harness) {
     let redis = Engine::redis(&[]);
     let server = TestServer::start(&harness, unprotected(&redis));
@@ -360,8 +360,9 @@ async fn query_engine(redis: &Engine, command: &str) -> String {
     reply
 }
 
-/// When the gateway shuts down, pending commands get their replies first, however slow client and
-/// engine are. Then clients see the end of the connection.
+/// When the gateway shuts down, pending commands get their replies first, even if the client needs
+/// 300 ms to send the rest of a command, or the engine a second to reply. Then clients see the end
+/// of the connection.
 pub(crate) async fn finishes_pending_commands_before_it_ends(harness: Harness) {
     let redis = Engine::redis(&[]);
     let server = TestServer::start(&harness, unprotected(&redis));

@@ -1,5 +1,5 @@
-//! Tests of clients that violate the protocol. Each of them loses its own connection, without an
-//! effect on other clients.
+//! Tests of clients that violate the protocol, or use it badly. A client that violates it loses its
+//! own connection, without an effect on other clients.
 
 use std::time::Duration;
 
@@ -68,7 +68,7 @@ pub(crate) type Violation = fn(&HostileClient);
 /// The name of the violation after which the server need not disconnect the client.
 pub(crate) const FEATURE_FLOOD: &str = "endless feature requests";
 
-/// All violations of the protocol.
+/// The violations of the protocol that the tests commit, each with its name.
 pub(crate) const VIOLATIONS: &[(&str, Violation)] = &[
     ("a message of 33 bytes", |it| drop(it.raw.send_message(&[0; MESSAGE_BYTES + 1]))),
     ("a message of one byte", |it| drop(it.raw.send_message(&[2]))),

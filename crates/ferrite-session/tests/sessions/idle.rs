@@ -1,5 +1,6 @@
-//! Tests of sessions that are idle for an hour. They take about a second: sessions use tokio's
-//! clock, which the tests advance. Devices, and the fabrics that drive them, use the real clock.
+//! Tests of sessions that are idle for an hour, and of a server that vanishes. They take about a
+//! second: sessions use tokio's clock, which the tests advance. Devices, and the fabrics that drive
+//! them, use the real clock.
 //!
 //! In an hour, a server sends more keepalives than Valkey's client has receives (1,024). A client
 //! that does not process them is lost after 51 minutes.

@@ -84,7 +84,8 @@ async fn write_late(mut session: Session) -> String {
     String::from_utf8(received).expect("text")
 }
 
-/// The gateway rejects clients in protected mode and beyond `max_clients`.
+/// The gateway rejects clients beyond `max_clients`, and in protected mode if the engine requires
+/// no password. The clients receive the reason.
 pub(crate) async fn tells_rejected_clients_why(harness: Harness) {
     let redis = Engine::redis(&[]);
     let server =
