@@ -316,7 +316,7 @@ impl CmId {
     /// waiting for that. This call does not change the queue pair: the caller must stop it as well.
     ///
     /// # Errors
-    /// If there is no connection.
+    /// If the identifier has never had a connection or a connection request.
     pub fn disconnect(&self) -> Result<(), Error> {
         let _calling = self.lock();
         // SAFETY: the identifier is alive.

@@ -146,7 +146,7 @@ impl Context {
 fn enable_fork_safety(verbs: &Verbs) -> Result<(), Error> {
     use sys::ibv_fork_status as Status;
     let ibv = verbs.ibv;
-    // rdma-core before 36 has only `ibv_fork_init`, so there it is called on every kernel.
+    // rdma-core before 35 has only `ibv_fork_init`, so there it is called on every kernel.
     // SAFETY: no preconditions.
     let status = ibv.ibv_is_fork_initialized.map(|call| verbs.call_global(|| unsafe { call() }));
     if matches!(status, Some(Status::IBV_FORK_UNNEEDED | Status::IBV_FORK_ENABLED)) {
