@@ -1,5 +1,5 @@
 //! A cache of large values, like the one that a language model server keeps for prompts that it has
-//! seen. Writes blobs of 1 to 64 MiB, reads them back and compares them.
+//! seen. Writes blobs of 1 to 64 MiB, reads them back, compares and deletes them.
 //!
 //! ```text
 //! # SERVER, for example, 10.0.0.1:6380; LOCAL is the local IP address, which selects the device
@@ -26,7 +26,7 @@ async fn main() -> anyhow::Result<()> {
         transport_info.transport,
         transport_info.device.as_deref().unwrap_or("none")
     );
-    // Blobs that are not used any more expire.
+    // A blob expires ten minutes after it was set.
     let options = SetOptions::default().with_expiration(SetExpiry::EX(600));
     for mib in [1, 4, 16, 64] {
         let (key, blob) = (format!("llm:prefix:{mib}"), pattern(mib * MIB));

@@ -1,5 +1,5 @@
-//! redis-rs over RDMA to a real `redis-server`, which supports only sockets. A relay of ten lines
-//! copies bytes between RDMA streams and the server's socket.
+//! redis-rs over RDMA to a real `redis-server`, which supports only sockets. A small relay copies
+//! bytes between RDMA streams and the server's socket.
 //!
 //! ```text
 //! lab/lab run -n 2 -- target/debug/examples/redis 10.0.0.1 10.0.0.2

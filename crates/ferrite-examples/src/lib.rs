@@ -2,8 +2,8 @@
 //! client for the server in the arguments.
 //!
 //! Each example of streams runs client and server in one process, so that a single command starts
-//! both. Each side has its own fabric, on the device with the side's address. All bytes between the
-//! two sides go through the devices.
+//! both. Each side has its own fabric, and uses the device with the side's address. All bytes
+//! between the two sides go through the devices.
 #![forbid(unsafe_code)]
 #![expect(clippy::print_stdout, reason = "examples print their results")]
 
@@ -31,7 +31,10 @@ pub struct Hosts {
 /// checks that the links have carried at least that many.
 ///
 /// # Errors
-/// Returns the example's error, or an error if the host has no RDMA.
+/// Returns the example's error. Returns an error of its own if:
+/// - an argument is missing or is not an IP address,
+/// - the host has no rdma-core, or a fabric cannot be built,
+/// - the links do not end within 10 s after the example, or have carried too few bytes over RDMA.
 pub fn run(example: impl AsyncFnOnce(&Hosts) -> anyhow::Result<u64>) -> anyhow::Result<()> {
     let mut addresses = std::env::args().skip(1).map(|text| text.parse::<IpAddr>());
     let mut next = || {
@@ -68,7 +71,7 @@ impl Hosts {
     /// Listens on the server, on a port that the system chooses.
     ///
     /// # Errors
-    /// Returns an error if no device has the address.
+    /// Returns the errors of [`StreamListener::bind`].
     pub fn listen(&self) -> io::Result<StreamListener> {
         StreamListener::bind(&self.server, SocketAddr::new(self.server_ip, 0))
     }

@@ -7,7 +7,8 @@ use std::net::TcpStream;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 
-/// A running example; drop stops it. Cargo puts examples next to the tests.
+/// A running example; drop stops it. Cargo puts examples into a directory next to that of the
+/// tests.
 struct RunningExample(Child);
 
 impl RunningExample {
@@ -19,7 +20,7 @@ impl RunningExample {
             .expect("target directory")
             .join("examples")
             .join(name);
-        // `timeout` exits when the example exits. When `timeout` is stopped, it stops the example.
+        // `timeout` exits when the example exits. It passes SIGTERM on to the example.
         let child = Command::new("timeout")
             .arg("120")
             .arg(built)

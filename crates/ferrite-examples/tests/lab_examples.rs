@@ -1,10 +1,11 @@
-//! Runs the examples as a reader would, between the two hosts of the lab.
+//! Runs the examples of streams as a reader would, between the two hosts of the lab.
 #![expect(clippy::print_stdout, reason = "shows the examples' output with `-- --no-capture`")]
 
 use std::path::PathBuf;
 use std::process::{Command, Output};
 
-/// Runs an example and returns its output. Cargo puts examples next to the tests.
+/// Runs an example and returns its output. Cargo puts examples into a directory next to that of the
+/// tests.
 fn run(name: &str) -> String {
     let test = std::env::current_exe().expect("path of the test");
     let target = test.parent().and_then(|deps| deps.parent()).expect("target directory");

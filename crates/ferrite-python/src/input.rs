@@ -32,7 +32,7 @@ pub(crate) enum Bulk {
     /// A value of this size. The value is in the buffer if the buffer is large enough.
     Value(usize),
     Null,
-    /// An error or a push message. It stays in the input.
+    /// Any other reply, such as an error or a push message. It stays in the input.
     Other,
 }
 

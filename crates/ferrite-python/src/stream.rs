@@ -2,7 +2,7 @@
 //!
 //! Every call that may wait releases Python's lock. A call waits in short slices, so that it
 //! notices signals (Ctrl-C). One thread may receive while another sends. If a third thread closes
-//! the stream, both calls return.
+//! the stream, both calls raise an error.
 //!
 //! With a timeout of 0, calls do not wait. A call that would wait raises `BlockingIOError`. The
 //! eventfd of [`Stream::fileno`] becomes readable when the caller should call again.
@@ -186,13 +186,14 @@ impl Stream {
         }
     }
 
-    /// Returns whether `can_recv` has seen that the server has closed, and all bytes were received.
+    /// Returns whether a call has seen that the server has closed, and all bytes were received.
+    /// Also true once this stream is closed.
     fn is_at_end(&self, py: Python<'_>) -> bool {
         py.detach(|| lock(&self.input).as_ref().is_none_or(Input::is_at_end))
     }
 
     /// Sets the time limit, in seconds, of a wait without progress. None means no limit, and 0
-    /// means not to wait.
+    /// means not to wait. `connect`, `recv_bulk_into` and `can_recv` have limits of their own.
     #[pyo3(signature = (timeout))]
     fn settimeout(&self, timeout: Option<f64>) -> PyResult<()> {
         *lock(&self.timeout) = duration(timeout)?;
@@ -217,8 +218,8 @@ impl Stream {
         (self.peer.ip().to_string(), self.peer.port())
     }
 
-    /// Ends the waiting calls of other threads. `how` exists for compatibility: both directions
-    /// end.
+    /// Makes the waiting calls of other threads fail, and all later calls that send or receive.
+    /// `how` exists for compatibility: both directions end.
     fn shutdown(&self, how: i32) {
         let _ = how;
         self.is_closed.store(true, Ordering::SeqCst);

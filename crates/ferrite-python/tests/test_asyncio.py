@@ -160,7 +160,7 @@ def test_cancelled_get_into_leaves_the_buffer_alone(options):
 
 
 def test_cancelled_set_from_stores_nothing(server):
-    """The caller may use the buffer for something else after that."""
+    """After it has cancelled the call, the caller may use the buffer for something else."""
     async def program(client):
         value = bytearray(64 * MIB)
         assert await client.ping()

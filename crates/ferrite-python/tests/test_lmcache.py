@@ -73,7 +73,7 @@ def test_missing_and_partial_chunks(server):
 
 
 def test_a_batch_ends_only_when_all_its_chunks_are_done(server):
-    """LMCache reuses the memory of the chunks after that."""
+    """LMCache reuses the memory of all chunks as soon as the batch has ended."""
     async def program(connector, backend):
         keys = [CacheEngineKey(name) for name in ("bad", "good")]
         started, may_end, ended = asyncio.Event(), asyncio.Event(), []

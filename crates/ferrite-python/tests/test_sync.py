@@ -162,7 +162,8 @@ def test_waiting_calls_release_the_lock_of_python(client):
 
 def test_timeout_raises_and_the_next_command_works(client):
     connection = connection_of(client)
-    for place in (connection._parser, connection._parser._buffer):  # hiredis's and redis-py's
+    # hiredis's parser keeps the timeout itself, redis-py's parsers keep it in their buffers.
+    for place in (connection._parser, connection._parser._buffer):
         for name in ("_socket_timeout", "socket_timeout"):
             if hasattr(place, name):
                 setattr(place, name, 0.2)

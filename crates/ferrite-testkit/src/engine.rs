@@ -288,7 +288,8 @@ mod commands {
         /// Runs a command over the engine's own socket.
         ///
         /// # Errors
-        /// The engine replies with an error, or with a reply of another type.
+        /// The engine does not accept the connection, does not reply within [`TIMEOUT`], or replies
+        /// with an error or with a reply of another type.
         pub fn try_ask<T: FromRedisValue>(&self, words: &[&str]) -> RedisResult<T> {
             let mut connection = self.connection()?;
             connection.set_read_timeout(Some(TIMEOUT))?;
@@ -317,7 +318,8 @@ mod commands {
             }
         }
 
-        /// Returns the field of INFO ferrite with this name, which is given without the prefix.
+        /// Returns the value of the field of INFO ferrite with this name, which is given without
+        /// the prefix "ferrite_". Waits until there is such a field.
         #[track_caller]
         #[must_use]
         pub fn info(&self, field: &str) -> String {

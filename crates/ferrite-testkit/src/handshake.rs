@@ -6,7 +6,7 @@ use ferrite_fabric::wire::{
     ADDRESS_BYTES, Address, Features, Hello, Program, TcpFrame, TcpFrameKind, Version,
 };
 
-/// A valid hello.
+/// A valid hello of a new session.
 pub const HELLO: Hello = Hello {
     version: Version::CURRENT,
     features: Features::from_bits(3), // WRITE_IMM and ONE_SIDED

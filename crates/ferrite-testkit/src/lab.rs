@@ -34,8 +34,8 @@ pub fn verbs() -> Verbs {
     Verbs::system().expect("rdma-core")
 }
 
-/// Returns the factor for deadlines: 1 on User-Mode Linux, 4 on the other kernels of the lab, which
-/// are emulated and slower.
+/// Returns the factor for deadlines: 4 on the emulated kernels of the lab, which are slow, and 1 on
+/// User-Mode Linux and outside of the lab.
 #[must_use]
 pub fn slowdown() -> u32 {
     if std::env::var("FERRITE_LAB_KERNEL").is_ok_and(|kernel| kernel != "uml") { 4 } else { 1 }

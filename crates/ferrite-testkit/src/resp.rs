@@ -1,8 +1,8 @@
 //! Clients of an engine that receive replies byte for byte.
 //!
 //! A [`Connection`] works over any [`Transport`] and returns every result, even a timeout or a
-//! closed connection. A [`Client`] is for tests that expect replies: it panics if there is no
-//! reply.
+//! closed connection. A [`Client`] is for tests that expect replies: most of its functions panic if
+//! there is no reply.
 
 mod client;
 
@@ -150,8 +150,9 @@ impl<T: Transport> Connection<T> {
         }
     }
 
-    /// Receives all bytes until the engine closes the connection. Returns [`Response::Timeout`] if
-    /// the engine does not close the connection in time.
+    /// Receives all bytes until the engine closes the connection, and returns them as
+    /// [`Response::Reply`]. Returns [`Response::Timeout`] if the engine does not close the
+    /// connection in time.
     pub fn receive_until_close(&mut self, limit: Duration) -> Response {
         let started = Instant::now();
         loop {

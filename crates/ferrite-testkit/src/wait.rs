@@ -1,5 +1,5 @@
-//! Waits for an event with a deadline. A test never sleeps for a fixed time. It names the event,
-//! and fails with this name if the event does not occur.
+//! Waits for an event with a deadline. Tests use this instead of sleeping for a fixed time. A test
+//! names the event, and fails with this name if the event does not occur.
 
 use std::future::Future;
 use std::pin::pin;
@@ -100,7 +100,7 @@ pub fn within<F: Future>(limit: Duration, what: &str, future: F) -> F::Output {
     }
 }
 
-/// Returns the result of a thread.
+/// Waits until a thread ends, and returns its result.
 ///
 /// # Panics
 /// If the thread does not end within `limit`, or panicked.

@@ -33,7 +33,7 @@ pub enum Subject {
     SharedReceiveQueue,
     /// The port with this number.
     Port(u8),
-    /// The device itself, or something this version does not know.
+    /// The device itself. Also the subject of every kind of event that this version does not know.
     Device,
 }
 
@@ -97,7 +97,8 @@ impl Context {
         Ok(Some(event))
     }
 
-    /// Returns the next event, waiting up to `timeout`; `None` if `timeout` passed.
+    /// Returns the next event, waiting up to `timeout`; `None` if `timeout` passed, or if another
+    /// thread took the event.
     ///
     /// # Errors
     /// If the device was removed.

@@ -1,9 +1,10 @@
 //! RDMA CM: finds a peer by IP address and performs the connection handshake.
 //!
-//! This module wraps librdmacm's identifiers and events in safe types. [`connect`] and [`accept`]
-//! combine the steps for callers that may block. This crate creates the queue pairs, not librdmacm.
-//! The CM only transmits their numbers and computes their attributes. So one device context serves
-//! all connections, and queue pairs are the same objects with and without the CM.
+//! This module wraps librdmacm's identifiers and events in safe types. For callers that may block,
+//! [`resolve`], [`connect`], [`Listener`] and [`accept`] combine the steps. This crate creates the
+//! queue pairs, not librdmacm. The CM only transmits their numbers and computes their attributes.
+//! So one device context serves all connections, and queue pairs are the same objects with and
+//! without the CM.
 
 use std::net::SocketAddr;
 use std::ptr::NonNull;
@@ -53,13 +54,13 @@ pub struct ConnectParams<'a> {
     pub srq: bool,
     /// Bytes for the peer's application.
     pub private_data: &'a [u8],
-    /// Reads of the peer that this side serves at a time.
+    /// Maximum number of reads of the peer that this side serves at a time.
     pub reads_in: u8,
-    /// Reads that this side may have outstanding.
+    /// Maximum number of reads that this side may have outstanding.
     pub reads_out: u8,
-    /// Resends before the connection fails, 0 to 7.
+    /// Number of resends before the connection fails, 0 to 7.
     pub retries: u8,
-    /// Resends to a peer that has no receive posted, 0 to 6; 7 resends for ever.
+    /// Number of resends to a peer that has no receive posted, 0 to 6; 7 resends for ever.
     pub rnr_retries: u8,
 }
 
@@ -97,8 +98,10 @@ impl Drop for CmId {
 
 /// Makes librdmacm close the devices that were removed.
 ///
-/// librdmacm opens each device once. Only `rdma_get_devices` checks whether the devices still
-/// exist. The kernel cannot finish removing a Soft-RoCE device while a process holds it open.
+/// librdmacm opens each device once. It checks whether its devices still exist only in
+/// `rdma_get_devices`, and when it meets a device that it does not know (`sync_devices_list` in
+/// rdma-core's `librdmacm/cma.c`). The kernel cannot finish removing a Soft-RoCE device while a
+/// process holds it open.
 #[cold]
 fn close_removed_devices(cm: &sys::CmFunctions) {
     if let (Some(devices), Some(free)) = (cm.rdma_get_devices, cm.rdma_free_devices) {
@@ -309,11 +312,11 @@ impl CmId {
     /// Ends the connection, or confirms that the peer has ended it.
     ///
     /// The peer gets [`CmEventKind::DISCONNECTED`] at once. This side gets the event when the peer
-    /// has confirmed, with this call or by dropping its identifier. This call does not change the
-    /// queue pair: the caller must stop it as well.
+    /// has confirmed, with this call or by dropping its identifier, or when the kernel gives up
+    /// waiting for that. This call does not change the queue pair: the caller must stop it as well.
     ///
     /// # Errors
-    /// If there is no connection.
+    /// If the identifier has never had a connection or a connection request.
     pub fn disconnect(&self) -> Result<(), Error> {
         let _calling = self.lock();
         // SAFETY: the identifier is alive.
@@ -352,7 +355,7 @@ impl CmId {
     /// the port for both families.
     ///
     /// # Errors
-    /// If the address is already bound.
+    /// If the identifier already listens or connects.
     pub fn set_one_family(&self) -> Result<(), Error> {
         self.set_option(sys::RDMA_OPTION_ID_AFONLY.0, 1_i32)
     }

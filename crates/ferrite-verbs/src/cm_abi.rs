@@ -8,11 +8,11 @@ use crate::sys;
 const AF_INET: u16 = 2;
 const AF_INET6: u16 = 10;
 
-/// Maximum size of the private data in a connection request (port space TCP).
+/// Maximum size of the private data in a connection request (port space TCP), in bytes.
 pub const REQUEST_PRIVATE_DATA_MAX: usize = 56;
-/// Maximum size of the private data in an acceptance.
+/// Maximum size of the private data in an acceptance, in bytes.
 pub const ACCEPT_PRIVATE_DATA_MAX: usize = 196;
-/// Maximum size of the private data in a rejection.
+/// Maximum size of the private data in a rejection, in bytes.
 pub const REJECT_PRIVATE_DATA_MAX: usize = 148;
 
 /// A C socket address that lives for one call.

@@ -15,7 +15,7 @@ use crate::table::Verbs;
 /// it are dropped. In this diagram, `A ◄─ B` means that B keeps A alive:
 ///
 /// ```text
-/// Device ◄─ Context ◄─┬─ ProtectionDomain ◄─┬─ MemoryRegion
+/// Device ◄─ Context ◄─┬─ ProtectionDomain ◄─┬─ MemoryRegion ◄─ MemoryWindow
 ///                     │                     ├─ SharedReceiveQueue ◄─┐
 ///                     │                     └─ QueuePair ───────────┤
 ///                     ├─ CompletionChannel ◄─ CompletionQueue ◄─────┘
@@ -109,7 +109,7 @@ impl Context {
         poll(&mut fds, Some(&now)).is_ok() && fds[0].revents().intersects(gone)
     }
 
-    /// Returns the number of completion vectors (interrupts) of the device.
+    /// Returns the number of completion vectors (interrupts) of the device, at least 1.
     #[must_use]
     pub fn completion_vectors(&self) -> u32 {
         // SAFETY: the context is open; the field is constant.
@@ -138,15 +138,15 @@ impl Context {
 /// Protects registered memory against forks of this process (BGSAVE, for example). After a fork,
 /// copy-on-write moves the parent's next write to another page, which the device does not see.
 ///
-/// From version 5.12 on, the kernel copies pinned pages for the child, so this function does
-/// nothing. On older kernels it calls `ibv_fork_init` (`memory.c` in libibverbs). Then libibverbs
-/// marks all memory that it registers, including the queues of its providers, so that children do
-/// not inherit it. This costs one madvise per registration, and must be requested before the first
-/// registration.
+/// From version 5.12 on, the kernel copies pinned pages for the child. If libibverbs reports this,
+/// this function does nothing. Otherwise it calls `ibv_fork_init` (`memory.c` in libibverbs). On
+/// older kernels, libibverbs then marks all memory that it registers, including the queues of its
+/// providers, so that children do not inherit it. This costs one madvise per registration, and must
+/// be requested before the first registration.
 fn enable_fork_safety(verbs: &Verbs) -> Result<(), Error> {
     use sys::ibv_fork_status as Status;
     let ibv = verbs.ibv;
-    // rdma-core before 36 has only `ibv_fork_init`.
+    // rdma-core before 35 has only `ibv_fork_init`, so there it is called on every kernel.
     // SAFETY: no preconditions.
     let status = ibv.ibv_is_fork_initialized.map(|call| verbs.call_global(|| unsafe { call() }));
     if matches!(status, Some(Status::IBV_FORK_UNNEEDED | Status::IBV_FORK_ENABLED)) {
@@ -198,9 +198,10 @@ pub struct Limits {
     pub max_srq: u32,
     pub max_srq_wr: u32,
     pub max_srq_sge: u32,
-    /// Reads that a peer may have outstanding at one of our queue pairs.
+    /// Maximum number of reads and atomics that a peer may have outstanding at one of our queue
+    /// pairs.
     pub max_qp_rd_atom: u32,
-    /// Reads that one of our queue pairs may have outstanding.
+    /// Maximum number of reads and atomics that one of our queue pairs may have outstanding.
     pub max_qp_init_rd_atom: u32,
     /// Maximum number of memory windows, or 0 if unknown: mlx4 supports windows, but does not
     /// report how many.
@@ -259,7 +260,8 @@ pub(crate) fn set_nonblocking(fd: BorrowedFd<'_>, what: &str) -> Result<(), Erro
         .map_err(|errno| Error::os("fcntl", errno, what))
 }
 
-/// Waits until `fd` is readable; returns `false` if `timeout` passed first.
+/// Waits until `fd` is readable or reports an error or a hang-up; returns `false` if `timeout`
+/// passed first.
 pub(crate) fn wait_readable(
     fd: BorrowedFd<'_>,
     timeout: std::time::Duration,

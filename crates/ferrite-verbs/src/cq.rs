@@ -59,7 +59,7 @@ impl Context {
     ///
     /// # Errors
     /// [`ErrorKind::DeviceLimit`] if the device does not support that depth; otherwise lack of
-    /// memory.
+    /// memory, a cgroup's limit, or a device that was removed.
     pub fn create_completion_queue(
         &self,
         depth: u32,
@@ -101,9 +101,9 @@ impl Context {
 }
 
 impl CompletionChannel {
-    /// Returns the next queue that has an event, without waiting. Each
-    /// [`CompletionQueue::request_notify`] gives at most one event. After an event, request the
-    /// next one, then poll until the queue is empty.
+    /// Returns the key of the next queue that has an event, without waiting; `None` if no queue has
+    /// one. Each [`CompletionQueue::request_notify`] gives at most one event. After an event,
+    /// request the next one, then poll until the queue is empty.
     ///
     /// # Errors
     /// If the device was removed.
@@ -123,8 +123,8 @@ impl CompletionChannel {
         Ok(Some(CqKey(key.addr())))
     }
 
-    /// Returns the next queue that has an event, waiting up to `timeout`; `None` if `timeout`
-    /// passed.
+    /// Returns the key of the next queue that has an event, waiting up to `timeout`; `None` if
+    /// `timeout` passed, or if another thread took the event.
     ///
     /// # Errors
     /// If the device was removed.
@@ -250,7 +250,8 @@ impl CompletionQueue {
     /// `timeout` passed. The channel must not be shared with other queues.
     ///
     /// # Errors
-    /// [`ErrorKind::Misuse`] without a channel; otherwise as [`CompletionQueue::poll`].
+    /// [`ErrorKind::Misuse`] without a channel; otherwise as [`CompletionQueue::poll`],
+    /// [`CompletionQueue::request_notify`] and [`CompletionChannel::next_event`].
     pub fn wait(&self, out: &mut [WorkCompletion], timeout: Duration) -> Result<usize, Error> {
         let Some(channel) = &self.0.channel else {
             return Err(Error::new(

@@ -43,7 +43,8 @@ impl Verbs {
     /// Lists the devices of this host.
     ///
     /// # Errors
-    /// [`Absence::NoKernel`] without ib_uverbs, [`Absence::NoDevice`] if the list is empty.
+    /// [`Absence::NoKernel`] without ib_uverbs. If the list is empty, [`ErrorKind::Permission`] if
+    /// the process may not open the file of a device, and [`Absence::NoDevice`] otherwise.
     pub fn devices(&self) -> Result<Vec<Device>, Error> {
         let mut len = 0;
         // SAFETY: `len` is valid for the write; the result is owned by `List` below.
@@ -121,7 +122,7 @@ impl Device {
         self.sysfs("device/numa_node")?.parse().ok()
     }
 
-    /// Returns the kernel driver (`rxe`, `siw`, `mlx5_core`, …), if it is known.
+    /// Returns the kernel driver (`rxe`, `mlx5_core`, …), if it is known.
     #[must_use]
     pub fn driver(&self) -> Option<String> {
         // Soft-RoCE has no bus driver; its attribute `parent` names the network interface below it.

@@ -194,7 +194,9 @@ impl Error {
         self.0.kind
     }
 
-    /// Returns the name of the C function that failed.
+    /// Returns the name of the C function that failed, or that was not called because its arguments
+    /// are invalid. The name is empty for an [`Absence`]. It is `RDMA device` if no device has the
+    /// requested name.
     #[must_use]
     pub fn call(&self) -> &'static str {
         self.0.call
@@ -400,7 +402,7 @@ impl fmt::Debug for Error {
 
 impl std::error::Error for Error {}
 
-/// Returns the C library's error number of this thread.
+/// Returns the C library's error number of this thread, or EIO if that is no valid error number.
 pub(crate) fn last_errno() -> Errno {
     Errno::from_io_error(&io::Error::last_os_error()).unwrap_or(Errno::IO)
 }

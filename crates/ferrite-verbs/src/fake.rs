@@ -128,7 +128,7 @@ impl World {
         }))
     }
 
-    /// Adds a device with one port, which is up and reaches all other devices.
+    /// Adds a device. All its ports are up, and it reaches all other devices.
     ///
     /// # Panics
     /// If the world already has a device with that name.
@@ -183,14 +183,15 @@ impl World {
         self.lock().waiting.get(call_name(call)).copied().unwrap_or(0)
     }
 
-    /// Returns the names of the C functions that a thread has called so far on objects of this
-    /// world.
+    /// Returns the names of the C functions that a thread has called on objects of this world since
+    /// the last [`World::forget_calls`], each name once. `ibv_free_device_list`,
+    /// `ibv_ack_async_event` and `rdma_destroy_event_channel` appear as an empty name.
     #[must_use]
     pub fn calls_of(&self, thread: ThreadId) -> Vec<&'static str> {
         self.with(|state| state.calls.get(&thread).into_iter().flatten().copied().collect())
     }
 
-    /// Clears the record of calls.
+    /// Clears the record of calls of all threads.
     pub fn forget_calls(&self) {
         self.with(|state| state.calls.clear());
     }
@@ -201,7 +202,8 @@ impl World {
         self.with(|state| state.forks = sys::ibv_fork_status::IBV_FORK_DISABLED);
     }
 
-    /// Returns whether the memory of devices survives a fork.
+    /// Returns whether registered memory is protected against forks, by the kernel or because a
+    /// program called `ibv_fork_init`.
     #[must_use]
     pub fn is_fork_safe(&self) -> bool {
         self.lock().forks != sys::ibv_fork_status::IBV_FORK_DISABLED
@@ -214,7 +216,8 @@ impl World {
         self.with(|state| state.inject(execution::DOORBELL, Errno::from_raw_os_error(errno)));
     }
 
-    /// Takes a device's port down. Its users get an async event, and its peers get no answer.
+    /// Takes all ports of a device down. Its users get one async event, about port 1, and its peers
+    /// get no answer.
     ///
     /// # Panics
     /// If there is no such device.
@@ -222,7 +225,8 @@ impl World {
         self.with_device(name, |state, device| state.set_port_up(device, false));
     }
 
-    /// Brings a device's port up again.
+    /// Brings all ports of a device up again. Its users get one async event, about port 1, and
+    /// waiting requests continue.
     ///
     /// # Panics
     /// If there is no such device.
@@ -231,7 +235,8 @@ impl World {
     }
 
     /// Loses every packet between two devices (or from a device to itself) until [`World::heal`].
-    /// Requests fail with "transport retry exceeded", and handshakes get no answer.
+    /// Requests fail with "transport retry exceeded", or wait if the timeout of their queue pair is
+    /// 0. Handshakes get no answer.
     ///
     /// # Panics
     /// If there is no such device.
@@ -252,7 +257,9 @@ impl World {
     }
 
     /// Removes a device. Its users get an async event and a CM event, its queue pairs fail, and its
-    /// peers are disconnected. After that, only destroy calls work on its objects.
+    /// peers are disconnected. After that, calls that query the device or a queue pair, change a
+    /// queue pair, post sends or create objects fail with EIO. Completions and events can still be
+    /// fetched, and objects can be destroyed.
     ///
     /// # Panics
     /// If there is no such device.
@@ -263,12 +270,13 @@ impl World {
     /// Takes a device away from its users, as the kernel does when a device is removed or its
     /// firmware is reset.
     ///
-    /// The users get an async event, and all their objects are destroyed. Then the event
-    /// descriptors report an error, and every command fails with EIO, including destroys.
-    /// (libibverbs passes this error on unless RDMAV_ALLOW_DISASSOC_DESTROY is set:
-    /// `libibverbs/cmd_write.h`.) The kernel does this if the driver allows it. mlx5 and most other
-    /// drivers do (`ib_uverbs_remove_one` and `ib_uverbs_free_hw_resources` in the kernel's
-    /// `drivers/infiniband/core/uverbs_main.c`).
+    /// The users get an async event and a CM event. All their objects are destroyed, except
+    /// contexts and channels. Then the event descriptors report a hang-up (in Linux, an error).
+    /// Queries of a context and destroys of the destroyed objects fail with EIO. (libibverbs passes
+    /// this error on unless RDMAV_ALLOW_DISASSOC_DESTROY is set: `libibverbs/cmd_write.h`.) Other
+    /// calls on destroyed objects fail with EINVAL (in Linux, with EIO). The kernel disassociates a
+    /// device if the driver allows it. mlx5 and most other drivers do (`ib_uverbs_remove_one` and
+    /// `ib_uverbs_free_hw_resources` in the kernel's `drivers/infiniband/core/uverbs_main.c`).
     ///
     /// # Panics
     /// If there is no such device.
@@ -388,9 +396,9 @@ impl fmt::Debug for World {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the limits are those of ibv_query_device(3)")]
 pub struct DeviceSpec {
-    /// At most 63 bytes.
+    /// The name, at most 63 bytes long.
     pub name: String,
-    /// At most 15.
+    /// At most 15 addresses.
     pub addresses: Vec<IpAddr>,
     pub max_qp: u32,
     pub max_qp_wr: u32,
@@ -405,7 +413,8 @@ pub struct DeviceSpec {
     pub max_srq: u32,
     pub max_srq_wr: u32,
     pub max_srq_sge: u32,
-    /// Reads that a queue pair may have outstanding, and reads that it serves at a time.
+    /// Maximum number of reads that a queue pair may have outstanding. Also the maximum number of
+    /// reads that it serves at a time.
     pub max_reads: u32,
     /// Whether destroying a queue pair removes its unpolled completions and frees the entries of
     /// their receives in the shared receive queue. mlx5 does this: `mlx5_destroy_qp` (rdma-core's
@@ -436,9 +445,9 @@ pub struct DeviceSpec {
     /// kernel's `drivers/infiniband/core/cma.c`). The accepting side uses the MTU in the request,
     /// even if its own port has a different MTU (`cm_init_qp_rtr_attr` in `cm.c`).
     pub active_mtu: u32,
-    /// The number of ports. Only the last one has the addresses; the others are active, too. A
-    /// ConnectX-3, for example, can have two ports (`phys_port_cnt` in the kernel's
-    /// `drivers/infiniband/hw/mlx4/main.c`).
+    /// The number of ports. Only the last one has the [`DeviceSpec::addresses`]; the link-local
+    /// address belongs to port 1. All ports are up or down together. A ConnectX-3, for example, can
+    /// have two ports (`phys_port_cnt` in the kernel's `drivers/infiniband/hw/mlx4/main.c`).
     pub port: u8,
     /// Whether `ibv_device` says that the device speaks iWARP. It does for `siw` and `irdma`
     /// (`decode_knode_type` in rdma-core's `libibverbs/init.c`).
@@ -484,17 +493,17 @@ impl DeviceSpec {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Sizes {
-    /// Entries of a completion queue.
+    /// Number of entries of a completion queue.
     pub completion_queue: usize,
-    /// Requests in a send queue.
+    /// Maximum number of requests in a send queue.
     pub send_queue: u32,
-    /// Bytes that a queue pair sends inline.
+    /// Maximum number of bytes that a request of a queue pair carries inline.
     pub inline: u32,
-    /// Receives in a shared receive queue.
+    /// Maximum number of receives in a shared receive queue.
     pub shared_receive_queue: u32,
-    /// Completions that one poll asked for.
+    /// Maximum number of completions that one poll asked for.
     pub poll_batch: usize,
-    /// Bytes of the largest live region; `None` if no region is live.
+    /// Number of bytes in the largest live region; `None` if no region is live.
     pub largest_region: Option<usize>,
 }
 
@@ -515,6 +524,7 @@ pub struct Objects {
     pub event_channels: usize,
     /// Includes the identifiers of connection requests that are not fetched yet.
     pub cm_ids: usize,
-    /// Events that were fetched, but not acknowledged.
+    /// Events that were fetched, but not acknowledged. Async events about a port or a device do not
+    /// count.
     pub unacked_events: usize,
 }

@@ -99,7 +99,7 @@ impl GidEntry {
         }
     }
 
-    /// Queries all entries with one call (rdma-core 33 and later).
+    /// Queries all entries with one call (rdma-core 32 and later).
     fn query_table(context: &Context, query: QueryGidTable) -> Result<Vec<Self>, Error> {
         let mut capacity = 0;
         for port in context.ports()? {

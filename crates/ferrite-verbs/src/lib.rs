@@ -7,23 +7,24 @@
 //!
 //! | file | object |
 //! |---|---|
-//! | `table.rs` | [`Verbs`]: the libraries, opened with dlopen |
+//! | `table.rs` `library.rs` | [`Verbs`]: the libraries, opened with dlopen; [`rdma_core`] |
 //! | `device.rs` `context.rs` `port.rs` `gid.rs` | [`Device`], opened as [`Context`]; its [`Port`]s and [`GidEntry`]s |
 //! | `quirks.rs` | [`DeviceQuirks`]: differences between providers that no query reports |
 //! | `pd.rs` `mr.rs` `mw.rs` | [`ProtectionDomain`], [`MemoryRegion`], [`MemoryWindow`] |
 //! | `cq.rs` `wc.rs` | [`CompletionQueue`], [`CompletionChannel`], [`WorkCompletion`] |
 //! | `qp.rs` `srq.rs` `wr.rs` | [`QueuePair`], [`SharedReceiveQueue`], [`SendRequest`], [`RecvRequest`] |
 //! | `async_event.rs` | [`AsyncEvent`] |
-//! | `cm.rs` `cm_abi.rs` | [`EventChannel`], [`CmId`], [`CmEvent`] |
+//! | `cm.rs` `cm_abi.rs` | [`EventChannel`], [`CmId`], [`CmEvent`]; blocking handshakes ([`cm`]) |
 //! | `error.rs` `denied.rs` `code.rs` `leak.rs` | [`Error`], [`Absence`]; named numbers; [`leaked_objects`] |
+//! | `sys.rs` | the C types and the function tables (private) |
 //! | `fake.rs` | a software provider behind the same table (feature `fake`) |
 //!
 //! Safety: safe code cannot make the device access freed memory. A [`MemoryRegion`] owns its bytes
 //! and never lends them. After a part of a region is posted to a queue, the queue keeps the region
-//! registered until the queue is destroyed. Callers can use their own memory through `unsafe` calls
-//! with a written contract ([`ProtectionDomain::register`], [`Sge::from_raw`]). If the device
-//! refuses to release an object, the object and its memory are leaked and counted
-//! ([`leaked_objects`]).
+//! registered until the queue is destroyed. A [`MemoryWindow`] keeps its region registered, too.
+//! Callers can use their own memory through `unsafe` calls with a written contract
+//! ([`ProtectionDomain::register`], [`Sge::from_raw`]). If the device refuses to release an object,
+//! the object and its memory are leaked and counted ([`leaked_objects`]).
 //!
 //! Unknown codes from the device or the kernel are kept as numbers.
 //!

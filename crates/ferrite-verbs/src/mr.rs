@@ -17,7 +17,8 @@ use crate::error::{Error, ErrorKind, check};
 use crate::pd::ProtectionDomain;
 use crate::sys;
 
-/// The access rights of a region. Local reads are always allowed.
+/// The access rights of a region, a window or the peer of a queue pair. Local reads are always
+/// allowed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Access(u32);
 
@@ -26,10 +27,10 @@ impl Access {
     pub const READ_ONLY: Self = Self(0);
     /// The device may write to the region: a target of receives and of reads from a peer.
     pub const LOCAL: Self = Self(sys::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE.0);
-    /// A peer that has the key may read the region.
+    /// A peer that has the key may read the region, and the device may write to it.
     pub const REMOTE_READ: Self =
         Self(Self::LOCAL.0 | sys::ibv_access_flags::IBV_ACCESS_REMOTE_READ.0);
-    /// A peer that has the key may write to the region.
+    /// A peer that has the key may write to the region, and so may the device.
     pub const REMOTE_WRITE: Self =
         Self(Self::LOCAL.0 | sys::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE.0);
     /// Memory windows may be bound to the region ([`MemoryRegion::window`]), and the device may
@@ -66,6 +67,7 @@ impl std::ops::BitOr for Access {
 ///
 /// Dropping the region first deregisters it from the device and then frees the memory. If a part of
 /// the region was posted to a queue, the queue keeps the region alive until the queue is destroyed.
+/// A window on the region keeps it alive until the window is released.
 #[derive(Debug)]
 pub struct MemoryRegion(Arc<Registration>);
 
@@ -81,8 +83,8 @@ pub struct RemoteSlice {
     pub rkey: u32,
 }
 
-/// A registration, which queues keep alive. It gives no access to the bytes. Only [`MemoryRegion`]
-/// reads and writes them.
+/// A registration, which queues and windows keep alive. It gives no access to the bytes. Only
+/// [`MemoryRegion`] reads and writes them.
 pub(crate) struct Registration {
     raw: NonNull<sys::ibv_mr>,
     memory: Memory,
@@ -147,8 +149,9 @@ impl ProtectionDomain {
     /// Allocates `len` zeroed bytes, which forked children do not inherit, and registers them.
     ///
     /// # Errors
-    /// [`ErrorKind::Memlock`], with the numbers, if the locked-memory limit is too low; otherwise
-    /// [`ErrorKind::OutOfMemory`] or [`ErrorKind::CgroupLimit`].
+    /// [`ErrorKind::Misuse`] if `len` is 0; [`ErrorKind::Memlock`], with the numbers, if the
+    /// locked-memory limit is too low; otherwise, for example, [`ErrorKind::OutOfMemory`] or
+    /// [`ErrorKind::CgroupLimit`].
     pub fn allocate(&self, len: usize, access: Access) -> Result<MemoryRegion, Error> {
         if len == 0 {
             return Err(Error::new(ErrorKind::Misuse, "ibv_reg_mr", "0 bytes"));
@@ -342,8 +345,8 @@ impl MemoryRegion {
         out
     }
 
-    /// Returns one byte as the device last wrote it. Callers use this to wait for a change of the
-    /// memory instead of a completion.
+    /// Returns one byte of the region with an atomic load. Callers use this to wait for a change of
+    /// the memory by the device instead of a completion.
     ///
     /// # Panics
     /// If `offset` is not within the region.

@@ -27,7 +27,8 @@ const APPLICATION_KEY_BITS: u32 = 0xff;
 
 /// A window on a region: see [`MemoryRegion::window`].
 ///
-/// Dropping the window ends the peer's access. The window keeps the region registered.
+/// Dropping the window ends the peer's access, as [`MemoryWindow::deallocate`] does. The window
+/// keeps the region registered.
 pub struct MemoryWindow {
     raw: NonNull<sys::ibv_mw>,
     /// The key that the window has once it is bound.

@@ -26,7 +26,7 @@ pub struct Port {
     pub max_mtu: Mtu,
     /// The largest message, in bytes.
     pub max_message_bytes: u32,
-    /// Entries in the GID table, used or not.
+    /// Number of entries in the GID table, used or not.
     pub gid_table_len: u32,
     /// The local identifier (InfiniBand).
     pub lid: u16,

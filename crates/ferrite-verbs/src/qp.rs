@@ -23,21 +23,22 @@ pub use attributes::{Path, PeerAddress, QueuePairAttributes};
 /// The configuration of a new queue pair.
 #[derive(Debug, Clone)]
 pub struct QueuePairConfig {
-    /// The queue for completions of sends, writes and reads.
+    /// The queue for completions of all requests in the send queue: sends, writes, reads, and
+    /// requests that bind or invalidate windows.
     pub send_cq: CompletionQueue,
     /// The queue for completions of receives; may be the same as `send_cq`.
     pub recv_cq: CompletionQueue,
     /// The shared receive queue, if the queue pair has no receive queue of its own.
     pub srq: Option<SharedReceiveQueue>,
-    /// Entries of the send queue.
+    /// Number of entries of the send queue.
     pub max_send_wr: u32,
-    /// Entries of the receive queue (unused with a shared one).
+    /// Number of entries of the receive queue (unused with a shared one).
     pub max_recv_wr: u32,
-    /// Scatter/gather elements per send.
+    /// Maximum number of scatter/gather elements per send request.
     pub max_send_sge: u32,
-    /// Scatter/gather elements per receive (unused with a shared queue).
+    /// Maximum number of scatter/gather elements per receive (unused with a shared queue).
     pub max_recv_sge: u32,
-    /// Bytes that a send may carry inline.
+    /// Maximum number of bytes that a send request may carry inline.
     pub max_inline: u32,
 }
 
@@ -75,7 +76,8 @@ pub struct QueuePair {
     _queues: [CompletionQueue; 2],
 }
 
-/// The capacities that the device granted, each at least as large as requested.
+/// The capacities that the device granted, each at least as large as requested. With a shared
+/// receive queue, the two capacities for receives have no meaning and may be 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[expect(missing_docs, reason = "as in QueuePairConfig")]
 pub struct Capacity {
@@ -288,8 +290,9 @@ impl QueuePair {
         })
     }
 
-    /// Stops the queue pair: everything posted completes as flushed. There is no other way to
-    /// cancel posted requests.
+    /// Stops the queue pair: everything posted to its own queues completes as flushed. Receives in
+    /// a shared receive queue stay there. Only this call and destroying the queue pair cancel
+    /// posted requests.
     ///
     /// # Errors
     /// If the device was removed.
@@ -300,7 +303,8 @@ impl QueuePair {
     /// Posts requests to the send queue, in order.
     ///
     /// # Errors
-    /// [`ErrorKind::QueueFull`] if there is no room. The error tells how many requests were posted.
+    /// [`ErrorKind::QueueFull`] if there is no room, [`ErrorKind::Misuse`] if the queue pair's
+    /// state or capacities do not allow a request. The error tells how many requests were posted.
     pub fn post_send(&self, requests: &[SendRequest<'_>]) -> Result<(), PostError> {
         self.held.hold(requests);
         let raw = self.raw();
@@ -319,7 +323,8 @@ impl QueuePair {
     /// instead.
     ///
     /// # Errors
-    /// [`ErrorKind::QueueFull`] if there is no room. The error tells how many requests were posted.
+    /// [`ErrorKind::QueueFull`] if there is no room, [`ErrorKind::Misuse`] with a shared receive
+    /// queue. The error tells how many requests were posted.
     pub fn post_recv(&self, requests: &[RecvRequest<'_>]) -> Result<(), PostError> {
         if self.srq.is_some() {
             let error = Error::new(
@@ -350,7 +355,7 @@ impl fmt::Debug for QueuePair {
 codes! {
     /// The state of a queue pair.
     pub struct State, unknown: "state" {
-        /// New: nothing can be posted.
+        /// New or reset: nothing can be posted.
         RESET = sys::ibv_qp_state::IBV_QPS_RESET.0, "RESET";
         /// Receives can be posted.
         INIT = sys::ibv_qp_state::IBV_QPS_INIT.0, "INIT";

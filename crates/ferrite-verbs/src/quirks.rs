@@ -22,9 +22,9 @@ pub struct DeviceQuirks {
     /// How long a peer should wait before it resends a message for which we had no receive posted;
     /// encoded as in [`Path::rnr_timer`](crate::Path::rnr_timer).
     ///
-    /// 640 µs on network cards, as in most RDMA programs. On a software device, resending takes CPU
-    /// time from the very program that should post receives: with 640 µs and 200 busy links, most
-    /// packets were resent ones. There it is 10 ms.
+    /// 640 µs on network cards, as in most RDMA programs, and about 10 ms on Soft-RoCE. There,
+    /// resending takes CPU time from the very program that should post receives: with 640 µs and
+    /// 200 busy links, most packets were resent ones. iWARP, and so siw, does not use this timer.
     pub rnr_timer: u8,
 }
 
@@ -50,7 +50,7 @@ impl DeviceQuirks {
                 reports_last_receive: !is_before_6_11(&kernel_release()),
                 rnr_timer: SOFTWARE_RNR_TIMER,
             },
-            // iWARP, and so siw, has no such timer: TCP waits.
+            // iWARP has no `rnr_timer`: TCP makes the sender wait.
             Some("siw") => Self { is_software: true, ..none },
             _ => none,
         }

@@ -52,7 +52,8 @@ impl ProtectionDomain {
     /// elements.
     ///
     /// # Errors
-    /// [`ErrorKind::DeviceLimit`] if a limit of the device is exceeded; otherwise lack of memory.
+    /// [`ErrorKind::DeviceLimit`] if a limit of the device is exceeded; otherwise lack of memory or
+    /// a cgroup's limit.
     pub fn create_shared_receive_queue(
         &self,
         max_wr: u32,

@@ -32,8 +32,8 @@ impl Verbs {
     /// Loads libibverbs, and librdmacm where it is present, once per process.
     ///
     /// # Errors
-    /// [`Absence::NoLibrary`] or [`Absence::OldLibrary`] if libibverbs is missing or too old. A
-    /// missing librdmacm is reported only when it is needed, by [`Verbs::open_event_channel`].
+    /// [`Absence::NoLibrary`] or [`Absence::OldLibrary`] if libibverbs is missing or too old. If
+    /// librdmacm is missing or too old, only [`Verbs::open_event_channel`] reports it.
     pub fn system() -> Result<Self, Absence> {
         static SYSTEM: OnceLock<Result<Verbs, Absence>> = OnceLock::new();
         SYSTEM.get_or_init(load_system).clone()

@@ -105,7 +105,7 @@ codes! {
     pub struct Status, unknown: "unknown status" {
         /// The request succeeded.
         SUCCESS = sys::ibv_wc_status::IBV_WC_SUCCESS.0, "success";
-        /// The message is longer than the posted receive.
+        /// The message is longer than the posted receive, or than the device can send.
         LOCAL_LENGTH = sys::ibv_wc_status::IBV_WC_LOC_LEN_ERR.0, "local length error";
         /// Our port went down, or the request is malformed.
         LOCAL_QP_OPERATION = sys::ibv_wc_status::IBV_WC_LOC_QP_OP_ERR.0, "local queue pair error";

@@ -22,7 +22,7 @@ impl MemoryRegion {
     /// Returns a part of the region as the local side of a work request.
     ///
     /// # Panics
-    /// If the range is not within the region, or is larger than 4 GiB.
+    /// If the range is not within the region, or is 4 GiB or larger.
     #[must_use]
     pub fn sge(&self, range: Range<usize>) -> Sge<'_> {
         let len = u32::try_from(self.checked_len(&range))
@@ -118,7 +118,7 @@ impl<'a> SendRequest<'a> {
 
     /// Creates a request that binds `window` to the queue pair that it is posted to. Once the
     /// request is executed, the peer has the window's rights. Requests that are posted later start
-    /// after the binding. If the window is released before the request has completed, the request
+    /// after the binding. If the window is released before the request is executed, the request
     /// fails.
     #[must_use]
     pub fn bind(wr_id: u64, window: &'a MemoryWindow) -> Self {
@@ -161,7 +161,7 @@ impl<'a> SendRequest<'a> {
         self.with(sys::ibv_send_flags::IBV_SEND_SOLICITED)
     }
 
-    /// Delays the start of the request until earlier reads have finished.
+    /// Delays the start of the request until earlier reads of the same queue pair have finished.
     #[must_use]
     pub fn fenced(self) -> Self {
         self.with(sys::ibv_send_flags::IBV_SEND_FENCE)
@@ -264,14 +264,14 @@ impl Request for RecvRequest<'_> {
 
 /// A post that failed: the first `posted` requests are in the queue, the rest are not.
 ///
-/// If the provider does not say which request it refused, it may have queued all of them. In this
-/// case all requests of the call count as posted, the device may access their memory, and the queue
-/// pair is unusable.
+/// Requests go to the provider in chains of at most 8. If the provider does not say which request
+/// of a chain it refused, it may have queued all of them. In this case the whole chain counts as
+/// posted, the device may access its memory, and the queue pair is unusable.
 #[derive(Debug)]
 pub struct PostError {
-    /// How many requests were accepted.
+    /// How many requests count as posted.
     pub posted: usize,
-    /// Why the next request was refused.
+    /// Why the provider refused the next request, or, if it named none, why its call failed.
     pub error: Error,
 }
 

@@ -8,7 +8,7 @@ import collections
 import os
 
 CHUNK_BYTES = 64 << 10
-# Number of chunks in a row before the event loop runs other callbacks.
+# Number of chunks that are received in a row before the event loop runs other callbacks.
 CHUNKS_AT_ONCE = 16
 
 

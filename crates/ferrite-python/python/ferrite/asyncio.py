@@ -15,8 +15,10 @@ __all__ = ["Connection", "Redis", "TlsConnection"]
 
 
 def _start_threads():
-    """For connecting and for large values: each waits in a thread, without Python's lock. A
-    connection needs one at most. No lower limit: a server that does not answer holds up no other.
+    """Creates the executor for connecting and for `get_into`.
+
+    Each of these calls waits in a thread, without Python's lock. A connection needs one thread at
+    most. The limit of threads is high, so that a server that does not answer holds up no other.
     """
     global _threads
     _threads = ThreadPoolExecutor(1 << 16, thread_name_prefix="ferrite")
@@ -72,14 +74,14 @@ class Connection(FerriteOptions, redis.asyncio.Connection):
             await self.disconnect(nowait=True)
             raise redis.ConnectionError(
                 f"Error while reading from {self._host_error()}: {error}") from error
-        except BaseException:  # the caller gave up; nobody may write to the buffer after this
+        except BaseException:  # the caller gave up; after this, the thread must not write to `view`
             stream.shutdown(2)
             await asyncio.wait([reading])
             reading.exception()
             await self.disconnect(nowait=True)
             raise
         transport.resume_reading()
-        if size is None:  # an error or a push message, which redis-py's parser handles
+        if size is None:  # another reply, such as an error; redis-py's parser handles it
             return store(await self.read_response(disable_decoding=True), view)
         return size_of(size, view)
 

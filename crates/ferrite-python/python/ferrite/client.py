@@ -8,12 +8,15 @@ from .connection import Connection, FerriteOptions, TlsConnection, checked_url
 
 
 class BufferCommands:
-    """What both clients add to those of redis-py, whose methods return values or awaitables."""
+    """What `ferrite.Redis` and `ferrite.asyncio.Redis` add to redis-py's clients.
+
+    The commands of `ferrite.asyncio.Redis` return awaitables.
+    """
 
     def __init__(self, host="localhost", port=6379, db=0, *, connection_pool=None, **options):
         is_own = connection_pool is None
         if is_own:
-            # redis-py uses this for clients that create their own pool
+            # redis-py's default for clients that create their own pool
             retry = self._retry_class(ExponentialWithJitterBackoff(base=1, cap=10), 3)
             options.setdefault("retry", retry)
             connection_class = self._connection_class(options.pop("ssl", False))

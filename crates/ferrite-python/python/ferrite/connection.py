@@ -46,9 +46,12 @@ class BufferTooSmallError(ValueError):
 
 
 class FerriteOptions:
-    """The options of both connection classes, and what a connection tells about its transport."""
+    """What all connection classes of this package share.
 
-    _is_open = False  # each connection class overrides this
+    These are the options, the properties that describe the transport, and how to open a stream.
+    """
+
+    _is_open = False  # `Connection` overrides this; `TlsConnection` has no stream
 
     def _set_options(self, rdma, local_address, others):
         if rdma not in POLICIES:
@@ -83,14 +86,17 @@ class FerriteOptions:
                              "RDMA, or leave rdma out")
 
     def _error_message(self, exception):
-        """What redis-py raises if no connection can be made. Ours have a text and no number."""
+        """Returns the text of the error that redis-py raises if no connection can be made.
+
+        The errors of `Stream` have a text, but no error number.
+        """
         if len(exception.args) != 1:
             return super()._error_message(exception)
         host, text = self._host_error(), str(exception)
         return f"Error connecting to {host}: {text.removeprefix(f'{host}: ')}"
 
     def _open_stream(self):
-        """Connects to the first address of the host that answers. Waits."""
+        """Connects to the first address of the host that answers. Blocks the calling thread."""
         error = OSError("the host has no address")
         found = socket.getaddrinfo(self.host, self.port, self.socket_type, socket.SOCK_STREAM)
         for family, _, _, _, address in found:
@@ -125,7 +131,7 @@ _warned, _warned_lock = set(), threading.Lock()
 
 
 def _warn_once(text):
-    """Warns once per process of each server and cause. Every connection has the cause, too."""
+    """Warns once per process of each server and cause. Each connection names it in `fallback`."""
     with _warned_lock:
         is_new = text not in _warned
         _warned.add(text)
@@ -136,7 +142,11 @@ def _warn_once(text):
 if _HiredisParser is not None:
 
     class _Parser(_HiredisParser):
-        """hiredis's parser. Its own looks at the file descriptor, which an RDMA stream lacks."""
+        """redis-py's parser for hiredis, with another `can_read`.
+
+        The `can_read` of newer versions of redis-py polls the file descriptor of a socket, which a
+        `Stream` does not have.
+        """
 
         def can_read(self, timeout=0):
             if not self._reader:
@@ -166,7 +176,7 @@ def size_of(size, view):
 
 
 def store(value, view):
-    """Copies a value that redis-py has parsed."""
+    """Copies a value that redis-py has parsed to `view`; returns what `get_into` returns."""
     if value is None:
         return None
     if not isinstance(value, (bytes, bytearray)):
@@ -218,7 +228,7 @@ class Connection(FerriteOptions, RedisConnection):
         except BaseException:
             self.disconnect()
             raise
-        if size is None:  # an error or a push message, which redis-py's parser handles
+        if size is None:  # another reply, such as an error; redis-py's parser handles it
             return store(self.read_response(disable_decoding=True), view)
         return size_of(size, view)
 

@@ -2,14 +2,14 @@
 
 use std::path::{Path, PathBuf};
 
-/// Debian's Redis, which CI installs.
+/// The program of Redis, which is found in PATH. CI installs Debian's.
 pub const REDIS: &str = "redis-server";
 
-/// Returns the path of the module: the one that was built with this test, or the one in the
-/// variable `FERRITE_MODULE`.
+/// Returns the path of the module: the one in the variable `FERRITE_MODULE` or, if this is not set,
+/// the one that was built with this test.
 ///
 /// # Panics
-/// If the module is not built.
+/// If the variable is not set and the module is not built.
 #[must_use]
 pub fn module() -> PathBuf {
     if let Some(named) = std::env::var_os("FERRITE_MODULE") {
@@ -37,8 +37,8 @@ pub fn valkey() -> Option<PathBuf> {
     cache.map(|cache| cache.join("valkey/valkey-server")).filter(|server| server.exists())
 }
 
-/// Returns the available engines, and those in FERRITE_ENGINES (paths of servers, separated by
-/// colons).
+/// Returns Redis, Valkey if it is built, and the engines in FERRITE_ENGINES (paths of servers,
+/// separated by colons).
 #[must_use]
 #[expect(clippy::print_stderr, reason = "tells which engines are left out")]
 pub fn engines() -> Vec<PathBuf> {

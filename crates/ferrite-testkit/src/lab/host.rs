@@ -37,10 +37,10 @@ pub struct Host {
 }
 
 impl Host {
-    /// Builds a fabric on these devices.
+    /// Builds a fabric on these devices, and starts the thread that drives it.
     ///
     /// # Panics
-    /// If the devices cannot be used.
+    /// If the devices cannot be used, or the thread cannot be started.
     #[must_use]
     pub fn new(devices: &[&str], config: Config) -> Self {
         let builder = devices
@@ -57,7 +57,7 @@ impl Host {
     /// have dropped all links.
     ///
     /// # Panics
-    /// If a resource is left.
+    /// If a resource is left, or if the links or the driver thread do not end in time.
     #[track_caller]
     pub fn finish(self) {
         let Self { fabric, driver } = self;

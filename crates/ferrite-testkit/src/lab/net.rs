@@ -31,7 +31,8 @@ pub fn fault(cause: &str, restore: &'static str) -> Restore {
     restore
 }
 
-/// Runs a shell command when it is dropped, to restore the network.
+/// Runs a shell command when it is dropped, to restore the network. Then waits until the hosts are
+/// up.
 #[derive(Debug)]
 pub struct Restore(pub &'static str);
 
@@ -119,8 +120,8 @@ impl Drop for RecreateDevices {
 }
 
 fn recreate(host: (&str, &str), netdev: &str) -> Option<()> {
-    // librdmacm holds the device, too. It releases the device when an identifier that received the
-    // removal event is destroyed.
+    // librdmacm holds the device, too. Dropping an identifier whose channel got the removal event
+    // makes librdmacm release the device.
     let listener = cm::Listener::bind(&verbs(), any_port(host), 1).ok()?;
     let mut removal = Command::new("rdma").args(["link", "delete", host.0]).spawn().ok()?;
     let event = listener.id().channel().wait_event(TEST_TIMEOUT).ok()??;

@@ -8,8 +8,8 @@ use ferrite_verbs::cm;
 use super::{HOSTS, TEST_TIMEOUT, any_port, verbs};
 use crate::wait::comes_true;
 
-/// Checks at the end of a test that the kernel and this process hold no more RDMA objects than
-/// before the test.
+/// Checks at the end of a test that the kernel holds no more RDMA objects than before the test, and
+/// this process no more file descriptors.
 #[derive(Debug)]
 pub struct LeakCheck(BTreeMap<String, u64>);
 
@@ -34,11 +34,12 @@ impl LeakCheck {
         Self(resources())
     }
 
-    /// Checks that no object is left after the test has dropped all of them. Fewer objects than at
-    /// the start are fine: an earlier test may have released its objects in the meantime.
+    /// Checks that no object is left after the test has dropped all of them, and that none was
+    /// leaked. Fewer objects than at the start are fine: an earlier test may have released its
+    /// objects in the meantime.
     ///
     /// # Panics
-    /// If an object is left.
+    /// If an object or a file descriptor is left after [`TEST_TIMEOUT`], or was leaked.
     #[track_caller]
     pub fn end(self) {
         let left = || -> Vec<(String, u64)> {
@@ -62,7 +63,8 @@ pub fn held_on(device: &str) -> BTreeMap<String, u64> {
     resources().into_iter().filter(|(what, _)| counts(what)).collect()
 }
 
-/// Returns the kernel's objects by device and kind ("rxe1 qp" → 1), and our file descriptors.
+/// Returns the numbers of the kernel's objects by device and kind ("rxe1 qp" → 1), and the number
+/// of this process's file descriptors ("fds").
 ///
 /// # Panics
 /// If the tool `rdma` does not run.

@@ -79,13 +79,14 @@ impl Client {
     /// Sends commands in one piece, without waiting for replies.
     ///
     /// # Panics
-    /// If the server has closed the connection.
+    /// If the server has closed the connection, or does not read in time.
     #[track_caller]
     pub fn send<W: AsRef<[u8]>>(&mut self, commands: &[Vec<W>]) {
         assert!(self.try_send(commands), "the server closed the connection");
     }
 
-    /// Sends commands. Returns false if the server has closed the connection.
+    /// Sends commands in one piece. Returns false if the server has closed the connection, or does
+    /// not read in time.
     #[must_use]
     pub fn try_send<W: AsRef<[u8]>>(&mut self, commands: &[Vec<W>]) -> bool {
         let mut bytes = Vec::new();
@@ -104,7 +105,8 @@ impl Client {
         self.0.transport.send(bytes).expect("the server reads");
     }
 
-    /// Sends bytes. Returns false if the server does not read all bytes within this time.
+    /// Sends bytes. Returns false if the server has closed the connection, or if the socket accepts
+    /// no byte for this time. This time also limits all later writes.
     #[must_use]
     pub fn write_within(&mut self, bytes: &[u8], time: Duration) -> bool {
         self.0.transport.limit_writes(time);
@@ -114,7 +116,7 @@ impl Client {
     /// Reads the next reply; `None` if the server has closed the connection.
     ///
     /// # Panics
-    /// If no reply arrives in time.
+    /// If no reply arrives in time, or if the bytes are not a reply.
     #[track_caller]
     pub fn next_reply(&mut self) -> Option<Vec<u8>> {
         self.next_within(TIMEOUT).expect("a reply in time")
@@ -175,8 +177,8 @@ impl Client {
         String::from_utf8_lossy(&self.raw(words)).trim_end().into()
     }
 
-    /// Runs a command and returns the contents of a string, or the text of another reply with its
-    /// type character.
+    /// Runs a command and returns the contents of a bulk string, or the text of another reply with
+    /// its type character.
     ///
     /// # Panics
     /// If there is no reply.
@@ -185,7 +187,8 @@ impl Client {
         text_of(&self.raw(words))
     }
 
-    /// Returns the field of INFO ferrite with this name, which is given without the prefix.
+    /// Returns the value of the field of INFO ferrite with this name, which is given without the
+    /// prefix "ferrite_".
     ///
     /// # Panics
     /// If there is no such field.
@@ -221,7 +224,7 @@ impl Client {
     }
 }
 
-/// Returns the contents of a string, or the text of another reply with its type character.
+/// Returns the contents of a bulk string, or the text of another reply with its type character.
 #[must_use]
 pub fn text_of(reply: &[u8]) -> String {
     match Value::parse(reply) {

@@ -89,6 +89,9 @@ pub fn connect(
 
 /// Accepts a request with `qp`, and waits until the connection is up.
 ///
+/// As in [`connect`], `params.qp_num` and `params.srq` are ignored. The numbers of reads in
+/// `params` are lowered to those of the request.
+///
 /// # Errors
 /// [`ErrorKind::Timeout`] if the peer does not finish the handshake.
 pub fn accept(
@@ -161,7 +164,8 @@ impl Listener {
         &self.0
     }
 
-    /// Returns the next connection request; `None` if `timeout` passed.
+    /// Returns the next connection request; `None` if `timeout` passed. Drops all other events of
+    /// the channel, including those of accepted connections.
     ///
     /// # Errors
     /// If the connection manager is no longer available, or the device was removed.

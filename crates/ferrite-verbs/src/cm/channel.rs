@@ -89,6 +89,7 @@ impl Verbs {
     ///
     /// # Errors
     /// [`Absence::NoCm`] without rdma_ucm, [`Absence::NoLibrary`] without librdmacm,
+    /// [`Absence::OldLibrary`] if librdmacm is too old,
     /// [`ErrorKind::Permission`](crate::ErrorKind::Permission) if the user may not use RDMA CM.
     pub fn open_event_channel(&self) -> Result<EventChannel, Error> {
         let cm = self.cm()?;
@@ -146,7 +147,7 @@ impl EventChannel {
         self.0.cm
     }
 
-    /// Returns the addresses and devices of all identifiers.
+    /// Locks and returns the addresses and devices of all identifiers of this channel.
     pub(super) fn id_infos(&self) -> MutexGuard<'_, HashMap<CmKey, IdInfo>> {
         self.0.id_infos.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -37,9 +37,9 @@ pub struct CmEvent {
 pub struct ConnectionRequest {
     /// The new identifier, for accepting or rejecting the request.
     pub id: CmId,
-    /// Reads that we may have outstanding at the peer.
+    /// Maximum number of reads that we may have outstanding at the peer.
     pub reads_out_max: u8,
-    /// Reads that the peer wants to have outstanding here.
+    /// Number of reads that the peer wants to have outstanding here.
     pub reads_in_wanted: u8,
     /// The peer's queue pair number.
     pub qp_num: u32,

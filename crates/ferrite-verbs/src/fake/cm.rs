@@ -91,7 +91,8 @@ impl State {
         }
     }
 
-    /// Removes an identifier and, for a listener, the requests that are not fetched yet.
+    /// Notifies the peer of an identifier, then removes the identifier, its unfetched events and,
+    /// for a listener, the identifiers of unfetched requests.
     fn remove_identifier(&mut self, id: Id) {
         self.notify_peer_of_destroy(id);
         let Some(gone) = self.identifiers.remove(&id) else { return };

@@ -16,7 +16,9 @@ use super::state::State;
 use crate::sys;
 
 impl State {
-    /// Adds a completion, and an event if the queue is armed for this kind of completion.
+    /// Adds a completion, and an event if the queue is armed for this kind of completion. During a
+    /// delay, holds the completion back instead. If the queue is full, loses the completion and
+    /// reports the overrun once.
     pub(super) fn complete(&mut self, queue_id: Id, entry: Entry) {
         let Some(entry) = self.keep_late(queue_id, entry) else { return };
         let Some(queue) = self.queues.get_mut(&queue_id) else { return };
@@ -48,7 +50,8 @@ impl State {
         }
     }
 
-    /// Removes the completions of a destroyed queue pair.
+    /// Removes the completions of a destroyed queue pair from `queue`, including those that are
+    /// held back, and frees their work queue entries.
     pub(super) fn remove_completions(&mut self, queue: Id, qp_num: u32) {
         for entry in self.take_late(queue, qp_num) {
             self.free_entries(entry.freed);

@@ -107,7 +107,7 @@ impl State {
         }
     }
 
-    /// Returns the error for a call on an object that does not exist.
+    /// Returns the error for a destroy of an object that does not exist.
     pub(super) fn no_object(&self) -> Errno {
         if self.disassociated { Errno::IO } else { Errno::INVAL }
     }

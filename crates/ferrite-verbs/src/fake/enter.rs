@@ -8,11 +8,12 @@ use rustix::io::Errno;
 use super::object::{Id, id_of, world_of};
 use super::state::State;
 
-/// Runs the C function `call` on the object behind `raw`, with the object's world locked. If a
-/// failure was injected for `call`, returns that failure instead.
+/// Runs the C function `call` on the object behind `raw`, with the object's world locked. While
+/// `call` is held ([`World::hold`](super::World::hold)), waits first. If a failure was injected for
+/// `call`, returns that failure instead of running it.
 ///
 /// # Safety
-/// `raw` is null or points to a live [`Object`].
+/// `raw` is null or points to a live [`Object`](super::object::Object).
 pub(super) unsafe fn enter<C, T>(
     call: &'static str,
     raw: *mut C,

@@ -37,7 +37,7 @@ const RNR_FOR_EVER: u8 = 7;
 /// The result of executing the head of a send queue.
 enum Outcome {
     Done,
-    /// The request cannot continue now, and is tried again after the next change.
+    /// The request cannot continue now, and [`State::settle`] tries it again after the next change.
     Wait,
     Fail(Status),
 }
@@ -271,7 +271,8 @@ impl State {
         self.complete(queue, Entry { wc, freed: receive.freed, solicited: send.solicited });
     }
 
-    /// Moves a queue pair to ERROR and flushes it.
+    /// Moves a queue pair to ERROR and flushes it. With a shared receive queue, also reports
+    /// LAST_WQE_REACHED, if the device does so.
     pub(super) fn fail(&mut self, id: Id) {
         let Some(qp) = self.queue_pairs.get_mut(&id) else { return };
         if qp.state == ERROR {

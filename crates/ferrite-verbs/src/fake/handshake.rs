@@ -12,8 +12,8 @@
 //! ```
 //!
 //! As in the kernel, the side that disconnects gets its own DISCONNECTED event only when the peer
-//! has answered. The peer answers by disconnecting or by destroying its identifier. Messages arrive
-//! at once or, in a black hole, never.
+//! has answered, or if the peer is unreachable. The peer answers by disconnecting or by destroying
+//! its identifier. Messages arrive at once or, in a black hole or if a port is down, never.
 
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 
@@ -121,8 +121,9 @@ impl State {
         Ok(())
     }
 
-    /// Resolves `target` from `source`. Without a source, this uses the first device that is up and
-    /// does not have the target address. If there is none, it uses the target's own device.
+    /// Resolves `target` from the address that the identifier is bound to, or else from `source`.
+    /// Without either, this uses the first device that is up and does not have the target address.
+    /// If there is none, it uses the target's own device.
     pub(super) fn resolve_address(
         &mut self,
         id: Id,

@@ -35,7 +35,8 @@ impl World {
         });
     }
 
-    /// Returns the acknowledgement timeouts of all queue pairs.
+    /// Returns the acknowledgement timeouts of all queue pairs, encoded as in
+    /// [`Path::ack_timeout`](crate::Path::ack_timeout), in the order of creation.
     #[must_use]
     pub fn ack_timeouts(&self) -> Vec<u8> {
         self.lock().queue_pairs.values().map(|qp| qp.attr.timeout).collect()
@@ -58,7 +59,7 @@ impl State {
         None
     }
 
-    /// Holds back LAST_WQE_REACHED of a queue pair during a delay. Otherwise returns `false`.
+    /// Holds back LAST_WQE_REACHED of a queue pair during a delay. Returns whether it is held back.
     pub(super) fn keep_late_last_receive(&mut self, context: Id, qp: Id) -> bool {
         if self.late.is_on {
             self.late.last_receives.push((context, qp));
@@ -66,7 +67,7 @@ impl State {
         self.late.is_on
     }
 
-    /// Takes the held-back completions of a destroyed queue pair.
+    /// Takes the held-back completions of a destroyed queue pair that belong to `queue`.
     pub(super) fn take_late(&mut self, queue: Id, qp_num: u32) -> Vec<Entry> {
         let is_gone = |(of, entry): &(Id, Entry)| *of == queue && entry.wc.qp_num == qp_num;
         let (gone, kept): (Vec<_>, _) =

@@ -22,7 +22,8 @@ use crate::sys;
 const KNOWN_ACCESS: u32 = 0xff | 0x3ff0_0000;
 
 impl State {
-    /// Returns the first `len` bytes of `pieces`; `None` if a key does not allow `access`.
+    /// Returns the first `len` bytes of `pieces`; `None` if a key is not a local key of `domain`,
+    /// does not allow `access`, or does not cover its piece.
     pub(super) fn local_spans(
         &self,
         domain: Id,
@@ -41,7 +42,8 @@ impl State {
         Some(spans)
     }
 
-    /// Returns `len` bytes that the peer of `qp` named; `None` if the key does not allow `access`.
+    /// Returns `len` bytes that the peer of `qp` named; `None` if `rkey` is not valid on `qp`, does
+    /// not allow `access`, or does not cover the bytes.
     pub(super) fn remote_span(
         &self,
         qp: Id,

@@ -127,7 +127,8 @@ pub(super) fn code(result: Result<(), Errno>) -> c_int {
     result.map_or_else(|errno| set_errno(errno).raw_os_error(), |()| 0)
 }
 
-/// Converts a result to the convention of librdmacm: 0, or −1 with the error in errno.
+/// Converts a result to the convention of librdmacm, and of the functions of libibverbs that fetch
+/// events: 0, or −1 with the error in errno.
 pub(super) fn minus_one(result: Result<(), Errno>) -> c_int {
     result.map_or_else(
         |errno| {
@@ -152,7 +153,8 @@ fn set_errno(errno: Errno) -> Errno {
     errno
 }
 
-/// A queue of events with a file descriptor that is readable exactly while the queue has events.
+/// A queue of events with a file descriptor. Until the queue is closed, the descriptor is readable
+/// exactly while the queue has events.
 pub(super) struct Events<T> {
     queue: VecDeque<T>,
     fd: PipeReader,
@@ -181,7 +183,7 @@ impl<T> Events<T> {
         self.queue.push_back(event);
     }
 
-    /// Closes the queue, so that no more events arrive.
+    /// Closes the queue, so that no more events arrive. Events that have arrived stay.
     pub(super) fn close(&mut self) {
         self.signal = None;
     }

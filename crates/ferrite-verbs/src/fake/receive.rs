@@ -14,7 +14,8 @@ use super::state::State;
 use crate::sys;
 
 impl State {
-    /// Takes the receive that the next message to `qp` consumes.
+    /// Takes the receive that the next message to `qp` consumes. Reports it if a shared receive
+    /// queue falls below its armed limit.
     pub(super) fn take_receive(&mut self, qp: Id) -> Option<Receive> {
         let qp = self.queue_pairs.get_mut(&qp)?;
         let Some(srq_id) = qp.srq else { return qp.receives.pop_front() };

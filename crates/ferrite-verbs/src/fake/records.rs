@@ -125,7 +125,7 @@ pub(super) struct Piece {
     pub(super) lkey: u32,
 }
 
-/// Memory that a key gives access to.
+/// Memory that a key gives access to, or inline data that the fake has copied.
 #[derive(Clone, Copy)]
 pub(super) struct Span {
     pub(super) at: usize,
@@ -133,7 +133,7 @@ pub(super) struct Span {
 }
 
 impl Span {
-    /// Creates a span of the fake's own bytes.
+    /// Creates a span of the fake's own copy of inline data.
     pub(super) fn of(bytes: &[AtomicU8]) -> Self {
         Self { at: bytes.as_ptr().expose_provenance(), len: bytes.len() }
     }
@@ -252,10 +252,11 @@ pub(super) struct Entry {
     pub(super) solicited: bool,
 }
 
-/// Work queue entries that a polled completion frees.
+/// Work queue entries that a polled completion frees. It frees no entries of a queue pair that was
+/// reset since `epoch`.
 #[derive(Clone, Copy)]
 pub(super) enum FreedEntries {
-    /// `count` entries of the send queue. Nothing is freed if `qp` was reset since `epoch`.
+    /// `count` entries of the send queue.
     Sends {
         qp: Id,
         epoch: u32,
@@ -319,7 +320,8 @@ pub(super) struct QueuePair {
     pub(super) epoch: u32,
     pub(super) sends: VecDeque<Send>,
     pub(super) receives: VecDeque<Receive>,
-    /// Number of entries that were posted and are not yet freed by a polled completion.
+    /// Number of entries of the send queue that were posted and are not yet freed by a polled
+    /// completion. `receives_used` is the same for the receive queue.
     pub(super) sends_used: u32,
     pub(super) receives_used: u32,
     /// Number of sends since the last completion. All of them succeeded without a completion.

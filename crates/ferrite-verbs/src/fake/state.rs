@@ -21,7 +21,8 @@ pub(super) struct State {
     pub(super) next_port: u16,
     pub(super) device_lists: usize,
     pub(super) forks: sys::ibv_fork_status,
-    /// Whether a device was disassociated. Then objects that callers still hold no longer exist.
+    /// Whether a device was disassociated. Then callers may still hold objects that are no longer
+    /// in this state.
     pub(super) disassociated: bool,
     pub(super) late: Late,
     faults: HashMap<&'static str, VecDeque<Errno>>,
@@ -29,7 +30,7 @@ pub(super) struct State {
     pub(super) held: BTreeSet<&'static str>,
     /// The number of waiting calls of each held function.
     pub(super) waiting: BTreeMap<&'static str, usize>,
-    /// The calls that each thread has made.
+    /// The names of the C functions that each thread has called: see [`World::calls_of`].
     pub(super) calls: HashMap<ThreadId, BTreeSet<&'static str>>,
     pub(super) sizes: super::Sizes,
     /// Pairs of devices that lose each other's packets, with the smaller id first.
@@ -121,7 +122,7 @@ impl State {
             .map(|d| d.id)
     }
 
-    /// Returns the context, if its device can still create objects.
+    /// Returns the context; EIO if its device was removed.
     pub(super) fn usable(&self, context: Id) -> Result<&Context, Errno> {
         let context = self.contexts.get(&context).ok_or(Errno::INVAL)?;
         match self.devices.get(&context.device) {
@@ -130,7 +131,7 @@ impl State {
         }
     }
 
-    /// Returns the device behind a context, if it still exists.
+    /// Returns the device behind a context; EIO if it was removed.
     pub(super) fn device_of(&self, context: Id) -> Result<&Device, Errno> {
         let device = self.usable(context)?.device;
         self.devices.get(&device).ok_or(Errno::IO)
@@ -142,7 +143,7 @@ impl State {
         }
     }
 
-    /// Notifies every user of a device.
+    /// Adds an async event to every context of a device.
     pub(super) fn notify_all(&mut self, device: Id, kind: sys::ibv_event_type, subject: Subject) {
         for context in self.contexts.values_mut().filter(|context| context.device == device) {
             context.events.push(AsyncEvent { kind, subject });

@@ -16,9 +16,10 @@ pub struct Path {
     pub mtu: Mtu,
     /// How long to wait for an acknowledgement: 4.096 µs × 2^value; 0 waits for ever.
     pub ack_timeout: u8,
-    /// Resends before [`crate::Status::RETRY_EXCEEDED`], 0 to 7. Soft-RoCE resends for ever with 7.
+    /// Number of resends before [`crate::Status::RETRY_EXCEEDED`], 0 to 7. Soft-RoCE resends for
+    /// ever with 7.
     pub retries: u8,
-    /// Resends to a peer that has no receive posted, 0 to 6; 7 resends for ever.
+    /// Number of resends to a peer that has no receive posted, 0 to 6; 7 resends for ever.
     pub rnr_retries: u8,
     /// How long the peer must wait before it resends when we have no receive posted. The value is
     /// encoded as in table 45 of the InfiniBand specification: 0 is 655 ms, 1 is 10 µs, 12 is 640
