@@ -1,5 +1,6 @@
-//! SIGTERM and SIGINT: the first signal asks for an orderly shutdown, a second one for an immediate
-//! exit.
+//! SIGTERM and SIGINT, the signals that stop a program. The gateway and `ferrite bench kv` stop in
+//! an orderly way after the first one, and at once after a second one. The relay exits at the first
+//! one.
 
 use tokio::signal::unix::{Signal, SignalKind, signal};
 

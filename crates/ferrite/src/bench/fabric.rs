@@ -35,7 +35,7 @@ mod report;
 mod server;
 mod side;
 
-// The other benchmarks use these, too.
+// `ferrite bench stream` uses these, too.
 pub(super) use report::{PathInfo, size_text};
 pub(super) use side::{device_of, name};
 

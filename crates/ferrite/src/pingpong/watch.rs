@@ -109,7 +109,7 @@ impl Watch {
         }
     }
 
-    /// Runs `work` while a thread watches the connection.
+    /// Runs `work` while a thread watches the connection. Disconnects if `work` succeeds.
     ///
     /// # Errors
     ///

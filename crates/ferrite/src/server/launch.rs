@@ -138,8 +138,9 @@ pub(super) struct PrivateDir(PathBuf);
 
 impl PrivateDir {
     /// Creates the directory, or takes over an existing one that is ours and closed to others.
+    /// Before that, removes the directories of killed ferrite processes beside it.
     ///
-    /// A killed ferrite with the same process id leaves such a directory. In a container, ferrite
+    /// A killed ferrite with the same process id leaves its directory. In a container, ferrite
     /// usually has the same process id at every start.
     pub(super) fn make(path: &Path) -> anyhow::Result<Self> {
         path.parent().into_iter().for_each(remove_left_over);

@@ -7,6 +7,9 @@
 //!              ├─ exits ──► error     ├─ exits ──► exit code, or error
 //!              └──────────────────────┴─ SIGTERM, SIGINT ──► stop the engine ──► exit
 //! ```
+//!
+//! A restarted engine that exits before it is ready is restarted again. An engine that does not
+//! answer in time is stopped, and ferrite exits with an error.
 
 use std::os::unix::process::ExitStatusExt as _;
 use std::process::ExitStatus;

@@ -23,7 +23,7 @@ pub(super) struct Run {
     pub(super) late: u64,
     /// All requests, including those of the warm-up.
     pub(super) all_requests: u64,
-    /// In nanoseconds.
+    /// The latencies of the requests within the measured time, in nanoseconds.
     pub(super) latency: Histogram<u64>,
 }
 
