@@ -11,6 +11,7 @@
 //! ```text
 //!   fuzz/corpus/TARGET           committed: every run starts from it, and `cargo test` replays it
 //!   target/fuzz/corpus/TARGET    inputs that earlier runs on this machine found interesting
+//!   target/fuzz/runs/TARGET      the inputs of `--runs`, written again by each run
 //!   fuzz/artifacts/TARGET        findings: the next run tries them first, until they are removed
 //! ```
 

@@ -157,7 +157,8 @@ impl Dialer {
         Err(last)
     }
 
-    /// Returns a connector for a host. With TLS, the host's certificate must be valid for its name.
+    /// Returns a connector for a host. With TLS, the host's certificate must be valid for its name,
+    /// or for the name that `--sni` gives.
     fn connector(&self, fabric: &Fabric, host: &Host) -> anyhow::Result<Connector> {
         let mut connector = Connector::new(fabric)
             .rdma(self.rdma)

@@ -69,7 +69,7 @@ fn number(word: &[u8]) -> Option<Option<i64>> {
     is_number.then(|| text.parse().ok())
 }
 
-/// Runs all commands until the end of stdin.
+/// Runs all commands until the end of stdin, or until `quit` or `exit`.
 pub(crate) fn run(runtime: &Runtime, server: &mut Server) -> anyhow::Result<()> {
     connect(runtime, server);
     crate::report_transport(server);
@@ -105,8 +105,8 @@ fn connect(runtime: &Runtime, server: &mut Server) {
     }
 }
 
-/// Runs a command. Reports a failure of the connection. In the human style, prints the duration of
-/// a slow command.
+/// Runs a command. After a failure, reports it and disconnects. In the human style, prints the
+/// duration of a slow command.
 ///
 /// # Errors
 /// Returns an error if stdout is closed.

@@ -175,7 +175,7 @@ impl Prompt {
 }
 
 /// Returns the history file: `FERRITECLI_HISTFILE`, or a file in the home directory. Returns `None`
-/// if the variable is `/dev/null` or empty.
+/// if the variable is `/dev/null` or empty, or if it is not set and there is no home directory.
 fn history_file() -> Option<PathBuf> {
     let home = || std::env::var_os("HOME").filter(|home| !home.is_empty());
     let file = match std::env::var_os("FERRITECLI_HISTFILE") {

@@ -213,7 +213,8 @@ impl Connection {
         Ok(refused.collect())
     }
 
-    /// Waits for the end of the connection with this number, and restores its subscriptions.
+    /// Starts a task that waits for the end of the connection with this number and then restores
+    /// its subscriptions.
     fn restore_after(&self, driver: JoinHandle<()>, number: u64) {
         let (shared, opened) = (Arc::downgrade(&self.0), Instant::now());
         tokio::spawn(async move {
