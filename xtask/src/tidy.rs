@@ -5,8 +5,8 @@
 //! quotes (`quotes.rs`), files included by path (`paths.rs`), retries of tests (`retries.rs`), the
 //! places of `unsafe` and the visibility of the bindings (with `source.rs`), the name, first line
 //! and size of files, paths of one machine, and the lints of crates. Every violation is one line,
-//! `file:line: what: remedy`. The lists in these files are the rules. Review a change to a list as a
-//! decision.
+//! `file:line: what: remedy`. The lists in these files are the rules. Review a change to a list as
+//! a decision.
 
 mod cycles;
 mod imports;
