@@ -53,8 +53,8 @@ install_tool() {
   said=${said/cargo-cyclonedx-cyclonedx/cargo-cyclonedx}
   if [[ "$said " != "$1 $2 "* ]]; then
     # Builds in another directory, so that no setting of this project applies.  After a failure, the
-    # partial build is kept, so that the next run can continue it.  The tools are not optimised, because they mostly
-    # wait.
+    # partial build is kept, so that the next run can continue it.  The tools are not optimised,
+    # because they mostly wait.
     (cd / && RUSTUP_TOOLCHAIN=$(cd "$root" && channel) CARGO_PROFILE_DEV_DEBUG=0 \
       cargo install --quiet --locked --debug --root "$CACHE" --target-dir "$CACHE/build" \
         ${TOOL_FEATURES:+"$TOOL_FEATURES"} --version "$2" "$1")
