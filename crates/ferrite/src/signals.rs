@@ -11,7 +11,7 @@ pub(crate) struct Signals {
 }
 
 impl Signals {
-    /// Handles both signals from now on.
+    /// Handles SIGTERM and SIGINT from now on.
     pub(crate) fn new() -> std::io::Result<Self> {
         let (terminated, interrupted) = (SignalKind::terminate(), SignalKind::interrupt());
         Ok(Self { terminated: signal(terminated)?, interrupted: signal(interrupted)? })

@@ -156,8 +156,8 @@ impl PrivateDir {
     }
 }
 
-/// Removes the directories of killed ferrite processes. In such a directory no engine listens any
-/// more, and no process has the id in the directory's name.
+/// Removes the directories of killed ferrite processes. These are the private directories in which
+/// no engine listens and whose name has the id of no running process.
 fn remove_left_over(parent: &Path) {
     for entry in parent.read_dir().into_iter().flatten().flatten() {
         let (path, name) = (entry.path(), entry.file_name());

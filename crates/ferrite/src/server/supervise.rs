@@ -8,8 +8,8 @@
 //!              └──────────────────────┴─ SIGTERM, SIGINT ──► stop the engine ──► exit
 //! ```
 //!
-//! A restarted engine that exits before it is ready is restarted again. An engine that does not
-//! answer in time is stopped, and ferrite exits with an error.
+//! A restarted engine that exits before it is ready is restarted again, up to `restart_limit`. An
+//! engine that does not answer in time is stopped, and ferrite exits with an error.
 
 use std::os::unix::process::ExitStatusExt as _;
 use std::process::ExitStatus;

@@ -14,8 +14,8 @@ use crate::latency::two_decimals;
 pub(super) struct Snapshot {
     /// The program and its version.
     pub(super) program: String,
-    /// The module's state, address and devices. With an admin port, `no listener`, or empty if the
-    /// program listens.
+    /// The module's state, address and devices. With an admin port, `no listener` if the program
+    /// does not listen, otherwise empty.
     pub(super) status: String,
     /// The sessions; `None` if the source does not list them.
     pub(super) sessions: Option<Vec<Session>>,
