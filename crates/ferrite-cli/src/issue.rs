@@ -152,8 +152,8 @@ async fn print_reply(
     report_refusal(server.track_state(words, &reply).await)
 }
 
-/// Prints messages, or the commands of other clients (MONITOR). Stops when the connection ends,
-/// when a reply is an error, or when the user interrupts.
+/// Prints messages, or the commands of other clients (MONITOR). Stops when the connection ends or
+/// when a reply is an error. At the prompt, Ctrl-C cancels it.
 async fn print_stream(server: &mut Server, is_pubsub: bool) -> anyhow::Result<()> {
     let style = server.settings.format.style;
     if is_pubsub && style != Style::Raw {

@@ -13,7 +13,7 @@ use crate::issue::{self, CommandSource};
 use crate::server::Server;
 use crate::{exit, output};
 
-/// In the human style, the duration of a command that took at least this long is printed.
+/// The shortest duration that is printed after a command, in the human style.
 const SLOW_COMMAND: Duration = Duration::from_millis(500);
 
 /// A parsed line.

@@ -127,7 +127,7 @@ impl Prompt {
         }
     }
 
-    /// Adds a line to the history, unless it may contain a password.
+    /// Adds a line to the history, unless it is empty or may contain a password.
     fn remember(&mut self, line: &str, parsed: &Line) {
         let is_kept = match parsed {
             Line::Empty => false,

@@ -24,7 +24,7 @@ use crate::tls;
 /// network that moves no byte for this long is broken.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Opens connections to one server. Cheap to clone.
+/// Opens connections to one server, or to the first of several that accepts. Cheap to clone.
 ///
 /// ```no_run
 /// # async fn show() -> Result<(), Box<dyn std::error::Error>> {

@@ -31,7 +31,8 @@ impl ServerError {
         Self { code: ENGINE, kind: "engine", message: message.into() }
     }
 
-    /// Reports that the engine ended by itself. The exit code is the engine's, but never 0.
+    /// Reports that the engine ended by itself. The exit code is that of [`exit_code()`], but
+    /// never 0.
     pub(super) fn engine(status: ExitStatus, message: impl Into<String>) -> Self {
         let code = if status.success() { ENGINE } else { exit_code(status) };
         Self { code, kind: "engine", message: message.into() }

@@ -70,7 +70,7 @@ impl EngineLog {
         Self { tail: Arc::default(), readers: Vec::new() }
     }
 
-    /// Passes `output` on until it ends.
+    /// Starts a task that passes `output` on until it ends.
     pub(super) fn follow(&mut self, output: impl AsyncRead + Unpin + Send + 'static) {
         let tail = Arc::clone(&self.tail);
         self.readers.push(tokio::spawn(async move {

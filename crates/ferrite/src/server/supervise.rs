@@ -30,7 +30,7 @@ use super::{ServerError, Sources, events};
 
 /// The longest delay before a restart.
 const DELAY_MAX: Duration = Duration::from_secs(30);
-/// An engine that was ready for this long resets the count of restarts.
+/// How long an engine must be ready to reset the count of restarts.
 const STABLE_AFTER: Duration = Duration::from_secs(60);
 /// The start-up time that ferrite asks systemd for, each time the engine reports that it is
 /// loading.

@@ -1,5 +1,5 @@
-//! The state of the screen, and what keys do to it. This module knows nothing about terminals and
-//! sources.
+//! The state of the screen, and what keys do to it. This module neither draws nor reads from a
+//! source.
 
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 

@@ -25,7 +25,7 @@ pub(super) struct Snapshot {
     pub(super) totals: BTreeMap<&'static str, u64>,
     /// Links over TCP instead of RDMA, by cause. Causes that did not occur are left out.
     pub(super) fallbacks: BTreeMap<String, u64>,
-    /// Pinned memory in bytes, by use.
+    /// Pinned memory in bytes, by use, and its limit.
     pub(super) memory: BTreeMap<&'static str, u64>,
     pub(super) latency: Vec<LatencyRow>,
     /// Counters of devices that are not zero, by name. If they come from an admin port, the name

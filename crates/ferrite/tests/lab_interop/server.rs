@@ -184,7 +184,7 @@ impl TestServer {
     }
 
     /// Runs a command through the engine's Unix socket. Returns the bytes of a string, or a line
-    /// without its type character.
+    /// without its type character. Returns no bytes for null.
     pub(crate) fn engine(&self, arguments: &[&str]) -> Vec<u8> {
         let reply = self.engine.client().raw(arguments);
         match Reply::parse(&reply) {

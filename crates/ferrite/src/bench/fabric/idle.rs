@@ -15,7 +15,7 @@ use super::protocol::{Reply, Request, Resources, send_control};
 use super::side::Side;
 use crate::exit::fabric_kind_name;
 
-/// Limits the time to open all idle links.
+/// The time limit for opening all idle links.
 const TIMEOUT: Duration = Duration::from_secs(600);
 /// Number of links closed at a time: as many as the fabric opens at a time.
 const CLOSING: usize = 64;

@@ -37,7 +37,7 @@ pub(super) struct LoadConnection {
     random: Random,
     pipeline: u32,
     gets: u8,
-    /// The arguments of AUTH: a password, or a user and a password.
+    /// The arguments of AUTH: a password, or a user and a password; empty without a password.
     credentials: Vec<String>,
     warmup: Duration,
     /// The time between two batches of this connection, in an open loop.

@@ -41,7 +41,7 @@ impl Run {
         })
     }
 
-    /// Adds a result that was measured at the same time.
+    /// Adds a result that was measured at the same time as this one.
     pub(super) fn add_concurrent(&mut self, other: &Self) {
         let seconds = self.seconds.max(other.seconds);
         self.add_next(other);
