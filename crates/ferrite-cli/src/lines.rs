@@ -61,7 +61,8 @@ impl Line {
     }
 }
 
-/// Parses a whole number. Returns `Some(None)` if it is too large.
+/// Parses a whole number. Returns `None` if the word is no number, and `Some(None)` if the number
+/// is out of range.
 fn number(word: &[u8]) -> Option<Option<i64>> {
     let text = std::str::from_utf8(word).ok()?;
     let digits = text.strip_prefix(['-', '+']).unwrap_or(text);

@@ -91,9 +91,9 @@ impl<'a> Supervisor<'a> {
         })
     }
 
-    /// Runs engines until one ends that is not restarted. Returns the exit status of that engine.
-    /// If it failed, and any engine has been ready, prints the `ended` event before the caller
-    /// prints the error.
+    /// Runs engines until one ends that is not restarted. Returns the exit status of that engine,
+    /// or an error if it failed. Before it returns an error, prints the `ended` event if any engine
+    /// has been ready.
     pub(super) async fn run(mut self) -> anyhow::Result<ExitStatus> {
         let ended = self.run_all().await;
         let error = ended.as_ref().err().and_then(|error| error.downcast_ref::<ServerError>());

@@ -32,7 +32,7 @@ pub(super) struct Figures {
     pub(super) asked: u32,
     pub(super) open: usize,
     pub(super) seconds: f64,
-    /// Bytes that the server has pinned for each link.
+    /// Bytes that the server has pinned in addition, on average for each idle link.
     pub(super) pinned_bytes_per_link: f64,
     /// Number of links that were still open after the measurements.
     pub(super) kept: usize,

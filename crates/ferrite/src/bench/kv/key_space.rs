@@ -27,7 +27,7 @@ impl KeySpace {
 
     /// Records that a command is about to be sent that may write a key of this run.
     pub(super) fn mark_written(&self) {
-        // Reads first, to write only once: all threads share this cache line.
+        // Reads first, to write rarely: all threads share this cache line.
         if !self.is_written() {
             self.is_written.store(true, Ordering::Relaxed);
         }
