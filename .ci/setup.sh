@@ -13,8 +13,8 @@ GENERATE_RPM=0.21.1
 CYCLONEDX=0.5.9
 export PATH=$CACHE/bin:$PATH
 
-# Keeps the build output for the next checkout, so that dependencies need not be built again. The
-# output is not in the home directory, because tests run programs as other users.
+# In CI, keeps the build output for the next checkout, so that dependencies need not be built again.
+# The output is not in the home directory, because tests run programs as other users.
 use_built() {
   local built=/var/cache/ferrite-ci/target
   [ -n "${CI:-}" ] && [ ! -e target ] && [ ! -L target ] && mkdir -p $built 2>/dev/null || return 0
@@ -52,9 +52,9 @@ install_tool() {
   said=$("${@:3}" --version 2>/dev/null | head -1 | sed 's/ v/ /' || true)
   said=${said/cargo-cyclonedx-cyclonedx/cargo-cyclonedx}
   if [[ "$said " != "$1 $2 "* ]]; then
-    # Builds in another directory, so that no setting of this project applies.  A partial build is
-    # kept, so that the next run can continue it.  The tools are not optimised, because they mostly
-    # wait.
+    # Builds in another directory, so that no setting of this project applies.  After a failure, the
+    # partial build is kept, so that the next run can continue it.  The tools are not optimised,
+    # because they mostly wait.
     (cd / && RUSTUP_TOOLCHAIN=$(cd "$root" && channel) CARGO_PROFILE_DEV_DEBUG=0 \
       cargo install --quiet --locked --debug --root "$CACHE" --target-dir "$CACHE/build" \
         ${TOOL_FEATURES:+"$TOOL_FEATURES"} --version "$2" "$1")

@@ -2,8 +2,8 @@
 # Runs the stages of .ci/run and .ci/long, which source this file.  .ci/selftest tests it.
 #
 # A stage is a function of the script.  It runs in a process of its own, with a time limit.  It has
-# passed only if it returned 0 and its output does not say that a part was left out.  There is no
-# third result: a stage that was skipped or cut short has not passed.
+# passed only if it returned 0 and its output does not say that a part was left out.  A stage that
+# was skipped, was cut short or could not run has not passed.
 
 SCRIPT=$(readlink -f "$0")
 LEFT_OUT='SKIPPED|UNFINISHED|LEFT OUT|NOT RUN'   # words that no passed stage may print

@@ -34,7 +34,8 @@ DISCLAIMER = "Soft-RoCE: ratios only; the microseconds and MiB/s say nothing abo
 
 
 def tsc_reader():
-    """Returns a function that reads the time stamp counter (rdtsc; shl rdx, 32; or rax, rdx; ret)."""
+    """Returns a function that reads the time stamp counter (rdtsc; shl rdx, 32; or rax, rdx; ret),
+    and the page that holds its code."""
     page = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
     page.write(bytes.fromhex("0f3148c1e2204809d0c3"))
     at = ctypes.addressof(ctypes.c_char.from_buffer(page))

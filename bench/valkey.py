@@ -60,7 +60,7 @@ class Server:
             time.sleep(0.3)
 
     def pid(self):
-        """Returns the engine's process id; `ip netns exec` executes it."""
+        """Returns the engine's process id: `ip netns exec` and `under` replace themselves by it."""
         return self.processes[0].pid
 
     def ask(self, *words):

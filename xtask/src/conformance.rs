@@ -62,7 +62,7 @@ fn count(
         .env("CARGO_TERM_COLOR", "never");
     let mut running =
         cargo.stdout(writer.try_clone()?).stderr(writer).spawn().context("cannot start cargo")?;
-    drop(cargo); // closes its side of the pipe
+    drop(cargo); // closes our copies of the writing end, so that reading ends with cargo
     let mut any = false;
     for line in BufReader::new(reader).lines() {
         let line = line?;

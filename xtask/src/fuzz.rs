@@ -11,6 +11,7 @@
 //! ```text
 //!   fuzz/corpus/TARGET           committed: every run starts from it, and `cargo test` replays it
 //!   target/fuzz/corpus/TARGET    inputs that earlier runs on this machine found interesting
+//!   target/fuzz/runs/TARGET      the inputs of `--runs`, written again by each run
 //!   fuzz/artifacts/TARGET        findings: the next run tries them first, until they are removed
 //! ```
 
@@ -36,9 +37,9 @@ const INSTRUMENTED: &[&str] = &[
     "-Cllvm-args=-sanitizer-coverage-trace-compares",
 ];
 
-/// An input that takes longer is a finding.
+/// Time limit of one input, in seconds. An input that takes longer is a finding.
 const INPUT_TIMEOUT_S: u32 = 10;
-/// An input that needs more memory is a finding.
+/// Memory limit of a target, in MB. An input that needs more memory is a finding.
 const MEMORY_MB: u32 = 1024;
 
 /// How long each target runs by default.

@@ -180,7 +180,8 @@ fn counts(profile: &str) -> anyhow::Result<Counts> {
     Ok(counts)
 }
 
-/// Returns the table, and whether no figure rose too far.
+/// Returns the table, and whether the check has passed: the same benchmarks are measured and
+/// recorded, and no figure rose too far.
 fn compare(
     measured: &BTreeMap<String, Counts>,
     recorded: &BTreeMap<String, u64>,

@@ -1,5 +1,5 @@
-//! `cargo xtask interop [FILTER]`: runs Valkey's own programs against each other and against
-//! Ferrite, in the lab's guest.
+//! `cargo xtask interop [FILTER]`: runs Valkey's and Ferrite's clients against Valkey's server and
+//! against Ferrite's gateway and module, in the lab's guest.
 //!
 //! `lab/lab setup valkey` builds Valkey from Debian's source package in the lab's cache. This
 //! repository contains no part of Valkey. The tests are the integration test `lab_interop` of

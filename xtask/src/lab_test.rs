@@ -18,7 +18,7 @@ use clap::{Args, ValueEnum};
 use serde_json::Value;
 
 const TARGET: &str = "X86_64_UNKNOWN_LINUX_GNU";
-/// Programs that tests of other packages need.
+/// Arguments of `cargo build` for the programs that tests of other packages start.
 const PROGRAMS: [&str; 5] = ["--workspace", "--exclude", "xtask", "--bins", "--examples"];
 
 #[derive(Args)]

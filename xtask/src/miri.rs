@@ -3,8 +3,8 @@
 //! Only nightly compilers include Miri. Any installed nightly with Miri will do. The pinned
 //! compiler stays unchanged. Properties of a run:
 //!
-//! - The target is riscv64. On x86, Miri cannot run the instruction that reads the clock; riscv64
-//!   has none. Its C `char` is unsigned, as on ARM.
+//! - The target is riscv64. On x86, the code reads the CPU's counter with an instruction that Miri
+//!   cannot run. On riscv64 it reads the system's clock. C's `char` is unsigned there, as on ARM.
 //! - The RDMA device is the fake provider, which turns addresses into pointers. That needs
 //!   permissive provenance. Files and clocks are the host's.
 //! - `cfg!(miri)` avoids what Miri lacks: `timerfd`, `poll`, level-triggered `epoll`, limits. So a

@@ -81,7 +81,7 @@ struct Build {
     dist: PathBuf,
     out: PathBuf,
     version: String,
-    /// Seconds since 1970: the time of the commit.
+    /// Seconds since 1970: `SOURCE_DATE_EPOCH`, or the time of the commit.
     epoch: String,
     commit: String,
 }

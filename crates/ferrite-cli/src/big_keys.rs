@@ -1,7 +1,7 @@
 //! `--bigkeys` and `--memkeys`: find the largest key of each type, and compute averages.
 //!
 //! For the keys of each SCAN call, one pipeline requests the types and another requests the sizes.
-//! Keys that were deleted in the meantime are skipped.
+//! Keys that are deleted before the server returns their type are skipped.
 
 use std::fmt::Write as _;
 
@@ -21,7 +21,8 @@ use crate::settings::Scan;
 pub(crate) enum Measure {
     /// The number of elements, or the length of a string in bytes.
     Elements,
-    /// The memory of the key, estimated from this number of samples.
+    /// The memory of the key in bytes, estimated from this number of its elements. 0 means all
+    /// elements, and `None` the server's default.
     Memory(Option<u64>),
 }
 

@@ -11,7 +11,7 @@ use tokio::io::{
 pub(crate) trait Duplex: AsyncRead + AsyncWrite + Unpin + Send {}
 impl<S: AsyncRead + AsyncWrite + Unpin + Send> Duplex for S {}
 
-/// The size of a read.
+/// The smallest free space in the buffer before a read, in bytes.
 const READ_BYTES: usize = 64 << 10;
 
 /// A connection to a server.

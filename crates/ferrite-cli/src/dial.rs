@@ -44,8 +44,8 @@ pub(crate) struct TransportInfo {
     pub(crate) name: &'static str,
     /// Whether the connection uses TCP although RDMA was preferred.
     pub(crate) is_fallback: bool,
-    /// The warning about a fallback to TCP. `None` for a server on this host, because nobody can
-    /// eavesdrop there.
+    /// The warning about a fallback to TCP. `None` without a fallback, and for a server on this
+    /// host, because nobody can eavesdrop there.
     pub(crate) warning: Option<String>,
 }
 
@@ -157,7 +157,8 @@ impl Dialer {
         Err(last)
     }
 
-    /// Returns a connector for a host. With TLS, the host's certificate must be valid for its name.
+    /// Returns a connector for a host. With TLS, the host's certificate must be valid for its name,
+    /// or for the name that `--sni` gives.
     fn connector(&self, fabric: &Fabric, host: &Host) -> anyhow::Result<Connector> {
         let mut connector = Connector::new(fabric)
             .rdma(self.rdma)

@@ -140,7 +140,8 @@ impl Docs {
         (!rest.is_empty()).then(|| format!("{blank}{rest}"))
     }
 
-    /// Returns the help about a command with all its subcommands, or about an `@group`.
+    /// Returns the help about a command with all its subcommands, or about an `@group`. Without
+    /// words, returns the general help.
     pub(crate) fn help(&self, words: &[Vec<u8>], colors: bool) -> String {
         let words: Vec<_> =
             words.iter().map(|word| String::from_utf8_lossy(word).to_uppercase()).collect();

@@ -20,7 +20,7 @@ impl std::fmt::Display for ErrorReply {
 
 impl std::error::Error for ErrorReply {}
 
-/// Options that contradict each other.
+/// Options that are invalid or contradict each other.
 #[derive(Debug)]
 pub(crate) struct WrongUsage(pub(crate) String);
 

@@ -1,4 +1,4 @@
-//! Formats replies: byte for byte as redis-cli does, except with `--json`.
+//! Formats replies: byte for byte as redis-cli does, except as JSON.
 //!
 //! | file | format |
 //! |---|---|
@@ -47,7 +47,7 @@ impl Format {
         Self { style, element_delimiter: b"\n".to_vec(), reply_delimiter: b"\n".to_vec() }
     }
 
-    /// Formats a reply. Replies that are `text`, such as INFO's, are not quoted.
+    /// Formats a reply. Replies that are `text`, such as INFO's, are quoted only in JSON.
     pub(crate) fn reply(&self, reply: &Value<'_>, text: bool) -> Vec<u8> {
         let mut out = Vec::new();
         match self.style {

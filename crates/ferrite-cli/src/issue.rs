@@ -34,8 +34,8 @@ enum ReplyMode {
 /// Runs a command `repeat` times, or forever if `repeat` is negative.
 ///
 /// # Errors
-/// Returns an error if the connection fails. With `-e` on the command line, also if a reply is an
-/// error.
+/// Returns an error if the connection fails, the command is not supported or stdout cannot be
+/// written. With `-e` on the command line, also if a reply is an error.
 pub(crate) async fn run(
     server: &mut Server,
     words: &[Vec<u8>],
@@ -76,8 +76,8 @@ pub(crate) async fn run(
     Ok(())
 }
 
-/// Reports a rejected login without failing: the server then rejects each command with its own
-/// error.
+/// Reports a rejected AUTH, SELECT or HELLO without failing: the connection stays open, and the
+/// server replies to each command itself.
 pub(crate) fn report_refusal(connected: Result<(), ConnectError>) -> anyhow::Result<()> {
     match connected {
         Ok(()) => Ok(()),
@@ -152,8 +152,8 @@ async fn print_reply(
     report_refusal(server.track_state(words, &reply).await)
 }
 
-/// Prints messages, or the commands of other clients (MONITOR). Stops when the connection ends,
-/// when a reply is an error, or when the user interrupts.
+/// Prints messages, or the commands of other clients (MONITOR). Stops when the connection ends or
+/// when a reply is an error. At the prompt, Ctrl-C cancels it.
 async fn print_stream(server: &mut Server, is_pubsub: bool) -> anyhow::Result<()> {
     let style = server.settings.format.style;
     if is_pubsub && style != Style::Raw {

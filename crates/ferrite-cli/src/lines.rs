@@ -13,7 +13,7 @@ use crate::issue::{self, CommandSource};
 use crate::server::Server;
 use crate::{exit, output};
 
-/// In the human style, the duration of a command that took at least this long is printed.
+/// The shortest duration that is printed after a command, in the human style.
 const SLOW_COMMAND: Duration = Duration::from_millis(500);
 
 /// A parsed line.
@@ -61,7 +61,8 @@ impl Line {
     }
 }
 
-/// Parses a whole number. Returns `Some(None)` if it is too large.
+/// Parses a whole number. Returns `None` if the word is no number, and `Some(None)` if the number
+/// is out of range.
 fn number(word: &[u8]) -> Option<Option<i64>> {
     let text = std::str::from_utf8(word).ok()?;
     let digits = text.strip_prefix(['-', '+']).unwrap_or(text);
@@ -69,7 +70,7 @@ fn number(word: &[u8]) -> Option<Option<i64>> {
     is_number.then(|| text.parse().ok())
 }
 
-/// Runs all commands until the end of stdin.
+/// Runs all commands until the end of stdin, or until `quit` or `exit`.
 pub(crate) fn run(runtime: &Runtime, server: &mut Server) -> anyhow::Result<()> {
     connect(runtime, server);
     crate::report_transport(server);
@@ -105,8 +106,8 @@ fn connect(runtime: &Runtime, server: &mut Server) {
     }
 }
 
-/// Runs a command. Reports a failure of the connection. In the human style, prints the duration of
-/// a slow command.
+/// Runs a command. After a failure, reports it and disconnects. In the human style, prints the
+/// duration of a slow command.
 ///
 /// # Errors
 /// Returns an error if stdout is closed.

@@ -90,7 +90,7 @@ fn run(settings: Settings, mode: Mode) -> anyhow::Result<()> {
     outcome
 }
 
-/// Runs all modes that need no terminal.
+/// Runs all modes except the prompt.
 async fn run_unattended(server: &mut Server, mode: Mode) -> anyhow::Result<()> {
     let connected = server.connect().await;
     if let Mode::Command(words) = mode {

@@ -1,8 +1,9 @@
 //! Writes to stdout, which may be a closed pipe, and to stderr.
 //!
-//! No other module writes to stdout or stderr, except `progress.rs`, whose bar shows no text from a
-//! server. Most of the output comes from a server, so this module escapes output to a terminal
-//! (`terminal.rs`). Files and pipes get the original bytes.
+//! Most of the output comes from a server, so this module escapes output to a terminal
+//! (`terminal.rs`). Files and pipes get the original bytes. Only three parts do not write through
+//! this module: the progress bar and clap, which show no text from a server, and the line editor of
+//! the prompt, whose hints and completions `docs.rs` escapes.
 
 use std::borrow::Cow;
 use std::fmt::Display;

@@ -127,7 +127,7 @@ impl Prompt {
         }
     }
 
-    /// Adds a line to the history, unless it may contain a password.
+    /// Adds a line to the history, unless it is empty or may contain a password.
     fn remember(&mut self, line: &str, parsed: &Line) {
         let is_kept = match parsed {
             Line::Empty => false,
@@ -175,7 +175,7 @@ impl Prompt {
 }
 
 /// Returns the history file: `FERRITECLI_HISTFILE`, or a file in the home directory. Returns `None`
-/// if the variable is `/dev/null` or empty.
+/// if the variable is `/dev/null` or empty, or if it is not set and there is no home directory.
 fn history_file() -> Option<PathBuf> {
     let home = || std::env::var_os("HOME").filter(|home| !home.is_empty());
     let file = match std::env::var_os("FERRITECLI_HISTFILE") {

@@ -190,7 +190,7 @@ impl Server {
         }
         self.connection()?.send(words).await?;
         if self.is_in_transaction() {
-            return Ok(true); // the reply is QUEUED
+            return Ok(true); // every command has a reply here, usually QUEUED
         }
         let (is_replied_to, after) = self.replying.after(words);
         self.replying = after;

@@ -433,7 +433,7 @@ fn runs_an_interactive_prompt() {
     assert!(!kept.contains("AUTH"), "{kept}");
 }
 
-/// Stands for a text on the screen: the test waits until the server reports a blocked client.
+/// In place of a text on the screen: the test waits until the server reports a blocked client.
 const BLOCKED: &str = "BLOCKED";
 
 fn wait_for_blocked(redis: &Engine) {

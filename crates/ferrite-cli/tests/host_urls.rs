@@ -83,7 +83,7 @@ fn connects_over_tls() {
     assert_eq!(untrusted.status.code(), Some(1));
     let error = stderr(&untrusted);
     assert!(error.contains("invalid peer certificate") && error.contains("--cacert"), "{error}");
-    // The certificate is not valid for the address. It is valid only for the name that --sni gives.
+    // The certificate is valid only for `localhost`, not for the address 127.0.0.1.
     let by_address = ["-p", &server.port, "--tls", "--cacert", &server.cert];
     let other_name = run(&[&by_address[..], &["PING"]].concat());
     assert_eq!(other_name.status.code(), Some(1));

@@ -24,7 +24,7 @@ use crate::tls;
 /// network that moves no byte for this long is broken.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Opens connections to one server. Cheap to clone.
+/// Opens connections to one server, or to the first of several that accepts. Cheap to clone.
 ///
 /// ```no_run
 /// # async fn show() -> Result<(), Box<dyn std::error::Error>> {
@@ -114,8 +114,8 @@ impl Client {
     /// addresses. The first server that accepts is used.
     ///
     /// # Errors
-    /// Returns an error if the URL is invalid, if RDMA is required and this host cannot use it, or
-    /// if there is no tokio runtime.
+    /// Returns an error if the URL is invalid, if RDMA is required and this host cannot use it, if
+    /// `rediss://` finds no cryptography or no authorities, or if there is no tokio runtime.
     pub fn open(url: &str) -> RedisResult<Self> {
         Ok(ClientBuilder::open(url)?.build())
     }
@@ -133,7 +133,8 @@ impl Client {
     /// Works like [`Client::builder`], but takes the URL of [`Client::open`].
     ///
     /// # Errors
-    /// Returns an error if the URL is invalid.
+    /// Returns an error if the URL is invalid, or if `rediss://` finds no cryptography or no
+    /// authorities.
     pub fn builder_for(fabric: &Fabric, url: &str) -> RedisResult<ClientBuilder> {
         ClientBuilder::from_url(fabric, parse_url(url)?)
     }
@@ -238,8 +239,8 @@ impl Client {
     }
 }
 
-/// Returns whether an error means that the connection failed. Other errors are replies of the
-/// server.
+/// Returns whether an error means that the connection failed. An error reply of the server does
+/// not.
 pub(crate) fn is_connection_error(error: &RedisError) -> bool {
     error.is_io_error() || error.is_connection_dropped() || error.is_unrecoverable_error()
 }
@@ -353,7 +354,7 @@ impl ClientBuilder {
         self
     }
 
-    /// Sets the local address for RDMA, which selects the device.
+    /// Sets the local address to connect from. Over RDMA it selects the device.
     pub fn local(mut self, local: SocketAddr) -> Self {
         self.connector = self.connector.local(local);
         self

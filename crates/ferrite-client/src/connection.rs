@@ -213,7 +213,8 @@ impl Connection {
         Ok(refused.collect())
     }
 
-    /// Waits for the end of the connection with this number, and restores its subscriptions.
+    /// Starts a task that waits for the end of the connection with this number and then restores
+    /// its subscriptions.
     fn restore_after(&self, driver: JoinHandle<()>, number: u64) {
         let (shared, opened) = (Arc::downgrade(&self.0), Instant::now());
         tokio::spawn(async move {
@@ -226,8 +227,8 @@ impl Connection {
     }
 
     /// Records that the connection with this number has ended. If it was open only for a short
-    /// time, the next pause is longer: a server may close each connection as soon as it has
-    /// subscribed.
+    /// time, the next pause is longer: a server may close each connection as soon as the client
+    /// has subscribed.
     fn note_end(&self, number: u64, lived: Duration) {
         let (first, longest) = (self.0.client.first_wait(), self.0.client.longest_wait());
         self.change(|now| {

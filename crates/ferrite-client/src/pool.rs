@@ -73,8 +73,8 @@ impl Drop for InFlight<'_> {
 }
 
 impl Client {
-    /// Creates a pool of up to `size` connections (at least one). Each connection is opened when it
-    /// is first needed.
+    /// Creates a pool of up to `size` shared connections (at least one), and as many dedicated
+    /// ones. Each connection is opened when it is first needed.
     #[must_use]
     pub fn pool(&self, size: usize) -> Pool {
         Pool::new(self, size)

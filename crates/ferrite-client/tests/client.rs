@@ -215,7 +215,7 @@ async fn blocked_clients(pool: &mut Pool) -> u64 {
 }
 
 /// A dedicated connection is exclusive. It returns to the pool when it is dropped, unless its last
-/// command was cancelled.
+/// command was cancelled or the caller discards it.
 pub(crate) async fn pool_gives_out_dedicated_connections(verbs: &Verbs) {
     let redis = Engine::redis(&[]);
     let server = TestServer::start(verbs, &redis);

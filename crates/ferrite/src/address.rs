@@ -23,7 +23,7 @@ pub(crate) fn parse<const DEFAULT_PORT: u16>(text: &str) -> Result<SocketAddr, S
         return Ok(SocketAddr::new(ip, port));
     }
     let found = (host, port).to_socket_addrs().map_err(|error| format!("{host}: {error}"))?;
-    // Prefer IPv4 if the name has both: most RoCE networks use it.
+    // Prefer IPv4 if the name has IPv4 and IPv6 addresses: most RoCE networks use IPv4.
     let mut found: Vec<_> = found.collect();
     found.sort_by_key(SocketAddr::is_ipv6);
     found.first().copied().ok_or_else(|| format!("the name {host} has no IP address"))

@@ -14,8 +14,8 @@ use crate::server;
 use crate::settings::WrongSettings;
 
 /// Prints the failure as a paragraph on stderr and, if `json` is set, as an object on stdout. The
-/// object is one line, like the events of long-running programs. Prints nothing if the reader of
-/// stdout has gone.
+/// object is one line, like the events of long-running programs. If the log is JSON, the paragraph
+/// is a line of the log instead. Prints nothing if `error` says that the reader of stdout has gone.
 pub(crate) fn report(error: &anyhow::Error, json: bool) -> ExitCode {
     if error.downcast_ref::<StdoutError>().is_some_and(StdoutError::is_broken_pipe) {
         return ExitCode::from(exit_code::FAILURE);

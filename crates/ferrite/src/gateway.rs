@@ -176,8 +176,8 @@ fn listen(
     let options = if at.is_ipv6() { options.one_family() } else { options };
     let listener = fabric.listen_with(at, &options);
     let listener = listener.with_context(|| format!("cannot listen on {at}"))?;
-    // `rdma-device` names devices, but the address belongs to another device. That is an error, not
-    // a reason to listen over TCP only.
+    // If `rdma-device` names devices and the address belongs to another device, this is an error,
+    // not a reason to listen over TCP only.
     let other = listener.absence().filter(|error| error.is_other_device());
     if let Some(error) = other.filter(|_| values.is_given(&table::RDMA_DEVICE)) {
         return Err(error.clone()).with_context(|| format!("cannot listen on {at}"));

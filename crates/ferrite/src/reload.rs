@@ -20,8 +20,8 @@ impl<F: Fn() -> anyhow::Result<Values>> Reload<F> {
         Ok(Self { hung_up, current: current.clone(), read })
     }
 
-    /// Waits for SIGHUP forever. After each one, calls `apply` with the values that apply from then
-    /// on.
+    /// Waits for SIGHUP forever. After each one, reads the settings. If they are valid, calls
+    /// `apply` with the values that apply from then on. Otherwise logs the error.
     pub(crate) async fn run(mut self, apply: impl Fn(&Values)) -> std::convert::Infallible {
         loop {
             if self.hung_up.recv().await.is_none() {

@@ -1,5 +1,6 @@
-//! SIGTERM and SIGINT: the first signal asks for an orderly shutdown, a second one for an immediate
-//! exit.
+//! SIGTERM and SIGINT, the signals that stop a program. The gateway and `ferrite bench kv` stop in
+//! an orderly way after the first one, and at once after a second one. The relay exits at the first
+//! one.
 
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
@@ -10,7 +11,7 @@ pub(crate) struct Signals {
 }
 
 impl Signals {
-    /// Handles both signals from now on.
+    /// Handles SIGTERM and SIGINT from now on.
     pub(crate) fn new() -> std::io::Result<Self> {
         let (terminated, interrupted) = (SignalKind::terminate(), SignalKind::interrupt());
         Ok(Self { terminated: signal(terminated)?, interrupted: signal(interrupted)? })

@@ -10,7 +10,7 @@ pub(crate) fn parse(text: &str) -> Result<u32, String> {
     parse_up_to(text, MAX)
 }
 
-/// Parses a size up to `max`.
+/// Parses a size from 1 to `max` bytes.
 pub(crate) fn parse_up_to(text: &str, max: u32) -> Result<u32, String> {
     let bytes = size::parse_within(text, 1, max.into())?;
     u32::try_from(bytes).map_err(|error| error.to_string())

@@ -179,7 +179,7 @@ fn has_screen() -> bool {
     std::io::stdout().is_terminal() && !is_dumb
 }
 
-/// Reads the state twice, for the rates, and prints it.
+/// Reads the state twice, for the rates. Then prints it, or writes it as an SVG.
 fn run_once(options: &Options, mut source: Box<dyn Source>, mut app: App) -> anyhow::Result<()> {
     app.update(Ok(source.poll()?));
     std::thread::sleep(options.interval);

@@ -1,6 +1,6 @@
 //! The `ferrite` command on a host without RDMA devices, such as a build host. It starts, names the
 //! missing part and the remedy, and exits with the code for missing RDMA. rdma-core may be
-//! installed or not.
+//! installed or not. The tests that need no such host run everywhere.
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::TcpStream;
@@ -234,7 +234,8 @@ fn answer(address: &str, request: &str) -> String {
     text(&answer)
 }
 
-/// SIGHUP applies the settings that can change. The log has a time, a level and the changes.
+/// SIGHUP applies the settings that can change. The log names the changes, and the settings that
+/// need a restart.
 #[test]
 fn gateway_reads_its_settings_again_on_sighup() {
     let directory = TempDir::new("reload");
@@ -257,8 +258,8 @@ fn gateway_reads_its_settings_again_on_sighup() {
     gateway.stop();
 }
 
-/// Reads three files in turn: one with a lower log level, one with an error, and one without the
-/// error.
+/// Reads three files in turn: one with the log level `info` instead of `error`, one with an error,
+/// and one without the error.
 #[test]
 fn relay_reads_its_settings_again_on_sighup() {
     let directory = TempDir::new("relay-reload");
@@ -321,7 +322,7 @@ fn a_closed_stdout_does_not_fail_a_gateway_or_a_relay() {
             .stderr(Stdio::null())
             .spawn()
             .expect("ferrite starts");
-        assert_eq!(first_event(&mut process)["event"], "listening"); // and closes the pipe
+        assert_eq!(first_event(&mut process)["event"], "listening");
         signal("TERM", process.id());
         assert_eq!(process.wait().expect("it ends").code(), Some(0), "{arguments:?}");
     }

@@ -220,7 +220,8 @@ fn measures_commands_with_placeholders() {
     assert!(redis.ask("DBSIZE").starts_with(":20\r\n"), "it removes its own keys");
 }
 
-/// The replies to such a command belong to no single request, so there is no latency to measure.
+/// SUBSCRIBE gets a reply for each channel. No single reply answers the request, so there is no
+/// latency to measure.
 #[test]
 fn refuses_commands_with_several_replies() {
     let redis = Redis::start();

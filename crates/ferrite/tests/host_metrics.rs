@@ -221,7 +221,8 @@ fn every_alert_has_its_section_in_the_book() {
 
 const RULES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../etc/prometheus/alerts.yml");
 
-/// `promtool` is in Debian's package `prometheus`, which the gate installs.
+/// Runs `promtool`, which must succeed. It is in Debian's package `prometheus`, which `.ci/run`
+/// installs.
 fn promtool(arguments: &[&str]) {
     let output = Command::new("promtool").args(arguments).output();
     let output = output.expect("promtool runs; it is in Debian's package prometheus");

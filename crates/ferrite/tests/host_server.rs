@@ -73,8 +73,7 @@ fn serves_clients_and_saves_the_data_when_it_stops() {
         let socket = PathBuf::from(event["unix_socket"].as_str().expect("a path"));
         let private = std::fs::metadata(socket.parent().expect("a directory")).expect("it exists");
         assert_eq!(std::os::unix::fs::PermissionsExt::mode(&private.permissions()) & 0o777, 0o700);
-        // The command goes through the module's port and the proxy connection to the private
-        // socket.
+        // The command goes through the module's port.
         Client::to_tcp(event["address"].as_str().expect("an address")).ok(&["SET", "key", "kept"]);
         let own = ("127.0.0.1", event["tcp_port"].as_u64().expect("a port") as u16);
         assert_eq!(Client::to_tcp(own).text(&["GET", "key"]), "kept");
@@ -198,7 +197,8 @@ fn waits_for_loading_and_notifies_systemd() {
 fn engine_with_a_password_becomes_ready() {
     let directory = directory();
     let network = network();
-    // The password is in the engine's own file, which ferrite does not read.
+    // The password is in the engine's own file. ferrite passes that file on, but does not look for
+    // the password in it.
     let log = directory.path().join("another-log");
     let engine = format!("requirepass hush\nlogfile {}\ndaemonize yes\n", log.display());
     let engine = directory.file("engine.conf", &engine);
@@ -217,7 +217,7 @@ fn engine_with_a_password_becomes_ready() {
     server.signal("TERM");
     assert_eq!(server.event("ended")["code"], 0);
 
-    // The password is in ferrite.toml, which ferrite reads.
+    // The password is in ferrite.toml, where ferrite looks for it.
     let mut server = Server::start(
         &directory,
         &Setup { network: &network, engine: "requirepass = \"hush\"", ..Setup::default() },

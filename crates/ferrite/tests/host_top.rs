@@ -183,7 +183,7 @@ fn says_that_it_has_no_tls() {
     assert!(text.contains("the engine's port expects TLS; ferrite top has no TLS"), "{text}");
 }
 
-/// Serves these metrics, and an error for other paths.
+/// Serves [`METRICS`], and an error for other paths. Returns the address.
 fn serve_metrics() -> String {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let address = listener.local_addr().expect("an address").to_string();

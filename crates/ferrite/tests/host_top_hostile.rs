@@ -4,8 +4,8 @@ use std::io::{Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
 use std::process::{Command, Output};
 
-/// Control sequences that a terminal would obey: a title, a colour, and a control character of one
-/// byte.
+/// Control sequences that a terminal would obey: a title, a colour, and one that starts with the
+/// single character CSI (U+009B) instead of ESC.
 const EVIL: &str = "\x1b]0;owned\x07\x1b[31m\u{9b}2J";
 
 /// Serves every connection with `act`. Returns the address.

@@ -16,8 +16,8 @@ const MODULE: &str = "10.0.0.1:6385";
 const GATEWAY: &str = "10.0.0.1:6386";
 const PLAIN_GATEWAY: &str = "10.0.0.1:6387";
 
-/// Metrics that stay 0 in this test. For each one, a file and a text in it: the test that
-/// increments it.
+/// Metrics that may stay 0 in this test: the start of a name without `ferrite_`, then a file and a
+/// text in it, which belongs to a test that increments the metric.
 const MOVED_ELSEWHERE: [(&str, &str, &str); 15] = [
     ("port_counters_overdue", "ferrite-metrics/src/ports.rs", "overdue(\"mlx5_1\", 1)"),
     ("memory_", "ferrite-fabric/tests/pool.rs", "fn every_counter_is_incremented"),
@@ -112,8 +112,8 @@ fn start_relay(to: &str, rdma: &str) -> Running {
     Running::start(&[&["relay", "--to", to, "--rdma", rdma][..], &listen].concat())
 }
 
-/// Sends commands of each kind through the relay and the module, over RDMA. Returns sessions that
-/// are still open.
+/// Sends commands of each kind through the relay and the module, over RDMA. Then kills one session.
+/// Returns two clients, whose connections to the relay it has not closed.
 fn use_module(seen: &mut Seen, engine: &Engine, module: &Admin, relay: &Running) -> [Client; 2] {
     let value = vec![b'x'; 100_000];
     let mut client = Client::to_tcp(&relay.address);

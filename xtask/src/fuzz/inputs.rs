@@ -10,7 +10,8 @@ use anyhow::{Context as _, ensure};
 
 /// The largest number of mutations of one input.
 const MUTATIONS_MAX: u64 = 8;
-/// The largest number of bytes that a mutation inserts, removes or copies.
+/// About the largest number of bytes that a mutation removes, repeats or inserts at random. A
+/// mutation that continues with the end of another input has no limit.
 const CHUNK_MAX: usize = 32;
 /// Byte values at which decoders often change their behaviour.
 const EDGE_VALUES: [u8; 8] = [0, 1, 0x0A, 0x0D, b'0', 0x7F, 0x80, 0xFF];

@@ -1,5 +1,6 @@
 //! Checks which crate of the workspace may depend on which. A layer imports only layers below it.
-//! Products never import each other. ferrite-verbs and ferrite-proto import no workspace crate.
+//! The programs, the module and the Python package never import each other. ferrite-verbs,
+//! ferrite-proto and ferrite-config import no workspace crate.
 
 use std::collections::BTreeSet;
 
@@ -11,7 +12,7 @@ use super::Findings;
 /// The crate with shared test code. Every crate may use it, but only for its tests.
 const TESTKIT: &str = "ferrite-testkit";
 
-/// Each crate with the crates that it may depend on. Includes planned crates.
+/// Each crate with the crates that it may depend on.
 const LAYERS: &[(&str, &[&str])] = &[
     ("ferrite-verbs", &[]),
     ("ferrite-proto", &[]),

@@ -45,8 +45,8 @@ pub(crate) fn string_values(text: &str) -> Vec<String> {
     literals.map(value).collect()
 }
 
-/// Returns the value of a literal's content. Every escape becomes a blank, except a line break and
-/// a quote.
+/// Returns the value of a literal's content. An escaped line break vanishes with the blanks after
+/// it. An escaped quote or backslash becomes that character. Any other escape becomes a blank.
 fn unescape(content: &str, is_raw: bool) -> String {
     if is_raw {
         return content.into();

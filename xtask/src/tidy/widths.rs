@@ -1,9 +1,9 @@
 //! Checks that lines have at most 100 columns, in Rust, Markdown, TOML and scripts.
 //!
 //! Text that cannot be wrapped does not count: a string in Rust or TOML (the columns of its
-//! contents do not count), a table in Markdown, in a doc comment or in the text at the top of a
-//! script, and a line of Markdown that has no second word to wrap at (a long link). Code blocks in
-//! Markdown do not count either, because they show the output of programs.
+//! contents do not count), a table in Markdown, in a comment of Rust or in a script, and a line of
+//! Markdown that has no second word to wrap at (a long link). Code blocks in Markdown do not count
+//! either, because they show the output of programs.
 
 use super::{Findings, is_generated, source};
 

@@ -1,6 +1,7 @@
 //! Quotes bytes so that people can type them again.
 
-/// Appends `bytes` in double quotes. Bytes that are not printable ASCII become `\n` or `\xff`.
+/// Appends `bytes` in double quotes. Bytes that are not printable ASCII become escapes such as `\n`
+/// or `\xff`. Quotes and backslashes get a backslash.
 pub(crate) fn quote(bytes: &[u8], out: &mut Vec<u8>) {
     out.push(b'"');
     for byte in bytes {

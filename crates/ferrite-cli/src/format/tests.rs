@@ -1,4 +1,4 @@
-//! Tests of every type in every style.
+//! Tests of the styles, with replies of every type.
 
 use super::*;
 

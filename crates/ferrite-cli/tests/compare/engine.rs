@@ -8,7 +8,7 @@ pub(crate) fn start(options: &[&str]) -> Engine {
     Engine::redis(&[&own, options].concat())
 }
 
-/// Resets the server to its initial state.
+/// Removes all keys, functions, scripts and statistics.
 pub(crate) fn empty(redis: &Engine) {
     let mut client = redis.client();
     for words in

@@ -18,7 +18,7 @@ pub(crate) struct Exception {
 }
 
 impl Case {
-    /// Returns the reason if the output may differ in a style.
+    /// Returns the reason if the output must differ in a style.
     pub(crate) fn difference(&self, style: &str) -> Option<&str> {
         reason(&self.differs, style)
     }

@@ -35,14 +35,14 @@ mod report;
 mod server;
 mod side;
 
-// The other benchmarks use these, too.
+// `ferrite bench stream` uses these, too.
 pub(super) use report::{PathInfo, size_text};
 pub(super) use side::{device_of, name};
 
 /// The server's default port.
 const DEFAULT_PORT: u16 = 7472;
 pub(super) const SIZE_MAX: u32 = crate::size::MAX;
-/// Limits the links that a client can ask of a server.
+/// The largest number of links that a client can ask of a server, without idle links.
 const LINKS_MAX: u32 = 1024;
 const IDLE_MAX: u32 = 15_000;
 

@@ -148,8 +148,9 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     }
 }
 
-/// Builds a fabric with the default settings except those in `options`. The fabric uses the device
-/// with the address `local`, or all devices if none has this address.
+/// Builds a fabric that sleeps while it waits, until the caller sets another time to busy-poll. It
+/// uses the device with the address `local`, or all devices if `local` is `None` or no device has
+/// this address.
 fn fabric(verbs: &Verbs, local: Option<IpAddr>, options: &Options) -> anyhow::Result<Fabric> {
     let default = Config::default();
     let recv_buffer_size = options.recv_buffer_size.unwrap_or(default.recv_buffer_size);

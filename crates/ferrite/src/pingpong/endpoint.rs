@@ -26,10 +26,10 @@ const CACHE_LINE: usize = 64;
 /// repost late.
 const RECV_DEPTH: u32 = 16;
 const SEND_DEPTH: u32 = 128;
-/// One of this many sends is signaled. Its completion frees the queue entries of all sends up to
-/// it.
+/// One of this many sends or writes is signaled. Its completion frees the queue entries of all
+/// requests up to it.
 const SIGNAL_EVERY: u64 = 50;
-/// The `wr_id` of receives. The `wr_id` of a send is its number, from 1.
+/// The `wr_id` of receives. The `wr_id` of a request in the send queue is its number, from 1.
 const RECV_ID: u64 = u64::MAX;
 /// Number of empty polls between two checks of the connection.
 const SPINS_PER_CHECK: u32 = 1 << 14;
@@ -106,7 +106,8 @@ pub(super) struct Endpoint {
     inline: bool,
     /// Whether the next completion raises an event.
     armed: bool,
-    /// Number of posted sends. The first `reaped` of these are known to have left the queue.
+    /// Number of requests posted to the send queue. The first `reaped` of these are known to have
+    /// left it.
     posted: u64,
     reaped: u64,
 }
@@ -247,7 +248,8 @@ impl Endpoint {
         Ok(())
     }
 
-    /// Waits until a write has reached the last byte of the incoming message.
+    /// Waits until a write has reached the last byte of the incoming message. Then checks the
+    /// number of the message.
     pub(super) fn wait_write(&mut self, round: u64, watch: &Watch) -> anyhow::Result<()> {
         let last = self.stride + self.size - 1;
         let mut spins = 0_u32;

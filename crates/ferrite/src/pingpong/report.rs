@@ -44,7 +44,7 @@ impl Link {
         let gids = context.gids()?;
         let local = id.local_addr();
         // On RoCE the CM uses the GID of the local address. On InfiniBand the address belongs to an
-        // IPoIB interface, and the port has one GID.
+        // IPoIB interface and matches no GID, so all GIDs are candidates.
         let is_local = |entry: &&GidEntry| {
             entry.port == port && local.is_some_and(|local| entry.gid.ip() == local.ip())
         };

@@ -15,7 +15,7 @@ use ferrite_verbs::{CmEventKind, CmId, QueuePair};
 
 /// How often the watcher reads the counter: too rarely to affect the percentiles.
 const TICK: Duration = Duration::from_millis(100);
-/// Progress is shown only after this time.
+/// How long a run must take before its progress is shown.
 const PROGRESS_AFTER: Duration = Duration::from_secs(2);
 
 /// Why a connection ended.
@@ -109,7 +109,7 @@ impl Watch {
         }
     }
 
-    /// Runs `work` while a thread watches the connection.
+    /// Runs `work` while a thread watches the connection. Disconnects if `work` succeeds.
     ///
     /// # Errors
     ///

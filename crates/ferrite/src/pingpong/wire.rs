@@ -54,7 +54,7 @@ pub(super) struct Memory {
     pub(super) rkey: u32,
 }
 
-/// Private data of another protocol or version.
+/// Private data of another protocol or version, or with an invalid field.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Malformed {
     Short { len: usize, wanted: usize },
@@ -156,8 +156,8 @@ impl Memory {
     }
 }
 
-/// Returns the first `N` bytes after a check of magic and version. More bytes may follow: the CM
-/// pads, and later versions may add fields.
+/// Returns the first `N` bytes after a check of magic and version. Ignores the bytes after them,
+/// with which the CM pads.
 fn checked<const N: usize>(bytes: &[u8]) -> Result<&[u8; N], Malformed> {
     let found: &[u8; N] =
         bytes.first_chunk().ok_or(Malformed::Short { len: bytes.len(), wanted: N })?;

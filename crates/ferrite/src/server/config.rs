@@ -1,5 +1,5 @@
-//! The settings of `ferrite server`, from `ferrite.toml` and the environment. The table in
-//! `ferrite-config` has the keys with their defaults and ranges.
+//! The settings of `ferrite server`, from `ferrite.toml`, the environment and the flags. The table
+//! in `ferrite-config` has the keys with their defaults and ranges.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;

@@ -15,7 +15,7 @@ pub(crate) struct ServerError {
 }
 
 impl ServerError {
-    /// Reports an error in the configuration file.
+    /// Reports an error in the settings: in the file, the environment or the flags.
     pub(super) fn config(message: impl Into<String>) -> Self {
         Self { code: USAGE, kind: "config", message: message.into() }
     }
@@ -25,12 +25,14 @@ impl ServerError {
         Self { code: UNAVAILABLE, kind: "absent", message: message.into() }
     }
 
-    /// Reports that the engine or the module is missing, or that the engine does not answer.
+    /// Reports that the engine or the module is missing, that the engine cannot be executed, or
+    /// that it does not answer.
     pub(super) fn cannot_start(message: impl Into<String>) -> Self {
         Self { code: ENGINE, kind: "engine", message: message.into() }
     }
 
-    /// Reports that the engine ended by itself. The exit code is the engine's, but never 0.
+    /// Reports that the engine ended by itself. The exit code is that of [`exit_code()`], but
+    /// never 0.
     pub(super) fn engine(status: ExitStatus, message: impl Into<String>) -> Self {
         let code = if status.success() { ENGINE } else { exit_code(status) };
         Self { code, kind: "engine", message: message.into() }

@@ -6,7 +6,7 @@
 
 use std::path::{Path, PathBuf};
 
-/// Directives that ferrite sets itself.
+/// Directives that ferrite leaves out. It sets them itself.
 const DROPPED: [&str; 2] = ["logfile", "pidfile"];
 /// The depth of nested includes at which ferrite leaves the files to the engine. Files nested this
 /// deeply probably include each other.
@@ -47,8 +47,8 @@ fn split(line: &[u8]) -> (String, String) {
     (name.trim_matches(['"', '\'']).to_ascii_lowercase(), rest.trim().to_owned())
 }
 
-/// Returns the file that an `include` line names. Returns `None` for patterns and relative paths,
-/// which depend on the engine's working directory: the engine reads those files.
+/// Returns the file that an `include` line names. Returns `None` for other directives. Also returns
+/// `None` for patterns, escapes and relative paths: the engine reads those files.
 fn included_file(name: &str, rest: &str) -> Option<PathBuf> {
     let path = rest.strip_prefix('"').and_then(|rest| rest.strip_suffix('"')).unwrap_or(rest);
     let is_plain = path.starts_with('/') && !path.contains(['*', '?', '[', '\\', '"', '\'']);

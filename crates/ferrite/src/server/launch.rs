@@ -138,8 +138,9 @@ pub(super) struct PrivateDir(PathBuf);
 
 impl PrivateDir {
     /// Creates the directory, or takes over an existing one that is ours and closed to others.
+    /// Before that, removes the directories of killed ferrite processes beside it.
     ///
-    /// A killed ferrite with the same process id leaves such a directory. In a container, ferrite
+    /// A killed ferrite with the same process id leaves its directory. In a container, ferrite
     /// usually has the same process id at every start.
     pub(super) fn make(path: &Path) -> anyhow::Result<Self> {
         path.parent().into_iter().for_each(remove_left_over);
@@ -155,8 +156,8 @@ impl PrivateDir {
     }
 }
 
-/// Removes the directories of killed ferrite processes. In such a directory no engine listens any
-/// more, and no process has the id in the directory's name.
+/// Removes the directories of killed ferrite processes. These are the private directories in which
+/// no engine listens and whose name has the id of no running process.
 fn remove_left_over(parent: &Path) {
     for entry in parent.read_dir().into_iter().flatten().flatten() {
         let (path, name) = (entry.path(), entry.file_name());

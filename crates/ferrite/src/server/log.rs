@@ -1,4 +1,5 @@
-//! Writes the engine's log lines to stderr, unchanged or as JSON.
+//! Writes the engine's log lines to stderr, as they are or as JSON. Hides the passwords that the
+//! engine quotes.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -10,7 +11,7 @@ use tokio::task::JoinHandle;
 use super::secret;
 use crate::log;
 
-/// Number of lines kept to explain why an engine did not start. An error in the engine's
+/// Number of lines kept to explain why an engine ended. An error in the engine's
 /// configuration takes four lines.
 const LINES_KEPT: usize = 4;
 /// How long to wait for more output of an engine that has ended. A child process of the engine that
@@ -69,7 +70,7 @@ impl EngineLog {
         Self { tail: Arc::default(), readers: Vec::new() }
     }
 
-    /// Passes `output` on until it ends.
+    /// Starts a task that passes `output` on until it ends.
     pub(super) fn follow(&mut self, output: impl AsyncRead + Unpin + Send + 'static) {
         let tail = Arc::clone(&self.tail);
         self.readers.push(tokio::spawn(async move {

@@ -92,7 +92,8 @@ impl Plan {
         text
     }
 
-    /// Returns the lines of the configuration without passwords.
+    /// Returns the lines of the configuration without passwords. An `include` line stands for the
+    /// user's file.
     pub(super) fn redacted_lines(&self) -> Vec<String> {
         let include = self.engine_config.iter().map(|file| include_line(file));
         let own = self.lines.iter().map(|Line { name, rest }| secret::redact(name, rest));
@@ -168,9 +169,9 @@ fn absolute(path: &Path) -> PathBuf {
     std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
 }
 
-/// The directory of the socket, unless the file names the socket itself.
+/// The directory of the socket, unless the settings name the socket itself.
 enum RuntimeDir {
-    /// Set in the file or by systemd.
+    /// Set in the settings or by systemd.
     Existing(PathBuf),
     /// Created by ferrite.
     Private(PathBuf),

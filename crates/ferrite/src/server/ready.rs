@@ -1,7 +1,7 @@
 //! Waits until the engine is ready: it answers PING, and the module reports what it listens on.
 //!
 //! Queries the Unix socket with a few bytes of RESP. An engine that asks for a password counts as
-//! ready. In that case the supervisor takes the module's state from the log.
+//! ready. In that case the supervisor reports the module's last log line instead of its state.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -33,7 +33,8 @@ pub(super) struct Report {
     /// The address on which the module listens.
     pub(super) address: Option<String>,
     pub(super) devices: Vec<String>,
-    /// Why RDMA is unavailable, and how to fix it.
+    /// Why RDMA is unavailable, and how to fix it. If the status is `unknown`, the module's last
+    /// log line.
     pub(super) reason: Option<String>,
 }
 

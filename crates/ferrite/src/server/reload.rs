@@ -1,4 +1,4 @@
-//! SIGHUP: reads the file again. CONFIG SET passes the module's settings that can change to the
+//! SIGHUP: reads the settings again. CONFIG SET passes the module's settings that can change to the
 //! running engine. Settings of ferrite itself apply at once. The log names all others.
 
 use std::path::Path;
@@ -16,7 +16,7 @@ use crate::reload::Changes;
 const TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Reads the settings again and applies those that can change. Returns the settings that apply from
-/// now on. Returns `None` if the file is wrong; nothing changes then.
+/// now on. Returns `None` if the settings are wrong; nothing changes then.
 pub(super) async fn reload(
     current: &Config,
     sources: Sources<'_>,

@@ -9,7 +9,7 @@ use std::path::Path;
 /// Replaces a secret.
 const HIDDEN: &str = "…";
 /// Parts of names whose values are secrets. A directive that ferrite does not know, of a module or
-/// of a later engine, is hidden if its name contains such a part.
+/// of a later engine, is hidden if its name contains one of these parts.
 const SECRET_PARTS: [&str; 5] = ["pass", "auth", "secret", "token", "credential"];
 /// Names that contain one of [`SECRET_PARTS`] but have no secret value.
 const HARMLESS: [&str; 2] = ["tls-auth-clients", "tls-auth-clients-user"];

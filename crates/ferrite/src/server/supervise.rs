@@ -7,6 +7,9 @@
 //!              ├─ exits ──► error     ├─ exits ──► exit code, or error
 //!              └──────────────────────┴─ SIGTERM, SIGINT ──► stop the engine ──► exit
 //! ```
+//!
+//! A restarted engine that exits before it is ready is restarted again, up to `restart_limit`. An
+//! engine that does not answer in time is stopped, and ferrite exits with an error.
 
 use std::os::unix::process::ExitStatusExt as _;
 use std::process::ExitStatus;
@@ -27,7 +30,7 @@ use super::{ServerError, Sources, events};
 
 /// The longest delay before a restart.
 const DELAY_MAX: Duration = Duration::from_secs(30);
-/// An engine that was ready for this long resets the count of restarts.
+/// How long an engine must be ready to reset the count of restarts.
 const STABLE_AFTER: Duration = Duration::from_secs(60);
 /// The start-up time that ferrite asks systemd for, each time the engine reports that it is
 /// loading.
@@ -88,9 +91,9 @@ impl<'a> Supervisor<'a> {
         })
     }
 
-    /// Runs engines until one ends that is not restarted. Returns the exit status of that engine.
-    /// If it failed, and any engine has been ready, prints the `ended` event before the caller
-    /// prints the error.
+    /// Runs engines until one ends that is not restarted. Returns the exit status of that engine,
+    /// or an error if it failed. Before it returns an error, prints the `ended` event if any engine
+    /// has been ready.
     pub(super) async fn run(mut self) -> anyhow::Result<ExitStatus> {
         let ended = self.run_all().await;
         let error = ended.as_ref().err().and_then(|error| error.downcast_ref::<ServerError>());

@@ -1,5 +1,5 @@
-//! The state of the screen, and what keys do to it. This module knows nothing about terminals and
-//! sources.
+//! The state of the screen, and what keys do to it. This module neither draws nor reads from a
+//! source.
 
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 
@@ -71,9 +71,10 @@ pub(super) struct App {
     pub(super) mode: Mode,
     /// The id of the selected session. The session stays selected when the order changes.
     pub(super) selected: Option<u64>,
-    /// The box that is drawn first: a small terminal has no space for all boxes.
+    /// Index of the box that is drawn first, modulo the number of boxes. A small terminal has no
+    /// space for all of them.
     pub(super) first_box: usize,
-    /// The first counter that is shown.
+    /// Index of the first counter that is shown, in the order of [`App::counters`].
     pub(super) first_counter: usize,
 }
 
@@ -167,8 +168,9 @@ impl App {
         self.snapshot.as_ref()?.sessions.iter().flatten().find(|session| session.id == selected)
     }
 
-    /// Selects the first session if the selected one is gone. Keeps the selection while a box shows
-    /// the details of the selected session or asks whether to kill it.
+    /// Selects the first session if the selected one is gone or does not match the filter. Keeps
+    /// the selection while a box shows the details of the selected session or asks whether to kill
+    /// it.
     fn keep_selection(&mut self) {
         let sessions = self.sessions();
         if sessions.iter().any(|session| Some(session.id) == self.selected) {

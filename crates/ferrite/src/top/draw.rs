@@ -244,7 +244,7 @@ const COLUMNS: [(&str, Option<Sort>, Constraint); 11] = [
     ("out", Some(Sort::Out), Constraint::Length(10)),
     ("held", Some(Sort::Held), Constraint::Length(10)),
 ];
-/// Columns from this one on are numbers.
+/// Index of the first column that is aligned to the right.
 const FIRST_NUMBER: usize = 5;
 
 fn draw_sessions(frame: &mut Frame<'_>, app: &App, area: Rect) {

@@ -1,4 +1,4 @@
-//! The module of an engine, over FERRITE and INFO commands on the engine's own port.
+//! The module of an engine, over FERRITE and INFO commands on the engine's own port or Unix socket.
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
@@ -81,8 +81,8 @@ impl Engine {
         Self { address, credentials, connection: None }
     }
 
-    /// Runs a command on the open connection, or on a new one. After a failure, the next command
-    /// connects again.
+    /// Runs a command on the open connection, or on a new one. If the connection fails, the next
+    /// command connects again. An error reply keeps the connection.
     fn request<T>(
         &mut self,
         words: &[&str],

@@ -14,7 +14,8 @@ use crate::latency::two_decimals;
 pub(super) struct Snapshot {
     /// The program and its version.
     pub(super) program: String,
-    /// The module's state and its devices; empty if the source has none.
+    /// The module's state, address and devices. With an admin port, `no listener` if the program
+    /// does not listen, otherwise empty.
     pub(super) status: String,
     /// The sessions; `None` if the source does not list them.
     pub(super) sessions: Option<Vec<Session>>,
@@ -24,7 +25,7 @@ pub(super) struct Snapshot {
     pub(super) totals: BTreeMap<&'static str, u64>,
     /// Links over TCP instead of RDMA, by cause. Causes that did not occur are left out.
     pub(super) fallbacks: BTreeMap<String, u64>,
-    /// Pinned memory in bytes, by use.
+    /// Pinned memory in bytes, by use, and its limit.
     pub(super) memory: BTreeMap<&'static str, u64>,
     pub(super) latency: Vec<LatencyRow>,
     /// Counters of devices that are not zero, by name. If they come from an admin port, the name

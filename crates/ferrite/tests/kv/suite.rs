@@ -9,7 +9,8 @@ use std::time::Instant;
 use ferrite_testkit::{Engine, TIMEOUT, TempDir, process, until};
 use serde_json::Value;
 
-/// The gateway's address, the clients' options and the RDMA policy of a test.
+/// The gateway's address, the clients' options, the RDMA policy and the expected transport of a
+/// test.
 pub(crate) struct Network {
     pub(crate) listen: &'static str,
     pub(crate) client: &'static [&'static str],
@@ -20,8 +21,8 @@ pub(crate) struct Network {
 struct Process(Child);
 
 impl Process {
-    /// Returns whether the gateway runs slow device calls on threads of their own. Without a device
-    /// there are no such threads.
+    /// Returns whether the gateway or the relay runs slow device calls on threads of their own.
+    /// Without a device it has none of these threads.
     fn has_command_threads(&self) -> bool {
         let threads =
             std::fs::read_dir(format!("/proc/{}/task", self.0.id())).expect("its threads");
@@ -204,8 +205,8 @@ pub(crate) fn gateway_carries_every_kind_of_load(network: &Network) {
         .iter()
         .map(|kind| ended["sessions"][kind].as_u64().expect("a count"))
         .sum();
-    // Each case that reads has an additional connection, which writes the keys first. Each case has
-    // another connection, which removes the keys.
+    // Each case that reads has an additional connection, which writes the keys first. Each case,
+    // and the run with the plot, has another connection, which removes the keys.
     let removals = cases.len() as u64 + 1;
     assert_eq!(sessions, 10 + 10 + 1 + 3 + 3 + 1 + 10 + 1 + 10 + 1 + 10 + removals, "{ended}");
     assert!(ended["to_client_bytes"].as_u64().is_some_and(|bytes| bytes > 10_000), "{ended}");

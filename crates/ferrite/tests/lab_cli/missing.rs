@@ -1,4 +1,5 @@
-//! The messages of the commands if a library, a device, a permission or memory is missing.
+//! The messages of the commands if a library, the connection manager, a device, a permission or
+//! memory is missing, or if a port is down.
 
 use std::process::{Command, Output};
 

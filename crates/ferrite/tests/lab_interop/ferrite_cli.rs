@@ -6,7 +6,8 @@ use serde_json::{Value, json};
 use crate::server::{TestServer, bytes, text};
 use crate::{LONG, SIZES, SOON};
 
-/// Runs each command in a process of its own, and checks the reported transport.
+/// Runs commands, each in a process of its own or as lines of one process, and checks the reported
+/// transport.
 pub(crate) fn cli_commands(server: &mut TestServer) {
     assert_eq!(server.ferrite_cli(&["PING"], b"", SOON), b"PONG\n");
     let transport_info = format!("over RDMA, device rxe2, to {}\n", server.description());

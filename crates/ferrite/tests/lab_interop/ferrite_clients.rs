@@ -152,7 +152,7 @@ pub(crate) fn client_subscriptions(server: &mut TestServer) {
     });
 }
 
-/// Opens a hundred connections at a time, each with a value of its own.
+/// Keeps a hundred connections open at the same time. Each writes and reads a key of its own.
 pub(crate) fn client_many(server: &mut TestServer) {
     run(&server.address(), async |client| {
         let client = client.build();
@@ -179,8 +179,8 @@ pub(crate) fn client_many(server: &mut TestServer) {
     server.until("clients are gone", SOON, || server.info("connected_clients") == 1);
 }
 
-/// After a restart of the server, commands that were in flight have failed. Later commands succeed,
-/// again over RDMA.
+/// Commands fail while the engine is stopped. After a restart of the engine they succeed, again
+/// over RDMA.
 pub(crate) fn client_reconnects(server: &mut TestServer) {
     run(&server.address(), async |client| {
         let mut connection = connect(server, &client.build()).await;

@@ -2,8 +2,8 @@
 //!
 //! The clients are Valkey's own programs and Ferrite's (`ferrite-client`, `ferrite-cli`, `ferrite
 //! bench kv`). The servers are Ferrite's gateway, Ferrite's module in Valkey's server, and the RDMA
-//! listener of Valkey's server itself. All combinations run the same tests. A test that also fails
-//! with Valkey's listener shows no fault of Ferrite.
+//! listener of Valkey's server itself. Most tests run with every server. If a test also fails with
+//! Valkey's listener, that is no fault of Ferrite.
 //!
 //! The tests compare a client's output with the engine's data, which they read over the engine's
 //! Unix socket. Every step has a time limit, because these clients may wait forever for a message

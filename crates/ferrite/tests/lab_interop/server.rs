@@ -184,7 +184,7 @@ impl TestServer {
     }
 
     /// Runs a command through the engine's Unix socket. Returns the bytes of a string, or a line
-    /// without its type character.
+    /// without its type character. Returns no bytes for null.
     pub(crate) fn engine(&self, arguments: &[&str]) -> Vec<u8> {
         let reply = self.engine.client().raw(arguments);
         match Reply::parse(&reply) {
@@ -312,7 +312,8 @@ impl Process {
         (output, code)
     }
 
-    /// Waits until the process ends. Returns its exit code, or `None` if it is still running.
+    /// Waits until the process ends. Returns its exit code, or `None` if it is still running. The
+    /// code is `None` if a signal ended it.
     fn wait(&mut self, limit: Duration) -> Option<Option<i32>> {
         exit_within(&mut self.0, limit).map(|status| status.code())
     }
@@ -362,7 +363,7 @@ impl RunningClient {
     }
 
     /// Waits until the client ends by itself. Returns its exit code, or `None` if it is still
-    /// running.
+    /// running or a signal ended it.
     pub(crate) fn finish(&mut self, limit: Duration) -> Option<i32> {
         self.child.wait(limit).flatten()
     }

@@ -172,8 +172,7 @@ fn program(directory: &ferrite_testkit::TempDir, script: &str) -> PathBuf {
     program
 }
 
-/// A program that is not an engine ends at once with code 0. So does an engine that prints its
-/// version.
+/// A program that is not an engine may end at once with code 0.
 #[test]
 fn reports_an_engine_that_ends_with_code_0_before_it_is_ready() {
     let directory = directory();

@@ -48,7 +48,8 @@ pub(super) fn client(side: &Side, case: &Case) -> anyhow::Result<(Transferred, u
     })
 }
 
-/// Runs the server's side. For send, receives all messages and returns their number.
+/// Runs the server's side. For send, receives all messages and returns their number. Does nothing
+/// for other operations, and returns 0.
 pub(super) fn server(side: &Side, op: Op, size: u32) -> anyhow::Result<u64> {
     if op != Op::Send {
         return Ok(0);

@@ -15,7 +15,7 @@ use super::protocol::{Reply, Request, Resources, send_control};
 use super::side::Side;
 use crate::exit::fabric_kind_name;
 
-/// Limits the time to open all idle links.
+/// The time limit for opening all idle links.
 const TIMEOUT: Duration = Duration::from_secs(600);
 /// Number of links closed at a time: as many as the fabric opens at a time.
 const CLOSING: usize = 64;
@@ -32,7 +32,7 @@ pub(super) struct Figures {
     pub(super) asked: u32,
     pub(super) open: usize,
     pub(super) seconds: f64,
-    /// Bytes that the server has pinned for each link.
+    /// Bytes that the server has pinned in addition, on average for each idle link.
     pub(super) pinned_bytes_per_link: f64,
     /// Number of links that were still open after the measurements.
     pub(super) kept: usize,

@@ -31,7 +31,7 @@ pub(super) fn client(side: &Side, case: &Case) -> anyhow::Result<RoundTrips> {
     Ok(recorder.finish())
 }
 
-/// Runs the server's side. Returns the number of rounds.
+/// Runs the server's side. Returns the number of rounds, or 0 for read, which needs no work here.
 pub(super) fn server(side: &Side, op: Op, size: u32) -> anyhow::Result<u64> {
     match op {
         Op::Send => side.fabric.block_on(pong(side, size)),

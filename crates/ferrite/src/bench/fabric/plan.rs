@@ -85,7 +85,8 @@ fn fitting_window(window: u32, limits: QueueLimits, size: u32) -> u32 {
     u32::try_from(messages).unwrap_or(window).max(1)
 }
 
-/// The number of operations that are left to do: the warm-up, then the measured ones.
+/// The operations that are left to do: those of the warm-up, then the measured ones. A number or a
+/// time limits the measured ones.
 #[derive(Debug)]
 pub(super) struct Budget {
     left: u64,
@@ -195,7 +196,7 @@ mod tests {
         ]);
         let shown: Vec<_> =
             cases.iter().map(|case| (case.op, case.size, case.window, case.warmup)).collect();
-        // The queue of 16 MiB limits the window.
+        // The queue of 16 MiB limits the window of the operations of 2 MiB.
         let expected = [
             (Op::Read, 2 << 20, 8, 24),
             (Op::Read, 8 << 10, 16, 48),

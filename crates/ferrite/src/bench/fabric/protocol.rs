@@ -19,7 +19,8 @@
 //!   end, and closes
 //! ```
 //!
-//! Each grant is sent as plain bytes, over the link to which it belongs.
+//! For the latency of write, the client sends grants, too. Each grant is sent as plain bytes on
+//! channel 0, over the link to which it belongs.
 
 use anyhow::{Context as _, ensure};
 use ferrite_fabric::wire::GrantToken;

@@ -78,8 +78,9 @@ impl Side {
     }
 }
 
-/// Builds a fabric with the default settings except those in `options`. The fabric uses the device
-/// with the address `local`, or all devices if none has this address. It sleeps while it waits.
+/// Builds a fabric that requires RDMA, allows the largest messages and the most links of a
+/// benchmark, and sleeps while it waits. It uses the device with the address `local`, or all
+/// devices if `local` is `None` or no device has this address.
 pub(super) fn fabric(
     verbs: &Verbs,
     local: Option<IpAddr>,

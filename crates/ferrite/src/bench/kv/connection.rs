@@ -16,7 +16,8 @@ use super::keys::{Keys, Random};
 use super::run::{LONGEST_NS, Run, SharedRun};
 use super::{Options, Test};
 
-/// How long a server may take to answer a batch.
+/// How long a server may take to answer a batch. In an open loop, this is also how long after the
+/// measured time a connection may still send batches that are overdue.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The parameters that all connections of a turn share.
@@ -36,7 +37,7 @@ pub(super) struct LoadConnection {
     random: Random,
     pipeline: u32,
     gets: u8,
-    /// The arguments of AUTH: a password, or a user and a password.
+    /// The arguments of AUTH: a password, or a user and a password; empty without a password.
     credentials: Vec<String>,
     warmup: Duration,
     /// The time between two batches of this connection, in an open loop.
@@ -95,7 +96,7 @@ impl LoadConnection {
         let started = Instant::now();
         let (mut from, mut until) = (started + self.warmup, started + self.warmup + plan.measured);
         let mut is_warm = self.interval.is_some();
-        // A random offset spreads the connections over the interval.
+        // In an open loop, a random offset spreads the connections over the interval.
         let mut due = started
             + self.interval.map_or(Duration::ZERO, |interval| {
                 interval.mul_f64(self.random.next() as f64 / u64::MAX as f64)

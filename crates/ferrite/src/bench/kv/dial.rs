@@ -39,7 +39,8 @@ impl Dialer {
         }
         let server =
             options.server.context("no server given: give the server's address, or --unix")?;
-        // Four receives for each connection, so that all connections can receive replies at once.
+        // Four receives for each connection, but at least 64 and at most 512. Up to 512 connections
+        // can then receive a reply at the same time.
         let recv_queue_depth = options.connections.saturating_mul(4).clamp(64, 512);
         let config =
             Config { busy_poll_us: options.busy_poll_us, recv_queue_depth, ..client_config() };

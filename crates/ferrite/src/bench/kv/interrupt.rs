@@ -14,7 +14,7 @@ use crate::signals::Signals;
 pub(super) struct Interrupt(watch::Receiver<bool>);
 
 impl Interrupt {
-    /// Handles both signals from now on.
+    /// Handles SIGINT and SIGTERM from now on.
     pub(super) fn new(progress: Progress) -> anyhow::Result<Self> {
         let (sender, receiver) = watch::channel(false);
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;

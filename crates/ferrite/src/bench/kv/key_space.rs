@@ -25,9 +25,9 @@ impl KeySpace {
         format!("{}{key}", self.prefix)
     }
 
-    /// Records that a command with a key of this run is about to be sent.
+    /// Records that a command is about to be sent that may write a key of this run.
     pub(super) fn mark_written(&self) {
-        // Reads first, to write only once: all threads share this cache line.
+        // Reads first, to write rarely: all threads share this cache line.
         if !self.is_written() {
             self.is_written.store(true, Ordering::Relaxed);
         }

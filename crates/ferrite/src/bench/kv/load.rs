@@ -37,7 +37,7 @@ pub(super) struct Turn<'a> {
 /// The state that the threads of a turn share.
 struct Shared {
     plan: Plan,
-    /// All connections start when the last one is open.
+    /// All connections start when the last one is open and authenticated.
     start: Barrier,
     /// One for each connection.
     runs: Vec<SharedRun>,
@@ -96,7 +96,8 @@ impl Turn<'_> {
         Ok((total, failure))
     }
 
-    /// Runs the connections of one thread, until the end or until another thread fails.
+    /// Runs the connections of one thread until the measured time is over, another thread fails or
+    /// a signal arrives.
     fn run_thread(
         &self,
         thread: u32,

@@ -64,7 +64,7 @@ pub(super) fn length(options: &Options) -> u64 {
     u64::try_from(each.as_millis()).unwrap_or(u64::MAX).saturating_mul(series as u64)
 }
 
-/// Runs all tests. Calls `save` after each of them.
+/// Runs the tests in their order until one fails. Calls `save` after each of them.
 ///
 /// # Errors
 /// Fails if a transport of a comparison is missing, if the keys cannot be written, or if the CPU

@@ -21,7 +21,7 @@ pub(super) fn date() -> &'static str {
     &DATE
 }
 
-/// Returns the command line as a shell would accept it.
+/// Returns the command line as a shell would accept it, with `***` for passwords.
 pub(super) fn command_line() -> String {
     let words = std::env::args_os().skip(1).map(|word| word.to_string_lossy().into_owned());
     format!("ferrite {}", quoted(words))

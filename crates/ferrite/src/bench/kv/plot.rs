@@ -18,7 +18,7 @@ const LABEL_HEIGHT: f64 = 17.0;
 /// The width, in characters, at which the text below the plot is wrapped.
 const FOOTER_CHARACTERS: usize = 118;
 const FOOTER_LINES: usize = 3;
-/// Points of a line for each nine of the percentile.
+/// Number of points of a line for each nine of the percentile.
 const STEPS_PER_NINE: u32 = 8;
 const NINES_MAX: u32 = 6;
 /// Colours that people with colour blindness can tell apart.

@@ -234,7 +234,7 @@ impl<'a> Report<'a> {
             |cells: &dyn Fn(&Row) -> usize| self.results.iter().map(cells).max().unwrap_or(0);
         let test_width = width(&|row| row.test.chars().count()).max(4) + 2;
         let transport_width = match self.transport {
-            Some(_) => 0, // in the first line
+            Some(_) => 0, // the title names the transport
             None => width(&|row| row.transport.chars().count()).max(9) + 2,
         };
         let has_cpu = self.results.iter().any(|row| row.server_cpu_us_per_request.is_some());

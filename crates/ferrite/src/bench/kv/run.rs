@@ -23,7 +23,7 @@ pub(super) struct Run {
     pub(super) late: u64,
     /// All requests, including those of the warm-up.
     pub(super) all_requests: u64,
-    /// In nanoseconds.
+    /// The latencies of the requests within the measured time, in nanoseconds.
     pub(super) latency: Histogram<u64>,
 }
 
@@ -41,7 +41,7 @@ impl Run {
         })
     }
 
-    /// Adds a result that was measured at the same time.
+    /// Adds a result that was measured at the same time as this one.
     pub(super) fn add_concurrent(&mut self, other: &Self) {
         let seconds = self.seconds.max(other.seconds);
         self.add_next(other);

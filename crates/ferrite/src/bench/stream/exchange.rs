@@ -35,7 +35,7 @@ pub(super) struct Measured {
     pub(super) rounds: RoundTrips,
 }
 
-/// The longest request.
+/// The longest request, in bytes.
 const LINE_MAX: usize = 1024;
 
 pub(super) async fn run_client<S>(stream: &mut S, test: &Test) -> anyhow::Result<Measured>
