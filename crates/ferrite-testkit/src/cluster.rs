@@ -1,4 +1,5 @@
-//! A cluster node that knows another node, which does not exist. One engine is enough for redirects.
+//! A cluster node that knows another node, which does not exist. So one engine is enough to test
+//! redirects.
 
 use std::path::Path;
 

@@ -323,6 +323,7 @@ fn a_closed_stdout_does_not_fail_a_gateway_or_a_relay() {
             .spawn()
             .expect("ferrite starts");
         assert_eq!(first_event(&mut process)["event"], "listening");
+        drop(process.stdout.take());
         signal("TERM", process.id());
         assert_eq!(process.wait().expect("it ends").code(), Some(0), "{arguments:?}");
     }

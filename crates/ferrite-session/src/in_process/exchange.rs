@@ -152,7 +152,12 @@ impl<C: Client> InProcessSession<'_, C> {
         // Before authentication a run has few replies. They are all received even if the client
         // does not read, because other sessions wait for the permit.
         let replies_max = if is_authenticated || !is_streaming { REPLIES_MAX } else { BEFORE_AUTH };
-        let mut read_buffer = vec![0; if is_streaming { STREAM_READ } else { READ_AHEAD }];
+        let read_size = match (is_streaming, is_authenticated) {
+            (true, true) => STREAM_READ,
+            (true, false) => BEFORE_AUTH,
+            (false, _) => READ_AHEAD,
+        };
+        let mut read_buffer = vec![0; read_size];
         let (mut sent, mut client_ended, mut is_given_up) = (0, false, false);
         let mut check_interval = FIRST_CHECK;
         loop {

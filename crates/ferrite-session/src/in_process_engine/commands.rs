@@ -20,7 +20,7 @@ pub struct Callable {
     pub unblocks: bool,
     /// Whether the command is GET: its only argument is a key, and its reply is the key's value.
     pub reads_string: bool,
-    /// Whether the command may have several keys, or keys at positions that depend on its arguments.
+    /// Whether the command may have several keys, or keys whose positions depend on its arguments.
     pub has_several_keys: bool,
 }
 

@@ -8,7 +8,7 @@ use ferrite_proto::resp::{
 
 /// The limit in bytes before authentication. It applies separately to unread replies, to incomplete
 /// commands, and to input that is read ahead. With all three and its other memory, a session stays
-/// below 64 KiB, except while it streams a large command.
+/// below 64 KiB.
 pub(crate) const BEFORE_AUTH: usize = 8 << 10;
 /// Commands beyond this size are streamed to the engine while they arrive, instead of being
 /// gathered here.

@@ -72,7 +72,7 @@ fn bench_measures_streams() {
     );
     let (code, served) = server.finish();
     assert_eq!(code, Some(0));
-    assert!(served.contains("on rxe1: tests 3"), "{served}");
+    assert!(served.contains("on rxe1, number of tests: 3"), "{served}");
 }
 
 #[test]
