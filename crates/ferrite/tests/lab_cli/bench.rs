@@ -246,15 +246,22 @@ fn bench_fabric_names_a_server_of_another_protocol() {
     assert!(elapsed < ANSWER_TIMEOUT * slowdown(), "{elapsed:?}");
 }
 
-/// A server that accepts the connection and stays silent does not block the benchmark for ever.
+/// A server that accepts the connection and stays silent does not block the benchmark for ever. A
+/// server that measures with another client is silent.
 #[test]
 fn bench_fabric_does_not_wait_for_a_silent_peer() {
-    let server = Server::of(STREAM, &[]); // sends nothing before its client does
+    let server = Server::of(BENCH, &[]);
+    let before = packets_sent();
+    let mut first = server.start_client(&["--seconds", "600"]);
+    wait_for_traffic(before);
     let started = Instant::now();
-    let output = output(&["bench", "fabric", &server.address, "--local", "10.0.0.2"]);
+    let output = server.run_client(&[]);
+    let elapsed = started.elapsed();
+    first.kill().expect("still running");
+    first.wait().expect("it ends");
     let message = text(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{message}");
     let why = format!("{}: connected, but no answer within 10 s: ", server.address);
     assert!(message.contains(&why), "{message}");
-    assert!(started.elapsed() < 2 * ANSWER_TIMEOUT * slowdown(), "{:?}", started.elapsed());
+    assert!(elapsed < 2 * ANSWER_TIMEOUT * slowdown(), "{elapsed:?}");
 }

@@ -101,7 +101,9 @@ fn explains_a_missing_permission() {
                   in again, or restart the service.";
     for (arguments, file) in [
         (&["pingpong", "--listen", "10.0.0.1:7490"][..], "/dev/infiniband/rdma_cm"),
-        (&["gateway", "--rdma", "require", "--listen", "10.0.0.1"], "/dev/infiniband/uverbs0"),
+        // It asks the connection manager which device has the address.
+        (&["gateway", "--rdma", "require", "--listen", "10.0.0.1"], "/dev/infiniband/rdma_cm"),
+        (&["gateway", "--rdma", "require", "--listen", "0.0.0.0"], "/dev/infiniband/uverbs0"),
         (&["devices"], "/dev/infiniband/uverbs0"),
     ] {
         let output = as_nobody(close, arguments);
@@ -121,7 +123,7 @@ fn names_the_whole_memory_that_is_needed() {
         let limit = format!("{open} && ulimit -l {}", mib << 10);
         as_nobody(&limit, arguments)
     };
-    let gateway = ["gateway", "--rdma", "require", "--listen", "10.0.0.1:7491"];
+    let gateway = ["gateway", "--rdma", "require", "--listen", "0.0.0.0:7491"];
     let output = limited(8, &gateway);
     let message = text(&output.stderr);
     assert_eq!(output.status.code(), Some(69), "{message}");
