@@ -229,13 +229,14 @@ fn describe_rdma(session: &Session) -> String {
     format!("over RDMA{device}, {peer}")
 }
 
-/// Returns an error with all its causes, and the fix if one is known.
+/// Returns an error with all its causes, and the fix if one is known. Leaves out a cause that the
+/// text already contains.
 pub(crate) fn with_remedy(error: &anyhow::Error) -> String {
     let mut text = String::new();
     for cause in error.chain().map(ToString::to_string) {
         if text.is_empty() {
             text = cause;
-        } else if !text.ends_with(&cause) {
+        } else if !text.contains(&cause) {
             let _ = write!(text, ": {cause}");
         }
     }

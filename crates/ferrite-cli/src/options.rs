@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, anyhow, ensure};
 use clap::{ArgAction, Parser, ValueEnum};
-use ferrite_config::number;
+use ferrite_config::{exit_code, number};
 use ferrite_fabric::Rdma;
 use ferrite_proto::resp::unquote;
 use ferrite_session::{Host, ServerUrl, TlsFiles};
@@ -33,7 +33,7 @@ use crate::settings::{Address, Mode, Protocol, Scan, Settings, Tls};
     disable_version_flag = true,
     args_override_self = true,
     override_usage = "ferrite-cli [OPTIONS] [COMMAND [ARGUMENT]...]",
-    after_help = HELP
+    after_help = help()
 )]
 pub(crate) struct Options {
     /// Command and its arguments; without one, commands are read from the prompt or from stdin
@@ -254,10 +254,11 @@ At the prompt:
   Ctrl-C                   cancel a blocked command
   exit                     leave
 The history is stored in ~/.ferritecli_history, or in the file named by FERRITECLI_HISTFILE, without
-commands that contain passwords.
+commands that contain passwords.";
 
-Exit codes: 0 success, even if a reply is an error (see -e); 1 failure; 2 wrong usage; 69 RDMA is
-required, but this host has no usable RDMA.";
+fn help() -> String {
+    format!("{HELP}\n\n{}", exit_code::help_of_cli())
+}
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum YesNo {

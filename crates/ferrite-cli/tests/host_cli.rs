@@ -130,10 +130,18 @@ fn reports_connection_errors_and_wrong_usage() {
             "{wrong:?}"
         );
     }
-    assert!(stdout(&cli(&["-h"]).output().expect("start ferrite-cli")).contains("Exit codes:"));
     assert!(
         stdout(&cli(&["-v"]).output().expect("start ferrite-cli")).starts_with("ferrite-cli 0.")
     );
+}
+
+#[test]
+fn help_has_the_exit_codes_of_the_table() {
+    for word in ["-h", "--help"] {
+        let help = stdout(&cli(&[word]).output().expect("start ferrite-cli"));
+        assert!(help.contains(&ferrite_config::exit_code::help_of_cli()), "{help}");
+        assert_eq!(help.matches("Exit codes").count(), 1, "{help}");
+    }
 }
 
 #[test]

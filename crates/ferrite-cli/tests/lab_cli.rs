@@ -23,6 +23,8 @@ use tokio::runtime::Runtime;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
+const CLI: &str = env!("CARGO_BIN_EXE_ferrite-cli");
+
 /// A gateway in this process, with a server behind it.
 struct TestServer {
     redis: Engine,
@@ -156,7 +158,7 @@ fn connects_by_uri() {
 #[test]
 fn shows_the_transport_in_the_prompt() {
     let server = TestServer::start();
-    let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite-cli"));
+    let mut command = Command::new(CLI);
     command.args(server.rdma_options()).env("FERRITECLI_HISTFILE", "/dev/null");
     let mut terminal = Terminal::start(&command, 120, 40);
     let screen = &mut terminal.screen;
@@ -205,4 +207,114 @@ fn falls_back_to_tcp() {
         "{stderr}"
     );
     assert_eq!(run(&[]), (Some(0), "PONG\n".into(), String::new()));
+}
+
+/// The fix for a missing permission.
+const PERMISSION: &str = "(to do: add the user to the group of the files in /dev/infiniband \
+                          (usually rdma), or write a udev rule (KERNEL==\"uverbs*|rdma_cm\", \
+                          MODE=\"0666\"); then log in again, or restart the service)";
+/// Makes the device files usable for everybody.
+const OPEN: &str = "chmod 666 /dev/infiniband/*";
+
+/// Returns ferrite-cli as a user without rights, in a mount namespace of its own. The shell command
+/// `prepare` runs before, as root.
+fn as_nobody(prepare: &str, words: &[&str]) -> Command {
+    let nobody = "exec setpriv --reuid=65534 --regid=65534 --clear-groups";
+    let line = format!("{prepare} && {nobody} {CLI} {}", words.join(" "));
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "sh", "-c", &line]).env_remove("REDISCLI_AUTH");
+    command
+}
+
+/// Runs ferrite-cli as a user without rights. Returns its exit code, its stdout and its stderr.
+fn run_as_nobody(prepare: &str, words: &[&str]) -> (Option<i32>, String, String) {
+    let output = as_nobody(prepare, words).output().expect("start unshare");
+    let [stdout, stderr] =
+        [output.stdout, output.stderr].map(|text| String::from_utf8(text).expect("UTF-8"));
+    (output.status.code(), stdout, stderr)
+}
+
+/// Runs PING as a user without rights on a terminal, where RDMA is preferred. Returns the lines
+/// before the reply.
+fn lines_on_terminal(prepare: &str, words: &[&str]) -> Vec<String> {
+    let command = as_nobody(prepare, &[words, &["PING"]].concat());
+    let (status, text) = Terminal::start(&command, 2000, 30).finish();
+    assert!(status.success(), "{text}");
+    let mut lines: Vec<_> = text.lines().map(|line| line.trim_end().to_owned()).collect();
+    assert_eq!(lines.pop().as_deref(), Some("PONG"), "{text}");
+    lines
+}
+
+/// Returns the number of MiB that a message names as needed in all.
+fn needed_mib(message: &str) -> u64 {
+    let number = message.split("about ").nth(1).and_then(|rest| rest.split(' ').next());
+    number.and_then(|number| number.parse().ok()).unwrap_or_else(|| panic!("{message}"))
+}
+
+/// The usual limit of locked memory suffices for one of the two devices. Over the other device,
+/// ferrite-cli names the limit, the memory that it needs in all, and the fix.
+#[test]
+fn names_the_whole_memory_that_is_needed() {
+    let limit = |mib: u64| format!("{OPEN} && ulimit -l {}", mib << 10);
+    let parts = [
+        "the locked-memory limit is 8 MiB",
+        " MiB are needed in all, for 2 devices",
+        "(to do: raise the locked-memory limit: LimitMEMLOCK=infinity in the systemd unit",
+    ];
+    let check = |line: &str| {
+        assert!(parts.iter().all(|part| line.matches(part).count() == 1), "{line}");
+        needed_mib(line)
+    };
+    let server = TestServer::start();
+    let ping = |mib: u64, local: &str| {
+        let options = ["-h", "10.0.0.1", "-p", &server.port, "--local", local];
+        let words = [&options[..], &["--rdma", "require", "--verbose", "PING"]].concat();
+        run_as_nobody(&limit(mib), &words)
+    };
+    let pong = |device: &str| {
+        let transport = format!("over RDMA, device {device}, to a Ferrite gateway\n");
+        (Some(0), "PONG\n".to_owned(), transport)
+    };
+    assert_eq!(ping(8, "10.0.0.2"), pong("rxe2"));
+    let (code, stdout, stderr) = ping(8, "10.0.0.1");
+    assert_eq!((code, stdout.as_str()), (Some(69), ""), "{stderr}");
+    assert_eq!(stderr.lines().count(), 1, "{stderr}");
+    let needed = check(&stderr);
+    assert!(needed > 8, "{stderr}");
+    assert_eq!(ping(needed, "10.0.0.1"), pong("rxe1"));
+    assert_eq!(ping(needed, "10.0.0.2"), pong("rxe2"));
+    server.end();
+
+    let port = free_port().to_string();
+    let _redis = engine::start(&["--bind", "10.0.0.1", "--protected-mode", "no", "--port", &port]);
+    let options = ["-h", "10.0.0.1", "-p", &port, "--local", "10.0.0.1"];
+    for (explicit, begin) in [
+        (&[][..], "warning: RDMA is unavailable ("),
+        (&["--rdma", "prefer"], "over TCP: RDMA is unavailable: "),
+    ] {
+        let lines = lines_on_terminal(&limit(8), &[&options, explicit].concat());
+        let [line] = &lines[..] else { panic!("{lines:?}") };
+        assert!(line.starts_with(begin), "{line}");
+        assert_eq!(check(line), needed, "{line}");
+    }
+}
+
+#[test]
+fn explains_a_missing_permission() {
+    // Copies of the device files that only root may use.
+    let close = "cp -a /dev/infiniband /tmp/closed-$$ && chmod 600 /tmp/closed-$$/* &&
+                 mount --bind /tmp/closed-$$ /dev/infiniband";
+    let port = free_port().to_string();
+    let _redis = engine::start(&["--bind", "10.0.0.1", "--protected-mode", "no", "--port", &port]);
+    let options = ["-h", "10.0.0.1", "-p", &port, "--local", "10.0.0.2"];
+    let required = [&options[..], &["--rdma", "require", "PING"]].concat();
+    let (code, stdout, stderr) = run_as_nobody(close, &required);
+    assert_eq!((code, stdout.as_str()), (Some(69), ""), "{stderr}");
+    let lines = lines_on_terminal(close, &options);
+    for message in [&[stderr.trim_end().to_owned()], &lines[..]] {
+        let [line] = message else { panic!("{message:?}") };
+        assert!(line.contains("permission denied on /dev/infiniband/uverbs0"), "{line}");
+        assert!(line.contains(PERMISSION), "{line}");
+        assert!(!line.contains("modprobe"), "{line}");
+    }
 }

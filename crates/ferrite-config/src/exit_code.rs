@@ -38,11 +38,23 @@ pub const TABLE: [(&str, &str); 7] = [
     ("others", "`ferrite server`: the engine's own code; 128 + N if signal N killed the engine"),
 ];
 
-/// Returns the table for `--help`.
+/// Returns the table for `--help` of `ferrite` and `ferrite server`.
 #[must_use]
 pub fn help() -> String {
+    lines(&TABLE)
+}
+
+/// Returns the table for `--help` of `ferrite-cli`, without the codes of `ferrite server` alone.
+#[must_use]
+pub fn help_of_cli() -> String {
+    let of_server = |(_, meaning): &(_, &str)| meaning.contains("`ferrite server`");
+    let rows: Vec<_> = TABLE.into_iter().filter(|row| !of_server(row)).collect();
+    lines(&rows)
+}
+
+fn lines(rows: &[(&str, &str)]) -> String {
     let mut text = String::from("Exit codes:");
-    for (code, meaning) in TABLE {
+    for (code, meaning) in rows {
         text += &format!("\n  {code:6}");
         let mut column = 8;
         for word in meaning.split(' ') {
@@ -79,5 +91,13 @@ mod tests {
         assert!(help().contains("\n  69     RDMA is required"), "{}", help());
         assert!(help().lines().all(|line| line.len() <= WIDTH), "{}", help());
         assert!(TABLE.iter().any(|(_, meaning)| meaning.contains(&BY_SIGNAL.to_string())));
+    }
+
+    #[test]
+    fn cli_has_no_codes_of_the_server() {
+        let help = help_of_cli();
+        let codes = help.lines().skip(1).filter_map(|line| line.get(2..8)).map(str::trim);
+        let codes: Vec<_> = codes.filter(|code| !code.is_empty()).collect();
+        assert_eq!(codes, ["0", "1", "2", "69"], "{help}");
     }
 }

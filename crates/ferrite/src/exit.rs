@@ -222,6 +222,12 @@ mod tests {
         assert_eq!(code(&anyhow::Error::from(ferrite_fabric::Error::from(absent()))), 69);
         assert_eq!(code(&anyhow::Error::from(wrong()).context("in a file")), 2);
         assert_eq!(code(&anyhow::anyhow!("it broke")), 1);
+        // A missing permission and the locked-memory limit have code 69, too. Tests in the lab
+        // cause them.
+        assert!(
+            [ErrorKind::Permission, ErrorKind::Memlock].into_iter().all(ErrorKind::is_unavailable)
+        );
+        assert!(!ErrorKind::OutOfMemory.is_unavailable());
     }
 
     #[test]

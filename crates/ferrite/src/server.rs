@@ -19,7 +19,7 @@ use std::process::{ExitCode, Stdio};
 use std::time::Duration;
 
 use clap::Args;
-use ferrite_config::{Setting, table};
+use ferrite_config::{Setting, exit_code, table};
 
 pub(crate) use error::ServerError;
 pub(crate) use launch::{ExecOptions, exec};
@@ -43,7 +43,7 @@ const VERSION_TIMEOUT: Duration = Duration::from_secs(10);
 /// engine's log on, notifies systemd, and shuts the engine down in an orderly way. Without --config
 /// every setting has its default.
 #[derive(Args)]
-#[command(after_help = HELP)]
+#[command(after_help = help())]
 pub(crate) struct Options {
     /// Configuration file; the packages install one with every key as /etc/ferrite/ferrite.toml
     #[arg(long, value_name = "FILE")]
@@ -87,21 +87,20 @@ Examples:
   ferrite server --config /etc/ferrite/ferrite.toml --check
   ferrite-cli -h 192.0.2.1 -p 6380 PING              from another host
 
-Signals: SIGTERM and SIGINT stop the engine as SHUTDOWN does (it saves its data); a second signal
-  kills the engine.
+Signals: SIGTERM and SIGINT stop the engine as SHUTDOWN does (it saves its data, and the exit code
+  is 0); a second signal kills the engine.
   SIGHUP reads the file again and applies the settings that can change; the log names the others.
   If ferrite itself is killed, the engine gets SIGTERM.
-
-Exit codes: the engine's own (0 after SIGTERM, and after SHUTDOWN by a client);
-  128 + N if signal N killed the engine; 2 wrong usage, or an error in the file; 69 RDMA is required
-  and unavailable; 70 internal failure of ferrite; 71 the engine or the module is missing, the engine
-  does not answer, or it exits with code 0 before it is ready.
 
 JSON lines: {event: ready, pid, program, module, unix_socket, engine, tcp_port, status, address,
   devices[], reason}, {event: restarting, code, restart, delay_seconds}, {event: ended, code}
   (if an engine has been ready).
   With --check: {program, version, module, unix_socket, configuration[]}.
   Failures print {error: {kind, message}}.";
+
+fn help() -> String {
+    format!("{HELP}\n\n{}", exit_code::help())
+}
 
 pub(crate) fn run(options: &Options) -> anyhow::Result<ExitCode> {
     let code = try_run(options).map_err(|error| match error.is::<ServerError>() {

@@ -25,13 +25,15 @@ fn text(bytes: &[u8]) -> String {
 }
 
 /// Invocations that need RDMA.
-const COMMANDS: [&[&str]; 8] = [
+const COMMANDS: [&[&str]; 10] = [
     &["devices"],
     &["pingpong", "10.0.0.1"],
     &["pingpong", "--listen", "10.0.0.1:7471"],
     &["bench", "fabric", "10.0.0.1"],
     &["bench", "fabric", "--listen", "10.0.0.1:7472"],
     &["bench", "stream", "10.0.0.1"],
+    &["bench", "stream", "--listen", "10.0.0.1:7473"],
+    &["bench", "kv", "10.0.0.1", "--rdma", "require"],
     &["gateway", "--rdma", "require", "--listen", "127.0.0.1:0"],
     &["relay", "--rdma", "require", "--to", "10.0.0.1"],
 ];
@@ -364,10 +366,18 @@ fn prints_help_and_version() {
     for line in ["\ncommit: ", "\nbuild: ", "-linux-", "\nrdma-core: "] {
         assert!(version.contains(line), "{line:?} is not in {version}");
     }
-    assert!(text(&ferrite(&["--help"]).stdout).contains("69     RDMA is required and unavailable"));
     for command in [&["devices"][..], &["pingpong"], &["bench", "fabric"]] {
         let help = ferrite(&[command, &["--help"]].concat());
         assert!(help.status.success() && text(&help.stdout).contains("JSON fields"), "{command:?}");
+    }
+}
+
+#[test]
+fn help_has_the_exit_codes_of_the_table() {
+    for arguments in [&["--help"][..], &["server", "--help"]] {
+        let help = text(&ferrite(arguments).stdout);
+        assert!(help.contains(&ferrite_config::exit_code::help()), "{arguments:?}: {help}");
+        assert_eq!(help.matches("Exit codes").count(), 1, "{arguments:?}: {help}");
     }
 }
 

@@ -193,6 +193,71 @@ fn keeps_results_when_the_server_goes() {
     assert!(drawn.contains(">set<") && !drawn.contains(">get<"), "{drawn}");
 }
 
+/// Three tests, of which the last ends the server.
+const ENDS_THE_SERVER: [&str; 6] =
+    ["--test", "set,get", "--command", "SHUTDOWN NOSAVE", "--connections", "1"];
+
+#[test]
+fn keeps_complete_results_when_the_server_goes_in_a_later_test() {
+    let redis = Redis::start();
+    let directory = TempDir::new("bench");
+    let (saved, plot) = (directory.join("saved.json"), directory.join("plot.svg"));
+    let mut command = redis.bench(&ENDS_THE_SERVER);
+    command.args(SHORT).args(["--json", "--save"]).arg(&saved).arg("--plot").arg(&plot);
+    let output = command.output().expect("ferrite starts");
+    assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
+    let report = json(&output.stdout);
+    let results = report["results"].as_array().expect("results");
+    let tests: Vec<_> = results.iter().map(|row| (&row["test"], &row["complete"])).collect();
+    let complete = Value::from(true);
+    assert_eq!(tests, [(&"set".into(), &complete), (&"get".into(), &complete)], "{report}");
+    for row in results {
+        assert!(row["errors"] == 0 && row["requests"].as_u64() > Some(10), "{row}");
+    }
+    let message = report["error"]["message"].as_str().expect("a message");
+    assert!(message.contains("lost the connection"), "{message}");
+    assert_eq!(json(&std::fs::read(&saved).expect("a saved result")), report);
+    let drawn = std::fs::read_to_string(&plot).expect("a plot");
+    assert!(drawn.contains(">set<") && drawn.contains(">get<"), "{drawn}");
+
+    let redis = Redis::start();
+    let mut command = redis.bench(&ENDS_THE_SERVER);
+    let output = command.args(SHORT).output().expect("ferrite starts");
+    let printed = String::from_utf8_lossy(&output.stdout);
+    let rows: Vec<_> = printed.lines().filter_map(|line| line.split(' ').next()).collect();
+    assert!(rows.contains(&"set") && rows.contains(&"get"), "{printed}");
+    assert!(!printed.contains("partial result"), "{printed}");
+}
+
+/// Returns the day of the local time, as `2026-01-31`.
+fn today() -> String {
+    let output = Command::new("date").arg("+%F").output().expect("date starts");
+    String::from_utf8_lossy(&output.stdout).trim().to_owned()
+}
+
+#[test]
+fn plot_has_the_date_the_version_and_the_command_line() {
+    let redis = Redis::start();
+    let directory = TempDir::new("plot");
+    let plot = directory.join("plot.svg");
+    let mut command = redis.bench(&["--test", "set", "--plot"]);
+    let before = today();
+    let output = command.arg(&plot).args(SHORT).output().expect("ferrite starts");
+    assert!(output.status.success(), "{}", stderr(&output));
+    let days = [before, today()];
+    let drawn = std::fs::read_to_string(&plot).expect("a plot");
+    // The lines below the plot have the smallest font. A long command line is wrapped.
+    let texts = drawn.lines().filter_map(|line| line.split_once(" font-size=\"11\">"));
+    let words: Vec<_> = texts.filter_map(|(_, text)| text.strip_suffix("</text>")).collect();
+    let footer = words.join(" ").split_whitespace().collect::<Vec<_>>().join(" ");
+    let first = |day: &String| format!("ferrite {}, {day} ", env!("CARGO_PKG_VERSION"));
+    assert!(days.iter().any(|day| footer.starts_with(&first(day))), "{days:?}: {footer}");
+    let (socket, plot) = (redis.socket.display(), plot.display());
+    let command_line =
+        format!(" ferrite bench kv --unix {socket} --test set --plot {plot} --seconds 0.2 ");
+    assert!((footer + " ").contains(&command_line), "{command_line} is not in {drawn}");
+}
+
 #[test]
 fn measures_commands_with_placeholders() {
     let redis = Redis::start();

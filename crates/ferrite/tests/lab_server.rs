@@ -5,14 +5,17 @@ mod server {
     pub(crate) mod harness;
 }
 
+use std::fs::Permissions;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::process::Command;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ferrite_client::redis::{self, AsyncCommands as _, AsyncConnectionConfig};
 use ferrite_client::{Client, Connection};
 use ferrite_fabric::{Config, Fabric, Rdma};
 use ferrite_testkit::TIMEOUT;
+use ferrite_testkit::lab::slowdown;
 use ferrite_testkit::process::signal;
 use ferrite_testkit::wait::until_or;
 use serde_json::Value;
@@ -54,6 +57,14 @@ fn client(test: impl AsyncFnOnce(&mut Connection)) {
         ended.expect("the fabric stops in time").expect("no panic").expect("no error");
     });
     assert_eq!(ferrite_verbs::leaked_objects(), 0);
+}
+
+/// Runs a command to its end. Returns its exit code, its stdout and its stderr.
+fn run(command: &mut Command) -> (Option<i32>, String, String) {
+    let output = command.output().expect("the program starts");
+    let [stdout, stderr] =
+        [output.stdout, output.stderr].map(|text| String::from_utf8(text).expect("UTF-8"));
+    (output.status.code(), stdout, stderr)
 }
 
 fn assert_listens_over_rdma(event: &Value) {
@@ -121,16 +132,34 @@ fn ferrite_cli_names_the_module() {
     assert_listens_over_rdma(&server.event("ready"));
     let program = Path::new(env!("CARGO_BIN_EXE_ferrite")).with_file_name("ferrite-cli");
     let uri = format!("redis+rdma://{ADDRESS}?rdma=require");
-    let output = Command::new(program)
-        .args(["-u", &uri, "--local", "10.0.0.2", "--verbose", "PING"])
-        .output()
-        .expect("start ferrite-cli");
-    let [stdout, stderr] =
-        [output.stdout, output.stderr].map(|text| String::from_utf8(text).expect("UTF-8"));
+    let words = ["-u", &uri, "--local", "10.0.0.2", "--verbose", "PING"];
+    let (_, stdout, stderr) = run(Command::new(program).args(words));
     assert_eq!(
         (stdout.as_str(), stderr.as_str()),
         ("PONG\n", "over RDMA, device rxe2, to a Ferrite module\n")
     );
+    server.signal("TERM");
+    assert_eq!(server.event("ended")["code"], 0);
+}
+
+/// The user may give the port of the module instead of that of a benchmark.
+#[test]
+fn bench_fabric_names_the_module_within_its_timeout() {
+    /// How long `ferrite bench fabric` waits for the server's first answer.
+    const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
+    let directory = directory();
+    let setup = Setup { server: "rdma = \"require\"", network: NETWORK, engine: OPEN };
+    let mut server = Server::start(&directory, &setup);
+    assert_listens_over_rdma(&server.event("ready"));
+    let started = Instant::now();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
+    command.args(["bench", "fabric", ADDRESS, "--local", "10.0.0.2"]);
+    let (code, _, message) = run(&mut command);
+    assert!(started.elapsed() < ANSWER_TIMEOUT * slowdown(), "{:?}", started.elapsed());
+    assert_eq!(code, Some(1), "{message}");
+    let peer = format!("{ADDRESS}: the peer is a Redis or Valkey server");
+    assert!(message.contains(&peer) && message.contains("`ferrite bench kv`"), "{message}");
+    assert!(message.contains("it answered \"-ERR "), "{message}");
     server.signal("TERM");
     assert_eq!(server.event("ended")["code"], 0);
 }
@@ -164,6 +193,53 @@ fn exits_with_69_if_the_device_does_not_exist() {
     let (code, stdout) = server.end();
     assert_eq!(code, Some(69), "{}", server.log());
     assert!(stdout.contains("RDMA is required") && stdout.contains("rxe77"), "{stdout}");
+}
+
+/// A start would fail with this code, so the check does, too.
+#[test]
+fn check_exits_with_69_if_the_device_does_not_exist() {
+    let directory = directory();
+    let network = NETWORK.replace("rxe1", "rxe77");
+    let setup = Setup { server: "rdma = \"require\"", network: &network, engine: OPEN };
+    let file = directory.file("ferrite.toml", setup.text(directory.path()));
+    let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
+    let (code, _, message) = run(command.args(["server", "--check", "--config"]).arg(file));
+    assert_eq!(code, Some(69), "{message}");
+    let why = "RDMA is required (server.rdma): no RDMA device rxe77; devices: rxe1, rxe2; to do: ";
+    assert!(message.contains(why), "{message}");
+}
+
+/// The module in an engine of a user who may not use the device files.
+#[test]
+fn exits_with_69_without_the_permission() {
+    let directory = directory();
+    std::fs::set_permissions(directory.path(), Permissions::from_mode(0o777)).expect("root");
+    let setup = Setup { server: "rdma = \"require\"", network: NETWORK, engine: OPEN };
+    let file = directory.file("ferrite.toml", setup.text(directory.path()));
+    // Copies of the device files that only root may use.
+    let close = "cp -a /dev/infiniband /tmp/closed-$$ && chmod 600 /tmp/closed-$$/* &&
+                 mount --bind /tmp/closed-$$ /dev/infiniband";
+    let nobody = "exec setpriv --reuid=65534 --regid=65534 --clear-groups";
+    let program = env!("CARGO_BIN_EXE_ferrite");
+    for check in ["", "--check"] {
+        let line =
+            format!("{close} && {nobody} {program} server {check} --config {}", file.display());
+        let mut command = Command::new("unshare");
+        command.args(["--mount", "sh", "-c", &line]).env("XDG_RUNTIME_DIR", directory.path());
+        let (code, _, log) = run(&mut command);
+        assert_eq!(code, Some(69), "{log}");
+        let last = log.lines().last().unwrap_or_default();
+        for part in [
+            "RDMA is required",
+            "permission denied on /dev/infiniband/uverbs0",
+            "to do: add the user to the group of the files in /dev/infiniband (usually rdma), or \
+             write a udev rule (KERNEL==\"uverbs*|rdma_cm\", MODE=\"0666\"); then log in again, or \
+             restart the service",
+        ] {
+            assert!(last.contains(part), "{part} is not in: {log}");
+        }
+        assert!(!log.contains("modprobe"), "{log}");
+    }
 }
 
 /// An address in use is an ordinary failure: RDMA is available.

@@ -5,13 +5,16 @@ use std::process::{Output, Stdio};
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::{ConnectOptions, Fabric};
-use ferrite_testkit::TIMEOUT;
+use ferrite_testkit::lab::slowdown;
 use ferrite_verbs::Verbs;
 use serde_json::Value;
 
 use crate::{
     BENCH, STREAM, Server, error_of, ferrite, output, packets_sent, text, wait_for_traffic,
 };
+
+/// How long `ferrite bench fabric` waits for the server's first answer.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Returns the report of a client of `ferrite bench`.
 fn report_of(client: &Output) -> Value {
@@ -232,21 +235,33 @@ fn bench_fabric_names_a_server_of_another_protocol() {
     let mut line = String::new();
     let mut stdout = BufReader::new(gateway.stdout.take().expect("piped"));
     stdout.read_line(&mut line).expect("a line");
+    let started = Instant::now();
     let output = output(&["bench", "fabric", "10.0.0.1:7492", "--local", "10.0.0.2"]);
+    let elapsed = started.elapsed();
     let _ = gateway.kill();
     let _ = gateway.wait();
     let message = text(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{message}");
     assert!(message.contains("the peer is a Redis or Valkey server"), "{message}");
+    assert!(elapsed < ANSWER_TIMEOUT * slowdown(), "{elapsed:?}");
 }
 
-/// A server that accepts the connection and stays silent does not block the benchmark for ever.
+/// A server that accepts the connection and stays silent does not block the benchmark for ever. A
+/// server that measures with another client is silent.
 #[test]
 fn bench_fabric_does_not_wait_for_a_silent_peer() {
-    let server = Server::of(STREAM, &[]); // sends nothing before its client does
+    let server = Server::of(BENCH, &[]);
+    let before = packets_sent();
+    let mut first = server.start_client(&["--seconds", "600"]);
+    wait_for_traffic(before);
     let started = Instant::now();
-    let output = output(&["bench", "fabric", &server.address, "--local", "10.0.0.2"]);
+    let output = server.run_client(&[]);
+    let elapsed = started.elapsed();
+    first.kill().expect("still running");
+    first.wait().expect("it ends");
     let message = text(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{message}");
-    assert!(started.elapsed() < TIMEOUT, "{message}");
+    let why = format!("{}: connected, but no answer within 10 s: ", server.address);
+    assert!(message.contains(&why), "{message}");
+    assert!(elapsed < 2 * ANSWER_TIMEOUT * slowdown(), "{elapsed:?}");
 }

@@ -97,16 +97,22 @@ fn explains_a_missing_permission() {
     // Copies of the device files that only root may use.
     let close = "cp -a /dev/infiniband /tmp/closed-$$ && chmod 600 /tmp/closed-$$/* &&
                  mount --bind /tmp/closed-$$ /dev/infiniband";
+    let remedy = "What to do: add the user to the group of the files in /dev/infiniband (usually \
+                  rdma), or write a udev rule (KERNEL==\"uverbs*|rdma_cm\", MODE=\"0666\"); then log \
+                  in again, or restart the service.";
     for (arguments, file) in [
-        (&["pingpong", "--listen", "10.0.0.1:7490"][..], "/dev/infiniband/"),
-        (&["gateway", "--rdma", "require", "--listen", "10.0.0.1"], "/dev/infiniband/uverbs0"),
+        (&["pingpong", "--listen", "10.0.0.1:7490"][..], "/dev/infiniband/rdma_cm"),
+        // It asks the connection manager which device has the address.
+        (&["gateway", "--rdma", "require", "--listen", "10.0.0.1"], "/dev/infiniband/rdma_cm"),
+        (&["gateway", "--rdma", "require", "--listen", "0.0.0.0"], "/dev/infiniband/uverbs0"),
         (&["devices"], "/dev/infiniband/uverbs0"),
     ] {
         let output = as_nobody(close, arguments);
         let message = text(&output.stderr) + &text(&output.stdout);
         assert_eq!(output.status.code(), Some(69), "{arguments:?}: {message}");
         assert!(message.contains(&format!("permission denied on {file}")), "{message}");
-        assert!(message.contains("group"), "{message}");
+        assert!(message.contains(remedy), "{arguments:?}: {message}");
+        assert!(!message.contains("modprobe"), "{arguments:?}: {message}");
     }
 }
 
@@ -118,7 +124,7 @@ fn names_the_whole_memory_that_is_needed() {
         let limit = format!("{open} && ulimit -l {}", mib << 10);
         as_nobody(&limit, arguments)
     };
-    let gateway = ["gateway", "--rdma", "require", "--listen", "10.0.0.1:7491"];
+    let gateway = ["gateway", "--rdma", "require", "--listen", "0.0.0.0:7491"];
     let output = limited(8, &gateway);
     let message = text(&output.stderr);
     assert_eq!(output.status.code(), Some(69), "{message}");

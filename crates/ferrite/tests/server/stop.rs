@@ -1,5 +1,7 @@
 //! How the server and its engine stop: on signals, in time, and if one of them is killed.
 
+use std::path::Path;
+
 use ferrite_testkit::TIMEOUT;
 use ferrite_testkit::process::{is_alive, signal};
 use ferrite_testkit::wait::until_or;
@@ -64,6 +66,28 @@ fn engine_saves_and_stops_when_ferrite_is_killed() {
     let mut second = Server::start(&directory, &setup);
     let event = second.event("ready");
     assert_eq!(connect(&event).text(&["GET", "key"]), "kept", "the engine has saved");
+}
+
+/// A killed ferrite cannot remove the private directory with the engine's socket.
+#[test]
+fn start_removes_the_directory_of_a_killed_server() {
+    let (directory, network) = (directory(), network());
+    let setup = Setup { network: &network, ..Setup::default() };
+    let private = |event: &Value| {
+        let socket = Path::new(event["unix_socket"].as_str().expect("a path"));
+        socket.parent().expect("a directory").to_owned()
+    };
+    let mut first = Server::start(&directory, &setup);
+    let event = first.event("ready");
+    let (left_over, engine) = (private(&event), pid(&event));
+    first.signal("KILL");
+    until_or(TIMEOUT, "the engine ends", || !is_alive(engine), || first.log());
+    drop(first);
+    assert!(left_over.exists(), "only a start removes it");
+    let mut second = Server::start(&directory, &setup);
+    let own = private(&second.event("ready"));
+    assert!(own.exists() && own != left_over, "{}", own.display());
+    assert!(!left_over.exists(), "{} is left", left_over.display());
 }
 
 #[test]

@@ -366,6 +366,24 @@ mod tests {
         assert_eq!(spread(&[99.0, 100.0], 100.0), [83.0, 100.0]);
     }
 
+    /// Lines of equal latencies end at the same point of the picture.
+    #[test]
+    fn labels_in_the_picture_do_not_overlap() {
+        let tests = ["set", "get", "mixed", "PING"];
+        let lines = tests.map(|test| line(test, None, (0..1000).map(|_| 50_000)));
+        let text = svg("", &lines, &[]);
+        let mut heights = tests.map(|test| {
+            let (before, _) = text.split_once(&format!(">{test}</text>")).expect("a label");
+            let (_, y) = before.rsplit_once(" y=\"").expect("a height");
+            y.split('"').next().and_then(|y| y.parse::<f64>().ok()).expect("a number")
+        });
+        heights.sort_by(f64::total_cmp);
+        let rounding = 0.11;
+        let has_room = |pair: &[f64]| pair[1] - pair[0] >= LABEL_HEIGHT - rounding;
+        assert!(heights.windows(2).all(has_room), "{heights:?}");
+        assert!(heights.iter().all(|y| (0.0..HEIGHT).contains(y)), "{heights:?}");
+    }
+
     #[test]
     fn long_command_lines_are_wrapped() {
         let line = ["word"; 60].join(" ");
