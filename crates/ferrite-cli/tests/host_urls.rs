@@ -210,3 +210,28 @@ fn shows_the_transport_in_the_prompt() {
     screen.type_keys("exit\r");
     assert!(terminal.finish().0.success());
 }
+
+/// RDMA is preferred, but loopback has none.
+#[test]
+fn shows_tcp_in_the_prompt_after_a_fallback() {
+    let port = free_port().to_string();
+    let _redis = Engine::redis(&["--bind", "127.0.0.1", "--port", &port]);
+    let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite-cli"));
+    command.args(["-p", &port, "--rdma", "prefer"]).env("FERRITECLI_HISTFILE", "/dev/null");
+    let mut terminal = Terminal::start(&command, 1000, 40);
+    terminal.screen.expect_next("over TCP: RDMA is unavailable: ");
+    terminal.screen.expect_next(&format!("127.0.0.1:{port} TCP> "));
+    terminal.screen.type_keys("exit\r");
+    assert!(terminal.finish().0.success());
+}
+
+#[test]
+fn shows_tls_in_the_prompt() {
+    let server = TlsServer::start(false);
+    let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite-cli"));
+    command.args(["-h", "localhost", "-p", &server.port, "--tls", "--cacert", &server.cert]);
+    let mut terminal = Terminal::start(command.env("FERRITECLI_HISTFILE", "/dev/null"), 120, 40);
+    terminal.screen.expect_next(&format!("localhost:{} TLS> ", server.port));
+    terminal.screen.type_keys("exit\r");
+    assert!(terminal.finish().0.success());
+}

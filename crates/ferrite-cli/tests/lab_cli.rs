@@ -36,6 +36,11 @@ struct TestServer {
 
 impl TestServer {
     fn start() -> Self {
+        Self::start_with(|config| GatewayConfig { protected_mode: false, ..config })
+    }
+
+    /// Starts a gateway whose default settings `change` has changed.
+    fn start_with(change: impl FnOnce(GatewayConfig) -> GatewayConfig) -> Self {
         let redis = engine::start(&[]);
         let runtime =
             tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
@@ -51,8 +56,7 @@ impl TestServer {
         let listener = fabric.listen_with(address, &options).expect("listen");
         let port = listener.local_addr().port().to_string();
         let engine = EngineAddress::Unix(redis.socket());
-        let gateway =
-            Gateway::new(GatewayConfig { protected_mode: false, ..GatewayConfig::new(engine) });
+        let gateway = Gateway::new(change(GatewayConfig::new(engine)));
         let (end, ended) = oneshot::channel();
         let serving = tokio::spawn(async move {
             let served = gateway.serve(listener, async { drop(ended.await) }).await;
@@ -154,6 +158,39 @@ fn connects_by_uri() {
     server.end();
 }
 
+/// A rejected client prints the server's reason, not only that the connection was lost.
+#[test]
+fn prints_why_it_was_rejected() {
+    // With -e, an error reply goes to stderr, and the exit code is 1.
+    let rejection = |server: &TestServer, words: &[&str], input: &[u8]| {
+        let output = server.over_rdma().run_with_stdin(&[&["-e"], words].concat(), input.to_vec());
+        let [stdout, stderr] =
+            [output.stdout, output.stderr].map(|text| String::from_utf8(text).expect("UTF-8"));
+        assert_eq!((output.status.code(), stdout.as_str()), (Some(1), ""), "{words:?}: {stderr}");
+        stderr
+    };
+    let protected = TestServer::start_with(|config| config);
+    let denied = rejection(&protected, &["PING"], b"");
+    assert!(denied.starts_with("DENIED The Ferrite gateway is in protected mode"), "{denied}");
+    protected.end();
+
+    let unprotected = |config| GatewayConfig { protected_mode: false, ..config };
+    let full =
+        TestServer::start_with(|config| GatewayConfig { max_clients: 0, ..unprotected(config) });
+    assert_eq!(rejection(&full, &["PING"], b""), "ERR max number of clients reached\n");
+    full.end();
+
+    let mut server = TestServer::start_with(unprotected);
+    // The engine rejects a value by its header, while ferrite-cli still writes the value.
+    server.redis.client().ok(&["CONFIG", "SET", "proto-max-bulk-len", "1mb"]);
+    let too_large = rejection(&server, &["-x", "SET", "key"], &vec![b'x'; 4 << 20]);
+    assert_eq!(too_large, "ERR Protocol error: invalid bulk length\n");
+    server.redis.kill();
+    let missing = rejection(&server, &["PING"], b"");
+    assert_eq!(missing, "ERR Ferrite gateway: cannot connect to the engine\n");
+    server.end();
+}
+
 /// The prompt shows the transport, and `:transport` shows details.
 #[test]
 fn shows_the_transport_in_the_prompt() {
@@ -207,6 +244,15 @@ fn falls_back_to_tcp() {
         "{stderr}"
     );
     assert_eq!(run(&[]), (Some(0), "PONG\n".into(), String::new()));
+
+    let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite-cli"));
+    command.args(["-h", "10.0.0.1", "-p", &port, "--local", "10.0.0.2", "-t", "2"]);
+    command.args(["--rdma", "prefer"]).env("FERRITECLI_HISTFILE", "/dev/null");
+    let mut terminal = Terminal::start(&command, 1000, 40);
+    terminal.screen.expect_next("over TCP: RDMA is unavailable: ");
+    terminal.screen.expect_next(&format!("10.0.0.1:{port} TCP> "));
+    terminal.screen.type_keys("exit\r");
+    assert!(terminal.finish().0.success());
 }
 
 /// The fix for a missing permission.

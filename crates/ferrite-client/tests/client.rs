@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 
 use ferrite_client::redis::AsyncCommands as _;
 use ferrite_client::redis::{self, AsyncConnectionConfig, ProtocolVersion, RedisConnectionInfo};
-use ferrite_client::{Client, ClientBuilder, Pool};
+use ferrite_client::{Client, ClientBuilder, Fabric, FallbackCause, Pool, Rdma, SessionTransport};
 use ferrite_fabric::rustls::{ClientConfig, RootCertStore};
-use ferrite_fabric::{Config, Fabric, FallbackCause, ListenOptions, Rdma};
-use ferrite_session::{EngineAddress, Gateway, GatewayConfig, SessionTransport};
+use ferrite_fabric::{Config, ListenOptions};
+use ferrite_session::{EngineAddress, Gateway, GatewayConfig};
 use ferrite_testkit::{Engine, TIMEOUT, TempDir, free_port, pem, until};
 use ferrite_verbs::Verbs;
 use tokio::sync::oneshot;
@@ -340,27 +340,33 @@ pub(crate) async fn restores_subscriptions(verbs: &Verbs) {
     let (pushes, mut pushed) = tokio::sync::mpsc::unbounded_channel();
     let client = builder(verbs, server.address).push_sender(pushes).build();
     let mut subscriber = client.connect().await.expect("connect");
-    for (command, name) in [("SUBSCRIBE", "a"), ("SUBSCRIBE", "b"), ("PSUBSCRIBE", "n.*")] {
-        redis::cmd(command).arg(name).exec_async(&mut subscriber).await.expect(command);
+    for command in ["SUBSCRIBE a b", "PSUBSCRIBE n.*", "SSUBSCRIBE s t"] {
+        let (name, channels) = command.split_once(' ').expect("channels");
+        let channels: Vec<_> = channels.split(' ').collect();
+        redis::cmd(name).arg(channels).exec_async(&mut subscriber).await.expect(command);
     }
     redis::cmd("UNSUBSCRIBE").arg("b").exec_async(&mut subscriber).await.expect("UNSUBSCRIBE");
+    redis::cmd("SUNSUBSCRIBE").arg("t").exec_async(&mut subscriber).await.expect("SUNSUBSCRIBE");
     let mut other = builder(verbs, server.address).build().connect().await.expect("connect");
     let kill = redis::cmd("CLIENT").arg(&["KILL", "TYPE", "pubsub"]).clone();
     assert_eq!(kill.query_async::<i64>(&mut other).await.expect("CLIENT KILL"), 1);
     let begun = Instant::now();
-    for (channel, receivers) in [("n.1", 1), ("a", 1), ("b", 0)] {
-        while other.publish::<_, _, i64>(channel, "hello").await.expect("PUBLISH") != receivers {
-            assert!(begun.elapsed() < TIMEOUT, "no subscription to {channel}");
+    for (channel, receivers) in [("n.1", 1), ("a", 1), ("s", 1), ("b", 0), ("t", 0)] {
+        let command = if ["s", "t"].contains(&channel) { "SPUBLISH" } else { "PUBLISH" };
+        let publish = redis::cmd(command).arg(channel).arg("hello").clone();
+        while publish.query_async::<i64>(&mut other).await.expect(command) != receivers {
+            assert!(begun.elapsed() < TIMEOUT, "{channel}: expected {receivers} receivers");
         }
     }
+    use redis::PushKind::{Message, PMessage, SMessage};
     let mut messages = Vec::new();
-    while messages.len() < 2 {
+    while messages.len() < 3 {
         let push = pushed.recv().await.expect("the connection is open");
-        if matches!(push.kind, redis::PushKind::Message | redis::PushKind::PMessage) {
+        if matches!(push.kind, Message | PMessage | SMessage) {
             messages.push(push.kind);
         }
     }
-    assert_eq!(messages, [redis::PushKind::PMessage, redis::PushKind::Message]);
+    assert_eq!(messages, [PMessage, Message, SMessage]);
     assert_eq!(subscriber.reconnects(), 1);
     assert_eq!(subscriber.transport_info().transport, SessionTransport::FerriteRdma);
     drop((subscriber, other));

@@ -210,6 +210,27 @@ fn refuses_to_load_if_a_named_address_cannot_be_used() {
     }
 }
 
+/// Without `rdma-bind`, the module does not load either if it can use none of the engine's
+/// addresses.
+#[test]
+fn refuses_to_load_if_the_engines_only_address_is_in_use() {
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
+    let own = taken.local_addr().expect("an address").port().to_string();
+    for program in engines() {
+        let tcp = free_port().to_string();
+        // An address that this host may lack does not count.
+        for bind in ["127.0.0.1", "127.0.0.1 -192.0.2.77"] {
+            let options = ["--port", &tcp, "--bind", bind];
+            let start =
+                Start { program: &program, module: Some(&["rdma-port", &own]), options: &options };
+            let (status, log) = Engine::run_until_exit(&start);
+            assert!(!status.success(), "{log}");
+            let why = format!("ferrite: not loaded: cannot listen on 127.0.0.1:{own}: ");
+            assert!(log.contains(&why) && log.contains("already in use"), "{log}");
+        }
+    }
+}
+
 #[test]
 fn listens_on_names_and_on_addresses_in_brackets() {
     for program in engines() {

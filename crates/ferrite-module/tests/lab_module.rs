@@ -11,11 +11,11 @@ use std::net::SocketAddr;
 use std::path::Path;
 use std::time::Duration;
 
-use ferrite_fabric::{Config, Fabric, Rdma};
+use ferrite_fabric::{Config, Fabric, ListenOptions, Rdma};
 use ferrite_proto::resp::encode_command;
 use ferrite_session::{Connector, Session, SessionTransport};
 use ferrite_testkit::engine::REDIS;
-use ferrite_testkit::{Engine, Start, TIMEOUT};
+use ferrite_testkit::{Engine, Start, TIMEOUT, free_port};
 use redis::aio::MultiplexedConnection;
 use redis::{AsyncCommands as _, AsyncConnectionConfig, RedisConnectionInfo, Value};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -173,9 +173,8 @@ fn listens_over_rdma_and_reports_it() {
 }
 
 /// Starts an engine that must refuse to load the module, and returns its log.
-fn log_of_failed_load(arguments: &[&str]) -> String {
-    let options = ["--port", "0"];
-    let start = Start { program: Path::new(REDIS), module: Some(arguments), options: &options };
+fn log_of_failed_load(arguments: &[&str], options: &[&str]) -> String {
+    let start = Start { program: Path::new(REDIS), module: Some(arguments), options };
     let (status, log) = Engine::run_until_exit(&start);
     assert!(!status.success() && log.contains("ferrite: not loaded: "), "{log}");
     log
@@ -184,12 +183,42 @@ fn log_of_failed_load(arguments: &[&str]) -> String {
 /// An operator who names a device wants RDMA, so the module does not fall back to TCP.
 #[test]
 fn refuses_to_load_with_a_wrong_device() {
-    let log = log_of_failed_load(&["rdma-bind", HOST, "rdma-device", "mlx5_0"]);
+    let no_port = ["--port", "0"];
+    let log = log_of_failed_load(&["rdma-bind", HOST, "rdma-device", "mlx5_0"], &no_port);
     assert!(log.contains("no RDMA device mlx5_0; devices: rxe"), "{log}");
     assert!(log.contains("; to do: name one of these devices"), "{log}");
-    let log = log_of_failed_load(&["rdma-bind", HOST, "rdma-device", "rxe2"]);
-    assert!(log.contains("10.0.0.1 is an address of device rxe1, but only rxe2"), "{log}");
-    assert!(log.contains("to do: "), "{log}");
+    // The address is from `rdma-bind` or, without it, from the engine's `bind`.
+    let tcp = free_port().to_string();
+    for (arguments, options) in [
+        (&["rdma-device", "rxe2", "rdma-bind", HOST][..], &no_port[..]),
+        (&["rdma-device", "rxe2"], &["--port", &tcp, "--bind", HOST]),
+        (&["rdma-device", "rxe2"], &["--port", &tcp, "--bind", &format!("{HOST} 127.0.0.1")]),
+    ] {
+        let log = log_of_failed_load(arguments, options);
+        assert!(log.contains("10.0.0.1 is an address of device rxe1, but only rxe2"), "{log}");
+        assert!(log.contains("to do: "), "{log}");
+    }
+}
+
+/// A port that another program uses for RDMA is no reason for a fallback to TCP, although TCP could
+/// use the port.
+#[test]
+fn refuses_to_load_if_only_the_rdma_port_is_in_use() {
+    let other = Fabric::system().rdma(Rdma::Require).device("rxe1").build().expect("a fabric");
+    let at = SocketAddr::new(address().ip(), free_port());
+    let taken = other.listen_with(at, &ListenOptions::new().rdma(Rdma::Require)).expect("listen");
+    drop(std::net::TcpListener::bind(at).expect("TCP can use the port"));
+    let [port, tcp] = [at.port(), free_port()].map(|port| port.to_string());
+    for (arguments, options) in [
+        (&["rdma-port", &port, "rdma-bind", HOST][..], &["--port", "0"][..]),
+        (&["rdma-port", &port], &["--port", &tcp, "--bind", HOST]),
+    ] {
+        let log = log_of_failed_load(arguments, options);
+        let why = format!("not loaded: cannot listen on {at}: ");
+        assert!(log.contains(&why) && log.contains("in use"), "{log}");
+    }
+    drop((taken, other));
+    assert_eq!(ferrite_verbs::leaked_objects(), 0);
 }
 
 /// Runs a command of the lab's guest.
@@ -209,6 +238,16 @@ impl Drop for RestoreDevice {
     }
 }
 
+/// A line of the module in the log of Redis is a warning (`#`) or a notice (`*`).
+const WARNING: char = '#';
+const NOTICE: char = '*';
+
+/// Waits for a line of the module with this level and a text that begins with `text`.
+#[track_caller]
+fn wait_for_line(server: &Engine, level: char, text: &str) {
+    server.wait_for_log(&format!(" {level} <module> ferrite: {text}"));
+}
+
 #[test]
 fn names_a_device_that_goes_and_returns() {
     let _restore = RestoreDevice;
@@ -220,17 +259,24 @@ fn names_a_device_that_goes_and_returns() {
     let fine = "[ ok ] all RDMA devices in use are present";
     assert!(doctor(&server).contains(fine), "{}", doctor(&server));
     sh("ip link set h1 down");
-    server.wait_for_log("RDMA device rxe1: port 1 went down");
+    wait_for_line(&server, WARNING, "RDMA device rxe1: port 1 went down");
     assert!(doctor(&server).contains("[warn] rxe1: port 1 is down"), "{}", doctor(&server));
     sh("ip link set h1 up");
-    server.wait_for_log("RDMA device rxe1: port 1 is up again");
+    wait_for_line(&server, NOTICE, "RDMA device rxe1: port 1 is up again");
+    assert!(doctor(&server).contains(fine), "{}", doctor(&server));
+    let gone = "; its links end or continue over TCP";
+    assert!(!server.log().contains(gone), "{}", server.log());
     sh("rdma link delete rxe1");
-    server.wait_for_log("RDMA device rxe1: ");
+    server.wait_for_log(gone);
+    let log = server.log();
+    let lines: Vec<_> = log.lines().filter(|line| line.contains(gone)).collect();
+    let start = format!(" {WARNING} <module> ferrite: RDMA device rxe1: ");
+    assert!(lines.len() == 1 && lines[0].contains(&start), "{lines:?}");
     server.wait_until("a doctor that names the device", || {
         doctor(&server).contains("[warn] rxe1 was removed or failed")
     });
     sh("rdma link add rxe1 type rxe netdev h1");
-    server.wait_for_log("RDMA device rxe1 is back and in use again");
+    wait_for_line(&server, NOTICE, "RDMA device rxe1 is back and in use again");
     server.wait_until("a doctor without a warning", || doctor(&server).contains(fine));
     server.assert_healthy();
 }
@@ -291,6 +337,28 @@ fn the_engines_protected_mode_applies() {
         let () = redis::cmd("PING").query_async(&mut accepted).await.expect("an open session");
     });
     assert_eq!(server.count("begun_ferrite"), 2);
+    server.assert_healthy();
+}
+
+/// The engine rejects a value of more than 512 MB by its header, while the client still writes it.
+#[test]
+fn writers_of_too_large_values_read_why_they_were_rejected() {
+    let mut server = start(&[], &[]);
+    run(async |connector| {
+        let (mut reader, mut writer) = tokio::io::split(session(connector).await);
+        let writing = async {
+            writer.write_all(b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$536870913\r\n").await?;
+            for _ in 0..64 {
+                writer.write_all(&[b'x'; 64 << 10]).await?; // fails once the server has closed
+            }
+            Ok::<_, std::io::Error>(())
+        };
+        let mut reply = String::new();
+        let (_, read) = tokio::join!(writing, reader.read_to_string(&mut reply));
+        read.expect("the end of the stream");
+        assert_eq!(reply, "-ERR Protocol error: invalid bulk length\r\n");
+    });
+    assert_eq!((server.count("begun_ferrite"), server.count("begun_tcp")), (1, 0));
     server.assert_healthy();
 }
 

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use captured_log::Log;
 use ferrite_config::{Origin, Program, Values, find};
-use ferrite_fabric::{Error, ErrorKind, Fabric, ListenOptions, Rdma};
+use ferrite_fabric::{Error, ErrorKind, Fabric, FallbackCause, ListenOptions, Rdma};
 use ferrite_session::{fabric_config, open_fabric};
 use ferrite_verbs::fake::{DeviceSpec, World};
 
@@ -42,6 +42,14 @@ fn until_logged(fabric: &Fabric, log: &Log, line: &str) {
         fabric.poll();
         std::thread::sleep(Duration::from_millis(1));
     }
+}
+
+/// Returns the level of the line that contains `text`. There must be only one such line.
+fn level_of(log: &Log, text: &str) -> String {
+    let all = log.text();
+    let lines: Vec<_> = all.lines().filter(|line| line.contains(text)).collect();
+    let [line] = lines[..] else { panic!("expected one line with {text:?} in {all}") };
+    line.split_whitespace().nth(1).expect("a level after the time").to_owned()
 }
 
 #[test]
@@ -79,11 +87,13 @@ fn loss_and_return_of_a_device_are_logged_with_its_name() {
         until_logged(&fabric, log, "WARN");
         let text = log.text();
         assert!(text.contains("RDMA device rxe2: ") && !text.contains("rxe1"), "{text}");
+        assert_eq!(level_of(log, "RDMA device rxe2: "), "WARN");
         let faults = fabric.stats().device_faults;
         assert_eq!(faults.len(), 1);
         assert!(faults[0].starts_with("rxe2 was removed or failed"), "{faults:?}");
         add(&world, "rxe2", "127.0.0.2");
         until_logged(&fabric, log, "RDMA device rxe2 is back and in use again");
+        assert_eq!(level_of(log, "is back and in use again"), "INFO");
         assert_eq!(fabric.stats().device_faults, [""; 0]);
     });
 }
@@ -112,10 +122,40 @@ fn a_port_that_goes_down_is_logged_once_with_its_device() {
         let fabric = open(&world, &[]).expect("a fabric");
         world.device_down("rxe1");
         until_logged(&fabric, log, "RDMA device rxe1: port 1 went down");
+        assert_eq!(level_of(log, "went down"), "WARN");
         assert_eq!(fabric.stats().device_faults, ["rxe1: port 1 is down"]);
         world.device_up("rxe1");
         until_logged(&fabric, log, "RDMA device rxe1: port 1 is up again");
+        assert_eq!(level_of(log, "is up again"), "INFO");
         assert_eq!(fabric.stats().device_faults, [""; 0]);
         assert_eq!(log.text().matches("went down").count(), 1, "{}", log.text());
+    });
+}
+
+/// A program that opens many connections logs a fallback once for each cause, not once for each
+/// connection.
+#[test]
+fn a_fallback_is_logged_once_for_each_cause() {
+    Log::of(|log| {
+        let fabric = open(&World::new(), &[]).expect("over TCP");
+        let absence = fabric.absence().expect("there is no device").clone();
+        let encryption = Error::clear_text("allow clear text");
+        let before = log.text().len();
+        for port in 1..=20 {
+            let peer = ([10, 0, 0, 1], port).into();
+            for error in [&absence, &encryption] {
+                let _ = fabric.fell_back_to_tcp(peer, error.clone());
+            }
+        }
+        let logged = log.text()[before..].to_owned();
+        assert_eq!(logged.lines().count(), 2, "{logged}");
+        for (line, cause) in logged.lines().zip(["no-device", "encryption"]) {
+            let text = format!("link to 10.0.0.1:1 uses TCP instead of RDMA ({cause}): ");
+            assert_eq!(level_of(log, &text), "WARN");
+            assert!(line.contains(&text) && line.contains("; to do: "), "{line}");
+        }
+        for cause in [FallbackCause::NoDevice, FallbackCause::Encryption] {
+            assert!(fabric.stats().fallbacks.contains(&(cause, 20)), "{cause}");
+        }
     });
 }

@@ -123,6 +123,7 @@ macro_rules! run_suite {
             tells_rejected_clients_why,
             late_writers_read_why_they_were_rejected,
             writers_of_too_large_values_read_why_they_were_rejected,
+            reports_a_missing_engine,
             passes_the_engines_rejection_on);
         run_suite!(@ $run, isolation:
             protects_windows_from_other_clients,

@@ -120,6 +120,40 @@ fn listens_on_names_beside_variables_of_kubernetes() {
     assert_eq!(server.event("ended")["code"], 0);
 }
 
+/// The engine and the module listen on a link-local address, which names its interface.
+#[test]
+fn listens_on_addresses_with_an_interface() {
+    let Some(address) = link_local_address() else { return }; // this host has no IPv6
+    let (directory, tcp, rdma) = (directory(), free_port(), free_port());
+    let network = format!(
+        "port = {tcp}\nbind = [\"127.0.0.1\", \"[{address}]\"]\n\
+         rdma_listen = \"[{address}]:{rdma}\""
+    );
+    let setup = Setup { network: &network, ..Setup::default() };
+    let mut server = Server::start(&directory, &setup);
+    let event = server.event("ready");
+    let (ip, _) = address.split_once('%').expect("an interface");
+    let listens = event["address"].as_str().is_some_and(|text| text.contains(&format!("[{ip}%")));
+    assert!(listens, "{event}");
+    for port in [tcp, rdma] {
+        std::net::TcpStream::connect((address.as_str(), port)).expect("it listens");
+    }
+    server.signal("TERM");
+    assert_eq!(server.event("ended")["code"], 0);
+}
+
+/// Returns a link-local address of this host with its interface (`fe80::1%eth0`), if there is one.
+fn link_local_address() -> Option<String> {
+    const SCOPE: &str = "20";
+    let all = std::fs::read_to_string("/proc/net/if_inet6").ok()?;
+    all.lines().find_map(|line| {
+        let words: Vec<_> = line.split_whitespace().collect();
+        let [address, _, _, SCOPE, _, interface] = words[..] else { return None };
+        let ip = std::net::Ipv6Addr::from(u128::from_str_radix(address, 16).ok()?);
+        Some(format!("{ip}%{interface}"))
+    })
+}
+
 #[test]
 fn runs_the_engine_without_the_module_if_rdma_is_disabled() {
     let directory = directory();

@@ -279,7 +279,7 @@ async fn serve_as_valkey(listener: Listener, socket: std::path::PathBuf) {
 }
 
 /// Returns everything that a client can read before the connection ends.
-pub(crate) async fn read_until_end(mut stream: ValkeyStream) -> String {
+pub(crate) async fn read_until_end(mut stream: impl AsyncRead + Unpin) -> String {
     let mut received = String::new();
     stream.read_to_string(&mut received).await.expect("read until the end of the stream");
     received

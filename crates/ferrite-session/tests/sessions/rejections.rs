@@ -5,7 +5,7 @@ use std::time::Duration;
 use ferrite_fabric::ListenOptions;
 use ferrite_proto::Role;
 use ferrite_session::{
-    Connector, GatewayConfig, Session, SessionTransport, ValkeyConfig, ValkeyStream,
+    Connector, EngineAddress, GatewayConfig, Session, SessionTransport, ValkeyConfig, ValkeyStream,
 };
 use ferrite_testkit::Engine;
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
@@ -14,16 +14,30 @@ use tokio::net::UnixStream;
 use super::gateway::{TestServer, read_until_end, unprotected};
 use super::{Harness, any_port};
 
+/// Opens a session of Ferrite's own protocol over RDMA.
+async fn ferrite_session(server: &TestServer) -> Session {
+    let connector = Connector::new(&server.client).local(any_port(1));
+    let session = connector.connect(server.address).await.expect("connect");
+    assert_eq!(session.transport(), SessionTransport::FerriteRdma);
+    session
+}
+
+/// Returns what rejected clients read. A client of each of the two protocols connects, and both
+/// must read the same.
+async fn rejection(server: &TestServer, harness: &Harness) -> String {
+    let valkey = read_until_end(server.connect(harness).await).await;
+    assert_eq!(read_until_end(ferrite_session(server).await).await, valkey);
+    valkey
+}
+
 /// A client that writes after its rejection can still read the reason, as it can over TCP.
 pub(crate) async fn late_writers_read_why_they_were_rejected(harness: Harness) {
     let redis = Engine::redis(&[]);
     let server =
         TestServer::start(&harness, GatewayConfig { protected_mode: true, ..unprotected(&redis) });
-    let connector = Connector::new(&server.client).local(any_port(1));
-    let session = connector.connect(server.address).await.expect("connect");
-    assert_eq!(session.transport(), SessionTransport::FerriteRdma);
-    assert!(write_late(session).await.starts_with("-DENIED"));
+    assert!(write_late(ferrite_session(&server).await).await.starts_with("-DENIED"));
 
+    let connector = Connector::new(&server.client).local(any_port(1));
     let options = ListenOptions::new().foreign_peers_only();
     let valkey = harness.fabric(0).listen_with(any_port(0), &options).expect("listen");
     let at = valkey.local_addr();
@@ -49,10 +63,7 @@ pub(crate) async fn writers_of_too_large_values_read_why_they_were_rejected(harn
     let redis = Engine::redis(&[]);
     let server = TestServer::start(&harness, unprotected(&redis));
     let expected = "-ERR Protocol error: invalid bulk length\r\n";
-    let connector = Connector::new(&server.client).local(any_port(1));
-    let session = connector.connect(server.address).await.expect("connect");
-    assert_eq!(session.transport(), SessionTransport::FerriteRdma);
-    assert_eq!(write_too_much(session).await, expected);
+    assert_eq!(write_too_much(ferrite_session(&server).await).await, expected);
     assert_eq!(write_too_much(server.connect(&harness).await).await, expected);
     server.end().await;
 }
@@ -90,7 +101,7 @@ pub(crate) async fn tells_rejected_clients_why(harness: Harness) {
     let redis = Engine::redis(&[]);
     let server =
         TestServer::start(&harness, GatewayConfig { protected_mode: true, ..unprotected(&redis) });
-    let error = read_until_end(server.connect(&harness).await).await;
+    let error = rejection(&server, &harness).await;
     assert!(error.starts_with("-DENIED") && error.ends_with("\r\n"), "{error}");
     server.end().await;
 
@@ -113,13 +124,24 @@ pub(crate) async fn tells_rejected_clients_why(harness: Harness) {
     let mut first = server.connect(&harness).await;
     first.write_all(b"PING\r\n").await.expect("write");
     first.read_exact(&mut [0; 7]).await.expect("read the reply");
-    assert_eq!(
-        read_until_end(server.connect(&harness).await).await,
-        "-ERR max number of clients reached\r\n"
-    );
-    assert_eq!(server.gateway.stats().refused, 1);
+    assert_eq!(rejection(&server, &harness).await, "-ERR max number of clients reached\r\n");
+    assert_eq!(server.gateway.stats().refused, 2);
     drop(first);
     server.end().await;
+}
+
+/// No engine runs behind the gateway. In protected mode, the gateway asks the engine whether it
+/// needs a password.
+pub(crate) async fn reports_a_missing_engine(harness: Harness) {
+    for protected_mode in [false, true] {
+        let engine = EngineAddress::Unix("/nonexistent/engine.sock".into());
+        let config = GatewayConfig { protected_mode, ..GatewayConfig::new(engine) };
+        let server = TestServer::start(&harness, config);
+        let error = rejection(&server, &harness).await;
+        assert_eq!(error, "-ERR Ferrite gateway: cannot connect to the engine\r\n");
+        assert_eq!(server.gateway.stats().engine_failures, 2);
+        server.end().await;
+    }
 }
 
 /// In protected mode the gateway asks the engine whether it needs a password. If the engine replies
@@ -139,11 +161,8 @@ pub(crate) async fn passes_the_engines_rejection_on(harness: Harness) {
         }
         clients.push(client);
     }
-    assert_eq!(
-        read_until_end(server.connect(&harness).await).await,
-        "-ERR max number of clients reached\r\n"
-    );
-    assert_eq!(server.gateway.stats().engine_failures, 1);
+    assert_eq!(rejection(&server, &harness).await, "-ERR max number of clients reached\r\n");
+    assert_eq!(server.gateway.stats().engine_failures, 2);
     server.end().await;
 
     let renamed = ["--rename-command", "PING", "", "--requirepass", "secret"];
@@ -159,7 +178,7 @@ pub(crate) async fn passes_the_engines_rejection_on(harness: Harness) {
 
     let redis = Engine::redis(&renamed[..3]);
     let server = TestServer::start(&harness, protected(&redis));
-    let error = read_until_end(server.connect(&harness).await).await;
+    let error = rejection(&server, &harness).await;
     assert!(error.starts_with("-DENIED"), "{error}");
     server.end().await;
 }

@@ -136,7 +136,8 @@ impl Config {
             restart_limit: values.number(&table::RESTART_LIMIT),
             startup_timeout: values.time(&table::STARTUP_TIMEOUT),
             shutdown_timeout: values.time(&table::SHUTDOWN_TIMEOUT),
-            bind: values.list(&table::BIND).to_vec(),
+            // The engine does not accept brackets.
+            bind: values.list(&table::BIND).iter().map(|at| at.replace(['[', ']'], "")).collect(),
             port: values.is_given(&table::PORT).then(|| values.number(&table::PORT)),
             rdma_listen: hosts.collect(),
             rdma_port: values.listen_port().unwrap_or(table::CLIENT_PORT),

@@ -223,8 +223,8 @@ mod tests {
     fn generates_the_engines_configuration() {
         let lines = config_of(
             "[server]\ndata_dir = \"/data\"\n\
-             rdma = \"require\"\n[network]\nport = 0\nbind = \"::1\"\nrdma_listen = \"[::1], cache\"\n\
-             allow_clear_text = true\nrdma_device = [\"a\", \"b\", \"a\"]\n[network.rdma]\n\
+             rdma = \"require\"\n[network]\nport = 0\nbind = [\"[::1]\", \"-[fe80::1%lo]\"]\n\
+             rdma_listen = \"[::1], [fe80::1%lo], cache\"\nallow_clear_text = true\nrdma_device = [\"a\", \"b\", \"a\"]\n[network.rdma]\n\
              max_connections = 5\nrx_size = \"64kb\"\ncall_path = true\npoller_thread = false\n\
              [cluster]\nenabled = true\n[engine]\nsave = \"\"",
         );
@@ -239,11 +239,11 @@ mod tests {
                 "unixsocketperm 700",
                 "dir \"/data\"",
                 "port 0",
-                "bind ::1",
+                "bind ::1 -fe80::1%lo",
                 "cluster-enabled yes",
                 "save \"\"",
-                "loadmodule \"/lib/a b.so\" rdma-bind ::1,cache rdma-port 6380 rdma require \
-                 engine \"unix:/run/s\\\"x.sock\" allow-clear-text yes rdma-device a,b \
+                "loadmodule \"/lib/a b.so\" rdma-bind ::1,fe80::1%lo,cache rdma-port 6380 \
+                 rdma require engine \"unix:/run/s\\\"x.sock\" allow-clear-text yes rdma-device a,b \
                  max-clients 5 rx-size 64kb call-path yes poller-thread no",
             ]
         );

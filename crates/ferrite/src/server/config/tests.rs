@@ -75,6 +75,24 @@ fn reads_the_engines_settings() {
     assert_eq!(Config::default().rdma_port, 6380);
 }
 
+/// A link-local address names its interface after `%`.
+#[test]
+fn reads_addresses_with_an_interface() {
+    for (listen, hosts, port) in [
+        ("[fe80::1%lo]:7000", &["fe80::1%lo"][..], 7000),
+        ("fe80::1%lo", &["fe80::1%lo"], 6380),
+        ("[fe80::1%lo], fe80::2%eth0.7", &["fe80::1%lo", "fe80::2%eth0.7"], 6380),
+    ] {
+        let file = format!("[network]\nrdma_listen = \"{listen}\"");
+        let config = Config::parse(&file).unwrap_or_else(|why| panic!("{listen}: {why}"));
+        assert_eq!(config.rdma_listen, hosts, "{listen}");
+        assert_eq!(config.rdma_port, port, "{listen}");
+    }
+    for wrong in ["fe80::1%", "[fe80::1%]:7000", "10.0.0.1%lo"] {
+        Config::parse(&format!("[network]\nrdma_listen = \"{wrong}\"")).expect_err(wrong);
+    }
+}
+
 #[test]
 fn errors_of_a_file_are_shown_together() {
     let error = Config::parse("[server]\nrestrat = 1\n[network]\nport = 70000").expect_err("wrong");
