@@ -110,7 +110,7 @@ fn links(stats: &FabricStats, out: &mut Exposition) {
         causes.iter().map(|(cause, count)| (vec![("cause", cause.as_str())], *count)).collect();
     out.counters("rdma_fallbacks", "Links over TCP although RDMA was preferred", &fallbacks);
     out.counter("rdma_upgrades", "Links that were upgraded from TCP to RDMA", stats.upgrades);
-    let help = "RDMA paths that were lost without ending the link";
+    let help = "RDMA paths that a link lost or left without ending";
     out.counter("rdma_migrations", help, stats.totals.moves);
     out.counter("rdma_connect_retries", "Handshakes that were retried", stats.connect_retries);
     let help = "Failures to accept a connection, for lack of descriptors or memory";

@@ -15,7 +15,7 @@ enum Arrival {
     Immediate { immediate: u32, byte_len: u32 },
 }
 
-/// A posted request without a local completion.
+/// A posted request that has not completed yet.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Posted {
     Message,

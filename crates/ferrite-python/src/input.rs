@@ -162,7 +162,7 @@ impl Input {
                 return Poll::Ready(match (is_null, size) {
                     (true, _) => Ok(Bulk::Null),
                     (false, Some(size)) if size < VALUE_MAX => Ok(Bulk::Value(size)),
-                    (false, _) => Err(invalid("a bulk reply without a size")),
+                    (false, _) => Err(invalid("a bulk reply with an invalid size")),
                 });
             }
             if waiting.len() > HEADER_MAX {

@@ -136,7 +136,7 @@ def test_impossible_sizes_are_errors():
         thread.start()
         port = listener.getsockname()[1]
         with ferrite.Redis("127.0.0.1", port, retry=None, protocol=2) as client:
-            with pytest.raises(redis.ConnectionError, match="a bulk reply without a size"):
+            with pytest.raises(redis.ConnectionError, match="a bulk reply with an invalid size"):
                 client.get_into("value", bytearray(10))
         thread.join(60)
 

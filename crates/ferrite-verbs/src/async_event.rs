@@ -54,7 +54,7 @@ codes! {
         ESTABLISHED = sys::ibv_event_type::IBV_EVENT_COMM_EST.0, "connection is established";
         /// All sends posted before the drain request are done.
         SEND_QUEUE_DRAINED = sys::ibv_event_type::IBV_EVENT_SQ_DRAINED.0, "send queue is drained";
-        /// Close everything on the device.
+        /// The device is unusable. The program must close everything on it.
         DEVICE_FATAL = sys::ibv_event_type::IBV_EVENT_DEVICE_FATAL.0,
             "device failed or was removed";
         /// Traffic can pass.

@@ -40,7 +40,7 @@ pub(crate) fn install(values: &Values) {
         true => base.with(layer.event_format(JsonLines)).try_init(),
         false => base.with(layer.with_ansi(has_colors())).try_init(),
     };
-    // Fails only if a log is installed already, which then stays in use.
+    // `try_init` fails only if a log is installed already, which then stays in use.
     if installed.is_ok() {
         let _ = LOG.set(Log { level, is_json });
     }

@@ -17,7 +17,7 @@ use super::{Cause, Failure, Likelihood, cause};
 
 const CAUSES_MAX: usize = 5;
 
-/// Returns the causes of a failure, the best first.
+/// Returns the causes of a failure, the most likely first.
 pub(super) fn rank(failure: Failure, facts: &Facts) -> Vec<Cause> {
     let mut found = Vec::new();
     match failure {

@@ -421,7 +421,8 @@ mod tests {
             holds.push(go);
             run_to_end(source(100));
         }
-        // The last thread is reserved for this process.
+        // Commands for peers cannot occupy the last thread, which is reserved for this process's
+        // own commands.
         let (begins, go) = submit_blocking(&commands, source(THREADS_MAX - 1));
         begins.recv_timeout(TIMEOUT).expect("it runs");
         run_to_end(None);

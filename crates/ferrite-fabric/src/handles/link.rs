@@ -88,7 +88,7 @@ impl Link {
         self.send_parts(channel, vec![buf.into()])
     }
 
-    /// Sends a message that consists of several buffers, as [`Link::send`] does. A message larger
+    /// Like [`Link::send`], but for a message that consists of several buffers. A message larger
     /// than 2 MiB needs several buffers.
     pub fn send_parts(&self, channel: u16, parts: Vec<Buf>) -> Sending {
         Sending::new(Arc::clone(self.shared()), channel, parts)

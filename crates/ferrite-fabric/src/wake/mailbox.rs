@@ -85,8 +85,8 @@ impl Mailbox {
         seen
     }
 
-    /// Records that the descriptor is prepared for waiting. Returns `false` if there is work
-    /// meanwhile.
+    /// Records that the driver is about to wait for the descriptor. Returns `false` if work has
+    /// arrived in the meantime; then the driver must not wait.
     pub(crate) fn fall_asleep(&self) -> bool {
         if !self.flags.fall_asleep() {
             return false;

@@ -51,7 +51,8 @@ impl SleepFlags {
         self.woken.load(Ordering::Relaxed) && self.woken.swap(false, Ordering::SeqCst)
     }
 
-    /// Records that the thread sleeps from now on. Returns `false` if there is work meanwhile.
+    /// Records that the thread is about to sleep. Returns `false` if work has arrived in the
+    /// meantime; then the thread must not sleep.
     #[must_use]
     pub fn fall_asleep(&self) -> bool {
         self.asleep.swap(true, Ordering::SeqCst);

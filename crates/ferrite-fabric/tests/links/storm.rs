@@ -42,7 +42,8 @@ fn operations(fixture: &Fixture) -> u64 {
 }
 
 fn run(fixture: &Fixture, random: Random, config: Config, operations: u64) {
-    // At its end, a run waits for links that were dropped while messages were left to receive.
+    // A link that is dropped before its messages were received ends only after `close_timeout`. The
+    // run waits for such links at its end, so the timeout is short.
     let config = Config { close_timeout: Duration::from_millis(500), ..config };
     let begun = Instant::now();
     let mut storm = Storm::new(fixture, random, config, operations);

@@ -85,7 +85,8 @@ impl Generator {
         let bursts = self.bursts + 10 + self.random.below(25) as usize;
         let mut client = 0;
         while self.bursts < bursts || self.queues.iter().any(|queue| !queue.is_empty()) {
-            // A client often continues where it stopped, so other clients rarely send in between.
+            // Usually the client of the last burst also sends the next one, so that other clients
+            // rarely send in between.
             if self.queues[client].is_empty() || chance(&mut self.random, 25) {
                 client = self.random.below(clients as u64) as usize;
             }

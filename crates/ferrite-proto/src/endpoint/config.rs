@@ -20,7 +20,7 @@ pub struct Config {
     pub max_peer_window: u32,
     /// The longest single write. Default 1 GiB; a network card accepts at most 2 GiB.
     pub max_write: u32,
-    /// Maximum number of writes without a local completion. A send queue needs room for these and
+    /// Maximum number of writes that have not completed yet. A send queue needs room for these and
     /// for [`MESSAGES_IN_FLIGHT`](super::MESSAGES_IN_FLIGHT) messages. Default 512.
     pub max_writes_in_flight: u32,
     /// Maximum number of writes and messages that a client sends without an arrival from the
@@ -41,11 +41,11 @@ pub struct Config {
     pub max_unseen: Option<u32>,
     /// How often a server sends a keepalive. Default 3 s. Clients send none.
     pub keepalive_interval: Duration,
-    /// Maximum number of keepalives without a local completion. At the limit, no further ones are
+    /// Maximum number of keepalives that have not completed yet. At the limit, no further ones are
     /// sent. Default 3.
     pub max_keepalives: u32,
-    /// How long a keepalive may stay without a local completion, while nothing arrives, before the
-    /// peer counts as dead. Default 30 s.
+    /// How long a keepalive may take to complete, while nothing arrives, before the peer counts as
+    /// dead. Default 30 s.
     pub dead_after: Duration,
     /// The features that a server reports when asked. Default 0, because no features are defined.
     pub features: u64,

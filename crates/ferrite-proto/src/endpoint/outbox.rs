@@ -1,4 +1,4 @@
-//! Control messages that wait to be polled, and those in flight (without a local completion).
+//! Control messages that wait to be polled, and those in flight, which have not completed yet.
 //!
 //! The queue is bounded whatever the peer does. An announcement is a flag, feature messages and
 //! keepalives have limits, and at most [`MESSAGES_IN_FLIGHT`] messages are in flight.

@@ -75,7 +75,7 @@ impl Poller {
         }
     }
 
-    /// Starts the timer for the report that a link's queue pair has taken its last receive.
+    /// Limits the wait for the report that a link's queue pair has taken its last receive.
     pub(super) fn wait_for_last_receive(&mut self, link: &LinkShared) {
         let wait = link.device().map_or(NO_LAST_RECEIVE, |device| last_receive_wait(&device));
         self.timers.add(self.now + wait, Timer::LastReceive(link.name));

@@ -117,7 +117,7 @@ impl Poller {
         );
     }
 
-    /// Puts a device that came back into use again.
+    /// Starts to use a device again after it has come back.
     fn reattach_device(
         &mut self,
         shared: &Shared,

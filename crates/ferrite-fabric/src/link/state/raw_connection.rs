@@ -1,8 +1,8 @@
-//! The state of a link whose peer speaks another protocol: plain requests, and received data in
-//! order.
+//! The state of a link whose peer speaks another protocol. It has the queued requests, and what has
+//! arrived, in order.
 //!
-//! Ferrite adds nothing on the wire: no hello, no credits, no keepalive, no closing frames. Data
-//! from the peer is counted, not interpreted.
+//! Ferrite adds nothing on the wire: no hello, no credits, no keepalive, no closing frames. It
+//! delivers the peer's messages as they are, and only counts the bytes of the peer's writes.
 
 use std::collections::VecDeque;
 use std::task::Waker;

@@ -214,7 +214,7 @@ impl TcpPath {
                     .is_some_and(|class| class.bytes() as u64 > account.limit_bytes())
             {
                 return Err(invalid(format!(
-                    "a TCP frame of {} bytes, more than the memory budget of the peer's host",
+                    "a TCP frame of {} bytes, which needs more memory than the link may use",
                     tcp_frame.len
                 )));
             }
