@@ -48,6 +48,9 @@ pub(crate) struct Options {
 /// How long the server may take to answer at start. Both transports may be tried in this time.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(30);
 
+/// How long a client that is refused may take to close the connection.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
+
 /// The settings, with the addresses parsed.
 struct Setup<'a> {
     options: &'a Options,
@@ -64,8 +67,8 @@ Examples:
   ferrite relay --to 10.0.0.1:6380 --listen 127.0.0.1:7000 --rdma require
 
 At start the relay asks the server for an answer. If none comes, it warns with the reason and tries
-again every second. If the relay cannot connect to the server, the client gets an error (-ERR …) and is disconnected;
-the cause is on stderr. The relay ends on SIGTERM and SIGINT, with exit code 0. On SIGHUP it reads
+again every second. If the relay cannot connect to the server, the client gets an error (-ERR …) and
+is disconnected; the cause is on stderr. The relay ends on SIGTERM and SIGINT, with exit code 0. On SIGHUP it reads
 its settings again and applies those that can change; the log names the others.
 
 JSON lines: {event: listening, address, to, rdma, admin?}, {event: ended, sessions {rdma, tcp},
@@ -153,6 +156,15 @@ async fn serve(setup: &Setup<'_>) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Sends an error to a client and closes the connection. First reads what the client has sent: if
+/// unread input were left, the kernel would reset the connection, and the client might not receive
+/// the error.
+async fn refuse(client: &mut TcpStream, error: &[u8]) -> std::io::Result<()> {
+    client.write_all(error).await?;
+    client.shutdown().await?;
+    tokio::io::copy(client, &mut tokio::io::sink()).await.map(drop)
+}
+
 async fn relay_client(
     mut client: TcpStream,
     connector: Connector,
@@ -170,7 +182,8 @@ async fn relay_client(
                 tracing::warn!(server = %to, %error, "cannot connect to the server{others}");
             }
             // The server's address and the system's error go to the log only.
-            let _ = client.write_all(b"-ERR Ferrite relay: cannot connect to the server\r\n").await;
+            let error = b"-ERR Ferrite relay: cannot connect to the server\r\n";
+            let _ = tokio::time::timeout(CLOSE_TIMEOUT, refuse(&mut client, error)).await;
             return;
         }
     };

@@ -212,13 +212,19 @@ pub(crate) fn gateway_carries_every_kind_of_load(network: &Network) {
     assert!(ended["to_client_bytes"].as_u64().is_some_and(|bytes| bytes > 10_000), "{ended}");
 }
 
-/// A rejected client prints the reason and exits with code 1.
+/// A rejected client prints the reason and exits with code 1. Over TCP it may lose the reason, as
+/// at the engine's own port: a connection that is closed while requests arrive is reset.
 pub(crate) fn bench_reports_why_a_client_is_rejected(network: &Network) {
     let setup = GatewaySetup::start(network, &["--protected-mode", "no", "--max-clients", "1"]);
     let refused = setup.bench(network, &["--test", "set"]);
     let stderr = String::from_utf8_lossy(&refused.stderr).into_owned();
     assert_eq!(refused.status.code(), Some(1), "{stderr}");
-    assert!(stderr.contains("max number of clients reached"), "{stderr}");
+    let may_lose_reason = network.rdma != "require";
+    assert!(
+        stderr.contains("max number of clients reached")
+            || (may_lose_reason && stderr.contains("the connection")),
+        "{stderr}"
+    );
     setup.end();
 }
 
