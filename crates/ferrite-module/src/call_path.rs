@@ -92,6 +92,11 @@ pub(crate) fn kill_client(id: u64) -> bool {
     with_calls(|calls| calls.kill_client(id)).unwrap_or(false)
 }
 
+/// Returns whether the engine is a replica; false if nothing can be called now.
+pub(crate) fn is_replica() -> bool {
+    with_calls(|calls| calls.is_replica()).unwrap_or(false)
+}
+
 /// Returns how many clients the engine has; `None` if that is unknown.
 pub(crate) fn connected_clients() -> Option<u64> {
     with_calls(|calls| calls.connected_clients())?

@@ -265,6 +265,11 @@ impl Calls {
         self.context.ask(c"ACL", &[b"GETUSER", b"default"]).as_deref().map(is_open)
     }
 
+    /// Returns whether the engine is a replica.
+    pub(crate) fn is_replica(&self) -> bool {
+        self.context.state() & state::REPLICA != 0
+    }
+
     /// Returns how many clients the engine has; `None` if that is unknown.
     pub(crate) fn connected_clients(&self) -> Option<u64> {
         let info = self.context.ask(c"INFO", &[b"clients"])?;

@@ -115,7 +115,9 @@ impl ProxyClient for ClientRecord {
     }
 
     fn is_marked(&self) -> bool {
-        !self.state().is_mark_due
+        // A node that has become a replica refuses MARK, as it refuses all writes. It also refuses
+        // WAIT, so nothing is left to mark.
+        !self.state().is_mark_due || call_path::is_replica()
     }
 
     fn is_blocked(&self) -> bool {

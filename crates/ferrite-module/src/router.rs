@@ -49,7 +49,7 @@ const ALSO_CALLABLE: [&[u8]; 4] = [b"PING", b"ECHO", b"TIME", b"PUBLISH"];
 const NEVER_FLAGS: [&[u8]; 5] = [b"noscript", b"blocking", b"admin", b"no_auth", b"module"];
 /// Commands that are never called because they may delete any expired key. The engine replicates
 /// these deletions key by key; during a call it would replicate them as one transaction.
-const EXPIRE_ANY_KEY: [&[u8]; 2] = [b"SCAN", b"RANDOMKEY"];
+const EXPIRE_ANY_KEY: [&[u8]; 3] = [b"SCAN", b"RANDOMKEY", b"CLUSTERSCAN"];
 /// The ACL categories of data types that clients can be blocked on.
 const BLOCKING_CATEGORIES: [&[u8]; 4] = [b"@list", b"@sortedset", b"@stream", b"@geo"];
 /// Commands that may create a key of any type.

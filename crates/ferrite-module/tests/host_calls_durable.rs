@@ -228,3 +228,28 @@ fn replicas_call_reads_while_they_are_connected() {
         replica.assert_healthy();
     }
 }
+
+/// A session that has written continues after its engine has become a replica, which refuses
+/// FERRITE MARK.
+#[test]
+fn sessions_that_wrote_continue_on_a_replica() {
+    for program in engines() {
+        let mut server = start(&program, &[]);
+        let commands: [&[&str]; 4] = [
+            &["CLIENT", "NO-EVICT", "on"],
+            &["WAIT", "0", "0"],
+            &["READONLY"],
+            &["SUBSCRIBE", "channel"],
+        ];
+        for command in commands {
+            let mut pair = Pair::new(&server);
+            pair.module.ok(&["SET", "key", "value"]);
+            pair.native.ok(&["REPLICAOF", "127.0.0.1", "1"]);
+            pair.same(command);
+            pair.same(&["PING"]);
+            drop(pair);
+            server.client().ok(&["REPLICAOF", "NO", "ONE"]);
+        }
+        server.assert_healthy();
+    }
+}
