@@ -174,11 +174,8 @@ impl Router {
             Some(Value::Integer(arity)) => *arity,
             _ => return,
         };
-        let callable = callable(&identity, arity, flags, categories);
-        let kind = match (
-            callable.map(|callable| Callable { has_several_keys, ..callable }),
-            session_command(&identity, flags, categories),
-        ) {
+        let callable = callable(&identity, arity, flags, categories, has_several_keys);
+        let kind = match (callable, session_command(&identity, flags, categories)) {
             (_, Some(command)) => CommandKind::Session(command),
             (Some(callable), None) => CommandKind::Callable(callable),
             (None, None) => CommandKind::Plain,
@@ -208,6 +205,7 @@ fn callable(
     arity: i64,
     flags: &[Value<'_>],
     categories: &[Value<'_>],
+    has_several_keys: bool,
 ) -> Option<Callable> {
     let is_data = has(categories, &DATA_CATEGORIES) || ALSO_CALLABLE.contains(&name);
     let is_excluded =
@@ -226,7 +224,7 @@ fn callable(
         writes,
         unblocks,
         reads_string,
-        has_several_keys: true, // until the positions of its keys are known
+        has_several_keys,
     })
 }
 

@@ -273,6 +273,16 @@ fn writes_are_refused_as_at_the_engines_own_port() {
     }
 }
 
+/// Runs a case on each engine, as a cluster node with half of the slots.
+fn on_each_cluster_node(case: impl Fn(&Engine, Pair)) {
+    for program in engines() {
+        let directory = TempDir::new("cluster");
+        let mut server = start_cluster_node(&program, &directory);
+        case(&server, Pair::new(&server));
+        server.assert_healthy();
+    }
+}
+
 /// Starts a cluster node with half of the slots, and waits until it serves them.
 fn start_cluster_node(program: &Path, directory: &TempDir) -> Engine {
     let options = node_options(program, directory);
@@ -290,12 +300,9 @@ fn start_cluster_node(program: &Path, directory: &TempDir) -> Engine {
 /// node serves.
 #[test]
 fn calls_commands_on_own_slots_of_a_cluster() {
-    for program in engines() {
-        let directory = TempDir::new("cluster");
-        let mut server = start_cluster_node(&program, &directory);
-        let mut pair = Pair::new(&server);
+    on_each_cluster_node(|server, mut pair| {
         let long = "v".repeat(1000);
-        let called = calls(&server, || {
+        let called = calls(server, || {
             for _ in 0..10 {
                 pair.same(&["SET", "bar", &long]);
                 assert_eq!(pair.same(&["GET", "bar"]), format!("$1000\r\n{long}"));
@@ -303,7 +310,7 @@ fn calls_commands_on_own_slots_of_a_cluster() {
                 pair.same(&["DBSIZE"]);
             }
         });
-        assert_eq!(called, 40, "on {}", program.display());
+        assert_eq!(called, 40);
         pair.same(&["MGET", "bar", "{bar}missing"]);
         for (line, reply) in [
             ("GET key", "-MOVED 12539 127.0.0.1:9"),
@@ -314,17 +321,13 @@ fn calls_commands_on_own_slots_of_a_cluster() {
             assert!(got.starts_with(reply), "{line}: {got}");
         }
         pair.same(&["SELECT", "1"]);
-        server.assert_healthy();
-    }
+    });
 }
 
 /// After one call with keys of different slots, Valkey 9.1 would refuse the scripts of all clients.
 #[test]
 fn commands_with_keys_of_different_slots_do_not_break_scripts() {
-    for program in engines() {
-        let directory = TempDir::new("cluster");
-        let mut server = start_cluster_node(&program, &directory);
-        let mut pair = Pair::new(&server);
+    on_each_cluster_node(|_, mut pair| {
         for line in ["MGET bar hello", "DEL bar hello", "SORT bar STORE hello", "RENAME bar hello"]
         {
             assert!(pair.same(&words(line)).starts_with("-CROSSSLOT"), "{line}");
@@ -333,18 +336,14 @@ fn commands_with_keys_of_different_slots_do_not_break_scripts() {
             let script = "return redis.call('SET', KEYS[1], 'value')";
             assert_eq!(pair.same(&["EVAL", script, "1", "bar"]), "+OK");
         }
-        server.assert_healthy();
-    }
+    });
 }
 
 /// While slots migrate, clients get the redirects of the engine, whatever the key path has learned
 /// about a key.
 #[test]
 fn follows_slots_that_migrate() {
-    for program in engines() {
-        let directory = TempDir::new("cluster");
-        let mut server = start_cluster_node(&program, &directory);
-        let mut pair = Pair::new(&server);
+    on_each_cluster_node(|_, mut pair| {
         let long = "v".repeat(1000);
         let value = format!("$1000\r\n{long}");
         pair.module.ok(&["SET", "bar", &long]);
@@ -369,8 +368,7 @@ fn follows_slots_that_migrate() {
         assert_eq!(pair.native.ask(&["DEL", "bar"]), ":1");
         pair.native.ok(&["CLUSTER", "DELSLOTS", "5061"]);
         assert!(pair.same(&["GET", "bar"]).starts_with("-CLUSTERDOWN"));
-        server.assert_healthy();
-    }
+    });
 }
 
 #[test]

@@ -3,6 +3,7 @@
 //! other clients.
 
 use ferrite_testkit::engine::{REDIS, engines, module};
+use ferrite_testkit::port::link_local_address;
 use ferrite_testkit::{Engine, Start, TempDir, free_port, pem};
 use std::io::{Read as _, Write as _};
 use std::net::{TcpStream, ToSocketAddrs as _};
@@ -139,7 +140,8 @@ fn serves_the_other_addresses_if_one_is_in_use() {
     for program in engines() {
         let [tcp, own] = [free_port().to_string(), free_port().to_string()];
         let _taken = std::net::TcpListener::bind(format!("127.0.0.2:{own}")).expect("a free port");
-        let bind = format!("127.0.0.1 127.0.0.2 127.0.0.3 {}", link_local().unwrap_or_default());
+        let bind =
+            format!("127.0.0.1 127.0.0.2 127.0.0.3 {}", link_local_address().unwrap_or_default());
         let mut server =
             start(&program, &["rdma-port", &own], &["--port", &tcp, "--bind", bind.trim_end()]);
         assert_eq!([1, 3].map(|last| ping(&format!("127.0.0.{last}"), &own)), [Some(true); 2]);
@@ -148,7 +150,7 @@ fn serves_the_other_addresses_if_one_is_in_use() {
         assert_eq!(server.log().matches(&why).count(), 1);
         let report = server.ask::<String>(&["FERRITE", "DOCTOR"]);
         assert!(report.contains(&format!("[warn] {why}")), "{report}");
-        if let Some(address) = link_local() {
+        if let Some(address) = link_local_address() {
             let (ip, _) = address.split_once('%').expect("an interface");
             assert!(
                 server.info("address").contains(&format!("[{ip}%")),
@@ -160,18 +162,6 @@ fn serves_the_other_addresses_if_one_is_in_use() {
         }
         server.assert_healthy();
     }
-}
-
-/// Returns a link-local address of this host with its interface (`fe80::1%eth0`), if there is one.
-fn link_local() -> Option<String> {
-    const SCOPE: &str = "20";
-    let all = std::fs::read_to_string("/proc/net/if_inet6").ok()?;
-    all.lines().find_map(|line| {
-        let words: Vec<_> = line.split_whitespace().collect();
-        let [address, _, _, SCOPE, _, interface] = words[..] else { return None };
-        let ip = std::net::Ipv6Addr::from(u128::from_str_radix(address, 16).ok()?);
-        Some(format!("{ip}%{interface}"))
-    })
 }
 
 /// The module does not load if it cannot listen on an address that was named. Otherwise the engine
@@ -240,7 +230,7 @@ fn listens_on_names_and_on_addresses_in_brackets() {
         if has_ipv6 {
             bind += ",[::1]";
         }
-        if let Some(address) = link_local() {
+        if let Some(address) = link_local_address() {
             bind += &format!(",[{address}]");
         }
         let mut server =
@@ -249,7 +239,7 @@ fn listens_on_names_and_on_addresses_in_brackets() {
         if has_ipv6 {
             assert_eq!(ping("::1", &own), Some(true), "{}", server.info("address"));
         }
-        if let Some(address) = link_local() {
+        if let Some(address) = link_local_address() {
             assert!(ping(&address, &own).is_some(), "nothing listens at {address}");
         }
         server.assert_healthy();

@@ -21,6 +21,19 @@ pub fn free_port() -> u16 {
     }
 }
 
+/// Returns a link-local address of this host with its interface (`fe80::1%eth0`), if there is one.
+#[must_use]
+pub fn link_local_address() -> Option<String> {
+    const SCOPE: &str = "20";
+    let all = std::fs::read_to_string("/proc/net/if_inet6").ok()?;
+    all.lines().find_map(|line| {
+        let words: Vec<_> = line.split_whitespace().collect();
+        let [address, _, _, SCOPE, _, interface] = words[..] else { return None };
+        let ip = std::net::Ipv6Addr::from(u128::from_str_radix(address, 16).ok()?);
+        Some(format!("{ip}%{interface}"))
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

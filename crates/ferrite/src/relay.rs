@@ -68,8 +68,8 @@ Examples:
 
 At start the relay asks the server for an answer. If none comes, it warns with the reason and tries
 again every second. If the relay cannot connect to the server, the client gets an error (-ERR …) and
-is disconnected; the cause is on stderr. The relay ends on SIGTERM and SIGINT, with exit code 0. On SIGHUP it reads
-its settings again and applies those that can change; the log names the others.
+is disconnected; the cause is on stderr. The relay ends on SIGTERM and SIGINT, with exit code 0. On
+SIGHUP it reads its settings again and applies those that can change; the log names the others.
 
 JSON lines: {event: listening, address, to, rdma, admin?}, {event: ended, sessions {rdma, tcp},
   failed, to_server_bytes, to_client_bytes}. Failures print {error: {kind, missing?, message, remedy?}}.";

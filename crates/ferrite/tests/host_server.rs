@@ -16,6 +16,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
+use ferrite_testkit::port::link_local_address;
 use ferrite_testkit::resp::Client;
 use ferrite_testkit::wait::until_or;
 use ferrite_testkit::{Screen, TIMEOUT, engine, free_port};
@@ -140,18 +141,6 @@ fn listens_on_addresses_with_an_interface() {
     }
     server.signal("TERM");
     assert_eq!(server.event("ended")["code"], 0);
-}
-
-/// Returns a link-local address of this host with its interface (`fe80::1%eth0`), if there is one.
-fn link_local_address() -> Option<String> {
-    const SCOPE: &str = "20";
-    let all = std::fs::read_to_string("/proc/net/if_inet6").ok()?;
-    all.lines().find_map(|line| {
-        let words: Vec<_> = line.split_whitespace().collect();
-        let [address, _, _, SCOPE, _, interface] = words[..] else { return None };
-        let ip = std::net::Ipv6Addr::from(u128::from_str_radix(address, 16).ok()?);
-        Some(format!("{ip}%{interface}"))
-    })
 }
 
 #[test]
