@@ -40,7 +40,7 @@ pub const BLOCKS: [u64; 6] = [256, 1 << 10, 8 << 10, 64 << 10, 512 << 10, CHUNK]
 
 /// The settings of each area, with the heading of the reference page.
 pub const AREAS: [(&str, &[&Setting]); 6] = [
-    ("Addresses and policy", network::SETTINGS),
+    ("Addresses and RDMA policy", network::SETTINGS),
     ("Clients and the event loop", clients::SETTINGS),
     ("Queues and polling", queues::SETTINGS),
     ("Memory", memory::SETTINGS),

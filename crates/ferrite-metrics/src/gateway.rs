@@ -45,7 +45,8 @@ pub fn gateway_metrics(gateway: &Gateway, out: &mut Exposition) {
     out.counter("sessions_killed", "Sessions that an operator has ended", killed);
     let help = "Sessions ended because all sessions together held more than maxmemory-clients";
     out.counter("sessions_evicted", help, evicted);
-    let help = "Clients that got no session because the engine could not be reached";
+    let help =
+        "Clients that got no session because the engine was unreachable or rejected the connection";
     out.counter("engine_connect_failures", help, engine_failures);
     let bytes = [("to_engine", to_engine_bytes), ("to_client", to_client_bytes)];
     let bytes = bytes.map(|(direction, count)| (vec![("direction", direction)], count));

@@ -421,7 +421,7 @@ impl<'a> Comparison<'a> {
         )
     }
 
-    /// Prints what was compared. Panics if there were differences.
+    /// Prints what was compared. Panics if there were differences, or if nothing was compared.
     fn finish(&self) {
         assert!(self.differences.is_empty(), "{}", self.report());
         assert!(self.cases > 0, "{}: nothing was compared", self.label);

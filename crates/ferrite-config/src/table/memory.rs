@@ -91,7 +91,7 @@ pub static MEMORY_POOL_BUCKETS: Setting = setting(
     "Number of caches of free buffers. Each has its own lock, and a thread always uses the same \
      one. 0: one cache for each CPU.",
 )
-.memory("256 KiB for each cache, purpose (send, receive) and size of buffers")
+.memory("at most 256 KiB for each combination of cache, purpose (send or receive) and buffer size")
 .aliases(&[alias("rdma_memory_pool_buckets", AliasForm::Same)]);
 
 /// The largest number of free buffers of one size and purpose in each cache.

@@ -243,15 +243,16 @@ impl Fabric {
         let devices = without.join(", ");
         if self.config().shared_windows {
             tracing::warn!(
-                "{local}: {devices} cannot restrict memory to one connection (no memory windows \
-                 of type 2): a Valkey Over RDMA client that finds another client's memory key \
-                 (rkey) can send commands as that client (rdma-shared-windows yes)"
+                "{local}: {devices} cannot restrict memory to one connection, because they have \
+                 no type 2 memory windows. A Valkey Over RDMA client that finds another client's \
+                 memory key (rkey) can send commands as that client. The setting \
+                 `rdma-shared-windows yes` allows this; with `no`, such clients are rejected"
             );
         } else {
             tracing::warn!(
-                "{local}: {devices} cannot restrict memory to one connection (no memory windows \
-                 of type 2): Valkey Over RDMA clients are refused there, other peers are not \
-                 (rdma-shared-windows no)"
+                "{local}: {devices} cannot restrict memory to one connection, because they have \
+                 no type 2 memory windows. Valkey Over RDMA clients are rejected there, because \
+                 of the setting `rdma-shared-windows no`; other peers are accepted"
             );
         }
     }

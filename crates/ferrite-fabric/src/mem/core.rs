@@ -1,12 +1,14 @@
 //! The shared state of a pool: its heaps, caches and counters, and how blocks are taken and
 //! returned.
 //!
-//! The submodules are the parts of a pool that refer back to this state. A slab keeps the state
-//! alive, and every buffer in the slab keeps the slab alive.
+//! The submodules need this state, directly or through a slab. A slab keeps the state alive, and
+//! every buffer in the slab keeps the slab alive. In the diagram, `A ◄─ B` means that B uses A. The
+//! upper row holds free blocks. The lower row holds blocks in use; a window gives a peer access to
+//! a buffer.
 //!
 //! ```text
-//!   slab ◄─ heap ◄─ cache        free blocks
-//!     ▲── lease ◄─ buf ◄─ window   blocks in use, and how peers access them
+//!   slab ◄─ heap  ◄─ cache
+//!     ▲──── lease ◄─ buf   ◄─ window
 //! ```
 
 pub(super) mod buf;

@@ -1,6 +1,6 @@
 //! A device is removed under traffic (`rdma link delete`). The kernel notifies programs that have
-//! an identifier on the device, and waits until the last user of a Soft-RoCE device has released
-//! it.
+//! an RDMA CM identifier (`rdma_cm_id`) on the device, and waits until the last user of a Soft-RoCE
+//! device has released it.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;

@@ -228,9 +228,9 @@ async fn all_failed(serving: &mut JoinSet<Result<(), String>>) -> String {
 /// Returns why the fabric is not driven any more.
 fn driver_ended(ended: Result<std::io::Result<()>, JoinError>) -> String {
     match ended {
-        Ok(Ok(())) => "the driver of the RDMA devices has ended".into(),
+        Ok(Ok(())) => "the task that polls the RDMA devices has ended".into(),
         Ok(Err(error)) => format!("cannot wait for the RDMA devices: {error}"),
-        Err(error) => task_panicked("the driver of the RDMA devices", error),
+        Err(error) => task_panicked("the task that polls the RDMA devices", error),
     }
 }
 

@@ -30,8 +30,8 @@ pub(crate) fn replies(bytes: &[u8]) -> Vec<&[u8]> {
     }
 }
 
-/// The differences that are tolerated, because of bugs of the engine or because the behaviour is
-/// not defined for a client.
+/// The differences that are tolerated. They come from bugs of the engine, or from behaviour that no
+/// client can rely on, because it depends on how the input was split into reads.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Tolerance {
     /// A failed AUTH may have no reply.

@@ -319,7 +319,7 @@ pub(crate) fn command(random: &mut Random, client: usize) -> Words {
         }
         25 => ("HGET", vec![hash(random), field(random)]),
         26 => ("HINCRBY", vec![hash(random), b"n".to_vec(), small(random)]),
-        // These commands sometimes get a key of the wrong type.
+        // `any` may choose a key of the wrong type.
         27 => (["HLEN", "LLEN", "STRLEN"][random.below(3) as usize], vec![any(random)]),
         28 => ("MGET", vec![string(random), counter(random), list(random)]),
         _ => match random.below(3) {

@@ -46,7 +46,7 @@ pub(crate) struct World {
     pub(crate) unconnected: AtomicU64,
     /// The last failure to connect, by transport.
     pub(crate) failures: Mutex<BTreeMap<Way, String>>,
-    /// How many rounds of peers that violate the protocol there were.
+    /// The number of rounds in which peers violated the protocol.
     pub(crate) hostile_rounds: AtomicU64,
     /// How many of these peers were rejected because of earlier violations.
     pub(crate) rejected: AtomicU64,

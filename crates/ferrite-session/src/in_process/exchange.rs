@@ -244,8 +244,8 @@ impl<C: Client> InProcessSession<'_, C> {
         Ok(gives_up)
     }
 
-    /// Processes the bytes from the engine: counts replies, and passes all but the session's own to
-    /// the client.
+    /// Processes the bytes from the engine: counts the replies, and passes them to the client,
+    /// except replies to commands that the session itself sent.
     pub(super) fn process_replies(&mut self, expected: &mut ExpectedReplies) -> io::Result<()> {
         let mut rest = &self.engine_bytes[..];
         while !rest.is_empty() {

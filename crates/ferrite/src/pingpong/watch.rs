@@ -66,8 +66,8 @@ impl fmt::Display for ConnectionLost {
         match self {
             Self::PeerLeft(rounds) => write!(
                 f,
-                "the peer closed the connection{rounds}: it was stopped, or it failed; see its \
-                 output"
+                "the peer closed the connection{rounds}: the peer was stopped or has failed; \
+                 see its output"
             ),
             Self::Stuck(timeout, rounds) => write!(
                 f,

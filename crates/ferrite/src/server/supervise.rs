@@ -30,7 +30,8 @@ use super::{ServerError, Sources, events};
 
 /// The longest delay before a restart.
 const DELAY_MAX: Duration = Duration::from_secs(30);
-/// How long an engine must be ready to reset the count of restarts.
+/// The count of restarts starts again at 0 if the engine was ready for at least this long before it
+/// ended.
 const STABLE_AFTER: Duration = Duration::from_secs(60);
 /// The start-up time that ferrite asks systemd for, each time the engine reports that it is
 /// loading.

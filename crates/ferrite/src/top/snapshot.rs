@@ -1,5 +1,5 @@
-//! The state that a program reports at one moment, from any source, and the rates between two
-//! states.
+//! The state of a program at one moment, whichever source reported it, and the rates computed from
+//! two such states.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};

@@ -43,8 +43,8 @@ impl Poller {
     /// Releases memory that nobody has used for a while, and restarts the timer while there is
     /// more.
     pub(super) fn shrink(&mut self, shared: &Shared) {
-        // Read this before the call of `shrink`, which may miss buffers that are returned
-        // meanwhile.
+        // The counter is read before `shrink` runs. That call may miss a buffer that is returned
+        // meanwhile; such a buffer must still count as new afterwards.
         let returned = shared.pool.returned_bytes();
         self.shrinking.is_set = shared.pool.shrink(ARENAS);
         if self.shrinking.is_set {

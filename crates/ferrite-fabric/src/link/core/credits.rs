@@ -126,7 +126,7 @@ impl Credits {
         self.received += 1;
     }
 
-    /// Returns the number of received frames.
+    /// Returns the number of received frames, including refused writes.
     pub(crate) fn received(&self) -> u64 {
         self.received
     }

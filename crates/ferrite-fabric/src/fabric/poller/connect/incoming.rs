@@ -21,8 +21,9 @@ use crate::link::shared::LinkShared;
 use crate::source::{Source, UNKNOWN_PEER};
 use crate::wire::{Hello, HelloError, Refusal, RefusalCode};
 
-const NO_WINDOWS: &str =
-    "the server's RDMA device has no type 2 memory windows and rdma-shared-windows is no; use TCP";
+const NO_WINDOWS: &str = "the server's RDMA device lacks type 2 memory windows, and the server's \
+                          setting `rdma-shared-windows no` rejects clients in that case; connect \
+                          over TCP";
 
 /// The recipient of a link when the handshake is done.
 pub(crate) enum Recipient {
