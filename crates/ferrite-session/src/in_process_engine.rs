@@ -108,7 +108,7 @@ pub trait ProxyClient: Send + Sync {
     fn mark_writes(&self) -> &'static [u8];
 
     /// Returns whether the engine has run [`ProxyClient::mark_writes`] since the last call that
-    /// wrote data.
+    /// wrote data, or refuses both this command and WAIT, because it is a replica.
     fn is_marked(&self) -> bool;
 
     /// Returns whether the client is blocked in the engine (BLPOP and the like).
