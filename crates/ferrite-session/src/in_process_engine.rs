@@ -166,6 +166,9 @@ pub enum CommandKind {
 pub struct Called {
     /// How many commands have their reply. The command after them, if any, was not executed.
     pub done: usize,
+    /// How many of the commands after those must be proxied, because they cannot be called. They
+    /// are proxied together, in one exchange with the engine.
+    pub refused: usize,
     /// Whether the next command may be called, but not yet. Either there are many replies, which
     /// should be sent first, or the engine must first serve clients that are blocked on a key that
     /// was just written.
