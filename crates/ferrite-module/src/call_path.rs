@@ -59,13 +59,22 @@ pub(crate) fn call(client: &ClientRecord, commands: Commands<'_>, replies: &mut 
             Err(why) => return none(why == NoBatch::Stale),
         };
         let (mut called, mut has_unblocked) = (Called::default(), false);
-        for (callable, words) in commands.iter() {
+        let mut commands = commands.iter();
+        for (callable, words) in commands.by_ref() {
             called.is_full = has_unblocked || called.done > 0 && replies.is_full();
-            if called.is_full || !batch.call(callable, words, replies) {
+            if called.is_full {
+                break;
+            }
+            if !batch.call(callable, words, replies) {
+                called.refused = 1;
                 break;
             }
             called.done += 1;
             has_unblocked = callable.unblocks;
+        }
+        if called.refused > 0 {
+            let refused = commands.take_while(|(it, words)| !batch.may_call(*it, words.len()));
+            called.refused += refused.count();
         }
         if has_unblocked {
             // The engine serves clients that are blocked on the key before its event loop sleeps.

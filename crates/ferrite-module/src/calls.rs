@@ -436,9 +436,7 @@ impl Batch<'_> {
     pub(crate) fn call(&mut self, callable: Callable, words: Words<'_>, out: &mut Replies) -> bool {
         // The arity is checked first: when Redis 7.0 checks the rights to a command with too few
         // words, it reads keys beyond them and crashes.
-        if !callable.takes(words.len())
-            || (self.is_replica && callable.writes)
-            || (self.is_cluster && callable.has_several_keys && words.len() > 2)
+        if !self.may_call(callable, words.len())
             || (self.checks_rights_first && !self.user_calls.may_call(words.iter()))
         {
             return false;
@@ -471,6 +469,14 @@ impl Batch<'_> {
             Outcome::Denied | Outcome::Refused => {}
         }
         outcome == Outcome::Done
+    }
+
+    /// Returns whether a command with this number of words may be called at all in the engine's
+    /// present state. [`Self::call`] refuses it otherwise.
+    pub(crate) fn may_call(&self, callable: Callable, words: usize) -> bool {
+        callable.takes(words)
+            && !(self.is_replica && callable.writes)
+            && !(self.is_cluster && callable.has_several_keys && words > 2)
     }
 
     /// Returns whether a call may have written.

@@ -13,7 +13,7 @@
 //! - They are not in the category @dangerous, whose commands are slow or rare (FLUSHALL, KEYS,
 //!   MIGRATE, SORT and others).
 //! - They are not commands of modules, which may do anything with their client.
-//! - They are not SCAN or RANDOMKEY, which may delete any expired key.
+//! - They are not SCAN, CLUSTERSCAN or RANDOMKEY, which may delete any expired key.
 //!
 //! Names that were unknown at load, for example of modules that were loaded later, are looked up
 //! when a client sends them.

@@ -312,6 +312,21 @@ fn calls_commands_on_own_slots_of_a_cluster() {
         });
         assert_eq!(called, 40);
         pair.same(&["MGET", "bar", "{bar}missing"]);
+        // A pipeline of commands for both paths is executed in order.
+        let pipeline = [
+            ("SET bar 1", "+OK"),
+            ("MSET bar 2 {bar}b 3", "+OK"),
+            ("MGET bar {bar}b", "*2\r\n$1\r\n2\r\n$1\r\n3"),
+            ("DEL {bar}b {bar}c", ":1"),
+            ("INCR bar", ":3"),
+            ("MGET bar {bar}b", "*2\r\n$1\r\n3\r\n$-1"),
+            ("GET bar", "$1\r\n3"),
+        ];
+        pair.module.send(&pipeline.map(|(line, _)| words(line)));
+        for (line, reply) in pipeline {
+            let got = pair.module.next_reply().expect(line);
+            assert_eq!(String::from_utf8_lossy(&got), format!("{reply}\r\n"), "{line}");
+        }
         for (line, reply) in [
             ("GET key", "-MOVED 12539 127.0.0.1:9"),
             ("SET key value", "-MOVED 12539 127.0.0.1:9"),

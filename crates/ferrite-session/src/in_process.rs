@@ -358,8 +358,8 @@ impl<C: Client> InProcessSession<'_, C> {
             }
             // Commands that were not called are proxied, so that the engine itself replies.
             let is_closed = called.is_closed || self.access != Access::InProcess;
-            let (refused, later) =
-                rest.split_at(if is_closed { rest.len() } else { rest.len().min(1) });
+            let refused = if is_closed { rest.len() } else { called.refused.max(1) };
+            let (refused, later) = rest.split_at(refused.min(rest.len()));
             if !refused.is_empty() {
                 match self.proxy(refused, None).await? {
                     ExchangeOutcome::Answered if self.access == Access::Gone => {

@@ -108,7 +108,7 @@ pub trait ProxyClient: Send + Sync {
     fn mark_writes(&self) -> &'static [u8];
 
     /// Returns whether the engine has run [`ProxyClient::mark_writes`] since the last call that
-    /// wrote data.
+    /// wrote data, or refuses both this command and WAIT, because it is a replica.
     fn is_marked(&self) -> bool;
 
     /// Returns whether the client is blocked in the engine (BLPOP and the like).
@@ -166,6 +166,9 @@ pub enum CommandKind {
 pub struct Called {
     /// How many commands have their reply. The command after them, if any, was not executed.
     pub done: usize,
+    /// How many of the commands after those must be proxied, because they cannot be called. They
+    /// are proxied together, in one exchange with the engine.
+    pub refused: usize,
     /// Whether the next command may be called, but not yet. Either there are many replies, which
     /// should be sent first, or the engine must first serve clients that are blocked on a key that
     /// was just written.

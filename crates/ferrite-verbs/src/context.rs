@@ -287,6 +287,6 @@ pub(crate) fn wait_readable(
 /// # Safety
 /// `fd` is open and stays open for the lifetime that the caller gives the result.
 pub(crate) unsafe fn borrow_fd<'a>(fd: RawFd) -> BorrowedFd<'a> {
-    // SAFETY: the caller guarantees that `fd` stays open.
+    // SAFETY: the caller guarantees that `fd` is open and stays open.
     unsafe { BorrowedFd::borrow_raw(fd) }
 }

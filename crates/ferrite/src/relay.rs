@@ -156,9 +156,9 @@ async fn serve(setup: &Setup<'_>) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Sends an error to a client and closes the connection. First reads what the client has sent: if
-/// unread input were left, the kernel would reset the connection, and the client might not receive
-/// the error.
+/// Sends an error to a client, then reads until the client closes the connection. If the relay
+/// closed the connection while unread input was left, the kernel would reset it, and the client
+/// might not receive the error.
 async fn refuse(client: &mut TcpStream, error: &[u8]) -> std::io::Result<()> {
     client.write_all(error).await?;
     client.shutdown().await?;

@@ -62,7 +62,7 @@ impl AsyncWrite for ScriptedClient<'_> {
 
 impl Client for ScriptedClient<'_> {}
 
-/// A fake engine that calls every command. It is also the [`ProxyClient`], which is identified from
+/// A fake engine that calls commands. It is also the [`ProxyClient`], which is identified from
 /// the start.
 #[derive(Default)]
 struct CallingEngine {
@@ -70,6 +70,8 @@ struct CallingEngine {
     is_out_of_time: bool,
     /// The hard limit for unread replies.
     output_max: usize,
+    /// How many of the last commands of a call are refused.
+    refused: usize,
 }
 
 impl InProcessEngine for CallingEngine {
@@ -127,9 +129,11 @@ impl ProxyClient for CallingEngine {
     }
 
     fn call(&self, commands: Commands<'_>, replies: &mut Replies) -> Called {
-        let done = commands.iter().count();
+        let count = commands.iter().count();
+        let refused = self.refused.min(count);
+        let done = count - refused;
         (0..done).for_each(|_| replies.bytes().extend_from_slice(b"+OK\r\n"));
-        Called { done, wrote: true, ..Called::default() }
+        Called { done, refused, wrote: true, ..Called::default() }
     }
 
     fn mark_writes(&self) -> &'static [u8] {
@@ -155,12 +159,21 @@ impl ProxyClient for CallingEngine {
 
 /// Runs a session until it waits, and returns how many replies were sent in each write.
 fn replies_per_write(input: &[u8]) -> Vec<usize> {
-    run_session(&CallingEngine::default(), input).0
+    run_session(&CallingEngine::default(), input).replies
 }
 
-/// Runs a session until it waits. Returns how many replies were sent in each write, and how many
-/// commands had been called after each poll.
-fn run_session(inside: &CallingEngine, input: &[u8]) -> (Vec<usize>, Vec<u64>) {
+/// What a session has done until it waits.
+struct Outcome {
+    /// How many replies were sent in each write.
+    replies: Vec<usize>,
+    /// How many commands had been called after each poll.
+    called: Vec<u64>,
+    /// The bytes on the proxy connection.
+    proxied: Vec<u8>,
+}
+
+/// Runs a session until it waits. The engine replies only to the session's `identify`.
+fn run_session(inside: &CallingEngine, input: &[u8]) -> Outcome {
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_all().build().expect("build runtime");
     runtime.block_on(async {
@@ -188,7 +201,10 @@ fn run_session(inside: &CallingEngine, input: &[u8]) -> (Vec<usize>, Vec<u64>) {
                 }
             }
         }
-        (client.written.iter().map(|bytes| bytes.len() / b"+OK\r\n".len()).collect(), called)
+        let mut proxied = Vec::new();
+        while engine.try_read_buf(&mut proxied).is_ok_and(|count| count > 0) {}
+        let replies = client.written.iter().map(|bytes| bytes.len() / b"+OK\r\n".len()).collect();
+        Outcome { replies, called, proxied }
     })
 }
 
@@ -224,11 +240,22 @@ fn sends_replies_regularly_during_a_long_pipeline() {
 /// The session makes one step at a time while the event-loop slice is used up, and loses nothing.
 #[test]
 fn yields_when_the_slice_is_used_up() {
-    let (replies, called) = run_session(
+    let Outcome { replies, called, .. } = run_session(
         &CallingEngine { is_out_of_time: true, ..CallingEngine::default() },
         &sets(16, 64 << 10),
     );
     assert_eq!((replies, &called[..3], called.last()), (vec![16], &[1, 2, 3][..], Some(&16)));
+}
+
+/// Commands that cannot be called, such as commands with several keys in a cluster, do not wait for
+/// each other's replies.
+#[test]
+fn proxies_refused_commands_together() {
+    let engine = CallingEngine { refused: 3, ..CallingEngine::default() };
+    let Outcome { called, proxied, .. } = run_session(&engine, &sets(5, 10));
+    assert_eq!(called.last(), Some(&2));
+    let expected = [engine.identify(), sets(3, 10)].concat();
+    assert_eq!(proxied.escape_ascii().to_string(), expected.escape_ascii().to_string());
 }
 
 /// Sends values of these lengths, each followed by a short reply, to a client that accepts `takes`
