@@ -73,8 +73,8 @@ pub(crate) struct Options {
     /// Use RESP3
     #[arg(short = '3', help_heading = "Server")]
     resp3: bool,
-    /// Time limit for connecting, in seconds: for RDMA, then again for TCP; RDMA has at most 1 second
-    /// unless --rdma or the URI sets a policy
+    /// Time limit for connecting, in seconds: for RDMA, then again for TCP; RDMA has at most
+    /// 1 second unless --rdma or the URI sets a policy
     #[arg(short = 't', value_name = "SECONDS", value_parser = seconds, default_value = "5", help_heading = "Server")]
     timeout: Duration,
 

@@ -433,7 +433,7 @@ impl Values {
         let enough = 2 * largest.div_ceil(step);
         let format = crate::size::format;
         Some(format!(
-            "the pool cannot grow that far: sends and receives may have {each} regions of {} each, \
+            "the pool cannot grow that far: sends and receives may each have {each} regions of {}, \
              which is {}, but the larger part needs {}; raise memory-pool-max-regions to {enough}, \
              or raise memory-pool-increase",
             format(step),
