@@ -59,7 +59,11 @@ struct KeyStats {
 /// Measures all keys, or as many as possible until the user interrupts.
 pub(crate) async fn run(server: &mut Server, scan: &Scan, measure: Measure) -> anyhow::Result<()> {
     let frame = server.request(&["DBSIZE"]).await?;
-    let Value::Integer(all) = frame.value()? else { bail!("Couldn't determine DBSIZE") };
+    let reply = frame.value()?;
+    if let Some(text) = error_of(&reply) {
+        bail!("DBSIZE returned an error: {}", String::from_utf8_lossy(text));
+    }
+    let Value::Integer(all) = reply else { bail!("invalid reply to DBSIZE: expected a number") };
     let mut found = KeyStats::new(measure);
     let progress = Progress::new(Unit::Keys, u64::try_from(all).ok().filter(|all| *all > 0));
     let mut cursor = Cursor::new(scan);

@@ -109,7 +109,7 @@ fn describe(error: io::Error) -> io::Error {
         // In TLS 1.3, a server reports a missing client certificate only after the handshake.
         _ if error.to_string().contains("CertificateRequired") => io::Error::new(
             error.kind(),
-            "the server requires a certificate of its clients; use --cert and --key",
+            "the server requires a client certificate; use --cert and --key",
         ),
         _ => error,
     }
@@ -148,7 +148,7 @@ mod tests {
             (io::ErrorKind::ConnectionReset.into(), "Server closed the connection"),
             (
                 io::Error::other("received fatal alert: CertificateRequired"),
-                "the server requires a certificate of its clients; use --cert and --key",
+                "the server requires a client certificate; use --cert and --key",
             ),
             (io::Error::other("another"), "another"),
         ] {

@@ -82,10 +82,15 @@ impl Dialer {
             return Ok(fabric);
         }
         let built = Fabric::system().config(client_config()).rdma(self.rdma).build();
-        let fabric = built.context("RDMA is required (--rdma), but this host cannot use it")?;
+        let fabric = built.context(match self.rdma {
+            Rdma::Require => "RDMA is required, but this host cannot use it",
+            _ => "cannot prepare for connections",
+        })?;
         if self.rdma != Rdma::Forbid && fabric.absence().is_none() {
             if self.is_interactive {
-                fabric.spawn_thread().context("cannot start the thread for RDMA")?;
+                fabric
+                    .spawn_thread()
+                    .context("cannot start the thread that polls the RDMA devices")?;
             } else {
                 tokio::spawn(fabric.drive());
             }
@@ -168,12 +173,13 @@ impl Dialer {
             connector = connector.local(local);
         }
         if let Some(tls) = &self.tls {
-            let name = tls.name.as_deref().unwrap_or(host.certificate_name()).to_owned();
-            let name = ServerName::try_from(name)
-                .map_err(|_| anyhow!("TLS needs a valid host name; use --sni"))?;
+            let name = tls.name.as_deref().unwrap_or(host.certificate_name());
+            let name = ServerName::try_from(name).map_err(|_| {
+                anyhow!("TLS needs a valid host name or address, not {name:?}; set one with --sni")
+            })?;
             let provider = Arc::new(ring::default_provider());
             let config = tls.files.client_config(provider).context("cannot use TLS")?;
-            connector = connector.tls(Arc::new(config), name);
+            connector = connector.tls(Arc::new(config), name.to_owned());
         }
         Ok(connector)
     }
@@ -192,9 +198,9 @@ async fn dial_address(
         }
         (Some(fallback), _) => {
             let why = with_remedy(&fallback.error.clone().into());
-            let description = format!("over TCP: RDMA is unavailable: {why}");
+            let description = format!("over TCP, because RDMA is unavailable: {why}");
             let warning = (!address.ip().is_loopback()).then(|| {
-                format!("warning: RDMA is unavailable ({why}); using TCP without encryption")
+                format!("warning: using TCP without encryption, because RDMA is unavailable: {why}")
             });
             TransportInfo { description, name: "TCP", is_fallback: true, warning }
         }
@@ -223,7 +229,7 @@ fn describe_rdma(session: &Session) -> String {
         (_, Some(Program::MODULE)) => "to a Ferrite module",
         (_, Some(Program::GATEWAY)) => "to a Ferrite gateway",
         (SessionTransport::FerriteRdma, _) => "to a Ferrite module or gateway",
-        (SessionTransport::ValkeyRdma, _) => "to a server of Valkey Over RDMA",
+        (SessionTransport::ValkeyRdma, _) => "to a Valkey Over RDMA server",
         _ => "to a server",
     };
     format!("over RDMA{device}, {peer}")

@@ -118,8 +118,8 @@ async fn info_rdma(server: &mut Server) -> anyhow::Result<Frame> {
             .transport_info()
             .map_or("", |transport_info| transport_info.description.as_str());
         output::write_stderr(format_args!(
-            "INFO has no section rdma: the engine has no Ferrite module (loadmodule ferrite.so); \
-             this connection: {transport_info}"
+            "INFO has no section rdma, because the engine has not loaded the Ferrite module \
+             (loadmodule ferrite.so); this connection runs {transport_info}"
         ));
     }
     Ok(frame)

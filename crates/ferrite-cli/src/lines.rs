@@ -80,9 +80,9 @@ pub(crate) fn run(runtime: &Runtime, server: &mut Server) -> anyhow::Result<()> 
             Line::Exit => break,
             Line::Invalid(why) => output::write(&server.settings.format.usage_error(why))?,
             Line::PromptCommand(words) => {
-                let name = words.concat();
+                let name = words.join(&b' ');
                 output::write_stderr(format_args!(
-                    "{}: works only at the prompt",
+                    "{} works only at the prompt",
                     name.escape_ascii()
                 ));
             }

@@ -57,7 +57,7 @@ pub(crate) struct Options {
     /// Password; safer in the environment variable REDISCLI_AUTH, where other users cannot see it
     #[arg(short = 'a', long = "pass", value_name = "PASSWORD", help_heading = "Server")]
     password: Option<String>,
-    /// User to log in as, with the password
+    /// User to log in as; ignored without a password
     #[arg(long, value_name = "USER", help_heading = "Server")]
     user: Option<String>,
     /// Do not warn about a password on the command line
@@ -73,7 +73,8 @@ pub(crate) struct Options {
     /// Use RESP3
     #[arg(short = '3', help_heading = "Server")]
     resp3: bool,
-    /// Time limit for connecting, in seconds: for RDMA, then again for TCP
+    /// Time limit for connecting, in seconds: for RDMA, then again for TCP; RDMA has at most
+    /// 1 second unless --rdma or the URI sets a policy
     #[arg(short = 't', value_name = "SECONDS", value_parser = seconds, default_value = "5", help_heading = "Server")]
     timeout: Duration,
 
@@ -157,7 +158,8 @@ pub(crate) struct Options {
         help_heading = "Commands"
     )]
     repeat: i64,
-    /// Seconds between runs, lines of --stat or SCAN calls; duration of --latency
+    /// Seconds to wait between runs of the command, lines of --stat and SCAN calls of --scan, and
+    /// after every 100 SCAN calls of --bigkeys and --memkeys; with --latency, how long to measure
     #[arg(short = 'i', value_name = "SECONDS", value_parser = seconds, help_heading = "Commands")]
     interval: Option<Duration>,
     /// Exit with code 1 if a reply is an error
@@ -183,11 +185,11 @@ pub(crate) struct Options {
     /// Print server statistics every second (-i changes the interval)
     #[arg(long, group = "mode", help_heading = "Modes")]
     stat: bool,
-    /// Measure the latency of PING in milliseconds: until interrupted, or for one second (-i) if
-    /// stdout is not a terminal
+    /// Measure the latency of PING in milliseconds until interrupted; with raw, CSV or JSON output,
+    /// for one second (-i changes the time)
     #[arg(long, group = "mode", help_heading = "Modes")]
     latency: bool,
-    /// Like --latency, but start anew every 15 seconds (-i)
+    /// Like --latency, but start anew every 15 seconds (-i changes the interval)
     #[arg(long, group = "mode", help_heading = "Modes")]
     latency_history: bool,
     /// List all keys, one per line
@@ -221,7 +223,7 @@ pub(crate) struct Options {
 
 const URI_HELP: &str = "Server as a URI: \
     redis://[[USER:]PASSWORD@]HOST[:PORT][,HOST[:PORT]]...[/DATABASE][?rdma=POLICY]; \
-    rediss:// for TLS, redis+rdma:// for RDMA";
+    rediss:// for TLS, redis+rdma:// for rdma=prefer";
 
 const HELP: &str = "\
 Examples:

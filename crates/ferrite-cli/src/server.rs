@@ -150,7 +150,10 @@ impl Server {
     /// Sends a command and returns its reply. Drops push messages that arrive before the reply.
     pub(crate) async fn request<A: AsRef<[u8]>>(&mut self, words: &[A]) -> anyhow::Result<Frame> {
         let (is_replied_to, after) = self.replying.after(words);
-        ensure!(is_replied_to, "the server sends no replies; run CLIENT REPLY ON");
+        ensure!(
+            is_replied_to,
+            "the server sends no reply after CLIENT REPLY OFF or SKIP; run CLIENT REPLY ON"
+        );
         let connection = self.connection.as_mut().context("not connected")?;
         connection.send(words).await?;
         self.replying = after;

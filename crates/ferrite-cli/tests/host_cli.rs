@@ -66,7 +66,7 @@ fn reports_why_it_uses_tcp() {
         cli(&["-p", &port, "--rdma", "prefer", "PING"]).output().expect("start ferrite-cli");
     assert_eq!(stdout(&preferred), "PONG\n");
     assert!(
-        stderr(&preferred).starts_with("over TCP: RDMA is unavailable: "),
+        stderr(&preferred).starts_with("over TCP, because RDMA is unavailable: "),
         "{}",
         stderr(&preferred)
     );
@@ -88,7 +88,7 @@ fn explains_an_empty_info_rdma() {
         assert_eq!(stdout(&output).trim(), "");
         let explanation = stderr(&output);
         assert!(explanation.contains("loadmodule ferrite.so"), "{explanation}");
-        assert!(explanation.ends_with("this connection: over TCP\n"), "{explanation}");
+        assert!(explanation.ends_with("this connection runs over TCP\n"), "{explanation}");
     }
     let other = cli(&["-p", &port, "INFO", "nothing"]).output().expect("start ferrite-cli");
     assert_eq!((stdout(&other).trim(), stderr(&other).as_str()), ("", ""));

@@ -219,7 +219,7 @@ fn shows_tcp_in_the_prompt_after_a_fallback() {
     let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite-cli"));
     command.args(["-p", &port, "--rdma", "prefer"]).env("FERRITECLI_HISTFILE", "/dev/null");
     let mut terminal = Terminal::start(&command, 1000, 40);
-    terminal.screen.expect_next("over TCP: RDMA is unavailable: ");
+    terminal.screen.expect_next("over TCP, because RDMA is unavailable: ");
     terminal.screen.expect_next(&format!("127.0.0.1:{port} TCP> "));
     terminal.screen.type_keys("exit\r");
     assert!(terminal.finish().0.success());

@@ -240,7 +240,8 @@ fn falls_back_to_tcp() {
     let (code, pong, stderr) = run(&["--rdma", "prefer"]);
     assert_eq!((code, pong.as_str()), (Some(0), "PONG\n"), "{stderr}");
     assert!(
-        stderr.starts_with("over TCP: RDMA is unavailable: ") && stderr.lines().count() == 1,
+        stderr.starts_with("over TCP, because RDMA is unavailable: ")
+            && stderr.lines().count() == 1,
         "{stderr}"
     );
     assert_eq!(run(&[]), (Some(0), "PONG\n".into(), String::new()));
@@ -249,7 +250,7 @@ fn falls_back_to_tcp() {
     command.args(["-h", "10.0.0.1", "-p", &port, "--local", "10.0.0.2", "-t", "2"]);
     command.args(["--rdma", "prefer"]).env("FERRITECLI_HISTFILE", "/dev/null");
     let mut terminal = Terminal::start(&command, 1000, 40);
-    terminal.screen.expect_next("over TCP: RDMA is unavailable: ");
+    terminal.screen.expect_next("over TCP, because RDMA is unavailable: ");
     terminal.screen.expect_next(&format!("10.0.0.1:{port} TCP> "));
     terminal.screen.type_keys("exit\r");
     assert!(terminal.finish().0.success());
@@ -335,8 +336,8 @@ fn names_the_whole_memory_that_is_needed() {
     let _redis = engine::start(&["--bind", "10.0.0.1", "--protected-mode", "no", "--port", &port]);
     let options = ["-h", "10.0.0.1", "-p", &port, "--local", "10.0.0.1"];
     for (explicit, begin) in [
-        (&[][..], "warning: RDMA is unavailable ("),
-        (&["--rdma", "prefer"], "over TCP: RDMA is unavailable: "),
+        (&[][..], "warning: using TCP without encryption, "),
+        (&["--rdma", "prefer"], "over TCP, because RDMA is unavailable: "),
     ] {
         let lines = lines_on_terminal(&limit(8), &[&options, explicit].concat());
         let [line] = &lines[..] else { panic!("{lines:?}") };

@@ -196,7 +196,9 @@ impl Client {
         let (session, progress) = Watched::new(session);
         let login = MultiplexedConnection::new_with_config(info, session, config.clone());
         let login = timeout(self.0.connect_timeout, login).await.map_err(|_| {
-            let message = format!("{address} accepted the connection, but did not answer");
+            let limit = self.0.connect_timeout;
+            let message =
+                format!("{address} accepted the connection, but did not answer within {limit:?}");
             io::Error::new(io::ErrorKind::TimedOut, message)
         });
         let (connection, driver) = login??;
@@ -262,7 +264,7 @@ fn parse_url(text: &str) -> RedisResult<ServerUrl> {
         false => Ok(url),
     });
     named.map_err(|error| {
-        RedisError::from((ErrorKind::InvalidClientConfig, "invalid URL of a server", error))
+        RedisError::from((ErrorKind::InvalidClientConfig, "invalid server URL", error))
     })
 }
 

@@ -299,7 +299,7 @@ fn is_error(value: &Value) -> bool {
 }
 
 fn no_progress(limit: Option<Duration>) -> RedisError {
-    let message = format!("no byte from the server for {:?}", limit.unwrap_or_default());
+    let message = format!("the server has sent nothing for {:?}", limit.unwrap_or_default());
     io::Error::new(io::ErrorKind::TimedOut, message).into()
 }
 

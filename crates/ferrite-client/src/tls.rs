@@ -24,8 +24,8 @@ fn provider() -> RedisResult<Arc<CryptoProvider>> {
     #[cfg(not(feature = "ring"))]
     Err(RedisError::from((
         ErrorKind::InvalidClientConfig,
-        "rediss:// needs cryptography: install a rustls CryptoProvider, or enable ferrite-client's \
-         feature ring",
+        "rediss:// needs a cryptography provider: install a rustls CryptoProvider, or enable \
+         ferrite-client's feature ring",
     )))
 }
 

@@ -34,7 +34,7 @@ pub fn warnings(variables: impl IntoIterator<Item = (String, String)>) -> Vec<St
         let short = known.iter().filter_map(|known| known.strip_prefix(PREFIX));
         let near = nearest_within(rest, short, (rest.len() / 4).min(2))?;
         Some(format!(
-            "environment variable {name} is ignored: unknown; the nearest known one is \
+            "unknown environment variable {name} is ignored; the nearest known one is \
              {PREFIX}{near}"
         ))
     };

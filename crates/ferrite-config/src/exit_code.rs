@@ -22,8 +22,12 @@ pub const BY_SIGNAL: u8 = 128;
 /// Each code, as text, with its meaning.
 pub const TABLE: [(&str, &str); 7] = [
     ("0", "success"),
-    ("1", "failure; for `ferrite-cli -e` an error reply"),
-    ("2", "wrong usage, an error in a file or environment variable, or contradicting settings"),
+    ("1", "failure; with `ferrite-cli -e`, also an error reply"),
+    (
+        "2",
+        "wrong usage, an error in a configuration file or environment variable, or contradicting \
+         settings",
+    ),
     (
         "69",
         "RDMA is required and unavailable: a library, kernel support, a device, a port, a \

@@ -44,9 +44,9 @@ const HEAD: &str = "\
 const FOREIGN_HEAD: &str = "
 ## Names of other RDMA software
 
-Files, arguments of the module and flags accept these names, too. Names that start with `network.`
-come from Ferrite's first documentation, the others from brpc. In a file, write names of brpc in the
-section `[network.rdma]`.
+Ferrite accepts these names, too, except the refused ones. Names that start with `network.` are keys
+of the file, as in Ferrite's first documentation. The others come from brpc. They are accepted as
+arguments of the module, as flags, and in the section `[network.rdma]` of a file.
 
 | name there | default there | our name | our default | why it differs |
 |---|---|---|---|---|

@@ -433,12 +433,12 @@ impl Values {
         let enough = 2 * largest.div_ceil(step);
         let format = crate::size::format;
         Some(format!(
-            "the pool cannot grow that far: its larger part (sends or receives) is {}, but half of \
-             memory-pool-max-regions ({each} of {regions} regions of {}) gives only {}; raise \
-             memory-pool-max-regions to {enough}, or raise memory-pool-increase",
-            format(largest),
+            "the pool cannot grow that far: sends and receives may each have {each} regions of {}, \
+             which is {}, but the larger part needs {}; raise memory-pool-max-regions to {enough}, \
+             or raise memory-pool-increase",
             format(step),
-            format(each * step)
+            format(each * step),
+            format(largest)
         ))
     }
 }

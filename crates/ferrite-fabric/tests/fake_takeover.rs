@@ -162,7 +162,7 @@ fn rejects_a_resume_answer_for_another_link() {
         let (mut socket, link, fabric) = resumed(reply);
         let _ = link.post_bytes(0, b"secret"); // the link may have ended
         let error = fabric.block_on(link.ended()).expect_err("the link must fail");
-        assert!(error.to_string().contains("answered for another link"), "{error}");
+        assert!(error.to_string().contains("was not for this link"), "{error}");
         let mut received = Vec::new();
         let _ = socket.read_to_end(&mut received); // the connection may be reset
         assert!(received.is_empty(), "{received:?}");

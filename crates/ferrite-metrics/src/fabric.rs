@@ -43,10 +43,11 @@ fn operations(stats: &FabricStats, out: &mut Exposition) {
     };
     let operations: Vec<_> =
         by_type([totals.send_ops, totals.recv_ops, totals.read_ops, totals.write_ops]);
-    out.counters("rdma_operations", "Operations of links, by type", &operations);
+    out.counters("rdma_operations", "Operations of links over RDMA and TCP, by type", &operations);
     let bytes: Vec<_> =
         by_type([totals.send_bytes, totals.recv_bytes, totals.read_bytes, totals.write_bytes]);
-    out.counters("rdma_bytes", "Bytes of the operations of links, by type", &bytes);
+    let help = "Bytes of the operations of links over RDMA and TCP, by type";
+    out.counters("rdma_bytes", help, &bytes);
     let help = "Bytes sent, read and written over TCP; they are part of ferrite_rdma_bytes_total";
     out.counter("rdma_tcp_bytes", help, totals.tcp_bytes);
     let latencies = [
@@ -61,7 +62,8 @@ fn operations(stats: &FabricStats, out: &mut Exposition) {
     let errors = errors(stats);
     let errors: Vec<_> =
         errors.iter().map(|(status, count)| (vec![("status", status.as_str())], *count)).collect();
-    let help = "Work requests that failed, by status; flushed: they were pending when a link ended";
+    let help =
+        "Work requests that failed, by status; the flushed ones were pending when a link ended";
     out.counters("rdma_completion_errors", help, &errors);
 }
 
@@ -110,9 +112,9 @@ fn links(stats: &FabricStats, out: &mut Exposition) {
         causes.iter().map(|(cause, count)| (vec![("cause", cause.as_str())], *count)).collect();
     out.counters("rdma_fallbacks", "Links over TCP although RDMA was preferred", &fallbacks);
     out.counter("rdma_upgrades", "Links that were upgraded from TCP to RDMA", stats.upgrades);
-    let help = "RDMA paths that a link lost or left without ending";
+    let help = "Migrations of links from RDMA to TCP, because the RDMA path was lost or left";
     out.counter("rdma_migrations", help, stats.totals.moves);
-    out.counter("rdma_connect_retries", "Handshakes that were retried", stats.connect_retries);
+    out.counter("rdma_connect_retries", "Retries of handshakes", stats.connect_retries);
     let help = "Failures to accept a connection, for lack of descriptors or memory";
     out.counter("rdma_accept_failures", help, stats.accept_failures);
     out.counter("rdma_devices_lost", "Devices removed or failed", stats.devices_lost);

@@ -149,8 +149,8 @@ fn errors_say_what_a_key_expects() {
         ("[server]\nshutdown_timeout = \"5 m\"", "no space between them: write 5m"),
         (
             "[network.rdma]\nmemory_pool_max = \"8gb\"",
-            "is 7680mb, but half of memory-pool-max-regions (512 of 1024 regions of 4mb) gives only \
-             2gb; raise memory-pool-max-regions to 3840",
+            "sends and receives may each have 512 regions of 4mb, which is 2gb, but the larger part \
+             needs 7680mb; raise memory-pool-max-regions to 3840",
         ),
         ("[network.rdma]\npin_memory = false", "rdma_enabled = false"),
         ("[network.rdma]\nrdma_recv_block_type = \"x\"", "expected \"default\" or \"large\""),

@@ -40,8 +40,8 @@ pub static RX_SIZE: Setting = setting(
     Kind::Size { min: WINDOW_MIN, max: CHUNK },
     "64kb",
     "Initial size of the window: the receive buffer that a client of Valkey Over RDMA writes to. It \
-     is pinned while the client is connected. 8kb, 64kb, 512kb and 2mb fill their memory blocks \
-     exactly.",
+     is pinned while the client is connected. Sizes other than 8kb, 64kb, 512kb and 2mb leave \
+     a part of their memory block unused.",
 )
 .of(SERVING)
 .takes_effect(TakesEffect::ForNewClients)
@@ -108,7 +108,7 @@ pub static CALL_PATH: Setting = setting(
     Kind::Switch,
     "yes",
     "`yes`: sessions run on the engine's main thread, and data commands run in-process. `no`: all \
-     commands use the proxy path.",
+     commands go over the engine's own socket (the proxy path).",
 )
 .of(MODULE);
 
@@ -118,7 +118,7 @@ pub static POLLER_THREAD: Setting = setting(
     "network.rdma.poller_thread",
     Kind::Switch,
     "no",
-    "`yes`: a thread of the module drives the devices, and the engine's main thread only runs \
+    "`yes`: a thread of the module polls the devices, and the engine's main thread only runs \
      sessions. Use it only if the thread can have a CPU of its own.",
 )
 .of(MODULE);
@@ -145,6 +145,6 @@ pub static TRACE_VERBOSE: Setting = setting(
     "network.rdma.trace_verbose",
     Kind::Switch,
     "no",
-    "Log each RDMA connection: its peer, device, port, GID, queue pair number and MTU.",
+    "Log each RDMA connection: its peer, local address, device, port, queue pair number and MTU.",
 )
 .aliases(&[alias("rdma_trace_verbose", AliasForm::Same)]);

@@ -19,7 +19,7 @@ const fn row(name: &'static str, default: &'static str, why: &'static str) -> Fo
 }
 
 const GROWS: &str = "memory grows with the load instead of being pinned at start";
-const ONE_FRAME: &str = "so a value of 64 KiB needs only one frame";
+const ONE_FRAME: &str = "a message of 64 KiB then needs only one frame";
 const PORT_OF_ADDRESS: &str =
     "the local address selects the port, so devices with two ports work, too";
 

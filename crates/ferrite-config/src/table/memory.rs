@@ -68,7 +68,8 @@ pub static MEMORY_POOL_MAX_REGIONS: Setting = setting(
     "network.rdma.memory_pool_max_regions",
     Kind::Number { min: 2, max: 1_000_000 },
     "1024",
-    "Maximum number of memory regions of the pool. The pool does not grow beyond it.",
+    "Maximum number of memory regions of the pool: half for sends, half for receives and windows. \
+     The pool does not grow beyond it.",
 )
 .memory("this many times `memory-pool-increase`, within `memory-pool-max`")
 .aliases(&[alias("rdma_memory_pool_max_regions", AliasForm::Same)]);
@@ -100,8 +101,9 @@ pub static THREAD_CACHE_BLOCKS: Setting = setting(
     "network.rdma.thread_cache_blocks",
     Kind::Number { min: 0, max: 1_000_000 },
     "128",
-    "Maximum number of free buffers of one size and purpose (send, receive) in each cache of \
-     `memory-pool-buckets`; all of them together have at most 256 KiB.",
+    "Maximum number of free buffers that each cache of `memory-pool-buckets` keeps for each \
+     combination of purpose (send or receive) and buffer size. Each combination is also limited to \
+     256 KiB.",
 )
 .aliases(&[alias("rdma_memory_pool_tls_cache_num", AliasForm::Same)]);
 

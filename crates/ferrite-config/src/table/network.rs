@@ -89,10 +89,10 @@ pub static LISTEN: Setting = setting(
     "network.rdma_listen",
     Kind::Text(addresses_with_ports),
     "",
-    "Addresses or names for clients, separated by commas, each with an optional port (6380 by \
-     default); IPv6 in brackets, with its interface if it is link-local. `ferrite server` passes \
-     them to the module as `rdma-bind` and `rdma-port`. Unset: the module listens on the engine's \
-     addresses.",
+    "Addresses or names to listen on for clients, separated by commas, each with an optional port \
+     (6380 by default); IPv6 in brackets, with its interface if it is link-local. `ferrite server` \
+     passes them to the module as `rdma-bind` and `rdma-port`. Unset: the module listens on the \
+     engine's addresses.",
 )
 .of(&[Program::Gateway, Program::Server])
 .default_in_program(&[(Program::Gateway, "0.0.0.0")]);
@@ -157,9 +157,10 @@ pub static RDMA_DEVICE: Setting = setting(
     Kind::List,
     "",
     "RDMA devices to use, separated by commas (`ferrite devices` lists them). Unset: the devices \
-     that have one of the listen addresses; all devices in the relay, and with 0.0.0.0 or ::.",
+     that have one of the listen addresses. The relay, and a program that listens on 0.0.0.0 or \
+     ::, then use all devices.",
 )
-.memory("36 MiB for each device");
+.memory("36 MiB for each device (relay: 8 MiB) with the default settings");
 
 /// The port of the RDMA devices that links may use.
 pub static RDMA_DEVICE_PORT: Setting = setting(
@@ -234,8 +235,8 @@ fn addresses(text: &str) -> Result<(), &'static str> {
     let mut words = address::words(text).peekable();
     let is_valid =
         text == "auto" || words.peek().is_some() && words.all(|word| address::host(word).is_some());
-    let expected = "auto (where the engine listens), or addresses or names of this host separated \
-                    by commas, without ports, or 0.0.0.0 or :: for all";
+    let expected = "auto (where the engine listens), or addresses or names of this host, without \
+                    ports and separated by commas; 0.0.0.0 and :: mean all";
     if is_valid { Ok(()) } else { Err(expected) }
 }
 

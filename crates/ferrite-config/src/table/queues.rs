@@ -28,8 +28,8 @@ pub static SEND_QUEUE_DEPTH: Setting = setting(
     "network.rdma.send_queue_depth",
     Kind::Number { min: 16, max: 32_768 },
     "128",
-    "Maximum number of requests of a link that are posted to the device, and so the size of every \
-     queue pair. The device's own limit applies.",
+    "Maximum number of requests that a link has posted to the device at a time, and so the size of \
+     its send queue. The device's own limit applies.",
 )
 .memory("64 to 256 bytes for each entry and link, in the device's queues")
 .aliases(&[
@@ -56,8 +56,8 @@ pub static RECV_BUFFER_SIZE: Setting = setting(
     "network.rdma.recv_buffer_size",
     Kind::Size { min: 256, max: CHUNK },
     "64kb",
-    "Size of a receive, and so of the largest frame that Ferrite peers may send. 8kb, 64kb, 512kb \
-     and 2mb fill their memory blocks exactly.",
+    "Size of a receive, and so of the largest frame that Ferrite peers may send. Sizes other \
+     than 256, 1kb, 8kb, 64kb, 512kb and 2mb leave a part of their memory block unused.",
 )
 .memory("`recv-queue-depth` times this for each device")
 .aliases(&[alias(
@@ -148,9 +148,9 @@ pub static BUSY_POLL_US: Setting = setting(
     Kind::Time { bare: Some(Unit::Microseconds), min: Duration::ZERO, max: Duration::from_secs(1) },
     "0us",
     "Busy-poll for completions for at most this long before sleeping: less latency for more CPU \
-     time. `adaptive-polling` shortens the time, unless it is 1 s. In the module it is useful only \
-     with `poller-thread yes` or `call-path no`; otherwise the engine's event loop calls the module \
-     when something has arrived.",
+     time. `adaptive-polling` shortens this time, except if it is set to 1 s. In the module it is \
+     useful only with `poller-thread yes` or `call-path no`; otherwise the engine's event loop \
+     calls the module when something has arrived.",
 )
 .takes_effect(TakesEffect::AtOnce);
 

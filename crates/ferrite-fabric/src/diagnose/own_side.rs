@@ -49,12 +49,12 @@ pub(super) fn own_side(found: &mut Vec<Cause>, facts: &Facts) {
         let too_small = netdev.filter(|netdev| netdev.mtu_bytes < before + HEADERS);
         if mtu_bytes < before || too_small.is_some() {
             let of_netdev =
-                netdev.map(|netdev| format!("; {} carries {}", netdev.name, netdev.mtu_bytes));
+                netdev.map(|netdev| format!(", {} allows {}", netdev.name, netdev.mtu_bytes));
             found.push(cause(
                 Likelihood::Likely,
                 "the MTU of this host was reduced below the size of the link's packets".to_owned(),
                 format!(
-                    "packets of {before} bytes, port carries {mtu_bytes} now{}",
+                    "packets carry up to {before} bytes; the port now allows {mtu_bytes}{}",
                     of_netdev.unwrap_or_default()
                 ),
                 Some("restore the interface's MTU, or reconnect".into()),

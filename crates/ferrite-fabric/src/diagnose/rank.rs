@@ -176,7 +176,9 @@ fn no_path(found: &mut Vec<Cause>, failure: Failure, facts: &Facts) {
 
 /// Adds causes for packets that are damaged or lost on the wire.
 fn packet_loss(found: &mut Vec<Cause>, facts: &Facts) {
-    let received = facts.increase(Meaning::Received).map_or(0, |increase| increase.by);
+    let known = facts.increase(Meaning::Received).map(|increase| increase.by);
+    let received = known.unwrap_or(0);
+    let packets = known.map_or_else(String::new, |known| format!(", {known} packets received"));
     let netdev = facts.netdev().map_or("INTERFACE", |netdev| netdev.name.as_str());
     let rows = [
         (
@@ -203,11 +205,7 @@ fn packet_loss(found: &mut Vec<Cause>, facts: &Facts) {
         found.push(cause(
             if many { Likelihood::Likely } else { Likelihood::Possible },
             what,
-            format!(
-                "{worst}{} of {received} packets {}",
-                congested.unwrap_or_default(),
-                facts.period()
-            ),
+            format!("{worst}{}{packets} {}", congested.unwrap_or_default(), facts.period()),
             Some(remedy),
         ));
     }
@@ -402,7 +400,7 @@ fn by_status(status: Status, facts: &Facts) -> Vec<Cause> {
             ),
             (
                 Likelihood::Possible,
-                format!("{peer} does not allow the operation, or not so many reads at once"),
+                format!("{peer} does not allow the operation, or allows fewer reads at once"),
                 None,
             ),
         ],

@@ -192,7 +192,7 @@ const CASES: &[Case] = &[
         Likely,
         [
             "MTU of this host was reduced",
-            "packets of 4096 bytes, port carries 4096 now; h2 carries 1500",
+            "packets carry up to 4096 bytes; the port now allows 4096, h2 allows 1500",
             "restore",
         ],
     ),
@@ -285,7 +285,7 @@ const CASES: &[Case] = &[
         Likely,
         [
             "lost on the way",
-            "out_of_sequence +10, rp_cnp_handled +4 of 1000 packets in 3.0 s",
+            "out_of_sequence +10, rp_cnp_handled +4, 1000 packets received in 3.0 s",
             "PFC",
         ],
     ),

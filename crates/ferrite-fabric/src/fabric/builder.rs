@@ -206,7 +206,8 @@ fn check(config: &Config) -> Result<(), Error> {
     } else if !(1..=16_384).contains(&config.channels) {
         format!("channels is {}, expected 1 to 16384", config.channels)
     } else if config.max_message_bytes < u64::from(config.recv_buffer_size) {
-        "max_message_bytes is less than recv_buffer_size".into()
+        let Config { max_message_bytes: max, recv_buffer_size, .. } = config;
+        format!("max_message_bytes is {max}, less than recv_buffer_size {recv_buffer_size}")
     } else if config.poll_batch == 0 || config.max_half_open == 0 || config.send_queue_messages == 0
     {
         "poll_batch, max_half_open and send_queue_messages must be at least 1".into()

@@ -119,7 +119,10 @@ impl Commands {
             lock(&queue.state).threads += 1;
             let spawned = queue.spawn(number);
             spawned.map_err(|error| {
-                Error::new(ErrorKind::System, format!("cannot start a command thread: {error}"))
+                Error::new(
+                    ErrorKind::System,
+                    format!("cannot start a thread for device commands: {error}"),
+                )
             })?;
         }
         Ok(commands)

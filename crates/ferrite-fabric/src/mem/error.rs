@@ -46,7 +46,7 @@ pub enum PoolError {
         max: u64,
     },
     /// The system has no memory.
-    #[error("mmap ({bytes} bytes): {source}")]
+    #[error("mmap of {bytes} bytes failed: {source}")]
     Map {
         /// Requested bytes.
         bytes: u64,

@@ -280,14 +280,14 @@ impl Hello {
 /// let theirs = Version { major: 2, minor: 1 };
 /// let error = Hello::decode(b"FRTE\x02\x01").unwrap_err();
 /// assert_eq!(error, HelloError::Version { theirs });
-/// assert_eq!(error.to_string(), "the peer speaks version 2.1, we speak 1.0");
+/// assert_eq!(error.to_string(), "the peer speaks version 2.1, this side 1.0");
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum HelloError {
     /// The bytes do not start with [`MAGIC`]: the peer is not one of ours, for example a Valkey
     /// client.
-    #[error("the peer does not speak our protocol")]
+    #[error("the peer does not speak Ferrite's protocol")]
     ForeignPeer,
     /// The bytes start like a hello but are too short.
     #[error("the hello has {got} bytes, expected {HELLO_BYTES}")]
@@ -296,7 +296,7 @@ pub enum HelloError {
         got: usize,
     },
     /// The peer has another major version. The rest was not decoded.
-    #[error("the peer speaks version {theirs}, we speak {}", Version::CURRENT)]
+    #[error("the peer speaks version {theirs}, this side {}", Version::CURRENT)]
     Version {
         /// The peer's version.
         theirs: Version,

@@ -126,8 +126,8 @@ impl Poller {
         if let Some(wait) = self.strikes.record(Source::of(peer), self.now) {
             let wait = wait.as_secs();
             tracing::debug!(
-                "{peer} requested memory that is not its own ({errors} in total): no RDMA for \
-                 {wait} s"
+                "{peer} tried to access memory that is not its own; RDMA from its address is \
+                 refused for {wait} s; all peers together have made {errors} such attempts"
             );
         }
     }

@@ -215,7 +215,8 @@ impl Poller {
     pub(super) fn reject_resume_answer(&mut self, shared: &Shared, link: &Arc<LinkShared>) {
         link.with_wakes(&mut self.wakes, |state, _, wakes| {
             let Some(lost) = state.core.lost() else { return };
-            let what = format!("{}; the peer's address answered for another link", lost.error);
+            let what =
+                format!("{}; the answer from the peer's address was not for this link", lost.error);
             let error =
                 Error::new(lost.error.kind(), what).with_causes(lost.error.causes().to_vec());
             state.core.end(error, wakes);
@@ -301,7 +302,7 @@ impl Poller {
             }
             Err(error) => {
                 let Side::Answering { .. } = greeting.side else {
-                    let what = format!("{peer} is not a Ferrite peer of our version: {error}");
+                    let what = format!("{peer} is not a compatible Ferrite peer: {error}");
                     return Err(Error::new(ErrorKind::Protocol, what));
                 };
                 if error == HelloError::ForeignPeer && greeting.accepts_foreign_peers() {
@@ -427,7 +428,7 @@ fn handshake_error(peer: SocketAddr, error: &io::Error) -> Error {
         io::ErrorKind::InvalidData => ErrorKind::Protocol,
         _ => ErrorKind::LinkDown,
     };
-    Error::new(kind, format!("{peer} during the handshake over TCP: {error}"))
+    Error::new(kind, format!("the handshake with {peer} over TCP failed: {error}"))
 }
 
 /// Combines the errors of both transports. The kind is that of the RDMA error, because RDMA was

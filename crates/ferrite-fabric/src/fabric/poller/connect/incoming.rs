@@ -92,7 +92,7 @@ impl Poller {
         if let Some(wait) = self.strikes.wait(source(&request), self.now) {
             shared.counters.refused_after_access_errors.fetch_add(1, Ordering::Relaxed);
             let ms = u32::try_from(wait.as_millis()).unwrap_or(u32::MAX);
-            let text = "this address requested memory that is not its own";
+            let text = "a client at this address tried to access memory that is not its own";
             refuse(shared, request, &refusal(RefusalCode::POLICY, ms, text));
             return;
         }

@@ -489,5 +489,5 @@ fn as_disconnect(peer: SocketAddr, error: Error) -> Error {
 }
 
 fn not_a_ferrite_peer(peer: SocketAddr, error: HelloError) -> Error {
-    Error::new(ErrorKind::Protocol, format!("{peer} is not a Ferrite peer of our version: {error}"))
+    Error::new(ErrorKind::Protocol, format!("{peer} is not a compatible Ferrite peer: {error}"))
 }

@@ -189,7 +189,7 @@ impl Poller {
                 self.dial_failed(
                     shared,
                     purpose,
-                    Error::new(ErrorKind::Misuse, format!("TLS to {peer}: {error}")),
+                    Error::new(ErrorKind::Misuse, format!("cannot start TLS to {peer}: {error}")),
                 );
                 return;
             }
