@@ -132,16 +132,17 @@ fn driver(stats: &FabricStats, out: &mut Exposition) {
     out.gauge("rdma_receives_posted", "Receives posted and not completed", stats.receives_posted);
     out.gauge(
         "rdma_receives_overdue",
-        "Receives that failed links took and did not complete",
+        "Receives that a link had taken when it failed, and that have not completed",
         stats.receives_overdue,
     );
     out.counter(
         "rdma_passes",
-        "Passes of the driver, the loop that polls completions and handles events",
+        "Passes of the loop that polls completions and handles events",
         stats.passes,
     );
     out.counter("rdma_completions", "Completions that were polled", stats.completions);
     let help = "Polls of a completion queue that found completions";
     out.counter("rdma_batches", help, stats.batches);
-    out.counter("rdma_sleeps", "Times that the driver went to sleep", stats.sleeps);
+    let help = "Times that the loop that polls completions went to sleep";
+    out.counter("rdma_sleeps", help, stats.sleeps);
 }

@@ -53,7 +53,8 @@ pub fn gateway_metrics(gateway: &Gateway, out: &mut Exposition) {
     out.counters("session_bytes", "Bytes of commands and replies", &bytes);
     let paths = [("called", called), ("proxied", proxied)];
     let paths = paths.map(|(path, count)| (vec![("path", path)], count));
-    let help = "Commands of in-process sessions: called in the engine, or sent to its socket";
+    let help =
+        "Commands of in-process sessions, by path: called in the engine, or sent to its socket";
     out.counters("commands", help, &paths);
     out.counter(
         "sessions_pinned",

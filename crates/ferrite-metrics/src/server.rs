@@ -213,7 +213,8 @@ fn lifted(socket: TcpStream) -> io::Result<TcpStream> {
 
 async fn answer(request: &Request<Incoming>, program: Arc<dyn Program>) -> Response<Full<Bytes>> {
     if !matches!(*request.method(), Method::GET | Method::HEAD) {
-        let mut response = text(StatusCode::METHOD_NOT_ALLOWED, "only GET is served\n".into());
+        let mut response =
+            text(StatusCode::METHOD_NOT_ALLOWED, "only GET and HEAD are allowed\n".into());
         response.headers_mut().insert(ALLOW, "GET, HEAD".parse().expect("valid"));
         return response;
     }
@@ -240,7 +241,10 @@ async fn answer(request: &Request<Incoming>, program: Arc<dyn Program>) -> Respo
             Err(_) => text(StatusCode::SERVICE_UNAVAILABLE, "no answer within 1 s\n".into()),
         },
         "/live" => text(StatusCode::OK, "live\n".into()),
-        _ => text(StatusCode::NOT_FOUND, "/metrics, /ready and /live are served\n".into()),
+        _ => text(
+            StatusCode::NOT_FOUND,
+            "not found; this port serves /metrics, /ready and /live\n".into(),
+        ),
     }
 }
 

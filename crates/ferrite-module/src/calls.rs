@@ -89,8 +89,10 @@ impl Calls {
         let server = context.server();
         let (has_idle_timeout, syncs_always) = (has_idle_timeout(context), syncs_always(context));
         let client_limits = client_limits(context);
-        let context = CallContext::new(context)
-            .ok_or("the engine cannot check a user's rights in calls; use Redis 7.0.6 or later")?;
+        let context = CallContext::new(context).ok_or(
+            "the engine cannot check a user's permissions when a module runs a command; use \
+             Redis 7.0.6 or later",
+        )?;
         let router = Router::new(|names| context.ask(c"COMMAND", names))?;
         let keys = Keys::new(server).ok_or("no memory")?;
         let batch_key = if server.version < PROPAGATES {

@@ -260,7 +260,9 @@ fn internal_command(context: Context<'_>, name: &str, words: &[String]) -> Optio
     };
     Some(match is_done {
         true => Reply::Simple("OK".into()),
-        false => Reply::Error("ERR only sessions of the RDMA listener may run this command".into()),
+        false => Reply::Error(
+            "ERR only the module's own connections to the engine may run this command".into(),
+        ),
     })
 }
 

@@ -65,8 +65,8 @@ pub(crate) fn hosts(options: &Options, sockets: &Sockets) -> Result<Vec<Host>, S
     let has_tls = sockets.tls_port.as_deref().is_some_and(|port| port != "0");
     if is_off(&sockets.port) && has_tls && !options.allow_clear_text() {
         return Err(
-            "the engine serves TLS only, but the module's RDMA and TCP are not encrypted and do \
-             not ask for a certificate; to allow clients without TLS, load the module with \
+            "the engine serves TLS only, but the module's RDMA and TCP are not encrypted, and \
+             clients need no certificate; to allow clients without TLS, load the module with \
              allow-clear-text yes and set unixsocket /PATH in the engine's configuration"
                 .into(),
         );
@@ -79,7 +79,7 @@ pub(crate) fn hosts(options: &Options, sockets: &Sockets) -> Result<Vec<Host>, S
     let (Some(engine_port), Some(bind)) = (&sockets.port, &sockets.bind) else {
         return Err(
             "the engine does not say where it listens (is CONFIG renamed?); load the module with \
-             rdma-bind ADDRESS and engine unix:/PATH or engine HOST:PORT"
+             rdma-bind ADDRESS, and with engine unix:/PATH or engine HOST:PORT"
                 .into(),
         );
     };

@@ -20,7 +20,7 @@ use crate::options::{Options, SettingValue};
 use crate::slice;
 use crate::target::{Sockets, target};
 use crate::tasks::TaskQueue;
-use crate::transport::Transport;
+use crate::transport::{SHUTDOWN_TIMEOUT, Transport};
 
 /// The listener, or why there is none.
 pub(crate) enum Service {
@@ -231,7 +231,7 @@ impl Module {
         if let Service::On(transport) = std::mem::replace(&mut self.service, off)
             && !transport.stop()
         {
-            tracing::warn!("sessions did not stop in time");
+            tracing::warn!("sessions did not stop within {} s", SHUTDOWN_TIMEOUT.as_secs());
         }
     }
 }

@@ -36,7 +36,7 @@ const START_TIMEOUT: Duration = Duration::from_secs(30);
 const STATS_TIMEOUT: Duration = Duration::from_millis(5);
 /// How long the whole shutdown may take. After that the process exits, and the kernel closes the
 /// connections.
-const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(3);
+pub(crate) const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// A running listener.
 pub(crate) struct Transport {

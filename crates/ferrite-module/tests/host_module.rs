@@ -22,7 +22,7 @@ fn loads_and_says_why_there_is_no_rdma() {
     for program in engines() {
         let mut server = start(&program, &[], &[]);
         let log = server.log();
-        assert!(log.contains("loopback addresses take no RDMA; to do: "), "{log}");
+        assert!(log.contains("the module accepts no RDMA on loopback addresses; to do: "), "{log}");
         assert_eq!(server.info("status"), "tcp-only");
         assert!(server.info("reason").contains("to do: "));
         assert_eq!(server.info("devices"), "");

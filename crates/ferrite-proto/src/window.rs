@@ -42,7 +42,10 @@ pub enum WindowError {
     },
     /// The peer registered memory again although we had filled the previous registration only in
     /// part.
-    #[error("the peer registered again after {offset} of {length} bytes were written")]
+    #[error(
+        "the peer registered memory again when only {offset} of {length} bytes of the previous \
+         registration were written"
+    )]
     Early {
         /// Bytes that we wrote.
         offset: u32,

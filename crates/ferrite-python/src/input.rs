@@ -166,7 +166,7 @@ impl Input {
                 });
             }
             if waiting.len() > HEADER_MAX {
-                return Poll::Ready(Err(invalid("a bulk reply without an end of its first line")));
+                return Poll::Ready(Err(invalid("a bulk reply whose first line is too long")));
             }
             if !ready!(self.poll_ahead(cx))? {
                 return Poll::Ready(Err(closed_within_a_reply()));

@@ -39,8 +39,8 @@ use crate::tcp_keepalive::enable_tcp_keepalive;
 use crate::tls;
 
 /// The fix that the error names if RDMA is not tried because TLS is configured.
-const ALLOW_CLEAR_TEXT: &str = "allow RDMA beside TLS (plain_rdma_beside_tls) on a network \
-                                where nobody untrusted can listen, or forbid RDMA";
+const ALLOW_CLEAR_TEXT: &str = "allow RDMA beside TLS (plain_rdma_beside_tls) if all who \
+                                can listen on the network are trusted, or forbid RDMA";
 
 /// The transport of a session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -242,7 +242,7 @@ impl Connector {
                 let name = name.to_str();
                 io::Error::new(
                     error.kind(),
-                    format!("TLS handshake with {server} as {name}: {why}"),
+                    format!("TLS handshake with {server} for the name {name} failed: {why}"),
                 )
             });
             Ok(SessionStream::Tls(Box::new(handshake?)))
@@ -291,7 +291,10 @@ impl Connector {
             io::Error::new(error.kind(), text)
         };
         if local.is_ipv4() != server.is_ipv4() {
-            let families = "one of the addresses is IPv4 and the other is IPv6";
+            let families = format!(
+                "this address and the server's address {} must both be IPv4 or both be IPv6",
+                server.ip()
+            );
             return Err(named(io::Error::new(io::ErrorKind::InvalidInput, families)));
         }
         let socket = if local.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;

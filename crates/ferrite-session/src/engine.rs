@@ -36,7 +36,7 @@ impl FromStr for EngineAddress {
             text.strip_prefix("unix:").or_else(|| text.starts_with('/').then_some(text))
         {
             return if path.is_empty() {
-                Err("unix: expected a path after the colon".into())
+                Err("expected a path after unix:".into())
             } else {
                 Ok(Self::Unix(path.into()))
             };

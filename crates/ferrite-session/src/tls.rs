@@ -80,7 +80,10 @@ impl TlsFiles {
         }
         if self.ca_certificates.is_none() && self.ca_directory.is_none() {
             let file = system_bundle().ok_or_else(|| {
-                invalid("this host has no list of trusted authorities; name a CA certificate")
+                invalid(
+                    "this host has no list of trusted certificate authorities; name a CA \
+                     certificate (--cacert, SSL_CERT_FILE, TlsFiles)",
+                )
             })?;
             // A bundle may contain certificates that rustls does not accept.
             roots.add_parsable_certificates(read_certificates(&file)?);
@@ -109,7 +112,10 @@ fn add_directory(roots: &mut RootCertStore, directory: &Path) -> io::Result<()> 
         }
     }
     if count == 0 {
-        return Err(invalid(format!("CA directory {}: no certificate", directory.display())));
+        return Err(invalid(format!(
+            "CA directory {}: none of its files has a usable certificate in PEM",
+            directory.display()
+        )));
     }
     Ok(())
 }
@@ -142,7 +148,10 @@ pub(crate) fn explain(error: &io::Error) -> String {
          (openssl x509 -req -extfile FILE ...)"
             .into()
     } else if text.contains("UnknownIssuer") {
-        format!("{text}; name the certificate of its authority (--cacert, SSL_CERT_FILE, TlsFiles)")
+        format!(
+            "{text}; name the certificate of the authority that issued it (--cacert, \
+             SSL_CERT_FILE, TlsFiles)"
+        )
     } else if text.contains("InvalidContentType") {
         format!("{text}; is it a TLS port?")
     } else {

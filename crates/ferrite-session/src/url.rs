@@ -110,8 +110,8 @@ fn parse(text: &str) -> Result<ServerUrl, String> {
     // The rest could be a part of the password, and messages below would show it.
     if behind.contains('@') {
         return Err(
-            "write / as %2F, ? as %3F and # as %23 in the user and the password, and @ as \
-                    %40 elsewhere"
+            "the URL has an @ after its first /, ? or #; in the user and the password write / as \
+             %2F, ? as %3F and # as %23, and elsewhere write @ as %40"
                 .into(),
         );
     }
@@ -168,7 +168,7 @@ fn parse_host(text: &str) -> Result<Host, String> {
     }
     let name = if is_bracketed { &name[1..name.len() - 1] } else { name };
     if name.is_empty() {
-        return Err("a host is missing before or after a comma or a port".into());
+        return Err("a host is missing before a port, or before or after a comma".into());
     }
     // In an IPv6 address, % stands only before the scope. RFC 6874 writes %25, but most people
     // write %.

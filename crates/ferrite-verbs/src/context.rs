@@ -157,8 +157,8 @@ fn enable_fork_safety(verbs: &Verbs) -> Result<(), Error> {
     let rc = verbs.call_global(|| unsafe { init() });
     check("ibv_fork_init", rc, || "a kernel before 5.12".to_owned()).map_err(|error| {
         error.because(
-            "after a fork, the device would use other memory than the process: use Linux 5.12 or \
-             later, or set RDMAV_FORK_SAFE=1",
+            "after a fork, the device and the process could use different copies of the same \
+             memory; use Linux 5.12 or later, or set RDMAV_FORK_SAFE=1",
         )
     })
 }

@@ -79,8 +79,9 @@ impl Absence {
             }
             Self::OldLibrary { .. } => "update rdma-core to version 44 or later".into(),
             Self::NoKernel { .. } => {
-                "load the kernel's verbs: modprobe ib_uverbs (in a container: run it on the host, \
-                 and pass /dev/infiniband into the container; in a systemd unit: PrivateDevices=no)"
+                "load the kernel module with `modprobe ib_uverbs`; for a container, load it on the \
+                 host and pass /dev/infiniband into the container; in a systemd unit, set \
+                 PrivateDevices=no"
                     .into()
             }
             Self::NoDevice => {
@@ -92,13 +93,14 @@ impl Absence {
                     .into()
             }
             Self::NoCm { .. } => {
-                "load the connection manager: modprobe rdma_ucm (in a container: pass \
-                 /dev/infiniband/rdma_cm into it; in a systemd unit: PrivateDevices=no)"
+                "load the kernel module with `modprobe rdma_ucm`; for a container, load it on the \
+                 host and pass /dev/infiniband/rdma_cm into the container; in a systemd unit, set \
+                 PrivateDevices=no"
                     .into()
             }
             Self::PortDown { device, .. } => format!(
-                "bring the network interface of {device} up (`rdma link` names it; ip link set \
-                 <netdev> up), or check the cable and, on InfiniBand, the subnet manager"
+                "bring the network interface of {device} up with `ip link set NETDEV up` (`rdma \
+                 link` shows NETDEV), or check the cable and, on InfiniBand, the subnet manager"
             ),
         }
     }
@@ -249,8 +251,8 @@ impl Error {
             ),
             (_, ErrorKind::CgroupLimit) => Some(
                 "compare rdma.current with rdma.max of the process's cgroup, and raise rdma.max \
-                 (systemd has no setting for it: write the file); if rdma.max does not limit the \
-                 device, it was busy: try again"
+                 by writing the file, because systemd has no setting for it; if rdma.max does not \
+                 limit the device, the device was busy, so try again"
                     .into(),
             ),
             (_, ErrorKind::FileDescriptors) => Some(

@@ -147,20 +147,25 @@ impl Status {
     pub fn likely_cause(self) -> &'static str {
         match self {
             Self::SUCCESS => "no error",
-            Self::LOCAL_LENGTH => "the message is longer than the posted receive",
+            Self::LOCAL_LENGTH => {
+                "the message is longer than the posted receive, or than the device can send"
+            }
             Self::LOCAL_QP_OPERATION => "the local port went down, or the request is malformed",
             Self::LOCAL_PROTECTION => {
                 "the local memory is not registered, or not for this operation"
             }
             Self::FLUSHED => "the queue pair had failed before: see its first error",
-            Self::BIND => "the window is bound already, or its region does not allow it",
+            Self::BIND => "the window is bound already, or its region does not allow binding",
             Self::BAD_RESPONSE => "the peer's device sent an unexpected response",
             Self::LOCAL_ACCESS => "a write from the peer caused a protection fault here",
             Self::REMOTE_INVALID_REQUEST => {
                 "the message does not fit the peer's receive, or the peer does not allow the \
                  operation"
             }
-            Self::REMOTE_ACCESS => "wrong key, outside the region, or no permission at the peer",
+            Self::REMOTE_ACCESS => {
+                "the key is wrong, or the peer's memory does not contain the range or does not \
+                 allow the operation"
+            }
             Self::REMOTE_OPERATION => "the peer's device failed, or could not place the message",
             Self::RETRY_EXCEEDED | Self::RESPONSE_TIMEOUT => {
                 "the peer does not answer: host or port down, path broken, or its queue pair gone"

@@ -384,8 +384,8 @@ fn post_error(call: &'static str, rc: i32) -> Error {
             full.because("the queue is full; reap completions first")
         }
         Err(error) if error.kind() == ErrorKind::Misuse => error.because(
-            "the queue pair's state does not allow it, or the request has too many entries or \
-             inline bytes",
+            "the queue pair's state does not allow posting, or the request has too many entries \
+             or inline bytes",
         ),
         Err(error) => error,
         Ok(()) => Error::new(ErrorKind::System, call, "failed without an error number"),

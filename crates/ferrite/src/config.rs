@@ -102,7 +102,11 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<ExitCode> {
             let name = file.display();
             let page = std::fs::read_to_string(file).with_context(|| name.to_string())?;
             let Some(new) = reference::replace_in(&page) else {
-                bail!("{name} lacks the lines {:?} and {:?}", reference::BEGIN, reference::END);
+                bail!(
+                    "{name} needs the line {:?} and below it {:?}",
+                    reference::BEGIN,
+                    reference::END
+                );
             };
             std::fs::write(file, new).with_context(|| name.to_string())?;
         }

@@ -52,8 +52,8 @@ Examples:
   valkey-cli --rdma -h 10.0.0.1 -p 6380 PING                              from another host
   ferrite gateway --engine 127.0.0.1:6379 --rx-size 2mb --rdma require     large values; no TCP
 
-The gateway pins 36 MiB for each RDMA device, and --rx-size for each client of Valkey Over RDMA.
-Set LimitMEMLOCK=infinity in its systemd unit.
+The gateway pins 36 MiB for each RDMA device, and from --rx-size to --rx-size-max for each client of
+Valkey Over RDMA. Set LimitMEMLOCK=infinity in its systemd unit.
 
 If the engine does not answer at start, the gateway warns with the reason and tries again every
 second. Clients get an error until it answers.

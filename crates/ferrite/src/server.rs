@@ -45,7 +45,7 @@ const VERSION_TIMEOUT: Duration = Duration::from_secs(10);
 #[derive(Args)]
 #[command(after_help = help())]
 pub(crate) struct Options {
-    /// Configuration file; the packages install one with every key as /etc/ferrite/ferrite.toml
+    /// Configuration file; the packages install /etc/ferrite/ferrite.toml, which has every key
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
     /// Check the file, print the command and the engine's configuration, and exit

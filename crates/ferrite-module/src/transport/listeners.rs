@@ -8,8 +8,8 @@ use crate::api::fork;
 use crate::listen::Address;
 use crate::options::Options;
 
-const NO_RDMA_ON_LOOPBACK: &str = "loopback addresses take no RDMA; to do: bind the engine, or \
-    the module (rdma-bind), to an address of an RDMA device";
+const NO_RDMA_ON_LOOPBACK: &str = "the module accepts no RDMA on loopback addresses; to do: bind \
+    the engine, or the module (rdma-bind), to an address of an RDMA device";
 
 /// The listeners. Each flag says whether the listener accepts RDMA.
 pub(super) type Listeners = Vec<(Listener, bool)>;
@@ -45,8 +45,10 @@ pub(super) fn listen(
     for address in addresses {
         let (at, rdma) = (address.at, address.rdma(options.rdma()));
         if requires && rdma == Rdma::Forbid {
-            let why =
-                format!("{at} is not served: rdma is set to require, and loopback has no RDMA");
+            let why = format!(
+                "{at} is not served: rdma is set to require, and the module accepts no RDMA on \
+                 loopback addresses"
+            );
             tracing::info!("{why}");
             why_not.get_or_insert(why);
             continue;

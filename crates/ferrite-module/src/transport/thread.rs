@@ -220,7 +220,7 @@ async fn all_failed(serving: &mut JoinSet<Result<(), String>>) -> String {
         if serving.is_empty() {
             return why;
         }
-        tracing::error!("{why}; it accepts no more clients, the other listeners do");
+        tracing::error!("{why}; the other listeners still accept clients");
     }
     "there is no listener".into()
 }

@@ -228,7 +228,8 @@ impl<C: Client> InProcessSession<'_, C> {
 
     pub(super) fn warn_of_unmarked_writes(&self) {
         static LINES: LogLimit = LogLimit::new();
-        let why = "the engine refused FERRITE MARK, so a WAIT would not cover all its writes";
+        let why =
+            "the engine refused FERRITE MARK, so WAIT would not cover all writes of this client";
         log_disconnect(&LINES, self.record.id(), why);
     }
 

@@ -72,6 +72,6 @@ impl Host {
         assert_eq!(stats.memory.send.in_use_bytes, 0, "send memory: {stats:?}");
         assert_eq!((stats.in_flight, stats.memory.quarantined_bytes), (0, 0), "{stats:?}");
         drop(fabric);
-        join(driver, TEST_TIMEOUT, "the driver thread ends");
+        join(driver, TEST_TIMEOUT, "the thread that drives the fabric ends");
     }
 }

@@ -172,12 +172,15 @@ impl CmEvent {
                 .because_of_rejection(Rejection { reason, private_data: self.private_data });
         }
         let errno = || std::io::Error::from_raw_os_error(self.status.abs()).to_string();
+        let with_errno = || format!("the {}: {}", self.kind, errno());
         let (kind, why) = match self.kind {
             // iWARP reports an error number instead of a reason.
-            CmEventKind::REJECTED => (ErrorKind::Rejected, errno()),
-            CmEventKind::ADDRESS_ERROR | CmEventKind::ROUTE_ERROR => (ErrorKind::NoRoute, errno()),
+            CmEventKind::REJECTED => (ErrorKind::Rejected, with_errno()),
+            CmEventKind::ADDRESS_ERROR | CmEventKind::ROUTE_ERROR => {
+                (ErrorKind::NoRoute, with_errno())
+            }
             CmEventKind::UNREACHABLE | CmEventKind::CONNECT_ERROR => {
-                (ErrorKind::Unreachable, errno())
+                (ErrorKind::Unreachable, with_errno())
             }
             CmEventKind::DEVICE_REMOVAL => {
                 (ErrorKind::DeviceGone, "the device is being removed".to_owned())
@@ -185,9 +188,13 @@ impl CmEvent {
             CmEventKind::DISCONNECTED => {
                 (ErrorKind::Disconnected, "the peer disconnected".to_owned())
             }
-            _ => (ErrorKind::System, format!("unexpected at this point (status {})", self.status)),
+            _ => {
+                let (event, status) = (self.kind, self.status);
+                let why = format!("unexpected event \"{event}\" (status {status})");
+                (ErrorKind::System, why)
+            }
         };
-        error.with_kind(kind).because(format!("the {}: {why}", self.kind))
+        error.with_kind(kind).because(why)
     }
 }
 

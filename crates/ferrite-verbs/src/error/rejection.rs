@@ -18,7 +18,7 @@ codes! {
         NO_LISTENER = 8, "no program listens on this port (reason 8)";
         /// A queue pair number was reused too soon.
         STALE_CONNECTION = 10,
-            "the peer has not closed an older connection of this queue pair number (reason 10)";
+            "the peer has not closed an older connection with this queue pair number (reason 10)";
         /// The application rejected the connection; the private data says why.
         BY_APPLICATION = 28, "the application refused (reason 28)";
     }

@@ -161,7 +161,7 @@ Failures print {error: {kind, missing?, message, remedy?}}.";
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum Measure {
-    /// Duration of an operation, one at a time
+    /// Duration of an operation, with one in flight at a time
     Latency,
     /// Throughput, with a window of operations in flight
     Bandwidth,

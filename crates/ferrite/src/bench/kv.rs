@@ -156,7 +156,7 @@ pub(crate) struct Options {
     #[arg(long, value_name = "MICROSECONDS", default_value_t = 50,
           value_parser = number::<u32>(0, u32::MAX))]
     busy_poll_us: u32,
-    /// Write a plot of the latencies of all tests by percentile to this file (SVG)
+    /// Write an SVG plot of latency by percentile, with all tests, to this file
     #[arg(long, value_name = "FILE")]
     plot: Option<PathBuf>,
     /// Also write the result as JSON to this file, after each test
@@ -179,8 +179,8 @@ Examples:
 A terminal shows the progress. If the server fails or a signal arrives, the results so far are
 printed and saved, and the exit code is 1.
 
-Commands of --command create their keys themselves: no key is written before, and every __key__ of a
-command is chosen anew. At the end the keys that __key__ stood for are removed, other keys are not.
+No keys are written before a test of --command: the command creates its keys itself. Every __key__
+is chosen anew. At the end the keys that __key__ stood for are removed, other keys are not.
 
 SIGINT (Ctrl-C) and SIGTERM end the test and remove the keys; a second signal leaves them. To remove
 the keys of a run that was killed:
@@ -191,7 +191,7 @@ JSON fields: format (1), version, date, command_line, transport? (without --comp
   results[]: test, transport, device?, complete, seconds, requests, errors, first_error?,
   requests_per_s, latency_us {min, p50, p90, p99, p99_9, max, mean}, server_cpu_us_per_request?,
   late? (open loop: requests that were sent later than they were due),
-  ratios?[] (--compare: the later transport divided by the first): test, transport, to,
+  ratios?[] (--compare: the second transport divided by the first): test, transport, to,
   requests_per_s, p50, p99, error? {kind, missing?, message, remedy?} (after partial results).
 Failures without results print {error: {kind, missing?, message, remedy?}}.";
 

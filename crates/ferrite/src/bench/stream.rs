@@ -103,7 +103,7 @@ pub(crate) struct Options {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 enum Over {
-    /// Ferrite's stream over RDMA, on a thread that drives the fabric while it waits
+    /// Ferrite's stream over RDMA, on a thread that polls the device while it waits
     Rdma,
     /// Ferrite's stream over TCP, on tokio
     Tcp,
@@ -133,7 +133,7 @@ JSON fields of the client (`name?` may be absent; `format` changes if others cha
     for RDMA: device, driver?, software, mtu_bytes, local, peer
   results[]: measure, size_bytes, rounds, transfers, seconds, us_per_transfer, mib_per_s,
     for latency: latency_us {min, p50, p90, p99, p99_9, max, mean} of half a round
-The server prints a line per client: for RDMA peer, device, tests.
+For each client over RDMA, the server prints a line: peer, device, tests.
 Failures print {error: {kind, missing?, message, remedy?}}.";
 
 pub(crate) fn run(options: &Options) -> anyhow::Result<()> {

@@ -70,7 +70,7 @@ fn serve(
         if request.op == Op::Read { endpoint.outgoing() } else { endpoint.incoming() };
     let params = ConnectParams { private_data: &memory.encode(), ..params() };
     cm::accept(connection, &qp, endpoint::access(), &params, options.timeout)
-        .with_context(|| format!("{name} did not finish the handshake"))?;
+        .with_context(|| format!("the handshake with {name} failed"))?;
     let total = if request.op == Op::Read { 0 } else { request.rounds };
     let watch = Watch::new(total, options.timeout, false);
     watch

@@ -67,17 +67,17 @@ impl fmt::Display for Malformed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Short { len, wanted } => {
-                write!(f, "received {len} bytes of private data, expected {wanted}")
+                write!(f, "received {len} bytes of private data, expected at least {wanted}")
             }
             Self::Magic => f.write_str(
-                "the peer is not `ferrite pingpong`, but another program at that port; run \
-                 `ferrite pingpong --listen` there, with a free port",
+                "the peer is another program than `ferrite pingpong`; run `ferrite pingpong` on both \
+                 hosts, with a port that no other program uses",
             ),
             Self::Version(version) => {
                 write!(
                     f,
                     "the peer uses protocol version {version}, this side {VERSION}; run the same \
-                     ferrite on both"
+                     version of ferrite on both hosts"
                 )
             }
             Self::Field(name, value) => write!(f, "the peer sent an invalid {name}: {value}"),

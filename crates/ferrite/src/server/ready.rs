@@ -201,19 +201,25 @@ impl Report {
     pub(super) fn sentence(&self) -> String {
         let engine = self.engine.as_deref().unwrap_or("the engine");
         let tcp = self.tcp_port.map(|port| format!(" at TCP port {port}")).unwrap_or_default();
+        format!("ready: {engine}{tcp}; {}", self.module_state())
+    }
+
+    /// Describes whether the module accepts clients, and how.
+    pub(super) fn module_state(&self) -> String {
         let address = self.address.as_deref().unwrap_or("its port");
         let reason = self.reason.as_deref().unwrap_or("see the engine's log");
-        let rdma = match self.status.as_str() {
-            "listening" => format!("clients at {address} over RDMA ({})", self.devices.join(", ")),
-            "tcp-only" => format!("clients at {address} over TCP only, no RDMA: {reason}"),
+        match self.status.as_str() {
+            "listening" => {
+                format!("accepts clients at {address} over RDMA ({})", self.devices.join(", "))
+            }
+            "tcp-only" => format!("accepts clients at {address} over TCP only, no RDMA: {reason}"),
             "none" => "without RDMA".into(),
             "unknown" => format!(
                 "state unknown: the engine rejects INFO (is a password missing?); the module \
                  logged: {reason}"
             ),
             _ => format!("no RDMA listener: {reason}"),
-        };
-        format!("ready: {engine}{tcp}; {rdma}")
+        }
     }
 }
 
@@ -239,7 +245,7 @@ mod tests {
                       ferrite_address:[::1]:6380\r\nferrite_devices:a,b\r\n";
         let both = report(server, module);
         let sentence =
-            "ready: Valkey 9.1.2 at TCP port 6379; clients at [::1]:6380 over RDMA (a, b)";
+            "ready: Valkey 9.1.2 at TCP port 6379; accepts clients at [::1]:6380 over RDMA (a, b)";
         assert_eq!(both.sentence(), sentence);
         assert_eq!(
             report("redis_version:7.0.15\r\ntcp_port:0\r\n", "\r\n").sentence(),

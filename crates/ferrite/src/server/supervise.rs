@@ -269,7 +269,7 @@ fn check_rdma(report: Report, rdma: Rdma) -> Result<Report, ServerError> {
         (Rdma::Require, "listening" | "unknown") | (Rdma::Prefer | Rdma::Forbid, _) => Ok(report),
         _ => Err(ServerError::no_rdma(format!(
             "RDMA is required (server.rdma): {}",
-            report.sentence()
+            report.module_state()
         ))),
     }
 }

@@ -191,7 +191,9 @@ impl Connection {
                 bail!("the engine's port expects TLS; {NO_TLS}");
             }
             if count == 0 && is_first {
-                bail!("the engine closed the connection; if its port expects TLS: {NO_TLS}");
+                bail!(
+                    "the engine closed the connection, perhaps because its port expects TLS; {NO_TLS}"
+                );
             }
             if count == 0 {
                 bail!("the engine closed the connection");

@@ -25,7 +25,7 @@ pub enum ReplyError {
     #[error("Protocol error: invalid multibulk length")]
     AggregateLength,
     /// Values are nested deeper than the limit.
-    #[error("Protocol error: nested deeper than {limit}")]
+    #[error("Protocol error: a reply nested deeper than {limit} levels")]
     TooDeep {
         /// The limit.
         limit: u32,

@@ -87,7 +87,8 @@ impl Idle {
             }
             None => true,
         });
-        ensure!(!links.is_empty(), "cannot open any idle link: {failures:?}");
+        let first_error = failures.values().next().map_or("none", |failed| failed.example.as_str());
+        ensure!(!links.is_empty(), "cannot open any of the {count} idle links: {first_error}");
         #[expect(clippy::cast_precision_loss, reason = "bytes of one process")]
         let pinned =
             (after.registered_bytes as f64 - before.registered_bytes as f64) / links.len() as f64;

@@ -108,7 +108,7 @@ impl Request {
             Self::Begin { format, .. } => {
                 anyhow::bail!(
                     "the client uses protocol version {format}, the server {FORMAT}; run the same \
-                     ferrite on both"
+                     version of ferrite on both hosts"
                 )
             }
             other => anyhow::bail!("received {other:?}, expected Begin"),
