@@ -371,6 +371,28 @@ fn follows_slots_that_migrate() {
     });
 }
 
+/// After a failure to write to disk, the engine refuses writes, and reports the failure to PING.
+#[test]
+fn ping_reports_disk_errors() {
+    for program in engines() {
+        let mut server = start(&program, &["--save", "900 1"]);
+        let mut pair = Pair::new(&server);
+        pair.same(&["SET", "key", "value"]);
+        std::fs::create_dir(server.directory().join("dump.rdb")).expect("a directory");
+        pair.native.ask(&["BGSAVE"]);
+        server.wait_until("a failed save", || {
+            pair.native.ask(&["INFO", "persistence"]).contains("rdb_last_bgsave_status:err")
+        });
+        for line in ["PING", "PING hello", "SET key other", "DEL key"] {
+            assert!(pair.same(&words(line)).starts_with("-MISCONF"), "{line}");
+        }
+        assert_eq!(pair.same(&["GET", "key"]), "$5\r\nvalue");
+        pair.native.ok(&["CONFIG", "SET", "stop-writes-on-bgsave-error", "no"]);
+        assert_eq!(pair.same(&["PING"]), "+PONG");
+        server.assert_healthy();
+    }
+}
+
 #[test]
 fn proxies_everything_if_the_engine_lists_no_commands() {
     for program in engines() {
