@@ -371,6 +371,43 @@ fn follows_slots_that_migrate() {
     });
 }
 
+/// The engine serves a slot that it imports only to a command after ASKING. The session proxies that
+/// command, and calls the next ones again.
+#[test]
+fn sessions_call_commands_again_after_asking() {
+    on_each_cluster_node(|server, mut pair| {
+        pair.native.ok(&["CLUSTER", "SETSLOT", "12539", "IMPORTING", OTHER_NODE]);
+        let called = calls(server, || {
+            for _ in 0..10 {
+                // Marking this write for WAIT must not take the place of the next command.
+                pair.same(&["SET", "bar", "value"]);
+                pair.same(&["ASKING"]);
+                assert_eq!(pair.same(&["SET", "key", "other"]), "+OK");
+                assert!(pair.same(&["GET", "key"]).starts_with("-MOVED"));
+                assert_eq!(pair.same(&["GET", "bar"]), "$5\r\nvalue");
+            }
+        });
+        assert_eq!(called, 20);
+        for line in ["SET bar value", "ASKING", "MULTI", "GET key", "EXEC", "GET key"] {
+            pair.same(&words(line));
+        }
+        for next in ["WAIT 0 0", "CLIENT NO-EVICT off", "PING", "NOSUCH", "SELECT 0", "*0\r\n"] {
+            let mut pair = Pair::new(server);
+            pair.same(&["SET", "bar", "value"]);
+            pair.same(&["ASKING"]);
+            for client in [&mut pair.module, &mut pair.native] {
+                // An empty command has no reply.
+                if next.starts_with('*') {
+                    client.write(next.as_bytes());
+                } else {
+                    client.raw(&words(next));
+                }
+            }
+            assert!(pair.same(&["GET", "key"]).starts_with("-MOVED"), "{next}");
+        }
+    });
+}
+
 /// After a failure to write to disk, the engine refuses writes, and reports the failure to PING.
 #[test]
 fn ping_reports_disk_errors() {
