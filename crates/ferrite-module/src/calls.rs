@@ -13,7 +13,8 @@
 //! | redirects of a cluster | each call checks that its key is served here; commands with several keys, and the key path, are not used |
 //! | READONLY | only reads are called on replicas |
 //! | MASTERDOWN | no batch on replicas without a connection to their primary, and on replicas of a cluster |
-//! | MISCONF, NOREPLICAS, memory | each call checks; only the proxy path evicts keys |
+//! | MISCONF, NOREPLICAS, memory | each call of a write checks; only the proxy path evicts keys |
+//! | MISCONF for PING | PING is not called if the engine has an AOF or saves its data |
 //! | unknown commands, arity | each call checks |
 //! | `timeout` | no batch: the proxy connection would be idle and be closed |
 //! | commands that need a client | [`Router`] excludes them |
@@ -239,6 +240,7 @@ impl Calls {
             keys: &mut self.keys,
             is_cluster: state & state::CLUSTER != 0,
             is_replica,
+            writes_to_disk: state & (state::AOF | state::RDB) != 0,
             batch_key: self.batch_key.as_ref(),
             resp3: client_state.resp3,
             must_propagate: false,
@@ -423,6 +425,9 @@ pub(crate) struct Batch<'a> {
     is_cluster: bool,
     /// Whether the engine is a replica. Then only reads are called.
     is_replica: bool,
+    /// Whether the engine has an AOF or saves its data, and so may have failed to write to disk. A
+    /// call checks that only for writes.
+    writes_to_disk: bool,
     batch_key: Option<&'a EngineString>,
     resp3: bool,
     /// Whether a call may have left something to propagate to AOF and replicas. Even reads may,
@@ -478,6 +483,7 @@ impl Batch<'_> {
     pub(crate) fn may_call(&self, callable: Callable, words: usize) -> bool {
         callable.takes(words)
             && !(self.is_replica && callable.writes)
+            && !(self.writes_to_disk && callable.reports_disk_errors)
             && !(self.is_cluster && callable.has_several_keys && words > 2)
     }
 

@@ -225,6 +225,7 @@ fn callable(
         unblocks,
         reads_string,
         has_several_keys,
+        reports_disk_errors: name == b"PING",
     })
 }
 
@@ -390,6 +391,7 @@ mod tests {
                 unblocks: false,
                 reads_string,
                 has_several_keys: false,
+                reports_disk_errors: name == "PING",
             };
             assert!(callable.takes(2) && !callable.takes(1) && !callable.takes(3));
             let found = engine.look_up(&mut router, name, sub);

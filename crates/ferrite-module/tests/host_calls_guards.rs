@@ -386,6 +386,65 @@ fn follows_slots_that_migrate() {
     });
 }
 
+/// The engine serves a slot that it imports only to a command after ASKING. The session proxies that
+/// command, and calls the next ones again.
+#[test]
+fn sessions_call_commands_again_after_asking() {
+    on_each_cluster_node(|server, mut pair| {
+        pair.native.ok(&["CLUSTER", "SETSLOT", "12539", "IMPORTING", OTHER_NODE]);
+        let called = calls(server, || {
+            for _ in 0..10 {
+                // Marking this write for WAIT must not take the place of the next command.
+                pair.same(&["SET", "bar", "value"]);
+                pair.same(&["ASKING"]);
+                assert_eq!(pair.same(&["SET", "key", "other"]), "+OK");
+                assert!(pair.same(&["GET", "key"]).starts_with("-MOVED"));
+                assert_eq!(pair.same(&["GET", "bar"]), "$5\r\nvalue");
+            }
+        });
+        assert_eq!(called, 20);
+        for line in ["SET bar value", "ASKING", "MULTI", "GET key", "EXEC", "GET key"] {
+            pair.same(&words(line));
+        }
+        for next in ["WAIT 0 0", "CLIENT NO-EVICT off", "PING", "NOSUCH", "SELECT 0", "*0\r\n"] {
+            let mut pair = Pair::new(server);
+            pair.same(&["SET", "bar", "value"]);
+            pair.same(&["ASKING"]);
+            for client in [&mut pair.module, &mut pair.native] {
+                // An empty command has no reply.
+                if next.starts_with('*') {
+                    client.write(next.as_bytes());
+                } else {
+                    client.raw(&words(next));
+                }
+            }
+            assert!(pair.same(&["GET", "key"]).starts_with("-MOVED"), "{next}");
+        }
+    });
+}
+
+/// After a failure to write to disk, the engine refuses writes, and reports the failure to PING.
+#[test]
+fn ping_reports_disk_errors() {
+    for program in engines() {
+        let mut server = start(&program, &["--save", "900 1"]);
+        let mut pair = Pair::new(&server);
+        pair.same(&["SET", "key", "value"]);
+        std::fs::create_dir(server.directory().join("dump.rdb")).expect("a directory");
+        pair.native.ask(&["BGSAVE"]);
+        server.wait_until("a failed save", || {
+            pair.native.ask(&["INFO", "persistence"]).contains("rdb_last_bgsave_status:err")
+        });
+        for line in ["PING", "PING hello", "SET key other", "DEL key"] {
+            assert!(pair.same(&words(line)).starts_with("-MISCONF"), "{line}");
+        }
+        assert_eq!(pair.same(&["GET", "key"]), "$5\r\nvalue");
+        pair.native.ok(&["CONFIG", "SET", "stop-writes-on-bgsave-error", "no"]);
+        assert_eq!(pair.same(&["PING"]), "+PONG");
+        server.assert_healthy();
+    }
+}
+
 #[test]
 fn proxies_everything_if_the_engine_lists_no_commands() {
     for program in engines() {

@@ -23,6 +23,9 @@ pub enum SessionCommand {
     Resets,
     /// The command asks about earlier writes of this client (WAIT, WAITAOF).
     AsksForWrites,
+    /// The command changes how the engine runs the client's next command, and only that one
+    /// (ASKING). The engine must get the next command from the client's connection.
+    AffectsNext,
     /// After the command, replies cannot be counted, the connection may end, or the engine does not
     /// report the state that the command sets. The session stays on the proxy path for good.
     PinsToProxy,
@@ -42,6 +45,7 @@ impl SessionCommand {
             b"AUTH" | b"HELLO" => Self::ChangesIdentity,
             b"RESET" => Self::Resets,
             b"WAIT" | b"WAITAOF" => Self::AsksForWrites,
+            b"ASKING" => Self::AffectsNext,
             // These have several replies or none, have replies without a request, or may end the
             // connection.
             b"SUBSCRIBE" | b"PSUBSCRIBE" | b"SSUBSCRIBE" | b"UNSUBSCRIBE" | b"PUNSUBSCRIBE"
@@ -62,8 +66,7 @@ impl SessionCommand {
             | b"CLIENT|PAUSE"
             | b"CLIENT|UNPAUSE"
             | b"CLIENT|UNBLOCK" => return None,
-            // This covers NO-EVICT, NO-TOUCH, CAPA, READONLY, ASKING, and commands of later
-            // engines.
+            // This covers NO-EVICT, NO-TOUCH, CAPA, READONLY, and commands of later engines.
             _ if is_connection || identity.starts_with(b"CLIENT|") => Self::PinsToProxy,
             _ => return None,
         })
@@ -89,6 +92,7 @@ mod tests {
             ("HELLO", Some(ChangesIdentity)),
             ("RESET", Some(Resets)),
             ("WAITAOF", Some(AsksForWrites)),
+            ("ASKING", Some(AffectsNext)),
             ("UNSUBSCRIBE", Some(PinsToProxy)),
             ("CLIENT|REPLY", Some(PinsToProxy)),
             ("QUIT", Some(PinsToProxy)),

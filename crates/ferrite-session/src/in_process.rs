@@ -127,6 +127,7 @@ where
         paths,
         access: Access::Proxy { in_transaction: false, is_authenticated: false },
         must_identify: false,
+        is_next_affected: false,
         input: Input::from_bytes(first),
         engine_bytes: Vec::new(),
         counter: ReplyFramer::new(unlimited),
@@ -155,6 +156,9 @@ struct InProcessSession<'a, C> {
     /// Whether the client must be identified again, because a proxied command may have changed its
     /// identity.
     must_identify: bool,
+    /// Whether the next command must be proxied, because the command before it affects it
+    /// ([`SessionCommand::AffectsNext`]).
+    is_next_affected: bool,
     input: Input,
     /// Bytes from the engine that are not processed yet.
     engine_bytes: Vec<u8>,
@@ -251,6 +255,10 @@ impl<C: Client> InProcessSession<'_, C> {
                 Err(_) => return route.or(Some(Route::Proxy(Some(SessionCommand::PinsToProxy)))),
             };
             let Some(kind) = self.look_up(&found, run.last()) else {
+                if self.is_next_affected {
+                    // The engine counts an empty command as the next one, so it must get it.
+                    return Some(Route::Proxy(Some(SessionCommand::PinsToProxy)));
+                }
                 self.input.take(&found); // an empty command has no reply
                 continue;
             };
@@ -287,6 +295,7 @@ impl<C: Client> InProcessSession<'_, C> {
                     self.input.command(&found).and_then(|it| self.engine.instead(it.args()))
             {
                 if route.is_none() {
+                    self.is_next_affected = false;
                     self.input.take(&found);
                     run.push(RunCommand { found, callable });
                     route = Some(Route::Instead(other));
@@ -297,6 +306,7 @@ impl<C: Client> InProcessSession<'_, C> {
                 // The command stays in the input, which is proxied unchanged.
                 return Some(Route::Proxy(command));
             }
+            self.is_next_affected = command == Some(SessionCommand::AffectsNext);
             self.input.take(&found);
             run.push(RunCommand { found, callable });
             route = Some(if callable.is_some() { Route::Call } else { Route::Proxy(command) });
@@ -328,7 +338,7 @@ impl<C: Client> InProcessSession<'_, C> {
     }
 
     fn may_call(&self, found: &FoundCommand) -> bool {
-        self.access == Access::InProcess && found.is_plain()
+        self.access == Access::InProcess && found.is_plain() && !self.is_next_affected
     }
 
     async fn call(&mut self, mut run: &[RunCommand]) -> io::Result<ExchangeOutcome> {

@@ -56,6 +56,8 @@ pub(crate) mod state {
     pub(crate) const REPLICA: i32 = 1 << 3;
     pub(crate) const CLUSTER: i32 = 1 << 5;
     pub(crate) const AOF: i32 = 1 << 6;
+    /// Whether the engine saves its data at times (`save`).
+    pub(crate) const RDB: i32 = 1 << 7;
     pub(crate) const LOADING: i32 = 1 << 13;
     /// Whether a replica is synchronised and connected to its primary.
     pub(crate) const REPLICA_IS_ONLINE: i32 = 1 << 17;

@@ -45,8 +45,12 @@ impl<C: Client> InProcessSession<'_, C> {
             self.must_identify = true;
         }
         // Writes are marked before MULTI, because they cannot be marked inside the transaction. A
-        // WAIT may follow inside the transaction, or after the session was pinned.
-        let marks = command == Some(SessionCommand::BeginsTransaction) && self.is_mark_due();
+        // WAIT may follow inside the transaction, or after the session was pinned. They are also
+        // marked before ASKING, because a mark after it would be the command that ASKING affects.
+        let marks = matches!(
+            command,
+            Some(SessionCommand::BeginsTransaction | SessionCommand::AffectsNext)
+        ) && self.is_mark_due();
         let mut bytes = if marks { self.record.mark_writes().to_vec() } else { Vec::new() };
         bytes.extend_from_slice(&self.input.bytes()[range_of(run)]);
         self.count_proxied(run);

@@ -93,6 +93,7 @@ impl InProcessEngine for CallingEngine {
             is_subcommand: false,
             reads_string: false,
             has_several_keys: false,
+            reports_disk_errors: false,
         })
     }
 

@@ -22,6 +22,9 @@ pub struct Callable {
     pub reads_string: bool,
     /// Whether the command may have several keys, or keys whose positions depend on its arguments.
     pub has_several_keys: bool,
+    /// Whether the command is PING. The engine refuses it after a failure to write to disk, as it
+    /// refuses writes.
+    pub reports_disk_errors: bool,
 }
 
 impl Callable {
