@@ -115,9 +115,11 @@ impl ProxyClient for ClientRecord {
     }
 
     fn is_marked(&self) -> bool {
-        // A node that has become a replica refuses MARK, as it refuses all writes. It also refuses
-        // WAIT, so nothing is left to mark.
-        !self.state().is_mark_due || call_path::is_replica()
+        !self.state().is_mark_due
+    }
+
+    fn refuses_wait(&self) -> bool {
+        call_path::is_replica()
     }
 
     fn is_blocked(&self) -> bool {

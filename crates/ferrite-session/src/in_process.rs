@@ -504,10 +504,10 @@ impl<C: Client> InProcessSession<'_, C> {
 
     /// Hands the proxy connection over to the pump, with the bytes to send first. A session with
     /// unmarked writes is closed instead: the pump does not notice a WAIT, and the engine's reply
-    /// to it would not cover these writes.
+    /// to it would not cover these writes. A replica refuses WAIT, so the session stays open there.
     async fn hand_over(mut self, mut unsent: Vec<u8>) -> io::Result<ServeOutcome> {
         self.write_replies().await?;
-        if self.has_unmarked_writes {
+        if self.has_unmarked_writes && !self.record.refuses_wait() {
             self.warn_of_unmarked_writes();
             return Ok(ServeOutcome::Closed);
         }

@@ -108,8 +108,12 @@ pub trait ProxyClient: Send + Sync {
     fn mark_writes(&self) -> &'static [u8];
 
     /// Returns whether the engine has run [`ProxyClient::mark_writes`] since the last call that
-    /// wrote data, or refuses both this command and WAIT, because it is a replica.
+    /// wrote data.
     fn is_marked(&self) -> bool;
+
+    /// Returns whether the engine now refuses WAIT, because it is a replica. It then refuses
+    /// [`ProxyClient::mark_writes`], too.
+    fn refuses_wait(&self) -> bool;
 
     /// Returns whether the client is blocked in the engine (BLPOP and the like).
     fn is_blocked(&self) -> bool;

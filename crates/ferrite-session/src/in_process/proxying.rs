@@ -189,14 +189,17 @@ impl<C: Client> InProcessSession<'_, C> {
     /// the engine rejects the mark, WAIT is not sent, because it would cover only older writes. The
     /// client gets the engine's error as the reply to WAIT.
     pub(super) async fn proxy_wait(&mut self, run: &[RunCommand]) -> io::Result<ExchangeOutcome> {
-        if self.has_unmarked_writes && self.in_transaction() {
+        // A replica refuses WAIT with its own error. The writes stay unmarked, because the engine
+        // may become a primary again.
+        let is_refused = self.has_unmarked_writes && self.record.refuses_wait();
+        if self.has_unmarked_writes && self.in_transaction() && !is_refused {
             // The engine rejected the mark before the transaction, and an error in place of this
             // command would not abort the transaction. So the client is disconnected.
             self.write_replies().await?;
             self.warn_of_unmarked_writes();
             return Ok(ExchangeOutcome::Disconnected);
         }
-        if self.is_mark_due() {
+        if self.is_mark_due() && !is_refused {
             match self.mark_writes().await? {
                 ExchangeOutcome::Answered if self.record.is_marked() => {}
                 ExchangeOutcome::Answered => {

@@ -145,6 +145,10 @@ impl ProxyClient for CallingEngine {
         false
     }
 
+    fn refuses_wait(&self) -> bool {
+        false
+    }
+
     fn is_blocked(&self) -> bool {
         false
     }
