@@ -1,5 +1,8 @@
-//! A cluster node that knows another node, which does not exist. So one engine is enough to test
-//! redirects.
+//! Options of cluster nodes that know their cluster from the start, so that no test has to wait until
+//! nodes have met.
+//!
+//! [`node_options`] is for a node that knows another node, which does not exist. So one engine is
+//! enough to test redirects. [`cluster_options`] is for a whole cluster.
 
 use std::path::Path;
 
@@ -17,9 +20,7 @@ const OWN_NODE: &str = "1111111111111111111111111111111111111111";
 /// If the file with that state cannot be written.
 #[must_use]
 pub fn node_options(program: &Path, directory: &TempDir) -> Vec<String> {
-    let is_valkey = program.file_name().is_some_and(|name| name == "valkey-server");
-    // Without shard ids Valkey 9.1 fails an assertion in SPUBLISH. Redis 7.0 does not know them.
-    let shard = |id: &str| if is_valkey { format!(",,shard-id={id}") } else { String::new() };
+    let shard = |id: &str| shard(program, id);
     // The engine replaces its own address when it starts.
     let known = format!(
         "{OWN_NODE} 127.0.0.1:7@17{} myself,master - 0 0 1 connected 0-8191\n\
@@ -28,16 +29,70 @@ pub fn node_options(program: &Path, directory: &TempDir) -> Vec<String> {
         shard(OWN_NODE),
         shard(OTHER_NODE)
     );
-    let bus = free_port().to_string();
+    // The other node never responds. When the engine notices that, the cluster is down.
+    options(directory, free_port(), &known, "3600000")
+}
+
+/// Returns the id of a node of [`cluster_options`], by its number.
+#[must_use]
+pub fn node_id(number: usize) -> String {
+    format!("{:040x}", number + 1)
+}
+
+/// Returns the options of all nodes of a cluster, with their ports. The primaries come first and
+/// share all slots evenly. Then come the replicas: node `primaries + n` is a replica of node `n`.
+/// The nodes keep their state in `directory`.
+///
+/// # Panics
+/// If the files with that state cannot be written.
+#[must_use]
+pub fn cluster_options(
+    program: &Path,
+    directory: &TempDir,
+    primaries: usize,
+    replicas: usize,
+) -> Vec<Vec<String>> {
+    let ports: Vec<_> = (0..primaries + replicas).map(|_| (free_port(), free_port())).collect();
+    let line = |number: usize, myself: &str| {
+        let (port, bus) = ports[number];
+        let (id, of) = (node_id(number), node_id(number % primaries));
+        let role = if number < primaries { "master -".into() } else { format!("slave {of}") };
+        let [from, end] = [number, number + 1].map(|part| 16384 * part / primaries);
+        let slots = if number < primaries { format!(" {from}-{}", end - 1) } else { String::new() };
+        let (shard, epoch) = (shard(program, &of), number % primaries + 1);
+        format!("{id} 127.0.0.1:{port}@{bus}{shard} {myself}{role} 0 0 {epoch} connected{slots}\n")
+    };
+    (0..ports.len())
+        .map(|own| {
+            let mut known: String = (0..ports.len())
+                .map(|number| line(number, if number == own { "myself," } else { "" }))
+                .collect();
+            known.push_str(&format!("vars currentEpoch {primaries} lastVoteEpoch 0\n"));
+            let (port, bus) = ports[own];
+            let mut all = options(directory, bus, &known, "3000");
+            all.extend(["--port".to_owned(), port.to_string()]);
+            all
+        })
+        .collect()
+}
+
+/// Returns the shard id of a node, as the state of a cluster contains it. Without shard ids Valkey
+/// 9.1 fails an assertion in SPUBLISH. Redis 7.0 does not know them.
+fn shard(program: &Path, id: &str) -> String {
+    let is_valkey = program.file_name().is_some_and(|name| name == "valkey-server");
+    if is_valkey { format!(",,shard-id={id}") } else { String::new() }
+}
+
+/// Writes the cluster's state that a node knows, and returns the node's options.
+fn options(directory: &TempDir, bus: u16, known: &str, timeout_ms: &str) -> Vec<String> {
     let file = directory.join(&format!("nodes-{bus}.conf"));
     std::fs::write(&file, known).expect("a file");
     [
         ["--cluster-enabled", "yes"],
-        ["--cluster-port", &bus],
+        ["--cluster-port", &bus.to_string()],
         ["--cluster-config-file", file.to_str().expect("UTF-8")],
         ["--cluster-require-full-coverage", "no"],
-        // The other node never responds. When the engine notices that, the cluster is down.
-        ["--cluster-node-timeout", "3600000"],
+        ["--cluster-node-timeout", timeout_ms],
     ]
     .concat()
     .into_iter()

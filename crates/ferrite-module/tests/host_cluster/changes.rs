@@ -1,0 +1,110 @@
+//! Changes of a running cluster: slots that move, and failovers.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{PoisonError, RwLock};
+
+use super::nodes::{Cluster, Node};
+
+/// A slot with the keys of a hash tag.
+pub(crate) struct Slot {
+    pub(crate) tag: String,
+    pub(crate) number: u16,
+    /// The nodes among which the slot moves, or whose primary changes. The slot starts at the first.
+    pub(crate) nodes: [usize; 2],
+    /// Whether the slot moves between primaries. Otherwise the nodes are a primary and its replica.
+    pub(crate) moves: bool,
+    /// How often the slot has changed its node. The lock is held for writing while it does.
+    ///
+    /// A client that is redirected by ASK holds it for reading while it follows. A client that
+    /// followed a redirect of an earlier move would create keys at the wrong node. That is so at
+    /// each port.
+    pub(crate) changes: RwLock<usize>,
+}
+
+impl Slot {
+    fn change(&self, change: impl FnOnce()) {
+        let mut changes = self.changes.write().unwrap_or_else(PoisonError::into_inner);
+        change();
+        *changes += 1;
+    }
+}
+
+/// Moves the slots back and forth until `must_stop`, and returns how often.
+pub(crate) fn move_slots(cluster: &Cluster, slots: &[Slot], must_stop: &AtomicBool) -> usize {
+    let mut moves = 0;
+    let is_atomic_known = cluster.nodes[0].ask("COMMAND INFO CLUSTER|MIGRATESLOTS").len() > 8;
+    for round in 0.. {
+        for slot in slots.iter().filter(|slot| slot.moves) {
+            if must_stop.load(Ordering::Relaxed) {
+                return moves;
+            }
+            let [from, to] = [round, round + 1].map(|at| &cluster.nodes[slot.nodes[at % 2]]);
+            // Every other time, an engine that can moves the slot as a whole, without ASK.
+            if is_atomic_known && round / 2 % 2 == 1 {
+                move_at_once(slot, from, to);
+            } else {
+                move_key_by_key(slot, from, to);
+            }
+            moves += 1;
+        }
+    }
+    unreachable!("the rounds do not end")
+}
+
+/// Moves a slot as `redis-cli --cluster reshard` does.
+fn move_key_by_key(slot: &Slot, from: &Node, to: &Node) {
+    let number = slot.number;
+    to.ok(&format!("CLUSTER SETSLOT {number} IMPORTING {}", from.id));
+    from.ok(&format!("CLUSTER SETSLOT {number} MIGRATING {}", to.id));
+    let mut source = from.server.client();
+    loop {
+        let keys = source.ask(&["CLUSTER", "GETKEYSINSLOT", &number.to_string(), "2"]);
+        let keys: Vec<_> = keys.lines().filter(|line| line.starts_with('{')).collect();
+        if keys.is_empty() {
+            break;
+        }
+        let migrate = ["MIGRATE", "127.0.0.1", &to.port, "", "0", "5000", "KEYS"];
+        source.ok(&[&migrate[..], &keys].concat());
+    }
+    slot.change(|| {
+        for node in [to, from] {
+            node.ok(&format!("CLUSTER SETSLOT {number} NODE {}", to.id));
+        }
+    });
+}
+
+/// Moves a slot as Valkey 9.0 and later do by themselves.
+fn move_at_once(slot: &Slot, from: &Node, to: &Node) {
+    let number = slot.number;
+    from.ok(&format!("CLUSTER MIGRATESLOTS SLOTSRANGE {number} {number} NODE {}", to.id));
+    let read = format!("EXISTS {{{}}}", slot.tag);
+    to.server.wait_until("the slot", || to.ask(&read).starts_with(':'));
+    from.server.wait_until("a redirect", || from.ask(&read).starts_with("-MOVED"));
+    slot.change(|| {});
+}
+
+/// Makes the replica of a shard its primary, again and again until `must_stop`, and returns how
+/// often.
+pub(crate) fn fail_over(cluster: &Cluster, shard: [usize; 2], must_stop: &AtomicBool) -> usize {
+    let mut failovers = 0;
+    while !must_stop.load(Ordering::Relaxed) {
+        let [old, new] = [0, 1].map(|at| &cluster.nodes[shard[(failovers + at) % 2]]);
+        make_primary(old, new);
+        failovers += 1;
+    }
+    failovers
+}
+
+/// Makes a replica the primary in place of `old`.
+pub(crate) fn make_primary(old: &Node, new: &Node) {
+    new.wait_for_link();
+    // A primary ignores the request of a node that it does not know as its replica yet.
+    old.server.wait_until("the replica to be known", || {
+        let (replica, primary) = (format!("{} ", new.id), format!("slave {}", old.id));
+        let nodes = old.ask("CLUSTER NODES");
+        nodes.lines().any(|line| line.starts_with(&replica) && line.contains(&primary))
+    });
+    new.ok("CLUSTER FAILOVER");
+    new.server.wait_until("the failover", || new.is_primary() && !old.is_primary());
+    old.wait_for_link();
+}

@@ -1,0 +1,103 @@
+//! Clients write while slots move between two shards and the primary of the third one changes.
+
+use std::sync::RwLock;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use ferrite_testkit::engine::engines;
+
+use super::changes::{Slot, fail_over, move_slots};
+use super::nodes::{Cluster, Port};
+use super::writer::Writer;
+
+/// The clients at each port.
+const WRITERS: u64 = 3;
+/// The least share of the commands on a node's own slots that must run in-process, in percent.
+const SHARE: u64 = 95;
+
+/// Returns the duration of the stress on each engine: FERRITE_CLUSTER, in seconds, or 6 seconds.
+fn duration() -> Duration {
+    let seconds = std::env::var("FERRITE_CLUSTER").ok().and_then(|seconds| seconds.parse().ok());
+    Duration::from_secs(seconds.unwrap_or(6))
+}
+
+fn slots(cluster: &Cluster) -> Vec<Slot> {
+    let mut slots = Vec::new();
+    for (nodes, moves) in [([0, 1], true), ([1, 0], true), ([2, 5], false)] {
+        for (tag, number) in cluster.tags(nodes[0], 2) {
+            slots.push(Slot { tag, number, nodes, moves, changes: RwLock::new(0) });
+        }
+    }
+    slots
+}
+
+#[test]
+#[expect(clippy::print_stderr, reason = "reports the share of in-process commands")]
+fn no_write_is_lost_while_the_cluster_changes() {
+    for program in engines() {
+        let mut cluster = Cluster::start(&program);
+        let slots = slots(&cluster);
+        let before = cluster.calls();
+        let must_stop = AtomicBool::new(false);
+        let ports = [Port::Own, Port::Module];
+        let numbers = (0..2 * WRITERS).zip(ports.into_iter().cycle());
+        let writers: Vec<_> =
+            numbers.map(|(number, port)| Writer::new(&cluster, &slots, number, port)).collect();
+        let (done, moves, failovers) = std::thread::scope(|scope| {
+            let (cluster, slots, must_stop) = (&cluster, &slots, &must_stop);
+            let _stop = StopAtEnd(must_stop);
+            let running: Vec<_> = writers
+                .into_iter()
+                .map(|mut writer| {
+                    scope.spawn(move || {
+                        let _stop = StopAtEnd(must_stop); // if a check fails
+                        while !must_stop.load(Ordering::Relaxed) {
+                            writer.round();
+                        }
+                        writer
+                    })
+                })
+                .collect();
+            let moves = scope.spawn(move || move_slots(cluster, slots, must_stop));
+            let failovers = scope.spawn(move || fail_over(cluster, [2, 5], must_stop));
+            let end = Instant::now() + duration();
+            while Instant::now() < end && !must_stop.load(Ordering::Relaxed) {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            must_stop.store(true, Ordering::Relaxed);
+            let (moves, failovers) = (moves.join(), failovers.join());
+            let done = running.into_iter().map(|writer| {
+                let mut writer = writer.join().expect("right replies");
+                writer.check_all();
+                [writer.served, writer.asked]
+            });
+            let done: Vec<_> = done.collect();
+            (done, moves.expect("moves"), failovers.expect("failovers"))
+        });
+        let called = cluster.calls() - before;
+        let at = |port: usize, kind: usize| -> u64 {
+            done.iter().skip(port).step_by(2).map(|counts| counts[kind]).sum()
+        };
+        let served = at(1, 0);
+        eprintln!(
+            "{}: {moves} moves, {failovers} failovers; at own ports {} commands and {} after \
+             ASKING; at the module's ports {served} and {}; {called} in-process",
+            program.display(),
+            at(0, 0),
+            at(0, 1),
+            at(1, 1),
+        );
+        assert!(moves >= 4 && failovers >= 1, "{moves} moves, {failovers} failovers");
+        assert!(called * 100 >= served * SHARE, "{called} of {served} commands in-process");
+        cluster.assert_healthy();
+    }
+}
+
+/// Stops all threads of the test when one of them ends, so that a failure does not hang the test.
+struct StopAtEnd<'a>(&'a AtomicBool);
+
+impl Drop for StopAtEnd<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
