@@ -386,8 +386,8 @@ fn follows_slots_that_migrate() {
     });
 }
 
-/// The engine serves a slot that it imports only to a command after ASKING. The session proxies that
-/// command, and calls the next ones again.
+/// The engine serves a slot that it imports only to a command after ASKING. The session proxies
+/// that command, and calls the next ones again.
 #[test]
 fn sessions_call_commands_again_after_asking() {
     on_each_cluster_node(|server, mut pair| {
