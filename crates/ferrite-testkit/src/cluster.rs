@@ -1,5 +1,5 @@
-//! Options of cluster nodes that know their cluster from the start, so that no test has to wait until
-//! nodes have met.
+//! Options of cluster nodes that know their cluster from the start, so that no test has to wait
+//! until nodes have met.
 //!
 //! [`node_options`] is for a node that knows another node, which does not exist. So one engine is
 //! enough to test redirects. [`cluster_options`] is for a whole cluster.

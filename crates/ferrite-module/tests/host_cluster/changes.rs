@@ -1,6 +1,6 @@
 //! Changes of a running cluster: slots that move, and failovers.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{PoisonError, RwLock};
 
 use super::nodes::{Cluster, Node};
@@ -9,7 +9,8 @@ use super::nodes::{Cluster, Node};
 pub(crate) struct Slot {
     pub(crate) tag: String,
     pub(crate) number: u16,
-    /// The nodes among which the slot moves, or whose primary changes. The slot starts at the first.
+    /// The nodes among which the slot moves, or whose primary changes. The slot starts at the
+    /// first.
     pub(crate) nodes: [usize; 2],
     /// Whether the slot moves between primaries. Otherwise the nodes are a primary and its replica.
     pub(crate) moves: bool,
@@ -29,14 +30,18 @@ impl Slot {
     }
 }
 
-/// Moves the slots back and forth until `must_stop`, and returns how often.
-pub(crate) fn move_slots(cluster: &Cluster, slots: &[Slot], must_stop: &AtomicBool) -> usize {
-    let mut moves = 0;
+/// Moves the slots back and forth until `must_stop`, and counts the moves.
+pub(crate) fn move_slots(
+    cluster: &Cluster,
+    slots: &[Slot],
+    moves: &AtomicUsize,
+    must_stop: &AtomicBool,
+) {
     let is_atomic_known = cluster.nodes[0].ask("COMMAND INFO CLUSTER|MIGRATESLOTS").len() > 8;
     for round in 0.. {
         for slot in slots.iter().filter(|slot| slot.moves) {
             if must_stop.load(Ordering::Relaxed) {
-                return moves;
+                return;
             }
             let [from, to] = [round, round + 1].map(|at| &cluster.nodes[slot.nodes[at % 2]]);
             // Every other time, an engine that can moves the slot as a whole, without ASK.
@@ -45,10 +50,9 @@ pub(crate) fn move_slots(cluster: &Cluster, slots: &[Slot], must_stop: &AtomicBo
             } else {
                 move_key_by_key(slot, from, to);
             }
-            moves += 1;
+            moves.fetch_add(1, Ordering::Relaxed);
         }
     }
-    unreachable!("the rounds do not end")
 }
 
 /// Moves a slot as `redis-cli --cluster reshard` does.
@@ -83,16 +87,20 @@ fn move_at_once(slot: &Slot, from: &Node, to: &Node) {
     slot.change(|| {});
 }
 
-/// Makes the replica of a shard its primary, again and again until `must_stop`, and returns how
-/// often.
-pub(crate) fn fail_over(cluster: &Cluster, shard: [usize; 2], must_stop: &AtomicBool) -> usize {
-    let mut failovers = 0;
+/// Makes the replica of a shard its primary, again and again until `must_stop`, and counts the
+/// failovers.
+pub(crate) fn fail_over(
+    cluster: &Cluster,
+    shard: [usize; 2],
+    failovers: &AtomicUsize,
+    must_stop: &AtomicBool,
+) {
     while !must_stop.load(Ordering::Relaxed) {
-        let [old, new] = [0, 1].map(|at| &cluster.nodes[shard[(failovers + at) % 2]]);
+        let done = failovers.load(Ordering::Relaxed);
+        let [old, new] = [0, 1].map(|at| &cluster.nodes[shard[(done + at) % 2]]);
         make_primary(old, new);
-        failovers += 1;
+        failovers.fetch_add(1, Ordering::Relaxed);
     }
-    failovers
 }
 
 /// Makes a replica the primary in place of `old`.

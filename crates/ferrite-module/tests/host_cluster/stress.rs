@@ -1,7 +1,7 @@
 //! Clients write while slots move between two shards and the primary of the third one changes.
 
 use std::sync::RwLock;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use ferrite_testkit::engine::engines;
@@ -14,6 +14,11 @@ use super::writer::Writer;
 const WRITERS: u64 = 3;
 /// The least share of the commands on a node's own slots that must run in-process, in percent.
 const SHARE: u64 = 95;
+/// The least numbers of moves and failovers. The stress goes on until it has seen so many.
+const MOVES: usize = 4;
+const FAILOVERS: usize = 1;
+/// How long a busy machine may need for them.
+const DEADLINE: Duration = Duration::from_secs(240);
 
 /// Returns the duration of the stress on each engine: FERRITE_CLUSTER, in seconds, or 6 seconds.
 fn duration() -> Duration {
@@ -39,12 +44,14 @@ fn no_write_is_lost_while_the_cluster_changes() {
         let slots = slots(&cluster);
         let before = cluster.calls();
         let must_stop = AtomicBool::new(false);
+        let [moves, failovers] = [const { AtomicUsize::new(0) }; 2];
         let ports = [Port::Own, Port::Module];
         let numbers = (0..2 * WRITERS).zip(ports.into_iter().cycle());
         let writers: Vec<_> =
             numbers.map(|(number, port)| Writer::new(&cluster, &slots, number, port)).collect();
-        let (done, moves, failovers) = std::thread::scope(|scope| {
+        let done: Vec<_> = std::thread::scope(|scope| {
             let (cluster, slots, must_stop) = (&cluster, &slots, &must_stop);
+            let (moves, failovers) = (&moves, &failovers);
             let _stop = StopAtEnd(must_stop);
             let running: Vec<_> = writers
                 .into_iter()
@@ -58,22 +65,31 @@ fn no_write_is_lost_while_the_cluster_changes() {
                     })
                 })
                 .collect();
-            let moves = scope.spawn(move || move_slots(cluster, slots, must_stop));
-            let failovers = scope.spawn(move || fail_over(cluster, [2, 5], must_stop));
-            let end = Instant::now() + duration();
-            while Instant::now() < end && !must_stop.load(Ordering::Relaxed) {
+            let changes = [
+                scope.spawn(move || move_slots(cluster, slots, moves, must_stop)),
+                scope.spawn(move || fail_over(cluster, [2, 5], failovers, must_stop)),
+            ];
+            let begin = Instant::now();
+            let is_done = || {
+                let enough = moves.load(Ordering::Relaxed) >= MOVES
+                    && failovers.load(Ordering::Relaxed) >= FAILOVERS;
+                begin.elapsed() >= if enough { duration() } else { DEADLINE.max(duration()) }
+            };
+            while !is_done() && !must_stop.load(Ordering::Relaxed) {
                 std::thread::sleep(Duration::from_millis(20));
             }
             must_stop.store(true, Ordering::Relaxed);
-            let (moves, failovers) = (moves.join(), failovers.join());
+            for change in changes {
+                change.join().expect("changes of the cluster");
+            }
             let done = running.into_iter().map(|writer| {
                 let mut writer = writer.join().expect("right replies");
                 writer.check_all();
                 [writer.served, writer.asked]
             });
-            let done: Vec<_> = done.collect();
-            (done, moves.expect("moves"), failovers.expect("failovers"))
+            done.collect()
         });
+        let (moves, failovers) = (moves.into_inner(), failovers.into_inner());
         let called = cluster.calls() - before;
         let at = |port: usize, kind: usize| -> u64 {
             done.iter().skip(port).step_by(2).map(|counts| counts[kind]).sum()
@@ -87,7 +103,7 @@ fn no_write_is_lost_while_the_cluster_changes() {
             at(0, 1),
             at(1, 1),
         );
-        assert!(moves >= 4 && failovers >= 1, "{moves} moves, {failovers} failovers");
+        assert!(moves >= MOVES && failovers >= FAILOVERS, "{moves} moves, {failovers} failovers");
         assert!(called * 100 >= served * SHARE, "{called} of {served} commands in-process");
         cluster.assert_healthy();
     }
