@@ -27,7 +27,8 @@ impl Node {
     fn start(program: &Path, number: usize, options: &[String]) -> Self {
         let port = options.last().expect("the port comes last").clone();
         let options: Vec<_> = options.iter().map(String::as_str).collect();
-        let common = ["--repl-diskless-sync-delay", "0", "--cluster-replica-validity-factor", "0"];
+        // Failovers happen only on request. A busy machine must not cause one, which loses writes.
+        let common = ["--repl-diskless-sync-delay", "0", "--cluster-replica-no-failover", "yes"];
         let server = start(program, &[&options[..], &common].concat());
         let addresses = [format!("127.0.0.1:{port}"), server.info("address")];
         Self { server, id: node_id(number), port, addresses }
@@ -107,9 +108,9 @@ impl Cluster {
         self.nodes.iter().position(|node| node.port == port).expect("a node's port")
     }
 
-    /// Returns how many commands the module has called in-process on all nodes.
-    pub(crate) fn calls(&self) -> u64 {
-        self.nodes.iter().map(|node| node.server.count("commands_called")).sum()
+    /// Returns how many commands the module has called in-process on these nodes.
+    pub(crate) fn calls(&self, nodes: std::ops::Range<usize>) -> u64 {
+        self.nodes[nodes].iter().map(|node| node.server.count("commands_called")).sum()
     }
 
     pub(crate) fn assert_healthy(&mut self) {

@@ -132,8 +132,7 @@ fn nodes_reply_as_at_their_own_port() {
             }
         }
 
-        // A replica without its primary, which must not fail over.
-        nodes[3].ok("CONFIG SET cluster-replica-no-failover yes");
+        // A replica without its primary.
         nodes[0].server.signal("KILL");
         nodes[3].server.wait_until("the loss of the primary", || {
             nodes[3].ask("INFO replication").contains("master_link_status:down")

@@ -35,9 +35,9 @@ pub(crate) struct Writer<'a> {
     connections: Vec<Option<Client>>,
     expected: Vec<Expected>,
     random: Random,
-    /// The number of commands that a node has run without ASKING.
+    /// The number of commands on slots that move which a node has run without ASKING.
     pub(crate) served: u64,
-    /// The number of commands that a node has run after ASKING.
+    /// The number of commands which a node has run after ASKING.
     pub(crate) asked: u64,
 }
 
@@ -76,7 +76,7 @@ impl<'a> Writer<'a> {
                 if is_redirect(&reply) {
                     redirected.push(operation);
                 } else {
-                    self.served += 1;
+                    self.served += u64::from(self.slots[at].moves);
                     self.check(at, &operation, &reply);
                 }
             }
@@ -164,7 +164,11 @@ impl<'a> Writer<'a> {
                 is_asked = true;
             }
             if !is_redirect(&reply) {
-                *if is_asked { &mut self.asked } else { &mut self.served } += 1;
+                if is_asked {
+                    self.asked += 1;
+                } else {
+                    self.served += u64::from(slot.moves);
+                }
                 return self.check(at, &operation, &reply);
             }
             match self.redirect(&reply, "-MOVED ") {
