@@ -12,8 +12,8 @@ use super::nodes::{Cluster, Node};
 pub(crate) struct Slot {
     pub(crate) tag: String,
     pub(crate) number: u16,
-    /// The nodes among which the slot moves, or whose primary changes. The slot starts at the
-    /// first.
+    /// The nodes among which the slot moves, or a primary and its replica that change their roles.
+    /// The slot starts at the first.
     pub(crate) nodes: [usize; 2],
     /// Whether the slot moves between primaries. Otherwise the nodes are a primary and its replica.
     pub(crate) moves: bool,
@@ -47,8 +47,9 @@ pub(crate) fn move_slots(
                 return;
             }
             let [from, to] = [round, round + 1].map(|at| &cluster.nodes[slot.nodes[at % 2]]);
-            // Every other time, an engine that can moves the slot as a whole, without ASK.
-            if is_atomic_known && round / 2 % 2 == 1 {
+            // An engine that can sometimes moves the slot as a whole, without ASK. That pauses the
+            // clients of the node, and nothing is called meanwhile.
+            if is_atomic_known && round % 8 >= 6 {
                 move_at_once(slot, from, to);
             } else {
                 move_key_by_key(slot, from, to);

@@ -57,8 +57,8 @@ impl<'a> Writer<'a> {
             asked: 0,
         };
         for at in 0..slots.len() {
-            writer.follow(at, Operation::Set("first".into()));
-            writer.follow(at, Operation::Increment);
+            writer.follow(at, &Operation::Set("first".into()));
+            writer.follow(at, &Operation::Increment);
         }
         writer
     }
@@ -82,15 +82,15 @@ impl<'a> Writer<'a> {
             }
             // A command that was redirected has changed nothing. It runs after those of the
             // pipeline that have run.
-            redirected.into_iter().for_each(|operation| self.follow(at, operation));
+            redirected.into_iter().for_each(|operation| self.follow(at, &operation));
         }
     }
 
     /// Reads all keys at the nodes that have them, and checks them.
     pub(crate) fn check_all(&mut self) {
         for at in 0..self.slots.len() {
-            self.follow(at, Operation::Get);
-            self.follow(at, Operation::Increment);
+            self.follow(at, &Operation::Get);
+            self.follow(at, &Operation::Increment);
         }
     }
 
@@ -142,8 +142,8 @@ impl<'a> Writer<'a> {
     }
 
     /// Runs a command at the node that serves it, and checks the reply.
-    fn follow(&mut self, at: usize, operation: Operation) {
-        let words = self.words(at, &operation);
+    fn follow(&mut self, at: usize, operation: &Operation) {
+        let words = self.words(at, operation);
         let slot = &self.slots[at];
         let changes = || slot.changes.read().unwrap_or_else(PoisonError::into_inner);
         let started = Instant::now();
@@ -169,7 +169,7 @@ impl<'a> Writer<'a> {
                 } else {
                     self.served += u64::from(slot.moves);
                 }
-                return self.check(at, &operation, &reply);
+                return self.check(at, operation, &reply);
             }
             match self.redirect(&reply, "-MOVED ") {
                 Some(other) => self.expected[at].node = other,
