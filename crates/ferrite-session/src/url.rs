@@ -348,7 +348,7 @@ mod tests {
             ("redis://host/1/2", "\"1/2\" is not a database number"),
             ("redis://host/-1", "\"-1\" is not a database number"),
             ("redis://%+1@host", "expected two hexadecimal digits"),
-            ("redis://pa/ss@host", "write / as %2F"),
+            ("redis://pa/ss@host", "the URL has an @ after its first /, ? or #; in the user"),
             ("redis://a,,b", "a host is missing"),
             ("redis://::1", "an IPv6 address must be in brackets"),
             ("redis://host/db", "\"db\" is not a database number"),

@@ -70,8 +70,8 @@ impl fmt::Display for Malformed {
                 write!(f, "received {len} bytes of private data, expected at least {wanted}")
             }
             Self::Magic => f.write_str(
-                "the peer is another program than `ferrite pingpong`; run `ferrite pingpong` on both \
-                 hosts, with a port that no other program uses",
+                "the peer is another program than `ferrite pingpong`; run `ferrite pingpong` on \
+                 both hosts, with a port that no other program uses",
             ),
             Self::Version(version) => {
                 write!(

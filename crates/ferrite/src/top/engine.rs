@@ -192,7 +192,8 @@ impl Connection {
             }
             if count == 0 && is_first {
                 bail!(
-                    "the engine closed the connection, perhaps because its port expects TLS; {NO_TLS}"
+                    "the engine closed the connection, perhaps because its port expects TLS; \
+                     {NO_TLS}"
                 );
             }
             if count == 0 {
