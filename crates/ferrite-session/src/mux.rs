@@ -260,10 +260,16 @@ impl<S> IncomingStream<S> {
         self.stream.class()
     }
 
-    /// Connects the stream with a local connection.
-    pub fn accept(mut self, socket: S) {
-        if let Some(commands) = self.commands.take() {
-            let _ = commands.send(Command::Accept { stream: self.stream, socket });
+    /// Connects the stream with a local connection. If the link has ended meanwhile, the connection
+    /// is reset.
+    pub fn accept(mut self, socket: S)
+    where
+        S: MuxSocket,
+    {
+        let Some(commands) = self.commands.take() else { return };
+        let accepted = commands.send(Command::Accept { stream: self.stream, socket });
+        if let Err(mpsc::error::SendError(Command::Accept { socket, .. })) = accepted {
+            socket.reset();
         }
     }
 

@@ -22,8 +22,8 @@ pub enum Filled {
     Bytes {
         /// The number of bytes.
         len: usize,
-        /// Whether there are more, or may be. If not, the stream has no turn until
-        /// [`Mux::set_ready`].
+        /// Whether there are more, or may be. If not, or if there are no bytes at all, the stream
+        /// has no turn until [`Mux::set_ready`].
         is_more: bool,
     },
     /// No bytes, and there are no more: the stream ends in this direction.
@@ -157,7 +157,7 @@ impl Mux {
         match fill(stream, &mut packer.out[begin..begin + room]) {
             Filled::Bytes { len, is_more } => {
                 assert!(len <= room, "{len} bytes were filled into a room of {room}");
-                sending.is_ready = is_more;
+                sending.is_ready = is_more && len > 0;
                 if len > 0 {
                     let length = len as u32; // at most `turn_bytes`
                     let next_class = sending.send(stream.class(), now, length);

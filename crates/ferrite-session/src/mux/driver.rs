@@ -9,11 +9,12 @@ use std::task::{Context, Poll, ready};
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::mem::{Buf, BufMut, Purpose};
-use ferrite_fabric::{ErrorKind, Link, Message, Sending};
+use ferrite_fabric::{Error, ErrorKind, Link, Message, Sending};
 use ferrite_proto::mux::{
-    Cause, Class, Config, ConfigError, End, Ended, Filled, Mux, Received, Route, Side, StreamId,
+    Cause, Class, Config, ConfigError, End, Ended, Filled, Mux, OpenError, Received, Route, Side,
+    StreamId,
 };
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, oneshot};
 use tokio::time::Sleep;
 
 use super::local::Local;
@@ -31,7 +32,7 @@ const SMALL: usize = 4 << 10;
 const MEMORY_RETRY: Duration = Duration::from_millis(1);
 
 /// Drives the streams of a link.
-pub struct MuxDriver<S> {
+pub struct MuxDriver<S: MuxSocket> {
     link: Link,
     mux: Mux,
     streams: HashMap<StreamId, Local<S>>,
@@ -81,9 +82,8 @@ impl<S: MuxSocket> MuxDriver<S> {
     /// are reset.
     pub async fn run(mut self) -> Result<(), MuxFailure> {
         let result = poll_fn(|cx| self.poll(cx)).await;
-        for (_, local) in self.streams.drain() {
-            local.reset();
-        }
+        self.update_state();
+        self.reset_all();
         match &result {
             Ok(()) => self.link.close().await?,
             Err(_) => self.link.abort(),
@@ -94,9 +94,9 @@ impl<S: MuxSocket> MuxDriver<S> {
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), MuxFailure>> {
         self.woken.set_task(cx.waker());
         for _ in 0..ROUNDS {
-            let mut has_progress = self.poll_commands(cx);
-            has_progress |= match self.poll_link(cx) {
+            let has_progress = match self.run_round(cx) {
                 Ok(has_progress) => has_progress,
+                // The peer has closed the link after its streams have ended.
                 Err(MuxFailure::Link(error))
                     if error.kind() == ErrorKind::Closed && self.mux.streams() == 0 =>
                 {
@@ -104,9 +104,6 @@ impl<S: MuxSocket> MuxDriver<S> {
                 }
                 Err(error) => return Poll::Ready(Err(error)),
             };
-            has_progress |= self.poll_sockets();
-            has_progress |= self.poll_sent(cx)?;
-            has_progress |= self.send(cx)?;
             self.update_state();
             let is_sent = self.in_flight.iter().all(VecDeque::is_empty);
             if self.mux.is_drained() && is_sent {
@@ -118,6 +115,16 @@ impl<S: MuxSocket> MuxDriver<S> {
         }
         cx.waker().wake_by_ref();
         Poll::Pending
+    }
+
+    /// Does everything that can be done now. Returns whether there was anything.
+    fn run_round(&mut self, cx: &mut Context<'_>) -> Result<bool, MuxFailure> {
+        let mut has_progress = self.poll_commands(cx);
+        has_progress |= self.poll_link(cx)?;
+        has_progress |= self.poll_sockets();
+        has_progress |= self.poll_sent(cx)?;
+        has_progress |= self.send(cx)?;
+        Ok(has_progress)
     }
 
     fn poll_commands(&mut self, cx: &mut Context<'_>) -> bool {
@@ -141,9 +148,7 @@ impl<S: MuxSocket> MuxDriver<S> {
                     self.mux.set_ready(stream);
                     let _ = opened.send(Ok(stream)); // the stream lives without its opener
                 }
-                Err(error) => {
-                    let _ = opened.send(Err((socket, error)));
-                }
+                Err(error) => give_back(socket, error, opened),
             },
             Command::Accept { stream, socket } => match self.streams.get_mut(&stream) {
                 Some(local) => {
@@ -157,6 +162,24 @@ impl<S: MuxSocket> MuxDriver<S> {
             Command::GoAway => self.mux.go_away(),
         }
         self.poll_ended();
+    }
+
+    /// Resets all local connections, also those that wait to be opened or accepted. A program must
+    /// not take the end of the driver for the end of its stream.
+    fn reset_all(&mut self) {
+        for (_, local) in self.streams.drain() {
+            local.reset();
+        }
+        self.commands.close();
+        while let Ok(command) = self.commands.try_recv() {
+            match command {
+                Command::Open { socket, opened, .. } => {
+                    give_back(socket, OpenError::Ended, opened);
+                }
+                Command::Accept { socket, .. } => socket.reset(),
+                Command::Refuse { .. } | Command::GoAway => {}
+            }
+        }
     }
 
     fn insert(&mut self, stream: StreamId, socket: Option<S>) {
@@ -266,7 +289,7 @@ impl<S: MuxSocket> MuxDriver<S> {
             while let Some(sending) = queue.front_mut()
                 && let Poll::Ready(result) = Pin::new(sending).poll(cx)
             {
-                result?;
+                check_sent(&self.link, result)?;
                 queue.pop_front();
                 self.mux.handle_sent(class);
                 has_progress = true;
@@ -285,7 +308,7 @@ impl<S: MuxSocket> MuxDriver<S> {
                         let mut sending = self.link.send(class.channel(), message);
                         match Pin::new(&mut sending).poll(cx) {
                             Poll::Ready(result) => {
-                                result?;
+                                check_sent(&self.link, result)?;
                                 self.mux.handle_sent(class);
                             }
                             Poll::Pending => {
@@ -360,7 +383,35 @@ impl<S: MuxSocket> MuxDriver<S> {
     }
 }
 
-impl<S> std::fmt::Debug for MuxDriver<S> {
+impl<S: MuxSocket> Drop for MuxDriver<S> {
+    fn drop(&mut self) {
+        self.reset_all(); // does nothing after `run`, but the task may have been dropped
+    }
+}
+
+/// Returns the connection of a stream that cannot be opened. Resets it if nobody takes it.
+fn give_back<S: MuxSocket>(
+    socket: S,
+    error: OpenError,
+    opened: oneshot::Sender<Result<StreamId, (S, OpenError)>>,
+) {
+    if let Err(Err((socket, _))) = opened.send(Err((socket, error))) {
+        socket.reset();
+    }
+}
+
+/// Checks the result of a message. If the link has ended, messages of the peer may still wait to be
+/// received. The end is reported after them.
+fn check_sent(link: &Link, result: Result<(), Error>) -> Result<(), MuxFailure> {
+    match result {
+        Err(error) if error.kind() != ErrorKind::Closed && link.failure().is_none() => {
+            Err(error.into())
+        }
+        _ => Ok(()),
+    }
+}
+
+impl<S: MuxSocket> std::fmt::Debug for MuxDriver<S> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("MuxDriver")
             .field("link", &self.link)
