@@ -12,5 +12,5 @@ pub mod proto;
 pub mod session;
 
 pub use fabric::{connection, control, grant, hello, inbox, link, refusal, tcp_frame};
-pub use proto::{resp_command, resp_reply, valkey_endpoint};
+pub use proto::{mux, mux_records, resp_command, resp_reply, valkey_endpoint};
 pub use session::valkey_stream;

@@ -52,7 +52,7 @@ enum Command {
     /// Build the packages of a release: deb, rpm, SBOM (needs cargo-deb, cargo-generate-rpm and
     /// cargo-cyclonedx)
     Package(package::Options),
-    /// Run the link protocol in the simulator: two peers, virtual time, an adversary between them
+    /// Run the protocols in their simulators: two peers, virtual time, an adversary between them
     Simulate(simulate::Options),
     /// Print comments and user-visible strings at random, for a person to judge how they read
     Sample(sample::Options),

@@ -1,16 +1,43 @@
-//! `cargo xtask simulate --seeds N`: runs the link protocol in the simulator
-//! (`crates/ferrite-fabric/src/link/simulation.rs`), once for each seed.
+//! `cargo xtask simulate --seeds N`: runs the protocols in their simulators, once for each seed.
 //!
-//! The simulator is a unit test of ferrite-fabric, because it drives the private core of a link. It
-//! is built in release mode, and reads its parameters from environment variables.
+//! ```text
+//!   link   crates/ferrite-fabric/src/link/simulation.rs   links that change their path
+//!   mux    crates/ferrite-proto/src/mux/simulation.rs     many streams over one link
+//! ```
+//!
+//! The simulators are unit tests, because they drive private cores. They are built in release mode,
+//! and read their parameters from environment variables.
 
 use std::path::Path;
 use std::process::{Command, ExitCode};
 use std::time::Instant;
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 
-const TEST: &str = "link::simulation::tests::seeds";
+#[derive(Clone, Copy, PartialEq, ValueEnum)]
+enum Protocol {
+    /// Links
+    Link,
+    /// The multiplexer
+    Mux,
+}
+
+impl Protocol {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Link => "link",
+            Self::Mux => "mux",
+        }
+    }
+
+    /// Returns the package and the test of the simulator.
+    fn test(self) -> (&'static str, &'static str) {
+        match self {
+            Self::Link => ("ferrite-fabric", "link::simulation::tests::seeds"),
+            Self::Mux => ("ferrite-proto", "mux::simulation::tests::seeds"),
+        }
+    }
+}
 
 #[derive(Args)]
 pub(crate) struct Options {
@@ -23,14 +50,28 @@ pub(crate) struct Options {
     /// Run only this seed, and print each event
     #[arg(long)]
     seed: Option<u64>,
+    /// Run only this simulator [default: all]
+    #[arg(long)]
+    only: Option<Protocol>,
 }
 
 pub(crate) fn run(root: &Path, options: &Options) -> anyhow::Result<ExitCode> {
+    for protocol in [Protocol::Link, Protocol::Mux] {
+        if options.only.is_none_or(|only| only == protocol) && !simulate(root, options, protocol)? {
+            return Ok(ExitCode::FAILURE);
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Runs one simulator. Returns whether no rule was violated.
+fn simulate(root: &Path, options: &Options, protocol: Protocol) -> anyhow::Result<bool> {
+    let (package, test) = protocol.test();
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command
         .current_dir(root)
-        .args(["test", "--quiet", "--locked", "--release", "--package", "ferrite-fabric", "--lib"])
-        .args(["--all-features", "--", "--exact", TEST, "--ignored", "--nocapture"])
+        .args(["test", "--quiet", "--locked", "--release", "--package", package, "--lib"])
+        .args(["--all-features", "--", "--exact", test, "--ignored", "--nocapture"])
         .env("RUST_BACKTRACE", "0");
     match options.seed {
         Some(seed) => command.env("FERRITE_SEED", seed.to_string()),
@@ -40,9 +81,10 @@ pub(crate) fn run(root: &Path, options: &Options) -> anyhow::Result<ExitCode> {
             .env("FERRITE_FIRST_SEED", options.first.to_string()),
     };
     let started = Instant::now();
-    if !command.status()?.success() {
-        return Ok(ExitCode::FAILURE);
+    let has_passed = command.status()?.success();
+    if has_passed {
+        let seconds = started.elapsed().as_secs();
+        println!("simulate {}: {seconds} s, build included", protocol.name());
     }
-    println!("simulate: {} s, build included", started.elapsed().as_secs());
-    Ok(ExitCode::SUCCESS)
+    Ok(has_passed)
 }

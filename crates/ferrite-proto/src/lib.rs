@@ -1,9 +1,11 @@
-//! Valkey Over RDMA and RESP as plain state machines: no I/O, no clock, no pointers.
+//! Valkey Over RDMA, RESP and the multiplexer as plain state machines: no I/O, no clock, no
+//! pointers.
 //!
 //! ```text
 //!   message    the 32-byte control messages
 //!   window     linear buffers: one side fills them to the last byte, the other re-announces them
 //!   endpoint   one end of a connection, client or server: events in, messages and writes out
+//!   mux        many streams over one link: records, credit, turns, classes
 //!   resp       finds the ends of RESP commands and replies in pieces of any size, and gives views
 //!   session_command   commands that change the state of a connection, by their identity
 //! ```
@@ -16,6 +18,7 @@
 
 pub mod endpoint;
 pub mod message;
+pub mod mux;
 pub mod resp;
 pub mod session_command;
 pub mod window;

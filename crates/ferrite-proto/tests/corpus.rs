@@ -16,7 +16,7 @@ fn every_input_passes() {
 #[test]
 fn every_corpus_has_a_check() {
     corpus::every_corpus_has_a_check(checks::CHECKS, |name| {
-        name.starts_with("resp_") || name == "valkey_endpoint"
+        name.starts_with("resp_") || name.starts_with("mux") || name == "valkey_endpoint"
     });
 }
 
@@ -55,6 +55,12 @@ proptest! {
     #[test]
     fn endpoint_handles_any_events(bytes in vec(any::<u8>(), 0..300)) {
         checks::valkey_endpoint(&bytes);
+    }
+
+    #[test]
+    fn multiplexer_handles_any_events(bytes in vec(any::<u8>(), 0..300)) {
+        checks::mux(&bytes);
+        checks::mux_records(&bytes);
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! Sessions between clients and an engine (Redis or Valkey), over RDMA or TCP.
 //!
 //! ```text
+//!   mux              many connections over one link
 //!   ValkeyStream     a Valkey Over RDMA connection as a byte stream
 //!   pump             copies bytes between a client and the engine's socket, in both directions
 //!   Connector        the client side: connects to a Ferrite peer, a Valkey server, or over TCP
@@ -20,6 +21,7 @@ mod frames;
 mod gateway;
 mod in_process;
 mod in_process_engine;
+pub mod mux;
 mod polled_when_woken;
 mod pump;
 mod sessions;

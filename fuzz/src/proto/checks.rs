@@ -7,9 +7,11 @@
 mod endpoint;
 #[path = "../input.rs"]
 mod input;
+mod mux;
 mod resp;
 
 pub use endpoint::valkey_endpoint;
+pub use mux::{mux, mux_records};
 pub use resp::{resp_command, resp_reply};
 
 /// A check that any bytes must pass.
@@ -17,6 +19,8 @@ pub type Check = fn(&[u8]);
 
 /// All checks, by the names of their targets.
 pub const CHECKS: &[(&str, Check)] = &[
+    ("mux", mux),
+    ("mux_records", mux_records),
     ("resp_command", resp_command),
     ("resp_reply", resp_reply),
     ("valkey_endpoint", valkey_endpoint),

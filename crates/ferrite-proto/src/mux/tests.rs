@@ -1,0 +1,208 @@
+//! Tests of the multiplexer's rules, one at a time. The simulator tests them together.
+
+use std::time::Instant;
+
+use super::*;
+
+fn route() -> Route {
+    let address = "10.0.0.2:6379".parse().expect("an address");
+    Route { destination: address, source: address }
+}
+
+fn config() -> Config {
+    Config { window: 1000, turn_bytes: 100, message_bytes: 1000, ..Config::default() }
+}
+
+/// Two ends, and the messages between them.
+struct Pair {
+    caller: Mux,
+    called: Mux,
+    now: Instant,
+}
+
+impl Pair {
+    fn new(config: &Config) -> Self {
+        let new = |side| Mux::new(side, config.clone()).expect("valid limits");
+        Self { caller: new(Side::Caller), called: new(Side::Called), now: Instant::now() }
+    }
+
+    /// Packs a message at one end. Each stream sends up to `most` bytes in a turn.
+    fn pack(mux: &mut Mux, class: Class, now: Instant, most: usize) -> Option<Vec<u8>> {
+        let mut out = vec![0; mux.config().message_bytes];
+        let len = mux.poll_message(class, &mut out, now, |_, room| {
+            room.fill(7);
+            Filled::Bytes { len: room.len().min(most), is_more: true }
+        })?;
+        out.truncate(len);
+        Some(out)
+    }
+
+    /// Passes a message to an end that consumes all bytes. Returns what it has received.
+    fn deliver(
+        mux: &mut Mux,
+        class: Class,
+        message: &[u8],
+        now: Instant,
+    ) -> Vec<(StreamId, usize)> {
+        let (mut piece, mut received) = (message, Vec::new());
+        while let Some(it) = mux.handle_piece(class.channel(), &mut piece, now).expect("valid") {
+            match it {
+                Received::Opened { stream, .. } => received.push((stream, 0)),
+                Received::Data { stream, bytes } => {
+                    mux.consume(stream, bytes.len() as u32);
+                    received.push((stream, bytes.len()));
+                }
+                Received::Fin { .. } => {}
+            }
+        }
+        mux.handle_message_end().expect("whole records");
+        received
+    }
+
+    fn to_called(&mut self, class: Class, most: usize) -> Vec<(StreamId, usize)> {
+        let Some(message) = Self::pack(&mut self.caller, class, self.now, most) else {
+            return Vec::new();
+        };
+        self.caller.handle_sent(class);
+        Self::deliver(&mut self.called, class, &message, self.now)
+    }
+
+    fn to_caller(&mut self, class: Class) -> Vec<(StreamId, usize)> {
+        let Some(message) = Self::pack(&mut self.called, class, self.now, 0) else {
+            return Vec::new();
+        };
+        self.called.handle_sent(class);
+        Self::deliver(&mut self.caller, class, &message, self.now)
+    }
+
+    fn open(&mut self, class: Class) -> StreamId {
+        let stream = self.caller.open(class, route()).expect("a stream");
+        self.caller.set_ready(stream);
+        stream
+    }
+}
+
+#[test]
+fn packs_turns_of_several_streams_into_one_message() {
+    let mut pair = Pair::new(&config());
+    let streams = [(); 3].map(|()| pair.open(Class::Interactive));
+    let received = pair.to_called(Class::Interactive, 50);
+    let turns: Vec<_> = received.iter().filter(|(_, len)| *len > 0).map(|it| it.0).collect();
+    assert_eq!(turns[..4], [streams[0], streams[1], streams[2], streams[0]]);
+    assert!(received.iter().all(|(_, len)| *len <= 50));
+    assert!(pair.to_called(Class::Bus, 50).is_empty(), "each class has its own messages");
+}
+
+#[test]
+fn sends_no_more_than_the_credit() {
+    let mut pair = Pair::new(&config());
+    let stream = pair.open(Class::Bulk);
+    let mut sent = 0;
+    for _ in 0..10 {
+        if let Some(message) = Pair::pack(&mut pair.caller, Class::Bulk, pair.now, 1000) {
+            pair.caller.handle_sent(Class::Bulk);
+            sent += Pair::deliver(&mut pair.called, Class::Bulk, &message, pair.now)
+                .iter()
+                .map(|it| it.1)
+                .sum::<usize>();
+        }
+    }
+    assert_eq!((sent, pair.caller.credit(stream)), (1000, 0));
+    pair.to_caller(Class::Bus); // all of it was consumed
+    assert_eq!(pair.caller.credit(stream), 1000);
+}
+
+#[test]
+fn limits_the_messages_in_flight_of_each_class() {
+    let mut pair = Pair::new(&config());
+    for class in [Class::Bulk, Class::Interactive] {
+        let _streams = [(); 20].map(|()| pair.open(class));
+    }
+    let (caller, now) = (&mut pair.caller, pair.now);
+    let count = std::iter::from_fn(|| Pair::pack(caller, Class::Bulk, now, 1000)).count();
+    assert_eq!(count, 4);
+    assert!(Pair::pack(caller, Class::Interactive, now, 1000).is_some());
+    caller.handle_sent(Class::Bulk);
+    assert!(Pair::pack(caller, Class::Bulk, now, 1000).is_some());
+    assert!(Pair::pack(caller, Class::Bulk, now, 1000).is_none());
+}
+
+#[test]
+fn a_stream_that_sends_much_moves_to_bulk_and_loses_nothing() {
+    let mut pair = Pair::new(&Config { bulk_bytes_per_second: 1500, ..config() });
+    let stream = pair.open(Class::Interactive);
+    let mut sent = 0;
+    for _ in 0..10 {
+        for class in Class::ALL {
+            sent += pair.to_called(class, 100).iter().map(|it| it.1).sum::<usize>();
+            pair.to_caller(class);
+        }
+    }
+    assert_eq!(pair.caller.class(stream), Some(Class::Bulk));
+    assert_eq!(pair.called.class(stream), Some(Class::Interactive), "each direction for itself");
+    assert!(sent > 3000, "{sent} bytes");
+    assert_eq!(pair.caller.stats().class_changes, 1);
+}
+
+#[test]
+fn a_stream_that_was_reset_before_its_open_leaves_no_trace() {
+    let mut pair = Pair::new(&config());
+    let stream = pair.open(Class::Interactive);
+    pair.caller.reset(stream, Cause::CONNECTION_LOST);
+    assert_eq!((pair.caller.streams(), pair.caller.poll_ended()), (0, None));
+    assert!(pair.to_called(Class::Interactive, 10).is_empty());
+    let next = pair.open(Class::Interactive);
+    assert_eq!(next.number(), stream.number() + 1, "its name is not used again");
+    assert_eq!(pair.to_called(Class::Interactive, 10)[0], (next, 0));
+}
+
+#[test]
+fn go_away_ends_the_streams_that_were_not_accepted() {
+    let mut pair = Pair::new(&config());
+    let accepted = pair.open(Class::Interactive);
+    pair.to_called(Class::Interactive, 10);
+    pair.called.go_away();
+    let late = pair.open(Class::Bulk);
+    let message = Pair::pack(&mut pair.called, Class::Bus, pair.now, 0).expect("the GOAWAY");
+    assert!(pair.to_called(Class::Bulk, 10).is_empty(), "ignored");
+    Pair::deliver(&mut pair.caller, Class::Bus, &message, pair.now);
+    let end = End::ResetByPeer(Cause::GOING_AWAY);
+    assert_eq!(pair.caller.poll_ended(), Some(Ended { stream: late, end }));
+    assert!(pair.caller.is_live(accepted) && pair.caller.is_peer_going_away());
+    assert_eq!(pair.caller.open(Class::Bus, route()), Err(OpenError::GoingAway));
+    assert!(!pair.called.is_drained());
+    pair.called.reset(accepted, Cause::CONNECTION_LOST);
+    assert!(!pair.called.is_drained(), "the RESET is not sent yet");
+    pair.to_caller(Class::Interactive);
+    assert!(pair.called.is_drained());
+}
+
+/// Grants and resets could fill every message of a class.
+#[test]
+fn a_flood_of_grants_leaves_room_for_turns() {
+    let mut pair = Pair::new(&Config { message_bytes: 200, ..config() });
+    let bulk = [(); 50].map(|()| pair.open(Class::Bulk));
+    for _ in 0..500 {
+        let message = Pair::pack(&mut pair.caller, Class::Bulk, pair.now, 1000);
+        let Some(message) = message else { break };
+        pair.caller.handle_sent(Class::Bulk);
+        Pair::deliver(&mut pair.called, Class::Bulk, &message, pair.now);
+    }
+    let bus = pair.called.open(Class::Bus, route()).expect("a stream");
+    pair.called.set_ready(bus);
+    let message = Pair::pack(&mut pair.called, Class::Bus, pair.now, 10).expect("a message");
+    let received = Pair::deliver(&mut pair.caller, Class::Bus, &message, pair.now);
+    assert!(received.contains(&(bus, 10)), "{received:?}");
+    assert!(bulk.iter().filter(|stream| pair.caller.credit(**stream) > 0).count() < 10);
+}
+
+#[test]
+fn a_violation_is_final() {
+    let mut pair = Pair::new(&config());
+    let mut piece = &[9; 12][..];
+    let error = pair.called.handle_piece(0, &mut piece, pair.now).expect_err("no record");
+    assert_eq!(pair.called.error(), Some(error));
+    assert_eq!(pair.called.handle_message_end(), Err(error));
+    assert_eq!(pair.called.open(Class::Bus, route()), Err(OpenError::Ended));
+    assert!(!pair.called.has_output(Class::Bus));
+}
