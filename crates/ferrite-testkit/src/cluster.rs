@@ -1,7 +1,14 @@
-//! A cluster node that knows another node, which does not exist. So one engine is enough to test
-//! redirects.
+//! Clusters: a node that knows another node, which does not exist, and clusters that run.
+//!
+//! With the first, one engine is enough to test redirects.
+
+#[cfg(feature = "redis")]
+mod running;
 
 use std::path::Path;
+
+#[cfg(feature = "redis")]
+pub use running::{Cluster, Node, SLOTS, Shape};
 
 use crate::directory::TempDir;
 use crate::port::free_port;
