@@ -162,23 +162,28 @@ impl Cluster {
         }
     }
 
+    /// Returns the number of the primary that serves a slot, as the first node that runs says.
+    #[must_use]
+    pub fn primary_of(&self, slot: u16) -> usize {
+        let asked = self.nodes.iter().position(Node::is_running).expect("a node that runs");
+        let ranges: Vec<Vec<redis::Value>> = self.ask(asked, &["CLUSTER", "SLOTS"]);
+        let port = ranges.into_iter().find_map(|range| {
+            let [first, last, primary] = <[redis::Value; 3]>::try_from(range[..3].to_vec()).ok()?;
+            let number = |value| redis::from_redis_value::<u16>(value).expect("a number");
+            let is_in = (number(first)..=number(last)).contains(&slot);
+            let redis::Value::Array(mut primary) = primary else { return None };
+            is_in.then(|| number(primary.swap_remove(1)))
+        });
+        let is_it = |node: &Node| Some(node.address.port()) == port;
+        self.nodes.iter().position(is_it).expect("a primary")
+    }
+
     /// Moves a slot with its keys from one primary to another, as `redis-cli --cluster reshard`
     /// does: keys move while clients use them.
     pub fn move_slot(&self, slot: u16, from: usize, to: usize) {
-        let (slot, [source, target]) = (slot.to_string(), [from, to].map(|at| &self.nodes[at].id));
-        let () = self.ask(to, &["CLUSTER", "SETSLOT", &slot, "IMPORTING", source]);
-        let () = self.ask(from, &["CLUSTER", "SETSLOT", &slot, "MIGRATING", target]);
-        let address = self.nodes[to].address;
-        let [ip, port] = [address.ip().to_string(), address.port().to_string()];
-        loop {
-            let keys: Vec<String> = self.ask(from, &["CLUSTER", "GETKEYSINSLOT", &slot, "100"]);
-            if keys.is_empty() {
-                break;
-            }
-            let mut words = vec!["MIGRATE", &ip, &port, "", "0", "5000", "KEYS"];
-            words.extend(keys.iter().map(String::as_str));
-            let _: String = self.ask(from, &words);
-        }
+        self.begin_move(slot, from, to);
+        while self.move_keys(slot, from, to, 100) > 0 {}
+        let (slot, target) = (slot.to_string(), &self.nodes[to].id);
         for number in [to, from] {
             let () = self.ask(number, &["CLUSTER", "SETSLOT", &slot, "NODE", target]);
         }
@@ -187,6 +192,27 @@ impl Cluster {
             // A node that was killed, or has become a replica, hears of it by the cluster's gossip.
             let _ = self.nodes[number].engine.try_ask::<()>(&set);
         }
+    }
+
+    /// Begins to move a slot. From now on its new keys are written at the other primary.
+    pub fn begin_move(&self, slot: u16, from: usize, to: usize) {
+        let (slot, [source, target]) = (slot.to_string(), [from, to].map(|at| &self.nodes[at].id));
+        let () = self.ask(to, &["CLUSTER", "SETSLOT", &slot, "IMPORTING", source]);
+        let () = self.ask(from, &["CLUSTER", "SETSLOT", &slot, "MIGRATING", target]);
+    }
+
+    /// Moves up to `count` keys of a slot that is being moved. Returns how many there were.
+    pub fn move_keys(&self, slot: u16, from: usize, to: usize, count: u32) -> usize {
+        let address = self.nodes[to].address;
+        let [ip, port] = [address.ip().to_string(), address.port().to_string()];
+        let (slot, count) = (slot.to_string(), count.to_string());
+        let keys: Vec<String> = self.ask(from, &["CLUSTER", "GETKEYSINSLOT", &slot, &count]);
+        if !keys.is_empty() {
+            let mut words = vec!["MIGRATE", &ip, &port, "", "0", "5000", "KEYS"];
+            words.extend(keys.iter().map(String::as_str));
+            let _: String = self.ask(from, &words);
+        }
+        keys.len()
     }
 
     /// Asserts that all nodes that run are healthy.
