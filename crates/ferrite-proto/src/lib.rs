@@ -5,6 +5,7 @@
 //!   window     linear buffers: one side fills them to the last byte, the other re-announces them
 //!   endpoint   one end of a connection, client or server: events in, messages and writes out
 //!   resp       finds the ends of RESP commands and replies in pieces of any size, and gives views
+//!   cluster    redirects, slots and RDMA endpoints, as a client of a cluster reads them
 //!   session_command   commands that change the state of a connection, by their identity
 //! ```
 //!
@@ -14,6 +15,7 @@
 //! allocated.
 #![forbid(unsafe_code)]
 
+pub mod cluster;
 pub mod endpoint;
 pub mod message;
 pub mod resp;
