@@ -98,14 +98,15 @@ impl Dialer {
         Ok(self.fabric.get_or_init(|| fabric))
     }
 
-    /// Opens a connection to a server.
+    /// Opens a connection to a server, with this policy for RDMA.
     pub(crate) async fn dial(
         &self,
         address: &Address,
+        rdma: Rdma,
     ) -> anyhow::Result<(Connection, TransportInfo)> {
         let attempt = match address {
             Address::Unix(path) => self.dial_unix(path).await,
-            Address::Net(hosts) => self.dial_hosts(hosts).await,
+            Address::Net(hosts) => self.dial_hosts(hosts, rdma).await,
         };
         attempt.with_context(|| format!("Could not connect to Redis at {address}"))
     }
@@ -120,11 +121,15 @@ impl Dialer {
     }
 
     /// Tries the hosts in turn.
-    async fn dial_hosts(&self, hosts: &[Host]) -> anyhow::Result<(Connection, TransportInfo)> {
+    async fn dial_hosts(
+        &self,
+        hosts: &[Host],
+        rdma: Rdma,
+    ) -> anyhow::Result<(Connection, TransportInfo)> {
         self.fabric()?; // if RDMA is required but unavailable, this fails: no host can be reached
         let mut failures = Vec::new();
         for host in hosts {
-            match self.dial_host(host).await {
+            match self.dial_host(host, rdma).await {
                 Err(error) => failures.push((host, error)),
                 done => return done,
             }
@@ -138,10 +143,14 @@ impl Dialer {
     }
 
     /// Tries all addresses of a host in turn.
-    async fn dial_host(&self, host: &Host) -> anyhow::Result<(Connection, TransportInfo)> {
+    async fn dial_host(
+        &self,
+        host: &Host,
+        rdma: Rdma,
+    ) -> anyhow::Result<(Connection, TransportInfo)> {
         let fabric = self.fabric()?;
         let (name, port) = (host.name.as_str(), host.port_or_default());
-        let connector = self.connector(fabric, host)?;
+        let connector = self.connector(fabric, host)?.rdma(rdma);
         let found = tokio::net::lookup_host((name, port)).await;
         let mut addresses: Vec<_> = found.map_err(|error| anyhow!("{name}: {error}"))?.collect();
         // Tries IPv4 first: a name may have addresses of both kinds, and most RoCE networks use
@@ -165,10 +174,8 @@ impl Dialer {
     /// Returns a connector for a host. With TLS, the host's certificate must be valid for its name,
     /// or for the name that `--sni` gives.
     fn connector(&self, fabric: &Fabric, host: &Host) -> anyhow::Result<Connector> {
-        let mut connector = Connector::new(fabric)
-            .rdma(self.rdma)
-            .rdma_timeout(self.rdma_timeout)
-            .timeout(self.tcp_timeout);
+        let mut connector =
+            Connector::new(fabric).rdma_timeout(self.rdma_timeout).timeout(self.tcp_timeout);
         if let Some(local) = self.local {
             connector = connector.local(local);
         }

@@ -3,8 +3,10 @@
 use std::io;
 
 use anyhow::bail;
+use ferrite_proto::cluster::Redirect;
 use ferrite_proto::resp::Value;
 
+use crate::cluster;
 use crate::connection::Frame;
 use crate::exit::ErrorReply;
 use crate::format::{Style, error_of};
@@ -53,20 +55,31 @@ pub(crate) async fn run(
         if let Some(refusal) = server.check_client_reply(words).await? {
             print_reply(server, words, &refusal, is_text, source).await?;
         } else {
-            let is_replied_to = server.send(words).await?;
-            match reply_mode {
-                ReplyMode::Stream { is_pubsub } => return print_stream(server, is_pubsub).await,
-                ReplyMode::Shutdown => match receive_reply(server, words, is_text, source).await {
-                    Err(error) if is_disconnect(&error) => {
-                        server.disconnect();
-                        return Ok(());
+            let mut redirects = 0;
+            // Until the command has reached the node that has its keys.
+            loop {
+                let is_replied_to = server.send(words).await?;
+                let redirect = match reply_mode {
+                    ReplyMode::Stream { is_pubsub } => {
+                        return print_stream(server, is_pubsub).await;
                     }
-                    other => other?,
-                },
-                ReplyMode::Once if is_replied_to => {
-                    receive_reply(server, words, is_text, source).await?;
-                }
-                ReplyMode::Once => {}
+                    ReplyMode::Shutdown => {
+                        match receive_reply(server, words, is_text, source).await {
+                            Err(error) if is_disconnect(&error) => {
+                                server.disconnect();
+                                return Ok(());
+                            }
+                            other => other?,
+                        }
+                    }
+                    ReplyMode::Once if is_replied_to => {
+                        receive_reply(server, words, is_text, source).await?
+                    }
+                    ReplyMode::Once => None,
+                };
+                let Some(redirect) = redirect else { break };
+                cluster::count(&mut redirects)?;
+                cluster::follow(server, &redirect, source).await?;
             }
         }
         if let Some(interval) = server.settings.interval.filter(|_| left != 0) {
@@ -89,19 +102,25 @@ pub(crate) fn report_refusal(connected: Result<(), ConnectError>) -> anyhow::Res
     }
 }
 
+/// Receives and prints the reply to a command. If the reply is a redirect that must be followed,
+/// returns it instead of printing it.
 async fn receive_reply(
     server: &mut Server,
     words: &[Vec<u8>],
     is_text: bool,
     source: CommandSource,
-) -> anyhow::Result<()> {
+) -> anyhow::Result<Option<Redirect>> {
     loop {
         let mut frame = server.connection()?.frame().await?;
         if !frame.is_push() {
+            if let Some(redirect) = cluster::redirect_of(server, &frame.value()?) {
+                return Ok(Some(redirect));
+            }
             if is_info_rdma(words) && is_empty_text(&frame.value()?) {
                 frame = info_rdma(server).await?;
             }
-            return print_reply(server, words, &frame, is_text, source).await;
+            print_reply(server, words, &frame, is_text, source).await?;
+            return Ok(None);
         }
         if server.settings.shows_pushes {
             output::write(&server.settings.format.push(&frame.value()?))?;

@@ -4,6 +4,7 @@
 //!   options ─► Settings, Mode              the command line, checked once
 //!   dial    ─► Connection, TransportInfo   connects over RDMA, TCP or a Unix socket
 //!   server     reconnects; tracks the database, the transaction and CLIENT REPLY
+//!   cluster    follows redirects to other nodes
 //!   issue      runs a command ─► format ─► stdout
 //!   prompt     commands from a terminal: history, completion, hints
 //!   lines      commands from stdin, one per line
@@ -26,6 +27,7 @@ use crate::server::Server;
 use crate::settings::{Mode, Settings};
 
 mod big_keys;
+mod cluster;
 mod connection;
 mod dial;
 mod docs;

@@ -67,6 +67,9 @@ pub(crate) struct Options {
     #[arg(short = 'n', value_name = "NUMBER", help_heading = "Server",
           value_parser = number::<u32>(0, u32::MAX))]
     database: Option<u32>,
+    /// Follow redirects of a cluster, over RDMA where the node has the module
+    #[arg(short = 'c', help_heading = "Server")]
+    cluster: bool,
     /// Use RESP2 (default, except with --json and --quoted-json)
     #[arg(short = '2', conflicts_with = "resp3", help_heading = "Server")]
     resp2: bool,
@@ -229,6 +232,7 @@ const HELP: &str = "\
 Examples:
   ferrite-cli -h 10.0.0.1 -p 6380                          open a prompt
   ferrite-cli -h 10.0.0.1 -p 6380 --rdma require GET key   use RDMA, or fail with the reason
+  ferrite-cli -c -h 10.0.0.1 -p 6380 GET key               follow redirects in a cluster
   ferrite-cli -h db.example --tls --cacert ca.crt PING     use TLS over TCP
   ferrite-cli --json HGETALL key | jq .field               print a hash as a JSON object
   ferrite-cli --pipe < commands                            send many commands at once
@@ -347,6 +351,7 @@ impl Options {
             repeat: self.repeat,
             interval: self.interval,
             fails_on_error: self.fail_on_error,
+            follows_redirects: self.cluster,
             max_reply_bytes: self.max_reply_bytes,
         })
     }

@@ -2,9 +2,11 @@
 //! database, and a transaction.
 
 use std::io::{self, IsTerminal as _};
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
+use ferrite_fabric::Rdma;
 use ferrite_proto::resp::Value;
 use ferrite_session::Host;
 
@@ -24,6 +26,9 @@ const RECONNECT_PAUSE: Duration = Duration::from_secs(1);
 pub(crate) struct Server {
     pub(crate) settings: Settings,
     dialer: Dialer,
+    /// The node of a cluster that a redirect led to. The address in the settings is then that of
+    /// its engine.
+    node: Option<ClusterNode>,
     connection: Option<Connection>,
     transport_info: Option<TransportInfo>,
     /// The database of the connection.
@@ -39,6 +44,14 @@ pub(crate) struct Server {
     /// Whether the transport is reported elsewhere, or the warning was already printed. No warning
     /// is needed in these cases.
     pub(crate) reports_transport: bool,
+}
+
+/// How a node of a cluster is reached.
+enum ClusterNode {
+    /// At the RDMA endpoints of its module.
+    Module(Address),
+    /// At the port of its engine, over TCP.
+    Engine,
 }
 
 /// Why connecting has failed.
@@ -66,6 +79,7 @@ impl Server {
         Self {
             settings,
             dialer,
+            node: None,
             connection: None,
             transport_info: None,
             database: 0,
@@ -81,7 +95,12 @@ impl Server {
     /// needed.
     pub(crate) async fn connect(&mut self) -> Result<(), ConnectError> {
         self.disconnect();
-        let dialed = self.dialer.dial(&self.settings.server).await;
+        let Settings { server, rdma, .. } = &self.settings;
+        let dialed = match &self.node {
+            None => self.dialer.dial(server, *rdma).await,
+            Some(ClusterNode::Module(endpoints)) => self.dialer.dial(endpoints, *rdma).await,
+            Some(ClusterNode::Engine) => self.dialer.dial(server, Rdma::Forbid).await,
+        };
         let (connection, transport_info) = dialed.map_err(ConnectError::Unreachable)?;
         (self.connection, self.transport_info) = (Some(connection), Some(transport_info));
         // The warning must come before the password is sent.
@@ -273,7 +292,20 @@ impl Server {
     /// Disconnects, and uses another server from now on.
     pub(crate) fn switch_to(&mut self, host: String, port: u16) {
         self.disconnect();
+        self.node = None;
         self.settings.server = Address::Net(vec![Host { name: host, port: Some(port) }]);
+    }
+
+    /// Disconnects, and uses a node of a cluster from now on: the first of its RDMA endpoints that
+    /// accepts, or its engine over TCP if it has no endpoints.
+    pub(crate) fn switch_to_node(&mut self, node: Host, endpoints: &[SocketAddr]) {
+        self.disconnect();
+        self.settings.server = Address::Net(vec![node]);
+        let host = |at: &SocketAddr| Host { name: at.ip().to_string(), port: Some(at.port()) };
+        self.node = Some(match endpoints {
+            [] => ClusterNode::Engine,
+            _ => ClusterNode::Module(Address::Net(endpoints.iter().map(host).collect())),
+        });
     }
 
     /// Returns the prompt, for example `10.0.0.1:6380[3] RDMA(TX)> `.

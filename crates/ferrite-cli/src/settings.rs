@@ -70,6 +70,8 @@ pub(crate) struct Settings {
     pub(crate) repeat: i64,
     pub(crate) interval: Option<Duration>,
     pub(crate) fails_on_error: bool,
+    /// Whether the redirects of a cluster are followed.
+    pub(crate) follows_redirects: bool,
     /// The largest reply; 0 for no limit.
     pub(crate) max_reply_bytes: u64,
 }

@@ -4,8 +4,6 @@ use clap::error::{ContextKind, ContextValue, ErrorKind};
 
 use crate::output;
 
-const CLUSTER: &str = "ferrite-cli does not follow redirects of a cluster; connect to the node \
-                       that has the key (-h, -p), or use redis-cli -c over TCP";
 const CLUSTER_MANAGER: &str = "use redis-cli --cluster, which works over TCP at the nodes' ports";
 const REPLICA: &str = "use redis-cli over TCP at the engine's port: replication is not carried \
                        over RDMA";
@@ -14,10 +12,9 @@ const HOT_KEYS: &str = "use redis-cli --hotkeys, or OBJECT FREQ on single keys";
 const KEY_STATISTICS: &str = "use --bigkeys or --memkeys";
 
 /// The options, each with its replacement.
-const OPTIONS: [(&str, &str); 27] = [
+const OPTIONS: [(&str, &str); 26] = [
     ("-4", "give -h an IPv4 address instead of a name"),
     ("-6", "give -h an IPv6 address instead of a name"),
-    ("-c", CLUSTER),
     ("--askpass", "set the environment variable REDISCLI_AUTH"),
     ("--cluster", CLUSTER_MANAGER),
     ("--cursor", "a scan always starts at the beginning; use the command SCAN"),

@@ -8,7 +8,7 @@ use std::time::Duration;
 use ferrite_fabric::rustls::ClientConfig;
 use ferrite_fabric::rustls::pki_types::ServerName;
 use ferrite_fabric::{Fabric, Fallback, Rdma};
-use ferrite_session::{Connector, Host, ServerUrl, SessionTransport, client_config};
+use ferrite_session::{Connector, Host, ServerUrl, Session, SessionTransport, client_config};
 use redis::aio::{AsyncPushSender, MultiplexedConnection};
 use redis::{
     AsyncConnectionConfig, ErrorKind, ProtocolVersion, RedisConnectionInfo, RedisError, RedisResult,
@@ -17,7 +17,7 @@ use tokio::runtime::Handle;
 use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
 
-use crate::progress::{Progress, Watched};
+use crate::progress::{Progress, Traffic, Watched};
 use crate::tls;
 
 /// The time limit for a wait without progress. Few commands take the server longer than this. A
@@ -63,6 +63,16 @@ pub struct TransportInfo {
     pub fallback: Option<Fallback>,
 }
 
+impl TransportInfo {
+    pub(crate) fn of(session: &Session) -> Self {
+        Self {
+            transport: session.transport(),
+            device: session.device(),
+            fallback: session.fallback().cloned(),
+        }
+    }
+}
+
 /// An open connection, and the task that drives it. The task ends with the connection.
 pub(crate) struct Dialed {
     pub(crate) connection: MultiplexedConnection,
@@ -75,16 +85,16 @@ pub(crate) struct Dialed {
 #[derive(Clone)]
 #[must_use]
 pub struct ClientBuilder {
-    connector: Connector,
+    pub(crate) connector: Connector,
     /// The servers, in the order in which they are tried.
-    servers: Vec<Host>,
+    pub(crate) servers: Vec<Host>,
     /// TLS in which each server's certificate must be valid for that server's own name.
     tls_by_host: Option<Arc<ClientConfig>>,
     connect_timeout: Duration,
-    info: RedisConnectionInfo,
+    pub(crate) info: RedisConnectionInfo,
     config: AsyncConnectionConfig,
     response_timeout: Option<Duration>,
-    push_sender: Option<Arc<dyn AsyncPushSender>>,
+    pub(crate) push_sender: Option<Arc<dyn AsyncPushSender>>,
     reconnect: Reconnect,
 }
 
@@ -178,23 +188,35 @@ impl Client {
     }
 
     async fn dial_address(&self, host: &Host, address: SocketAddr) -> RedisResult<Dialed> {
-        let ClientBuilder { connector, tls_by_host, info, config, .. } = &*self.0;
-        let session = match tls_by_host {
+        let session = self.connector_for(host)?.connect(address).await?;
+        self.log_in(address, session, self.0.config.clone(), Arc::default()).await
+    }
+
+    /// Returns the connector for a server of this name.
+    pub(crate) fn connector_for(&self, host: &Host) -> RedisResult<Connector> {
+        let ClientBuilder { connector, tls_by_host, .. } = &*self.0;
+        Ok(match tls_by_host {
             Some(tls) => {
                 let name = tls::server_name(host.certificate_name())?;
-                connector.clone().tls(Arc::clone(tls), name).connect(address).await?
+                connector.clone().tls(Arc::clone(tls), name)
             }
-            None => connector.connect(address).await?,
-        };
-        let transport_info = TransportInfo {
-            transport: session.transport(),
-            device: session.device(),
-            fallback: session.fallback().cloned(),
-        };
+            None => connector.clone(),
+        })
+    }
+
+    /// Begins redis-rs's protocol on a session: login, database and version of RESP.
+    pub(crate) async fn log_in(
+        &self,
+        address: SocketAddr,
+        session: Session,
+        config: AsyncConnectionConfig,
+        traffic: Arc<Traffic>,
+    ) -> RedisResult<Dialed> {
+        let transport_info = TransportInfo::of(&session);
         // The login has the time limit of connecting, not that of replies. A server that accepts
         // the connection and never answers must not delay the next server for long.
-        let (session, progress) = Watched::new(session);
-        let login = MultiplexedConnection::new_with_config(info, session, config.clone());
+        let (session, progress) = Watched::new(session, traffic);
+        let login = MultiplexedConnection::new_with_config(&self.0.info, session, config);
         let login = timeout(self.0.connect_timeout, login).await.map_err(|_| {
             let limit = self.0.connect_timeout;
             let message =
@@ -203,6 +225,11 @@ impl Client {
         });
         let (connection, driver) = login??;
         Ok(Dialed { connection, transport_info, progress, driver: tokio::spawn(driver) })
+    }
+
+    /// Returns the settings.
+    pub(crate) fn settings(&self) -> &ClientBuilder {
+        &self.0
     }
 
     /// Returns the time between the first two attempts to open a connection.
@@ -270,7 +297,7 @@ fn parse_url(text: &str) -> RedisResult<ServerUrl> {
 
 /// Returns the addresses of a host, IPv4 first: a name may have addresses of both kinds, and most
 /// RoCE networks use IPv4.
-async fn resolve(host: &Host) -> io::Result<Vec<SocketAddr>> {
+pub(crate) async fn resolve(host: &Host) -> io::Result<Vec<SocketAddr>> {
     let found = tokio::net::lookup_host((host.name.as_str(), host.port_or_default())).await;
     let mut addresses: Vec<_> = found
         .map_err(|error| {
@@ -283,7 +310,7 @@ async fn resolve(host: &Host) -> io::Result<Vec<SocketAddr>> {
 
 /// Returns a single failure unchanged. Combines several failures into one error that names each
 /// server with its cause.
-fn summarize(mut failures: Vec<(String, RedisError)>) -> RedisError {
+pub(crate) fn summarize(mut failures: Vec<(String, RedisError)>) -> RedisError {
     if failures.len() == 1 {
         return failures.remove(0).1;
     }

@@ -57,7 +57,8 @@
 //!   cause,
 //! - automatic reconnects, which restore subscriptions.
 //!
-//! [`Client::connect`] opens one connection, [`Client::pool`] several.
+//! [`Client::connect`] opens one connection, [`Client::pool`] several. [`ClusterClient`] is for
+//! clusters: each command goes to the node of its keys, over RDMA where that node has the module.
 //!
 //! # Outside of tokio
 //!
@@ -67,6 +68,7 @@
 #![forbid(unsafe_code)]
 
 mod client;
+mod cluster;
 mod connection;
 mod pool;
 mod progress;
@@ -74,6 +76,9 @@ mod subscriptions;
 mod tls;
 
 pub use client::{Client, ClientBuilder, TransportInfo, connection_config};
+pub use cluster::{
+    ClusterClient, ClusterClientBuilder, ClusterConnection, NodeTransport, ReadFrom,
+};
 pub use connection::Connection;
 pub use ferrite_fabric::{Builder as FabricBuilder, Fabric, Fallback, FallbackCause, Rdma, rustls};
 pub use ferrite_session::{SessionTransport, TlsFiles, client_config};

@@ -20,6 +20,14 @@ pub(crate) struct Progress {
     begun: Instant,
     /// Microseconds after `begun`.
     last_us: AtomicU64,
+    traffic: Arc<Traffic>,
+}
+
+/// The bytes that one or more connections have moved.
+#[derive(Debug, Default)]
+pub(crate) struct Traffic {
+    pub(crate) sent_bytes: AtomicU64,
+    pub(crate) received_bytes: AtomicU64,
 }
 
 impl Progress {
@@ -61,15 +69,21 @@ pub(crate) struct Watched {
 }
 
 impl Watched {
-    pub(crate) fn new(session: Session) -> (Self, Arc<Progress>) {
-        let progress = Arc::new(Progress { begun: Instant::now(), last_us: AtomicU64::new(0) });
+    pub(crate) fn new(session: Session, traffic: Arc<Traffic>) -> (Self, Arc<Progress>) {
+        let last_us = AtomicU64::new(0);
+        let progress = Arc::new(Progress { begun: Instant::now(), last_us, traffic });
         (Self { session, progress: Arc::clone(&progress) }, progress)
     }
 
-    /// Records that bytes were moved.
-    fn noted(&self, moved: io::Result<usize>) -> Poll<io::Result<usize>> {
-        if moved.as_ref().is_ok_and(|bytes| *bytes > 0) {
+    /// Records that bytes were moved, and counts them.
+    fn noted(
+        &self,
+        moved: io::Result<usize>,
+        count: impl FnOnce(&Traffic) -> &AtomicU64,
+    ) -> Poll<io::Result<usize>> {
+        if let Ok(bytes @ 1..) = moved {
             self.progress.note();
+            count(&self.progress.traffic).fetch_add(bytes as u64, Ordering::Relaxed);
         }
         Poll::Ready(moved)
     }
@@ -83,7 +97,8 @@ impl AsyncRead for Watched {
     ) -> Poll<io::Result<()>> {
         let before = out.filled().len();
         let read = ready!(Pin::new(&mut self.session).poll_read(cx, out));
-        self.noted(read.map(|()| out.filled().len() - before)).map_ok(|_| ())
+        let moved = read.map(|()| out.filled().len() - before);
+        self.noted(moved, |traffic| &traffic.received_bytes).map_ok(|_| ())
     }
 }
 
@@ -94,7 +109,7 @@ impl AsyncWrite for Watched {
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
         let written = ready!(Pin::new(&mut self.session).poll_write(cx, bytes));
-        self.noted(written)
+        self.noted(written, |traffic| &traffic.sent_bytes)
     }
 
     fn poll_write_vectored(
@@ -103,7 +118,7 @@ impl AsyncWrite for Watched {
         pieces: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         let written = ready!(Pin::new(&mut self.session).poll_write_vectored(cx, pieces));
-        self.noted(written)
+        self.noted(written, |traffic| &traffic.sent_bytes)
     }
 
     fn is_write_vectored(&self) -> bool {

@@ -10,6 +10,7 @@
 
 pub(crate) mod calls;
 pub(crate) mod clients;
+pub(crate) mod cluster;
 pub(crate) mod fork;
 pub(crate) mod keys;
 mod replies;

@@ -28,6 +28,8 @@ pub(crate) struct Subcommand {
 /// Runs a subcommand for the engine's client with this id.
 type Run = fn(&mut Module, u64, &[String]) -> Reply;
 
+/// Flags of commands for every client.
+const READ: &CStr = c"deny-script allow-loading allow-stale";
 const ADMIN: &CStr = c"admin deny-script allow-loading allow-stale";
 /// Flags of BIND. It runs before a login and whatever the client's rights are, since it concerns
 /// only the connection. Its argument is a secret, so neither MONITOR nor the slow log shows it.
@@ -44,7 +46,7 @@ const MARK: &CStr = c"no-auth write deny-script no-monitor no-slowlog fast";
 const ADMINS: &CStr = c"admin dangerous";
 
 /// All subcommands.
-pub(crate) const SUBCOMMANDS: [Subcommand; 8] = [
+pub(crate) const SUBCOMMANDS: [Subcommand; 9] = [
     admin(c"clients", &["CLIENT", "LIST"], clients),
     admin(c"kill", &["CLIENT", "KILL", "ID", "0"], kill),
     admin(c"stats", &["INFO"], stats),
@@ -52,13 +54,16 @@ pub(crate) const SUBCOMMANDS: [Subcommand; 8] = [
     internal(c"bind", BIND),
     internal(c"attest", ATTEST),
     internal(c"mark", MARK),
+    // Clients of a cluster need it, as they need CLUSTER SLOTS, so it is not for administrators
+    // only. It shows the same kind of information: addresses and ports of nodes.
     Subcommand {
-        name: c"help",
-        flags: c"deny-script allow-loading allow-stale",
-        categories: c"fast",
-        needs: &[],
-        run: help,
+        name: c"endpoints",
+        flags: READ,
+        categories: c"slow",
+        needs: &["CLUSTER", "SLOTS"],
+        run: endpoints,
     },
+    Subcommand { name: c"help", flags: READ, categories: c"fast", needs: &[], run: help },
 ];
 
 /// Returns a subcommand that sessions run on their proxy connections.
@@ -70,7 +75,7 @@ const fn admin(name: &'static CStr, needs: &'static [&'static str], run: Run) ->
     Subcommand { name, flags: ADMIN, categories: ADMINS, needs, run }
 }
 
-const HELP: [&str; 13] = [
+const HELP: [&str; 15] = [
     "FERRITE <subcommand> [<arg> ...]. Subcommands are:",
     "CLIENTS",
     "    List the module's sessions, one per line: client, transport, age, memory and bytes.",
@@ -80,6 +85,8 @@ const HELP: [&str; 13] = [
     "    Return all fields of INFO ferrite as names and values.",
     "DOCTOR",
     "    Report what works, what does not, and what to do about it.",
+    "ENDPOINTS",
+    "    List the addresses at which the modules of the cluster's nodes accept clients.",
     "BIND <token>, ATTEST <token>, MARK",
     "    Internal. Only the module's sessions run these, on their connections to the engine.",
     "HELP",
@@ -105,6 +112,13 @@ fn clients(module: &mut Module, _: u64, words: &[String]) -> Reply {
             Reply::Text(lines)
         }
         ([], Service::Off(_)) => Reply::Text(String::new()),
+        _ => Reply::WrongArity,
+    }
+}
+
+fn endpoints(module: &mut Module, _: u64, words: &[String]) -> Reply {
+    match words {
+        [] => module.list_endpoints(),
         _ => Reply::WrongArity,
     }
 }

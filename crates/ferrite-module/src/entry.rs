@@ -9,13 +9,16 @@ use std::ffi::{CString, c_char, c_int, c_longlong, c_void};
 use std::os::fd::RawFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
+use std::time::Duration;
 
+use crate::api::cluster::NodeId;
 use crate::api::{
     self, Context, ERR, Info, OK, RawContext, RawEvent, RawInfo, RawString, Reply, flag,
 };
 use crate::capacity;
 use crate::clients;
 use crate::command::{self, SUBCOMMANDS, Subcommand};
+use crate::endpoints;
 use crate::event_loop;
 use crate::info;
 use crate::log;
@@ -133,6 +136,10 @@ fn start(context: Context<'_>, options: &Options) -> Result<(), String> {
     with_module(|module| module.start(context)).unwrap_or(Ok(()))?;
     for event in [flag::EVENT_CLIENT, flag::EVENT_SHUTDOWN, flag::EVENT_CONFIG] {
         subscribe(context, event);
+    }
+    if let Some(cluster) = context.cluster() {
+        cluster.receive(endpoints::MESSAGE_TYPE, on_cluster_message);
+        context.call_after(Duration::ZERO, on_timer);
     }
     Ok(())
 }
@@ -315,6 +322,38 @@ unsafe extern "C" fn on_event(
             flag::EVENT_CONFIG => module.follow_engine(context),
             _ => {}
         });
+    });
+}
+
+/// Takes a message of the module of another cluster node.
+unsafe extern "C" fn on_cluster_message(
+    _: *mut RawContext,
+    sender: *const c_char,
+    _: u8,
+    message: *const u8,
+    len: u32,
+) {
+    guard("a cluster message", (), || {
+        // SAFETY: the engine's id of the sender is valid until this callback returns.
+        let Some(sender) = (unsafe { NodeId::copy(sender) }) else { return };
+        if message.is_null() {
+            return;
+        }
+        // SAFETY: the engine's message has this length and is valid until this callback returns.
+        let message = unsafe { std::slice::from_raw_parts(message, len as usize) };
+        // If a callback of the module is running, the message is lost. It will be repeated.
+        with_module(|module| module.receive(sender, message));
+    });
+}
+
+/// Announces the module's endpoints in the cluster, once a second.
+unsafe extern "C" fn on_timer(raw: *mut RawContext, _: *mut c_void) {
+    guard("a timer", (), || {
+        // SAFETY: the engine's context is valid until this callback, on its main thread, returns.
+        let Some(context) = (unsafe { Context::new(raw) }) else { return };
+        // The timer comes first: a panic in the announcement must not end it.
+        context.call_after(endpoints::TICK, on_timer);
+        with_module(|module| module.announce(context));
     });
 }
 

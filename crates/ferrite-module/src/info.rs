@@ -22,6 +22,8 @@ pub(crate) fn sections(module: &mut Module, in_crash: bool) -> Sections {
     text(&mut general, "version", env!("CARGO_PKG_VERSION"));
     text(&mut general, "rdma_policy", module.options.rdma().to_string());
     number(&mut general, "max_clients", module.options.max_clients() as u64);
+    number(&mut general, "cluster_endpoints", module.endpoints.peer_count() as u64);
+    number(&mut general, "cluster_rejected_messages", module.endpoints.rejected());
     match &mut module.service {
         Service::Off(why) => {
             text(&mut general, "status", "off");

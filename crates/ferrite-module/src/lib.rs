@@ -28,6 +28,7 @@
 //! | `descriptors.rs` | keeps sessions' file descriptors above the numbers that the engine needs |
 //! | `clients.rs` | the engine's view of each session's proxy connection |
 //! | `module.rs` | the module's state between load and the engine's shutdown |
+//! | `endpoints.rs` | the endpoints of a cluster's nodes, which the modules announce to each other |
 //! | `info.rs` `command.rs` | the contents of INFO and the subcommands of FERRITE |
 //! | `admin.rs` | the metrics and the readiness at the admin port |
 //! | `log.rs` | writes the library's messages to the engine's log |
@@ -46,6 +47,7 @@ mod capacity;
 mod clients;
 mod command;
 mod descriptors;
+mod endpoints;
 mod engine_handle;
 mod entry;
 mod event_loop;

@@ -3,17 +3,20 @@
 
 use std::os::fd::RawFd;
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
+use std::time::Instant;
 
 use ferrite_fabric::Rdma;
 use ferrite_metrics::{AdminPort, AdminServer};
 use ferrite_session::EngineAddress;
 
 use crate::admin::{self, ShownListener};
-use crate::api::Context;
+use crate::api::cluster::NodeId;
+use crate::api::{Context, Reply};
 use crate::call_path;
 use crate::calls::Calls;
 use crate::capacity;
 use crate::descriptors;
+use crate::endpoints::{self, Endpoints};
 use crate::event_loop;
 use crate::listen::{self, Host};
 use crate::options::{Options, SettingValue};
@@ -44,6 +47,7 @@ pub(crate) struct Module {
     pub(crate) options: Options,
     pub(crate) service: Service,
     admin: Option<AdminServer>,
+    pub(crate) endpoints: Endpoints,
     callbacks: Callbacks,
 }
 
@@ -78,7 +82,7 @@ fn lock() -> Option<MutexGuard<'static, Option<Module>>> {
 impl Module {
     pub(crate) fn new(options: Options, callbacks: Callbacks) -> Self {
         let service = Service::Off("not started yet".into());
-        Self { options, service, admin: None, callbacks }
+        Self { options, service, admin: None, endpoints: Endpoints::default(), callbacks }
     }
 
     /// Checks that the settings fit together, after the engine has set them one by one.
@@ -219,6 +223,40 @@ impl Module {
             descriptors::follow(capacity::max_clients(), self.options.max_clients());
         }
         Ok(())
+    }
+
+    /// Announces this node's endpoints to nodes of the cluster whose turn it is. Does nothing
+    /// without a cluster.
+    pub(crate) fn announce(&mut self, context: Context<'_>) {
+        let Some(cluster) = context.cluster() else { return };
+        self.update_own_endpoints();
+        let now = Instant::now();
+        for (to, message) in self.endpoints.tick(&cluster.nodes(), now) {
+            if cluster.send(to, endpoints::MESSAGE_TYPE, &message) {
+                self.endpoints.note_sent(to, now);
+            }
+        }
+    }
+
+    /// Takes a message of another node's module. Sends nothing.
+    pub(crate) fn receive(&mut self, from: NodeId, message: &[u8]) {
+        self.endpoints.receive(from, message, Instant::now());
+    }
+
+    /// Returns the reply to FERRITE ENDPOINTS.
+    pub(crate) fn list_endpoints(&mut self) -> Reply {
+        self.update_own_endpoints();
+        self.endpoints.list(Instant::now())
+    }
+
+    fn update_own_endpoints(&mut self) {
+        let listening = match &self.service {
+            Service::On(transport) if transport.state.why_ended().is_none() => {
+                transport.listener.addresses.as_slice()
+            }
+            _ => &[],
+        };
+        self.endpoints.set_own(listening.iter());
     }
 
     /// Stops the listener because the engine exits. The engine's final save is over, so a write

@@ -7,6 +7,7 @@
 //!   endpoint   one end of a connection, client or server: events in, messages and writes out
 //!   mux        many streams over one link: records, credit, turns, classes
 //!   resp       finds the ends of RESP commands and replies in pieces of any size, and gives views
+//!   cluster    redirects, slots and RDMA endpoints, as a client of a cluster reads them
 //!   session_command   commands that change the state of a connection, by their identity
 //! ```
 //!
@@ -16,6 +17,7 @@
 //! allocated.
 #![forbid(unsafe_code)]
 
+pub mod cluster;
 pub mod endpoint;
 pub mod message;
 pub mod mux;

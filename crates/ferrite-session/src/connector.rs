@@ -115,6 +115,12 @@ impl Connector {
         self
     }
 
+    /// Returns whether sessions may, must or must not use RDMA.
+    #[must_use]
+    pub fn policy(&self) -> Rdma {
+        self.rdma
+    }
+
     /// Sets the local address. Over RDMA it selects the device.
     #[must_use]
     pub fn local(mut self, local: SocketAddr) -> Self {
@@ -164,6 +170,13 @@ impl Connector {
     pub fn plain_rdma_beside_tls(mut self) -> Self {
         self.allows_plain_rdma = true;
         self
+    }
+
+    /// Logs and counts that a session uses TCP because RDMA to this server failed. For callers
+    /// that use another address for TCP than for RDMA, and therefore open both themselves.
+    #[must_use]
+    pub fn fell_back_to_tcp(&self, server: SocketAddr, error: Error) -> Fallback {
+        self.fabric.fell_back_to_tcp(server, error)
     }
 
     /// Opens a session.
@@ -270,7 +283,9 @@ pub struct ConnectError {
 }
 
 impl ConnectError {
-    fn into_io(self, server: SocketAddr) -> io::Error {
+    /// Combines both errors into one.
+    #[must_use]
+    pub fn into_io(self, server: SocketAddr) -> io::Error {
         match (self.rdma, self.tcp) {
             (Some(rdma), Some(tcp)) => io::Error::new(
                 tcp.kind(),

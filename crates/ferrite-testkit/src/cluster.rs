@@ -1,10 +1,16 @@
-//! Options of cluster nodes that know their cluster from the start, so that no test has to wait
-//! until nodes have met.
+//! Clusters of engines: options of their nodes, and clusters that run.
 //!
-//! [`node_options`] is for a node that knows another node, which does not exist. So one engine is
-//! enough to test redirects. [`cluster_options`] is for a whole cluster.
+//! Nodes with these options know their cluster from the start, so that no test has to wait until
+//! nodes have met. [`node_options`] is for a node that knows another node, which does not exist. So
+//! one engine is enough to test redirects. [`cluster_options`] is for a whole cluster.
+
+#[cfg(feature = "redis")]
+mod running;
 
 use std::path::Path;
+
+#[cfg(feature = "redis")]
+pub use running::{Cluster, Node, SLOTS, Shape};
 
 use crate::directory::TempDir;
 use crate::port::free_port;

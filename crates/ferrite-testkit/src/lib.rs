@@ -3,7 +3,7 @@
 //!
 //! | module | contents | feature |
 //! |---|---|---|
-//! | `cluster` | options of a cluster node that redirects | |
+//! | `cluster` | a cluster node that redirects; clusters of several engines | `redis` for these |
 //! | `engine` | starts Redis and Valkey, with and without the module | `redis` for typed replies |
 //! | `resp` | a client that returns replies byte for byte | |
 //! | `wait` | waits for a condition, a future or a thread, with a deadline | `tokio` for async |

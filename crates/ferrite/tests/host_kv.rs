@@ -6,6 +6,8 @@ mod kv {
 
 use std::process::Command;
 
+use ferrite_testkit::cluster::{Cluster, Shape};
+use ferrite_testkit::engine::engines;
 use ferrite_testkit::{Engine, free_port};
 use kv::suite::{self, Network};
 
@@ -47,4 +49,60 @@ fn comparison_without_rdma_fails_before_it_measures() {
     assert!(stderr.contains("RDMA"), "{stderr}");
     let commands: String = redis.ask(&["INFO", "commandstats"]);
     assert!(!commands.contains("cmdstat_set:"), "{commands}");
+}
+
+/// Every primary gets a share of the load and of the keys, and no request is redirected.
+#[test]
+fn bench_divides_the_load_among_the_primaries_of_a_cluster() {
+    for program in engines() {
+        let shape = Shape { without_module: &[2], ..Shape::primaries(&program, 3) };
+        let mut cluster = Cluster::start(&shape);
+        let bench = |more: &[&str]| {
+            let server = cluster.nodes[0].address.to_string();
+            let output = Command::new(env!("CARGO_BIN_EXE_ferrite"))
+                .args(["bench", "kv", &server, "--cluster", "--json", "--warmup", "0"])
+                .args(["--seconds", "0.5"])
+                .args(more)
+                .output()
+                .expect("ferrite starts");
+            let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+            (serde_json::from_slice::<serde_json::Value>(&output.stdout), stderr)
+        };
+        let (report, stderr) = bench(&["--pipeline", "8", "--threads", "2", "--zipf", "0.9"]);
+        let report = report.unwrap_or_else(|error| panic!("{error}: {stderr}"));
+        assert_eq!(report["transport"], "TCP", "{report}");
+        for result in report["results"].as_array().expect("results") {
+            assert_eq!((&result["errors"], &result["complete"]), (&0.into(), &true.into()));
+            assert!(result["requests"].as_u64().is_some_and(|count| count > 100), "{report}");
+        }
+        let (report, stderr) = bench(&["--command", "INCR __key__", "--keys", "100"]);
+        let report = report.unwrap_or_else(|error| panic!("{error}: {stderr}"));
+        assert_eq!(report["results"][0]["errors"], 0, "{report}");
+        for node in 0..3 {
+            let stats: String = cluster.ask(node, &["INFO", "commandstats"]);
+            for command in ["set", "get", "incr", "del"] {
+                assert!(stats.contains(&format!("cmdstat_{command}:")), "node {node}: {stats}");
+            }
+            let errors: String = cluster.ask(node, &["INFO", "errorstats"]);
+            assert!(!errors.contains("MOVED"), "{errors}");
+            assert_eq!(cluster.ask::<u64>(node, &["DBSIZE"]), 0, "the keys are removed");
+        }
+        for (more, expected) in [
+            (&["--connections", "2"][..], "the cluster has 3 primaries"),
+            (&["--keys", "1"], "use more --keys"),
+        ] {
+            let (report, _) = bench(more);
+            let error = report.expect("JSON")["error"]["message"].to_string();
+            assert!(error.contains(expected), "{error}");
+        }
+        cluster.assert_healthy();
+    }
+    let port = free_port().to_string();
+    let _redis = Engine::redis(&["--port", &port]);
+    let output = Command::new(env!("CARGO_BIN_EXE_ferrite"))
+        .args(["bench", "kv", &format!("127.0.0.1:{port}"), "--cluster", "--rdma", "forbid"])
+        .output()
+        .expect("ferrite starts");
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(stderr.contains("the server is no node of a cluster"), "{stderr}");
 }

@@ -4,7 +4,7 @@
     reason = "calls by function pointers, with pointers that the engine gave us"
 )]
 
-use std::ffi::{CStr, c_long};
+use std::ffi::{CStr, c_int, c_long};
 use std::marker::PhantomData;
 use std::ptr;
 
@@ -21,6 +21,8 @@ pub(crate) enum Reply {
     Text(String),
     Lines(Vec<String>),
     Map(Vec<(String, Value)>),
+    /// A list of maps.
+    Maps(Vec<Vec<(String, Value)>>),
     WrongArity,
 }
 
@@ -98,29 +100,37 @@ impl Context<'_> {
                     }
                     answer
                 }
-                Reply::Map(fields) => {
-                    let answer = (api.reply_with_map)(self.raw(), fields.len() as c_long);
-                    for (name, value) in fields {
-                        (api.reply_with_string_buffer)(
-                            self.raw(),
-                            name.as_ptr().cast(),
-                            name.len(),
-                        );
-                        match value {
-                            Value::Number(number) => {
-                                (api.reply_with_long_long)(self.raw(), (*number).cast_signed())
-                            }
-                            Value::Text(text) => (api.reply_with_string_buffer)(
-                                self.raw(),
-                                text.as_ptr().cast(),
-                                text.len(),
-                            ),
-                        };
+                Reply::Map(fields) => self.reply_map(fields),
+                Reply::Maps(maps) => {
+                    let answer = (api.reply_with_array)(self.raw(), maps.len() as c_long);
+                    for fields in maps {
+                        self.reply_map(fields);
                     }
                     answer
                 }
                 Reply::WrongArity => (api.wrong_arity)(self.raw()),
             };
+        }
+    }
+    /// Replies with a map, or a part of a reply.
+    fn reply_map(self, fields: &[(String, Value)]) -> c_int {
+        let api = api();
+        // SAFETY: the context is that of a command; strings come with their length, and the engine
+        // copies them.
+        unsafe {
+            let answer = (api.reply_with_map)(self.raw(), fields.len() as c_long);
+            for (name, value) in fields {
+                (api.reply_with_string_buffer)(self.raw(), name.as_ptr().cast(), name.len());
+                match value {
+                    Value::Number(number) => {
+                        (api.reply_with_long_long)(self.raw(), (*number).cast_signed())
+                    }
+                    Value::Text(text) => {
+                        (api.reply_with_string_buffer)(self.raw(), text.as_ptr().cast(), text.len())
+                    }
+                };
+            }
+            answer
         }
     }
 }

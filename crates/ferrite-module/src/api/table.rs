@@ -70,6 +70,10 @@ pub(crate) type CommandFn =
 pub(crate) type InfoFn = unsafe extern "C" fn(*mut RawInfo, c_int);
 pub(crate) type EventFn = unsafe extern "C" fn(*mut RawContext, RawEvent, u64, *mut c_void);
 pub(crate) type FdFn = unsafe extern "C" fn(c_int, *mut c_void, c_int);
+/// Gets the sender's id, which has no zero at its end, the type and the message.
+pub(crate) type ClusterMessageFn =
+    unsafe extern "C" fn(*mut RawContext, *const c_char, u8, *const u8, u32);
+pub(crate) type TimerFn = unsafe extern "C" fn(*mut RawContext, *mut c_void);
 pub(super) type KeyspaceFn =
     unsafe extern "C" fn(*mut RawContext, c_int, *const c_char, *mut RawString) -> c_int;
 pub(crate) type GetNumber = unsafe extern "C" fn(*const c_char, *mut c_void) -> c_longlong;
@@ -237,6 +241,19 @@ table! { required {
         unsafe extern "C" fn(*mut RawContext, c_int, KeyspaceFn) -> c_int;
     notify_keyspace_event = "NotifyKeyspaceEvent":
         unsafe extern "C" fn(*mut RawContext, c_int, *const c_char, *mut RawString) -> c_int;
+    create_timer = "CreateTimer":
+        unsafe extern "C" fn(*mut RawContext, i64, TimerFn, *mut c_void) -> u64;
+    register_cluster_message_receiver = "RegisterClusterMessageReceiver":
+        unsafe extern "C" fn(*mut RawContext, u8, ClusterMessageFn);
+    send_cluster_message = "SendClusterMessage":
+        unsafe extern "C" fn(*mut RawContext, *const c_char, u8, *const c_char, u32) -> c_int;
+    cluster_nodes_list = "GetClusterNodesList":
+        unsafe extern "C" fn(*mut RawContext, *mut usize) -> *mut *mut c_char;
+    free_cluster_nodes_list = "FreeClusterNodesList": unsafe extern "C" fn(*mut *mut c_char);
+    cluster_node_info = "GetClusterNodeInfo":
+        unsafe extern "C" fn(
+            *mut RawContext, *const c_char, *mut c_char, *mut c_char, *mut c_int, *mut c_int
+        ) -> c_int;
 } optional {
     // Since 7.2: the modes that `open_key` supports.
     open_key_modes = "GetOpenKeyModesAll": unsafe extern "C" fn() -> c_int;

@@ -7,6 +7,7 @@
 //! | `command.rs` | the requests: GET and SET, or commands of the user |
 //! | `measure.rs` | the order of tests, transports and turns |
 //! | `load.rs` | runs the threads of a turn; writes keys before the tests and removes them after |
+//! | `cluster.rs` | the primaries of a cluster |
 //! | `dial.rs` `connection.rs` | one connection, in a closed loop or at a rate |
 //! | `run.rs` | the results of connections |
 //! | `interrupt.rs` | signals |
@@ -32,6 +33,7 @@ use serde::Serialize;
 use super::progress::Progress;
 use crate::{address, exit, seconds, size};
 
+mod cluster;
 mod command;
 mod connection;
 mod cpu;
@@ -82,6 +84,10 @@ pub(crate) struct Options {
     /// Whether connections may, must or must not use RDMA: prefer, require or forbid
     #[arg(long, value_name = "POLICY", default_value = "prefer")]
     rdma: Rdma,
+    /// Divide connections and keys among the primaries of the cluster that the server belongs to;
+    /// over RDMA where a node has the module
+    #[arg(long, conflicts_with_all = ["unix", "server_pid"])]
+    cluster: bool,
     /// Connect from this local address, and so over its device
     #[arg(long, value_name = "ADDRESS", value_parser = address::parse::<0>)]
     local: Option<SocketAddr>,
@@ -174,6 +180,7 @@ Examples:
   ferrite bench kv --unix /run/redis/redis.sock --server-pid 4711       CPU time per request
   ferrite bench kv 10.0.0.1:6380 --test mixed --zipf 0.99 --rate 20000  fixed rate (open loop)
   ferrite bench kv 10.0.0.1:6380 --compare tcp,rdma --plot both.svg     both in one picture
+  ferrite bench kv 10.0.0.1:6380 --cluster --connections 30              all primaries of a cluster
   ferrite bench kv 127.0.0.1 --command 'LPUSH __key__ __data__' --command 'LLEN __key__'
 
 A terminal shows the progress. If the server fails or a signal arrives, the results so far are
@@ -181,6 +188,9 @@ printed and saved, and the exit code is 1.
 
 No keys are written before a test of --command: the command creates its keys itself. Every __key__
 is chosen anew. At the end the keys that __key__ stood for are removed, other keys are not.
+
+--cluster asks the server for the slots and for the RDMA endpoints of the nodes (FERRITE ENDPOINTS).
+Each connection uses keys of one primary. A slot that moves during a test causes errors (MOVED).
 
 SIGINT (Ctrl-C) and SIGTERM end the test and remove the keys; a second signal leaves them. To remove
 the keys of a run that was killed:

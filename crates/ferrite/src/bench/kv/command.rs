@@ -53,6 +53,8 @@ const PLACEHOLDERS: [(&[u8], Part); 3] =
 pub(super) struct Values<'a> {
     pub(super) key_space: &'a KeySpace,
     pub(super) keys: &'a Keys,
+    /// Which keys the connection may use.
+    pub(super) is_own: &'a dyn Fn(u32) -> bool,
     pub(super) key_count: u32,
     pub(super) data: &'a [u8],
 }
@@ -103,7 +105,11 @@ fn fill_word<'a>(parts: &'a [Part], values: &Values<'a>, random: &mut Random) ->
             Part::Data => values.data.into(),
             Part::Key => {
                 values.key_space.mark_written();
-                values.key_space.name(values.keys.next(random)).into_bytes().into()
+                values
+                    .key_space
+                    .name(values.keys.next_of(random, values.is_own))
+                    .into_bytes()
+                    .into()
             }
             // Twelve digits, as in redis-benchmark.
             Part::RandomInteger => {
@@ -125,8 +131,13 @@ mod tests {
     fn encoded(text: &str) -> String {
         let template = Template::parse(text).expect("a command");
         let key_space = KeySpace::new();
-        let values =
-            Values { key_space: &key_space, keys: &Keys::new(1, None), key_count: 1, data: b"xxx" };
+        let values = Values {
+            key_space: &key_space,
+            keys: &Keys::new(1, None),
+            is_own: &|_| true,
+            key_count: 1,
+            data: b"xxx",
+        };
         let mut out = Vec::new();
         template.encode(&values, &mut Random::new(1), &mut out);
         assert_eq!(key_space.is_written(), text.contains("__key__"), "{text}");

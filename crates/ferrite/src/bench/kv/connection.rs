@@ -9,6 +9,7 @@ use ferrite_proto::resp::{Limits, ReplyFramer, encode_command};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::sync::Barrier;
 
+use super::cluster::Primaries;
 use super::command::{Requests, Values};
 use super::dial::Duplex;
 use super::key_space::KeySpace;
@@ -29,10 +30,22 @@ pub(super) struct Plan {
     pub(super) value: Vec<u8>,
     /// How long to measure, after the warm-up.
     pub(super) measured: Duration,
+    /// The primaries, in a cluster.
+    pub(super) primaries: Option<Primaries>,
+}
+
+impl Plan {
+    /// Returns whether the connection with this number may use a key.
+    fn may_use(&self, connection: u32, key: u32) -> bool {
+        self.primaries
+            .as_ref()
+            .is_none_or(|primaries| primaries.has(primaries.of_connection(connection), key))
+    }
 }
 
 /// One connection.
 pub(super) struct LoadConnection {
+    number: u32,
     stream: Box<dyn Duplex>,
     random: Random,
     pipeline: u32,
@@ -56,6 +69,7 @@ impl LoadConnection {
             Duration::from_secs_f64(1.0 / batches)
         };
         Self {
+            number,
             stream,
             random: Random::new(u64::from(number) + 1),
             pipeline: options.pipeline,
@@ -81,6 +95,30 @@ impl LoadConnection {
         let errors = self.exchange(1).await?;
         ensure!(errors == 0, "AUTH: {}", self.first_error.take().unwrap_or_default());
         Ok(())
+    }
+
+    /// Sends a command, and returns its whole reply.
+    pub(super) async fn ask(&mut self, words: &[&str]) -> anyhow::Result<Vec<u8>> {
+        self.out.clear();
+        encode_command(words, &mut self.out);
+        let asked = async {
+            self.stream.write_all(&self.out).await?;
+            self.stream.flush().await?;
+            let (mut reply, mut framer) = (Vec::new(), ReplyFramer::new(Limits::default()));
+            loop {
+                let count = self.stream.read(&mut self.input).await?;
+                if count == 0 {
+                    return Err(closed_by_server(None));
+                }
+                let progress = framer.feed(&self.input[..count]).map_err(io::Error::other)?;
+                reply.extend_from_slice(&self.input[..progress.consumed]);
+                if progress.complete {
+                    return Ok(reply);
+                }
+            }
+        };
+        let done = tokio::time::timeout(REPLY_TIMEOUT, asked).await;
+        Ok(done.context("the server did not answer within 30 s")??)
     }
 
     /// Sends requests until the time is over. Records every batch in `shared`, so that a failure
@@ -153,6 +191,8 @@ impl LoadConnection {
     /// Encodes the next batch of requests.
     fn build_batch(&mut self, plan: &Plan) {
         self.out.clear();
+        let number = self.number;
+        let is_own = |key| plan.may_use(number, key);
         for _ in 0..self.pipeline {
             let test = match &*plan.requests {
                 Requests::Test(test) => *test,
@@ -160,6 +200,7 @@ impl LoadConnection {
                     let values = Values {
                         key_space: &plan.key_space,
                         keys: &plan.keys,
+                        is_own: &is_own,
                         key_count: plan.key_count,
                         data: &plan.value,
                     };
@@ -167,7 +208,7 @@ impl LoadConnection {
                     continue;
                 }
             };
-            let key = plan.keys.next(&mut self.random);
+            let key = plan.keys.next_of(&mut self.random, is_own);
             let is_get = match test {
                 Test::Get => true,
                 Test::Set => false,

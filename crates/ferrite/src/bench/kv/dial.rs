@@ -6,12 +6,13 @@ use std::path::PathBuf;
 
 use anyhow::Context as _;
 use ferrite_fabric::{Config, Fabric, Rdma};
-use ferrite_session::{Connector, client_config};
+use ferrite_session::{Connector, Session, client_config};
 use ferrite_verbs::Verbs;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::UnixStream;
 
 use super::Options;
+use super::cluster::Primaries;
 
 pub(super) trait Duplex: AsyncRead + AsyncWrite + Unpin + Send {}
 impl<S: AsyncRead + AsyncWrite + Unpin + Send> Duplex for S {}
@@ -24,6 +25,18 @@ pub(super) struct TransportInfo {
     /// Whether the device is emulated in software.
     pub(super) software: bool,
     pub(super) fallback: Option<String>,
+}
+
+impl TransportInfo {
+    /// Adds the transport of another connection, if it is a different one.
+    pub(super) fn add(&mut self, other: &Self) {
+        if !self.transport.split(" and ").any(|known| known == other.transport) {
+            self.transport = format!("{} and {}", self.transport, other.transport);
+        }
+        self.device = self.device.take().or_else(|| other.device.clone());
+        self.fallback = self.fallback.take().or_else(|| other.fallback.clone());
+        self.software |= other.software;
+    }
 }
 
 /// Opens connections.
@@ -56,6 +69,21 @@ impl Dialer {
         Ok(Self::Net { connector, server })
     }
 
+    /// Connects to the server or, in a cluster, to the primary of the connection with this number.
+    pub(super) async fn connect_number(
+        &self,
+        number: u32,
+        primaries: Option<&Primaries>,
+    ) -> io::Result<(Box<dyn Duplex>, TransportInfo)> {
+        match (self, primaries) {
+            (Self::Net { connector, .. }, Some(primaries)) => {
+                let primary = primaries.of_connection(number);
+                Ok(described(primaries.connect(primary, connector).await?))
+            }
+            _ => self.connect().await,
+        }
+    }
+
     pub(super) async fn connect(&self) -> io::Result<(Box<dyn Duplex>, TransportInfo)> {
         match self {
             Self::Unix(path) => {
@@ -70,18 +98,19 @@ impl Dialer {
                 })?;
                 Ok((Box::new(stream), transport_info))
             }
-            Self::Net { connector, server } => {
-                let session = connector.connect(*server).await?;
-                let transport_info = TransportInfo {
-                    transport: session.transport().to_string(),
-                    software: session.device().is_some_and(|device| is_software(&device)),
-                    device: session.device(),
-                    fallback: session.fallback().map(ToString::to_string),
-                };
-                Ok((Box::new(session), transport_info))
-            }
+            Self::Net { connector, server } => Ok(described(connector.connect(*server).await?)),
         }
     }
+}
+
+fn described(session: Session) -> (Box<dyn Duplex>, TransportInfo) {
+    let transport_info = TransportInfo {
+        transport: session.transport().to_string(),
+        software: session.device().is_some_and(|device| is_software(&device)),
+        device: session.device(),
+        fallback: session.fallback().map(ToString::to_string),
+    };
+    (Box::new(session), transport_info)
 }
 
 fn is_software(device: &str) -> bool {

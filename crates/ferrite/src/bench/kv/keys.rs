@@ -44,6 +44,16 @@ impl Keys {
         Self::Zipf(table)
     }
 
+    /// Returns the next key for which `is_wanted` is true. There must be one.
+    pub(super) fn next_of(&self, random: &mut Random, is_wanted: impl Fn(u32) -> bool) -> u32 {
+        loop {
+            let key = self.next(random);
+            if is_wanted(key) {
+                return key;
+            }
+        }
+    }
+
     pub(super) fn next(&self, random: &mut Random) -> u32 {
         match self {
             Self::Uniform(count) => (random.next() % u64::from(*count)) as u32,

@@ -11,6 +11,7 @@ use tokio::sync::{Barrier, watch};
 use tokio::task::JoinSet;
 
 use super::Options;
+use super::cluster::Primaries;
 use super::command::Requests;
 use super::connection::{LoadConnection, Plan, encode_set};
 use super::dial::Dialer;
@@ -48,6 +49,7 @@ impl Turn<'_> {
     /// failure.
     pub(super) fn run(&self) -> anyhow::Result<(Run, Option<anyhow::Error>)> {
         let Options { connections, threads, keys, zipf, size, .. } = *self.options;
+        let primaries = find_primaries(self.options, self.rdma, self.key_space)?;
         let shared = Arc::new(Shared {
             plan: Plan {
                 requests: Arc::clone(self.requests),
@@ -56,6 +58,7 @@ impl Turn<'_> {
                 key_space: Arc::clone(self.key_space),
                 value: vec![b'x'; size as usize],
                 measured: self.measured,
+                primaries,
             },
             start: Barrier::new(connections as usize),
             runs: (0..connections).map(|_| SharedRun::new()).collect::<Result<_, _>>()?,
@@ -110,7 +113,8 @@ impl Turn<'_> {
             let mut connections = JoinSet::new();
             let Options { connections: count, threads, .. } = *self.options;
             for number in (thread..count).step_by(threads as usize) {
-                let (stream, transport_info) = dialer.connect().await.context("cannot connect")?;
+                let connecting = dialer.connect_number(number, shared.plan.primaries.as_ref());
+                let (stream, transport_info) = connecting.await.context("cannot connect")?;
                 let connection = LoadConnection::new(self.options, stream, number);
                 let shared = Arc::clone(shared);
                 connections.spawn(async move {
@@ -145,7 +149,7 @@ pub(super) fn fill(
 ) -> anyhow::Result<()> {
     let value = vec![b'x'; options.size as usize];
     let encode = |key, out: &mut Vec<u8>| encode_set(out, keys, key, &value);
-    let filling = for_each_key(options, rdma, "SET", encode, on_tick);
+    let filling = for_each_key(options, (rdma, keys), "SET", encode, on_tick);
     block_on(interrupt.unless_interrupted(filling))
 }
 
@@ -155,36 +159,62 @@ pub(super) fn remove(options: &Options, rdma: Rdma, keys: &KeySpace) -> anyhow::
     let encode = |key, out: &mut Vec<u8>| {
         encode_command([b"DEL".as_slice(), keys.name(key).as_bytes()], out);
     };
-    block_on(for_each_key(options, rdma, "DEL", encode, |_| ()))
+    block_on(for_each_key(options, (rdma, keys), "DEL", encode, |_| ()))
 }
 
 fn block_on<T>(work: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<T> {
     tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(work)
 }
 
-/// Sends the command that `encode` appends for each key, over one connection.
+/// Sends the command that `encode` appends for each key, over one connection, or in a
+/// cluster over one to each primary.
 async fn for_each_key(
     options: &Options,
-    rdma: Rdma,
+    (rdma, keys): (Rdma, &KeySpace),
     command: &str,
     encode: impl Fn(u32, &mut Vec<u8>),
     on_tick: impl Fn(u32),
 ) -> anyhow::Result<()> {
-    const BATCH: u32 = 100;
-    let (stream, _) = Dialer::new(options, rdma)?.connect().await.context("cannot connect")?;
-    let mut connection = LoadConnection::new(options, stream, 0);
-    connection.authenticate().await?;
-    for first in (0..options.keys).step_by(BATCH as usize) {
-        connection.out.clear();
-        let last = (first + BATCH).min(options.keys);
-        (first..last).for_each(|key| encode(key, &mut connection.out));
-        let errors = connection.exchange(last - first).await?;
-        ensure!(
-            errors == 0,
-            "the server rejects {command}: {}",
-            connection.first_error.unwrap_or_default()
-        );
-        on_tick(last);
+    const BATCH: usize = 100;
+    let primaries = match options.cluster {
+        true => Some(Primaries::find(options, rdma, keys).await?),
+        false => None,
+    };
+    let dialer = Dialer::new(options, rdma)?;
+    let mut done = 0;
+    // One connection for each primary: the connections with the lowest numbers.
+    for number in 0..primaries.as_ref().map_or(1, Primaries::count) {
+        let connecting = dialer.connect_number(number as u32, primaries.as_ref());
+        let (stream, _) = connecting.await.context("cannot connect")?;
+        let mut connection = LoadConnection::new(options, stream, 0);
+        connection.authenticate().await?;
+        let is_own =
+            |key: &u32| primaries.as_ref().is_none_or(|primaries| primaries.has(number, *key));
+        let own: Vec<_> = (0..options.keys).filter(is_own).collect();
+        for batch in own.chunks(BATCH) {
+            connection.out.clear();
+            batch.iter().for_each(|key| encode(*key, &mut connection.out));
+            let errors = connection.exchange(batch.len() as u32).await?;
+            ensure!(
+                errors == 0,
+                "the server rejects {command}: {}",
+                connection.first_error.unwrap_or_default()
+            );
+            done += batch.len() as u32;
+            on_tick(done);
+        }
     }
     Ok(())
+}
+
+/// Returns the primaries of the cluster, with `--cluster`.
+fn find_primaries(
+    options: &Options,
+    rdma: Rdma,
+    keys: &KeySpace,
+) -> anyhow::Result<Option<Primaries>> {
+    match options.cluster {
+        true => block_on(Primaries::find(options, rdma, keys)).map(Some),
+        false => Ok(None),
+    }
 }

@@ -50,7 +50,11 @@ impl Run {
 
     /// Adds a result that was measured after this one.
     pub(super) fn add_next(&mut self, other: &Self) {
-        self.transport_info = self.transport_info.take().or_else(|| other.transport_info.clone());
+        match (&mut self.transport_info, &other.transport_info) {
+            // In a cluster, nodes may be reached over different transports.
+            (Some(mine), Some(other)) => mine.add(other),
+            (mine, other) => *mine = mine.take().or_else(|| other.clone()),
+        }
         self.seconds += other.seconds;
         self.requests += other.requests;
         self.errors += other.errors;

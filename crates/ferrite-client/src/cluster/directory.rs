@@ -1,0 +1,298 @@
+//! What a cluster connection knows about the nodes: their ids, the endpoints of their modules, and
+//! what it has sent to each over which transport.
+
+use std::collections::BTreeMap;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use ferrite_fabric::Fallback;
+use ferrite_session::{Host, SessionTransport};
+use redis::Value;
+
+use crate::client::TransportInfo;
+use crate::progress::Traffic;
+
+/// The bytes that a cluster connection has exchanged with a node over one transport.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct NodeTransport {
+    /// The address of the engine, as the cluster announces it.
+    pub address: String,
+    /// The node's id. `None` for a server that was given to the client and that the cluster
+    /// announces under another address.
+    pub node: Option<String>,
+    /// The transport, the device, and the reason of the last fallback.
+    pub transport_info: TransportInfo,
+    /// The number of connections that were opened.
+    pub connections: u64,
+    /// Bytes that were sent to the node.
+    pub sent_bytes: u64,
+    /// Bytes that were received from the node.
+    pub received_bytes: u64,
+}
+
+/// How a node can be reached.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Way {
+    /// The cluster has not announced this address. It may be that of a module.
+    Unknown,
+    /// The node has no RDMA endpoint that is known.
+    Engine { id: String },
+    /// The node's module accepts RDMA at these addresses.
+    Rdma { id: String, endpoints: Vec<SocketAddr> },
+}
+
+/// An address of the engine, as the cluster announces it: host and port.
+type Address = (String, u16);
+
+#[derive(Debug, Default)]
+pub(super) struct Directory {
+    ids: BTreeMap<Address, String>,
+    /// The RDMA endpoints of each node, by its id.
+    endpoints: BTreeMap<String, Vec<SocketAddr>>,
+    used: BTreeMap<(Address, String), Used>,
+}
+
+#[derive(Debug)]
+struct Used {
+    info: TransportInfo,
+    connections: u64,
+    traffic: Arc<Traffic>,
+}
+
+impl Directory {
+    /// Returns how a node can be reached.
+    pub(super) fn way_to(&self, host: &Host) -> Way {
+        let Some(id) = self.ids.get(&key(host)).cloned() else { return Way::Unknown };
+        match self.endpoints.get(&id) {
+            Some(endpoints) if !endpoints.is_empty() => {
+                Way::Rdma { id, endpoints: endpoints.clone() }
+            }
+            _ => Way::Engine { id },
+        }
+    }
+
+    /// Records a reply to CLUSTER SLOTS. Nodes that are no longer in it are forgotten.
+    pub(super) fn note_slots(&mut self, slots: &Value, from: &Host) {
+        let Value::Array(ranges) = slots else { return };
+        let nodes = ranges.iter().filter_map(|range| match range {
+            Value::Array(range) => range.get(2..),
+            _ => None,
+        });
+        let named = nodes.flatten().filter_map(|node| match node {
+            Value::Array(node) => named_node(node, from),
+            _ => None,
+        });
+        let ids: BTreeMap<_, _> = named.collect();
+        if !ids.is_empty() {
+            self.ids = ids;
+            self.endpoints.retain(|id, _| self.ids.values().any(|known| known == id));
+        }
+    }
+
+    /// Records a reply to FERRITE ENDPOINTS. A node without the module replies with an error, which
+    /// changes nothing. The reply of a module lists all nodes whose modules it has heard of.
+    pub(super) fn note_endpoints(&mut self, reply: &Value, from: &Host) {
+        let Some(rows) = parse_endpoints(reply, from) else { return };
+        self.endpoints.clear();
+        for Row { id, endpoint } in rows {
+            self.endpoints.entry(id).or_default().extend(endpoint);
+        }
+    }
+
+    /// Records a connection to a node, and returns the counters for its bytes.
+    pub(super) fn note_connecting(&mut self, host: &Host, info: TransportInfo) -> Arc<Traffic> {
+        let new = || Used { info: info.clone(), connections: 0, traffic: Arc::default() };
+        let used = self.used.entry((key(host), info.transport.to_string())).or_insert_with(new);
+        used.info = info;
+        used.connections += 1;
+        Arc::clone(&used.traffic)
+    }
+
+    /// Records why a connection stays on TCP.
+    pub(super) fn note_fallback(
+        &mut self,
+        host: &Host,
+        transport: SessionTransport,
+        fallback: Fallback,
+    ) {
+        if let Some(used) = self.used.get_mut(&(key(host), transport.to_string())) {
+            used.info.fallback = Some(fallback);
+        }
+    }
+
+    /// Returns what was exchanged with each node over each transport.
+    pub(super) fn transports(&self) -> Vec<NodeTransport> {
+        let entry = |((address, _), used): (&(Address, _), &Used)| NodeTransport {
+            address: Host { name: address.0.clone(), port: Some(address.1) }.to_string(),
+            node: self.ids.get(address).cloned(),
+            transport_info: used.info.clone(),
+            connections: used.connections,
+            sent_bytes: used.traffic.sent_bytes.load(Ordering::Relaxed),
+            received_bytes: used.traffic.received_bytes.load(Ordering::Relaxed),
+        };
+        self.used.iter().map(entry).collect()
+    }
+}
+
+/// Returns the RDMA endpoints of the node with the id in `my_id`, a reply to CLUSTER MYID, from its
+/// own reply to FERRITE ENDPOINTS.
+pub(super) fn own_endpoints(my_id: &Value, reply: &Value, from: &Host) -> Vec<SocketAddr> {
+    let mut rows = parse_endpoints(reply, from).unwrap_or_default();
+    rows.retain(|row| Some(row.id.as_str()) == text(my_id));
+    rows.into_iter().filter_map(|row| row.endpoint).collect()
+}
+
+fn key(host: &Host) -> Address {
+    (host.name.clone(), host.port_or_default())
+}
+
+/// Returns address and id of a node in a reply to CLUSTER SLOTS, by the same rules as redis-rs: an
+/// empty host, none, or a wildcard is the host that was asked.
+fn named_node(node: &[Value], from: &Host) -> Option<(Address, String)> {
+    let [name, Value::Int(port), id, ..] = node else { return None };
+    let name = match name {
+        Value::Nil => String::new(),
+        name => text(name)?.to_owned(),
+    };
+    let is_wildcard = name.parse::<IpAddr>().is_ok_and(|ip| ip.is_unspecified());
+    let name = if name.is_empty() || is_wildcard { from.name.clone() } else { name };
+    Some(((name, u16::try_from(*port).ok()?), text(id)?.to_owned()))
+}
+
+/// A row of FERRITE ENDPOINTS. Only RDMA endpoints are of interest.
+struct Row {
+    id: String,
+    endpoint: Option<SocketAddr>,
+}
+
+/// Reads a reply to FERRITE ENDPOINTS; `None` if it is an error.
+fn parse_endpoints(reply: &Value, from: &Host) -> Option<Vec<Row>> {
+    let Value::Array(rows) = reply else { return None };
+    Some(rows.iter().filter_map(|row| parse_row(row, from)).collect())
+}
+
+fn parse_row(row: &Value, from: &Host) -> Option<Row> {
+    let field = |wanted: &str| match row {
+        Value::Map(fields) => {
+            fields.iter().find(|(name, _)| text(name) == Some(wanted)).map(|(_, value)| value)
+        }
+        // RESP2 has no maps.
+        Value::Array(words) => {
+            let mut pairs = words.chunks_exact(2);
+            pairs.find(|pair| text(&pair[0]) == Some(wanted)).map(|pair| &pair[1])
+        }
+        _ => None,
+    };
+    let id = text(field("node")?)?.to_owned();
+    let address = text(field("address")?)?;
+    // A node that was never met does not know its address: it is the one that was asked.
+    let ip = if address.is_empty() { from.name.parse() } else { address.parse::<IpAddr>() };
+    let Value::Int(port) = field("port")? else { return None };
+    let port = u16::try_from(*port).ok()?;
+    let has_rdma = text(field("transport")?)? == "rdma";
+    let endpoint = ip.ok().filter(|_| has_rdma).map(|ip| SocketAddr::new(ip, port));
+    Some(Row { id, endpoint })
+}
+
+fn text(value: &Value) -> Option<&str> {
+    match value {
+        Value::BulkString(bytes) => std::str::from_utf8(bytes).ok(),
+        Value::SimpleString(text) => Some(text),
+        _ => None,
+    }
+}
+
+/// Returns whether a transport is RDMA.
+pub(super) fn is_rdma(transport: SessionTransport) -> bool {
+    matches!(transport, SessionTransport::FerriteRdma | SessionTransport::ValkeyRdma)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn host(name: &str, port: u16) -> Host {
+        Host { name: name.into(), port: Some(port) }
+    }
+
+    fn parsed(resp: &str) -> Value {
+        redis::parse_redis_value(resp.replace(' ', "\r\n").as_bytes()).expect("RESP")
+    }
+
+    /// Two nodes: `a` at 10.0.0.1:1, `b` at the host that was asked.
+    fn slots() -> Value {
+        parsed("*2 *3 :0 :9 *3 $8 10.0.0.1 :1 $1 a *3 :10 :16383 *4 $0  :2 $1 b *0 ")
+    }
+
+    fn row(id: &str, address: &str, port: u16, transport: &str) -> Value {
+        let bulk = |text: &str| Value::BulkString(text.into());
+        Value::Array(vec![
+            bulk("node"),
+            bulk(id),
+            bulk("address"),
+            bulk(address),
+            bulk("port"),
+            Value::Int(port.into()),
+            bulk("transport"),
+            bulk(transport),
+            bulk("age"),
+            Value::Int(3),
+        ])
+    }
+
+    fn as_map(row: Value) -> Value {
+        let Value::Array(words) = row else { panic!("no list") };
+        let pairs = words.chunks_exact(2).map(|pair| (pair[0].clone(), pair[1].clone()));
+        Value::Map(pairs.collect())
+    }
+
+    #[test]
+    fn finds_endpoints_by_node_id() {
+        let asked = host("10.0.0.2", 2);
+        let mut directory = Directory::default();
+        assert_eq!(directory.way_to(&asked), Way::Unknown);
+        directory.note_slots(&slots(), &asked);
+        assert_eq!(directory.way_to(&asked), Way::Engine { id: "b".into() });
+        let rows = vec![
+            as_map(row("b", "", 6380, "rdma")),
+            row("a", "10.9.0.1", 6380, "rdma"),
+            row("a", "10.0.0.1", 6380, "tcp"),
+            row("gone", "10.9.0.9", 6380, "rdma"),
+            Value::Nil,
+        ];
+        let reply = Value::Array(rows);
+        directory.note_endpoints(&reply, &asked);
+        let endpoints = vec!["10.9.0.1:6380".parse().expect("an address")];
+        assert_eq!(directory.way_to(&host("10.0.0.1", 1)), Way::Rdma { id: "a".into(), endpoints });
+        let endpoints = vec!["10.0.0.2:6380".parse().expect("an address")];
+        let my_id = |id: &str| Value::BulkString(id.into());
+        assert_eq!(own_endpoints(&my_id("b"), &reply, &asked), endpoints);
+        assert!(own_endpoints(&my_id("c"), &reply, &asked).is_empty(), "it has no listener");
+        assert_eq!(directory.way_to(&asked), Way::Rdma { id: "b".into(), endpoints });
+        // A node without the module changes nothing.
+        let error = parsed("-ERR unknown command ");
+        directory.note_endpoints(&error, &asked);
+        assert!(matches!(directory.way_to(&asked), Way::Rdma { .. }));
+        assert!(own_endpoints(&my_id("b"), &error, &asked).is_empty());
+        assert!(own_endpoints(&error, &reply, &asked).is_empty());
+        directory.note_slots(&slots(), &asked);
+        assert_eq!(directory.endpoints.len(), 2, "the node that left is forgotten");
+    }
+
+    #[test]
+    fn ignores_replies_that_make_no_sense() {
+        let mut directory = Directory::default();
+        let asked = host("10.0.0.2", 2);
+        for reply in ["$-1 ", "*0 ", "*1 *3 :0 :9 *2 $1 a :1 ", "*1 *3 :0 :9 *3 $1 a :99999 $1 x "]
+        {
+            directory.note_slots(&parsed(reply), &asked);
+        }
+        assert!(directory.ids.is_empty());
+        let rows =
+            vec![row("a", "10.9.0.1:1", 6380, "rdma"), Value::Int(1), row("a", "host", 1, "rdma")];
+        directory.note_endpoints(&Value::Array(rows), &asked);
+        assert_eq!(directory.endpoints["a"], []);
+    }
+}

@@ -1,0 +1,168 @@
+//! Where the keys of a command are, for pipelines whose commands belong to several slots.
+//!
+//! redis-rs routes single commands, and pipelines of a single slot. It does not export how it finds
+//! the slot of a command. A command that this file does not know is not grouped with others: it
+//! runs alone, and redis-rs routes it.
+
+use redis::cluster_routing::{Route, SlotAddr};
+use redis::{Arg, Cmd};
+
+/// Commands whose first argument is not a key, or whose keys are not found here.
+const NOT_GROUPED: [&[u8]; 49] = [
+    b"ACL",
+    b"ASKING",
+    b"AUTH",
+    b"BGREWRITEAOF",
+    b"BGSAVE",
+    b"CLIENT",
+    b"CLUSTER",
+    b"COMMAND",
+    b"CONFIG",
+    b"DBSIZE",
+    b"DEBUG",
+    b"ECHO",
+    b"FAILOVER",
+    b"FERRITE",
+    b"FLUSHALL",
+    b"FLUSHDB",
+    b"FUNCTION",
+    b"HELLO",
+    b"INFO",
+    b"JSON.DEBUG",
+    b"JSON.MGET",
+    b"JSON.MSET",
+    b"KEYS",
+    b"LASTSAVE",
+    b"LATENCY",
+    b"LOLWUT",
+    b"MEMORY",
+    b"MIGRATE",
+    b"MODULE",
+    b"MONITOR",
+    b"PING",
+    b"PUBSUB",
+    b"RANDOMKEY",
+    b"READONLY",
+    b"READWRITE",
+    b"REPLICAOF",
+    b"ROLE",
+    b"SAVE",
+    b"SCAN",
+    b"SCRIPT",
+    b"SHUTDOWN",
+    b"SLAVEOF",
+    b"SLOWLOG",
+    b"TIME",
+    b"UNWATCH",
+    b"WAIT",
+    b"WAITAOF",
+    b"XREAD",
+    b"XREADGROUP",
+];
+/// Commands whose second argument is the first key.
+const SECOND: [&[u8]; 5] = [b"BITOP", b"OBJECT", b"PFDEBUG", b"XGROUP", b"XINFO"];
+/// Commands with a number of keys before the keys, as the first argument.
+const COUNT_FIRST: [&[u8]; 7] =
+    [b"LMPOP", b"SINTERCARD", b"ZDIFF", b"ZINTER", b"ZINTERCARD", b"ZMPOP", b"ZUNION"];
+/// Commands with a number of keys before the keys, as the second argument.
+const COUNT_SECOND: [&[u8]; 8] =
+    [b"BLMPOP", b"BZMPOP", b"EVAL", b"EVALSHA", b"EVALSHA_RO", b"EVAL_RO", b"FCALL", b"FCALL_RO"];
+/// Commands that redis-rs splits if their keys belong to several slots.
+const ALL_KEYS: [&[u8]; 6] = [b"MGET", b"DEL", b"EXISTS", b"UNLINK", b"TOUCH", b"WATCH"];
+
+/// Returns the slot of a command. Returns `None` if the command has no key or keys of several
+/// slots, or if this does not know where its keys are.
+pub(super) fn slot_of(command: &Cmd) -> Option<Route> {
+    let name = word(command, 0)?.to_ascii_uppercase();
+    let is_in = |names: &[&[u8]]| names.contains(&name.as_slice());
+    let slot =
+        |index: usize| word(command, index).map(|key| Route::with_key(key, SlotAddr::Master));
+    let has_keys = |index: usize| {
+        let count = word(command, index).and_then(|count| std::str::from_utf8(count).ok());
+        count.is_some_and(|count| count.parse::<u64>().is_ok_and(|count| count > 0))
+    };
+    let common = |step: usize| {
+        let first = slot(1)?;
+        let mut others = (1 + step..).step_by(step).map_while(slot);
+        others.all(|other| other == first).then_some(first)
+    };
+    match () {
+        () if is_in(&NOT_GROUPED) => None,
+        () if is_in(&SECOND) => slot(2),
+        () if is_in(&COUNT_FIRST) => slot(2).filter(|_| has_keys(1)),
+        () if is_in(&COUNT_SECOND) => slot(3).filter(|_| has_keys(2)),
+        () if is_in(&ALL_KEYS) => common(1),
+        () if name == b"MSET" => common(2),
+        () => slot(1),
+    }
+}
+
+/// Returns whether a command has these words at its beginning.
+pub(super) fn begins_with(command: &Cmd, words: &[&str]) -> bool {
+    words.iter().enumerate().all(|(index, expected)| {
+        word(command, index).is_some_and(|word| word.eq_ignore_ascii_case(expected.as_bytes()))
+    })
+}
+
+fn word(command: &Cmd, index: usize) -> Option<&[u8]> {
+    match command.args_iter().nth(index)? {
+        Arg::Simple(word) => Some(word),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(text: &str) -> Option<Route> {
+        let mut words = text.split(' ');
+        let mut command = redis::cmd(words.next().expect("a name"));
+        for word in words {
+            command.arg(word);
+        }
+        slot_of(&command)
+    }
+
+    #[test]
+    fn finds_the_slot_of_the_keys() {
+        let key = Route::with_key("key", SlotAddr::Master);
+        for command in [
+            "GET key",
+            "set key value",
+            "MGET key {key}2",
+            "MSET key 1 {key}2 other",
+            "DEL key",
+            "EVAL script 1 key",
+            "ZUNION 2 key other",
+            "OBJECT ENCODING key",
+            "XADD key * field value",
+        ] {
+            assert_eq!(of(command), Some(key), "{command}");
+        }
+    }
+
+    #[test]
+    fn knows_no_slot_without_a_common_key() {
+        for command in [
+            "PING",
+            "INFO server",
+            "CLUSTER SLOTS",
+            "MGET key other",
+            "MSET key 1 other 2",
+            "EVAL script 0 key",
+            "ZUNION x key",
+            "SCAN 0",
+            "GET",
+        ] {
+            assert_eq!(of(command), None, "{command}");
+        }
+    }
+
+    #[test]
+    fn recognises_commands_by_their_words() {
+        let slots = redis::cmd("cluster").arg("SLOTS").clone();
+        assert!(begins_with(&slots, &["CLUSTER", "SLOTS"]));
+        assert!(!begins_with(&redis::cmd("CLUSTER"), &["CLUSTER", "SLOTS"]));
+    }
+}

@@ -1,0 +1,287 @@
+//! What a client of a cluster reads: redirects, CLUSTER SLOTS, FERRITE ENDPOINTS, and the slot of a
+//! key.
+//!
+//! Replies come from servers. What makes no sense in them is skipped.
+
+use std::net::{IpAddr, SocketAddr};
+
+use crate::resp::Value;
+
+/// The number of slots of a cluster.
+pub const SLOTS: u16 = 16_384;
+
+/// Returns the slot of a key: the CRC16 (XMODEM) of its hash tag, or of the whole key without one.
+///
+/// ```
+/// use ferrite_proto::cluster::slot_of;
+///
+/// assert_eq!(slot_of(b"foo"), 12182);
+/// assert_eq!(slot_of(b"{foo}bar"), 12182);
+/// ```
+#[must_use]
+pub fn slot_of(key: &[u8]) -> u16 {
+    const POLYNOMIAL: u16 = 0x1021;
+    let crc = hash_tag(key).iter().fold(0_u16, |crc, byte| {
+        (0..8).fold(crc ^ u16::from(*byte) << 8, |crc, _| {
+            if crc & 0x8000 == 0 { crc << 1 } else { crc << 1 ^ POLYNOMIAL }
+        })
+    });
+    crc % SLOTS
+}
+
+/// Returns the text between the first `{` and the next `}`, unless it is empty.
+fn hash_tag(key: &[u8]) -> &[u8] {
+    let Some(open) = key.iter().position(|byte| *byte == b'{') else { return key };
+    let behind = &key[open + 1..];
+    match behind.iter().position(|byte| *byte == b'}') {
+        Some(1..) => behind.split(|byte| *byte == b'}').next().unwrap_or(key),
+        _ => key,
+    }
+}
+
+/// A reply of a node that does not serve the slot of a command.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Redirect {
+    /// Whether only this command must be sent to the other node, after ASKING. Otherwise the slot
+    /// has moved.
+    pub is_ask: bool,
+    /// The slot.
+    pub slot: u16,
+    /// The host of the other node. `None` for the host of the node that has replied.
+    pub host: Option<String>,
+    /// The port of the other node.
+    pub port: u16,
+}
+
+impl Redirect {
+    /// Reads an error reply such as `MOVED 3999 10.0.0.1:6379`. Returns `None` if it is another
+    /// error.
+    #[must_use]
+    pub fn parse(error: &[u8]) -> Option<Self> {
+        let mut words = std::str::from_utf8(error).ok()?.split(' ');
+        let is_ask = match words.next()? {
+            "MOVED" => false,
+            "ASK" => true,
+            _ => return None,
+        };
+        let slot = words.next()?.parse().ok().filter(|slot| *slot < SLOTS)?;
+        let (host, port) = words.next()?.rsplit_once(':')?;
+        let host = host.trim_start_matches('[').trim_end_matches(']');
+        let host = (!host.is_empty() && host != "?").then(|| host.to_owned());
+        Some(Self { is_ask, slot, host, port: port.parse().ok()? })
+    }
+}
+
+/// A node in CLUSTER SLOTS.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Node {
+    /// The node's id.
+    pub id: String,
+    /// The host of the engine.
+    pub host: String,
+    /// The port of the engine.
+    pub port: u16,
+}
+
+/// The slots of a cluster and the nodes that serve them.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct SlotMap {
+    /// The first and last slot of each range, and its nodes: the primary, then replicas.
+    ranges: Vec<(u16, u16, Vec<Node>)>,
+}
+
+impl SlotMap {
+    /// Reads a reply to CLUSTER SLOTS of the node at the host `asked`. Returns `None` if it is an
+    /// error.
+    #[must_use]
+    pub fn parse(reply: &Value<'_>, asked: &str) -> Option<Self> {
+        let Value::Array(ranges) = reply else { return None };
+        let range = |range: &Value<'_>| {
+            let Value::Array(parts) = range else { return None };
+            let [Value::Integer(first), Value::Integer(last), nodes @ ..] = &parts[..] else {
+                return None;
+            };
+            let nodes: Vec<_> = nodes.iter().filter_map(|node| parse_node(node, asked)).collect();
+            let [first, last] = [*first, *last].map(|slot| u16::try_from(slot).ok());
+            (!nodes.is_empty()).then_some((first?, last?, nodes))
+        };
+        Some(Self { ranges: ranges.iter().filter_map(range).collect() })
+    }
+
+    /// Returns the primary of a slot.
+    #[must_use]
+    pub fn primary_of(&self, slot: u16) -> Option<&Node> {
+        let range = self.ranges.iter().find(|(first, last, _)| (*first..=*last).contains(&slot));
+        range.and_then(|(_, _, nodes)| nodes.first())
+    }
+
+    /// Returns the node with this host and port.
+    #[must_use]
+    pub fn node_at(&self, host: &str, port: u16) -> Option<&Node> {
+        let mut nodes = self.ranges.iter().flat_map(|(_, _, nodes)| nodes);
+        nodes.find(|node| node.host == host && node.port == port)
+    }
+
+    /// Returns all primaries, in the order of their first slots.
+    #[must_use]
+    pub fn primaries(&self) -> Vec<&Node> {
+        let mut primaries: Vec<&Node> = Vec::new();
+        for node in self.ranges.iter().filter_map(|(_, _, nodes)| nodes.first()) {
+            if !primaries.iter().any(|known| known.id == node.id) {
+                primaries.push(node);
+            }
+        }
+        primaries
+    }
+}
+
+fn parse_node(node: &Value<'_>, asked: &str) -> Option<Node> {
+    let Value::Array(parts) = node else { return None };
+    let [host, Value::Integer(port), id, ..] = &parts[..] else { return None };
+    let host = match host {
+        Value::Null => "",
+        host => text(host)?,
+    };
+    // An empty host, none, or a wildcard is the host that was asked; ? is unknown.
+    let is_wildcard = host.parse::<IpAddr>().is_ok_and(|ip| ip.is_unspecified());
+    let host = if host.is_empty() || is_wildcard { asked } else { host };
+    let (host, id) = (host.to_owned(), text(id)?.to_owned());
+    (host != "?").then_some(Node { id, host, port: u16::try_from(*port).ok()? })
+}
+
+/// Reads the RDMA endpoints of a node from a reply to FERRITE ENDPOINTS of the node at the host
+/// `asked`. A node without the module replies with an error, and has none.
+#[must_use]
+pub fn rdma_endpoints(reply: &Value<'_>, node: &str, asked: &str) -> Vec<SocketAddr> {
+    let Value::Array(rows) = reply else { return Vec::new() };
+    let endpoint = |row: &Value<'_>| {
+        if text(&field(row, "node")?)? != node || text(&field(row, "transport")?)? != "rdma" {
+            return None;
+        }
+        // A node that was never met does not know its address.
+        let address = field(row, "address")?;
+        let address = text(&address).filter(|address| !address.is_empty()).unwrap_or(asked);
+        let Value::Integer(port) = field(row, "port")? else { return None };
+        Some(SocketAddr::new(address.parse().ok()?, u16::try_from(port).ok()?))
+    };
+    rows.iter().filter_map(endpoint).collect()
+}
+
+/// Returns a field of a row, which is a map, or a list of names and values in RESP2.
+fn field<'a>(row: &Value<'a>, wanted: &str) -> Option<Value<'a>> {
+    match row {
+        Value::Map(fields) => {
+            fields.iter().find(|(name, _)| text(name) == Some(wanted)).map(|(_, value)| value)
+        }
+        Value::Array(words) => {
+            let mut pairs = words.chunks_exact(2);
+            pairs.find(|pair| text(&pair[0]) == Some(wanted)).map(|pair| &pair[1])
+        }
+        _ => None,
+    }
+    .cloned()
+}
+
+fn text<'a>(value: &Value<'a>) -> Option<&'a str> {
+    match value {
+        Value::Bulk(text) | Value::Simple(text) => std::str::from_utf8(text).ok(),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Returns the bytes of a reply. Its lines are separated by spaces.
+    fn resp(text: &str) -> Vec<u8> {
+        text.replace(' ', "\r\n").into_bytes()
+    }
+
+    #[test]
+    fn slots_are_those_of_the_engines() {
+        // From CLUSTER KEYSLOT of Redis 7.0.
+        for (key, slot) in [
+            ("", 0),
+            ("foo", 12182),
+            ("123456789", 12739),
+            ("{user1000}.following", 3443),
+            ("foo{}{bar}", 8363),
+            ("foo{{bar}}zap", 4015),
+            ("foo{bar}{zap}", 5061),
+            ("foo{bar", 15278),
+        ] {
+            assert_eq!(slot_of(key.as_bytes()), slot, "{key}");
+        }
+    }
+
+    #[test]
+    fn reads_redirects() {
+        let redirect = |is_ask, slot, host: Option<&str>, port| {
+            Some(Redirect { is_ask, slot, host: host.map(Into::into), port })
+        };
+        for (text, expected) in [
+            ("MOVED 3999 10.0.0.1:6381", redirect(false, 3999, Some("10.0.0.1"), 6381)),
+            ("ASK 1 db.example:7", redirect(true, 1, Some("db.example"), 7)),
+            ("MOVED 1 :7", redirect(false, 1, None, 7)),
+            ("MOVED 1 ?:7", redirect(false, 1, None, 7)),
+            ("MOVED 1 2001:db8::1:7", redirect(false, 1, Some("2001:db8::1"), 7)),
+            ("MOVED 16384 a:7", None),
+            ("MOVED 1 a", None),
+            ("MOVED 1 a:99999", None),
+            ("MOVED", None),
+            ("ERR unknown command", None),
+        ] {
+            assert_eq!(Redirect::parse(text.as_bytes()), expected, "{text}");
+        }
+        assert_eq!(Redirect::parse(b"MOVED 1 \xff:7"), None);
+    }
+
+    #[test]
+    fn reads_the_slots() {
+        let bytes = resp(
+            "*3 *4 :0 :9 *3 $1 h :1 $1 a *4 $1 h :2 $1 b *0 *3 :10 :19 *3 $-1 :3 $1 c \
+             *3 :20 :16383 *3 $1 h :1 $1 a ",
+        );
+        let map = SlotMap::parse(&Value::parse(&bytes).expect("RESP"), "asked").expect("slots");
+        let id = |slot| map.primary_of(slot).map(|node| node.id.as_str());
+        assert_eq!((id(9), id(10), id(16383)), (Some("a"), Some("c"), Some("a")));
+        assert_eq!(map.primaries().iter().map(|node| &node.id).collect::<Vec<_>>(), ["a", "c"]);
+        assert_eq!(map.node_at("h", 2).map(|node| node.id.as_str()), Some("b"));
+        assert_eq!(map.node_at("asked", 3).map(|node| node.id.as_str()), Some("c"));
+        assert_eq!(SlotMap::parse(&Value::Error(b"ERR"), "asked"), None);
+        for odd in ["*1 :1 ", "*1 *2 :0 :9 ", "*1 *3 :0 :-1 *3 $1 h :1 $1 a ", "*1 *3 :0 :9 *1 :1 "]
+        {
+            let bytes = resp(odd);
+            let map = SlotMap::parse(&Value::parse(&bytes).expect("RESP"), "asked");
+            assert_eq!(map, Some(SlotMap::default()), "{odd}");
+        }
+    }
+
+    #[test]
+    fn reads_the_rdma_endpoints_of_a_node() {
+        let row = |node: &str, address: &str, transport: &str| {
+            format!(
+                "*10 $4 node ${} {node} $7 address ${} {address} $4 port :6380 $9 transport ${} \
+                 {transport} $3 age :1 ",
+                node.len(),
+                address.len(),
+                transport.len()
+            )
+        };
+        let rows = [
+            row("a", "10.0.0.1", "rdma"),
+            row("a", "10.0.0.2", "tcp"),
+            row("b", "", "rdma"),
+            row("c", "no-address", "rdma"),
+            ":1 ".into(),
+        ];
+        let bytes = resp(&format!("*{} {}", rows.len(), rows.concat()));
+        let reply = Value::parse(&bytes).expect("RESP");
+        let of = |node| rdma_endpoints(&reply, node, "10.0.0.9");
+        assert_eq!(of("a"), ["10.0.0.1:6380".parse().expect("an address")]);
+        assert_eq!(of("b"), ["10.0.0.9:6380".parse().expect("an address")]);
+        assert_eq!(of("c"), []);
+        assert_eq!(rdma_endpoints(&Value::Error(b"ERR unknown command"), "a", "10.0.0.9"), []);
+    }
+}
