@@ -12,9 +12,9 @@ use ferrite_proto::cluster::{Redirect, SlotMap, rdma_endpoints};
 use ferrite_proto::resp::Value;
 use ferrite_session::Host;
 
+use crate::command_source::CommandSource;
 use crate::exit::ErrorReply;
 use crate::format::error_of;
-use crate::issue::CommandSource;
 use crate::output;
 use crate::server::Server;
 use crate::settings::Address;

@@ -7,20 +7,12 @@ use ferrite_proto::cluster::Redirect;
 use ferrite_proto::resp::Value;
 
 use crate::cluster;
+use crate::command_source::CommandSource;
 use crate::connection::Frame;
 use crate::exit::ErrorReply;
 use crate::format::{Style, error_of};
 use crate::output;
 use crate::server::{ConnectError, Server};
-
-/// Where commands come from.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum CommandSource {
-    /// The command line. It has one command, and any failure ends the program.
-    CommandLine,
-    /// The terminal or stdin. A failure is reported, and the next command runs.
-    Lines,
-}
 
 /// The replies that a command has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

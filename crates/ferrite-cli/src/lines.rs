@@ -7,9 +7,10 @@ use anyhow::Context as _;
 use ferrite_proto::resp::split_line;
 use tokio::runtime::Runtime;
 
+use crate::command_source::CommandSource;
 use crate::docs::Docs;
 use crate::format::Style;
-use crate::issue::{self, CommandSource};
+use crate::issue;
 use crate::server::Server;
 use crate::{exit, output};
 

@@ -19,15 +19,16 @@ use clap::{CommandFactory as _, Parser as _};
 use ferrite_config::manuals;
 
 use crate::big_keys::Measure;
+use crate::command_source::CommandSource;
 use crate::dial::Dialer;
 use crate::docs::Docs;
-use crate::issue::CommandSource;
 use crate::options::{Action, Options};
 use crate::server::Server;
 use crate::settings::{Mode, Settings};
 
 mod big_keys;
 mod cluster;
+mod command_source;
 mod connection;
 mod dial;
 mod docs;

@@ -56,8 +56,8 @@ pub fn multiplex<S: MuxSocket>(
     if hello.channels.min(own.channels) < channels {
         return Err(MuxSetupError::Channels { channels: hello.channels.min(own.channels) });
     }
-    // With room for all messages in flight, a message never waits outside of the link's queue, where
-    // a later one could overtake it.
+    // With room for all messages in flight, a message never waits outside of the link's queue,
+    // where a later one could overtake it.
     let messages = config.max_in_flight as usize * Class::ALL.len();
     let bytes = (messages * message_bytes) as u64;
     if own.send_queue_messages < messages || own.send_queue_bytes < bytes {

@@ -78,8 +78,8 @@ fn decode(
     decoder.end_message()
 }
 
-/// Checks that whatever a peer sends, limits hold, an error is final, and the bytes of a stream stay
-/// within its credit.
+/// Checks that whatever a peer sends, limits hold, an error is final, and the bytes of a stream
+/// stay within its credit.
 pub fn mux(bytes: &[u8]) {
     let mut input = Input(bytes);
     let (first, read) = (input.byte(), input.byte());

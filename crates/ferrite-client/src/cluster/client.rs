@@ -75,8 +75,9 @@ impl ClientBuilder {
 }
 
 impl ClusterClient {
-    /// Creates a client for the URL of [`Client::open`](crate::Client::open), which names one or more nodes of a
-    /// cluster, with a fabric of its own. The calling tokio runtime drives the fabric.
+    /// Creates a client for the URL of [`Client::open`](crate::Client::open), which names one or
+    /// more nodes of a cluster, with a fabric of its own. The calling tokio runtime drives the
+    /// fabric.
     ///
     /// With `?rdma=require`, the ports must be those of modules, and every node must have the
     /// module.

@@ -76,7 +76,7 @@ impl Cluster {
             let () = cluster.ask(number, &["CLUSTER", "SET-CONFIG-EPOCH", &epoch]);
         }
         for other in &cluster.nodes[1..] {
-            cluster.meet(0, other);
+            cluster.introduce(0, other);
         }
         cluster.wait_until("every node to know all others", |cluster, number| {
             cluster.nodes_known(number) == count
@@ -93,7 +93,7 @@ impl Cluster {
     pub fn join(&mut self, shape: &Shape<'_>) -> usize {
         let number = self.nodes.len();
         self.nodes.push(Node::start(shape, number));
-        self.meet(0, &self.nodes[number]);
+        self.introduce(0, &self.nodes[number]);
         let count = self.nodes.len();
         self.wait_until("every node to know all others", |cluster, number| {
             cluster.nodes_known(number) == count
@@ -101,7 +101,7 @@ impl Cluster {
         number
     }
 
-    fn meet(&self, number: usize, other: &Node) {
+    fn introduce(&self, number: usize, other: &Node) {
         let [ip, port, bus] = [
             other.address.ip().to_string(),
             other.address.port().to_string(),

@@ -46,6 +46,7 @@ mod load;
 mod measure;
 mod origin;
 mod plot;
+mod primaries;
 mod report;
 mod run;
 

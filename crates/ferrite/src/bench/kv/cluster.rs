@@ -1,38 +1,15 @@
-//! The primaries of a cluster, among which `--cluster` divides the connections and the keys.
-//!
-//! Each connection belongs to one primary, and uses only keys whose slots that primary serves at
-//! the start. Redirects are not followed: they count as errors.
-
-use std::io;
-use std::net::SocketAddr;
+//! Finds the primaries of a cluster for `--cluster`.
 
 use anyhow::{Context as _, bail, ensure};
 use ferrite_fabric::Rdma;
-use ferrite_proto::cluster::{Node, SlotMap, rdma_endpoints, slot_of};
+use ferrite_proto::cluster::{SlotMap, rdma_endpoints, slot_of};
 use ferrite_proto::resp::Value;
-use ferrite_session::{Connector, Session};
 
 use super::Options;
 use super::connection::LoadConnection;
 use super::dial::Dialer;
 use super::key_space::KeySpace;
-
-/// A primary, and the addresses at which it is reached.
-#[derive(Debug, Clone)]
-struct Primary {
-    node: Node,
-    engine: SocketAddr,
-    /// The RDMA endpoints of its module.
-    endpoints: Vec<SocketAddr>,
-}
-
-/// The primaries of a cluster, and which of them has each key of the run.
-#[derive(Debug)]
-pub(super) struct Primaries {
-    primaries: Vec<Primary>,
-    /// The number of the primary of each key.
-    of_key: Vec<u16>,
-}
+use super::primaries::{Primaries, Primary};
 
 impl Primaries {
     /// Asks the server for the slots and the endpoints. The server may be any node of the cluster.
@@ -98,39 +75,5 @@ impl Primaries {
             primaries.len()
         );
         Ok(Self { primaries, of_key })
-    }
-
-    /// Returns the number of primaries.
-    pub(super) fn count(&self) -> usize {
-        self.primaries.len()
-    }
-
-    /// Returns the number of the primary that a connection belongs to.
-    pub(super) fn of_connection(&self, connection: u32) -> usize {
-        connection as usize % self.primaries.len()
-    }
-
-    /// Returns whether a primary has a key.
-    pub(super) fn has(&self, primary: usize, key: u32) -> bool {
-        self.of_key.get(key as usize).is_some_and(|of| usize::from(*of) == primary)
-    }
-
-    /// Connects to a primary: to the first of its RDMA endpoints that accepts, otherwise to its
-    /// engine over TCP unless RDMA is required.
-    pub(super) async fn connect(
-        &self,
-        primary: usize,
-        connector: &Connector,
-    ) -> io::Result<Session> {
-        let Primary { engine, endpoints, .. } = &self.primaries[primary];
-        let Some((last, others)) = endpoints.split_last() else {
-            return connector.clone().rdma(Rdma::Forbid).connect(*engine).await;
-        };
-        for endpoint in others {
-            if let Ok(session) = connector.clone().rdma(Rdma::Require).connect(*endpoint).await {
-                return Ok(session);
-            }
-        }
-        connector.connect(*last).await
     }
 }

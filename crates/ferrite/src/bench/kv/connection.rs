@@ -9,11 +9,11 @@ use ferrite_proto::resp::{Limits, ReplyFramer, encode_command};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::sync::Barrier;
 
-use super::cluster::Primaries;
 use super::command::{Requests, Values};
 use super::dial::Duplex;
 use super::key_space::KeySpace;
 use super::keys::{Keys, Random};
+use super::primaries::Primaries;
 use super::run::{LONGEST_NS, Run, SharedRun};
 use super::{Options, Test};
 

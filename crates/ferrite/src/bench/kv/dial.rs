@@ -12,7 +12,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::UnixStream;
 
 use super::Options;
-use super::cluster::Primaries;
+use super::primaries::Primaries;
 
 pub(super) trait Duplex: AsyncRead + AsyncWrite + Unpin + Send {}
 impl<S: AsyncRead + AsyncWrite + Unpin + Send> Duplex for S {}

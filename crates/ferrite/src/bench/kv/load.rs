@@ -11,13 +11,13 @@ use tokio::sync::{Barrier, watch};
 use tokio::task::JoinSet;
 
 use super::Options;
-use super::cluster::Primaries;
 use super::command::Requests;
 use super::connection::{LoadConnection, Plan, encode_set};
 use super::dial::Dialer;
 use super::interrupt::Interrupt;
 use super::key_space::KeySpace;
 use super::keys::Keys;
+use super::primaries::Primaries;
 use super::run::{Run, SharedRun};
 
 /// Time between two calls of [`Turn::on_tick`].
