@@ -24,7 +24,7 @@ pub(crate) async fn connect(builder: ClusterClientBuilder) -> ClusterConnection 
     builder.build().connect().await.expect("a cluster")
 }
 
-/// Returns the bytes of each transport to each node, by the number of the node.
+/// Returns a line for each node, with the bytes sent and received over each transport.
 pub(crate) fn bytes(cluster: &Cluster, connection: &ClusterConnection) -> Vec<String> {
     let line = |number: usize| {
         let node = &cluster.nodes[number];

@@ -1,5 +1,5 @@
-//! Tests of the client with a real `redis-server` on this host over TCP, with or without RDMA:
-//! URLs, host names, several servers, timeouts, TLS, and programs without tokio.
+//! Tests of the client over TCP with a real `redis-server` on this host, which needs no RDMA. They
+//! cover URLs, host names, several servers, timeouts, TLS, and programs without tokio.
 
 use std::net::SocketAddr;
 use std::sync::Arc;

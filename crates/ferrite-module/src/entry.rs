@@ -334,7 +334,7 @@ unsafe extern "C" fn on_cluster_message(
     len: u32,
 ) {
     guard("a cluster message", (), || {
-        // SAFETY: the engine's id of the sender is valid until this callback returns.
+        // SAFETY: the sender's id, which the engine passes, is valid until this callback returns.
         let Some(sender) = (unsafe { NodeId::copy(sender) }) else { return };
         if message.is_null() {
             return;

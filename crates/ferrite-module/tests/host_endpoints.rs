@@ -155,7 +155,7 @@ fn bus_message(sender: &str, message: &[u8]) -> Vec<u8> {
     bytes[8..10].copy_from_slice(&1_u16.to_be_bytes());
     bytes[12..14].copy_from_slice(&MODULE.to_be_bytes());
     bytes[40..80].copy_from_slice(sender.as_bytes());
-    bytes.extend([0; 8]); // the id of all modules whose name does not have nine letters
+    bytes.extend([0; 8]); // the one id of all modules whose names are not nine letters long
     bytes.extend((message.len() as u32).to_be_bytes());
     bytes.push(0xF6);
     bytes.extend(message);

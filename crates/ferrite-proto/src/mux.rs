@@ -141,7 +141,7 @@ pub struct Mux {
     side: Side,
     config: Config,
     decoder: Decoder,
-    /// The stream of the DATA record whose bytes arrive.
+    /// The stream of the DATA record whose bytes are arriving now.
     receiving: Option<StreamId>,
     table: Table,
     schedule: Schedule,

@@ -286,9 +286,8 @@ impl Poller {
             self.peer_was_refused(shared, link, true);
         }
         link.with_wakes(&mut self.wakes, |state, env, wakes| match wc.status() {
-            // This receive belongs to a queue pair that the link no longer uses. The count of
-            // received frames that the peer was told does not include it, so the peer sends the
-            // frame again.
+            // The link no longer uses this receive's queue pair. When this side told the peer how
+            // many frames it had received, it did not count this one, so the peer sends it again.
             _ if !state.on_taken(wc.qp_num(), number) => {}
             Status::SUCCESS => match state.on_received(env.pool, wc, buf, now, wakes) {
                 Ok(()) => state.pump(env, wakes),

@@ -211,10 +211,10 @@ impl Side {
 
     /// Disconnects a client. It reconnects when it next sends.
     ///
-    /// The module connects to the engine only after the client's first bytes, which show the
-    /// protocol. Only then does the engine decide whether `default` needs a password. At its own
-    /// port, the engine decides that when the client connects. Therefore clients connect and send
-    /// at once.
+    /// When a client connects, the engine decides whether `default` needs a password. The module
+    /// connects to the engine only after the client's first bytes, which show the protocol. So that
+    /// both sides decide at the same point of the session, a client connects only when it has
+    /// something to send.
     pub(crate) fn reconnect(&mut self, client: usize) {
         self.clients[client] = Client::default();
     }

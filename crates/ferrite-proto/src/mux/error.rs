@@ -78,7 +78,7 @@ pub enum MuxError {
         stream: StreamId,
     },
     /// The peer answered a change of class that was not announced.
-    #[error("an answer to a change of class of stream {stream}, which was not announced")]
+    #[error("the peer answered a change of class that was not announced, on stream {stream}")]
     UnexpectedAnswer {
         /// The stream.
         stream: StreamId,

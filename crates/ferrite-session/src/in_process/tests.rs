@@ -242,7 +242,8 @@ fn sends_replies_regularly_during_a_long_pipeline() {
     assert!(replies.iter().all(|count| *count <= 1 + usize::from(READS_PER_SEND)), "{replies:?}");
 }
 
-/// The session makes one step at a time while the event-loop slice is used up, and loses nothing.
+/// Once the event-loop slice is exhausted, the session calls one command and then yields. No
+/// command is lost.
 #[test]
 fn yields_when_the_slice_is_used_up() {
     let Outcome { replies, called, .. } = run_session(

@@ -49,7 +49,7 @@ fn render_device(out: &mut String, device: &DeviceEntry, verbose: bool) {
 }
 
 fn driver_text(device: &DeviceEntry) -> String {
-    const CAVEAT: &str = "(software: shows function, not speed)";
+    const CAVEAT: &str = "(in software: tests functions, not speed)";
     match device.driver.as_deref() {
         Some("rxe") => format!("Soft-RoCE {CAVEAT}"),
         Some("siw") => format!("software iWARP {CAVEAT}"),
@@ -189,7 +189,7 @@ mod tests {
     fn shows_all_of_a_device() {
         let text = render(&inventory(), false);
         let expected = "\
-rxe0: Soft-RoCE (software: shows function, not speed)
+rxe0: Soft-RoCE (in software: tests functions, not speed)
   GUID 4c69:61ff:fe34:3859, no NUMA node
   port 1: active, Ethernet, MTU 1024 (of 4096), 2.5 Gbit/s, eth0
       GID  address   type        netdev

@@ -270,7 +270,7 @@ impl Programs {
         program.held += bytes.len() as u32 - read;
         let sender = self.get(stream, side.other())?;
         if received > sender.sent {
-            return violation(format!("{side:?}: more bytes of {stream} than were sent"));
+            return violation(format!("{side:?}: received more bytes of {stream} than were sent"));
         }
         if is_probe
             && let Some((end, since)) = sender.ready.front().copied()
