@@ -1,5 +1,5 @@
-//! The state of a [`ReplyFramer`](super::ReplyFramer). Its size is fixed: it keeps none of the bytes
-//! that were fed.
+//! The state of a [`ReplyFramer`](super::ReplyFramer). Its size is fixed: it keeps none of the
+//! bytes that were fed.
 
 use super::ReplyError;
 use crate::resp::number::{Integer, Length};
