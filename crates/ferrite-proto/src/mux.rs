@@ -245,8 +245,8 @@ impl Mux {
         self.is_peer_going_away
     }
 
-    /// Returns whether this side has sent GOAWAY and every stream has ended, so that the link can be
-    /// closed.
+    /// Returns whether this side has sent GOAWAY and every stream has ended, so that the link can
+    /// be closed.
     #[must_use]
     pub fn is_drained(&self) -> bool {
         let is_done = !Class::ALL.into_iter().any(|class| self.schedule.has_work(class));

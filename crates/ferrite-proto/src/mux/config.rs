@@ -36,8 +36,8 @@ pub struct Config {
     pub max_streams: usize,
     /// Maximum number of streams that the peer may open in a second. Default 1,000.
     pub opens_per_second: u32,
-    /// Maximum number of refusals of the peer's streams that wait to be sent. A peer that opens more
-    /// streams without reading the refusals loses the link. Default 16,384.
+    /// Maximum number of refusals of the peer's streams that wait to be sent. A peer that opens
+    /// more streams without reading the refusals loses the link. Default 16,384.
     pub max_refused: usize,
     /// Maximum number of bytes that all streams together have received and the application has not
     /// consumed. Beyond it, the stream that holds the most is reset. Default 64 MiB.

@@ -5,8 +5,8 @@
 //! ```
 //!
 //! Grants and resets take at most half of a message, so that a flood of them leaves room for turns.
-//! Grants travel in the class *bus*, because a grant may overtake everything else of its stream: its
-//! receiver has the stream already. A reset travels in the class of its stream, after the OPEN.
+//! Grants travel in the class *bus*, because a grant may overtake everything else of its stream:
+//! its receiver has the stream already. A reset travels in the class of its stream, after the OPEN.
 
 use std::time::Instant;
 
