@@ -280,8 +280,8 @@ fn violations(side: Side, random: &mut Random, is_shown: bool) -> Result<u64, Vi
     Ok(0)
 }
 
-/// Prepares streams in several states, and then violates the rule with this number. Returns false if
-/// there is none.
+/// Prepares streams in several states, and then violates the rule with this number. Returns false
+/// if there is none.
 fn violate(
     victim: &mut Victim,
     at: usize,
