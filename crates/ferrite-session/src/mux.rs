@@ -36,20 +36,19 @@ pub use socket::MuxSocket;
 /// Starts the multiplexer on a link. Both ends must do so, with the same window, and one of them as
 /// [`Side::Caller`]. Nothing else may use the link.
 ///
-/// Returns the handle that opens streams, the streams that the peer opens, and the driver. The
-/// caller spawns [`MuxDriver::run`].
+/// The caller spawns [`MuxDriver::run`].
 ///
 /// # Errors
 /// If the multiplexer cannot work with these limits, or the link with its messages.
 pub fn multiplex<S: MuxSocket>(
     link: Link,
     side: Side,
-    config: Config,
-) -> Result<(MuxHandle<S>, MuxIncoming<S>, MuxDriver<S>), MuxSetupError> {
+    config: &Config,
+) -> Result<Multiplexer<S>, MuxSetupError> {
     let hello = link.peer_hello();
     let most = usize::try_from(hello.max_message_bytes).unwrap_or(usize::MAX);
     let message_bytes = config.message_bytes.min(most);
-    let config = Config { message_bytes, ..config };
+    let config = Config { message_bytes, ..config.clone() };
     config.check()?;
     let channels = Class::ALL.len() as u16;
     let own = link.fabric().config();
@@ -68,7 +67,19 @@ pub fn multiplex<S: MuxSocket>(
     let shared = Arc::new(Shared::default());
     let driver = MuxDriver::new(link, side, config, received_commands, incoming, &shared)?;
     let handle = MuxHandle { commands: commands.clone(), shared };
-    Ok((handle, MuxIncoming { received: received_incoming, commands }, driver))
+    let incoming = MuxIncoming { received: received_incoming, commands };
+    Ok(Multiplexer { handle, incoming, driver })
+}
+
+/// The parts of a multiplexer, for the tasks that use them.
+#[derive(Debug)]
+pub struct Multiplexer<S: MuxSocket> {
+    /// Opens streams.
+    pub handle: MuxHandle<S>,
+    /// The streams that the peer opens.
+    pub incoming: MuxIncoming<S>,
+    /// Drives all streams.
+    pub driver: MuxDriver<S>,
 }
 
 /// Why a link cannot carry streams.

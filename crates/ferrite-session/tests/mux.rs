@@ -17,7 +17,9 @@ use std::time::Duration;
 
 use ferrite_fabric::{ConnectOptions, Fabric, Link, Listener, Transport};
 use ferrite_session::mux::protocol::{Class, Config, Route};
-use ferrite_session::mux::{MuxFailure, MuxHandle, MuxIncoming, MuxSocket, Side, multiplex};
+use ferrite_session::mux::{
+    Multiplexer, MuxFailure, MuxHandle, MuxIncoming, MuxSocket, Side, multiplex,
+};
 use ferrite_testkit::wait::until_async;
 use tokio::io::{AsyncRead, AsyncWrite, DuplexStream, ReadBuf};
 use tokio::task::JoinHandle;
@@ -71,8 +73,8 @@ impl Harness {
     pub(crate) async fn pair<S: MuxSocket>(&self, config: &Config) -> ([Peer<S>; 2], Listener) {
         let ([one, two], listener) = self.link().await;
         let peers = [(one, Side::Caller), (two, Side::Called)].map(|(link, side)| {
-            let (handle, incoming, driver) =
-                multiplex(link.clone(), side, config.clone()).expect("a multiplexer");
+            let Multiplexer { handle, incoming, driver } =
+                multiplex(link.clone(), side, config).expect("a multiplexer");
             Peer { link, handle, incoming, driver: tokio::spawn(driver.run()) }
         });
         (peers, listener)

@@ -124,7 +124,7 @@ impl Harness {
                     return;
                 };
                 let next_class =
-                    if more & 4 == 0 { None } else { Class::from_channel(more as u16 >> 3) };
+                    if more & 4 == 0 { None } else { Class::from_channel(u16::from(more >> 3)) };
                 let mut message = DataHead { stream, length, next_class }.encode().to_vec();
                 message.resize(message.len() + length as usize, 7);
                 self.receive(channel, &message);

@@ -186,11 +186,11 @@ mod tests {
         ]
     }
 
+    /// A record, or the head and the bytes of a DATA record.
+    type Found = (Option<Control>, Option<DataHead>, Vec<u8>);
+
     /// Decodes a message in pieces of these sizes, and joins the bytes of each DATA record.
-    fn decode(
-        bytes: &[u8],
-        sizes: &[usize],
-    ) -> Result<Vec<(Option<Control>, Option<DataHead>, Vec<u8>)>, RecordError> {
+    fn decode(bytes: &[u8], sizes: &[usize]) -> Result<Vec<Found>, RecordError> {
         let (mut decoder, mut found, mut rest) = (Decoder::default(), Vec::new(), bytes);
         let mut sizes = sizes.iter().copied().chain(std::iter::repeat(usize::MAX));
         while !rest.is_empty() {

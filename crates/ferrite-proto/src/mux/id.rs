@@ -85,7 +85,7 @@ impl StreamId {
     #[must_use]
     pub fn new(opener: Side, class: Class, number: u32) -> Option<Self> {
         let is_valid = (1..=Self::MAX_NUMBER).contains(&number);
-        is_valid.then(|| Self(number << 3 | (class as u32) << 1 | opener as u32))
+        is_valid.then_some(Self(number << 3 | (class as u32) << 1 | opener as u32))
     }
 
     /// Returns the name that a record has; `None` if no stream has such a name.

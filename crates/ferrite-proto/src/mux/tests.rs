@@ -59,7 +59,7 @@ impl Pair {
         received
     }
 
-    fn to_called(&mut self, class: Class, most: usize) -> Vec<(StreamId, usize)> {
+    fn send_to_called(&mut self, class: Class, most: usize) -> Vec<(StreamId, usize)> {
         let Some(message) = Self::pack(&mut self.caller, class, self.now, most) else {
             return Vec::new();
         };
@@ -67,7 +67,7 @@ impl Pair {
         Self::deliver(&mut self.called, class, &message, self.now)
     }
 
-    fn to_caller(&mut self, class: Class) -> Vec<(StreamId, usize)> {
+    fn send_to_caller(&mut self, class: Class) -> Vec<(StreamId, usize)> {
         let Some(message) = Self::pack(&mut self.called, class, self.now, 0) else {
             return Vec::new();
         };
@@ -86,11 +86,11 @@ impl Pair {
 fn packs_turns_of_several_streams_into_one_message() {
     let mut pair = Pair::new(&config());
     let streams = [(); 3].map(|()| pair.open(Class::Interactive));
-    let received = pair.to_called(Class::Interactive, 50);
+    let received = pair.send_to_called(Class::Interactive, 50);
     let turns: Vec<_> = received.iter().filter(|(_, len)| *len > 0).map(|it| it.0).collect();
     assert_eq!(turns[..4], [streams[0], streams[1], streams[2], streams[0]]);
     assert!(received.iter().all(|(_, len)| *len <= 50));
-    assert!(pair.to_called(Class::Bus, 50).is_empty(), "each class has its own messages");
+    assert!(pair.send_to_called(Class::Bus, 50).is_empty(), "each class has its own messages");
 }
 
 #[test]
@@ -108,7 +108,7 @@ fn sends_no_more_than_the_credit() {
         }
     }
     assert_eq!((sent, pair.caller.credit(stream)), (1000, 0));
-    pair.to_caller(Class::Bus); // all of it was consumed
+    pair.send_to_caller(Class::Bus); // all of it was consumed
     assert_eq!(pair.caller.credit(stream), 1000);
 }
 
@@ -134,8 +134,8 @@ fn a_stream_that_sends_much_moves_to_bulk_and_loses_nothing() {
     let mut sent = 0;
     for _ in 0..10 {
         for class in Class::ALL {
-            sent += pair.to_called(class, 100).iter().map(|it| it.1).sum::<usize>();
-            pair.to_caller(class);
+            sent += pair.send_to_called(class, 100).iter().map(|it| it.1).sum::<usize>();
+            pair.send_to_caller(class);
         }
     }
     assert_eq!(pair.caller.class(stream), Some(Class::Bulk));
@@ -150,21 +150,21 @@ fn a_stream_that_was_reset_before_its_open_leaves_no_trace() {
     let stream = pair.open(Class::Interactive);
     pair.caller.reset(stream, Cause::CONNECTION_LOST);
     assert_eq!((pair.caller.streams(), pair.caller.poll_ended()), (0, None));
-    assert!(pair.to_called(Class::Interactive, 10).is_empty());
+    assert!(pair.send_to_called(Class::Interactive, 10).is_empty());
     let next = pair.open(Class::Interactive);
     assert_eq!(next.number(), stream.number() + 1, "its name is not used again");
-    assert_eq!(pair.to_called(Class::Interactive, 10)[0], (next, 0));
+    assert_eq!(pair.send_to_called(Class::Interactive, 10)[0], (next, 0));
 }
 
 #[test]
 fn go_away_ends_the_streams_that_were_not_accepted() {
     let mut pair = Pair::new(&config());
     let accepted = pair.open(Class::Interactive);
-    pair.to_called(Class::Interactive, 10);
+    pair.send_to_called(Class::Interactive, 10);
     pair.called.go_away();
     let late = pair.open(Class::Bulk);
     let message = Pair::pack(&mut pair.called, Class::Bus, pair.now, 0).expect("the GOAWAY");
-    assert!(pair.to_called(Class::Bulk, 10).is_empty(), "ignored");
+    assert!(pair.send_to_called(Class::Bulk, 10).is_empty(), "ignored");
     Pair::deliver(&mut pair.caller, Class::Bus, &message, pair.now);
     let end = End::ResetByPeer(Cause::GOING_AWAY);
     assert_eq!(pair.caller.poll_ended(), Some(Ended { stream: late, end }));
@@ -173,7 +173,7 @@ fn go_away_ends_the_streams_that_were_not_accepted() {
     assert!(!pair.called.is_drained());
     pair.called.reset(accepted, Cause::CONNECTION_LOST);
     assert!(!pair.called.is_drained(), "the RESET is not sent yet");
-    pair.to_caller(Class::Interactive);
+    pair.send_to_caller(Class::Interactive);
     assert!(pair.called.is_drained());
 }
 

@@ -274,9 +274,10 @@ impl<S: MuxSocket> MuxDriver<S> {
     /// Closes the local connections of streams that have ended.
     fn poll_ended(&mut self) {
         while let Some(Ended { stream, end }) = self.mux.poll_ended() {
-            match (self.streams.remove(&stream), end) {
-                (Some(local), End::Reset(_) | End::ResetByPeer(_)) => local.reset(),
-                (Some(_) | None, _) => {} // a finished connection was shut down, and closes
+            let Some(local) = self.streams.remove(&stream) else { continue };
+            match end {
+                End::Finished => drop(local), // it was shut down
+                End::Reset(_) | End::ResetByPeer(_) => local.reset(),
             }
         }
     }

@@ -2,8 +2,9 @@
 
 use std::io::ErrorKind;
 
-use ferrite_session::mux::protocol::{Class, Config, MuxError, RecordError};
-use ferrite_session::mux::{MuxFailure, OpenError};
+use ferrite_session::mux::protocol::{Class, Config, Control, MuxError, RecordError, StreamId};
+use ferrite_session::mux::{Multiplexer, MuxFailure, OpenError, Side, multiplex};
+use ferrite_testkit::wait::until_async;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 
@@ -79,10 +80,7 @@ pub(crate) async fn drains_after_go_away(harness: &Harness) {
     let (mut peers, _listener) = harness.pair::<Pipe>(&Config::default()).await;
     let [mut one, mut two] = connect(&mut peers, 1).await;
     peers[1].handle.go_away();
-    ferrite_testkit::wait::until_async("the news arrives", async || {
-        peers[0].handle.state().is_peer_going_away
-    })
-    .await;
+    until_async("the news arrives", async || peers[0].handle.state().is_peer_going_away).await;
     let (_program, socket) = pipe();
     let opened = peers[0].handle.open(Class::Bus, route(2), socket).await;
     assert!(matches!(opened, Err((Some(_), OpenError::GoingAway))));
@@ -100,17 +98,11 @@ pub(crate) async fn drains_after_go_away(harness: &Harness) {
 
 pub(crate) async fn hostile_records_end_the_link(harness: &Harness) {
     let ([hostile, link], _listener) = harness.link().await;
-    let side = ferrite_session::mux::Side::Called;
-    let (handle, mut incoming, driver) =
-        ferrite_session::mux::multiplex::<Pipe>(link, side, Config::default()).expect("valid");
+    let multiplexer = multiplex::<Pipe>(link, Side::Called, &Config::default());
+    let Multiplexer { handle, mut incoming, driver } = multiplexer.expect("a multiplexer");
     let driver = tokio::spawn(driver.run());
-    let stream = ferrite_session::mux::protocol::StreamId::new(
-        ferrite_session::mux::Side::Caller,
-        Class::Interactive,
-        1,
-    );
-    let stream = stream.expect("a name");
-    let open = ferrite_session::mux::protocol::Control::Open { stream, route: route(7) }.encode();
+    let stream = StreamId::new(Side::Caller, Class::Interactive, 1).expect("a name");
+    let open = Control::Open { stream, route: route(7) }.encode();
     hostile.send_bytes(1, &open).await.expect("send");
     let (mut program, socket) = pipe();
     incoming.next().await.expect("a stream").accept(socket);

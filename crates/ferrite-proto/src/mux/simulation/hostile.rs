@@ -134,7 +134,7 @@ pub(super) fn run(random: &mut Random, is_shown: bool) -> Result<Summary, Violat
         3 => flood_of_opens(&mut victim, random)?,
         4 => flood_of_bytes(&mut victim, random)?,
         5 => flood_of_resets(&mut victim, random)?,
-        _ => violations(&mut victim, random, is_shown)?,
+        _ => violations(side, random, is_shown)?,
     };
     Ok(Summary { violations, ..Summary::default() })
 }
@@ -269,8 +269,25 @@ fn flood_of_resets(victim: &mut Victim, random: &mut Random) -> Result<u64, Viol
     Ok(0)
 }
 
-/// Prepares streams in several states, and then violates one rule.
-fn violations(victim: &mut Victim, random: &mut Random, is_shown: bool) -> Result<u64, Violation> {
+/// Violates each rule, at a multiplexer of its own.
+fn violations(side: Side, random: &mut Random, is_shown: bool) -> Result<u64, Violation> {
+    for at in 0.. {
+        let mut victim = Victim::new(side, config());
+        if !violate(&mut victim, at, random, is_shown)? {
+            return Ok(at as u64);
+        }
+    }
+    Ok(0)
+}
+
+/// Prepares streams in several states, and then violates the rule with this number. Returns false
+/// if there is none.
+fn violate(
+    victim: &mut Victim,
+    at: usize,
+    random: &mut Random,
+    is_shown: bool,
+) -> Result<bool, Violation> {
     let (peer, own) = (victim.peer(), victim.mux.side());
     let interactive = |number| id(peer, Class::Interactive, number);
     let (live, ended, with_fin, moving) =
@@ -308,7 +325,7 @@ fn violations(victim: &mut Victim, random: &mut Random, is_shown: bool) -> Resul
     let after = MuxError::AfterFin { stream: with_fin };
     let beyond = MuxError::BeyondCredit { stream: live, length: 501, credit: 500 };
     let ours_next = id(own, Class::Bus, 99);
-    let mut all = vec![
+    let all = [
         (0, data(never, 1, None), unopened(never)),
         (0, fin(never), unopened(never)),
         (0, reset(never), unopened(never)),
@@ -340,12 +357,12 @@ fn violations(victim: &mut Victim, random: &mut Random, is_shown: bool) -> Resul
         (1, data(live, 9, None)[..20].to_vec(), RecordError::Truncated.into()),
         (1, vec![9; 12], RecordError::Type { kind: 9 }.into()),
     ];
-    let (channel, message, expected) = all.swap_remove(random.index(all.len()));
+    let Some((channel, message, expected)) = all.get(at) else { return Ok(false) };
     if is_shown {
-        eprintln!("{side:?} under test; expected: {expected}", side = own);
+        eprintln!("{own:?} under test; expected: {expected}");
     }
-    match victim.receive(channel, &message, random)? {
-        Err(error) if error == expected => Ok(1),
+    match victim.receive(*channel, message, random)? {
+        Err(error) if error == *expected => Ok(true),
         result => violation(format!("{result:?} instead of: {expected}")),
     }
 }

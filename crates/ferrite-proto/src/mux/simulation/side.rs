@@ -6,7 +6,7 @@ use ferrite_testkit::Random;
 
 use super::program::Programs;
 use super::wire::{Clock, STEP_MICROS, Wire};
-use super::{Violation, chance, violation};
+use super::{PROBE_BULK_BYTES, Violation, chance, violation};
 use crate::mux::{
     CONTROL_BYTES, Cause, Class, Config, Ended, Filled, HEAD_BYTES, Mux, OpenError, Received,
     Route, Side as Role, StreamId,
@@ -220,6 +220,9 @@ impl Side {
     /// flight before it have at most a grant for each stream, and bytes of a probe.
     fn most_probe_micros(&self, wire: &Wire) -> u64 {
         let config = self.mux.config();
+        if config.bulk_bytes_per_second < PROBE_BULK_BYTES {
+            return u64::MAX;
+        }
         let control = 4 * self.most_streams * (HEAD_BYTES + 4) + 4 * CONTROL_BYTES + 200;
         let in_flight = config.max_in_flight as usize + 1;
         // A probe may take several messages, each with little room, and a GRANT may come first.
