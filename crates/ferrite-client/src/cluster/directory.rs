@@ -73,6 +73,11 @@ impl Directory {
         }
     }
 
+    /// Returns the RDMA endpoints of all nodes.
+    pub(super) fn all_endpoints(&self) -> Vec<SocketAddr> {
+        self.endpoints.values().flatten().copied().collect()
+    }
+
     /// Records a reply to CLUSTER SLOTS. Nodes that are no longer in it are forgotten.
     pub(super) fn note_slots(&mut self, slots: &Value, from: &Host) {
         let Value::Array(ranges) = slots else { return };

@@ -9,7 +9,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ferrite_fabric::{Fallback, Rdma};
 use ferrite_session::{ConnectError, Connector, Host, Session, SessionTransport};
@@ -92,14 +92,38 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// A connection to a node. Clones share it.
 #[derive(Clone)]
 pub(super) struct Node {
+    link: Link,
+    host: Host,
+    shared: Arc<Shared>,
+}
+
+#[derive(Clone)]
+enum Link {
+    Open(Open),
+    Refused(Arc<Refused>),
+}
+
+#[derive(Clone)]
+struct Open {
     connection: MultiplexedConnection,
     progress: Arc<Progress>,
     /// Whether the connection was given up, because no byte has moved for too long.
     is_lost: Arc<AtomicBool>,
     transport: SessionTransport,
-    host: Host,
-    shared: Arc<Shared>,
 }
+
+/// A node that must be reached over RDMA, and has no RDMA endpoint. redis-rs would try for seconds
+/// to connect, and then return an error without a cause. So it gets a connection on which every
+/// command fails with the cause.
+struct Refused {
+    why: RedisError,
+    since: Instant,
+    /// Whether redis-rs has sent the command with which it checks a new connection.
+    is_checked: AtomicBool,
+}
+
+/// How long a node is refused before the other nodes are asked for its endpoints again.
+const REFUSED_FOR: Duration = Duration::from_secs(1);
 
 impl Connect for Node {
     fn connect_with_config<'a, T>(info: T, config: AsyncConnectionConfig) -> RedisFuture<'a, Self>
@@ -138,26 +162,58 @@ impl Dialer<'_> {
                 Ok(self.upgrade(node).await)
             }
             (Way::Engine { id }, Rdma::Require) => {
+                self.ask_for_endpoints().await;
+                let way = self.shared.directory().way_to(self.host);
+                if let Way::Rdma { id, endpoints } = way {
+                    return self.require_rdma(&id, &endpoints).await;
+                }
                 let why = "its module is not loaded, has no RDMA, or has not announced itself yet; \
                            load ferrite.so there, or prefer RDMA instead of requiring it";
-                Err(self.without_rdma(&id, why))
+                let why = self.without_rdma(&id, why);
+                let (since, is_checked) = (Instant::now(), AtomicBool::new(false));
+                let link = Link::Refused(Arc::new(Refused { why, since, is_checked }));
+                Ok(Node { link, host: self.host.clone(), shared: Arc::clone(self.shared) })
             }
             // The list of endpoints may have come from a node that had not heard of this one.
             (Way::Engine { .. }, _) => {
                 let node = self.dial_engine(Rdma::Forbid, None).await?;
                 Ok(self.upgrade(node).await)
             }
-            (Way::Rdma { id, endpoints }, _) => match self.dial_rdma(&endpoints).await {
+            (Way::Rdma { id, endpoints }, Rdma::Require) => {
+                self.require_rdma(&id, &endpoints).await
+            }
+            (Way::Rdma { endpoints, .. }, _) => match self.dial_rdma(&endpoints).await {
                 Ok(node) => Ok(node),
                 Err(NoRdma::Refused(error)) => Err(error),
-                Err(NoRdma::Failed(_, error)) if policy == Rdma::Require => {
-                    Err(self.without_rdma(&id, &error.to_string()))
-                }
                 Err(NoRdma::Failed(endpoint, error)) => {
                     let fallback = self.connector()?.fell_back_to_tcp(endpoint, error);
                     self.dial_engine(Rdma::Forbid, Some(fallback)).await
                 }
             },
+        }
+    }
+
+    async fn require_rdma(&self, id: &str, endpoints: &[SocketAddr]) -> RedisResult<Node> {
+        self.dial_rdma(endpoints).await.map_err(|error| match error {
+            NoRdma::Refused(error) => error,
+            // The node may be down, so redis-rs may try again.
+            NoRdma::Failed(_, error) => {
+                let text = self.without_rdma(id, &error.to_string()).to_string();
+                io::Error::new(io::ErrorKind::NotConnected, text).into()
+            }
+        })
+    }
+
+    /// Asks a node whose module is known for the endpoints of all nodes.
+    async fn ask_for_endpoints(&self) {
+        let known = self.shared.directory().all_endpoints();
+        let ask = redis::cmd("FERRITE").arg("ENDPOINTS").clone();
+        for endpoint in known {
+            let Ok(mut node) = self.dial_rdma(&[endpoint]).await else { continue };
+            if let Ok(reply) = node.req_packed_command(&ask).await {
+                let asked = Host { name: endpoint.ip().to_string(), port: Some(endpoint.port()) };
+                return self.shared.directory().note_endpoints(&reply, &asked);
+            }
         }
     }
 
@@ -200,9 +256,10 @@ impl Dialer<'_> {
     /// Asks a node for its own RDMA endpoints, if the connection is over TCP, and connects to them.
     /// Keeps the connection if that fails.
     async fn upgrade(&self, mut node: Node) -> Node {
-        if is_rdma(node.transport) {
-            return node;
-        }
+        let transport = match &node.link {
+            Link::Open(open) if !is_rdma(open.transport) => open.transport,
+            _ => return node,
+        };
         let mut ask = Pipeline::with_capacity(2);
         ask.cmd("CLUSTER").arg("MYID").cmd("FERRITE").arg("ENDPOINTS");
         let Ok(replies) = node.req_packed_commands(&ask, 0, 2).await else { return node };
@@ -216,7 +273,7 @@ impl Dialer<'_> {
             Err(NoRdma::Failed(endpoint, error)) => {
                 if let Ok(connector) = self.connector() {
                     let fallback = connector.fell_back_to_tcp(endpoint, error);
-                    self.shared.directory().note_fallback(self.host, node.transport, fallback);
+                    self.shared.directory().note_fallback(self.host, transport, fallback);
                 }
                 node
             }
@@ -241,7 +298,8 @@ impl Dialer<'_> {
             client.log_in(address, session, config, traffic).await?;
         let (host, shared) = (self.host.clone(), Arc::clone(self.shared));
         let is_lost = Arc::default();
-        Ok(Node { connection, progress, is_lost, transport, host, shared })
+        let link = Link::Open(Open { connection, progress, is_lost, transport });
+        Ok(Node { link, host, shared })
     }
 
     /// Returns the error for a node that must be reached over RDMA, and cannot.
@@ -261,16 +319,30 @@ enum NoRdma {
 }
 
 impl Node {
-    /// Waits for replies. Gives the connection up if it makes no progress.
-    async fn wait<T>(&self, replies: impl Future<Output = RedisResult<T>>) -> RedisResult<T> {
-        if self.is_lost.load(Ordering::Relaxed) {
-            // Nothing is sent, so redis-rs may send it over a new connection.
-            let lost = "the connection has made no progress and was given up";
-            return Err(io::Error::new(io::ErrorKind::ConnectionReset, lost).into());
+    /// Runs commands on the connection. Gives it up if it makes no progress.
+    async fn run<T>(
+        &self,
+        send: impl AsyncFnOnce(MultiplexedConnection) -> RedisResult<T>,
+    ) -> RedisResult<T> {
+        // Nothing is sent in these cases, so redis-rs may send it over a new connection.
+        let closed = |why: &str| {
+            let closed = io::Error::new(io::ErrorKind::ConnectionReset, why.to_owned());
+            Err(RedisError::from(closed))
+        };
+        let open = match &self.link {
+            Link::Open(open) => open,
+            Link::Refused(refused) if refused.since.elapsed() > REFUSED_FOR => {
+                return closed("the node may have an RDMA endpoint by now");
+            }
+            Link::Refused(refused) => return Err(refused.why.clone()),
+        };
+        if open.is_lost.load(Ordering::Relaxed) {
+            return closed("the connection has made no progress and was given up");
         }
         let limit = self.shared.client.response_timeout();
-        self.progress.wait(limit, replies).await.unwrap_or_else(|| {
-            self.is_lost.store(true, Ordering::Relaxed);
+        let replies = open.progress.wait(limit, send(open.connection.clone())).await;
+        replies.unwrap_or_else(|| {
+            open.is_lost.store(true, Ordering::Relaxed);
             // redis-rs must not send the command again: the server may still be running it.
             Err(redis::make_extension_error(NO_PROGRESS.into(), None))
         })
@@ -280,8 +352,10 @@ impl Node {
     async fn slots(&mut self, ask: &Cmd) -> RedisResult<Value> {
         let mut both = Pipeline::with_capacity(2);
         both.add_command(ask.clone()).cmd("FERRITE").arg("ENDPOINTS");
-        let mut connection = self.connection.clone();
-        let mut replies = self.wait(connection.req_packed_commands(&both, 0, 2)).await?;
+        let send = async |mut connection: MultiplexedConnection| {
+            connection.req_packed_commands(&both, 0, 2).await
+        };
+        let mut replies = self.run(send).await?;
         let (Some(endpoints), Some(slots)) = (replies.pop(), replies.pop()) else {
             return Err(redis::make_extension_error("ERR".into(), Some("no reply".into())));
         };
@@ -298,8 +372,15 @@ impl ConnectionLike for Node {
             if begins_with(cmd, &["CLUSTER", "SLOTS"]) {
                 return self.slots(cmd).await;
             }
-            let mut connection = self.connection.clone();
-            self.wait(connection.req_packed_command(cmd)).await
+            if let Link::Refused(refused) = &self.link
+                && !refused.is_checked.swap(true, Ordering::Relaxed)
+            {
+                return Ok(Value::Okay);
+            }
+            let send = async |mut connection: MultiplexedConnection| {
+                connection.req_packed_command(cmd).await
+            };
+            self.run(send).await
         })
     }
 
@@ -310,9 +391,10 @@ impl ConnectionLike for Node {
         count: usize,
     ) -> RedisFuture<'a, Vec<Value>> {
         Box::pin(async move {
-            let mut connection = self.connection.clone();
-            let mut replies =
-                self.wait(connection.req_packed_commands(pipeline, offset, count)).await?;
+            let send = async |mut connection: MultiplexedConnection| {
+                connection.req_packed_commands(pipeline, offset, count).await
+            };
+            let mut replies = self.run(send).await?;
             if !pipeline.is_transaction() {
                 replies.iter_mut().for_each(mark_unserved);
             }
@@ -321,7 +403,7 @@ impl ConnectionLike for Node {
     }
 
     fn get_db(&self) -> i64 {
-        self.connection.get_db()
+        self.shared.client.db()
     }
 }
 

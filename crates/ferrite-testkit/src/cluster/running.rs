@@ -229,7 +229,7 @@ impl Node {
         let [port, bus, module_port] = [(); 3].map(|()| free_port());
         let ip = shape.ip.to_string();
         let [port_text, bus_text, module_text] = [port, bus, module_port].map(|it| it.to_string());
-        let mut options = vec![
+        let mut options = [
             ["--bind", &ip],
             ["--port", &port_text],
             ["--protected-mode", "no"],
