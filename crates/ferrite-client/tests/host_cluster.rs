@@ -50,7 +50,8 @@ async fn commands_go_to_the_nodes_of_their_keys() {
         let mut ids: Vec<_> = used.iter().filter_map(|part| part.node.clone()).collect();
         ids.dedup();
         let mut expected: Vec<_> = cluster.nodes.iter().map(|node| node.id.clone()).collect();
-        (ids.sort(), expected.sort());
+        ids.sort();
+        expected.sort();
         assert_eq!(ids, expected);
         for part in used {
             assert_eq!(part.transport_info.transport, SessionTransport::Tcp, "{part:?}");
