@@ -162,8 +162,7 @@ fn the_last_of_repeated_options_wins() {
 #[test]
 fn names_options_of_redis_cli_that_it_does_not_have() {
     for (words, instead) in [
-        (&["-c", "GET", "a"][..], "redis-cli -c over TCP"),
-        (&["--cluster", "info"], "redis-cli --cluster"),
+        (&["--cluster", "info"][..], "redis-cli --cluster"),
         (&["--rdb", "file"], "replication is not carried over RDMA"),
         (&["--hotkeys"], "OBJECT FREQ"),
         (&["--askpass"], "REDISCLI_AUTH"),

@@ -210,7 +210,7 @@ async fn rediss_checks_the_certificate() {
     let url = format!("rediss://localhost:{port}/2");
     let error = Client::open(&url).expect("valid URL").connect().await;
     let error = error.expect_err("the system does not trust the certificate").to_string();
-    assert!(error.contains("as localhost: invalid peer certificate"), "{error}");
+    assert!(error.contains("for the name localhost failed: invalid peer certificate"), "{error}");
     let trusted = ferrite_client::TlsFiles { ca_certificates: Some(cert), ..Default::default() };
     let provider = std::sync::Arc::new(rustls::crypto::ring::default_provider());
     let config = trusted.client_config(provider).expect("read the certificate");

@@ -239,7 +239,9 @@ pub(crate) fn malformed_hellos_are_refused(fixture: &Fixture) {
 pub(crate) fn rejects_invalid_answers(fixture: &Fixture) {
     let [host, peer] = &fixture.hosts;
     let other = Hello { version: Version { major: 9, minor: 9 }, ..HELLO };
-    for (answer, word) in [(&b"+PONG"[..], "not a Ferrite peer"), (&other.encode()[..], "9.9")] {
+    for (answer, word) in
+        [(&b"+PONG"[..], "not a compatible Ferrite peer"), (&other.encode()[..], "9.9")]
+    {
         let fabric = fixture.fabric(peer, &Config::default());
         let listener = cm::Listener::bind(fixture.verbs(), host.any_port(), 4).expect("listen");
         let target = listener.id().local_addr().expect("an address");

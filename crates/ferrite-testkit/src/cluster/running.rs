@@ -85,6 +85,10 @@ impl Cluster {
             let primary = &cluster.nodes[replica - shape.primaries].id;
             let () = cluster.ask(replica, &["CLUSTER", "REPLICATE", primary]);
         }
+        cluster.wait_until("every node to know the replicas", |cluster, number| {
+            let nodes: String = cluster.ask(number, &["CLUSTER", "NODES"]);
+            nodes.lines().filter(|line| line.contains("slave ")).count() == shape.replicas
+        });
         cluster.wait_until_it_works();
         cluster
     }
