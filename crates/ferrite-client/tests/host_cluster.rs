@@ -163,6 +163,13 @@ async fn replicas_serve_reads_if_the_policy_says_so() {
             (ReadFrom::Replica, true),
             (ReadFrom::ReplicasInTurn, true),
         ] {
+            if replicas_serve {
+                // CLUSTER SLOTS leaves out a replica until the node has heard of its offset.
+                cluster.wait_until("the replicas in CLUSTER SLOTS", |cluster, number| {
+                    let slots: Vec<Vec<redis::Value>> = cluster.ask(number, &["CLUSTER", "SLOTS"]);
+                    slots.iter().map(|range| range.len() - 3).sum::<usize>() == 3
+                });
+            }
             let mut connection = connect(builder(&cluster, FORBID).read_from(read_from)).await;
             for number in 0..30 {
                 let () = connection.set(number, number).await.expect("SET");
