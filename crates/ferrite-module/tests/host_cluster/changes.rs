@@ -62,6 +62,11 @@ pub(crate) fn move_slots(
 /// Moves a slot as `redis-cli --cluster reshard` does.
 fn move_key_by_key(slot: &Slot, from: &Node, to: &Node) {
     let number = slot.number;
+    // The new owner takes an epoch above all that it knows. If it does not know the old owner's
+    // epoch yet, a delayed message of the old owner takes the slot away again, and then no node
+    // has it.
+    let epoch = from.epoch("cluster_my_epoch");
+    to.server.wait_until("the epoch", || to.epoch("cluster_current_epoch") >= epoch);
     to.ok(&format!("CLUSTER SETSLOT {number} IMPORTING {}", from.id));
     from.ok(&format!("CLUSTER SETSLOT {number} MIGRATING {}", to.id));
     let mut source = from.server.client();
