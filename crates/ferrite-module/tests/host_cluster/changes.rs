@@ -54,8 +54,22 @@ pub(crate) fn move_slots(
             } else {
                 move_key_by_key(slot, from, to);
             }
+            wait_for_owner(cluster, slot, to);
             moves.fetch_add(1, Ordering::Relaxed);
         }
+    }
+}
+
+/// Waits until all nodes know the new owner of a slot. If the old owner took another slot before
+/// that, a node that had missed this move could tell the new owner that the slot is not its own.
+/// Then no node has the slot. That is so in a cluster without the module, too.
+fn wait_for_owner(cluster: &Cluster, slot: &Slot, owner: &Node) {
+    let (read, redirect) = (format!("EXISTS {{{}}}", slot.tag), format!(":{}", owner.port));
+    for node in cluster.nodes.iter().filter(|node| node.port != owner.port) {
+        node.server.wait_until("the new owner", || {
+            let reply = node.ask(&read);
+            reply.starts_with("-MOVED") && reply.ends_with(&redirect)
+        });
     }
 }
 
@@ -63,8 +77,7 @@ pub(crate) fn move_slots(
 fn move_key_by_key(slot: &Slot, from: &Node, to: &Node) {
     let number = slot.number;
     // The new owner takes an epoch above all that it knows. If it does not know the old owner's
-    // epoch yet, a delayed message of the old owner takes the slot away again, and then no node
-    // has it.
+    // epoch yet, a delayed message of the old owner takes the slot away again.
     let epoch = from.epoch("cluster_my_epoch");
     to.server.wait_until("the epoch", || to.epoch("cluster_current_epoch") >= epoch);
     to.ok(&format!("CLUSTER SETSLOT {number} IMPORTING {}", from.id));
