@@ -354,8 +354,8 @@ impl Values {
             wrong.push((&table::BIND, why));
         }
         if table::PIN_MEMORY.has(self.program) && !self.switch(&table::PIN_MEMORY) {
-            let why = "memory that a device accesses is always pinned; to register none, forbid \
-                       RDMA (rdma_enabled = false)";
+            let why = "memory that a device accesses is always pinned; to pin no memory, forbid \
+                       RDMA (`rdma forbid`, or rdma_enabled = false in ferrite.toml)";
             wrong.push((&table::PIN_MEMORY, why.into()));
         }
         if table::MEMORY_POOL_MAX.has(self.program) {

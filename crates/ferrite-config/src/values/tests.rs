@@ -1,4 +1,4 @@
-//! Tests of origins, contradictions, and the policy.
+//! Tests of the origins of values, of contradictions between settings, and of the RDMA policy.
 
 use super::*;
 use crate::table::{
