@@ -434,8 +434,8 @@ impl Values {
         let format = crate::size::format;
         Some(format!(
             "the pool cannot grow that far: sends and receives may each have {each} regions of {}, \
-             which is {}, but the larger part needs {}; raise memory-pool-max-regions to {enough}, \
-             or raise memory-pool-increase",
+             which is {}, but the larger of the two needs {}; raise memory-pool-max-regions to \
+             {enough}, or raise memory-pool-increase",
             format(step),
             format(each * step),
             format(largest)
