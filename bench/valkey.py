@@ -32,7 +32,8 @@ class Server:
     with the `module`, over `tcp` only, or with the module and TCP (`both`).
 
     `more` are arguments for the gateway or the module. `programs` is the directory of Valkey's
-    programs. The `engine` may be another program, and run `under` yet another."""
+    programs. `engine` is a program to run instead of valkey-server. `under` is a command line that
+    starts the engine, such as valgrind's."""
 
     def __init__(self, programs, kind, port, more=(), engine=None, under=(), startup_timeout_s=5):
         self.kind = kind
