@@ -502,7 +502,7 @@ pub struct Sizes {
     pub inline: u32,
     /// Maximum number of receives in a shared receive queue.
     pub shared_receive_queue: u32,
-    /// Maximum number of completions that one poll asked for.
+    /// Maximum number of completions that the last poll could return.
     pub poll_batch: usize,
     /// Number of bytes in the largest live region; `None` if no region is live.
     pub largest_region: Option<usize>,
