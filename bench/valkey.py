@@ -33,9 +33,9 @@ class Server:
     with the `module`, over `tcp` only, or with the module and TCP (`both`).
 
     `more` are arguments for the gateway or the module. `programs` is the directory of Valkey's
-    programs. The `engine` may be another program, and run `under` yet another. With `is_cluster` it
-    is a node of a cluster that has no slots yet; its own port is then CLUSTER_PORT, unless its
-    kind is `tcp`."""
+    programs. `engine` is a program to run instead of valkey-server. `under` is a command line that
+    starts the engine, such as valgrind's. With `is_cluster`, the engine is a node of a cluster that
+    has no slots yet; its own port is then CLUSTER_PORT, unless its kind is `tcp`."""
 
     def __init__(self, programs, kind, port, more=(), engine=None, under=(), startup_timeout_s=5, is_cluster=False):
         self.kind = kind

@@ -354,8 +354,8 @@ impl Values {
             wrong.push((&table::BIND, why));
         }
         if table::PIN_MEMORY.has(self.program) && !self.switch(&table::PIN_MEMORY) {
-            let why = "memory that a device accesses is always pinned; to register none, forbid \
-                       RDMA (rdma_enabled = false)";
+            let why = "memory that a device accesses is always pinned; to pin no memory, forbid \
+                       RDMA (`rdma forbid`, or rdma_enabled = false in ferrite.toml)";
             wrong.push((&table::PIN_MEMORY, why.into()));
         }
         if table::MEMORY_POOL_MAX.has(self.program) {
@@ -434,8 +434,8 @@ impl Values {
         let format = crate::size::format;
         Some(format!(
             "the pool cannot grow that far: sends and receives may each have {each} regions of {}, \
-             which is {}, but the larger part needs {}; raise memory-pool-max-regions to {enough}, \
-             or raise memory-pool-increase",
+             which is {}, but the larger of the two needs {}; raise memory-pool-max-regions to \
+             {enough}, or raise memory-pool-increase",
             format(step),
             format(each * step),
             format(largest)

@@ -116,7 +116,7 @@ fn without_a_cluster_a_node_lists_itself() {
     }
 }
 
-/// Whoever may see the nodes of the cluster may see their endpoints.
+/// FERRITE ENDPOINTS needs its own permission and that of CLUSTER SLOTS, nothing else.
 #[test]
 fn ordinary_clients_may_list_endpoints() {
     for program in engines() {

@@ -75,7 +75,10 @@ fn answers_while_the_main_thread_is_busy() {
                 client.write(ENDLESS);
             }
             until(TIMEOUT, "a busy engine", || get(admin, "/ready").0 == 503);
-            assert_eq!(get(admin, "/ready"), (503, "no answer within 1 s\n".into()));
+            assert_eq!(
+                get(admin, "/ready"),
+                (503, "the readiness check took longer than 1 s\n".into())
+            );
             assert_eq!(sample(admin, "ferrite_sessions{transport=\"tcp\"}"), 1);
             assert_eq!(get(admin, "/live"), (200, "live\n".into()));
         }

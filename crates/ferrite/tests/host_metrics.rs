@@ -50,7 +50,7 @@ fn gateway_is_ready_only_while_the_engine_answers() {
     assert_eq!(gateway.get("/ready"), (200, "ready\n".into()));
     let mut client = redis.client();
     client.ok(&["CLIENT", "PAUSE", "600000", "ALL"]);
-    assert_eq!(gateway.get("/ready"), (503, "no answer within 1 s\n".into()));
+    assert_eq!(gateway.get("/ready"), (503, "the readiness check took longer than 1 s\n".into()));
     redis.kill();
     let (status, why) = gateway.get("/ready");
     assert!(status == 503 && why.contains("does not answer"), "{status} {why}");

@@ -136,8 +136,8 @@ fn operation_lines(app: &App) -> Vec<Line<'static>> {
         Line::from(format!(" {name:<9}{ops:>7}{:>9}/s", bytes(rate)))
     };
     vec![
-        Line::from(format!(" {:<9}{:>7}{:>7}", "commands", count(rate("called")), "called")),
-        Line::from(format!(" {:<9}{:>7}{:>8}", "", count(rate("proxied")), "proxied")),
+        Line::from(format!(" {:<9}{:>7} in-process", "commands", count(rate("called")))),
+        Line::from(format!(" {:<9}{:>7} proxied", "", count(rate("proxied")))),
         line("in, out", None, rate("in_bytes").saturating_add(rate("out_bytes"))),
         line("send", Some(rate("send_ops")), rate("send_bytes")),
         line("receive", Some(rate("recv_ops")), rate("recv_bytes")),

@@ -88,7 +88,7 @@ fn shows_sessions_rates_memory_latency_and_fallbacks() {
         "Redis 7.0.15, module 0.1.0",
         "listening 10.0.0.100:6380 over RDMA (rxe1)",
         "rdma-ferrite     1",
-        "12.3k called",
+        "12.3k in-process",
         "registered    64.0 MiB",
         "25%",
         "get         1.5    9.2  14287",

@@ -63,8 +63,8 @@ impl Broadcasts {
     }
 }
 
-/// Returns the keys of an invalidation. The invalidation of FLUSHALL has no keys, and engines do
-/// not collect it.
+/// Returns the keys of an invalidation. The invalidation of FLUSHALL has no keys; engines send it
+/// at once, so the result is empty.
 fn invalidated(reply: &[u8]) -> Vec<Vec<u8>> {
     let Ok(Value::Push(values)) = Value::parse(reply) else { return Vec::new() };
     match &values[..] {
