@@ -40,7 +40,7 @@ impl Table {
         self.streams.len()
     }
 
-    /// Returns the number of streams that a side has opened.
+    /// Returns the number of streams that a side has opened and that have not ended.
     pub(super) fn opened_by(&self, side: Side) -> usize {
         if side == self.side { self.own } else { self.streams.len() - self.own }
     }
