@@ -215,7 +215,7 @@ mod tests {
             assert!(why.contains("TLS only") && why.contains("allow-clear-text yes"), "{why}");
         }
         assert_eq!(
-            at("allow-clear-text yes", "0", "6379", "10.0.0.5").expect("allowed"),
+            at("allow-clear-text yes", "0", "6379", "10.0.0.5").expect("clear text is allowed"),
             ["10.0.0.5:6380"]
         );
         at("", "6379", "6390", "*").expect("the engine also has a port without TLS");

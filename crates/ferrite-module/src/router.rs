@@ -474,7 +474,7 @@ mod tests {
         assert_eq!(router.look_up(b"xget", None, |_| Some(b"-ERR no\r\n".to_vec())), pins);
         assert!(
             matches!(router.look_up(b"get", None, |_| None), CommandKind::Callable(_)),
-            "a known name"
+            "a known name is not asked for"
         );
     }
 

@@ -105,8 +105,8 @@ impl CallContext {
         unsafe { (api().context_flags)(self.raw.as_ptr()) }
     }
 
-    /// Returns whether clients are paused. A write now must not reach replicas, and would crash the
-    /// engine.
+    /// Returns whether clients are paused. Meanwhile nothing may be propagated to replicas, and a
+    /// write would crash the engine.
     pub(crate) fn is_paused(&self) -> bool {
         // SAFETY: the function takes no arguments.
         unsafe { (api().avoid_replica_traffic)() != 0 }
