@@ -87,7 +87,7 @@ impl Endpoints {
                 None => {}
             }
         }
-        own.sort_by_key(|endpoint| !endpoint.has_rdma); // stable: RDMA first
+        own.sort_by_key(|endpoint| !endpoint.has_rdma); // stable; RDMA comes first
         own.truncate(ENDPOINTS_MAX);
         if self.own != own {
             self.own = own;

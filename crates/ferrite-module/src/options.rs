@@ -277,7 +277,7 @@ mod tests {
         assert_eq!(options.slice(), Duration::from_micros(500));
     }
 
-    /// The same happens at load: the module registers each setting with its current value as the
+    /// This happens at load: the module registers each setting with its current value as the
     /// default, and the engine sets the setting to this default.
     #[test]
     fn every_setting_survives_the_engines_representation() {

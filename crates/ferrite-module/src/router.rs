@@ -25,7 +25,8 @@ use ferrite_proto::SessionCommand;
 use ferrite_proto::resp::Value;
 use ferrite_session::{Callable, CommandKind};
 
-/// The longest name of a command, without its subcommand.
+/// The longest name of a command that can be called, without its subcommand. A session that sends a
+/// longer name is pinned to proxy.
 pub(crate) const NAME_MAX: usize = 32;
 /// The most names in one COMMAND INFO.
 const NAMES_PER_QUERY: usize = 31;

@@ -316,7 +316,7 @@ fn calls_commands_on_own_slots_of_a_cluster() {
         });
         assert_eq!(called, 40);
         pair.same(&["MGET", "bar", "{bar}missing"]);
-        // A pipeline of commands for both paths is executed in order.
+        // A pipeline with commands for the call path and for the proxy path is executed in order.
         let pipeline = [
             ("SET bar 1", "+OK"),
             ("MSET bar 2 {bar}b 3", "+OK"),

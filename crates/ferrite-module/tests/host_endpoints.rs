@@ -149,7 +149,7 @@ fn bus_message(sender: &str, message: &[u8]) -> Vec<u8> {
     const HEADER: usize = 2256;
     const MODULE: u16 = 9;
     let mut bytes = vec![0; HEADER];
-    let len = (HEADER + 13 + message.len()) as u32; // short
+    let len = (HEADER + 13 + message.len()) as u32; // messages are short
     bytes[..4].copy_from_slice(b"RCmb");
     bytes[4..8].copy_from_slice(&len.to_be_bytes());
     bytes[8..10].copy_from_slice(&1_u16.to_be_bytes());

@@ -59,8 +59,8 @@ fn counters_move_with_traffic_and_the_port_ends_with_the_engine() {
     }
 }
 
-/// While the engine's main thread runs a script without end, for its own client or for one of the
-/// module, the admin port answers.
+/// The admin port answers while the engine's main thread runs an endless script, for a client of
+/// the engine or for a client of the module.
 #[test]
 fn answers_while_the_main_thread_is_busy() {
     const ENDLESS: &[u8] = b"*3\r\n$4\r\nEVAL\r\n$17\r\nwhile true do end\r\n$1\r\n0\r\n";

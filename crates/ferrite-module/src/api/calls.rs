@@ -283,7 +283,7 @@ impl UserCalls<'_> {
             return false;
         };
         let mut raw: Vec<_> = words.iter().map(EngineString::as_ptr).collect();
-        let count = raw.len() as c_int; // small
+        let count = raw.len() as c_int; // few words
         // SAFETY: the user is valid until `self` is dropped, and the strings until this returns.
         unsafe { (api().may_call)(self.user.as_ptr(), raw.as_mut_ptr(), count) == OK }
     }

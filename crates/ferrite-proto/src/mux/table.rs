@@ -73,7 +73,7 @@ impl Table {
         names.max()
     }
 
-    /// Returns whether this side has used a name.
+    /// Returns whether this side has used the number of a name, in any class.
     pub(super) fn has_used(&self, stream: StreamId) -> bool {
         stream.opener() == self.side && stream.number() < self.next_number
     }
