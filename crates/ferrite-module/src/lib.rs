@@ -31,7 +31,7 @@
 //! | `endpoints.rs` | the endpoints of a cluster's nodes, which the modules announce to each other |
 //! | `info.rs` `command.rs` | the contents of INFO and the subcommands of FERRITE |
 //! | `admin.rs` | the metrics and the readiness at the admin port |
-//! | `log.rs` | writes the library's messages to the engine's log |
+//! | `log.rs` | writes the log messages of the module and of its crates to the engine's log |
 //!
 //! The thread `ferrite` never takes the engine's lock. The engine's main thread waits for the
 //! thread `ferrite` only at load, at shutdown, and for a few milliseconds when INFO or FERRITE

@@ -17,11 +17,11 @@ pub(crate) struct Slot {
     pub(crate) nodes: [usize; 2],
     /// Whether the slot moves between primaries. Otherwise the nodes are a primary and its replica.
     pub(crate) moves: bool,
-    /// How often the slot has changed its node. The lock is held for writing while it does.
+    /// How often the slot has changed its node. During a change, the lock is held for writing.
     ///
-    /// A client that is redirected by ASK holds it for reading while it follows. A client that
-    /// followed a redirect of an earlier move would create keys at the wrong node. That is so at
-    /// each port.
+    /// A client that was redirected by ASK holds the lock for reading while it follows the
+    /// redirect. Otherwise the slot could move on meanwhile, and the client would create keys at
+    /// the wrong node. This is so at the engine's own port, too.
     pub(crate) changes: RwLock<usize>,
 }
 
@@ -47,8 +47,8 @@ pub(crate) fn move_slots(
                 return;
             }
             let [from, to] = [round, round + 1].map(|at| &cluster.nodes[slot.nodes[at % 2]]);
-            // An engine that can sometimes moves the slot as a whole, without ASK. That pauses the
-            // clients of the node, and nothing is called meanwhile.
+            // If the engine supports it, some moves transfer the slot as a whole, without ASK. Such
+            // a move pauses the clients of the node, and nothing is called meanwhile.
             if is_atomic_known && round % 8 >= 6 {
                 move_at_once(slot, from, to);
             } else {
@@ -133,8 +133,8 @@ pub(crate) fn make_primary(old: &Node, new: &Node) {
         let replicas = old.ask(&format!("CLUSTER REPLICAS {}", old.id));
         replicas.contains(&format!("{} 127.0.0.1:{}@", new.id, new.port))
     });
-    // Within twice the node timeout of a failover, other primaries may not vote for the next one.
-    // The attempt then ends after 5 seconds.
+    // After a failover, the other primaries may refuse to vote in the next one for twice the node
+    // timeout. The attempt then ends after 5 seconds.
     new.server.wait_until("the failover", || {
         new.ok("CLUSTER FAILOVER");
         comes_true(Duration::from_secs(6), || new.is_primary() && !old.is_primary())

@@ -92,7 +92,11 @@ mod tests {
         assert_eq!(of(b"SET k v\r\nCLIENT TRACKING OFF\r\n"), Broadcasts::MayBeMissing);
         let cut = [request, &b"SET k v\r\nRES"[..], b"ET\r\n"].concat();
         assert_eq!(Broadcasts::of(&setup, &cut, cut.len() - 4), Broadcasts::MayBeMissing);
-        assert_eq!(Broadcasts::of(&setup, &cut, cut.len()), Broadcasts::Gathered, "RESET is over");
+        assert_eq!(
+            Broadcasts::of(&setup, &cut, cut.len()),
+            Broadcasts::Gathered,
+            "the reply to RESET has been compared"
+        );
         assert_eq!(Broadcasts::of(&setup, b"HI 3\r\nCLIENT TRACKING ON\r\n", 0), Broadcasts::None);
     }
 }

@@ -37,7 +37,7 @@ fn route() -> Route {
 struct Victim {
     mux: Mux,
     now: Instant,
-    /// The part of received bytes that is read, in percent.
+    /// The probability, in percent, that a piece of received bytes is consumed.
     read_percent: u64,
     accepted: usize,
 }
@@ -118,7 +118,7 @@ impl Victim {
                 "{streams} streams hold {held} bytes, more than the limits allow"
             ));
         }
-        // A turn and a grant for each stream, and the refusals.
+        // Each stream may wait for a turn and for a grant, and the refusals wait, too.
         if queued > 4 * max_streams + max_refused + 1 {
             return violation(format!(
                 "{queued} records wait to be sent, more than the limits allow"
@@ -163,7 +163,8 @@ fn changed_messages(victim: &mut Victim, random: &mut Random) -> Result<u64, Vio
         }
         let class = Class::ALL[random.index(3)];
         if let Some(message) = victim.send(class) {
-            // The peer may notice an answer to something that it has not sent.
+            // The victim may have received a changed record and answer it. If the peer reports that
+            // answer as a violation, this is no failure.
             let _ = peer.receive(class.channel(), &message, random)?;
         }
         let class = Class::ALL[random.index(3)];
@@ -278,7 +279,7 @@ fn flood_of_resets(victim: &mut Victim, random: &mut Random) -> Result<u64, Viol
     Ok(0)
 }
 
-/// Violates each rule, at a multiplexer of its own.
+/// Violates each rule once, each time with a new multiplexer. Returns the number of rules.
 fn violations(side: Side, random: &mut Random, is_shown: bool) -> Result<u64, Violation> {
     for at in 0.. {
         let mut victim = Victim::new(side, config());

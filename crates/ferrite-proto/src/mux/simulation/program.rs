@@ -42,11 +42,12 @@ pub(super) struct Program {
     /// Whether the stream has ended at this side, and why.
     end: Option<End>,
     has_reset: bool,
-    /// When the bytes before this offset became ready, for small messages of the class *bus*.
+    /// For each small message of the class *bus* that has not arrived: the offset of its end in the
+    /// stream, and when it became ready.
     ready: std::collections::VecDeque<(u64, u64)>,
 }
 
-/// The bytes of a probe of the class *bus*.
+/// The size of each small message whose latency is measured, in bytes.
 const PROBE_BYTES: u64 = 80;
 
 impl Program {
@@ -117,8 +118,8 @@ pub(super) struct Programs {
     probes: [Option<StreamId>; 2],
     /// How long a small message of a probe may take at most, by sender.
     allowed_micros: [u64; 2],
-    /// How often programs send less than they could, in percent. The probability of each way is
-    /// half of this.
+    /// In a turn, a program may send nothing, send less than it could, or claim that it has no more
+    /// bytes. Each of these happens with half of this probability, in percent.
     pub(super) idle_percent: u64,
     bytes: u64,
 }

@@ -234,7 +234,8 @@ impl Side {
         messages as u64 * one
     }
 
-    /// Checks that a turn does not come before those of streams that wait longer.
+    /// Checks that no stream of this class waits too long for its turn: the others may have at most
+    /// twice as many turns meanwhile as there were streams.
     fn on_turn(&mut self, stream: StreamId, class: Class) -> Result<(), Violation> {
         self.waiting.remove(&stream);
         let most = 2 * self.most_streams;
