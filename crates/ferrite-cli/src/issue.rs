@@ -48,7 +48,7 @@ pub(crate) async fn run(
             print_reply(server, words, &refusal, is_text, source).await?;
         } else {
             let mut redirects = 0;
-            // Until the command has reached the node that has its keys.
+            // Repeats until the command has reached the node that has its keys.
             loop {
                 let is_replied_to = server.send(words).await?;
                 let redirect = match reply_mode {
