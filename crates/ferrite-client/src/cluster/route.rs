@@ -61,10 +61,10 @@ const NOT_GROUPED: [&[u8]; 49] = [
 ];
 /// Commands whose second argument is the first key.
 const SECOND: [&[u8]; 5] = [b"BITOP", b"OBJECT", b"PFDEBUG", b"XGROUP", b"XINFO"];
-/// Commands with a number of keys before the keys, as the first argument.
+/// Commands whose first argument is the number of keys. The keys follow it.
 const COUNT_FIRST: [&[u8]; 7] =
     [b"LMPOP", b"SINTERCARD", b"ZDIFF", b"ZINTER", b"ZINTERCARD", b"ZMPOP", b"ZUNION"];
-/// Commands with a number of keys before the keys, as the second argument.
+/// Commands whose second argument is the number of keys. The keys follow it.
 const COUNT_SECOND: [&[u8]; 8] =
     [b"BLMPOP", b"BZMPOP", b"EVAL", b"EVALSHA", b"EVALSHA_RO", b"EVAL_RO", b"FCALL", b"FCALL_RO"];
 /// Commands that redis-rs splits if their keys belong to several slots.
