@@ -81,8 +81,8 @@ pub(crate) async fn run(
     Ok(())
 }
 
-/// Reports a rejected AUTH, SELECT or HELLO without failing: the connection stays open, and the
-/// server replies to each command itself.
+/// Reports a rejected AUTH, SELECT or HELLO, but does not fail: the connection stays open, and the
+/// server answers the following commands, if need be with errors.
 pub(crate) fn report_refusal(connected: Result<(), ConnectError>) -> anyhow::Result<()> {
     match connected {
         Ok(()) => Ok(()),

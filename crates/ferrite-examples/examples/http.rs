@@ -41,7 +41,7 @@ fn main() -> anyhow::Result<()> {
     })
 }
 
-/// Accepts and serves streams.
+/// Accepts streams, and serves HTTP on each.
 async fn serve(listener: StreamListener, version: Version) -> std::io::Result<()> {
     loop {
         let (stream, _) = listener.accept().await?;

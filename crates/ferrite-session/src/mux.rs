@@ -141,7 +141,7 @@ enum Command<S> {
     GoAway,
 }
 
-/// The state of a multiplexer, for people and metrics.
+/// The state of a multiplexer, for diagnostics and metrics.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MuxState {

@@ -71,7 +71,7 @@ const COUNT_SECOND: [&[u8]; 8] =
 const ALL_KEYS: [&[u8]; 6] = [b"MGET", b"DEL", b"EXISTS", b"UNLINK", b"TOUCH", b"WATCH"];
 
 /// Returns the slot of a command. Returns `None` if the command has no key or keys of several
-/// slots, or if this does not know where its keys are.
+/// slots, or if this function does not know where its keys are.
 pub(super) fn slot_of(command: &Cmd) -> Option<Route> {
     let name = word(command, 0)?.to_ascii_uppercase();
     let is_in = |names: &[&[u8]]| names.contains(&name.as_slice());

@@ -301,7 +301,7 @@ impl<S: MuxSocket> MuxDriver<S> {
         Ok(has_progress)
     }
 
-    /// Sends what is ready.
+    /// Packs and sends the messages that are ready, as long as there is memory for them.
     fn send(&mut self, cx: &mut Context<'_>) -> Result<bool, MuxFailure> {
         let mut has_progress = false;
         for class in Class::ALL {
@@ -403,8 +403,8 @@ fn give_back<S: MuxSocket>(
     }
 }
 
-/// Checks the result of a message. If the link has ended, messages of the peer may still wait to be
-/// received. The end is reported after them.
+/// Checks the result of sending a message. Ignores the error if the link has ended: messages of the
+/// peer may still wait to be received, and receiving reports the end after them.
 fn check_sent(link: &Link, result: Result<(), Error>) -> Result<(), MuxFailure> {
     match result {
         Err(error) if error.kind() != ErrorKind::Closed && link.failure().is_none() => {

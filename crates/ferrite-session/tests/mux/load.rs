@@ -155,7 +155,7 @@ pub(crate) async fn streams_survive_moves(harness: &Harness, load: Load) {
     let mut random = Random::new(load.seed);
     for at in 0..if harness.has_rdma { load.moves } else { 0 } {
         wait_for(&links, Transport::Rdma).await;
-        // An upgrade may not be over, although both ends use its path.
+        // `leave_rdma` fails until the upgrade is over, and both ends use RDMA a little earlier.
         let link = &links[random.index(2)];
         until_async(&format!("move {at}"), async || link.leave_rdma()).await;
         let more = random.below(each) + 1;
