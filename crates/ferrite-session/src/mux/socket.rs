@@ -14,7 +14,7 @@ pub trait MuxSocket: AsyncRead + AsyncWrite + Send + Unpin + 'static {
 
 impl MuxSocket for TcpStream {
     fn reset(self) {
-        // With a linger time of zero, closing sends RST. If the option cannot be set, the connection
+        // With a linger time of zero, closing sends RST. If the option cannot be set, the socket
         // has failed already.
         let _ = self.set_zero_linger();
     }

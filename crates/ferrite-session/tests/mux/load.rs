@@ -16,8 +16,8 @@ use tokio::task::JoinSet;
 
 use super::{Harness, Peer, Pipe, Program, pipe, route, wait_for};
 
-/// The destination ports: of the streams that nobody reads, of the stream whose latency is measured,
-/// and of all others.
+/// The destination ports: of the streams that nobody reads, of the stream whose latency is
+/// measured, and of all others.
 const UNREAD: u16 = 1;
 const MEASURED: u16 = 2;
 const LOADED: u16 = 3;
@@ -155,7 +155,8 @@ pub(crate) async fn streams_survive_moves(harness: &Harness, load: Load) {
     let mut random = Random::new(load.seed);
     for at in 0..if harness.has_rdma { load.moves } else { 0 } {
         wait_for(&links, Transport::Rdma).await;
-        // `leave_rdma` fails until the upgrade is over, and both ends use RDMA a little earlier.
+        // A link may still report RDMA for a moment after it has left it. `leave_rdma` then fails
+        // and is called again.
         let link = &links[random.index(2)];
         until_async(&format!("move {at}"), async || link.leave_rdma()).await;
         let more = random.below(each) + 1;
