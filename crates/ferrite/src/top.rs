@@ -59,7 +59,7 @@ pub(crate) struct Options {
     /// [default: 127.0.0.1]
     #[arg(value_name = "ENGINE", value_parser = parse_engine)]
     engine: Option<SocketAddr>,
-    /// A flag of other clients: it is an error that says what to do instead
+    /// Other clients have this flag; here it only causes an error that says what to use instead
     #[arg(long, hide = true)]
     tls: bool,
     /// The engine's Unix socket, instead of an address
@@ -173,7 +173,7 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     outcome
 }
 
-/// Returns whether stdout is a terminal on which text can be placed.
+/// Returns whether stdout is a terminal that can show text at any place of its screen.
 fn has_screen() -> bool {
     let is_dumb = std::env::var("TERM").is_ok_and(|terminal| terminal == "dumb");
     std::io::stdout().is_terminal() && !is_dumb

@@ -65,7 +65,7 @@ impl Admin {
             let (name, value) = line.rsplit_once(' ').expect("a sample");
             assert!(name.starts_with(&family) && name.starts_with("ferrite_"), "{line}");
             let previous = samples.insert(name.to_owned(), value.parse().expect("a number"));
-            assert_eq!(previous, None, "twice: {line}");
+            assert_eq!(previous, None, "this series has two samples: {line}");
         }
         samples
     }
