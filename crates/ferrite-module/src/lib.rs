@@ -21,7 +21,7 @@
 //! | `target.rs` | which of the engine's own sockets the proxy path connects to |
 //! | `transport.rs` | the thread `ferrite` |
 //! | `event_loop.rs` `slice.rs` `tasks.rs` | sessions on the engine's main thread: slices and futures |
-//! | `calls.rs` `call_path.rs` | commands that run in-process, not over the proxy connection |
+//! | `calls.rs` `calls/` `call_path.rs` | commands that run in-process, not over the proxy connection |
 //! | `engine_handle.rs` | the interface through which sessions use the engine that they run in |
 //! | `router.rs` `keys.rs` | which commands may be called; the key path, which reads long strings |
 //! | `capacity.rs` | whether the engine had reached `maxclients` when a client connected |

@@ -7,6 +7,7 @@
 //! | `snapshot.rs` | the state at one moment, and rates |
 //! | `app.rs` | the state of the screen, and keys |
 //! | `draw.rs` `svg.rs` `once.rs` | draw the state on the screen, as an SVG, and as text or JSON |
+//! | `latencies.rs` | the table of latencies |
 //! | `ascii.rs` | the screen for old terminals |
 //!
 //! A thread reads the state, so that keys work while a program does not answer.
@@ -28,6 +29,7 @@ mod app;
 mod ascii;
 mod draw;
 mod engine;
+mod latencies;
 mod once;
 mod snapshot;
 mod source;
