@@ -11,7 +11,7 @@ use ferrite_testkit::{TIMEOUT, TempDir};
 fn example(name: &str) -> Command {
     let test = std::env::current_exe().expect("the test's own path");
     let built: PathBuf =
-        test.parent().and_then(|deps| deps.parent()).expect("target").join("examples").join(name);
+        test.parent().and_then(|deps| deps.parent()).expect("the target directory").join("examples").join(name);
     assert!(built.exists(), "{} must be built with the tests", built.display());
     // Starts the example as cargo would, with the configured runner.
     let runner = std::env::var("CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER").unwrap_or_default();

@@ -13,8 +13,9 @@
 //!
 //! If the device has memory windows of type 2, each link with a grant gets its own window, bound to
 //! its queue pair. A token that is passed on is then worthless on another link. On other devices,
-//! keys are valid for all links of the device. A grant then only says who *should* use it. A peer
-//! that passes its token on gives its own rights away, until the grant is revoked for all.
+//! keys are valid for all links of the device. A grant then only says which peer *should* use the
+//! key. A peer that passes its token on gives its own rights away, until the grant is revoked for
+//! all.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};

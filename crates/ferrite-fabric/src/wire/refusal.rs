@@ -199,7 +199,7 @@ mod tests {
         assert_eq!(Refusal::decode(&bytes), Some(refusal(&"ü€".repeat(24))));
         let bytes = refusal(&format!("a{}", long.text)).encode();
         assert_eq!(bytes.len(), TEXT_AT + 118);
-        const { assert!(REFUSAL_BYTES_MAX <= 148, "the private data of a rejection") };
+        const { assert!(REFUSAL_BYTES_MAX <= 148, "a CM rejection carries 148 bytes") };
     }
 
     #[test]

@@ -95,7 +95,7 @@ mod tests {
             taken.push(pool.take_uncharged(2 << 20, Purpose::Send).expect("memory"));
         }
         assert_eq!(deadline(&fabric), None, "no buffer was returned");
-        let last = taken.pop().expect("one");
+        let last = taken.pop().expect("a buffer was taken");
         // Return a small buffer.
         taken.push(pool.take_uncharged(64, Purpose::Send).expect("memory"));
         drop(taken.pop());

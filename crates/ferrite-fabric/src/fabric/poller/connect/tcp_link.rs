@@ -81,7 +81,7 @@ impl Poller {
         let encrypted = tls.is_some();
         let account = match &side {
             Side::Answering { .. } => Some(self.account_of(shared, peer, &ours)),
-            Side::Dialing { .. } => None, // no account: this side chose to connect
+            Side::Dialing { .. } => None, // only peers that connect to this side are limited
         };
         let path = TcpPath::new(socket, tls, early).charged_to(account);
         let mut state = LinkState::over_tcp(path, own_limits(shared, ours, name));
@@ -96,7 +96,7 @@ impl Poller {
         self.register_link(shared, &link);
         self.assign_to_link(id, name);
         link.set_tls(trusted);
-        self.timers.add(self.now, Timer::Keepalive(name)); // its handler starts it again
+        self.timers.add(self.now, Timer::Keepalive(name)); // its handler restarts the timer
         match side {
             Side::Dialing { purpose: Purpose::Resume(..), .. } => {}
             Side::Dialing { purpose: Purpose::Rdma(reply, policy), .. } => {
