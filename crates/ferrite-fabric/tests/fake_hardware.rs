@@ -190,7 +190,9 @@ fn tcp_continues_while_the_device_is_reset() {
             let calling = client.connect_with(listener.local_addr(), &options);
             match drive(&[&client, &server], calling) {
                 Ok(there) => break there,
-                Err(error) => assert!(begun.elapsed() < TEST_TIMEOUT, "RDMA did not return: {error}"),
+                Err(error) => {
+                    assert!(begun.elapsed() < TEST_TIMEOUT, "RDMA did not return: {error}")
+                }
             }
         };
         let here = drive(&[&client, &server], listener.accept()).expect("accepted");

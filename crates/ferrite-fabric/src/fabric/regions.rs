@@ -48,7 +48,8 @@ enum State {
         exposed: Exposed,
         granted: Vec<Weak<LinkShared>>,
     },
-    /// Links (by number) have yet to release the grant. The timer limits the wait.
+    /// The revocation has begun. The links with the numbers in `waiting` have not released the
+    /// grant yet. A timer limits the wait.
     Revoking {
         exposed: Exposed,
         waiting: Vec<u32>,

@@ -75,10 +75,9 @@ impl Link {
     }
 
     fn poll(&self, ticket: Ticket, waker: &Waker) -> Poll<String> {
-        lock(&self.state)
-            .tickets
-            .poll(ticket, waker)
-            .map(|outcome| outcome.result.expect_err("an error with the name of the request").to_string())
+        lock(&self.state).tickets.poll(ticket, waker).map(|outcome| {
+            outcome.result.expect_err("an error with the name of the request").to_string()
+        })
     }
 
     /// Polls for the result of a request until it is there.

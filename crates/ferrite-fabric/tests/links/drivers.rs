@@ -234,7 +234,10 @@ fn run_in_epoll_loop(fixture: &Fixture, busy_poll_us: u32, trigger: epoll::Event
                 busy = true;
             }
             while let Some(message) = pair.a.link.try_recv().expect("link is up") {
-                assert!(message.to_vec() == bytes(answered), "the echo of round {answered} differs");
+                assert!(
+                    message.to_vec() == bytes(answered),
+                    "the echo of round {answered} differs"
+                );
                 (answered, asked) = (answered + 1, asked + 1);
                 pair.a.link.post_bytes(0, &bytes(asked)).expect("room in the queue");
                 pair.a.fabric.progress();
@@ -393,7 +396,10 @@ fn use_at_random(link: &Link, random: &mut Random) {
                 if random.below(2) == 0
                     && let Ok(buf) = in_time(reading)
                 {
-                    assert!(buf[..] == pattern(1, 4096), "the read returned bytes that were not granted");
+                    assert!(
+                        buf[..] == pattern(1, 4096),
+                        "the read returned bytes that were not granted"
+                    );
                 }
             }
         }

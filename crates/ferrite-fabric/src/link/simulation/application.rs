@@ -58,7 +58,9 @@ impl Application {
         self.taken += 1;
         match self.expected[usize::from(channel)].pop_front() {
             Some(expected) if expected == message => Ok(()),
-            Some(_) => violation(format!("the message on channel {channel} is not the expected one")),
+            Some(_) => {
+                violation(format!("the message on channel {channel} is not the expected one"))
+            }
             None => violation(format!("a message on channel {channel} that was never sent")),
         }
     }

@@ -128,9 +128,9 @@ impl Poller {
     }
 
     /// Returns the account for memory that a peer's link receives over TCP. The link has its own
-    /// limit. Memory beyond what the link needs to make progress also counts against the limit of
-    /// its source. A message that has started can always be completed. Otherwise links would wait
-    /// for each other.
+    /// limit. Only memory beyond what the largest message needs also counts against the limit of
+    /// its source. So a message that has started can always be completed, and links of one source
+    /// do not wait for each other's memory.
     fn account_of(&mut self, shared: &Shared, peer: SocketAddr, hello: &Hello) -> Account {
         let frame = u64::from(hello.segment_bytes).max(SEGMENT_BYTES as u64);
         // Memory blocks are up to eight times as large as their contents.
