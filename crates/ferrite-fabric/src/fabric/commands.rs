@@ -28,6 +28,9 @@
 //!   is no room. Commands that release something are always accepted.
 //! - The driver itself posts, polls and arms, because these calls do not enter the kernel on
 //!   network cards.
+//! - Two changes of a queue pair are made at once, by the thread that needs them. When a link
+//!   fails, its queue pair changes to the ERROR state, so that the device accepts nothing more. A
+//!   grant gives the peer access rights on the queue pair.
 //!
 //! Without the threads ([`Builder::command_threads`](super::Builder::command_threads)) the caller
 //! runs each command at once. That suits deterministic tests, and programs that have nothing else

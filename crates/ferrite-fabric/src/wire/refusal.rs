@@ -38,11 +38,12 @@ pub struct RefusalCode(pub u16);
 impl RefusalCode {
     /// There is no common version of the protocol.
     pub const VERSION: Self = Self(1);
-    /// Too many half-open links.
+    /// Too many handshakes in progress, or too many links that wait to be accepted.
     pub const BUSY: Self = Self(2);
     /// Too many links.
     pub const LIMIT: Self = Self(3);
-    /// The configuration forbids the link.
+    /// This side does not admit the link, because its configuration forbids that or for another
+    /// reason, which the text gives.
     pub const POLICY: Self = Self(4);
     /// The peer is shutting down.
     pub const SHUTDOWN: Self = Self(5);
