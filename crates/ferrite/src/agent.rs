@@ -119,7 +119,8 @@ fn agent_config(values: &Values, listen: &[SocketAddr]) -> anyhow::Result<AgentC
     let local = listen.first().filter(|address| !address.ip().is_unspecified());
     config.local = local.map(|address| SocketAddr::new(address.ip(), 0));
     config.own = listen.to_vec();
-    let admin = values.text(&table::ADMIN_LISTEN).and_then(|text| text.parse().ok());
+    let admin = values.text(&table::ADMIN_LISTEN);
+    let admin = admin.and_then(|text| text.parse::<SocketAddr>().ok());
     config.own.extend(admin);
     reconfigure(&mut config, values);
     Ok(config)

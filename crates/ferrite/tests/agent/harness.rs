@@ -67,7 +67,7 @@ impl Group {
             let agent = Running::command(&words);
             let mut command = Command::new("setpriv");
             command.args(["--bounding-set=-all", "--inh-caps=-all", "--no-new-privs"]);
-            command.args(&self.user).arg(agent.get_program()).args(agent.get_args());
+            command.args(self.user).arg(agent.get_program()).args(agent.get_args());
             Running::spawn(&mut command)
         })
     }
