@@ -204,8 +204,8 @@ impl Agent {
 }
 
 impl AgentHandle {
-    /// Changes the settings for connections from now on. Only those that need no restart change:
-    /// protected mode, direct connections and the drain timeout.
+    /// Changes the settings for connections from now on. Only these change: protected mode, direct
+    /// connections and the drain timeout.
     pub fn reconfigure(&self, change: impl FnOnce(&mut AgentConfig)) {
         let mut config = self.shared.config.write().unwrap_or_else(PoisonError::into_inner);
         change(Arc::make_mut(&mut config));

@@ -72,7 +72,7 @@ async fn carry(
                 if error == OpenError::NamesUsedUp {
                     handle.go_away();
                 }
-                socket = unused;
+                socket = unused.unmetered();
             }
         }
     }
@@ -91,8 +91,7 @@ fn warn(peer: &Peer, destination: SocketAddr, why: &str) {
     static LINES: LogLimit = LogLimit::new();
     if let Some(others) = LINES.pass() {
         tracing::warn!(
-            "cannot carry a connection to {destination} over a link to {peer}: \
-                        {why}{others}"
+            "cannot carry a connection to {destination} over a link to {peer}: {why}{others}"
         );
     }
 }

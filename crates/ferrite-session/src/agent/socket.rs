@@ -33,10 +33,15 @@ impl LocalSocket {
     }
 
     /// Counts the stream and its bytes from now on, until the socket is dropped.
-    pub(super) fn metered(self, meter: Meter) -> Self {
-        let mut this = self;
-        this.meter = Some(meter);
-        this
+    pub(super) fn metered(mut self, meter: Meter) -> Self {
+        self.meter = Some(meter);
+        self
+    }
+
+    /// Counts nothing any more: the stream was not opened.
+    pub(super) fn unmetered(mut self) -> Self {
+        self.meter = None;
+        self
     }
 }
 
