@@ -50,7 +50,8 @@ const HELP: &str = "\
 Example, on host 1 of three; the others have their own --alias, --listen and --peer:
   ferrite agent --alias 127.1.0.1 --listen 10.0.0.1 --allow-unauthenticated-peers yes \\
     --peer 127.1.0.2=10.0.0.2 --peer 127.1.0.3=10.0.0.3 --ports 7000-7009,17000-17009
-  redis-server --bind 127.1.0.1 --port 7001 --cluster-enabled yes --requirepass … --masterauth …
+  redis-server --bind 127.1.0.1 --bind-source-addr 127.1.0.1 --port 7001 --cluster-enabled yes \
+    --requirepass … --masterauth …
   redis-cli -a … --cluster create 127.1.0.1:7001 127.1.0.2:7001 127.1.0.3:7001
 
 A connection to the alias of a host that has no link is reset after 300 ms at most. The agent tries

@@ -3,15 +3,20 @@
 use std::collections::BTreeMap;
 
 use ferrite_proto::cluster::slot_of;
-use ferrite_testkit::resp::Client;
+use ferrite_testkit::resp::{Client, text_of};
+use ferrite_testkit::wait::until_or;
 use ferrite_testkit::{Engine, TIMEOUT, until};
 
 use super::harness::{Group, PASSWORD, alias, sum};
 
 /// The number of keys.
-const KEYS: usize = 2000;
+const KEYS: usize = 3000;
 /// The number of slots to move.
-const SLOTS: &str = "1000";
+const SLOTS: &str = "50";
+
+/// Without answers for this time, nodes regard a node as failed. Longer than a busy machine lets a
+/// node wait for a CPU.
+const NODE_TIMEOUT_MS: &str = "8000";
 
 /// The engines, by host and port. There are no engines of killed nodes.
 type Nodes = BTreeMap<(usize, u16), Engine>;
@@ -19,7 +24,7 @@ type Nodes = BTreeMap<(usize, u16), Engine>;
 /// Creates a cluster, moves slots, and loses primaries, with and without an operator. After each
 /// step, all keys are compared, and all connections between hosts are links.
 pub(crate) fn works(group: &Group, over_tcp: bool) {
-    let options = ["--cluster-enabled", "yes", "--cluster-node-timeout", "3000"];
+    let options = ["--cluster-enabled", "yes", "--cluster-node-timeout", NODE_TIMEOUT_MS];
     let auth = ["--requirepass", PASSWORD, "--masterauth", PASSWORD];
     let options = [&options[..], &auth, &["--repl-diskless-sync-delay", "0"]].concat();
     let mut nodes = Nodes::new();
@@ -152,9 +157,11 @@ fn keys_by_primary(group: &Group, nodes: &Nodes, from: usize) -> Vec<(Client, Ve
 
 fn write_keys(group: &Group, nodes: &Nodes) {
     for (mut client, numbers) in keys_by_primary(group, nodes, 1) {
-        for number in numbers {
-            client.ok(&["SET", &key(number), &value(number)]);
-        }
+        let commands =
+            numbers.iter().map(|number| vec!["SET".into(), key(*number), value(*number)]);
+        client.send(&commands.collect::<Vec<Vec<String>>>());
+        let replies = client.replies(numbers.len());
+        assert!(replies.iter().all(|reply| reply == b"+OK\r\n"));
     }
 }
 
@@ -162,8 +169,11 @@ fn write_keys(group: &Group, nodes: &Nodes) {
 fn compare_keys(group: &Group, nodes: &Nodes, from: usize) {
     let mut compared = 0;
     for (mut client, numbers) in keys_by_primary(group, nodes, from) {
-        for number in numbers {
-            assert_eq!(client.text(&["GET", &key(number)]), value(number));
+        let commands = numbers.iter().map(|number| vec!["GET".into(), key(*number)]);
+        client.send(&commands.collect::<Vec<Vec<String>>>());
+        let replies = client.replies(numbers.len());
+        for (number, reply) in numbers.iter().zip(replies) {
+            assert_eq!(text_of(&reply), value(*number), "{}", key(*number));
             compared += 1;
         }
     }
@@ -204,10 +214,21 @@ fn replica(nodes: &Nodes) -> ((usize, u16), (usize, u16)) {
     found.expect("a replica")
 }
 
+fn logs(nodes: &Nodes) -> String {
+    let one = |((host, port), engine): (&(usize, u16), &Engine)| {
+        let listed = operator(engine).text(&["CLUSTER", "NODES"]);
+        format!("\n{}:{port}\n{listed}\n{}", alias(*host), engine.log())
+    };
+    nodes.iter().map(one).collect()
+}
+
 fn wait_until_primary(nodes: &Nodes, at: (usize, u16)) {
-    nodes[&at].wait_until("a replica becomes a primary", || {
-        info(&nodes[&at], "replication").contains("role:master")
-    });
+    until_or(
+        TIMEOUT,
+        "a replica becomes a primary",
+        || info(&nodes[&at], "replication").contains("role:master"),
+        || logs(nodes),
+    );
     until(TIMEOUT, "all nodes to know the new primary", || {
         primaries(nodes).iter().any(|primary| primary.at == at && !primary.slots.is_empty())
     });

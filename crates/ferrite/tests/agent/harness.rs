@@ -103,7 +103,7 @@ impl Group {
     /// Starts an engine on a host, at the host's alias.
     pub(crate) fn start_engine(&self, host: usize, port: u16, options: &[&str]) -> Engine {
         let (alias, port) = (alias(host), port.to_string());
-        let own = ["--bind", &alias, "--port", &port];
+        let own = ["--bind", &alias, "--bind-source-addr", &alias, "--port", &port];
         let options = [&own[..], options].concat();
         self.hosts.within(host, || Engine::start(&Start::redis(&options)))
     }
@@ -128,7 +128,7 @@ impl Group {
     pub(crate) fn redis_cli(&self, host: usize, words: &[&str]) -> String {
         let output = self.hosts.within(host, || {
             let mut command = Command::new("timeout");
-            command.args(["120", "redis-cli", "--no-auth-warning", "-a", PASSWORD]);
+            command.args(["240", "redis-cli", "--no-auth-warning", "-a", PASSWORD]);
             command.args(words).output().expect("redis-cli starts")
         });
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
