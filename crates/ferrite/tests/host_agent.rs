@@ -14,7 +14,7 @@ use std::net::TcpStream;
 use std::process::Command;
 
 use agent::cluster;
-use agent::harness::{Group, PASSWORD, alias, sum};
+use agent::harness::{Group, PASSWORD, WITHOUT_CAPABILITIES, alias, sum};
 use ferrite_testkit::netns::Hosts;
 use ferrite_testkit::process::{exit_within, signal};
 use ferrite_testkit::{TIMEOUT, until};
@@ -22,12 +22,13 @@ use ferrite_testkit::{TIMEOUT, until};
 const TCP: &[&str] = &["--rdma", "forbid"];
 
 /// Starts hosts with agents; `None` without root.
+#[expect(clippy::print_stderr, reason = "tells that the test is left out")]
 fn group(count: usize, options: &[&str]) -> Option<Group> {
     let Some(hosts) = Hosts::start(count) else {
         eprintln!("SKIPPED: network namespaces need root");
         return None;
     };
-    Some(Group::start(hosts, count, &[TCP, options].concat(), &[]))
+    Some(Group::start(hosts, count, &[TCP, options].concat(), WITHOUT_CAPABILITIES))
 }
 
 fn is_reset(socket: &mut TcpStream) -> bool {

@@ -18,6 +18,7 @@ use ferrite_testkit::{TIMEOUT, until};
 /// The agents are a user without rights, RDMA is required, and nothing may go directly. Each pair of
 /// hosts has one queue pair at each end.
 #[test]
+#[expect(clippy::print_stderr, reason = "tells that the test is left out")]
 fn cluster_of_three_hosts_works_over_rdma_alone() {
     if std::env::var("FERRITE_LAB_KERNEL").is_ok_and(|kernel| kernel != "uml") {
         eprintln!("SKIPPED: Soft-RoCE of this kernel receives only in the first namespace");

@@ -15,8 +15,19 @@ use crate::metrics::harness::Running;
 pub(crate) const PORTS: &str = "7001-7002,17001-17002";
 /// The password of all engines.
 pub(crate) const PASSWORD: &str = "secret";
-/// The options of setpriv for a user without rights.
-pub(crate) const NOBODY: &[&str] = &["--reuid=65534", "--regid=65534", "--clear-groups"];
+/// Starts a program without capabilities.
+pub(crate) const WITHOUT_CAPABILITIES: &[&str] =
+    &["setpriv", "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs"];
+/// Starts a program as a user without rights, who may lock memory.
+pub(crate) const NOBODY: &[&str] = &[
+    "prlimit",
+    "--memlock=unlimited:unlimited",
+    "setpriv",
+    "--no-new-privs",
+    "--reuid=65534",
+    "--regid=65534",
+    "--clear-groups",
+];
 
 /// Returns the alias of a host.
 pub(crate) fn alias(host: usize) -> String {
@@ -28,13 +39,13 @@ pub(crate) struct Group {
     pub(crate) hosts: Hosts,
     pub(crate) agents: Vec<Running>,
     options: Vec<String>,
-    /// Options of setpriv.
+    /// The words before the command line of an agent: what makes it a user with few rights.
     user: &'static [&'static str],
 }
 
 impl Group {
-    /// Starts agents without capabilities, with these additional options, and waits until each has
-    /// a link to every other. `user` are options of setpriv.
+    /// Starts agents with these additional options, and waits until each has a link to every other.
+    /// The words of `user` come before the command line of an agent.
     pub(crate) fn start(
         hosts: Hosts,
         count: usize,
@@ -65,9 +76,8 @@ impl Group {
         self.hosts.within(host, || {
             let words: Vec<_> = words.iter().map(String::as_str).collect();
             let agent = Running::command(&words);
-            let mut command = Command::new("setpriv");
-            command.args(["--bounding-set=-all", "--inh-caps=-all", "--no-new-privs"]);
-            command.args(self.user).arg(agent.get_program()).args(agent.get_args());
+            let mut command = Command::new(self.user[0]);
+            command.args(&self.user[1..]).arg(agent.get_program()).args(agent.get_args());
             Running::spawn(&mut command)
         })
     }
