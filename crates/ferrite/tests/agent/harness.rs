@@ -36,8 +36,9 @@ pub(crate) fn alias(host: usize) -> String {
 
 /// Hosts with an agent each, numbered from 1.
 pub(crate) struct Group {
-    pub(crate) hosts: Hosts,
+    // Ended before their hosts.
     pub(crate) agents: Vec<Running>,
+    pub(crate) hosts: Hosts,
     options: Vec<String>,
     /// The words before the command line of an agent: what makes it a user with few rights.
     user: &'static [&'static str],
