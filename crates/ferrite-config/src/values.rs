@@ -341,6 +341,14 @@ impl Values {
         if let Err(why) = self.policy() {
             wrong.push((&table::RDMA, why));
         }
+        if self.program == Program::Agent
+            && self.policy() == Ok(Policy::Require)
+            && self.text(&table::DIRECT) == Some("allow")
+        {
+            let why = "`allow` is for connections over TCP, but `rdma require` allows none; use \
+                       `refuse`";
+            wrong.push((&table::DIRECT, why.into()));
+        }
         if self.program == Program::Server && self.listen_port() == Some(0) {
             let why = "the module uses one port for all addresses: give each address the same \
                        port from 1 to 65535, or no port";

@@ -52,7 +52,7 @@ impl Shape {
                 let range = [min, max].map(|time| number(unit.count(time)));
                 Self::Number { range, is_size: false }
             }
-            Kind::Time { bare: None, .. } | Kind::Text(_) | Kind::List => Self::Text,
+            Kind::Time { bare: None, .. } | Kind::Text(_) | Kind::List(_) => Self::Text,
         }
     }
 }

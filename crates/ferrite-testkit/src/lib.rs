@@ -9,6 +9,7 @@
 //! | `wait` | waits for a condition, a future or a thread, with a deadline | `tokio` for async |
 //! | `random` | random numbers that a seed repeats | |
 //! | `directory`, `port`, `pem` | temporary directories, free ports, certificates as files | |
+//! | `netns` | hosts in network namespaces, each with its own loopback | |
 //! | `process` | signals, and tests that run themselves again as another process | |
 //! | `terminal` | a program on a pseudo-terminal | |
 //! | `corpus` | runs the fuzz targets' checks over their corpora | |
@@ -26,6 +27,7 @@ pub mod engine;
 pub mod handshake;
 #[cfg(feature = "verbs")]
 pub mod lab;
+pub mod netns;
 pub mod pem;
 pub mod port;
 pub mod process;
