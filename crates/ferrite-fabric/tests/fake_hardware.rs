@@ -191,7 +191,7 @@ fn tcp_continues_while_the_device_is_reset() {
             match drive(&[&client, &server], calling) {
                 Ok(there) => break there,
                 Err(error) => {
-                    assert!(begun.elapsed() < TEST_TIMEOUT, "RDMA did not return: {error}")
+                    assert!(begun.elapsed() < TEST_TIMEOUT, "RDMA did not return: {error}");
                 }
             }
         };
