@@ -1,7 +1,7 @@
 //! The metrics of an agent: its links, streams and refusals.
 
 use ferrite_fabric::Transport;
-use ferrite_session::agent::{AgentHandle, AgentStats};
+use ferrite_session::agent::{AgentHandle, AgentPeerStats, AgentStats};
 
 use crate::exposition::Exposition;
 
@@ -25,7 +25,7 @@ pub fn agent_metrics(agent: &AgentHandle, out: &mut Exposition) {
     });
     let links: Vec<_> = links.collect();
     out.gauges("agent_links", "Links to agents of other hosts, by their transport", &links);
-    let each = |of: fn(&ferrite_session::agent::AgentPeerStats) -> u64| -> Vec<_> {
+    let each = |of: fn(&AgentPeerStats) -> u64| -> Vec<_> {
         peers.iter().map(|(alias, peer)| (vec![("peer", *alias)], of(peer))).collect()
     };
     let opened = each(|peer| peer.links_opened);

@@ -1,14 +1,14 @@
-//! The agent: carries TCP connections between the programs of a group of hosts over one link for
+//! The agent: carries TCP connections between the programs of a group of hosts, over one link for
 //! each pair of hosts. Programs and engines are not changed.
 //!
 //! ```text
-//!  client, replica, bus ─► 127.1.0.2:7001 ─► agent ══ one link, many streams ══► agent ─► engine
-//!                          alias of host 2   host 1                              host 2   127.1.0.2
+//! client, replica, bus ─► 127.1.0.2:7001 ─► agent ══ one link, many streams ══► agent ─► engine
+//!                         alias of host 2   host 1                             host 2
 //! ```
 //!
-//! Each host has a loopback address, its alias, which means this host on all hosts. Engines bind
-//! the alias of their host. On the other hosts the agent listens there. The engine sees the alias of
-//! the program's host, and the program's port.
+//! Each host has a loopback address, its alias, which all hosts know it by. Engines bind the alias
+//! of their host. On the other hosts the agent listens there. The engine sees the alias of the
+//! program's host, and the program's port.
 //!
 //! | file | what it is |
 //! |---|---|

@@ -25,18 +25,18 @@ pub struct Hosts {
 }
 
 impl Hosts {
-    /// Creates hosts; `None` if this process is not root.
+    /// Creates hosts.
+    ///
+    /// # Errors
+    /// Returns why this process may not create namespaces, for example because it is not root.
     ///
     /// # Panics
-    /// If the kernel refuses namespaces or interfaces to root.
-    #[must_use]
-    pub fn start(count: usize) -> Option<Self> {
-        if !rustix::process::geteuid().is_root() {
-            return None;
-        }
-        let hosts = Self { name: format!("fe{}", std::process::id()), count };
+    /// If there are namespaces, but not the interfaces in them.
+    pub fn start(count: usize) -> Result<Self, String> {
+        let name = format!("fe{}", std::process::id());
+        try_ip(&["netns", "add", &format!("{name}-0")])?;
+        let hosts = Self { name, count };
         let bridge = hosts.namespace(0);
-        ip(&["netns", "add", &bridge]);
         ip(&["-n", &bridge, "link", "add", "br0", "type", "bridge", "mcast_snooping", "0"]);
         ip(&["-n", &bridge, "link", "set", "br0", "up"]);
         for host in 1..=count {
@@ -50,7 +50,7 @@ impl Hosts {
             ip(&["-n", &own, "addr", "add", &address, "dev", "eth0"]);
             ip(&["-n", &own, "link", "set", "eth0", "up"]);
         }
-        Some(hosts)
+        Ok(hosts)
     }
 
     /// Gives each host a Soft-RoCE device, which [`Hosts::device`] names. Needs a kernel whose
@@ -132,6 +132,16 @@ impl Drop for Hosts {
 
 #[track_caller]
 fn ip(words: &[&str]) {
-    let output = Command::new("ip").args(words).output().expect("ip, of Debian's package iproute2");
-    assert!(output.status.success(), "ip {words:?}: {}", String::from_utf8_lossy(&output.stderr));
+    if let Err(why) = try_ip(words) {
+        panic!("{why}");
+    }
+}
+
+fn try_ip(words: &[&str]) -> Result<(), String> {
+    let output = Command::new("ip").args(words).output();
+    let output = output.map_err(|error| format!("ip, of Debian's package iproute2: {error}"))?;
+    match output.status.success() {
+        true => Ok(()),
+        false => Err(format!("ip {words:?}: {}", String::from_utf8_lossy(&output.stderr).trim())),
+    }
 }

@@ -25,10 +25,10 @@ use crate::{address, log, output};
 
 /// Carry the connections of a group of hosts over one RDMA or TCP link for each pair
 ///
-/// One agent runs on each host of a Redis or Valkey cluster. It carries clients, replication and the
-/// cluster bus. Neither engines nor clients are changed, and no privilege is needed. Each host has a
-/// loopback address, its alias. Engines bind the alias of their host, and all programs use the
-/// aliases. On each host the agent listens at the aliases of the other hosts.
+/// One agent runs on each host of a Redis or Valkey cluster. It carries clients, replication and
+/// the cluster bus. Neither engines nor clients are changed, and no privilege is needed. Each host
+/// has a loopback address, its alias. Engines bind the alias of their host, and all programs use
+/// the aliases. On each host the agent listens at the aliases of the other hosts.
 ///
 /// Agents do not authenticate each other yet, and nothing is encrypted: a peer is recognised by its
 /// address alone. Use the agent only in a network where nobody else can have these addresses. It

@@ -21,13 +21,12 @@ use ferrite_testkit::{TIMEOUT, until};
 
 const TCP: &[&str] = &["--rdma", "forbid"];
 
-/// Starts hosts with agents; `None` without root.
+/// Starts hosts with agents; `None` if this process may not create namespaces.
 #[expect(clippy::print_stderr, reason = "tells that the test is left out")]
 fn group(count: usize, options: &[&str]) -> Option<Group> {
-    let Some(hosts) = Hosts::start(count) else {
-        eprintln!("SKIPPED: network namespaces need root");
-        return None;
-    };
+    let hosts = Hosts::start(count)
+        .inspect_err(|why| eprintln!("SKIPPED: this test needs network namespaces: {why}"))
+        .ok()?;
     Some(Group::start(hosts, count, &[TCP, options].concat(), WITHOUT_CAPABILITIES))
 }
 

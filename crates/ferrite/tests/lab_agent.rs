@@ -15,8 +15,8 @@ use ferrite_testkit::lab::{resources, sh};
 use ferrite_testkit::netns::Hosts;
 use ferrite_testkit::{TIMEOUT, until};
 
-/// The agents are a user without rights, RDMA is required, and nothing may go directly. Each pair of
-/// hosts has one queue pair at each end.
+/// The agents are a user without rights, RDMA is required, and nothing may go directly. Each pair
+/// of hosts has one queue pair at each end.
 #[test]
 #[expect(clippy::print_stderr, reason = "tells that the test is left out")]
 fn cluster_of_three_hosts_works_over_rdma_alone() {
