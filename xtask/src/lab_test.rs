@@ -106,7 +106,7 @@ impl Suite {
     /// Returns environment variables for the tests.
     fn variables(&self) -> Vec<String> {
         match self {
-            // Arguments of the module, and the engines (`lab_parity`, `lab_module`).
+            // Arguments of the module in all tests, and the engines that `lab_parity` tests.
             Self::Own => ["FERRITE_MODULE_ARGS", "FERRITE_ENGINES"]
                 .iter()
                 .filter_map(|name| Some(format!("{name}={}", std::env::var(name).ok()?)))

@@ -35,7 +35,7 @@ To get help about commands type:
       \"quit\" to exit
 
 Commands of the prompt itself:
-      \":transport\" to show the transport (RDMA, TCP or Unix socket) and why it is used
+      \":transport\" to show the transport and, after a fallback to TCP, the reason
       \":set hints\" and \":set nohints\" to show and hide hints
       \"connect <host> <port>\" to connect to another server
 ";

@@ -164,8 +164,8 @@ impl Transport {
     pub(crate) fn stop(mut self) -> bool {
         const POLL_INTERVAL: Duration = Duration::from_millis(1);
         let _ = self.requests.send(Request::Stop);
-        // The engine wrote and synchronised its AOF before this event, so replies that waited for
-        // that can be sent.
+        // Lets replies be sent that wait for the AOF. The engine wrote and synchronised its AOF
+        // before it reported its shutdown.
         event_loop::on_loop_iteration();
         let until = Instant::now() + SHUTDOWN_TIMEOUT;
         let in_time = loop {

@@ -61,7 +61,7 @@ fn contiguous(object: &Bound<'_, PyAny>) -> PyResult<PyUntypedBuffer> {
     match buffer.is_c_contiguous() {
         true => Ok(buffer),
         false => Err(PyValueError::new_err(
-            "the buffer is not contiguous in memory; pass a contiguous copy \
+            "the buffer is not contiguous in C order; pass a contiguous copy \
              (numpy.ascontiguousarray)",
         )),
     }

@@ -141,7 +141,8 @@ fn config_check_prints_problems_and_exits_with_2() {
     assert!(text(&output.stdout).contains("ferrite.toml:2: network.rdma-device: "));
 }
 
-/// Returns the first event of a program with `--json` and a piped stdout: that it listens.
+/// Returns the first event that a program with `--json` prints, which is `listening`. Its stdout
+/// must be piped.
 fn first_event(program: &mut Child) -> Value {
     let mut line = String::new();
     let stdout = program.stdout.as_mut().expect("piped");

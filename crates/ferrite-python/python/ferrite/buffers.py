@@ -14,7 +14,7 @@ def byte_view(data, writable):
     if writable and view.readonly:
         raise BufferError("the buffer is read-only")
     if not view.c_contiguous:
-        raise ValueError("the buffer is not contiguous in memory; pass a contiguous copy "
+        raise ValueError("the buffer is not contiguous in C order; pass a contiguous copy "
                          "(numpy.ascontiguousarray)")
     if view.nbytes == 0:
         return memoryview(bytearray())

@@ -43,9 +43,9 @@ struct State {
 pub(super) enum Way {
     /// There is one.
     Link(LinkId, Handle),
-    /// The caller must connect. There may be a link until this time.
+    /// The caller must connect, and wait for a link until this time.
     Connect { until: Instant },
-    /// The agent connects. There may be a link until this time.
+    /// The agent is already connecting. The caller must wait for a link until this time.
     Wait { until: Instant },
     /// There is none in time.
     None,

@@ -9,7 +9,7 @@ use super::dial::TransportInfo;
 /// The longest latency of the histogram, in nanoseconds: an hour.
 pub(super) const LONGEST_NS: u64 = 3_600_000_000_000;
 
-/// The result of a test, of one of its turns, or of one connection.
+/// The result of a test, of one of its turns (`--turns`), or of one connection.
 pub(super) struct Run {
     pub(super) transport_info: Option<TransportInfo>,
     pub(super) seconds: f64,
