@@ -22,7 +22,8 @@ use ferrite_verbs::Verbs;
 
 const SLOTS: usize = 4;
 const SLOT_BYTES: usize = 1 << 20;
-/// The length is stored above the slot number in the 32 bits; a length of 0 ends the file.
+/// The immediate data of a write contains the slot number in this many low bits, and the length
+/// above them. A length of 0 ends the file.
 const LEN_SHIFT: u32 = 4;
 
 fn main() -> Result<(), Box<dyn Error>> {

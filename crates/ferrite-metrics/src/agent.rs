@@ -72,7 +72,8 @@ fn refusals(stats: &AgentStats, out: &mut Exposition) {
     out.counters("agent_connections_refused", help, &reset);
     let help = "Connections of local programs that went directly by TCP, without an agent";
     out.counter("agent_direct_connections", help, stats.direct);
-    let help = "Connections to engines that could not have the port of the peer's program";
+    let help = "Connections to engines from another source port than the peer's program has, \
+                because that port was in use";
     out.counter("agent_source_ports_changed", help, stats.ports_changed);
     let help = "Links that were refused because their address belongs to no peer";
     out.counter("agent_unknown_peers", help, stats.unknown_peers);

@@ -48,8 +48,12 @@ pub enum Absence {
     /// Libraries and kernel support are present, but there is no device.
     #[error("no RDMA device on this host")]
     NoDevice,
-    /// Verbs work, but RDMA CM cannot make connections (rdma_ucm is not loaded).
-    #[error("no RDMA connection manager: rdma_ucm is not loaded ({detail})")]
+    /// Verbs work, but RDMA CM cannot make connections. Either rdma_ucm is not loaded, or the
+    /// process cannot see its device file, for example in a container.
+    #[error(
+        "no RDMA connection manager: rdma_ucm is not loaded, or this process cannot see \
+         /dev/infiniband/rdma_cm ({detail})"
+    )]
     NoCm {
         /// The error that librdmacm reported.
         detail: String,

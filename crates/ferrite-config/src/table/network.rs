@@ -37,8 +37,9 @@ pub static RDMA: Setting = setting(
     Kind::Choice(&["prefer", "require", "forbid"]),
     "prefer",
     "Whether RDMA may, must or must not be used. `prefer` uses TCP where RDMA does not work, and \
-     reports why. `require` does not start without RDMA and serves no TCP. `forbid` uses TCP only; \
-     `ferrite server` then starts the engine without the module.",
+     reports why. `require` does not start without RDMA, and does not fall back to TCP. `forbid` \
+     uses TCP only; `ferrite server` then starts the engine without the module. Listeners on \
+     loopback addresses always use TCP.",
 );
 
 /// Another spelling of [`RDMA`].

@@ -136,7 +136,8 @@ pub struct AgentStats {
     pub beyond_limits: u64,
     /// Local connections that went directly by TCP, without an agent.
     pub direct: u64,
-    /// Connections to engines that could not have the port of the peer's program.
+    /// Connections to engines from another source port than the peer's program has, because that
+    /// port was in use.
     pub ports_changed: u64,
     /// Links that were refused because their address belongs to no peer.
     pub unknown_peers: u64,

@@ -186,8 +186,9 @@ impl BufMut {
         self.0.lease.slab().purpose
     }
 
-    /// Returns how often the block had been returned to the pool when this buffer was taken.
-    /// Together with the address, the number identifies this use of the block.
+    /// Returns how often the block had been returned to the pool when this buffer was taken. If the
+    /// number has changed, the block has been reused. The count restarts at 0 when the pool divides
+    /// the memory into blocks of another size.
     #[must_use]
     pub fn generation(&self) -> u32 {
         self.0.lease.generation()

@@ -31,7 +31,7 @@ pub(in crate::mem) struct Slab {
 pub(in crate::mem) struct Meta {
     /// Number of handles; 0 while the block is free.
     pub(in crate::mem) refs: AtomicU32,
-    /// How often the block was returned to the pool.
+    /// How often the block was returned to the pool, since this slab was created.
     pub(in crate::mem) generation: AtomicU32,
     /// The account that is charged for the block. Only the block's single lease may access this
     /// field: see `lease.rs`.
