@@ -269,8 +269,11 @@ impl Client {
 }
 
 /// Returns whether an error means that the connection failed. An error reply of the server does
-/// not.
+/// not. Redis-rs would reconnect after a rejected AUTH, which could only fail again.
 pub(crate) fn is_connection_error(error: &RedisError) -> bool {
+    if error.kind() == ErrorKind::AuthenticationFailed {
+        return false;
+    }
     error.is_io_error() || error.is_connection_dropped() || error.is_unrecoverable_error()
 }
 

@@ -148,6 +148,20 @@ async fn explains_invalid_urls() {
     }
 }
 
+/// The second server would accept any password.
+#[tokio::test]
+async fn does_not_pass_over_a_server_that_rejects_the_login() {
+    let (_strict, strict) = start(&["--user", "me", "on", ">secret", "~*", "+@all"]);
+    let (_lax, lax) = start(&["--user", "me", "on", "nopass", "~*", "+@all"]);
+    for protocol in [2, 3] {
+        let servers = format!("127.0.0.1:{strict},127.0.0.1:{lax}");
+        let url = format!("redis://me:wrong@{servers}?rdma=forbid&protocol={protocol}");
+        let client = Client::open(&url).expect("valid URL");
+        let error = client.connect().await.expect_err("the first server rejects the login");
+        assert!(!error.is_io_error(), "RESP{protocol}: {error}");
+    }
+}
+
 #[tokio::test]
 async fn never_shows_the_password() {
     let (_redis, port) = start(&["--user", "me", "on", ">secret", "~*", "+@all"]);
