@@ -72,6 +72,11 @@ fn create(group: &Group, nodes: &Nodes) {
     let text = group.redis_cli(1, &words);
     assert!(text.contains("[OK] All 16384 slots covered"), "{text}");
     wait_until_it_works(nodes);
+    for engine in nodes.values() {
+        engine.wait_until("a node that lists the three replicas", || {
+            operator(engine).text(&["CLUSTER", "NODES"]).matches("slave").count() == 3
+        });
+    }
     check(group, 2);
 }
 
@@ -128,7 +133,10 @@ fn primaries(nodes: &Nodes) -> Vec<Primary> {
             let (first, last) = range.split_once('-').unwrap_or((range, range));
             (first.parse().expect("a slot"), last.parse().expect("a slot"))
         });
-        let (id, slots) = (words[0].to_owned(), slots.collect());
+        let (id, slots) = (words[0].to_owned(), slots.collect::<Vec<_>>());
+        if slots.is_empty() {
+            return None; // a replica that this node does not know as one yet
+        }
         Some(Primary { id, at: (host, port.parse().expect("a port")), slots })
     };
     listed.lines().filter_map(primary).collect()
