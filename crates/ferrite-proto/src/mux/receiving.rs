@@ -128,9 +128,11 @@ impl Mux {
         self.table.use_name(stream)?;
         let peer = self.side.other();
         let waiting = self.schedule.waiting_resets(peer);
-        let cause = if self.table.opened_by(peer) + waiting >= self.config.max_streams {
+        let opens = if class == Class::Bus { &mut self.bus_opens } else { &mut self.opens };
+        let open = self.table.opened_by(peer) + waiting;
+        let cause = if open >= self.config.max_streams_for(class) {
             Cause::TOO_MANY_STREAMS
-        } else if !self.opens.admit(now) {
+        } else if !opens.admit(now) {
             Cause::TOO_MANY_OPENS
         } else {
             self.insert(stream, None);
