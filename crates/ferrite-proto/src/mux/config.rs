@@ -1,6 +1,5 @@
 //! Limits of a multiplexer, with their defaults.
 
-use super::Class;
 use super::record::{CONTROL_BYTES, HEAD_BYTES};
 
 /// The largest credit that a sender may have.
@@ -33,11 +32,9 @@ pub struct Config {
     /// Maximum number of messages of a class that are not sent yet. So a message of a more urgent
     /// class waits for at most this many messages of each other class. Default 4.
     pub max_in_flight: u32,
-    /// Maximum number of streams that each side may have opened. The last sixteenth is for the
-    /// class *bus* alone. Default 4,096.
+    /// Maximum number of streams that each side may have opened. Default 4,096.
     pub max_streams: usize,
-    /// Maximum number of streams that the peer may open in a second: in the class *bus*, and as
-    /// many in the other classes together. Default 1,000.
+    /// Maximum number of streams that the peer may open in a second. Default 1,000.
     pub opens_per_second: u32,
     /// Maximum number of refusals of the peer's streams that wait to be sent. A peer that opens
     /// more streams without reading the refusals loses the link. Default 16,384.
@@ -85,18 +82,6 @@ impl Config {
         match wrong.into_iter().find(|(_, is_wrong)| *is_wrong) {
             Some((field, _)) => Err(ConfigError { field }),
             None => Ok(()),
-        }
-    }
-}
-
-impl Config {
-    /// Returns the number of streams at which a side may open no further one of a class. Programs
-    /// that open too many streams do not take those of the cluster bus, without which a host counts
-    /// as dead.
-    pub(super) fn max_streams_for(&self, class: Class) -> usize {
-        match class {
-            Class::Bus => self.max_streams,
-            Class::Interactive | Class::Bulk => self.max_streams - self.max_streams / 16,
         }
     }
 }

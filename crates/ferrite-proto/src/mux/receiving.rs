@@ -128,11 +128,9 @@ impl Mux {
         self.table.use_name(stream)?;
         let peer = self.side.other();
         let waiting = self.schedule.waiting_resets(peer);
-        let opens = if class == Class::Bus { &mut self.bus_opens } else { &mut self.opens };
-        let open = self.table.opened_by(peer) + waiting;
-        let cause = if open >= self.config.max_streams_for(class) {
+        let cause = if self.table.opened_by(peer) + waiting >= self.config.max_streams {
             Cause::TOO_MANY_STREAMS
-        } else if !opens.admit(now) {
+        } else if !self.opens.admit(now) {
             Cause::TOO_MANY_OPENS
         } else {
             self.insert(stream, None);

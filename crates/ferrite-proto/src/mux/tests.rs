@@ -215,34 +215,3 @@ fn a_violation_is_final() {
     assert_eq!(pair.called.open(Class::Bus, route()), Err(OpenError::Ended));
     assert!(!pair.called.has_output(Class::Bus));
 }
-
-#[test]
-fn last_streams_are_for_the_bus() {
-    let mut pair = Pair::new(&Config { max_streams: 32, ..config() });
-    for _ in 0..30 {
-        pair.open(Class::Interactive);
-    }
-    for class in [Class::Interactive, Class::Bulk] {
-        assert_eq!(pair.caller.open(class, route()), Err(OpenError::TooManyStreams));
-    }
-    for _ in 0..2 {
-        pair.open(Class::Bus);
-    }
-    assert_eq!(pair.caller.open(Class::Bus, route()), Err(OpenError::TooManyStreams));
-    // The other end accepts all of them.
-    while !pair.send_to_called(Class::Interactive, 0).is_empty() {}
-    while !pair.send_to_called(Class::Bus, 0).is_empty() {}
-    assert_eq!((pair.called.streams(), pair.called.stats().refused), (32, 0));
-}
-
-#[test]
-fn many_opens_do_not_take_the_rate_of_the_bus() {
-    let config = Config { opens_per_second: 4, ..config() };
-    let mut pair = Pair::new(&config);
-    let _streams: Vec<_> = (0..6).map(|_| pair.open(Class::Interactive)).collect();
-    let bus = pair.open(Class::Bus);
-    pair.send_to_called(Class::Interactive, 0);
-    pair.send_to_called(Class::Bus, 0);
-    assert_eq!(pair.called.stats().refused, 2);
-    assert!(pair.called.is_live(bus));
-}
