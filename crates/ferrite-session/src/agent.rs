@@ -1,5 +1,5 @@
 //! The agent: carries TCP connections between the programs of a group of hosts, over one link for
-//! each pair of hosts. Programs and engines are not changed.
+//! each direction of a pair of hosts. Programs and engines are not changed.
 //!
 //! ```text
 //! client, replica, bus ─► 127.1.0.2:7001 ─► agent ══ one link, many streams ══► agent ─► engine
@@ -13,7 +13,7 @@
 //! | file | what it is |
 //! |---|---|
 //! | `config.rs` | the settings |
-//! | `peer_links.rs` | which link is used, when to connect, two links at once; no I/O |
+//! | `peer_links.rs` | which link is used, and when to connect; no I/O |
 //! | `admission.rs` | which streams of a peer are accepted; no I/O |
 //! | `peer.rs`, `links.rs` | a peer with its links; connects, accepts and runs links |
 //! | `local.rs` | connections of local programs |
@@ -103,7 +103,7 @@ impl Agent {
         config.check()?;
         let (sender, tasks) = mpsc::unbounded_channel();
         let peers = config.peers.iter();
-        let peers = peers.map(|peer| Arc::new(Peer::new(*peer, fabric.instance()))).collect();
+        let peers = peers.map(|peer| Arc::new(Peer::new(*peer))).collect();
         let AgentConfig { alias, deliver, own, .. } = config.clone();
         let shared = Shared {
             fabric,

@@ -163,6 +163,15 @@ where
     Ok(access)
 }
 
+/// Like [`probe_access`], for a port that may be a cluster bus. A bus closes the connection as soon
+/// as it has 8 bytes that are no message of a bus; an engine ignores the empty line.
+pub(crate) async fn probe_bus<S>(server: &mut S) -> io::Result<EngineAccess>
+where
+    S: AsyncRead + AsyncWrite + Unpin,
+{
+    probe_with(server, b"PING\r\n\r\n").await
+}
+
 async fn probe_with<S>(server: &mut S, command: &[u8]) -> io::Result<EngineAccess>
 where
     S: AsyncRead + AsyncWrite + Unpin,

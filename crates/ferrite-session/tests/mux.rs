@@ -192,6 +192,7 @@ macro_rules! run_suite {
             refuses_streams_beyond_the_limits);
         run_suite!(@ $run, ends:
             a_reset_connection_is_reset_at_the_other_end,
+            a_reset_connection_is_noticed_without_credit,
             a_closed_connection_ends_at_the_other_end,
             streams_are_reset_when_the_link_is_lost,
             drains_after_go_away,

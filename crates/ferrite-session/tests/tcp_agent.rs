@@ -169,38 +169,89 @@ async fn link_from_an_unknown_address_is_refused() {
     agent.finish().await;
 }
 
-/// Both agents connect at once. One of the two links remains, the same one on both sides.
-#[tokio::test]
-async fn agents_that_connect_at_once_keep_one_link() {
-    for _ in 0..5 {
+/// Two agents that are peers of each other. They deliver nothing: both are on this host, so the
+/// first one itself listens where an engine of the second one would.
+struct Pair {
+    agents: [Running; 2],
+    /// The addresses where the agents listen for links.
+    addresses: [SocketAddr; 2],
+    /// The addresses from which their links come.
+    ips: [Ipv4Addr; 2],
+    /// Where programs of the first host reach the second one.
+    destination: SocketAddr,
+}
+
+impl Pair {
+    async fn start() -> Self {
         let fabrics = [fabric(), fabric()];
         let aliases = [ip(1), ip(2)];
         let ips = [ip(3), ip(4)];
+        let port = free_port();
         let listeners = [0, 1].map(|at| fabrics[at].listen((ips[at], 0).into()).expect("listen"));
         let addresses = [0, 1].map(|at: usize| listeners[at].local_addr());
-        let mut agents = Vec::new();
-        for (at, listener) in listeners.into_iter().enumerate() {
+        let mut listeners = listeners.into_iter();
+        let agents = [0, 1].map(|at: usize| {
             let mut config = AgentConfig::new(aliases[at]);
             config.peers = vec![AgentPeer { alias: aliases[1 - at], address: addresses[1 - at] }];
-            config.ports = PortSet::parse([free_port().to_string()]).expect("a port");
+            config.ports = PortSet::parse([port.to_string()]).expect("a port");
             config.local = Some((ips[at], 0).into());
-            agents.push(start(&fabrics[at], config, vec![listener]));
-        }
-        let links = |agent: &Running| agent.handle.stats().peers[0].links.len();
-        let lost = |agent: &Running| agent.handle.stats().peers[0].links_lost;
-        let opened = |agent: &Running| agent.handle.stats().peers[0].links_opened;
-        until_async("a link", async || agents.iter().all(|agent| links(agent) > 0)).await;
-        // Every link that was opened is known to both. Then one remains.
-        until_async("one link", async || {
-            opened(&agents[0]) == opened(&agents[1]) && agents.iter().all(|agent| links(agent) == 1)
+            start(&fabrics[at], config, listeners.next().into_iter().collect())
+        });
+        let destination = (aliases[1], port).into();
+        let pair = Self { agents, addresses, ips, destination };
+        until_async("a link of each side", async || {
+            pair.agents.iter().all(|agent| agent.handle.stats().peers[0].links.len() == 2)
         })
         .await;
-        assert!(agents.iter().all(|agent| lost(agent) == 0), "the other one has ended in order");
-        assert!(agents[0].handle.check_links().await.is_ok());
-        for agent in agents {
+        pair
+    }
+
+    async fn finish(self) {
+        for agent in self.agents {
             agent.finish().await;
         }
     }
+}
+
+/// Each agent uses the link that it has opened, so both links remain.
+#[tokio::test]
+async fn agents_that_connect_at_once_keep_a_link_for_each_direction() {
+    for _ in 0..5 {
+        let pair = Pair::start().await;
+        for agent in &pair.agents {
+            assert!(agent.handle.check_links().await.is_ok());
+            let stats = agent.handle.stats().peers.remove(0);
+            assert_eq!((stats.links.len(), stats.links_opened, stats.links_lost), (2, 2, 0));
+        }
+        pair.finish().await;
+    }
+}
+
+/// Any user of the second host can open a link from its address.
+#[tokio::test]
+async fn link_of_another_program_of_the_peers_host_gets_no_connections() {
+    let pair = Pair::start().await;
+    let rogue = fabric();
+    let options = ConnectOptions::new().local((pair.ips[1], 0).into());
+    let link = rogue.connect_with(pair.addresses[0], &options).await.expect("a link");
+    let multiplexer = multiplex(link, Side::Caller, &protocol::Config::default());
+    let multiplexer: Multiplexer<TcpStream> = multiplexer.expect("a multiplexer");
+    let Multiplexer { handle: _handle, mut incoming, driver } = multiplexer;
+    tokio::spawn(driver.run());
+    until_async("the link", async || pair.agents[0].handle.stats().peers[0].links_opened == 3)
+        .await;
+    for count in 1..=3 {
+        let mut program = TcpStream::connect(pair.destination).await.expect("connect");
+        let mut byte = [0];
+        let received = tokio::select! {
+            stream = incoming.next() => panic!("a connection of the peer: {stream:?}"),
+            received = program.read(&mut byte) => received,
+        };
+        assert!(received.is_err(), "the second agent delivers nothing");
+        assert_eq!(pair.agents[1].refused("port"), count);
+    }
+    assert_eq!(pair.agents[0].handle.stats().peers[0].links_lost, 0);
+    pair.finish().await;
 }
 
 #[tokio::test]

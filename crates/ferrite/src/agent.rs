@@ -4,6 +4,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::Context as _;
 use clap::Args;
@@ -14,6 +15,7 @@ use ferrite_fabric::{Config, Fabric, ListenOptions, Listener};
 use ferrite_metrics::AdminServer;
 use ferrite_session::agent::{Agent, AgentConfig, AgentPeer, AgentStats};
 use ferrite_session::{fabric_config, open_fabric};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde::Serialize;
 use tokio::sync::oneshot;
 
@@ -23,7 +25,7 @@ use crate::settings::{self, AgentProgram, Flags, WrongSettings};
 use crate::signals::Signals;
 use crate::{address, log, output};
 
-/// Carry the connections of a group of hosts over one RDMA or TCP link for each pair
+/// Carry the connections of a group of hosts over a few RDMA or TCP links
 ///
 /// One agent runs on each host of a Redis or Valkey cluster. It carries clients, replication and
 /// the cluster bus. Neither engines nor clients are changed, and no privilege is needed. Each host
@@ -69,6 +71,10 @@ JSON lines: {event: listening, address?, addresses[], alias, peers[], ports, rdm
   {event: ended, streams {opened, accepted}, refused, without_link, direct, to_peer_bytes,
   from_peer_bytes}. Failures print {error: {kind, missing?, message, remedy?}}.";
 
+/// How long a peer may be silent, and how long it may then leave a probe unanswered.
+const KEEPALIVE: Duration = Duration::from_secs(1);
+const PEER_TIMEOUT: Duration = Duration::from_secs(2);
+
 /// The settings, with the addresses parsed.
 struct Setup<'a> {
     options: &'a Options,
@@ -90,10 +96,21 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<ExitCode> {
     config.check().map_err(WrongSettings)?;
     check_authentication(&values, &config, &listen)?;
     let setup = Setup { options, values, config, listen };
+    raise_descriptor_limit();
     // One thread is enough, because sessions only copy bytes, and it avoids wake-ups between
     // threads.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(serve(setup))
+}
+
+/// Raises the limit of open files as far as it may be: the agent has a socket for each peer and
+/// port, and one for each connection.
+fn raise_descriptor_limit() {
+    let limit = getrlimit(Resource::Nofile);
+    let raised = Rlimit { current: limit.maximum, ..limit };
+    if let Err(error) = setrlimit(Resource::Nofile, raised) {
+        tracing::warn!(%error, "cannot raise the limit of open files");
+    }
 }
 
 fn agent_config(values: &Values, listen: &[SocketAddr]) -> anyhow::Result<AgentConfig> {
@@ -157,7 +174,13 @@ fn check_authentication(
 
 async fn serve(setup: Setup<'_>) -> anyhow::Result<ExitCode> {
     let Setup { options, values, config, listen } = &setup;
-    let fabric_config = Config { program: Program::AGENT, ..fabric_config(values) };
+    let fabric_config = Config {
+        program: Program::AGENT,
+        // An agent has few links, and every connection of a host waits for them.
+        keepalive: KEEPALIVE,
+        peer_timeout: PEER_TIMEOUT,
+        ..fabric_config(values)
+    };
     let rdma = fabric_config.rdma;
     // If `rdma-device` names no devices, the fabric opens only those that have one of these
     // addresses.
@@ -194,7 +217,7 @@ async fn serve(setup: Setup<'_>) -> anyhow::Result<ExitCode> {
     let second_signal = async {
         signals.next().await;
         tracing::info!("signal received, accepting nothing new; a second one ends all connections");
-        drop(stop);
+        drop((stop, admin)); // the port is then free for another agent
         signals.next().await;
     };
     let reloading = reload.run(|values| {

@@ -9,15 +9,18 @@ mod metrics {
     pub(crate) mod harness;
 }
 
-use std::io::{ErrorKind, Read as _, Write as _};
-use std::net::TcpStream;
-use std::process::Command;
+use std::io::{BufRead as _, BufReader, ErrorKind, Read as _, Write as _};
+use std::net::{SocketAddr, TcpStream};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
 use agent::cluster;
 use agent::harness::{Group, PASSWORD, WITHOUT_CAPABILITIES, alias, sum};
 use ferrite_testkit::netns::Hosts;
-use ferrite_testkit::process::{exit_within, signal};
+use ferrite_testkit::process::{KillOnDrop, exit_within, signal};
 use ferrite_testkit::{TIMEOUT, until};
+use metrics::harness::Running;
+use rustix::net;
 
 const TCP: &[&str] = &["--rdma", "forbid"];
 
@@ -39,6 +42,17 @@ fn is_carried(group: &Group) -> bool {
     let mut program = group.connect(1, 2, 7001);
     program.write_all(b"PING\r\n").is_ok()
         && program.read(&mut [0; 64]).is_ok_and(|count| count > 0)
+}
+
+/// Connects from a port of 127.0.0.1.
+fn connect_from_port(port: u16, to: SocketAddr) -> TcpStream {
+    let socket = net::socket(net::AddressFamily::INET, net::SocketType::STREAM, None);
+    let socket = socket.expect("a socket");
+    net::bind(&socket, &SocketAddr::from(([127, 0, 0, 1], port))).expect("a free port");
+    net::connect(&socket, &to).expect("connected");
+    let socket = TcpStream::from(socket);
+    socket.set_read_timeout(Some(TIMEOUT)).expect("a timeout");
+    socket
 }
 
 fn refused(group: &Group, host: usize, cause: &str) -> f64 {
@@ -103,6 +117,34 @@ fn engine_without_a_password_is_refused_in_protected_mode() {
     until(TIMEOUT, "a connection", || is_carried(&group));
 }
 
+/// The port of an open engine can look like the bus of another one.
+#[test]
+fn open_engine_at_the_port_of_a_bus_is_refused_in_protected_mode() {
+    let Some(group) = group(2, &[]) else { return };
+    let _engine = group.start_engine(2, 7001, &["--requirepass", PASSWORD]);
+    let engine = group.start_engine(2, 17001, &["--protected-mode", "no"]);
+    let mut program = group.connect(1, 2, 17001);
+    assert!(is_reset(&mut program));
+    assert!(refused(&group, 2, "protected_mode") == 1.0);
+    engine.client().ok(&["CONFIG", "SET", "requirepass", PASSWORD]);
+    until(TIMEOUT, "a connection", || {
+        let mut program = group.connect(1, 2, 17001);
+        program.write_all(b"PING\r\n").is_ok() && program.read(&mut [0; 64]).is_ok()
+    });
+}
+
+#[test]
+fn program_with_a_privileged_port_gets_another_one() {
+    let Some(group) = group(2, &[]) else { return };
+    let engine = group.start_engine(2, 7001, &["--requirepass", PASSWORD]);
+    let address = format!("{}:7001", alias(2)).parse().expect("an address");
+    let mut program = group.hosts.within(1, || connect_from_port(1000, address));
+    program.write_all(b"PING\r\n").expect("sent");
+    assert!(program.read(&mut [0; 64]).expect("a reply") > 0);
+    assert!(sum(&group.scrape(2), "agent_source_ports_changed_total", "") == 1.0);
+    drop(engine);
+}
+
 #[test]
 fn lost_agent_resets_connections_and_comes_back() {
     let Some(mut group) = group(2, &[]) else { return };
@@ -117,12 +159,37 @@ fn lost_agent_resets_connections_and_comes_back() {
         assert!(is_reset(&mut group.connect(1, 2, 7001)));
         sum(&group.scrape(1), name, "") > 0.0
     });
-    assert!(sum(&group.scrape(1), "agent_links_lost_total{", "") == 1.0);
+    assert!(sum(&group.scrape(1), "agent_links_lost_total{", "") == 2.0);
     assert_eq!(group.get(1, "/ready").0, 503);
     // The new agent connects by itself, so nobody waits for the end of the pause.
     group.agents[1] = group.start_agent(2, 2);
     group.wait_for_links();
     assert_eq!(group.client(1, 2, 7001).ask(&["PING"]), "+PONG");
+}
+
+/// The kernel of a stopped process still acknowledges what arrives.
+#[test]
+fn silent_agent_is_noticed_within_seconds() {
+    let Some(group) = group(2, &[]) else { return };
+    let _engine = group.start_engine(2, 7001, &["--requirepass", PASSWORD]);
+    let mut client = group.client(1, 2, 7001);
+    assert_eq!(client.ask(&["PING"]), "+PONG");
+    let mut waits = group.connect(1, 2, 7001);
+    signal("STOP", group.agent(2).process.0.id());
+    let begun = Instant::now();
+    assert!(is_reset(&mut waits), "the link was lost");
+    assert!(begun.elapsed() < Duration::from_secs(8), "{:?}", begun.elapsed());
+}
+
+#[test]
+fn killed_agent_resets_the_programs_of_its_own_host() {
+    let Some(group) = group(2, &[]) else { return };
+    let _engine = group.start_engine(2, 7001, &["--requirepass", PASSWORD]);
+    let mut program = group.connect(1, 2, 7001);
+    program.write_all(b"PING\r\n").expect("sent");
+    assert!(program.read(&mut [0; 64]).expect("a reply") > 0);
+    signal("KILL", group.agent(1).process.0.id());
+    assert!(is_reset(&mut program), "a killed agent is not the end of the stream");
 }
 
 #[test]
@@ -165,6 +232,37 @@ fn connections_without_a_link_go_directly_if_that_is_allowed() {
     assert!(sum(&group.scrape(1), "agent_direct_connections_total", "") == 1.0);
     let list = client.text(&["CLIENT", "LIST"]);
     assert!(list.contains(&format!(" addr={}:", group.hosts.ip(1))), "{list}");
+}
+
+/// A new agent takes over while the old one still has connections. Both have the same admin port.
+#[test]
+fn new_agent_starts_while_the_old_one_drains() {
+    let Some(mut group) = group(2, &[]) else { return };
+    let _engine = group.start_engine(2, 7001, &["--requirepass", PASSWORD]);
+    let mut client = group.client(1, 2, 7001);
+    let old = group.agents.pop().expect("an agent");
+    signal("TERM", old.process.0.id());
+    until(TIMEOUT, "the first agent learns of it", || !is_carried(&group));
+    let address = old.admin.0.clone();
+    group.hosts.within(2, || std::net::TcpListener::bind(&address)).expect("a free admin port");
+    let agent = group.start_agent(2, 2);
+    group.agents.push(agent);
+    until(TIMEOUT, "a connection through the new agent", || is_carried(&group));
+    assert_eq!(client.ask(&["PING"]), "+PONG", "connections go on");
+    drop(client);
+}
+
+/// The agent listens at more ports than its soft limit of descriptors allows.
+#[test]
+fn limit_of_open_files_is_raised() {
+    let words = ["agent", "--alias", "127.1.0.1", "--ports", "20000-20299"];
+    let agent = Running::command(&[&words[..], TCP, &["--peer", "127.1.77.2=127.0.0.2"]].concat());
+    let mut command = Command::new("prlimit");
+    command.args(["--nofile=128:4096"]).arg(agent.get_program()).args(agent.get_args());
+    let mut process = KillOnDrop(command.stdout(Stdio::piped()).spawn().expect("prlimit starts"));
+    let mut line = String::new();
+    BufReader::new(process.0.stdout.take().expect("piped")).read_line(&mut line).expect("a line");
+    assert!(line.contains("\"listening\""), "{line}");
 }
 
 /// Runs an agent that must not start. Returns its exit code and its error.

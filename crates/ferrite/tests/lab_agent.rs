@@ -16,7 +16,7 @@ use ferrite_testkit::netns::Hosts;
 use ferrite_testkit::{TIMEOUT, until};
 
 /// The agents are a user without rights, RDMA is required, and nothing may go directly. Each pair
-/// of hosts has one queue pair at each end.
+/// of hosts has two queue pairs at each end, one for each direction.
 #[test]
 #[expect(clippy::print_stderr, reason = "tells that the test is left out")]
 fn cluster_of_three_hosts_works_over_rdma_alone() {
@@ -35,12 +35,12 @@ fn cluster_of_three_hosts_works_over_rdma_alone() {
         let samples = group.scrape(host);
         for peer in (1..=3).filter(|peer| *peer != host) {
             let links = format!("agent_links{{peer=\"{}\",transport=\"rdma\"}}", alias(peer));
-            assert!(sum(&samples, &links, "") == 1.0, "{samples:?}");
+            assert!(sum(&samples, &links, "") == 2.0, "{samples:?}");
         }
         // Of ended links, none is left after a while.
         let device = format!("{} qp", group.hosts.device(host));
-        until(TIMEOUT, "one queue pair for each of the two peers", || {
-            resources()[&device] == before[&device] + 2
+        until(TIMEOUT, "two queue pairs for each of the two peers", || {
+            resources()[&device] == before[&device] + 4
         });
     }
 }

@@ -96,20 +96,26 @@ async fn check_password(shared: &Shared, port: u16) -> Result<(), (Refused, Stri
         );
         Err((Refused::ProtectedMode, why))
     };
+    let refused =
+        |reply: &str| Err((Refused::Engine, format!("the engine replies {}", reply.trim_end())));
     if let Some(engine) = engine_of_bus(port, &shared.admission.deliver) {
-        // The bus itself knows no passwords. It stays open to peers while the engine answers no
-        // client, because nodes without it are taken for dead.
-        return match shared.access.ask(alias, engine).await {
-            Ok(EngineAccess::Open) => open(engine),
+        // The bus itself knows no passwords, and does not answer. What answers is an engine.
+        let access = &shared.access;
+        let answers = tokio::join!(access.ask(alias, engine), access.ask_bus(alias, port));
+        return match answers {
+            (Ok(EngineAccess::Open), _) => open(engine),
+            (_, Ok(EngineAccess::Open)) => open(port),
+            (_, Ok(EngineAccess::Refused(reply))) => refused(&reply),
+            // It stays open to peers while the engine answers no client, because nodes without it
+            // are taken for dead.
+            (Ok(EngineAccess::Refused(_)) | Err(_), _) if access.was_open(engine) => open(engine),
             _ => Ok(()),
         };
     }
     match shared.access.ask(alias, port).await {
         Ok(EngineAccess::NeedsPassword) => Ok(()),
         Ok(EngineAccess::Open) => open(port),
-        Ok(EngineAccess::Refused(reply)) => {
-            Err((Refused::Engine, format!("the engine replies {}", reply.trim_end())))
-        }
+        Ok(EngineAccess::Refused(reply)) => refused(&reply),
         Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
             Err((Refused::Engine, error.to_string()))
         }
@@ -120,8 +126,8 @@ async fn check_password(shared: &Shared, port: u16) -> Result<(), (Refused, Stri
     }
 }
 
-/// Connects from the program's own address, or, if its port is in use here, from another port of
-/// this address. Returns whether the port is another one.
+/// Connects from the program's own address, or, if its port is in use here or needs a privilege,
+/// from another port of this address. Returns whether the port is another one.
 async fn connect_from(
     source: SocketAddr,
     destination: SocketAddr,
@@ -130,7 +136,9 @@ async fn connect_from(
         Err(error)
             if matches!(
                 error.kind(),
-                io::ErrorKind::AddrInUse | io::ErrorKind::AddrNotAvailable
+                io::ErrorKind::AddrInUse
+                    | io::ErrorKind::AddrNotAvailable
+                    | io::ErrorKind::PermissionDenied // below 1024
             ) =>
         {
             let any_port = SocketAddr::new(source.ip(), 0);

@@ -3,14 +3,16 @@
 //! The question comes from this host, so an engine's own protected mode does not answer it.
 
 use std::collections::HashMap;
+use std::future::Future;
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use tokio::time::timeout;
 
-use crate::engine::{EngineAccess, EngineAddress, EngineSocket, probe_access};
+use crate::engine::{EngineAccess, EngineAddress, EngineSocket, probe_access, probe_bus};
 
 /// How long an answer is used. The engine's password can change at any time.
 const REMEMBERED: Duration = Duration::from_secs(1);
@@ -19,14 +21,19 @@ const TIMEOUT: Duration = Duration::from_secs(5);
 
 /// What an engine has answered, or why there is no answer.
 type Answer = Result<EngineAccess, (io::ErrorKind, String)>;
-/// The last answer, and when it arrived. The lock is held while the engine is asked.
-type LastAnswer = Arc<tokio::sync::Mutex<Option<(Instant, Answer)>>>;
+/// What is known about a port.
+#[derive(Debug, Default)]
+struct Port {
+    /// The last answer, and when it arrived. The lock is held while the engine is asked.
+    last: tokio::sync::Mutex<Option<(Instant, Answer)>>,
+    /// Whether the last definite answer was that no password is required.
+    was_open: AtomicBool,
+}
 
 /// The answers of the engines on this host.
 #[derive(Debug, Default)]
 pub(super) struct EngineAccessProbe {
-    /// By port.
-    answers: Mutex<HashMap<u16, LastAnswer>>,
+    ports: Mutex<HashMap<u16, Arc<Port>>>,
 }
 
 impl EngineAccessProbe {
@@ -36,17 +43,47 @@ impl EngineAccessProbe {
     /// # Errors
     /// If the engine cannot be reached, does not answer in time, or does not speak RESP.
     pub(super) async fn ask(&self, alias: Ipv4Addr, port: u16) -> io::Result<EngineAccess> {
-        let last = {
-            let mut answers = self.answers.lock().unwrap_or_else(PoisonError::into_inner);
-            Arc::clone(answers.entry(port).or_default())
-        };
+        self.port(port).ask(ask_now(alias, port, false)).await
+    }
+
+    /// Asks what listens at the port of a cluster bus, as [`ask`](Self::ask) does.
+    ///
+    /// # Errors
+    /// If it is a bus, or as `ask`.
+    pub(super) async fn ask_bus(&self, alias: Ipv4Addr, port: u16) -> io::Result<EngineAccess> {
+        self.port(port).ask(ask_now(alias, port, true)).await
+    }
+
+    /// Returns whether the engine required no password when it last said so.
+    pub(super) fn was_open(&self, port: u16) -> bool {
+        self.port(port).was_open.load(Ordering::Relaxed)
+    }
+
+    fn port(&self, port: u16) -> Arc<Port> {
+        let mut ports = self.ports.lock().unwrap_or_else(PoisonError::into_inner);
+        Arc::clone(ports.entry(port).or_default())
+    }
+}
+
+impl Port {
+    async fn ask(
+        &self,
+        asking: impl Future<Output = io::Result<EngineAccess>>,
+    ) -> io::Result<EngineAccess> {
         let begun = Instant::now();
-        let mut last = last.lock().await;
+        let mut last = self.last.lock().await;
         let answer = match &*last {
             Some((at, answer)) if is_usable(*at, answer, begun, Instant::now()) => answer.clone(),
             _ => {
-                let answer = ask_now(alias, port).await;
+                let answer = asking.await;
                 let answer = answer.map_err(|error| (error.kind(), error.to_string()));
+                match answer {
+                    Ok(EngineAccess::Open) => self.was_open.store(true, Ordering::Relaxed),
+                    Ok(EngineAccess::NeedsPassword) => {
+                        self.was_open.store(false, Ordering::Relaxed);
+                    }
+                    Ok(EngineAccess::Refused(_)) | Err(_) => {}
+                }
                 *last = Some((Instant::now(), answer.clone()));
                 answer
             }
@@ -62,11 +99,11 @@ fn is_usable(at: Instant, answer: &Answer, begun: Instant, now: Instant) -> bool
     at >= begun || is_definite && now.duration_since(at) < REMEMBERED
 }
 
-async fn ask_now(alias: Ipv4Addr, port: u16) -> io::Result<EngineAccess> {
+async fn ask_now(alias: Ipv4Addr, port: u16, is_bus: bool) -> io::Result<EngineAccess> {
     let asking = async {
         let address = EngineAddress::Tcp(SocketAddr::from((alias, port)).to_string());
         let mut engine = EngineSocket::connect(&address).await?;
-        probe_access(&mut engine).await
+        if is_bus { probe_bus(&mut engine).await } else { probe_access(&mut engine).await }
     };
     timeout(TIMEOUT, asking).await.unwrap_or_else(|_| {
         let message = format!("no answer to PING within {TIMEOUT:?}");
@@ -101,6 +138,24 @@ mod tests {
         // A later caller asks again.
         assert!(ask().await.is_err());
         assert_eq!(waiting(&silent), 1);
+    }
+
+    #[tokio::test]
+    async fn last_definite_answer_is_remembered() {
+        let port = Port::default();
+        let was_open = || port.was_open.load(Ordering::Relaxed);
+        for (answer, expected) in [
+            (Ok(EngineAccess::Refused("-ERR max\r\n".into())), false),
+            (Ok(EngineAccess::Open), true),
+            (Ok(EngineAccess::Refused("-ERR max\r\n".into())), true),
+            (Err(io::ErrorKind::TimedOut.into()), true),
+            (Ok(EngineAccess::NeedsPassword), false),
+            (Err(io::ErrorKind::TimedOut.into()), false),
+        ] {
+            *port.last.lock().await = None; // as after a second
+            let _ = port.ask(async { answer }).await;
+            assert_eq!(was_open(), expected);
+        }
     }
 
     #[test]

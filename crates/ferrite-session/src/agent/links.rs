@@ -8,20 +8,17 @@ use std::time::{Duration, Instant};
 use ferrite_fabric::{ConnectOptions, Error, Link, Listener, LogLimit};
 use ferrite_proto::mux::{Config, Side};
 use tokio::task::JoinSet;
-use tokio::time::{MissedTickBehavior, interval, sleep, timeout_at};
+use tokio::time::{MissedTickBehavior, interval, timeout_at};
 
-use super::Shared;
 use super::delivery::deliver;
 use super::peer::{Handle, Peer, Way};
 use super::peer_links::LinkId;
 use super::stats::add;
+use super::{Shared, Task};
 use crate::mux::{Multiplexer, MuxFailure, multiplex};
 
 /// How often to look whether a link has another transport, or the peer is going away.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
-/// The second link of a pair that has connected at once accepts streams for this long, because the
-/// peer may not know the other link yet.
-const RETIRE_AFTER: Duration = Duration::from_secs(1);
 
 /// Returns a link to a peer. Connects if there is none, and waits for a short time.
 pub(super) async fn link_to(shared: &Arc<Shared>, peer: &Arc<Peer>) -> Option<(LinkId, Handle)> {
@@ -41,6 +38,13 @@ pub(super) async fn link_to(shared: &Arc<Shared>, peer: &Arc<Peer>) -> Option<(L
         let _ = timeout_at(until.into(), changed.as_mut()).await; // the state says what happened
         changed.set(peer.changed.notified());
     }
+}
+
+/// Opens a link to a peer if this agent has none.
+fn open_own(shared: Arc<Shared>, peer: Arc<Peer>) -> Task {
+    Box::pin(async move {
+        let _ = link_to(&shared, &peer).await;
+    })
 }
 
 async fn connect(shared: Arc<Shared>, peer: Arc<Peer>) {
@@ -109,14 +113,14 @@ async fn run(shared: Arc<Shared>, peer: Arc<Peer>, link: Link, side: Side) {
         };
     let id = LinkId(shared.next_link.fetch_add(1, Ordering::Relaxed));
     let mut transport = link.transport();
-    let retired = peer.add_link(id, side, link.clone(), handle.clone());
+    peer.add_link(id, side, link.clone(), handle.clone());
     let by = if side == Side::Caller { "this agent" } else { "the peer" };
     tracing::info!("link to {peer} is up over {transport}, opened by {by}");
-    if let Some(retired) = retired {
-        shared.spawn(retire(Arc::clone(&peer), retired));
-    }
     if shared.is_ending() {
         handle.go_away();
+    } else if side == Side::Called {
+        // The peer may have come back, so this agent opens a link of its own at once.
+        shared.spawn(open_own(Arc::clone(&shared), Arc::clone(&peer)));
     }
     // A task of its own, which polls nothing but the link and its streams.
     let mut driving = JoinSet::new();
@@ -151,12 +155,6 @@ async fn run(shared: Arc<Shared>, peer: Arc<Peer>, link: Link, side: Side) {
         // The driver has panicked. Its streams were reset when it was dropped.
         Some(Err(_)) | None => add(&peer.counters.links_lost, 1),
     }
-}
-
-async fn retire(peer: Arc<Peer>, handle: Handle) {
-    tracing::info!("there are two links to {peer}; one of them ends after its streams");
-    sleep(RETIRE_AFTER).await;
-    handle.go_away();
 }
 
 fn note_loss(peer: &Peer, failure: &MuxFailure, streams: usize) {

@@ -52,8 +52,8 @@ pub(super) enum Way {
 }
 
 impl Peer {
-    pub(super) fn new(peer: AgentPeer, own_instance: u64) -> Self {
-        let links = PeerLinks::new(own_instance);
+    pub(super) fn new(peer: AgentPeer) -> Self {
+        let links = PeerLinks::default();
         Self {
             alias: peer.alias,
             address: peer.address,
@@ -77,24 +77,20 @@ impl Peer {
         }
     }
 
-    /// Adds a link. Returns the one that must end after its streams, if there are two now.
-    pub(super) fn add_link(
-        &self,
-        id: LinkId,
-        side: Side,
-        link: Link,
-        handle: Handle,
-    ) -> Option<Handle> {
+    /// Adds a link. The streams of this agent use it only if this agent has opened it.
+    pub(super) fn add_link(&self, id: LinkId, side: Side, link: Link, handle: Handle) {
         add(&self.counters.links_opened, 1);
         let mut state = self.lock();
-        let retired = state.links.handle_up(id, side, link.peer_hello().instance);
+        match side {
+            Side::Caller => {
+                state.links.handle_up(id);
+                state.error = None;
+            }
+            Side::Called => state.links.handle_contact(),
+        }
         state.live.insert(id, (link, handle));
-        state.error = None;
-        let retired = retired.and_then(|id| state.live.get(&id));
-        let retired = retired.map(|(_, handle)| handle.clone());
         drop(state);
         self.changed.notify_waiters();
-        retired
     }
 
     /// Opens no further streams on a link.

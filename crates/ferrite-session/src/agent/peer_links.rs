@@ -1,12 +1,11 @@
 //! Which link to a peer is used, and when a new one is opened. Has no I/O: time and the numbers of
 //! links are arguments.
 //!
-//! Two agents share one link. If both connect at once, there are two links for a moment. Both sides
-//! keep the one whose caller has the lower instance, and let the other one finish its streams.
+//! The streams of this side use only links that this agent has opened, to the address where the
+//! peer listens. A link that the peer has opened carries the peer's streams alone: any user of the
+//! peer's host can open one, and must not receive connections that are meant for the peer.
 
 use std::time::{Duration, Instant};
-
-use ferrite_proto::mux::Side;
 
 /// How long a connection may wait for a link that is being opened.
 pub(super) const BUDGET: Duration = Duration::from_millis(300);
@@ -32,11 +31,11 @@ pub(super) enum Step {
     Unavailable,
 }
 
-/// The links to a peer, and the attempts to open one.
-#[derive(Debug)]
+/// The link to a peer, and the attempts to open one.
+#[derive(Debug, Default)]
 pub(super) struct PeerLinks {
-    own_instance: u64,
-    active: Option<Active>,
+    /// The link that new streams use. This agent has opened it.
+    active: Option<LinkId>,
     /// If the agent connects: how long connections wait for that.
     connecting: Option<Instant>,
     /// After a failure: when the agent connects again.
@@ -44,25 +43,12 @@ pub(super) struct PeerLinks {
     pause: Duration,
 }
 
-/// The link that new streams use.
-#[derive(Debug, Clone, Copy)]
-struct Active {
-    id: LinkId,
-    /// This side's part: whether it has connected the link or accepted it.
-    side: Side,
-    peer_instance: u64,
-}
-
 impl PeerLinks {
-    pub(super) fn new(own_instance: u64) -> Self {
-        Self { own_instance, active: None, connecting: None, again_at: None, pause: Duration::ZERO }
-    }
-
     // ---- getters ---------------------------------------------------------------------------
 
     /// Returns the link that new streams use.
     pub(super) fn active(&self) -> Option<LinkId> {
-        self.active.map(|active| active.id)
+        self.active
     }
 
     /// Returns how long the agent does not connect after the last failure.
@@ -75,7 +61,7 @@ impl PeerLinks {
     /// Decides how a new connection gets to the peer.
     pub(super) fn next_step(&mut self, now: Instant) -> Step {
         if let Some(active) = self.active {
-            return Step::Use(active.id);
+            return Step::Use(active);
         }
         match self.connecting {
             Some(until) if now < until => return Step::Wait { until },
@@ -102,31 +88,18 @@ impl PeerLinks {
         }
     }
 
-    /// Notes a new link. Returns the link that must end after its streams, if there are two now.
-    pub(super) fn handle_up(
-        &mut self,
-        id: LinkId,
-        side: Side,
-        peer_instance: u64,
-    ) -> Option<LinkId> {
-        if side == Side::Caller {
-            self.connecting = None;
-        }
+    /// Notes a link that this agent has opened.
+    pub(super) fn handle_up(&mut self, id: LinkId) {
+        self.connecting = None;
         self.again_at = None;
         self.pause = Duration::ZERO;
-        let new = Active { id, side, peer_instance };
-        let Some(old) = self.active else {
-            self.active = Some(new);
-            return None;
-        };
-        // Two links that the same side has opened, or links to two processes, are not the result
-        // of connecting at once: the other side has given up the old one.
-        let is_glare = old.peer_instance == peer_instance && old.side != side;
-        if is_glare && self.caller_of(old) < self.caller_of(new) {
-            return Some(new.id);
-        }
-        self.active = Some(new);
-        Some(old.id)
+        self.active = Some(id);
+    }
+
+    /// Notes that the peer has opened a link, so that this agent can probably open one, too.
+    pub(super) fn handle_contact(&mut self) {
+        self.again_at = None;
+        self.pause = Duration::ZERO;
     }
 
     /// Notes that a link accepts no further streams, or has ended.
@@ -135,26 +108,14 @@ impl PeerLinks {
             self.active = None;
         }
     }
-
-    // ---- internal --------------------------------------------------------------------------
-
-    /// Returns the instance of the side that has connected a link.
-    fn caller_of(&self, link: Active) -> u64 {
-        match link.side {
-            Side::Caller => self.own_instance,
-            Side::Called => link.peer_instance,
-        }
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    const OWN: u64 = 50;
-
     fn links() -> (PeerLinks, Instant) {
-        (PeerLinks::new(OWN), Instant::now())
+        (PeerLinks::default(), Instant::now())
     }
 
     #[test]
@@ -164,7 +125,7 @@ mod tests {
         assert_eq!(links.next_step(now), Step::Connect { until });
         assert_eq!(links.next_step(now + BUDGET / 2), Step::Wait { until });
         assert_eq!(links.next_step(until), Step::Unavailable);
-        assert_eq!(links.handle_up(LinkId(1), Side::Caller, 7), None);
+        links.handle_up(LinkId(1));
         assert_eq!(links.next_step(until), Step::Use(LinkId(1)));
     }
 
@@ -180,57 +141,25 @@ mod tests {
             now += pause;
         }
         // A link of the peer ends the pause, and the next failure has the first one again.
-        links.handle_up(LinkId(1), Side::Called, 7);
-        links.handle_gone(LinkId(1));
+        links.handle_contact();
         assert!(matches!(links.next_step(now), Step::Connect { .. }));
         links.handle_failure(now);
         assert_eq!(links.pause(), FIRST_PAUSE);
     }
 
     #[test]
-    fn failure_does_not_matter_if_the_peer_has_connected() {
+    fn link_of_the_peer_is_not_used_and_ends_no_link_of_this_side() {
         let (mut links, now) = links();
-        links.next_step(now);
-        links.handle_up(LinkId(1), Side::Called, 7);
-        links.handle_failure(now);
+        links.handle_contact();
+        assert!(matches!(links.next_step(now), Step::Connect { .. }));
+        links.handle_contact();
+        assert!(matches!(links.next_step(now), Step::Wait { .. }), "one attempt at a time");
+        links.handle_up(LinkId(1));
+        links.handle_contact();
         assert_eq!(links.next_step(now), Step::Use(LinkId(1)));
+        links.handle_gone(LinkId(2));
+        assert_eq!(links.active(), Some(LinkId(1)));
         links.handle_gone(LinkId(1));
-        assert!(matches!(links.next_step(now), Step::Connect { .. }), "no pause");
-    }
-
-    /// Both ends see the two links in any order, and keep the same one.
-    #[test]
-    fn both_sides_keep_the_link_of_the_lower_instance() {
-        let (called_by_us, called_by_peer) = (LinkId(1), LinkId(2));
-        for (peer, kept, retired) in
-            [(OWN + 1, called_by_us, called_by_peer), (OWN - 1, called_by_peer, called_by_us)]
-        {
-            for is_ours_first in [true, false] {
-                let mut links = PeerLinks::new(OWN);
-                let mut both = [(called_by_us, Side::Caller), (called_by_peer, Side::Called)];
-                if !is_ours_first {
-                    both.reverse();
-                }
-                assert_eq!(links.handle_up(both[0].0, both[0].1, peer), None);
-                assert_eq!(links.handle_up(both[1].0, both[1].1, peer), Some(retired));
-                assert_eq!(links.active(), Some(kept));
-                links.handle_gone(retired);
-                assert_eq!(links.active(), Some(kept));
-            }
-        }
-    }
-
-    #[test]
-    fn link_of_a_restarted_peer_replaces_the_old_one() {
-        for (old_peer, old_side, new_peer, new_side) in [
-            (7, Side::Called, 8, Side::Called),
-            (7, Side::Caller, 99, Side::Called), // although this side has the lower instance
-            (7, Side::Called, 7, Side::Called),
-        ] {
-            let (mut links, _) = links();
-            assert_eq!(links.handle_up(LinkId(1), old_side, old_peer), None);
-            assert_eq!(links.handle_up(LinkId(2), new_side, new_peer), Some(LinkId(1)));
-            assert_eq!(links.active(), Some(LinkId(2)));
-        }
+        assert!(matches!(links.next_step(now), Step::Connect { .. }));
     }
 }

@@ -4,6 +4,7 @@ use std::io;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
+use rustix::net::sockopt;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 
@@ -13,8 +14,9 @@ use crate::tcp_keepalive::enable_tcp_keepalive;
 
 /// A connection to a local program: to one that has connected, or to an engine.
 ///
-/// The program gets the end of the stream only if both directions have ended. In every other case,
-/// dropping this resets the connection, so that a program never takes a failure for the end.
+/// The program gets the end of the stream only if both directions have ended. Until then the socket
+/// has a linger time of zero: however this ends, also if the process is killed, the kernel resets
+/// the connection, so that a program never takes a failure for the end.
 #[derive(Debug)]
 pub(super) struct LocalSocket {
     socket: TcpStream,
@@ -28,6 +30,7 @@ pub(super) struct LocalSocket {
 impl LocalSocket {
     pub(super) fn new(socket: TcpStream) -> Self {
         let _ = socket.set_nodelay(true); // only costs time
+        let _ = socket.set_zero_linger(); // fails only if the connection has
         enable_tcp_keepalive(&socket);
         Self { socket, has_ended: false, is_shut_down: false, meter: None }
     }
@@ -45,17 +48,23 @@ impl LocalSocket {
     }
 }
 
-impl Drop for LocalSocket {
-    fn drop(&mut self) {
-        if !(self.has_ended && self.is_shut_down) {
-            let _ = self.socket.set_zero_linger(); // fails only if the connection has
+impl LocalSocket {
+    /// Lets the connection end in order once both directions have. The kernel still delivers what
+    /// the program has not read. With a linger time of zero it would drop that.
+    fn check_end(&self) {
+        if self.has_ended && self.is_shut_down {
+            let _ = sockopt::set_socket_linger(&self.socket, None);
         }
     }
 }
 
 impl MuxSocket for LocalSocket {
-    fn reset(mut self) {
-        self.is_shut_down = false; // then dropping it resets it
+    fn reset(self) {
+        let _ = self.socket.set_zero_linger(); // both directions may have ended
+    }
+
+    fn failure(&self) -> Option<io::Error> {
+        self.socket.failure()
     }
 }
 
@@ -70,7 +79,10 @@ impl AsyncRead for LocalSocket {
         let read = Pin::new(&mut this.socket).poll_read(cx, out);
         if let Poll::Ready(Ok(())) = read {
             let bytes = out.filled().len() - before;
-            this.has_ended |= bytes == 0 && out.remaining() > 0;
+            if bytes == 0 && out.remaining() > 0 {
+                this.has_ended = true;
+                this.check_end();
+            }
             if let Some(meter) = &this.meter {
                 meter.add_to_peer(bytes);
             }
@@ -100,7 +112,88 @@ impl AsyncWrite for LocalSocket {
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
         let shut_down = Pin::new(&mut this.socket).poll_shutdown(cx);
-        this.is_shut_down |= matches!(shut_down, Poll::Ready(Ok(())));
+        if let Poll::Ready(Ok(())) = shut_down {
+            this.is_shut_down = true;
+            this.check_end();
+        }
         shut_down
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{ErrorKind, Read as _};
+    use std::net::{Shutdown, TcpListener};
+
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+
+    use super::*;
+
+    /// Returns an agent's end and the program's end of a connection.
+    fn connect() -> (LocalSocket, std::net::TcpStream) {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("listen");
+        let address = listener.local_addr().expect("an address");
+        let program = std::net::TcpStream::connect(address).expect("a connection");
+        let (socket, _) = listener.accept().expect("accept");
+        socket.set_nonblocking(true).expect("an option");
+        (LocalSocket::new(TcpStream::from_std(socket).expect("a socket")), program)
+    }
+
+    /// Sends as much as the kernel takes. Returns how much that was.
+    async fn fill(socket: &mut LocalSocket) -> usize {
+        let mut sent = 0;
+        socket.socket.writable().await.expect("room");
+        while let Ok(bytes) = socket.socket.try_write(&[7; 65_536]) {
+            sent += bytes;
+        }
+        assert!(sent > 100_000, "{sent} bytes");
+        sent
+    }
+
+    #[tokio::test]
+    async fn program_gets_all_bytes_after_both_directions_have_ended() {
+        for is_program_first in [true, false] {
+            let (mut socket, mut program) = connect();
+            let sent = fill(&mut socket).await;
+            if !is_program_first {
+                socket.shutdown().await.expect("the end");
+            }
+            program.shutdown(Shutdown::Write).expect("the end");
+            assert_eq!(socket.read(&mut [0]).await.expect("the end"), 0);
+            if is_program_first {
+                socket.shutdown().await.expect("the end");
+            }
+            drop(socket);
+            let mut received = Vec::new();
+            program.read_to_end(&mut received).expect("the end, and no reset");
+            assert_eq!(received.len(), sent);
+        }
+    }
+
+    /// What the kernel does when it closes the descriptors of a killed process.
+    #[tokio::test]
+    async fn closed_descriptor_resets_the_program_unless_both_directions_have_ended() {
+        for has_half_ended in [false, true] {
+            let (mut socket, mut program) = connect();
+            if has_half_ended {
+                program.shutdown(Shutdown::Write).expect("the end");
+                assert_eq!(socket.read(&mut [0]).await.expect("the end"), 0);
+            }
+            drop(socket.socket.into_std().expect("a socket"));
+            let error = program.read(&mut [0]).expect_err("a reset");
+            assert_eq!(error.kind(), ErrorKind::ConnectionReset);
+        }
+    }
+
+    #[tokio::test]
+    async fn reset_also_resets_a_connection_whose_directions_have_ended() {
+        let (mut socket, mut program) = connect();
+        let _ = fill(&mut socket).await;
+        program.shutdown(Shutdown::Write).expect("the end");
+        assert_eq!(socket.read(&mut [0]).await.expect("the end"), 0);
+        socket.shutdown().await.expect("the end");
+        socket.reset();
+        let error = program.read_to_end(&mut Vec::new()).expect_err("a reset");
+        assert_eq!(error.kind(), ErrorKind::ConnectionReset);
     }
 }

@@ -151,7 +151,7 @@ pub struct AgentPeerStats {
     pub alias: Ipv4Addr,
     /// The address of its agent.
     pub address: SocketAddr,
-    /// The transports of the links to it. Usually there is one link.
+    /// The transports of the links to it: one that each side has opened, usually.
     pub links: Vec<Transport>,
     /// Why the last attempt to connect failed, if there was no link since.
     pub error: Option<String>,

@@ -31,6 +31,9 @@ const SMALL: usize = 4 << 10;
 /// How long to wait for memory of the pool.
 const MEMORY_RETRY: Duration = Duration::from_millis(1);
 
+/// How often to ask the connections of streams without credit whether they have failed.
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
+
 /// Drives the streams of a link.
 pub struct MuxDriver<S: MuxSocket> {
     link: Link,
@@ -47,6 +50,8 @@ pub struct MuxDriver<S: MuxSocket> {
     scratch: Option<BufMut>,
     /// The wait for memory.
     memory: Option<Pin<Box<Sleep>>>,
+    /// The wait for the next look at streams without credit.
+    check: Option<Pin<Box<Sleep>>>,
     shared: Arc<Shared>,
 }
 
@@ -70,6 +75,7 @@ impl<S: MuxSocket> MuxDriver<S> {
             in_flight: Default::default(),
             scratch: None,
             memory: None,
+            check: None,
             shared: Arc::clone(shared),
         })
     }
@@ -122,6 +128,7 @@ impl<S: MuxSocket> MuxDriver<S> {
         let mut has_progress = self.poll_commands(cx);
         has_progress |= self.poll_link(cx)?;
         has_progress |= self.poll_sockets();
+        has_progress |= self.poll_failures(cx);
         has_progress |= self.poll_sent(cx)?;
         has_progress |= self.send(cx)?;
         Ok(has_progress)
@@ -253,6 +260,23 @@ impl<S: MuxSocket> MuxDriver<S> {
             self.flush(*stream);
         }
         !streams.is_empty()
+    }
+
+    /// Resets the streams without credit whose connection has failed. Returns whether it was time
+    /// to look.
+    fn poll_failures(&mut self, cx: &mut Context<'_>) -> bool {
+        let check = self.check.get_or_insert_with(|| Box::pin(tokio::time::sleep(CHECK_INTERVAL)));
+        if check.as_mut().poll(cx).is_pending() {
+            return false;
+        }
+        self.check = None;
+        let streams = self.streams.iter();
+        let failed = streams.filter(|(id, local)| self.mux.credit(**id) == 0 && local.has_failed());
+        let failed: Vec<_> = failed.map(|(id, _)| *id).collect();
+        for stream in failed {
+            self.reset(stream, Cause::CONNECTION_LOST);
+        }
+        true
     }
 
     fn flush(&mut self, stream: StreamId) {

@@ -59,6 +59,12 @@ impl<S: MuxSocket> Local<S> {
         }
     }
 
+    /// Returns whether the connection has failed. Reading finds that, too, but nothing is read
+    /// while the stream has no credit.
+    pub(super) fn has_failed(&self) -> bool {
+        self.socket.as_ref().is_some_and(|socket| socket.failure().is_some())
+    }
+
     /// Passes received bytes to the connection. Keeps a copy of those that it does not take.
     /// Returns how many it took.
     pub(super) fn deliver(&mut self, bytes: &[u8]) -> io::Result<u32> {

@@ -1,5 +1,7 @@
 //! What the multiplexer needs of a local connection.
 
+use std::io;
+
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 
@@ -10,6 +12,12 @@ use tokio::net::TcpStream;
 pub trait MuxSocket: AsyncRead + AsyncWrite + Send + Unpin + 'static {
     /// Closes the connection so that the program sees a failure, and not the end of the stream.
     fn reset(self);
+
+    /// Returns the failure of the connection, if there was one. Asked while the stream may not
+    /// send, because then nothing is read.
+    fn failure(&self) -> Option<io::Error> {
+        None
+    }
 }
 
 impl MuxSocket for TcpStream {
@@ -17,5 +25,9 @@ impl MuxSocket for TcpStream {
         // With a linger time of zero, closing sends RST. If the option cannot be set, the socket
         // has failed already.
         let _ = self.set_zero_linger();
+    }
+
+    fn failure(&self) -> Option<io::Error> {
+        self.take_error().ok().flatten()
     }
 }

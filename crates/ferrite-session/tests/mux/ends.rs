@@ -2,6 +2,7 @@
 //! After a failure, it never ends with a close.
 
 use std::io::ErrorKind;
+use std::time::Duration;
 
 use ferrite_session::mux::protocol::{Class, Config, Control, MuxError, RecordError, StreamId};
 use ferrite_session::mux::{Multiplexer, MuxFailure, OpenError, Side, multiplex};
@@ -43,6 +44,23 @@ pub(crate) async fn a_reset_connection_is_reset_at_the_other_end(harness: &Harne
         let error = other.read(&mut [0]).await.expect_err("a reset, and not the end");
         assert_eq!(error.kind(), ErrorKind::ConnectionReset);
     }
+    finish(peers).await;
+}
+
+pub(crate) async fn a_reset_connection_is_noticed_without_credit(harness: &Harness) {
+    let (mut peers, _listener) = harness.pair::<TcpStream>(&Config::default()).await;
+    let [mut one, mut two] = connect_tcp(&mut peers).await;
+    // The other program does not read, so the stream loses its credit, and nothing is read here.
+    let full = Duration::from_millis(500);
+    while let Ok(written) = tokio::time::timeout(full, one.write(&[7; 65_536])).await {
+        written.expect("write");
+    }
+    assert_eq!(peers[0].handle.state().streams, 1);
+    one.set_zero_linger().expect("set the option");
+    drop(one);
+    until_async("the first end", async || peers[0].handle.state().streams == 0).await;
+    let error = two.read_to_end(&mut Vec::new()).await.expect_err("a reset, and not the end");
+    assert_eq!(error.kind(), ErrorKind::ConnectionReset);
     finish(peers).await;
 }
 

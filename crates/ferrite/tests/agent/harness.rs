@@ -83,18 +83,17 @@ impl Group {
         })
     }
 
-    /// Waits until each agent has one link to every other.
+    /// Waits until each agent has opened one link to every other.
     pub(crate) fn wait_for_links(&self) {
         for host in 1..=self.agents.len() {
             until(TIMEOUT, "a link to each peer", || self.get(host, "/ready").0 == 200);
         }
-        // If two agents have connected to each other, one of the two links ends.
         for host in 1..=self.agents.len() {
-            until(TIMEOUT, "one link for each pair", || {
+            until(TIMEOUT, "two links for each pair", || {
                 let samples = self.scrape(host);
                 let peers = (1..=self.agents.len()).filter(|peer| *peer != host);
                 let mut links = peers.map(|peer| sum(&samples, "agent_links{", &alias(peer)));
-                links.all(|links| (links - 1.0).abs() < f64::EPSILON)
+                links.all(|links| (links - 2.0).abs() < f64::EPSILON)
             });
         }
     }
@@ -147,7 +146,7 @@ impl Group {
         text
     }
 
-    /// Asserts that the only TCP connections between the hosts are the links, one for each pair.
+    /// Asserts that the only TCP connections between the hosts are the links, two for each pair.
     /// `over_tcp` is false if the links use RDMA: then there is none.
     #[track_caller]
     pub(crate) fn assert_only_links(&self, over_tcp: bool) {
@@ -173,7 +172,7 @@ impl Group {
             peers.sort();
             peers.dedup();
             let expected = if over_tcp { self.agents.len() - 1 } else { 0 };
-            assert_eq!((count, peers.len()), (expected, expected), "host {host}: {sockets}");
+            assert_eq!((count, peers.len()), (2 * expected, expected), "host {host}: {sockets}");
         }
     }
 }
