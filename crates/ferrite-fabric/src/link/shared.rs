@@ -175,7 +175,7 @@ impl LinkShared {
         let env = LinkEnv { index: self.index, pool: &self.pool };
         let result = act(&mut state, &env, wakes);
         state.stop_if_over();
-        let attention = state.wants_attention();
+        let attention = state.core.take_probe_request() | state.wants_attention();
         if attention {
             state.complete_flushed(&env, wakes);
         }

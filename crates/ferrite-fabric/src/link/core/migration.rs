@@ -119,6 +119,11 @@ impl LostPath {
         }
     }
 
+    /// Returns the number of attempts to reconnect so far.
+    pub(crate) fn dials(&self) -> u32 {
+        self.dials
+    }
+
     /// Counts an attempt to reconnect. Returns the number of earlier ones.
     pub(crate) fn next_dial(&mut self) -> u32 {
         let before = self.dials;
@@ -355,6 +360,7 @@ impl LinkCore {
         }
         self.upgrade.on_path_lost();
         self.liveness.forget_question();
+        self.probing.forget();
     }
 
     /// Reports on the connection how many frames have arrived, once the lost path can deliver no

@@ -224,6 +224,17 @@ impl Poller {
         self.service_link(shared, link.index);
     }
 
+    /// Ends an attempt to reconnect a link if the TCP connection is not established yet. The next
+    /// attempt may succeed from another local address.
+    pub(crate) fn connect_timed_out(&mut self, shared: &Shared, id: u64) {
+        let is_waiting = self.sockets.greeting(id).is_some_and(|greeting| {
+            matches!(greeting.side, Side::Dialing { connected: false, .. })
+        });
+        if is_waiting {
+            self.greeting_timed_out(shared, id);
+        }
+    }
+
     pub(crate) fn greeting_timed_out(&mut self, shared: &Shared, id: u64) {
         let Some(greeting) = self.sockets.take_greeting(id) else { return };
         self.sockets.leave_admission(id);

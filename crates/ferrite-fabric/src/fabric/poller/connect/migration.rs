@@ -11,7 +11,7 @@ use crate::fabric::Shared;
 use crate::fabric::poller::Poller;
 use crate::fabric::poller::link_lifecycle::Destroyed;
 use crate::fabric::timers::Timer;
-use crate::link::core::ActiveTransport;
+use crate::link::core::{ActiveTransport, LostPath};
 use crate::link::name::LinkName;
 use crate::link::shared::LinkShared;
 use crate::link::tcp::TcpPath;
@@ -62,23 +62,23 @@ impl Poller {
         gone: Result<(), Error>,
     ) {
         let route = link.route();
-        let deadline = self.now + shared.config.move_timeout;
+        let is_caller = link.with_wakes(&mut self.wakes, |state, _, _| state.core.is_caller());
+        // The caller reconnects. If it waits for nothing, it notices the loss only by its keepalive.
+        let notice = if is_caller { Duration::ZERO } else { shared.config.keepalive };
+        let deadline = self.now + notice + shared.config.move_timeout;
         let detached = link.with_wakes(&mut self.wakes, |state, _, wakes| {
             match state.end_detach(queue, in_flight, gone, wakes) {
-                Ok(()) => {
-                    let is_caller = state.core.is_caller();
-                    state.core.lost_mut().map(|lost| {
-                        lost.deadline = Some(deadline);
-                        (lost.error.clone(), is_caller)
-                    })
-                }
+                Ok(()) => state.core.lost_mut().map(|lost| {
+                    lost.deadline = Some(deadline);
+                    lost.error.clone()
+                }),
                 Err(error) => {
                     state.core.end(error, wakes); // no effect if the link has ended meanwhile
                     None
                 }
             }
         });
-        let Some((error, is_caller)) = detached else {
+        let Some(error) = detached else {
             // Do not service the link here: the caller of this function may be about to service it.
             shared.mailbox.request_service(link.index);
             return;
@@ -186,7 +186,13 @@ impl Poller {
             });
             self.service_link(shared, name.index);
         } else {
-            self.timers.add(self.now + REDIAL, Timer::Redial(name));
+            // The attempts from the old local address and from any address alternate. The second of
+            // each two follows at once.
+            let dials = link.with_wakes(&mut self.wakes, |state, _, _| {
+                state.core.lost().map_or(0, LostPath::dials)
+            });
+            let wait = if dials % 2 == 1 { Duration::ZERO } else { REDIAL };
+            self.timers.add(self.now + wait, Timer::Redial(name));
         }
     }
 

@@ -6,7 +6,6 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
 
 use ferrite_verbs::{Access, Mtu, QueuePair, QueuePairAttributes};
 
@@ -18,59 +17,13 @@ use crate::error::{Error, ErrorKind};
 use crate::fabric::Shared;
 use crate::fabric::poller::Poller;
 use crate::fabric::regions::RegionAccess;
-use crate::fabric::timers::Timer;
-use crate::link::core::{ActiveTransport, Step};
-use crate::link::name::LinkName;
+use crate::link::core::Step;
 use crate::link::shared::LinkShared;
 use crate::log_limit::LogLimit;
 use crate::random::random_psn;
 use crate::wire::{Address, TcpFrameKind};
 
-/// The longest delay between attempts to upgrade to RDMA.
-const UPGRADE_MAX: Duration = Duration::from_secs(30);
-
 impl Poller {
-    /// Schedules the next attempt to upgrade after `wait`, and cancels an earlier schedule.
-    pub(crate) fn upgrade_in(&mut self, link: &Arc<LinkShared>, wait: Duration) {
-        let at = self.now + wait;
-        link.with_wakes(&mut self.wakes, |state, _, _| state.core.set_upgrade_due(at));
-        self.timers.add(at, Timer::Upgrade(link.name));
-    }
-
-    /// Tries to upgrade a link that is on TCP, when the timer has expired.
-    pub(crate) fn upgrade_due(&mut self, shared: &Shared, name: LinkName) {
-        let Some(link) = self.link_named(shared, name) else { return };
-        let now = self.now;
-        let is_due = link.with_wakes(&mut self.wakes, |state, _, _| state.core.is_upgrade_due(now));
-        if !is_due {
-            return;
-        }
-        let (transport, upgrading, switched, wait) =
-            link.with_wakes(&mut self.wakes, |state, _, _| {
-                let wait = state.core.next_backoff(shared.config.upgrade_after, UPGRADE_MAX);
-                (state.core.transport(), state.core.is_upgrading(), state.core.has_switched(), wait)
-            });
-        if transport == ActiveTransport::Rdma || link.failure_known() {
-            return;
-        }
-        if switched {
-            self.upgrade_in(&link, wait); // the peer may still withdraw
-            return;
-        }
-        if upgrading {
-            self.withdraw(&link);
-            if self.upgrade_waiters.contains_key(&name) {
-                let what = format!("{} did not upgrade to RDMA in time", link.peer_name());
-                self.first_upgrade_failed(shared, &link, Error::new(ErrorKind::Timeout, what));
-                return; // this call has scheduled the next attempt
-            }
-        }
-        self.upgrade_in(&link, wait);
-        if transport == ActiveTransport::Tcp {
-            self.offer(shared, &link);
-        }
-    }
-
     /// First step: creates a queue pair and offers it to the peer.
     pub(super) fn offer(&mut self, shared: &Shared, link: &Arc<LinkShared>) {
         self.begin_upgrade(shared, link, None);
@@ -211,6 +164,7 @@ impl Poller {
     /// Handles a failed upgrade: the link stays on TCP.
     fn upgrade_failed(&mut self, shared: &Shared, link: &Arc<LinkShared>, error: Error) {
         tracing::debug!("link to {} stays on TCP: {error}", link.peer_name());
+        self.upgrade_schedule.on_failed(link, self.now);
         self.withdraw(link);
         self.first_upgrade_failed(shared, link, error);
     }
@@ -233,6 +187,7 @@ impl Poller {
                     Step::Failed => self.withdraw(link),
                     _ => self.end_upgrade(link),
                 }
+                self.upgrade_schedule.on_failed(link, self.now);
                 let what = format!(
                     "{} does not upgrade to RDMA: it has no RDMA device for this address, or its \
                      packets do not get through (UDP port 4791)",
@@ -380,7 +335,7 @@ impl Poller {
         });
     }
 
-    fn withdraw(&mut self, link: &Arc<LinkShared>) {
+    pub(super) fn withdraw(&mut self, link: &Arc<LinkShared>) {
         link.with_wakes(&mut self.wakes, |state, env, wakes| {
             state.core.say(TcpFrameKind::Withdraw, None);
             state.pump(env, wakes);
@@ -421,6 +376,9 @@ impl Poller {
             self.sockets.set_carrying(socket, false);
         }
         self.first_upgrade_done(link);
+        if self.upgrade_schedule.on_done(link) {
+            self.retry_upgrades(shared, link.route().peer.map(|peer| peer.ip()));
+        }
         static LINES: LogLimit = LogLimit::new();
         if let Some(others) = LINES.pass() {
             tracing::info!("link to {} was upgraded to RDMA ({name}){others}", link.peer_name());

@@ -1,0 +1,181 @@
+//! Sessions that lose their RDMA path, continue over TCP, and return to RDMA. On the fake provider
+//! and this host's TCP, with a real `redis-server` behind the gateway.
+#![expect(clippy::print_stdout, reason = "people judge how long each loss took")]
+
+use std::time::Duration;
+
+use ferrite_fabric::{Config, Fabric, FallbackCause, ListenOptions};
+use ferrite_session::{
+    Connector, EngineAddress, Gateway, GatewayConfig, Session, SessionTransport, TransportObserver,
+    client_config, server_config,
+};
+use ferrite_testkit::numbered::{Gaps, NumberedCommands};
+use ferrite_testkit::wait::until_async;
+use ferrite_testkit::{Engine, Random};
+use ferrite_verbs::fake::{DeviceSpec, World};
+use tokio::sync::oneshot;
+use tokio::task::JoinHandle;
+
+/// Device and address of the server and of the client.
+const HOSTS: [(&str, &str); 2] = [("fake1", "127.0.0.1"), ("fake2", "127.0.0.2")];
+const SESSIONS: usize = 4;
+
+/// A gateway on the first host, and a fabric on the second host for its clients.
+struct Hosts {
+    world: World,
+    redis: Engine,
+    fabrics: [Fabric; 2],
+    gateway: Gateway,
+    connector: Connector,
+    server: std::net::SocketAddr,
+    end: oneshot::Sender<()>,
+    serving: JoinHandle<Result<(), ferrite_fabric::Error>>,
+}
+
+fn spec(host: usize) -> DeviceSpec {
+    DeviceSpec::new(HOSTS[host].0, HOSTS[host].1.parse().expect("an address"))
+}
+
+impl Hosts {
+    fn start() -> Self {
+        let world = World::new();
+        (0..2).for_each(|host| world.add_device(spec(host)));
+        let verbs = world.verbs();
+        let fabrics = [server_config(), client_config()].map(|config| Config {
+            busy_poll_us: 0,
+            upgrade_after: Duration::from_millis(100),
+            // A lost path is noticed without the keepalive, although it is often the gateway whose
+            // device has something to send, and only the client can reconnect.
+            keepalive: Duration::from_secs(60),
+            ..config
+        });
+        let mut host = 0;
+        let fabrics = fabrics.map(|config| {
+            let builder = Fabric::builder(&verbs).device(HOSTS[host].0).config(config);
+            host += 1;
+            let fabric = builder.command_threads().build().expect("a fabric");
+            tokio::spawn(fabric.drive());
+            fabric
+        });
+        let at = |host: usize| format!("{}:0", HOSTS[host].1).parse().expect("an address");
+        let options = ListenOptions::new().accept_foreign_peers();
+        let listener = fabrics[0].listen_with(at(0), &options).expect("listen");
+        let server = listener.local_addr();
+        let redis = Engine::redis(&[]);
+        let config = GatewayConfig {
+            protected_mode: false,
+            ..GatewayConfig::new(EngineAddress::Unix(redis.socket()))
+        };
+        let gateway = Gateway::new(config);
+        let (end, ended) = oneshot::channel();
+        let serving = tokio::spawn({
+            let gateway = gateway.clone();
+            async move { gateway.serve(listener, async { drop(ended.await) }).await }
+        });
+        let connector = Connector::new(&fabrics[1]).local(at(1));
+        Self { world, redis, fabrics, gateway, connector, server, end, serving }
+    }
+
+    async fn session(&self) -> Session {
+        let session = self.connector.connect(self.server).await.expect("a session");
+        assert_eq!(session.transport(), SessionTransport::FerriteRdma);
+        session
+    }
+
+    /// Waits until both ends of all sessions use `transport`.
+    async fn wait_until_on(&self, observers: &[TransportObserver], transport: SessionTransport) {
+        until_async(&format!("all sessions on {transport}"), async || {
+            let ours = observers.iter().all(|observer| observer.transport() == transport);
+            ours && self.gateway.sessions().iter().all(|session| session.transport == transport)
+        })
+        .await;
+    }
+
+    async fn end(mut self) {
+        let _ = self.end.send(());
+        self.serving.await.expect("no panic").expect("the gateway ends");
+        self.redis.assert_healthy();
+        drop((self.fabrics, self.connector, self.world));
+    }
+}
+
+fn run(test: impl AsyncFnOnce(Hosts)) {
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+    runtime.expect("a runtime").block_on(async { test(Hosts::start()).await });
+}
+
+/// A fault that a session must survive, on one of the hosts.
+#[derive(Debug, Clone, Copy)]
+enum Fault {
+    PathCut,
+    PortDown,
+    DeviceRemoved,
+}
+
+impl Hosts {
+    fn cause(&self, fault: Fault, host: usize) {
+        match fault {
+            Fault::PathCut => self.world.black_hole(HOSTS[0].0, HOSTS[1].0),
+            Fault::PortDown => self.world.device_down(HOSTS[host].0),
+            Fault::DeviceRemoved => self.world.remove_device(HOSTS[host].0),
+        }
+    }
+
+    fn repair(&self, fault: Fault, host: usize) {
+        match fault {
+            Fault::PathCut => self.world.heal(HOSTS[0].0, HOSTS[1].0),
+            Fault::PortDown => self.world.device_up(HOSTS[host].0),
+            Fault::DeviceRemoved => self.world.add_device(spec(host)),
+        }
+    }
+}
+
+/// Several sessions lose their path several times, by different faults, under numbered commands. Set
+/// `FERRITE_LOSSES` for more losses.
+#[test]
+fn sessions_continue_over_tcp_and_return_to_rdma() {
+    let losses = std::env::var("FERRITE_LOSSES").ok().and_then(|losses| losses.parse().ok());
+    let losses: usize = losses.unwrap_or(12);
+    run(async |hosts| {
+        let mut sessions = Vec::new();
+        for _ in 0..SESSIONS {
+            sessions.push(hosts.session().await);
+        }
+        let observers: Vec<_> = sessions.iter().map(Session::observer).collect();
+        let commands = NumberedCommands::start(sessions, "number");
+        commands.wait_for(100, "at first").await;
+        let (mut to_tcp, mut back) = (Gaps::default(), Gaps::default());
+        let mut random = Random::new(losses as u64);
+        for loss in 0..losses {
+            let fault = [Fault::PathCut, Fault::PortDown, Fault::DeviceRemoved][loss % 3];
+            let host = random.below(2) as usize;
+            let what = format!("loss {loss}: {fault:?} on host {host}");
+            let _ = commands.take_longest_gap();
+            hosts.cause(fault, host);
+            hosts.wait_until_on(&observers, SessionTransport::Tcp).await;
+            commands.wait_for(50, &what).await;
+            to_tcp.add(commands.take_longest_gap());
+            let fallback = observers[0].fallback().expect("the reason is reported");
+            assert_ne!(fallback.cause, FallbackCause::Other, "{fallback}");
+            hosts.repair(fault, host);
+            hosts.wait_until_on(&observers, SessionTransport::FerriteRdma).await;
+            commands.wait_for(50, &what).await;
+            back.add(commands.take_longest_gap());
+            assert!(observers[0].fallback().is_none() && observers[0].device().is_some());
+        }
+        let replies = commands.stop().await;
+        println!(
+            "{losses} losses, {SESSIONS} sessions, {replies} replies, each once and in order; \
+             without a reply: to TCP median {:.0?}, longest {:.0?}; back median {:.0?}, longest \
+             {:.0?}",
+            to_tcp.median(),
+            to_tcp.longest(),
+            back.median(),
+            back.longest()
+        );
+        assert!(to_tcp.longest() <= Duration::from_secs(2), "to TCP: {:?}", to_tcp.longest());
+        assert!(back.longest() <= Duration::from_secs(2), "back: {:?}", back.longest());
+        hosts.end().await;
+    });
+}
