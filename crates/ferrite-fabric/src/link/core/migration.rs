@@ -88,6 +88,9 @@ pub(crate) struct LostPath {
     pub(crate) error: Error,
     /// The time at which the link ends if it still has no path.
     pub(crate) deadline: Option<Instant>,
+    /// Whether the peer's connection manager has disconnected: the peer has lost the path, too, or
+    /// is gone.
+    pub(crate) has_peer_disconnected: bool,
     /// Whether the driver waits for the last receive of the queue pair.
     pub(crate) is_draining: bool,
     /// Whether the queue pair was destroyed.
@@ -109,6 +112,7 @@ impl LostPath {
         Self {
             error: error.clone(),
             deadline: None,
+            has_peer_disconnected: false,
             is_draining: false,
             is_detached: false,
             is_told: false,

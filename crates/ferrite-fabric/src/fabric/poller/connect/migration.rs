@@ -21,6 +21,11 @@ use crate::wire::Resume;
 /// The delay between attempts to connect to a peer that does not answer.
 const REDIAL: Duration = Duration::from_millis(250);
 
+/// How long the caller of a link may take to reconnect after its connection manager has
+/// disconnected. If it has lost the path, it reconnects at once. Otherwise its process has ended,
+/// and the link must not keep it alive for long.
+const DISCONNECTED: Duration = Duration::from_secs(3);
+
 /// A TCP connection over which a link continues.
 pub(crate) struct TcpConnection {
     pub(crate) socket: u64,
@@ -62,10 +67,19 @@ impl Poller {
         gone: Result<(), Error>,
     ) {
         let route = link.route();
-        let is_caller = link.with_wakes(&mut self.wakes, |state, _, _| state.core.is_caller());
-        // The caller reconnects. If it waits for nothing, it notices the loss only by its keepalive.
-        let notice = if is_caller { Duration::ZERO } else { shared.config.keepalive };
-        let deadline = self.now + notice + shared.config.move_timeout;
+        let (is_caller, has_peer_disconnected) = link.with_wakes(&mut self.wakes, |state, _, _| {
+            let lost = state.core.lost();
+            (state.core.is_caller(), lost.is_some_and(|lost| lost.has_peer_disconnected))
+        });
+        let move_timeout = shared.config.move_timeout;
+        let deadline = self.now
+            + match (is_caller, has_peer_disconnected) {
+                (true, _) => move_timeout,
+                (false, true) => move_timeout.min(DISCONNECTED),
+                // The caller reconnects. If it waits for nothing, it notices the loss only by its
+                // keepalive.
+                (false, false) => move_timeout + shared.config.keepalive,
+            };
         let detached = link.with_wakes(&mut self.wakes, |state, _, wakes| {
             match state.end_detach(queue, in_flight, gone, wakes) {
                 Ok(()) => state.core.lost_mut().map(|lost| {
@@ -172,9 +186,9 @@ impl Poller {
                     .end(Error::new(ErrorKind::Closed, "the peer has closed the link"), wakes);
             });
             self.service_link(shared, name.index);
-        } else if is_unknown {
+        } else if is_gone {
             // The peer is there but does not know the link: it was restarted, or has given the link
-            // up.
+            // up. Or nothing listens at its port: its process has ended.
             link.with_wakes(&mut self.wakes, |state, _, wakes| {
                 if let Some(lost) = state.core.lost() {
                     let what =

@@ -10,6 +10,7 @@ use ferrite_verbs::{CmEvent, CmEventKind, CmId, ConnectParams, Mtu, QueuePair};
 use rustls::ClientConfig;
 use rustls::pki_types::ServerName;
 
+use self::finishing::not_a_ferrite_peer;
 use super::dialing::{OverTcp, Reply};
 use super::rdma_link::{Connection, bring_up, initialise, params, port_mtu};
 use super::{Handshake, device_of, duration_between};
@@ -494,8 +495,4 @@ fn as_disconnect(peer: SocketAddr, error: Error) -> Error {
         ),
         _ => error,
     }
-}
-
-fn not_a_ferrite_peer(peer: SocketAddr, error: HelloError) -> Error {
-    Error::new(ErrorKind::Protocol, format!("{peer} is not a compatible Ferrite peer: {error}"))
 }
