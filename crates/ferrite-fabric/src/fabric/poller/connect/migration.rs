@@ -102,7 +102,7 @@ impl Poller {
         }
         if let Some(key) = route.cm_key {
             self.handshakes.hang_up(key);
-            self.remove_handshake(shared, key, link.source());
+            self.remove_handshake(shared, key, link.source().unwaited());
         }
         link.set_route(|route| {
             (route.device, route.qp_num, route.mtu, route.cm_key) = (None, 0, None, None);

@@ -22,7 +22,7 @@ use crate::link::shared::LinkShared;
 /// The longest delay between attempts to upgrade to RDMA.
 const UPGRADE_MAX: Duration = Duration::from_secs(5);
 /// When RDMA is back, this many links try at a time, with this delay between them.
-const TOGETHER: usize = 16;
+const TOGETHER: usize = 4;
 const APART: Duration = Duration::from_millis(20);
 
 /// The peers' addresses to which the last attempt failed, and when it failed.
@@ -109,7 +109,7 @@ impl Poller {
     }
 
     /// Lets links on TCP try to upgrade soon, because RDMA may work again: those to one address, or
-    /// all.
+    /// all. Their delays stay as long as they are, because an attempt may take as long as its delay.
     pub(crate) fn retry_upgrades(&mut self, shared: &Shared, peer: Option<IpAddr>) {
         let links: Vec<_> = {
             let links = shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -120,7 +120,6 @@ impl Poller {
             links.iter().filter(|link| is_peer(link) && waits(link)).cloned().collect()
         };
         for (number, link) in links.iter().enumerate() {
-            link.with_wakes(&mut self.wakes, |state, _, _| state.core.reset_backoff());
             self.upgrade_in(link, APART * u32::try_from(number / TOGETHER).unwrap_or(u32::MAX));
         }
     }
