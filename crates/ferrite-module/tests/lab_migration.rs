@@ -22,7 +22,8 @@ fn listed(engine: &Engine) -> Vec<(String, String)> {
         let mut values = line.split(' ').filter_map(|field| field.strip_prefix(name));
         values.next().expect("the field").to_owned()
     };
-    lines.lines().map(|line| (field(line, "addr="), field(line, "transport="))).collect()
+    let sessions = lines.lines().filter(|line| line.starts_with("id="));
+    sessions.map(|line| (field(line, "addr="), field(line, "transport="))).collect()
 }
 
 #[test]
