@@ -1,5 +1,5 @@
-//! Sessions to the module that lose their RDMA path, on Soft-RoCE devices in the lab's guest (`cargo
-//! xtask lab-test migration`). The engine is on 10.0.0.1 (rxe1), the clients on 10.0.0.2 (rxe2).
+//! Sessions to the module that lose their RDMA path, on Soft-RoCE devices in the lab's guest
+//! (`cargo xtask lab-test migration`). The engine is on 10.0.0.1 (rxe1), the clients on 10.0.0.2 (rxe2).
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
@@ -8,7 +8,7 @@ use std::path::Path;
 use ferrite_fabric::{Config, Fabric};
 use ferrite_session::{Connector, Session, SessionTransport, TransportObserver, client_config};
 use ferrite_testkit::engine::REDIS;
-use ferrite_testkit::lab::{Carrier, OWN, PEER, any_port, lose_paths, verbs};
+use ferrite_testkit::lab::{OWN, PEER, UsedTransport, any_port, lose_paths, verbs};
 use ferrite_testkit::numbered::NumberedCommands;
 use ferrite_testkit::{Engine, Start};
 
@@ -57,7 +57,7 @@ fn sessions_to_the_module_survive_the_loss_of_rdma() {
         let both_sides = || {
             let ours: Vec<_> = observers.iter().map(TransportObserver::transport).collect();
             if ours.iter().any(|transport| *transport != ours[0]) {
-                return Carrier::Both;
+                return UsedTransport::Both;
             }
             let theirs = listed(&engine);
             assert_eq!(addresses(&theirs), first, "a session keeps its address");
@@ -65,12 +65,12 @@ fn sessions_to_the_module_survive_the_loss_of_rdma() {
                 SessionTransport::FerriteRdma
                     if theirs.iter().all(|(_, transport)| transport == "rdma-ferrite") =>
                 {
-                    Carrier::Rdma
+                    UsedTransport::Rdma
                 }
                 SessionTransport::Tcp if theirs.iter().all(|(_, transport)| transport == "tcp") => {
-                    Carrier::Tcp
+                    UsedTransport::Tcp
                 }
-                _ => Carrier::Both,
+                _ => UsedTransport::Both,
             }
         };
         lose_paths(commands, both_sides, "module").await;

@@ -130,8 +130,8 @@ impl Hosts {
     }
 }
 
-/// Several sessions lose their path several times, by different faults, under numbered commands. Set
-/// `FERRITE_LOSSES` for more losses.
+/// Several sessions lose their path several times, by different faults, under numbered commands.
+/// Set `FERRITE_LOSSES` for more losses.
 #[test]
 fn sessions_continue_over_tcp_and_return_to_rdma() {
     let losses = std::env::var("FERRITE_LOSSES").ok().and_then(|losses| losses.parse().ok());

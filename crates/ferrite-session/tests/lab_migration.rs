@@ -10,18 +10,18 @@ use ferrite_session::{
     client_config, server_config,
 };
 use ferrite_testkit::Engine;
-use ferrite_testkit::lab::{Carrier, OWN, PEER, any_port, lose_paths, verbs};
+use ferrite_testkit::lab::{OWN, PEER, UsedTransport, any_port, lose_paths, verbs};
 use ferrite_testkit::numbered::NumberedCommands;
 use tokio::sync::oneshot;
 
 const SESSIONS: usize = 3;
 
-fn carrier(transports: &[SessionTransport]) -> Carrier {
+fn used_transport(transports: &[SessionTransport]) -> UsedTransport {
     let rdma = transports.iter().filter(|it| **it == SessionTransport::FerriteRdma).count();
     match rdma {
-        0 => Carrier::Tcp,
-        all if all == transports.len() => Carrier::Rdma,
-        _ => Carrier::Both,
+        0 => UsedTransport::Tcp,
+        all if all == transports.len() => UsedTransport::Rdma,
+        _ => UsedTransport::Both,
     }
 }
 
@@ -69,7 +69,7 @@ fn sessions_to_a_gateway_survive_the_loss_of_rdma() {
                 assert!(peers.contains(&session.peer), "{peers:?} {session:?}");
                 session.transport
             });
-            carrier(&ours.chain(theirs).collect::<Vec<_>>())
+            used_transport(&ours.chain(theirs).collect::<Vec<_>>())
         };
         lose_paths(commands, both_sides, "gateway").await;
         let _ = end.send(());

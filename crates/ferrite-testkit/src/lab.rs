@@ -16,7 +16,7 @@ use ferrite_verbs::Verbs;
 #[cfg(feature = "fabric")]
 pub use host::{Host, short_timeouts, stalled_after};
 #[cfg(feature = "tokio")]
-pub use losses::{Carrier, lose_paths};
+pub use losses::{UsedTransport, lose_paths};
 pub use net::{RecreateDevices, Restore, Wire, fault, sh};
 pub use resources::{LeakCheck, held_on, resources};
 

@@ -245,11 +245,11 @@ impl Fabric {
     }
 
     /// Connects by RDMA CM to a peer whose protocol is unknown. The request has a hello. If the
-    /// response has none, the peer speaks another protocol. The connect fails if RDMA CM fails, also
-    /// if RDMA is only preferred.
+    /// response has none, the peer speaks another protocol. The connect fails if RDMA CM fails,
+    /// also if RDMA is only preferred.
     ///
-    /// A link to a Ferrite peer may migrate to TCP later, with the TLS of the options, if both sides
-    /// prefer RDMA. The mode of the options has no effect.
+    /// A link to a Ferrite peer may migrate to TCP later, with the TLS of the options, if both
+    /// sides prefer RDMA. The mode of the options has no effect.
     ///
     /// # Errors
     /// Like [`Fabric::connect_raw`].

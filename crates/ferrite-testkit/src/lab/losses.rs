@@ -15,7 +15,7 @@ const BACK_MAX: Duration = Duration::from_secs(10);
 
 /// The transport of sessions, as a test sees it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Carrier {
+pub enum UsedTransport {
     /// All sessions use RDMA.
     Rdma,
     /// All sessions use TCP.
@@ -29,7 +29,11 @@ pub enum Carrier {
 ///
 /// # Panics
 /// If a command fails or has the wrong reply, or if a session takes too long to change.
-pub async fn lose_paths(commands: NumberedCommands, carrier: impl Fn() -> Carrier, server: &str) {
+pub async fn lose_paths(
+    commands: NumberedCommands,
+    used_transport: impl Fn() -> UsedTransport,
+    server: &str,
+) {
     let losses = std::env::var("FERRITE_LOSSES").ok().and_then(|losses| losses.parse().ok());
     let losses: usize = losses.unwrap_or(4);
     let _recreate = RecreateDevices;
@@ -38,10 +42,10 @@ pub async fn lose_paths(commands: NumberedCommands, carrier: impl Fn() -> Carrie
         "rdma link show rxe1/1 >/dev/null 2>&1 || rdma link add rxe1 type rxe netdev h1; \
          rdma link show rxe2/1 >/dev/null 2>&1 || rdma link add rxe2 type rxe netdev h2",
     );
-    let on = async |wanted: Carrier, what: &str| {
-        until_async(&format!("{what}: on {wanted:?}"), async || carrier() == wanted).await;
+    let on = async |wanted: UsedTransport, what: &str| {
+        until_async(&format!("{what}: on {wanted:?}"), async || used_transport() == wanted).await;
     };
-    on(Carrier::Rdma, "at first").await;
+    on(UsedTransport::Rdma, "at first").await;
     commands.wait_for(50, "at first").await;
     let (mut to_tcp, mut back, mut returns) = (Gaps::default(), Gaps::default(), Gaps::default());
     for loss in 0..losses {
@@ -55,11 +59,11 @@ pub async fn lose_paths(commands: NumberedCommands, carrier: impl Fn() -> Carrie
             _ => {
                 let removal = Command::new("rdma").args(["link", "delete", device]).spawn();
                 let mut removal = removal.expect("rdma");
-                on(Carrier::Tcp, &what).await;
+                on(UsedTransport::Tcp, &what).await;
                 exit_within(&mut removal, TEST_TIMEOUT).expect("the removal ends");
             }
         }
-        on(Carrier::Tcp, &what).await;
+        on(UsedTransport::Tcp, &what).await;
         commands.wait_for(20, &what).await;
         let gap_to_tcp = commands.take_longest_gap();
         match loss % 3 {
@@ -68,7 +72,7 @@ pub async fn lose_paths(commands: NumberedCommands, carrier: impl Fn() -> Carrie
             _ => sh(&format!("rdma link add {device} type rxe netdev {netdev}")),
         }
         let restored = Instant::now();
-        on(Carrier::Rdma, &what).await;
+        on(UsedTransport::Rdma, &what).await;
         let returned = restored.elapsed();
         commands.wait_for(20, &what).await;
         let gap_back = commands.take_longest_gap();

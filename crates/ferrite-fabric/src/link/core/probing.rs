@@ -1,7 +1,7 @@
 //! Probes of the RDMA path while the peer owes a reply.
 //!
-//! A device notices a lost path only if it has something to send. So a side that has sent a request,
-//! and waits for the reply, would notice nothing until its next keepalive. Its peer may notice, but
+//! A device notices a lost path only if it has something to send. So a side that has sent a
+//! request, and waits for the reply, would notice nothing until its next keepalive. Its peer may notice, but
 //! only the caller can reconnect. So a caller that gets no reply for a while sends a frame that
 //! needs no answer: if the path is lost, the caller's device reports that soon.
 //!

@@ -109,7 +109,7 @@ impl Poller {
     }
 
     /// Lets links on TCP try to upgrade soon, because RDMA may work again: those to one address, or
-    /// all. Their delays stay as long as they are, because an attempt may take as long as its delay.
+    /// all. Their delays stay as they are, because an attempt may take as long as its delay.
     pub(crate) fn retry_upgrades(&mut self, shared: &Shared, peer: Option<IpAddr>) {
         let links: Vec<_> = {
             let links = shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner);
