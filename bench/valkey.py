@@ -9,6 +9,7 @@ import time
 import ratio
 
 HOST = "10.0.0.1"
+CLUSTER_PORT = 7999
 
 
 def build():
@@ -32,15 +33,20 @@ class Server:
     with the `module`, over `tcp` only, or with the module and TCP (`both`).
 
     `more` are arguments for the gateway or the module. `programs` is the directory of Valkey's
-    programs. The `engine` may be another program, and run `under` yet another."""
+    programs. `engine` is a program to run instead of valkey-server. `under` is a command line that
+    starts the engine, such as valgrind's. With `is_cluster`, the engine is a node of a cluster that
+    has no slots yet; its own port is then CLUSTER_PORT, unless its kind is `tcp`."""
 
-    def __init__(self, programs, kind, port, more=(), engine=None, under=(), startup_timeout_s=5):
+    def __init__(self, programs, kind, port, more=(), engine=None, under=(), startup_timeout_s=5, is_cluster=False):
         self.kind = kind
         self.directory = tempfile.mkdtemp()
         self.socket = os.path.join(self.directory, "engine.sock")
         engine = engine or os.path.join(programs, "valkey-server")
         words = [*under, engine, "--port", str(port) if kind in ("tcp", "both") else "0", "--save", "", "--appendonly", "no",
                  "--protected-mode", "no", "--unixsocket", self.socket, "--dir", self.directory]
+        # A node needs a port for its messages.
+        words += ["--cluster-enabled", "yes"] if is_cluster else []
+        words += ["--port", str(CLUSTER_PORT), "--bind", HOST] if is_cluster and kind == "module" else []
         words += ["--rdma-bind", HOST, "--rdma-port", str(port)] if kind == "valkey" else []
         words += ["--bind", HOST] if kind in ("tcp", "both") else []
         if kind in ("module", "both"):
@@ -71,6 +77,17 @@ class Server:
             client.sendall(" ".join(words).encode() + b"\r\n")
             answer = client.makefile("rb")
             return answer.read(int(answer.readline()[1:])).decode()
+
+    def tell(self, line):
+        """Returns the first line of the engine's reply; empty while it does not answer."""
+        try:
+            with socket.socket(socket.AF_UNIX) as client:
+                client.settimeout(60)
+                client.connect(self.socket)
+                client.sendall(line.encode() + b"\r\n")
+                return client.makefile("rb").readline().decode().rstrip()
+        except OSError:
+            return ""
 
     def info(self, section):
         """Returns a section of INFO; empty while the engine does not answer."""

@@ -76,7 +76,7 @@ fn refused(error: ReplyError, taken: bool) {
         ReplyError::Type { got } => matches!(got, b'H' | b';' | b'.'),
         _ => false,
     };
-    assert!(!taken || strict, "{error}");
+    assert!(!taken || strict, "refused by our decoder only: {error}");
 }
 
 fn complete(frame: &[u8], rest: &[u8]) {
@@ -94,7 +94,7 @@ fn complete(frame: &[u8], rest: &[u8]) {
             assert_eq!(end, frame.len());
             assert!(same2(&theirs, &value), "{theirs:?} {value:?}");
         }
-        Ok(None) => panic!("incomplete: {value:?}"),
+        Ok(None) => panic!("redis-protocol expects more bytes of {value:?}"),
         Err(_) => {
             assert!(
                 has(frame, &[b"?\r\n", b"_\r\n"]) || any(&value, &unsupported_in_resp2),
@@ -107,7 +107,7 @@ fn complete(frame: &[u8], rest: &[u8]) {
             assert_eq!(end, frame.len());
             assert!(same3(&theirs, &value), "{theirs:?} {value:?}");
         }
-        Ok(None) => panic!("incomplete: {value:?}"),
+        Ok(None) => panic!("redis-protocol expects more bytes of {value:?}"),
         Err(_) => {
             let twice = frame.iter().filter(|byte| **byte == b'|').count() > 1;
             let other = has(frame, &[b"?\r\n", b"$-1\r\n", b"*-1\r\n"]) || twice;

@@ -3,7 +3,7 @@
 //!
 //! The tests with the fake provider, TCP and TLS run on this machine. The tests with RDMA run in
 //! the lab's guest. Tests of RDMA itself are counted separately, because TCP does not run them.
-//! Tests that only one target has, such as faults of the fake provider, run but are not counted.
+//! For tests that only one target has, such as faults of the fake provider, only failures count.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead as _, BufReader};

@@ -284,7 +284,7 @@ calls=3 183 \n\
     #[test]
     fn reads_versions_from_the_lock_file() {
         let lock = "[[package]]\nname = \"gungraun\"\nversion = \"0.20.0\"\nsource = \"x\"\n";
-        assert_eq!(locked_version(lock, "gungraun").expect("there"), "0.20.0");
+        assert_eq!(locked_version(lock, "gungraun").expect("a version"), "0.20.0");
         assert!(locked_version(lock, "gun").is_err());
     }
 }

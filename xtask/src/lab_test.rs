@@ -40,7 +40,8 @@ pub(crate) struct Options {
     /// Memory of the guest, such as 6G [default: the lab's, 2G]
     #[arg(long)]
     memory: Option<String>,
-    /// Seconds that the guest may take in all [default: 900; emulated 2400; interop 1800 and 5400]
+    /// Seconds that the guest may take in all [default: 900, emulated 2400; for interop 1800,
+    /// emulated 5400]
     #[arg(long)]
     timeout: Option<u32>,
     /// Command that starts every test in the guest (split at spaces)

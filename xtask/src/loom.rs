@@ -2,8 +2,8 @@
 //!
 //! These tests are unit tests of ferrite-fabric whose names begin with `loom_`. They are built with
 //! `--cfg loom`, which replaces locks and flags by loom's (`crates/ferrite-fabric/src/sync.rs`).
-//! They are built without the feature `tokio`, because the crate tokio interprets that setting in
-//! its own way. An exploration is complete up to a number of preemptions. Two preemptions find most
+//! They are built without the feature `tokio`, because the crate tokio changes with `--cfg loom`,
+//! too. An exploration is complete up to a number of preemptions. Two preemptions find most
 //! bugs. Each further one takes about twenty times as long.
 
 use std::path::Path;

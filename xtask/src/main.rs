@@ -45,7 +45,8 @@ enum Command {
     /// Count the instructions per message and compare them with the recorded figures (needs
     /// valgrind)
     Instructions(instructions::Options),
-    /// Explore all thread interleavings of the fabric's mailbox and of a link's tickets
+    /// Explore the thread interleavings of the fabric's mailbox and of a link's pending requests,
+    /// up to a number of preemptions
     Loom(loom::Options),
     /// Run tests of memory and links under Miri (needs a nightly toolchain with Miri)
     Miri(miri::Options),

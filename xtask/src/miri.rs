@@ -7,8 +7,9 @@
 //!   cannot run. On riscv64 it reads the system's clock. C's `char` is unsigned there, as on ARM.
 //! - The RDMA device is the fake provider, which turns addresses into pointers. That needs
 //!   permissive provenance. Files and clocks are the host's.
-//! - `cfg!(miri)` avoids what Miri lacks: `timerfd`, `poll`, level-triggered `epoll`, limits. So a
-//!   thread polls instead of sleeping, and deadlines pass only while some thread polls.
+//! - `cfg!(miri)` avoids what Miri lacks: `timerfd`, `poll`, level-triggered `epoll`, and resource
+//!   limits. So a thread polls instead of sleeping, and only a thread that polls notices that a
+//!   deadline has passed.
 
 use std::path::Path;
 use std::process::{Command, ExitCode};

@@ -191,7 +191,7 @@ impl Build {
         let debug = self.dist.join("debug").join(format!("{name}.debug"));
         let stripped = self.dist.join("stripped").join(name);
         for file in [&debug, &stripped] {
-            fs::create_dir_all(file.parent().context("a file in dist")?)?;
+            fs::create_dir_all(file.parent().context("no parent directory in dist")?)?;
         }
         let mut objcopy = self.command("objcopy");
         run_to_end(objcopy.arg("--only-keep-debug").arg(built).arg(&debug))?;
@@ -263,7 +263,7 @@ impl Build {
 
 /// Moves a file, and creates the directory for it.
 fn place(from: &Path, to: &Path) -> anyhow::Result<()> {
-    fs::create_dir_all(to.parent().context("no directory")?)?;
+    fs::create_dir_all(to.parent().context("the target has no parent directory")?)?;
     fs::rename(from, to)
         .with_context(|| format!("cannot move {} to {}", from.display(), to.display()))
 }

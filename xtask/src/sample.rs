@@ -42,7 +42,7 @@ struct Sample {
 pub(crate) fn run(root: &Path, options: &Options) -> anyhow::Result<ExitCode> {
     let (mut comments, mut strings) = (Vec::new(), Vec::new());
     for file in tidy::files(root)?.iter().filter(|file| is_read(file)) {
-        let Ok(text) = fs::read_to_string(root.join(file)) else { continue }; // was deleted
+        let Ok(text) = fs::read_to_string(root.join(file)) else { continue }; // deleted
         comments.extend(comments_of(file, &text));
         if quotes::is_program(file) {
             strings.extend(strings_of(file, &text));

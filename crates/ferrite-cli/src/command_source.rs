@@ -1,5 +1,5 @@
-//! Where commands come from, which decides what a failure means. Separate, because what runs
-//! commands and what follows redirects both need it.
+//! Where commands come from, which decides what a failure means. This is a module of its own,
+//! because `issue` (runs commands) and `cluster` (follows redirects) both use it.
 
 /// Where commands come from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

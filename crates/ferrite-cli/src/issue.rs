@@ -48,7 +48,7 @@ pub(crate) async fn run(
             print_reply(server, words, &refusal, is_text, source).await?;
         } else {
             let mut redirects = 0;
-            // Until the command has reached the node that has its keys.
+            // Repeats until the command has reached the node that has its keys.
             loop {
                 let is_replied_to = server.send(words).await?;
                 let redirect = match reply_mode {
@@ -81,8 +81,8 @@ pub(crate) async fn run(
     Ok(())
 }
 
-/// Reports a rejected AUTH, SELECT or HELLO without failing: the connection stays open, and the
-/// server replies to each command itself.
+/// Reports a rejected AUTH, SELECT or HELLO, but does not fail: the connection stays open, and the
+/// server answers the following commands, if need be with errors.
 pub(crate) fn report_refusal(connected: Result<(), ConnectError>) -> anyhow::Result<()> {
     match connected {
         Ok(()) => Ok(()),

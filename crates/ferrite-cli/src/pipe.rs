@@ -148,7 +148,8 @@ fn stdin_bytes() -> Option<u64> {
     stdin.is_file().then_some(stdin.len())
 }
 
-/// Prints a progress message: on stdout, as redis-cli does, but with JSON on stderr.
+/// Prints a progress message on stdout, as redis-cli does. With JSON output, prints it on stderr,
+/// because it is not JSON.
 fn print_progress(is_json: bool, line: &str) -> anyhow::Result<()> {
     if is_json {
         output::write_stderr(line.trim_end());

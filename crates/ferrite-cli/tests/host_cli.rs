@@ -440,7 +440,8 @@ fn runs_an_interactive_prompt() {
     assert!(!kept.contains("AUTH"), "{kept}");
 }
 
-/// In place of a text on the screen: the test waits until the server reports a blocked client.
+/// Stands in place of a text to wait for on the screen: the test waits until the server reports a
+/// blocked client.
 const BLOCKED: &str = "BLOCKED";
 
 fn wait_for_blocked(redis: &Engine) {

@@ -32,7 +32,7 @@ fn follows_redirects_as_redis_cli_does() {
             let pair = |number| format!("SET key{number} {number}\nGET key{number}\n");
             range.map(pair).collect()
         };
-        // From stdin, one after the other: each command may need another node.
+        // Commands from stdin run one after the other, and each may need another node.
         let input = lines(0..50) + "MULTI\nSET {a}x 1\nEXEC\nNOSUCH\nMGET a b\n";
         for more in [&[][..], &["--no-raw"], &["--csv"]] {
             let words = [&["-c"], more].concat();
@@ -41,7 +41,7 @@ fn follows_redirects_as_redis_cli_does() {
             assert!(ours.contains("-> Redirected to slot ["), "{ours}");
             assert_eq!(ours, text(&theirs.stdout), "{more:?}");
         }
-        // As arguments, without a line about the redirect.
+        // For a command in the arguments, no line about the redirect is printed.
         for number in 0..20 {
             let key = format!("key{number}");
             let found = run(OURS, &cluster, &["-c", "GET", &key], "");

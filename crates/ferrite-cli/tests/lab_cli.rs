@@ -295,7 +295,8 @@ fn lines_on_terminal(prepare: &str, words: &[&str]) -> Vec<String> {
 /// Returns the number of MiB that a message names as needed in all.
 fn needed_mib(message: &str) -> u64 {
     let number = message.split("about ").nth(1).and_then(|rest| rest.split(' ').next());
-    number.and_then(|number| number.parse().ok()).unwrap_or_else(|| panic!("{message}"))
+    let number = number.and_then(|number| number.parse().ok());
+    number.unwrap_or_else(|| panic!("expected `about N MiB` in: {message}"))
 }
 
 /// The usual limit of locked memory suffices for one of the two devices. Over the other device,
@@ -340,7 +341,7 @@ fn names_the_whole_memory_that_is_needed() {
         (&["--rdma", "prefer"], "over TCP, because RDMA is unavailable: "),
     ] {
         let lines = lines_on_terminal(&limit(8), &[&options, explicit].concat());
-        let [line] = &lines[..] else { panic!("{lines:?}") };
+        let [line] = &lines[..] else { panic!("expected one line: {lines:?}") };
         assert!(line.starts_with(begin), "{line}");
         assert_eq!(check(line), needed, "{line}");
     }
@@ -359,7 +360,7 @@ fn explains_a_missing_permission() {
     assert_eq!((code, stdout.as_str()), (Some(69), ""), "{stderr}");
     let lines = lines_on_terminal(close, &options);
     for message in [&[stderr.trim_end().to_owned()], &lines[..]] {
-        let [line] = message else { panic!("{message:?}") };
+        let [line] = message else { panic!("expected one line: {message:?}") };
         assert!(line.contains("permission denied on /dev/infiniband/uverbs0"), "{line}");
         assert!(line.contains(PERMISSION), "{line}");
         assert!(!line.contains("modprobe"), "{line}");

@@ -8,14 +8,14 @@
 //!                                                  RDMA or TCP
 //! ```
 //!
-//! redis-rs decides to which address each command goes, follows MOVED and ASK, and retries. What
-//! it calls a connection is a [`node::Node`]. That finds the RDMA endpoint of the node in the
-//! [`directory::Directory`], which is filled each time redis-rs asks for the slots: the same node
-//! is then also asked for FERRITE ENDPOINTS.
+//! redis-rs decides to which address each command goes, follows MOVED and ASK, and retries. Its
+//! connections are of our type [`node::Node`]. A `Node` looks up the RDMA endpoint of its cluster
+//! node in the [`directory::Directory`]. Each time redis-rs asks a node for the slots, the `Node`
+//! also asks for FERRITE ENDPOINTS, and both replies fill the directory.
 //!
 //! redis-rs exports `Connect` and the cluster client with connections of other types, but does not
-//! document the function that makes the client. `crates/ferrite-client/tests/host_cluster.rs` would
-//! notice a change.
+//! document the function that makes the client. If a later version changes that function, the tests
+//! in `crates/ferrite-client/tests/host_cluster.rs` fail.
 
 mod client;
 mod connection;

@@ -160,7 +160,7 @@ pub(crate) async fn changes_under_load(
         tokio::task::yield_now().await;
     }
     println!("{slots} slots moved in {:?}", started.elapsed());
-    // Until here, all nodes have worked.
+    // All nodes have worked until here, so no request may have failed.
     let wrong = ours.counts().wrong.load(Ordering::Relaxed);
     assert_eq!((ours.counts().errors().len(), wrong), (0, 0), "{:?}", ours.counts().errors());
 

@@ -14,7 +14,8 @@ fn run(test: impl AsyncFnOnce(&Verbs)) {
     assert_eq!(ferrite_verbs::leaked_objects(), 0);
 }
 
-/// A program that has only a URL uses RDMA. The local address selects the second host of the guest.
+/// A client that is configured only by a URL uses RDMA. The local address in this test selects the
+/// second host of the guest.
 #[test]
 fn opens_urls_over_rdma() {
     run(async |verbs| {

@@ -9,7 +9,7 @@ use crate::table;
 
 const PREFIX: &str = "FERRITE_";
 
-/// Returns whether a variable has a name or a value as Kubernetes gives them to variables for a
+/// Returns whether a variable has a name or a value that Kubernetes gives to the variables of a
 /// Service.
 #[must_use]
 pub fn is_of_kubernetes(name: &str, value: &str) -> bool {

@@ -36,6 +36,7 @@ pub enum Kind {
     Choice(&'static [&'static str]),
     /// A text that the function accepts. The function's error describes what it accepts.
     Text(fn(&str) -> Result<(), &'static str>),
-    /// Words separated by commas or spaces; in files also a list.
-    List,
+    /// Words separated by commas or spaces; in files also a list. The function accepts each word.
+    /// Its error describes the list.
+    List(fn(&str) -> Result<(), &'static str>),
 }

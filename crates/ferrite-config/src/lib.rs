@@ -29,6 +29,8 @@ mod lookup;
 pub mod manuals;
 mod nearest;
 mod number;
+pub mod peer;
+pub mod ports;
 pub mod reference;
 #[cfg(feature = "file")]
 pub mod schema;

@@ -45,7 +45,7 @@ const FOREIGN_HEAD: &str = "
 ## Names of other RDMA software
 
 Ferrite accepts these names, too, except the refused ones. Names that start with `network.` are keys
-of the file, as in Ferrite's first documentation. The others come from brpc. They are accepted as
+of the file, as in Ferrite's first documentation. The others come from brpc, and are accepted as
 arguments of the module, as flags, and in the section `[network.rdma]` of a file.
 
 | name there | default there | our name | our default | why it differs |

@@ -82,7 +82,7 @@ fn property(setting: &Setting) -> Value {
         }
         Kind::Choice(choices) => json!({"enum": choices}),
         Kind::Text(_) => json!({"type": "string", "minLength": 1}),
-        Kind::List => json!({"anyOf": [
+        Kind::List(_) => json!({"anyOf": [
             {"type": "string"},
             {"type": "array", "items": {"type": "string"}},
         ]}),

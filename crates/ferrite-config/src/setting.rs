@@ -14,11 +14,14 @@ pub enum Program {
     Server,
     /// `ferrite relay`
     Relay,
+    /// `ferrite agent`
+    Agent,
 }
 
 impl Program {
     /// All programs.
-    pub const ALL: [Self; 4] = [Self::Module, Self::Gateway, Self::Server, Self::Relay];
+    pub const ALL: [Self; 5] =
+        [Self::Module, Self::Gateway, Self::Server, Self::Relay, Self::Agent];
 
     /// Returns the name for people, such as `gateway`.
     #[must_use]
@@ -28,6 +31,7 @@ impl Program {
             Self::Gateway => "gateway",
             Self::Server => "server",
             Self::Relay => "relay",
+            Self::Agent => "agent",
         }
     }
 }

@@ -3,6 +3,7 @@
 //! There is one file per area, except that logs are in `server.rs`. A constant that several areas
 //! or programs share is in this file.
 
+mod agent;
 mod clients;
 mod foreign;
 mod memory;
@@ -13,6 +14,7 @@ mod server;
 use crate::kind::Kind;
 use crate::setting::{Program, Setting, TakesEffect};
 
+pub use agent::*;
 pub use clients::*;
 pub use foreign::{FOREIGN, Foreign};
 pub use memory::*;
@@ -22,6 +24,8 @@ pub use server::*;
 
 /// The default port for clients: the engine's default port plus one.
 pub const CLIENT_PORT: u16 = 6380;
+/// The default port for links between agents.
+pub const AGENT_PORT: u16 = 7470;
 /// The engine's default port.
 pub const ENGINE_PORT: u16 = 6379;
 /// The largest value of [`MAX_CLIENTS`]. It is below [`LINKS_MAX`], so that a program can still
@@ -39,11 +43,12 @@ pub const CHUNK: u64 = 2 << 20;
 pub const BLOCKS: [u64; 6] = [256, 1 << 10, 8 << 10, 64 << 10, 512 << 10, CHUNK];
 
 /// The settings of each area, with the heading of the reference page.
-pub const AREAS: [(&str, &[&Setting]); 6] = [
+pub const AREAS: [(&str, &[&Setting]); 7] = [
     ("Addresses and RDMA policy", network::SETTINGS),
     ("Clients and the event loop", clients::SETTINGS),
     ("Queues and polling", queues::SETTINGS),
     ("Memory", memory::SETTINGS),
+    ("ferrite agent", agent::SETTINGS),
     ("The engine under ferrite server", server::SETTINGS),
     ("Logs", server::LOGS),
 ];
@@ -84,6 +89,11 @@ pub fn refused(name: &str) -> Option<&'static str> {
     let full = format!("network.rdma.{}", name.replace('-', "_"));
     let found = REFUSED.iter().find(|(key, _)| *key == name || *key == full);
     found.map(|(_, instead)| *instead)
+}
+
+/// Accepts every word of a list.
+fn any_word(word: &str) -> Result<(), &'static str> {
+    if word == "\0" { Err("words separated by commas") } else { Ok(()) }
 }
 
 /// Returns a setting of all programs that takes effect at start. The functions below change these

@@ -49,7 +49,7 @@ impl Value {
                 Self::Text((*found.ok_or_else(error)?).into())
             }
             Kind::Text(_) => Self::Text(text.into()),
-            Kind::List => Self::List(words(text)),
+            Kind::List(_) => Self::List(words(text)),
         };
         value.check(kind).map(|()| value)
     }
@@ -63,11 +63,11 @@ impl Value {
             (Kind::Time { min, max, .. }, Self::Time(time)) => (min..=max).contains(&time),
             (Kind::Choice(choices), Self::Text(text)) => choices.contains(&text.as_str()),
             (Kind::Text(check), Self::Text(text)) => check(text).is_ok(),
-            (Kind::List, Self::List(words)) => {
+            (Kind::List(check), Self::List(words)) => {
                 if words.iter().any(|word| word.contains(['"', '\'', '\\'])) {
                     return Err("must not contain quotes or backslashes".into());
                 }
-                true
+                words.iter().all(|word| check(word).is_ok())
             }
             _ => false,
         };
@@ -141,7 +141,7 @@ impl Kind {
             }
             Self::Choice(choices) => choices.join(" or "),
             Self::Text(check) => check("\0").err().unwrap_or("text").into(),
-            Self::List => "words separated by commas".into(),
+            Self::List(check) => check("\0").err().unwrap_or("words").into(),
         }
     }
 
@@ -156,7 +156,7 @@ impl Kind {
             Self::Time { bare: None, .. } => "time".into(),
             Self::Choice(choices) => choices.join(", "),
             Self::Text(_) => "text".into(),
-            Self::List => "words".into(),
+            Self::List(_) => "words".into(),
         }
     }
 
@@ -172,7 +172,7 @@ impl Kind {
             Self::Time { min, max, .. } => {
                 format!("{} to {}", time::format(*min), time::format(*max))
             }
-            Self::Switch | Self::Choice(_) | Self::Text(_) | Self::List => String::new(),
+            Self::Switch | Self::Choice(_) | Self::Text(_) | Self::List(_) => String::new(),
         }
     }
 }

@@ -341,6 +341,14 @@ impl Values {
         if let Err(why) = self.policy() {
             wrong.push((&table::RDMA, why));
         }
+        if self.program == Program::Agent
+            && self.policy() == Ok(Policy::Require)
+            && self.text(&table::DIRECT) == Some("allow")
+        {
+            let why = "`allow` is for connections over TCP, but `rdma require` allows none; use \
+                       `refuse`";
+            wrong.push((&table::DIRECT, why.into()));
+        }
         if self.program == Program::Server && self.listen_port() == Some(0) {
             let why = "the module uses one port for all addresses: give each address the same \
                        port from 1 to 65535, or no port";
@@ -354,8 +362,8 @@ impl Values {
             wrong.push((&table::BIND, why));
         }
         if table::PIN_MEMORY.has(self.program) && !self.switch(&table::PIN_MEMORY) {
-            let why = "memory that a device accesses is always pinned; to register none, forbid \
-                       RDMA (rdma_enabled = false)";
+            let why = "memory that a device accesses is always pinned; to pin no memory, forbid \
+                       RDMA (`rdma forbid`, or rdma_enabled = false in ferrite.toml)";
             wrong.push((&table::PIN_MEMORY, why.into()));
         }
         if table::MEMORY_POOL_MAX.has(self.program) {
@@ -434,8 +442,8 @@ impl Values {
         let format = crate::size::format;
         Some(format!(
             "the pool cannot grow that far: sends and receives may each have {each} regions of {}, \
-             which is {}, but the larger part needs {}; raise memory-pool-max-regions to {enough}, \
-             or raise memory-pool-increase",
+             which is {}, but the larger of the two needs {}; raise memory-pool-max-regions to \
+             {enough}, or raise memory-pool-increase",
             format(step),
             format(each * step),
             format(largest)

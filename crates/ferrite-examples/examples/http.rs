@@ -41,7 +41,7 @@ fn main() -> anyhow::Result<()> {
     })
 }
 
-/// Accepts and serves streams.
+/// Accepts streams, and serves HTTP on each.
 async fn serve(listener: StreamListener, version: Version) -> std::io::Result<()> {
     loop {
         let (stream, _) = listener.accept().await?;
@@ -129,7 +129,7 @@ async fn send(
             sender.send_request(request.uri(uri).body(Full::new(body))?).await?
         }
     };
-    ensure!(response.status().is_success(), "{}", response.status());
+    ensure!(response.status().is_success(), "the server answered {}", response.status());
     let expected = response.body().size_hint().exact();
     let bytes = response.into_body().collect().await?.to_bytes();
     ensure!(

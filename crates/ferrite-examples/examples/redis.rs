@@ -68,7 +68,7 @@ async fn run_commands(mut connection: MultiplexedConnection) -> anyhow::Result<(
         adding.await??;
     }
     let counter: i64 = connection.get("counter").await?;
-    ensure!(counter == 100, "{counter} increments");
+    ensure!(counter == 100, "expected 100 increments, found {counter}");
 
     let mut pipeline = redis::pipe();
     (0..1000).for_each(|number| {
@@ -76,7 +76,7 @@ async fn run_commands(mut connection: MultiplexedConnection) -> anyhow::Result<(
     });
     pipeline.cmd("DBSIZE");
     let (keys,): (u64,) = pipeline.query_async(&mut connection).await?;
-    ensure!(keys == 1002, "{keys} keys");
+    ensure!(keys == 1002, "expected 1002 keys, found {keys}");
     println!("redis: a value of 1 MiB set and read, 100 commands at once, a pipeline of 1,001");
     Ok(())
 }

@@ -55,7 +55,7 @@ impl Pair {
                 .expect("a fabric")
         };
         let (near, far) = (fabric("near"), fabric("far"));
-        let mut listener = far.listen(([10, 0, 0, 2], 0).into()).expect("cannot listen");
+        let mut listener = far.listen(([10, 0, 0, 2], 0).into()).expect("a listener");
         let mut connecting = pin!(near.connect(listener.local_addr()));
         let (mut sender, mut receiver) = (None, None);
         let (sender, receiver) = loop {
@@ -68,7 +68,7 @@ impl Pair {
             {
                 sender = Some(link.expect("a link"));
             }
-            receiver = receiver.or_else(|| listener.try_accept().expect("cannot accept"));
+            receiver = receiver.or_else(|| listener.try_accept().expect("the listener is up"));
             near.poll();
             far.poll();
         };

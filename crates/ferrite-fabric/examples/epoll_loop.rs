@@ -33,7 +33,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let mut links: Vec<Link> = Vec::new();
     let mut echoed = 0_u64;
     loop {
-        // Until the fabric has nothing left to do and has prepared its descriptor for waiting.
+        // Repeat until the fabric has no work left and has prepared its descriptor for waiting.
         loop {
             while let Some(link) = listener.try_accept()? {
                 println!("{:?} connected", link.peer_addr());

@@ -84,7 +84,7 @@ async fn receive(
 
 fn register_slot(link: &Link) -> Result<Region, Box<dyn Error>> {
     let mut buf = link.fabric().buffer(SLOT_BYTES)?;
-    buf.fill(0); // the peer must not see what its previous user left
+    buf.fill(0); // otherwise it contains data of its previous user
     link.register_memory(buf, Rights::WRITE).map_err(|(_, error)| error.into())
 }
 

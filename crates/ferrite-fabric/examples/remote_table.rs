@@ -134,7 +134,7 @@ fn decode(bucket: &[u8]) -> Option<(&[u8], &[u8])> {
     Some((bucket.get(KEY_AT..KEY_AT + key)?, bucket.get(VALUE_AT..VALUE_AT + value)?))
 }
 
-/// FNV-1a.
+/// Returns the FNV-1a checksum.
 fn checksum(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |sum, byte| {
         (sum ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3)

@@ -23,7 +23,8 @@ pub enum ErrorKind {
     /// A resource of the host or the device is exhausted, or this process may not use it. Free some
     /// of the resource, raise its limit, or grant the permission.
     Resources,
-    /// A queue is full (back-pressure). Continue when it has room again.
+    /// A queue is full, or the memory pool has no free buffer (back-pressure). Continue when there
+    /// is room again.
     Full,
     /// The peer refused. See [`Error::refusal`].
     Refused,

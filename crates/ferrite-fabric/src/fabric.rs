@@ -276,6 +276,12 @@ impl Fabric {
             .collect()
     }
 
+    /// Returns the random number of this fabric, which peers see as [`Hello::instance`].
+    #[must_use]
+    pub fn instance(&self) -> u64 {
+        self.shared().instance
+    }
+
     /// Returns the settings that the fabric was built with.
     #[must_use]
     pub fn config(&self) -> &Config {

@@ -144,7 +144,7 @@ fn rejects_a_resume_without_a_move() {
 /// plus 192 KiB for each link. An honest peer of the same source still gets a link. A link that
 /// begins a write of too many bytes ends.
 #[test]
-fn unfinished_messages_are_charged_to_who_sends_them() {
+fn unfinished_messages_are_charged_to_their_sender() {
     let config = Config { window: 16, max_message_bytes: 64 << 10, ..Config::default() };
     let (fabric, reserve) = (fabric(config.clone()), config.memory.receive_reserve as u64);
     let mut listener = listen(&fabric);
@@ -268,7 +268,7 @@ fn accepts_again_when_descriptors_are_free() {
     let used = std::fs::read_dir("/proc/self/fd").expect("descriptors").count() as u64;
     setrlimit(Resource::Nofile, Rlimit { current: Some(used - 1), ..was }).expect("a limit");
     let full: Vec<_> = std::iter::from_fn(|| TcpListener::bind("127.0.0.1:0").ok()).collect();
-    until(&[&fabric], "accept fails for want of descriptors", || {
+    until(&[&fabric], "accept fails because no descriptor is free", || {
         fabric.stats().accept_failures > 0
     });
     drop((spare, full));

@@ -149,7 +149,11 @@ fn blocked_handshakes_do_not_keep_other_sources_out() {
     let event = other.channel().wait_event(Duration::from_millis(200)).expect("a channel");
     let is_refused = event.is_some_and(|event| event.kind == CmEventKind::REJECTED);
     world.let_go("ibv_modify_qp");
-    assert!(!is_refused, "{refused} of the first {} were refused", many.len());
+    assert!(
+        !is_refused,
+        "the second source was refused, and so were {refused} of {} requests of the first",
+        many.len()
+    );
 }
 
 /// A source whose handshakes block occupies one command thread. Other command threads serve the

@@ -90,7 +90,7 @@ fn one_refusal_does_not_limit_inline_data() {
             world.fail_next("ibv_create_qp", EINVAL);
         }
         let _ = open_link(&client, &fixture.hosts[1], &server, &mut listener);
-        assert_eq!(world.sizes().inline, Config::default().inline_threshold, "{refused}");
+        assert_eq!(world.sizes().inline, Config::default().inline_threshold, "refused: {refused}");
     }
 }
 
@@ -190,7 +190,9 @@ fn tcp_continues_while_the_device_is_reset() {
             let calling = client.connect_with(listener.local_addr(), &options);
             match drive(&[&client, &server], calling) {
                 Ok(there) => break there,
-                Err(error) => assert!(begun.elapsed() < TEST_TIMEOUT, "no RDMA: {error}"),
+                Err(error) => {
+                    assert!(begun.elapsed() < TEST_TIMEOUT, "RDMA did not return: {error}");
+                }
             }
         };
         let here = drive(&[&client, &server], listener.accept()).expect("accepted");
@@ -320,7 +322,7 @@ fn names_iwarp_devices_and_does_not_listen_on_them() {
     let (world, [server, _client]) = two_hosts(|device| device.is_iwarp = true);
     let error = server.absence().expect("no device is usable");
     assert!(error.to_string().contains("fake1 is an iWARP device"), "{error}");
-    let listener = server.listen("127.0.0.1:0".parse().expect("an address")).expect("over TCP");
+    let listener = server.listen("127.0.0.1:0".parse().expect("an address")).expect("TCP is free");
     assert!(listener.absence().is_some());
     assert_eq!(world.objects().cm_ids, 0, "nobody listens for RDMA");
     drop(listener);
@@ -335,8 +337,8 @@ fn handles_a_storm_of_port_events_in_parts() {
     let mut handled = 0;
     while handled < EVENTS {
         let in_one_pass = server.poll();
-        assert!(in_one_pass < 200, "{in_one_pass} in one pass");
+        assert!(in_one_pass < 200, "{in_one_pass} events in one pass");
         handled += in_one_pass;
-        assert!(begun.elapsed() < TEST_TIMEOUT, "{handled} events were handled");
+        assert!(begun.elapsed() < TEST_TIMEOUT, "only {handled} events were handled");
     }
 }

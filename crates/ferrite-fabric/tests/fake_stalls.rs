@@ -82,7 +82,7 @@ impl StallHarness {
             }
             let _ = sender.send(());
         });
-        receiver.recv_timeout(TEST_TIMEOUT).expect("a driver thread is blocked");
+        receiver.recv_timeout(TEST_TIMEOUT).expect("no driver thread is blocked");
     }
 }
 
@@ -220,7 +220,11 @@ fn reports_memory_in_use_while_memory_is_registered() {
         });
         let reported = receiver.recv_timeout(TEST_TIMEOUT);
         drop(blocked);
-        assert_eq!(reported, Ok(((in_use, in_use), 1)), "the query is blocked");
+        assert_eq!(
+            reported,
+            Ok(((in_use, in_use), 1)),
+            "the query must not wait for the registration"
+        );
         assert_eq!(growing.join().expect("the pool has grown"), 2 << 20);
     });
     drop(taken);

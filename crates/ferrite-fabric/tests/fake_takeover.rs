@@ -80,7 +80,9 @@ fn packet_numbers_differ_from_connection_to_connection() {
             let options = ConnectOptions::new().local(address(OURS)).mode(ConnectMode::TcpFirst);
             let connecting = fabric.connect_with(peer, &options);
             let (mut socket, _) = accept_greeting(&listener);
-            socket.write_all(&Greeting { hello: HELLO, resume: None }.encode()).expect("say hello");
+            socket
+                .write_all(&Greeting { hello: HELLO, resume: None }.encode())
+                .expect("the hello is sent");
             let offered = read_frame(&mut socket, TcpFrameKind::Offer);
             drop(connecting);
             Address::decode(&offered).expect("an address").psn

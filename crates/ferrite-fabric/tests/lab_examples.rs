@@ -10,8 +10,12 @@ use ferrite_testkit::{TIMEOUT, TempDir};
 /// Returns a command for an example. Cargo puts examples next to the tests.
 fn example(name: &str) -> Command {
     let test = std::env::current_exe().expect("the test's own path");
-    let built: PathBuf =
-        test.parent().and_then(|deps| deps.parent()).expect("target").join("examples").join(name);
+    let built: PathBuf = test
+        .parent()
+        .and_then(|deps| deps.parent())
+        .expect("the target directory")
+        .join("examples")
+        .join(name);
     assert!(built.exists(), "{} must be built with the tests", built.display());
     // Starts the example as cargo would, with the configured runner.
     let runner = std::env::var("CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER").unwrap_or_default();

@@ -108,7 +108,7 @@ fn memlock_is_explained() {
             }
             assert!(taken.len() < 10, "the limit is never reached");
         };
-        let PoolError::Register(cause) = &error else { panic!("{error}") };
+        let PoolError::Register(cause) = &error else { panic!("not a refusal: {error}") };
         assert_eq!(cause.kind(), ferrite_verbs::ErrorKind::Memlock, "{error:?}");
         assert_eq!(error.kind(), ErrorKind::Refused);
         assert!(error.to_string().contains("limit is 8 MiB, but 4 MiB more are needed"), "{error}");

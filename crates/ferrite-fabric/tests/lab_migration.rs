@@ -77,7 +77,7 @@ fn migrates_on_request() {
     for side in [0, 1, 0, 1] {
         traffic.wait_for(100, TEST_TIMEOUT, "on RDMA");
         assert!(pair.links[side].leave_rdma());
-        traffic.wait_for(100, TEST_TIMEOUT, "without");
+        traffic.wait_for(100, TEST_TIMEOUT, "without RDMA");
         pair.wait_until_on(Transport::Rdma);
     }
     traffic.stop();

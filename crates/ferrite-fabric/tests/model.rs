@@ -144,7 +144,7 @@ impl Model {
             Step::Drop(at) => drop(self.remove(at)),
             Step::DropElsewhere(at) => {
                 let item = self.remove(at);
-                std::thread::spawn(move || drop(item)).join().expect("no panic");
+                std::thread::spawn(move || drop(item)).join().expect("the thread did not panic");
             }
         }
     }
@@ -177,10 +177,10 @@ impl Model {
                     assert_eq!(
                         self.pool.stats().heap(purpose).mapped_bytes,
                         limit,
-                        "{which} could grow"
+                        "{which} is exhausted although it could grow"
                     );
                 } else {
-                    assert!(used + asked > limit, "{which}: {used} + {asked}");
+                    assert!(used + asked > limit, "{which} has room: {used} + {asked} of {limit}");
                 }
             }
             Err(error) => panic!("{error}"),
@@ -213,11 +213,11 @@ impl Model {
         self.change(at, |item| match item.handle {
             Handle::Shared(buf) => match buf.try_into_mut() {
                 Ok(buf) => {
-                    assert!(alone, "there are other readers");
+                    assert!(alone, "the buffer became mutable, although it has other readers");
                     Item { handle: Handle::Unique(buf), ..item }
                 }
                 Err(buf) => {
-                    assert!(!alone, "there are no other readers");
+                    assert!(!alone, "the buffer has no other reader, but stays shared");
                     Item { handle: Handle::Shared(buf), ..item }
                 }
             },

@@ -67,7 +67,7 @@ fn shrinks_when_the_load_is_gone() {
         assert_eq!(pool.stats().registered_bytes, begun + 6 * MIB as u64);
         let one = taken.pop().expect("a block of the last arena");
         drop(taken);
-        assert!(pool.shrink(8), "not at once: it may be needed again");
+        assert!(pool.shrink(8), "the first call releases nothing, but the next one can");
         assert_eq!(pool.stats().registered_bytes, begun + 6 * MIB as u64);
         assert!(!pool.shrink(8), "nothing more to release while a block is in use");
         assert_eq!(pool.stats().registered_bytes, begun + 4 * MIB as u64);
@@ -171,7 +171,7 @@ fn memory_moves_between_size_classes() {
         let (taken, _) = exhaust(&pool, class.bytes(), Purpose::Receive);
         assert_eq!(taken.len() * class.bytes(), 8 * MIB, "{class:?}");
         // The next round must find these blocks in the cache of another thread.
-        std::thread::spawn(move || drop(taken)).join().expect("no panic");
+        std::thread::spawn(move || drop(taken)).join().expect("the thread did not panic");
         assert_eq!(in_use(&pool), 0);
     }
 }
@@ -181,7 +181,7 @@ fn takes_blocks_from_other_threads_caches() {
     let (_world, pool) = small_pool();
     let (mut taken, _) = exhaust(&pool, 256, Purpose::Send);
     let keepers = taken.split_off(4);
-    std::thread::spawn(move || drop(taken)).join().expect("no panic");
+    std::thread::spawn(move || drop(taken)).join().expect("the thread did not panic");
     // Four blocks are free, in the cache of some thread.
     let (again, _) = exhaust(&pool, 256, Purpose::Send);
     assert_eq!(again.len(), 4);
@@ -249,9 +249,9 @@ fn pool_leaves_nothing_behind() {
     for purpose in Purpose::ALL {
         let taken: Vec<_> =
             (0..100).map(|n| pool.take_uncharged(n * 100, purpose).expect("memory")).collect();
-        std::thread::spawn(move || drop(taken)).join().expect("no panic");
+        std::thread::spawn(move || drop(taken)).join().expect("the thread did not panic");
     }
-    assert!(pool.stats().send.cached_bytes > 0, "the other thread's cache must hold some");
+    assert!(pool.stats().send.cached_bytes > 0, "the cache of the other thread must hold blocks");
     drop(pool);
     clone.take_uncharged(1, Purpose::Send).expect("the clone still works");
     drop(clone);
@@ -278,7 +278,7 @@ fn pool_can_be_dropped_at_any_moment() {
         }
         drop(pool);
         for thread in threads {
-            thread.join().expect("no panic");
+            thread.join().expect("the thread did not panic");
         }
         assert_eq!(world.objects().memory_regions, 0);
     }
@@ -329,7 +329,7 @@ fn charges_accounts_by_block_and_moves_the_charge() {
     let (_world, pool) = small_pool();
     let [one, other] = ["one", "other"].map(|name| Account::new(name, 10 * KIB as u64));
     let mut posted = pool.take_uncharged(5000, Purpose::Receive).expect("memory");
-    posted.charge_to(&one).expect("fits");
+    posted.charge_to(&one).expect("the account has room");
     assert_eq!(one.used_bytes(), 8 * KIB as u64);
     let error = pool.take(3 * KIB, Purpose::Receive, &one).expect_err("8 + 8 KiB are more than 10");
     let PoolError::OverBudget { which: Budget::Account(name), used, .. } = &error else {
@@ -337,13 +337,13 @@ fn charges_accounts_by_block_and_moves_the_charge() {
     };
     assert_eq!((&**name, *used), ("one", 8 * KIB as u64));
     let small = pool.take(1, Purpose::Send, &one).expect("256 bytes fit");
-    posted.charge_to(&other).expect("fits");
+    posted.charge_to(&other).expect("the account has room");
     assert_eq!((one.used_bytes(), other.used_bytes()), (256, 8 * KIB as u64));
     let full = Account::new("full", 1);
     posted.charge_to(&full).expect_err("over the limit");
     assert_eq!((full.used_bytes(), other.used_bytes()), (0, 8 * KIB as u64));
     let bytes: Bytes = posted.freeze().into();
-    std::thread::spawn(move || drop(bytes)).join().expect("no panic");
+    std::thread::spawn(move || drop(bytes)).join().expect("the thread did not panic");
     drop(small);
     assert_eq!((one.used_bytes(), other.used_bytes()), (0, 0));
     // Memory that the heap refuses is not charged.
@@ -428,5 +428,5 @@ fn every_counter_is_incremented() {
     );
     let never: Vec<_> =
         moved.iter().filter(|(name, value)| **value == 0 && !pages.contains(&&***name)).collect();
-    assert!(never.is_empty(), "never moved: {never:?}");
+    assert!(never.is_empty(), "these counters never moved: {never:?}");
 }

@@ -112,7 +112,8 @@ fn links(stats: &FabricStats, out: &mut Exposition) {
         causes.iter().map(|(cause, count)| (vec![("cause", cause.as_str())], *count)).collect();
     out.counters("rdma_fallbacks", "Links over TCP although RDMA was preferred", &fallbacks);
     out.counter("rdma_upgrades", "Links that were upgraded from TCP to RDMA", stats.upgrades);
-    let help = "Migrations of links from RDMA to TCP, because the RDMA path was lost or left";
+    let help =
+        "Migrations of links from RDMA to TCP, because RDMA failed or the application left it";
     out.counter("rdma_migrations", help, stats.totals.moves);
     out.counter("rdma_connect_retries", "Retries of handshakes", stats.connect_retries);
     let help = "Failures to accept a connection, for lack of descriptors or memory";

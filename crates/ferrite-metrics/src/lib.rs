@@ -7,6 +7,7 @@
 //!   Exposition    writes samples in the text format, with their help and type
 //!   program       which program this is, and its version
 //!   fabric        the metrics of a fabric: operations, latency, links, memory
+//!   agent         the metrics of an agent: links, streams, refusals
 //!   gateway       the metrics of a gateway's sessions
 //!   ports         the counters of the host's RDMA ports, as the kernel has them
 //! ```
@@ -16,6 +17,7 @@
 //! anyway. Without a scrape, the crate uses no CPU time.
 #![forbid(unsafe_code)]
 
+mod agent;
 mod connections;
 mod exposition;
 mod fabric;
@@ -24,6 +26,7 @@ mod ports;
 mod program;
 mod server;
 
+pub use agent::agent_metrics;
 pub use exposition::Exposition;
 pub use fabric::fabric_metrics;
 pub use gateway::gateway_metrics;

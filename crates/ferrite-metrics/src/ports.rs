@@ -26,7 +26,7 @@ const NO_COUNTER: &str = "lifespan";
 /// may have to wait for a thread that a scrape uses.
 const SCRAPE_WAIT: Duration = Duration::from_millis(500);
 /// How long a scrape waits until it starts another thread for the devices that are left. One thread
-/// is mostly enough.
+/// is usually enough.
 const THREAD_WAIT: Duration = Duration::from_millis(50);
 /// How many devices a scrape reads in any case. It reads those with the oldest numbers. A scrape of
 /// more devices each second would cost more than 1 % of a core.
@@ -312,7 +312,7 @@ mod tests {
                  counter=\"port_xmit_data\"} 12",
             ]
         );
-        fs::remove_dir_all(directory.join("mlx5_0")).expect("unplugged");
+        fs::remove_dir_all(directory.join("mlx5_0")).expect("the device's files are removed");
         assert_eq!(samples(&reader.read(LONG)), [""; 0]);
     }
 
@@ -340,14 +340,22 @@ mod tests {
             values.collect::<Vec<_>>()
         };
         let count = |values: &[u64], value| values.iter().filter(|one| **one == value).count();
-        assert_eq!(count(&read(&reader, "1"), 1), DEVICES, "all are new");
+        assert_eq!(count(&read(&reader, "1"), 1), DEVICES, "a scrape must read all new devices");
         assert_eq!(count(&read(&reader, "2"), 2), READ_ALWAYS);
         let third = read(&reader, "3");
         assert_eq!((count(&third, 3), count(&third, 2)), (READ_ALWAYS, READ_ALWAYS));
         let fourth = read(&reader, "4");
-        assert_eq!((count(&fourth, 4), count(&fourth, 1)), (READ_ALWAYS, 0), "the oldest first");
+        assert_eq!(
+            (count(&fourth, 4), count(&fourth, 1)),
+            (READ_ALWAYS, 0),
+            "a scrape must read the oldest first"
+        );
         reader.fresh = Duration::ZERO;
-        assert_eq!(count(&read(&reader, "5"), 5), DEVICES, "none is fresh");
+        assert_eq!(
+            count(&read(&reader, "5"), 5),
+            DEVICES,
+            "a scrape must read all devices that are not fresh"
+        );
     }
 
     /// Longer than a scrape of files in memory takes.

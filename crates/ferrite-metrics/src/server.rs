@@ -205,7 +205,8 @@ where
     }
 }
 
-/// Moves a connection's descriptor to a high number, out of the way of the program: see [`lift`].
+/// Moves a connection's descriptor to a high number, so that low numbers stay free for the program:
+/// see [`lift`].
 fn lifted(socket: TcpStream) -> io::Result<TcpStream> {
     let socket = std::net::TcpStream::from(lift(socket.into_std()?.into())?);
     TcpStream::from_std(socket)
@@ -238,7 +239,10 @@ async fn answer(request: &Request<Incoming>, program: Arc<dyn Program>) -> Respo
         "/ready" => match timeout(READY_TIMEOUT, program.ready()).await {
             Ok(Ok(())) => text(StatusCode::OK, "ready\n".into()),
             Ok(Err(why)) => text(StatusCode::SERVICE_UNAVAILABLE, format!("{why}\n")),
-            Err(_) => text(StatusCode::SERVICE_UNAVAILABLE, "no answer within 1 s\n".into()),
+            Err(_) => text(
+                StatusCode::SERVICE_UNAVAILABLE,
+                "the readiness check took longer than 1 s\n".into(),
+            ),
         },
         "/live" => text(StatusCode::OK, "live\n".into()),
         _ => text(
@@ -296,7 +300,7 @@ mod tests {
 
     use super::*;
 
-    /// A program whose metrics take until `end` receives something.
+    /// A program that writes its metrics only after `end` has received something or was closed.
     struct Slow {
         begun: Sender<()>,
         end: Mutex<Receiver<()>>,

@@ -50,7 +50,8 @@ pub(crate) fn needs_attestation(client: &ClientRecord) -> bool {
 }
 
 /// Calls commands in order on behalf of a client and appends their replies. Stops at the first one
-/// that cannot be called.
+/// that cannot be called, when the replies are full, and after a command that may unblock other
+/// clients.
 pub(crate) fn call(client: &ClientRecord, commands: Commands<'_>, replies: &mut Replies) -> Called {
     let none = |is_stale| Called { is_closed: true, is_stale, ..Called::default() };
     let called = with_calls(|calls| {

@@ -24,18 +24,27 @@
 //!
 //! A command that a call refuses has changed nothing. It goes over the proxy connection, where the
 //! engine gives its own reply, frees memory, or redirects.
+//!
+//! | file | |
+//! |---|---|
+//! | `access.rs` | who a client is, and whether its commands may be called |
+//! | `batch.rs` | the calls for one client within one callback from the engine |
+//! | `engine_settings.rs` | the engine's settings that calls depend on, and its limits for clients |
 
-use std::time::Duration;
+mod access;
+mod batch;
+mod engine_settings;
 
-use ferrite_proto::resp::{Value, Words};
-use ferrite_session::{Access, Callable, ClientLimits, CommandKind, Replies};
+use ferrite_session::{ClientLimits, CommandKind};
 
-use crate::api::calls::{CallContext, EngineString, Outcome, UserCalls, state};
-use crate::api::clients::{client_flag, client_info};
-use crate::api::{Context, Server};
-use crate::clients::{ClientRecord, DEFAULT_USER};
+use crate::api::Context;
+use crate::api::calls::{CallContext, EngineString, state};
+use crate::clients::ClientRecord;
 use crate::keys::Keys;
 use crate::router::Router;
+use access::shows_authenticated;
+use batch::Batch;
+use engine_settings::{client_limits, has_idle_timeout, syncs_always};
 
 /// States of the engine in which nothing is called.
 const NOT_NOW: i32 =
@@ -44,9 +53,6 @@ const NOT_NOW: i32 =
 /// Redis 7.2, the first version that propagates the writes of a call to AOF and replicas with the
 /// call.
 const PROPAGATES: u32 = 0x0007_0200;
-
-/// The most users in [`Calls::denied_users`].
-const DENIED_MAX: usize = 64;
 
 /// Makes calls to the engine, on its main thread and from its event loop.
 pub(crate) struct Calls {
@@ -134,72 +140,6 @@ impl Calls {
         self.router.len()
     }
 
-    /// Asks the engine for the current state of a client.
-    pub(crate) fn refresh(&mut self, client: &ClientRecord) -> Access {
-        const PROXY_ONLY: u64 = client_flag::PUBSUB
-            | client_flag::BLOCKED
-            | client_flag::TRACKING
-            | client_flag::MULTI
-            | client_flag::READONLY
-            | client_flag::MONITOR;
-        let Some(id) = client.id() else {
-            return Access::Proxy { in_transaction: false, is_authenticated: false };
-        };
-        let (false, Some(info)) = (client.is_gone(), client_info(id)) else { return Access::Gone };
-        let Some(user) = self.context.with_user_name(id, |name| Box::<[u8]>::from(name)) else {
-            return Access::Gone;
-        };
-        let mut state = client.state();
-        if *user != *state.user {
-            // If the client had another user before, `default` proves nothing: that user may have
-            // been deleted.
-            state.is_default_proven &= state.user.is_empty();
-            state.user = user;
-        }
-        state.db = info.db;
-        if std::mem::take(&mut state.is_new) {
-            state.is_default_proven |=
-                *state.user == *DEFAULT_USER && self.default_user_is_open() == Some(true);
-        }
-        let is_proven = if *state.user != *DEFAULT_USER {
-            true
-        } else if self.shows_authenticated {
-            info.flags & client_flag::AUTHENTICATED != 0
-        } else {
-            state.is_default_proven
-        };
-        if info.flags & PROXY_ONLY == 0 && is_proven && state.is_identified {
-            return Access::InProcess;
-        }
-        let in_transaction = info.flags & client_flag::MULTI != 0;
-        // While its default user needs no password, the engine requires no login. That proves
-        // nothing for later, when the default user may need a password.
-        let is_authenticated = is_proven || self.default_user_is_open() == Some(true);
-        Access::Proxy { in_transaction, is_authenticated }
-    }
-
-    /// Returns whether only FERRITE ATTEST, which needs a login, can show that the client has
-    /// authenticated. Returns false if the client may not run it.
-    pub(crate) fn needs_attestation(&mut self, client: &ClientRecord) -> bool {
-        let (is_default, is_proven) = {
-            let state = client.state();
-            (*state.user == *DEFAULT_USER, state.is_default_proven)
-        };
-        // An engine whose default user needs no password would run ATTEST for everybody.
-        if client.id().is_none()
-            || self.shows_authenticated
-            || !is_default
-            || is_proven
-            || self.default_user_is_open() != Some(false)
-        {
-            return false;
-        }
-        let words: [&[u8]; 3] = [b"FERRITE", b"ATTEST", b""];
-        let is_allowed = EngineString::of(DEFAULT_USER)
-            .and_then(|user| Some(self.context.act_as(&user)?.may_call(words.into_iter())));
-        is_allowed.unwrap_or(false)
-    }
-
     /// Begins a batch of calls for a client.
     ///
     /// # Errors
@@ -263,12 +203,6 @@ impl Calls {
         wait
     }
 
-    /// Returns whether a client that connects now is the user `default` without a password. Returns
-    /// `None` if the engine does not say, for example because ACL is renamed.
-    pub(crate) fn default_user_is_open(&self) -> Option<bool> {
-        self.context.ask(c"ACL", &[b"GETUSER", b"default"]).as_deref().map(is_open)
-    }
-
     /// Returns whether the engine is a replica.
     pub(crate) fn is_replica(&self) -> bool {
         self.context.state() & state::REPLICA != 0
@@ -329,216 +263,4 @@ pub(crate) enum NoBatch {
 ///   cannot tell the engine.
 fn can_read_on_replica(state: i32) -> bool {
     state & state::REPLICA_IS_ONLINE != 0 && state & state::CLUSTER == 0
-}
-
-/// Returns whether the engine shows if a client has authenticated. Valkey 9.1 is the first engine
-/// that does.
-fn shows_authenticated(server: Server) -> bool {
-    server.is_valkey && server.version >= 0x0009_0100
-}
-
-/// Reads the engine's limits for the memory that clients use. Unknown output limits are replaced by
-/// the strict defaults of pub/sub clients, and an unknown query limit by 1 MiB. Other unknown
-/// limits do not apply.
-fn client_limits(context: Context<'_>) -> ClientLimits {
-    const UNKNOWN: ClientLimits = ClientLimits {
-        hard_bytes: 32 << 20,
-        soft_bytes: 8 << 20,
-        soft_time: Duration::from_secs(60),
-        query_bytes: 1 << 20,
-        silent_time: Duration::ZERO,
-        all_clients_bytes: 0,
-    };
-    let output =
-        context.config(c"client-output-buffer-limit").and_then(|text| output_limits(&text));
-    let maxmemory = context.config(c"maxmemory").and_then(|text| text.parse().ok()).unwrap_or(0);
-    let all =
-        context.config(c"maxmemory-clients").map_or(0, |text| memory_or_percent(&text, maxmemory));
-    let query = context.config(c"client-query-buffer-limit").and_then(|text| text.parse().ok());
-    let query_bytes = query.unwrap_or(UNKNOWN.query_bytes);
-    let silent = context.config(c"timeout").and_then(|text| text.parse().ok()).unwrap_or(0);
-    let silent_time = Duration::from_secs(silent);
-    ClientLimits { all_clients_bytes: all, query_bytes, silent_time, ..output.unwrap_or(UNKNOWN) }
-}
-
-/// Parses `normal HARD SOFT SECONDS slave … pubsub …`, as CONFIG GET returns it.
-fn output_limits(text: &str) -> Option<ClientLimits> {
-    let mut words = text.split_ascii_whitespace().skip_while(|word| *word != "normal").skip(1);
-    let mut number = || words.next()?.parse::<u64>().ok();
-    let (hard, soft, seconds) = (number()?, number()?, number()?);
-    Some(ClientLimits {
-        hard_bytes: usize::try_from(hard).ok()?,
-        soft_bytes: usize::try_from(soft).ok()?,
-        soft_time: Duration::from_secs(seconds),
-        ..ClientLimits::default()
-    })
-}
-
-/// Parses a number of bytes, or a percentage of `maxmemory`.
-fn memory_or_percent(text: &str, maxmemory: usize) -> usize {
-    match text.strip_suffix('%') {
-        Some(percent) => percent.parse().map_or(0, |percent: usize| maxmemory / 100 * percent),
-        None => text.parse().unwrap_or(0),
-    }
-}
-
-fn has_idle_timeout(context: Context<'_>) -> bool {
-    context.config(c"timeout").is_some_and(|seconds| seconds != "0")
-}
-
-/// Returns whether `appendfsync` is `always`. Returns true if the engine does not say.
-fn syncs_always(context: Context<'_>) -> bool {
-    context.config(c"appendfsync").is_none_or(|when| when == "always")
-}
-
-/// Returns whether a reply to ACL GETUSER shows a user who needs no password.
-fn is_open(reply: &[u8]) -> bool {
-    let Ok(Value::Array(fields)) = Value::parse(reply) else { return false };
-    let Some([Value::Bulk(b"flags"), Value::Array(flags)]) = fields.first_chunk() else {
-        return false;
-    };
-    let has = |wanted: &[u8]| {
-        flags
-            .iter()
-            .any(|flag| matches!(flag, Value::Bulk(it) | Value::Simple(it) if *it == wanted))
-    };
-    has(b"on") && has(b"nopass")
-}
-
-/// Calls on behalf of one client, within one callback from the engine.
-pub(crate) struct Batch<'a> {
-    user_calls: UserCalls<'a>,
-    /// The name of the client's user.
-    name: &'a [u8],
-    denied_users: &'a mut Vec<Box<[u8]>>,
-    /// Whether each call checks the user's rights first, because the user has been denied a command
-    /// before.
-    checks_rights_first: bool,
-    keys: &'a mut Keys,
-    /// Whether the engine is a node of a cluster.
-    ///
-    /// Then the key path is not used, because it does not check whether this node serves the key's
-    /// slot. A command that may have several keys is not called. A call with keys of different
-    /// slots would make Valkey 9.1 refuse the scripts of all clients from then on.
-    /// `clusterSlotByCommand` sets `READ_FLAGS_CROSSSLOT` in a client that `VM_Call` uses again,
-    /// and nothing resets it.
-    is_cluster: bool,
-    /// Whether the engine is a replica. Then only reads are called.
-    is_replica: bool,
-    /// Whether the engine has an AOF or saves its data, and so may have failed to write to disk. A
-    /// call checks that only for writes.
-    writes_to_disk: bool,
-    batch_key: Option<&'a EngineString>,
-    resp3: bool,
-    /// Whether a call may have left something to propagate to AOF and replicas. Even reads may,
-    /// since they delete expired keys.
-    must_propagate: bool,
-    wrote: bool,
-}
-
-impl Batch<'_> {
-    /// Runs a command and appends its reply to `out`. Returns false if the command was refused.
-    /// Then it has changed nothing, nothing was appended, and the command must be proxied, so that
-    /// the client gets the engine's own reply.
-    pub(crate) fn call(&mut self, callable: Callable, words: Words<'_>, out: &mut Replies) -> bool {
-        // The arity is checked first: when Redis 7.0 checks the rights to a command with too few
-        // words, it reads keys beyond them and crashes.
-        if !self.may_call(callable, words.len())
-            || (self.checks_rights_first && !self.user_calls.may_call(words.iter()))
-        {
-            return false;
-        }
-        let Callable { writes, reads_string, .. } = callable;
-        let takes_key_path = reads_string && words.len() == 2 && !self.is_cluster;
-        let key = if takes_key_path { words.get(1) } else { None };
-        if let Some(key) = key
-            && let Some(exists) = self.keys.read(&mut self.user_calls, key, self.resp3, out)
-        {
-            self.must_propagate |= !exists;
-            return true;
-        }
-        let out = out.bytes();
-        let before = out.len();
-        let outcome = self.user_calls.call(words, self.resp3, out);
-        let reply = &out[before..];
-        self.must_propagate |= key.is_none() || !is_value(reply);
-        if let Some(key) = key {
-            self.keys.learn(key, reply.len());
-        }
-        match outcome {
-            Outcome::Done => self.wrote |= writes,
-            Outcome::Denied
-                if !self.checks_rights_first && self.denied_users.len() < DENIED_MAX =>
-            {
-                self.checks_rights_first = true;
-                self.denied_users.push(self.name.into());
-            }
-            Outcome::Denied | Outcome::Refused => {}
-        }
-        outcome == Outcome::Done
-    }
-
-    /// Returns whether a command with this number of words may be called at all in the engine's
-    /// present state. [`Self::call`] refuses it otherwise.
-    pub(crate) fn may_call(&self, callable: Callable, words: usize) -> bool {
-        callable.takes(words)
-            && !(self.is_replica && callable.writes)
-            && !(self.writes_to_disk && callable.reports_disk_errors)
-            && !(self.is_cluster && callable.has_several_keys && words > 2)
-    }
-
-    /// Returns whether a call may have written.
-    pub(crate) fn wrote(&self) -> bool {
-        self.wrote
-    }
-}
-
-impl Drop for Batch<'_> {
-    fn drop(&mut self) {
-        if let Some(key) = self.batch_key.filter(|_| self.must_propagate) {
-            self.user_calls.propagate(key);
-        }
-    }
-}
-
-/// Returns whether a reply to GET is a string, which means that the key exists.
-fn is_value(reply: &[u8]) -> bool {
-    reply.starts_with(b"$") && !reply.starts_with(b"$-")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn reads_the_engines_limits() {
-        let read =
-            output_limits("normal 1048576 524288 10 slave 268435456 67108864 60 pubsub 1 2 3");
-        let expected = ClientLimits {
-            hard_bytes: 1 << 20,
-            soft_bytes: 512 << 10,
-            soft_time: Duration::from_secs(10),
-            ..ClientLimits::default()
-        };
-        assert_eq!(read, Some(expected));
-        assert_eq!(output_limits("slave 1 2 3"), None);
-        assert_eq!(memory_or_percent("1000", 0), 1000);
-        assert_eq!(memory_or_percent("10%", 5000), 500);
-        assert_eq!(memory_or_percent("0", 5000), 0);
-    }
-
-    /// Redis 7.0 and Valkey 9.1 send replies of this form.
-    #[test]
-    fn recognises_a_user_without_a_password() {
-        let reply = |flags: &[&str]| {
-            let flags = flags.iter().fold(format!("*{}\r\n", flags.len()), |list, flag| {
-                format!("{list}${}\r\n{flag}\r\n", flag.len())
-            });
-            format!("*4\r\n$5\r\nflags\r\n{flags}$9\r\npasswords\r\n*0\r\n").into_bytes()
-        };
-        assert!(is_open(&reply(&["on", "nopass", "sanitize-payload"])));
-        assert!(!is_open(&reply(&["off", "nopass"])));
-        assert!(!is_open(&reply(&["on", "sanitize-payload"])));
-        assert!(!is_open(b"*-1\r\n") && !is_open(b"") && !is_open(b"-ERR no such user\r\n"));
-    }
 }

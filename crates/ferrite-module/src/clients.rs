@@ -65,7 +65,8 @@ pub(crate) struct ClientState {
     pub(crate) is_mark_due: bool,
 }
 
-/// All records, for the engine's events and commands.
+/// All records. FERRITE BIND and ATTEST find a record by its token. FERRITE MARK and the engine's
+/// events find it by the client id.
 #[derive(Default)]
 struct Registry {
     by_token: HashMap<String, Weak<ClientRecord>>,

@@ -40,7 +40,8 @@ const BIND: &CStr =
 const ATTEST: &CStr =
     c"deny-script allow-loading allow-stale allow-busy no-monitor no-slowlog fast";
 /// Flags of MARK. It runs whatever the client's rights are. MONITOR does not show it, since the
-/// client has not sent it. Without `write`, WAIT would count only older writes.
+/// client has not sent it. Without the flag `write`, the engine would not count the command as a
+/// write of this client, and WAIT would cover only older writes.
 const MARK: &CStr = c"no-auth write deny-script no-monitor no-slowlog fast";
 /// The ACL categories of commands for administrators.
 const ADMINS: &CStr = c"admin dangerous";
@@ -54,8 +55,8 @@ pub(crate) const SUBCOMMANDS: [Subcommand; 9] = [
     internal(c"bind", BIND),
     internal(c"attest", ATTEST),
     internal(c"mark", MARK),
-    // Clients of a cluster need it, as they need CLUSTER SLOTS, so it is not for administrators
-    // only. It shows the same kind of information: addresses and ports of nodes.
+    // Clients of a cluster need this command, as they need CLUSTER SLOTS, so it is not for
+    // administrators only. It shows the same kind of information: addresses and ports of nodes.
     Subcommand {
         name: c"endpoints",
         flags: READ,

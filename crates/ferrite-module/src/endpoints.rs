@@ -87,7 +87,7 @@ impl Endpoints {
                 None => {}
             }
         }
-        own.sort_by_key(|endpoint| !endpoint.has_rdma); // stable: RDMA first
+        own.sort_by_key(|endpoint| !endpoint.has_rdma); // stable; RDMA comes first
         own.truncate(ENDPOINTS_MAX);
         if self.own != own {
             self.own = own;
@@ -126,9 +126,9 @@ impl Endpoints {
         }
     }
 
-    /// Records a message. Messages that are not valid announcements change nothing, and nor do
-    /// messages of nodes that the engine does not know. A node that the engine knows only since the
-    /// last tick is asked again by the next one.
+    /// Records a message. A message that is not a valid announcement is ignored, and counted if it
+    /// is malformed. A message of a node that the last tick did not list is ignored, too. The next
+    /// tick that lists the node asks it for another announcement.
     pub(crate) fn receive(&mut self, from: NodeId, message: &[u8], now: Instant) {
         let Announcement { wants_answer, endpoints } = match Announcement::decode(message) {
             Ok(announcement) => announcement,

@@ -471,7 +471,7 @@ mod tests {
         assert_eq!(guard("a test", ERR, || OK), OK);
     }
 
-    /// After a load that failed, there is neither a module nor an engine.
+    /// After a failed load there is no module. In this test there is no engine either.
     #[test]
     fn callbacks_return_without_a_module() {
         let nothing = std::ptr::null_mut();

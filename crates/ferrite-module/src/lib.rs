@@ -21,7 +21,7 @@
 //! | `target.rs` | which of the engine's own sockets the proxy path connects to |
 //! | `transport.rs` | the thread `ferrite` |
 //! | `event_loop.rs` `slice.rs` `tasks.rs` | sessions on the engine's main thread: slices and futures |
-//! | `calls.rs` `call_path.rs` | commands that run in-process, not over the proxy connection |
+//! | `calls.rs` `calls/` `call_path.rs` | commands that run in-process, not over the proxy connection |
 //! | `engine_handle.rs` | the interface through which sessions use the engine that they run in |
 //! | `router.rs` `keys.rs` | which commands may be called; the key path, which reads long strings |
 //! | `capacity.rs` | whether the engine had reached `maxclients` when a client connected |
@@ -31,7 +31,7 @@
 //! | `endpoints.rs` | the endpoints of a cluster's nodes, which the modules announce to each other |
 //! | `info.rs` `command.rs` | the contents of INFO and the subcommands of FERRITE |
 //! | `admin.rs` | the metrics and the readiness at the admin port |
-//! | `log.rs` | writes the library's messages to the engine's log |
+//! | `log.rs` | writes the log messages of the module and of its crates to the engine's log |
 //!
 //! The thread `ferrite` never takes the engine's lock. The engine's main thread waits for the
 //! thread `ferrite` only at load, at shutdown, and for a few milliseconds when INFO or FERRITE

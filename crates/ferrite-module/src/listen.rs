@@ -98,7 +98,7 @@ pub(crate) fn hosts(options: &Options, sockets: &Sockets) -> Result<Vec<Host>, S
 /// Resolves hosts to addresses with this port, each address once. May take long.
 ///
 /// # Errors
-/// Returns an error if a name has no address. The text names it.
+/// Returns an error if a name has no address, unless this host may lack it. The text has the name.
 pub(crate) fn resolve(hosts: &[Host], port: u16) -> Result<Vec<Address>, String> {
     let mut found: Vec<Address> = Vec::new();
     for Host { word, may_be_absent, is_named } in hosts {
@@ -215,7 +215,7 @@ mod tests {
             assert!(why.contains("TLS only") && why.contains("allow-clear-text yes"), "{why}");
         }
         assert_eq!(
-            at("allow-clear-text yes", "0", "6379", "10.0.0.5").expect("allowed"),
+            at("allow-clear-text yes", "0", "6379", "10.0.0.5").expect("clear text is allowed"),
             ["10.0.0.5:6380"]
         );
         at("", "6379", "6390", "*").expect("the engine also has a port without TLS");

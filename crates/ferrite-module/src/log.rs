@@ -1,4 +1,4 @@
-//! Writes the library's `tracing` events to the engine's log.
+//! Writes the `tracing` events of the module, and of the crates that it uses, to the engine's log.
 
 use std::io;
 

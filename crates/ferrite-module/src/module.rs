@@ -52,7 +52,7 @@ pub(crate) struct Module {
 }
 
 /// The module. There is one per process, because there is one engine. Only the engine's main thread
-/// uses it, and a thread that crashes, for the crash report.
+/// uses it. The exception is a crash report, which the engine writes on the thread that crashed.
 static MODULE: Mutex<Option<Module>> = Mutex::new(None);
 
 /// Runs `act` with the module.
@@ -296,8 +296,8 @@ fn sockets(context: Context<'_>) -> Sockets {
     }
 }
 
-/// Returns whether the engine is in protected mode, where clients of other hosts need a password.
-/// Returns true if the engine does not say.
+/// Returns whether the engine is in protected mode, in which it rejects clients of other hosts
+/// unless a password is set. Returns true if the engine does not say.
 fn is_protected(context: Context<'_>) -> bool {
     context.config(c"protected-mode").is_none_or(|value| value != "no")
 }

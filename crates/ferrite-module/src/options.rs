@@ -52,7 +52,7 @@ impl Shape {
                 let range = [min, max].map(|time| number(unit.count(time)));
                 Self::Number { range, is_size: false }
             }
-            Kind::Time { bare: None, .. } | Kind::Text(_) | Kind::List => Self::Text,
+            Kind::Time { bare: None, .. } | Kind::Text(_) | Kind::List(_) => Self::Text,
         }
     }
 }
@@ -277,11 +277,12 @@ mod tests {
         assert_eq!(options.slice(), Duration::from_micros(500));
     }
 
-    /// The engine does the same: it registers each setting with its current value, and sets this
-    /// value.
+    /// This happens at load: the module registers each setting with its current value as the
+    /// default, and the engine sets the setting to this default.
     #[test]
     fn every_setting_survives_the_engines_representation() {
-        let mut options = options("rdma-fallback none rx-size 1mb busy-poll-us 50").expect("valid");
+        let mut options =
+            options("rdma-fallback none rx-size 1mb busy-poll-us 50").expect("valid arguments");
         let before = options.clone();
         for index in 0..SETTINGS.len() {
             let (value, shape) = (options.get(index), Shape::of(SETTINGS[index]));
@@ -293,14 +294,16 @@ mod tests {
                     assert!((0..words.len() as i64).contains(number), "{}", SETTINGS[index].name);
                 }
                 (SettingValue::Text(_), Shape::Text) => {}
-                (value, shape) => panic!("{}: {value:?} as {shape:?}", SETTINGS[index].name),
+                (value, shape) => {
+                    panic!("{}: the value {value:?} does not fit {shape:?}", SETTINGS[index].name)
+                }
             }
-            options.set(index, value).expect("its own value");
+            options.set(index, value).expect("a setting accepts its own value");
         }
         for index in 0..SETTINGS.len() {
             assert_eq!(options.get(index), before.get(index), "{}", SETTINGS[index].name);
         }
-        assert_eq!(options.rdma(), Rdma::Require, "of rdma-fallback");
+        assert_eq!(options.rdma(), Rdma::Require, "rdma-fallback none means rdma require");
     }
 
     #[test]
@@ -313,7 +316,11 @@ mod tests {
         let bind: Vec<_> = given.bind().expect("addresses").collect();
         assert_eq!((bind, given.port()), (vec!["::1"], 7000));
         assert_eq!(given.rdma(), Rdma::Require);
-        assert_eq!(windows(&given), (1 << 20, 1 << 20), "the largest is at least the initial");
+        assert_eq!(
+            windows(&given),
+            (1 << 20, 1 << 20),
+            "the largest window is at least as large as the initial one"
+        );
         assert_eq!(given.max_clients(), 5);
         assert_eq!(given.values().list(&table::RDMA_DEVICE), ["rxe1", "rxe2"]);
         assert_eq!(given.engine(), Some(EngineAddress::Unix("/run/x.sock".into())));
@@ -324,7 +331,11 @@ mod tests {
         let given =
             options("rdma_sq_size 64 rdma_port 2 rdma_recv_block_type huge send_queue_depth 32")
                 .expect("valid arguments");
-        assert_eq!(given.values().number::<u32>(&table::SEND_QUEUE_DEPTH), 32, "the later one");
+        assert_eq!(
+            given.values().number::<u32>(&table::SEND_QUEUE_DEPTH),
+            32,
+            "the later value applies"
+        );
         assert_eq!(
             (given.values().number::<u8>(&table::RDMA_DEVICE_PORT), given.port()),
             (2, 6380)

@@ -25,7 +25,8 @@ use ferrite_proto::SessionCommand;
 use ferrite_proto::resp::Value;
 use ferrite_session::{Callable, CommandKind};
 
-/// The longest name of a command, without its subcommand.
+/// The longest name of a command that can be called, without its subcommand. A session that sends a
+/// longer name is pinned to proxy.
 pub(crate) const NAME_MAX: usize = 32;
 /// The most names in one COMMAND INFO.
 const NAMES_PER_QUERY: usize = 31;
@@ -474,7 +475,7 @@ mod tests {
         assert_eq!(router.look_up(b"xget", None, |_| Some(b"-ERR no\r\n".to_vec())), pins);
         assert!(
             matches!(router.look_up(b"get", None, |_| None), CommandKind::Callable(_)),
-            "a known name"
+            "a known name is not asked for"
         );
     }
 

@@ -101,7 +101,7 @@ mod tests {
     fn an_error_without_a_socket_has_a_remedy() {
         let tls = target(&sockets("", "0", Some("6379"), "")).expect_err("TLS only");
         assert!(tls.contains("only a TLS port") && tls.contains("unixsocket"), "{tls}");
-        let none = target(&sockets("", "0", Some("0"), "")).expect_err("none");
+        let none = target(&sockets("", "0", Some("0"), "")).expect_err("no port");
         assert!(none.contains("no port at all"), "{none}");
         let silent = target(&Sockets::default()).expect_err("CONFIG is renamed");
         assert!(silent.contains("engine unix:/PATH"), "{silent}");

@@ -287,8 +287,8 @@ mod tests {
             tasks.finish_pass();
             assert_eq!(polls.load(Ordering::SeqCst), poll);
             assert!(!is_readable(&queue));
-            let woken = waker.lock().expect("not poisoned").clone().expect("polled");
-            std::thread::spawn(move || woken.wake()).join().expect("woken");
+            let woken = waker.lock().expect("not poisoned").clone().expect("the future was polled");
+            std::thread::spawn(move || woken.wake()).join().expect("waking does not panic");
             assert!(is_readable(&queue));
         }
         assert_eq!(tasks.free.len(), 1, "the future did not complete");

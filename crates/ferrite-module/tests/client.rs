@@ -53,7 +53,9 @@ impl Pair {
 /// Returns the names of all of the engine's commands, each split into command and subcommand.
 pub(crate) fn commands(native: &mut Client) -> Vec<Vec<String>> {
     let table = native.raw(&["COMMAND"]);
-    let Ok(Value::Array(rows)) = Value::parse(&table) else { panic!("not an array") };
+    let Ok(Value::Array(rows)) = Value::parse(&table) else {
+        panic!("the reply to COMMAND is not an array")
+    };
     let mut found = Vec::new();
     rows.iter().for_each(|row| collect_names(row, &mut found));
     found

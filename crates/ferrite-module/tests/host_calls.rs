@@ -13,7 +13,7 @@ use std::time::Duration;
 use client::{Pair, calls, of_module, start, words};
 use ferrite_testkit::engine::engines;
 
-/// The pattern of KEYS matches only one key, since the order of several keys can differ.
+/// KEYS gets a pattern that matches only one key, because engines list several keys in any order.
 #[test]
 fn data_commands_give_equal_replies() {
     const LINES: &str = "SET s 1|GET s|INCRBY s 41|APPEND s x|INCR s|STRLEN s|GETRANGE s 0 1|SETEX t 100 v|GETEX t PERSIST|TTL t\

@@ -25,7 +25,7 @@ fn start_with_aof(program: &Path, fsync: &str) -> Engine {
 fn restart(server: &mut Engine) {
     server.wait();
     server.restart();
-    server.wait_until("loaded", || server.client().ask(&["PING"]) == "+PONG");
+    server.wait_until("the data is loaded", || server.client().ask(&["PING"]) == "+PONG");
 }
 
 /// Clients write until the engine is killed. No acknowledged write is lost, and none is applied
@@ -68,7 +68,7 @@ fn acknowledged_writes_survive_a_kill() {
                 let acknowledged = acknowledged.into_inner().expect("no panic");
                 for (writer, acknowledged) in acknowledged.into_iter().enumerate() {
                     let kept = counter(&server, writer) - before[writer];
-                    let most = acknowledged + i64::try_from(AT_A_TIME).expect("8");
+                    let most = acknowledged + i64::try_from(AT_A_TIME).expect("a small number");
                     assert!(
                         acknowledged > 0 && (acknowledged..=most).contains(&kept),
                         "{acknowledged} acknowledged, {kept} kept, appendfsync {fsync}"
@@ -167,7 +167,7 @@ fn replicas_get_called_writes_and_wait_covers_them() {
         assert_eq!(caller.ask(&["WAIT", "1", "10000"]), ":1");
         let seen = |server: &Engine| server.client().ask(&["LRANGE", "list", "0", "-1"]);
         assert_eq!(seen(&primary), seen(&replica));
-        // While the replica is stopped, WAIT counts none.
+        // While the replica is stopped, WAIT does not count it.
         replica.signal("STOP");
         caller.ok(&["SET", "key", "unseen"]);
         assert_eq!(caller.ask(&["WAIT", "1", "200"]), ":0");
@@ -191,7 +191,7 @@ fn replicas_call_reads_while_they_are_connected() {
         let port = free_port().to_string();
         let primary = start(&program, &["--port", &port, "--repl-diskless-sync-delay", "0"]);
         let mut replica = start(&program, &[]);
-        // Neither may delete the keys that expire.
+        // The primary must not delete expired keys. A replica never does so by itself.
         primary.client().ok(&["DEBUG", "SET-ACTIVE-EXPIRE", "0"]);
         replica.client().ok(&["REPLICAOF", "127.0.0.1", &port]);
         let mut writer = of_module(&primary);

@@ -86,7 +86,9 @@ fn nothing_is_called_while_a_script_runs() {
         let (mut pair, mut script) = (Pair::new(&server), server.client());
         pair.module.ok(&["SET", "key", "before"]);
         script.send(&[vec!["EVAL", UNTIL_CHANGED, "0"]]);
-        server.wait_until("busy", || pair.native.ask(&["GET", "key"]).starts_with("-BUSY"));
+        server.wait_until("the engine is busy", || {
+            pair.native.ask(&["GET", "key"]).starts_with("-BUSY")
+        });
         let reply = pair.module.ask(&["SET", "key", "injected"]);
         assert!(reply.starts_with("-BUSY"), "{reply}");
         pair.native.ok(&["SCRIPT", "KILL"]);
@@ -108,7 +110,9 @@ fn nothing_is_called_while_data_is_loaded() {
         pair.native.ok(&["CONFIG", "SET", "key-load-delay", "1000"]);
         pair.native.ok(&["CONFIG", "SET", "loading-process-events-interval-bytes", "1024"]);
         loader.send(&[vec!["DEBUG", "RELOAD"]]);
-        server.wait_until("loading", || pair.native.ask(&["GET", "key"]).starts_with("-LOADING"));
+        server.wait_until("the engine is loading", || {
+            pair.native.ask(&["GET", "key"]).starts_with("-LOADING")
+        });
         for line in ["GET key", "SET key during", "PING"] {
             pair.same(&words(line));
         }
@@ -312,7 +316,7 @@ fn calls_commands_on_own_slots_of_a_cluster() {
         });
         assert_eq!(called, 40);
         pair.same(&["MGET", "bar", "{bar}missing"]);
-        // A pipeline of commands for both paths is executed in order.
+        // A pipeline with commands for the call path and for the proxy path is executed in order.
         let pipeline = [
             ("SET bar 1", "+OK"),
             ("MSET bar 2 {bar}b 3", "+OK"),
@@ -394,7 +398,7 @@ fn sessions_call_commands_again_after_asking() {
         pair.native.ok(&["CLUSTER", "SETSLOT", "12539", "IMPORTING", OTHER_NODE]);
         let called = calls(server, || {
             for _ in 0..10 {
-                // Marking this write for WAIT must not take the place of the next command.
+                // FERRITE MARK for this write must not come between ASKING and the next command.
                 pair.same(&["SET", "bar", "value"]);
                 pair.same(&["ASKING"]);
                 assert_eq!(pair.same(&["SET", "key", "other"]), "+OK");

@@ -121,7 +121,7 @@ fn clients_can_kill_their_own_sessions() {
                 let mut client = Client::to_tcp(server.info("address"));
                 let id = client.first_session();
                 assert_eq!(client.text(&["FERRITE", "KILL", &id]), "+OK");
-                assert_eq!(client.next_reply(), None, "closed");
+                assert_eq!(client.next_reply(), None, "the connection is closed");
                 server.wait_until("no session", || server.count("sessions") == 0);
             }
             server.assert_healthy();
@@ -146,7 +146,7 @@ fn kills_a_session_whose_command_blocks() {
             let mut server = start(&program, &["call-path", call_path], &[]);
             let mut client = Client::to_tcp(server.info("address"));
             let () = server.ask(&["FERRITE", "KILL", &block(&server, &mut client)]);
-            assert_eq!(client.next_reply(), None, "closed");
+            assert_eq!(client.next_reply(), None, "the connection is closed");
             server.wait_until("no blocked client", || {
                 server.ask::<String>(&["INFO", "clients"]).contains("blocked_clients:0")
             });
@@ -192,7 +192,7 @@ fn killed_sessions_take_no_element_that_they_waited_for() {
         kill.cmd("FERRITE").arg("KILL").arg(id).cmd("LPUSH").arg(&["list", "element"]);
         let mut admin = server.connection().expect("a connection");
         let _: (u64, String, u64) = kill.query(&mut admin).expect("kill the session");
-        assert_eq!(client.next_reply(), None, "closed");
+        assert_eq!(client.next_reply(), None, "the connection is closed");
         for how in ["in memory", "in the AOF"] {
             let left: Vec<String> = server.ask(&["LRANGE", "list", "0", "-1"]);
             assert_eq!(left, ["element"], "{how}, {}", program.display());
@@ -230,7 +230,7 @@ fn a_transaction_that_kills_its_own_session_gets_no_other_rights() {
         assert!(reply.ends_with("+OK\r\n"), "the other commands run: {reply}");
         assert_eq!(server.ask::<String>(&["GET", "key"]), "later", "on {}", program.display());
         assert_eq!(client.text(&["FERRITE", "KILL", &id]), "+OK");
-        assert_eq!(client.next_reply(), None, "closed");
+        assert_eq!(client.next_reply(), None, "the connection is closed");
         server.assert_healthy();
     }
 }
@@ -249,7 +249,7 @@ fn clients_without_replies_can_kill_their_own_sessions() {
                 vec!["FERRITE", "KILL", &id],
                 vec!["SET", "key", "value"],
             ]);
-            assert_eq!(client.next_reply(), None, "closed");
+            assert_eq!(client.next_reply(), None, "the connection is closed");
             server.wait_until("no session", || server.count("sessions") == 0);
             assert_eq!(server.ask::<u64>(&["EXISTS", "key"]), 0, "on {}", program.display());
             server.assert_healthy();

@@ -62,7 +62,7 @@ fn config_works_for_the_modules_settings() {
             ("prefer", "auto")
         );
         assert_eq!(get("ferrite.rdma-bind"), "127.0.0.1");
-        assert_eq!(get("ferrite.rdma-bind"), "127.0.0.1", "the second time");
+        assert_eq!(get("ferrite.rdma-bind"), "127.0.0.1", "a second CONFIG GET returns the same");
         for (name, value) in [
             ("max-clients", "1"),
             ("rx-size", "65536"),
@@ -88,7 +88,7 @@ fn config_works_for_the_modules_settings() {
         }
         // The new limit of clients applies.
         let mut first = connect(&server);
-        first.write_all(b"PING\r\n").expect("to send");
+        first.write_all(b"PING\r\n").expect("the connection is open");
         server.wait_until("a session", || server.count("sessions") == 1);
         assert_eq!(rejection(connect(&server)), "-ERR max number of clients reached\r\n");
         server.wait_until("the rejection is counted", || server.count("refused") == 1);

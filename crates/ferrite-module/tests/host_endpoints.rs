@@ -116,7 +116,7 @@ fn without_a_cluster_a_node_lists_itself() {
     }
 }
 
-/// Whoever may see the nodes of the cluster may see their endpoints.
+/// FERRITE ENDPOINTS needs its own permission and that of CLUSTER SLOTS, nothing else.
 #[test]
 fn ordinary_clients_may_list_endpoints() {
     for program in engines() {
@@ -149,7 +149,7 @@ fn bus_message(sender: &str, message: &[u8]) -> Vec<u8> {
     const HEADER: usize = 2256;
     const MODULE: u16 = 9;
     let mut bytes = vec![0; HEADER];
-    let len = (HEADER + 13 + message.len()) as u32; // short
+    let len = (HEADER + 13 + message.len()) as u32; // messages are short
     bytes[..4].copy_from_slice(b"RCmb");
     bytes[4..8].copy_from_slice(&len.to_be_bytes());
     bytes[8..10].copy_from_slice(&1_u16.to_be_bytes());
@@ -171,12 +171,13 @@ fn malformed_cluster_messages_do_no_harm() {
             Shape { without_module: &[1], options: &options, ..Shape::primaries(&program, 3) };
         let mut cluster = Cluster::start(&shape);
         wait_for_rows(&cluster, &[0, 2]);
-        // It would open its own link again, which would replace that of this test.
+        // Otherwise node 1 would connect to node 0 again, and its link would replace that of this
+        // test.
         cluster.nodes[1].engine.signal("STOP");
         let [target, sender] = [&cluster.nodes[0], &cluster.nodes[1]];
         let valid = b"FRTE\x01\x00\x02\x01\x04\x18\xec\xc0\x00\x02\x01\x00\x01\x1b\x58";
         let mut bus = TcpStream::connect(target.bus_address()).expect("the bus");
-        bus.write_all(&bus_message(&sender.id, valid)).expect("sent");
+        bus.write_all(&bus_message(&sender.id, valid)).expect("the connection is open");
         let is_listed = |row: &str| rows(&target.engine).contains(&format!("{} {row}", sender.id));
         target.engine.wait_until("the endpoints in the message", || {
             is_listed("192.0.2.1 6380 rdma") && is_listed("127.0.0.1 7000 tcp")
@@ -201,8 +202,9 @@ fn malformed_cluster_messages_do_no_harm() {
             let large = [b"FRTE\x01\x00\xff".to_vec(), vec![1; large]].concat();
             bytes.extend(bus_message(&sender.id, &large));
         }
-        bus.write_all(&bytes).expect("sent");
-        bus.write_all(&bus_message(&sender.id, b"FRTE\x01\x00\x01\0\x01\0\x07")).expect("sent");
+        bus.write_all(&bytes).expect("the connection is open");
+        bus.write_all(&bus_message(&sender.id, b"FRTE\x01\x00\x01\0\x01\0\x07"))
+            .expect("the connection is open");
         target.engine.wait_until("the last message", || is_listed("127.0.0.1 7 tcp"));
         assert!(target.engine.count("cluster_rejected_messages") > 1000);
         assert_eq!(target.engine.count("cluster_endpoints"), 2);

@@ -110,7 +110,8 @@ fn a_restarted_engine_listens_while_the_old_child_still_saves() {
     }
 }
 
-/// The child must not keep the admin port open either, whether or not the module has a listener.
+/// The child process that saves must not keep the admin port open either, whether or not the module
+/// has a listener.
 #[test]
 fn a_child_that_saves_does_not_keep_the_admin_port_open() {
     for program in engines() {
@@ -301,8 +302,9 @@ fn silent_connections_keep_nobody_out() {
         let own = free_port().to_string();
         let mut server =
             start(&program, &["rdma-port", &own, "rdma-bind", "127.0.0.1"], &["--port", "0"]);
-        let connect =
-            || TcpStream::connect(("127.0.0.1", own.parse().expect("a port"))).expect("to connect");
+        let connect = || {
+            TcpStream::connect(("127.0.0.1", own.parse().expect("a port"))).expect("a connection")
+        };
         let held: Vec<_> = (0..400).map(|_| connect()).collect();
         let started = Instant::now();
         for _ in 0..5 {
@@ -312,7 +314,7 @@ fn silent_connections_keep_nobody_out() {
         // A connection that was silent so far, as in a client's pool, is served like any other.
         for mut silent in held.into_iter().step_by(100) {
             silent.set_read_timeout(Some(Duration::from_secs(10))).expect("a timeout");
-            silent.write_all(b"PING\r\n").expect("to send");
+            silent.write_all(b"PING\r\n").expect("the connection is open");
             let mut reply = [0; 7];
             silent.read_exact(&mut reply).expect("a reply");
         }

@@ -10,7 +10,8 @@ use ferrite_testkit::{Engine, Start, TIMEOUT, free_port, until};
 fn get(port: u16, path: &str) -> (u16, String) {
     let mut socket = TcpStream::connect(("127.0.0.1", port)).expect("the admin port");
     socket.set_read_timeout(Some(TIMEOUT)).expect("a timeout");
-    write!(socket, "GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").expect("sent");
+    write!(socket, "GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        .expect("the connection is open");
     let mut answer = String::new();
     socket.read_to_string(&mut answer).expect("an answer");
     let (head, body) = answer.split_once("\r\n\r\n").expect("a head");
@@ -21,7 +22,10 @@ fn get(port: u16, path: &str) -> (u16, String) {
 fn sample(port: u16, name: &str) -> u64 {
     let (_, text) = get(port, "/metrics");
     let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
-    value.unwrap_or_else(|| panic!("{name}: {text}")).parse().expect("a number")
+    value
+        .unwrap_or_else(|| panic!("{name} is not among the metrics: {text}"))
+        .parse()
+        .expect("a number")
 }
 
 fn start(program: &Path, own: u16, admin: u16) -> Engine {
@@ -42,7 +46,7 @@ fn counters_move_with_traffic_and_the_port_ends_with_the_engine() {
         assert_eq!(sample(admin, "ferrite_listener_up"), 1);
         let mut session = TcpStream::connect(("127.0.0.1", own)).expect("a session");
         session.set_read_timeout(Some(TIMEOUT)).expect("a timeout");
-        session.write_all(b"*2\r\n$3\r\nGET\r\n$1\r\nk\r\n").expect("sent");
+        session.write_all(b"*2\r\n$3\r\nGET\r\n$1\r\nk\r\n").expect("the connection is open");
         let mut reply = [0; 5];
         session.read_exact(&mut reply).expect("a reply");
         assert_eq!(&reply, b"$-1\r\n");
@@ -55,8 +59,8 @@ fn counters_move_with_traffic_and_the_port_ends_with_the_engine() {
     }
 }
 
-/// While the engine's main thread runs a script without end, for its own client or for one of the
-/// module, the admin port answers.
+/// The admin port answers while the engine's main thread runs an endless script, for a client of
+/// the engine or for a client of the module.
 #[test]
 fn answers_while_the_main_thread_is_busy() {
     const ENDLESS: &[u8] = b"*3\r\n$4\r\nEVAL\r\n$17\r\nwhile true do end\r\n$1\r\n0\r\n";
@@ -66,16 +70,19 @@ fn answers_while_the_main_thread_is_busy() {
             let engine = start(&program, own, admin);
             let mut session = TcpStream::connect(("127.0.0.1", own)).expect("a session");
             session.set_read_timeout(Some(TIMEOUT)).expect("a timeout");
-            session.write_all(b"PING\r\n").expect("sent");
+            session.write_all(b"PING\r\n").expect("the connection is open");
             session.read_exact(&mut [0; 7]).expect("a reply");
             let mut client = engine.client();
             if is_over_the_module {
-                session.write_all(ENDLESS).expect("sent");
+                session.write_all(ENDLESS).expect("the connection is open");
             } else {
                 client.write(ENDLESS);
             }
             until(TIMEOUT, "a busy engine", || get(admin, "/ready").0 == 503);
-            assert_eq!(get(admin, "/ready"), (503, "no answer within 1 s\n".into()));
+            assert_eq!(
+                get(admin, "/ready"),
+                (503, "the readiness check took longer than 1 s\n".into())
+            );
             assert_eq!(sample(admin, "ferrite_sessions{transport=\"tcp\"}"), 1);
             assert_eq!(get(admin, "/live"), (200, "live\n".into()));
         }
@@ -84,7 +91,7 @@ fn answers_while_the_main_thread_is_busy() {
 
 #[test]
 fn port_in_use_refuses_the_load_and_default_has_no_port() {
-    let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("listen");
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
     let admin = taken.local_addr().expect("an address").to_string();
     let own = free_port().to_string();
     let arguments = ["rdma-bind", "127.0.0.1", "rdma-port", &own, "admin-listen", &admin];

@@ -29,7 +29,7 @@ fn loads_and_says_why_there_is_no_rdma() {
         assert!(server.info("engine").starts_with("unix:/"));
         let doctor: String = server.ask(&["FERRITE", "DOCTOR"]);
         assert!(doctor.contains("[warn]") && doctor.contains("to do: "), "{doctor}");
-        assert!(!doctor.contains("RDMA devices in use"), "none is: {doctor}");
+        assert!(!doctor.contains("RDMA devices in use"), "no device is in use: {doctor}");
         let modules: String = format!("{:?}", server.ask::<redis::Value>(&["MODULE", "LIST"]));
         assert!(modules.contains("ferrite"), "{modules}");
         server.assert_healthy();
@@ -50,8 +50,8 @@ fn half_closed_clients_get_all_replies() {
             for count in [1, 10, 3000] {
                 let () = server.ask(&["SET", "n", "0"]);
                 let mut client = connect(&server);
-                client.write_all(command.repeat(count).as_bytes()).expect("to send");
-                client.shutdown(std::net::Shutdown::Write).expect("to shut down");
+                client.write_all(command.repeat(count).as_bytes()).expect("the connection is open");
+                client.shutdown(std::net::Shutdown::Write).expect("the connection is open");
                 let mut replies = String::new();
                 client.read_to_string(&mut replies).expect("replies and the end");
                 assert!(replies.ends_with(&format!(":{count}\r\n")), "{command:?}: {replies:?}");
@@ -64,8 +64,8 @@ fn half_closed_clients_get_all_replies() {
         let mut client = connect(&server);
         client
             .write_all("*2\r\n$3\r\nGET\r\n$5\r\nlarge\r\n".repeat(32).as_bytes())
-            .expect("to send");
-        client.shutdown(std::net::Shutdown::Write).expect("to shut down");
+            .expect("the connection is open");
+        client.shutdown(std::net::Shutdown::Write).expect("the connection is open");
         let mut replies = Vec::new();
         while client.read_to_end(&mut replies).expect("replies and the end") > 0 {}
         assert_eq!(replies.len(), 32 * ((1 << 20) + "$1048576\r\n\r\n".len()));
@@ -81,7 +81,9 @@ fn serves_tcp_at_the_engines_socket_and_at_its_own_port() {
         let got = over_tcp(&server, &["GET", "key"]).expect("GET");
         assert_eq!(got, redis::Value::BulkString(b"value".into()));
         let listed = over_tcp(&server, &["FERRITE", "CLIENTS"]).expect("CLIENTS");
-        let redis::Value::BulkString(listed) = listed else { panic!("{listed:?}") };
+        let redis::Value::BulkString(listed) = listed else {
+            panic!("the reply is not a string: {listed:?}")
+        };
         let listed = String::from_utf8_lossy(&listed);
         assert!(listed.contains("transport=tcp") && listed.contains(" path="), "{listed}");
         server.wait_until("the end of all sessions", || server.count("sessions") == 0);
@@ -140,7 +142,7 @@ fn sessions_end_during_a_background_save() {
         let _: redis::Value = server.ask(&["EVAL", script, "0"]);
         let open = |server: &Engine| {
             let mut socket = connect(server);
-            socket.write_all(b"BLPOP list 0\r\n").expect("to send");
+            socket.write_all(b"BLPOP list 0\r\n").expect("the connection is open");
             server.wait_until("a blocked client", || {
                 server.ask::<String>(&["INFO", "clients"]).contains("blocked_clients:1")
             });
@@ -176,7 +178,7 @@ fn closes_sessions_when_the_engine_shuts_down() {
         for how in ["NOSAVE", "TERM"] {
             let mut server = start(&program, &[], &[]);
             let mut client = connect(&server);
-            client.write_all(b"PING\r\n").expect("to send");
+            client.write_all(b"PING\r\n").expect("the connection is open");
             let mut pong = [0; 7];
             client.read_exact(&mut pong).expect("a reply");
             let started = std::time::Instant::now();
@@ -191,7 +193,7 @@ fn closes_sessions_when_the_engine_shuts_down() {
             let mut rest = Vec::new();
             client.read_to_end(&mut rest).expect("an orderly close");
             let log = server.log();
-            assert!(!log.contains("did not stop in time") && !log.contains("panic"), "{log}");
+            assert!(!log.contains("did not stop within") && !log.contains("panic"), "{log}");
         }
     }
 }

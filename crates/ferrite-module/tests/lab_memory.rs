@@ -64,7 +64,7 @@ fn clients_without_a_password_pin_little_memory() {
                 (0..CLIENTS).map(|_| flood(fabric.clone(), Arc::clone(&counter))).collect();
             tokio::select! {
                 _ = stopped.wait_for(|stopped| *stopped) => {}
-                Some(ended) = clients.join_next() => panic!("{ended:?}"),
+                Some(ended) = clients.join_next() => panic!("a client has ended: {ended:?}"),
             }
             clients.shutdown().await;
             drop(fabric);

@@ -45,7 +45,7 @@ fn run(test: impl AsyncFnOnce(&Connector)) {
         let local = "10.0.0.2:0".parse().expect("an address");
         let connector = Connector::new(&fabric).rdma(Rdma::Require).local(local);
         drop(fabric);
-        tokio::time::timeout(LONG, test(&connector)).await.expect("in time");
+        tokio::time::timeout(LONG, test(&connector)).await.expect("the clients finish in time");
         drop(connector);
         let ended = tokio::time::timeout(TIMEOUT, driver).await;
         ended.expect("the fabric stops in time").expect("no panic").expect("no fabric error");
@@ -86,16 +86,16 @@ struct Raw(Session);
 impl Raw {
     /// Sends an inline command.
     async fn send_inline(&mut self, line: &str) {
-        self.0.write_all(format!("{line}\r\n").as_bytes()).await.expect("to write");
-        self.0.flush().await.expect("to flush");
+        self.0.write_all(format!("{line}\r\n").as_bytes()).await.expect("the session is open");
+        self.0.flush().await.expect("the session is open");
     }
 
     /// Sends a command as an array of words, as client libraries do.
     async fn send(&mut self, line: &str) {
         let (words, mut bytes): (Vec<_>, _) = (line.split(' ').collect(), Vec::new());
         encode_command(words, &mut bytes);
-        self.0.write_all(&bytes).await.expect("to write");
-        self.0.flush().await.expect("to flush");
+        self.0.write_all(&bytes).await.expect("the session is open");
+        self.0.flush().await.expect("the session is open");
     }
 
     /// Reads until the received text ends with `end`.
@@ -206,7 +206,8 @@ fn refuses_to_load_with_a_wrong_device() {
 fn refuses_to_load_if_only_the_rdma_port_is_in_use() {
     let other = Fabric::system().rdma(Rdma::Require).device("rxe1").build().expect("a fabric");
     let at = SocketAddr::new(address().ip(), free_port());
-    let taken = other.listen_with(at, &ListenOptions::new().rdma(Rdma::Require)).expect("listen");
+    let taken =
+        other.listen_with(at, &ListenOptions::new().rdma(Rdma::Require)).expect("a free port");
     drop(std::net::TcpListener::bind(at).expect("TCP can use the port"));
     let [port, tcp] = [at.port(), free_port()].map(|port| port.to_string());
     for (arguments, options) in [

@@ -124,7 +124,7 @@ impl Ticker {
             let (mut longest, mut ticks) = (Duration::ZERO, 0);
             while !stopped.load(Ordering::Relaxed) {
                 let sent = Instant::now();
-                socket.write_all(b"PING\r\n").expect("to write");
+                socket.write_all(b"PING\r\n").expect("the connection is open");
                 // For a late reply, print where the main thread is. That helps to find the cause.
                 if !is_readable(&socket, LATE) {
                     eprintln!("no reply in {LATE:?}; the main thread: {}", where_is(main_thread));
@@ -150,7 +150,7 @@ impl Ticker {
 /// Connects to the module's port over TCP and completes the handshake.
 async fn greeted(session: u64) -> TcpStream {
     let socket = TcpSocket::new_v4().expect("a socket");
-    socket.bind(format!("{CLIENT}:0").parse().expect("an address")).expect("to bind");
+    socket.bind(format!("{CLIENT}:0").parse().expect("an address")).expect("a free port");
     let mut client = socket.connect(target()).await.expect("a connection");
     let hello = Hello {
         version: Version::CURRENT,
@@ -164,7 +164,10 @@ async fn greeted(session: u64) -> TcpStream {
         mtu: 0,
         program: Program::UNKNOWN,
     };
-    client.write_all(&Greeting { hello, resume: None }.encode()).await.expect("to write");
+    client
+        .write_all(&Greeting { hello, resume: None }.encode())
+        .await
+        .expect("the connection is open");
     client.read_exact(&mut [0; GREETING_BYTES]).await.expect("a greeting");
     client
 }
@@ -222,14 +225,14 @@ fn offers_of_an_unreachable_address_do_not_stall_the_engine() {
     run(async |_| {
         for number in 0..OFFERS {
             let mut client = greeted(9 + number).await;
-            client.write_all(&offer(SILENT)).await.expect("to write");
+            client.write_all(&offer(SILENT)).await.expect("the connection is open");
             let reply = next_frame(&mut client).await;
             assert_eq!(reply, Some(TcpFrameKind::Withdraw), "the offer is declined");
         }
         // Sends all offers at once, as in the attack. Only one offer at a time is allowed, so the
         // second ends the link.
         let mut client = greeted(99).await;
-        client.write_all(&offer(SILENT).repeat(8)).await.expect("to write");
+        client.write_all(&offer(SILENT).repeat(8)).await.expect("the connection is open");
         while next_frame(&mut client).await.is_some() {}
     });
     let longest = ticker.stop();
@@ -278,13 +281,13 @@ async fn offers() {
     while number < OFFERS {
         let mut client = greeted(1000 + number as u64).await;
         for address in [SILENT, CLIENT] {
-            client.write_all(&offer(address)).await.expect("to write");
+            client.write_all(&offer(address)).await.expect("the connection is open");
             match next_frame(&mut client).await.expect("a frame") {
                 TcpFrameKind::Withdraw => {}
                 _ => client
                     .write_all(&tcp_frame(TcpFrameKind::Withdraw, 0).encode())
                     .await
-                    .expect("to write"),
+                    .expect("the connection is open"),
             }
             number += 1;
             tokio::time::sleep(PACE).await;
@@ -299,9 +302,9 @@ async fn growths(fabric: Fabric) {
     for _ in 0..GROWING {
         let mut stream = valkey(&fabric).await;
         let head = format!("*3\r\n$3\r\nSET\r\n$5\r\nlarge\r\n${}\r\n", value.len());
-        stream.write_all(head.as_bytes()).await.expect("to write");
-        stream.write_all(&value).await.expect("to write");
-        stream.write_all(b"\r\n").await.expect("to write");
+        stream.write_all(head.as_bytes()).await.expect("the connection is open");
+        stream.write_all(&value).await.expect("the connection is open");
+        stream.write_all(b"\r\n").await.expect("the connection is open");
         stream.read_exact(&mut [0; 5]).await.expect("a reply");
         tokio::time::sleep(PACE).await;
     }
@@ -312,7 +315,10 @@ async fn honest(fabric: Fabric, stop: Arc<AtomicBool>) -> u64 {
     let mut stream = valkey(&fabric).await;
     let mut done = 0;
     while !stop.load(Ordering::Relaxed) {
-        stream.write_all(b"*3\r\n$3\r\nSET\r\n$1\r\na\r\n$1\r\nb\r\n").await.expect("to write");
+        stream
+            .write_all(b"*3\r\n$3\r\nSET\r\n$1\r\na\r\n$1\r\nb\r\n")
+            .await
+            .expect("the connection is open");
         stream.read_exact(&mut [0; 5]).await.expect("a reply");
         done += 1;
         tokio::time::sleep(Duration::from_millis(2)).await;

@@ -95,7 +95,9 @@ impl Node {
     /// Connects a client to the engine's own port.
     fn connection(&self) -> Connection {
         let socket = TcpStream::connect(("127.0.0.1", self.number()));
-        let socket = socket.unwrap_or_else(|error| panic!("{error}; {}", tail(&self.server)));
+        let socket = socket.unwrap_or_else(|error| {
+            panic!("cannot connect to the engine: {error}; {}", tail(&self.server))
+        });
         socket.set_nodelay(true).expect("TCP_NODELAY");
         Connection::new(Box::new(socket))
     }
@@ -117,7 +119,7 @@ fn ask(connection: &mut Connection, line: &str) -> Vec<u8> {
     connection.send(&bytes);
     match connection.receive(LONG) {
         Response::Reply(reply) => reply,
-        other => panic!("{line}: {other:?}"),
+        other => panic!("{line}: no reply, but {other:?}"),
     }
 }
 

@@ -94,7 +94,7 @@ pub(crate) fn shutdown_keeps_acknowledged_writes(
             server.wait();
         });
         server.restart();
-        server.wait_until("loaded", || server.try_ask::<String>(&["PING"]).is_ok());
+        server.wait_until("the data is loaded", || server.try_ask::<String>(&["PING"]).is_ok());
         let what = format!("{way:?}, round {round} on {}", program.display());
         assert_kept(&server, &before, &acknowledged, &what);
     }

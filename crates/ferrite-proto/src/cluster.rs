@@ -1,7 +1,7 @@
 //! What a client of a cluster reads: redirects, CLUSTER SLOTS, FERRITE ENDPOINTS, and the slot of a
 //! key.
 //!
-//! Replies come from servers. What makes no sense in them is skipped.
+//! Replies come from servers, which are not trusted: a part without the expected form is skipped.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -29,7 +29,8 @@ pub fn slot_of(key: &[u8]) -> u16 {
     crc % SLOTS
 }
 
-/// Returns the text between the first `{` and the next `}`, unless it is empty.
+/// Returns the part of a key that decides its slot: the text between the first `{` and the next
+/// `}`, or the whole key if that text is missing or empty.
 fn hash_tag(key: &[u8]) -> &[u8] {
     let Some(open) = key.iter().position(|byte| *byte == b'{') else { return key };
     let behind = &key[open + 1..];
@@ -54,8 +55,8 @@ pub struct Redirect {
 }
 
 impl Redirect {
-    /// Reads an error reply such as `MOVED 3999 10.0.0.1:6379`. Returns `None` if it is another
-    /// error.
+    /// Reads an error reply such as `MOVED 3999 10.0.0.1:6379`. Returns `None` for any other error,
+    /// and for a malformed redirect.
     #[must_use]
     pub fn parse(error: &[u8]) -> Option<Self> {
         let mut words = std::str::from_utf8(error).ok()?.split(' ');
@@ -91,8 +92,8 @@ pub struct SlotMap {
 }
 
 impl SlotMap {
-    /// Reads a reply to CLUSTER SLOTS of the node at the host `asked`. Returns `None` if it is an
-    /// error.
+    /// Reads the reply to CLUSTER SLOTS that came from the host `asked`. Returns `None` if the
+    /// reply is not an array, for example an error. Malformed ranges and nodes are skipped.
     #[must_use]
     pub fn parse(reply: &Value<'_>, asked: &str) -> Option<Self> {
         let Value::Array(ranges) = reply else { return None };
@@ -122,7 +123,7 @@ impl SlotMap {
         nodes.find(|node| node.host == host && node.port == port)
     }
 
-    /// Returns all primaries, in the order of their first slots.
+    /// Returns each primary once, in the order of CLUSTER SLOTS.
     #[must_use]
     pub fn primaries(&self) -> Vec<&Node> {
         let mut primaries: Vec<&Node> = Vec::new();
@@ -142,7 +143,8 @@ fn parse_node(node: &Value<'_>, asked: &str) -> Option<Node> {
         Value::Null => "",
         host => text(host)?,
     };
-    // An empty host, none, or a wildcard is the host that was asked; ? is unknown.
+    // A null or empty host or a wildcard address means the host that was asked. A node whose host
+    // is unknown (`?`) is skipped.
     let is_wildcard = host.parse::<IpAddr>().is_ok_and(|ip| ip.is_unspecified());
     let host = if host.is_empty() || is_wildcard { asked } else { host };
     let (host, id) = (host.to_owned(), text(id)?.to_owned());
@@ -158,7 +160,7 @@ pub fn rdma_endpoints(reply: &Value<'_>, node: &str, asked: &str) -> Vec<SocketA
         if text(&field(row, "node")?)? != node || text(&field(row, "transport")?)? != "rdma" {
             return None;
         }
-        // A node that was never met does not know its address.
+        // A node that has never met another one (CLUSTER MEET) does not know its own address.
         let address = field(row, "address")?;
         let address = text(&address).filter(|address| !address.is_empty()).unwrap_or(asked);
         let Value::Integer(port) = field(row, "port")? else { return None };
@@ -243,7 +245,8 @@ mod tests {
             "*3 *4 :0 :9 *3 $1 h :1 $1 a *4 $1 h :2 $1 b *0 *3 :10 :19 *3 $-1 :3 $1 c \
              *3 :20 :16383 *3 $1 h :1 $1 a ",
         );
-        let map = SlotMap::parse(&Value::parse(&bytes).expect("RESP"), "asked").expect("slots");
+        let map =
+            SlotMap::parse(&Value::parse(&bytes).expect("valid RESP"), "asked").expect("slots");
         let id = |slot| map.primary_of(slot).map(|node| node.id.as_str());
         assert_eq!((id(9), id(10), id(16383)), (Some("a"), Some("c"), Some("a")));
         assert_eq!(map.primaries().iter().map(|node| &node.id).collect::<Vec<_>>(), ["a", "c"]);
@@ -253,7 +256,7 @@ mod tests {
         for odd in ["*1 :1 ", "*1 *2 :0 :9 ", "*1 *3 :0 :-1 *3 $1 h :1 $1 a ", "*1 *3 :0 :9 *1 :1 "]
         {
             let bytes = resp(odd);
-            let map = SlotMap::parse(&Value::parse(&bytes).expect("RESP"), "asked");
+            let map = SlotMap::parse(&Value::parse(&bytes).expect("valid RESP"), "asked");
             assert_eq!(map, Some(SlotMap::default()), "{odd}");
         }
     }
@@ -277,7 +280,7 @@ mod tests {
             ":1 ".into(),
         ];
         let bytes = resp(&format!("*{} {}", rows.len(), rows.concat()));
-        let reply = Value::parse(&bytes).expect("RESP");
+        let reply = Value::parse(&bytes).expect("valid RESP");
         let of = |node| rdma_endpoints(&reply, node, "10.0.0.9");
         assert_eq!(of("a"), ["10.0.0.1:6380".parse().expect("an address")]);
         assert_eq!(of("b"), ["10.0.0.9:6380".parse().expect("an address")]);

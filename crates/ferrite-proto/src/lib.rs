@@ -6,9 +6,9 @@
 //!   window     linear buffers: one side fills them to the last byte, the other re-announces them
 //!   endpoint   one end of a connection, client or server: events in, messages and writes out
 //!   mux        many streams over one link: records, credit, turns, classes
-//!   resp       finds the ends of RESP commands and replies in pieces of any size, and gives views
+//!   resp       finds where RESP commands and replies end, and reads complete ones without a copy
 //!   cluster    redirects, slots and RDMA endpoints, as a client of a cluster reads them
-//!   session_command   commands that change the state of a connection, by their identity
+//!   session_command   which commands change the state of a connection
 //! ```
 //!
 //! A driver owns the memory, the queues and the clock, and makes no protocol decision. It passes

@@ -8,8 +8,8 @@
 //! ```
 //!
 //! A link carries messages, in order on each of its channels. Each class has a channel. A message
-//! has whole records of several streams. Everything is packed that is ready when a message is
-//! begun, and nothing waits for more.
+//! consists of whole records of one or more streams. It takes what is ready when it is begun, as
+//! far as there is room, and does not wait for more.
 
 mod cause;
 mod config;
@@ -55,8 +55,8 @@ pub enum Received<'a> {
         /// Where it leads.
         route: Route,
     },
-    /// Bytes of a stream. The driver reports with [`Mux::consume`] when they were passed on, and
-    /// keeps a copy of the others.
+    /// Bytes of a stream. The driver passes them on and reports that with [`Mux::consume`]. It
+    /// keeps a copy of the bytes that it cannot pass on yet.
     Data {
         /// The stream.
         stream: StreamId,
@@ -95,7 +95,8 @@ pub struct Ended {
 enum GoAway {
     No,
     Requested,
-    /// Sent, with this last stream.
+    /// GOAWAY was sent. This is the last stream of the peer that this side accepts; `None` if there
+    /// was none.
     Sent(Option<StreamId>),
 }
 

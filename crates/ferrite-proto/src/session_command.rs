@@ -10,8 +10,8 @@
 /// What a proxied command means for the session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SessionCommand {
-    /// The command may change the database, a transaction or tracking. The engine reports these for
-    /// a client's id.
+    /// The command may change the database, a transaction or tracking. The engine reports these to
+    /// whoever asks for the client by its id.
     ChangesState,
     /// The command begins a transaction (MULTI). The session cannot run commands itself in a
     /// transaction.
@@ -26,8 +26,9 @@ pub enum SessionCommand {
     /// The command changes how the engine runs the client's next command, and only that one
     /// (ASKING). The engine must get the next command from the client's connection.
     AffectsNext,
-    /// After the command, replies cannot be counted, the connection may end, or the engine does not
-    /// report the state that the command sets. The session stays on the proxy path for good.
+    /// From this command on, a command may have any number of replies, the connection may end, or
+    /// the engine does not report the state that the command sets. The session stays on the proxy
+    /// path for good.
     PinsToProxy,
 }
 

@@ -133,7 +133,7 @@ impl Pair {
         let server = Side::new(Role::Server, config, at(u64::from(u32::MAX) - 3, lengths[1]));
         let mut pair = Self { sides: [client, server], now: Instant::now() };
         for side in &mut pair.sides {
-            side.endpoint.handle_established(pair.now).expect("no error before");
+            side.endpoint.handle_established(pair.now).expect("the endpoint is not closed");
         }
         pair
     }

@@ -72,7 +72,9 @@ fn redis_sees_the_same_commands() {
         }
         Ok(())
     };
-    TestRunner::new(config).run(&streams, compare).expect("the same");
+    TestRunner::new(config)
+        .run(&streams, compare)
+        .expect("Redis and the framer see the same commands");
 }
 
 /// Returns how many commands with arguments the framer finds, and its error.

@@ -69,7 +69,7 @@ fn replies() -> impl Strategy<Value = Reply> {
         Just(Reply::Null),
         any::<bool>().prop_map(Reply::Boolean),
         any::<f64>()
-            .prop_filter("equal to itself", |value| !value.is_nan())
+            .prop_filter("not NaN, which is not equal to itself", |value| !value.is_nan())
             .prop_map(|value| Reply::Double(value, value.to_string())),
         any::<i128>().prop_map(|value| Reply::BigNumber(value.to_string())),
         bytes().prop_map(Reply::BlobError),
@@ -77,8 +77,9 @@ fn replies() -> impl Strategy<Value = Reply> {
     ];
     scalar.prop_recursive(5, 40, 5, |inner| {
         let pairs = vec((inner.clone(), inner.clone()), 0..4);
-        let raw =
-            inner.clone().prop_filter("one list", |reply| !matches!(reply, Reply::Attributed(..)));
+        let raw = inner
+            .clone()
+            .prop_filter("not attributed itself", |reply| !matches!(reply, Reply::Attributed(..)));
         prop_oneof![
             vec(inner.clone(), 0..5).prop_map(Reply::Array),
             vec(inner, 0..5).prop_map(Reply::Set),
@@ -101,7 +102,7 @@ fn ends<E: std::fmt::Debug>(
             break;
         }
         let piece = &bytes[at..bytes.len().min(at + size)];
-        let progress = feed(piece).expect("well formed");
+        let progress = feed(piece).expect("valid RESP");
         assert!(progress.complete || progress.consumed == piece.len());
         at += progress.consumed;
         if progress.complete {
@@ -152,7 +153,7 @@ proptest! {
         prop_assert_eq!(&ends(&bytes, &sizes, |piece| framer.feed(piece)), &expected);
         let mut from = 0;
         for (command, end) in commands.iter().zip(&expected) {
-            let parsed = Command::parse(&bytes[from..*end]).expect("well formed");
+            let parsed = Command::parse(&bytes[from..*end]).expect("valid RESP");
             prop_assert!(parsed.args().eq(command.iter().map(Vec::as_slice)));
             from = *end;
         }
@@ -202,7 +203,7 @@ fn parses_replies_of_redis() {
 #[test]
 fn does_not_buffer_half_a_gigabyte() {
     let mut framer = ReplyFramer::new(Limits::default());
-    framer.feed(b"$536870912\r\n").expect("the limit itself");
+    framer.feed(b"$536870912\r\n").expect("a string may be as long as the limit");
     let piece = vec![b'x'; 1 << 20];
     for _ in 0..512 {
         assert_eq!(framer.feed(&piece), Ok(Progress { consumed: 1 << 20, complete: false }));

@@ -1,7 +1,8 @@
 """The server of the tests, and which transport they must use.
 
-By default a redis-server on this machine, over TCP. With FERRITE_TEST_MODULE, the path of the
-module, a redis-server in the lab's namespace h1, over RDMA from h2 (`test` starts it so).
+By default, the tests use a redis-server on this machine over TCP. If FERRITE_TEST_MODULE is the
+path of the module, they run in the lab's namespace h2, and use a redis-server with the module in
+the namespace h1 over RDMA. `test` starts them in this way.
 """
 import os
 import socket

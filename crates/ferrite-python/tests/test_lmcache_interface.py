@@ -1,4 +1,4 @@
-"""The copy of LMCache's interface, and the example, against the source of the real package.
+"""Compares the copy of LMCache's interface, and the example, with the source of the real package.
 
 The package cannot be imported without torch and CUDA, so its source is parsed. `test` downloads it.
 """

@@ -46,8 +46,8 @@ pub(crate) async fn wait_for_end(open: &OpenSession, shutdown: Shutdown) {
 /// - The engine has freed the session's client, or was asked to close it, and the client has
 ///   stopped reading the replies that were made before.
 ///
-/// The request to close is enough, because engines never close a client that has turned its replies
-/// off and kills itself.
+/// This does not wait until a client that the engine was asked to close is freed: engines never
+/// free a client that has turned its replies off and kills itself.
 async fn wait_for_kill(entry: &Entry) {
     while !entry.is_killed.load(Ordering::Relaxed) {
         if entry.is_gone() || entry.is_closing.load(Ordering::Relaxed) {

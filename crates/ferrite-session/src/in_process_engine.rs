@@ -83,8 +83,8 @@ pub trait ProxyClient: Send + Sync {
     /// Returns the command that identifies the proxy connection to the engine. The session sends it
     /// first, and again after [`ProxyClient::identity_changes`]. The command has one reply. The
     /// first one runs whatever permissions the client has; a later one may be rejected before a
-    /// login. While it runs, it reads the client's protocol version, which the engine shows only to
-    /// a command of the client.
+    /// login. The command also reads the client's protocol version, which the engine shows only to
+    /// a running command of that client.
     fn identify(&self) -> Vec<u8>;
 
     /// Returns a command that does nothing and has one reply. The reply begins with `-NOAUTH` if,

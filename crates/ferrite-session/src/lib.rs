@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!   mux              many connections over one link
+//!   agent            carries connections between the programs of a group of hosts, with mux
 //!   ValkeyStream     a Valkey Over RDMA connection as a byte stream
 //!   pump             copies bytes between a client and the engine's socket, in both directions
 //!   Connector        the client side: connects to a Ferrite peer, a Valkey server, or over TCP
@@ -14,6 +15,7 @@
 //! ```
 #![forbid(unsafe_code)]
 
+pub mod agent;
 mod connector;
 mod disconnect_log;
 mod ending;

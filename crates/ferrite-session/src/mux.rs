@@ -39,7 +39,8 @@ pub use socket::MuxSocket;
 /// The caller spawns [`MuxDriver::run`].
 ///
 /// # Errors
-/// If the multiplexer cannot work with these limits, or the link with its messages.
+/// Returns an error if a limit is invalid, or if the link has too few channels or too small a queue
+/// for the multiplexer's messages.
 pub fn multiplex<S: MuxSocket>(
     link: Link,
     side: Side,
@@ -140,7 +141,7 @@ enum Command<S> {
     GoAway,
 }
 
-/// The state of a multiplexer, for people and metrics.
+/// The state of a multiplexer, for diagnostics and metrics.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MuxState {
@@ -243,8 +244,8 @@ impl<S> fmt::Debug for MuxIncoming<S> {
     }
 }
 
-/// A stream that the peer has opened. Bytes that arrive meanwhile wait. Dropping it refuses the
-/// stream.
+/// A stream that the peer has opened and that waits to be accepted or refused. Bytes that arrive
+/// before that are kept. Dropping this value refuses the stream.
 pub struct IncomingStream<S> {
     stream: StreamId,
     route: Route,
@@ -253,7 +254,7 @@ pub struct IncomingStream<S> {
 }
 
 impl<S> IncomingStream<S> {
-    /// Returns the name of the stream.
+    /// Returns the identifier of the stream.
     #[must_use]
     pub fn id(&self) -> StreamId {
         self.stream

@@ -101,9 +101,9 @@ fn microseconds(time: Duration) -> u32 {
 
 /// Opens the devices for a program that accepts clients, with these settings.
 ///
-/// If RDMA is not forbidden but unavailable, or the fabric cannot be built, tries again up to
-/// `connection-retries` times, because a device may need a while after the host has started. Blocks
-/// for `retry-delay-ms` before each retry. Does not retry after [`ErrorKind::Misuse`].
+/// If RDMA is unavailable or the fabric cannot be built, tries again up to `connection-retries`
+/// times, because a device may need a while after the host has started. Blocks for `retry-delay-ms`
+/// before each retry. Does not retry if RDMA is forbidden, or after [`ErrorKind::Misuse`].
 ///
 /// # Errors
 /// Returns the error of [`Builder::build`] at the last attempt. Also returns an error if

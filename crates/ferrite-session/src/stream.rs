@@ -202,7 +202,8 @@ impl ValkeyStream {
     fn handle_completions(&mut self, cx: &Context<'_>) {
         let done = self.raw.done(Some(cx.waker()));
         (self.done.messages..done.messages).for_each(|_| self.endpoint.handle_message_sent());
-        self.endpoint.handle_writes_sent((done.writes - self.done.writes) as u32); // never many
+        // At most the number of writes in flight, so that it fits.
+        self.endpoint.handle_writes_sent((done.writes - self.done.writes) as u32);
         self.done = done;
     }
 

@@ -8,7 +8,7 @@ pub(crate) struct Log(Arc<Mutex<Vec<u8>>>);
 
 impl Log {
     pub(crate) fn text(&self) -> String {
-        String::from_utf8(self.0.lock().expect("no panic").clone()).expect("text")
+        String::from_utf8(self.0.lock().expect("no panic").clone()).expect("UTF-8")
     }
 
     /// Runs `act` with a new log.

@@ -322,7 +322,7 @@ fn handshake_ends_after_the_connection_timeout() {
     let error = drive(&[&short, &long], first).expect_err("no answer");
     assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
     let mut context = Context::from_waker(Waker::noop());
-    assert!(second.as_mut().poll(&mut context).is_pending(), "it has a minute");
+    assert!(second.as_mut().poll(&mut context).is_pending(), "its timeout is a minute");
 }
 
 #[test]
@@ -475,7 +475,7 @@ fn busy_polling_lasts_as_set_and_adapts() {
     assert!(passes(&always) >= FEW, "polls again");
     let adaptive = on_rxe1(&world(), &[("busy_poll_us", "50000"), ("adaptive_polling", "true")]);
     assert!(passes(&adaptive) >= FEW, "polls at first");
-    assert!(passes(&adaptive) < FEW, "the poll found nothing");
+    assert!(passes(&adaptive) < FEW, "after a poll that found nothing, it does not poll again");
 }
 
 #[test]

@@ -24,12 +24,12 @@ use ferrite_testkit::wait::until_async;
 use tokio::io::{AsyncRead, AsyncWrite, DuplexStream, ReadBuf};
 use tokio::task::JoinHandle;
 
-/// Longer than any step takes, even on a busy machine.
+/// Longer than any test of the suite takes, even on a busy machine.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
 /// The bytes that a pipe holds.
 const PIPE_BYTES: usize = 8 << 10;
 
-/// Makes fabrics of two hosts.
+/// Two hosts, each with a fabric.
 pub(crate) struct Harness {
     /// The fabrics, which other threads drive. The second one listens.
     pub(crate) fabrics: [Fabric; 2],
@@ -56,7 +56,7 @@ pub(crate) struct Peer<S> {
 }
 
 impl Harness {
-    /// Connects a link. The listener lives as long as the link may have to reconnect.
+    /// Connects a link. The caller keeps the listener, so that the link can reconnect.
     pub(crate) async fn link(&self) -> ([Link; 2], Listener) {
         let mut listener = self.fabrics[1].listen(self.addresses[1]).expect("listen");
         let options = ConnectOptions::new().local(self.addresses[0]);

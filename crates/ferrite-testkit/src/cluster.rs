@@ -35,7 +35,8 @@ pub fn node_options(program: &Path, directory: &TempDir) -> Vec<String> {
         shard(OWN_NODE),
         shard(OTHER_NODE)
     );
-    // The other node never responds. When the engine notices that, the cluster is down.
+    // The other node never responds. After the timeout, the engine would regard the cluster as
+    // down. The timeout is an hour, so this does not happen during a test.
     options(directory, free_port(), &known, "3600000")
 }
 

@@ -23,8 +23,8 @@ impl TempDir {
             let path = std::env::temp_dir().join(name);
             match std::fs::create_dir(&path) {
                 Ok(()) => return Self(path),
-                // A killed process has left it, or a process with the same id in another guest has
-                // created it.
+                // A killed process has left this directory, or a process with the same id in
+                // another guest has created it.
                 Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
                 Err(error) => panic!("cannot create {}: {error}", path.display()),
             }

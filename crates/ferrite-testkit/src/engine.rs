@@ -249,7 +249,10 @@ fn launch(program: &Path, arguments: &[OsString]) -> Child {
     let mut command = Command::new(program);
     command.args(arguments).stdin(Stdio::null()).stdout(Stdio::null());
     command.spawn().unwrap_or_else(|error| {
-        panic!("cannot start {}: {error}; run apt-get install redis-server", program.display())
+        panic!(
+            "cannot start {}: {error}; for Redis: apt-get install redis-server",
+            program.display()
+        )
     })
 }
 

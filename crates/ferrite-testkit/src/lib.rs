@@ -10,6 +10,7 @@
 //! | `numbered` | commands whose replies show whether one was lost, repeated or reordered | `tokio` |
 //! | `random` | random numbers that a seed repeats | |
 //! | `directory`, `port`, `pem` | temporary directories, free ports, certificates as files | |
+//! | `netns` | hosts in network namespaces, each with its own loopback | |
 //! | `process` | signals, and tests that run themselves again as another process | |
 //! | `terminal` | a program on a pseudo-terminal | |
 //! | `corpus` | runs the fuzz targets' checks over their corpora | |
@@ -27,6 +28,7 @@ pub mod engine;
 pub mod handshake;
 #[cfg(feature = "verbs")]
 pub mod lab;
+pub mod netns;
 #[cfg(feature = "tokio")]
 pub mod numbered;
 pub mod pem;

@@ -14,7 +14,7 @@ pub fn free_port() -> u16 {
         // different port.
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let number = std::process::id().wrapping_mul(31).wrapping_add(number);
-        let port = 10_000 + (number % 20_000) as u16; // fits
+        let port = 10_000 + (number % 20_000) as u16; // at most 29,999
         if TcpListener::bind(("0.0.0.0", port)).is_ok() {
             return port;
         }

@@ -109,8 +109,10 @@ impl PeerProcess {
     /// If no line arrives in time, or if the line does not begin with `word`.
     #[track_caller]
     pub fn expect_line(&self, word: &str) -> String {
-        let line =
-            self.lines.recv_timeout(TIMEOUT).unwrap_or_else(|error| panic!("{word}: {error}"));
+        let line = self
+            .lines
+            .recv_timeout(TIMEOUT)
+            .unwrap_or_else(|error| panic!("no line {word}: {error}"));
         let rest = line.strip_prefix(word).unwrap_or_else(|| panic!("expected {word}, got {line}"));
         rest.trim().to_owned()
     }

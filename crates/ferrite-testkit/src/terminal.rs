@@ -92,7 +92,7 @@ impl Screen {
     /// # Panics
     /// If no program has the terminal open any more.
     pub fn type_keys(&mut self, keys: &str) {
-        self.keys.write_all(keys.as_bytes()).expect("to type");
+        self.keys.write_all(keys.as_bytes()).expect("a program that has the terminal open");
     }
 }
 

@@ -344,9 +344,10 @@ impl CmId {
     }
 
     /// Allows a listener to use an address that a connection of an earlier listener still uses.
+    /// Call it before [`CmId::bind`], which checks whether the address is in use.
     ///
     /// # Errors
-    /// If the address is already bound.
+    /// If the identifier already listens.
     pub fn set_reuse_address(&self) -> Result<(), Error> {
         self.set_option(sys::RDMA_OPTION_ID_REUSEADDR.0, 1_i32)
     }

@@ -19,7 +19,7 @@ use crate::table::Verbs;
 ///                     │                     ├─ SharedReceiveQueue ◄─┐
 ///                     │                     └─ QueuePair ───────────┤
 ///                     ├─ CompletionChannel ◄─ CompletionQueue ◄─────┘
-///                     └─ (async events)            ◄─ = keeps alive
+///                     └─ (async events)
 /// ```
 #[derive(Clone)]
 pub struct Context(Arc<Inner>);

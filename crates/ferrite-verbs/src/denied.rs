@@ -16,7 +16,7 @@ pub(crate) const DEVICES: &str = "uverbs";
 /// The file of the connection manager.
 pub(crate) const CM: &str = "rdma_cm";
 
-/// Returns the first file in `/dev/infiniband` with a name that starts with `prefix` that this
+/// Returns the first file in `/dev/infiniband` whose name starts with `prefix` and which this
 /// process may not open. Returns the directory if the process may not read the directory.
 pub(crate) fn denied_file(prefix: &str) -> Option<PathBuf> {
     if cfg!(miri) {

@@ -25,9 +25,9 @@
 //!  CmId ───────────► Object<rdma_cm_id>┤
 //!  …                                   ▼
 //!  World ──────────────────────────► Inner ── Mutex<State> ── BTreeMap<id, …> per kind of object
-//!  Verbs ── tables ──► extern "C" fn ──┘ (each locks, takes an injected fault, or runs)
-//!                                     State owns the devices' C structs; nothing in it points
-//!                                     to an Object that is not in one of its maps
+//!  Verbs ── tables ──► extern "C" fn ──┘ (each locks the state, then fails as injected, or runs)
+//!                                     State owns the devices' C structs; every Object that it
+//!                                     points to is in one of its maps
 //! ```
 //!
 //! # What it models
@@ -157,8 +157,8 @@ impl World {
 
     /// Makes every call of the C function `call` wait until [`World::let_go`]. This imitates calls
     /// that block. For example, the real `ibv_modify_qp` waits for a second while the kernel
-    /// resolves the hardware address of a silent peer (`ib_resolve_eth_dmac` in Linux). It has no
-    /// effect on functions that take no object, such as `ibv_get_device_list`.
+    /// resolves the hardware address of a silent peer (`ib_resolve_eth_dmac` in Linux). Functions
+    /// that take no object, such as `ibv_get_device_list`, do not wait.
     ///
     /// # Panics
     /// As [`World::fail_next`].
@@ -186,6 +186,7 @@ impl World {
     /// Returns the names of the C functions that a thread has called on objects of this world since
     /// the last [`World::forget_calls`], each name once. `ibv_free_device_list`,
     /// `ibv_ack_async_event` and `rdma_destroy_event_channel` appear as an empty name.
+    /// `ibv_get_device_name` and `rdma_ack_cm_event` do not appear.
     #[must_use]
     pub fn calls_of(&self, thread: ThreadId) -> Vec<&'static str> {
         self.with(|state| state.calls.get(&thread).into_iter().flatten().copied().collect())
@@ -210,8 +211,8 @@ impl World {
     }
 
     /// Makes the next `ibv_post_send` fail with `errno` after it has queued all its requests,
-    /// without naming a refused one. Soft-RoCE does this when its doorbell fails (`rxe_post_send`
-    /// and `post_send_db` in rdma-core's `providers/rxe/rxe.c`).
+    /// without naming a refused request. Soft-RoCE does this when its doorbell fails
+    /// (`rxe_post_send` and `post_send_db` in rdma-core's `providers/rxe/rxe.c`).
     pub fn fail_next_doorbell(&self, errno: i32) {
         self.with(|state| state.inject(execution::DOORBELL, Errno::from_raw_os_error(errno)));
     }
@@ -501,7 +502,7 @@ pub struct Sizes {
     pub inline: u32,
     /// Maximum number of receives in a shared receive queue.
     pub shared_receive_queue: u32,
-    /// Maximum number of completions that one poll asked for.
+    /// Maximum number of completions that the last poll could return.
     pub poll_batch: usize,
     /// Number of bytes in the largest live region; `None` if no region is live.
     pub largest_region: Option<usize>,

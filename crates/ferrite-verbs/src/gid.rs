@@ -250,9 +250,9 @@ mod tests {
             entry(3, "::ffff:10.0.0.1", GidType::ROCE_V2),
             entry(4, "2001:db8::1", GidType::ROCE_V2),
         ];
-        let chosen = choose_gid(&port(LinkLayer::ETHERNET), &entries).expect("one");
+        let chosen = choose_gid(&port(LinkLayer::ETHERNET), &entries).expect("an entry");
         assert_eq!(chosen.entry.index, 3);
-        let chosen = choose_gid(&port(LinkLayer::ETHERNET), &entries[..3]).expect("one");
+        let chosen = choose_gid(&port(LinkLayer::ETHERNET), &entries[..3]).expect("an entry");
         assert_eq!((chosen.entry.index, chosen.why.starts_with("RoCE v2, but")), (1, true));
     }
 

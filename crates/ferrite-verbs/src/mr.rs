@@ -166,7 +166,8 @@ impl ProtectionDomain {
             )
         }
         .map_err(|errno| Error::os("mmap", errno, format!("{len} bytes")))?;
-        // After a fork, copy-on-write would move the parent's pages away from under the device.
+        // After a fork, copy-on-write would give the parent new pages, and the device would keep
+        // using the old ones.
         #[cfg(not(miri))] // Miri has neither forks nor this call
         // SAFETY: the mapping is ours. If the kernel refuses, only processes that fork are
         // affected.
@@ -417,7 +418,7 @@ mod tests {
         let qp = domain.create_queue_pair(&QueuePairConfig::new(&cq)).expect("queue pair");
         qp.modify(&QueuePairAttributes::init(1, Access::LOCAL)).expect("init");
         qp.post_recv(&[RecvRequest::new(1, &[region.sge(0..64)])]).expect("post");
-        let (region, error) = region.deregister().expect_err("in use");
+        let (region, error) = region.deregister().expect_err("a queue pair uses the region");
         assert_eq!(error.kind(), ErrorKind::Misuse, "{error}");
         assert!(error.to_string().contains("still alive"), "{error}");
 

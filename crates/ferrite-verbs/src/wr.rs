@@ -26,7 +26,7 @@ impl MemoryRegion {
     #[must_use]
     pub fn sge(&self, range: Range<usize>) -> Sge<'_> {
         let len = u32::try_from(self.checked_len(&range))
-            .expect("a scatter/gather entry is at most 4 GiB");
+            .expect("a scatter/gather entry is shorter than 4 GiB");
         let addr = self.address(range.start);
         let raw = sys::ibv_sge { addr, length: len, lkey: self.lkey() };
         Sge { raw, owner: Some(self.registration()) }

@@ -52,7 +52,7 @@ fn a_thousand_lives_leave_nothing() {
     leaks.end();
 }
 
-/// Creates a connection, uses it at random, and drops its objects one by one in random order.
+/// Creates a connection, makes up to three random requests, and drops its objects in random order.
 /// Sometimes requests are still in flight then, and sometimes there was no disconnect.
 fn run_connection(fixture: &Fixture, random: &mut Random) {
     let config = PairConfig {

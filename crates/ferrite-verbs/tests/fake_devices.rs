@@ -1,5 +1,5 @@
 //! Tests with devices, kernels and failures that the lab does not have. The fake provider imitates
-//! them, according to the source code.
+//! what the sources of the kernel and of rdma-core do in these cases.
 
 use std::time::{Duration, Instant};
 
@@ -26,7 +26,7 @@ fn counts_all_requests_as_posted_when_the_provider_names_none() {
     let cq = context.create_completion_queue(64, None, 0).expect("queue");
     let qp = domain.create_queue_pair(&QueuePairConfig::new(&cq)).expect("queue pair");
     qp.modify(&QueuePairAttributes::init(1, Access::LOCAL)).expect("init");
-    qp.stop().expect("everything that is posted is flushed");
+    qp.stop().expect("stop");
     let requests = [1, 2, 3].map(|id| SendRequest::send(id, &[]).signaled());
     world.fail_next_doorbell(EIO);
     let refused = qp.post_send(&requests).expect_err("injected failure");
@@ -36,7 +36,7 @@ fn counts_all_requests_as_posted_when_the_provider_names_none() {
     qp.post_send(&requests[..8]).expect("room");
     world.fail_next("ibv_post_send", EIO);
     let refused = qp.post_send(&requests).expect_err("injected failure");
-    assert_eq!(refused.posted, 0, "the provider named the first: {refused}");
+    assert_eq!(refused.posted, 0, "the provider named the first request: {refused}");
 }
 
 /// After the kernel has destroyed all objects, every destroy call fails with EIO. This counts as
@@ -86,10 +86,10 @@ fn prepares_for_forks_where_the_kernel_does_not() {
     world.run_on_old_kernel();
     let device = world.verbs().device("fake1").expect("device");
     world.fail_next("ibv_fork_init", EINVAL);
-    let error = device.open().expect_err("not safe for forks");
+    let error = device.open().expect_err("memory is not safe for forks");
     assert!(error.to_string().contains("5.12"), "{error}");
     assert!(!world.is_fork_safe());
-    device.open().expect("opens");
+    device.open().expect("open");
     assert!(world.is_fork_safe());
 }
 
@@ -149,14 +149,15 @@ fn names_the_locked_memory_limit_when_a_queue_is_refused() {
 fn takes_events_while_a_call_on_another_identifier_waits() {
     let world = world();
     let channel = world.verbs().open_event_channel().expect("a channel");
-    let (slow, quick) = (channel.create_id().expect("one"), channel.create_id().expect("two"));
+    let (slow, quick) =
+        (channel.create_id().expect("identifier"), channel.create_id().expect("identifier"));
     let to = "10.0.0.1:7".parse().expect("an address");
-    quick.resolve_address(None, to, TIMEOUT).expect("asked");
+    quick.resolve_address(None, to, TIMEOUT).expect("resolution starts");
     world.hold("rdma_resolve_addr");
     let caller = std::thread::spawn(move || slow.resolve_address(None, to, TIMEOUT).map(|()| slow));
     let begun = Instant::now();
     while world.waiting_in("rdma_resolve_addr") == 0 {
-        assert!(begun.elapsed() < TIMEOUT, "the call does not start");
+        assert!(begun.elapsed() < TIMEOUT, "the held call must start");
         std::thread::yield_now();
     }
     let (sender, receiver) = std::sync::mpsc::channel();
@@ -168,7 +169,7 @@ fn takes_events_while_a_call_on_another_identifier_waits() {
         event.expect("fetched without waiting for the call").expect("a channel").expect("an event");
     assert_eq!((event.id, event.kind), (quick.key(), CmEventKind::ADDRESS_RESOLVED));
     assert_eq!((quick.peer_addr(), quick.device()), (Some(to), Some(("fake1".to_owned(), 1))));
-    let slow = caller.join().expect("the caller").expect("asked");
+    let slow = caller.join().expect("the caller").expect("resolution starts");
     let event = channel.wait_event(TIMEOUT).expect("a channel").expect("an event");
     assert_eq!((event.id, event.kind), (slow.key(), CmEventKind::ADDRESS_RESOLVED));
 }

@@ -96,7 +96,7 @@ fn every_creating_call_can_fail() {
     });
     let ordering = Access::LOCAL | Access::RELAXED_ORDERING;
     fails(&world, "ibv_reg_mr", EAGAIN, ErrorKind::CgroupLimit, || domain.allocate(4096, ordering));
-    domain.allocate(4096, ordering).expect("an optional flag");
+    domain.allocate(4096, ordering).expect("relaxed ordering is optional");
     fails(&world, "ibv_create_comp_channel", EMFILE, ErrorKind::FileDescriptors, || {
         context.create_completion_channel()
     });
@@ -168,7 +168,7 @@ fn failed_post_reports_how_many_were_posted() {
         SendRequest::write(2, &wide, remote),
         SendRequest::write(3, &piece, remote),
     ];
-    let error = from.qp.post_send(&chain).expect_err("five pieces");
+    let error = from.qp.post_send(&chain).expect_err("the second request has too many pieces");
     assert_eq!((error.posted, error.error.kind()), (1, ErrorKind::Misuse));
     assert_eq!(from.reap(Mode::Poll).wr_id(), 1);
 }
@@ -192,7 +192,7 @@ fn unsignaled_sends_keep_their_queue_entries() {
     from.qp.post_send(&[write(1), write(2), write(3), write(4)]).expect("four fit");
     assert!(from.qp.post_send(&[write(5)]).is_err(), "nothing was signaled, so no entry is freed");
     from.qp.stop().expect("stop");
-    assert!(from.reap_within(Mode::Poll, NOW).is_none(), "all had succeeded");
+    assert!(from.reap_within(Mode::Poll, NOW).is_none(), "writes that succeeded are not flushed");
 }
 
 #[test]
@@ -205,7 +205,7 @@ fn peer_port_goes_down_and_comes_back() {
     assert_eq!(write_64(from, to), Status::RETRY_EXCEEDED);
     assert_eq!(from.qp.state().expect("state"), State::ERROR);
     assert_eq!(async_events(to), [(AsyncEventKind::PORT_ERROR, Subject::Port(1))]);
-    let absence = to.context.active_port().expect_err("down");
+    let absence = to.context.active_port().expect_err("the port is down");
     assert!(matches!(absence.absence(), Some(Absence::PortDown { .. })), "{absence}");
     world.device_up("fake1");
     assert_eq!(async_events(to), [(AsyncEventKind::PORT_ACTIVE, Subject::Port(1))]);
@@ -225,7 +225,7 @@ fn own_port_down_fails_requests() {
     let listener = Listener::bind(&fixture.verbs, fixture.hosts[0].any_port(), 4).expect("listen");
     let target = listener.id().local_addr().expect("address");
     let error = cm::resolve(&fixture.verbs, Some(fixture.hosts[1].any_port()), target, NOW)
-        .expect_err("down");
+        .expect_err("the port is down");
     assert_eq!(error.kind(), ErrorKind::NoRoute, "{error}");
 }
 
@@ -241,11 +241,11 @@ fn device_removal_is_reported() {
     assert_eq!(cm_events(to), [CmEventKind::DISCONNECTED]);
     assert_eq!(from.reap(Mode::Poll).status(), Status::FLUSHED);
     for error in [
-        from.context.create_completion_queue(16, None, 0).expect_err("gone"),
-        from.context.allocate_protection_domain().expect_err("gone"),
-        from.domain.allocate(64, Access::LOCAL).expect_err("gone"),
-        from.context.limits().expect_err("gone"),
-        from.qp.state().expect_err("gone"),
+        from.context.create_completion_queue(16, None, 0).expect_err("the device is gone"),
+        from.context.allocate_protection_domain().expect_err("the device is gone"),
+        from.domain.allocate(64, Access::LOCAL).expect_err("the device is gone"),
+        from.context.limits().expect_err("the device is gone"),
+        from.qp.state().expect_err("the device is gone"),
     ] {
         assert_eq!(error.kind(), ErrorKind::DeviceGone, "{error}");
     }
@@ -276,7 +276,7 @@ fn broken_queue_pair_is_flushed_in_order() {
     assert_eq!(
         from.channel.next_event().expect("events"),
         Some(from.cq.key()),
-        "failures are solicited"
+        "a failed completion must wake a waiter for solicited completions"
     );
     let flushed: Vec<_> =
         std::iter::from_fn(|| from.reap_within(Mode::Poll, Duration::from_millis(1)))
@@ -315,7 +315,8 @@ fn worlds_are_isolated_and_outlive_their_handles() {
     let ((here, fixture), there) = (world(), World::new());
     there.add_device(DeviceSpec::new("fake3", "10.0.0.3".parse().expect("an address")));
     let target = Host::new("fake3", "10.0.0.3").any_port();
-    let error = cm::resolve(&fixture.verbs, None, target, NOW).expect_err("not in this world");
+    let error =
+        cm::resolve(&fixture.verbs, None, target, NOW).expect_err("the peer is in another world");
     assert_eq!(error.kind(), ErrorKind::NoRoute, "{error}");
     let pair = Pair::new(&fixture);
     drop((here, there, fixture));

@@ -339,6 +339,6 @@ fn objects_exhausted() {
         let (qps, error) = until_refused(make);
         assert_eq!(error.kind(), ErrorKind::CgroupLimit, "{error:?}");
         drop(qps);
-        make().expect("room again");
+        make().expect("released queue pairs make room");
     }
 }

@@ -1,4 +1,5 @@
-//! The metrics and the readiness that the gateway and the relay show at their admin ports.
+//! The metrics and the readiness that the gateway, the relay and the agent show at their admin
+//! ports.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -7,9 +8,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use ferrite_config::{Values, table};
 use ferrite_fabric::Fabric;
 use ferrite_metrics::{
-    AdminPort, AdminServer, Exposition, Program, Ready, engine_answers, fabric_metrics,
-    gateway_metrics, listener_metrics, port_metrics, program_metrics, server_answers,
+    AdminPort, AdminServer, Exposition, Program, Ready, agent_metrics, engine_answers,
+    fabric_metrics, gateway_metrics, listener_metrics, port_metrics, program_metrics,
+    server_answers,
 };
+use ferrite_session::agent::AgentHandle;
 use ferrite_session::{Connector, Gateway, Moved};
 
 /// Opens the admin port if the settings have one.
@@ -91,6 +94,27 @@ impl Program for RelayAdmin {
     fn ready(&self) -> Ready {
         let (connector, to) = (self.connector.clone(), self.to);
         Box::pin(async move { relay_server_answers(&connector, to).await })
+    }
+}
+
+/// Serves the agent's admin port. The agent is ready while it has a link to each peer.
+pub(crate) struct AgentAdmin {
+    pub(crate) fabric: Fabric,
+    pub(crate) agent: AgentHandle,
+}
+
+impl Program for AgentAdmin {
+    fn metrics(&self, out: &mut Exposition) {
+        program_metrics("agent", out);
+        listener_metrics(true, out);
+        agent_metrics(&self.agent, out);
+        fabric_metrics(&self.fabric, out);
+        port_metrics(out);
+    }
+
+    fn ready(&self) -> Ready {
+        let agent = self.agent.clone();
+        Box::pin(async move { agent.check_links().await })
     }
 }
 

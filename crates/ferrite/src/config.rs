@@ -72,6 +72,7 @@ enum Of {
     Gateway,
     Server,
     Relay,
+    Agent,
 }
 
 impl From<Of> for Program {
@@ -81,6 +82,7 @@ impl From<Of> for Program {
             Of::Gateway => Self::Gateway,
             Of::Server => Self::Server,
             Of::Relay => Self::Relay,
+            Of::Agent => Self::Agent,
         }
     }
 }

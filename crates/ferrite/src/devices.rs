@@ -254,8 +254,8 @@ fn netdevs_of(device: &str) -> Vec<String> {
     if let Ok(parent) = std::fs::read_to_string(sysfs.join("parent")) {
         return vec![parent.trim().to_owned()];
     }
-    // A card with several ports has an interface for each port, but sysfs does not say which
-    // interface belongs to which port.
+    // A card with several ports has an interface for each port, but this directory does not say
+    // which interface belongs to which port.
     let Ok(entries) = std::fs::read_dir(sysfs.join("device/net")) else { return Vec::new() };
     let mut names: Vec<_> =
         entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();

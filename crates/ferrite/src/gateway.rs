@@ -120,8 +120,8 @@ async fn serve(setup: &Setup<'_>) -> anyhow::Result<ExitCode> {
     let mut config = GatewayConfig::new(setup.engine.clone());
     reconfigure(&mut config, values);
     let gateway = Gateway::new(config);
-    // Handles signals before it reports that the gateway runs: an unhandled SIGHUP would
-    // end the gateway.
+    // Installs the signal handlers before it reports that the gateway runs: without a handler, a
+    // SIGHUP would end the gateway.
     let read = || setup.options.flags.values(setup.options.config.as_deref());
     let (mut signals, reload) = (Signals::new()?, Reload::new(values, read)?);
     let (stop, stop_requested) = tokio::sync::watch::channel(());

@@ -18,6 +18,7 @@ use ferrite_config::{exit_code, manuals};
 
 mod address;
 mod admin;
+mod agent;
 mod bench;
 mod choice;
 mod config;
@@ -56,6 +57,7 @@ enum Command {
     Bench(bench::Options),
     Gateway(gateway::Options),
     Relay(relay::Options),
+    Agent(agent::Options),
     Server(server::Options),
     Top(top::Options),
     Config(config::Options),
@@ -83,6 +85,7 @@ fn main() -> ExitCode {
         Command::Bench(options) => (bench::run(&options), options.json()),
         Command::Gateway(options) => (gateway::run(&options), options.json),
         Command::Relay(options) => (relay::run(&options).map(done), options.json),
+        Command::Agent(options) => (agent::run(&options), options.json),
         Command::Server(options) => (server::run(&options), options.json),
         Command::Top(options) => (top::run(&options).map(done), options.json),
         Command::Config(options) => (config::run(&options), options.json()),

@@ -115,8 +115,8 @@ async fn serve(setup: &Setup<'_>) -> anyhow::Result<()> {
         let (connector, counters) = (connector.clone(), Arc::clone(&counters));
         Arc::new(RelayAdmin { fabric: fabric.clone(), connector, to: setup.to, counters })
     })?;
-    // Handles signals before it reports that the relay runs: an unhandled SIGHUP would end
-    // the relay.
+    // Installs the signal handlers before it reports that the relay runs: without a handler, a
+    // SIGHUP would end the relay.
     let read = || setup.options.flags.values(setup.options.config.as_deref());
     let (mut signals, reload) = (Signals::new()?, Reload::new(&setup.values, read)?);
     let admin_address = admin.as_ref().map(AdminServer::address);
@@ -137,8 +137,8 @@ async fn serve(setup: &Setup<'_>) -> anyhow::Result<()> {
                     let (connector, counters) = (connector.clone(), Arc::clone(&counters));
                     tokio::spawn(relay_client(client, connector, setup.to, counters));
                 }
-                // Either there are too many open files, or the client has disconnected. Accepts the
-                // next client.
+                // Either there are too many open files, or the client has disconnected. Waits a
+                // moment, then accepts the next client.
                 Err(error) => {
                     static LINES: LogLimit = LogLimit::new();
                     if let Some(others) = LINES.pass() {

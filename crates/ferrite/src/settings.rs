@@ -7,7 +7,7 @@ use std::path::Path;
 
 use clap::error::Error;
 use clap::parser::ValueSource;
-use clap::{Arg, ArgMatches, Args, Command, FromArgMatches};
+use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches};
 use ferrite_config::time::Unit;
 use ferrite_config::{Alias, Kind, Origin, Program, Setting, Values, environment, file};
 
@@ -20,6 +20,8 @@ pub(crate) trait HasSettings {
 pub(crate) struct GatewayProgram;
 /// `ferrite relay`
 pub(crate) struct RelayProgram;
+/// `ferrite agent`
+pub(crate) struct AgentProgram;
 
 impl HasSettings for GatewayProgram {
     const PROGRAM: Program = Program::Gateway;
@@ -27,6 +29,10 @@ impl HasSettings for GatewayProgram {
 
 impl HasSettings for RelayProgram {
     const PROGRAM: Program = Program::Relay;
+}
+
+impl HasSettings for AgentProgram {
+    const PROGRAM: Program = Program::Agent;
 }
 
 /// Settings that are wrong: in a file, in the environment or in flags. The message may have several
@@ -120,9 +126,11 @@ impl<P: HasSettings> FromArgMatches for Flags<P> {
         let mut given = Vec::new();
         let mut take = |id: &'static str, setting, alias| {
             if matches.value_source(id) == Some(ValueSource::CommandLine)
-                && let Some(text) = matches.get_one::<String>(id)
+                && let Some(texts) = matches.get_many::<String>(id)
             {
-                given.push((setting, alias, text.clone()));
+                // Only the flags of lists may be given several times.
+                let texts: Vec<_> = texts.map(String::as_str).collect();
+                given.push((setting, alias, texts.join(",")));
             }
         };
         for setting in P::PROGRAM.settings() {
@@ -181,11 +189,16 @@ fn flag(setting: &'static Setting, program: Program) -> Arg {
         Kind::Time { bare: None, .. } => "TIME",
         Kind::Choice(_) => "CHOICE",
         Kind::Text(_) => "ADDRESS",
-        Kind::List => "NAMES",
+        Kind::List(_) => "NAMES",
     };
     let check = move |text: &str| setting.parse(text).map(|_| text.to_owned());
+    let action = match setting.kind {
+        Kind::List(_) => ArgAction::Append,
+        _ => ArgAction::Set,
+    };
     Arg::new(setting.name)
         .long(setting.name)
+        .action(action)
         .value_name(unit)
         .help(format!("{first}{default}"))
         .long_help(format!("{meaning}{default}"))
@@ -224,7 +237,7 @@ mod tests {
             Kind::Time { max, .. } => ferrite_config::time::format(max),
             Kind::Choice(choices) => (*choices.last().expect("choices")).into(),
             Kind::Text(_) => "192.0.2.1:7000".into(),
-            Kind::List => "a,b".into(),
+            Kind::List(_) => "a,b".into(),
         }
     }
 
@@ -254,6 +267,13 @@ mod tests {
         assert_eq!(values.size::<u32>(&table::RX_SIZE), 1 << 20);
         assert_eq!(values.number::<u32>(&table::SEND_QUEUE_DEPTH), 64);
         assert_eq!(values.entry(&table::RX_SIZE).origin, Origin::Flag);
+    }
+
+    #[test]
+    fn flag_of_a_list_may_be_given_several_times() {
+        let values = values(&["--rdma-device", "a,b", "--rdma-device", "c"]).expect("valid flags");
+        assert_eq!(values.list(&table::RDMA_DEVICE), ["a", "b", "c"]);
+        assert!(self::values(&["--engine", "a:1", "--engine", "b:1"]).is_err());
     }
 
     #[test]

@@ -7,6 +7,7 @@
 //! | `snapshot.rs` | the state at one moment, and rates |
 //! | `app.rs` | the state of the screen, and keys |
 //! | `draw.rs` `svg.rs` `once.rs` | draw the state on the screen, as an SVG, and as text or JSON |
+//! | `latencies.rs` | the table of latencies |
 //! | `ascii.rs` | the screen for old terminals |
 //!
 //! A thread reads the state, so that keys work while a program does not answer.
@@ -28,6 +29,7 @@ mod app;
 mod ascii;
 mod draw;
 mod engine;
+mod latencies;
 mod once;
 mod snapshot;
 mod source;
@@ -59,7 +61,7 @@ pub(crate) struct Options {
     /// [default: 127.0.0.1]
     #[arg(value_name = "ENGINE", value_parser = parse_engine)]
     engine: Option<SocketAddr>,
-    /// A flag of other clients: it is an error that says what to do instead
+    /// Other clients have this flag; here it only causes an error that says what to use instead
     #[arg(long, hide = true)]
     tls: bool,
     /// The engine's Unix socket, instead of an address
@@ -173,7 +175,7 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     outcome
 }
 
-/// Returns whether stdout is a terminal on which text can be placed.
+/// Returns whether stdout is a terminal that can show text at any place of its screen.
 fn has_screen() -> bool {
     let is_dumb = std::env::var("TERM").is_ok_and(|terminal| terminal == "dumb");
     std::io::stdout().is_terminal() && !is_dumb

@@ -74,7 +74,7 @@ fn prints_absence_as_json_object() {
         let object: Value = serde_json::from_slice(&output.stdout).expect("JSON");
         let error = &object["error"];
         assert_eq!(error["kind"], "absent", "{object}");
-        let missing = error["missing"].as_str().expect("which part");
+        let missing = error["missing"].as_str().expect("the missing part");
         assert!(["library", "kernel", "device"].contains(&missing), "{object}");
         assert!(error["remedy"].as_str().is_some_and(|remedy| !remedy.is_empty()), "{object}");
     }
@@ -336,7 +336,7 @@ fn colors_of_the_log_obey_no_color() {
     assert!(!plain.contains('\x1b') && plain.contains(hint), "{plain}");
     if !has_device() {
         assert!(plain.contains(" WARN RDMA is unavailable"), "{plain}");
-        assert!(lines("").contains('\x1b'), "an empty NO_COLOR is none");
+        assert!(lines("").contains('\x1b'), "an empty NO_COLOR counts as unset");
     }
 }
 

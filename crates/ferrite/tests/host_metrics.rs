@@ -1,4 +1,4 @@
-//! The admin port of the gateway and the relay, with a real `redis-server`, on any host.
+//! The admin port of the gateway, the relay and the agent, with a real `redis-server`, on any host.
 
 mod metrics {
     pub(crate) mod harness;
@@ -50,7 +50,7 @@ fn gateway_is_ready_only_while_the_engine_answers() {
     assert_eq!(gateway.get("/ready"), (200, "ready\n".into()));
     let mut client = redis.client();
     client.ok(&["CLIENT", "PAUSE", "600000", "ALL"]);
-    assert_eq!(gateway.get("/ready"), (503, "no answer within 1 s\n".into()));
+    assert_eq!(gateway.get("/ready"), (503, "the readiness check took longer than 1 s\n".into()));
     redis.kill();
     let (status, why) = gateway.get("/ready");
     assert!(status == 503 && why.contains("does not answer"), "{status} {why}");
@@ -182,7 +182,11 @@ fn rules_and_dashboard_name_only_metrics_that_exist() {
     let redis = Engine::redis(&[]);
     let gateway = gateway(&redis);
     let relay = relay(&gateway);
-    let exported: HashSet<_> = gateway.names().union(&relay.names()).cloned().collect();
+    let words = ["agent", "--alias", "127.1.0.1", "--listen", "127.0.0.1:0"];
+    let agent = Running::start(&[&words, TCP].concat());
+    assert_eq!(agent.get("/ready"), (200, "ready\n".into()), "there are no peers");
+    let exported: HashSet<_> =
+        [&gateway, &relay, &agent].into_iter().flat_map(|program| program.names()).collect();
     let dashboard = include_str!("../../../etc/grafana/ferrite.json");
     let rules = include_str!("../../../etc/prometheus/alerts.yml");
     let book = include_str!("../../../docs/book/src/operations/metrics.md");

@@ -301,7 +301,7 @@ fn ignores_pid_file_and_log_file_of_the_engines_file() {
         let event = server.event("ready");
         assert_eq!(std::fs::read_to_string(&pid_file).expect("a file"), "4711\n");
         let info = connect(&event).ask(&["INFO", "memory"]);
-        assert!(info.contains("maxmemory_human:77.00M"), "the rest of the file counts: {info}");
+        assert!(info.contains("maxmemory_human:77.00M"), "the other lines apply: {info}");
         server.signal("TERM");
         assert_eq!(server.event("ended")["code"], 0);
         assert_eq!(std::fs::read_to_string(&pid_file).expect("a file"), "4711\n");

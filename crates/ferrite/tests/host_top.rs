@@ -82,7 +82,7 @@ fn lists_filters_and_kills_sessions_in_a_terminal() {
     until_shown(&terminal, "was killed");
     until_shown(&terminal, "0 of 1 sessions match");
     assert!(!engine.client().text(&["FERRITE", "CLIENTS"]).contains(&addresses[1]));
-    assert_eq!(first.text(&["GET", "key"]), "value", "it lives");
+    assert_eq!(first.text(&["GET", "key"]), "value", "the other session stays open");
     terminal.screen.type_keys("q");
     let (status, output) = terminal.finish();
     assert!(status.success(), "{output}");

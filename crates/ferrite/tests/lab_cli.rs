@@ -139,7 +139,7 @@ fn lists_devices_as_text() {
     let output = output(&["devices", "--verbose"]);
     let shown = text(&output.stdout);
     for part in
-        ["rxe1: Soft-RoCE (software", "*   1  10.0.0.1", "would be used: RoCE v2", "max_qp_wr"]
+        ["rxe1: Soft-RoCE (in software", "*   1  10.0.0.1", "would be used: RoCE v2", "max_qp_wr"]
     {
         assert!(shown.contains(part), "{part} is not in:\n{shown}");
     }

@@ -209,11 +209,11 @@ fn check_exits_with_69_if_the_device_does_not_exist() {
     assert!(message.contains(why), "{message}");
 }
 
-/// The module in an engine of a user who may not use the device files.
+/// The engine runs as a user who may not use the device files, so the module cannot open a device.
 #[test]
 fn exits_with_69_without_the_permission() {
     let directory = directory();
-    std::fs::set_permissions(directory.path(), Permissions::from_mode(0o777)).expect("root");
+    std::fs::set_permissions(directory.path(), Permissions::from_mode(0o777)).expect("a mode");
     let setup = Setup { server: "rdma = \"require\"", network: NETWORK, engine: OPEN };
     let file = directory.file("ferrite.toml", setup.text(directory.path()));
     // Copies of the device files that only root may use.

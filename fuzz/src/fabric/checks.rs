@@ -64,7 +64,7 @@ pub fn hello(bytes: &[u8]) {
     assert_eq!(
         (&again[..6], &again[8..]),
         (&bytes[..6], &bytes[8..HELLO_BYTES]),
-        "all but the reserved bytes"
+        "re-encoding must keep all but the reserved bytes"
     );
     assert_eq!(Hello::decode(&padded(bytes)), Ok(hello));
 }
@@ -98,7 +98,7 @@ pub fn control(bytes: &[u8]) {
         Err(ControlError::Unknown { kind }) => {
             assert!(kind == bytes[0] && !(1..=7).contains(&kind));
         }
-        Err(error) => panic!("unexpected: {error}"),
+        Err(error) => panic!("no decoding of a control message may fail with: {error}"),
     }
 }
 
@@ -123,7 +123,7 @@ fn check_grant(bytes: &[u8]) {
         Err(error) => return assert_eq!(error, GrantError::Check),
     };
     let again = token.encode();
-    assert_eq!(again[..29], bytes[..29], "all but the reserved bytes");
+    assert_eq!(again[..29], bytes[..29], "re-encoding must keep all but the reserved bytes");
     assert_eq!(GrantToken::decode(&padded(&again)), Ok(token));
 
     // Tries ranges that the fuzzer chooses, and ranges at the boundaries.
@@ -154,7 +154,7 @@ pub fn tcp_frame(bytes: &[u8]) {
             assert_eq!(
                 (again[0], &again[4..]),
                 (head[0], &head[4..]),
-                "all but the reserved bytes"
+                "re-encoding must keep all but the reserved bytes"
             );
             assert_eq!(TcpFrame::decode(&again), Some(tcp_frame));
             let follows = tcp_frame.follows();

@@ -1,8 +1,9 @@
 //! A link over TCP to a real fabric on this host's loopback. The peer sends what the input bytes
 //! say: valid and invalid TCP frames of all kinds, greetings, or raw bytes. The fabric must not
-//! panic or hang, and must itself send only TCP frames. If the link fails, its error must be of a
-//! fitting kind. At the end of a run, all pending operations must complete, and all memory must be
-//! returned. Another link must still work then.
+//! panic or hang, and must itself send only TCP frames. If the link fails, the error must say that
+//! the peer violated the protocol, that the link was lost, or that it was closed. At the end of a
+//! run, all pending operations must complete, and all memory must be returned. Another link must
+//! still work then.
 //!
 //! This check does not cover how a link handles frames, because that is the same as over RDMA
 //! (`link.rs`).
@@ -130,7 +131,7 @@ impl Harness {
             _ => peer.hang_up(),
         }
         drop(link);
-        self.until("nothing is left of the run", |harness| {
+        self.until("the end of all operations and links of the run", |harness| {
             // The greeting may have been valid, so there may be a link to accept.
             drop(harness.listener.try_accept().expect("listener is up"));
             waiting.retain_mut(|(_, future)| {
@@ -243,7 +244,11 @@ impl Harness {
     fn until(&mut self, what: &str, mut condition: impl FnMut(&mut Self) -> bool) {
         let begun = Instant::now();
         while !condition(self) {
-            assert!(begun.elapsed() < TEST_TIMEOUT, "never: {what}; {:?}", self.fabric.stats());
+            assert!(
+                begun.elapsed() < TEST_TIMEOUT,
+                "timeout waiting for {what}: {:?}",
+                self.fabric.stats()
+            );
             self.fabric.progress();
         }
     }
@@ -279,7 +284,8 @@ impl Peer {
     fn new(listener: &Listener) -> Self {
         let stream = TcpStream::connect(listener.local_addr()).expect("connect");
         stream.set_nonblocking(true).expect("set nonblocking");
-        // This frees the port at once, because there are thousands of runs per second.
+        // This frees the port at once. Otherwise, thousands of runs per second would use up the
+        // ports.
         rustix::net::sockopt::set_socket_linger(&stream, Some(Duration::ZERO))
             .expect("set SO_LINGER");
         Self { stream, unread: Vec::new(), frames: 0, stopped_reading: false }
@@ -375,7 +381,7 @@ impl Peer {
                 | TcpFrameKind::Done
                 | TcpFrameKind::Denied
                 | TcpFrameKind::Withdraw => {}
-                other => panic!("unexpected {other:?}"),
+                other => panic!("the fabric must not send {other:?}"),
             }
             let Some(after) = rest.get(TCP_FRAME_HEADER_BYTES + follows..) else { break };
             let is_data =

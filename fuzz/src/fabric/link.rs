@@ -78,7 +78,11 @@ fn run(harness: &mut Harness, bytes: &[u8]) {
     if model.down.is_none() {
         let stats = harness.fabric.stats();
         let in_use = stats.memory.receive.in_use_blocks.iter().sum::<u64>();
-        assert_eq!(in_use, stats.receives_posted + model.kept_buffers() as u64, "receive buffers");
+        assert_eq!(
+            in_use,
+            stats.receives_posted + model.kept_buffers() as u64,
+            "receive buffers in use"
+        );
     }
     loop {
         let taken = model.take();
@@ -218,7 +222,7 @@ impl Harness {
             self.fabric.progress();
             done(self)
         });
-        assert!(passed, "not within {PASSES} passes: {:?}", self.fabric.stats());
+        assert!(passed, "timeout after {PASSES} passes: {:?}", self.fabric.stats());
     }
 
     /// Connects the peer, and returns both ends.

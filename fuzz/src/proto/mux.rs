@@ -197,7 +197,7 @@ impl Harness {
                         (stream.opener(), to.destination.port() > 0),
                         (self.side.other(), true)
                     );
-                    assert_eq!(self.held.insert(stream, 0), None, "opened twice");
+                    assert_eq!(self.held.insert(stream, 0), None, "a stream was opened twice");
                 }
                 Received::Data { stream, bytes } => {
                     let held = self.held.get_mut(&stream).expect("a live stream");
@@ -215,7 +215,10 @@ impl Harness {
 
     fn poll_ended(&mut self) {
         while let Some(ended) = self.mux.poll_ended() {
-            assert!(self.held.remove(&ended.stream).is_some(), "the end is reported once");
+            assert!(
+                self.held.remove(&ended.stream).is_some(),
+                "the end of a stream must be reported once"
+            );
             assert!(!self.mux.is_live(ended.stream));
         }
     }

@@ -104,7 +104,11 @@ fn run_session(harness: &mut Harness, bytes: &[u8]) {
     let receives = stats.memory.receive.in_use_blocks.iter().sum::<u64>();
     let sends = stats.memory.send.in_use_blocks.iter().sum::<u64>();
     assert_eq!((stats.in_flight, stats.receives_posted), (0, u64::from(RECEIVES)));
-    assert_eq!((receives - stats.receives_overdue, sends), (u64::from(RECEIVES), 0), "memory");
+    assert_eq!(
+        (receives - stats.receives_overdue, sends),
+        (u64::from(RECEIVES), 0),
+        "blocks in use"
+    );
 }
 
 /// One connection.
@@ -240,7 +244,10 @@ fn write(harness: &Harness, run: &mut Run, count: usize) {
     if Arc::strong_count(&kept) > 1 || matches!(polled, Poll::Ready(Err(_))) {
         run.model.drive();
     } else {
-        assert!(run.model.writable() >= count, "a write without room must look for room");
+        assert!(
+            run.model.writable() >= count,
+            "a write that leaves arrived data unhandled must have room"
+        );
     }
     match polled {
         Poll::Pending => assert_eq!((run.model.writable(), run.model.ending), (0, Ending::None)),
@@ -320,7 +327,7 @@ impl Harness {
             self.fabric.progress();
             done(self)
         });
-        assert!(passed, "not within {PASSES} passes: {:?}", self.fabric.stats());
+        assert!(passed, "timeout after {PASSES} passes: {:?}", self.fabric.stats());
     }
 
     /// Drives the fabric until a future is ready, and returns its output.
@@ -333,7 +340,7 @@ impl Harness {
                 Poll::Pending => None,
             }
         });
-        output.unwrap_or_else(|| panic!("not within {PASSES} passes: {:?}", self.fabric.stats()))
+        output.unwrap_or_else(|| panic!("timeout after {PASSES} passes: {:?}", self.fabric.stats()))
     }
 
     /// Connects the peer to our server.

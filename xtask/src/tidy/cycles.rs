@@ -325,7 +325,7 @@ mod tests {
         let a = ("a.rs", "use crate::b::B;\n");
         assert_eq!(found(&[("lib.rs", root), a, ("b.rs", "use crate::A;\n")]).len(), 1);
         assert_eq!(found(&[("lib.rs", root), a, ("b.rs", "use crate::Debug;\n")]), [""; 0]);
-        let external = ("b.rs", "use a::A;\n"); // a crate, not the sibling
+        let external = ("b.rs", "use a::A;\n"); // here, `a` is a crate, not the sibling module
         assert_eq!(found(&[("lib.rs", root), a, external]), [""; 0]);
     }
 

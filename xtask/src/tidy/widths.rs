@@ -106,7 +106,7 @@ fn ends_with_link(text: &str) -> bool {
     let end = text.find("](").map(|at| at + text[at..].find(')').unwrap_or(0) + 1);
     match end {
         Some(end) => !text[end..].trim().contains(' '),
-        None => true, // a reference definition
+        None => true, // `[name]: target`
     }
 }
 

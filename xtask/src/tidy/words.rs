@@ -100,7 +100,7 @@ fn check_code(file: &str, text: &str, findings: &mut Findings) {
         previous = name;
     }
     for (line, literal) in source::strings(text).into_iter().filter(|(_, text)| is_name(text)) {
-        // A name that starts like this is reported together with the settings.
+        // `settings` has already found the names with this prefix.
         if !literal.to_ascii_lowercase().starts_with("ferrite_") {
             for word in words_of(literal) {
                 report(file, line, literal, &word, IN_NAMES, findings);

@@ -6,7 +6,7 @@ fn run(words: &[&str]) -> (Box<Settings>, Mode) {
     let options = Options::try_parse_from([&["ferrite-cli"], words].concat());
     match options.unwrap_or_else(|error| panic!("{error}")).into_action().expect("valid options") {
         Action::Run(settings, mode) => (settings, mode),
-        Action::Version => panic!("{words:?}"),
+        Action::Version => panic!("{words:?} asks only for the version"),
     }
 }
 

@@ -18,7 +18,8 @@ use crate::client::{ClientBuilder, current_runtime};
 const RETRIES: u32 = 8;
 /// The range of redis-rs's pauses, in milliseconds.
 const WAITS_MS: [u64; 2] = [10, 500];
-/// An engine's default for `cluster-node-timeout` is 15 s, and an election takes a second or two.
+/// The default of [`ClusterClientBuilder::retry_for`], which is longer than a failover takes: an
+/// engine's default for `cluster-node-timeout` is 15 s, and an election takes a second or two.
 const RETRY_FOR: Duration = Duration::from_secs(30);
 
 /// Opens connections to a cluster. Cheap to clone.

@@ -22,7 +22,7 @@ use super::node::{NO_PROGRESS, Node, Shared, Unserved, original, unserved};
 use super::route::slot_of;
 use crate::client::current_runtime;
 
-/// The time before a command is sent again that redis-rs has given up.
+/// The pause before the cluster connection sends a command again that redis-rs has given up.
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// A connection to a cluster: a `redis::aio::ConnectionLike` that any number of tasks can use at
@@ -36,10 +36,10 @@ const PAUSE: Duration = Duration::from_millis(100);
 ///   replies have the order of the pipeline. A command without a slot of its own (PING, or MGET of
 ///   several slots) runs after all commands before it, and before all after it. A transaction
 ///   (`Pipeline::atomic`) must have one slot.
-/// - Redirects (MOVED, ASK) and errors that pass (TRYAGAIN, CLUSTERDOWN) are retried
+/// - Redirects (MOVED, ASK) and temporary errors (TRYAGAIN, CLUSTERDOWN) are retried
 ///   ([`ClusterClientBuilder::retry_for`](super::ClusterClientBuilder::retry_for)).
-/// - A command that was sent over a connection that breaks before the reply is **sent again**, as
-///   redis-rs does in clusters. The first may have been carried out.
+/// - If a connection breaks before the reply to a command, the command is **sent again**, as
+///   redis-rs does in clusters. The server may then run it twice.
 #[derive(Clone)]
 pub struct ClusterConnection {
     inner: redis::cluster_async::ClusterConnection<Node>,
@@ -69,7 +69,7 @@ impl ClusterConnection {
     }
 
     /// Sends a command to the nodes that `routing` names, instead of those of its keys. SCAN needs
-    /// it, which is about one node.
+    /// this, because it lists the keys of one node.
     ///
     /// # Errors
     /// Returns an error in the same cases as other commands.
@@ -103,8 +103,8 @@ impl ClusterConnection {
         }
     }
 
-    /// Returns whether a command is sent again that redis-rs has given up, `begun` being the time
-    /// at which it was first sent.
+    /// Returns whether to send a command again that redis-rs has given up. `begun` is the time at
+    /// which the command was first sent.
     fn may_retry(&self, error: &RedisError, begun: Instant) -> bool {
         let may_pass = match error.kind() {
             ErrorKind::Server(_) | ErrorKind::Io => {

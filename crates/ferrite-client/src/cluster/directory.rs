@@ -196,7 +196,7 @@ fn key(host: &Host) -> Address {
 }
 
 /// Returns address and id of a node in a reply to CLUSTER SLOTS, by the same rules as redis-rs: an
-/// empty host, none, or a wildcard is the host that was asked.
+/// empty host, a null or a wildcard address stands for the host that was asked.
 fn named_node(node: &[Value], from: &Host) -> Option<(Address, String)> {
     let [name, Value::Int(port), id, ..] = node else { return None };
     let name = match name {
@@ -234,7 +234,8 @@ fn parse_row(row: &Value, from: &Host) -> Option<Row> {
     };
     let id = text(field("node")?)?.to_owned();
     let address = text(field("address")?)?;
-    // A node that was never met does not know its address: it is the one that was asked.
+    // A node that no other node has contacted does not know its own address. It sends an empty one,
+    // which stands for the host that was asked.
     let ip = if address.is_empty() { from.name.parse() } else { address.parse::<IpAddr>() };
     let Value::Int(port) = field("port")? else { return None };
     let port = u16::try_from(*port).ok()?;
@@ -290,7 +291,7 @@ mod tests {
     }
 
     fn as_map(row: Value) -> Value {
-        let Value::Array(words) = row else { panic!("no list") };
+        let Value::Array(words) = row else { panic!("expected a row in the form of RESP2") };
         let pairs = words.chunks_exact(2).map(|pair| (pair[0].clone(), pair[1].clone()));
         Value::Map(pairs.collect())
     }
@@ -316,7 +317,7 @@ mod tests {
         let endpoints = vec!["10.0.0.2:6380".parse().expect("an address")];
         let my_id = |id: &str| Value::BulkString(id.into());
         assert_eq!(own_endpoints(&my_id("b"), &reply, &asked), endpoints);
-        assert!(own_endpoints(&my_id("c"), &reply, &asked).is_empty(), "it has no listener");
+        assert!(own_endpoints(&my_id("c"), &reply, &asked).is_empty(), "node c is not listed");
         assert_eq!(directory.way_to(&asked), Way::Rdma { id: "b".into(), endpoints });
         // A node without the module changes nothing.
         let error = parsed("-ERR unknown command ");

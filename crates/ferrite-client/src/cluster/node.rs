@@ -1,8 +1,9 @@
 //! A connection to one node of a cluster, over RDMA to the node's module or over TCP to its engine.
 //!
-//! redis-rs opens such connections by [`Connect`], which is a function without a receiver. So the
-//! user name in the settings, which redis-rs passes on unchanged, is the number of the
-//! [`Shared`] state. The real user is in the client's own settings.
+//! redis-rs opens such connections by the function in [`Connect`], which has no `self` that could
+//! hold our state. But redis-rs passes the user name in its settings on to that function. So this
+//! user name contains the number of the [`Shared`] state, and the real user name is in the client's
+//! own settings.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -29,7 +30,7 @@ use crate::progress::Progress;
 pub(super) struct Shared {
     number: u64,
     client: Client,
-    /// How long a command is sent again.
+    /// For how long a command that fails is sent again.
     pub(super) retry_for: Duration,
     directory: Mutex<Directory>,
 }
@@ -434,7 +435,7 @@ fn mark_unserved(reply: &mut Value) {
         ) => NOT_NOW,
         _ => return,
     };
-    // No reply is a push message, so this cannot be mistaken for one.
+    // A server's reply is never a push message, so the mark cannot be mistaken for a reply.
     let kind = PushKind::Other(mark.into());
     let data = vec![std::mem::replace(reply, Value::Nil)];
     *reply = Value::Push { kind, data };

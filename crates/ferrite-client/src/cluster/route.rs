@@ -61,17 +61,17 @@ const NOT_GROUPED: [&[u8]; 49] = [
 ];
 /// Commands whose second argument is the first key.
 const SECOND: [&[u8]; 5] = [b"BITOP", b"OBJECT", b"PFDEBUG", b"XGROUP", b"XINFO"];
-/// Commands with a number of keys before the keys, as the first argument.
+/// Commands whose first argument is the number of keys. The keys follow it.
 const COUNT_FIRST: [&[u8]; 7] =
     [b"LMPOP", b"SINTERCARD", b"ZDIFF", b"ZINTER", b"ZINTERCARD", b"ZMPOP", b"ZUNION"];
-/// Commands with a number of keys before the keys, as the second argument.
+/// Commands whose second argument is the number of keys. The keys follow it.
 const COUNT_SECOND: [&[u8]; 8] =
     [b"BLMPOP", b"BZMPOP", b"EVAL", b"EVALSHA", b"EVALSHA_RO", b"EVAL_RO", b"FCALL", b"FCALL_RO"];
 /// Commands that redis-rs splits if their keys belong to several slots.
 const ALL_KEYS: [&[u8]; 6] = [b"MGET", b"DEL", b"EXISTS", b"UNLINK", b"TOUCH", b"WATCH"];
 
 /// Returns the slot of a command. Returns `None` if the command has no key or keys of several
-/// slots, or if this does not know where its keys are.
+/// slots, or if this function does not know where its keys are.
 pub(super) fn slot_of(command: &Cmd) -> Option<Route> {
     let name = word(command, 0)?.to_ascii_uppercase();
     let is_in = |names: &[&[u8]]| names.contains(&name.as_slice());

@@ -55,7 +55,7 @@ fn parameters_of_brpc_take_effect() {
     assert_eq!(values.number::<u32>(&MEMORY_POOL_BUCKETS), 4);
     assert_eq!(values.number::<i32>(&RDMA_GID_INDEX), -1);
     let given = values.iter().filter(|(_, entry)| entry.origin != Origin::Default).count();
-    assert_eq!(given, 15, "17 names, of which two are the size of a queue pair; one is refused");
+    assert_eq!(given, 15, "16 names, of which two set send-queue-depth");
 }
 
 #[test]
@@ -149,8 +149,8 @@ fn errors_say_what_a_key_expects() {
         ("[server]\nshutdown_timeout = \"5 m\"", "no space between them: write 5m"),
         (
             "[network.rdma]\nmemory_pool_max = \"8gb\"",
-            "sends and receives may each have 512 regions of 4mb, which is 2gb, but the larger part \
-             needs 7680mb; raise memory-pool-max-regions to 3840",
+            "sends and receives may each have 512 regions of 4mb, which is 2gb, but the larger \
+             of the two needs 7680mb; raise memory-pool-max-regions to 3840",
         ),
         ("[network.rdma]\npin_memory = false", "rdma_enabled = false"),
         ("[network.rdma]\nrdma_recv_block_type = \"x\"", "expected \"default\" or \"large\""),

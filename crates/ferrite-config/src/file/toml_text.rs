@@ -28,12 +28,12 @@ pub(super) fn of(
             Some(text) => Ok(text),
             None => Err("expected a quoted string".into()),
         },
-        (Kind::List, _, DeValue::Array(items)) => {
+        (Kind::List(_), _, DeValue::Array(items)) => {
             let words = items.iter().map(|item| string(item.get_ref()));
             let words: Option<Vec<_>> = words.collect();
             words.map(|words| words.join(",")).ok_or_else(|| "expected a quoted string".into())
         }
-        (Kind::List, _, value) => string(value).ok_or_else(|| "expected a quoted string".into()),
+        (Kind::List(_), _, value) => string(value).ok_or_else(|| "expected a quoted string".into()),
         (Kind::Switch, ..) => Err(wrong()),
     }
 }

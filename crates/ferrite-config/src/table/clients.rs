@@ -67,8 +67,8 @@ pub static SHARED_WINDOWS: Setting = setting(
     Kind::Switch,
     "no",
     "Whether clients of Valkey Over RDMA may use devices that lack type 2 memory windows. `no`: \
-     such clients are rejected. `yes`: they are served, but a client that finds out the rkey \
-     of another client can send commands in its name.",
+     these devices reject such clients. `yes`: a client that finds out the rkey of another \
+     client can send commands as that client.",
 )
 .of(SERVING);
 

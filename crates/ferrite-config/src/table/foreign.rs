@@ -62,7 +62,7 @@ pub const FOREIGN: &[Foreign] = &[
     row("network.rdma.recv_buffer_size", "4096", ONE_FRAME),
     row("network.rdma.connection_retries", "3", "a link on TCP upgrades to RDMA by itself"),
     row("network.rdma.retry_delay_ms", "1000", ""),
-    // brpc.
+    // Parameters of brpc.
     row("rdma_trace_verbose", "false", ""),
     row("rdma_recv_zerocopy", "true", ""),
     row(

@@ -124,5 +124,5 @@ pub static PIN_MEMORY: Setting = setting(
     Kind::Switch,
     "yes",
     "Registered memory is always pinned, because a device accesses it. `no` is refused; to \
-     pin none, use `rdma forbid`.",
+     pin no memory, use `rdma forbid`.",
 );

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::{MODULE, setting};
+use super::{MODULE, any_word, setting};
 use crate::address;
 use crate::kind::Kind;
 use crate::setting::{Program, Setting};
@@ -154,7 +154,7 @@ pub static ENGINE: Setting = setting(
 pub static RDMA_DEVICE: Setting = setting(
     "rdma-device",
     "network.rdma_device",
-    Kind::List,
+    Kind::List(any_word),
     "",
     "RDMA devices to use, separated by commas (`ferrite devices` lists them). Unset: the devices \
      that have one of the listen addresses. The relay, and a program that listens on 0.0.0.0 or \

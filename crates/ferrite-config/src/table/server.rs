@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::{SERVER, setting};
+use super::{SERVER, any_word, setting};
 use crate::kind::Kind;
 use crate::setting::{Program, Setting, TakesEffect};
 
@@ -156,7 +156,7 @@ pub static SHUTDOWN_TIMEOUT: Setting = setting(
 pub static BIND: Setting = setting(
     "bind",
     "network.bind",
-    Kind::List,
+    Kind::List(any_word),
     "",
     "The engine's own addresses for TCP. Unset: `bind` of `engine-config`, or the engine's default.",
 )
@@ -203,7 +203,7 @@ pub static CLUSTER_TRANSPORT: Setting = setting(
 .of(SERVER);
 
 /// The programs that write a log of their own. The module writes to the engine's log.
-const LOGGING: &[Program] = &[Program::Gateway, Program::Server, Program::Relay];
+const LOGGING: &[Program] = &[Program::Gateway, Program::Server, Program::Relay, Program::Agent];
 
 /// The form of log lines.
 pub static LOG: Setting = setting(

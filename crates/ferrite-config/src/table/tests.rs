@@ -1,4 +1,4 @@
-//! Tests that the table keeps its own rules.
+//! Tests of the rules that all settings in the table follow.
 
 use std::collections::HashSet;
 
@@ -50,16 +50,16 @@ fn names_keys_and_aliases_are_unique_within_a_program() {
 fn each_name_finds_its_setting() {
     for program in Program::ALL {
         for setting in program.settings() {
-            let (found, _) = find(program, setting.name).expect("a name");
+            let (found, _) = find(program, setting.name).expect("a setting");
             assert!(std::ptr::eq(found, setting), "{}", setting.name);
             for alias in setting.aliases {
-                let (found, by) = find(program, alias.name).expect("an alias");
+                let (found, by) = find(program, alias.name).expect("a setting");
                 assert!(std::ptr::eq(found, setting) && by.is_some(), "{}", alias.name);
             }
         }
     }
     // In other software, `rdma_port` is the port of the device. Our port for clients has a hyphen.
-    let (found, _) = find(Program::Module, "rdma_port").expect("a name");
+    let (found, _) = find(Program::Module, "rdma_port").expect("a setting");
     assert!(std::ptr::eq(found, &RDMA_DEVICE_PORT));
     assert!(find(Program::Module, "rdma-prot").is_none());
 }

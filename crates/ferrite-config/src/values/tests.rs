@@ -1,4 +1,4 @@
-//! Tests of origins, contradictions, and the policy.
+//! Tests of the origins of values, of contradictions between settings, and of the RDMA policy.
 
 use super::*;
 use crate::table::{
@@ -32,8 +32,8 @@ fn later_origins_take_precedence() {
 fn one_origin_may_not_contradict_itself() {
     let mut values = Values::new(Program::Gateway);
     let file = |line| Origin::File { line };
-    values.set_text(&SEND_QUEUE_DEPTH, None, "64", file(3)).expect("the first");
-    values.set_text(&SEND_QUEUE_DEPTH, None, "64", file(4)).expect("the same again");
+    values.set_text(&SEND_QUEUE_DEPTH, None, "64", file(3)).expect("the first value");
+    values.set_text(&SEND_QUEUE_DEPTH, None, "64", file(4)).expect("the same value again");
     assert_eq!(
         values.set_text(&SEND_QUEUE_DEPTH, None, "128", file(5)),
         Err("contradicts 64 in line 4; remove one".to_owned())
@@ -48,7 +48,7 @@ fn environment_is_read_by_name() {
     assert_eq!(values.time(&BUSY_POLL_US), Duration::from_micros(50));
     assert_eq!(values.entry(&BUSY_POLL_US).origin, Origin::Environment);
     let wrong = |name: &str| (name == "FERRITE_CQ_SIZE").then(|| "x".to_owned());
-    let error = values.set_from_environment(wrong).expect_err("no number");
+    let error = values.set_from_environment(wrong).expect_err("the value is not a number");
     assert!(error.starts_with("environment variable FERRITE_CQ_SIZE=\"x\": expected"), "{error}");
 }
 
@@ -88,7 +88,7 @@ fn a_flag_overrides_the_policy_of_the_file() {
 #[test]
 fn memory_settings_must_fit_each_other() {
     let wrong = |texts: &[(&'static Setting, &str)]| {
-        let wrong = given(texts).check().expect_err("wrong");
+        let wrong = given(texts).check().expect_err("a contradiction");
         wrong.into_iter().map(|(setting, _)| setting.name).collect::<Vec<_>>()
     };
     assert_eq!(wrong(&[(&table::MEMORY_POOL_INITIAL, "2gb")]), ["memory-pool-initial"]);

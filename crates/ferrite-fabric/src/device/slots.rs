@@ -129,8 +129,9 @@ pub(crate) struct SendQueue<T> {
     domain: usize,
     /// Present as long as the queue pair exists.
     taker: Option<Taker>,
-    /// Whether the queue pair takes no more receives, or the device had enough time to report that.
-    /// If it was reported, all its completions are in the completion queue.
+    /// Whether the queue pair has taken its last receive: the device has reported that, or had
+    /// enough time to report it. After the report, all completions of the queue pair are in the
+    /// completion queue.
     took_last: bool,
     /// Windows that are bound to the queue pair, or about to be. They must be closed before it is
     /// destroyed.

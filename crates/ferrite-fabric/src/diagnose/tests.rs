@@ -433,7 +433,7 @@ fn ranks_measured_causes_first() {
         assert_eq!(best.likelihood, *likelihood, "case {at}: {causes:#?}");
         assert!(
             causes.len() <= 5 && causes.is_sorted_by(|a, b| a.likelihood >= b.likelihood),
-            "case {at}"
+            "case {at}: expected at most five causes, the most likely first: {causes:#?}"
         );
         let guess = causes.iter().any(|cause| cause.likelihood < Certain);
         assert!(
@@ -476,7 +476,7 @@ fn old_changes_are_only_possible_causes() {
     for what in
         ["the local port went down and came back", "this host cannot send packets to 10.0.0.1"]
     {
-        let cause = causes.iter().find(|cause| cause.what == what).expect("still there");
+        let cause = causes.iter().find(|cause| cause.what == what).expect("old changes are listed");
         assert_eq!(cause.likelihood, Possible);
         assert!(cause.evidence.ends_with("+1 in 10080 min"), "{cause}");
     }

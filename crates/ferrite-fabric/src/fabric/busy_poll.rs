@@ -1,8 +1,9 @@
 //! Decides how long a driver polls after it has found no work, before it sleeps.
 //!
 //! A message that arrives while the driver polls is handled at once. A later message has to wake
-//! the driver, which takes longer than many answers. So with adaptive polling, the driver learns
-//! how long it waits for answers. It polls twice as long, up to the limit that the user has set:
+//! the driver, and that often takes longer than the answer itself. So with adaptive polling, the
+//! driver learns how long it waits for answers. It polls twice as long, up to the limit that the
+//! user has set:
 //!
 //! - A wait up to the limit is worth polling for. The driver learns the longest such wait, even if
 //!   it slept during a part of it.
@@ -166,12 +167,12 @@ mod tests {
     fn polls_until_the_answer_once_it_knows_how_long_answers_take() {
         let driver = Driver::new(LIMIT_US, true);
         assert_eq!(driver.wait(10_000), 200, "nothing is known yet: polls as long as it may");
-        assert_eq!(driver.wait(80), 0, "that was in vain");
+        assert_eq!(driver.wait(80), 0, "the first poll was in vain, so it sleeps at once");
         for _ in 0..100 {
             assert_eq!(driver.wait(80), 80, "polls until the answer");
             assert_eq!(driver.wait(5), 5, "a short wait is no reason to poll for less");
         }
-        assert_eq!(driver.wait(150), 150, "twice as long as it expects");
+        assert_eq!(driver.wait(150), 150, "polls up to twice the expected time");
     }
 
     #[test]
@@ -205,7 +206,7 @@ mod tests {
             polled
         };
         for _ in 0..1_000 {
-            assert!(act(5), "it acted before the poll was over");
+            assert!(act(5), "a wait that ended before the poll was over must not end polling");
         }
         let polls = (0..1_000).filter(|_| act(400)).count();
         assert_eq!(polls, 7);

@@ -28,6 +28,9 @@
 //!   is no room. Commands that release something are always accepted.
 //! - The driver itself posts, polls and arms, because these calls do not enter the kernel on
 //!   network cards.
+//! - Two changes of a queue pair are made at once, by the thread that needs them. When a link
+//!   fails, its queue pair changes to the ERROR state, so that the device accepts nothing more. A
+//!   grant gives the peer access rights on the queue pair.
 //!
 //! Without the threads ([`Builder::command_threads`](super::Builder::command_threads)) the caller
 //! runs each command at once. That suits deterministic tests, and programs that have nothing else
@@ -366,7 +369,7 @@ mod tests {
     fn runs_each_source_in_order_without_delaying_others() {
         let commands = commands();
         let (begins, go) = submit_blocking(&commands, source(1));
-        begins.recv_timeout(TIMEOUT).expect("it runs");
+        begins.recv_timeout(TIMEOUT).expect("the command starts");
         let (complete, completed) = channel();
         for number in 0..50 {
             let complete = complete.clone();
@@ -389,7 +392,7 @@ mod tests {
     fn refuses_only_the_source_with_too_many_commands() {
         let commands = commands();
         let (begins, go) = submit_blocking(&commands, source(1));
-        begins.recv_timeout(TIMEOUT).expect("it runs");
+        begins.recv_timeout(TIMEOUT).expect("the command starts");
         for _ in 0..WAITING_PER_SOURCE_MAX {
             assert!(commands.has_room(source(1)));
             commands.run(source(1), || {});
@@ -401,7 +404,7 @@ mod tests {
         commands.run(source(1), move || {
             let _ = complete.send(());
         });
-        completed.recv_timeout(TIMEOUT).expect("it runs after the others");
+        completed.recv_timeout(TIMEOUT).expect("the last command runs after the others");
         assert!(commands.has_room(source(1)));
         commands.close();
     }
@@ -415,19 +418,19 @@ mod tests {
             commands.run(of, move || {
                 let _ = complete.send(());
             });
-            completed.recv_timeout(TIMEOUT).expect("it is not delayed");
+            completed.recv_timeout(TIMEOUT).expect("other sources do not delay the command");
         };
         let mut holds = Vec::new();
         for number in 1..THREADS_MAX - 1 {
             let (begins, go) = submit_blocking(&commands, source(number));
-            begins.recv_timeout(TIMEOUT).expect("it runs");
+            begins.recv_timeout(TIMEOUT).expect("the command starts");
             holds.push(go);
             run_to_end(source(100));
         }
         // Commands for peers cannot occupy the last thread, which is reserved for this process's
         // own commands.
         let (begins, go) = submit_blocking(&commands, source(THREADS_MAX - 1));
-        begins.recv_timeout(TIMEOUT).expect("it runs");
+        begins.recv_timeout(TIMEOUT).expect("the command starts");
         run_to_end(None);
         drop((holds, go));
         commands.close();
@@ -440,7 +443,7 @@ mod tests {
         let commands = commands();
         let holds = [submit_blocking(&commands, source(1)), submit_blocking(&commands, source(2))];
         for (begins, _) in &holds {
-            begins.recv_timeout(TIMEOUT).expect("it runs");
+            begins.recv_timeout(TIMEOUT).expect("the command starts");
         }
         let thing = Arc::new(());
         let held = Arc::clone(&thing);
@@ -495,7 +498,7 @@ mod tests {
         let mut done = Vec::new();
         let begun = Instant::now();
         while done.len() < 2 * THREADS_MAX {
-            assert!(begun.elapsed() < TIMEOUT, "only {done:?}");
+            assert!(begun.elapsed() < TIMEOUT, "only these commands have finished: {done:?}");
             fabric.progress();
             done.extend(completed.try_iter());
         }

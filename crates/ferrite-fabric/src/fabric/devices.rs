@@ -17,7 +17,7 @@ use crate::mem::Pool;
 use crate::wake::wait_set::WaitSet;
 
 /// Minimum number of receives for a device, even if many devices share `recv_queue_depth`. If
-/// `recv_queue_depth` is smaller, each device has that many.
+/// `recv_queue_depth` itself is smaller, each device has `recv_queue_depth` receives.
 const RECEIVES_MIN: u32 = 64;
 
 /// The opened devices of a fabric, with everything it holds on them.

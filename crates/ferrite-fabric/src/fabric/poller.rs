@@ -325,8 +325,8 @@ impl Poller {
             match ready {
                 Ready::Completions(device) => {
                     let Some(objects) = &mut self.device_objects[device] else { continue };
-                    // Take only one event, because the queue was armed once. The descriptor would
-                    // report a second event again.
+                    // One event is enough, because the queue was armed once. If there is another
+                    // event, the descriptor stays ready, and the next call takes it.
                     match objects.channel.next_event() {
                         Ok(Some(_)) => objects.armed = false,
                         // No more events will come, and the descriptor would stay ready for ever.

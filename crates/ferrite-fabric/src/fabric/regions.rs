@@ -13,8 +13,9 @@
 //!
 //! If the device has memory windows of type 2, each link with a grant gets its own window, bound to
 //! its queue pair. A token that is passed on is then worthless on another link. On other devices,
-//! keys are valid for all links of the device. A grant then only says who *should* use it. A peer
-//! that passes its token on gives its own rights away, until the grant is revoked for all.
+//! keys are valid for all links of the device. A grant then only says which peer *should* use the
+//! key. A peer that passes its token on gives its own rights away, until the grant is revoked for
+//! all.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -47,7 +48,8 @@ enum State {
         exposed: Exposed,
         granted: Vec<Weak<LinkShared>>,
     },
-    /// Links (by number) have yet to release the grant. The timer limits the wait.
+    /// The revocation has begun. The links with the numbers in `waiting` have not released the
+    /// grant yet. A timer limits the wait.
     Revoking {
         exposed: Exposed,
         waiting: Vec<u32>,

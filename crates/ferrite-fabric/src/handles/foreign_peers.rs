@@ -60,8 +60,8 @@ impl ForeignPeers {
     /// Dropping the future closes the connection.
     ///
     /// # Errors
-    /// Fails if there are too many connections, if the device has no more queue pairs, or if the
-    /// peer is gone.
+    /// Fails if there are too many connections or handshakes, if the device has no more queue
+    /// pairs, or if the peer is gone.
     pub fn accept(&self, request: ConnectionRequest) -> ConnectingRaw {
         let (reply, receiver) = oneshot::channel();
         self.fabric.shared().with_poller(|poller, shared| {

@@ -246,7 +246,8 @@ impl Fabric {
                 "{local}: {devices} cannot restrict memory to one connection, because they have \
                  no type 2 memory windows. A Valkey Over RDMA client that finds another client's \
                  memory key (rkey) can send commands as that client. The setting \
-                 `rdma-shared-windows yes` allows this; with `no`, such clients are rejected"
+                 `rdma-shared-windows yes` accepts this risk; with `no`, these devices reject all \
+                 Valkey Over RDMA clients"
             );
         } else {
             tracing::warn!(

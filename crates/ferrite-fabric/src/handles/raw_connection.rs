@@ -31,9 +31,9 @@ use crate::mem::{Buf, BufMut, Exposed, Pool, PoolError, Purpose};
 /// # async fn show(fabric: ferrite_fabric::Fabric) -> Result<(), Box<dyn std::error::Error>> {
 /// use ferrite_fabric::{Arrival, ConnectOptions};
 ///
-/// let bare = fabric.connect_raw("10.0.0.2:6379".parse()?, &ConnectOptions::new()).await?;
-/// bare.send_message(&[0; 32])?;
-/// match bare.arrival().await? {
+/// let connection = fabric.connect_raw("10.0.0.2:6379".parse()?, &ConnectOptions::new()).await?;
+/// connection.send_message(&[0; 32])?;
+/// match connection.arrival().await? {
 ///     Arrival::Message(bytes) => println!("{} bytes", bytes.len()),
 ///     Arrival::Written { sum, .. } => println!("{sum} bytes were written"),
 /// }
@@ -167,7 +167,7 @@ impl RawConnection {
     /// ([`Builder::command_threads`](crate::Builder::command_threads)) it runs on such a thread,
     /// after earlier commands for the same peer address. Otherwise it runs at once. The number of
     /// calls is not limited. Start one at a time for each connection, so that a peer cannot cause
-    /// more registrations than it has connections.
+    /// more registrations at a time than it has connections.
     pub fn prepare(&self, len: usize) -> Preparing {
         let (reply, receiver) = oneshot::channel();
         let commands = &self.fabric.shared().commands;
@@ -185,7 +185,7 @@ impl RawConnection {
                 return;
             }
             let prepared = pool.take_uncharged(len, Purpose::Receive).and_then(|mut buf| {
-                buf.fill(0); // the peer must not see data of the last user
+                buf.fill(0); // it still contains data of its last user
                 expose(&pool, &link, &device, buf).map_err(|(_, error)| error)
             });
             let _ = reply.send(prepared.map_err(Error::from));

@@ -160,7 +160,7 @@ mod tests {
     }
 
     fn text(arrived: Option<Arrived<&'static [u8]>>) -> (u16, String) {
-        match arrived.expect("one") {
+        match arrived.expect("a message or a notice") {
             Arrived::Message { channel, parts, bytes } => {
                 let text = parts.as_slice().concat();
                 assert_eq!(text.len(), bytes);
@@ -212,7 +212,7 @@ mod tests {
         assert_eq!(
             inbox.frame(1, false, b"."),
             Err(Violation::TooMany { max: 4 }),
-            "small ones are counted"
+            "small frames count, too"
         );
     }
 }

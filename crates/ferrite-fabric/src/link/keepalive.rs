@@ -57,7 +57,7 @@ mod tests {
             let middle = least + (keepalive - least) / 2;
             let early = all.iter().filter(|each| each.wait(true) < middle).count();
             let even = links as usize * 2 / 5..links as usize * 3 / 5;
-            assert!(even.contains(&early), "{early} of {links} in the first half");
+            assert!(even.contains(&early), "{early} of {links} waits are in the first half");
             assert!(all.iter().all(|each| (least..=keepalive).contains(&each.wait(true))));
             assert!(all.iter().all(|each| each.wait(false) > keepalive));
             all.iter_mut().for_each(Keepalive::asked);

@@ -39,7 +39,7 @@ impl Link {
     fn when(&self, ready: impl Fn(&State) -> bool) -> MutexGuard<'_, State> {
         let mut state = lock(&self.state);
         while !ready(&state) {
-            state = self.changed.wait(state).expect("no panic");
+            state = self.changed.wait(state).expect("no thread panicked");
         }
         state
     }
@@ -62,12 +62,12 @@ impl Link {
             let mut wakes = Vec::new();
             let mut state = self.when(|state| !state.completed.is_empty());
             let State { table, tickets, completed } = &mut *state;
-            let key = completed.pop_front().expect("one");
+            let key = completed.pop_front().expect("a completion");
             let known = table.complete(key, |(ticket, what), last| {
                 assert!(last);
                 wakes.extend(tickets.finish(ticket, outcome(what)));
             });
-            assert!(known && !table.complete(key, |_, _| unreachable!("gone")));
+            assert!(known && !table.complete(key, |_, _| unreachable!("already completed")));
             drop(state);
             self.changed.notify_all();
             wakes.into_iter().for_each(Waker::wake);
@@ -75,10 +75,9 @@ impl Link {
     }
 
     fn poll(&self, ticket: Ticket, waker: &Waker) -> Poll<String> {
-        lock(&self.state)
-            .tickets
-            .poll(ticket, waker)
-            .map(|outcome| outcome.result.expect_err("its name").to_string())
+        lock(&self.state).tickets.poll(ticket, waker).map(|outcome| {
+            outcome.result.expect_err("an error with the name of the request").to_string()
+        })
     }
 
     /// Polls for the result of a request until it is there.
@@ -119,7 +118,7 @@ impl Parker {
     fn park(&self) {
         let mut woken = lock(&self.woken);
         while !std::mem::take(&mut *woken) {
-            woken = self.changed.wait(woken).expect("no panic");
+            woken = self.changed.wait(woken).expect("no thread panicked");
         }
     }
 }
@@ -142,7 +141,7 @@ fn loom_every_waiter_gets_its_own() {
             thread::spawn(move || link.wait(link.post(what), what))
         });
         link.reap(2);
-        waiting.into_iter().for_each(|thread| thread.join().expect("its result"));
+        waiting.into_iter().for_each(|thread| thread.join().expect("the thread got its result"));
         assert!(link.is_empty());
     });
 }
@@ -169,8 +168,8 @@ fn loom_dropped_futures_leave_nothing() {
                 thread::spawn(move || link.reap(3))
             };
             link.wait(link.post(3), 3);
-            dropping.join().expect("its result");
-            reaping.join().expect("all");
+            dropping.join().expect("the thread got its result");
+            reaping.join().expect("the thread reaped all completions");
             assert!(link.is_empty());
         });
     }
@@ -189,9 +188,9 @@ fn loom_the_last_waker_counts() {
         let first = Arc::new(Parker::default());
         if link.poll(ticket, &Waker::from(first)).is_pending() {
             let link = Arc::clone(&link);
-            thread::spawn(move || link.wait(ticket, 1)).join().expect("its result");
+            thread::spawn(move || link.wait(ticket, 1)).join().expect("the thread got its result");
         }
-        reaping.join().expect("all");
+        reaping.join().expect("the thread reaped all completions");
         assert!(link.is_empty());
     });
 }

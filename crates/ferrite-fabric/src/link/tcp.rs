@@ -265,8 +265,8 @@ impl TcpPath {
         len: usize,
         most: usize,
     ) -> io::Result<(usize, usize)> {
-        debug_assert!(self.is_written(), "frames keep their order");
-        debug_assert!(slices.len() <= CALLERS_SLICES, "the caller passes at most this many");
+        debug_assert!(self.is_written(), "an earlier frame still waits to be written");
+        debug_assert!(slices.len() <= CALLERS_SLICES, "the caller has passed too many slices");
         let count = len.div_ceil(most).clamp(1, CALLERS_FRAMES);
         let len = len.min(count * most);
         let size_of = |frame: usize| most.min(len - frame * most);

@@ -173,7 +173,7 @@ mod tests {
     fn charges_all_or_nothing() {
         let account = Account::new("peer", 1000);
         account.charge(600).expect("fits");
-        let error = account.charge(401).expect_err("over");
+        let error = account.charge(401).expect_err("it exceeds the limit");
         assert_eq!(
             error.to_string(),
             "the budget of peer is exhausted: 401 bytes requested, 600 of 1000 in use"
@@ -199,9 +199,9 @@ mod tests {
         b.charge(1).expect_err("the parent is exhausted");
         a.credit(120);
         assert_eq!((a.used_bytes(), all.used_bytes()), (30, 0));
-        b.charge(100).expect("again");
+        b.charge(100).expect("the parent has room again");
         assert_eq!(all.used_bytes(), 100);
-        let error = b.charge(100).expect_err("its own limit");
+        let error = b.charge(100).expect_err("it exceeds the account's own limit");
         assert!(error.to_string().contains("another"), "{error}");
         b.credit(150);
         assert_eq!((b.used_bytes(), all.used_bytes()), (0, 0));
@@ -219,7 +219,7 @@ mod tests {
         let [a, b] = ["a link", "another"].map(|name| all.part(name, 200, 50));
         let count = Arc::new(Count(AtomicUsize::new(0)));
         let (waker, woken) = (Waker::from(Arc::clone(&count)), || count.0.load(Ordering::Relaxed));
-        a.charge(150).expect("the whole parent");
+        a.charge(150).expect("50 free bytes, and the whole limit of the parent");
         b.charge(50).expect("the free bytes");
         b.charge(1).expect_err("the parent is exhausted");
         for _ in 0..3 {
@@ -229,7 +229,7 @@ mod tests {
         a.credit(1);
         assert_eq!(woken(), 1, "the parent holds less");
         a.credit(1);
-        assert_eq!(woken(), 1, "once");
+        assert_eq!(woken(), 1, "a waker is called only once");
         b.credit(50);
         assert_eq!(woken(), 2, "the account itself holds less");
     }
@@ -241,7 +241,7 @@ mod tests {
             let takers: Vec<_> = (0..4)
                 .map(|_| scope.spawn(|| (0..100).filter(|_| account.charge(1).is_ok()).count()))
                 .collect();
-            takers.into_iter().map(|taker| taker.join().expect("no panic")).sum()
+            takers.into_iter().map(|taker| taker.join().expect("the thread did not panic")).sum()
         });
         assert_eq!((granted, account.used_bytes()), (100, 100));
     }

@@ -69,9 +69,11 @@ impl SizeClass {
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Purpose {
-    /// Outgoing: sends, writes, and the local buffers of reads.
+    /// Outgoing: sends, writes, the local buffers of reads, and all other buffers that the
+    /// application takes with [`Fabric::buffer`](crate::Fabric::buffer).
     Send,
-    /// Incoming: posted receives, data that was read from TCP, and memory that peers write to.
+    /// Incoming: posted receives, data that was read from TCP, and memory that the peers of raw
+    /// connections write to.
     Receive,
 }
 

@@ -3,8 +3,8 @@
 use super::class::{CHUNK_BYTES, Purpose, SizeClass};
 use super::error::PoolError;
 
-/// The settings of a pool. Sizes are in bytes and rounded to chunks of 2 MiB: limits down, the
-/// others up.
+/// The settings of a pool. Sizes are in bytes. The sizes of the pool, of its parts and of regions
+/// are rounded to chunks of 2 MiB: limits down, the others up.
 ///
 /// ```
 /// use ferrite_fabric::mem::PoolConfig;
@@ -178,7 +178,7 @@ mod tests {
             receive_reserve: 3 * MIB,
             ..PoolConfig::default()
         };
-        let config = config.checked().expect("fits");
+        let config = config.checked().expect("valid settings");
         assert_eq!((config.memory_pool_initial, config.memory_pool_increase), (2 * MIB, 2 * MIB));
         assert_eq!(Purpose::ALL.map(|purpose| config.max_of(purpose)), [6 * MIB, 2 * MIB]);
     }
@@ -190,9 +190,9 @@ mod tests {
             receive_reserve: 256 * MIB,
             ..PoolConfig::default()
         };
-        let config = config.checked().expect("fits");
+        let config = config.checked().expect("valid settings");
         assert_eq!(Purpose::ALL.map(|purpose| config.initial_of(purpose)), [48 * MIB, 16 * MIB]);
-        let default = PoolConfig::default().checked().expect("fits");
+        let default = PoolConfig::default().checked().expect("valid settings");
         assert_eq!(Purpose::ALL.map(|purpose| default.initial_of(purpose)), [2 * MIB; 2]);
         let lopsided = PoolConfig { receive_reserve: 2 * MIB, ..PoolConfig::default() };
         assert_eq!(Purpose::ALL.map(|purpose| lopsided.initial_of(purpose)), [4 * MIB, 2 * MIB]);

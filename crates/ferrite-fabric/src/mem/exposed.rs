@@ -35,7 +35,7 @@ use super::error::PoolError;
 /// # let domain = world.verbs().device("fake1")?.open()?.allocate_protection_domain()?;
 /// # let pool = Pool::builder(&[domain]).build()?;
 /// let mut buf = pool.take_uncharged(4096, Purpose::Receive)?;
-/// buf.fill(0); // the peer must not see what the previous user left
+/// buf.fill(0); // otherwise it contains data of the previous user
 /// let exposed = pool.expose(buf, 0, Access::REMOTE_WRITE).map_err(|(_, error)| error)?;
 /// let for_the_peer = exposed.remote(); // send these numbers
 /// let mut header = [0; 8];

@@ -326,7 +326,7 @@ impl Pool {
     }
 
     /// Returns up to `most` unused arenas of each purpose to the system, but no more than were
-    /// unused at the previous call, too. For each purpose, the first arena and one unused arena
+    /// already unused at the previous call. For each purpose, the first arena and one unused arena
     /// stay. [`PoolConfig::receive_initial`] bytes for receives stay, too.
     ///
     /// Returns `false` if nothing more can be released until buffers are returned. Fabrics call

@@ -98,7 +98,7 @@ fn buffers_can_be_used_with_a_device_that_came_back() {
     for (device, end) in [&a, &b].into_iter().enumerate() {
         pool.restore_domain(device, &end.0).expect("restored");
     }
-    assert_ne!(message.raw_parts(0).lkey, before.lkey, "another key");
+    assert_ne!(message.raw_parts(0).lkey, before.lkey, "the new registration has another key");
     let mut received = pool.take_uncharged(64, Purpose::Receive).expect("memory");
     // SAFETY: as above.
     unsafe {

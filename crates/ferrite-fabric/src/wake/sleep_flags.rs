@@ -125,7 +125,7 @@ mod tests {
             let queue = Arc::new(TaskQueue {
                 ready: Mutex::new(0),
                 flags: SleepFlags::asleep(),
-                event_fd: EventFd::new().expect("a model"),
+                event_fd: EventFd::new().expect("an eventfd"),
             });
             let threads = [0, 1].map(|_| {
                 let queue = Arc::clone(&queue);
@@ -135,7 +135,7 @@ mod tests {
             while ran < 2 {
                 ran += queue.iterate();
             }
-            threads.into_iter().for_each(|thread| thread.join().expect("no panic"));
+            threads.into_iter().for_each(|thread| thread.join().expect("the thread did not panic"));
         });
     }
 }

@@ -127,6 +127,8 @@ impl Program {
     pub const MODULE: Self = Self(1);
     /// The gateway in front of an engine.
     pub const GATEWAY: Self = Self(2);
+    /// The agent of a host.
+    pub const AGENT: Self = Self(3);
 }
 
 /// The description of one side. The limits say what the sender of the hello accepts, not what it

@@ -38,11 +38,12 @@ pub struct RefusalCode(pub u16);
 impl RefusalCode {
     /// There is no common version of the protocol.
     pub const VERSION: Self = Self(1);
-    /// Too many half-open links.
+    /// Too many handshakes in progress, or too many links that wait to be accepted.
     pub const BUSY: Self = Self(2);
     /// Too many links.
     pub const LIMIT: Self = Self(3);
-    /// The configuration forbids the link.
+    /// This side does not admit the link, because its configuration forbids that or for another
+    /// reason, which the text gives.
     pub const POLICY: Self = Self(4);
     /// The peer is shutting down.
     pub const SHUTDOWN: Self = Self(5);
@@ -199,7 +200,7 @@ mod tests {
         assert_eq!(Refusal::decode(&bytes), Some(refusal(&"ü€".repeat(24))));
         let bytes = refusal(&format!("a{}", long.text)).encode();
         assert_eq!(bytes.len(), TEXT_AT + 118);
-        const { assert!(REFUSAL_BYTES_MAX <= 148, "the private data of a rejection") };
+        const { assert!(REFUSAL_BYTES_MAX <= 148, "a CM rejection carries 148 bytes") };
     }
 
     #[test]

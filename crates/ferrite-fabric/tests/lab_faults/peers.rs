@@ -90,7 +90,7 @@ fn peer_stopped() {
     // The link must not fail too early. The connecting side sends a keepalive after half of
     // `keepalive` at the earliest.
     let earliest = config.keepalive / 2 + config.peer_timeout - Duration::from_millis(200);
-    assert!(since.elapsed() >= earliest, "given up after {:?}", since.elapsed());
+    assert!(since.elapsed() >= earliest, "the link failed after only {:?}", since.elapsed());
     let error =
         within(stalled, "the other link ends", other.ended()).expect_err("the link must fail");
     assert_eq!(error.kind(), ErrorKind::PeerStalled, "{error:?}");

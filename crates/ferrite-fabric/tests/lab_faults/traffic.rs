@@ -109,7 +109,7 @@ impl Traffic {
     pub(crate) fn rounds(&self, kinds: &[usize], count: u64, when: &str) {
         let now = |kind: &usize| self.shared.rounds[*kind].load(Ordering::Relaxed);
         let before: Vec<u64> = kinds.iter().map(now).collect();
-        until(TEST_TIMEOUT * 2, &format!("traffic flows {when}"), || {
+        until(TEST_TIMEOUT * 2, &format!("traffic flows ({when})"), || {
             // The caller finds out how the traffic ended.
             self.thread.is_finished()
                 || kinds.iter().zip(&before).all(|(kind, was)| now(kind) >= was + count)
@@ -204,7 +204,8 @@ async fn writes(
     Ok(())
 }
 
-/// Describes which bytes are wrong. Whole packets point at the device, anything else at a buffer.
+/// Describes which bytes are wrong. If whole packets are wrong, suspect the device, otherwise a
+/// buffer.
 fn difference(bytes: &[u8], expected: &[u8]) -> String {
     let wrong: Vec<usize> = (0..bytes.len()).filter(|at| bytes[*at] != expected[*at]).collect();
     format!("{} differ, from {:?} to {:?}", wrong.len(), wrong.first(), wrong.last())

@@ -47,7 +47,7 @@ async fn check_echoes(link: Link, client: u64, rounds: u64) -> Result<(), Error>
         let (sent, answer) =
             join!(link.send((round % 5) as u16, filled(link.fabric(), &bytes)), link.recv());
         sent?;
-        assert!(answer?.to_vec() == bytes, "round {round} of client {client}");
+        assert!(answer?.to_vec() == bytes, "client {client}: the echo of round {round} differs");
     }
     link.close().await
 }
@@ -78,7 +78,7 @@ fn under_tokio(fixture: &Fixture, mut builder: Builder) {
                         .expect("a link in time");
                 assert!(
                     begun.elapsed() < Duration::from_secs(4),
-                    "{:?} for a handshake",
+                    "the handshake took {:?}",
                     begun.elapsed()
                 );
                 tasks.push(tokio::spawn(check_echoes(there.expect("connect"), client, rounds)));
@@ -86,13 +86,13 @@ fn under_tokio(fixture: &Fixture, mut builder: Builder) {
             }
             for task in tasks {
                 let done = timeout(TEST_TIMEOUT, task).await.expect("answers in time");
-                done.expect("no panic").expect("closed cleanly");
+                done.expect("the task did not panic").expect("closed cleanly");
             }
             // The drivers end when the last handle on the fabrics is dropped.
             drop((a, b, listener));
             for driver in driving {
                 let driven = timeout(TEST_TIMEOUT, driver).await.expect("the driver ends in time");
-                driven.expect("no panic").expect("driver ends");
+                driven.expect("the task did not panic").expect("driver ends");
             }
         });
         pools.iter().for_each(assert_unused);
@@ -136,7 +136,7 @@ fn wait<F: Future>(future: F, timeout: Duration) -> Option<F::Output> {
 }
 
 fn in_time<F: Future>(future: F) -> F::Output {
-    wait(future, TEST_TIMEOUT).expect("in time")
+    wait(future, TEST_TIMEOUT).expect("the future is ready in time")
 }
 
 /// Each fabric is driven by a thread of its own, and clients run on other threads.
@@ -193,7 +193,7 @@ pub(crate) fn one_link_many_threads(fixture: &Fixture) {
                 let number = &mut next[usize::from(message.channel())];
                 assert!(
                     message.to_vec() == pattern(*number, (*number % 700) as usize),
-                    "message {number}"
+                    "message {number} is missing or was changed"
                 );
                 *number += 1;
             }
@@ -201,7 +201,7 @@ pub(crate) fn one_link_many_threads(fixture: &Fixture) {
     });
     a.block_on(there.close()).expect("closed cleanly");
     drop((there, here, listener, b));
-    driving.join().expect("no panic");
+    driving.join().expect("the thread did not panic");
 }
 
 /// Runs a plain epoll loop that knows only the fabrics' descriptors. A wait that reaches its time
@@ -234,7 +234,10 @@ fn run_in_epoll_loop(fixture: &Fixture, busy_poll_us: u32, trigger: epoll::Event
                 busy = true;
             }
             while let Some(message) = pair.a.link.try_recv().expect("link is up") {
-                assert!(message.to_vec() == bytes(answered), "round {answered}");
+                assert!(
+                    message.to_vec() == bytes(answered),
+                    "the echo of round {answered} differs"
+                );
                 (answered, asked) = (answered + 1, asked + 1);
                 pair.a.link.post_bytes(0, &bytes(asked)).expect("room in the queue");
                 pair.a.fabric.progress();
@@ -285,7 +288,7 @@ pub(crate) fn idle_fabrics_sleep(fixture: &Fixture) {
         );
     }
     drop((there, here, listener, a, b));
-    driving.into_iter().for_each(|thread| thread.join().expect("no panic"));
+    driving.into_iter().for_each(|thread| thread.join().expect("the thread did not panic"));
 }
 
 /// Memory that the application releases is posted again, although nothing notifies the fabric.
@@ -313,12 +316,12 @@ pub(crate) fn reposts_released_memory(fixture: &Fixture) {
         let message = wait(here.recv(), TEST_TIMEOUT).expect("messages continue");
         assert!(
             message.expect("link is up").to_vec() == pattern(received, 300),
-            "message {received}"
+            "message {received} is missing or was changed"
         );
         received += 1;
     }
     drop((there, here, listener, a, b));
-    driving.into_iter().for_each(|thread| thread.join().expect("no panic"));
+    driving.into_iter().for_each(|thread| thread.join().expect("the thread did not panic"));
 }
 
 /// Threads connect, send, read, abort and drop links at random, while others drive the fabrics.
@@ -354,13 +357,13 @@ pub(crate) fn threads_use_links_at_random(fixture: &Fixture) {
             listener
         });
         for caller in callers {
-            caller.join().expect("no panic");
+            caller.join().expect("the thread did not panic");
         }
         over.store(true, std::sync::atomic::Ordering::Release);
-        drop(serving.join().expect("no panic"));
+        drop(serving.join().expect("the thread did not panic"));
     });
     drop((a, b));
-    driving.into_iter().for_each(|thread| thread.join().expect("no panic"));
+    driving.into_iter().for_each(|thread| thread.join().expect("the thread did not panic"));
     pools.iter().for_each(assert_unused);
 }
 
@@ -393,7 +396,10 @@ fn use_at_random(link: &Link, random: &mut Random) {
                 if random.below(2) == 0
                     && let Ok(buf) = in_time(reading)
                 {
-                    assert!(buf[..] == pattern(1, 4096), "foreign bytes");
+                    assert!(
+                        buf[..] == pattern(1, 4096),
+                        "the read returned bytes that were not granted"
+                    );
                 }
             }
         }

@@ -30,7 +30,10 @@ fn exchange(pair: &Pair, links: &[[Link; 2]], count: u64) {
                     let number = (0..count)
                         .find(|number| len(*number) == message.len())
                         .expect("a sent length");
-                    assert!(message.to_vec() == pattern(number, message.len()), "message {number}");
+                    assert!(
+                        message.to_vec() == pattern(number, message.len()),
+                        "message {number} is missing or was changed"
+                    );
                 }
             };
             join!(send, receive);
@@ -82,7 +85,7 @@ pub(crate) fn caps_the_inline_threshold(fixture: &Fixture) {
     for len in [0, 1, 63, 64, 65, 511, 512, 513, 8 * KIB, 100_000] {
         let bytes = pattern(len as u64, len);
         pair.a.link.post_bytes(0, &bytes).expect("room in the queue");
-        assert!(pair.receive(&pair.b).to_vec() == bytes, "{len} bytes");
+        assert!(pair.receive(&pair.b).to_vec() == bytes, "a message of {len} bytes was changed");
     }
     pair.end();
 }
@@ -180,7 +183,11 @@ pub(crate) fn receive_memory_runs_out(fixture: &Fixture) {
             break;
         }
     }
-    assert!((200..=256).contains(&kept.len()), "{} messages in 2 MiB", kept.len());
+    assert!(
+        (200..=256).contains(&kept.len()),
+        "{} messages in 2 MiB, expected about 256",
+        kept.len()
+    );
     assert!(pair.b.link.failure().is_none() && pair.a.link.failure().is_none());
     while sent < 600 {
         pair.drive(pair.a.link.room()).expect("link is up");
@@ -191,10 +198,16 @@ pub(crate) fn receive_memory_runs_out(fixture: &Fixture) {
     }
     let mut received = kept.len() as u64;
     for (number, message) in (0..).zip(kept.drain(..)) {
-        assert!(message.to_vec() == pattern(number, 300), "message {number}");
+        assert!(
+            message.to_vec() == pattern(number, 300),
+            "message {number} is missing or was changed"
+        );
     }
     while received < sent {
-        assert!(pair.receive(&pair.b).to_vec() == pattern(received, 300), "message {received}");
+        assert!(
+            pair.receive(&pair.b).to_vec() == pattern(received, 300),
+            "message {received} is missing or was changed"
+        );
         received += 1;
     }
     pair.end();

@@ -162,7 +162,7 @@ pub(crate) fn hands_over_foreign_peers(fixture: &Fixture) {
         assert!(request.private_data.starts_with(b"*1 PING"));
         assert!(request.id.peer_addr().is_some());
         request.id.reject(b"-ERR another time").expect("reject");
-        let error = calling.join().expect("no panic").err().expect("rejected");
+        let error = calling.join().expect("the thread did not panic").err().expect("rejected");
         let answer = error.rejection().expect("a rejection").private_data.clone();
         assert!(answer.starts_with(b"-ERR another time"), "{error}");
     });

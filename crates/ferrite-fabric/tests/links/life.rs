@@ -45,7 +45,7 @@ fn assert_all(messages: &[Vec<u8>], count: u64) {
     assert_eq!(messages.len() as u64, count);
     for (number, message) in (0..).zip(messages) {
         let len = if number == count / 2 { 200 * KIB } else { 100 };
-        assert!(*message == pattern(number, len), "message {number}");
+        assert!(*message == pattern(number, len), "message {number} is missing or was changed");
     }
 }
 
@@ -330,7 +330,7 @@ pub(crate) fn idle_links_stay_up(fixture: &Fixture) {
     for link in links.iter().flatten().chain([&pair.a.link, &pair.b.link]) {
         assert!(link.failure().is_none(), "{:?}", link.failure());
         let asked = link.stats().controls_sent;
-        assert!((2..=60).contains(&asked), "{asked} control messages in 1.2 s");
+        assert!((2..=60).contains(&asked), "{asked} control messages in 1.2 s, expected 2 to 60");
     }
     drop(links);
     pair.end();

@@ -101,7 +101,7 @@ pub(crate) fn many_in_order(fixture: &Fixture) {
         let message = pair.receive(&pair.b);
         assert!(
             message.to_vec() == pattern_of(received, 8 + (received % 300) as usize),
-            "message {received}"
+            "message {received} is missing or was changed"
         );
         received += 1;
     }
@@ -143,7 +143,7 @@ pub(crate) fn channels_keep_their_order(fixture: &Fixture) {
             let expected = pattern_of(*number, len(message.channel(), *number));
             assert!(
                 message.to_vec() == expected,
-                "message {number} of channel {}",
+                "message {number} of channel {} is missing or was changed",
                 message.channel()
             );
             *number += 1;
@@ -171,7 +171,10 @@ pub(crate) fn large_messages_do_not_delay_small_ones(fixture: &Fixture) {
     for number in 0..SMALL {
         let message = pair.receive(&pair.b);
         assert_eq!(message.channel(), 2, "the large message arrived before small message {number}");
-        assert!(message.to_vec() == pattern_of(number, 64), "message {number}");
+        assert!(
+            message.to_vec() == pattern_of(number, 64),
+            "message {number} is missing or was changed"
+        );
         let received = pair.b.link.stats().recv_bytes;
         assert!(received < ahead, "{received} bytes arrived before small message {number}");
     }

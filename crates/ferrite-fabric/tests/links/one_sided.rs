@@ -55,7 +55,10 @@ pub(crate) fn read_returns_granted_bytes(fixture: &Fixture) {
             let buf = from.fabric.buffer(len).expect("memory");
             let reading = from.link.rdma_read(&token, offset as u64, buf).expect("allowed");
             let buf = pair.drive(reading).expect("read");
-            assert!(buf[..] == bytes[offset..offset + len], "{len} bytes at {offset}");
+            assert!(
+                buf[..] == bytes[offset..offset + len],
+                "wrong bytes in the read of {len} bytes at {offset}"
+            );
         }
         // Starts more reads than the devices accept at a time.
         let reading = (0..200).map(|number| {
@@ -65,7 +68,7 @@ pub(crate) fn read_returns_granted_bytes(fixture: &Fixture) {
         for (number, read) in pair.drive(join_all(reading)).into_iter().enumerate() {
             assert!(
                 read.expect("read")[..] == bytes[number * 1000..(number + 1) * 1000],
-                "read {number}"
+                "wrong bytes in read {number}"
             );
         }
         assert_eq!(from.link.stats().read_ops, 208);
@@ -282,7 +285,7 @@ pub(crate) fn owner_reports_the_first_cause(fixture: &Fixture) {
     assert_eq!(error.kind(), ErrorKind::Denied, "{error}");
     let (sent, ended) = pair.drive(async { join!(join_all(sending), to.link.ended()) });
     let errors: Vec<_> = sent.into_iter().filter_map(Result::err).chain(ended.err()).collect();
-    assert!(errors.len() > 10, "{}", errors.len());
+    assert!(errors.len() > 10, "only {} requests failed", errors.len());
     for error in errors {
         assert_eq!(error.kind(), ErrorKind::LinkDown, "{error}");
         assert!(!error.to_string().contains("flush"), "{error}");

@@ -37,7 +37,10 @@ pub(crate) fn sender_stops_when_nobody_receives(fixture: &Fixture) {
     assert!(held <= idle + 16 * 8192, "{held} bytes for a window of 16, {idle} when idle");
     assert_eq!(failed(pair.a.link.post_bytes(1, b"x"), "full").kind(), ErrorKind::Full);
     for number in 0..full {
-        assert!(pair.receive(&pair.b).to_vec() == pattern(number, 1000), "message {number}");
+        assert!(
+            pair.receive(&pair.b).to_vec() == pattern(number, 1000),
+            "message {number} is missing or was changed"
+        );
     }
     pair.a.link.post_bytes(1, b"again").expect("room in the queue");
     assert_eq!(pair.receive(&pair.b).to_vec(), b"again");
@@ -86,7 +89,10 @@ pub(crate) fn window_of_two(fixture: &Fixture) {
             let receive = async {
                 for number in 0..count {
                     let message = to.link.recv().await.expect("a message");
-                    assert!(message.to_vec() == pattern(number, len(number)), "message {number}");
+                    assert!(
+                        message.to_vec() == pattern(number, len(number)),
+                        "message {number} is missing or was changed"
+                    );
                 }
             };
             join!(send, receive);
@@ -108,7 +114,10 @@ pub(crate) fn smallest_segments(fixture: &Fixture) {
                 join!(from.link.send(9, filled(&from.fabric, &bytes)), to.link.recv())
             });
             sent.expect("acknowledged");
-            assert!(received.expect("a message").to_vec() == bytes, "{len} bytes");
+            assert!(
+                received.expect("a message").to_vec() == bytes,
+                "a message of {len} bytes was changed"
+            );
         }
     }
     pair.end();
@@ -148,7 +157,7 @@ pub(crate) fn senders_wait_for_room(fixture: &Fixture) {
     };
     let (sent, received) = pair.drive(async { join!(last, receive) });
     sent.expect("acknowledged");
-    assert!((4..=8).contains(&received), "{received} of 20 sends had room");
+    assert!((4..=8).contains(&received), "{received} of 20 sends had room, expected 4 to 8");
     pair.end();
 }
 
@@ -168,7 +177,10 @@ pub(crate) fn few_receives_lose_nothing(fixture: &Fixture) {
     for number in 0..count {
         for [_, b] in &links {
             let message = pair.drive(b.recv()).expect("a message");
-            assert!(message.to_vec() == pattern(number, 300), "message {number}");
+            assert!(
+                message.to_vec() == pattern(number, 300),
+                "message {number} is missing or was changed"
+            );
         }
     }
     drop(links);
@@ -239,7 +251,7 @@ pub(crate) fn pinned_memory_stays_within_its_limit(fixture: &Fixture) {
     let most = pinned(&pair);
     assert!(
         most.iter().all(|bytes| *bytes >= LIMIT as u64 * 3 / 4),
-        "{most:?} of {LIMIT}, {posted:?}"
+        "only {most:?} of {LIMIT} bytes are pinned for {posted:?} messages"
     );
     for (links, posted) in links.iter().zip(posted) {
         for (link, posted) in [(&links[1], posted[0]), (&links[0], posted[1])] {

@@ -102,7 +102,7 @@ pub(crate) fn revokes_during_reads_and_writes(fixture: &Fixture) {
                 yield_once().await;
             }
             let mut buf = region.revoke().await.expect("revoked");
-            assert!(buf[..] == old, "the peer writes the same bytes");
+            assert!(buf[..] == old, "the peer writes the same bytes, so nothing may change");
             buf.copy_from_slice(&new);
             for _ in 0..20 {
                 yield_once().await;

@@ -95,7 +95,7 @@ impl VerbsPeer {
             while !calling.is_finished() {
                 pass(fabrics);
             }
-            calling.join().expect("no panic")
+            calling.join().expect("the thread did not panic")
         })
     }
 
@@ -127,7 +127,7 @@ impl VerbsPeer {
             while !answering.is_finished() {
                 pass(fabrics);
             }
-            answering.join().expect("no panic")
+            answering.join().expect("the thread did not panic")
         })
     }
 

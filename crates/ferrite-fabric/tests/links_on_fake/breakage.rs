@@ -95,7 +95,7 @@ fn check_fault(kinds: &[ErrorKind], fault: impl FnOnce(&World, &Pair)) {
         fault(world, &pair);
         let errors = pending.into_errors(&pair.a.fabric, &pair.a);
         assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
-        assert!(errors.len() > 40, "{}", errors.len());
+        assert!(errors.len() > 40, "only {} operations failed", errors.len());
         let first = &errors[0];
         for error in &errors {
             assert_root_cause(error, kinds);

@@ -20,7 +20,9 @@ fn leaves_out_a_device_without_srq_and_serves_on_the_other() {
     let verbs = fixture.verbs.as_ref().expect("fake provider");
     let server = fixture.builder().build().expect("one device is usable");
     assert_eq!(server.devices(), ["fake2"]);
-    let [(name, error)] = server.unused_devices() else { panic!("{:?}", server.unused_devices()) };
+    let [(name, error)] = server.unused_devices() else {
+        panic!("expected one unused device: {:?}", server.unused_devices())
+    };
     assert_eq!(name, "fake1");
     assert!(
         error.to_string().contains("fake1 supports 0 receives in a shared receive queue"),

@@ -274,7 +274,10 @@ fn failed_receive_posts_are_retried() {
                 world.fail_next("ibv_post_srq_recv", ENOMEM);
             }
             pair.a.link.post_bytes(0, &pattern(number, 300)).expect("room in the queue");
-            assert!(pair.receive(&pair.b).to_vec() == pattern(number, 300), "message {number}");
+            assert!(
+                pair.receive(&pair.b).to_vec() == pattern(number, 300),
+                "message {number} is missing or was changed"
+            );
         }
         pair.end();
     });
@@ -300,7 +303,7 @@ fn transient_failures_lose_nothing() {
                 pair.b.fabric.progress();
                 assert!(
                     pair.receive(&pair.b).to_vec() == pattern(number, 10 * KIB),
-                    "{call}, {number}"
+                    "{call}: message {number} was changed"
                 );
             }
             let links = pair.another(fixture);
@@ -361,7 +364,10 @@ fn failed_registration_for_a_control_frame() {
         for number in 0..20_u64 {
             match pair.drive(pair.b.link.recv()) {
                 Ok(message) => {
-                    assert!(message.to_vec() == pattern(number, 300), "message {number}");
+                    assert!(
+                        message.to_vec() == pattern(number, 300),
+                        "message {number} is missing or was changed"
+                    );
                 }
                 Err(error) => {
                     assert_root_cause(&error, &[ErrorKind::Resources]);

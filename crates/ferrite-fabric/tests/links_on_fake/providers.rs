@@ -118,7 +118,10 @@ fn ends_the_link_when_a_post_fails_without_naming_a_request() {
         let [there, here] = open_link(&client, &fixture.hosts[1], &server, &mut listener);
         world.fail_next_doorbell(5);
         let posted = there.post_bytes(0, &vec![7; bytes]);
-        assert!(posted.is_err() || there.failure().is_some(), "{bytes}: the link continues");
+        assert!(
+            posted.is_err() || there.failure().is_some(),
+            "the link continues after a failed post of {bytes} bytes"
+        );
         drop((there, here));
         until(&[&server, &client], "the links have ended", || {
             server.stats().links + client.stats().links == 0
@@ -140,7 +143,7 @@ fn ends_the_connection_when_a_bind_fails_without_naming_a_request() {
     world.fail_next_doorbell(5);
     let other = client.expose();
     until(&server.fabrics(), "the connection has ended", || server.fabrics[1].stats().links == 0);
-    assert_eq!(server.fabrics[1].stats().totals.stale_completions, 0, "the request was in flight");
+    assert_eq!(server.fabrics[1].stats().totals.stale_completions, 0, "the request is in flight");
     drop(other);
     server.end(vec![client]);
     drop(fixture);

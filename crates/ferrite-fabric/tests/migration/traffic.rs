@@ -116,8 +116,8 @@ impl Traffic {
             }
             false
         };
-        until_or(limit, what, arrived, || {
-            format!("{before:?} messages, now {:?}", self.received())
+        until_or(limit, &format!("{more} more messages arrive ({what})"), arrived, || {
+            format!("{before:?} messages had arrived before, {:?} now", self.received())
         });
         begun.elapsed()
     }
@@ -131,7 +131,7 @@ impl Traffic {
     pub(crate) fn stop(mut self) -> [u64; 2] {
         self.stop.store(true, Ordering::Relaxed);
         for thread in std::mem::take(&mut self.threads) {
-            if let Err(what) = thread.join().expect("no panic") {
+            if let Err(what) = thread.join().expect("the thread did not panic") {
                 panic!("{what}");
             }
         }
@@ -158,7 +158,8 @@ fn send(link: &Link, seed: u64, stop: &AtomicBool) -> Result<(), String> {
         number += 1;
     }
     // An empty message is the last one.
-    wait(link.send_bytes(CHANNEL, &[])).map_err(|error| format!("the last message: {error}"))
+    wait(link.send_bytes(CHANNEL, &[]))
+        .map_err(|error| format!("the last message was not sent: {error}"))
 }
 
 /// Posts a message as soon as there is room.

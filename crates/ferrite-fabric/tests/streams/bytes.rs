@@ -22,7 +22,7 @@ pub(crate) async fn every_size_arrives(fixture: StreamFixture) {
         written.and(read).expect("transferred");
         let (written, read) = futures_util::join!(b.write_all(&there), a.read_exact(&mut back));
         written.and(read).expect("transferred back");
-        assert!(back == bytes, "{size} bytes");
+        assert!(back == bytes, "the echo of {size} bytes differs");
     }
     pair.end().await;
 }
@@ -52,7 +52,7 @@ pub(crate) async fn random_sizes(fixture: StreamFixture) {
                 break;
             }
         }
-        assert_eq!(at, total, "seed {seed}");
+        assert_eq!(at, total, "seed {seed}: all bytes must arrive");
         drop((writing.await.expect("writer task"), b));
         fabrics.clear().await;
     }
@@ -122,7 +122,7 @@ pub(crate) async fn vectored_writes(fixture: StreamFixture) {
         assert_eq!(written, total.min(most), "all at once, up to the size of a buffer");
         let mut read = vec![0; written];
         pair.b.read_exact(&mut read).await.expect("read");
-        assert!(read == bytes[..written], "{parts:?}");
+        assert!(read == bytes[..written], "wrong bytes after a write of {parts:?}");
     }
     pair.end().await;
 }
@@ -196,7 +196,7 @@ pub(crate) async fn samples_latency(fixture: StreamFixture) {
     let (sampled, sends) = (stats.send_latency.count(), stats.totals.send_ops);
     let bytes = 300 * (10 + 8 * KIB as u64);
     let (most, over_tcp) = if fixture.is_tcp() { (0, bytes) } else { (sends / 16 + 1, 0) };
-    assert!(sampled <= most, "{sampled} of {sends} sends");
+    assert!(sampled <= most, "{sampled} of {sends} sends were sampled");
     assert_eq!(stats.totals.tcp_bytes, over_tcp);
     pair.end().await;
 }

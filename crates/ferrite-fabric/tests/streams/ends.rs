@@ -41,7 +41,7 @@ pub(crate) async fn dropped_stream_delivers(fixture: StreamFixture) {
     drop(a);
     let mut read = Vec::new();
     b.read_to_end(&mut read).await.expect("read to the end");
-    assert!(read == bytes, "{} of {} bytes", read.len(), bytes.len());
+    assert!(read == bytes, "read {} bytes, not the {} written ones", read.len(), bytes.len());
     drop(b);
     fabrics.clear().await;
 }

@@ -24,9 +24,9 @@ pub(crate) async fn slow_reader_stops_the_writer(fixture: StreamFixture) {
     // The limit is the queue, the peer's window, and one message in flight. Over TCP, it is only
     // the window, because nothing is queued.
     let most = if fixture.is_tcp() { 64 * 64 * KIB } else { MIB + 64 * 8 * KIB + 128 * KIB };
-    assert!((MIB..=most).contains(&written), "{written} bytes");
+    assert!((MIB..=most).contains(&written), "{written} bytes were written");
     let held = fabrics.connecting_fabric().pool().stats().send.in_use_bytes;
-    assert!(held <= 2 * MIB as u64, "{held} bytes of memory");
+    assert!(held <= 2 * MIB as u64, "{held} bytes of send memory are in use");
     drop(chunk);
     a.shutdown().await.expect("shutdown without waiting");
     let mut read = Vec::new();

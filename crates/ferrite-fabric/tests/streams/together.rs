@@ -19,7 +19,11 @@ async fn exchange(stream: Stream, total: usize, from: usize) {
     });
     let mut read = Vec::new();
     reading.read_to_end(&mut read).await.expect("read");
-    assert!(read == pattern(from, total), "{} of {total} bytes, from {from}", read.len());
+    assert!(
+        read == pattern(from, total),
+        "read {} bytes, not the {total} expected ones",
+        read.len()
+    );
     writer.await.expect("writer task");
 }
 

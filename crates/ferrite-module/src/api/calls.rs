@@ -105,8 +105,8 @@ impl CallContext {
         unsafe { (api().context_flags)(self.raw.as_ptr()) }
     }
 
-    /// Returns whether clients are paused. A write now must not reach replicas, and would crash the
-    /// engine.
+    /// Returns whether clients are paused. Meanwhile nothing may be propagated to replicas, and a
+    /// write would crash the engine.
     pub(crate) fn is_paused(&self) -> bool {
         // SAFETY: the function takes no arguments.
         unsafe { (api().avoid_replica_traffic)() != 0 }
@@ -283,7 +283,7 @@ impl UserCalls<'_> {
             return false;
         };
         let mut raw: Vec<_> = words.iter().map(EngineString::as_ptr).collect();
-        let count = raw.len() as c_int; // small
+        let count = raw.len() as c_int; // few words
         // SAFETY: the user is valid until `self` is dropped, and the strings until this returns.
         unsafe { (api().may_call)(self.user.as_ptr(), raw.as_mut_ptr(), count) == OK }
     }

@@ -17,7 +17,8 @@ use super::calls::state;
 use super::table::{ClusterMessageFn, TimerFn};
 use super::{Context, OK, api};
 
-/// The most nodes of a cluster: each primary has a slot, and nobody runs that many.
+/// The most nodes that are read, more than any cluster has. It is the number of slots, so there are
+/// no more primaries with slots.
 const NODES_MAX: usize = 16_384;
 
 /// Flags of a node; constants of the module API.
@@ -65,7 +66,8 @@ impl fmt::Display for NodeId {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Node {
     pub(crate) id: NodeId,
-    /// The address that the node announces. A node that was never met does not know its own.
+    /// The address that the node announces. A node that has never met another one (CLUSTER MEET)
+    /// does not know its own address.
     pub(crate) address: Option<IpAddr>,
     pub(crate) is_myself: bool,
     /// Whether the cluster agrees that the node has failed.
@@ -101,7 +103,8 @@ impl Cluster<'_> {
         unsafe { (api().register_cluster_message_receiver)(self.0.raw(), kind, call) };
     }
 
-    /// Returns all nodes that this node knows and that have an address.
+    /// Returns all nodes that this node knows. The engine leaves out nodes that are still in a
+    /// handshake, and nodes that are marked as having no address.
     pub(crate) fn nodes(self) -> Vec<Node> {
         let mut count = 0;
         // SAFETY: the context is the engine's, in a cluster. The engine returns null, or a list of

@@ -112,7 +112,7 @@ impl Context<'_> {
             };
         }
     }
-    /// Replies with a map, or a part of a reply.
+    /// Replies with a map. It may be an element of an array that was begun before.
     fn reply_map(self, fields: &[(String, Value)]) -> c_int {
         let api = api();
         // SAFETY: the context is that of a command; strings come with their length, and the engine

@@ -34,7 +34,7 @@ impl Context<'_> {
         let words: Option<Vec<_>> = words.iter().map(|word| EngineString::new(word)).collect();
         let is_allowed = words.is_some_and(|words| {
             let mut raw: Vec<_> = words.iter().map(EngineString::as_ptr).collect();
-            let count = raw.len() as c_int; // small
+            let count = raw.len() as c_int; // few words
             // SAFETY: the user is freed only below, and the strings are valid until this returns.
             unsafe { (api().may_call)(user.as_ptr(), raw.as_mut_ptr(), count) == OK }
         });

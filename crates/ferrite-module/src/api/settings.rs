@@ -78,7 +78,7 @@ impl Context<'_> {
     ) -> bool {
         let names: Vec<_> = choices.iter().map(|choice| choice.as_ptr()).collect();
         let numbers: Vec<_> = (0..).take(names.len()).collect::<Vec<c_int>>();
-        let count = numbers.len() as c_int; // small
+        let count = numbers.len() as c_int; // few choices
         let private = ptr::without_provenance_mut(index);
         // SAFETY: the engine copies the strings and both lists, which have `count` entries. The
         // functions remain valid. `private` is an index that is never dereferenced.

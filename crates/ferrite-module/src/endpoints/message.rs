@@ -17,11 +17,13 @@
 //!
 //! The engine identifies the modules of a message only if their name has nine letters. All other
 //! modules have the same id, so a message of another module may arrive here. The first four bytes
-//! tell. Versions, flags and bytes at the end that this version does not know are ignored.
+//! show whether a message is one of this module. Versions, flags and bytes at the end that this
+//! version does not know are ignored.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-/// The type of the message. Few modules send messages, and those with small numbers.
+/// The type of the message. Few modules send messages, and those use small numbers, so a conflict
+/// is unlikely.
 pub(crate) const TYPE: u8 = 0xF6;
 /// The most endpoints of a node.
 pub(crate) const ENDPOINTS_MAX: usize = 8;
@@ -62,7 +64,7 @@ pub(crate) enum Unusable {
 }
 
 impl Announcement {
-    /// Returns the bytes of the message. Sends at most [`ENDPOINTS_MAX`] endpoints.
+    /// Returns the bytes of the message, with at most [`ENDPOINTS_MAX`] endpoints.
     pub(crate) fn encode(&self) -> Vec<u8> {
         let endpoints = &self.endpoints[..self.endpoints.len().min(ENDPOINTS_MAX)];
         let mut out = MAGIC.to_vec();
@@ -243,6 +245,9 @@ mod tests {
     fn sends_a_bounded_number_of_endpoints() {
         let endpoints = vec![endpoint(None, 1, true); 300];
         let sent = Announcement { wants_answer: false, endpoints }.encode();
-        assert_eq!(Announcement::decode(&sent).expect("valid").endpoints.len(), ENDPOINTS_MAX);
+        assert_eq!(
+            Announcement::decode(&sent).expect("a valid message").endpoints.len(),
+            ENDPOINTS_MAX
+        );
     }
 }

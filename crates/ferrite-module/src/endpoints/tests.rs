@@ -42,7 +42,7 @@ fn run(modules: &mut [Endpoints], now: &mut Instant, seconds: u32) -> usize {
 
 /// Returns the rows of the list as texts: node, address, port, transport.
 fn rows(endpoints: &Endpoints, now: Instant) -> Vec<String> {
-    let Reply::Maps(rows) = endpoints.list(now) else { panic!("no list") };
+    let Reply::Maps(rows) = endpoints.list(now) else { panic!("the reply is not a list") };
     let text = |(_, value): &(String, Value)| match value {
         Value::Text(text) => text.clone(),
         Value::Number(number) => number.to_string(),
@@ -79,7 +79,8 @@ fn repeats_announcements_at_a_low_rate() {
     let mut modules = [module("10.9.0.1:1"), module("10.9.0.2:1"), module("10.9.0.3:1")];
     run(&mut modules, &mut now, 5);
     assert_eq!(run(&mut modules, &mut now, 100), 60);
-    // One that starts again is told by the others at once, although it was told a short time ago.
+    // A module that was restarted asks for announcements. The others answer at once, although they
+    // sent their last ones a short time ago.
     modules[2] = module("10.9.0.3:2");
     run(&mut modules, &mut now, 2);
     assert_eq!(rows(&modules[2], now).len(), 3);
@@ -97,7 +98,7 @@ fn announces_changes_at_once() {
     assert!(rows(&modules[0], now)[1].starts_with("2 10.9.0.2 1 tcp"));
     modules[1].set_own([].iter());
     run(&mut modules, &mut now, 2);
-    assert_eq!(rows(&modules[0], now).len(), 1, "the listener has ended");
+    assert_eq!(rows(&modules[0], now).len(), 1, "a module without a listener has no endpoints");
 }
 
 #[test]
@@ -112,24 +113,28 @@ fn forgets_nodes_that_leave_fail_or_are_silent() {
     };
     let mut module = start(&mut now);
     now += SILENCE_MAX;
-    let Reply::Maps(list) = module.list(now) else { panic!("no list") };
+    let Reply::Maps(list) = module.list(now) else { panic!("the reply is not a list") };
     assert_eq!(list[1][4], ("age".into(), Value::Number(51)));
     module.tick(&nodes(2, 1), now);
     assert_eq!(rows(&module, now)[1], "2 10.9.0.2 1 rdma");
     now += TICK;
     module.tick(&nodes(2, 1), now);
-    assert_eq!(rows(&module, now).len(), 1, "silent");
+    assert_eq!(rows(&module, now).len(), 1, "a silent node is not listed");
 
     let mut module = start(&mut now);
     let failed = Node { has_failed: true, ..node(2, false) };
     module.tick(&[node(1, true), failed], now);
-    assert_eq!((rows(&module, now).len(), module.peer_count()), (1, 0), "failed");
+    assert_eq!(
+        (rows(&module, now).len(), module.peer_count()),
+        (1, 0),
+        "a failed node is not listed"
+    );
     module.tick(&nodes(2, 1), now);
-    assert_eq!(rows(&module, now).len(), 2, "it is back");
+    assert_eq!(rows(&module, now).len(), 2, "a node that works again is listed");
 
     let mut module = start(&mut now);
     module.tick(&nodes(1, 1), now);
-    assert!(module.peers.is_empty(), "it has left");
+    assert!(module.peers.is_empty(), "a node that has left is forgotten");
 }
 
 #[test]

@@ -14,9 +14,9 @@ const NO_RDMA_ON_LOOPBACK: &str = "the module accepts no RDMA on loopback addres
 /// The listeners. Each flag says whether the listener accepts RDMA.
 pub(super) type Listeners = Vec<(Listener, bool)>;
 
-/// Opens the fabric and listens on the addresses. Also returns, for each of the engine's addresses
-/// that cannot be served, why. Addresses that may be absent, and loopback addresses if RDMA is
-/// required, are not among them.
+/// Opens the fabric and listens on the addresses. Also returns the reasons why some of the engine's
+/// addresses cannot be served. Addresses that may be absent give no reason, nor do loopback
+/// addresses if RDMA is required.
 pub(super) fn listen(
     options: &Options,
     addresses: &[Address],

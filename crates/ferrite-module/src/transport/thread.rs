@@ -30,8 +30,8 @@ use crate::tasks::TaskQueue;
 /// How long sessions may take to deliver their replies at shutdown. Afterwards, the thread may take
 /// as long again to notify peers. The engine runs no more commands by then.
 pub(super) const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
-/// How long the main thread may not drive the fabric before the thread `ferrite` polls it. If
-/// nobody did while the main thread is busy, peers would take this process for dead.
+/// If the main thread does not drive the fabric for this time, the thread `ferrite` polls it. If
+/// neither thread polled the fabric, peers would take this process for dead.
 const BUSY_AFTER: Duration = Duration::from_millis(500);
 
 /// A request from the engine's main thread.

@@ -150,7 +150,7 @@ fn silent_connections_take_no_descriptors_of_the_engines() {
         assert_eq!(server.client().ask(&["PING"]), "+PONG");
         assert_eq!(of_module(server).ask(&["PING"]), "+PONG");
         for mut client in &silent {
-            client.write_all(b"*1\r\n$4\r\nPING\r\n").expect("to send");
+            client.write_all(b"*1\r\n$4\r\nPING\r\n").expect("the connection is open");
         }
         for mut client in &silent {
             client.set_read_timeout(Some(TIMEOUT)).expect("a read timeout");

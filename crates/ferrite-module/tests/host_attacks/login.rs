@@ -90,7 +90,7 @@ fn calls_begin_with_the_login() {
         assert!(client.ask(&["GET", "k"]).starts_with("-NOAUTH"));
         assert_eq!(called(), 1);
         client.ask(&["HELLO", "3", "AUTH", "default", "x"]);
-        assert_eq!(client.ask(&["GET", "k"]), "_", "in RESP3");
+        assert_eq!(client.ask(&["GET", "k"]), "_", "the null of RESP3");
         assert_eq!(called(), 2);
     });
 }

@@ -33,7 +33,7 @@ fn a_client_that_never_authenticates_is_not_read_without_end() {
         }
         assert!(sent < 32 << 20, "the module read {sent} bytes");
         let grown = rss_mib(server).saturating_sub(before);
-        assert!(grown <= 8, "{grown} MiB more memory");
+        assert!(grown <= 8, "the engine uses {grown} MiB more memory");
     });
 }
 
@@ -52,7 +52,7 @@ fn a_client_over_the_output_limit_is_disconnected() {
         client.send(&vec![vec!["LRANGE", "l", "0", "-1"]; 60]);
         server.wait_until("the end of the session", || server.count("sessions") == 0);
         let grown = rss_mib(server).saturating_sub(before);
-        assert!(grown <= 32, "{grown} MiB more memory");
+        assert!(grown <= 32, "the engine uses {grown} MiB more memory");
         assert_eq!(admin.ask(&["PING"]), "+PONG");
     });
 }
@@ -132,6 +132,6 @@ fn replies_that_were_read_use_no_memory() {
             assert_eq!(client.next_reply().map(|reply| reply.len()), Some((1 << 20) + 12));
         }
         let grown = rss_mib(server).saturating_sub(before);
-        assert!(grown < 60, "{grown} MiB more memory after 100 MiB were read");
+        assert!(grown < 60, "the engine uses {grown} MiB more memory after 100 MiB were read");
     });
 }

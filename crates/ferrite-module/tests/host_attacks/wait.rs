@@ -133,18 +133,18 @@ fn mark_fails_unless_the_session_has_written() {
         let mut client = Client::to_tcp(address(&mut admin));
         assert!(
             client.ask(&["FERRITE", "MARK"]).starts_with("-ERR only the module's own"),
-            "before a login"
+            "MARK must fail before a login"
         );
         client.ok(&["AUTH", "x"]);
         assert!(
             client.ask(&["FERRITE", "MARK"]).starts_with("-ERR only the module's own"),
-            "before a write"
+            "MARK must fail before a write"
         );
         client.ok(&["SET", "k", "v"]);
         client.ok(&["FERRITE", "MARK"]);
         assert!(
             client.ask(&["FERRITE", "MARK"]).starts_with("-ERR only the module's own"),
-            "a second time"
+            "MARK must fail if nothing was written since the last one"
         );
     });
 }

@@ -17,11 +17,11 @@ pub(crate) struct Slot {
     pub(crate) nodes: [usize; 2],
     /// Whether the slot moves between primaries. Otherwise the nodes are a primary and its replica.
     pub(crate) moves: bool,
-    /// How often the slot has changed its node. The lock is held for writing while it does.
+    /// How often the slot has changed its node. During a change, the lock is held for writing.
     ///
-    /// A client that is redirected by ASK holds it for reading while it follows. A client that
-    /// followed a redirect of an earlier move would create keys at the wrong node. That is so at
-    /// each port.
+    /// A client that was redirected by ASK holds the lock for reading while it follows the
+    /// redirect. Otherwise the slot could move on meanwhile, and the client would create keys at
+    /// the wrong node. This is so at the engine's own port, too.
     pub(crate) changes: RwLock<usize>,
 }
 
@@ -47,21 +47,39 @@ pub(crate) fn move_slots(
                 return;
             }
             let [from, to] = [round, round + 1].map(|at| &cluster.nodes[slot.nodes[at % 2]]);
-            // An engine that can sometimes moves the slot as a whole, without ASK. That pauses the
-            // clients of the node, and nothing is called meanwhile.
+            // If the engine supports it, some moves transfer the slot as a whole, without ASK. Such
+            // a move pauses the clients of the node, and nothing is called meanwhile.
             if is_atomic_known && round % 8 >= 6 {
                 move_at_once(slot, from, to);
             } else {
                 move_key_by_key(slot, from, to);
             }
+            wait_for_owner(cluster, slot, to);
             moves.fetch_add(1, Ordering::Relaxed);
         }
+    }
+}
+
+/// Waits until all nodes know the new owner of a slot. If the old owner took another slot before
+/// that, a node that had missed this move could tell the new owner that the slot is not its own.
+/// Then no node has the slot. That is so in a cluster without the module, too.
+fn wait_for_owner(cluster: &Cluster, slot: &Slot, owner: &Node) {
+    let (read, redirect) = (format!("EXISTS {{{}}}", slot.tag), format!(":{}", owner.port));
+    for node in cluster.nodes.iter().filter(|node| node.port != owner.port) {
+        node.server.wait_until("the new owner", || {
+            let reply = node.ask(&read);
+            reply.starts_with("-MOVED") && reply.ends_with(&redirect)
+        });
     }
 }
 
 /// Moves a slot as `redis-cli --cluster reshard` does.
 fn move_key_by_key(slot: &Slot, from: &Node, to: &Node) {
     let number = slot.number;
+    // The new owner takes an epoch above all that it knows. If it does not know the old owner's
+    // epoch yet, a delayed message of the old owner takes the slot away again.
+    let epoch = from.epoch("cluster_my_epoch");
+    to.server.wait_until("the epoch", || to.epoch("cluster_current_epoch") >= epoch);
     to.ok(&format!("CLUSTER SETSLOT {number} IMPORTING {}", from.id));
     from.ok(&format!("CLUSTER SETSLOT {number} MIGRATING {}", to.id));
     let mut source = from.server.client();
@@ -115,8 +133,8 @@ pub(crate) fn make_primary(old: &Node, new: &Node) {
         let replicas = old.ask(&format!("CLUSTER REPLICAS {}", old.id));
         replicas.contains(&format!("{} 127.0.0.1:{}@", new.id, new.port))
     });
-    // Within twice the node timeout of a failover, other primaries may not vote for the next one.
-    // The attempt then ends after 5 seconds.
+    // After a failover, the other primaries may refuse to vote in the next one for twice the node
+    // timeout. The attempt then ends after 5 seconds.
     new.server.wait_until("the failover", || {
         new.ok("CLUSTER FAILOVER");
         comes_true(Duration::from_secs(6), || new.is_primary() && !old.is_primary())

@@ -58,6 +58,13 @@ impl Node {
         self.ask("INFO replication").contains("role:master")
     }
 
+    /// Returns an epoch from CLUSTER INFO.
+    pub(crate) fn epoch(&self, name: &str) -> u64 {
+        let info = self.ask("CLUSTER INFO");
+        let value = info.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+        value.and_then(|value| value.trim().parse().ok()).expect("an epoch")
+    }
+
     /// Waits until the node is a replica that is connected to its primary.
     pub(crate) fn wait_for_link(&self) {
         self.server.wait_until("a connection to the primary", || {

@@ -68,7 +68,7 @@ fn make_keys(node: &Node, tag: &str) {
     lines(tag).iter().for_each(|line| drop(client.raw(&words(line))));
 }
 
-/// The kinds of [`pairs`].
+/// The kinds of connections that [`pairs`] opens.
 const KINDS: [&str; 3] = ["RESP2", "RESP3", "READONLY"];
 
 /// Opens connections to both ports of a node: in RESP2, in RESP3, and after READONLY.

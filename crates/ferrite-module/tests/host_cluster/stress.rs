@@ -84,10 +84,10 @@ fn no_write_is_lost_while_the_cluster_changes() {
             }
             must_stop.store(true, Ordering::Relaxed);
             for change in changes {
-                change.join().expect("changes of the cluster");
+                change.join().expect("the cluster accepts the changes");
             }
             let done = running.into_iter().map(|writer| {
-                let mut writer = writer.join().expect("right replies");
+                let mut writer = writer.join().expect("the replies are right");
                 writer.check_all();
                 [writer.served, writer.asked]
             });
@@ -100,8 +100,9 @@ fn no_write_is_lost_while_the_cluster_changes() {
         };
         let served = at(1, 0);
         eprintln!(
-            "{}: {moves} moves, {failovers} failovers; at own ports {} commands and {} after \
-             ASKING; at the module's ports {served} and {}; {called} in-process",
+            "{}: {moves} moves, {failovers} failovers; at the engines' own ports {} commands, and \
+             {} after ASKING; at the module's ports {served} commands ({called} \
+             in-process), and {} after ASKING",
             program.display(),
             at(0, 0),
             at(0, 1),

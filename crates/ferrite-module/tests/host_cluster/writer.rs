@@ -86,7 +86,8 @@ impl<'a> Writer<'a> {
         }
     }
 
-    /// Reads all keys at the nodes that have them, and checks them.
+    /// Reads every value and increments every counter once more, at the nodes that have them, and
+    /// checks the replies.
     pub(crate) fn check_all(&mut self) {
         for at in 0..self.slots.len() {
             self.follow(at, &Operation::Get);

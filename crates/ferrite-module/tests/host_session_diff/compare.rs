@@ -231,7 +231,7 @@ mod tests {
         assert!(!equal(Broadcasts::Gathered, &once, &(invalidate(&["a"]) + ":1\r\n")));
         assert!(
             !equal(Broadcasts::Gathered, &once, &(invalidate(&["a", "b"]) + ":2\r\n")),
-            "a differing reply"
+            "another reply differs"
         );
         assert!(equal(Broadcasts::MayBeMissing, &once, ":1\r\n"));
         assert!(!equal(Broadcasts::MayBeMissing, &once, &(invalidate(&["c"]) + ":1\r\n")));
@@ -253,7 +253,10 @@ mod tests {
         assert!(equal("$-1\r\n", "$13\r\nferrite:1.1:5\r\n"));
         assert!(!equal("$-1\r\n", "$1\r\nx\r\n"));
         assert!(!equal("$13\r\nferrite:1.1:5\r\n", "$-1\r\n"));
-        assert!(equal("*2\r\n$-1\r\n:1\r\n", "*2\r\n$13\r\nferrite:1.1:5\r\n:1\r\n"), "EXEC");
+        assert!(
+            equal("*2\r\n$-1\r\n:1\r\n", "*2\r\n$13\r\nferrite:1.1:5\r\n:1\r\n"),
+            "within the array of EXEC"
+        );
         assert!(!equal("*2\r\n$-1\r\n:1\r\n", "*2\r\n$13\r\nferrite:1.1:5\r\n:2\r\n"));
         assert!(!equal("*1\r\n$-1\r\n", "*2\r\n$13\r\nferrite:1.1:5\r\n:2\r\n"));
     }

@@ -196,9 +196,9 @@ impl Generator {
             if wait_ms > 0 {
                 if kind == Kind::Pause {
                     // The next command waits for the end of the pause. Both commands are sent in
-                    // one piece, so that no other client can send in between. Whether the other
-                    // client's commands were paused would not be defined. If that client then shut
-                    // down its side, the engine would drop its paused commands.
+                    // one piece, so that no other client can send in between. Otherwise it would
+                    // not be defined whether the other client's commands are paused. If that client
+                    // then shut down its side, the engine would drop its paused commands.
                     encode(&self.generate(client, Kind::Strings).words, &mut parts);
                     self.queue(
                         client,

@@ -86,7 +86,7 @@ fn in_process_sessions_agree_with_the_engines_own_port() {
 #[test]
 #[ignore = "cargo xtask fuzz session-diff runs it"]
 fn hunt() {
-    let seed = number("SEED").expect("FERRITE_DIFF_SEED");
+    let seed = number("SEED").expect("FERRITE_DIFF_SEED is set");
     let seconds = number("SECONDS");
     assert_no_findings(&Hunt {
         program: variable("ENGINE").map_or_else(|| REDIS.into(), Into::into),

@@ -75,7 +75,8 @@ impl Setup {
     /// Returns the name that clients send for this command.
     pub(crate) fn typed<'a>(&'a self, name: &'a str) -> &'a str {
         match self.renames.iter().find(|(original, _)| *original == name) {
-            // A disabled command has its original name, which the engine does not know any more.
+            // Clients send a disabled command by its original name, which the engine does not know
+            // any more.
             Some((_, "")) | None => name,
             Some((_, typed)) => typed,
         }

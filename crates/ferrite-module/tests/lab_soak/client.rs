@@ -303,7 +303,11 @@ impl Client {
         let commands: Vec<_> = keys.iter().map(|key| model::read_back(key)).collect();
         let started = Instant::now();
         loop {
-            assert!(started.elapsed() < TIMEOUT, "{self}: cannot read back; {}", world.state());
+            assert!(
+                started.elapsed() < TIMEOUT,
+                "{self}: cannot read the keys back; {}",
+                world.state()
+            );
             self.connect(world).await;
             let Some(mut connection) = self.connection.take() else { continue };
             let mut replies = Vec::new();
@@ -385,14 +389,14 @@ impl std::fmt::Display for Client {
 fn value(reply: &[u8]) -> Option<Value> {
     let text = |value: &Reply<'_>| match value {
         Reply::Bulk(text) => text.to_vec(),
-        other => panic!("{other:?}"),
+        other => panic!("an element is not a string: {other:?}"),
     };
     match Reply::parse(reply).expect("a reply") {
         Reply::Null => None,
         Reply::Bulk(text) => Some(Value::Text(text.to_vec())),
         Reply::Array(items) if items.is_empty() => None,
         Reply::Array(items) => Some(Value::List(items.iter().map(text).collect())),
-        other => panic!("{other:?}"),
+        other => panic!("the reply is not a value: {other:?}"),
     }
 }
 

@@ -38,7 +38,7 @@ pub(crate) struct Addresses(());
 impl Addresses {
     pub(crate) fn new() -> Self {
         let added = Self(()); // removes the addresses if adding one of them fails
-        assert!((0..ADDRESSES).all(|number| change("replace", number)), "ip addr replace");
+        assert!((0..ADDRESSES).all(|number| change("replace", number)), "cannot add the addresses");
         added
     }
 }

@@ -183,7 +183,7 @@ fn engines_survive_all_faults() {
         server.assert_healthy();
         let () = server.ask(&["CONFIG", "SET", "appendonly", "no"]);
         let called = server.count("commands_called");
-        eprintln!("called: {called}, proxied: {}", server.count("commands_proxied"));
+        eprintln!("commands: {called} in-process, {} proxied", server.count("commands_proxied"));
         let [errors, refused] = ["remote_access_errors", "refused_after_access_errors"]
             .map(|field| server.count(&format!("rdma_{field}")));
         eprintln!("remote access errors: {errors}, peers refused because of them: {refused}");

@@ -114,7 +114,12 @@ pub(crate) fn attack(server: &mut Engine, plan: &Plan) {
         while complete.is_none_or(|since: Instant| since.elapsed() < plan.holds) {
             let now = held(server, &mut admin);
             (most.rss, most.pinned) = (most.rss.max(now.rss), most.pinned.max(now.pinned));
-            assert!(started.elapsed() < 20 * TIMEOUT, "{:?}: {}", attack.stop(), server.log());
+            assert!(
+                started.elapsed() < 20 * TIMEOUT,
+                "the attack is not complete: {:?}; {}",
+                attack.stop(),
+                server.log()
+            );
             if complete.is_none() && attack.is_complete() {
                 complete = Some(Instant::now());
             }

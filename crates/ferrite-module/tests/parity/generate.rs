@@ -236,7 +236,7 @@ impl Generator<'_> {
     }
 }
 
-/// SplitMix64.
+/// The random number generator SplitMix64.
 struct Random(u64);
 
 impl Random {

@@ -69,7 +69,7 @@ fn ask(connection: &mut Connection, words: &[&str]) -> Vec<u8> {
     connection.send(&bytes);
     match connection.receive(Duration::from_secs(30)) {
         Response::Reply(reply) => reply,
-        other => panic!("{words:?}: {other:?}"),
+        other => panic!("{words:?}: no reply, but {other:?}"),
     }
 }
 

@@ -75,7 +75,9 @@ pub(crate) fn hand_written_scripts(way: &Way<'_>, program: &Path) {
         }
         let mut connections = comparison.open();
         let (_, line) = last.lines().next().expect("a line");
-        let Some(super::scripts::Sent::Words(shutdown)) = line.sent else { panic!("a command") };
+        let Some(super::scripts::Sent::Words(shutdown)) = line.sent else {
+            panic!("the last script is not a command")
+        };
         send(&mut connections, &shutdown);
         let responses =
             connections.each_mut().map(|connection| connection.receive_until_close(LONG));

@@ -35,6 +35,6 @@ pub struct Stats {
     /// completion.
     pub stalled_by_completions: u64,
     /// Calls of `write_plan` without a write, because nothing arrived from the peer after too many
-    /// requests.
+    /// writes and messages.
     pub stalled_by_silence: u64,
 }

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-/// Why a stream was reset. Codes that this version does not know are values, too.
+/// Why a stream was reset. A code that this version does not know is a valid cause, too.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Cause(u32);
 

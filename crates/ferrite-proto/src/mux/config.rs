@@ -6,7 +6,7 @@ use super::record::{CONTROL_BYTES, HEAD_BYTES};
 pub(super) const CREDIT_MAX: u32 = i32::MAX as u32;
 /// The smallest room for a turn of a stream: an OPEN, a head and a byte, and a FIN.
 pub(super) const TURN_ROOM: usize = CONTROL_BYTES + 2 * HEAD_BYTES + 1;
-/// The smallest [`Config::message_bytes`]. Half of it may be grants and resets.
+/// The smallest [`Config::message_bytes`]. Grants and resets take at most half of a message.
 pub(super) const MESSAGE_BYTES_MIN: usize = 2 * TURN_ROOM;
 
 /// Limits of a [`Mux`](super::Mux). Both sides of a link must have the same `window`; the other
@@ -29,8 +29,8 @@ pub struct Config {
     pub turn_bytes: u32,
     /// The largest message. Default 64 KiB.
     pub message_bytes: usize,
-    /// Maximum number of messages of a class that are not sent yet. A message of a more urgent
-    /// class waits for no more than these. Default 4.
+    /// Maximum number of messages of a class that are not sent yet. So a message of a more urgent
+    /// class waits for at most this many messages of each other class. Default 4.
     pub max_in_flight: u32,
     /// Maximum number of streams that each side may have opened. Default 4,096.
     pub max_streams: usize,

@@ -42,9 +42,9 @@ pub struct Decoder {
 
 #[derive(Debug, Clone, Copy)]
 enum State {
-    /// The head of a record is gathered.
+    /// The decoder gathers the head of a record.
     Head,
-    /// A record of this size is gathered.
+    /// The decoder gathers a record of this size, whose head is complete.
     Control { size: usize },
     /// This number of bytes of a DATA record is missing.
     Data { missing: u32 },
@@ -57,8 +57,8 @@ impl Default for Decoder {
 }
 
 impl Decoder {
-    /// Decodes up to the next finding, and removes its bytes from the front of `piece`. Returns
-    /// `None` when the piece is used up.
+    /// Decodes until there is something to return, and removes the decoded bytes from the front of
+    /// `piece`. Returns `None` when the piece is used up.
     ///
     /// # Errors
     /// If the bytes are no valid record. The decoder must not be used again.
@@ -104,7 +104,7 @@ impl Decoder {
         }
     }
 
-    /// Checks that the message ends with a record.
+    /// Checks that the message ends after a whole record.
     ///
     /// # Errors
     /// [`RecordError::Truncated`] if it ends within one.
@@ -115,7 +115,8 @@ impl Decoder {
         }
     }
 
-    /// Returns whether the first `size` bytes of a record are there.
+    /// Moves bytes from `piece` to the record until the record has `size` bytes. Returns whether it
+    /// has them all.
     fn gather(&mut self, size: usize, piece: &mut &[u8]) -> bool {
         let taken = piece.len().min(size - self.filled);
         let (bytes, rest) = piece.split_at(taken);
@@ -203,7 +204,11 @@ mod tests {
                     Decoded::Data(head) => found.push((None, Some(head), Vec::new())),
                     Decoded::Bytes(bytes) => {
                         assert!(!bytes.is_empty());
-                        found.last_mut().expect("a head").2.extend_from_slice(bytes);
+                        found
+                            .last_mut()
+                            .expect("the bytes follow a head")
+                            .2
+                            .extend_from_slice(bytes);
                     }
                 }
             }

@@ -5,8 +5,9 @@
 //! ```
 //!
 //! Grants and resets take at most half of a message, so that a flood of them leaves room for turns.
-//! Grants travel in the class *bus*, because a grant may overtake everything else of its stream:
-//! its receiver has the stream already. A reset travels in the class of its stream, after the OPEN.
+//! Grants travel in the class *bus*, so they may overtake everything else of their streams. This
+//! does no harm, because the receiver of a grant already knows the stream. A reset travels in the
+//! class of its stream, after the OPEN.
 
 use std::time::Instant;
 
@@ -150,7 +151,7 @@ impl Mux {
             return;
         }
         let begin = packer.len + HEAD_BYTES;
-        // A FIN fits after the bytes, too.
+        // Leaves room for the head of a DATA record, and for a FIN after its bytes.
         let room = (packer.room() - 2 * HEAD_BYTES)
             .min(self.config.turn_bytes as usize)
             .min(sending.credit as usize);

@@ -9,7 +9,8 @@ const SECOND: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub(super) struct OpenRate {
     interval: Duration,
-    /// When the streams that were opened so far are paid for, at one in each interval.
+    /// Each stream takes one interval, and the intervals follow each other. This is the end of the
+    /// last one.
     paid_until: Option<Instant>,
 }
 
@@ -80,12 +81,15 @@ mod tests {
         let at = |ms: u64| now + Duration::from_millis(ms);
         assert!(!traffic.count(at(0), 1000));
         assert!(traffic.count(at(999), 1), "more than the limit in a second");
-        assert!(traffic.count(at(1000), 240), "until a second with less has passed");
-        assert!(traffic.count(at(1900), 10), "a quarter is enough to stay");
-        assert!(traffic.count(at(2100), 249));
+        assert!(
+            traffic.count(at(1000), 240),
+            "a bulk stream stays bulk until a second has less than a quarter of the limit"
+        );
+        assert!(traffic.count(at(1900), 10), "a bulk stream stays bulk within a second");
+        assert!(traffic.count(at(2100), 249), "the last second had a quarter of the limit");
         assert!(!traffic.count(at(3200), 1), "the last second had less than a quarter");
         assert!(traffic.count(at(3300), 1000));
-        assert!(!traffic.count(at(5300), 10), "a pause ends it, too");
+        assert!(!traffic.count(at(5300), 10), "a stream is not bulk after a pause");
         assert!(!traffic.count(at(6299), 990));
         assert!(!traffic.count(at(6300), 900), "two seconds, each within the limit");
     }

@@ -166,7 +166,7 @@ pub enum RecordError {
         kind: u8,
     },
     /// The length does not fit the type.
-    #[error("a record of type {kind} with a body of {length} bytes")]
+    #[error("a record of type {kind} cannot have a body of {length} bytes")]
     Length {
         /// The type.
         kind: u8,

@@ -12,7 +12,8 @@
 //! A seed determines a run. With honest peers the simulator checks that
 //! - the bytes of each stream arrive in order and once, and all of them before its FIN;
 //! - what a multiplexer keeps stays within its limits;
-//! - a stream waits for at most one turn of each other stream of its class;
+//! - while a stream waits for its turn, the others of its class have at most twice as many turns as
+//!   there are streams;
 //! - small messages of the class *bus* are fast while others send all they can;
 //! - honest peers do not violate the protocol;
 //! - every stream ends at both sides, and is reported once.
@@ -42,8 +43,8 @@ const ACTIONS: usize = 700;
 /// Number of actions, without the adversary, within which every stream must end.
 const SETTLING: usize = 60_000;
 
-/// With at least this limit on what a stream sends in a second, the small messages whose latency is
-/// measured stay in the class *bus*.
+/// The smallest `bulk_bytes_per_second` with which the small messages whose latency is measured do
+/// not move their stream from the class *bus* to *bulk*.
 const PROBE_BULK_BYTES: u64 = 60 << 10;
 
 /// A violation of a rule.
@@ -60,7 +61,7 @@ fn chance(random: &mut Random, percent: u64) -> bool {
     random.below(100) < percent
 }
 
-/// What a run has met.
+/// Counts of what happened in a run, or in several.
 #[derive(Debug, Default, Clone, Copy)]
 struct Summary {
     streams: u64,
@@ -101,7 +102,7 @@ struct Simulation {
     moves: u64,
 }
 
-/// Returns the limits of a run. They are small, so that a run meets them.
+/// Returns the limits of a run. They are small, so that runs reach them.
 fn config(random: &mut Random) -> Config {
     let window = [64, 1000, 4096, 64 << 10][random.index(4)];
     Config {
@@ -197,7 +198,8 @@ impl Simulation {
         Ok(())
     }
 
-    /// Stops both wires, as if the link moved to another path. The link hides everything else.
+    /// Stops both wires, as if the link moved to another path. The multiplexers notice nothing else
+    /// of such a move.
     fn move_path(&mut self) {
         let micros = self.random.below(300_000);
         self.wires.iter_mut().for_each(|wire| wire.block(&self.clock, micros));
@@ -248,7 +250,7 @@ mod tests {
         if cfg!(miri) {
             return;
         }
-        let met = [
+        let counts = [
             all.streams,
             all.finished,
             all.resets,
@@ -259,7 +261,10 @@ mod tests {
             all.go_aways,
             all.violations,
         ];
-        assert!(met.into_iter().all(|count| count > 0), "it has met little: {all:?}");
+        assert!(
+            counts.into_iter().all(|count| count > 0),
+            "some kind of event never happened: {all:?}"
+        );
     }
 
     /// The test behind `cargo xtask simulate`. Runs `FERRITE_SEEDS` seeds from `FERRITE_FIRST_SEED`

@@ -22,6 +22,7 @@ pub struct Stats {
     pub out_of_memory: u64,
     /// Number of changes of class that this side began.
     pub class_changes: u64,
-    /// Number of records that were ignored, because their stream had ended.
+    /// Number of records that were ignored, because their stream had ended, or came after the
+    /// GOAWAY of this side.
     pub ignored: u64,
 }

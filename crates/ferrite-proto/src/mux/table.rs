@@ -40,7 +40,7 @@ impl Table {
         self.streams.len()
     }
 
-    /// Returns the number of streams that a side has opened.
+    /// Returns the number of streams that a side has opened and that have not ended.
     pub(super) fn opened_by(&self, side: Side) -> usize {
         if side == self.side { self.own } else { self.streams.len() - self.own }
     }
@@ -73,7 +73,7 @@ impl Table {
         names.max()
     }
 
-    /// Returns whether this side has used a name.
+    /// Returns whether this side has used the number of a name, in any class.
     pub(super) fn has_used(&self, stream: StreamId) -> bool {
         stream.opener() == self.side && stream.number() < self.next_number
     }

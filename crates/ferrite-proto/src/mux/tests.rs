@@ -45,7 +45,9 @@ impl Pair {
         now: Instant,
     ) -> Vec<(StreamId, usize)> {
         let (mut piece, mut received) = (message, Vec::new());
-        while let Some(it) = mux.handle_piece(class.channel(), &mut piece, now).expect("valid") {
+        while let Some(it) =
+            mux.handle_piece(class.channel(), &mut piece, now).expect("a valid message")
+        {
             match it {
                 Received::Opened { stream, .. } => received.push((stream, 0)),
                 Received::Data { stream, bytes } => {
@@ -139,8 +141,12 @@ fn a_stream_that_sends_much_moves_to_bulk_and_loses_nothing() {
         }
     }
     assert_eq!(pair.caller.class(stream), Some(Class::Bulk));
-    assert_eq!(pair.called.class(stream), Some(Class::Interactive), "each direction for itself");
-    assert!(sent > 3000, "{sent} bytes");
+    assert_eq!(
+        pair.called.class(stream),
+        Some(Class::Interactive),
+        "each direction has its own class"
+    );
+    assert!(sent > 3000, "only {sent} bytes were sent");
     assert_eq!(pair.caller.stats().class_changes, 1);
 }
 
@@ -164,7 +170,10 @@ fn go_away_ends_the_streams_that_were_not_accepted() {
     pair.called.go_away();
     let late = pair.open(Class::Bulk);
     let message = Pair::pack(&mut pair.called, Class::Bus, pair.now, 0).expect("the GOAWAY");
-    assert!(pair.send_to_called(Class::Bulk, 10).is_empty(), "ignored");
+    assert!(
+        pair.send_to_called(Class::Bulk, 10).is_empty(),
+        "the stream comes after the GOAWAY, so it is ignored"
+    );
     Pair::deliver(&mut pair.caller, Class::Bus, &message, pair.now);
     let end = End::ResetByPeer(Cause::GOING_AWAY);
     assert_eq!(pair.caller.poll_ended(), Some(Ended { stream: late, end }));
@@ -177,7 +186,7 @@ fn go_away_ends_the_streams_that_were_not_accepted() {
     assert!(pair.called.is_drained());
 }
 
-/// Grants and resets could fill every message of a class.
+/// Without a limit, grants and resets could fill every message of a class.
 #[test]
 fn a_flood_of_grants_leaves_room_for_turns() {
     let mut pair = Pair::new(&Config { message_bytes: 200, ..config() });

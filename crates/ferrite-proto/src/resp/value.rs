@@ -12,7 +12,7 @@ use super::{Limits, Progress, ReplyError, ReplyFramer};
 /// use ferrite_proto::resp::Value;
 ///
 /// let reply = Value::parse(b"*3\r\n$1\r\na\r\n:7\r\n_\r\n")?;
-/// let Value::Array(values) = reply else { panic!("an array") };
+/// let Value::Array(values) = reply else { panic!("the reply is not an array") };
 /// assert_eq!(values, [Value::Bulk(b"a"), Value::Integer(7), Value::Null]);
 /// # Ok::<(), ferrite_proto::resp::ReplyError>(())
 /// ```

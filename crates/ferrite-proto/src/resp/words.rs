@@ -187,7 +187,7 @@ mod tests {
             let before = 7..8;
             let mut places = vec![before.clone()];
             assert_eq!(plain_command(input.as_bytes(), 0, &mut places), None, "{input:?}");
-            assert_eq!(places, [before], "unchanged");
+            assert_eq!(places, [before], "the places are unchanged");
         }
     }
 
@@ -212,7 +212,8 @@ mod tests {
                 Some(end) => {
                     let framed = CommandFramer::new(Limits::default()).feed(&input);
                     prop_assert_eq!(framed, Ok(Progress { consumed: end, complete: true }));
-                    let command = Command::framed(&input[..end]).expect("framed");
+                    let command = Command::framed(&input[..end]);
+                    let command = command.expect("the framer has found the command");
                     let found: Vec<_> = Words::new(&input, &places).iter().collect();
                     prop_assert_eq!(command.args().collect::<Vec<_>>(), found);
                 }

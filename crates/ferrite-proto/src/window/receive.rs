@@ -129,11 +129,11 @@ mod tests {
     fn refuses_immediates_beyond_the_room() {
         let mut window = ReceiveWindow::new(8);
         window.announce();
-        window.fill(5).expect("room");
+        window.fill(5).expect("the window has room");
         for bytes in [4, 8, u32::MAX - 4, u32::MAX] {
             assert_eq!(window.fill(bytes), Err(WindowError::Overrun { bytes, room: 3 }));
         }
-        window.fill(3).expect("exactly full");
+        window.fill(3).expect("the bytes fit exactly");
         assert_eq!(window.readable(), 0..8);
     }
 
@@ -142,12 +142,12 @@ mod tests {
         let mut window = ReceiveWindow::new(4);
         window.announce();
         assert!(!window.consume(0), "nothing arrived");
-        window.fill(3).expect("room");
-        assert!(!window.consume(3), "consumed, not full");
-        window.fill(1).expect("room");
-        assert!(!window.consume(0), "full, not consumed");
+        window.fill(3).expect("the window has room");
+        assert!(!window.consume(3), "everything is consumed, but the window is not full");
+        window.fill(1).expect("the window has room");
+        assert!(!window.consume(0), "the window is full, but not everything is consumed");
         assert!(window.consume(1));
-        assert!(!window.consume(0), "only once");
+        assert!(!window.consume(0), "the announcement is due only once");
         assert_eq!((window.length(), window.room()), (4, 0));
     }
 
@@ -156,7 +156,7 @@ mod tests {
     fn panics_if_more_is_consumed_than_arrived() {
         let mut window = ReceiveWindow::new(4);
         window.announce();
-        window.fill(1).expect("room");
+        window.fill(1).expect("the window has room");
         let _ = window.consume(2);
     }
 }

@@ -39,7 +39,7 @@ pub struct Write {
 /// assert_eq!((write.remote_addr, write.len, write.immediate), (0x1000, 4, 4));
 /// assert_eq!(window.register(memory), Err(WindowError::Early { offset: 4, length: 10 }));
 ///
-/// // Split at the end, never beyond it.
+/// // A write never goes beyond the end of the memory.
 /// let write = window.write(100, u32::MAX).unwrap();
 /// assert_eq!((write.remote_addr, write.len), (0x1004, 6));
 /// assert_eq!(window.write(94, u32::MAX), None);
@@ -126,7 +126,7 @@ mod tests {
 
     fn registered() -> SendWindow {
         let mut window = SendWindow::new(100);
-        window.register(MEMORY).expect("valid");
+        window.register(MEMORY).expect("a valid registration");
         window
     }
 
@@ -162,9 +162,9 @@ mod tests {
     fn accepts_a_registration_when_empty_or_full() {
         // While nothing is written, the same registration and another one are accepted.
         let mut window = registered();
-        window.register(MEMORY).expect("the same");
+        window.register(MEMORY).expect("the same registration is accepted");
         let other = Registration { addr: 0x9000, length: 3, rkey: 2 };
-        window.register(other).expect("another");
+        window.register(other).expect("another registration is accepted");
         assert_eq!(
             window.write(1, 100).map(|write| (write.remote_addr, write.rkey)),
             Some((0x9000, 2))
@@ -174,8 +174,8 @@ mod tests {
         let early = WindowError::Early { offset: 1, length: 3 };
         assert_eq!(window.register(other), Err(early));
         assert_eq!(window.room(), 2);
-        window.write(2, 100).expect("room");
-        window.register(MEMORY).expect("it was full");
+        window.write(2, 100).expect("the window has room");
+        window.register(MEMORY).expect("a full window accepts a registration");
         assert_eq!(window.room(), 8);
     }
 

@@ -18,7 +18,8 @@ def _start_threads():
     """Creates the executor for connecting and for `get_into`.
 
     Each of these calls waits in a thread, without Python's lock. A connection needs one thread at
-    most. The limit of threads is high, so that a server that does not answer holds up no other.
+    most. The limit of threads is high, so that calls to a server that does not answer leave
+    threads for calls to other servers.
     """
     global _threads
     _threads = ThreadPoolExecutor(1 << 16, thread_name_prefix="ferrite")

@@ -35,15 +35,16 @@ class BufferCommands:
         """
         url = checked_url(url)
         pool = cls._pool_class.from_url(url, **options)
-        # Sets the class afterwards, because redis.asyncio ignores this option for rediss://.
-        # redis-py does not ignore it, and would send the password without TLS.
+        # Sets the class of the finished pool instead of passing the option `connection_class`.
+        # For rediss://, redis.asyncio ignores this option. redis-py uses it in place of its own
+        # class for TLS, so it would send the password without TLS.
         pool.connection_class = cls._connection_class(url.startswith("rediss://"))
         client = cls(connection_pool=pool)
         client.auto_close_connection_pool = True
         return client
 
     def get_into(self, key, buffer):
-        """Reads a value into `buffer`; returns its size in bytes, or None without the key.
+        """Reads a value into `buffer`; returns its size in bytes, or None if there is no such key.
 
         The buffer is any writable object with contiguous memory: a bytearray, a NumPy array, a
         torch tensor on the CPU. Raises `BufferTooSmallError` if the value does not fit. The rest

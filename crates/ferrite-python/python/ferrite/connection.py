@@ -131,7 +131,7 @@ _warned, _warned_lock = set(), threading.Lock()
 
 
 def _warn_once(text):
-    """Warns once per process of each server and cause. Each connection names it in `fallback`."""
+    """Warns once per process of each server and cause. `fallback` of a connection has the cause."""
     with _warned_lock:
         is_new = text not in _warned
         _warned.add(text)
@@ -180,7 +180,7 @@ def store(value, view):
     if value is None:
         return None
     if not isinstance(value, (bytes, bytearray)):
-        raise redis.ResponseError(f"the reply is no string of bytes but {type(value).__name__}")
+        raise redis.ResponseError(f"expected a string as the reply, got {type(value).__name__}")
     size_of(len(value), view)
     view[: len(value)] = value
     return len(value)

@@ -1,6 +1,7 @@
 //! Tests when replies are sent, and from which memory.
 
 use std::collections::VecDeque;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::task::Context;
 
@@ -11,9 +12,12 @@ use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _, ReadBuf};
 use tokio::net::UnixStream;
 use tokio::sync::Notify;
 
+use super::reading::READS_PER_SEND;
 use super::*;
 use crate::engine::EngineSocket;
-use crate::in_process_engine::{Callable, Called, ClientLimits, SessionFuture};
+use crate::in_process_engine::{
+    Callable, Called, ClientLimits, CommandKind, Commands, SessionFuture,
+};
 use crate::sessions::{ClientTransport, Sessions};
 
 /// A client that sends the given pieces and then nothing more. Records all writes to it.

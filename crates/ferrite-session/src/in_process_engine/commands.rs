@@ -37,7 +37,7 @@ impl Callable {
     }
 }
 
-/// A command of a run.
+/// A command of a run. A run is a series of consecutive commands that a session handles together.
 #[derive(Debug, Clone)]
 pub(crate) struct RunCommand {
     pub(crate) found: FoundCommand,

@@ -1,5 +1,5 @@
-//! The task that drives a multiplexed link. It makes no decision about the protocol: what arrives
-//! goes to `Mux`, and what `Mux` says is done.
+//! The task that drives a multiplexed link. It makes no decision about the protocol: it passes
+//! everything that arrives to `Mux`, and does what `Mux` returns.
 
 use std::collections::{HashMap, VecDeque};
 use std::future::{Future, poll_fn};
@@ -41,7 +41,7 @@ pub struct MuxDriver<S: MuxSocket> {
     /// Whether every handle is gone.
     has_no_handles: bool,
     incoming: mpsc::UnboundedSender<(StreamId, Route)>,
-    /// The messages that are not sent yet, by class; the oldest first.
+    /// The messages that the link has accepted and not sent yet, by class; the oldest first.
     in_flight: [VecDeque<Sending>; Class::ALL.len()],
     /// Memory for the next message.
     scratch: Option<BufMut>,
@@ -78,8 +78,8 @@ impl<S: MuxSocket> MuxDriver<S> {
     /// and all streams have ended, or the peer has closed the link without streams.
     ///
     /// # Errors
-    /// If the link failed, or the peer violated the protocol. The local connections of all streams
-    /// are reset.
+    /// Returns an error if the link failed, or if the peer violated the protocol. The local
+    /// connections of all streams are reset.
     pub async fn run(mut self) -> Result<(), MuxFailure> {
         let result = poll_fn(|cx| self.poll(cx)).await;
         self.update_state();
@@ -190,7 +190,7 @@ impl<S: MuxSocket> MuxDriver<S> {
     /// Receives messages.
     fn poll_link(&mut self, cx: &mut Context<'_>) -> Result<bool, MuxFailure> {
         for at in 0..RECEIVE_BATCH {
-            // Binds the link, and not `self`, to the future.
+            // The future borrows this clone, so that `self` can be used below.
             let link = self.link.clone();
             let received = Pin::new(&mut link.recv()).poll(cx);
             match received {
@@ -243,7 +243,8 @@ impl<S: MuxSocket> MuxDriver<S> {
         }
     }
 
-    /// Looks at the local connections that are ready.
+    /// Handles the local connections that are ready: tells `Mux` that they may have bytes to send,
+    /// and passes received bytes to them. Returns whether there were any.
     fn poll_sockets(&mut self) -> bool {
         let mut streams = Vec::new();
         self.woken.take(&mut streams);
@@ -276,13 +277,14 @@ impl<S: MuxSocket> MuxDriver<S> {
         while let Some(Ended { stream, end }) = self.mux.poll_ended() {
             let Some(local) = self.streams.remove(&stream) else { continue };
             match end {
-                End::Finished => drop(local), // it was shut down
+                End::Finished => drop(local), // the connection was shut down before
                 End::Reset(_) | End::ResetByPeer(_) => local.reset(),
             }
         }
     }
 
-    /// Takes the news that messages were sent.
+    /// Removes the messages that the link has sent, and tells `Mux` about them. Returns whether
+    /// there were any.
     fn poll_sent(&mut self, cx: &mut Context<'_>) -> Result<bool, MuxFailure> {
         let mut has_progress = false;
         for class in Class::ALL {
@@ -299,7 +301,7 @@ impl<S: MuxSocket> MuxDriver<S> {
         Ok(has_progress)
     }
 
-    /// Sends what is ready.
+    /// Packs and sends the messages that are ready, as long as there is memory for them.
     fn send(&mut self, cx: &mut Context<'_>) -> Result<bool, MuxFailure> {
         let mut has_progress = false;
         for class in Class::ALL {
@@ -401,8 +403,8 @@ fn give_back<S: MuxSocket>(
     }
 }
 
-/// Checks the result of a message. If the link has ended, messages of the peer may still wait to be
-/// received. The end is reported after them.
+/// Checks the result of sending a message. Ignores the error if the link has ended: messages of the
+/// peer may still wait to be received, and receiving reports the end after them.
 fn check_sent(link: &Link, result: Result<(), Error>) -> Result<(), MuxFailure> {
     match result {
         Err(error) if error.kind() != ErrorKind::Closed && link.failure().is_none() => {

@@ -52,7 +52,8 @@ impl<S: MuxSocket> Local<S> {
             Poll::Ready(Err(_)) => Filled::Failed(Cause::CONNECTION_LOST),
             Poll::Ready(Ok(())) => match room.filled().len() {
                 0 => Filled::End,
-                // Until the connection says that it has none, and keeps the waker.
+                // There may be more. Only a read that returns `Pending` shows that there is none,
+                // and makes the connection keep the waker.
                 len => Filled::Bytes { len, is_more: true },
             },
         }
@@ -121,7 +122,7 @@ impl<S: MuxSocket> Local<S> {
         }
     }
 
-    /// Returns how many bytes the connection takes now.
+    /// Writes bytes to the connection. Returns how many it took, which is 0 if it must wait.
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         let Some(socket) = &mut self.socket else { return Ok(0) };
         match Pin::new(socket).poll_write(&mut Context::from_waker(&self.waker), bytes) {

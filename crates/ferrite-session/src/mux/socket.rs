@@ -14,7 +14,8 @@ pub trait MuxSocket: AsyncRead + AsyncWrite + Send + Unpin + 'static {
 
 impl MuxSocket for TcpStream {
     fn reset(self) {
-        // Then closing sends RST. If the option cannot be set, the connection has failed already.
+        // With a linger time of zero, closing sends RST. If the option cannot be set, the socket
+        // has failed already.
         let _ = self.set_zero_linger();
     }
 }

@@ -84,7 +84,7 @@ mod tests {
     fn a_stream_is_listed_once_until_it_was_taken() {
         let woken = Arc::new(Woken::default());
         let [one, two] =
-            [1, 2].map(|number| StreamId::new(Side::Caller, Class::Bus, number).expect("a name"));
+            [1, 2].map(|number| StreamId::new(Side::Caller, Class::Bus, number).expect("an id"));
         let (first, second) = (woken.waker(one), woken.waker(two));
         first.wake_by_ref();
         second.wake_by_ref();

@@ -15,7 +15,8 @@
 //! sends commands as fast as it gets replies.
 #![expect(
     clippy::print_stdout,
-    reason = "prints the measurements for `cargo xtask lab-test beside -- --no-capture`"
+    reason = "prints the measurements for \
+              `cargo xtask lab-test measured_isolation -- --no-capture`"
 )]
 
 mod measure;

@@ -1,4 +1,5 @@
-//! How streams and links end: as the local connections end, and never cleanly after a failure.
+//! How streams and links end. A stream ends as its local connection does: with a close or a reset.
+//! After a failure, it never ends with a close.
 
 use std::io::ErrorKind;
 
@@ -80,7 +81,8 @@ pub(crate) async fn drains_after_go_away(harness: &Harness) {
     let (mut peers, _listener) = harness.pair::<Pipe>(&Config::default()).await;
     let [mut one, mut two] = connect(&mut peers, 1).await;
     peers[1].handle.go_away();
-    until_async("the news arrives", async || peers[0].handle.state().is_peer_going_away).await;
+    let is_told = async || peers[0].handle.state().is_peer_going_away;
+    until_async("the peer learns that this side is going away", is_told).await;
     let (_program, socket) = pipe();
     let opened = peers[0].handle.open(Class::Bus, route(2), socket).await;
     assert!(matches!(opened, Err((Some(_), OpenError::GoingAway))));
@@ -101,7 +103,7 @@ pub(crate) async fn hostile_records_end_the_link(harness: &Harness) {
     let multiplexer = multiplex::<Pipe>(link, Side::Called, &Config::default());
     let Multiplexer { handle, mut incoming, driver } = multiplexer.expect("a multiplexer");
     let driver = tokio::spawn(driver.run());
-    let stream = StreamId::new(Side::Caller, Class::Interactive, 1).expect("a name");
+    let stream = StreamId::new(Side::Caller, Class::Interactive, 1).expect("an id");
     let open = Control::Open { stream, route: route(7) }.encode();
     hostile.send_bytes(1, &open).await.expect("send");
     let (mut program, socket) = pipe();

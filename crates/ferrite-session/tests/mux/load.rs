@@ -1,6 +1,6 @@
 //! Many streams on a link that moves between RDMA and TCP: nothing is lost, repeated, reordered or
 //! changed, and memory stays bounded.
-#![expect(clippy::print_stdout, reason = "people judge latency and memory")]
+#![expect(clippy::print_stdout, reason = "prints latency and memory, for people to judge")]
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -16,7 +16,8 @@ use tokio::task::JoinSet;
 
 use super::{Harness, Peer, Pipe, Program, pipe, route, wait_for};
 
-/// The destination port of streams that nobody reads, and of the streams that are measured.
+/// The destination ports: of the streams that nobody reads, of the stream whose latency is
+/// measured, and of all others.
 const UNREAD: u16 = 1;
 const MEASURED: u16 = 2;
 const LOADED: u16 = 3;
@@ -44,7 +45,7 @@ async fn serve(mut incoming: MuxIncoming<Pipe>) {
         let port = stream.route().destination.port();
         stream.accept(socket);
         if port == UNREAD {
-            unread.push(program); // until the driver ends
+            unread.push(program); // stays open until the driver ends
         } else {
             tokio::spawn(async move {
                 let (mut read, mut write) = tokio::io::split(program.io);
@@ -84,7 +85,7 @@ async fn exchange(
             async { tokio::try_join!(write.write_all(&message), read.read_exact(&mut echo)) };
         both.await.map_err(|error| format!("after {bytes} bytes: {error}"))?;
         if echo != message {
-            return Err(format!("after {bytes} bytes: another echo than what was sent"));
+            return Err(format!("after {bytes} bytes: the echo differs from what was sent"));
         }
         bytes += len;
         rounds.fetch_add(1, Ordering::Relaxed);
@@ -92,7 +93,7 @@ async fn exchange(
     write.shutdown().await.map_err(|error| format!("shut down: {error}"))?;
     match read.read(&mut [0]).await {
         Ok(0) => Ok(bytes),
-        other => Err(format!("{other:?} instead of the end")),
+        other => Err(format!("expected the end of the stream, received {other:?}")),
     }
 }
 
@@ -109,7 +110,7 @@ async fn latency(io: &mut DuplexStream, round_trips: usize) -> [Duration; 2] {
     [times[times.len() / 2], times[times.len() * 99 / 100]]
 }
 
-/// Carries many streams while the link moves. Prints what people judge.
+/// Carries many streams while the link moves between RDMA and TCP. Prints latency and memory.
 pub(crate) async fn streams_survive_moves(harness: &Harness, load: Load) {
     let config = Config { opens_per_second: 100_000, ..Config::default() };
     let ([peer, called], _listener) = harness.pair::<Pipe>(&config).await;
@@ -154,7 +155,8 @@ pub(crate) async fn streams_survive_moves(harness: &Harness, load: Load) {
     let mut random = Random::new(load.seed);
     for at in 0..if harness.has_rdma { load.moves } else { 0 } {
         wait_for(&links, Transport::Rdma).await;
-        // An upgrade may not be over, although both ends use its path.
+        // A link may still report RDMA for a moment after it has left it. `leave_rdma` then fails
+        // and is called again.
         let link = &links[random.index(2)];
         until_async(&format!("move {at}"), async || link.leave_rdma()).await;
         let more = random.below(each) + 1;
@@ -163,7 +165,7 @@ pub(crate) async fn streams_survive_moves(harness: &Harness, load: Load) {
     stop.store(true, Ordering::Relaxed);
     let mut bytes = 0;
     while let Some(ended) = programs.join_next().await {
-        bytes += ended.expect("no panic").unwrap_or_else(|what| panic!("a stream: {what}"));
+        bytes += ended.expect("no panic").unwrap_or_else(|why| panic!("a stream failed: {why}"));
     }
     let (state, moves) = (server.state(), links[0].stats().moves);
     println!(

@@ -115,7 +115,9 @@ pub(crate) async fn refuses_streams_beyond_the_limits(harness: &Harness) {
     }
     let (_one, socket) = pipe();
     let refused = peers[0].handle.open(Class::Bulk, route(9), socket).await;
-    let Err((Some(_), OpenError::TooManyStreams)) = refused else { panic!("a fourth stream") };
+    let Err((Some(_), OpenError::TooManyStreams)) = refused else {
+        panic!("expected that a fourth stream is refused")
+    };
     drop(programs.pop());
     until_async("a stream has ended", async || peers[0].handle.state().streams == 2).await;
     until_async("a stream has ended", async || peers[1].handle.state().streams == 2).await;

@@ -63,7 +63,7 @@ impl<'a> Shape<'a> {
 }
 
 impl Cluster {
-    /// Starts a cluster and waits until every node says that it works.
+    /// Starts a cluster and waits until every node says that the cluster works.
     #[must_use]
     pub fn start(shape: &Shape<'_>) -> Self {
         let count = shape.primaries + shape.replicas;
@@ -132,7 +132,7 @@ impl Cluster {
         let share = usize::from(SLOTS) / self.primaries;
         let end =
             if primary + 1 == self.primaries { usize::from(SLOTS) } else { (primary + 1) * share };
-        [(primary * share) as u16, (end - 1) as u16] // slots fit
+        [(primary * share) as u16, (end - 1) as u16] // slot numbers fit into u16
     }
 
     /// Runs a command on a node's own socket.
@@ -141,7 +141,7 @@ impl Cluster {
         self.nodes[number].engine.ask(words)
     }
 
-    /// Returns how many nodes a node knows, with itself, that are connected to it.
+    /// Returns how many nodes this node lists as connected, including itself.
     fn nodes_known(&self, number: usize) -> usize {
         let nodes: String = self.ask(number, &["CLUSTER", "NODES"]);
         let is_connected = |line: &&str| line.contains(" connected") && !line.contains("handshake");
@@ -193,7 +193,8 @@ impl Cluster {
         }
         for number in (0..self.primaries).filter(|number| ![from, to].contains(number)) {
             let set = ["CLUSTER", "SETSLOT", &slot, "NODE", target];
-            // A node that was killed, or has become a replica, hears of it by the cluster's gossip.
+            // A node that was killed or has become a replica does not accept the command. It learns
+            // the slot's new owner from the cluster's gossip.
             let _ = self.nodes[number].engine.try_ask::<()>(&set);
         }
     }

@@ -100,8 +100,8 @@ fn hosts_are_up() -> bool {
     })
 }
 
-/// Recreates the devices when the test ends. Every test that takes an interface down begins with
-/// this.
+/// Recreates the devices when the test ends. A test begins with this if the connection manager may
+/// send a message while an interface is down.
 ///
 /// If the interface is down, the kernel cannot send the messages of its connection manager.
 /// Soft-RoCE then ends the queue pair for these messages (GSI) and never recovers it, so the device

@@ -82,7 +82,7 @@ impl Client {
     /// If the server has closed the connection, or does not read in time.
     #[track_caller]
     pub fn send<W: AsRef<[u8]>>(&mut self, commands: &[Vec<W>]) {
-        assert!(self.try_send(commands), "the server closed the connection");
+        assert!(self.try_send(commands), "the server closed the connection, or does not read");
     }
 
     /// Sends commands in one piece. Returns false if the server has closed the connection, or does

@@ -198,7 +198,8 @@ fn next_event(
 ) -> Result<CmEvent, Error> {
     channel.wait_event(deadline.saturating_duration_since(Instant::now()))?.ok_or_else(|| {
         Error::new(ErrorKind::Timeout, "rdma_get_cm_event", peer.to_string()).because(
-            "the peer's connection manager did not answer in time: host down, or UDP 4791 filtered",
+            "the peer's connection manager did not answer in time: the host is down, or UDP port 4791 \
+             is filtered",
         )
     })
 }

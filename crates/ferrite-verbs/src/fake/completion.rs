@@ -16,9 +16,9 @@ use super::state::State;
 use crate::sys;
 
 impl State {
-    /// Adds a completion, and an event if the queue is armed for this kind of completion. During a
-    /// delay, holds the completion back instead. If the queue is full, loses the completion and
-    /// reports the overrun once.
+    /// Adds a completion, and an event if the queue is armed for this kind of completion. While a
+    /// test delays completions, holds the completion back instead. If the queue is full, loses the
+    /// completion and reports the overrun once.
     pub(super) fn complete(&mut self, queue_id: Id, entry: Entry) {
         let Some(entry) = self.keep_late(queue_id, entry) else { return };
         let Some(queue) = self.queues.get_mut(&queue_id) else { return };

@@ -71,7 +71,8 @@ impl State {
 
     pub(super) fn bind(&mut self, id: Id, addr: SocketAddr) -> Result<(), Errno> {
         let reuse = self.at_phase(id, &[Phase::Idle])?.reuse;
-        // As in the kernel's `cma_check_linklocal` (`drivers/infiniband/core/cma.c`).
+        // The kernel refuses a link-local address without its interface (`cma_check_linklocal` in
+        // `drivers/infiniband/core/cma.c`).
         if let SocketAddr::V6(at) = addr
             && at.ip().is_unicast_link_local()
             && at.scope_id() == 0

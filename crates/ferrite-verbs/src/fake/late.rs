@@ -1,9 +1,11 @@
 //! Devices that report late: completions and LAST_WQE_REACHED are held back until a test releases
-//! them. This file also has some controls and queries for tests.
+//! them. This file also has other methods of [`World`] for tests: one reports changes of a GID
+//! table, the others query timeouts and posted receives.
 //!
 //! The firmware of a device flushes a failed queue pair, and the driver delivers the event from a
-//! kernel work queue. So completions and event can be late on a busy host (`mlx5_ib_qp_event` and
-//! `mlx5_ib_handle_qp_event` in the kernel's `drivers/infiniband/hw/mlx5/qp.c`).
+//! kernel work queue. So the completions and the event can be late on a busy host
+//! (`mlx5_ib_qp_event` and `mlx5_ib_handle_qp_event` in the kernel's
+//! `drivers/infiniband/hw/mlx5/qp.c`).
 
 use super::World;
 use super::object::Id;

@@ -1,8 +1,8 @@
 //! Protection domains and memory regions: the checks of keys, and the copying of data.
 //!
 //! Only this module accesses the memory that callers register or send inline. It copies registered
-//! memory byte by byte with relaxed atomics, because for Rust (and for Miri) the fake is another
-//! thread that shares the memory.
+//! memory byte by byte with relaxed atomics, because another thread may use the memory at the same
+//! time, as with a real device. Without atomics, Rust (and Miri) would call this a data race.
 
 use std::ffi::{c_int, c_uint, c_void};
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -90,7 +90,7 @@ impl State {
         let raw_context = self.usable(context)?.raw.context();
         let spec = &self.device_of(context)?.spec;
         let (max_bytes, max_mr) = (spec.max_mr_bytes, spec.max_mr as usize);
-        // As in the kernel, a peer may not write what the device itself may not write.
+        // As in the kernel, remote write access requires local write access.
         let remote_only = access & REMOTE_WRITE != 0 && access & LOCAL_WRITE == 0;
         if len == 0 || len as u64 > max_bytes || remote_only || access & !KNOWN_ACCESS != 0 {
             return Err(Errno::INVAL);

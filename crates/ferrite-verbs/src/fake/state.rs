@@ -22,7 +22,7 @@ pub(super) struct State {
     pub(super) device_lists: usize,
     pub(super) forks: sys::ibv_fork_status,
     /// Whether a device was disassociated. Then callers may still hold objects that are no longer
-    /// in this state.
+    /// in the maps below.
     pub(super) disassociated: bool,
     pub(super) late: Late,
     faults: HashMap<&'static str, VecDeque<Errno>>,

@@ -88,13 +88,13 @@ unsafe fn flush_a_receive(
         assert_eq!(bad, &raw mut wr);
         let mut attr =
             sys::ibv_qp_attr { qp_state: sys::ibv_qp_state::IBV_QPS_RTR, ..Default::default() };
-        assert_eq!((IBV.ibv_modify_qp)(qp, &raw mut attr, 1), EINVAL, "not from RESET to RTR");
+        assert_eq!((IBV.ibv_modify_qp)(qp, &raw mut attr, 1), EINVAL, "RESET cannot change to RTR");
         attr.qp_state = sys::ibv_qp_state::IBV_QPS_INIT;
         assert_eq!((IBV.ibv_modify_qp)(qp, &raw mut attr, 1), EINVAL, "INIT needs a port");
         attr.qp_state = sys::ibv_qp_state::IBV_QPS_ERR;
         assert_eq!((IBV.ibv_modify_qp)(qp, &raw mut attr, 1), 0);
         assert_eq!((ops.req_notify_cq.expect("an operation"))(cq, 0), 0);
-        assert_eq!(post(qp, &raw mut wr, &raw mut bad), 0, "flushed at once");
+        assert_eq!(post(qp, &raw mut wr, &raw mut bad), 0, "ERROR accepts and flushes");
         (pd, channel, cq, qp)
     }
 }
@@ -117,8 +117,8 @@ fn destroy_waits_until_events_are_acknowledged() {
             (IBV.ibv_ack_cq_events)(std::ptr::with_exposed_provenance_mut(addr), 1);
         });
         assert_eq!((IBV.ibv_destroy_cq)(cq), 0);
-        assert!(start.elapsed() >= Duration::from_millis(50), "it waited");
-        acknowledger.join().expect("acknowledged");
+        assert!(start.elapsed() >= Duration::from_millis(50), "ibv_destroy_cq must wait");
+        acknowledger.join().expect("the acknowledging thread");
 
         let fd = std::os::fd::BorrowedFd::borrow_raw((*channel).fd);
         crate::context::set_nonblocking(fd, "channel").expect("fcntl");

@@ -60,7 +60,7 @@ fn black_hole() {
     // This send waits for a receive, and fails when the black hole begins.
     from.post(SendRequest::send(9, &[from.region.sge(0..8)]));
     world.black_hole("fake1", "fake2");
-    let failed = from.reap(Mode::Poll).ok().expect_err("lost");
+    let failed = from.reap(Mode::Poll).ok().expect_err("the send must fail");
     assert_eq!((failed.status, failed.wr_id), (Status::RETRY_EXCEEDED, 9));
     assert_eq!(write_64(from, to), Status::FLUSHED);
     // The peer does not answer the handshake, so the caller's deadline ends it.
@@ -72,7 +72,7 @@ fn black_hole() {
     let (start, deadline) = (Instant::now(), Duration::from_millis(50));
     let error =
         cm::connect(&id, &parts.qp, Access::LOCAL, &params(&PairConfig::default()), deadline);
-    assert_eq!(error.expect_err("no answer").kind(), ErrorKind::Timeout);
+    assert_eq!(error.expect_err("the peer does not answer").kind(), ErrorKind::Timeout);
     assert!(start.elapsed() >= deadline);
     assert!(listener.next_request(NOW).expect("events").is_none());
     // The disconnect does not reach the peer.
@@ -93,7 +93,9 @@ fn requests_without_a_timeout_wait_for_the_peer() {
     let parts = [0, 1].map(|at| Parts::new(&fixture, &fixture.hosts[at], &PairConfig::default()));
     let path = Path { ack_timeout: 0, ..Default::default() };
     let bring_up = |at: usize| {
-        let std::net::IpAddr::V4(ip) = fixture.hosts[1 - at].ip else { panic!("IPv4") };
+        let std::net::IpAddr::V4(ip) = fixture.hosts[1 - at].ip else {
+            panic!("the hosts have IPv4 addresses")
+        };
         let (qp_num, gid) = (parts[1 - at].qp.number(), Gid(ip.to_ipv6_mapped().octets()));
         let peer = PeerAddress { qp_num, psn: 0, gid, lid: 0 };
         parts[at]
@@ -123,7 +125,7 @@ fn requests_without_a_timeout_wait_for_the_peer() {
     let error = lost
         .qp
         .modify(&QueuePairAttributes::connect_to(&unknown_peer, 1, 1, &path, 1))
-        .expect_err("no such address");
+        .expect_err("no device has the address");
     assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
 }
 
@@ -150,7 +152,11 @@ fn abandoned_handshake_is_reported_to_the_other_side() {
     };
     let refused = Some((CmEventKind::REJECTED, Some(RejectReason::BY_APPLICATION)));
     let (first, second) = (ask(), ask());
-    assert_eq!((answer(&first), answer(&second)), (None, refused), "room for one request");
+    assert_eq!(
+        (answer(&first), answer(&second)),
+        (None, refused),
+        "the backlog has room for one request"
+    );
     // If the connecting side gives up, the holder of the request gets an event, and can no longer
     // accept the request.
     let request = listener.next_request(NOW).expect("events").expect("a request");

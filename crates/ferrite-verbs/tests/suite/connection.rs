@@ -144,7 +144,8 @@ pub(crate) fn rejects_a_port_in_use(fixture: &Fixture) {
 
 pub(crate) fn rejects_an_address_of_another_host(fixture: &Fixture) {
     let elsewhere = Host::new("none", "192.0.2.1").any_port();
-    let error = Listener::bind(&fixture.verbs, elsewhere, 4).expect_err("not our address");
+    let error =
+        Listener::bind(&fixture.verbs, elsewhere, 4).expect_err("another host has the address");
     assert_eq!(error.kind(), ErrorKind::NoRoute, "{error}");
 }
 
@@ -156,7 +157,7 @@ pub(crate) fn rejects_too_long_private_data(fixture: &Fixture) {
         .expect("identifier");
     let data = [0; cm::REQUEST_PRIVATE_DATA_MAX + 1];
     let params = ConnectParams { private_data: &data, ..params(&PairConfig::default()) };
-    let error = id.connect(&params).expect_err("too long");
+    let error = id.connect(&params).expect_err("the private data is too long");
     assert_eq!(error.kind(), ErrorKind::Misuse);
     assert!(error.to_string().contains("57 bytes of private data, but only 56 fit"), "{error}");
 }

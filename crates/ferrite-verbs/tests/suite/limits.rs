@@ -45,29 +45,32 @@ pub(crate) fn reports_exceeded_device_limits(fixture: &Fixture) {
         assert!(error.to_string().contains(what), "{error}");
     };
     let deep = parts.context.create_completion_queue(limits.max_cqe + 1, None, 0);
-    expect_limit_error(deep.expect_err("too deep"), "the device allows");
+    expect_limit_error(deep.expect_err("the queue is too deep"), "the device allows");
     let base = QueuePairConfig::new(&parts.cq);
     let wide = QueuePairConfig { max_send_sge: limits.max_sge + 1, ..base.clone() };
     expect_limit_error(
-        parts.domain.create_queue_pair(&wide).expect_err("too wide"),
+        parts.domain.create_queue_pair(&wide).expect_err("too many scatter/gather elements"),
         "max_send_sge",
     );
     let wide = QueuePairConfig { max_recv_sge: limits.max_sge + 1, ..base.clone() };
     expect_limit_error(
-        parts.domain.create_queue_pair(&wide).expect_err("too wide"),
+        parts.domain.create_queue_pair(&wide).expect_err("too many scatter/gather elements"),
         "max_recv_sge",
     );
     let long = QueuePairConfig { max_send_wr: limits.max_qp_wr + 1, ..base.clone() };
-    expect_limit_error(parts.domain.create_queue_pair(&long).expect_err("too long"), "max_send_wr");
+    expect_limit_error(
+        parts.domain.create_queue_pair(&long).expect_err("the queue is too long"),
+        "max_send_wr",
+    );
     let inline = QueuePairConfig { max_inline: 1 << 20, ..base };
     expect_limit_error(
-        parts.domain.create_queue_pair(&inline).expect_err("too much inline"),
+        parts.domain.create_queue_pair(&inline).expect_err("too many inline bytes"),
         "inline",
     );
     let srq = parts.domain.create_shared_receive_queue(limits.max_srq_wr + 1, 1);
-    expect_limit_error(srq.expect_err("too long"), "max_wr");
+    expect_limit_error(srq.expect_err("the queue is too long"), "max_wr");
     let srq = parts.domain.create_shared_receive_queue(16, limits.max_srq_sge + 1);
-    expect_limit_error(srq.expect_err("too wide"), "max_sge");
+    expect_limit_error(srq.expect_err("too many scatter/gather elements"), "max_sge");
 }
 
 pub(crate) fn rejects_too_long_requests(fixture: &Fixture) {
@@ -75,7 +78,7 @@ pub(crate) fn rejects_too_long_requests(fixture: &Fixture) {
     let [_, from] = &pair.ends;
     let len = from.qp.capacity().max_inline as usize + 1;
     let error = from.qp.post_send(&[SendRequest::send(1, &[from.region.sge(0..len)]).inline()]);
-    assert_eq!(error.expect_err("too long").error.kind(), ErrorKind::Misuse);
+    assert_eq!(error.expect_err("too many inline bytes").error.kind(), ErrorKind::Misuse);
     let many = vec![from.region.sge(0..1); 40];
     let error = from.qp.post_send(&[SendRequest::send(1, &many)]).expect_err("too many pieces");
     assert_eq!(error.error.kind(), ErrorKind::DeviceLimit, "{error}");
@@ -86,7 +89,7 @@ pub(crate) fn rejects_posts_in_the_wrong_state(fixture: &Fixture) {
     let error = parts
         .qp
         .post_send(&[SendRequest::send(1, &[parts.region.sge(0..8)])])
-        .expect_err("not connected");
+        .expect_err("the queue pair is not connected");
     assert_eq!(error.error.kind(), ErrorKind::Misuse, "{error}");
     // Soft-RoCE queues the request before the kernel refuses it, and does not name the refused
     // request. So the request counts as posted.
@@ -105,7 +108,7 @@ pub(crate) fn reports_completion_queue_overrun(fixture: &Fixture) {
     }
     let deadline = Instant::now() + TIMEOUT;
     let event = loop {
-        assert!(Instant::now() < deadline, "no event");
+        assert!(Instant::now() < deadline, "the device must report the overrun by an event");
         if let Some(event) = from.context.wait_async_event(TIMEOUT).expect("events")
             && event.kind == AsyncEventKind::CQ_ERROR
         {
@@ -114,7 +117,8 @@ pub(crate) fn reports_completion_queue_overrun(fixture: &Fixture) {
     };
     assert_eq!(event.subject, Subject::CompletionQueue(from.cq.key()));
     let mut out = [WorkCompletion::default(); 128];
-    // What is left in a broken queue depends on the device. Polling it must not hang or panic.
+    // The device decides how many completions are left in a broken queue. Polling the queue must
+    // not hang or panic.
     let left = from.cq.poll(&mut out).unwrap_or(0) as u64;
     assert!(left < count, "no completion was lost: {left} of {count} are left");
 }

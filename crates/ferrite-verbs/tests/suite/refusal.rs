@@ -125,7 +125,7 @@ pub(crate) fn fails_without_a_posted_receive(fixture: &Fixture) {
     let pair = Pair::with(fixture, &config);
     let [_, from] = &pair.ends;
     from.post(SendRequest::send(2, &[from.region.sge(0..64)]).signaled());
-    let error = from.reap(Mode::Event).ok().expect_err("no receive");
+    let error = from.reap(Mode::Event).ok().expect_err("no receive is posted");
     assert_eq!(error.status, Status::RNR_RETRY_EXCEEDED, "{error}");
 }
 

@@ -18,8 +18,10 @@ pub(crate) fn shared_receive_queue_serves_two_queue_pairs(fixture: &Fixture) {
         let to_end = &pair.ends[to];
         let srq = to_end.srq.clone().expect("a shared queue");
         assert!(to_end.qp.uses_srq());
-        let refused =
-            to_end.qp.post_recv(&[RecvRequest::new(1, &[])]).expect_err("it has a shared queue");
+        let refused = to_end
+            .qp
+            .post_recv(&[RecvRequest::new(1, &[])])
+            .expect_err("the queue pair has a shared queue");
         assert_eq!(refused.error.kind(), ferrite_verbs::ErrorKind::Misuse);
         // A second queue pair uses the same shared queue, but is not connected.
         let second = QueuePairConfig { srq: Some(srq.clone()), ..QueuePairConfig::new(&to_end.cq) };
@@ -64,7 +66,7 @@ pub(crate) fn shared_receive_queue_limit_raises_an_event(fixture: &Fixture) {
     }
     let deadline = Instant::now() + TIMEOUT;
     loop {
-        assert!(Instant::now() < deadline, "no event");
+        assert!(Instant::now() < deadline, "the limit must raise an event");
         let event = to.context.wait_async_event(TIMEOUT).expect("events").expect("an event");
         if event.kind == AsyncEventKind::SRQ_LIMIT {
             assert_eq!(event.subject, Subject::SharedReceiveQueue);

@@ -167,7 +167,7 @@ pub(crate) fn unsignaled_sends_give_no_completion(fixture: &Fixture) {
     assert_eq!(from.reap(Mode::Poll).wr_id(), 3);
     assert!(
         from.reap_within(Mode::Poll, Duration::from_millis(50)).is_none(),
-        "only the signaled one completes"
+        "only the signaled send may complete"
     );
     for wr_id in 0..4 {
         assert_eq!(to.reap(Mode::Poll).wr_id(), wr_id);
@@ -228,7 +228,7 @@ pub(crate) fn only_solicited_messages_raise_an_event(fixture: &Fixture) {
     assert_eq!(
         to.channel.wait(Duration::from_millis(100)).expect("wait"),
         None,
-        "not solicited: no event"
+        "a message that is not solicited must raise no event"
     );
     from.post(SendRequest::send(2, &piece).signaled().solicited());
     assert_eq!(from.reap(Mode::Poll).status(), Status::SUCCESS);

@@ -70,7 +70,7 @@ impl Side {
         self.qps[at].post_send(&[request.signaled()]).expect("post");
         let (mut out, began) = ([WorkCompletion::default()], Instant::now());
         while self.cq.poll(&mut out).expect("poll") == 0 {
-            assert!(began.elapsed() < TIMEOUT, "a completion in time");
+            assert!(began.elapsed() < TIMEOUT, "no completion arrived in time");
             std::thread::yield_now();
         }
         out[0]

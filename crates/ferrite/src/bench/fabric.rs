@@ -55,7 +55,8 @@ const IDLE_MAX: u32 = 15_000;
 /// Latency is half the round trip for send and write, and the full round trip for read, as in
 /// perftest's ib_send_lat, ib_write_lat and ib_read_lat. Bandwidth is measured with a window of
 /// operations in flight: the acknowledged bytes, divided by the time from the first post to the
-/// last acknowledgement. For send, the peer's program has also received every message.
+/// last acknowledgement. For send, the client then checks that the peer's program has received
+/// every message.
 #[derive(Args)]
 #[command(
     after_help = HELP,
@@ -127,10 +128,12 @@ pub(crate) struct Options {
     #[arg(long, value_name = "COUNT", default_value_t = 16, conflicts_with = "listen",
           value_parser = number::<u32>(1, 1024))]
     window: u32,
-    /// Largest frame that this side receives [default: 8kb]; a larger message comes in several
+    /// Largest frame that this side receives [default: 8kb]; a larger message arrives in several
+    /// frames
     ///
     /// For client and server. Larger frames make large sends cheaper and pin more memory for each
-    /// receive. 8kb, 64kb and 2mb waste no memory.
+    /// receive. Sizes other than 256, 1kb, 8kb, 64kb, 512kb and 2mb leave a part of their memory
+    /// block unused.
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     recv_buffer_size: Option<u32>,
     /// Print the result as JSON

@@ -96,7 +96,7 @@ pub(crate) struct Options {
     #[arg(long, value_name = "TRANSPORTS", value_enum, value_delimiter = ',',
           conflicts_with_all = ["rdma", "unix"])]
     compare: Vec<Transport>,
-    /// With --compare: number of turns of each transport, which share the measured time
+    /// With --compare: number of turns of each transport; --seconds is divided among them
     #[arg(long, value_name = "COUNT", default_value_t = 3, requires = "compare",
           value_parser = number::<u32>(1, 1000))]
     turns: u32,
@@ -187,8 +187,9 @@ Examples:
 A terminal shows the progress. If the server fails or a signal arrives, the results so far are
 printed and saved, and the exit code is 1.
 
-No keys are written before a test of --command: the command creates its keys itself. Every __key__
-is chosen anew. At the end the keys that __key__ stood for are removed, other keys are not.
+Keys are written first only for `--test get` and `--test mixed`; a command of --command creates its
+keys itself. Every __key__ is chosen anew. At the end the keys that __key__ stood for are removed,
+other keys are not.
 
 --cluster asks the server for the slots and for the RDMA endpoints of the nodes (FERRITE ENDPOINTS).
 Each connection uses keys of one primary. A slot that moves during a test causes errors (MOVED).

@@ -83,15 +83,16 @@ pub(crate) struct Options {
     /// Longest time in microseconds that both sides busy-poll before they sleep [default: 500, the
     /// fabric's own default]
     ///
-    /// If answers arrive sooner, both sides poll for a shorter time. From 1000000 on, they never
-    /// sleep.
+    /// If answers arrive sooner, both sides poll for a shorter time. From 1000000 on, they always
+    /// poll for the whole time.
     #[arg(long, value_name = "MICROSECONDS", conflicts_with = "listen",
           value_parser = number::<u32>(0, u32::MAX))]
     busy_poll_us: Option<u32>,
     /// Largest frame that this side receives [default: 8kb]
     ///
     /// For client and server. Larger frames make large writes cheaper and pin more memory for each
-    /// receive. 8kb, 64kb and 2mb waste no memory.
+    /// receive. Sizes other than 256, 1kb, 8kb, 64kb, 512kb and 2mb leave a part of their memory
+    /// block unused.
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     recv_buffer_size: Option<u32>,
     /// Print the result as JSON

@@ -223,7 +223,7 @@ impl Endpoint {
         Ok(qp.post_recv(&[RecvRequest::new(RECV_ID, &local)])?)
     }
 
-    /// Waits for a receive.
+    /// Waits until a message has been received.
     pub(super) fn wait_recv(&mut self, watch: &Watch) -> anyhow::Result<()> {
         loop {
             let completion = self.next(Some(watch))?;

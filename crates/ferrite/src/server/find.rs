@@ -79,17 +79,19 @@ mod tests {
     #[test]
     fn lists_the_places_that_were_searched() {
         let path = OsStr::new("/nowhere:/nor/here");
-        let error = engine(&Choice::Auto, Some(path)).expect_err("none");
+        let error = engine(&Choice::Auto, Some(path)).expect_err("no engine in PATH");
         assert!(
             error.contains("valkey-server and redis-server in PATH (/nowhere:/nor/here)"),
             "{error}"
         );
-        let error = engine(&Choice::Path("no-such-engine".into()), Some(path)).expect_err("none");
+        let error = engine(&Choice::Path("no-such-engine".into()), Some(path));
+        let error = error.expect_err("no such engine in PATH");
         assert!(error.contains("looked for no-such-engine in PATH"), "{error}");
         let error =
-            engine(&Choice::Path("/etc/passwd".into()), Some(path)).expect_err("no program");
+            engine(&Choice::Path("/etc/passwd".into()), Some(path)).expect_err("not executable");
         assert!(error.contains("/etc/passwd is not an executable file"), "{error}");
-        let error = module(&Choice::Auto, Path::new("/nowhere/bin/ferrite")).expect_err("none");
+        let error = module(&Choice::Auto, Path::new("/nowhere/bin/ferrite"));
+        let error = error.expect_err("no module beside the program");
         for place in [
             "/nowhere/bin/ferrite.so",
             "/nowhere/bin/libferrite_module.so",
@@ -98,7 +100,7 @@ mod tests {
             assert!(error.contains(place), "{error}");
         }
         let error =
-            module(&Choice::Path("/nowhere/x.so".into()), Path::new("/")).expect_err("none");
+            module(&Choice::Path("/nowhere/x.so".into()), Path::new("/")).expect_err("no file");
         assert!(error.contains("no such file: /nowhere/x.so"), "{error}");
     }
 

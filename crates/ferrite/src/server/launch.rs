@@ -49,7 +49,7 @@ const COMMAND: &str = "server-exec";
 /// Replaces this process by the engine. Returns only on failure.
 pub(crate) fn exec(options: &ExecOptions) -> anyhow::Result<ExitCode> {
     set_parent_process_death_signal(Some(Signal::TERM)).context("PR_SET_PDEATHSIG")?;
-    // The parent may have died before the call above. No signal would then come.
+    // If the parent died before the call above, no signal will come, so the engine is not started.
     if getppid().map(Pid::as_raw_pid) == Some(options.parent) {
         let error = std::process::Command::new(&options.program).arg("-").exec();
         return Err(
@@ -140,8 +140,8 @@ impl PrivateDir {
     /// Creates the directory, or takes over an existing one that is ours and closed to others.
     /// Before that, removes the directories of killed ferrite processes beside it.
     ///
-    /// A killed ferrite with the same process id leaves its directory. In a container, ferrite
-    /// usually has the same process id at every start.
+    /// An existing directory may be left from a killed ferrite that had the same process id. In a
+    /// container, ferrite usually has the same process id at every start.
     pub(super) fn make(path: &Path) -> anyhow::Result<Self> {
         path.parent().into_iter().for_each(remove_left_over);
         let made = std::fs::DirBuilder::new().mode(0o700).create(path);

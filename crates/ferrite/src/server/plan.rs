@@ -214,7 +214,7 @@ mod tests {
     use super::*;
 
     fn config_of(file: &str) -> Vec<String> {
-        let config = Config::parse(file).expect("right");
+        let config = Config::parse(file).expect("a valid file");
         let lines = lines(&config, Path::new("/run/s\"x.sock"), Some(Path::new("/lib/a b.so")));
         lines.into_iter().map(|line| format!("{} {}", line.name, line.rest)).collect()
     }
@@ -255,7 +255,8 @@ mod tests {
         let lines = config_of(admin);
         assert!(lines.last().is_some_and(|line| line.ends_with(" admin-listen 127.0.0.1:9121")));
         let file = format!("[server]\nengine = \"/bin/true\"\nrdma = \"forbid\"\n{admin}");
-        let error = Plan::new(&Config::parse(&file).expect("right")).expect_err("no module");
+        let config = Config::parse(&file).expect("a valid file");
+        let error = Plan::new(&config).expect_err("an admin port without the module");
         assert!(error.to_string().contains("without the module"), "{error}");
     }
 

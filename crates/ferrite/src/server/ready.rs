@@ -1,4 +1,5 @@
-//! Waits until the engine is ready: it answers PING, and the module reports what it listens on.
+//! Waits until the engine answers PING and has loaded its data. Then reads from INFO what the
+//! module listens on.
 //!
 //! Queries the Unix socket with a few bytes of RESP. An engine that asks for a password counts as
 //! ready. In that case the supervisor reports the module's last log line instead of its state.

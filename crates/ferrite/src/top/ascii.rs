@@ -28,6 +28,7 @@ pub(super) fn replace(screen: &mut Buffer) {
                 "▼" | "↓" => "v",
                 "▲" | "↑" => "^",
                 "µ" => "u",
+                "…" => "~",
                 _ => "?",
             };
             cell.set_symbol(symbol);

@@ -10,7 +10,8 @@ use ratatui::text::{Line, Span};
 use ratatui::widgets::{Block, Cell, Clear, Paragraph, Row, Table, TableState, Wrap};
 
 use super::app::{App, Mode, Sort};
-use super::snapshot::{LatencyRow, Session, Snapshot};
+use super::latencies::Latencies;
+use super::snapshot::{Session, Snapshot};
 
 /// Height of the boxes above the table, with their borders.
 const BOXES: u16 = 9;
@@ -32,12 +33,25 @@ pub(super) fn draw(frame: &mut Frame<'_>, app: &App) {
     draw_title(frame, app, title);
     let empty = Snapshot::default();
     let snapshot = app.snapshot.as_ref().unwrap_or(&empty);
+    let latencies = Latencies::of(&snapshot.latency);
+    let latencies_width = u16::try_from(latencies.full_width() + 2).unwrap_or(u16::MAX);
+    let fixed = |title, width, lines: fn(&App, &Snapshot) -> Vec<Line<'static>>| Contents {
+        title,
+        width,
+        full_width: width,
+        lines: Box::new(move |_| lines(app, snapshot)),
+    };
     let mut contents = [
-        (22, " sessions ", session_lines(snapshot)),
-        (30, " operations/s ", operation_lines(app)),
-        (25, " pinned memory ", memory_lines(snapshot)),
-        (32, " latency, µs ", latency_lines(snapshot)),
-        (22, " fallbacks, devices ", device_lines(snapshot)),
+        fixed(" sessions ", 22, |_, snapshot| session_lines(snapshot)),
+        fixed(" operations/s ", 30, |app, _| operation_lines(app)),
+        fixed(" pinned memory ", 25, |_, snapshot| memory_lines(snapshot)),
+        Contents {
+            title: " latency, µs ",
+            width: 32,
+            full_width: latencies_width,
+            lines: Box::new(|width| latency_lines(snapshot, &latencies, width)),
+        },
+        fixed(" fallbacks, devices ", 22, |_, snapshot| device_lines(snapshot)),
     ];
     let count = contents.len();
     contents.rotate_left(app.first_box % count);
@@ -47,7 +61,7 @@ pub(super) fn draw(frame: &mut Frame<'_>, app: &App) {
     let below = if snapshot.sessions.is_some() { SESSIONS_MIN } else { COUNTERS_MIN };
     let mut table = table;
     while table.height >= BOXES + below
-        && contents.peek().is_some_and(|(width, ..)| *width <= table.width)
+        && contents.peek().is_some_and(|next| next.width <= table.width)
     {
         let heights = [Constraint::Length(BOXES), Constraint::Min(0)];
         let [row, rest] = Layout::vertical(heights).areas(table);
@@ -66,20 +80,41 @@ pub(super) fn draw(frame: &mut Frame<'_>, app: &App) {
     }
 }
 
-/// A box: its width, its title and its lines.
-type Contents = (u16, &'static str, Vec<Line<'static>>);
+/// A box above the table.
+struct Contents<'a> {
+    title: &'static str,
+    /// The width with the borders. A box that has less space is not drawn.
+    width: u16,
+    /// The width at which nothing is shortened.
+    full_width: u16,
+    /// Returns the lines for a width without the borders.
+    lines: Box<dyn Fn(usize) -> Vec<Line<'static>> + 'a>,
+}
 
-/// Draws the boxes that fit next to each other. The last box of all gets the remaining width.
-fn draw_boxes(
+/// Draws the boxes that fit next to each other. What is left of the width goes to the boxes that
+/// would otherwise shorten something. The last box of all gets the rest.
+fn draw_boxes<'a>(
     frame: &mut Frame<'_>,
     mut left: Rect,
-    contents: &mut Peekable<impl Iterator<Item = Contents>>,
+    contents: &mut Peekable<impl Iterator<Item = Contents<'a>>>,
 ) {
-    while let Some((width, name, lines)) = contents.next_if(|(width, ..)| *width <= left.width) {
-        let is_last = contents.peek().is_none();
-        let area = Rect { width: if is_last { left.width } else { width }, ..left };
+    let (mut row, mut spare) = (Vec::new(), left.width);
+    while let Some(next) = contents.next_if(|next| next.width <= spare) {
+        spare -= next.width;
+        row.push(next);
+    }
+    let is_end = contents.peek().is_none();
+    let count = row.len();
+    for (at, Contents { title, width, full_width, lines }) in row.into_iter().enumerate() {
+        let more = match is_end && at + 1 == count {
+            true => spare,
+            false => spare.min(full_width.saturating_sub(width)),
+        };
+        spare -= more;
+        let area = Rect { width: width + more, ..left };
         left = Rect { x: left.x + area.width, width: left.width - area.width, ..left };
-        let block = Block::bordered().border_style(DIM).title(name);
+        let block = Block::bordered().border_style(DIM).title(title);
+        let lines = lines(usize::from(block.inner(area).width));
         frame.render_widget(Paragraph::new(lines).block(block), area);
     }
 }
@@ -136,8 +171,8 @@ fn operation_lines(app: &App) -> Vec<Line<'static>> {
         Line::from(format!(" {name:<9}{ops:>7}{:>9}/s", bytes(rate)))
     };
     vec![
-        Line::from(format!(" {:<9}{:>7}{:>7}", "commands", count(rate("called")), "called")),
-        Line::from(format!(" {:<9}{:>7}{:>8}", "", count(rate("proxied")), "proxied")),
+        Line::from(format!(" {:<9}{:>7} in-process", "commands", count(rate("called")))),
+        Line::from(format!(" {:<9}{:>7} proxied", "", count(rate("proxied")))),
         line("in, out", None, rate("in_bytes").saturating_add(rate("out_bytes"))),
         line("send", Some(rate("send_ops")), rate("send_bytes")),
         line("receive", Some(rate("recv_ops")), rate("recv_bytes")),
@@ -162,8 +197,8 @@ fn memory_lines(snapshot: &Snapshot) -> Vec<Line<'static>> {
     lines
 }
 
-fn latency_lines(snapshot: &Snapshot) -> Vec<Line<'static>> {
-    let Some(first) = snapshot.latency.first() else {
+fn latency_lines(snapshot: &Snapshot, latencies: &Latencies, width: usize) -> Vec<Line<'static>> {
+    let Some(heading) = latencies.heading(width) else {
         let mut lines = vec![Line::from(" not reported").style(DIM)];
         // An engine may not track latencies. An admin port always has them after the first
         // operation.
@@ -172,40 +207,10 @@ fn latency_lines(snapshot: &Snapshot) -> Vec<Line<'static>> {
         }
         return lines;
     };
-    // All rows have the same percentiles. There is space for three. If there are more, shows the
-    // lowest and the two highest.
-    let all: Vec<&str> = first.percentiles.iter().map(|(name, _)| name.as_str()).collect();
-    let columns = match &all[..] {
-        [lowest, .., high, highest] => vec![*lowest, *high, *highest],
-        few => few.to_vec(),
-    };
-    let heading: String = columns.iter().map(|name| format!("{name:>7.7}")).collect();
-    let heading = format!(" {:<8}{heading}", "");
-    let slowest = |row: &LatencyRow| {
-        // With the default percentiles, this is p99: the highest percentile is often a single
-        // outlier.
-        let column = columns.get(1).or(columns.first());
-        column.and_then(|name| row.at(name)).unwrap_or_default()
-    };
-    let mut rows: Vec<_> = snapshot.latency.iter().collect();
-    // Shows first the operations that people often measure, then the others. In both groups, the
-    // slowest comes first.
-    let rank = |name: &str| !matches!(name, "get" | "set" | "send" | "write" | "read");
-    rows.sort_by(|one, other| {
-        // This is a total order, even if the engine reports a value that is not a number.
-        let by_rank = rank(&one.name).cmp(&rank(&other.name));
-        by_rank.then(slowest(other).total_cmp(&slowest(one)))
-    });
-    let rows = rows.into_iter().map(|row| {
-        let name: String = row.name.chars().take(8).collect();
-        let figures = columns.iter().map(|column| match row.at(column) {
-            Some(us @ 1000.0..) => format!("{us:>7.0}"),
-            Some(us) => format!("{us:>7.1}"),
-            None => format!("{:>7}", "-"),
-        });
-        Line::from(format!(" {name:<8}{}", figures.collect::<String>()))
-    });
-    [Line::from(heading).style(DIM)].into_iter().chain(rows).collect()
+    [Line::from(heading).style(DIM)]
+        .into_iter()
+        .chain(latencies.rows(width).map(Line::from))
+        .collect()
 }
 
 fn device_lines(snapshot: &Snapshot) -> Vec<Line<'static>> {

@@ -30,7 +30,7 @@ fn text(app: &App, snapshot: &Snapshot) -> String {
     let mut out = format!("{}  {}\n{}\n", app.address, snapshot.program, snapshot.status);
     let _ = writeln!(
         out,
-        "commands/s: {} called, {} proxied; bytes/s: {} in, {} out",
+        "commands/s: {} in-process, {} proxied; bytes/s: {} in, {} out",
         count(app.rates.total("called")),
         count(app.rates.total("proxied")),
         bytes(app.rates.total("in_bytes")),

@@ -88,10 +88,10 @@ fn shows_sessions_rates_memory_latency_and_fallbacks() {
         "Redis 7.0.15, module 0.1.0",
         "listening 10.0.0.100:6380 over RDMA (rxe1)",
         "rdma-ferrite     1",
-        "12.3k called",
+        "12.3k in-process",
         "registered    64.0 MiB",
         "25%",
-        "get         1.5    9.2  14287",
+        "get        1.5   9.2 14287",
         "3 no device",
         "2 failed requests",
         "3 sessions",
@@ -312,12 +312,37 @@ fn shows_the_percentiles_that_the_engine_reports() {
     let four = [("p25", 1.0), ("p75", 2.5), ("p90", 3.5), ("p100", 4.5)];
     app.update(Ok(Snapshot { latency: vec![row("get", four)], ..snapshot(vec![]) }));
     let screen = shown(&app);
-    assert!(screen.contains("p25    p90   p100") && !screen.contains("p75"), "{screen}");
-    assert!(screen.contains("get         1.0    3.5    4.5"), "{screen}");
+    assert!(screen.contains("p25   p90  p100") && !screen.contains("p75"), "{screen}");
+    assert!(screen.contains("get        1.0   3.5   4.5"), "{screen}");
     app.update(Ok(Snapshot { latency: vec![row("get", [("p50", 7.5)])], ..snapshot(vec![]) }));
-    assert!(shown(&app).contains("get         7.5"), "{}", shown(&app));
+    assert!(shown(&app).contains("get        7.5"), "{}", shown(&app));
     app.update(Ok(Snapshot { latency: vec![], ..snapshot(vec![]) }));
     assert!(shown(&app).contains("see CONFIG GET latency-track*"), "{}", shown(&app));
+}
+
+/// Commands with subcommands have long names, such as `command|docs`.
+#[test]
+fn latency_column_is_as_wide_as_the_names() {
+    let mut app = app();
+    let percentiles = [("p50", 1204.0), ("p99", 692.2), ("p99.9", 14_286.8)];
+    let rows = |names: &[&str]| names.iter().map(|name| row(name, percentiles)).collect();
+    let latency = rows(&["command|docs", "command|info", "get"]);
+    app.update(Ok(Snapshot { latency, ..snapshot(vec![]) }));
+    let screen = shown(&app);
+    for expected in ["command|docs  1204", "command|info  1204", "fallbacks, devices"] {
+        assert!(screen.contains(expected), "no {expected:?} in\n{screen}");
+    }
+    let latency = rows(&["latency|histogram", "latency|histories"]);
+    app.update(Ok(Snapshot { latency, ..snapshot(vec![]) }));
+    let screen = shown_at(&app, (137, 30));
+    for expected in ["latency|histogram  1204", "latency|histories  1204", "fallbacks, devices"] {
+        assert!(screen.contains(expected), "no {expected:?} in\n{screen}");
+    }
+    // In a narrower terminal the names are shortened, but can still be told apart.
+    let screen = shown(&app);
+    for expected in ["laten…togram  1204", "laten…tories  1204", "fallbacks, devices"] {
+        assert!(screen.contains(expected), "no {expected:?} in\n{screen}");
+    }
 }
 
 #[test]

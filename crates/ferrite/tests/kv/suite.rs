@@ -326,7 +326,8 @@ pub(crate) fn second_signal_stops_the_gateway_at_once(network: &Network) {
         let _ = BufReader::new(client).read_line(&mut reply);
         !reply.starts_with("+PONG")
     });
-    assert!(setup.gateway.0.try_wait().expect("a child").is_none(), "it drains");
+    let ended = setup.gateway.0.try_wait().expect("a child");
+    assert!(ended.is_none(), "the gateway waits for the blocked client");
     process::signal("TERM", setup.gateway.0.id());
     let mut line = String::new();
     setup.stdout.read_line(&mut line).expect("a line");

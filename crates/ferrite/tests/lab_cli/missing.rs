@@ -102,7 +102,7 @@ fn explains_a_missing_permission() {
                   in again, or restart the service.";
     for (arguments, file) in [
         (&["pingpong", "--listen", "10.0.0.1:7490"][..], "/dev/infiniband/rdma_cm"),
-        // It asks the connection manager which device has the address.
+        // The gateway asks the connection manager which device has the address.
         (&["gateway", "--rdma", "require", "--listen", "10.0.0.1"], "/dev/infiniband/rdma_cm"),
         (&["gateway", "--rdma", "require", "--listen", "0.0.0.0"], "/dev/infiniband/uverbs0"),
         (&["devices"], "/dev/infiniband/uverbs0"),

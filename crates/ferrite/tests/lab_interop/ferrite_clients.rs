@@ -160,7 +160,7 @@ pub(crate) fn client_many(server: &mut TestServer) {
         for _ in 0..100 {
             connections.push(connect(server, &client).await);
         }
-        assert_eq!(server.info("connected_clients"), 101, "and the test's own");
+        assert_eq!(server.info("connected_clients"), 101, "100 clients and the test's own");
         let tasks = connections.into_iter().enumerate().map(|(number, mut connection)| {
             tokio::spawn(async move {
                 for round in 0..5 {

@@ -72,7 +72,7 @@ impl TestServer {
     /// Returns the name that `ferrite-cli` shows for the server.
     pub(crate) fn description(&self) -> &'static str {
         match self.kind {
-            ServerKind::Valkey => "a server of Valkey Over RDMA",
+            ServerKind::Valkey => "a Valkey Over RDMA server",
             ServerKind::Gateway(_) => "a Ferrite gateway",
             ServerKind::Module => "a Ferrite module",
         }

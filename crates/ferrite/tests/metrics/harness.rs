@@ -65,15 +65,15 @@ impl Admin {
             let (name, value) = line.rsplit_once(' ').expect("a sample");
             assert!(name.starts_with(&family) && name.starts_with("ferrite_"), "{line}");
             let previous = samples.insert(name.to_owned(), value.parse().expect("a number"));
-            assert_eq!(previous, None, "twice: {line}");
+            assert_eq!(previous, None, "this series has two samples: {line}");
         }
         samples
     }
 }
 
-/// A gateway or relay with an admin port.
+/// A gateway, relay or agent with an admin port.
 pub(crate) struct Running {
-    _process: KillOnDrop,
+    pub(crate) process: KillOnDrop,
     pub(crate) address: String,
     pub(crate) admin: Admin,
 }
@@ -88,13 +88,13 @@ impl Deref for Running {
 
 impl Running {
     pub(crate) fn start(arguments: &[&str]) -> Self {
-        Self::spawn(&mut command(arguments))
+        Self::spawn(&mut Self::command(arguments))
     }
 
     /// Starts the program, and also returns the lines of its log.
     pub(crate) fn start_logged(arguments: &[&str]) -> (Self, Receiver<String>) {
         let (reader, writer) = std::io::pipe().expect("a pipe");
-        let running = Self::spawn(command(arguments).stderr(writer));
+        let running = Self::spawn(Self::command(arguments).stderr(writer));
         let (sender, lines) = channel();
         std::thread::spawn(move || {
             let mut lines = BufReader::new(reader).lines().map_while(Result::ok);
@@ -103,7 +103,14 @@ impl Running {
         (running, lines)
     }
 
-    fn spawn(command: &mut Command) -> Self {
+    /// Returns the command with an admin port.
+    pub(crate) fn command(arguments: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
+        command.args(arguments).args(["--admin-listen", "127.0.0.1:0", "--json"]);
+        command
+    }
+
+    pub(crate) fn spawn(command: &mut Command) -> Self {
         let mut process = command.stdout(Stdio::piped()).spawn().expect("ferrite starts");
         let stdout = process.stdout.take().expect("piped");
         let process = KillOnDrop(process);
@@ -111,7 +118,7 @@ impl Running {
         BufReader::new(stdout).read_line(&mut line).expect("a line");
         let listening: Value = serde_json::from_str(&line).expect("JSON");
         let of = |name: &str| listening[name].as_str().expect(name).to_owned();
-        Self { _process: process, address: of("address"), admin: Admin(of("admin")) }
+        Self { process, address: of("address"), admin: Admin(of("admin")) }
     }
 
     /// Sends a command and waits for its reply. The session stays open as long as the socket.
@@ -124,10 +131,4 @@ impl Running {
         assert_eq!(&reply, b"+PONG\r\n");
         socket
     }
-}
-
-fn command(arguments: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
-    command.args(arguments).args(["--admin-listen", "127.0.0.1:0", "--json"]);
-    command
 }

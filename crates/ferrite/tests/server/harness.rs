@@ -109,7 +109,7 @@ impl Server {
     /// Waits until the server ends. Returns the exit code and the rest of its standard output.
     pub(crate) fn end(&mut self) -> (Option<i32>, String) {
         let status = exit_within(&mut self.process, TIMEOUT);
-        let status = status.unwrap_or_else(|| panic!("it does not end: {}", self.log()));
+        let status = status.unwrap_or_else(|| panic!("the server does not end: {}", self.log()));
         (status.code(), self.lines.iter().collect::<Vec<_>>().join("\n"))
     }
 }

@@ -185,11 +185,11 @@ impl Model {
             }
             return;
         }
-        assert!(!self.fin, "a frame after Fin");
+        assert!(!self.fin, "the link sent a frame after Fin");
         self.sent += 1;
         assert!(
             self.sent - self.acknowledged <= PEERS.window.into(),
-            "more frames than there was credit for"
+            "the link sent more frames than it has credits for"
         );
         assert!(
             channel < PEERS.channels
@@ -199,7 +199,10 @@ impl Model {
         let channel = usize::from(channel);
         self.arriving[channel].extend_from_slice(payload);
         let incomplete: usize = self.arriving.iter().map(Vec::len).sum();
-        assert!(!more || incomplete <= PEERS.message, "{incomplete} bytes of incomplete messages");
+        assert!(
+            !more || incomplete <= PEERS.message,
+            "too many bytes of incomplete messages: {incomplete}"
+        );
         if !more {
             let message = std::mem::take(&mut self.arriving[channel]);
             assert_eq!(Some(message), self.queued[channel].pop_front());
@@ -219,8 +222,8 @@ impl Model {
         );
         let spent = self.sent - self.acknowledged == PEERS.window.into();
         assert!(self.all_sent() || spent, "the link does not send its messages");
-        assert_eq!(self.fin, self.closing && self.all_sent(), "Fin");
-        assert_eq!(self.fin_ack, self.peer_fin && self.all_sent(), "FinAck");
+        assert_eq!(self.fin, self.closing && self.all_sent(), "whether Fin was sent");
+        assert_eq!(self.fin_ack, self.peer_fin && self.all_sent(), "whether FinAck was sent");
     }
 
     /// Returns the number of receive buffers that the link must be keeping.

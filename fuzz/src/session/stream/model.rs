@@ -195,7 +195,7 @@ impl Model {
     /// Handles the notification of a write at the peer. Returns the memory, the offset and the
     /// bytes.
     pub(super) fn notified(&mut self, imm: u32, byte_len: u32) -> (Registration, u32, Vec<u8>) {
-        let write = self.unannounced.pop_front().expect("the application wrote nothing");
+        let write = self.unannounced.pop_front().expect("a write of the application");
         assert_eq!((imm, byte_len), (write.2.len() as u32, imm));
         write
     }

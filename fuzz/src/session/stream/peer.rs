@@ -186,7 +186,7 @@ impl Peer {
             let bytes = self.region.to_vec(range.start, range.len());
             assert!(
                 bytes.iter().all(|byte| *byte == UNTOUCHED),
-                "memory was written that was not registered"
+                "the stream wrote to memory that was not registered"
             );
         }
     }

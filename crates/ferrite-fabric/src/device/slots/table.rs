@@ -145,7 +145,7 @@ mod tests {
     fn a_completion_also_completes_older_entries() {
         let mut table = Table::new(3, 0);
         let keys = [1, 2, 3].map(|entry| table.claim(entry).expect("room"));
-        assert_eq!(table.claim(4), Err(4), "full");
+        assert_eq!(table.claim(4), Err(4), "the table is full");
         assert_eq!(completed(&mut table, keys[1]), [(1, false), (2, true)]);
         assert_eq!((table.in_flight(), table.room()), (1, 2));
         assert_eq!(completed(&mut table, keys[2]), [(3, true)]);
@@ -162,7 +162,7 @@ mod tests {
         );
         let again = table.claim(2).expect("room");
         assert_eq!(again.slot, first.slot);
-        assert!(!table.complete(first, |_, _| unreachable!("a stale key")), "late");
+        assert!(!table.complete(first, |_, _| unreachable!("a stale key")), "stale key");
         let unknown = Key { slot: 9, generation: 0 };
         assert!(!table.complete(unknown, |_, _| unreachable!("an unknown key")));
         assert_eq!(table.in_flight(), 1);

@@ -1,8 +1,9 @@
 //! Releases pool memory to the system after a burst.
 //!
-//! While the pool is larger than at the start and buffers have been returned to it, a timer runs
-//! every 5 s. Each run releases the memory that nobody has used since the previous run. When
-//! nothing is left to release, the timer stops until buffers have been returned again.
+//! While a heap of the pool has more than the two arenas that it always keeps, and buffers have
+//! been returned to the pool, a timer runs every 5 s. Each run releases the memory that nobody has
+//! used since the previous run. When nothing is left to release, the timer stops until buffers have
+//! been returned again.
 //!
 //! Returning a buffer does not wake a sleeping driver. The driver notices the returned buffer in
 //! its next pass.
@@ -95,7 +96,7 @@ mod tests {
             taken.push(pool.take_uncharged(2 << 20, Purpose::Send).expect("memory"));
         }
         assert_eq!(deadline(&fabric), None, "no buffer was returned");
-        let last = taken.pop().expect("one");
+        let last = taken.pop().expect("a buffer was taken");
         // Return a small buffer.
         taken.push(pool.take_uncharged(64, Purpose::Send).expect("memory"));
         drop(taken.pop());

@@ -164,7 +164,7 @@ mod tests {
         assert_eq!(credits.on_acknowledged(2), Ok(false));
         assert_eq!((credits.available(), credits.is_all_acknowledged()), (2, false));
         assert_eq!(credits.on_acknowledged(4), Err(CreditViolation::NeverSent));
-        assert_eq!(credits.on_acknowledged(1), Err(CreditViolation::NeverSent), "older news");
+        assert_eq!(credits.on_acknowledged(1), Err(CreditViolation::NeverSent), "too few");
     }
 
     #[test]
@@ -182,7 +182,7 @@ mod tests {
         assert_eq!(
             credits.clone().on_received(),
             Err(CreditViolation::BeyondWindow),
-            "it does not know yet"
+            "the consumed frame was not announced to the peer yet"
         );
         assert_eq!(credits.announce(), 1);
         assert!(!credits.is_announcement_due());

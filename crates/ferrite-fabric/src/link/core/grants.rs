@@ -135,7 +135,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tells_the_peer_of_so_many_revocations_at_a_time() {
+    fn limits_the_revocations_without_an_answer() {
         let mut grants = Grants::default();
         let told = (0..100).filter_map(|grant| grants.revoke(grant)).count();
         assert_eq!(told, UNANSWERED_MAX);
@@ -152,7 +152,7 @@ mod tests {
         assert!(grants.on_revoked(7));
         grants.answer(&mut controls, |grant| grant == 7);
         assert!(controls.is_empty() && grants.waiting() == 1 && grants.is_revoked(7));
-        assert!(!grants.on_revoked(7), "said again on another path");
+        assert!(!grants.on_revoked(7), "the peer repeats it on another path");
         grants.answer(&mut controls, |_| false);
         assert_eq!(controls, [Control::Revoked(7), Control::Revoked(7)]);
         assert_eq!(grants.waiting(), 0);
@@ -163,7 +163,7 @@ mod tests {
         let mut grants = Grants::default();
         assert!((0..REVOKED_MAX as u64).all(|grant| grants.on_moved(grant, 0, 0)));
         assert!(!grants.on_moved(REVOKED_MAX as u64, 0, 0));
-        assert!(grants.on_moved(5, 1, 2), "a known one moves again");
+        assert!(grants.on_moved(5, 1, 2), "a known grant moves again");
         assert_eq!(grants.place_of(5), Some((1, 2)));
         (0..=REVOKED_MAX as u64).for_each(|grant| _ = grants.on_revoked(grant));
         assert!(!grants.is_revoked(0) && grants.is_revoked(1));

@@ -29,7 +29,8 @@ pub(crate) struct RequestContext {
 
 impl RequestContext {
     /// Returns whether the request is a one-sided operation on this grant. The kind is checked too,
-    /// because sends have the grant number 0, which is also a valid grant.
+    /// because other requests have the grant number 0. This fabric never assigns that number, but a
+    /// peer may use it.
     pub(crate) fn uses(&self, grant: u64) -> bool {
         self.grant == grant && self.kind.is_one_sided()
     }

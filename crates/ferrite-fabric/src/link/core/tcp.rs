@@ -129,7 +129,7 @@ impl LinkCore {
                     return Err(protocol("too many grants"));
                 }
             }
-            _ => return Err(protocol("a TCP frame without its payload")),
+            _ => return Err(protocol("the payload of a TCP frame is missing or unexpected")),
         }
         Ok(false)
     }

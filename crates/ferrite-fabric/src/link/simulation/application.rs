@@ -58,7 +58,9 @@ impl Application {
         self.taken += 1;
         match self.expected[usize::from(channel)].pop_front() {
             Some(expected) if expected == message => Ok(()),
-            Some(_) => violation(format!("another message on channel {channel} than the next")),
+            Some(_) => {
+                violation(format!("the message on channel {channel} is not the expected one"))
+            }
             None => violation(format!("a message on channel {channel} that was never sent")),
         }
     }
@@ -69,18 +71,18 @@ impl Application {
         while let Some(expected) = self.expected_notices.pop_front() {
             if expected == imm {
                 let is_there = self.is_released || self.value >= u64::from(imm);
-                let (value, what) = (self.value, "notice before its write");
+                let (value, what) = (self.value, "a notice arrived before its write");
                 return if is_there {
                     Ok(())
                 } else {
-                    violation(format!("{what}: {imm}, {value}"))
+                    violation(format!("{what}: the notice is {imm}, the value is {value}"))
                 };
             }
             if !self.is_revoked {
                 return violation(format!("notice {imm} instead of {expected}"));
             }
         }
-        violation(format!("notice {imm} that was never sent, or twice"))
+        violation(format!("notice {imm} was never sent, or arrived twice"))
     }
 
     /// Carries out a write of the peer.

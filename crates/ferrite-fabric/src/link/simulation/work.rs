@@ -73,7 +73,7 @@ impl Side {
             bytes: 8,
             imm: written as u32,
         };
-        let ticket = self.core.push_one_sided(operation, true).expect("somebody waits");
+        let ticket = self.core.push_one_sided(operation, true).expect("a ticket was requested");
         self.application.operations.push(Operation { ticket, written, is_read });
     }
 
@@ -108,7 +108,9 @@ impl Side {
                     };
                     if !(operation.written..=self.application.last_written).contains(&value) {
                         let written = operation.written;
-                        return violation(format!("a read of {value} after a write of {written}"));
+                        return violation(format!(
+                            "a read returned {value}, although {written} was written before"
+                        ));
                     }
                 }
                 (Ok(()), false) => {

@@ -70,7 +70,7 @@ impl LinkState {
     /// Marks the peer as one of another protocol.
     pub(crate) fn make_raw(&mut self) {
         self.raw = Some(Box::default());
-        self.rdma.rights = Access::REMOTE_WRITE; // the peer writes to its window, and reads nothing
+        self.rdma.rights = Access::REMOTE_WRITE; // the peer may write exposed memory, not read it
     }
 
     pub(crate) fn is_raw(&self) -> bool {

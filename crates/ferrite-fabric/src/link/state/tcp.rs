@@ -308,7 +308,7 @@ impl LinkState {
                 let what = "the peer refused: the grant has ended, or does not cover the access";
                 self.on_answer(op, None, Err(Error::new(ErrorKind::Denied, what)), wakes)?;
             }
-            _ => return Err(protocol("a TCP frame without its payload")),
+            _ => return Err(protocol("the payload of a TCP frame is missing or unexpected")),
         }
         Ok(())
     }

@@ -45,8 +45,8 @@ struct State {
     chunks: Vec<Chunk>,
     /// Indices of chunks whose arena was released.
     vacant: Vec<u32>,
-    /// Number of arenas that the last check could have released but did not. These are unused
-    /// arenas, without the first arena and a spare one.
+    /// Number of unused arenas that the last check could have released but did not. The first arena
+    /// and one spare arena are not counted, because they are always kept.
     idle_before: usize,
     /// Chunks that are not assigned to a class.
     free: BTreeSet<u32>,
@@ -202,8 +202,8 @@ impl Heap {
         self.arenas.store(state.arenas.len(), Ordering::Relaxed);
     }
 
-    /// Takes out up to `most` unused arenas, but no more than were unused at the previous call,
-    /// too. The first arena stays, and so do `kept_bytes` bytes. One unused arena stays, too:
+    /// Takes out up to `most` unused arenas, but no more than were already unused at the previous
+    /// call. The first arena stays, and so do `kept_bytes` bytes. One unused arena stays, too:
     /// without it, the next caller that needs an arena would wait for a registration.
     ///
     /// The caller drops the arenas outside of every lock, which ends their registration. Also

@@ -83,7 +83,7 @@ pub(crate) fn sleep(event_fd: Option<&EventFd>) {
         || kernel.event_fds[MAILBOX]
         || event_fd.is_some_and(|event_fd| kernel.event_fds[event_fd.0]))
     {
-        kernel = KERNEL.changed.wait(kernel).expect("no panic");
+        kernel = KERNEL.changed.wait(kernel).expect("no thread panicked");
     }
 }
 
@@ -92,6 +92,6 @@ pub(crate) fn sleep(event_fd: Option<&EventFd>) {
 pub(crate) fn sleep_edge_triggered() {
     let mut kernel = lock(&KERNEL.state);
     while !std::mem::take(&mut kernel.changed) {
-        kernel = KERNEL.changed.wait(kernel).expect("no panic");
+        kernel = KERNEL.changed.wait(kernel).expect("no thread panicked");
     }
 }

@@ -63,8 +63,8 @@ impl Broadcasts {
     }
 }
 
-/// Returns the keys of an invalidation. The invalidation of FLUSHALL has no keys, and engines do
-/// not collect it.
+/// Returns the keys of an invalidation. The invalidation of FLUSHALL has no keys; engines send it
+/// at once, so the result is empty.
 fn invalidated(reply: &[u8]) -> Vec<Vec<u8>> {
     let Ok(Value::Push(values)) = Value::parse(reply) else { return Vec::new() };
     match &values[..] {
@@ -92,7 +92,11 @@ mod tests {
         assert_eq!(of(b"SET k v\r\nCLIENT TRACKING OFF\r\n"), Broadcasts::MayBeMissing);
         let cut = [request, &b"SET k v\r\nRES"[..], b"ET\r\n"].concat();
         assert_eq!(Broadcasts::of(&setup, &cut, cut.len() - 4), Broadcasts::MayBeMissing);
-        assert_eq!(Broadcasts::of(&setup, &cut, cut.len()), Broadcasts::Gathered, "RESET is over");
+        assert_eq!(
+            Broadcasts::of(&setup, &cut, cut.len()),
+            Broadcasts::Gathered,
+            "the reply to RESET has been compared"
+        );
         assert_eq!(Broadcasts::of(&setup, b"HI 3\r\nCLIENT TRACKING ON\r\n", 0), Broadcasts::None);
     }
 }

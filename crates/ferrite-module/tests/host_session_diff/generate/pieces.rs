@@ -6,7 +6,7 @@ use super::Generator;
 use crate::commands::chance;
 use crate::session::{Action, Part};
 
-/// If a burst has more raw bytes in a row than this, it is often split within the header of a
+/// If one raw part of a burst is longer than this, the burst is often split within the header of a
 /// command.
 const LONG_COMMAND: usize = 4000;
 

@@ -37,7 +37,7 @@ fn route() -> Route {
 struct Victim {
     mux: Mux,
     now: Instant,
-    /// The part of received bytes that is read, in percent.
+    /// The probability, in percent, that a piece of received bytes is consumed.
     read_percent: u64,
     accepted: usize,
 }
@@ -96,7 +96,7 @@ impl Victim {
         Ok(error)
     }
 
-    /// Packs a message in which each stream that may sends a few bytes.
+    /// Packs a message with a few bytes of each stream that may send.
     fn send(&mut self, class: Class) -> Option<Vec<u8>> {
         let mut out = vec![0; self.mux.config().message_bytes];
         let len = self.mux.poll_message(class, &mut out, self.now, |_, room| {
@@ -114,11 +114,15 @@ impl Victim {
         let (streams, held) = (self.mux.streams(), self.mux.held_bytes());
         let queued = self.mux.schedule.len();
         if streams > 2 * max_streams || held > max_held_bytes {
-            return violation(format!("{streams} streams that hold {held} bytes"));
+            return violation(format!(
+                "{streams} streams hold {held} bytes, more than the limits allow"
+            ));
         }
-        // A turn and a grant for each stream, and the refusals.
+        // Each stream may wait for a turn and for a grant, and the refusals wait, too.
         if queued > 4 * max_streams + max_refused + 1 {
-            return violation(format!("{queued} records wait"));
+            return violation(format!(
+                "{queued} records wait to be sent, more than the limits allow"
+            ));
         }
         Ok(())
     }
@@ -139,7 +143,8 @@ pub(super) fn run(random: &mut Random, is_shown: bool) -> Result<Summary, Violat
     Ok(Summary { violations, ..Summary::default() })
 }
 
-/// Feeds the messages of an honest peer, some of them changed, repeated, lost or exchanged.
+/// Feeds the messages of an honest peer. Some of them are changed, repeated, lost, or sent on
+/// another channel.
 fn changed_messages(victim: &mut Victim, random: &mut Random) -> Result<u64, Violation> {
     let mut peer = Victim::new(victim.peer(), config());
     for _ in 0..100 {
@@ -158,7 +163,8 @@ fn changed_messages(victim: &mut Victim, random: &mut Random) -> Result<u64, Vio
         }
         let class = Class::ALL[random.index(3)];
         if let Some(message) = victim.send(class) {
-            // The peer may notice an answer to something that it has not sent.
+            // The victim may have received a changed record and answer it. If the peer reports that
+            // answer as a violation, this is no failure.
             let _ = peer.receive(class.channel(), &message, random)?;
         }
         let class = Class::ALL[random.index(3)];
@@ -209,16 +215,20 @@ fn flood_of_opens(victim: &mut Victim, random: &mut Random) -> Result<u64, Viola
         match victim.receive(1, &open(stream), random)? {
             Ok(()) => {}
             Err(MuxError::TooManyRefused { .. }) if !reads => return Ok(1),
-            Err(error) => return violation(format!("many streams: {error}")),
+            Err(error) => {
+                return violation(format!(
+                    "excess streams must be refused, but the link failed: {error}"
+                ));
+            }
         }
         if victim.accepted > most {
-            return violation("more streams than allowed");
+            return violation("more streams were accepted than allowed");
         }
         if reads {
             while victim.send(Class::Interactive).is_some() {}
         }
     }
-    if reads { Ok(0) } else { violation("a flood of streams was not noticed") }
+    if reads { Ok(0) } else { violation("the link survived a flood of streams") }
 }
 
 /// Sends all that the credit allows on many streams, which nobody reads.
@@ -235,7 +245,7 @@ fn flood_of_bytes(victim: &mut Victim, random: &mut Random) -> Result<u64, Viola
             left -= length;
         }
         if let Err(error) = victim.receive(2, &message, random)? {
-            return violation(format!("bytes within the credit: {error}"));
+            return violation(format!("bytes within the credit were rejected: {error}"));
         }
     }
     if victim.mux.stats().out_of_memory == 0 {
@@ -260,7 +270,7 @@ fn flood_of_resets(victim: &mut Victim, random: &mut Random) -> Result<u64, Viol
         let message = [&open(stream)[..], &reset, late].concat();
         victim.now += Duration::from_millis(1);
         if let Err(error) = victim.receive(1, &message, random)? {
-            return violation(format!("streams that are reset at once: {error}"));
+            return violation(format!("the link failed after streams were reset at once: {error}"));
         }
     }
     if victim.mux.streams() > 0 {
@@ -269,7 +279,7 @@ fn flood_of_resets(victim: &mut Victim, random: &mut Random) -> Result<u64, Viol
     Ok(0)
 }
 
-/// Violates each rule, at a multiplexer of its own.
+/// Violates each rule once, each time with a new multiplexer. Returns the number of rules.
 fn violations(side: Side, random: &mut Random, is_shown: bool) -> Result<u64, Violation> {
     for at in 0.. {
         let mut victim = Victim::new(side, config());
@@ -309,7 +319,7 @@ fn violate(
         ours
     };
     if let Err(error) = victim.receive(1, &prepared.concat(), random)? {
-        return violation(format!("valid records: {error}"));
+        return violation(format!("valid records were rejected: {error}"));
     }
     let never = id(peer, Class::Bus, 1);
     let fin = |stream| Control::Fin { stream }.encode().to_vec();
@@ -363,6 +373,6 @@ fn violate(
     }
     match victim.receive(*channel, message, random)? {
         Err(error) if error == *expected => Ok(true),
-        result => violation(format!("{result:?} instead of: {expected}")),
+        result => violation(format!("the result is {result:?}, expected the error: {expected}")),
     }
 }

@@ -42,11 +42,12 @@ pub(super) struct Program {
     /// Whether the stream has ended at this side, and why.
     end: Option<End>,
     has_reset: bool,
-    /// When the bytes before this offset became ready, for small messages of the class *bus*.
+    /// For each small message of the class *bus* that has not arrived: the offset of its end in the
+    /// stream, and when it became ready.
     ready: std::collections::VecDeque<(u64, u64)>,
 }
 
-/// The bytes of a probe of the class *bus*.
+/// The size of each small message whose latency is measured, in bytes.
 const PROBE_BYTES: u64 = 80;
 
 impl Program {
@@ -115,9 +116,10 @@ pub(super) struct Programs {
     blocked_until: u64,
     /// The streams of the class *bus* whose latency is measured, by opener.
     probes: [Option<StreamId>; 2],
-    /// The most that such a message may take, by sender.
+    /// How long a small message of a probe may take at most, by sender.
     allowed_micros: [u64; 2],
-    /// The most that a program may wait between two actions, in percent of actions.
+    /// In a turn, a program may send nothing, send less than it could, or claim that it has no more
+    /// bytes. Each of these happens with half of this probability, in percent.
     pub(super) idle_percent: u64,
     bytes: u64,
 }
@@ -166,7 +168,7 @@ impl Programs {
         self.probes[stream.opener() as usize] == Some(stream)
     }
 
-    /// Returns the probe of a side, if there is none yet.
+    /// Returns whether a side has no probe yet.
     pub(super) fn lacks_probe(&self, side: Side) -> bool {
         self.probes[side as usize].is_none()
     }
@@ -205,10 +207,10 @@ impl Programs {
             if self.is_calm || self.is_probe(stream) { 0 } else { self.idle_percent };
         let program = self.get(stream, side)?;
         if program.end.is_some() || program.has_reset || program.has_sent_fin {
-            return violation(format!("{side:?}: a turn for {stream}, which has ended"));
+            return violation(format!("{side:?}: got a turn for {stream}, which has ended"));
         }
         if room.is_empty() {
-            return violation(format!("{side:?}: no room in a turn for {stream}"));
+            return violation(format!("{side:?}: the turn for {stream} has no room for bytes"));
         }
         let left = (program.total - program.sent) as usize;
         if left == 0 {
@@ -253,12 +255,12 @@ impl Programs {
         let is_probe = self.is_probe(stream);
         let program = self.get(stream, side)?;
         if program.has_received_fin || program.end.is_some() || program.has_reset {
-            return violation(format!("{side:?}: bytes of {stream} after its end"));
+            return violation(format!("{side:?}: received bytes of {stream} after its end"));
         }
         for (at, byte) in bytes.iter().enumerate() {
             if *byte != content(stream, side.other(), program.received + at as u64) {
                 let offset = program.received + at as u64;
-                return violation(format!("{side:?}: another byte of {stream} at {offset}"));
+                return violation(format!("{side:?}: byte {offset} of {stream} is wrong"));
             }
         }
         program.received += bytes.len() as u64;
@@ -297,11 +299,15 @@ impl Programs {
         let (sent, has_sent_fin) = (sender.sent, sender.has_sent_fin);
         let program = self.get(stream, side)?;
         if !has_sent_fin || std::mem::replace(&mut program.has_received_fin, true) {
-            return violation(format!("{side:?}: a FIN of {stream} that was not sent, or twice"));
+            return violation(format!(
+                "{side:?}: the FIN of {stream} was not sent, or arrived twice"
+            ));
         }
         if program.received != sent {
             let received = program.received;
-            return violation(format!("{side:?}: {received} of {sent} bytes of {stream}"));
+            return violation(format!(
+                "{side:?}: the FIN of {stream} arrived after {received} of {sent} bytes"
+            ));
         }
         Ok(())
     }
@@ -313,7 +319,9 @@ impl Programs {
         end: End,
     ) -> Result<(), Violation> {
         if end == End::ResetByPeer(Cause::GOING_AWAY) && self.has(stream, side.other()) {
-            return violation(format!("{stream} was processed although the peer goes away"));
+            return violation(format!(
+                "the peer is going away and reset {stream}, but had processed it"
+            ));
         }
         self.live[side as usize].remove(&stream);
         let program = self.get(stream, side)?;

@@ -16,7 +16,8 @@ pub(super) struct Side {
     pub(super) mux: Mux,
     role: Role,
     buffer: Vec<u8>,
-    /// How many turns other streams of its class had since each stream waits for its own.
+    /// For each stream that waits for its turn: how many turns other streams of its class have had
+    /// meanwhile.
     waiting: BTreeMap<StreamId, usize>,
     /// The most streams that ever existed at a time.
     most_streams: usize,
@@ -77,7 +78,9 @@ impl Side {
     }
 
     fn honest<T>(&self, result: Result<T, crate::mux::MuxError>) -> Result<T, Violation> {
-        result.or_else(|error| violation(format!("{:?}: an honest peer: {error}", self.role)))
+        result.or_else(|error| {
+            violation(format!("{:?}: reported a violation by an honest peer: {error}", self.role))
+        })
     }
 
     fn on_received(
@@ -208,7 +211,7 @@ impl Side {
                 self.poll_ended(programs)?;
                 let Some(len) = packed else { break };
                 if len == 0 || len > self.mux.config().message_bytes {
-                    return violation(format!("a message of {len} bytes"));
+                    return violation(format!("a message has {len} bytes, which is not allowed"));
                 }
                 wire.post(class, self.buffer[..len].to_vec(), clock);
             }
@@ -231,7 +234,8 @@ impl Side {
         messages as u64 * one
     }
 
-    /// Checks that a turn does not come before those of streams that wait longer.
+    /// Checks that no stream of this class waits too long for its turn: the others may have at most
+    /// twice as many turns meanwhile as there were streams.
     fn on_turn(&mut self, stream: StreamId, class: Class) -> Result<(), Violation> {
         self.waiting.remove(&stream);
         let most = 2 * self.most_streams;
@@ -247,7 +251,9 @@ impl Side {
             *turns += 1;
             if *turns > most {
                 let role = self.role;
-                return violation(format!("{role:?}: {other} starves: {turns} turns of others"));
+                return violation(format!(
+                    "{role:?}: {other} starves: others have had {turns} turns"
+                ));
             }
         }
         Ok(())
@@ -264,11 +270,17 @@ impl Side {
         let (mux, role) = (&self.mux, self.role);
         let Config { max_held_bytes, max_streams, max_in_flight, .. } = *mux.config();
         if mux.held > max_held_bytes {
-            return violation(format!("{role:?}: {} bytes are held", mux.held));
+            return violation(format!(
+                "{role:?}: {} bytes are held, more than the limit",
+                mux.held
+            ));
         }
         let held: u64 = mux.table.iter().map(|(_, it)| u64::from(it.receiving.held)).sum();
         if held != mux.held {
-            return violation(format!("{role:?}: {held} bytes are held, {} counted", mux.held));
+            return violation(format!(
+                "{role:?}: {held} bytes are held, but {} are counted",
+                mux.held
+            ));
         }
         for opener in [Role::Caller, Role::Called] {
             if mux.table.opened_by(opener) > max_streams {
@@ -276,11 +288,16 @@ impl Side {
             }
         }
         if mux.in_flight.iter().any(|count| *count > max_in_flight) {
-            return violation(format!("{role:?}: {:?} messages in flight", mux.in_flight));
+            return violation(format!(
+                "{role:?}: too many messages in flight: {:?}",
+                mux.in_flight
+            ));
         }
         for (id, it) in mux.table.iter() {
             if it.sending.needs_turn() != it.sending.is_queued {
-                return violation(format!("{role:?}: {id} waits for no turn, or in vain: {it:?}"));
+                return violation(format!(
+                    "{role:?}: {id} needs a turn and is not queued, or the reverse: {it:?}"
+                ));
             }
             if it.receiving.held > mux.config().window {
                 return violation(format!("{role:?}: {id} holds more than its window"));
@@ -292,7 +309,10 @@ impl Side {
     pub(super) fn check_end(&self) -> Result<(), Violation> {
         let is_clean = self.mux.held == 0 && self.mux.ended.is_empty();
         if !is_clean || (self.has_gone_away && !self.mux.is_drained()) {
-            return violation(format!("{:?}: something is left: {:?}", self.role, self.mux));
+            return violation(format!(
+                "{:?}: some state is left at the end: {:?}",
+                self.role, self.mux
+            ));
         }
         Ok(())
     }

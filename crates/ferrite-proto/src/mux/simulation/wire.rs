@@ -30,7 +30,7 @@ impl Clock {
         self.micros
     }
 
-    /// Mostly small steps. Sometimes nothing happens for a long time.
+    /// Advances the clock by a random step, shorter than [`STEP_MICROS`].
     pub(super) fn advance(&mut self, random: &mut Random) {
         self.micros += random.below(STEP_MICROS);
     }
@@ -54,7 +54,7 @@ pub(super) struct Wire {
     free_at_nanos: u64,
     /// Complete messages, with the time of their arrival.
     arriving: VecDeque<(u64, u16, Vec<u8>)>,
-    /// Acknowledged messages, with the time of the news.
+    /// Acknowledgements of messages, with the time at which the sender receives them.
     acknowledged: VecDeque<(u64, Class)>,
 }
 

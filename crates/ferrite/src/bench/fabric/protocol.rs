@@ -213,7 +213,7 @@ mod tests {
     fn encoding_is_stable() {
         let encode = |request: Request| {
             let line = encode(&request).expect("JSON");
-            assert_eq!(decode::<Request>(&line).expect("the same"), request);
+            assert_eq!(decode::<Request>(&line).expect("a request"), request);
             String::from_utf8(line).expect("text")
         };
         assert_eq!(encode(Request::begin(3)), "{\"begin\":{\"format\":1,\"links\":3}}\n");
@@ -229,11 +229,11 @@ mod tests {
 
     #[test]
     fn names_a_server_of_another_protocol() {
-        let error = decode::<Reply>(b"-ERR unknown command\r\n").expect_err("no reply of ours");
+        let error = decode::<Reply>(b"-ERR unknown command\r\n").expect_err("an error of Redis");
         let text = error.to_string();
         assert!(text.contains("Redis or Valkey server") && text.contains("bench kv"), "{text}");
         assert!(text.contains("\"-ERR unknown command\""), "{text}");
-        let error = decode::<Reply>(b"hello\0").expect_err("no reply of ours");
+        let error = decode::<Reply>(b"hello\0").expect_err("a text of another protocol");
         assert!(error.to_string().contains(r#"it sent "hello\0""#), "{error}");
     }
 

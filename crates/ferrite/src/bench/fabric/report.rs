@@ -241,7 +241,7 @@ mod tests {
             peer: "10.0.0.1:7472".parse().ok(),
         };
         let work: Work =
-            serde_json::from_str(r#"{"passes":1,"completions":2,"sleeps":3}"#).expect("a work");
+            serde_json::from_str(r#"{"passes":1,"completions":2,"sleeps":3}"#).expect("counters");
         let resources = Resources { links: 3, registered_bytes: 1, receives_posted: 512 };
         let case = Case {
             op: Op::Write,

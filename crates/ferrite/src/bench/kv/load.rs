@@ -170,8 +170,8 @@ fn block_on<T>(work: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<
     tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(work)
 }
 
-/// Sends the command that `encode` appends for each key, over one connection, or in a
-/// cluster over one to each primary.
+/// Sends the command that `encode` appends for each key. Uses one connection, or, in a cluster, one
+/// connection to each primary.
 async fn for_each_key(
     options: &Options,
     (rdma, keys): (Rdma, &KeySpace),

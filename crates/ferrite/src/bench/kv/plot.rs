@@ -366,7 +366,8 @@ mod tests {
         assert_eq!(spread(&[99.0, 100.0], 100.0), [83.0, 100.0]);
     }
 
-    /// Lines of equal latencies end at the same point of the picture.
+    /// Lines of equal latencies end at the same point of the picture, so their labels must be moved
+    /// apart.
     #[test]
     fn labels_in_the_picture_do_not_overlap() {
         let tests = ["set", "get", "mixed", "PING"];

@@ -18,8 +18,8 @@ pub(super) struct Run {
     pub(super) errors: u64,
     /// The first error reply of the server.
     pub(super) first_error: Option<String>,
-    /// Requests that were sent too late: more than 1 ms, and more than an interval, after they were
-    /// due.
+    /// Requests of --rate that were sent too late: more than 1 ms after they were due, and also
+    /// more than the planned time between two batches of a connection.
     pub(super) late: u64,
     /// All requests, including those of the warm-up.
     pub(super) all_requests: u64,

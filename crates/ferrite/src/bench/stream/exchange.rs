@@ -127,7 +127,7 @@ mod tests {
                 return output;
             }
         }
-        panic!("it does not end");
+        panic!("the future is not ready after a million polls");
     }
 
     #[test]
@@ -141,11 +141,12 @@ mod tests {
         let server = async move {
             let received = next_test(&mut server_end).await?.context("a test")?;
             run_server(&mut server_end, &received).await?;
-            ensure!(next_test(&mut server_end).await?.is_none(), "the client has left");
+            ensure!(next_test(&mut server_end).await?.is_none(), "expected no second test");
             anyhow::Ok(received)
         };
         let (measured, received) = run(async { futures_util::join!(client, server) });
-        assert_eq!((measured.expect("a client"), received.expect("a server")), (6, test));
+        let (measured, received) = (measured.expect("a measurement"), received.expect("a test"));
+        assert_eq!((measured, received), (6, test));
     }
 
     #[test]

@@ -12,7 +12,7 @@ fn shipped_example_is_valid_and_complete() {
     let is_key = |line: &str| line.split_once(" = ").is_some_and(|(name, _)| !name.contains(' '));
     let shown = shown.into_iter().filter(|line| line.starts_with('[') || is_key(line));
     let shown = shown.collect::<Vec<_>>().join("\n");
-    Config::parse(&shown).unwrap_or_else(|why| panic!("{why} of\n{shown}"));
+    Config::parse(&shown).unwrap_or_else(|why| panic!("{why}, in\n{shown}"));
     for setting in table::all().filter(|setting| !setting.key.is_empty()) {
         let (section, name) = setting.key.rsplit_once('.').expect("a section");
         let (start, section) = (format!("{name} = "), format!("[{section}]\n"));

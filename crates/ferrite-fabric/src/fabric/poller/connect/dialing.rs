@@ -20,7 +20,7 @@ pub(crate) type Opened = Result<Arc<LinkShared>, Error>;
 
 /// The purpose of an outgoing connection.
 pub(crate) enum Purpose {
-    /// A new link. If RDMA was preferred and failed, the [`Fallback`] says why.
+    /// A new link. If RDMA was preferred but is unavailable or failed, the [`Fallback`] says why.
     Link(Reply, Option<Fallback>),
     /// A new link that is to be upgraded to RDMA at once.
     Rdma(Reply, Rdma),
@@ -53,7 +53,8 @@ impl OverTcp {
         let Self { peer, local, timeout, tls, policy, upgrade } = self;
         let purpose = match fallback {
             None if upgrade => Purpose::Rdma(reply, policy),
-            // With a fallback, RDMA CM has failed, so the upgrade is tried later.
+            // With a fallback, RDMA is unavailable or RDMA CM has failed, so the upgrade is tried
+            // later.
             fallback => Purpose::Link(reply, fallback),
         };
         Dial { peer, local, deadline: now + timeout, tls, purpose }

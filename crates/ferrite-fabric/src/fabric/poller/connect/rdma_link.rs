@@ -123,7 +123,7 @@ impl Poller {
         shared.is_well(link);
         shared.trace(link);
         self.handshakes.put(key, Handshake::Linked { id, link: link.name });
-        self.timers.add(self.now, Timer::Keepalive(link.name)); // its handler starts it again
+        self.timers.add(self.now, Timer::Keepalive(link.name)); // its handler restarts the timer
         // Messages that arrived meanwhile may need a reply.
         link.with_wakes(&mut self.wakes, LinkState::pump);
     }

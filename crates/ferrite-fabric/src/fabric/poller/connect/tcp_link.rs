@@ -81,7 +81,7 @@ impl Poller {
         let encrypted = tls.is_some();
         let account = match &side {
             Side::Answering { .. } => Some(self.account_of(shared, peer, &ours)),
-            Side::Dialing { .. } => None, // no account: this side chose to connect
+            Side::Dialing { .. } => None, // only peers that connect to this side are limited
         };
         let path = TcpPath::new(socket, tls, early).charged_to(account);
         let mut state = LinkState::over_tcp(path, own_limits(shared, ours, name));
@@ -96,7 +96,7 @@ impl Poller {
         self.register_link(shared, &link);
         self.assign_to_link(id, name);
         link.set_tls(trusted);
-        self.timers.add(self.now, Timer::Keepalive(name)); // its handler starts it again
+        self.timers.add(self.now, Timer::Keepalive(name)); // its handler restarts the timer
         match side {
             Side::Dialing { purpose: Purpose::Resume(..), .. } => {}
             Side::Dialing { purpose: Purpose::Rdma(reply, policy), .. } => {
@@ -128,9 +128,9 @@ impl Poller {
     }
 
     /// Returns the account for memory that a peer's link receives over TCP. The link has its own
-    /// limit. Memory beyond what the link needs to make progress also counts against the limit of
-    /// its source. A message that has started can always be completed. Otherwise links would wait
-    /// for each other.
+    /// limit. Only memory beyond what the largest message needs also counts against the limit of
+    /// its source. So a message that has started can always be completed, and links of one source
+    /// do not wait for each other's memory.
     fn account_of(&mut self, shared: &Shared, peer: SocketAddr, hello: &Hello) -> Account {
         let frame = u64::from(hello.segment_bytes).max(SEGMENT_BYTES as u64);
         // Memory blocks are up to eight times as large as their contents.

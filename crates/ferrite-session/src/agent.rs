@@ -1,0 +1,250 @@
+//! The agent: carries TCP connections between the programs of a group of hosts, over one link for
+//! each pair of hosts. Programs and engines are not changed.
+//!
+//! ```text
+//! client, replica, bus ─► 127.1.0.2:7001 ─► agent ══ one link, many streams ══► agent ─► engine
+//!                         alias of host 2   host 1                             host 2
+//! ```
+//!
+//! Each host has a loopback address, its alias, which all hosts know it by. Engines bind the alias
+//! of their host. On the other hosts the agent listens there. The engine sees the alias of the
+//! program's host, and the program's port.
+//!
+//! | file | what it is |
+//! |---|---|
+//! | `config.rs` | the settings |
+//! | `peer_links.rs` | which link is used, when to connect, two links at once; no I/O |
+//! | `admission.rs` | which streams of a peer are accepted; no I/O |
+//! | `peer.rs`, `links.rs` | a peer with its links; connects, accepts and runs links |
+//! | `local.rs` | connections of local programs |
+//! | `delivery.rs`, `engine_access.rs` | streams of peers, to engines; protected mode |
+//! | `socket.rs` | a local connection, which ends as its stream ends |
+//! | `stats.rs` | counters |
+
+mod admission;
+mod config;
+mod delivery;
+mod engine_access;
+mod links;
+mod local;
+mod peer;
+mod peer_links;
+mod socket;
+mod stats;
+
+use std::future::Future;
+use std::io;
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, PoisonError, RwLock};
+
+use ferrite_config::ports::PortSet;
+use ferrite_fabric::{Error, Fabric, Listener};
+use tokio::net::{TcpListener, TcpSocket};
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
+use tokio::time::timeout;
+
+use self::admission::Admission;
+pub use self::config::{AgentConfig, AgentPeer};
+use self::engine_access::EngineAccessProbe;
+use self::peer::Peer;
+use self::stats::Counters;
+pub use self::stats::{AgentPeerStats, AgentStats};
+
+/// Connections that wait to be accepted at a port of an alias, as engines have it.
+const BACKLOG: u32 = 511;
+
+/// A task that runs until it ends, or until the agent does.
+type Task = Pin<Box<dyn Future<Output = ()> + Send>>;
+
+/// An agent. [`Agent::serve`] runs it.
+#[derive(Debug)]
+pub struct Agent {
+    shared: Arc<Shared>,
+    tasks: mpsc::UnboundedReceiver<Task>,
+}
+
+/// Shows and changes a running agent. Clones share it.
+#[derive(Debug, Clone)]
+pub struct AgentHandle {
+    shared: Arc<Shared>,
+}
+
+/// The listeners at the aliases of the peers.
+#[derive(Debug)]
+pub struct AliasListeners(Vec<(Arc<Peer>, TcpListener)>);
+
+/// What the tasks of an agent share.
+#[derive(Debug)]
+struct Shared {
+    fabric: Fabric,
+    config: RwLock<Arc<AgentConfig>>,
+    ports: PortSet,
+    /// The local address of links that this agent connects.
+    local: Option<SocketAddr>,
+    admission: Admission,
+    access: EngineAccessProbe,
+    peers: Vec<Arc<Peer>>,
+    counters: Counters,
+    next_link: AtomicU64,
+    is_ending: AtomicBool,
+    tasks: mpsc::UnboundedSender<Task>,
+}
+
+impl Agent {
+    /// Creates an agent. The fabric needs at least three channels for each link. The caller drives
+    /// it.
+    ///
+    /// # Errors
+    /// Returns what is wrong with the settings.
+    pub fn new(fabric: Fabric, config: AgentConfig) -> Result<Self, String> {
+        config.check()?;
+        let (sender, tasks) = mpsc::unbounded_channel();
+        let peers = config.peers.iter();
+        let peers = peers.map(|peer| Arc::new(Peer::new(*peer, fabric.instance()))).collect();
+        let AgentConfig { alias, deliver, own, .. } = config.clone();
+        let shared = Shared {
+            fabric,
+            ports: config.ports.clone(),
+            local: config.local,
+            admission: Admission { alias, deliver, own },
+            config: RwLock::new(Arc::new(config)),
+            access: EngineAccessProbe::default(),
+            peers,
+            counters: Counters::default(),
+            next_link: AtomicU64::new(1),
+            is_ending: AtomicBool::new(false),
+            tasks: sender,
+        };
+        Ok(Self { shared: Arc::new(shared), tasks })
+    }
+
+    /// Returns a handle.
+    #[must_use]
+    pub fn handle(&self) -> AgentHandle {
+        AgentHandle { shared: Arc::clone(&self.shared) }
+    }
+
+    /// Listens at the aliases of all peers. Must be called within a tokio runtime.
+    ///
+    /// # Errors
+    /// Returns the address that cannot be listened on, with the system's error.
+    pub fn listen(&self) -> Result<AliasListeners, (SocketAddr, io::Error)> {
+        let mut listeners = Vec::new();
+        for peer in &self.shared.peers {
+            for port in self.shared.ports.iter() {
+                let address = SocketAddr::from((peer.alias, port));
+                let listen = || {
+                    let socket = TcpSocket::new_v4()?;
+                    socket.set_reuseaddr(true)?; // connections of an earlier agent may linger
+                    socket.bind(address)?;
+                    socket.listen(BACKLOG)
+                };
+                let listener = listen().map_err(|error| (address, error))?;
+                listeners.push((Arc::clone(peer), listener));
+            }
+        }
+        Ok(AliasListeners(listeners))
+    }
+
+    /// Carries connections until `end` is ready, or a listener for links fails. Then accepts
+    /// nothing new, and lets connections end, at most for [`AgentConfig::drain_timeout`]. Those
+    /// that are left are reset, as are all if this future is dropped.
+    ///
+    /// # Errors
+    /// Returns an error if a listener for links fails.
+    pub async fn serve(
+        mut self,
+        aliases: AliasListeners,
+        listeners: Vec<Listener>,
+        end: impl Future<Output = ()>,
+    ) -> Result<(), Error> {
+        let mut tasks = JoinSet::new();
+        let mut local = JoinSet::new();
+        for (peer, listener) in aliases.0 {
+            local.spawn(local::accept(Arc::clone(&self.shared), peer, listener));
+        }
+        let mut accepting = JoinSet::new();
+        for listener in listeners {
+            accepting.spawn(links::accept(Arc::clone(&self.shared), listener));
+        }
+        for peer in &self.shared.peers {
+            let (shared, peer) = (Arc::clone(&self.shared), Arc::clone(peer));
+            tasks.spawn(async move {
+                let _ = links::link_to(&shared, &peer).await;
+            });
+        }
+        let mut end = std::pin::pin!(end);
+        let served = loop {
+            tokio::select! {
+                () = &mut end => break Ok(()),
+                Some(Ok(error)) = accepting.join_next() => break Err(error),
+                Some(task) = self.tasks.recv() => { tasks.spawn(task); }
+                Some(_) = tasks.join_next() => {}
+            }
+        };
+        drop((local, accepting)); // closes the listeners
+        self.shared.is_ending.store(true, Ordering::Relaxed);
+        self.shared.peers.iter().for_each(|peer| peer.go_away());
+        let drained = async {
+            loop {
+                tokio::select! {
+                    biased; // what waits to be started has not ended
+                    Some(task) = self.tasks.recv() => { tasks.spawn(task); }
+                    ended = tasks.join_next() => if ended.is_none() { break },
+                }
+            }
+        };
+        // Dropping `tasks` ends those that are left, which resets their connections.
+        let _ = timeout(self.shared.config().drain_timeout, drained).await;
+        served
+    }
+}
+
+impl AgentHandle {
+    /// Changes the settings for connections from now on. Only these change: protected mode, direct
+    /// connections and the drain timeout.
+    pub fn reconfigure(&self, change: impl FnOnce(&mut AgentConfig)) {
+        let mut config = self.shared.config.write().unwrap_or_else(PoisonError::into_inner);
+        change(Arc::make_mut(&mut config));
+    }
+
+    /// Returns the state and the counters.
+    #[must_use]
+    pub fn stats(&self) -> AgentStats {
+        let peers = self.shared.peers.iter().map(|peer| peer.stats()).collect();
+        AgentStats { peers, ..self.shared.counters.stats() }
+    }
+
+    /// Checks that there is a link to each peer. Connects where there is none.
+    ///
+    /// # Errors
+    /// Returns the peers without a link, with the cause as far as it is known.
+    pub async fn check_links(&self) -> Result<(), String> {
+        let mut missing = Vec::new();
+        for peer in &self.shared.peers {
+            if links::link_to(&self.shared, peer).await.is_none() {
+                let why = peer.error().unwrap_or_else(|| "no answer yet".into());
+                missing.push(format!("no link to {peer}: {why}"));
+            }
+        }
+        if missing.is_empty() { Ok(()) } else { Err(missing.join("; ")) }
+    }
+}
+
+impl Shared {
+    fn config(&self) -> Arc<AgentConfig> {
+        Arc::clone(&self.config.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Runs a task until it ends, or until the agent does.
+    fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
+        let _ = self.tasks.send(Box::pin(task)); // without a receiver, the agent has ended
+    }
+
+    fn is_ending(&self) -> bool {
+        self.is_ending.load(Ordering::Relaxed)
+    }
+}

@@ -1,0 +1,120 @@
+//! Which streams of a peer this host accepts. Has no I/O.
+
+use std::fmt;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+
+use ferrite_config::ports::PortSet;
+use ferrite_proto::mux::Route;
+
+/// The difference between an engine's port and that of its cluster bus.
+const BUS_OFFSET: u16 = 10_000;
+
+/// The rules for streams of peers.
+#[derive(Debug, Clone)]
+pub(super) struct Admission {
+    /// The alias of this host, the only valid destination.
+    pub(super) alias: Ipv4Addr,
+    /// The ports that peers may connect to.
+    pub(super) deliver: PortSet,
+    /// The addresses on which the agent itself listens.
+    pub(super) own: Vec<SocketAddr>,
+}
+
+/// Why a stream of a peer is forbidden.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Forbidden {
+    /// The source is not the peer's alias.
+    Source,
+    /// The destination is not the alias of this host.
+    Destination,
+    /// The port is not one of those that peers may connect to.
+    Port,
+    /// The destination is the agent itself.
+    Agent,
+}
+
+impl fmt::Display for Forbidden {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Source => "its source is not the peer's alias",
+            Self::Destination => "its destination is not the alias of this host",
+            Self::Port => "its port is not in `deliver`",
+            Self::Agent => "its destination is this agent",
+        })
+    }
+}
+
+impl Admission {
+    /// Checks a stream of the peer with this alias.
+    pub(super) fn check(&self, peer: Ipv4Addr, route: &Route) -> Result<(), Forbidden> {
+        let Route { destination, source } = route;
+        if source.ip() != IpAddr::V4(peer) {
+            return Err(Forbidden::Source);
+        }
+        if destination.ip() != IpAddr::V4(self.alias) {
+            return Err(Forbidden::Destination);
+        }
+        let is_own = |own: &SocketAddr| {
+            own.port() == destination.port()
+                && (own.ip().is_unspecified() || own.ip() == destination.ip())
+        };
+        if self.own.iter().any(is_own) {
+            return Err(Forbidden::Agent);
+        }
+        if !self.deliver.contains(destination.port()) {
+            return Err(Forbidden::Port);
+        }
+        Ok(())
+    }
+}
+
+/// Returns the port of the engine whose cluster bus has this port. `None` if the port is not that
+/// of a bus, as far as the set of ports shows.
+pub(super) fn engine_of_bus(port: u16, ports: &PortSet) -> Option<u16> {
+    port.checked_sub(BUS_OFFSET).filter(|engine| ports.contains(*engine))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn check(source: &str, destination: &str) -> Result<(), Forbidden> {
+        let at = |text: &str| text.parse::<SocketAddr>().expect("an address");
+        let admission = Admission {
+            alias: [127, 1, 0, 1].into(),
+            deliver: PortSet::parse(["7000-7009", "7470", "9121"]).expect("ports"),
+            own: vec![at("0.0.0.0:7470"), at("127.0.0.1:9121")],
+        };
+        let route = Route { destination: at(destination), source: at(source) };
+        admission.check([127, 1, 0, 2].into(), &route)
+    }
+
+    #[test]
+    fn accepts_only_the_peers_alias_to_this_hosts_alias() {
+        assert_eq!(check("127.1.0.2:38808", "127.1.0.1:7001"), Ok(()));
+        for source in ["127.1.0.3:1", "127.1.0.1:1", "127.0.0.1:1", "10.0.0.2:1", "[::1]:1"] {
+            assert_eq!(check(source, "127.1.0.1:7001"), Err(Forbidden::Source), "{source}");
+        }
+        for destination in ["127.1.0.2:7001", "127.0.0.1:7001", "10.0.0.1:7001", "[::1]:7001"] {
+            let result = check("127.1.0.2:1", destination);
+            assert_eq!(result, Err(Forbidden::Destination), "{destination}");
+        }
+    }
+
+    #[test]
+    fn accepts_only_ports_that_are_delivered_and_never_the_agent() {
+        assert_eq!(check("127.1.0.2:1", "127.1.0.1:7010"), Err(Forbidden::Port));
+        assert_eq!(check("127.1.0.2:1", "127.1.0.1:22"), Err(Forbidden::Port));
+        assert_eq!(check("127.1.0.2:1", "127.1.0.1:7470"), Err(Forbidden::Agent));
+        // The admin port is at another address.
+        assert_eq!(check("127.1.0.2:1", "127.1.0.1:9121"), Ok(()));
+    }
+
+    #[test]
+    fn bus_is_10000_above_an_engine() {
+        let ports = PortSet::parse(["7000-7009", "17000-17009"]).expect("ports");
+        assert_eq!(engine_of_bus(17_003, &ports), Some(7003));
+        assert_eq!(engine_of_bus(17_010, &ports), None);
+        assert_eq!(engine_of_bus(7003, &ports), None);
+    }
+}

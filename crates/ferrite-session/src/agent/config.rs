@@ -1,0 +1,118 @@
+//! The settings of an agent.
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::time::Duration;
+
+use ferrite_config::ports::PortSet;
+
+/// The settings of an [`Agent`](super::Agent).
+#[derive(Debug, Clone)]
+pub struct AgentConfig {
+    /// The alias of this host. Its engines bind it.
+    pub alias: Ipv4Addr,
+    /// The other hosts.
+    pub peers: Vec<AgentPeer>,
+    /// The ports to listen on at the aliases of the peers.
+    pub ports: PortSet,
+    /// The ports of this host's alias that peers may connect to.
+    pub deliver: PortSet,
+    /// The local address of links that this agent connects; `None` for any.
+    pub local: Option<SocketAddr>,
+    /// Further addresses of this program that peers must not reach, such as its admin port.
+    pub own: Vec<SocketAddr>,
+    /// Whether connections without a link go by TCP to the host's own address (default false).
+    pub direct: bool,
+    /// Whether to refuse peers while the engine requires no password (default true).
+    pub protected_mode: bool,
+    /// How long streams may go on when the agent shuts down (default 30 s).
+    pub drain_timeout: Duration,
+}
+
+/// A host of the group.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AgentPeer {
+    /// The host's alias.
+    pub alias: Ipv4Addr,
+    /// The address of its agent.
+    pub address: SocketAddr,
+}
+
+impl AgentConfig {
+    /// Returns the default settings for the host with this alias.
+    #[must_use]
+    pub fn new(alias: Ipv4Addr) -> Self {
+        Self {
+            alias,
+            peers: Vec::new(),
+            ports: PortSet::default(),
+            deliver: PortSet::default(),
+            local: None,
+            own: Vec::new(),
+            direct: false,
+            protected_mode: true,
+            drain_timeout: Duration::from_secs(30),
+        }
+    }
+
+    /// Checks that the hosts can be told apart.
+    ///
+    /// # Errors
+    /// Returns what is wrong, and how to change it.
+    pub fn check(&self) -> Result<(), String> {
+        for (at, peer) in self.peers.iter().enumerate() {
+            if peer.alias == self.alias {
+                return Err(format!("peer {}: this is the alias of this host", peer.alias));
+            }
+            for other in &self.peers[..at] {
+                if other.alias == peer.alias {
+                    return Err(format!("peer {}: two peers have this alias", peer.alias));
+                }
+                // A peer that connects is recognised by its address.
+                if other.address.ip() == peer.address.ip() {
+                    let ip = peer.address.ip();
+                    return Err(format!(
+                        "peers {} and {} are both at {ip}",
+                        other.alias, peer.alias
+                    ));
+                }
+            }
+        }
+        if !self.peers.is_empty() && self.ports.is_empty() {
+            return Err("ports: none; name the ports of the engines on other hosts".into());
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn check(peers: &[(u8, &str)], ports: &str) -> Result<(), String> {
+        let mut config = AgentConfig::new([127, 1, 0, 1].into());
+        config.peers = peers
+            .iter()
+            .map(|(host, address)| AgentPeer {
+                alias: [127, 1, 0, *host].into(),
+                address: address.parse().expect("an address"),
+            })
+            .collect();
+        config.ports = PortSet::parse(ports.split_whitespace()).expect("ports");
+        config.check()
+    }
+
+    #[test]
+    fn hosts_must_differ() {
+        assert_eq!(check(&[], ""), Ok(()));
+        assert_eq!(check(&[(2, "10.0.0.2:7470"), (3, "10.0.0.3:7470")], "7000"), Ok(()));
+        for (peers, ports, expected) in [
+            (&[(1, "10.0.0.2:7470")][..], "7000", "of this host"),
+            (&[(2, "10.0.0.2:7470"), (2, "10.0.0.3:7470")], "7000", "two peers"),
+            (&[(2, "10.0.0.2:7470"), (3, "10.0.0.2:7471")], "7000", "are both at 10.0.0.2"),
+            (&[(2, "10.0.0.2:7470")], "", "ports: none"),
+        ] {
+            let error = check(peers, ports).expect_err(expected);
+            assert!(error.contains(expected), "{error}");
+        }
+    }
+}

@@ -1,0 +1,197 @@
+//! Streams of peers: checks them, and connects them to the engines of this host.
+
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use ferrite_fabric::LogLimit;
+use ferrite_proto::mux::{Cause, Class, Route};
+use tokio::net::{TcpSocket, TcpStream};
+use tokio::time::timeout;
+
+use super::Shared;
+use super::admission::engine_of_bus;
+use super::peer::Peer;
+use super::socket::LocalSocket;
+use super::stats::{Meter, Refused, add, index};
+use crate::engine::EngineAccess;
+use crate::mux::IncomingStream;
+
+/// How long a connection to an engine may take.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Connects a stream of a peer to its destination, or refuses it.
+pub(super) async fn deliver(
+    shared: Arc<Shared>,
+    peer: Arc<Peer>,
+    stream: IncomingStream<LocalSocket>,
+) {
+    let (route, class) = (stream.route(), stream.class());
+    match connect(&shared, &peer, &route, class).await {
+        Ok(socket) => {
+            add(&peer.counters.accepted[index(class)], 1);
+            stream.accept(socket);
+        }
+        Err((refused, why)) => {
+            shared.counters.count_refused(refused);
+            let cause = match refused {
+                Refused::Forbidden(_) | Refused::ProtectedMode => Cause::FORBIDDEN,
+                Refused::Engine => Cause::REFUSED,
+                Refused::Unreachable => Cause::UNREACHABLE,
+            };
+            stream.refuse(cause);
+            warn(&peer, &route, refused, &why);
+        }
+    }
+}
+
+fn warn(peer: &Peer, Route { destination, source }: &Route, refused: Refused, why: &str) {
+    // Engines are stopped and started all the time, but what is forbidden stays so.
+    static FORBIDDEN: LogLimit = LogLimit::new();
+    static UNAVAILABLE: LogLimit = LogLimit::new();
+    let limit = match refused {
+        Refused::Forbidden(_) | Refused::ProtectedMode => &FORBIDDEN,
+        Refused::Engine | Refused::Unreachable => &UNAVAILABLE,
+    };
+    if let Some(others) = limit.pass() {
+        tracing::warn!(
+            "refused a connection of {peer} from {source} to {destination}: {why}{others}"
+        );
+    }
+}
+
+async fn connect(
+    shared: &Shared,
+    peer: &Peer,
+    route: &Route,
+    class: Class,
+) -> Result<LocalSocket, (Refused, String)> {
+    let checked = shared.admission.check(peer.alias, route);
+    checked.map_err(|forbidden| (Refused::Forbidden(forbidden), forbidden.to_string()))?;
+    check_password(shared, route.destination.port()).await?;
+    let failed = |error: io::Error| match error.kind() {
+        io::ErrorKind::ConnectionRefused => (Refused::Engine, error.to_string()),
+        _ => (Refused::Unreachable, error.to_string()),
+    };
+    let connecting = timeout(CONNECT_TIMEOUT, connect_from(route.source, route.destination));
+    let late = |_| Err(io::ErrorKind::TimedOut.into());
+    let (socket, is_port_changed) = connecting.await.unwrap_or_else(late).map_err(failed)?;
+    if is_port_changed {
+        add(&shared.counters.ports_changed, 1);
+    }
+    Ok(LocalSocket::new(socket).metered(Meter::begin(&peer.counters, class)))
+}
+
+/// Applies protected mode to a port: an engine that requires no password is not for peers.
+async fn check_password(shared: &Shared, port: u16) -> Result<(), (Refused, String)> {
+    if !shared.config().protected_mode {
+        return Ok(());
+    }
+    let alias = shared.admission.alias;
+    let open = |port| {
+        let why = format!(
+            "the engine at {alias}:{port} requires no password, and protected mode is on; set \
+             requirepass and masterauth in the engines, or start the agent with --protected-mode no"
+        );
+        Err((Refused::ProtectedMode, why))
+    };
+    if let Some(engine) = engine_of_bus(port, &shared.admission.deliver) {
+        // The bus itself knows no passwords. It stays open to peers while the engine answers no
+        // client, because nodes without it are taken for dead.
+        return match shared.access.ask(alias, engine).await {
+            Ok(EngineAccess::Open) => open(engine),
+            _ => Ok(()),
+        };
+    }
+    match shared.access.ask(alias, port).await {
+        Ok(EngineAccess::NeedsPassword) => Ok(()),
+        Ok(EngineAccess::Open) => open(port),
+        Ok(EngineAccess::Refused(reply)) => {
+            Err((Refused::Engine, format!("the engine replies {}", reply.trim_end())))
+        }
+        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+            Err((Refused::Engine, error.to_string()))
+        }
+        Err(error) => {
+            let why = format!("protected mode cannot find out if it requires a password: {error}");
+            Err((Refused::Unreachable, why))
+        }
+    }
+}
+
+/// Connects from the program's own address, or, if its port is in use here, from another port of
+/// this address. Returns whether the port is another one.
+async fn connect_from(
+    source: SocketAddr,
+    destination: SocketAddr,
+) -> io::Result<(TcpStream, bool)> {
+    match connect_bound(source, destination).await {
+        Err(error)
+            if matches!(
+                error.kind(),
+                io::ErrorKind::AddrInUse | io::ErrorKind::AddrNotAvailable
+            ) =>
+        {
+            let any_port = SocketAddr::new(source.ip(), 0);
+            Ok((connect_bound(any_port, destination).await?, true))
+        }
+        connected => Ok((connected?, false)),
+    }
+}
+
+async fn connect_bound(source: SocketAddr, destination: SocketAddr) -> io::Result<TcpStream> {
+    let socket = TcpSocket::new_v4()?;
+    // The port may belong to other connections, also to ended ones. Only a listener has it alone.
+    socket.set_reuseaddr(true)?;
+    socket.bind(source)?;
+    socket.connect(destination).await
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+
+    use super::*;
+
+    fn listener(at: &str) -> (TcpListener, SocketAddr) {
+        let listener = TcpListener::bind(at).expect("listen");
+        let address = listener.local_addr().expect("an address");
+        (listener, address)
+    }
+
+    #[tokio::test]
+    async fn engine_sees_the_programs_own_address() {
+        let (engine, destination) = listener("127.1.0.1:0");
+        let (free, source) = listener("127.1.0.2:0");
+        drop(free);
+        let (socket, is_changed) = connect_from(source, destination).await.expect("connect");
+        assert_eq!((socket.local_addr().expect("an address"), is_changed), (source, false));
+        assert_eq!(engine.accept().expect("accept").1, source);
+    }
+
+    #[tokio::test]
+    async fn another_port_of_the_same_address_is_used_if_the_port_is_taken() {
+        let (_engine, destination) = listener("127.1.0.1:0");
+        let (_taken, source) = listener("127.1.0.2:0");
+        let (socket, is_changed) = connect_from(source, destination).await.expect("connect");
+        let local = socket.local_addr().expect("an address");
+        assert!(is_changed && local.ip() == source.ip() && local.port() != source.port());
+        // A second connection of the same address and port to the same engine, too.
+        let (free, source) = listener("127.1.0.2:0");
+        drop(free);
+        let (_first, is_changed) = connect_from(source, destination).await.expect("connect");
+        assert!(!is_changed);
+        let (_second, is_changed) = connect_from(source, destination).await.expect("connect");
+        assert!(is_changed);
+    }
+
+    #[tokio::test]
+    async fn refusal_of_the_engine_is_passed_on() {
+        let (closed, destination) = listener("127.1.0.1:0");
+        drop(closed);
+        let source = "127.1.0.2:0".parse().expect("an address");
+        let error = connect_from(source, destination).await.expect_err("refused");
+        assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused);
+    }
+}

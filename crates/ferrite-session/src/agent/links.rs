@@ -1,0 +1,165 @@
+//! Links to peers: connects and accepts them, and runs each until it ends.
+
+use std::pin::pin;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use ferrite_fabric::{ConnectOptions, Error, Link, Listener, LogLimit};
+use ferrite_proto::mux::{Config, Side};
+use tokio::task::JoinSet;
+use tokio::time::{MissedTickBehavior, interval, sleep, timeout_at};
+
+use super::Shared;
+use super::delivery::deliver;
+use super::peer::{Handle, Peer, Way};
+use super::peer_links::LinkId;
+use super::stats::add;
+use crate::mux::{Multiplexer, MuxFailure, multiplex};
+
+/// How often to look whether a link has another transport, or the peer is going away.
+const LOOK_INTERVAL: Duration = Duration::from_secs(1);
+/// The second link of a pair that has connected at once accepts streams for this long, because the
+/// peer may not know the other link yet.
+const RETIRE_AFTER: Duration = Duration::from_secs(1);
+
+/// Returns a link to a peer. Connects if there is none, and waits for a short time.
+pub(super) async fn link_to(shared: &Arc<Shared>, peer: &Arc<Peer>) -> Option<(LinkId, Handle)> {
+    let mut changed = pin!(peer.changed.notified());
+    loop {
+        // Before the look at the state, so that no change after it is missed.
+        changed.as_mut().enable();
+        let until = match peer.find_way(Instant::now()) {
+            Way::Link(id, handle) => return Some((id, handle)),
+            Way::Connect { until } => {
+                shared.spawn(connect(Arc::clone(shared), Arc::clone(peer)));
+                until
+            }
+            Way::Wait { until } => until,
+            Way::None => return None,
+        };
+        let _ = timeout_at(until.into(), changed.as_mut()).await; // the state says what happened
+        changed.set(peer.changed.notified());
+    }
+}
+
+async fn connect(shared: Arc<Shared>, peer: Arc<Peer>) {
+    let options = ConnectOptions::new();
+    let options = match shared.local {
+        Some(local) => options.local(local),
+        None => options,
+    };
+    match shared.fabric.connect_with(peer.address, &options).await {
+        Ok(link) => run(shared, peer, link, Side::Caller).await,
+        Err(error) => note_failure(&peer, &error.to_string()),
+    }
+}
+
+fn note_failure(peer: &Peer, why: &str) {
+    let pause = peer.note_failure(why.to_owned());
+    tracing::warn!(
+        "cannot open a link to {peer}: {why}; trying again after {pause:?} at the earliest"
+    );
+}
+
+/// Accepts links of peers until the listener fails.
+pub(super) async fn accept(shared: Arc<Shared>, mut listener: Listener) -> Error {
+    loop {
+        let link = match listener.accept().await {
+            Ok(link) => link,
+            Err(error) => return error,
+        };
+        let ip = link.peer_addr().map(|address| address.ip().to_canonical());
+        let peer = shared.peers.iter().find(|peer| Some(peer.address.ip()) == ip);
+        match peer {
+            Some(peer) => {
+                shared.spawn(run(Arc::clone(&shared), Arc::clone(peer), link, Side::Called));
+            }
+            None => refuse_unknown(&shared, &link),
+        }
+    }
+}
+
+fn refuse_unknown(shared: &Shared, link: &Link) {
+    add(&shared.counters.unknown_peers, 1);
+    static LINES: LogLimit = LogLimit::new();
+    if let Some(others) = LINES.pass() {
+        let from = link.peer_addr().map_or("unknown".to_owned(), |address| address.to_string());
+        tracing::warn!("refused a link from {from}, which is the address of no peer{others}");
+    }
+    link.abort();
+}
+
+/// Runs a link until it ends.
+async fn run(shared: Arc<Shared>, peer: Arc<Peer>, link: Link, side: Side) {
+    let refuse = |why: &str| {
+        link.abort();
+        match side {
+            Side::Caller => note_failure(&peer, why),
+            Side::Called => tracing::warn!("refused a link of {peer}: {why}"),
+        }
+    };
+    if link.peer_hello().instance == shared.fabric.instance() {
+        return refuse("its address is that of this agent");
+    }
+    let Multiplexer { handle, mut incoming, driver } =
+        match multiplex(link.clone(), side, &Config::default()) {
+            Ok(multiplexer) => multiplexer,
+            Err(error) => return refuse(&error.to_string()),
+        };
+    let id = LinkId(shared.next_link.fetch_add(1, Ordering::Relaxed));
+    let mut transport = link.transport();
+    let retired = peer.add_link(id, side, link.clone(), handle.clone());
+    let by = if side == Side::Caller { "this agent" } else { "the peer" };
+    tracing::info!("link to {peer} is up over {transport}, opened by {by}");
+    if let Some(retired) = retired {
+        shared.spawn(retire(Arc::clone(&peer), retired));
+    }
+    if shared.is_ending() {
+        handle.go_away();
+    }
+    // A task of its own, which polls nothing but the link and its streams.
+    let mut driving = JoinSet::new();
+    driving.spawn(driver.run());
+    let mut looks = interval(LOOK_INTERVAL);
+    looks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut is_peer_going_away = false;
+    let ended = loop {
+        tokio::select! {
+            ended = driving.join_next() => break ended,
+            Some(stream) = incoming.next() => {
+                shared.spawn(deliver(Arc::clone(&shared), Arc::clone(&peer), stream));
+            }
+            _ = looks.tick() => {
+                if transport != link.transport() {
+                    transport = link.transport();
+                    tracing::info!("link to {peer} now uses {transport}");
+                }
+                if !is_peer_going_away && handle.state().is_peer_going_away {
+                    is_peer_going_away = true;
+                    peer.stop_using(id);
+                    tracing::info!("{peer} accepts no new streams on a link; it ends after them");
+                }
+            }
+        }
+    };
+    let streams = handle.state().streams;
+    peer.remove_link(id);
+    match ended {
+        Some(Ok(Ok(()))) => tracing::info!("link to {peer} has ended"),
+        Some(Ok(Err(failure))) => note_loss(&peer, &failure, streams),
+        // The driver has panicked. Its streams were reset when it was dropped.
+        Some(Err(_)) | None => add(&peer.counters.links_lost, 1),
+    }
+}
+
+async fn retire(peer: Arc<Peer>, handle: Handle) {
+    tracing::info!("there are two links to {peer}; one of them ends after its streams");
+    sleep(RETIRE_AFTER).await;
+    handle.go_away();
+}
+
+fn note_loss(peer: &Peer, failure: &MuxFailure, streams: usize) {
+    add(&peer.counters.links_lost, 1);
+    tracing::warn!("link to {peer} was lost: {failure}; connections reset: {streams}");
+}

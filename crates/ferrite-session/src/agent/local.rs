@@ -1,0 +1,107 @@
+//! Connections of local programs to the aliases of peers.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use ferrite_fabric::LogLimit;
+use ferrite_proto::mux::{Class, OpenError, Route};
+use tokio::io::copy_bidirectional;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::time::{sleep, timeout};
+
+use super::Shared;
+use super::admission::engine_of_bus;
+use super::links::link_to;
+use super::peer::Peer;
+use super::socket::LocalSocket;
+use super::stats::{Meter, add, index};
+
+/// The number of links to try for a connection. A link may end just when it is used.
+const ATTEMPTS: usize = 3;
+/// How long a direct connection may take to be opened.
+const DIRECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// The pause after a failed `accept`, for example for lack of descriptors.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// Accepts connections to a port of a peer's alias, for ever.
+pub(super) async fn accept(shared: Arc<Shared>, peer: Arc<Peer>, listener: TcpListener) {
+    let Ok(destination) = listener.local_addr() else { return };
+    loop {
+        match listener.accept().await {
+            Ok((socket, from)) => {
+                let (shared_too, peer) = (Arc::clone(&shared), Arc::clone(&peer));
+                shared.spawn(carry(shared_too, peer, socket, from.port(), destination));
+            }
+            Err(error) => {
+                static LINES: LogLimit = LogLimit::new();
+                if let Some(others) = LINES.pass() {
+                    tracing::warn!(%error, "cannot accept a connection to {destination}{others}");
+                }
+                sleep(ACCEPT_PAUSE).await;
+            }
+        }
+    }
+}
+
+/// Carries a connection to a peer.
+async fn carry(
+    shared: Arc<Shared>,
+    peer: Arc<Peer>,
+    socket: TcpStream,
+    from_port: u16,
+    destination: SocketAddr,
+) {
+    let is_bus = engine_of_bus(destination.port(), &shared.ports).is_some();
+    let class = if is_bus { Class::Bus } else { Class::Interactive };
+    // Programs may connect from any address of this host. The peer knows the host by its alias.
+    let source = SocketAddr::from((shared.admission.alias, from_port));
+    let mut socket = LocalSocket::new(socket);
+    for _ in 0..ATTEMPTS {
+        let Some((id, handle)) = link_to(&shared, &peer).await else { break };
+        let metered = socket.metered(Meter::begin(&peer.counters, class));
+        match handle.open(class, Route { destination, source }, metered).await {
+            Ok(_) => return add(&peer.counters.opened[index(class)], 1),
+            Err((_, error @ OpenError::TooManyStreams)) => {
+                add(&shared.counters.beyond_limits, 1);
+                return warn(&peer, destination, &error.to_string());
+            }
+            Err((None, _)) => return, // it was reset
+            Err((Some(unused), error)) => {
+                peer.stop_using(id);
+                if error == OpenError::NamesUsedUp {
+                    handle.go_away();
+                }
+                socket = unused.unmetered();
+            }
+        }
+    }
+    let why = peer.error().unwrap_or_else(|| "there is no link yet".into());
+    if shared.config().direct {
+        add(&shared.counters.direct, 1);
+        warn(&peer, destination, &format!("{why}; connecting directly by TCP"));
+        carry_directly(&peer, socket, destination.port()).await;
+    } else {
+        add(&shared.counters.without_link, 1);
+        warn(&peer, destination, &why);
+    }
+}
+
+fn warn(peer: &Peer, destination: SocketAddr, why: &str) {
+    static LINES: LogLimit = LogLimit::new();
+    if let Some(others) = LINES.pass() {
+        tracing::warn!(
+            "cannot carry a connection to {destination} over a link to {peer}: {why}{others}"
+        );
+    }
+}
+
+/// Connects to the host's own address. An engine there sees the address of this host.
+async fn carry_directly(peer: &Peer, mut socket: LocalSocket, port: u16) {
+    let connecting = TcpStream::connect((peer.address.ip(), port));
+    if let Ok(Ok(engine)) = timeout(DIRECT_TIMEOUT, connecting).await {
+        let mut engine = LocalSocket::new(engine);
+        // After a failure, dropping both sockets resets them.
+        let _ = copy_bidirectional(&mut socket, &mut engine).await;
+    }
+}

@@ -1,0 +1,154 @@
+//! A peer: its links, and who waits for one.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use ferrite_fabric::Link;
+use ferrite_proto::mux::Side;
+use tokio::sync::Notify;
+
+use super::config::AgentPeer;
+use super::peer_links::{LinkId, PeerLinks, Step};
+use super::socket::LocalSocket;
+use super::stats::{AgentPeerStats, PeerCounters, add};
+use crate::mux::MuxHandle;
+
+/// Opens streams on a link.
+pub(super) type Handle = MuxHandle<LocalSocket>;
+
+/// A host of the group. It is shown as its alias and the address of its agent.
+#[derive(Debug)]
+pub(super) struct Peer {
+    pub(super) alias: Ipv4Addr,
+    pub(super) address: SocketAddr,
+    pub(super) counters: Arc<PeerCounters>,
+    /// Notified when an attempt to connect has ended, and when there is a new link.
+    pub(super) changed: Notify,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    links: PeerLinks,
+    /// All links that have not ended, also those that accept no new streams.
+    live: BTreeMap<LinkId, (Link, Handle)>,
+    error: Option<String>,
+}
+
+/// How to get a link to a peer.
+#[derive(Debug)]
+pub(super) enum Way {
+    /// There is one.
+    Link(LinkId, Handle),
+    /// The caller must connect. There may be a link until this time.
+    Connect { until: Instant },
+    /// The agent connects. There may be a link until this time.
+    Wait { until: Instant },
+    /// There is none in time.
+    None,
+}
+
+impl Peer {
+    pub(super) fn new(peer: AgentPeer, own_instance: u64) -> Self {
+        let links = PeerLinks::new(own_instance);
+        Self {
+            alias: peer.alias,
+            address: peer.address,
+            counters: Arc::default(),
+            changed: Notify::new(),
+            state: Mutex::new(State { links, live: BTreeMap::new(), error: None }),
+        }
+    }
+
+    /// Decides how a new stream gets to the peer.
+    pub(super) fn find_way(&self, now: Instant) -> Way {
+        let mut state = self.lock();
+        match state.links.next_step(now) {
+            Step::Use(id) => match state.live.get(&id) {
+                Some((_, handle)) => Way::Link(id, handle.clone()),
+                None => Way::None,
+            },
+            Step::Connect { until } => Way::Connect { until },
+            Step::Wait { until } => Way::Wait { until },
+            Step::Unavailable => Way::None,
+        }
+    }
+
+    /// Adds a link. Returns the one that must end after its streams, if there are two now.
+    pub(super) fn add_link(
+        &self,
+        id: LinkId,
+        side: Side,
+        link: Link,
+        handle: Handle,
+    ) -> Option<Handle> {
+        add(&self.counters.links_opened, 1);
+        let mut state = self.lock();
+        let retired = state.links.handle_up(id, side, link.peer_hello().instance);
+        state.live.insert(id, (link, handle));
+        state.error = None;
+        let retired = retired.and_then(|id| state.live.get(&id));
+        let retired = retired.map(|(_, handle)| handle.clone());
+        drop(state);
+        self.changed.notify_waiters();
+        retired
+    }
+
+    /// Opens no further streams on a link.
+    pub(super) fn stop_using(&self, id: LinkId) {
+        self.lock().links.handle_gone(id);
+    }
+
+    /// Removes a link that has ended.
+    pub(super) fn remove_link(&self, id: LinkId) {
+        let mut state = self.lock();
+        state.links.handle_gone(id);
+        state.live.remove(&id);
+    }
+
+    /// Notes that the agent could not connect. Returns how long it does not try again.
+    pub(super) fn note_failure(&self, error: String) -> Duration {
+        add(&self.counters.connect_failures, 1);
+        let mut state = self.lock();
+        state.links.handle_failure(Instant::now());
+        let pause = state.links.pause();
+        state.error = Some(error).filter(|_| state.links.active().is_none());
+        drop(state);
+        self.changed.notify_waiters();
+        pause
+    }
+
+    /// Returns why there is no link, as far as that is known.
+    pub(super) fn error(&self) -> Option<String> {
+        self.lock().error.clone()
+    }
+
+    /// Accepts no further streams on any link. The links end after their streams.
+    pub(super) fn go_away(&self) {
+        for (_, handle) in self.lock().live.values() {
+            handle.go_away();
+        }
+    }
+
+    pub(super) fn stats(&self) -> AgentPeerStats {
+        let (links, error) = {
+            let state = self.lock();
+            let links: Vec<_> = state.live.values().map(|(link, _)| link.transport()).collect();
+            (links, state.error.clone())
+        };
+        AgentPeerStats { links, error, ..self.counters.stats(self.alias, self.address) }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl fmt::Display for Peer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} ({})", self.alias, self.address)
+    }
+}

@@ -1,0 +1,236 @@
+//! Which link to a peer is used, and when a new one is opened. Has no I/O: time and the numbers of
+//! links are arguments.
+//!
+//! Two agents share one link. If both connect at once, there are two links for a moment. Both sides
+//! keep the one whose caller has the lower instance, and let the other one finish its streams.
+
+use std::time::{Duration, Instant};
+
+use ferrite_proto::mux::Side;
+
+/// How long a connection may wait for a link that is being opened.
+pub(super) const BUDGET: Duration = Duration::from_millis(300);
+/// The pause after the first failure. Each further failure doubles it.
+pub(super) const FIRST_PAUSE: Duration = Duration::from_secs(5);
+/// The longest pause after a failure.
+pub(super) const LONGEST_PAUSE: Duration = Duration::from_secs(60);
+
+/// The number of a link. The agent never uses it twice.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(super) struct LinkId(pub(super) u64);
+
+/// What to do for a connection to a peer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Step {
+    /// Carry it over this link.
+    Use(LinkId),
+    /// Connect to the peer, and wait for a link until then.
+    Connect { until: Instant },
+    /// Wait for a link until then. The agent connects already.
+    Wait { until: Instant },
+    /// There is no link in time.
+    Unavailable,
+}
+
+/// The links to a peer, and the attempts to open one.
+#[derive(Debug)]
+pub(super) struct PeerLinks {
+    own_instance: u64,
+    active: Option<Active>,
+    /// If the agent connects: how long connections wait for that.
+    connecting: Option<Instant>,
+    /// After a failure: when the agent connects again.
+    again_at: Option<Instant>,
+    pause: Duration,
+}
+
+/// The link that new streams use.
+#[derive(Debug, Clone, Copy)]
+struct Active {
+    id: LinkId,
+    /// This side's part: whether it has connected the link or accepted it.
+    side: Side,
+    peer_instance: u64,
+}
+
+impl PeerLinks {
+    pub(super) fn new(own_instance: u64) -> Self {
+        Self { own_instance, active: None, connecting: None, again_at: None, pause: Duration::ZERO }
+    }
+
+    // ---- getters ---------------------------------------------------------------------------
+
+    /// Returns the link that new streams use.
+    pub(super) fn active(&self) -> Option<LinkId> {
+        self.active.map(|active| active.id)
+    }
+
+    /// Returns how long the agent does not connect after the last failure.
+    pub(super) fn pause(&self) -> Duration {
+        self.pause
+    }
+
+    // ---- commands --------------------------------------------------------------------------
+
+    /// Decides how a new connection gets to the peer.
+    pub(super) fn next_step(&mut self, now: Instant) -> Step {
+        if let Some(active) = self.active {
+            return Step::Use(active.id);
+        }
+        match self.connecting {
+            Some(until) if now < until => return Step::Wait { until },
+            Some(_) => return Step::Unavailable,
+            None => {}
+        }
+        if self.again_at.is_some_and(|again_at| now < again_at) {
+            return Step::Unavailable;
+        }
+        let until = now + BUDGET;
+        self.connecting = Some(until);
+        Step::Connect { until }
+    }
+
+    // ---- events ----------------------------------------------------------------------------
+
+    /// Notes that the agent could not connect to the peer.
+    pub(super) fn handle_failure(&mut self, now: Instant) {
+        self.connecting = None;
+        // The peer may have connected meanwhile.
+        if self.active.is_none() {
+            self.pause = (self.pause * 2).clamp(FIRST_PAUSE, LONGEST_PAUSE);
+            self.again_at = Some(now + self.pause);
+        }
+    }
+
+    /// Notes a new link. Returns the link that must end after its streams, if there are two now.
+    pub(super) fn handle_up(
+        &mut self,
+        id: LinkId,
+        side: Side,
+        peer_instance: u64,
+    ) -> Option<LinkId> {
+        if side == Side::Caller {
+            self.connecting = None;
+        }
+        self.again_at = None;
+        self.pause = Duration::ZERO;
+        let new = Active { id, side, peer_instance };
+        let Some(old) = self.active else {
+            self.active = Some(new);
+            return None;
+        };
+        // Two links that the same side has opened, or links to two processes, are not the result
+        // of connecting at once: the other side has given up the old one.
+        let is_glare = old.peer_instance == peer_instance && old.side != side;
+        if is_glare && self.caller_of(old) < self.caller_of(new) {
+            return Some(new.id);
+        }
+        self.active = Some(new);
+        Some(old.id)
+    }
+
+    /// Notes that a link accepts no further streams, or has ended.
+    pub(super) fn handle_gone(&mut self, id: LinkId) {
+        if self.active() == Some(id) {
+            self.active = None;
+        }
+    }
+
+    // ---- internal --------------------------------------------------------------------------
+
+    /// Returns the instance of the side that has connected a link.
+    fn caller_of(&self, link: Active) -> u64 {
+        match link.side {
+            Side::Caller => self.own_instance,
+            Side::Called => link.peer_instance,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const OWN: u64 = 50;
+
+    fn links() -> (PeerLinks, Instant) {
+        (PeerLinks::new(OWN), Instant::now())
+    }
+
+    #[test]
+    fn connections_wait_for_one_attempt_and_no_longer_than_its_budget() {
+        let (mut links, now) = links();
+        let until = now + BUDGET;
+        assert_eq!(links.next_step(now), Step::Connect { until });
+        assert_eq!(links.next_step(now + BUDGET / 2), Step::Wait { until });
+        assert_eq!(links.next_step(until), Step::Unavailable);
+        assert_eq!(links.handle_up(LinkId(1), Side::Caller, 7), None);
+        assert_eq!(links.next_step(until), Step::Use(LinkId(1)));
+    }
+
+    #[test]
+    fn each_failure_doubles_the_pause_up_to_a_minute() {
+        let (mut links, mut now) = links();
+        for seconds in [5, 10, 20, 40, 60, 60] {
+            assert_eq!(links.next_step(now), Step::Connect { until: now + BUDGET });
+            links.handle_failure(now);
+            let pause = Duration::from_secs(seconds);
+            assert_eq!(links.pause(), pause);
+            assert_eq!(links.next_step(now + pause - BUDGET), Step::Unavailable);
+            now += pause;
+        }
+        // A link of the peer ends the pause, and the next failure has the first one again.
+        links.handle_up(LinkId(1), Side::Called, 7);
+        links.handle_gone(LinkId(1));
+        assert!(matches!(links.next_step(now), Step::Connect { .. }));
+        links.handle_failure(now);
+        assert_eq!(links.pause(), FIRST_PAUSE);
+    }
+
+    #[test]
+    fn failure_does_not_matter_if_the_peer_has_connected() {
+        let (mut links, now) = links();
+        links.next_step(now);
+        links.handle_up(LinkId(1), Side::Called, 7);
+        links.handle_failure(now);
+        assert_eq!(links.next_step(now), Step::Use(LinkId(1)));
+        links.handle_gone(LinkId(1));
+        assert!(matches!(links.next_step(now), Step::Connect { .. }), "no pause");
+    }
+
+    /// Both ends see the two links in any order, and keep the same one.
+    #[test]
+    fn both_sides_keep_the_link_of_the_lower_instance() {
+        let (called_by_us, called_by_peer) = (LinkId(1), LinkId(2));
+        for (peer, kept, retired) in
+            [(OWN + 1, called_by_us, called_by_peer), (OWN - 1, called_by_peer, called_by_us)]
+        {
+            for is_ours_first in [true, false] {
+                let mut links = PeerLinks::new(OWN);
+                let mut both = [(called_by_us, Side::Caller), (called_by_peer, Side::Called)];
+                if !is_ours_first {
+                    both.reverse();
+                }
+                assert_eq!(links.handle_up(both[0].0, both[0].1, peer), None);
+                assert_eq!(links.handle_up(both[1].0, both[1].1, peer), Some(retired));
+                assert_eq!(links.active(), Some(kept));
+                links.handle_gone(retired);
+                assert_eq!(links.active(), Some(kept));
+            }
+        }
+    }
+
+    #[test]
+    fn link_of_a_restarted_peer_replaces_the_old_one() {
+        for (old_peer, old_side, new_peer, new_side) in [
+            (7, Side::Called, 8, Side::Called),
+            (7, Side::Caller, 99, Side::Called), // although this side has the lower instance
+            (7, Side::Called, 7, Side::Called),
+        ] {
+            let (mut links, _) = links();
+            assert_eq!(links.handle_up(LinkId(1), old_side, old_peer), None);
+            assert_eq!(links.handle_up(LinkId(2), new_side, new_peer), Some(LinkId(1)));
+            assert_eq!(links.active(), Some(LinkId(2)));
+        }
+    }
+}

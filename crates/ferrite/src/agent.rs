@@ -1,0 +1,327 @@
+//! `ferrite agent`: carries the connections of unchanged programs and engines between hosts.
+
+use std::net::{IpAddr, SocketAddr};
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use anyhow::Context as _;
+use clap::Args;
+use ferrite_config::ports::PortSet;
+use ferrite_config::{Policy, Setting, Values, peer, table};
+use ferrite_fabric::wire::Program;
+use ferrite_fabric::{Config, Fabric, ListenOptions, Listener};
+use ferrite_metrics::AdminServer;
+use ferrite_session::agent::{Agent, AgentConfig, AgentPeer, AgentStats};
+use ferrite_session::{fabric_config, open_fabric};
+use serde::Serialize;
+use tokio::sync::oneshot;
+
+use crate::admin::{self, AgentAdmin};
+use crate::reload::Reload;
+use crate::settings::{self, AgentProgram, Flags, WrongSettings};
+use crate::signals::Signals;
+use crate::{address, log, output};
+
+/// Carry the connections of a group of hosts over one RDMA or TCP link for each pair
+///
+/// One agent runs on each host of a Redis or Valkey cluster. It carries clients, replication and
+/// the cluster bus. Neither engines nor clients are changed, and no privilege is needed. Each host
+/// has a loopback address, its alias. Engines bind the alias of their host, and all programs use
+/// the aliases. On each host the agent listens at the aliases of the other hosts.
+///
+/// Agents do not authenticate each other yet, and nothing is encrypted: a peer is recognised by its
+/// address alone. Use the agent only in a network where nobody else can have these addresses. It
+/// does not start with addresses of a network unless --allow-unauthenticated-peers yes is given.
+#[derive(Args)]
+#[command(after_help = HELP)]
+pub(crate) struct Options {
+    /// Configuration file (ferrite.toml); flags override it
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Print a line of JSON when the agent listens and when it ends
+    #[arg(long)]
+    pub(crate) json: bool,
+    #[command(flatten)]
+    flags: Flags<AgentProgram>,
+}
+
+const HELP: &str = "\
+Example, on host 1 of three; the others have their own --alias, --listen and --peer:
+  ferrite agent --alias 127.1.0.1 --listen 10.0.0.1 --allow-unauthenticated-peers yes \\
+    --peer 127.1.0.2=10.0.0.2 --peer 127.1.0.3=10.0.0.3 --ports 7000-7009,17000-17009
+  redis-server --bind 127.1.0.1 --bind-source-addr 127.1.0.1 --port 7001 --cluster-enabled yes \
+    --requirepass … --masterauth …
+  redis-cli -a … --cluster create 127.1.0.1:7001 127.1.0.2:7001 127.1.0.3:7001
+
+A connection to the alias of a host that has no link is reset after 300 ms at most. The agent tries
+again after 5 s, and after each further failure twice as long, up to 60 s. A link that is lost resets
+its connections.
+
+While an engine requires no password, connections of other hosts to it are refused. Set requirepass
+and masterauth in the engines, or start the agent with --protected-mode no.
+
+On SIGTERM and SIGINT the agent accepts nothing new, lets connections end and exits with code 0. What
+is left after --drain is reset. A second signal resets all connections at once; the exit code is then
+1. On SIGHUP the agent reads its settings again and applies those that can change.
+
+JSON lines: {event: listening, address?, addresses[], alias, peers[], ports, rdma, admin?},
+  {event: ended, streams {opened, accepted}, refused, without_link, direct, to_peer_bytes,
+  from_peer_bytes}. Failures print {error: {kind, missing?, message, remedy?}}.";
+
+/// The settings, with the addresses parsed.
+struct Setup<'a> {
+    options: &'a Options,
+    values: Values,
+    config: AgentConfig,
+    listen: Vec<SocketAddr>,
+}
+
+pub(crate) fn run(options: &Options) -> anyhow::Result<ExitCode> {
+    let values = options.flags.values(options.config.as_deref())?;
+    log::install(&values);
+    settings::warn_of_unknown_variables();
+    let listen = match values.text(&table::AGENT_LISTEN) {
+        Some(text) => address::parse_all::<{ table::AGENT_PORT }>(text)
+            .map_err(|why| anyhow::anyhow!("--listen: {why}"))?,
+        None => Vec::new(),
+    };
+    let config = agent_config(&values, &listen)?;
+    config.check().map_err(WrongSettings)?;
+    check_authentication(&values, &config, &listen)?;
+    let setup = Setup { options, values, config, listen };
+    // One thread is enough, because sessions only copy bytes, and it avoids wake-ups between
+    // threads.
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    runtime.block_on(serve(setup))
+}
+
+fn agent_config(values: &Values, listen: &[SocketAddr]) -> anyhow::Result<AgentConfig> {
+    let Some(alias) = values.text(&table::ALIAS).and_then(peer::alias) else {
+        let why = "--alias is missing; give this host a loopback address, such as 127.1.0.1";
+        return Err(WrongSettings(why.into()).into());
+    };
+    let peers = values.list(&table::PEERS).iter().map(|word| {
+        // The table accepts no word that does not split.
+        let (alias, at) = peer::split(word).unwrap_or((alias, word));
+        let address = address::parse::<{ table::AGENT_PORT }>(at);
+        let address = address.map_err(|why| anyhow::anyhow!("--peer {word}: {why}"))?;
+        Ok(AgentPeer { alias, address })
+    });
+    let ports = |setting| PortSet::parse(values.list(setting)).unwrap_or_default();
+    let mut config = AgentConfig::new(alias);
+    config.peers = peers.collect::<anyhow::Result<_>>()?;
+    config.ports = ports(&table::PORTS);
+    config.deliver = match values.is_given(&table::DELIVER) {
+        true => ports(&table::DELIVER),
+        false => config.ports.clone(),
+    };
+    // Peers recognise this host by the address that it connects from.
+    let local = listen.first().filter(|address| !address.ip().is_unspecified());
+    config.local = local.map(|address| SocketAddr::new(address.ip(), 0));
+    config.own = listen.to_vec();
+    let admin = values.text(&table::ADMIN_LISTEN);
+    let admin = admin.and_then(|text| text.parse::<SocketAddr>().ok());
+    config.own.extend(admin);
+    reconfigure(&mut config, values);
+    Ok(config)
+}
+
+/// Applies the settings that can change while the agent runs.
+fn reconfigure(config: &mut AgentConfig, values: &Values) {
+    config.protected_mode = values.switch(&table::AGENT_PROTECTED_MODE);
+    config.drain_timeout = values.time(&table::AGENT_DRAIN);
+    config.direct = values.text(&table::DIRECT) == Some("allow");
+}
+
+/// Refuses to start with addresses of a network, unless the user has accepted the risk.
+fn check_authentication(
+    values: &Values,
+    config: &AgentConfig,
+    listen: &[SocketAddr],
+) -> Result<(), WrongSettings> {
+    let outside = |ip: IpAddr| !ip.is_loopback();
+    let peers = config.peers.iter().map(|peer| peer.address);
+    let Some(address) = listen.iter().copied().chain(peers).find(|at| outside(at.ip())) else {
+        return Ok(());
+    };
+    if !values.switch(&table::ALLOW_UNAUTHENTICATED_PEERS) {
+        return Err(WrongSettings(format!(
+            "{address} is an address of a network, and agents do not authenticate each other yet: \
+             everybody who can have the address of a peer can reach the engines' ports. If only \
+             trusted hosts are in this network, start with --allow-unauthenticated-peers yes"
+        )));
+    }
+    Ok(())
+}
+
+async fn serve(setup: Setup<'_>) -> anyhow::Result<ExitCode> {
+    let Setup { options, values, config, listen } = &setup;
+    let fabric_config = Config { program: Program::AGENT, ..fabric_config(values) };
+    let rdma = fabric_config.rdma;
+    // If `rdma-device` names no devices, the fabric opens only those that have one of these
+    // addresses.
+    let served: Vec<_> =
+        listen.iter().copied().filter(|address| !address.ip().is_loopback()).collect();
+    let begin = || {
+        let builder =
+            served.iter().copied().fold(Fabric::system(), ferrite_fabric::Builder::serving);
+        builder.command_threads()
+    };
+    let fabric = open_fabric(values, &fabric_config, begin)?;
+    tokio::spawn(fabric.drive());
+    let agent = Agent::new(fabric.clone(), config.clone()).map_err(WrongSettings)?;
+    let aliases = agent.listen().map_err(|(address, error)| cannot_listen(address, &error))?;
+    let listeners = listen.iter().map(|at| {
+        let options = ListenOptions::new().rdma(rdma);
+        let options = if at.is_ipv6() { options.one_family() } else { options };
+        fabric.listen_with(*at, &options).with_context(|| format!("cannot listen on {at}"))
+    });
+    let listeners = listeners.collect::<anyhow::Result<Vec<Listener>>>()?;
+    let handle = agent.handle();
+    // Handles signals before it reports that the agent runs: an unhandled SIGHUP would end it.
+    let read = || options.flags.values(options.config.as_deref());
+    let (mut signals, reload) = (Signals::new()?, Reload::new(values, read)?);
+    let admin = admin::start(values, || {
+        Arc::new(AgentAdmin { fabric: fabric.clone(), agent: handle.clone() })
+    })?;
+    report_listening(&setup, &listeners, admin.as_ref().map(AdminServer::address));
+    warn_of_missing_authentication(values);
+    let (stop, stop_requested) = oneshot::channel::<()>();
+    let serving = agent.serve(aliases, listeners, async {
+        let _ = stop_requested.await; // dropping `stop` is the request
+    });
+    let second_signal = async {
+        signals.next().await;
+        tracing::info!("signal received, accepting nothing new; a second one ends all connections");
+        drop(stop);
+        signals.next().await;
+    };
+    let reloading = reload.run(|values| {
+        fabric.set_busy_poll_us(ferrite_session::fabric_config(values).busy_poll_us);
+        handle.reconfigure(|config| reconfigure(config, values));
+    });
+    let forced = tokio::select! {
+        served = serving => served.map(|()| false)?,
+        () = second_signal => true, // drops the future of `serve`, which resets all connections
+        never = reloading => match never {},
+    };
+    if forced {
+        tracing::warn!("second signal received, resetting all connections now");
+    }
+    report_ended(options.json, &handle.stats());
+    Ok(if forced { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}
+
+fn cannot_listen(address: SocketAddr, error: &std::io::Error) -> anyhow::Error {
+    let hint = match error.kind() {
+        std::io::ErrorKind::AddrInUse => {
+            "; engines of this host must bind the alias of this host alone, not 0.0.0.0"
+        }
+        std::io::ErrorKind::PermissionDenied => "; ports below 1024 need a privilege",
+        _ => "; name fewer ports, or raise the limit of open files (LimitNOFILE)",
+    };
+    anyhow::anyhow!("cannot listen on {address}: {error}{hint}")
+}
+
+fn warn_of_missing_authentication(values: &Values) {
+    if values.switch(&table::ALLOW_UNAUTHENTICATED_PEERS) {
+        tracing::warn!(
+            "agents do not authenticate each other and encrypt nothing \
+             (allow-unauthenticated-peers yes): whoever has the address of a peer can connect to \
+             the engines"
+        );
+    }
+}
+
+#[derive(Serialize)]
+struct Listening<'a> {
+    event: &'static str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    address: Option<SocketAddr>,
+    addresses: &'a [SocketAddr],
+    alias: IpAddr,
+    peers: &'a [String],
+    ports: String,
+    rdma: &'static str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    admin: Option<SocketAddr>,
+}
+
+fn report_listening(setup: &Setup<'_>, listeners: &[Listener], admin: Option<SocketAddr>) {
+    let Setup { options, values, config, .. } = setup;
+    let addresses: Vec<_> = listeners.iter().map(Listener::local_addr).collect();
+    let peers: Vec<_> = config
+        .peers
+        .iter()
+        .map(|AgentPeer { alias, address }| format!("{alias}={address}"))
+        .collect();
+    let rdma = values.policy().map_or("prefer", Policy::name);
+    if options.json {
+        output::print_event(&Listening {
+            event: "listening",
+            address: addresses.first().copied(),
+            addresses: &addresses,
+            alias: config.alias.into(),
+            peers: &peers,
+            ports: config.ports.to_string(),
+            rdma,
+            admin,
+        });
+        return;
+    }
+    let text = |setting: &Setting| values.text(setting).unwrap_or_default().to_owned();
+    let at: Vec<_> = addresses.iter().map(ToString::to_string).collect();
+    let at = if at.is_empty() { "no address".into() } else { at.join(", ") };
+    tracing::info!(
+        "agent of {} listening for agents on {at}, peers {}, ports {} (RDMA: {rdma}, direct: {})",
+        config.alias,
+        if peers.is_empty() { "none".into() } else { peers.join(", ") },
+        config.ports,
+        text(&table::DIRECT)
+    );
+    admin::report(admin);
+}
+
+#[derive(Serialize)]
+struct Ended {
+    event: &'static str,
+    streams: Streams,
+    refused: u64,
+    without_link: u64,
+    direct: u64,
+    to_peer_bytes: u64,
+    from_peer_bytes: u64,
+}
+
+#[derive(Serialize)]
+struct Streams {
+    opened: u64,
+    accepted: u64,
+}
+
+fn report_ended(json: bool, stats: &AgentStats) {
+    let AgentStats { peers, without_link, direct, .. } = stats;
+    let opened = peers.iter().flat_map(|peer| peer.opened).sum();
+    let accepted = peers.iter().flat_map(|peer| peer.accepted).sum();
+    let refused: u64 = stats.refused.iter().map(|(_, count)| count).sum();
+    let to_peer_bytes = peers.iter().map(|peer| peer.bytes_to_peer).sum();
+    let from_peer_bytes = peers.iter().map(|peer| peer.bytes_from_peer).sum();
+    if json {
+        output::print_event(&Ended {
+            event: "ended",
+            streams: Streams { opened, accepted },
+            refused,
+            without_link: *without_link,
+            direct: *direct,
+            to_peer_bytes,
+            from_peer_bytes,
+        });
+        return;
+    }
+    tracing::info!(
+        "agent ended: streams opened {opened}, accepted {accepted}, refused {refused}, \
+         without a link {without_link}, direct {direct}, bytes to peers {to_peer_bytes}, \
+         from peers {from_peer_bytes}"
+    );
+}

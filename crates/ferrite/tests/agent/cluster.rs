@@ -1,0 +1,255 @@
+//! A cluster of three primaries and three replicas on three hosts, through agents.
+
+use std::collections::BTreeMap;
+
+use ferrite_proto::cluster::slot_of;
+use ferrite_testkit::resp::{Client, text_of};
+use ferrite_testkit::wait::until_or;
+use ferrite_testkit::{Engine, TIMEOUT, until};
+
+use super::harness::{Group, PASSWORD, alias, sum};
+
+/// The number of keys.
+const KEYS: usize = 3000;
+/// The number of slots to move.
+const SLOTS: &str = "50";
+
+/// Without answers for this time, nodes regard a node as failed. Longer than a busy machine lets a
+/// node wait for a CPU.
+const NODE_TIMEOUT_MS: &str = "8000";
+
+/// The engines, by host and port. There are no engines of killed nodes.
+type Nodes = BTreeMap<(usize, u16), Engine>;
+
+/// Creates a cluster, moves slots, and loses primaries, with and without an operator. After each
+/// step, all keys are compared, and all connections between hosts are links.
+pub(crate) fn works(group: &Group, over_tcp: bool) {
+    let options = ["--cluster-enabled", "yes", "--cluster-node-timeout", NODE_TIMEOUT_MS];
+    let auth = ["--requirepass", PASSWORD, "--masterauth", PASSWORD];
+    let options = [&options[..], &auth, &["--repl-diskless-sync-delay", "0"]].concat();
+    let mut nodes = Nodes::new();
+    for port in [7001, 7002] {
+        for host in 1..=3 {
+            nodes.insert((host, port), group.start_engine(host, port, &options));
+        }
+    }
+    create(group, &nodes);
+    group.assert_only_links(over_tcp);
+    write_keys(group, &nodes);
+    compare_keys(group, &nodes, 2);
+    reshard(group, &nodes);
+    group.assert_only_links(over_tcp);
+    compare_keys(group, &nodes, 3);
+    check(group, 3);
+    fail_over_by_hand(group, &nodes);
+    compare_keys(group, &nodes, 1);
+    fail_over_after_kill(group, &mut nodes);
+    compare_keys(group, &nodes, 3);
+    group.assert_only_links(over_tcp);
+    for host in 1..=3 {
+        let samples = group.scrape(host);
+        assert!(sum(&samples, "agent_streams{", "class=\"bus\"") > 0.0, "{samples:?}");
+        let clients = sum(&samples, "agent_streams_opened_total{", "class=\"interactive\"");
+        assert!(clients > 0.0, "{samples:?}");
+        assert!(sum(&samples, "agent_bytes_total{", "") > 0.0);
+        assert!(sum(&samples, "agent_links_lost_total{", "") == 0.0, "{samples:?}");
+        assert!(sum(&samples, "agent_direct_connections_total", "") == 0.0);
+        // Connections to the killed engine are refused, and nothing else.
+        let refused = sum(&samples, "agent_opens_refused_total{", "");
+        let by_engine = sum(&samples, "agent_opens_refused_total{cause=\"engine_refused\"", "");
+        assert!((refused - by_engine).abs() < f64::EPSILON, "{samples:?}");
+    }
+}
+
+fn create(group: &Group, nodes: &Nodes) {
+    let addresses: Vec<_> = [7001, 7002]
+        .into_iter()
+        .flat_map(|port| (1..=3).map(move |host| format!("{}:{port}", alias(host))))
+        .collect();
+    let mut words = vec!["--cluster", "create"];
+    words.extend(addresses.iter().map(String::as_str));
+    words.extend(["--cluster-replicas", "1", "--cluster-yes"]);
+    let text = group.redis_cli(1, &words);
+    assert!(text.contains("[OK] All 16384 slots covered"), "{text}");
+    wait_until_it_works(nodes);
+    check(group, 2);
+}
+
+fn check(group: &Group, host: usize) {
+    let text = group.redis_cli(host, &["--cluster", "check", &format!("{}:7001", alias(1))]);
+    assert!(text.contains("[OK] All nodes agree about slots configuration"), "{text}");
+    assert!(text.contains("[OK] All 16384 slots covered"), "{text}");
+}
+
+/// Returns a client of an engine's own socket.
+fn operator(engine: &Engine) -> Client {
+    let mut client = engine.client();
+    client.ok(&["AUTH", PASSWORD]);
+    client
+}
+
+fn info(engine: &Engine, section: &str) -> String {
+    operator(engine).text(&["INFO", section])
+}
+
+/// Waits until all nodes agree, and every replica is connected.
+fn wait_until_it_works(nodes: &Nodes) {
+    for ((host, port), engine) in nodes {
+        engine.wait_until(&format!("a cluster that works, at {}:{port}", alias(*host)), || {
+            let state = operator(engine).text(&["CLUSTER", "INFO"]);
+            state.contains("cluster_state:ok")
+        });
+        engine.wait_until("a replica that is connected", || {
+            let replication = info(engine, "replication");
+            replication.contains("role:master") || replication.contains("master_link_status:up")
+        });
+    }
+}
+
+/// A primary, as a node of the cluster lists it.
+struct Primary {
+    id: String,
+    at: (usize, u16),
+    slots: Vec<(u16, u16)>,
+}
+
+fn primaries(nodes: &Nodes) -> Vec<Primary> {
+    let engine = nodes.values().next().expect("a node");
+    let listed = operator(engine).text(&["CLUSTER", "NODES"]);
+    let primary = |line: &str| {
+        let words: Vec<_> = line.split_whitespace().collect();
+        if !words[2].contains("master") || words[2].contains("fail") {
+            return None;
+        }
+        let (address, _) = words[1].split_once('@').expect("an address");
+        let (ip, port) = address.split_once(':').expect("a port");
+        let host = ip.rsplit('.').next().expect("a host").parse().expect("a number");
+        let slots = words[8..].iter().filter(|word| !word.starts_with('[')).map(|range| {
+            let (first, last) = range.split_once('-').unwrap_or((range, range));
+            (first.parse().expect("a slot"), last.parse().expect("a slot"))
+        });
+        let (id, slots) = (words[0].to_owned(), slots.collect());
+        Some(Primary { id, at: (host, port.parse().expect("a port")), slots })
+    };
+    listed.lines().filter_map(primary).collect()
+}
+
+fn key(number: usize) -> String {
+    format!("key:{number}")
+}
+
+fn value(number: usize) -> String {
+    format!("{number}:{}", "x".repeat(number % 700))
+}
+
+/// Returns for each primary a client on this host, and the numbers of the primary's keys.
+fn keys_by_primary(group: &Group, nodes: &Nodes, from: usize) -> Vec<(Client, Vec<usize>)> {
+    let all = primaries(nodes).into_iter().map(|primary| {
+        let is_own = |number: &usize| {
+            let slot = slot_of(key(*number).as_bytes());
+            primary.slots.iter().any(|(first, last)| (first..=last).contains(&&slot))
+        };
+        let client = group.client(from, primary.at.0, primary.at.1);
+        (client, (0..KEYS).filter(is_own).collect())
+    });
+    all.collect()
+}
+
+fn write_keys(group: &Group, nodes: &Nodes) {
+    for (mut client, numbers) in keys_by_primary(group, nodes, 1) {
+        let commands =
+            numbers.iter().map(|number| vec!["SET".into(), key(*number), value(*number)]);
+        client.send(&commands.collect::<Vec<Vec<String>>>());
+        let replies = client.replies(numbers.len());
+        assert!(replies.iter().all(|reply| reply == b"+OK\r\n"));
+    }
+}
+
+/// Reads all keys on this host, and compares their values.
+fn compare_keys(group: &Group, nodes: &Nodes, from: usize) {
+    let mut compared = 0;
+    for (mut client, numbers) in keys_by_primary(group, nodes, from) {
+        let commands = numbers.iter().map(|number| vec!["GET".into(), key(*number)]);
+        client.send(&commands.collect::<Vec<Vec<String>>>());
+        let replies = client.replies(numbers.len());
+        for (number, reply) in numbers.iter().zip(replies) {
+            assert_eq!(text_of(&reply), value(*number), "{}", key(*number));
+            compared += 1;
+        }
+    }
+    assert_eq!(compared, KEYS, "every slot has a primary");
+}
+
+fn reshard(group: &Group, nodes: &Nodes) {
+    let before = primaries(nodes);
+    let (from, to) = (&before[0], &before[1]);
+    let any = format!("{}:7001", alias(2));
+    let words = ["--cluster", "reshard", &any, "--cluster-from", &from.id, "--cluster-to", &to.id];
+    group.redis_cli(3, &[&words[..], &["--cluster-slots", SLOTS, "--cluster-yes"]].concat());
+    let count = |primary: &Primary| -> usize {
+        primary.slots.iter().map(|(first, last)| usize::from(last - first) + 1).sum()
+    };
+    let moved = count(to) + SLOTS.parse::<usize>().expect("a number");
+    until(TIMEOUT, "all nodes to know the moved slots", || {
+        nodes.keys().all(|at| {
+            let one: &Engine = &nodes[at];
+            let listed = operator(one).text(&["CLUSTER", "NODES"]);
+            !listed.contains("->-") && !listed.contains("-<-")
+        }) && primaries(nodes).iter().any(|primary| primary.id == to.id && count(primary) == moved)
+    });
+}
+
+/// Returns a node that is a replica, and the address of its primary.
+fn replica(nodes: &Nodes) -> ((usize, u16), (usize, u16)) {
+    let found = nodes.iter().find_map(|(at, engine)| {
+        let replication = info(engine, "replication");
+        let field = |name: &str| {
+            let line = replication.lines().find_map(|line| line.strip_prefix(name));
+            line.map(|text| text.trim().to_owned())
+        };
+        let (ip, port) = (field("master_host:")?, field("master_port:")?);
+        let host = ip.rsplit('.').next()?.parse().ok()?;
+        Some((*at, (host, port.parse().ok()?)))
+    });
+    found.expect("a replica")
+}
+
+fn logs(nodes: &Nodes) -> String {
+    let one = |((host, port), engine): (&(usize, u16), &Engine)| {
+        let listed = operator(engine).text(&["CLUSTER", "NODES"]);
+        format!("\n{}:{port}\n{listed}\n{}", alias(*host), engine.log())
+    };
+    nodes.iter().map(one).collect()
+}
+
+fn wait_until_primary(nodes: &Nodes, at: (usize, u16)) {
+    until_or(
+        TIMEOUT,
+        "a replica becomes a primary",
+        || info(&nodes[&at], "replication").contains("role:master"),
+        || logs(nodes),
+    );
+    until(TIMEOUT, "all nodes to know the new primary", || {
+        primaries(nodes).iter().any(|primary| primary.at == at && !primary.slots.is_empty())
+    });
+}
+
+fn fail_over_by_hand(group: &Group, nodes: &Nodes) {
+    let (at, _) = replica(nodes);
+    let other = at.0 % 3 + 1;
+    group.client(other, at.0, at.1).ok(&["CLUSTER", "FAILOVER"]);
+    wait_until_primary(nodes, at);
+    wait_until_it_works(nodes);
+}
+
+fn fail_over_after_kill(group: &Group, nodes: &mut Nodes) {
+    let (replica, primary) = replica(nodes);
+    // The replica must have everything, because the primary is lost.
+    let mut client = group.client(primary.0 % 3 + 1, primary.0, primary.1);
+    assert_eq!(client.ask(&["WAIT", "1", "30000"]), ":1");
+    let mut killed = nodes.remove(&primary).expect("the primary");
+    killed.kill();
+    assert_eq!(client.next_reply(), None, "the connection ends");
+    wait_until_primary(nodes, replica);
+    wait_until_it_works(nodes);
+}

@@ -1,0 +1,189 @@
+//! Hosts with an agent each, and programs on them.
+#![allow(dead_code, reason = "no test binary uses all of it")]
+
+use std::collections::BTreeMap;
+use std::net::TcpStream;
+use std::process::Command;
+
+use ferrite_testkit::netns::Hosts;
+use ferrite_testkit::resp::Client;
+use ferrite_testkit::{Engine, Start, TIMEOUT, until};
+
+use crate::metrics::harness::Running;
+
+/// The ports of engines and of their cluster bus.
+pub(crate) const PORTS: &str = "7001-7002,17001-17002";
+/// The password of all engines.
+pub(crate) const PASSWORD: &str = "secret";
+/// Starts a program without capabilities.
+pub(crate) const WITHOUT_CAPABILITIES: &[&str] =
+    &["setpriv", "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs"];
+/// Starts a program as a user without rights, who may lock memory.
+pub(crate) const NOBODY: &[&str] = &[
+    "prlimit",
+    "--memlock=unlimited:unlimited",
+    "setpriv",
+    "--no-new-privs",
+    "--reuid=65534",
+    "--regid=65534",
+    "--clear-groups",
+];
+
+/// Returns the alias of a host.
+pub(crate) fn alias(host: usize) -> String {
+    format!("127.1.0.{host}")
+}
+
+/// Hosts with an agent each, numbered from 1.
+pub(crate) struct Group {
+    // Ended before their hosts.
+    pub(crate) agents: Vec<Running>,
+    pub(crate) hosts: Hosts,
+    options: Vec<String>,
+    /// The words before the command line of an agent: what makes it a user with few rights.
+    user: &'static [&'static str],
+}
+
+impl Group {
+    /// Starts agents with these additional options, and waits until each has a link to every other.
+    /// The words of `user` come before the command line of an agent.
+    pub(crate) fn start(
+        hosts: Hosts,
+        count: usize,
+        options: &[&str],
+        user: &'static [&'static str],
+    ) -> Self {
+        let options = options.iter().map(ToString::to_string).collect();
+        let mut group = Self { hosts, agents: Vec::new(), options, user };
+        for host in 1..=count {
+            let agent = group.start_agent(host, count);
+            group.agents.push(agent);
+        }
+        group.wait_for_links();
+        group
+    }
+
+    /// Starts the agent of a host.
+    pub(crate) fn start_agent(&self, host: usize, count: usize) -> Running {
+        let mut words = vec!["agent".into(), "--alias".into(), alias(host)];
+        words.extend(["--listen".into(), self.hosts.ip(host)]);
+        for peer in (1..=count).filter(|peer| *peer != host) {
+            words.extend(["--peer".into(), format!("{}={}", alias(peer), self.hosts.ip(peer))]);
+        }
+        words.extend(["--ports", PORTS, "--allow-unauthenticated-peers", "yes"].map(Into::into));
+        for word in &self.options {
+            words.push(word.replace("DEVICE", &self.hosts.device(host)));
+        }
+        self.hosts.within(host, || {
+            let words: Vec<_> = words.iter().map(String::as_str).collect();
+            let agent = Running::command(&words);
+            let mut command = Command::new(self.user[0]);
+            command.args(&self.user[1..]).arg(agent.get_program()).args(agent.get_args());
+            Running::spawn(&mut command)
+        })
+    }
+
+    /// Waits until each agent has one link to every other.
+    pub(crate) fn wait_for_links(&self) {
+        for host in 1..=self.agents.len() {
+            until(TIMEOUT, "a link to each peer", || self.get(host, "/ready").0 == 200);
+        }
+        // If two agents have connected to each other, one of the two links ends.
+        for host in 1..=self.agents.len() {
+            until(TIMEOUT, "one link for each pair", || {
+                let samples = self.scrape(host);
+                let peers = (1..=self.agents.len()).filter(|peer| *peer != host);
+                let mut links = peers.map(|peer| sum(&samples, "agent_links{", &alias(peer)));
+                links.all(|links| (links - 1.0).abs() < f64::EPSILON)
+            });
+        }
+    }
+
+    pub(crate) fn agent(&self, host: usize) -> &Running {
+        &self.agents[host - 1]
+    }
+
+    pub(crate) fn get(&self, host: usize, path: &str) -> (u16, String) {
+        self.hosts.within(host, || self.agent(host).get(path))
+    }
+
+    pub(crate) fn scrape(&self, host: usize) -> BTreeMap<String, f64> {
+        self.hosts.within(host, || self.agent(host).scrape())
+    }
+
+    /// Starts an engine on a host, at the host's alias.
+    pub(crate) fn start_engine(&self, host: usize, port: u16, options: &[&str]) -> Engine {
+        let (alias, port) = (alias(host), port.to_string());
+        let own = ["--bind", &alias, "--bind-source-addr", &alias, "--port", &port];
+        let options = [&own[..], options].concat();
+        self.hosts.within(host, || Engine::start(&Start::redis(&options)))
+    }
+
+    /// Connects a program of a host to an engine of any host.
+    pub(crate) fn connect(&self, from: usize, to: usize, port: u16) -> TcpStream {
+        let socket = self.hosts.within(from, || TcpStream::connect((alias(to).as_str(), port)));
+        let socket = socket.expect("the agent accepts connections");
+        socket.set_read_timeout(Some(TIMEOUT)).expect("a timeout");
+        socket
+    }
+
+    /// Connects a client of a host to an engine of any host, and logs in.
+    pub(crate) fn client(&self, from: usize, to: usize, port: u16) -> Client {
+        let mut client = self.hosts.within(from, || Client::to_tcp((alias(to).as_str(), port)));
+        client.ok(&["AUTH", PASSWORD]);
+        client
+    }
+
+    /// Runs redis-cli on a host. Returns what it prints.
+    #[track_caller]
+    pub(crate) fn redis_cli(&self, host: usize, words: &[&str]) -> String {
+        let output = self.hosts.within(host, || {
+            let mut command = Command::new("timeout");
+            command.args(["240", "redis-cli", "--no-auth-warning", "-a", PASSWORD]);
+            command.args(words).output().expect("redis-cli starts")
+        });
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert!(output.status.success(), "redis-cli {words:?}: {text}");
+        text
+    }
+
+    /// Asserts that the only TCP connections between the hosts are the links, one for each pair.
+    /// `over_tcp` is false if the links use RDMA: then there is none.
+    #[track_caller]
+    pub(crate) fn assert_only_links(&self, over_tcp: bool) {
+        for host in 1..=self.agents.len() {
+            // Of this thread, not of the process: the thread is in the namespace.
+            let read = || std::fs::read_to_string("/proc/thread-self/net/tcp").expect("sockets");
+            let sockets = self.hosts.within(host, read);
+            let mut peers = Vec::new();
+            for socket in sockets.lines().skip(1) {
+                let words: Vec<_> = socket.split_whitespace().collect();
+                let (local, remote, state) = (words[1], words[2], words[3]);
+                // Addresses are in the order of the machine: 0A4D0001 is shown as 01004D0A. 01 is
+                // an established connection.
+                let (ip, port) = remote.split_once(':').expect("an address");
+                if state != "01" || !ip.ends_with("004D0A") {
+                    continue;
+                }
+                let is_link = port == "1D2E" || local.ends_with(":1D2E"); // 7470
+                assert!(is_link, "a connection beside the links: {socket}");
+                peers.push(ip.to_owned());
+            }
+            let count = peers.len();
+            peers.sort();
+            peers.dedup();
+            let expected = if over_tcp { self.agents.len() - 1 } else { 0 };
+            assert_eq!((count, peers.len()), (expected, expected), "host {host}: {sockets}");
+        }
+    }
+}
+
+/// Returns the sum of all samples whose series begins with `name` (without `ferrite_`) and contains
+/// a text.
+pub(crate) fn sum(samples: &BTreeMap<String, f64>, name: &str, part: &str) -> f64 {
+    let is_meant = |series: &str| {
+        let rest = series.strip_prefix("ferrite_").unwrap_or(series);
+        rest.starts_with(name) && series.contains(part)
+    };
+    samples.iter().filter(|(series, _)| is_meant(series)).map(|(_, value)| value).sum()
+}
