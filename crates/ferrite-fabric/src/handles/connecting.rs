@@ -248,8 +248,8 @@ impl Fabric {
     /// response has none, the peer speaks another protocol. The connect fails if RDMA CM fails,
     /// also if RDMA is only preferred.
     ///
-    /// A link to a Ferrite peer may migrate to TCP later, with the TLS of the options, if both
-    /// sides prefer RDMA. The mode of the options has no effect.
+    /// A link to a Ferrite peer may migrate to TCP later, if both sides prefer RDMA and this side
+    /// has no TLS for the peer. The mode of the options has no effect.
     ///
     /// # Errors
     /// Like [`Fabric::connect_raw`].
@@ -283,8 +283,10 @@ impl Fabric {
         }
         let mut outgoing = Outgoing::new(peer, options.local, Instant::now(), timeout, reply);
         outgoing.protocol = protocol;
-        outgoing.may_migrate = protocol == PeerProtocol::Unknown && policy == Rdma::Prefer;
-        outgoing.tls = self.tls_to(peer, options);
+        // The peer of such a call may have no TLS, and clear text over TCP may be unwanted.
+        let has_tls = self.tls_to(peer, options).is_some();
+        outgoing.may_migrate =
+            protocol == PeerProtocol::Unknown && policy == Rdma::Prefer && !has_tls;
         self.call(outgoing);
         connecting
     }

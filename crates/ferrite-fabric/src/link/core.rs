@@ -20,7 +20,8 @@
 //! | `grants.rs` | which grants are revoked, and which revocations are confirmed |
 //! | `liveness.rs` | when a silent peer gets a keepalive, and when it is given up |
 //! | `migration.rs` | how a link continues on another path |
-//! | `probing.rs` | when a caller that waits for a reply probes its path |
+//! | `probing.rs` | when a caller that hears nothing probes its path |
+//! | `redial.rs` | from which address a caller reconnects |
 //! | `upgrade.rs` | how a link goes from TCP to RDMA |
 //! | `sending.rs` `receiving.rs` | what is sent next, what a frame means |
 //! | `tcp.rs` | the same for a TCP connection |
@@ -41,6 +42,7 @@ mod liveness;
 mod migration;
 mod probing;
 mod receiving;
+mod redial;
 mod request;
 mod sending;
 mod tcp;
@@ -48,8 +50,9 @@ mod upgrade;
 
 pub(crate) use body::Body;
 pub(crate) use liveness::{Look, Silence};
-pub(crate) use migration::{ActiveTransport, LostPath};
+pub(crate) use migration::ActiveTransport;
 pub(crate) use receiving::protocol;
+pub(crate) use redial::Redial;
 use request::Sampler;
 pub(crate) use request::{RequestContext, outcome};
 pub(crate) use sending::Output;
@@ -374,14 +377,14 @@ impl LinkCore {
         self.may_probe() && self.probing.take_request(self.progress())
     }
 
-    /// Starts the wait for a reply, if [`LinkCore::take_probe_request`] has asked for it. Returns
+    /// Starts the wait for the peer, if [`LinkCore::take_probe_request`] has asked for it. Returns
     /// when the driver must call [`LinkCore::on_probe_timer`].
     pub(crate) fn begin_probing(&mut self, now: Instant) -> Option<Instant> {
         self.probing.begin(self.progress(), now)
     }
 
-    /// Probes the path if the peer has owed a reply for too long. The probe returns credits and
-    /// needs no answer: the device tells whether it has arrived. Returns when to call this again.
+    /// Probes the path if the peer was silent for too long. The probe returns credits and needs no
+    /// answer: the device tells whether it has arrived. Returns when to call this again.
     pub(crate) fn on_probe_timer(&mut self, now: Instant) -> Option<Instant> {
         if !self.may_probe() {
             self.probing.forget();

@@ -8,10 +8,12 @@ use crate::numbered::{Gaps, NumberedCommands};
 use crate::process::exit_within;
 use crate::wait::until_async;
 
-/// The longest time without a reply when the path is lost, and the longest time until a session is
-/// back on RDMA after the path has returned.
-const TO_TCP_MAX: Duration = Duration::from_secs(2);
+/// The longest time without a reply, and the longest time until a session is back on RDMA after the
+/// path has returned. A busy machine reaches both, so a test does not depend on its speed.
+const GAP_MAX: Duration = Duration::from_secs(10);
 const BACK_MAX: Duration = Duration::from_secs(10);
+/// The longest time without a reply on a quiet machine. Checked if `FERRITE_LOSSES_STRICT` is set.
+const STRICT_GAP_MAX: Duration = Duration::from_secs(2);
 
 /// The transport of sessions, as a test sees it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -25,7 +27,8 @@ pub enum UsedTransport {
 }
 
 /// Loses the RDMA path again and again while the sessions run commands, and prints how long the
-/// sessions had no reply. `FERRITE_LOSSES` sets the number of losses.
+/// sessions had no reply. `FERRITE_LOSSES` sets the number of losses. With `FERRITE_LOSSES_STRICT`,
+/// which needs a quiet machine, the sessions must have replies again within 2 s.
 ///
 /// # Panics
 /// If a command fails or has the wrong reply, or if a session takes too long to change.
@@ -97,7 +100,9 @@ pub async fn lose_paths(
         returns.longest()
     );
     let limit = |limit: Duration| limit * slowdown();
-    assert!(to_tcp.longest() <= limit(TO_TCP_MAX), "without a reply: {:?}", to_tcp.longest());
-    assert!(back.longest() <= limit(TO_TCP_MAX), "without a reply: {:?}", back.longest());
+    let is_strict = std::env::var_os("FERRITE_LOSSES_STRICT").is_some();
+    let gap = limit(if is_strict { STRICT_GAP_MAX } else { GAP_MAX });
+    assert!(to_tcp.longest() <= gap, "without a reply: {:?}", to_tcp.longest());
+    assert!(back.longest() <= gap, "without a reply: {:?}", back.longest());
     assert!(returns.longest() <= limit(BACK_MAX), "back on RDMA after {:?}", returns.longest());
 }

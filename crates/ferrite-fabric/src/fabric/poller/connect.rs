@@ -29,6 +29,7 @@ mod socket_calls;
 mod sockets;
 mod tcp_link;
 mod upgrade_schedule;
+mod upgrade_turns;
 mod upgrade_waiter;
 mod upgrading;
 

@@ -60,7 +60,7 @@ impl Poller {
                 (AsyncEventKind::PORT_ERROR, Subject::Port(port)) => device.port_went_down(port),
                 (AsyncEventKind::PORT_ACTIVE, Subject::Port(port)) => {
                     device.port_came_up(port);
-                    self.retry_upgrades(shared, None);
+                    self.retry_upgrades(shared);
                 }
                 _ => {}
             }

@@ -110,7 +110,7 @@ impl Poller {
                     device.set_absence(error);
                     poller.search(&device, search.next(seen));
                 } else {
-                    poller.retry_upgrades(shared, None);
+                    poller.retry_upgrades(shared);
                     shared.counters.devices_back.fetch_add(1, Ordering::Relaxed);
                     tracing::info!("RDMA device {} is back and in use again", device.name);
                 }

@@ -20,7 +20,7 @@ use std::collections::VecDeque;
 use std::time::Instant;
 
 use super::body::Body;
-use super::{LinkCore, Phase, RequestContext, Wakes};
+use super::{LinkCore, Phase, Redial, RequestContext, Wakes};
 use crate::device::slots::{Held, InFlight};
 use crate::error::{Error, ErrorKind};
 use crate::link::kind::Kind;
@@ -97,8 +97,8 @@ pub(crate) struct LostPath {
     pub(crate) is_detached: bool,
     /// Whether the peer was told how many frames have arrived.
     is_told: bool,
-    /// The number of attempts to reconnect.
-    dials: u32,
+    /// The attempts to reconnect.
+    pub(crate) redial: Redial,
     /// The number of our frames that the peer has received, once it has reported that.
     peer_received: Option<u64>,
     /// Requests that were in flight on the queue pair, the oldest first.
@@ -116,23 +116,11 @@ impl LostPath {
             is_draining: false,
             is_detached: false,
             is_told: false,
-            dials: 0,
+            redial: Redial::default(),
             peer_received: None,
             under_way: VecDeque::new(),
             not_posted: VecDeque::new(),
         }
-    }
-
-    /// Returns the number of attempts to reconnect so far.
-    pub(crate) fn dials(&self) -> u32 {
-        self.dials
-    }
-
-    /// Counts an attempt to reconnect. Returns the number of earlier ones.
-    pub(crate) fn next_dial(&mut self) -> u32 {
-        let before = self.dials;
-        self.dials = before.wrapping_add(1);
-        before
     }
 }
 

@@ -1,31 +1,33 @@
-//! Probes of the RDMA path while the peer owes a reply.
+//! Probes of the RDMA path while the peer is silent.
 //!
-//! A device notices a lost path only if it has something to send. So a side that has sent a
-//! request, and waits for the reply, would notice nothing until its next keepalive. Its peer may notice, but
-//! only the caller can reconnect. So a caller that gets no reply for a while sends a frame that
-//! needs no answer: if the path is lost, the caller's device reports that soon.
+//! A device notices a lost path only if it has something to send. So a side that waits for a reply
+//! would notice nothing until its next keepalive. Its peer may notice, but only the caller can
+//! reconnect. So a caller that hears nothing for a while after any traffic sends a frame that needs
+//! no answer: if the path is lost, the caller's device reports that soon. The frame also returns
+//! credits, so the peer can release what it keeps for a migration.
+//!
+//! The link does not know whether the application waits for more. One reply may be the first of
+//! several, or the first frame of a long one. So every kind of traffic starts the wait.
 //!
 //! ```text
-//!   Idle ──── a frame is sent ────► Wanted ──── the driver starts a timer ────► Waiting
-//!    ▲                                                                            │
-//!    ├─── the timer expires, and the peer has replied to everything ◄─────────────┤
-//!    │                                                                            │
-//!    └─── the next frame is sent ◄── Over ◄── the keepalive comes before ◄────────┘
-//!                                             the next probe        expires: probe, wait twice
-//!                                                                   as long
+//!   Idle ── a frame was sent or received ──► Wanted ── the driver starts a timer ──► Waiting
+//!    ▲                                                                                 │
+//!    └─── silence until the keepalive comes before the next probe ◄────────────────────┤
+//!                                                                                      │
+//!              expires after traffic: wait again; after silence: probe, wait twice as long
 //! ```
 //!
-//! A link on which nothing was sent since the last reply has no timer and sends no probes.
+//! A link without traffic has no timer and sends no probes.
 
 use std::time::{Duration, Instant};
 
-/// How long a caller waits for a reply before the first probe.
+/// How long a caller hears nothing before its first probe.
 const FIRST_WAIT: Duration = Duration::from_millis(250);
 /// No probe is sent if the wait before it is longer. The keepalive then comes first.
 const LAST_WAIT: Duration = Duration::from_secs(4);
 
 /// What a link has sent and received so far.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Progress {
     /// The number of frames that this side has sent.
     pub(crate) sent: u64,
@@ -33,10 +35,10 @@ pub(crate) struct Progress {
     pub(crate) heard: u64,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
-    #[default]
-    Idle,
+    /// No timer until there is progress beyond this.
+    Idle(Progress),
     Wanted,
     /// A timer expires at `until`, after `wait`. The progress is that of the beginning.
     Waiting {
@@ -44,24 +46,22 @@ enum State {
         wait: Duration,
         from: Progress,
     },
-    /// No more probes until more than `sent` frames were sent.
-    Over {
-        sent: u64,
-    },
 }
 
 /// Decides when a caller probes its path.
-#[derive(Debug, Default)]
-pub(crate) struct Probing {
-    state: State,
-    /// The number of frames that were sent when the last frame of the peer arrived.
-    replied: u64,
+#[derive(Debug)]
+pub(crate) struct Probing(State);
+
+impl Default for Probing {
+    fn default() -> Self {
+        Self(State::Idle(Progress::default()))
+    }
 }
 
 /// What to do when the timer has expired.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Probe {
-    /// Nothing: the timer is obsolete, or the peer owes no reply.
+    /// Nothing: the timer is obsolete, or the keepalive does the rest.
     None,
     /// Start the timer again.
     Wait(Instant),
@@ -70,60 +70,47 @@ pub(crate) enum Probe {
 }
 
 impl Probing {
-    /// Notes a frame of the peer. `sent` is the number of frames that this side has sent.
-    pub(super) fn on_reply(&mut self, sent: u64) {
-        self.replied = sent;
-    }
-
     /// Forgets the timer, because the path is lost.
     pub(super) fn forget(&mut self) {
-        self.state = State::Idle;
+        *self = Self::default();
     }
 
     /// Returns whether the driver must start the timer. Returns true only once.
     pub(super) fn take_request(&mut self, progress: Progress) -> bool {
-        if progress.sent == self.replied {
-            return false;
-        }
-        let is_wanted = match self.state {
-            State::Idle => true,
+        let is_wanted = match self.0 {
+            State::Idle(seen) => progress != seen,
             State::Wanted => false,
-            // A new request must not wait as long as the one before.
-            State::Waiting { wait, from, .. } => wait > FIRST_WAIT && progress.sent != from.sent,
-            State::Over { sent } => progress.sent != sent,
+            // New traffic must not wait as long as the traffic before.
+            State::Waiting { wait, from, .. } => wait > FIRST_WAIT && progress != from,
         };
         if is_wanted {
-            self.state = State::Wanted;
+            self.0 = State::Wanted;
         }
         is_wanted
     }
 
-    /// Starts the wait for a reply, if it was requested. Returns when the timer must expire.
+    /// Starts the wait, if it was requested. Returns when the timer must expire.
     pub(super) fn begin(&mut self, progress: Progress, now: Instant) -> Option<Instant> {
-        (self.state == State::Wanted).then(|| self.wait(FIRST_WAIT, progress, now))
+        (self.0 == State::Wanted).then(|| self.wait(FIRST_WAIT, progress, now))
     }
 
     fn wait(&mut self, wait: Duration, from: Progress, now: Instant) -> Instant {
         let until = now + wait;
-        self.state = State::Waiting { until, wait, from };
+        self.0 = State::Waiting { until, wait, from };
         until
     }
 
     /// Handles an expired timer.
     pub(super) fn on_timer(&mut self, progress: Progress, now: Instant) -> Probe {
-        let State::Waiting { until, wait, from } = self.state else { return Probe::None };
+        let State::Waiting { until, wait, from } = self.0 else { return Probe::None };
         if now < until {
             return Probe::None; // another timer has replaced this one
         }
-        if progress.sent == self.replied {
-            self.state = State::Idle;
-            return Probe::None;
-        }
-        if progress.heard != from.heard {
+        if progress != from {
             return Probe::Wait(self.wait(FIRST_WAIT, progress, now));
         }
         if wait >= LAST_WAIT {
-            self.state = State::Over { sent: progress.sent };
+            self.0 = State::Idle(progress);
             return Probe::None;
         }
         Probe::Send(self.wait(wait * 2, progress, now))
@@ -139,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn probes_while_a_reply_is_owed_and_less_and_less_often() {
+    fn probes_while_the_peer_is_silent_and_less_and_less_often() {
         let (mut probing, begun) = (Probing::default(), Instant::now());
         assert!(!probing.take_request(progress(0, 0)), "nothing was sent");
         assert!(probing.take_request(progress(1, 0)) && !probing.take_request(progress(1, 0)));
@@ -151,7 +138,7 @@ mod tests {
                     probes.push((at - begun).as_millis());
                     at = next;
                 }
-                Probe::Wait(_) => panic!("nothing was heard"),
+                Probe::Wait(_) => panic!("there was no traffic"),
                 Probe::None => break,
             }
         }
@@ -161,17 +148,42 @@ mod tests {
     }
 
     #[test]
-    fn sends_nothing_while_the_peer_replies() {
+    fn sends_nothing_while_there_is_traffic() {
         let (mut probing, begun) = (Probing::default(), Instant::now());
         assert!(probing.take_request(progress(1, 0)));
-        let at = probing.begin(progress(1, 0), begun).expect("a timer");
+        let mut at = probing.begin(progress(1, 0), begun).expect("a timer");
         assert_eq!(probing.on_timer(progress(1, 0), begun), Probe::None, "not yet");
-        // The reply to the first request has arrived, that to the second has not.
-        probing.on_reply(1);
-        let Probe::Wait(at) = probing.on_timer(progress(2, 1), at) else { panic!("heard") };
-        probing.on_reply(2);
-        assert_eq!(probing.on_timer(progress(2, 2), at), Probe::None);
-        assert!(!probing.take_request(progress(2, 2)), "an idle link has no timer");
+        for (sent, heard) in [(2, 1), (2, 2), (3, 2)] {
+            let Probe::Wait(next) = probing.on_timer(progress(sent, heard), at) else {
+                panic!("traffic")
+            };
+            assert_eq!(next, at + FIRST_WAIT);
+            at = next;
+        }
+        assert!(matches!(probing.on_timer(progress(3, 2), at), Probe::Send(_)), "silence");
+    }
+
+    /// Two commands are under way, or one whose reply has several frames.
+    #[test]
+    fn the_rest_of_a_reply_is_probed_for() {
+        let (mut probing, begun) = (Probing::default(), Instant::now());
+        assert!(probing.take_request(progress(2, 0)));
+        let at = probing.begin(progress(2, 0), begun).expect("a timer");
+        // The first frame of the replies has arrived. Then the path is lost.
+        let Probe::Wait(at) = probing.on_timer(progress(2, 1), at) else { panic!("traffic") };
+        assert!(matches!(probing.on_timer(progress(2, 1), at), Probe::Send(_)));
+    }
+
+    #[test]
+    fn a_late_frame_of_the_peer_starts_the_wait_again() {
+        let (mut probing, mut at) = (Probing::default(), Instant::now());
+        assert!(probing.take_request(progress(1, 0)));
+        at = probing.begin(progress(1, 0), at).expect("a timer");
+        while let Probe::Send(next) = probing.on_timer(progress(1, 0), at) {
+            at = next;
+        }
+        assert!(!probing.take_request(progress(1, 0)), "an idle link has no timer");
+        assert!(probing.take_request(progress(1, 1)), "a frame may be the first of several");
     }
 
     #[test]

@@ -77,7 +77,6 @@ impl LinkCore {
         if self.closing.peer_has_closed() {
             return Err(protocol("a data frame after Fin"));
         }
-        self.probing.on_reply(self.credits.sent());
         Ok(self.credits.on_received()?)
     }
 

@@ -329,6 +329,11 @@ impl Poller {
             }
         };
         if greeting.ours.is_none() {
+            if ended && theirs.resume.is_some() {
+                // The peer has given this connection up, and resumes its link over another.
+                let what = format!("{peer} hung up before its link was resumed");
+                return Err(Error::new(ErrorKind::LinkDown, what));
+            }
             let sought = theirs.resume.map(|resume| self.find_lost(shared, id, &resume));
             let no = if let Some(sought) = &sought {
                 match sought {

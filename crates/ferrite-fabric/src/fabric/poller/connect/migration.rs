@@ -11,7 +11,7 @@ use crate::fabric::Shared;
 use crate::fabric::poller::Poller;
 use crate::fabric::poller::link_lifecycle::Destroyed;
 use crate::fabric::timers::Timer;
-use crate::link::core::{ActiveTransport, LostPath};
+use crate::link::core::ActiveTransport;
 use crate::link::name::LinkName;
 use crate::link::shared::LinkShared;
 use crate::link::tcp::TcpPath;
@@ -104,10 +104,11 @@ impl Poller {
             self.handshakes.hang_up(key);
             self.remove_handshake(shared, key, link.source().unwaited());
         }
+        // Set the reason before the route changes, so that a link that reports TCP reports it.
+        shared.fell_back(link, Fallback::new(error));
         link.set_route(|route| {
             (route.device, route.qp_num, route.mtu, route.cm_key) = (None, 0, None, None);
         });
-        shared.fell_back(link, Fallback::new(error));
         self.timers.add(deadline, Timer::Migration(link.name));
         match route.socket {
             Some(socket) => {
@@ -122,9 +123,7 @@ impl Poller {
             None if is_caller => self.redial(shared, link.name),
             None => {} // the peer reconnects
         }
-        if is_caller {
-            self.upgrade_in(link, shared.config.upgrade_after);
-        }
+        self.upgrade_after_loss(shared, link);
         self.sockets.stop_waiting_for(link.name);
         if let Some(device) = route.device {
             self.retire_if_unused(shared, device.index);
@@ -156,14 +155,14 @@ impl Poller {
             let (mine, yours, received) =
                 (state.core.session(), state.core.peer().session, state.core.credits.received());
             let lost = state.core.lost_mut().filter(|_| state.tcp.is_none())?;
-            Some((Resume { yours, mine, received }, lost.next_dial()))
+            Some((Resume { yours, mine, received }, lost.redial.is_from_any()))
         });
-        let (Some((resume, number)), Some(peer)) = (resume, link.route().peer) else { return };
-        // Dial from the same local address, because the link can be upgraded to RDMA only from that
-        // address. But the address may be gone, so in every second attempt the kernel chooses the
-        // local address.
-        let local = link.route().local.map(|local| SocketAddr::new(local.ip(), 0));
-        let local = local.filter(|local| number % 2 == 0 && local.is_ipv4() == peer.is_ipv4());
+        let route = link.route();
+        let (Some((resume, is_from_any)), Some(peer)) = (resume, route.peer) else { return };
+        // Dial from the local address of the first path, because the link can be upgraded to RDMA
+        // only from that address.
+        let local = route.first_local().map(|local| SocketAddr::new(local.ip(), 0));
+        let local = local.filter(|local| !is_from_any && local.is_ipv4() == peer.is_ipv4());
         let tls = link.tls();
         let deadline = self.now + shared.config.connection_timeout.min(shared.config.move_timeout);
         self.dial(
@@ -200,12 +199,10 @@ impl Poller {
             });
             self.service_link(shared, name.index);
         } else {
-            // The attempts from the old local address and from any address alternate. The second of
-            // each two follows at once.
-            let dials = link.with_wakes(&mut self.wakes, |state, _, _| {
-                state.core.lost().map_or(0, LostPath::dials)
+            let is_at_once = link.with_wakes(&mut self.wakes, |state, _, _| {
+                state.core.lost_mut().is_some_and(|lost| lost.redial.on_failed(error.kind()))
             });
-            let wait = if dials % 2 == 1 { Duration::ZERO } else { REDIAL };
+            let wait = if is_at_once { Duration::ZERO } else { REDIAL };
             self.timers.add(self.now + wait, Timer::Redial(name));
         }
     }
@@ -263,6 +260,9 @@ impl Poller {
         }
         link.set_route(|route| {
             (route.socket, route.encrypted) = (Some(at.socket), at.encrypted);
+            // The connection may come from another address. The devices that can carry the link
+            // again belong to the first addresses.
+            route.first.get_or_insert((route.local, route.peer));
             (route.local, route.peer) = (at.local, Some(at.peer));
         });
     }

@@ -38,7 +38,7 @@ use crate::wire;
 pub(super) const SOCKETS_PER_PASS: usize = 16;
 /// How long the TCP connection for a link that has lost its path may take. Then another attempt is
 /// made, perhaps from another local address.
-const RECONNECT: Duration = Duration::from_secs(1);
+const RECONNECT: Duration = Duration::from_millis(2500);
 /// Size of the buffer for bytes that have no other buffer yet. All connections share it.
 const SCRATCH_BYTES: usize = 64 << 10;
 

@@ -1,16 +1,16 @@
 //! When links on TCP try to upgrade to RDMA.
 //!
 //! - A link tries after `upgrade_after`, and then after delays that double up to [`UPGRADE_MAX`].
-//! - While attempts to a peer's address fail, its links take turns. Otherwise thousands of links
-//!   would try a broken path at the same time.
+//! - After a loss, and while attempts between two addresses fail, their links take turns
+//!   (`upgrade_turns.rs`). Otherwise thousands of links would try a broken path at the same time.
 //! - As soon as one link has succeeded, the others follow. They also try when a device or its port
 //!   is back.
 
-use std::collections::HashMap;
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use super::upgrade_turns::{Turn, UpgradeTurns};
 use crate::error::{Error, ErrorKind};
 use crate::fabric::Shared;
 use crate::fabric::poller::Poller;
@@ -20,40 +20,20 @@ use crate::link::name::LinkName;
 use crate::link::shared::LinkShared;
 
 /// The longest delay between attempts to upgrade to RDMA.
-const UPGRADE_MAX: Duration = Duration::from_secs(5);
+pub(super) const UPGRADE_MAX: Duration = Duration::from_secs(5);
 /// When RDMA is back, this many links try at a time, with this delay between them.
 const TOGETHER: usize = 4;
-const APART: Duration = Duration::from_millis(20);
+pub(super) const APART: Duration = Duration::from_millis(20);
 
-/// The peers' addresses to which the last attempt failed, and when it failed.
-#[derive(Debug, Default)]
-pub(crate) struct UpgradeSchedule(HashMap<IpAddr, Instant>);
+/// The turns of links on TCP. A path is from a local address to the peer's address and port.
+pub(crate) type UpgradeSchedule = UpgradeTurns<Path, LinkName>;
+type Path = (Option<IpAddr>, SocketAddr);
 
-impl UpgradeSchedule {
-    pub(super) fn on_failed(&mut self, link: &LinkShared, now: Instant) {
-        if let Some(peer) = link.route().peer {
-            self.0.insert(peer.ip(), now);
-        }
-    }
-
-    /// Notes that a link was upgraded. Returns whether attempts to its peer had failed before.
-    pub(super) fn on_done(&mut self, link: &LinkShared) -> bool {
-        link.route().peer.is_some_and(|peer| self.0.remove(&peer.ip()).is_some())
-    }
-
-    /// Returns how long a link must wait because an attempt to its peer has just failed.
-    fn wait(&self, link: &LinkShared, now: Instant, spacing: Duration) -> Option<Duration> {
-        let failed = *self.0.get(&link.route().peer?.ip())?;
-        (failed + spacing).checked_duration_since(now).filter(|wait| !wait.is_zero())
-    }
-
-    /// Notes an attempt, so that other links wait for its result. Has no effect unless attempts to
-    /// the peer fail.
-    fn on_attempt(&mut self, link: &LinkShared, now: Instant) {
-        if let Some(at) = link.route().peer.and_then(|peer| self.0.get_mut(&peer.ip())) {
-            *at = now;
-        }
-    }
+/// Returns the path of a link that this side opened. The other side never makes attempts.
+fn path(link: &LinkShared) -> Option<Path> {
+    let route = link.route();
+    let is_caller = link.peek(|state| state.core.is_caller());
+    Some((route.first_local().map(|local| local.ip()), route.peer.filter(|_| is_caller)?))
 }
 
 impl Poller {
@@ -79,45 +59,87 @@ impl Poller {
             return;
         }
         let spacing = shared.config.upgrade_after;
-        if let Some(wait) = self.upgrade_schedule.wait(&link, now, spacing)
-            && !upgrading
-        {
-            self.upgrade_in(&link, wait);
-            return;
+        let may_offer = transport == ActiveTransport::Tcp && !upgrading && !switched;
+        if let Some(path) = path(&link).filter(|_| may_offer) {
+            let mut schedule = std::mem::take(&mut self.upgrade_schedule);
+            let waits = |name| {
+                let link = self.link_named(shared, name);
+                link.is_some_and(|link| link.peek(|state| state.core.awaits_upgrade()))
+            };
+            let turn = schedule.ask(&path, name, now, spacing, waits);
+            self.upgrade_schedule = schedule;
+            if let Turn::After(wait, first) = turn {
+                if let Some(first) = first.and_then(|first| self.link_named(shared, first)) {
+                    self.upgrade_in(&first, Duration::ZERO);
+                }
+                self.upgrade_in(&link, wait);
+                return;
+            }
         }
-        let wait = link.with_wakes(&mut self.wakes, |state, _, _| {
-            state.core.next_backoff(shared.config.upgrade_after, UPGRADE_MAX)
-        });
-        if switched {
-            self.upgrade_in(&link, wait); // the peer may still withdraw
-            return;
-        }
-        if upgrading {
+        if upgrading && !switched {
             self.withdraw(&link);
-            self.upgrade_schedule.on_failed(&link, now);
+            self.take_turns(shared, &link);
             if self.upgrade_waiters.contains_key(&name) {
                 let what = format!("{} did not upgrade to RDMA in time", link.peer_name());
                 self.first_upgrade_failed(shared, &link, Error::new(ErrorKind::Timeout, what));
-                return; // this call has scheduled the next attempt
+            } else {
+                self.upgrade_in(&link, Duration::ZERO); // it needs another turn
             }
+            return;
         }
-        self.upgrade_in(&link, wait);
-        if transport == ActiveTransport::Tcp {
-            self.upgrade_schedule.on_attempt(&link, now);
+        let wait = link.with_wakes(&mut self.wakes, |state, _, _| {
+            state.core.next_backoff(spacing, UPGRADE_MAX)
+        });
+        self.upgrade_in(&link, wait); // if the link has switched, the peer may still withdraw
+        if may_offer {
             self.offer(shared, &link);
         }
     }
 
-    /// Lets links on TCP try to upgrade soon, because RDMA may work again: those to one address, or
-    /// all. Their delays stay as they are, because an attempt may take as long as its delay.
-    pub(crate) fn retry_upgrades(&mut self, shared: &Shared, peer: Option<IpAddr>) {
+    /// Makes the links that this side opened to the same address take turns, because an attempt
+    /// has failed.
+    pub(super) fn take_turns(&mut self, shared: &Shared, link: &LinkShared) {
+        if let Some(path) = path(link) {
+            self.upgrade_schedule.on_failed(path, self.now, shared.config.upgrade_after);
+        }
+    }
+
+    /// Makes the links to the same address take turns, and lets this link try later, because its
+    /// path is lost.
+    pub(super) fn upgrade_after_loss(&mut self, shared: &Shared, link: &Arc<LinkShared>) {
+        if let Some(path) = path(link) {
+            self.upgrade_schedule.on_lost(path, self.now, shared.config.upgrade_after);
+            self.upgrade_in(link, shared.config.upgrade_after);
+        }
+    }
+
+    /// Lets the next link try, because no device of this side fits this link.
+    pub(super) fn pass_turn(&mut self, link: &LinkShared) {
+        if let Some(path) = path(link) {
+            self.upgrade_schedule.pass(&path, self.now);
+        }
+    }
+
+    /// Lets the other links to the same address follow a link that was upgraded.
+    pub(super) fn end_turns(&mut self, shared: &Shared, link: &LinkShared) {
+        if let Some(found) = path(link).filter(|path| self.upgrade_schedule.end(path)) {
+            self.retry_chosen(shared, |link| path(link).is_some_and(|path| path == found));
+        }
+    }
+
+    /// Lets all links on TCP try to upgrade soon, because a device or its port is back.
+    pub(crate) fn retry_upgrades(&mut self, shared: &Shared) {
+        self.upgrade_schedule.clear();
+        self.retry_chosen(shared, |_| true);
+    }
+
+    /// Lets links on TCP try to upgrade soon. Their delays stay as they are, because an attempt may
+    /// take as long as its delay.
+    fn retry_chosen(&mut self, shared: &Shared, is_chosen: impl Fn(&LinkShared) -> bool) {
         let links: Vec<_> = {
             let links = shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner);
-            let is_peer = |link: &LinkShared| {
-                peer.is_none() || link.route().peer.map(|peer| peer.ip()) == peer
-            };
             let waits = |link: &LinkShared| link.peek(|state| state.core.awaits_upgrade());
-            links.iter().filter(|link| is_peer(link) && waits(link)).cloned().collect()
+            links.iter().filter(|link| waits(link) && is_chosen(link)).cloned().collect()
         };
         for (number, link) in links.iter().enumerate() {
             self.upgrade_in(link, APART * u32::try_from(number / TOGETHER).unwrap_or(u32::MAX));

@@ -53,20 +53,31 @@ impl Poller {
         + Send
         + 'static,
     ) {
-        let (search, local) = (EndpointSearch::new(shared), link.route().local);
+        let (search, route) = (EndpointSearch::new(shared), link.route());
+        let (local, first) = (route.local, route.first_local());
         let link = Arc::clone(link);
         self.command(
             shared,
             link.source(),
             search,
-            move |search| search.find(local),
+            move |search| {
+                search.find(local).or_else(|error| match first == local {
+                    true => Err(error),
+                    false => search.find(first).map_err(|_| error),
+                })
+            },
             move |poller, shared, _, endpoint| {
                 if !poller.is_current(&link, attempt) {
                     return;
                 }
-                let begun = endpoint.and_then(|endpoint| next(poller, shared, &link, endpoint));
-                if let Err(error) = begun {
-                    poller.upgrade_failed(shared, &link, error);
+                match endpoint.map(|endpoint| next(poller, shared, &link, endpoint)) {
+                    Ok(Ok(())) => {}
+                    Ok(Err(error)) => poller.upgrade_failed(shared, &link, error),
+                    Err(error) => {
+                        // The path may work for links with another local address.
+                        poller.pass_turn(&link);
+                        poller.stay_on_tcp(shared, &link, error);
+                    }
                 }
             },
         );
@@ -163,8 +174,12 @@ impl Poller {
 
     /// Handles a failed upgrade: the link stays on TCP.
     fn upgrade_failed(&mut self, shared: &Shared, link: &Arc<LinkShared>, error: Error) {
+        self.take_turns(shared, link);
+        self.stay_on_tcp(shared, link, error);
+    }
+
+    fn stay_on_tcp(&mut self, shared: &Shared, link: &Arc<LinkShared>, error: Error) {
         tracing::debug!("link to {} stays on TCP: {error}", link.peer_name());
-        self.upgrade_schedule.on_failed(link, self.now);
         self.withdraw(link);
         self.first_upgrade_failed(shared, link, error);
     }
@@ -187,7 +202,7 @@ impl Poller {
                     Step::Failed => self.withdraw(link),
                     _ => self.end_upgrade(link),
                 }
-                self.upgrade_schedule.on_failed(link, self.now);
+                self.take_turns(shared, link);
                 let what = format!(
                     "{} does not upgrade to RDMA: it has no RDMA device for this address, or its \
                      packets do not get through (UDP port 4791)",
@@ -365,20 +380,16 @@ impl Poller {
         });
         let Some((device, number)) = carried else { return };
         let name = device.name.clone();
-        // Clear the fallback before the route changes, so that a link that reports RDMA reports no
-        // fallback.
-        link.set_fallback(None);
         shared.counters.upgrades.fetch_add(1, Ordering::Relaxed);
         link.set_route(|route| (route.device, route.qp_num) = (Some(device), number));
+        link.set_fallback(None);
         shared.is_well(link);
         shared.trace(link);
         if let Some(socket) = link.route().socket {
             self.sockets.set_carrying(socket, false);
         }
         self.first_upgrade_done(link);
-        if self.upgrade_schedule.on_done(link) {
-            self.retry_upgrades(shared, link.route().peer.map(|peer| peer.ip()));
-        }
+        self.end_turns(shared, link);
         static LINES: LogLimit = LogLimit::new();
         if let Some(others) = LINES.pass() {
             tracing::info!("link to {} was upgraded to RDMA ({name}){others}", link.peer_name());
@@ -401,10 +412,13 @@ impl Poller {
     }
 }
 
-/// Refuses an address that is not the peer's. Must be called before a queue pair is created for the
+/// Refuses an address that is not the peer's, on this connection or on its first path. Must be called before a queue pair is created for the
 /// address and before the kernel resolves it.
 fn check_offer(shared: &Shared, link: &LinkShared, peer: &Address) -> Result<(), Error> {
-    check_peer(peer, link.route().peer).inspect_err(|_| {
-        shared.counters.offers_refused.fetch_add(1, Ordering::Relaxed);
-    })
+    let route = link.route();
+    check_peer(peer, route.peer)
+        .or_else(|error| check_peer(peer, route.first_peer()).map_err(|_| error))
+        .inspect_err(|_| {
+            shared.counters.offers_refused.fetch_add(1, Ordering::Relaxed);
+        })
 }
