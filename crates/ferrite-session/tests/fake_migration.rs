@@ -225,8 +225,8 @@ async fn lose_paths(hosts: Hosts, count: usize, losses: usize) {
         back.median(),
         back.longest()
     );
-    // The bar is 2 s on a machine with nothing else to do; the long run checks it in the lab. Without probes the
-    // gap is as long as the keepalive.
+    // The bar is 2 s on a machine with nothing else to do; the long run checks it in the lab.
+    // Without probes the gap is as long as the keepalive.
     let limit = Duration::from_secs(10);
     assert!(to_tcp.longest() <= limit, "to TCP: {:?}", to_tcp.longest());
     assert!(back.longest() <= limit, "back: {:?}", back.longest());

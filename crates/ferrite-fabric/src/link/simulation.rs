@@ -336,6 +336,8 @@ impl Simulation {
 
     fn pass_time(&mut self, side: usize) -> Result<(), Violation> {
         let most = if self.is_calm { 20 } else { 400 };
+        // A driver starts its timer right after the traffic.
+        self.probes += usize::from(self.sides[side].probe(self.now));
         self.now += Duration::from_millis(self.random.below(most) as u64);
         self.sides[side].on_timer(self.now)?;
         self.probes += usize::from(self.sides[side].probe(self.now));
