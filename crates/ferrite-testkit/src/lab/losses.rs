@@ -1,4 +1,5 @@
 //! Losses of the RDMA path between the hosts, under numbered commands of sessions.
+#![expect(clippy::print_stdout, reason = "people judge how long each loss took")]
 
 use std::process::Command;
 use std::time::{Duration, Instant};
