@@ -10,7 +10,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::upgrade_turns::{Turn, UpgradeTurns};
+use super::upgrade_turns::{APART, Turn, UPGRADE_MAX, UpgradeTurns};
 use crate::error::{Error, ErrorKind};
 use crate::fabric::Shared;
 use crate::fabric::poller::Poller;
@@ -19,11 +19,8 @@ use crate::link::core::ActiveTransport;
 use crate::link::name::LinkName;
 use crate::link::shared::LinkShared;
 
-/// The longest delay between attempts to upgrade to RDMA.
-pub(super) const UPGRADE_MAX: Duration = Duration::from_secs(5);
-/// When RDMA is back, this many links try at a time, with this delay between them.
+/// When RDMA is back, this many links try at a time, and the next ones [`APART`] later.
 const TOGETHER: usize = 4;
-pub(super) const APART: Duration = Duration::from_millis(20);
 
 /// The turns of links on TCP. A path is from a local address to the peer's address and port.
 pub(crate) type UpgradeSchedule = UpgradeTurns<Path, LinkName>;

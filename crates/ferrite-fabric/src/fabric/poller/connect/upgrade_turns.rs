@@ -5,7 +5,10 @@ use std::collections::{HashMap, VecDeque};
 use std::hash::Hash;
 use std::time::{Duration, Instant};
 
-use super::upgrade_schedule::{APART, UPGRADE_MAX};
+/// The longest delay between attempts to upgrade to RDMA.
+pub(super) const UPGRADE_MAX: Duration = Duration::from_secs(5);
+/// The delay between the attempts of links that need not wait for each other.
+pub(super) const APART: Duration = Duration::from_millis(20);
 
 /// The answer to a link whose attempt is due.
 #[derive(Debug, PartialEq, Eq)]
