@@ -1,5 +1,6 @@
 //! Sessions to the module that lose their RDMA path, on Soft-RoCE devices in the lab's guest
-//! (`cargo xtask lab-test migration`). The engine is on 10.0.0.1 (rxe1), the clients on 10.0.0.2 (rxe2).
+//! (`cargo xtask lab-test migration`). The engine is on 10.0.0.1 (rxe1), the clients on 10.0.0.2
+//! (rxe2).
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;

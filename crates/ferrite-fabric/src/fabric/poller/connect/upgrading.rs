@@ -412,8 +412,8 @@ impl Poller {
     }
 }
 
-/// Refuses an address that is not the peer's, on this connection or on its first path. Must be called before a queue pair is created for the
-/// address and before the kernel resolves it.
+/// Refuses an address that is not the peer's, on this connection or on its first path. Must be
+/// called before a queue pair is created for the address and before the kernel resolves it.
 fn check_offer(shared: &Shared, link: &LinkShared, peer: &Address) -> Result<(), Error> {
     let route = link.route();
     check_peer(peer, route.peer)
