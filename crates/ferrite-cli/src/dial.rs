@@ -12,7 +12,9 @@ use ferrite_fabric::rustls::crypto::ring;
 use ferrite_fabric::rustls::pki_types::ServerName;
 use ferrite_fabric::wire::Program;
 use ferrite_fabric::{Error, Fabric, Rdma};
-use ferrite_session::{ConnectError, Connector, Host, Session, SessionTransport, client_config};
+use ferrite_session::{
+    ConnectError, Connector, Host, SessionTransport, TransportObserver, client_config,
+};
 use tokio::net::UnixStream;
 
 use crate::connection::Connection;
@@ -35,7 +37,7 @@ pub(crate) struct Dialer {
     is_interactive: bool,
 }
 
-/// The transport of a connection.
+/// The transport of a connection at one time.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct TransportInfo {
     /// The transport in words, for people.
@@ -47,6 +49,51 @@ pub(crate) struct TransportInfo {
     /// The warning about a fallback to TCP. `None` without a fallback, and for a server on this
     /// host, because nobody can eavesdrop there.
     pub(crate) warning: Option<String>,
+}
+
+/// Tells the transport that a connection uses now. A session with a Ferrite peer may change between
+/// RDMA and TCP at any time.
+#[derive(Debug)]
+pub(crate) enum TransportSource {
+    Unix,
+    Session {
+        observer: TransportObserver,
+        server: SocketAddr,
+        /// The program of a Ferrite peer.
+        program: Option<Program>,
+    },
+}
+
+impl TransportSource {
+    /// Describes the transport that the connection uses now.
+    pub(crate) fn now(&self) -> TransportInfo {
+        let Self::Session { observer, server, program } = self else {
+            return TransportInfo::without_fallback("Unix", "over a Unix socket".into());
+        };
+        match (observer.fallback(), observer.transport()) {
+            // With TLS, a fallback to TCP loses no encryption, so it needs no warning.
+            (_, SessionTransport::Tls) => {
+                TransportInfo::without_fallback("TLS", "over TCP with TLS".into())
+            }
+            (Some(fallback), _) => {
+                let why = with_remedy(&fallback.error.clone().into());
+                let description = format!("over TCP, because RDMA is unavailable: {why}");
+                let warning = (!server.ip().is_loopback()).then(|| {
+                    format!(
+                        "warning: using TCP without encryption, because RDMA is unavailable: {why}"
+                    )
+                });
+                TransportInfo { description, name: "TCP", is_fallback: true, warning }
+            }
+            (None, SessionTransport::Tcp) => {
+                TransportInfo::without_fallback("TCP", "over TCP".into())
+            }
+            (None, transport) => {
+                let description = describe_rdma(transport, observer.device(), *program);
+                TransportInfo::without_fallback("RDMA", description)
+            }
+        }
+    }
 }
 
 impl TransportInfo {
@@ -103,7 +150,7 @@ impl Dialer {
         &self,
         address: &Address,
         rdma: Rdma,
-    ) -> anyhow::Result<(Connection, TransportInfo)> {
+    ) -> anyhow::Result<(Connection, TransportSource)> {
         let attempt = match address {
             Address::Unix(path) => self.dial_unix(path).await,
             Address::Net(hosts) => self.dial_hosts(hosts, rdma).await,
@@ -114,10 +161,9 @@ impl Dialer {
     async fn dial_unix(
         &self,
         path: &std::path::Path,
-    ) -> anyhow::Result<(Connection, TransportInfo)> {
+    ) -> anyhow::Result<(Connection, TransportSource)> {
         let stream = UnixStream::connect(path).await.map_err(without_number)?;
-        let transport_info = TransportInfo::without_fallback("Unix", "over a Unix socket".into());
-        Ok((Connection::new(Box::new(stream), self.max_reply_bytes), transport_info))
+        Ok((Connection::new(Box::new(stream), self.max_reply_bytes), TransportSource::Unix))
     }
 
     /// Tries the hosts in turn.
@@ -125,7 +171,7 @@ impl Dialer {
         &self,
         hosts: &[Host],
         rdma: Rdma,
-    ) -> anyhow::Result<(Connection, TransportInfo)> {
+    ) -> anyhow::Result<(Connection, TransportSource)> {
         self.fabric()?; // if RDMA is required but unavailable, this fails: no host can be reached
         let mut failures = Vec::new();
         for host in hosts {
@@ -147,7 +193,7 @@ impl Dialer {
         &self,
         host: &Host,
         rdma: Rdma,
-    ) -> anyhow::Result<(Connection, TransportInfo)> {
+    ) -> anyhow::Result<(Connection, TransportSource)> {
         let fabric = self.fabric()?;
         let (name, port) = (host.name.as_str(), host.port_or_default());
         let connector = self.connector(fabric, host)?.rdma(rdma);
@@ -158,14 +204,17 @@ impl Dialer {
         addresses.sort_by_key(SocketAddr::is_ipv6);
         let mut last = anyhow!("{name} has no address");
         for address in addresses {
-            match dial_address(fabric, &connector, address).await {
-                Ok((session, transport_info)) => {
-                    return Ok((
-                        Connection::new(Box::new(session), self.max_reply_bytes),
-                        transport_info,
-                    ));
+            match connector.open(address).await {
+                Ok(session) => {
+                    let transport = TransportSource::Session {
+                        observer: session.observer(),
+                        server: address,
+                        program: session.server_program(),
+                    };
+                    let connection = Connection::new(Box::new(session), self.max_reply_bytes);
+                    return Ok((connection, transport));
                 }
-                Err(error) => last = error,
+                Err(error) => last = describe(fabric, error),
             }
         }
         Err(last)
@@ -192,31 +241,6 @@ impl Dialer {
     }
 }
 
-async fn dial_address(
-    fabric: &Fabric,
-    connector: &Connector,
-    address: SocketAddr,
-) -> anyhow::Result<(Session, TransportInfo)> {
-    let session = connector.open(address).await.map_err(|error| describe(fabric, error))?;
-    let transport_info = match (session.fallback(), session.transport()) {
-        // With TLS, a fallback to TCP loses no encryption, so it needs no warning.
-        (_, SessionTransport::Tls) => {
-            TransportInfo::without_fallback("TLS", "over TCP with TLS".into())
-        }
-        (Some(fallback), _) => {
-            let why = with_remedy(&fallback.error.clone().into());
-            let description = format!("over TCP, because RDMA is unavailable: {why}");
-            let warning = (!address.ip().is_loopback()).then(|| {
-                format!("warning: using TCP without encryption, because RDMA is unavailable: {why}")
-            });
-            TransportInfo { description, name: "TCP", is_fallback: true, warning }
-        }
-        (None, SessionTransport::Tcp) => TransportInfo::without_fallback("TCP", "over TCP".into()),
-        (None, _) => TransportInfo::without_fallback("RDMA", describe_rdma(&session)),
-    };
-    Ok((session, transport_info))
-}
-
 /// Describes how each transport failed. On a host without RDMA, only TCP was tried, so only the
 /// error of TCP is reported.
 fn describe(fabric: &Fabric, error: ConnectError) -> anyhow::Error {
@@ -230,9 +254,13 @@ fn describe(fabric: &Fabric, error: ConnectError) -> anyhow::Error {
     }
 }
 
-fn describe_rdma(session: &Session) -> String {
-    let device = session.device().map_or(String::new(), |device| format!(", device {device}"));
-    let peer = match (session.transport(), session.server_program()) {
+fn describe_rdma(
+    transport: SessionTransport,
+    device: Option<String>,
+    program: Option<Program>,
+) -> String {
+    let device = device.map_or(String::new(), |device| format!(", device {device}"));
+    let peer = match (transport, program) {
         (_, Some(Program::MODULE)) => "to a Ferrite module",
         (_, Some(Program::GATEWAY)) => "to a Ferrite gateway",
         (SessionTransport::FerriteRdma, _) => "to a Ferrite module or gateway",

@@ -127,7 +127,7 @@ async fn info_rdma(server: &mut Server) -> anyhow::Result<Frame> {
     if is_empty_text(&frame.value()?) {
         let transport_info = server
             .transport_info()
-            .map_or("", |transport_info| transport_info.description.as_str());
+            .map_or_else(String::new, |transport_info| transport_info.description);
         output::write_stderr(format_args!(
             "INFO has no section rdma, because the engine has not loaded the Ferrite module \
              (loadmodule ferrite.so); this connection runs {transport_info}"

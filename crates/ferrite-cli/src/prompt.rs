@@ -112,7 +112,7 @@ impl Prompt {
             && transport_info.description != self.reported
         {
             output::write_stderr(&transport_info.description);
-            self.reported.clone_from(&transport_info.description);
+            self.reported = transport_info.description;
         }
     }
 
@@ -157,9 +157,10 @@ impl Prompt {
             [":set", "hints"] => set_hints(true),
             [":set", "nohints"] => set_hints(false),
             [":transport"] => {
-                let words = server
-                    .transport_info()
-                    .map_or("not connected", |transport_info| &transport_info.description);
+                let words = server.transport_info().map_or_else(
+                    || "not connected".into(),
+                    |transport_info| transport_info.description,
+                );
                 output::write(format!("{words}\n").as_bytes())?;
             }
             _ => {

@@ -11,7 +11,7 @@ use ferrite_proto::resp::Value;
 use ferrite_session::Host;
 
 use crate::connection::{Connection, Frame};
-use crate::dial::{Dialer, TransportInfo};
+use crate::dial::{Dialer, TransportInfo, TransportSource};
 use crate::format::error_of;
 use crate::output;
 use crate::replying::Replying;
@@ -30,7 +30,7 @@ pub(crate) struct Server {
     /// its engine.
     node: Option<ClusterNode>,
     connection: Option<Connection>,
-    transport_info: Option<TransportInfo>,
+    transport: Option<TransportSource>,
     /// The database of the connection.
     database: u32,
     /// The database that is selected after a reconnect.
@@ -81,7 +81,7 @@ impl Server {
             dialer,
             node: None,
             connection: None,
-            transport_info: None,
+            transport: None,
             database: 0,
             wanted_database,
             transaction: None,
@@ -101,8 +101,8 @@ impl Server {
             Some(ClusterNode::Module(endpoints)) => self.dialer.dial(endpoints, *rdma).await,
             Some(ClusterNode::Engine) => self.dialer.dial(server, Rdma::Forbid).await,
         };
-        let (connection, transport_info) = dialed.map_err(ConnectError::Unreachable)?;
-        (self.connection, self.transport_info) = (Some(connection), Some(transport_info));
+        let (connection, transport) = dialed.map_err(ConnectError::Unreachable)?;
+        (self.connection, self.transport) = (Some(connection), Some(transport));
         // The warning must come before the password is sent.
         if self.settings.password.is_some() || io::stderr().is_terminal() {
             self.warn_of_clear_text();
@@ -112,8 +112,7 @@ impl Server {
 
     /// Warns once if the connection has fallen back to TCP and others could eavesdrop.
     fn warn_of_clear_text(&mut self) {
-        let warning =
-            self.transport_info.as_ref().and_then(|transport_info| transport_info.warning.as_ref());
+        let warning = self.transport_info().and_then(|transport_info| transport_info.warning);
         if let Some(warning) = warning.filter(|_| !self.reports_transport) {
             output::write_stderr(warning);
             self.reports_transport = true;
@@ -275,14 +274,14 @@ impl Server {
         self.transaction.is_some()
     }
 
-    /// Returns the transport of the connection.
-    pub(crate) fn transport_info(&self) -> Option<&TransportInfo> {
-        self.transport_info.as_ref()
+    /// Returns the transport that the connection uses now.
+    pub(crate) fn transport_info(&self) -> Option<TransportInfo> {
+        self.transport.as_ref().map(TransportSource::now)
     }
 
     pub(crate) fn disconnect(&mut self) {
         self.connection = None;
-        self.transport_info = None;
+        self.transport = None;
         self.database = 0;
         self.transaction = None;
         self.replying = Replying::On;
@@ -320,7 +319,7 @@ impl Server {
         let database =
             if self.database == 0 { String::new() } else { format!("[{}]", self.database) };
         // For a Unix socket, the path already shows the transport.
-        let transport = match &self.transport_info {
+        let transport = match self.transport_info() {
             Some(info) if matches!(self.settings.server, Address::Net(_)) => {
                 format!(" {}", info.name)
             }

@@ -8,7 +8,9 @@ use std::time::Duration;
 use ferrite_fabric::rustls::ClientConfig;
 use ferrite_fabric::rustls::pki_types::ServerName;
 use ferrite_fabric::{Fabric, Fallback, Rdma};
-use ferrite_session::{Connector, Host, ServerUrl, Session, SessionTransport, client_config};
+use ferrite_session::{
+    Connector, Host, ServerUrl, Session, SessionTransport, TransportObserver, client_config,
+};
 use redis::aio::{AsyncPushSender, MultiplexedConnection};
 use redis::{
     AsyncConnectionConfig, ErrorKind, ProtocolVersion, RedisConnectionInfo, RedisError, RedisResult,
@@ -51,7 +53,8 @@ struct Reconnect {
     wait_max: Duration,
 }
 
-/// Describes the transport of a connection.
+/// Describes the transport of a connection. A connection to a Ferrite peer may change between RDMA
+/// and TCP at any time.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct TransportInfo {
@@ -64,19 +67,17 @@ pub struct TransportInfo {
 }
 
 impl TransportInfo {
-    pub(crate) fn of(session: &Session) -> Self {
-        Self {
-            transport: session.transport(),
-            device: session.device(),
-            fallback: session.fallback().cloned(),
-        }
+    /// Describes the transport that a session uses now.
+    pub(crate) fn now(observer: &TransportObserver) -> Self {
+        let (device, fallback) = (observer.device(), observer.fallback());
+        Self { transport: observer.transport(), device, fallback }
     }
 }
 
 /// An open connection, and the task that drives it. The task ends with the connection.
 pub(crate) struct Dialed {
     pub(crate) connection: MultiplexedConnection,
-    pub(crate) transport_info: TransportInfo,
+    pub(crate) observer: TransportObserver,
     pub(crate) progress: Arc<Progress>,
     pub(crate) driver: JoinHandle<()>,
 }
@@ -212,7 +213,7 @@ impl Client {
         config: AsyncConnectionConfig,
         traffic: Arc<Traffic>,
     ) -> RedisResult<Dialed> {
-        let transport_info = TransportInfo::of(&session);
+        let observer = session.observer();
         // The login has the time limit of connecting, not that of replies. A server that accepts
         // the connection and never answers must not delay the next server for long.
         let (session, progress) = Watched::new(session, traffic);
@@ -224,7 +225,7 @@ impl Client {
             io::Error::new(io::ErrorKind::TimedOut, message)
         });
         let (connection, driver) = login??;
-        Ok(Dialed { connection, transport_info, progress, driver: tokio::spawn(driver) })
+        Ok(Dialed { connection, observer, progress, driver: tokio::spawn(driver) })
     }
 
     /// Returns the settings.

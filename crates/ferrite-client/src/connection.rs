@@ -15,6 +15,7 @@ use std::sync::{Arc, PoisonError, RwLock, Weak};
 use std::time::{Duration, Instant};
 use std::{fmt, io};
 
+use ferrite_session::TransportObserver;
 use redis::aio::{ConnectionLike, MultiplexedConnection};
 use redis::{
     Cmd, ErrorKind, Pipeline, PushInfo, PushKind, RedisError, RedisFuture, RedisResult, Value,
@@ -44,7 +45,7 @@ struct Shared {
 
 struct Current {
     usable: Usable,
-    transport_info: TransportInfo,
+    observer: TransportObserver,
     is_lost: bool,
     subscriptions: Subscriptions,
     /// How long to wait before the subscriptions of a lost connection are restored. The pause grows
@@ -81,10 +82,10 @@ impl Client {
 
 impl Connection {
     fn new(client: Client, dialed: Dialed) -> Self {
-        let Dialed { connection, transport_info, progress, driver } = dialed;
+        let Dialed { connection, observer, progress, driver } = dialed;
         let current = Current {
             usable: Usable { connection, progress, number: 0 },
-            transport_info,
+            observer,
             is_lost: false,
             subscriptions: Subscriptions::default(),
             pause: Duration::ZERO,
@@ -99,7 +100,7 @@ impl Connection {
     /// Returns the transport that the connection uses now.
     #[must_use]
     pub fn transport_info(&self) -> TransportInfo {
-        self.current(|current| current.transport_info.clone())
+        self.current(|current| TransportInfo::now(&current.observer))
     }
 
     /// Returns how many times the connection was opened again.
@@ -146,8 +147,7 @@ impl Connection {
     /// Opens the next connection and restores the subscriptions.
     async fn open_next(&self) -> RedisResult<Usable> {
         let client = &self.0.client;
-        let Dialed { connection, transport_info, progress, driver } =
-            client.dial_with_retries().await?;
+        let Dialed { connection, observer, progress, driver } = client.dial_with_retries().await?;
         let number = self.reconnects() + 1;
         let mut opened = Usable { connection, progress, number };
         let (mut subscribed, mut refused) = (Subscriptions::default(), Vec::new());
@@ -166,7 +166,7 @@ impl Connection {
                     }
                     now.is_lost = false;
                     now.usable = opened.clone();
-                    now.transport_info = transport_info.clone();
+                    now.observer = observer.clone();
                 }
                 is_complete
             });

@@ -123,10 +123,12 @@ pub struct Config {
     /// Delay before each retry. Default: 1 s.
     pub retry_delay: Duration,
     /// How long a link that has lost its RDMA path may search for another path, if RDMA is
-    /// preferred. Default: 10 s.
+    /// preferred. The side that accepted the link waits longer by `keepalive`, because the other
+    /// side reconnects and may not know of the loss yet. Default: 10 s.
     pub move_timeout: Duration,
     /// Delay before a link on TCP tries to upgrade to RDMA, if RDMA is preferred. Each failed
-    /// attempt doubles the delay, up to 30 s. Default: 1 s.
+    /// attempt doubles the delay, up to 5 s. While attempts fail, the links to one peer take turns,
+    /// with at least this delay between their attempts. Default: 1 s.
     pub upgrade_after: Duration,
     /// Keepalive interval: a peer that was silent for this long is probed. Default: 10 s.
     ///

@@ -264,7 +264,7 @@ impl Fabric {
     /// the latest attempt to open it, if there was one.
     ///
     /// Once nothing uses a missing device any more, the fabric searches for it. The delays between
-    /// attempts double from 1 to 8 seconds. They start over when a device of the same name appears
+    /// attempts double from 1 to 4 seconds. They start over when a device of the same name appears
     /// but cannot be used yet.
     #[must_use]
     pub fn missing_devices(&self) -> Vec<Error> {

@@ -21,7 +21,7 @@ mod region;
 
 pub use connecting::{ConnectOptions, Connected, Connecting, ConnectingEither, ConnectingRaw};
 pub use foreign_peers::{ForeignPeers, ForeignTcpPeers};
-pub use link::{Link, Transport};
+pub use link::{Link, LinkObserver, Transport};
 pub use listener::{Accepting, ListenOptions, Listener};
 pub use raw_connection::{Arrival, Done, Preparing, RawConnection};
 pub use region::{Region, Revoking};

@@ -51,8 +51,8 @@ pub use ferrite_verbs::Status; // part of errors and of a fabric's statistics
 pub use ferrite_verbs::rdma_core; // for `--version`
 pub use handles::{
     Accepting, Arrival, ConnectOptions, Connected, Connecting, ConnectingEither, ConnectingRaw,
-    Done, ForeignPeers, ForeignTcpPeers, Link, ListenOptions, Listener, Preparing, RawConnection,
-    Region, Revoking, Transport,
+    Done, ForeignPeers, ForeignTcpPeers, Link, LinkObserver, ListenOptions, Listener, Preparing,
+    RawConnection, Region, Revoking, Transport,
 };
 pub use latency::LatencyStats;
 pub use link::{Ending, LinkStats, Message, ReadError, Reading, Receiving, Sending, Writing};

@@ -12,17 +12,32 @@ pub(crate) const UNKNOWN_PEER: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr:
 /// The origin of a peer: an IPv4 address, or the first 64 bits of an IPv6 address, because one host
 /// may use the whole /64.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct Source(IpAddr);
+pub(crate) struct Source(IpAddr, Urgency);
+
+/// Whether others wait for the commands of a source.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Urgency {
+    Waited,
+    Unwaited,
+}
 
 impl Source {
     /// All peers whose address is unknown.
-    const UNKNOWN: Self = Self(IpAddr::V4(Ipv4Addr::UNSPECIFIED));
+    const UNKNOWN: Self = Self(IpAddr::V4(Ipv4Addr::UNSPECIFIED), Urgency::Waited);
 
     pub(crate) fn of(peer: SocketAddr) -> Self {
-        Self(match peer.ip().to_canonical() {
+        let ip = match peer.ip().to_canonical() {
             IpAddr::V4(ip) => ip.into(),
             IpAddr::V6(ip) => Ipv6Addr::from_bits(ip.to_bits() >> 64 << 64).into(),
-        })
+        };
+        Self(ip, Urgency::Waited)
+    }
+
+    /// Returns the same source for commands that nobody waits for. They have a queue of their own,
+    /// so that they do not delay the others: destroying an identifier of the connection manager can
+    /// take seconds if its peer does not answer.
+    pub(crate) fn unwaited(self) -> Self {
+        Self(self.0, Urgency::Unwaited)
     }
 
     /// Returns the source of a peer whose address may be unknown.

@@ -18,7 +18,7 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::Rdma;
-use ferrite_session::{Connector, Session};
+use ferrite_session::{Connector, Session, TransportObserver};
 use pyo3::exceptions::{PyBlockingIOError, PyTimeoutError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
@@ -47,17 +47,7 @@ pub(crate) struct Stream {
     /// Wakes an event loop; created at the first call of `fileno`.
     event: OnceLock<Arc<Event>>,
     peer: SocketAddr,
-    /// RDMA or TCP, in words.
-    #[pyo3(get)]
-    transport: String,
-    #[pyo3(get)]
-    is_rdma: bool,
-    /// The RDMA device.
-    #[pyo3(get)]
-    device: Option<String>,
-    /// Why the stream uses TCP although RDMA was preferred.
-    #[pyo3(get)]
-    fallback: Option<String>,
+    observer: TransportObserver,
 }
 
 #[pymethods]
@@ -218,6 +208,30 @@ impl Stream {
         (self.peer.ip().to_string(), self.peer.port())
     }
 
+    /// The transport that the stream uses now: RDMA or TCP, in words.
+    #[getter]
+    fn transport(&self) -> String {
+        self.observer.transport().to_string()
+    }
+
+    /// Whether the stream uses RDMA now.
+    #[getter]
+    fn is_rdma(&self) -> bool {
+        self.observer.device().is_some()
+    }
+
+    /// The RDMA device, if the stream uses RDMA now.
+    #[getter]
+    fn device(&self) -> Option<String> {
+        self.observer.device()
+    }
+
+    /// Why the stream uses TCP now although RDMA is preferred.
+    #[getter]
+    fn fallback(&self) -> Option<String> {
+        self.observer.fallback().map(|fallback| fallback.to_string())
+    }
+
     /// Makes the waiting calls of other threads fail, and all later calls that send or receive.
     /// `how` exists for compatibility: both directions end.
     fn shutdown(&self, how: i32) {
@@ -240,9 +254,7 @@ impl Stream {
 
 impl Stream {
     fn new(background: Arc<Background>, peer: SocketAddr, session: Session) -> Self {
-        let device = session.device();
-        let transport = session.transport().to_string();
-        let fallback = session.fallback().map(ToString::to_string);
+        let observer = session.observer();
         let (input, output) = tokio::io::split(session);
         Self {
             background,
@@ -253,10 +265,7 @@ impl Stream {
             timeout: Mutex::new(None),
             event: OnceLock::new(),
             peer,
-            is_rdma: device.is_some(),
-            transport,
-            device,
-            fallback,
+            observer,
         }
     }
 

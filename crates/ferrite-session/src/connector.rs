@@ -9,31 +9,29 @@
 //!   forbid:           TCP
 //! ```
 //!
-//! Over TCP, a session is plain RESP, which engines and gateways both understand. If the caller has
-//! configured TLS, the session is RESP within TLS. RDMA is not encrypted, so the connector then
-//! does not use RDMA, unless the caller allows it explicitly. If RDMA was preferred,
-//! [`Session::fallback`] reports why it was not used.
+//! A link to a Ferrite peer outlives its RDMA path, if both sides prefer RDMA: it continues over
+//! TCP, and returns to RDMA. A session that begins over TCP is plain RESP, which engines and
+//! gateways both understand, and stays on TCP. If the caller has configured TLS, the session is
+//! RESP within TLS. RDMA is not encrypted, so the connector then does not use RDMA, unless the
+//! caller allows it explicitly. If RDMA was preferred, [`Session::fallback`] reports why it is not
+//! used.
 
 use std::fmt;
-use std::io::{self, IoSlice};
+use std::io;
 use std::net::SocketAddr;
-use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::task::{Context, Poll};
 use std::time::Duration;
 
 use ferrite_fabric::rustls::ClientConfig;
 use ferrite_fabric::rustls::pki_types::ServerName;
-use ferrite_fabric::wire::Program;
 use ferrite_fabric::{Attempts, ConnectOptions, Connected, Error, Fabric, Fallback, Rdma, Stream};
 use ferrite_proto::Role;
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpSocket, TcpStream};
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
-use tokio_rustls::client::TlsStream;
 
+use crate::session::{Session, SessionStream};
 use crate::stream::{ValkeyConfig, ValkeyStream};
 use crate::tcp_keepalive::enable_tcp_keepalive;
 use crate::tls;
@@ -41,31 +39,6 @@ use crate::tls;
 /// The fix that the error names if RDMA is not tried because TLS is configured.
 const ALLOW_CLEAR_TEXT: &str = "allow RDMA beside TLS (plain_rdma_beside_tls) if all who \
                                 can listen on the network are trusted, or forbid RDMA";
-
-/// The transport of a session.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum SessionTransport {
-    /// RDMA between two Ferrite peers.
-    FerriteRdma,
-    /// Valkey Over RDMA.
-    ValkeyRdma,
-    /// TCP.
-    Tcp,
-    /// TCP with TLS.
-    Tls,
-}
-
-impl fmt::Display for SessionTransport {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Self::FerriteRdma => "RDMA (Ferrite)",
-            Self::ValkeyRdma => "RDMA (Valkey)",
-            Self::Tcp => "TCP",
-            Self::Tls => "TCP with TLS",
-        })
-    }
-}
 
 /// Opens sessions to servers.
 ///
@@ -88,7 +61,7 @@ pub struct Connector {
     timeout: Duration,
     rdma_timeout: Option<Duration>,
     valkey: ValkeyConfig,
-    tls: Option<(TlsConnector, ServerName<'static>)>,
+    tls: Option<(Arc<ClientConfig>, ServerName<'static>)>,
     allows_plain_rdma: bool,
 }
 
@@ -160,7 +133,7 @@ impl Connector {
     /// The caller chooses the cryptography (`rustls` with the feature `ring` or `aws-lc-rs`).
     #[must_use]
     pub fn tls(mut self, config: Arc<ClientConfig>, name: ServerName<'static>) -> Self {
-        self.tls = Some((config.into(), name));
+        self.tls = Some((config, name));
         self
     }
 
@@ -195,14 +168,7 @@ impl Connector {
     /// # Errors
     /// Returns an error in the same cases as [`Connector::connect`].
     pub async fn open(&self, server: SocketAddr) -> Result<Session, ConnectError> {
-        let must_encrypt = self.tls.is_some() && !self.allows_plain_rdma;
-        let attempts = self.rdma.attempts(must_encrypt).map_err(|_| {
-            let contradiction = "TLS is configured and RDMA is required, but RDMA is not \
-                                 encrypted; prefer or forbid RDMA, or allow it beside TLS \
-                                 (plain_rdma_beside_tls)";
-            let contradiction = io::Error::new(io::ErrorKind::InvalidInput, contradiction);
-            ConnectError { rdma: None, tcp: Some(contradiction) }
-        })?;
+        let attempts = self.attempts(self.rdma)?;
         let why_not_rdma = match attempts {
             Attempts::Tcp if self.rdma == Rdma::Forbid => None,
             Attempts::Tcp => Some(Error::clear_text(ALLOW_CLEAR_TEXT)),
@@ -227,10 +193,41 @@ impl Connector {
         }
     }
 
+    /// Opens a session over RDMA, or fails. If RDMA is preferred, the session may continue over TCP
+    /// later. For callers that use another address for TCP than for RDMA.
+    ///
+    /// # Errors
+    /// Returns an error if RDMA is forbidden or fails, or if TLS is configured without
+    /// [`Connector::plain_rdma_beside_tls`].
+    pub async fn open_over_rdma(&self, server: SocketAddr) -> Result<Session, ConnectError> {
+        self.attempts(Rdma::Require)?;
+        match self.over_rdma(server).await {
+            Ok(stream) => Ok(Session::new(stream, None)),
+            Err(error) => Err(ConnectError { rdma: Some(error), tcp: None }),
+        }
+    }
+
+    /// Returns the transports that a policy allows with the TLS of this connector.
+    fn attempts(&self, rdma: Rdma) -> Result<Attempts, ConnectError> {
+        let must_encrypt = self.tls.is_some() && !self.allows_plain_rdma;
+        rdma.attempts(must_encrypt).map_err(|_| {
+            let contradiction = "TLS is configured and RDMA is required, but RDMA is not \
+                                 encrypted; prefer or forbid RDMA, or allow it beside TLS \
+                                 (plain_rdma_beside_tls)";
+            let contradiction = io::Error::new(io::ErrorKind::InvalidInput, contradiction);
+            ConnectError { rdma: None, tcp: Some(contradiction) }
+        })
+    }
+
     async fn over_rdma(&self, server: SocketAddr) -> Result<SessionStream, Error> {
-        let mut options = ConnectOptions::new().timeout(self.rdma_timeout.unwrap_or(self.timeout));
+        let mut options = ConnectOptions::new()
+            .rdma(self.rdma)
+            .timeout(self.rdma_timeout.unwrap_or(self.timeout));
         if let Some(local) = self.local {
             options = options.local(local);
+        }
+        if let Some((tls, name)) = &self.tls {
+            options = options.tls(Arc::clone(tls), name.clone()); // for a migration to TCP
         }
         Ok(match self.fabric.connect_either(server, &options).await? {
             Connected::Link(link) => SessionStream::Ferrite(Stream::new(link)),
@@ -249,7 +246,7 @@ impl Connector {
             tcp.set_nodelay(true)?;
             enable_tcp_keepalive(&tcp);
             let Some((tls, name)) = &self.tls else { return Ok(SessionStream::Tcp(tcp)) };
-            let handshake = tls.connect(name.clone(), tcp).await;
+            let handshake = TlsConnector::from(Arc::clone(tls)).connect(name.clone(), tcp).await;
             let handshake = handshake.map_err(|error| {
                 let why = tls::explain(&error);
                 let name = name.to_str();
@@ -318,155 +315,6 @@ impl Connector {
     }
 }
 
-enum SessionStream {
-    Ferrite(Stream),
-    Valkey(Box<ValkeyStream>),
-    Tcp(TcpStream),
-    Tls(Box<TlsStream<TcpStream>>),
-}
-
-/// A connection to a server that speaks RESP. Implements [`AsyncRead`] and [`AsyncWrite`].
-///
-/// A server may refuse a client: it sends an error and closes the connection. Over TCP, the
-/// client's first write then still succeeds. Over RDMA it fails, but a session reports success all
-/// the same, so that the caller goes on to read the server's error. The next write fails.
-pub struct Session {
-    stream: SessionStream,
-    fallback: Option<Fallback>,
-    failed_write: Option<io::Error>,
-    has_read_all: bool,
-}
-
-impl Session {
-    fn new(stream: SessionStream, fallback: Option<Fallback>) -> Self {
-        Self { stream, fallback, failed_write: None, has_read_all: false }
-    }
-
-    /// Returns the transport of the session.
-    #[must_use]
-    pub fn transport(&self) -> SessionTransport {
-        match &self.stream {
-            SessionStream::Ferrite(_) => SessionTransport::FerriteRdma,
-            SessionStream::Valkey(_) => SessionTransport::ValkeyRdma,
-            SessionStream::Tcp(_) => SessionTransport::Tcp,
-            SessionStream::Tls(_) => SessionTransport::Tls,
-        }
-    }
-
-    /// Returns why the session uses TCP although RDMA was preferred.
-    #[must_use]
-    pub fn fallback(&self) -> Option<&Fallback> {
-        self.fallback.as_ref()
-    }
-
-    /// Returns the program of the server, if the server is a Ferrite peer over RDMA.
-    #[must_use]
-    pub fn server_program(&self) -> Option<Program> {
-        match &self.stream {
-            SessionStream::Ferrite(stream) => Some(stream.link().peer_hello().program),
-            _ => None,
-        }
-    }
-
-    /// Returns the RDMA device, if the session uses RDMA.
-    #[must_use]
-    pub fn device(&self) -> Option<String> {
-        match &self.stream {
-            SessionStream::Ferrite(stream) => stream.link().device(),
-            SessionStream::Valkey(stream) => stream.raw().device(),
-            SessionStream::Tcp(_) | SessionStream::Tls(_) => None,
-        }
-    }
-}
-
-macro_rules! with_stream {
-    ($self:ident, $stream:ident => $call:expr) => {
-        match &mut $self.get_mut().stream {
-            SessionStream::Ferrite($stream) => $call,
-            SessionStream::Valkey($stream) => $call,
-            SessionStream::Tcp($stream) => $call,
-            SessionStream::Tls($stream) => $call,
-        }
-    };
-}
-
-impl AsyncRead for Session {
-    fn poll_read(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        out: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        let before = out.filled().len();
-        let has_room = out.remaining() > 0;
-        let session = self.as_mut();
-        let polled = with_stream!(session, stream => Pin::new(stream).poll_read(cx, out));
-        let is_end = has_room && out.filled().len() == before;
-        if is_end && matches!(polled, Poll::Ready(Ok(()))) {
-            self.get_mut().has_read_all = true;
-        }
-        polled
-    }
-}
-
-impl Session {
-    /// If a write failed because the peer has closed the connection, reports success, and lets the
-    /// next write return the error ([`Session`] says why). Once everything was read from the peer,
-    /// returns the error at once.
-    fn accept_failed(
-        &mut self,
-        polled: Poll<io::Result<usize>>,
-        total: usize,
-    ) -> Poll<io::Result<usize>> {
-        match polled {
-            Poll::Ready(Err(error))
-                if error.kind() == io::ErrorKind::BrokenPipe && !self.has_read_all =>
-            {
-                self.failed_write = Some(error);
-                Poll::Ready(Ok(total))
-            }
-            polled => polled,
-        }
-    }
-}
-
-impl AsyncWrite for Session {
-    fn poll_write(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        bytes: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        self.poll_write_vectored(cx, &[IoSlice::new(bytes)])
-    }
-
-    fn poll_write_vectored(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        bytes: &[IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        if let Some(error) = self.failed_write.take() {
-            return Poll::Ready(Err(error));
-        }
-        let session = self.as_mut();
-        let polled = with_stream!(
-            session, stream => Pin::new(stream).poll_write_vectored(cx, bytes)
-        );
-        let total = bytes.iter().map(|slice| slice.len()).sum();
-        self.get_mut().accept_failed(polled, total)
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        true
-    }
-
-    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        with_stream!(self, stream => Pin::new(stream).poll_flush(cx))
-    }
-
-    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        with_stream!(self, stream => Pin::new(stream).poll_shutdown(cx))
-    }
-}
-
 impl fmt::Debug for Connector {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Connector")
@@ -475,15 +323,6 @@ impl fmt::Debug for Connector {
             .field("timeout", &self.timeout)
             .field("tls", &self.tls.as_ref().map(|(_, name)| name))
             .finish_non_exhaustive()
-    }
-}
-
-impl fmt::Debug for Session {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Session")
-            .field("transport", &self.transport())
-            .field("fallback", &self.fallback)
-            .finish()
     }
 }
 
@@ -504,7 +343,7 @@ mod tests {
         let session = connect("127.0.0.2").await.expect("connect");
         let (_, peer) = listener.accept().await.expect("accept");
         assert_eq!(peer.ip().to_string(), "127.0.0.2");
-        let SessionStream::Tcp(socket) = &session.stream else { panic!("not TCP") };
+        let SessionStream::Tcp(socket) = session.stream() else { panic!("not TCP") };
         assert!(rustix::net::sockopt::socket_keepalive(socket).expect("an option"));
         drop(session);
         for elsewhere in ["192.0.2.1", "::1"] {

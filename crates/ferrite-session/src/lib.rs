@@ -6,6 +6,7 @@
 //!   ValkeyStream     a Valkey Over RDMA connection as a byte stream
 //!   pump             copies bytes between a client and the engine's socket, in both directions
 //!   Connector        the client side: connects to a Ferrite peer, a Valkey server, or over TCP
+//!   Session          a session as the client sees it, with the transport that it uses now
 //!   ServerUrl        the URL of a server; TlsFiles: certificates and keys of a client
 //!   Gateway          the server side: accepts all kinds of clients and connects each to the engine
 //!   in_process       sessions inside the engine: calls commands in-process, proxies the others
@@ -26,6 +27,7 @@ mod in_process_engine;
 pub mod mux;
 mod polled_when_woken;
 mod pump;
+mod session;
 mod sessions;
 mod settings;
 mod stream;
@@ -33,7 +35,7 @@ mod tcp_keepalive;
 mod tls;
 mod url;
 
-pub use connector::{ConnectError, Connector, Session, SessionTransport};
+pub use connector::{ConnectError, Connector};
 pub use engine::{EngineAccess, EngineAddress, EngineSocket, probe_access};
 pub use frames::{client_config, server_config};
 pub use gateway::{Gateway, GatewayConfig, GatewayStats};
@@ -42,6 +44,7 @@ pub use in_process_engine::{
     Replies, SessionFuture,
 };
 pub use pump::{Moved, pump};
+pub use session::{Session, SessionTransport, TransportObserver};
 pub use sessions::{Killed, SessionInfo};
 pub use settings::{fabric_config, open_fabric, rdma_policy, valkey_config};
 pub use stream::{ValkeyConfig, ValkeyStream};

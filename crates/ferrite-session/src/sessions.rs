@@ -11,10 +11,10 @@ use std::time::{Duration, Instant};
 use ferrite_fabric::{Link, LogLimit, Transport};
 use tokio::sync::Notify;
 
-use crate::connector::SessionTransport;
 use crate::disconnect_log::log_disconnect;
 use crate::in_process_engine::ProxyClient;
 use crate::pump::Moved;
+use crate::session::{SessionTransport, of_link};
 
 /// Describes an open session.
 #[derive(Debug, Clone)]
@@ -81,11 +81,7 @@ impl ClientTransport {
     /// Returns the transport in use at the moment, and the RDMA device if there is one.
     fn current(&self) -> (SessionTransport, Option<String>) {
         match self {
-            Self::Ferrite(link) => match link.transport() {
-                Transport::Rdma => (SessionTransport::FerriteRdma, link.device()),
-                Transport::TcpTls => (SessionTransport::Tls, None),
-                _ => (SessionTransport::Tcp, None),
-            },
+            Self::Ferrite(link) => (of_link(link.transport()), link.device()),
             Self::Valkey(device) => (SessionTransport::ValkeyRdma, device.clone()),
             Self::Tcp => (SessionTransport::Tcp, None),
         }

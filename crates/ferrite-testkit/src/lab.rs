@@ -1,5 +1,7 @@
 //! The hosts of the lab: Soft-RoCE devices in one guest, which `cargo xtask lab-test` starts.
 
+#[cfg(feature = "tokio")]
+mod losses;
 mod net;
 mod resources;
 
@@ -13,6 +15,8 @@ use ferrite_verbs::Verbs;
 
 #[cfg(feature = "fabric")]
 pub use host::{Host, short_timeouts, stalled_after};
+#[cfg(feature = "tokio")]
+pub use losses::{UsedTransport, lose_paths};
 pub use net::{RecreateDevices, Restore, Wire, fault, sh};
 pub use resources::{LeakCheck, held_on, resources};
 

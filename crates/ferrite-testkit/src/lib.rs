@@ -7,6 +7,7 @@
 //! | `engine` | starts Redis and Valkey, with and without the module | `redis` for typed replies |
 //! | `resp` | a client that returns replies byte for byte | |
 //! | `wait` | waits for a condition, a future or a thread, with a deadline | `tokio` for async |
+//! | `numbered` | commands whose replies show whether one was lost, repeated or reordered | `tokio` |
 //! | `random` | random numbers that a seed repeats | |
 //! | `directory`, `port`, `pem` | temporary directories, free ports, certificates as files | |
 //! | `netns` | hosts in network namespaces, each with its own loopback | |
@@ -28,6 +29,8 @@ pub mod handshake;
 #[cfg(feature = "verbs")]
 pub mod lab;
 pub mod netns;
+#[cfg(feature = "tokio")]
+pub mod numbered;
 pub mod pem;
 pub mod port;
 pub mod process;

@@ -7,13 +7,14 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use ferrite_fabric::Fallback;
-use ferrite_session::{Host, SessionTransport};
+use ferrite_session::{Host, SessionTransport, TransportObserver};
 use redis::Value;
 
 use crate::client::TransportInfo;
 use crate::progress::Traffic;
 
-/// The bytes that a cluster connection has exchanged with a node over one transport.
+/// The bytes that a cluster connection has exchanged with a node, over the connections of one
+/// transport.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct NodeTransport {
@@ -22,7 +23,8 @@ pub struct NodeTransport {
     /// The node's id. `None` for a server that was given to the client and that the cluster
     /// announces under another address.
     pub node: Option<String>,
-    /// The transport, the device, and the reason of the last fallback.
+    /// The transport that the connections use now, the device, and the reason of the last fallback.
+    /// A connection over RDMA that has lost its path counts as one over TCP until it returns.
     pub transport_info: TransportInfo,
     /// The number of connections that were opened.
     pub connections: u64,
@@ -30,6 +32,22 @@ pub struct NodeTransport {
     pub sent_bytes: u64,
     /// Bytes that were received from the node.
     pub received_bytes: u64,
+}
+
+impl NodeTransport {
+    /// Returns whether both are about the same node and transport.
+    fn is_like(&self, other: &Self) -> bool {
+        self.address == other.address
+            && self.transport_info.transport == other.transport_info.transport
+    }
+
+    fn add(&mut self, other: &Self) {
+        let fallback = &mut self.transport_info.fallback;
+        *fallback = fallback.take().or_else(|| other.transport_info.fallback.clone());
+        self.connections += other.connections;
+        self.sent_bytes += other.sent_bytes;
+        self.received_bytes += other.received_bytes;
+    }
 }
 
 /// How a node can be reached.
@@ -56,7 +74,10 @@ pub(super) struct Directory {
 
 #[derive(Debug)]
 struct Used {
-    info: TransportInfo,
+    /// The observer of the last connection.
+    observer: TransportObserver,
+    /// Why the last connection was opened over TCP, if its session does not know that.
+    fallback: Option<Fallback>,
     connections: u64,
     traffic: Arc<Traffic>,
 }
@@ -107,10 +128,21 @@ impl Directory {
     }
 
     /// Records a connection to a node, and returns the counters for its bytes.
-    pub(super) fn note_connecting(&mut self, host: &Host, info: TransportInfo) -> Arc<Traffic> {
-        let new = || Used { info: info.clone(), connections: 0, traffic: Arc::default() };
-        let used = self.used.entry((key(host), info.transport.to_string())).or_insert_with(new);
-        used.info = info;
+    pub(super) fn note_connecting(
+        &mut self,
+        host: &Host,
+        observer: TransportObserver,
+        fallback: Option<Fallback>,
+    ) -> Arc<Traffic> {
+        let by_transport = (key(host), observer.transport().to_string());
+        let new = || Used {
+            observer: observer.clone(),
+            fallback: None,
+            connections: 0,
+            traffic: Arc::default(),
+        };
+        let used = self.used.entry(by_transport).or_insert_with(new);
+        (used.observer, used.fallback) = (observer, fallback);
         used.connections += 1;
         Arc::clone(&used.traffic)
     }
@@ -123,21 +155,31 @@ impl Directory {
         fallback: Fallback,
     ) {
         if let Some(used) = self.used.get_mut(&(key(host), transport.to_string())) {
-            used.info.fallback = Some(fallback);
+            used.fallback = Some(fallback);
         }
     }
 
     /// Returns what was exchanged with each node over each transport.
     pub(super) fn transports(&self) -> Vec<NodeTransport> {
-        let entry = |((address, _), used): (&(Address, _), &Used)| NodeTransport {
-            address: Host { name: address.0.clone(), port: Some(address.1) }.to_string(),
-            node: self.ids.get(address).cloned(),
-            transport_info: used.info.clone(),
-            connections: used.connections,
-            sent_bytes: used.traffic.sent_bytes.load(Ordering::Relaxed),
-            received_bytes: used.traffic.received_bytes.load(Ordering::Relaxed),
-        };
-        self.used.iter().map(entry).collect()
+        let mut listed: Vec<NodeTransport> = Vec::new();
+        for ((address, _), used) in &self.used {
+            let mut transport_info = TransportInfo::now(&used.observer);
+            transport_info.fallback = transport_info.fallback.or_else(|| used.fallback.clone());
+            let entry = NodeTransport {
+                address: Host { name: address.0.clone(), port: Some(address.1) }.to_string(),
+                node: self.ids.get(address).cloned(),
+                transport_info,
+                connections: used.connections,
+                sent_bytes: used.traffic.sent_bytes.load(Ordering::Relaxed),
+                received_bytes: used.traffic.received_bytes.load(Ordering::Relaxed),
+            };
+            // Connections that were opened over different transports may use the same one by now.
+            match listed.iter_mut().find(|earlier| earlier.is_like(&entry)) {
+                Some(earlier) => earlier.add(&entry),
+                None => listed.push(entry),
+            }
+        }
+        listed
     }
 }
 

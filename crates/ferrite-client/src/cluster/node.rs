@@ -23,7 +23,7 @@ use redis::{
 
 use super::directory::{Directory, Way, is_rdma, own_endpoints};
 use super::route::begins_with;
-use crate::client::{Client, Dialed, TransportInfo, resolve, summarize};
+use crate::client::{Client, Dialed, resolve, summarize};
 use crate::progress::Progress;
 
 /// What the connections to all nodes share.
@@ -110,6 +110,7 @@ struct Open {
     progress: Arc<Progress>,
     /// Whether the connection was given up, because no byte has moved for too long.
     is_lost: Arc<AtomicBool>,
+    /// The transport with which the connection was opened.
     transport: SessionTransport,
 }
 
@@ -237,10 +238,10 @@ impl Dialer<'_> {
 
     /// Connects to the first of a module's addresses that accepts RDMA.
     async fn dial_rdma(&self, endpoints: &[SocketAddr]) -> Result<Node, NoRdma> {
-        let connector = self.connector().map_err(NoRdma::Refused)?.rdma(Rdma::Require);
+        let connector = self.connector().map_err(NoRdma::Refused)?;
         let mut failure = None;
         for endpoint in endpoints {
-            match connector.open(*endpoint).await {
+            match connector.open_over_rdma(*endpoint).await {
                 Ok(session) => {
                     let node = self.log_in(*endpoint, session, None).await;
                     return node.map_err(NoRdma::Refused);
@@ -288,10 +289,9 @@ impl Dialer<'_> {
         session: Session,
         fallback: Option<Fallback>,
     ) -> RedisResult<Node> {
-        let mut info = TransportInfo::of(&session);
-        info.fallback = info.fallback.or(fallback);
-        let transport = info.transport;
-        let traffic = self.shared.directory().note_connecting(self.host, info);
+        let transport = session.transport();
+        let traffic =
+            self.shared.directory().note_connecting(self.host, session.observer(), fallback);
         // The limit for replies counts the time without progress, so redis-rs needs none.
         let config = self.config.clone().set_response_timeout(None);
         let client = &self.shared.client;

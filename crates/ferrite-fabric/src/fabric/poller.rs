@@ -27,7 +27,7 @@ use ferrite_verbs::{CmKey, EventChannel, Status, WorkCompletion};
 
 use super::Shared;
 use super::links::Links;
-use super::poller::connect::{Handshake, Handshakes, Sockets, UpgradeWaiter};
+use super::poller::connect::{Handshake, Handshakes, Sockets, UpgradeSchedule, UpgradeWaiter};
 use super::poller::leaving::{Leaving, Unreported};
 use super::poller::listening::LostListeners;
 use super::poller::revive::Search;
@@ -79,6 +79,7 @@ pub(crate) struct Poller {
     pub(crate) sessions: HashMap<u64, LinkName>,
     /// Links on TCP whose connect waits until they are upgraded to RDMA.
     pub(crate) upgrade_waiters: HashMap<LinkName, UpgradeWaiter>,
+    pub(crate) upgrade_schedule: UpgradeSchedule,
     pub(crate) timers: Timers,
     clock_set: Option<Instant>,
     /// The numbers of links that asked for attention.
@@ -125,6 +126,7 @@ impl Poller {
             strikes: Strikes::new(back_off),
             sessions: HashMap::new(),
             upgrade_waiters: HashMap::new(),
+            upgrade_schedule: UpgradeSchedule::default(),
             timers: Timers::default(),
             clock_set: None,
             pending_links: VecDeque::new(),

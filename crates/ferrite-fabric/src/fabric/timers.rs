@@ -14,6 +14,8 @@ use crate::link::name::LinkName;
 pub(crate) enum Timer {
     /// Check whether the peer of this link is alive.
     Keepalive(LinkName),
+    /// Probe the path of this link if its peer still owes a reply.
+    Probe(LinkName),
     /// Fail this link if it has not yet delivered the data that was sent before the close.
     Close(LinkName),
     /// Destroy the queue pair of this link, whether or not requests are in flight.
@@ -39,6 +41,8 @@ pub(crate) enum Timer {
     Handshake(CmKey),
     /// End this TCP handshake if it has not finished.
     Greeting(u64),
+    /// End this attempt to reconnect a link over TCP if the peer's host has not answered.
+    Connect(u64),
     /// Check whether waiting connections may start their handshakes.
     Admission,
     /// Try again to accept connections of this listener, which ran out of descriptors or memory.

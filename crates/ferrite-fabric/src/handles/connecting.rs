@@ -226,6 +226,8 @@ impl Fabric {
             return connecting;
         }
         let mut outgoing = Outgoing::new(peer, options.local, now, timeout, reply);
+        outgoing.may_migrate = over_tcp.as_ref().is_some_and(|tcp| tcp.policy == Rdma::Prefer);
+        outgoing.tls = over_tcp.as_ref().and_then(|tcp| tcp.tls.clone());
         outgoing.tcp_fallback = over_tcp;
         self.call(outgoing);
         connecting
@@ -243,8 +245,11 @@ impl Fabric {
     }
 
     /// Connects by RDMA CM to a peer whose protocol is unknown. The request has a hello. If the
-    /// response has none, the peer speaks another protocol. Of the options, only the local address
-    /// and the timeout affect the connection.
+    /// response has none, the peer speaks another protocol. The connect fails if RDMA CM fails,
+    /// also if RDMA is only preferred.
+    ///
+    /// A link to a Ferrite peer may migrate to TCP later, if both sides prefer RDMA and this side
+    /// has no TLS for the peer. The mode of the options has no effect.
     ///
     /// # Errors
     /// Like [`Fabric::connect_raw`].
@@ -261,11 +266,12 @@ impl Fabric {
         let (reply, receiver) = oneshot::channel();
         let connecting = Connecting::new(self.clone(), receiver);
         let timeout = options.timeout.unwrap_or(self.config().connection_timeout);
+        let policy = options.rdma.unwrap_or(self.config().rdma);
         let refused = if options.require_encryption {
             let what =
                 "encryption is required, but this call uses RDMA, whose payload is clear text";
             Some(Error::new(ErrorKind::Misuse, what))
-        } else if options.rdma.unwrap_or(self.config().rdma) == Rdma::Forbid {
+        } else if policy == Rdma::Forbid {
             let what = "the policy forbids RDMA, but this call supports nothing else";
             Some(Error::new(ErrorKind::Misuse, what))
         } else {
@@ -277,6 +283,10 @@ impl Fabric {
         }
         let mut outgoing = Outgoing::new(peer, options.local, Instant::now(), timeout, reply);
         outgoing.protocol = protocol;
+        // The peer of such a call may have no TLS, and clear text over TCP may be unwanted.
+        let has_tls = self.tls_to(peer, options).is_some();
+        outgoing.may_migrate =
+            protocol == PeerProtocol::Unknown && policy == Rdma::Prefer && !has_tls;
         self.call(outgoing);
         connecting
     }
@@ -299,9 +309,8 @@ impl Fabric {
     ) -> Result<(bool, Option<OverTcp>), Error> {
         let policy = options.rdma.unwrap_or(self.config().rdma);
         let attempts = policy.attempts(options.require_encryption)?;
-        let name = || ServerName::IpAddress(peer.ip().into());
         let mode = options.mode.unwrap_or(self.config().connect);
-        let tls = options.tls.clone().or_else(|| Some((self.shared().tls.client.clone()?, name())));
+        let tls = self.tls_to(peer, options);
         if options.require_encryption && tls.is_none() {
             let what = "encryption is required, but TLS is not configured; set ConnectOptions::tls";
             return Err(Error::new(ErrorKind::Misuse, what));
@@ -313,5 +322,15 @@ impl Fabric {
             (Attempts::Rdma, ConnectMode::Cm | ConnectMode::Auto) => (true, None),
             (Attempts::RdmaThenTcp, ConnectMode::Cm | ConnectMode::Auto) => (true, Some(over_tcp)),
         })
+    }
+
+    /// Returns TLS for a connection over TCP, if the options or the fabric's settings have it.
+    fn tls_to(
+        &self,
+        peer: SocketAddr,
+        options: &ConnectOptions,
+    ) -> Option<(Arc<ClientConfig>, ServerName<'static>)> {
+        let name = || ServerName::IpAddress(peer.ip().into());
+        options.tls.clone().or_else(|| Some((self.shared().tls.client.clone()?, name())))
     }
 }

@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::net::SocketAddr;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use ferrite_verbs::Mtu;
 
@@ -281,12 +281,13 @@ impl Link {
     /// Returns the transport that the link uses now.
     #[must_use]
     pub fn transport(&self) -> Transport {
-        let route = self.shared().route();
-        match route.device {
-            Some(_) => Transport::Rdma,
-            None if route.encrypted => Transport::TcpTls,
-            None => Transport::Tcp,
-        }
+        transport(self.shared())
+    }
+
+    /// Returns an observer of the link's transport.
+    #[must_use]
+    pub fn observer(&self) -> LinkObserver {
+        LinkObserver(Arc::downgrade(self.shared()))
     }
 
     /// Returns why the link uses TCP although RDMA was preferred.
@@ -331,5 +332,45 @@ impl Link {
 impl fmt::Debug for Link {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.shared().fmt(f)
+    }
+}
+
+/// Reports the transport of a link. It does not keep the link open.
+#[derive(Debug, Clone)]
+pub struct LinkObserver(Weak<LinkShared>);
+
+impl LinkObserver {
+    /// Returns the transport that the link uses now, or `None` if the link is gone.
+    #[must_use]
+    pub fn transport(&self) -> Option<Transport> {
+        self.0.upgrade().map(|link| transport(&link))
+    }
+
+    /// Returns the device that the link uses, or `None` on TCP.
+    #[must_use]
+    pub fn device(&self) -> Option<String> {
+        self.0.upgrade()?.device().map(|device| device.name.clone())
+    }
+
+    /// Returns why the link uses TCP although RDMA was preferred.
+    #[must_use]
+    pub fn fallback(&self) -> Option<Fallback> {
+        self.0.upgrade()?.fallback()
+    }
+
+    /// Returns how often the link has lost its RDMA path ([`LinkStats::moves`]), or `None` if the
+    /// link is gone.
+    #[must_use]
+    pub fn moves(&self) -> Option<u64> {
+        Some(self.0.upgrade()?.with(|state, _, _| state.core.stats.moves))
+    }
+}
+
+fn transport(link: &LinkShared) -> Transport {
+    let route = link.route();
+    match route.device {
+        Some(_) => Transport::Rdma,
+        None if route.encrypted => Transport::TcpTls,
+        None => Transport::Tcp,
     }
 }

@@ -20,6 +20,8 @@
 //! | `grants.rs` | which grants are revoked, and which revocations are confirmed |
 //! | `liveness.rs` | when a silent peer gets a keepalive, and when it is given up |
 //! | `migration.rs` | how a link continues on another path |
+//! | `probing.rs` | when a caller that hears nothing probes its path |
+//! | `redial.rs` | from which address a caller reconnects |
 //! | `upgrade.rs` | how a link goes from TCP to RDMA |
 //! | `sending.rs` `receiving.rs` | what is sent next, what a frame means |
 //! | `tcp.rs` | the same for a TCP connection |
@@ -38,7 +40,9 @@ mod ending;
 mod grants;
 mod liveness;
 mod migration;
+mod probing;
 mod receiving;
+mod redial;
 mod request;
 mod sending;
 mod tcp;
@@ -48,6 +52,7 @@ pub(crate) use body::Body;
 pub(crate) use liveness::{Look, Silence};
 pub(crate) use migration::ActiveTransport;
 pub(crate) use receiving::protocol;
+pub(crate) use redial::Redial;
 use request::Sampler;
 pub(crate) use request::{RequestContext, outcome};
 pub(crate) use sending::Output;
@@ -75,6 +80,7 @@ use credits::Credits;
 use grants::Grants;
 use liveness::Liveness;
 use migration::Migration;
+use probing::{Probe, Probing, Progress};
 use upgrade::Upgrade;
 
 /// Tasks to be woken when the link's lock is free again.
@@ -116,6 +122,7 @@ pub(crate) struct LinkCore {
     closing: Closing,
     grants: Grants,
     liveness: Liveness,
+    probing: Probing,
     migration: Migration,
     upgrade: Upgrade,
     outbox: Outbox,
@@ -139,6 +146,7 @@ impl LinkCore {
             closing: Closing::default(),
             grants: Grants::default(),
             liveness: Liveness::new(limits.keepalive.clone(), limits.peer_timeout, now),
+            probing: Probing::default(),
             migration: Migration::new(transport),
             upgrade: Upgrade::default(),
             outbox: Outbox::default(),
@@ -361,6 +369,52 @@ impl LinkCore {
             self.controls.push_back(Control::Ping(self.credits.sent()));
         }
         Ok(Some(look))
+    }
+
+    /// Returns whether the driver must call [`LinkCore::begin_probing`]. Returns true only once.
+    #[inline]
+    pub(crate) fn take_probe_request(&mut self) -> bool {
+        self.may_probe() && self.probing.take_request(self.progress())
+    }
+
+    /// Starts the wait for the peer, if [`LinkCore::take_probe_request`] has asked for it. Returns
+    /// when the driver must call [`LinkCore::on_probe_timer`].
+    pub(crate) fn begin_probing(&mut self, now: Instant) -> Option<Instant> {
+        self.probing.begin(self.progress(), now)
+    }
+
+    /// Probes the path if the peer was silent for too long. The probe returns credits and needs no
+    /// answer: the device tells whether it has arrived. Returns when to call this again.
+    pub(crate) fn on_probe_timer(&mut self, now: Instant) -> Option<Instant> {
+        if !self.may_probe() {
+            self.probing.forget();
+            return None;
+        }
+        match self.probing.on_timer(self.progress(), now) {
+            Probe::None => None,
+            Probe::Wait(next) => Some(next),
+            Probe::Send(next) => {
+                if self.controls.is_empty() {
+                    self.controls.push_back(Control::Credit);
+                }
+                Some(next)
+            }
+        }
+    }
+
+    /// Returns whether a lost path would be replaced by this side. Only the caller reconnects.
+    fn may_probe(&self) -> bool {
+        self.migration.is_possible
+            && self.migration.is_caller
+            && self.migration.transport == ActiveTransport::Rdma
+            && self.is_up()
+            && !self.closing.is_requested()
+            && !self.closing.peer_has_closed()
+    }
+
+    fn progress(&self) -> Progress {
+        let heard = self.credits.received() + self.credits.acknowledged();
+        Progress { sent: self.credits.sent(), heard }
     }
 
     /// Notes a sign of life, even if only a part of a frame has arrived.

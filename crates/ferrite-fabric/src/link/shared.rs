@@ -74,6 +74,20 @@ pub(crate) struct Route {
     pub(crate) encrypted: bool,
     pub(crate) local: Option<SocketAddr>,
     pub(crate) peer: Option<SocketAddr>,
+    /// The local and the peer's address of the first path, if the link was resumed over another.
+    pub(crate) first: Option<(Option<SocketAddr>, Option<SocketAddr>)>,
+}
+
+impl Route {
+    /// Returns the local address of the first path.
+    pub(crate) fn first_local(&self) -> Option<SocketAddr> {
+        self.first.map_or(self.local, |(local, _)| local)
+    }
+
+    /// Returns the peer's address of the first path.
+    pub(crate) fn first_peer(&self) -> Option<SocketAddr> {
+        self.first.map_or(self.peer, |(_, peer)| peer)
+    }
 }
 
 impl LinkShared {
@@ -129,7 +143,8 @@ impl LinkShared {
     }
 
     pub(crate) fn fallback(&self) -> Option<Fallback> {
-        lock(&self.fallback).clone()
+        // A path on RDMA ends the fallback, even if the reason is not removed yet.
+        if self.device().is_some() { None } else { lock(&self.fallback).clone() }
     }
 
     pub(crate) fn set_fallback(&self, fallback: Option<Fallback>) {
@@ -175,7 +190,7 @@ impl LinkShared {
         let env = LinkEnv { index: self.index, pool: &self.pool };
         let result = act(&mut state, &env, wakes);
         state.stop_if_over();
-        let attention = state.wants_attention();
+        let attention = state.core.take_probe_request() | state.wants_attention();
         if attention {
             state.complete_flushed(&env, wakes);
         }

@@ -87,6 +87,8 @@ struct Simulation {
     losses: usize,
     /// How often a side has upgraded to RDMA.
     upgrades: usize,
+    /// How often a caller has probed its path.
+    probes: usize,
 }
 
 /// The result of a run.
@@ -95,6 +97,7 @@ pub(crate) struct Summary {
     messages: usize,
     losses: usize,
     upgrades: usize,
+    probes: usize,
     is_in_order: bool,
 }
 
@@ -119,6 +122,7 @@ fn run(seed: u64, pool: &Pool, is_shown: bool) -> Result<Summary, Violation> {
         closers,
         losses: 0,
         upgrades: 0,
+        probes: 0,
     };
     simulation.sides.iter_mut().for_each(|side| side.is_shown = is_shown);
     for action in 0..ACTIONS {
@@ -332,8 +336,12 @@ impl Simulation {
 
     fn pass_time(&mut self, side: usize) -> Result<(), Violation> {
         let most = if self.is_calm { 20 } else { 400 };
+        // A driver starts its timer right after the traffic.
+        self.probes += usize::from(self.sides[side].probe(self.now));
         self.now += Duration::from_millis(self.random.below(most) as u64);
-        self.sides[side].on_timer(self.now)
+        self.sides[side].on_timer(self.now)?;
+        self.probes += usize::from(self.sides[side].probe(self.now));
+        self.pump(side)
     }
 
     /// Lets the caller start an upgrade to RDMA, or either side withdraw from one.
@@ -391,8 +399,8 @@ impl Simulation {
             self.sides[side].poll_operations()?;
             messages += self.sides[side].application.finish(is_in_order)?;
         }
-        let Self { losses, upgrades, .. } = self;
-        Ok(Summary { messages, losses, upgrades, is_in_order })
+        let Self { losses, upgrades, probes, .. } = self;
+        Ok(Summary { messages, losses, upgrades, probes, is_in_order })
     }
 }
 
@@ -410,6 +418,7 @@ fn run_seeds(seeds: impl Iterator<Item = u64>, is_shown: bool) -> Summary {
                 all.messages += summary.messages;
                 all.losses += summary.losses;
                 all.upgrades += summary.upgrades;
+                all.probes += summary.probes;
                 all.is_in_order |= summary.is_in_order;
             }
             Err(Violation(what)) => panic!("seed {seed}: {what}; FERRITE_SEED={seed} repeats it"),
@@ -432,7 +441,7 @@ mod tests {
         let all = run_seeds(0..if cfg!(miri) { 2 } else { 2000 }, false);
         assert!(all.messages > 100 && all.is_in_order, "{all:?}");
         assert!(
-            cfg!(miri) || (all.losses > 100 && all.upgrades > 50),
+            cfg!(miri) || (all.losses > 100 && all.upgrades > 50 && all.probes > 50),
             "it has met little: {all:?}"
         );
     }
@@ -463,10 +472,12 @@ mod tests {
         });
         let sum = |of: fn(&Summary) -> usize| all.iter().map(of).sum::<usize>();
         println!(
-            "{count} seeds from {first}: {} messages, {} paths lost, {} upgrades, no violation",
+            "{count} seeds from {first}: {} messages, {} paths lost, {} upgrades, {} probes, no \
+             violation",
             sum(|it| it.messages),
             sum(|it| it.losses),
-            sum(|it| it.upgrades)
+            sum(|it| it.upgrades),
+            sum(|it| it.probes)
         );
     }
 }

@@ -28,6 +28,8 @@ mod refusing;
 mod socket_calls;
 mod sockets;
 mod tcp_link;
+mod upgrade_schedule;
+mod upgrade_turns;
 mod upgrade_waiter;
 mod upgrading;
 
@@ -57,6 +59,7 @@ pub(crate) use dialing::{Opened, OverTcp};
 use incoming::Recipient;
 pub(crate) use outgoing::{Outgoing, PeerProtocol};
 pub(crate) use sockets::Sockets;
+pub(crate) use upgrade_schedule::UpgradeSchedule;
 pub(crate) use upgrade_waiter::UpgradeWaiter;
 
 /// An identifier of the connection manager, and its purpose.

@@ -30,6 +30,18 @@ impl Poller {
                     Err((error, failure)) => link.fail(shared.diagnose(&link, error, failure)),
                 }
             }
+            Timer::Probe(name) => {
+                let Some(link) = self.link_named(shared, name) else { return };
+                let now = self.now;
+                let next = link.with_wakes(&mut self.wakes, |state, env, wakes| {
+                    let next = state.core.on_probe_timer(now);
+                    state.pump(env, wakes);
+                    next
+                });
+                if let Some(next) = next {
+                    self.timers.add(next, timer);
+                }
+            }
             Timer::Close(name) => {
                 let Some(link) = self.link_named(shared, name) else { return };
                 let what = format!(
@@ -79,6 +91,7 @@ impl Poller {
             Timer::Upgrade(name) => self.upgrade_due(shared, name),
             Timer::Redial(name) => self.redial(shared, name),
             Timer::Greeting(id) => self.greeting_timed_out(shared, id),
+            Timer::Connect(id) => self.connect_timed_out(shared, id),
             Timer::Admission => self.admit_waiting(shared),
             Timer::Accept(id) => self.sockets.on_ready(id),
             Timer::Listen(number) => self.listen_again(shared, number),

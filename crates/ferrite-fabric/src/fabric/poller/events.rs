@@ -58,7 +58,10 @@ impl Poller {
                 }
                 (AsyncEventKind::GID_CHANGE, _) => device.forget_gids(),
                 (AsyncEventKind::PORT_ERROR, Subject::Port(port)) => device.port_went_down(port),
-                (AsyncEventKind::PORT_ACTIVE, Subject::Port(port)) => device.port_came_up(port),
+                (AsyncEventKind::PORT_ACTIVE, Subject::Port(port)) => {
+                    device.port_came_up(port);
+                    self.retry_upgrades(shared);
+                }
                 _ => {}
             }
         }

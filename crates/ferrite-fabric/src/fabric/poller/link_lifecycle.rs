@@ -46,11 +46,17 @@ impl Poller {
     /// grant was released.
     pub(crate) fn service_link(&mut self, shared: &Shared, index: u32) {
         let Some(link) = self.link(shared, index) else { return };
-        let (steps, lost, unread, starved) = link.with_wakes(&mut self.wakes, |state, _, _| {
-            let starved = std::mem::take(&mut state.is_starved);
-            let lost = state.core.is_to_be_detached();
-            (state.core.take_steps(), lost, state.has_left_over(), starved)
-        });
+        let now = self.now;
+        let (steps, lost, unread, starved, probe) =
+            link.with_wakes(&mut self.wakes, |state, _, _| {
+                let starved = std::mem::take(&mut state.is_starved);
+                let lost = state.core.is_to_be_detached();
+                let probe = state.core.begin_probing(now);
+                (state.core.take_steps(), lost, state.has_left_over(), starved, probe)
+            });
+        if let Some(at) = probe {
+            self.timers.add(at, Timer::Probe(link.name));
+        }
         if starved {
             self.starved_links.insert(link.name);
             self.refill_later();

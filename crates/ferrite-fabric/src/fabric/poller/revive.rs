@@ -6,7 +6,7 @@
 //!     │                                │ no link uses it any more
 //!     │                                ▼
 //!     └── found, all objects ◄────  retired: nothing is held; searched for
-//!         created again                after 1 s, then at delays up to 8 s
+//!         created again                after 1 s, then at delays up to 4 s
 //! ```
 //!
 //! The verbs library does not announce new devices, so the fabric polls for them with a timer. A
@@ -33,7 +33,7 @@ use crate::mem::Pool;
 
 /// The first and the longest delay before a search.
 const FIRST_DELAY: Duration = Duration::from_secs(1);
-const LAST_DELAY: Duration = Duration::from_secs(8);
+const LAST_DELAY: Duration = Duration::from_secs(4);
 
 /// The search for a missing device.
 #[derive(Debug, Clone, Copy)]
@@ -110,6 +110,7 @@ impl Poller {
                     device.set_absence(error);
                     poller.search(&device, search.next(seen));
                 } else {
+                    poller.retry_upgrades(shared);
                     shared.counters.devices_back.fetch_add(1, Ordering::Relaxed);
                     tracing::info!("RDMA device {} is back and in use again", device.name);
                 }
@@ -213,7 +214,7 @@ mod tests {
             }
             waits
         };
-        assert_eq!(waits(&[false; 5]), [1, 2, 4, 8, 8, 8]);
+        assert_eq!(waits(&[false; 5]), [1, 2, 4, 4, 4, 4]);
         assert_eq!(waits(&[false, false, true, true, true]), [1, 2, 4, 1, 2, 4]);
         assert_eq!(waits(&[true, false, true]), [1, 1, 2, 1]);
     }

@@ -71,5 +71,8 @@ impl LinkCore {
         } else if self.failure().is_none() {
             self.fail(what(), wakes);
         }
+        if let Some(lost) = self.lost_mut() {
+            lost.has_peer_disconnected = true;
+        }
     }
 }

@@ -20,7 +20,7 @@ use std::collections::VecDeque;
 use std::time::Instant;
 
 use super::body::Body;
-use super::{LinkCore, Phase, RequestContext, Wakes};
+use super::{LinkCore, Phase, Redial, RequestContext, Wakes};
 use crate::device::slots::{Held, InFlight};
 use crate::error::{Error, ErrorKind};
 use crate::link::kind::Kind;
@@ -88,14 +88,17 @@ pub(crate) struct LostPath {
     pub(crate) error: Error,
     /// The time at which the link ends if it still has no path.
     pub(crate) deadline: Option<Instant>,
+    /// Whether the peer's connection manager has disconnected: the peer has lost the path, too, or
+    /// is gone.
+    pub(crate) has_peer_disconnected: bool,
     /// Whether the driver waits for the last receive of the queue pair.
     pub(crate) is_draining: bool,
     /// Whether the queue pair was destroyed.
     pub(crate) is_detached: bool,
     /// Whether the peer was told how many frames have arrived.
     is_told: bool,
-    /// The number of attempts to reconnect.
-    dials: u32,
+    /// The attempts to reconnect.
+    pub(crate) redial: Redial,
     /// The number of our frames that the peer has received, once it has reported that.
     peer_received: Option<u64>,
     /// Requests that were in flight on the queue pair, the oldest first.
@@ -109,21 +112,15 @@ impl LostPath {
         Self {
             error: error.clone(),
             deadline: None,
+            has_peer_disconnected: false,
             is_draining: false,
             is_detached: false,
             is_told: false,
-            dials: 0,
+            redial: Redial::default(),
             peer_received: None,
             under_way: VecDeque::new(),
             not_posted: VecDeque::new(),
         }
-    }
-
-    /// Counts an attempt to reconnect. Returns the number of earlier ones.
-    pub(crate) fn next_dial(&mut self) -> u32 {
-        let before = self.dials;
-        self.dials = before.wrapping_add(1);
-        before
     }
 }
 
@@ -355,6 +352,7 @@ impl LinkCore {
         }
         self.upgrade.on_path_lost();
         self.liveness.forget_question();
+        self.probing.forget();
     }
 
     /// Reports on the connection how many frames have arrived, once the lost path can deliver no

@@ -314,6 +314,14 @@ impl LinkCore {
         self.upgrade.due.is_some_and(|at| at <= now)
     }
 
+    /// Returns whether the link is on TCP and waits for the time of its next attempt.
+    pub(crate) fn awaits_upgrade(&self) -> bool {
+        self.upgrade.due.is_some()
+            && self.migration.transport == ActiveTransport::Tcp
+            && !self.is_upgrading()
+            && self.is_up()
+    }
+
     pub(crate) fn has_steps(&self) -> bool {
         !self.upgrade.steps.is_empty()
     }

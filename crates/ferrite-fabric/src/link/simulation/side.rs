@@ -66,6 +66,8 @@ pub(super) struct Side {
     pub(super) application: Application,
     pub(super) pool: Pool,
     pub(super) wakes: Wakes,
+    /// When the timer for probes expires.
+    probe_at: Option<Instant>,
     pub(super) is_shown: bool,
 }
 
@@ -116,6 +118,7 @@ pub(super) fn pair(
             application: Application::new(7 + side as u64),
             pool: pool.clone(),
             wakes: Wakes::new(),
+            probe_at: None,
             is_shown: false,
         }
     })
@@ -417,6 +420,19 @@ impl Side {
             }
             self.core.on_probed(false);
         }
+    }
+
+    /// Lets time pass for the probes of the path. Returns whether a probe was queued.
+    pub(super) fn probe(&mut self, now: Instant) -> bool {
+        if self.core.take_probe_request() {
+            self.probe_at = self.core.begin_probing(now);
+        }
+        if self.probe_at.is_none_or(|at| at > now) {
+            return false;
+        }
+        let was_idle = self.core.is_idle();
+        self.probe_at = self.core.on_probe_timer(now);
+        was_idle && !self.core.is_idle()
     }
 
     pub(super) fn on_timer(&mut self, now: Instant) -> Result<(), Violation> {

@@ -124,7 +124,7 @@ impl LoadConnection {
     /// Sends requests until the time is over. Records every batch in `shared`, so that a failure
     /// does not lose earlier results.
     pub(super) async fn run(
-        mut self,
+        &mut self,
         plan: &Plan,
         start: &Barrier,
         shared: &SharedRun,

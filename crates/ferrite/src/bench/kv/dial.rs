@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use anyhow::Context as _;
 use ferrite_fabric::{Config, Fabric, Rdma};
-use ferrite_session::{Connector, Session, client_config};
+use ferrite_session::{Connector, Session, SessionTransport, TransportObserver, client_config};
 use ferrite_verbs::Verbs;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::UnixStream;
@@ -25,6 +25,8 @@ pub(super) struct TransportInfo {
     /// Whether the device is emulated in software.
     pub(super) software: bool,
     pub(super) fallback: Option<String>,
+    /// `None` for a Unix socket.
+    pub(super) observer: Option<TransportObserver>,
 }
 
 impl TransportInfo {
@@ -36,6 +38,25 @@ impl TransportInfo {
         self.device = self.device.take().or_else(|| other.device.clone());
         self.fallback = self.fallback.take().or_else(|| other.fallback.clone());
         self.software |= other.software;
+    }
+
+    /// Adds TCP if the connection has lost its RDMA path in the meantime.
+    pub(super) fn add_moves(&mut self) {
+        let Some(observer) = self.observer.as_ref().filter(|observer| observer.moves() > 0) else {
+            return;
+        };
+        let fallback = observer.fallback().map_or_else(
+            || "the RDMA path was lost and has returned".into(),
+            |fallback| fallback.to_string(),
+        );
+        let over_tcp = Self {
+            transport: SessionTransport::Tcp.to_string(),
+            device: None,
+            software: false,
+            fallback: Some(fallback),
+            observer: None,
+        };
+        self.add(&over_tcp);
     }
 }
 
@@ -92,6 +113,7 @@ impl Dialer {
                     device: None,
                     software: false,
                     fallback: None,
+                    observer: None,
                 };
                 let stream = UnixStream::connect(path).await.map_err(|error| {
                     io::Error::new(error.kind(), format!("{}: {error}", path.display()))
@@ -108,7 +130,8 @@ fn described(session: Session) -> (Box<dyn Duplex>, TransportInfo) {
         transport: session.transport().to_string(),
         software: session.device().is_some_and(|device| is_software(&device)),
         device: session.device(),
-        fallback: session.fallback().map(ToString::to_string),
+        fallback: session.fallback().map(|fallback| fallback.to_string()),
+        observer: Some(session.observer()),
     };
     (Box::new(session), transport_info)
 }

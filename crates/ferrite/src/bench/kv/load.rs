@@ -115,12 +115,16 @@ impl Turn<'_> {
             for number in (thread..count).step_by(threads as usize) {
                 let connecting = dialer.connect_number(number, shared.plan.primaries.as_ref());
                 let (stream, transport_info) = connecting.await.context("cannot connect")?;
-                let connection = LoadConnection::new(self.options, stream, number);
+                let mut connection = LoadConnection::new(self.options, stream, number);
                 let shared = Arc::clone(shared);
                 connections.spawn(async move {
                     let run = &shared.runs[number as usize];
                     run.lock().transport_info = Some(transport_info);
-                    connection.run(&shared.plan, &shared.start, run).await
+                    let done = connection.run(&shared.plan, &shared.start, run).await;
+                    if let Some(info) = &mut run.lock().transport_info {
+                        info.add_moves();
+                    }
+                    done
                 });
             }
             while let Some(done) = connections.join_next().await {

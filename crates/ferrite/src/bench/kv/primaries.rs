@@ -55,7 +55,7 @@ impl Primaries {
             return connector.clone().rdma(Rdma::Forbid).connect(*engine).await;
         };
         for endpoint in others {
-            if let Ok(session) = connector.clone().rdma(Rdma::Require).connect(*endpoint).await {
+            if let Ok(session) = connector.open_over_rdma(*endpoint).await {
                 return Ok(session);
             }
         }

@@ -148,6 +148,7 @@ impl<'a> Report<'a> {
             device: None,
             software: false,
             fallback: None,
+            observer: None,
         };
         let TransportInfo { transport, device, fallback, .. } = info.unwrap_or(&none).clone();
         let results: Vec<Row> = measured.series.iter().map(Row::new).collect();

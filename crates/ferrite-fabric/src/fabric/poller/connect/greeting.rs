@@ -224,6 +224,17 @@ impl Poller {
         self.service_link(shared, link.index);
     }
 
+    /// Ends an attempt to reconnect a link if the TCP connection is not established yet. The next
+    /// attempt may succeed from another local address.
+    pub(crate) fn connect_timed_out(&mut self, shared: &Shared, id: u64) {
+        let is_waiting = self.sockets.greeting(id).is_some_and(|greeting| {
+            matches!(greeting.side, Side::Dialing { connected: false, .. })
+        });
+        if is_waiting {
+            self.greeting_timed_out(shared, id);
+        }
+    }
+
     pub(crate) fn greeting_timed_out(&mut self, shared: &Shared, id: u64) {
         let Some(greeting) = self.sockets.take_greeting(id) else { return };
         self.sockets.leave_admission(id);
@@ -318,6 +329,11 @@ impl Poller {
             }
         };
         if greeting.ours.is_none() {
+            if ended && theirs.resume.is_some() {
+                // The peer has given this connection up, and resumes its link over another.
+                let what = format!("{peer} hung up before its link was resumed");
+                return Err(Error::new(ErrorKind::LinkDown, what));
+            }
             let sought = theirs.resume.map(|resume| self.find_lost(shared, id, &resume));
             let no = if let Some(sought) = &sought {
                 match sought {

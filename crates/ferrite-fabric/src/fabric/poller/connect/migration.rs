@@ -21,6 +21,11 @@ use crate::wire::Resume;
 /// The delay between attempts to connect to a peer that does not answer.
 const REDIAL: Duration = Duration::from_millis(250);
 
+/// How long the caller of a link may take to reconnect after its connection manager has
+/// disconnected. If it has lost the path, it reconnects at once. Otherwise its process has ended,
+/// and the link must not keep it alive for long.
+const DISCONNECTED: Duration = Duration::from_secs(3);
+
 /// A TCP connection over which a link continues.
 pub(crate) struct TcpConnection {
     pub(crate) socket: u64,
@@ -62,23 +67,32 @@ impl Poller {
         gone: Result<(), Error>,
     ) {
         let route = link.route();
-        let deadline = self.now + shared.config.move_timeout;
+        let (is_caller, has_peer_disconnected) = link.with_wakes(&mut self.wakes, |state, _, _| {
+            let lost = state.core.lost();
+            (state.core.is_caller(), lost.is_some_and(|lost| lost.has_peer_disconnected))
+        });
+        let move_timeout = shared.config.move_timeout;
+        let deadline = self.now
+            + match (is_caller, has_peer_disconnected) {
+                (true, _) => move_timeout,
+                (false, true) => move_timeout.min(DISCONNECTED),
+                // The caller reconnects. If it waits for nothing, it notices the loss only by its
+                // keepalive.
+                (false, false) => move_timeout + shared.config.keepalive,
+            };
         let detached = link.with_wakes(&mut self.wakes, |state, _, wakes| {
             match state.end_detach(queue, in_flight, gone, wakes) {
-                Ok(()) => {
-                    let is_caller = state.core.is_caller();
-                    state.core.lost_mut().map(|lost| {
-                        lost.deadline = Some(deadline);
-                        (lost.error.clone(), is_caller)
-                    })
-                }
+                Ok(()) => state.core.lost_mut().map(|lost| {
+                    lost.deadline = Some(deadline);
+                    lost.error.clone()
+                }),
                 Err(error) => {
                     state.core.end(error, wakes); // no effect if the link has ended meanwhile
                     None
                 }
             }
         });
-        let Some((error, is_caller)) = detached else {
+        let Some(error) = detached else {
             // Do not service the link here: the caller of this function may be about to service it.
             shared.mailbox.request_service(link.index);
             return;
@@ -88,12 +102,13 @@ impl Poller {
         }
         if let Some(key) = route.cm_key {
             self.handshakes.hang_up(key);
-            self.remove_handshake(shared, key, link.source());
+            self.remove_handshake(shared, key, link.source().unwaited());
         }
+        // Set the reason before the route changes, so that a link that reports TCP reports it.
+        shared.fell_back(link, Fallback::new(error));
         link.set_route(|route| {
             (route.device, route.qp_num, route.mtu, route.cm_key) = (None, 0, None, None);
         });
-        shared.fell_back(link, Fallback::new(error));
         self.timers.add(deadline, Timer::Migration(link.name));
         match route.socket {
             Some(socket) => {
@@ -108,9 +123,7 @@ impl Poller {
             None if is_caller => self.redial(shared, link.name),
             None => {} // the peer reconnects
         }
-        if is_caller {
-            self.upgrade_in(link, shared.config.upgrade_after);
-        }
+        self.upgrade_after_loss(shared, link);
         self.sockets.stop_waiting_for(link.name);
         if let Some(device) = route.device {
             self.retire_if_unused(shared, device.index);
@@ -142,14 +155,14 @@ impl Poller {
             let (mine, yours, received) =
                 (state.core.session(), state.core.peer().session, state.core.credits.received());
             let lost = state.core.lost_mut().filter(|_| state.tcp.is_none())?;
-            Some((Resume { yours, mine, received }, lost.next_dial()))
+            Some((Resume { yours, mine, received }, lost.redial.is_from_any()))
         });
-        let (Some((resume, number)), Some(peer)) = (resume, link.route().peer) else { return };
-        // Dial from the same local address, because the link can be upgraded to RDMA only from that
-        // address. But the address may be gone, so in every second attempt the kernel chooses the
-        // local address.
-        let local = link.route().local.map(|local| SocketAddr::new(local.ip(), 0));
-        let local = local.filter(|local| number % 2 == 0 && local.is_ipv4() == peer.is_ipv4());
+        let route = link.route();
+        let (Some((resume, is_from_any)), Some(peer)) = (resume, route.peer) else { return };
+        // Dial from the local address of the first path, because the link can be upgraded to RDMA
+        // only from that address.
+        let local = route.first_local().map(|local| SocketAddr::new(local.ip(), 0));
+        let local = local.filter(|local| !is_from_any && local.is_ipv4() == peer.is_ipv4());
         let tls = link.tls();
         let deadline = self.now + shared.config.connection_timeout.min(shared.config.move_timeout);
         self.dial(
@@ -172,9 +185,9 @@ impl Poller {
                     .end(Error::new(ErrorKind::Closed, "the peer has closed the link"), wakes);
             });
             self.service_link(shared, name.index);
-        } else if is_unknown {
+        } else if is_gone {
             // The peer is there but does not know the link: it was restarted, or has given the link
-            // up.
+            // up. Or nothing listens at its port: its process has ended.
             link.with_wakes(&mut self.wakes, |state, _, wakes| {
                 if let Some(lost) = state.core.lost() {
                     let what =
@@ -186,7 +199,11 @@ impl Poller {
             });
             self.service_link(shared, name.index);
         } else {
-            self.timers.add(self.now + REDIAL, Timer::Redial(name));
+            let is_at_once = link.with_wakes(&mut self.wakes, |state, _, _| {
+                state.core.lost_mut().is_some_and(|lost| lost.redial.on_failed(error.kind()))
+            });
+            let wait = if is_at_once { Duration::ZERO } else { REDIAL };
+            self.timers.add(self.now + wait, Timer::Redial(name));
         }
     }
 
@@ -243,6 +260,9 @@ impl Poller {
         }
         link.set_route(|route| {
             (route.socket, route.encrypted) = (Some(at.socket), at.encrypted);
+            // The connection may come from another address. The devices that can carry the link
+            // again belong to the first addresses.
+            route.first.get_or_insert((route.local, route.peer));
             (route.local, route.peer) = (at.local, Some(at.peer));
         });
     }

@@ -7,7 +7,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ferrite_verbs::{CmEvent, CmEventKind, CmId, ConnectParams, Mtu, QueuePair};
+use rustls::ClientConfig;
+use rustls::pki_types::ServerName;
 
+use self::finishing::not_a_ferrite_peer;
 use super::dialing::{OverTcp, Reply};
 use super::rdma_link::{Connection, bring_up, initialise, params, port_mtu};
 use super::{Handshake, device_of, duration_between};
@@ -18,7 +21,6 @@ use crate::fabric::Shared;
 use crate::fabric::poller::Poller;
 use crate::fabric::timers::Timer;
 use crate::link::shared::LinkShared;
-use crate::policy::Rdma;
 use crate::source::Source;
 use crate::wire::{Hello, HelloError, Refusal, RefusalCode};
 
@@ -42,6 +44,10 @@ pub(crate) struct Outgoing {
     reply: Reply,
     /// How to connect over TCP if RDMA fails; `None` if TCP must not be used.
     pub(crate) tcp_fallback: Option<OverTcp>,
+    /// Whether the link may migrate to TCP later.
+    pub(crate) may_migrate: bool,
+    /// TLS for a migration to TCP.
+    pub(crate) tls: Option<(Arc<ClientConfig>, ServerName<'static>)>,
     /// Why the last attempt failed. The caller gets this error if the deadline passes.
     last: Option<Error>,
     pub(crate) protocol: PeerProtocol,
@@ -87,6 +93,8 @@ impl Outgoing {
             link: None,
             reply,
             tcp_fallback: None,
+            may_migrate: false,
+            tls: None,
             last: None,
             protocol: PeerProtocol::Ferrite,
             timeout,
@@ -331,7 +339,7 @@ impl Poller {
         device: &Arc<SharedDevice>,
         made: Result<NewQueuePair, Error>,
     ) {
-        let moves = outgoing.tcp_fallback.as_ref().is_some_and(|tcp| tcp.policy == Rdma::Prefer);
+        let moves = outgoing.may_migrate;
         let linked = match made {
             Ok(made) => self.create_link(shared, device, made, Some(outgoing.peer), moves),
             Err(error) => {
@@ -350,7 +358,7 @@ impl Poller {
                 state.make_raw();
             }
         });
-        link.set_tls(outgoing.tcp_fallback.as_ref().and_then(|tcp| tcp.tls.clone()));
+        link.set_tls(outgoing.tls.clone());
         let params = params(shared, device, &link, &[]);
         let ConnectParams { reads_in, reads_out, .. } = params;
         let by = ConnectedBy { reads_in, reads_out, rnr_timer: device.quirks().rnr_timer };
@@ -426,10 +434,11 @@ impl Poller {
         let hello = match (outgoing.protocol, Hello::decode(&event.private_data)) {
             (PeerProtocol::Other, _) => ours,
             (_, Ok(hello)) => hello,
-            // The peer accepted the connection but sent no hello.
+            // The peer accepted the connection but sent no hello. Without a session number, the
+            // connection cannot migrate.
             (PeerProtocol::Unknown, Err(HelloError::ForeignPeer | HelloError::Short { .. })) => {
                 link.with_wakes(&mut self.wakes, |state, _, _| state.make_raw());
-                ours
+                Hello { session: 0, ..ours }
             }
             (_, Err(error)) => return Err(not_a_ferrite_peer(outgoing.peer, error)),
         };
@@ -486,8 +495,4 @@ fn as_disconnect(peer: SocketAddr, error: Error) -> Error {
         ),
         _ => error,
     }
-}
-
-fn not_a_ferrite_peer(peer: SocketAddr, error: HelloError) -> Error {
-    Error::new(ErrorKind::Protocol, format!("{peer} is not a compatible Ferrite peer: {error}"))
 }

@@ -12,7 +12,7 @@
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Weak};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use rustls::ServerConfig;
@@ -36,6 +36,9 @@ use crate::wire;
 
 /// Maximum number of connections that one pass handles, and that one pass accepts from a listener.
 pub(super) const SOCKETS_PER_PASS: usize = 16;
+/// How long the TCP connection for a link that has lost its path may take. Then another attempt is
+/// made, perhaps from another local address.
+const RECONNECT: Duration = Duration::from_millis(2500);
 /// Size of the buffer for bytes that have no other buffer yet. All connections share it.
 const SCRATCH_BYTES: usize = 64 << 10;
 
@@ -223,6 +226,9 @@ impl Poller {
         if let Err(error) = shared.waits.add_socket(socket.as_fd(), Ready::Socket(id)) {
             self.dial_failed(shared, purpose, error);
             return;
+        }
+        if resume.is_some() {
+            self.timers.add(self.now + RECONNECT, Timer::Connect(id));
         }
         let side = Side::Dialing { connected: false, purpose };
         let greeting = Greeting {

@@ -6,7 +6,6 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
 
 use ferrite_verbs::{Access, Mtu, QueuePair, QueuePairAttributes};
 
@@ -18,59 +17,13 @@ use crate::error::{Error, ErrorKind};
 use crate::fabric::Shared;
 use crate::fabric::poller::Poller;
 use crate::fabric::regions::RegionAccess;
-use crate::fabric::timers::Timer;
-use crate::link::core::{ActiveTransport, Step};
-use crate::link::name::LinkName;
+use crate::link::core::Step;
 use crate::link::shared::LinkShared;
 use crate::log_limit::LogLimit;
 use crate::random::random_psn;
 use crate::wire::{Address, TcpFrameKind};
 
-/// The longest delay between attempts to upgrade to RDMA.
-const UPGRADE_MAX: Duration = Duration::from_secs(30);
-
 impl Poller {
-    /// Schedules the next attempt to upgrade after `wait`, and cancels an earlier schedule.
-    pub(crate) fn upgrade_in(&mut self, link: &Arc<LinkShared>, wait: Duration) {
-        let at = self.now + wait;
-        link.with_wakes(&mut self.wakes, |state, _, _| state.core.set_upgrade_due(at));
-        self.timers.add(at, Timer::Upgrade(link.name));
-    }
-
-    /// Tries to upgrade a link that is on TCP, when the timer has expired.
-    pub(crate) fn upgrade_due(&mut self, shared: &Shared, name: LinkName) {
-        let Some(link) = self.link_named(shared, name) else { return };
-        let now = self.now;
-        let is_due = link.with_wakes(&mut self.wakes, |state, _, _| state.core.is_upgrade_due(now));
-        if !is_due {
-            return;
-        }
-        let (transport, upgrading, switched, wait) =
-            link.with_wakes(&mut self.wakes, |state, _, _| {
-                let wait = state.core.next_backoff(shared.config.upgrade_after, UPGRADE_MAX);
-                (state.core.transport(), state.core.is_upgrading(), state.core.has_switched(), wait)
-            });
-        if transport == ActiveTransport::Rdma || link.failure_known() {
-            return;
-        }
-        if switched {
-            self.upgrade_in(&link, wait); // the peer may still withdraw
-            return;
-        }
-        if upgrading {
-            self.withdraw(&link);
-            if self.upgrade_waiters.contains_key(&name) {
-                let what = format!("{} did not upgrade to RDMA in time", link.peer_name());
-                self.first_upgrade_failed(shared, &link, Error::new(ErrorKind::Timeout, what));
-                return; // this call has scheduled the next attempt
-            }
-        }
-        self.upgrade_in(&link, wait);
-        if transport == ActiveTransport::Tcp {
-            self.offer(shared, &link);
-        }
-    }
-
     /// First step: creates a queue pair and offers it to the peer.
     pub(super) fn offer(&mut self, shared: &Shared, link: &Arc<LinkShared>) {
         self.begin_upgrade(shared, link, None);
@@ -100,20 +53,31 @@ impl Poller {
         + Send
         + 'static,
     ) {
-        let (search, local) = (EndpointSearch::new(shared), link.route().local);
+        let (search, route) = (EndpointSearch::new(shared), link.route());
+        let (local, first) = (route.local, route.first_local());
         let link = Arc::clone(link);
         self.command(
             shared,
             link.source(),
             search,
-            move |search| search.find(local),
+            move |search| {
+                search.find(local).or_else(|error| match first == local {
+                    true => Err(error),
+                    false => search.find(first).map_err(|_| error),
+                })
+            },
             move |poller, shared, _, endpoint| {
                 if !poller.is_current(&link, attempt) {
                     return;
                 }
-                let begun = endpoint.and_then(|endpoint| next(poller, shared, &link, endpoint));
-                if let Err(error) = begun {
-                    poller.upgrade_failed(shared, &link, error);
+                match endpoint.map(|endpoint| next(poller, shared, &link, endpoint)) {
+                    Ok(Ok(())) => {}
+                    Ok(Err(error)) => poller.upgrade_failed(shared, &link, error),
+                    Err(error) => {
+                        // The path may work for links with another local address.
+                        poller.pass_turn(&link);
+                        poller.stay_on_tcp(shared, &link, error);
+                    }
                 }
             },
         );
@@ -210,6 +174,11 @@ impl Poller {
 
     /// Handles a failed upgrade: the link stays on TCP.
     fn upgrade_failed(&mut self, shared: &Shared, link: &Arc<LinkShared>, error: Error) {
+        self.take_turns(shared, link);
+        self.stay_on_tcp(shared, link, error);
+    }
+
+    fn stay_on_tcp(&mut self, shared: &Shared, link: &Arc<LinkShared>, error: Error) {
         tracing::debug!("link to {} stays on TCP: {error}", link.peer_name());
         self.withdraw(link);
         self.first_upgrade_failed(shared, link, error);
@@ -233,6 +202,7 @@ impl Poller {
                     Step::Failed => self.withdraw(link),
                     _ => self.end_upgrade(link),
                 }
+                self.take_turns(shared, link);
                 let what = format!(
                     "{} does not upgrade to RDMA: it has no RDMA device for this address, or its \
                      packets do not get through (UDP port 4791)",
@@ -380,7 +350,7 @@ impl Poller {
         });
     }
 
-    fn withdraw(&mut self, link: &Arc<LinkShared>) {
+    pub(super) fn withdraw(&mut self, link: &Arc<LinkShared>) {
         link.with_wakes(&mut self.wakes, |state, env, wakes| {
             state.core.say(TcpFrameKind::Withdraw, None);
             state.pump(env, wakes);
@@ -410,17 +380,16 @@ impl Poller {
         });
         let Some((device, number)) = carried else { return };
         let name = device.name.clone();
-        // Clear the fallback before the route changes, so that a link that reports RDMA reports no
-        // fallback.
-        link.set_fallback(None);
         shared.counters.upgrades.fetch_add(1, Ordering::Relaxed);
         link.set_route(|route| (route.device, route.qp_num) = (Some(device), number));
+        link.set_fallback(None);
         shared.is_well(link);
         shared.trace(link);
         if let Some(socket) = link.route().socket {
             self.sockets.set_carrying(socket, false);
         }
         self.first_upgrade_done(link);
+        self.end_turns(shared, link);
         static LINES: LogLimit = LogLimit::new();
         if let Some(others) = LINES.pass() {
             tracing::info!("link to {} was upgraded to RDMA ({name}){others}", link.peer_name());
@@ -443,10 +412,13 @@ impl Poller {
     }
 }
 
-/// Refuses an address that is not the peer's. Must be called before a queue pair is created for the
-/// address and before the kernel resolves it.
+/// Refuses an address that is not the peer's, on this connection or on its first path. Must be
+/// called before a queue pair is created for the address and before the kernel resolves it.
 fn check_offer(shared: &Shared, link: &LinkShared, peer: &Address) -> Result<(), Error> {
-    check_peer(peer, link.route().peer).inspect_err(|_| {
-        shared.counters.offers_refused.fetch_add(1, Ordering::Relaxed);
-    })
+    let route = link.route();
+    check_peer(peer, route.peer)
+        .or_else(|error| check_peer(peer, route.first_peer()).map_err(|_| error))
+        .inspect_err(|_| {
+            shared.counters.offers_refused.fetch_add(1, Ordering::Relaxed);
+        })
 }

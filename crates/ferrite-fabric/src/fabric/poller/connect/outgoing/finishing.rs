@@ -1,6 +1,7 @@
 //! The end of an outgoing handshake: its result, another attempt, or the fallback to TCP.
 
 use std::collections::VecDeque;
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use ferrite_verbs::CmId;
@@ -15,6 +16,7 @@ use crate::fabric::poller::connect::dialing::Opened;
 use crate::fabric::timers::Timer;
 use crate::policy::Fallback;
 use crate::source::Source;
+use crate::wire::HelloError;
 
 impl Poller {
     pub(super) fn retry(
@@ -139,4 +141,8 @@ fn add_causes(shared: &Shared, outgoing: &Outgoing, error: Error) -> Error {
         shown.set_causes(diagnose::causes(&subject));
     });
     error
+}
+
+pub(super) fn not_a_ferrite_peer(peer: SocketAddr, error: HelloError) -> Error {
+    Error::new(ErrorKind::Protocol, format!("{peer} is not a compatible Ferrite peer: {error}"))
 }
