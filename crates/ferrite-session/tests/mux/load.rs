@@ -155,10 +155,14 @@ pub(crate) async fn streams_survive_moves(harness: &Harness, load: Load) {
     let mut random = Random::new(load.seed);
     for at in 0..if harness.has_rdma { load.moves } else { 0 } {
         wait_for(&links, Transport::Rdma).await;
-        // A link may still report RDMA for a moment after it has left it. `leave_rdma` then fails
-        // and is called again.
         let link = &links[random.index(2)];
         until_async(&format!("move {at}"), async || link.leave_rdma()).await;
+        // A link may still report RDMA for a moment after it has left it, and its peer notices the
+        // loss later. Another loss before that would be part of this one.
+        until_async("both sides have counted the move", async || {
+            links.iter().all(|link| link.stats().moves > at as u64)
+        })
+        .await;
         let more = random.below(each) + 1;
         progress(&mut programs, &rounds, more).await;
     }
