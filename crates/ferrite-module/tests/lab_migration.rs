@@ -52,8 +52,8 @@ fn sessions_to_the_module_survive_the_loss_of_rdma() {
         let addresses = |listed: &[(String, String)]| {
             listed.iter().map(|(address, _)| address.clone()).collect::<BTreeSet<_>>()
         };
+        engine.wait_until("a list of all sessions", || listed(&engine).len() == SESSIONS);
         let first = addresses(&listed(&engine));
-        assert_eq!(first.len(), SESSIONS);
         let commands = NumberedCommands::start(sessions, "module");
         let both_sides = || {
             let ours: Vec<_> = observers.iter().map(TransportObserver::transport).collect();

@@ -264,7 +264,7 @@ fn names_a_device_that_goes_and_returns() {
     assert!(doctor(&server).contains("[warn] rxe1: port 1 is down"), "{}", doctor(&server));
     sh("ip link set h1 up");
     wait_for_line(&server, NOTICE, "RDMA device rxe1: port 1 is up again");
-    assert!(doctor(&server).contains(fine), "{}", doctor(&server));
+    server.wait_until("a port that is up", || doctor(&server).contains(fine));
     let gone = "; its links end or continue over TCP";
     assert!(!server.log().contains(gone), "{}", server.log());
     sh("rdma link delete rxe1");

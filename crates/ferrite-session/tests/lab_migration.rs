@@ -12,6 +12,7 @@ use ferrite_session::{
 use ferrite_testkit::Engine;
 use ferrite_testkit::lab::{OWN, PEER, UsedTransport, any_port, lose_paths, verbs};
 use ferrite_testkit::numbered::NumberedCommands;
+use ferrite_testkit::wait::until_async;
 use tokio::sync::oneshot;
 
 const SESSIONS: usize = 3;
@@ -61,6 +62,10 @@ fn sessions_to_a_gateway_survive_the_loss_of_rdma() {
             sessions.push(connector.connect(address).await.expect("a session"));
         }
         let observers: Vec<_> = sessions.iter().map(Session::observer).collect();
+        until_async("the gateway to list all sessions", async || {
+            gateway.sessions().len() == SESSIONS
+        })
+        .await;
         let peers: Vec<_> = gateway.sessions().iter().map(|session| session.peer).collect();
         let commands = NumberedCommands::start(sessions, "gateway");
         let both_sides = || {

@@ -95,7 +95,8 @@ impl NumberedCommands {
     #[must_use]
     pub fn take_longest_gap(&self) -> Duration {
         let longest = self.counts.iter().map(|counts| {
-            let open = counts.since_begun() - counts.last_reply_us.load(Ordering::Relaxed);
+            let last = counts.last_reply_us.load(Ordering::Relaxed);
+            let open = counts.since_begun().saturating_sub(last);
             counts.longest_gap_us.swap(0, Ordering::Relaxed).max(open)
         });
         Duration::from_micros(longest.max().unwrap_or(0))
