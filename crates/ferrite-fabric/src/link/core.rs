@@ -59,7 +59,6 @@ pub(crate) use sending::Output;
 pub(crate) use tcp::{SEGMENT_BYTES, TcpOutput, data_frame};
 pub(crate) use upgrade::Step;
 
-use std::collections::VecDeque;
 use std::sync::Arc;
 use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
@@ -80,7 +79,7 @@ use credits::Credits;
 use grants::Grants;
 use liveness::Liveness;
 use migration::Migration;
-use probing::{Probe, Probing, Progress};
+use probing::{Probe, Progress};
 use upgrade::Upgrade;
 
 /// Tasks to be woken when the link's lock is free again.
@@ -122,15 +121,12 @@ pub(crate) struct LinkCore {
     closing: Closing,
     grants: Grants,
     liveness: Liveness,
-    probing: Probing,
     migration: Migration,
     upgrade: Upgrade,
     outbox: Outbox,
     inbox: Inbox<Buf>,
     tickets: Tickets,
     sampler: Sampler,
-    /// Control frames that wait to be sent.
-    controls: VecDeque<Control>,
     pub(crate) waiters: Waiters,
     pub(crate) stats: LinkStats,
 }
@@ -146,7 +142,6 @@ impl LinkCore {
             closing: Closing::default(),
             grants: Grants::default(),
             liveness: Liveness::new(limits.keepalive.clone(), limits.peer_timeout, now),
-            probing: Probing::default(),
             migration: Migration::new(transport),
             upgrade: Upgrade::default(),
             outbox: Outbox::default(),
@@ -157,7 +152,6 @@ impl LinkCore {
             }),
             tickets: Tickets::default(),
             sampler: Sampler::default(),
-            controls: VecDeque::new(),
             waiters: Waiters::default(),
             stats: LinkStats::default(),
             limits,
@@ -366,7 +360,7 @@ impl LinkCore {
         }
         let look = self.liveness.look(now, self.migration.is_caller)?;
         if let Look::Ask(_) = look {
-            self.controls.push_back(Control::Ping(self.credits.sent()));
+            self.outbox.controls.push_back(Control::Ping(self.credits.sent()));
         }
         Ok(Some(look))
     }
@@ -374,28 +368,28 @@ impl LinkCore {
     /// Returns whether the driver must call [`LinkCore::begin_probing`]. Returns true only once.
     #[inline]
     pub(crate) fn take_probe_request(&mut self) -> bool {
-        self.may_probe() && self.probing.take_request(self.progress())
+        self.may_probe() && self.liveness.probing.take_request(self.progress())
     }
 
     /// Starts the wait for the peer, if [`LinkCore::take_probe_request`] has asked for it. Returns
     /// when the driver must call [`LinkCore::on_probe_timer`].
     pub(crate) fn begin_probing(&mut self, now: Instant) -> Option<Instant> {
-        self.probing.begin(self.progress(), now)
+        self.liveness.probing.begin(self.progress(), now)
     }
 
     /// Probes the path if the peer was silent for too long. The probe returns credits and needs no
     /// answer: the device tells whether it has arrived. Returns when to call this again.
     pub(crate) fn on_probe_timer(&mut self, now: Instant) -> Option<Instant> {
         if !self.may_probe() {
-            self.probing.forget();
+            self.liveness.probing.forget();
             return None;
         }
-        match self.probing.on_timer(self.progress(), now) {
+        match self.liveness.probing.on_timer(self.progress(), now) {
             Probe::None => None,
             Probe::Wait(next) => Some(next),
             Probe::Send(next) => {
-                if self.controls.is_empty() {
-                    self.controls.push_back(Control::Credit);
+                if self.outbox.controls.is_empty() {
+                    self.outbox.controls.push_back(Control::Credit);
                 }
                 Some(next)
             }
@@ -429,7 +423,7 @@ impl LinkCore {
 
     /// Revokes a grant of ours. If too many revocations are unanswered, the peer is told later.
     pub(crate) fn revoke(&mut self, grant: u64) {
-        self.controls.extend(self.grants.revoke(grant));
+        self.outbox.controls.extend(self.grants.revoke(grant));
     }
 
     pub(crate) fn is_revoked(&self, grant: u64) -> bool {
@@ -453,8 +447,8 @@ impl LinkCore {
         if self.grants.waiting() == 0 || has_no_path || self.migration.lost.is_some() {
             return; // nothing to confirm, or no path to confirm it on yet
         }
-        let Self { grants, controls, migration, .. } = self;
-        grants.answer(controls, |grant| is_used(grant) || migration.repeats(grant));
+        let Self { grants, outbox, migration, .. } = self;
+        grants.answer(&mut outbox.controls, |grant| is_used(grant) || migration.repeats(grant));
     }
 
     /// Finishes an operation that is done or has failed, and counts it.

@@ -1,5 +1,5 @@
-//! Data to send: messages by channel, one-sided operations, and the order between them. The outbox
-//! does no I/O.
+//! What waits to be sent: control frames, messages by channel, one-sided operations, and the order
+//! between them. The outbox does no I/O.
 //!
 //! The channels and the one-sided operations are served round-robin: a channel sends one frame, the
 //! one-sided operations send one operation. So a large message delays a small one on another
@@ -11,7 +11,7 @@ use super::kind::Kind;
 use super::tickets::Ticket;
 use crate::device::slots::Held;
 use crate::mem::Buf;
-use crate::wire::Hello;
+use crate::wire::{Control, Hello};
 
 /// A message that is being cut into frames.
 pub(crate) struct QueuedMessage {
@@ -86,6 +86,8 @@ struct Queue {
 
 #[derive(Default)]
 pub(crate) struct Outbox {
+    /// Control frames. They are sent before everything else, and need no credit.
+    pub(super) controls: VecDeque<Control>,
     /// The channels that were ever used.
     queues: Vec<Queue>,
     one_sided: VecDeque<OneSided>,
@@ -123,6 +125,7 @@ impl Outbox {
         self.waiting_bytes
     }
 
+    /// Returns whether no message or operation waits. There may be control frames.
     pub(crate) fn is_empty(&self) -> bool {
         self.waiting == 0
     }

@@ -53,7 +53,7 @@ impl LinkCore {
         for (held, request) in self.migration.end() {
             self.complete(request, held, Err(error.clone()), wakes);
         }
-        self.controls.clear();
+        self.outbox.controls.clear();
         self.grants.end();
         self.phase = Phase::Down(error);
         let Waiters { message, room, end } = &mut self.waiters;

@@ -3,9 +3,11 @@
 
 use std::time::{Duration, Instant};
 
+use super::probing::Probing;
 use crate::link::keepalive::Keepalive;
 
-/// When the peer was last heard from, and whether a keepalive was sent since.
+/// When the peer was last heard from, whether a keepalive was sent since, and when the path is
+/// probed.
 #[derive(Debug)]
 pub(crate) struct Liveness {
     keepalive: Keepalive,
@@ -14,6 +16,7 @@ pub(crate) struct Liveness {
     asked: Option<Instant>,
     /// Whether the peer's device has acknowledged something since the keepalive.
     has_acknowledged: bool,
+    pub(super) probing: Probing,
 }
 
 /// A peer that has not answered a keepalive.
@@ -37,7 +40,14 @@ pub(crate) enum Look {
 
 impl Liveness {
     pub(crate) fn new(keepalive: Keepalive, peer_timeout: Duration, now: Instant) -> Self {
-        Self { keepalive, peer_timeout, last_heard: now, asked: None, has_acknowledged: false }
+        Self {
+            keepalive,
+            peer_timeout,
+            last_heard: now,
+            asked: None,
+            has_acknowledged: false,
+            probing: Probing::default(),
+        }
     }
 
     /// Notes a sign of life of the peer.
@@ -50,9 +60,10 @@ impl Liveness {
         self.has_acknowledged = true;
     }
 
-    /// Forgets a keepalive that was sent over a lost path.
-    pub(crate) fn forget_question(&mut self) {
+    /// Forgets a keepalive that was sent over a lost path, and the timer for probes of that path.
+    pub(crate) fn forget_path(&mut self) {
         self.asked = None;
+        self.probing.forget();
     }
 
     /// Returns whether the peer has not answered a keepalive in time.
@@ -118,7 +129,7 @@ mod tests {
         let mut liveness = Liveness::new(keepalive, Duration::from_secs(1), begun);
         let later = begun + Duration::from_secs(10);
         assert!(matches!(liveness.look(later, false), Ok(Look::Ask(_))));
-        liveness.forget_question();
+        liveness.forget_path();
         assert_eq!(liveness.wait_for_path(later), Look::Asked(later + Duration::from_secs(1)));
         assert!(matches!(liveness.look(later, false), Ok(Look::Well(_))));
     }

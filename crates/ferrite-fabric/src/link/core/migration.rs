@@ -351,8 +351,7 @@ impl LinkCore {
             lost.is_detached = true;
         }
         self.upgrade.on_path_lost();
-        self.liveness.forget_question();
-        self.probing.forget();
+        self.liveness.forget_path();
     }
 
     /// Reports on the connection how many frames have arrived, once the lost path can deliver no
@@ -462,9 +461,9 @@ impl LinkCore {
         // The path may have lost control frames, so credits and revocations are sent again. The
         // closing frames follow once everything else was sent.
         self.closing.say_again();
-        self.controls.clear();
-        self.controls.push_back(Control::Credit);
-        self.controls.extend(self.grants.unanswered());
+        self.outbox.controls.clear();
+        self.outbox.controls.push_back(Control::Credit);
+        self.outbox.controls.extend(self.grants.unanswered());
     }
 
     /// Queues the kept frames before `frame` to be sent again: the peer's device has received them,

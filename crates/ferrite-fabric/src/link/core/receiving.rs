@@ -90,17 +90,17 @@ impl LinkCore {
         if self.failure().is_some() {
             return Ok(()); // nobody would receive the answer
         }
-        if self.controls.len() + self.grants.waiting() >= CONTROLS_MAX {
+        if self.outbox.controls.len() + self.grants.waiting() >= CONTROLS_MAX {
             return Err(protocol("too many requests that wait for an answer"));
         }
         match control {
             Control::Credit | Control::Pong(_) => {}
-            Control::Ping(nonce) => self.controls.push_back(Control::Pong(nonce)),
+            Control::Ping(nonce) => self.outbox.controls.push_back(Control::Pong(nonce)),
             Control::Revoke(grant) => self.on_revoke(grant, wakes),
             Control::Revoked(grant) => {
                 self.grants.on_released(grant);
                 while let Some(next) = self.grants.next_revocation() {
-                    self.controls.push_back(next);
+                    self.outbox.controls.push_back(next);
                 }
             }
             Control::Fin => {

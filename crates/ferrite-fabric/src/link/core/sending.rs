@@ -41,7 +41,7 @@ impl LinkCore {
     pub(crate) fn may_send_now(&self) -> bool {
         self.is_up()
             && self.outbox.is_empty()
-            && self.controls.is_empty()
+            && self.outbox.controls.is_empty()
             && self.credits() > 0
             && (self.migration.transport == ActiveTransport::Rdma || self.may_write_now())
     }
@@ -98,7 +98,7 @@ impl LinkCore {
 
     /// Returns whether nothing waits to be sent.
     pub(crate) fn is_idle(&self) -> bool {
-        self.controls.is_empty() && self.outbox.is_empty()
+        self.outbox.controls.is_empty() && self.outbox.is_empty()
     }
 
     /// Returns the next frame, of at most `segment_bytes`, or the next one-sided operation, if
@@ -110,7 +110,7 @@ impl LinkCore {
     }
 
     fn take_output(&mut self, segment_bytes: usize, one_sided: bool) -> Option<Output> {
-        if let Some(control) = self.controls.pop_front() {
+        if let Some(control) = self.outbox.controls.pop_front() {
             self.stats.controls_sent += 1;
             return Some(Output::Control { imm: self.control_frame(), control });
         }
@@ -151,7 +151,7 @@ impl LinkCore {
     /// Takes back a control frame for which there was no memory. It becomes the next output.
     pub(crate) fn put_back(&mut self, control: Control) {
         self.stats.controls_sent -= 1;
-        self.controls.push_front(control);
+        self.outbox.controls.push_front(control);
     }
 
     /// Wakes the tasks that wait for room. Queues the closing frames once everything else was sent,
@@ -160,20 +160,20 @@ impl LinkCore {
         if self.has_room(0) {
             wakes.append(&mut self.waiters.room);
         }
-        let before = self.controls.len();
+        let before = self.outbox.controls.len();
         if self.outbox.is_empty()
             && self.migration.is_all_said()
             && self.migration.transport != ActiveTransport::Migrating
         {
             while let Some(frame) = self.closing.next_closing_frame() {
-                self.controls.push_back(frame);
+                self.outbox.controls.push_back(frame);
             }
         }
         // Credits are returned after half a window, unless another frame carries them earlier.
         let is_due = !self.closing.peer_has_closed() && self.credits.is_announcement_due();
-        if is_due && self.controls.is_empty() {
-            self.controls.push_back(Control::Credit);
+        if is_due && self.outbox.controls.is_empty() {
+            self.outbox.controls.push_back(Control::Credit);
         }
-        self.controls.len() > before
+        self.outbox.controls.len() > before
     }
 }

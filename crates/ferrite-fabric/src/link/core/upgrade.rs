@@ -187,7 +187,7 @@ impl LinkCore {
             return Err(protocol("Switch, but this side has not sent Switch"));
         }
         self.arrive();
-        self.controls.push_front(Control::Ping(GO));
+        self.outbox.controls.push_front(Control::Ping(GO));
         Ok(true)
     }
 
@@ -200,7 +200,7 @@ impl LinkCore {
         match Control::decode(bytes) {
             Ok(Control::Ping(GO)) if is_ready && !self.migration.is_caller => {
                 self.arrive();
-                self.controls.push_back(Control::Pong(GO));
+                self.outbox.controls.push_back(Control::Pong(GO));
                 Ok(true)
             }
             Ok(Control::Ping(PROBE)) => Ok(false),
