@@ -20,8 +20,17 @@ const TRANSPORTS: [(&str, &str); 4] = [
     ("TCP with TLS", "tls_links"),
 ];
 /// The suite's parts: modules of `crates/ferrite-fabric/tests/links`.
-const SUITE: [&str; 8] =
-    ["drivers", "fabrics", "handshake", "life", "messages", "one_sided", "pressure", "storm"];
+const SUITE: [&str; 9] = [
+    "drivers",
+    "fabrics",
+    "handshake",
+    "life",
+    "messages",
+    "one_sided",
+    "pressure",
+    "revocation",
+    "storm",
+];
 
 #[derive(Default)]
 struct Counts {
@@ -113,6 +122,19 @@ fn result_of(line: &str) -> Option<(&str, Kind, bool)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn knows_every_module_of_the_suite() {
+        let suite = include_str!("../../crates/ferrite-fabric/tests/links.rs");
+        let (_, suite) = suite.split_once("(over any transport: $run:path)").expect("the suite");
+        let mut modules: Vec<_> = suite
+            .split("run_suite!(@ $run, ")
+            .skip(1)
+            .map(|rest| rest.split_once(':').expect("the name of a module").0)
+            .collect();
+        modules.sort_unstable();
+        assert_eq!(modules, SUITE);
+    }
 
     #[test]
     fn parses_results_of_all_kinds() {

@@ -39,8 +39,12 @@ pub enum Absence {
         /// The function that is missing.
         symbol: &'static str,
     },
-    /// The kernel has no user-space verbs (ib_uverbs is not loaded).
-    #[error("no RDMA in the kernel: ib_uverbs is not loaded ({detail})")]
+    /// There are no user-space verbs. Either ib_uverbs is not loaded, or the process cannot see the
+    /// device files, for example in a container.
+    #[error(
+        "no RDMA in the kernel: ib_uverbs is not loaded, or this process cannot see \
+         /dev/infiniband ({detail})"
+    )]
     NoKernel {
         /// The error that libibverbs reported.
         detail: String,
