@@ -18,7 +18,8 @@ use crate::error::{Error, ErrorKind};
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Rdma {
-    /// RDMA if it works, otherwise TCP. A fallback to TCP is always reported: see [`Fallback`].
+    /// RDMA if it works, otherwise TCP. A fallback to TCP is counted and logged: see [`Fallback`].
+    /// The exception is a connect that must encrypt, which uses TCP from the start.
     #[default]
     Prefer,
     /// RDMA, or an error.

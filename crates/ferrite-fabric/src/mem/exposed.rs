@@ -45,7 +45,7 @@ use super::error::PoolError;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct Exposed {
-    /// The memory; `None` only after `revoke` has taken it.
+    /// The memory. `revoke`, `into_buf` and `drop` take it, and leave `None`.
     held: Option<Held>,
 }
 

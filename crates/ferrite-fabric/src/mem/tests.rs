@@ -96,7 +96,7 @@ fn buffers_can_be_used_with_a_device_that_came_back() {
     world.remove_device("10.0.0.2");
     let [a, b] = pair(&world);
     for (device, end) in [&a, &b].into_iter().enumerate() {
-        pool.restore_domain(device, &end.0).expect("restored");
+        pool.restore_domain(device, &end.0).expect("the domain is restored");
     }
     assert_ne!(message.raw_parts(0).lkey, before.lkey, "the new registration has another key");
     let mut received = pool.take_uncharged(64, Purpose::Receive).expect("memory");

@@ -42,10 +42,10 @@ impl RefusalCode {
     pub const BUSY: Self = Self(2);
     /// Too many links.
     pub const LIMIT: Self = Self(3);
-    /// This side does not admit the link, because its configuration forbids that or for another
-    /// reason, which the text gives.
+    /// The refusing side does not admit the link, because its configuration forbids that or for
+    /// another reason, which the text gives.
     pub const POLICY: Self = Self(4);
-    /// The peer is shutting down.
+    /// The refusing side is shutting down.
     pub const SHUTDOWN: Self = Self(5);
     /// The hello was invalid.
     pub const PROTOCOL: Self = Self(6);

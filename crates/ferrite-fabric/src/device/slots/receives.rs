@@ -23,9 +23,10 @@ use crate::mem::{BufMut, Pool, PoolError, Purpose};
 /// receive stays in its slot. Another receive is posted in its place, so that the stock does not
 /// shrink.
 ///
-/// An overdue receive comes back when it completes after all, or when no queue pair is left that
-/// can hold it. If the device takes receives in the order in which they were posted, a queue pair
-/// cannot hold a given receive in two cases (a younger receive is one that was posted later):
+/// An overdue receive comes back when it completes after all. If the device takes receives in the
+/// order in which they were posted, an overdue receive also comes back when no queue pair is left
+/// that can hold it. A queue pair cannot hold a given receive in two cases (a younger receive is
+/// one that was posted later):
 ///
 /// - The queue pair was created after a younger receive had already been taken.
 /// - The queue pair has completed a younger receive. A queue pair works on one message at a time.
@@ -162,8 +163,8 @@ impl ReceiveStock {
     /// Makes the next refill post `most` more receives. They replace receives that a destroyed
     /// queue pair may have taken without completing them. This can happen if the device did not
     /// report the last receive of the queue pair, because providers such as mlx5 remove the
-    /// completions of a destroyed queue pair. Each additional receive for which the
-    /// shared receive queue has no room shows that one receive is not missing.
+    /// completions of a destroyed queue pair. Each additional receive for which the shared receive
+    /// queue has no room shows that one receive is not missing.
     pub(crate) fn expect_missing(&mut self, most: usize) {
         self.extra += most;
         for _ in 0..most {
@@ -373,7 +374,7 @@ mod tests {
             (4, 0, 0),
             "its slot was replaced, so none is free"
         );
-        assert!(stock.take(LOST).is_none(), "completed twice");
+        assert!(stock.take(LOST).is_none(), "a repeated completion must have no effect");
     }
 
     #[test]
