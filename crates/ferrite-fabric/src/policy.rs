@@ -103,7 +103,7 @@ pub enum ConnectMode {
     /// With RDMA CM. At present the same as [`ConnectMode::Auto`].
     Cm,
     /// Over a TCP connection, for networks that block RDMA CM. The TCP connection stays open. It is
-    /// the fallback, and its end reveals that the peer is gone.
+    /// the fallback if RDMA is preferred, and its end reveals that the peer is gone.
     TcpFirst,
     /// With RDMA CM. If RDMA CM fails and RDMA is preferred, the link starts on TCP, and is
     /// upgraded to RDMA when possible.

@@ -82,8 +82,9 @@ impl Link {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    /// Sends a message on a channel. The future waits for room in the queue, then until the peer's
-    /// device has the message or, on TCP, until the kernel has it.
+    /// Returns a future that sends a message on a channel. The future waits for room in the queue,
+    /// queues the message, and waits until the peer's device has it or, on TCP, until the kernel has
+    /// it.
     pub fn send(&self, channel: u16, buf: impl Into<Buf>) -> Sending {
         self.send_parts(channel, vec![buf.into()])
     }

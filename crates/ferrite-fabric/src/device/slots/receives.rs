@@ -347,12 +347,12 @@ mod tests {
         let pool = Pool::builder(&[domain]).build().expect("pool");
         let mut stock = ReceiveStock::new(srq, 4, 256, 0, in_order);
         let taker = stock.taker();
-        stock.refill(&pool).expect("posted");
+        stock.refill(&pool).expect("the receives are posted");
         for _ in 0..4 {
             for slot in 1..4 {
                 take(&mut stock, slot);
             }
-            stock.refill(&pool).expect("posted");
+            stock.refill(&pool).expect("the receives are posted");
         }
         assert_eq!((stock.posted(), stock.overdue(), stock.slots.len()), (4, 1, 5));
         (stock, pool, taker)
@@ -360,7 +360,7 @@ mod tests {
 
     fn take(stock: &mut ReceiveStock, slot: usize) -> u64 {
         let generation = stock.slots[slot].generation;
-        stock.take(WorkId::of_receive(slot, generation).0).expect("posted").number
+        stock.take(WorkId::of_receive(slot, generation).0).expect("a posted receive").number
     }
 
     const LOST: u64 = super::super::RECEIVE | 1 << 32;
@@ -391,7 +391,7 @@ mod tests {
         assert!(stock.take(LOST).is_none(), "it was reclaimed");
         drop(younger);
         take(&mut stock, 1);
-        stock.refill(&pool).expect("posted");
+        stock.refill(&pool).expect("the receives are posted");
         assert_eq!((stock.posted(), stock.slots.len()), (4, 5));
     }
 

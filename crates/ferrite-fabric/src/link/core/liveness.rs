@@ -30,11 +30,11 @@ pub(crate) struct Silence {
 /// The action that is due.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Look {
-    /// None: the peer was heard from recently. Check again at this time.
+    /// No action: the peer was heard from recently. Check again at this time.
     Well(Instant),
     /// Send a keepalive now, and check again at this time.
     Ask(Instant),
-    /// None: a keepalive is unanswered, or the link has no path. Check again at this time.
+    /// No action: a keepalive is unanswered, or the link has no path. Check again at this time.
     Asked(Instant),
 }
 
