@@ -241,7 +241,7 @@ impl<T> SendQueue<T> {
         let is_passing = matches!(held, Held::Passing(_));
         debug_assert!(
             inline || !is_passing && !matches!(held, Held::Copied(_)),
-            "only an inline request may own copied bytes"
+            "only an inline request may own bytes that the device copies during the post"
         );
         debug_assert!(self.added.len() < BATCH, "more requests than a batch holds");
         let claimed = self.table.claim(InFlight { held, request });

@@ -83,8 +83,8 @@ impl Link {
     }
 
     /// Returns a future that sends a message on a channel. The future waits for room in the queue,
-    /// queues the message, and waits until the peer's device has it or, on TCP, until the kernel has
-    /// it.
+    /// queues the message, and waits until the peer's device has it or, on TCP, until the kernel
+    /// has it.
     pub fn send(&self, channel: u16, buf: impl Into<Buf>) -> Sending {
         self.send_parts(channel, vec![buf.into()])
     }

@@ -47,9 +47,9 @@ impl RefusalCode {
     pub const POLICY: Self = Self(4);
     /// The refusing side is shutting down.
     pub const SHUTDOWN: Self = Self(5);
-    /// The hello was invalid.
+    /// The hello was invalid, or the greeting wants to resume a link that does not exist.
     pub const PROTOCOL: Self = Self(6);
-    /// There is no memory for another link.
+    /// There is no memory for another link, or another resource for it is exhausted.
     pub const MEMORY: Self = Self(7);
     /// The request did not come from a Ferrite peer.
     pub const FOREIGN_PEER: Self = Self(8);
