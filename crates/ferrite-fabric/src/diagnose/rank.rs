@@ -388,8 +388,7 @@ fn by_status(status: Status, facts: &Facts) -> Vec<Cause> {
             ),
             (
                 Likelihood::Possible,
-                "the access exceeded the granted range, or was a read or write without that right"
-                    .into(),
+                "the access exceeded the granted range, or the grant has no right for it".into(),
                 Some("a bug on this side: compare address, length and rights with the grant"),
             ),
         ],
