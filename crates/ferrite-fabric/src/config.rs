@@ -124,21 +124,22 @@ pub struct Config {
     pub retry_delay: Duration,
     /// How long a link that has lost its RDMA path may search for another path, if RDMA is
     /// preferred. The side that accepted the link waits longer by `keepalive`, because the other
-    /// side reconnects and may not know of the loss yet. Default: 10 s.
+    /// side reconnects and may not know of the loss yet. If the connection manager of the side that
+    /// opened the link has disconnected, the accepting side waits at most 3 s. Default: 10 s.
     pub move_timeout: Duration,
     /// Delay before a link on TCP tries to upgrade to RDMA, if RDMA is preferred. Each failed
     /// attempt doubles the delay, up to 5 s. While attempts fail, the links to one peer take turns,
     /// with at least this delay between their attempts. Default: 1 s.
     pub upgrade_after: Duration,
-    /// Keepalive interval: a peer that was silent for this long is probed. Default: 10 s.
+    /// Keepalive interval: a peer that was silent for this long gets a keepalive. Default: 10 s.
     ///
     /// Each interval is random, between three quarters of this value and all of it, so that links
-    /// do not probe at the same time. The first interval is between a half and all of it. The side
-    /// that opened the link probes. The accepting side probes only after a silence of four thirds
-    /// of this value.
+    /// do not send keepalives at the same time. The first interval is between a half and all of it.
+    /// These intervals hold for the side that opened the link. The accepting side sends a keepalive
+    /// only after a silence of four thirds of this value.
     pub keepalive: Duration,
-    /// How long a peer may leave a probe unanswered before the link counts as down. Also how long
-    /// peers may take to release a grant that this side revokes. Default: 5 s.
+    /// How long a peer may leave a keepalive unanswered before its path or the link counts as down.
+    /// Also how long peers may take to release a grant that this side revokes. Default: 5 s.
     pub peer_timeout: Duration,
     /// How long a closing link may take to deliver the messages that were sent. Default: 5 s.
     pub close_timeout: Duration,

@@ -71,7 +71,8 @@ pub enum Failure {
     ConnectTimeout,
     /// The peer's device acknowledges frames, but its process does not answer.
     NoKeepalive,
-    /// Neither the peer's device nor its process answers. The local device is still retrying.
+    /// The peer's process has not answered a keepalive, and its device has not acknowledged it. The
+    /// local device is still retrying.
     NoAcknowledgement,
 }
 
@@ -126,7 +127,8 @@ impl fmt::Display for Cause {
 ///
 /// Reads about fifty small kernel files and queries the device a few times. This takes well under a
 /// millisecond on a host, and some milliseconds in the lab. The measurements are reused for all
-/// links that fail within the next 20 ms.
+/// links that fail within the next 20 ms, or within ten times the duration of the measurements if
+/// that is longer.
 ///
 /// ```
 /// use ferrite_fabric::diagnose::{Baseline, Failure, Likelihood, Subject, causes};

@@ -29,12 +29,14 @@ pub enum ErrorKind {
     /// The peer refused. See [`Error::refusal`].
     Refused,
     /// There is no route to the peer, or it does not answer. Try another address, or try later.
+    /// Also: this host does not have the local address, or no RDMA device that may be used has it.
     Unreachable,
     /// The deadline passed.
     Timeout,
     /// The link failed. Reconnect, perhaps to another host.
     LinkDown,
-    /// The peer's device responds, but its process does not.
+    /// The peer has not answered a keepalive in time. Its process hangs, or the path is broken.
+    /// Reconnect, perhaps to another host.
     PeerStalled,
     /// Either side closed the link.
     Closed,
@@ -177,7 +179,7 @@ impl Error {
     }
 
     /// Returns the error for RDMA that was not tried because the payload must be encrypted.
-    /// `remedy` says how the caller can allow RDMA nevertheless. For
+    /// `remedy` says how the caller can allow RDMA nevertheless. Pass the error to
     /// [`Fabric::fell_back_to_tcp`](crate::Fabric::fell_back_to_tcp).
     #[must_use]
     pub fn clear_text(remedy: &'static str) -> Self {
@@ -307,7 +309,8 @@ impl Error {
         self.0.kind
     }
 
-    /// Returns the status of the work request that failed first, if that failure ended the link.
+    /// Returns the status of the work request that failed first, if that failure ended the link or
+    /// its RDMA path.
     #[must_use]
     pub fn status(&self) -> Option<Status> {
         self.0.status

@@ -36,8 +36,8 @@ impl Histogram {
     }
 }
 
-/// The latencies of operations, from their start to their completion. Includes all operations that
-/// a caller waited for. Over RDMA, it also includes a sample of the other operations.
+/// The latencies of operations that succeeded, from their start to their completion. Includes all
+/// of them that a caller waited for and, over RDMA, a sample of the others.
 ///
 /// ```
 /// # fn show(fabric: &ferrite_fabric::Fabric) {

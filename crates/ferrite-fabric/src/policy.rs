@@ -18,7 +18,8 @@ use crate::error::{Error, ErrorKind};
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Rdma {
-    /// RDMA if it works, otherwise TCP. A fallback to TCP is always reported: see [`Fallback`].
+    /// RDMA if it works, otherwise TCP. A fallback to TCP is counted and logged: see [`Fallback`].
+    /// The exception is a connect that must encrypt, which uses TCP from the start.
     #[default]
     Prefer,
     /// RDMA, or an error.
@@ -102,7 +103,7 @@ pub enum ConnectMode {
     /// With RDMA CM. At present the same as [`ConnectMode::Auto`].
     Cm,
     /// Over a TCP connection, for networks that block RDMA CM. The TCP connection stays open. It is
-    /// the fallback, and its end reveals that the peer is gone.
+    /// the fallback if RDMA is preferred, and its end reveals that the peer is gone.
     TcpFirst,
     /// With RDMA CM. If RDMA CM fails and RDMA is preferred, the link starts on TCP, and is
     /// upgraded to RDMA when possible.

@@ -202,7 +202,8 @@ impl SharedDevice {
         self.inline.load(Ordering::Relaxed)
     }
 
-    /// Records that the device accepted an inline payload of `bytes`, and may refuse a larger one.
+    /// Records that the device accepted a queue pair for inline payloads of up to `bytes`, and
+    /// refused one with a larger limit.
     pub(super) fn limit_inline(&self, bytes: u32) {
         self.inline.fetch_min(bytes, Ordering::Relaxed);
     }

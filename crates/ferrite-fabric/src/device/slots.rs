@@ -8,8 +8,9 @@
 //!   only a number.
 //! - A buffer that the device may access leaves its slot in one of two cases: the completion of its
 //!   request or of a later one was polled, or the queue was destroyed and the device confirmed it.
-//!   Without the confirmation, the buffers stay for ever. A receive buffer is also taken back when
-//!   no queue pair is left that could hold it (`ReceiveStock`).
+//!   Without the confirmation, the buffers stay for ever. If the device takes receives in order, a
+//!   receive buffer is also taken back when no queue pair is left that could hold it
+//!   (`ReceiveStock`).
 //! - While a buffer that the device writes is in a slot, nobody has a reference into it: `BufMut`
 //!   is the only handle of its block. A buffer that the device reads may have other readers,
 //!   because a `Buf` is never written.
@@ -240,7 +241,7 @@ impl<T> SendQueue<T> {
         let is_passing = matches!(held, Held::Passing(_));
         debug_assert!(
             inline || !is_passing && !matches!(held, Held::Copied(_)),
-            "only an inline request may own copied bytes"
+            "only an inline request may own bytes that the device copies during the post"
         );
         debug_assert!(self.added.len() < BATCH, "more requests than a batch holds");
         let claimed = self.table.claim(InFlight { held, request });

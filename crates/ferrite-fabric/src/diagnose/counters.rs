@@ -146,7 +146,7 @@ mod tests {
         assert_eq!(
             now.increase_since(&then, Meaning::Lost),
             Some(Increase { name: "c", by: 3 }),
-            "it was reset"
+            "a counter that was reset counts from 0"
         );
         assert_eq!(now.increase_since(&then, Meaning::Damaged), None);
         assert_eq!(then.increase_since(&then, Meaning::Sent), Some(Increase { name: "a", by: 0 }));

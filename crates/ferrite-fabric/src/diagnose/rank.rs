@@ -189,7 +189,7 @@ fn packet_loss(found: &mut Vec<Cause>, facts: &Facts) {
         (
             [Meaning::Lost, Meaning::Discarded],
             "packets are lost on the way: congestion without flow control",
-            "check PFC or ECN on every switch of the path, and the class of this traffic"
+            "check PFC or ECN on every switch of the path, and the traffic class of RDMA packets"
                 .to_owned(),
         ),
     ];
@@ -388,7 +388,7 @@ fn by_status(status: Status, facts: &Facts) -> Vec<Cause> {
             ),
             (
                 Likelihood::Possible,
-                "the access exceeded the granted range, or its kind was not granted".into(),
+                "the access exceeded the granted range, or the grant has no right for it".into(),
                 Some("a bug on this side: compare address, length and rights with the grant"),
             ),
         ],

@@ -421,7 +421,8 @@ fn ranks_measured_causes_first() {
         let mut scenario = Scenario::new();
         worsen(&mut scenario);
         let causes = rank(*failure, &scenario.facts());
-        let best = causes.first().unwrap_or_else(|| panic!("case {at}: no cause"));
+        let best =
+            causes.first().unwrap_or_else(|| panic!("case {at}: at least one cause must be found"));
         let texts = [&best.what, &best.evidence, best.remedy.as_ref().unwrap_or(&String::new())]
             .map(String::clone);
         for (text, words) in texts.iter().zip(words) {
@@ -438,7 +439,7 @@ fn ranks_measured_causes_first() {
         let guess = causes.iter().any(|cause| cause.likelihood < Certain);
         assert!(
             best.likelihood < Certain || !guess,
-            "case {at}: a guess in addition to a certain cause: {causes:#?}"
+            "case {at}: a certain cause must exclude guesses: {causes:#?}"
         );
     }
 }

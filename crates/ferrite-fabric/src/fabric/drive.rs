@@ -81,7 +81,8 @@ impl Shared {
         result
     }
 
-    /// Returns whether a TCP connection carries a link.
+    /// Returns whether a TCP connection carries a link. Returns false if another thread holds the
+    /// poller.
     #[cfg(feature = "tokio")]
     fn uses_sockets(&self) -> bool {
         self.poller.try_lock().is_ok_and(|poller| poller.sockets.are_in_use())
@@ -281,7 +282,12 @@ impl Fabric {
     /// `tokio::spawn(fabric.drive())`.
     ///
     /// # Errors
-    /// Fails if tokio cannot watch the descriptor because its I/O driver is not enabled.
+    /// Fails if the process has no descriptor left, or if tokio cannot watch the descriptor, for
+    /// example because the runtime is shutting down.
+    ///
+    /// # Panics
+    /// The task panics if the runtime's I/O driver or timer is not enabled: see
+    /// `tokio::runtime::Builder::enable_all`.
     #[cfg(feature = "tokio")]
     pub fn drive(&self) -> impl Future<Output = std::io::Result<()>> + Send + 'static {
         let driving = Driving::new(Arc::clone(self.shared()));

@@ -14,7 +14,7 @@ use crate::link::name::LinkName;
 pub(crate) enum Timer {
     /// Check whether the peer of this link is alive.
     Keepalive(LinkName),
-    /// Probe the path of this link if its peer still owes a reply.
+    /// Probe the path of this link if its peer has been silent.
     Probe(LinkName),
     /// Fail this link if it has not yet delivered the data that was sent before the close.
     Close(LinkName),

@@ -80,7 +80,8 @@ impl ConnectOptions {
     }
 
     /// Sets how long the handshake may take on each transport, including the time that it waits to
-    /// start. Each retry over RDMA (`connection_retries`) has this time again.
+    /// start. Each retry over RDMA (`connection_retries`) has this time again. With `tcp-first`,
+    /// the upgrade to RDMA after the handshake has the fabric's `connection_timeout`.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = Some(timeout);
         self

@@ -51,7 +51,7 @@ impl ForeignPeers {
     /// Waits for the next request. Dropping the request refuses the peer.
     ///
     /// # Errors
-    /// Fails if the listener's device has disappeared.
+    /// Fails if the listener accepts only RDMA and its device has disappeared.
     pub async fn next(&self) -> Result<ConnectionRequest, Error> {
         self.listener.next_peer(|queue| &mut queue.foreign_peers).await
     }
@@ -99,7 +99,8 @@ impl ForeignTcpPeers {
     /// Waits for the next peer.
     ///
     /// # Errors
-    /// Fails if the listener has failed.
+    /// Fails if the listener accepts only RDMA, which has no TCP peers, and its device has
+    /// disappeared.
     pub async fn next(&self) -> Result<ForeignTcpPeer, Error> {
         self.0.next_peer(|queue| &mut queue.foreign_tcp_peers).await
     }

@@ -82,8 +82,9 @@ impl Link {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    /// Sends a message on a channel. The future waits for room in the queue, then until the peer's
-    /// device has the message or, on TCP, until the kernel has it.
+    /// Returns a future that sends a message on a channel. The future waits for room in the queue,
+    /// queues the message, and waits until the peer's device has it or, on TCP, until the kernel
+    /// has it.
     pub fn send(&self, channel: u16, buf: impl Into<Buf>) -> Sending {
         self.send_parts(channel, vec![buf.into()])
     }
@@ -113,7 +114,8 @@ impl Link {
     }
 
     /// Queues a message and does not report its delivery. The message is delivered after earlier
-    /// messages of the channel, or the link goes down. Allocates nothing.
+    /// messages of the channel, or the link goes down. Keeps no state for a future, so it costs
+    /// less than [`Link::send`].
     ///
     /// # Errors
     /// Returns the buffer. The kind is [`ErrorKind::Full`] if the queue is full (back-pressure).
@@ -162,8 +164,9 @@ impl Link {
     /// Reads `buf.len()` bytes at `offset` of the memory that the peer has granted.
     ///
     /// # Errors
-    /// Returns the buffer at once with [`ErrorKind::Denied`] if the grant does not cover the range,
-    /// or with [`ErrorKind::Full`] if the queue is full. [`Reading`] reports later failures.
+    /// Returns the buffer at once if the link is down, with [`ErrorKind::Denied`] if the grant was
+    /// revoked or does not cover the operation, or with [`ErrorKind::Full`] if the queue is full.
+    /// [`Reading`] reports later failures.
     pub fn rdma_read(
         &self,
         grant: &GrantToken,
@@ -179,7 +182,7 @@ impl Link {
     /// Writes `buf` at `offset` of the memory that the peer has granted. The peer is not notified.
     ///
     /// # Errors
-    /// As for [`Link::rdma_read`].
+    /// As for [`Link::rdma_read`], but without the buffer.
     pub fn rdma_write(
         &self,
         grant: &GrantToken,
@@ -193,7 +196,7 @@ impl Link {
     /// with these 32 bits.
     ///
     /// # Errors
-    /// As for [`Link::rdma_read`].
+    /// As for [`Link::rdma_write`].
     pub fn rdma_write_imm(
         &self,
         grant: &GrantToken,
@@ -302,7 +305,8 @@ impl Link {
         self.shared().device().map(|device| device.name.clone())
     }
 
-    /// Returns the path MTU, or `None` on TCP.
+    /// Returns the path MTU of the link's queue pair. On TCP, returns `None`, or the path MTU of an
+    /// upgrade that is in progress or has failed.
     #[must_use]
     pub fn mtu(&self) -> Option<Mtu> {
         self.shared().route().mtu
@@ -346,7 +350,7 @@ impl LinkObserver {
         self.0.upgrade().map(|link| transport(&link))
     }
 
-    /// Returns the device that the link uses, or `None` on TCP.
+    /// Returns the device that the link uses, or `None` on TCP or if the link is gone.
     #[must_use]
     pub fn device(&self) -> Option<String> {
         self.0.upgrade()?.device().map(|device| device.name.clone())

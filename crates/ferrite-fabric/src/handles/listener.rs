@@ -295,7 +295,7 @@ impl Listener {
     /// Returns the next link, if one is waiting.
     ///
     /// # Errors
-    /// Fails if the listener's device has disappeared.
+    /// Fails if the listener accepts only RDMA and its device has disappeared.
     pub fn try_accept(&mut self) -> Result<Option<Link>, Error> {
         self.next(None)
     }

@@ -72,9 +72,9 @@ impl RawConnection {
         self.push_write(buf.into(), addr, rkey, imm, false)
     }
 
-    /// Writes like [`RawConnection::write`], but the write has no completion of its own. It is
-    /// reported as done together with the next message or write that is not quiet. That saves an
-    /// interrupt.
+    /// Writes like [`RawConnection::write`], but the write mostly has no completion of its own. It
+    /// is then reported as done together with a later request, at the latest with the next message
+    /// or write that is not quiet. That saves an interrupt.
     ///
     /// # Errors
     /// Returns an error if the link is down.

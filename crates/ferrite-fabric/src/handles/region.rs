@@ -19,8 +19,8 @@ use crate::wire::{GrantToken, Rights};
 
 /// A buffer that peers with a grant may access, until the region is revoked.
 ///
-/// Dropping the region revokes it at once. If a grant was issued just before, the region is revoked
-/// as soon as the device has executed that grant.
+/// Dropping the region revokes it at once. If the device is still binding the memory window of a
+/// grant, the region is revoked as soon as the device has bound it.
 ///
 /// ```
 /// use ferrite_fabric::wire::Rights;
@@ -168,8 +168,8 @@ impl Region {
     /// Peers have `peer_timeout` to finish operations in progress.
     ///
     /// # Errors
-    /// Returns the device's error if the device did not end the registration. The memory is then
-    /// never used again.
+    /// Returns the device's error if the device did not end the registration. The memory then goes
+    /// into quarantine: it is not used again before the device releases it.
     pub fn revoke(self) -> Revoking {
         self.fabric.shared().with_poller(|poller, shared| {
             poller.revoke_region(shared, &self.shared);

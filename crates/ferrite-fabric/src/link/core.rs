@@ -396,7 +396,8 @@ impl LinkCore {
         }
     }
 
-    /// Returns whether a lost path would be replaced by this side. Only the caller reconnects.
+    /// Returns whether the link uses RDMA and this side would replace a lost path. Only the caller
+    /// reconnects, and only while neither side has closed the link.
     fn may_probe(&self) -> bool {
         self.migration.is_possible
             && self.migration.is_caller

@@ -24,7 +24,7 @@ use crate::mem::{Buf, BufMut};
 /// link.send(0, buf).await?; // waits for room, then for the acknowledgement
 /// # Ok(()) }
 /// ```
-#[must_use = "a message that has to wait for room is sent only when this is awaited; `post` does not wait"]
+#[must_use = "the message is sent only when this is awaited; `post` sends without a future"]
 pub struct Sending {
     link: Arc<LinkShared>,
     state: SendState,

@@ -442,7 +442,7 @@ mod tests {
         assert!(all.messages > 100 && all.is_in_order, "{all:?}");
         assert!(
             cfg!(miri) || (all.losses > 100 && all.upgrades > 50 && all.probes > 50),
-            "it has met little: {all:?}"
+            "too few lost paths, upgrades or probes happened: {all:?}"
         );
     }
 
@@ -467,7 +467,7 @@ mod tests {
                 .collect();
             workers
                 .into_iter()
-                .map(|worker| worker.join().expect("no violation"))
+                .map(|worker| worker.join().expect("no seed leads to a violation"))
                 .collect::<Vec<_>>()
         });
         let sum = |of: fn(&Summary) -> usize| all.iter().map(of).sum::<usize>();

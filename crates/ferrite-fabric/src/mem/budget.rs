@@ -172,13 +172,13 @@ mod tests {
     #[test]
     fn charges_all_or_nothing() {
         let account = Account::new("peer", 1000);
-        account.charge(600).expect("fits");
+        account.charge(600).expect("the bytes fit");
         let error = account.charge(401).expect_err("it exceeds the limit");
         assert_eq!(
             error.to_string(),
             "the budget of peer is exhausted: 401 bytes requested, 600 of 1000 in use"
         );
-        account.charge(400).expect("fits exactly");
+        account.charge(400).expect("the bytes fit exactly");
         account.credit(1000);
         assert_eq!(
             (account.used_bytes(), account.limit_bytes(), account.name()),

@@ -45,7 +45,7 @@ use super::error::PoolError;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct Exposed {
-    /// The memory; `None` only after `revoke` has taken it.
+    /// The memory. `revoke`, `into_buf` and `drop` take it, and leave `None`.
     held: Option<Held>,
 }
 
@@ -194,8 +194,8 @@ impl Exposed {
     /// start any more.
     ///
     /// # Errors
-    /// Returns the device's error if the device did not release the memory. The memory is then
-    /// still exposed.
+    /// Returns the device's error if the device did not release the memory. Some of the keys may
+    /// then still be valid.
     pub fn revoke(mut self) -> Result<BufMut, (Self, PoolError)> {
         let Held { mut registrations, buf } = self.held.take().expect("held until it is revoked");
         match registrations.close() {

@@ -25,16 +25,16 @@ fn pair(world: &World) -> [(ProtectionDomain, CompletionQueue, QueuePair); 2] {
         let gid = ends[peer].0.context().gids().expect("addresses")[1].gid;
         let peer = PeerAddress { qp_num: ends[peer].2.number(), psn: 1, gid, lid: 0 };
         let (qp, path) = (&ends[own].2, Path::default());
-        qp.modify(&QueuePairAttributes::init(1, Access::LOCAL)).expect("init");
-        qp.modify(&QueuePairAttributes::connect_to(&peer, 1, 1, &path, 1)).expect("RTR");
-        qp.modify(&QueuePairAttributes::ready_to_send(1, &path, 1)).expect("RTS");
+        qp.modify(&QueuePairAttributes::init(1, Access::LOCAL)).expect("the INIT state");
+        qp.modify(&QueuePairAttributes::connect_to(&peer, 1, 1, &path, 1)).expect("the RTR state");
+        qp.modify(&QueuePairAttributes::ready_to_send(1, &path, 1)).expect("the RTS state");
     }
     ends
 }
 
 fn poll_status(cq: &CompletionQueue) -> Status {
     let mut out = [WorkCompletion::default()];
-    assert_eq!(cq.poll(&mut out).expect("poll"), 1);
+    assert_eq!(cq.poll(&mut out).expect("a poll without an error"), 1);
     out[0].status()
 }
 
@@ -57,9 +57,10 @@ fn transfers_between_devices_without_a_copy() {
     let mut received = pool.take_uncharged(1000, Purpose::Receive).expect("memory");
     // SAFETY: both buffers live to the end of the test and are not accessed before the completion.
     unsafe {
-        b.2.post_recv(&[RecvRequest::new(1, &[sge(received.raw_parts(1))])]).expect("post");
+        b.2.post_recv(&[RecvRequest::new(1, &[sge(received.raw_parts(1))])])
+            .expect("a posted request");
         let pieces = [sge(message.raw_parts(0)), sge(message.slice(100..200).raw_parts(0))];
-        a.2.post_send(&[SendRequest::send(1, &pieces).signaled()]).expect("post");
+        a.2.post_send(&[SendRequest::send(1, &pieces).signaled()]).expect("a posted request");
     }
     assert_eq!((poll_status(&a.1), poll_status(&b.1)), (Status::SUCCESS, Status::SUCCESS));
     received.set_len(400);
@@ -73,7 +74,8 @@ fn refuses_the_key_of_another_device() {
     let pool = Pool::builder(&[a.0.clone(), b.0.clone()]).build().expect("pool");
     let message = pool.take_uncharged(64, Purpose::Send).expect("memory").freeze();
     // SAFETY: as above.
-    unsafe { a.2.post_send(&[SendRequest::send(1, &[sge(message.raw_parts(1))])]) }.expect("post");
+    unsafe { a.2.post_send(&[SendRequest::send(1, &[sge(message.raw_parts(1))])]) }
+        .expect("a posted request");
     assert_eq!(poll_status(&a.1), Status::LOCAL_PROTECTION);
 }
 
@@ -96,15 +98,16 @@ fn buffers_can_be_used_with_a_device_that_came_back() {
     world.remove_device("10.0.0.2");
     let [a, b] = pair(&world);
     for (device, end) in [&a, &b].into_iter().enumerate() {
-        pool.restore_domain(device, &end.0).expect("restored");
+        pool.restore_domain(device, &end.0).expect("the domain is restored");
     }
     assert_ne!(message.raw_parts(0).lkey, before.lkey, "the new registration has another key");
     let mut received = pool.take_uncharged(64, Purpose::Receive).expect("memory");
     // SAFETY: as above.
     unsafe {
-        b.2.post_recv(&[RecvRequest::new(1, &[sge(received.raw_parts(1))])]).expect("post");
+        b.2.post_recv(&[RecvRequest::new(1, &[sge(received.raw_parts(1))])])
+            .expect("a posted request");
         a.2.post_send(&[SendRequest::send(1, &[sge(message.raw_parts(0))]).signaled()])
-            .expect("post");
+            .expect("a posted request");
     }
     assert_eq!((poll_status(&a.1), poll_status(&b.1)), (Status::SUCCESS, Status::SUCCESS));
     assert_eq!(received[..], message[..]);

@@ -67,7 +67,7 @@ impl StreamListener {
     /// that was not returned stays in the queue.
     ///
     /// # Errors
-    /// Fails if the listener's device has disappeared.
+    /// Fails if the listener accepts only RDMA and its device has disappeared.
     pub async fn accept(&self) -> io::Result<(Stream, SocketAddr)> {
         poll_fn(|cx| self.poll_accept(cx)).await
     }

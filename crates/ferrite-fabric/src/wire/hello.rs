@@ -55,7 +55,8 @@ impl fmt::Display for Version {
     }
 }
 
-/// Optional capabilities of a peer. A link uses those that both sides have.
+/// Optional capabilities of a peer. A link may use those that both sides have. Links of this
+/// implementation check only whether the peer has [`Features::MOVE`], not the others.
 ///
 /// ```
 /// use ferrite_fabric::wire::Features;

@@ -42,14 +42,14 @@ impl RefusalCode {
     pub const BUSY: Self = Self(2);
     /// Too many links.
     pub const LIMIT: Self = Self(3);
-    /// This side does not admit the link, because its configuration forbids that or for another
-    /// reason, which the text gives.
+    /// The refusing side does not admit the link, because its configuration forbids that or for
+    /// another reason, which the text gives.
     pub const POLICY: Self = Self(4);
-    /// The peer is shutting down.
+    /// The refusing side is shutting down.
     pub const SHUTDOWN: Self = Self(5);
-    /// The hello was invalid.
+    /// The hello was invalid, or the greeting wants to resume a link that does not exist.
     pub const PROTOCOL: Self = Self(6);
-    /// There is no memory for another link.
+    /// There is no memory for another link, or another resource for it is exhausted.
     pub const MEMORY: Self = Self(7);
     /// The request did not come from a Ferrite peer.
     pub const FOREIGN_PEER: Self = Self(8);

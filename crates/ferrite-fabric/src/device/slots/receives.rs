@@ -23,9 +23,10 @@ use crate::mem::{BufMut, Pool, PoolError, Purpose};
 /// receive stays in its slot. Another receive is posted in its place, so that the stock does not
 /// shrink.
 ///
-/// An overdue receive comes back when it completes after all, or when no queue pair is left that
-/// can hold it. If the device takes receives in the order in which they were posted, a queue pair
-/// cannot hold a given receive in two cases (a younger receive is one that was posted later):
+/// An overdue receive comes back when it completes after all. If the device takes receives in the
+/// order in which they were posted, an overdue receive also comes back when no queue pair is left
+/// that can hold it. A queue pair cannot hold a given receive in two cases (a younger receive is
+/// one that was posted later):
 ///
 /// - The queue pair was created after a younger receive had already been taken.
 /// - The queue pair has completed a younger receive. A queue pair works on one message at a time.
@@ -162,8 +163,8 @@ impl ReceiveStock {
     /// Makes the next refill post `most` more receives. They replace receives that a destroyed
     /// queue pair may have taken without completing them. This can happen if the device did not
     /// report the last receive of the queue pair, because providers such as mlx5 remove the
-    /// completions of a destroyed queue pair. Each additional receive for which the
-    /// shared receive queue has no room shows that one receive is not missing.
+    /// completions of a destroyed queue pair. Each additional receive for which the shared receive
+    /// queue has no room shows that one receive is not missing.
     pub(crate) fn expect_missing(&mut self, most: usize) {
         self.extra += most;
         for _ in 0..most {
@@ -346,12 +347,12 @@ mod tests {
         let pool = Pool::builder(&[domain]).build().expect("pool");
         let mut stock = ReceiveStock::new(srq, 4, 256, 0, in_order);
         let taker = stock.taker();
-        stock.refill(&pool).expect("posted");
+        stock.refill(&pool).expect("the receives are posted");
         for _ in 0..4 {
             for slot in 1..4 {
                 take(&mut stock, slot);
             }
-            stock.refill(&pool).expect("posted");
+            stock.refill(&pool).expect("the receives are posted");
         }
         assert_eq!((stock.posted(), stock.overdue(), stock.slots.len()), (4, 1, 5));
         (stock, pool, taker)
@@ -359,7 +360,7 @@ mod tests {
 
     fn take(stock: &mut ReceiveStock, slot: usize) -> u64 {
         let generation = stock.slots[slot].generation;
-        stock.take(WorkId::of_receive(slot, generation).0).expect("posted").number
+        stock.take(WorkId::of_receive(slot, generation).0).expect("a posted receive").number
     }
 
     const LOST: u64 = super::super::RECEIVE | 1 << 32;
@@ -373,7 +374,7 @@ mod tests {
             (4, 0, 0),
             "its slot was replaced, so none is free"
         );
-        assert!(stock.take(LOST).is_none(), "completed twice");
+        assert!(stock.take(LOST).is_none(), "a repeated completion must have no effect");
     }
 
     #[test]
@@ -390,7 +391,7 @@ mod tests {
         assert!(stock.take(LOST).is_none(), "it was reclaimed");
         drop(younger);
         take(&mut stock, 1);
-        stock.refill(&pool).expect("posted");
+        stock.refill(&pool).expect("the receives are posted");
         assert_eq!((stock.posted(), stock.slots.len()), (4, 5));
     }
 

@@ -158,11 +158,14 @@ mod tests {
         assert_eq!(completed(&mut table, first).len(), 1);
         assert!(
             !table.complete(first, |_, _| unreachable!("already completed")),
-            "completed twice"
+            "a repeated completion must have no effect"
         );
         let again = table.claim(2).expect("room");
         assert_eq!(again.slot, first.slot);
-        assert!(!table.complete(first, |_, _| unreachable!("a stale key")), "stale key");
+        assert!(
+            !table.complete(first, |_, _| unreachable!("a stale key")),
+            "a stale key must match nothing"
+        );
         let unknown = Key { slot: 9, generation: 0 };
         assert!(!table.complete(unknown, |_, _| unreachable!("an unknown key")));
         assert_eq!(table.in_flight(), 1);

@@ -99,8 +99,8 @@ impl Files {
 
     fn write(&self, path: &str, text: &str) {
         let path = self.0.join(path);
-        fs::create_dir_all(path.parent().expect("a directory")).expect("created");
-        fs::write(path, text).expect("written");
+        fs::create_dir_all(path.parent().expect("a directory")).expect("the directory is created");
+        fs::write(path, text).expect("the file is written");
     }
 }
 
@@ -217,7 +217,7 @@ fn gathers_facts_from_files_and_the_device() {
     );
     assert_eq!(rank(RETRY, &facts)[0].what, "the gateway 10.0.0.254 does not answer");
 
-    fs::remove_dir_all(roots.device("here")).expect("removed");
+    fs::remove_dir_all(roots.device("here")).expect("the directory is removed");
     assert_eq!(rank(FLUSHED, &gather("10.1.9.9"))[0].what, "the device here is being removed");
 }
 

@@ -299,8 +299,7 @@ impl Poller {
             // The link ended before the peer had finished the handshake.
             Some(Handshake::Incoming { id, recipient, .. }) => {
                 shared.commands.discard(source, id);
-                recipient
-                    .send_error(Error::new(ErrorKind::LinkDown, "the peer aborted the handshake"));
+                recipient.send_error(Error::new(ErrorKind::LinkDown, "the handshake was aborted"));
             }
             Some(handshake) => shared.commands.discard(source, handshake),
             None => {}

@@ -132,8 +132,9 @@ impl Poller {
         if let Some(wait) = self.strikes.record(Source::of(peer), self.now) {
             let wait = wait.as_secs();
             tracing::debug!(
-                "{peer} tried to access memory that is not its own; RDMA from its address is \
-                 refused for {wait} s; all peers together have made {errors} such attempts"
+                "{peer} requested memory or an operation that it had no right to; RDMA from its \
+                 address is refused for {wait} s; all peers together have sent {errors} such \
+                 requests"
             );
         }
     }

@@ -214,7 +214,7 @@ mod tests {
     fn resumes_only_with_what_is_possible() {
         let mut credits = Credits::new(8, 8);
         credits.send(5);
-        credits.on_acknowledged(2).expect("sent");
+        credits.on_acknowledged(2).expect("five frames were sent");
         assert_eq!(credits.check_resumed(1), Err(CreditViolation::Resumed));
         assert_eq!(credits.check_resumed(6), Err(CreditViolation::Resumed));
         assert!((2..=5).all(|received| credits.check_resumed(received).is_ok()));

@@ -30,11 +30,11 @@ pub(crate) struct Silence {
 /// The action that is due.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Look {
-    /// None: the peer was heard from recently. Check again at this time.
+    /// No action: the peer was heard from recently. Check again at this time.
     Well(Instant),
     /// Send a keepalive now, and check again at this time.
     Ask(Instant),
-    /// None: a keepalive is unanswered, or the link has no path. Check again at this time.
+    /// No action: a keepalive is unanswered, or the link has no path. Check again at this time.
     Asked(Instant),
 }
 
@@ -109,7 +109,9 @@ mod tests {
         let (keepalive, timeout) = (Duration::from_secs(10), Duration::from_secs(3));
         let begun = Instant::now();
         let mut liveness = Liveness::new(Keepalive::new(keepalive, 1), timeout, begun);
-        let Ok(Look::Well(at)) = liveness.look(begun, true) else { panic!("the peer is new") };
+        let Ok(Look::Well(at)) = liveness.look(begun, true) else {
+            panic!("a new peer must not be asked at once")
+        };
         assert_eq!(liveness.look(at, true), Ok(Look::Ask(at + timeout)));
         assert_eq!(liveness.look(at, true), Ok(Look::Asked(at + timeout)));
         assert!(!liveness.is_overdue(at) && liveness.is_overdue(at + timeout));

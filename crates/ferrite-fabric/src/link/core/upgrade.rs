@@ -394,7 +394,7 @@ mod tests {
     /// Passes a migration frame of this offer to the core.
     fn hear_of(offer: u32, core: &mut LinkCore, kind: TcpFrameKind, body: Option<&[u8]>) {
         let frame = TcpFrame { op: offer, ..path_frame(kind, 0) };
-        assert!(!core.on_path_frame(&frame, body, &mut Wakes::new()).expect("in order"));
+        assert!(!core.on_path_frame(&frame, body, &mut Wakes::new()).expect("an accepted frame"));
     }
 
     fn said(core: &mut LinkCore) -> Vec<TcpFrameKind> {
@@ -417,8 +417,9 @@ mod tests {
         // On TCP, this side learns that the caller has left RDMA. The caller's first frame on RDMA
         // is processed only after that.
         hear(&mut core, TcpFrameKind::Resume, None);
-        let is_path = core.on_upgrade_frame(&Control::Ping(GO).encode()).expect("in order");
-        assert!(is_path, "what came after that frame counts");
+        let is_path =
+            core.on_upgrade_frame(&Control::Ping(GO).encode()).expect("an accepted frame");
+        assert!(is_path, "later frames on the queue pair must count");
         assert_eq!(core.transport(), ActiveTransport::Migrating);
 
         // This side also detects the loss by itself. The caller does not report its received frames

@@ -241,7 +241,7 @@ impl LinkShared {
 fn full() -> Error {
     Error::new(
         ErrorKind::Full,
-        "the link's queue is full: the peer reads more slowly than this side sends",
+        "the link's queue is full: this side sends faster than the link delivers; wait for room",
     )
 }
 

@@ -61,7 +61,7 @@ impl Application {
             Some(_) => {
                 violation(format!("the message on channel {channel} is not the expected one"))
             }
-            None => violation(format!("a message on channel {channel} that was never sent")),
+            None => violation(format!("a message arrived on channel {channel}, but none was sent")),
         }
     }
 
@@ -79,7 +79,7 @@ impl Application {
                 };
             }
             if !self.is_revoked {
-                return violation(format!("notice {imm} instead of {expected}"));
+                return violation(format!("notice {imm} arrived instead of {expected}"));
             }
         }
         violation(format!("notice {imm} was never sent, or arrived twice"))
@@ -88,7 +88,7 @@ impl Application {
     /// Carries out a write of the peer.
     pub(super) fn on_write(&mut self, grant: u64, value: u64) -> Result<(), Violation> {
         if grant != self.grant || self.is_released {
-            return violation("a write to memory that was released");
+            return violation("the peer wrote to memory that was released");
         }
         self.value = value;
         Ok(())
@@ -96,7 +96,7 @@ impl Application {
 
     pub(super) fn on_read(&mut self, grant: u64) -> Result<u64, Violation> {
         if grant != self.grant || self.is_released {
-            return violation("a read of memory that was released");
+            return violation("the peer read memory that was released");
         }
         Ok(self.value)
     }

@@ -10,7 +10,8 @@ use crate::error::{Error, ErrorKind};
 use crate::link::core::TcpOutput;
 use crate::wire::{TcpFrame, TcpFrameKind};
 
-/// Maximum number of frames that the connection buffers.
+/// A side that uses TCP stops writing while the connection buffers this many frames. Answers, and
+/// the migration frames of a side that does not use TCP, are not limited.
 const SOCKET_FRAMES: usize = 20;
 
 impl Side {
@@ -128,10 +129,10 @@ impl Side {
             TcpFrameKind::Read => Ok(Some(answer(TcpFrameKind::Denied, Vec::new()))),
             _ => {
                 let Some((expected, held, request)) = self.asked.pop_front() else {
-                    return violation("an answer without a request");
+                    return violation("an answer arrived without a request");
                 };
                 if expected != op {
-                    return violation("an answer that does not fit its request");
+                    return violation("an answer has another number than its request");
                 }
                 let (held, data) = match kind {
                     TcpFrameKind::Data => (Held::Nothing, Some(self.buffer(bytes))),

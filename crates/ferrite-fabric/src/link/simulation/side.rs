@@ -241,7 +241,7 @@ impl Side {
                     (packet_of(&held, &request), held, request)
                 }
             };
-            let error = Error::new(ErrorKind::LinkDown, "the device took no request");
+            let error = Error::new(ErrorKind::LinkDown, "the device refused a request");
             if refuses && self.core.lose(&error) {
                 self.core.not_posted(held, request);
                 return;
@@ -397,7 +397,7 @@ impl Side {
     /// Continues over a new connection.
     pub(super) fn resume_over(&mut self, wire: u64, received: u64) -> Result<(), Violation> {
         if !self.core.resume_over(received, &mut self.wakes) {
-            return violation("a link without a path does not go on over another");
+            return violation("a link without a path refused to continue over a new connection");
         }
         self.tcp = Some(wire);
         self.answer_revocations();
@@ -422,7 +422,8 @@ impl Side {
         }
     }
 
-    /// Lets time pass for the probes of the path. Returns whether a probe was queued.
+    /// Starts the timer for probes if the core asks for it, and handles it if it has expired.
+    /// Returns whether a probe was queued.
     pub(super) fn probe(&mut self, now: Instant) -> bool {
         if self.core.take_probe_request() {
             self.probe_at = self.core.begin_probing(now);

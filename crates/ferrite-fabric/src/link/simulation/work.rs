@@ -104,12 +104,13 @@ impl Side {
                 (Ok(()), true) => {
                     let bytes = outcome.buf.as_ref().and_then(|buf| buf.first_chunk().copied());
                     let Some(value) = bytes.map(u64::from_le_bytes) else {
-                        return violation("a read without its bytes");
+                        return violation("a read succeeded without its bytes");
                     };
                     if !(operation.written..=self.application.last_written).contains(&value) {
                         let written = operation.written;
                         return violation(format!(
-                            "a read returned {value}, although {written} was written before"
+                            "a read returned {value}, which was never written, or was written \
+                             before {written}"
                         ));
                     }
                 }

@@ -121,8 +121,8 @@ impl LinkState {
         }
     }
 
-    /// Gives up waiting for the report of the last receive: it did not come in time, and never
-    /// will.
+    /// Gives up waiting for the report of the last receive, because it did not come in time. Has no
+    /// effect on a queue pair that is still in use.
     pub(crate) fn stop_waiting_for_last_receive(&mut self) {
         if self.failure().is_some() || self.core.is_to_be_detached() {
             self.rdma.queue.on_last_receive();

@@ -22,7 +22,7 @@ pub(crate) struct RdmaPath {
     /// The device whose queues the queue pair uses; `None` on TCP.
     pub(crate) device: Option<Arc<SharedDevice>>,
     pub(super) inline: usize,
-    /// Whether the queue pair was not stopped.
+    /// Whether there is a queue pair that was not stopped.
     is_running: bool,
     /// Whether a command is destroying the queue pair.
     pub(super) is_destroying: bool,

@@ -33,7 +33,8 @@ struct State {
     open: Option<MemoryWindow>,
     /// Whether the request that binds the window is in flight.
     binding: bool,
-    /// Memory to release when the bind request has completed. The peer can no longer access it.
+    /// Memory to release when the bind request has completed. Its owner has given it up, so until
+    /// then nobody in this process uses it.
     left: Option<(Registrations, BufMut)>,
 }
 

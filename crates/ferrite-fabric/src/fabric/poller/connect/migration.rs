@@ -22,8 +22,8 @@ use crate::wire::Resume;
 const REDIAL: Duration = Duration::from_millis(250);
 
 /// How long the caller of a link may take to reconnect after its connection manager has
-/// disconnected. If it has lost the path, it reconnects at once. Otherwise its process has ended,
-/// and the link must not keep it alive for long.
+/// disconnected. If the caller has lost the path, it reconnects at once. Otherwise its process has
+/// ended, and this side must not keep the link for long.
 const DISCONNECTED: Duration = Duration::from_secs(3);
 
 /// A TCP connection over which a link continues.
@@ -190,8 +190,10 @@ impl Poller {
             // up. Or nothing listens at its port: its process has ended.
             link.with_wakes(&mut self.wakes, |state, _, wakes| {
                 if let Some(lost) = state.core.lost() {
-                    let what =
-                        format!("{}; and the peer does not know the link any more", lost.error);
+                    let what = format!(
+                        "{}; and the peer has ended, or does not know the link",
+                        lost.error
+                    );
                     let error = Error::new(lost.error.kind(), what)
                         .with_causes(lost.error.causes().to_vec());
                     state.core.end(error, wakes);

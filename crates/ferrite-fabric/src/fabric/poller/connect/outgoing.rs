@@ -271,7 +271,7 @@ impl Poller {
             | CmEventKind::CONNECT_RESPONSE => match outgoing.id.take() {
                 Some(id) => self.step(shared, outgoing, id, &event),
                 None => {
-                    let error = Error::new(ErrorKind::System, "no identifier");
+                    let error = Error::new(ErrorKind::System, "the handshake has no CM identifier");
                     self.finish(shared, *outgoing, Err(error));
                 }
             },

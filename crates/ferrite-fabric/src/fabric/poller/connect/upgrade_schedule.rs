@@ -130,8 +130,8 @@ impl Poller {
         self.retry_chosen(shared, |_| true);
     }
 
-    /// Lets links on TCP try to upgrade soon. Their delays stay as they are, because an attempt may
-    /// take as long as its delay.
+    /// Lets links on TCP try to upgrade soon. Their delays are not reset, because the delay until
+    /// the next attempt is also the time that an attempt may take.
     fn retry_chosen(&mut self, shared: &Shared, is_chosen: impl Fn(&LinkShared) -> bool) {
         let links: Vec<_> = {
             let links = shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner);

@@ -204,8 +204,8 @@ impl Poller {
                 }
                 self.take_turns(shared, link);
                 let what = format!(
-                    "{} does not upgrade to RDMA: it has no RDMA device for this address, or its \
-                     packets do not get through (UDP port 4791)",
+                    "{} does not upgrade to RDMA: probably it has no RDMA device for this address, \
+                     or RDMA packets do not get through (RoCE v2: UDP port 4791)",
                     link.peer_name()
                 );
                 self.first_upgrade_failed(shared, link, Error::new(ErrorKind::Unreachable, what));
