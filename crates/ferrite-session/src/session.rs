@@ -161,7 +161,8 @@ impl TransportObserver {
         }
     }
 
-    /// Returns how often the session has lost its RDMA path and continued over TCP.
+    /// Returns how often the session has lost its RDMA path and continued, over TCP or another
+    /// device. Returns 0 after the session has ended.
     #[must_use]
     pub fn moves(&self) -> u64 {
         self.link.as_ref().and_then(LinkObserver::moves).unwrap_or(0)

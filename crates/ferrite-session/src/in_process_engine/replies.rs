@@ -1,8 +1,9 @@
 //! Replies that are to be sent to the client.
 //!
 //! Small replies are gathered in a buffer. When they are sent over RDMA, the buffer is copied into
-//! memory that is registered with the device. For a client over RDMA, a long value is copied into
-//! registered memory at once, as far as there is room, and is sent from there.
+//! memory that is registered with the device. For a client over RDMA, [`Replies::push_string`]
+//! copies a long value into registered memory at once, as far as there is room, and the value is
+//! sent from there.
 
 use std::collections::VecDeque;
 use std::io;
