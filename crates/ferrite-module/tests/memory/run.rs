@@ -68,7 +68,7 @@ struct Held {
     pinned: u64,
     sessions: u64,
     sessions_bytes: u64,
-    /// The number of sessions since the start.
+    /// The number of sessions since the start, without those of Valkey Over RDMA.
     all_sessions: u64,
 }
 

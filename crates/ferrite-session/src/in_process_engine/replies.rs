@@ -23,8 +23,9 @@ pub(crate) const REPLIES_MAX: usize = 64 << 10;
 const LONG_VALUE: usize = 32 << 10;
 /// The largest size of a block.
 const BLOCK: usize = 64 << 10;
-/// The most bytes that one client's replies hold in blocks. No client has more bytes in flight, so
-/// more blocks would only take memory of the device, which all clients share.
+/// The most bytes that one client's replies hold in blocks. With frames of the default size, no
+/// client has more bytes in flight. So more blocks would only take memory of the device, which all
+/// clients share.
 const BLOCKS_MAX: usize = 1 << 20;
 /// The smallest block. A shorter end of a value is sent together with the next reply.
 const BLOCK_MIN: usize = 1 << 10;
