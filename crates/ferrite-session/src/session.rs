@@ -153,8 +153,8 @@ impl TransportObserver {
         }
     }
 
-    /// Returns why the session uses TCP now although RDMA is preferred. After the session has ended,
-    /// returns why it used TCP at first.
+    /// Returns why the session uses TCP now although RDMA is preferred. After the session has
+    /// ended, returns why it used TCP at first.
     #[must_use]
     pub fn fallback(&self) -> Option<Fallback> {
         match self.link.as_ref().filter(|link| link.transport().is_some()) {
