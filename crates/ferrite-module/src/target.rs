@@ -28,7 +28,7 @@ pub(crate) fn target(sockets: &Sockets) -> Result<EngineAddress, String> {
     if let Some(path) = sockets.unixsocket.as_deref().filter(|path| !path.is_empty()) {
         // A relative path is relative to the engine's `dir`, its working directory.
         return std::path::absolute(path).map(EngineAddress::Unix).map_err(|error| {
-            format!("cannot make the engine's unixsocket {path:?} absolute: {error}")
+            format!("cannot find the engine's unixsocket {path:?}: {error}; set an absolute path")
         });
     }
     if port == "0" {
