@@ -18,8 +18,8 @@ const PER_SESSION: u64 = 2;
 /// The number of descriptors for connections that are not sessions yet.
 const PENDING_CONNECTIONS: u64 = 2048;
 
-/// Applies the engine's `maxclients` (zero if unknown) and the module's `max-clients`. Raises the
-/// process's limit of open files as far as its hard limit allows.
+/// Applies the engine's `maxclients` (zero if unknown) and the module's `max-clients`. If the
+/// process's limit of open files is too low for both, raises it, at most to the hard limit.
 pub(crate) fn follow(engine_clients: u64, sessions: usize) {
     let clients = if engine_clients > 0 { engine_clients } else { DEFAULT_ENGINE_CLIENTS };
     let engine = ENGINE_RESERVE + clients;

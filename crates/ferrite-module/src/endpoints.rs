@@ -181,7 +181,8 @@ impl Endpoints {
     }
 }
 
-/// Returns a row of FERRITE ENDPOINTS. The address is empty if the node does not know its own.
+/// Returns a row of FERRITE ENDPOINTS. Its address is that of the endpoint or, if the endpoint has
+/// none, that of the node. It is empty if neither is known.
 fn row(
     id: &str,
     address_of_node: Option<IpAddr>,

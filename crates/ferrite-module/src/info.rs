@@ -99,8 +99,8 @@ fn fabric(out: &mut Fields, stats: &FabricStats, sessions: &[SessionInfo]) {
     let over_rdma = |session: &&SessionInfo| {
         matches!(session.transport, SessionTransport::FerriteRdma | SessionTransport::ValkeyRdma)
     };
-    // Flushed requests are not counted as errors: they were pending when another one failed, or
-    // when a link was closed.
+    // Flushed requests were pending when another one failed, or when a link was closed. So
+    // `rdma_completion_errors` leaves them out. They have a field of their own, like every status.
     let failed = |wanted: &dyn Fn(Status) -> bool| {
         stats.errors.iter().filter(|(status, _)| wanted(*status)).map(|(_, count)| count).sum()
     };

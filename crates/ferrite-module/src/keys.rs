@@ -1,5 +1,5 @@
-//! The key path: GET without a call. It copies the value once, from the engine's memory to the send
-//! buffer. A call makes three copies.
+//! The key path: GET without a call. It copies the value once, from the engine's memory to the
+//! session's replies. A call makes three copies for that.
 //!
 //! The key path gives the same reply as GET, checks the same rights, and counts as a keyspace hit
 //! or miss. It is not a command, so it does not appear in MONITOR, the slow log or the command

@@ -27,9 +27,9 @@ pub(crate) fn target(sockets: &Sockets) -> Result<EngineAddress, String> {
     };
     if let Some(path) = sockets.unixsocket.as_deref().filter(|path| !path.is_empty()) {
         // A relative path is relative to the engine's `dir`, its working directory.
-        return std::path::absolute(path)
-            .map(EngineAddress::Unix)
-            .map_err(|error| format!("the engine's unixsocket {path:?}: {error}"));
+        return std::path::absolute(path).map(EngineAddress::Unix).map_err(|error| {
+            format!("cannot find the engine's unixsocket {path:?}: {error}; set an absolute path")
+        });
     }
     if port == "0" {
         let tls = sockets.tls_port.as_deref().is_some_and(|port| port != "0");

@@ -258,7 +258,7 @@ mod tests {
     fn is_readable(queue: &TaskQueue) -> bool {
         let mut fds = [rustix::event::PollFd::new(queue, rustix::event::PollFlags::IN)];
         let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
-        rustix::event::poll(&mut fds, Some(&now)).expect("poll") > 0
+        rustix::event::poll(&mut fds, Some(&now)).expect("poll succeeds") > 0
     }
 
     #[test]

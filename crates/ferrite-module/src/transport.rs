@@ -59,8 +59,9 @@ impl Transport {
     ///
     /// # Errors
     /// Returns an error if the module can listen on no address, or not on every address of
-    /// `rdma-bind`. The text says why. If RDMA is required, missing RDMA is an error. If RDMA is
-    /// preferred and missing, the listener accepts TCP only.
+    /// `rdma-bind`. If RDMA is required, missing RDMA is an error. If RDMA is preferred and
+    /// missing, the listener accepts TCP only, unless `rdma-device` names a device and the address
+    /// belongs to another one: this is an error. The text of an error says why.
     pub(crate) fn start(
         options: &Options,
         (target, hosts, addresses): (EngineAddress, Vec<Host>, Vec<Address>),

@@ -134,7 +134,7 @@ fn maxmemory_applies_to_calls() {
         pair.native.ok(&["CONFIG", "SET", "maxmemory", "100kb"]);
         assert!(pair.same(&["SET", "other", "value"]).starts_with("-OOM"));
         assert_eq!(pair.same(&["GET", "key"]), "$5\r\nvalue");
-        // No memory is left, but keys may be evicted. Calls do not evict; the proxy path does.
+        // Only 4 MiB are left, but keys may be evicted. Calls do not evict; the proxy path does.
         let used = pair.native.ask(&["INFO", "memory"]);
         let used =
             used.lines().find_map(|line| line.strip_prefix("used_memory:")).expect("a field");

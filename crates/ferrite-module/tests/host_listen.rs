@@ -158,7 +158,7 @@ fn serves_the_other_addresses_if_one_is_in_use() {
                 "{}",
                 server.info("address")
             );
-            // Protected mode treats this client as one of another host and rejects it.
+            // Each end has this address, so protected mode counts the client as one of this host.
             assert!(ping(&address, &own).is_some(), "nothing listens at {address}");
         }
         server.assert_healthy();

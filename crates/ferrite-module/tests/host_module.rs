@@ -342,8 +342,9 @@ fn replicas_load_asynchronously() {
         replica.wait_until("the replicated write", || {
             replica.ask::<Option<String>>(&["GET", "key"]).is_some()
         });
-        let error =
-            over_tcp(&replica, &["SET", "key", "value"]).expect_err("a replica").to_string();
+        let error = over_tcp(&replica, &["SET", "key", "value"])
+            .expect_err("a replica refuses writes")
+            .to_string();
         assert!(
             error.to_lowercase().contains("readonly") || error.contains("read only"),
             "{error}"

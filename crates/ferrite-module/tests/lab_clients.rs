@@ -28,8 +28,8 @@ fn clients() -> usize {
     std::env::var("FERRITE_CLIENTS").ok().map_or(200, |count| count.parse().expect("a number"))
 }
 
-/// A client that sends a command after the connect and another at the end, and only answers
-/// keepalives in between.
+/// A client that sends a command after the connect and another at the end. In between it only
+/// receives keepalives.
 async fn client(
     fabric: Fabric,
     connected: mpsc::UnboundedSender<()>,

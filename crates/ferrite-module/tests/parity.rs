@@ -31,7 +31,7 @@ use self::spec::Spec;
 use ferrite_testkit::resp::{Connection, Response, Transport, encode};
 use ferrite_testkit::{Engine, Start, free_port};
 
-/// The most that a reply may take.
+/// How long a reply may take.
 const LONG: Duration = Duration::from_secs(20);
 /// After this time without a reply, none is expected any more.
 const SHORT: Duration = Duration::from_millis(300);
@@ -55,7 +55,8 @@ pub(crate) struct Node {
 }
 
 impl Node {
-    /// Starts an engine and waits until its port is open. It may not serve commands yet.
+    /// Starts an engine and waits until its port is open. At that time, the engine may still load
+    /// its data, so commands may fail.
     fn spawn(program: &Path, way: &Way<'_>, options: &[&str]) -> Self {
         let (port, module_port) = (free_port().to_string(), free_port().to_string());
         let arguments = [way.arguments, &["rdma-port", &module_port]].concat();

@@ -9,12 +9,12 @@
 //!   forbid:           TCP
 //! ```
 //!
-//! A link to a Ferrite peer outlives its RDMA path, if both sides prefer RDMA: it continues over
-//! TCP, and returns to RDMA. A session that begins over TCP is plain RESP, which engines and
-//! gateways both understand, and stays on TCP. If the caller has configured TLS, the session is
-//! RESP within TLS. RDMA is not encrypted, so the connector then does not use RDMA, unless the
-//! caller allows it explicitly. If RDMA was preferred, [`Session::fallback`] reports why it is not
-//! used.
+//! A link to a Ferrite peer outlives its RDMA path, if both sides prefer RDMA and no TLS is
+//! configured: it continues over TCP, and returns to RDMA. A session that begins over TCP is plain
+//! RESP, which engines and gateways both understand, and stays on TCP. If the caller has configured
+//! TLS, the session is RESP within TLS. RDMA is not encrypted, so the connector then does not use
+//! RDMA, unless the caller allows it explicitly. If RDMA was preferred, [`Session::fallback`]
+//! reports why it is not used.
 
 use std::fmt;
 use std::io;
@@ -193,8 +193,9 @@ impl Connector {
         }
     }
 
-    /// Opens a session over RDMA, or fails. If RDMA is preferred, the session may continue over TCP
-    /// later. For callers that use another address for TCP than for RDMA.
+    /// Opens a session over RDMA, or fails. If RDMA is preferred and no TLS is configured, the
+    /// session may continue over TCP later. For callers that use another address for TCP than for
+    /// RDMA.
     ///
     /// # Errors
     /// Returns an error if RDMA is forbidden or fails, or if TLS is configured without
@@ -227,7 +228,8 @@ impl Connector {
             options = options.local(local);
         }
         if let Some((tls, name)) = &self.tls {
-            options = options.tls(Arc::clone(tls), name.clone()); // for a migration to TCP
+            // With TLS, the link never migrates to TCP.
+            options = options.tls(Arc::clone(tls), name.clone());
         }
         Ok(match self.fabric.connect_either(server, &options).await? {
             Connected::Link(link) => SessionStream::Ferrite(Stream::new(link)),
@@ -343,7 +345,9 @@ mod tests {
         let session = connect("127.0.0.2").await.expect("connect");
         let (_, peer) = listener.accept().await.expect("accept");
         assert_eq!(peer.ip().to_string(), "127.0.0.2");
-        let SessionStream::Tcp(socket) = session.stream() else { panic!("not TCP") };
+        let SessionStream::Tcp(socket) = session.stream() else {
+            panic!("the session does not use TCP")
+        };
         assert!(rustix::net::sockopt::socket_keepalive(socket).expect("an option"));
         drop(session);
         for elsewhere in ["192.0.2.1", "::1"] {

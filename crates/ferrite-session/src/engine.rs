@@ -190,7 +190,7 @@ where
         b'-' if reply.starts_with(b"-NOAUTH") => Ok(EngineAccess::NeedsPassword),
         b'-' => Ok(EngineAccess::Refused(String::from_utf8_lossy(&reply).into_owned())),
         TLS_ALERT => Err(invalid_reply("the engine's port expects TLS, which is not supported")),
-        _ => Err(invalid_reply("the reply to PING is not RESP")),
+        _ => Err(invalid_reply("the engine's reply is not RESP")),
     }
 }
 
@@ -199,7 +199,7 @@ async fn read_line<S: AsyncRead + Unpin>(server: &mut S) -> io::Result<Vec<u8>> 
     let mut line = Vec::new();
     while line.last() != Some(&b'\n') {
         if line.len() >= REPLY_MAX {
-            return Err(invalid_reply("the reply to PING is too long"));
+            return Err(invalid_reply("a line of the engine's reply is too long"));
         }
         match server.read_u8().await {
             Ok(byte) => line.push(byte),
@@ -286,7 +286,7 @@ mod tests {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("listen");
         let address = listener.local_addr().expect("an address").to_string();
         let socket = EngineSocket::connect(&EngineAddress::Tcp(address)).await.expect("connect");
-        let EngineSocket::Tcp(socket) = &socket else { panic!("not TCP") };
+        let EngineSocket::Tcp(socket) = &socket else { panic!("the socket is not a TCP socket") };
         assert!(rustix::net::sockopt::socket_keepalive(socket).expect("an option"));
     }
 

@@ -32,8 +32,8 @@ pub trait InProcessEngine: Send + Sync {
     /// Runs a session on a thread where commands can be called.
     fn spawn(&self, session: SessionFuture);
 
-    /// Returns whether a client that connects now needs no password. `None` means that no commands
-    /// can be called in-process, so the gateway must find out over the engine's socket.
+    /// Returns whether a client that connects now needs no password. `None` means that this cannot
+    /// be found out in-process, so the gateway must ask over the engine's socket.
     fn is_open_to_all(&self) -> Option<bool>;
 
     /// Returns whether the engine was at `maxclients` when a client was accepted, or at some time

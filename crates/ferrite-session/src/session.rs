@@ -143,7 +143,8 @@ impl TransportObserver {
         self.link.as_ref().and_then(LinkObserver::transport).map_or(self.first.0, of_link)
     }
 
-    /// Returns the RDMA device, if the session uses RDMA now.
+    /// Returns the RDMA device, if the session uses RDMA now. After the session has ended, returns
+    /// the first one.
     #[must_use]
     pub fn device(&self) -> Option<String> {
         match self.link.as_ref().filter(|link| link.transport().is_some()) {
@@ -152,7 +153,8 @@ impl TransportObserver {
         }
     }
 
-    /// Returns why the session uses TCP now although RDMA is preferred.
+    /// Returns why the session uses TCP now although RDMA is preferred. After the session has
+    /// ended, returns why it used TCP at first.
     #[must_use]
     pub fn fallback(&self) -> Option<Fallback> {
         match self.link.as_ref().filter(|link| link.transport().is_some()) {
@@ -161,7 +163,8 @@ impl TransportObserver {
         }
     }
 
-    /// Returns how often the session has lost its RDMA path and continued over TCP.
+    /// Returns how often the session has lost its RDMA path and continued, over TCP or another
+    /// device. Returns 0 after the session has ended.
     #[must_use]
     pub fn moves(&self) -> u64 {
         self.link.as_ref().and_then(LinkObserver::moves).unwrap_or(0)

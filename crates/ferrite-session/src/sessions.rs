@@ -34,7 +34,8 @@ pub struct SessionInfo {
     pub is_called: bool,
     /// The client id of the session's proxy connection, if the gateway runs inside the engine.
     pub client_id: Option<u64>,
-    /// The memory that the session holds for pending commands and replies, without its window.
+    /// The memory that the session holds for pending commands and replies, without its window. Zero
+    /// if the session only copies bytes, as every session of a gateway outside of the engine does.
     pub held_bytes: usize,
     /// The time since the session began.
     pub age: Duration,

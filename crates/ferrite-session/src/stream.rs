@@ -361,7 +361,8 @@ impl ValkeyStream {
 
 /// Decides which writes are unsignaled, that is, posted without a completion of their own. A
 /// completion's interrupt is half of the cost of a small reply. Unsignaled writes that are not
-/// inline keep their memory until the next signaled request completes, at the latest a keepalive.
+/// inline keep their memory until the next signaled request completes. On a server, this is the
+/// next keepalive at the latest.
 struct UnsignaledWrites {
     writes: u32,
     bytes: u32,

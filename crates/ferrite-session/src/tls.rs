@@ -43,7 +43,8 @@ impl TlsFiles {
     /// Reads the files. The caller chooses the cryptography.
     ///
     /// # Errors
-    /// Returns an error that names the file that cannot be read or used.
+    /// Returns an error that names the file that cannot be read or used. Also returns an error if
+    /// no authorities are given and this host has no list of trusted ones.
     pub fn client_config(&self, provider: Arc<CryptoProvider>) -> io::Result<ClientConfig> {
         let builder = ClientConfig::builder_with_provider(Arc::clone(&provider))
             .with_safe_default_protocol_versions()
@@ -72,7 +73,9 @@ impl TlsFiles {
         if let Some(file) = &self.ca_certificates {
             for certificate in read_certificates(file)? {
                 let added = roots.add(certificate);
-                added.map_err(|error| invalid(format!("{}: {error}", file.display())))?;
+                added.map_err(|error| {
+                    invalid(format!("cannot use the CA certificate {}: {error}", file.display()))
+                })?;
             }
         }
         if let Some(directory) = &self.ca_directory {

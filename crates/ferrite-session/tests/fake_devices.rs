@@ -61,7 +61,7 @@ fn refuses_a_device_that_does_not_exist() {
         assert!(error.is_unavailable() && error.remedy().is_some(), "{policy}");
     }
     // A host without any device falls back to TCP, even if a device is named.
-    let fabric = open(&World::new(), &[("rdma-device", "mlx5_0")]).expect("over TCP");
+    let fabric = open(&World::new(), &[("rdma-device", "mlx5_0")]).expect("a fabric that uses TCP");
     assert!(fabric.absence().is_some());
     open(&world(), &[("rdma-device", "mlx5_0"), ("rdma", "forbid")]).expect("no device is used");
 }
@@ -73,7 +73,7 @@ fn a_device_that_was_named_does_not_hide_that_the_address_has_another() {
     // The fake devices have loopback addresses. Listening there fails if no open device has the
     // address.
     let options = ListenOptions::new().rdma(Rdma::Require);
-    let error = fabric.listen_with(at, &options).expect_err("the address of rxe1");
+    let error = fabric.listen_with(at, &options).expect_err("only rxe1 has the address");
     assert_eq!(error.kind(), ErrorKind::Unreachable, "{error}");
 }
 
@@ -137,7 +137,7 @@ fn a_port_that_goes_down_is_logged_once_with_its_device() {
 #[test]
 fn a_fallback_is_logged_once_for_each_cause() {
     Log::of(|log| {
-        let fabric = open(&World::new(), &[]).expect("over TCP");
+        let fabric = open(&World::new(), &[]).expect("a fabric that uses TCP");
         let absence = fabric.absence().expect("there is no device").clone();
         let encryption = Error::clear_text("allow clear text");
         let before = log.text().len();

@@ -44,8 +44,8 @@ impl Hosts {
         let fabrics = [server_config(), client_config()].map(|config| Config {
             busy_poll_us: 0,
             upgrade_after: Duration::from_millis(100),
-            // A lost path is noticed without the keepalive, although it is often the gateway whose
-            // device has something to send, and only the client can reconnect.
+            // So long that the client must notice a lost path without the keepalive. Often only the
+            // gateway's device has something to send, but only the client can reconnect.
             keepalive: Duration::from_secs(60),
             ..config
         });
@@ -225,10 +225,10 @@ async fn lose_paths(hosts: Hosts, count: usize, losses: usize) {
         back.median(),
         back.longest()
     );
-    // The bar is 2 s on a machine with nothing else to do; the long run checks it in the lab.
+    // On a machine with nothing else to do, the limit is 2 s; `.ci/long` checks that in the lab.
     // Without probes the gap is as long as the keepalive.
     let limit = Duration::from_secs(10);
-    assert!(to_tcp.longest() <= limit, "to TCP: {:?}", to_tcp.longest());
-    assert!(back.longest() <= limit, "back: {:?}", back.longest());
+    assert!(to_tcp.longest() <= limit, "no reply on the way to TCP for {:?}", to_tcp.longest());
+    assert!(back.longest() <= limit, "no reply on the way back to RDMA for {:?}", back.longest());
     hosts.end().await;
 }

@@ -1,6 +1,6 @@
-//! Tests that every setting of other RDMA software is accepted by its name there, and has its
-//! effect on the fake provider. The module, the gateway and the relay open their fabrics in the
-//! same way.
+//! Tests that the settings of other RDMA software are accepted by their names there, except those
+//! that are refused, and that they have their effect on the fake provider. The module, the gateway
+//! and the relay open their fabrics in the same way.
 
 mod captured_log;
 
@@ -240,18 +240,18 @@ fn device_port_and_gid_index_restrict_rdma() {
     let absence = |settings: &[(&str, &str)]| {
         let world = world();
         let fabric = on_rxe1(&world, settings);
-        let listener = fabric.listen(at("127.0.0.1:0")).expect("over TCP at least");
+        let listener = fabric.listen(at("127.0.0.1:0")).expect("a listener, over TCP at least");
         listener.absence().map(ToString::to_string)
     };
     assert_eq!(absence(&[("rdma_port", "1")]), None);
-    let why = absence(&[("rdma_port", "2")]).expect("no RDMA");
+    let why = absence(&[("rdma_port", "2")]).expect("a reason why there is no RDMA");
     assert!(why.contains("port 1 of rxe1, but only port 2 may be used"), "{why}");
     // Entry 0 of the table is a link-local address, entry 1 is the device's own.
     assert_eq!(absence(&[("rdma_gid_index", "1")]), None);
     assert_eq!(absence(&[("rdma_gid_index", "-1")]), None);
-    let why = absence(&[("rdma_gid_index", "0")]).expect("no RDMA");
+    let why = absence(&[("rdma_gid_index", "0")]).expect("a reason why there is no RDMA");
     assert!(why.contains("GID index 0 of rxe1 has the address "), "{why}");
-    let why = absence(&[("rdma_gid_index", "9")]).expect("no RDMA");
+    let why = absence(&[("rdma_gid_index", "9")]).expect("a reason why there is no RDMA");
     assert!(why.contains("has no GID with index 9"), "{why}");
 }
 
@@ -300,7 +300,7 @@ fn delay_between_retries_is_kept() {
     let values = values(&[("connection_retries", "2"), ("retry_delay_ms", "40")]);
     let (world, begun) = (World::new(), Instant::now());
     let fabric = open_fabric(&values, &fabric_config(&values), || Fabric::builder(&world.verbs()));
-    assert!(fabric.expect("over TCP").absence().is_some());
+    assert!(fabric.expect("a fabric that uses TCP").absence().is_some());
     assert!(begun.elapsed() >= Duration::from_millis(80));
 }
 
@@ -451,7 +451,7 @@ fn registered_memory_is_pinned() {
     let mut values = Values::new(Program::Gateway);
     let (setting, _) = find(Program::Gateway, "pin_memory").expect("a setting");
     values.set_text(setting, None, "false", Origin::Flag).expect("a switch");
-    let wrong = values.check().expect_err("it is always pinned");
+    let wrong = values.check().expect_err("memory is always pinned");
     assert!(wrong[0].1.contains("rdma_enabled = false"), "{}", wrong[0].1);
 }
 
@@ -472,9 +472,9 @@ fn busy_polling_lasts_as_set_and_adapts() {
     let begun = Instant::now();
     passes(&always);
     assert!(begun.elapsed() >= Duration::from_millis(50));
-    assert!(passes(&always) >= FEW, "polls again");
+    assert!(passes(&always) >= FEW, "without adaptive polling, every call polls");
     let adaptive = on_rxe1(&world(), &[("busy_poll_us", "50000"), ("adaptive_polling", "true")]);
-    assert!(passes(&adaptive) >= FEW, "polls at first");
+    assert!(passes(&adaptive) >= FEW, "the first call polls");
     assert!(passes(&adaptive) < FEW, "after a poll that found nothing, it does not poll again");
 }
 

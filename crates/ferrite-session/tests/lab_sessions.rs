@@ -42,7 +42,7 @@ fn detects_a_server_that_vanished() {
 
 fn tc(qdisc: &str) {
     let status = Command::new("tc").arg("qdisc").args(qdisc.split(' ')).status();
-    assert!(status.is_ok_and(|status| status.success()), "tc qdisc {qdisc}");
+    assert!(status.is_ok_and(|status| status.success()), "tc qdisc {qdisc} failed");
 }
 
 /// Measures what each attack costs other clients. Where every instruction is emulated, times mean

@@ -3,7 +3,7 @@
 //!
 //! | module | contents | feature |
 //! |---|---|---|
-//! | `cluster` | a cluster node that redirects; clusters of several engines | `redis` for these |
+//! | `cluster` | a cluster node that redirects; whole clusters | `redis` for whole clusters |
 //! | `engine` | starts Redis and Valkey, with and without the module | `redis` for typed replies |
 //! | `resp` | a client that returns replies byte for byte | |
 //! | `wait` | waits for a condition, a future or a thread, with a deadline | `tokio` for async |

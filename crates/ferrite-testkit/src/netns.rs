@@ -31,7 +31,7 @@ impl Hosts {
     /// Returns why this process may not create namespaces, for example because it is not root.
     ///
     /// # Panics
-    /// If there are namespaces, but not the interfaces in them.
+    /// If this process may create namespaces, but not the interfaces in them.
     pub fn start(count: usize) -> Result<Self, String> {
         let name = format!("fe{}", std::process::id());
         try_ip(&["netns", "add", &format!("{name}-0")])?;
@@ -74,7 +74,8 @@ impl Hosts {
                 })
             });
         }
-        // The kernel's RDMA address lookup can miss the moment when a neighbour becomes known.
+        // The kernel's RDMA address lookup can miss the moment when a neighbour becomes known. So
+        // each host sends to all others here, before any lookup.
         for host in 1..=self.count {
             self.within(host, || {
                 let socket = std::net::UdpSocket::bind("0.0.0.0:0").expect("a socket");
@@ -139,7 +140,8 @@ fn ip(words: &[&str]) {
 
 fn try_ip(words: &[&str]) -> Result<(), String> {
     let output = Command::new("ip").args(words).output();
-    let output = output.map_err(|error| format!("ip, of Debian's package iproute2: {error}"))?;
+    let output =
+        output.map_err(|error| format!("cannot run ip (Debian's package iproute2): {error}"))?;
     match output.status.success() {
         true => Ok(()),
         false => Err(format!("ip {words:?}: {}", String::from_utf8_lossy(&output.stderr).trim())),

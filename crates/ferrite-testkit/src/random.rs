@@ -11,7 +11,7 @@ impl Random {
         Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
     }
 
-    /// Returns a number below `n`.
+    /// Returns a number below `n`, and below 2^31 even if `n` is larger.
     ///
     /// # Panics
     /// If `n` is 0.

@@ -225,8 +225,8 @@ impl CallContext {
         // enough.
         macro_rules! call {
             ($($index:literal)*) => {
-                // SAFETY: each `b` has an address and a length, and there may be more of them. The
-                // context is never freed.
+                // SAFETY: each `b` has an address and a length; the engine does not read further
+                // ones. The context is never freed.
                 unsafe {
                     (api().call)(
                         self.raw.as_ptr(), name, format.as_ptr() $(, at($index).0, at($index).1)*

@@ -66,8 +66,8 @@ impl fmt::Display for NodeId {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Node {
     pub(crate) id: NodeId,
-    /// The address that the node announces. A node that has never met another one (CLUSTER MEET)
-    /// does not know its own address.
+    /// The address that the node announces. Unless `cluster-announce-ip` sets it, a node that has
+    /// never met another one (CLUSTER MEET) does not know its own address.
     pub(crate) address: Option<IpAddr>,
     pub(crate) is_myself: bool,
     /// Whether the cluster agrees that the node has failed.

@@ -76,8 +76,8 @@ impl Calls {
         is_allowed.unwrap_or(false)
     }
 
-    /// Returns whether a client that connects now is the user `default` without a password. Returns
-    /// `None` if the engine does not say, for example because ACL is renamed.
+    /// Returns whether a client that connects now is logged in as the user `default` without a
+    /// password. Returns `None` if the engine does not say, for example because ACL is renamed.
     pub(crate) fn default_user_is_open(&self) -> Option<bool> {
         self.context.ask(c"ACL", &[b"GETUSER", b"default"]).as_deref().map(is_open)
     }

@@ -136,8 +136,8 @@ fn decode_endpoint(bytes: &[u8]) -> Option<(Endpoint, &[u8])> {
     is_usable.then_some((Endpoint { address, port, has_rdma }, rest))
 }
 
-/// Returns whether an address makes sense in an announcement: it belongs to one host, and does not
-/// need the name of an interface.
+/// Returns whether an address may be announced. Excludes wildcard and multicast addresses, which do
+/// not name a host, and IPv6 link-local addresses, which need the name of an interface.
 pub(crate) fn is_announced(address: &IpAddr) -> bool {
     let is_link_local = match address {
         IpAddr::V4(_) => false,

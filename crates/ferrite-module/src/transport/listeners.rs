@@ -81,8 +81,8 @@ pub(super) fn listen(
     if listeners.is_empty() {
         let first = unserved.into_iter().next().or(why_not);
         return Err(first.unwrap_or_else(|| {
-            "this host has none of the engine's bind addresses; load the module with rdma-bind \
-             ADDRESS"
+            "the module can listen on none of the engine's bind addresses: this host lacks them, \
+             or their port is in use; load the module with rdma-bind ADDRESS"
                 .into()
         }));
     }

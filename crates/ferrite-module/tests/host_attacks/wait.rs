@@ -124,7 +124,7 @@ fn wait_fails_if_its_mark_is_refused() {
 }
 
 /// A client can send FERRITE MARK itself. Since the command writes to the append-only file and to
-/// replicas, it fails unless the session has written before.
+/// replicas, it fails unless the session has written since its last mark.
 #[test]
 fn mark_fails_unless_the_session_has_written() {
     on_each(&["--requirepass", "x"], |server| {

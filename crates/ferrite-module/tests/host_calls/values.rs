@@ -7,7 +7,7 @@ use ferrite_testkit::resp::Client;
 
 use crate::client::{Pair, start, words};
 
-/// Commands and replies that are larger than a window arrive unchanged.
+/// Values of several megabytes, and lists of many elements, arrive unchanged.
 #[test]
 fn large_values_arrive_whole() {
     let large = "0123456789abcdef".repeat(1 << 18); // 4 MiB

@@ -79,7 +79,7 @@ fn move_key_by_key(slot: &Slot, from: &Node, to: &Node) {
     // The new owner takes an epoch above all that it knows. If it does not know the old owner's
     // epoch yet, a delayed message of the old owner takes the slot away again.
     let epoch = from.epoch("cluster_my_epoch");
-    to.server.wait_until("the epoch", || to.epoch("cluster_current_epoch") >= epoch);
+    to.server.wait_until("the old owner's epoch", || to.epoch("cluster_current_epoch") >= epoch);
     to.ok(&format!("CLUSTER SETSLOT {number} IMPORTING {}", from.id));
     from.ok(&format!("CLUSTER SETSLOT {number} MIGRATING {}", to.id));
     let mut source = from.server.client();
@@ -99,13 +99,14 @@ fn move_key_by_key(slot: &Slot, from: &Node, to: &Node) {
     });
 }
 
-/// Moves a slot as Valkey 9.0 and later do by themselves.
+/// Moves a slot with CLUSTER MIGRATESLOTS, by which Valkey 9.0 and later transfer all keys
+/// themselves.
 fn move_at_once(slot: &Slot, from: &Node, to: &Node) {
     let number = slot.number;
     from.ok(&format!("CLUSTER MIGRATESLOTS SLOTSRANGE {number} {number} NODE {}", to.id));
     let read = format!("EXISTS {{{}}}", slot.tag);
-    to.server.wait_until("the slot", || to.ask(&read).starts_with(':'));
-    from.server.wait_until("a redirect", || from.ask(&read).starts_with("-MOVED"));
+    to.server.wait_until("the slot at its new owner", || to.ask(&read).starts_with(':'));
+    from.server.wait_until("a redirect to the new owner", || from.ask(&read).starts_with("-MOVED"));
     slot.change(|| {});
 }
 

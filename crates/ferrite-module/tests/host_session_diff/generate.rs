@@ -48,7 +48,7 @@ struct Generator {
 pub(crate) fn session(seed: u64) -> Session {
     let mut random = Random::new(seed);
     for _ in 0..4 {
-        random.below(2); // the first numbers are similar for small seeds
+        random.below(2); // skipped; using these numbers would change the session of each seed
     }
     let setup = setup(&mut random);
     let weights = theme(&mut random);

@@ -108,7 +108,7 @@ impl Hunt {
         };
         let text = |transcript: String| {
             format!(
-                "seed {seed}: {:?} differs, shortened to {} steps\nsetup: {}\n\n{transcript}\n\n{}\n\n\
+                "seed {seed}: {:?} differs, {} steps\nsetup: {}\n\n{transcript}\n\n{}\n\n\
                  reproduce: cargo xtask fuzz session-diff --seed {seed}\n",
                 finding.kind,
                 session.steps.len(),

@@ -152,7 +152,7 @@ impl fmt::Display for Step {
             Action::EndWriting => f.write_str("shuts down its side"),
             Action::Reconnect => f.write_str("reconnects"),
             Action::Flood { stop, by_observer } => {
-                let by = if *by_observer { "an observer" } else { "client 0" };
+                let by = if *by_observer { "an observer" } else { "a client of the same port" };
                 write!(f, "floods as user flood until {by} stops it: {stop:?}")
             }
             Action::Write { parts, settle, wait_ms, .. } => {

@@ -1,4 +1,5 @@
-//! What clients do over RDMA: every kind of command, in order, with values of any size.
+//! Clients over RDMA: pipelines, transactions, messages, blocking commands, the order of commands
+//! of two clients, and values of up to 16 MiB.
 
 use redis::{AsyncCommands as _, ProtocolVersion, RedisConnectionInfo, Value};
 

@@ -23,9 +23,9 @@ use ferrite_testkit::Random;
 
 /// The most that any step may take, including the pause of a failover and the timeout of a link.
 const TIMEOUT: Duration = Duration::from_secs(90);
-/// How long to wait before checking for a lost peer. A client of Valkey Over RDMA does not notice
-/// that its peer closed the connection while the wire was cut. Also the timeout of one attempt to
-/// connect.
+/// How long to wait before checking for a lost peer. If the peer closed the connection while the
+/// wire was cut, a client of Valkey Over RDMA notices that only by a probe, after 10 s or more.
+/// Also the timeout of one attempt to connect.
 const SILENCE: Duration = Duration::from_secs(4);
 
 /// How a client connects.

@@ -1,8 +1,9 @@
 //! Peers that violate the protocol or send invalid commands. They may lose their own connection,
 //! but must not affect anybody else.
 //!
-//! Engines reject a source address after repeated accesses to memory that is not its own. So the
-//! peers of [`violate_protocol`] have their own addresses, another in each round.
+//! The module rejects a source address whose clients repeatedly access memory that is not theirs.
+//! So the peers of [`violate_protocol`] have source addresses of their own, and another address in
+//! each round.
 
 use std::net::SocketAddr;
 use std::process::Command;

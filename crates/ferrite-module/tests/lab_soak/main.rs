@@ -171,8 +171,8 @@ fn engines_survive_all_faults() {
         let [rounds, rejected] =
             [&world.hostile_rounds, &world.rejected].map(|counter| counter.load(Ordering::Relaxed));
         eprintln!("peers that violate the protocol: {rejected} rejected in {rounds} rounds");
-        // Usually some of the six peers of an address access memory that is not theirs. In a few
-        // rounds, none of them may do so.
+        // In most rounds, some of the six peers access memory that is not theirs. It can happen
+        // that none does in a few rounds.
         assert!(rounds < 10 || rejected > 0, "no peer was rejected for repeated violations");
         drop(faults);
         drop(world);

@@ -18,8 +18,8 @@ pub(crate) struct Resources {
 
 pub(crate) fn resources(server: &Engine) -> Resources {
     let pid = server.pid();
-    // Descriptors are counted while no connection of this test is open: an earlier one may still
-    // be closing, and INFO below opens another.
+    // Descriptors are counted while no connection of this function is open: that of the last call
+    // may still be closing, and INFO below opens another.
     std::thread::sleep(Duration::from_millis(50));
     let descriptors =
         std::fs::read_dir(format!("/proc/{pid}/fd")).expect("a running engine").count() as u64;

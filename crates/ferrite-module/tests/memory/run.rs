@@ -68,7 +68,7 @@ struct Held {
     pinned: u64,
     sessions: u64,
     sessions_bytes: u64,
-    /// The number of sessions since the start.
+    /// The number of sessions since the start, without those of Valkey Over RDMA.
     all_sessions: u64,
 }
 
@@ -159,10 +159,13 @@ pub(crate) fn attack(server: &mut Engine, plan: &Plan) {
         new_lines <= LINES_PER_MINUTE * minutes,
         "{new_lines} log lines in {minutes} minutes: {log}"
     );
-    assert!(most.rss <= before.rss + plan.growth, "RSS: {before:?} before, {most:?} at most");
+    assert!(
+        most.rss <= before.rss + plan.growth,
+        "the RSS grew too much: {before:?} before, {most:?} at most"
+    );
     assert!(
         most.pinned <= before.pinned + plan.growth,
-        "pinned memory: {before:?} before, {most:?} at most"
+        "the pinned memory grew too much: {before:?} before, {most:?} at most"
     );
     let expected = plan.rounds * (plan.size.clients + plan.size.links);
     let now = held(server, &mut admin);

@@ -56,7 +56,9 @@ pub(crate) fn commands(connection: &mut Connection) -> Vec<Spec> {
     let mut found = BTreeMap::new();
     read_table(connection, &["COMMAND"], &mut found);
     let docs = ask(connection, &["COMMAND", "DOCS"]);
-    let Ok(Value::Array(docs)) = Value::parse(&docs) else { panic!("COMMAND DOCS is no array") };
+    let Ok(Value::Array(docs)) = Value::parse(&docs) else {
+        panic!("the reply to COMMAND DOCS is not an array")
+    };
     for [name, entry] in docs.as_chunks().0 {
         document(&text(name), entry, &mut found);
     }
@@ -75,7 +77,9 @@ fn ask(connection: &mut Connection, words: &[&str]) -> Vec<u8> {
 
 fn read_table(connection: &mut Connection, words: &[&str], found: &mut BTreeMap<String, Spec>) {
     let reply = ask(connection, words);
-    let Ok(Value::Array(entries)) = Value::parse(&reply) else { panic!("COMMAND is no array") };
+    let Ok(Value::Array(entries)) = Value::parse(&reply) else {
+        panic!("the reply to COMMAND is not an array")
+    };
     entries.iter().for_each(|entry| read_entry(entry, found));
 }
 

@@ -31,7 +31,7 @@ pub struct GatewayStats {
     /// clients, by protected mode, or because a Valkey Over RDMA connection could not be set up.
     pub refused: u64,
     /// The number of clients that got no session because connecting to the engine failed, or
-    /// because the engine rejected the connection.
+    /// because protected mode asked the engine whether it needs a password and got an error.
     pub engine_failures: u64,
     /// The number of sessions that were asked to end ([`Gateway::kill`], [`Gateway::kill_for`]).
     pub killed: u64,

@@ -235,8 +235,8 @@ impl<C: Client> InProcessSession<'_, C> {
 
     pub(super) fn warn_of_unmarked_writes(&self) {
         static LINES: LogLimit = LogLimit::new();
-        let why =
-            "the engine refused FERRITE MARK, so WAIT would not cover all writes of this client";
+        let why = "FERRITE MARK was refused or could not be sent, so WAIT would not cover all \
+                   writes of this client";
         log_disconnect(&LINES, self.record.id(), why);
     }
 

@@ -365,7 +365,11 @@ mod tests {
             assert_eq!(input.bytes()[found.range.clone()], command);
             input.take(&found);
         }
-        assert!(input.held_bytes() <= 4 * BEFORE_AUTH, "{} bytes", input.held_bytes());
+        assert!(
+            input.held_bytes() <= 4 * BEFORE_AUTH,
+            "the input holds {} bytes",
+            input.held_bytes()
+        );
     }
 
     /// A command is not classified before its name has arrived.

@@ -1,8 +1,9 @@
 //! Replies that are to be sent to the client.
 //!
 //! Small replies are gathered in a buffer. When they are sent over RDMA, the buffer is copied into
-//! memory that is registered with the device. For a client over RDMA, a long value is copied into
-//! registered memory at once, as far as there is room, and is sent from there.
+//! memory that is registered with the device. For a client over RDMA, [`Replies::push_string`]
+//! copies a long value into registered memory at once, as far as there is room, and the value is
+//! sent from there.
 
 use std::collections::VecDeque;
 use std::io;
@@ -22,8 +23,9 @@ pub(crate) const REPLIES_MAX: usize = 64 << 10;
 const LONG_VALUE: usize = 32 << 10;
 /// The largest size of a block.
 const BLOCK: usize = 64 << 10;
-/// The most bytes that one client's replies hold in blocks. No client has more bytes in flight, so
-/// more blocks would only take memory of the device, which all clients share.
+/// The most bytes that one client's replies hold in blocks. With frames of the default size, no
+/// client has more bytes in flight. So more blocks would only take memory of the device, which all
+/// clients share.
 const BLOCKS_MAX: usize = 1 << 20;
 /// The smallest block. A shorter end of a value is sent together with the next reply.
 const BLOCK_MIN: usize = 1 << 10;

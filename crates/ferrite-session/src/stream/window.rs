@@ -97,7 +97,8 @@ impl Window {
     }
 
     /// Returns the next larger size. Windows grow by one size class at a time, so that the first
-    /// clients do not take all the memory. A client keeps its window until it has filled it.
+    /// clients do not take all the memory: a window can shrink only when the client has filled it
+    /// again.
     fn next_larger(&self) -> u32 {
         class_bytes()
             .find(|&bytes| bytes > self.bytes)

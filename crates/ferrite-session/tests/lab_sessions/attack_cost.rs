@@ -241,8 +241,8 @@ fn connect_params() -> ConnectParams<'static> {
     }
 }
 
-/// A client on plain verbs that receives nothing. Its fields are in the order in which they must be
-/// dropped.
+/// A client on plain verbs that receives only the gateway's first message. Its fields are in the
+/// order in which they must be dropped.
 struct DeafClient {
     _qp: QueuePair,
     _cq: CompletionQueue,
@@ -274,13 +274,13 @@ impl DeafClient {
         let begun = Instant::now();
         let mut completion = [WorkCompletion::default()];
         while cq.poll(&mut completion).expect("poll the queue") == 0 {
-            assert!(begun.elapsed() < TIMEOUT, "no message");
+            assert!(begun.elapsed() < TIMEOUT, "the gateway sent no message");
             std::thread::sleep(Duration::from_micros(100));
         }
         let Ok(Message::RegisterXferMemory(window)) =
             Message::decode(&region.to_vec(incoming.start, MESSAGE_BYTES))
         else {
-            panic!("expected RegisterXferMemory")
+            panic!("the gateway's first message is not RegisterXferMemory")
         };
         let remote = region.remote(0..WINDOW);
         let ours = Registration { addr: remote.addr, length: WINDOW as u32, rkey: remote.rkey };

@@ -58,7 +58,7 @@ pub(crate) async fn a_reset_connection_is_noticed_without_credit(harness: &Harne
     assert_eq!(peers[0].handle.state().streams, 1);
     one.set_zero_linger().expect("set the option");
     drop(one);
-    until_async("the first end", async || peers[0].handle.state().streams == 0).await;
+    until_async("the end of the stream", async || peers[0].handle.state().streams == 0).await;
     let error = two.read_to_end(&mut Vec::new()).await.expect_err("a reset, and not the end");
     assert_eq!(error.kind(), ErrorKind::ConnectionReset);
     finish(peers).await;

@@ -90,7 +90,7 @@ async fn exchange(
         bytes += len;
         rounds.fetch_add(1, Ordering::Relaxed);
     }
-    write.shutdown().await.map_err(|error| format!("shut down: {error}"))?;
+    write.shutdown().await.map_err(|error| format!("the shutdown failed: {error}"))?;
     match read.read(&mut [0]).await {
         Ok(0) => Ok(bytes),
         other => Err(format!("expected the end of the stream, received {other:?}")),

@@ -55,7 +55,11 @@ async fn let_an_hour_pass<const N: usize>(
                     let mut bytes = [0];
                     let polled =
                         Pin::new(&mut **stream).poll_read(cx, &mut ReadBuf::new(&mut bytes));
-                    assert!(polled.is_pending(), "after {:?}: {polled:?}", steps * STEP);
+                    assert!(
+                        polled.is_pending(),
+                        "the idle stream returned after {:?}: {polled:?}",
+                        steps * STEP
+                    );
                 }
                 Poll::Ready(())
             })

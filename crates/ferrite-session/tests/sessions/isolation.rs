@@ -65,7 +65,7 @@ impl Attacker {
         let Ok(Message::RegisterXferMemory(window)) =
             Message::decode(&it.region.to_vec(64, MESSAGE_BYTES))
         else {
-            panic!("expected RegisterXferMemory")
+            panic!("the server's first message is not RegisterXferMemory")
         };
         it.window = window;
         Some(it)
@@ -74,7 +74,7 @@ impl Attacker {
     fn completion(&self) -> Status {
         let (begun, mut completion) = (Instant::now(), [WorkCompletion::default()]);
         while self.cq.poll(&mut completion).expect("poll the queue") == 0 {
-            assert!(begun.elapsed() < TIMEOUT, "no completion");
+            assert!(begun.elapsed() < TIMEOUT, "no completion arrived in time");
             std::thread::yield_now();
         }
         completion[0].status()

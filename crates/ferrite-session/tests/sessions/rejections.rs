@@ -88,7 +88,7 @@ async fn write_too_much(stream: impl AsyncRead + AsyncWrite + Unpin) -> String {
 /// Writes when the server has probably closed, and returns what the client then reads.
 async fn write_late(mut session: Session) -> String {
     tokio::time::sleep(Duration::from_millis(300)).await;
-    session.write_all(b"*1\r\n$4\r\nPING\r\n").await.expect("accepted");
+    session.write_all(b"*1\r\n$4\r\nPING\r\n").await.expect("the first write succeeds");
     let mut received = Vec::new();
     session.read_to_end(&mut received).await.expect("the end of the stream");
     session.write_all(b"more").await.expect_err("the server has closed");

@@ -163,7 +163,7 @@ pub(crate) async fn limits_a_slow_reader_to_its_window(harness: Harness) {
     }
     assert_eq!(written, 64 * KIB, "as much as the server's window holds");
     let held = fabrics[1].pool().stats().send.in_use_bytes;
-    assert!(held <= 64 * KIB as u64, "{held} bytes");
+    assert!(held <= 64 * KIB as u64, "the writer holds {held} bytes");
     let mut read = vec![0; bytes.len()];
     let (wrote, done) =
         tokio::join!(client.write_all(&bytes[written..]), server.read_exact(&mut read));

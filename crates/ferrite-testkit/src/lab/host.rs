@@ -68,8 +68,8 @@ impl Host {
         let stats = fabric.stats();
         // In all tests, a receive buffer fills its block of memory exactly.
         let posted = stats.receives_posted * u64::from(fabric.config().recv_buffer_size);
-        assert_eq!(stats.memory.receive.in_use_bytes, posted, "receive memory: {stats:?}");
-        assert_eq!(stats.memory.send.in_use_bytes, 0, "send memory: {stats:?}");
+        assert_eq!(stats.memory.receive.in_use_bytes, posted, "receive memory is left: {stats:?}");
+        assert_eq!(stats.memory.send.in_use_bytes, 0, "send memory is left: {stats:?}");
         assert_eq!((stats.in_flight, stats.memory.quarantined_bytes), (0, 0), "{stats:?}");
         drop(fabric);
         join(driver, TEST_TIMEOUT, "the thread that drives the fabric ends");

@@ -10,7 +10,8 @@ use crate::process::exit_within;
 use crate::wait::until_async;
 
 /// The longest time without a reply, and the longest time until a session is back on RDMA after the
-/// path has returned. A busy machine reaches both, so a test does not depend on its speed.
+/// path has returned. Even a busy machine stays below both, so that a test does not depend on the
+/// machine's speed.
 const GAP_MAX: Duration = Duration::from_secs(10);
 const BACK_MAX: Duration = Duration::from_secs(10);
 /// The longest time without a reply on a quiet machine. Checked if `FERRITE_LOSSES_STRICT` is set.
@@ -47,7 +48,10 @@ pub async fn lose_paths(
          rdma link show rxe2/1 >/dev/null 2>&1 || rdma link add rxe2 type rxe netdev h2",
     );
     let on = async |wanted: UsedTransport, what: &str| {
-        until_async(&format!("{what}: on {wanted:?}"), async || used_transport() == wanted).await;
+        until_async(&format!("{what}: all sessions on {wanted:?}"), async || {
+            used_transport() == wanted
+        })
+        .await;
     };
     on(UsedTransport::Rdma, "at first").await;
     commands.wait_for(50, "at first").await;
@@ -103,7 +107,7 @@ pub async fn lose_paths(
     let limit = |limit: Duration| limit * slowdown();
     let is_strict = std::env::var_os("FERRITE_LOSSES_STRICT").is_some();
     let gap = limit(if is_strict { STRICT_GAP_MAX } else { GAP_MAX });
-    assert!(to_tcp.longest() <= gap, "without a reply: {:?}", to_tcp.longest());
-    assert!(back.longest() <= gap, "without a reply: {:?}", back.longest());
+    assert!(to_tcp.longest() <= gap, "no reply on the way to TCP for {:?}", to_tcp.longest());
+    assert!(back.longest() <= gap, "no reply on the way back to RDMA for {:?}", back.longest());
     assert!(returns.longest() <= limit(BACK_MAX), "back on RDMA after {:?}", returns.longest());
 }

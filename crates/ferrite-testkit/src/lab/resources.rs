@@ -81,7 +81,7 @@ pub fn resources() -> BTreeMap<String, u64> {
             held.insert(format!("{device} {kind}"), count.parse().expect("a count"));
         }
     }
-    let fds = std::fs::read_dir("/proc/self/fd").expect("fds").count() as u64;
+    let fds = std::fs::read_dir("/proc/self/fd").expect("the list of descriptors").count() as u64;
     held.insert("fds".to_owned(), fds);
     held
 }

@@ -49,7 +49,9 @@ impl Broadcasts {
         self != Self::None && !invalidated(reply).is_empty()
     }
 
-    /// Returns whether these replies invalidate the same keys.
+    /// Returns whether the keys that these replies invalidate differ at most as this value allows.
+    /// With [`Self::None`], nothing is compared. With [`Self::MayBeMissing`], one side may lack
+    /// keys.
     pub(crate) fn are_same(self, one: &[&[u8]], other: &[&[u8]]) -> bool {
         let [one, other] = [one, other].map(|replies| {
             let keys = replies.iter().flat_map(|reply| invalidated(reply));

@@ -245,7 +245,10 @@ pub(super) async fn compare<F>(
         if now.0 == 1 && now.1 == before.1 && now.2 < before.2 + 8 {
             break;
         }
-        assert!(begun.elapsed() < TIMEOUT, "{name}: {before:?} before, {now:?} now");
+        assert!(
+            begun.elapsed() < TIMEOUT,
+            "{name}: the gateway holds more: {before:?} before, {now:?} now"
+        );
     }
     script.0.store(END, Ordering::Relaxed);
     join(measuring, "measuring client").await;
