@@ -9,23 +9,14 @@ use std::path::Path;
 use ferrite_fabric::{Config, Fabric};
 use ferrite_session::{Connector, Session, SessionTransport, TransportObserver, client_config};
 use ferrite_testkit::engine::REDIS;
-use ferrite_testkit::lab::{OWN, PEER, UsedTransport, any_port, lose_paths, verbs};
+use ferrite_testkit::lab::{
+    OWN, PEER, UsedTransport, any_port, lose_paths, module_sessions, verbs,
+};
 use ferrite_testkit::numbered::NumberedCommands;
 use ferrite_testkit::{Engine, Start};
 
 const PORT: u16 = 6390;
 const SESSIONS: usize = 3;
-
-/// Returns the address and the transport of each session, as the module lists them.
-fn listed(engine: &Engine) -> Vec<(String, String)> {
-    let lines: String = engine.client().ask(&["FERRITE", "CLIENTS"]);
-    let field = |line: &str, name: &str| {
-        let mut values = line.split(' ').filter_map(|field| field.strip_prefix(name));
-        values.next().expect("the field").to_owned()
-    };
-    let sessions = lines.lines().filter(|line| line.starts_with("id="));
-    sessions.map(|line| (field(line, "addr="), field(line, "transport="))).collect()
-}
 
 #[test]
 fn sessions_to_the_module_survive_the_loss_of_rdma() {
@@ -52,25 +43,19 @@ fn sessions_to_the_module_survive_the_loss_of_rdma() {
         let addresses = |listed: &[(String, String)]| {
             listed.iter().map(|(address, _)| address.clone()).collect::<BTreeSet<_>>()
         };
-        engine.wait_until("a list of all sessions", || listed(&engine).len() == SESSIONS);
-        let first = addresses(&listed(&engine));
+        engine.wait_until("a list of all sessions", || module_sessions(&engine).len() == SESSIONS);
+        let first = addresses(&module_sessions(&engine));
         let commands = NumberedCommands::start(sessions, "module");
         let both_sides = || {
             let ours: Vec<_> = observers.iter().map(TransportObserver::transport).collect();
             if ours.iter().any(|transport| *transport != ours[0]) {
                 return UsedTransport::Both;
             }
-            let theirs = listed(&engine);
+            let theirs = module_sessions(&engine);
             assert_eq!(addresses(&theirs), first, "a session keeps its address");
-            match ours[0] {
-                SessionTransport::FerriteRdma
-                    if theirs.iter().all(|(_, transport)| transport == "rdma-ferrite") =>
-                {
-                    UsedTransport::Rdma
-                }
-                SessionTransport::Tcp if theirs.iter().all(|(_, transport)| transport == "tcp") => {
-                    UsedTransport::Tcp
-                }
+            match (ours[0], UsedTransport::of_module_sessions(&theirs)) {
+                (SessionTransport::FerriteRdma, UsedTransport::Rdma) => UsedTransport::Rdma,
+                (SessionTransport::Tcp, UsedTransport::Tcp) => UsedTransport::Tcp,
                 _ => UsedTransport::Both,
             }
         };

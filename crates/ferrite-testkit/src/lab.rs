@@ -15,6 +15,8 @@ use ferrite_verbs::Verbs;
 
 #[cfg(feature = "fabric")]
 pub use host::{Host, short_timeouts, stalled_after};
+#[cfg(all(feature = "redis", feature = "tokio"))]
+pub use losses::module_sessions;
 #[cfg(feature = "tokio")]
 pub use losses::{UsedTransport, lose_paths};
 pub use net::{RecreateDevices, Restore, Wire, fault, sh};

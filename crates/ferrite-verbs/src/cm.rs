@@ -20,6 +20,7 @@ use crate::sys;
 mod blocking;
 mod channel;
 mod event;
+mod removal;
 
 pub use crate::cm_abi::{
     ACCEPT_PRIVATE_DATA_MAX, REJECT_PRIVATE_DATA_MAX, REQUEST_PRIVATE_DATA_MAX,
@@ -82,35 +83,18 @@ unsafe impl Sync for CmId {}
 
 impl Drop for CmId {
     fn drop(&mut self) {
-        self.channel.id_infos().remove(&self.key);
+        let info = self.channel.id_infos().remove(&self.key);
+        if info.is_some_and(|info| info.device_removed) {
+            // SAFETY: the identifier is alive and keeps its context open. The kernel has reported
+            // that its device is being removed.
+            unsafe { removal::release_context((*self.raw.as_ptr()).verbs) };
+        }
         // SAFETY: the identifier was created for us, is destroyed once, and has no queue pair. Its
         // events are acknowledged as soon as they are fetched, so this call does not wait for long.
         let rc = unsafe { (self.cm().rdma_destroy_id)(self.raw.as_ptr()) };
         if !crate::leak::count_unless_released(rc) {
             // The identifier still points to the channel, so leak the channel too.
             std::mem::forget(self.channel.clone());
-        }
-        if self.channel.device_was_removed() {
-            close_removed_devices(self.cm());
-        }
-    }
-}
-
-/// Makes librdmacm close the devices that were removed.
-///
-/// librdmacm opens each device once. It checks whether its devices still exist only in
-/// `rdma_get_devices`, and when it meets a device that it does not know (`sync_devices_list` in
-/// rdma-core's `librdmacm/cma.c`). The kernel cannot finish removing a Soft-RoCE device while a
-/// process holds it open.
-#[cold]
-fn close_removed_devices(cm: &sys::CmFunctions) {
-    if let (Some(devices), Some(free)) = (cm.rdma_get_devices, cm.rdma_free_devices) {
-        // SAFETY: no preconditions; the list, if there is one, is freed at once.
-        unsafe {
-            let list = devices(std::ptr::null_mut());
-            if !list.is_null() {
-                free(list);
-            }
         }
     }
 }
@@ -173,7 +157,10 @@ impl CmId {
         let mut info = IdInfo::default();
         // SAFETY: the identifier is alive. Events change these fields only after address resolution
         // was requested, and then the kernel refuses to bind or to listen.
-        unsafe { info.copy_local(self.raw()) };
+        unsafe {
+            info.copy_local(self.raw());
+            self.channel.opened_devices().note(self.raw());
+        }
         if let Some(entry) = self.channel.id_infos().get_mut(&self.key) {
             (entry.local, entry.device) = (info.local, info.device);
         }

@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 
 use ferrite_fabric::{Config, ConnectOptions, ErrorKind};
 use ferrite_testkit::lab::{
-    Host, LeakCheck, OWN, PEER, Restore, TEST_TIMEOUT, any_port, held_on, short_timeouts, slowdown,
+    Host, LeakCheck, OWN, PEER, Restore, TEST_TIMEOUT, any_port, held_on, sh, short_timeouts,
+    slowdown,
 };
 use ferrite_testkit::process::role;
 use ferrite_testkit::wait::comes_true;
@@ -246,6 +247,40 @@ fn own_device_removed_while_returning() {
     Traffic::start(&link).stop();
     drop(link);
     peer.finish();
+    own.finish();
+    leak_check.end();
+}
+
+/// A fabric that loses its device does not hold the other device of the host, which it does not
+/// use. Otherwise nothing would release that one, and its removal would never end.
+#[test]
+fn a_lost_device_leaves_the_others_alone() {
+    let own = Host::new(&[OWN.0], short_timeouts());
+    let listener = own.fabric.listen(any_port(OWN)).expect("a listener");
+    let opened = || held_on(PEER.0)["rxe1 ctx"];
+    let before = opened();
+    remove(OWN.0).undo();
+    wait_until_used_again(&own, 1);
+    assert_eq!(opened(), before);
+    remove(PEER.0).undo();
+    drop(listener);
+    own.finish();
+}
+
+/// The last device of a host is removed while a fabric uses it.
+#[test]
+fn last_device_of_the_host_removed() {
+    let leak_check = LeakCheck::with(&[OWN]);
+    let own = Host::new(&[OWN.0], short_timeouts());
+    let listener = own.fabric.listen(any_port(OWN)).expect("a listener");
+    let mut other = remove(PEER.0);
+    other.wait();
+    let mut removal = remove(OWN.0);
+    removal.wait();
+    sh("rdma link add rxe1 type rxe netdev h1");
+    drop((removal, other)); // adds this one
+    wait_until_used_again(&own, 1);
+    drop(listener);
     own.finish();
     leak_check.end();
 }

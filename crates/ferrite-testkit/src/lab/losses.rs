@@ -28,6 +28,34 @@ pub enum UsedTransport {
     Both,
 }
 
+/// Returns the address and the transport of each session, as the module in `engine` lists them.
+///
+/// # Panics
+/// If the module's reply is not such a list.
+#[cfg(feature = "redis")]
+#[must_use]
+pub fn module_sessions(engine: &crate::Engine) -> Vec<(String, String)> {
+    let lines: String = engine.client().ask(&["FERRITE", "CLIENTS"]);
+    let field = |line: &str, name: &str| {
+        let mut values = line.split(' ').filter_map(|field| field.strip_prefix(name));
+        values.next().expect("the field").to_owned()
+    };
+    let sessions = lines.lines().filter(|line| line.starts_with("id="));
+    sessions.map(|line| (field(line, "addr="), field(line, "transport="))).collect()
+}
+
+impl UsedTransport {
+    /// Returns the transport of sessions that the module lists with these names.
+    #[must_use]
+    pub fn of_module_sessions(sessions: &[(String, String)]) -> Self {
+        match sessions.iter().filter(|(_, transport)| transport == "rdma-ferrite").count() {
+            all if all == sessions.len() => Self::Rdma,
+            0 if sessions.iter().all(|(_, transport)| transport == "tcp") => Self::Tcp,
+            _ => Self::Both,
+        }
+    }
+}
+
 /// Loses the RDMA path again and again while the sessions run commands, and prints how long the
 /// sessions had no reply. `FERRITE_LOSSES` sets the number of losses. With `FERRITE_LOSSES_STRICT`,
 /// which needs a quiet machine, the sessions must have replies again within 2 s.

@@ -4,11 +4,11 @@ use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::io::Errno;
 
+use super::removal::{self, OpenedDevices};
 use super::{CmId, CmKey};
 use crate::cm_abi::from_raw;
 use crate::context::{borrow_fd, set_nonblocking};
@@ -32,8 +32,7 @@ struct ChannelInner {
     /// writes the originals to the identifier's struct without a lock, while it fetches an event.
     /// The lock of this map is never held across a call to librdmacm.
     id_infos: Mutex<HashMap<CmKey, IdInfo>>,
-    /// Set once an identifier got the event that its device is being removed.
-    device_removed: AtomicBool,
+    opened_devices: Mutex<OpenedDevices>,
 }
 
 /// The addresses and the device of an identifier, as far as they are known.
@@ -42,6 +41,8 @@ pub(super) struct IdInfo {
     pub(super) local: Option<SocketAddr>,
     pub(super) peer: Option<SocketAddr>,
     pub(super) device: Option<(String, u8)>,
+    /// Whether the identifier got the event that its device is being removed.
+    pub(super) device_removed: bool,
 }
 
 impl IdInfo {
@@ -112,7 +113,7 @@ impl Verbs {
             cm,
             fetching: Mutex::new(()),
             id_infos: Mutex::default(),
-            device_removed: AtomicBool::new(false),
+            opened_devices: Mutex::default(),
         }));
         set_nonblocking(channel.as_fd(), "CM event channel")?;
         Ok(channel)
@@ -143,6 +144,14 @@ impl EventChannel {
         }
     }
 
+    /// Closes the devices that librdmacm still holds open although they were removed, at a moment
+    /// when no identifier was notified. If there is one, librdmacm opens all devices of the host.
+    pub fn close_removed_devices(&self) {
+        if self.opened_devices().forget_removed() {
+            removal::close_removed_devices(self.functions());
+        }
+    }
+
     pub(super) fn functions(&self) -> &'static sys::CmFunctions {
         self.0.cm
     }
@@ -161,15 +170,9 @@ impl EventChannel {
         self.0.fetching.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notes that an identifier of this channel got the event that its device is being removed.
-    pub(super) fn note_device_removed(&self) {
-        self.0.device_removed.store(true, Ordering::Relaxed);
-    }
-
-    /// Returns whether an identifier of this channel got the event that its device is being
-    /// removed.
-    pub(super) fn device_was_removed(&self) -> bool {
-        self.0.device_removed.load(Ordering::Relaxed)
+    /// Locks and returns the devices that librdmacm has opened for this channel.
+    pub(super) fn opened_devices(&self) -> MutexGuard<'_, OpenedDevices> {
+        self.0.opened_devices.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -71,9 +71,6 @@ impl EventChannel {
         // waits for the acknowledgement of its events.
         // SAFETY: the event is acknowledged once, and not used afterwards.
         unsafe { (self.functions().rdma_ack_cm_event)(raw) };
-        if event.kind == CmEventKind::DEVICE_REMOVAL {
-            self.note_device_removed();
-        }
         Ok(Some(event))
     }
 
@@ -138,6 +135,7 @@ impl CmEvent {
                     (*raw.as_ptr()).context = key.as_context();
                     info.copy_local(raw.as_ptr());
                     info.copy_peer(raw.as_ptr());
+                    channel.opened_devices().note(raw.as_ptr());
                 }
                 ConnectionRequest {
                     id: CmId::new(raw, key, channel.clone(), info),
@@ -158,6 +156,17 @@ impl CmEvent {
             // fields while it fetched the event. The call that requested the resolution may not
             // have returned yet, but it writes only the peer's address.
             unsafe { info.copy_local(event.id) };
+        }
+        if kind == CmEventKind::ADDRESS_RESOLVED {
+            // SAFETY: as above.
+            unsafe { channel.opened_devices().note(event.id) };
+        }
+        if kind == CmEventKind::DEVICE_REMOVAL {
+            if let Some(info) = channel.id_infos().get_mut(&id) {
+                info.device_removed = true;
+            }
+            // SAFETY: as above.
+            unsafe { channel.opened_devices().forget(event.id) };
         }
         Self { id, kind, status: event.status, private_data, request }
     }

@@ -91,9 +91,9 @@ impl Poller {
             let found = attempt.revive(seen);
             if found.is_err() {
                 // The device may have come and gone during the attempt without an event.
-                // Destroying an identifier makes librdmacm check for removed devices and
-                // release them.
-                drop(attempt.channel.as_ref().map(EventChannel::create_id));
+                if let Some(channel) = &attempt.channel {
+                    channel.close_removed_devices();
+                }
             }
             found
         };
