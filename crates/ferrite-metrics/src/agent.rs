@@ -75,6 +75,10 @@ fn refusals(stats: &AgentStats, out: &mut Exposition) {
     let help = "Connections to engines from another source port than the peer's program has, \
                 because that port was in use";
     out.counter("agent_source_ports_changed", help, stats.ports_changed);
-    let help = "Links that were refused because their address belongs to no peer";
-    out.counter("agent_unknown_peers", help, stats.unknown_peers);
+    let refused: Vec<_> = stats
+        .links_refused
+        .iter()
+        .map(|(cause, count)| (vec![("cause", *cause)], *count))
+        .collect();
+    out.counters("agent_links_refused", "Links of peers that were refused", &refused);
 }

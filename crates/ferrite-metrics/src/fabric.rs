@@ -105,6 +105,9 @@ fn links(stats: &FabricStats, out: &mut Exposition) {
     );
     out.counter("rdma_links_failed", "Links that ended with an error", stats.failed_links);
     out.counter("rdma_peers_refused", "Peers that were rejected", stats.refused);
+    let help = "Requests by RDMA CM that were refused, because links begin over TCP";
+    out.counter("rdma_cm_requests_refused", help, stats.cm_requests_refused);
+    out.counter("rdma_tls_failures", "TLS handshakes of peers that failed", stats.tls_failures);
     let help = "Links that ended because the peer accessed memory without a right to it";
     out.counter("rdma_remote_access_errors", help, stats.remote_access_errors);
     let causes = stats.fallbacks.map(|(cause, count)| (cause.to_string(), count));

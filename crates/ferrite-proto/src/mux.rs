@@ -147,6 +147,7 @@ pub struct Mux {
     table: Table,
     schedule: Schedule,
     opens: OpenRate,
+    bus_opens: OpenRate,
     ended: VecDeque<Ended>,
     /// The number of bytes that all streams have received and not consumed.
     held: u64,
@@ -173,6 +174,7 @@ impl Mux {
             table: Table::new(side),
             schedule: Schedule::default(),
             opens: OpenRate::new(config.opens_per_second),
+            bus_opens: OpenRate::new(config.opens_per_second),
             ended: VecDeque::new(),
             held: 0,
             in_flight: [0; 3],
@@ -269,7 +271,7 @@ impl Mux {
         }
         // A stream whose RESET waits is still open at the peer.
         let open = self.table.opened_by(self.side) + self.schedule.waiting_resets(self.side);
-        if open >= self.config.max_streams {
+        if !self.config.has_room(class, open) {
             return Err(OpenError::TooManyStreams);
         }
         let id = self.table.next_name(class).ok_or(OpenError::NamesUsedUp)?;

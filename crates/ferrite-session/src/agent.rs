@@ -1,5 +1,6 @@
 //! The agent: carries TCP connections between the programs of a group of hosts, over one link for
-//! each direction of a pair of hosts. Programs and engines are not changed.
+//! each pair of hosts. Without TLS, there is one for each direction. Programs and engines are not
+//! changed.
 //!
 //! ```text
 //! client, replica, bus ─► 127.1.0.2:7001 ─► agent ══ one link, many streams ══► agent ─► engine
@@ -14,6 +15,7 @@
 //! |---|---|
 //! | `config.rs` | the settings |
 //! | `peer_links.rs` | which link is used, and when to connect; no I/O |
+//! | `identity.rs` | mutual TLS: which peer a certificate belongs to |
 //! | `admission.rs` | which streams of a peer are accepted; no I/O |
 //! | `peer.rs`, `links.rs` | a peer with its links; connects, accepts and runs links |
 //! | `local.rs` | connections of local programs |
@@ -25,6 +27,7 @@ mod admission;
 mod config;
 mod delivery;
 mod engine_access;
+mod identity;
 mod links;
 mod local;
 mod peer;
@@ -49,6 +52,7 @@ use tokio::time::timeout;
 use self::admission::Admission;
 pub use self::config::{AgentConfig, AgentPeer};
 use self::engine_access::EngineAccessProbe;
+pub use self::identity::AgentTls;
 use self::peer::Peer;
 use self::stats::Counters;
 pub use self::stats::{AgentPeerStats, AgentStats};
@@ -84,6 +88,8 @@ struct Shared {
     ports: PortSet,
     /// The local address of links that this agent connects.
     local: Option<SocketAddr>,
+    /// Mutual TLS with all peers.
+    tls: Option<AgentTls>,
     admission: Admission,
     access: EngineAccessProbe,
     peers: Vec<Arc<Peer>>,
@@ -102,13 +108,15 @@ impl Agent {
     pub fn new(fabric: Fabric, config: AgentConfig) -> Result<Self, String> {
         config.check()?;
         let (sender, tasks) = mpsc::unbounded_channel();
+        let shared_by = config.tls.is_some().then(|| fabric.instance());
         let peers = config.peers.iter();
-        let peers = peers.map(|peer| Arc::new(Peer::new(*peer))).collect();
+        let peers = peers.map(|peer| Arc::new(Peer::new(peer.clone(), shared_by))).collect();
         let AgentConfig { alias, deliver, own, .. } = config.clone();
         let shared = Shared {
             fabric,
             ports: config.ports.clone(),
             local: config.local,
+            tls: config.tls.clone(),
             admission: Admission { alias, deliver, own },
             config: RwLock::new(Arc::new(config)),
             access: EngineAccessProbe::default(),
@@ -215,7 +223,13 @@ impl AgentHandle {
     #[must_use]
     pub fn stats(&self) -> AgentStats {
         let peers = self.shared.peers.iter().map(|peer| peer.stats()).collect();
-        AgentStats { peers, ..self.shared.counters.stats() }
+        let mut stats = AgentStats { peers, ..self.shared.counters.stats() };
+        let at_limits = self.shared.peers.iter().map(|peer| peer.refused_at_limits()).sum();
+        stats.refused.push(("limit", at_limits));
+        let fabric = self.shared.fabric.stats();
+        stats.links_refused.push(("tls", fabric.tls_failures));
+        stats.links_refused.push(("cm", fabric.cm_requests_refused));
+        stats
     }
 
     /// Checks that there is a link to each peer. Connects where there is none.

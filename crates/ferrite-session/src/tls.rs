@@ -1,4 +1,4 @@
-//! TLS of clients over TCP: reads certificates and keys in PEM.
+//! TLS over TCP: reads certificates and keys in PEM.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -12,8 +12,10 @@ use ferrite_fabric::rustls::crypto::{
 };
 use ferrite_fabric::rustls::pki_types::pem::{self, PemObject as _};
 use ferrite_fabric::rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
+use ferrite_fabric::rustls::server::WebPkiClientVerifier;
 use ferrite_fabric::rustls::{
-    ClientConfig, DigitallySignedStruct, Error as TlsError, RootCertStore, SignatureScheme,
+    ClientConfig, DigitallySignedStruct, Error as TlsError, RootCertStore, ServerConfig,
+    SignatureScheme,
 };
 
 /// Where distributions keep the certificates of the authorities that they trust.
@@ -24,7 +26,7 @@ const SYSTEM_BUNDLES: [&str; 4] = [
     "/etc/ssl/cert.pem",                  // Alpine
 ];
 
-/// The files of a client that uses TLS, all in PEM.
+/// The files of a program that uses TLS, all in PEM.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TlsFiles {
     /// A file with the authorities to trust, instead of the system's.
@@ -32,7 +34,7 @@ pub struct TlsFiles {
     /// A directory of files with authorities to trust, instead of the system's. They are trusted in
     /// addition to those of [`TlsFiles::ca_certificates`].
     pub ca_directory: Option<PathBuf>,
-    /// The certificate of the client with its chain, and its private key.
+    /// The certificate of this side with its chain, and its private key.
     pub client: Option<(PathBuf, PathBuf)>,
     /// Whether to accept any certificate of the server. If so, anybody on the path can read and
     /// change everything.
@@ -55,17 +57,32 @@ impl TlsFiles {
         } else {
             builder.with_root_certificates(self.roots()?)
         };
-        let Some((chain_file, key_file)) = &self.client else {
+        let Some(files) = &self.client else {
             return Ok(builder.with_no_client_auth());
         };
-        let chain = read_certificates(chain_file)?;
-        let key = PrivateKeyDer::from_pem_file(key_file)
-            .map_err(|error| describe_pem("private key", key_file, error))?;
-        builder.with_client_auth_cert(chain, key).map_err(|error| {
-            let [chain, key] = [chain_file, key_file].map(|file| file.display());
-            let why = explain(&io::Error::other(error));
-            invalid(format!("cannot use the certificate {chain} with the key {key}: {why}"))
-        })
+        let (chain, key) = read_own(files)?;
+        builder.with_client_auth_cert(chain, key).map_err(|error| unusable(files, error))
+    }
+
+    /// Reads the files of a side that accepts connections. Its peers must present a certificate
+    /// that one of [`TlsFiles::ca_certificates`] has issued. The caller chooses the cryptography.
+    ///
+    /// # Errors
+    /// Returns an error that names the file that cannot be read or used, or that is missing.
+    pub fn server_config(&self, provider: Arc<CryptoProvider>) -> io::Result<ServerConfig> {
+        let (Some(files), Some(_)) = (&self.client, &self.ca_certificates) else {
+            let what = "a certificate, its private key and the certificate of a CA are needed";
+            return Err(invalid(what));
+        };
+        let roots = Arc::new(self.roots()?);
+        let verifier = WebPkiClientVerifier::builder_with_provider(roots, Arc::clone(&provider));
+        let verifier = verifier.build().map_err(|error| invalid(error.to_string()))?;
+        let builder = ServerConfig::builder_with_provider(provider)
+            .with_safe_default_protocol_versions()
+            .map_err(io::Error::other)?
+            .with_client_cert_verifier(verifier);
+        let (chain, key) = read_own(files)?;
+        builder.with_single_cert(chain, key).map_err(|error| unusable(files, error))
     }
 
     fn roots(&self) -> io::Result<RootCertStore> {
@@ -121,6 +138,20 @@ fn add_directory(roots: &mut RootCertStore, directory: &Path) -> io::Result<()> 
         )));
     }
     Ok(())
+}
+
+/// Reads the certificate of this side with its chain, and its private key.
+fn read_own(
+    (chain, key): &(PathBuf, PathBuf),
+) -> io::Result<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>)> {
+    let named = |error| describe_pem("private key", key, error);
+    Ok((read_certificates(chain)?, PrivateKeyDer::from_pem_file(key).map_err(named)?))
+}
+
+fn unusable((chain, key): &(PathBuf, PathBuf), error: TlsError) -> io::Error {
+    let (chain, key) = (chain.display(), key.display());
+    let why = explain(&io::Error::other(error));
+    invalid(format!("cannot use the certificate {chain} with the key {key}: {why}"))
 }
 
 fn read_certificates(file: &Path) -> io::Result<Vec<CertificateDer<'static>>> {

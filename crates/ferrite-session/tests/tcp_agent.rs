@@ -6,12 +6,13 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::Duration;
 
 use ferrite_config::ports::PortSet;
-use ferrite_fabric::{Config, ConnectOptions, Fabric, Listener, Rdma};
-use ferrite_session::agent::{Agent, AgentConfig, AgentHandle, AgentPeer};
+use ferrite_fabric::rustls::crypto::ring;
+use ferrite_fabric::{Config, ConnectOptions, Fabric, ListenOptions, Listener, Rdma, Transport};
+use ferrite_session::agent::{Agent, AgentConfig, AgentHandle, AgentPeer, AgentTls};
 use ferrite_session::mux::protocol::{self, Class, Route};
 use ferrite_session::mux::{Multiplexer, MuxHandle, Side, multiplex};
 use ferrite_testkit::wait::until_async;
-use ferrite_testkit::{TIMEOUT, free_port};
+use ferrite_testkit::{Ca, TIMEOUT, TempDir, free_port};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::oneshot;
@@ -60,6 +61,11 @@ impl Running {
         let refused = self.handle.stats().refused;
         refused.into_iter().find(|(label, _)| *label == cause).expect(cause).1
     }
+
+    fn links_refused(&self, cause: &str) -> u64 {
+        let refused = self.handle.stats().links_refused;
+        refused.into_iter().find(|(label, _)| *label == cause).expect(cause).1
+    }
 }
 
 /// An agent, and a peer of it that opens whatever the test wants.
@@ -83,7 +89,7 @@ impl Hostile {
         let address = listener.local_addr();
         let mut config = AgentConfig::new(own);
         // Nothing listens there, so the agent does not connect.
-        config.peers = vec![AgentPeer { alias, address: (peer_ip, free_port()).into() }];
+        config.peers = vec![AgentPeer::new(alias, (peer_ip, free_port()).into())];
         config.ports = PortSet::parse([free_port().to_string()]).expect("a port");
         config.deliver =
             PortSet::parse([port.to_string(), address.port().to_string()]).expect("ports");
@@ -165,7 +171,7 @@ async fn link_from_an_unknown_address_is_refused() {
     let agent = start(&fabric, AgentConfig::new(ip(1)), vec![listener]);
     let link = other.connect(address).await.expect("a link");
     assert!(link.ended().await.is_err() || link.failure().is_some(), "it ends");
-    until_async("it is counted", async || agent.handle.stats().unknown_peers == 1).await;
+    until_async("it is counted", async || agent.links_refused("address") == 1).await;
     agent.finish().await;
 }
 
@@ -179,31 +185,68 @@ struct Pair {
     ips: [Ipv4Addr; 2],
     /// Where programs of the first host reach the second one.
     destination: SocketAddr,
+    /// The alias of the first host.
+    own_alias: Ipv4Addr,
+}
+
+/// The certificates of agents, and the authority that has issued them.
+struct Certificates {
+    ca: Ca,
+    files: TempDir,
+}
+
+impl Certificates {
+    fn new() -> Self {
+        Self { ca: Ca::new(), files: TempDir::new("agent-tls") }
+    }
+
+    fn of(&self, ip: Ipv4Addr) -> AgentTls {
+        let ip = ip.to_string();
+        let [certificate, key, ca] = self.ca.files(&self.files, &ip, &self.ca.issue(&[&ip]));
+        let provider = std::sync::Arc::new(ring::default_provider());
+        AgentTls::read(&certificate, &key, &ca, &provider).expect("files that can be used")
+    }
 }
 
 impl Pair {
     async fn start() -> Self {
-        let fabrics = [fabric(), fabric()];
-        let aliases = [ip(1), ip(2)];
-        let ips = [ip(3), ip(4)];
-        let port = free_port();
-        let listeners = [0, 1].map(|at| fabrics[at].listen((ips[at], 0).into()).expect("listen"));
-        let addresses = [0, 1].map(|at: usize| listeners[at].local_addr());
-        let mut listeners = listeners.into_iter();
-        let agents = [0, 1].map(|at: usize| {
-            let mut config = AgentConfig::new(aliases[at]);
-            config.peers = vec![AgentPeer { alias: aliases[1 - at], address: addresses[1 - at] }];
-            config.ports = PortSet::parse([port.to_string()]).expect("a port");
-            config.local = Some((ips[at], 0).into());
-            start(&fabrics[at], config, listeners.next().into_iter().collect())
-        });
-        let destination = (aliases[1], port).into();
-        let pair = Self { agents, addresses, ips, destination };
+        let pair = Self::connect([None, None]).await;
         until_async("a link of each side", async || {
             pair.agents.iter().all(|agent| agent.handle.stats().peers[0].links.len() == 2)
         })
         .await;
         pair
+    }
+
+    /// Starts both agents, with certificates of these addresses if there are some.
+    async fn connect(tls: [Option<(&Certificates, Option<Ipv4Addr>)>; 2]) -> Self {
+        let fabrics = [fabric(), fabric()];
+        let aliases = [ip(1), ip(2)];
+        let ips = [ip(3), ip(4)];
+        let port = free_port();
+        let tls = [0, 1].map(|at: usize| {
+            tls[at].map(|(certificates, ip)| certificates.of(ip.unwrap_or(ips[at])))
+        });
+        let listeners = [0, 1].map(|at: usize| {
+            let options = ListenOptions::new();
+            let options = match &tls[at] {
+                Some(tls) => tls.listen(options),
+                None => options,
+            };
+            fabrics[at].listen_with((ips[at], 0).into(), &options).expect("listen")
+        });
+        let addresses = [0, 1].map(|at: usize| listeners[at].local_addr());
+        let mut listeners = listeners.into_iter();
+        let agents = [0, 1].map(|at: usize| {
+            let mut config = AgentConfig::new(aliases[at]);
+            config.peers = vec![AgentPeer::new(aliases[1 - at], addresses[1 - at])];
+            config.ports = PortSet::parse([port.to_string()]).expect("a port");
+            config.local = Some((ips[at], 0).into());
+            config.tls = tls[at].clone();
+            start(&fabrics[at], config, listeners.next().into_iter().collect())
+        });
+        let destination = (aliases[1], port).into();
+        Self { agents, addresses, ips, destination, own_alias: aliases[0] }
     }
 
     async fn finish(self) {
@@ -225,6 +268,113 @@ async fn agents_that_connect_at_once_keep_a_link_for_each_direction() {
         }
         pair.finish().await;
     }
+}
+
+/// Both agents connect when they start.
+#[tokio::test]
+async fn agents_with_tls_that_connect_at_once_keep_one_link() {
+    let certificates = Certificates::new();
+    let tls = Some((&certificates, None));
+    for _ in 0..5 {
+        let pair = Pair::connect([tls, tls]).await;
+        for agent in &pair.agents {
+            until_async("a link", async || agent.handle.check_links().await.is_ok()).await;
+        }
+        // The second link ends after a second, if there was one.
+        until_async("one link", async || {
+            pair.agents.iter().all(|agent| {
+                let peer = agent.handle.stats().peers.remove(0);
+                peer.links == [Transport::TcpTls]
+            })
+        })
+        .await;
+        let before = pair.agents[1].refused("port");
+        let mut program = TcpStream::connect(pair.destination).await.expect("connect");
+        assert!(program.read(&mut [0]).await.is_err(), "the second agent delivers nothing");
+        assert_eq!(pair.agents[1].refused("port"), before + 1, "but it got the stream");
+        for agent in &pair.agents {
+            let stats = agent.handle.stats();
+            assert_eq!(stats.peers[0].links_lost, 0);
+            assert_eq!(stats.peers[0].links.len(), 1, "no link was opened for the stream");
+            assert!(stats.links_refused.iter().all(|(_, count)| *count == 0), "{stats:?}");
+        }
+        pair.finish().await;
+    }
+}
+
+/// A link that one side has opened carries the streams of both.
+#[tokio::test]
+async fn link_with_tls_carries_the_streams_of_both_sides() {
+    let certificates = Certificates::new();
+    let tls = Some((&certificates, None));
+    let pair = Pair::connect([tls, tls]).await;
+    until_async("one link", async || {
+        pair.agents.iter().all(|agent| agent.handle.stats().peers[0].links.len() == 1)
+    })
+    .await;
+    let back = SocketAddr::new(pair.own_alias.into(), pair.destination.port());
+    for (to, agent) in [(pair.destination, &pair.agents[1]), (back, &pair.agents[0])] {
+        let mut program = TcpStream::connect(to).await.expect("connect");
+        assert!(program.read(&mut [0]).await.is_err(), "nothing is delivered");
+        until_async("a stream", async || agent.refused("port") == 1).await;
+    }
+    pair.finish().await;
+}
+
+/// The second agent has the certificate of a third host, which the CA has issued, too.
+#[tokio::test]
+async fn certificate_of_another_host_gives_no_link_in_either_direction() {
+    let certificates = Certificates::new();
+    let pair = Pair::connect([Some((&certificates, None)), Some((&certificates, Some(ip(5))))]);
+    let pair = pair.await;
+    until_async("a link that is refused", async || pair.agents[0].links_refused("certificate") > 0)
+        .await;
+    until_async("an error", async || pair.agents[0].handle.stats().peers[0].error.is_some()).await;
+    let why = pair.agents[0].handle.check_links().await.expect_err("no link");
+    assert!(why.contains("certificate") && why.contains("subjectAltName"), "{why}");
+    assert_eq!(pair.agents[0].handle.stats().peers[0].links.len(), 0);
+    pair.finish().await;
+}
+
+/// The certificate decides who the peer is, and the peer whose streams may come from.
+#[tokio::test]
+async fn peer_with_tls_speaks_for_its_own_alias_alone() {
+    let certificates = Certificates::new();
+    let (own, peer_ips, aliases) = (ip(1), [ip(2), ip(3)], [ip(4), ip(5)]);
+    let (fabric, other) = (fabric(), fabric());
+    let options = certificates.of(own).listen(ListenOptions::new());
+    let listener = fabric.listen_with((own, 0).into(), &options).expect("listen");
+    let address = listener.local_addr();
+    let mut config = AgentConfig::new(own);
+    // Nothing listens there, so the agent does not connect.
+    let peer = |at: usize| AgentPeer::new(aliases[at], (peer_ips[at], free_port()).into());
+    config.peers = vec![peer(0), peer(1)];
+    config.ports = PortSet::parse([free_port().to_string()]).expect("a port");
+    config.tls = Some(certificates.of(own));
+    let agent = start(&fabric, config, vec![listener]);
+    // The second peer connects from the address of the first.
+    let tls = certificates.of(peer_ips[1]);
+    let name = own.to_string().try_into().expect("a name");
+    let options = tls.connect(ConnectOptions::new().local((peer_ips[0], 0).into()), name);
+    let link = other.connect_with(address, &options).await.expect("a link");
+    let multiplexer = multiplex(link, Side::Caller, &protocol::Config::default());
+    let Multiplexer { handle, driver, .. } = multiplexer.expect("a multiplexer");
+    tokio::spawn(driver.run());
+    until_async("a link of the second peer", async || {
+        agent.handle.stats().peers.iter().map(|peer| peer.links.len()).eq([0, 1])
+    })
+    .await;
+    // Port 1 is not delivered. That is checked after the source.
+    for (alias, cause) in [(aliases[0], "source"), (aliases[1], "port")] {
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("listen");
+        let socket = TcpStream::connect(listener.local_addr().expect("an address"));
+        let socket = socket.await.expect("connect");
+        let route = Route { destination: (own, 1).into(), source: (alias, 40_000).into() };
+        let opened = handle.open(Class::Interactive, route, socket).await;
+        opened.map_err(|(_, error)| error).expect("a stream");
+        until_async(cause, async || agent.refused(cause) == 1).await;
+    }
+    agent.finish().await;
 }
 
 /// Any user of the second host can open a link from its address.
@@ -263,7 +413,7 @@ async fn connection_is_reset_soon_if_the_peer_does_not_answer() {
     let address = silent.local_addr().expect("an address");
     let port = free_port();
     let mut config = AgentConfig::new(ip(1));
-    config.peers = vec![AgentPeer { alias, address }];
+    config.peers = vec![AgentPeer::new(alias, address)];
     config.ports = PortSet::parse([port.to_string()]).expect("a port");
     let agent = start(&fabric, config, Vec::new());
     let begun = std::time::Instant::now();

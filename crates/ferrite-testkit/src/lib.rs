@@ -10,6 +10,7 @@
 //! | `numbered` | commands whose replies show whether one was lost, repeated or reordered | `tokio` |
 //! | `random` | random numbers that a seed repeats | |
 //! | `directory`, `port`, `pem` | temporary directories, free ports, certificates as files | |
+//! | `ca` | a certificate authority, and certificates that it issues | `certificates` |
 //! | `netns` | hosts in network namespaces, each with its own loopback | |
 //! | `process` | signals, and tests that run themselves again as another process | |
 //! | `terminal` | a program on a pseudo-terminal | |
@@ -20,6 +21,8 @@
 //! Features limit what a small crate's tests must build: the tests of `ferrite-proto` start an
 //! engine without building the fabric.
 
+#[cfg(feature = "certificates")]
+pub mod ca;
 pub mod cluster;
 pub mod corpus;
 pub mod directory;
@@ -39,6 +42,8 @@ pub mod resp;
 pub mod terminal;
 pub mod wait;
 
+#[cfg(feature = "certificates")]
+pub use ca::Ca;
 pub use directory::TempDir;
 pub use engine::{Engine, Start};
 pub use pem::pem;

@@ -10,10 +10,12 @@ use anyhow::Context as _;
 use clap::Args;
 use ferrite_config::ports::PortSet;
 use ferrite_config::{Policy, Setting, Values, peer, table};
+use ferrite_fabric::rustls::crypto::ring;
+use ferrite_fabric::rustls::pki_types::ServerName;
 use ferrite_fabric::wire::Program;
-use ferrite_fabric::{Config, Fabric, ListenOptions, Listener};
+use ferrite_fabric::{Config, Fabric, ListenOptions, Listener, Rdma};
 use ferrite_metrics::AdminServer;
-use ferrite_session::agent::{Agent, AgentConfig, AgentPeer, AgentStats};
+use ferrite_session::agent::{Agent, AgentConfig, AgentPeer, AgentStats, AgentTls};
 use ferrite_session::{fabric_config, open_fabric};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde::Serialize;
@@ -32,9 +34,10 @@ use crate::{address, log, output};
 /// has a loopback address, its alias. Engines bind the alias of their host, and all programs use
 /// the aliases. On each host the agent listens at the aliases of the other hosts.
 ///
-/// Agents do not authenticate each other yet, and nothing is encrypted: a peer is recognised by its
-/// address alone. Use the agent only in a network where nobody else can have these addresses. It
-/// does not start with addresses of a network unless --allow-unauthenticated-peers yes is given.
+/// With --tls-cert-file, --tls-key-file and --tls-ca-cert-file, agents authenticate each other by
+/// TLS. Without them, a peer is recognised by its address alone: use the agent only in a network
+/// where nobody else can have these addresses. It then does not start with addresses of a network
+/// unless --allow-unauthenticated-peers yes is given. RDMA is never encrypted.
 #[derive(Args)]
 #[command(after_help = HELP)]
 pub(crate) struct Options {
@@ -50,8 +53,9 @@ pub(crate) struct Options {
 
 const HELP: &str = "\
 Example, on host 1 of three; the others have their own --alias, --listen and --peer:
-  ferrite agent --alias 127.1.0.1 --listen 10.0.0.1 --allow-unauthenticated-peers yes \\
-    --peer 127.1.0.2=10.0.0.2 --peer 127.1.0.3=10.0.0.3 --ports 7000-7009,17000-17009
+  ferrite agent --alias 127.1.0.1 --listen 10.0.0.1 --ports 7000-7009,17000-17009 \\
+    --peer 127.1.0.2=10.0.0.2 --peer 127.1.0.3=10.0.0.3 \\
+    --tls-cert-file host1.crt --tls-key-file host1.key --tls-ca-cert-file ca.crt
   redis-server --bind 127.1.0.1 --bind-source-addr 127.1.0.1 --port 7001 --cluster-enabled yes \
     --requirepass … --masterauth …
   redis-cli -a … --cluster create 127.1.0.1:7001 127.1.0.2:7001 127.1.0.3:7001
@@ -123,7 +127,13 @@ fn agent_config(values: &Values, listen: &[SocketAddr]) -> anyhow::Result<AgentC
         let (alias, at) = peer::split(word).unwrap_or((alias, word));
         let address = address::parse::<{ table::AGENT_PORT }>(at);
         let address = address.map_err(|why| anyhow::anyhow!("--peer {word}: {why}"))?;
-        Ok(AgentPeer { alias, address })
+        let peer = AgentPeer::new(alias, address);
+        let host = ferrite_config::address::split(at).map_or(at, |(host, _)| host);
+        // An address with an interface is no name of a certificate; its address alone may be.
+        Ok(match ServerName::try_from(host.to_owned()) {
+            Ok(name) => AgentPeer { name, ..peer },
+            Err(_) => peer,
+        })
     });
     let ports = |setting| PortSet::parse(values.list(setting)).unwrap_or_default();
     let mut config = AgentConfig::new(alias);
@@ -140,8 +150,30 @@ fn agent_config(values: &Values, listen: &[SocketAddr]) -> anyhow::Result<AgentC
     let admin = values.text(&table::ADMIN_LISTEN);
     let admin = admin.and_then(|text| text.parse::<SocketAddr>().ok());
     config.own.extend(admin);
+    config.tls = tls(values)?;
     reconfigure(&mut config, values);
     Ok(config)
+}
+
+/// Reads the certificates and the key, if the settings name them.
+fn tls(values: &Values) -> anyhow::Result<Option<AgentTls>> {
+    let files = [&table::AGENT_CERTIFICATE, &table::AGENT_KEY, &table::AGENT_CA];
+    let [Some(certificate), Some(key), Some(ca)] = files.map(|file| values.text(file)) else {
+        return match files.iter().find(|file| values.text(file).is_none()) {
+            Some(missing) if files.iter().any(|file| values.text(file).is_some()) => {
+                let why = format!(
+                    "--{} is missing; TLS between agents needs --tls-cert-file, --tls-key-file \
+                     and --tls-ca-cert-file",
+                    missing.name
+                );
+                Err(WrongSettings(why).into())
+            }
+            _ => Ok(None),
+        };
+    };
+    let provider = Arc::new(ring::default_provider());
+    let tls = AgentTls::read(certificate.as_ref(), key.as_ref(), ca.as_ref(), &provider);
+    Ok(Some(tls.map_err(|error| WrongSettings(format!("cannot use TLS: {error}")))?))
 }
 
 /// Applies the settings that can change while the agent runs.
@@ -157,6 +189,14 @@ fn check_authentication(
     config: &AgentConfig,
     listen: &[SocketAddr],
 ) -> Result<(), WrongSettings> {
+    if config.tls.is_some() {
+        if values.switch(&table::ALLOW_UNAUTHENTICATED_PEERS) {
+            let why = "allow-unauthenticated-peers yes contradicts tls-cert-file, with which all \
+                       peers are authenticated; remove one of them";
+            return Err(WrongSettings(why.into()));
+        }
+        return Ok(());
+    }
     let outside = |ip: IpAddr| !ip.is_loopback();
     let peers = config.peers.iter().map(|peer| peer.address);
     let Some(address) = listen.iter().copied().chain(peers).find(|at| outside(at.ip())) else {
@@ -164,9 +204,10 @@ fn check_authentication(
     };
     if !values.switch(&table::ALLOW_UNAUTHENTICATED_PEERS) {
         return Err(WrongSettings(format!(
-            "{address} is an address of a network, and agents do not authenticate each other yet: \
-             everybody who can have the address of a peer can reach the engines' ports. If only \
-             trusted hosts are in this network, start with --allow-unauthenticated-peers yes"
+            "{address} is an address of a network, and there is no TLS: everybody who can have the \
+             address of a peer can reach the engines' ports. Set tls-cert-file, tls-key-file and \
+             tls-ca-cert-file or, if only trusted hosts are in this network, start with \
+             --allow-unauthenticated-peers yes"
         )));
     }
     Ok(())
@@ -197,6 +238,10 @@ async fn serve(setup: Setup<'_>) -> anyhow::Result<ExitCode> {
     let aliases = agent.listen().map_err(|(address, error)| cannot_listen(address, &error))?;
     let listeners = listen.iter().map(|at| {
         let options = ListenOptions::new().rdma(rdma);
+        let options = match &config.tls {
+            Some(tls) => tls.listen(options),
+            None => options,
+        };
         let options = if at.is_ipv6() { options.one_family() } else { options };
         fabric.listen_with(*at, &options).with_context(|| format!("cannot listen on {at}"))
     });
@@ -209,7 +254,7 @@ async fn serve(setup: Setup<'_>) -> anyhow::Result<ExitCode> {
         Arc::new(AgentAdmin { fabric: fabric.clone(), agent: handle.clone() })
     })?;
     report_listening(&setup, &listeners, admin.as_ref().map(AdminServer::address));
-    warn_of_missing_authentication(values);
+    warn_of_clear_text(values, config, rdma);
     let (stop, stop_requested) = oneshot::channel::<()>();
     let serving = agent.serve(aliases, listeners, async {
         let _ = stop_requested.await; // dropping `stop` is the request
@@ -247,7 +292,13 @@ fn cannot_listen(address: SocketAddr, error: &std::io::Error) -> anyhow::Error {
     anyhow::anyhow!("cannot listen on {address}: {error}{hint}")
 }
 
-fn warn_of_missing_authentication(values: &Values) {
+fn warn_of_clear_text(values: &Values, config: &AgentConfig, rdma: Rdma) {
+    if config.tls.is_some() && rdma != Rdma::Forbid {
+        tracing::warn!(
+            "agents authenticate each other, but what links carry over RDMA is not encrypted: \
+             whoever can read the network can read it. With rdma forbid, everything is encrypted"
+        );
+    }
     if values.switch(&table::ALLOW_UNAUTHENTICATED_PEERS) {
         tracing::warn!(
             "agents do not authenticate each other and encrypt nothing \
@@ -277,7 +328,7 @@ fn report_listening(setup: &Setup<'_>, listeners: &[Listener], admin: Option<Soc
     let peers: Vec<_> = config
         .peers
         .iter()
-        .map(|AgentPeer { alias, address }| format!("{alias}={address}"))
+        .map(|AgentPeer { alias, address, .. }| format!("{alias}={address}"))
         .collect();
     let rdma = values.policy().map_or("prefer", Policy::name);
     if options.json {

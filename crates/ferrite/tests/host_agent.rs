@@ -15,10 +15,10 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use agent::cluster;
-use agent::harness::{Group, PASSWORD, WITHOUT_CAPABILITIES, alias, sum};
+use agent::harness::{Certificates, Group, PASSWORD, WITHOUT_CAPABILITIES, alias, sum};
 use ferrite_testkit::netns::Hosts;
 use ferrite_testkit::process::{KillOnDrop, exit_within, signal};
-use ferrite_testkit::{TIMEOUT, until};
+use ferrite_testkit::{Ca, TIMEOUT, until};
 use metrics::harness::Running;
 use rustix::net;
 
@@ -31,6 +31,16 @@ fn group(count: usize, options: &[&str]) -> Option<Group> {
         .inspect_err(|why| eprintln!("SKIPPED: this test needs network namespaces: {why}"))
         .ok()?;
     Some(Group::start(hosts, count, &[TCP, options].concat(), WITHOUT_CAPABILITIES))
+}
+
+/// Starts hosts whose agents authenticate each other.
+#[expect(clippy::print_stderr, reason = "tells that the test is left out")]
+fn group_with_tls(count: usize, options: &[&str]) -> Option<Group> {
+    let hosts = Hosts::start(count)
+        .inspect_err(|why| eprintln!("SKIPPED: this test needs network namespaces: {why}"))
+        .ok()?;
+    let options = [TCP, options].concat();
+    Some(Group::start_with_tls(hosts, count, &options, WITHOUT_CAPABILITIES))
 }
 
 fn is_reset(socket: &mut TcpStream) -> bool {
@@ -64,6 +74,110 @@ fn refused(group: &Group, host: usize, cause: &str) -> f64 {
 fn cluster_of_three_hosts_works_over_tcp_links() {
     let Some(group) = group(3, &[]) else { return };
     cluster::works(&group, true);
+}
+
+#[test]
+fn cluster_of_three_hosts_works_over_one_tls_link_for_each_pair() {
+    let Some(group) = group_with_tls(3, &[]) else { return };
+    cluster::works(&group, true);
+    for host in 1..=3 {
+        let samples = group.scrape(host);
+        assert!(sum(&samples, "agent_links{", "transport=\"tls\"") == 2.0, "{samples:?}");
+        assert!(sum(&samples, "agent_links_refused_total{", "") == 0.0, "{samples:?}");
+    }
+}
+
+/// The agent of host 2 comes back with certificates that are not its own, and then with its own.
+#[test]
+fn agent_with_a_wrong_certificate_is_refused_by_both_sides() {
+    let Some(mut group) = group_with_tls(2, &[]) else { return };
+    let _engine = group.start_engine(2, 7001, &["--requirepass", PASSWORD]);
+    let stranger = Ca::new();
+    let (ip, other_ip) = (group.hosts.ip(2), group.hosts.ip(1));
+    let certificates = group.certificates.as_ref().expect("certificates");
+    let ca = &certificates.ca;
+    let cases = [
+        (certificates.options(ca, "other", &ca.issue(&[&other_ip])), "certificate", "tAltName"),
+        (certificates.options(ca, "strange", &stranger.issue(&[&ip])), "tls", "of the same CA"),
+        (["--allow-unauthenticated-peers", "yes"].map(Into::into).into(), "tls", "not use TLS"),
+    ];
+    for (options, cause, expected) in cases {
+        drop(group.agents.pop());
+        let name = format!("agent_links_refused_total{{cause=\"{cause}\"");
+        let before = sum(&group.scrape(1), &name, "");
+        let agent = group.start_agent_as(2, 2, &options);
+        group.agents.push(agent);
+        // The first agent refuses the link of the second one, and counts that.
+        until(TIMEOUT, cause, || sum(&group.scrape(1), &name, "") > before);
+        // It does not open a link itself, and says why.
+        until(TIMEOUT, expected, || {
+            let (status, why) = group.get(1, "/ready");
+            assert_eq!(status, 503, "{why}");
+            why.contains(expected)
+        });
+        assert!(is_reset(&mut group.connect(1, 2, 7001)), "no link");
+    }
+    drop(group.agents.pop());
+    let agent = group.start_agent(2, 2);
+    group.agents.push(agent);
+    group.wait_for_links();
+    assert_eq!(group.client(1, 2, 7001).ask(&["PING"]), "+PONG");
+}
+
+#[test]
+fn lost_agent_with_tls_comes_back_with_one_link() {
+    let Some(mut group) = group_with_tls(2, &[]) else { return };
+    let _engine = group.start_engine(2, 7001, &["--requirepass", PASSWORD]);
+    assert_eq!(group.client(1, 2, 7001).ask(&["PING"]), "+PONG");
+    signal("KILL", group.agent(2).process.0.id());
+    until(TIMEOUT, "the loss", || sum(&group.scrape(1), "agent_links_lost_total{", "") == 1.0);
+    group.agents[1] = group.start_agent(2, 2);
+    group.wait_for_links();
+    assert_eq!(group.client(1, 2, 7001).ask(&["PING"]), "+PONG");
+}
+
+/// The clients of host 1 use all streams that they may have to host 2. Its cluster bus still gets
+/// new ones.
+#[test]
+fn clients_that_use_all_streams_leave_the_bus_its_own() {
+    const CLIENTS: usize = 4096 - 256;
+    let Some(group) = group_with_tls(2, &["--protected-mode", "no"]) else { return };
+    raise_descriptor_limit();
+    let options = ["--protected-mode", "no", "--maxclients", "5000"];
+    let _engine = group.start_engine(2, 7001, &options);
+    let bus = group.hosts.within(2, || std::net::TcpListener::bind((alias(2).as_str(), 17001)));
+    let bus = bus.expect("listen");
+    let mut clients = Vec::new();
+    while clients.len() < CLIENTS {
+        // Opens fewer than 1,000 a second.
+        for _ in 0..80 {
+            let mut client = group.connect(1, 2, 7001);
+            client.write_all(b"PING\r\n").expect("sent");
+            clients.push(client);
+        }
+        for client in clients.iter_mut().rev().take(80) {
+            client.read_exact(&mut [0; 7]).expect("a reply");
+        }
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    assert!(is_reset(&mut group.connect(1, 2, 7001)), "one client too many");
+    let limit = "agent_connections_refused_total{cause=\"limit\"";
+    assert!(sum(&group.scrape(1), limit, "") > 0.0);
+    for _ in 0..10 {
+        let mut node = group.connect(1, 2, 17001);
+        node.write_all(b"RCmb").expect("sent");
+        let (mut engine, _) = bus.accept().expect("accept");
+        let mut received = [0; 4];
+        engine.read_exact(&mut received).expect("received");
+        assert_eq!(&received, b"RCmb");
+    }
+}
+
+fn raise_descriptor_limit() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let limit = getrlimit(Resource::Nofile);
+    let raised = Rlimit { current: limit.maximum, ..limit };
+    setrlimit(Resource::Nofile, raised).expect("more descriptors");
 }
 
 #[test]
@@ -280,11 +394,18 @@ fn fails_to_start(words: &[&str]) -> (Option<i32>, String) {
 fn wrong_and_unsafe_settings_are_explained() {
     let own = ["--alias", "127.1.0.1", "--ports", "7001"];
     let peer = ["--peer", "127.1.0.2=192.0.2.2"];
+    let allow = ["--allow-unauthenticated-peers", "yes"];
+    let certificates = Certificates::new();
+    let issued = certificates.ca.issue(&["192.0.2.1"]);
+    let tls = certificates.options(&certificates.ca, "own", &issued);
+    let tls: Vec<_> = tls.iter().map(String::as_str).collect();
     for (words, expected) in [
         (&[][..], "--alias is missing"),
         (&["--alias", "127.1.0.1", "--peer", "127.1.0.2=127.0.0.2"], "ports: none"),
         (&[&own[..], &peer].concat(), "start with --allow-unauthenticated-peers yes"),
         (&[&own[..], &["--listen", "0.0.0.0"]].concat(), "0.0.0.0:7470 is an address of a network"),
+        (&[&own[..], &peer, &["--tls-key-file", "k"]].concat(), "--tls-cert-file is missing"),
+        (&[&own[..], &tls, &allow].concat(), "contradicts tls-cert-file"),
         (&["--alias", "10.0.0.1"], "an address in 127.0.0.0/8"),
         (&["--alias", "127.0.0.1"], "other than 127.0.0.1"),
         (&["--alias", "127.1.0.1", "--peer", "10.0.0.2"], "each an alias and an address"),
@@ -293,6 +414,11 @@ fn wrong_and_unsafe_settings_are_explained() {
         let (code, error) = fails_to_start(words);
         assert!(code == Some(2) && error.contains(expected), "{words:?}: {code:?} {error}");
     }
+    let files =
+        ["--tls-cert-file", "/nonexistent", "--tls-key-file", "k", "--tls-ca-cert-file", "c"];
+    let (code, error) = fails_to_start(&[&own[..], &files].concat());
+    let expected = "cannot use TLS: cannot read the certificate c: No such file";
+    assert!(code == Some(2) && error.contains(expected), "{code:?} {error}");
     let taken = std::net::TcpListener::bind("127.1.0.2:0").expect("listen");
     let port = taken.local_addr().expect("an address").port().to_string();
     let words = ["--alias", "127.1.0.1", "--ports", &port, "--peer", "127.1.0.2=127.0.0.2"];

@@ -9,38 +9,68 @@ mod metrics {
     pub(crate) mod harness;
 }
 
+use std::collections::BTreeMap;
+
 use agent::cluster;
 use agent::harness::{Group, NOBODY, alias, sum};
 use ferrite_testkit::lab::{resources, sh};
 use ferrite_testkit::netns::Hosts;
 use ferrite_testkit::{TIMEOUT, until};
 
-/// The agents are a user without rights, RDMA is required, and nothing may go directly. Each pair
-/// of hosts has two queue pairs at each end, one for each direction.
-#[test]
+/// Starts three hosts with an RDMA device each; `None` if the kernel cannot have that.
 #[expect(clippy::print_stderr, reason = "tells that the test is left out")]
-fn cluster_of_three_hosts_works_over_rdma_alone() {
+fn hosts() -> Option<Hosts> {
     if std::env::var("FERRITE_LAB_KERNEL").is_ok_and(|kernel| kernel != "uml") {
         eprintln!("SKIPPED: Soft-RoCE of this kernel receives only in the first namespace");
-        return;
+        return None;
     }
     let hosts = Hosts::start(3).expect("the lab runs tests as root");
     hosts.add_devices();
     sh("chmod 666 /dev/infiniband/*");
-    let before = resources();
-    let options = ["--rdma", "require", "--direct", "refuse", "--rdma-device", "DEVICE"];
-    let group = Group::start(hosts, 3, &options, NOBODY);
-    cluster::works(&group, false);
+    Some(hosts)
+}
+
+const OPTIONS: &[&str] = &["--rdma", "require", "--direct", "refuse", "--rdma-device", "DEVICE"];
+
+/// Asserts that each host has this number of links to each of its two peers, over RDMA.
+#[track_caller]
+fn assert_links(group: &Group, count: u64, before: &BTreeMap<String, u64>) {
     for host in 1..=3 {
         let samples = group.scrape(host);
         for peer in (1..=3).filter(|peer| *peer != host) {
             let links = format!("agent_links{{peer=\"{}\",transport=\"rdma\"}}", alias(peer));
-            assert!(sum(&samples, &links, "") == 2.0, "{samples:?}");
+            assert!(sum(&samples, &links, "") == count as f64, "{samples:?}");
         }
         // Of ended links, none is left after a while.
         let device = format!("{} qp", group.hosts.device(host));
-        until(TIMEOUT, "two queue pairs for each of the two peers", || {
-            resources()[&device] == before[&device] + 4
+        until(TIMEOUT, "a queue pair for each link", || {
+            resources()[&device] == before[&device] + 2 * count
         });
+    }
+}
+
+/// The agents are a user without rights, RDMA is required, and nothing may go directly. Each pair
+/// of hosts has two queue pairs at each end, one for each direction.
+#[test]
+fn cluster_of_three_hosts_works_over_rdma_alone() {
+    let Some(hosts) = hosts() else { return };
+    let before = resources();
+    let group = Group::start(hosts, 3, OPTIONS, NOBODY);
+    cluster::works(&group, false);
+    assert_links(&group, 2, &before);
+}
+
+/// Links begin over TCP with TLS. Its connection stays open, and carries nothing.
+#[test]
+fn cluster_of_three_hosts_works_over_rdma_behind_tls() {
+    let Some(hosts) = hosts() else { return };
+    let before = resources();
+    let group = Group::start_with_tls(hosts, 3, OPTIONS, NOBODY);
+    cluster::works(&group, true);
+    assert_links(&group, 1, &before);
+    for host in 1..=3 {
+        let samples = group.scrape(host);
+        assert!(sum(&samples, "rdma_tcp_bytes_total", "") == 0.0, "{samples:?}");
+        assert!(sum(&samples, "rdma_tls_failures_total", "") == 0.0, "{samples:?}");
     }
 }

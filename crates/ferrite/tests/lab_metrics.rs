@@ -18,7 +18,7 @@ const PLAIN_GATEWAY: &str = "10.0.0.1:6387";
 
 /// Metrics that may stay 0 in this test: the start of a name without `ferrite_`, then a file and a
 /// text in it, which belongs to a test that increments the metric.
-const MOVED_ELSEWHERE: [(&str, &str, &str); 15] = [
+const MOVED_ELSEWHERE: [(&str, &str, &str); 17] = [
     ("port_counters_overdue", "ferrite-metrics/src/ports.rs", "overdue(\"mlx5_1\", 1)"),
     ("memory_", "ferrite-fabric/tests/pool.rs", "fn every_counter_is_incremented"),
     (
@@ -32,6 +32,16 @@ const MOVED_ELSEWHERE: [(&str, &str, &str); 15] = [
         "rdma_remote_access_errors_total",
         "ferrite-fabric/tests/links/isolation.rs",
         "stats().remote_access_errors == 1",
+    ),
+    (
+        "rdma_cm_requests_refused_total",
+        "ferrite-fabric/tests/fake_mutual_tls.rs",
+        "stats().cm_requests_refused, 1",
+    ),
+    (
+        "rdma_tls_failures_total",
+        "ferrite-fabric/tests/fake_mutual_tls.rs",
+        "stats().tls_failures == failures",
     ),
     ("rdma_upgrades_total", "ferrite-fabric/tests/fake_migration.rs", "stats.upgrades >= 3"),
     ("rdma_migrations_total", "ferrite-fabric/tests/fake_migration.rs", "totals.moves >= 3"),

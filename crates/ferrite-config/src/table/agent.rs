@@ -14,6 +14,9 @@ pub(super) const SETTINGS: &[&Setting] = &[
     &PEERS,
     &PORTS,
     &AGENT_LISTEN,
+    &AGENT_CERTIFICATE,
+    &AGENT_KEY,
+    &AGENT_CA,
     &ALLOW_UNAUTHENTICATED_PEERS,
     &DELIVER,
     &DIRECT,
@@ -52,7 +55,8 @@ pub static PEERS: Setting = setting(
     Kind::List(is_peer),
     "",
     "The other hosts of the group, each as `ALIAS=HOST:PORT`: its alias, and the address of its \
-     agent (port 7470 by default). Names are resolved when the agent starts.",
+     agent (port 7470 by default). Names are resolved when the agent starts. With TLS, the \
+     certificate of a host must have `HOST` in its subjectAltName.",
 )
 .of(AGENT);
 
@@ -80,15 +84,50 @@ pub static AGENT_LISTEN: Setting = setting(
 )
 .of(AGENT);
 
+/// The certificate of the agent.
+pub static AGENT_CERTIFICATE: Setting = setting(
+    "tls-cert-file",
+    "agent.tls_cert_file",
+    Kind::Text(path),
+    "",
+    "The certificate of this agent with its chain, in PEM. With it, `tls-key-file` and \
+     `tls-ca-cert-file`, agents authenticate each other by TLS and need one link for each pair of \
+     hosts. Links begin over TCP with TLS. Payload over RDMA is not encrypted; `rdma forbid` \
+     encrypts everything.",
+)
+.of(AGENT);
+
+/// The private key of the agent.
+pub static AGENT_KEY: Setting = setting(
+    "tls-key-file",
+    "agent.tls_key_file",
+    Kind::Text(path),
+    "",
+    "The private key of `tls-cert-file`, in PEM. Only the user of the agent should be able to read \
+     it.",
+)
+.of(AGENT);
+
+/// The certificate of the CA of all agents.
+pub static AGENT_CA: Setting = setting(
+    "tls-ca-cert-file",
+    "agent.tls_ca_cert_file",
+    Kind::Text(path),
+    "",
+    "The certificate of the CA that has issued the certificates of all agents, in PEM. The agent \
+     accepts every host with a certificate of this CA and the name of a peer.",
+)
+.of(AGENT);
+
 /// Whether agents of other hosts are accepted although they are not authenticated.
 pub static ALLOW_UNAUTHENTICATED_PEERS: Setting = setting(
     "allow-unauthenticated-peers",
     "agent.allow_unauthenticated_peers",
     Kind::Switch,
     "no",
-    "Agents do not authenticate each other yet: a peer is recognised by its address alone, and \
-     nothing is encrypted. `yes`: use peers and listen addresses outside of 127.0.0.0/8 \
-     nevertheless. `no`: the agent does not start with them.",
+    "Without TLS, agents do not authenticate each other: a peer is recognised by its address \
+     alone, and nothing is encrypted. `yes`: use peers and listen addresses outside of 127.0.0.0/8 \
+     nevertheless. `no`: the agent does not start with them unless it has TLS.",
 )
 .of(AGENT);
 
@@ -144,6 +183,10 @@ pub static AGENT_DRAIN: Setting = setting(
 fn alias(text: &str) -> Result<(), &'static str> {
     let expected = "an address in 127.0.0.0/8 other than 127.0.0.1: 127.1.0.1";
     peer::alias(text).map(drop).ok_or(expected)
+}
+
+fn path(text: &str) -> Result<(), &'static str> {
+    if text.is_empty() || text == "\0" { Err("the path of a file") } else { Ok(()) }
 }
 
 fn is_peer(word: &str) -> Result<(), &'static str> {

@@ -35,6 +35,8 @@ pub(crate) struct ListenerShared {
     pub(crate) can_migrate: bool,
     /// Whether every RDMA peer counts as a foreign peer, even if it sends a hello.
     pub(crate) foreign_peers_only: bool,
+    /// Whether links begin over TCP alone, so that requests by RDMA CM are refused.
+    pub(crate) refuses_cm: bool,
 }
 
 #[derive(Default)]
@@ -80,7 +82,7 @@ impl<T> AcceptQueue<T> {
 impl ListenerShared {
     pub(crate) fn new(ip: IpAddr, can_migrate: bool, foreign_peers_only: bool) -> Self {
         let (queue, rdma) = (Mutex::default(), Mutex::default());
-        Self { queue, rdma, ip, can_migrate, foreign_peers_only }
+        Self { queue, rdma, ip, can_migrate, foreign_peers_only, refuses_cm: false }
     }
 
     /// Waits for the next foreign peer in one of the queues.

@@ -21,6 +21,8 @@ pub(crate) struct Counters {
     pub(crate) accepted: AtomicU64,
     pub(crate) connected: AtomicU64,
     pub(crate) refused: AtomicU64,
+    pub(crate) cm_requests_refused: AtomicU64,
+    pub(crate) tls_failures: AtomicU64,
     pub(crate) foreign_peers: AtomicU64,
     pub(crate) handshakes_displaced: AtomicU64,
     pub(crate) misdirected: AtomicU64,
@@ -77,6 +79,12 @@ pub struct FabricStats {
     pub connected: u64,
     /// Peers that were refused.
     pub refused: u64,
+    /// Requests by RDMA CM that were refused, because the listener accepts RDMA only for links that
+    /// begin over TCP. Included in [`FabricStats::refused`].
+    pub cm_requests_refused: u64,
+    /// TLS handshakes of peers that failed: the peer has no certificate that this side accepts, or
+    /// does not accept the certificate of this side, or does not use TLS.
+    pub tls_failures: u64,
     /// Peers that the fabric treated as speakers of another protocol: they sent no hello, or
     /// nothing in time, or the listener treats all RDMA peers in this way.
     pub foreign_peers: u64,
@@ -165,6 +173,8 @@ impl Fabric {
             accepted: counters.accepted.load(Ordering::Relaxed),
             connected: counters.connected.load(Ordering::Relaxed),
             refused: counters.refused.load(Ordering::Relaxed),
+            cm_requests_refused: counters.cm_requests_refused.load(Ordering::Relaxed),
+            tls_failures: counters.tls_failures.load(Ordering::Relaxed),
             foreign_peers: counters.foreign_peers.load(Ordering::Relaxed),
             handshakes_displaced: counters.handshakes_displaced.load(Ordering::Relaxed),
             misdirected: counters.misdirected.load(Ordering::Relaxed),

@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Weak};
 
 use ferrite_verbs::Mtu;
+use rustls::pki_types::CertificateDer;
 
 use crate::device::slots::Held;
 use crate::error::{Error, ErrorKind};
@@ -324,6 +325,14 @@ impl Link {
     #[must_use]
     pub fn peer_hello(&self) -> Hello {
         self.shared().with(|state, _, _| *state.core.peer())
+    }
+
+    /// Returns the certificate that the peer has presented with TLS, which was verified when the
+    /// link began, and those of its chain that the peer has sent. Empty if it has presented none,
+    /// or if the link has begun without TLS.
+    #[must_use]
+    pub fn peer_certificates(&self) -> &[CertificateDer<'static>] {
+        self.shared().peer_certificates.get().map_or(&[], Vec::as_slice)
     }
 
     /// Returns the counters of the link.

@@ -54,6 +54,7 @@ pub struct ListenOptions {
     foreign_peers_only: bool,
     accept_foreign_peers: bool,
     one_family: bool,
+    rdma_by_tcp_first: bool,
 }
 
 impl ListenOptions {
@@ -88,6 +89,18 @@ impl ListenOptions {
     /// default, `[::]` accepts both families.
     pub fn one_family(mut self) -> Self {
         self.one_family = true;
+        self
+    }
+
+    /// Accepts RDMA only for links that begin over TCP ([`ConnectMode::TcpFirst`]), also if RDMA is
+    /// required. Requests by RDMA CM are refused and counted
+    /// ([`FabricStats::cm_requests_refused`]), because they do not say who the peer is. With TLS,
+    /// the peers agree on each queue pair within an authenticated connection.
+    ///
+    /// [`ConnectMode::TcpFirst`]: crate::ConnectMode::TcpFirst
+    /// [`FabricStats::cm_requests_refused`]: crate::FabricStats::cm_requests_refused
+    pub fn rdma_by_tcp_first(mut self) -> Self {
+        self.rdma_by_tcp_first = true;
         self
     }
 
@@ -148,11 +161,15 @@ impl Fabric {
             let what = "encryption is required, but TLS is not configured; set ListenOptions::tls";
             return Err(Error::new(ErrorKind::Misuse, what));
         }
-        let listener = Arc::new(ListenerShared::new(
-            local.ip(),
-            policy == Rdma::Prefer,
-            options.foreign_peers_only,
-        ));
+        // Links that begin over TCP are upgraded by a migration.
+        let can_migrate = match policy {
+            Rdma::Prefer => true,
+            Rdma::Require => options.rdma_by_tcp_first,
+            Rdma::Forbid => false,
+        };
+        let mut listener = ListenerShared::new(local.ip(), can_migrate, options.foreign_peers_only);
+        listener.refuses_cm = options.rdma_by_tcp_first;
+        let listener = Arc::new(listener);
         {
             let mut queue = lock(&listener.queue);
             queue.foreign_peers.is_open =
@@ -164,8 +181,8 @@ impl Fabric {
         for _ in 0..TRIES {
             let opened = self.shared().with_poller(|poller, shared| {
                 let (tcp, bound) = match policy {
-                    Rdma::Require => (None, local),
-                    Rdma::Prefer | Rdma::Forbid => {
+                    Rdma::Require if !options.rdma_by_tcp_first => (None, local),
+                    _ => {
                         let (tcp, bound) = poller.listen_tcp(
                             shared,
                             (local, one_family),
@@ -184,7 +201,10 @@ impl Fabric {
                 let (has_rdma, bound, absence) = match cm {
                     Ok(Some(bound)) => (true, bound, None),
                     Ok(None) => (false, bound, None),
-                    Err(error) if policy == Rdma::Require => return Err(error),
+                    Err(error) if policy == Rdma::Require => {
+                        tcp.into_iter().for_each(|tcp| poller.stop_listening_tcp(tcp));
+                        return Err(error);
+                    }
                     // Another program uses the port for RDMA.
                     Err(error) if error.kind() == ErrorKind::Misuse => {
                         tcp.into_iter().for_each(|tcp| poller.stop_listening_tcp(tcp));

@@ -5,13 +5,13 @@ mod sending;
 
 use std::fmt;
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::task::{Poll, Wake, Waker};
 use std::time::Instant;
 
 use ferrite_verbs::{CmKey, Mtu, Status};
 use rustls::ClientConfig;
-use rustls::pki_types::ServerName;
+use rustls::pki_types::{CertificateDer, ServerName};
 #[cfg(feature = "tokio")]
 use tokio::io::ReadBuf;
 
@@ -42,6 +42,8 @@ pub(crate) struct LinkShared {
     /// The reason why the link uses TCP although RDMA was wanted.
     fallback: Mutex<Option<Fallback>>,
     tls: Mutex<Option<(Arc<ClientConfig>, ServerName<'static>)>>,
+    /// The peer's certificates, if the link has begun with TLS and the peer has presented some.
+    pub(crate) peer_certificates: OnceLock<Vec<CertificateDer<'static>>>,
     /// The state of the port when the link was last healthy.
     baseline: Mutex<Option<Baseline>>,
 }
@@ -111,6 +113,7 @@ impl LinkShared {
             route: Mutex::new(route),
             fallback: Mutex::new(None),
             tls: Mutex::new(None),
+            peer_certificates: OnceLock::new(),
             baseline: Mutex::new(None),
         }
     }

@@ -5,7 +5,7 @@ use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use rustls::pki_types::ServerName;
+use rustls::pki_types::{CertificateDer, ServerName};
 use rustls::{ClientConfig, ClientConnection, Connection, ServerConfig, ServerConnection};
 
 use super::socket::{receive, send};
@@ -22,6 +22,12 @@ impl Tls {
 
     pub(crate) fn server(config: Arc<ServerConfig>) -> Result<Self, rustls::Error> {
         ServerConnection::new(config).map(|connection| Self(connection.into()))
+    }
+
+    /// Returns the peer's certificate, and those of its chain that it has sent. The handshake has
+    /// verified them.
+    pub(crate) fn peer_certificates(&self) -> Vec<CertificateDer<'static>> {
+        self.0.peer_certificates().map(<[_]>::to_vec).unwrap_or_default()
     }
 
     /// Returns whether records wait to be written.

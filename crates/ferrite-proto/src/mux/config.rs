@@ -1,6 +1,8 @@
 //! Limits of a multiplexer, with their defaults.
 
+use super::id::Class;
 use super::record::{CONTROL_BYTES, HEAD_BYTES};
+use super::table::Opened;
 
 /// The largest credit that a sender may have.
 pub(super) const CREDIT_MAX: u32 = i32::MAX as u32;
@@ -34,7 +36,10 @@ pub struct Config {
     pub max_in_flight: u32,
     /// Maximum number of streams that each side may have opened. Default 4,096.
     pub max_streams: usize,
-    /// Maximum number of streams that the peer may open in a second. Default 1,000.
+    /// How many of these only streams of the class *bus* may use. Default 256.
+    pub bus_streams: usize,
+    /// Maximum number of streams that the peer may open in a second in the class *bus*, and as
+    /// many in the other classes together. Default 1,000.
     pub opens_per_second: u32,
     /// Maximum number of refusals of the peer's streams that wait to be sent. A peer that opens
     /// more streams without reading the refusals loses the link. Default 16,384.
@@ -55,6 +60,7 @@ impl Default for Config {
             message_bytes: 64 << 10,
             max_in_flight: 4,
             max_streams: 4096,
+            bus_streams: 256,
             opens_per_second: 1000,
             max_refused: 16_384,
             max_held_bytes: 64 << 20,
@@ -75,6 +81,7 @@ impl Config {
             ("message_bytes", self.message_bytes < MESSAGE_BYTES_MIN),
             ("max_in_flight", self.max_in_flight == 0),
             ("max_streams", self.max_streams == 0),
+            ("bus_streams", self.bus_streams >= self.max_streams),
             ("opens_per_second", self.opens_per_second == 0),
             ("max_held_bytes", self.max_held_bytes == 0),
             ("bulk_bytes_per_second", self.bulk_bytes_per_second == 0),
@@ -82,6 +89,21 @@ impl Config {
         match wrong.into_iter().find(|(_, is_wrong)| *is_wrong) {
             Some((field, _)) => Err(ConfigError { field }),
             None => Ok(()),
+        }
+    }
+
+    /// Returns whether a side that has `open` streams may open one more of a class.
+    ///
+    /// For the class *bus*, the streams of the other classes count at most as many as they may be.
+    /// Their resets travel on other channels, where they may be late or wait by the thousand. So
+    /// nothing that happens in the other classes takes a stream from the reserve.
+    pub(super) fn has_room(&self, class: Class, open: Opened) -> bool {
+        let for_others = self.max_streams - self.bus_streams;
+        match class {
+            Class::Bus => open.bus + open.others.min(for_others) < self.max_streams,
+            Class::Interactive | Class::Bulk => {
+                open.others < for_others && open.bus + open.others < self.max_streams
+            }
         }
     }
 }
@@ -106,6 +128,7 @@ mod tests {
             Config { turn_bytes: 0, ..Config::default() },
             Config { message_bytes: MESSAGE_BYTES_MIN - 1, ..Config::default() },
             Config { max_in_flight: 0, ..Config::default() },
+            Config { bus_streams: 4096, ..Config::default() },
             Config { opens_per_second: 0, ..Config::default() },
             Config { max_held_bytes: 0, ..Config::default() },
             Config { bulk_bytes_per_second: 0, ..Config::default() },
@@ -113,7 +136,7 @@ mod tests {
         let mut fields: Vec<_> =
             wrong.iter().map(|config| config.check().expect_err("out of range").field).collect();
         fields.dedup();
-        assert_eq!(fields.len(), 7, "{fields:?}");
+        assert_eq!(fields.len(), 8, "{fields:?}");
         let error = wrong[0].check().expect_err("out of range");
         assert_eq!(error.to_string(), "window is out of its range");
     }

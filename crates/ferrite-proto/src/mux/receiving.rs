@@ -128,17 +128,19 @@ impl Mux {
         self.table.use_name(stream)?;
         let peer = self.side.other();
         let waiting = self.schedule.waiting_resets(peer);
-        let cause = if self.table.opened_by(peer) + waiting >= self.config.max_streams {
+        let opens = if class == Class::Bus { &mut self.bus_opens } else { &mut self.opens };
+        let cause = if !self.config.has_room(class, self.table.opened_by(peer) + waiting) {
             Cause::TOO_MANY_STREAMS
-        } else if !self.opens.admit(now) {
+        } else if !opens.admit(now) {
             Cause::TOO_MANY_OPENS
         } else {
             self.insert(stream, None);
             self.stats.accepted += 1;
             return Ok(Some(Received::Opened { stream, route }));
         };
-        if waiting >= self.config.max_refused {
-            return Err(MuxError::TooManyRefused { refused: waiting });
+        let refused = waiting.bus + waiting.others;
+        if refused >= self.config.max_refused {
+            return Err(MuxError::TooManyRefused { refused });
         }
         self.schedule.push_reset(class, stream, cause);
         self.stats.refused += 1;

@@ -7,6 +7,7 @@ use std::collections::VecDeque;
 
 use super::cause::Cause;
 use super::id::{Class, Side, StreamId};
+use super::table::Opened;
 
 #[derive(Debug, Default)]
 pub(super) struct Schedule {
@@ -16,7 +17,7 @@ pub(super) struct Schedule {
     /// Streams that ended with a RESET that is not sent yet, by the class in which they sent.
     resets: [VecDeque<(StreamId, Cause)>; Class::ALL.len()],
     /// The number of these streams by opener.
-    waiting_resets: [usize; 2],
+    waiting_resets: [Opened; 2],
 }
 
 impl Schedule {
@@ -45,18 +46,18 @@ impl Schedule {
     }
 
     pub(super) fn push_reset(&mut self, class: Class, stream: StreamId, cause: Cause) {
-        self.waiting_resets[stream.opener() as usize] += 1;
+        *self.waiting_resets[stream.opener() as usize].of(stream.class()) += 1;
         self.resets[class.index()].push_back((stream, cause));
     }
 
     pub(super) fn pop_reset(&mut self, class: Class) -> Option<(StreamId, Cause)> {
         let (stream, cause) = self.resets[class.index()].pop_front()?;
-        self.waiting_resets[stream.opener() as usize] -= 1;
+        *self.waiting_resets[stream.opener() as usize].of(stream.class()) -= 1;
         Some((stream, cause))
     }
 
     /// Returns the number of resets that wait, for streams of one opener.
-    pub(super) fn waiting_resets(&self, opener: Side) -> usize {
+    pub(super) fn waiting_resets(&self, opener: Side) -> Opened {
         self.waiting_resets[opener as usize]
     }
 
@@ -89,8 +90,8 @@ mod tests {
         schedule.push_grant(one);
         schedule.push_reset(Class::Interactive, two, Cause::REFUSED);
         assert!(Class::ALL.into_iter().all(|class| schedule.has_work(class)));
-        assert_eq!(schedule.waiting_resets(Side::Called), 1);
-        assert_eq!(schedule.waiting_resets(Side::Caller), 0);
+        assert_eq!(schedule.waiting_resets(Side::Called), Opened { bus: 0, others: 1 });
+        assert_eq!(schedule.waiting_resets(Side::Caller), Opened::default());
         assert_eq!(schedule.pop_turn(Class::Interactive), None);
         schedule.remove_turn(Class::Bulk, one);
         assert_eq!(schedule.pop_turn(Class::Bulk), Some(two));

@@ -105,12 +105,14 @@ struct Simulation {
 /// Returns the limits of a run. They are small, so that runs reach them.
 fn config(random: &mut Random) -> Config {
     let window = [64, 1000, 4096, 64 << 10][random.index(4)];
+    let max_streams = 4 + random.index(60);
     Config {
         window,
         turn_bytes: [100, 1 << 10, 16 << 10][random.index(3)],
         message_bytes: [200, 4 << 10, 64 << 10][random.index(3)],
         max_in_flight: 1 + random.below(4) as u32,
-        max_streams: 4 + random.index(60),
+        max_streams,
+        bus_streams: random.index(max_streams),
         opens_per_second: [5, 50, 1000][random.index(3)],
         max_refused: 16_384,
         max_held_bytes: [u64::from(window) * 3, 1 << 20][random.index(2)],

@@ -18,13 +18,40 @@ pub(super) enum Lookup {
     Never,
 }
 
+/// How many streams one side has opened, by the class in which it has opened them.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Opened {
+    /// In the class *bus*.
+    pub(super) bus: usize,
+    /// In the other classes.
+    pub(super) others: usize,
+}
+
+impl Opened {
+    /// Returns the count for streams of this class.
+    pub(super) fn of(&mut self, class: Class) -> &mut usize {
+        match class {
+            Class::Bus => &mut self.bus,
+            Class::Interactive | Class::Bulk => &mut self.others,
+        }
+    }
+}
+
+impl std::ops::Add for Opened {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self { bus: self.bus + other.bus, others: self.others + other.others }
+    }
+}
+
 #[derive(Debug)]
 pub(super) struct Table {
     side: Side,
     /// Ordered, so that nothing depends on a random order.
     streams: BTreeMap<StreamId, Stream>,
-    /// How many of them this side has opened.
-    own: usize,
+    /// How many of them each side has opened.
+    opened: [Opened; 2],
     /// The number of the next stream of this side.
     next_number: u32,
     /// The last number that the peer has used in each class; 0 before the first.
@@ -33,7 +60,8 @@ pub(super) struct Table {
 
 impl Table {
     pub(super) fn new(side: Side) -> Self {
-        Self { side, streams: BTreeMap::new(), own: 0, next_number: 1, peer_numbers: [0; 3] }
+        let opened = [Opened::default(); 2];
+        Self { side, streams: BTreeMap::new(), opened, next_number: 1, peer_numbers: [0; 3] }
     }
 
     pub(super) fn len(&self) -> usize {
@@ -41,8 +69,8 @@ impl Table {
     }
 
     /// Returns the number of streams that a side has opened and that have not ended.
-    pub(super) fn opened_by(&self, side: Side) -> usize {
-        if side == self.side { self.own } else { self.streams.len() - self.own }
+    pub(super) fn opened_by(&self, side: Side) -> Opened {
+        self.opened[side as usize]
     }
 
     /// Returns the next name of this side, and marks it as used; `None` if there is none left.
@@ -79,13 +107,13 @@ impl Table {
     }
 
     pub(super) fn insert(&mut self, id: StreamId, stream: Stream) {
-        self.own += usize::from(id.opener() == self.side);
+        *self.opened[id.opener() as usize].of(id.class()) += 1;
         self.streams.insert(id, stream);
     }
 
     pub(super) fn remove(&mut self, id: StreamId) -> Option<Stream> {
         let stream = self.streams.remove(&id)?;
-        self.own -= usize::from(id.opener() == self.side);
+        *self.opened[id.opener() as usize].of(id.class()) -= 1;
         Some(stream)
     }
 
@@ -157,10 +185,11 @@ mod tests {
         assert_eq!(table.look_up(own), Lookup::Never, "its OPEN is not sent yet");
         table.get_mut(own).expect("a stream").sending.open = None;
         assert_eq!(table.look_up(own), Lookup::Live);
-        assert_eq!((table.opened_by(Side::Caller), table.opened_by(Side::Called)), (1, 0));
+        let (one, none) = (Opened { bus: 1, others: 0 }, Opened::default());
+        assert_eq!((table.opened_by(Side::Caller), table.opened_by(Side::Called)), (one, none));
         table.remove(own).expect("a stream");
         assert_eq!(table.look_up(own), Lookup::Ended);
-        assert_eq!((table.len(), table.opened_by(Side::Caller)), (0, 0));
+        assert_eq!((table.len(), table.opened_by(Side::Caller)), (0, none));
         let next = name(Side::Caller, Class::Bus, 2);
         assert_eq!((table.look_up(next), table.has_used(next)), (Lookup::Never, false));
         let peers = name(Side::Called, Class::Bulk, 3);

@@ -22,8 +22,14 @@ struct Pair {
 
 impl Pair {
     fn new(config: &Config) -> Self {
-        let new = |side| Mux::new(side, config.clone()).expect("valid limits");
-        Self { caller: new(Side::Caller), called: new(Side::Called), now: Instant::now() }
+        Self::with(config.clone(), config.clone())
+    }
+
+    /// Creates two ends with limits of their own.
+    fn with(caller: Config, called: Config) -> Self {
+        let new = |side, config| Mux::new(side, config).expect("valid limits");
+        let (caller, called) = (new(Side::Caller, caller), new(Side::Called, called));
+        Self { caller, called, now: Instant::now() }
     }
 
     /// Packs a message at one end. Each stream sends up to `most` bytes in a turn.
@@ -214,4 +220,55 @@ fn a_violation_is_final() {
     assert_eq!(pair.called.handle_message_end(), Err(error));
     assert_eq!(pair.called.open(Class::Bus, route()), Err(OpenError::Ended));
     assert!(!pair.called.has_output(Class::Bus));
+}
+
+/// A host whose clients use all streams still reaches the cluster bus.
+#[test]
+fn last_streams_are_for_the_bus() {
+    let limits = Config { max_streams: 32, bus_streams: 2, ..config() };
+    let mut pair = Pair::new(&limits);
+    let _clients: Vec<_> = (0..30).map(|_| pair.open(Class::Interactive)).collect();
+    for class in [Class::Interactive, Class::Bulk] {
+        assert_eq!(pair.caller.open(class, route()), Err(OpenError::TooManyStreams));
+    }
+    let _bus = [0; 2].map(|_| pair.open(Class::Bus));
+    assert_eq!(pair.caller.open(Class::Bus, route()), Err(OpenError::TooManyStreams));
+    while !pair.send_to_called(Class::Interactive, 0).is_empty() {}
+    while !pair.send_to_called(Class::Bus, 0).is_empty() {}
+    assert_eq!((pair.called.streams(), pair.called.stats().refused), (32, 0));
+}
+
+/// Refusals that wait count as streams, and may be far more than there are streams.
+#[test]
+fn refused_streams_of_clients_do_not_take_the_reserve_of_the_bus() {
+    let small = Config { max_streams: 8, bus_streams: 2, ..config() };
+    let mut pair = Pair::with(config(), small);
+    let _clients: Vec<_> = (0..40).map(|_| pair.open(Class::Interactive)).collect();
+    let bus = [0; 2].map(|_| pair.open(Class::Bus));
+    while !pair.send_to_called(Class::Interactive, 0).is_empty() {}
+    while !pair.send_to_called(Class::Bus, 0).is_empty() {}
+    assert!(bus.iter().all(|stream| pair.called.is_live(*stream)));
+    assert_eq!((pair.called.streams(), pair.called.stats().refused), (8, 34));
+}
+
+/// Without clients, the bus may use all streams.
+#[test]
+fn streams_of_the_bus_take_those_of_clients_only_while_they_are_free() {
+    let mut pair = Pair::new(&Config { max_streams: 8, bus_streams: 2, ..config() });
+    let _bus: Vec<_> = (0..8).map(|_| pair.open(Class::Bus)).collect();
+    assert_eq!(pair.caller.open(Class::Bus, route()), Err(OpenError::TooManyStreams));
+    assert_eq!(pair.caller.open(Class::Interactive, route()), Err(OpenError::TooManyStreams));
+    while !pair.send_to_called(Class::Bus, 0).is_empty() {}
+    assert_eq!((pair.called.streams(), pair.called.stats().refused), (8, 0));
+}
+
+#[test]
+fn many_opens_of_clients_do_not_take_the_rate_of_the_bus() {
+    let mut pair = Pair::new(&Config { opens_per_second: 4, ..config() });
+    let _clients: Vec<_> = (0..6).map(|_| pair.open(Class::Interactive)).collect();
+    let bus = pair.open(Class::Bus);
+    pair.send_to_called(Class::Interactive, 0);
+    pair.send_to_called(Class::Bus, 0);
+    assert_eq!(pair.called.stats().refused, 2);
+    assert!(pair.called.is_live(bus));
 }

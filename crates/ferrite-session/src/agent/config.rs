@@ -4,6 +4,9 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
 use ferrite_config::ports::PortSet;
+use ferrite_fabric::rustls::pki_types::ServerName;
+
+use super::identity::AgentTls;
 
 /// The settings of an [`Agent`](super::Agent).
 #[derive(Debug, Clone)]
@@ -20,6 +23,8 @@ pub struct AgentConfig {
     pub local: Option<SocketAddr>,
     /// Further addresses of this program that peers must not reach, such as its admin port.
     pub own: Vec<SocketAddr>,
+    /// Mutual TLS with all peers. Without it, a peer is recognised by its address alone.
+    pub tls: Option<AgentTls>,
     /// Whether connections without a link go by TCP to the host's own address (default false).
     pub direct: bool,
     /// Whether to refuse peers while the engine requires no password (default true).
@@ -29,12 +34,22 @@ pub struct AgentConfig {
 }
 
 /// A host of the group.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AgentPeer {
     /// The host's alias.
     pub alias: Ipv4Addr,
     /// The address of its agent.
     pub address: SocketAddr,
+    /// With TLS: the address or the name that the certificate of its agent must have.
+    pub name: ServerName<'static>,
+}
+
+impl AgentPeer {
+    /// Returns a host whose certificate has its address.
+    #[must_use]
+    pub fn new(alias: Ipv4Addr, address: SocketAddr) -> Self {
+        Self { alias, address, name: ServerName::from(address.ip().to_canonical()) }
+    }
 }
 
 impl AgentConfig {
@@ -48,6 +63,7 @@ impl AgentConfig {
             deliver: PortSet::default(),
             local: None,
             own: Vec::new(),
+            tls: None,
             direct: false,
             protected_mode: true,
             drain_timeout: Duration::from_secs(30),
@@ -92,9 +108,9 @@ mod tests {
         let mut config = AgentConfig::new([127, 1, 0, 1].into());
         config.peers = peers
             .iter()
-            .map(|(host, address)| AgentPeer {
-                alias: [127, 1, 0, *host].into(),
-                address: address.parse().expect("an address"),
+            .map(|(host, address)| {
+                let address = address.parse().expect("an address");
+                AgentPeer::new([127, 1, 0, *host].into(), address)
             })
             .collect();
         config.ports = PortSet::parse(ports.split_whitespace()).expect("ports");

@@ -5,20 +5,28 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use ferrite_fabric::{ConnectOptions, Error, Link, Listener, LogLimit};
+use ferrite_fabric::{ConnectOptions, Error, Link, Listener, LogLimit, Rdma, Transport};
 use ferrite_proto::mux::{Config, Side};
 use tokio::task::JoinSet;
-use tokio::time::{MissedTickBehavior, interval, timeout_at};
+use tokio::time::{MissedTickBehavior, interval, sleep, timeout, timeout_at};
 
 use super::delivery::deliver;
 use super::peer::{Handle, Peer, Way};
 use super::peer_links::LinkId;
-use super::stats::add;
-use super::{Shared, Task};
+use super::stats::{LinkRefused, add};
+use super::{Shared, Task, identity};
 use crate::mux::{Multiplexer, MuxFailure, multiplex};
 
 /// How often to look whether a link has another transport, or the peer is going away.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
+/// How often to look whether a link that must use RDMA does.
+const UPGRADE_INTERVAL: Duration = Duration::from_millis(5);
+/// The second link of a pair that has connected at once accepts streams for this long, because the
+/// peer may not know the other link yet.
+const RETIRE_AFTER: Duration = Duration::from_secs(1);
+/// Maximum number of links to a peer. Usually there are one or two, and as many again for some
+/// seconds after a restart. The limits of streams and of their memory are for each link.
+const LINKS_MAX: usize = 16;
 
 /// Returns a link to a peer. Connects if there is none, and waits for a short time.
 pub(super) async fn link_to(shared: &Arc<Shared>, peer: &Arc<Peer>) -> Option<(LinkId, Handle)> {
@@ -53,6 +61,10 @@ async fn connect(shared: Arc<Shared>, peer: Arc<Peer>) {
         Some(local) => options.local(local),
         None => options,
     };
+    let options = match &shared.tls {
+        Some(tls) => tls.connect(options, peer.name.clone()),
+        None => options,
+    };
     match shared.fabric.connect_with(peer.address, &options).await {
         Ok(link) => run(shared, peer, link, Side::Caller).await,
         Err(error) => note_failure(&peer, &error.to_string()),
@@ -73,25 +85,58 @@ pub(super) async fn accept(shared: Arc<Shared>, mut listener: Listener) -> Error
             Ok(link) => link,
             Err(error) => return error,
         };
-        let ip = link.peer_addr().map(|address| address.ip().to_canonical());
-        let peer = shared.peers.iter().find(|peer| Some(peer.address.ip()) == ip);
-        match peer {
-            Some(peer) => {
-                shared.spawn(run(Arc::clone(&shared), Arc::clone(peer), link, Side::Called));
-            }
-            None => refuse_unknown(&shared, &link),
+        match identify(&shared, &link) {
+            Ok(peer) => shared.spawn(run_accepted(Arc::clone(&shared), peer, link)),
+            Err((cause, why)) => refuse(&shared, &link, cause, &why),
         }
     }
 }
 
-fn refuse_unknown(shared: &Shared, link: &Link) {
-    add(&shared.counters.unknown_peers, 1);
+/// Returns the peer that a link belongs to: the one with its certificate or, without TLS, with its
+/// address.
+fn identify(shared: &Shared, link: &Link) -> Result<Arc<Peer>, (LinkRefused, String)> {
+    let ip = link.peer_addr().map(|address| address.ip().to_canonical());
+    if shared.tls.is_none() {
+        let peer = shared.peers.iter().find(|peer| Some(peer.address.ip()) == ip);
+        let unknown = || (LinkRefused::Address, "it is the address of no peer".into());
+        return peer.map(Arc::clone).ok_or_else(unknown);
+    }
+    let peers = shared.peers.iter();
+    let peers = peers.map(|peer| (&peer.name, peer.address.ip(), Arc::clone(peer)));
+    identity::find(link.peer_certificates().first(), ip, peers)
+        .map_err(|why| (LinkRefused::Certificate, why))
+}
+
+fn refuse(shared: &Shared, link: &Link, cause: LinkRefused, why: &str) {
+    shared.counters.count_refused_link(cause);
     static LINES: LogLimit = LogLimit::new();
     if let Some(others) = LINES.pass() {
         let from = link.peer_addr().map_or("unknown".to_owned(), |address| address.to_string());
-        tracing::warn!("refused a link from {from}, which is the address of no peer{others}");
+        tracing::warn!("refused a link from {from}: {why}{others}");
     }
     link.abort();
+}
+
+/// Runs a link that a peer has opened.
+async fn run_accepted(shared: Arc<Shared>, peer: Arc<Peer>, link: Link) {
+    if peer.link_count() >= LINKS_MAX {
+        let why = format!("there are {LINKS_MAX} links to {peer} already");
+        return refuse(&shared, &link, LinkRefused::TooMany, &why);
+    }
+    if shared.fabric.config().rdma == Rdma::Require {
+        // With TLS, a link begins over TCP.
+        let upgraded = async {
+            while link.transport() != Transport::Rdma && link.failure().is_none() {
+                sleep(UPGRADE_INTERVAL).await;
+            }
+        };
+        let limit = shared.fabric.config().connection_timeout;
+        if timeout(limit, upgraded).await.is_err() {
+            let why = format!("this agent requires RDMA, and the link uses {}", link.transport());
+            return refuse(&shared, &link, LinkRefused::Transport, &why);
+        }
+    }
+    run(shared, peer, link, Side::Called).await;
 }
 
 /// Runs a link until it ends.
@@ -113,12 +158,15 @@ async fn run(shared: Arc<Shared>, peer: Arc<Peer>, link: Link, side: Side) {
         };
     let id = LinkId(shared.next_link.fetch_add(1, Ordering::Relaxed));
     let mut transport = link.transport();
-    peer.add_link(id, side, link.clone(), handle.clone());
+    let retired = peer.add_link(id, side, link.clone(), handle.clone());
     let by = if side == Side::Caller { "this agent" } else { "the peer" };
     tracing::info!("link to {peer} is up over {transport}, opened by {by}");
+    if let Some(retired) = retired {
+        shared.spawn(retire(Arc::clone(&peer), retired));
+    }
     if shared.is_ending() {
         handle.go_away();
-    } else if side == Side::Called {
+    } else if side == Side::Called && shared.tls.is_none() {
         // The peer may have come back, so this agent opens a link of its own at once.
         shared.spawn(open_own(Arc::clone(&shared), Arc::clone(&peer)));
     }
@@ -138,6 +186,11 @@ async fn run(shared: Arc<Shared>, peer: Arc<Peer>, link: Link, side: Side) {
                 if transport != link.transport() {
                     transport = link.transport();
                     tracing::info!("link to {peer} now uses {transport}");
+                    if transport != Transport::Rdma
+                        && shared.fabric.config().rdma == Rdma::Require
+                    {
+                        link.abort(); // the driver then fails
+                    }
                 }
                 if !is_peer_going_away && handle.state().is_peer_going_away {
                     is_peer_going_away = true;
@@ -155,6 +208,12 @@ async fn run(shared: Arc<Shared>, peer: Arc<Peer>, link: Link, side: Side) {
         // The driver has panicked. Its streams were reset when it was dropped.
         Some(Err(_)) | None => add(&peer.counters.links_lost, 1),
     }
+}
+
+async fn retire(peer: Arc<Peer>, handle: Handle) {
+    tracing::info!("there are two links to {peer}; one of them ends after its streams");
+    sleep(RETIRE_AFTER).await;
+    handle.go_away();
 }
 
 fn note_loss(peer: &Peer, failure: &MuxFailure, streams: usize) {

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::Link;
+use ferrite_fabric::rustls::pki_types::ServerName;
 use ferrite_proto::mux::Side;
 use tokio::sync::Notify;
 
@@ -24,6 +25,8 @@ pub(super) type Handle = MuxHandle<LocalSocket>;
 pub(super) struct Peer {
     pub(super) alias: Ipv4Addr,
     pub(super) address: SocketAddr,
+    /// With TLS: the address or the name that its certificate must have.
+    pub(super) name: ServerName<'static>,
     pub(super) counters: Arc<PeerCounters>,
     /// Notified when an attempt to connect has ended, and when there is a new link.
     pub(super) changed: Notify,
@@ -36,6 +39,7 @@ struct State {
     /// All links that have not ended, also those that accept no new streams.
     live: BTreeMap<LinkId, (Link, Handle)>,
     error: Option<String>,
+    refused_at_ended_links: u64,
 }
 
 /// How to get a link to a peer.
@@ -52,14 +56,22 @@ pub(super) enum Way {
 }
 
 impl Peer {
-    pub(super) fn new(peer: AgentPeer) -> Self {
-        let links = PeerLinks::default();
+    /// Returns a peer without links. `shared_by` is the instance of this agent if the agents are
+    /// authenticated, so that they share one link.
+    pub(super) fn new(peer: AgentPeer, shared_by: Option<u64>) -> Self {
+        let links = PeerLinks::new(shared_by);
         Self {
             alias: peer.alias,
             address: peer.address,
+            name: peer.name,
             counters: Arc::default(),
             changed: Notify::new(),
-            state: Mutex::new(State { links, live: BTreeMap::new(), error: None }),
+            state: Mutex::new(State {
+                links,
+                live: BTreeMap::new(),
+                error: None,
+                refused_at_ended_links: 0,
+            }),
         }
     }
 
@@ -77,20 +89,31 @@ impl Peer {
         }
     }
 
-    /// Adds a link. The streams of this agent use it only if this agent has opened it.
-    pub(super) fn add_link(&self, id: LinkId, side: Side, link: Link, handle: Handle) {
+    /// Adds a link. Returns the one that must end after its streams, if there is one.
+    pub(super) fn add_link(
+        &self,
+        id: LinkId,
+        side: Side,
+        link: Link,
+        handle: Handle,
+    ) -> Option<Handle> {
         add(&self.counters.links_opened, 1);
         let mut state = self.lock();
-        match side {
-            Side::Caller => {
-                state.links.handle_up(id);
-                state.error = None;
-            }
-            Side::Called => state.links.handle_contact(),
-        }
+        let retired = state.links.handle_up(id, side, link.peer_hello().instance);
         state.live.insert(id, (link, handle));
+        if state.links.active().is_some() {
+            state.error = None;
+        }
+        let retired = retired.and_then(|id| state.live.get(&id));
+        let retired = retired.map(|(_, handle)| handle.clone());
         drop(state);
         self.changed.notify_waiters();
+        retired
+    }
+
+    /// Returns the number of links that have not ended.
+    pub(super) fn link_count(&self) -> usize {
+        self.lock().live.len()
     }
 
     /// Opens no further streams on a link.
@@ -102,7 +125,16 @@ impl Peer {
     pub(super) fn remove_link(&self, id: LinkId) {
         let mut state = self.lock();
         state.links.handle_gone(id);
-        state.live.remove(&id);
+        if let Some((_, handle)) = state.live.remove(&id) {
+            state.refused_at_ended_links += handle.state().stats.refused;
+        }
+    }
+
+    /// Returns how many streams of the peer were refused because of a limit of the link.
+    pub(super) fn refused_at_limits(&self) -> u64 {
+        let state = self.lock();
+        let now = state.live.values().map(|(_, handle)| handle.state().stats.refused);
+        state.refused_at_ended_links + now.sum::<u64>()
     }
 
     /// Notes that the agent could not connect. Returns how long it does not try again.

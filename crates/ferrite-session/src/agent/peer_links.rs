@@ -1,11 +1,18 @@
 //! Which link to a peer is used, and when a new one is opened. Has no I/O: time and the numbers of
 //! links are arguments.
 //!
-//! The streams of this side use only links that this agent has opened, to the address where the
-//! peer listens. A link that the peer has opened carries the peer's streams alone: any user of the
-//! peer's host can open one, and must not receive connections that are meant for the peer.
+//! Without TLS, the streams of this side use only links that this agent has opened, to the address
+//! where the peer listens. A link that the peer has opened carries the peer's streams alone: any
+//! user of the peer's host can open one, and must not receive connections that are meant for the
+//! peer.
+//!
+//! With TLS, both agents are authenticated and share one link. If both connect at once, there are
+//! two links for a moment. Both sides keep the one whose caller has the lower instance, and let the
+//! other one finish its streams.
 
 use std::time::{Duration, Instant};
+
+use ferrite_proto::mux::Side;
 
 /// How long a connection may wait for a link that is being opened.
 pub(super) const BUDGET: Duration = Duration::from_millis(300);
@@ -32,10 +39,12 @@ pub(super) enum Step {
 }
 
 /// The link to a peer, and the attempts to open one.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct PeerLinks {
-    /// The link that new streams use. This agent has opened it.
-    active: Option<LinkId>,
+    /// The instance of this agent, if the agents are authenticated and share one link.
+    shared_by: Option<u64>,
+    /// The link that new streams use.
+    active: Option<Active>,
     /// If the agent connects: how long connections wait for that.
     connecting: Option<Instant>,
     /// After a failure: when the agent connects again.
@@ -43,12 +52,27 @@ pub(super) struct PeerLinks {
     pause: Duration,
 }
 
+/// The link that new streams use.
+#[derive(Debug, Clone, Copy)]
+struct Active {
+    id: LinkId,
+    /// This side's part: whether it has connected the link or accepted it.
+    side: Side,
+    peer_instance: u64,
+}
+
 impl PeerLinks {
+    /// Returns the state without links. `shared_by` is the instance of this agent if the agents are
+    /// authenticated, so that both use one link.
+    pub(super) fn new(shared_by: Option<u64>) -> Self {
+        Self { shared_by, active: None, connecting: None, again_at: None, pause: Duration::ZERO }
+    }
+
     // ---- getters ---------------------------------------------------------------------------
 
     /// Returns the link that new streams use.
     pub(super) fn active(&self) -> Option<LinkId> {
-        self.active
+        self.active.map(|active| active.id)
     }
 
     /// Returns how long the agent does not connect after the last failure.
@@ -61,7 +85,7 @@ impl PeerLinks {
     /// Decides how a new connection gets to the peer.
     pub(super) fn next_step(&mut self, now: Instant) -> Step {
         if let Some(active) = self.active {
-            return Step::Use(active);
+            return Step::Use(active.id);
         }
         match self.connecting {
             Some(until) if now < until => return Step::Wait { until },
@@ -88,18 +112,43 @@ impl PeerLinks {
         }
     }
 
-    /// Notes a link that this agent has opened.
-    pub(super) fn handle_up(&mut self, id: LinkId) {
-        self.connecting = None;
+    /// Notes a new link. Returns the link that must end after its streams, if there are two for the
+    /// streams of this side now.
+    pub(super) fn handle_up(
+        &mut self,
+        id: LinkId,
+        side: Side,
+        peer_instance: u64,
+    ) -> Option<LinkId> {
+        if side == Side::Caller {
+            self.connecting = None;
+        }
+        // Also if the peer has opened it: then this agent can probably open one, too.
         self.again_at = None;
         self.pause = Duration::ZERO;
-        self.active = Some(id);
-    }
-
-    /// Notes that the peer has opened a link, so that this agent can probably open one, too.
-    pub(super) fn handle_contact(&mut self) {
-        self.again_at = None;
-        self.pause = Duration::ZERO;
+        let new = Active { id, side, peer_instance };
+        let Some(own_instance) = self.shared_by else {
+            if side == Side::Caller {
+                self.active = Some(new);
+            }
+            return None;
+        };
+        let Some(old) = self.active else {
+            self.active = Some(new);
+            return None;
+        };
+        let caller_of = |link: Active| match link.side {
+            Side::Caller => own_instance,
+            Side::Called => link.peer_instance,
+        };
+        // Two links that the same side has opened, or links to two processes, are not the result
+        // of connecting at once: the other side has given up the old one.
+        let is_glare = old.peer_instance == peer_instance && old.side != side;
+        if is_glare && caller_of(old) < caller_of(new) {
+            return Some(new.id);
+        }
+        self.active = Some(new);
+        Some(old.id)
     }
 
     /// Notes that a link accepts no further streams, or has ended.
@@ -114,8 +163,18 @@ impl PeerLinks {
 mod tests {
     use super::*;
 
+    const OWN: u64 = 50;
+
     fn links() -> (PeerLinks, Instant) {
-        (PeerLinks::default(), Instant::now())
+        (PeerLinks::new(None), Instant::now())
+    }
+
+    fn shared_links() -> (PeerLinks, Instant) {
+        (PeerLinks::new(Some(OWN)), Instant::now())
+    }
+
+    fn handle_contact(links: &mut PeerLinks) {
+        assert_eq!(links.handle_up(LinkId(9), Side::Called, 7), None);
     }
 
     #[test]
@@ -125,7 +184,7 @@ mod tests {
         assert_eq!(links.next_step(now), Step::Connect { until });
         assert_eq!(links.next_step(now + BUDGET / 2), Step::Wait { until });
         assert_eq!(links.next_step(until), Step::Unavailable);
-        links.handle_up(LinkId(1));
+        assert_eq!(links.handle_up(LinkId(1), Side::Caller, 7), None);
         assert_eq!(links.next_step(until), Step::Use(LinkId(1)));
     }
 
@@ -141,7 +200,7 @@ mod tests {
             now += pause;
         }
         // A link of the peer ends the pause, and the next failure has the first one again.
-        links.handle_contact();
+        handle_contact(&mut links);
         assert!(matches!(links.next_step(now), Step::Connect { .. }));
         links.handle_failure(now);
         assert_eq!(links.pause(), FIRST_PAUSE);
@@ -150,16 +209,63 @@ mod tests {
     #[test]
     fn link_of_the_peer_is_not_used_and_ends_no_link_of_this_side() {
         let (mut links, now) = links();
-        links.handle_contact();
+        handle_contact(&mut links);
         assert!(matches!(links.next_step(now), Step::Connect { .. }));
-        links.handle_contact();
+        handle_contact(&mut links);
         assert!(matches!(links.next_step(now), Step::Wait { .. }), "one attempt at a time");
-        links.handle_up(LinkId(1));
-        links.handle_contact();
+        assert_eq!(links.handle_up(LinkId(1), Side::Caller, 7), None);
+        handle_contact(&mut links);
         assert_eq!(links.next_step(now), Step::Use(LinkId(1)));
         links.handle_gone(LinkId(2));
         assert_eq!(links.active(), Some(LinkId(1)));
         links.handle_gone(LinkId(1));
         assert!(matches!(links.next_step(now), Step::Connect { .. }));
+    }
+
+    #[test]
+    fn failure_does_not_matter_if_the_peer_has_opened_the_shared_link() {
+        let (mut links, now) = shared_links();
+        links.next_step(now);
+        assert_eq!(links.handle_up(LinkId(1), Side::Called, 7), None);
+        links.handle_failure(now);
+        assert_eq!(links.next_step(now), Step::Use(LinkId(1)));
+        links.handle_gone(LinkId(1));
+        assert!(matches!(links.next_step(now), Step::Connect { .. }), "no pause");
+    }
+
+    /// Both ends see the two links in any order, and keep the same one.
+    #[test]
+    fn both_sides_keep_the_shared_link_of_the_lower_instance() {
+        let (called_by_us, called_by_peer) = (LinkId(1), LinkId(2));
+        for (peer, kept, retired) in
+            [(OWN + 1, called_by_us, called_by_peer), (OWN - 1, called_by_peer, called_by_us)]
+        {
+            for is_ours_first in [true, false] {
+                let (mut links, _) = shared_links();
+                let mut both = [(called_by_us, Side::Caller), (called_by_peer, Side::Called)];
+                if !is_ours_first {
+                    both.reverse();
+                }
+                assert_eq!(links.handle_up(both[0].0, both[0].1, peer), None);
+                assert_eq!(links.handle_up(both[1].0, both[1].1, peer), Some(retired));
+                assert_eq!(links.active(), Some(kept));
+                links.handle_gone(retired);
+                assert_eq!(links.active(), Some(kept));
+            }
+        }
+    }
+
+    #[test]
+    fn link_of_a_restarted_peer_replaces_the_shared_one() {
+        for (old_peer, old_side, new_peer, new_side) in [
+            (7, Side::Called, 8, Side::Called),
+            (7, Side::Caller, 99, Side::Called), // although this side has the lower instance
+            (7, Side::Called, 7, Side::Called),
+        ] {
+            let (mut links, _) = shared_links();
+            assert_eq!(links.handle_up(LinkId(1), old_side, old_peer), None);
+            assert_eq!(links.handle_up(LinkId(2), new_side, new_peer), Some(LinkId(1)));
+            assert_eq!(links.active(), Some(LinkId(2)));
+        }
     }
 }

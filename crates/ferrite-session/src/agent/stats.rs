@@ -46,6 +46,33 @@ impl Refused {
     }
 }
 
+/// Why a link of a peer was refused.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum LinkRefused {
+    /// Its address belongs to no peer.
+    Address,
+    /// Its certificate belongs to no peer.
+    Certificate,
+    /// There are too many links to the peer.
+    TooMany,
+    /// It does not use RDMA, which is required.
+    Transport,
+}
+
+impl LinkRefused {
+    const ALL: [Self; 4] = [Self::Address, Self::Certificate, Self::TooMany, Self::Transport];
+
+    /// Returns the cause as one word, for metrics.
+    fn label(self) -> &'static str {
+        match self {
+            Self::Address => "address",
+            Self::Certificate => "certificate",
+            Self::TooMany => "too_many",
+            Self::Transport => "transport",
+        }
+    }
+}
+
 /// Counters of the whole agent.
 #[derive(Debug, Default)]
 pub(super) struct Counters {
@@ -58,14 +85,17 @@ pub(super) struct Counters {
     pub(super) direct: AtomicU64,
     /// Connections to engines from another port than the program's.
     pub(super) ports_changed: AtomicU64,
-    /// Links from addresses that belong to no peer.
-    pub(super) unknown_peers: AtomicU64,
+    links_refused: [AtomicU64; LinkRefused::ALL.len()],
 }
 
 impl Counters {
     pub(super) fn count_refused(&self, refused: Refused) {
         let at = Refused::ALL.iter().position(|cause| *cause == refused);
         add(&self.refused[at.unwrap_or_default()], 1);
+    }
+
+    pub(super) fn count_refused_link(&self, refused: LinkRefused) {
+        add(&self.links_refused[refused as usize], 1);
     }
 }
 
@@ -139,8 +169,9 @@ pub struct AgentStats {
     /// Connections to engines from another source port than the peer's program has, because that
     /// port was in use.
     pub ports_changed: u64,
-    /// Links that were refused because their address belongs to no peer.
-    pub unknown_peers: u64,
+    /// Links that were refused: the cause in a word, and how many. `tls` are failed handshakes, and
+    /// `cm` requests by RDMA CM, which agents with TLS do not accept.
+    pub links_refused: Vec<(&'static str, u64)>,
 }
 
 /// The state and the counters of a peer.
@@ -151,7 +182,8 @@ pub struct AgentPeerStats {
     pub alias: Ipv4Addr,
     /// The address of its agent.
     pub address: SocketAddr,
-    /// The transports of the links to it: one that each side has opened, usually.
+    /// The transports of the links to it. Usually there is one with TLS. Without TLS, there is one
+    /// that each side has opened.
     pub links: Vec<Transport>,
     /// Why the last attempt to connect failed, if there was no link since.
     pub error: Option<String>,
@@ -185,7 +217,11 @@ impl Counters {
             beyond_limits: of(&self.beyond_limits),
             direct: of(&self.direct),
             ports_changed: of(&self.ports_changed),
-            unknown_peers: of(&self.unknown_peers),
+            links_refused: LinkRefused::ALL
+                .iter()
+                .zip(&self.links_refused)
+                .map(|(cause, count)| (cause.label(), of(count)))
+                .collect(),
         }
     }
 }
@@ -228,6 +264,16 @@ mod tests {
         let labels: std::collections::BTreeSet<_> =
             stats.refused.iter().map(|(label, _)| *label).collect();
         assert_eq!(labels.len(), Refused::ALL.len());
+    }
+
+    #[test]
+    fn every_cause_of_a_refused_link_has_a_counter() {
+        let counters = Counters::default();
+        for (count, cause) in (1..).zip(LinkRefused::ALL) {
+            (0..count).for_each(|_| counters.count_refused_link(cause));
+        }
+        let expected = [("address", 1), ("certificate", 2), ("too_many", 3), ("transport", 4)];
+        assert_eq!(counters.stats().links_refused, expected);
     }
 
     #[test]

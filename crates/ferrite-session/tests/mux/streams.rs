@@ -107,7 +107,7 @@ pub(crate) async fn unread_streams_hold_up_no_others(harness: &Harness) {
 }
 
 pub(crate) async fn refuses_streams_beyond_the_limits(harness: &Harness) {
-    let config = Config { max_streams: 3, ..Config::default() };
+    let config = Config { max_streams: 3, bus_streams: 0, ..Config::default() };
     let (mut peers, _listener) = harness.pair::<Pipe>(&config).await;
     let mut programs = Vec::new();
     for port in 0..3 {

@@ -5,9 +5,10 @@ use std::collections::BTreeMap;
 use std::net::TcpStream;
 use std::process::Command;
 
+use ferrite_testkit::ca::Issued;
 use ferrite_testkit::netns::Hosts;
 use ferrite_testkit::resp::Client;
-use ferrite_testkit::{Engine, Start, TIMEOUT, until};
+use ferrite_testkit::{Ca, Engine, Start, TIMEOUT, TempDir, until};
 
 use crate::metrics::harness::Running;
 
@@ -34,12 +35,35 @@ pub(crate) fn alias(host: usize) -> String {
     format!("127.1.0.{host}")
 }
 
+/// The certificates of a group.
+pub(crate) struct Certificates {
+    pub(crate) ca: Ca,
+    pub(crate) files: TempDir,
+}
+
+impl Certificates {
+    pub(crate) fn new() -> Self {
+        Self { ca: Ca::new(), files: TempDir::new("agent-certificates") }
+    }
+
+    /// Returns the options of an agent that presents a certificate. `ca` is the authority that it
+    /// knows.
+    pub(crate) fn options(&self, ca: &Ca, name: &str, issued: &Issued) -> Vec<String> {
+        let files = ca.files(&self.files, name, issued);
+        let flags = ["--tls-cert-file", "--tls-key-file", "--tls-ca-cert-file"];
+        let pairs = flags.into_iter().zip(files);
+        pairs.flat_map(|(flag, file)| [flag.into(), file.display().to_string()]).collect()
+    }
+}
+
 /// Hosts with an agent each, numbered from 1.
 pub(crate) struct Group {
     // Ended before their hosts.
     pub(crate) agents: Vec<Running>,
     pub(crate) hosts: Hosts,
     options: Vec<String>,
+    /// With TLS, agents authenticate each other and share one link.
+    pub(crate) certificates: Option<Certificates>,
     /// The words before the command line of an agent: what makes it a user with few rights.
     user: &'static [&'static str],
 }
@@ -53,8 +77,28 @@ impl Group {
         options: &[&str],
         user: &'static [&'static str],
     ) -> Self {
+        Self::start_with(hosts, count, options, user, None)
+    }
+
+    /// Starts agents as [`Group::start`] does, with certificates of their addresses.
+    pub(crate) fn start_with_tls(
+        hosts: Hosts,
+        count: usize,
+        options: &[&str],
+        user: &'static [&'static str],
+    ) -> Self {
+        Self::start_with(hosts, count, options, user, Some(Certificates::new()))
+    }
+
+    fn start_with(
+        hosts: Hosts,
+        count: usize,
+        options: &[&str],
+        user: &'static [&'static str],
+        certificates: Option<Certificates>,
+    ) -> Self {
         let options = options.iter().map(ToString::to_string).collect();
-        let mut group = Self { hosts, agents: Vec::new(), options, user };
+        let mut group = Self { hosts, agents: Vec::new(), options, certificates, user };
         for host in 1..=count {
             let agent = group.start_agent(host, count);
             group.agents.push(agent);
@@ -65,12 +109,30 @@ impl Group {
 
     /// Starts the agent of a host.
     pub(crate) fn start_agent(&self, host: usize, count: usize) -> Running {
+        let authentication = match &self.certificates {
+            Some(certificates) => {
+                let issued = certificates.ca.issue(&[&self.hosts.ip(host)]);
+                certificates.options(&certificates.ca, &format!("host{host}"), &issued)
+            }
+            None => ["--allow-unauthenticated-peers", "yes"].map(Into::into).into(),
+        };
+        self.start_agent_as(host, count, &authentication)
+    }
+
+    /// Starts the agent of a host with these options for authentication.
+    pub(crate) fn start_agent_as(
+        &self,
+        host: usize,
+        count: usize,
+        authentication: &[String],
+    ) -> Running {
         let mut words = vec!["agent".into(), "--alias".into(), alias(host)];
         words.extend(["--listen".into(), self.hosts.ip(host)]);
         for peer in (1..=count).filter(|peer| *peer != host) {
             words.extend(["--peer".into(), format!("{}={}", alias(peer), self.hosts.ip(peer))]);
         }
-        words.extend(["--ports", PORTS, "--allow-unauthenticated-peers", "yes"].map(Into::into));
+        words.extend(["--ports", PORTS].map(Into::into));
+        words.extend_from_slice(authentication);
         for word in &self.options {
             words.push(word.replace("DEVICE", &self.hosts.device(host)));
         }
@@ -83,17 +145,23 @@ impl Group {
         })
     }
 
-    /// Waits until each agent has opened one link to every other.
+    /// Returns the number of links of a pair of hosts.
+    fn links_per_pair(&self) -> usize {
+        if self.certificates.is_some() { 1 } else { 2 }
+    }
+
+    /// Waits until there are all links of each pair, and no more.
     pub(crate) fn wait_for_links(&self) {
         for host in 1..=self.agents.len() {
             until(TIMEOUT, "a link to each peer", || self.get(host, "/ready").0 == 200);
         }
         for host in 1..=self.agents.len() {
-            until(TIMEOUT, "two links for each pair", || {
+            until(TIMEOUT, "the links of each pair", || {
                 let samples = self.scrape(host);
                 let peers = (1..=self.agents.len()).filter(|peer| *peer != host);
                 let mut links = peers.map(|peer| sum(&samples, "agent_links{", &alias(peer)));
-                links.all(|links| (links - 2.0).abs() < f64::EPSILON)
+                let expected = self.links_per_pair() as f64;
+                links.all(|links| (links - expected).abs() < f64::EPSILON)
             });
         }
     }
@@ -146,8 +214,8 @@ impl Group {
         text
     }
 
-    /// Asserts that the only TCP connections between the hosts are the links, two for each pair.
-    /// `over_tcp` is false if the links use RDMA: then there is none.
+    /// Asserts that the only TCP connections between the hosts are the links. `over_tcp` is false
+    /// if the links use RDMA alone: then there is none. With TLS, each link has one.
     #[track_caller]
     pub(crate) fn assert_only_links(&self, over_tcp: bool) {
         for host in 1..=self.agents.len() {
@@ -172,7 +240,8 @@ impl Group {
             peers.sort();
             peers.dedup();
             let expected = if over_tcp { self.agents.len() - 1 } else { 0 };
-            assert_eq!((count, peers.len()), (2 * expected, expected), "host {host}: {sockets}");
+            let links = self.links_per_pair() * expected;
+            assert_eq!((count, peers.len()), (links, expected), "host {host}: {sockets}");
         }
     }
 }

@@ -28,6 +28,7 @@ mod refusing;
 mod socket_calls;
 mod sockets;
 mod tcp_link;
+mod tls_failure;
 mod upgrade_schedule;
 mod upgrade_turns;
 mod upgrade_waiter;

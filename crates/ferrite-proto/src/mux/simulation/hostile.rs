@@ -20,6 +20,7 @@ fn config() -> Config {
         turn_bytes: 300,
         message_bytes: 2000,
         max_streams: 20,
+        bus_streams: 4,
         opens_per_second: 1000,
         max_refused: 50,
         max_held_bytes: 5000,
@@ -209,7 +210,7 @@ fn data(stream: StreamId, length: u32, next_class: Option<Class>) -> Vec<u8> {
 /// Opens far more streams than allowed, and reads the refusals or not.
 fn flood_of_opens(victim: &mut Victim, random: &mut Random) -> Result<u64, Violation> {
     let (peer, reads) = (victim.peer(), chance(random, 50));
-    let most = victim.mux.config().max_streams;
+    let most = victim.mux.config().max_streams - victim.mux.config().bus_streams;
     for number in 1..500 {
         let stream = id(peer, Class::Interactive, number);
         match victim.receive(1, &open(stream), random)? {
@@ -228,7 +229,15 @@ fn flood_of_opens(victim: &mut Victim, random: &mut Random) -> Result<u64, Viola
             while victim.send(Class::Interactive).is_some() {}
         }
     }
-    if reads { Ok(0) } else { violation("the link survived a flood of streams") }
+    if !reads {
+        return violation("the link survived a flood of streams");
+    }
+    let accepted = victim.accepted;
+    let bus = id(peer, Class::Bus, 1);
+    match victim.receive(0, &open(bus), random)? {
+        Ok(()) if victim.accepted == accepted + 1 => Ok(0),
+        result => violation(format!("the flood has taken the streams of the bus: {result:?}")),
+    }
 }
 
 /// Sends all that the credit allows on many streams, which nobody reads.

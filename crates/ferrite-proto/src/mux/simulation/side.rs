@@ -268,7 +268,7 @@ impl Side {
     /// Checks the limits, and that whatever must be sent is queued.
     pub(super) fn check(&self) -> Result<(), Violation> {
         let (mux, role) = (&self.mux, self.role);
-        let Config { max_held_bytes, max_streams, max_in_flight, .. } = *mux.config();
+        let Config { max_held_bytes, max_streams, bus_streams, max_in_flight, .. } = *mux.config();
         if mux.held > max_held_bytes {
             return violation(format!(
                 "{role:?}: {} bytes are held, more than the limit",
@@ -283,8 +283,12 @@ impl Side {
             ));
         }
         for opener in [Role::Caller, Role::Called] {
-            if mux.table.opened_by(opener) > max_streams {
-                return violation(format!("{role:?}: more than {max_streams} streams"));
+            let open = mux.table.opened_by(opener);
+            if open.bus + open.others > max_streams || open.others > max_streams - bus_streams {
+                return violation(format!(
+                    "{role:?}: more than {max_streams} streams, or than {bus_streams} fewer beside \
+                     the bus: {open:?}"
+                ));
             }
         }
         if mux.in_flight.iter().any(|count| *count > max_in_flight) {

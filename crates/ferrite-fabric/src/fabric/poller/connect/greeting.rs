@@ -18,7 +18,7 @@ use super::admission::{Admission, Limits};
 use super::dialing::Purpose;
 use super::migration::LostLink;
 use super::socket_calls::tcp_error;
-use super::{handshake_limits, refusing};
+use super::{handshake_limits, refusing, tls_failure};
 use crate::error::{Error, ErrorKind};
 use crate::fabric::Shared;
 use crate::fabric::listener::{ForeignTcpPeer, ListenerShared};
@@ -101,8 +101,16 @@ impl Poller {
             }
             Err(error) => {
                 self.sockets.leave_admission(id);
-                if let Side::Dialing { purpose, .. } = greeting.side {
-                    self.dial_failed(shared, purpose, error);
+                match greeting.side {
+                    Side::Dialing { purpose, .. } => self.dial_failed(shared, purpose, error),
+                    // TLS itself has failed. What a peer says within TLS is refused otherwise.
+                    Side::Answering { .. }
+                        if greeting.tls.is_some() && error.kind() == ErrorKind::Protocol =>
+                    {
+                        shared.counters.tls_failures.fetch_add(1, Ordering::Relaxed);
+                        tls_failure::warn(&error);
+                    }
+                    Side::Answering { .. } => {}
                 }
             }
         }
@@ -313,7 +321,10 @@ impl Poller {
             }
             Err(error) => {
                 let Side::Answering { .. } = greeting.side else {
-                    let what = format!("{peer} is not a compatible Ferrite peer: {error}");
+                    let what = match greeting.tls.is_none() && tls_failure::is_alert(heard) {
+                        true => format!("{peer} requires TLS, and this side has no TLS for it"),
+                        false => format!("{peer} is not a compatible Ferrite peer: {error}"),
+                    };
                     return Err(Error::new(ErrorKind::Protocol, what));
                 };
                 if error == HelloError::ForeignPeer && greeting.accepts_foreign_peers() {
@@ -334,7 +345,10 @@ impl Poller {
                 let what = format!("{peer} hung up before its link was resumed");
                 return Err(Error::new(ErrorKind::LinkDown, what));
             }
-            let sought = theirs.resume.map(|resume| self.find_lost(shared, id, &resume));
+            let sought = theirs.resume.map(|resume| match self.find_lost(shared, id, &resume) {
+                LostLink::Found(link, _) if !greeting.is_from_peer_of(&link) => LostLink::Unknown,
+                sought => sought,
+            });
             let no = if let Some(sought) = &sought {
                 match sought {
                     LostLink::NotYet => return Ok(None),
@@ -385,6 +399,14 @@ impl Greeting {
         let Side::Answering { listener, .. } = &self.side else { return false };
         self.tls.is_none()
             && listener.upgrade().is_some_and(|listener| listener.accepts_foreign_tcp_peers())
+    }
+
+    /// Returns whether a connection that resumes a link presents the certificate with which the
+    /// link has begun.
+    fn is_from_peer_of(&self, link: &LinkShared) -> bool {
+        let certificates = self.tls.as_ref().map(|tls| tls.peer_certificates());
+        let first = link.peer_certificates.get().and_then(|certificates| certificates.first());
+        first.is_none() || certificates.as_ref().and_then(|them| them.first()) == first
     }
 
     /// Sends the rest of `to_send`, and the data that TLS has to send.
@@ -444,7 +466,8 @@ fn handshake_error(peer: SocketAddr, error: &io::Error) -> Error {
         io::ErrorKind::InvalidData => ErrorKind::Protocol,
         _ => ErrorKind::LinkDown,
     };
-    Error::new(kind, format!("the handshake with {peer} over TCP failed: {error}"))
+    let why = tls_failure::describe(error).unwrap_or_else(|| error.to_string());
+    Error::new(kind, format!("the handshake with {peer} over TCP failed: {why}"))
 }
 
 /// Combines the errors of both transports. The kind is that of the RDMA error, because RDMA was

@@ -102,6 +102,12 @@ impl Poller {
             refuse(shared, request, &refusal(RefusalCode::POLICY, 0, text));
             return;
         }
+        if listener.refuses_cm {
+            shared.counters.cm_requests_refused.fetch_add(1, Ordering::Relaxed);
+            refusing::warn_of_cm_request(request.id.peer_addr());
+            refuse(shared, request, &refusal(RefusalCode::POLICY, 0, refusing::TCP_FIRST_ONLY));
+            return;
+        }
         let hello = match listener.foreign_peers_only {
             true => Err(HelloError::ForeignPeer),
             false => Hello::decode(&request.private_data),

@@ -1,8 +1,11 @@
 //! Decides which peers to refuse, and with which reason. Handshakes by RDMA CM and over TCP share
 //! this code, so that a peer gets the same answer on either transport.
 
+use std::net::SocketAddr;
+
 use crate::fabric::Shared;
 use crate::fabric::listener::ListenerShared;
+use crate::log_limit::LogLimit;
 use crate::wire::{HelloError, Refusal, RefusalCode, Version};
 
 pub(super) fn refusal(code: RefusalCode, retry_after_ms: u32, text: impl Into<String>) -> Refusal {
@@ -32,6 +35,21 @@ pub(super) fn of_new_link(shared: &Shared, listener: Option<&ListenerShared>) ->
     }
     let is_full = listener.is_none_or(ListenerShared::is_full);
     is_full.then(|| refusal(RefusalCode::BUSY, 20, "too many links wait to be accepted"))
+}
+
+pub(super) const TCP_FIRST_ONLY: &str = "this side accepts RDMA only for links that begin over \
+                                         TCP, with TLS if that is configured";
+
+/// Logs a request by RDMA CM to a listener whose links begin over TCP.
+pub(super) fn warn_of_cm_request(peer: Option<SocketAddr>) {
+    static LINES: LogLimit = LogLimit::new();
+    if let Some(others) = LINES.pass() {
+        let peer = peer.map_or("an unknown address".to_owned(), |peer| peer.to_string());
+        tracing::warn!(
+            "refused a request by RDMA CM from {peer}: {TCP_FIRST_ONLY}; connect in the mode \
+             tcp-first{others}"
+        );
+    }
 }
 
 pub(super) const MAX_CONNECTIONS: &str = "max_connections is reached";

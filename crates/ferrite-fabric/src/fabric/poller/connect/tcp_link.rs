@@ -79,6 +79,7 @@ impl Poller {
             return;
         };
         let encrypted = tls.is_some();
+        let certificates = tls.as_ref().map(|tls| tls.peer_certificates()).unwrap_or_default();
         let account = match &side {
             Side::Answering { .. } => Some(self.account_of(shared, peer, &ours)),
             Side::Dialing { .. } => None, // only peers that connect to this side are limited
@@ -96,6 +97,7 @@ impl Poller {
         self.register_link(shared, &link);
         self.assign_to_link(id, name);
         link.set_tls(trusted);
+        let _ = link.peer_certificates.set(certificates); // once, because the link is new
         self.timers.add(self.now, Timer::Keepalive(name)); // its handler restarts the timer
         match side {
             Side::Dialing { purpose: Purpose::Resume(..), .. } => {}

@@ -1,0 +1,158 @@
+//! Mutual TLS between agents: what an agent presents, and which peer a certificate belongs to.
+
+use std::io;
+use std::net::IpAddr;
+use std::path::Path;
+use std::sync::Arc;
+
+use ferrite_fabric::rustls::client::{Resumption, verify_server_name};
+use ferrite_fabric::rustls::crypto::CryptoProvider;
+use ferrite_fabric::rustls::pki_types::{CertificateDer, ServerName};
+use ferrite_fabric::rustls::server::{NoServerSessionStorage, ParsedCertificate};
+use ferrite_fabric::rustls::{CertificateError, ClientConfig, Error as TlsError, ServerConfig};
+use ferrite_fabric::{ConnectMode, ConnectOptions, ListenOptions};
+
+use crate::tls::TlsFiles;
+
+/// The certificate of this agent, its key, and the CA of all agents.
+#[derive(Debug, Clone)]
+pub struct AgentTls {
+    client: Arc<ClientConfig>,
+    server: Arc<ServerConfig>,
+}
+
+impl AgentTls {
+    /// Reads the files, all in PEM: the certificate of this agent with its chain, its private key,
+    /// and the certificate of the CA that has issued the certificates of all agents. The caller
+    /// chooses the cryptography.
+    ///
+    /// # Errors
+    /// Returns an error that names the file that cannot be read or used.
+    pub fn read(
+        certificate: &Path,
+        key: &Path,
+        ca: &Path,
+        provider: &Arc<CryptoProvider>,
+    ) -> io::Result<Self> {
+        let files = TlsFiles {
+            ca_certificates: Some(ca.into()),
+            client: Some((certificate.into(), key.into())),
+            ..TlsFiles::default()
+        };
+        let mut client = files.client_config(Arc::clone(provider))?;
+        let mut server = files.server_config(Arc::clone(provider))?;
+        // Each link verifies the certificates anew. There are few links.
+        client.resumption = Resumption::disabled();
+        server.session_storage = Arc::new(NoServerSessionStorage {});
+        server.send_tls13_tickets = 0;
+        Ok(Self { client: Arc::new(client), server: Arc::new(server) })
+    }
+
+    /// Adds TLS to the options of a link to the peer with this name. The link begins over TCP, so
+    /// that a queue pair is agreed on within TLS.
+    #[must_use]
+    pub fn connect(&self, options: ConnectOptions, name: ServerName<'static>) -> ConnectOptions {
+        options.tls(Arc::clone(&self.client), name).mode(ConnectMode::TcpFirst)
+    }
+
+    /// Adds TLS to the options of a listener for links of peers.
+    pub fn listen(&self, options: ListenOptions) -> ListenOptions {
+        options.tls(Arc::clone(&self.server)).rdma_by_tcp_first()
+    }
+}
+
+/// Finds the peer that a certificate belongs to: the one whose name it has. If it has the names of
+/// several peers, the address from which the peer has connected decides between them.
+///
+/// # Errors
+/// Returns why it belongs to none.
+pub(super) fn find<'a, T>(
+    certificate: Option<&CertificateDer<'_>>,
+    from: Option<IpAddr>,
+    peers: impl Iterator<Item = (&'a ServerName<'static>, IpAddr, T)>,
+) -> Result<T, String> {
+    let unusable = |error: TlsError| format!("its certificate cannot be used: {error}");
+    let certificate = certificate.ok_or("it has presented no certificate")?;
+    let certificate = ParsedCertificate::try_from(certificate).map_err(unusable)?;
+    let (mut named, mut own_names) = (Vec::new(), Vec::new());
+    for (name, ip, peer) in peers {
+        match verify_server_name(&certificate, name) {
+            Ok(()) => named.push((ip, peer)),
+            Err(TlsError::InvalidCertificate(CertificateError::NotValidForNameContext {
+                presented,
+                ..
+            })) => own_names = presented,
+            Err(_) => {}
+        }
+    }
+    let count = named.len();
+    let peer = match count {
+        1 => named.pop(),
+        _ => named.into_iter().find(|(ip, _)| Some(*ip) == from),
+    };
+    match peer {
+        Some((_, peer)) => Ok(peer),
+        None if count > 0 => Err(format!(
+            "its certificate has the names of {count} peers, and its address is that of none of \
+             them; give each host a certificate of its own"
+        )),
+        None => {
+            let names = match own_names.is_empty() {
+                true => "no name".into(),
+                false => own_names.join(", "),
+            };
+            Err(format!(
+                "its certificate ({names}) has the name of no peer; subjectAltName must have the \
+                 host's address or name as `peers` has it"
+            ))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn certificate(names: &[&str]) -> CertificateDer<'static> {
+        let names: Vec<_> = names.iter().map(ToString::to_string).collect();
+        let issued = rcgen::generate_simple_self_signed(names).expect("a certificate");
+        issued.cert.der().clone()
+    }
+
+    fn found(certificate: Option<&CertificateDer<'_>>, from: &str) -> Result<usize, String> {
+        let ip = |text: &str| text.parse::<IpAddr>().expect("an address");
+        let name = |text: &str| ServerName::try_from(text.to_owned()).expect("a name");
+        let peers =
+            [("10.0.0.2", "10.0.0.2"), ("c.example", "10.0.0.3"), ("d.example", "10.0.0.4")];
+        let names = peers.map(|(it, at)| (name(it), ip(at)));
+        let peers = names.iter().zip(2..).map(|((name, ip), host)| (name, *ip, host));
+        find(certificate, Some(ip(from)), peers)
+    }
+
+    #[test]
+    fn certificate_belongs_to_the_peer_whose_name_it_has() {
+        let [two, three, other] =
+            [&["10.0.0.2"][..], &["x.example", "c.example"], &["10.0.0.9"]].map(certificate);
+        assert_eq!(found(Some(&two), "10.0.0.2"), Ok(2));
+        assert_eq!(found(Some(&three), "10.0.0.3"), Ok(3));
+        assert_eq!(found(Some(&three), "192.0.2.1"), Ok(3), "the certificate decides");
+        assert_eq!(found(Some(&three), "10.0.0.2"), Ok(3), "and not the address");
+        // An address is no name, and a name no address.
+        assert!(found(Some(&certificate(&["10.0.0.3"])), "10.0.0.3").is_err());
+        let error = found(Some(&other), "10.0.0.2").expect_err("another host");
+        assert!(error.contains("10.0.0.9") && error.contains("name of no peer"), "{error}");
+        let error = found(None, "10.0.0.2").expect_err("no certificate");
+        assert!(error.contains("no certificate"), "{error}");
+    }
+
+    #[test]
+    fn address_decides_between_the_peers_of_a_shared_certificate() {
+        for names in [&["*.example"][..], &["c.example", "d.example"]] {
+            let shared = certificate(names);
+            assert_eq!(found(Some(&shared), "10.0.0.3"), Ok(3));
+            assert_eq!(found(Some(&shared), "10.0.0.4"), Ok(4));
+            let error = found(Some(&shared), "10.0.0.2").expect_err("a peer that it has not");
+            assert!(error.contains("the names of 2 peers"), "{error}");
+        }
+    }
+}
