@@ -139,13 +139,13 @@ fn requests_by_rdma_cm_are_refused_and_counted() {
 #[test]
 fn wrong_and_missing_certificates_are_refused_explained_and_counted() {
     let mut pair = Pair::new(Rdma::Prefer);
-    let stranger = Ca::new();
+    let other_ca = Ca::new();
     let ca = &pair.ca;
     let [no_certificate, other_ca, expired, unknown_server, other_host] = [
         (client(ca, None), THEIRS),
-        (client(ca, Some(&stranger.issue(&[OURS]))), THEIRS),
+        (client(ca, Some(&other_ca.issue(&[OURS]))), THEIRS),
         (client(ca, Some(&ca.issue_expired(&[OURS]))), THEIRS),
-        (client(&stranger, Some(&ca.issue(&[OURS]))), THEIRS),
+        (client(&other_ca, Some(&ca.issue(&[OURS]))), THEIRS),
         (client(ca, Some(&ca.issue(&[OURS]))), "127.0.0.3"),
     ]
     .map(|(tls, name)| Pair::options(Some(tls), name));

@@ -11,14 +11,18 @@
 //! of their host. On the other hosts the agent listens there. The engine sees the alias of the
 //! program's host, and the program's port.
 //!
+//! In transparent mode there are no aliases: the kernel redirects connections to peers to one
+//! listener of the agent. The engine sees the program's own address and port.
+//!
 //! | file | what it is |
 //! |---|---|
 //! | `config.rs` | the settings |
 //! | `peer_links.rs` | which link is used, and when to connect; no I/O |
 //! | `identity.rs` | mutual TLS: which peer a certificate belongs to |
 //! | `admission.rs` | which streams of a peer are accepted; no I/O |
-//! | `peer.rs`, `links.rs` | a peer with its links; connects, accepts and runs links |
-//! | `local.rs` | connections of local programs |
+//! | `peers.rs`, `peer.rs`, `links.rs` | peers with their links; connects, accepts, runs links |
+//! | `local.rs`, `transparent.rs` | connections of local programs; those that are redirected |
+//! | `marks.rs` | sockets that are not redirected |
 //! | `delivery.rs`, `engine_access.rs` | streams of peers, to engines; protected mode |
 //! | `socket.rs` | a local connection, which ends as its stream ends |
 //! | `stats.rs` | counters |
@@ -30,14 +34,17 @@ mod engine_access;
 mod identity;
 mod links;
 mod local;
+mod marks;
 mod peer;
 mod peer_links;
+mod peers;
 mod socket;
 mod stats;
+mod transparent;
 
 use std::future::Future;
 use std::io;
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
@@ -50,10 +57,12 @@ use tokio::task::JoinSet;
 use tokio::time::timeout;
 
 use self::admission::Admission;
-pub use self::config::{AgentConfig, AgentPeer};
+pub use self::config::{AgentConfig, AgentPeer, Transparent};
 use self::engine_access::EngineAccessProbe;
 pub use self::identity::AgentTls;
+pub use self::marks::{DELIVERY_MARK, DIRECT_MARK};
 use self::peer::Peer;
+use self::peers::Peers;
 use self::stats::Counters;
 pub use self::stats::{AgentPeerStats, AgentStats};
 
@@ -76,9 +85,14 @@ pub struct AgentHandle {
     shared: Arc<Shared>,
 }
 
-/// The listeners at the aliases of the peers.
+/// The listeners for local programs.
 #[derive(Debug)]
-pub struct AliasListeners(Vec<(Arc<Peer>, TcpListener)>);
+pub struct LocalListeners {
+    /// Those at the aliases of the peers.
+    aliases: Vec<(Arc<Peer>, TcpListener)>,
+    /// In transparent mode, the one for redirected connections.
+    redirected: Option<TcpListener>,
+}
 
 /// What the tasks of an agent share.
 #[derive(Debug)]
@@ -92,7 +106,7 @@ struct Shared {
     tls: Option<AgentTls>,
     admission: Admission,
     access: EngineAccessProbe,
-    peers: Vec<Arc<Peer>>,
+    peers: Peers,
     counters: Counters,
     next_link: AtomicU64,
     is_ending: AtomicBool,
@@ -109,8 +123,7 @@ impl Agent {
         config.check()?;
         let (sender, tasks) = mpsc::unbounded_channel();
         let shared_by = config.tls.is_some().then(|| fabric.instance());
-        let peers = config.peers.iter();
-        let peers = peers.map(|peer| Arc::new(Peer::new(peer.clone(), shared_by))).collect();
+        let peers = Peers::new(&config, shared_by);
         let AgentConfig { alias, deliver, own, .. } = config.clone();
         let shared = Shared {
             fabric,
@@ -135,26 +148,24 @@ impl Agent {
         AgentHandle { shared: Arc::clone(&self.shared) }
     }
 
-    /// Listens at the aliases of all peers. Must be called within a tokio runtime.
+    /// Listens for local programs: at the aliases of all peers, or, in transparent mode, at a free
+    /// port of 127.0.0.1. Must be called within a tokio runtime.
     ///
     /// # Errors
     /// Returns the address that cannot be listened on, with the system's error.
-    pub fn listen(&self) -> Result<AliasListeners, (SocketAddr, io::Error)> {
-        let mut listeners = Vec::new();
-        for peer in &self.shared.peers {
+    pub fn listen(&self) -> Result<LocalListeners, (SocketAddr, io::Error)> {
+        if self.shared.is_transparent() {
+            let redirected = Some(listen_at((Ipv4Addr::LOCALHOST, 0).into())?);
+            return Ok(LocalListeners { aliases: Vec::new(), redirected });
+        }
+        let mut aliases = Vec::new();
+        for peer in self.shared.peers.configured() {
             for port in self.shared.ports.iter() {
-                let address = SocketAddr::from((peer.alias, port));
-                let listen = || {
-                    let socket = TcpSocket::new_v4()?;
-                    socket.set_reuseaddr(true)?; // connections of an earlier agent may linger
-                    socket.bind(address)?;
-                    socket.listen(BACKLOG)
-                };
-                let listener = listen().map_err(|error| (address, error))?;
-                listeners.push((Arc::clone(peer), listener));
+                let listener = listen_at((peer.alias, port).into())?;
+                aliases.push((Arc::clone(&peer), listener));
             }
         }
-        Ok(AliasListeners(listeners))
+        Ok(LocalListeners { aliases, redirected: None })
     }
 
     /// Carries connections until `end` is ready, or a listener for links fails. Then accepts
@@ -165,21 +176,24 @@ impl Agent {
     /// Returns an error if a listener for links fails.
     pub async fn serve(
         mut self,
-        aliases: AliasListeners,
+        programs: LocalListeners,
         listeners: Vec<Listener>,
         end: impl Future<Output = ()>,
     ) -> Result<(), Error> {
         let mut tasks = JoinSet::new();
         let mut local = JoinSet::new();
-        for (peer, listener) in aliases.0 {
+        for (peer, listener) in programs.aliases {
             local.spawn(local::accept(Arc::clone(&self.shared), peer, listener));
+        }
+        if let Some(listener) = programs.redirected {
+            local.spawn(transparent::accept(Arc::clone(&self.shared), listener));
         }
         let mut accepting = JoinSet::new();
         for listener in listeners {
             accepting.spawn(links::accept(Arc::clone(&self.shared), listener));
         }
-        for peer in &self.shared.peers {
-            let (shared, peer) = (Arc::clone(&self.shared), Arc::clone(peer));
+        for peer in self.shared.peers.configured() {
+            let shared = Arc::clone(&self.shared);
             tasks.spawn(async move {
                 let _ = links::link_to(&shared, &peer).await;
             });
@@ -195,7 +209,7 @@ impl Agent {
         };
         drop((local, accepting)); // closes the listeners
         self.shared.is_ending.store(true, Ordering::Relaxed);
-        self.shared.peers.iter().for_each(|peer| peer.go_away());
+        self.shared.peers.all().iter().for_each(|peer| peer.go_away());
         let drained = async {
             loop {
                 tokio::select! {
@@ -222,9 +236,10 @@ impl AgentHandle {
     /// Returns the state and the counters.
     #[must_use]
     pub fn stats(&self) -> AgentStats {
-        let peers = self.shared.peers.iter().map(|peer| peer.stats()).collect();
+        let all = self.shared.peers.all();
+        let peers = self.shared.peers.stats();
         let mut stats = AgentStats { peers, ..self.shared.counters.stats() };
-        let at_limits = self.shared.peers.iter().map(|peer| peer.refused_at_limits()).sum();
+        let at_limits = all.iter().map(|peer| peer.refused_at_limits()).sum();
         stats.refused.push(("limit", at_limits));
         let fabric = self.shared.fabric.stats();
         stats.links_refused.push(("tls", fabric.tls_failures));
@@ -232,13 +247,13 @@ impl AgentHandle {
         stats
     }
 
-    /// Checks that there is a link to each peer. Connects where there is none.
+    /// Checks that there is a link to each peer of the settings. Connects where there is none.
     ///
     /// # Errors
     /// Returns the peers without a link, with the cause as far as it is known.
     pub async fn check_links(&self) -> Result<(), String> {
         let mut missing = Vec::new();
-        for peer in &self.shared.peers {
+        for peer in &self.shared.peers.configured() {
             if links::link_to(&self.shared, peer).await.is_none() {
                 let why = peer.error().unwrap_or_else(|| "no answer yet".into());
                 missing.push(format!("no link to {peer}: {why}"));
@@ -258,7 +273,21 @@ impl Shared {
         let _ = self.tasks.send(Box::pin(task)); // without a receiver, the agent has ended
     }
 
+    fn is_transparent(&self) -> bool {
+        self.peers.is_transparent()
+    }
+
     fn is_ending(&self) -> bool {
         self.is_ending.load(Ordering::Relaxed)
     }
+}
+
+fn listen_at(address: SocketAddr) -> Result<TcpListener, (SocketAddr, io::Error)> {
+    let listen = || {
+        let socket = TcpSocket::new_v4()?;
+        socket.set_reuseaddr(true)?; // connections of an earlier agent may linger
+        socket.bind(address)?;
+        socket.listen(BACKLOG)
+    };
+    listen().map_err(|error| (address, error))
 }

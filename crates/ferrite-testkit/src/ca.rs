@@ -45,7 +45,7 @@ impl Ca {
     /// If the certificate cannot be created.
     #[must_use]
     pub fn issue(&self, names: &[&str]) -> Issued {
-        self.issue_for(params(names, "host"))
+        self.issue_for(&params(names, "host"))
     }
 
     /// Issues a certificate that has expired.
@@ -57,10 +57,10 @@ impl Ca {
         let mut params = params(names, "host");
         params.not_before = date_time_ymd(2020, 1, 1);
         params.not_after = date_time_ymd(2021, 1, 1);
-        self.issue_for(params)
+        self.issue_for(&params)
     }
 
-    fn issue_for(&self, params: CertificateParams) -> Issued {
+    fn issue_for(&self, params: &CertificateParams) -> Issued {
         let key = key();
         let certificate = params.signed_by(&key, &self.0).expect("a certificate");
         Issued { certificate: certificate.der().to_vec(), key: key.serialize_der() }

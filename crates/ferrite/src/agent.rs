@@ -1,5 +1,9 @@
 //! `ferrite agent`: carries the connections of unchanged programs and engines between hosts.
 
+mod host_setup;
+mod rules;
+mod transparent;
+
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -9,13 +13,13 @@ use std::time::Duration;
 use anyhow::Context as _;
 use clap::Args;
 use ferrite_config::ports::PortSet;
-use ferrite_config::{Policy, Setting, Values, peer, table};
+use ferrite_config::{Policy, Values, peer, table};
 use ferrite_fabric::rustls::crypto::ring;
 use ferrite_fabric::rustls::pki_types::ServerName;
 use ferrite_fabric::wire::Program;
 use ferrite_fabric::{Config, Fabric, ListenOptions, Listener, Rdma};
 use ferrite_metrics::AdminServer;
-use ferrite_session::agent::{Agent, AgentConfig, AgentPeer, AgentStats, AgentTls};
+use ferrite_session::agent::{Agent, AgentConfig, AgentPeer, AgentStats, AgentTls, Transparent};
 use ferrite_session::{fabric_config, open_fabric};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde::Serialize;
@@ -34,6 +38,10 @@ use crate::{address, log, output};
 /// has a loopback address, its alias. Engines bind the alias of their host, and all programs use
 /// the aliases. On each host the agent listens at the aliases of the other hosts.
 ///
+/// With --mode transparent there are no aliases: the kernel redirects connections to the peers'
+/// ports to the agent, and engines see the addresses of the programs. That needs CAP_NET_ADMIN and
+/// CAP_NET_RAW.
+///
 /// With --tls-cert-file, --tls-key-file and --tls-ca-cert-file, agents authenticate each other by
 /// TLS. Without them, a peer is recognised by its address alone: use the agent only in a network
 /// where nobody else can have these addresses. It then does not start with addresses of a network
@@ -47,6 +55,9 @@ pub(crate) struct Options {
     /// Print a line of JSON when the agent listens and when it ends
     #[arg(long)]
     pub(crate) json: bool,
+    /// Print the commands that prepare a host for --mode transparent, and exit
+    #[arg(long)]
+    print_setup: bool,
     #[command(flatten)]
     flags: Flags<AgentProgram>,
 }
@@ -56,9 +67,14 @@ Example, on host 1 of three; the others have their own --alias, --listen and --p
   ferrite agent --alias 127.1.0.1 --listen 10.0.0.1 --ports 7000-7009,17000-17009 \\
     --peer 127.1.0.2=10.0.0.2 --peer 127.1.0.3=10.0.0.3 \\
     --tls-cert-file host1.crt --tls-key-file host1.key --tls-ca-cert-file ca.crt
-  redis-server --bind 127.1.0.1 --bind-source-addr 127.1.0.1 --port 7001 --cluster-enabled yes \
+  redis-server --bind 127.1.0.1 --bind-source-addr 127.1.0.1 --port 7001 --cluster-enabled yes \\
     --requirepass … --masterauth …
   redis-cli -a … --cluster create 127.1.0.1:7001 127.1.0.2:7001 127.1.0.3:7001
+
+Without aliases, as root; the same on all hosts but for --listen and the certificate:
+  ferrite agent --mode transparent --listen 10.0.0.1 --peer 10.0.0.1,10.0.0.2,10.0.0.3 \\
+    --ports 7000-7009,17000-17009 \\
+    --tls-cert-file host1.crt --tls-key-file host1.key --tls-ca-cert-file ca.crt
 
 A connection to the alias of a host that has no link is reset after 300 ms at most. The agent tries
 again after 5 s, and after each further failure twice as long, up to 60 s. A link that is lost resets
@@ -71,7 +87,8 @@ On SIGTERM and SIGINT the agent accepts nothing new, lets connections end and ex
 is left after --drain is reset. A second signal resets all connections at once; the exit code is then
 1. On SIGHUP the agent reads its settings again and applies those that can change.
 
-JSON lines: {event: listening, address?, addresses[], alias, peers[], ports, rdma, admin?},
+JSON lines: {event: listening, address?, addresses[], mode, alias, peers[], ports, rdma,
+  admin?},
   {event: ended, streams {opened, accepted}, refused, without_link, direct, to_peer_bytes,
   from_peer_bytes}. Failures print {error: {kind, missing?, message, remedy?}}.";
 
@@ -88,6 +105,10 @@ struct Setup<'a> {
 }
 
 pub(crate) fn run(options: &Options) -> anyhow::Result<ExitCode> {
+    if options.print_setup {
+        output::write_line(host_setup::commands().trim_end());
+        return Ok(ExitCode::SUCCESS);
+    }
     let values = options.flags.values(options.config.as_deref())?;
     log::install(&values);
     settings::warn_of_unknown_variables();
@@ -118,26 +139,11 @@ fn raise_descriptor_limit() {
 }
 
 fn agent_config(values: &Values, listen: &[SocketAddr]) -> anyhow::Result<AgentConfig> {
-    let Some(alias) = values.text(&table::ALIAS).and_then(peer::alias) else {
-        let why = "--alias is missing; give this host a loopback address, such as 127.1.0.1";
-        return Err(WrongSettings(why.into()).into());
+    let mut config = match values.text(&table::AGENT_MODE) {
+        Some("transparent") => transparent::config(values, listen)?,
+        _ => alias_config(values)?,
     };
-    let peers = values.list(&table::PEERS).iter().map(|word| {
-        // The table accepts no word that does not split.
-        let (alias, at) = peer::split(word).unwrap_or((alias, word));
-        let address = address::parse::<{ table::AGENT_PORT }>(at);
-        let address = address.map_err(|why| anyhow::anyhow!("--peer {word}: {why}"))?;
-        let peer = AgentPeer::new(alias, address);
-        let host = ferrite_config::address::split(at).map_or(at, |(host, _)| host);
-        // An address with an interface is no name of a certificate; its address alone may be.
-        Ok(match ServerName::try_from(host.to_owned()) {
-            Ok(name) => AgentPeer { name, ..peer },
-            Err(_) => peer,
-        })
-    });
     let ports = |setting| PortSet::parse(values.list(setting)).unwrap_or_default();
-    let mut config = AgentConfig::new(alias);
-    config.peers = peers.collect::<anyhow::Result<_>>()?;
     config.ports = ports(&table::PORTS);
     config.deliver = match values.is_given(&table::DELIVER) {
         true => ports(&table::DELIVER),
@@ -152,6 +158,31 @@ fn agent_config(values: &Values, listen: &[SocketAddr]) -> anyhow::Result<AgentC
     config.own.extend(admin);
     config.tls = tls(values)?;
     reconfigure(&mut config, values);
+    Ok(config)
+}
+
+fn alias_config(values: &Values) -> anyhow::Result<AgentConfig> {
+    let Some(alias) = values.text(&table::ALIAS).and_then(peer::alias) else {
+        let why = "--alias is missing; give this host a loopback address, such as 127.1.0.1";
+        return Err(WrongSettings(why.into()).into());
+    };
+    let peers = values.list(&table::PEERS).iter().map(|word| {
+        let Some((alias, at)) = peer::split(word) else {
+            let why = format!("--peer {word}: with `mode alias`, a peer is ALIAS=HOST:PORT");
+            return Err(WrongSettings(why).into());
+        };
+        let address = address::parse::<{ table::AGENT_PORT }>(at);
+        let address = address.map_err(|why| anyhow::anyhow!("--peer {word}: {why}"))?;
+        let peer = AgentPeer::new(alias, address);
+        let host = ferrite_config::address::split(at).map_or(at, |(host, _)| host);
+        // An address with an interface is no name of a certificate; its address alone may be.
+        Ok(match ServerName::try_from(host.to_owned()) {
+            Ok(name) => AgentPeer { name, ..peer },
+            Err(_) => peer,
+        })
+    });
+    let mut config = AgentConfig::new(alias);
+    config.peers = peers.collect::<anyhow::Result<_>>()?;
     Ok(config)
 }
 
@@ -180,7 +211,10 @@ fn tls(values: &Values) -> anyhow::Result<Option<AgentTls>> {
 fn reconfigure(config: &mut AgentConfig, values: &Values) {
     config.protected_mode = values.switch(&table::AGENT_PROTECTED_MODE);
     config.drain_timeout = values.time(&table::AGENT_DRAIN);
-    config.direct = values.text(&table::DIRECT) == Some("allow");
+    config.direct = match values.text(&table::DIRECT) {
+        Some(given) => given == "allow",
+        None => config.transparent.is_some() && values.policy() != Ok(Policy::Require),
+    };
 }
 
 /// Refuses to start with addresses of a network, unless the user has accepted the risk.
@@ -235,7 +269,7 @@ async fn serve(setup: Setup<'_>) -> anyhow::Result<ExitCode> {
     let fabric = open_fabric(values, &fabric_config, begin)?;
     tokio::spawn(fabric.drive());
     let agent = Agent::new(fabric.clone(), config.clone()).map_err(WrongSettings)?;
-    let aliases = agent.listen().map_err(|(address, error)| cannot_listen(address, &error))?;
+    let programs = agent.listen().map_err(|(address, error)| cannot_listen(address, &error))?;
     let listeners = listen.iter().map(|at| {
         let options = ListenOptions::new().rdma(rdma);
         let options = match &config.tls {
@@ -247,6 +281,7 @@ async fn serve(setup: Setup<'_>) -> anyhow::Result<ExitCode> {
     });
     let listeners = listeners.collect::<anyhow::Result<Vec<Listener>>>()?;
     let handle = agent.handle();
+    let mut redirecting = transparent::redirect(&agent, &programs, config).await?;
     // Handles signals before it reports that the agent runs: an unhandled SIGHUP would end it.
     let read = || options.flags.values(options.config.as_deref());
     let (mut signals, reload) = (Signals::new()?, Reload::new(values, read)?);
@@ -256,12 +291,16 @@ async fn serve(setup: Setup<'_>) -> anyhow::Result<ExitCode> {
     report_listening(&setup, &listeners, admin.as_ref().map(AdminServer::address));
     warn_of_clear_text(values, config, rdma);
     let (stop, stop_requested) = oneshot::channel::<()>();
-    let serving = agent.serve(aliases, listeners, async {
+    let serving = agent.serve(programs, listeners, async {
         let _ = stop_requested.await; // dropping `stop` is the request
     });
     let second_signal = async {
-        signals.next().await;
+        tokio::select! {
+            () = async { signals.next().await; } => {}
+            never = transparent::keep(&mut redirecting) => match never {},
+        }
         tracing::info!("signal received, accepting nothing new; a second one ends all connections");
+        transparent::stop(&mut redirecting).await;
         drop((stop, admin)); // the port is then free for another agent
         signals.next().await;
     };
@@ -314,6 +353,7 @@ struct Listening<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     address: Option<SocketAddr>,
     addresses: &'a [SocketAddr],
+    mode: &'a str,
     alias: IpAddr,
     peers: &'a [String],
     ports: String,
@@ -325,17 +365,22 @@ struct Listening<'a> {
 fn report_listening(setup: &Setup<'_>, listeners: &[Listener], admin: Option<SocketAddr>) {
     let Setup { options, values, config, .. } = setup;
     let addresses: Vec<_> = listeners.iter().map(Listener::local_addr).collect();
-    let peers: Vec<_> = config
-        .peers
-        .iter()
-        .map(|AgentPeer { alias, address, .. }| format!("{alias}={address}"))
-        .collect();
+    let peers: Vec<_> = match &config.transparent {
+        Some(Transparent { networks, .. }) => networks.iter().map(ToString::to_string).collect(),
+        None => {
+            let peers = config.peers.iter();
+            peers.map(|AgentPeer { alias, address, .. }| format!("{alias}={address}")).collect()
+        }
+    };
+    let mode = values.text(&table::AGENT_MODE).unwrap_or_default();
+    let direct = if config.direct { "allow" } else { "refuse" };
     let rdma = values.policy().map_or("prefer", Policy::name);
     if options.json {
         output::print_event(&Listening {
             event: "listening",
             address: addresses.first().copied(),
             addresses: &addresses,
+            mode,
             alias: config.alias.into(),
             peers: &peers,
             ports: config.ports.to_string(),
@@ -344,15 +389,14 @@ fn report_listening(setup: &Setup<'_>, listeners: &[Listener], admin: Option<Soc
         });
         return;
     }
-    let text = |setting: &Setting| values.text(setting).unwrap_or_default().to_owned();
     let at: Vec<_> = addresses.iter().map(ToString::to_string).collect();
     let at = if at.is_empty() { "no address".into() } else { at.join(", ") };
     tracing::info!(
-        "agent of {} listening for agents on {at}, peers {}, ports {} (RDMA: {rdma}, direct: {})",
+        "agent of {} listening for agents on {at}, peers {}, ports {} (mode {mode}, RDMA: {rdma}, \
+         direct: {direct})",
         config.alias,
         if peers.is_empty() { "none".into() } else { peers.join(", ") },
-        config.ports,
-        text(&table::DIRECT)
+        config.ports
     );
     admin::report(admin);
 }

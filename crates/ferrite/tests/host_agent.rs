@@ -4,6 +4,7 @@
 mod agent {
     pub(crate) mod cluster;
     pub(crate) mod harness;
+    pub(crate) mod wire;
 }
 mod metrics {
     pub(crate) mod harness;
@@ -92,13 +93,13 @@ fn cluster_of_three_hosts_works_over_one_tls_link_for_each_pair() {
 fn agent_with_a_wrong_certificate_is_refused_by_both_sides() {
     let Some(mut group) = group_with_tls(2, &[]) else { return };
     let _engine = group.start_engine(2, 7001, &["--requirepass", PASSWORD]);
-    let stranger = Ca::new();
+    let other_ca = Ca::new();
     let (ip, other_ip) = (group.hosts.ip(2), group.hosts.ip(1));
     let certificates = group.certificates.as_ref().expect("certificates");
     let ca = &certificates.ca;
     let cases = [
         (certificates.options(ca, "other", &ca.issue(&[&other_ip])), "certificate", "tAltName"),
-        (certificates.options(ca, "strange", &stranger.issue(&[&ip])), "tls", "of the same CA"),
+        (certificates.options(ca, "strange", &other_ca.issue(&[&ip])), "tls", "of the same CA"),
         (["--allow-unauthenticated-peers", "yes"].map(Into::into).into(), "tls", "not use TLS"),
     ];
     for (options, cause, expected) in cases {
@@ -408,7 +409,10 @@ fn wrong_and_unsafe_settings_are_explained() {
         (&[&own[..], &tls, &allow].concat(), "contradicts tls-cert-file"),
         (&["--alias", "10.0.0.1"], "an address in 127.0.0.0/8"),
         (&["--alias", "127.0.0.1"], "other than 127.0.0.1"),
-        (&["--alias", "127.1.0.1", "--peer", "10.0.0.2"], "each an alias and an address"),
+        (
+            &["--alias", "127.1.0.1", "--peer", "10.0.0.2"],
+            "with `mode alias`, a peer is ALIAS=HOST:PORT",
+        ),
         (&["--alias", "127.1.0.1", "--ports", "9-1"], "ports and ranges"),
     ] {
         let (code, error) = fails_to_start(words);

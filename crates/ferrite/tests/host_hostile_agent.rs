@@ -6,6 +6,7 @@
 
 mod agent {
     pub(crate) mod harness;
+    pub(crate) mod wire;
 }
 mod metrics {
     pub(crate) mod harness;
@@ -174,16 +175,16 @@ fn wrong_certificates_are_refused_and_counted() {
     let Some(group) = group() else { return };
     let ca = &group.certificates.as_ref().expect("TLS").ca;
     let own = group.hosts.ip(HOSTILE);
-    let stranger = Ca::new();
+    let other_ca = Ca::new();
     let attempt = |known: &Ca, issued: &Issued| {
         Hostile::connect_with(&group, known, issued).map(|hostile| {
             // The agent looks at names after the handshake.
             until(TIMEOUT, "the end of the link", || hostile.link.failure().is_some());
         })
     };
-    assert!(attempt(ca, &stranger.issue(&[&own])).is_err());
+    assert!(attempt(ca, &other_ca.issue(&[&own])).is_err());
     assert!(attempt(ca, &ca.issue_expired(&[&own])).is_err());
-    assert!(attempt(&stranger, &ca.issue(&[&own])).is_err());
+    assert!(attempt(&other_ca, &ca.issue(&[&own])).is_err());
     assert!(Hostile::connect_by(&group, &ConnectOptions::new()).is_err(), "no TLS");
     until(TIMEOUT, "refusals that are counted", || links_refused(&group, "tls") == 4.0);
     attempt(ca, &ca.issue(&["10.77.0.9"])).expect("a handshake");

@@ -4,6 +4,7 @@
 mod agent {
     pub(crate) mod cluster;
     pub(crate) mod harness;
+    pub(crate) mod wire;
 }
 mod metrics {
     pub(crate) mod harness;

@@ -30,10 +30,12 @@ const AGENT: &[Program] = &[Program::Agent];
 pub static AGENT_MODE: Setting = setting(
     "mode",
     "agent.mode",
-    Kind::Choice(&["alias"]),
+    Kind::Choice(&["alias", "transparent"]),
     "alias",
-    "How programs of this host reach the agent: `alias` is by loopback addresses; there is no \
-     other mode yet.",
+    "How programs of this host reach the agent. `alias`: by loopback addresses. `transparent`: the \
+     kernel redirects their connections to the addresses in `peers`; engines and clients are not \
+     configured. That needs the capabilities CAP_NET_ADMIN and CAP_NET_RAW, and the programs nft \
+     and ip.",
 )
 .of(AGENT);
 
@@ -44,7 +46,7 @@ pub static ALIAS: Setting = setting(
     Kind::Text(alias),
     "",
     "The alias of this host: an address in 127.0.0.0/8, which all hosts of the group know it by. \
-     The engines of this host bind it. Required.",
+     The engines of this host bind it. Required with `mode alias`, and only there.",
 )
 .of(AGENT);
 
@@ -54,9 +56,11 @@ pub static PEERS: Setting = setting(
     "agent.peers",
     Kind::List(is_peer),
     "",
-    "The other hosts of the group, each as `ALIAS=HOST:PORT`: its alias, and the address of its \
-     agent (port 7470 by default). Names are resolved when the agent starts. With TLS, the \
-     certificate of a host must have `HOST` in its subjectAltName.",
+    "The other hosts of the group. With `mode alias`, each is `ALIAS=HOST:PORT`: its alias, and the \
+     address of its agent (port 7470 by default). Names are resolved when the agent starts. With \
+     `mode transparent`, each is an IPv4 address, or a network such as 10.0.0.0/16 whose hosts may \
+     have agents; the agents listen at the port of this host's own. With TLS, the certificate of a \
+     host must have `HOST`, or its address, in its subjectAltName.",
 )
 .of(AGENT);
 
@@ -66,9 +70,9 @@ pub static PORTS: Setting = setting(
     "agent.ports",
     Kind::List(is_range),
     "",
-    "Ports and ranges of ports that the agent listens on at the aliases of its peers. A cluster \
-     needs the engines' ports and, 10,000 higher, those of the cluster bus. Required if there are \
-     peers.",
+    "Ports and ranges of ports that the agent carries connections to: it listens on them at the \
+     aliases of its peers, or the kernel redirects them. A cluster needs the engines' ports and, \
+     10,000 higher, those of the cluster bus. Required if there are peers.",
 )
 .of(AGENT);
 
@@ -80,7 +84,8 @@ pub static AGENT_LISTEN: Setting = setting(
     "",
     "Addresses to listen on for the agents of other hosts, separated by commas, each with an \
      optional port (7470 by default). The agent connects from the first one, unless that is \
-     0.0.0.0. Unset: it only connects to them.",
+     0.0.0.0. Unset: it only connects to them. `mode transparent` needs one, which the other \
+     hosts know this host by.",
 )
 .of(AGENT);
 
@@ -137,7 +142,7 @@ pub static DELIVER: Setting = setting(
     "agent.deliver",
     Kind::List(is_range),
     "",
-    "Ports and ranges of ports of this host's alias that peers may connect to. Unset: `ports`.",
+    "Ports and ranges of ports of this host that peers may connect to. Unset: `ports`.",
 )
 .of(AGENT);
 
@@ -146,10 +151,11 @@ pub static DIRECT: Setting = setting(
     "direct",
     "agent.direct",
     Kind::Choice(&["allow", "refuse"]),
-    "refuse",
+    "",
     "What happens to a connection while there is no link to its host. `refuse`: it is reset. \
      `allow`: it goes by TCP to the host's own address and the same port, where the engine must \
-     listen, too. `rdma require` allows only `refuse`.",
+     listen, too. `rdma require` allows only `refuse`. Unset: `allow` with `mode transparent`, \
+     unless RDMA is required, and otherwise `refuse`.",
 )
 .of(AGENT);
 
@@ -160,7 +166,8 @@ pub static AGENT_PROTECTED_MODE: Setting = setting(
     Kind::Switch,
     "yes",
     "While an engine requires no password, refuse the connections of peers to it. The engine's own \
-     protected mode may take them for local ones, because they arrive from loopback addresses.",
+     protected mode may take them for local ones, because they arrive from loopback addresses. \
+     Without effect with `mode transparent`: there the engine sees the program's address.",
 )
 .of(AGENT)
 .takes_effect(TakesEffect::ForNewClients);
@@ -190,9 +197,11 @@ fn path(text: &str) -> Result<(), &'static str> {
 }
 
 fn is_peer(word: &str) -> Result<(), &'static str> {
-    let expected = "peers separated by commas, each an alias and an address: \
-                    127.1.0.2=192.0.2.2:7470";
-    peer::split(word).map(drop).ok_or(expected)
+    let expected = "peers separated by commas, each an alias and an address, \
+                    127.1.0.2=192.0.2.2:7470, or with `mode transparent` an IPv4 address or a \
+                    network, 192.0.2.0/24";
+    let is_valid = peer::split(word).is_some() || peer::network(word).is_some();
+    if is_valid { Ok(()) } else { Err(expected) }
 }
 
 fn is_range(word: &str) -> Result<(), &'static str> {

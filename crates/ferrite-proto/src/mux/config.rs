@@ -1,8 +1,7 @@
 //! Limits of a multiplexer, with their defaults.
 
-use super::id::Class;
+use super::id::{Class, Opened};
 use super::record::{CONTROL_BYTES, HEAD_BYTES};
-use super::table::Opened;
 
 /// The largest credit that a sender may have.
 pub(super) const CREDIT_MAX: u32 = i32::MAX as u32;

@@ -130,6 +130,33 @@ impl std::fmt::Display for StreamId {
     }
 }
 
+/// How many streams one side has opened, by the class in which it has opened them.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Opened {
+    /// In the class *bus*.
+    pub(super) bus: usize,
+    /// In the other classes.
+    pub(super) others: usize,
+}
+
+impl Opened {
+    /// Returns the count for streams of this class.
+    pub(super) fn of(&mut self, class: Class) -> &mut usize {
+        match class {
+            Class::Bus => &mut self.bus,
+            Class::Interactive | Class::Bulk => &mut self.others,
+        }
+    }
+}
+
+impl std::ops::Add for Opened {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self { bus: self.bus + other.bus, others: self.others + other.others }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

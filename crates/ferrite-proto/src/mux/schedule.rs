@@ -6,8 +6,7 @@
 use std::collections::VecDeque;
 
 use super::cause::Cause;
-use super::id::{Class, Side, StreamId};
-use super::table::Opened;
+use super::id::{Class, Opened, Side, StreamId};
 
 #[derive(Debug, Default)]
 pub(super) struct Schedule {

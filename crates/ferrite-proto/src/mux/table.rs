@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 
 use super::error::MuxError;
-use super::id::{Class, Side, StreamId};
+use super::id::{Class, Opened, Side, StreamId};
 use super::stream::Stream;
 
 /// What is known about a name.
@@ -16,33 +16,6 @@ pub(super) enum Lookup {
     /// The stream has ended. Records that were under way are ignored.
     Ended,
     Never,
-}
-
-/// How many streams one side has opened, by the class in which it has opened them.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct Opened {
-    /// In the class *bus*.
-    pub(super) bus: usize,
-    /// In the other classes.
-    pub(super) others: usize,
-}
-
-impl Opened {
-    /// Returns the count for streams of this class.
-    pub(super) fn of(&mut self, class: Class) -> &mut usize {
-        match class {
-            Class::Bus => &mut self.bus,
-            Class::Interactive | Class::Bulk => &mut self.others,
-        }
-    }
-}
-
-impl std::ops::Add for Opened {
-    type Output = Self;
-
-    fn add(self, other: Self) -> Self {
-        Self { bus: self.bus + other.bus, others: self.others + other.others }
-    }
 }
 
 #[derive(Debug)]

@@ -3,6 +3,7 @@
 use std::net::{Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
+use ferrite_config::peer::Network;
 use ferrite_config::ports::PortSet;
 use ferrite_fabric::rustls::pki_types::ServerName;
 
@@ -11,11 +12,13 @@ use super::identity::AgentTls;
 /// The settings of an [`Agent`](super::Agent).
 #[derive(Debug, Clone)]
 pub struct AgentConfig {
-    /// The alias of this host. Its engines bind it.
+    /// The alias of this host. Its engines bind it. In transparent mode the host's own address.
     pub alias: Ipv4Addr,
-    /// The other hosts.
+    /// The other hosts. In transparent mode those that are known from the start.
     pub peers: Vec<AgentPeer>,
-    /// The ports to listen on at the aliases of the peers.
+    /// Set in transparent mode: connections are redirected to the agent.
+    pub transparent: Option<Transparent>,
+    /// The ports to listen on at the aliases of the peers, or those that are redirected.
     pub ports: PortSet,
     /// The ports of this host's alias that peers may connect to.
     pub deliver: PortSet,
@@ -31,6 +34,15 @@ pub struct AgentConfig {
     pub protected_mode: bool,
     /// How long streams may go on when the agent shuts down (default 30 s).
     pub drain_timeout: Duration,
+}
+
+/// The settings of transparent mode.
+#[derive(Debug, Clone)]
+pub struct Transparent {
+    /// The networks whose hosts may have agents. They are peers as soon as they are needed.
+    pub networks: Vec<Network>,
+    /// The port at which the agents of these hosts listen.
+    pub port: u16,
 }
 
 /// A host of the group.
@@ -59,6 +71,7 @@ impl AgentConfig {
         Self {
             alias,
             peers: Vec::new(),
+            transparent: None,
             ports: PortSet::default(),
             deliver: PortSet::default(),
             local: None,
@@ -93,8 +106,15 @@ impl AgentConfig {
                 }
             }
         }
-        if !self.peers.is_empty() && self.ports.is_empty() {
+        if (!self.peers.is_empty() || self.transparent.is_some()) && self.ports.is_empty() {
             return Err("ports: none; name the ports of the engines on other hosts".into());
+        }
+        if let Some(Transparent { port, .. }) = self.transparent
+            && self.ports.contains(port)
+        {
+            return Err(format!(
+                "ports: {port} is the port of the agents, so their links would be redirected"
+            ));
         }
         Ok(())
     }
@@ -115,6 +135,17 @@ mod tests {
             .collect();
         config.ports = PortSet::parse(ports.split_whitespace()).expect("ports");
         config.check()
+    }
+
+    #[test]
+    fn links_must_not_be_redirected() {
+        let mut config = AgentConfig::new([10, 0, 0, 1].into());
+        config.transparent = Some(Transparent { networks: Vec::new(), port: 7470 });
+        assert!(config.check().expect_err("no ports").contains("ports: none"));
+        config.ports = PortSet::parse(["7000-7500"]).expect("ports");
+        assert!(config.check().expect_err("links").contains("7470 is the port of the agents"));
+        config.ports = PortSet::parse(["7000-7009"]).expect("ports");
+        assert_eq!(config.check(), Ok(()));
     }
 
     #[test]

@@ -12,6 +12,7 @@ use tokio::time::timeout;
 
 use super::Shared;
 use super::admission::engine_of_bus;
+use super::marks;
 use super::peer::Peer;
 use super::socket::LocalSocket;
 use super::stats::{Meter, Refused, add, index};
@@ -74,7 +75,8 @@ async fn connect(
         io::ErrorKind::ConnectionRefused => (Refused::Engine, error.to_string()),
         _ => (Refused::Unreachable, error.to_string()),
     };
-    let connecting = timeout(CONNECT_TIMEOUT, connect_from(route.source, route.destination));
+    let connecting = connect_from(shared.is_transparent(), route.source, route.destination);
+    let connecting = timeout(CONNECT_TIMEOUT, connecting);
     let late = |_| Err(io::ErrorKind::TimedOut.into());
     let (socket, is_port_changed) = connecting.await.unwrap_or_else(late).map_err(failed)?;
     if is_port_changed {
@@ -85,7 +87,8 @@ async fn connect(
 
 /// Applies protected mode to a port: an engine that requires no password is not for peers.
 async fn check_password(shared: &Shared, port: u16) -> Result<(), (Refused, String)> {
-    if !shared.config().protected_mode {
+    // In transparent mode the engine sees the program's address, and applies its own rules.
+    if !shared.config().protected_mode || shared.is_transparent() {
         return Ok(());
     }
     let alias = shared.admission.alias;
@@ -129,10 +132,11 @@ async fn check_password(shared: &Shared, port: u16) -> Result<(), (Refused, Stri
 /// Connects from the program's own address, or, if its port is in use here or needs a privilege,
 /// from another port of this address. Returns whether the port is another one.
 async fn connect_from(
+    is_transparent: bool,
     source: SocketAddr,
     destination: SocketAddr,
 ) -> io::Result<(TcpStream, bool)> {
-    match connect_bound(source, destination).await {
+    match connect_bound(is_transparent, source, destination).await {
         Err(error)
             if matches!(
                 error.kind(),
@@ -142,14 +146,21 @@ async fn connect_from(
             ) =>
         {
             let any_port = SocketAddr::new(source.ip(), 0);
-            Ok((connect_bound(any_port, destination).await?, true))
+            Ok((connect_bound(is_transparent, any_port, destination).await?, true))
         }
         connected => Ok((connected?, false)),
     }
 }
 
-async fn connect_bound(source: SocketAddr, destination: SocketAddr) -> io::Result<TcpStream> {
-    let socket = TcpSocket::new_v4()?;
+async fn connect_bound(
+    is_transparent: bool,
+    source: SocketAddr,
+    destination: SocketAddr,
+) -> io::Result<TcpStream> {
+    let socket = match is_transparent {
+        true => marks::delivery_socket()?,
+        false => TcpSocket::new_v4()?,
+    };
     // The port may belong to other connections, also to ended ones. Only a listener has it alone.
     socket.set_reuseaddr(true)?;
     socket.bind(source)?;
@@ -173,7 +184,7 @@ mod tests {
         let (engine, destination) = listener("127.1.0.1:0");
         let (free, source) = listener("127.1.0.2:0");
         drop(free);
-        let (socket, is_changed) = connect_from(source, destination).await.expect("connect");
+        let (socket, is_changed) = connect_from(false, source, destination).await.expect("connect");
         assert_eq!((socket.local_addr().expect("an address"), is_changed), (source, false));
         assert_eq!(engine.accept().expect("accept").1, source);
     }
@@ -182,15 +193,16 @@ mod tests {
     async fn another_port_of_the_same_address_is_used_if_the_port_is_taken() {
         let (_engine, destination) = listener("127.1.0.1:0");
         let (_taken, source) = listener("127.1.0.2:0");
-        let (socket, is_changed) = connect_from(source, destination).await.expect("connect");
+        let (socket, is_changed) = connect_from(false, source, destination).await.expect("connect");
         let local = socket.local_addr().expect("an address");
         assert!(is_changed && local.ip() == source.ip() && local.port() != source.port());
         // A second connection of the same address and port to the same engine, too.
         let (free, source) = listener("127.1.0.2:0");
         drop(free);
-        let (_first, is_changed) = connect_from(source, destination).await.expect("connect");
+        let (_first, is_changed) = connect_from(false, source, destination).await.expect("connect");
         assert!(!is_changed);
-        let (_second, is_changed) = connect_from(source, destination).await.expect("connect");
+        let (_second, is_changed) =
+            connect_from(false, source, destination).await.expect("connect");
         assert!(is_changed);
     }
 
@@ -199,7 +211,7 @@ mod tests {
         let (closed, destination) = listener("127.1.0.1:0");
         drop(closed);
         let source = "127.1.0.2:0".parse().expect("an address");
-        let error = connect_from(source, destination).await.expect_err("refused");
+        let error = connect_from(false, source, destination).await.expect_err("refused");
         assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused);
     }
 }

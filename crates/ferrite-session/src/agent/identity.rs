@@ -50,7 +50,6 @@ impl AgentTls {
 
     /// Adds TLS to the options of a link to the peer with this name. The link begins over TCP, so
     /// that a queue pair is agreed on within TLS.
-    #[must_use]
     pub fn connect(&self, options: ConnectOptions, name: ServerName<'static>) -> ConnectOptions {
         options.tls(Arc::clone(&self.client), name).mode(ConnectMode::TcpFirst)
     }

@@ -96,13 +96,14 @@ pub(super) async fn accept(shared: Arc<Shared>, mut listener: Listener) -> Error
 /// address.
 fn identify(shared: &Shared, link: &Link) -> Result<Arc<Peer>, (LinkRefused, String)> {
     let ip = link.peer_addr().map(|address| address.ip().to_canonical());
+    // In transparent mode, this may add the host to the peers.
+    let at_address = ip.and_then(|ip| shared.peers.at(ip));
     if shared.tls.is_none() {
-        let peer = shared.peers.iter().find(|peer| Some(peer.address.ip()) == ip);
         let unknown = || (LinkRefused::Address, "it is the address of no peer".into());
-        return peer.map(Arc::clone).ok_or_else(unknown);
+        return at_address.ok_or_else(unknown);
     }
-    let peers = shared.peers.iter();
-    let peers = peers.map(|peer| (&peer.name, peer.address.ip(), Arc::clone(peer)));
+    let peers = shared.peers.all();
+    let peers = peers.iter().map(|peer| (&peer.name, peer.address.ip(), Arc::clone(peer)));
     identity::find(link.peer_certificates().first(), ip, peers)
         .map_err(|why| (LinkRefused::Certificate, why))
 }

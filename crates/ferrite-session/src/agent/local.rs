@@ -1,5 +1,7 @@
 //! Connections of local programs to the aliases of peers.
 
+use std::future::Future;
+use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,6 +15,7 @@ use tokio::time::{sleep, timeout};
 use super::Shared;
 use super::admission::engine_of_bus;
 use super::links::link_to;
+use super::marks::connect_directly;
 use super::peer::Peer;
 use super::socket::LocalSocket;
 use super::stats::{Meter, add, index};
@@ -31,36 +34,40 @@ pub(super) async fn accept(shared: Arc<Shared>, peer: Arc<Peer>, listener: TcpLi
         match listener.accept().await {
             Ok((socket, from)) => {
                 let (shared_too, peer) = (Arc::clone(&shared), Arc::clone(&peer));
-                shared.spawn(carry(shared_too, peer, socket, from.port(), destination));
+                // Programs may connect from any address of this host. The peer knows the host by
+                // its alias.
+                let source = SocketAddr::from((shared.admission.alias, from.port()));
+                let route = Route { destination, source };
+                shared.spawn(carry(shared_too, peer, LocalSocket::new(socket), route));
             }
-            Err(error) => {
-                static LINES: LogLimit = LogLimit::new();
-                if let Some(others) = LINES.pass() {
-                    tracing::warn!(%error, "cannot accept a connection to {destination}{others}");
-                }
-                sleep(ACCEPT_PAUSE).await;
-            }
+            Err(error) => pause_after(&error, destination).await,
         }
     }
 }
 
+/// Reports that no connection can be accepted, and waits for a moment.
+pub(super) async fn pause_after(error: &io::Error, at: SocketAddr) {
+    static LINES: LogLimit = LogLimit::new();
+    if let Some(others) = LINES.pass() {
+        tracing::warn!(%error, "cannot accept a connection to {at}{others}");
+    }
+    sleep(ACCEPT_PAUSE).await;
+}
+
 /// Carries a connection to a peer.
-async fn carry(
+pub(super) async fn carry(
     shared: Arc<Shared>,
     peer: Arc<Peer>,
-    socket: TcpStream,
-    from_port: u16,
-    destination: SocketAddr,
+    mut socket: LocalSocket,
+    route: Route,
 ) {
+    let destination = route.destination;
     let is_bus = engine_of_bus(destination.port(), &shared.ports).is_some();
     let class = if is_bus { Class::Bus } else { Class::Interactive };
-    // Programs may connect from any address of this host. The peer knows the host by its alias.
-    let source = SocketAddr::from((shared.admission.alias, from_port));
-    let mut socket = LocalSocket::new(socket);
     for _ in 0..ATTEMPTS {
         let Some((id, handle)) = link_to(&shared, &peer).await else { break };
         let metered = socket.metered(Meter::begin(&peer.counters, class));
-        match handle.open(class, Route { destination, source }, metered).await {
+        match handle.open(class, route, metered).await {
             Ok(_) => return add(&peer.counters.opened[index(class)], 1),
             Err((_, error @ OpenError::TooManyStreams)) => {
                 add(&shared.counters.beyond_limits, 1);
@@ -78,9 +85,15 @@ async fn carry(
     }
     let why = peer.error().unwrap_or_else(|| "there is no link yet".into());
     if shared.config().direct {
-        add(&shared.counters.direct, 1);
         warn(&peer, destination, &format!("{why}; connecting directly by TCP"));
-        carry_directly(&peer, socket, destination.port()).await;
+        match shared.is_transparent() {
+            true => join_directly(&shared, socket, connect_directly(route)).await,
+            false => {
+                // An engine there sees the address of this host.
+                let address = (peer.address.ip(), destination.port());
+                join_directly(&shared, socket, TcpStream::connect(address)).await;
+            }
+        }
     } else {
         add(&shared.counters.without_link, 1);
         warn(&peer, destination, &why);
@@ -96,9 +109,13 @@ fn warn(peer: &Peer, destination: SocketAddr, why: &str) {
     }
 }
 
-/// Connects to the host's own address. An engine there sees the address of this host.
-async fn carry_directly(peer: &Peer, mut socket: LocalSocket, port: u16) {
-    let connecting = TcpStream::connect((peer.address.ip(), port));
+/// Joins a program's connection with one that is being opened without a link.
+pub(super) async fn join_directly(
+    shared: &Shared,
+    mut socket: LocalSocket,
+    connecting: impl Future<Output = io::Result<TcpStream>>,
+) {
+    add(&shared.counters.direct, 1);
     if let Ok(Ok(engine)) = timeout(DIRECT_TIMEOUT, connecting).await {
         let mut engine = LocalSocket::new(engine);
         // After a failure, dropping both sockets resets them.

@@ -177,6 +177,9 @@ impl Peer {
 
 impl fmt::Display for Peer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} ({})", self.alias, self.address)
+        match self.address.ip() == self.alias {
+            true => write!(f, "{}", self.address), // transparent mode
+            false => write!(f, "{} ({})", self.alias, self.address),
+        }
     }
 }

@@ -81,6 +81,8 @@ pub(super) struct Counters {
     pub(super) without_link: AtomicU64,
     /// Local connections that were reset because of a limit of the link.
     pub(super) beyond_limits: AtomicU64,
+    /// Local connections that were reset because they were meant for the agent itself.
+    pub(super) looped: AtomicU64,
     /// Local connections that went directly by TCP.
     pub(super) direct: AtomicU64,
     /// Connections to engines from another port than the program's.
@@ -164,6 +166,9 @@ pub struct AgentStats {
     pub without_link: u64,
     /// Local connections that were reset because the link had too many streams.
     pub beyond_limits: u64,
+    /// Local connections that were reset because nothing had redirected them, so that they would
+    /// have come back to this agent.
+    pub looped: u64,
     /// Local connections that went directly by TCP, without an agent.
     pub direct: u64,
     /// Connections to engines from another source port than the peer's program has, because that
@@ -215,6 +220,7 @@ impl Counters {
             refused: refused.map(|(cause, count)| (cause.label(), of(count))).collect(),
             without_link: of(&self.without_link),
             beyond_limits: of(&self.beyond_limits),
+            looped: of(&self.looped),
             direct: of(&self.direct),
             ports_changed: of(&self.ports_changed),
             links_refused: LinkRefused::ALL

@@ -7,7 +7,7 @@ use ferrite_testkit::resp::{Client, text_of};
 use ferrite_testkit::wait::until_or;
 use ferrite_testkit::{Engine, TIMEOUT, until};
 
-use super::harness::{Group, PASSWORD, alias, sum};
+use super::harness::{Group, PASSWORD, sum};
 
 /// The number of keys.
 const KEYS: usize = 3000;
@@ -64,7 +64,7 @@ pub(crate) fn works(group: &Group, over_tcp: bool) {
 fn create(group: &Group, nodes: &Nodes) {
     let addresses: Vec<_> = [7001, 7002]
         .into_iter()
-        .flat_map(|port| (1..=3).map(move |host| format!("{}:{port}", alias(host))))
+        .flat_map(|port| (1..=3).map(move |host| format!("{}:{port}", group.address(host))))
         .collect();
     let mut words = vec!["--cluster", "create"];
     words.extend(addresses.iter().map(String::as_str));
@@ -81,7 +81,8 @@ fn create(group: &Group, nodes: &Nodes) {
 }
 
 fn check(group: &Group, host: usize) {
-    let text = group.redis_cli(host, &["--cluster", "check", &format!("{}:7001", alias(1))]);
+    let text =
+        group.redis_cli(host, &["--cluster", "check", &format!("{}:7001", group.address(1))]);
     assert!(text.contains("[OK] All nodes agree about slots configuration"), "{text}");
     assert!(text.contains("[OK] All 16384 slots covered"), "{text}");
 }
@@ -100,7 +101,7 @@ fn info(engine: &Engine, section: &str) -> String {
 /// Waits until all nodes agree, and every replica is connected.
 fn wait_until_it_works(nodes: &Nodes) {
     for ((host, port), engine) in nodes {
-        engine.wait_until(&format!("a cluster that works, at {}:{port}", alias(*host)), || {
+        engine.wait_until(&format!("a cluster that works, at host {host}:{port}"), || {
             let state = operator(engine).text(&["CLUSTER", "INFO"]);
             state.contains("cluster_state:ok")
         });
@@ -191,7 +192,7 @@ fn compare_keys(group: &Group, nodes: &Nodes, from: usize) {
 fn reshard(group: &Group, nodes: &Nodes) {
     let before = primaries(nodes);
     let (from, to) = (&before[0], &before[1]);
-    let any = format!("{}:7001", alias(2));
+    let any = format!("{}:7001", group.address(2));
     let words = ["--cluster", "reshard", &any, "--cluster-from", &from.id, "--cluster-to", &to.id];
     group.redis_cli(3, &[&words[..], &["--cluster-slots", SLOTS, "--cluster-yes"]].concat());
     let count = |primary: &Primary| -> usize {
@@ -225,7 +226,7 @@ fn replica(nodes: &Nodes) -> ((usize, u16), (usize, u16)) {
 fn logs(nodes: &Nodes) -> String {
     let one = |((host, port), engine): (&(usize, u16), &Engine)| {
         let listed = operator(engine).text(&["CLUSTER", "NODES"]);
-        format!("\n{}:{port}\n{listed}\n{}", alias(*host), engine.log())
+        format!("\nhost {host}:{port}\n{listed}\n{}", engine.log())
     };
     nodes.iter().map(one).collect()
 }

@@ -10,10 +10,13 @@ use ferrite_testkit::netns::Hosts;
 use ferrite_testkit::resp::Client;
 use ferrite_testkit::{Ca, Engine, Start, TIMEOUT, TempDir, until};
 
+use super::wire;
 use crate::metrics::harness::Running;
 
 /// The ports of engines and of their cluster bus.
 pub(crate) const PORTS: &str = "7001-7002,17001-17002";
+/// The same ports, and that of Sentinel.
+pub(crate) const PORTS_OF_ALL: &str = "7001-7002,17001-17002,26379";
 /// The password of all engines.
 pub(crate) const PASSWORD: &str = "secret";
 /// Starts a program without capabilities.
@@ -28,6 +31,18 @@ pub(crate) const NOBODY: &[&str] = &[
     "--reuid=65534",
     "--regid=65534",
     "--clear-groups",
+];
+
+/// Starts a program as a user without rights but those that transparent mode needs.
+pub(crate) const NETWORK_ADMIN: &[&str] = &[
+    "setpriv",
+    "--no-new-privs",
+    "--reuid=65534",
+    "--regid=65534",
+    "--clear-groups",
+    "--bounding-set=-all,+net_admin,+net_raw",
+    "--inh-caps=-all,+net_admin,+net_raw",
+    "--ambient-caps=-all,+net_admin,+net_raw",
 ];
 
 /// Returns the alias of a host.
@@ -66,6 +81,7 @@ pub(crate) struct Group {
     pub(crate) certificates: Option<Certificates>,
     /// The words before the command line of an agent: what makes it a user with few rights.
     user: &'static [&'static str],
+    is_transparent: bool,
 }
 
 impl Group {
@@ -98,7 +114,32 @@ impl Group {
         certificates: Option<Certificates>,
     ) -> Self {
         let options = options.iter().map(ToString::to_string).collect();
-        let mut group = Self { hosts, agents: Vec::new(), options, certificates, user };
+        let is_transparent = false;
+        Self { hosts, agents: Vec::new(), options, certificates, user, is_transparent }
+            .with_agents(count)
+    }
+
+    /// Starts agents in transparent mode, as `start` does. Packets between the hosts are counted.
+    pub(crate) fn start_transparent(hosts: Hosts, count: usize, options: &[&str]) -> Self {
+        Self::start_transparent_with(hosts, count, options, None)
+    }
+
+    /// Starts agents in transparent mode, with certificates if there are any.
+    pub(crate) fn start_transparent_with(
+        hosts: Hosts,
+        count: usize,
+        options: &[&str],
+        certificates: Option<Certificates>,
+    ) -> Self {
+        let options = options.iter().map(ToString::to_string).collect();
+        let (user, is_transparent) = (NETWORK_ADMIN, true);
+        let group = Self { hosts, agents: Vec::new(), options, certificates, user, is_transparent };
+        (1..=count).for_each(|host| wire::count(&group.hosts, host));
+        group.with_agents(count)
+    }
+
+    fn with_agents(self, count: usize) -> Self {
+        let mut group = self;
         for host in 1..=count {
             let agent = group.start_agent(host, count);
             group.agents.push(agent);
@@ -126,12 +167,18 @@ impl Group {
         count: usize,
         authentication: &[String],
     ) -> Running {
-        let mut words = vec!["agent".into(), "--alias".into(), alias(host)];
-        words.extend(["--listen".into(), self.hosts.ip(host)]);
-        for peer in (1..=count).filter(|peer| *peer != host) {
-            words.extend(["--peer".into(), format!("{}={}", alias(peer), self.hosts.ip(peer))]);
+        let mut words = vec!["agent".into(), "--listen".into(), self.hosts.ip(host)];
+        if self.is_transparent {
+            words.extend(["--mode", "transparent", "--ports", PORTS_OF_ALL].map(Into::into));
+            // The list is the same on all hosts.
+            let peers: Vec<_> = (1..=count).map(|peer| self.hosts.ip(peer)).collect();
+            words.extend(["--peer".into(), peers.join(",")]);
+        } else {
+            words.extend(["--alias".into(), alias(host), "--ports".into(), PORTS.into()]);
+            for peer in (1..=count).filter(|peer| *peer != host) {
+                words.extend(["--peer".into(), format!("{}={}", alias(peer), self.hosts.ip(peer))]);
+            }
         }
-        words.extend(["--ports", PORTS].map(Into::into));
         words.extend_from_slice(authentication);
         for word in &self.options {
             words.push(word.replace("DEVICE", &self.hosts.device(host)));
@@ -159,11 +206,17 @@ impl Group {
             until(TIMEOUT, "the links of each pair", || {
                 let samples = self.scrape(host);
                 let peers = (1..=self.agents.len()).filter(|peer| *peer != host);
-                let mut links = peers.map(|peer| sum(&samples, "agent_links{", &alias(peer)));
+                let name = |peer| format!("peer=\"{}\"", self.address(peer));
+                let mut links = peers.map(|peer| sum(&samples, "agent_links{", &name(peer)));
                 let expected = self.links_per_pair() as f64;
                 links.all(|links| (links - expected).abs() < f64::EPSILON)
             });
         }
+    }
+
+    /// Returns the address of a host's engines.
+    pub(crate) fn address(&self, host: usize) -> String {
+        if self.is_transparent { self.hosts.ip(host) } else { alias(host) }
     }
 
     pub(crate) fn agent(&self, host: usize) -> &Running {
@@ -178,17 +231,20 @@ impl Group {
         self.hosts.within(host, || self.agent(host).scrape())
     }
 
-    /// Starts an engine on a host, at the host's alias.
+    /// Starts an engine on a host, at the host's alias. In transparent mode, the engine has no
+    /// settings for its addresses.
     pub(crate) fn start_engine(&self, host: usize, port: u16, options: &[&str]) -> Engine {
         let (alias, port) = (alias(host), port.to_string());
-        let own = ["--bind", &alias, "--bind-source-addr", &alias, "--port", &port];
-        let options = [&own[..], options].concat();
+        let own = ["--port", &port, "--bind", &alias, "--bind-source-addr", &alias];
+        let own = if self.is_transparent { &own[..2] } else { &own };
+        let options = [own, options].concat();
         self.hosts.within(host, || Engine::start(&Start::redis(&options)))
     }
 
     /// Connects a program of a host to an engine of any host.
     pub(crate) fn connect(&self, from: usize, to: usize, port: u16) -> TcpStream {
-        let socket = self.hosts.within(from, || TcpStream::connect((alias(to).as_str(), port)));
+        let socket =
+            self.hosts.within(from, || TcpStream::connect((self.address(to).as_str(), port)));
         let socket = socket.expect("the agent accepts connections");
         socket.set_read_timeout(Some(TIMEOUT)).expect("a timeout");
         socket
@@ -196,7 +252,8 @@ impl Group {
 
     /// Connects a client of a host to an engine of any host, and logs in.
     pub(crate) fn client(&self, from: usize, to: usize, port: u16) -> Client {
-        let mut client = self.hosts.within(from, || Client::to_tcp((alias(to).as_str(), port)));
+        let mut client =
+            self.hosts.within(from, || Client::to_tcp((self.address(to).as_str(), port)));
         client.ok(&["AUTH", PASSWORD]);
         client
     }
@@ -218,6 +275,10 @@ impl Group {
     /// if the links use RDMA alone: then there is none. With TLS, each link has one.
     #[track_caller]
     pub(crate) fn assert_only_links(&self, over_tcp: bool) {
+        if self.is_transparent {
+            return (1..=self.agents.len())
+                .for_each(|host| wire::assert_only_links(&self.hosts, host));
+        }
         for host in 1..=self.agents.len() {
             // Of this thread, not of the process: the thread is in the namespace.
             let read = || std::fs::read_to_string("/proc/thread-self/net/tcp").expect("sockets");

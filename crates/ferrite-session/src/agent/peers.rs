@@ -1,0 +1,135 @@
+//! The peers: those of the settings and, in transparent mode, hosts of the networks in the
+//! settings, from the first connection on.
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::sync::{Arc, PoisonError, RwLock};
+
+use super::config::{AgentConfig, AgentPeer, Transparent};
+use super::peer::Peer;
+use super::stats::AgentPeerStats;
+
+/// The number of peers beyond which no host becomes one by itself.
+const PEERS_MAX: usize = 4096;
+
+/// The peers of an agent.
+#[derive(Debug)]
+pub(super) struct Peers {
+    /// In the order of the settings; then those that have become peers by themselves.
+    known: RwLock<Vec<Arc<Peer>>>,
+    /// The number of peers in the settings.
+    configured: usize,
+    transparent: Option<Transparent>,
+    own: Ipv4Addr,
+    /// The instance of this agent, if pairs of agents share a link.
+    shared_by: Option<u64>,
+}
+
+impl Peers {
+    /// Returns the peers of the settings. See [`Peer::new`] for `shared_by`.
+    pub(super) fn new(config: &AgentConfig, shared_by: Option<u64>) -> Self {
+        let AgentConfig { alias, peers, transparent, .. } = config;
+        let new = |peer: &AgentPeer| Arc::new(Peer::new(peer.clone(), shared_by));
+        let known: Vec<_> = peers.iter().map(new).collect();
+        Self {
+            configured: known.len(),
+            known: RwLock::new(known),
+            transparent: transparent.clone(),
+            own: *alias,
+            shared_by,
+        }
+    }
+
+    pub(super) fn is_transparent(&self) -> bool {
+        self.transparent.is_some()
+    }
+
+    /// Returns all peers.
+    pub(super) fn all(&self) -> Vec<Arc<Peer>> {
+        self.known.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Returns an address that a host of the group may have, in transparent mode.
+    pub(super) fn any_address(&self) -> Option<Ipv4Addr> {
+        let Transparent { networks, .. } = self.transparent.as_ref()?;
+        let not_own = |ip: &Ipv4Addr| *ip != self.own;
+        networks.iter().find_map(|network| network.hosts().find(not_own))
+    }
+
+    /// Returns the peers that the settings name.
+    pub(super) fn configured(&self) -> Vec<Arc<Peer>> {
+        let mut peers = self.all();
+        peers.truncate(self.configured);
+        peers
+    }
+
+    /// Returns the peer at an address of the network, if a host there may be one.
+    pub(super) fn at(&self, ip: IpAddr) -> Option<Arc<Peer>> {
+        let find = |known: &[Arc<Peer>]| known.iter().find(|peer| peer.address.ip() == ip).cloned();
+        if let Some(peer) = find(&self.known.read().unwrap_or_else(PoisonError::into_inner)) {
+            return Some(peer);
+        }
+        let (Some(transparent), IpAddr::V4(alias)) = (&self.transparent, ip) else { return None };
+        let is_in_network = transparent.networks.iter().any(|network| network.contains(alias));
+        if alias == self.own || !is_in_network {
+            return None;
+        }
+        let mut known = self.known.write().unwrap_or_else(PoisonError::into_inner);
+        if let Some(peer) = find(&known) {
+            return Some(peer);
+        }
+        if known.len() >= PEERS_MAX {
+            return None;
+        }
+        let address = SocketAddr::from((alias, transparent.port));
+        let peer = Arc::new(Peer::new(AgentPeer::new(alias, address), self.shared_by));
+        known.push(Arc::clone(&peer));
+        Some(peer)
+    }
+
+    /// Returns the state of the peers, without hosts that have turned out to have no agent.
+    pub(super) fn stats(&self) -> Vec<AgentPeerStats> {
+        let all = self.all().into_iter().map(|peer| peer.stats()).enumerate();
+        let shown = all.filter(|(index, stats)| *index < self.configured || stats.links_opened > 0);
+        shown.map(|(_, stats)| stats).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ferrite_config::peer::network;
+
+    use super::*;
+
+    fn config(networks: &[&str]) -> AgentConfig {
+        let mut config = AgentConfig::new([10, 0, 0, 1].into());
+        let networks = networks.iter().filter_map(|text| network(text)).collect();
+        config.transparent = Some(Transparent { networks, port: 7470 });
+        let ip = Ipv4Addr::from([10, 9, 0, 1]);
+        config.peers = vec![AgentPeer::new(ip, (ip, 7470).into())];
+        config
+    }
+
+    #[test]
+    fn hosts_of_a_network_become_peers_once() {
+        let peers = Peers::new(&config(&["10.0.0.0/24"]), None);
+        let peer = peers.at([10, 0, 0, 2].into()).expect("a peer");
+        assert_eq!(peer.address.to_string(), "10.0.0.2:7470");
+        assert!(Arc::ptr_eq(&peer, &peers.at([10, 0, 0, 2].into()).expect("a peer")));
+        assert!(peers.at([10, 9, 0, 1].into()).is_some(), "one of the settings");
+        assert!(peers.at([10, 0, 1, 2].into()).is_none(), "another network");
+        assert!(peers.at([10, 0, 0, 1].into()).is_none(), "this host");
+        assert_eq!((peers.all().len(), peers.configured().len()), (2, 1));
+        assert_eq!(peers.stats().len(), 1, "no link to the other one");
+    }
+
+    #[test]
+    fn number_of_peers_is_limited() {
+        let peers = Peers::new(&config(&["10.0.0.0/8"]), None);
+        let at = |number: u32| peers.at(Ipv4Addr::from_bits(0x0a01_0000 + number).into());
+        for number in 1..PEERS_MAX as u32 {
+            assert!(at(number).is_some(), "{number}");
+        }
+        assert!(at(PEERS_MAX as u32).is_none());
+        assert!(at(1).is_some());
+    }
+}

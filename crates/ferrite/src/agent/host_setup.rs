@@ -1,0 +1,107 @@
+//! What transparent mode needs of the host: two settings of the kernel, a routing rule and a route.
+//! With them, the answers of engines to connections from the addresses of other hosts stay on this
+//! host. The agent sets what is missing, or says how.
+
+use std::fmt::Write as _;
+use std::net::Ipv4Addr;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::Context as _;
+use ferrite_session::agent::DELIVERY_MARK;
+
+/// The settings of the kernel. Sockets that an engine accepts get the mark of the connection; and
+/// so do resets that no socket sends.
+const SYSCTLS: [&str; 2] = ["net.ipv4.tcp_fwmark_accept", "net.ipv4.fwmark_reflect"];
+/// The routing table. It has the number of the mark, because small numbers are often in use.
+const TABLE: u32 = DELIVERY_MARK;
+
+/// Returns the commands that prepare a host.
+pub(crate) fn commands() -> String {
+    let mut text = String::new();
+    for name in SYSCTLS {
+        let _ = writeln!(text, "sysctl -w {name}=1"); // a String takes everything
+    }
+    for words in [rule(), route()] {
+        let _ = writeln!(text, "ip {}", words.join(" "));
+    }
+    text
+}
+
+fn rule() -> Vec<String> {
+    let (mark, table) = (format!("{DELIVERY_MARK:#x}"), TABLE.to_string());
+    ["rule", "add", "fwmark", &mark, "lookup", &table].map(Into::into).into()
+}
+
+fn route() -> Vec<String> {
+    let table = TABLE.to_string();
+    ["route", "replace", "local", "default", "dev", "lo", "table", &table].map(Into::into).into()
+}
+
+/// Prepares this host, as far as it is not.
+pub(crate) fn prepare(peer: Option<Ipv4Addr>) -> anyhow::Result<()> {
+    let prepared = SYSCTLS.into_iter().try_for_each(set).and_then(|()| match peer {
+        Some(peer) => add_route(peer),
+        None => Ok(()),
+    });
+    prepared.with_context(|| {
+        format!("this host is not prepared for `mode transparent`; run as root:\n{}", commands())
+    })
+}
+
+fn set(name: &str) -> anyhow::Result<()> {
+    let path = Path::new("/proc/sys").join(name.replace('.', "/"));
+    let value = std::fs::read_to_string(&path).with_context(|| format!("cannot read {name}"))?;
+    if value.trim() == "1" {
+        return Ok(());
+    }
+    std::fs::write(&path, "1").with_context(|| format!("cannot set {name}"))?;
+    tracing::info!("set {name} to 1");
+    Ok(())
+}
+
+fn add_route(peer: Ipv4Addr) -> anyhow::Result<()> {
+    if is_routed_here(peer)? {
+        return Ok(());
+    }
+    for words in [route(), rule()] {
+        ip(&words)?;
+        tracing::info!("ran ip {}", words.join(" "));
+    }
+    anyhow::ensure!(is_routed_here(peer)?, "another routing rule comes first: see ip rule");
+    Ok(())
+}
+
+/// Returns whether packets to a peer stay on this host if they have the mark.
+fn is_routed_here(peer: Ipv4Addr) -> anyhow::Result<bool> {
+    let words = ["route", "get", &peer.to_string(), "mark", &format!("{DELIVERY_MARK:#x}")];
+    // Without any route, `ip` fails.
+    Ok(ip(&words.map(String::from)).is_ok_and(|text| text.starts_with("local ")))
+}
+
+fn ip(words: &[String]) -> anyhow::Result<String> {
+    let program = find_program("ip").context("cannot find ip, of the package iproute2")?;
+    let output = Command::new(program).args(words).output().context("cannot run ip")?;
+    let error = String::from_utf8_lossy(&output.stderr);
+    anyhow::ensure!(output.status.success(), "ip {}: {}", words.join(" "), error.trim());
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+/// Finds a program of the administrator, also where the search path of other users does not look.
+pub(crate) fn find_program(name: &str) -> Option<PathBuf> {
+    let paths = std::env::var_os("PATH").unwrap_or_default();
+    let more = ["/usr/sbin", "/sbin", "/usr/local/sbin"].map(PathBuf::from);
+    let directories = std::env::split_paths(&paths).chain(more);
+    directories.map(|directory| directory.join(name)).find(|path| path.is_file())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn commands_are_those_of_the_guide() {
+        let guide = include_str!("../../../../docs/book/src/guide/agent.md");
+        assert!(guide.contains(&commands()), "{}", commands());
+    }
+}

@@ -1,0 +1,225 @@
+//! The rules that redirect connections to the agent.
+//!
+//! The kernel removes the rules when their owner ends (`flags owner`), so that a dead agent does
+//! not cut off its host. The owner is a child, `nft -i`, which ends when its input does: the agent
+//! holds the other end of that pipe. So the rules end with the agent, however it ends.
+//!
+//! Two agents can have rules at a time, while a new one takes over from one that drains. Each has a
+//! table of its own.
+
+use std::process::Stdio;
+use std::time::Duration;
+
+use anyhow::{Context as _, bail};
+use ferrite_config::peer::Network;
+use ferrite_config::ports::PortSet;
+use ferrite_session::agent::{DELIVERY_MARK, DIRECT_MARK};
+use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader, Lines};
+use tokio::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command};
+use tokio::time::{sleep, timeout};
+
+use super::host_setup::find_program;
+
+/// How long nft may take for its answer.
+const TIMEOUT: Duration = Duration::from_secs(5);
+/// The pause before the rules are set again, after their owner has ended.
+const PAUSE: Duration = Duration::from_secs(1);
+
+/// What is redirected, and where.
+#[derive(Debug, Clone)]
+pub(super) struct Redirection {
+    pub(super) networks: Vec<Network>,
+    pub(super) ports: PortSet,
+    /// The port of 127.0.0.1 where the agent listens.
+    pub(super) to: u16,
+}
+
+/// The rules, and the process that owns them.
+#[derive(Debug)]
+pub(super) struct Rules {
+    redirection: Redirection,
+    owner: Owner,
+}
+
+/// `nft -i`
+#[derive(Debug)]
+struct Owner {
+    child: Child,
+    input: ChildStdin,
+    output: Lines<BufReader<ChildStdout>>,
+    errors: ChildStderr,
+}
+
+impl Redirection {
+    /// Returns the name of the table: one for each process.
+    fn table() -> String {
+        format!("ferrite_{}", std::process::id())
+    }
+
+    /// Returns the last rule, as nft lists it.
+    fn last_rule(&self) -> String {
+        let to = self.to;
+        format!(
+            "ip daddr @peers tcp dport @ports tcp flags & (fin | syn | rst | ack) == syn redirect \
+             to :{to}"
+        )
+    }
+
+    /// Returns the commands on one line, so that they take effect together.
+    fn commands(&self) -> String {
+        let table = Self::table();
+        let networks: Vec<_> = self.networks.iter().map(ToString::to_string).collect();
+        let (networks, ports) = (networks.join(", "), self.ports.to_string().replace(',', ", "));
+        let last = self.last_rule();
+        // Only the first packet of a connection is redirected. One that was there before stays as
+        // it is.
+        [
+            format!("add table ip {table} {{ flags owner; }}"),
+            format!(
+                "add set ip {table} peers {{ type ipv4_addr; flags interval; auto-merge; \
+                 elements = {{ {networks} }}; }}"
+            ),
+            format!(
+                "add set ip {table} ports {{ type inet_service; flags interval; auto-merge; \
+                 elements = {{ {ports} }}; }}"
+            ),
+            format!(
+                "add chain ip {table} out {{ type nat hook output priority -100; policy accept; }}"
+            ),
+            format!(
+                "add rule ip {table} out meta mark {{ {DELIVERY_MARK:#x}, {DIRECT_MARK:#x} }} return"
+            ),
+            format!("add rule ip {table} out fib daddr type local return"),
+            format!("add rule ip {table} out {last}"),
+        ]
+        .join("; ")
+    }
+}
+
+impl Rules {
+    /// Sets the rules.
+    pub(super) async fn set(redirection: Redirection) -> anyhow::Result<Self> {
+        let owner = Owner::start(&redirection).await?;
+        Ok(Self { redirection, owner })
+    }
+
+    /// Sets the rules again whenever they are lost, for ever.
+    pub(super) async fn keep(&mut self) -> std::convert::Infallible {
+        loop {
+            let ended = self.owner.child.wait().await;
+            let status = ended.map_or_else(|error| error.to_string(), |status| status.to_string());
+            tracing::error!(
+                "nft has ended ({status}), so connections are not redirected: they go by TCP"
+            );
+            loop {
+                sleep(PAUSE).await;
+                match Owner::start(&self.redirection).await {
+                    Ok(owner) => break self.owner = owner,
+                    Err(error) => tracing::error!("cannot set the redirecting rules: {error:#}"),
+                }
+            }
+            tracing::info!("connections are redirected again");
+        }
+    }
+
+    /// Redirects no further connections. Those that were redirected go on, because the chain stays,
+    /// and with it the translation of their addresses.
+    pub(super) async fn stop(&mut self) {
+        let flush = format!("flush chain ip {} out", Redirection::table());
+        if let Err(error) = self.owner.run(&flush).await {
+            tracing::warn!("cannot remove the redirecting rules: {error:#}");
+        }
+    }
+}
+
+impl Owner {
+    async fn start(redirection: &Redirection) -> anyhow::Result<Self> {
+        let nft = find_program("nft").context("cannot find nft, of the package nftables")?;
+        let mut child = Command::new(&nft)
+            .arg("-i")
+            .process_group(0) // signals of the terminal are for the agent
+            .kill_on_drop(true)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .with_context(|| format!("cannot run {}", nft.display()))?;
+        let (Some(input), Some(output), Some(errors)) =
+            (child.stdin.take(), child.stdout.take(), child.stderr.take())
+        else {
+            bail!("nft has no pipes");
+        };
+        let output = BufReader::new(output).lines();
+        let mut owner = Self { child, input, output, errors };
+        let listed = owner.run(&redirection.commands()).await?;
+        let last = redirection.last_rule();
+        if !listed.iter().any(|line| is_same_rule(line, &last)) {
+            bail!("nft has not set the rules; it lists: {}", listed.join(" "));
+        }
+        Ok(owner)
+    }
+
+    /// Runs commands. Returns the lines of the chain afterwards.
+    async fn run(&mut self, commands: &str) -> anyhow::Result<Vec<String>> {
+        let list = format!("list chain ip {} out", Redirection::table());
+        let Self { input, output, errors, .. } = self;
+        let answer = async {
+            input.write_all(format!("{commands}\n{list}\n").as_bytes()).await?;
+            let mut lines = Vec::new();
+            let mut error = vec![0; 4096];
+            loop {
+                tokio::select! {
+                    line = output.next_line() => match line? {
+                        Some(line) if line == "}" => return Ok(lines),
+                        Some(line) => lines.push(line),
+                        None => bail!("nft has ended"),
+                    },
+                    count = errors.read(&mut error) => match count? {
+                        0 => bail!("nft has ended"),
+                        count => bail!("nft: {}", one_line(&error[..count])),
+                    },
+                }
+            }
+        };
+        timeout(TIMEOUT, answer).await.unwrap_or_else(|_| bail!("no answer of nft in {TIMEOUT:?}"))
+    }
+}
+
+/// Compares rules without spaces and brackets, which differ between versions of nft.
+fn is_same_rule(listed: &str, rule: &str) -> bool {
+    let plain = |text: &str| -> String {
+        text.chars().filter(|c| !c.is_whitespace() && !"()".contains(*c)).collect()
+    };
+    // nft 1.1 writes `tcp flags syn / fin,syn,rst,ack`.
+    let [begin, end] = ["ip daddr @peers tcp dport @ports", "redirect to :"].map(plain);
+    let target = |text: &str| text.rsplit_once(':').map(|(_, port)| port.to_owned());
+    let (listed, rule) = (plain(listed), plain(rule));
+    listed.starts_with(&begin) && listed.contains(&end) && target(&listed) == target(&rule)
+}
+
+/// Returns the first line of an error, which names the cause.
+fn one_line(error: &[u8]) -> String {
+    let text = String::from_utf8_lossy(error);
+    text.lines().next().unwrap_or_default().trim().to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rule_is_found_as_each_version_of_nft_lists_it() {
+        let redirection =
+            Redirection { networks: Vec::new(), ports: PortSet::default(), to: 15_001 };
+        let rule = redirection.last_rule();
+        let begin = "\t\tip daddr @peers tcp dport @ports tcp flags";
+        for (listed, is_same) in [
+            (format!("{begin} & (fin | syn | rst | ack) == syn redirect to :15001"), true),
+            (format!("{begin} syn / fin,syn,rst,ack redirect to :15001"), true),
+            (format!("{begin} syn / fin,syn,rst,ack redirect to :15002"), false),
+            (format!("nft> add rule ip x out {rule}"), false),
+        ] {
+            assert_eq!(is_same_rule(&listed, &rule), is_same, "{listed}");
+        }
+    }
+}

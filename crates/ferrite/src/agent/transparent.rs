@@ -1,0 +1,96 @@
+//! Transparent mode of the agent: its settings, and what it does before and after it carries
+//! connections.
+
+use std::convert::Infallible;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::time::Duration;
+
+use anyhow::Context as _;
+use ferrite_config::{Values, peer, table};
+use ferrite_session::agent::{Agent, AgentConfig, AgentPeer, LocalListeners, Transparent};
+use tokio::time::sleep;
+
+use super::host_setup;
+use super::rules::{Redirection, Rules};
+use crate::settings::WrongSettings;
+
+/// How long connections may still arrive after the rules were removed: those that were redirected
+/// before, within this host.
+const LAST_REDIRECTED: Duration = Duration::from_millis(50);
+
+/// Returns the settings of transparent mode. There the alias of a host is its own address.
+pub(super) fn config(values: &Values, listen: &[SocketAddr]) -> Result<AgentConfig, WrongSettings> {
+    let own = match listen.first() {
+        Some(SocketAddr::V4(own)) if !own.ip().is_unspecified() && !own.ip().is_loopback() => *own,
+        _ => {
+            let why = "--listen: `mode transparent` needs the IPv4 address that the other hosts \
+                       know this host by, such as 192.0.2.1";
+            return Err(WrongSettings(why.into()));
+        }
+    };
+    if values.text(&table::ALIAS).is_some() {
+        return Err(WrongSettings("--alias is for `mode alias` only".into()));
+    }
+    let networks = values.list(&table::PEERS).iter().map(|word| {
+        let why = || format!("--peer {word}: with `mode transparent`, a peer is an address");
+        peer::network(word).ok_or_else(|| WrongSettings(why()))
+    });
+    let networks = networks.collect::<Result<Vec<_>, _>>()?;
+    if networks.is_empty() {
+        let why = "--peer is missing; name the addresses or the network of the other hosts";
+        return Err(WrongSettings(why.into()));
+    }
+    let mut config = AgentConfig::new(*own.ip());
+    // The list may be the same on all hosts.
+    let mut others: Vec<Ipv4Addr> = networks.iter().filter_map(peer::Network::address).collect();
+    others.retain(|ip| ip != own.ip());
+    others.sort_unstable();
+    others.dedup();
+    let peers = others.into_iter();
+    config.peers = peers.map(|alias| AgentPeer::new(alias, (alias, own.port()).into())).collect();
+    config.transparent = Some(Transparent { networks, port: own.port() });
+    Ok(config)
+}
+
+/// In transparent mode, prepares the host and redirects connections to the agent.
+pub(super) async fn redirect(
+    agent: &Agent,
+    programs: &LocalListeners,
+    config: &AgentConfig,
+) -> anyhow::Result<Option<Rules>> {
+    let (Some(Transparent { networks, .. }), Some(to)) =
+        (&config.transparent, programs.redirect_port())
+    else {
+        return Ok(None);
+    };
+    let needed = |why: String| {
+        anyhow::anyhow!(
+            "{why}; `mode transparent` needs the capabilities CAP_NET_ADMIN and CAP_NET_RAW"
+        )
+    };
+    agent.check_privileges().map_err(needed)?;
+    host_setup::prepare(agent.any_peer())?;
+    let delivery = agent.check_delivery().await;
+    delivery.map_err(|why| anyhow::anyhow!("cannot connect {why}; see ferrite agent --help"))?;
+    let (networks, ports) = (networks.clone(), config.ports.clone());
+    let rules = Rules::set(Redirection { networks, ports, to }).await;
+    let rules = rules.context("cannot redirect connections to the agent")?;
+    agent.check_redirection(programs).await.map_err(anyhow::Error::msg)?;
+    Ok(Some(rules))
+}
+
+/// Keeps the rules, if there are any, for ever.
+pub(super) async fn keep(rules: &mut Option<Rules>) -> Infallible {
+    match rules {
+        Some(rules) => rules.keep().await,
+        None => std::future::pending().await,
+    }
+}
+
+/// Redirects no further connections.
+pub(super) async fn stop(rules: &mut Option<Rules>) {
+    if let Some(rules) = rules {
+        rules.stop().await;
+        sleep(LAST_REDIRECTED).await;
+    }
+}

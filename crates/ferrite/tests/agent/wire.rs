@@ -1,0 +1,56 @@
+//! Counts the packets between hosts: those of engines, and those of links.
+#![allow(dead_code, reason = "no test binary uses all of it")]
+
+use std::process::Command;
+
+use ferrite_testkit::netns::Hosts;
+
+use super::harness::PORTS_OF_ALL;
+
+/// Runs nft on a host. Returns what it prints.
+#[track_caller]
+pub(crate) fn nft(hosts: &Hosts, host: usize, command: &str) -> String {
+    let output = hosts.within(host, || Command::new("nft").arg(command).output());
+    let output = output.expect("nft, of Debian's package nftables");
+    assert!(output.status.success(), "{command}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+/// Begins to count.
+pub(crate) fn count(hosts: &Hosts, host: usize) {
+    let ports = PORTS_OF_ALL.replace(',', ", ");
+    let mut text = "add table inet wire; add counter inet wire engines; \
+                    add counter inet wire links; "
+        .to_owned();
+    for (chain, side) in [("prerouting", "iifname"), ("postrouting", "oifname")] {
+        text +=
+            &format!("add chain inet wire {chain} {{ type filter hook {chain} priority 0; }}; ");
+        for (counter, ports) in [("engines", ports.as_str()), ("links", "7470")] {
+            for end in ["sport", "dport"] {
+                text += &format!(
+                    "add rule inet wire {chain} {side} eth0 tcp {end} {{ {ports} }} counter name \
+                     {counter}; "
+                );
+            }
+        }
+    }
+    nft(hosts, host, &text);
+}
+
+/// Returns the number of packets with an engine's port, and that of links, at the interface of a
+/// host.
+pub(crate) fn packets(hosts: &Hosts, host: usize) -> (u64, u64) {
+    let of = |counter: &str| {
+        let text = nft(hosts, host, &format!("list counter inet wire {counter}"));
+        let mut words = text.split_whitespace().skip_while(|word| *word != "packets");
+        words.nth(1).and_then(|word| word.parse().ok()).unwrap_or_else(|| panic!("{text}"))
+    };
+    (of("engines"), of("links"))
+}
+
+/// Asserts that no packet of an engine has passed the interface of a host, but packets of links.
+#[track_caller]
+pub(crate) fn assert_only_links(hosts: &Hosts, host: usize) {
+    let (engines, links) = packets(hosts, host);
+    assert!(engines == 0 && links > 0, "host {host}: engines {engines}, links {links}");
+}
