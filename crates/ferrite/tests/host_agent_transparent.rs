@@ -183,6 +183,8 @@ fn signal_ends_redirection_and_lets_connections_go_on() {
     assert_eq!(client.ask(&["PING"]), "+PONG", "connections go on");
     assert_eq!(group.client(2, 1, 7001).ask(&["PING"]), "+PONG", "new ones are direct");
     let old = group.agents.pop().expect("an agent");
+    let is_listening = || TcpStream::connect("10.77.0.2:7470").is_ok();
+    until(TIMEOUT, "a free port", || !group.hosts.within(2, is_listening));
     let agent = group.start_agent(2, 2);
     group.agents.push(agent);
     until(TIMEOUT, "a link of the new agent", || group.get(2, "/ready").0 == 200);
@@ -292,7 +294,7 @@ fn what_is_missing_is_explained() {
 #[test]
 fn agent_does_not_start_if_rules_of_others_come_first() {
     let Some(hosts) = hosts(1) else { return };
-    let text = "add table ip other; add chain ip other out { type nat hook output priority -200; }; \
+    let text = "add table ip other; add chain ip other out { type nat hook output priority -150; }; \
                 add rule ip other out ip daddr 10.77.0.2 tcp dport 7001 redirect to :15001";
     wire::nft(&hosts, 1, text);
     let trap = hosts.within(1, || TcpListener::bind("127.0.0.1:15001")).expect("a free port");

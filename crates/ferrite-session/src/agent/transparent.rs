@@ -165,6 +165,9 @@ fn dial_on_loopback(mark: Option<u32>, to: SocketAddrV4) -> io::Result<socket2::
         socket.set_mark(mark)?;
     }
     socket.bind_device(Some(b"lo"))?;
+    // Answers to an address of another interface count as packets of that interface, and this
+    // socket would not get them.
+    socket.bind(&SocketAddrV4::new(Ipv4Addr::LOCALHOST, 0).into())?;
     socket.set_nonblocking(true)?;
     socket.set_linger(Some(Duration::ZERO))?;
     match socket.connect(&to.into()) {

@@ -122,10 +122,11 @@ impl Rules {
         }
     }
 
-    /// Redirects no further connections. Those that were redirected go on, because the chain stays,
-    /// and with it the translation of their addresses.
+    /// Redirects no further connections. Those that were redirected go on: the chain stays, and has
+    /// a rule that needs the kernel to track connections, which it translates their addresses by.
     pub(super) async fn stop(&mut self) {
-        let flush = format!("flush chain ip {} out", Redirection::table());
+        let chain = format!("ip {} out", Redirection::table());
+        let flush = format!("flush chain {chain}; add rule {chain} ct state new return");
         if let Err(error) = self.owner.run(&flush).await {
             tracing::warn!("cannot remove the redirecting rules: {error:#}");
         }
