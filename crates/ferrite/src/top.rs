@@ -95,8 +95,8 @@ pub(crate) struct Options {
 
 const HELP: &str = "\
 Keys: ↑ ↓ select; Enter details; k kill (asks first); s sort by the next column; r reverse; / filter
-  by a part of address, user, transport, device or path; p pause; Esc back; q quit. Tab shows the
-  boxes for which a small terminal has no place.
+  by a part of address, user, transport, device or path; p pause; Esc back; q quit. In a small
+  terminal, Tab shows the boxes that do not fit.
 
 Examples:
   ferrite top                                        the engine on this host

@@ -1,10 +1,11 @@
 //! The rules that redirect connections to the agent.
 //!
 //! The kernel removes the rules when their owner ends (`flags owner`), so that a dead agent does
-//! not cut off its host. The owner is a child, `nft -i`, which ends when its input does: the agent
-//! holds the other end of that pipe. So the rules end with the agent, however it ends.
+//! not cut off its host. The owner is a child process, `nft -i`, which ends at the end of its
+//! input. Its input is a pipe that the agent writes to. If the agent ends for any reason, the pipe
+//! is closed, `nft` ends and the rules are removed.
 //!
-//! Two agents can have rules at a time, while a new one takes over from one that drains. Each has a
+//! While a new agent takes over from an old one that drains, both have rules. So each process has a
 //! table of its own.
 
 use std::process::Stdio;
@@ -71,8 +72,8 @@ impl Redirection {
         let networks: Vec<_> = self.networks.iter().map(ToString::to_string).collect();
         let (networks, ports) = (networks.join(", "), self.ports.to_string().replace(',', ", "));
         let last = self.last_rule();
-        // Only the first packet of a connection is redirected. One that was there before stays as
-        // it is.
+        // Redirects only the first packet of a connection, and with it the connection. Connections
+        // that are older than the rules stay direct.
         [
             format!("add table ip {table} {{ flags owner; }}"),
             format!(
@@ -109,7 +110,7 @@ impl Rules {
             let ended = self.owner.child.wait().await;
             let status = ended.map_or_else(|error| error.to_string(), |status| status.to_string());
             tracing::error!(
-                "nft has ended ({status}), so connections are not redirected: they go by TCP"
+                "nft has ended ({status}): new connections are not redirected and use TCP directly"
             );
             loop {
                 sleep(PAUSE).await;
@@ -122,8 +123,8 @@ impl Rules {
         }
     }
 
-    /// Redirects no further connections. Those that were redirected go on, because the chain stays,
-    /// and with it the translation of their addresses.
+    /// Redirects no further connections. Connections that were redirected before stay open, because
+    /// the chain stays, and with it the translation of their addresses.
     pub(super) async fn stop(&mut self) {
         let flush = format!("flush chain ip {} out", Redirection::table());
         if let Err(error) = self.owner.run(&flush).await {

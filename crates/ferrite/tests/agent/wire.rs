@@ -48,7 +48,7 @@ pub(crate) fn packets(hosts: &Hosts, host: usize) -> (u64, u64) {
     (of("engines"), of("links"))
 }
 
-/// Asserts that no packet of an engine has passed the interface of a host, but packets of links.
+/// Asserts that packets of links have passed the interface of a host, and no packet of an engine.
 #[track_caller]
 pub(crate) fn assert_only_links(hosts: &Hosts, host: usize) {
     let (engines, links) = packets(hosts, host);
