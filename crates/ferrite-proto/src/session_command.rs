@@ -10,8 +10,8 @@
 /// What a proxied command means for the session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SessionCommand {
-    /// The command may change the database, a transaction or tracking. The engine reports these to
-    /// whoever asks for the client by its id.
+    /// The command may change the database, a transaction or tracking. The engine reports all three
+    /// if it is asked about the client by id.
     ChangesState,
     /// The command begins a transaction (MULTI). The session cannot run commands itself in a
     /// transaction.

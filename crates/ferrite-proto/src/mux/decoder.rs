@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn rejects_what_is_no_record() {
+    fn rejects_invalid_records() {
         for (bytes, error) in [
             ("00000000 0b000000 00000000", RecordError::Type { kind: 0 }),
             ("07000000 0b000000 00000000", RecordError::Type { kind: 7 }),

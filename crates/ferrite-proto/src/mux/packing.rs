@@ -23,8 +23,8 @@ pub enum Filled {
     Bytes {
         /// The number of bytes.
         len: usize,
-        /// Whether there are more, or may be. If not, or if there are no bytes at all, the stream
-        /// has no turn until [`Mux::set_ready`].
+        /// Whether the stream has, or may have, more bytes. If `false`, or if `len` is 0, the
+        /// stream gets no turn until [`Mux::set_ready`] is called for it.
         is_more: bool,
     },
     /// No bytes, and there are no more: the stream ends in this direction.

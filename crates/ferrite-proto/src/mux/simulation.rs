@@ -43,8 +43,8 @@ const ACTIONS: usize = 700;
 /// Number of actions, without the adversary, within which every stream must end.
 const SETTLING: usize = 60_000;
 
-/// The smallest `bulk_bytes_per_second` with which the small messages whose latency is measured do
-/// not move their stream from the class *bus* to *bulk*.
+/// With a `bulk_bytes_per_second` below this, the small messages whose latency is measured would
+/// move their stream from the class *bus* to *bulk*.
 const PROBE_BULK_BYTES: u64 = 60 << 10;
 
 /// A violation of a rule.

@@ -286,8 +286,8 @@ impl Side {
             let open = mux.table.opened_by(opener);
             if open.bus + open.others > max_streams || open.others > max_streams - bus_streams {
                 return violation(format!(
-                    "{role:?}: more than {max_streams} streams, or than {bus_streams} fewer beside \
-                     the bus: {open:?}"
+                    "{role:?}: more than {max_streams} streams, or not {bus_streams} of them left \
+                     for the class bus: {open:?}"
                 ));
             }
         }
