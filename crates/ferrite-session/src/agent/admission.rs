@@ -68,8 +68,8 @@ impl Admission {
     }
 }
 
-/// Returns the port of the engine whose cluster bus has this port. `None` if the port is not that
-/// of a bus, as far as the set of ports shows.
+/// Returns the port of the engine whose cluster bus has this port: the port 10,000 below. Returns
+/// `None` if that port is not in `ports`; then this port is not a bus.
 pub(super) fn engine_of_bus(port: u16, ports: &PortSet) -> Option<u16> {
     port.checked_sub(BUS_OFFSET).filter(|engine| ports.contains(*engine))
 }

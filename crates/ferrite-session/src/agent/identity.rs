@@ -49,7 +49,7 @@ impl AgentTls {
     }
 
     /// Adds TLS to the options of a link to the peer with this name. The link begins over TCP, so
-    /// that a queue pair is agreed on within TLS.
+    /// that both sides set up the queue pair within TLS.
     pub fn connect(&self, options: ConnectOptions, name: ServerName<'static>) -> ConnectOptions {
         options.tls(Arc::clone(&self.client), name).mode(ConnectMode::TcpFirst)
     }
@@ -60,11 +60,11 @@ impl AgentTls {
     }
 }
 
-/// Finds the peer that a certificate belongs to: the one whose name it has. If it has the names of
-/// several peers, the address from which the peer has connected decides between them.
+/// Finds the peer that a certificate belongs to: the peer whose name the certificate has. If the
+/// certificate has the names of several peers, the address from which the link comes decides.
 ///
 /// # Errors
-/// Returns why it belongs to none.
+/// Returns why the certificate belongs to no peer.
 pub(super) fn find<'a, T>(
     certificate: Option<&CertificateDer<'_>>,
     from: Option<IpAddr>,
@@ -102,7 +102,7 @@ pub(super) fn find<'a, T>(
             };
             Err(format!(
                 "its certificate ({names}) has the name of no peer; subjectAltName must have the \
-                 host's address or name as `peers` has it"
+                 address or the name of the host that the setting `peers` has"
             ))
         }
     }
@@ -150,7 +150,7 @@ mod tests {
             let shared = certificate(names);
             assert_eq!(found(Some(&shared), "10.0.0.3"), Ok(3));
             assert_eq!(found(Some(&shared), "10.0.0.4"), Ok(4));
-            let error = found(Some(&shared), "10.0.0.2").expect_err("a peer that it has not");
+            let error = found(Some(&shared), "10.0.0.2").expect_err("an address of neither peer");
             assert!(error.contains("the names of 2 peers"), "{error}");
         }
     }

@@ -45,13 +45,13 @@ struct State {
 /// How to get a link to a peer.
 #[derive(Debug)]
 pub(super) enum Way {
-    /// There is one.
+    /// There is a link.
     Link(LinkId, Handle),
     /// The caller must connect, and wait for a link until this time.
     Connect { until: Instant },
     /// The agent is already connecting. The caller must wait for a link until this time.
     Wait { until: Instant },
-    /// There is none in time.
+    /// There is no link, and none is expected in time.
     None,
 }
 
@@ -137,7 +137,7 @@ impl Peer {
         state.refused_at_ended_links + now.sum::<u64>()
     }
 
-    /// Notes that the agent could not connect. Returns how long it does not try again.
+    /// Notes that the agent could not connect. Returns the pause before its next attempt.
     pub(super) fn note_failure(&self, error: String) -> Duration {
         add(&self.counters.connect_failures, 1);
         let mut state = self.lock();
