@@ -26,7 +26,7 @@ impl Ca {
     /// # Panics
     /// If its certificate cannot be created.
     #[must_use]
-    #[expect(clippy::new_without_default, reason = "every authority is another one")]
+    #[expect(clippy::new_without_default, reason = "each call creates another authority")]
     pub fn new() -> Self {
         let mut params = params(&[], "authority");
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
