@@ -97,7 +97,7 @@ async fn pipelines_may_have_keys_of_all_slots() {
         assert_eq!(error.code(), Some("WRONGTYPE"));
         assert!(replies[1].is_ok());
 
-        // A transaction has one slot.
+        // The keys of a transaction must belong to one slot.
         let (value,): (i64,) = redis::pipe()
             .atomic()
             .set("{slot}a", 5)

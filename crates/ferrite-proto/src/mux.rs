@@ -52,7 +52,7 @@ pub enum Received<'a> {
     Opened {
         /// The stream.
         stream: StreamId,
-        /// Where it leads.
+        /// The destination and the source of the stream.
         route: Route,
     },
     /// Bytes of a stream. The driver passes them on and reports that with [`Mux::consume`]. It
@@ -86,7 +86,7 @@ pub enum End {
 pub struct Ended {
     /// The stream.
     pub stream: StreamId,
-    /// How it ended.
+    /// How the stream ended.
     pub end: End,
 }
 

@@ -47,8 +47,8 @@ impl SessionCommand {
             b"RESET" => Self::Resets,
             b"WAIT" | b"WAITAOF" => Self::AsksForWrites,
             b"ASKING" => Self::AffectsNext,
-            // These have several replies or none, have replies without a request, or may end the
-            // connection.
+            // These commands have several replies or none, have replies without a request, or may
+            // end the connection.
             b"SUBSCRIBE" | b"PSUBSCRIBE" | b"SSUBSCRIBE" | b"UNSUBSCRIBE" | b"PUNSUBSCRIBE"
             | b"SUNSUBSCRIBE" | b"MONITOR" | b"SYNC" | b"PSYNC" | b"REPLCONF" | b"QUIT"
             | b"CLIENT|KILL" | b"CLIENT|REPLY" => Self::PinsToProxy,

@@ -280,7 +280,7 @@ async fn agents_with_tls_that_connect_at_once_keep_one_link() {
         for agent in &pair.agents {
             until_async("a link", async || agent.handle.check_links().await.is_ok()).await;
         }
-        // The second link ends after a second, if there was one.
+        // If there were two links, one of them ends after a second.
         until_async("one link", async || {
             pair.agents.iter().all(|agent| {
                 let peer = agent.handle.stats().peers.remove(0);

@@ -16,7 +16,7 @@ pub struct Ca(CertifiedIssuer<'static, KeyPair>);
 pub struct Issued {
     /// The certificate.
     pub certificate: Vec<u8>,
-    /// Its private key.
+    /// The private key of the certificate.
     pub key: Vec<u8>,
 }
 

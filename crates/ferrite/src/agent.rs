@@ -302,7 +302,7 @@ async fn serve(setup: Setup<'_>) -> anyhow::Result<ExitCode> {
             () = async { signals.next().await; } => {}
             never = transparent::keep(&mut redirecting) => match never {},
         }
-        tracing::info!("signal received, accepting nothing new; a second one ends all connections");
+        tracing::info!("signal received, accepting nothing new; a second one resets connections");
         transparent::stop(&mut redirecting).await;
         drop((stop, admin)); // the port is then free for another agent
         signals.next().await;

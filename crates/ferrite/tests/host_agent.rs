@@ -26,7 +26,7 @@ use rustix::net;
 const TCP: &[&str] = &["--rdma", "forbid"];
 
 /// Starts hosts with agents; `None` if this process may not create namespaces.
-#[expect(clippy::print_stderr, reason = "tells that the test is left out")]
+#[expect(clippy::print_stderr, reason = "reports that the test is skipped")]
 fn group(count: usize, options: &[&str]) -> Option<Group> {
     let hosts = Hosts::start(count)
         .inspect_err(|why| eprintln!("SKIPPED: this test needs network namespaces: {why}"))
@@ -35,7 +35,7 @@ fn group(count: usize, options: &[&str]) -> Option<Group> {
 }
 
 /// Starts hosts whose agents authenticate each other.
-#[expect(clippy::print_stderr, reason = "tells that the test is left out")]
+#[expect(clippy::print_stderr, reason = "reports that the test is skipped")]
 fn group_with_tls(count: usize, options: &[&str]) -> Option<Group> {
     let hosts = Hosts::start(count)
         .inspect_err(|why| eprintln!("SKIPPED: this test needs network namespaces: {why}"))
@@ -150,7 +150,7 @@ fn clients_that_use_all_streams_do_not_block_the_bus() {
     let bus = bus.expect("listen");
     let mut clients = Vec::new();
     while clients.len() < CLIENTS {
-        // Opens fewer than 1,000 a second.
+        // Opens fewer streams than the agent allows, which is 1,000 a second.
         for _ in 0..80 {
             let mut client = group.connect(1, 2, 7001);
             client.write_all(b"PING\r\n").expect("sent");
@@ -282,7 +282,8 @@ fn lost_agent_resets_connections_and_comes_back() {
     assert_eq!(group.client(1, 2, 7001).ask(&["PING"]), "+PONG");
 }
 
-/// The kernel of a stopped process still acknowledges what arrives.
+/// The kernel still acknowledges packets for a stopped process. Only the missing answer of the
+/// process itself shows that the agent is silent.
 #[test]
 fn silent_agent_is_noticed_within_seconds() {
     let Some(group) = group(2, &[]) else { return };

@@ -28,7 +28,7 @@ const TCP: &[&str] = &["--rdma", "forbid"];
 const AUTH: [&str; 4] = ["--requirepass", PASSWORD, "--masterauth", PASSWORD];
 
 /// Starts hosts; `None` if this process may not create namespaces.
-#[expect(clippy::print_stderr, reason = "tells that the test is left out")]
+#[expect(clippy::print_stderr, reason = "reports that the test is skipped")]
 fn hosts(count: usize) -> Option<Hosts> {
     Hosts::start(count)
         .inspect_err(|why| eprintln!("SKIPPED: this test needs network namespaces: {why}"))
@@ -165,7 +165,7 @@ fn connections_are_direct_after_an_agent_was_killed() {
         assert!(opened() == 0.0);
         assert_eq!(group.client(2, 1, 7001).ask(&["PING"]), "+PONG");
         assert!(opened() == 1.0);
-        // In the next round, the replica is carried again.
+        // Ends the direct connection of the replica. The next one goes through the new agent.
         assert_eq!(operator(&replica).ask(&["CLIENT", "KILL", "TYPE", "master"]), ":1");
         until(TIMEOUT, "a partial resynchronisation", || has_resumed(resumed));
         assert!(opened() == 2.0);

@@ -36,7 +36,7 @@ const FLOOD: u32 = 100_000;
 const BATCH: u32 = 1000;
 
 /// Starts three hosts whose agents authenticate each other, and stops the agent of the third.
-#[expect(clippy::print_stderr, reason = "tells that the test is left out")]
+#[expect(clippy::print_stderr, reason = "reports that the test is skipped")]
 fn group() -> Option<Group> {
     let hosts = Hosts::start(3)
         .inspect_err(|why| eprintln!("SKIPPED: this test needs network namespaces: {why}"))
@@ -194,7 +194,7 @@ fn wrong_certificates_are_refused_and_counted() {
     assert_eq!(group.get(1, "/live").0, 200);
 }
 
-/// Asks an engine of the first host from the second one, and returns the time of each answer.
+/// Sends PINGs from the second host to an engine of the first host. Returns the time of each reply.
 fn ping(client: &mut Client, is_enough: impl Fn(usize) -> bool) -> Vec<Duration> {
     let mut times = Vec::new();
     while !is_enough(times.len()) {

@@ -20,7 +20,7 @@ use ferrite_testkit::{TIMEOUT, until};
 
 /// Starts three hosts with an RDMA device each. Returns `None` if Soft-RoCE of this kernel does not
 /// work in network namespaces.
-#[expect(clippy::print_stderr, reason = "tells that the test is left out")]
+#[expect(clippy::print_stderr, reason = "reports that the test is skipped")]
 fn hosts() -> Option<Hosts> {
     if std::env::var("FERRITE_LAB_KERNEL").is_ok_and(|kernel| kernel != "uml") {
         eprintln!("SKIPPED: Soft-RoCE of this kernel receives only in the first namespace");

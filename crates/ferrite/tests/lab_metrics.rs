@@ -123,7 +123,7 @@ fn start_relay(to: &str, rdma: &str) -> Running {
 }
 
 /// Sends commands of each kind through the relay and the module, over RDMA. Then kills one session.
-/// Returns two clients, whose connections to the relay it has not closed.
+/// Returns two clients that are still connected to the relay.
 fn use_module(seen: &mut Seen, engine: &Engine, module: &Admin, relay: &Running) -> [Client; 2] {
     let value = vec![b'x'; 100_000];
     let mut client = Client::to_tcp(&relay.address);

@@ -46,7 +46,7 @@ enum State {
     Head,
     /// The decoder gathers a record of this size, whose head is complete.
     Control { size: usize },
-    /// This number of bytes of a DATA record is missing.
+    /// The decoder passes on the bytes of a DATA record; this number of them has not arrived.
     Data { missing: u32 },
 }
 

@@ -24,13 +24,14 @@ pub enum MuxError {
         stream: StreamId,
     },
     /// The peer opened a stream with a name that only this side may use.
-    #[error("the peer opened stream {stream} with a name of this side")]
+    #[error("the peer opened stream {stream} with a name that only this side may use")]
     ForeignName {
         /// The stream.
         stream: StreamId,
     },
-    /// The peer opened a stream with a name that is not above all earlier ones of its class.
-    #[error("stream {stream} was opened after a later one of its class")]
+    /// The peer opened a stream whose number is not higher than that of each earlier stream of its
+    /// class.
+    #[error("stream {stream} was opened after one of its class with the same or a higher number")]
     ReusedName {
         /// The stream.
         stream: StreamId,

@@ -31,7 +31,7 @@ impl OpenRate {
     }
 }
 
-/// Measures what a stream sends.
+/// Measures how many bytes a stream sends in a second.
 #[derive(Debug)]
 pub(super) struct Traffic {
     limit: u64,

@@ -24,7 +24,7 @@
 //! `cargo xtask simulate --only mux --seeds N` runs many seeds. `FERRITE_SEED=N` repeats one seed
 //! and prints its events.
 
-#![expect(clippy::print_stderr, clippy::print_stdout, reason = "shows a run to whoever repeats it")]
+#![expect(clippy::print_stderr, clippy::print_stdout, reason = "prints the events of a run")]
 
 mod hostile;
 mod program;
@@ -51,7 +51,7 @@ const PROBE_BULK_BYTES: u64 = 60 << 10;
 #[derive(Debug)]
 struct Violation(String);
 
-/// Fails a run.
+/// Returns a violation, which fails the run.
 fn violation<T>(what: impl Into<String>) -> Result<T, Violation> {
     Err(Violation(what.into()))
 }

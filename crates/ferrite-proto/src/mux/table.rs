@@ -23,7 +23,7 @@ pub(super) struct Table {
     side: Side,
     /// Ordered, so that nothing depends on a random order.
     streams: BTreeMap<StreamId, Stream>,
-    /// How many of them each side has opened.
+    /// How many of these streams each side has opened.
     opened: [Opened; 2],
     /// The number of the next stream of this side.
     next_number: u32,

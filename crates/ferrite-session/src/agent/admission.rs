@@ -36,10 +36,10 @@ pub(super) enum Forbidden {
 impl fmt::Display for Forbidden {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::Source => "its source is not the peer's alias",
-            Self::Destination => "its destination is not the alias of this host",
-            Self::Port => "its port is not in `deliver`",
-            Self::Agent => "its destination is this agent",
+            Self::Source => "the source is not the peer's alias",
+            Self::Destination => "the destination is not the alias of this host",
+            Self::Port => "the port is not in `deliver`",
+            Self::Agent => "the destination is this agent",
         })
     }
 }
@@ -106,7 +106,7 @@ mod tests {
         assert_eq!(check("127.1.0.2:1", "127.1.0.1:7010"), Err(Forbidden::Port));
         assert_eq!(check("127.1.0.2:1", "127.1.0.1:22"), Err(Forbidden::Port));
         assert_eq!(check("127.1.0.2:1", "127.1.0.1:7470"), Err(Forbidden::Agent));
-        // The admin port is at another address.
+        // The agent's admin port is at 127.0.0.1, so this is another port with the same number.
         assert_eq!(check("127.1.0.2:1", "127.1.0.1:9121"), Ok(()));
     }
 

@@ -61,7 +61,7 @@ pub struct AgentPeer {
 }
 
 impl AgentPeer {
-    /// Returns a host whose certificate has its address.
+    /// Returns a host whose certificate must have the address of its agent.
     #[must_use]
     pub fn new(alias: Ipv4Addr, address: SocketAddr) -> Self {
         Self { alias, address, name: ServerName::from(address.ip().to_canonical()) }

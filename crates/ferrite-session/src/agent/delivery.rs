@@ -126,7 +126,7 @@ async fn check_password(shared: &Shared, port: u16) -> Result<(), (Refused, Stri
             Err((Refused::Engine, error.to_string()))
         }
         Err(error) => {
-            let why = format!("protected mode cannot find out if it requires a password: {error}");
+            let why = format!("cannot find out whether the engine requires a password: {error}");
             Err((Refused::Unreachable, why))
         }
     }

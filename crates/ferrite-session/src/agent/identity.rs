@@ -41,7 +41,8 @@ impl AgentTls {
         };
         let mut client = files.client_config(Arc::clone(provider))?;
         let mut server = files.server_config(Arc::clone(provider))?;
-        // Each link verifies the certificates anew. There are few links.
+        // Without resumption, each link verifies the certificates. This costs little, because there
+        // are few links.
         client.resumption = Resumption::disabled();
         server.session_storage = Arc::new(NoServerSessionStorage {});
         server.send_tls13_tickets = 0;
@@ -92,8 +93,8 @@ pub(super) fn find<'a, T>(
     match peer {
         Some((_, peer)) => Ok(peer),
         None if count > 0 => Err(format!(
-            "its certificate has the names of {count} peers, and its address is that of none of \
-             them; give each host a certificate of its own"
+            "its certificate has the names of {count} peers, and the link comes from the address \
+             of none of them; give each host a certificate of its own"
         )),
         None => {
             let names = match own_names.is_empty() {
@@ -136,7 +137,7 @@ mod tests {
         assert_eq!(found(Some(&three), "10.0.0.3"), Ok(3));
         assert_eq!(found(Some(&three), "192.0.2.1"), Ok(3), "the certificate decides");
         assert_eq!(found(Some(&three), "10.0.0.2"), Ok(3), "and not the address");
-        // An address is no name, and a name no address.
+        // The peer at 10.0.0.3 has a name, so a certificate with its address does not belong to it.
         assert!(found(Some(&certificate(&["10.0.0.3"])), "10.0.0.3").is_err());
         let error = found(Some(&other), "10.0.0.2").expect_err("another host");
         assert!(error.contains("10.0.0.9") && error.contains("name of no peer"), "{error}");

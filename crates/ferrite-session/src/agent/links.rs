@@ -43,7 +43,7 @@ pub(super) async fn link_to(shared: &Arc<Shared>, peer: &Arc<Peer>) -> Option<(L
             Way::Wait { until } => until,
             Way::None => return None,
         };
-        let _ = timeout_at(until.into(), changed.as_mut()).await; // the state says what happened
+        let _ = timeout_at(until.into(), changed.as_mut()).await; // then reads the state again
         changed.set(peer.changed.notified());
     }
 }
@@ -150,7 +150,7 @@ async fn run(shared: Arc<Shared>, peer: Arc<Peer>, link: Link, side: Side) {
         }
     };
     if link.peer_hello().instance == shared.fabric.instance() {
-        return refuse("its address is that of this agent");
+        return refuse("the address of this peer leads to this agent");
     }
     let Multiplexer { handle, mut incoming, driver } =
         match multiplex(link.clone(), side, &Config::default()) {

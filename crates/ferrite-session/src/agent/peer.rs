@@ -89,7 +89,8 @@ impl Peer {
         }
     }
 
-    /// Adds a link. Returns the one that must end after its streams, if there is one.
+    /// Adds a link. If the peer now has two links where one is enough, returns the one that must
+    /// end when its streams have ended.
     pub(super) fn add_link(
         &self,
         id: LinkId,

@@ -201,7 +201,8 @@ mod tests {
             assert_eq!(links.next_step(now + pause - BUDGET), Step::Unavailable);
             now += pause;
         }
-        // A link of the peer ends the pause, and the next failure has the first one again.
+        // A link that the peer opens ends the pause. After the next failure, the pause is as short
+        // as after the first one.
         handle_contact(&mut links);
         assert!(matches!(links.next_step(now), Step::Connect { .. }));
         links.handle_failure(now);

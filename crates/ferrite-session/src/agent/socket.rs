@@ -42,7 +42,7 @@ impl LocalSocket {
         self
     }
 
-    /// Counts nothing any more: the stream was not opened.
+    /// Ends the counting, because the stream was not opened.
     pub(super) fn unmetered(mut self) -> Self {
         self.meter = None;
         self

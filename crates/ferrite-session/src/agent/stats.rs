@@ -49,13 +49,13 @@ impl Refused {
 /// Why a link of a peer was refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum LinkRefused {
-    /// Its address belongs to no peer.
+    /// The address of the link belongs to no peer.
     Address,
-    /// Its certificate belongs to no peer.
+    /// The certificate of the link belongs to no peer.
     Certificate,
     /// There are too many links to the peer.
     TooMany,
-    /// It does not use RDMA, which is required.
+    /// The link does not use RDMA, which is required.
     Transport,
 }
 

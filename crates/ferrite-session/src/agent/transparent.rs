@@ -63,8 +63,8 @@ fn refuse_own(shared: &Shared, source: SocketAddr) {
     static LINES: LogLimit = LogLimit::new();
     if let Some(others) = LINES.pass() {
         tracing::warn!(
-            "refused a connection from {source} to the agent's own listener: only the redirecting \
-             rules may lead there{others}"
+            "refused a connection from {source} to the agent's own listener, which accepts only \
+             redirected connections{others}"
         );
     }
 }
@@ -94,8 +94,8 @@ impl Agent {
         sockets.map(drop).map_err(|error| format!("cannot mark sockets: {error}"))
     }
 
-    /// Checks that an engine of this host can be reached from the address of another host, and that
-    /// its answers, also a refusal, stay on this host.
+    /// Checks that an engine of this host can be reached from the address of another host. The
+    /// engine's answers, also a refusal, must stay on this host.
     ///
     /// # Errors
     /// Returns what failed.

@@ -42,7 +42,7 @@ pub(super) struct Rules {
     owner: Owner,
 }
 
-/// `nft -i`
+/// The process that owns the rules: `nft -i`.
 #[derive(Debug)]
 struct Owner {
     child: Child,
@@ -155,7 +155,7 @@ impl Owner {
         let listed = owner.run(&redirection.commands()).await?;
         let last = redirection.last_rule();
         if !listed.iter().any(|line| is_same_rule(line, &last)) {
-            bail!("nft has not set the rules; it lists: {}", listed.join(" "));
+            bail!("nft has not set the rules; the chain has: {}", listed.join(" "));
         }
         Ok(owner)
     }

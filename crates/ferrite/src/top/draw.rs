@@ -57,7 +57,7 @@ pub(super) fn draw(frame: &mut Frame<'_>, app: &App) {
     contents.rotate_left(app.first_box % count);
     let mut contents = contents.into_iter().peekable();
     draw_boxes(frame, boxes, &mut contents);
-    // If not all boxes fit into one row, a terminal that is high enough gets further rows.
+    // If not all boxes fit into one row, a terminal that is high enough gets further rows of boxes.
     let below = if snapshot.sessions.is_some() { SESSIONS_MIN } else { COUNTERS_MIN };
     let mut table = table;
     while table.height >= BOXES + below

@@ -136,7 +136,7 @@ fn primaries(nodes: &Nodes) -> Vec<Primary> {
         });
         let (id, slots) = (words[0].to_owned(), slots.collect::<Vec<_>>());
         if slots.is_empty() {
-            return None; // a replica that this node does not know as one yet
+            return None; // without slots: a replica that this node still lists as a primary
         }
         Some(Primary { id, at: (host, port.parse().expect("a port")), slots })
     };
@@ -253,7 +253,7 @@ fn fail_over_by_hand(group: &Group, nodes: &Nodes) {
 
 fn fail_over_after_kill(group: &Group, nodes: &mut Nodes) {
     let (replica, primary) = replica(nodes);
-    // The replica must have everything, because the primary is lost.
+    // Waits until the replica has all writes, because the primary is killed next.
     let mut client = group.client(primary.0 % 3 + 1, primary.0, primary.1);
     assert_eq!(client.ask(&["WAIT", "1", "30000"]), ":1");
     let mut killed = nodes.remove(&primary).expect("the primary");

@@ -15,7 +15,7 @@ use crate::metrics::harness::Running;
 
 /// The ports of engines and of their cluster bus.
 pub(crate) const PORTS: &str = "7001-7002,17001-17002";
-/// The same ports, and that of Sentinel.
+/// The ports of [`PORTS`], and the port of Sentinel.
 pub(crate) const PORTS_OF_ALL: &str = "7001-7002,17001-17002,26379";
 /// The password of all engines.
 pub(crate) const PASSWORD: &str = "secret";

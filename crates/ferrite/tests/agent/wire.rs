@@ -16,7 +16,7 @@ pub(crate) fn nft(hosts: &Hosts, host: usize, command: &str) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
-/// Begins to count.
+/// Begins to count the packets of a host.
 pub(crate) fn count(hosts: &Hosts, host: usize) {
     let ports = PORTS_OF_ALL.replace(',', ", ");
     let mut text = "add table inet wire; add counter inet wire engines; \

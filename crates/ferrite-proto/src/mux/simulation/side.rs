@@ -118,7 +118,8 @@ impl Side {
         Ok(())
     }
 
-    /// Lets the programs of this side act. Returns what is worth showing.
+    /// Lets the programs of this side act. Returns the event that a shown run prints, if there is
+    /// one.
     pub(super) fn act(
         &mut self,
         programs: &mut Programs,
@@ -180,7 +181,7 @@ impl Side {
         Ok(())
     }
 
-    /// Sends what can be sent.
+    /// Packs all messages that can be sent, and posts them to the wire.
     pub(super) fn pump(
         &mut self,
         wire: &mut Wire,
