@@ -305,8 +305,8 @@ impl Mux {
         self.finish(stream);
     }
 
-    /// Ends a stream in both directions. The peer gets the cause, and its program a reset
-    /// connection. Does nothing if the stream has ended.
+    /// Ends a stream in both directions. The peer receives the cause, and resets the connection of
+    /// its program. Does nothing if the stream has ended.
     pub fn reset(&mut self, stream: StreamId, cause: Cause) {
         let Some(it) = self.remove(stream) else { return };
         // The peer does not know a stream whose OPEN was not sent.

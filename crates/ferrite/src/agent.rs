@@ -253,7 +253,8 @@ async fn serve(setup: Setup<'_>) -> anyhow::Result<ExitCode> {
     let Setup { options, values, config, listen } = &setup;
     let fabric_config = Config {
         program: Program::AGENT,
-        // An agent has few links, and every connection of a host waits for them.
+        // Short, because all connections to a host hang while its link is dead. There are few
+        // links, so the keepalives cost little.
         keepalive: KEEPALIVE,
         peer_timeout: PEER_TIMEOUT,
         ..fabric_config(values)

@@ -80,7 +80,7 @@ impl Hostile {
         Self::connect_with(group, ca, &issued).expect("a link")
     }
 
-    /// Connects with a certificate, and the authority that the caller knows.
+    /// Connects with a certificate. `ca` is the authority that this side trusts.
     fn connect_with(group: &Group, ca: &Ca, issued: &Issued) -> Result<Self, Error> {
         let files = &group.certificates.as_ref().expect("TLS").files;
         let [certificate, key, authority] = ca.files(files, "hostile", issued);

@@ -5,7 +5,7 @@ use super::record::{CONTROL_BYTES, HEAD_BYTES};
 
 /// The largest credit that a sender may have.
 pub(super) const CREDIT_MAX: u32 = i32::MAX as u32;
-/// The smallest room for a turn of a stream: an OPEN, a head and a byte, and a FIN.
+/// The smallest room for a turn of a stream: an OPEN, a DATA record with one byte, and a FIN.
 pub(super) const TURN_ROOM: usize = CONTROL_BYTES + 2 * HEAD_BYTES + 1;
 /// The smallest [`Config::message_bytes`]. Grants and resets take at most half of a message.
 pub(super) const MESSAGE_BYTES_MIN: usize = 2 * TURN_ROOM;

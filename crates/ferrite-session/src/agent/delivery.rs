@@ -88,7 +88,7 @@ async fn connect(
 
 /// Applies protected mode to a port: refuses streams to an engine that requires no password.
 async fn check_password(shared: &Shared, port: u16) -> Result<(), (Refused, String)> {
-    // In transparent mode the engine sees the program's address, and applies its own rules.
+    // In transparent mode the engine sees the program's address, so its own protected mode works.
     if !shared.config().protected_mode || shared.is_transparent() {
         return Ok(());
     }

@@ -172,7 +172,8 @@ async fn run(shared: Arc<Shared>, peer: Arc<Peer>, link: Link, side: Side) {
         // without waiting for the end of the pause.
         shared.spawn(open_own(Arc::clone(&shared), Arc::clone(&peer)));
     }
-    // A separate task for the link and its streams, so that polling them polls nothing else.
+    // Runs the link and its streams in a separate task. A wake-up of one of them then polls nothing
+    // else.
     let mut driving = JoinSet::new();
     driving.spawn(driver.run());
     let mut looks = interval(LOOK_INTERVAL);

@@ -155,7 +155,7 @@ impl Peer {
         self.lock().error.clone()
     }
 
-    /// Accepts no further streams on any link. The links end after their streams.
+    /// Accepts no further streams on any link. The links end when their streams have ended.
     pub(super) fn go_away(&self) {
         for (_, handle) in self.lock().live.values() {
             handle.go_away();

@@ -8,7 +8,7 @@ use super::config::{AgentConfig, AgentPeer, Transparent};
 use super::peer::Peer;
 use super::stats::AgentPeerStats;
 
-/// Maximum number of peers up to which hosts of the networks become peers.
+/// Maximum number of peers. Beyond it, no further host of the networks becomes a peer.
 const PEERS_MAX: usize = 4096;
 
 /// The peers of an agent.

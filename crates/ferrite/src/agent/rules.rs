@@ -72,8 +72,8 @@ impl Redirection {
         let networks: Vec<_> = self.networks.iter().map(ToString::to_string).collect();
         let (networks, ports) = (networks.join(", "), self.ports.to_string().replace(',', ", "));
         let last = self.last_rule();
-        // Redirects only the first packet of a connection, and with it the connection. Connections
-        // that are older than the rules stay direct.
+        // Only the first packet of a connection passes these rules. If it is redirected, the kernel
+        // redirects the whole connection. Connections that are older than the rules stay direct.
         [
             format!("add table ip {table} {{ flags owner; }}"),
             format!(

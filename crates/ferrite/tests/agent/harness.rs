@@ -61,8 +61,8 @@ impl Certificates {
         Self { ca: Ca::new(), files: TempDir::new("agent-certificates") }
     }
 
-    /// Returns the options of an agent that presents a certificate. `ca` is the authority that it
-    /// knows.
+    /// Returns the options of an agent that presents a certificate. `ca` is the authority that the
+    /// agent trusts.
     pub(crate) fn options(&self, ca: &Ca, name: &str, issued: &Issued) -> Vec<String> {
         let files = ca.files(&self.files, name, issued);
         let flags = ["--tls-cert-file", "--tls-key-file", "--tls-ca-cert-file"];
