@@ -157,7 +157,7 @@ impl Mux {
             .min(sending.credit as usize);
         match fill(stream, &mut packer.out[begin..begin + room]) {
             Filled::Bytes { len, is_more } => {
-                assert!(len <= room, "{len} bytes were filled into a room of {room}");
+                assert!(len <= room, "{len} bytes were filled in, but there was room for {room}");
                 sending.is_ready = is_more && len > 0;
                 if len > 0 {
                     let length = len as u32; // at most `turn_bytes`

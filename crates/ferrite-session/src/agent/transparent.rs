@@ -115,7 +115,10 @@ impl Agent {
         drop(engine);
         match connect(address).await {
             Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => Ok(()),
-            Err(error) => Err(format!("a refusal does not arrive: {error}")),
+            Err(error) => Err(format!(
+                "from {foreign} to {own} on this host: the refusal of a closed port does not \
+                 arrive: {error}"
+            )),
             Ok(_) => Ok(()), // another program listens there now
         }
     }

@@ -69,7 +69,7 @@ fn add_route(peer: Ipv4Addr) -> anyhow::Result<()> {
         ip(&words)?;
         tracing::info!("ran ip {}", words.join(" "));
     }
-    anyhow::ensure!(is_routed_here(peer)?, "another routing rule comes first: see ip rule");
+    anyhow::ensure!(is_routed_here(peer)?, "another routing rule comes first; see `ip rule`");
     Ok(())
 }
 
