@@ -269,7 +269,7 @@ impl Mux {
         if self.is_peer_going_away {
             return Err(OpenError::GoingAway);
         }
-        // A stream whose RESET waits is still open at the peer.
+        // A stream whose RESET is not sent yet is still open at the peer.
         let open = self.table.opened_by(self.side) + self.schedule.waiting_resets(self.side);
         if !self.config.has_room(class, open) {
             return Err(OpenError::TooManyStreams);

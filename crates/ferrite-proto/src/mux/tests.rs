@@ -252,7 +252,7 @@ fn refused_streams_of_clients_do_not_take_the_reserve_of_the_bus() {
     assert_eq!((pair.called.streams(), pair.called.stats().refused), (8, 34));
 }
 
-/// Without clients, the bus may use all streams. Then clients get none.
+/// While clients use no streams, the bus may use all. Clients that come later get none.
 #[test]
 fn bus_may_use_the_streams_that_clients_do_not_use() {
     let mut pair = Pair::new(&Config { max_streams: 8, bus_streams: 2, ..config() });
